@@ -11,11 +11,17 @@
     │   ├── IndexMissing        ... is not there
     │   ├── IndexMismatch       ... was built with another embedder, reader or format
     │   └── IndexDamaged        ... has files that do not belong together
-    └── StoreError              a KV store
-        ├── StoreUnavailable    ... cannot be opened, read or written
-        ├── StoreVersion        ... was written by a newer format
-        ├── StoreFull           ... is at its byte cap, or the disk is full
-        └── CorruptRecord       ... holds a record that fails its checksum (never fails a request: recomputed)
+    ├── StoreError              a KV store
+    │   ├── StoreUnavailable    ... cannot be opened, read or written
+    │   ├── StoreVersion        ... was written by a newer format
+    │   ├── StoreFull           ... is at its byte cap, or the disk is full
+    │   └── CorruptRecord       ... holds a record that fails its checksum (never fails a request: recomputed)
+    └── ServeError              the server refuses a request
+        ├── Busy                ... for now: its queue is full, or a key has used up its share
+        ├── Stopping            ... because it is shutting down
+        ├── NotAuthenticated    ... that brings no valid API key
+        ├── NotAllowed          ... that its API key does not cover
+        └── NotFound            ... for something that is not there, or not for this key
 
 The command line prints the message and exits with 2 for any of these; anything else is a bug and keeps its traceback.
 """
@@ -97,3 +103,31 @@ class CorruptRecord(StoreError):
     def __init__(self, key: bytes, what: str) -> None:
         super().__init__(f"chunk {key.hex()}: {what}")
         self.key = key
+
+
+class ServeError(BlendserveError):
+    """The server refuses a request."""
+
+
+class Busy(ServeError):
+    """The queue is full, or a key has used up its share: try again in `retry_after` seconds."""
+
+    def __init__(self, why: str, retry_after: int) -> None:
+        super().__init__(f"{why}: try again in {retry_after} s")
+        self.retry_after = retry_after
+
+
+class Stopping(ServeError):
+    """The server is shutting down."""
+
+
+class NotAuthenticated(ServeError):
+    """No valid API key came with the request."""
+
+
+class NotAllowed(ServeError):
+    """The API key does not cover this."""
+
+
+class NotFound(ServeError):
+    """It is not there, or not for this key."""

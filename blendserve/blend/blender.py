@@ -5,20 +5,22 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from blendserve.blend.assemble import Layout, lay_out
+from blendserve.blend.cache import KVCache
 from blendserve.blend.lookup import Found, look_up, nothing, wanted
 from blendserve.blend.precompute import ChunkComputer
 from blendserve.blend.prefill import Prefilled, check_policy, prefill
 from blendserve.blend.profit import CostModel, calibrated, choose
 from blendserve.blend.report import make_report
 from blendserve.config import BlendConfig, Method, changed
-from blendserve.core import BlendReport, Prompt, TokenIds
+from blendserve.core import BlendReport, ChunkKV, Prompt, TokenIds
 from blendserve.errors import CorruptRecord, StoreError
 from blendserve.models.adapter import Adapter
 from blendserve.models.loader import cache_folder
 from blendserve.store import ChunkKey, KVStore, Snapshot, chunk_key
+from blendserve.store.memory import MemoryChunk
 from blendserve.timing import Clock
 
 
@@ -73,11 +75,18 @@ class Blender:
         return sum(self.store.delete(key) for key in keys)
 
     def run(
-        self, prompt: Prompt, blend: BlendConfig, new_tokens: int = 0, clock: Clock | None = None
+        self,
+        prompt: Prompt,
+        blend: BlendConfig,
+        new_tokens: int = 0,
+        clock: Clock | None = None,
+        cache: KVCache | None = None,
+        front: ChunkKV | None = None,
     ) -> Blended:
         """Prefill a prompt by `blend.method`. Never fails for what the store holds or lacks.
 
-        Raises ConfigError for a check layer that the reader does not have.
+        cache: the caller's own, with room for the prompt and `new_tokens`. front: the prefix's KV, where the caller has
+        it; by default the store is asked for it. Raises ConfigError for a check layer that the reader does not have.
         """
         check_policy(blend, self.adapter.n_layers)
         if blend.method == "reuse":
@@ -88,12 +97,14 @@ class Blender:
             try:
                 with self.store.reading() as snapshot:
                     found = self._look_up(snapshot, prompt, blend.method, corrupt)
-                    return self._finish(prompt, blend, new_tokens, clock, found)
+                    if front is not None:
+                        found = replace(found, prefix=MemoryChunk(front))
+                    return self._finish(prompt, blend, new_tokens, clock, cache, found)
             except CorruptRecord as error:
                 corrupt.add(error.key)
             except StoreError as error:
                 trouble = f"the store cannot be read: {error}"
-        return self._finish(prompt, blend, new_tokens, clock, nothing(prompt), trouble)
+        return self._finish(prompt, blend, new_tokens, clock, cache, nothing(prompt), trouble)
 
     def _look_up(self, snapshot: Snapshot, prompt: Prompt, method: Method, corrupt: set[ChunkKey]) -> Found:
         which = wanted(prompt, method, self._exact_first(prompt))
@@ -106,6 +117,7 @@ class Blender:
         blend: BlendConfig,
         new_tokens: int,
         clock: Clock | None,
+        cache: KVCache | None,
         found: Found,
         why: str = "",
     ) -> Blended:
@@ -114,7 +126,7 @@ class Blender:
             method, why = self._choose(prompt, blend, found, why)
             blend = changed(blend, method=method)
             layout = self._layout(prompt, found.only(method, self._exact_first(prompt)))
-        done = prefill(self.adapter, prompt, layout, blend, new_tokens, clock)
+        done = prefill(self.adapter, prompt, layout, blend, new_tokens, clock, cache)
         absent = tuple(prompt.chunks[i].ids for i in found.looked_for if found.chunks[i] is None)
         if found.prefix is None and found.looked_for and prompt.prefix:
             absent = ((), *absent)

@@ -20,6 +20,13 @@ class KVCache:
         self.values = torch.empty_like(self.keys)
         self.capacity = capacity
 
+    @classmethod
+    def over(cls, keys: Tensor, values: Tensor) -> KVCache:
+        """A cache in memory that is there already: keys, values [L, K, capacity, D]."""
+        cache = cls.__new__(cls)
+        cache.keys, cache.values, cache.capacity = keys, values, int(keys.shape[2])
+        return cache
+
     def write(self, l: int, at: Tensor | slice, keys: Tensor, values: Tensor) -> None:
         """Put rotated keys and values [K, S, D] of layer l at these positions."""
         self.keys[l][:, at] = keys

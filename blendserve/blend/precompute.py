@@ -21,7 +21,8 @@ STACK_TOKENS = 1024  # rows a stack: enough to fill the matmuls, little enough t
 class ChunkComputer:
     """Computes the KV of chunks that all stand behind the same tokens."""
 
-    def __init__(self, adapter: Adapter, behind: TokenIds) -> None:
+    def __init__(self, adapter: Adapter, behind: TokenIds, front: ChunkKV | None = None) -> None:
+        """front: the KV of `behind`, where the caller has it."""
         self._adapter = adapter
         self._behind = behind
         empty = _empty(adapter, 0)
@@ -29,7 +30,7 @@ class ChunkComputer:
         self._n_front = 0
         self.front = empty
         if behind:
-            self.front = self.compute([behind])[0]
+            self.front = front or self.compute([behind])[0]
             self._n_front = len(behind)
             ropes = adapter.rope(torch.arange(len(behind), device=adapter.device))
             turned = [adapter.rotate(k, rope) for k, rope in zip(self.front.keys, ropes, strict=True)]

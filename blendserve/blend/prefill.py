@@ -46,14 +46,17 @@ def prefill(
     blend: BlendConfig,
     new_tokens: int = 0,
     clock: Clock | None = None,
+    cache: KVCache | None = None,
 ) -> Prefilled:
     """Run the prompt, reusing what the layout found; leaves room for `new_tokens` in the cache.
 
+    cache: the caller's own, of at least that room; default: a new one.
     Raises CorruptRecord when a stored layer fails its checksum: lay out again without that chunk; ConfigError for a check
     layer that the reader does not have.
     """
     check_policy(blend, adapter.n_layers)
-    return _Run(adapter, prompt, layout, blend, new_tokens, clock or Clock(adapter.device)).go()
+    cache = cache or KVCache(adapter, len(prompt) + new_tokens)
+    return _Run(adapter, prompt, layout, blend, cache, clock or Clock(adapter.device)).go()
 
 
 def check_policy(blend: BlendConfig, n_layers: int) -> None:
@@ -74,14 +77,14 @@ class _Run:
         prompt: Prompt,
         layout: Layout,
         blend: BlendConfig,
-        new_tokens: int,
+        cache: KVCache,
         clock: Clock,
     ) -> None:
         self.adapter, self.layout, self.clock = adapter, layout, clock
         device = adapter.device
         self.ids = torch.tensor(prompt.ids, dtype=torch.long, device=device)
         self.ropes = adapter.rope(torch.arange(len(prompt), device=device))
-        self.cache = KVCache(adapter, len(prompt) + new_tokens)
+        self.cache = cache
         self.assembly = Assembly(adapter, self.cache, layout.pieces, self.ropes, clock)
         self.policy: Policy = POLICIES[blend.policy](blend)
         self.correction: Correction = NoCorrection()

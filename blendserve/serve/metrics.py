@@ -1,0 +1,125 @@
+"""What Prometheus reads at /metrics. Over all tenants: no label names one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from blendserve.core import BlendReport
+from blendserve.store import KVStore
+from blendserve.timing import Clock
+
+if TYPE_CHECKING:
+    from blendserve.serve.work import Work
+    from blendserve.serve.writing import Writing
+
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 10.0, 30.0, 60.0)
+SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
+
+
+class Metrics:
+    """All figures of one server, in a registry of its own."""
+
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry()
+
+        def seconds(name: str, about: str) -> Histogram:
+            return Histogram(
+                f"blendserve_{name}_seconds", about, ["method"], buckets=SECONDS, registry=registry
+            )
+
+        def count(name: str, about: str, *labels: str) -> Counter:
+            return Counter(f"blendserve_{name}", about, labels, registry=registry)
+
+        self._ttft = seconds("ttft", "From the request's arrival to its first token")
+        self._gap = seconds("inter_token", "Between two tokens of an answer")
+        self._queue = seconds(
+            "queue", "From the prompt to the beginning of its prefill, by the method asked for"
+        )
+        self._batch = Histogram(
+            "blendserve_batch_size", "Requests in a decoding step", buckets=SIZES, registry=registry
+        )
+        self._tokens = count("prompt_tokens", "By what was done for them", "kind")
+        self._new_tokens = count("generated_tokens", "Tokens of answers")
+        self._chunks = count("chunks", "Chunks looked for, by what was found", "found")
+        self._loaded = count("loaded_bytes", "Stored KV put into prompts")
+        self._load_s = count("load_seconds", "Time spent on that: the rate is their quotient")
+        self._requests = count("http_requests", "Answered, by route and status", "route", "status")
+
+    def watch(self, load: Callable[[], tuple[int, int]], slots: int, store: KVStore) -> None:
+        """Add what is looked up when asked for: the scheduler's load (waiting, slots in use) and the store."""
+        for name, about, value in (
+            ("queue_length", "Requests that wait for a slot", lambda: load()[0]),
+            ("slots_in_use", "Requests that are prefilled or decoded", lambda: load()[1]),
+            ("slots", "Slots there are", lambda: slots),
+        ):
+            Gauge(f"blendserve_{name}", about, registry=self.registry).set_function(value)
+        self.registry.register(_StoreCollector(store))
+
+    def text(self) -> bytes:
+        """In Prometheus' text format."""
+        return generate_latest(self.registry)
+
+    def answered(self, route: str, status: int) -> None:
+        self._requests.labels(route, str(status)).inc()
+
+    def dequeued(self, work: Work) -> None:
+        self._queue.labels(work.blend.method).observe(work.queued.elapsed())
+
+    def prefilled(self, report: BlendReport, clock: Clock) -> None:
+        for kind, n in (
+            ("exact", report.tokens_exact),
+            ("reused", report.tokens_reused),
+            ("recomputed", report.tokens_recomputed),
+            ("missing", report.tokens_computed),
+            ("suffix", report.tokens_suffix),
+        ):
+            self._tokens.labels(kind).inc(n)
+        self._chunks.labels("hit").inc(report.chunks_hit)
+        self._chunks.labels("miss").inc(report.chunks_missing)
+        self._chunks.labels("corrupt").inc(report.chunks_corrupt)
+        self._loaded.inc(report.bytes_loaded)
+        self._load_s.inc(clock.seconds["load"])
+
+    def step(self, batch: int) -> None:
+        self._batch.observe(batch)
+
+    def token(self, writing: Writing, first: bool) -> None:
+        method = writing.report.method
+        if first:
+            self._ttft.labels(method).observe(writing.work.clock.elapsed())
+        else:
+            self._gap.labels(method).observe(writing.since_token.elapsed())
+        writing.since_token = Clock()
+        self._new_tokens.inc()
+
+
+class _StoreCollector(Collector):
+    """The store's own statistics."""
+
+    def __init__(self, store: KVStore) -> None:
+        self._store = store
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._store.stats()
+        for name, about, value in (
+            ("store_bytes", "Payload of the KV store", stats.bytes),
+            ("store_cap_bytes", "Its cap", stats.cap_bytes),
+            ("store_chunks", "Chunks in it", stats.chunks),
+            ("store_pinned", "Chunks that are never evicted", stats.pins),
+        ):
+            yield GaugeMetricFamily(f"blendserve_{name}", about, value)
+        for name, about, value in (
+            ("store_evictions", "Chunks evicted", stats.evictions or 0),
+            ("store_admissions_refused", "Chunks not let in", stats.admissions_refused or 0),
+            ("store_corrupt", "Damaged records found by look-ups", stats.corrupt),
+        ):
+            yield CounterMetricFamily(f"blendserve_{name}", about, value)
+
+    def describe(self) -> Iterator[Metric]:
+        """Nothing is asked of the store when this is registered."""
+        return iter(())
