@@ -8,16 +8,21 @@ last position needs a mask.
     block rows  [  no mask      | diagonal strip |  cut   ]
 
 The query heads that share a kv head are stacked into one matmul, so keys are never repeated.
+
+In bf16 on a CPU that multiplies it, a compiled kernel does the same in one pass (blendserve/native); this is its
+reference, and what runs everywhere else.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from blendserve.models.adapter import AttentionSpec
+from blendserve.native import attention as native
 
 MAX_BLOCK = 96  # rows; larger blocks waste work beyond the diagonal, smaller ones fill the matmul badly
 SCORE_BUDGET = (
@@ -37,23 +42,35 @@ class Block:
     mask: Tensor | None  # True = hidden
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RowPlan:
-    """How the rows of a prefill are cut into blocks: made once, used by every layer with the same window."""
+    """The rows of a prefill: made once, used by every layer with the same window."""
 
-    blocks: tuple[Block, ...]
+    positions: Tensor  # [S] int64, ascending
+    group: int  # query heads a kv head, H / K
+    window: int | None
+
+    @cached_property
+    def end(self) -> int:
+        """How many keys the last row sees."""
+        return int(self.positions[-1]) + 1 if len(self.positions) else 0
+
+    @cached_property
+    def blocks(self) -> tuple[Block, ...]:
+        """How the plain form cuts them; a compiled kernel has its own way, and these are not made for it."""
+        at: list[int] = self.positions.tolist()
+        blocks, start = [], 0
+        while start < len(at):
+            size = max(1, min(MAX_BLOCK, SCORE_BUDGET // (self.group * (at[start] + 1))))
+            stop = min(start + size, len(at))
+            blocks.append(_block(self.positions, start, stop, at[start], at[stop - 1], self.window))
+            start = stop
+        return tuple(blocks)
 
 
 def plan_rows(positions: Tensor, group: int, window: int | None = None) -> RowPlan:
-    """Cut rows at ascending `positions` [S] into blocks for `attend`; group: query heads a kv head, H / K."""
-    at: list[int] = positions.tolist()
-    blocks, start = [], 0
-    while start < len(at):
-        size = max(1, min(MAX_BLOCK, SCORE_BUDGET // (group * (at[start] + 1))))
-        stop = min(start + size, len(at))
-        blocks.append(_block(positions, start, stop, at[start], at[stop - 1], window))
-        start = stop
-    return RowPlan(tuple(blocks))
+    """The plan for rows at ascending `positions` [S]; group: query heads a kv head, H / K."""
+    return RowPlan(positions, group, window)
 
 
 def _block(positions: Tensor, start: int, stop: int, first: int, last: int, window: int | None) -> Block:
@@ -74,6 +91,15 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: R
 
     Equals softmax(softcap(scale q k^T) + causal mask by position) v; tests/blend/test_attention.py has the plain formula.
     """
+    if plan.end > keys.shape[1]:
+        raise ValueError(f"a row at position {plan.end - 1} needs more than {keys.shape[1]} keys")
+    if native.takes(q, keys, values, spec.scale):
+        return native.attend(q, keys, values, plan.positions, spec.scale, plan.window, spec.softcap)
+    return attend_plainly(q, keys, values, spec, plan)
+
+
+def attend_plainly(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: RowPlan) -> Tensor:
+    """The same on plain torch, on any device and in any dtype."""
     n_heads, n_rows, dim = q.shape
     n_kv = keys.shape[0]
     group = n_heads // n_kv

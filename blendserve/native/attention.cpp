@@ -1,0 +1,478 @@
+// Attention that is causal by position, on CPUs that multiply bf16 (AVX512-BF16). blend/attention.py is the plain form.
+//
+// Flash attention (arXiv 2205.14135) with keys in blocks of 256 that start at multiples of 256. The `group` query heads of
+// a kv head are stacked position by position, and 6 stacked rows make a tile:
+//
+//     for each tile and block:  scores = q k^T,  top = max,  weights = 2^(scores - top),  mix = weights v
+//                               state = state rescaled + mix rescaled
+//
+// A row's result depends on its own position and on the keys it sees alone: not on the other rows, not on threads, not on
+// how the work is split. For that, every block is summed by itself and blocks are merged in ascending order.
+//
+// Keys and values are packed for vdpbf16ps, which takes pairs: `keys` [strip][dim / 2][64] holds two dims of 64 keys in a
+// row, `values` [256 / 2][dim] two keys of every dim.
+
+#include <immintrin.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <new>
+
+namespace {
+
+constexpr int LANES = 16;         // fp32 numbers in a vector
+constexpr int TILE = 6;           // rows of a tile: with 4 vectors each they fill the registers
+constexpr int STRIP = 4 * LANES;  // keys that a tile looks at in one go
+constexpr int BLOCK = 256;        // keys packed together
+constexpr int TILES = 16;         // tiles that share a packed block
+constexpr float NONE = -INFINITY;
+constexpr float LOG2E = 1.44269504f;
+
+}  // namespace
+
+// One call, as the caller fills it in. Strides are in elements; the innermost one is 1.
+struct Call {
+    const uint16_t *q, *keys, *values;  // bf16 [group * kv, rows, dim], [kv, T, dim], [kv, T, dim]
+    uint16_t* out;                      // bf16 [rows, group * kv, dim], contiguous
+    const int64_t* at;                  // [rows], ascending positions
+    int64_t q_head, q_row, k_head, k_row, v_head, v_row;
+    int64_t rows, kv, group, dim;
+    int64_t window;  // 0 = none
+    float scale;
+    float softcap;  // 0 = none
+    int64_t threads;
+};
+
+namespace {
+
+struct Range {
+    int64_t begin, end;
+};
+
+int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// What a stacked row sees.
+Range seen(const Call& c, int64_t stacked) {
+    int64_t at = c.at[stacked / c.group];
+    return {c.window ? std::max<int64_t>(0, at - c.window + 1) : 0, at + 1};
+}
+
+int64_t tiles_per_head(const Call& c) { return divide_up(c.rows * c.group, TILE); }
+
+// The rows of a tile.
+Range rows_of(const Call& c, int64_t tile) {
+    return {tile * TILE, std::min((tile + 1) * TILE, c.rows * c.group)};
+}
+
+// The blocks that any row of these tiles looks at.
+Range blocks_of(const Call& c, Range tiles) {
+    int64_t first = rows_of(c, tiles.begin).begin, last = rows_of(c, tiles.end - 1).end - 1;
+    return {seen(c, first).begin / BLOCK, divide_up(seen(c, last).end, BLOCK)};
+}
+
+// Sums over the blocks so far, of up to TILE rows: `mix` [TILE][dim] follows in memory.
+struct State {
+    float top[LANES];    // largest score, in powers of 2
+    float total[LANES];  // sum of weights
+    float* mix() { return reinterpret_cast<float*>(this + 1); }
+    static size_t bytes(const Call& c) { return sizeof(State) + sizeof(float) * TILE * c.dim; }
+    void clear(const Call& c) {
+        std::fill(top, top + LANES, NONE);
+        std::fill(total, total + LANES, 0.0f);
+        std::fill(mix(), mix() + TILE * c.dim, 0.0f);
+    }
+};
+
+// Memory of one thread for one call of the work; it grows and stays.
+class Scratch {
+   public:
+    char* take(size_t bytes) {
+        if (bytes > size_) {
+            memory_.reset(static_cast<char*>(std::aligned_alloc(64, divide_up(bytes, 64) * 64)));
+            size_ = memory_ ? bytes : 0;
+            if (!memory_) throw std::bad_alloc();
+        }
+        return memory_.get();
+    }
+
+   private:
+    struct Free {
+        void operator()(char* p) const { std::free(p); }
+    };
+    std::unique_ptr<char, Free> memory_;
+    size_t size_ = 0;
+};
+
+thread_local Scratch thread_scratch;
+
+struct Workspace {
+    uint32_t *keys, *values, *q;
+    float* scores;      // [TILE][BLOCK]
+    uint16_t* weights;  // [TILE][BLOCK]
+    char* states;
+
+    Workspace(const Call& c, int64_t tiles) {
+        size_t packed = sizeof(uint32_t) * BLOCK * c.dim / 2, rows = sizeof(uint32_t) * TILE * tiles * c.dim / 2;
+        size_t sizes[] = {packed, packed, rows, sizeof(float) * TILE * BLOCK, sizeof(uint16_t) * TILE * BLOCK,
+                          State::bytes(c) * tiles};
+        size_t starts[7] = {0};
+        for (int i = 0; i < 6; ++i) starts[i + 1] = starts[i] + divide_up(sizes[i], 64) * 64;
+        char* base = thread_scratch.take(starts[6]);
+        keys = reinterpret_cast<uint32_t*>(base + starts[0]);
+        values = reinterpret_cast<uint32_t*>(base + starts[1]);
+        q = reinterpret_cast<uint32_t*>(base + starts[2]);
+        scores = reinterpret_cast<float*>(base + starts[3]);
+        weights = reinterpret_cast<uint16_t*>(base + starts[4]);
+        states = base + starts[5];
+    }
+    State& state(const Call& c, int64_t i) { return *reinterpret_cast<State*>(states + State::bytes(c) * i); }
+};
+
+// 2^x for x <= 0, to 1e-7 relative; exactly 1 at 0 and 0 at -infinity.
+inline __m512 power_of_2(__m512 x) {
+    __m512 f = _mm512_reduce_ps(x, 1);  // x - floor(x), 0 at -infinity
+    __m512 p = _mm512_set1_ps(0.0018671305f);
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0.00901702941f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0.0557999138f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0.24016445f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0.693151312f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.0f));
+    return _mm512_scalef_ps(p, x);
+}
+
+// cap * tanh(x * scale / cap); -infinity stays.
+inline __m512 capped(__m512 x, float scale, float cap) {
+    __m512 e = power_of_2(_mm512_mul_ps(_mm512_abs_ps(x), _mm512_set1_ps(-2 * LOG2E * scale / cap)));
+    __m512 one = _mm512_set1_ps(1.0f);
+    __m512 size = _mm512_div_ps(_mm512_sub_ps(one, e), _mm512_add_ps(one, e));
+    __m512i sign = _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(1 << 31));
+    __m512 signed_size = _mm512_castsi512_ps(_mm512_or_si512(_mm512_castps_si512(size), sign));
+    __mmask16 hidden = _mm512_cmp_ps_mask(x, _mm512_set1_ps(NONE), _CMP_EQ_OQ);
+    return _mm512_mask_mov_ps(_mm512_mul_ps(signed_size, _mm512_set1_ps(cap)), hidden, x);
+}
+
+// 16 rows of up to 16 words each, transposed: word w of every row goes to to[w * STRIP]. Missing rows are zeros.
+inline void transpose(const uint16_t* from, int64_t stride, int rows, int words, uint32_t* to) {
+    __m512i a[16], b[16];
+    __mmask16 there = static_cast<__mmask16>((1u << words) - 1);
+    for (int i = 0; i < 16; ++i)
+        a[i] = i < rows ? _mm512_maskz_loadu_epi32(there, from + i * stride) : _mm512_setzero_si512();
+    for (int i = 0; i < 16; i += 2) {
+        b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
+        b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4)
+        for (int j = 0; j < 2; ++j) {
+            a[i + 2 * j] = _mm512_unpacklo_epi64(b[i + j], b[i + j + 2]);
+            a[i + 2 * j + 1] = _mm512_unpackhi_epi64(b[i + j], b[i + j + 2]);
+        }
+    for (int j = 0; j < 4; ++j) {  // a[4 i + j] holds words j, 4 + j, 8 + j, 12 + j of rows 4 i .. 4 i + 3
+        __m512i even = _mm512_shuffle_i32x4(a[j], a[4 + j], 0x88), odd = _mm512_shuffle_i32x4(a[j], a[4 + j], 0xdd);
+        __m512i even2 = _mm512_shuffle_i32x4(a[8 + j], a[12 + j], 0x88);
+        __m512i odd2 = _mm512_shuffle_i32x4(a[8 + j], a[12 + j], 0xdd);
+        b[j] = _mm512_shuffle_i32x4(even, even2, 0x88);
+        b[4 + j] = _mm512_shuffle_i32x4(odd, odd2, 0x88);
+        b[8 + j] = _mm512_shuffle_i32x4(even, even2, 0xdd);
+        b[12 + j] = _mm512_shuffle_i32x4(odd, odd2, 0xdd);
+    }
+    for (int w = 0; w < words; ++w) _mm512_store_si512(to + w * STRIP, b[w]);
+}
+
+void pack_keys(const uint16_t* keys, int64_t stride, int n, int dim, uint32_t* to) {
+    int words = dim / 2;
+    for (int key = 0; key < n; key += LANES)
+        for (int w = 0; w < words; w += LANES)
+            transpose(keys + key * stride + 2 * w, stride, std::min(LANES, n - key), std::min(LANES, words - w),
+                      to + (key / STRIP * words + w) * STRIP + key % STRIP);
+}
+
+// Keys n and after weigh nothing, but memory may hold NaN there: they are zeros up to the next multiple of 16.
+void pack_values(const uint16_t* values, int64_t stride, int n, int dim, uint32_t* to) {
+    int end = divide_up(n, LANES) * LANES;
+    for (int key = 0; key < end; key += 2, to += dim)
+        for (int d = 0; d < dim; d += LANES) {
+            __m256i a = _mm256_setzero_si256(), b = a;
+            if (key < n) a = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(values + key * stride + d));
+            if (key + 1 < n) b = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(values + (key + 1) * stride + d));
+            __m512i high = _mm512_slli_epi32(_mm512_cvtepu16_epi32(b), 16);
+            _mm512_store_si512(to + d, _mm512_or_si512(_mm512_cvtepu16_epi32(a), high));
+        }
+}
+
+// A tile's queries, [dim / 2][rows of the tile] words.
+void pack_queries(const Call& c, int64_t head, int64_t tile, uint32_t* to) {
+    Range rows = rows_of(c, tile);
+    int64_t n = rows.end - rows.begin;
+    for (int64_t i = 0; i < n; ++i) {
+        int64_t row = (rows.begin + i) / c.group, h = head * c.group + (rows.begin + i) % c.group;
+        const uint16_t* from = c.q + h * c.q_head + row * c.q_row;
+        for (int64_t w = 0; w < c.dim / 2; ++w) std::memcpy(to + w * n + i, from + 2 * w, sizeof(uint32_t));
+    }
+}
+
+inline __m512bh pairs(const uint32_t* p) { return (__m512bh)_mm512_load_si512(p); }
+inline __m512bh pair(uint32_t x) { return (__m512bh)_mm512_set1_epi32(static_cast<int>(x)); }
+
+// What one block gave a tile of R rows.
+struct Part {
+    alignas(64) float top[LANES];
+    alignas(64) float total[LANES];
+};
+
+// Scores of R rows against the strips [begin, end) of a block; row i sees keys [from[i], to[i]).
+template <int R>
+void score(const uint32_t* q, const uint32_t* keys, int words, int begin, int end, const int* from, const int* to,
+           float* scores, float (*top)[LANES]) {
+    int inside_from = *std::max_element(from, from + R), inside_to = *std::min_element(to, to + R);
+    for (int r = 0; r < R; ++r) _mm512_store_ps(top[r], _mm512_set1_ps(NONE));
+    for (int s = begin; s < end; s += STRIP) {
+        __m512 sum[R][4];
+        for (int r = 0; r < R; ++r)
+            for (int i = 0; i < 4; ++i) sum[r][i] = _mm512_setzero_ps();
+        const uint32_t* k = keys + s * words;
+        for (int w = 0; w < words; ++w, k += STRIP) {
+            __m512bh k0 = pairs(k), k1 = pairs(k + 16), k2 = pairs(k + 32), k3 = pairs(k + 48);
+#pragma GCC unroll 6
+            for (int r = 0; r < R; ++r) {
+                __m512bh x = pair(q[w * R + r]);
+                sum[r][0] = _mm512_dpbf16_ps(sum[r][0], x, k0);
+                sum[r][1] = _mm512_dpbf16_ps(sum[r][1], x, k1);
+                sum[r][2] = _mm512_dpbf16_ps(sum[r][2], x, k2);
+                sum[r][3] = _mm512_dpbf16_ps(sum[r][3], x, k3);
+            }
+        }
+        bool edge = s < inside_from || s + STRIP > inside_to;
+#pragma GCC unroll 6
+        for (int r = 0; r < R; ++r) {
+            if (edge) {
+                __m512i at = _mm512_add_epi32(_mm512_set1_epi32(s), _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10,
+                                                                                        11, 12, 13, 14, 15));
+                __m512i lo = _mm512_set1_epi32(from[r]), hi = _mm512_set1_epi32(to[r]);
+#pragma GCC unroll 4
+                for (int i = 0; i < 4; ++i) {
+                    __mmask16 hidden = _mm512_cmplt_epi32_mask(at, lo) | _mm512_cmpge_epi32_mask(at, hi);
+                    sum[r][i] = _mm512_mask_mov_ps(sum[r][i], hidden, _mm512_set1_ps(NONE));
+                    at = _mm512_add_epi32(at, _mm512_set1_epi32(LANES));
+                }
+            }
+            float* line = scores + r * BLOCK + s;
+            _mm512_store_ps(line, sum[r][0]);
+            _mm512_store_ps(line + 16, sum[r][1]);
+            _mm512_store_ps(line + 32, sum[r][2]);
+            _mm512_store_ps(line + 48, sum[r][3]);
+            __m512 most = _mm512_max_ps(_mm512_max_ps(sum[r][0], sum[r][1]), _mm512_max_ps(sum[r][2], sum[r][3]));
+            _mm512_store_ps(top[r], _mm512_max_ps(_mm512_load_ps(top[r]), most));
+        }
+    }
+}
+
+// scores -> weights relative to the block's largest score, and their sum.
+template <int R, bool CAP>
+void weigh(const Call& c, int begin, int end, const float* scores, const float (*top)[LANES], uint16_t* weights,
+           Part& part) {
+    __m512 factor = _mm512_set1_ps(CAP ? LOG2E : LOG2E * c.scale);
+    for (int r = 0; r < R; ++r) {
+        __m512 most = _mm512_load_ps(top[r]);
+        if (CAP) most = capped(most, c.scale, c.softcap);
+        float highest = _mm512_reduce_max_ps(most) * _mm512_cvtss_f32(factor);
+        __m512 base = _mm512_set1_ps(highest == NONE ? 0.0f : highest), sum = _mm512_setzero_ps();
+        for (int j = begin; j < end; j += 2 * LANES) {
+            __m512 a = _mm512_load_ps(scores + r * BLOCK + j), b = _mm512_load_ps(scores + r * BLOCK + j + LANES);
+            if (CAP) a = capped(a, c.scale, c.softcap), b = capped(b, c.scale, c.softcap);
+            a = power_of_2(_mm512_fmsub_ps(a, factor, base));
+            b = power_of_2(_mm512_fmsub_ps(b, factor, base));
+            sum = _mm512_add_ps(_mm512_add_ps(sum, a), b);
+            _mm512_store_si512(weights + r * BLOCK + j, (__m512i)_mm512_cvtne2ps_pbh(b, a));
+        }
+        part.top[r] = highest;
+        part.total[r] = _mm512_reduce_add_ps(sum);
+    }
+}
+
+// How much of two sums is kept when they become one, relative to the larger of their tops. Also joins top and total.
+struct Shares {
+    alignas(64) float old[LANES];
+    alignas(64) float added[LANES];
+};
+
+inline Shares join(float* top, float* total, const float* top2, const float* total2) {
+    __m512 a = _mm512_load_ps(top), b = _mm512_load_ps(top2), most = _mm512_max_ps(a, b);
+    __mmask16 none = _mm512_cmp_ps_mask(most, _mm512_set1_ps(NONE), _CMP_EQ_OQ);
+    __m512 base = _mm512_mask_mov_ps(most, none, _mm512_setzero_ps());
+    __m512 keep = power_of_2(_mm512_sub_ps(a, base)), take = power_of_2(_mm512_sub_ps(b, base));
+    Shares shares;
+    _mm512_store_ps(shares.old, keep);
+    _mm512_store_ps(shares.added, take);
+    __m512 sum = _mm512_mul_ps(_mm512_load_ps(total), keep);
+    _mm512_store_ps(total, _mm512_fmadd_ps(_mm512_load_ps(total2), take, sum));
+    _mm512_store_ps(top, most);
+    return shares;
+}
+
+inline __m512 joined(__m512 old, __m512 added, const Shares& shares, int r) {
+    __m512 kept = _mm512_mul_ps(old, _mm512_set1_ps(shares.old[r]));
+    return _mm512_fmadd_ps(added, _mm512_set1_ps(shares.added[r]), kept);
+}
+
+// weights [R][BLOCK] times N vectors of each value, keys [begin, end), joined into `mix` [TILE][dim].
+template <int R, int N>
+void mix(const uint16_t* weights, const uint32_t* values, int dim, int begin, int end, const Shares& shares, float* to) {
+    __m512 sum[R][N];
+    for (int r = 0; r < R; ++r)
+        for (int i = 0; i < N; ++i) sum[r][i] = _mm512_setzero_ps();
+    const uint32_t* v = values + begin / 2 * dim;
+    for (int j = begin; j < end; j += 2, v += dim) {
+        __m512bh vs[N];
+        for (int i = 0; i < N; ++i) vs[i] = pairs(v + LANES * i);
+#pragma GCC unroll 6
+        for (int r = 0; r < R; ++r) {
+            uint32_t two;
+            std::memcpy(&two, weights + r * BLOCK + j, sizeof two);
+            for (int i = 0; i < N; ++i) sum[r][i] = _mm512_dpbf16_ps(sum[r][i], pair(two), vs[i]);
+        }
+    }
+    for (int r = 0; r < R; ++r)
+        for (int i = 0; i < N; ++i) {
+            float* at = to + r * dim + LANES * i;
+            _mm512_store_ps(at, joined(_mm512_load_ps(at), sum[r][i], shares, r));
+        }
+}
+
+// A tile of R rows looks at block `block` (`work` holds it packed) and joins what it sees into `state`.
+template <int R>
+void look(const Call& c, const Workspace& work, const uint32_t* q, int64_t tile, int64_t block, State& state) {
+    int from[R], to[R];
+    for (int r = 0; r < R; ++r) {
+        Range range = seen(c, tile * TILE + r);
+        from[r] = static_cast<int>(std::clamp<int64_t>(range.begin - block * BLOCK, 0, BLOCK));
+        to[r] = static_cast<int>(std::clamp<int64_t>(range.end - block * BLOCK, 0, BLOCK));
+    }
+    int begin = from[0] / STRIP * STRIP, last = to[R - 1];  // rows ascend
+    if (begin >= last) return;
+    int dim = static_cast<int>(c.dim), end = static_cast<int>(divide_up(last, STRIP)) * STRIP;
+    alignas(64) float top[R][LANES];
+    score<R>(q, work.keys, dim / 2, begin, end, from, to, work.scores, top);
+    Part part;
+    _mm512_store_ps(part.top, _mm512_set1_ps(NONE));
+    _mm512_store_ps(part.total, _mm512_setzero_ps());
+    (c.softcap > 0 ? weigh<R, true> : weigh<R, false>)(c, begin, end, work.scores, top, work.weights, part);
+    Shares shares = join(state.top, state.total, part.top, part.total);
+    int stop = static_cast<int>(divide_up(last, LANES)) * LANES;  // weights after `last` are zeros
+    int d = 0;
+    for (; d + STRIP <= dim; d += STRIP) mix<R, 4>(work.weights, work.values + d, dim, begin, stop, shares, state.mix() + d);
+    auto rest = dim - d == 48 ? mix<R, 3> : dim - d == 32 ? mix<R, 2> : mix<R, 1>;
+    if (d < dim) rest(work.weights, work.values + d, dim, begin, stop, shares, state.mix() + d);
+}
+
+using Look = void (*)(const Call&, const Workspace&, const uint32_t*, int64_t, int64_t, State&);
+constexpr Look looks[TILE + 1] = {nullptr, look<1>, look<2>, look<3>, look<4>, look<5>, look<6>};
+
+void pack_block(const Call& c, int64_t head, int64_t block, int64_t end, Workspace& work) {
+    int64_t first = block * BLOCK;
+    int n = static_cast<int>(std::min<int64_t>(BLOCK, end - first)), dim = static_cast<int>(c.dim);
+    pack_keys(c.keys + head * c.k_head + first * c.k_row, c.k_row, n, dim, work.keys);
+    pack_values(c.values + head * c.v_head + first * c.v_row, c.v_row, n, dim, work.values);
+}
+
+void write(const Call& c, int64_t head, int64_t tile, State& state) {
+    Range rows = rows_of(c, tile);
+    for (int64_t r = 0; r < rows.end - rows.begin; ++r) {
+        int64_t row = (rows.begin + r) / c.group, h = head * c.group + (rows.begin + r) % c.group;
+        uint16_t* to = c.out + (row * c.kv * c.group + h) * c.dim;
+        __m512 share = _mm512_set1_ps(1.0f / state.total[r]);
+        for (int64_t d = 0; d < c.dim; d += LANES) {
+            __m512 x = _mm512_mul_ps(_mm512_load_ps(state.mix() + r * c.dim + d), share);
+            _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + d), (__m256i)_mm512_cvtneps_pbh(x));
+        }
+    }
+}
+
+// These tiles over these blocks; state(tile, block) is where each look goes.
+template <class StateOf>
+void look_at(const Call& c, int64_t head, Range tiles, Range blocks, Workspace& work, StateOf state) {
+    int64_t words = TILE * c.dim / 2, end = seen(c, rows_of(c, tiles.end - 1).end - 1).end;
+    for (int64_t t = tiles.begin; t < tiles.end; ++t) pack_queries(c, head, t, work.q + (t - tiles.begin) * words);
+    for (int64_t b = blocks.begin; b < blocks.end; ++b) {
+        pack_block(c, head, b, end, work);
+        for (int64_t t = tiles.begin; t < tiles.end; ++t) {
+            Range rows = rows_of(c, t);
+            looks[rows.end - rows.begin](c, work, work.q + (t - tiles.begin) * words, t, b, state(t, b));
+        }
+    }
+}
+
+// Many rows: each item is some tiles of a head over all they see, the longest first.
+void by_rows(const Call& c) {
+    int64_t tiles = tiles_per_head(c), chunks = divide_up(tiles, TILES);
+#pragma omp parallel for schedule(dynamic, 1) num_threads(static_cast<int>(c.threads))
+    for (int64_t item = 0; item < chunks * c.kv; ++item) {
+        int64_t head = item % c.kv, chunk = chunks - 1 - item / c.kv;
+        Range mine{chunk * TILES, std::min(tiles, (chunk + 1) * TILES)};
+        Workspace work(c, TILES);
+        for (int64_t t = mine.begin; t < mine.end; ++t) work.state(c, t - mine.begin).clear(c);
+        look_at(c, head, mine, blocks_of(c, mine), work,
+                [&](int64_t t, int64_t) -> State& { return work.state(c, t - mine.begin); });
+        for (int64_t t = mine.begin; t < mine.end; ++t) write(c, head, t, work.state(c, t - mine.begin));
+    }
+}
+
+// Few rows: an item is some tiles of a head and one block; the blocks' states are joined afterwards. False = no memory.
+bool by_keys(const Call& c) {
+    int64_t tiles = tiles_per_head(c), chunks = divide_up(tiles, TILES);
+    Range blocks = blocks_of(c, {0, tiles});
+    int64_t n = blocks.end - blocks.begin;
+    Scratch memory;
+    size_t size = State::bytes(c);
+    char* states;
+    try {
+        states = memory.take(size * c.kv * tiles * n);
+    } catch (const std::bad_alloc&) {
+        return false;
+    }
+    auto state = [&](int64_t head, int64_t t, int64_t b) -> State& {
+        return *reinterpret_cast<State*>(states + size * ((head * tiles + t) * n + b - blocks.begin));
+    };
+#pragma omp parallel num_threads(static_cast<int>(c.threads))
+    {
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t item = 0; item < c.kv * chunks * n; ++item) {
+            int64_t head = item / (chunks * n), chunk = item / n % chunks, b = blocks.begin + item % n;
+            Range mine{chunk * TILES, std::min(tiles, (chunk + 1) * TILES)}, theirs = blocks_of(c, mine);
+            if (b < theirs.begin || b >= theirs.end) continue;
+            Workspace work(c, TILES);
+            for (int64_t t = mine.begin; t < mine.end; ++t) state(head, t, b).clear(c);
+            look_at(c, head, mine, {b, b + 1}, work,
+                    [&](int64_t t, int64_t block) -> State& { return state(head, t, block); });
+        }
+#pragma omp for schedule(static)
+        for (int64_t item = 0; item < c.kv * tiles; ++item) {
+            int64_t head = item / tiles, t = item % tiles;
+            Range mine = blocks_of(c, {t, t + 1});
+            State& all = state(head, t, mine.begin);
+            for (int64_t b = mine.begin + 1; b < mine.end; ++b) {
+                State& one = state(head, t, b);
+                Shares shares = join(all.top, all.total, one.top, one.total);
+                for (int64_t r = 0; r < TILE; ++r)
+                    for (int64_t d = r * c.dim; d < (r + 1) * c.dim; d += LANES)
+                        _mm512_store_ps(all.mix() + d, joined(_mm512_load_ps(all.mix() + d),
+                                                              _mm512_load_ps(one.mix() + d), shares, static_cast<int>(r)));
+            }
+            write(c, head, t, all);
+        }
+    }
+    return true;
+}
+
+}  // namespace
+
+extern "C" void blendserve_attend(const Call* call) {
+    const Call& c = *call;
+    if (!c.rows) return;
+    int64_t items = divide_up(tiles_per_head(c), TILES) * c.kv;
+    if (c.threads > 1 && items < 4 * c.threads && by_keys(c)) return;
+    by_rows(c);
+}
