@@ -1,4 +1,4 @@
-"""A reader by bundled name, local folder or hub id: model, tokenizer and fingerprint.
+"""A reader by bundled name, local folder, hub id or `random:` shape: model, tokenizer and fingerprint.
 
 The bundled reader comes in a Python package as a GGUF file; it is converted once into a folder of the user's cache
 (about 15 s) and read from there afterwards (about a second).
@@ -24,6 +24,8 @@ from blendserve.config import ReaderConfig
 from blendserve.errors import ConfigError, ModelError
 from blendserve.models.adapter import Adapter
 from blendserve.models.families import check_supported
+from blendserve.models.random_model import Folded, random_model
+from blendserve.models.shapes import RANDOM, shape_config
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 # What changes from machine to machine without changing a single KV value.
@@ -74,11 +76,50 @@ def load_reader(config: ReaderConfig, say: Say = lambda _: None) -> Reader:
         torch.set_num_threads(config.threads)
     device = _device(config.device)
     dtype = _dtype(config.dtype, device)
+    if config.model.startswith(RANDOM):
+        return _random_reader(config.model, dtype, device, say)
     folder = bundled_folder(config.model, say) if config.model in BUNDLED else config.model
     with _quiet():
         model, tokenizer = _from_pretrained(str(folder), config.model, dtype)
     model.to(device).eval()
     return Reader(config.model, Adapter(model), tokenizer, fingerprint(model), end_tokens(model, tokenizer))
+
+
+def read_configuration(config: ReaderConfig, say: Say = lambda _: None) -> tuple[Any, torch.dtype]:
+    """A reader's Hugging Face configuration and the dtype it would run in, weights unread. Raises as `load_reader`."""
+    dtype = _dtype(config.dtype, _device(config.device))
+    if config.model.startswith(RANDOM):
+        return shape_config(config.model.removeprefix(RANDOM)), dtype
+    folder = bundled_folder(config.model, say) if config.model in BUNDLED else config.model
+    with _quiet(), _explaining(str(folder), config.model):
+        return _supported_config(str(folder)), dtype
+
+
+def _random_reader(name: str, dtype: torch.dtype, device: torch.device, say: Say) -> Reader:
+    """A shape's reader: random weights, and the bundled reader's tokenizer where the shape's folder has none."""
+    shape = name.removeprefix(RANDOM)
+    config = shape_config(shape)
+    tokenizer = _tokenizer_of_shape(Path(shape), config.vocab_size, say)
+    say(f"Making random weights in the shape of {shape}")
+    try:
+        with _quiet():
+            model = random_model(config, dtype)
+    except (ValueError, TypeError, AttributeError, RuntimeError) as error:
+        raise ModelError(
+            f"a model of shape {shape!r} cannot be made: {_first_line(error)}. Check its config.json"
+        ) from error
+    model.to(device).eval()
+    digest = _digest(model)
+    digest.update(f"random, by torch {torch.__version__}".encode())  # in place of gigabytes of weights
+    return Reader(name, Adapter(model), tokenizer, digest.hexdigest(), end_tokens(model, tokenizer))
+
+
+def _tokenizer_of_shape(folder: Path, vocab_size: int, say: Say) -> Any:
+    from transformers import AutoTokenizer
+
+    own = (folder / "tokenizer_config.json").is_file()
+    tokenizer = AutoTokenizer.from_pretrained(folder if own else bundled_folder(next(iter(BUNDLED)), say))
+    return tokenizer if len(tokenizer) <= vocab_size else Folded(tokenizer, vocab_size)
 
 
 def end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
@@ -90,12 +131,17 @@ def end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
 
 def fingerprint(model: Any) -> str:
     """Digest of configuration and weights: equal exactly when stored KV may be shared."""
-    settings = {k: v for k, v in model.config.to_dict().items() if k not in VOLATILE}
-    digest = xxhash.xxh3_128(json.dumps(settings, sort_keys=True, default=str).encode())
+    digest = _digest(model)
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name}:{tuple(tensor.shape)}:{tensor.dtype}".encode())
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+def _digest(model: Any) -> xxhash.xxh3_128:
+    """Of a model's configuration."""
+    settings = {k: v for k, v in model.config.to_dict().items() if k not in VOLATILE}
+    return xxhash.xxh3_128(json.dumps(settings, sort_keys=True, default=str).encode())
 
 
 def fast_dtype() -> torch.dtype:
@@ -131,14 +177,29 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def _from_pretrained(source: str, name: str, dtype: torch.dtype) -> tuple[Any, Any]:
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    try:
-        if not Path(source).is_dir():
-            _ask_hub(source)
-        check_supported(AutoConfig.from_pretrained(source))  # before gigabytes of weights are read
+    with _explaining(source, name):
+        _supported_config(source)  # before gigabytes of weights are read
         tokenizer = AutoTokenizer.from_pretrained(source)
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+        return AutoModelForCausalLM.from_pretrained(source, dtype=dtype), tokenizer
+
+
+def _supported_config(source: str) -> Any:
+    from transformers import AutoConfig
+
+    if not Path(source).is_dir():
+        _ask_hub(source)
+    config = AutoConfig.from_pretrained(source)
+    check_supported(config)
+    return config
+
+
+@contextmanager
+def _explaining(source: str, name: str) -> Iterator[None]:
+    """Turn what goes wrong with a folder or hub id into a ModelError."""
+    try:
+        yield
     except (OSError, ValueError, KeyError) as error:
         what = (
             "is not a model folder"
@@ -149,7 +210,6 @@ def _from_pretrained(source: str, name: str, dtype: torch.dtype) -> tuple[Any, A
             f"reader {name!r} {what}: {_first_line(error)}. Give a folder with config.json, weights and tokenizer, "
             f"go online for a hub id, or use the bundled {next(iter(BUNDLED))!r}"
         ) from error
-    return model, tokenizer
 
 
 def _ask_hub(name: str) -> None:
