@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from blendserve import console
+from blendserve.bench.cli import bench_app
 from blendserve.config import (
     BlendConfig,
     Config,
@@ -32,6 +33,7 @@ index_app = typer.Typer(help="Documents to passages to vectors.", no_args_is_hel
 store_app = typer.Typer(help="The KV store of an index.", no_args_is_help=True)
 app.add_typer(index_app, name="index")
 app.add_typer(store_app, name="store")
+app.add_typer(bench_app, name="bench")
 
 IndexArg = Annotated[str, typer.Argument(help="Index: a folder, or a name in indexes/.")]
 IndexOpt = Annotated[str, typer.Option("--index", "-i", help="Index: a folder, or a name in indexes/.")]

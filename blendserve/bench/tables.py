@@ -1,0 +1,117 @@
+"""Figures as a person reads them: one table a bench, medians with their spread."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from blendserve.bench.figures import Figures
+
+Table = tuple[str, Sequence[str], Sequence[Sequence[str]]]
+
+
+def ttft(figures: Figures) -> list[Table]:
+    """Times and ratios; stages; cold starts and memory where they were measured."""
+    prompt, rounds = figures["prompt"], figures["settings"]["repeats"]
+    title = f"{len(prompt['chunks'])} chunks, {prompt['tokens']:,} tokens of prompt, {_reader(figures)}, {rounds} rounds"
+    methods = figures["methods"]
+    tables: list[Table] = [
+        (
+            f"{title}; ms (least - most), faster than",
+            ("method", "prefill ms", "TTFT ms", "transformers", "full (ours)", "tokens run"),
+            [(name, *_times(m)) for name, m in methods.items()],
+        ),
+        (
+            "Stages, ms and share of TTFT",
+            ("method", "load", "select", "correct", "MB loaded"),
+            [(name, *_stages(m)) for name, m in methods.items() if "stages" in m],
+        ),
+    ]
+    if "cold" in figures:
+        tables.append(_cold(figures["cold"]))
+    if "memory" in figures:
+        tables.append(_memory(figures["memory"]))
+    return tables
+
+
+def decode(figures: Figures) -> list[Table]:
+    settings = figures["settings"]
+    title = f"{settings['new_tokens']} tokens behind {settings['context']:,}, {_reader(figures)}"
+    rows = [(name, ms(f), _faster(name, figures)) for name, f in figures["seconds_per_token"].items()]
+    return [(title, ("", "ms a token", "faster than transformers"), rows)]
+
+
+def precompute(figures: Figures) -> list[Table]:
+    title = (
+        f"{figures['tokens']:,} tokens, {figures['bytes_stored'] / 1e6:,.0f} MB stored, {_reader(figures)}"
+    )
+    rate = figures["tokens_per_second"]
+    rows = [(name, plain(f, "{:,.0f}"), _faster(name, figures)) for name, f in rate.items()]
+    return [(title, ("", "tokens/s", "faster than transformers"), rows)]
+
+
+def store(figures: Figures) -> list[Table]:
+    title = f"{figures['chunks']} chunks, {figures['bytes'] / 1e6:,.0f} MB, {figures['records']:,} records"
+    records = figures["records_per_second"]
+    rows = [
+        (name.replace("_", ", "), plain(f, "{:.2f}"), plain(records[name], "{:,.0f}"))
+        for name, f in figures["gigabytes_per_second"].items()
+    ]
+    cold = figures["cold"]
+    remark = "" if cold["done"] else f"; no cold reads: {cold['why']}"
+    return [(title + remark, ("", "GB/s", "records/s"), rows)]
+
+
+def ms(figure: Figures) -> str:
+    """Seconds as milliseconds."""
+    digits = 0 if figure["median"] >= 0.1 else 1
+    middle, least, most = (f"{figure[part] * 1e3:,.{digits}f}" for part in ("median", "least", "most"))
+    return f"{middle} ({least} - {most})"
+
+
+def plain(figure: Figures, form: str = "{:.2f}") -> str:
+    """A figure in its own unit."""
+    middle, least, most = (form.format(figure[part]) for part in ("median", "least", "most"))
+    return f"{middle} ({least} - {most})"
+
+
+def _reader(figures: Figures) -> str:
+    reader, threads = figures["reader"], figures["machine"]["threads"]
+    return f"{reader['model']} {reader['dtype']} on {reader['device']}, {threads} threads"
+
+
+def _times(method: Figures) -> tuple[str, ...]:
+    faster = [f"{plain(method['faster_than'][base]['ttft'])}" for base in ("transformers", "full")]
+    return ms(method["prefill"]), ms(method["ttft"]), *faster, str(method.get("tokens_run", ""))
+
+
+def _stages(method: Figures) -> tuple[str, ...]:
+    shown = (
+        f"{s['seconds']['median'] * 1e3:.1f}  {s['share_of_ttft']['median']:.1%}"
+        for s in method["stages"].values()
+    )
+    return *shown, f"{method['bytes_loaded'] / 1e6:,.0f}"
+
+
+def _cold(cold: Figures) -> Table:
+    if not cold["done"]:
+        return f"Cold page cache: not measured, {cold['why']}", ("method",), []
+    rows = [(n, ms(m["ttft"]), plain(m["slower_than_warm"])) for n, m in cold["methods"].items()]
+    return "Cold page cache", ("method", "TTFT ms", "cold / warm"), rows
+
+
+def _memory(memory: dict[str, Figures]) -> Table:
+    rows = [
+        (name, *(f"{m[part] / 1e6:,.0f}" for part in ("peak_bytes", "kv_bytes", "above_kv_bytes")), _share(m))
+        if m["done"]
+        else (name, m["why"], "", "", "")
+        for name, m in memory.items()
+    ]
+    return "Peak memory of a request, MB", ("method", "above model", "KV", "above both", "/ KV"), rows
+
+
+def _share(m: Figures) -> str:
+    return f"{m['above_kv_share']:.2f}"
+
+
+def _faster(name: str, figures: Figures) -> str:
+    return "" if name == "transformers" else plain(figures["faster_than_transformers"])

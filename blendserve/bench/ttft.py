@@ -1,0 +1,113 @@
+"""`blendserve bench ttft`: one prompt by every method, to its first logits and to its first token.
+
+Prefill is timed from token ids to first-token logits, TTFT from the text of question and passages to the first token;
+both in the same run. Stages are parts of prefill and are shown as shares of TTFT.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from blendserve.bench.contest import STAGES, Contest, Took, loads, scratch
+from blendserve.bench.figures import Figures, Update, interleaved, ratios, spread
+from blendserve.bench.machine import where
+from blendserve.bench.memory import peak_of
+from blendserve.bench.pagecache import drop
+from blendserve.bench.settings import TtftConfig
+from blendserve.bench.workload import make_workload
+from blendserve.evaluate.variants import FULL, TRANSFORMERS
+from blendserve.models.loader import load_reader
+
+Say = Callable[[str], None]
+
+
+def measure(
+    config: TtftConfig, say: Say = lambda text: None, update: Update = lambda done, total: None
+) -> Figures:
+    """Everything that the bench prints. Raises ConfigError, InputError, ModelError, StoreError."""
+    variants = config.variants
+    reader = load_reader(config.reader, say)
+    shape = (config.chunks, config.chunk_tokens, config.suffix_tokens)
+    workload = make_workload(reader, *shape, config.seed)
+    with scratch(config.folder) as folder, Contest(reader, workload, variants, folder) as contest:
+        say(f"Storing the KV of {config.chunks} chunks")
+        contest.precompute()
+        took = interleaved({v.name: partial(contest.run, v) for v in variants}, config.repeats, update)
+        methods = {v.name: figures_of(took, v.name) for v in variants}
+        prompt = workload.prompt
+        figures = {
+            "bench": "ttft",
+            **where(config, reader),
+            "prompt": {
+                "tokens": len(prompt),
+                "prefix": len(prompt.prefix),
+                "chunks": [len(chunk) for chunk in prompt.chunks],
+                "suffix": len(prompt.suffix),
+            },
+            "methods": methods,
+        }
+        if config.cold:
+            figures["cold"] = _cold(contest, config.repeats, say)
+        if config.memory:
+            say("Measuring memory, each method in a process of its own")
+            figures["memory"] = {v.name: peak_of(config, v.name, folder) for v in variants}
+    return figures
+
+
+def figures_of(took: dict[str, list[Took]], name: str) -> Figures:
+    """One method's figures, and its ratios to both full prefills, which are > 1 where it is faster."""
+    runs = took[name]
+    figures: Figures = {
+        "prefill": spread([t.prefill for t in runs]),
+        "ttft": spread([t.ttft for t in runs]),
+        "faster_than": {
+            base: {
+                "prefill": ratios([t.prefill for t in took[base]], [t.prefill for t in runs]),
+                "ttft": ratios([t.ttft for t in took[base]], [t.ttft for t in runs]),
+            }
+            for base in (TRANSFORMERS, FULL)
+        },
+    }
+    report = runs[-1].report
+    if report is not None:
+        figures["stages"] = {stage: _stage(runs, stage) for stage in STAGES}
+        figures["tokens_run"] = report.tokens_computed + report.tokens_recomputed + report.tokens_suffix
+        figures["tokens_recomputed"] = report.tokens_recomputed
+        figures["cost"] = report.cost
+        figures["bytes_loaded"] = report.bytes_loaded
+    return figures
+
+
+def _stage(runs: Sequence[Took], stage: str) -> Figures:
+    return {
+        "seconds": spread([t.seconds[stage] for t in runs]),
+        "share_of_ttft": spread([t.seconds[stage] / t.ttft for t in runs]),
+    }
+
+
+def _cold(contest: Contest, repeats: int, say: Say) -> Figures:
+    """TTFT with the store's file dropped from the page cache, and right after it warm; or why there is none."""
+    loading = [v for v in contest.variants if loads(v)]
+    say("Measuring from a cold page cache")
+    cold: dict[str, list[float]] = {v.name: [] for v in loading}
+    warm: dict[str, list[float]] = {v.name: [] for v in loading}
+    for _ in range(repeats):
+        for variant in loading:
+            trouble = _reopened_cold(contest)
+            if trouble:
+                return {"done": False, "why": trouble}
+            cold[variant.name].append(contest.run(variant).ttft)
+            warm[variant.name].append(contest.run(variant).ttft)
+    methods = {
+        v.name: {"ttft": spread(cold[v.name]), "slower_than_warm": ratios(cold[v.name], warm[v.name])}
+        for v in loading
+    }
+    return {"done": True, "why": "", "methods": methods}
+
+
+def _reopened_cold(contest: Contest) -> str:
+    contest.close()
+    trouble = drop(contest.folder / "data.mdb")
+    contest.reopen()
+    return trouble

@@ -1,0 +1,114 @@
+"""A prompt of real text whose chunks and question have exactly as many tokens as asked for.
+
+The text is the Python language reference, from a place that the seed chooses. Speed does not depend on what it says, but
+tokenising does depend on its being text.
+"""
+
+from __future__ import annotations
+
+import random
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+from blendserve.config import PromptConfig
+from blendserve.core import Passage, Prompt, TokenIds
+from blendserve.errors import InputError
+from blendserve.models.loader import Reader
+from blendserve.prompt import PromptBuilder
+from blendserve.retrieve import language_reference
+
+TRIES = 40  # places in the text to begin a piece at, before giving up
+LONGEST = 16  # characters a token, at most
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One question over some passages."""
+
+    prompts: PromptBuilder
+    passages: tuple[Passage, ...]
+    question: str
+
+    def draw(self) -> Prompt:
+        """The prompt, tokenised anew each time: what a request begins with."""
+        return self.prompts.build(self.question, self.passages)
+
+    @cached_property
+    def prompt(self) -> Prompt:
+        """The same, tokenised once."""
+        return self.draw()
+
+    @property
+    def chunks(self) -> list[TokenIds]:
+        return [chunk.ids for chunk in self.prompt.chunks]
+
+
+def make_workload(
+    reader: Reader, chunks: int, chunk_tokens: int, suffix_tokens: int | None, seed: int
+) -> Workload:
+    """Without a suffix, the chunks are never one prompt: then each has to fit the context, not all of them.
+
+    Raises InputError when they do not fit, or are too small to hold any text.
+    """
+    prompts = PromptBuilder(reader.tokenizer, PromptConfig())
+    together = chunk_tokens if suffix_tokens is None else chunks * chunk_tokens + suffix_tokens
+    check_room(reader, len(prompts.prefix) + together, "the prompt")
+    text = Text(seed)
+    texts: dict[str, None] = {}  # no two alike: a chunk is stored once
+    while len(texts) < chunks:
+        texts.setdefault(
+            text.piece(lambda t: len(prompts.chunk(Passage(t))), chunk_tokens, "a chunk", texts.__contains__)
+        )
+    question = ""
+    if suffix_tokens is not None:
+        question = text.piece(lambda t: len(prompts.build(t, ()).suffix), suffix_tokens, "the suffix")
+    return Workload(prompts, tuple(Passage(t) for t in texts), question)
+
+
+def check_room(reader: Reader, tokens: int, what: str) -> None:
+    """Raises InputError when so many tokens exceed the reader's context."""
+    limit = reader.adapter.context_limit
+    if tokens > limit:
+        raise InputError(
+            f"{what} would have {tokens:,} tokens, the context of reader {reader.name!r} has {limit:,}: ask for less"
+        )
+
+
+class Text:
+    """The source, read from a place that the seed chooses and from there on."""
+
+    def __init__(self, seed: int) -> None:
+        self._text = "\n\n".join(document.text for document in language_reference())
+        self._random = random.Random(seed)
+        self._at = self._random.randrange(len(self._text))
+
+    def piece(
+        self,
+        count: Callable[[str], int],
+        n: int,
+        what: str,
+        taken: Callable[[str], bool] = lambda text: False,
+    ) -> str:
+        """The next stretch of text that counts exactly n tokens. Raises InputError when there is none."""
+        for _ in range(TRIES):
+            source = self._from(self._at, LONGEST * (n + 16))
+            found = _fill(count, source, n)
+            self._at += len(found or "") + 1 + self._random.randrange(64)
+            if found and not taken(found):
+                return found
+        raise InputError(
+            f"no text makes {what} of {n} tokens for this reader's tokenizer and prompt: ask for more"
+        )
+
+    def _from(self, start: int, length: int) -> str:
+        start %= len(self._text)
+        return (self._text[start:] + self._text * (1 + length // len(self._text)))[:length].lstrip()
+
+
+def _fill(count: Callable[[str], int], text: str, n: int) -> str | None:
+    """A beginning of `text` that counts n, None where the count leaps over it."""
+    near = bisect_left(range(1, len(text)), n, key=lambda length: count(text[:length])) + 1
+    lengths = range(max(1, near - 8), min(len(text), near + 64))
+    return next((text[:length] for length in lengths if count(text[:length]) == n), None)
