@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -13,6 +13,7 @@ from blendserve.bench.settings import (
     BenchConfig,
     DecodeBenchConfig,
     PrecomputeConfig,
+    ScalingConfig,
     StoreBenchConfig,
     TtftConfig,
 )
@@ -23,6 +24,11 @@ bench_app = typer.Typer(help="How fast, against what: measured interleaved.", no
 
 AnyConfig = TypeVar("AnyConfig", bound=BenchConfig)
 TTFT, DECODE, PRECOMPUTE, STORE = TtftConfig(), DecodeBenchConfig(), PrecomputeConfig(), StoreBenchConfig()
+SCALING = ScalingConfig()
+
+
+def _default(values: Iterable[object]) -> str:
+    return f"[default: {','.join(map(str, values))}]"
 
 
 def _count(default: int, help: str) -> Any:
@@ -54,15 +60,12 @@ def ttft(
         list[str] | None,
         typer.Option(
             help="Beside transformers, full, prefix and reuse; words as in evaluate, with commas or given again. "
-            f"[default: {','.join(TTFT.methods)}]"
+            f"{_default(TTFT.methods)}"
         ),
     ] = None,
     ratio: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Of methods that name none; with commas or given again. "
-            f"[default: {','.join(f'{r:g}' for r in TTFT.ratios)}]"
-        ),
+        typer.Option(help=f"Of methods that name none; with commas or given again. {_default(TTFT.ratios)}"),
     ] = None,
     cold: Annotated[bool, typer.Option("--cold", help="Also from a cold page cache.")] = False,
     memory: Annotated[bool, typer.Option("--memory", help="Also the peak memory of a request.")] = False,
@@ -155,13 +158,65 @@ def store(
     _run(measure, config, tables, json)
 
 
+@bench_app.command()
+def scaling(
+    contexts: Annotated[
+        str | None, typer.Option(help=f"Tokens, where they are varied. {_default(SCALING.contexts)}")
+    ] = None,
+    ratios: Annotated[
+        str | None, typer.Option(help=f"Where the ratio is varied. {_default(SCALING.ratios)}")
+    ] = None,
+    counts: Annotated[
+        str | None, typer.Option(help=f"Chunks, where their number is varied. {_default(SCALING.counts)}")
+    ] = None,
+    context: Annotated[
+        int | None, _count(SCALING.context, "Tokens, where ratio or chunk count is varied.")
+    ] = None,
+    chunk_tokens: Annotated[
+        int | None, _count(SCALING.chunk_tokens, "Tokens of a chunk, where their number is not varied.")
+    ] = None,
+    methods: Annotated[
+        str | None, typer.Option(help=f"Words as in evaluate. {_default(SCALING.methods)}")
+    ] = None,
+    model: ModelOpt = None,
+    dtype: DtypeOpt = None,
+    threads: ThreadsOpt = None,
+    repeats: Annotated[int | None, _count(SCALING.repeats, "Rounds a cell.")] = None,
+    seed: SeedOpt = None,
+    folder: FolderOpt = None,
+    runs: Annotated[Path, typer.Option(help="Where cells are kept.")] = Path("runs/bench_scaling"),
+    plots: Annotated[Path, typer.Option(help="Where the plots are drawn.")] = Path("docs"),
+    json: JsonOpt = False,
+) -> None:
+    """How cost grows with context, ratio and chunk count, against this machine's limit. Resumable."""
+    lists = {"contexts": contexts, "ratios": ratios, "counts": counts, "methods": methods}
+    config = changed(
+        SCALING, context=context, chunk_tokens=chunk_tokens, model=model, dtype=dtype, threads=threads,
+        repeats=repeats, seed=seed, folder=folder,
+        **{name: split_list(text) for name, text in lists.items() if text},
+    )  # fmt: skip
+    from blendserve.bench.scaling import run
+    from blendserve.bench.tables import scaling as tables
+
+    try:
+        with console.progress("Grid", "cells") as update:
+            done = run(config, runs, plots, console.say, update)
+    except KeyboardInterrupt:
+        console.say("stopped: the cells that were measured are kept; the same command goes on from there")
+        raise typer.Exit(130) from None
+    _print(done, [] if json else tables(done))
+
+
 def _run(measure: Callable[..., Any], config: AnyConfig, tables: Callable[..., Any], json: bool) -> None:
     """Measure with a bar on stderr, then print tables and the JSON line."""
     with console.progress("Measuring", "rounds") as update:
         figures = measure(config, console.say, update)
-    if not json:
-        for title, columns, rows in tables(figures):
-            console.table(title, columns, rows)
+    _print(figures, [] if json else tables(figures))
+
+
+def _print(figures: Any, tables: Any) -> None:
+    for title, columns, rows in tables:
+        console.table(title, columns, rows)
     console.print_json(figures)
 
 

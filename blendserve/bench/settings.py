@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from blendserve.config import Positive, Ratio, ReaderConfig, Section
+from blendserve.errors import ConfigError
 from blendserve.evaluate.variants import FULL, TRANSFORMERS, Variant, variants
 
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
@@ -47,6 +48,50 @@ class TtftConfig(BenchConfig):
         words = (TRANSFORMERS, FULL, "prefix", "reuse", *self.methods)
         found = variants(words, self.ratios, self.seed)
         return tuple(sorted(found, key=lambda v: v.kind != TRANSFORMERS))
+
+
+class ScalingConfig(BenchConfig):
+    """How cost grows with context, ratio and chunk count."""
+
+    contexts: tuple[Positive, ...] = (512, 1024, 2048, 3072, 4096, 6144, 7680)
+    chunk_tokens: Positive = 512
+    ratios: tuple[Ratio, ...] = (0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0)
+    counts: tuple[Positive, ...] = (3, 6, 12, 24, 48)  # chunks
+    context: Positive = 3072  # where ratios and chunk counts are varied
+    usual: tuple[Ratio, ...] = (0.05, 0.15)  # where they are not
+    methods: tuple[str, ...] = ("query+shift",)
+    suffix_tokens: Positive = 40
+    repeats: Positive = 3
+
+    @property
+    def cells(self) -> list[tuple[dict[str, str], TtftConfig]]:
+        """The grid: what is varied, and the contest. Raises ConfigError."""
+        usual = [
+            self._cell("context", n, self._chunks(n, self.chunk_tokens), self.usual) for n in self.contexts
+        ]
+        ratios = self._cell("ratio", self.context, self._chunks(self.context, self.chunk_tokens), self.ratios)
+        counts = [self._cell("chunks", self.context, n, self.usual) for n in self.counts]
+        return [*usual, ratios, *counts]
+
+    def _cell(
+        self, varied: str, context: int, chunks: int, ratios: tuple[float, ...]
+    ) -> tuple[dict[str, str], TtftConfig]:
+        cell = TtftConfig(
+            **self.model_dump(include={"model", "dtype", "threads", "repeats", "seed", "folder"}),
+            chunks=chunks,
+            chunk_tokens=self._chunks(context, chunks),
+            suffix_tokens=self.suffix_tokens,
+            methods=self.methods,
+            ratios=ratios,
+        )
+        cell.variants  # noqa: B018  a wrong word is told before the first cell, not after hours
+        return {"varied": varied}, cell
+
+    @staticmethod
+    def _chunks(context: int, tokens: int) -> int:
+        if context % tokens:
+            raise ConfigError(f"a context of {context:,} tokens cannot be cut into equal parts by {tokens}")
+        return context // tokens
 
 
 class DecodeBenchConfig(BenchConfig):

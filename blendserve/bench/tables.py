@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from blendserve.bench.figures import Figures
 
+LIMITED = ("linear", "attention", "load")  # the stages that have a limit
 Table = tuple[str, Sequence[str], Sequence[Sequence[str]]]
 
 
@@ -59,6 +60,29 @@ def store(figures: Figures) -> list[Table]:
     cold = figures["cold"]
     remark = "" if cold["done"] else f"; no cold reads: {cold['why']}"
     return [(title + remark, ("", "GB/s", "records/s"), rows)]
+
+
+def scaling(figures: Figures) -> list[Table]:
+    """A row a cell and method: seconds, what the limit allows, and the share of it that each stage reaches."""
+    columns = ("varied", "context", "chunks", "method", "TTFT ms", "limit ms", *LIMITED)
+    rows = [
+        (cell["varied"], *_size(cell), name, ms(method["ttft"]), *_reached(method))
+        for cell in figures["cells"]
+        for name, method in cell["methods"].items()
+    ]
+    return [("Time to first token, and the share of the limit that each stage reaches", columns, rows)]
+
+
+def _size(cell: Figures) -> tuple[str, str]:
+    return f"{cell['prompt']['context']:,}", str(cell["settings"]["chunks"])
+
+
+def _reached(method: Figures) -> tuple[str, ...]:
+    if "against_limit" not in method:  # transformers' own
+        return ("",) * (1 + len(LIMITED))
+    bound = method["against_limit"]
+    stages = (bound["stages"][stage]["share_of_limit"]["median"] for stage in LIMITED)
+    return f"{bound['limit'] * 1e3:,.1f}", *(f"{share:.0%}" if share else "" for share in stages)
 
 
 def ms(figure: Figures) -> str:

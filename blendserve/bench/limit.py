@@ -1,0 +1,151 @@
+"""How fast a prefill could be on this machine: a lower bound from counted work and measured rates.
+
+    linear      2 * rows * weights               FLOPs of a layer's matmuls: a multiplication and an addition a weight
+    attention   4 * H * D * sum of keys seen     FLOPs of two matmuls; the row at i sees min(i + 1, window) keys
+    load        2 * K * D * bytes of the dtype   bytes of every stored token and layer, read once and written once
+
+    seconds  =  (linear + attention) / FLOP rate  +  load / copy rate
+
+Softmax, norms, rotation and correction are free here, and nothing overlaps. Rates are the best that the machine gave in
+the same run to one large matmul and one large copy (rates.py). In the last layer only the row whose logits are read goes
+on past the projection.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from blendserve.bench.rates import Rates
+from blendserve.config import BlendConfig
+from blendserve.core import BlendReport
+from blendserve.errors import ModelUnsupported
+from blendserve.models.adapter import Adapter
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "qkv_proj")
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What a reader's work follows from."""
+
+    project: int  # weights of one layer's q, k and v projections
+    finish: int  # weights of the rest of the layer's matmuls
+    head: int  # weights of the matmul to the logits
+    attention_width: int  # H * D
+    windows: tuple[int | None, ...]  # of each layer
+
+    @property
+    def n_layers(self) -> int:
+        return len(self.windows)
+
+    @classmethod
+    def of(cls, adapter: Adapter) -> Counts:
+        """Raises ModelUnsupported for mixtures of experts, where it depends on the token which weights are used."""
+        if adapter.family.experts:
+            raise ModelUnsupported(
+                "the limit is not modelled for mixtures of experts: give a reader without experts"
+            )
+        model = cast(Any, adapter.model)
+        named = [
+            (n, m.weight.numel())
+            for n, m in model.model.layers[0].named_modules()
+            if isinstance(m, nn.Linear)
+        ]
+        project = sum(n for name, n in named if name.rpartition(".")[2] in PROJECTIONS)
+        return cls(
+            project,
+            sum(n for _, n in named) - project,
+            model.lm_head.weight.numel(),
+            adapter.n_heads * adapter.head_dim,
+            tuple(spec.window for spec in adapter.specs),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Of one prefill."""
+
+    linear: float = 0.0  # FLOPs
+    attention: float = 0.0  # FLOPs
+    loaded: float = 0.0  # bytes
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.linear + other.linear, self.attention + other.attention, self.loaded + other.loaded)
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """Seconds that a prefill takes at least."""
+
+    linear: float
+    attention: float
+    load: float
+
+    @property
+    def total(self) -> float:
+        return self.linear + self.attention + self.load
+
+
+def limit(work: Work, rates: Rates) -> Limit:
+    """The work at these rates."""
+    return Limit(work.linear / rates.flops, work.attention / rates.flops, work.loaded / rates.bytes)
+
+
+def layer_work(counts: Counts, l: int, projected: int, positions: Tensor, finished: int) -> Work:
+    """One layer: rows projected, positions [S] of those that attend, rows that run through the rest of it."""
+    window = counts.windows[l]
+    seen = positions + 1 if window is None else (positions + 1).clamp(max=window)
+    linear = 2.0 * (projected * counts.project + finished * counts.finish)
+    return Work(linear, 4.0 * counts.attention_width * float(seen.sum()))
+
+
+def pass_work(counts: Counts, positions: Tensor, layers: range) -> Work:
+    """Rows at these ascending positions [S] through these layers of a prefill; the last layer's output is one row."""
+    n, last = len(positions), counts.n_layers - 1
+    whole = [layer_work(counts, l, n, positions, n) for l in layers if l < last]
+    end = [layer_work(counts, l, n, positions[-1:], 1) for l in layers if l == last]
+    return sum([*whole, *end], Work())
+
+
+def prefill_work(counts: Counts, report: BlendReport, recomputed: Tensor, blend: BlendConfig) -> Work:
+    """All of one prefill whose chunks were either all found or not looked for, selection included.
+
+    recomputed: ascending positions that the policy chose. `deviation` with several check layers is counted as if it
+    narrowed to its choice at the first: still a lower bound.
+    """
+    fresh, reusable = _positions(report)
+    active = torch.cat([fresh, recomputed]).sort().values
+    work = Work(2.0 * counts.head, 0.0, report.bytes_loaded)
+    everywhere = range(counts.n_layers)
+    if not 0 < len(recomputed) < len(reusable):
+        return work + pass_work(counts, active, everywhere)
+    if blend.policy == "query":
+        work += probe_work(counts, fresh)
+    if blend.policy == "deviation":
+        dense = torch.cat([reusable, fresh])
+        return work + narrowing_work(counts, dense, active, min(blend.check_layers))
+    return work + pass_work(counts, active, everywhere)
+
+
+def _positions(report: BlendReport) -> tuple[Tensor, Tensor]:
+    """Of the fresh tokens and of the reusable ones: [ exact | reusable | fresh ], as nothing was missing."""
+    at = report.tokens_exact
+    found = report.tokens_reused + report.tokens_recomputed
+    return torch.arange(at + found, report.tokens_prompt), torch.arange(at, at + found)
+
+
+def probe_work(counts: Counts, suffix: Tensor) -> Work:
+    """The `query` policy's pass: suffix rows attend in every layer, and nothing reads the last one's output."""
+    n, last = len(suffix), counts.n_layers - 1
+    return sum((layer_work(counts, l, n, suffix, n if l < last else 0) for l in range(last + 1)), Work())
+
+
+def narrowing_work(counts: Counts, dense: Tensor, active: Tensor, check: int) -> Work:
+    """The `deviation` policy: all rows up to the check layer's projection, the chosen ones from there on."""
+    below = [layer_work(counts, l, len(dense), dense, len(dense)) for l in range(check)]
+    extra = Work(2.0 * (len(dense) - len(active)) * counts.project)
+    return sum(below, extra) + pass_work(counts, active, range(check, counts.n_layers))
