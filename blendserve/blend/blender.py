@@ -69,6 +69,12 @@ class Blender:
         front = self._behind if behind is None else behind
         return chunk_key(self._fingerprint, front, ids, str(self.adapter.dtype), self._namespace)
 
+    def like(self, adapter: Adapter, store: KVStore, namespace: str) -> Blender:
+        """The same reader, prompt and measured costs for another namespace; adapter, store: other ways to the same ones."""
+        other = Blender(adapter, self._fingerprint, store, self._prefix, self._behind, namespace)
+        other._costs = self._costs
+        return other
+
     def forget(self, chunks: Sequence[TokenIds], kept: Sequence[TokenIds]) -> int:
         """Delete chunks from the store, except those that are in `kept` too -> how many were there."""
         keys = {self.key(ids) for ids in chunks} - {self.key(ids) for ids in kept}

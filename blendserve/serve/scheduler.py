@@ -17,10 +17,11 @@ from collections.abc import Callable
 from torch import Tensor
 
 from blendserve.blend.cache import KVCache
-from blendserve.errors import BlendserveError, InputError, Stopping
+from blendserve.errors import BlendserveError, Busy, InputError, Stopping
 from blendserve.models.loader import Reader
 from blendserve.serve.batch import step_together
 from blendserve.serve.metrics import Metrics
+from blendserve.serve.sharing import SharedLoads
 from blendserve.serve.slots import Slots
 from blendserve.serve.turns import PausingAdapter
 from blendserve.serve.waiting import Waiting
@@ -42,10 +43,19 @@ class Cancelled(Exception):
 class Scheduler:
     """Give it work with `submit`; it calls `work.emit`. Its blenders must use `adapter`."""
 
-    def __init__(self, reader: Reader, slots: Slots, queue: int, gap_s: float, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        reader: Reader,
+        slots: Slots,
+        queue: int,
+        gap_s: float,
+        metrics: Metrics,
+        shared: SharedLoads | None = None,
+    ) -> None:
         self.adapter = PausingAdapter(reader.adapter, self._pause)
         self._reader, self._slots, self._gap_s, self._metrics = reader, slots, gap_s, metrics
-        self._waiting = Waiting(queue)
+        self._shared = shared
+        self._waiting, self._queue = Waiting(), queue
         self._chores: deque[Chore] = deque()
         self._running: list[Writing] = []
         self._prefilling: Work | None = None
@@ -71,6 +81,11 @@ class Scheduler:
         """Requests that wait, and slots in use."""
         return len(self._waiting), self._slots.n - self._slots.free
 
+    def refuse_if_full(self, more: int) -> None:
+        """Raises Busy or Stopping when a request could not be queued behind `more` others: before any work for it."""
+        with self._wake:
+            self._refuse_if_full(more)
+
     def submit(self, work: Work) -> None:
         """Queue a request. Raises InputError when it can never fit, Busy, Stopping."""
         if work.tokens > self._slots.tokens:
@@ -79,9 +94,8 @@ class Scheduler:
                 f"{self._slots.tokens}: use fewer passages (top_k), shorter ones, or fewer new tokens"
             )
         with self._wake:
-            if self._draining:
-                raise Stopping("the server is shutting down: ask another one")
-            self._waiting.put(work, self._retry_after())
+            self._refuse_if_full(0)
+            self._waiting.put(work)
             self._wake.notify()
 
     def cancel(self, work: Work) -> None:
@@ -91,17 +105,14 @@ class Scheduler:
             self._waiting.remove(work)
             self._wake.notify()
 
-    def chore(self, chore: Chore) -> None:
-        """Something for the model's thread to do when no request waits."""
+    def chore(self, chore: Chore) -> bool:
+        """Something for the model's thread to do when no request waits -> False when it has too much to do already."""
         with self._wake:
-            if len(self._chores) < MAX_CHORES:
-                self._chores.append(chore)
-                self._wake.notify()
-
-    def waiting(self) -> list[Work]:
-        """The requests that wait now."""
-        with self._wake:
-            return self._waiting.all()
+            if len(self._chores) >= MAX_CHORES:
+                return False
+            self._chores.append(chore)
+            self._wake.notify()
+            return True
 
     def drain(self) -> None:
         """Take no new requests; those that are here go on."""
@@ -115,6 +126,12 @@ class Scheduler:
             self._wake.notify()
         if self._thread.is_alive():
             self._thread.join()
+
+    def _refuse_if_full(self, more: int) -> None:
+        if self._draining:
+            raise Stopping("the server is shutting down: ask another one")
+        if len(self._waiting) + more >= self._queue:
+            raise Busy(f"{self._queue} requests are waiting already", self._retry_after())
 
     def _retry_after(self) -> int:
         waves = (len(self._waiting) + 1) / self._slots.n
@@ -148,7 +165,12 @@ class Scheduler:
             work = self._waiting.pop() if self._slots.free else None
             idle = work is None and not len(self._waiting)
             chore = self._chores.popleft() if idle and self._chores else None
-        if work:
+            later = {key for other in self._waiting.all() for key in other.keys} if work else set()
+        if work and self._shared:
+            self._shared.expect(work.keys, later)
+            self._prefill(work)
+            self._shared.expect(frozenset(), later)
+        elif work:
             self._prefill(work)
         elif chore:
             self._do(chore)

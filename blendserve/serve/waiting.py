@@ -7,24 +7,20 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 
-from blendserve.errors import Busy
 from blendserve.serve.work import Work
 
 
 class Waiting:
-    """A bounded queue. Not locked: the scheduler's lock guards it."""
+    """The queue. Not locked: the scheduler's lock guards it."""
 
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
+    def __init__(self) -> None:
         self._lines: OrderedDict[str, deque[Work]] = OrderedDict()  # the tenant whose turn it is first
 
     def __len__(self) -> int:
         return sum(map(len, self._lines.values()))
 
-    def put(self, work: Work, retry_after: int) -> None:
-        """Raises Busy when as many wait as may."""
-        if len(self) >= self.limit:
-            raise Busy(f"{self.limit} requests are waiting already", retry_after)
+    def put(self, work: Work) -> None:
+        """Put it at the end of its tenant's line."""
         self._lines.setdefault(work.tenant, deque()).append(work)
 
     def pop(self) -> Work | None:

@@ -9,6 +9,7 @@ from typing import TypeAlias
 from blendserve.blend.blender import Blender
 from blendserve.config import BlendConfig, DecodeConfig
 from blendserve.core import Answer, BlendReport, ChunkKV, Passage, Prompt, TokenIds
+from blendserve.store import ChunkKey
 from blendserve.timing import Clock
 
 
@@ -56,6 +57,7 @@ Event: TypeAlias = "Started | Piece | Finished | Failed"
 class Work:
     """One request. Filled by service.py; `emit` is called on the model's thread, with the last event Finished or Failed.
 
+    keys: of its chunks in the store.
     front: gives the KV of the prompt's prefix; called on the model's thread; None = the store's.
     missed: told, on the model's thread, of the chunks that the store did not have.
     cancelled: set by whoever no longer wants it; nothing is emitted after that.
@@ -68,6 +70,7 @@ class Work:
     decode: DecodeConfig
     blender: Blender
     emit: Callable[[Event], None]
+    keys: frozenset[ChunkKey] = frozenset()
     front: Callable[[], Front] | None = None
     missed: Callable[[Sequence[TokenIds]], None] | None = None
     clock: Clock = field(default_factory=Clock)  # since the request came

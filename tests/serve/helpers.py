@@ -3,14 +3,30 @@
 from __future__ import annotations
 
 import queue
+import threading
+import time
+import zlib
+from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
-from blendserve.config import BlendConfig, Config, DecodeConfig, PromptConfig, StoreConfig
-from blendserve.core import Answer, Passage
+import httpx
+import numpy as np
+import openai
+import uvicorn
+
+from blendserve.config import BlendConfig, Config, DecodeConfig, PromptConfig, StoreConfig, changed
+from blendserve.core import Answer, Document, Passage
 from blendserve.engine import Engine
 from blendserve.models.loader import Reader
 from blendserve.models.toy import toy_reader
+from blendserve.prompt import PromptBuilder
+from blendserve.retrieve import VectorIndex
+from blendserve.serve.app import make_app
+from blendserve.serve.library import Library
+from blendserve.serve.service import Service
+from blendserve.serve.settings import ServeConfig
 from blendserve.serve.work import Event, Failed, Finished, Piece
 from blendserve.store import MemoryStore
 
@@ -45,7 +61,7 @@ def reader() -> Reader:
     return toy_reader(CONTEXT)
 
 
-def engine(config: Config = CONFIG, **changes: Any) -> Engine:
+def engine(config: Config = CONFIG) -> Engine:
     return Engine(config, reader(), MemoryStore(2**30))
 
 
@@ -73,3 +89,89 @@ class Listener:
                 pieces = "".join(e.text for e in self.seen if isinstance(e, Piece))
                 assert pieces == event.answer.text
                 return event.answer
+
+
+class WordEmbedder:
+    """Vectors by words in common: enough to find passages by, and no model to load."""
+
+    name, fingerprint, dimension, max_tokens = "words", "words-1", 64, 10_000
+
+    def embed(self, texts: Sequence[str], progress: Any = None) -> np.ndarray:
+        return np.stack([self.embed_question(text) for text in texts])
+
+    def embed_question(self, question: str) -> np.ndarray:
+        vector = np.full(self.dimension, 1e-3, np.float32)
+        for word in question.lower().split():
+            vector[zlib.crc32(word.strip(".,;?").encode()) % self.dimension] += 1
+        return vector / np.linalg.norm(vector)
+
+    def windows(self, text: str, title: str = "") -> list[str]:
+        return [f"{title}\n{text}"]
+
+
+def index(folder: Path, prompts: PromptBuilder, documents: Sequence[Document]) -> VectorIndex:
+    made = VectorIndex.create(
+        folder,
+        WordEmbedder(),  # type: ignore[arg-type]
+        reader=reader().name,
+        reader_fingerprint=reader().fingerprint,
+        chunk_tokens=64,
+        count=lambda passage: len(prompts.chunk(passage)),
+    )
+    made.add(documents)
+    made.save()
+    return made
+
+
+DOCUMENTS = [Document(p.text, p.title, p.title.lower()) for p in PASSAGES]
+
+
+class Server:
+    """A service behind a real socket, in this process."""
+
+    def __init__(self, folder: Path, serve: ServeConfig, **changes: Any) -> None:
+        self.folder, self.serve = folder, serve
+        self.engine = engine(changed(CONFIG, **changes))
+        found = {
+            name: index(folder / name, self.engine.prompts, DOCUMENTS[i::2]) for i, name in enumerate("ab")
+        }
+        self.engine.index = found["a"]
+        self.service = Service(self.engine, Library(found), serve)
+        config = uvicorn.Config(make_app(self.service), port=0, log_level="warning", lifespan="on")
+        self._uvicorn = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._uvicorn.run)
+        self._thread.start()
+        while not self._uvicorn.started:
+            time.sleep(0.005)
+        port = self._uvicorn.servers[0].sockets[0].getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        self.http = httpx.Client(base_url=self.url, timeout=60)
+
+    def client(self, key: str = "none") -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0)
+
+    def post(self, path: str, body: Any, key: str = "") -> httpx.Response:
+        return self.http.post(path, json=body, headers=bearer(key))
+
+    def get(self, path: str, key: str = "") -> httpx.Response:
+        return self.http.get(path, headers=bearer(key))
+
+    def job(self, started: httpx.Response, key: str = "") -> dict[str, Any]:
+        """A job's end."""
+        assert started.status_code == 202, started.text
+        for _ in range(2000):
+            job: dict[str, Any] = self.get(f"/v1/jobs/{started.json()['id']}", key).json()
+            if job["state"] != "running":
+                return job
+            time.sleep(0.01)
+        raise AssertionError(f"the job does not end: {job}")
+
+    def close(self) -> None:
+        self.http.close()
+        self._uvicorn.should_exit = True
+        self._thread.join()
+        self.engine.close()
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"} if key else {}

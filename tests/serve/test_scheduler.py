@@ -205,11 +205,11 @@ def test_a_full_queue_and_a_prompt_that_can_never_fit(bench: Bench) -> None:
 
 
 def test_tenants_take_turns() -> None:
-    waiting = Waiting(100)
+    waiting = Waiting()
     bench = Bench()
     order = "aaaaabbc"
     for tenant in order:
-        waiting.put(bench.work(QUESTIONS[0], (), tenant)[0], 1)
+        waiting.put(bench.work(QUESTIONS[0], (), tenant)[0])
     popped = []
     while work := waiting.pop():
         popped.append(work.tenant)
@@ -217,10 +217,10 @@ def test_tenants_take_turns() -> None:
 
 
 def test_one_tenants_requests_keep_their_order() -> None:
-    waiting, bench = Waiting(100), Bench()
+    waiting, bench = Waiting(), Bench()
     works = [bench.work(QUESTIONS[i % 4], (), "ab"[i % 2])[0] for i in range(10)]
     for work in works:
-        waiting.put(work, 1)
+        waiting.put(work)
     assert waiting.remove(works[4])
     assert not waiting.remove(works[4])
     popped = [work for _ in range(9) if (work := waiting.pop())]

@@ -1,0 +1,144 @@
+"""The HTTP application: routes, errors, limits on bodies, and a log line a request."""
+
+from __future__ import annotations
+
+import json
+import logging
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+import blendserve
+from blendserve.errors import BlendserveError
+from blendserve.serve import library_api, openai_api, rag_api, status_api
+from blendserve.serve.replies import GONE, ClientGone, error_body, refused
+from blendserve.serve.service import Service
+from blendserve.timing import Clock
+
+log = logging.getLogger("blendserve.access")
+
+
+def make_app(service: Service) -> FastAPI:
+    """The application over a service, which it starts and closes."""
+
+    @asynccontextmanager
+    async def life(_: FastAPI) -> AsyncIterator[None]:
+        service.start()
+        yield
+        service.jobs.cancel()
+        service.close()
+
+    app = FastAPI(title="blendserve", version=blendserve.__version__, lifespan=life)
+    app.state.service = service
+    for api in (openai_api, rag_api, library_api, status_api):
+        app.include_router(api.router)
+    app.add_exception_handler(BlendserveError, _refused)
+    app.add_exception_handler(Exception, _refused)
+    app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(HTTPException, _http)
+    app.add_exception_handler(ClientGone, _gone)
+    app.add_middleware(BodyLimit, max_bytes=service.serve.max_body_kb * 1024)
+    app.add_middleware(AccessLog, service=service)
+    return app
+
+
+async def _refused(_: Request, error: Exception) -> Response:
+    return refused(error)
+
+
+async def _gone(_: Request, error: Exception) -> Response:
+    return Response(status_code=GONE)
+
+
+async def _invalid(_: Request, error: Exception) -> Response:
+    """The first thing that is wrong with a body, without repeating what it says."""
+    assert isinstance(error, RequestValidationError)
+    problem = error.errors()[0]
+    where = ".".join(str(part) for part in problem["loc"][1:] if isinstance(part, str | int))
+    message = f"{where or problem['loc'][0]}: {problem['msg'][0].lower()}{problem['msg'][1:]}"
+    return JSONResponse(error_body(message, "invalid_request_error", where or None, problem["type"]), 400)
+
+
+async def _http(_: Request, error: Exception) -> Response:
+    """What the framework refuses by itself: no such route, a wrong verb, a body that is not JSON."""
+    assert isinstance(error, HTTPException)
+    kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
+    return JSONResponse(error_body(str(error.detail), kind), error.status_code, error.headers)
+
+
+class BodyLimit:
+    """Refuses a body that is too large, by its announced or its real size."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self._app, self._max = app, max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        announced = Headers(scope=scope).get("content-length", "0")
+        if not announced.isdigit() or int(announced) > self._max:
+            return await JSONResponse(self._body(), 413)(scope, receive, send)
+        seen = 0
+
+        async def counted() -> Message:
+            nonlocal seen
+            message = await receive()
+            seen += len(message.get("body", b""))
+            if seen > self._max:
+                raise HTTPException(413, self._message())
+            return message
+
+        return await self._app(scope, counted, send)
+
+    def _message(self) -> str:
+        return f"the body is larger than {self._max} bytes: send fewer or shorter passages"
+
+    def _body(self) -> dict[str, Any]:
+        return error_body(self._message(), "invalid_request_error", code="body_too_large")
+
+
+class AccessLog:
+    """One line of JSON a request, with an id that the response carries, too; no text and no key."""
+
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self._app, self._service = app, service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        clock, request_id, status = Clock(), uuid.uuid4().hex, 500
+
+        async def noted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message).append("X-Request-Id", request_id)
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noted)
+        finally:
+            self._write(scope, request_id, status, clock.elapsed())
+
+    def _write(self, scope: Scope, request_id: str, status: int, seconds: float) -> None:
+        route = getattr(scope.get("route"), "path", "other")
+        self._service.metrics.answered(route, status)
+        state = scope.get("state", {})
+        line = {
+            "request": request_id,
+            "route": f"{scope['method']} {route}",
+            "status": status,
+            "ms": round(seconds * 1e3, 1),
+            "tenant": state.get("tenant", ""),
+        }
+        if "text" in state:
+            line["text"] = state["text"]
+        log.info(json.dumps(line))

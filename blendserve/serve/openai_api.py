@@ -1,0 +1,192 @@
+"""POST /v1/chat/completions, POST /v1/completions, GET /v1/models: what OpenAI's clients speak."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncIterator
+from dataclasses import asdict
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from blendserve.core import Answer, Passage
+from blendserve.errors import InputError, NotFound
+from blendserve.serve.access import ServiceArg, TenantArg
+from blendserve.serve.conversation import Turn
+from blendserve.serve.replying import reply
+from blendserve.serve.schema import ChatRequest, CompletionRequest, Extras, Message, Neutral
+from blendserve.serve.service import Answering, Ask, Service
+from blendserve.serve.work import Finished, Piece
+
+router = APIRouter(prefix="/v1", tags=["OpenAI"])
+
+
+@router.post("/chat/completions")
+async def chat(body: ChatRequest, request: Request, service: ServiceArg, tenant: TenantArg) -> Response:
+    """Answer the last user message from passages; earlier turns stay in the prompt."""
+    *before, last = body.messages
+    if last.role != "user":
+        raise InputError(f"the last message is of role {last.role!r}: end with one of role 'user'")
+    ask = _ask(service, body, last.said, tuple(_turn(m) for m in before))
+    shape = _Chat(body)
+    return await reply(request, service, tenant, ask, shape.whole, shape.events if body.stream else None)
+
+
+@router.post("/completions")
+async def complete(
+    body: CompletionRequest, request: Request, service: ServiceArg, tenant: TenantArg
+) -> Response:
+    """Answer the prompt, taken for a question, from passages."""
+    shape = _Completion(body)
+    ask = _ask(service, body, body.question)
+    return await reply(request, service, tenant, ask, shape.whole, shape.events if body.stream else None)
+
+
+@router.get("/models")
+async def models(service: ServiceArg, tenant: TenantArg) -> dict[str, Any]:
+    """The reader, and the collections that this key may use."""
+    return {"object": "list", "data": [_model(service, service.library.visible(tenant))]}
+
+
+@router.get("/models/{model:path}")
+async def model(model: str, service: ServiceArg, tenant: TenantArg) -> dict[str, Any]:
+    """The reader."""
+    _check_model(service, model)
+    return _model(service, service.library.visible(tenant))
+
+
+def _model(service: Service, collections: list[str]) -> dict[str, Any]:
+    reader = service.engine.reader
+    extras = {"collections": collections, "slot_tokens": service.slots.tokens}
+    return {
+        "id": reader.name,
+        "object": "model",
+        "created": 0,
+        "owned_by": "blendserve",
+        "x_blendserve": extras,
+    }
+
+
+def _check_model(service: Service, name: str) -> None:
+    if name != service.engine.reader.name:
+        raise NotFound(f"there is no model {name!r} here: this server runs {service.engine.reader.name!r}")
+
+
+def _turn(message: Message) -> Turn:
+    return Turn("system" if message.role == "developer" else message.role, message.said)
+
+
+def _ask(service: Service, body: Neutral, question: str, turns: tuple[Turn, ...] = ()) -> Ask:
+    _check_model(service, body.model)
+    extras = body.x_blendserve or Extras()
+    return Ask(
+        question=question,
+        turns=turns,
+        passages=extras.own_passages(),
+        collections=None if extras.collections is None else tuple(extras.collections),
+        top_k=extras.top_k,
+        blend=body.blend(extras),
+        decode=body.decode(),
+    )
+
+
+class _Shape:
+    """One response in OpenAI's words; what chat and plain completions have in common."""
+
+    kind, chunk_kind, prefix = "", "", ""
+
+    def __init__(self, body: Neutral) -> None:
+        self._id = f"{self.prefix}-{uuid.uuid4().hex}"
+        self._created, self._model = int(time.time()), body.model
+        self._usage = bool(body.stream_options and body.stream_options.include_usage)
+
+    def said(self, text: str) -> dict[str, Any]:
+        """A choice's field for a whole text."""
+        raise NotImplementedError
+
+    def piece(self, text: str | None, first: bool) -> dict[str, Any]:
+        """A choice's field for a piece of text; None = the last chunk, which has none."""
+        raise NotImplementedError
+
+    def whole(self, answering: Answering, answer: Answer) -> dict[str, Any]:
+        choice = {
+            "index": 0,
+            **self.said(answer.text),
+            "finish_reason": answer.finish_reason,
+            "logprobs": None,
+        }
+        extras = {"passages": _passages(answer.passages), **_figures(answer)}
+        return {
+            **self._frame(self.kind, [choice]),
+            "usage": _usage(answering, answer),
+            "x_blendserve": extras,
+        }
+
+    async def events(self, answering: Answering) -> AsyncIterator[dict[str, Any] | str]:
+        first = self._chunk(self.piece("", first=True))
+        yield {**first, "x_blendserve": {"passages": _passages(answering.passages)}}
+        async for event in answering.events():
+            if isinstance(event, Piece):
+                yield self._chunk(self.piece(event.text, first=False))
+            elif isinstance(event, Finished):
+                last = self._chunk(self.piece(None, first=False), event.answer.finish_reason)
+                yield {**last, "x_blendserve": _figures(event.answer)}
+                if self._usage:
+                    yield {**self._frame(self.chunk_kind, []), "usage": _usage(answering, event.answer)}
+        yield "[DONE]"
+
+    def _chunk(self, piece: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
+        choice = {"index": 0, **piece, "finish_reason": reason, "logprobs": None}
+        return self._frame(self.chunk_kind, [choice])
+
+    def _frame(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "object": kind,
+            "created": self._created,
+            "model": self._model,
+            "choices": choices,
+        }
+
+
+class _Chat(_Shape):
+    kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+
+    def said(self, text: str) -> dict[str, Any]:
+        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+
+    def piece(self, text: str | None, first: bool) -> dict[str, Any]:
+        role = {"role": "assistant"} if first else {}
+        return {"delta": role if text is None else {**role, "content": text}}
+
+
+class _Completion(_Shape):
+    kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl"
+
+    def said(self, text: str) -> dict[str, Any]:
+        return {"text": text}
+
+    def piece(self, text: str | None, first: bool) -> dict[str, Any]:
+        return {"text": text or ""}
+
+
+def _passages(passages: tuple[Passage, ...]) -> list[dict[str, Any]]:
+    return [asdict(p) for p in passages]
+
+
+def _figures(answer: Answer) -> dict[str, Any]:
+    return {"report": answer.report.to_dict(), "timings": answer.timings.to_dict()}
+
+
+def _usage(answering: Answering, answer: Answer) -> dict[str, Any]:
+    """Cached: tokens of the prompt whose KV was not computed for this request."""
+    assert answering.started is not None
+    prompt, new = answering.prompt_tokens, len(answer.token_ids)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": new,
+        "total_tokens": prompt + new,
+        "prompt_tokens_details": {"cached_tokens": answering.started.cached},
+    }

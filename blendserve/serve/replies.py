@@ -1,0 +1,110 @@
+"""Responses: errors in OpenAI's shape, events as SSE, and requests whose client has gone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any, TypeVar
+
+from fastapi import Request
+from starlette.responses import JSONResponse, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from blendserve.errors import (
+    BlendserveError,
+    Busy,
+    NotAllowed,
+    NotAuthenticated,
+    NotFound,
+    Stopping,
+    StoreError,
+)
+
+T = TypeVar("T")
+
+# error -> status and OpenAI's type and code; the first that fits; what is not here is the request's fault
+STATUS: tuple[tuple[type[Exception], int, str, str | None], ...] = (
+    (NotAuthenticated, 401, "authentication_error", "invalid_api_key"),
+    (NotAllowed, 403, "permission_error", None),
+    (NotFound, 404, "not_found_error", "not_found"),
+    (Busy, 429, "rate_limit_error", "rate_limit_exceeded"),
+    (Stopping, 503, "server_error", "shutting_down"),
+    (StoreError, 503, "server_error", "store_unavailable"),
+    (BlendserveError, 400, "invalid_request_error", None),
+)
+GONE = 499  # nobody reads it
+
+log = logging.getLogger(__name__)
+
+
+class ClientGone(Exception):
+    """The client has closed the connection."""
+
+
+def error_body(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """OpenAI's shape."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def described(error: Exception) -> tuple[int, dict[str, Any]]:
+    """Status and body of an error. What is not ours is a bug: it goes to the log, not to the client."""
+    for kind, status, name, code in STATUS:
+        if isinstance(error, kind):
+            return status, error_body(str(error), name, code=code)
+    log.error("a request failed", exc_info=error)
+    return 500, error_body("the server made a mistake: its log has more", "server_error")
+
+
+def refused(error: Exception) -> JSONResponse:
+    """The response to a request that failed before its first token."""
+    status, body = described(error)
+    headers = {"Retry-After": str(error.retry_after)} if isinstance(error, Busy) else {}
+    if status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return JSONResponse(body, status, headers)
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events. `at_end` is called in any case, even when the client has gone before the first event."""
+
+    def __init__(self, events: AsyncIterator[dict[str, Any] | str], at_end: Callable[[], None]) -> None:
+        super().__init__(
+            _lines(events), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
+        )
+        self._at_end = at_end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._at_end()
+
+
+async def _lines(events: AsyncIterator[dict[str, Any] | str]) -> AsyncIterator[str]:
+    """An error in the middle is the last event."""
+    try:
+        async for event in events:
+            data = event if isinstance(event, str) else json.dumps(event, ensure_ascii=False)
+            yield f"data: {data}\n\n"
+    except Exception as error:
+        yield f"data: {json.dumps(described(error)[1])}\n\n"
+
+
+async def while_connected(request: Request, job: Coroutine[Any, Any, T]) -> T:
+    """Await `job`, unless the client goes first. Raises ClientGone."""
+    task, watch = asyncio.ensure_future(job), asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone
+        return task.result()
+    finally:
+        for unfinished in (task, watch):
+            unfinished.cancel()
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,35 @@
+"""GET /health, /ready and /metrics: for whoever runs the server."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.responses import JSONResponse, Response
+
+from blendserve.errors import NotAllowed
+from blendserve.serve.access import ServiceArg, TenantArg
+
+router = APIRouter(tags=["operations"])
+
+
+@router.get("/health")
+async def health() -> dict[str, Any]:
+    """The process lives."""
+    return {"status": "ok"}
+
+
+@router.get("/ready")
+async def ready(service: ServiceArg) -> JSONResponse:
+    """Questions are taken; 503 while the server shuts down."""
+    alive = service.scheduler.alive
+    return JSONResponse({"status": "ready" if alive else "stopping"}, 200 if alive else 503)
+
+
+@router.get("/metrics")
+async def metrics(service: ServiceArg, tenant: TenantArg) -> Response:
+    """For Prometheus. About all tenants: with keys, an admin's is needed."""
+    if not tenant.admin:
+        raise NotAllowed("the metrics are about all tenants: use the key of an admin")
+    return Response(await service.on_retrieval(service.metrics.text), media_type=CONTENT_TYPE_LATEST)

@@ -1,0 +1,203 @@
+"""Documents come and go while questions are answered; the cache can be warmed, pinned and looked at; figures add up."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from blendserve.core import ChunkKV
+from blendserve.serve.settings import ServeConfig
+from blendserve.serve.sharing import SharedLoads
+from blendserve.store import ChunkKey, MemoryStore, chunk_key
+from tests.serve.helpers import PASSAGES, QUESTIONS, Server
+from tests.serve.test_scheduler import wait_for
+
+OWN = [{"text": p.text, "title": p.title} for p in PASSAGES]
+
+
+@pytest.fixture
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    made = Server(tmp_path_factory.mktemp("library"), ServeConfig(slots=2, queue=12))
+    yield made
+    made.close()
+
+
+def sample(server: Server, name: str, **labels: str) -> float:
+    value = server.service.metrics.registry.get_sample_value(f"blendserve_{name}", labels)
+    return value or 0.0
+
+
+def test_a_document_comes_is_found_blended_replaced_and_goes(server: Server) -> None:
+    text = "The heron stood on one leg in the shallow pond. " * 8
+    body = {"collection": "a", "documents": [{"id": "heron/1", "title": "Heron", "text": text}]}
+    job = server.job(server.post("/v1/documents", body))
+    assert (job["state"], job["documents"]) == ("done", 1)
+    assert job["chunks"] == job["computed"] > 1
+    ask = {"question": "Where stood the heron on one leg?", "top_k": 2, "max_tokens": 2}
+    found = server.post("/v1/rag/query", ask).json()
+    assert found["passages"][0]["doc_id"] == "heron/1"
+    assert found["report"]["chunks_missing"] == 0  # there before anybody asked
+    look = {"collection": "a", "documents": ["heron/1"]}
+    assert server.post("/v1/cache/lookup", look).json()["found"] == job["chunks"]
+
+    body["documents"] = [
+        {"id": "heron/1", "title": "Heron", "text": "It has flown away to the heron in the pond."}
+    ]
+    old = {"passages": [{"text": p["text"], "title": p["title"]} for p in found["passages"]]}
+    server.job(server.post("/v1/documents", body))
+    assert server.post("/v1/cache/lookup", old).json()["found"] == 0  # the old text's KV went with it
+    assert server.post("/v1/cache/lookup", look).json() == {"chunks": 1, "found": 1, "there": [True]}
+
+    gone = server.http.delete("/v1/documents/heron/1", params={"collection": "a"}).json()
+    assert (gone["deleted"], gone["passages"]) == (True, 1)
+    again = server.post("/v1/rag/query", ask).json()
+    assert all(p["doc_id"] != "heron/1" for p in again["passages"])
+    assert server.http.delete("/v1/documents/heron/1", params={"collection": "a"}).status_code == 404
+
+
+def test_what_is_added_is_there_after_a_restart(server: Server) -> None:
+    from blendserve.retrieve import VectorIndex
+    from tests.serve.helpers import WordEmbedder, reader
+
+    body = {"collection": "b", "documents": [{"text": "A lighthouse keeper counts ships."}]}
+    assert server.job(server.post("/v1/documents", body))["state"] == "done"
+    opened = VectorIndex.open(
+        server.folder / "b",
+        WordEmbedder(),  # type: ignore[arg-type]
+        reader=reader().name,
+        reader_fingerprint=reader().fingerprint,
+        count=lambda p: 1,
+    )
+    assert any("lighthouse" in p.text for p in opened.passages)
+
+
+def test_warm_pin_and_unpin(server: Server) -> None:
+    which = {"collection": "a"}
+    assert server.post("/v1/cache/lookup", which).json()["found"] == 0
+    assert server.job(server.post("/v1/cache/warm", which))["computed"] == 3
+    assert server.post("/v1/cache/lookup", which).json()["found"] == 3
+    assert server.get("/v1/cache/stats").json()["pins"] == 4  # and the prefix
+    assert server.post("/v1/cache/unpin", which).json() == {"chunks": 3, "unpinned": 3}
+    assert server.get("/v1/cache/stats").json()["pins"] == 1
+    assert server.post("/v1/cache/pin", which).json()["pinned"] == 3
+    assert server.get("/v1/cache/stats").json()["pins"] == 4
+    assert server.post("/v1/cache/warm", {}).status_code == 400  # which of two collections?
+    assert server.post("/v1/cache/pin", {"passages": OWN, "collection": "a"}).status_code == 400
+
+
+def test_figures_add_up(server: Server) -> None:
+    for _ in range(2):
+        done = server.post(
+            "/v1/rag/query", {"question": QUESTIONS[0], "passages": OWN, "max_tokens": 5}
+        ).json()
+        wait_for(lambda: server.service.scheduler.load == (0, 0))
+        server.job(server.post("/v1/cache/warm", {"passages": OWN[:1]}))  # behind the write-backs
+    report = done["report"]
+    assert sample(server, "chunks_total", found="miss") == len(OWN)
+    assert sample(server, "chunks_total", found="hit") == len(OWN)
+    assert sample(server, "prompt_tokens_total", kind="reused") == report["tokens_reused"] > 0
+    assert sample(server, "prompt_tokens_total", kind="recomputed") == report["tokens_recomputed"] > 0
+    assert sample(server, "loaded_bytes_total") == report["bytes_loaded"]
+    assert sample(server, "ttft_seconds_count", method="blend") == 2
+    assert sample(server, "inter_token_seconds_count", method="blend") == 2 * (done["tokens"] - 1)
+    assert sample(server, "generated_tokens_total") == 2 * done["tokens"]
+    assert sample(server, "http_requests_total", route="/v1/rag/query", status="200") == 2
+    assert sample(server, "slots_in_use") == sample(server, "queue_length") == 0
+    text = server.get("/metrics").text
+    assert f"blendserve_store_bytes {float(server.engine.store.stats().bytes)}" in text
+
+
+def test_requests_that_miss_the_same_chunks_store_them_once(server: Server) -> None:
+    puts: list[ChunkKey] = []
+    put = server.engine.store.put
+
+    def counted(key: ChunkKey, kv: ChunkKV, pin: bool = False) -> bool:
+        puts.append(key)
+        return put(key, kv, pin)
+
+    server.engine.store.put = counted  # type: ignore[method-assign]
+    busy = threading.Event()
+    server.service.scheduler.chore(lambda: busy.wait(30))
+    body = {"question": QUESTIONS[0], "passages": OWN, "max_tokens": 2}
+    with ThreadPoolExecutor(8) as pool:
+        asked = [pool.submit(server.post, "/v1/rag/query", body) for _ in range(8)]
+        wait_for(lambda: server.service.scheduler.load[0] == 8)
+        busy.set()
+        assert len({a.result().json()["text"] for a in asked}) == 1
+    server.job(server.post("/v1/cache/warm", {"passages": OWN[:1]}))
+    assert len(puts) == len(set(puts)) == len(OWN) + 1
+
+
+def test_waiting_requests_share_loads(server: Server) -> None:
+    """Each layer of each chunk is read from the store once for all that wait."""
+    server.engine.precompute(PASSAGES)
+    reads: list[int] = []
+    chunk = type(next(iter(server.engine.store._chunks.values())))  # type: ignore[attr-defined]
+    layer = chunk.layer
+
+    def counted(self: Any, l: int) -> Any:
+        reads.append(l)
+        return layer(self, l)
+
+    chunk.layer = counted
+    try:
+        busy = threading.Event()
+        server.service.scheduler.chore(lambda: busy.wait(30))
+        body = {"question": QUESTIONS[0], "passages": OWN, "max_tokens": 2}
+        with ThreadPoolExecutor(6) as pool:
+            asked = [pool.submit(server.post, "/v1/rag/query", body) for _ in range(6)]
+            wait_for(lambda: server.service.scheduler.load[0] == 6)
+            busy.set()
+            reports = [a.result().json()["report"] for a in asked]
+    finally:
+        chunk.layer = layer
+    layers = server.engine.reader.adapter.n_layers
+    prefix = 6 * layers  # one for each: small, and not counted among chunks
+    assert len(reads) == len(OWN) * layers + prefix
+    assert all(r["chunks_hit"] == len(OWN) for r in reports)
+    wait_for(lambda: server.service._store.n_bytes == 0)
+
+
+def test_shared_loads_are_kept_while_wanted_and_below_their_cap() -> None:
+    kv = ChunkKV(torch.randn(2, 1, 4, 8), torch.randn(2, 1, 4, 8))
+    store, keys = MemoryStore(2**20), [chunk_key("m", (), (n,), "float32") for n in range(3)]
+    for key in keys:
+        store.put(key, kv)
+    shared = SharedLoads(store, kv.n_bytes)
+
+    def load(key: ChunkKey) -> None:
+        with shared.reading() as snapshot:
+            view = snapshot.get(key)
+            assert view is not None
+            for l in range(2):
+                torch.testing.assert_close(view.layer(l)[0], kv.keys[l])
+
+    shared.expect(set(), {keys[0]})
+    load(keys[1])
+    assert shared.n_bytes == 0  # nobody else wants it
+    load(keys[0])
+    assert shared.n_bytes == kv.n_bytes
+    shared.expect({keys[0]}, {keys[2]})
+    load(keys[2])
+    assert shared.n_bytes == kv.n_bytes  # no room, while the next one is to use the first
+    shared.expect({keys[2]}, set())
+    assert shared.n_bytes == 0
+
+
+def test_a_full_queue_is_429_and_nothing_is_lost(server: Server) -> None:
+    busy = threading.Event()
+    server.service.scheduler.chore(lambda: busy.wait(30))
+    body = {"question": QUESTIONS[0], "passages": OWN[:2], "max_tokens": 2}
+    with ThreadPoolExecutor(12) as pool:
+        asked = [pool.submit(server.post, "/v1/rag/query", body) for _ in range(12)]
+        wait_for(lambda: server.service.scheduler.load[0] == 12)
+        refused = server.post("/v1/rag/query", body)
+        busy.set()
+        assert {a.result().status_code for a in asked} == {200}
+    assert refused.status_code == 429
+    assert 1 <= int(refused.headers["Retry-After"]) <= 60
