@@ -76,6 +76,7 @@ def shape_config(name: str) -> Any:
 
     Raises ModelError for a name that is neither, or numbers that fit no model; ModelUnsupported.
     """
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     known = {shape.lower(): shape for shape in SHAPES}
@@ -91,8 +92,9 @@ def shape_config(name: str) -> Any:
                 f"there is no shape {name!r}: give {RANDOM} with one of {', '.join(SHAPES)}, or with a folder that has "
                 "a config.json"
             )
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise ModelError(f"the shape in {folder / 'config.json'} cannot be used: {error}") from None
+    except (OSError, ValueError, TypeError, KeyError, StrictDataclassError) as error:
+        why = " ".join(str(error).split())
+        raise ModelError(f"the shape in {folder / 'config.json'} cannot be used: {why}") from None
     check_supported(config)
     _check_numbers(name, config)
     return config

@@ -1,0 +1,302 @@
+"""Each bench on a tiny reader: its figures fit together, and a stranger's mistakes are one line each."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from blendserve.bench import pagecache, scaling
+from blendserve.bench.contest import Contest, scratch
+from blendserve.bench.decode import run_generate, run_ours
+from blendserve.bench.memory import peak_of
+from blendserve.bench.rates import measure_rates
+from blendserve.bench.settings import ScalingConfig, TtftConfig
+from blendserve.bench.workload import make_workload
+from blendserve.cli import main
+from blendserve.config import changed
+from blendserve.errors import ConfigError, InputError, StoreError
+from blendserve.evaluate.variants import variants
+from blendserve.models.loader import Reader
+from tests.bench.conftest import write_shape
+
+Run = Callable[..., tuple[int, str, str]]
+FAST = ("--dtype", "float32", "--repeats", "2")
+SMALL = ("--chunks", "3", "--chunk-tokens", "40", "--suffix-tokens", "25")
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Run a bench in this process -> exit code, stdout, stderr."""
+
+    def call(*command: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["blendserve"])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            main(["bench", *map(str, command)])
+        shown = capsys.readouterr()
+        return int(end.value.code or 0), shown.out, shown.err
+
+    return call
+
+
+def figures_of(out: str) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads(out.strip().splitlines()[-1])
+    return result
+
+
+def test_ttft_reports_every_method_and_its_parts_fit(run: Run, tiny: str, tmp_path: Path) -> None:
+    words = (
+        "--methods",
+        "query+shift,deviation@0.3",
+        "--methods",
+        "query/bos",
+        "--ratio",
+        "0.1",
+        "--ratio",
+        "0.2",
+    )
+    code, out, _ = run(
+        "ttft", *SMALL, *words, "--model", tiny, "--folder", tmp_path / "kv", *FAST, "--cold", "--json"
+    )
+    assert code == 0
+    assert len(out.strip().splitlines()) == 1
+    figures = figures_of(out)
+    methods = figures["methods"]
+    assert next(iter(methods)) == "transformers"
+    assert {
+        "full",
+        "prefix",
+        "reuse",
+        "query+shift@0.1",
+        "query+shift@0.2",
+        "deviation@0.3",
+        "query@0.2/bos",
+    } <= set(methods)
+    assert figures["prompt"]["chunks"] == [40, 40, 40]
+    prompt = figures["prompt"]["tokens"]
+    assert prompt == figures["prompt"]["prefix"] + 120 + 25
+    assert methods["full"]["tokens_run"] == prompt
+    assert methods["reuse"]["tokens_run"] == 25
+    assert methods["prefix"]["tokens_run"] == 80 + 25
+    assert methods["query+shift@0.2"]["tokens_recomputed"] == round(0.2 * 120)
+    for name, method in methods.items():
+        assert len(method["ttft"]["rounds"]) == 2
+        assert method["prefill"]["median"] < method["ttft"]["median"]
+        pairs = zip(methods["transformers"]["ttft"]["rounds"], method["ttft"]["rounds"], strict=True)
+        assert method["faster_than"]["transformers"]["ttft"]["rounds"] == [a / b for a, b in pairs]
+        if name != "transformers":
+            stages = sum(s["seconds"]["median"] for s in method["stages"].values())
+            assert 0 < stages < method["prefill"]["median"]
+    per_token = figures["reader"]["kv_bytes_per_token"]
+    assert methods["reuse"]["bytes_loaded"] == (prompt - 25) * per_token
+    assert figures["reader"]["attention"] == "sdpa"
+    assert figures["versions"]["torch"]
+    assert figures["machine"]["threads"] >= 1
+    if figures["cold"]["done"]:
+        assert set(figures["cold"]["methods"]) == set(methods) - {"transformers", "full"}
+    assert list((tmp_path / "kv").iterdir()) == []  # it clears up behind it
+
+
+def test_memory_is_measured_in_a_process_of_its_own(reader: Reader, tiny: str) -> None:
+    config = TtftConfig(model=tiny, dtype="float32", chunks=3, chunk_tokens=40, ratios=(0.2,))
+    workload = make_workload(reader, 3, 40, config.suffix_tokens, seed=0)
+    with scratch(None) as folder, Contest(reader, workload, config.variants, folder) as contest:
+        contest.precompute()
+        memory = peak_of(config, "query+shift@0.2", folder)
+    if not memory["done"]:
+        pytest.skip(memory["why"])
+    assert memory["kv_bytes"] == len(workload.prompt) * reader.adapter.kv_bytes_per_token
+    assert memory["above_kv_bytes"] == memory["peak_bytes"] - memory["kv_bytes"]
+    assert memory["above_kv_share"] == memory["above_kv_bytes"] / memory["kv_bytes"]
+
+
+def test_a_measuring_process_that_fails_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing = tmp_path / "python"
+    failing.write_text("#!/bin/sh\necho loading >&2\necho no such model >&2\nexit 1\n")
+    failing.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(failing))
+    with pytest.raises(InputError, match="memory of reuse ended early: no such model"):
+        peak_of(TtftConfig(), "reuse", tmp_path)
+
+
+def test_a_store_that_is_not_on_a_disk_is_said_to_give_no_cold_figure(
+    run: Run, tiny: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pagecache, "resident", lambda file: 1.0)
+    code, out, _ = run("ttft", *SMALL, "--ratio", "0.2", "--model", tiny, *FAST, "--cold")
+    assert code == 0
+    assert figures_of(out)["cold"]["done"] is False
+    assert "tmpfs" in figures_of(out)["cold"]["why"]
+    code, out, _ = run("store", "--chunks", "2", "--model", tiny, *FAST)
+    assert set(figures_of(out)["gigabytes_per_second"]) == {"put", "get"}
+
+
+def test_decode_runs_both_over_the_same_tokens(run: Run, tiny: str) -> None:
+    code, out, _ = run("decode", "--context", "60", "--new-tokens", "6", "--model", tiny, *FAST)
+    assert code == 0
+    figures = figures_of(out)
+    theirs, ours = (figures["seconds_per_token"][who]["rounds"] for who in ("transformers", "blendserve"))
+    assert figures["faster_than_transformers"]["rounds"] == [a / b for a, b in zip(theirs, ours, strict=True)]
+    assert figures["tokens_agreeing"] == 6  # fp32: the same computation to rounding
+
+
+def test_decode_is_timed_between_the_first_and_the_last_token(reader: Reader) -> None:
+    from blendserve.bench.decode import _prefilled
+
+    ids = tuple(range(3, 50))
+    theirs = run_generate(reader.adapter, ids, 5)
+    ours = run_ours(reader.adapter, _prefilled(reader.adapter, ids, 5), len(ids), 5)
+    again = run_ours(reader.adapter, _prefilled(reader.adapter, ids, 5), len(ids), 5)
+    assert theirs.tokens == ours.tokens == again.tokens
+    for run in (theirs, ours):
+        assert len(run.tokens) == len(run.seconds) == 5
+        assert run.per_token == pytest.approx((run.seconds[-1] - run.seconds[0]) / 4)
+
+
+def test_precompute_counts_the_chunks_tokens_on_both_sides(run: Run, tiny: str, tmp_path: Path) -> None:
+    code, out, _ = run(
+        "precompute", "--chunks", "5", "--chunk-tokens", "30", "--model", tiny, *FAST, "--folder", tmp_path
+    )
+    assert code == 0
+    figures = figures_of(out)
+    assert figures["tokens"] == 150
+    rates = figures["tokens_per_second"]
+    pairs = zip(rates["blendserve"]["rounds"], rates["transformers"]["rounds"], strict=True)
+    assert figures["faster_than_transformers"]["rounds"] == pytest.approx([a / b for a, b in pairs])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_store_counts_bytes_and_records(run: Run, tiny: str) -> None:
+    code, out, _ = run("store", "--chunks", "3", "--chunk-tokens", "64", "--model", tiny, *FAST)
+    assert code == 0
+    figures = figures_of(out)
+    assert (
+        figures["bytes"] == 3 * 64 * 2 * 3 * 2 * 16 * 4
+    )  # chunks, tokens, k and v, layers, heads, dim, fp32
+    assert figures["records"] == 3 * (1 + 3)
+    assert {"put", "get"} <= set(figures["gigabytes_per_second"])
+
+
+def test_scaling_goes_on_where_a_kill_left_it(
+    run: Run, tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scaling, "measure_rates", partial(measure_rates, sides=(128,), copied=1 << 20))
+    grid = (
+        "--contexts",
+        "40,80",
+        "--chunk-tokens",
+        "20",
+        "--context",
+        "80",
+        "--ratios",
+        "0,0.5,1",
+        "--counts",
+        "2",
+    )
+    command = (
+        "scaling",
+        *grid,
+        "--model",
+        tiny,
+        *FAST,
+        "--runs",
+        tmp_path / "runs",
+        "--plots",
+        tmp_path / "plots",
+    )
+    code, out, _ = run(*command)
+    assert code == 0
+    cells = figures_of(out)["cells"]
+    assert [cell["varied"] for cell in cells] == ["context", "context", "ratio", "chunks"]
+    for cell in cells:
+        for name, method in cell["methods"].items():
+            if name != "transformers":
+                bound = method["against_limit"]
+                assert bound["limit"] == pytest.approx(
+                    sum(bound["stages"][s]["limit"] for s in ("linear", "attention", "load"))
+                )
+                assert 0 < bound["share_of_limit"]["median"] < 1, (name, bound)
+    for plot in ("ttft_context", "ttft_ratio"):
+        assert "query+shift" in (tmp_path / "plots" / f"{plot}.svg").read_text()
+    (file,) = (tmp_path / "runs").glob("*/cells.jsonl")
+    lines = file.read_text().splitlines()
+    file.write_text("\n".join(lines[:2]) + "\n" + lines[2][:100])  # killed while the third was written
+    again = figures_of(run(*command, "--json")[1])["cells"]
+    assert again[:2] == cells[:2]
+    assert again[2] != cells[2]
+    assert len(file.read_text().splitlines()) == 4
+    limits = [again[2]["methods"][f"query+shift@{r}"]["against_limit"]["limit"] for r in ("0", "0.5", "1")]
+    assert limits[0] < min(limits[1:])
+
+
+def test_the_default_grid_is_the_one_that_was_asked_for() -> None:
+    cells = ScalingConfig().cells
+    contexts = [c.chunks * c.chunk_tokens for a, c in cells if a["varied"] == "context"]
+    assert (min(contexts), max(contexts)) == (512, 7680)
+    (ratios,) = [c.ratios for a, c in cells if a["varied"] == "ratio"]
+    assert (min(ratios), max(ratios)) == (0.0, 1.0)
+    assert {c.chunks * c.chunk_tokens for a, c in cells if a["varied"] == "chunks"} == {3072}
+
+
+def test_a_context_that_cannot_be_cut_evenly() -> None:
+    with pytest.raises(ConfigError, match="1,000 tokens cannot be cut into equal parts by 512"):
+        changed(ScalingConfig(), contexts=(1000,)).cells  # noqa: B018
+
+
+def test_kv_that_vanishes_is_an_error_and_not_a_slow_method(reader: Reader) -> None:
+    (variant,) = [v for v in variants(("query@0.2",), ()) if v.kind == "blend"]
+    workload = make_workload(reader, 2, 20, 25, seed=0)
+    with scratch(None) as folder, Contest(reader, workload, (variant,), folder) as contest:
+        contest.precompute()
+        contest.run(variant)
+        contest.store.delete(next(iter(contest.store.keys())))
+        with pytest.raises(StoreError, match="not in its store"):
+            contest.run(variant)
+
+
+WRONG: dict[str, tuple[tuple[str, ...], str]] = {
+    "unknown shape": (("ttft", "--model", "random:gpt-9"), "Qwen2.5-0.5B"),
+    "empty shape": (("store", "--model", "random:"), "Llama-3.1-8B"),
+    "bad shape": (("ttft", "--model", "{bad}"), "cannot share evenly"),
+    "ratio above one": (("ttft", "--ratio", "0.1,1.7"), "1.7"),
+    "ratio below none": (("ttft", "--ratio", "-0.1"), "-0.1"),
+    "ratio no number": (("ttft", "--ratio", "much"), "much"),
+    "unknown method": (("ttft", "--methods", "magic@0.1"), "magic"),
+    "no such check layer": (("ttft", "--model", "{tiny}", *SMALL, "--methods", "deviation[9]@0.1"), "check_layers"),
+    "no chunks": (("ttft", "--chunks", "0"), "chunks"),
+    "no rounds": (("decode", "--repeats", "0"), "repeats"),
+    "no threads": (("store", "--threads", "0"), "threads"),
+    "unknown dtype": (("precompute", "--dtype", "int3"), "int3"),
+    "beyond the context": (("ttft", "--model", "{tiny}", "--chunks", "50"), "context of reader"),
+    "decode beyond it": (("decode", "--model", "{tiny}", "--context", "510"), "context"),
+    "chunk beyond it": (("precompute", "--model", "{tiny}", "--chunk-tokens", "600"), "context"),
+    "grid beyond it": (("scaling", "--model", "{tiny}"), "longest prompt"),
+    "one new token": (("decode", "--new-tokens", "1"), "new_tokens"),
+    "suffix too short": (("ttft", "--model", "{tiny}", *SMALL, "--suffix-tokens", "2"), "suffix"),
+    "folder not writable": (("ttft", "--model", "{tiny}", *SMALL, "--folder", "/proc/nowhere"), "--folder"),
+    "no such model": (("store", "--model", "nobody/nothing"), "smollm2-135m"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_mistake_is_one_clear_line(case: str, run: Run, tiny: str, tmp_path: Path) -> None:
+    bad = write_shape(tmp_path, num_key_value_heads=3)
+    command, expected = WRONG[case]
+    code, _, err = run(*(word.format(tiny=tiny, bad=bad) for word in command))
+    last = err.strip().splitlines()[-1]
+    assert code == 2, err
+    assert last.startswith("error: "), err
+    assert expected in last
+    assert "Traceback" not in err
+
+
+def test_help_imports_no_torch() -> None:
+    look = "import sys, blendserve.cli; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", look], check=False).returncode == 0
