@@ -21,6 +21,7 @@ from blendserve.config import (
     changed,
 )
 from blendserve.errors import BlendserveError, InputError
+from blendserve.serve.cli import keys_app, serve
 
 app = typer.Typer(
     help="Retrieval-augmented generation that reads nothing twice.",
@@ -34,6 +35,7 @@ store_app = typer.Typer(help="The KV store of an index.", no_args_is_help=True)
 app.add_typer(index_app, name="index")
 app.add_typer(store_app, name="store")
 app.add_typer(bench_app, name="bench")
+app.add_typer(keys_app, name="keys")
 
 IndexArg = Annotated[str, typer.Argument(help="Index: a folder, or a name in indexes/.")]
 IndexOpt = Annotated[str, typer.Option("--index", "-i", help="Index: a folder, or a name in indexes/.")]
@@ -352,6 +354,9 @@ def evaluate(
     for line in headline(done.figures):
         console.out.print(line, markup=False)
     console.out.print(f"More in {done.folder / 'report.html'}", markup=False)
+
+
+app.command()(serve)
 
 
 @store_app.command("stats")

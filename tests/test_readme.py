@@ -21,9 +21,9 @@ def test_the_python_example_runs_as_written(tmp_path: Path) -> None:
 
 
 def test_links_and_configs_exist() -> None:
-    from blendserve.config import Config
+    from blendserve.serve.settings import load_settings
 
     for target in re.findall(r"\]\(([^)#]+)\)", README):
         assert (ROOT / target).exists(), target
     for file in (ROOT / "configs").glob("*.yaml"):
-        Config.load(file)
+        load_settings(file)

@@ -123,6 +123,13 @@ def index(folder: Path, prompts: PromptBuilder, documents: Sequence[Document]) -
     return made
 
 
+def library(folder: Path, engine: Engine) -> Library:
+    """Two collections, of every other document."""
+    found = {name: index(folder / name, engine.prompts, DOCUMENTS[i::2]) for i, name in enumerate("ab")}
+    engine.index = found["a"]
+    return Library(found)
+
+
 DOCUMENTS = [Document(p.text, p.title, p.title.lower()) for p in PASSAGES]
 
 
@@ -132,11 +139,7 @@ class Server:
     def __init__(self, folder: Path, serve: ServeConfig, **changes: Any) -> None:
         self.folder, self.serve = folder, serve
         self.engine = engine(changed(CONFIG, **changes))
-        found = {
-            name: index(folder / name, self.engine.prompts, DOCUMENTS[i::2]) for i, name in enumerate("ab")
-        }
-        self.engine.index = found["a"]
-        self.service = Service(self.engine, Library(found), serve)
+        self.service = Service(self.engine, library(folder, self.engine), serve)
         config = uvicorn.Config(make_app(self.service), port=0, log_level="warning", lifespan="on")
         self._uvicorn = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._uvicorn.run)

@@ -1,0 +1,75 @@
+"""From settings to a running server, and to its orderly end.
+
+SIGTERM or Ctrl-C: no new connections, 503 for new requests on old ones; what runs is finished, or cut after `drain_s`;
+then the store is closed and the process exits with 0. A second Ctrl-C does not wait.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import signal
+from collections.abc import Sequence
+from types import FrameType
+
+import uvicorn
+
+from blendserve.config import Config
+from blendserve.engine import Engine, Say
+from blendserve.serve.app import make_app
+from blendserve.serve.library import Library
+from blendserve.serve.service import Service
+from blendserve.serve.settings import FullConfig, ServeConfig, check_binding
+
+
+def serve(settings: FullConfig, indexes: Sequence[str], say: Say) -> None:
+    """Open the indexes, serve until told to stop. Raises ConfigError, IndexMissing, ModelError, StoreError."""
+    check_binding(settings.serve)
+    sections = {name: getattr(settings, name) for name in Config.model_fields}
+    with Engine.open(indexes[0], Config(**{k: v.model_dump() for k, v in sections.items()}), say) as engine:
+        run(engine, Library.open(engine, indexes), settings.serve, say)
+
+
+def run(engine: Engine, library: Library, serve: ServeConfig, say: Say) -> None:
+    """Serve an open engine until told to stop."""
+    service = Service(engine, library, serve)
+    try:
+        _Server(service, say).run()
+    finally:
+        service.close()  # a forced end skips the application's own
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, ending with 0 on SIGTERM: it would raise the signal again."""
+
+    def __init__(self, service: Service, say: Say) -> None:
+        _log_to_stderr()
+        super().__init__(
+            uvicorn.Config(
+                make_app(service),
+                host=service.serve.host,
+                port=service.serve.port,
+                log_config=None,
+                access_log=False,
+                lifespan="on",
+                timeout_graceful_shutdown=math.ceil(service.serve.drain_s),
+            )
+        )
+        self._service, self._say = service, say
+
+    async def startup(self, sockets: list[object] | None = None) -> None:  # type: ignore[override]
+        await super().startup(None)
+        if self.started:
+            host, port = self.servers[0].sockets[0].getsockname()[:2]
+            self._say(f"Listening on http://{host}:{port}")
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self._service.scheduler.drain()
+        if self.should_exit and sig == signal.SIGINT:
+            self.force_exit = True
+        self.should_exit = True
+
+
+def _log_to_stderr() -> None:
+    """What goes wrong, and one line of JSON a request: as the command line set logging up, to stderr."""
+    logging.getLogger("blendserve.access").setLevel(logging.INFO)

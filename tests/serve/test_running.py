@@ -1,0 +1,105 @@
+"""A server as its operator sees it: a process that is started, told to stop, and killed."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from blendserve.cli import main
+from blendserve.errors import ConfigError
+from blendserve.serve.settings import FullConfig, effective, load_settings
+from blendserve.store import LMDBStore
+from tests.serve.helpers import PASSAGES, QUESTIONS
+
+ROOT = Path(__file__).parents[2]
+OWN = [{"text": p.text, "title": p.title} for p in PASSAGES]
+ASK: dict[str, Any] = {"question": QUESTIONS[0], "passages": OWN}
+
+
+@contextmanager
+def started(folder: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    command = [sys.executable, "-m", "tests.serve.toy_server", str(folder)]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        try:
+            yield process, process.stdout.readline().removeprefix("Listening on ").strip()
+        finally:
+            process.kill()
+
+
+def test_sigterm_finishes_what_runs_and_kill_9_harms_no_store(tmp_path: Path) -> None:
+    with started(tmp_path) as (process, url), httpx.Client(base_url=url, timeout=60) as http:
+        with http.stream("POST", "/v1/rag/query", json={**ASK, "max_tokens": 300, "stream": True}) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGTERM)
+            events = [json.loads(line[6:]) for line in lines if line]
+        assert events[-1]["event"] == "done"
+        assert "".join(e["text"] for e in events[:-1]) == events[-1]["text"]
+        assert process.wait(30) == 0
+        assert process.stderr is not None
+        assert "Traceback" not in process.stderr.read()
+    with started(tmp_path) as (process, url):
+        kept = httpx.post(f"{url}/v1/rag/query", json={**ASK, "max_tokens": 4}, timeout=60).json()
+        assert kept["report"]["chunks_hit"] == len(OWN)  # what the first process stored
+        more = [{"text": f"{p['text']} {i}"} for i in range(20) for p in OWN]
+        with httpx.stream(
+            "POST", f"{url}/v1/rag/query", json={**ASK, "passages": more[:30], "stream": True}
+        ) as stream:
+            next(stream.iter_lines())
+            process.kill()
+    with LMDBStore(tmp_path / "kv", 2**27, read_only=True) as store:
+        assert store.verify().bad == ()
+        assert store.stats().chunks >= len(OWN) + 1
+
+
+def test_settings_by_file_and_the_effective_ones(tmp_path: Path) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text("blend: {ratio: 0.05}\nserve: {slots: 3}\n")
+    settings = load_settings(file)
+    assert (settings.serve.slots, settings.blend.ratio) == (3, 0.05)
+    shown = yaml.safe_load(effective(settings, ["indexes/demo"]))
+    assert shown.pop("indexes") == ["indexes/demo"]
+    assert FullConfig(**shown) == settings
+    file.write_text("serve: {slot: 3}\n")
+    with pytest.raises(ConfigError, match=r"'serve.slot': did you mean 'slots'"):
+        load_settings(file)
+    assert load_settings(ROOT / "configs" / "serve.yaml").serve
+
+
+def test_keys_and_a_refusal_from_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = str(tmp_path / "keys.json")
+
+    def run(*command: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["blendserve"])
+        with pytest.raises(SystemExit) as end:
+            main(command)
+        return int(end.value.code or 0), *capsys.readouterr()
+
+    code, key, _ = run("keys", "create", "ann", "--collection", "demo", "--file", file)
+    assert code == 0
+    assert key.startswith("bsk-")
+    assert "demo" in run("keys", "list", "--file", file)[1]
+    assert run("keys", "create", "ann", "--file", file)[0] == 2
+    assert run("keys", "revoke", "ann", "--file", file)[0] == 0
+    assert run("keys", "revoke", "ann", "--file", file)[0] == 2
+    code, _, err = run("serve", "--host", "0.0.0.0", "--index", str(tmp_path))
+    assert code == 2
+    assert "no API keys are set" in err
+    code, _, err = run("serve", "--index", str(tmp_path / "nothing"))
+    assert code == 2
+    assert "Traceback" not in err
