@@ -232,6 +232,7 @@ def test_scaling_goes_on_where_a_kill_left_it(
     assert again[:2] == cells[:2]
     assert again[2] != cells[2]
     assert len(file.read_text().splitlines()) == 4
+    assert figures_of(run(*command, "--json")[1])["cells"] == again
     limits = [again[2]["methods"][f"query+shift@{r}"]["against_limit"]["limit"] for r in ("0", "0.5", "1")]
     assert limits[0] < min(limits[1:])
 

@@ -128,4 +128,5 @@ def test_stages_add_up_to_prefill(reader: Reader, workload: Workload, tmp_path: 
             took = contest.run(variant)
             split = staged.split(took)
             assert sum(split.values()) == pytest.approx(took.prefill)
+            assert not staged.clock.seconds["linear"]
             assert all(seconds > 0 for seconds in split.values()), split

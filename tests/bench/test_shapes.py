@@ -40,6 +40,8 @@ def test_weights_follow_from_the_seed_alone(tiny: str, reader: Reader) -> None:
     first, again, other = (random_model(config, torch.float32, seed).state_dict() for seed in (0, 0, 1))
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not torch.equal(first["lm_head.weight"], other["lm_head.weight"])
+    layers = [first[f"model.layers.{l}.mlp.up_proj.weight"] for l in range(3)]
+    assert not torch.equal(layers[0], layers[1])
     assert all(
         torch.equal(first[name], weights) for name, weights in reader.adapter.model.state_dict().items()
     )
