@@ -94,7 +94,8 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: R
     if plan.end > keys.shape[1]:
         raise ValueError(f"a row at position {plan.end - 1} needs more than {keys.shape[1]} keys")
     if native.takes(q, keys, values, spec.scale):
-        return native.attend(q, keys, values, plan.positions, spec.scale, plan.window, spec.softcap)
+        seen = native.Seen(plan.positions, spec.scale, plan.window, spec.softcap)
+        return native.attend(q, keys, values, seen)
     return attend_plainly(q, keys, values, spec, plan)
 
 

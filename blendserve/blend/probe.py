@@ -12,6 +12,7 @@ from torch import Tensor
 from blendserve.blend.assemble import Assembly, Layout
 from blendserve.blend.cache import KVCache
 from blendserve.models.adapter import Adapter, AttentionSpec, Ropes
+from blendserve.native import attention as native
 
 
 def suffix_attention(
@@ -21,6 +22,7 @@ def suffix_attention(
     n, start = layout.n_tokens, layout.n_tokens - layout.n_suffix
     suffix = slice(start, n)
     hide = {w: _hidden(layout, w).to(adapter.device) for w in {spec.window for spec in adapter.specs}}
+    positions, unknown = torch.arange(start, n), layout.fresh & (torch.arange(n) < start)
     absent = layout.fresh[:start].nonzero()[:, 0].to(adapter.device)
     scores = torch.zeros(n, device=adapter.device)
     for l in range(adapter.n_layers):
@@ -31,8 +33,14 @@ def suffix_attention(
         cache.write(l, suffix, adapter.rotate(rows.k, rope), rows.v)
         q = adapter.rotate(rows.q, rope)
         spec = adapter.specs[l]
-        weights, attended = _attend(q, cache.keys[l, :, :n], cache.values[l, :, :n], spec, hide[spec.window])
-        scores += torch.linalg.vector_norm(weights.mean(dim=0, dtype=torch.float32), dim=0)
+        keys, values = cache.keys[l, :, :n], cache.values[l, :, :n]
+        if native.takes(q, keys, values, spec.scale):
+            seen = native.Seen(positions, spec.scale, spec.window, spec.softcap)
+            attended, looked = native.watch(q, keys, values, seen, unknown)
+        else:
+            weights, attended = _attend(q, keys, values, spec, hide[spec.window])
+            looked = torch.linalg.vector_norm(weights.mean(dim=0, dtype=torch.float32), dim=0)
+        scores += looked
         if l + 1 < adapter.n_layers:
             hidden = adapter.finish(l, hidden, attended)
     return scores.cpu()

@@ -28,7 +28,7 @@ constexpr int LANES = 16;         // fp32 numbers in a vector
 constexpr int TILE = 6;           // rows of a tile: with 4 vectors each they fill the registers
 constexpr int STRIP = 4 * LANES;  // keys that a tile looks at in one go
 constexpr int BLOCK = 256;        // keys packed together
-constexpr int TILES = 16;         // tiles that share a packed block
+constexpr int TILES = 32;         // tiles that share a packed block
 constexpr float NONE = -INFINITY;
 constexpr float LOG2E = 1.44269504f;
 
@@ -45,6 +45,8 @@ struct Call {
     float scale;
     float softcap;  // 0 = none
     int64_t threads;
+    const uint8_t* hidden;  // [T + 64], not 0 = nobody sees this key; or null
+    float* watched;         // [T] or null: per key, the sum over rows of (mean over heads of the weight) squared
 };
 
 namespace {
@@ -107,7 +109,7 @@ class Scratch {
     size_t size_ = 0;
 };
 
-thread_local Scratch thread_scratch;
+thread_local Scratch thread_scratch, call_scratch;  // of the thread itself, and of the call that it made
 
 struct Workspace {
     uint32_t *keys, *values, *q;
@@ -223,10 +225,23 @@ struct Part {
     alignas(64) float total[LANES];
 };
 
+// Which of the block's keys at .. at + 15 a row that sees [from, to) does not see.
+inline __mmask16 unseen(int at, int from, int to, const uint8_t* hidden) {
+    __m512i key = _mm512_add_epi32(_mm512_set1_epi32(at),
+                                   _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
+    __mmask16 mask = _mm512_cmplt_epi32_mask(key, _mm512_set1_epi32(from)) |
+                     _mm512_cmpge_epi32_mask(key, _mm512_set1_epi32(to));
+    if (hidden) {
+        __m128i marks = _mm_loadu_si128(reinterpret_cast<const __m128i*>(hidden + at));
+        mask |= _mm_test_epi8_mask(marks, marks);
+    }
+    return mask;
+}
+
 // Scores of R rows against the strips [begin, end) of a block; row i sees keys [from[i], to[i]).
 template <int R>
 void score(const uint32_t* q, const uint32_t* keys, int words, int begin, int end, const int* from, const int* to,
-           float* scores, float (*top)[LANES]) {
+           const uint8_t* hidden, float* scores, float (*top)[LANES]) {
     int inside_from = *std::max_element(from, from + R), inside_to = *std::min_element(to, to + R);
     for (int r = 0; r < R; ++r) _mm512_store_ps(top[r], _mm512_set1_ps(NONE));
     for (int s = begin; s < end; s += STRIP) {
@@ -245,19 +260,13 @@ void score(const uint32_t* q, const uint32_t* keys, int words, int begin, int en
                 sum[r][3] = _mm512_dpbf16_ps(sum[r][3], x, k3);
             }
         }
-        bool edge = s < inside_from || s + STRIP > inside_to;
+        bool edge = hidden || s < inside_from || s + STRIP > inside_to;
 #pragma GCC unroll 6
         for (int r = 0; r < R; ++r) {
-            if (edge) {
-                __m512i at = _mm512_add_epi32(_mm512_set1_epi32(s), _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10,
-                                                                                        11, 12, 13, 14, 15));
-                __m512i lo = _mm512_set1_epi32(from[r]), hi = _mm512_set1_epi32(to[r]);
 #pragma GCC unroll 4
-                for (int i = 0; i < 4; ++i) {
-                    __mmask16 hidden = _mm512_cmplt_epi32_mask(at, lo) | _mm512_cmpge_epi32_mask(at, hi);
-                    sum[r][i] = _mm512_mask_mov_ps(sum[r][i], hidden, _mm512_set1_ps(NONE));
-                    at = _mm512_add_epi32(at, _mm512_set1_epi32(LANES));
-                }
+            for (int i = 0; edge && i < 4; ++i) {
+                __mmask16 mask = unseen(s + i * LANES, from[r], to[r], hidden);
+                sum[r][i] = _mm512_mask_mov_ps(sum[r][i], mask, _mm512_set1_ps(NONE));
             }
             float* line = scores + r * BLOCK + s;
             _mm512_store_ps(line, sum[r][0]);
@@ -355,7 +364,8 @@ void look(const Call& c, const Workspace& work, const uint32_t* q, int64_t tile,
     if (begin >= last) return;
     int dim = static_cast<int>(c.dim), end = static_cast<int>(divide_up(last, STRIP)) * STRIP;
     alignas(64) float top[R][LANES];
-    score<R>(q, work.keys, dim / 2, begin, end, from, to, work.scores, top);
+    score<R>(q, work.keys, dim / 2, begin, end, from, to,
+             c.hidden ? c.hidden + block * BLOCK : nullptr, work.scores, top);
     Part part;
     _mm512_store_ps(part.top, _mm512_set1_ps(NONE));
     _mm512_store_ps(part.total, _mm512_setzero_ps());
@@ -420,52 +430,111 @@ void by_rows(const Call& c) {
     }
 }
 
-// Few rows: an item is some tiles of a head and one block; the blocks' states are joined afterwards. False = no memory.
-bool by_keys(const Call& c) {
-    int64_t tiles = tiles_per_head(c), chunks = divide_up(tiles, TILES);
-    Range blocks = blocks_of(c, {0, tiles});
-    int64_t n = blocks.end - blocks.begin;
-    Scratch memory;
-    size_t size = State::bytes(c);
-    char* states;
-    try {
-        states = memory.take(size * c.kv * tiles * n);
-    } catch (const std::bad_alloc&) {
-        return false;
+// Few rows: an item is some tiles of a head and one block; what came of the blocks is joined afterwards.
+class ByKeys {
+   public:
+    explicit ByKeys(const Call& call)
+        : c(call), tiles(tiles_per_head(c)), blocks(blocks_of(c, {0, tiles})), n(blocks.end - blocks.begin) {
+        size_t looks = c.kv * tiles * n, state_bytes = State::bytes(c) * looks;
+        states = call_scratch.take(state_bytes + (c.watched ? sizeof(Weights) * looks : 0));
+        weights = reinterpret_cast<Weights*>(states + state_bytes);
     }
-    auto state = [&](int64_t head, int64_t t, int64_t b) -> State& {
-        return *reinterpret_cast<State*>(states + size * ((head * tiles + t) * n + b - blocks.begin));
-    };
+
+    void run() {
+        int64_t chunks = divide_up(tiles, TILES);
 #pragma omp parallel num_threads(static_cast<int>(c.threads))
-    {
+        {
 #pragma omp for schedule(dynamic, 1)
-        for (int64_t item = 0; item < c.kv * chunks * n; ++item) {
-            int64_t head = item / (chunks * n), chunk = item / n % chunks, b = blocks.begin + item % n;
-            Range mine{chunk * TILES, std::min(tiles, (chunk + 1) * TILES)}, theirs = blocks_of(c, mine);
-            if (b < theirs.begin || b >= theirs.end) continue;
-            Workspace work(c, TILES);
-            for (int64_t t = mine.begin; t < mine.end; ++t) state(head, t, b).clear(c);
-            look_at(c, head, mine, {b, b + 1}, work,
-                    [&](int64_t t, int64_t block) -> State& { return state(head, t, block); });
-        }
+            for (int64_t item = 0; item < c.kv * chunks * n; ++item)
+                look_once(item / (chunks * n), item / n % chunks, blocks.begin + item % n);
 #pragma omp for schedule(static)
-        for (int64_t item = 0; item < c.kv * tiles; ++item) {
-            int64_t head = item / tiles, t = item % tiles;
-            Range mine = blocks_of(c, {t, t + 1});
-            State& all = state(head, t, mine.begin);
-            for (int64_t b = mine.begin + 1; b < mine.end; ++b) {
-                State& one = state(head, t, b);
-                Shares shares = join(all.top, all.total, one.top, one.total);
-                for (int64_t r = 0; r < TILE; ++r)
-                    for (int64_t d = r * c.dim; d < (r + 1) * c.dim; d += LANES)
-                        _mm512_store_ps(all.mix() + d, joined(_mm512_load_ps(all.mix() + d),
-                                                              _mm512_load_ps(one.mix() + d), shares, static_cast<int>(r)));
+            for (int64_t item = 0; item < c.kv * tiles; ++item) finish(item / tiles, item % tiles);
+            if (c.watched) {
+#pragma omp for schedule(static)
+                for (int64_t item = 0; item < n * (BLOCK / STRIP); ++item)
+                    watch(blocks.begin + item / (BLOCK / STRIP), item % (BLOCK / STRIP) * STRIP);
             }
-            write(c, head, t, all);
         }
     }
-    return true;
-}
+
+   private:
+    using Weights = uint16_t[TILE][BLOCK];
+
+    int64_t index(int64_t head, int64_t tile, int64_t block) const {
+        return (head * tiles + tile) * n + block - blocks.begin;
+    }
+    State& state(int64_t head, int64_t tile, int64_t block) const {
+        return *reinterpret_cast<State*>(states + State::bytes(c) * index(head, tile, block));
+    }
+
+    void look_once(int64_t head, int64_t chunk, int64_t block) {
+        Range mine{chunk * TILES, std::min(tiles, (chunk + 1) * TILES)}, theirs = blocks_of(c, mine);
+        for (int64_t t = mine.begin; t < mine.end; ++t) {
+            state(head, t, block).clear(c);
+            if (c.watched) std::memset(weights[index(head, t, block)], 0, sizeof(Weights));
+        }
+        if (block < theirs.begin || block >= theirs.end) return;
+        Workspace work(c, TILES);
+        look_at(c, head, mine, {block, block + 1}, work, [&](int64_t t, int64_t b) -> State& {
+            if (c.watched) work.weights = weights[index(head, t, b)][0];
+            return state(head, t, b);
+        });
+    }
+
+    // Joins the blocks of a tile; each block's `total` becomes what its weights are to be multiplied by.
+    void finish(int64_t head, int64_t tile) {
+        Workspace work(c, 1);
+        State& all = work.state(c, 0);
+        all.clear(c);
+        for (int64_t b = blocks.begin; b < blocks.end; ++b) {
+            State& one = state(head, tile, b);
+            Shares shares = join(all.top, all.total, one.top, one.total);
+            for (int64_t r = 0; r < TILE; ++r)
+                for (int64_t d = r * c.dim; d < (r + 1) * c.dim; d += LANES)
+                    _mm512_store_ps(all.mix() + d, joined(_mm512_load_ps(all.mix() + d), _mm512_load_ps(one.mix() + d),
+                                                          shares, static_cast<int>(r)));
+        }
+        write(c, head, tile, all);
+        if (!c.watched) return;
+        for (int64_t b = blocks.begin; b < blocks.end; ++b) {
+            State& one = state(head, tile, b);
+            __m512 share = power_of_2(_mm512_sub_ps(_mm512_load_ps(one.top), _mm512_load_ps(all.top)));
+            _mm512_store_ps(one.total, _mm512_div_ps(share, _mm512_load_ps(all.total)));
+        }
+    }
+
+    // What is seen of the keys of one strip.
+    void watch(int64_t block, int64_t strip) const {
+        __m512 squares[4] = {};
+        for (int64_t row = 0; row < c.rows; ++row) {
+            __m512 sum[4] = {};
+            for (int64_t head = 0; head < c.kv; ++head)
+                for (int64_t s = row * c.group; s < (row + 1) * c.group; ++s) {
+                    int64_t at = index(head, s / TILE, block);
+                    __m512 share = _mm512_set1_ps(state(head, s / TILE, block).total[s % TILE]);
+                    for (int i = 0; i < 4; ++i) {
+                        const uint16_t* w = weights[at][s % TILE] + strip + LANES * i;
+                        __m512i wide = _mm512_cvtepu16_epi32(_mm256_load_si256(reinterpret_cast<const __m256i*>(w)));
+                        sum[i] = _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16)), share, sum[i]);
+                    }
+                }
+            for (int i = 0; i < 4; ++i) squares[i] = _mm512_fmadd_ps(sum[i], sum[i], squares[i]);
+        }
+        float heads = static_cast<float>(c.kv * c.group);
+        int64_t key = block * BLOCK + strip, end = seen(c, c.rows * c.group - 1).end;
+        for (int i = 0; i < 4; ++i, key += LANES) {
+            auto there = static_cast<__mmask16>((1u << std::clamp<int64_t>(end - key, 0, LANES)) - 1);
+            _mm512_mask_storeu_ps(c.watched + key, there, _mm512_mul_ps(squares[i], _mm512_set1_ps(1 / (heads * heads))));
+        }
+    }
+
+    const Call& c;
+    const int64_t tiles;
+    const Range blocks;
+    const int64_t n;
+    char* states;
+    Weights* weights;
+};
 
 }  // namespace
 
@@ -473,6 +542,8 @@ extern "C" void blendserve_attend(const Call* call) {
     const Call& c = *call;
     if (!c.rows) return;
     int64_t items = divide_up(tiles_per_head(c), TILES) * c.kv;
-    if (c.threads > 1 && items < 4 * c.threads && by_keys(c)) return;
-    by_rows(c);
+    if (c.watched || (c.threads > 1 && items < 4 * c.threads))
+        ByKeys(c).run();
+    else
+        by_rows(c);
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -10,6 +11,8 @@ from torch import Tensor
 from blendserve.native.library import library
 
 LANES, MAX_DIM = 16, 256
+PAD = 64  # keys are read this far behind the last one's mark
+WATCHED_ROWS = 64  # at a time: the weights of all their heads are kept until the last key was seen
 
 
 class Call(ctypes.Structure):
@@ -21,6 +24,7 @@ class Call(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("rows", "kv", "group", "dim", "window")),
         *((name, ctypes.c_float) for name in ("scale", "softcap")),
         ("threads", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("hidden", "watched")),
     )
 
 
@@ -37,19 +41,36 @@ def takes(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> bool:
     )
 
 
-def attend(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    positions: Tensor,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-) -> Tensor:
-    """blend.attention.attend for what `takes` takes; positions [S] int64, ascending, all below T."""
-    loaded = library()
-    assert loaded is not None
-    return run(loaded, q, keys, values, positions, scale, window, softcap)
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What rows look at: positions [S] int64, ascending, all below T, and the layer's scale, window and softcap."""
+
+    positions: Tensor
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+
+
+def attend(q: Tensor, keys: Tensor, values: Tensor, seen: Seen) -> Tensor:
+    """blend.attention.attend for what `takes` takes: q [H, S, D] over keys and values [K, T, D] -> [S, H * D]."""
+    return run(_loaded(), q, keys, values, seen)
+
+
+def watch(q: Tensor, keys: Tensor, values: Tensor, seen: Seen, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """The same where nobody sees the keys marked in `hidden` [T]; also how much each key is looked at.
+
+    That is, per key, the norm over rows of the mean over heads of the weights [T] fp32.
+    """
+    end = keys.shape[1]
+    marks = torch.zeros(end + PAD, dtype=torch.uint8)
+    marks[:end] = hidden
+    squares, out = torch.zeros(end), torch.empty(q.shape[1], q.shape[0] * q.shape[2], dtype=q.dtype)
+    for start in range(0, q.shape[1], WATCHED_ROWS):
+        rows = slice(start, start + WATCHED_ROWS)
+        part, some = torch.zeros(end), replace(seen, positions=seen.positions[rows])
+        out[rows] = run(_loaded(), q[:, rows], keys, values, some, marks, part)
+        squares += part
+    return out, squares.sqrt_()
 
 
 def run(
@@ -57,19 +78,25 @@ def run(
     q: Tensor,
     keys: Tensor,
     values: Tensor,
-    positions: Tensor,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
+    seen: Seen,
+    hidden: Tensor | None = None,
+    watched: Tensor | None = None,
 ) -> Tensor:
-    """The call itself: q [H, S, D], keys and values [K, T, D] -> [S, H * D]. The GIL is free meanwhile."""
+    """The call itself; the GIL is free meanwhile. hidden: [T + PAD] bytes; watched: [T] fp32, takes squared norms."""
     n_heads, n_rows, dim = q.shape
     n_kv = keys.shape[0]
     out = torch.empty(n_rows, n_heads * dim, dtype=q.dtype)
-    at = positions.contiguous()
+    at = seen.positions.contiguous()
     pointers = (x.data_ptr() for x in (q, keys, values, out, at))
     strides = (stride for x in (q, keys, values) for stride in x.stride()[:2])
-    sizes = (n_rows, n_kv, n_heads // n_kv, dim, window or 0)
-    call = Call(*pointers, *strides, *sizes, scale, softcap or 0.0, torch.get_num_threads())
+    sizes = (n_rows, n_kv, n_heads // n_kv, dim, seen.window or 0)
+    more = (None if x is None else x.data_ptr() for x in (hidden, watched))
+    call = Call(*pointers, *strides, *sizes, seen.scale, seen.softcap or 0.0, torch.get_num_threads(), *more)
     loaded.blendserve_attend(ctypes.byref(call))
     return out
+
+
+def _loaded() -> ctypes.CDLL:
+    loaded = library()
+    assert loaded is not None, "ask `takes` first"
+    return loaded

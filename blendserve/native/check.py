@@ -7,7 +7,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from blendserve.native.attention import run
+from blendserve.native.attention import Seen, run
 from blendserve.native.build import Unavailable
 
 BOUND = 0.03  # outputs reach 4; they and the weights are rounded to 8 bits of mantissa
@@ -23,7 +23,7 @@ def check(loaded: ctypes.CDLL) -> None:
     at = torch.tensor(POSITIONS)
     with torch.inference_mode():
         for window, softcap in ((None, None), (70, None), (None, 2.0), (300, 2.0)):
-            got = run(loaded, q, keys, values, at, 0.25, window, softcap)
+            got = run(loaded, q, keys, values, Seen(at, 0.25, window, softcap))
             wanted = formula(q, keys[:, : at[-1] + 1], values[:, : at[-1] + 1], at, 0.25, window, softcap)
             off = float((got.double() - wanted).abs().max())
             if not off < BOUND:  # NaN is not

@@ -16,9 +16,11 @@ from torch import Tensor
 from blendserve import native
 from blendserve.blend.attention import attend, attend_plainly, plan_rows
 from blendserve.models.adapter import AttentionSpec
-from blendserve.native.attention import takes
+from blendserve.native.attention import WATCHED_ROWS, Seen, takes, watch
 from blendserve.native.check import formula
-from tests.blend.helpers import assert_near
+from tests.blend.helpers import assert_near, lay, some_prompt
+from tests.blend.test_select import probe
+from tests.tiny import tiny_adapter
 
 pytestmark = pytest.mark.skipif(not native.status().active, reason=native.status().reason)
 
@@ -194,3 +196,70 @@ def test_a_row_behind_the_last_key_is_an_error_and_not_a_read_behind_it() -> Non
     case = some_case(64, [3, 40, 63])
     with pytest.raises(ValueError, match="position 63"):
         attend(case.q, case.keys[:, :60], case.values[:, :60], case.spec, case.plan())
+
+
+def looked_at(case: Case, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """By definition: output, and per key the norm over rows of the mean over heads of the weights, in float64."""
+    spec, n = case.spec, len(hidden)
+    group = case.q.shape[0] // case.keys.shape[0]
+    keys = case.keys[:, :n].double().repeat_interleave(group, dim=0)
+    values = case.values[:, :n].double().masked_fill(hidden[:, None], 0).repeat_interleave(group, dim=0)
+    scores = spec.scale * (case.q.double() @ keys.transpose(1, 2))
+    if spec.softcap is not None:
+        scores = spec.softcap * torch.tanh(scores / spec.softcap)
+    row, key = case.at[:, None], torch.arange(n)
+    unseen = (key > row) | (key <= row - (spec.window or n)) | hidden
+    weights = torch.softmax(scores.masked_fill(unseen, float("-inf")), dim=-1)
+    return (weights @ values).transpose(0, 1).flatten(1), weights.mean(dim=0).norm(dim=0)
+
+
+def check_watch(case: Case, hidden: Tensor, slip: int = 0) -> None:
+    n, s = len(hidden), case.spec
+    keys, values = case.keys[:, :n], case.values[:, :n].masked_fill(hidden[:, None], 0)
+    seen = Seen(case.at, s.scale, s.window, s.softcap)
+    out, looked = watch(case.q, keys, values, seen, hidden.roll(slip))
+    wanted, wanted_looked = looked_at(case, hidden)
+    assert_near(out.double(), wanted, 0.04)
+    # Each weight is rounded to 8 bits of mantissa, and so are the scores' factors.
+    torch.testing.assert_close(looked.double(), wanted_looked, rtol=0.01, atol=1e-6)
+
+
+@given(cases(), st.integers(0, 999))
+def test_watching_tells_how_much_each_key_is_looked_at(case: Case, seed: int) -> None:
+    hidden = torch.rand(int(case.at[-1]) + 1, generator=torch.Generator().manual_seed(seed)) < 0.3
+    hidden[case.at] = False
+    check_watch(case, hidden)
+
+
+def test_watching_many_rows_and_over_many_blocks() -> None:
+    rows = list(range(900, 900 + 2 * WATCHED_ROWS + 3))
+    case = some_case(rows[-1] + 1, rows)
+    hidden = torch.zeros(rows[-1] + 1, dtype=torch.bool)
+    hidden[100:400] = True
+    check_watch(case, hidden)
+    with pytest.raises(AssertionError):
+        check_watch(case, hidden, slip=1)
+
+
+def test_the_probe_finds_what_it_finds_on_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    adapter, prompt = tiny_adapter("gemma2", torch.bfloat16), some_prompt([40, 9, 30], suffix=7)
+    layout = lay(adapter, prompt, [True, False, True])
+    ours = probe(adapter, prompt, layout)
+    monkeypatch.setenv(native.SWITCH, "0")
+    plain = probe(adapter, prompt, layout)
+    assert not torch.equal(ours, plain)
+    assert_near(ours, plain, 0.02 * float(plain.max()))
+    assert not ours[layout.fresh & (torch.arange(len(prompt)) < len(prompt) - 7)].any()
+
+
+@given(cases())
+def test_watching_changes_no_output(case: Case) -> None:
+    n, s = int(case.at[-1]) + 1, case.spec
+    seen = Seen(case.at, s.scale, s.window, s.softcap)
+    nothing = torch.zeros(n, dtype=torch.bool)
+    outs = []
+    for count in (1, 2):
+        with threads(count):
+            outs.append(watch(case.q, case.keys[:, :n], case.values[:, :n], seen, nothing))
+    assert torch.equal(outs[0][0], case.native())
+    assert all(torch.equal(a, b) for a, b in zip(*outs, strict=True))
