@@ -7,10 +7,12 @@ import logging
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from fastapi.openapi.utils import get_openapi
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
@@ -40,6 +42,7 @@ def make_app(service: Service) -> FastAPI:
     app.state.service = service
     for api in (openai_api, rag_api, library_api, status_api):
         app.include_router(api.router)
+    app.openapi = partial(_described, app, service.engine.reader.name)  # type: ignore[method-assign]
     app.add_exception_handler(BlendserveError, _refused)
     app.add_exception_handler(Exception, _refused)
     app.add_exception_handler(RequestValidationError, _invalid)
@@ -48,6 +51,16 @@ def make_app(service: Service) -> FastAPI:
     app.add_middleware(BodyLimit, max_bytes=service.serve.max_body_kb * 1024)
     app.add_middleware(AccessLog, service=service)
     return app
+
+
+def _described(app: FastAPI, model: str) -> dict[str, Any]:
+    """The API's description, with the one model that there is: tools that send by it then get answers."""
+    if app.openapi_schema is None:
+        app.openapi_schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
+        for schema in app.openapi_schema["components"]["schemas"].values():
+            if "messages" in schema.get("properties", {}) or "prompt" in schema.get("properties", {}):
+                schema["properties"]["model"]["enum"] = [model]
+    return app.openapi_schema
 
 
 async def _refused(_: Request, error: Exception) -> Response:

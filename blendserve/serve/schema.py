@@ -173,7 +173,7 @@ class CompletionRequest(Neutral):
 class RagRequest(Sampling, Extras):
     """POST /v1/rag/query"""
 
-    question: Text
+    question: Annotated[Text, Field(pattern=r"\S")]
 
 
 class DocumentIn(Body):

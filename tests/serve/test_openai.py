@@ -208,7 +208,9 @@ def _generated(server: Server) -> float:
 def test_health_and_description(server: Server) -> None:
     assert server.get("/health").json() == {"status": "ok"}
     assert server.get("/ready").json() == {"status": "ready"}
-    described = server.get("/openapi.json").json()["paths"]
-    assert {"/v1/chat/completions", "/v1/rag/query", "/v1/documents", "/v1/cache/warm"} <= set(described)
+    described = server.get("/openapi.json").json()
+    routes = {"/v1/chat/completions", "/v1/rag/query", "/v1/documents", "/v1/cache/warm"}
+    assert routes <= set(described["paths"])
+    assert described["components"]["schemas"]["ChatRequest"]["properties"]["model"]["enum"] == [MODEL]
     answer = server.get("/v1/models")
     assert len(answer.headers["X-Request-Id"]) == 32
