@@ -17,7 +17,7 @@ def ttft(figures: Figures) -> list[Table]:
     methods = figures["methods"]
     tables: list[Table] = [
         (
-            f"{title}; ms (least - most), faster than",
+            f"{title}; ms (least-most), faster than",
             ("method", "prefill ms", "TTFT ms", "transformers", "full (ours)", "tokens run"),
             [(name, *_times(m)) for name, m in methods.items()],
         ),
@@ -89,13 +89,13 @@ def ms(figure: Figures) -> str:
     """Seconds as milliseconds."""
     digits = 0 if figure["median"] >= 0.1 else 1
     middle, least, most = (f"{figure[part] * 1e3:,.{digits}f}" for part in ("median", "least", "most"))
-    return f"{middle} ({least} - {most})"
+    return f"{middle} ({least}-{most})"
 
 
 def plain(figure: Figures, form: str = "{:.2f}") -> str:
     """A figure in its own unit."""
     middle, least, most = (form.format(figure[part]) for part in ("median", "least", "most"))
-    return f"{middle} ({least} - {most})"
+    return f"{middle} ({least}-{most})"
 
 
 def _reader(figures: Figures) -> str:
