@@ -97,7 +97,7 @@ class BodyLimit:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         announced = Headers(scope=scope).get("content-length", "0")
-        if not announced.isdigit() or int(announced) > self._max:
+        if not (announced.isascii() and announced.isdigit()) or int(announced) > self._max:
             return await JSONResponse(self._body(), 413)(scope, receive, send)
         seen = 0
 

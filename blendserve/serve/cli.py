@@ -10,7 +10,7 @@ import typer
 from blendserve import console
 from blendserve.config import changed
 from blendserve.errors import ConfigError
-from blendserve.serve.settings import FullConfig, ServeConfig, effective, load_settings
+from blendserve.serve.settings import Config, ServeConfig, effective, load_settings
 
 SERVE = ServeConfig()
 
@@ -68,7 +68,7 @@ def serve(
         "drain_s": drain_s,
         "log_text": log_text,
     }
-    settings = FullConfig(
+    settings = Config(
         **{
             **settings.model_dump(),
             "reader": changed(settings.reader, model=model).model_dump(),

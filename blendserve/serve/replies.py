@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 from blendserve.errors import (
     BlendserveError,
     Busy,
+    IndexError_,
     NotAllowed,
     NotAuthenticated,
     NotFound,
@@ -32,6 +33,7 @@ STATUS: tuple[tuple[type[Exception], int, str, str | None], ...] = (
     (Busy, 429, "rate_limit_error", "rate_limit_exceeded"),
     (Stopping, 503, "server_error", "shutting_down"),
     (StoreError, 503, "server_error", "store_unavailable"),
+    (IndexError_, 503, "server_error", "index_unavailable"),
     (BlendserveError, 400, "invalid_request_error", None),
 )
 GONE = 499  # nobody reads it

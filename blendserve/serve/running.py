@@ -14,19 +14,19 @@ from types import FrameType
 
 import uvicorn
 
-from blendserve.config import Config
+from blendserve.config import Config as EngineConfig
 from blendserve.engine import Engine, Say
 from blendserve.serve.app import make_app
 from blendserve.serve.library import Library
 from blendserve.serve.service import Service
-from blendserve.serve.settings import FullConfig, ServeConfig, check_binding
+from blendserve.serve.settings import Config, ServeConfig, check_binding
 
 
-def serve(settings: FullConfig, indexes: Sequence[str], say: Say) -> None:
+def serve(settings: Config, indexes: Sequence[str], say: Say) -> None:
     """Open the indexes, serve until told to stop. Raises ConfigError, IndexMissing, ModelError, StoreError."""
     check_binding(settings.serve)
-    sections = {name: getattr(settings, name) for name in Config.model_fields}
-    with Engine.open(indexes[0], Config(**{k: v.model_dump() for k, v in sections.items()}), say) as engine:
+    config = EngineConfig(**settings.model_dump(exclude={"serve"}))
+    with Engine.open(indexes[0], config, say) as engine:
         run(engine, Library.open(engine, indexes), settings.serve, say)
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -96,13 +97,15 @@ class Service:
         if self.keys:
             self.keys.tenants()  # a missing or damaged file is an error of the start, not of the first request
         self.limits = Limits(serve.max_concurrent, serve.max_per_minute)
+        # One thread encodes while another decodes, and a tokenizer keeps settings of the last call.
+        decoding = replace(engine.reader, tokenizer=copy.deepcopy(engine.reader.tokenizer))
         adapter = engine.reader.adapter
         room = serve.slot_tokens or adapter.context_limit
         self.slots = Slots(adapter, serve.slots, min(room, adapter.context_limit))
         self.metrics = Metrics()
         self._store = SharedLoads(engine.store, round(serve.share_mb * 1e6))
         gap = serve.gap_ms / 1e3
-        self.scheduler = Scheduler(engine.reader, self.slots, serve.queue, gap, self.metrics, self._store)
+        self.scheduler = Scheduler(decoding, self.slots, serve.queue, gap, self.metrics, self._store)
         self.metrics.watch(lambda: self.scheduler.load, serve.slots, engine.store)
         self.upkeep, self.jobs = Upkeep(self.scheduler), Jobs()
         self._chats = ChatBuilder(engine.prompts, engine.reader.tokenizer, engine.config.prompt)

@@ -8,7 +8,8 @@ from typing import Annotated, Any
 import yaml
 from pydantic import Field
 
-from blendserve.config import Config, Positive, Section
+from blendserve.config import Config as EngineConfig
+from blendserve.config import Positive, Section
 from blendserve.errors import ConfigError
 
 NotNegative = Annotated[float, Field(ge=0.0)]
@@ -35,22 +36,22 @@ class ServeConfig(Section):
     log_text: bool = False  # questions and answers in the log
 
 
-class FullConfig(Config):
+class Config(EngineConfig):
     """The engine's settings and the server's."""
 
     serve: ServeConfig = ServeConfig()
 
 
-def load_settings(path: Path | None) -> FullConfig:
+def load_settings(path: Path | None) -> Config:
     """A YAML file of the engine's sections and `serve`; None = the defaults. Raises ConfigError."""
     if path is None:
-        return FullConfig()
-    loaded = FullConfig.load(path)
-    assert isinstance(loaded, FullConfig)
+        return Config()
+    loaded = Config.load(path)
+    assert isinstance(loaded, Config)
     return loaded
 
 
-def effective(settings: FullConfig, indexes: list[str]) -> str:
+def effective(settings: Config, indexes: list[str]) -> str:
     """What is printed at the start: everything that is in force, as YAML."""
     values: dict[str, Any] = {"indexes": indexes, **settings.model_dump(mode="json")}
     text: str = yaml.safe_dump(values, sort_keys=False)

@@ -40,6 +40,8 @@ class Upkeep:
         left = list(chunks)
 
         def next_chunk() -> None:
+            if future.cancelled():
+                return
             try:
                 if left:
                     blender.precompute([left.pop(0)])

@@ -17,7 +17,7 @@ import yaml
 
 from blendserve.cli import main
 from blendserve.errors import ConfigError
-from blendserve.serve.settings import FullConfig, effective, load_settings
+from blendserve.serve.settings import Config, effective, load_settings
 from blendserve.store import LMDBStore
 from tests.serve.helpers import PASSAGES, QUESTIONS
 
@@ -72,11 +72,13 @@ def test_settings_by_file_and_the_effective_ones(tmp_path: Path) -> None:
     assert (settings.serve.slots, settings.blend.ratio) == (3, 0.05)
     shown = yaml.safe_load(effective(settings, ["indexes/demo"]))
     assert shown.pop("indexes") == ["indexes/demo"]
-    assert FullConfig(**shown) == settings
+    assert Config(**shown) == settings
     file.write_text("serve: {slot: 3}\n")
     with pytest.raises(ConfigError, match=r"'serve.slot': did you mean 'slots'"):
         load_settings(file)
-    assert load_settings(ROOT / "configs" / "serve.yaml").serve
+    file.write_text("srve: {slots: 3}\n")
+    with pytest.raises(ConfigError, match="unknown setting 'srve': did you mean 'serve'"):
+        load_settings(file)
 
 
 def test_keys_and_a_refusal_from_the_command_line(
