@@ -161,7 +161,10 @@ async def _measure(args: argparse.Namespace) -> list[Cell]:
         closed = [await load.closed(method) for method in METHODS]
         full = closed[0].answered
         rates = [
-            (c.method, s * full) for s in SHARES for c in closed if s * full <= 1.1 * c.answered or s == 1
+            (c.method, s * full)
+            for s in args.shares
+            for c in closed
+            if s * full <= 1.1 * c.answered or s == 1
         ]
         return closed + [await load.open(method, rate) for method, rate in rates]
 
@@ -235,6 +238,13 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--new-tokens", type=int, default=16)
     parser.add_argument("--clients", type=int, default=8, help="of the closed loop")
     parser.add_argument("--seconds", type=float, default=60, help="of each cell")
+    parser.add_argument(
+        "--shares",
+        type=float,
+        nargs="+",
+        default=SHARES,
+        help="of full prefill's saturation; 1 has to be one",
+    )
     parser.add_argument("--timeout", type=float, default=120, help="seconds between two events of an answer")
     parser.add_argument("--key", help="API key, where the server has keys")
     parser.add_argument("--out", type=Path, default=Path("runs/serving"))

@@ -3,8 +3,10 @@
     turn:   a waiting request gets a free slot and is prefilled, or, when none waits, a chore is done
             then all running requests make one token together
 
-A prefill does not stop the running ones: it pauses before every layer (turns.py), and when `gap_s` have passed since the
-last step, a step is made there. So between two tokens of an answer lie at most `gap_s`, one layer and one step.
+A prefill does not stop the running ones: it pauses before every layer (turns.py), and when it has run for `gap_s` since
+the last step, a step is made there. So between two tokens of an answer lie at most `gap_s`, one layer and one step.
+Where a step takes long, the prefill runs longer, too, as it keeps `prefill_share` of the time: steps for few requests
+are the most expensive ones, and the sooner prefills are done, the more requests step together.
 """
 
 from __future__ import annotations
@@ -49,17 +51,19 @@ class Scheduler:
         slots: Slots,
         queue: int,
         gap_s: float,
+        prefill_share: float,
         metrics: Metrics,
         shared: SharedLoads | None = None,
     ) -> None:
         self.adapter = PausingAdapter(reader.adapter, self._pause)
-        self._reader, self._slots, self._gap_s, self._metrics = reader, slots, gap_s, metrics
+        self._reader, self._slots, self._metrics = reader, slots, metrics
+        self._gap_s, self._patience = gap_s, prefill_share / (1 - prefill_share)  # the latter in steps
         self._shared = shared
         self._waiting, self._queue = Waiting(), queue
         self._chores: deque[Chore] = deque()
         self._running: list[Writing] = []
         self._prefilling: Work | None = None
-        self._since_step = Clock()
+        self._since_step, self._step_s = Clock(), 0.0  # since the last one's end; how long it took
         self._request_s = 1.0  # of a request, lately: what Retry-After is made of
         self._wake = threading.Condition()
         self._draining = self._stopped = False
@@ -226,17 +230,20 @@ class Scheduler:
         """Called before every layer of whatever is not a decoding step."""
         if self._stopped or (self._prefilling and self._prefilling.cancelled):
             raise Cancelled
-        if self._since_step.elapsed() >= self._gap_s:
+        if self._since_step.elapsed() >= max(self._gap_s, self._patience * self._step_s):
             self._step()
 
     def _step(self) -> None:
         """One token for every running request."""
         for writing in [w for w in self._running if w.work.cancelled]:
             self._leave(writing)
+        if batch := list(self._running):
+            clock = Clock()
+            self._step_of(batch)
+            self._step_s = clock.elapsed()
         self._since_step = Clock()
-        batch = list(self._running)
-        if not batch:
-            return
+
+    def _step_of(self, batch: list[Writing]) -> None:
         self._metrics.step(len(batch))
         try:
             logits = step_together(self._reader.adapter, [writing.row for writing in batch])

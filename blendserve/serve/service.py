@@ -104,8 +104,15 @@ class Service:
         self.slots = Slots(adapter, serve.slots, min(room, adapter.context_limit))
         self.metrics = Metrics()
         self._store = SharedLoads(engine.store, round(serve.share_mb * 1e6))
-        gap = serve.gap_ms / 1e3
-        self.scheduler = Scheduler(decoding, self.slots, serve.queue, gap, self.metrics, self._store)
+        self.scheduler = Scheduler(
+            decoding,
+            self.slots,
+            serve.queue,
+            serve.gap_ms / 1e3,
+            serve.prefill_share,
+            self.metrics,
+            self._store,
+        )
         self.metrics.watch(lambda: self.scheduler.load, serve.slots, engine.store)
         self.upkeep, self.jobs = Upkeep(self.scheduler), Jobs()
         self._chats = ChatBuilder(engine.prompts, engine.reader.tokenizer, engine.config.prompt)

@@ -20,7 +20,7 @@ MODEL = "tiny"
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    made = Server(tmp_path_factory.mktemp("serve"), ServeConfig(max_body_kb=64, gap_ms=0))
+    made = Server(tmp_path_factory.mktemp("serve"), ServeConfig(max_body_kb=64, gap_ms=0, prefill_share=0))
     yield made
     made.close()
 
@@ -194,6 +194,8 @@ def test_a_client_that_goes_frees_its_slot(server: Server, stream: bool) -> None
             + sent
         )
         wait_for(lambda: server.service.scheduler.load[1] > 0)
+        while stream and b'"content"' not in (got := connection.recv(4096)):
+            assert got  # then its prefill is done, and text has come
     before = _generated(server)
     wait_for(lambda: server.service.scheduler.load == (0, 0))
     assert _generated(server) - before < 690

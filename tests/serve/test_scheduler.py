@@ -33,7 +33,7 @@ class Bench:
         self.engine = engine()
         self.engine.precompute(PASSAGES)
         self.slots = Slots(reader().adapter, slots, CONTEXT)
-        self.scheduler = Scheduler(reader(), self.slots, queue, gap_s, Metrics())
+        self.scheduler = Scheduler(reader(), self.slots, queue, gap_s, 0.0, Metrics())
         prompts = self.engine.prompts
         self.blender = Blender(
             self.scheduler.adapter, reader().fingerprint, self.engine.store, prompts.prefix, prompts.behind
