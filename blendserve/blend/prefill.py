@@ -17,7 +17,7 @@ from torch import Tensor
 from blendserve.blend.assemble import Assembly, Layout
 from blendserve.blend.attention import RowPlan, attend, plan_rows
 from blendserve.blend.cache import KVCache
-from blendserve.blend.correct import Correction, NoCorrection, Shift
+from blendserve.blend.correct import make_correction
 from blendserve.blend.probe import suffix_attention
 from blendserve.blend.select import POLICIES, Policy
 from blendserve.config import BlendConfig
@@ -87,9 +87,9 @@ class _Run:
         self.cache = cache
         self.assembly = Assembly(adapter, self.cache, layout.pieces, self.ropes, clock)
         self.policy: Policy = POLICIES[blend.policy](blend)
-        self.correction: Correction = NoCorrection()
-        if blend.correction == "shift":
-            self.correction = Shift(adapter, self.cache, self.ropes, layout.reusable_spans)
+        self.correction = make_correction(
+            blend.correction, adapter, self.cache, self.ropes, layout.reusable_spans
+        )
         self.row_layers = 0
 
     def go(self) -> Prefilled:

@@ -18,7 +18,10 @@ from blendserve.native import attention as native
 def suffix_attention(
     adapter: Adapter, hidden: Tensor, layout: Layout, cache: KVCache, assembly: Assembly, ropes: Ropes
 ) -> Tensor:
-    """Embedded suffix rows [S, E] -> a score per position [T]: sum over layers of |head-mean attention|_2 over rows."""
+    """Embedded suffix rows [S, E] -> a score per position [T].
+
+    That is, summed over layers, the norm over rows of the mean over heads of attention times the norm of the value.
+    """
     n, start = layout.n_tokens, layout.n_tokens - layout.n_suffix
     suffix = slice(start, n)
     hide = {w: _hidden(layout, w).to(adapter.device) for w in {spec.window for spec in adapter.specs}}
@@ -39,11 +42,20 @@ def suffix_attention(
             attended, looked = native.watch(q, keys, values, seen, unknown)
         else:
             weights, attended = _attend(q, keys, values, spec, hide[spec.window])
-            looked = torch.linalg.vector_norm(weights.mean(dim=0, dtype=torch.float32), dim=0)
+            looked = _looked(weights, values)
         scores += looked
         if l + 1 < adapter.n_layers:
             hidden = adapter.finish(l, hidden, attended)
     return scores.cpu()
+
+
+def _looked(weights: Tensor, values: Tensor) -> Tensor:
+    """weights [H, S, T], values [K, T, D] -> [T] fp32: what each key contributes to these rows, without direction."""
+    length = torch.linalg.vector_norm(values, dim=-1, dtype=torch.float32)  # [K, T]
+    per_kv_head = weights.view(len(values), -1, *weights.shape[1:]).sum(
+        dim=1, dtype=torch.float32
+    )  # [K, S, T]
+    return torch.linalg.vector_norm((per_kv_head * length[:, None]).sum(dim=0) / len(weights), dim=0)
 
 
 def _hidden(layout: Layout, window: int | None) -> Tensor:

@@ -93,10 +93,11 @@ class ChunkHead(Policy):
 
 
 class Query(Policy):
-    """What the question looks at: norm over suffix rows of head-mean attention to the token, summed over layers.
+    """What the question takes from each token: attention times the norm of the token's value, mean over heads, norm over
+    suffix rows, summed over layers.
 
-    InfoFlow KV (arXiv 2603.05353, section 4) with true positions; it sums over late layers, we over all, which was
-    level or better (docs/log.md).
+    InfoFlow KV (arXiv 2603.05353, section 4) with true positions. It takes attention alone, over late layers; values
+    tell how much of it arrives (as in arXiv 2406.12335), and all layers were better than late ones (docs/log.md).
     """
 
     name = "query"

@@ -59,7 +59,7 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, seen: Seen) -> Tensor:
 def watch(q: Tensor, keys: Tensor, values: Tensor, seen: Seen, hidden: Tensor) -> tuple[Tensor, Tensor]:
     """The same where nobody sees the keys marked in `hidden` [T]; also how much each key is looked at.
 
-    That is, per key, the norm over rows of the mean over heads of the weights [T] fp32.
+    That is, per key, the norm over rows of the mean over heads of weight times norm of the value [T] fp32.
     """
     end = keys.shape[1]
     marks = torch.zeros(end + PAD, dtype=torch.uint8)

@@ -68,7 +68,7 @@ def requests(draw: st.DrawFn) -> dict[str, Any]:
         "prefix": stored != "none" and draw(st.booleans()),
         "policy": draw(st.sampled_from(POLICIES)),
         "ratio": draw(st.sampled_from([0.0, 0.02, 0.15, 0.5, 1.0])),
-        "correction": draw(st.sampled_from(["none", "shift"])),
+        "correction": draw(st.sampled_from(["none", "shift", "ridge"])),
         "check_layers": draw(st.sampled_from([(1,), (1, 2), (2, 3), (1, 2, 3)])),
     }
 
@@ -98,7 +98,7 @@ def test_any_request_is_full_prefill_where_it_must_be_and_sound_elsewhere(reques
 @pytest.mark.parametrize("policy", ["deviation", "all"])
 def test_ratio_1_equals_full_prefill(name: str, policy: str) -> None:
     adapter, prompt = tiny_adapter(name), some_prompt([14, 1, 20, 9])
-    check_equals_full(adapter, prompt, lay(adapter, prompt), policy=policy, ratio=1.0, correction="shift")
+    check_equals_full(adapter, prompt, lay(adapter, prompt), policy=policy, ratio=1.0, correction="ridge")
 
 
 @FAMILIES

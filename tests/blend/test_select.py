@@ -82,16 +82,24 @@ def probe(adapter: Adapter, prompt: Prompt, layout: Layout) -> Tensor:
         return suffix_attention(adapter, hidden, layout, cache, assembly, rope)
 
 
-def score(attentions: Any) -> Tensor:
-    """Sum over layers of the norm over suffix rows of head-mean attention, from the model's own weights [1, H, S, T]."""
-    return torch.stack([layer[0].mean(0).square().sum(0).sqrt() for layer in attentions]).sum(0)
+def score(attentions: Any, values: Tensor) -> Tensor:
+    """Sum over layers of the norm over suffix rows of the mean over heads of weight * |value|.
+
+    attentions: the model's own weights, L times [1, H, S, T]; values [L, K, T, D].
+    """
+    total = torch.zeros(values.shape[2])
+    for weights, value in zip(attentions, values, strict=True):
+        group = weights.shape[1] // len(value)
+        taken = [weights[0, h] * value[h // group].square().sum(-1).sqrt() for h in range(weights.shape[1])]
+        total += torch.stack(taken).mean(0).square().sum(0).sqrt()
+    return total
 
 
 @pytest.mark.parametrize("name", TINY)
 def test_query_scores_are_the_models_own_attention_where_nothing_is_displaced(name: str) -> None:
     adapter, prompt = tiny_adapter(name), some_prompt([33], suffix=6)
     said = model_says(adapter, prompt.ids, output_attentions=True).attentions
-    wanted = score([layer[:, :, -6:] for layer in said])
+    wanted = score([layer[:, :, -6:] for layer in said], model_kv(adapter, prompt.ids)[1])
     assert_near(probe(adapter, prompt, lay(adapter, prompt)), wanted, 1e-5)
 
 
@@ -105,9 +113,9 @@ def test_query_scores_are_the_models_attention_over_displaced_chunks_and_blind_t
     rows = torch.arange(len(prompt) - 3, len(prompt))
     missing = layout.fresh.clone()
     missing[rows] = False
-    said, _ = scatter_forward(adapter, prompt, layout, rows, hidden=missing)
+    said, cache = scatter_forward(adapter, prompt, layout, rows, hidden=missing)
     got = probe(adapter, prompt, layout)
-    assert_near(got, score(said.attentions), 1e-5)
+    assert_near(got, score(said.attentions, cache.stored_values), 1e-5)
     assert not got[missing].any()
 
 

@@ -210,7 +210,8 @@ def looked_at(case: Case, hidden: Tensor) -> tuple[Tensor, Tensor]:
     row, key = case.at[:, None], torch.arange(n)
     unseen = (key > row) | (key <= row - (spec.window or n)) | hidden
     weights = torch.softmax(scores.masked_fill(unseen, float("-inf")), dim=-1)
-    return (weights @ values).transpose(0, 1).flatten(1), weights.mean(dim=0).norm(dim=0)
+    taken = (weights * values.norm(dim=-1)[:, None]).mean(dim=0).norm(dim=0)
+    return (weights @ values).transpose(0, 1).flatten(1), taken
 
 
 def check_watch(case: Case, hidden: Tensor, slip: int = 0) -> None:
