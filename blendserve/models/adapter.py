@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from blendserve.models.families import Family, check_supported
+from blendserve.native.linear import Linears, call_linear
 
 Module = Callable[[Tensor], Tensor]
 Rotate = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -138,7 +139,7 @@ class Adapter:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Last hidden [S, E] -> logits [S, V]."""
-        logits = cast(Tensor, cast(Any, self.model).lm_head(self._body.norm(hidden)))
+        logits = call_linear(cast(Any, self.model).lm_head, self._body.norm(hidden))
         if self._logits_factor is not None:
             logits = logits * self._logits_factor
         return (
@@ -176,21 +177,27 @@ class _Layer:
     def qkv(self, x: Tensor) -> tuple[Tensor, ...]:
         """x [S, E] -> [S, H * D], [S, K * D], [S, K * D]"""
         if self._fused:
-            return torch.split(self.attn.qkv_proj(x), self._sizes, dim=-1)
-        return self.attn.q_proj(x), self.attn.k_proj(x), self.attn.v_proj(x)
+            return torch.split(call_linear(self.attn.qkv_proj, x), self._sizes, dim=-1)
+        attn = self.attn
+        return tuple(call_linear(part, x) for part in (attn.q_proj, attn.k_proj, attn.v_proj))
 
     def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        added = self.attn.o_proj(attended)
+        added = call_linear(self.attn.o_proj, attended)
         if self.after_attention is not None:
             added = self.after_attention(added)
         between = self._add(hidden, added)
         x = hidden if self.parallel else between
         if self.before_mlp is not None:
             x = self.before_mlp(x)
-        x = self._mlp(x[None])[0] if self._experts else self._mlp(x)
+        x = self._mlp(x[None])[0] if self._experts else self._dense_mlp(x)
         if self.after_mlp is not None:
             x = self.after_mlp(x)
         return self._add(between, x)
+
+    def _dense_mlp(self, x: Tensor) -> Tensor:
+        with Linears():
+            out: Tensor = self._mlp(x)
+        return out
 
     def _add(self, hidden: Tensor, x: Tensor) -> Tensor:
         return hidden + x if self.residual_scale is None else hidden + x * self.residual_scale

@@ -12,23 +12,15 @@
 // Keys and values are packed for vdpbf16ps, which takes pairs: `keys` [strip][dim / 2][64] holds two dims of 64 keys in a
 // row, `values` [256 / 2][dim] two keys of every dim.
 
-#include <immintrin.h>
+#include "common.h"
 
-#include <algorithm>
 #include <cmath>
-#include <cstdint>
-#include <cstdlib>
-#include <cstring>
-#include <memory>
-#include <new>
 
 namespace {
 
-constexpr int LANES = 16;         // fp32 numbers in a vector
-constexpr int TILE = 6;           // rows of a tile: with 4 vectors each they fill the registers
-constexpr int STRIP = 4 * LANES;  // keys that a tile looks at in one go
-constexpr int BLOCK = 256;        // keys packed together
-constexpr int TILES = 32;         // tiles that share a packed block
+constexpr int TILE = 6;     // rows of a tile: with 4 vectors each they fill the registers
+constexpr int BLOCK = 256;  // keys packed together, in strips
+constexpr int TILES = 32;   // tiles that share a packed block
 constexpr float NONE = -INFINITY;
 constexpr float LOG2E = 1.44269504f;
 
@@ -46,16 +38,10 @@ struct Call {
     float softcap;  // 0 = none
     int64_t threads;
     const uint8_t* hidden;  // [T + 64], not 0 = nobody sees this key; or null
-    float* watched;         // [T] or null: per key, sum over rows of (mean over heads of weight * |value|) squared
+    float* watched;         // [T] or null: per key, the sum over rows of (mean over heads of the weight) squared
 };
 
 namespace {
-
-struct Range {
-    int64_t begin, end;
-};
-
-int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // What a stacked row sees.
 Range seen(const Call& c, int64_t stacked) {
@@ -87,26 +73,6 @@ struct State {
         std::fill(total, total + LANES, 0.0f);
         std::fill(mix(), mix() + TILE * c.dim, 0.0f);
     }
-};
-
-// Memory of one thread for one call of the work; it grows and stays.
-class Scratch {
-   public:
-    char* take(size_t bytes) {
-        if (bytes > size_) {
-            memory_.reset(static_cast<char*>(std::aligned_alloc(64, divide_up(bytes, 64) * 64)));
-            size_ = memory_ ? bytes : 0;
-            if (!memory_) throw std::bad_alloc();
-        }
-        return memory_.get();
-    }
-
-   private:
-    struct Free {
-        void operator()(char* p) const { std::free(p); }
-    };
-    std::unique_ptr<char, Free> memory_;
-    size_t size_ = 0;
 };
 
 thread_local Scratch thread_scratch, call_scratch;  // of the thread itself, and of the call that it made
@@ -157,39 +123,12 @@ inline __m512 capped(__m512 x, float scale, float cap) {
     return _mm512_mask_mov_ps(_mm512_mul_ps(signed_size, _mm512_set1_ps(cap)), hidden, x);
 }
 
-// 16 rows of up to 16 words each, transposed: word w of every row goes to to[w * STRIP]. Missing rows are zeros.
-inline void transpose(const uint16_t* from, int64_t stride, int rows, int words, uint32_t* to) {
-    __m512i a[16], b[16];
-    __mmask16 there = static_cast<__mmask16>((1u << words) - 1);
-    for (int i = 0; i < 16; ++i)
-        a[i] = i < rows ? _mm512_maskz_loadu_epi32(there, from + i * stride) : _mm512_setzero_si512();
-    for (int i = 0; i < 16; i += 2) {
-        b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
-        b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
-    }
-    for (int i = 0; i < 16; i += 4)
-        for (int j = 0; j < 2; ++j) {
-            a[i + 2 * j] = _mm512_unpacklo_epi64(b[i + j], b[i + j + 2]);
-            a[i + 2 * j + 1] = _mm512_unpackhi_epi64(b[i + j], b[i + j + 2]);
-        }
-    for (int j = 0; j < 4; ++j) {  // a[4 i + j] holds words j, 4 + j, 8 + j, 12 + j of rows 4 i .. 4 i + 3
-        __m512i even = _mm512_shuffle_i32x4(a[j], a[4 + j], 0x88), odd = _mm512_shuffle_i32x4(a[j], a[4 + j], 0xdd);
-        __m512i even2 = _mm512_shuffle_i32x4(a[8 + j], a[12 + j], 0x88);
-        __m512i odd2 = _mm512_shuffle_i32x4(a[8 + j], a[12 + j], 0xdd);
-        b[j] = _mm512_shuffle_i32x4(even, even2, 0x88);
-        b[4 + j] = _mm512_shuffle_i32x4(odd, odd2, 0x88);
-        b[8 + j] = _mm512_shuffle_i32x4(even, even2, 0xdd);
-        b[12 + j] = _mm512_shuffle_i32x4(odd, odd2, 0xdd);
-    }
-    for (int w = 0; w < words; ++w) _mm512_store_si512(to + w * STRIP, b[w]);
-}
-
 void pack_keys(const uint16_t* keys, int64_t stride, int n, int dim, uint32_t* to) {
     int words = dim / 2;
     for (int key = 0; key < n; key += LANES)
         for (int w = 0; w < words; w += LANES)
-            transpose(keys + key * stride + 2 * w, stride, std::min(LANES, n - key), std::min(LANES, words - w),
-                      to + (key / STRIP * words + w) * STRIP + key % STRIP);
+            turn(keys + key * stride + 2 * w, stride, std::min(LANES, n - key), std::min(LANES, words - w),
+                 to + (key / STRIP * words + w) * STRIP + key % STRIP, STRIP);
 }
 
 // Keys n and after weigh nothing, but memory may hold NaN there: they are zeros up to the next multiple of 16.
@@ -215,9 +154,6 @@ void pack_queries(const Call& c, int64_t head, int64_t tile, uint32_t* to) {
         for (int64_t w = 0; w < c.dim / 2; ++w) std::memcpy(to + w * n + i, from + 2 * w, sizeof(uint32_t));
     }
 }
-
-inline __m512bh pairs(const uint32_t* p) { return (__m512bh)_mm512_load_si512(p); }
-inline __m512bh pair(uint32_t x) { return (__m512bh)_mm512_set1_epi32(static_cast<int>(x)); }
 
 // What one block gave a tile of R rows.
 struct Part {
@@ -339,9 +275,8 @@ void mix(const uint16_t* weights, const uint32_t* values, int dim, int begin, in
         for (int i = 0; i < N; ++i) vs[i] = pairs(v + LANES * i);
 #pragma GCC unroll 6
         for (int r = 0; r < R; ++r) {
-            uint32_t two;
-            std::memcpy(&two, weights + r * BLOCK + j, sizeof two);
-            for (int i = 0; i < N; ++i) sum[r][i] = _mm512_dpbf16_ps(sum[r][i], pair(two), vs[i]);
+            __m512bh two = pair(weights + r * BLOCK + j);
+            for (int i = 0; i < N; ++i) sum[r][i] = _mm512_dpbf16_ps(sum[r][i], two, vs[i]);
         }
     }
     for (int r = 0; r < R; ++r)
@@ -503,45 +438,25 @@ class ByKeys {
         }
     }
 
-    // The norms of a strip's values; behind the last one, 0.
-    void measure(int64_t head, int64_t key, int64_t end, float* to) const {
-        for (int64_t i = 0; i < STRIP; ++i) {
-            const uint16_t* v = c.values + head * c.v_head + (key + i) * c.v_row;
-            __m512 sum = _mm512_setzero_ps();
-            for (int64_t d = 0; d < c.dim && key + i < end; d += LANES) {
-                __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(v + d)));
-                __m512 x = _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
-                sum = _mm512_fmadd_ps(x, x, sum);
-            }
-            to[i] = std::sqrt(_mm512_reduce_add_ps(sum));
-        }
-    }
-
     // What is seen of the keys of one strip.
     void watch(int64_t block, int64_t strip) const {
-        float heads = static_cast<float>(c.kv * c.group);
-        int64_t key = block * BLOCK + strip, end = seen(c, c.rows * c.group - 1).end;
-        auto* lengths = reinterpret_cast<float*>(thread_scratch.take(sizeof(float) * STRIP * c.kv));
         __m512 squares[4] = {};
-        for (int64_t head = 0; head < c.kv; ++head) measure(head, key, end, lengths + head * STRIP);
         for (int64_t row = 0; row < c.rows; ++row) {
             __m512 sum[4] = {};
-            for (int64_t head = 0; head < c.kv; ++head) {
-                __m512 mine[4] = {};
+            for (int64_t head = 0; head < c.kv; ++head)
                 for (int64_t s = row * c.group; s < (row + 1) * c.group; ++s) {
                     int64_t at = index(head, s / TILE, block);
                     __m512 share = _mm512_set1_ps(state(head, s / TILE, block).total[s % TILE]);
                     for (int i = 0; i < 4; ++i) {
                         const uint16_t* w = weights[at][s % TILE] + strip + LANES * i;
                         __m512i wide = _mm512_cvtepu16_epi32(_mm256_load_si256(reinterpret_cast<const __m256i*>(w)));
-                        mine[i] = _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16)), share, mine[i]);
+                        sum[i] = _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16)), share, sum[i]);
                     }
                 }
-                for (int i = 0; i < 4; ++i)
-                    sum[i] = _mm512_fmadd_ps(mine[i], _mm512_load_ps(lengths + head * STRIP + LANES * i), sum[i]);
-            }
             for (int i = 0; i < 4; ++i) squares[i] = _mm512_fmadd_ps(sum[i], sum[i], squares[i]);
         }
+        float heads = static_cast<float>(c.kv * c.group);
+        int64_t key = block * BLOCK + strip, end = seen(c, c.rows * c.group - 1).end;
         for (int i = 0; i < 4; ++i, key += LANES) {
             auto there = static_cast<__mmask16>((1u << std::clamp<int64_t>(end - key, 0, LANES)) - 1);
             _mm512_mask_storeu_ps(c.watched + key, there, _mm512_mul_ps(squares[i], _mm512_set1_ps(1 / (heads * heads))));

@@ -16,9 +16,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from blendserve.models.loader import cache_folder
-
-SOURCE = Path(__file__).with_name("attention.cpp")
+SOURCES = Path(__file__).parent
 COMPILE = ("-std=c++17", "-O3", "-march=x86-64-v4", "-mavx512bf16", "-fopenmp", "-fPIC", "-c")
 LINK = ("-shared", "-Wl,-z,now")  # a missing symbol is found at load, not at the first call
 NEEDED = frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512_bf16"})
@@ -31,6 +29,8 @@ class Unavailable(Exception):
 
 def build() -> Path:
     """The shared object, compiled first if need be. Raises Unavailable."""
+    from blendserve.models.loader import cache_folder  # which imports the adapter, and that the kernels
+
     check_cpu()
     compiler = _compiler()
     target = cache_folder() / "native" / f"{_digest(compiler)}.so"
@@ -73,15 +73,18 @@ def _compiler() -> str:
 
 def _digest(compiler: str) -> str:
     version = _run([compiler, "--version"])
-    parts = (SOURCE.read_bytes(), repr((COMPILE, LINK)).encode(), version.encode())
+    files = sorted((*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")))
+    parts = (*(file.read_bytes() for file in files), repr((COMPILE, LINK)).encode(), version.encode())
     return hashlib.blake2b(b"\0".join(parts), digest_size=12).hexdigest()
 
 
 def _compile(compiler: str, target: Path) -> None:
     with tempfile.TemporaryDirectory(prefix=".build-", dir=target.parent) as folder:
-        made, linked = Path(folder, "made.o"), Path(folder, "made.so")
-        _run([compiler, *COMPILE, str(SOURCE), "-o", str(made)])
-        _run([compiler, *LINK, str(made), "-o", str(linked)])
+        linked, made = Path(folder, "made.so"), []
+        for source in sorted(SOURCES.glob("*.cpp")):
+            made.append(str(Path(folder, source.stem + ".o")))
+            _run([compiler, *COMPILE, str(source), "-o", made[-1]])
+        _run([compiler, *LINK, *made, "-o", str(linked)])
         os.replace(linked, target)
 
 

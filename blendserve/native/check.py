@@ -1,4 +1,4 @@
-"""The kernels against the formula, on random numbers, before they may serve."""
+"""The kernels against their formulas, on random numbers, before they may serve."""
 
 from __future__ import annotations
 
@@ -7,29 +7,51 @@ import ctypes
 import torch
 from torch import Tensor
 
-from blendserve.native.attention import Seen, run
+from blendserve.native import attention, linear
 from blendserve.native.build import Unavailable
 
-BOUND = 0.03  # outputs reach 4; they and the weights are rounded to 8 bits of mantissa
+BOUND = 0.03  # attention's outputs reach 4; they and the weights are rounded to 8 bits of mantissa
 POSITIONS = (0, 1, 2, 3, 17, 63, 64, 65, 255, 256, 257, 400, 401, 402, 511, 512, 600, 700, 701)
+ROUNDING = 2**-8  # of a linear layer's output
 
 
 def check(loaded: ctypes.CDLL) -> None:
-    """Raises Unavailable unless attention comes out right, with and without window and softcap."""
-    generator = torch.Generator().manual_seed(0)
-    shapes = ((6, len(POSITIONS), 64), (2, 720, 64), (2, 720, 64))
-    q, keys, values = (torch.randn(shape, generator=generator).to(torch.bfloat16) for shape in shapes)
-    keys[:, POSITIONS[-1] + 1 :] = values[:, POSITIONS[-1] + 1 :] = float("nan")
-    at = torch.tensor(POSITIONS)
+    """Raises Unavailable unless everything comes out right."""
     with torch.inference_mode():
-        for window, softcap in ((None, None), (70, None), (None, 2.0), (300, 2.0)):
-            got = run(loaded, q, keys, values, Seen(at, 0.25, window, softcap))
-            wanted = formula(q, keys[:, : at[-1] + 1], values[:, : at[-1] + 1], at, 0.25, window, softcap)
-            off = float((got.double() - wanted).abs().max())
-            if not off < BOUND:  # NaN is not
-                raise Unavailable(
-                    f"the kernel is wrong here: off by {off:.3g} (window {window}, softcap {softcap})"
-                )
+        _check_attention(loaded)
+        _check_linear(loaded)
+
+
+def _check_attention(loaded: ctypes.CDLL) -> None:
+    """With and without window and softcap; memory behind the last key holds NaN."""
+    generator, end = torch.Generator().manual_seed(0), POSITIONS[-1] + 1
+    shapes = ((6, len(POSITIONS), 64), (2, 720, 64), (2, 720, 64))
+    q, keys, values = (_random(shape, generator) for shape in shapes)
+    keys[:, end:] = values[:, end:] = float("nan")
+    at = torch.tensor(POSITIONS)
+    for window, softcap in ((None, None), (70, None), (None, 2.0), (300, 2.0)):
+        got = attention.run(loaded, q, keys, values, attention.Seen(at, 0.25, window, softcap))
+        wanted = formula(q, keys[:, :end], values[:, :end], at, 0.25, window, softcap)
+        off = float((got.double() - wanted).abs().max())
+        if not off < BOUND:  # NaN is not
+            raise Unavailable(
+                f"attention is wrong here: off by {off:.3g} with window {window} and softcap {softcap}"
+            )
+
+
+def _check_linear(loaded: ctypes.CDLL) -> None:
+    """For few rows and for many, with sizes that fill no vector."""
+    generator = torch.Generator().manual_seed(0)
+    for rows in (1, 7, 150):
+        x, weight, bias = (_random(shape, generator) for shape in ((rows, 90), (142, 90), (142,)))
+        wanted = x.double() @ weight.double().T + bias.double()
+        off = float(((linear.run(loaded, x, weight, bias) - wanted).abs() - ROUNDING * wanted.abs()).max())
+        if not off < 1e-4:
+            raise Unavailable(f"linear is wrong here: off by {off:.3g} beyond rounding at {rows} rows")
+
+
+def _random(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    return torch.randn(shape, generator=generator).to(torch.bfloat16)
 
 
 def formula(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -27,6 +28,16 @@ def anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[pytest.Mon
     library._state.cache_clear()
     yield monkeypatch
     library._state.cache_clear()
+
+
+def change_sources(anew: pytest.MonkeyPatch, folder: Path, name: str, old: str, new: str) -> None:
+    """The kernels will be built, quickly, from sources in which `old` is `new`."""
+    shutil.copytree(build.SOURCES, folder)
+    text = (folder / name).read_text()
+    assert text.count(old) == 1
+    (folder / name).write_text(text.replace(old, new))
+    anew.setattr(build, "SOURCES", folder)
+    anew.setattr(build, "COMPILE", (*build.COMPILE, "-O1"))
 
 
 def check_torch_serves(reason: str) -> None:
@@ -58,9 +69,8 @@ def test_no_compiler(anew: pytest.MonkeyPatch) -> None:
 
 @needs_kernels
 def test_a_compiler_that_fails(anew: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    broken = tmp_path / "broken.cpp"
-    broken.write_text("this is not C++;")
-    anew.setattr(build, "SOURCE", broken)
+    (tmp_path / "broken.cpp").write_text("this is not C++;")
+    anew.setattr(build, "SOURCES", tmp_path)
     check_torch_serves("compiling failed")
     assert not list((tmp_path / "blendserve" / "native").glob("*.so"))
 
@@ -78,13 +88,14 @@ def test_a_cpu_without_the_instructions(anew: pytest.MonkeyPatch) -> None:
 
 @needs_kernels
 def test_a_kernel_with_a_broken_mask_is_not_used(anew: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    source = build.SOURCE.read_text()
-    wrong = source.replace("at - c.window + 1) : 0, at + 1}", "at - c.window + 1) : 0, at + 2}")
-    assert wrong != source
-    (tmp_path / "wrong.cpp").write_text(wrong)
-    anew.setattr(build, "SOURCE", tmp_path / "wrong.cpp")
-    anew.setattr(build, "COMPILE", (*build.COMPILE, "-O1"))
-    check_torch_serves("the kernel is wrong here")
+    change_sources(anew, tmp_path / "wrong", "attention.cpp", "+ 1) : 0, at + 1}", "+ 1) : 0, at + 2}")
+    check_torch_serves("attention is wrong here")
+
+
+@needs_kernels
+def test_a_linear_layer_that_loses_an_input_is_not_used(anew: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    change_sources(anew, tmp_path / "wrong", "linear.cpp", "k < c.depth; k += 2", "k < c.depth - 2; k += 2")
+    check_torch_serves("linear is wrong here")
 
 
 @needs_kernels
