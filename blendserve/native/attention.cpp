@@ -38,7 +38,7 @@ struct Call {
     float softcap;  // 0 = none
     int64_t threads;
     const uint8_t* hidden;  // [T + 64], not 0 = nobody sees this key; or null
-    float* watched;         // [T] or null: per key, the sum over rows of (mean over heads of the weight) squared
+    float* watched;         // [T] or null: per key, sum over rows of (mean over heads of weight * |value|) squared
 };
 
 namespace {
@@ -438,25 +438,45 @@ class ByKeys {
         }
     }
 
+    // The norms of a strip's values; behind the last one, 0.
+    void measure(int64_t head, int64_t key, int64_t end, float* to) const {
+        for (int64_t i = 0; i < STRIP; ++i) {
+            const uint16_t* v = c.values + head * c.v_head + (key + i) * c.v_row;
+            __m512 sum = _mm512_setzero_ps();
+            for (int64_t d = 0; d < c.dim && key + i < end; d += LANES) {
+                __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(v + d)));
+                __m512 x = _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+                sum = _mm512_fmadd_ps(x, x, sum);
+            }
+            to[i] = std::sqrt(_mm512_reduce_add_ps(sum));
+        }
+    }
+
     // What is seen of the keys of one strip.
     void watch(int64_t block, int64_t strip) const {
+        float heads = static_cast<float>(c.kv * c.group);
+        int64_t key = block * BLOCK + strip, end = seen(c, c.rows * c.group - 1).end;
+        auto* lengths = reinterpret_cast<float*>(thread_scratch.take(sizeof(float) * STRIP * c.kv));
         __m512 squares[4] = {};
+        for (int64_t head = 0; head < c.kv; ++head) measure(head, key, end, lengths + head * STRIP);
         for (int64_t row = 0; row < c.rows; ++row) {
             __m512 sum[4] = {};
-            for (int64_t head = 0; head < c.kv; ++head)
+            for (int64_t head = 0; head < c.kv; ++head) {
+                __m512 mine[4] = {};
                 for (int64_t s = row * c.group; s < (row + 1) * c.group; ++s) {
                     int64_t at = index(head, s / TILE, block);
                     __m512 share = _mm512_set1_ps(state(head, s / TILE, block).total[s % TILE]);
                     for (int i = 0; i < 4; ++i) {
                         const uint16_t* w = weights[at][s % TILE] + strip + LANES * i;
                         __m512i wide = _mm512_cvtepu16_epi32(_mm256_load_si256(reinterpret_cast<const __m256i*>(w)));
-                        sum[i] = _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16)), share, sum[i]);
+                        mine[i] = _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16)), share, mine[i]);
                     }
                 }
+                for (int i = 0; i < 4; ++i)
+                    sum[i] = _mm512_fmadd_ps(mine[i], _mm512_load_ps(lengths + head * STRIP + LANES * i), sum[i]);
+            }
             for (int i = 0; i < 4; ++i) squares[i] = _mm512_fmadd_ps(sum[i], sum[i], squares[i]);
         }
-        float heads = static_cast<float>(c.kv * c.group);
-        int64_t key = block * BLOCK + strip, end = seen(c, c.rows * c.group - 1).end;
         for (int i = 0; i < 4; ++i, key += LANES) {
             auto there = static_cast<__mmask16>((1u << std::clamp<int64_t>(end - key, 0, LANES)) - 1);
             _mm512_mask_storeu_ps(c.watched + key, there, _mm512_mul_ps(squares[i], _mm512_set1_ps(1 / (heads * heads))));
