@@ -105,7 +105,7 @@ async def _add(
     new: list[Passage] = []
     for document in documents:
         added, replaced = await service.on_retrieval(service.library.add, index, document.document())
-        await service.on_retrieval(_forget, service, index, replaced)
+        await service.on_retrieval(_forget, service, replaced)
         new += added
         job.documents += 1
     await _precompute(service, tenant, new, job)
@@ -123,17 +123,25 @@ async def _precompute(service: Service, tenant: Tenant, passages: Sequence[Passa
 
 def _delete(service: Service, index: VectorIndex, doc_id: str) -> list[Passage]:
     """KV goes first, so that a kill in between leaves nothing behind that no document explains."""
-    _forget(service, index, [p for p in index.passages if p.doc_id == doc_id])
+    _forget(service, [p for p in index.passages if p.doc_id == doc_id])
     return service.library.delete(index, doc_id)
 
 
-def _forget(service: Service, index: VectorIndex, gone: Sequence[Passage]) -> None:
-    """Delete the KV of passages from every namespace, except what other passages share."""
-    ids = {p.id for p in gone}
-    left = [p for other in service.library.collections.values() for p in other.passages]
-    chunks, kept = service.chunks(gone), service.chunks([p for p in left if p.id not in ids or p not in gone])
-    for namespace in service.namespaces() if gone else ():
-        service.blender(namespace).forget(chunks, kept)
+def _forget(service: Service, gone: Sequence[Passage]) -> None:
+    """Delete the KV of passages from every namespace, except of texts that other passages share."""
+    texts = {_shown(p): p for p in gone}
+    for index in service.library.collections.values():
+        for passage in index.passages:
+            if passage not in gone:
+                texts.pop(_shown(passage), None)
+    chunks = service.chunks(list(texts.values()))
+    for namespace in service.namespaces() if chunks else ():
+        service.blender(namespace).forget(chunks, ())
+
+
+def _shown(passage: Passage) -> str:
+    """What of a passage stands in a prompt."""
+    return "\n".join(part.strip() for part in (passage.title, passage.text) if part.strip())
 
 
 def _chosen(service: Service, tenant: Tenant, body: CacheRequest) -> list[Passage]:

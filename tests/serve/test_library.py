@@ -60,6 +60,17 @@ def test_a_document_comes_is_found_blended_replaced_and_goes(server: Server) -> 
     assert server.http.delete("/v1/documents/heron/1", params={"collection": "a"}).status_code == 404
 
 
+def test_kv_of_a_text_that_another_document_has_too_stays(server: Server) -> None:
+    text = "The same words stand in two documents."
+    for name, collection in (("one", "a"), ("two", "b")):
+        body = {"collection": collection, "documents": [{"id": name, "text": text}]}
+        assert server.job(server.post("/v1/documents", body))["computed"] == 1
+    same = {"passages": [{"text": text}]}
+    for name, collection, left in (("one", "a", 1), ("two", "b", 0)):
+        server.http.delete(f"/v1/documents/{name}", params={"collection": collection}).raise_for_status()
+        assert server.post("/v1/cache/lookup", same).json()["found"] == left
+
+
 def test_what_is_added_is_there_after_a_restart(server: Server) -> None:
     from blendserve.retrieve import VectorIndex
     from tests.serve.helpers import WordEmbedder, reader
