@@ -294,6 +294,12 @@ def evaluate(
     ] = None,
     chunks: Annotated[int | None, typer.Option(help="Chunks of a prompt, at most. [default: all]")] = None,
     limit: Annotated[int | None, typer.Option(help="Questions, the first ones. [default: all]")] = None,
+    half: Annotated[
+        str | None,
+        typer.Option(
+            help="first or second: every other question, to choose on one and confirm on the other. [default: both]"
+        ),
+    ] = None,
     methods: Annotated[
         str | None,
         typer.Option(
@@ -305,7 +311,7 @@ def evaluate(
     ] = None,
     behind: Annotated[
         str | None,
-        typer.Option(help="What chunk KV is computed behind: prefix, bos or none. [default: prefix]"),
+        typer.Option(help="What chunk KV is computed behind: prefix, primer, bos or none. [default: prefix]"),
     ] = None,
     max_new_tokens: Annotated[int | None, typer.Option(help="Length of an answer. [default: 32]")] = None,
     seed: Annotated[
@@ -330,6 +336,7 @@ def evaluate(
         EvaluateConfig(dataset=dataset, corpus=corpus, window=window, chunks=chunks, limit=limit),
         setting=setting,
         top_k=top_k,
+        half=half,
         methods=split_list(methods) if methods else None,
         ratios=split_list(ratios) if ratios else None,
         seed=seed,

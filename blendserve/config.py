@@ -18,7 +18,7 @@ from blendserve.errors import ConfigError
 Method = Literal["auto", "blend", "full", "prefix", "reuse"]
 PolicyName = Literal["query", "deviation", "chunk_head", "random", "none", "all"]
 CorrectionName = Literal["ridge", "shift", "none"]
-Behind = Literal["prefix", "bos", "none"]
+Behind = Literal["prefix", "primer", "bos", "none"]
 
 Ratio = Annotated[float, Field(ge=0.0, le=1.0)]
 Positive = Annotated[int, Field(gt=0)]

@@ -4,17 +4,22 @@ prefix = chat-template head + system text + instruction;  suffix = question + ch
 reader's own chat template, rendered once with sentinels and split there. Every part is tokenised alone and joined as ids,
 so a chunk's ids never depend on its neighbours. Passages and questions cannot smuggle in control tokens: their text is
 tokenised with special tokens taken literally.
+
+A chunk's KV is computed behind the prefix, or behind less, or behind the prefix and a primer: a few passages about
+nothing in particular (primer.txt), so that a chunk is read as one passage among others, as it will be in most prompts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from blendserve.config import PromptConfig
+from blendserve.config import Behind, PromptConfig
 from blendserve.core import Chunk, Passage, Prompt, TokenIds
 from blendserve.errors import ModelUnsupported
 
+PRIMER = Path(__file__).with_name("primer.txt")
 PASSAGES, QUESTION = "<<<blendserve-passages>>>", "<<<blendserve-question>>>"
 
 
@@ -28,8 +33,7 @@ class PromptBuilder:
         before, _, after = rest.partition(QUESTION)
         self.prefix = self._template_ids(head)
         self._before, self._after = self._template_ids(before), self._template_ids(after)
-        # "bos" is the first token of the prefix: BOS, or what this template puts in its place.
-        self.behind: TokenIds = {"prefix": self.prefix, "bos": self.prefix[:1], "none": ()}[config.behind]
+        self.behind = self._front(config.behind)
 
     def build(self, question: str, passages: Sequence[Passage]) -> Prompt:
         """The whole prompt; passages in the order given."""
@@ -40,6 +44,14 @@ class PromptBuilder:
         """A passage as the reader will see it; no text, no tokens."""
         lines = [part.strip() for part in (passage.title, passage.text) if part.strip()]
         return Chunk(self._text_ids("\n".join(lines) + "\n\n") if lines else (), passage)
+
+    def _front(self, behind: Behind) -> TokenIds:
+        """The tokens that chunk KV is computed behind."""
+        if behind == "primer":
+            passages = (self.chunk(Passage(text)) for text in PRIMER.read_text("utf-8").split("\n\n"))
+            return (*self.prefix, *(i for chunk in passages for i in chunk.ids))
+        # "bos" is the first token of the prefix: BOS, or what this template puts in its place.
+        return {"prefix": self.prefix, "bos": self.prefix[:1], "none": ()}[behind]
 
     def _template_ids(self, text: str) -> TokenIds:
         return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"]) if text else ()

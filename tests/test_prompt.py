@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blendserve.config import PromptConfig
+from blendserve.config import Behind, PromptConfig
 from blendserve.core import Passage
 from blendserve.errors import ModelUnsupported
 from blendserve.prompt import PromptBuilder
@@ -73,7 +73,8 @@ def test_a_chunk_is_title_and_text(passage: Passage, text: str) -> None:
 
 def test_what_chunks_are_computed_behind() -> None:
     tokenizer = bundled_tokenizer()
-    builders = {b: PromptBuilder(tokenizer, PromptConfig(behind=b)) for b in ("prefix", "bos", "none")}
+    builders = {b: PromptBuilder(tokenizer, PromptConfig(behind=b)) for b in get_args(Behind)}
+    primer = builders.pop("primer").behind
     prefix = builders["prefix"].prefix
     assert {b: made.behind for b, made in builders.items()} == {
         "prefix": prefix,
@@ -81,6 +82,10 @@ def test_what_chunks_are_computed_behind() -> None:
         "none": (),
     }
     assert prefix[0] in tokenizer.all_special_ids
+    passages = tokenizer.decode(primer[len(prefix) :])[:-2].split("\n\n")
+    assert primer[: len(prefix)] == prefix
+    assert tokenizer.decode(primer).endswith(".\n\n")  # the next passage begins where a passage may begin
+    assert len(passages) == 5
 
 
 def test_without_a_template_the_prompt_is_plain_text() -> None:

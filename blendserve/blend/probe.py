@@ -55,7 +55,9 @@ def _looked(weights: Tensor, values: Tensor) -> Tensor:
     per_kv_head = weights.view(len(values), -1, *weights.shape[1:]).sum(
         dim=1, dtype=torch.float32
     )  # [K, S, T]
-    return torch.linalg.vector_norm((per_kv_head * length[:, None]).sum(dim=0) / len(weights), dim=0)
+    taken = (per_kv_head * length[:, None]).sum(dim=0) / len(weights)
+    score: Tensor = taken.square().sum(dim=0).sqrt()
+    return score
 
 
 def _hidden(layout: Layout, window: int | None) -> Tensor:

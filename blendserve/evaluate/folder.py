@@ -28,7 +28,7 @@ from blendserve.evaluate.plan import EvaluateConfig
 
 Line = dict[str, Any]
 
-EXTENSIBLE = {"limit", "methods", "ratios", "store"}  # what a run may be gone on with differently
+EXTENSIBLE = {"limit", "half", "methods", "ratios", "store"}  # what a run may be gone on with differently
 
 
 class RunFolder:

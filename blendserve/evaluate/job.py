@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from blendserve.config import Config, changed
 from blendserve.engine import Engine
 from blendserve.errors import InputError
-from blendserve.evaluate.datasets import load
+from blendserve.evaluate.datasets import Dataset, load
 from blendserve.evaluate.folder import RunFolder, environment
 from blendserve.evaluate.plan import EvaluateConfig, settings_from
 from blendserve.evaluate.progress import watching
@@ -54,7 +54,7 @@ def evaluate(
     makes_room = settings.store.path is None  # in a store of the user's, nothing is given up
     settings = _settled(settings, runs)
     variants = plan.variants
-    dataset = load(plan.dataset, corpus=plan.corpus, limit=plan.limit, seed=plan.seed)
+    dataset = _half(plan, load(plan.dataset, corpus=plan.corpus, limit=plan.limit, seed=plan.seed))
     where = environment()
     folder = RunFolder(runs / (name or plan.name), plan, settings, where)
     if folder.predictions:
@@ -70,6 +70,7 @@ def evaluate(
     figures = {
         "dataset": dataset.name,
         "setting": plan.setting,
+        "half": plan.half,
         "reader": reader,
         "environment": where,
         "began_with": folder.began,
@@ -84,6 +85,12 @@ def evaluate(
     folder.write("metrics.json", json.dumps(figures, indent=1, ensure_ascii=False).encode())
     _publish(folder, figures)
     return Outcome(folder.path, figures)
+
+
+def _half(plan: EvaluateConfig, dataset: Dataset) -> Dataset:
+    """The questions to run: all, or every other one, so that what was chosen on one half is confirmed on the other."""
+    start, step = {"both": (0, 1), "first": (0, 2), "second": (1, 2)}[plan.half]
+    return replace(dataset, examples=dataset.examples[start::step])
 
 
 def _publish(folder: RunFolder, figures: dict[str, Any]) -> None:

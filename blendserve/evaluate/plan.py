@@ -27,6 +27,9 @@ class EvaluateConfig(Section):
     chunks: Positive | None = None  # of each prompt, at most; None = all
     top_k: Positive = 10  # passages retrieved, open setting only
     limit: Positive | None = None  # questions, the first ones
+    half: Literal["both", "first", "second"] = (
+        "both"  # of those: the 1st, 3rd, 5th ..., or the 2nd, 4th, 6th ...
+    )
     seed: int = 0  # of the `random` policy, and of distractors where a data set has none of its own
     methods: tuple[str, ...] = (
         "full",

@@ -171,6 +171,16 @@ def test_a_run_can_be_extended(done: Any, tmp_path: Path) -> None:
     assert untimed(more.figures["methods"]) == untimed(done.figures["methods"])
 
 
+def test_the_halves_of_a_run_are_its_questions(done: Any, tmp_path: Path) -> None:
+    dataset, methods = write_dataset(tmp_path, QUESTIONS), ("query+shift",)
+    parts = [run(tmp_path, dataset, half=half, methods=methods, name="x") for half in ("first", "second")]
+    asked = list(dict.fromkeys(line["id"] for line in predictions(parts[1])))
+    assert asked == [f"q{n}" for n in (*range(0, QUESTIONS, 2), *range(1, QUESTIONS, 2))]
+    assert [part.figures["half"] for part in parts] == ["first", "second"]
+    counts = [part.figures["methods"]["reuse"]["mean_kl"]["n"] for part in parts]
+    assert sum(counts) == QUESTIONS
+
+
 def test_a_run_over_other_prompts_is_not_gone_on_with(tmp_path: Path) -> None:
     dataset = write_dataset(tmp_path, 1)
     outcome = run(tmp_path, dataset, methods=("none",), name="mine")
