@@ -70,7 +70,7 @@ class Blender:
         return chunk_key(self._fingerprint, front, ids, str(self.adapter.dtype), self._namespace)
 
     def like(self, adapter: Adapter, store: KVStore, namespace: str) -> Blender:
-        """The same reader, prompt and measured costs for another namespace; adapter, store: other ways to the same ones."""
+        """The same reader, prompt and measured costs for another namespace; adapter, store: other ways to them."""
         other = Blender(adapter, self._fingerprint, store, self._prefix, self._behind, namespace)
         other._costs = self._costs
         return other
