@@ -217,7 +217,7 @@ class Scheduler:
         report = done.report
         cached = report.tokens_exact + report.tokens_reused
         if front and report.method != "full":
-            cached -= len(work.prompt.prefix) - front.reused
+            cached = max(0, cached - len(work.prompt.prefix) + front.reused)  # 0: the store could not be read
         if work.missed and done.absent:
             work.missed(done.absent)
         self._metrics.prefilled(report, work.clock)
