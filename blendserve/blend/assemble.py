@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from blendserve.blend.cache import KVCache
+from blendserve.blend.load import LayerReader
 from blendserve.core import Prompt, Span
 from blendserve.models.adapter import Adapter, Ropes
 from blendserve.store.base import ChunkView
@@ -82,7 +83,10 @@ def lay_out(
 
 
 class Assembly:
-    """Places stored KV into a request's cache, layer by layer, each layer once; its time is the clock's "load"."""
+    """Places stored KV into a request's cache, layer by layer, each layer once; its time is the clock's "load".
+
+    Close it before the snapshot that the pieces come from ends: another thread reads ahead.
+    """
 
     def __init__(
         self,
@@ -94,6 +98,7 @@ class Assembly:
     ) -> None:
         self._adapter, self._cache, self._pieces, self._ropes = adapter, cache, pieces, ropes
         self._clock = clock or Clock(adapter.device)
+        self._reader = LayerReader([piece.view for piece in pieces], adapter.n_layers)
         self._placed = [False] * adapter.n_layers
         self.bytes_loaded = 0
 
@@ -101,13 +106,16 @@ class Assembly:
         """Read, check, rotate and place layer l. Raises CorruptRecord."""
         if not self._placed[l]:
             with self._clock.stage("load"):
-                for piece in self._pieces:
-                    self._place(l, piece)
+                for piece, (keys, values) in zip(self._pieces, self._reader.take(l), strict=True):
+                    self._place(l, piece.span, keys, values)
             self._placed[l] = True
 
-    def _place(self, l: int, piece: Piece) -> None:
-        keys, values = piece.view.layer(l)
-        at = slice(piece.span.start, piece.span.stop)
+    def close(self) -> None:
+        """Stop reading ahead."""
+        self._reader.close()
+
+    def _place(self, l: int, span: Span, keys: Tensor, values: Tensor) -> None:
+        at = slice(span.start, span.stop)
         rotated = self._adapter.rotate(keys.to(self._cache.keys.device), self._ropes[l].at(at))
         self._cache.write(l, at, rotated, values)
         self.bytes_loaded += 2 * keys.numel() * keys.element_size()

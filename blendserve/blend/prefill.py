@@ -9,6 +9,7 @@ prefill; with everything chosen it equals it.
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import dataclass
 
 import torch
@@ -56,7 +57,9 @@ def prefill(
     """
     check_policy(blend, adapter.n_layers)
     cache = cache or KVCache(adapter, len(prompt) + new_tokens)
-    return _Run(adapter, prompt, layout, blend, cache, clock or Clock(adapter.device)).go()
+    run = _Run(adapter, prompt, layout, blend, cache, clock or Clock(adapter.device))
+    with closing(run.assembly):
+        return run.go()
 
 
 def check_policy(blend: BlendConfig, n_layers: int) -> None:
