@@ -3,9 +3,9 @@
     this thread      place 0 | compute 0     | place 1 | compute 1     | ...
     loader thread    read 0  | read 1        | read 2                  | ...
 
-Reading is what waits for a disk: the first touch of a mapped page, under the checksum, without the GIL. Rotating and placing
-stay with the thread that computes, as they use the same cores (CacheBlend, arXiv 2405.16444, section 5, overlaps the same
-two for a GPU).
+Reading is what waits for a disk: the first touch of a mapped page, under the checksum, without the GIL. Rotating and
+placing stay with the thread that computes, as they use the same cores (CacheBlend, arXiv 2405.16444, section 5, overlaps
+the same two for a GPU).
 """
 
 from __future__ import annotations
