@@ -229,11 +229,13 @@ def ask(
         ),
     ] = None,
     ratio: Annotated[
-        float | None,
-        typer.Option(help=f"Share of the context tokens recomputed. {_default(BlendConfig().ratio)}"),
+        str | None,
+        typer.Option(
+            help=f"Share of the context tokens recomputed, or auto. {_default(BlendConfig().ratio)}"
+        ),
     ] = None,
     correction: Annotated[
-        str | None, typer.Option(help=f"shift or none. {_default(BlendConfig().correction)}")
+        str | None, typer.Option(help=f"ridge, shift or none. {_default(BlendConfig().correction)}")
     ] = None,
     max_new_tokens: Annotated[
         int | None, typer.Option(help=f"Length of the answer. {_default(DecodeConfig().max_new_tokens)}")

@@ -83,12 +83,18 @@ class BlendConfig(Section):
 
     method: Method = "auto"  # the cheapest of blend, prefix and full, by a cost model of this machine
     policy: PolicyName = "query"
-    ratio: Ratio = 0.15  # share of the context tokens
+    ratio: Ratio | Literal["auto"] = 0.15  # share of the context tokens; "auto": as many as loading hides
+    floor: Ratio = 0.05  # ratio "auto" recomputes no less
     correction: CorrectionName = "shift"
     check_layers: tuple[Annotated[int, Field(ge=1)], ...] = (
         1,
     )  # `deviation` only; several = gradual filtering
     seed: int = 0  # `random` only
+
+    @property
+    def share(self) -> float:
+        """The ratio as a number; "auto" is at least its floor (blend/controller.py finds out what it is)."""
+        return self.floor if self.ratio == "auto" else self.ratio
 
 
 class DecodeConfig(Section):
@@ -154,7 +160,9 @@ def nearest(name: str, known: list[str]) -> str:
 def _explain(root: type[BaseModel], error: ValidationError) -> str:
     """One line for a validation error's first problem."""
     problem = error.errors()[0]
-    *parents, name = [str(part) for part in problem["loc"]] or ["?"]
+    # Of a setting that takes several types, pydantic adds the type that it tried: no setting has such a name.
+    tried = {"constrained-float", "float", "literal['auto']"}
+    *parents, name = [str(part) for part in problem["loc"] if part not in tried] or ["?"]
     section = root.__name__.removesuffix("Config").lower()
     where = ".".join([section, *parents, name] if section else [*parents, name])
     if problem["type"] == "extra_forbidden":

@@ -38,6 +38,7 @@ def test_a_file_names_only_what_it_changes(tmp_path: Path) -> None:
     [
         ({"blend": {"ratio": 1.7}}, r"'blend.ratio' cannot be 1.7: .*less than or equal to 1"),
         ({"blend": {"ratio": -0.1}}, r"'blend.ratio' cannot be -0.1"),
+        ({"blend": {"ratio": "most"}}, r"'blend.ratio' cannot be 'most': .*number"),
         ({"blend": {"rato": 0.5}}, r"unknown setting 'blend.rato': did you mean 'ratio'"),
         ({"blend": {"method": "mix"}}, r"'blend.method' cannot be 'mix': .*'blend', 'full'"),
         ({"blend": {"check_layers": [1, 0]}}, r"'blend.check_layers.1' cannot be 0"),

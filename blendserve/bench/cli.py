@@ -68,6 +68,9 @@ def ttft(
         typer.Option(help=f"Of methods that name none; with commas or given again. {_default(TTFT.ratios)}"),
     ] = None,
     cold: Annotated[bool, typer.Option("--cold", help="Also from a cold page cache.")] = False,
+    throttle: Annotated[
+        list[str] | None, typer.Option(help="Also from a store of so many GB/s; with commas or given again.")
+    ] = None,
     memory: Annotated[bool, typer.Option("--memory", help="Also the peak memory of a request.")] = False,
     model: ModelOpt = None,
     dtype: DtypeOpt = None,
@@ -80,8 +83,8 @@ def ttft(
     """One prompt by every method: prefill, time to first token, and where it goes."""
     config = changed(
         TTFT, chunks=chunks, chunk_tokens=chunk_tokens, suffix_tokens=suffix_tokens, methods=_words(methods),
-        ratios=_words(ratio), cold=cold, memory=memory, model=model, dtype=dtype, threads=threads, repeats=repeats,
-        seed=seed, folder=folder,
+        ratios=_words(ratio), cold=cold, throttle=_words(throttle), memory=memory, model=model, dtype=dtype,
+        threads=threads, repeats=repeats, seed=seed, folder=folder,
     )  # fmt: skip
     config.variants  # noqa: B018  a wrong word is told before a model is loaded
     from blendserve.bench.tables import ttft as tables

@@ -16,6 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from blendserve.bench.throttle import throttled
 from blendserve.bench.workload import Workload
 from blendserve.blend.blender import Blender
 from blendserve.config import Behind, BlendConfig, PromptConfig
@@ -25,7 +26,7 @@ from blendserve.evaluate.variants import FULL, TRANSFORMERS, Variant
 from blendserve.models.adapter import Adapter
 from blendserve.models.loader import Reader
 from blendserve.prompt import PromptBuilder
-from blendserve.store import LMDBStore
+from blendserve.store import KVStore, LMDBStore
 from blendserve.timing import Clock
 
 SPARE_BYTES = 1 << 24  # of a store's cap, beside its chunks
@@ -42,6 +43,7 @@ class Took:
     seconds: dict[str, float] = field(default_factory=dict)  # stages within prefill
     report: BlendReport | None = None  # None for transformers
     recomputed: Tensor | None = None  # positions that the policy chose
+    reading: float = 0.0  # seconds that the store took, most of them while layers ran
 
 
 class Contest:
@@ -61,16 +63,22 @@ class Contest:
         self._behinds = list(dict.fromkeys(map(_behind, variants)))
         self.reopen()
 
-    def reopen(self) -> None:
-        """Open the store, and blenders over it."""
+    def reopen(self, bytes_per_second: float | None = None) -> None:
+        """Open the store, and blenders over it; with a rate, no more is read in a second."""
         tokens = len(self._behinds) * len(self.workload.prompt)
-        self.store = LMDBStore(self.folder, tokens * self._adapter.kv_bytes_per_token + SPARE_BYTES)
+        store: KVStore = LMDBStore(self.folder, tokens * self._adapter.kv_bytes_per_token + SPARE_BYTES)
+        self.store = throttled(store, bytes_per_second) if bytes_per_second else store
         self._blenders = {behind: self._blender(behind) for behind in self._behinds}
 
     def precompute(self) -> None:
         """Store what every variant reads. Raises StoreError."""
         for blender in self._blenders.values():
             blender.precompute(self.workload.chunks)
+
+    def calibrate(self) -> None:
+        """Measure the machine, where ratio "auto" would do it in the middle of a run."""
+        for blender in self._blenders.values():
+            blender.calibrate()
 
     def run(self, variant: Variant) -> Took:
         """From text to first token. Raises StoreError when KV that should be there is not."""
@@ -129,7 +137,8 @@ def run_blender(blender: Blender, workload: Workload, blend: BlendConfig) -> Too
         )
     seconds = {stage: clock.seconds[stage] for stage in STAGES}
     kv_bytes, recomputed = done.prefilled.cache.n_bytes, done.prefilled.recomputed
-    return Took(clock.seconds["prefill"], ttft, kv_bytes, seconds, done.report, recomputed)
+    reading = done.prefilled.seconds_reading
+    return Took(clock.seconds["prefill"], ttft, kv_bytes, seconds, done.report, recomputed, reading)
 
 
 def run_transformers(reader: Reader, workload: Workload) -> Took:

@@ -40,6 +40,7 @@ class TtftConfig(BenchConfig):
     methods: tuple[str, ...] = ("query+shift",)  # beside transformers, full, prefix and reuse
     ratios: tuple[Ratio, ...] = (0.05, 0.15)
     cold: bool = False
+    throttle: tuple[Annotated[float, Field(gt=0)], ...] = ()  # GB/s that the store gives, one after the other
     memory: bool = False
 
     @property

@@ -29,6 +29,7 @@ def ttft(figures: Figures) -> list[Table]:
     ]
     if "cold" in figures:
         tables.append(_cold(figures["cold"]))
+    tables += [_throttled(part) for part in figures.get("throttled", ())]
     if "memory" in figures:
         tables.append(_memory(figures["memory"]))
     return tables
@@ -114,6 +115,21 @@ def _stages(method: Figures) -> tuple[str, ...]:
         for s in method["stages"].values()
     )
     return *shown, f"{method['bytes_loaded'] / 1e6:,.0f}"
+
+
+def _throttled(part: Figures) -> Table:
+    rows = [
+        (
+            n,
+            ms(m["ttft"]),
+            ms(m["reading"]),
+            plain(m["hidden"]) if "hidden" in m else "-",
+            f"{m['ratio']:.2f}",
+        )
+        for n, m in part["methods"].items()
+    ]
+    columns = ("method", "TTFT ms", "reading ms", "share of it hidden", "ratio")
+    return f"A store of {part['gb_per_second']:g} GB/s", columns, rows
 
 
 def _cold(cold: Figures) -> Table:

@@ -7,7 +7,9 @@ both in the same run. Stages are parts of prefill and are shown as shares of TTF
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
+from statistics import median
 
 from blendserve.bench.contest import STAGES, Contest, Took, loads, scratch
 from blendserve.bench.figures import Figures, Update, interleaved, ratios, spread
@@ -16,6 +18,7 @@ from blendserve.bench.memory import peak_of
 from blendserve.bench.pagecache import drop
 from blendserve.bench.settings import TtftConfig
 from blendserve.bench.workload import make_workload
+from blendserve.config import changed
 from blendserve.evaluate.variants import FULL, TRANSFORMERS
 from blendserve.models.loader import load_reader
 
@@ -49,6 +52,8 @@ def measure(
         }
         if config.cold:
             figures["cold"] = _cold(contest, config.repeats, say)
+        if config.throttle:
+            figures["throttled"] = [_throttled(contest, config, rate, say) for rate in config.throttle]
         if config.memory:
             say("Measuring memory, each method in a process of its own")
             figures["memory"] = {v.name: peak_of(config, v.name, folder) for v in variants}
@@ -104,6 +109,46 @@ def _cold(contest: Contest, repeats: int, say: Say) -> Figures:
         for v in loading
     }
     return {"done": True, "why": "", "methods": methods}
+
+
+def _throttled(contest: Contest, config: TtftConfig, rate: float, say: Say) -> Figures:
+    """TTFT from a store of `rate` GB/s and, in turns, from one that is not held back; and ratio "auto" on the former.
+
+    hidden: the share of the store's time that TTFT does not show.
+    """
+    say(f"Measuring from a store of {rate:g} GB/s")
+    fixed = {v.name: v for v in contest.variants if loads(v)}
+    free = {
+        f"{name} or more": replace(v, blend=changed(v.blend, ratio="auto", floor=v.ratio))
+        for name, v in fixed.items()
+        if v.ratio
+    }
+    slow: dict[str, list[Took]] = {name: [] for name in fixed | free}
+    quick: dict[str, list[Took]] = {name: [] for name in fixed}
+    for _ in range(config.repeats):
+        _reopened(contest, rate * 1e9)
+        contest.calibrate()
+        for name, variant in (fixed | free).items():  # "auto" knows from the fixed ones what loading takes
+            slow[name].append(contest.run(variant))
+        _reopened(contest)
+        for name, variant in fixed.items():
+            quick[name].append(contest.run(variant))
+    methods = {name: _from_slow(slow[name], quick.get(name)) for name in slow}
+    return {"gb_per_second": rate, "methods": methods}
+
+
+def _from_slow(slow: Sequence[Took], quick: Sequence[Took] | None) -> Figures:
+    figures: Figures = {"ttft": spread([t.ttft for t in slow]), "reading": spread([t.reading for t in slow])}
+    figures["ratio"] = median([t.report.ratio for t in slow if t.report])
+    if quick is not None:
+        shown = [(a.ttft - b.ttft) / a.reading for a, b in zip(slow, quick, strict=True)]
+        figures["hidden"] = spread([1 - share for share in shown])
+    return figures
+
+
+def _reopened(contest: Contest, bytes_per_second: float | None = None) -> None:
+    contest.close()
+    contest.reopen(bytes_per_second)
 
 
 def _reopened_cold(contest: Contest) -> str:

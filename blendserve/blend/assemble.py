@@ -110,6 +110,11 @@ class Assembly:
                     self._place(l, piece.span, keys, values)
             self._placed[l] = True
 
+    @property
+    def seconds_reading(self) -> float:
+        """What the store took for it, most of it while this thread did something else."""
+        return self._reader.seconds
+
     def close(self) -> None:
         """Stop reading ahead."""
         self._reader.close()

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from blendserve.blend.assemble import Layout, lay_out
 from blendserve.blend.cache import KVCache
+from blendserve.blend.controller import LoadRate, free_ratio
 from blendserve.blend.lookup import Found, look_up, nothing, wanted
 from blendserve.blend.precompute import ChunkComputer
 from blendserve.blend.prefill import Prefilled, check_policy, prefill
@@ -62,6 +63,7 @@ class Blender:
         self._prefix, self._behind = prefix, behind
         self._computers: dict[TokenIds, ChunkComputer] = {}
         self._costs: CostModel | None = None
+        self._load_rate = LoadRate()
         self._lock = threading.Lock()
 
     def key(self, ids: TokenIds, behind: TokenIds | None = None) -> ChunkKey:
@@ -132,7 +134,10 @@ class Blender:
             method, why = self._choose(prompt, blend, found, why)
             blend = changed(blend, method=method)
             layout = self._layout(prompt, found.only(method, self._exact_first(prompt)))
+        if blend.ratio == "auto":
+            blend = changed(blend, ratio=self._free_ratio(layout, blend))
         done = prefill(self.adapter, prompt, layout, blend, new_tokens, clock, cache)
+        self._load_rate.saw(done.seconds_reading, sum(len(piece.span) for piece in layout.pieces))
         absent = tuple(prompt.chunks[i].ids for i in found.looked_for if found.chunks[i] is None)
         if found.prefix is None and found.looked_for and prompt.prefix:
             absent = ((), *absent)
@@ -146,6 +151,11 @@ class Blender:
         exact = self._exact_first(prompt)
         layouts = {method: self._layout(prompt, found.only(method, exact)) for method in methods}
         return choose(self.calibrate(), layouts, blend, self.adapter.n_layers)
+
+    def _free_ratio(self, layout: Layout, blend: BlendConfig) -> float:
+        """What can be recomputed while the rest loads, as far as is known yet."""
+        rate = self._load_rate.seconds_per_token
+        return free_ratio(self.calibrate(), layout, blend, self.adapter.n_layers, rate)
 
     def _layout(self, prompt: Prompt, found: Found) -> Layout:
         return lay_out(prompt, found.prefix, found.chunks, behind_prefix=self._exact_first(prompt))

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from blendserve.blend.cache import KVCache
-from blendserve.blend.rope import unrotate
+from blendserve.blend.rope import inverse, unrotate
 from blendserve.core import Span
 from blendserve.models.adapter import Adapter, Ropes
 
@@ -81,33 +81,44 @@ class Ridge(Correction):
     name = "ridge"
 
     def __init__(self, adapter: Adapter, cache: KVCache, ropes: Ropes, spans: Sequence[Span]) -> None:
-        self._adapter, self._cache, self._ropes, self._spans = adapter, cache, ropes, spans
+        self._adapter, self._cache, self._spans = adapter, cache, spans
+        self._here = here = slice(
+            spans[0].start, spans[-1].stop
+        )  # what lies between is overwritten by fresh rows
+        there = {id(rope): rope.at(here) for rope in ropes}  # layers share them
+        back = {name: inverse(rope) for name, rope in there.items()}
+        self._turns = [(there[id(rope)], back[id(rope)]) for rope in ropes]
+        size = (adapter.n_kv_heads, here.stop - here.start, 2 * adapter.head_dim)
+        self._shift = torch.empty(size, dtype=cache.keys.dtype, device=cache.keys.device)
 
     def apply(self, l: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
         parts = _rows_by_span(rows, self._spans)
         if l == 0 or not any(map(len, parts)):  # layer 0's keys and values depend on their token alone
             return
         chosen = torch.cat([torch.arange(p.start, p.stop) for p in parts]).to(rows.device)
-        begin, end = (
-            self._spans[0].start,
-            self._spans[-1].stop,
-        )  # what lies between is overwritten by fresh rows
-        turned, stored = self._cache.keys[l][:, begin:end], self._cache.values[l][:, begin:end]
-        rope = self._ropes[l].at(slice(begin, end))
-        plain, at = unrotate(self._adapter, turned, rope), rows[chosen] - begin
-        fresh = unrotate(self._adapter, keys[:, chosen], rope.at(at))
-        moved = torch.cat([fresh - plain[:, at], values[:, chosen] - stored[:, at]], dim=-1).float()
-        means = _means(moved, [len(part) for part in parts])
-        sizes = torch.tensor([len(part) for part in parts], device=rows.device)
-        left = moved - means.repeat_interleave(sizes, dim=1)
-        by_key, by_value, constant = _fit(plain[:, at].float(), stored[:, at].float(), left)
-        shift = plain @ by_key.to(plain.dtype)
-        shift += stored @ by_value.to(stored.dtype)
-        for i, span in enumerate(self._spans):
-            shift[:, span.start - begin : span.stop - begin] += (means[:, i, None] + constant).to(shift.dtype)
+        at, (there, back) = rows[chosen] - self._here.start, self._turns[l]
+        turned, stored = self._cache.keys[l][:, self._here], self._cache.values[l][:, self._here]
+        plain, fresh = self._adapter.rotate(turned, back), self._adapter.rotate(keys[:, chosen], back.at(at))
+        both = torch.cat([plain, stored], dim=-1)
+        known = both[:, at].float()
+        moved = torch.cat([fresh, values[:, chosen]], dim=-1).float() - known
+        sizes = [len(part) for part in parts]
+        means = _means(moved, sizes)
+        expected = [means[:, i, None].expand(-1, n, -1) for i, n in enumerate(sizes)]
+        weights, constant = _fit(known, moved - torch.cat(expected, dim=1))
+        shift = self._predict(both, weights.to(both.dtype), (means + constant).to(both.dtype))
         dk, dv = shift.chunk(2, dim=-1)
-        turned += self._adapter.rotate(dk, rope)
+        turned += self._adapter.rotate(dk, there)
         stored += dv
+
+    def _predict(self, both: Tensor, weights: Tensor, constants: Tensor) -> Tensor:
+        """Stored keys and values [K, N, 2D]; weights [K, 2D, 2D]; constants [K, chunks, 2D] -> shifts [K, N, 2D]."""
+        for shift, head, weight in zip(self._shift, both, weights, strict=True):
+            torch.mm(head, weight, out=shift)
+        for i, span in enumerate(self._spans):
+            here = slice(span.start - self._here.start, span.stop - self._here.start)
+            self._shift[:, here] += constants[:, i, None]
+        return self._shift
 
 
 def _means(moved: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -122,24 +133,29 @@ def _means(moved: Tensor, sizes: Sequence[int]) -> Tensor:
     )
 
 
-def _fit(keys: Tensor, values: Tensor, left: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Ridge regression of `left` [K, S, 2D] on keys and values [K, S, D], centred and of unit size each.
+def _fit(known: Tensor, left: Tensor) -> tuple[Tensor, Tensor]:
+    """Ridge regression of `left` [K, S, 2D] on stored keys and values [K, S, 2D], centred, and of unit size each.
 
-    -> A [K, D, 2D], B [K, D, 2D], c [K, 1, 2D] such that keys A + values B + c predicts `left`.
+    -> W [K, 2D, 2D] and c [K, 1, 2D] such that known W + c predicts `left`.
     """
-    (keys, key_mean, key_size), (values, value_mean, value_size) = _standard(keys), _standard(values)
-    x = torch.cat([keys, values], dim=-1)
-    penalty = PENALTY * x.shape[-1] * torch.eye(x.shape[-1], device=x.device)
-    by_key, by_value = torch.linalg.solve(x.mT @ x + penalty, x.mT @ left).chunk(2, dim=1)
-    by_key, by_value = by_key / key_size, by_value / value_size
-    return by_key, by_value, -(key_mean @ by_key + value_mean @ by_value)
+    mean = known.mean(dim=1, keepdim=True)
+    x = known - mean
+    key, value = (half.square().mean(dim=(1, 2), keepdim=True) for half in x.chunk(2, dim=-1))
+    size = (
+        torch.cat([key, value], dim=-1).sqrt().clamp(min=1e-6)
+    )  # [K, 1, 2]: all dims of each are scaled alike
+    size = size.repeat_interleave(x.shape[-1] // 2, dim=-1)
+    weights = _ridge(x / size, left, PENALTY * x.shape[-1]) / size.mT
+    return weights, -(mean @ weights)
 
 
-def _standard(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """x [K, S, D] centred and over its size, its mean [K, 1, D], its size [K, 1, 1]: all dims are scaled alike."""
-    mean = x.mean(dim=1, keepdim=True)
-    size = (x - mean).square().mean(dim=(1, 2), keepdim=True).sqrt().clamp(min=1e-6)
-    return (x - mean) / size, mean, size
+def _ridge(x: Tensor, y: Tensor, penalty: float) -> Tensor:
+    """W [K, F, G] with the least |x W - y|^2 + penalty |W|^2, for x [K, S, F], y [K, S, G]."""
+    few = x.shape[1] < x.shape[2]  # then the system of the rows is the smaller one; both have this solution
+    gram = x @ x.mT if few else x.mT @ x
+    gram.diagonal(dim1=1, dim2=2).add_(penalty)
+    factor = torch.linalg.cholesky(gram)
+    return x.mT @ torch.cholesky_solve(y, factor) if few else torch.cholesky_solve(x.mT @ y, factor)
 
 
 CORRECTIONS: dict[str, type[Shift] | type[Ridge]] = {c.name: c for c in (Shift, Ridge)}

@@ -16,6 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from torch import Tensor
 
 from blendserve.store.base import ChunkView
+from blendserve.timing import Clock
 
 Layer = list[tuple[Tensor, Tensor]]  # keys before RoPE and values [K, C, D] of each chunk
 
@@ -27,6 +28,7 @@ class LayerReader:
         self._views, self._n_layers = views, n_layers
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="blendserve-load")
         self._ahead: tuple[int, Future[Layer]] | None = None
+        self._clock = Clock()
         self._start(0)
 
     def take(self, l: int) -> Layer:
@@ -35,6 +37,11 @@ class LayerReader:
         layer = ahead[1].result() if ahead and ahead[0] == l else self._read(l)
         self._start(l + 1)
         return layer
+
+    @property
+    def seconds(self) -> float:
+        """Spent reading so far, whether anybody waited for it or not."""
+        return self._clock.seconds["read"]
 
     def close(self) -> None:
         """Wait for what is being read; idempotent."""
@@ -45,4 +52,5 @@ class LayerReader:
             self._ahead = l, self._pool.submit(self._read, l)
 
     def _read(self, l: int) -> Layer:
-        return [view.layer(l) for view in self._views]
+        with self._clock.stage("read"):
+            return [view.layer(l) for view in self._views]

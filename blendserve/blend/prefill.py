@@ -36,6 +36,7 @@ class Prefilled:
     logits: Tensor  # [V], for the token after the prompt
     recomputed: Tensor  # positions that the policy chose and that ran through the last layer
     bytes_loaded: int
+    seconds_reading: float  # by the store's thread
     cost: float  # row-layers / (T * L)
 
 
@@ -114,7 +115,8 @@ class _Run:
         logits = self.adapter.logits(hidden[-1:])[0]
         recomputed = rows.cpu()[self.layout.reusable[rows.cpu()]]
         cost = self.row_layers / (self.layout.n_tokens * self.adapter.n_layers)
-        return Prefilled(self.cache, logits, recomputed, self.assembly.bytes_loaded, cost)
+        loaded, reading = self.assembly.bytes_loaded, self.assembly.seconds_reading
+        return Prefilled(self.cache, logits, recomputed, loaded, reading, cost)
 
     def _layer(
         self, l: int, hidden: Tensor, rows: Tensor, plans: dict[int | None, RowPlan]

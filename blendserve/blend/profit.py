@@ -31,7 +31,7 @@ from blendserve.core import Chunk, ChunkKV, Prompt, TokenIds
 from blendserve.models.adapter import Adapter
 from blendserve.store.memory import MemoryChunk
 
-VERSION = 3  # of what is measured; raise it when prefill's speed changes much
+VERSION = 4  # of what is measured; raise it when prefill's speed changes much
 EXACT_FAVOUR = 0.95  # an exact method wins unless blending is at least 5% faster
 
 
@@ -68,7 +68,7 @@ def work_of(layout: Layout, blend: BlendConfig, n_layers: int) -> Work:
     )  # keys that a row at each position sees
     rows, pairs, passes = float(layout.fresh.sum()), float(positions[layout.fresh].sum()), 1
     n_reusable = int(layout.reusable.sum())
-    chosen = {"none": 0, "all": n_reusable}.get(blend.policy, budget(layout, blend.ratio))
+    chosen = {"none": 0, "all": n_reusable}.get(blend.policy, budget(layout, blend.share))
     if n_reusable:
         mean = float(positions[layout.reusable].mean())
         rows, pairs = rows + chosen, pairs + chosen * mean

@@ -77,7 +77,7 @@ class Random(Policy):
         candidates = layout.reusable.nonzero()[:, 0]
         generator = torch.Generator().manual_seed(self.config.seed)
         order = torch.randperm(len(candidates), generator=generator)
-        return candidates[order[: budget(layout, self.config.ratio)]].sort().values
+        return candidates[order[: budget(layout, self.config.share)]].sort().values
 
 
 class ChunkHead(Policy):
@@ -89,7 +89,7 @@ class ChunkHead(Policy):
         depth = torch.full((layout.n_tokens,), float("-inf"))  # minus the distance from the chunk's start
         for span in layout.reusable_spans:
             depth[span.start : span.stop] = -torch.arange(len(span), dtype=depth.dtype)
-        return top(depth, budget(layout, self.config.ratio))
+        return top(depth, budget(layout, self.config.share))
 
 
 class Query(Policy):
@@ -103,7 +103,7 @@ class Query(Policy):
     name = "query"
 
     def enter(self, layout: Layout, query_scores: Scores) -> Tensor:
-        n = budget(layout, self.config.ratio)
+        n = budget(layout, self.config.share)
         if n == 0:
             return torch.empty(0, dtype=torch.long)
         if n == int(layout.reusable.sum()):
@@ -121,7 +121,7 @@ class Deviation(Policy):
     name = "deviation"
 
     def enter(self, layout: Layout, query_scores: Scores) -> Tensor:
-        if budget(layout, self.config.ratio) == 0:
+        if budget(layout, self.config.share) == 0:
             return torch.empty(0, dtype=torch.long)
         return layout.reusable.nonzero()[:, 0]
 
@@ -130,7 +130,7 @@ class Deviation(Policy):
         if l not in checks:
             return None
         left = len(checks) - 1 - checks.index(l)
-        share = self.config.ratio * (1 + left / max(1, len(checks) - 1))
+        share = self.config.share * (1 + left / max(1, len(checks) - 1))
         deviation = (fresh.float() - cached.float()).square().sum(dim=(0, 2))
         return top(deviation, budget(layout, min(1.0, share)))
 

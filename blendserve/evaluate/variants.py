@@ -54,7 +54,7 @@ class Variant:
     @property
     def ratio(self) -> float | None:
         """The share of tokens it recomputes, None where that is no choice."""
-        return self.blend.ratio if self.kind == "blend" and self.blend.policy not in UNBUDGETED else None
+        return self.blend.share if self.kind == "blend" and self.blend.policy not in UNBUDGETED else None
 
     @property
     def curve(self) -> str:

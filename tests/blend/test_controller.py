@@ -1,0 +1,58 @@
+"""The ratio that loading hides: recomputing takes as long as loading, unless the floor is more."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from blendserve.blend.controller import MEMORY, LoadRate, free_ratio
+from blendserve.blend.profit import CostModel, work_of
+from blendserve.config import BlendConfig, changed
+from tests.blend.helpers import blend, lay, some_prompt
+from tests.tiny import tiny_adapter
+
+COSTS = CostModel(per_pass=1e-3, per_row=1e-3, per_pair=1e-6, per_loaded=1e-4)
+LAYOUT = lay(tiny_adapter("llama"), some_prompt([30, 300, 300]))
+LOADED = sum(len(piece.span) for piece in LAYOUT.pieces)
+
+
+def compute(config: BlendConfig, ratio: float) -> float:
+    return COSTS.seconds(replace(work_of(LAYOUT, changed(config, ratio=ratio), 4), loaded=0.0))
+
+
+@pytest.mark.parametrize("policy", ["query", "deviation", "chunk_head"])
+@given(st.floats(0, 0.01), st.floats(0.01, 0.5))
+def test_recomputing_takes_as_long_as_loading(policy: str, seconds_per_token: float, floor: float) -> None:
+    config = BlendConfig(policy=policy, ratio="auto", floor=floor)  # type: ignore[arg-type]
+    ratio = free_ratio(COSTS, LAYOUT, config, 4, seconds_per_token)
+    loading = seconds_per_token * LOADED
+    highest = (int(LAYOUT.reusable.sum()) - 1) / LAYOUT.n_found
+    assert floor <= ratio <= highest
+    slack = 3 * (COSTS.per_row + COSTS.per_pair * LAYOUT.n_tokens)  # the ratio becomes a whole number of rows
+    if ratio > floor:
+        assert compute(config, ratio) <= loading + slack
+    if ratio < highest:
+        assert compute(config, ratio) >= min(loading, compute(config, floor)) - slack
+
+
+def test_the_floor_holds_until_a_load_was_seen() -> None:
+    assert free_ratio(COSTS, LAYOUT, BlendConfig(ratio="auto", floor=0.07), 4, None) == 0.07
+
+
+def test_rates_are_a_running_mean() -> None:
+    rate = LoadRate()
+    rate.saw(1.0, 0)
+    assert rate.seconds_per_token is None
+    rate.saw(2.0, 10)
+    assert rate.seconds_per_token == 0.2
+    rate.saw(1.0, 10)
+    assert rate.seconds_per_token == pytest.approx(0.2 * (1 - MEMORY) + 0.1 * MEMORY)
+
+
+def test_auto_alone_recomputes_what_its_floor_does() -> None:
+    adapter, prompt = tiny_adapter("llama"), some_prompt([10, 40])
+    auto, fixed = (blend(adapter, prompt, **how) for how in ({"ratio": "auto", "floor": 0.2}, {"ratio": 0.2}))
+    assert auto.recomputed.tolist() == fixed.recomputed.tolist()
