@@ -6,6 +6,7 @@ passed through as they are.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager
 
@@ -18,22 +19,24 @@ Layer = tuple[torch.Tensor, torch.Tensor]
 
 
 class SharedLoads(KVStore):
-    """A store for the model's thread, over the real one. Only reading differs."""
+    """A store for the model's thread and the one that reads ahead of it, over the real one. Only reading differs."""
 
     def __init__(self, store: KVStore, cap_bytes: int) -> None:
         self._store, self._cap = store, cap_bytes
         self._wanted: Set[ChunkKey] = set()
         self._held: dict[ChunkKey, dict[int, Layer]] = {}
         self._bytes = 0
+        self._using = threading.Lock()
 
     def expect(self, now: Set[ChunkKey], later: Set[ChunkKey]) -> None:
         """What the next request wants, and what those behind it want: the latter is kept when it is read.
 
         What is kept and wanted by none of them is dropped.
         """
-        self._wanted = later
-        for key in self._held.keys() - now - later:
-            self._bytes -= sum(_bytes(layer) for layer in self._held.pop(key).values())
+        with self._using:
+            self._wanted = later
+            for key in self._held.keys() - now - later:
+                self._bytes -= sum(_bytes(layer) for layer in self._held.pop(key).values())
 
     @contextmanager
     def reading(self) -> Iterator[Snapshot]:
@@ -42,14 +45,16 @@ class SharedLoads(KVStore):
 
     def layer(self, key: ChunkKey, l: int, read: Callable[[], Layer]) -> Layer:
         """A layer that is kept, or is read and perhaps kept."""
-        held = self._held.get(key, {})
-        if l in held:
-            return held[l]
+        with self._using:
+            kept = self._held.get(key, {}).get(l)
+        if kept is not None:
+            return kept
         layer = read()
-        if key in self._wanted and self._bytes + _bytes(layer) <= self._cap:
-            layer = (layer[0].clone(), layer[1].clone())
-            self._held.setdefault(key, {})[l] = layer
-            self._bytes += _bytes(layer)
+        with self._using:
+            if key in self._wanted and self._bytes + _bytes(layer) <= self._cap:
+                layer = (layer[0].clone(), layer[1].clone())
+                self._held.setdefault(key, {})[l] = layer
+                self._bytes += _bytes(layer)
         return layer
 
     @property
