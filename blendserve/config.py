@@ -85,7 +85,7 @@ class BlendConfig(Section):
     policy: PolicyName = "query"
     ratio: Ratio | Literal["auto"] = 0.15  # share of the context tokens; "auto": as many as loading hides
     floor: Ratio = 0.05  # ratio "auto" recomputes no less
-    correction: CorrectionName = "shift"
+    correction: CorrectionName = "ridge"
     check_layers: tuple[Annotated[int, Field(ge=1)], ...] = (
         1,
     )  # `deviation` only; several = gradual filtering

@@ -24,6 +24,7 @@ from blendserve.blend.cache import KVCache
 from blendserve.blend.rope import inverse, unrotate
 from blendserve.core import Span
 from blendserve.models.adapter import Adapter, Ropes
+from blendserve.native import ridge as native
 
 SCALE = 0.5  # a recomputed token moves more than the others: that is why it was chosen
 WEIGHT = 16.0  # tokens' worth of trust in the mean over all chunks
@@ -82,14 +83,12 @@ class Ridge(Correction):
 
     def __init__(self, adapter: Adapter, cache: KVCache, ropes: Ropes, spans: Sequence[Span]) -> None:
         self._adapter, self._cache, self._spans = adapter, cache, spans
-        self._here = here = slice(
-            spans[0].start, spans[-1].stop
-        )  # what lies between is overwritten by fresh rows
+        start = spans[0].start
+        self._here = here = slice(start, spans[-1].stop)  # what lies between is overwritten by fresh rows
+        self._inside = [Span(span.start - start, span.stop - start) for span in spans]
         there = {id(rope): rope.at(here) for rope in ropes}  # layers share them
         back = {name: inverse(rope) for name, rope in there.items()}
         self._turns = [(there[id(rope)], back[id(rope)]) for rope in ropes]
-        size = (adapter.n_kv_heads, here.stop - here.start, 2 * adapter.head_dim)
-        self._shift = torch.empty(size, dtype=cache.keys.dtype, device=cache.keys.device)
 
     def apply(self, l: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
         parts = _rows_by_span(rows, self._spans)
@@ -99,26 +98,38 @@ class Ridge(Correction):
         at, (there, back) = rows[chosen] - self._here.start, self._turns[l]
         turned, stored = self._cache.keys[l][:, self._here], self._cache.values[l][:, self._here]
         plain, fresh = self._adapter.rotate(turned, back), self._adapter.rotate(keys[:, chosen], back.at(at))
-        both = torch.cat([plain, stored], dim=-1)
-        known = both[:, at].float()
+        known = torch.cat([plain[:, at], stored[:, at]], dim=-1)
         moved = torch.cat([fresh, values[:, chosen]], dim=-1).float() - known
         sizes = [len(part) for part in parts]
         means = _means(moved, sizes)
-        expected = [means[:, i, None].expand(-1, n, -1) for i, n in enumerate(sizes)]
-        weights, constant = _fit(known, moved - torch.cat(expected, dim=1))
-        shift = self._predict(both, weights.to(both.dtype), (means + constant).to(both.dtype))
-        dk, dv = shift.chunk(2, dim=-1)
-        turned += self._adapter.rotate(dk, there)
-        stored += dv
+        left = moved - torch.cat([means[:, i, None].expand(-1, n, -1) for i, n in enumerate(sizes)], dim=1)
+        move = native.move if native.takes(plain, stored) else move_plainly
+        shift = move(plain, stored, at, left, means, self._inside, PENALTY * left.shape[-1])
+        turned += self._adapter.rotate(shift, there)
 
-    def _predict(self, both: Tensor, weights: Tensor, constants: Tensor) -> Tensor:
-        """Stored keys and values [K, N, 2D]; weights [K, 2D, 2D]; constants [K, chunks, 2D] -> shifts [K, N, 2D]."""
-        for shift, head, weight in zip(self._shift, both, weights, strict=True):
-            torch.mm(head, weight, out=shift)
-        for i, span in enumerate(self._spans):
-            here = slice(span.start - self._here.start, span.stop - self._here.start)
-            self._shift[:, here] += constants[:, i, None]
-        return self._shift
+
+def move_plainly(
+    keys: Tensor,
+    values: Tensor,
+    at: Tensor,
+    left: Tensor,
+    means: Tensor,
+    spans: Sequence[Span],
+    penalty: float,
+) -> Tensor:
+    """Move every token's value as those at `at` [S] moved -> what the keys [K, N, D] before RoPE are to move by.
+
+    values [K, N, D]: changed. left [K, S, 2D]: what those moved beyond their chunk's mean, in the dtype to fit
+    in. means [K, chunks, 2D].
+    """
+    known = torch.cat([keys[:, at], values[:, at]], dim=-1).to(left.dtype)
+    weights, constant = _fit(known, left, penalty)
+    shift = torch.cat([keys, values], dim=-1) @ weights.to(keys.dtype)
+    for i, span in enumerate(spans):
+        shift[:, span.start : span.stop] += (means[:, i, None] + constant).to(shift.dtype)
+    by_key, by_value = shift.chunk(2, dim=-1)
+    values += by_value
+    return by_key
 
 
 def _means(moved: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -133,7 +144,7 @@ def _means(moved: Tensor, sizes: Sequence[int]) -> Tensor:
     )
 
 
-def _fit(known: Tensor, left: Tensor) -> tuple[Tensor, Tensor]:
+def _fit(known: Tensor, left: Tensor, penalty: float) -> tuple[Tensor, Tensor]:
     """Ridge regression of `left` [K, S, 2D] on stored keys and values [K, S, 2D], centred, and of unit size each.
 
     -> W [K, 2D, 2D] and c [K, 1, 2D] such that known W + c predicts `left`.
@@ -145,7 +156,7 @@ def _fit(known: Tensor, left: Tensor) -> tuple[Tensor, Tensor]:
         torch.cat([key, value], dim=-1).sqrt().clamp(min=1e-6)
     )  # [K, 1, 2]: all dims of each are scaled alike
     size = size.repeat_interleave(x.shape[-1] // 2, dim=-1)
-    weights = _ridge(x / size, left, PENALTY * x.shape[-1]) / size.mT
+    weights = _ridge(x / size, left, penalty) / size.mT
     return weights, -(mean @ weights)
 
 

@@ -7,11 +7,13 @@ import ctypes
 import torch
 from torch import Tensor
 
-from blendserve.native import attention, linear
+from blendserve.core import Span
+from blendserve.native import attention, linear, ridge
 from blendserve.native.build import Unavailable
 
 BOUND = 0.03  # attention's outputs reach 4; they and the weights are rounded to 8 bits of mantissa
 POSITIONS = (0, 1, 2, 3, 17, 63, 64, 65, 255, 256, 257, 400, 401, 402, 511, 512, 600, 700, 701)
+RIDGE_BOUND = 0.05  # its outputs reach 5; they and the weights are rounded to 8 bits of mantissa
 ROUNDING = 2**-8  # of a linear layer's output
 
 
@@ -20,6 +22,7 @@ def check(loaded: ctypes.CDLL) -> None:
     with torch.inference_mode():
         _check_attention(loaded)
         _check_linear(loaded)
+        _check_ridge(loaded)
 
 
 def _check_attention(loaded: ctypes.CDLL) -> None:
@@ -73,3 +76,28 @@ def formula(
     hidden = (key > at[:, None]) | (key <= at[:, None] - (window or n + 1))
     weights = torch.softmax(scores.masked_fill(hidden, float("-inf")), dim=-1)
     return (weights @ values).transpose(0, 1).flatten(1)
+
+
+def _check_ridge(loaded: ctypes.CDLL) -> None:
+    """Two chunks with a hole between them, and fewer recomputed tokens than features."""
+    from blendserve.blend.correct import move_plainly  # which imports the kernels
+
+    generator = torch.Generator().manual_seed(0)
+    keys, values, spans = (
+        _random((2, 90, 32), generator),
+        _random((2, 90, 32), generator),
+        (Span(0, 31), Span(40, 90)),
+    )
+    at = torch.arange(1, 90, 3)
+    left = torch.randn((2, len(at), 64), generator=generator)
+    means = torch.randn((2, 2, 64), generator=generator)
+    wide = values.double()
+    wanted = move_plainly(keys.double(), wide, at, left.double(), means.double(), spans, 5.0)
+    got = ridge.run(loaded, keys, values, at, left, means, spans, 5.0)
+    off = max(
+        float((a.double() - b)[:, s.start : s.stop].abs().max())
+        for a, b in ((got, wanted), (values, wide))
+        for s in spans
+    )
+    if not off < RIDGE_BOUND:
+        raise Unavailable(f"the ridge correction is wrong here: off by {off:.3g}")
