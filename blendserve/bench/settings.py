@@ -37,7 +37,7 @@ class TtftConfig(BenchConfig):
     chunks: Positive = 6
     chunk_tokens: Positive = 512
     suffix_tokens: Positive = 40
-    methods: tuple[str, ...] = ("query+shift",)  # beside transformers, full, prefix and reuse
+    methods: tuple[str, ...] = ("query+ridge",)  # beside transformers, full, prefix and reuse
     ratios: tuple[Ratio, ...] = (0.05, 0.15)
     cold: bool = False
     throttle: tuple[Annotated[float, Field(gt=0)], ...] = ()  # GB/s that the store gives, one after the other
@@ -60,7 +60,7 @@ class ScalingConfig(BenchConfig):
     counts: tuple[Positive, ...] = (3, 6, 12, 24, 48)  # chunks
     context: Positive = 3072  # where ratios and chunk counts are varied
     usual: tuple[Ratio, ...] = (0.05, 0.15)  # where they are not
-    methods: tuple[str, ...] = ("query+shift",)
+    methods: tuple[str, ...] = ("query+ridge",)
     suffix_tokens: Positive = 40
     repeats: Positive = 3
 

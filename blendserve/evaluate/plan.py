@@ -41,6 +41,7 @@ class EvaluateConfig(Section):
         "deviation+shift",
         "query",
         "query+shift",
+        "query+ridge",
     )
     ratios: tuple[Ratio, ...] = (0.05, 0.15)
 
