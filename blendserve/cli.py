@@ -77,6 +77,7 @@ def demo(index: IndexOpt = "indexes/demo") -> None:
 @app.command()
 def doctor(config: ConfigOpt = None, model: ModelOpt = None, json: JsonOpt = False) -> None:
     """Check on a reader's real weights that blending is right, and measure the machine anew. Exit code 1 if it is not."""
+    from blendserve import native
     from blendserve.blend.profit import calibrated
     from blendserve.models.gate import check
     from blendserve.models.loader import cache_folder, load_reader
@@ -85,7 +86,8 @@ def doctor(config: ConfigOpt = None, model: ModelOpt = None, json: JsonOpt = Fal
     report = check(reader)
     costs = calibrated(reader.adapter, reader.fingerprint, cache_folder() / "profit", console.say, fresh=True)
     if json:
-        console.print_json({**report.to_dict(), "seconds": _as_dict(costs)})
+        kernels = _as_dict(native.status())
+        console.print_json({**report.to_dict(), "seconds": _as_dict(costs), "kernels": kernels})
     else:
         rows = [
             (
@@ -105,6 +107,7 @@ def doctor(config: ConfigOpt = None, model: ModelOpt = None, json: JsonOpt = Fal
             f"method auto reckons with {costs.per_row * 1e3:.3g} ms a computed token, {costs.per_loaded * 1e6:.3g} us a "
             f"loaded one, {costs.per_pair * 1e9:.3g} ns a pair attended and {costs.per_pass * 1e3:.3g} ms a pass"
         )
+        console.out.print(f"on the CPU in bf16: {native.status().reason}")
     if not report.passed:
         raise typer.Exit(1)
 

@@ -129,6 +129,7 @@ def test_doctor_prints_every_check(run: Run) -> None:
     assert code == 0
     assert report["passed"]
     assert len(report["rows"]) > 5
+    assert "kernels" in report
     assert "ok" in run("doctor")[1]
 
 
