@@ -2,6 +2,9 @@
 
 CacheBlend's loading controller (arXiv 2405.16444, section 5.1): with the store and the machine as they were measured, the
 ratio is raised until recomputing takes as long as loading. It never falls below the floor that was set for quality.
+
+The `query` policy stays at its floor: its own pass needs every layer before anything can be chosen, so that pass is all
+that loading can hide behind, and rows recomputed afterwards are not free.
 """
 
 from __future__ import annotations
@@ -31,10 +34,13 @@ class LoadRate:
 def free_ratio(
     costs: CostModel, layout: Layout, blend: BlendConfig, n_layers: int, seconds_per_token: float | None
 ) -> float:
-    """The largest ratio whose recomputation hides behind loading; the floor while no load has been measured."""
+    """The largest ratio whose recomputation hides behind loading; the floor while no load has been measured.
+
+    Also the floor for `query`, see above.
+    """
     n_reusable = int(layout.reusable.sum())
     highest = (n_reusable - 1) / max(1, layout.n_found)  # with all of them there would be nothing to choose
-    if seconds_per_token is None or highest <= blend.floor:
+    if seconds_per_token is None or highest <= blend.floor or blend.policy == "query":
         return blend.floor
 
     def compute(ratio: float) -> float:

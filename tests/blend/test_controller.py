@@ -23,7 +23,7 @@ def compute(config: BlendConfig, ratio: float) -> float:
     return COSTS.seconds(replace(work_of(LAYOUT, changed(config, ratio=ratio), 4), loaded=0.0))
 
 
-@pytest.mark.parametrize("policy", ["query", "deviation", "chunk_head"])
+@pytest.mark.parametrize("policy", ["deviation", "chunk_head", "random"])
 @given(st.floats(0, 0.01), st.floats(0.01, 0.5))
 def test_recomputing_takes_as_long_as_loading(policy: str, seconds_per_token: float, floor: float) -> None:
     config = BlendConfig(policy=policy, ratio="auto", floor=floor)  # type: ignore[arg-type]
@@ -38,8 +38,13 @@ def test_recomputing_takes_as_long_as_loading(policy: str, seconds_per_token: fl
         assert compute(config, ratio) >= min(loading, compute(config, floor)) - slack
 
 
+def test_query_stays_at_its_floor() -> None:
+    assert free_ratio(COSTS, LAYOUT, BlendConfig(ratio="auto", floor=0.07), 4, 1.0) == 0.07
+
+
 def test_the_floor_holds_until_a_load_was_seen() -> None:
-    assert free_ratio(COSTS, LAYOUT, BlendConfig(ratio="auto", floor=0.07), 4, None) == 0.07
+    config = BlendConfig(policy="random", ratio="auto", floor=0.07)
+    assert free_ratio(COSTS, LAYOUT, config, 4, None) == 0.07
 
 
 def test_rates_are_a_running_mean() -> None:
