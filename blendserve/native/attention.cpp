@@ -14,6 +14,7 @@
 
 #include "common.h"
 
+#include <atomic>
 #include <cmath>
 
 namespace {
@@ -123,18 +124,33 @@ inline __m512 capped(__m512 x, float scale, float cap) {
     return _mm512_mask_mov_ps(_mm512_mul_ps(signed_size, _mm512_set1_ps(cap)), hidden, x);
 }
 
-void pack_keys(const uint16_t* keys, int64_t stride, int n, int dim, uint32_t* to) {
+// A block of a head, -1 = none.
+struct Place {
+    int64_t head = -1, block = -1;
+};
+
+// A block's rows of keys or values, to be asked for while something else is packed.
+Ahead ahead_of(const uint16_t* rows, int64_t head_stride, int64_t stride, const Call& c, Place place, int64_t end) {
+    if (place.head < 0 || stride != c.dim) return {};
+    int64_t begin = place.block * BLOCK, stop = std::min(end, begin + BLOCK);
+    rows += place.head * head_stride;
+    return {reinterpret_cast<const char*>(rows + begin * stride), reinterpret_cast<const char*>(rows + stop * stride)};
+}
+
+void pack_keys(const uint16_t* keys, int64_t stride, int n, int dim, uint32_t* to, Ahead ahead) {
     int words = dim / 2;
-    for (int key = 0; key < n; key += LANES)
+    for (int key = 0; key < n; key += LANES) {
         for (int w = 0; w < words; w += LANES)
             turn(keys + key * stride + 2 * w, stride, std::min(LANES, n - key), std::min(LANES, words - w),
                  to + (key / STRIP * words + w) * STRIP + key % STRIP, STRIP);
+        ahead.fetch(dim / 2);  // as much as was read
+    }
 }
 
 // Keys n and after weigh nothing, but memory may hold NaN there: they are zeros up to the next multiple of 16.
-void pack_values(const uint16_t* values, int64_t stride, int n, int dim, uint32_t* to) {
+void pack_values(const uint16_t* values, int64_t stride, int n, int dim, uint32_t* to, Ahead ahead) {
     int end = divide_up(n, LANES) * LANES;
-    for (int key = 0; key < end; key += 2, to += dim)
+    for (int key = 0; key < end; key += 2, to += dim) {
         for (int d = 0; d < dim; d += LANES) {
             __m256i a = _mm256_setzero_si256(), b = a;
             if (key < n) a = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(values + key * stride + d));
@@ -142,6 +158,8 @@ void pack_values(const uint16_t* values, int64_t stride, int n, int dim, uint32_
             __m512i high = _mm512_slli_epi32(_mm512_cvtepu16_epi32(b), 16);
             _mm512_store_si512(to + d, _mm512_or_si512(_mm512_cvtepu16_epi32(a), high));
         }
+        ahead.fetch(dim / 16);
+    }
 }
 
 // A tile's queries, [dim / 2][rows of the tile] words.
@@ -316,11 +334,14 @@ void look(const Call& c, const Workspace& work, const uint32_t* q, int64_t tile,
 using Look = void (*)(const Call&, const Workspace&, const uint32_t*, int64_t, int64_t, State&);
 constexpr Look looks[TILE + 1] = {nullptr, look<1>, look<2>, look<3>, look<4>, look<5>, look<6>};
 
-void pack_block(const Call& c, int64_t head, int64_t block, int64_t end, Workspace& work) {
-    int64_t first = block * BLOCK;
+// While keys are packed, the block's values are on their way; meanwhile, the next block's keys.
+void pack_block(const Call& c, Place here, Place next, int64_t end, Workspace& work) {
+    int64_t first = here.block * BLOCK;
     int n = static_cast<int>(std::min<int64_t>(BLOCK, end - first)), dim = static_cast<int>(c.dim);
-    pack_keys(c.keys + head * c.k_head + first * c.k_row, c.k_row, n, dim, work.keys);
-    pack_values(c.values + head * c.v_head + first * c.v_row, c.v_row, n, dim, work.values);
+    pack_keys(c.keys + here.head * c.k_head + first * c.k_row, c.k_row, n, dim, work.keys,
+              ahead_of(c.values, c.v_head, c.v_row, c, here, end));
+    pack_values(c.values + here.head * c.v_head + first * c.v_row, c.v_row, n, dim, work.values,
+                ahead_of(c.keys, c.k_head, c.k_row, c, next, end));
 }
 
 void write(const Call& c, int64_t head, int64_t tile, State& state) {
@@ -336,13 +357,13 @@ void write(const Call& c, int64_t head, int64_t tile, State& state) {
     }
 }
 
-// These tiles over these blocks; state(tile, block) is where each look goes.
+// These tiles over these blocks; state(tile, block) is where each look goes; `after` is what this thread packs then.
 template <class StateOf>
-void look_at(const Call& c, int64_t head, Range tiles, Range blocks, Workspace& work, StateOf state) {
+void look_at(const Call& c, int64_t head, Range tiles, Range blocks, Place after, Workspace& work, StateOf state) {
     int64_t words = TILE * c.dim / 2, end = seen(c, rows_of(c, tiles.end - 1).end - 1).end;
     for (int64_t t = tiles.begin; t < tiles.end; ++t) pack_queries(c, head, t, work.q + (t - tiles.begin) * words);
     for (int64_t b = blocks.begin; b < blocks.end; ++b) {
-        pack_block(c, head, b, end, work);
+        pack_block(c, {head, b}, b + 1 < blocks.end ? Place{head, b + 1} : after, end, work);
         for (int64_t t = tiles.begin; t < tiles.end; ++t) {
             Range rows = rows_of(c, t);
             looks[rows.end - rows.begin](c, work, work.q + (t - tiles.begin) * words, t, b, state(t, b));
@@ -359,7 +380,7 @@ void by_rows(const Call& c) {
         Range mine{chunk * TILES, std::min(tiles, (chunk + 1) * TILES)};
         Workspace work(c, TILES);
         for (int64_t t = mine.begin; t < mine.end; ++t) work.state(c, t - mine.begin).clear(c);
-        look_at(c, head, mine, blocks_of(c, mine), work,
+        look_at(c, head, mine, blocks_of(c, mine), {}, work,
                 [&](int64_t t, int64_t) -> State& { return work.state(c, t - mine.begin); });
         for (int64_t t = mine.begin; t < mine.end; ++t) write(c, head, t, work.state(c, t - mine.begin));
     }
@@ -376,12 +397,16 @@ class ByKeys {
     }
 
     void run() {
-        int64_t chunks = divide_up(tiles, TILES);
+        int64_t chunks = divide_up(tiles, TILES), items = c.kv * chunks * n;
+        auto place = [&](int64_t item) { return Place{item / (chunks * n), blocks.begin + item % n}; };
+        std::atomic<int64_t> taken{0};
 #pragma omp parallel num_threads(static_cast<int>(c.threads))
         {
-#pragma omp for schedule(dynamic, 1)
-            for (int64_t item = 0; item < c.kv * chunks * n; ++item)
-                look_once(item / (chunks * n), item / n % chunks, blocks.begin + item % n);
+            for (int64_t item = taken++, next; item < items; item = next) {
+                next = taken++;
+                look_once(place(item), item / n % chunks, next < items ? place(next) : Place{});
+            }
+#pragma omp barrier
 #pragma omp for schedule(static)
             for (int64_t item = 0; item < c.kv * tiles; ++item) finish(item / tiles, item % tiles);
             if (c.watched) {
@@ -402,17 +427,17 @@ class ByKeys {
         return *reinterpret_cast<State*>(states + State::bytes(c) * index(head, tile, block));
     }
 
-    void look_once(int64_t head, int64_t chunk, int64_t block) {
+    void look_once(Place here, int64_t chunk, Place next) {
         Range mine{chunk * TILES, std::min(tiles, (chunk + 1) * TILES)}, theirs = blocks_of(c, mine);
         for (int64_t t = mine.begin; t < mine.end; ++t) {
-            state(head, t, block).clear(c);
-            if (c.watched) std::memset(weights[index(head, t, block)], 0, sizeof(Weights));
+            state(here.head, t, here.block).clear(c);
+            if (c.watched) std::memset(weights[index(here.head, t, here.block)], 0, sizeof(Weights));
         }
-        if (block < theirs.begin || block >= theirs.end) return;
+        if (here.block < theirs.begin || here.block >= theirs.end) return;
         Workspace work(c, TILES);
-        look_at(c, head, mine, {block, block + 1}, work, [&](int64_t t, int64_t b) -> State& {
-            if (c.watched) work.weights = weights[index(head, t, b)][0];
-            return state(head, t, b);
+        look_at(c, here.head, mine, {here.block, here.block + 1}, next, work, [&](int64_t t, int64_t b) -> State& {
+            if (c.watched) work.weights = weights[index(here.head, t, b)][0];
+            return state(here.head, t, b);
         });
     }
 
@@ -444,8 +469,7 @@ class ByKeys {
             const uint16_t* v = c.values + head * c.v_head + (key + i) * c.v_row;
             __m512 sum = _mm512_setzero_ps();
             for (int64_t d = 0; d < c.dim && key + i < end; d += LANES) {
-                __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(v + d)));
-                __m512 x = _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+                __m512 x = wide(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(v + d)));
                 sum = _mm512_fmadd_ps(x, x, sum);
             }
             to[i] = std::sqrt(_mm512_reduce_add_ps(sum));
@@ -468,8 +492,7 @@ class ByKeys {
                     __m512 share = _mm512_set1_ps(state(head, s / TILE, block).total[s % TILE]);
                     for (int i = 0; i < 4; ++i) {
                         const uint16_t* w = weights[at][s % TILE] + strip + LANES * i;
-                        __m512i wide = _mm512_cvtepu16_epi32(_mm256_load_si256(reinterpret_cast<const __m256i*>(w)));
-                        mine[i] = _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16)), share, mine[i]);
+                        mine[i] = _mm512_fmadd_ps(wide(_mm256_load_si256(reinterpret_cast<const __m256i*>(w))), share, mine[i]);
                     }
                 }
                 for (int i = 0; i < 4; ++i)
@@ -478,8 +501,8 @@ class ByKeys {
             for (int i = 0; i < 4; ++i) squares[i] = _mm512_fmadd_ps(sum[i], sum[i], squares[i]);
         }
         for (int i = 0; i < 4; ++i, key += LANES) {
-            auto there = static_cast<__mmask16>((1u << std::clamp<int64_t>(end - key, 0, LANES)) - 1);
-            _mm512_mask_storeu_ps(c.watched + key, there, _mm512_mul_ps(squares[i], _mm512_set1_ps(1 / (heads * heads))));
+            __m512 mean = _mm512_mul_ps(squares[i], _mm512_set1_ps(1 / (heads * heads)));
+            _mm512_mask_storeu_ps(c.watched + key, first(end - key), mean);
         }
     }
 

@@ -14,6 +14,7 @@ namespace {
 
 constexpr int LANES = 16;         // fp32 numbers, or pairs of bf16, in a vector
 constexpr int STRIP = 4 * LANES;  // what 4 vectors hold
+constexpr int LINE = 64;          // bytes that memory gives at once
 
 struct Range {
     int64_t begin, end;
@@ -49,6 +50,21 @@ inline __m512bh pair(const uint16_t* p) {
     std::memcpy(&two, p, sizeof two);
     return pair(two);
 }
+
+// 16 numbers of bf16 in fp32.
+inline __m512 wide(__m256i x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16)); }
+
+// The first n lanes.
+inline __mmask16 first(int64_t n) { return static_cast<__mmask16>((1u << std::clamp<int64_t>(n, 0, LANES)) - 1); }
+
+// Memory to be asked for before it is needed, some lines at a time. In order: rows read side by side are slow to come.
+struct Ahead {
+    const char *at = nullptr, *end = nullptr;
+    int64_t lines() const { return (end - at) / LINE; }
+    void fetch(int64_t n) {
+        for (; n > 0 && at < end; --n, at += LINE) _mm_prefetch(at, _MM_HINT_T1);
+    }
+};
 
 // 16 rows of 16 words, in place: lane i of vector w comes from lane w of vector i.
 inline void transpose(__m512i (&a)[16]) {

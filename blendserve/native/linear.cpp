@@ -25,21 +25,8 @@ namespace {
 
 constexpr int FEW = 8;     // rows
 constexpr int PANEL = 48;  // outputs of one item when rows are many: a multiple of 6 and 8
-constexpr int LINE = 64;   // bytes
 
 thread_local Scratch turned_x;
-
-inline __m512 wide(__m256i x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16)); }
-
-inline __mmask16 first(int64_t n) { return static_cast<__mmask16>((1u << std::clamp<int64_t>(n, 0, LANES)) - 1); }
-
-// Lines of memory to be asked for, some at a time.
-struct Ahead {
-    const char *at, *end;
-    void fetch(int64_t lines) {
-        for (; lines > 0 && at < end; --lines, at += LINE) _mm_prefetch(at, _MM_HINT_T1);
-    }
-};
 
 // Word k of R rows times the same word of 16 outputs.
 template <int R>
@@ -128,7 +115,7 @@ template <int V>
 void panel(const LinearCall& c, const uint32_t* x, int64_t row, int64_t o, Ahead ahead) {
     constexpr int N = V < 4 ? 8 : 6;
     alignas(64) uint32_t words[PANEL / 2][STRIP];
-    int64_t outs = std::min<int64_t>(PANEL, c.outs - o), lines = divide_up((ahead.end - ahead.at) / LINE, PANEL / N);
+    int64_t outs = std::min<int64_t>(PANEL, c.outs - o), lines = divide_up(ahead.lines(), PANEL / N);
     for (int64_t n = 0; n < outs;) {
         int64_t left = outs - n, step = left >= N ? N : left >= 6 ? 6 : left >= 4 ? 4 : 2;
         many_of<V>(left)(c, x, o + n, words[n / 2]);
@@ -170,7 +157,7 @@ void many_rows(const LinearCall& c) {
         for (int64_t item = taken++, next; item < items; item = next) {
             next = taken++;
             int64_t strip = item % strips, o = item / strips * PANEL, then = next / strips * PANEL;
-            Ahead ahead{nullptr, nullptr};
+            Ahead ahead;
             if (next < items && then != o) ahead = {rows_of(then), rows_of(then + PANEL)};
             panels[vectors(strip)](c, x + strip * words * STRIP, strip * STRIP, o, ahead);
         }
