@@ -165,7 +165,7 @@ def _ridge(x: Tensor, y: Tensor, penalty: float) -> Tensor:
     few = x.shape[1] < x.shape[2]  # then the system of the rows is the smaller one; both have this solution
     gram = x @ x.mT if few else x.mT @ x
     gram.diagonal(dim1=1, dim2=2).add_(penalty)
-    factor = torch.linalg.cholesky(gram)
+    factor, _ = torch.linalg.cholesky_ex(gram)  # NaN in, NaN out: what is wrong is told by the gate, not here
     return x.mT @ torch.cholesky_solve(y, factor) if few else torch.cholesky_solve(x.mT @ y, factor)
 
 

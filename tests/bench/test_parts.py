@@ -120,15 +120,18 @@ def test_a_file_that_stays_in_memory_is_no_cold_one() -> None:
 
 
 def test_the_meter_tells_the_most_that_was_held_at_once() -> None:
-    """64 MiB that were let go before are of no account, nor is it that 32 were held twice, one after the other."""
+    """64 MiB that were let go before are of no account, nor is it that 40 were held twice, one after the other.
+
+    More than 32 MiB always come from the system and go back to it; less may stay in the allocator.
+    """
     _bytes(64)
     meter = Meter(torch.device("cpu"))
     if meter.trouble:
         pytest.skip(meter.trouble)
     kept = _bytes(16)
-    _bytes(32)
-    _bytes(32)
-    assert meter.peak() / 2**20 == pytest.approx(16 + 32, abs=3)
+    _bytes(40)
+    _bytes(40)
+    assert meter.peak() / 2**20 == pytest.approx(16 + 40, abs=3)
     assert int(kept[-1]) == 1
 
 
