@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from blendserve.models.families import Family, check_supported
-from blendserve.native.linear import Linears, call_linear
+from blendserve.native.linear import call_linear, call_module
 
 Module = Callable[[Tensor], Tensor]
 Rotate = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -189,15 +189,10 @@ class _Layer:
         x = hidden if self.parallel else between
         if self.before_mlp is not None:
             x = self.before_mlp(x)
-        x = self._mlp(x[None])[0] if self._experts else self._dense_mlp(x)
+        x = self._mlp(x[None])[0] if self._experts else call_module(self._mlp, x)
         if self.after_mlp is not None:
             x = self.after_mlp(x)
         return self._add(between, x)
-
-    def _dense_mlp(self, x: Tensor) -> Tensor:
-        with Linears():
-            out: Tensor = self._mlp(x)
-        return out
 
     def _add(self, hidden: Tensor, x: Tensor) -> Tensor:
         return hidden + x if self.residual_scale is None else hidden + x * self.residual_scale

@@ -35,6 +35,14 @@ def call_linear(module: nn.Module, x: Tensor) -> Tensor:
     return out
 
 
+def call_module(module: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """`module(x)`, whatever module it is; linear layers in it by the kernel where x is of the kind that it takes."""
+    if x.dtype != torch.bfloat16 or x.device.type != "cpu":
+        return module(x)
+    with Linears():
+        return module(x)
+
+
 class Linears(TorchFunctionMode):
     """While entered, in this thread: every F.linear, as in the modules of a borrowed model, is `linear`."""
 
