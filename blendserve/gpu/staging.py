@@ -1,0 +1,225 @@
+"""Stored layers on their way to a device: map -> pinned ring -> device, on a stream of their own.
+
+    loader thread      read l+1, wait until slot (l+1) % 3 was fetched, write it, issue its copy | read l+2 ...
+    copy stream        copy l                                                                   | copy l+1 ...
+    computing stream   layer l-1                                           | wait for copy l    | layer l ...
+
+A copy out of ordinary memory is made by the host, piece by piece, and holds it up; from pinned memory the device fetches
+it by itself. So what lies in the store's map goes through a few pinned buffers, taken in turn: one is
+written again when what was sent from it has arrived, and only the loader thread waits for that. What is pinned already
+is fetched from where it lies, and what is on the device is left there. The computing stream waits for an event; the
+computing *thread* waits for nothing but the loader.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+Layer = list[tuple[Tensor, Tensor]]  # keys before RoPE and values [K, C, D] of each chunk
+
+SLOTS = 3  # one that the device fetches, one that is sent, one that is written
+ALIGN = 256  # bytes: a tensor may start at any of these within a buffer, whatever its dtype
+
+
+class Mark(Protocol):
+    """A point in the work of a lane."""
+
+    def synchronize(self) -> None:
+        """Keep this thread until everything before the mark is done."""
+        ...
+
+
+class Lane(Protocol):
+    """A way to one device. What is issued on it runs in order, beside everything else."""
+
+    def entered(self) -> AbstractContextManager[object]:
+        """Whatever torch is told to do inside, for the device, is issued on this lane."""
+        ...
+
+    def buffer(self, n_bytes: int) -> Tensor:
+        """Host memory [n_bytes] uint8 that the device can fetch from."""
+        ...
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether it is on the device already."""
+        ...
+
+    def fetches(self, tensor: Tensor) -> bool:
+        """Whether the device can fetch this host tensor from where it lies."""
+        ...
+
+    def send(self, tensor: Tensor) -> Tensor:
+        """Its copy on the device: issued, not waited for."""
+        ...
+
+    def mark(self) -> Mark:
+        """Behind everything issued so far."""
+        ...
+
+    def hand_over(self, layer: Layer, mark: Mark | None) -> None:
+        """From now on what the calling thread computes comes after the mark, and may use the layer."""
+        ...
+
+
+class CudaLane:
+    """A stream of a CUDA device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def entered(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self._stream)
+
+    def buffer(self, n_bytes: int) -> Tensor:
+        return torch.empty(n_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def holds(self, tensor: Tensor) -> bool:
+        return tensor.device == self._device
+
+    def fetches(self, tensor: Tensor) -> bool:
+        return tensor.is_pinned()
+
+    def send(self, tensor: Tensor) -> Tensor:
+        # torch's allocator of pinned memory notes the copy: a buffer that is dropped is not lent again before its end.
+        return tensor.to(self._device, non_blocking=True)
+
+    def mark(self) -> Mark:
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # waiting for it is sleeping
+        event.record(self._stream)
+        return event
+
+    def hand_over(self, layer: Layer, mark: Mark | None) -> None:
+        assert isinstance(mark, torch.cuda.Event)
+        stream = torch.cuda.current_stream(self._device)
+        stream.wait_event(mark)
+        for part in (part for pair in layer for part in pair):
+            part.record_stream(
+                stream
+            )  # dropped, it is not the lane's again before that stream is done with it
+
+
+_lanes: dict[int, CudaLane] = {}
+_making = threading.Lock()
+
+
+def lane_to(device: torch.device) -> Lane | None:
+    """The way to a device; None to where the store's own memory is as good as any.
+
+    One for each CUDA device, shared by all requests: what one of them has sent is there for the next.
+    """
+    if device.type != "cuda":
+        return None
+    index = torch.cuda.current_device() if device.index is None else device.index
+    with _making:
+        if index not in _lanes:
+            _lanes[index] = CudaLane(torch.device("cuda", index))
+        return _lanes[index]
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A layer that is on its way."""
+
+    layer: Layer
+    mark: Mark | None  # it has arrived by then; None = it need not go anywhere
+
+
+class InPlace:
+    """For readers that compute where the store's memory is: nothing is sent, and one layer is read ahead."""
+
+    ahead = 1
+
+    def send(self, read: Callable[[], Layer]) -> Sent:
+        return Sent(read(), None)
+
+    def hand_over(self, sent: Sent) -> Layer:
+        return sent.layer
+
+
+@dataclass(slots=True)
+class _Slot:
+    """One buffer of the ring."""
+
+    buffer: Tensor | None = None
+    last: Mark | None = None  # what was sent from it has arrived by then
+
+
+class Staging:
+    """Sends layers over a lane, through a ring of `slots` buffers. Used by one thread, but for `hand_over`."""
+
+    ahead = 2  # one is copied while the next is read
+
+    def __init__(self, lane: Lane, slots: int = SLOTS) -> None:
+        self._lane = lane
+        self._ring = [_Slot() for _ in range(slots)]
+        self._turn = 0
+
+    def send(self, read: Callable[[], Layer]) -> Sent:
+        """Issue the copies of the layer that `read` gives; what `read` itself does on the device is on the lane too."""
+        with self._lane.entered():
+            layer = read()
+            through = [i for i, pair in enumerate(layer) if not all(map(self._within_reach, pair))]
+            slot = self._next_slot() if through else None
+            there = dict(zip(through, self._copied(slot, [layer[i] for i in through]), strict=True))
+            arriving = [there.get(i) or self._fetched(pair) for i, pair in enumerate(layer)]
+            sent = Sent(arriving, self._lane.mark())
+        if slot:
+            slot.last = sent.mark
+        return sent
+
+    def hand_over(self, sent: Sent) -> Layer:
+        """To the computing thread, which need not wait before it uses the layer."""
+        self._lane.hand_over(sent.layer, sent.mark)
+        return sent.layer
+
+    def _within_reach(self, tensor: Tensor) -> bool:
+        return self._lane.holds(tensor) or self._lane.fetches(tensor)
+
+    def _fetched(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        keys, values = (part if self._lane.holds(part) else self._lane.send(part) for part in pair)
+        return keys, values
+
+    def _next_slot(self) -> _Slot:
+        """The one that was written longest ago, as soon as it may be written again."""
+        slot = self._ring[self._turn]
+        self._turn = (self._turn + 1) % len(self._ring)
+        if slot.last is not None:
+            slot.last.synchronize()
+        return slot
+
+    def _copied(self, slot: _Slot | None, pairs: Sequence[tuple[Tensor, Tensor]]) -> Layer:
+        """All of these, sent as one."""
+        if slot is None:
+            return []
+        parts = [part for pair in pairs for part in pair]
+        starts, n_bytes = _side_by_side(parts)
+        if slot.buffer is None or len(slot.buffer) < n_bytes:
+            slot.buffer = self._lane.buffer(n_bytes)
+        for part, start in zip(parts, starts, strict=True):
+            _as(part, slot.buffer, start).copy_(part)
+        there = self._lane.send(slot.buffer[:n_bytes])
+        arrived = [_as(part, there, start) for part, start in zip(parts, starts, strict=True)]
+        return list(zip(arrived[::2], arrived[1::2], strict=True))
+
+
+def _side_by_side(parts: Sequence[Tensor]) -> tuple[list[int], int]:
+    """Where each starts in one buffer, and the buffer's bytes."""
+    starts, at = [], 0
+    for part in parts:
+        starts.append(at)
+        at += -(-part.numel() * part.element_size() // ALIGN) * ALIGN
+    return starts, at
+
+
+def _as(part: Tensor, buffer: Tensor, start: int) -> Tensor:
+    """The bytes from `start` on as a tensor like `part`."""
+    n_bytes = part.numel() * part.element_size()
+    return buffer[start : start + n_bytes].view(part.dtype).view(part.shape)

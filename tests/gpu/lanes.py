@@ -1,0 +1,82 @@
+"""A lane whose device is as slow as it may be: copies run when somebody waits for them, and no sooner."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from blendserve.gpu.staging import Layer, Mark
+
+
+class LateMark:
+    """Waiting for it lets everything run that was issued before."""
+
+    def __init__(self, lane: LateLane, upto: int) -> None:
+        self.lane, self.upto = lane, upto
+
+    def synchronize(self) -> None:
+        self.lane.waited_in.append(threading.current_thread().name)
+        self.lane.run(self.upto)
+
+
+class LateLane:
+    """Tensors "on the device" are those that it sent."""
+
+    def __init__(self, pinned: bool = False) -> None:
+        self.pinned = pinned  # whether all host memory counts as such
+        self.copies: list[tuple[Tensor, Tensor]] = []  # (there, here) that were issued
+        self.ran = 0
+        self.buffers: list[Tensor] = []
+        self.waited_in: list[str] = []
+        self.handed: list[Mark | None] = []
+        self.inside = False
+        self._using = threading.Lock()
+
+    def run(self, upto: int) -> None:
+        with self._using:
+            while self.ran < upto:
+                there, here = self.copies[self.ran]
+                there.copy_(here)
+                self.ran += 1
+
+    def finish(self) -> None:
+        self.run(len(self.copies))
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        assert not self.inside
+        self.inside = True
+        try:
+            yield
+        finally:
+            self.inside = False
+
+    def buffer(self, n_bytes: int) -> Tensor:
+        self.buffers.append(torch.full((n_bytes,), 255, dtype=torch.uint8))
+        return self.buffers[-1]
+
+    def holds(self, tensor: Tensor) -> bool:
+        at = tensor.untyped_storage().data_ptr()  # 0 of an empty one
+        return any(at and at == there.untyped_storage().data_ptr() for there, _ in self.copies)
+
+    def fetches(self, tensor: Tensor) -> bool:
+        return self.pinned
+
+    def send(self, tensor: Tensor) -> Tensor:
+        assert self.inside
+        there = torch.full_like(tensor, 77)
+        with self._using:
+            self.copies.append((there, tensor))
+        return there
+
+    def mark(self) -> LateMark:
+        assert self.inside
+        return LateMark(self, len(self.copies))
+
+    def hand_over(self, layer: Layer, mark: Mark | None) -> None:
+        """The computing stream waits, which the test does later by `run`."""
+        self.handed.append(mark)
