@@ -18,6 +18,7 @@ from torch import Tensor
 
 from blendserve.blend.cache import KVCache
 from blendserve.blend.load import LayerReader
+from blendserve.blend.place import place
 from blendserve.core import Prompt, Span
 from blendserve.models.adapter import Adapter, Ropes
 from blendserve.store.base import ChunkView
@@ -106,8 +107,9 @@ class Assembly:
         """Read, check, rotate and place layer l. Raises CorruptRecord."""
         if not self._placed[l]:
             with self._clock.stage("load"):
-                for piece, (keys, values) in zip(self._pieces, self._reader.take(l), strict=True):
-                    self._place(l, piece.span, keys, values)
+                layer, spans = self._reader.take(l), [piece.span for piece in self._pieces]
+                place(self._adapter, spans, layer, self._cache.keys[l], self._cache.values[l], self._ropes[l])
+                self.bytes_loaded += sum(2 * keys.numel() * keys.element_size() for keys, _ in layer)
             self._placed[l] = True
 
     @property
@@ -118,9 +120,3 @@ class Assembly:
     def close(self) -> None:
         """Stop reading ahead."""
         self._reader.close()
-
-    def _place(self, l: int, span: Span, keys: Tensor, values: Tensor) -> None:
-        at = slice(span.start, span.stop)
-        rotated = self._adapter.rotate(keys.to(self._cache.keys.device), self._ropes[l].at(at))
-        self._cache.write(l, at, rotated, values)
-        self.bytes_loaded += 2 * keys.numel() * keys.element_size()

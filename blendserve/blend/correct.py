@@ -14,22 +14,25 @@ leaves little but the means, and they shrink towards zero themselves.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Callable, Sequence
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from blendserve.blend.cache import KVCache
-from blendserve.blend.rope import inverse, unrotate
+from blendserve.blend.rope import inverse
 from blendserve.core import Span
-from blendserve.models.adapter import Adapter, Ropes
-from blendserve.native import ridge as native
+from blendserve.models.adapter import Adapter, Rope, Ropes
+from blendserve.native import move as native
+from blendserve.native.move import Fresh, How
 
-SCALE = 0.5  # a recomputed token moves more than the others: that is why it was chosen
+SCALE = 0.5  # shift: a recomputed token moves more than the others: that is why it was chosen
 WEIGHT = 16.0  # tokens' worth of trust in the mean over all chunks
 STILL = 40.0  # ridge: tokens' worth of trust in nothing having moved at all
 PENALTY = 8.0  # ridge: per feature of unit size; few tokens must not explain themselves by many features
+
+Rotate = Callable[[Tensor, Rope], Tensor]
 
 
 class Correction(ABC):
@@ -51,35 +54,16 @@ class NoCorrection(Correction):
         return
 
 
-class Shift(Correction):
-    """See the module's docstring."""
+class Chosen(NamedTuple):
+    """The recomputed tokens of the chunks: which rows, where counted from the first chunk, how many a chunk."""
 
-    name = "shift"
-
-    def __init__(self, adapter: Adapter, cache: KVCache, ropes: Ropes, spans: Sequence[Span]) -> None:
-        self._adapter, self._cache, self._ropes, self._spans = adapter, cache, ropes, spans
-
-    def apply(self, l: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
-        parts = _rows_by_span(rows, self._spans)
-        if not any(map(len, parts)):
-            return
-        chosen = torch.cat([torch.arange(p.start, p.stop) for p in parts]).to(rows.device)
-        at = rows[chosen]
-        dk = keys[:, chosen] - self._cache.keys[l][:, at]
-        dv = values[:, chosen] - self._cache.values[l][:, at]
-        dk = unrotate(self._adapter, dk, self._ropes[l].at(at))
-        sizes = [len(part) for part in parts]
-        for span, k, v in zip(self._spans, _shifts(dk, sizes), _shifts(dv, sizes), strict=True):
-            here = slice(span.start, span.stop)
-            spread = k[:, None].expand(-1, len(span), -1)
-            self._cache.keys[l][:, here] += self._adapter.rotate(spread, self._ropes[l].at(here))
-            self._cache.values[l][:, here] += v[:, None]
+    rows: Tensor
+    at: Tensor
+    sizes: Sequence[int]
 
 
-class Ridge(Correction):
-    """See the module's docstring."""
-
-    name = "ridge"
+class _Moving(Correction):
+    """What shift and ridge share: from the recomputed tokens of each chunk to all of its tokens."""
 
     def __init__(self, adapter: Adapter, cache: KVCache, ropes: Ropes, spans: Sequence[Span]) -> None:
         self._adapter, self._cache, self._spans = adapter, cache, spans
@@ -87,60 +71,107 @@ class Ridge(Correction):
         self._here = here = slice(start, spans[-1].stop)  # what lies between is overwritten by fresh rows
         self._inside = [Span(span.start - start, span.stop - start) for span in spans]
         there = {id(rope): rope.at(here) for rope in ropes}  # layers share them
-        back = {name: inverse(rope) for name, rope in there.items()}
-        self._turns = [(there[id(rope)], back[id(rope)]) for rope in ropes]
+        self._ropes = [there[id(rope)] for rope in ropes]
+        self._how = self._constants(2 * adapter.head_dim)
+        self._seen: tuple[Tensor, Chosen] | None = None
+
+    @classmethod
+    @abstractmethod
+    def _constants(cls, features: int) -> How: ...
 
     def apply(self, l: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
-        parts = _rows_by_span(rows, self._spans)
-        if l == 0 or not any(map(len, parts)):  # layer 0's keys and values depend on their token alone
+        chosen = self._chosen(rows)
+        if l == 0 or not len(chosen.at):  # layer 0's keys and values depend on their token alone
             return
-        chosen = torch.cat([torch.arange(p.start, p.stop) for p in parts]).to(rows.device)
-        at, (there, back) = rows[chosen] - self._here.start, self._turns[l]
-        turned, stored = self._cache.keys[l][:, self._here], self._cache.values[l][:, self._here]
-        plain, fresh = self._adapter.rotate(turned, back), self._adapter.rotate(keys[:, chosen], back.at(at))
-        known = torch.cat([plain[:, at], stored[:, at]], dim=-1)
-        moved = torch.cat([fresh, values[:, chosen]], dim=-1).float() - known
-        sizes = [len(part) for part in parts]
-        means = _means(moved, sizes)
-        left = moved - torch.cat([means[:, i, None].expand(-1, n, -1) for i, n in enumerate(sizes)], dim=1)
-        move = native.move if native.takes(plain, stored) else move_plainly
-        shift = move(plain, stored, at, left, means, self._inside, PENALTY * left.shape[-1])
-        turned += self._adapter.rotate(shift, there)
+        stored = self._cache.keys[l][:, self._here], self._cache.values[l][:, self._here]
+        fresh = Fresh(keys, values, *chosen)
+        move(self._adapter, stored[0], stored[1], fresh, self._inside, self._ropes[l], self._how)
+
+    def _chosen(self, rows: Tensor) -> Chosen:
+        """Those of the rows that lie in chunks; rows seldom differ from layer to layer."""
+        if self._seen is None or self._seen[0] is not rows:
+            edges = [edge for span in self._spans for edge in (span.start, span.stop)]
+            found = torch.searchsorted(rows, torch.tensor(edges, device=rows.device)).tolist()
+            parts = [torch.arange(*found[i : i + 2]) for i in range(0, len(found), 2)]
+            which = torch.cat(parts).to(rows.device)
+            self._seen = rows, Chosen(which, rows[which] - self._here.start, [len(part) for part in parts])
+        return self._seen[1]
+
+
+class Shift(_Moving):
+    """See the module's docstring."""
+
+    name = "shift"
+
+    @classmethod
+    def _constants(cls, features: int) -> How:
+        return How(WEIGHT, still=0.0, scale=SCALE, penalty=None)
+
+
+class Ridge(_Moving):
+    """See the module's docstring."""
+
+    name = "ridge"
+
+    @classmethod
+    def _constants(cls, features: int) -> How:
+        return How(WEIGHT, STILL, scale=1.0, penalty=PENALTY * features)
+
+
+def move(
+    adapter: Adapter,
+    keys: Tensor,
+    values: Tensor,
+    fresh: Fresh,
+    spans: Sequence[Span],
+    rope: Rope,
+    how: How,
+) -> None:
+    """Move the keys (after RoPE) and values [K, N, D] of these spans as the recomputed tokens among them moved."""
+    if adapter.turns_halves and native.takes(keys, values, rope.cos, rope.sin):
+        native.move(keys, values, fresh, spans, rope.cos, rope.sin, how)
+    else:
+        move_plainly(keys, values, fresh, spans, rope, how, adapter.rotate)
 
 
 def move_plainly(
     keys: Tensor,
     values: Tensor,
-    at: Tensor,
-    left: Tensor,
-    means: Tensor,
+    fresh: Fresh,
     spans: Sequence[Span],
-    penalty: float,
-) -> Tensor:
-    """Move every token's value as those at `at` [S] moved -> what the keys [K, N, D] before RoPE are to move by.
-
-    values [K, N, D]: changed. left [K, S, 2D]: what those moved beyond their chunk's mean, in the dtype to fit
-    in. means [K, chunks, 2D].
-    """
-    known = torch.cat([keys[:, at], values[:, at]], dim=-1).to(left.dtype)
-    weights, constant = _fit(known, left, penalty)
-    shift = torch.cat([keys, values], dim=-1) @ weights.to(keys.dtype)
+    rope: Rope,
+    how: How,
+    rotate: Rotate,
+) -> None:
+    """The same on plain torch, on any device and in any dtype, for any rotation; what lies between spans is lost."""
+    at, back = fresh.at, inverse(rope)
+    known = torch.cat([rotate(keys[:, at], back.at(at)), values[:, at]], dim=-1)
+    now = torch.cat([rotate(fresh.keys[:, fresh.rows], back.at(at)), fresh.values[:, fresh.rows]], dim=-1)
+    wide = torch.promote_types(keys.dtype, torch.float32)
+    moved = now.to(wide) - known
+    means = _means(moved, fresh.sizes, how)
+    if how.penalty is None:
+        shift, constant = keys.new_zeros(*keys.shape[:2], known.shape[-1]), 0.0 * means[:, :1]
+    else:
+        left = moved - torch.repeat_interleave(means, torch.tensor(fresh.sizes, device=at.device), dim=1)
+        weights, constant = _fit(known.to(wide), left, how.penalty)
+        shift = torch.cat([rotate(keys, back), values], dim=-1) @ weights.to(keys.dtype)
     for i, span in enumerate(spans):
-        shift[:, span.start : span.stop] += (means[:, i, None] + constant).to(shift.dtype)
+        shift[:, span.start : span.stop] += (how.scale * means[:, i, None] + constant).to(shift.dtype)
     by_key, by_value = shift.chunk(2, dim=-1)
+    keys += rotate(by_key, rope)
     values += by_value
-    return by_key
 
 
-def _means(moved: Tensor, sizes: Sequence[int]) -> Tensor:
+def _means(moved: Tensor, sizes: Sequence[int], how: How) -> Tensor:
     """Deviations [K, S, F] of the recomputed tokens, grouped by chunk -> the mean [K, chunks, F] of each, shrunk.
 
-    All chunks' towards zero, as if STILL more tokens had not moved; a chunk's own towards that.
+    All chunks' towards zero, as if `still` more tokens had not moved; a chunk's own towards that.
     """
-    overall = moved.sum(dim=1) / (moved.shape[1] + STILL)
+    overall = moved.sum(dim=1) / (moved.shape[1] + how.still)
     parts = torch.split(moved, list(sizes), dim=1)
     return torch.stack(
-        [overall + (p - overall[:, None]).sum(dim=1) / (p.shape[1] + WEIGHT) for p in parts], dim=1
+        [overall + (p - overall[:, None]).sum(dim=1) / (p.shape[1] + how.weight) for p in parts], dim=1
     )
 
 
@@ -177,20 +208,3 @@ def make_correction(
 ) -> Correction:
     """The correction of this name for one request."""
     return NoCorrection() if name == "none" or not spans else CORRECTIONS[name](adapter, cache, ropes, spans)
-
-
-def _rows_by_span(rows: Tensor, spans: Sequence[Span]) -> list[Span]:
-    """The index range of each span's rows within ascending `rows`."""
-    edges = torch.tensor([edge for span in spans for edge in (span.start, span.stop)], device=rows.device)
-    found = torch.searchsorted(rows, edges).tolist()
-    return [Span(found[i], found[i + 1]) for i in range(0, len(found), 2)]
-
-
-def _shifts(difference: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    """Differences [K, S, D] of the recomputed tokens, grouped by chunk -> the shift [K, D] of each chunk."""
-    overall = difference.float().mean(dim=1)
-    shifts = []
-    for part in torch.split(difference.float(), list(sizes), dim=1):
-        shift = (part.sum(dim=1) + WEIGHT * overall) / (part.shape[1] + WEIGHT)
-        shifts.append((SCALE * shift).to(difference.dtype))
-    return shifts

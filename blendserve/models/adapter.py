@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from blendserve.models.families import Family, check_supported
+from blendserve.native import place as native
 from blendserve.native.linear import call_linear, call_module
 
 Module = Callable[[Tensor], Tensor]
@@ -72,6 +73,7 @@ class Adapter:
         self._body = cast(Any, model).model
         layers = list(self._body.layers)[: config.num_hidden_layers]
         self._rotate = _rotation_of(layers[0].self_attn)
+        self.turns_halves = _turns_halves(self._rotate)
         self.n_layers: int = config.num_hidden_layers
         self.n_heads: int = config.num_attention_heads
         self.n_kv_heads: int = config.num_key_value_heads
@@ -115,6 +117,8 @@ class Adapter:
     def rotate(self, x: Tensor, rope: Rope) -> Tensor:
         """Apply RoPE to x [heads, S, D] with the model's own function, in the model's own dtype."""
         width = rope.cos.shape[-1]
+        if self.turns_halves and native.takes(x, rope.cos, rope.sin):
+            return native.rotate(x, rope.cos, rope.sin)
         if width == x.shape[-1]:
             return self._rotate(x[None], x[None, :0], rope.cos[None], rope.sin[None])[0][0]
         if width == 0:
@@ -220,6 +224,15 @@ def _heads(x: Tensor, head_dim: int) -> Tensor:
 def _rotation_of(attn: nn.Module) -> Rotate:
     """The function that this model itself rotates with: it lives beside its attention class."""
     return cast(Rotate, sys.modules[type(attn).__module__].apply_rotary_pos_emb)
+
+
+def _turns_halves(rotate: Rotate) -> bool:
+    """Whether a head [x1 | x2] becomes x cos + [-x2 | x1] sin, which kernels know: most families', but not all."""
+    generator = torch.Generator().manual_seed(0)
+    x, cos, sin = (torch.randn(1, 1, 4, 8, generator=generator).bfloat16() for _ in range(3))
+    first, second = x.chunk(2, dim=-1)
+    wanted = x * cos + torch.cat([-second, first], dim=-1) * sin
+    return torch.equal(rotate(x, x[:, :0], cos[0], sin[0])[0], wanted)
 
 
 def _turn(config: Any, family: Family, l: int, attn: Any) -> str | None:

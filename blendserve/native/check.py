@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from blendserve.core import Span
-from blendserve.native import attention, linear, ridge
+from blendserve.native import attention, linear, move, place
 from blendserve.native.build import Unavailable
 
 BOUND = 0.03  # attention's outputs reach 4; they and the weights are rounded to 8 bits of mantissa
 POSITIONS = (0, 1, 2, 3, 17, 63, 64, 65, 255, 256, 257, 400, 401, 402, 511, 512, 600, 700, 701)
-RIDGE_BOUND = 0.05  # its outputs reach 5; they and the weights are rounded to 8 bits of mantissa
+MOVE_BOUND = 0.05  # its outputs reach 5; they and the weights are rounded to 8 bits of mantissa
 ROUNDING = 2**-8  # of a linear layer's output
 
 
@@ -22,7 +22,8 @@ def check(loaded: ctypes.CDLL) -> None:
     with torch.inference_mode():
         _check_attention(loaded)
         _check_linear(loaded)
-        _check_ridge(loaded)
+        _check_place(loaded)
+        _check_move(loaded)
 
 
 def _check_attention(loaded: ctypes.CDLL) -> None:
@@ -78,26 +79,57 @@ def formula(
     return (weights @ values).transpose(0, 1).flatten(1)
 
 
-def _check_ridge(loaded: ctypes.CDLL) -> None:
+def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """A head [x1 | x2] of as many numbers as cos and sin have, rotated; those behind them stay."""
+    first, second = x[..., : cos.shape[-1]].chunk(2, dim=-1)
+    rotated = x[..., : cos.shape[-1]] * cos + torch.cat([-second, first], dim=-1) * sin
+    return torch.cat([rotated, x[..., cos.shape[-1] :]], dim=-1)
+
+
+def some_turn(n: int, width: int, length: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """cos and sin [n, width] of some angles, `length` long as YaRN's."""
+    angles = torch.rand((n, width // 2), generator=generator).mul(6.0).repeat(1, 2)
+    return (length * angles.cos()).bfloat16(), (length * angles.sin()).bfloat16()
+
+
+def _check_place(loaded: ctypes.CDLL) -> None:
+    """Two chunks with a hole between them, to the bit, where a part of each head is rotated and where all of it is."""
+    generator = torch.Generator().manual_seed(0)
+    for width in (32, 96):
+        cos, sin = some_turn(90, width, 1.0, generator)
+        chunks: list[place.Part] = []
+        wanted = torch.zeros(2, 2, 90, 96, dtype=torch.bfloat16)
+        for here in (slice(0, 31), slice(40, 90)):
+            k, v = (_random((2, here.stop - here.start, 96), generator) for _ in "kv")
+            wanted[0, :, here], wanted[1, :, here] = turned(k, cos[here], sin[here]), v
+            chunks.append((here.start, k, v))
+        keys, values = torch.zeros(2, 2, 90, 96, dtype=torch.bfloat16)
+        place.run(loaded, chunks, keys, values, cos, sin)
+        if not (torch.equal(keys, wanted[0]) and torch.equal(values, wanted[1])):
+            raise Unavailable(f"placing is wrong here, where {width} of 96 numbers are rotated")
+
+
+def _check_move(loaded: ctypes.CDLL) -> None:
     """Two chunks with a hole between them, and fewer recomputed tokens than features."""
     from blendserve.blend.correct import move_plainly  # which imports the kernels
+    from blendserve.models.adapter import Rope
 
     generator = torch.Generator().manual_seed(0)
-    keys, values, spans = (
-        _random((2, 90, 32), generator),
-        _random((2, 90, 32), generator),
-        (Span(0, 31), Span(40, 90)),
-    )
-    at = torch.arange(1, 90, 3)
-    left = torch.randn((2, len(at), 64), generator=generator)
-    means = torch.randn((2, 2, 64), generator=generator)
-    wide = values.double()
-    wanted = move_plainly(keys.double(), wide, at, left.double(), means.double(), spans, 5.0)
-    got = ridge.run(loaded, keys, values, at, left, means, spans, 5.0)
-    off = max(
-        float((a.double() - b)[:, s.start : s.stop].abs().max())
-        for a, b in ((got, wanted), (values, wide))
-        for s in spans
-    )
-    if not off < RIDGE_BOUND:
-        raise Unavailable(f"the ridge correction is wrong here: off by {off:.3g}")
+    keys, values, fresh_keys, fresh_values = (_random((2, n, 32), generator) for n in (90, 90, 40, 40))
+    at, spans = torch.tensor([*range(1, 31, 3), *range(40, 90, 3)]), (Span(0, 31), Span(40, 90))
+    sizes, (cos, sin) = (10, 17), some_turn(90, 32, 1.0, generator)
+    for how in (move.How(16.0, 0.0, 0.5, None), move.How(16.0, 40.0, 1.0, 5.0)):
+        given = [x.clone() for x in (keys, values)]
+        wide = [x.double() for x in (keys, values)]
+        fresh = move.Fresh(fresh_keys, fresh_values, torch.arange(2, 29), at, sizes)
+        move.run(loaded, given[0], given[1], fresh, spans, cos, sin, how)
+        exact = fresh._replace(keys=fresh_keys.double(), values=fresh_values.double())
+        rope = Rope(cos.double(), sin.double())
+        move_plainly(wide[0], wide[1], exact, spans, rope, how, lambda x, rope: turned(x, rope.cos, rope.sin))
+        off = max(
+            float((a.double() - b)[:, s.start : s.stop].abs().max())
+            for a, b in zip(given, wide, strict=True)
+            for s in spans
+        )
+        if not off < MOVE_BOUND:
+            raise Unavailable(f"moving is wrong here: off by {off:.3g} with {how}")

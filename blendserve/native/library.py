@@ -55,6 +55,7 @@ def _load(path: Path) -> ctypes.CDLL:
         loaded = ctypes.CDLL(str(path))
     except OSError as error:
         raise Unavailable(f"the compiled kernels cannot be loaded: {error}") from None
-    for function in (loaded.blendserve_attend, loaded.blendserve_linear, loaded.blendserve_ridge):
+    for name in ("attend", "linear", "move", "place"):
+        function = getattr(loaded, f"blendserve_{name}")
         function.argtypes, function.restype = [ctypes.c_void_p], None
     return loaded

@@ -1,0 +1,115 @@
+"""The compiled corrections against the plain form in float64, and against themselves on other threads."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from blendserve import native
+from blendserve.blend.correct import Fresh, How, move_plainly
+from blendserve.core import Span
+from blendserve.models.adapter import Rope
+from blendserve.native.check import some_turn, turned
+from blendserve.native.move import move, takes
+from tests.blend.helpers import assert_near
+
+pytestmark = pytest.mark.skipif(not native.status().active, reason=native.status().reason)
+SHIFT, RIDGE = How(16.0, 0.0, 0.5, None), How(16.0, 40.0, 1.0, 800.0)
+
+
+class Case:
+    """Keys and values out of a larger cache, some tokens of theirs recomputed, and a hole of 2 behind each chunk."""
+
+    def __init__(self, heads: int, dim: int, width: int, lengths: list[int], n: int, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.spans, end = list[Span](), 0
+        for length in lengths:
+            self.spans.append(Span(end, end + length))
+            end += length + 2
+
+        def some(tokens: int) -> Tensor:
+            return torch.randn(heads, tokens, dim, generator=generator).bfloat16()
+
+        self.keys, self.values = some(end), some(end + 9)[:, :end]
+        inside = torch.cat([torch.arange(s.start, s.stop) for s in self.spans])
+        at = inside[torch.randperm(len(inside), generator=generator)[:n]].sort().values
+        sizes = [int(((at >= s.start) & (at < s.stop)).sum()) for s in self.spans]
+        rows = torch.arange(len(at)) * 2 + 1
+        fresh_keys = some(2 * len(at) + 1).transpose(0, 1).contiguous().transpose(0, 1)  # as layers give them
+        self.fresh = Fresh(fresh_keys, some(2 * len(at) + 1), rows, at, sizes)
+        self.rope = Rope(*some_turn(end, width, 1.1, generator))
+
+    def moved(self, how: How) -> list[Tensor]:
+        keys, values = self.keys.clone(), self.values.clone()
+        assert takes(keys, values, self.rope.cos, self.rope.sin)
+        move(keys, values, self.fresh, self.spans, self.rope.cos, self.rope.sin, how)
+        return [self.inside(x) for x in (keys, values)]
+
+    def plainly(self, how: How) -> list[Tensor]:
+        keys, values = self.keys.double(), self.values.double()
+        exact = self.fresh._replace(keys=self.fresh.keys.double(), values=self.fresh.values.double())
+        rope = Rope(*(x.double() for x in (self.rope.cos, self.rope.sin)))
+        move_plainly(
+            keys, values, exact, self.spans, rope, how, lambda x, rope: turned(x, rope.cos, rope.sin)
+        )
+        return [self.inside(x) for x in (keys, values)]
+
+    def inside(self, x: Tensor) -> Tensor:
+        return torch.cat([x[:, s.start : s.stop] for s in self.spans], dim=1)
+
+
+@given(
+    st.sampled_from([1, 2, 3]),
+    st.sampled_from([(32, 32), (64, 64), (96, 32), (128, 128), (160, 96)]),
+    st.lists(st.sampled_from([1, 5, 6, 7, 96, 130]), min_size=1, max_size=3),
+    st.sampled_from([1, 3, 40, 150]),
+    st.sampled_from([SHIFT, RIDGE]),
+    st.integers(0, 99),
+)
+def test_equals_the_plain_form(
+    heads: int, dims: tuple[int, int], lengths: list[int], n: int, how: How, seed: int
+) -> None:
+    case = Case(heads, *dims, lengths, n, seed)
+    for got, wanted in zip(case.moved(how), case.plainly(how), strict=True):
+        assert_near(got.double(), wanted, 0.04)
+
+
+@pytest.mark.parametrize("how", [SHIFT, RIDGE])
+def test_a_token_out_of_place_is_seen(how: How) -> None:
+    case = Case(2, 64, 64, [40, 50], 30, 0)
+    wanted = case.plainly(how)
+    case.fresh = case.fresh._replace(rows=case.fresh.rows.flip(0))
+    for got, right in zip(case.moved(how), wanted, strict=True):
+        with pytest.raises(AssertionError):
+            assert_near(got.double(), right, 0.04)
+
+
+def test_what_lies_between_chunks_stays() -> None:
+    case = Case(2, 64, 64, [40, 50], 30, 0)
+    case.keys[:, 40:42] = case.values[:, 40:42] = float("nan")
+    assert all(x.isfinite().all() for x in case.moved(RIDGE))
+
+
+def test_threads_do_not_matter() -> None:
+    found = []
+    for threads in (1, 2):
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            found.append(Case(3, 64, 64, [300, 200], 100, 1).moved(RIDGE))
+        finally:
+            torch.set_num_threads(before)
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_refuses_what_it_cannot_do() -> None:
+    x = torch.zeros(2, 8, 64, dtype=torch.bfloat16)
+    turn = torch.zeros(8, 64, dtype=torch.bfloat16)
+    assert takes(x, x, turn, turn)
+    assert not takes(x.float(), x.float(), turn, turn)
+    assert not takes(x[..., :48].contiguous(), x, turn, turn)
+    assert not takes(x, x, turn[:, :16], turn[:, :16])
+    assert not takes(x.transpose(1, 2), x.transpose(1, 2), turn, turn)
