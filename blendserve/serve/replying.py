@@ -21,12 +21,14 @@ Events = Callable[[Answering], AsyncIterator["dict[str, Any] | str"]]
 async def reply(
     request: Request, service: Service, tenant: Tenant, ask: Ask, whole: Whole, events: Events | None
 ) -> Response:
-    """Ask, and answer by `whole`, or by `events` where they are given. Raises BlendserveErrors and ClientGone."""
+    """Ask, and answer by `whole`, or by `events` where they are given. Raises BlendserveErrors and ClientGone.
+
+    Events begin as soon as the request is queued, so that its passages are seen while it waits and is prefilled.
+    """
     with ExitStack() as stack:
         stack.enter_context(service.limits.one(tenant))
         answering = await while_connected(request, service.ask(tenant, ask))
         stack.callback(answering.cancel)
-        await while_connected(request, answering.start())
         if service.serve.log_text:
             request.state.text = ask.question
         if events is None:

@@ -1,6 +1,7 @@
 """Continuous batching: one thread runs the model, and at every step decides anew who runs.
 
-    turn:   a waiting request gets a free slot and is prefilled, or, when none waits, a chore is done
+    turn:   a waiting request gets a free slot and is prefilled
+            when none waits, or after every CHORE_EVERY requests, a chore is done
             then all running requests make one token together
 
 A prefill does not stop the running ones: it pauses before every layer (turns.py), and when it has run for `gap_s` since
@@ -32,6 +33,9 @@ from blendserve.serve.writing import Writing
 from blendserve.timing import Clock
 
 MAX_CHORES = 1000  # write-backs beyond that are dropped: they are an optimisation
+CHORE_EVERY = (
+    8  # requests, however many wait: else a server that misses chunks stays slow because it misses them
+)
 
 Chore = Callable[[], None]
 
@@ -61,6 +65,7 @@ class Scheduler:
         self._shared = shared
         self._waiting, self._queue = Waiting(), queue
         self._chores: deque[Chore] = deque()
+        self._since_chore = 0  # requests prefilled
         self._running: list[Writing] = []
         self._prefilling: Work | None = None
         self._since_step, self._step_s = Clock(), 0.0  # since the last one's end; how long it took
@@ -110,7 +115,7 @@ class Scheduler:
             self._wake.notify()
 
     def chore(self, chore: Chore) -> bool:
-        """Something for the model's thread to do when no request waits -> False when it has too much to do already."""
+        """Something small for the model's thread to do by the way -> False when it has too much to do already."""
         with self._wake:
             if len(self._chores) >= MAX_CHORES:
                 return False
@@ -167,8 +172,7 @@ class Scheduler:
     def _turn(self) -> None:
         with self._wake:
             work = self._waiting.pop() if self._slots.free else None
-            idle = work is None and not len(self._waiting)
-            chore = self._chores.popleft() if idle and self._chores else None
+            chore = self._next_chore(idle=work is None and not len(self._waiting))
             later = {key for other in self._waiting.all() for key in other.keys} if work else set()
         if work and self._shared:
             self._shared.expect(work.keys, later)
@@ -176,9 +180,16 @@ class Scheduler:
             self._shared.expect(frozenset(), later)
         elif work:
             self._prefill(work)
-        elif chore:
+        self._since_chore += work is not None
+        if chore:
             self._do(chore)
         self._step()
+
+    def _next_chore(self, idle: bool) -> Chore | None:
+        if not self._chores or not (idle or self._since_chore >= CHORE_EVERY):
+            return None
+        self._since_chore = 0
+        return self._chores.popleft()
 
     def _do(self, chore: Chore) -> None:
         try:

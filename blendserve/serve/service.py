@@ -52,25 +52,22 @@ class Answering:
     def __init__(self, scheduler: Scheduler, work: Work, events: asyncio.Queue[Event]) -> None:
         self._scheduler, self._work, self._events = scheduler, work, events
         self.passages, self.prompt_tokens = work.passages, len(work.prompt)
-        self.started: Started | None = None
-
-    async def start(self) -> Started:
-        """When prefill is done. Raises what it failed with."""
-        event = await self._next()
-        assert isinstance(event, Started)
-        self.started = event
-        return event
+        self.started: Started | None = None  # not before prefill is done
 
     async def events(self) -> AsyncIterator[Event]:
-        """Pieces, and at last Finished. Raises what the request failed with."""
+        """Started when prefill is done, pieces, and at last Finished. Raises what the request failed with."""
         while True:
-            event = await self._next()
+            event = await self._events.get()
+            if isinstance(event, Failed):
+                raise event.error
+            if isinstance(event, Started):
+                self.started = event
             yield event
             if isinstance(event, Finished):
                 return
 
     async def answer(self) -> Answer:
-        """The whole answer, after `start`. Raises what the request failed with."""
+        """The whole answer. Raises what the request failed with."""
         async for event in self.events():
             if isinstance(event, Finished):
                 return event.answer
@@ -79,12 +76,6 @@ class Answering:
     def cancel(self) -> None:
         """Free its slot at once; harmless when it has finished."""
         self._scheduler.cancel(self._work)
-
-    async def _next(self) -> Event:
-        event = await self._events.get()
-        if isinstance(event, Failed):
-            raise event.error
-        return event
 
 
 class Service:

@@ -110,14 +110,16 @@ class WordEmbedder:
 
 
 def index(folder: Path, prompts: PromptBuilder, documents: Sequence[Document]) -> VectorIndex:
-    made = VectorIndex.create(
-        folder,
-        WordEmbedder(),  # type: ignore[arg-type]
-        reader=reader().name,
-        reader_fingerprint=reader().fingerprint,
-        chunk_tokens=64,
-        count=lambda passage: len(prompts.chunk(passage)),
-    )
+    """Opened, or made of these documents."""
+    of_reader: Any = {
+        "reader": reader().name,
+        "reader_fingerprint": reader().fingerprint,
+        "count": lambda passage: len(prompts.chunk(passage)),
+    }
+    embedder: Any = WordEmbedder()
+    if folder.exists():
+        return VectorIndex.open(folder, embedder, **of_reader)
+    made = VectorIndex.create(folder, embedder, chunk_tokens=64, **of_reader)
     made.add(documents)
     made.save()
     return made

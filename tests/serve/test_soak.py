@@ -1,21 +1,26 @@
-"""The soak script against a toy server: everything at once, and nothing wrong."""
+"""The soak against a toy server that is killed and started again; and what it is to notice, it notices."""
 
 from __future__ import annotations
 
 import asyncio
 import importlib.util
-from argparse import Namespace
+import sys
 from pathlib import Path
 from typing import Any
 
-from blendserve.serve.settings import ServeConfig
-from tests.serve.helpers import Server
+import pytest
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
+from blendserve.engine import Engine
+from blendserve.serve.child import Child
+from blendserve.serve.settings import ServeConfig
+from blendserve.store import LMDBStore, VerifyReport
+from tests.serve.helpers import CONFIG, PASSAGES, Server, reader
+
+ROOT = Path(__file__).parents[2]
 
 
 def script(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -23,42 +28,64 @@ def script(name: str) -> Any:
     return module
 
 
-def test_many_clients_at_once_get_right_answers_and_leave_nothing(tmp_path: Path) -> None:
-    server = Server(tmp_path, ServeConfig(slots=4))
-    args = Namespace(
-        url=server.url,
-        index=tmp_path / "a",
-        requests=48,
-        clients=8,
-        distinct=6,
-        seed=1,
-        pid=None,
-        engine=None,
-    )
+soak_serving = script("soak_serving")
+
+
+class Toy:
+    """A toy server's folder with the KV of all passages, and the right answers."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.asks = soak_serving.make_asks(PASSAGES, 6, 0)
+        with Engine(CONFIG, reader(), LMDBStore(folder / "kv", 2**27)) as engine:
+            engine.precompute(PASSAGES)
+            self.expected = soak_serving.answers(engine, self.asks)
+
+    def start(self) -> Child:
+        command = [sys.executable, "-m", "tests.serve.toy_server", str(self.folder)]
+        return Child(command, self.folder / "log")
+
+    def verify(self) -> VerifyReport:
+        with LMDBStore(self.folder / "kv", 2**27, read_only=True) as store:
+            return store.verify()
+
+    def run(self, requests: int, clients: int) -> dict[str, Any]:
+        soak = soak_serving.Soak(self.asks, self.expected, requests, clients, seed=1)
+        verdict: dict[str, Any] = soak_serving.run(soak, self.start, self.verify)
+        return verdict
+
+
+@pytest.fixture
+def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Toy:
+    monkeypatch.chdir(ROOT)
+    return Toy(tmp_path)
+
+
+def test_many_clients_and_a_kill_leave_nothing_wrong(toy: Toy) -> None:
+    verdict = toy.run(requests=80, clients=8)
+    assert {k: v for k, v in verdict.items() if k in ("wrong", "leaked", "exit_code")} == {
+        "wrong": 0,
+        "leaked": 0,
+        "exit_code": 0,
+    }, verdict
+    assert sum(verdict["requests"].values()) == 80
+    assert verdict["requests"].keys() == soak_serving.KINDS.keys()
+    assert verdict["cut_off_and_asked_again"] > 0
+    assert verdict["documents_written"] > 1
+    assert verdict["store_verify"]["good"] > len(PASSAGES)
+    assert verdict["store_verify"]["bad"] == 0
+
+
+def test_a_wrong_answer_and_a_lost_document_are_noticed(tmp_path: Path) -> None:
+    asks = soak_serving.make_asks(PASSAGES, 2, 0)
+    soak = soak_serving.Soak(asks, ["something else"] * 2, 6, 2, seed=1)
+    soak.documents["never-there"] = 2
+    server: Any = Server(tmp_path, ServeConfig())
+    server.memory_mb = 0.0
     try:
-        result = asyncio.run(script("soak_serving")._run(args))
+        asyncio.run(soak.run(server, 6))
+        asyncio.run(soak.find_documents(server))
     finally:
         server.close()
-    assert result["passed"], result
-    assert (result["wrong"], result["leaked"]) == (0, 0)
-    assert result["requests"].keys() >= {"good", "cancelled", "malformed"}
-    assert server.service.slots.free == 4
-
-
-def test_a_wrong_answer_is_noticed(tmp_path: Path) -> None:
-    server = Server(tmp_path, ServeConfig())
-    soak_serving = script("soak_serving")
-
-    async def run() -> list[str]:
-        async with soak_serving.httpx.AsyncClient(base_url=server.url, timeout=60) as http:
-            soak = soak_serving.Soak(Namespace(index=tmp_path / "a", seed=0, distinct=1), http)
-            await soak.prepare()
-            soak.expected = ["something else"]
-            await soak.client(0, 4)
-            wrong: list[str] = soak.wrong
-            return wrong
-
-    try:
-        assert any("something else" in problem for problem in asyncio.run(run()))
-    finally:
-        server.close()
+    assert any("something else" in problem for problem in soak.wrong)
+    assert any("never-there" in problem for problem in soak.wrong)
