@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -28,6 +28,7 @@ class Section(BaseModel):
     """A frozen group of settings that refuses names it does not know."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+    inside: ClassVar[str] = ""  # of which section it is a part
 
     def __init__(self, **values: Any) -> None:
         try:
@@ -64,6 +65,14 @@ class PromptConfig(Section):
     )
 
 
+class TiersConfig(Section):
+    """Copies of hot chunks nearer to a GPU than the store is. Bytes, 0 = none."""
+
+    inside = "store."
+    device_bytes: Annotated[int, Field(ge=0)] = 0  # of the GPU's memory, beside the model and the caches
+    host_bytes: Annotated[int, Field(ge=0)] = 0  # of pinned host memory
+
+
 class StoreConfig(Section):
     """Where chunk KV lives."""
 
@@ -76,6 +85,7 @@ class StoreConfig(Section):
     )
     write_back: bool = True  # store chunks that a request found missing or corrupt, after its answer
     namespace: str = ""  # tenant salt, part of every key
+    tiers: TiersConfig = TiersConfig()
 
 
 class BlendConfig(Section):
@@ -157,13 +167,13 @@ def nearest(name: str, known: list[str]) -> str:
     return f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
 
 
-def _explain(root: type[BaseModel], error: ValidationError) -> str:
+def _explain(root: type[Section], error: ValidationError) -> str:
     """One line for a validation error's first problem."""
     problem = error.errors()[0]
     # Of a setting that takes several types, pydantic adds the type that it tried: no setting has such a name.
     tried = {"constrained-float", "float", "literal['auto']"}
     *parents, name = [str(part) for part in problem["loc"] if part not in tried] or ["?"]
-    section = root.__name__.removesuffix("Config").lower()
+    section = root.inside + root.__name__.removesuffix("Config").lower()
     where = ".".join([section, *parents, name] if section else [*parents, name])
     if problem["type"] == "extra_forbidden":
         known = _fields_at(root, parents)

@@ -68,7 +68,9 @@ class Engine:
         """
         if isinstance(index, Config):
             store = index.store if index.store.path else changed(index.store, kind="memory")
-            return cls(index, load_reader(index.reader, say), open_store(store, Path()))._ready(say)
+            reader = load_reader(index.reader, say)
+            kept = open_store(store, Path(), device=reader.adapter.device)
+            return cls(index, reader, kept)._ready(say)
         config = config or Config()
         folder = index_folder(index)
         read_manifest(folder)  # before anything heavy is loaded
@@ -82,7 +84,8 @@ class Engine:
             reader_fingerprint=fingerprint,
             count=count,
         )
-        return cls(config, reader, open_store(config.store, folder / "kv"), found)._ready(say)
+        kept = open_store(config.store, folder / "kv", device=reader.adapter.device)
+        return cls(config, reader, kept, found)._ready(say)
 
     @classmethod
     def build(
@@ -112,7 +115,8 @@ class Engine:
         )
         made.add(documents, progress)
         made.save()
-        engine = cls(config, reader, open_store(config.store, folder / "kv"), made)
+        kept = open_store(config.store, folder / "kv", device=reader.adapter.device)
+        engine = cls(config, reader, kept, made)
         if config.store.path is None:  # what an index of the same name left behind may be evicted from now on
             ours = {engine.blender.key(ids) for ids in engine._chunks(made.passages)}
             ours.add(engine.blender.key(engine.prompts.prefix, ()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -60,6 +60,10 @@ class _Chunk:
     @property
     def n_bytes(self) -> int:
         return self.view.n_bytes
+
+    @property
+    def stamp(self) -> Hashable:
+        return self.view.stamp
 
     def layer(self, l: int) -> tuple[Tensor, Tensor]:
         start = time.perf_counter()

@@ -1,16 +1,19 @@
-"""Chunk KV, kept: one contract (base.py), in an LMDB file (lmdb.py) or in memory (memory.py)."""
+"""Chunk KV, kept: one contract (base.py), in an LMDB file (lmdb.py) or in memory (memory.py), behind tiers (tiers.py)."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
 from blendserve.config import StoreConfig
 from blendserve.store.admission import ADMISSIONS
-from blendserve.store.base import ChunkView, KVStore, Snapshot, StoreStats, VerifyReport
+from blendserve.store.base import ChunkView, KVStore, Snapshot, StoreStats, TierStats, VerifyReport
 from blendserve.store.eviction import EVICTIONS
 from blendserve.store.key import ChunkKey, chunk_key
 from blendserve.store.lmdb import LMDBStore
 from blendserve.store.memory import MemoryStore
+from blendserve.store.tiers import TieredStore, tiers_for
 
 __all__ = [
     "ChunkKey",
@@ -20,20 +23,29 @@ __all__ = [
     "MemoryStore",
     "Snapshot",
     "StoreStats",
+    "TierStats",
+    "TieredStore",
     "VerifyReport",
     "chunk_key",
     "open_store",
 ]
 
 
-def open_store(config: StoreConfig, default_path: Path, read_only: bool = False) -> KVStore:
+def open_store(
+    config: StoreConfig, default_path: Path, read_only: bool = False, device: torch.device | None = None
+) -> KVStore:
     """The store that the settings ask for; `default_path` is used where they name no folder.
 
-    Raises StoreUnavailable, StoreVersion.
+    device: where its reader computes; None = it has none, and so no tiers.
+    Raises StoreUnavailable, StoreVersion; ConfigError for tiers that would do nothing on the device.
     """
     cap_bytes = round(config.cap_gb * 1e9)
     eviction, admission = EVICTIONS[config.eviction](), ADMISSIONS[config.admission]()
+    tiers = tiers_for(config.tiers, admission, device) if device else []
+    store: KVStore
     if config.kind == "memory":
-        return MemoryStore(cap_bytes, eviction, admission)
-    path = config.path or default_path
-    return LMDBStore(path, cap_bytes, read_only, eviction=eviction, admission=admission)
+        store = MemoryStore(cap_bytes, eviction, admission)
+    else:
+        path = config.path or default_path
+        store = LMDBStore(path, cap_bytes, read_only, eviction=eviction, admission=admission)
+    return TieredStore(store, tiers) if tiers else store

@@ -7,7 +7,7 @@ memory. Threads may share a snapshot.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
@@ -33,6 +33,11 @@ class ChunkView(Protocol):
         """Bytes of keys and values over all layers."""
         ...
 
+    @property
+    def stamp(self) -> Hashable:
+        """What no other record under this key has, unless it holds the same bytes."""
+        ...
+
     def layer(self, l: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Layer l's keys before RoPE and values, [K, C, D] each, read-only by convention.
 
@@ -50,6 +55,17 @@ class Snapshot(Protocol):
         Raises CorruptRecord when its header is damaged, StoreVersion when a newer blendserve stored it.
         """
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class TierStats:
+    """One of the tiers in front of a store (tiers.py), since it was opened."""
+
+    name: str
+    chunks: int
+    bytes: int
+    cap_bytes: int
+    hits: int  # look-ups of chunks that it had whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +88,15 @@ class StoreStats:
     corrupt: int  # records found damaged by look-ups
     evictions: int | None
     admissions_refused: int | None
+    tiers: tuple[TierStats, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """Flat: the figures of a tier begin with its name."""
+        figures = asdict(self)
+        for tier in figures.pop("tiers"):
+            name = tier.pop("name")
+            figures |= {f"{name}_{what}": figure for what, figure in tier.items()}
+        return figures
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -25,6 +25,7 @@ class MemoryChunk:
     """A chunk's own copy of its tensors."""
 
     kv: ChunkKV
+    stamp: object = field(default_factory=object, compare=False, repr=False)  # no two are the same
 
     @property
     def n_layers(self) -> int:

@@ -123,6 +123,11 @@ class LMDBChunk:
     def n_bytes(self) -> int:
         return self._header.n_bytes
 
+    @property
+    def stamp(self) -> record.Header:
+        """The checksums of all layers are in it."""
+        return self._header
+
     def layer(self, l: int) -> tuple[torch.Tensor, torch.Tensor]:
         if not 0 <= l < self.n_layers:
             raise IndexError(f"a chunk of {self.n_layers} layers has no layer {l}")

@@ -33,7 +33,7 @@ class LateLane:
         self.buffers: list[Tensor] = []
         self.waited_in: list[str] = []
         self.handed: list[Mark | None] = []
-        self.inside = False
+        self.inside = 0
         self._using = threading.Lock()
 
     def run(self, upto: int) -> None:
@@ -48,30 +48,31 @@ class LateLane:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        assert not self.inside
-        self.inside = True
+        self.inside += 1
         try:
             yield
         finally:
-            self.inside = False
+            self.inside -= 1
 
     def buffer(self, n_bytes: int) -> Tensor:
         self.buffers.append(torch.full((n_bytes,), 255, dtype=torch.uint8))
         return self.buffers[-1]
 
     def holds(self, tensor: Tensor) -> bool:
-        at = tensor.untyped_storage().data_ptr()  # 0 of an empty one
-        return any(at and at == there.untyped_storage().data_ptr() for there, _ in self.copies)
+        return any(within(tensor, there) for there, _ in self.copies)
 
     def fetches(self, tensor: Tensor) -> bool:
-        return self.pinned
+        return self._is_pinned(tensor)
 
     def send(self, tensor: Tensor) -> Tensor:
         assert self.inside
         there = torch.full_like(tensor, 77)
-        with self._using:
-            self.copies.append((there, tensor))
+        with self._using:  # of ordinary memory the driver takes a copy before it returns
+            self.copies.append((there, tensor if self._is_pinned(tensor) else tensor.clone()))
         return there
+
+    def _is_pinned(self, tensor: Tensor) -> bool:
+        return self.pinned or any(within(tensor, buffer) for buffer in self.buffers)
 
     def mark(self) -> LateMark:
         assert self.inside
@@ -80,3 +81,9 @@ class LateLane:
     def hand_over(self, layer: Layer, mark: Mark | None) -> None:
         """The computing stream waits, which the test does later by `run`."""
         self.handed.append(mark)
+
+
+def within(part: Tensor, whole: Tensor) -> bool:
+    """Whether they share memory."""
+    at = part.untyped_storage().data_ptr()  # 0 of an empty one
+    return at != 0 and at == whole.untyped_storage().data_ptr()

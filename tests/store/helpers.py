@@ -10,12 +10,26 @@ import lmdb
 import torch
 
 from blendserve.core import ChunkKV
-from blendserve.store import KVStore, LMDBStore, chunk_key
+from blendserve.store import KVStore, LMDBStore, TieredStore, chunk_key
+from blendserve.store.admission import Admission, Always
+from blendserve.store.tiers import Tier
 
 CAP = 10_000_000
 BIG = 300  # tokens: a layer of 19,200 bytes, so on pages of its own
 
 Change = Callable[[lmdb.Transaction], object]
+
+
+def tiered(
+    store: KVStore, admission: Admission | None = None, caps: tuple[int, ...] = (2_000, 9_000)
+) -> KVStore:
+    """The store behind two small tiers."""
+
+    def copy(pair: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        return pair[0].clone(), pair[1].clone()
+
+    tiers = [Tier(f"tier{n}", cap, admission or Always(), copy) for n, cap in enumerate(caps)]
+    return TieredStore(store, tiers)
 
 
 def key_of(n: int, namespace: str = "") -> bytes:

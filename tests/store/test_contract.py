@@ -1,4 +1,4 @@
-"""What every store must do, over both of them."""
+"""What every store must do, over both of them, also behind tiers."""
 
 from __future__ import annotations
 
@@ -15,16 +15,18 @@ from hypothesis import strategies as st
 from blendserve.core import ChunkKV
 from blendserve.errors import StoreError, StoreFull
 from blendserve.store import KVStore, LMDBStore, MemoryStore
-from tests.store.helpers import chunk, key_of, read, same
+from tests.store.helpers import chunk, key_of, read, same, tiered
 
 MB = 1_000_000
 
 
 def make(kind: str, path: Path, cap_bytes: int = 10 * MB) -> KVStore:
-    return LMDBStore(path / "kv", cap_bytes) if kind == "lmdb" else MemoryStore(cap_bytes)
+    inner, _, before = kind.partition(" ")
+    store = LMDBStore(path / "kv", cap_bytes) if inner == "lmdb" else MemoryStore(cap_bytes)
+    return tiered(store) if before else store
 
 
-@pytest.fixture(params=["lmdb", "memory"])
+@pytest.fixture(params=["lmdb", "memory", "lmdb behind tiers", "memory behind tiers"])
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -193,7 +195,7 @@ def test_both_stores_tell_the_same_story(
 ) -> None:
     """Any sequence of puts and deletes, also beyond the cap, leaves both stores alike."""
     outcomes = []
-    for kind in ("lmdb", "memory"):
+    for kind in ("lmdb", "memory", "lmdb behind tiers"):
         with make(kind, tmp_path_factory.mktemp("s"), cap_bytes=12_000) as store:
             told = [attempt(store, *step) for step in steps]
             stats = store.stats()
@@ -203,4 +205,4 @@ def test_both_stores_tell_the_same_story(
             outcomes.append((told, held, stats.bytes, stats.chunks, stats.tokens))
             assert stats.bytes <= 12_000
             assert store.verify().bad == ()
-    assert outcomes[0] == outcomes[1]
+    assert outcomes[0] == outcomes[1] == outcomes[2]

@@ -9,17 +9,18 @@ import pytest
 from blendserve.store import KVStore, LMDBStore, MemoryStore, StoreStats, chunk_key
 from blendserve.store.admission import TinyLFU
 from blendserve.store.eviction import LRU
-from tests.store.helpers import chunk, key_of, read
+from tests.store.helpers import chunk, key_of, read, tiered
 
 UNIT = chunk(10).n_bytes
 
 
-@pytest.fixture(params=["lmdb", "memory"])
+@pytest.fixture(params=["lmdb", "memory", "lmdb behind tiers"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> KVStore:
-    policies = {"eviction": LRU(), "admission": TinyLFU(seed=1)}
-    if request.param == "lmdb":
-        return LMDBStore(tmp_path, 4 * UNIT, **policies)
-    return MemoryStore(4 * UNIT, **policies)
+    admission = TinyLFU(seed=1)
+    if request.param == "memory":
+        return MemoryStore(4 * UNIT, LRU(), admission)
+    store = LMDBStore(tmp_path, 4 * UNIT, eviction=LRU(), admission=admission)
+    return store if request.param == "lmdb" else tiered(store, admission)
 
 
 def seen(stats: StoreStats) -> dict[str, object]:

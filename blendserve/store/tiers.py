@@ -1,0 +1,267 @@
+"""Hot chunks kept nearer than the store: in the device's memory, and in pinned memory, which it fetches by itself.
+
+    look-up -> what the store's snapshot holds -> device tier -> host tier -> the store's own bytes
+
+A tier never answers for the store. Each look-up goes to the store's snapshot first, and only the very record found
+there is looked for in a tier, by its stamp. So what is deleted, replaced, another tenant's or a later snapshot's cannot
+be met, whoever changed the store. A chunk deleted here leaves the tiers at once, one that another process deleted when
+room is needed.
+
+A chunk is let in whole, by the store's own admission policy when room is short, and filled layer by layer as a request
+reads it. It is kept by the nearest tier that wants it, and by one of them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from blendserve.config import TiersConfig
+from blendserve.core import ChunkKV
+from blendserve.errors import ConfigError
+from blendserve.gpu.staging import Lane, lane_to
+from blendserve.store.admission import Admission
+from blendserve.store.base import ChunkView, KVStore, Snapshot, StoreStats, TierStats, VerifyReport
+from blendserve.store.eviction import LRU, Held
+from blendserve.store.key import ChunkKey
+
+Pair = tuple[Tensor, Tensor]  # keys before RoPE and values [K, C, D] of one chunk in one layer
+
+
+@dataclass(slots=True)
+class Kept:
+    """A chunk in a tier, as far as it has been read."""
+
+    stamp: Hashable
+    n_bytes: int  # that it takes, all layers
+    layers: list[Pair | None]
+    gone: bool = field(default=False)  # from the tier: who still reads it adds nothing to it
+
+    @property
+    def whole(self) -> bool:
+        return all(self.layers)
+
+
+class Tier:
+    """Chunks copied into one kind of memory, at most `cap_bytes` of them; the least recently used make room."""
+
+    def __init__(
+        self,
+        name: str,
+        cap_bytes: int,
+        admission: Admission,
+        copy: Callable[[Pair], Pair],
+        takes: Callable[[int], int] = int,
+    ) -> None:
+        """copy: a layer of a chunk into that memory. takes: how much of it a copy of so many bytes takes."""
+        self.name, self.cap_bytes, self.copy = name, cap_bytes, copy
+        self._admission, self._takes = admission, takes
+        self._eviction = LRU()
+        self._kept: OrderedDict[ChunkKey, Kept] = OrderedDict()  # least recently used first
+        self._bytes = self._hits = 0
+        self._using = threading.Lock()
+
+    def find(self, key: ChunkKey, stamp: Hashable) -> Kept | None:
+        """What is kept of this very record; anything else under its key is dropped. Counts as a use."""
+        with self._using:
+            kept = self._kept.get(key)
+            if kept is not None and kept.stamp != stamp:
+                self._drop(key)
+                return None
+            if kept is not None:
+                self._kept.move_to_end(key)
+                self._hits += kept.whole
+            return kept
+
+    def let_in(self, key: ChunkKey, view: ChunkView) -> Kept | None:
+        """Room for this chunk, if it is worth those that make it."""
+        n_bytes = view.n_layers * self._takes(view.n_bytes // view.n_layers)
+        with self._using:
+            held = (Held(k, kept.n_bytes) for k, kept in self._kept.items() if k != key)
+            victims = self._eviction.victims(held, self._bytes + n_bytes - self.cap_bytes)
+            if victims is None or (
+                victims and not self._admission.admits(key, n_bytes, victims, len(self._kept))
+            ):
+                return None
+            for victim in (key, *(v.key for v in victims)):
+                self._drop(victim)
+            kept = self._kept[key] = Kept(view.stamp, n_bytes, [None] * view.n_layers)
+            self._bytes += n_bytes
+            return kept
+
+    def drop(self, key: ChunkKey) -> None:
+        """Forget a chunk; who reads it reads on."""
+        with self._using:
+            self._drop(key)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        with self._using:
+            for key in list(self._kept):
+                self._drop(key)
+
+    def stats(self) -> TierStats:
+        with self._using:
+            return TierStats(self.name, len(self._kept), self._bytes, self.cap_bytes, self._hits)
+
+    def _drop(self, key: ChunkKey) -> None:
+        kept = self._kept.pop(key, None)
+        if kept is not None:
+            kept.gone = True
+            self._bytes -= kept.n_bytes
+
+
+class TieredStore(KVStore):
+    """A store with tiers in front of it, the nearest first. Only reading differs."""
+
+    def __init__(self, store: KVStore, tiers: Sequence[Tier]) -> None:
+        self._store, self._tiers = store, tuple(tiers)
+
+    @contextmanager
+    def reading(self) -> Iterator[Snapshot]:
+        with self._store.reading() as snapshot:
+            yield _TieredSnapshot(snapshot, self._tiers)
+
+    def put(self, key: ChunkKey, kv: ChunkKV, pin: bool = False) -> bool:
+        stored = self._store.put(key, kv, pin)
+        if stored:
+            self._forget(key)
+        return stored
+
+    def wants(self, key: ChunkKey, n_bytes: int) -> bool:
+        return self._store.wants(key, n_bytes)
+
+    def pin(self, keys: Iterable[ChunkKey]) -> int:
+        return self._store.pin(keys)
+
+    def unpin(self, keys: Iterable[ChunkKey]) -> int:
+        return self._store.unpin(keys)
+
+    def __contains__(self, key: ChunkKey) -> bool:
+        return key in self._store
+
+    def delete(self, key: ChunkKey) -> bool:
+        there = self._store.delete(key)
+        self._forget(key)
+        return there
+
+    def keys(self, namespace: str | None = None) -> Iterator[ChunkKey]:
+        return self._store.keys(namespace)
+
+    def stats(self, namespace: str | None = None) -> StoreStats:
+        """Of the store. Of its tiers only for who may see the whole: what is in them comes from all tenants' requests."""
+        stats = self._store.stats(namespace)
+        return stats if namespace is not None else replace(stats, tiers=tuple(t.stats() for t in self._tiers))
+
+    def verify(self, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
+        return self._store.verify(progress)
+
+    def close(self) -> None:
+        for tier in self._tiers:
+            tier.clear()
+        self._store.close()
+
+    def _forget(self, key: ChunkKey) -> None:
+        for tier in self._tiers:
+            tier.drop(key)
+
+
+class _TieredSnapshot:
+    """A snapshot of the store, some of whose chunks are nearer."""
+
+    def __init__(self, snapshot: Snapshot, tiers: Sequence[Tier]) -> None:
+        self._snapshot, self._tiers = snapshot, tiers
+
+    def get(self, key: ChunkKey) -> ChunkView | None:
+        view = self._snapshot.get(key)
+        return None if view is None else _TieredView(view, self._places(key, view))
+
+    def _places(self, key: ChunkKey, view: ChunkView) -> list[tuple[Tier, Kept]]:
+        """Where it is or will be kept, the nearest first; those behind serve until that one is whole."""
+        places: list[tuple[Tier, Kept]] = []
+        for tier in self._tiers:
+            kept = tier.find(key, view.stamp) or (None if places else tier.let_in(key, view))
+            places += [(tier, kept)] if kept else []
+            if kept and kept.whole:
+                break
+        return places
+
+
+class _TieredView:
+    """A stored chunk, each layer from the nearest place that has it."""
+
+    def __init__(self, view: ChunkView, places: Sequence[tuple[Tier, Kept]]) -> None:
+        self._view, self._places = view, places
+        self.n_layers, self.n_tokens, self.n_bytes = view.n_layers, view.n_tokens, view.n_bytes
+        self.stamp = view.stamp
+
+    def layer(self, l: int) -> Pair:
+        if not 0 <= l < self.n_layers:
+            raise IndexError(f"a chunk of {self.n_layers} layers has no layer {l}")
+        return self._layer(l, self._places)
+
+    def _layer(self, l: int, places: Sequence[tuple[Tier, Kept]]) -> Pair:
+        if not places:
+            return self._view.layer(l)
+        (tier, kept), *behind = places
+        pair = kept.layers[l]
+        if pair is None:
+            pair = self._layer(l, behind)
+            if not kept.gone:
+                pair = kept.layers[l] = tier.copy(pair)
+        return pair
+
+
+def tiers_for(
+    config: TiersConfig, admission: Admission, device: torch.device, lane: Lane | None = None
+) -> list[Tier]:
+    """The tiers that the settings ask for. `admission`: the store's own, which sees every look-up.
+
+    lane: the way to the device. Raises ConfigError for a tier that would do nothing there.
+    """
+    way = lane or lane_to(device)
+    if way is None:
+        _refuse_any(config, device)
+        return []
+    tiers = []
+    if config.device_bytes:
+        tiers.append(Tier("device", config.device_bytes, admission, lambda pair: _sent(way, pair)))
+    if config.host_bytes:
+        tiers.append(
+            Tier("host", config.host_bytes, admission, lambda pair: _pinned(way, pair), _pinned_bytes)
+        )
+    return tiers
+
+
+def _refuse_any(config: TiersConfig, device: torch.device) -> None:
+    for name, size in config:
+        if size:
+            raise ConfigError(
+                f"setting 'store.tiers.{name}' cannot be {size}: the reader runs on the {device.type.upper()}, where the "
+                "store's own memory is as near; leave it at 0, or set reader.device to a GPU"
+            )
+
+
+def _sent(lane: Lane, pair: Pair) -> Pair:
+    """On the device, for whoever comes behind it on the lane."""
+    with lane.entered():
+        return lane.send(pair[0]), lane.send(pair[1])
+
+
+def _pinned(lane: Lane, pair: Pair) -> Pair:
+    """In one piece of pinned memory."""
+    keys, values = pair
+    half = keys.numel() * keys.element_size()
+    both = lane.buffer(2 * half).view(keys.dtype).view(2, *keys.shape)
+    return both[0].copy_(keys), both[1].copy_(values)
+
+
+def _pinned_bytes(n_bytes: int) -> int:
+    """torch's allocator of pinned memory gives out powers of two."""
+    return 1 << max(0, n_bytes - 1).bit_length()
