@@ -9,81 +9,25 @@ last position needs a mask.
 
 The query heads that share a kv head are stacked into one matmul, so keys are never repeated.
 
-In bf16 on a CPU that multiplies it, a compiled kernel does the same in one pass (blendserve/native); this is its
-reference, and what runs everywhere else.
+That is the plain form, on any device and in any dtype. Where a kernel does the same in one pass, it does: WAYS is the
+table of who attends when.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from blendserve.models.adapter import AttentionSpec
+from blendserve.blend.rows import SCORE_BUDGET, Block, RowPlan, plan_rows
+from blendserve.gpu import attention as by_position
+from blendserve.gpu import dense, flex, masked
+from blendserve.gpu.proven import Attend
+from blendserve.models.adapter import Adapter, AttentionSpec
 from blendserve.native import attention as native
 
-MAX_BLOCK = 96  # rows; larger blocks waste work beyond the diagonal, smaller ones fill the matmul badly
-SCORE_BUDGET = (
-    2**22
-)  # elements of one kv head's scores in a block, [g * B, n]: what bounds memory at long contexts
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """Rows [start, stop) that attend to keys [lo, hi) together; `mask` [B, hi - masked_from] hides what is not theirs."""
-
-    start: int
-    stop: int
-    lo: int
-    hi: int
-    masked_from: int
-    mask: Tensor | None  # True = hidden
-
-
-@dataclass(frozen=True)
-class RowPlan:
-    """The rows of a prefill: made once, used by every layer with the same window."""
-
-    positions: Tensor  # [S] int64, ascending
-    group: int  # query heads a kv head, H / K
-    window: int | None
-
-    @cached_property
-    def end(self) -> int:
-        """How many keys the last row sees."""
-        return int(self.positions[-1]) + 1 if len(self.positions) else 0
-
-    @cached_property
-    def blocks(self) -> tuple[Block, ...]:
-        """How the plain form cuts them; a compiled kernel has its own way, and these are not made for it."""
-        at: list[int] = self.positions.tolist()
-        blocks, start = [], 0
-        while start < len(at):
-            size = max(1, min(MAX_BLOCK, SCORE_BUDGET // (self.group * (at[start] + 1))))
-            stop = min(start + size, len(at))
-            blocks.append(_block(self.positions, start, stop, at[start], at[stop - 1], self.window))
-            start = stop
-        return tuple(blocks)
-
-
-def plan_rows(positions: Tensor, group: int, window: int | None = None) -> RowPlan:
-    """The plan for rows at ascending `positions` [S]; group: query heads a kv head, H / K."""
-    return RowPlan(positions, group, window)
-
-
-def _block(positions: Tensor, start: int, stop: int, first: int, last: int, window: int | None) -> Block:
-    lo = 0 if window is None else max(0, first - window + 1)
-    masked_from = first + 1 if window is None or last < window else lo
-    if masked_from > last:
-        return Block(start, stop, lo, last + 1, masked_from, None)
-    row = positions[start:stop, None]
-    key = torch.arange(masked_from, last + 1, device=positions.device)[None]
-    hidden = key > row
-    if window is not None:
-        hidden |= key <= row - window
-    return Block(start, stop, lo, last + 1, masked_from, hidden)
+__all__ = ["SCORE_BUDGET", "RowPlan", "attend", "attend_plainly", "plan_rows", "way_for", "ways_on"]
 
 
 def attend(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: RowPlan) -> Tensor:
@@ -91,12 +35,9 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: R
 
     Equals softmax(softcap(scale q k^T) + causal mask by position) v; tests/blend/test_attention.py has the plain formula.
     """
-    if plan.end > keys.shape[1]:
+    if plan.known is not None and plan.end > keys.shape[1]:
         raise ValueError(f"a row at position {plan.end - 1} needs more than {keys.shape[1]} keys")
-    if native.takes(q, keys, values, spec.scale):
-        seen = native.Seen(plan.positions, spec.scale, plan.window, spec.softcap)
-        return native.attend(q, keys, values, seen)
-    return attend_plainly(q, keys, values, spec, plan)
+    return way_for(q, keys, values, spec, plan).attend(q, keys, values, spec, plan)
 
 
 def attend_plainly(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: RowPlan) -> Tensor:
@@ -128,3 +69,60 @@ def _mask(scores: Tensor, block: Block, group: int, softcap: float | None) -> No
     if block.mask is not None:
         strip = scores.view(group, block.stop - block.start, -1)[..., block.masked_from - block.lo :]
         strip.masked_fill_(block.mask, float("-inf"))
+
+
+def _native_takes(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: RowPlan) -> bool:
+    return native.takes(q, keys, values, spec.scale)
+
+
+def _native(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: RowPlan) -> Tensor:
+    return native.attend(q, keys, values, native.Seen(plan.positions, spec.scale, plan.window, spec.softcap))
+
+
+def _always(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: RowPlan) -> bool:
+    return True
+
+
+class Takes(Protocol):
+    """Whether a way can attend so, and serves on this machine."""
+
+    def __call__(
+        self, q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: RowPlan
+    ) -> bool: ...
+
+
+class Way(NamedTuple):
+    """One way to attend."""
+
+    name: str
+    takes: Takes
+    attend: Attend
+
+
+WAYS = (  # the first that takes it does it
+    Way("compiled kernel", _native_takes, _native),  # bf16 on a CPU that multiplies it
+    Way("flash-attn", dense.takes_flash, dense.flash),  # rows side by side on a GPU
+    Way("torch's FlashAttention", dense.takes_sdpa, dense.sdpa),
+    Way("Triton kernel", by_position.takes, by_position.attend),  # rows anywhere on a GPU
+    Way("FlexAttention", flex.takes, flex.attend),
+    Way("SDPA with masks", masked.takes, masked.attend),
+    Way("plain torch", _always, attend_plainly),
+)
+
+
+def way_for(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: RowPlan) -> Way:
+    """Who attends to these."""
+    return next(way for way in WAYS if way.takes(q, keys, values, spec, plan))
+
+
+def ways_on(adapter: Adapter) -> tuple[str, str]:
+    """Who attends in this reader's first layer: for rows that stand side by side, and for rows anywhere."""
+    spec, device = adapter.specs[0], adapter.device
+    q = torch.zeros(adapter.n_heads, 64, adapter.head_dim, dtype=adapter.dtype, device=device)
+    keys = torch.zeros(adapter.n_kv_heads, 128, adapter.head_dim, dtype=adapter.dtype, device=device)
+    plans = (
+        plan_rows(at.to(device), adapter.group, spec.window, at)
+        for at in (torch.arange(64), 2 * torch.arange(64))
+    )
+    side_by_side, anywhere = (way_for(q, keys, keys, spec, plan).name for plan in plans)
+    return side_by_side, anywhere

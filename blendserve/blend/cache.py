@@ -5,9 +5,9 @@ keys, values  [L, K, T + new tokens, D], keys after RoPE at their true positions
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
+from blendserve.blend.room import room
 from blendserve.models.adapter import Adapter
 
 
@@ -16,8 +16,8 @@ class KVCache:
 
     def __init__(self, adapter: Adapter, capacity: int) -> None:
         shape = (adapter.n_layers, adapter.n_kv_heads, capacity, adapter.head_dim)
-        self.keys = torch.empty(shape, dtype=adapter.dtype, device=adapter.device)
-        self.values = torch.empty_like(self.keys)
+        both = room((2, *shape), adapter.dtype, adapter.device)
+        self.keys, self.values = both[0], both[1]
         self.capacity = capacity
 
     @classmethod

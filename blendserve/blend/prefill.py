@@ -128,7 +128,7 @@ class _Run:
         q, k = adapter.rotate(fresh.q, rope), adapter.rotate(fresh.k, rope)
         self.assembly.place(l)
         with self.clock.stage("select"):
-            kept = self._narrow(l, rows, fresh.v)
+            kept = self._narrow(l, rows, fresh.v) if self.policy.narrows(l) else None
         if kept is None:
             with self.clock.stage("correct"):
                 self.correction.apply(l, rows, k, fresh.v)

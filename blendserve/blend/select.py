@@ -42,8 +42,12 @@ class Policy(ABC):
         """Reusable positions that enter layer 0, ascending."""
         raise NotImplementedError
 
+    def narrows(self, l: int) -> bool:
+        """Whether rows may be dropped at layer l."""
+        return False
+
     def narrow(self, l: int, layout: Layout, fresh: Tensor, cached: Tensor) -> Tensor | None:
-        """At layer l: indices, into the candidate rows, of those that go on; None = all of them.
+        """At such a layer: indices, into the candidate rows, of those that go on; None = all of them.
 
         fresh, cached: values [K, S, D] of the candidate rows, just computed and from the store.
         """
@@ -125,10 +129,11 @@ class Deviation(Policy):
             return torch.empty(0, dtype=torch.long)
         return layout.reusable.nonzero()[:, 0]
 
+    def narrows(self, l: int) -> bool:
+        return l in self.config.check_layers
+
     def narrow(self, l: int, layout: Layout, fresh: Tensor, cached: Tensor) -> Tensor | None:
         checks = sorted(set(self.config.check_layers))
-        if l not in checks:
-            return None
         left = len(checks) - 1 - checks.index(l)
         share = self.config.share * (1 + left / max(1, len(checks) - 1))
         deviation = (fresh.float() - cached.float()).square().sum(dim=(0, 2))
