@@ -22,6 +22,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from blendserve.core import ChunkKV
+
 Layer = list[tuple[Tensor, Tensor]]  # keys before RoPE and values [K, C, D] of each chunk
 
 SLOTS = 3  # one that the device fetches, one that is sent, one that is written
@@ -59,6 +61,10 @@ class Lane(Protocol):
         """Its copy on the device: issued, not waited for."""
         ...
 
+    def bring(self, tensor: Tensor) -> Tensor:
+        """The copy in host memory of what this thread has told the device to compute: issued, not waited for."""
+        ...
+
     def mark(self) -> Mark:
         """Behind everything issued so far."""
         ...
@@ -91,6 +97,14 @@ class CudaLane:
         # torch's allocator of pinned memory notes the copy: a buffer that is dropped is not lent again before its end.
         return tensor.to(self._device, non_blocking=True)
 
+    def bring(self, tensor: Tensor) -> Tensor:
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with self.entered():
+            here = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            here.copy_(tensor, non_blocking=True)
+        tensor.record_stream(self._stream)  # the caller may drop it at once
+        return here
+
     def mark(self) -> Mark:
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # waiting for it is sleeping
         event.record(self._stream)
@@ -101,27 +115,25 @@ class CudaLane:
         stream = torch.cuda.current_stream(self._device)
         stream.wait_event(mark)
         for part in (part for pair in layer for part in pair):
-            part.record_stream(
-                stream
-            )  # dropped, it is not the lane's again before that stream is done with it
+            part.record_stream(stream)  # once dropped, it waits for that stream before it is the lane's again
 
 
-_lanes: dict[int, CudaLane] = {}
+_lanes: dict[tuple[int, bool], CudaLane] = {}
 _making = threading.Lock()
 
 
-def lane_to(device: torch.device) -> Lane | None:
-    """The way to a device; None to where the store's own memory is as good as any.
+def lane_to(device: torch.device, home: bool = False) -> Lane | None:
+    """The way to a device, or home from it; None to where the store's own memory is as good as any.
 
-    One for each CUDA device, shared by all requests: what one of them has sent is there for the next.
+    One each for a CUDA device, shared by all requests: what one of them has sent is there for the next.
     """
     if device.type != "cuda":
         return None
     index = torch.cuda.current_device() if device.index is None else device.index
     with _making:
-        if index not in _lanes:
-            _lanes[index] = CudaLane(torch.device("cuda", index))
-        return _lanes[index]
+        if (index, home) not in _lanes:
+            _lanes[index, home] = CudaLane(torch.device("cuda", index))
+        return _lanes[index, home]
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,3 +235,19 @@ def _as(part: Tensor, buffer: Tensor, start: int) -> Tensor:
     """The bytes from `start` on as a tensor like `part`."""
     n_bytes = part.numel() * part.element_size()
     return buffer[start : start + n_bytes].view(part.dtype).view(part.shape)
+
+
+class Homeward:
+    """A chunk's KV on its way to host memory: issued when this is made; another thread may wait for it."""
+
+    def __init__(self, kv: ChunkKV, lane: Lane | None = None) -> None:
+        """lane: by default the one home from where the KV is."""
+        lane = lane or lane_to(kv.keys.device, home=True)
+        self._kv = ChunkKV(lane.bring(kv.keys), lane.bring(kv.values)) if lane else kv
+        self._mark = lane.mark() if lane else None
+
+    def arrived(self) -> ChunkKV:
+        """The chunk in host memory; what was computed after it is not waited for."""
+        if self._mark is not None:
+            self._mark.synchronize()
+        return self._kv

@@ -1,0 +1,41 @@
+"""Which of the optional packages for a GPU are there: asked here, imported nowhere else before."""
+
+from __future__ import annotations
+
+import importlib
+from functools import cache
+from types import ModuleType
+
+import torch
+
+
+@cache
+def has_triton() -> bool:
+    """Whether Triton kernels can be compiled and run (on a GPU, or in triton's interpreter)."""
+    return _found("triton") is not None
+
+
+@cache
+def flash_attn() -> ModuleType | None:
+    """The flash-attn package, version 2, None where it is not installed or does not load."""
+    module = _found("flash_attn")
+    return module if hasattr(module, "flash_attn_func") else None
+
+
+@cache
+def capability(device: torch.device) -> tuple[int, int]:
+    """The GPU's compute capability: (8, 0) is an A100, (9, 0) an H100."""
+    return torch.cuda.get_device_capability(device)
+
+
+@cache
+def processors(device: torch.device) -> int:
+    """How many programs the GPU runs side by side at least."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def _found(name: str) -> ModuleType | None:
+    try:
+        return importlib.import_module(name)
+    except (ImportError, OSError, RuntimeError, AttributeError):  # built for another torch or CUDA
+        return None
