@@ -20,6 +20,7 @@ from blendserve.blend.cache import KVCache
 from blendserve.blend.load import LayerReader
 from blendserve.blend.place import place
 from blendserve.core import Prompt, Span
+from blendserve.gpu.staging import lane_to
 from blendserve.models.adapter import Adapter, Ropes
 from blendserve.store.base import ChunkView
 from blendserve.timing import Clock
@@ -99,7 +100,7 @@ class Assembly:
     ) -> None:
         self._adapter, self._cache, self._pieces, self._ropes = adapter, cache, pieces, ropes
         self._clock = clock or Clock(adapter.device)
-        self._reader = LayerReader([piece.view for piece in pieces], adapter.n_layers)
+        self._reader = LayerReader([piece.view for piece in pieces], adapter.n_layers, lane_to(adapter.device))
         self._placed = [False] * adapter.n_layers
         self.bytes_loaded = 0
 
