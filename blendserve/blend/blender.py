@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 
 from blendserve.blend.assemble import Layout, lay_out
@@ -21,6 +22,7 @@ from blendserve.errors import CorruptRecord, StoreError
 from blendserve.models.adapter import Adapter
 from blendserve.models.loader import cache_folder
 from blendserve.store import ChunkKey, KVStore, Snapshot, chunk_key
+from blendserve.store.behind import write_behind
 from blendserve.store.memory import MemoryChunk
 from blendserve.timing import Clock
 
@@ -212,12 +214,13 @@ class Blender:
         computed, tokens, size = (
             (0, 0, 0) if self.key(self._prefix, ()) in self.store else self._store_prefix()
         )
-        front = tokens
-        for ids, kv in zip(todo, self.computer(self._behind).stream(todo), strict=True):
-            self.store.put(self.key(ids), kv, pin=True)
-            computed, tokens, size = computed + 1, tokens + len(ids), size + kv.n_bytes
-            if progress:
-                progress(tokens - front, total)
+        front, computer = tokens, self.computer(self._behind)
+        fresh = zip(map(self.key, todo), computer.stream(todo), strict=True)
+        with closing(write_behind(self.store, fresh, computer.stack_tokens)) as stored:
+            for ids, n_bytes in zip(todo, stored, strict=True):
+                computed, tokens, size = computed + 1, tokens + len(ids), size + n_bytes
+                if progress:
+                    progress(tokens - front, total)
         return PrecomputeReport(
             distinct, computed, distinct - computed, tokens, size, time.perf_counter() - start
         )

@@ -15,7 +15,9 @@ from blendserve.blend.attention import RowPlan, attend, plan_rows
 from blendserve.core import ChunkKV, Span, TokenIds
 from blendserve.models.adapter import Adapter, Projected
 
-STACK_TOKENS = 1024  # rows a stack: enough to fill the matmuls, little enough to stay in cache
+STACK_TOKENS = 1024  # rows a stack on a CPU: enough to fill the matmuls, little enough to stay in cache
+GPU_STACK_BYTES = 1 << 30  # of KV that a stack makes on a GPU: 8,192 rows of an 8B model
+GPU_STACK_TOKENS = 16_384  # rows at most; a GPU is full long before
 
 
 class ChunkComputer:
@@ -37,11 +39,19 @@ class ChunkComputer:
             self._front_keys = torch.stack(turned)
             self._front_values = self.front.values
 
+    @property
+    def stack_tokens(self) -> int:
+        """Rows that run together, unless a single chunk has more."""
+        if self._adapter.device.type != "cuda":
+            return STACK_TOKENS
+        return max(STACK_TOKENS, min(GPU_STACK_TOKENS, GPU_STACK_BYTES // self._adapter.kv_bytes_per_token))
+
     def stream(self, chunks: Sequence[TokenIds]) -> Iterator[ChunkKV]:
         """The KV of each chunk in order, computed a stack at a time."""
         stack: list[TokenIds] = []
+        most = self.stack_tokens
         for ids in chunks:
-            if stack and sum(map(len, stack)) + len(ids) > STACK_TOKENS:
+            if stack and sum(map(len, stack)) + len(ids) > most:
                 yield from self.compute(stack)
                 stack = []
             stack.append(ids)
