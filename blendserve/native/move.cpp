@@ -3,7 +3,7 @@
 //
 //     known = [key before RoPE | value] of the recomputed tokens, as stored      [rows, 2 dim]
 //     moved = the same, fresh - stored; mean of it by chunk, shrunk
-//     (x' x + penalty) W = x' (moved - mean),  x = known, centred and scaled     one small system a kv head; ridge alone
+//     (x' x + penalty) W = x' (moved - mean),  x = known, centred                one small system a kv head; ridge alone
 //     every token's [key before RoPE | value] += x W + scale * mean of its chunk
 //
 // Each kv head goes by itself; work is split so that two threads share three heads evenly.
@@ -32,7 +32,7 @@ constexpr int TILE = 6;           // rows: with 4 vectors each they fill the reg
 constexpr int BLOCK = 16 * TILE;  // tokens of an item of work
 constexpr int SOME = 4;           // rows of a system taken together
 constexpr int MAX_DIM = 256;
-constexpr float LEAST = 1e-6f;  // size of features that do not vary
+constexpr float LEAST = 1e-12f;  // mean square of features that do not vary
 
 thread_local Scratch move_scratch;
 
@@ -40,13 +40,14 @@ thread_local Scratch move_scratch;
 struct Head {
     float *x, *left;      // [rows, f]
     float *gram, *w;      // [f, f]
-    float *centre, *size;  // [f]
+    float* centre;         // [f]
+    float* square;         // mean square of centred keys, and of values
     float* constants;     // [chunks, f]
     uint32_t* weights;    // bf16 pairs [dim][f], two rows of W in a word
 };
 
 size_t numbers_of(const MoveCall& c) {
-    int64_t f = 2 * c.dim, fitted = c.penalty < 0 ? 0 : c.rows * f + 2 * f * f + 2 * f + c.dim * f;
+    int64_t f = 2 * c.dim, fitted = c.penalty < 0 ? 0 : c.rows * f + 2 * f * f + f + LANES + c.dim * f;
     return fitted + (c.rows + c.chunks) * f;
 }
 
@@ -57,7 +58,7 @@ Head head_in(const MoveCall& c, float* memory) {
     h.left = take(c.rows * f);
     h.constants = take(c.chunks * f);
     if (c.penalty < 0) return h;
-    h.x = take(c.rows * f), h.gram = take(f * f), h.w = take(f * f), h.centre = take(f), h.size = take(f);
+    h.x = take(c.rows * f), h.gram = take(f * f), h.w = take(f * f), h.centre = take(f), h.square = take(LANES);
     h.weights = reinterpret_cast<uint32_t*>(take(c.dim * f));
     return h;
 }
@@ -73,61 +74,62 @@ void add(float* to, const float* from, float factor, int64_t n) {
         _mm512_storeu_ps(to + j, _mm512_fmadd_ps(_mm512_loadu_ps(from + j), by, _mm512_loadu_ps(to + j)));
 }
 
-// The recomputed tokens' stored and fresh keys (or values), into the key (or value) half of x and left.
+// The recomputed tokens' stored and fresh keys (or values), into the key (or value) half of x and left; sums of both, of
+// left by chunk.
 void gather(const MoveCall& c, int64_t head, bool key, Head& h) {
     Turn turn{c.cos, c.sin, c.turn_row, c.width};
     const uint16_t* stored = key ? c.keys + head * c.k_head : c.values + head * c.v_head;
     const uint16_t* fresh = key ? c.fresh_keys + head * c.fk_head : c.fresh_values + head * c.fv_head;
     int64_t stored_row = key ? c.k_row : c.v_row, fresh_row = key ? c.fk_row : c.fv_row;
-    alignas(64) float known[MAX_DIM], moved[MAX_DIM];
-    for (int64_t s = 0; s < c.rows; ++s) {
-        widen(stored + c.at[s] * stored_row, known, c.dim);
-        widen(fresh + c.from[s] * fresh_row, moved, c.dim);
-        add(moved, known, -1, c.dim);
-        if (key) turn_wide(turn, c.at[s], moved, -1);
-        int64_t to = s * 2 * c.dim + (key ? 0 : c.dim);
-        std::copy(moved, moved + c.dim, h.left + to);
-        if (!h.x) continue;
-        if (key) turn_wide(turn, c.at[s], known, -1);
-        std::copy(known, known + c.dim, h.x + to);
+    int64_t f = 2 * c.dim, offset = key ? 0 : c.dim;
+    alignas(64) float unused[MAX_DIM];
+    if (h.x) std::fill(h.centre + offset, h.centre + offset + c.dim, 0.0f);
+    for (int64_t n = 0; n < c.chunks; ++n) {
+        float* sum = h.constants + n * f + offset;
+        std::fill(sum, sum + c.dim, 0.0f);
+        for (int64_t s = c.firsts[n]; s < c.firsts[n + 1]; ++s) {
+            float *moved = h.left + s * f + offset, *known = h.x ? h.x + s * f + offset : unused;
+            widen(stored + c.at[s] * stored_row, known, c.dim);
+            widen(fresh + c.from[s] * fresh_row, moved, c.dim);
+            add(moved, known, -1, c.dim);
+            if (key) turn_wide(turn, c.at[s], moved, -1);
+            add(sum, moved, 1, c.dim);
+            if (!h.x) continue;
+            if (key) turn_wide(turn, c.at[s], known, -1);
+            add(h.centre + offset, known, 1, c.dim);
+        }
     }
 }
 
-// Each chunk's mean of what its tokens moved, shrunk, into `constants`; `left` keeps what is beyond it.
+// Sums by chunk -> means of what a chunk's tokens moved, shrunk.
 void take_means(const MoveCall& c, int64_t offset, Head& h) {
     int64_t f = 2 * c.dim;
     alignas(64) float overall[MAX_DIM] = {};
-    for (int64_t s = 0; s < c.rows; ++s)
-        add(overall, h.left + s * f + offset, 1 / (static_cast<float>(c.rows) + c.still), c.dim);
+    for (int64_t n = 0; n < c.chunks; ++n)
+        add(overall, h.constants + n * f + offset, 1 / (static_cast<float>(c.rows) + c.still), c.dim);
     for (int64_t n = 0; n < c.chunks; ++n) {
         float *mean = h.constants + n * f + offset, trust = static_cast<float>(c.firsts[n + 1] - c.firsts[n]) + c.weight;
-        for (int64_t j = 0; j < c.dim; ++j) mean[j] = overall[j] * c.weight / trust;
-        for (int64_t s = c.firsts[n]; s < c.firsts[n + 1]; ++s) add(mean, h.left + s * f + offset, 1 / trust, c.dim);
-        for (int64_t s = c.firsts[n]; s < c.firsts[n + 1]; ++s) add(h.left + s * f + offset, mean, -1, c.dim);
+        for (int64_t j = 0; j < c.dim; ++j) mean[j] = (mean[j] + c.weight * overall[j]) / trust;
     }
 }
 
-// x -> centred, and of unit size over all its rows and numbers.
-void scale(const MoveCall& c, int64_t offset, Head& h) {
+// left -> what is beyond the mean of its chunk; x -> centred, and how large its numbers are then.
+void centre(const MoveCall& c, int64_t offset, Head& h) {
     int64_t f = 2 * c.dim;
-    float *centre = h.centre + offset, *size = h.size + offset;
-    std::fill(centre, centre + c.dim, 0.0f);
-    for (int64_t s = 0; s < c.rows; ++s) add(centre, h.x + s * f + offset, 1 / static_cast<float>(c.rows), c.dim);
+    for (int64_t j = offset; j < offset + c.dim; ++j) h.centre[j] /= static_cast<float>(c.rows);
     double squares = 0;
-    for (int64_t s = 0; s < c.rows; ++s) {
-        float* x = h.x + s * f + offset;
-        add(x, centre, -1, c.dim);
-        __m512 sum = _mm512_setzero_ps();
-        for (int64_t j = 0; j < c.dim; j += LANES) {
-            __m512 y = _mm512_loadu_ps(x + j);
-            sum = _mm512_fmadd_ps(y, y, sum);
+    for (int64_t n = 0; n < c.chunks; ++n)
+        for (int64_t s = c.firsts[n]; s < c.firsts[n + 1]; ++s) {
+            add(h.left + s * f + offset, h.constants + n * f + offset, -1, c.dim);
+            __m512 sum = _mm512_setzero_ps();
+            for (int64_t j = offset; j < offset + c.dim; j += LANES) {
+                __m512 x = _mm512_sub_ps(_mm512_loadu_ps(h.x + s * f + j), _mm512_loadu_ps(h.centre + j));
+                _mm512_storeu_ps(h.x + s * f + j, x);
+                sum = _mm512_fmadd_ps(x, x, sum);
+            }
+            squares += _mm512_reduce_add_ps(sum);
         }
-        squares += _mm512_reduce_add_ps(sum);
-    }
-    float unit = std::max(LEAST, static_cast<float>(std::sqrt(squares / static_cast<double>(c.rows * c.dim))));
-    std::fill(size, size + c.dim, unit);
-    for (int64_t s = 0; s < c.rows; ++s)
-        for (int64_t j = 0; j < c.dim; ++j) h.x[s * f + offset + j] /= unit;
+    h.square[offset / c.dim] = std::max(LEAST, static_cast<float>(squares / static_cast<double>(c.rows * c.dim)));
 }
 
 // SOME rows of a' b, from i, and a strip of it, from j: a and b [rows, f].
@@ -146,7 +148,8 @@ void product(const float* a, const float* b, int64_t rows, int64_t f, int64_t i,
         for (int v = 0; v < 4; ++v) _mm512_storeu_ps(out + (i + r) * f + j + v * LANES, sum[r][v]);
 }
 
-// Rows [i, i + STRIP) of the system; of the symmetric gram what is right of its diagonal.
+// Rows [i, i + STRIP) of the system; of the symmetric gram what is right of its diagonal. As keys and values are to be of
+// unit size, the penalty is in units of theirs.
 void set_up(const MoveCall& c, int64_t i, Head& h) {
     int64_t f = 2 * c.dim;
     for (int64_t to = i + STRIP; i < to; i += SOME) {
@@ -154,7 +157,7 @@ void set_up(const MoveCall& c, int64_t i, Head& h) {
             if (j + STRIP > i) product(h.x, h.x, c.rows, f, i, j, h.gram);
             product(h.x, h.left, c.rows, f, i, j, h.w);
         }
-        for (int r = 0; r < SOME; ++r) h.gram[(i + r) * f + i + r] += c.penalty;
+        for (int r = 0; r < SOME; ++r) h.gram[(i + r) * f + i + r] += c.penalty * h.square[(i + r) / c.dim];
     }
 }
 
@@ -220,21 +223,21 @@ void substitute(const float* lu, float* w, int64_t n) {
     }
 }
 
-uint32_t rounded_pair(float low, float high) {
-    return static_cast<uint32_t>(_mm_extract_epi32((__m128i)_mm_cvtneps_pbh(_mm_setr_ps(low, high, 0, 0)), 0));
+// Pairs of bf16, the first from `low`.
+__m512i rounded_pairs(const float* low, const float* high) {
+    __m512i a = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(low)));
+    __m512i b = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(high)));
+    return _mm512_or_si512(a, _mm512_slli_epi32(b, 16));
 }
 
-// A strip of W, as tokens need it: of numbers as they are, neither centred nor scaled.
+// A strip of W, as tokens need it: of numbers that are not centred.
 void finish(const MoveCall& c, int64_t j, Head& h) {
     int64_t f = 2 * c.dim;
     alignas(64) float centred[STRIP] = {};
-    for (int64_t i = 0; i < f; ++i) {
-        for (int64_t k = j; k < j + STRIP; ++k) h.w[i * f + k] /= h.size[i];
-        add(centred, h.w + i * f + j, -h.centre[i], STRIP);
-    }
+    for (int64_t i = 0; i < f; ++i) add(centred, h.w + i * f + j, -h.centre[i], STRIP);
     for (int64_t i = 0; i < c.dim; ++i)
-        for (int64_t k = j; k < j + STRIP; ++k)
-            h.weights[i * f + k] = rounded_pair(h.w[2 * i * f + k], h.w[(2 * i + 1) * f + k]);
+        for (int64_t k = j; k < j + STRIP; k += LANES)
+            _mm512_storeu_si512(h.weights + i * f + k, rounded_pairs(h.w + 2 * i * f + k, h.w + (2 * i + 1) * f + k));
     for (int64_t n = 0; n < c.chunks; ++n) add(h.constants + n * f + j, centred, 1, STRIP);
 }
 
@@ -268,7 +271,8 @@ void shift_tile(const MoveCall& c, const Head& h, int64_t head, int64_t chunk, i
     const float* constants = h.constants + chunk * 2 * dim;
     alignas(64) float shift[TILE][2 * MAX_DIM], key[MAX_DIM];
     if (h.x) {
-        alignas(64) uint32_t known[TILE][MAX_DIM] = {};
+        alignas(64) uint32_t known[TILE][MAX_DIM];
+        for (int64_t r = n; r < TILE; ++r) std::memset(known[r], 0, dim * sizeof(uint32_t));
         for (int64_t r = 0; r < n; ++r) {
             widen(c.keys + head * c.k_head + (token + r) * c.k_row, key, dim);
             turn_wide(turn, token + r, key, -1);
@@ -322,7 +326,7 @@ extern "C" void blendserve_move(const MoveCall* call) {
             int64_t offset = item % 2 ? c.dim : 0;
             gather(c, item / 2, item % 2 == 0, h);
             take_means(c, offset, h);
-            if (fits) scale(c, offset, h);
+            if (fits) centre(c, offset, h);
         }
         if (fits) {
 #pragma omp for schedule(dynamic, 1)
