@@ -1,4 +1,4 @@
-"""Triton's kernels run in its interpreter here, on tensors of the CPU: decided when a kernel's module is first imported."""
+"""Triton's kernels run in its interpreter here, on the CPU: decided when a kernel's module is first imported."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def test_every_family_has_a_known_form() -> None:
     """So that every one of them is placed in one launch; if a new one is not, it is placed by its own function."""
     forms = {name: form_of(tiny_adapter(name)) for name in TINY}
     assert not [name for name, form in forms.items() if form is None]
-    assert {form for form in forms.values()} == set(FORMS)
+    assert set(forms.values()) == set(FORMS)
 
 
 def test_a_rotation_of_another_kind_is_told() -> None:
