@@ -1,16 +1,24 @@
-"""Load on a running server: throughput at saturation, then TTFT and inter-token times against offered load, by method.
+"""Load on a server: throughput at saturation, then TTFT and inter-token times against offered load, by method.
 
-    blendserve serve --index indexes/demo &
-    python scripts/bench_serving.py http://127.0.0.1:8000 --index indexes/demo
+    python scripts/bench_serving.py --out runs/serving                       # over indexes/demo, see `blendserve demo`
+    python scripts/bench_serving.py --out runs/serving-2wiki --passages 28 --dataset 2wikimqa/questions.json --prepare
+    python scripts/bench_serving.py --out runs/serving-2wiki --passages 28 --dataset 2wikimqa/questions.json
 
-Saturation is measured closed loop: `--clients` that ask again as soon as they have their answer. Then the load is open:
-Poisson arrivals that do not wait for answers, at shares of full prefill's saturation, for each method up to a little
-above its own. A server that cannot keep up shows it: its queue grows, and TTFT with it. A request that is refused, or
-has no event for `--timeout`, has failed and is counted apart.
+The server is a process of its own: `--url` names one that runs, else it is started and stopped here. Saturation is
+measured closed loop: `--clients` that ask again as soon as they have their answer. Then the load is open: Poisson
+arrivals that do not wait for answers, at shares of full prefill's saturation, for each method up to a little above its
+own; the cell that decides the target, at its whole, takes twice as long as the others. A server that cannot keep up
+shows it: its queue grows, and TTFT with it. A request that is refused, or has no event for `--timeout`, has failed and is
+counted apart. Every method gets the same draws and arrivals, and the KV of all passages is in the store.
 
-Prompts are `--passages` passages of the index, among its longest ones, drawn anew for every request; every method gets
-the same draws and arrivals. A JSON line a cell goes to stderr as it is measured; the last line of stdout is JSON. Exit
-code 1 if a target is missed.
+Without a data set, prompts are `--passages` passages drawn anew from the longest ones of the index, and no two of them
+alike. With one (questions with a corpus beside them, as `blendserve evaluate` takes), an index of `--corpus-passages` is
+built in OUT, those that the first `--questions` need among them; then the server retrieves `--passages` for each.
+`--prepare` builds and precomputes, and ends.
+
+Each cell is a JSON line in OUT/cells.jsonl as soon as it is measured. The next run measures the cells that are not there
+yet; `--minutes` begins none after that time. The summary is the last line of stdout and OUT/serving.json, the plot is
+OUT/serving.png. Exit code 1 if a target is missed, 3 if cells are missing.
 """
 
 from __future__ import annotations
@@ -21,7 +29,8 @@ import json
 import random
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,10 +38,15 @@ from typing import Any
 import httpx
 import numpy as np
 
-METHODS = ("full", "prefix", "blend")
-SHARES = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0)  # of full prefill's saturation
+METHODS = ("full", "blend", "prefix")
+SHARES = (0.5, 1.0, 2.0, 4.0)  # of full prefill's saturation
+ABOVE = 1.1  # of its own saturation: where a method's loads end
+LEAST = 8  # requests of an open cell
 THROUGHPUT, TTFT = 4.0, 8.0  # targets: blended to full prefill
+SLOTS, SLOT_TOKENS = 8, 4096
 QUESTION = "What is said about this, and where?"
+
+Body = Callable[[random.Random], dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +54,8 @@ class Sent:
     """One request, in seconds; `ttft` is None when it failed."""
 
     ttft: float | None
-    gaps: tuple[float, ...]
+    gaps: tuple[float, ...] = ()
+    prompt_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,43 +63,36 @@ class Cell:
     """One method under one load."""
 
     method: str
-    offered: float | None  # requests a second; None = closed loop
+    share: float | None  # of full prefill's saturation; None = closed loop
+    offered: float | None  # requests a second
     answered: float  # requests a second
     requests: int
     failed: int
-    prompt_tokens: int  # of the last answer
+    prompt_tokens: float  # mean
     ttft: dict[str, float]
     gap: dict[str, float]
 
+    @property
+    def key(self) -> tuple[str, float | None]:
+        return self.method, self.share
+
 
 class Load:
-    """Sends requests to one server."""
+    """Sends requests to one server. `bodies` draws what is asked."""
 
-    def __init__(self, args: argparse.Namespace, http: httpx.AsyncClient) -> None:
-        self.args, self.http = args, http
-        lines = [json.loads(line) for line in (args.index / "passages.jsonl").open()]
-        lines.sort(key=lambda p: -len(p["text"]))
-        self.pool = [{"text": p["text"], "title": p["title"]} for p in lines[: args.pool]]
-        self.prompt_tokens = 0
+    def __init__(self, http: httpx.AsyncClient, bodies: Body, clients: int, new_tokens: int) -> None:
+        self._http, self._bodies, self._clients, self._new = http, bodies, clients, new_tokens
 
     def body(self, method: str, rng: random.Random) -> dict[str, Any]:
-        passages = rng.sample(self.pool, min(self.args.passages, len(self.pool)))
-        new = self.args.new_tokens
-        return {
-            "question": QUESTION,
-            "passages": passages,
-            "method": method,
-            "max_tokens": new,
-            "stream": True,
-        }
+        return {**self._bodies(rng), "method": method, "max_tokens": self._new, "stream": True}
 
     async def send(self, body: dict[str, Any]) -> Sent:
         start = last = time.perf_counter()
         ttft, gaps = None, []
         try:
-            async with self.http.stream("POST", "/v1/rag/query", json=body) as response:
+            async with self._http.stream("POST", "/v1/rag/query", json=body) as response:
                 if response.status_code != 200:
-                    return Sent(None, ())
+                    return Sent(None)
                 async for line in response.aiter_lines():
                     event = json.loads(line[6:]) if line.startswith("data: ") else {}
                     now = time.perf_counter()
@@ -95,114 +103,141 @@ class Load:
                             gaps.append(now - last)
                         last = now
                     if event.get("event") == "done":
-                        self.prompt_tokens = event["report"]["tokens_prompt"]
-                        ttft = now - start if ttft is None else ttft
-                        return Sent(ttft, tuple(gaps))
+                        tokens = event["report"]["tokens_prompt"]
+                        return Sent(now - start if ttft is None else ttft, tuple(gaps), tokens)
         except httpx.HTTPError:
             pass
-        return Sent(None, ())
+        return Sent(None)
 
-    async def closed(self, method: str) -> Cell:
+    async def closed(self, method: str, seconds: float) -> Cell:
         """Clients that ask again at once: as much as the server can do."""
         sent: list[Sent] = []
         start = time.perf_counter()
 
         async def client(number: int) -> None:
             rng = random.Random(f"{number}")
-            while time.perf_counter() - start < self.args.seconds:
+            while time.perf_counter() - start < seconds:
                 sent.append(await self.send(self.body(method, rng)))
 
-        await asyncio.gather(*(client(i) for i in range(self.args.clients)))
-        return self._cell(method, None, sent, time.perf_counter() - start)
+        await asyncio.gather(*(client(i) for i in range(self._clients)))
+        return _cell(method, None, None, sent, time.perf_counter() - start)
 
-    async def open(self, method: str, rate: float) -> Cell:
+    async def open(self, method: str, share: float, rate: float, seconds: float) -> Cell:
         """Arrivals at random times, `rate` a second on average."""
-        rng, arrivals = random.Random(f"{rate}"), random.Random(f"at {rate}")
-        n = max(10, round(rate * self.args.seconds))
-        start, tasks = time.perf_counter(), []
-        at = start
-        for _ in range(n):
+        rng, arrivals = random.Random(f"{share}"), random.Random(f"at {share}")
+        tasks: list[asyncio.Task[Sent]] = []
+        start = at = time.perf_counter()
+        for _ in range(max(LEAST, round(rate * seconds))):
             at += arrivals.expovariate(rate)
             await asyncio.sleep(max(0.0, at - time.perf_counter()))
             tasks.append(asyncio.create_task(self.send(self.body(method, rng))))
         sent = await asyncio.gather(*tasks)
-        return self._cell(method, rate, sent, time.perf_counter() - start)
-
-    def _cell(self, method: str, rate: float | None, sent: Sequence[Sent], seconds: float) -> Cell:
-        good = [s for s in sent if s.ttft is not None]
-        ttft = _percentiles([s.ttft for s in good if s.ttft is not None])
-        gap = _percentiles([gap for s in good for gap in s.gaps])
-        failed = len(sent) - len(good)
-        cell = Cell(method, rate, len(good) / seconds, len(sent), failed, self.prompt_tokens, ttft, gap)
-        print(json.dumps(asdict(cell)), file=sys.stderr, flush=True)
-        return cell
+        return _cell(method, share, rate, sent, time.perf_counter() - start)
 
 
-def main() -> int:
-    args = _arguments()
-    cells = asyncio.run(_measure(args))
-    args.out.mkdir(parents=True, exist_ok=True)
-    _plot(cells, args.out / "serving.png")
-    summary = _summary(cells)
-    (args.out / "serving.json").write_text(
-        json.dumps({**summary, "cells": [asdict(c) for c in cells]}, indent=1)
+def _cell(method: str, share: float | None, rate: float | None, sent: Sequence[Sent], seconds: float) -> Cell:
+    good = [s for s in sent if s.ttft is not None]
+    return Cell(
+        method,
+        share,
+        rate,
+        answered=len(good) / seconds,
+        requests=len(sent),
+        failed=len(sent) - len(good),
+        prompt_tokens=float(np.mean([s.prompt_tokens for s in good])) if good else 0.0,
+        ttft=_percentiles([s.ttft for s in good if s.ttft is not None]),
+        gap=_percentiles([gap for s in good for gap in s.gaps]),
     )
-    print(json.dumps(summary))
-    return 0 if summary["passed"] else 1
-
-
-async def _measure(args: argparse.Namespace) -> list[Cell]:
-    limits = httpx.Limits(max_connections=None)
-    headers = {"Authorization": f"Bearer {args.key}"} if args.key else {}
-    timeout = httpx.Timeout(args.timeout, connect=30)
-    async with httpx.AsyncClient(base_url=args.url, timeout=timeout, limits=limits, headers=headers) as http:
-        load = Load(args, http)
-        await _warm(load)
-        closed = [await load.closed(method) for method in METHODS]
-        full = closed[0].answered
-        rates = [
-            (c.method, s * full)
-            for s in args.shares
-            for c in closed
-            if s * full <= 1.1 * c.answered or s == 1
-        ]
-        return closed + [await load.open(method, rate) for method, rate in rates]
-
-
-async def _warm(load: Load) -> None:
-    """Every passage's KV in the store, and every method run once."""
-    started = (await load.http.post("/v1/cache/warm", json={"passages": load.pool})).raise_for_status().json()
-    state: dict[str, Any] = {"state": "running"}
-    while state["state"] == "running":
-        await asyncio.sleep(0.5)
-        state = (await load.http.get(f"/v1/jobs/{started['id']}")).json()
-    if state["state"] != "done":
-        raise SystemExit(f"the passages could not be precomputed: {state['error']}")
-    for method in METHODS:
-        await load.send(load.body(method, random.Random(method)))
 
 
 def _percentiles(seconds: Sequence[float]) -> dict[str, float]:
     return {f"p{q}": float(np.percentile(seconds, q)) if seconds else float("nan") for q in (50, 95, 99)}
 
 
-def _summary(cells: Sequence[Cell]) -> dict[str, Any]:
+class Cells:
+    """What has been measured, in a file that grows a line at a time."""
+
+    def __init__(self, file: Path, until: float) -> None:
+        self._file, self._until = file, until
+        lines = file.read_text().splitlines() if file.exists() else []
+        self.all = {cell.key: cell for cell in (Cell(**json.loads(line)) for line in lines)}
+
+    def wants(self, key: tuple[str, float | None]) -> bool:
+        return key not in self.all and time.monotonic() < self._until
+
+    def add(self, cell: Cell) -> None:
+        self.all[cell.key] = cell
+        line = json.dumps(asdict(cell))
+        with self._file.open("a") as out:
+            out.write(line + "\n")
+        print(line, file=sys.stderr, flush=True)
+
+    def saturation(self, method: str) -> float | None:
+        cell = self.all.get((method, None))
+        return cell.answered if cell else None
+
+    def loads(self, shares: Iterable[float]) -> list[tuple[str, float]]:
+        """Which open cells there are to be, those of the target first."""
+        full = self.saturation("full")
+        if full is None:
+            return []
+        most = {m: self.saturation(m) or 0.0 for m in METHODS}
+        wanted = [(m, s) for s in shares for m in METHODS if s == 1 or s * full <= ABOVE * most[m]]
+        return sorted(wanted, key=lambda load: load[1] != 1)
+
+
+async def measure(load: Load, cells: Cells, seconds: float, shares: Sequence[float]) -> None:
+    """All cells that are not there yet, in order of importance."""
+    for method in METHODS:
+        if cells.wants((method, None)):
+            cells.add(await load.closed(method, seconds))
+    for method, share in cells.loads(shares):
+        if cells.wants((method, share)):
+            rate = share * (cells.saturation("full") or 0.0)
+            cells.add(await load.open(method, share, rate, seconds * (2 if share == 1 else 1)))
+
+
+async def warm(http: httpx.AsyncClient, load: Load, chosen: dict[str, Any]) -> None:
+    """The KV of the chosen passages in the store, and every method run once."""
+    started = (await http.post("/v1/cache/warm", json=chosen)).raise_for_status().json()
+    state: dict[str, Any] = {"state": "running"}
+    while state["state"] == "running":
+        await asyncio.sleep(0.5)
+        state = (await http.get(f"/v1/jobs/{started['id']}")).json()
+    if state["state"] != "done":
+        raise SystemExit(f"the passages could not be precomputed: {state['error']}")
+    for method in METHODS:
+        await load.send(load.body(method, random.Random(method)))
+
+
+def summary(cells: Cells, shares: Sequence[float]) -> dict[str, Any]:
     """Against the targets: throughput at saturation, and p95 TTFT at the load that saturates full prefill."""
-    most = {c.method: c.answered for c in cells if c.offered is None}
-    at_full = {c.method: c.ttft["p95"] for c in cells if c.offered == most["full"]}
-    faster, sooner = most["blend"] / most["full"], at_full["full"] / at_full["blend"]
+    most = {m: cells.saturation(m) for m in METHODS}
+    at_full = {m: cells.all[m, 1.0].ttft["p95"] for m in METHODS if (m, 1.0) in cells.all}
+    missing = [m for m in METHODS if most[m] is None]
+    missing += [f"{m} at {s:g}" for m, s in cells.loads(shares) if (m, s) not in cells.all]
+    faster = _ratio(most.get("blend"), most.get("full"))
+    sooner = _ratio(at_full.get("full"), at_full.get("blend"))
     return {
-        "prompt_tokens": max(c.prompt_tokens for c in cells),
+        "prompt_tokens": max((c.prompt_tokens for c in cells.all.values()), default=0.0),
+        "requests": sum(c.requests for c in cells.all.values()),
         "saturation_rps": most,
         "throughput_ratio": faster,
+        "throughput_target": THROUGHPUT,
         "p95_ttft_at_full_saturation": at_full,
         "p95_ttft_ratio": sooner,
-        "failed": sum(c.failed for c in cells),
-        "passed": faster >= THROUGHPUT and sooner >= TTFT,
+        "p95_ttft_target": TTFT,
+        "failed": sum(c.failed for c in cells.all.values()),
+        "missing": missing,
+        "passed": (faster or 0) >= THROUGHPUT and (sooner or 0) >= TTFT,
     }
 
 
-def _plot(cells: Sequence[Cell], file: Path) -> None:
+def _ratio(a: float | None, b: float | None) -> float | None:
+    return a / b if a is not None and b else None
+
+
+def plot(cells: Sequence[Cell], file: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -214,40 +249,140 @@ def _plot(cells: Sequence[Cell], file: Path) -> None:
         (axes[1], "between tokens, s", lambda c: c.gap),
     )
     for axis, label, values in panels:
-        for color, method in zip(("C0", "C1", "C2"), METHODS, strict=True):
-            line = sorted(
-                (c for c in cells if c.method == method and c.offered), key=lambda c: c.offered or 0
-            )
+        for color, method in zip(("C0", "C2", "C1"), METHODS, strict=True):
+            line = sorted((c.offered, c) for c in cells if c.method == method and c.offered)
             for q, style in (("p50", "-"), ("p95", "--"), ("p99", ":")):
-                x, y = [c.offered for c in line], [values(c)[q] for c in line]
+                x, y = [offered for offered, _ in line], [values(c)[q] for _, c in line]
                 axis.plot(x, y, style, color=color, marker=".", label=f"{method} {q}")
-        axis.set(xlabel="offered load, requests/s", ylabel=label, yscale="log")
+            for cell in cells:
+                if cell.method == method and cell.offered is None:
+                    axis.axvline(cell.answered, color=color, alpha=0.4)
+        axis.set(xlabel="offered load, requests/s (upright: saturation)", ylabel=label, yscale="log")
         axis.grid(alpha=0.3)
     axes[0].legend(fontsize=7)
     figure.savefig(file, dpi=120)
+
+
+def build(index: Path, dataset: Path, questions: int, passages: int) -> None:
+    """An index of part of a corpus, with the passages that the first questions need, and its KV; unless it is there."""
+    from blendserve import console
+    from blendserve.config import BlendConfig, Config
+    from blendserve.core import Document
+    from blendserve.engine import Engine
+    from blendserve.errors import IndexMissing
+    from blendserve.evaluate.datasets import load
+
+    config = Config(blend=BlendConfig(method="blend"))
+    try:
+        engine = Engine.open(index, config)
+    except IndexMissing:
+        found = load(dataset, limit=questions)
+        needed = {title for example in found.examples for title in example.supporting}
+        corpus = list(found.corpus)
+        random.Random(0).shuffle(corpus)
+        corpus.sort(key=lambda passage: passage.title not in needed)
+        with console.progress("Embedding", "windows") as update:
+            documents = [Document(p.text, p.title) for p in corpus[:passages]]
+            engine = Engine.build(index, documents, config, progress=update)
+    with engine, console.progress("Precomputing", "tokens") as update:
+        engine.precompute(progress=update)
+
+
+def bodies_of_questions(dataset: Path, questions: int, passages: int) -> Body:
+    from blendserve.evaluate.datasets import load
+
+    asked = [example.question for example in load(dataset, limit=questions).examples]
+    return lambda rng: {"question": rng.choice(asked), "top_k": passages}
+
+
+def bodies_of_passages(pool: Sequence[dict[str, str]], passages: int) -> Body:
+    return lambda rng: {"question": QUESTION, "passages": rng.sample(pool, min(passages, len(pool)))}
+
+
+def longest(index: Path, n: int) -> list[dict[str, str]]:
+    lines = [json.loads(line) for line in (index / "passages.jsonl").open()]
+    lines.sort(key=lambda p: -len(p["text"]))
+    return [{"text": p["text"], "title": p["title"]} for p in lines[:n]]
+
+
+@contextmanager
+def server(args: argparse.Namespace, index: Path) -> Iterator[str]:
+    """The URL of a server: the one that runs, or one for the time being."""
+    if args.url:
+        yield args.url
+        return
+    from blendserve.serve.child import Child, serve_command
+
+    room = ("--slots", str(SLOTS), "--slot-tokens", str(SLOT_TOKENS))
+    command = serve_command("--index", str(index), "--method", "blend", *room)
+    with Child(command, args.out / "server.log") as child:
+        yield child.url
+        child.stop()
+
+
+async def _run(args: argparse.Namespace, url: str, index: Path, cells: Cells) -> None:
+    if args.dataset:
+        bodies = bodies_of_questions(args.dataset, args.questions, args.passages)
+        chosen: dict[str, Any] = {"collection": index.name}
+    else:
+        pool = longest(index, args.pool)
+        bodies, chosen = bodies_of_passages(pool, args.passages), {"passages": pool}
+    limits = httpx.Limits(max_connections=None)
+    headers = {"Authorization": f"Bearer {args.key}"} if args.key else {}
+    timeout = httpx.Timeout(args.timeout, connect=30)
+    async with httpx.AsyncClient(base_url=url, timeout=timeout, limits=limits, headers=headers) as http:
+        load = Load(http, bodies, args.clients, args.new_tokens)
+        await warm(http, load, chosen)
+        await measure(load, cells, args.seconds, args.shares)
+
+
+def main() -> int:
+    args = _arguments()
+    args.out.mkdir(parents=True, exist_ok=True)
+    index = args.out / "index" if args.dataset else args.index
+    if args.dataset:
+        build(index, args.dataset, args.questions, args.corpus_passages)
+    if args.prepare:
+        return 0
+    cells = Cells(args.out / "cells.jsonl", time.monotonic() + 60 * args.minutes)
+    with server(args, index) as url:
+        asyncio.run(_run(args, url, index, cells))
+    found = summary(cells, args.shares)
+    whole = {**found, "cells": [asdict(c) for c in cells.all.values()]}
+    (args.out / "serving.json").write_text(json.dumps(whole, indent=1))
+    plot(list(cells.all.values()), args.out / "serving.png")
+    print(json.dumps(found))
+    return 3 if found["missing"] else int(not found["passed"])
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("url", help="of the server")
-    parser.add_argument("--index", type=Path, required=True, help="folder whose passages are asked about")
-    parser.add_argument("--passages", type=int, default=6, help="of a prompt")
+    parser.add_argument("--out", type=Path, default=Path("runs/serving"), help="folder of results")
+    parser.add_argument("--url", help="of a server that runs over the index; default: one is started")
+    parser.add_argument("--key", help="API key, where that server has keys")
+    parser.add_argument(
+        "--index", type=Path, default=Path("indexes/demo"), help="whose passages are asked about"
+    )
     parser.add_argument("--pool", type=int, default=40, help="longest passages of the index to draw from")
+    parser.add_argument(
+        "--dataset", type=Path, help="questions with a corpus beside them, in place of --index"
+    )
+    parser.add_argument("--questions", type=int, default=56, help="of the data set, the first ones")
+    parser.add_argument("--corpus-passages", type=int, default=500, help="of its corpus")
+    parser.add_argument(
+        "--prepare", action="store_true", help="build and precompute the data set's index, no more"
+    )
+    parser.add_argument("--passages", type=int, default=6, help="of a prompt")
     parser.add_argument("--new-tokens", type=int, default=16)
     parser.add_argument("--clients", type=int, default=8, help="of the closed loop")
     parser.add_argument("--seconds", type=float, default=60, help="of each cell")
     parser.add_argument(
-        "--shares",
-        type=float,
-        nargs="+",
-        default=SHARES,
-        help="of full prefill's saturation; 1 has to be one",
+        "--shares", type=float, nargs="+", default=SHARES, help="of full prefill's saturation"
     )
+    parser.add_argument("--minutes", type=float, default=60, help="after which no cell is begun")
     parser.add_argument("--timeout", type=float, default=120, help="seconds between two events of an answer")
-    parser.add_argument("--key", help="API key, where the server has keys")
-    parser.add_argument("--out", type=Path, default=Path("runs/serving"))
     return parser.parse_args()
 
 

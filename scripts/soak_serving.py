@@ -2,11 +2,12 @@
 
     python scripts/soak_serving.py --out runs/soak            # 1,000 requests of 32 clients
 
-Starts the server itself, in fp32, over an index that it builds of Python's language reference, cut into short passages:
-prompts of a few hundred tokens and answers of 8 to 12 keep a core busy for about a quarter of an hour. First the engine
-says alone, in this process, what each request must be answered with. Then come the requests: 10% are cancelled midway,
-5% malformed, 2% too large; the others are asked whole, as a stream of /v1/rag/query or as a streamed chat, and compared
-with the engine. Meanwhile documents are added, looked up and deleted, so that store and index are written all the time.
+Starts the server itself, in fp32, over an index that it builds of Python's language reference, cut into passages of at
+most 48 tokens: prompts have one to three of them, answers 8 to 12 tokens, so that it keeps one core busy for about a
+quarter of an hour. First the engine says alone, in this process, what each request must be answered with. Then come the
+requests: 10% are cancelled midway, 5% malformed, 2% too large; the others are asked whole, as a stream of /v1/rag/query
+or as a streamed chat, and compared with the engine. Meanwhile documents are added, looked up and deleted, so that store
+and index are written all the time.
 
 After 30% of the requests, the server is killed (SIGKILL) while all clients wait. Then `store verify` reads the whole
 store, every document whose job had ended must still be there, and a new server takes the requests that the kill cut off
@@ -32,10 +33,11 @@ from typing import Any
 
 import httpx
 
-from blendserve.config import Config
+from blendserve.config import Config as EngineConfig
 from blendserve.core import Passage
 from blendserve.engine import Engine
 from blendserve.serve.child import Child, serve_command
+from blendserve.serve.settings import load_settings
 from blendserve.store import LMDBStore, VerifyReport
 
 QUESTIONS = ("What is it about?", "Which statement is meant?", "When does that happen?", "Who may do this?")
@@ -45,11 +47,12 @@ MEMORY_GROWTH = 1.05  # of the last third of the requests
 KILL_AT = 0.3  # of the requests
 SETTINGS = """\
 reader: {dtype: float32}
-retrieve: {chunk_tokens: 96}
+retrieve: {chunk_tokens: 48}
 store: {cap_gb: 2}
 blend: {method: blend}
 serve: {slots: 8, slot_tokens: 1024, log_text: false}
 """
+KEPT_S = 1  # connections: less than the server keeps them, or it closes some while a request is on its way
 GONE = (httpx.ConnectError, httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError)
 
 Start = Callable[[], Child]
@@ -77,7 +80,7 @@ class Soak:
 
     async def run(self, server: Child, stop_at: int) -> None:
         """All clients at once, until so many requests have been answered; with `stop_at`, the server is killed then."""
-        limits = httpx.Limits(max_connections=None)
+        limits = httpx.Limits(max_connections=None, keepalive_expiry=KEPT_S)
         async with httpx.AsyncClient(base_url=server.url, timeout=None, limits=limits) as http:
             self.http = http
             await self._introduce()
@@ -328,7 +331,8 @@ def _prepare(out: Path, distinct: int, seed: int) -> tuple[list[dict[str, Any]],
     if kept.exists() and len(found := json.loads(kept.read_text())) == distinct:
         return [ask for ask, _ in found], [said for _, said in found]
     _tell({"building": str(out / "index")})
-    with Engine.build(out / "index", language_reference()[:4], Config.load(settings)) as engine:
+    config = EngineConfig(**load_settings(settings).model_dump(exclude={"serve"}))
+    with Engine.build(out / "index", language_reference()[:3], config) as engine:
         assert engine.index is not None
         passages = random.Random(seed).sample(engine.index.passages, 24)
         asks = make_asks(passages, distinct, seed)

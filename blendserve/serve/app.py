@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import logging
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -21,11 +19,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 import blendserve
 from blendserve.errors import BlendserveError
 from blendserve.serve import library_api, openai_api, rag_api, status_api
+from blendserve.serve.logs import REQUEST, access
 from blendserve.serve.replies import GONE, ClientGone, error_body, refused
 from blendserve.serve.service import Service
 from blendserve.timing import Clock
-
-log = logging.getLogger("blendserve.access")
 
 
 def make_app(service: Service) -> FastAPI:
@@ -44,7 +41,6 @@ def make_app(service: Service) -> FastAPI:
         app.include_router(api.router)
     app.openapi = partial(_described, app, service.engine.reader.name)  # type: ignore[method-assign]
     app.add_exception_handler(BlendserveError, _refused)
-    app.add_exception_handler(Exception, _refused)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http)
     app.add_exception_handler(ClientGone, _gone)
@@ -119,7 +115,7 @@ class BodyLimit:
 
 
 class AccessLog:
-    """One line of JSON a request, with an id that the response carries, too; no text and no key."""
+    """One line a request, with an id that the response carries, too; no text and no key."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app, self._service = app, service
@@ -127,7 +123,8 @@ class AccessLog:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        clock, request_id, status = Clock(), uuid.uuid4().hex, 500
+        clock, request_id, status = Clock(), uuid.uuid4().hex, 0
+        REQUEST.set(request_id)
 
         async def noted(message: Message) -> None:
             nonlocal status
@@ -138,15 +135,18 @@ class AccessLog:
 
         try:
             await self._app(scope, receive, noted)
+        except Exception as error:  # a bug: what is meant has its handler
+            response = refused(error)
+            if not status:
+                await response(scope, receive, noted)
         finally:
-            self._write(scope, request_id, status, clock.elapsed())
+            self._write(scope, status, clock.elapsed())
 
-    def _write(self, scope: Scope, request_id: str, status: int, seconds: float) -> None:
+    def _write(self, scope: Scope, status: int, seconds: float) -> None:
         route = getattr(scope.get("route"), "path", "other")
         self._service.metrics.answered(route, status)
         state = scope.get("state", {})
         line = {
-            "request": request_id,
             "route": f"{scope['method']} {route}",
             "status": status,
             "ms": round(seconds * 1e3, 1),
@@ -154,4 +154,4 @@ class AccessLog:
         }
         if "text" in state:
             line["text"] = state["text"]
-        log.info(json.dumps(line))
+        access.info(line)

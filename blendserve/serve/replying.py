@@ -27,10 +27,10 @@ async def reply(
     """
     with ExitStack() as stack:
         stack.enter_context(service.limits.one(tenant))
-        answering = await while_connected(request, service.ask(tenant, ask))
-        stack.callback(answering.cancel)
         if service.serve.log_text:
             request.state.text = ask.question
+        answering = await while_connected(request, service.ask(tenant, ask))
+        stack.callback(answering.cancel)
         if events is None:
             return JSONResponse(whole(answering, await while_connected(request, answering.answer())))
         return EventStream(events(answering), stack.pop_all().close)

@@ -6,7 +6,6 @@ then the store is closed and the process exits with 0. A second Ctrl-C does not 
 
 from __future__ import annotations
 
-import logging
 import math
 import signal
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ import uvicorn
 
 from blendserve.config import Config as EngineConfig
 from blendserve.engine import Engine, Say
+from blendserve.serve import logs
 from blendserve.serve.app import make_app
 from blendserve.serve.library import Library
 from blendserve.serve.service import Service
@@ -43,7 +43,7 @@ class _Server(uvicorn.Server):
     """uvicorn, ending with 0 on SIGTERM: it would raise the signal again."""
 
     def __init__(self, service: Service, say: Say) -> None:
-        _log_to_stderr()
+        logs.to_stderr()
         super().__init__(
             uvicorn.Config(
                 make_app(service),
@@ -68,8 +68,3 @@ class _Server(uvicorn.Server):
         if self.should_exit and sig == signal.SIGINT:
             self.force_exit = True
         self.should_exit = True
-
-
-def _log_to_stderr() -> None:
-    """What goes wrong, and one line of JSON a request: as the command line set logging up, to stderr."""
-    logging.getLogger("blendserve.access").setLevel(logging.INFO)

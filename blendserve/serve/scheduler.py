@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Set
 
 from torch import Tensor
 
@@ -30,6 +30,7 @@ from blendserve.serve.turns import PausingAdapter
 from blendserve.serve.waiting import Waiting
 from blendserve.serve.work import Failed, Started, Work
 from blendserve.serve.writing import Writing
+from blendserve.store import ChunkKey
 from blendserve.timing import Clock
 
 MAX_CHORES = 1000  # write-backs beyond that are dropped: they are an optimisation
@@ -154,10 +155,10 @@ class Scheduler:
                 self._turn()
             except Exception:  # a bug in one turn must not end the server
                 log.exception("a scheduling turn failed")
-        for writing in self._running:
+        for writing in list(self._running):
             self._drop(writing, Stopping("the server has shut down before the answer was complete"))
         for work in self._waiting.all():
-            self._emit_failure(work, Stopping("the server has shut down before the question's turn came"))
+            work.emit(Failed(Stopping("the server has shut down before the question's turn came")))
 
     def _wait(self) -> bool:
         """Sleep until there is something to do -> False when there will not be."""
@@ -172,24 +173,26 @@ class Scheduler:
     def _turn(self) -> None:
         with self._wake:
             work = self._waiting.pop() if self._slots.free else None
-            chore = self._next_chore(idle=work is None and not len(self._waiting))
             later = {key for other in self._waiting.all() for key in other.keys} if work else set()
-        if work and self._shared:
-            self._shared.expect(work.keys, later)
+        if work:
+            self._expect(work.keys, later)
             self._prefill(work)
-            self._shared.expect(frozenset(), later)
-        elif work:
-            self._prefill(work)
-        self._since_chore += work is not None
-        if chore:
+            self._expect(frozenset(), later)
+            self._since_chore += 1
+        if chore := self._next_chore():
             self._do(chore)
         self._step()
 
-    def _next_chore(self, idle: bool) -> Chore | None:
-        if not self._chores or not (idle or self._since_chore >= CHORE_EVERY):
-            return None
-        self._since_chore = 0
-        return self._chores.popleft()
+    def _expect(self, now: Set[ChunkKey], later: Set[ChunkKey]) -> None:
+        if self._shared:
+            self._shared.expect(now, later)
+
+    def _next_chore(self) -> Chore | None:
+        with self._wake:
+            if not self._chores or (len(self._waiting) and self._since_chore < CHORE_EVERY):
+                return None
+            self._since_chore = 0
+            return self._chores.popleft()
 
     def _do(self, chore: Chore) -> None:
         try:
@@ -209,10 +212,10 @@ class Scheduler:
         except Cancelled:
             self._slots.give_back(cache)
             if not work.cancelled:
-                self._emit_failure(work, Stopping("the server has shut down before the answer began"))
+                work.emit(Failed(Stopping("the server has shut down before the answer began")))
         except Exception as error:  # of this request alone
             self._slots.give_back(cache)
-            self._emit_failure(work, error)
+            work.emit(Failed(error))
         else:
             self._take(writing, logits)
         finally:
@@ -259,7 +262,6 @@ class Scheduler:
         try:
             logits = step_together(self._reader.adapter, [writing.row for writing in batch])
         except Exception as error:  # memory, a device: nobody's answer can go on
-            log.exception("a decoding step failed")
             for writing in batch:
                 self._drop(writing, error)
             return
@@ -289,9 +291,4 @@ class Scheduler:
 
     def _drop(self, writing: Writing, error: Exception) -> None:
         self._leave(writing)
-        self._emit_failure(writing.work, error)
-
-    def _emit_failure(self, work: Work, error: Exception) -> None:
-        if not isinstance(error, BlendserveError):
-            log.error("a request failed", exc_info=error)
-        work.emit(Failed(error))
+        writing.work.emit(Failed(error))

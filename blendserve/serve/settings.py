@@ -32,7 +32,7 @@ class ServeConfig(Section):
     max_concurrent: Positive = 64  # requests of one key at a time
     max_per_minute: Positive = 6000  # requests of one key
     drain_s: NotNegative = 30.0  # what running requests are given after SIGTERM
-    log_text: bool = False  # questions and answers in the log
+    log_text: bool = False  # questions in the log
 
 
 class Config(EngineConfig):

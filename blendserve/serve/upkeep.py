@@ -1,16 +1,17 @@
-"""What the model's thread does for the store when no request waits: missed chunks, and documents that were added."""
+"""What the model's thread does for the store beside requests: missed chunks, and documents that were added."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from functools import partial
 
 from blendserve.blend.blender import Blender
 from blendserve.core import TokenIds
-from blendserve.errors import StoreError
-from blendserve.serve.scheduler import Scheduler
+from blendserve.errors import Stopping, StoreError
+from blendserve.serve.scheduler import Cancelled, Scheduler
 from blendserve.store import ChunkKey
 
 log = logging.getLogger(__name__)
@@ -39,6 +40,14 @@ class Upkeep:
         future: Future[None] = Future()
         left = list(chunks)
 
+        def end(error: Exception | None = None) -> None:
+            with suppress(InvalidStateError):  # cancelled meanwhile
+                future.set_exception(error) if error else future.set_result(None)
+
+        def plan() -> None:
+            if not self._scheduler.chore(next_chunk):
+                end(StoreError("the server has too much to do: warm the cache again later"))
+
         def next_chunk() -> None:
             if future.cancelled():
                 return
@@ -46,16 +55,14 @@ class Upkeep:
                 if left:
                     blender.precompute([left.pop(0)])
                     done(len(chunks) - len(left))
+            except Cancelled:
+                end(Stopping("the server has shut down before all was computed: warm the cache again"))
             except Exception as error:
-                future.set_exception(error)
-                return
-            if not left:
-                future.set_result(None)
-            elif not self._scheduler.chore(next_chunk):
-                future.set_exception(StoreError("the server has too much to do: warm the cache again later"))
+                end(error)
+            else:
+                plan() if left else end()
 
-        if not self._scheduler.chore(next_chunk):
-            future.set_exception(StoreError("the server has too much to do: warm the cache again later"))
+        plan()
         return future
 
     def _remember(self, blender: Blender, ids: TokenIds, key: ChunkKey) -> None:

@@ -19,7 +19,7 @@ from blendserve.engine import Engine
 from blendserve.errors import Busy, InputError, Stopping
 from blendserve.serve.batch import Row, step_together
 from blendserve.serve.metrics import Metrics
-from blendserve.serve.scheduler import Scheduler
+from blendserve.serve.scheduler import CHORE_EVERY, Scheduler
 from blendserve.serve.slots import Slots
 from blendserve.serve.waiting import Waiting
 from blendserve.serve.work import Finished, Piece, Started, Work
@@ -268,13 +268,28 @@ def test_draining_takes_no_more_and_finishes_what_runs(bench: Bench) -> None:
     assert len(listener.answer().token_ids) == 30
 
 
-def test_stopping_ends_what_still_runs() -> None:
-    bench = Bench(slots=1)
+def test_stopping_ends_all_that_still_runs_or_waits() -> None:
+    bench = Bench(slots=3)
     bench.scheduler.start()
-    listeners = [bench.submit(QUESTIONS[i], PASSAGES, max_new_tokens=600) for i in range(3)]
-    assert isinstance(listeners[0].next(), Started)
+    listeners = [bench.submit(QUESTIONS[i % 4], PASSAGES[:2], max_new_tokens=600) for i in range(5)]
+    for listener in listeners[:3]:
+        assert isinstance(listener.next(), Started)
     bench.scheduler.stop()
     for listener in listeners:
         with pytest.raises(Stopping):
             listener.answer()
-    assert bench.slots.free == 1
+    assert bench.slots.free == 3
+
+
+def test_chores_are_done_while_requests_wait() -> None:
+    bench = Bench(slots=1)
+    asked = [bench.submit(QUESTIONS[0], PASSAGES[:1], max_new_tokens=1) for _ in range(3 * CHORE_EVERY)]
+    waiting: list[int] = []
+    for _ in range(3):
+        bench.scheduler.chore(lambda: waiting.append(bench.scheduler.load[0]))
+    bench.scheduler.start()
+    for listener in asked:
+        listener.answer()
+    wait_for(lambda: len(waiting) == 3)
+    bench.scheduler.stop()
+    assert waiting == [2 * CHORE_EVERY, CHORE_EVERY, 0]
