@@ -184,7 +184,10 @@ def precompute(
     index: IndexArg,
     config: ConfigOpt = None,
     model: ModelOpt = None,
-    shard: Annotated[str, typer.Option(help="i/n: this machine's share of the work, i from 0.")] = "0/1",
+    shard: Annotated[
+        str,
+        typer.Option(help="i/n: this GPU's or machine's share of the work, i from 0; a store may be shared."),
+    ] = "0/1",
     store: Annotated[
         Path | None, typer.Option(help="Folder of the KV store. [default: the index's kv/]")
     ] = None,

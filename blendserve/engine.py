@@ -22,7 +22,7 @@ from blendserve.models.gate import GateReport, verdict
 from blendserve.models.loader import Reader, load_reader
 from blendserve.prompt import PromptBuilder
 from blendserve.retrieve import Embedder, VectorIndex, read_manifest
-from blendserve.store import KVStore, open_store
+from blendserve.store import KVStore, open_store, share_of
 from blendserve.stream import AnswerStream
 from blendserve.timing import Clock
 
@@ -161,16 +161,16 @@ class Engine:
     ) -> PrecomputeReport:
         """Compute and store the KV of the index's passages, or of these; what is stored already is skipped.
 
-        shard (i, n): only every n-th passage, starting with the i-th. Raises StoreError; what was stored stays;
-        ModelUnsupported for a reader that fails the gate.
+        shard (i, n): only the i-th of n shares, for as many processes to compute side by side, each on its own GPU or
+        machine; they may write to one store. A chunk's share depends on its tokens alone. Raises StoreError; what was
+        stored stays; ModelUnsupported for a reader that fails the gate.
         """
         self.gate.require()
-        mine = self._shard(passages, shard)
-        return self.blender.precompute(self._chunks(mine), progress)
+        return self.blender.precompute(self._shard(passages, shard), progress)
 
     def missing(self, passages: Sequence[Passage] | None = None, shard: tuple[int, int] = (0, 1)) -> int:
         """How many chunks `precompute` with the same arguments would still have to compute."""
-        return len(self.blender.missing(self._chunks(self._shard(passages, shard))))
+        return len(self.blender.missing(self._shard(passages, shard)))
 
     def answer(
         self, question: str, passages: Sequence[Passage | str] | None = None, **options: Any
@@ -301,11 +301,14 @@ class Engine:
             )
         return self.index
 
-    def _shard(self, passages: Sequence[Passage] | None, shard: tuple[int, int]) -> Sequence[Passage]:
+    def _shard(self, passages: Sequence[Passage] | None, shard: tuple[int, int]) -> list[TokenIds]:
+        """The chunks of one share."""
         i, n = shard
         if not 0 <= i < n:
-            raise InputError(f"shard {i}/{n} does not exist: count from 0/{n} to {n - 1}/{n}")
-        return (self._index().passages if passages is None else passages)[i::n]
+            shares = f"count from 0/{n} to {n - 1}/{n}" if n > 0 else "there is at least one, 0/1"
+            raise InputError(f"shard {i}/{n} does not exist: {shares}")
+        chunks = self._chunks(self._index().passages if passages is None else passages)
+        return [ids for ids in chunks if share_of(ids, n) == i]
 
 
 def index_folder(index: str | Path) -> Path:

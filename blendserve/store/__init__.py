@@ -10,7 +10,7 @@ from blendserve.config import StoreConfig
 from blendserve.store.admission import ADMISSIONS
 from blendserve.store.base import ChunkView, KVStore, Snapshot, StoreStats, TierStats, VerifyReport
 from blendserve.store.eviction import EVICTIONS
-from blendserve.store.key import ChunkKey, chunk_key
+from blendserve.store.key import ChunkKey, chunk_key, share_of
 from blendserve.store.lmdb import LMDBStore
 from blendserve.store.memory import MemoryStore
 from blendserve.store.tiers import TieredStore, tiers_for
@@ -28,6 +28,7 @@ __all__ = [
     "VerifyReport",
     "chunk_key",
     "open_store",
+    "share_of",
 ]
 
 

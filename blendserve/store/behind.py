@@ -9,7 +9,7 @@ Each put is the store's own transaction, as it would be here: a kill loses what 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -31,7 +31,7 @@ class _Write:
 
 def write_behind(
     store: KVStore, chunks: Iterable[tuple[ChunkKey, ChunkKV]], most_tokens: int, lane: Lane | None = None
-) -> Iterator[int]:
+) -> Generator[int, None, None]:
     """Put the chunks, pinned and in order -> the bytes of each, as soon as it is stored.
 
     Of what was computed, at most `most_tokens`, or one chunk, waits to be written. What waits when the caller or `chunks`
