@@ -32,8 +32,6 @@ WEIGHT = 16.0  # tokens' worth of trust in the mean over all chunks
 STILL = 40.0  # ridge: tokens' worth of trust in nothing having moved at all
 PENALTY = 8.0  # ridge: per feature of unit size; few tokens must not explain themselves by many features
 
-Rotate = Callable[[Tensor, Rope], Tensor]
-
 
 class Correction(ABC):
     """Adjusts stored KV in a request's cache, before the fresh rows are written over it."""
@@ -54,12 +52,14 @@ class NoCorrection(Correction):
         return
 
 
-class Chosen(NamedTuple):
-    """The recomputed tokens of the chunks: which rows, where counted from the first chunk, how many a chunk."""
+class Split(NamedTuple):
+    """The tokens of the chunks, counted from where the first one starts, as `Fresh` wants them."""
 
     rows: Tensor
     at: Tensor
-    sizes: Sequence[int]
+    sizes: list[int]
+    others: Tensor
+    other_sizes: list[int]
 
 
 class _Moving(Correction):
@@ -67,34 +67,27 @@ class _Moving(Correction):
 
     def __init__(self, adapter: Adapter, cache: KVCache, ropes: Ropes, spans: Sequence[Span]) -> None:
         self._adapter, self._cache, self._spans = adapter, cache, spans
-        start = spans[0].start
-        self._here = here = slice(start, spans[-1].stop)  # what lies between is overwritten by fresh rows
-        self._inside = [Span(span.start - start, span.stop - start) for span in spans]
+        self._here = here = slice(spans[0].start, spans[-1].stop)
         there = {id(rope): rope.at(here) for rope in ropes}  # layers share them
         self._ropes = [there[id(rope)] for rope in ropes]
         self._how = self._constants(2 * adapter.head_dim)
-        self._seen: tuple[Tensor, Chosen] | None = None
+        self._seen: tuple[Tensor, Split] | None = None
 
     @classmethod
     @abstractmethod
     def _constants(cls, features: int) -> How: ...
 
     def apply(self, l: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
-        chosen = self._chosen(rows)
-        if l == 0 or not len(chosen.at):  # layer 0's keys and values depend on their token alone
+        split = self._split(rows)
+        if l == 0 or not len(split.at):  # layer 0's keys and values depend on their token alone
             return
         stored = self._cache.keys[l][:, self._here], self._cache.values[l][:, self._here]
-        fresh = Fresh(keys, values, *chosen)
-        move(self._adapter, stored[0], stored[1], fresh, self._inside, self._ropes[l], self._how)
+        move(self._adapter, stored[0], stored[1], Fresh(keys, values, *split), self._ropes[l], self._how)
 
-    def _chosen(self, rows: Tensor) -> Chosen:
-        """Those of the rows that lie in chunks; rows seldom differ from layer to layer."""
+    def _split(self, rows: Tensor) -> Split:
+        """Which tokens of the chunks are among the rows; rows seldom differ from layer to layer."""
         if self._seen is None or self._seen[0] is not rows:
-            edges = [edge for span in self._spans for edge in (span.start, span.stop)]
-            found = torch.searchsorted(rows, torch.tensor(edges, device=rows.device)).tolist()
-            parts = [torch.arange(*found[i : i + 2]) for i in range(0, len(found), 2)]
-            which = torch.cat(parts).to(rows.device)
-            self._seen = rows, Chosen(which, rows[which] - self._here.start, [len(part) for part in parts])
+            self._seen = rows, split(rows, self._spans)
         return self._seen[1]
 
 
@@ -118,49 +111,57 @@ class Ridge(_Moving):
         return How(WEIGHT, STILL, scale=1.0, penalty=PENALTY * features)
 
 
+def split(rows: Tensor, spans: Sequence[Span]) -> Split:
+    """The tokens of these spans, by whether they are among the ascending positions `rows` [S]."""
+    found = torch.searchsorted(rows, torch.tensor([(s.start, s.stop) for s in spans], device=rows.device))
+    edges, start = found.tolist(), spans[0].start
+    which = torch.cat([torch.arange(*edge) for edge in edges]).to(rows.device)
+    tokens = torch.cat([torch.arange(s.start, s.stop) for s in spans]).to(rows.device)
+    others = tokens[~torch.isin(tokens, rows)]
+    sizes = [last - first for first, last in edges]
+    left = [len(span) - size for span, size in zip(spans, sizes, strict=True)]
+    return Split(which, rows[which] - start, sizes, others - start, left)
+
+
 def move(
     adapter: Adapter,
     keys: Tensor,
     values: Tensor,
     fresh: Fresh,
-    spans: Sequence[Span],
     rope: Rope,
     how: How,
 ) -> None:
-    """Move the keys (after RoPE) and values [K, N, D] of these spans as the recomputed tokens among them moved."""
+    """Move the other tokens' keys (after RoPE) and values [K, N, D] as the recomputed tokens of their chunks moved."""
     if adapter.turns_halves and native.takes(keys, values, rope.cos, rope.sin):
-        native.move(keys, values, fresh, spans, rope.cos, rope.sin, how)
+        native.move(keys, values, fresh, rope.cos, rope.sin, how)
     else:
-        move_plainly(keys, values, fresh, spans, rope, how, adapter.rotate)
+        move_plainly(keys, values, fresh, rope, how, adapter.rotate)
 
 
 def move_plainly(
-    keys: Tensor,
-    values: Tensor,
-    fresh: Fresh,
-    spans: Sequence[Span],
-    rope: Rope,
-    how: How,
-    rotate: Rotate,
+    keys: Tensor, values: Tensor, fresh: Fresh, rope: Rope, how: How, rotate: Callable[[Tensor, Rope], Tensor]
 ) -> None:
-    """The same on plain torch, on any device and in any dtype, for any rotation; what lies between spans is lost."""
-    at, back = fresh.at, inverse(rope)
-    known = torch.cat([rotate(keys[:, at], back.at(at)), values[:, at]], dim=-1)
-    now = torch.cat([rotate(fresh.keys[:, fresh.rows], back.at(at)), fresh.values[:, fresh.rows]], dim=-1)
-    wide = torch.promote_types(keys.dtype, torch.float32)
-    moved = now.to(wide) - known
+    """The same on plain torch, on any device and in any dtype, for any rotation."""
+    at, others = fresh.at, fresh.others
+    there, elsewhere = rope.at(at), rope.at(others)
+    stored = torch.cat([rotate(keys[:, at], inverse(there)), values[:, at]], dim=-1)
+    now = torch.cat([rotate(fresh.keys[:, fresh.rows], inverse(there)), fresh.values[:, fresh.rows]], dim=-1)
+    known = stored.to(torch.promote_types(keys.dtype, torch.float32))
+    moved = now - known
     means = _means(moved, fresh.sizes, how)
-    if how.penalty is None:
-        shift, constant = keys.new_zeros(*keys.shape[:2], known.shape[-1]), 0.0 * means[:, :1]
-    else:
-        left = moved - torch.repeat_interleave(means, torch.tensor(fresh.sizes, device=at.device), dim=1)
-        weights, constant = _fit(known.to(wide), left, how.penalty)
-        shift = torch.cat([rotate(keys, back), values], dim=-1) @ weights.to(keys.dtype)
-    for i, span in enumerate(spans):
-        shift[:, span.start : span.stop] += (how.scale * means[:, i, None] + constant).to(shift.dtype)
-    by_key, by_value = shift.chunk(2, dim=-1)
-    keys += rotate(by_key, rope)
-    values += by_value
+    shift = how.scale * _spread(means, fresh.other_sizes)
+    if how.penalty is not None:
+        weights, constant = _fit(known, moved - _spread(means, fresh.sizes), how.penalty)
+        theirs = torch.cat([rotate(keys[:, others], inverse(elsewhere)), values[:, others]], dim=-1)
+        shift += theirs.to(known.dtype) @ weights + constant
+    by_key, by_value = shift.to(keys.dtype).chunk(2, dim=-1)
+    keys[:, others] += rotate(by_key, elsewhere)
+    values[:, others] += by_value
+
+
+def _spread(means: Tensor, sizes: Sequence[int]) -> Tensor:
+    """[K, chunks, F] -> [K, tokens, F]"""
+    return torch.repeat_interleave(means, torch.tensor(sizes, device=means.device), dim=1)
 
 
 def _means(moved: Tensor, sizes: Sequence[int], how: How) -> Tensor:

@@ -7,7 +7,6 @@ import ctypes
 import torch
 from torch import Tensor
 
-from blendserve.core import Span
 from blendserve.native import attention, linear, move, place
 from blendserve.native.build import Unavailable
 
@@ -116,20 +115,17 @@ def _check_move(loaded: ctypes.CDLL) -> None:
 
     generator = torch.Generator().manual_seed(0)
     keys, values, fresh_keys, fresh_values = (_random((2, n, 32), generator) for n in (90, 90, 40, 40))
-    at, spans = torch.tensor([*range(1, 31, 3), *range(40, 90, 3)]), (Span(0, 31), Span(40, 90))
-    sizes, (cos, sin) = (10, 17), some_turn(90, 32, 1.0, generator)
+    at = torch.tensor([*range(1, 31, 3), *range(40, 90, 3)])
+    others = torch.tensor([i for i in (*range(31), *range(40, 90)) if i not in at.tolist()])
+    cos, sin = some_turn(90, 32, 1.0, generator)
     for how in (move.How(16.0, 0.0, 0.5, None), move.How(16.0, 40.0, 1.0, 5.0)):
         given = [x.clone() for x in (keys, values)]
         wide = [x.double() for x in (keys, values)]
-        fresh = move.Fresh(fresh_keys, fresh_values, torch.arange(2, 29), at, sizes)
-        move.run(loaded, given[0], given[1], fresh, spans, cos, sin, how)
+        fresh = move.Fresh(fresh_keys, fresh_values, torch.arange(2, 29), at, (10, 17), others, (21, 33))
+        move.run(loaded, given[0], given[1], fresh, cos, sin, how)
         exact = fresh._replace(keys=fresh_keys.double(), values=fresh_values.double())
         rope = Rope(cos.double(), sin.double())
-        move_plainly(wide[0], wide[1], exact, spans, rope, how, lambda x, rope: turned(x, rope.cos, rope.sin))
-        off = max(
-            float((a.double() - b)[:, s.start : s.stop].abs().max())
-            for a, b in zip(given, wide, strict=True)
-            for s in spans
-        )
+        move_plainly(wide[0], wide[1], exact, rope, how, lambda x, rope: turned(x, rope.cos, rope.sin))
+        off = max(float((a.double() - b).abs().max()) for a, b in zip(given, wide, strict=True))
         if not off < MOVE_BOUND:
             raise Unavailable(f"moving is wrong here: off by {off:.3g} with {how}")

@@ -4,7 +4,7 @@
 //     known = [key before RoPE | value] of the recomputed tokens, as stored      [rows, 2 dim]
 //     moved = the same, fresh - stored; mean of it by chunk, shrunk
 //     (x' x + penalty) W = x' (moved - mean),  x = known, centred                one small system a kv head; ridge alone
-//     every token's [key before RoPE | value] += x W + scale * mean of its chunk
+//     every other token's [key before RoPE | value] += x W + scale * mean of its chunk
 //
 // Each kv head goes by itself; work is split so that two threads share three heads evenly.
 
@@ -19,7 +19,8 @@ struct MoveCall {
     const uint16_t *fresh_keys, *fresh_values;    // bf16 [kv, fresh rows, dim]
     const uint16_t *cos, *sin;                    // bf16 [tokens, width]
     const int64_t *from, *at;                     // [rows], the recomputed tokens' fresh rows, and where they stand
-    const int64_t *begins, *ends, *firsts;        // [chunks], tokens of each; its first row, with one more at the end
+    const int64_t* first;                         // [chunks + 1], the first row of each
+    const int64_t *others, *other_first;          // [..], [chunks + 1], the tokens that are to be moved, likewise
     int64_t k_head, k_row, v_head, v_row, fk_head, fk_row, fv_head, fv_row, turn_row;
     int64_t kv, dim, width, rows, chunks;
     float weight, still, scale, penalty;  // penalty < 0: no W
@@ -87,7 +88,7 @@ void gather(const MoveCall& c, int64_t head, bool key, Head& h) {
     for (int64_t n = 0; n < c.chunks; ++n) {
         float* sum = h.constants + n * f + offset;
         std::fill(sum, sum + c.dim, 0.0f);
-        for (int64_t s = c.firsts[n]; s < c.firsts[n + 1]; ++s) {
+        for (int64_t s = c.first[n]; s < c.first[n + 1]; ++s) {
             float *moved = h.left + s * f + offset, *known = h.x ? h.x + s * f + offset : unused;
             widen(stored + c.at[s] * stored_row, known, c.dim);
             widen(fresh + c.from[s] * fresh_row, moved, c.dim);
@@ -108,7 +109,7 @@ void take_means(const MoveCall& c, int64_t offset, Head& h) {
     for (int64_t n = 0; n < c.chunks; ++n)
         add(overall, h.constants + n * f + offset, 1 / (static_cast<float>(c.rows) + c.still), c.dim);
     for (int64_t n = 0; n < c.chunks; ++n) {
-        float *mean = h.constants + n * f + offset, trust = static_cast<float>(c.firsts[n + 1] - c.firsts[n]) + c.weight;
+        float *mean = h.constants + n * f + offset, trust = static_cast<float>(c.first[n + 1] - c.first[n]) + c.weight;
         for (int64_t j = 0; j < c.dim; ++j) mean[j] = (mean[j] + c.weight * overall[j]) / trust;
     }
 }
@@ -119,7 +120,7 @@ void centre(const MoveCall& c, int64_t offset, Head& h) {
     for (int64_t j = offset; j < offset + c.dim; ++j) h.centre[j] /= static_cast<float>(c.rows);
     double squares = 0;
     for (int64_t n = 0; n < c.chunks; ++n)
-        for (int64_t s = c.firsts[n]; s < c.firsts[n + 1]; ++s) {
+        for (int64_t s = c.first[n]; s < c.first[n + 1]; ++s) {
             add(h.left + s * f + offset, h.constants + n * f + offset, -1, c.dim);
             __m512 sum = _mm512_setzero_ps();
             for (int64_t j = offset; j < offset + c.dim; j += LANES) {
@@ -163,9 +164,10 @@ void set_up(const MoveCall& c, int64_t i, Head& h) {
 
 // gram = L U in place, L of unit diagonal, from what is right of the diagonal: it is symmetric and positive definite.
 void factor(float* gram, int64_t n) {
-    for (int64_t k = 0; k < n; ++k)
+    for (int64_t k = 0; k < n; ++k) {
+        float inverse = 1 / gram[k * n + k];
         for (int64_t i = k + 1; i < n; ++i) {
-            float by = gram[k * n + i] / gram[k * n + k];
+            float by = gram[k * n + i] * inverse;
             int64_t from = i / LANES * LANES;  // what this changes left of the diagonal is overwritten or not read
             for (int64_t j = from; j < n; j += LANES) {
                 __mmask16 right = j == from ? static_cast<__mmask16>(0xffff << (i - from)) : 0xffff;
@@ -175,6 +177,7 @@ void factor(float* gram, int64_t n) {
             }
             gram[i * n + k] = by;
         }
+    }
 }
 
 // sum -= lu[i .. i + SOME, k] * w[k], over a strip
@@ -241,7 +244,7 @@ void finish(const MoveCall& c, int64_t j, Head& h) {
     for (int64_t n = 0; n < c.chunks; ++n) add(h.constants + n * f + j, centred, 1, STRIP);
 }
 
-// known W + constants for n tokens from `token` on: known as bf16 pairs [n][dim].
+// known W + constants for n tokens: known as bf16 pairs [n][dim].
 void predict(const MoveCall& c, const Head& h, const float* constants, const uint32_t (*known)[MAX_DIM], int64_t n,
              float (*shift)[2 * MAX_DIM]) {
     int64_t f = 2 * c.dim;
@@ -264,30 +267,30 @@ void predict(const MoveCall& c, const Head& h, const float* constants, const uin
     }
 }
 
-// n tokens of a chunk, at most TILE, from `token` on.
-void shift_tile(const MoveCall& c, const Head& h, int64_t head, int64_t chunk, int64_t token, int64_t n) {
+// n tokens of a chunk, at most TILE.
+void shift_tile(const MoveCall& c, const Head& h, int64_t head, int64_t chunk, const int64_t* tokens, int64_t n) {
     int64_t dim = c.dim;
     Turn turn{c.cos, c.sin, c.turn_row, c.width};
     const float* constants = h.constants + chunk * 2 * dim;
+    uint16_t *keys = c.keys + head * c.k_head, *values = c.values + head * c.v_head;
     alignas(64) float shift[TILE][2 * MAX_DIM], key[MAX_DIM];
     if (h.x) {
         alignas(64) uint32_t known[TILE][MAX_DIM];
         for (int64_t r = n; r < TILE; ++r) std::memset(known[r], 0, dim * sizeof(uint32_t));
         for (int64_t r = 0; r < n; ++r) {
-            widen(c.keys + head * c.k_head + (token + r) * c.k_row, key, dim);
-            turn_wide(turn, token + r, key, -1);
+            widen(keys + tokens[r] * c.k_row, key, dim);
+            turn_wide(turn, tokens[r], key, -1);
             auto* to = reinterpret_cast<uint16_t*>(known[r]);
             for (int64_t j = 0; j < dim; j += LANES) store(to + j, _mm512_loadu_ps(key + j));
-            std::memcpy(to + dim, c.values + head * c.v_head + (token + r) * c.v_row, dim * sizeof(uint16_t));
+            std::memcpy(to + dim, values + tokens[r] * c.v_row, dim * sizeof(uint16_t));
         }
         predict(c, h, constants, known, n, shift);
     }
     for (int64_t r = 0; r < n; ++r) {
         if (!h.x)
             for (int64_t j = 0; j < 2 * dim; ++j) shift[r][j] = c.scale * constants[j];
-        turn_wide(turn, token + r, shift[r], 1);
-        uint16_t* k = c.keys + head * c.k_head + (token + r) * c.k_row;
-        uint16_t* v = c.values + head * c.v_head + (token + r) * c.v_row;
+        turn_wide(turn, tokens[r], shift[r], 1);
+        uint16_t *k = keys + tokens[r] * c.k_row, *v = values + tokens[r] * c.v_row;
         for (int64_t j = 0; j < dim; j += LANES) {
             store(k + j, _mm512_add_ps(load(k + j), _mm512_loadu_ps(shift[r] + j)));
             store(v + j, _mm512_add_ps(load(v + j), _mm512_loadu_ps(shift[r] + dim + j)));
@@ -298,11 +301,11 @@ void shift_tile(const MoveCall& c, const Head& h, int64_t head, int64_t chunk, i
 // Item i of a head's: some tokens of some chunk.
 void shift_block(const MoveCall& c, const Head& h, int64_t head, int64_t item) {
     for (int64_t n = 0; n < c.chunks; ++n) {
-        int64_t blocks = divide_up(c.ends[n] - c.begins[n], BLOCK), begin = c.begins[n] + item * BLOCK;
+        int64_t stop = c.other_first[n + 1], blocks = divide_up(stop - c.other_first[n], BLOCK);
         if (item < blocks) {
-            int64_t end = std::min(begin + BLOCK, c.ends[n]);
-            for (int64_t token = begin; token < end; token += TILE)
-                shift_tile(c, h, head, n, token, std::min<int64_t>(TILE, end - token));
+            int64_t begin = c.other_first[n] + item * BLOCK, end = std::min(begin + BLOCK, stop);
+            for (int64_t i = begin; i < end; i += TILE)
+                shift_tile(c, h, head, n, c.others + i, std::min<int64_t>(TILE, end - i));
             return;
         }
         item -= blocks;
@@ -315,7 +318,7 @@ extern "C" void blendserve_move(const MoveCall* call) {
     const MoveCall& c = *call;
     bool fits = c.penalty >= 0;
     int64_t strips = 2 * c.dim / STRIP, blocks = 0;
-    for (int64_t n = 0; n < c.chunks; ++n) blocks += divide_up(c.ends[n] - c.begins[n], BLOCK);
+    for (int64_t n = 0; n < c.chunks; ++n) blocks += divide_up(c.other_first[n + 1] - c.other_first[n], BLOCK);
     size_t numbers = divide_up(numbers_of(c), LANES) * LANES;
     auto* memory = reinterpret_cast<float*>(move_scratch.take(sizeof(float) * numbers * c.kv));
 #pragma omp parallel num_threads(static_cast<int>(c.threads))

@@ -9,7 +9,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from blendserve.core import Span
 from blendserve.native.library import library
 
 STEP, MAX_DIM = 32, 256
@@ -21,8 +20,10 @@ class Fresh(NamedTuple):
     keys: Tensor  # [K, S, D] after RoPE, of all rows
     values: Tensor  # [K, S, D]
     rows: Tensor  # [N] int64: which of these are meant
-    at: Tensor  # [N] int64: tokens among those that are to be moved
+    at: Tensor  # [N] int64: where their stored KV is
     sizes: Sequence[int]  # how many of them each chunk has
+    others: Tensor  # int64, ascending: the chunks' other tokens, which are to be moved
+    other_sizes: Sequence[int]
 
 
 class How(NamedTuple):
@@ -39,7 +40,7 @@ class MoveCall(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("keys", "values", "fresh_keys", "fresh_values", "cos", "sin")),
-        *((name, ctypes.c_void_p) for name in ("from", "at", "begins", "ends", "firsts")),
+        *((name, ctypes.c_void_p) for name in ("from", "at", "first", "others", "other_first")),
         *((name, ctypes.c_int64) for name in ("k_head", "k_row", "v_head", "v_row")),
         *((name, ctypes.c_int64) for name in ("fk_head", "fk_row", "fv_head", "fv_row", "turn_row")),
         *((name, ctypes.c_int64) for name in ("kv", "dim", "width", "rows", "chunks")),
@@ -60,13 +61,11 @@ def takes(keys: Tensor, values: Tensor, cos: Tensor, sin: Tensor) -> bool:
     )
 
 
-def move(
-    keys: Tensor, values: Tensor, fresh: Fresh, spans: Sequence[Span], cos: Tensor, sin: Tensor, how: How
-) -> None:
+def move(keys: Tensor, values: Tensor, fresh: Fresh, cos: Tensor, sin: Tensor, how: How) -> None:
     """blend.correct.move_plainly for what `takes` takes, where heads are rotated by halves: cos and sin [N, R]."""
     loaded = library()
     assert loaded is not None, "ask `takes` first"
-    run(loaded, keys, values, fresh, spans, cos, sin, how)
+    run(loaded, keys, values, fresh, cos, sin, how)
 
 
 def run(
@@ -74,19 +73,17 @@ def run(
     keys: Tensor,
     values: Tensor,
     fresh: Fresh,
-    spans: Sequence[Span],
     cos: Tensor,
     sin: Tensor,
     how: How,
 ) -> None:
     """The call itself. The GIL is free meanwhile."""
-    edges = torch.tensor([[span.start for span in spans], [span.stop for span in spans]])
-    firsts = torch.tensor([0, *fresh.sizes]).cumsum(0)
-    indices = (fresh.rows.contiguous(), fresh.at.contiguous(), edges[0], edges[1], firsts)
+    first, other_first = (torch.tensor([0, *sizes]).cumsum(0) for sizes in (fresh.sizes, fresh.other_sizes))
+    indices = (fresh.rows, fresh.at, first, fresh.others, other_first)
     parts = (keys, values, fresh.keys, fresh.values)
     pointers = (x.data_ptr() for x in (*parts, cos, sin, *indices))
     strides = (*(stride for x in parts for stride in x.stride()[:2]), cos.stride(0))
-    sizes = (keys.shape[0], keys.shape[2], cos.shape[1], len(fresh.at), len(spans))
+    sizes = (keys.shape[0], keys.shape[2], cos.shape[1], len(fresh.at), len(fresh.sizes))
     constants = (how.weight, how.still, how.scale, -1.0 if how.penalty is None else how.penalty)
     call = MoveCall(*pointers, *strides, *sizes, *constants, torch.get_num_threads())
     loaded.blendserve_move(ctypes.byref(call))

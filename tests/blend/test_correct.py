@@ -31,7 +31,7 @@ def shifted(stored: Tensor, fresh: Tensor, rows: list[int], spans: list[Span]) -
     for span in spans:
         mine = [difference[at] for at in inside if span.start <= at < span.stop]
         shift = (sum(mine, torch.zeros_like(overall)) + WEIGHT * overall) / (len(mine) + WEIGHT)
-        for at in range(span.start, span.stop):
+        for at in set(range(span.start, span.stop)) - set(inside):
             out[:, at] += SCALE * shift
     return out
 
@@ -127,7 +127,7 @@ def ridged(case: Case) -> tuple[Tensor, Tensor]:
         added = (PENALTY * width) ** 0.5 * torch.eye(width)
         solved = torch.linalg.lstsq(torch.cat([x, added]), torch.cat([y, torch.zeros(width, width)])).solution
         for n, span in enumerate(case.spans):
-            for at in range(span.start, span.stop):
+            for at in set(range(span.start, span.stop)) - {at for _, at in kept}:
                 predicted = means[n] + features([at])[0] @ solved
                 for part, delta in zip(out, predicted.chunk(2), strict=True):
                     part[head, at] += delta
@@ -155,9 +155,8 @@ def test_ridge_finds_a_linear_map_that_a_shift_cannot() -> None:
     for correction in (Shift, Ridge):
         tried = some_case("llama", [200], int("01" * 100, 2), 0)
         replace(tried, fresh=fresh).apply(correction)
-        span = tried.spans[0]
-        here = slice(span.start, span.stop)
-        left[correction] = float((tried.cache.values[1] - true)[:, here].square().mean())
+        others = [at for at in range(tried.spans[0].start, tried.spans[0].stop) if at not in tried.rows]
+        left[correction] = float((tried.cache.values[1] - true)[:, others].square().mean())
     assert left[Ridge] < 0.5 * left[Shift]
 
 

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from blendserve import native
-from blendserve.blend.correct import Fresh, How, move_plainly
+from blendserve.blend.correct import move_plainly, split
 from blendserve.core import Span
 from blendserve.models.adapter import Rope
 from blendserve.native.check import some_turn, turned
-from blendserve.native.move import move, takes
+from blendserve.native.move import Fresh, How, move, takes
 from tests.blend.helpers import assert_near
 
 pytestmark = pytest.mark.skipif(not native.status().active, reason=native.status().reason)
@@ -35,30 +35,27 @@ class Case:
 
         self.keys, self.values = some(end), some(end + 9)[:, :end]
         inside = torch.cat([torch.arange(s.start, s.stop) for s in self.spans])
-        at = inside[torch.randperm(len(inside), generator=generator)[:n]].sort().values
-        sizes = [int(((at >= s.start) & (at < s.stop)).sum()) for s in self.spans]
-        rows = torch.arange(len(at)) * 2 + 1
-        fresh_keys = some(2 * len(at) + 1).transpose(0, 1).contiguous().transpose(0, 1)  # as layers give them
-        self.fresh = Fresh(fresh_keys, some(2 * len(at) + 1), rows, at, sizes)
+        rows = inside[torch.randperm(len(inside), generator=generator)[:n]].sort().values
+        parts = split(rows, self.spans)
+        parts = parts._replace(rows=2 * parts.rows + 1)
+        fresh_keys = (
+            some(2 * len(rows) + 1).transpose(0, 1).contiguous().transpose(0, 1)
+        )  # as layers give them
+        self.fresh = Fresh(fresh_keys, some(2 * len(rows) + 1), *parts)
         self.rope = Rope(*some_turn(end, width, 1.1, generator))
 
     def moved(self, how: How) -> list[Tensor]:
         keys, values = self.keys.clone(), self.values.clone()
         assert takes(keys, values, self.rope.cos, self.rope.sin)
-        move(keys, values, self.fresh, self.spans, self.rope.cos, self.rope.sin, how)
-        return [self.inside(x) for x in (keys, values)]
+        move(keys, values, self.fresh, self.rope.cos, self.rope.sin, how)
+        return [keys, values]
 
     def plainly(self, how: How) -> list[Tensor]:
         keys, values = self.keys.double(), self.values.double()
         exact = self.fresh._replace(keys=self.fresh.keys.double(), values=self.fresh.values.double())
         rope = Rope(*(x.double() for x in (self.rope.cos, self.rope.sin)))
-        move_plainly(
-            keys, values, exact, self.spans, rope, how, lambda x, rope: turned(x, rope.cos, rope.sin)
-        )
-        return [self.inside(x) for x in (keys, values)]
-
-    def inside(self, x: Tensor) -> Tensor:
-        return torch.cat([x[:, s.start : s.stop] for s in self.spans], dim=1)
+        move_plainly(keys, values, exact, rope, how, lambda x, rope: turned(x, rope.cos, rope.sin))
+        return [keys, values]
 
 
 @given(
@@ -87,10 +84,15 @@ def test_a_token_out_of_place_is_seen(how: How) -> None:
             assert_near(got.double(), right, 0.04)
 
 
-def test_what_lies_between_chunks_stays() -> None:
+@pytest.mark.parametrize("how", [SHIFT, RIDGE])
+def test_recomputed_tokens_and_what_lies_between_chunks_stay(how: How) -> None:
     case = Case(2, 64, 64, [40, 50], 30, 0)
     case.keys[:, 40:42] = case.values[:, 40:42] = float("nan")
-    assert all(x.isfinite().all() for x in case.moved(RIDGE))
+    kept = [*case.fresh.at.tolist(), 40, 41]
+    for before, after in zip((case.keys, case.values), case.moved(how), strict=True):
+        assert torch.equal(before[:, kept].nan_to_num(9.0), after[:, kept].nan_to_num(9.0))
+        assert after[:, case.fresh.others].isfinite().all()
+        assert (before != after)[:, case.fresh.others].any(dim=-1).all()
 
 
 def test_threads_do_not_matter() -> None:
