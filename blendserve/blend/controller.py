@@ -1,7 +1,7 @@
 """`ratio="auto"`: recompute for free what can be recomputed while KV is still loading.
 
 CacheBlend's loading controller (arXiv 2405.16444, section 5.1): with the store and the machine as they were measured, the
-ratio is raised until recomputing takes as long as loading. It never falls below the floor that was set for quality.
+ratio is raised until recomputing takes nearly as long as loading. It never falls below the floor that was set for quality.
 
 The `query` policy stays at its floor: its own pass needs every layer before anything can be chosen, so that pass is all
 that loading can hide behind, and rows recomputed afterwards are not free.
@@ -16,6 +16,7 @@ from blendserve.blend.profit import CostModel, work_of
 from blendserve.config import BlendConfig, changed
 
 MEMORY = 0.5  # weight of the last request in the running mean
+HIDDEN = 0.8  # of loading that recomputing is to fill: estimates are off by a fifth, and layer 0 hides behind nothing
 
 
 class LoadRate:
@@ -43,11 +44,11 @@ def free_ratio(
     if seconds_per_token is None or highest <= blend.floor or blend.policy == "query":
         return blend.floor
 
-    def compute(ratio: float) -> float:
-        work = work_of(layout, changed(blend, ratio=ratio), n_layers)
+    def compute(ratio: float) -> float:  # a rule's dense layers hide no more than their own layers' loading
+        work = work_of(layout, changed(blend, policy="chunk_head", ratio=ratio), n_layers)
         return costs.seconds(replace(work, loaded=0.0))
 
-    loading = seconds_per_token * sum(len(piece.span) for piece in layout.pieces)
+    loading = HIDDEN * seconds_per_token * sum(len(piece.span) for piece in layout.pieces)
     least, most = compute(blend.floor), compute(highest)
     room = (loading - least) / (most - least) if most > least else 0.0  # work grows in proportion to the rows
     return blend.floor + min(1.0, max(0.0, room)) * (highest - blend.floor)

@@ -1,4 +1,4 @@
-"""The ratio that loading hides: recomputing takes as long as loading, unless the floor is more."""
+"""The ratio that loading hides: recomputing takes nearly as long as loading, unless the floor is more."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blendserve.blend.controller import MEMORY, LoadRate, free_ratio
+from blendserve.blend.controller import HIDDEN, MEMORY, LoadRate, free_ratio
 from blendserve.blend.profit import CostModel, work_of
 from blendserve.config import BlendConfig, changed
 from tests.blend.helpers import blend, lay, some_prompt
@@ -20,15 +20,18 @@ LOADED = sum(len(piece.span) for piece in LAYOUT.pieces)
 
 
 def compute(config: BlendConfig, ratio: float) -> float:
-    return COSTS.seconds(replace(work_of(LAYOUT, changed(config, ratio=ratio), 4), loaded=0.0))
+    rows_alone = changed(config, policy="random", ratio=ratio)
+    return COSTS.seconds(replace(work_of(LAYOUT, rows_alone, 4), loaded=0.0))
 
 
 @pytest.mark.parametrize("policy", ["deviation", "chunk_head", "random"])
 @given(st.floats(0, 0.01), st.floats(0.01, 0.5))
-def test_recomputing_takes_as_long_as_loading(policy: str, seconds_per_token: float, floor: float) -> None:
+def test_recomputing_takes_nearly_as_long_as_loading(
+    policy: str, seconds_per_token: float, floor: float
+) -> None:
     config = BlendConfig(policy=policy, ratio="auto", floor=floor)  # type: ignore[arg-type]
     ratio = free_ratio(COSTS, LAYOUT, config, 4, seconds_per_token)
-    loading = seconds_per_token * LOADED
+    loading = HIDDEN * seconds_per_token * LOADED
     highest = (int(LAYOUT.reusable.sum()) - 1) / LAYOUT.n_found
     assert floor <= ratio <= highest
     slack = 3 * (COSTS.per_row + COSTS.per_pair * LAYOUT.n_tokens)  # the ratio becomes a whole number of rows
