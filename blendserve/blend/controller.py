@@ -1,7 +1,7 @@
 """`ratio="auto"`: recompute for free what can be recomputed while KV is still loading.
 
 CacheBlend's loading controller (arXiv 2405.16444, section 5.1): with the store and the machine as they were measured, the
-ratio is raised until recomputing takes nearly as long as loading. It never falls below the floor that was set for quality.
+ratio is raised until recomputing takes nearly as long as loading. It never falls below the floor set for quality.
 
 The `query` policy stays at its floor: its own pass needs every layer before anything can be chosen, so that pass is all
 that loading can hide behind, and rows recomputed afterwards are not free.
