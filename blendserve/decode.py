@@ -6,6 +6,7 @@ Each step runs one row through the layers and writes its KV into the room that p
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence, Set
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,17 +15,21 @@ from torch import Tensor
 from blendserve.blend.attention import attend, plan_rows
 from blendserve.blend.cache import KVCache
 from blendserve.config import DecodeConfig
+from blendserve.gpu.graphs import Step, Steps, worthwhile
 from blendserve.models.adapter import Adapter
 
 
 def generate(
     adapter: Adapter, cache: KVCache, length: int, logits: Tensor, config: DecodeConfig, end: Set[int]
 ) -> Iterator[int]:
-    """Yield token ids until an end token (not yielded) or `max_new_tokens`.
+    """Yield token ids until an end token (not yielded) or `max_new_tokens`; on a GPU, steps come from a graph where they can.
 
     `length`: tokens already in the cache; `logits` [V]: for the first new token.
     """
-    return sample(logits, config, end, lambda made, token: step(adapter, cache, length + made, token))
+    run: Step = partial(step, adapter, cache)
+    if worthwhile(adapter, config.max_new_tokens):
+        run = Steps(adapter, cache, run)
+    return sample(logits, config, end, lambda made, token: run(length + made, token))
 
 
 def sample(
@@ -44,9 +49,11 @@ def sample(
 @torch.inference_mode()
 def step(adapter: Adapter, cache: KVCache, at: int, token: int) -> Tensor:
     """Run one token at position `at`, append its KV -> logits [V] for the next."""
-    position = torch.tensor([at], device=adapter.device)
+    known = torch.tensor([at])
+    position = known.to(adapter.device)
     ropes = adapter.rope(position)
-    plans = {w: plan_rows(position, adapter.group, w) for w in {spec.window for spec in adapter.specs}}
+    windows = {spec.window for spec in adapter.specs}
+    plans = {window: plan_rows(position, adapter.group, window, known) for window in windows}
     hidden = adapter.embed(torch.tensor([token], device=adapter.device))
     here = slice(at, at + 1)
     for l, spec in enumerate(adapter.specs):

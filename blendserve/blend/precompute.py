@@ -93,11 +93,13 @@ class ChunkComputer:
         return attend(rows.q[:, here], keys, values, self._adapter.specs[l], plan)
 
     def _plans(self, spans: Sequence[Span]) -> dict[tuple[int, int | None], RowPlan]:
-        front, device = self._n_front, self._adapter.device
+        front, adapter = self._n_front, self._adapter
+        windows = {spec.window for spec in adapter.specs}
         return {
-            (n, window): plan_rows(torch.arange(front, front + n, device=device), self._adapter.group, window)
+            (n, window): plan_rows(here.to(adapter.device), adapter.group, window, here)
             for n in {len(span) for span in spans if len(span)}
-            for window in {spec.window for spec in self._adapter.specs}
+            for here in [torch.arange(front, front + n)]
+            for window in windows
         }
 
 

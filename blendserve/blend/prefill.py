@@ -20,6 +20,7 @@ from blendserve.blend.attention import RowPlan, attend, plan_rows
 from blendserve.blend.cache import KVCache
 from blendserve.blend.correct import make_correction
 from blendserve.blend.probe import suffix_attention
+from blendserve.blend.rows import Rows
 from blendserve.blend.select import POLICIES, Policy
 from blendserve.config import BlendConfig
 from blendserve.core import Prompt
@@ -103,58 +104,64 @@ class _Run:
         self.clock.seconds["select"] -= self.clock.seconds["load"] - loaded  # a pass places KV on its way
         active = self.layout.fresh.clone()
         active[chosen] = True
-        rows = active.nonzero()[:, 0].to(self.adapter.device)
-        hidden = self.adapter.embed(self.ids[rows])
-        plans = self._plans(rows)
+        rows = Rows.on(self.adapter.device, active.nonzero()[:, 0])
+        hidden = self.adapter.embed(self.ids[rows.there])
+        plans = self._plans(rows.here)
         for l in range(self.adapter.n_layers):
             self.row_layers += len(rows)
             hidden, kept = self._layer(l, hidden, rows, plans)
             if kept is not None:
-                rows = rows[kept]
-                plans = self._plans(rows)
+                rows = kept
+                plans = self._plans(rows.here)
         logits = self.adapter.logits(hidden[-1:])[0]
-        recomputed = rows.cpu()[self.layout.reusable[rows.cpu()]]
+        recomputed = rows.here[self.layout.reusable[rows.here]]
         cost = self.row_layers / (self.layout.n_tokens * self.adapter.n_layers)
         loaded, reading = self.assembly.bytes_loaded, self.assembly.seconds_reading
         return Prefilled(self.cache, logits, recomputed, loaded, reading, cost)
 
     def _layer(
-        self, l: int, hidden: Tensor, rows: Tensor, plans: dict[int | None, RowPlan]
-    ) -> tuple[Tensor, Tensor | None]:
-        """One layer over the active rows; also which of them go on, when the policy drops some here."""
+        self, l: int, hidden: Tensor, rows: Rows, plans: dict[int | None, RowPlan]
+    ) -> tuple[Tensor, Rows | None]:
+        """One layer over the active rows; also those that go on, when the policy drops some here."""
         adapter, n = self.adapter, self.layout.n_tokens
         fresh = adapter.project(l, hidden)
-        rope = self.ropes[l].at(rows)
+        rope = self.ropes[l].at(rows.there)
         q, k = adapter.rotate(fresh.q, rope), adapter.rotate(fresh.k, rope)
         self.assembly.place(l)
         with self.clock.stage("select"):
             kept = self._narrow(l, rows, fresh.v) if self.policy.narrows(l) else None
         if kept is None:
             with self.clock.stage("correct"):
-                self.correction.apply(l, rows, k, fresh.v)
-        self.cache.write(l, rows, k, fresh.v)
+                self.correction.apply(l, rows.there, k, fresh.v)
+        self.cache.write(l, rows.there, k, fresh.v)
+        left = None
         if kept is not None:
-            q, hidden, plans = q[:, kept], hidden[kept], self._plans(rows[kept])
+            left = Rows.on(adapter.device, rows.here[kept])
+            which = kept.to(adapter.device)
+            q, hidden, plans = q[:, which], hidden[which], self._plans(left.here)
         if l == adapter.n_layers - 1:  # only the last row's output is read
-            q, hidden, plans = q[:, -1:], hidden[-1:], self._plans(rows[-1:])
+            q, hidden, plans = q[:, -1:], hidden[-1:], self._plans(rows.here[-1:])
         spec = adapter.specs[l]
         attended = attend(q, self.cache.keys[l, :, :n], self.cache.values[l, :, :n], spec, plans[spec.window])
-        return adapter.finish(l, hidden, attended), kept
+        return adapter.finish(l, hidden, attended), left
 
-    def _plans(self, rows: Tensor) -> dict[int | None, RowPlan]:
-        windows = {spec.window for spec in self.adapter.specs}
-        return {window: plan_rows(rows, self.adapter.group, window) for window in windows}
+    def _plans(self, here: Tensor) -> dict[int | None, RowPlan]:
+        """By window, for rows at these positions [S]."""
+        windows, there = {spec.window for spec in self.adapter.specs}, here.to(self.adapter.device)
+        return {window: plan_rows(there, self.adapter.group, window, here) for window in windows}
 
-    def _narrow(self, l: int, rows: Tensor, values: Tensor) -> Tensor | None:
-        """Indices into `rows` of those that go on past layer l's projection; None = all."""
-        candidate = self.layout.reusable.to(rows.device)[rows]
+    def _narrow(self, l: int, rows: Rows, values: Tensor) -> Tensor | None:
+        """Indices into `rows` of those that go on past layer l's projection; None = all. Waits for a GPU's choice."""
+        candidate = self.layout.reusable[rows.here]
         which = candidate.nonzero()[:, 0]
         if not len(which):
             return None
-        kept = self.policy.narrow(l, self.layout, values[:, which], self.cache.values[l][:, rows[which]])
+        asked = which.to(values.device)
+        stored = self.cache.values[l][:, rows.there[asked]]
+        kept = self.policy.narrow(l, self.layout, values[:, asked], stored)
         if kept is None:
             return None
-        return torch.cat([(~candidate).nonzero()[:, 0], which[kept.to(rows.device)]]).sort().values
+        return torch.cat([(~candidate).nonzero()[:, 0], which[kept.cpu()]]).sort().values
 
     def _query_scores(self) -> Tensor:
         suffix = self.ids[self.layout.n_tokens - self.layout.n_suffix :]

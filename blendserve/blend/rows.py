@@ -15,6 +15,24 @@ SCORE_BUDGET = (
 
 
 @dataclass(frozen=True, slots=True)
+class Rows:
+    """The active rows of a prefill, by position, ascending: in this machine's own memory and on the device.
+
+    What depends on them here need not wait for a GPU; on a CPU both are one.
+    """
+
+    here: Tensor  # [S] int64
+    there: Tensor  # [S] int64
+
+    @classmethod
+    def on(cls, device: torch.device, here: Tensor) -> Rows:
+        return cls(here, here.to(device))
+
+    def __len__(self) -> int:
+        return len(self.here)
+
+
+@dataclass(frozen=True, slots=True)
 class Block:
     """Rows [start, stop) that attend to keys [lo, hi) together; `mask` [B, hi - masked_from] hides what is not theirs."""
 

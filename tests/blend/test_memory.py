@@ -11,7 +11,7 @@ SCRIPT = """
 import resource, sys
 from pathlib import Path
 import torch
-from blendserve.blend import attention
+from blendserve.blend import rows
 from blendserve.blend.assemble import lay_out
 from blendserve.blend.prefill import prefill
 from blendserve.config import BlendConfig
@@ -30,7 +30,7 @@ view = MemoryChunk(ChunkKV(*torch.zeros(shape, dtype=adapter.dtype)))
 short = Prompt(ids[:64], (), ids[-64:])
 prefill(adapter, short, lay_out(short, None, [], behind_prefix=True), BlendConfig())  # allocates what is once for all
 if blocks == "whole":
-    attention.MAX_BLOCK = attention.SCORE_BUDGET = 2 ** 40
+    rows.MAX_BLOCK = rows.SCORE_BUDGET = 2 ** 40
 used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + 300_000_000,) * 2)
 for chunks in ((None, None), (None, view)):  # full prefill, and half of it blended

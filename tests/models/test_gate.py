@@ -95,7 +95,7 @@ def test_sees_keys_that_are_not_before_rope(dtype: torch.dtype) -> None:
 def test_sees_rows_that_look_one_position_too_far(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
-    def far(positions: torch.Tensor, n_heads: int, window: int | None = None) -> RowPlan:
+    def far(positions: torch.Tensor, n_heads: int, window: int | None, known: torch.Tensor) -> RowPlan:
         return plan_rows((positions + 1).clamp(max=len(PROMPT) - 1), n_heads, window)
 
     monkeypatch.setattr(prefill_module, "plan_rows", far)

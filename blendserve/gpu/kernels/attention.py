@@ -159,9 +159,8 @@ def rows_over_keys(
         inner = tl.minimum(
             tl.maximum(lo, tl.cdiv(last - window + 1, BLOCK_N) * BLOCK_N), tl.cdiv(hi, BLOCK_N) * BLOCK_N
         )
-    outer = tl.maximum(
-        inner, tl.minimum(first + 1, hi) // BLOCK_N * BLOCK_N
-    )  # up to here the first row sees all
+    outer = tl.minimum(first + 1, hi) // BLOCK_N * BLOCK_N  # up to here the first row sees all
+    outer = tl.maximum(inner, outer)
 
     acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
