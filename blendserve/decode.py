@@ -22,7 +22,7 @@ from blendserve.models.adapter import Adapter
 def generate(
     adapter: Adapter, cache: KVCache, length: int, logits: Tensor, config: DecodeConfig, end: Set[int]
 ) -> Iterator[int]:
-    """Yield token ids until an end token (not yielded) or `max_new_tokens`; on a GPU, steps come from a graph where they can.
+    """Yield token ids until an end token (not yielded) or `max_new_tokens`; on a GPU, out of a graph where that pays.
 
     `length`: tokens already in the cache; `logits` [V]: for the first new token.
     """
