@@ -1,18 +1,22 @@
 """Chunk KV, computed once and for all: behind the prefix, captured before RoPE.
 
 The text in front runs once; then chunks run in stacks that share the matmuls, each attending to the front and to itself
-alone. So the result does not depend on which chunks are stacked, to rounding.
+alone: one after another, or on a GPU with flash-attn in one launch (gpu/packed.py). So the result does not depend on
+which chunks are stacked, to rounding.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from blendserve.blend.attention import RowPlan, attend, plan_rows
 from blendserve.core import ChunkKV, Span, TokenIds
+from blendserve.gpu import packed
 from blendserve.models.adapter import Adapter, Projected
 
 STACK_TOKENS = 1024  # rows a stack on a CPU: enough to fill the matmuls, little enough to stay in cache
@@ -68,7 +72,7 @@ class ChunkComputer:
         spans = _side_by_side(chunks)
         positions = torch.cat([torch.arange(front, front + len(ids)) for ids in chunks])
         ropes = adapter.rope(positions.to(adapter.device))
-        plans = self._plans(spans)
+        stack = _Stack(adapter, front, [span for span in spans if len(span)])
         hidden = adapter.embed(torch.tensor([i for ids in chunks for i in ids], device=adapter.device))
         for l in range(adapter.n_layers):
             rows = adapter.project(l, hidden)
@@ -78,29 +82,47 @@ class ChunkComputer:
             if l == adapter.n_layers - 1:
                 break  # nobody reads its output
             turned = Projected(adapter.rotate(rows.q, ropes[l]), adapter.rotate(rows.k, ropes[l]), rows.v)
-            window = adapter.specs[l].window
-            attended = [
-                self._attend(l, turned, span, plans[len(span), window]) for span in spans if len(span)
-            ]
-            hidden = adapter.finish(l, hidden, torch.cat(attended))
+            hidden = adapter.finish(l, hidden, self._attend(l, turned, stack))
         return out
 
-    def _attend(self, l: int, rows: Projected, span: Span, plan: RowPlan) -> Tensor:
-        """One chunk's rows over [front | chunk]."""
-        here = slice(span.start, span.stop)
-        keys = torch.cat([self._front_keys[l], rows.k[:, here]], dim=1)
-        values = torch.cat([self._front_values[l], rows.v[:, here]], dim=1)
-        return attend(rows.q[:, here], keys, values, self._adapter.specs[l], plan)
+    def _attend(self, l: int, rows: Projected, stack: _Stack) -> Tensor:
+        """Each chunk's rows over [front | chunk] -> [S, H * D]."""
+        spec, front = self._adapter.specs[l], (self._front_keys[l], self._front_values[l])
+        if packed.takes(rows.q, rows.k, spec):
+            return packed.attend(rows.q, rows.k, rows.v, front, spec, stack.pack)
+        attended = []
+        for span in stack.spans:
+            here = slice(span.start, span.stop)
+            keys, values = (
+                torch.cat([x, own[:, here]], dim=1) for x, own in zip(front, (rows.k, rows.v), strict=True)
+            )
+            attended.append(attend(rows.q[:, here], keys, values, spec, stack.plans[len(span), spec.window]))
+        return torch.cat(attended)
 
-    def _plans(self, spans: Sequence[Span]) -> dict[tuple[int, int | None], RowPlan]:
-        front, adapter = self._n_front, self._adapter
+
+@dataclass(frozen=True)
+class _Stack:
+    """Chunks that run together behind a front of so many tokens: how they attend."""
+
+    adapter: Adapter
+    n_front: int
+    spans: Sequence[Span]  # of the rows of each, none empty
+
+    @cached_property
+    def plans(self) -> dict[tuple[int, int | None], RowPlan]:
+        """By length and window."""
+        front, adapter = self.n_front, self.adapter
         windows = {spec.window for spec in adapter.specs}
         return {
             (n, window): plan_rows(here.to(adapter.device), adapter.group, window, here)
-            for n in {len(span) for span in spans if len(span)}
+            for n in {len(span) for span in self.spans}
             for here in [torch.arange(front, front + n)]
             for window in windows
         }
+
+    @cached_property
+    def pack(self) -> packed.Pack:
+        return packed.Pack.of(self.spans, self.n_front, self.adapter.device)
 
 
 def _empty(adapter: Adapter, tokens: int) -> ChunkKV:
