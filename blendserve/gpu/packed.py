@@ -93,9 +93,11 @@ def _twice(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: R
     """Rows that stand side by side, as blend.attention.attend has them: packed twice, the second time looked at."""
     n, end = q.shape[1], plan.end
     front = keys[:, : end - n], values[:, : end - n]
-    double = (torch.cat([x, x], dim=1) for x in (q, keys[:, end - n : end], values[:, end - n : end]))
+    rows, own, plain = (
+        torch.cat([x, x], dim=1) for x in (q, keys[:, end - n : end], values[:, end - n : end])
+    )
     pack = Pack.of([Span(0, n), Span(n, 2 * n)], end - n, q.device)
-    return attend(*double, front, spec, pack)[n:]
+    return attend(rows, own, plain, front, spec, pack)[n:]
 
 
 def _ends(lengths: Sequence[int]) -> Tensor:
