@@ -139,10 +139,12 @@ class CudaGraph:
             stream, ours = _capture_stream(device), torch.cuda.current_stream(device)
             self._graph = torch.cuda.CUDAGraph()
             stream.wait_stream(ours)
-            with torch.cuda.stream(stream):
-                work()  # for what this stream has not done before
-                self._out = self._captured(work, device)
-            ours.wait_stream(stream)
+            try:
+                with torch.cuda.stream(stream):
+                    work()  # for what this stream has not done before
+                    self._out = self._captured(work, device)
+            finally:
+                ours.wait_stream(stream)
 
     def __call__(self) -> Tensor:
         self._graph.replay()
