@@ -158,7 +158,7 @@ class Soak:
         body = {"collection": self.collection, "documents": [{"id": name, "text": text}]}
         job = (await self.http.post("/v1/documents", json=body)).json()
         while job["state"] == "running":
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.3)
             job = (await self.http.get(f"/v1/jobs/{job['id']}")).json()
         _require(job["state"] == "done", f"the job of {name} {job['state']}: {job['error']}")
         self.documents[name] = job["chunks"]

@@ -72,7 +72,10 @@ async def _invalid(_: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     problem = error.errors()[0]
     where = ".".join(str(part) for part in problem["loc"][1:] if isinstance(part, str | int))
-    message = f"{where or problem['loc'][0]}: {problem['msg'][0].lower()}{problem['msg'][1:]}"
+    if problem["type"] == "json_invalid" or problem["loc"] == ("body",):
+        where, message = "", "the body is no JSON object: send one, with `Content-Type: application/json`"
+    else:
+        message = f"{where or problem['loc'][0]}: {problem['msg'][0].lower()}{problem['msg'][1:]}"
     return JSONResponse(error_body(message, "invalid_request_error", where or None, problem["type"]), 400)
 
 

@@ -23,7 +23,7 @@ class ServeConfig(Section):
     keys: Path | None = None  # file of API keys (`blendserve keys create`); None = nobody is asked for one
     slots: Positive = 8  # requests that decode together
     slot_tokens: Positive | None = None  # room of a slot, prompt and answer; None = the reader's context
-    queue: Positive = 64  # requests that may wait for a slot
+    queue: Positive = 64  # requests that may wait for their prefill
     gap_ms: NotNegative = 50.0  # how long a prefill runs before it lets the running answers take a step
     prefill_share: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.75  # and of the time, what it keeps then
     share_mb: NotNegative = 256.0  # stored KV kept in memory while other waiting requests want it, too

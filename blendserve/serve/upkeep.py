@@ -27,9 +27,7 @@ class Upkeep:
     def remember(self, blender: Blender, absent: Sequence[TokenIds]) -> None:
         """Store chunks that a request found missing or damaged; once, if several did. On the model's thread."""
         for ids in absent:
-            key = blender.key(
-                ids
-            )  # of the prefix, (): like a chunk without tokens, of which there are no others
+            key = blender.key(ids)  # the prefix is (), as no chunk is
             if key not in self._planned and self._scheduler.chore(partial(self._remember, blender, ids, key)):
                 self._planned.add(key)
 
@@ -37,33 +35,9 @@ class Upkeep:
         self, blender: Blender, chunks: Sequence[TokenIds], done: Callable[[int], None]
     ) -> Future[None]:
         """Compute, store and pin chunks that are not there yet; `done(n)` after each."""
-        future: Future[None] = Future()
-        left = list(chunks)
-
-        def end(error: Exception | None = None) -> None:
-            with suppress(InvalidStateError):  # cancelled meanwhile
-                future.set_exception(error) if error else future.set_result(None)
-
-        def plan() -> None:
-            if not self._scheduler.chore(next_chunk):
-                end(StoreError("the server has too much to do: warm the cache again later"))
-
-        def next_chunk() -> None:
-            if future.cancelled():
-                return
-            try:
-                if left:
-                    blender.precompute([left.pop(0)])
-                    done(len(chunks) - len(left))
-            except Cancelled:
-                end(Stopping("the server has shut down before all was computed: warm the cache again"))
-            except Exception as error:
-                end(error)
-            else:
-                plan() if left else end()
-
-        plan()
-        return future
+        job = _Precompute(self._scheduler, blender, chunks, done)
+        job.plan()
+        return job.future
 
     def _remember(self, blender: Blender, ids: TokenIds, key: ChunkKey) -> None:
         self._planned.discard(key)
@@ -71,3 +45,39 @@ class Upkeep:
             blender.remember([ids])
         except StoreError as error:
             log.warning("a missing chunk was not stored: %s", error)
+
+
+class _Precompute:
+    """Chunks on their way into the store: each is a chore, which plans the next one."""
+
+    def __init__(
+        self, scheduler: Scheduler, blender: Blender, chunks: Sequence[TokenIds], done: Callable[[int], None]
+    ) -> None:
+        self._scheduler, self._blender, self._chunks, self._done = scheduler, blender, chunks, done
+        self._next = 0
+        self.future: Future[None] = Future()
+
+    def plan(self) -> None:
+        """Queue the next chunk, or end."""
+        if self._next == len(self._chunks):
+            self._end()
+        elif not self._scheduler.chore(self._compute):
+            self._end(StoreError("the server has too much to do: warm the cache again later"))
+
+    def _compute(self) -> None:
+        if self.future.cancelled():
+            return
+        try:
+            self._blender.precompute([self._chunks[self._next]])
+        except Cancelled:
+            self._end(Stopping("the server has shut down before all was computed: warm the cache again"))
+        except Exception as error:
+            self._end(error)
+        else:
+            self._next += 1
+            self._done(self._next)
+            self.plan()
+
+    def _end(self, error: Exception | None = None) -> None:
+        with suppress(InvalidStateError):  # cancelled meanwhile
+            self.future.set_exception(error) if error else self.future.set_result(None)

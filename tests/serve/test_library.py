@@ -174,6 +174,22 @@ def test_waiting_requests_share_loads(server: Server) -> None:
     wait_for(lambda: server.service._store.n_bytes == 0)
 
 
+def test_a_precompute_that_is_cancelled_at_its_last_chunk_harms_nothing(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    service = server.service
+    busy = threading.Event()
+    service.scheduler.chore(lambda: busy.wait(30))
+    chunks = service.chunks(PASSAGES[:1])
+    job = service.upkeep.precompute(service.blender(""), chunks, lambda n: job.cancel())
+    busy.set()
+    wait_for(job.cancelled)
+    service.upkeep.precompute(service.blender(""), service.chunks(PASSAGES), lambda n: None).result(30)
+    service.upkeep.precompute(service.blender(""), [], lambda n: None).result(30)
+    assert "failed" not in caplog.text
+    assert server.get("/v1/cache/stats").json()["chunks"] == len(PASSAGES) + 1
+
+
 def test_shared_loads_are_kept_while_wanted_and_below_their_cap() -> None:
     kv = ChunkKV(torch.randn(2, 1, 4, 8), torch.randn(2, 1, 4, 8))
     store, keys = MemoryStore(2**20), [chunk_key("m", (), (n,), "float32") for n in range(3)]
