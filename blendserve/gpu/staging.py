@@ -69,8 +69,8 @@ class Lane(Protocol):
         """Behind everything issued so far."""
         ...
 
-    def hand_over(self, layer: Layer, mark: Mark | None) -> None:
-        """From now on what the calling thread computes comes after the mark, and may use the layer."""
+    def hand_over(self, memory: Sequence[Tensor], mark: Mark | None) -> None:
+        """From now on what the calling thread computes comes after the mark, and may use what lies in this memory."""
         ...
 
 
@@ -110,11 +110,11 @@ class CudaLane:
         event.record(self._stream)
         return event
 
-    def hand_over(self, layer: Layer, mark: Mark | None) -> None:
+    def hand_over(self, memory: Sequence[Tensor], mark: Mark | None) -> None:
         assert isinstance(mark, torch.cuda.Event)
         stream = torch.cuda.current_stream(self._device)
         stream.wait_event(mark)
-        for part in (part for pair in layer for part in pair):
+        for part in memory:
             part.record_stream(stream)  # once dropped, it waits for that stream before it is the lane's again
 
 
@@ -141,6 +141,7 @@ class Sent:
     """A layer that is on its way."""
 
     layer: Layer
+    memory: list[Tensor]  # on the device: one tensor of each piece that the layer lies in
     mark: Mark | None  # it has arrived by then; None = it need not go anywhere
 
 
@@ -150,7 +151,7 @@ class InPlace:
     ahead = 1
 
     def send(self, read: Callable[[], Layer]) -> Sent:
-        return Sent(read(), None)
+        return Sent(read(), [], None)
 
     def hand_over(self, sent: Sent) -> Layer:
         return sent.layer
@@ -177,27 +178,31 @@ class Staging:
     def send(self, read: Callable[[], Layer]) -> Sent:
         """Issue the copies of the layer that `read` gives; what `read` itself does on the device is on the lane too."""
         with self._lane.entered():
-            layer = read()
-            through = [i for i, pair in enumerate(layer) if not all(map(self._within_reach, pair))]
-            slot = self._next_slot() if through else None
-            there = dict(zip(through, self._copied(slot, [layer[i] for i in through]), strict=True))
-            arriving = [there.get(i) or self._fetched(pair) for i, pair in enumerate(layer)]
-            sent = Sent(arriving, self._lane.mark())
+            units = [joined(pair) for pair in read()]
+            parts = [part for unit in units for part in unit]
+            near = [self._lane.holds(part) or self._lane.fetches(part) for part in parts]
+            slot = None if all(near) else self._next_slot()
+            copied = iter(
+                self._through(slot, [p for p, is_near in zip(parts, near, strict=True) if not is_near])
+            )
+            there = [
+                self._fetched(p) if is_near else next(copied) for p, is_near in zip(parts, near, strict=True)
+            ]
+            memory = {part.untyped_storage().data_ptr(): part for part in there}
+            rest = iter(there)
+            layer = [apart([next(rest) for _ in unit]) for unit in units]
+            sent = Sent(layer, list(memory.values()), self._lane.mark())
         if slot:
             slot.last = sent.mark
         return sent
 
     def hand_over(self, sent: Sent) -> Layer:
         """To the computing thread, which need not wait before it uses the layer."""
-        self._lane.hand_over(sent.layer, sent.mark)
+        self._lane.hand_over(sent.memory, sent.mark)
         return sent.layer
 
-    def _within_reach(self, tensor: Tensor) -> bool:
-        return self._lane.holds(tensor) or self._lane.fetches(tensor)
-
-    def _fetched(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        keys, values = (part if self._lane.holds(part) else self._lane.send(part) for part in pair)
-        return keys, values
+    def _fetched(self, part: Tensor) -> Tensor:
+        return part if self._lane.holds(part) else self._lane.send(part)
 
     def _next_slot(self) -> _Slot:
         """The one that was written longest ago, as soon as it may be written again."""
@@ -207,19 +212,35 @@ class Staging:
             slot.last.synchronize()
         return slot
 
-    def _copied(self, slot: _Slot | None, pairs: Sequence[tuple[Tensor, Tensor]]) -> Layer:
+    def _through(self, slot: _Slot | None, parts: Sequence[Tensor]) -> list[Tensor]:
         """All of these, sent as one."""
         if slot is None:
             return []
-        parts = [part for pair in pairs for part in pair]
         starts, n_bytes = _side_by_side(parts)
         if slot.buffer is None or len(slot.buffer) < n_bytes:
             slot.buffer = self._lane.buffer(n_bytes)
         for part, start in zip(parts, starts, strict=True):
             _as(part, slot.buffer, start).copy_(part)
         there = self._lane.send(slot.buffer[:n_bytes])
-        arrived = [_as(part, there, start) for part, start in zip(parts, starts, strict=True)]
-        return list(zip(arrived[::2], arrived[1::2], strict=True))
+        return [_as(part, there, start) for part, start in zip(parts, starts, strict=True)]
+
+
+def joined(pair: tuple[Tensor, Tensor]) -> Sequence[Tensor]:
+    """Keys and values as one [2, K, C, D] where they lie one behind the other, as in a record: half of the copies."""
+    keys, values = pair
+    alike = keys.shape == values.shape and keys.dtype == values.dtype
+    if not (alike and keys.is_contiguous() and values.is_contiguous()):
+        return pair
+    one = keys.untyped_storage().data_ptr() == values.untyped_storage().data_ptr()
+    if not one or values.storage_offset() - keys.storage_offset() != keys.numel():
+        return pair
+    return (keys.as_strided((2, *keys.shape), (keys.numel(), *keys.stride())),)
+
+
+def apart(unit: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """What `joined` joined."""
+    keys, values = unit if len(unit) == 2 else unit[0].unbind()
+    return keys, values
 
 
 def _side_by_side(parts: Sequence[Tensor]) -> tuple[list[int], int]:
@@ -227,14 +248,13 @@ def _side_by_side(parts: Sequence[Tensor]) -> tuple[list[int], int]:
     starts, at = [], 0
     for part in parts:
         starts.append(at)
-        at += -(-part.numel() * part.element_size() // ALIGN) * ALIGN
+        at += -(-part.nbytes // ALIGN) * ALIGN
     return starts, at
 
 
 def _as(part: Tensor, buffer: Tensor, start: int) -> Tensor:
     """The bytes from `start` on as a tensor like `part`."""
-    n_bytes = part.numel() * part.element_size()
-    return buffer[start : start + n_bytes].view(part.dtype).view(part.shape)
+    return buffer[start : start + part.nbytes].view(part.dtype).view(part.shape)
 
 
 class Homeward:

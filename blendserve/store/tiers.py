@@ -25,7 +25,7 @@ from torch import Tensor
 from blendserve.config import TiersConfig
 from blendserve.core import ChunkKV
 from blendserve.errors import ConfigError
-from blendserve.gpu.staging import Lane, lane_to
+from blendserve.gpu.staging import Lane, apart, joined, lane_to
 from blendserve.store.admission import Admission
 from blendserve.store.base import ChunkView, KVStore, Snapshot, StoreStats, TierStats, VerifyReport
 from blendserve.store.eviction import LRU, Held
@@ -251,7 +251,7 @@ def _refuse_any(config: TiersConfig, device: torch.device) -> None:
 def _sent(lane: Lane, pair: Pair) -> Pair:
     """On the device, for whoever comes behind it on the lane."""
     with lane.entered():
-        return lane.send(pair[0]), lane.send(pair[1])
+        return apart([lane.send(part) for part in joined(pair)])
 
 
 def _pinned(lane: Lane, pair: Pair) -> Pair:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from blendserve.gpu.staging import Layer, Mark
+from blendserve.gpu.staging import Mark
 
 
 class LateMark:
@@ -84,7 +84,7 @@ class LateLane:
     def mark(self) -> LateMark:
         return LateMark(self, len(self.copies))
 
-    def hand_over(self, layer: Layer, mark: Mark | None) -> None:
+    def hand_over(self, memory: Sequence[Tensor], mark: Mark | None) -> None:
         """The computing stream waits, which the test does later by `run`."""
         self.handed.append(mark)
 

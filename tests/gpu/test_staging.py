@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from blendserve.blend.load import LayerReader
 from blendserve.core import ChunkKV
 from blendserve.errors import CorruptRecord
-from blendserve.gpu.staging import SLOTS, Staging, lane_to
+from blendserve.gpu.staging import SLOTS, Staging, apart, joined, lane_to
 from blendserve.store.memory import MemoryChunk
 from tests.gpu.lanes import LateLane, LateMark
 from tests.store.helpers import chunk
@@ -136,6 +136,19 @@ def test_closing_midway_waits_for_the_loader_and_reads_no_more() -> None:
     lane.finish()
     assert view.read == read
     reader.close()
+
+
+@given(st.integers(0, 5), st.booleans())
+def test_keys_and_values_are_sent_together_where_they_lie_together(tokens: int, apart_too: bool) -> None:
+    both = torch.randn(2, 2, tokens, 4)
+    pair = (both[0], both[1].clone() if apart_too else both[1])
+    units = joined(pair)
+    assert len(units) == (2 if apart_too and tokens else 1) or not tokens
+    for part, wanted in zip(apart(units), pair, strict=True):
+        assert torch.equal(part, wanted)
+    wide = torch.randn(2, 2, 3, 4)
+    for stranger in ((wide[0], wide[1, :, :2]), (wide[1], wide[0]), (wide[0], wide[1].to(torch.bfloat16))):
+        assert len(joined(stranger)) == 2
 
 
 def test_nothing_to_load() -> None:

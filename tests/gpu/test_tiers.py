@@ -219,7 +219,7 @@ def test_on_a_device_that_is_late_hot_chunks_are_sent_once(disk: LMDBStore) -> N
             for n, (keys, values) in enumerate(layer):
                 assert torch.equal(keys, chunk(10, seed=n).keys[l])
                 assert torch.equal(values, chunk(10, seed=n).values[l])
-    assert len(lane.copies) == 2 * 2 * LAYERS  # keys and values of two chunks, once
+    assert len(lane.copies) == 2 * LAYERS  # of two chunks, once, keys and values together
     assert [(t.name, t.chunks, t.hits) for t in store.stats().tiers] == [("device", 2, 4), ("host", 0, 0)]
 
 
