@@ -66,6 +66,9 @@ def step(adapter: Adapter, cache: KVCache, at: int, token: int) -> Tensor:
     return adapter.logits(hidden)[0]
 
 
+COLDEST = 1e-6  # temperatures below it are 0: logits divided by them are no numbers
+
+
 class Sampler:
     """Logits [V] -> a token id: greedy at temperature 0, else nucleus sampling (arXiv 1904.09751) from a seed."""
 
@@ -74,11 +77,13 @@ class Sampler:
         self._generator = torch.Generator().manual_seed(config.seed)
 
     def __call__(self, logits: Tensor) -> int:
-        if self._config.temperature == 0:
+        if self._config.temperature < COLDEST:
             return int(logits.argmax())
         probabilities = torch.softmax(logits.float().cpu() / self._config.temperature, dim=-1)
         ranked, order = probabilities.sort(descending=True)
-        ranked[ranked.cumsum(0) - ranked >= self._config.top_p] = 0.0  # the first token always stays
+        dropped = ranked.cumsum(0) - ranked >= self._config.top_p
+        dropped[0] = False  # not even by a top_p that float32 has no number for
+        ranked[dropped] = 0.0
         return int(order[torch.multinomial(ranked, 1, generator=self._generator)])
 
 
