@@ -92,7 +92,9 @@ def test_sampling_follows_the_nucleus_distribution(temperature: float, top_p: fl
         assert abs(seen[token] - n * share) <= 4.5 * sigma
 
 
-@pytest.mark.parametrize(("temperature", "top_p"), [(1e-320, 1.0), (1e-7, 0.5), (1.0, 5e-324), (100.0, 1e-45)])
+@pytest.mark.parametrize(
+    ("temperature", "top_p"), [(1e-320, 1.0), (1e-7, 0.5), (1.0, 5e-324), (100.0, 1e-45)]
+)
 def test_settings_that_no_float_can_hold_are_greedy(temperature: float, top_p: float) -> None:
     logits = torch.linspace(-50.0, 50.0, 300)[torch.randperm(300)]
     chosen = Sampler(DecodeConfig(temperature=temperature, top_p=top_p))(logits)
