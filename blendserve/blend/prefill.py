@@ -106,13 +106,13 @@ class _Run:
         active[chosen] = True
         rows = Rows.on(self.adapter.device, active.nonzero()[:, 0])
         hidden = self.adapter.embed(self.ids[rows.there])
-        plans = self._plans(rows.here)
+        plans = self._plans(rows)
         for l in range(self.adapter.n_layers):
             self.row_layers += len(rows)
             hidden, kept = self._layer(l, hidden, rows, plans)
             if kept is not None:
                 rows = kept
-                plans = self._plans(rows.here)
+                plans = self._plans(rows)
         logits = self.adapter.logits(hidden[-1:])[0]
         recomputed = rows.here[self.layout.reusable[rows.here]]
         cost = self.row_layers / (self.layout.n_tokens * self.adapter.n_layers)
@@ -136,19 +136,19 @@ class _Run:
         self.cache.write(l, rows.there, k, fresh.v)
         left = None
         if kept is not None:
-            left = Rows.on(adapter.device, rows.here[kept])
             which = kept.to(adapter.device)
-            q, hidden, plans = q[:, which], hidden[which], self._plans(left.here)
+            left = Rows(rows.here[kept], rows.there[which])
+            q, hidden, plans = q[:, which], hidden[which], self._plans(left)
         if l == adapter.n_layers - 1:  # only the last row's output is read
-            q, hidden, plans = q[:, -1:], hidden[-1:], self._plans(rows.here[-1:])
+            q, hidden, plans = q[:, -1:], hidden[-1:], self._plans(rows.last)
         spec = adapter.specs[l]
         attended = attend(q, self.cache.keys[l, :, :n], self.cache.values[l, :, :n], spec, plans[spec.window])
         return adapter.finish(l, hidden, attended), left
 
-    def _plans(self, here: Tensor) -> dict[int | None, RowPlan]:
-        """By window, for rows at these positions [S]."""
-        windows, there = {spec.window for spec in self.adapter.specs}, here.to(self.adapter.device)
-        return {window: plan_rows(there, self.adapter.group, window, here) for window in windows}
+    def _plans(self, rows: Rows) -> dict[int | None, RowPlan]:
+        """By window."""
+        windows = {spec.window for spec in self.adapter.specs}
+        return {window: plan_rows(rows.there, self.adapter.group, window, rows.here) for window in windows}
 
     def _narrow(self, l: int, rows: Rows, values: Tensor) -> Tensor | None:
         """Indices into `rows` of those that go on past layer l's projection; None = all. Waits for a GPU's choice."""

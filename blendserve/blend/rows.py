@@ -28,6 +28,11 @@ class Rows:
     def on(cls, device: torch.device, here: Tensor) -> Rows:
         return cls(here, here.to(device))
 
+    @property
+    def last(self) -> Rows:
+        """The last one alone."""
+        return Rows(self.here[-1:], self.there[-1:])
+
     def __len__(self) -> int:
         return len(self.here)
 

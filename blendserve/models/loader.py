@@ -103,7 +103,7 @@ def _random_reader(name: str, dtype: torch.dtype, device: torch.device, say: Say
     say(f"Making random weights in the shape of {shape}")
     try:
         with _quiet():
-            model = random_model(config, dtype)
+            model = random_model(config, dtype, device=device)
     except (ValueError, TypeError, AttributeError, RuntimeError) as error:
         raise ModelError(
             f"a model of shape {shape!r} cannot be made: {_first_line(error)}. Check its config.json"

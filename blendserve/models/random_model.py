@@ -33,15 +33,19 @@ class _Uninitialised(TorchFunctionMode):
 
 
 @torch.no_grad()
-def random_model(config: Any, dtype: torch.dtype, seed: int = 0) -> Any:
-    """A model of this configuration. Norms scale by one; everything else is normal, of a deviation of 0.02."""
+def random_model(config: Any, dtype: torch.dtype, seed: int = 0, device: torch.device | None = None) -> Any:
+    """A model of this configuration. Norms scale by one; everything else is normal, of a deviation of 0.02.
+
+    Made on the device itself: gigabytes of weights need not travel there.
+    """
     from transformers import AutoModelForCausalLM
 
-    with _Uninitialised():
+    device = device or torch.device("cpu")
+    with _Uninitialised(), device:
         model: Any = cast(Any, AutoModelForCausalLM).from_config(config, dtype=dtype)
     model.tie_weights()
     generator = torch.Generator().manual_seed(seed)
-    tile = torch.randn(TILE, generator=generator).mul_(STD).to(dtype).repeat(2)
+    tile = torch.randn(TILE, generator=generator).mul_(STD).to(dtype).repeat(2).to(device)
     for name, weights in model.named_parameters():  # tied ones once
         if weights.dim() == 1 and name.endswith("weight"):
             weights.fill_(1.0)

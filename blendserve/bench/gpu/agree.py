@@ -1,0 +1,150 @@
+"""Is what a GPU computes right? Kernels against the formula in float64, whole prefills against this machine's CPU.
+
+In fp32 both devices must agree to rounding. In bf16 each of them is off from fp32 on the CPU, and the GPU may not be off
+by much more than the CPU is. There, policies that choose by what was computed may choose other tokens on either device;
+so KV and logits are compared where the choice is a rule (`full`, `reuse`, `chunk_head`), and of the others the share of
+tokens that both chose is told.
+"""
+
+from __future__ import annotations
+
+import random
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blendserve.bench.figures import Figures
+from blendserve.bench.gpu.plan import Heads
+from blendserve.blend.attention import WAYS, plan_rows
+from blendserve.blend.blender import Blender
+from blendserve.core import Chunk, Prompt, TokenIds
+from blendserve.evaluate.variants import Variant, variants
+from blendserve.gpu.proven import BOUNDS, formula
+from blendserve.models.adapter import Adapter, AttentionSpec
+from blendserve.store import MemoryStore
+
+FIXED = ("full", "reuse", "chunk_head@0.05", "chunk_head@0.15", "chunk_head+ridge@0.15")
+CHOOSING = ("deviation@0.15", "query@0.15")
+FP32_BOUND = 2e-3  # of logits and KV that reach tens, after tens of layers
+BF16_TIMES = 3.0  # the GPU may be so many times as far from fp32 as the CPU is: other orders of summing
+FEWEST_COMMON = 0.8  # share of the chosen tokens, in fp32
+
+
+def kernels(heads: Heads, device: torch.device, longest: int, tries: int = 4) -> Figures:
+    """Every way that takes such rows, over random ones -> the largest difference to the formula, and the bound."""
+    draw, off = random.Random(str(heads)), dict[str, float]()
+    for n in range(tries):
+        share = (1.0, 0.15, 0.02)[n % 3]
+        at = torch.tensor(sorted(draw.sample(range(longest), max(1, round(share * longest)))))
+        rows = at if n else torch.arange(longest // 2, longest)  # at least once side by side
+        for name, difference in _differences(heads, rows, device, longest).items():
+            off[name] = max(off.get(name, 0.0), difference)
+    bound = 2 * BOUNDS[heads.dtype]
+    return {"heads": str(heads), "off": off, "bound": bound, "ok": all(x < bound for x in off.values())}
+
+
+def _differences(heads: Heads, at: Tensor, device: torch.device, longest: int) -> dict[str, float]:
+    generator = torch.Generator().manual_seed(len(at))
+    q, keys, values = (
+        torch.randn(shape, generator=generator).to(heads.dtype)
+        for shape in (
+            (heads.heads, len(at), heads.dim),
+            *((heads.kv_heads, longest, heads.dim) for _ in range(2)),
+        )
+    )
+    spec = AttentionSpec(2 / heads.dim**0.5, heads.window, heads.softcap)
+    wanted = formula(q, keys, values, at, spec)
+    q, keys, values = q.to(device), keys.to(device), values.to(device)
+    plan = plan_rows(at.to(device), heads.heads // heads.kv_heads, heads.window, at)
+    return {
+        way.name: float((way.attend(q, keys, values, spec, plan).cpu().double() - wanted).abs().max())
+        for way in WAYS
+        if way.name != "FlexAttention" and way.takes(q, keys, values, spec, plan)
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a prefill leaves, on the CPU in float64."""
+
+    logits: Tensor
+    keys: Tensor
+    values: Tensor
+    chosen: frozenset[int]
+
+    def off(self, other: Outcome) -> Figures:
+        parts = ((self.logits, other.logits), (self.keys, other.keys), (self.values, other.values))
+        logits, keys, values = (float((a - b).abs().nan_to_num(float("inf")).max()) for a, b in parts)
+        same = bool(self.logits.argmax() == other.logits.argmax())
+        common = len(self.chosen & other.chosen) / max(1, len(self.chosen | other.chosen))
+        return {"logits": logits, "keys": keys, "values": values, "same_token": same, "common": common}
+
+    def furthest(self, other: Outcome) -> float:
+        found = self.off(other)
+        return max(float(found[part]) for part in ("logits", "keys", "values"))
+
+
+def whole(name: str, model: Any, device: torch.device, chunk: int) -> Figures:
+    """One reader by several methods: fp32 and bf16 on the device, each against fp32 on the CPU."""
+    prompt = some_prompt(model.config.vocab_size, 4, chunk, seed=1)
+    words, cpu = (*FIXED, *CHOOSING), torch.device("cpu")
+    here = outcomes(model, torch.float32, cpu, prompt, words)
+    coarse = outcomes(model, torch.bfloat16, cpu, prompt, words)
+    there = outcomes(model, torch.float32, device, prompt, words)
+    rough = outcomes(model, torch.bfloat16, device, prompt, words)
+    methods = {word: _judged(word, here, coarse, there, rough) for word in here}
+    return {"model": name, "methods": methods, "ok": all(m["ok"] for m in methods.values())}
+
+
+def _judged(
+    word: str,
+    here: dict[str, Outcome],
+    coarse: dict[str, Outcome],
+    there: dict[str, Outcome],
+    rough: dict[str, Outcome],
+) -> Figures:
+    wanted = here[word]
+    figures = {
+        "fp32": there[word].off(wanted),
+        "bf16": rough[word].off(wanted),
+        "bf16 on the CPU": coarse[word].off(wanted),
+    }
+    if word.partition("@")[0] in {w.partition("@")[0] for w in CHOOSING}:
+        ok = figures["fp32"]["common"] >= FEWEST_COMMON
+    else:
+        allowed = BF16_TIMES * coarse[word].furthest(wanted)
+        ok = there[word].furthest(wanted) < FP32_BOUND and rough[word].furthest(wanted) <= allowed
+    return {**figures, "ok": ok}
+
+
+def outcomes(
+    model: Any, dtype: torch.dtype, device: torch.device, prompt: Prompt, words: tuple[str, ...]
+) -> dict[str, Outcome]:
+    """A copy of the model on that device, by every method."""
+    adapter = Adapter(deepcopy(model).to(device, dtype).eval())
+    store = MemoryStore(1 << 32)
+    blender = Blender(adapter, f"{dtype}", store, prompt.prefix, prompt.prefix)
+    blender.precompute([c.ids for c in prompt.chunks])
+    return {v.name: _outcome(blender, prompt, v) for v in variants(words, ())}
+
+
+def _outcome(blender: Blender, prompt: Prompt, variant: Variant) -> Outcome:
+    done = blender.run(prompt, variant.blend).prefilled
+    logits, keys, values = (x.cpu().double() for x in (done.logits, done.cache.keys, done.cache.values))
+    return Outcome(logits, keys, values, frozenset(done.recomputed.tolist()))
+
+
+def some_prompt(
+    vocabulary: int, chunks: int, chunk: int, seed: int = 0, prefix: int = 32, suffix: int = 40
+) -> Prompt:
+    """Random tokens; more chunks begin with the same ones."""
+    draw = random.Random(seed)
+
+    def ids(n: int) -> TokenIds:
+        return tuple(draw.randrange(3, vocabulary) for _ in range(n))
+
+    front, back = ids(prefix), ids(suffix)
+    return Prompt(front, tuple(Chunk(ids(chunk)) for _ in range(chunks)), back)
