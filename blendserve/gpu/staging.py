@@ -45,6 +45,10 @@ class Lane(Protocol):
         """Whatever torch is told to do inside, for the device, is issued on this lane."""
         ...
 
+    def room(self) -> int:
+        """Bytes that are free on the device."""
+        ...
+
     def buffer(self, n_bytes: int) -> Tensor:
         """Host memory [n_bytes] uint8 that the device can fetch from."""
         ...
@@ -83,6 +87,9 @@ class CudaLane:
 
     def entered(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self._stream)
+
+    def room(self) -> int:
+        return int(torch.cuda.mem_get_info(self._device)[0])
 
     def buffer(self, n_bytes: int) -> Tensor:
         return torch.empty(n_bytes, dtype=torch.uint8, pin_memory=True)

@@ -13,6 +13,7 @@ reads it. It is kept by the nearest tier that wants it, and by one of them.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -30,6 +31,8 @@ from blendserve.store.admission import Admission
 from blendserve.store.base import ChunkView, KVStore, Snapshot, StoreStats, TierStats, VerifyReport
 from blendserve.store.eviction import LRU, Held
 from blendserve.store.key import ChunkKey
+
+log = logging.getLogger(__name__)
 
 Pair = tuple[Tensor, Tensor]  # keys before RoPE and values [K, C, D] of one chunk in one layer
 
@@ -60,8 +63,8 @@ class Tier:
         takes: Callable[[int], int] = int,
     ) -> None:
         """copy: a layer of a chunk into that memory. takes: how much of it a copy of so many bytes takes."""
-        self.name, self.cap_bytes, self.copy = name, cap_bytes, copy
-        self._admission, self._takes = admission, takes
+        self.name, self.cap_bytes = name, cap_bytes
+        self._admission, self._copy, self._takes = admission, copy, takes
         self._eviction = LRU()
         self._kept: OrderedDict[ChunkKey, Kept] = OrderedDict()  # least recently used first
         self._bytes = self._hits = 0
@@ -94,6 +97,20 @@ class Tier:
             kept = self._kept[key] = Kept(view.stamp, n_bytes, [None] * view.n_layers)
             self._bytes += n_bytes
             return kept
+
+    def fill(self, key: ChunkKey, kept: Kept, l: int, pair: Pair) -> Pair:
+        """Copy a layer of a chunk that was let in -> the copy; what came when there is no memory for one."""
+        if kept.gone:
+            return pair
+        try:
+            copy = kept.layers[l] = self._copy(pair)
+        except RuntimeError as error:  # CUDA's word for it; something else in the process has the memory
+            log.warning("the %s tier stays as it is: %s", self.name, str(error).splitlines()[0])
+            with self._using:
+                self._drop(key)
+                self.cap_bytes = self._bytes
+            return pair
+        return copy
 
     def drop(self, key: ChunkKey) -> None:
         """Forget a chunk; who reads it reads on."""
@@ -180,7 +197,7 @@ class _TieredSnapshot:
 
     def get(self, key: ChunkKey) -> ChunkView | None:
         view = self._snapshot.get(key)
-        return None if view is None else _TieredView(view, self._places(key, view))
+        return None if view is None else _TieredView(key, view, self._places(key, view))
 
     def _places(self, key: ChunkKey, view: ChunkView) -> list[tuple[Tier, Kept]]:
         """Where it is or will be kept, the nearest first; those behind serve until that one is whole."""
@@ -196,8 +213,8 @@ class _TieredSnapshot:
 class _TieredView:
     """A stored chunk, each layer from the nearest place that has it."""
 
-    def __init__(self, view: ChunkView, places: Sequence[tuple[Tier, Kept]]) -> None:
-        self._view, self._places = view, places
+    def __init__(self, key: ChunkKey, view: ChunkView, places: Sequence[tuple[Tier, Kept]]) -> None:
+        self._key, self._view, self._places = key, view, places
         self.n_layers, self.n_tokens, self.n_bytes = view.n_layers, view.n_tokens, view.n_bytes
         self.stamp = view.stamp
 
@@ -210,12 +227,7 @@ class _TieredView:
         if not places:
             return self._view.layer(l)
         (tier, kept), *behind = places
-        pair = kept.layers[l]
-        if pair is None:
-            pair = self._layer(l, behind)
-            if not kept.gone:
-                pair = kept.layers[l] = tier.copy(pair)
-        return pair
+        return kept.layers[l] or tier.fill(self._key, kept, l, self._layer(l, behind))
 
 
 def tiers_for(
@@ -230,6 +242,11 @@ def tiers_for(
         _refuse_any(config, device)
         return []
     tiers = []
+    if config.device_bytes > (free := way.room()):
+        raise ConfigError(
+            f"setting 'store.tiers.device_bytes' cannot be {config.device_bytes}: beside the reader the GPU has {free} "
+            "bytes free, and the caches of requests need some of them"
+        )
     if config.device_bytes:
         tiers.append(Tier("device", config.device_bytes, admission, lambda pair: _sent(way, pair)))
     if config.host_bytes:

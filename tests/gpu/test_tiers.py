@@ -16,7 +16,7 @@ from blendserve.core import ChunkKV
 from blendserve.errors import ConfigError, CorruptRecord
 from blendserve.store import KVStore, LMDBStore, MemoryStore, TieredStore, TierStats, open_store
 from blendserve.store.admission import Always, TinyLFU
-from blendserve.store.tiers import Tier, tiers_for
+from blendserve.store.tiers import Pair, Tier, tiers_for
 from tests.gpu.lanes import LateLane
 from tests.store.helpers import BIG, CAP, chunk, flip, key_of, layer_name, read, same, tamper
 
@@ -246,6 +246,29 @@ def load(
         layers = [reader.take(l) for l in range(LAYERS)]
         reader.close()
         return layers
+
+
+def test_without_memory_for_it_a_tier_stays_as_it_is_and_requests_go_on(disk: LMDBStore) -> None:
+    copies = list[None]()
+
+    def copy(pair: Pair) -> Pair:
+        copies.append(None)
+        if len(copies) == 2 * LAYERS + 2:  # in the middle of the third chunk
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 MiB\nand more")
+        return pair[0].clone(), pair[1].clone()
+
+    store = TieredStore(disk, [Tier("device", 5 * UNIT, Always(), copy)])
+    ask(store, 0, 1, 2, 0, 1)
+    assert held(store) == [(2, 2)]
+    assert hits(store) == [2]
+    ask(store, 3, 3, 4, 4)
+    assert held(store) == [(2, 2)]
+    assert store.stats().tiers[0].cap_bytes == 2 * UNIT
+
+
+def test_more_than_the_device_has_free_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"device_bytes' cannot be 2000000000: .* 1073741824 bytes free"):
+        tiers_for(TiersConfig(device_bytes=2_000_000_000), Always(), CUDA, LateLane())
 
 
 @pytest.mark.parametrize("name", ["device_bytes", "host_bytes"])
