@@ -8,7 +8,7 @@ sm_120: their shared memory fits, and no or few registers are spilled (tests/gpu
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -68,12 +68,12 @@ def fits(q: Tensor, keys: Tensor, values: Tensor) -> bool:
     )
 
 
+@cache
 def why_not(kind: Kind) -> str:
-    """Why this GPU does without the kernel, "" where it serves."""
+    """Why this GPU does without the kernel, "" where it serves: looked into once for each kind of heads."""
     if not has_triton():
         return "triton is not installed: pip install 'blendserve[gpu]'"
-    forms = tuple(_FORMS)
-    return trouble(forms, kind, ((0,), (KEYS - 1,), tuple(range(1, KEYS - 2, 3))))
+    return trouble(_FORMS, kind, ((0,), (KEYS - 1,), tuple(range(1, KEYS - 2, 3))))
 
 
 def attend(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: RowPlan) -> Tensor:
@@ -82,7 +82,7 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: R
     Nothing here waits for the GPU, and where the rows' positions are not known here, nothing depends on them.
     """
     n_kv, queries = keys.shape[0], q.shape[1] * (q.shape[0] // keys.shape[0])
-    tile = tile_for(q.dtype, q.shape[2], queries, capability(q.device) in {(8, 0), (9, 0), (10, 0)})
+    tile = tile_for(q.dtype, q.shape[2], queries, _roomy(q.device))
     seen = keys.shape[1] if plan.known is None else plan.end
     if plan.window is not None:
         seen = min(seen, plan.window + queries)
@@ -110,7 +110,7 @@ def run(
     width = max(16, 1 << (dim - 1).bit_length())
     with torch.cuda.device(q.device if q.is_cuda else -1):  # triton launches where torch is
         rows_over_keys[grid](
-            q, keys, values, positions, parts, logs,
+            q, keys, values, positions.contiguous(), parts, logs,
             q.stride(0), q.stride(1), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
             n_rows, n_keys, splits, spec.window or 0, float(spec.scale), float(spec.softcap or 0.0),
             GROUP=group, DIM=dim, BLOCK_M=tile.queries, BLOCK_N=tile.keys, BLOCK_D=width,
@@ -125,13 +125,17 @@ def run(
     return out
 
 
+def _roomy(device: torch.device) -> bool:
+    """The processors of data centres have the shared memory; the same generation's graphics cards do not."""
+    return capability(device) in {(8, 0), (9, 0), (10, 0), (10, 3)}
+
+
 def _as(
     few: bool, split: bool, q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: RowPlan
 ) -> Tensor:
     """One compiled form of the kernel, whatever the rows."""
-    roomy = capability(q.device) in {(8, 0), (9, 0), (10, 0)}
-    tile = tile_for(q.dtype, q.shape[2], 1 if few else FEW + 1, roomy)
+    tile = tile_for(q.dtype, q.shape[2], 1 if few else FEW + 1, _roomy(q.device))
     return run(q, keys, values, spec, plan.positions, tile, 3 if split else 1)
 
 
-_FORMS = [partial(_as, few, split) for few in (True, False) for split in (False, True)]
+_FORMS = tuple(partial(_as, few, split) for few in (True, False) for split in (False, True))

@@ -7,6 +7,8 @@ not seen (tens of milliseconds), and here every prompt has another one.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -31,7 +33,7 @@ def takes_flash(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, pl
         and _halves(q, keys, values)
         and capability(q.device) >= (8, 0)
         and flash_attn() is not None
-        and not _trouble(flash, q, keys, spec)
+        and not why_not(flash, Kind.of(q, keys, spec))
     )
 
 
@@ -55,7 +57,7 @@ def takes_sdpa(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, pla
         and _halves(q, keys, values)
         and spec.softcap is None
         and (spec.window is None or spec.window >= plan.end)
-        and not _trouble(sdpa, q, keys, AttentionSpec(spec.scale))
+        and not why_not(sdpa, Kind.of(q, keys, AttentionSpec(spec.scale)))
     )
 
 
@@ -89,5 +91,7 @@ def _halves(q: Tensor, keys: Tensor, values: Tensor) -> bool:
     )
 
 
-def _trouble(attend: Attend, q: Tensor, keys: Tensor, spec: AttentionSpec) -> str:
-    return trouble((attend,), Kind.of(q, keys, spec), ROWS)
+@cache
+def why_not(attend: Attend, kind: Kind) -> str:
+    """Why this GPU does without it, "" where it serves."""
+    return trouble((attend,), kind, ROWS)

@@ -29,7 +29,13 @@ def takes(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: Ro
     """Whether it can be compiled here (which takes triton), and is right."""
     if q.device.type != "cuda" or not has_triton() or not fits(q, keys, values):
         return False
-    return not trouble((attend,), Kind.of(q, keys, spec), ((KEYS - 1,), tuple(range(1, KEYS - 2, 3))))
+    return not why_not(Kind.of(q, keys, spec))
+
+
+@cache
+def why_not(kind: Kind) -> str:
+    """Why this GPU does without it, "" where it serves."""
+    return trouble((attend,), kind, ((KEYS - 1,), tuple(range(1, KEYS - 2, 3))))
 
 
 def attend(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: RowPlan) -> Tensor:

@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
+from blendserve.blend.rows import RowPlan
 from blendserve.gpu import attention
 from blendserve.gpu.attention import FEW, MOST_SPLITS, Tile, run, splits_for, tile_for
+from blendserve.gpu.proven import KEYS, Kind, trouble
 from tests.blend.helpers import assert_near
 from tests.gpu.helpers import Case, bf16_products, make_case, rows_of
 
@@ -85,6 +87,31 @@ def test_positions_that_nobody_knows_here() -> None:
     """As in a captured graph: what the launch depends on is then the cache's room, and the numbers are the same."""
     case = make_case(torch.tensor([25]), group=4)
     assert_near(attended(case, splits=7), attended(case, splits=1), 1e-6)
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a GPU would say of itself."""
+    monkeypatch.setattr(attention, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(attention, "processors", lambda device: 6)
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(("window", "known"), [(None, True), (None, False), (50, True)])
+def test_as_a_request_calls_it(window: int | None, known: bool) -> None:
+    """Tiles and splits chosen from the shapes; with positions that only the device has, too."""
+    for at in (torch.tensor([599]), rows_of(600, 0.1, 3)):
+        case = make_case(at, group=3, dim=32, window=window, dtype=torch.float16)
+        plan = case.plan if known else RowPlan(at, 3, window, None)
+        got = attention.attend(case.q, case.keys, case.values, case.spec, plan)
+        assert_near(got, case.wanted, 0.01)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_the_check_before_it_serves() -> None:
+    """Every form of it; over fewer rows than on a GPU, where all of this takes no time."""
+    kind = Kind(torch.device("cpu"), torch.float32, 1, 16, True, True)
+    assert trouble(attention._FORMS, kind, ((0,), (KEYS - 1,), tuple(range(1, KEYS, 90)))) == ""
 
 
 def test_few_programs_are_split_and_many_are_not() -> None:
