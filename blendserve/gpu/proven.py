@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -39,6 +40,7 @@ class Kind:
         return cls(q.device, q.dtype, group, q.shape[2], spec.window is not None, spec.softcap is not None)
 
 
+@cache
 def trouble(attends: tuple[Attend, ...], kind: Kind, rows: tuple[tuple[int, ...], ...]) -> str:
     """What is wrong with a kernel, "" if nothing. attends: its forms; rows: positions below KEYS to try each with."""
     try:
