@@ -1,0 +1,33 @@
+"""What the bench calls launched and replayed are the same tokens over the same cache."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from blendserve.bench.gpu.decoding import at_once, measure, random_cache, run
+from blendserve.decode import step
+from blendserve.gpu.graphs import EAGER, Steps
+from tests.tiny import tiny_adapter
+
+
+def test_both_ways_of_decoding_agree_and_are_timed() -> None:
+    figures = measure(tiny_adapter("llama"), 40, 5, 2)
+    assert figures["off"] < 1e-5
+    assert not figures["captured"]
+    assert len(figures["faster"]["rounds"]) == 2
+    assert all(math.isfinite(x) and x > 0 for x in figures["seconds_of_capture"]["rounds"])
+
+
+def test_every_token_goes_to_its_place_and_replay_begins_behind_the_eager_ones() -> None:
+    adapter, seen = tiny_adapter("llama"), list[tuple[int, int]]()
+    cache = random_cache(adapter, 10, EAGER + 3)
+
+    def plain(at: int, token: int) -> torch.Tensor:
+        seen.append((at, token))
+        return step(adapter, cache, at, token)
+
+    tokens = list(range(EAGER + 3))
+    run(adapter, Steps(adapter, cache, plain, at_once), 10, tokens)
+    assert seen == [(10 + i, i) for i in range(EAGER)]
