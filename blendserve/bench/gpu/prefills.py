@@ -5,7 +5,10 @@ From token ids to the first token, by the product's own blender over its own LMD
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -51,6 +54,7 @@ class Took:
     """One prefill, from token ids to the first token."""
 
     seconds: float
+    queued: float  # seconds until the host had told the device everything: near the whole, and launches are the limit
     stages: dict[str, float]
     done: Blended | None  # None for transformers
 
@@ -100,6 +104,18 @@ class Stand:
             "methods": methods,
         }
 
+    def waits(self, cell: Cell) -> dict[str, dict[str, int]]:
+        """Where the host waited for the device within a prefill, by method: file and line -> how often."""
+        prompt, found = self._first(cell.chunks), {}
+        with self._store(cell.source) as store:
+            blender = self._blender(store)
+            for variant in variants(self.plan.methods, self.plan.ratios[:1]):
+                self._run(blender, variant, prompt)  # what is done once is not what is looked for
+                with told_of_waits(self.plan.device) as told:
+                    blender.run(prompt, variant.blend)
+                found[variant.name] = dict(Counter(told))
+        return found
+
     def _first(self, chunks: int) -> Prompt:
         whole = self._prompt
         return Prompt(whole.prefix, whole.chunks[:chunks], whole.suffix)
@@ -117,23 +133,27 @@ class Stand:
         return Blender(self.adapter, f"bench, {self.name}", store, prefix, prefix)
 
     def _run(self, blender: Blender, variant: Variant, prompt: Prompt) -> Took:
-        clock = Clock(self.plan.device)
+        clock, host = Clock(self.plan.device), Clock()
         if variant.kind == TRANSFORMERS:
             with sdpa_kernel(BACKENDS):
-                int(forward(self.adapter, prompt.ids).argmax())
-            return Took(clock.elapsed(), {}, None)
+                logits = forward(self.adapter, prompt.ids)
+            queued = host.elapsed()
+            int(logits.argmax())
+            return Took(clock.elapsed(), queued, {}, None)
         done = blender.run(prompt, variant.blend, clock=clock)
+        queued = host.elapsed()
         int(done.prefilled.logits.argmax())
         seconds = clock.elapsed()
         if done.absent:
             raise StoreError(f"{len(done.absent)} of the bench's own chunks are not in its store")
-        return Took(seconds, {stage: clock.seconds[stage] for stage in STAGES}, done)
+        return Took(seconds, queued, {stage: clock.seconds[stage] for stage in STAGES}, done)
 
     def _figures(self, variant: Variant, took: dict[str, list[Took]], rates: Rates) -> Figures:
         runs, full = took[variant.name], took["full"]
         seconds = [t.seconds for t in runs]
         figures: Figures = {
             "seconds": spread(seconds),
+            "queued": median(t.queued for t in runs),
             "faster_than_full": ratios([t.seconds for t in full], seconds),
         }
         done = runs[-1].done
@@ -149,6 +169,23 @@ class Stand:
             "limit": bound.total,
             "share_of_limit": bound.total / median(seconds),
         }
+
+
+@contextmanager
+def told_of_waits(device: torch.device) -> Iterator[list[str]]:
+    """Fills the list with the places where torch makes the host wait for a GPU."""
+    told: list[str] = []
+    if device.type != "cuda":
+        yield told
+        return
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield told
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    told += [f"{Path(w.filename).name}:{w.lineno}" for w in caught if "synchroniz" in str(w.message)]
 
 
 def forget(device: torch.device) -> None:

@@ -55,6 +55,7 @@ class Bench:
             "placing": [],
             "stands": [],
             "cells": [],
+            "waits": {},
             "left_out": [],
             "failed": [],
         }
@@ -77,6 +78,7 @@ class Bench:
             yield Step(f"check, {heads}", 20, partial(self._check, heads))
         first, *others = plan.cells
         yield self._cell(first)
+        yield Step("waits", 10, partial(self._waits, first))
         for name in plan.readers:
             yield Step(f"compare {name}", 30, partial(self._compare, name))
         for cell in (cell for cell in others if cell.model == first.model):
@@ -133,6 +135,10 @@ class Bench:
             self.figures["placing"].append({"model": cell.model, **placed})
         link = self._link if cell.source in (PINNED, LMDB) else self._rates.bytes
         self.figures["cells"].append(self._stand.measure(cell, self._rates, link))
+
+    def _waits(self, cell: Cell) -> None:
+        assert self._stand is not None, "its first cell failed"
+        self.figures["waits"] = self._stand.waits(cell)
 
     def _leave(self) -> None:
         if self._stand is not None:

@@ -8,7 +8,7 @@ from blendserve.bench.tables import Table, ms, plain
 
 def tables(figures: Figures) -> list[Table]:
     """Agreement, kernels, and last the prefills."""
-    return [_agreement(figures), _attention(figures), _prefills(figures)]
+    return [_agreement(figures), _waits(figures), _attention(figures), _prefills(figures)]
 
 
 def _agreement(figures: Figures) -> Table:
@@ -35,6 +35,15 @@ def _said(ok: bool) -> str:
 
 def _furthest(off: Figures) -> str:
     return f"{max(off['logits'], off['keys'], off['values']):.2g}"
+
+
+def _waits(figures: Figures) -> Table:
+    rows = [
+        (name, place, str(times))
+        for name, places in figures["waits"].items()
+        for place, times in places.items()
+    ]
+    return "Where the host waited for the device within one prefill", ("method", "place", "times"), rows
 
 
 def _attention(figures: Figures) -> Table:
@@ -64,12 +73,22 @@ def _prefills(figures: Figures) -> Table:
             name,
             ms(method["seconds"]),
             plain(method["faster_than_full"]),
+            f"{method['queued'] / method['seconds']['median']:.0%}",
             f"{method['share_of_limit']:.0%}" if "share_of_limit" in method else "",
         )
         for cell in figures["cells"]
         for name, method in cell["methods"].items()
     ]
-    columns = ("model", "context", "KV in", "method", "TTFT ms", "x faster than full", "of the limit")
+    columns = (
+        "model",
+        "context",
+        "KV in",
+        "method",
+        "TTFT ms",
+        "x faster than full",
+        "queued by",
+        "of the limit",
+    )
     device, left = figures["device"]["name"], len(figures["left_out"])
     remark = f"; {left} steps left out for want of time" if left else ""
     failed = f"; {len(figures['failed'])} steps FAILED" if figures["failed"] else ""
