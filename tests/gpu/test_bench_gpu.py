@@ -49,6 +49,7 @@ def test_every_step_leaves_its_figures(rehearsed: dict[str, Any]) -> None:
     assert [title for title, rows in shown.items() if not rows] == [
         "Where the host waited for the device within one prefill"
     ]
+    assert [d["context"] for d in rehearsed["decoding"]] == list(plan.decoded)
     assert set(rehearsed["waits"]) == {"full", "reuse", "deviation@0.15", "query+ridge@0.15"}
 
 

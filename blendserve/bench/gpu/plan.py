@@ -50,6 +50,8 @@ class Plan:
     longest: int  # keys of the random rows
     timed: tuple[tuple[Heads, int], ...]  # attention alone: heads, and tokens of the context
     readers: tuple[str, ...]  # that are compared with the CPU
+    decoded: tuple[int, ...] = (3112, 16_424)  # contexts behind which the first cell's reader decodes
+    new_tokens: int = 64
     ratios: tuple[float, ...] = (0.05, 0.15, 0.3)
     methods: tuple[str, ...] = ("deviation", "query", "query+ridge@0.15")
     chunk: int = CHUNK
@@ -90,5 +92,6 @@ def rehearsal() -> Plan:
     timed = ((Heads(4, 2, 16, torch.float32), 120),)
     return Plan(
         torch.device("cpu"), torch.float32, cells, kinds, 150, timed, ("toy",),
-        ratios=(0.15,), methods=("deviation", "query+ridge"), chunk=30, repeats=1, matmuls=(64,), copied=1 << 20,
+        decoded=(90,), new_tokens=12, ratios=(0.15,), methods=("deviation", "query+ridge"), chunk=30, repeats=1,
+        matmuls=(64,), copied=1 << 20,
     )  # fmt: skip

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from blendserve.bench.figures import Figures
-from blendserve.bench.gpu import agree, kernels
+from blendserve.bench.gpu import agree, decoding, kernels
 from blendserve.bench.gpu.plan import LMDB, PINNED, Cell, Heads, Plan
 from blendserve.bench.gpu.prefills import Stand, forget, on_cpu
 from blendserve.bench.rates import Rates, measure_rates
@@ -55,6 +55,7 @@ class Bench:
             "placing": [],
             "stands": [],
             "cells": [],
+            "decoding": [],
             "waits": {},
             "left_out": [],
             "failed": [],
@@ -79,6 +80,8 @@ class Bench:
         first, *others = plan.cells
         yield self._cell(first)
         yield Step("waits", 10, partial(self._waits, first))
+        for context in plan.decoded:
+            yield Step(f"decoding behind {context}", 15, partial(self._decode, context))
         for name in plan.readers:
             yield Step(f"compare {name}", 30, partial(self._compare, name))
         for cell in (cell for cell in others if cell.model == first.model):
@@ -139,6 +142,15 @@ class Bench:
     def _waits(self, cell: Cell) -> None:
         assert self._stand is not None, "its first cell failed"
         self.figures["waits"] = self._stand.waits(cell)
+
+    def _decode(self, context: int) -> None:
+        assert self._stand is not None, "its first cell failed"
+        adapter = self._stand.adapter
+        found = decoding.measure(adapter, context, self.plan.new_tokens, self.plan.repeats)
+        weights = sum(p.numel() * p.element_size() for p in adapter.model.parameters())
+        read = weights + context * adapter.kv_bytes_per_token  # by every token; a copy reads and writes
+        bound = read / (2 * self._rates.bytes)
+        self.figures["decoding"].append({"model": self._stand.name, "limit": bound, **found})
 
     def _leave(self) -> None:
         if self._stand is not None:

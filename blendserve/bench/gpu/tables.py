@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from blendserve.bench.figures import Figures
+from blendserve.bench.gpu import decoding
 from blendserve.bench.tables import Table, ms, plain
 
 
 def tables(figures: Figures) -> list[Table]:
     """Agreement, kernels, and last the prefills."""
-    return [_agreement(figures), _waits(figures), _attention(figures), _prefills(figures)]
+    return [_agreement(figures), _waits(figures), _attention(figures), _decoding(figures), _prefills(figures)]
 
 
 def _agreement(figures: Figures) -> Table:
@@ -62,6 +63,21 @@ def _attention(figures: Figures) -> Table:
     ]
     columns = ("", "", "us", "of the matmul rate", "x faster than masked SDPA")
     return "Attention alone, one layer: 15% of the rows, and all of them", columns, rows
+
+
+def _decoding(figures: Figures) -> Table:
+    rows = [
+        (
+            f"{d['model']}, {d['context']:,} tokens",
+            name,
+            ms(seconds),
+            f"{d['limit'] / seconds['median']:.0%}",
+            f"{d['off']:.1g}" if name == decoding.REPLAYED else "",
+        )
+        for d in figures["decoding"]
+        for name, seconds in d["seconds_per_token"].items()
+    ]
+    return "Decoding", ("", "", "ms a token", "of the limit", "logits off by"), rows
 
 
 def _prefills(figures: Figures) -> Table:
