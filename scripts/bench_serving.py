@@ -151,7 +151,8 @@ def _cell(method: str, share: float | None, rate: float | None, sent: Sequence[S
 
 
 def _percentiles(seconds: Sequence[float]) -> dict[str, float]:
-    return {f"p{q}": float(np.percentile(seconds, q)) if seconds else float("nan") for q in (50, 95, 99)}
+    """{} of nothing."""
+    return {f"p{q}": float(np.percentile(seconds, q)) for q in (50, 95, 99) if seconds}
 
 
 class Cells:
@@ -179,7 +180,7 @@ class Cells:
     def loads(self, shares: Iterable[float]) -> list[tuple[str, float]]:
         """Which open cells there are to be, those of the target first."""
         full = self.saturation("full")
-        if full is None:
+        if not full:  # not measured, or it answered nothing
             return []
         most = {m: self.saturation(m) or 0.0 for m in METHODS}
         wanted = [(m, s) for s in shares for m in METHODS if s == 1 or s * full <= ABOVE * most[m]]
@@ -213,7 +214,7 @@ async def warm(http: httpx.AsyncClient, load: Load, chosen: dict[str, Any]) -> N
 def summary(cells: Cells, shares: Sequence[float]) -> dict[str, Any]:
     """Against the targets: throughput at saturation, and p95 TTFT at the load that saturates full prefill."""
     most = {m: cells.saturation(m) for m in METHODS}
-    at_full = {m: cells.all[m, 1.0].ttft["p95"] for m in METHODS if (m, 1.0) in cells.all}
+    at_full = {m: cells.all[m, 1.0].ttft.get("p95") for m in METHODS if (m, 1.0) in cells.all}
     missing = [m for m in METHODS if most[m] is None]
     missing += [f"{m} at {s:g}" for m, s in cells.loads(shares) if (m, s) not in cells.all]
     faster = _ratio(most.get("blend"), most.get("full"))
@@ -238,6 +239,9 @@ def _ratio(a: float | None, b: float | None) -> float | None:
 
 
 def plot(cells: Sequence[Cell], file: Path) -> None:
+    """TTFT and inter-token times against offered load, as soon as an open cell has an answer."""
+    if not any(c.offered and c.answered for c in cells):
+        return
     import matplotlib
 
     matplotlib.use("Agg")
@@ -252,7 +256,7 @@ def plot(cells: Sequence[Cell], file: Path) -> None:
         for color, method in zip(("C0", "C2", "C1"), METHODS, strict=True):
             line = sorted((c.offered, c) for c in cells if c.method == method and c.offered)
             for q, style in (("p50", "-"), ("p95", "--"), ("p99", ":")):
-                x, y = [offered for offered, _ in line], [values(c)[q] for _, c in line]
+                x, y = [offered for offered, _ in line], [values(c).get(q, np.nan) for _, c in line]
                 axis.plot(x, y, style, color=color, marker=".", label=f"{method} {q}")
             for cell in cells:
                 if cell.method == method and cell.offered is None:
@@ -350,8 +354,8 @@ def main() -> int:
     found = summary(cells, args.shares)
     whole = {**found, "cells": [asdict(c) for c in cells.all.values()]}
     (args.out / "serving.json").write_text(json.dumps(whole, indent=1))
+    print(json.dumps(found), flush=True)
     plot(list(cells.all.values()), args.out / "serving.png")
-    print(json.dumps(found))
     return 3 if found["missing"] else int(not found["passed"])
 
 
@@ -365,7 +369,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--index", type=Path, default=Path("indexes/demo"), help="whose passages are asked about"
     )
-    parser.add_argument("--pool", type=int, default=40, help="longest passages of the index to draw from")
+    parser.add_argument("--pool", type=int, default=20, help="longest passages of the index to draw from")
     parser.add_argument(
         "--dataset", type=Path, help="questions with a corpus beside them, in place of --index"
     )

@@ -1,0 +1,64 @@
+"""The load bench against a toy server: cells are measured once, added up rightly, and failures are not answers."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from blendserve.serve.settings import ServeConfig
+from tests.serve.helpers import PASSAGES, Server
+from tests.serve.test_soak import script
+
+bench = script("bench_serving")
+POOL = [{"text": p.text, "title": p.title} for p in PASSAGES]
+SHARES = (0.5, 1.0)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    made = Server(tmp_path_factory.mktemp("bench"), ServeConfig())
+    yield made
+    made.close()
+
+
+def measure(server: Server, file: Path, until: float, new_tokens: int = 3) -> Any:
+    async def run() -> Any:
+        async with bench.httpx.AsyncClient(base_url=server.url, timeout=60) as http:
+            load = bench.Load(http, bench.bodies_of_passages(POOL, 3), clients=2, new_tokens=new_tokens)
+            cells = bench.Cells(file, until)
+            await bench.warm(http, load, {"passages": POOL})
+            await bench.measure(load, cells, 0.2, SHARES)
+            return cells
+
+    return asyncio.run(run())
+
+
+def test_cells_are_measured_once_and_summed_up(server: Server, tmp_path: Path) -> None:
+    file = tmp_path / "cells.jsonl"
+    assert bench.summary(measure(server, file, 0.0), SHARES)["missing"] == list(bench.METHODS)  # no time left
+    cells = measure(server, file, math.inf)
+    lines = file.read_text()
+    assert {(m, s) for m in bench.METHODS for s in (None, 1.0)} <= cells.all.keys()
+    assert all(c.failed == 0 and c.answered > 0 for c in cells.all.values())
+    assert all(c.requests >= bench.LEAST for c in cells.all.values() if c.share)
+    again = measure(server, file, math.inf)
+    assert (again.all, file.read_text()) == (cells.all, lines)
+    found = bench.summary(again, SHARES)
+    assert found["missing"] == []
+    most = found["saturation_rps"]
+    assert found["throughput_ratio"] == most["blend"] / most["full"]
+    ttft = found["p95_ttft_at_full_saturation"]
+    assert found["p95_ttft_ratio"] == ttft["full"] / ttft["blend"]
+    assert not found["passed"]  # a toy gains nothing
+
+
+def test_what_is_refused_is_no_answer(server: Server, tmp_path: Path) -> None:
+    cells = measure(server, tmp_path / "cells.jsonl", math.inf, new_tokens=10**5)
+    assert len(cells.all) == len(bench.METHODS)  # there is no saturation to take shares of
+    assert all(c.failed == c.requests > 0 and c.answered == 0 for c in cells.all.values())
+    assert bench.summary(cells, SHARES)["throughput_ratio"] is None
