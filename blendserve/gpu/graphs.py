@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 def worthwhile(adapter: Adapter, new_tokens: int) -> bool:
     """Whether steps may be captured. A mixture of experts cannot be: what it launches depends on the row."""
-    can = adapter.device.type == "cuda" and not adapter.family.experts and adapter not in _failed
+    can = adapter.device.type == "cuda" and not adapter.family.experts and not has_failed(adapter)
     return can and new_tokens >= WORTH
 
 
@@ -47,6 +47,24 @@ class Replayed(Protocol):
         ...
 
 
+Capture = Callable[[Callable[[], Tensor], torch.device], Replayed]
+
+
+def captured(work: Callable[[], Tensor], adapter: Adapter, capture: Capture) -> Replayed | None:
+    """The work of a reader's step as a graph; None, and never again for this reader, where that cannot be."""
+    try:
+        return capture(work, adapter.device)
+    except RuntimeError as error:  # CUDA's errors are such
+        _failed.add(adapter)
+        log.warning("decoding goes on without a CUDA graph: %s", str(error).splitlines()[0])
+        return None
+
+
+def has_failed(adapter: Adapter) -> bool:
+    """Whether a step of this reader could not be captured."""
+    return adapter in _failed
+
+
 class Steps:
     """The steps of one answer over one cache: plainly at first, then by replay."""
 
@@ -55,7 +73,7 @@ class Steps:
         adapter: Adapter,
         cache: KVCache,
         plain: Step,
-        capture: Callable[[Callable[[], Tensor], torch.device], Replayed] | None = None,
+        capture: Capture | None = None,
     ) -> None:
         """plain: a step as decode.py runs it. capture: makes the graph, by default CUDA's."""
         self._adapter, self._cache, self._plain = adapter, cache, plain
@@ -68,24 +86,15 @@ class Steps:
     def __call__(self, at: int, token: int) -> Tensor:
         """Run one token at position `at`, append its KV -> logits [V]; they hold until the next call."""
         self._made += 1
-        if self._made <= EAGER or self._adapter in _failed:
+        if self._made <= EAGER or has_failed(self._adapter):
             return self._plain(at, token)
         self._token.fill_(token)
         self._at.fill_(at)
-        if self._graph is None and not self._captured(at):
-            return self._plain(at, token)
-        assert self._graph is not None
-        return self._graph()
-
-    def _captured(self, at: int) -> bool:
-        for part in (self._cache.keys, self._cache.values):
-            part[:, :, at:] = 0  # a weight of 0 does not hide a NaN that memory may hold there
-        try:
-            self._graph = self._capture(self._step, self._adapter.device)
-        except RuntimeError as error:  # CUDA's errors are such
-            _failed.add(self._adapter)
-            log.warning("decoding goes on without a CUDA graph: %s", str(error).splitlines()[0])
-        return self._graph is not None
+        if self._graph is None:
+            for part in (self._cache.keys, self._cache.values):
+                part[:, :, at:] = 0  # a weight of 0 does not hide a NaN that memory may hold there
+            self._graph = captured(self._step, self._adapter, self._capture)
+        return self._plain(at, token) if self._graph is None else self._graph()
 
     def _step(self) -> Tensor:
         return step_at(self._adapter, self._cache, self._token, self._at)
@@ -100,11 +109,12 @@ def step_at(adapter: Adapter, cache: KVCache, token: Tensor, at: Tensor) -> Tens
         row = adapter.project(l, hidden)
         cache.write(l, at, adapter.rotate(row.k, ropes[l]), row.v)
         q = adapter.rotate(row.q, ropes[l])
-        hidden = adapter.finish(l, hidden, _attend(q, cache.keys[l], cache.values[l], spec, at))
+        hidden = adapter.finish(l, hidden, attend_at(q, cache.keys[l], cache.values[l], spec, at))
     return adapter.logits(hidden)[0]
 
 
-def _attend(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, at: Tensor) -> Tensor:
+def attend_at(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, at: Tensor) -> Tensor:
+    """One row q [H, 1, D] at position `at` [1] that nobody here knows, over keys and values [K, T, D] -> [1, H * D]."""
     plan = RowPlan(at, q.shape[0] // keys.shape[0], spec.window)
     if by_position.takes(q, keys, values, spec, plan):
         return by_position.attend(q, keys, values, spec, plan)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from blendserve.blend.attention import RowPlan, attend, plan_rows
 from blendserve.blend.cache import KVCache
+from blendserve.gpu.batches import BatchSteps, worthwhile
 from blendserve.models.adapter import Adapter, AttentionSpec, Projected
+from blendserve.serve.slots import Slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +23,22 @@ class Row:
     cache: KVCache
     at: int
     token: int
+
+
+class Together:
+    """The decoding steps of a server's slots: launched row by row, or on a GPU out of one graph."""
+
+    def __init__(self, adapter: Adapter, slots: Slots) -> None:
+        self._adapter, self._slots = adapter, slots
+        fits = worthwhile(adapter, slots.n)
+        self._graph = BatchSteps(adapter, slots.keys, slots.values) if fits else None
+
+    def step(self, rows: Sequence[Row]) -> Tensor:
+        """`step_together` of rows whose caches are slots."""
+        plain = partial(step_together, self._adapter, rows)
+        if self._graph is None:
+            return plain()
+        return self._graph([(self._slots.number(row.cache), row.at, row.token) for row in rows], plain)
 
 
 @torch.inference_mode()

@@ -22,7 +22,7 @@ from torch import Tensor
 from blendserve.blend.cache import KVCache
 from blendserve.errors import BlendserveError, Busy, InputError, Stopping
 from blendserve.models.loader import Reader
-from blendserve.serve.batch import step_together
+from blendserve.serve.batch import Together
 from blendserve.serve.metrics import Metrics
 from blendserve.serve.sharing import SharedLoads
 from blendserve.serve.slots import Slots
@@ -62,6 +62,7 @@ class Scheduler:
     ) -> None:
         self.adapter = PausingAdapter(reader.adapter, self._pause)
         self._reader, self._slots, self._metrics = reader, slots, metrics
+        self._together = Together(reader.adapter, slots)
         self._gap_s, self._patience = gap_s, prefill_share / (1 - prefill_share)  # the latter in steps
         self._shared = shared
         self._waiting, self._queue = Waiting(), queue
@@ -260,7 +261,7 @@ class Scheduler:
     def _step_of(self, batch: list[Writing]) -> None:
         self._metrics.step(len(batch))
         try:
-            logits = step_together(self._reader.adapter, [writing.row for writing in batch])
+            logits = self._together.step([writing.row for writing in batch])
         except Exception as error:  # memory, a device: nobody's answer can go on
             for writing in batch:
                 self._drop(writing, error)

@@ -16,8 +16,8 @@ class Slots:
 
     def __init__(self, adapter: Adapter, n: int, tokens: int) -> None:
         shape = (n, adapter.n_layers, adapter.n_kv_heads, tokens, adapter.head_dim)
-        self._keys = torch.empty(shape, dtype=adapter.dtype, device=adapter.device)
-        self._values = torch.empty_like(self._keys)
+        self.keys = torch.empty(shape, dtype=adapter.dtype, device=adapter.device)
+        self.values = torch.empty_like(self.keys)
         self._free = list(range(n - 1, -1, -1))
         self._lent: dict[int, int] = {}  # id of a cache -> its slot
         self.n, self.tokens = n, tokens
@@ -30,9 +30,13 @@ class Slots:
     def take(self) -> KVCache:
         """A slot as a cache; what it holds from before is not read. Raises IndexError when none is free."""
         slot = self._free.pop()
-        cache = KVCache.over(self._keys[slot], self._values[slot])
+        cache = KVCache.over(self.keys[slot], self.values[slot])
         self._lent[id(cache)] = slot
         return cache
+
+    def number(self, cache: KVCache) -> int:
+        """Which slot this is. Raises KeyError for a cache that is not lent."""
+        return self._lent[id(cache)]
 
     def give_back(self, cache: KVCache) -> None:
         """Raises KeyError for a cache that is not lent: a slot is never free twice."""
