@@ -100,7 +100,9 @@ class Assembly:
     ) -> None:
         self._adapter, self._cache, self._pieces, self._ropes = adapter, cache, pieces, ropes
         self._clock = clock or Clock(adapter.device)
-        self._reader = LayerReader([piece.view for piece in pieces], adapter.n_layers, lane_to(adapter.device))
+        self._reader = LayerReader(
+            [piece.view for piece in pieces], adapter.n_layers, lane_to(adapter.device)
+        )
         self._placed = [False] * adapter.n_layers
         self.bytes_loaded = 0
 
