@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -214,6 +215,22 @@ def test_shared_loads_are_kept_while_wanted_and_below_their_cap() -> None:
     assert shared.n_bytes == kv.n_bytes  # no room, while the next one is to use the first
     shared.expect({keys[2]}, set())
     assert shared.n_bytes == 0
+
+
+@pytest.mark.parametrize("path", ["/v1/rag/query", "/v1/chat/completions"])
+def test_a_streams_passages_come_before_its_prefill(server: Server, path: str) -> None:
+    busy = threading.Event()
+    server.service.scheduler.chore(lambda: busy.wait(30))
+    rag: dict[str, Any] = {"question": QUESTIONS[0], "passages": OWN[:2], "max_tokens": 2, "stream": True}
+    chat = {"model": "tiny", "messages": [{"role": "user", "content": QUESTIONS[0]}], "stream": True}
+    body = rag if path.endswith("query") else {**chat, "x_blendserve": {"passages": OWN[:2]}}
+    with server.http.stream("POST", path, json=body) as response:
+        lines = (line for line in response.iter_lines() if line)
+        first = json.loads(next(lines).removeprefix("data: "))
+        assert server.service.scheduler.load == (1, 0)
+        busy.set()
+        assert len([*lines]) > 2
+    assert [p["text"] for p in first.get("x_blendserve", first)["passages"]] == [p["text"] for p in OWN[:2]]
 
 
 def test_a_full_queue_is_429_and_nothing_is_lost(server: Server) -> None:
