@@ -22,6 +22,7 @@ from torch import Tensor
 
 from blendserve.blend.cache import KVCache
 from blendserve.blend.rope import inverse
+from blendserve.blend.rows import Rows
 from blendserve.core import Span
 from blendserve.models.adapter import Adapter, Rope, Ropes
 from blendserve.native import move as native
@@ -39,8 +40,8 @@ class Correction(ABC):
     name: ClassVar[str]
 
     @abstractmethod
-    def apply(self, l: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
-        """rows [S] ascending positions; keys (after RoPE) and values [K, S, D], fresh at these rows."""
+    def apply(self, l: int, rows: Rows, keys: Tensor, values: Tensor) -> None:
+        """rows: ascending; keys (after RoPE) and values [K, S, D], fresh at these rows."""
 
 
 class NoCorrection(Correction):
@@ -48,7 +49,7 @@ class NoCorrection(Correction):
 
     name = "none"
 
-    def apply(self, l: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
+    def apply(self, l: int, rows: Rows, keys: Tensor, values: Tensor) -> None:
         return
 
 
@@ -61,6 +62,9 @@ class Split(NamedTuple):
     others: Tensor
     other_sizes: list[int]
 
+    def to(self, device: torch.device) -> Split:
+        return self._replace(rows=self.rows.to(device), at=self.at.to(device), others=self.others.to(device))
+
 
 class _Moving(Correction):
     """What shift and ridge share: from the recomputed tokens of each chunk to all of its tokens."""
@@ -71,23 +75,23 @@ class _Moving(Correction):
         there = {id(rope): rope.at(here) for rope in ropes}  # layers share them
         self._ropes = [there[id(rope)] for rope in ropes]
         self._how = self._constants(2 * adapter.head_dim)
-        self._seen: tuple[Tensor, Split] | None = None
+        self._seen: tuple[Rows, Split] | None = None
 
     @classmethod
     @abstractmethod
     def _constants(cls, features: int) -> How: ...
 
-    def apply(self, l: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
+    def apply(self, l: int, rows: Rows, keys: Tensor, values: Tensor) -> None:
         split = self._split(rows)
         if l == 0 or not len(split.at):  # layer 0's keys and values depend on their token alone
             return
         stored = self._cache.keys[l][:, self._here], self._cache.values[l][:, self._here]
         move(self._adapter, stored[0], stored[1], Fresh(keys, values, *split), self._ropes[l], self._how)
 
-    def _split(self, rows: Tensor) -> Split:
+    def _split(self, rows: Rows) -> Split:
         """Which tokens of the chunks are among the rows; rows seldom differ from layer to layer."""
         if self._seen is None or self._seen[0] is not rows:
-            self._seen = rows, split(rows, self._spans)
+            self._seen = rows, split(rows.here, self._spans).to(rows.there.device)
         return self._seen[1]
 
 
@@ -113,10 +117,9 @@ class Ridge(_Moving):
 
 def split(rows: Tensor, spans: Sequence[Span]) -> Split:
     """The tokens of these spans, by whether they are among the ascending positions `rows` [S]."""
-    found = torch.searchsorted(rows, torch.tensor([(s.start, s.stop) for s in spans], device=rows.device))
-    edges, start = found.tolist(), spans[0].start
-    which = torch.cat([torch.arange(*edge) for edge in edges]).to(rows.device)
-    tokens = torch.cat([torch.arange(s.start, s.stop) for s in spans]).to(rows.device)
+    edges = torch.searchsorted(rows, torch.tensor([(s.start, s.stop) for s in spans])).tolist()
+    which = torch.cat([torch.arange(*edge) for edge in edges])
+    tokens, start = torch.cat([torch.arange(s.start, s.stop) for s in spans]), spans[0].start
     others = tokens[~torch.isin(tokens, rows)]
     sizes = [last - first for first, last in edges]
     left = [len(span) - size for span, size in zip(spans, sizes, strict=True)]

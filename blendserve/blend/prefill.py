@@ -132,7 +132,7 @@ class _Run:
             kept = self._narrow(l, rows, fresh.v) if self.policy.narrows(l) else None
         if kept is None:
             with self.clock.stage("correct"):
-                self.correction.apply(l, rows.there, k, fresh.v)
+                self.correction.apply(l, rows, k, fresh.v)
         self.cache.write(l, rows.there, k, fresh.v)
         left = None
         if kept is not None:

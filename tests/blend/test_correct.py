@@ -14,6 +14,7 @@ from torch import Tensor
 from blendserve.blend.assemble import Assembly
 from blendserve.blend.cache import KVCache
 from blendserve.blend.correct import CORRECTIONS, PENALTY, SCALE, STILL, WEIGHT, Correction, Ridge, Shift
+from blendserve.blend.rows import Rows
 from blendserve.core import Span
 from blendserve.models.adapter import Adapter, Ropes
 from tests.blend.helpers import assert_near, blend, distance, lay, some_prompt
@@ -52,7 +53,7 @@ class Case:
         at, (keys, values) = torch.tensor(self.rows), self.fresh
         turned = self.adapter.rotate(keys, self.ropes[l].at(at))
         made: Any = correction
-        made(self.adapter, self.cache, self.ropes, self.spans).apply(l, at, turned, values)
+        made(self.adapter, self.cache, self.ropes, self.spans).apply(l, Rows(at, at), turned, values)
 
     def check(self, keys: Tensor, values: Tensor) -> None:
         """What the cache must hold now: keys before RoPE and values."""
