@@ -1,8 +1,8 @@
 """Load on a server: throughput at saturation, then TTFT and inter-token times against offered load, by method.
 
     python scripts/bench_serving.py --out runs/serving                       # over indexes/demo, see `blendserve demo`
-    python scripts/bench_serving.py --out runs/serving-2wiki --passages 28 --dataset 2wikimqa/questions.json --prepare
-    python scripts/bench_serving.py --out runs/serving-2wiki --passages 28 --dataset 2wikimqa/questions.json
+    python scripts/bench_serving.py --out runs/serving-2wiki --passages 23 --dataset 2wikimqa/questions.json --prepare
+    python scripts/bench_serving.py --out runs/serving-2wiki --passages 23 --dataset 2wikimqa/questions.json
 
 The server is a process of its own: `--url` names one that runs, else it is started and stopped here. Saturation is
 measured closed loop: `--clients` that ask again as soon as they have their answer. Then the load is open: Poisson
@@ -43,7 +43,7 @@ SHARES = (0.5, 1.0, 2.0, 4.0)  # of full prefill's saturation
 ABOVE = 1.1  # of its own saturation: where a method's loads end
 LEAST = 8  # requests of an open cell
 THROUGHPUT, TTFT = 4.0, 8.0  # targets: blended to full prefill
-SLOTS, SLOT_TOKENS = 8, 4096
+SLOTS, SLOT_TOKENS = 8, 6144
 QUESTION = "What is said about this, and where?"
 
 Body = Callable[[random.Random], dict[str, Any]]
