@@ -80,11 +80,15 @@ class Cell:
 class Load:
     """Sends requests to one server. `bodies` draws what is asked."""
 
-    def __init__(self, http: httpx.AsyncClient, bodies: Body, clients: int, new_tokens: int) -> None:
+    def __init__(
+        self, http: httpx.AsyncClient, bodies: Body, clients: int, new_tokens: int, ratio: float | None = None
+    ) -> None:
         self._http, self._bodies, self._clients, self._new = http, bodies, clients, new_tokens
+        self._extra = {"blend": {} if ratio is None else {"ratio": ratio}}
 
     def body(self, method: str, rng: random.Random) -> dict[str, Any]:
-        return {**self._bodies(rng), "method": method, "max_tokens": self._new, "stream": True}
+        how = {"method": method, **self._extra.get(method, {})}
+        return {**self._bodies(rng), **how, "max_tokens": self._new, "stream": True}
 
     async def send(self, body: dict[str, Any]) -> Sent:
         start = last = time.perf_counter()
@@ -335,7 +339,7 @@ async def _run(args: argparse.Namespace, url: str, index: Path, cells: Cells) ->
     headers = {"Authorization": f"Bearer {args.key}"} if args.key else {}
     timeout = httpx.Timeout(args.timeout, connect=30)
     async with httpx.AsyncClient(base_url=url, timeout=timeout, limits=limits, headers=headers) as http:
-        load = Load(http, bodies, args.clients, args.new_tokens)
+        load = Load(http, bodies, args.clients, args.new_tokens, args.ratio)
         await warm(http, load, chosen)
         await measure(load, cells, args.seconds, args.shares)
 
@@ -352,7 +356,7 @@ def main() -> int:
     with server(args, index) as url:
         asyncio.run(_run(args, url, index, cells))
     found = summary(cells, args.shares)
-    whole = {**found, "cells": [asdict(c) for c in cells.all.values()]}
+    whole = {**found, "ratio": args.ratio, "cells": [asdict(c) for c in cells.all.values()]}
     (args.out / "serving.json").write_text(json.dumps(whole, indent=1))
     print(json.dumps(found), flush=True)
     plot(list(cells.all.values()), args.out / "serving.png")
@@ -379,6 +383,7 @@ def _arguments() -> argparse.Namespace:
         "--prepare", action="store_true", help="build and precompute the data set's index, no more"
     )
     parser.add_argument("--passages", type=int, default=6, help="of a prompt")
+    parser.add_argument("--ratio", type=float, help="recomputed by blending; default: the server's")
     parser.add_argument("--new-tokens", type=int, default=16)
     parser.add_argument("--clients", type=int, default=8, help="of the closed loop")
     parser.add_argument("--seconds", type=float, default=60, help="of each cell")
