@@ -32,6 +32,7 @@ from blendserve.blend.assemble import Layout, lay_out
 from blendserve.blend.cache import KVCache
 from blendserve.blend.precompute import ChunkComputer
 from blendserve.blend.prefill import Prefilled, _Run, check_policy, prefill
+from blendserve.blend.rows import Rows
 from blendserve.blend.select import Deviation
 from blendserve.config import BlendConfig, Config, DecodeConfig, ReaderConfig, changed
 from blendserve.core import Chunk, Prompt, TokenIds
@@ -106,14 +107,14 @@ class ComparingRun(_Run):
 
     policy: Comparing
 
-    def _layer(self, l: int, hidden: Tensor, rows: Tensor, plans: Any) -> tuple[Tensor, Tensor | None]:
+    def _layer(self, l: int, hidden: Tensor, rows: Rows, plans: Any) -> tuple[Tensor, Rows | None]:
         self._keys = self.adapter.project(l, hidden).k  # computed twice then; nothing here is timed
         return super()._layer(l, hidden, rows, plans)
 
-    def _narrow(self, l: int, rows: Tensor, values: Tensor) -> Tensor | None:
-        fresh = self.adapter.rotate(self._keys, self.ropes[l].at(rows))
-        which = self.layout.reusable.to(rows.device)[rows]
-        self.policy.keys = fresh[:, which], self.cache.keys[l][:, rows[which]]
+    def _narrow(self, l: int, rows: Rows, values: Tensor) -> Tensor | None:
+        fresh = self.adapter.rotate(self._keys, self.ropes[l].at(rows.there))
+        which = self.layout.reusable[rows.here].nonzero()[:, 0].to(fresh.device)
+        self.policy.keys = fresh[:, which], self.cache.keys[l][:, rows.there[which]]
         return super()._narrow(l, rows, values)
 
 
