@@ -26,29 +26,12 @@ def place(
     """Stored keys before RoPE and values [K, C, D] of each span -> keys and values [K, T, D]; rope: of positions [T]."""
     stored, plain = [k for k, _ in layer], [v for _, v in layer]
     if adapter.turns_halves and all(native.takes(x, rope.cos, rope.sin) for x in (*stored[:1], keys)):
-        native.place(
-            [(s.start, k, v) for s, (k, v) in zip(spans, layer, strict=True)],
-            keys,
-            values,
-            rope.cos,
-            rope.sin,
-        )
+        parts = [(s.start, k, v) for s, (k, v) in zip(spans, layer, strict=True)]
+        native.place(parts, keys, values, rope.cos, rope.sin)
     elif by_triton.takes(adapter, stored, keys) and (form := by_triton.form_of(adapter)):
         by_triton.place(stored, plain, [s.start for s in spans], keys, values, rope.cos, rope.sin, form)
     else:
-        place_plainly(adapter, spans, layer, keys, values, rope)
-
-
-def place_plainly(
-    adapter: Adapter,
-    spans: Sequence[Span],
-    layer: Sequence[tuple[Tensor, Tensor]],
-    keys: Tensor,
-    values: Tensor,
-    rope: Rope,
-) -> None:
-    """The same by the model's own rotation, chunk by chunk."""
-    for span, (stored, plain) in zip(spans, layer, strict=True):
-        here = slice(span.start, span.stop)
-        keys[:, here] = adapter.rotate(stored.to(keys.device), rope.at(here))
-        values[:, here] = plain
+        for span, k, v in zip(spans, stored, plain, strict=True):
+            here = slice(span.start, span.stop)
+            keys[:, here] = adapter.rotate(k.to(keys.device), rope.at(here))  # the model's own
+            values[:, here] = v

@@ -7,22 +7,23 @@ passed through as they are.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 
 import torch
 
-from blendserve.core import ChunkKV
-from blendserve.store import ChunkKey, ChunkView, KVStore, Snapshot, StoreStats, VerifyReport
+from blendserve.store import ChunkKey, ChunkView, KVStore, Snapshot
+from blendserve.store.wrapped import WrappedStore
 
 Layer = tuple[torch.Tensor, torch.Tensor]
 
 
-class SharedLoads(KVStore):
+class SharedLoads(WrappedStore):
     """A store for the model's thread and the one that reads ahead of it, over the real one. Only reading differs."""
 
     def __init__(self, store: KVStore, cap_bytes: int) -> None:
-        self._store, self._cap = store, cap_bytes
+        super().__init__(store)
+        self._cap = cap_bytes
         self._wanted: Set[ChunkKey] = set()
         self._held: dict[ChunkKey, dict[int, Layer]] = {}
         self._bytes = 0
@@ -61,36 +62,6 @@ class SharedLoads(KVStore):
     def n_bytes(self) -> int:
         """Of what is kept now."""
         return self._bytes
-
-    def put(self, key: ChunkKey, kv: ChunkKV, pin: bool = False) -> bool:
-        return self._store.put(key, kv, pin)
-
-    def wants(self, key: ChunkKey, n_bytes: int) -> bool:
-        return self._store.wants(key, n_bytes)
-
-    def pin(self, keys: Iterable[ChunkKey]) -> int:
-        return self._store.pin(keys)
-
-    def unpin(self, keys: Iterable[ChunkKey]) -> int:
-        return self._store.unpin(keys)
-
-    def __contains__(self, key: ChunkKey) -> bool:
-        return key in self._store
-
-    def delete(self, key: ChunkKey) -> bool:
-        return self._store.delete(key)
-
-    def keys(self, namespace: str | None = None) -> Iterator[ChunkKey]:
-        return self._store.keys(namespace)
-
-    def stats(self, namespace: str | None = None) -> StoreStats:
-        return self._store.stats(namespace)
-
-    def verify(self, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
-        return self._store.verify(progress)
-
-    def close(self) -> None:
-        self._store.close()
 
 
 class _SharedSnapshot:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -28,9 +28,10 @@ from blendserve.core import ChunkKV
 from blendserve.errors import ConfigError
 from blendserve.gpu.staging import Lane, apart, joined, lane_to
 from blendserve.store.admission import Admission
-from blendserve.store.base import ChunkView, KVStore, Snapshot, StoreStats, TierStats, VerifyReport
+from blendserve.store.base import ChunkView, KVStore, Snapshot, StoreStats, TierStats
 from blendserve.store.eviction import LRU, Held
 from blendserve.store.key import ChunkKey
+from blendserve.store.wrapped import WrappedStore
 
 log = logging.getLogger(__name__)
 
@@ -134,11 +135,12 @@ class Tier:
             self._bytes -= kept.n_bytes
 
 
-class TieredStore(KVStore):
+class TieredStore(WrappedStore):
     """A store with tiers in front of it, the nearest first. Only reading differs."""
 
     def __init__(self, store: KVStore, tiers: Sequence[Tier]) -> None:
-        self._store, self._tiers = store, tuple(tiers)
+        super().__init__(store)
+        self._tiers = tuple(tiers)
 
     @contextmanager
     def reading(self) -> Iterator[Snapshot]:
@@ -151,33 +153,15 @@ class TieredStore(KVStore):
             self._forget(key)
         return stored
 
-    def wants(self, key: ChunkKey, n_bytes: int) -> bool:
-        return self._store.wants(key, n_bytes)
-
-    def pin(self, keys: Iterable[ChunkKey]) -> int:
-        return self._store.pin(keys)
-
-    def unpin(self, keys: Iterable[ChunkKey]) -> int:
-        return self._store.unpin(keys)
-
-    def __contains__(self, key: ChunkKey) -> bool:
-        return key in self._store
-
     def delete(self, key: ChunkKey) -> bool:
         there = self._store.delete(key)
         self._forget(key)
         return there
 
-    def keys(self, namespace: str | None = None) -> Iterator[ChunkKey]:
-        return self._store.keys(namespace)
-
     def stats(self, namespace: str | None = None) -> StoreStats:
         """Of the store. Of its tiers only for who may see the whole: what is in them comes from all tenants' requests."""
         stats = self._store.stats(namespace)
         return stats if namespace is not None else replace(stats, tiers=tuple(t.stats() for t in self._tiers))
-
-    def verify(self, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
-        return self._store.verify(progress)
 
     def close(self) -> None:
         for tier in self._tiers:
