@@ -1,7 +1,7 @@
 """Memory of a request's KV cache, kept for the next request.
 
-Fresh memory costs more than what is written to it: the system clears it page by page, 20 ms for 72 MB, where filling it
-takes 4. So the memory of the last cache that nobody refers to any more is kept, one in a process.
+Fresh memory costs more than what is written to it: the system clears it page by page, which takes several times as long
+as filling it. So the memory of the last cache that nobody refers to any more is kept, one in a process.
 """
 
 from __future__ import annotations
