@@ -81,7 +81,8 @@ def doctor(config: ConfigOpt = None, model: ModelOpt = None, json: JsonOpt = Fal
     from blendserve.blend.attention import ways_on
     from blendserve.blend.profit import calibrated
     from blendserve.models.gate import check
-    from blendserve.models.loader import cache_folder, load_reader
+    from blendserve.models.loader import load_reader
+    from blendserve.paths import cache_folder
 
     reader = load_reader(_settings(config, model).reader, console.say)
     report = check(reader)
@@ -449,7 +450,7 @@ def _open(index: str, settings: Config) -> Any:
 
 
 def _open_store(index: str, config: Path | None, read_only: bool = True) -> Any:
-    from blendserve.engine import index_folder
+    from blendserve.paths import index_folder
     from blendserve.store import open_store
 
     settings = Config.load(config) if config else Config()

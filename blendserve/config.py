@@ -6,7 +6,6 @@ here, before anything is loaded.
 
 from __future__ import annotations
 
-import difflib
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -14,6 +13,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from blendserve.errors import ConfigError
+from blendserve.registry import nearest
 
 Method = Literal["auto", "blend", "full", "prefix", "reuse"]
 PolicyName = Literal["query", "deviation", "chunk_head", "random", "none", "all"]
@@ -159,12 +159,6 @@ def changed(section: AnySection, **values: Any) -> AnySection:
     """The section with the values that are not None replaced, and checked again."""
     given = {name: value for name, value in values.items() if value is not None}
     return type(section)(**{**section.model_dump(), **given}) if given else section
-
-
-def nearest(name: str, known: list[str]) -> str:
-    """A hint for a name that is not known."""
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
-    return f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
 
 
 def _explain(root: type[Section], error: ValidationError) -> str:

@@ -14,19 +14,20 @@ from typing import Any
 from blendserve.blend.blender import Blender, PrecomputeReport
 from blendserve.blend.full import model_generate
 from blendserve.blend.report import plain_report
-from blendserve.config import BlendConfig, Config, DecodeConfig, changed, nearest
+from blendserve.config import BlendConfig, Config, DecodeConfig, changed
 from blendserve.core import Answer, BlendReport, Document, Passage, Prompt, TokenIds
 from blendserve.decode import generate
 from blendserve.errors import ConfigError, InputError, PromptTooLong, StoreError
 from blendserve.models.gate import GateReport, verdict
 from blendserve.models.loader import Reader, load_reader
+from blendserve.paths import index_folder
 from blendserve.prompt import PromptBuilder
+from blendserve.registry import nearest
 from blendserve.retrieve import Embedder, VectorIndex, read_manifest
 from blendserve.store import KVStore, open_store, share_of
 from blendserve.stream import AnswerStream
 from blendserve.timing import Clock
 
-INDEXES = Path("indexes")
 BLEND_OPTIONS, DECODE_OPTIONS = set(BlendConfig.model_fields), set(DecodeConfig.model_fields)
 
 Say = Callable[[str], None]
@@ -309,12 +310,6 @@ class Engine:
             raise InputError(f"shard {i}/{n} does not exist: {shares}")
         chunks = self._chunks(self._index().passages if passages is None else passages)
         return [ids for ids in chunks if share_of(ids, n) == i]
-
-
-def index_folder(index: str | Path) -> Path:
-    """indexes/<name> for a bare name, else the folder itself."""
-    path = Path(index)
-    return INDEXES / path if len(path.parts) == 1 and not path.exists() else path
 
 
 def _identity(reader: Reader) -> tuple[str, str]:

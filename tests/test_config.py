@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import yaml
 
-from blendserve.config import BlendConfig, Config, DecodeConfig, changed, nearest
+from blendserve.config import BlendConfig, Config, DecodeConfig, changed
 from blendserve.errors import ConfigError
+from blendserve.registry import nearest
 
 
 def test_defaults_survive_being_written_and_read(tmp_path: Path) -> None:

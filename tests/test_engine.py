@@ -17,10 +17,11 @@ from hypothesis import strategies as st
 
 from blendserve.config import BlendConfig, Config, PromptConfig, changed
 from blendserve.core import Answer, Passage
-from blendserve.engine import Engine, index_folder
+from blendserve.engine import Engine
 from blendserve.errors import ConfigError, InputError, PromptTooLong
 from blendserve.models.adapter import Adapter
 from blendserve.models.loader import Reader, end_tokens, fingerprint
+from blendserve.paths import index_folder
 from blendserve.store import KVStore, LMDBStore, MemoryStore
 from tests.blend.helpers import assert_near, model_logits
 from tests.tiny import BASE

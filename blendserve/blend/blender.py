@@ -20,7 +20,7 @@ from blendserve.config import BlendConfig, Method, changed
 from blendserve.core import BlendReport, ChunkKV, Prompt, TokenIds
 from blendserve.errors import CorruptRecord, StoreError
 from blendserve.models.adapter import Adapter
-from blendserve.models.loader import cache_folder
+from blendserve.paths import cache_folder
 from blendserve.store import ChunkKey, KVStore, Snapshot, chunk_key
 from blendserve.store.behind import write_behind
 from blendserve.store.memory import MemoryChunk

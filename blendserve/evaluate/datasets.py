@@ -22,7 +22,7 @@ from zipfile import ZipFile
 from blendserve.core import Passage
 from blendserve.errors import CorpusError
 from blendserve.evaluate.formats import Example, Record, from_corpus, reader_for
-from blendserve.models.loader import cache_folder
+from blendserve.paths import cache_folder
 
 PASSAGES = 10  # a question's closed context, as in 2WikiMultihopQA
 

@@ -14,8 +14,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
 
-from blendserve.config import Behind, BlendConfig, nearest
+from blendserve.config import Behind, BlendConfig
 from blendserve.errors import ConfigError
+from blendserve.registry import nearest
 
 Kind = Literal["full", "prefix", "reuse", "transformers", "blend"]
 

@@ -44,7 +44,8 @@ from blendserve.core import Chunk, Prompt, TokenIds
 from blendserve.decode import step
 from blendserve.errors import ModelUnsupported
 from blendserve.models.adapter import Adapter
-from blendserve.models.loader import Reader, cache_folder
+from blendserve.models.loader import Reader
+from blendserve.paths import cache_folder
 from blendserve.store.memory import MemoryChunk
 
 FORMAT = 1  # of the checks: raise it when one is added, or when the engine changes in a way that they should look at

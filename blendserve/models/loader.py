@@ -26,6 +26,7 @@ from blendserve.models.adapter import Adapter
 from blendserve.models.families import check_supported
 from blendserve.models.random_model import Folded, random_model
 from blendserve.models.shapes import RANDOM, shape_config
+from blendserve.paths import cache_folder
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 # What changes from machine to machine without changing a single KV value.
@@ -268,11 +269,6 @@ def _convert(folder: Path, gguf: str, into: Path) -> None:
         raise ModelError(
             f"converting the bundled reader needs gguf and accelerate: pip install them ({error})"
         ) from error
-
-
-def cache_folder() -> Path:
-    """Where converted readers live: $XDG_CACHE_HOME/blendserve or ~/.cache/blendserve."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "blendserve"
 
 
 @contextmanager

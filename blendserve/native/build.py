@@ -16,6 +16,8 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from blendserve.paths import cache_folder
+
 SOURCES = Path(__file__).parent
 COMPILE = ("-std=c++17", "-O3", "-march=x86-64-v4", "-mavx512bf16", "-fopenmp", "-fPIC", "-c")
 LINK = ("-shared", "-Wl,-z,now")  # a missing symbol is found at load, not at the first call
@@ -29,8 +31,6 @@ class Unavailable(Exception):
 
 def build() -> Path:
     """The shared object, compiled first if need be. Raises Unavailable."""
-    from blendserve.models.loader import cache_folder  # which imports the adapter, and that the kernels
-
     check_cpu()
     compiler = _compiler()
     target = cache_folder() / "native" / f"{_digest(compiler)}.so"

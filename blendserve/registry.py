@@ -1,0 +1,53 @@
+"""What is chosen by name, one line each: the file and class behind a name, and which name is the default.
+
+Nothing else in the package spells these names: settings, help texts and error messages read them here. A file is
+imported when its name is first asked for.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
+
+
+class Registry:
+    """Names of one kind of thing; the first is the default."""
+
+    def __init__(self, kind: str, entries: Mapping[str, str]) -> None:
+        """entries: name -> "module:attribute"."""
+        self.kind, self._entries = kind, dict(entries)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._entries)
+
+    @property
+    def default(self) -> str:
+        return self.names[0]
+
+    def check(self, name: str) -> str:
+        """The name itself. Raises ValueError with the nearest known one."""
+        if name not in self._entries:
+            raise ValueError(f"there is no {self.kind} {name!r}: {nearest(name, list(self._entries))}")
+        return name
+
+    def load(self, name: str) -> Any:
+        """What stands behind the name. Raises ValueError for an unknown one."""
+        module, _, attribute = self._entries[self.check(name)].partition(":")
+        return getattr(import_module(module), attribute)
+
+    def add(self, name: str, target: str) -> None:
+        """One more, as a plug-in or a test does it."""
+        self._entries[name] = target
+
+    def remove(self, name: str) -> None:
+        """Undo `add`."""
+        del self._entries[name]
+
+
+def nearest(name: str, known: list[str]) -> str:
+    """A hint for a name that is not known."""
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+    return f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
