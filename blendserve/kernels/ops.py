@@ -1,128 +1,278 @@
-"""Attention that is causal by *position*: row i sees key j iff position(j) <= position(i).
+"""The operations that someone must compute, and who computes each: the only place that chooses.
 
-Rows may stand anywhere in the prompt, in ascending order; keys fill positions 0 .. T-1. No S x T mask or score matrix is
-ever made: rows go in blocks, each block sees keys up to its last position, and only the strip between its first and
-last position needs a mask.
+    operation             backends, best first
+    attend                compiled | flash-attn | torch's FlashAttention | Triton | FlexAttention | SDPA with masks | reference
+    attend_with_scores    compiled | reference
+    attend_at             Triton | reference
+    attend_chunks         flash-attn varlen | one chunk after another
+    rotate                compiled | reference
+    place                 compiled | Triton | reference
+    linear                compiled | torch
+    correct               compiled | reference
 
-        keys ->  0 ............ first ..... last ......... T
-    block rows  [  no mask      | diagonal strip |  cut   ]
-
-The query heads that share a kv head are stacked into one matmul, so keys are never repeated.
-
-That is the plain form, on any device and in any dtype. Where a kernel does the same in one pass, it does: WAYS is the
-table of who attends when.
+A backend serves where it is made for such tensors (`fits`), is right on this machine (verify.py, asked once for each
+kind of them) and is the faster one (`is_fastest`). The reference always can.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Generic, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
-from blendserve.blend.rows import SCORE_BUDGET, Block, RowPlan, plan_rows
-from blendserve.gpu import attention as by_position
-from blendserve.gpu import dense, flex, masked
-from blendserve.gpu.proven import Attend
-from blendserve.models.adapter import Adapter, AttentionSpec
-from blendserve.native import attention as native
+from blendserve.kernels import reference, verify
+from blendserve.kernels.chunks import ChunkStack
+from blendserve.kernels.cpu import attend as cpu_attend
+from blendserve.kernels.cpu import correct as cpu_correct
+from blendserve.kernels.cpu import linear as cpu_linear
+from blendserve.kernels.cpu import place as cpu_place
+from blendserve.kernels.cuda import dense, flex, masked, packed, scattered
+from blendserve.kernels.cuda import place as cuda_place
+from blendserve.kernels.rotary import Rotary
+from blendserve.kernels.rows import RowPlan, plan_rows
+from blendserve.kernels.types import AttentionSpec, CorrectionParams, RecomputedTokens, Rope, StoredChunk
+from blendserve.kernels.verify import Kind
 
-__all__ = ["SCORE_BUDGET", "RowPlan", "attend", "attend_plainly", "plan_rows", "way_for", "ways_on"]
-
-
-def attend(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: RowPlan) -> Tensor:
-    """Rotated queries q [H, S, D] over keys and values [K, T, D] -> [S, H * D].
-
-    Equals softmax(softcap(scale q k^T) + causal mask by position) v; tests/blend/test_attention.py has the plain formula.
-    """
-    if plan.known is not None and plan.end > keys.shape[1]:
-        raise ValueError(f"a row at position {plan.end - 1} needs more than {keys.shape[1]} keys")
-    return way_for(q, keys, values, spec, plan).attend(q, keys, values, spec, plan)
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
-def attend_plainly(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: RowPlan) -> Tensor:
-    """The same on plain torch, on any device and in any dtype."""
-    n_heads, n_rows, dim = q.shape
-    n_kv = keys.shape[0]
-    group = n_heads // n_kv
-    q = q.view(n_kv, group, n_rows, dim)
-    out = torch.empty(n_rows, n_kv, group, dim, dtype=q.dtype, device=q.device)
-    room = max(((b.stop - b.start) * (b.hi - b.lo) for b in plan.blocks), default=0) * group
-    workspace = torch.empty(room, dtype=q.dtype, device=q.device)  # one block of one kv head at a time
-    for block in plan.blocks:
-        rows, n = block.stop - block.start, block.hi - block.lo
-        scores = workspace[: group * rows * n].view(group * rows, n)
-        for head in range(n_kv):  # one matmul a kv head: a batched one would copy the keys, which are a slice
-            qb = q[head, :, block.start : block.stop].reshape(group * rows, dim)
-            torch.addmm(scores, qb, keys[head, block.lo : block.hi].T, beta=0, alpha=spec.scale, out=scores)
-            _mask(scores, block, group, spec.softcap)
-            torch.softmax(scores, dim=-1, out=scores)
-            mixed = torch.mm(scores, values[head, block.lo : block.hi])
-            out[block.start : block.stop, head] = mixed.view(group, rows, dim).transpose(0, 1)
-    return out.view(n_rows, n_heads * dim)
-
-
-def _mask(scores: Tensor, block: Block, group: int, softcap: float | None) -> None:
-    """Softcap and mask one block's scores [g * B, n] in place."""
-    if softcap is not None:
-        scores.div_(softcap).tanh_().mul_(softcap)
-    if block.mask is not None:
-        strip = scores.view(group, block.stop - block.start, -1)[..., block.masked_from - block.lo :]
-        strip.masked_fill_(block.mask, float("-inf"))
-
-
-def _native_takes(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: RowPlan) -> bool:
-    return native.takes(q, keys, values, spec.scale)
-
-
-def _native(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: RowPlan) -> Tensor:
-    return native.attend(q, keys, values, native.Seen(plan.positions, spec.scale, plan.window, spec.softcap))
-
-
-def _always(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: RowPlan) -> bool:
+def _always(*_: object, **__: object) -> bool:
     return True
 
 
-class Takes(Protocol):
-    """Whether a way can attend so, and serves on this machine."""
-
-    def __call__(
-        self, q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: RowPlan
-    ) -> bool: ...
+def _no_trouble(*_: object, **__: object) -> str:
+    return ""
 
 
-class Way(NamedTuple):
-    """One way to attend."""
+@dataclass(frozen=True, slots=True)
+class Backend(Generic[P, R]):
+    """One way to compute an operation. All of its functions take what the operation takes."""
 
     name: str
-    takes: Takes
-    attend: Attend
+    run: Callable[P, R]
+    fits: Callable[P, bool] = _always  # whether it is made for these
+    trouble: Callable[P, str] = _no_trouble  # why it may not serve on this machine, "" where it may
+    is_fastest: Callable[P, bool] = _always
+
+    def serves(self, *args: P.args, **kwargs: P.kwargs) -> bool:
+        """Whether it can, may and should."""
+        return (
+            self.fits(*args, **kwargs)
+            and self.is_fastest(*args, **kwargs)
+            and not self.trouble(*args, **kwargs)
+        )
 
 
-WAYS = (  # the first that takes it does it
-    Way("compiled kernel", _native_takes, _native),  # bf16 on a CPU that multiplies it
-    Way("flash-attn", dense.takes_flash, dense.flash),  # rows side by side on a GPU
-    Way("torch's FlashAttention", dense.takes_sdpa, dense.sdpa),
-    Way("Triton kernel", by_position.takes, by_position.attend),  # rows anywhere on a GPU
-    Way("FlexAttention", flex.takes, flex.attend),
-    Way("SDPA with masks", masked.takes, masked.attend),
-    Way("plain torch", _always, attend_plainly),
+class Operation(Generic[P, R]):
+    """A row of the table: the first backend that serves does it."""
+
+    def __init__(self, *backends: Backend[P, R]) -> None:
+        self.backends = backends
+
+    def select_backend(self, *args: P.args, **kwargs: P.kwargs) -> Backend[P, R]:
+        return next(b for b in self.backends if b.serves(*args, **kwargs))
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        return self.select_backend(*args, **kwargs).run(*args, **kwargs)
+
+
+def _cpu_trouble(*_: object, **__: object) -> str:
+    status = verify.cpu_status()
+    return "" if status.active else status.reason
+
+
+def _attention_trouble(
+    check: Callable[..., str],
+    forms: tuple[verify.Attend, ...],
+    rows: tuple[tuple[int, ...], ...],
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    spec: AttentionSpec,
+    plan: object,
+) -> str:
+    return check(forms, Kind.of(q, keys, spec), rows)
+
+
+def _sdpa_trouble(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: RowPlan) -> str:
+    """A window that hides nothing is none."""
+    kind = Kind.of(q, keys, AttentionSpec(spec.scale))
+    return verify.attention_trouble((dense.sdpa,), kind, verify.ONE_ROW + verify.SIDE_BY_SIDE)
+
+
+_dense_rows = verify.ONE_ROW + verify.SIDE_BY_SIDE
+_scattered_trouble = partial(
+    _attention_trouble, verify.triton_trouble, scattered.FORMS, verify.ONE_ROW + verify.SCATTERED
+)
+
+ATTEND = Operation(
+    Backend("compiled kernel", cpu_attend.attend, cpu_attend.fits, _cpu_trouble),  # bf16 on a CPU that multiplies it
+    Backend(  # rows side by side on a GPU
+        "flash-attn",
+        dense.flash,
+        dense.fits_flash,
+        partial(_attention_trouble, verify.attention_trouble, (dense.flash,), _dense_rows),
+    ),
+    Backend("torch's FlashAttention", dense.sdpa, dense.fits_sdpa, _sdpa_trouble),
+    Backend("Triton kernel", scattered.attend, scattered.fits_gpu, _scattered_trouble),  # rows anywhere on a GPU
+    Backend(
+        "FlexAttention",
+        flex.attend,
+        flex.fits,
+        partial(
+            _attention_trouble,
+            verify.triton_trouble,
+            (flex.attend,),
+            (*verify.ONE_ROW[1:], *verify.SCATTERED),
+        ),
+    ),
+    Backend("SDPA with masks", masked.attend, masked.fits),
+    Backend("plain torch", reference.attend_reference),
+)
+ATTEND_WITH_SCORES = Operation(
+    Backend("compiled kernel", cpu_attend.attend_with_scores, cpu_attend.fits, _cpu_trouble),
+    Backend("plain torch", reference.attend_with_scores_reference),
+)
+ATTEND_AT = Operation(
+    Backend("Triton kernel", scattered.attend_at, scattered.fits_at, _scattered_trouble),
+    Backend("plain torch", reference.attend_at_reference),
+)
+ROTATE = Operation(
+    Backend("compiled kernel", cpu_place.rotate, cpu_place.fits_rotation, _cpu_trouble),
+    Backend("the model's own function", reference.rotate_reference),
 )
 
 
-def way_for(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: RowPlan) -> Way:
-    """Who attends to these."""
-    return next(way for way in WAYS if way.takes(q, keys, values, spec, plan))
+def _placing_trouble(
+    chunks: Sequence[StoredChunk], keys: Tensor, values: Tensor, rope: Rope, rotary: Rotary
+) -> str:
+    assert rotary.form is not None
+    return verify.placing_trouble(rotary.form, keys.device, keys.dtype, keys.shape[-1])
 
 
-def ways_on(adapter: Adapter) -> tuple[str, str]:
-    """Who attends in this reader's first layer: for rows that stand side by side, and for rows anywhere."""
-    spec, device = adapter.specs[0], adapter.device
-    q = torch.zeros(adapter.n_heads, 64, adapter.head_dim, dtype=adapter.dtype, device=device)
-    keys = torch.zeros(adapter.n_kv_heads, 128, adapter.head_dim, dtype=adapter.dtype, device=device)
+PLACE = Operation(
+    Backend("compiled kernel", cpu_place.place, cpu_place.fits, _cpu_trouble),
+    Backend("Triton kernel", cuda_place.place, cuda_place.fits, _placing_trouble),
+    Backend("the model's own function", reference.place_reference),
+)
+LINEAR = Operation(
+    Backend("compiled kernel", cpu_linear.linear, cpu_linear.fits, _cpu_trouble, cpu_linear.is_fastest),
+    Backend("torch", reference.linear_reference),
+)
+CORRECT = Operation(
+    Backend("compiled kernel", cpu_correct.correct, cpu_correct.fits, _cpu_trouble),
+    Backend("plain torch", reference.correct_reference),
+)
+
+
+def attend(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: RowPlan) -> Tensor:
+    """Attention that is causal by *position*: row i sees key j iff position(j) <= position(i).
+
+    Rotated queries q [H, S, D], rows anywhere in ascending order, over keys and values [K, T, D] at 0 .. T-1 -> [S, H * D].
+    Equals softmax(softcap(scale q k^T) + causal mask by position) v. Raises ValueError where keys are too few.
+    """
+    if plan.known is not None and plan.end > keys.shape[1]:
+        raise ValueError(f"a row at position {plan.end - 1} needs more than {keys.shape[1]} keys")
+    return ATTEND(q, keys, values, spec, plan)
+
+
+def attend_with_scores(
+    q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: RowPlan
+) -> tuple[Tensor, Tensor]:
+    """The same where nobody sees the keys in `plan.absent` [T]; also how much each key is looked at.
+
+    That is, per key, the norm over rows of the mean over heads of weight times norm of the value [T] fp32.
+    """
+    return ATTEND_WITH_SCORES(q, keys, values, spec, plan)
+
+
+def attend_at(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, at: Tensor) -> Tensor:
+    """One row q [H, 1, D] at position `at` [1] that only the device knows, over [K, T, D] -> [1, H * D]."""
+    return ATTEND_AT(q, keys, values, spec, at)
+
+
+def rotate(x: Tensor, rope: Rope, rotary: Rotary) -> Tensor:
+    """x [heads, S, D] turned by RoPE to the positions of `rope` [S]."""
+    return ROTATE(x, rope, rotary)
+
+
+def place(chunks: Sequence[StoredChunk], keys: Tensor, values: Tensor, rope: Rope, rotary: Rotary) -> None:
+    """Stored chunks to their places in one layer's cache, keys and values [K, T, D]: keys turned, values as they are.
+
+    rope: of positions [T].
+    """
+    PLACE(chunks, keys, values, rope, rotary)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [S, I] times weight [O, I], plus bias [O] -> [S, O]."""
+    return LINEAR(x, weight, bias)
+
+
+def correct(
+    keys: Tensor,
+    values: Tensor,
+    fresh: RecomputedTokens,
+    rope: Rope,
+    rotary: Rotary,
+    params: CorrectionParams,
+) -> None:
+    """Move the other tokens' keys (after RoPE) and values [K, N, D] as the recomputed tokens of their chunks moved.
+
+    In place; rope: of positions [N]. blend/corrections tells what is computed.
+    """
+    CORRECT(keys, values, fresh, rope, rotary, params)
+
+
+def _one_after_another(
+    q: Tensor, k: Tensor, v: Tensor, prefix_kv: tuple[Tensor, Tensor], spec: AttentionSpec, stack: ChunkStack
+) -> Tensor:
+    attended = []
+    for span in stack.spans:
+        here = slice(span.start, span.stop)
+        keys, values = (
+            torch.cat([x, own[:, here]], dim=1) for x, own in zip(prefix_kv, (k, v), strict=True)
+        )
+        attended.append(attend(q[:, here], keys, values, spec, stack.plan(len(span), spec.window)))
+    return torch.cat(attended)
+
+
+def _packed_trouble(
+    q: Tensor, k: Tensor, v: Tensor, prefix_kv: tuple[Tensor, Tensor], spec: AttentionSpec, stack: ChunkStack
+) -> str:
+    return verify.attention_trouble((packed.packed_twice,), Kind.of(q, k, spec), _dense_rows)
+
+
+ATTEND_CHUNKS = Operation(
+    Backend("flash-attn, packed", packed.attend, packed.fits, _packed_trouble),
+    Backend("one chunk after another", _one_after_another),
+)
+
+
+def attend_chunks(
+    q: Tensor, k: Tensor, v: Tensor, prefix_kv: tuple[Tensor, Tensor], spec: AttentionSpec, stack: ChunkStack
+) -> Tensor:
+    """Rotated rows of all chunks of a stack, q [H, S, D], k and v [K, S, D], each over [prefix | itself] -> [S, H * D].
+
+    prefix_kv: keys (after RoPE) and values [K, F, D] that all of them stand behind.
+    """
+    return ATTEND_CHUNKS(q, k, v, prefix_kv, spec, stack)
+
+
+def attention_backends(
+    n_heads: int, n_kv_heads: int, dim: int, dtype: torch.dtype, device: torch.device, spec: AttentionSpec
+) -> tuple[str, str]:
+    """Who attends for such heads: for rows that stand side by side, and for rows anywhere."""
+    q = torch.zeros(n_heads, 64, dim, dtype=dtype, device=device)
+    keys = torch.zeros(n_kv_heads, 128, dim, dtype=dtype, device=device)
     plans = (
-        plan_rows(at.to(device), adapter.group, spec.window, at)
+        plan_rows(at.to(device), n_heads // n_kv_heads, spec.window, at)
         for at in (torch.arange(64), 2 * torch.arange(64))
     )
-    side_by_side, anywhere = (way_for(q, keys, keys, spec, plan).name for plan in plans)
+    side_by_side, anywhere = (ATTEND.select_backend(q, keys, keys, spec, plan).name for plan in plans)
     return side_by_side, anywhere

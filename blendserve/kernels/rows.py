@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -21,20 +22,20 @@ class Rows:
     What depends on them here need not wait for a GPU; on a CPU both are one.
     """
 
-    here: Tensor  # [S] int64
-    there: Tensor  # [S] int64
+    host: Tensor  # [S] int64
+    device: Tensor  # [S] int64
 
     @classmethod
-    def on(cls, device: torch.device, here: Tensor) -> Rows:
-        return cls(here, here.to(device))
+    def on(cls, device: torch.device, host: Tensor) -> Rows:
+        return cls(host, host.to(device))
 
     @property
     def last(self) -> Rows:
         """The last one alone."""
-        return Rows(self.here[-1:], self.there[-1:])
+        return Rows(self.host[-1:], self.device[-1:])
 
     def __len__(self) -> int:
-        return len(self.here)
+        return len(self.host)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,22 +56,24 @@ class RowPlan:
 
     known: the positions in this machine's own memory, where the caller has them: reading them from a GPU would wait for
     everything that it has still to do. Kernels that run there do without; None = nobody has them yet.
+    absent: keys that no row may see, as nothing was computed for them; only `attend_with_scores` takes such.
     """
 
     positions: Tensor  # [S] int64, ascending, on the device of the queries
     group: int  # query heads a kv head, H / K
     window: int | None
     known: Tensor | None = None  # [S] int64
+    absent: Tensor | None = None  # [T] bool
 
     @cached_property
-    def here(self) -> Tensor:
+    def host(self) -> Tensor:
         """The positions in this machine's own memory; waits for the device where nobody knew them."""
         return self.positions.cpu() if self.known is None else self.known
 
     @cached_property
     def end(self) -> int:
         """How many keys the last row sees."""
-        return int(self.here[-1]) + 1 if len(self.here) else 0
+        return int(self.host[-1]) + 1 if len(self.host) else 0
 
     @cached_property
     def dense(self) -> bool:
@@ -84,7 +87,7 @@ class RowPlan:
     @cached_property
     def blocks(self) -> tuple[Block, ...]:
         """How the plain form cuts them; a compiled kernel has its own way, and these are not made for it."""
-        at: list[int] = self.here.tolist()
+        at: list[int] = self.host.tolist()
         blocks, start = [], 0
         while start < len(at):
             size = max(1, min(MAX_BLOCK, SCORE_BUDGET // (self.group * (at[start] + 1))))
@@ -94,13 +97,37 @@ class RowPlan:
         return tuple(blocks)
 
 
+    @cached_property
+    def hidden(self) -> Tensor:
+        """[S, T - from], True where a row must not look: later keys, absent ones, and those out of its window.
+
+        Only the last columns are given where nothing before them is hidden from anybody. Needs `absent`.
+        """
+        assert self.absent is not None
+        key, row = torch.arange(len(self.absent)), self.host[:, None]
+        hide = self.absent[None] | (key[None] > row)
+        if self.window is not None:
+            hide |= key[None] <= row - self.window
+        seen_by_all = int((~hide.any(dim=0)).long().cumprod(0).sum())
+        return hide[:, seen_by_all:].to(self.positions.device)
+
+
 def plan_rows(
-    positions: Tensor, group: int, window: int | None = None, known: Tensor | None = None
+    positions: Tensor,
+    group: int,
+    window: int | None = None,
+    known: Tensor | None = None,
+    absent: Tensor | None = None,
 ) -> RowPlan:
-    """The plan for rows at ascending `positions` [S]; group: query heads a kv head, H / K; known: see RowPlan."""
+    """The plan for rows at ascending `positions` [S]; group: query heads a kv head, H / K; the rest: see RowPlan."""
     if known is None and positions.device.type == "cpu":
         known = positions
-    return RowPlan(positions, group, window, known)
+    return RowPlan(positions, group, window, known, absent)
+
+
+def plans_by_window(rows: Rows, group: int, windows: Iterable[int | None]) -> dict[int | None, RowPlan]:
+    """One plan for each window that a reader's layers have."""
+    return {window: plan_rows(rows.device, group, window, rows.host) for window in set(windows)}
 
 
 def _block(positions: Tensor, start: int, stop: int, first: int, last: int, window: int | None) -> Block:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from blendserve.blend.room import room
 from blendserve.models.adapter import Adapter
+from blendserve.models.pool import pooled_empty
 
 
 class KVCache:
@@ -16,7 +16,7 @@ class KVCache:
 
     def __init__(self, adapter: Adapter, capacity: int) -> None:
         shape = (adapter.n_layers, adapter.n_kv_heads, capacity, adapter.head_dim)
-        both = room((2, *shape), adapter.dtype, adapter.device)
+        both = pooled_empty((2, *shape), adapter.dtype, adapter.device)
         self.keys, self.values = both[0], both[1]
         self.capacity = capacity
 

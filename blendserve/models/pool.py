@@ -23,7 +23,7 @@ Memory = NDArray[np.uint8]
 _kept: deque[Memory] = deque(maxlen=1)
 
 
-def room(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def pooled_empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """As torch.empty; on a CPU in kept memory, if there is enough. It is kept again when the last view of it is gone."""
     if device.type != "cpu":  # torch keeps a GPU's memory itself
         return torch.empty(shape, dtype=dtype, device=device)

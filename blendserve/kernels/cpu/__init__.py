@@ -1,13 +1,4 @@
-"""Compiled kernels for CPUs that multiply bf16; without one, everything runs on plain torch.
+"""Compiled kernels for CPUs that multiply bf16.
 
-    attention.cpp -> build.py (compiled once, kept in the user's cache) -> library.py (loaded, checked) -> attention.py
-
-Nothing here raises for want of a compiler or of an instruction: `status()` tells what is in use and why.
-BLENDSERVE_NATIVE=0 in the environment switches it off.
+    *.cpp -> build.py (compiled once, kept in the user's cache) -> library.py (loaded) -> one file an operation
 """
-
-from __future__ import annotations
-
-from blendserve.native.library import SWITCH, Status, status
-
-__all__ = ["SWITCH", "Status", "status"]

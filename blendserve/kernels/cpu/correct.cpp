@@ -14,7 +14,7 @@
 #include "rope.h"
 
 // One call, as the caller fills it in. Strides are in elements; the innermost one is 1.
-struct MoveCall {
+struct CorrectCall {
     uint16_t *keys, *values;                      // bf16 [kv, tokens, dim], keys after RoPE
     const uint16_t *fresh_keys, *fresh_values;    // bf16 [kv, fresh rows, dim]
     const uint16_t *cos, *sin;                    // bf16 [tokens, width]
@@ -47,12 +47,12 @@ struct Head {
     uint32_t* weights;    // bf16 pairs [dim][f], two rows of W in a word
 };
 
-size_t numbers_of(const MoveCall& c) {
+size_t numbers_of(const CorrectCall& c) {
     int64_t f = 2 * c.dim, fitted = c.penalty < 0 ? 0 : c.rows * f + 2 * f * f + f + LANES + c.dim * f;
     return fitted + (c.rows + c.chunks) * f;
 }
 
-Head head_in(const MoveCall& c, float* memory) {
+Head head_in(const CorrectCall& c, float* memory) {
     int64_t f = 2 * c.dim;
     Head h{};
     auto take = [&](int64_t n) { return std::exchange(memory, memory + n); };
@@ -77,7 +77,7 @@ void add(float* to, const float* from, float factor, int64_t n) {
 
 // The recomputed tokens' stored and fresh keys (or values), into the key (or value) half of x and left; sums of both, of
 // left by chunk.
-void gather(const MoveCall& c, int64_t head, bool key, Head& h) {
+void gather(const CorrectCall& c, int64_t head, bool key, Head& h) {
     Turn turn{c.cos, c.sin, c.turn_row, c.width};
     const uint16_t* stored = key ? c.keys + head * c.k_head : c.values + head * c.v_head;
     const uint16_t* fresh = key ? c.fresh_keys + head * c.fk_head : c.fresh_values + head * c.fv_head;
@@ -103,7 +103,7 @@ void gather(const MoveCall& c, int64_t head, bool key, Head& h) {
 }
 
 // Sums by chunk -> means of what a chunk's tokens moved, shrunk.
-void take_means(const MoveCall& c, int64_t offset, Head& h) {
+void take_means(const CorrectCall& c, int64_t offset, Head& h) {
     int64_t f = 2 * c.dim;
     alignas(64) float overall[MAX_DIM] = {};
     for (int64_t n = 0; n < c.chunks; ++n)
@@ -115,7 +115,7 @@ void take_means(const MoveCall& c, int64_t offset, Head& h) {
 }
 
 // left -> what is beyond the mean of its chunk; x -> centred, and how large its numbers are then.
-void centre(const MoveCall& c, int64_t offset, Head& h) {
+void centre(const CorrectCall& c, int64_t offset, Head& h) {
     int64_t f = 2 * c.dim;
     for (int64_t j = offset; j < offset + c.dim; ++j) h.centre[j] /= static_cast<float>(c.rows);
     double squares = 0;
@@ -151,7 +151,7 @@ void product(const float* a, const float* b, int64_t rows, int64_t f, int64_t i,
 
 // Rows [i, i + STRIP) of the system; of the symmetric gram what is right of its diagonal. As keys and values are to be of
 // unit size, the penalty is in units of theirs.
-void set_up(const MoveCall& c, int64_t i, Head& h) {
+void set_up(const CorrectCall& c, int64_t i, Head& h) {
     int64_t f = 2 * c.dim;
     for (int64_t to = i + STRIP; i < to; i += SOME) {
         for (int64_t j = 0; j < f; j += STRIP) {
@@ -234,7 +234,7 @@ __m512i rounded_pairs(const float* low, const float* high) {
 }
 
 // A strip of W, as tokens need it: of numbers that are not centred.
-void finish(const MoveCall& c, int64_t j, Head& h) {
+void finish(const CorrectCall& c, int64_t j, Head& h) {
     int64_t f = 2 * c.dim;
     alignas(64) float centred[STRIP] = {};
     for (int64_t i = 0; i < f; ++i) add(centred, h.w + i * f + j, -h.centre[i], STRIP);
@@ -245,7 +245,7 @@ void finish(const MoveCall& c, int64_t j, Head& h) {
 }
 
 // known W + constants for n tokens: known as bf16 pairs [n][dim].
-void predict(const MoveCall& c, const Head& h, const float* constants, const uint32_t (*known)[MAX_DIM], int64_t n,
+void predict(const CorrectCall& c, const Head& h, const float* constants, const uint32_t (*known)[MAX_DIM], int64_t n,
              float (*shift)[2 * MAX_DIM]) {
     int64_t f = 2 * c.dim;
     for (int64_t j = 0; j < f; j += STRIP) {
@@ -268,7 +268,7 @@ void predict(const MoveCall& c, const Head& h, const float* constants, const uin
 }
 
 // n tokens of a chunk, at most TILE.
-void shift_tile(const MoveCall& c, const Head& h, int64_t head, int64_t chunk, const int64_t* tokens, int64_t n) {
+void shift_tile(const CorrectCall& c, const Head& h, int64_t head, int64_t chunk, const int64_t* tokens, int64_t n) {
     int64_t dim = c.dim;
     Turn turn{c.cos, c.sin, c.turn_row, c.width};
     const float* constants = h.constants + chunk * 2 * dim;
@@ -299,7 +299,7 @@ void shift_tile(const MoveCall& c, const Head& h, int64_t head, int64_t chunk, c
 }
 
 // Item i of a head's: some tokens of some chunk.
-void shift_block(const MoveCall& c, const Head& h, int64_t head, int64_t item) {
+void shift_block(const CorrectCall& c, const Head& h, int64_t head, int64_t item) {
     for (int64_t n = 0; n < c.chunks; ++n) {
         int64_t stop = c.other_first[n + 1], blocks = divide_up(stop - c.other_first[n], BLOCK);
         if (item < blocks) {
@@ -314,8 +314,8 @@ void shift_block(const MoveCall& c, const Head& h, int64_t head, int64_t item) {
 
 }  // namespace
 
-extern "C" void blendserve_move(const MoveCall* call) {
-    const MoveCall& c = *call;
+extern "C" void blendserve_correct(const CorrectCall* call) {
+    const CorrectCall& c = *call;
     bool fits = c.penalty >= 0;
     int64_t strips = 2 * c.dim / STRIP, blocks = 0;
     for (int64_t n = 0; n < c.chunks; ++n) blocks += divide_up(c.other_first[n + 1] - c.other_first[n], BLOCK);

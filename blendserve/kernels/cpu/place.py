@@ -8,7 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from blendserve.native.library import library
+from blendserve.kernels.cpu.library import loaded
+from blendserve.kernels.rotary import HALVES, Rotary
+from blendserve.kernels.types import Rope, StoredChunk
 
 STEP, MAX_DIM = 32, 256
 Part = tuple[int, Tensor, Tensor | None]  # where the first token stands, keys and values [K, C, D]
@@ -33,46 +35,49 @@ class PlaceCall(ctypes.Structure):
     )
 
 
-def takes(x: Tensor, cos: Tensor, sin: Tensor) -> bool:
-    """Whether x [heads, S, D] is of the kind that the kernel turns by cos and sin [T, R], and there is one."""
+def fits_rotation(x: Tensor, rope: Rope, rotary: Rotary) -> bool:
+    """Whether the kernel is made to turn x [heads, S, D] so."""
+    cos, sin = rope.cos, rope.sin
     return (
-        all(y.dtype == torch.bfloat16 and y.device.type == "cpu" for y in (x, cos, sin))
+        rotary.form == HALVES
+        and all(y.dtype == torch.bfloat16 and y.device.type == "cpu" for y in (x, cos, sin))
         and x.stride(-1) == cos.stride(-1) == sin.stride(-1) == 1
         and cos.stride(0) == sin.stride(0)
         and cos.shape[-1] % STEP == 0
         and 0 < cos.shape[-1] <= x.shape[-1] <= MAX_DIM
         and not torch.is_grad_enabled()
-        and library() is not None
     )
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [heads, S, D] turned by cos and sin [S, R], for what `takes` takes."""
-    loaded = library()
-    assert loaded is not None, "ask `takes` first"
+def rotate(x: Tensor, rope: Rope, rotary: Rotary) -> Tensor:
+    """ops.rotate for what `fits_rotation`."""
     out = torch.empty(x.shape, dtype=x.dtype)
-    run(loaded, [(0, x, None)], out, None, cos, sin)
+    run(loaded(), [(0, x, None)], out, None, rope)
     return out
 
 
-def place(parts: Sequence[Part], keys: Tensor, values: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Each part's keys, turned by cos and sin [T, R] of where they are to stand, and values into those [K, T, D]."""
-    loaded = library()
-    assert loaded is not None, "ask `takes` first"
-    run(loaded, parts, keys, values, cos, sin)
+def fits(chunks: Sequence[StoredChunk], keys: Tensor, values: Tensor, rope: Rope, rotary: Rotary) -> bool:
+    """Whether the kernel is made to place these."""
+    return all(fits_rotation(x, rope, rotary) for x in (*(stored for _, stored, _ in chunks[:1]), keys))
+
+
+def place(chunks: Sequence[StoredChunk], keys: Tensor, values: Tensor, rope: Rope, rotary: Rotary) -> None:
+    """ops.place for what `fits`."""
+    run(loaded(), chunks, keys, values, rope)
 
 
 def run(
-    loaded: ctypes.CDLL, parts: Sequence[Part], keys: Tensor, values: Tensor | None, cos: Tensor, sin: Tensor
+    library: ctypes.CDLL, parts: Sequence[Part], keys: Tensor, values: Tensor | None, rope: Rope
 ) -> None:
     """The call itself. The GIL is free meanwhile."""
+    cos, sin = rope.cos, rope.sin
     pieces = (Piece * len(parts))(*(_piece(*part) for part in parts))
     to_values = keys if values is None else values
     pointers = (x.data_ptr() for x in (keys, to_values, cos, sin))
     strides = (*keys.stride()[:2], *to_values.stride()[:2], cos.stride(0))
     sizes = (len(parts), keys.shape[0], keys.shape[2], cos.shape[1], torch.get_num_threads())
     call = PlaceCall(ctypes.addressof(pieces), *pointers, *strides, *sizes)
-    loaded.blendserve_place(ctypes.byref(call))
+    library.blendserve_place(ctypes.byref(call))
 
 
 def _piece(start: int, keys: Tensor, values: Tensor | None) -> Piece:

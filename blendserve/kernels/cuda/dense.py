@@ -7,40 +7,35 @@ not seen (tens of milliseconds), and here every prompt has another one.
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
-from blendserve.blend.rows import RowPlan
-from blendserve.gpu.available import capability, flash_attn
-from blendserve.gpu.proven import KEYS, Attend, Kind, trouble
-from blendserve.models.adapter import AttentionSpec
+from blendserve.kernels.cuda.available import capability, flash_attn
+from blendserve.kernels.rows import RowPlan
+from blendserve.kernels.types import AttentionSpec
 
 BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 HALVES = {torch.bfloat16, torch.float16}
 MAX_DIM = 256
-ROWS = ((0,), (KEYS - 1,), tuple(range(130)), tuple(range(KEYS - 200, KEYS)))  # to prove it with
 
 
-def takes_flash(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: RowPlan) -> bool:
-    """Whether flash-attn can do it on this GPU (Ampere or later), and does it right."""
+def fits_flash(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: RowPlan) -> bool:
+    """Whether flash-attn can do it on this GPU (Ampere or later)."""
     return (
         plan.dense
         and _halves(q, keys, values)
         and capability(q.device) >= (8, 0)
         and flash_attn() is not None
-        and not why_not(flash, Kind.of(q, keys, spec))
     )
 
 
 def flash(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: RowPlan) -> Tensor:
     """q [H, S, D] over keys and values [K, T, D] -> [S, H * D], in flash-attn."""
     package = flash_attn()
-    assert package is not None, "ask `takes_flash` first"
+    assert package is not None, "ask `fits_flash` first"
     left = -1 if spec.window is None else spec.window - 1
     parts = (x.transpose(0, 1)[None] for x in (q, keys[:, : plan.end], values[:, : plan.end]))
     softcap = {} if spec.softcap is None else {"softcap": spec.softcap}  # older versions have none
@@ -50,14 +45,13 @@ def flash(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: Ro
     return out[0].reshape(q.shape[1], -1)
 
 
-def takes_sdpa(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: RowPlan) -> bool:
+def fits_sdpa(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: RowPlan) -> bool:
     """Whether torch's own can: it knows no softcap, and no window that hides anything."""
     return (
         plan.dense
         and _halves(q, keys, values)
         and spec.softcap is None
         and (spec.window is None or spec.window >= plan.end)
-        and not why_not(sdpa, Kind.of(q, keys, AttentionSpec(spec.scale)))
     )
 
 
@@ -89,9 +83,3 @@ def _halves(q: Tensor, keys: Tensor, values: Tensor) -> bool:
         and q.shape[-1] <= MAX_DIM
         and not any(x.requires_grad for x in parts)
     )
-
-
-@cache
-def why_not(attend: Attend, kind: Kind) -> str:
-    """Why this GPU does without it, "" where it serves."""
-    return trouble((attend,), kind, ROWS)

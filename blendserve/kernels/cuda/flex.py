@@ -13,11 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from blendserve.blend.rows import RowPlan
-from blendserve.gpu.attention import fits
-from blendserve.gpu.available import has_triton
-from blendserve.gpu.proven import KEYS, Kind, trouble
-from blendserve.models.adapter import AttentionSpec
+from blendserve.kernels.cuda import scattered
+from blendserve.kernels.rows import RowPlan
+from blendserve.kernels.types import AttentionSpec
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -25,17 +23,9 @@ if TYPE_CHECKING:
 BLOCK = 128  # rows and keys of a block
 
 
-def takes(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: RowPlan) -> bool:
-    """Whether it can be compiled here (which takes triton), and is right."""
-    if q.device.type != "cuda" or not has_triton() or not fits(q, keys, values):
-        return False
-    return not why_not(Kind.of(q, keys, spec))
-
-
-@cache
-def why_not(kind: Kind) -> str:
-    """Why this GPU does without it, "" where it serves."""
-    return trouble((attend,), kind, ((KEYS - 1,), tuple(range(1, KEYS - 2, 3))))
+def fits(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: RowPlan) -> bool:
+    """Whether these are on a GPU, and it is made for them; compiling it there takes triton."""
+    return scattered.fits_gpu(q, keys, values, spec, plan)
 
 
 def attend(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: RowPlan) -> Tensor:

@@ -11,15 +11,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 
-from blendserve.blend.rows import RowPlan
-from blendserve.gpu.dense import BACKENDS
-from blendserve.models.adapter import AttentionSpec
+from blendserve.kernels.cuda.dense import BACKENDS
+from blendserve.kernels.rows import RowPlan
+from blendserve.kernels.types import AttentionSpec
 
 BLOCK = 512  # rows; larger ones waste work beyond the diagonal
 MASK_BUDGET = 2**26  # elements of one block's mask, [g * B, n]
 
 
-def takes(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: RowPlan) -> bool:
+def fits(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: RowPlan) -> bool:
     """It needs a GPU, where it is worth it, and knows no softcap."""
     return q.device.type == "cuda" and spec.softcap is None
 
@@ -28,7 +28,7 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: R
     """q [H, S, D] over keys and values [K, T, D] -> [S, H * D]. Waits for the device if the rows are not known here."""
     n_heads, n_rows, dim = q.shape
     n_kv, group = keys.shape[0], n_heads // keys.shape[0]
-    at: list[int] = plan.here.tolist()
+    at: list[int] = plan.host.tolist()
     out = torch.empty(n_rows, n_kv, group, dim, dtype=q.dtype, device=q.device)
     size = max(1, min(BLOCK, MASK_BUDGET // (group * max(plan.end, 1))))
     for start in range(0, n_rows, size):

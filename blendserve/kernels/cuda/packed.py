@@ -1,77 +1,47 @@
-"""Chunks side by side behind one front, attended in a single launch: flash-attn's variable lengths.
+"""Chunks side by side behind one prefix, attended in a single launch: flash-attn's variable lengths.
 
-    rows  [ chunk 0 | chunk 1 | ... ]
-    keys  [ front chunk 0 | front chunk 1 | ... ]      the front anew for each: a chunk's keys lie in one piece
-
-A row sees the front and its own chunk up to itself, which is "causal" aligned at the bottom right of each pair. Where
+A row sees the prefix and its own chunk up to itself, which is "causal" aligned at the bottom right of each pair. Where
 this is not to be had, chunks attend one after another: the same numbers, in more launches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import accumulate
-
 import torch
 from torch import Tensor
 
-from blendserve.blend.rows import RowPlan
 from blendserve.core import Span
-from blendserve.gpu.available import capability, flash_attn
-from blendserve.gpu.dense import HALVES, MAX_DIM, ROWS
-from blendserve.gpu.proven import Kind, trouble
-from blendserve.models.adapter import AttentionSpec
+from blendserve.kernels.chunks import ChunkStack
+from blendserve.kernels.cuda.available import capability, flash_attn
+from blendserve.kernels.cuda.dense import HALVES, MAX_DIM
+from blendserve.kernels.rows import RowPlan
+from blendserve.kernels.types import AttentionSpec
 
 
-@dataclass(frozen=True)
-class Pack:
-    """Which rows and keys belong together; made once for all layers."""
-
-    rows_end: Tensor  # [B + 1] int32, on the device: chunk b has rows rows_end[b] .. rows_end[b + 1]
-    keys_end: Tensor  # [B + 1] int32, likewise its keys, the front's among them
-    keys: Tensor  # [their number] int64: where each lies in [ front | chunk 0 | chunk 1 | ... ]
-    most_rows: int
-    most_keys: int
-
-    @classmethod
-    def of(cls, spans: Sequence[Span], n_front: int, device: torch.device) -> Pack:
-        """spans: of the chunks' rows, one behind another, none empty."""
-        lengths = [len(span) for span in spans]
-        front = torch.arange(n_front)
-        keys = torch.cat([torch.cat([front, n_front + torch.arange(s.start, s.stop)]) for s in spans])
-        return cls(
-            _ends(lengths).to(device),
-            _ends([n_front + n for n in lengths]).to(device),
-            keys.to(device),
-            max(lengths),
-            n_front + max(lengths),
-        )
-
-
-def takes(q: Tensor, keys: Tensor, spec: AttentionSpec) -> bool:
-    """Whether flash-attn can do it on this GPU, and does it right. q [H, S, D], keys [K, S, D]."""
+def fits(
+    q: Tensor, k: Tensor, v: Tensor, prefix_kv: tuple[Tensor, Tensor], spec: AttentionSpec, stack: ChunkStack
+) -> bool:
+    """Whether flash-attn can do it on this GPU."""
     return (
         q.device.type == "cuda"
-        and q.dtype == keys.dtype
+        and q.dtype == k.dtype
         and q.dtype in HALVES
         and q.shape[-1] <= MAX_DIM
         and capability(q.device) >= (8, 0)
         and hasattr(flash_attn(), "flash_attn_varlen_func")
-        and not trouble((_twice,), Kind.of(q, keys, spec), ROWS)
     )
 
 
 def attend(
-    q: Tensor, keys: Tensor, values: Tensor, front: tuple[Tensor, Tensor], spec: AttentionSpec, pack: Pack
+    q: Tensor, k: Tensor, v: Tensor, prefix_kv: tuple[Tensor, Tensor], spec: AttentionSpec, stack: ChunkStack
 ) -> Tensor:
-    """Rotated rows of all chunks, q [H, S, D], keys and values [K, S, D], behind the front's [K, F, D] -> [S, H * D]."""
+    """ops.attend_chunks."""
+    pack = stack.packing
     packed = (
         torch.cat([ahead, own], dim=1).index_select(1, pack.keys).transpose(0, 1)
-        for ahead, own in zip(front, (keys, values), strict=True)
+        for ahead, own in zip(prefix_kv, (k, v), strict=True)
     )
     package = flash_attn()
-    assert package is not None, "ask `takes` first"
+    assert package is not None, "ask `fits` first"
     left = -1 if spec.window is None else spec.window - 1
     softcap = {} if spec.softcap is None else {"softcap": spec.softcap}  # older versions have none
     out: Tensor = package.flash_attn_varlen_func(
@@ -89,16 +59,12 @@ def attend(
     return out.reshape(q.shape[1], -1)
 
 
-def _twice(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: RowPlan) -> Tensor:
-    """Rows that stand side by side, as blend.attention.attend has them: packed twice, the second time looked at."""
+def packed_twice(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: RowPlan) -> Tensor:
+    """Rows that stand side by side, as ops.attend has them: packed twice, the second time looked at."""
     n, end = q.shape[1], plan.end
     front = keys[:, : end - n], values[:, : end - n]
     rows, own, plain = (
         torch.cat([x, x], dim=1) for x in (q, keys[:, end - n : end], values[:, end - n : end])
     )
-    pack = Pack.of([Span(0, n), Span(n, 2 * n)], end - n, q.device)
-    return attend(rows, own, plain, front, spec, pack)[n:]
-
-
-def _ends(lengths: Sequence[int]) -> Tensor:
-    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    stack = ChunkStack([Span(0, n), Span(n, 2 * n)], end - n, q.shape[0] // keys.shape[0], q.device)
+    return attend(rows, own, plain, front, spec, stack)[n:]

@@ -1,147 +1,57 @@
 """A layer of stored KV put into the cache of a GPU in one launch: keys rotated on their way, values as they are.
 
 Written out in torch that is a dozen launches a chunk and layer, hundreds a layer for a long prompt. The rotation gives
-what the model's own function gives, to the bit in 16 bits: `form_of` finds out which of the forms below a model's is, by
-running it; a model whose form is not among them is placed by its own function.
+what the model's own function gives, to the bit in 16 bits; a model whose form no kernel knows (kernels/rotary.py) is
+placed by its own function.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from blendserve.gpu.available import has_triton
-from blendserve.models.adapter import Adapter, Rope
+from blendserve.kernels.cuda.available import has_triton
+from blendserve.kernels.rotary import Rotary, RotaryForm
+from blendserve.kernels.types import Rope, StoredChunk
 
 BLOCK = 32  # tokens of one program
 
 
-@dataclass(frozen=True, slots=True)
-class Form:
-    """How a family turns a head: pairs (x, y) become (x cos - y sin, y cos + x sin)."""
-
-    neighbours: bool  # pairs are dims (2i, 2i + 1), else (i, i + R / 2)
-    step: int  # columns of cos from one pair's to the next's
-    wide: bool  # computed in fp32 and rounded once, else after every step
-
-
-HALVES = Form(neighbours=False, step=1, wide=False)  # Llama and most others
-FORMS = (
-    HALVES,
-    Form(neighbours=True, step=2, wide=True),  # Command R
-    Form(neighbours=True, step=1, wide=False),  # GLM-4, Helium
-)
-
-_forms: WeakKeyDictionary[Adapter, Form | None] = WeakKeyDictionary()
-
-
-def form_of(adapter: Adapter) -> Form | None:
-    """The form that this reader's own function has, found by running it; None = another one."""
-    if adapter not in _forms:
-        _forms[adapter] = _found(adapter)
-    return _forms[adapter]
-
-
-@torch.inference_mode()
-def _found(adapter: Adapter) -> Form | None:
-    positions = torch.arange(8, device=adapter.device) * 37 + 1
-    rope = next((rope for rope in adapter.rope(positions) if rope.cos.shape[-1]), None)
-    if rope is None:
-        return HALVES  # no layer turns anything
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(2, len(positions), adapter.head_dim, generator=generator)
-    x = x.to(adapter.device, adapter.dtype)
-    wanted = adapter.rotate(x, rope)
-    return next((form for form in FORMS if torch.equal(turned(form, x, rope), wanted)), None)
-
-
-def turned(form: Form, x: Tensor, rope: Rope) -> Tensor:
-    """Keys x [K, S, D] turned as the kernel does it, in torch."""
-    width = rope.cos.shape[-1]
-    half, out = width // 2, x.clone()
-    pairs = (slice(0, width, 2), slice(1, width, 2)) if form.neighbours else (slice(half), slice(half, width))
-    columns = slice(0, half * form.step, form.step)
-    one, other, cos, sin = x[..., pairs[0]], x[..., pairs[1]], rope.cos[:, columns], rope.sin[:, columns]
-    if form.wide:
-        one, other = one.float(), other.float()
-    out[..., pairs[0]] = (one * cos - other * sin).to(x.dtype)
-    out[..., pairs[1]] = (other * cos + one * sin).to(x.dtype)
-    return out
-
-
-def takes(adapter: Adapter, keys: Sequence[Tensor], cache_keys: Tensor) -> bool:
-    """Whether the kernel can place these for this reader, there is one, and it is right on this GPU."""
+def fits(chunks: Sequence[StoredChunk], keys: Tensor, values: Tensor, rope: Rope, rotary: Rotary) -> bool:
+    """Whether the kernel is made to place these, and triton is there."""
+    stored = [k for _, k, _ in chunks]
     return (
-        cache_keys.device.type == "cuda"
+        keys.device.type == "cuda"
         and has_triton()
-        and all(x.device == cache_keys.device and x.dtype == cache_keys.dtype for x in keys)
-        and all(x.stride(-1) == 1 for x in (*keys[:1], cache_keys))
-        and (form := form_of(adapter)) is not None
-        and not why_not(form, cache_keys.device, cache_keys.dtype, cache_keys.shape[-1])
+        and rotary.form is not None
+        and all(x.device == keys.device and x.dtype == keys.dtype for x in stored)
+        and all(x.stride(-1) == 1 for x in (*stored[:1], keys))
     )
 
 
-@cache
-@torch.inference_mode()
-def why_not(form: Form, device: torch.device, dtype: torch.dtype, dim: int) -> str:
-    """Why this GPU does without the kernel for such heads, "" where it serves. Compiles it, once a machine."""
-    generator = torch.Generator().manual_seed(0)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(device, dtype)
-
-    try:
-        for width in {dim, dim // 4 * 2}:  # all of a head, or a part
-            angles = draw(90, width // 2)
-            both = (
-                angles.repeat_interleave(2, dim=-1) if form.step == 2 else torch.cat([angles, angles], dim=-1)
-            )
-            rope = Rope(both.cos(), both.sin())
-            parts = [(5, draw(2, 40, dim), draw(2, 40, dim)), (50, draw(2, 33, dim), draw(2, 33, dim))]
-            keys, values = draw(2, 90, dim), draw(2, 90, dim)
-            wanted, plain = keys.clone(), values.clone()
-            for start, k, v in parts:
-                here = slice(start, start + k.shape[1])
-                wanted[:, here], plain[:, here] = turned(form, k, rope.at(here)), v
-            starts, ks, vs = zip(*parts, strict=True)
-            place(ks, vs, starts, keys, values, rope.cos, rope.sin, form)
-            off = float((keys.float() - wanted.float()).abs().max())
-            if not off <= 2 * torch.finfo(dtype).eps or not torch.equal(values, plain):
-                return f"off by {off:.3g}"
-    except Exception as error:  # whatever a compiler or driver may say
-        return f"{type(error).__name__}: {str(error).strip() or 'no reason given'}".splitlines()[0]
-    return ""
+def place(chunks: Sequence[StoredChunk], keys: Tensor, values: Tensor, rope: Rope, rotary: Rotary) -> None:
+    """ops.place for what `fits`."""
+    assert rotary.form is not None, "ask `fits` first"
+    run(chunks, keys, values, rope, rotary.form)
 
 
-def place(
-    keys: Sequence[Tensor],
-    values: Sequence[Tensor],
-    starts: Sequence[int],
-    cache_keys: Tensor,
-    cache_values: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    form: Form = HALVES,
+def run(
+    chunks: Sequence[StoredChunk], cache_keys: Tensor, cache_values: Tensor, rope: Rope, form: RotaryForm
 ) -> None:
-    """Chunks' keys before RoPE and values [K, C, D] into one layer's cache [K, T, D], each from its start on.
+    """The call itself: on a GPU, or in triton's interpreter. Nothing waits for the device."""
+    from blendserve.kernels.cuda.triton_kernels.place import chunks_into_cache
 
-    cos, sin [T, R] by position. Everything is on the device; nothing waits for it.
-    """
-    from blendserve.gpu.kernels.place import chunks_into_cache
-
-    longest = max((k.shape[1] for k in keys), default=0)
+    cos, sin = rope.cos, rope.sin
+    longest = max((k.shape[1] for _, k, _ in chunks), default=0)
     if not longest:
         return
-    if any(start + k.shape[1] > cache_keys.shape[1] for k, start in zip(keys, starts, strict=True)):
+    if any(start + k.shape[1] > cache_keys.shape[1] for start, k, _ in chunks):
         raise ValueError(f"a chunk ends behind the cache's {cache_keys.shape[1]} tokens")
     rows = [
         (k.data_ptr(), v.data_ptr(), start, k.shape[1], *k.stride()[:2], *v.stride()[:2])
-        for k, v, start in zip(keys, values, starts, strict=True)
+        for start, k, v in chunks
     ]
     aligned = all(number % 16 == 0 for row in rows for number in (*row[:2], *row[4:]))
     n_kv, _, dim = cache_keys.shape

@@ -8,17 +8,17 @@ sm_120: their shared memory fits, and no or few registers are spilled (tests/gpu
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from blendserve.blend.rows import RowPlan
-from blendserve.gpu.available import capability, has_triton, processors
-from blendserve.gpu.proven import BOUNDS, KEYS, Kind, trouble
-from blendserve.models.adapter import AttentionSpec
+from blendserve.kernels.cuda.available import capability, processors
+from blendserve.kernels.rows import RowPlan
+from blendserve.kernels.types import AttentionSpec
 
 MAX_DIM = 256
+DTYPES = {torch.bfloat16, torch.float16, torch.float32}
 FEW = 16  # queries of one kv head that the small tile holds: decoding, and the last layer
 MOST_SPLITS = 32
 LEAST_BLOCKS = 4  # of keys in a split: below, joining costs more than waiting
@@ -52,32 +52,29 @@ def splits_for(programs: int, keys: int, tile: Tile, room: int) -> int:
     return max(1, min(room // programs, keys // (LEAST_BLOCKS * tile.keys), MOST_SPLITS))
 
 
-def takes(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: RowPlan) -> bool:
-    """Whether these are what the kernel can do, there is one, and it is right on this GPU."""
-    return q.device.type == "cuda" and fits(q, keys, values) and not why_not(Kind.of(q, keys, spec))
+def fits_gpu(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: RowPlan) -> bool:
+    """Whether these are on a GPU, and the kernel is made for them."""
+    return q.device.type == "cuda" and fits(q, keys, values)
+
+
+def fits_at(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, at: Tensor) -> bool:
+    """The same for a row at a position [1] that only the device knows."""
+    return q.device.type == "cuda" and fits(q, keys, values)
 
 
 def fits(q: Tensor, keys: Tensor, values: Tensor) -> bool:
     """Whether the kernel is made for such tensors, on any device."""
     parts = (q, keys, values)
     return (
-        q.dtype in BOUNDS
+        q.dtype in DTYPES
         and all(x.dtype == q.dtype and x.device == q.device and x.stride(-1) == 1 for x in parts)
         and q.shape[-1] <= MAX_DIM
         and not any(x.requires_grad for x in parts)
     )
 
 
-@cache
-def why_not(kind: Kind) -> str:
-    """Why this GPU does without the kernel, "" where it serves: looked into once for each kind of heads."""
-    if not has_triton():
-        return "triton is not installed: pip install 'blendserve[gpu]'"
-    return trouble(_FORMS, kind, ((0,), (KEYS - 1,), tuple(range(1, KEYS - 2, 3))))
-
-
 def attend(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: RowPlan) -> Tensor:
-    """blend.attention.attend for what `takes` takes: q [H, S, D] over keys and values [K, T, D] -> [S, H * D].
+    """ops.attend: q [H, S, D] over keys and values [K, T, D] -> [S, H * D].
 
     Nothing here waits for the GPU, and where the rows' positions are not known here, nothing depends on them.
     """
@@ -90,11 +87,16 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: R
     return run(q, keys, values, spec, plan.positions, tile, splits)
 
 
+def attend_at(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, at: Tensor) -> Tensor:
+    """ops.attend_at."""
+    return attend(q, keys, values, spec, RowPlan(at, q.shape[0] // keys.shape[0], spec.window))
+
+
 def run(
     q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, positions: Tensor, tile: Tile, splits: int
 ) -> Tensor:
     """The call itself: on a GPU, or in triton's interpreter."""
-    from blendserve.gpu.kernels.attention import join, rows_over_keys
+    from blendserve.kernels.cuda.triton_kernels.attention import join, rows_over_keys
 
     n_heads, n_rows, dim = q.shape
     n_kv, n_keys = keys.shape[:2]
@@ -138,4 +140,5 @@ def _as(
     return run(q, keys, values, spec, plan.positions, tile, 3 if split else 1)
 
 
-_FORMS = tuple(partial(_as, few, split) for few in (True, False) for split in (False, True))
+# The compiled forms, each of which is to be proven.
+FORMS = tuple(partial(_as, few, split) for few in (True, False) for split in (False, True))

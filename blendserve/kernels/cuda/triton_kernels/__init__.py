@@ -1,1 +1,1 @@
-"""Triton kernels. Importing a module here imports triton: ask blendserve.gpu.available first."""
+"""Triton kernels. Importing a module here imports triton: ask blendserve.kernels.cuda.available first."""

@@ -1,4 +1,4 @@
-"""Attention that is causal by position, in Triton: see blendserve/gpu/attention.py for what it is given and why.
+"""Attention that is causal by position, in Triton: see blendserve/kernels/cuda/scattered.py for what it is given and why.
 
 One program holds a tile of queries and walks over the keys that any of them sees:
 
