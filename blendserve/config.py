@@ -10,14 +10,18 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from blendserve.errors import ConfigError
-from blendserve.registry import nearest
+from blendserve.registry import CORRECTIONS, POLICIES, nearest
 
 Method = Literal["auto", "blend", "full", "prefix", "reuse"]
-PolicyName = Literal["query", "deviation", "chunk_head", "random", "none", "all"]
-CorrectionName = Literal["ridge", "shift", "none"]
+PolicyName = Annotated[
+    str, AfterValidator(POLICIES.check), Field(json_schema_extra={"enum": list(POLICIES.names)})
+]
+CorrectionName = Annotated[
+    str, AfterValidator(CORRECTIONS.check), Field(json_schema_extra={"enum": list(CORRECTIONS.names)})
+]
 Behind = Literal["prefix", "primer", "bos", "none"]
 
 Ratio = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -92,18 +96,18 @@ class BlendConfig(Section):
     """Which tokens are recomputed, and what is done for the others."""
 
     method: Method = "auto"  # the cheapest of blend, prefix and full, by a cost model of this machine
-    policy: PolicyName = "query"
+    policy: PolicyName = POLICIES.default
     ratio: Ratio | Literal["auto"] = 0.15  # share of the context tokens; "auto": as many as loading hides
     floor: Ratio = 0.05  # ratio "auto" recomputes no less
-    correction: CorrectionName = "ridge"
+    correction: CorrectionName = CORRECTIONS.default
     check_layers: tuple[Annotated[int, Field(ge=1)], ...] = (
         1,
-    )  # `deviation` only; several = gradual filtering
+    )  # for policies that check deviations; several = gradual filtering
     seed: int = 0  # `random` only
 
     @property
     def share(self) -> float:
-        """The ratio as a number; "auto" is at least its floor (blend/controller.py finds out what it is)."""
+        """The ratio as a number; "auto" is at least its floor (blend/cost.py finds out what it is)."""
         return self.floor if self.ratio == "auto" else self.ratio
 
 

@@ -6,17 +6,17 @@ Each step runs one row through the layers and writes its KV into the room that p
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence, Set
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from blendserve.config import DecodeConfig
+from blendserve.core import TokenIds
 from blendserve.models.adapter import Adapter
-from blendserve.models.forward import append
 from blendserve.models.kv_cache import KVCache
-from blendserve.models.replay import ReplayedSteps, is_worthwhile
+from blendserve.models.own_forward import OwnDecoding
+from blendserve.models.replay import is_worthwhile, plain_steps, replayed_steps
 
 
 def generate(
@@ -26,14 +26,17 @@ def generate(
 
     `length`: tokens already in the cache; `logits` [V]: for the first new token.
     """
-    if not is_worthwhile(adapter, config.max_new_tokens):
-        return sample(logits, config, end, lambda n, token: append(adapter, cache, length + n, (token,))[0])
-    steps = ReplayedSteps(adapter, cache.keys[None], cache.values[None], length)
+    if is_worthwhile(adapter, config.max_new_tokens):
+        step = replayed_steps(adapter, cache, length)
+    else:
+        step = plain_steps(adapter, cache)
+    return sample(logits, config, end, lambda made, token: step(length + made, token))
 
-    def replayed(n: int, token: int) -> Tensor:
-        return steps([(0, length + n, token)], partial(append, adapter, cache, length + n, (token,)))[0]
 
-    return sample(logits, config, end, replayed)
+def generate_by_model(adapter: Adapter, ids: TokenIds, config: DecodeConfig, end: Set[int]) -> Iterator[int]:
+    """The same by the borrowed model's own forward and cache, prompt included."""
+    own = OwnDecoding(adapter)
+    return sample(own.feed(ids), config, end, lambda _, token: own.feed((token,)))
 
 
 def sample(

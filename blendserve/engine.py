@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from blendserve.blend.blender import Blender, PrecomputeReport
-from blendserve.blend.full import model_generate
 from blendserve.blend.report import plain_report
 from blendserve.config import BlendConfig, Config, DecodeConfig, changed
 from blendserve.core import Answer, BlendReport, Document, Passage, Prompt, TokenIds
-from blendserve.decode import generate
+from blendserve.decode import generate, generate_by_model
 from blendserve.errors import ConfigError, InputError, PromptTooLong, StoreError
 from blendserve.models.gate import GateReport, verdict
 from blendserve.models.loader import Reader, load_reader
@@ -251,7 +250,7 @@ class Engine:
             why = f"the reader fails {self.gate.failure}"
             return (
                 plain_report(prompt, blend, why),
-                model_generate(reader.adapter, prompt.ids, decode, reader.end_tokens),
+                generate_by_model(reader.adapter, prompt.ids, decode, reader.end_tokens),
                 (),
             )
         done = self.blender.run(prompt, blend, new_tokens, clock)

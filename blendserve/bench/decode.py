@@ -17,7 +17,7 @@ from blendserve.bench.figures import Figures, Update, interleaved, ratios, sprea
 from blendserve.bench.machine import where
 from blendserve.bench.settings import DecodeBenchConfig
 from blendserve.bench.workload import check_room, make_workload
-from blendserve.blend.assemble import lay_out
+from blendserve.blend.layout import lay_out
 from blendserve.blend.prefill import Prefilled, prefill
 from blendserve.config import BlendConfig, DecodeConfig
 from blendserve.core import Prompt, TokenIds

@@ -10,6 +10,7 @@ from pydantic import Field
 from blendserve.config import Positive, Ratio, ReaderConfig, Section
 from blendserve.errors import ConfigError
 from blendserve.evaluate.variants import FULL, TRANSFORMERS, Variant, variants
+from blendserve.registry import BENCHED
 
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 
@@ -37,7 +38,7 @@ class TtftConfig(BenchConfig):
     chunks: Positive = 6
     chunk_tokens: Positive = 512
     suffix_tokens: Positive = 40
-    methods: tuple[str, ...] = ("query+ridge",)  # beside transformers, full, prefix and reuse
+    methods: tuple[str, ...] = BENCHED  # beside transformers, full, prefix and reuse
     ratios: tuple[Ratio, ...] = (0.05, 0.15)
     cold: bool = False
     throttle: tuple[Annotated[float, Field(gt=0)], ...] = ()  # GB/s that the store gives, one after the other
@@ -60,7 +61,7 @@ class ScalingConfig(BenchConfig):
     counts: tuple[Positive, ...] = (3, 6, 12, 24, 48)  # chunks
     context: Positive = 3072  # where ratios and chunk counts are varied
     usual: tuple[Ratio, ...] = (0.05, 0.15)  # where they are not
-    methods: tuple[str, ...] = ("query+ridge",)
+    methods: tuple[str, ...] = BENCHED
     suffix_tokens: Positive = 40
     repeats: Positive = 3
 

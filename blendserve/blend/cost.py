@@ -1,11 +1,18 @@
-"""Is blending worth it here? A cost model of this machine and model, and the choice it makes for `method="auto"`.
+"""Is blending worth it here, and how much of it? A cost model of this machine and model, and what it decides.
+
+`method="auto"`: the cheapest of full prefill, prefix caching and blending.
 
     seconds = base + rows * a + pairs * b + loaded * c      per policy pass and prefill
 
 rows: token rows run through the layers; pairs: (row, key) pairs attended; loaded: tokens read, rotated and placed. The
 four constants are fitted once per machine, model and thread count from a few timed prefills of random tokens, and kept
 in the user's cache folder. CacheBlend's controller (arXiv 2405.16444, section 5) chooses a ratio from the same kind of
-model; we choose the method, as a short or mostly missing prompt is faster to prefill than to blend.
+model; we choose the method, too, as a short or mostly missing prompt is faster to prefill than to blend.
+
+`ratio="auto"`: recompute for free what can be recomputed while KV is still loading, as that controller does. With the
+store and the machine as they were measured, the ratio is raised until recomputing takes nearly as long as loading. It
+never falls below the floor set for quality, and stays there for a policy with a scoring pass: that needs every layer
+before anything can be chosen, so it is all that loading can hide behind, and rows recomputed afterwards are not free.
 """
 
 from __future__ import annotations
@@ -16,36 +23,27 @@ import platform
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 from scipy.optimize import nnls
 
-from blendserve.blend.assemble import Layout, lay_out
+from blendserve.blend.layout import Layout, lay_out
+from blendserve.blend.policies.base import make_policy
 from blendserve.blend.prefill import prefill
-from blendserve.blend.select import budget
+from blendserve.blend.work import Work, rows_work, work_of
 from blendserve.config import BlendConfig, Method
 from blendserve.core import Chunk, ChunkKV, Prompt, TokenIds
 from blendserve.models.adapter import Adapter
+from blendserve.registry import POLICIES, REUSE
 from blendserve.store.memory import MemoryChunk
 
 VERSION = 5  # of what is measured; raise it when prefill's speed changes much
 EXACT_FAVOUR = 0.95  # an exact method wins unless blending is at least 5% faster
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """What a prefill does, as the model counts it."""
-
-    passes: int
-    rows: float
-    pairs: float
-    loaded: float
-
-    def row(self) -> list[float]:
-        return [float(self.passes), self.rows, self.pairs, self.loaded]
+MEMORY = 0.5  # weight of the last request in the running mean of loading
+HIDDEN = 0.8  # of loading that recomputing is to fill: estimates are off by a fifth, and layer 0 hides behind nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,36 +59,53 @@ class CostModel:
         return float(np.dot(list(asdict(self).values()), work.row()))
 
 
-def work_of(layout: Layout, blend: BlendConfig, n_layers: int) -> Work:
-    """The work of prefilling this layout with this policy and ratio."""
-    positions = torch.arange(
-        1, layout.n_tokens + 1, dtype=torch.float64
-    )  # keys that a row at each position sees
-    rows, pairs, passes = float(layout.fresh.sum()), float(positions[layout.fresh].sum()), 1
-    n_reusable = int(layout.reusable.sum())
-    chosen = {"none": 0, "all": n_reusable}.get(blend.policy, budget(layout, blend.share))
-    if n_reusable:
-        mean = float(positions[layout.reusable].mean())
-        rows, pairs = rows + chosen, pairs + chosen * mean
-        if blend.policy == "query" and 0 < chosen < n_reusable:
-            rows, pairs, passes = rows + layout.n_suffix, pairs + layout.n_suffix * layout.n_tokens, 2
-        if blend.policy == "deviation" and chosen:
-            dense = min(1.0, max(blend.check_layers) / n_layers) * (n_reusable - chosen)
-            rows, pairs = rows + dense, pairs + dense * mean
-    return Work(passes, rows, pairs, sum(len(piece.span) for piece in layout.pieces))
-
-
 def choose(
     model: CostModel, layouts: dict[Method, Layout], blend: BlendConfig, n_layers: int
 ) -> tuple[Method, str]:
     """The cheapest of full, prefix and blend, and why; exact methods are favoured a little."""
-    cost = {method: model.seconds(work_of(layout, blend, n_layers)) for method, layout in layouts.items()}
+    policy = make_policy(blend)
+    cost = {method: model.seconds(work_of(layout, policy, n_layers)) for method, layout in layouts.items()}
     exact = min((m for m in cost if m != "blend"), key=lambda m: cost[m])
     if cost["blend"] < EXACT_FAVOUR * cost[exact]:
         return "blend", ""
     return exact, (
         f"{exact!r} was estimated to take {cost[exact] * 1e3:.0f} ms, blending {cost['blend'] * 1e3:.0f} ms"
     )
+
+
+class LoadRate:
+    """What reading a stored token takes, by the requests so far."""
+
+    def __init__(self) -> None:
+        self.seconds_per_token: float | None = None
+
+    def record(self, seconds: float, tokens: int) -> None:
+        """One request read so many tokens' KV in so many seconds."""
+        if tokens:
+            known, new = self.seconds_per_token, seconds / tokens
+            self.seconds_per_token = new if known is None else (1 - MEMORY) * known + MEMORY * new
+
+
+def free_ratio(
+    costs: CostModel, layout: Layout, blend: BlendConfig, seconds_per_token: float | None
+) -> float:
+    """The largest ratio whose recomputation hides behind loading; the floor while no load has been measured.
+
+    Also the floor for a policy with a scoring pass, see above.
+    """
+    policy = make_policy(blend)
+    n_reusable = int(layout.reusable.sum())
+    highest = (n_reusable - 1) / max(1, layout.n_found)  # with all of them there would be nothing to choose
+    if seconds_per_token is None or highest <= blend.floor or policy.has_scoring_pass:
+        return blend.floor
+
+    def compute(ratio: float) -> float:  # a rule's dense layers hide no more than their own layers' loading
+        return costs.seconds(replace(rows_work(layout, layout.budget(ratio)), loaded=0.0))
+
+    loading = HIDDEN * seconds_per_token * layout.n_loaded
+    least, most = compute(blend.floor), compute(highest)
+    room = (loading - least) / (most - least) if most > least else 0.0  # work grows in proportion to the rows
+    return blend.floor + min(1.0, max(0.0, room)) * (highest - blend.floor)
 
 
 def calibrated(
@@ -126,12 +141,12 @@ def measure(adapter: Adapter, repeats: int = 3) -> CostModel:
     behind = [
         (room * rows // 2400, room * keys // 2400) for rows, keys in ((32, 512), (32, 2048), (256, 2048))
     ]
-    plain, query = BlendConfig(policy="none", correction="none"), BlendConfig(policy="query", ratio=0.15)
+    plain, scored = BlendConfig(**REUSE), BlendConfig(policy=POLICIES.default, ratio=0.15)
     works, seconds = [], []
     for rows, keys in [case for case in dense + behind if case[0] > 0]:
         prompt, layout = _case(adapter, rows, keys)
-        for blend in (plain, query) if keys and rows < room // 20 else (plain,):
-            works.append(work_of(layout, blend, adapter.n_layers).row())
+        for blend in (plain, scored) if keys and rows < room // 20 else (plain,):
+            works.append(work_of(layout, make_policy(blend), adapter.n_layers).row())
             seconds.append(min(_timed(adapter, prompt, layout, blend) for _ in range(repeats)))
     took = np.array(seconds)
     constants, _ = nnls(

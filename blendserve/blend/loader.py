@@ -1,4 +1,4 @@
-"""Stored layers, read and checked one ahead of who needs them.
+"""Stored layers, read and checked one ahead of who needs them, and put in their places.
 
     this thread      place 0 | compute 0     | place 1 | compute 1     | ...
     loader thread    read 0  | read 1        | read 2                  | ...
@@ -7,8 +7,8 @@ Reading is what waits for a disk: the first touch of a mapped page, under the ch
 placing stay with the thread that computes, as they use the same cores (CacheBlend, arXiv 2405.16444, section 5, overlaps
 the same two for a GPU).
 
-For a reader on a GPU the loader thread also sends each layer there (gpu/staging.py), and stays two ahead: one layer
-is copied while the next is read.
+For a reader on a GPU the loader thread also sends each layer there (kernels/cuda/staging.py), and stays two ahead: one
+layer is copied while the next is read.
 """
 
 from __future__ import annotations
@@ -16,7 +16,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from blendserve.gpu.staging import InPlace, Lane, Layer, Sent, Staging
+from blendserve.blend.layout import Placement
+from blendserve.kernels.cuda.staging import InPlace, Lane, Layer, Sent, Staging, lane_to
+from blendserve.kernels.ops import place
+from blendserve.kernels.types import Ropes
+from blendserve.models.adapter import Adapter
+from blendserve.models.kv_cache import KVCache
 from blendserve.store.base import ChunkView
 from blendserve.timing import Clock
 
@@ -59,3 +64,46 @@ class LayerReader:
     def _read(self, l: int) -> Sent:
         with self._clock.stage("read"):
             return self._way.send(lambda: [view.layer(l) for view in self._views])
+
+
+class KVLoader:
+    """Places stored KV into a request's cache, layer by layer, each layer once; its time is the clock's "load".
+
+    Close it before the snapshot that the placements come from ends: another thread reads ahead.
+    """
+
+    def __init__(
+        self,
+        adapter: Adapter,
+        cache: KVCache,
+        placements: Sequence[Placement],
+        ropes: Ropes,
+        clock: Clock | None = None,
+    ) -> None:
+        self._adapter, self._cache, self._placements, self._ropes = adapter, cache, placements, ropes
+        self._clock = clock or Clock(adapter.device)
+        self._reader = LayerReader(
+            [placement.view for placement in placements], adapter.n_layers, lane_to(adapter.device)
+        )
+        self._placed = [False] * adapter.n_layers
+        self.bytes_loaded = 0
+
+    def place(self, l: int) -> None:
+        """Read, check, rotate and place layer l. Raises CorruptRecord."""
+        if not self._placed[l]:
+            with self._clock.stage("load"):
+                layer = self._reader.take(l)
+                chunks = [(p.span.start, k, v) for p, (k, v) in zip(self._placements, layer, strict=True)]
+                cache = self._cache.keys[l], self._cache.values[l]
+                place(chunks, *cache, self._ropes[l], self._adapter.rotary)
+                self.bytes_loaded += sum(2 * keys.numel() * keys.element_size() for keys, _ in layer)
+            self._placed[l] = True
+
+    @property
+    def seconds_reading(self) -> float:
+        """What the store took for it, most of it while this thread did something else."""
+        return self._reader.seconds
+
+    def close(self) -> None:
+        """Stop reading ahead."""
+        self._reader.close()

@@ -7,6 +7,7 @@ from typing import Literal
 
 from blendserve.config import Config, DecodeConfig, Positive, PromptConfig, Ratio, Section, StoreConfig
 from blendserve.evaluate.variants import Variant, variants
+from blendserve.registry import EVALUATED
 
 # Short answers: what F1 against short golds is fair to, and what the data sets were made for.
 PROMPT = PromptConfig(
@@ -30,19 +31,8 @@ class EvaluateConfig(Section):
     half: Literal["both", "first", "second"] = (
         "both"  # of those: the 1st, 3rd, 5th ..., or the 2nd, 4th, 6th ...
     )
-    seed: int = 0  # of the `random` policy, and of distractors where a data set has none of its own
-    methods: tuple[str, ...] = (
-        "full",
-        "prefix",
-        "reuse",
-        "random",
-        "chunk_head",
-        "deviation",
-        "deviation+shift",
-        "query",
-        "query+shift",
-        "query+ridge",
-    )
+    seed: int = 0  # of policies that draw, and of distractors where a data set has none of its own
+    methods: tuple[str, ...] = ("full", "prefix", "reuse", *EVALUATED)
     ratios: tuple[Ratio, ...] = (0.05, 0.15)
 
     @property

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from blendserve.blend.blender import Blender
-from blendserve.blend.prefill import check_policy
+from blendserve.blend.policies.base import make_policy
 from blendserve.config import PromptConfig, changed
 from blendserve.core import Prompt, TokenIds
 from blendserve.decode import TextStream
@@ -49,7 +49,7 @@ class Runner:
                 "evaluation compares whole greedy answers: set decode.temperature to 0 and decode.stop to []"
             )
         for variant in variants:
-            check_policy(variant.blend, engine.reader.adapter.n_layers)
+            make_policy(variant.blend).validate(engine.reader.adapter.n_layers)
         self._engine, self._setting, self._makes_room = engine, setting, makes_room
         self._reader, self._decode = engine.reader, engine.config.decode
         self._full = next(v for v in variants if v.name == FULL)

@@ -1,7 +1,7 @@
 """Chunks that run together behind one prefix: which rows and keys of the stack belong to which chunk.
 
-    rows  [ chunk 0 | chunk 1 | ... ]
-    keys  [ prefix chunk 0 | prefix chunk 1 | ... ]      the prefix anew for each: a chunk's keys lie in one piece
+rows  [ chunk 0 | chunk 1 | ... ]
+keys  [ prefix chunk 0 | prefix chunk 1 | ... ]      the prefix anew for each: a chunk's keys lie in one piece
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The operations that someone must compute, and who computes each: the only place that chooses.
 
     operation             backends, best first
-    attend                compiled | flash-attn | torch's FlashAttention | Triton | FlexAttention | SDPA with masks | reference
+    attend                compiled | flash-attn | torch's FlashAttention | Triton | FlexAttention | masked SDPA | reference
     attend_with_scores    compiled | reference
     attend_at             Triton | reference
     attend_chunks         flash-attn varlen | one chunk after another
@@ -111,7 +111,9 @@ _scattered_trouble = partial(
 )
 
 ATTEND = Operation(
-    Backend("compiled kernel", cpu_attend.attend, cpu_attend.fits, _cpu_trouble),  # bf16 on a CPU that multiplies it
+    Backend(
+        "compiled kernel", cpu_attend.attend, cpu_attend.fits, _cpu_trouble
+    ),  # bf16 on a CPU that multiplies it
     Backend(  # rows side by side on a GPU
         "flash-attn",
         dense.flash,
@@ -119,7 +121,9 @@ ATTEND = Operation(
         partial(_attention_trouble, verify.attention_trouble, (dense.flash,), _dense_rows),
     ),
     Backend("torch's FlashAttention", dense.sdpa, dense.fits_sdpa, _sdpa_trouble),
-    Backend("Triton kernel", scattered.attend, scattered.fits_gpu, _scattered_trouble),  # rows anywhere on a GPU
+    Backend(
+        "Triton kernel", scattered.attend, scattered.fits_gpu, _scattered_trouble
+    ),  # rows anywhere on a GPU
     Backend(
         "FlexAttention",
         flex.attend,
@@ -173,7 +177,7 @@ CORRECT = Operation(
 def attend(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: RowPlan) -> Tensor:
     """Attention that is causal by *position*: row i sees key j iff position(j) <= position(i).
 
-    Rotated queries q [H, S, D], rows anywhere in ascending order, over keys and values [K, T, D] at 0 .. T-1 -> [S, H * D].
+    Rotated queries q [H, S, D], rows anywhere in ascending order, over keys and values [K, T, D] -> [S, H * D].
     Equals softmax(softcap(scale q k^T) + causal mask by position) v. Raises ValueError where keys are too few.
     """
     if plan.known is not None and plan.end > keys.shape[1]:
@@ -235,9 +239,7 @@ def _one_after_another(
     attended = []
     for span in stack.spans:
         here = slice(span.start, span.stop)
-        keys, values = (
-            torch.cat([x, own[:, here]], dim=1) for x, own in zip(prefix_kv, (k, v), strict=True)
-        )
+        keys, values = (torch.cat([x, own[:, here]], dim=1) for x, own in zip(prefix_kv, (k, v), strict=True))
         attended.append(attend(q[:, here], keys, values, spec, stack.plan(len(span), spec.window)))
     return torch.cat(attended)
 

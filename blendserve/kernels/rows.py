@@ -96,7 +96,6 @@ class RowPlan:
             start = stop
         return tuple(blocks)
 
-
     @cached_property
     def hidden(self) -> Tensor:
         """[S, T - from], True where a row must not look: later keys, absent ones, and those out of its window.

@@ -40,7 +40,9 @@ class Rope:
 
 Ropes = tuple[Rope, ...]  # one for each layer; layers that rotate alike share it
 
-StoredChunk = tuple[int, Tensor, Tensor]  # where its first token stands; keys before RoPE and values [K, C, D]
+StoredChunk = tuple[
+    int, Tensor, Tensor
+]  # where its first token stands; keys before RoPE and values [K, C, D]
 
 
 class RecomputedTokens(NamedTuple):

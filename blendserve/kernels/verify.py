@@ -130,11 +130,10 @@ def _check_correct(library: ctypes.CDLL) -> None:
     others = torch.tensor([i for i in (*range(31), *range(40, 90)) if i not in at.tolist()])
     rope = some_rope(90, 32, 1.0, generator)
     for params in (CorrectionParams(16.0, 0.0, 0.5, None), CorrectionParams(16.0, 40.0, 1.0, 5.0)):
-        given, wide = [x.clone() for x in (keys, values)], [x.double() for x in (keys, values)]
+        given, wide = (keys.clone(), values.clone()), (keys.double(), values.double())
         which = torch.arange(2, 29), at, (10, 17), others, (21, 33)
-        cpu_correct.run(
-            library, *given, RecomputedTokens(fresh_keys, fresh_values, *which), rope, params
-        )
+        fresh = RecomputedTokens(fresh_keys, fresh_values, *which)
+        cpu_correct.run(library, *given, fresh, rope, params)
         exact = RecomputedTokens(fresh_keys.double(), fresh_values.double(), *which)
         correct_reference(*wide, exact, Rope(rope.cos.double(), rope.sin.double()), PLAIN_HALVES, params)
         off = max(float((a.double() - b).abs().max()) for a, b in zip(given, wide, strict=True))

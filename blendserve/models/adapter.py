@@ -19,7 +19,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from blendserve.kernels.ops import rotate
+from blendserve.kernels.ops import attention_backends, rotate
 from blendserve.kernels.rotary import OwnFunction, Rotary
 from blendserve.kernels.types import AttentionSpec, Rope, Ropes
 from blendserve.models.families import Family, check_supported
@@ -78,6 +78,12 @@ class Adapter:
     def windows(self) -> set[int | None]:
         """The sliding windows that its layers have; None = a layer without."""
         return {spec.window for spec in self.specs}
+
+    @property
+    def attention_backends(self) -> tuple[str, str]:
+        """Who attends in its first layer: for rows that stand side by side, and for rows anywhere."""
+        heads = self.n_heads, self.n_kv_heads, self.head_dim
+        return attention_backends(*heads, self.dtype, self.device, self.specs[0])
 
     @property
     def kv_bytes_per_token(self) -> int:

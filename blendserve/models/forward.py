@@ -1,11 +1,11 @@
 """The one loop over layers: whoever runs rows through a reader runs it, and differs in what happens between its halves.
 
-    project -> rotate -> write -> attend -> finish
+project -> rotate -> write -> attend -> finish
 
-    prefill, blended or full       blend/prefill.py          rows anywhere; the policy may drop some on the way
-    scoring pass of a policy       blend/policies            the question alone, and what it looks at
-    chunk precompute               blend/precompute.py       keys before RoPE are kept; each chunk attends by itself
-    decoding, and forced answers   here                      one row a request, of one or of many, captured or not
+prefill, blended or full       blend/prefill.py          rows anywhere; the policy may drop some on the way
+scoring pass of a policy       blend/policies            the question alone, and what it looks at
+chunk precompute               blend/precompute.py       keys before RoPE are kept; each chunk attends by itself
+decoding, and forced answers   here                      one row a request, of one or of many, captured or not
 """
 
 from __future__ import annotations
@@ -153,9 +153,7 @@ class _Captured:
     def attend(self, l: int, q: Tensor) -> Tensor:
         spec, only = self._specs[l], [slice(b, b + 1) for b in range(len(self._keys))]
         caches = zip(only, self._keys[:, l], self._values[:, l], strict=True)
-        return torch.cat(
-            [attend_at(q[:, b], keys, values, spec, self._at[b]) for b, keys, values in caches]
-        )
+        return torch.cat([attend_at(q[:, b], keys, values, spec, self._at[b]) for b, keys, values in caches])
 
 
 @torch.inference_mode()
@@ -164,6 +162,8 @@ def append_captured(
 ) -> Tensor:
     """Tokens [B] at positions [B] over B caches, keys and values [B, L, K, T, D] -> logits [B, V].
 
-    Each row's KV is written at its slot [B]: its position, or a place that nobody reads. Nothing here is known to the host.
+    Each row's KV is written at its slot [B]: its position, or a place that nobody reads.
     """
-    return adapter.logits(run_layers(adapter, adapter.embed(token), _Captured(adapter, keys, values, at, slot)))
+    return adapter.logits(
+        run_layers(adapter, adapter.embed(token), _Captured(adapter, keys, values, at, slot))
+    )

@@ -34,18 +34,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blendserve.blend.assemble import Layout, lay_out
-from blendserve.blend.full import model_forward
+from blendserve.blend.layout import Layout, lay_out
 from blendserve.blend.precompute import ChunkComputer
 from blendserve.blend.prefill import Prefilled, prefill
-from blendserve.blend.rope import unrotate
 from blendserve.config import BlendConfig
 from blendserve.core import Chunk, Prompt, TokenIds
-from blendserve.decode import step
 from blendserve.errors import ModelUnsupported
 from blendserve.models.adapter import Adapter
+from blendserve.models.forward import append
 from blendserve.models.loader import Reader
+from blendserve.models.own_forward import model_forward
 from blendserve.paths import cache_folder
+from blendserve.registry import REUSE
 from blendserve.store.memory import MemoryChunk
 
 FORMAT = 1  # of the checks: raise it when one is added, or when the engine changes in a way that they should look at
@@ -165,11 +165,11 @@ class _Checks:
         yield GateRow("moved: layer-0 keys are forward's", self._moved(), max(1e-5, 2 * eps))
         whole = self._run(self._layout(0, prefix=False), ratio=1.0)
         yield from self._same("nothing stored", whole)
-        after = step(self.adapter, whole.cache, len(self.prompt), self.following)
+        after = append(self.adapter, whole.cache, len(self.prompt), (self.following,))[0]
         yield self._same_logits("decoded", after, self.own.logits[1])
         yield from self._same("ratio 1.0", self._run(self._layout(3), ratio=1.0))
         yield from self._same("one chunk in front", self._run(self._layout(1), ratio=0.0))
-        reused = self._run(self._layout(3), ratio=0.0, correction="none")
+        reused = self._run(self._layout(3), **REUSE)
         apart = self._kv_apart(reused.cache.keys, reused.cache.values)
         yield GateRow("full reuse: KV is not forward's", apart, self._allowed(self.unit_kv), above=True)
 
@@ -190,8 +190,8 @@ class _Checks:
     def _layout(self, stored: int, prefix: bool = True) -> Layout:
         """The prompt when its first `stored` chunks are there."""
         views = [MemoryChunk(kv) if i < stored else None for i, kv in enumerate(self.stored)]
-        front = MemoryChunk(self.computer.front) if prefix else None
-        return lay_out(self.prompt, front, views, behind_prefix=True)
+        stored_prefix = MemoryChunk(self.computer.context_kv) if prefix else None
+        return lay_out(self.prompt, stored_prefix, views, behind_prefix=True)
 
     def _turned(self) -> float:
         """Stored keys of every layer, at their own place, and after a way to the end of the context and back."""
@@ -202,8 +202,8 @@ class _Checks:
         worst = 0.0
         for keys, a, b in zip(kv.keys, adapter.rope(here), adapter.rope(there), strict=True):
             before = adapter.rotate(keys, a)
-            moved = adapter.rotate(unrotate(adapter, before, a), b)
-            worst = _worst(worst, _turned_apart(adapter.rotate(unrotate(adapter, moved, b), a), before))
+            moved = adapter.rotate(adapter.rotate(before, a.inverse), b)
+            worst = _worst(worst, _turned_apart(adapter.rotate(adapter.rotate(moved, b.inverse), a), before))
         return worst
 
     def _moved(self) -> float:

@@ -5,16 +5,13 @@ The fallback is for a model that the gate refuses: it answers by its own forward
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from blendserve.config import DecodeConfig
 from blendserve.core import TokenIds
-from blendserve.decode import sample
 from blendserve.models.adapter import Adapter
 
 
@@ -56,17 +53,18 @@ def model_forward(adapter: Adapter, ids: TokenIds, nudge: int | None = None) -> 
     return Forward(output.logits[0], keys, values)
 
 
-def model_generate(adapter: Adapter, ids: TokenIds, config: DecodeConfig, end: Set[int]) -> Iterator[int]:
-    """Run the prompt through the model's own forward and cache; the iterator goes on as decode.generate does."""
-    from transformers import DynamicCache
+class OwnDecoding:
+    """The model's own forward over its own cache, fed bit by bit."""
 
-    model = cast(Any, adapter.model)
-    cache = DynamicCache(config=model.config)
+    def __init__(self, adapter: Adapter) -> None:
+        from transformers import DynamicCache  # which takes seconds to import
 
-    def forward(feed: TokenIds) -> Tensor:
-        with torch.inference_mode():
-            inputs = torch.tensor([feed], device=adapter.device)
-            output = model(input_ids=inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        self._model, self._device = cast(Any, adapter.model), adapter.device
+        self._cache = DynamicCache(config=self._model.config)
+
+    @torch.inference_mode()
+    def feed(self, ids: TokenIds) -> Tensor:
+        """Run these tokens behind all that were fed before -> logits [V] after the last one."""
+        inputs = torch.tensor([ids], device=self._device)
+        output = self._model(input_ids=inputs, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
         return cast(Tensor, output.logits[0, -1])
-
-    return sample(forward(ids), config, end, lambda _, token: forward((token,)))

@@ -1,4 +1,4 @@
-"""Decoding without its launches: one step over some caches captured in a CUDA graph, and replayed for every further token.
+"""Decoding without its launches: one step over some caches captured in a CUDA graph, and replayed for each token.
 
     row b of every tensor is cache b: its token and position when it takes part, token 0 at position 0 when it does not
 
@@ -22,11 +22,14 @@ from torch import Tensor
 
 from blendserve.kernels.cuda.graphs import Capture, CudaGraph, Replayed
 from blendserve.models.adapter import Adapter
-from blendserve.models.forward import append_captured
+from blendserve.models.forward import append, append_captured
+from blendserve.models.kv_cache import KVCache
 
 EAGER = 4  # steps before the capture, which costs about as much as three of them
 WORTH = 16  # tokens of an answer, at least, for which a capture may pay
 MOST_CACHES = 16  # each attends by itself, in use or not
+
+Step = Callable[[int, int], Tensor]  # position, token -> logits [V] for the next
 
 _failed: WeakSet[Adapter] = WeakSet()
 
@@ -52,7 +55,9 @@ class ReplayedSteps:
     ) -> None:
         """used: tokens that the caches hold. What is behind them is cleared: a weight of 0 does not hide a NaN."""
         self._adapter, self._keys, self._values, self._capture = adapter, keys, values, capture
-        self._rows = torch.zeros(3, len(keys), dtype=torch.long, device=adapter.device)  # token, position, slot
+        self._rows = torch.zeros(
+            3, len(keys), dtype=torch.long, device=adapter.device
+        )  # token, position, slot
         self._graph: Replayed | None = None
         self._made = 0
         for part in (keys, values):
@@ -89,3 +94,18 @@ class ReplayedSteps:
 
     def _step(self) -> Tensor:
         return append_captured(self._adapter, self._keys, self._values, *self._rows)
+
+
+def plain_steps(adapter: Adapter, cache: KVCache) -> Step:
+    """One request's steps, each launched kernel by kernel."""
+    return lambda at, token: append(adapter, cache, at, (token,))[0]
+
+
+def replayed_steps(adapter: Adapter, cache: KVCache, used: int, capture: Capture = CudaGraph) -> Step:
+    """The same by replay; used: tokens that the cache holds already."""
+    steps = ReplayedSteps(adapter, cache.keys[None], cache.values[None], used, capture)
+
+    def step(at: int, token: int) -> Tensor:
+        return steps([(0, at, token)], lambda: append(adapter, cache, at, (token,)))[0]
+
+    return step

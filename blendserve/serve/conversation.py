@@ -22,6 +22,7 @@ from blendserve.config import PromptConfig
 from blendserve.core import ChunkKV, Passage, Prompt, TokenIds
 from blendserve.errors import InputError
 from blendserve.models.adapter import Adapter
+from blendserve.models.forward import BeforeLayer
 from blendserve.prompt import PASSAGES, QUESTION, PromptBuilder
 from blendserve.serve.work import Front
 
@@ -111,8 +112,8 @@ class Heads:
     Nothing of it is ever stored on disk: it depends on its order, and would crowd out what does not.
     """
 
-    def __init__(self, adapter: Adapter, cap_bytes: int) -> None:
-        self._adapter, self._cap = adapter, cap_bytes
+    def __init__(self, adapter: Adapter, before_layer: BeforeLayer | None, cap_bytes: int) -> None:
+        self._adapter, self._before_layer, self._cap = adapter, before_layer, cap_bytes
         self._kept: OrderedDict[tuple[str, TokenIds], ChunkKV] = OrderedDict()
 
     def front(self, namespace: str, ids: TokenIds, base: TokenIds, base_kv: ChunkKV) -> Front:
@@ -126,7 +127,7 @@ class Heads:
                 found, kv = n, known
         known = ChunkKV(kv.keys[:, :, :found], kv.values[:, :, :found])
         if found < len(ids):
-            computer = ChunkComputer(self._adapter, ids[:found], known if found else None)
+            computer = ChunkComputer(self._adapter, ids[:found], known if found else None, self._before_layer)
             new = computer.compute([ids[found:]])[0]
             known = ChunkKV(torch.cat([known.keys, new.keys], 2), torch.cat([known.values, new.values], 2))
         self._keep((namespace, ids), known)

@@ -4,8 +4,8 @@
             when none waits, or after every CHORE_EVERY requests, a chore is done
             then all running requests make one token together
 
-A prefill does not stop the running ones: it pauses before every layer (turns.py), and when it has run for `gap_s` since
-the last step, a step is made there. So between two tokens of an answer lie at most `gap_s`, one layer and one step.
+A prefill does not stop the running ones: it pauses before every layer (models/forward.py), and when it has run for
+`gap_s` since the last step, a step is made there. So between two tokens of an answer lie at most `gap_s`, one layer and one step.
 Where a step takes long, the prefill runs longer, too, as it keeps `prefill_share` of the time: steps for few requests
 are the most expensive ones, and the sooner prefills are done, the more requests step together.
 """
@@ -19,14 +19,13 @@ from collections.abc import Callable, Set
 
 from torch import Tensor
 
-from blendserve.blend.cache import KVCache
 from blendserve.errors import BlendserveError, Busy, InputError, Stopping
+from blendserve.models.kv_cache import KVCache
 from blendserve.models.loader import Reader
-from blendserve.serve.batch import Together
+from blendserve.serve.batch import BatchDecoder
 from blendserve.serve.metrics import Metrics
 from blendserve.serve.sharing import SharedLoads
 from blendserve.serve.slots import Slots
-from blendserve.serve.turns import PausingAdapter
 from blendserve.serve.waiting import Waiting
 from blendserve.serve.work import Failed, Started, Work
 from blendserve.serve.writing import Writing
@@ -48,7 +47,7 @@ class Cancelled(Exception):
 
 
 class Scheduler:
-    """Give it work with `submit`; it calls `work.emit`. Its blenders must use `adapter`."""
+    """Give it work with `submit`; it calls `work.emit`. Its blenders must call `pause` before each layer."""
 
     def __init__(
         self,
@@ -60,9 +59,8 @@ class Scheduler:
         metrics: Metrics,
         shared: SharedLoads | None = None,
     ) -> None:
-        self.adapter = PausingAdapter(reader.adapter, self._pause)
         self._reader, self._slots, self._metrics = reader, slots, metrics
-        self._together = Together(reader.adapter, slots)
+        self._together = BatchDecoder(reader.adapter, slots)
         self._gap_s, self._patience = gap_s, prefill_share / (1 - prefill_share)  # the latter in steps
         self._shared = shared
         self._waiting, self._queue = Waiting(), queue
@@ -241,8 +239,8 @@ class Scheduler:
             work, cache, report, self._reader.tokenizer, self._reader.end_tokens
         ), done.prefilled.logits
 
-    def _pause(self) -> None:
-        """Called before every layer of whatever is not a decoding step."""
+    def pause(self) -> None:
+        """The before-layer hook of every pass but a decoding step: long passes take turns with the running answers."""
         if self._stopped or (self._prefilling and self._prefilling.cancelled):
             raise Cancelled
         if self._since_step.elapsed() >= max(self._gap_s, self._patience * self._step_s):

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from blendserve.blend.blender import Blender
-from blendserve.blend.prefill import check_policy
+from blendserve.blend.policies.base import make_policy
 from blendserve.config import changed
 from blendserve.core import Answer, ChunkKV, Passage, Prompt, TokenIds
 from blendserve.engine import Engine
@@ -107,7 +107,7 @@ class Service:
         self.metrics.watch(lambda: self.scheduler.load, serve.slots, engine.store)
         self.upkeep, self.jobs = Upkeep(self.scheduler), Jobs()
         self._chats = ChatBuilder(engine.prompts, engine.reader.tokenizer, engine.config.prompt)
-        self._heads = Heads(self.scheduler.adapter, round(serve.conversations_mb * 1e6))
+        self._heads = Heads(adapter, self.scheduler.pause, round(serve.conversations_mb * 1e6))
         self._base: ChunkKV | None = None
         self._blenders: dict[str, Blender] = {}
         self._preparing = 0
@@ -152,9 +152,7 @@ class Service:
     def blender(self, namespace: str) -> Blender:
         """Reads and writes one namespace of the store. Its passes are for the model's thread."""
         if namespace not in self._blenders:
-            self._blenders[namespace] = self.engine.blender.like(
-                self.scheduler.adapter, self._store, namespace
-            )
+            self._blenders[namespace] = self.engine.blender.like(self._store, namespace, self.scheduler.pause)
         return self._blenders[namespace]
 
     def namespaces(self) -> set[str]:
@@ -171,7 +169,7 @@ class Service:
         config = self.engine.config
         blend = changed(config.blend, **ask.blend)
         decode = changed(config.decode, **_seeded(ask.decode))
-        check_policy(blend, self.engine.reader.adapter.n_layers)
+        make_policy(blend).validate(self.engine.reader.adapter.n_layers)
         if not ask.question.strip():
             raise InputError("the question is empty: ask something")
         with clock.stage("retrieve"):

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from blendserve.blend.cache import KVCache
 from blendserve.models.adapter import Adapter
+from blendserve.models.kv_cache import KVCache
 
 
 class Slots:

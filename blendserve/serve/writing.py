@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
-from blendserve.blend.cache import KVCache
 from blendserve.core import Answer, BlendReport, Timings
 from blendserve.decode import Sampler, TextStream
-from blendserve.serve.batch import Row
+from blendserve.models.forward import Row
+from blendserve.models.kv_cache import KVCache
 from blendserve.serve.work import Finished, Piece, Work
 from blendserve.timing import Clock
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from blendserve.core import ChunkKV
 from blendserve.errors import StoreError
-from blendserve.gpu.staging import Homeward, Lane
+from blendserve.kernels.cuda.staging import Homeward, Lane
 from blendserve.store.base import KVStore
 from blendserve.store.key import ChunkKey
 

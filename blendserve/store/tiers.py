@@ -26,7 +26,7 @@ from torch import Tensor
 from blendserve.config import TiersConfig
 from blendserve.core import ChunkKV
 from blendserve.errors import ConfigError
-from blendserve.gpu.staging import Lane, apart, joined, lane_to
+from blendserve.kernels.cuda.staging import Lane, apart, joined, lane_to
 from blendserve.store.admission import Admission
 from blendserve.store.base import ChunkView, KVStore, Snapshot, StoreStats, TierStats
 from blendserve.store.eviction import LRU, Held

@@ -6,14 +6,14 @@ import random
 
 import pytest
 import torch
+from blendserve.blend.cache import KVCache
+from blendserve.gpu.batches import MOST_SLOTS, BatchSteps, step_all, worthwhile
+from blendserve.gpu.graphs import EAGER
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from blendserve.bench.gpu.decoding import at_once
-from blendserve.blend.cache import KVCache
 from blendserve.gpu import graphs
-from blendserve.gpu.batches import MOST_SLOTS, BatchSteps, step_all, worthwhile
-from blendserve.gpu.graphs import EAGER
 from blendserve.models.adapter import Adapter
 from blendserve.serve.batch import Row, Together, step_together
 from blendserve.serve.slots import Slots

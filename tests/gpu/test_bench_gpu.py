@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from blendserve.blend.attention import attend_plainly, plan_rows
 
 from blendserve.bench.gpu import agree
 from blendserve.bench.gpu.plan import LLAMA, Cell, Plan, real, rehearsal
 from blendserve.bench.gpu.prefills import Stand
 from blendserve.bench.gpu.run import Bench
 from blendserve.bench.gpu.tables import tables
-from blendserve.blend.attention import attend_plainly, plan_rows
 from blendserve.models.shapes import SHAPES
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_gpu.py"

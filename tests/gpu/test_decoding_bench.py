@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 
 import torch
+from blendserve.gpu.graphs import EAGER, Steps
 
 from blendserve.bench.gpu.decoding import at_once, measure, random_cache, run
 from blendserve.decode import step
-from blendserve.gpu.graphs import EAGER, Steps
 from tests.tiny import tiny_adapter
 
 

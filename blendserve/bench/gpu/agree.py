@@ -18,12 +18,15 @@ from torch import Tensor
 
 from blendserve.bench.figures import Figures
 from blendserve.bench.gpu.plan import Heads
-from blendserve.blend.attention import WAYS, plan_rows
 from blendserve.blend.blender import Blender
 from blendserve.core import Chunk, Prompt, TokenIds
 from blendserve.evaluate.variants import Variant, variants
-from blendserve.gpu.proven import BOUNDS, formula
-from blendserve.models.adapter import Adapter, AttentionSpec
+from blendserve.kernels.ops import ATTEND
+from blendserve.kernels.reference import formula
+from blendserve.kernels.rows import plan_rows
+from blendserve.kernels.types import AttentionSpec
+from blendserve.kernels.verify import BOUNDS
+from blendserve.models.adapter import Adapter
 from blendserve.store import MemoryStore
 
 FIXED = ("full", "reuse", "chunk_head@0.05", "chunk_head@0.15", "chunk_head+ridge@0.15")
@@ -60,9 +63,9 @@ def _differences(heads: Heads, at: Tensor, device: torch.device, longest: int) -
     q, keys, values = q.to(device), keys.to(device), values.to(device)
     plan = plan_rows(at.to(device), heads.heads // heads.kv_heads, heads.window, at)
     return {
-        way.name: float((way.attend(q, keys, values, spec, plan).cpu().double() - wanted).abs().max())
-        for way in WAYS
-        if way.name != "FlexAttention" and way.takes(q, keys, values, spec, plan)
+        backend.name: float((backend.run(q, keys, values, spec, plan).cpu().double() - wanted).abs().max())
+        for backend in ATTEND.backends
+        if backend.name != "FlexAttention" and backend.serves(q, keys, values, spec, plan)
     }
 
 

@@ -24,13 +24,12 @@ from blendserve.bench.gpu.agree import some_prompt
 from blendserve.bench.gpu.plan import DEVICE, LMDB, PINNED, PREFIX, SUFFIX, Cell, Plan
 from blendserve.bench.limit import Counts, limit, prefill_work
 from blendserve.bench.rates import Rates
-from blendserve.blend.attention import ways_on
 from blendserve.blend.blender import Blended, Blender
 from blendserve.config import StoreConfig, TiersConfig
 from blendserve.core import Prompt
 from blendserve.errors import StoreError
 from blendserve.evaluate.variants import TRANSFORMERS, Variant, variants
-from blendserve.gpu.dense import BACKENDS
+from blendserve.kernels.cuda.dense import BACKENDS
 from blendserve.models.adapter import Adapter
 from blendserve.models.random_model import random_model
 from blendserve.models.shapes import shape_config
@@ -76,7 +75,7 @@ class Stand:
             took = clock.elapsed()
         self.about: Figures = {
             "model": name,
-            "attention": ways_on(self.adapter),
+            "attention": self.adapter.attention_backends,
             "precomputed_tokens_per_second": report.tokens / took,
             "stored_bytes": report.bytes,
         }

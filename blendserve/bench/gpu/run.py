@@ -21,7 +21,7 @@ from blendserve.bench.gpu.plan import LMDB, PINNED, Cell, Heads, Plan
 from blendserve.bench.gpu.prefills import Stand, forget, on_cpu
 from blendserve.bench.rates import Rates, measure_rates
 from blendserve.evaluate.folder import environment
-from blendserve.gpu.available import capability, flash_attn, has_triton
+from blendserve.kernels.cuda.available import capability, flash_attn, has_triton
 
 Say = Callable[[str], None]
 

@@ -76,6 +76,11 @@ def run(
     pointers = (x.data_ptr() for x in (*parts, cos, sin, *indices))
     strides = (*(stride for x in parts for stride in x.stride()[:2]), cos.stride(0))
     sizes = (keys.shape[0], keys.shape[2], cos.shape[1], len(fresh.at), len(fresh.sizes))
-    constants = (params.weight, params.zero_prior, params.scale, -1.0 if params.penalty is None else params.penalty)
+    constants = (
+        params.weight,
+        params.zero_prior,
+        params.scale,
+        -1.0 if params.penalty is None else params.penalty,
+    )
     call = CorrectCall(*pointers, *strides, *sizes, *constants, torch.get_num_threads())
     library.blendserve_correct(ctypes.byref(call))

@@ -66,9 +66,7 @@ def place(chunks: Sequence[StoredChunk], keys: Tensor, values: Tensor, rope: Rop
     run(loaded(), chunks, keys, values, rope)
 
 
-def run(
-    library: ctypes.CDLL, parts: Sequence[Part], keys: Tensor, values: Tensor | None, rope: Rope
-) -> None:
+def run(library: ctypes.CDLL, parts: Sequence[Part], keys: Tensor, values: Tensor | None, rope: Rope) -> None:
     """The call itself. The GIL is free meanwhile."""
     cos, sin = rope.cos, rope.sin
     pieces = (Piece * len(parts))(*(_piece(*part) for part in parts))

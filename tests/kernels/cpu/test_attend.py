@@ -9,15 +9,15 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from blendserve.blend.attention import attend, attend_plainly, plan_rows
+from blendserve.native.attention import WATCHED_ROWS, Seen, takes, watch
+from blendserve.native.check import formula
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from blendserve import native
-from blendserve.blend.attention import attend, attend_plainly, plan_rows
 from blendserve.models.adapter import AttentionSpec
-from blendserve.native.attention import WATCHED_ROWS, Seen, takes, watch
-from blendserve.native.check import formula
 from tests.blend.helpers import assert_near, lay, some_prompt
 from tests.blend.test_select import probe
 from tests.tiny import tiny_adapter

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+from blendserve.blend.correct import move_plainly, split
+from blendserve.native.check import some_turn, turned
+from blendserve.native.move import Fresh, How, move, takes
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from blendserve import native
-from blendserve.blend.correct import move_plainly, split
 from blendserve.core import Span
 from blendserve.models.adapter import Rope
-from blendserve.native.check import some_turn, turned
-from blendserve.native.move import Fresh, How, move, takes
 from tests.blend.helpers import assert_near
 
 pytestmark = pytest.mark.skipif(not native.status().active, reason=native.status().reason)

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from blendserve.blend.attention import attend, attend_plainly, plan_rows
 
 from blendserve import native
-from blendserve.blend.attention import attend, attend_plainly, plan_rows
 from blendserve.models.adapter import AttentionSpec
 from blendserve.native import build, library
 

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from blendserve.native.linear import FEW, Linears, call_linear, linear, takes
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.native.test_attention import threads
 from torch import Tensor, nn
 
 from blendserve import native
-from blendserve.native.linear import FEW, Linears, call_linear, linear, takes
-from tests.native.test_attention import threads
 from tests.tiny import tiny_adapter
 
 pytestmark = pytest.mark.skipif(not native.status().active, reason=native.status().reason)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from blendserve.native.check import some_turn, turned
 from hypothesis import given
 from hypothesis import strategies as st
 
 from blendserve import native
 from blendserve.models.adapter import Rope
 from blendserve.native import place as kernel
-from blendserve.native.check import some_turn, turned
 from tests.tiny import KINDS, tiny_adapter
 
 pytestmark = pytest.mark.skipif(not native.status().active, reason=native.status().reason)

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
-
 from blendserve.blend.rows import RowPlan, plan_rows
 from blendserve.gpu.proven import formula
+from torch import Tensor
+
 from blendserve.models.adapter import AttentionSpec
 
 

@@ -7,9 +7,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
-
 from blendserve.gpu.staging import Mark
+from torch import Tensor
 
 
 class LateMark:

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 pytest.importorskip("triton")
 
 from blendserve.blend.rows import RowPlan
-from blendserve.gpu import attention
 from blendserve.gpu.attention import FEW, MOST_SPLITS, Tile, run, splits_for, tile_for
 from blendserve.gpu.proven import KEYS, Kind, trouble
-from tests.blend.helpers import assert_near
 from tests.gpu.helpers import Case, bf16_products, make_case, rows_of
+
+from blendserve.gpu import attention
+from tests.blend.helpers import assert_near
 
 SMALL, WIDE = Tile(16, 16, 4, 1), Tile(32, 32, 4, 1)
 

@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+from blendserve.blend.cache import KVCache
+from blendserve.gpu.graphs import EAGER, WORTH, Steps, attend_all, step_at, worthwhile
+from blendserve.gpu.proven import formula
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from blendserve.blend.cache import KVCache
 from blendserve.blend.prefill import Prefilled, prefill
 from blendserve.config import BlendConfig, DecodeConfig
 from blendserve.decode import generate, sample, step
 from blendserve.gpu import graphs
-from blendserve.gpu.graphs import EAGER, WORTH, Steps, attend_all, step_at, worthwhile
-from blendserve.gpu.proven import formula
 from blendserve.models.adapter import Adapter, AttentionSpec
 from tests.blend.helpers import assert_near, lay, some_ids, some_prompt
 from tests.tiny import KINDS, TINY, fresh_model, tiny_adapter

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from blendserve.gpu.proven import Kind, formula, trouble
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from blendserve.blend.precompute import GPU_STACK_TOKENS, STACK_TOKENS, ChunkComputer
 from blendserve.gpu import packed
-from blendserve.gpu.proven import Kind, formula, trouble
 from blendserve.models.adapter import Adapter, AttentionSpec
 from tests.blend.helpers import assert_near, some_ids
 from tests.tiny import KINDS, tiny_adapter

@@ -7,8 +7,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from blendserve.gpu import place as gpu
 from blendserve.gpu.place import FORMS, HALVES, form_of, place, why_not
+
+from blendserve.gpu import place as gpu
 from blendserve.models.adapter import Adapter
 from tests.tiny import TINY, tiny_adapter
 

@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+from blendserve.blend.attention import WAYS, attend_plainly, plan_rows, way_for, ways_on
+from blendserve.blend.rows import RowPlan
+from blendserve.gpu.proven import KEYS, Kind, trouble
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.gpu.helpers import Case, make_case, rows_of
 from torch import Tensor
 
 from blendserve.blend import attention
-from blendserve.blend.attention import WAYS, attend_plainly, plan_rows, way_for, ways_on
-from blendserve.blend.rows import RowPlan
 from blendserve.gpu import dense, flex, masked, proven
-from blendserve.gpu.proven import KEYS, Kind, trouble
 from blendserve.models.adapter import AttentionSpec
 from tests.blend.helpers import assert_near
-from tests.gpu.helpers import Case, make_case, rows_of
 from tests.tiny import tiny_adapter
 
 CPU = Kind(torch.device("cpu"), torch.float32, 2, 16, False, False)
