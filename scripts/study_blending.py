@@ -25,15 +25,13 @@ import numpy as np
 import torch
 import typer
 import xxhash
+from blendserve.blend.select import Deviation
 from torch import Tensor
 
 from blendserve import console
-from blendserve.blend.assemble import Layout, lay_out
-from blendserve.blend.cache import KVCache
+from blendserve.blend.layout import Layout, lay_out
 from blendserve.blend.precompute import ChunkComputer
 from blendserve.blend.prefill import Prefilled, _Run, check_policy, prefill
-from blendserve.blend.rows import Rows
-from blendserve.blend.select import Deviation
 from blendserve.config import BlendConfig, Config, DecodeConfig, ReaderConfig, changed
 from blendserve.core import Chunk, Prompt, TokenIds
 from blendserve.decode import generate
@@ -46,7 +44,9 @@ from blendserve.evaluate.folder import Line, RunFolder, environment
 from blendserve.evaluate.plan import PROMPT, EvaluateConfig
 from blendserve.evaluate.settings import Setting, open_engine
 from blendserve.evaluate.variants import variants
+from blendserve.kernels.rows import Rows
 from blendserve.models.adapter import Adapter
+from blendserve.models.kv_cache import KVCache
 from blendserve.prompt import PromptBuilder
 from blendserve.retrieve import Embedder
 from blendserve.store.memory import MemoryChunk

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from blendserve.blend.prefill import Prefilled, prefill
 from blendserve.config import BlendConfig, DecodeConfig
-from blendserve.decode import Sampler, TextStream, generate, step
+from blendserve.decode import Sampler, TextStream, generate
+from blendserve.models.forward import append
 from tests.blend.helpers import assert_near, lay, model_says, some_ids, some_prompt
 from tests.tiny import KINDS, TINY, tiny_adapter
 from tests.tokenizers import bundled_tokenizer, spaced_tokenizer
@@ -45,7 +46,7 @@ def test_greedy_equals_transformers_generate(name: str) -> None:
 @pytest.mark.parametrize("name", TINY)
 def test_each_step_has_the_models_logits(name: str) -> None:
     adapter, done, tail = tiny_adapter(name), prefilled(name), some_ids(NEW, 7)
-    steps = [step(adapter, done.cache, len(PROMPT) + i, token) for i, token in enumerate(tail)]
+    steps = [append(adapter, done.cache, len(PROMPT) + i, (token,))[0] for i, token in enumerate(tail)]
     assert_near(torch.stack(steps), model_says(adapter, PROMPT.ids + tail).logits[0, -NEW:])
 
 

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-
-from blendserve.blend.assemble import Assembly
-from blendserve.blend.cache import KVCache
-from blendserve.blend.prefill import prefill
 from blendserve.blend.select import budget, top
+
+from blendserve.blend.layout import Assembly
+from blendserve.blend.prefill import prefill
 from blendserve.config import BlendConfig
 from blendserve.core import Passage, Prompt, TokenIds
+from blendserve.models.kv_cache import KVCache
 from tests.blend.helpers import lay, some_prompt
 from tests.evaluate.helpers import passage, tiny_engine, write_dataset
 from tests.test_scripts import last_line, script
@@ -67,7 +67,7 @@ def test_the_choice_is_by_what_full_prefill_moves(name: str, layer: int) -> None
     full = prefill(adapter, prompt, layout, BlendConfig(ratio=1.0)).cache
     stored = KVCache(adapter, len(prompt))
     ropes = adapter.rope(torch.arange(len(prompt)))
-    Assembly(adapter, stored, layout.pieces, ropes).place(layer)
+    Assembly(adapter, stored, layout.placements, ropes).place(layer)
     moved = {
         "k": (full.keys - stored.keys)[layer].square().sum(dim=(0, 2)),
         "v": (full.values - stored.values)[layer].square().sum(dim=(0, 2)),

@@ -110,7 +110,7 @@ class _ActiveRows:
         scene.row_layers += len(rows)
         scene.loader.place(l)
         with self._clock.stage("select"):
-            kept = self._narrow(l, fresh.v) if l in self._policy.narrowing_layers else None
+            kept = self._narrow(l, keys, fresh.v) if l in self._policy.narrowing_layers else None
         if kept is None and self._correction:  # rows that are about to be dropped are no sample to learn from
             with self._clock.stage("correct"):
                 self._correction.apply(l, rows, keys, fresh.v)
@@ -134,7 +134,7 @@ class _ActiveRows:
     def _plan(self, rows: Rows) -> dict[int | None, RowPlan]:
         return plans_by_window(rows, self._scene.adapter.group, self._scene.adapter.windows)
 
-    def _narrow(self, l: int, values: Tensor) -> Tensor | None:
+    def _narrow(self, l: int, keys: Tensor, values: Tensor) -> Tensor | None:
         """Indices of the rows that go on past layer l's projection; None = all. Waits for a GPU's choice."""
         layout, cache, rows = self._scene.layout, self._scene.cache, self.rows
         candidate = layout.reusable[rows.host]
@@ -142,7 +142,12 @@ class _ActiveRows:
         if not len(which):
             return None
         asked = which.to(values.device)
-        kept = self._policy.narrow(l, layout, values[:, asked], cache.values[l][:, rows.device[asked]])
+        stored = rows.device[asked]
+        fresh, cached = (
+            (keys[:, asked], values[:, asked]),
+            (cache.keys[l][:, stored], cache.values[l][:, stored]),
+        )
+        kept = self._policy.narrow(l, layout, fresh, cached)
         if kept is None:
             return None
         return torch.cat([(~candidate).nonzero()[:, 0], which[kept.cpu()]]).sort().values

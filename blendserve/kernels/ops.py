@@ -1,7 +1,7 @@
 """The operations that someone must compute, and who computes each: the only place that chooses.
 
     operation             backends, best first
-    attend                compiled | flash-attn | torch's FlashAttention | Triton | FlexAttention | masked SDPA | reference
+    attend                compiled | flash-attn | SDPA (flash) | Triton | FlexAttention | SDPA with masks | reference
     attend_with_scores    compiled | reference
     attend_at             Triton | reference
     attend_chunks         flash-attn varlen | one chunk after another

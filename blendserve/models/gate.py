@@ -169,7 +169,7 @@ class _Checks:
         yield self._same_logits("decoded", after, self.own.logits[1])
         yield from self._same("ratio 1.0", self._run(self._layout(3), ratio=1.0))
         yield from self._same("one chunk in front", self._run(self._layout(1), ratio=0.0))
-        reused = self._run(self._layout(3), **REUSE)
+        reused = self._run(self._layout(3), ratio=0.0, correction=REUSE["correction"])
         apart = self._kv_apart(reused.cache.keys, reused.cache.values)
         yield GateRow("full reuse: KV is not forward's", apart, self._allowed(self.unit_kv), above=True)
 

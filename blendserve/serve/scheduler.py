@@ -5,9 +5,9 @@
             then all running requests make one token together
 
 A prefill does not stop the running ones: it pauses before every layer (models/forward.py), and when it has run for
-`gap_s` since the last step, a step is made there. So between two tokens of an answer lie at most `gap_s`, one layer and one step.
-Where a step takes long, the prefill runs longer, too, as it keeps `prefill_share` of the time: steps for few requests
-are the most expensive ones, and the sooner prefills are done, the more requests step together.
+`gap_s` since the last step, a step is made there. So between two tokens of an answer lie at most `gap_s`, one layer and
+one step. Where a step takes long, the prefill runs longer, too, as it keeps `prefill_share` of the time: steps for few
+requests are the most expensive ones, and the sooner prefills are done, the more requests step together.
 """
 
 from __future__ import annotations

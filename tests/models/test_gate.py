@@ -11,14 +11,15 @@ import pytest
 import torch
 
 from blendserve.blend import prefill as prefill_module
-from blendserve.blend.attention import RowPlan, plan_rows
-from blendserve.blend.cache import KVCache
 from blendserve.engine import Engine
 from blendserve.errors import ModelUnsupported
+from blendserve.kernels import rows
+from blendserve.kernels.rows import RowPlan, plan_rows
 from blendserve.models import gate
 from blendserve.models.adapter import Adapter, Projected, Rope
 from blendserve.models.families import FAMILIES
 from blendserve.models.gate import GateReport, GateRow, check, examine, verdict
+from blendserve.models.kv_cache import KVCache
 from blendserve.models.loader import Reader
 from tests.blend.helpers import some_prompt
 from tests.blend.test_prefill import OneOff
@@ -61,7 +62,7 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
 @DTYPES
 def test_sees_stored_keys_one_position_off(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
-    monkeypatch.setattr(prefill_module, "Assembly", OneOff)
+    monkeypatch.setattr(prefill_module, "KVLoader", OneOff)
     assert failed(tiny_adapter("llama", dtype)) == {"ratio 1.0", "one chunk in front"}
 
 
@@ -98,7 +99,7 @@ def test_sees_rows_that_look_one_position_too_far(
     def far(positions: torch.Tensor, n_heads: int, window: int | None, known: torch.Tensor) -> RowPlan:
         return plan_rows((positions + 1).clamp(max=len(PROMPT) - 1), n_heads, window)
 
-    monkeypatch.setattr(prefill_module, "plan_rows", far)
+    monkeypatch.setattr(rows, "plan_rows", far)
     assert failed(tiny_adapter("llama", dtype)) >= SAME
 
 

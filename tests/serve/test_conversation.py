@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from blendserve.blend.full import model_logits
 from blendserve.config import BlendConfig
 from blendserve.core import Passage
 from blendserve.errors import InputError
+from blendserve.models.own_forward import model_logits
 from blendserve.serve.conversation import ChatBuilder, Heads, Turn
 from blendserve.serve.settings import ServeConfig
 from tests.serve.helpers import CONFIG, PASSAGES, QUESTIONS, Server, engine, reader

@@ -11,13 +11,12 @@ import pytest
 import torch
 
 from blendserve.blend.blender import Blender
-from blendserve.blend.cache import KVCache
 from blendserve.config import changed
 from blendserve.core import Passage
-from blendserve.decode import step
 from blendserve.engine import Engine
 from blendserve.errors import Busy, InputError, Stopping
-from blendserve.serve.batch import Row, step_together
+from blendserve.models.forward import Row, append, append_each
+from blendserve.models.kv_cache import KVCache
 from blendserve.serve.metrics import Metrics
 from blendserve.serve.scheduler import CHORE_EVERY, Scheduler
 from blendserve.serve.slots import Slots
@@ -115,10 +114,10 @@ def test_a_step_of_many_rows_is_the_steps_of_each() -> None:
     for i, question in enumerate(QUESTIONS):
         prompt = bench.prompts.build(question, PASSAGES[: i + 1])
         done = [bench.blender.run(prompt, bench.config.blend, 1).prefilled.cache for _ in range(2)]
-        expected.append(step(adapter, done[0], len(prompt), 100 + i))
+        expected.append(append(adapter, done[0], len(prompt), (100 + i,))[0])
         caches.append(done)
         rows.append(Row(done[1], len(prompt), 100 + i))
-    logits = step_together(adapter, rows)
+    logits = append_each(adapter, rows)
     assert float((logits - torch.stack(expected)).abs().max()) < 1e-4
     for one, many in caches:
         assert float((one.keys - many.keys).abs().max()) < 1e-4

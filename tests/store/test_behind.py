@@ -15,7 +15,7 @@ from blendserve.core import ChunkKV
 from blendserve.errors import StoreFull
 from blendserve.store import MemoryStore
 from blendserve.store.behind import write_behind
-from tests.gpu.lanes import LateLane
+from tests.kernels.cuda.lanes import LateLane
 from tests.store.helpers import CAP, chunk, key_of, read, same
 
 UNIT = chunk(10).n_bytes

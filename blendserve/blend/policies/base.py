@@ -37,6 +37,9 @@ class Scene:
     row_layers: int = 0  # run so far, for the report
 
 
+LayerKV = tuple[Tensor, Tensor]
+
+
 class Policy(ABC):
     """Chooses positions."""
 
@@ -66,10 +69,10 @@ class Policy(ABC):
     def choose(self, layout: Layout, scene: Scene) -> Tensor:
         """Reusable positions that enter layer 0, ascending."""
 
-    def narrow(self, l: int, layout: Layout, fresh: Tensor, cached: Tensor) -> Tensor | None:
+    def narrow(self, l: int, layout: Layout, fresh: LayerKV, cached: LayerKV) -> Tensor | None:
         """At a narrowing layer: indices, into the candidate rows, of those that go on; None = all of them.
 
-        fresh, cached: values [K, S, D] of the candidate rows, just computed and from the store.
+        fresh, cached: keys, rotated to one place, and values [K, S, D] of these rows, just computed and from the store.
         """
         return None
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from blendserve.blend.layout import Layout
-from blendserve.blend.policies.base import Policy, Scene, candidates, nowhere, top
+from blendserve.blend.policies.base import LayerKV, Policy, Scene, candidates, nowhere, top
 from blendserve.errors import ConfigError
 
 
@@ -33,9 +33,9 @@ class DeviationPolicy(Policy):
     def choose(self, layout: Layout, scene: Scene) -> Tensor:
         return candidates(layout) if self.n_chosen(layout) else nowhere()
 
-    def narrow(self, l: int, layout: Layout, fresh: Tensor, cached: Tensor) -> Tensor | None:
+    def narrow(self, l: int, layout: Layout, fresh: LayerKV, cached: LayerKV) -> Tensor | None:
         checks = self.narrowing_layers
         left = len(checks) - 1 - checks.index(l)
         share = self.config.share * (1 + left / max(1, len(checks) - 1))
-        deviation = (fresh.float() - cached.float()).square().sum(dim=(0, 2))
+        deviation = (fresh[1].float() - cached[1].float()).square().sum(dim=(0, 2))
         return top(deviation, layout.budget(min(1.0, share)))

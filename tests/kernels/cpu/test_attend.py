@@ -9,20 +9,21 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from blendserve.blend.attention import attend, attend_plainly, plan_rows
-from blendserve.native.attention import WATCHED_ROWS, Seen, takes, watch
-from blendserve.native.check import formula
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from blendserve import native
-from blendserve.models.adapter import AttentionSpec
+from blendserve.kernels import verify
+from blendserve.kernels.cpu.attend import WATCHED_ROWS, attend_with_scores, fits
+from blendserve.kernels.ops import attend
+from blendserve.kernels.reference import attend_reference, formula
+from blendserve.kernels.rows import RowPlan, plan_rows
+from blendserve.kernels.types import AttentionSpec
 from tests.blend.helpers import assert_near, lay, some_prompt
-from tests.blend.test_select import probe
+from tests.blend.test_policies import probe
 from tests.tiny import tiny_adapter
 
-pytestmark = pytest.mark.skipif(not native.status().active, reason=native.status().reason)
+pytestmark = pytest.mark.skipif(not verify.cpu_status().active, reason=verify.cpu_status().reason)
 
 EDGES = (1, 2, 15, 16, 17, 63, 64, 65, 255, 256, 257, 300, 600)  # vectors, strips and blocks end here
 
@@ -38,19 +39,22 @@ class Case:
     spec: AttentionSpec
 
     def native(self, slip: int = 0) -> Tensor:
-        assert takes(self.q, self.keys, self.values, self.spec.scale)
+        assert fits(self.q, self.keys, self.values, self.spec, self.plan())
         return attend(self.q, self.keys, self.values, self.spec, self.plan(slip))
 
     def plain(self) -> Tensor:
-        return attend_plainly(self.q, self.keys, self.values, self.spec, self.plan())
+        return attend_reference(self.q, self.keys, self.values, self.spec, self.plan())
 
-    def plan(self, slip: int = 0):  # type: ignore[no-untyped-def]
+    def plan(self, slip: int = 0) -> RowPlan:
         return plan_rows(self.at + slip, self.q.shape[0] // self.keys.shape[0], self.spec.window)
+
+    def watching(self, hidden: Tensor) -> RowPlan:
+        group = self.q.shape[0] // self.keys.shape[0]
+        return plan_rows(self.at, group, self.spec.window, absent=hidden)
 
     def formula(self) -> Tensor:
         n = int(self.at[-1]) + 1
-        s = self.spec
-        return formula(self.q, self.keys[:, :n], self.values[:, :n], self.at, s.scale, s.window, s.softcap)
+        return formula(self.q, self.keys[:, :n], self.values[:, :n], self.at, self.spec)
 
     def only(self, rows: Tensor) -> Case:
         return Case(self.q[:, rows], self.keys, self.values, self.at[rows], self.spec)
@@ -187,9 +191,9 @@ def test_what_a_row_may_not_see_has_no_influence() -> None:
 def test_leaves_to_torch_what_it_cannot_do(change) -> None:  # type: ignore[no-untyped-def]
     case = some_case(64, [3, 40, 63])
     q, keys, values = (change(x) for x in (case.q, case.keys, case.values))
-    assert not takes(q, keys, values, case.spec.scale)
+    assert not fits(q, keys, values, case.spec, case.plan())
     args = q, keys[:, :64], values[:, :64], case.spec, case.plan()
-    assert torch.equal(attend(*args), attend_plainly(*args))
+    assert torch.equal(attend(*args), attend_reference(*args))
 
 
 def test_a_row_behind_the_last_key_is_an_error_and_not_a_read_behind_it() -> None:
@@ -215,10 +219,9 @@ def looked_at(case: Case, hidden: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def check_watch(case: Case, hidden: Tensor, slip: int = 0) -> None:
-    n, s = len(hidden), case.spec
+    n = len(hidden)
     keys, values = case.keys[:, :n], case.values[:, :n].masked_fill(hidden[:, None], 0)
-    seen = Seen(case.at, s.scale, s.window, s.softcap)
-    out, looked = watch(case.q, keys, values, seen, hidden.roll(slip))
+    out, looked = attend_with_scores(case.q, keys, values, case.spec, case.watching(hidden.roll(slip)))
     wanted, wanted_looked = looked_at(case, hidden)
     assert_near(out.double(), wanted, 0.04)
     # Each weight is rounded to 8 bits of mantissa, and so are the scores' factors.
@@ -246,7 +249,7 @@ def test_the_probe_finds_what_it_finds_on_plain_torch(monkeypatch: pytest.Monkey
     adapter, prompt = tiny_adapter("gemma2", torch.bfloat16), some_prompt([40, 9, 30], suffix=7)
     layout = lay(adapter, prompt, [True, False, True])
     ours = probe(adapter, prompt, layout)
-    monkeypatch.setenv(native.SWITCH, "0")
+    monkeypatch.setenv(verify.SWITCH, "0")
     plain = probe(adapter, prompt, layout)
     assert not torch.equal(ours, plain)
     assert_near(ours, plain, 0.02 * float(plain.max()))
@@ -255,12 +258,11 @@ def test_the_probe_finds_what_it_finds_on_plain_torch(monkeypatch: pytest.Monkey
 
 @given(cases())
 def test_watching_changes_no_output(case: Case) -> None:
-    n, s = int(case.at[-1]) + 1, case.spec
-    seen = Seen(case.at, s.scale, s.window, s.softcap)
-    nothing = torch.zeros(n, dtype=torch.bool)
+    n = int(case.at[-1]) + 1
+    plan = case.watching(torch.zeros(n, dtype=torch.bool))
     outs = []
     for count in (1, 2):
         with threads(count):
-            outs.append(watch(case.q, case.keys[:, :n], case.values[:, :n], seen, nothing))
+            outs.append(attend_with_scores(case.q, case.keys[:, :n], case.values[:, :n], case.spec, plan))
     assert torch.equal(outs[0][0], case.native())
     assert all(torch.equal(a, b) for a, b in zip(*outs, strict=True))

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import pytest
 import torch
-from blendserve.blend.correct import move_plainly, split
-from blendserve.native.check import some_turn, turned
-from blendserve.native.move import Fresh, How, move, takes
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from blendserve import native
+from blendserve.blend.corrections.base import split
 from blendserve.core import Span
-from blendserve.models.adapter import Rope
+from blendserve.kernels import verify
+from blendserve.kernels.cpu.correct import correct, fits
+from blendserve.kernels.reference import correct_reference
+from blendserve.kernels.rotary import Rotary
+from blendserve.kernels.types import CorrectionParams, RecomputedTokens, Rope
+from blendserve.kernels.verify import PLAIN_HALVES, some_rope
 from tests.blend.helpers import assert_near
 
-pytestmark = pytest.mark.skipif(not native.status().active, reason=native.status().reason)
-SHIFT, RIDGE = How(16.0, 0.0, 0.5, None), How(16.0, 40.0, 1.0, 800.0)
+pytestmark = pytest.mark.skipif(not verify.cpu_status().active, reason=verify.cpu_status().reason)
+SHIFT, RIDGE = CorrectionParams(16.0, 0.0, 0.5, None), CorrectionParams(16.0, 40.0, 1.0, 800.0)
 
 
 class Case:
@@ -41,20 +43,20 @@ class Case:
         fresh_keys = (
             some(2 * len(rows) + 1).transpose(0, 1).contiguous().transpose(0, 1)
         )  # as layers give them
-        self.fresh = Fresh(fresh_keys, some(2 * len(rows) + 1), *parts)
-        self.rope = Rope(*some_turn(end, width, 1.1, generator))
+        self.fresh = RecomputedTokens(fresh_keys, some(2 * len(rows) + 1), *parts)
+        self.rope = some_rope(end, width, 1.1, generator)
 
-    def moved(self, how: How) -> list[Tensor]:
+    def moved(self, params: CorrectionParams) -> list[Tensor]:
         keys, values = self.keys.clone(), self.values.clone()
-        assert takes(keys, values, self.rope.cos, self.rope.sin)
-        move(keys, values, self.fresh, self.rope.cos, self.rope.sin, how)
+        assert fits(keys, values, self.fresh, self.rope, PLAIN_HALVES, params)
+        correct(keys, values, self.fresh, self.rope, PLAIN_HALVES, params)
         return [keys, values]
 
-    def plainly(self, how: How) -> list[Tensor]:
+    def plainly(self, params: CorrectionParams) -> list[Tensor]:
         keys, values = self.keys.double(), self.values.double()
         exact = self.fresh._replace(keys=self.fresh.keys.double(), values=self.fresh.values.double())
         rope = Rope(*(x.double() for x in (self.rope.cos, self.rope.sin)))
-        move_plainly(keys, values, exact, rope, how, lambda x, rope: turned(x, rope.cos, rope.sin))
+        correct_reference(keys, values, exact, rope, PLAIN_HALVES, params)
         return [keys, values]
 
 
@@ -67,29 +69,29 @@ class Case:
     st.integers(0, 99),
 )
 def test_equals_the_plain_form(
-    heads: int, dims: tuple[int, int], lengths: list[int], n: int, how: How, seed: int
+    heads: int, dims: tuple[int, int], lengths: list[int], n: int, params: CorrectionParams, seed: int
 ) -> None:
     case = Case(heads, *dims, lengths, n, seed)
-    for got, wanted in zip(case.moved(how), case.plainly(how), strict=True):
+    for got, wanted in zip(case.moved(params), case.plainly(params), strict=True):
         assert_near(got.double(), wanted, 0.04)
 
 
-@pytest.mark.parametrize("how", [SHIFT, RIDGE])
-def test_a_token_out_of_place_is_seen(how: How) -> None:
+@pytest.mark.parametrize("params", [SHIFT, RIDGE])
+def test_a_token_out_of_place_is_seen(params: CorrectionParams) -> None:
     case = Case(2, 64, 64, [40, 50], 30, 0)
-    wanted = case.plainly(how)
+    wanted = case.plainly(params)
     case.fresh = case.fresh._replace(rows=case.fresh.rows.flip(0))
-    for got, right in zip(case.moved(how), wanted, strict=True):
+    for got, right in zip(case.moved(params), wanted, strict=True):
         with pytest.raises(AssertionError):
             assert_near(got.double(), right, 0.04)
 
 
-@pytest.mark.parametrize("how", [SHIFT, RIDGE])
-def test_recomputed_tokens_and_what_lies_between_chunks_stay(how: How) -> None:
+@pytest.mark.parametrize("params", [SHIFT, RIDGE])
+def test_recomputed_tokens_and_what_lies_between_chunks_stay(params: CorrectionParams) -> None:
     case = Case(2, 64, 64, [40, 50], 30, 0)
     case.keys[:, 40:42] = case.values[:, 40:42] = float("nan")
     kept = [*case.fresh.at.tolist(), 40, 41]
-    for before, after in zip((case.keys, case.values), case.moved(how), strict=True):
+    for before, after in zip((case.keys, case.values), case.moved(params), strict=True):
         assert torch.equal(before[:, kept].nan_to_num(9.0), after[:, kept].nan_to_num(9.0))
         assert after[:, case.fresh.others].isfinite().all()
         assert (before != after)[:, case.fresh.others].any(dim=-1).all()
@@ -109,9 +111,14 @@ def test_threads_do_not_matter() -> None:
 
 def test_refuses_what_it_cannot_do() -> None:
     x = torch.zeros(2, 8, 64, dtype=torch.bfloat16)
-    turn = torch.zeros(8, 64, dtype=torch.bfloat16)
-    assert takes(x, x, turn, turn)
-    assert not takes(x.float(), x.float(), turn, turn)
-    assert not takes(x[..., :48].contiguous(), x, turn, turn)
-    assert not takes(x, x, turn[:, :16], turn[:, :16])
-    assert not takes(x.transpose(1, 2), x.transpose(1, 2), turn, turn)
+    turn, some = torch.zeros(8, 64, dtype=torch.bfloat16), Case(2, 64, 64, [8], 3, 0).fresh
+
+    def can(keys: Tensor, values: Tensor, cos: Tensor) -> bool:
+        return fits(keys, values, some, Rope(cos, cos), PLAIN_HALVES, RIDGE)
+
+    assert can(x, x, turn)
+    assert not can(x.float(), x.float(), turn)
+    assert not can(x[..., :48].contiguous(), x, turn)
+    assert not can(x, x, turn[:, :16])
+    assert not can(x.transpose(1, 2), x.transpose(1, 2), turn)
+    assert not fits(x, x, some, Rope(turn, turn), Rotary(PLAIN_HALVES.rotate, None), RIDGE)  # type: ignore[arg-type]

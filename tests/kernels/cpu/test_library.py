@@ -11,23 +11,27 @@ from pathlib import Path
 
 import pytest
 import torch
-from blendserve.blend.attention import attend, attend_plainly, plan_rows
 
-from blendserve import native
-from blendserve.models.adapter import AttentionSpec
-from blendserve.native import build, library
+from blendserve.kernels import verify
+from blendserve.kernels.cpu import build, library
+from blendserve.kernels.ops import attend
+from blendserve.kernels.reference import attend_reference
+from blendserve.kernels.rows import plan_rows
+from blendserve.kernels.types import AttentionSpec
 
-needs_kernels = pytest.mark.skipif(not native.status().active, reason=native.status().reason)
+needs_kernels = pytest.mark.skipif(not verify.cpu_status().active, reason=verify.cpu_status().reason)
 
 
 @pytest.fixture
 def anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[pytest.MonkeyPatch]:
     """Kernels as a new process with an empty cache would look for them."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.delenv(native.SWITCH, raising=False)
-    library._state.cache_clear()
+    monkeypatch.delenv(verify.SWITCH, raising=False)
+    library.loaded.cache_clear()
+    verify._cpu_status.cache_clear()
     yield monkeypatch
-    library._state.cache_clear()
+    library.loaded.cache_clear()
+    verify._cpu_status.cache_clear()
 
 
 def change_sources(anew: pytest.MonkeyPatch, folder: Path, name: str, old: str, new: str) -> None:
@@ -41,24 +45,24 @@ def change_sources(anew: pytest.MonkeyPatch, folder: Path, name: str, old: str, 
 
 
 def check_torch_serves(reason: str) -> None:
-    assert not native.status().active
-    assert reason in native.status().reason
+    assert not verify.cpu_status().active
+    assert reason in verify.cpu_status().reason
     q, keys = torch.randn(4, 3, 64).bfloat16(), torch.randn(2, 9, 64).bfloat16()
     args = q, keys, keys, AttentionSpec(0.125), plan_rows(torch.tensor([1, 4, 8]), 2)
-    assert torch.equal(attend(*args), attend_plainly(*args))
+    assert torch.equal(attend(*args), attend_reference(*args))
 
 
 def test_switched_off(anew: pytest.MonkeyPatch) -> None:
-    anew.setenv(native.SWITCH, "0")
+    anew.setenv(verify.SWITCH, "0")
     check_torch_serves("BLENDSERVE_NATIVE=0")
 
 
 @needs_kernels
 def test_the_switch_works_at_any_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(native.SWITCH, "0")
+    monkeypatch.setenv(verify.SWITCH, "0")
     check_torch_serves("BLENDSERVE_NATIVE=0")
-    monkeypatch.delenv(native.SWITCH)
-    assert native.status().active
+    monkeypatch.delenv(verify.SWITCH)
+    assert verify.cpu_status().active
 
 
 @needs_kernels
@@ -88,7 +92,7 @@ def test_a_cpu_without_the_instructions(anew: pytest.MonkeyPatch) -> None:
 
 @needs_kernels
 def test_a_kernel_with_a_broken_mask_is_not_used(anew: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    change_sources(anew, tmp_path / "wrong", "attention.cpp", "+ 1) : 0, at + 1}", "+ 1) : 0, at + 2}")
+    change_sources(anew, tmp_path / "wrong", "attend.cpp", "+ 1) : 0, at + 1}", "+ 1) : 0, at + 2}")
     check_torch_serves("attention is wrong here")
 
 
@@ -112,8 +116,8 @@ def test_the_second_process_finds_what_the_first_compiled(anew: pytest.MonkeyPat
 def test_one_openmp_runtime_serves_torch_and_the_kernels() -> None:
     program = """
 import pathlib, torch
-from blendserve import native
-assert native.status().active, native.status()
+from blendserve.kernels import verify
+assert verify.cpu_status().active, verify.cpu_status()
 lines = pathlib.Path("/proc/self/maps").read_text().splitlines()
 print(len({line.split()[-1] for line in lines if "libgomp" in line or "libomp" in line or "libiomp" in line}))
 """

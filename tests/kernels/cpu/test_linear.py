@@ -7,16 +7,19 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from blendserve.native.linear import FEW, Linears, call_linear, linear, takes
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.native.test_attention import threads
 from torch import Tensor, nn
 
-from blendserve import native
+from blendserve.kernels import verify
+from blendserve.kernels.cpu import linear as kernel
+from blendserve.kernels.cpu.linear import FEW, fits
+from blendserve.kernels.ops import linear
+from blendserve.models.linear_layers import Linears, call_linear
+from tests.kernels.cpu.test_attend import threads
 from tests.tiny import tiny_adapter
 
-pytestmark = pytest.mark.skipif(not native.status().active, reason=native.status().reason)
+pytestmark = pytest.mark.skipif(not verify.cpu_status().active, reason=verify.cpu_status().reason)
 
 Case = tuple[Tensor, Tensor, Tensor | None]
 
@@ -46,8 +49,8 @@ def cases(draw: st.DrawFn) -> Case:
 
 @torch.inference_mode()
 def ours(case: Case) -> Tensor:
-    assert takes(*case)
-    return linear(*case)
+    assert fits(*case)
+    return kernel.linear(*case)
 
 
 def check(case: Case, lose: int = 0) -> None:
@@ -102,7 +105,7 @@ def test_the_sizes_of_the_bundled_reader(rows: int) -> None:
 @torch.inference_mode()
 def test_leaves_to_torch_what_it_cannot_do(change: Any) -> None:
     case = change(*some_case(3, 32, 32))
-    assert not takes(*case)
+    assert not fits(*case)
     assert torch.equal(linear(*case), F.linear(*case))
 
 

@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 import triton
-from blendserve.gpu.attention import tile_for
-from blendserve.gpu.kernels.attention import join, rows_over_keys
-from blendserve.gpu.kernels.place import chunks_into_cache
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler import compile as compiled
+
+from blendserve.kernels.cuda.scattered import tile_for
+from blendserve.kernels.cuda.triton_kernels.attention import join, rows_over_keys
+from blendserve.kernels.cuda.triton_kernels.place import chunks_into_cache
 
 POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
 FLOATS = {"scale", "softcap"}

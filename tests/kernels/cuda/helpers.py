@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from blendserve.blend.rows import RowPlan, plan_rows
-from blendserve.gpu.proven import formula
 from torch import Tensor
 
-from blendserve.models.adapter import AttentionSpec
+from blendserve.kernels.reference import formula
+from blendserve.kernels.rows import RowPlan, plan_rows
+from blendserve.kernels.types import AttentionSpec
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from blendserve.gpu.staging import Mark
 from torch import Tensor
+
+from blendserve.kernels.cuda.staging import Mark
 
 
 class LateMark:

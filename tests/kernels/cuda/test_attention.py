@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
-from blendserve.blend.rows import RowPlan
-from blendserve.gpu.attention import FEW, MOST_SPLITS, Tile, run, splits_for, tile_for
-from blendserve.gpu.proven import KEYS, Kind, trouble
-from tests.gpu.helpers import Case, bf16_products, make_case, rows_of
 
-from blendserve.gpu import attention
+from blendserve.kernels.cuda import scattered
+from blendserve.kernels.cuda.scattered import FEW, MOST_SPLITS, Tile, run, splits_for, tile_for
+from blendserve.kernels.rows import RowPlan
+from blendserve.kernels.verify import KEYS, Kind, attention_trouble
 from tests.blend.helpers import assert_near
+from tests.kernels.cuda.helpers import Case, bf16_products, make_case, rows_of
 
 SMALL, WIDE = Tile(16, 16, 4, 1), Tile(32, 32, 4, 1)
 
@@ -93,8 +93,8 @@ def test_positions_that_nobody_knows_here() -> None:
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a GPU would say of itself."""
-    monkeypatch.setattr(attention, "capability", lambda device: (9, 0))
-    monkeypatch.setattr(attention, "processors", lambda device: 6)
+    monkeypatch.setattr(scattered, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(scattered, "processors", lambda device: 6)
 
 
 @pytest.mark.usefixtures("hopper")
@@ -104,7 +104,7 @@ def test_as_a_request_calls_it(window: int | None, known: bool) -> None:
     for at in (torch.tensor([599]), rows_of(600, 0.1, 3)):
         case = make_case(at, group=3, dim=32, window=window, dtype=torch.float16)
         plan = case.plan if known else RowPlan(at, 3, window, None)
-        got = attention.attend(case.q, case.keys, case.values, case.spec, plan)
+        got = scattered.attend(case.q, case.keys, case.values, case.spec, plan)
         assert_near(got, case.wanted, 0.01)
 
 
@@ -112,7 +112,7 @@ def test_as_a_request_calls_it(window: int | None, known: bool) -> None:
 def test_the_check_before_it_serves() -> None:
     """Every form of it; over fewer rows than on a GPU, where all of this takes no time."""
     kind = Kind(torch.device("cpu"), torch.float32, 1, 16, True, True)
-    assert trouble(attention._FORMS, kind, ((0,), (KEYS - 1,), tuple(range(1, KEYS, 90)))) == ""
+    assert attention_trouble(scattered.FORMS, kind, ((0,), (KEYS - 1,), tuple(range(1, KEYS, 90)))) == ""
 
 
 def test_few_programs_are_split_and_many_are_not() -> None:
@@ -139,9 +139,9 @@ def test_the_table_of_tiles() -> None:
 def test_what_it_takes() -> None:
     case = make_case(torch.tensor([5, 6]))
     q, keys, values = case.q, case.keys, case.values
-    assert attention.fits(q, keys, values)
-    assert not attention.takes(q, keys, values, case.spec, case.plan), "no GPU here"
-    assert not attention.fits(q.half(), keys, values)
-    assert not attention.fits(q, keys[..., ::2], values)
-    assert not attention.fits(q.double(), keys.double(), values.double())
-    assert not attention.fits(*(x.new_zeros(2, 2, 512) for x in (q, keys, values)))
+    assert scattered.fits(q, keys, values)
+    assert not scattered.fits_gpu(q, keys, values, case.spec, case.plan), "no GPU here"
+    assert not scattered.fits(q.half(), keys, values)
+    assert not scattered.fits(q, keys[..., ::2], values)
+    assert not scattered.fits(q.double(), keys.double(), values.double())
+    assert not scattered.fits(*(x.new_zeros(2, 2, 512) for x in (q, keys, values)))

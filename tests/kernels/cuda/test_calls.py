@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from blendserve.gpu.graphs import CudaGraph
-from blendserve.gpu.staging import CudaLane, Homeward, Staging
 from torch import Tensor
 
-from blendserve.gpu import graphs
+from blendserve.kernels.cuda import graphs
+from blendserve.kernels.cuda.graphs import CudaGraph
+from blendserve.kernels.cuda.staging import CudaLane, Homeward, Staging
 from tests.store.helpers import chunk
 
 CPU = torch.device("cpu")  # stands for the GPU: what is "sent" to it is there already

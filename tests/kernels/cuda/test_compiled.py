@@ -1,6 +1,6 @@
 """The kernels compile for the GPUs that they are meant for, fit into their processors, and keep to their registers.
 
-Every combination was compiled with `python -m tests.gpu.compiling`; here those that a request meets first.
+Every combination was compiled with `python -m tests.kernels.cuda.compiling`; here those that a request meets first.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CALLS: list[dict[str, Any]] = [
 @pytest.fixture(scope="module")
 def made() -> list[dict[str, Any]]:
     plain = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.gpu.compiling", json.dumps(CALLS)]
+    command = [sys.executable, "-m", "tests.kernels.cuda.compiling", json.dumps(CALLS)]
     done = subprocess.run(command, capture_output=True, text=True, env=plain, check=False)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]

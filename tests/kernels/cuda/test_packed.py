@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from blendserve.gpu.proven import Kind, formula, trouble
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from blendserve.blend.precompute import GPU_STACK_TOKENS, STACK_TOKENS, ChunkComputer
-from blendserve.gpu import packed
-from blendserve.models.adapter import Adapter, AttentionSpec
+from blendserve.core import Span
+from blendserve.kernels import ops, verify
+from blendserve.kernels.chunks import ChunkStack
+from blendserve.kernels.cuda import packed
+from blendserve.kernels.ops import ATTEND_CHUNKS, Operation
+from blendserve.kernels.reference import formula
+from blendserve.kernels.types import AttentionSpec
+from blendserve.kernels.verify import Kind, attention_trouble
+from blendserve.models.adapter import Adapter
 from tests.blend.helpers import assert_near, some_ids
 from tests.tiny import KINDS, tiny_adapter
+
+ALWAYS_PACKED = Operation(replace(ATTEND_CHUNKS.backends[0], fits=lambda *_: True, trouble=lambda *_: ""))
+DENSE = verify.ONE_ROW + verify.SIDE_BY_SIDE
 
 
 class Formula:
@@ -61,7 +71,7 @@ class Formula:
 def flash(monkeypatch: pytest.MonkeyPatch) -> Formula:
     package = Formula()
     monkeypatch.setattr(packed, "flash_attn", lambda: package)
-    monkeypatch.setattr(packed, "takes", lambda q, keys, spec: True)
+    monkeypatch.setattr(ops, "ATTEND_CHUNKS", ALWAYS_PACKED)
     return package
 
 
@@ -84,7 +94,7 @@ def test_equals_chunk_after_chunk(
 def test_neither_order_nor_company_matters(lengths: list[int], seed: int) -> None:
     patch = pytest.MonkeyPatch()
     patch.setattr(packed, "flash_attn", Formula)
-    patch.setattr(packed, "takes", lambda q, keys, spec: True)
+    patch.setattr(ops, "ATTEND_CHUNKS", ALWAYS_PACKED)
     try:
         computer = ChunkComputer(tiny_adapter("gemma2"), some_ids(4))
         chunks = [some_ids(n, seed=i) for i, n in enumerate(lengths)]
@@ -102,7 +112,7 @@ def test_the_proof_passes_what_is_right_and_nothing_else(
     windowed: bool, softcapped: bool, flash: Formula, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kind = Kind(torch.device("cpu"), torch.float32, 3, 16, windowed, softcapped)
-    assert trouble.__wrapped__((packed._twice,), kind, packed.ROWS) == ""
+    assert attention_trouble.__wrapped__((packed.packed_twice,), kind, DENSE) == ""
 
     def top_left(*args: Any, **options: Any) -> Tensor:
         """Right only where there is no front, as flash-attn before 2.1."""
@@ -111,12 +121,13 @@ def test_the_proof_passes_what_is_right_and_nothing_else(
         return out.roll(1, 0) if fronts.any() else out
 
     monkeypatch.setattr(flash, "flash_attn_varlen_func", top_left)
-    assert "off by" in trouble.__wrapped__((packed._twice,), kind, packed.ROWS)
+    assert "off by" in attention_trouble.__wrapped__((packed.packed_twice,), kind, DENSE)
 
 
 def test_without_a_gpu_or_flash_attn_nothing_is_packed() -> None:
     q = torch.zeros(4, 3, 16, dtype=torch.bfloat16)
-    assert not packed.takes(q, q[:2], AttentionSpec(1.0))
+    stack = ChunkStack([Span(0, 3)], 0, 2, q.device)
+    assert not packed.fits(q, q[:2], q[:2], (q[:2, :0], q[:2, :0]), AttentionSpec(1.0), stack)
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from blendserve.gpu.place import FORMS, HALVES, form_of, place, why_not
-
-from blendserve.gpu import place as gpu
+from blendserve.kernels.cuda.place import run
+from blendserve.kernels.rotary import FORMS, HALVES, Rotary, RotaryForm
+from blendserve.kernels.types import Rope
+from blendserve.kernels.verify import placing_trouble
 from blendserve.models.adapter import Adapter
 from tests.tiny import TINY, tiny_adapter
 
@@ -41,10 +42,10 @@ def placed(adapter: Adapter, l: int, slip: int = 0) -> tuple[torch.Tensor, torch
     for k, start in zip(keys, starts, strict=True):
         here = slice(start, start + k.shape[1])
         wanted[:, here] = adapter.rotate(k, rope.at(here))
-    form = form_of(adapter)
+    form = adapter.rotary.form
     assert form is not None
     moved = [start + slip for start in starts]
-    place(keys, values, moved, got, got_values, rope.cos, rope.sin, form)
+    run(list(zip(moved, keys, values, strict=True)), got, got_values, rope, form)
     for v, start in zip(values, moved, strict=True):
         assert torch.equal(got_values[:, start : start + v.shape[1]], v)
     assert (got_values != 0).sum() <= sum(v.numel() for v in values)
@@ -70,39 +71,38 @@ def test_the_check_sees_a_place_that_is_one_off() -> None:
 
 def test_every_family_has_a_known_form() -> None:
     """So that every one of them is placed in one launch; if a new one is not, it is placed by its own function."""
-    forms = {name: form_of(tiny_adapter(name)) for name in TINY}
+    forms = {name: tiny_adapter(name).rotary.form for name in TINY}
     assert not [name for name, form in forms.items() if form is None]
     assert set(forms.values()) == set(FORMS)
 
 
 def test_a_rotation_of_another_kind_is_told() -> None:
-    adapter = Adapter(tiny_adapter("llama").model)
-    plain = adapter._rotate
-    adapter._rotate = lambda q, k, cos, sin: plain(q, k, cos, -sin)
-    assert form_of(adapter) is None
-    assert form_of(tiny_adapter("llama")) == HALVES
+    adapter = tiny_adapter("llama")
+    own, rope, x = adapter.rotary._own, adapter.rope(torch.arange(8))[0], torch.randn(2, 8, adapter.head_dim)
+    assert Rotary.of(own, rope, x).form == HALVES
+    assert Rotary.of(lambda q, k, cos, sin: own(q, k, cos, -sin), rope, x).form is None
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_the_check_before_it_serves(form: gpu.Form, monkeypatch: pytest.MonkeyPatch) -> None:
-    why_not.cache_clear()
-    assert why_not(form, torch.device("cpu"), torch.float32, 16) == ""
-    why_not.cache_clear()
+def test_the_check_before_it_serves(form: RotaryForm, monkeypatch: pytest.MonkeyPatch) -> None:
+    placing_trouble.cache_clear()
+    assert placing_trouble(form, torch.device("cpu"), torch.float32, 16) == ""
+    placing_trouble.cache_clear()
     wrong = next(other for other in FORMS if other.neighbours != form.neighbours)
-    plain = gpu.turned
-    monkeypatch.setattr(gpu, "turned", lambda _, x, rope: plain(wrong, x, rope))
-    assert "off by" in why_not(form, torch.device("cpu"), torch.float32, 16)
-    why_not.cache_clear()
+    plain = RotaryForm.rotated
+    monkeypatch.setattr(RotaryForm, "rotated", lambda _, x, rope: plain(wrong, x, rope))
+    assert "off by" in placing_trouble(form, torch.device("cpu"), torch.float32, 16)
+    placing_trouble.cache_clear()
 
 
 def test_a_chunk_that_does_not_fit_is_refused() -> None:
     cache = torch.ones(2, 4, 16)
     with pytest.raises(ValueError, match="behind the cache's 4 tokens"):
-        place([cache], [cache], [1], cache, cache, cache[0], cache[0])
+        run([(1, cache, cache)], cache, cache, Rope(cache[0], cache[0]), HALVES)
 
 
 def test_nothing_to_place() -> None:
     cache = torch.ones(2, 4, 16)
-    place([], [], [], cache, cache, cache[0], cache[0])
-    place([cache[:, :0]], [cache[:, :0]], [0], cache, cache, cache[0], cache[0])
+    run([], cache, cache, Rope(cache[0], cache[0]), HALVES)
+    run([(0, cache[:, :0], cache[:, :0])], cache, cache, Rope(cache[0], cache[0]), HALVES)
     assert bool((cache == 1).all())

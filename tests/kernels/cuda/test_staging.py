@@ -7,15 +7,15 @@ from contextlib import closing
 
 import pytest
 import torch
-from blendserve.blend.load import LayerReader
-from blendserve.gpu.staging import SLOTS, Staging, apart, joined, lane_to
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.gpu.lanes import LateLane, LateMark
 
+from blendserve.blend.loader import LayerReader
 from blendserve.core import ChunkKV
 from blendserve.errors import CorruptRecord
+from blendserve.kernels.cuda.staging import SLOTS, Staging, apart, joined, lane_to
 from blendserve.store.memory import MemoryChunk
+from tests.kernels.cuda.lanes import LateLane, LateMark
 from tests.store.helpers import chunk
 
 LAYERS = 9

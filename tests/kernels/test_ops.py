@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from blendserve.blend.attention import WAYS, attend_plainly, plan_rows, way_for, ways_on
-from blendserve.blend.rows import RowPlan
-from blendserve.gpu.proven import KEYS, Kind, trouble
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.gpu.helpers import Case, make_case, rows_of
 from torch import Tensor
 
-from blendserve.blend import attention
-from blendserve.gpu import dense, flex, masked, proven
-from blendserve.models.adapter import AttentionSpec
+from blendserve.kernels.cuda import dense, flex, masked
+from blendserve.kernels.ops import ATTEND, Operation
+from blendserve.kernels.reference import attend_reference, formula
+from blendserve.kernels.rows import RowPlan, plan_rows
+from blendserve.kernels.types import AttentionSpec
+from blendserve.kernels.verify import KEYS, Kind, attention_trouble
 from tests.blend.helpers import assert_near
+from tests.kernels.cuda.helpers import Case, make_case, rows_of
 from tests.tiny import tiny_adapter
 
 CPU = Kind(torch.device("cpu"), torch.float32, 2, 16, False, False)
@@ -124,7 +125,7 @@ class FakeFlash:
         spec = AttentionSpec(softmax_scale, window, softcap or None)
         plan = plan_rows(torch.arange(m - n, m), q.shape[2] // k.shape[2], window)
         parts = (x[0].transpose(0, 1) for x in (q, k, v))
-        return attend_plainly(*parts, spec, plan).view(1, n, *q.shape[2:])
+        return attend_reference(*parts, spec, plan).view(1, n, *q.shape[2:])
 
 
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (7, None), (None, 0.7), (1, 0.7)])
@@ -145,31 +146,33 @@ def test_dense_means_side_by_side_and_known() -> None:
 
 def test_without_a_gpu_nothing_of_it_takes_anything() -> None:
     case = make_case(torch.arange(5, 9))
-    taken = [way.name for way in WAYS if way.takes(case.q, case.keys, case.values, case.spec, case.plan)]
-    assert taken == ["plain torch"]
-    assert ways_on(tiny_adapter("llama")) == ("plain torch", "plain torch")
+    parts = case.q, case.keys, case.values, case.spec, case.plan
+    assert [backend.name for backend in ATTEND.backends if backend.serves(*parts)] == ["plain torch"]
+    assert tiny_adapter("llama").attention_backends == ("plain torch", "plain torch")
 
 
-def test_the_first_that_takes_it_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The table's order, with every way able to do everything but those before it."""
+def test_the_first_that_serves_does_it() -> None:
+    """The table's order, with every backend able to do everything but those before it."""
     case = make_case(torch.arange(5, 9))
     parts = case.q, case.keys, case.values, case.spec, case.plan
-    names = [way.name for way in WAYS]
+    names = [backend.name for backend in ATTEND.backends]
     assert names.index("flash-attn") < names.index("torch's FlashAttention") < names.index("Triton kernel")
     assert names[-3:] == ["FlexAttention", "SDPA with masks", "plain torch"]
-    for first in range(len(WAYS)):
-        ways = tuple(w._replace(takes=lambda *_, on=n >= first: on) for n, w in enumerate(WAYS))
-        monkeypatch.setattr(attention, "WAYS", ways)
-        assert way_for(*parts).name == names[first]
+    for first in range(len(names)):
+        able = [
+            replace(backend, fits=lambda *_, on=n >= first: on, trouble=lambda *_: "")  # type: ignore[misc]
+            for n, backend in enumerate(ATTEND.backends)
+        ]
+        assert Operation(*able).select_backend(*parts).name == names[first]
 
 
 def _far(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: RowPlan) -> Tensor:
-    return attend_plainly(q, keys, values, spec, plan_rows(plan.positions + 1, plan.group, plan.window))
+    return attend_reference(q, keys, values, spec, plan_rows(plan.positions + 1, plan.group, plan.window))
 
 
 def _blind(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: RowPlan) -> Tensor:
     open_spec = AttentionSpec(spec.scale)
-    return attend_plainly(q, keys, values, open_spec, plan_rows(plan.positions, plan.group))
+    return attend_reference(q, keys, values, open_spec, plan_rows(plan.positions, plan.group))
 
 
 def _broken(*_: Any) -> Tensor:
@@ -178,22 +181,22 @@ def _broken(*_: Any) -> Tensor:
 
 def test_a_kernel_that_is_wrong_does_not_serve() -> None:
     windowed = Kind(torch.device("cpu"), torch.float32, 2, 16, True, False)
-    assert trouble((attend_plainly,), CPU, POSITIONS) == ""
-    assert trouble((attend_plainly,), windowed, POSITIONS) == ""
-    assert "off by" in trouble((attend_plainly, _far), CPU, POSITIONS)
-    assert "off by" in trouble((_blind,), windowed, POSITIONS)
-    assert trouble((_broken,), CPU, POSITIONS) == "RuntimeError: out of resource: shared memory"
+    assert attention_trouble((attend_reference,), CPU, POSITIONS) == ""
+    assert attention_trouble((attend_reference,), windowed, POSITIONS) == ""
+    assert "off by" in attention_trouble((attend_reference, _far), CPU, POSITIONS)
+    assert "off by" in attention_trouble((_blind,), windowed, POSITIONS)
+    assert attention_trouble((_broken,), CPU, POSITIONS) == "RuntimeError: out of resource: shared memory"
 
 
 def test_bounds_hold_for_plain_torch_and_not_for_a_coarser_dtype() -> None:
     for dtype in (torch.bfloat16, torch.float16):
         kind = Kind(torch.device("cpu"), dtype, 2, 64, False, False)
-        assert trouble((attend_plainly,), kind, POSITIONS) == ""
+        assert attention_trouble((attend_reference,), kind, POSITIONS) == ""
 
     def coarse(q: Tensor, keys: Tensor, values: Tensor, *rest: Any) -> Tensor:
-        return attend_plainly(q.bfloat16(), keys.bfloat16(), values.bfloat16(), *rest).float()
+        return attend_reference(q.bfloat16(), keys.bfloat16(), values.bfloat16(), *rest).float()
 
-    assert "off by" in trouble((coarse,), CPU, POSITIONS)
+    assert "off by" in attention_trouble((coarse,), CPU, POSITIONS)
 
 
 BLOCKED = """
@@ -204,17 +207,17 @@ class Blocker:
             raise ImportError(f"{name} is not here")
 sys.meta_path.insert(0, Blocker())
 import torch
-import blendserve, blendserve.gpu.dense, blendserve.gpu.flex, blendserve.gpu.masked, blendserve.gpu.place
-import blendserve.gpu.attention as by_position
-from blendserve.blend.attention import attend, plan_rows
-from blendserve.gpu.available import flash_attn, has_triton
-from blendserve.gpu.proven import Kind
-from blendserve.models.adapter import AttentionSpec
+import blendserve
+from blendserve.kernels.cuda.available import flash_attn, has_triton
+from blendserve.kernels.ops import attend
+from blendserve.kernels.rows import plan_rows
+from blendserve.kernels.types import AttentionSpec
+from blendserve.kernels.verify import Kind, triton_trouble
 assert not has_triton() and flash_attn() is None
 x = torch.randn(2, 4, 16)
 out = attend(x, x, x, AttentionSpec(0.3), plan_rows(torch.arange(4), 1))
 kind = Kind(torch.device("cuda"), torch.bfloat16, 1, 16, False, False)
-print(tuple(out.shape), by_position.why_not(kind), "triton" in sys.modules)
+print(tuple(out.shape), triton_trouble((), kind, ()), "triton" in sys.modules)
 """
 
 
@@ -227,5 +230,5 @@ def test_everything_imports_and_runs_without_triton_and_flash_attn() -> None:
 def test_the_formula_is_the_mask_written_out() -> None:
     """Its own check: two rows by hand."""
     x = torch.eye(3)[None]
-    got = proven.formula(x[:, :2], x, x, torch.tensor([0, 2]), AttentionSpec(0.0))
+    got = formula(x[:, :2], x, x, torch.tensor([0, 2]), AttentionSpec(0.0))
     assert torch.allclose(got, torch.tensor([[1.0, 0, 0], [1 / 3, 1 / 3, 1 / 3]], dtype=torch.float64))

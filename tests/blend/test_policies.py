@@ -10,23 +10,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from blendserve.blend.assemble import Assembly, Layout
-from blendserve.blend.cache import KVCache
-from blendserve.blend.probe import suffix_attention
-from blendserve.blend.select import POLICIES, budget, top
+from blendserve.blend.layout import Layout
+from blendserve.blend.loader import KVLoader
+from blendserve.blend.policies import query
+from blendserve.blend.policies.base import Scene, make_policy, top
+from blendserve.blend.policies.query import suffix_scores
 from blendserve.config import BlendConfig
 from blendserve.core import Prompt
 from blendserve.models.adapter import Adapter
+from blendserve.models.kv_cache import KVCache
 from tests.blend.helpers import assert_near, blend, distance, lay, model_kv, model_says, some_prompt
 from tests.blend.reference import scatter_forward
 from tests.tiny import KINDS, TINY, tiny_adapter
 
-NO_SCORES = torch.empty(0)
 
-
-def chosen(layout: Layout, scores: Tensor = NO_SCORES, **options: Any) -> list[int]:
-    config = BlendConfig(**options)
-    return [int(at) for at in POLICIES[config.policy](config).enter(layout, lambda: scores)]
+def chosen(layout: Layout, **options: Any) -> list[int]:
+    no_scene: Any = None
+    return [int(at) for at in make_policy(BlendConfig(**options)).choose(layout, no_scene)]
 
 
 @given(st.lists(st.sampled_from([-2.0, 0.0, 0.5, 3.0, float("-inf")]), max_size=20), st.integers(0, 25))
@@ -41,14 +41,14 @@ def test_the_budget_is_a_share_of_what_was_found(lengths: list[int], ratio: floa
     layout = lay(tiny_adapter("llama"), prompt)
     first = next((n for n in lengths if n), 0)
     assert layout.n_found == sum(lengths)
-    assert budget(layout, ratio) == min(round(ratio * sum(lengths)), sum(lengths) - first)
+    assert layout.budget(ratio) == min(round(ratio * sum(lengths)), sum(lengths) - first)
 
 
 @given(st.lists(st.integers(0, 12), min_size=1, max_size=5), st.sampled_from([0.0, 0.1, 0.4, 1.0]))
 def test_chunk_head_deals_tokens_from_the_heads_round_by_round(lengths: list[int], ratio: float) -> None:
     layout = lay(tiny_adapter("llama"), some_prompt(lengths))
     dealt = [span.start + depth for depth in range(12) for span in layout.reusable_spans if depth < len(span)]
-    assert chosen(layout, policy="chunk_head", ratio=ratio) == sorted(dealt[: budget(layout, ratio)])
+    assert chosen(layout, policy="chunk_head", ratio=ratio) == sorted(dealt[: layout.budget(ratio)])
 
 
 def test_random_is_seeded_and_keeps_to_reusable_tokens() -> None:
@@ -64,11 +64,12 @@ def test_random_is_seeded_and_keeps_to_reusable_tokens() -> None:
     assert counts[layout.reusable].max() < 90
 
 
-def test_query_takes_the_highest_scores_among_reusable_tokens() -> None:
+def test_query_takes_the_highest_scores_among_reusable_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     layout = lay(tiny_adapter("llama"), some_prompt([5, 6, 7]))
     scores = torch.arange(float(layout.n_tokens))
+    monkeypatch.setattr(query, "suffix_scores", lambda _: scores)
     last = layout.reusable.nonzero()[:, 0].tolist()
-    assert chosen(layout, scores, policy="query", ratio=0.3) == last[-budget(layout, 0.3) :]
+    assert chosen(layout, policy="query", ratio=0.3) == last[-layout.budget(0.3) :]
 
 
 def probe(adapter: Adapter, prompt: Prompt, layout: Layout) -> Tensor:
@@ -76,10 +77,9 @@ def probe(adapter: Adapter, prompt: Prompt, layout: Layout) -> Tensor:
     cache = KVCache(adapter, len(prompt))
     cache.keys.fill_(float("nan"))
     cache.values.fill_(float("nan"))
-    assembly = Assembly(adapter, cache, layout.pieces, rope)
+    loader = KVLoader(adapter, cache, layout.placements, rope)
     with torch.inference_mode():
-        hidden = adapter.embed(torch.tensor(prompt.suffix))
-        return suffix_attention(adapter, hidden, layout, cache, assembly, rope)
+        return suffix_scores(Scene(adapter, torch.tensor(prompt.ids), layout, cache, loader, rope))
 
 
 def score(attentions: Any, values: Tensor) -> Tensor:
@@ -130,7 +130,7 @@ def test_deviation_picks_by_the_formula_from_two_forward_passes(name: str, ratio
         stored = model_kv(adapter, prompt.prefix + chunk.ids)[1][1][:, len(prompt.prefix) :]
         deviation[span.start : span.stop] = (fresh[:, span.start : span.stop] - stored).pow(2).sum(2).sum(0)
     done = blend(adapter, prompt, layout, policy="deviation", ratio=ratio, correction="none")
-    assert done.recomputed.tolist() == top(deviation, budget(layout, ratio)).tolist()
+    assert done.recomputed.tolist() == top(deviation, layout.budget(ratio)).tolist()
 
 
 def test_gradual_filtering_narrows_linearly_and_never_takes_a_token_back() -> None:

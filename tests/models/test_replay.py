@@ -8,9 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from blendserve.blend.cache import KVCache
-from blendserve.gpu.graphs import EAGER, WORTH, Steps, attend_all, step_at, worthwhile
-from blendserve.gpu.proven import formula
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -18,9 +15,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from blendserve.blend.prefill import Prefilled, prefill
 from blendserve.config import BlendConfig, DecodeConfig
-from blendserve.decode import generate, sample, step
-from blendserve.gpu import graphs
-from blendserve.models.adapter import Adapter, AttentionSpec
+from blendserve.decode import generate, sample
+from blendserve.kernels.reference import attend_at_reference, formula
+from blendserve.kernels.types import AttentionSpec
+from blendserve.models import replay
+from blendserve.models.adapter import Adapter
+from blendserve.models.forward import append, append_captured
+from blendserve.models.kv_cache import KVCache
+from blendserve.models.replay import EAGER, WORTH, ReplayedSteps, is_worthwhile
 from tests.blend.helpers import assert_near, lay, some_ids, some_prompt
 from tests.tiny import KINDS, TINY, fresh_model, tiny_adapter
 
@@ -49,12 +51,17 @@ class Replay:
         return self.out.copy_(self.work())
 
 
-def tokens(adapter: Adapter, capture: Any = Replay, n: int = NEW) -> tuple[list[int], Steps]:
+def tokens(adapter: Adapter, capture: Any = Replay, n: int = NEW) -> tuple[list[int], ReplayedSteps]:
     """Greedily, by steps that are captured as soon as they may be."""
     done = prefilled(adapter)
-    steps = Steps(adapter, done.cache, lambda at, token: step(adapter, done.cache, at, token), capture)
+    steps = ReplayedSteps(adapter, done.cache.keys[None], done.cache.values[None], LENGTH, capture)
     config = DecodeConfig(max_new_tokens=n)
-    said = sample(done.logits, config, set(), lambda made, token: steps(LENGTH + made, token))
+
+    def step(made: int, token: int) -> Tensor:
+        at = LENGTH + made
+        return steps([(0, at, token)], lambda: append(adapter, done.cache, at, (token,)))[0]
+
+    said = sample(done.logits, config, set(), step)
     return list(said), steps
 
 
@@ -80,8 +87,9 @@ def test_each_step_has_the_same_logits_and_leaves_the_same_kv(name: str) -> None
     for part in (other.keys, other.values):
         part[:, :, LENGTH:] = 0
     for i, token in enumerate(some_ids(NEW, 7)):
-        logits = step_at(adapter, other, torch.tensor([token]), torch.tensor([LENGTH + i]))
-        assert_near(logits, step(adapter, one, LENGTH + i, token), 1e-4)
+        at = torch.tensor([LENGTH + i])
+        logits = append_captured(adapter, other.keys[None], other.values[None], torch.tensor([token]), at, at)
+        assert_near(logits, append(adapter, one, LENGTH + i, (token,)), 1e-4)
     assert_near(other.keys, one.keys, 1e-4)
     assert_near(other.values, one.values, 1e-4)
 
@@ -95,13 +103,15 @@ def test_what_is_recorded_at_one_token_serves_all_others(name: str) -> None:
         part[:, :, LENGTH:] = 0
 
     def work(keys: Tensor, values: Tensor, token: Tensor, at: Tensor) -> Tensor:
-        return step_at.__wrapped__(adapter, KVCache.over(keys, values), token, at)  # type: ignore[attr-defined]
+        plain: Any = append_captured
+        caught: Tensor = plain.__wrapped__(adapter, keys[None], values[None], token, at, at)
+        return caught
 
     with torch.no_grad():
         graph = make_fx(work)(cache.keys.clone(), cache.values.clone(), torch.tensor([5]), torch.tensor([3]))
         for i, token in enumerate(some_ids(NEW, 8)):
             logits = graph(cache.keys, cache.values, torch.tensor([token]), torch.tensor([LENGTH + i]))
-            assert_near(logits, step(adapter, wanted, LENGTH + i, token), 1e-4)
+            assert_near(logits, append(adapter, wanted, LENGTH + i, (token,)), 1e-4)
 
 
 def test_an_answer_of_few_tokens_is_not_captured() -> None:
@@ -124,13 +134,13 @@ def test_what_cannot_be_captured_goes_on_plainly_and_is_not_tried_again() -> Non
 
 def test_who_may_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     dense, experts = fresh_model("llama"), fresh_model("mixtral")
-    assert not worthwhile(dense, 1000)  # on a CPU
+    assert not is_worthwhile(dense, 1000)  # on a CPU
     monkeypatch.setattr(Adapter, "device", torch.device("cuda", 0))
-    assert worthwhile(dense, WORTH)
-    assert not worthwhile(dense, WORTH - 1)
-    assert not worthwhile(experts, 1000)
-    graphs._failed.add(dense)
-    assert not worthwhile(dense, 1000)
+    assert is_worthwhile(dense, WORTH)
+    assert not is_worthwhile(dense, WORTH - 1)
+    assert not is_worthwhile(experts, 1000)
+    replay._failed.add(dense)
+    assert not is_worthwhile(dense, 1000)
 
 
 @given(
@@ -147,4 +157,4 @@ def test_one_row_by_a_position_on_the_device(
     at = torch.tensor([round(part * (n_keys - 1))])
     q, keys, values = (torch.randn(n, m, 8) for n, m in ((kv_heads * group, 1), *[(kv_heads, n_keys)] * 2))
     spec = AttentionSpec(0.4, window, softcap)
-    assert_near(attend_all(q, keys, values, spec, at), formula(q, keys, values, at, spec), 1e-5)
+    assert_near(attend_at_reference(q, keys, values, spec, at), formula(q, keys, values, at, spec), 1e-5)

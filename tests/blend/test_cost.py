@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from blendserve.blend.assemble import Layout
+from blendserve.blend.cost import CostModel, calibrated, choose, measure
+from blendserve.blend.layout import Layout
+from blendserve.blend.policies.base import make_policy
 from blendserve.blend.prefill import prefill
-from blendserve.blend.profit import CostModel, Work, calibrated, choose, measure, work_of
+from blendserve.blend.work import Work, work_of
 from blendserve.config import BlendConfig
 from blendserve.core import Prompt
 from tests.blend.helpers import lay, some_prompt
@@ -33,15 +35,17 @@ def test_counts_the_rows_that_a_prefill_runs(policy: str, ratio: float) -> None:
     ran = prefill(tiny_adapter("llama"), prompt, found, blend).cost * len(prompt)
     # the check layer runs all rows through its projection only: the prefill counts them there, the cost model does not
     tolerance = int(found.reusable.sum()) / LAYERS if policy == "deviation" else 1e-9
-    assert work_of(found, blend, LAYERS).rows == pytest.approx(ran, abs=tolerance)
+    assert work_of(found, make_policy(blend), LAYERS).rows == pytest.approx(ran, abs=tolerance)
 
 
 def test_counts_pairs_and_loads() -> None:
     _, none = layout([30, 40, 20], found=False)
     n = none.n_tokens
-    assert work_of(none, BlendConfig(), LAYERS) == Work(1, n, n * (n + 1) / 2, 0)
+    assert work_of(none, make_policy(BlendConfig()), LAYERS) == Work(1, n, n * (n + 1) / 2, 0)
     _, all_found = layout([30, 40, 20])
-    assert work_of(all_found, BlendConfig(policy="none"), LAYERS).loaded == n - all_found.n_suffix
+    assert (
+        work_of(all_found, make_policy(BlendConfig(policy="none")), LAYERS).loaded == n - all_found.n_suffix
+    )
 
 
 def test_chooses_the_cheapest_and_favours_exactness() -> None:

@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from blendserve.blend.attention import attend_plainly, plan_rows
 
 from blendserve.bench.gpu import agree
 from blendserve.bench.gpu.plan import LLAMA, Cell, Plan, real, rehearsal
 from blendserve.bench.gpu.prefills import Stand
 from blendserve.bench.gpu.run import Bench
 from blendserve.bench.gpu.tables import tables
+from blendserve.kernels.reference import attend_reference
+from blendserve.kernels.rows import plan_rows
 from blendserve.models.shapes import SHAPES
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_gpu.py"
@@ -85,7 +86,7 @@ def test_a_failing_step_costs_itself_alone(monkeypatch: pytest.MonkeyPatch, tmp_
 def test_a_wrong_kernel_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     def far(q: Any, keys: Any, values: Any, spec: Any, plan: Any) -> Any:
         moved = (plan.positions + 1).clamp(max=keys.shape[1] - 1)
-        return attend_plainly(q, keys, values, spec, plan_rows(moved, plan.group, plan.window))
+        return attend_reference(q, keys, values, spec, plan_rows(moved, plan.group, plan.window))
 
     heads = rehearsal().kinds[0]
     assert agree.kernels(heads, torch.device("cpu"), 100)["ok"]

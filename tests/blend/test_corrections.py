@@ -11,12 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from blendserve.blend.assemble import Assembly
-from blendserve.blend.cache import KVCache
-from blendserve.blend.correct import CORRECTIONS, PENALTY, SCALE, STILL, WEIGHT, Correction, Ridge, Shift
-from blendserve.blend.rows import Rows
+from blendserve.blend.corrections.base import WEIGHT, Correction
+from blendserve.blend.corrections.ridge import PENALTY, ZERO_PRIOR, Ridge
+from blendserve.blend.corrections.shift import SCALE, Shift
+from blendserve.blend.loader import KVLoader
 from blendserve.core import Span
-from blendserve.models.adapter import Adapter, Ropes
+from blendserve.kernels.rows import Rows
+from blendserve.kernels.types import Ropes
+from blendserve.models.adapter import Adapter
+from blendserve.models.kv_cache import KVCache
+from blendserve.registry import CORRECTIONS
 from tests.blend.helpers import assert_near, blend, distance, lay, some_prompt
 from tests.tiny import KINDS, tiny_adapter
 
@@ -67,9 +71,9 @@ def some_case(name: str, lengths: list[int], picks: int, seed: int) -> Case:
     ropes, cache = adapter.rope(torch.arange(n)), KVCache(adapter, n)
     cache.keys.zero_()
     cache.values.zero_()
-    Assembly(adapter, cache, layout.pieces, ropes).place(1)
+    KVLoader(adapter, cache, layout.placements, ropes).place(1)
     keys, values = torch.zeros(2, *cache.values[1].shape)
-    for piece in layout.pieces:
+    for piece in layout.placements:
         here = slice(piece.span.start, piece.span.stop)
         keys[:, here], values[:, here] = piece.view.layer(1)
     candidates = layout.reusable.nonzero()[:, 0].tolist()
@@ -107,7 +111,7 @@ def ridged(case: Case) -> tuple[Tensor, Tensor]:
         moved = torch.stack(
             [torch.cat([f[head, i] - o[at] for f, o in zip(case.fresh, old, strict=True)]) for i, at in kept]
         )
-        overall = moved.sum(0) / (len(kept) + STILL)
+        overall = moved.sum(0) / (len(kept) + ZERO_PRIOR)
         means = []
         for n in range(len(case.spans)):
             mine = [m - overall for m, w in zip(moved, which, strict=True) if w == n]
@@ -168,7 +172,7 @@ def test_ridge_leaves_layer_0_alone() -> None:
     assert torch.equal(case.cache.keys[0], before)
 
 
-@pytest.mark.parametrize("correction", CORRECTIONS)
+@pytest.mark.parametrize("correction", CORRECTIONS.names)
 def test_without_recomputed_tokens_there_is_nothing_to_go_by(correction: str) -> None:
     adapter, prompt = tiny_adapter("llama"), some_prompt([20, 10])
     plain, moved = (blend(adapter, prompt, ratio=0.0, correction=c) for c in ("none", correction))

@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from blendserve.blend.load import LayerReader
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.gpu.lanes import LateLane
 
+from blendserve.blend.loader import LayerReader
 from blendserve.config import Config, StoreConfig, TiersConfig
 from blendserve.core import ChunkKV
 from blendserve.errors import ConfigError, CorruptRecord
 from blendserve.store import KVStore, LMDBStore, MemoryStore, TieredStore, TierStats, open_store
 from blendserve.store.admission import Always, TinyLFU
 from blendserve.store.tiers import Pair, Tier, tiers_for
+from tests.kernels.cuda.lanes import LateLane
 from tests.store.helpers import BIG, CAP, chunk, flip, key_of, layer_name, read, same, tamper
 
 LAYERS = 3

@@ -8,7 +8,7 @@ from contextlib import closing
 import pytest
 import torch
 
-from blendserve.blend.load import LayerReader
+from blendserve.blend.loader import LayerReader
 from blendserve.core import ChunkKV
 from blendserve.errors import CorruptRecord
 from blendserve.store.memory import MemoryChunk

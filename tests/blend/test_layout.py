@@ -7,10 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blendserve.blend.assemble import Assembly, Layout, lay_out
-from blendserve.blend.cache import KVCache
+from blendserve.blend.layout import Layout, lay_out
+from blendserve.blend.loader import KVLoader
 from blendserve.core import ChunkKV, Prompt
 from blendserve.errors import CorruptRecord
+from blendserve.models.kv_cache import KVCache
 from blendserve.store.memory import MemoryChunk
 from tests.blend.helpers import lay, some_prompt
 from tests.tiny import tiny_adapter
@@ -53,17 +54,17 @@ def test_places_each_piece_rotated_to_its_span_once() -> None:
     layout = lay(adapter, prompt)
     rope = adapter.rope(torch.arange(len(prompt)))
     cache = KVCache(adapter, len(prompt))
-    assembly = Assembly(adapter, cache, layout.pieces, rope)
-    assembly.place(2)
-    for piece in layout.pieces:
+    loader = KVLoader(adapter, cache, layout.placements, rope)
+    loader.place(2)
+    for piece in layout.placements:
         keys, values = piece.view.layer(2)
         for offset, at in enumerate(range(piece.span.start, piece.span.stop)):
             turned = adapter.rotate(keys[:, offset : offset + 1], adapter.rope(torch.tensor([at]))[2])
             assert torch.equal(cache.keys[2][:, at], turned[:, 0])
             assert torch.equal(cache.values[2][:, at], values[:, offset])
-    assert assembly.bytes_loaded == sum(p.view.n_bytes for p in layout.pieces) // adapter.n_layers
+    assert loader.bytes_loaded == sum(p.view.n_bytes for p in layout.placements) // adapter.n_layers
     cache.keys.zero_()
-    assembly.place(2)
+    loader.place(2)
     assert not cache.keys.any()
 
 
@@ -73,9 +74,9 @@ def test_a_damaged_layer_is_told() -> None:
             raise CorruptRecord(b"k", f"layer {l}")
 
     adapter, prompt = tiny_adapter("llama"), some_prompt([4])
-    view = lay(adapter, prompt).pieces[1].view
+    view = lay(adapter, prompt).placements[1].view
     assert isinstance(view, MemoryChunk)
     layout = lay_out(prompt, None, [Damaged(view.kv)], behind_prefix=True)
     cache = KVCache(adapter, len(prompt))
     with pytest.raises(CorruptRecord, match="layer 1"):
-        Assembly(adapter, cache, layout.pieces, adapter.rope(torch.arange(len(prompt)))).place(1)
+        KVLoader(adapter, cache, layout.placements, adapter.rope(torch.arange(len(prompt)))).place(1)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from blendserve.blend import room as module
-from blendserve.blend.room import room
+from blendserve.models import pool as module
+from blendserve.models.pool import pooled_empty
 
 CPU = torch.device("cpu")
 
@@ -18,7 +18,7 @@ def _nothing_kept() -> None:
 
 
 def make(n: int = 1000, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return room((2, n, 3), dtype, CPU)
+    return pooled_empty((2, n, 3), dtype, CPU)
 
 
 def test_memory_is_used_again() -> None:
@@ -54,5 +54,5 @@ def test_one_is_kept() -> None:
     assert len(module._kept) == 1
 
 
-def test_nothing_at_all_has_room() -> None:
+def test_nothing_at_all_has_pooled_empty() -> None:
     assert make(0).shape == (2, 0, 3)

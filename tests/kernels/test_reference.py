@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from blendserve.blend.attention import SCORE_BUDGET, attend, plan_rows
-from blendserve.models.adapter import AttentionSpec
+from blendserve.kernels.ops import attend
+from blendserve.kernels.rows import SCORE_BUDGET, plan_rows
+from blendserve.kernels.types import AttentionSpec
 from tests.blend.helpers import assert_near
 
 

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 
 import pytest
 import torch
-from blendserve.blend.cache import KVCache
-from blendserve.gpu.batches import MOST_SLOTS, BatchSteps, step_all, worthwhile
-from blendserve.gpu.graphs import EAGER
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from blendserve.bench.gpu.decoding import at_once
-from blendserve.gpu import graphs
+from blendserve.kernels.cuda.graphs import Replayed
+from blendserve.models import replay
 from blendserve.models.adapter import Adapter
-from blendserve.serve.batch import Row, Together, step_together
+from blendserve.models.forward import Row, append_captured, append_each
+from blendserve.models.kv_cache import KVCache
+from blendserve.models.replay import EAGER, MOST_CACHES, WORTH, ReplayedSteps, is_worthwhile
+from blendserve.serve.batch import BatchDecoder
 from blendserve.serve.slots import Slots
 from tests.blend.helpers import assert_near
 from tests.tiny import KINDS, fresh_model, tiny_adapter
@@ -41,10 +43,10 @@ def prompt(caches: list[KVCache], lengths: list[int]) -> None:
 @pytest.mark.parametrize("name", ["llama", *KINDS])
 def test_any_of_the_slots_step_as_they_do_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     adapter, lengths, dice = tiny_adapter(name), [5, 30, 17], random.Random(3)
-    monkeypatch.setattr("blendserve.serve.batch.worthwhile", lambda adapter, n: True)
-    monkeypatch.setattr(graphs, "CudaGraph", at_once)
+    monkeypatch.setattr("blendserve.serve.batch.is_worthwhile", lambda *_: True)
+    monkeypatch.setattr("blendserve.serve.batch.ReplayedSteps", partial(ReplayedSteps, capture=at_once))
     (slots, caches), (_, others) = (filled(adapter, lengths) for _ in range(2))
-    together = Together(adapter, slots)
+    together = BatchDecoder(adapter, slots)
     prompt(caches, lengths)
     prompt(others, lengths)
     at = list(lengths)
@@ -52,9 +54,9 @@ def test_any_of_the_slots_step_as_they_do_alone(name: str, monkeypatch: pytest.M
         rows = sorted(dice.sample(range(3), dice.randint(1, 3)), key=lambda _: dice.random())
         tokens = [dice.randrange(3, 97) for _ in rows]
         got = together.step([Row(caches[b], at[b], t) for b, t in zip(rows, tokens, strict=True)])
-        wanted = step_together(adapter, [Row(others[b], at[b], t) for b, t in zip(rows, tokens, strict=True)])
+        wanted = append_each(adapter, [Row(others[b], at[b], t) for b, t in zip(rows, tokens, strict=True)])
         assert_near(got, wanted, 1e-4)
-        assert (together._graph._graph is not None) == (made >= EAGER)  # type: ignore[union-attr]
+        assert (together._replayed._graph is not None) == (made >= EAGER)  # type: ignore[union-attr]
         for b in rows:
             at[b] = min(at[b] + 1, ROOM - 2)  # the last place is nobody's
     for one, other, n in zip(caches, others, at, strict=True):
@@ -70,35 +72,35 @@ def test_what_is_recorded_once_serves_every_set_of_slots(name: str) -> None:
     keys, values = (torch.randn(shape, generator=torch.Generator().manual_seed(i)) for i in range(2))
 
     def work(keys: Tensor, values: Tensor, rows: Tensor) -> Tensor:
-        return step_all(adapter, keys, values, *rows)
+        return append_captured(adapter, keys, values, *rows)
 
     graph = make_fx(work)(
         keys.clone(), values.clone(), torch.tensor([[3, 4, 5, 6], [9, 1, 0, 2], [9, 1, 39, 2]])
     )
     others = [KVCache.over(keys[b].clone(), values[b].clone()) for b in range(SLOTS)]
     logits = graph(keys, values, torch.tensor([[0, 8, 0, 7], [0, 20, 0, 33], [39, 20, 39, 33]]))
-    wanted = step_together(adapter, [Row(others[1], 20, 8), Row(others[3], 33, 7)])
+    wanted = append_each(adapter, [Row(others[1], 20, 8), Row(others[3], 33, 7)])
     assert_near(logits[[1, 3]], wanted, 1e-4)
-    assert_near(keys[0][:, :, :39], others[0].keys[:, :, :39], 1e-9)  # who takes no part keeps what he has
+    assert_near(keys[0][:, :, :39], others[0].keys[:, :, :39], 1e-9)  # who takes no part keeps what it has
 
 
 def test_who_cannot_be_captured_steps_plainly() -> None:
     adapter = fresh_model("llama")
 
-    def fails(work: object, device: torch.device) -> graphs.Replayed:
+    def fails(work: object, device: torch.device) -> Replayed:
         raise RuntimeError("operation not permitted when stream is capturing")
 
     slots = Slots(adapter, SLOTS, ROOM)
-    steps = BatchSteps(adapter, slots.keys, slots.values, fails)
+    steps = ReplayedSteps(adapter, slots.keys, slots.values, capture=fails)
     for _ in range(EAGER + 3):
         assert float(steps([(0, 3, 5)], lambda: torch.ones(1, 1))) == 1
-    assert graphs.has_failed(adapter)
+    assert adapter in replay._failed
 
 
 def test_many_slots_or_a_cpu_are_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    adapter = fresh_model("llama")
-    assert not worthwhile(adapter, SLOTS)
+    adapter, experts = fresh_model("llama"), fresh_model("mixtral")
+    assert not is_worthwhile(adapter, WORTH, SLOTS)
     monkeypatch.setattr(Adapter, "device", torch.device("cuda", 0))
-    assert worthwhile(adapter, MOST_SLOTS)
-    assert not worthwhile(adapter, MOST_SLOTS + 1)
-    assert not worthwhile(fresh_model("mixtral"), 1)
+    assert is_worthwhile(adapter, WORTH, MOST_CACHES)
+    assert not is_worthwhile(adapter, WORTH, MOST_CACHES + 1)
+    assert not is_worthwhile(experts, WORTH)
