@@ -33,6 +33,10 @@ class Registry:
             raise ValueError(f"there is no {self.kind} {name!r}: {nearest(name, list(self._entries))}")
         return name
 
+    def module(self, name: str) -> str:
+        """The module that the name's thing lives in."""
+        return self._entries[name].partition(":")[0]
+
     def load(self, name: str) -> Any:
         """What stands behind the name. Raises ValueError for an unknown one."""
         module, _, attribute = self._entries[self.check(name)].partition(":")
