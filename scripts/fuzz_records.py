@@ -34,8 +34,8 @@ from rich.progress import Progress
 from blendserve.core import ChunkKV
 from blendserve.errors import CorruptRecord, StoreVersion
 from blendserve.store import KVStore, LMDBStore, chunk_key
+from blendserve.store.lmdb.snapshot import HEADER, layer_name
 from blendserve.store.record import CODE_OF
-from blendserve.store.snapshot import HEADER, layer_name
 
 CAP = 1 << 30
 BATCH = 100  # chunks in the store

@@ -22,8 +22,8 @@ from blendserve.errors import CorruptRecord, StoreError
 from blendserve.models.adapter import Adapter
 from blendserve.paths import cache_folder
 from blendserve.store import ChunkKey, KVStore, Snapshot, chunk_key
-from blendserve.store.behind import write_behind
 from blendserve.store.memory import MemoryChunk
+from blendserve.store.write_behind import write_behind
 from blendserve.timing import Clock
 
 

@@ -1,4 +1,4 @@
-"""Chunk KV, kept: one contract (base.py), in an LMDB file (lmdb.py) or in memory (memory.py), behind tiers (tiers.py)."""
+"""Chunk KV, kept: one contract (base.py), in an LMDB file (lmdb/) or in memory (memory.py), behind tiers (tiers.py)."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from pathlib import Path
 import torch
 
 from blendserve.config import StoreConfig
-from blendserve.store.admission import ADMISSIONS
 from blendserve.store.base import ChunkView, KVStore, Snapshot, StoreStats, TierStats, VerifyReport
-from blendserve.store.eviction import EVICTIONS
 from blendserve.store.key import ChunkKey, chunk_key, share_of
-from blendserve.store.lmdb import LMDBStore
+from blendserve.store.lmdb.store import LMDBStore
 from blendserve.store.memory import MemoryStore
+from blendserve.store.policies import ADMISSIONS, EVICTIONS
 from blendserve.store.tiers import TieredStore, tiers_for
 
 __all__ = [

@@ -13,10 +13,9 @@ import torch
 from blendserve.core import ChunkKV
 from blendserve.errors import StoreFull
 from blendserve.store import record
-from blendserve.store.admission import Admission, Always
 from blendserve.store.base import KVStore, StoreStats, VerifyReport, full, stats_of
-from blendserve.store.eviction import Eviction, Held, Refuse
 from blendserve.store.key import ChunkKey, namespace_tag
+from blendserve.store.policies import Admission, Always, Eviction, Held, Refuse
 from blendserve.store.traffic import Traffic, add_up
 
 

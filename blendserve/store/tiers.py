@@ -27,10 +27,9 @@ from blendserve.config import TiersConfig
 from blendserve.core import ChunkKV
 from blendserve.errors import ConfigError
 from blendserve.gpu.staging import Lane, apart, joined, lane_to
-from blendserve.store.admission import Admission
 from blendserve.store.base import ChunkView, KVStore, Snapshot, StoreStats, TierStats
-from blendserve.store.eviction import LRU, Held
 from blendserve.store.key import ChunkKey
+from blendserve.store.policies import LRU, Admission, Held
 from blendserve.store.wrapped import WrappedStore
 
 log = logging.getLogger(__name__)

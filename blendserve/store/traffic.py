@@ -14,8 +14,8 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 
-from blendserve.store.admission import Admission
 from blendserve.store.key import TAG_BYTES, ChunkKey
+from blendserve.store.policies import Admission
 
 COUNTERS = ("hits", "misses", "corrupt", "evictions", "refused")  # their order in a counters record
 

@@ -11,7 +11,7 @@ import torch
 
 from blendserve.core import ChunkKV
 from blendserve.store import KVStore, LMDBStore, TieredStore, chunk_key
-from blendserve.store.admission import Admission, Always
+from blendserve.store.policies import Admission, Always
 from blendserve.store.tiers import Tier
 
 CAP = 10_000_000

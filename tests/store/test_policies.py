@@ -15,8 +15,7 @@ from blendserve.config import StoreConfig
 from blendserve.core import ChunkKV
 from blendserve.errors import StoreFull
 from blendserve.store import KVStore, LMDBStore, MemoryStore, open_store
-from blendserve.store.admission import Admission, Always, TinyLFU
-from blendserve.store.eviction import LRU, Eviction, Refuse
+from blendserve.store.policies import LRU, Admission, Always, Eviction, Refuse, TinyLFU
 from tests.store.helpers import chunk, key_of, read
 
 UNIT = chunk(10).n_bytes

@@ -20,8 +20,8 @@ from typing import TypeAlias
 import lmdb
 import xxhash
 
-from blendserve.store.eviction import Held
 from blendserve.store.key import TAG_BYTES, ChunkKey
+from blendserve.store.policies import Held
 from blendserve.store.traffic import COUNTERS, Notes
 
 Txn: TypeAlias = "lmdb.Transaction[memoryview]"

@@ -15,8 +15,8 @@ import torch
 from blendserve.errors import CorruptRecord, StoreError, StoreUnavailable
 from blendserve.store import record
 from blendserve.store.key import ChunkKey
-from blendserve.store.ledger import ENTRY, Ledger, Txn, starting
-from blendserve.store.opening import explaining
+from blendserve.store.lmdb.ledger import ENTRY, Ledger, Txn, starting
+from blendserve.store.lmdb.opening import explaining
 from blendserve.store.traffic import Traffic
 
 HEADER, LAYER = b"h", b"l"

@@ -19,14 +19,13 @@ from pathlib import Path
 from blendserve.core import ChunkKV
 from blendserve.errors import StoreError, StoreFull, StoreUnavailable
 from blendserve.store import record
-from blendserve.store.admission import Admission, Always
 from blendserve.store.base import KVStore, StoreStats, VerifyReport, full, stats_of
-from blendserve.store.environment import acquire, release
-from blendserve.store.eviction import Eviction, Held, Refuse
 from blendserve.store.key import ChunkKey, namespace_tag
-from blendserve.store.ledger import Entry, Ledger, Txn, starting
-from blendserve.store.opening import MapFull, explaining
-from blendserve.store.snapshot import HEADER, LAYER, LMDBSnapshot, layer_name
+from blendserve.store.lmdb.environment import acquire, release
+from blendserve.store.lmdb.ledger import Entry, Ledger, Txn, starting
+from blendserve.store.lmdb.opening import MapFull, explaining
+from blendserve.store.lmdb.snapshot import HEADER, LAYER, LMDBSnapshot, layer_name
+from blendserve.store.policies import Admission, Always, Eviction, Held, Refuse
 from blendserve.store.traffic import Notes, Traffic
 
 MIB = 1 << 20

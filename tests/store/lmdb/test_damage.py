@@ -12,7 +12,7 @@ import xxhash
 
 from blendserve.errors import CorruptRecord, StoreUnavailable, StoreVersion
 from blendserve.store import LMDBStore, VerifyReport
-from blendserve.store.eviction import LRU
+from blendserve.store.policies import LRU
 from tests.store.helpers import (
     BIG,
     CAP,

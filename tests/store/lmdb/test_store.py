@@ -166,7 +166,7 @@ def test_notes_of_reads_are_written_once_in_a_while(path: Path, monkeypatch: pyt
     with LMDBStore(path, CAP) as store:
         read(store, key_of(0))
         assert store._traffic
-        monkeypatch.setattr("blendserve.store.lmdb.NOTE_EVERY_S", 0.0)
+        monkeypatch.setattr("blendserve.store.lmdb.store.NOTE_EVERY_S", 0.0)
         read(store, key_of(0))
         assert not store._traffic
         assert store.stats().hits == 2
