@@ -51,3 +51,20 @@ def nearest(name: str, known: list[str]) -> str:
     """A hint for a name that is not known."""
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
     return f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
+
+
+STORES = Registry(
+    "store kind",
+    {
+        "lmdb": "blendserve.store.lmdb.store:LMDBStore",
+        "memory": "blendserve.store.memory:MemoryStore",
+    },
+)
+EVICTIONS = Registry(
+    "eviction policy",
+    {"lru": "blendserve.store.policies:LRU", "refuse": "blendserve.store.policies:Refuse"},
+)
+ADMISSIONS = Registry(
+    "admission policy",
+    {"tinylfu": "blendserve.store.policies:TinyLFU", "always": "blendserve.store.policies:Always"},
+)

@@ -10,13 +10,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
+from blendserve.config import StoreConfig
 from blendserve.core import ChunkKV
 from blendserve.errors import StoreFull
 from blendserve.store.key import ChunkKey
+from blendserve.store.policies import Policies
 
 
 class ChunkView(Protocol):
@@ -171,6 +174,22 @@ class KVStore(ABC):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class StoreKind(Protocol):
+    """What a store's class brings for its line in `registry.STORES`."""
+
+    persistent: bool  # what is stored outlives the process
+    needs_folder: bool  # it keeps files
+
+    def from_config(
+        self, config: StoreConfig, path: Path | None, read_only: bool, policies: Policies
+    ) -> KVStore:
+        """A classmethod: open the store. path: where its files are; never None for a kind that needs a folder.
+
+        Raises StoreUnavailable, StoreVersion.
+        """
+        ...
 
 
 def stats_of(

@@ -7,15 +7,17 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
+from blendserve.config import StoreConfig
 from blendserve.core import ChunkKV
 from blendserve.errors import StoreFull
 from blendserve.store import record
 from blendserve.store.base import KVStore, StoreStats, VerifyReport, full, stats_of
 from blendserve.store.key import ChunkKey, namespace_tag
-from blendserve.store.policies import Admission, Always, Eviction, Held, Refuse
+from blendserve.store.policies import Admission, Always, Eviction, Held, Policies, Refuse
 from blendserve.store.traffic import Traffic, add_up
 
 
@@ -63,6 +65,8 @@ class MemorySnapshot:
 class MemoryStore(KVStore):
     """A KVStore of at most `cap_bytes` of payload that ends with the process."""
 
+    persistent = needs_folder = False
+
     def __init__(
         self, cap_bytes: int, eviction: Eviction | None = None, admission: Admission | None = None
     ) -> None:
@@ -75,6 +79,12 @@ class MemoryStore(KVStore):
         self._pins: set[ChunkKey] = set()
         self._counts: Counter[tuple[bytes, str]] = Counter()
         self._lock = threading.RLock()
+
+    @classmethod
+    def from_config(
+        cls, config: StoreConfig, path: Path | None, read_only: bool, policies: Policies
+    ) -> MemoryStore:
+        return cls(config.cap_bytes, *policies)
 
     @contextmanager
     def reading(self) -> Iterator[MemorySnapshot]:

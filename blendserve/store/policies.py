@@ -11,7 +11,7 @@ import random
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import xxhash
@@ -141,5 +141,8 @@ class TinyLFU:
         self._seen = 0
 
 
-EVICTIONS: dict[str, type[LRU] | type[Refuse]] = {"lru": LRU, "refuse": Refuse}
-ADMISSIONS: dict[str, type[TinyLFU] | type[Always]] = {"tinylfu": TinyLFU, "always": Always}
+class Policies(NamedTuple):
+    """What one store goes by."""
+
+    eviction: Eviction
+    admission: Admission

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from blendserve.config import StoreConfig
 from blendserve.core import ChunkKV
 from blendserve.errors import StoreError, StoreFull, StoreUnavailable
 from blendserve.store import record
@@ -25,7 +26,7 @@ from blendserve.store.lmdb.environment import acquire, release
 from blendserve.store.lmdb.ledger import Entry, Ledger, Txn, starting
 from blendserve.store.lmdb.opening import MapFull, explaining
 from blendserve.store.lmdb.snapshot import HEADER, LAYER, LMDBSnapshot, layer_name
-from blendserve.store.policies import Admission, Always, Eviction, Held, Refuse
+from blendserve.store.policies import Admission, Always, Eviction, Held, Policies, Refuse
 from blendserve.store.traffic import Notes, Traffic
 
 MIB = 1 << 20
@@ -47,6 +48,8 @@ class LMDBStore(KVStore):
     Raises StoreUnavailable when `path` cannot be used, StoreVersion when a newer blendserve wrote it.
     """
 
+    persistent = needs_folder = True
+
     def __init__(
         self,
         path: str | Path,
@@ -66,6 +69,13 @@ class LMDBStore(KVStore):
         self._noted = time.monotonic()
         self._closed = False
         self._env = acquire(self.path, map_bytes(cap_bytes), read_only)
+
+    @classmethod
+    def from_config(
+        cls, config: StoreConfig, path: Path | None, read_only: bool, policies: Policies
+    ) -> LMDBStore:
+        assert path is not None
+        return cls(path, config.cap_bytes, read_only, WRITER_WAIT_S, *policies)
 
     @contextmanager
     def reading(self) -> Iterator[LMDBSnapshot]:

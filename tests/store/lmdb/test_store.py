@@ -176,6 +176,10 @@ def test_the_settings_choose_the_store(tmp_path: Path) -> None:
     with open_store(StoreConfig(kind="memory", cap_gb=0.5), tmp_path) as store:
         assert isinstance(store, MemoryStore)
         assert store.stats().cap_bytes == 500_000_000
+    with open_store(StoreConfig(), None) as store:  # no folder for the default kind
+        assert isinstance(store, MemoryStore)
+    with open_store(StoreConfig(kind="memory"), tmp_path / "kept", persistent=True) as store:
+        assert isinstance(store, LMDBStore)
     with open_store(StoreConfig(), tmp_path / "default") as store:
         assert store.stats().path == str(tmp_path / "default")
     with open_store(StoreConfig(path=tmp_path / "mine"), tmp_path / "default") as store:
