@@ -68,3 +68,4 @@ ADMISSIONS = Registry(
     "admission policy",
     {"tinylfu": "blendserve.store.policies:TinyLFU", "always": "blendserve.store.policies:Always"},
 )
+CODECS = Registry("codec", {"raw": "blendserve.store.codecs.raw:Raw"})

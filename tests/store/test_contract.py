@@ -46,7 +46,7 @@ def test_a_chunk_comes_back_bit_for_bit(store: KVStore, dtype: torch.dtype, toke
     with store.reading() as snapshot:
         view = snapshot.get(key_of(1))
         assert view is not None
-        assert (view.n_tokens, view.n_bytes) == (tokens, kv.n_bytes)
+        assert (view.n_tokens, view.n_bytes, view.raw_bytes) == (tokens, kv.n_bytes, kv.n_bytes)
 
 
 def test_what_was_not_put_is_not_there(store: KVStore) -> None:
@@ -64,7 +64,7 @@ def test_chunks_of_several_models_live_side_by_side(store: KVStore) -> None:
     assert sorted(store.keys()) == sorted(chunks)
     stats = store.stats()
     assert (stats.chunks, stats.tokens) == (2, 13)
-    assert stats.bytes == sum(kv.n_bytes for kv in chunks.values())
+    assert stats.bytes == stats.raw_bytes == sum(kv.n_bytes for kv in chunks.values())
 
 
 def test_putting_again_replaces_the_whole_chunk(store: KVStore) -> None:

@@ -44,9 +44,9 @@ DAMAGE: dict[str, tuple[Change, str]] = {
     "one layer more": (lambda txn: txn.put(layer_name(1, 3), b"x"), "more layers"),
     "flipped header": (flip(header_name(1), 9), "header fails"),
     "missing header": (lambda txn: txn.delete(header_name(1)), "no header"),
-    "flipped entry": (flip(b"u" + key_of(1), 10), "books"),
-    "missing entry": (lambda txn: txn.delete(b"u" + key_of(1)), "books"),
-    "another entry": (lambda txn: txn.put(b"u" + key_of(1), txn.get(b"u" + key_of(0))), "books"),
+    "flipped entry": (flip(b"u" + key_of(1), 10), "ledger"),
+    "missing entry": (lambda txn: txn.delete(b"u" + key_of(1)), "ledger"),
+    "another entry": (lambda txn: txn.put(b"u" + key_of(1), txn.get(b"u" + key_of(0))), "ledger"),
     "out of order": (move_in_order, "order of eviction"),
 }
 UNREADABLE = {"flipped layer", "short layer", "missing layer", "missing layers", "flipped header"}

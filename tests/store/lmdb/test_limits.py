@@ -60,7 +60,7 @@ def test_the_cap_comes_before_the_map(path: Path) -> None:
 def test_where_the_map_comes_first_chunks_are_evicted_ahead(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("blendserve.store.lmdb.store.map_bytes", lambda cap: cap + (1 << 16))
+    monkeypatch.setattr("blendserve.store.lmdb.store.map_bytes", lambda cap: cap + 20 * 4096)
     with LMDBStore(path, 1 << 20, eviction=LRU()) as store:
         assert churn(store) > 5_000_000
         assert store.stats().bytes > 500_000
