@@ -44,7 +44,7 @@ class StoredChunk:
         return self._header
 
     def layer(self, l: int) -> Pair:
-        if not 0 <= l < self.n_layers:
+        if not 0 <= l < len(self._header.lengths):
             raise IndexError(f"a chunk of {self.n_layers} layers has no layer {l}")
         if self._codec.random_access:
             return self._decoded(l)

@@ -20,7 +20,7 @@ checksums. It is still read.
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import xxhash
@@ -49,8 +49,8 @@ class Header:
     shape: ChunkShape
     coding: Coding
     lengths: tuple[int, ...]  # of each layer's segment
-    checksums: tuple[int, ...] = ()  # of each layer
-    format: int = FORMAT
+    checksums: tuple[int, ...]  # of each layer
+    fields: bytes  # the record up to here, in its own format: part of every layer's checksum
 
     @property
     def n_bytes(self) -> int:
@@ -62,15 +62,16 @@ def encode(key: bytes, kv: ChunkKV, codec: Codec) -> tuple[Header, list[Buffer]]
     """A chunk's header and its L segments. Raises StoreError for tensors that are no chunk KV."""
     validate_kv(kv)
     segments = codec.encode(kv)
-    header = Header(ChunkShape.of(kv), codec.coding, tuple(map(len, segments)))
-    sums = [_segment_checksum(key, header, l, segment) for l, segment in enumerate(segments)]
-    return replace(header, checksums=tuple(sums)), segments
+    shape = ChunkShape.of(kv)
+    fields = _pack(shape, codec.coding)
+    sums = (_segment_checksum(key, fields, l, segment) for l, segment in enumerate(segments))
+    return Header(shape, codec.coding, tuple(map(len, segments)), tuple(sums), fields), segments
 
 
 def encode_header(key: bytes, header: Header) -> bytes:
     """The header record of the chunk `key`."""
     layers = [number for pair in zip(header.lengths, header.checksums, strict=True) for number in pair]
-    body = _fields(header) + struct.pack(f"<{len(layers)}Q", *layers)
+    body = header.fields + struct.pack(f"<{len(layers)}Q", *layers)
     return body + _SUM.pack(xxhash.xxh3_64_intdigest(key + body))
 
 
@@ -105,7 +106,7 @@ def check_segment(key: bytes, header: Header, l: int, raw: Buffer | None) -> Buf
         raise CorruptRecord(key, f"layer {l} is missing")
     if len(raw) != header.lengths[l]:
         raise CorruptRecord(key, f"layer {l} has {len(raw)} bytes, its header says {header.lengths[l]}")
-    if _segment_checksum(key, header, l, raw) != header.checksums[l]:
+    if _segment_checksum(key, header.fields, l, raw) != header.checksums[l]:
         raise CorruptRecord(key, f"layer {l} fails its checksum")
     return raw
 
@@ -125,17 +126,15 @@ def validate_kv(kv: ChunkKV) -> None:
         raise StoreError(f"a chunk's KV is [L, K, C, D] with only C allowed to be 0, not {list(keys.shape)}")
 
 
-def _segment_checksum(key: bytes, header: Header, l: int, raw: Buffer) -> int:
+def _segment_checksum(key: bytes, fields: bytes, l: int, raw: Buffer) -> int:
     """What tells that these bytes are layer l of this chunk, of this shape, dtype and coding."""
-    seed = xxhash.xxh3_64_intdigest(key + _fields(header) + l.to_bytes(4, "little"))
+    seed = xxhash.xxh3_64_intdigest(key + fields + l.to_bytes(4, "little"))
     return xxhash.xxh3_64_intdigest(raw, seed)
 
 
-def _fields(header: Header) -> bytes:
-    shape, coding = header.shape, header.coding
+def _pack(shape: ChunkShape, coding: Coding) -> bytes:
+    """The fields in front of a header of the present format."""
     dtype, sizes = CODE_OF[shape.dtype], (shape.n_layers, shape.n_kv_heads, shape.head_dim, shape.n_tokens)
-    if header.format == 1:
-        return _FIELDS_1.pack(MAGIC, 1, dtype, 0, *sizes, shape.layer_bytes)
     return _FIELDS.pack(MAGIC, FORMAT, dtype, *sizes, coding.codec.encode(), coding.level, coding.tables)
 
 
@@ -145,7 +144,7 @@ def _parse(body: bytes) -> Header:
     shape = _shape(dtype, *sizes)
     layers = _layers(body, _FIELDS.size, shape.n_layers, 2)
     coding = Coding(codec.rstrip(b"\0").decode(), level, tables)
-    return Header(shape, coding, layers[::2], layers[1::2])
+    return Header(shape, coding, layers[::2], layers[1::2], body[: _FIELDS.size])
 
 
 def _parse_1(body: bytes) -> Header:
@@ -157,7 +156,7 @@ def _parse_1(body: bytes) -> Header:
         raise ValueError(
             f"it says {layer_bytes} bytes a layer in codec {codec}, its shape {shape.layer_bytes}"
         )
-    return Header(shape, Raw.coding, (layer_bytes,) * shape.n_layers, checksums, format=1)
+    return Header(shape, Raw.coding, (layer_bytes,) * shape.n_layers, checksums, body[: _FIELDS_1.size])
 
 
 _PARSERS = {1: _parse_1, FORMAT: _parse}
