@@ -333,7 +333,7 @@ class Fuzzer:
             if target.version == 1:
                 layers = [self.records[name] for name in target.names[1:]]
                 self.records[target.names[0]] = header_of_format_1(target, layers)
-        self._write(self.records)
+        self._write({**self.records})
         self.outcomes: Counter[tuple[str, str]] = Counter()
         self.pool = self._reader()
 

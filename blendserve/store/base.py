@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -20,6 +20,8 @@ from blendserve.core import ChunkKV
 from blendserve.errors import StoreFull
 from blendserve.store.key import ChunkKey
 from blendserve.store.policies import Policies
+
+AnyStore = TypeVar("AnyStore", bound="KVStore")
 
 
 class ChunkView(Protocol):
@@ -176,7 +178,7 @@ class KVStore(ABC):
     def close(self) -> None:
         """Release files and maps; idempotent."""
 
-    def __enter__(self) -> KVStore:
+    def __enter__(self: AnyStore) -> AnyStore:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -93,7 +93,7 @@ def layer_name(n: int, l: int) -> bytes:
 
 def flip(name: bytes, at: int) -> Change:
     def change(txn: lmdb.Transaction) -> None:
-        raw = bytearray(txn.get(name))
+        raw = bytearray(txn.get(name) or b"")
         raw[at] ^= 4
         txn.put(name, bytes(raw))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import pytest
 import torch
@@ -57,7 +57,7 @@ def sealed(body: bytes) -> bytes:
     return body + struct.pack("<Q", xxhash.xxh3_64_intdigest(KEY + body))
 
 
-def changed(header: bytes, changes: dict[int, tuple[str, object]]) -> bytes:
+def changed(header: bytes, changes: Mapping[int, tuple[str, object]]) -> bytes:
     """The header with other fields, by offset, under a checksum that fits."""
     body = bytearray(header[:-8])
     for offset, (kind, value) in changes.items():
@@ -136,7 +136,7 @@ def test_a_header_under_another_key_and_swapped_layers_are_told(encode: Encode) 
 
 TOP32, TOP64 = 2**32 - 1, 2**64 - 1
 # format, offset in the header, struct format, values: each lies about one field, under a checksum that fits
-LIES = [
+LIES: list[tuple[int, int, str, list[object]]] = [
     (1, 0, "4s", [b"NOPE"]),
     (1, 4, "H", [0, 2]),
     (1, 6, "B", [0, 9, 1]),  # 1 = bfloat16: half the bytes
@@ -212,7 +212,7 @@ def test_a_codec_that_is_not_here_is_no_damage() -> None:
 def test_a_coding_that_fits_no_header_cannot_be_made() -> None:
     for wrong in ({"codec": ""}, {"codec": "ninechars"}, {"codec": "raw", "tables": b"short"}):
         with pytest.raises(ValueError, match="bytes"):
-            Coding(**wrong)  # type: ignore[arg-type]
+            Coding(**wrong)
 
 
 def test_reading_warns_nobody_and_leaves_the_filters_alone() -> None:

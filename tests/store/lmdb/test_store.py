@@ -157,9 +157,10 @@ def test_a_store_deleted_while_open_is_still_read(path: Path) -> None:
     filled(path)
     with LMDBStore(path, CAP) as store:
         shutil.rmtree(path)
-        for action in (lambda: store.put(key_of(7), chunk()), lambda: store.delete(key_of(0))):
-            with pytest.raises(StoreUnavailable, match="removed or replaced"):
-                action()
+        with pytest.raises(StoreUnavailable, match="removed or replaced"):
+            store.put(key_of(7), chunk())
+        with pytest.raises(StoreUnavailable, match="removed or replaced"):
+            store.delete(key_of(0))
         assert store.verify().good == 3
         with LMDBStore(path, CAP) as other:  # a new one at the same place is another one
             other.put(key_of(7), chunk())
@@ -220,7 +221,7 @@ def test_a_store_of_format_1_that_is_written_tells_an_older_blendserve(path: Pat
 
 def format_of(path: Path) -> int:
     with lmdb.open(str(path), readonly=True) as env, env.begin() as txn:
-        return int.from_bytes(txn.get(b"m:format")[4:6], "little")
+        return int.from_bytes((txn.get(b"m:format") or b"")[4:6], "little")
 
 
 def test_damage_in_format_1_is_told(path: Path) -> None:
