@@ -453,7 +453,7 @@ def _open_store(index: str, config: Path | None, read_only: bool = True) -> Any:
     from blendserve.store import open_store
 
     settings = Config.load(config) if config else Config()
-    return open_store(changed(settings.store, kind="lmdb"), index_folder(index) / "kv", read_only)
+    return open_store(settings.store, index_folder(index) / "kv", read_only, persistent=True)
 
 
 def _shard(text: str) -> tuple[int, int]:

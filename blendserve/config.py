@@ -13,7 +13,7 @@ import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from blendserve.errors import ConfigError
-from blendserve.registry import CORRECTIONS, POLICIES, nearest
+from blendserve.registry import ADMISSIONS, CORRECTIONS, EVICTIONS, POLICIES, STORES, nearest
 
 Method = Literal["auto", "blend", "full", "prefix", "reuse"]
 PolicyName = Annotated[
@@ -23,6 +23,15 @@ CorrectionName = Annotated[
     str, AfterValidator(CORRECTIONS.check), Field(json_schema_extra={"enum": list(CORRECTIONS.names)})
 ]
 Behind = Literal["prefix", "primer", "bos", "none"]
+StoreKindName = Annotated[
+    str, AfterValidator(STORES.check), Field(json_schema_extra={"enum": list(STORES.names)})
+]
+EvictionName = Annotated[
+    str, AfterValidator(EVICTIONS.check), Field(json_schema_extra={"enum": list(EVICTIONS.names)})
+]
+AdmissionName = Annotated[
+    str, AfterValidator(ADMISSIONS.check), Field(json_schema_extra={"enum": list(ADMISSIONS.names)})
+]
 
 Ratio = Annotated[float, Field(ge=0.0, le=1.0)]
 Positive = Annotated[int, Field(gt=0)]
@@ -80,16 +89,18 @@ class TiersConfig(Section):
 class StoreConfig(Section):
     """Where chunk KV lives."""
 
-    kind: Literal["lmdb", "memory"] = "lmdb"
+    kind: StoreKindName = STORES.default
     path: Path | None = None  # None = <index>/kv
     cap_gb: Annotated[float, Field(gt=0)] = 32.0  # payload bytes / 1e9; the file is a little larger
-    eviction: Literal["lru", "refuse"] = "lru"  # what makes room at the cap; pinned chunks never do
-    admission: Literal["tinylfu", "always"] = (
-        "tinylfu"  # what a chunk on demand must be to be let in at the cap
-    )
+    eviction: EvictionName = EVICTIONS.default  # which chunks go at the cap; pinned ones never do
+    admission: AdmissionName = ADMISSIONS.default  # whether a chunk on demand is worth those that would go
     write_back: bool = True  # store chunks that a request found missing or corrupt, after its answer
     namespace: str = ""  # tenant salt, part of every key
     tiers: TiersConfig = TiersConfig()
+
+    @property
+    def cap_bytes(self) -> int:
+        return round(self.cap_gb * 1e9)
 
 
 class BlendConfig(Section):
@@ -176,9 +187,8 @@ def _explain(root: type[Section], error: ValidationError) -> str:
     if problem["type"] == "extra_forbidden":
         known = _fields_at(root, parents)
         return f"unknown setting {where!r}: {nearest(name, known)}"
-    return (
-        f"setting {where!r} cannot be {problem['input']!r}: {problem['msg'][0].lower()}{problem['msg'][1:]}"
-    )
+    why = problem["msg"].removeprefix("Value error, ")
+    return f"setting {where!r} cannot be {problem['input']!r}: {why[0].lower()}{why[1:]}"
 
 
 def _fields_at(root: type[BaseModel], parents: list[str]) -> list[str]:

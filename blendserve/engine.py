@@ -67,9 +67,8 @@ class Engine:
         `say` is told what takes long. Raises IndexMissing, IndexMismatch, ModelError, StoreError.
         """
         if isinstance(index, Config):
-            store = index.store if index.store.path else changed(index.store, kind="memory")
             reader = load_reader(index.reader, say)
-            kept = open_store(store, Path(), device=reader.adapter.device)
+            kept = open_store(index.store, None, device=reader.adapter.device)
             return cls(index, reader, kept)._ready(say)
         config = config or Config()
         folder = index_folder(index)

@@ -90,3 +90,19 @@ EVALUATED = (  # what `evaluate` compares unless told otherwise
     "query+ridge",
 )
 BENCHED = ("query+ridge",)  # beside the baselines
+STORES = Registry(
+    "store kind",
+    {
+        "lmdb": "blendserve.store.lmdb.store:LMDBStore",
+        "memory": "blendserve.store.memory:MemoryStore",
+    },
+)
+EVICTIONS = Registry(
+    "eviction policy",
+    {"lru": "blendserve.store.policies:LRU", "refuse": "blendserve.store.policies:Refuse"},
+)
+ADMISSIONS = Registry(
+    "admission policy",
+    {"tinylfu": "blendserve.store.policies:TinyLFU", "always": "blendserve.store.policies:Always"},
+)
+CODECS = Registry("codec", {"raw": "blendserve.store.codecs.raw:Raw"})

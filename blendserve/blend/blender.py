@@ -24,8 +24,8 @@ from blendserve.models.kv_cache import KVCache
 from blendserve.paths import cache_folder
 from blendserve.registry import REUSE
 from blendserve.store import ChunkKey, KVStore, Snapshot, chunk_key
-from blendserve.store.behind import write_behind
 from blendserve.store.memory import MemoryChunk
+from blendserve.store.write_behind import write_behind
 from blendserve.timing import Clock
 
 

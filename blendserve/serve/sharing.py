@@ -80,8 +80,8 @@ class _SharedView:
 
     def __init__(self, key: ChunkKey, view: ChunkView, shared: SharedLoads) -> None:
         self._key, self._view, self._shared = key, view, shared
-        self.n_layers, self.n_tokens, self.n_bytes = view.n_layers, view.n_tokens, view.n_bytes
-        self.stamp = view.stamp
+        self.n_layers, self.n_tokens = view.n_layers, view.n_tokens
+        self.n_bytes, self.raw_bytes, self.version = view.n_bytes, view.raw_bytes, view.version
 
     def layer(self, l: int) -> Layer:
         return self._shared.layer(self._key, l, lambda: self._view.layer(l))

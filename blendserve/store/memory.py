@@ -7,16 +7,17 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
+from blendserve.config import StoreConfig
 from blendserve.core import ChunkKV
 from blendserve.errors import StoreFull
-from blendserve.store import record
-from blendserve.store.admission import Admission, Always
 from blendserve.store.base import KVStore, StoreStats, VerifyReport, full, stats_of
-from blendserve.store.eviction import Eviction, Held, Refuse
 from blendserve.store.key import ChunkKey, namespace_tag
+from blendserve.store.policies import Admission, Always, Eviction, Held, Policies, Refuse
+from blendserve.store.record import validate_kv
 from blendserve.store.traffic import Traffic, add_up
 
 
@@ -25,7 +26,7 @@ class MemoryChunk:
     """A chunk's own copy of its tensors."""
 
     kv: ChunkKV
-    stamp: object = field(default_factory=object, compare=False, repr=False)  # no two are the same
+    version: object = field(default_factory=object, compare=False, repr=False)  # no two are the same
 
     @property
     def n_layers(self) -> int:
@@ -38,6 +39,8 @@ class MemoryChunk:
     @property
     def n_bytes(self) -> int:
         return self.kv.n_bytes
+
+    raw_bytes = n_bytes
 
     def layer(self, l: int) -> tuple[torch.Tensor, torch.Tensor]:
         if not 0 <= l < self.n_layers:
@@ -64,6 +67,8 @@ class MemorySnapshot:
 class MemoryStore(KVStore):
     """A KVStore of at most `cap_bytes` of payload that ends with the process."""
 
+    persistent = needs_folder = False
+
     def __init__(
         self, cap_bytes: int, eviction: Eviction | None = None, admission: Admission | None = None
     ) -> None:
@@ -77,6 +82,12 @@ class MemoryStore(KVStore):
         self._counts: Counter[tuple[bytes, str]] = Counter()
         self._lock = threading.RLock()
 
+    @classmethod
+    def from_config(
+        cls, config: StoreConfig, path: Path | None, read_only: bool, policies: Policies
+    ) -> MemoryStore:
+        return cls(config.cap_bytes, *policies)
+
     @contextmanager
     def reading(self) -> Iterator[MemorySnapshot]:
         with self._lock:
@@ -84,7 +95,7 @@ class MemoryStore(KVStore):
         yield snapshot
 
     def put(self, key: ChunkKey, kv: ChunkKV, pin: bool = False) -> bool:
-        record.refuse_what_is_no_chunk(kv)
+        validate_kv(kv)
         copy = MemoryChunk(ChunkKV(kv.keys.detach().cpu().clone(), kv.values.detach().cpu().clone()))
         with self._lock:
             if not pin and not self._admitted(key, kv.n_bytes):
@@ -96,10 +107,10 @@ class MemoryStore(KVStore):
             self._pins |= {key} if pin else set()
             return True
 
-    def wants(self, key: ChunkKey, n_bytes: int) -> bool:
+    def wants(self, key: ChunkKey, raw_bytes: int) -> bool:
         try:
             with self._lock:
-                return self._admitted(key, n_bytes)
+                return self._admitted(key, raw_bytes)
         except StoreFull:
             return False
 
@@ -131,7 +142,11 @@ class MemoryStore(KVStore):
     def stats(self, namespace: str | None = None) -> StoreStats:
         with self._lock:
             keys = list(self.keys(namespace))
-            sizes = [(self._chunks[k].n_tokens, self._chunks[k].n_bytes, k in self._pins) for k in keys]
+            kvs = [self._chunks[key].kv for key in keys]
+            sizes = [
+                (kv.n_tokens, kv.n_bytes, kv.n_bytes, k in self._pins)
+                for k, kv in zip(keys, kvs, strict=True)
+            ]
             self._settle()
             counts = add_up(self._counts, namespace_tag(namespace))
         return stats_of("memory", "", self.cap_bytes, sizes, counts, namespace)

@@ -3,7 +3,7 @@
     look-up -> what the store's snapshot holds -> device tier -> host tier -> the store's own bytes
 
 A tier never answers for the store. Each look-up goes to the store's snapshot first, and only the very record found
-there is looked for in a tier, by its stamp. So what is deleted, replaced, another tenant's or a later snapshot's cannot
+there is looked for in a tier, by its version. So what is deleted, replaced, another tenant's or a later snapshot's cannot
 be met, whoever changed the store. A chunk deleted here leaves the tiers at once, one that another process deleted when
 room is needed.
 
@@ -27,10 +27,9 @@ from blendserve.config import TiersConfig
 from blendserve.core import ChunkKV
 from blendserve.errors import ConfigError
 from blendserve.kernels.cuda.staging import Lane, apart, joined, lane_to
-from blendserve.store.admission import Admission
 from blendserve.store.base import ChunkView, KVStore, Snapshot, StoreStats, TierStats
-from blendserve.store.eviction import LRU, Held
 from blendserve.store.key import ChunkKey
+from blendserve.store.policies import LRU, Admission, Held
 from blendserve.store.wrapped import WrappedStore
 
 log = logging.getLogger(__name__)
@@ -42,7 +41,7 @@ Pair = tuple[Tensor, Tensor]  # keys before RoPE and values [K, C, D] of one chu
 class Kept:
     """A chunk in a tier, as far as it has been read."""
 
-    stamp: Hashable
+    version: Hashable
     n_bytes: int  # that it takes, all layers
     layers: list[Pair | None]
     gone: bool = field(default=False)  # from the tier: who still reads it adds nothing to it
@@ -71,11 +70,11 @@ class Tier:
         self._bytes = self._hits = 0
         self._using = threading.Lock()
 
-    def find(self, key: ChunkKey, stamp: Hashable) -> Kept | None:
+    def find(self, key: ChunkKey, version: Hashable) -> Kept | None:
         """What is kept of this very record; anything else under its key is dropped. Counts as a use."""
         with self._using:
             kept = self._kept.get(key)
-            if kept is not None and kept.stamp != stamp:
+            if kept is not None and kept.version != version:
                 self._drop(key)
                 return None
             if kept is not None:
@@ -85,7 +84,7 @@ class Tier:
 
     def let_in(self, key: ChunkKey, view: ChunkView) -> Kept | None:
         """Room for this chunk, if it is worth those that make it."""
-        n_bytes = view.n_layers * self._takes(view.n_bytes // view.n_layers)
+        n_bytes = view.n_layers * self._takes(view.raw_bytes // view.n_layers)
         with self._using:
             held = (Held(k, kept.n_bytes) for k, kept in self._kept.items() if k != key)
             victims = self._eviction.victims(held, self._bytes + n_bytes - self.cap_bytes)
@@ -95,7 +94,7 @@ class Tier:
                 return None
             for victim in (key, *(v.key for v in victims)):
                 self._drop(victim)
-            kept = self._kept[key] = Kept(view.stamp, n_bytes, [None] * view.n_layers)
+            kept = self._kept[key] = Kept(view.version, n_bytes, [None] * view.n_layers)
             self._bytes += n_bytes
             return kept
 
@@ -187,7 +186,7 @@ class _TieredSnapshot:
         """Where it is or will be kept, the nearest first; those behind serve until that one is whole."""
         places: list[tuple[Tier, Kept]] = []
         for tier in self._tiers:
-            kept = tier.find(key, view.stamp) or (None if places else tier.let_in(key, view))
+            kept = tier.find(key, view.version) or (None if places else tier.let_in(key, view))
             places += [(tier, kept)] if kept else []
             if kept and kept.whole:
                 break
@@ -199,8 +198,8 @@ class _TieredView:
 
     def __init__(self, key: ChunkKey, view: ChunkView, places: Sequence[tuple[Tier, Kept]]) -> None:
         self._key, self._view, self._places = key, view, places
-        self.n_layers, self.n_tokens, self.n_bytes = view.n_layers, view.n_tokens, view.n_bytes
-        self.stamp = view.stamp
+        self.n_layers, self.n_tokens = view.n_layers, view.n_tokens
+        self.n_bytes, self.raw_bytes, self.version = view.n_bytes, view.raw_bytes, view.version
 
     def layer(self, l: int) -> Pair:
         if not 0 <= l < self.n_layers:

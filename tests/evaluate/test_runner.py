@@ -22,7 +22,7 @@ from blendserve.evaluate.settings import Setting, open_engine
 from blendserve.evaluate.variants import split_list, variants
 from blendserve.retrieve import Embedder, VectorIndex
 from blendserve.store import MemoryStore
-from blendserve.store.eviction import LRU
+from blendserve.store.policies import LRU
 from tests.evaluate.helpers import CONFIG, METHODS, predictions, run, tiny_engine, untimed, write_dataset
 from tests.tokenizers import bundled_tokenizer
 

@@ -15,7 +15,7 @@ from blendserve.config import Config, StoreConfig, TiersConfig
 from blendserve.core import ChunkKV
 from blendserve.errors import ConfigError, CorruptRecord
 from blendserve.store import KVStore, LMDBStore, MemoryStore, TieredStore, TierStats, open_store
-from blendserve.store.admission import Always, TinyLFU
+from blendserve.store.policies import Always, TinyLFU
 from blendserve.store.tiers import Pair, Tier, tiers_for
 from tests.kernels.cuda.lanes import LateLane
 from tests.store.helpers import BIG, CAP, chunk, flip, key_of, layer_name, read, same, tamper

@@ -1,22 +1,23 @@
 """Reading chunks out of an LMDB map: one read transaction, and views that live as long as it.
 
 "h" + key                                -> header
-"l" + key + layer (2 bytes, big-endian)  -> payload       record.py has the bytes of both
+"l" + key + layer (2 bytes, big-endian)  -> segment       record.py has the bytes of both
 """
 
 from __future__ import annotations
 
 import struct
 import threading
+from functools import partial
 from pathlib import Path
-
-import torch
 
 from blendserve.errors import CorruptRecord, StoreError, StoreUnavailable
 from blendserve.store import record
+from blendserve.store.chunk import StoredChunk
+from blendserve.store.codecs.base import Pair, Undecodable
 from blendserve.store.key import ChunkKey
-from blendserve.store.ledger import ENTRY, Ledger, Txn, starting
-from blendserve.store.opening import explaining
+from blendserve.store.lmdb.ledger import ENTRY, Ledger, Txn, starting
+from blendserve.store.lmdb.opening import explaining
 from blendserve.store.traffic import Traffic
 
 HEADER, LAYER = b"h", b"l"
@@ -24,7 +25,7 @@ _LAYER = struct.Struct(">H")
 
 
 def layer_name(key: ChunkKey, l: int) -> bytes:
-    """Where a layer's payload is."""
+    """Where a layer's segment is."""
     return LAYER + key + _LAYER.pack(l)
 
 
@@ -39,25 +40,28 @@ class LMDBSnapshot:
         self._ended = False
 
     def get(self, key: ChunkKey) -> LMDBChunk | None:
-        header = self._raw(HEADER + key)
-        if header is None:
+        raw = self._raw(HEADER + key)
+        if raw is None:
             self._traffic.miss(key)
             return None
         try:
-            chunk = LMDBChunk(self, key, record.decode_header(key, header))
+            chunk = LMDBChunk(key, record.decode_header(key, raw), self)
+        except Undecodable as error:
+            self._traffic.miss(key, undecodable=str(error))
+            return None
         except CorruptRecord:
-            self._traffic.count(key, "corrupt")
+            self.count_corrupt(key)
             raise
         self._traffic.hit(key)
         return chunk
 
-    def layer(self, key: ChunkKey, header: record.Header, l: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """A layer of a chunk with this header, checked."""
-        try:
-            return self._checked_layer(key, header, l)
-        except CorruptRecord:
-            self._traffic.count(key, "corrupt")
-            raise
+    def segment(self, key: ChunkKey, l: int) -> memoryview | None:
+        """Layer l's bytes in the map, unchecked; None when there are none."""
+        return self._raw(layer_name(key, l))
+
+    def count_corrupt(self, key: ChunkKey) -> None:
+        """Note that a look-up found damage."""
+        self._traffic.count(key, "corrupt")
 
     def keys(self) -> list[ChunkKey]:
         """Every key that has any record."""
@@ -68,33 +72,25 @@ class LMDBSnapshot:
         return sorted(headers | layers | entries)
 
     def problem(self, key: ChunkKey) -> str:
-        """What is wrong with a chunk, "" when nothing is."""
+        """What is wrong with a chunk, "" when nothing is. Needs no codec: what cannot be decoded here may be whole."""
         raw = self._raw(HEADER + key)
         if raw is None:
             return "it has records, but no header"
         try:
             header = record.decode_header(key, raw)
-            for l in range(header.n_layers):
-                self._checked_layer(key, header, l)
+            for l in range(header.shape.n_layers):
+                record.check_segment(key, header, l, self.segment(key, l))
         except StoreError as error:
             return str(error)
-        if self._raw(layer_name(key, header.n_layers)) is not None:
-            return f"it has more layers than the {header.n_layers} of its header"
+        if self.segment(key, header.shape.n_layers) is not None:
+            return f"it has more layers than the {header.shape.n_layers} of its header"
         with self._using, explaining(self._path):
-            return Ledger(self._txn).problem(key, header.n_bytes, header.n_tokens)
+            return Ledger(self._txn).problem(key, header.n_bytes, header.shape.n_bytes, header.shape.n_tokens)
 
     def end(self) -> None:
         """Called when the `with` block is left."""
         with self._using:
             self._ended = True
-
-    def _checked_layer(
-        self, key: ChunkKey, header: record.Header, l: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        raw = self._raw(layer_name(key, l))
-        if raw is None:
-            raise CorruptRecord(key, f"layer {l} is missing")
-        return record.decode_layer(key, header, l, raw)
 
     def _raw(self, name: bytes) -> memoryview | None:
         with self._using, explaining(self._path):
@@ -103,32 +99,16 @@ class LMDBSnapshot:
             return self._txn.get(name)
 
 
-class LMDBChunk:
-    """A chunk in the map."""
+class LMDBChunk(StoredChunk):
+    """A chunk in the map; damage is counted."""
 
-    def __init__(self, snapshot: LMDBSnapshot, key: ChunkKey, header: record.Header) -> None:
+    def __init__(self, key: ChunkKey, header: record.Header, snapshot: LMDBSnapshot) -> None:
+        super().__init__(key, header, partial(snapshot.segment, key))
         self._snapshot = snapshot
-        self._key = key
-        self._header = header
 
-    @property
-    def n_layers(self) -> int:
-        return self._header.n_layers
-
-    @property
-    def n_tokens(self) -> int:
-        return self._header.n_tokens
-
-    @property
-    def n_bytes(self) -> int:
-        return self._header.n_bytes
-
-    @property
-    def stamp(self) -> record.Header:
-        """The checksums of all layers are in it."""
-        return self._header
-
-    def layer(self, l: int) -> tuple[torch.Tensor, torch.Tensor]:
-        if not 0 <= l < self.n_layers:
-            raise IndexError(f"a chunk of {self.n_layers} layers has no layer {l}")
-        return self._snapshot.layer(self._key, self._header, l)
+    def layer(self, l: int) -> Pair:
+        try:
+            return super().layer(l)
+        except CorruptRecord:
+            self._snapshot.count_corrupt(self._key)
+            raise

@@ -12,7 +12,7 @@ import xxhash
 
 from blendserve.errors import CorruptRecord, StoreUnavailable, StoreVersion
 from blendserve.store import LMDBStore, VerifyReport
-from blendserve.store.eviction import LRU
+from blendserve.store.policies import LRU
 from tests.store.helpers import (
     BIG,
     CAP,
@@ -31,7 +31,11 @@ from tests.store.helpers import (
 def move_in_order(txn: lmdb.Transaction) -> None:
     """Put chunk 1 somewhere else in the order of eviction."""
     with txn.cursor() as cursor:
-        names = [name for name, _ in cursor if name.startswith(b"o") and name.endswith(key_of(1))]
+        names = [
+            name
+            for name in map(bytes, cursor.iternext(values=False))
+            if name[:1] == b"o" and name.endswith(key_of(1))
+        ]
     txn.delete(names[0])
     txn.put(b"o" + bytes(8) + key_of(1), b"")
 
@@ -44,9 +48,9 @@ DAMAGE: dict[str, tuple[Change, str]] = {
     "one layer more": (lambda txn: txn.put(layer_name(1, 3), b"x"), "more layers"),
     "flipped header": (flip(header_name(1), 9), "header fails"),
     "missing header": (lambda txn: txn.delete(header_name(1)), "no header"),
-    "flipped entry": (flip(b"u" + key_of(1), 10), "books"),
-    "missing entry": (lambda txn: txn.delete(b"u" + key_of(1)), "books"),
-    "another entry": (lambda txn: txn.put(b"u" + key_of(1), txn.get(b"u" + key_of(0))), "books"),
+    "flipped entry": (flip(b"u" + key_of(1), 10), "ledger"),
+    "missing entry": (lambda txn: txn.delete(b"u" + key_of(1)), "ledger"),
+    "another entry": (lambda txn: txn.put(b"u" + key_of(1), txn.get(b"u" + key_of(0)) or b""), "ledger"),
     "out of order": (move_in_order, "order of eviction"),
 }
 UNREADABLE = {"flipped layer", "short layer", "missing layer", "missing layers", "flipped header"}

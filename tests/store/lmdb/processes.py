@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from blendserve.store import LMDBStore
-from blendserve.store.eviction import LRU
+from blendserve.store.policies import LRU
 from tests.store.helpers import chunk, key_of, read, same
 
 CAP = 50_000_000

@@ -1,20 +1,58 @@
-"""Whether a chunk computed on demand is worth the chunks that would have to go for it.
+"""What happens at the cap: which chunks go (eviction), and whether a new one is worth them (admission).
 
-Only asked at the cap: while there is room everything is stored, and pinned chunks are never asked about.
+A store asks both and drops what it is told to. Pinned chunks (precomputed corpora) are never offered for eviction, so
+requests on demand cannot push them out, and admission is never asked about them. While there is room, everything is
+stored.
 """
 
 from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import xxhash
 
-from blendserve.store.eviction import Held
 from blendserve.store.key import ChunkKey
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A stored chunk that may be dropped."""
+
+    key: ChunkKey
+    n_bytes: int
+
+
+class Eviction(Protocol):
+    """Chooses victims."""
+
+    def victims(self, oldest_first: Iterable[Held], needed: int) -> list[Held] | None:
+        """Chunks of at least `needed` bytes together; None when they cannot be had, which is StoreFull."""
+        ...
+
+
+class LRU:
+    """The least recently used go first, as few as are needed."""
+
+    def victims(self, oldest_first: Iterable[Held], needed: int) -> list[Held] | None:
+        chosen: list[Held] = []
+        for held in oldest_first:
+            if needed <= 0:
+                break
+            chosen.append(held)
+            needed -= held.n_bytes
+        return chosen if needed <= 0 else None
+
+
+class Refuse:
+    """Nothing goes: a full store is full. The plain variant."""
+
+    def victims(self, oldest_first: Iterable[Held], needed: int) -> list[Held] | None:
+        return [] if needed <= 0 else None
 
 
 class Admission(Protocol):
@@ -103,4 +141,8 @@ class TinyLFU:
         self._seen = 0
 
 
-ADMISSIONS: dict[str, type[TinyLFU] | type[Always]] = {"tinylfu": TinyLFU, "always": Always}
+class Policies(NamedTuple):
+    """What one store goes by."""
+
+    eviction: Eviction
+    admission: Admission

@@ -13,16 +13,21 @@ import pytest
 import torch
 
 from blendserve.config import StoreConfig
-from blendserve.errors import StoreUnavailable
-from blendserve.store import LMDBStore, MemoryStore, open_store
+from blendserve.errors import CorruptRecord, StoreUnavailable
+from blendserve.store import LMDBStore, MemoryStore, VerifyReport, open_store
+from blendserve.store.policies import LRU
+from tests.store import format1
 from tests.store.helpers import (
     BIG,
     CAP,
     chunk,
     filled,
+    flip,
     key_of,
+    layer_name,
     read,
     same,
+    tamper,
 )
 
 
@@ -152,9 +157,10 @@ def test_a_store_deleted_while_open_is_still_read(path: Path) -> None:
     filled(path)
     with LMDBStore(path, CAP) as store:
         shutil.rmtree(path)
-        for action in (lambda: store.put(key_of(7), chunk()), lambda: store.delete(key_of(0))):
-            with pytest.raises(StoreUnavailable, match="removed or replaced"):
-                action()
+        with pytest.raises(StoreUnavailable, match="removed or replaced"):
+            store.put(key_of(7), chunk())
+        with pytest.raises(StoreUnavailable, match="removed or replaced"):
+            store.delete(key_of(0))
         assert store.verify().good == 3
         with LMDBStore(path, CAP) as other:  # a new one at the same place is another one
             other.put(key_of(7), chunk())
@@ -166,7 +172,7 @@ def test_notes_of_reads_are_written_once_in_a_while(path: Path, monkeypatch: pyt
     with LMDBStore(path, CAP) as store:
         read(store, key_of(0))
         assert store._traffic
-        monkeypatch.setattr("blendserve.store.lmdb.NOTE_EVERY_S", 0.0)
+        monkeypatch.setattr("blendserve.store.lmdb.store.NOTE_EVERY_S", 0.0)
         read(store, key_of(0))
         assert not store._traffic
         assert store.stats().hits == 2
@@ -176,7 +182,54 @@ def test_the_settings_choose_the_store(tmp_path: Path) -> None:
     with open_store(StoreConfig(kind="memory", cap_gb=0.5), tmp_path) as store:
         assert isinstance(store, MemoryStore)
         assert store.stats().cap_bytes == 500_000_000
+    with open_store(StoreConfig(), None) as store:  # no folder for the default kind
+        assert isinstance(store, MemoryStore)
+    with open_store(StoreConfig(kind="memory"), tmp_path / "kept", persistent=True) as store:
+        assert isinstance(store, LMDBStore)
     with open_store(StoreConfig(), tmp_path / "default") as store:
         assert store.stats().path == str(tmp_path / "default")
     with open_store(StoreConfig(path=tmp_path / "mine"), tmp_path / "default") as store:
         assert (tmp_path / "mine" / "data.mdb").exists()
+
+
+def test_a_store_of_format_1_is_read_as_it_is_and_written_on(path: Path) -> None:
+    chunks = {key_of(n): chunk(BIG, seed=n) for n in range(3)}
+    format1.make_store(path, chunks)
+    unit = chunk(BIG).n_bytes
+    for read_only in (True, False):
+        with LMDBStore(path, 4 * unit, read_only) as store:
+            assert all(same(read(store, key), kv) for key, kv in chunks.items())
+            assert store.verify().good == 3
+            stats = store.stats()
+            assert (stats.bytes, stats.raw_bytes, stats.hits - 3, stats.misses) == (3 * unit, 3 * unit, 1, 1)
+    with LMDBStore(path, 4 * unit, eviction=LRU()) as store:
+        for n in (3, 4):  # the first of the old ones goes for the second
+            store.put(key_of(n), chunk(BIG, seed=n))
+        assert [n for n in range(5) if key_of(n) in store] == [1, 2, 3, 4]
+        store.put(key_of(1), chunk(3))
+        assert store.verify().good == 4
+        assert store.stats().raw_bytes == store.stats().bytes == 3 * unit + chunk(3).n_bytes
+
+
+def test_a_store_of_format_1_that_is_written_tells_an_older_blendserve(path: Path) -> None:
+    format1.make_store(path, {key_of(0): chunk()})
+    LMDBStore(path, CAP, read_only=True).close()
+    assert format_of(path) == 1
+    LMDBStore(path, CAP).close()
+    assert format_of(path) == 2
+
+
+def format_of(path: Path) -> int:
+    with lmdb.open(str(path), readonly=True) as env, env.begin() as txn:
+        return int.from_bytes((txn.get(b"m:format") or b"")[4:6], "little")
+
+
+def test_damage_in_format_1_is_told(path: Path) -> None:
+    format1.make_store(path, {key_of(n): chunk(BIG, seed=n) for n in range(2)})
+    tamper(path, flip(layer_name(1, 2), 77))
+    with LMDBStore(path, CAP) as store:
+        with pytest.raises(CorruptRecord, match="layer 2 fails"):
+            read(store, key_of(1))
+        assert [key for key, _ in store.verify().bad] == [key_of(1).hex()]
+        store.put(key_of(1), chunk(BIG, seed=1))
+        assert store.verify() == VerifyReport(2, ())

@@ -13,7 +13,7 @@ import xxhash
 
 from blendserve.errors import StoreError, StoreFull, StoreUnavailable, StoreVersion
 
-FORMAT = 1
+FORMAT = 2  # 1: records of format 1, and ledger entries without uncoded bytes; both are still read
 _STORE_MAGIC = b"BLKV"
 
 FORMAT_KEY = b"m:format"
@@ -113,6 +113,9 @@ def check_format(env: lmdb.Environment, path: Path, read_only: bool) -> None:
             f"the KV store {path} has format {version}, this blendserve reads up to {FORMAT}: "
             "upgrade blendserve, or set store.path to another folder"
         )
+    if version < FORMAT and not read_only:  # what is written from now on, an older blendserve must not touch
+        with env.begin(write=True) as txn:
+            txn.put(FORMAT_KEY, _format_record(FORMAT))
 
 
 def _format_record(version: int) -> bytes:

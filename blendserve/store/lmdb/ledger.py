@@ -1,10 +1,11 @@
 """The books of an LMDB store, kept in the transaction that changes what they count.
 
-    "u" + key                       -> last used 8 | bytes 8 | tokens 4 | pinned 1 | xxh3-64 with the key 8
+    "u" + key                       -> last used 8 | bytes 8 | uncoded 8 | tokens 4 | pinned 1 | xxh3-64 with the key 8
     "o" + last used (8, big-endian) + key -> nothing: the chunks that may be evicted, oldest first
-    "c" + namespace tag             -> hits, misses, corrupt, evictions, refused 8 each | xxh3-64 with the tag 8
+    "c" + namespace tag             -> the counters of traffic.py 8 each | xxh3-64 with the tag 8
     "m:bytes"                       -> bytes of all entries 8 | xxh3-64 8
 
+Bytes are as stored. Entries that do not say what they are uncoded, and fewer counters, come from a store of format 1.
 A damaged entry is taken for an unpinned chunk of unknown size that was never used; the sum is then counted anew.
 """
 
@@ -20,8 +21,8 @@ from typing import TypeAlias
 import lmdb
 import xxhash
 
-from blendserve.store.eviction import Held
 from blendserve.store.key import TAG_BYTES, ChunkKey
+from blendserve.store.policies import Held
 from blendserve.store.traffic import COUNTERS, Notes
 
 Txn: TypeAlias = "lmdb.Transaction[memoryview]"
@@ -29,9 +30,9 @@ Txn: TypeAlias = "lmdb.Transaction[memoryview]"
 ENTRY, ORDER, COUNTS = b"u", b"o", b"c"
 BYTES_KEY = b"m:bytes"
 
-_ENTRY = struct.Struct("<QQIB")
+_ENTRY = struct.Struct("<QQQIB")
+_ENTRY_1 = struct.Struct("<QQIB")
 _TIME = struct.Struct(">Q")
-_COUNTS = struct.Struct(f"<{len(COUNTERS)}Q")
 _SUM = struct.Struct("<Q")
 
 
@@ -40,7 +41,8 @@ class Entry:
     """What the books say of one chunk."""
 
     used: int  # nanoseconds since 1970
-    n_bytes: int
+    n_bytes: int  # as stored
+    raw_bytes: int  # uncoded
     n_tokens: int
     pinned: bool
 
@@ -84,7 +86,7 @@ class Ledger:
 
     @property
     def n_bytes(self) -> int:
-        """Payload bytes of all chunks."""
+        """Stored bytes of all chunks."""
         body = _opened(b"", self._txn.get(BYTES_KEY))
         if body is not None and len(body) == _SUM.size:
             return int(_SUM.unpack(body)[0])
@@ -127,7 +129,7 @@ class Ledger:
         for tag in {tag for tag, _ in notes.counts}:
             total = self.counts(tag)
             total.update({name: notes.counts[tag, name] for name in COUNTERS})
-            body = _COUNTS.pack(*(total[name] for name in COUNTERS))
+            body = struct.pack(f"<{len(COUNTERS)}Q", *(total[name] for name in COUNTERS))
             self._txn.put(COUNTS + tag, _sealed(tag, body))
 
     def count(self, key: ChunkKey, counter: str) -> None:
@@ -143,23 +145,25 @@ class Ledger:
         total: Counter[str] = Counter()
         for name, raw in starting(self._txn, COUNTS + tag):
             body = _opened(name[1:], raw)
-            if body is not None and len(body) == _COUNTS.size:
-                total.update(dict(zip(COUNTERS, _COUNTS.unpack(body), strict=True)))
+            if body is not None and len(body) % _SUM.size == 0:
+                numbers = struct.unpack(f"<{len(body) // _SUM.size}Q", body)
+                total.update(dict(zip(COUNTERS, numbers, strict=False)))
         return total
 
-    def problem(self, key: ChunkKey, n_bytes: int, n_tokens: int) -> str:
-        """Where the books differ from the chunk that is really there; "" when they do not."""
+    def problem(self, key: ChunkKey, n_bytes: int, raw_bytes: int, n_tokens: int) -> str:
+        """Where the ledger differs from the chunk that is really there; "" when it does not."""
         entry = self.entry(key)
         if entry is None:
-            return "its entry in the books is missing or damaged"
-        if (entry.n_bytes, entry.n_tokens) != (n_bytes, n_tokens):
-            return f"the books have {entry.n_bytes} bytes and {entry.n_tokens} tokens of it, not {n_bytes} and {n_tokens}"
+            return "its entry in the ledger is missing or damaged"
+        there, said = (n_bytes, raw_bytes, n_tokens), (entry.n_bytes, entry.raw_bytes, entry.n_tokens)
+        if said != there:
+            return f"the ledger has bytes, uncoded bytes and tokens of it as {said}, they are {there}"
         if (self._txn.get(_order_name(key, entry)) is None) != entry.pinned:
             return "the order of eviction does not have it right"
         return ""
 
     def _write(self, key: ChunkKey, entry: Entry) -> None:
-        body = _ENTRY.pack(entry.used, entry.n_bytes, entry.n_tokens, entry.pinned)
+        body = _ENTRY.pack(entry.used, entry.n_bytes, entry.raw_bytes, entry.n_tokens, entry.pinned)
         self._txn.put(ENTRY + key, _sealed(key, body))
         if not entry.pinned:
             self._txn.put(_order_name(key, entry), b"")
@@ -196,7 +200,10 @@ def _opened(name: bytes, raw: memoryview | None) -> bytes | None:
 
 def _decode_entry(key: ChunkKey, raw: memoryview | None) -> Entry | None:
     body = _opened(key, raw)
-    if body is None or len(body) != _ENTRY.size:
+    if body is None or len(body) not in (_ENTRY.size, _ENTRY_1.size):
         return None
-    used, n_bytes, n_tokens, pinned = _ENTRY.unpack(body)
-    return Entry(used, n_bytes, n_tokens, bool(pinned))
+    if len(body) == _ENTRY_1.size:
+        used, n_bytes, n_tokens, pinned = _ENTRY_1.unpack(body)
+        return Entry(used, n_bytes, n_bytes, n_tokens, bool(pinned))
+    used, n_bytes, raw_bytes, n_tokens, pinned = _ENTRY.unpack(body)
+    return Entry(used, n_bytes, raw_bytes, n_tokens, bool(pinned))

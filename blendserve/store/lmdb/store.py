@@ -3,7 +3,7 @@
 snapshot.py has the records that hold chunks, ledger.py those that count them. The byte cap is kept in the same
 transaction as what it counts, evictions included, so that it holds over processes and kills.
 
-The map is sized from the cap, with room for page rounding and fragmentation, so that the cap is reached first; the
+The map is sized from the cap, with a margin for page rounding and fragmentation, so that the cap is reached first; the
 file never grows beyond it. Where fragmentation wins all the same, chunks are evicted ahead to make room.
 """
 
@@ -16,17 +16,19 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from blendserve.config import StoreConfig
 from blendserve.core import ChunkKV
 from blendserve.errors import StoreError, StoreFull, StoreUnavailable
 from blendserve.store import record
-from blendserve.store.admission import Admission, Always
 from blendserve.store.base import KVStore, StoreStats, VerifyReport, full, stats_of
-from blendserve.store.environment import acquire, release
-from blendserve.store.eviction import Eviction, Held, Refuse
+from blendserve.store.codecs.base import Buffer, Codec
+from blendserve.store.codecs.raw import Raw
 from blendserve.store.key import ChunkKey, namespace_tag
-from blendserve.store.ledger import Entry, Ledger, Txn, starting
-from blendserve.store.opening import MapFull, explaining
-from blendserve.store.snapshot import HEADER, LAYER, LMDBSnapshot, layer_name
+from blendserve.store.lmdb.environment import acquire, release
+from blendserve.store.lmdb.ledger import Entry, Ledger, Txn, starting
+from blendserve.store.lmdb.opening import MapFull, explaining
+from blendserve.store.lmdb.snapshot import HEADER, LAYER, LMDBSnapshot, layer_name
+from blendserve.store.policies import Admission, Always, Eviction, Held, Policies, Refuse
 from blendserve.store.traffic import Notes, Traffic
 
 MIB = 1 << 20
@@ -35,18 +37,20 @@ NOTE_EVERY_S = 60.0
 
 
 def map_bytes(cap_bytes: int) -> int:
-    """Size of the map for a cap: twice the payload and 256 MiB. The file only grows to what is used of it."""
+    """Size of the map for a cap: twice that and 256 MiB. The file only grows to what is used of it."""
     return (2 * cap_bytes // MIB + 257) * MIB
 
 
 class LMDBStore(KVStore):
-    """A KVStore in the folder `path`, holding at most `cap_bytes` of payload.
+    """A KVStore in the folder `path`, holding at most `cap_bytes` of chunks as stored.
 
     `read_only` opens an existing store and changes nothing; it works on a read-only disk. Any number of processes
     may read while one writes; another writer waits up to `writer_wait_s`, then gets StoreUnavailable.
     A process that is to use what another wrote under a much larger cap has to open the store again.
     Raises StoreUnavailable when `path` cannot be used, StoreVersion when a newer blendserve wrote it.
     """
+
+    persistent = needs_folder = True
 
     def __init__(
         self,
@@ -56,17 +60,27 @@ class LMDBStore(KVStore):
         writer_wait_s: float = WRITER_WAIT_S,
         eviction: Eviction | None = None,
         admission: Admission | None = None,
+        codec: Codec | None = None,
     ) -> None:
+        """codec: of what is written; whatever is there is read by its own."""
         self.path = Path(path)
         self.cap_bytes = cap_bytes
         self.read_only = read_only
         self._wait = writer_wait_s
         self._eviction = eviction or Refuse()
         self._admission = admission or Always()
+        self._codec = codec or Raw()
         self._traffic = Traffic(self._admission)
         self._noted = time.monotonic()
         self._closed = False
         self._env = acquire(self.path, map_bytes(cap_bytes), read_only)
+
+    @classmethod
+    def from_config(
+        cls, config: StoreConfig, path: Path | None, read_only: bool, policies: Policies
+    ) -> LMDBStore:
+        assert path is not None
+        return cls(path, config.cap_bytes, read_only, WRITER_WAIT_S, *policies)
 
     @contextmanager
     def reading(self) -> Iterator[LMDBSnapshot]:
@@ -80,21 +94,20 @@ class LMDBStore(KVStore):
             self._write_notes(wait_s=0.0)
 
     def put(self, key: ChunkKey, kv: ChunkKV, pin: bool = False) -> bool:
-        record.refuse_what_is_no_chunk(kv)
-        if not pin and not self._admitted(key, kv.n_bytes):
+        header, segments = record.encode(key, kv, self._codec)
+        if not pin and not self._admitted(key, header.n_bytes):
             return False
-        header, layers = record.encode(key, kv)
-        entry = Entry(self._traffic.now(), kv.n_bytes, kv.n_tokens, pin)
+        entry = Entry(self._traffic.now(), header.n_bytes, kv.n_bytes, kv.n_tokens, pin)
         try:
-            self._put(key, header, layers, entry)
+            self._put(key, header, segments, entry)
         except MapFull:
-            self._make_room(2 * kv.n_bytes)
-            self._put(key, header, layers, entry)
+            self._make_room(2 * header.n_bytes)
+            self._put(key, header, segments, entry)
         return True
 
-    def wants(self, key: ChunkKey, n_bytes: int) -> bool:
+    def wants(self, key: ChunkKey, raw_bytes: int) -> bool:
         try:
-            return self._admitted(key, n_bytes)
+            return self._admitted(key, self._codec.expected_bytes(raw_bytes))
         except StoreFull:
             return False
 
@@ -124,7 +137,7 @@ class LMDBStore(KVStore):
             ledger = Ledger(txn)
             entries = [entry for _, entry in ledger.entries(tag) if entry]
             counts = ledger.counts(tag) + self._traffic.counts(tag)
-        sizes = [(entry.n_tokens, entry.n_bytes, entry.pinned) for entry in entries]
+        sizes = [(entry.n_tokens, entry.n_bytes, entry.raw_bytes, entry.pinned) for entry in entries]
         return stats_of("lmdb", str(self.path), self.cap_bytes, sizes, counts, namespace)
 
     def verify(self, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
@@ -167,7 +180,7 @@ class LMDBStore(KVStore):
             raise full(f"the KV store {self.path}", held, more, self.cap_bytes)
         return victims
 
-    def _put(self, key: ChunkKey, header: bytes, layers: list[memoryview], entry: Entry) -> None:
+    def _put(self, key: ChunkKey, header: record.Header, segments: list[Buffer], entry: Entry) -> None:
         with self._write() as txn:
             ledger = Ledger(txn)
             before = ledger.entry(key)
@@ -177,9 +190,9 @@ class LMDBStore(KVStore):
                 _drop(txn, victim.key, traces=True)
                 ledger.count(victim.key, "evictions")
             _drop(txn, key)
-            txn.put(HEADER + key, header)
-            for l, payload in enumerate(layers):
-                txn.put(layer_name(key, l), payload)
+            txn.put(HEADER + key, record.encode_header(key, header))
+            for l, segment in enumerate(segments):
+                txn.put(layer_name(key, l), segment)
             ledger.enter(key, entry)
 
     def _make_room(self, n_bytes: int) -> None:

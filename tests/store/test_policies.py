@@ -14,25 +14,24 @@ from hypothesis import strategies as st
 from blendserve.config import StoreConfig
 from blendserve.core import ChunkKV
 from blendserve.errors import StoreFull
-from blendserve.store import KVStore, LMDBStore, MemoryStore, open_store
-from blendserve.store.admission import Admission, Always, TinyLFU
-from blendserve.store.eviction import LRU, Eviction, Refuse
+from blendserve.registry import STORES
+from blendserve.store import KVStore, LMDBStore, MemoryStore, StoreKind, open_store
+from blendserve.store.policies import LRU, Admission, Always, Eviction, Policies, Refuse, TinyLFU
 from tests.store.helpers import chunk, key_of, read
 
 UNIT = chunk(10).n_bytes
 Make = Callable[..., KVStore]
 
 
-@pytest.fixture(params=["lmdb", "memory"])
+@pytest.fixture(params=STORES.names)
 def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
     stores: list[KVStore] = []
 
     def build(units: float, eviction: Eviction | None = None, admission: Admission | None = None) -> KVStore:
-        policies = {"eviction": eviction or LRU(), "admission": admission or Always()}
-        if request.param == "lmdb":
-            stores.append(LMDBStore(tmp_path / str(len(stores)), round(units * UNIT), **policies))
-        else:
-            stores.append(MemoryStore(round(units * UNIT), **policies))
+        kind: StoreKind = STORES.load(request.param)
+        config = StoreConfig(cap_gb=round(units * UNIT) / 1e9)
+        policies = Policies(eviction or LRU(), admission or Always())
+        stores.append(kind.from_config(config, tmp_path / str(len(stores)), False, policies))
         return stores[-1]
 
     yield build
@@ -205,7 +204,7 @@ class Model:
 
     def put(self, n: int, size: int, pin: bool) -> bool:
         others = {k: s for k, s in self.chunks.items() if k != n}
-        go = []
+        go = list[int]()
         for k in others:
             if sum(others.values()) - sum(others[g] for g in go) + size <= self.cap:
                 break
@@ -308,7 +307,8 @@ def test_fame_fades() -> None:
 def test_admission_keeps_what_is_popular_under_a_flood_of_novel_chunks() -> None:
     """Zipf over 300 chunks, and as many requests again for chunks that never return; room for 30."""
     rates = {}
-    for name, admission in {"always": Always(), "tinylfu": TinyLFU(seed=3)}.items():
+    admissions: dict[str, Admission] = {"always": Always(), "tinylfu": TinyLFU(seed=3)}
+    for name, admission in admissions.items():
         dice, store, hits = random.Random(5), MemoryStore(30 * UNIT, LRU(), admission), 0
         popular = dice.choices(range(300), [1 / (n + 1) for n in range(300)], k=2000)
         for i, n in enumerate(popular):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from blendserve.core import ChunkKV
 from blendserve.errors import StoreFull
 from blendserve.store import MemoryStore
-from blendserve.store.behind import write_behind
+from blendserve.store.write_behind import write_behind
 from tests.kernels.cuda.lanes import LateLane
 from tests.store.helpers import CAP, chunk, key_of, read, same
 

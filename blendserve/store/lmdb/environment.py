@@ -20,7 +20,7 @@ import filelock
 import lmdb
 
 from blendserve.errors import StoreUnavailable
-from blendserve.store.opening import check_format, explained, explaining, open_lmdb
+from blendserve.store.lmdb.opening import check_format, explained, explaining, open_lmdb
 
 
 class Environment:

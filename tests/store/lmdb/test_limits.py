@@ -14,7 +14,7 @@ import pytest
 
 from blendserve.errors import StoreFull, StoreUnavailable
 from blendserve.store import LMDBStore
-from blendserve.store.eviction import LRU
+from blendserve.store.policies import LRU
 from tests.store.helpers import (
     BIG,
     CAP,
@@ -24,11 +24,11 @@ from tests.store.helpers import (
     read,
     same,
 )
-from tests.store.processes import run
+from tests.store.lmdb.processes import run
 
 
 def test_a_full_map_is_one_chunks_error(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("blendserve.store.lmdb.map_bytes", lambda cap: 1 << 20)
+    monkeypatch.setattr("blendserve.store.lmdb.store.map_bytes", lambda cap: 1 << 20)
     with LMDBStore(path, CAP) as store:
         store.put(key_of(0), chunk(BIG))
         with pytest.raises(StoreFull, match=r"store\.cap_gb"):
@@ -60,7 +60,7 @@ def test_the_cap_comes_before_the_map(path: Path) -> None:
 def test_where_the_map_comes_first_chunks_are_evicted_ahead(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("blendserve.store.lmdb.map_bytes", lambda cap: cap + (1 << 16))
+    monkeypatch.setattr("blendserve.store.lmdb.store.map_bytes", lambda cap: cap + 20 * 4096)
     with LMDBStore(path, 1 << 20, eviction=LRU()) as store:
         assert churn(store) > 5_000_000
         assert store.stats().bytes > 500_000
@@ -76,7 +76,7 @@ def fill_more(connection: Connection, path: Path) -> None:
 def test_a_store_enlarged_by_another_process_says_open_it_again(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("blendserve.store.lmdb.map_bytes", lambda cap: 1 << 20)
+    monkeypatch.setattr("blendserve.store.lmdb.store.map_bytes", lambda cap: 1 << 20)
     with LMDBStore(path, CAP) as store:
         run(fill_more, path)
         with pytest.raises(StoreUnavailable, match="enlarged by another process"):
