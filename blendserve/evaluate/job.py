@@ -15,13 +15,14 @@ from blendserve.config import Config, changed
 from blendserve.engine import Engine
 from blendserve.errors import InputError
 from blendserve.evaluate.datasets import Dataset, load
-from blendserve.evaluate.folder import RunFolder, environment
+from blendserve.evaluate.folder import RunFolder
 from blendserve.evaluate.plan import EvaluateConfig, settings_from
 from blendserve.evaluate.progress import watching
 from blendserve.evaluate.runner import Runner
 from blendserve.evaluate.settings import Setting, open_engine
 from blendserve.evaluate.spending import spending
 from blendserve.evaluate.summary import Table, summarise
+from blendserve.provenance import environment
 
 RUNS = Path("runs")
 WORK = ".work"  # in the folder of runs: stored KV and indexes, shared by all of them

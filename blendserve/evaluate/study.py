@@ -42,12 +42,13 @@ from blendserve.errors import PromptTooLong
 from blendserve.evaluate.answers import decisions
 from blendserve.evaluate.datasets import load
 from blendserve.evaluate.fidelity import forced, kl, share
-from blendserve.evaluate.folder import Line, RunFolder, environment
+from blendserve.evaluate.folder import Line, RunFolder
 from blendserve.evaluate.plan import PROMPT, EvaluateConfig
 from blendserve.evaluate.settings import Setting, open_engine
 from blendserve.evaluate.variants import variants
 from blendserve.models.adapter import Adapter
 from blendserve.prompt import PromptBuilder
+from blendserve.provenance import environment
 from blendserve.retrieve import Embedder
 from blendserve.store.memory import MemoryChunk
 from blendserve.timing import Clock
