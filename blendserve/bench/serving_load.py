@@ -92,7 +92,7 @@ class Load:
 
     async def send(self, body: dict[str, Any]) -> Sent:
         start = last = time.perf_counter()
-        ttft, gaps = None, []
+        ttft, gaps = None, list[float]()
         try:
             async with self._http.stream("POST", "/v1/rag/query", json=body) as response:
                 if response.status_code != 200:

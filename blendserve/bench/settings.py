@@ -3,45 +3,47 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field
 
-from blendserve.config import Positive, Ratio, ReaderConfig, Section
+from blendserve.config import Positive, Ratio, ReaderConfig
 from blendserve.errors import ConfigError
 from blendserve.evaluate.variants import FULL, TRANSFORMERS, Variant, variants
 
-Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 
+class BenchConfig(ReaderConfig):
+    """What all benches share: a reader, and how it is measured."""
 
-class BenchConfig(Section):
-    """What all benches share."""
-
-    model: str = ReaderConfig().model
-    dtype: Dtype = "auto"
-    threads: Positive | None = None
-    repeats: Positive = 5
-    seed: int = 0  # of the text, and of the random policy
-    folder: Path | None = (
-        None  # where stores are put for the time of the bench; None = the system's temporary folder
+    repeats: Positive = Field(5, description="Measure so many rounds.")
+    seed: int = Field(0, description="Draw the text by this seed, and tokens where a policy draws.")
+    folder: Path | None = Field(
+        None, description="Put stores here while it runs; the system's temporary folder if none is given."
     )
 
     @property
     def reader(self) -> ReaderConfig:
-        return ReaderConfig(model=self.model, dtype=self.dtype, threads=self.threads)
+        return ReaderConfig(**self.model_dump(include=set(ReaderConfig.model_fields)))
 
 
 class TtftConfig(BenchConfig):
     """One prompt, from text to first token."""
 
-    chunks: Positive = 6
-    chunk_tokens: Positive = 512
-    suffix_tokens: Positive = 40
-    methods: tuple[str, ...] = ("query+ridge",)  # beside transformers, full, prefix and reuse
-    ratios: tuple[Ratio, ...] = (0.05, 0.15)
-    cold: bool = False
-    throttle: tuple[Annotated[float, Field(gt=0)], ...] = ()  # GB/s that the store gives, one after the other
-    memory: bool = False
+    chunks: Positive = Field(6, description="Give the prompt so many chunks.")
+    chunk_tokens: Positive = Field(512, description="Give a chunk so many tokens.")
+    suffix_tokens: Positive = Field(40, description="Put so many tokens behind the chunks.")
+    methods: tuple[str, ...] = Field(
+        ("query+ridge",),
+        description="Compare these, in words as `evaluate` has them, beside transformers, full, prefix and reuse.",
+    )
+    ratios: tuple[Ratio, ...] = Field(
+        (0.05, 0.15), description="Give methods that name no ratio each of these."
+    )
+    cold: bool = Field(False, description="Measure from a cold page cache, too.")
+    throttle: tuple[Annotated[float, Field(gt=0)], ...] = Field(
+        (), description="Measure from a store that gives so many GB/s, too."
+    )
+    memory: bool = Field(False, description="Measure the peak memory of a request, too.")
 
     @property
     def variants(self) -> tuple[Variant, ...]:
@@ -54,15 +56,29 @@ class TtftConfig(BenchConfig):
 class ScalingConfig(BenchConfig):
     """How cost grows with context, ratio and chunk count."""
 
-    contexts: tuple[Positive, ...] = (512, 1024, 2048, 3072, 4096, 6144, 7680)
-    chunk_tokens: Positive = 512
-    ratios: tuple[Ratio, ...] = (0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0)
-    counts: tuple[Positive, ...] = (3, 6, 12, 24, 48)  # chunks
-    context: Positive = 3072  # where ratios and chunk counts are varied
-    usual: tuple[Ratio, ...] = (0.05, 0.15)  # where they are not
-    methods: tuple[str, ...] = ("query+ridge",)
-    suffix_tokens: Positive = 40
-    repeats: Positive = 3
+    contexts: tuple[Positive, ...] = Field(
+        (512, 1024, 2048, 3072, 4096, 6144, 7680), description="Vary the context over so many tokens."
+    )
+    chunk_tokens: Positive = Field(
+        512, description="Give a chunk so many tokens where their number is not varied."
+    )
+    ratios: tuple[Ratio, ...] = Field(
+        (0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0), description="Vary the ratio over these."
+    )
+    counts: tuple[Positive, ...] = Field(
+        (3, 6, 12, 24, 48), description="Vary the number of chunks over these."
+    )
+    context: Positive = Field(
+        3072, description="Give the context so many tokens where ratio or number of chunks is varied."
+    )
+    usual: tuple[Ratio, ...] = Field(
+        (0.05, 0.15), description="Use these ratios where the ratio is not varied."
+    )
+    methods: tuple[str, ...] = Field(
+        ("query+ridge",), description="Compare these, in words as `evaluate` has them, beside the usual ones."
+    )
+    suffix_tokens: Positive = Field(40, description="Put so many tokens behind the chunks.")
+    repeats: Positive = Field(3, description="Measure so many rounds of a cell.")
 
     @property
     def cells(self) -> list[tuple[dict[str, str], TtftConfig]]:
@@ -78,7 +94,7 @@ class ScalingConfig(BenchConfig):
         self, varied: str, context: int, chunks: int, ratios: tuple[float, ...]
     ) -> tuple[dict[str, str], TtftConfig]:
         cell = TtftConfig(
-            **self.model_dump(include={"model", "dtype", "threads", "repeats", "seed", "folder"}),
+            **self.model_dump(include=set(BenchConfig.model_fields)),
             chunks=chunks,
             chunk_tokens=self._chunks(context, chunks),
             suffix_tokens=self.suffix_tokens,
@@ -98,21 +114,23 @@ class ScalingConfig(BenchConfig):
 class DecodeBenchConfig(BenchConfig):
     """Tokens behind a long context."""
 
-    context: Positive = 3072
-    new_tokens: Annotated[int, Field(ge=2)] = 64  # what is timed lies between the first and the last
-    repeats: Positive = 3
+    context: Positive = Field(3072, description="Decode behind so many tokens.")
+    new_tokens: int = Field(
+        64, ge=2, description="Decode so many tokens; what is timed lies between the first and the last."
+    )
+    repeats: Positive = Field(3, description="Measure so many rounds.")
 
 
 class PrecomputeConfig(BenchConfig):
     """Chunks into a store."""
 
-    chunks: Positive = 12
-    chunk_tokens: Positive = 512
-    repeats: Positive = 3
+    chunks: Positive = Field(12, description="Store so many chunks.")
+    chunk_tokens: Positive = Field(512, description="Give a chunk so many tokens.")
+    repeats: Positive = Field(3, description="Measure so many rounds.")
 
 
 class StoreBenchConfig(BenchConfig):
     """Records of chunk KV, written and read."""
 
-    chunks: Positive = 24
-    chunk_tokens: Positive = 512
+    chunks: Positive = Field(24, description="Put and get so many chunks.")
+    chunk_tokens: Positive = Field(512, description="Give a chunk so many tokens.")
