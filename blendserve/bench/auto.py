@@ -1,34 +1,29 @@
-"""Is `method="auto"` ever much slower than the best fixed method? A grid of chunk counts, chunk sizes and hit rates.
+"""`blendserve bench auto`: is `method="auto"` ever much slower than the best fixed method?
 
-    python scripts/bench_profit.py [--model smollm2-135m] [--repeats 3] [--json]
-
-Every cell prefills one prompt of random tokens by full, prefix, blend and auto, interleaved; medians are compared. Full
-reuse is left out: it is always the fastest, and wrong. Exit code 1 if anywhere auto is slower than the best fixed method
-by more than --tolerance, and the method that it chose is so too when run as a fixed one (else it was noise). The last
-line is one JSON object.
+A grid of chunk counts, chunk sizes and hit rates. Every cell prefills one prompt of random tokens by full, prefix, blend
+and auto, interleaved; medians are compared.
 """
 
 from __future__ import annotations
 
-import platform
 import statistics
-import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated
 
 import numpy as np
-import torch
-import typer
 
-from blendserve import console
+from blendserve.bench.figures import Figures, Update
+from blendserve.bench.machine import where
+from blendserve.bench.settings import AutoBenchConfig
+from blendserve.bench.tables import Table
 from blendserve.blend.blender import Blender
-from blendserve.config import BlendConfig, Method, ReaderConfig
+from blendserve.config import BlendConfig, Method
 from blendserve.core import Chunk, Prompt, TokenIds
-from blendserve.models.adapter import Adapter
-from blendserve.models.loader import load_reader
+from blendserve.models.loader import Reader, load_reader
 from blendserve.store import MemoryStore
 
+Say = Callable[[str], None]
 COUNTS, SIZES, HITS = (1, 2, 4, 8, 12), (32, 128, 512, 1024), (0.0, 0.5, 1.0)
 PREFIX, SUFFIX = 32, 40
 DOUBT, MOST_ROUNDS = 0.05, 11
@@ -63,16 +58,19 @@ class Cell:
         """How much slower the method that auto chose is than the best one, when both are run as fixed methods."""
         return self.median(self.chosen) / self.median(self.best) - 1
 
+    def to_dict(self) -> Figures:
+        """Medians, and what follows from all rounds."""
+        medians = {method: self.median(method) for method in METHODS}
+        about = {"chunks": self.chunks, "size": self.size, "hits": self.hits, "seconds": medians}
+        return {**about, "best": self.best, "chosen": self.chosen, "excess": self.excess, "slip": self.slip}
 
-def main(
-    model: Annotated[str, typer.Option(help="Reader.")] = ReaderConfig().model,
-    repeats: Annotated[int, typer.Option(help="Rounds a cell.")] = 3,
-    tolerance: Annotated[float, typer.Option(help="Slower than the best by at most this share.")] = 0.10,
-    json: Annotated[bool, typer.Option("--json", help="Only the JSON line.")] = False,
-) -> None:
-    """Run the grid."""
-    reader = load_reader(ReaderConfig(model=model), console.say)
-    rng = np.random.default_rng(0)
+
+def measure(
+    config: AutoBenchConfig, say: Say = lambda text: None, update: Update = lambda done, total: None
+) -> Figures:
+    """Everything that the bench prints. Raises ModelError."""
+    reader = load_reader(config.reader, say)
+    rng = np.random.default_rng(config.seed)
     fits = [
         (n, size, hits)
         for n in COUNTS
@@ -80,38 +78,37 @@ def main(
         for hits in HITS
         if PREFIX + n * size + SUFFIX <= reader.adapter.context_limit
     ]
+    _cell(reader, rng, 2, 128, 1.0, 1)  # warms up, and measures the machine if need be
     cells: list[Cell] = []
-    _cell(
-        reader.adapter, reader.fingerprint, rng, 2, 128, 1.0, 1
-    )  # warms up, and measures the machine if need be
-    with console.progress("Grid", "cells") as update:
-        for done, (n, size, hits) in enumerate(fits):
-            cells.append(_cell(reader.adapter, reader.fingerprint, rng, n, size, hits, repeats))
-            update(done + 1, len(fits))
-    if not json:
-        _print(cells)
-    failed = [c for c in cells if c.excess > tolerance and c.slip > tolerance]
-    worst = max(cells, key=lambda c: c.excess)
-    console.print_json(
-        {
-            "cells": len(cells),
-            "worst_excess": round(worst.excess, 4),
-            "worst_slip": round(max(c.slip for c in cells), 4),
-            "median_excess": round(statistics.median(c.excess for c in cells), 4),
-            "failed": [(c.chunks, c.size, c.hits) for c in failed],
-            "threads": torch.get_num_threads(),
-            "torch": torch.__version__,
-            "machine": platform.processor() or platform.machine(),
-        }
-    )
-    sys.exit(1 if failed else 0)
+    for n, size, hits in fits:
+        cells.append(_cell(reader, rng, n, size, hits, config.repeats))
+        update(len(cells), len(fits))
+    failed = [c for c in cells if c.excess > config.tolerance and c.slip > config.tolerance]
+    return {
+        "bench": "auto",
+        **where(config, reader),
+        "worst_excess": round(max(c.excess for c in cells), 4),
+        "worst_slip": round(max(c.slip for c in cells), 4),
+        "median_excess": round(statistics.median(c.excess for c in cells), 4),
+        "failed": [(c.chunks, c.size, c.hits) for c in failed],
+        "cells": [c.to_dict() for c in cells],
+    }
 
 
-def _cell(
-    adapter: Adapter, fingerprint: str, rng: np.random.Generator, n: int, size: int, hits: float, repeats: int
-) -> Cell:
+def tables(figures: Figures) -> list[Table]:
+    """A row a cell, in milliseconds."""
+    columns = ("", "found", *METHODS, "best fixed", "auto chose", "auto / best")
+    rows = []
+    for c in figures["cells"]:
+        times = [f"{c['seconds'][m] * 1e3:.0f}" for m in METHODS]
+        name, found = f"{c['chunks']} x {c['size']}", f"{c['hits']:.0%}"
+        rows.append((name, found, *times, c["best"], c["chosen"], f"{c['excess']:+.1%}"))
+    return [("Prefill, median ms", columns, rows)]
+
+
+def _cell(reader: Reader, rng: np.random.Generator, n: int, size: int, hits: float, repeats: int) -> Cell:
     prompt = Prompt(_ids(rng, PREFIX), tuple(Chunk(_ids(rng, size)) for _ in range(n)), _ids(rng, SUFFIX))
-    blender = Blender(adapter, fingerprint, MemoryStore(2**34), prompt.prefix, prompt.prefix)
+    blender = Blender(reader.adapter, reader.fingerprint, MemoryStore(2**34), prompt.prefix, prompt.prefix)
     found = rng.permutation(n)[: round(hits * n)]
     blender.precompute([prompt.chunks[i].ids for i in sorted(found)])
     seconds: dict[str, list[float]] = {method: [] for method in METHODS}
@@ -131,17 +128,3 @@ def _cell(
 
 def _ids(rng: np.random.Generator, n: int) -> TokenIds:
     return tuple(rng.integers(3, 40_000, size=n).tolist())
-
-
-def _print(cells: list[Cell]) -> None:
-    rows = []
-    for c in cells:
-        times = [f"{c.median(m) * 1e3:.0f}" for m in METHODS]
-        rows.append((f"{c.chunks} x {c.size}", f"{c.hits:.0%}", *times, c.best, c.chosen, f"{c.excess:+.1%}"))
-    console.table(
-        "Prefill, median ms", ("chunks", "found", *METHODS, "best fixed", "auto chose", "auto / best"), rows
-    )
-
-
-if __name__ == "__main__":
-    typer.run(main)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from blendserve.config import Positive, Ratio, ReaderConfig
+from blendserve.config import Positive, Ratio, ReaderConfig, Section
 from blendserve.errors import ConfigError
 from blendserve.evaluate.variants import FULL, TRANSFORMERS, Variant, variants
 
@@ -134,3 +134,47 @@ class StoreBenchConfig(BenchConfig):
 
     chunks: Positive = Field(24, description="Put and get so many chunks.")
     chunk_tokens: Positive = Field(512, description="Give a chunk so many tokens.")
+
+
+class AutoBenchConfig(BenchConfig):
+    """Method auto against every fixed one."""
+
+    repeats: Positive = Field(3, description="Measure so many rounds of a cell; one in doubt gets more.")
+    tolerance: float = Field(0.10, ge=0.0, description="Let auto be slower than the best by this share.")
+
+
+class ServingConfig(Section):
+    """Load on a server."""
+
+    out: Path = Field(Path("runs/serving"), description="Put results into this folder.")
+    url: str | None = Field(
+        None, description="Send requests to the server at this URL; one is started if none is given."
+    )
+    key: str | None = Field(None, description="Send this API key, where the server at the URL has keys.")
+    index: Path = Field(Path("indexes/demo"), description="Ask about passages of the index in this folder.")
+    pool: Positive = Field(20, description="Draw passages from so many of the index's longest ones.")
+    dataset: Path | None = Field(
+        None,
+        description="Ask these questions, with a corpus beside them, over an index of it that is built in OUT.",
+    )
+    questions: Positive = Field(56, description="Ask the first so many questions of the data set.")
+    corpus_passages: Positive = Field(
+        500, description="Build the data set's index of so many of its passages."
+    )
+    prepare: bool = Field(
+        False, description="Build and precompute the data set's index, and measure nothing."
+    )
+    passages: Positive = Field(6, description="Give a prompt so many passages.")
+    ratio: Ratio | None = Field(
+        None, description="Let blending recompute this share; the server's own ratio if none is given."
+    )
+    new_tokens: Positive = Field(16, description="Ask for answers of so many tokens.")
+    clients: Positive = Field(8, description="Let so many clients ask at once to find saturation.")
+    seconds: float = Field(60.0, gt=0, description="Measure a cell for so many seconds.")
+    shares: tuple[Annotated[float, Field(gt=0)], ...] = Field(
+        (0.5, 1.0, 2.0, 4.0), description="Offer loads of these shares of full prefill's saturation."
+    )
+    minutes: float = Field(60.0, gt=0, description="Begin no cell after so many minutes.")
+    timeout: float = Field(
+        120.0, gt=0, description="Count a request as failed after so many seconds without an event."
+    )

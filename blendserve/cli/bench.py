@@ -1,204 +1,102 @@
-"""`blendserve bench ...`: parses, calls, prints; the last line of stdout is always one JSON object."""
+"""`blendserve bench ...`: tables for people, and one JSON object as the last line of stdout."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import typer
 
 from blendserve import console
 from blendserve.bench.settings import (
+    AutoBenchConfig,
     BenchConfig,
     DecodeBenchConfig,
     PrecomputeConfig,
     ScalingConfig,
+    ServingConfig,
     StoreBenchConfig,
     TtftConfig,
 )
-from blendserve.config import changed
-from blendserve.evaluate.variants import split_list
+from blendserve.cli.options import Options, make_app, with_options
+from blendserve.errors import InputError
 
-bench_app = typer.Typer(help="How fast, against what: measured interleaved.", no_args_is_help=True)
+app = make_app("Measure how fast it is, against transformers and the machine.")
 
-AnyConfig = TypeVar("AnyConfig", bound=BenchConfig)
-TTFT, DECODE, PRECOMPUTE, STORE = TtftConfig(), DecodeBenchConfig(), PrecomputeConfig(), StoreBenchConfig()
-SCALING = ScalingConfig()
-
-
-def _default(values: Iterable[object]) -> str:
-    return f"[default: {','.join(map(str, values))}]"
+READER = ("model", "dtype", "device", "threads", "seed")  # for benches that store nothing on disk
+JsonOpt = Annotated[bool, typer.Option("--json", help="Print the JSON object without the tables.")]
 
 
-def _count(default: int, help: str) -> Any:
-    return typer.Option(help=f"{help} [default: {default}]")
+@app.command()
+@with_options(config=Options(TtftConfig(), names={"ratios": "ratio"}))
+def ttft(config: TtftConfig, json: JsonOpt = False) -> None:
+    """Prefill one prompt by every method.
 
+    Prefill, time to first token, and where it goes:
 
-ModelOpt = Annotated[
-    str | None,
-    typer.Option(help=f"Bundled name, folder, hub id, or random:SHAPE. [default: {TTFT.model}]"),
-]
-DtypeOpt = Annotated[
-    str | None, typer.Option(help=f"auto, bfloat16, float16 or float32. [default: {TTFT.dtype}]")
-]
-ThreadsOpt = Annotated[int | None, typer.Option(help="CPU threads. [default: torch's choice]")]
-SeedOpt = Annotated[int | None, typer.Option(help=f"Of what is drawn by chance. [default: {TTFT.seed}]")]
-FolderOpt = Annotated[
-    Path | None,
-    typer.Option(help="Where the stores are put meanwhile. [default: the system's temporary folder]"),
-]
-JsonOpt = Annotated[bool, typer.Option("--json", help="Print the JSON object alone.")]
-
-
-@bench_app.command()
-def ttft(
-    chunks: Annotated[int | None, _count(TTFT.chunks, "Chunks of the prompt.")] = None,
-    chunk_tokens: Annotated[int | None, _count(TTFT.chunk_tokens, "Tokens of each.")] = None,
-    suffix_tokens: Annotated[int | None, _count(TTFT.suffix_tokens, "Tokens behind them.")] = None,
-    methods: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Beside transformers, full, prefix and reuse; words as in evaluate, with commas or given again. "
-            f"{_default(TTFT.methods)}"
-        ),
-    ] = None,
-    ratio: Annotated[
-        list[str] | None,
-        typer.Option(help=f"Of methods that name none; with commas or given again. {_default(TTFT.ratios)}"),
-    ] = None,
-    cold: Annotated[bool, typer.Option("--cold", help="Also from a cold page cache.")] = False,
-    throttle: Annotated[
-        list[str] | None, typer.Option(help="Also from a store of so many GB/s; with commas or given again.")
-    ] = None,
-    memory: Annotated[bool, typer.Option("--memory", help="Also the peak memory of a request.")] = False,
-    model: ModelOpt = None,
-    dtype: DtypeOpt = None,
-    threads: ThreadsOpt = None,
-    repeats: Annotated[int | None, _count(TTFT.repeats, "Rounds.")] = None,
-    seed: SeedOpt = None,
-    folder: FolderOpt = None,
-    json: JsonOpt = False,
-) -> None:
-    """One prompt by every method: prefill, time to first token, and where it goes."""
-    config = changed(
-        TTFT, chunks=chunks, chunk_tokens=chunk_tokens, suffix_tokens=suffix_tokens, methods=_words(methods),
-        ratios=_words(ratio), cold=cold, throttle=_words(throttle), memory=memory, model=model, dtype=dtype,
-        threads=threads, repeats=repeats, seed=seed, folder=folder,
-    )  # fmt: skip
+    \b
+        blendserve bench ttft
+        blendserve bench ttft --methods deviation,query --ratio 0.1,0.3 --cold --memory
+        blendserve bench ttft --model random:Qwen2.5-0.5B --threads 2    # a shape with random weights
+    """
     config.variants  # noqa: B018  a wrong word is told before a model is loaded
     from blendserve.bench.tables import ttft as tables
-    from blendserve.bench.ttft import measure
+    from blendserve.bench.ttft import measure  # torch and all the rest: seconds
 
     _run(measure, config, tables, json)
 
 
-@bench_app.command()
-def decode(
-    context: Annotated[int | None, _count(DECODE.context, "Tokens of the prompt.")] = None,
-    new_tokens: Annotated[int | None, _count(DECODE.new_tokens, "Tokens of the answer.")] = None,
-    model: ModelOpt = None,
-    dtype: DtypeOpt = None,
-    threads: ThreadsOpt = None,
-    repeats: Annotated[int | None, _count(DECODE.repeats, "Rounds.")] = None,
-    seed: SeedOpt = None,
-    json: JsonOpt = False,
-) -> None:
-    """Milliseconds a token behind a long context, against transformers' generate."""
-    config = changed(
-        DECODE, context=context, new_tokens=new_tokens, model=model, dtype=dtype, threads=threads, repeats=repeats,
-        seed=seed,
-    )  # fmt: skip
-    from blendserve.bench.decode import measure
+@app.command()
+@with_options(config=Options(DecodeBenchConfig(), "context", "new_tokens", "repeats", *READER))
+def decode(config: DecodeBenchConfig, json: JsonOpt = False) -> None:
+    """Decode behind a long context, against transformers' generate."""
+    from blendserve.bench.decode import measure  # torch and all the rest: seconds
     from blendserve.bench.tables import decode as tables
 
     _run(measure, config, tables, json)
 
 
-@bench_app.command()
-def precompute(
-    chunks: Annotated[int | None, _count(PRECOMPUTE.chunks, "Chunks to store.")] = None,
-    chunk_tokens: Annotated[int | None, _count(PRECOMPUTE.chunk_tokens, "Tokens of each.")] = None,
-    model: ModelOpt = None,
-    dtype: DtypeOpt = None,
-    threads: ThreadsOpt = None,
-    repeats: Annotated[int | None, _count(PRECOMPUTE.repeats, "Rounds.")] = None,
-    seed: SeedOpt = None,
-    folder: FolderOpt = None,
-    json: JsonOpt = False,
-) -> None:
-    """Tokens a second into the store, against transformers' prefill of the same chunks, stored nowhere."""
-    config = changed(
-        PRECOMPUTE, chunks=chunks, chunk_tokens=chunk_tokens, model=model, dtype=dtype, threads=threads,
-        repeats=repeats, seed=seed, folder=folder,
-    )  # fmt: skip
-    from blendserve.bench.precompute import measure
+@app.command()
+@with_options(config=Options(PrecomputeConfig()))
+def precompute(config: PrecomputeConfig, json: JsonOpt = False) -> None:
+    """Fill a store, against transformers' prefill of the same chunks.
+
+    Tokens a second into LMDB, every write included; transformers stores nothing.
+    """
+    from blendserve.bench.precompute import measure  # torch and all the rest: seconds
     from blendserve.bench.tables import precompute as tables
 
     _run(measure, config, tables, json)
 
 
-@bench_app.command()
-def store(
-    chunks: Annotated[int | None, _count(STORE.chunks, "Chunks to put and get.")] = None,
-    chunk_tokens: Annotated[int | None, _count(STORE.chunk_tokens, "Tokens of each.")] = None,
-    model: ModelOpt = None,
-    dtype: DtypeOpt = None,
-    threads: ThreadsOpt = None,
-    repeats: Annotated[int | None, _count(STORE.repeats, "Rounds.")] = None,
-    seed: SeedOpt = None,
-    folder: FolderOpt = None,
-    json: JsonOpt = False,
-) -> None:
-    """Chunk KV into LMDB and out of it, checksums verified, warm and cold."""
-    config = changed(
-        STORE, chunks=chunks, chunk_tokens=chunk_tokens, model=model, dtype=dtype, threads=threads, repeats=repeats,
-        seed=seed, folder=folder,
-    )  # fmt: skip
-    from blendserve.bench.store import measure
+@app.command()
+@with_options(config=Options(StoreBenchConfig()))
+def store(config: StoreBenchConfig, json: JsonOpt = False) -> None:
+    """Put chunk KV into LMDB and get it back, warm and cold.
+
+    Gigabytes and records a second, checksums verified.
+    """
+    from blendserve.bench.store import measure  # torch and all the rest: seconds
     from blendserve.bench.tables import store as tables
 
     _run(measure, config, tables, json)
 
 
-@bench_app.command()
+@app.command()
+@with_options(config=Options(ScalingConfig()))
 def scaling(
-    contexts: Annotated[
-        str | None, typer.Option(help=f"Tokens, where they are varied. {_default(SCALING.contexts)}")
-    ] = None,
-    ratios: Annotated[
-        str | None, typer.Option(help=f"Where the ratio is varied. {_default(SCALING.ratios)}")
-    ] = None,
-    counts: Annotated[
-        str | None, typer.Option(help=f"Chunks, where their number is varied. {_default(SCALING.counts)}")
-    ] = None,
-    context: Annotated[
-        int | None, _count(SCALING.context, "Tokens, where ratio or chunk count is varied.")
-    ] = None,
-    chunk_tokens: Annotated[
-        int | None, _count(SCALING.chunk_tokens, "Tokens of a chunk, where their number is not varied.")
-    ] = None,
-    methods: Annotated[
-        str | None, typer.Option(help=f"Words as in evaluate. {_default(SCALING.methods)}")
-    ] = None,
-    model: ModelOpt = None,
-    dtype: DtypeOpt = None,
-    threads: ThreadsOpt = None,
-    repeats: Annotated[int | None, _count(SCALING.repeats, "Rounds a cell.")] = None,
-    seed: SeedOpt = None,
-    folder: FolderOpt = None,
-    runs: Annotated[Path, typer.Option(help="Where cells are kept.")] = Path("runs/bench_scaling"),
-    plots: Annotated[Path, typer.Option(help="Where the plots are drawn.")] = Path("docs"),
+    config: ScalingConfig,
+    runs: Annotated[Path, typer.Option(help="Keep cells in this folder.")] = Path("runs/bench_scaling"),
+    plots: Annotated[Path, typer.Option(help="Draw the plots into this folder.")] = Path("docs"),
     json: JsonOpt = False,
 ) -> None:
-    """How cost grows with context, ratio and chunk count, against this machine's limit. Resumable."""
-    lists = {"contexts": contexts, "ratios": ratios, "counts": counts, "methods": methods}
-    config = changed(
-        SCALING, context=context, chunk_tokens=chunk_tokens, model=model, dtype=dtype, threads=threads,
-        repeats=repeats, seed=seed, folder=folder,
-        **{name: split_list(text) for name, text in lists.items() if text},
-    )  # fmt: skip
-    from blendserve.bench.scaling import run
+    """Show how cost grows, against the limit of this machine.
+
+    Context, ratio and chunk count are varied. After a stop or a kill, the same command goes on. It draws
+    ttft_context.svg and ttft_ratio.svg.
+    """
+    from blendserve.bench.scaling import run  # torch and all the rest: seconds
     from blendserve.bench.tables import scaling as tables
 
     try:
@@ -210,18 +108,100 @@ def scaling(
     _print(done, [] if json else tables(done))
 
 
-def _run(measure: Callable[..., Any], config: AnyConfig, tables: Callable[..., Any], json: bool) -> None:
+@app.command()
+@with_options(config=Options(AutoBenchConfig(), "repeats", "tolerance", *READER))
+def auto(config: AutoBenchConfig, json: JsonOpt = False) -> None:
+    """Compare method auto with the best fixed method.
+
+    A grid of chunk counts, chunk sizes and hit rates; full reuse is left out: it is always the fastest, and wrong. The
+    exit code is 1 if anywhere auto is slower than the best fixed method by more than the tolerance, and the method that
+    it chose is so too when run as a fixed one (else it was noise).
+    """
+    from blendserve.bench.auto import measure, tables  # torch and all the rest: seconds
+
+    if _run(measure, config, tables, json)["failed"]:
+        raise typer.Exit(1)
+
+
+@app.command()
+@with_options(config=Options(ServingConfig()))
+def serving(config: ServingConfig) -> None:
+    """Put load on a server, by method.
+
+    First its throughput at saturation, then TTFT and the time between tokens against the offered load.
+
+    Cells are kept in OUT/cells.jsonl, and the same command measures those that are missing; OUT/serving.json and
+    OUT/serving.png show them all. The exit code is 1 if a target is missed, 3 if cells are missing:
+
+    \b
+        blendserve bench serving --out runs/serving                  # over indexes/demo, see `blendserve demo`
+        blendserve bench serving --out runs/2wiki --dataset 2wikimqa/questions.json --passages 23
+    """
+    from blendserve.bench.serving_load import run  # torch and all the rest: seconds
+
+    found = run(config)
+    if found is None:
+        return
+    console.print_json(found)
+    raise typer.Exit(3 if found["missing"] else int(not found["passed"]))
+
+
+@app.command()
+def gpu(
+    out: Annotated[Path, typer.Option(help="Write figures to this file, after every step.")] = Path(
+        "runs/bench_gpu.json"
+    ),
+    minutes: Annotated[
+        float, typer.Option(help="Leave out the steps that do not fit into so many minutes.")
+    ] = 9.0,
+    rehearse: Annotated[
+        bool, typer.Option("--rehearse", help="Run the same steps on a CPU with a toy, to see that they run.")
+    ] = False,
+    folder: Annotated[
+        Path | None,
+        typer.Option(help="Put stores here meanwhile; the system's temporary folder if none is given."),
+    ] = None,
+) -> None:
+    """Check and measure everything on a CUDA GPU.
+
+    Is it right, how fast, and how far from what the machine can do?
+
+    One run, the most important steps first; what does not fit into the minutes is left out and named. The exit code is 1
+    if a step failed or something did not agree, 2 without a GPU.
+    """
+    import torch  # a second
+
+    from blendserve.bench.gpu.plan import real, rehearsal
+    from blendserve.bench.gpu.run import Bench
+    from blendserve.bench.gpu.tables import tables
+
+    if not rehearse and not torch.cuda.is_available():
+        raise InputError(
+            "no CUDA GPU is to be seen here: run this on a machine with one (16-bit readers of 8B need 40 GB), and a "
+            "torch built for CUDA; --rehearse tries the steps on a CPU"
+        )
+    plan = rehearsal() if rehearse else real(torch.device("cuda", torch.cuda.current_device()))
+    bench = Bench(plan, minutes, out, folder, console.say)
+    good = bench.go()
+    for title, columns, rows in tables(bench.figures):
+        console.table(title, columns, rows)
+    console.out.print(f"figures in {out}", markup=False)
+    raise typer.Exit(0 if good else 1)
+
+
+def _run(measure: Callable[..., Any], config: BenchConfig, tables: Callable[..., Any], json: bool) -> Any:
     """Measure with a bar on stderr, then print tables and the JSON line."""
     with console.progress("Measuring", "rounds") as update:
         figures = measure(config, console.say, update)
     _print(figures, [] if json else tables(figures))
+    return figures
 
 
 def _print(figures: Any, tables: Any) -> None:
     for title, columns, rows in tables:
         console.table(title, columns, rows)
+    if tables:
+        from blendserve.provenance import describe
+
+        console.out.print(f"measured on {describe(figures['machine'])}", markup=False)
     console.print_json(figures)
-
-
-def _words(given: list[str] | None) -> list[str] | None:
-    return [word for text in given for word in split_list(text)] if given else None

@@ -75,6 +75,11 @@ class EvaluateConfig(Section):
         return variants(self.methods, self.ratios, self.seed)
 
     @property
+    def part(self) -> slice:
+        """Which of the questions are asked."""
+        return {"both": slice(None), "first": slice(0, None, 2), "second": slice(1, None, 2)}[self.half]
+
+    @property
     def name(self) -> str:
         """What the run is called unless the user says so: equal for runs over the same prompts."""
         window = f"-w{self.window}" if self.window else ""

@@ -1,8 +1,5 @@
 """What no setting of the product turns: enriched chunks, and other forms of CacheBlend's rule, against full prefill.
 
-    python scripts/study_blending.py --experiment enrich --dataset questions.json
-    python scripts/study_blending.py --experiment deviation --dataset musique.json --window 512 --chunks 6 --half second
-
 enrich      Chunk KV computed behind the prefix and other chunks (akin to FusionRAG, arXiv 2601.12904), nearest last: the
             nearest in the prompt (`near_here`) or in the rest of the data (`near_elsewhere`), `random` ones of the rest,
             the bundled `primer`; against the `prefix` alone, where the first chunk is exact.
@@ -19,11 +16,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import typer
 import xxhash
 from torch import Tensor
 
@@ -34,11 +30,11 @@ from blendserve.blend.precompute import ChunkComputer
 from blendserve.blend.prefill import Prefilled, _Run, check_policy, prefill
 from blendserve.blend.rows import Rows
 from blendserve.blend.select import Deviation
-from blendserve.config import BlendConfig, Config, DecodeConfig, ReaderConfig, changed
+from blendserve.config import BlendConfig, Config, DecodeConfig, changed
 from blendserve.core import Chunk, Prompt, TokenIds
 from blendserve.decode import generate
 from blendserve.engine import Engine
-from blendserve.errors import PromptTooLong
+from blendserve.errors import InputError, PromptTooLong
 from blendserve.evaluate.answers import decisions
 from blendserve.evaluate.datasets import load
 from blendserve.evaluate.fidelity import forced, kl, share
@@ -49,6 +45,7 @@ from blendserve.evaluate.variants import variants
 from blendserve.models.adapter import Adapter
 from blendserve.prompt import PromptBuilder
 from blendserve.provenance import environment
+from blendserve.registry import nearest
 from blendserve.retrieve import Embedder
 from blendserve.store.memory import MemoryChunk
 from blendserve.timing import Clock
@@ -196,40 +193,31 @@ def figures(cases: Sequence[Case], lines: Mapping[tuple[str, str], Line], ids: S
     for case in cases:
         shares = ("mean", "mean_kl", UNIT), ("first", "first_kl", UNIT), ("of_plain", "mean_kl", case.plain)
         for name, what, unit in shares:
-            interval = share(*([lines[id, method][what] for id in ids] for method in (case.name, unit)))
+            ours, theirs = ([lines[id, method][what] for id in ids] for method in (case.name, unit))
+            interval = share(ours, theirs)
             found[case.name][name] = interval and asdict(interval)
     return found
 
 
-def main(
-    experiment: Annotated[str, typer.Option(help="enrich or deviation.")],
-    dataset: Annotated[str, typer.Option(help="As of `blendserve evaluate`.")] = "generated",
-    corpus: Annotated[Path | None, typer.Option(help="Passages, if not beside the questions.")] = None,
-    window: Annotated[int | None, typer.Option(help="Tokens of a chunk; default: a passage.")] = None,
-    chunks: Annotated[int | None, typer.Option(help="Chunks of a prompt, at most.")] = None,
-    limit: Annotated[int | None, typer.Option(help="Questions, the first ones.")] = None,
-    half: Annotated[str, typer.Option(help="Of those: first, second or both.")] = "both",
-    others: Annotated[int, typer.Option(min=1, help="Chunks that one is enriched by.")] = 3,
-    model: Annotated[str, typer.Option(help="Reader.")] = ReaderConfig().model,
-    json: Annotated[bool, typer.Option("--json", help="Only the JSON line.")] = False,
-) -> None:
-    """Run an experiment, or go on with it."""
+def run(experiment: str, plan: EvaluateConfig, model: str, others: int) -> Line:
+    """Run an experiment, or go on with it -> where it is kept, and the figures of every case.
+
+    others: chunks that one is enriched by. Raises InputError for an experiment that is none, and as `evaluate` does.
+    """
     if experiment not in CASES:
-        raise typer.BadParameter(f"experiment {experiment!r}: known are {', '.join(CASES)}")
-    cases, data = CASES[experiment](), load(dataset, corpus=corpus)
-    given = {"dataset": dataset, "corpus": corpus, "window": window, "chunks": chunks, "limit": limit}
-    plan = EvaluateConfig(**given, half=half, methods=[case.name for case in cases])
+        raise InputError(f"there is no experiment {experiment!r}: {nearest(experiment, list(CASES))}")
+    cases, data = CASES[experiment](), load(plan.dataset, corpus=plan.corpus)
+    plan = changed(plan, methods=[case.name for case in cases])
     settings = changed(SETTINGS, reader={"model": model})
     path = ROOT / Path(model).name / f"{plan.name}-{experiment}{others if experiment == 'enrich' else ''}"
     folder = RunFolder(path, plan, settings, environment())
     with folder, open_engine(plan, data, settings, ROOT, console.say) as engine:
         setting = Setting(engine, plan)
         prompts = {e.id: setting.prompt(e.question, setting.context(e)) for e in data.examples}
-        passages = [] if window else [engine.prompts.chunk(passage) for passage in data.corpus]
+        passages = [] if plan.window else [engine.prompts.chunk(passage) for passage in data.corpus]
         passages += [chunk for prompt in prompts.values() for chunk in prompt.chunks]
         fronts = make_fronts(engine, passages, others) if experiment == "enrich" else PLAIN
-        start, step = {"both": (0, 1), "first": (0, 2), "second": (1, 2)}[half]
-        wanted = [e.id for e in data.examples[:limit][start::step]]
+        wanted = [e.id for e in data.examples[: plan.limit][plan.part]]
         fits = engine.reader.adapter.context_limit - settings.decode.max_new_tokens
         asked = [id for id in wanted if len(prompts[id]) <= fits]
         console.say(f"{len(asked)} questions, {len(wanted) - len(asked)} left out as too long for the reader")
@@ -241,12 +229,10 @@ def main(
                     folder.add_prediction({"id": id, **line})
                 update(n + 1, len(asked))
     found = figures(cases, folder.predictions, asked)
-    if not json:
-        text = "{mean:.3f} [{low:.3f}, {high:.3f}]".format_map
-        rows = [(name, *(text(x) if x else "-" for x in figure.values())) for name, figure in found.items()]
-        console.table("KL / full reuse's", ("case", "mean", "first token", "mean / plain case's"), rows)
-    console.print_json({"folder": str(path), "questions": len(asked), "cases": found})
+    return {"folder": str(path), "questions": len(asked), "cases": found}
 
 
-if __name__ == "__main__":
-    typer.run(main)
+def table(cases: Line) -> list[tuple[str, ...]]:
+    """A row a case: its shares with their intervals."""
+    text = "{mean:.3f} [{low:.3f}, {high:.3f}]".format_map
+    return [(name, *(text(x) if x else "-" for x in figure.values())) for name, figure in cases.items()]
