@@ -1,7 +1,7 @@
 """All settings: one frozen section per stage inside one Config. Every default of the project is written here, once.
 
-The command line takes its defaults from these classes; a YAML file names only what it changes. A wrong value is refused
-here, before anything is loaded.
+The command line takes defaults, choices and help from these fields (cli/options.py), and so does docs/cli.md; a YAML file
+names only what it changes. A wrong value is refused here, before anything is loaded.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ EvictionName = Annotated[
 AdmissionName = Annotated[
     str, AfterValidator(ADMISSIONS.check), Field(json_schema_extra={"enum": list(ADMISSIONS.names)})
 ]
+Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 
 Ratio = Annotated[float, Field(ge=0.0, le=1.0)]
 Positive = Annotated[int, Field(gt=0)]
@@ -51,51 +52,97 @@ class Section(BaseModel):
 
 
 class ReaderConfig(Section):
-    """The language model."""
+    """The language model that answers."""
 
-    model: str = "smollm2-135m"  # a bundled name, a local folder or a hub id
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    device: str = "auto"
-    threads: int | None = None  # CPU threads; None = torch's choice
+    model: str = Field(
+        "smollm2-135m",
+        description="Answer with this model: a bundled name, a folder, a hub id, or random:SHAPE for random weights.",
+    )
+    dtype: Dtype = Field(
+        "auto", description="Compute and store in this number format; auto is what the device computes well."
+    )
+    device: str = Field(
+        "auto", description="Run on this device, such as cpu or cuda:1; auto is a GPU where there is one."
+    )
+    threads: Positive | None = Field(
+        None, description="Use so many CPU threads; torch chooses if no number is given."
+    )
 
 
 class RetrieveConfig(Section):
     """Documents to passages to nearest passages."""
 
-    embedder: str = "minilm-l6"  # a bundled name, a local folder or a hub id
-    chunk_tokens: Positive = 512  # of the reader, title line included
-    top_k: Positive = 6
-    index: Literal["flat", "hnsw"] = "flat"
+    embedder: str = Field(
+        "minilm-l6", description="Embed texts with this model: a bundled name, a folder or a hub id."
+    )
+    chunk_tokens: Positive = Field(
+        512,
+        description="Cut documents into passages of at most so many of the reader's tokens, title line included.",
+    )
+    top_k: Positive = Field(6, description="Retrieve so many passages for a question.")
+    index: Literal["flat", "hnsw"] = Field(
+        "flat",
+        description="Search vectors exactly (flat), or approximately, which is faster on large corpora (hnsw).",
+    )
 
 
 class PromptConfig(Section):
     """The words around the chunks."""
 
-    system: str = "You answer questions from the given passages, briefly and in your own words."
-    instruction: str = "Read the passages, then answer the question."
-    behind: Behind = (
-        "prefix"  # what a chunk's KV is computed behind; only "prefix" makes the first chunk exact
+    system: str = Field(
+        "You answer questions from the given passages, briefly and in your own words.",
+        description="Give the reader this system message.",
+    )
+    instruction: str = Field(
+        "Read the passages, then answer the question.",
+        description="Put this instruction before the passages.",
+    )
+    behind: Behind = Field(
+        "prefix",
+        description="Compute a chunk's KV behind this; only behind the prefix is the first chunk of a prompt exact.",
     )
 
 
 class TiersConfig(Section):
-    """Copies of hot chunks nearer to a GPU than the store is. Bytes, 0 = none."""
+    """Copies of hot chunks nearer to a GPU than the store is."""
 
     inside = "store."
-    device_bytes: Annotated[int, Field(ge=0)] = 0  # of the GPU's memory, beside the model and the caches
-    host_bytes: Annotated[int, Field(ge=0)] = 0  # of pinned host memory
+    device_bytes: int = Field(
+        0,
+        ge=0,
+        description="Keep hot chunks in so many bytes of the GPU's own memory; 0 keeps none.",
+    )
+    host_bytes: int = Field(
+        0, ge=0, description="Keep hot chunks in so many bytes of pinned host memory; 0 keeps none."
+    )
 
 
 class StoreConfig(Section):
     """Where chunk KV lives."""
 
-    kind: StoreKindName = STORES.default
-    path: Path | None = None  # None = <index>/kv
-    cap_gb: Annotated[float, Field(gt=0)] = 32.0  # payload bytes / 1e9; the file is a little larger
-    eviction: EvictionName = EVICTIONS.default  # which chunks go at the cap; pinned ones never do
-    admission: AdmissionName = ADMISSIONS.default  # whether a chunk on demand is worth those that would go
-    write_back: bool = True  # store chunks that a request found missing or corrupt, after its answer
-    namespace: str = ""  # tenant salt, part of every key
+    kind: StoreKindName = Field(STORES.default, description="Keep chunk KV in a store of this kind.")
+    path: Path | None = Field(
+        None, description="Keep chunk KV in this folder; it is the index's own kv/ if none is given."
+    )
+    cap_gb: float = Field(
+        32.0,
+        gt=0,
+        description="Keep at most so many GB (10^9 bytes) of KV; the store's file is a little larger.",
+    )
+    eviction: EvictionName = Field(
+        EVICTIONS.default,
+        description="Make room at the cap by giving up the least recently used chunks that are not pinned, or refuse.",
+    )
+    admission: AdmissionName = Field(
+        ADMISSIONS.default,
+        description="Let in at the cap only what is asked for more often than what it displaces (tinylfu), or all.",
+    )
+    write_back: bool = Field(
+        True, description="Store the chunks that a request found missing or damaged, after its answer."
+    )
+    namespace: str = Field(
+        "", description="Make this a part of every chunk's key, so that other tenants find none of the KV."
+    )
     tiers: TiersConfig = TiersConfig()
 
     @property
@@ -106,15 +153,26 @@ class StoreConfig(Section):
 class BlendConfig(Section):
     """Which tokens are recomputed, and what is done for the others."""
 
-    method: Method = "auto"  # the cheapest of blend, prefix and full, by a cost model of this machine
-    policy: PolicyName = POLICIES.default
-    ratio: Ratio | Literal["auto"] = 0.15  # share of the context tokens; "auto": as many as loading hides
-    floor: Ratio = 0.05  # ratio "auto" recomputes no less
-    correction: CorrectionName = CORRECTIONS.default
-    check_layers: tuple[Annotated[int, Field(ge=1)], ...] = (
-        1,
-    )  # for policies that check deviations; several = gradual filtering
-    seed: int = 0  # `random` only
+    method: Method = Field(
+        "auto",
+        description="Use stored KV in this way; auto takes the one that is cheapest on this machine for the prompt.",
+    )
+    policy: PolicyName = Field(
+        POLICIES.default, description="Choose the tokens that are recomputed by this rule."
+    )
+    ratio: Ratio | Literal["auto"] = Field(
+        0.15,
+        description="Recompute this share of the context's tokens; auto takes as many as loading hides.",
+    )
+    floor: Ratio = Field(0.05, description="Recompute at least this share where the ratio is auto.")
+    correction: CorrectionName = Field(
+        CORRECTIONS.default, description="Correct the KV of tokens that are not recomputed in this way."
+    )
+    check_layers: tuple[Annotated[int, Field(ge=1)], ...] = Field(
+        (1,),
+        description="Choose at these layers, by a policy that looks at layers; several narrow its choice step by step.",
+    )
+    seed: int = Field(0, description="Draw by this seed where the policy is random.")
 
     @property
     def share(self) -> float:
@@ -125,11 +183,15 @@ class BlendConfig(Section):
 class DecodeConfig(Section):
     """How the answer is written."""
 
-    max_new_tokens: Positive = 64
-    temperature: Annotated[float, Field(ge=0.0)] = 0.0  # 0 = greedy
-    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    seed: int = 0
-    stop: tuple[str, ...] = ()
+    max_new_tokens: Positive = Field(64, description="End an answer after so many tokens.")
+    temperature: float = Field(
+        0.0, ge=0.0, description="Draw tokens this freely; 0 always takes the likeliest one."
+    )
+    top_p: float = Field(
+        1.0, gt=0.0, le=1.0, description="Draw from the likeliest tokens that together have this probability."
+    )
+    seed: int = Field(0, description="Draw tokens by this seed.")
+    stop: tuple[str, ...] = Field((), description="End the answer before any of these texts.")
 
 
 class Config(Section):

@@ -79,7 +79,8 @@ CORRECTIONS = Registry(
 
 # What full reuse is made of, and the baseline that everything is compared with: CacheBlend's rule (arXiv 2405.16444).
 REUSE = {"policy": "none", "correction": "none"}
-CACHEBLEND = "deviation@0.15"
+RULE = "deviation"
+CACHEBLEND = f"{RULE}@0.15"
 EVALUATED = (  # what `evaluate` compares unless told otherwise
     "random",
     "chunk_head",

@@ -175,9 +175,8 @@ def branches(module: ast.Module) -> Iterator[str]:
             chosen = any(isinstance(side, ast.Attribute) and side.attr in CHOICES for side in sides)
             if chosen and any(isinstance(c, ast.Constant) and isinstance(c.value, str) for c in sides):
                 yield f"line {node.lineno}: a comparison"
-        if isinstance(node, ast.keyword) and node.arg in CHOICES:
-            if isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-                yield f"line {node.value.lineno}: {node.arg}={node.value.value!r}"
+        if isinstance(node, ast.keyword) and node.arg in CHOICES and isinstance(node.value, ast.Constant):
+            yield f"line {node.value.lineno}: {node.arg}={node.value.value!r}"
 
 
 def owners(table: registry.Registry, name: str) -> set[str]:

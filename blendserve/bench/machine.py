@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
-
-import torch
 
 from blendserve.bench.figures import Figures
 from blendserve.bench.settings import BenchConfig
-from blendserve.evaluate.folder import environment
 from blendserve.models.loader import Reader
+from blendserve.provenance import machine, versions
 
 
 def where(config: BenchConfig, reader: Reader | None = None) -> Figures:
     """Settings, versions and machine, as the JSON line begins; `reader` where one was loaded."""
-    known: Figures = {"settings": config.model_dump(mode="json"), **_surroundings()}
+    settings = config.model_dump(mode="json")
+    known: Figures = {"settings": settings, "versions": versions(), "machine": machine()}
     return known if reader is None else {**known, "reader": _about(reader)}
-
-
-def _surroundings() -> Figures:
-    facts = environment()
-    machine = {"cpu": facts.pop("machine"), "cores": os.cpu_count(), "threads": torch.get_num_threads()}
-    return {"versions": facts, "machine": machine}
 
 
 def _about(reader: Reader) -> Figures:

@@ -31,6 +31,7 @@ from blendserve.errors import InputError
 from blendserve.evaluate.variants import TRANSFORMERS, Variant
 from blendserve.models.loader import Reader, load_reader
 from blendserve.prompt import PromptBuilder
+from blendserve.provenance import machine
 
 Say = Callable[[str], None]
 Update = Callable[[int, int], None]
@@ -54,7 +55,7 @@ def run(
     plots.mkdir(parents=True, exist_ok=True)
     for draw in (ttft_context, ttft_ratio):
         (plots / f"{draw.__name__}.svg").write_bytes(draw(cells))
-    return {"bench": "scaling", "kept": str(kept), "plots": str(plots), "cells": cells}
+    return {"bench": "scaling", "machine": machine(), "kept": str(kept), "plots": str(plots), "cells": cells}
 
 
 def measure(

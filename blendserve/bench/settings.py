@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field
 
@@ -12,37 +12,39 @@ from blendserve.errors import ConfigError
 from blendserve.evaluate.variants import FULL, TRANSFORMERS, Variant, variants
 from blendserve.registry import BENCHED
 
-Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 
+class BenchConfig(ReaderConfig):
+    """What all benches share: a reader, and how it is measured."""
 
-class BenchConfig(Section):
-    """What all benches share."""
-
-    model: str = ReaderConfig().model
-    dtype: Dtype = "auto"
-    threads: Positive | None = None
-    repeats: Positive = 5
-    seed: int = 0  # of the text, and of the random policy
-    folder: Path | None = (
-        None  # where stores are put for the time of the bench; None = the system's temporary folder
+    repeats: Positive = Field(5, description="Measure so many rounds.")
+    seed: int = Field(0, description="Draw the text by this seed, and tokens where a policy draws.")
+    folder: Path | None = Field(
+        None, description="Put stores here while it runs; the system's temporary folder if none is given."
     )
 
     @property
     def reader(self) -> ReaderConfig:
-        return ReaderConfig(model=self.model, dtype=self.dtype, threads=self.threads)
+        return ReaderConfig(**self.model_dump(include=set(ReaderConfig.model_fields)))
 
 
 class TtftConfig(BenchConfig):
     """One prompt, from text to first token."""
 
-    chunks: Positive = 6
-    chunk_tokens: Positive = 512
-    suffix_tokens: Positive = 40
-    methods: tuple[str, ...] = BENCHED  # beside transformers, full, prefix and reuse
-    ratios: tuple[Ratio, ...] = (0.05, 0.15)
-    cold: bool = False
-    throttle: tuple[Annotated[float, Field(gt=0)], ...] = ()  # GB/s that the store gives, one after the other
-    memory: bool = False
+    chunks: Positive = Field(6, description="Give the prompt so many chunks.")
+    chunk_tokens: Positive = Field(512, description="Give a chunk so many tokens.")
+    suffix_tokens: Positive = Field(40, description="Put so many tokens behind the chunks.")
+    methods: tuple[str, ...] = Field(
+        BENCHED,
+        description="Compare these, in words as `evaluate` has them, beside transformers, full, prefix and reuse.",
+    )
+    ratios: tuple[Ratio, ...] = Field(
+        (0.05, 0.15), description="Give methods that name no ratio each of these."
+    )
+    cold: bool = Field(False, description="Measure from a cold page cache, too.")
+    throttle: tuple[Annotated[float, Field(gt=0)], ...] = Field(
+        (), description="Measure from a store that gives so many GB/s, too."
+    )
+    memory: bool = Field(False, description="Measure the peak memory of a request, too.")
 
     @property
     def variants(self) -> tuple[Variant, ...]:
@@ -55,15 +57,29 @@ class TtftConfig(BenchConfig):
 class ScalingConfig(BenchConfig):
     """How cost grows with context, ratio and chunk count."""
 
-    contexts: tuple[Positive, ...] = (512, 1024, 2048, 3072, 4096, 6144, 7680)
-    chunk_tokens: Positive = 512
-    ratios: tuple[Ratio, ...] = (0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0)
-    counts: tuple[Positive, ...] = (3, 6, 12, 24, 48)  # chunks
-    context: Positive = 3072  # where ratios and chunk counts are varied
-    usual: tuple[Ratio, ...] = (0.05, 0.15)  # where they are not
-    methods: tuple[str, ...] = BENCHED
-    suffix_tokens: Positive = 40
-    repeats: Positive = 3
+    contexts: tuple[Positive, ...] = Field(
+        (512, 1024, 2048, 3072, 4096, 6144, 7680), description="Vary the context over so many tokens."
+    )
+    chunk_tokens: Positive = Field(
+        512, description="Give a chunk so many tokens where their number is not varied."
+    )
+    ratios: tuple[Ratio, ...] = Field(
+        (0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0), description="Vary the ratio over these."
+    )
+    counts: tuple[Positive, ...] = Field(
+        (3, 6, 12, 24, 48), description="Vary the number of chunks over these."
+    )
+    context: Positive = Field(
+        3072, description="Give the context so many tokens where ratio or number of chunks is varied."
+    )
+    usual: tuple[Ratio, ...] = Field(
+        (0.05, 0.15), description="Use these ratios where the ratio is not varied."
+    )
+    methods: tuple[str, ...] = Field(
+        BENCHED, description="Compare these, in words as `evaluate` has them, beside the usual ones."
+    )
+    suffix_tokens: Positive = Field(40, description="Put so many tokens behind the chunks.")
+    repeats: Positive = Field(3, description="Measure so many rounds of a cell.")
 
     @property
     def cells(self) -> list[tuple[dict[str, str], TtftConfig]]:
@@ -79,7 +95,7 @@ class ScalingConfig(BenchConfig):
         self, varied: str, context: int, chunks: int, ratios: tuple[float, ...]
     ) -> tuple[dict[str, str], TtftConfig]:
         cell = TtftConfig(
-            **self.model_dump(include={"model", "dtype", "threads", "repeats", "seed", "folder"}),
+            **self.model_dump(include=set(BenchConfig.model_fields)),
             chunks=chunks,
             chunk_tokens=self._chunks(context, chunks),
             suffix_tokens=self.suffix_tokens,
@@ -99,21 +115,67 @@ class ScalingConfig(BenchConfig):
 class DecodeBenchConfig(BenchConfig):
     """Tokens behind a long context."""
 
-    context: Positive = 3072
-    new_tokens: Annotated[int, Field(ge=2)] = 64  # what is timed lies between the first and the last
-    repeats: Positive = 3
+    context: Positive = Field(3072, description="Decode behind so many tokens.")
+    new_tokens: int = Field(
+        64, ge=2, description="Decode so many tokens; what is timed lies between the first and the last."
+    )
+    repeats: Positive = Field(3, description="Measure so many rounds.")
 
 
 class PrecomputeConfig(BenchConfig):
     """Chunks into a store."""
 
-    chunks: Positive = 12
-    chunk_tokens: Positive = 512
-    repeats: Positive = 3
+    chunks: Positive = Field(12, description="Store so many chunks.")
+    chunk_tokens: Positive = Field(512, description="Give a chunk so many tokens.")
+    repeats: Positive = Field(3, description="Measure so many rounds.")
 
 
 class StoreBenchConfig(BenchConfig):
     """Records of chunk KV, written and read."""
 
-    chunks: Positive = 24
-    chunk_tokens: Positive = 512
+    chunks: Positive = Field(24, description="Put and get so many chunks.")
+    chunk_tokens: Positive = Field(512, description="Give a chunk so many tokens.")
+
+
+class AutoBenchConfig(BenchConfig):
+    """Method auto against every fixed one."""
+
+    repeats: Positive = Field(3, description="Measure so many rounds of a cell; one in doubt gets more.")
+    tolerance: float = Field(0.10, ge=0.0, description="Let auto be slower than the best by this share.")
+
+
+class ServingConfig(Section):
+    """Load on a server."""
+
+    out: Path = Field(Path("runs/serving"), description="Put results into this folder.")
+    url: str | None = Field(
+        None, description="Send requests to the server at this URL; one is started if none is given."
+    )
+    key: str | None = Field(None, description="Send this API key, where the server at the URL has keys.")
+    index: Path = Field(Path("indexes/demo"), description="Ask about passages of the index in this folder.")
+    pool: Positive = Field(20, description="Draw passages from so many of the index's longest ones.")
+    dataset: Path | None = Field(
+        None,
+        description="Ask these questions, with a corpus beside them, over an index of it that is built in OUT.",
+    )
+    questions: Positive = Field(56, description="Ask the first so many questions of the data set.")
+    corpus_passages: Positive = Field(
+        500, description="Build the data set's index of so many of its passages."
+    )
+    prepare: bool = Field(
+        False, description="Build and precompute the data set's index, and measure nothing."
+    )
+    passages: Positive = Field(6, description="Give a prompt so many passages.")
+    ratio: Ratio | None = Field(
+        None, description="Let blending recompute this share; the server's own ratio if none is given."
+    )
+    new_tokens: Positive = Field(16, description="Ask for answers of so many tokens.")
+    clients: Positive = Field(8, description="Let so many clients ask at once to find saturation.")
+    seconds: float = Field(60.0, gt=0, description="Measure a cell for so many seconds.")
+    shares: tuple[Annotated[float, Field(gt=0)], ...] = Field(
+        (0.5, 1.0, 2.0, 4.0), description="Offer loads of these shares of full prefill's saturation."
+    )
+    minutes: float = Field(60.0, gt=0, description="Begin no cell after so many minutes.")
+    timeout: float = Field(
+        120.0, gt=0, description="Count a request as failed after so many seconds without an event."
+    )

@@ -11,15 +11,11 @@ from __future__ import annotations
 
 import json
 import os
-import platform
-import subprocess
 from collections.abc import Iterator
-from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
-import torch
 import yaml
 
 from blendserve.config import Config
@@ -92,39 +88,6 @@ class RunFolder:
         file = self._files[name]
         file.write(json.dumps(line, ensure_ascii=False) + "\n")
         file.flush()
-
-
-def environment() -> Line:
-    """Versions, commit and machine: what figures depend on beside the settings."""
-    packages = ("torch", "transformers", "faiss-cpu", "lmdb", "numpy")
-    return {
-        "blendserve": version("blendserve"),
-        "commit": _commit(),
-        "python": platform.python_version(),
-        **{name: version(name) for name in packages},
-        "machine": _machine(),
-    }
-
-
-def _machine() -> str:
-    device = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        cpu = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        cpu = platform.processor() or platform.machine()
-    return f"{cpu}, {os.cpu_count()} cores{device}, {platform.system()}"
-
-
-def _commit() -> str:
-    """Of the checkout that this code runs from, with a + where files differ from it; "" outside of one."""
-    here = Path(__file__).parent
-    try:
-        command = ["git", "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"]
-        done = subprocess.run(command, cwd=here, capture_output=True, text=True, timeout=10, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout.strip()
 
 
 def _recover(path: Path) -> Iterator[Line]:

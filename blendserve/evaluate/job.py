@@ -14,14 +14,15 @@ import torch
 from blendserve.config import Config, changed
 from blendserve.engine import Engine
 from blendserve.errors import InputError
-from blendserve.evaluate.datasets import Dataset, load
-from blendserve.evaluate.folder import RunFolder, environment
+from blendserve.evaluate.datasets import load
+from blendserve.evaluate.folder import RunFolder
 from blendserve.evaluate.plan import EvaluateConfig, settings_from
 from blendserve.evaluate.progress import watching
 from blendserve.evaluate.runner import Runner
 from blendserve.evaluate.settings import Setting, open_engine
 from blendserve.evaluate.spending import spending
 from blendserve.evaluate.summary import Table, summarise
+from blendserve.provenance import environment
 
 RUNS = Path("runs")
 WORK = ".work"  # in the folder of runs: stored KV and indexes, shared by all of them
@@ -54,7 +55,8 @@ def evaluate(
     makes_room = settings.store.path is None  # in a store of the user's, nothing is given up
     settings = _settled(settings, runs)
     variants = plan.variants
-    dataset = _half(plan, load(plan.dataset, corpus=plan.corpus, limit=plan.limit, seed=plan.seed))
+    dataset = load(plan.dataset, corpus=plan.corpus, limit=plan.limit, seed=plan.seed)
+    dataset = replace(dataset, examples=dataset.examples[plan.part])
     where = environment()
     folder = RunFolder(runs / (name or plan.name), plan, settings, where)
     if folder.predictions:
@@ -85,12 +87,6 @@ def evaluate(
     folder.write("metrics.json", json.dumps(figures, indent=1, ensure_ascii=False).encode())
     _publish(folder, figures)
     return Outcome(folder.path, figures)
-
-
-def _half(plan: EvaluateConfig, dataset: Dataset) -> Dataset:
-    """The questions to run: all, or every other one, so that what was chosen on one half is confirmed on the other."""
-    start, step = {"both": (0, 1), "first": (0, 2), "second": (1, 2)}[plan.half]
-    return replace(dataset, examples=dataset.examples[start::step])
 
 
 def _publish(folder: RunFolder, figures: dict[str, Any]) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
+from pydantic import Field
+
 from blendserve.config import Config, DecodeConfig, Positive, PromptConfig, Ratio, Section, StoreConfig
 from blendserve.evaluate.variants import Variant, variants
 from blendserve.registry import EVALUATED
@@ -21,24 +23,51 @@ STORE = StoreConfig(cap_gb=8.0)  # questions done make room for the next ones
 class EvaluateConfig(Section):
     """One run."""
 
-    dataset: str = "generated"  # a name or a file, see datasets.py
-    corpus: Path | None = None
-    setting: Literal["closed", "open"] = "closed"
-    window: Positive | None = None  # tokens; None = a chunk for each passage
-    chunks: Positive | None = None  # of each prompt, at most; None = all
-    top_k: Positive = 10  # passages retrieved, open setting only
-    limit: Positive | None = None  # questions, the first ones
-    half: Literal["both", "first", "second"] = (
-        "both"  # of those: the 1st, 3rd, 5th ..., or the 2nd, 4th, 6th ...
+    dataset: str = Field(
+        "generated",
+        description="Ask questions from generated, 2wikimqa, 2wikimultihopqa, or a file in one of these forms.",
     )
-    seed: int = 0  # of policies that draw, and of distractors where a data set has none of its own
-    methods: tuple[str, ...] = ("full", "prefix", "reuse", *EVALUATED)
-    ratios: tuple[Ratio, ...] = (0.05, 0.15)
+    corpus: Path | None = Field(
+        None,
+        description="Take passages from this file; it is corpus.json beside the questions if none is given.",
+    )
+    setting: Literal["closed", "open"] = Field(
+        "closed",
+        description="Give a question the passages that come with it (closed), or retrieve them (open).",
+    )
+    window: Positive | None = Field(
+        None,
+        description="Cut the joined passages into chunks of so many tokens; without it a chunk is a passage.",
+    )
+    chunks: Positive | None = Field(
+        None, description="Give a prompt so many chunks at most; all if none is given."
+    )
+    top_k: Positive = Field(10, description="Retrieve so many passages in the open setting.")
+    limit: Positive | None = Field(None, description="Ask the first so many questions; all if none is given.")
+    half: Literal["both", "first", "second"] = Field(
+        "both", description="Ask every other question, to choose on one half and to confirm on the other."
+    )
+    seed: int = Field(
+        0,
+        description="Draw by this seed: distractors, where a data set has none, and tokens, where a policy draws.",
+    )
+    methods: tuple[str, ...] = Field(
+        ("full", "prefix", "reuse", *EVALUATED),
+        description="Compare these methods, in words such as prefix, query+shift, deviation[1,2]@0.15 or query/bos.",
+    )
+    ratios: tuple[Ratio, ...] = Field(
+        (0.05, 0.15), description="Give methods that name no ratio each of these."
+    )
 
     @property
     def variants(self) -> tuple[Variant, ...]:
         """Raises ConfigError."""
         return variants(self.methods, self.ratios, self.seed)
+
+    @property
+    def part(self) -> slice:
+        """Which of the questions are asked."""
+        return {"both": slice(None), "first": slice(0, None, 2), "second": slice(1, None, 2)}[self.half]
 
     @property
     def name(self) -> str:

@@ -18,21 +18,39 @@ NotNegative = Annotated[float, Field(ge=0.0)]
 class ServeConfig(Section):
     """The server. Limits hold for each API key that has none of its own."""
 
-    host: str = "127.0.0.1"
-    port: Annotated[int, Field(ge=0, le=65535)] = 8000
-    keys: Path | None = None  # file of API keys (`blendserve keys create`); None = nobody is asked for one
-    slots: Positive = 8  # requests that decode together
-    slot_tokens: Positive | None = None  # room of a slot, prompt and answer; None = the reader's context
-    queue: Positive = 64  # requests that may wait for their prefill
-    gap_ms: NotNegative = 50.0  # how long a prefill runs before it lets the running answers take a step
-    prefill_share: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.75  # and of the time, what it keeps then
-    share_mb: NotNegative = 256.0  # stored KV kept in memory while other waiting requests want it, too
-    conversations_mb: NotNegative = 256.0  # KV of earlier turns
-    max_body_kb: Positive = 1024
-    max_concurrent: Positive = 64  # requests of one key at a time
-    max_per_minute: Positive = 6000  # requests of one key
-    drain_s: NotNegative = 30.0  # what running requests are given after SIGTERM
-    log_text: bool = False  # questions in the log
+    host: str = Field(
+        "127.0.0.1", description="Bind to this address; one that others can reach needs API keys."
+    )
+    port: int = Field(8000, ge=0, le=65535, description="Listen on this port; 0 takes any free one.")
+    keys: Path | None = Field(
+        None,
+        description="Read API keys from this file (`blendserve keys create`); without it nobody needs one.",
+    )
+    slots: Positive = Field(8, description="Let so many requests decode together.")
+    slot_tokens: Positive | None = Field(
+        None,
+        description="Give prompt and answer of a request so many tokens; the reader's context if none is given.",
+    )
+    queue: Positive = Field(64, description="Let so many requests wait for their prefill, and refuse more.")
+    gap_ms: NotNegative = Field(
+        50.0, description="Let the running answers take a step after so many milliseconds of a prefill."
+    )
+    prefill_share: float = Field(
+        0.75, ge=0.0, lt=1.0, description="Leave a prefill this share of the time while answers are running."
+    )
+    share_mb: NotNegative = Field(
+        256.0, description="Keep so many MB of stored KV in memory while other waiting requests want it, too."
+    )
+    conversations_mb: NotNegative = Field(
+        256.0, description="Keep so many MB of KV of conversations' earlier turns."
+    )
+    max_body_kb: Positive = Field(1024, description="Refuse requests whose body has more than so many KB.")
+    max_concurrent: Positive = Field(64, description="Let one API key have so many requests at a time.")
+    max_per_minute: Positive = Field(6000, description="Let one API key send so many requests a minute.")
+    drain_s: NotNegative = Field(
+        30.0, description="Give running requests so many seconds to end after SIGTERM."
+    )
+    log_text: bool = Field(False, description="Write questions to the log.")
 
 
 class Config(EngineConfig):

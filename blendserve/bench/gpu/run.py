@@ -20,8 +20,8 @@ from blendserve.bench.gpu import agree, decoding, kernels
 from blendserve.bench.gpu.plan import LMDB, PINNED, Cell, Heads, Plan
 from blendserve.bench.gpu.prefills import Stand, forget, on_cpu
 from blendserve.bench.rates import Rates, measure_rates
-from blendserve.evaluate.folder import environment
 from blendserve.kernels.cuda.available import capability, flash_attn, has_triton
+from blendserve.provenance import machine, versions
 
 Say = Callable[[str], None]
 
@@ -47,7 +47,8 @@ class Bench:
         self.figures: Figures = {
             "bench": "gpu",
             "rehearsal": plan.device.type != "cuda",
-            "versions": environment(),
+            "versions": versions(),
+            "machine": machine(),
             "device": about(plan.device),
             "kernels": [],
             "readers": [],

@@ -1,30 +1,21 @@
-"""Load on a server: throughput at saturation, then TTFT and inter-token times against offered load, by method.
+"""`blendserve bench serving`: throughput at saturation, then TTFT and inter-token times against offered load, by method.
 
-    python scripts/bench_serving.py --out runs/serving                       # over indexes/demo, see `blendserve demo`
-    python scripts/bench_serving.py --out runs/serving-2wiki --passages 23 --dataset 2wikimqa/questions.json --prepare
-    python scripts/bench_serving.py --out runs/serving-2wiki --passages 23 --dataset 2wikimqa/questions.json
+The server is a process of its own. Saturation is measured closed loop: clients that ask again as soon as they have their
+answer. Then the load is open: Poisson arrivals that do not wait for answers, at shares of full prefill's saturation, for
+each method up to a little above its own; the cell that decides the target, at its whole, takes twice as long as the
+others. A server that cannot keep up shows it: its queue grows, and TTFT with it. A request that is refused, or has no
+event for too long, has failed and is counted apart. Every method gets the same draws and arrivals, and the KV of all
+passages is in the store.
 
-The server is a process of its own: `--url` names one that runs, else it is started and stopped here. Saturation is
-measured closed loop: `--clients` that ask again as soon as they have their answer. Then the load is open: Poisson
-arrivals that do not wait for answers, at shares of full prefill's saturation, for each method up to a little above its
-own; the cell that decides the target, at its whole, takes twice as long as the others. A server that cannot keep up
-shows it: its queue grows, and TTFT with it. A request that is refused, or has no event for `--timeout`, has failed and is
-counted apart. Every method gets the same draws and arrivals, and the KV of all passages is in the store.
-
-Without a data set, prompts are `--passages` passages drawn anew from the longest ones of the index, and no two of them
-alike. With one (questions with a corpus beside them, as `blendserve evaluate` takes), an index of `--corpus-passages` is
-built in OUT, those that the first `--questions` need among them; then the server retrieves `--passages` for each.
-`--prepare` builds and precomputes, and ends.
-
-Each cell is a JSON line in OUT/cells.jsonl as soon as it is measured. The next run measures the cells that are not there
-yet; `--minutes` begins none after that time. The summary is the last line of stdout and OUT/serving.json, the plot is
-OUT/serving.png. Exit code 1 if a target is missed, 3 if cells are missing.
+Without a data set, prompts are passages drawn anew from the longest ones of the index, and no two of them alike. With one
+(questions with a corpus beside them, as `blendserve evaluate` takes), an index of part of the corpus is built, what the
+questions need among it; then the server retrieves for each.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
+import importlib.util
 import json
 import random
 import sys
@@ -35,11 +26,24 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 
+from blendserve import console
+from blendserve.bench.settings import ServingConfig
+from blendserve.config import BlendConfig, Config
+from blendserve.core import Document
+from blendserve.engine import Engine
+from blendserve.errors import IndexMissing, InputError, StoreError
+from blendserve.evaluate.datasets import load
+from blendserve.provenance import machine, versions
+from blendserve.serve.child import Child, serve_command
+
+try:
+    import httpx
+except ImportError as error:
+    raise InputError(f"the load bench needs httpx: pip install 'blendserve[serve]' ({error})") from None
+
 METHODS = ("full", "blend", "prefix")
-SHARES = (0.5, 1.0, 2.0, 4.0)  # of full prefill's saturation
 ABOVE = 1.1  # of its own saturation: where a method's loads end
 LEAST = 8  # requests of an open cell
 THROUGHPUT, TTFT = 4.0, 8.0  # targets: blended to full prefill
@@ -92,7 +96,7 @@ class Load:
 
     async def send(self, body: dict[str, Any]) -> Sent:
         start = last = time.perf_counter()
-        ttft, gaps = None, []
+        ttft, gaps = None, list[float]()
         try:
             async with self._http.stream("POST", "/v1/rag/query", json=body) as response:
                 if response.status_code != 200:
@@ -210,7 +214,7 @@ async def warm(http: httpx.AsyncClient, load: Load, chosen: dict[str, Any]) -> N
         await asyncio.sleep(0.5)
         state = (await http.get(f"/v1/jobs/{started['id']}")).json()
     if state["state"] != "done":
-        raise SystemExit(f"the passages could not be precomputed: {state['error']}")
+        raise StoreError(f"the passages could not be precomputed: {state['error']}")
     for method in METHODS:
         await load.send(load.body(method, random.Random(method)))
 
@@ -273,13 +277,6 @@ def plot(cells: Sequence[Cell], file: Path) -> None:
 
 def build(index: Path, dataset: Path, questions: int, passages: int) -> None:
     """An index of part of a corpus, with the passages that the first questions need, and its KV; unless it is there."""
-    from blendserve import console
-    from blendserve.config import BlendConfig, Config
-    from blendserve.core import Document
-    from blendserve.engine import Engine
-    from blendserve.errors import IndexMissing
-    from blendserve.evaluate.datasets import load
-
     config = Config(blend=BlendConfig(method="blend"))
     try:
         engine = Engine.open(index, config)
@@ -297,8 +294,6 @@ def build(index: Path, dataset: Path, questions: int, passages: int) -> None:
 
 
 def bodies_of_questions(dataset: Path, questions: int, passages: int) -> Body:
-    from blendserve.evaluate.datasets import load
-
     asked = [example.question for example in load(dataset, limit=questions).examples]
     return lambda rng: {"question": rng.choice(asked), "top_k": passages}
 
@@ -314,86 +309,53 @@ def longest(index: Path, n: int) -> list[dict[str, str]]:
 
 
 @contextmanager
-def server(args: argparse.Namespace, index: Path) -> Iterator[str]:
+def server(config: ServingConfig, index: Path) -> Iterator[str]:
     """The URL of a server: the one that runs, or one for the time being."""
-    if args.url:
-        yield args.url
+    if config.url:
+        yield config.url
         return
-    from blendserve.serve.child import Child, serve_command
-
     room = ("--slots", str(SLOTS), "--slot-tokens", str(SLOT_TOKENS))
     command = serve_command("--index", str(index), "--method", "blend", *room)
-    with Child(command, args.out / "server.log") as child:
+    with Child(command, config.out / "server.log") as child:
         yield child.url
         child.stop()
 
 
-async def _run(args: argparse.Namespace, url: str, index: Path, cells: Cells) -> None:
-    if args.dataset:
-        bodies = bodies_of_questions(args.dataset, args.questions, args.passages)
+def run(config: ServingConfig) -> dict[str, Any] | None:
+    """Measure the cells that are missing -> the summary of all; None when it was only to prepare.
+
+    Raises CorpusError, IndexMissing, StoreError.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise InputError("the plot needs matplotlib, which is not there: pip install 'blendserve[evaluate]'")
+    config.out.mkdir(parents=True, exist_ok=True)
+    index = config.index
+    if config.dataset:
+        index = config.out / "index"
+        build(index, config.dataset, config.questions, config.corpus_passages)
+    if config.prepare:
+        return None
+    cells = Cells(config.out / "cells.jsonl", time.monotonic() + 60 * config.minutes)
+    with server(config, index) as url:
+        asyncio.run(_run(config, url, index, cells))
+    found = {**summary(cells, config.shares), "versions": versions(), "machine": machine()}
+    whole = {**found, "ratio": config.ratio, "cells": [asdict(c) for c in cells.all.values()]}
+    (config.out / "serving.json").write_text(json.dumps(whole, indent=1))
+    plot(list(cells.all.values()), config.out / "serving.png")
+    return found
+
+
+async def _run(config: ServingConfig, url: str, index: Path, cells: Cells) -> None:
+    if config.dataset:
+        bodies = bodies_of_questions(config.dataset, config.questions, config.passages)
         chosen: dict[str, Any] = {"collection": index.name}
     else:
-        pool = longest(index, args.pool)
-        bodies, chosen = bodies_of_passages(pool, args.passages), {"passages": pool}
+        pool = longest(index, config.pool)
+        bodies, chosen = bodies_of_passages(pool, config.passages), {"passages": pool}
     limits = httpx.Limits(max_connections=None)
-    headers = {"Authorization": f"Bearer {args.key}"} if args.key else {}
-    timeout = httpx.Timeout(args.timeout, connect=30)
+    headers = {"Authorization": f"Bearer {config.key}"} if config.key else {}
+    timeout = httpx.Timeout(config.timeout, connect=30)
     async with httpx.AsyncClient(base_url=url, timeout=timeout, limits=limits, headers=headers) as http:
-        load = Load(http, bodies, args.clients, args.new_tokens, args.ratio)
+        load = Load(http, bodies, config.clients, config.new_tokens, config.ratio)
         await warm(http, load, chosen)
-        await measure(load, cells, args.seconds, args.shares)
-
-
-def main() -> int:
-    args = _arguments()
-    args.out.mkdir(parents=True, exist_ok=True)
-    index = args.out / "index" if args.dataset else args.index
-    if args.dataset:
-        build(index, args.dataset, args.questions, args.corpus_passages)
-    if args.prepare:
-        return 0
-    cells = Cells(args.out / "cells.jsonl", time.monotonic() + 60 * args.minutes)
-    with server(args, index) as url:
-        asyncio.run(_run(args, url, index, cells))
-    found = summary(cells, args.shares)
-    whole = {**found, "ratio": args.ratio, "cells": [asdict(c) for c in cells.all.values()]}
-    (args.out / "serving.json").write_text(json.dumps(whole, indent=1))
-    print(json.dumps(found), flush=True)
-    plot(list(cells.all.values()), args.out / "serving.png")
-    return 3 if found["missing"] else int(not found["passed"])
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, default=Path("runs/serving"), help="folder of results")
-    parser.add_argument("--url", help="of a server that runs over the index; default: one is started")
-    parser.add_argument("--key", help="API key, where that server has keys")
-    parser.add_argument(
-        "--index", type=Path, default=Path("indexes/demo"), help="whose passages are asked about"
-    )
-    parser.add_argument("--pool", type=int, default=20, help="longest passages of the index to draw from")
-    parser.add_argument(
-        "--dataset", type=Path, help="questions with a corpus beside them, in place of --index"
-    )
-    parser.add_argument("--questions", type=int, default=56, help="of the data set, the first ones")
-    parser.add_argument("--corpus-passages", type=int, default=500, help="of its corpus")
-    parser.add_argument(
-        "--prepare", action="store_true", help="build and precompute the data set's index, no more"
-    )
-    parser.add_argument("--passages", type=int, default=6, help="of a prompt")
-    parser.add_argument("--ratio", type=float, help="recomputed by blending; default: the server's")
-    parser.add_argument("--new-tokens", type=int, default=16)
-    parser.add_argument("--clients", type=int, default=8, help="of the closed loop")
-    parser.add_argument("--seconds", type=float, default=60, help="of each cell")
-    parser.add_argument(
-        "--shares", type=float, nargs="+", default=SHARES, help="of full prefill's saturation"
-    )
-    parser.add_argument("--minutes", type=float, default=60, help="after which no cell is begun")
-    parser.add_argument("--timeout", type=float, default=120, help="seconds between two events of an answer")
-    return parser.parse_args()
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        await measure(load, cells, config.seconds, config.shares)

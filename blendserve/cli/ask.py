@@ -1,0 +1,61 @@
+"""`blendserve ask`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from blendserve import console
+from blendserve.cli.options import IndexOpt, JsonOpt, Options, make_app, with_options
+from blendserve.config import Config
+from blendserve.errors import InputError
+
+app = make_app()
+
+
+@app.command()
+@with_options(
+    settings=Options(
+        Config(),
+        "reader.model",
+        "retrieve.top_k",
+        "blend.method",
+        "blend.policy",
+        "blend.ratio",
+        "blend.correction",
+        "decode.max_new_tokens",
+        "decode.temperature",
+        "decode.top_p",
+        "decode.seed",
+        "blend.seed",
+        "decode.stop",
+        load=Config.load,
+        verbatim=("stop",),
+    )
+)
+def ask(
+    question: Annotated[
+        str, typer.Argument(help="The question is answered from the passages nearest to it.")
+    ],
+    settings: Config,
+    index: IndexOpt = "indexes/demo",
+    json: JsonOpt = False,
+) -> None:
+    """Answer a question from an index.
+
+    The text is streamed; behind it come its sources, what was recomputed, and the time to the first token.
+    """
+    from blendserve.demo import print_sources  # torch and all the rest: seconds
+    from blendserve.engine import Engine
+
+    if not question.strip():
+        raise InputError("the question is empty: ask something")
+    with Engine.open(index, settings, console.say) as engine:
+        stream = engine.stream(question)
+        if json:
+            console.print_json(stream.answer().to_dict())
+            return
+        for piece in stream:
+            console.out.print(piece, end="", markup=False)
+        print_sources(stream.answer())

@@ -1,0 +1,207 @@
+"""`blendserve bench ...`: tables for people, and one JSON object as the last line of stdout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from blendserve import console
+from blendserve.bench.settings import (
+    AutoBenchConfig,
+    BenchConfig,
+    DecodeBenchConfig,
+    PrecomputeConfig,
+    ScalingConfig,
+    ServingConfig,
+    StoreBenchConfig,
+    TtftConfig,
+)
+from blendserve.cli.options import Options, make_app, with_options
+from blendserve.errors import InputError
+
+app = make_app("Measure how fast it is, against transformers and the machine.")
+
+READER = ("model", "dtype", "device", "threads", "seed")  # for benches that store nothing on disk
+JsonOpt = Annotated[bool, typer.Option("--json", help="Print the JSON object without the tables.")]
+
+
+@app.command()
+@with_options(config=Options(TtftConfig(), names={"ratios": "ratio"}))
+def ttft(config: TtftConfig, json: JsonOpt = False) -> None:
+    """Prefill one prompt by every method.
+
+    Prefill, time to first token, and where it goes:
+
+    \b
+        blendserve bench ttft
+        blendserve bench ttft --methods deviation,query --ratio 0.1,0.3 --cold --memory
+        blendserve bench ttft --model random:Qwen2.5-0.5B --threads 2    # a shape with random weights
+    """
+    config.variants  # noqa: B018  a wrong word is told before a model is loaded
+    from blendserve.bench.tables import ttft as tables
+    from blendserve.bench.ttft import measure  # torch and all the rest: seconds
+
+    _run(measure, config, tables, json)
+
+
+@app.command()
+@with_options(config=Options(DecodeBenchConfig(), "context", "new_tokens", "repeats", *READER))
+def decode(config: DecodeBenchConfig, json: JsonOpt = False) -> None:
+    """Decode behind a long context, against transformers' generate."""
+    from blendserve.bench.decode import measure  # torch and all the rest: seconds
+    from blendserve.bench.tables import decode as tables
+
+    _run(measure, config, tables, json)
+
+
+@app.command()
+@with_options(config=Options(PrecomputeConfig()))
+def precompute(config: PrecomputeConfig, json: JsonOpt = False) -> None:
+    """Fill a store, against transformers' prefill of the same chunks.
+
+    Tokens a second into LMDB, every write included; transformers stores nothing.
+    """
+    from blendserve.bench.precompute import measure  # torch and all the rest: seconds
+    from blendserve.bench.tables import precompute as tables
+
+    _run(measure, config, tables, json)
+
+
+@app.command()
+@with_options(config=Options(StoreBenchConfig()))
+def store(config: StoreBenchConfig, json: JsonOpt = False) -> None:
+    """Put chunk KV into LMDB and get it back, warm and cold.
+
+    Gigabytes and records a second, checksums verified.
+    """
+    from blendserve.bench.store import measure  # torch and all the rest: seconds
+    from blendserve.bench.tables import store as tables
+
+    _run(measure, config, tables, json)
+
+
+@app.command()
+@with_options(config=Options(ScalingConfig()))
+def scaling(
+    config: ScalingConfig,
+    runs: Annotated[Path, typer.Option(help="Keep cells in this folder.")] = Path("runs/bench_scaling"),
+    plots: Annotated[Path, typer.Option(help="Draw the plots into this folder.")] = Path("docs"),
+    json: JsonOpt = False,
+) -> None:
+    """Show how cost grows, against the limit of this machine.
+
+    Context, ratio and chunk count are varied. After a stop or a kill, the same command goes on. It draws
+    ttft_context.svg and ttft_ratio.svg.
+    """
+    from blendserve.bench.scaling import run  # torch and all the rest: seconds
+    from blendserve.bench.tables import scaling as tables
+
+    try:
+        with console.progress("Grid", "cells") as update:
+            done = run(config, runs, plots, console.say, update)
+    except KeyboardInterrupt:
+        console.say("stopped: the cells that were measured are kept; the same command goes on from there")
+        raise typer.Exit(130) from None
+    _print(done, [] if json else tables(done))
+
+
+@app.command()
+@with_options(config=Options(AutoBenchConfig(), "repeats", "tolerance", *READER))
+def auto(config: AutoBenchConfig, json: JsonOpt = False) -> None:
+    """Compare method auto with the best fixed method.
+
+    A grid of chunk counts, chunk sizes and hit rates; full reuse is left out: it is always the fastest, and wrong. The
+    exit code is 1 if anywhere auto is slower than the best fixed method by more than the tolerance, and the method that
+    it chose is so too when run as a fixed one (else it was noise).
+    """
+    from blendserve.bench.auto import measure, tables  # torch and all the rest: seconds
+
+    if _run(measure, config, tables, json)["failed"]:
+        raise typer.Exit(1)
+
+
+@app.command()
+@with_options(config=Options(ServingConfig()))
+def serving(config: ServingConfig) -> None:
+    """Put load on a server, by method.
+
+    First its throughput at saturation, then TTFT and the time between tokens against the offered load.
+
+    Cells are kept in OUT/cells.jsonl, and the same command measures those that are missing; OUT/serving.json and
+    OUT/serving.png show them all. The exit code is 1 if a target is missed, 3 if cells are missing:
+
+    \b
+        blendserve bench serving --out runs/serving                  # over indexes/demo, see `blendserve demo`
+        blendserve bench serving --out runs/2wiki --dataset 2wikimqa/questions.json --passages 23
+    """
+    from blendserve.bench.serving_load import run  # torch and all the rest: seconds
+
+    found = run(config)
+    if found is None:
+        return
+    console.print_json(found)
+    raise typer.Exit(3 if found["missing"] else int(not found["passed"]))
+
+
+@app.command()
+def gpu(
+    out: Annotated[Path, typer.Option(help="Write figures to this file, after every step.")] = Path(
+        "runs/bench_gpu.json"
+    ),
+    minutes: Annotated[
+        float, typer.Option(help="Leave out the steps that do not fit into so many minutes.")
+    ] = 9.0,
+    rehearse: Annotated[
+        bool, typer.Option("--rehearse", help="Run the same steps on a CPU with a toy, to see that they run.")
+    ] = False,
+    folder: Annotated[
+        Path | None,
+        typer.Option(help="Put stores here meanwhile; the system's temporary folder if none is given."),
+    ] = None,
+) -> None:
+    """Check and measure everything on a CUDA GPU.
+
+    Is it right, how fast, and how far from what the machine can do?
+
+    One run, the most important steps first; what does not fit into the minutes is left out and named. The exit code is 1
+    if a step failed or something did not agree, 2 without a GPU.
+    """
+    import torch  # a second
+
+    from blendserve.bench.gpu.plan import real, rehearsal
+    from blendserve.bench.gpu.run import Bench
+    from blendserve.bench.gpu.tables import tables
+
+    if not rehearse and not torch.cuda.is_available():
+        raise InputError(
+            "no CUDA GPU is to be seen here: run this on a machine with one (16-bit readers of 8B need 40 GB), and a "
+            "torch built for CUDA; --rehearse tries the steps on a CPU"
+        )
+    plan = rehearsal() if rehearse else real(torch.device("cuda", torch.cuda.current_device()))
+    bench = Bench(plan, minutes, out, folder, console.say)
+    good = bench.go()
+    for title, columns, rows in tables(bench.figures):
+        console.table(title, columns, rows)
+    console.out.print(f"figures in {out}", markup=False)
+    raise typer.Exit(0 if good else 1)
+
+
+def _run(measure: Callable[..., Any], config: BenchConfig, tables: Callable[..., Any], json: bool) -> Any:
+    """Measure with a bar on stderr, then print tables and the JSON line."""
+    with console.progress("Measuring", "rounds") as update:
+        figures = measure(config, console.say, update)
+    _print(figures, [] if json else tables(figures))
+    return figures
+
+
+def _print(figures: Any, tables: Any) -> None:
+    for title, columns, rows in tables:
+        console.table(title, columns, rows)
+    if tables:
+        from blendserve.provenance import describe
+
+        console.out.print(f"measured on {describe(figures['machine'])}", markup=False)
+    console.print_json(figures)

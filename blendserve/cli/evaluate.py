@@ -1,0 +1,60 @@
+"""`blendserve evaluate`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from blendserve import console
+from blendserve.cli.options import JsonOpt, Options, make_app, with_options
+from blendserve.config import Config
+from blendserve.evaluate.plan import EvaluateConfig, settings_from
+
+app = make_app()
+
+
+@app.command()
+@with_options(
+    plan=Options(EvaluateConfig()),
+    settings=Options(
+        settings_from(),
+        "prompt.behind",
+        "decode.max_new_tokens",
+        "reader.model",
+        "store.path",
+        load=settings_from,
+        names={"store.path": "store"},
+    ),
+)
+def evaluate(
+    plan: EvaluateConfig,
+    settings: Config,
+    name: Annotated[
+        str | None,
+        typer.Option(help="Call the run so; it is called after data set and setting if no name is given."),
+    ] = None,
+    runs: Annotated[Path, typer.Option(help="Keep runs in this folder.")] = Path("runs"),
+    json: JsonOpt = False,
+) -> None:
+    """Compare methods over the questions of a data set.
+
+    What comes out: fidelity to full prefill, scores against the labels, times, and a report to read. The KV of all runs
+    is kept in one store unless --store names another. After a stop or a kill, the same command goes on.
+    """
+    from blendserve.evaluate.job import evaluate as job  # torch and all the rest: seconds
+    from blendserve.evaluate.tables import brief, headline
+
+    try:
+        done = job(plan, settings, name, runs, console.say)
+    except KeyboardInterrupt:
+        console.say("stopped: what was predicted is kept; the same command goes on from there")
+        raise typer.Exit(130) from None
+    if json:
+        console.print_json({"folder": str(done.folder), **done.figures})
+        return
+    console.table(f"{done.figures['questions']} questions", *brief(done.figures))
+    for line in headline(done.figures):
+        console.out.print(line, markup=False)
+    console.out.print(f"More in {done.folder / 'report.html'}", markup=False)

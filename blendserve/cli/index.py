@@ -1,0 +1,99 @@
+"""`blendserve index ...`: documents -> passages -> vectors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from blendserve import console
+from blendserve.cli.options import IndexArg, JsonOpt, Options, make_app, with_options
+from blendserve.cli.show import as_dict
+from blendserve.config import Config
+
+app = make_app("Turn documents into passages and vectors.")
+
+CorpusArg = Annotated[
+    Path,
+    typer.Argument(
+        help="The corpus is a JSONL file with a text, and maybe a title and an id, in each line; a folder of .txt and "
+        ".md files; or one such file."
+    ),
+]
+READER = Options(Config(), "reader.model", load=Config.load)
+
+
+@app.command()
+@with_options(
+    settings=Options(
+        Config(),
+        "reader.model",
+        "retrieve.chunk_tokens",
+        "retrieve.embedder",
+        "retrieve.index",
+        load=Config.load,
+        names={"retrieve.index": "kind"},
+    )
+)
+def build(corpus: CorpusArg, index: IndexArg, settings: Config, json: JsonOpt = False) -> None:
+    """Build an index of a corpus, in place of any that is there."""
+    from blendserve.engine import Engine  # torch and all the rest: seconds
+    from blendserve.retrieve import read_documents
+
+    documents = list(read_documents(corpus))
+    with console.progress("Embedding", "windows") as update:
+        engine = Engine.build(index, documents, settings, console.say, update)
+    with engine:
+        _print(engine, json)
+
+
+@app.command()
+@with_options(settings=READER)
+def add(corpus: CorpusArg, index: IndexArg, settings: Config, json: JsonOpt = False) -> None:
+    """Add what is new in a corpus to an index.
+
+    A document with a known id and a new text replaces the old one; a document that is there already adds nothing.
+    """
+    from blendserve.engine import Engine  # torch and all the rest: seconds
+    from blendserve.retrieve import read_documents
+
+    documents = list(read_documents(corpus))
+    with Engine.open(index, settings, console.say) as engine:
+        with console.progress("Embedding", "windows") as update:
+            added = engine.add(documents, update)
+        _print(engine, json, added=added)
+
+
+@app.command()
+@with_options(settings=READER)
+def delete(
+    index: IndexArg,
+    doc_ids: Annotated[list[str], typer.Argument(help="Documents with these ids are removed.")],
+    settings: Config,
+    json: JsonOpt = False,
+) -> None:
+    """Remove documents with their passages, vectors and KV.
+
+    The exit code is 1 if none of them was there.
+    """
+    from blendserve.engine import Engine  # torch and all the rest: seconds
+
+    with Engine.open(index, settings, console.say) as engine:
+        deleted = engine.delete(*doc_ids)
+        _print(engine, json, deleted=deleted)
+    if not deleted:
+        raise typer.Exit(1)
+
+
+def _print(engine: Any, json: bool, **more: Any) -> None:
+    index = engine.index
+    facts = {"index": str(index.path), **as_dict(index.manifest), **more}
+    if json:
+        console.print_json(facts)
+        return
+    change = "".join(f" ({count} {what})" for what, count in more.items())
+    console.out.print(
+        f"{index.path}: {facts['documents']} documents{change}, {facts['passages']} passages, "
+        f"{facts['vectors']} vectors; next: blendserve precompute {index.path}"
+    )

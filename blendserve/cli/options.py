@@ -1,0 +1,170 @@
+"""Options that are settings: type, choices, default and help are read from the settings' own fields.
+
+    @app.command()
+    @with_options(settings=Options(Config(), "reader.model", "blend.ratio", load=Config.load))
+    def ask(question: ..., settings: Config) -> None: ...
+
+gives `ask` the options --config, --model and --ratio in the place of its parameter `settings`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from functools import wraps
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import typer
+from pydantic.fields import FieldInfo
+
+from blendserve.config import Section, changed
+from blendserve.evaluate.variants import split_list
+
+IndexArg = Annotated[str, typer.Argument(help="The index is this folder, or has this name in indexes/.")]
+IndexOpt = Annotated[
+    str, typer.Option("--index", "-i", help="The index is this folder, or has this name in indexes/.")
+]
+JsonOpt = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+
+Load = Callable[[Path], Section]
+
+
+def make_app(help: str | None = None) -> typer.Typer:
+    """A group of commands, or the place of a single one. Help is plain text: brackets in it are meant."""
+    app = typer.Typer(
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    )
+    if help is not None:  # else it is a docstring's
+        app.info.help = help
+    return app
+
+
+class Options:
+    """The options that make one settings object."""
+
+    def __init__(
+        self,
+        base: Section,
+        *paths: str,
+        load: Load | None = None,
+        names: Mapping[str, str] | None = None,
+        verbatim: Collection[str] = (),
+    ) -> None:
+        """paths: dotted fields of `base`, whose values are the defaults; none = all, its own class's first.
+
+        load: reads the file of --config; None = there is no such option. names: path -> option, where that is not the
+        path's last part; two paths of one option are set together. verbatim: options whose texts may hold commas.
+        """
+        self._base, self._load, self._verbatim = base, load, verbatim
+        self._paths: dict[str, list[str]] = {}
+        own = type(base).__annotations__
+        for path in paths or sorted(type(base).model_fields, key=lambda field: field not in own):
+            name = (names or {}).get(path, path.rpartition(".")[2])
+            self._paths.setdefault(name, []).append(path)
+
+    def parameters(self) -> list[inspect.Parameter]:
+        """One for each option, as typer reads them."""
+        shown = [self._parameter(name, paths[0]) for name, paths in self._paths.items()]
+        about = typer.Option("--config", "-c", help="Read settings from this YAML file.")
+        return [*([_parameter("config", Path, about)] if self._load else []), *shown]
+
+    def make(self, given: dict[str, Any]) -> Section:
+        """The settings; takes its options out of `given`. Raises ConfigError."""
+        file = given.pop("config", None) if self._load else None
+        section = self._load(file) if self._load and file else self._base
+        for name, paths in self._paths.items():
+            value = given.pop(name)
+            if isinstance(value, list) and name not in self._verbatim:
+                value = [word for text in value for word in split_list(text)]
+            for path in paths if value not in (None, []) else ():
+                section = _replaced(section, path, value)
+        return section
+
+    def _parameter(self, name: str, path: str) -> inspect.Parameter:
+        section, _, field = path.rpartition(".")
+        owner: Any = self._base
+        for part in section.split(".") if section else ():
+            owner = getattr(owner, part)
+        info = type(owner).model_fields[field]
+        kind, value = _kind(info.annotation), getattr(owner, field)
+        plain = kind is bool and not (value or self._load)  # else --no-... can switch off what was on
+        several = "It may be given again." if name in self._verbatim else "Separate several by commas."
+        words = [
+            info.description or "",
+            *([f"One of {', '.join(choices)}."] if (choices := choices_of(info)) else []),
+            *([several] if kind == list[str] else []),
+            *([f"[default: {shown(value)}]"] if shown(value) and not plain else []),
+        ]
+        flags = (f"--{name.replace('_', '-')}",) if plain else ()
+        return _parameter(name, kind, typer.Option(*flags, help=" ".join(words)))
+
+
+def with_options(**groups: Options) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Replace these parameters of a command by their options."""
+
+    def wrap(command: Callable[..., None]) -> Callable[..., None]:
+        own = inspect.signature(command, eval_str=True).parameters
+        shown: list[inspect.Parameter] = []
+        for name, parameter in own.items():
+            parts = groups[name].parameters() if name in groups else [parameter]
+            shown += [part.replace(kind=inspect.Parameter.KEYWORD_ONLY) for part in parts]
+
+        @wraps(command)
+        def run(**given: Any) -> None:
+            made = {name: group.make(given) for name, group in groups.items()}
+            command(**given, **made)
+
+        del run.__wrapped__  # typer would look through it
+        run.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in shown}
+        return run
+
+    return wrap
+
+
+def _parameter(name: str, kind: Any, option: Any) -> inspect.Parameter:
+    annotation = Annotated[kind | None, option]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+def choices_of(field: FieldInfo) -> tuple[str, ...]:
+    """The words that a field takes, if it takes only some: a registry's, or those of its type."""
+    extra = field.json_schema_extra
+    if isinstance(extra, dict) and isinstance(listed := extra.get("enum"), list):
+        return tuple(map(str, listed))
+    return get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
+
+
+def shown(value: Any) -> str:
+    """A default as one would write it on the command line; "" for none."""
+    if value is None or value == ():
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    values = value if isinstance(value, tuple) else (value,)
+    return ",".join(f"{part:g}" if isinstance(part, float) else str(part) for part in values)
+
+
+def _kind(annotation: Any) -> Any:
+    """How a field's type is written on the command line: what takes several types is a word."""
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _kind(parts[0])
+    if origin in (Union, UnionType):
+        kinds = {_kind(part) for part in parts if part is not type(None)}
+        return kinds.pop() if len(kinds) == 1 else str
+    if origin is tuple:
+        return list[str]
+    return annotation if annotation in (bool, int, float, Path) else str
+
+
+def _replaced(section: Section, path: str, value: Any) -> Section:
+    name, _, rest = path.partition(".")
+    new = _replaced(getattr(section, name), rest, value).model_dump() if rest else value
+    return changed(section, **{name: new})

@@ -1,0 +1,78 @@
+"""`blendserve precompute`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from blendserve import console
+from blendserve.cli.options import IndexArg, JsonOpt, Options, make_app, with_options
+from blendserve.cli.show import as_dict
+from blendserve.config import Config
+from blendserve.errors import InputError
+
+app = make_app()
+
+
+@app.command()
+@with_options(
+    settings=Options(Config(), "reader.model", "store.path", load=Config.load, names={"store.path": "store"})
+)
+def precompute(
+    index: IndexArg,
+    settings: Config,
+    shard: Annotated[
+        str, typer.Option(help="Do this share of the work, i/n with i from 0; a store may be shared.")
+    ] = "0/1",
+    json: JsonOpt = False,
+) -> None:
+    """Compute and store the KV of an index's chunks.
+
+    What is stored already is left alone: stop it and start it again at any time. The exit code is 1 if a chunk is
+    missing at the end.
+
+    Over several machines, into a store each, which are merged afterwards:
+
+    \b
+        blendserve precompute docs --shard 0/2 --store kv-0      # here
+        blendserve precompute docs --shard 1/2 --store kv-1      # there
+        blendserve store merge docs kv-0 kv-1
+
+    Over the GPUs of one machine, into one store. A chunk's share depends on its text alone, so each may be stopped and
+    started again:
+
+    \b
+        CUDA_VISIBLE_DEVICES=0 blendserve precompute docs --shard 0/2 &
+        CUDA_VISIBLE_DEVICES=1 blendserve precompute docs --shard 1/2 &
+        wait
+    """
+    from blendserve.engine import Engine  # torch and all the rest: seconds
+
+    with Engine.open(index, settings, console.say) as engine:
+        part = _shard(shard)
+        per_token = engine.reader.adapter.kv_bytes_per_token
+        try:
+            with console.progress("Precomputing", "tokens", per_token) as update:
+                report = engine.precompute(shard=part, progress=update)
+        except KeyboardInterrupt:
+            console.say("stopped: what was computed is stored; the same command goes on from there")
+            raise typer.Exit(130) from None
+        missing = engine.missing(shard=part)
+        rate = report.tokens / report.seconds if report.seconds else 0.0
+        if json:
+            console.print_json({**as_dict(report), "tokens_per_second": round(rate, 1), "missing": missing})
+        else:
+            console.out.print(
+                f"{report.chunks} chunks: {report.computed} computed ({report.tokens:,} tokens, {rate:,.0f} tokens/s, "
+                f"{report.bytes / 1e6:,.0f} MB), {report.skipped} there already, {missing} missing"
+            )
+        if missing:
+            raise typer.Exit(1)
+
+
+def _shard(text: str) -> tuple[int, int]:
+    part, _, parts = text.partition("/")
+    if not (part.isdigit() and parts.isdigit()):
+        raise InputError(f"shard {text!r} is not i/n: give for example 0/2 on one machine and 1/2 on another")
+    return int(part), int(parts)

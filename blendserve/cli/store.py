@@ -1,0 +1,95 @@
+"""`blendserve store ...`: the KV store of an index."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from blendserve import console
+from blendserve.cli.options import IndexArg, JsonOpt, Options, make_app, with_options
+from blendserve.cli.show import print_dict
+from blendserve.config import Config
+
+app = make_app("Look into the KV store of an index, mend it or fill it.")
+
+STORE = Options(Config(), "store.path", load=Config.load, names={"store.path": "store"})
+
+
+@app.command()
+@with_options(settings=STORE)
+def stats(index: IndexArg, settings: Config, json: JsonOpt = False) -> None:
+    """Show chunks, bytes, the cap and the traffic."""
+    with _open(index, settings) as store:
+        print_dict(store.stats().to_dict(), json)
+
+
+@app.command()
+@with_options(settings=STORE)
+def verify(
+    index: IndexArg,
+    settings: Config,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Delete bad chunks; precompute brings them back.")
+    ] = False,
+    json: JsonOpt = False,
+) -> None:
+    """Read and check every chunk.
+
+    The exit code is 1 if any chunk is bad and stays.
+    """
+    with _open(index, settings, read_only=not repair) as store:
+        with console.progress("Verifying", "chunks") as update:
+            report = store.verify(update)
+        if repair:
+            for key, _ in report.bad:
+                store.delete(bytes.fromhex(key))
+        if json:
+            console.print_json({**report.to_dict(), "repaired": repair})
+        else:
+            console.out.print(
+                f"{report.good} chunks good, {len(report.bad)} bad{', deleted' if repair else ''}"
+            )
+            for key, problem in report.bad:
+                console.out.print(f"  {key}  {problem}", markup=False)
+        if report.bad and not repair:
+            raise typer.Exit(1)
+
+
+@app.command()
+@with_options(settings=STORE)
+def merge(
+    index: IndexArg,
+    sources: Annotated[
+        list[Path], typer.Argument(help="Chunks are copied from the stores in these folders.")
+    ],
+    settings: Config,
+    json: JsonOpt = False,
+) -> None:
+    """Copy chunks from other stores into the index's own.
+
+    The exit code is 1 if any of them was damaged.
+    """
+    from blendserve.store import LMDBStore  # torch: a second
+    from blendserve.store.merge import merge
+
+    copied = damaged = 0
+    with _open(index, settings, read_only=False) as into:
+        for folder in sources:
+            with (
+                LMDBStore(folder, into.stats().cap_bytes, read_only=True) as source,
+                console.progress(str(folder), "chunks") as update,
+            ):
+                new, bad = merge(source, into, update)
+                copied, damaged = copied + new, damaged + bad
+    print_dict({"copied": copied, "damaged": damaged}, json)
+    if damaged:
+        raise typer.Exit(1)
+
+
+def _open(index: str, settings: Config, read_only: bool = True) -> Any:
+    from blendserve.paths import index_folder
+    from blendserve.store import open_store  # torch: a second
+
+    return open_store(settings.store, index_folder(index) / "kv", read_only, persistent=True)
