@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from blendserve.store.key import KEY_BYTES, TAG_BYTES, chunk_key, namespace_tag
 
-BASE = {"fingerprint": "f", "behind": (1, 2), "ids": (3, 4), "dtype": "bfloat16", "namespace": ""}
+BASE = {"fingerprint": "f", "kv_context": (1, 2), "ids": (3, 4), "dtype": "bfloat16", "namespace": ""}
 ids = st.lists(st.integers(0, 200_000), max_size=6)
 
 
@@ -20,8 +20,8 @@ def key(**changes: object) -> bytes:
     "change",
     [
         {"fingerprint": "g"},
-        {"behind": (1,)},
-        {"behind": (1, 2, 3), "ids": (4,)},  # the border between the two counts
+        {"kv_context": (1,)},
+        {"kv_context": (1, 2, 3), "ids": (4,)},  # the border between the two counts
         {"ids": (4, 3)},
         {"ids": ()},
         {"dtype": "float16"},
