@@ -37,12 +37,12 @@ def test_any_change_gives_another_key(change: dict[str, object]) -> None:
 def test_equal_keys_mean_equal_ids(
     behind: list[int], chunk: list[int], behind2: list[int], chunk2: list[int]
 ) -> None:
-    alike = key(behind=behind, ids=chunk) == key(behind=behind2, ids=chunk2)
+    alike = key(kv_context=behind, ids=chunk) == key(kv_context=behind2, ids=chunk2)
     assert alike == ((behind, chunk) == (behind2, chunk2))
 
 
 def test_the_kind_of_sequence_does_not_matter() -> None:
-    assert key(behind=[1, 2], ids=range(3, 5)) == key()
+    assert key(kv_context=[1, 2], ids=range(3, 5)) == key()
 
 
 def test_a_key_is_stable() -> None:
