@@ -15,8 +15,9 @@ from blendserve.config import Config, StoreConfig, TiersConfig
 from blendserve.core import ChunkKV
 from blendserve.errors import ConfigError, CorruptRecord
 from blendserve.store import KVStore, LMDBStore, MemoryStore, TieredStore, TierStats, open_store
+from blendserve.store.codecs.base import Pair
 from blendserve.store.policies import Always, TinyLFU
-from blendserve.store.tiers import Pair, Tier, tiers_for
+from blendserve.store.tiers import Tier, tiers_for
 from tests.kernels.cuda.lanes import LateLane
 from tests.store.helpers import BIG, CAP, chunk, flip, key_of, layer_name, read, same, tamper
 
@@ -96,7 +97,7 @@ def test_the_nearest_tier_that_wants_a_chunk_has_it_alone(disk: LMDBStore) -> No
     ask(store, *range(8))
     ask(store, *range(8))
     assert held(store) == [(2, 2), (3, 3)]
-    assert hits(store) == [2, 3]  # equal fame moves nothing
+    assert hits(store) == [2, 3]  # equal popularity moves nothing
     ask(store, 7, 7, 7, 7)
     assert hits(store)[0] == 2 + 3  # from the first of these on it is worth more than one of the first tier's
 
