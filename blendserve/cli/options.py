@@ -17,6 +17,7 @@ from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import typer
+from pydantic.fields import FieldInfo
 
 from blendserve.config import Section, changed
 from blendserve.evaluate.variants import split_list
@@ -96,7 +97,7 @@ class Options:
         several = "It may be given again." if name in self._verbatim else "Separate several by commas."
         words = [
             info.description or "",
-            *([f"One of {', '.join(choices)}."] if (choices := choices_of(info.annotation)) else []),
+            *([f"One of {', '.join(choices)}."] if (choices := choices_of(info)) else []),
             *([several] if kind == list[str] else []),
             *([f"[default: {shown(value)}]"] if shown(value) and not plain else []),
         ]
@@ -132,9 +133,12 @@ def _parameter(name: str, kind: Any, option: Any) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
-def choices_of(annotation: Any) -> tuple[str, ...]:
-    """The words that a field of this type takes, if it takes only some."""
-    return get_args(annotation) if get_origin(annotation) is Literal else ()
+def choices_of(field: FieldInfo) -> tuple[str, ...]:
+    """The words that a setting takes, if it takes only some: of its type, or those that a registry knows."""
+    if get_origin(field.annotation) is Literal:
+        return get_args(field.annotation)
+    extra = field.json_schema_extra
+    return tuple(map(str, extra.get("enum", ()))) if isinstance(extra, dict) else ()  # type: ignore[arg-type]
 
 
 def shown(value: Any) -> str:

@@ -95,7 +95,7 @@ def _settings(section: Section, above: str = "") -> Iterator[tuple[str, str, str
         if isinstance(value, Section):
             yield from _settings(value, f"{above}{name}.")
         else:
-            choices = ", ".join(choices_of(field.annotation))
+            choices = ", ".join(choices_of(field))
             about = f"{field.description}{f' One of {choices}.' if choices else ''}"
             yield f"`{above}{name}`", shown(value), about
 

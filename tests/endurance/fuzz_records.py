@@ -5,7 +5,7 @@ then opened and every chunk is read. A damaged chunk must be told (CorruptRecord
 where its header was deleted), and never give another tensor than was put. The reading is done in another process, so
 that even a segmentation fault is counted and not the end.
 
-    python scripts/fuzz_records.py --cases 10000 --seed 0
+    python -m tests.endurance.fuzz_records --cases 10000 --seed 0
 
 The last line is JSON; the exit code is 1 if anything crashed or a wrong tensor was accepted.
 """
