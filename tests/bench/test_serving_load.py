@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 
+from blendserve.bench import serving_load as bench
 from blendserve.serve.settings import ServeConfig
 from tests.serve.helpers import PASSAGES, Server
-from tests.serve.test_soak import script
 
-bench = script("bench_serving")
 POOL = [{"text": p.text, "title": p.title} for p in PASSAGES]
 SHARES = (0.5, 1.0)
 

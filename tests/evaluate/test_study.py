@@ -14,13 +14,12 @@ from blendserve.blend.policies.base import top
 from blendserve.blend.prefill import prefill
 from blendserve.config import BlendConfig, changed
 from blendserve.core import Passage, Prompt, TokenIds
+from blendserve.evaluate import study
+from blendserve.evaluate.plan import EvaluateConfig
 from blendserve.models.kv_cache import KVCache
 from tests.blend.helpers import lay, some_prompt
 from tests.evaluate.helpers import passage, tiny_engine, write_dataset
-from tests.test_scripts import last_line, script
 from tests.tiny import tiny_adapter
-
-study = script("study_blending")
 
 
 def test_fronts_are_those_of_brute_force() -> None:
@@ -94,23 +93,24 @@ class Lengths:
         return np.array([(np.cos(len(text)), np.sin(len(text))) for text in texts])
 
 
-def test_a_run_goes_on_where_it_stopped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def run(data: Path, **options: Any) -> dict[str, Any]:
+    return study.run("enrich", EvaluateConfig(dataset=str(data), **options), "tiny", others=1)
+
+
+def test_a_run_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(study, "open_engine", lambda *_: tiny_engine())
     monkeypatch.setattr(study.Embedder, "load", lambda _: Lengths())
     data = write_dataset(tmp_path)
-    study.main("enrich", str(data), limit=1, others=1, json=True)
-    study.main("enrich", str(data), limit=2, others=1)
-    result = last_line(capsys.readouterr().out)
+    run(data, limit=1)
+    result = run(data, limit=2)
     lines = (Path(result["folder"]) / "predictions.jsonl").read_text().splitlines()
     assert len(lines) == 2 * len(result["cases"]) == 2 * len(study.CASES["enrich"]())
     unit = result["cases"][study.UNIT]
     assert unit["mean"] == {"mean": 1.0, "low": 1.0, "high": 1.0, "n": 2} == unit["of_plain"]
     assert result["cases"]["query+ridge@0.15/random"]["mean"]["mean"] != 1.0
-    study.main("enrich", str(data), limit=2, half="second", others=1, json=True)
-    assert last_line(capsys.readouterr().out)["questions"] == 1
+    assert run(data, limit=2, half="second")["questions"] == 1
+    assert len(study.table(result["cases"])) == len(result["cases"])
     assert len((Path(result["folder"]) / "predictions.jsonl").read_text().splitlines()) == len(lines)
 
 
