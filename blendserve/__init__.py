@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from blendserve.config import Config
     from blendserve.core import Answer, BlendReport, Document, Passage, Timings
-    from blendserve.engine import Engine
+    from blendserve.engine.engine import Engine
     from blendserve.errors import BlendserveError
     from blendserve.stream import AnswerStream
 
@@ -32,7 +32,7 @@ __all__ = [
 _ROOMS = {
     "core": ("Answer", "BlendReport", "Document", "Passage", "Timings"),
     "config": ("Config",),
-    "engine": ("Engine",),
+    "engine.engine": ("Engine",),
     "errors": ("BlendserveError",),
     "stream": ("AnswerStream",),
 }

@@ -80,7 +80,7 @@ def doctor(config: ConfigOpt = None, model: ModelOpt = None, json: JsonOpt = Fal
     from blendserve import native
     from blendserve.blend.attention import ways_on
     from blendserve.blend.profit import calibrated
-    from blendserve.models.gate import check
+    from blendserve.engine.gate import check
     from blendserve.models.loader import load_reader
     from blendserve.paths import cache_folder
 
@@ -136,7 +136,7 @@ def index_build(
     json: JsonOpt = False,
 ) -> None:
     """Build an index from a corpus, in place of any that is there."""
-    from blendserve.engine import Engine
+    from blendserve.engine.engine import Engine
     from blendserve.retrieve import read_documents
 
     settings = _settings(config, model)
@@ -444,7 +444,7 @@ def _settings(config: Path | None, model: str | None, store: Path | None = None)
 
 
 def _open(index: str, settings: Config) -> Any:
-    from blendserve.engine import Engine
+    from blendserve.engine.engine import Engine
 
     return Engine.open(index, settings, console.say)
 

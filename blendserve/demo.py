@@ -14,7 +14,7 @@ from blendserve import console
 from blendserve.blend.full import model_logits
 from blendserve.config import BlendConfig, Config, RetrieveConfig, StoreConfig
 from blendserve.core import Answer, Passage
-from blendserve.engine import Engine
+from blendserve.engine.engine import Engine
 from blendserve.errors import IndexMismatch, IndexMissing
 from blendserve.retrieve import language_reference
 

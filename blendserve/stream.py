@@ -7,7 +7,7 @@ from typing import Any
 
 from blendserve.config import DecodeConfig
 from blendserve.core import Answer, BlendReport, Passage, Timings
-from blendserve.decode import TextStream
+from blendserve.engine.generation import TextStream
 from blendserve.timing import Clock
 
 

@@ -276,7 +276,7 @@ def build(index: Path, dataset: Path, questions: int, passages: int) -> None:
     from blendserve import console
     from blendserve.config import BlendConfig, Config
     from blendserve.core import Document
-    from blendserve.engine import Engine
+    from blendserve.engine.engine import Engine
     from blendserve.errors import IndexMissing
     from blendserve.evaluate.datasets import load
 

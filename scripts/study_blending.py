@@ -36,8 +36,9 @@ from blendserve.blend.rows import Rows
 from blendserve.blend.select import Deviation
 from blendserve.config import BlendConfig, Config, DecodeConfig, ReaderConfig, changed
 from blendserve.core import Chunk, Prompt, TokenIds
-from blendserve.decode import generate
-from blendserve.engine import Engine
+from blendserve.engine.engine import Engine
+from blendserve.engine.generation import generate
+from blendserve.engine.prompt import PromptBuilder
 from blendserve.errors import PromptTooLong
 from blendserve.evaluate.answers import decisions
 from blendserve.evaluate.datasets import load
@@ -47,7 +48,6 @@ from blendserve.evaluate.plan import PROMPT, EvaluateConfig
 from blendserve.evaluate.settings import Setting, open_engine
 from blendserve.evaluate.variants import variants
 from blendserve.models.adapter import Adapter
-from blendserve.prompt import PromptBuilder
 from blendserve.retrieve import Embedder
 from blendserve.store.memory import MemoryChunk
 from blendserve.timing import Clock

@@ -19,7 +19,7 @@ import torch
 
 from blendserve.config import PromptConfig
 from blendserve.core import ChunkKV
-from blendserve.prompt import PromptBuilder
+from blendserve.engine.prompt import PromptBuilder
 from blendserve.store import LMDBStore, MemoryStore
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"

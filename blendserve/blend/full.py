@@ -14,7 +14,7 @@ from torch import Tensor
 
 from blendserve.config import DecodeConfig
 from blendserve.core import TokenIds
-from blendserve.decode import sample
+from blendserve.engine.generation import sample
 from blendserve.models.adapter import Adapter
 
 

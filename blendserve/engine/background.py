@@ -10,8 +10,8 @@ from functools import partial
 
 from blendserve.blend.blender import Blender
 from blendserve.core import TokenIds
+from blendserve.engine.scheduler import Cancelled, Scheduler
 from blendserve.errors import Stopping, StoreError
-from blendserve.serve.scheduler import Cancelled, Scheduler
 from blendserve.store import ChunkKey
 
 log = logging.getLogger(__name__)

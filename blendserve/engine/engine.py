@@ -16,12 +16,12 @@ from blendserve.blend.full import model_generate
 from blendserve.blend.report import plain_report
 from blendserve.config import BlendConfig, Config, DecodeConfig, changed
 from blendserve.core import Answer, BlendReport, Document, Passage, Prompt, TokenIds
-from blendserve.decode import generate
+from blendserve.engine.gate import GateReport, verdict
+from blendserve.engine.generation import generate
+from blendserve.engine.prompt import PromptBuilder
 from blendserve.errors import ConfigError, InputError, PromptTooLong, StoreError
-from blendserve.models.gate import GateReport, verdict
 from blendserve.models.loader import Reader, load_reader
 from blendserve.paths import index_folder
-from blendserve.prompt import PromptBuilder
 from blendserve.registry import nearest
 from blendserve.retrieve import Embedder, VectorIndex, read_manifest
 from blendserve.store import KVStore, open_store, share_of

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 
-from blendserve.serve.work import Work
+from blendserve.engine.queued import Work
 
 
 class Waiting:

@@ -41,7 +41,7 @@ from blendserve.blend.prefill import Prefilled, prefill
 from blendserve.blend.rope import unrotate
 from blendserve.config import BlendConfig
 from blendserve.core import Chunk, Prompt, TokenIds
-from blendserve.decode import step
+from blendserve.engine.steps import step
 from blendserve.errors import ModelUnsupported
 from blendserve.models.adapter import Adapter
 from blendserve.models.loader import Reader

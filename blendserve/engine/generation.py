@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blendserve.blend.attention import attend, plan_rows
 from blendserve.blend.cache import KVCache
 from blendserve.config import DecodeConfig
+from blendserve.engine.steps import step
 from blendserve.gpu.graphs import Step, Steps, worthwhile
 from blendserve.models.adapter import Adapter
 
@@ -44,26 +44,6 @@ def sample(
         yield token
         if made + 1 < config.max_new_tokens:
             logits = advance(made, token)
-
-
-@torch.inference_mode()
-def step(adapter: Adapter, cache: KVCache, at: int, token: int) -> Tensor:
-    """Run one token at position `at`, append its KV -> logits [V] for the next."""
-    known = torch.tensor([at])
-    position = known.to(adapter.device)
-    ropes = adapter.rope(position)
-    windows = {spec.window for spec in adapter.specs}
-    plans = {window: plan_rows(position, adapter.group, window, known) for window in windows}
-    hidden = adapter.embed(torch.tensor([token], device=adapter.device))
-    here = slice(at, at + 1)
-    for l, spec in enumerate(adapter.specs):
-        row = adapter.project(l, hidden)
-        cache.write(l, here, adapter.rotate(row.k, ropes[l]), row.v)
-        q = adapter.rotate(row.q, ropes[l])
-        hidden = adapter.finish(
-            l, hidden, attend(q, cache.keys[l], cache.values[l], spec, plans[spec.window])
-        )
-    return adapter.logits(hidden)[0]
 
 
 COLDEST = 1e-6  # temperatures below it are 0: logits divided by them are no numbers

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from blendserve.core import Document, Passage
-from blendserve.engine import Engine
+from blendserve.engine.engine import Engine
 from blendserve.errors import ConfigError, InputError, NotFound
 from blendserve.paths import index_folder
 from blendserve.retrieve import VectorIndex

@@ -20,10 +20,10 @@ import torch
 from blendserve.blend.precompute import ChunkComputer
 from blendserve.config import PromptConfig
 from blendserve.core import ChunkKV, Passage, Prompt, TokenIds
+from blendserve.engine.prompt import PASSAGES, QUESTION, PromptBuilder
+from blendserve.engine.queued import Front
 from blendserve.errors import InputError
 from blendserve.models.adapter import Adapter
-from blendserve.prompt import PASSAGES, QUESTION, PromptBuilder
-from blendserve.serve.work import Front
 
 TURN = "<<<blendserve-turn-{}>>>"
 _SENTINEL = re.compile(r"(<<<blendserve-[a-z0-9-]+>>>)")

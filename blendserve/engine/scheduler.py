@@ -20,15 +20,15 @@ from collections.abc import Callable, Set
 from torch import Tensor
 
 from blendserve.blend.cache import KVCache
+from blendserve.engine.fair_queue import Waiting
+from blendserve.engine.queued import Failed, Started, Work
+from blendserve.engine.shared_loads import SharedLoads
+from blendserve.engine.slots import Slots
+from blendserve.engine.steps import Together
+from blendserve.engine.turns import PausingAdapter
 from blendserve.errors import BlendserveError, Busy, InputError, Stopping
 from blendserve.models.loader import Reader
-from blendserve.serve.batch import Together
 from blendserve.serve.metrics import Metrics
-from blendserve.serve.sharing import SharedLoads
-from blendserve.serve.slots import Slots
-from blendserve.serve.turns import PausingAdapter
-from blendserve.serve.waiting import Waiting
-from blendserve.serve.work import Failed, Started, Work
 from blendserve.serve.writing import Writing
 from blendserve.store import ChunkKey
 from blendserve.timing import Clock

@@ -11,9 +11,29 @@ from torch import Tensor
 
 from blendserve.blend.attention import RowPlan, attend, plan_rows
 from blendserve.blend.cache import KVCache
+from blendserve.engine.slots import Slots
 from blendserve.gpu.batches import BatchSteps, worthwhile
 from blendserve.models.adapter import Adapter, AttentionSpec, Projected
-from blendserve.serve.slots import Slots
+
+
+@torch.inference_mode()
+def step(adapter: Adapter, cache: KVCache, at: int, token: int) -> Tensor:
+    """Run one token at position `at`, append its KV -> logits [V] for the next."""
+    known = torch.tensor([at])
+    position = known.to(adapter.device)
+    ropes = adapter.rope(position)
+    windows = {spec.window for spec in adapter.specs}
+    plans = {window: plan_rows(position, adapter.group, window, known) for window in windows}
+    hidden = adapter.embed(torch.tensor([token], device=adapter.device))
+    here = slice(at, at + 1)
+    for l, spec in enumerate(adapter.specs):
+        row = adapter.project(l, hidden)
+        cache.write(l, here, adapter.rotate(row.k, ropes[l]), row.v)
+        q = adapter.rotate(row.q, ropes[l])
+        hidden = adapter.finish(
+            l, hidden, attend(q, cache.keys[l], cache.values[l], spec, plans[spec.window])
+        )
+    return adapter.logits(hidden)[0]
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from blendserve.store import KVStore
 from blendserve.timing import Clock
 
 if TYPE_CHECKING:
-    from blendserve.serve.work import Work
+    from blendserve.engine.queued import Work
     from blendserve.serve.writing import Writing
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 10.0, 30.0, 60.0)

@@ -12,13 +12,13 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from blendserve.core import Answer, Passage
+from blendserve.engine.prefix_cache import Turn
+from blendserve.engine.queued import Finished, Piece
 from blendserve.errors import InputError, NotFound
 from blendserve.serve.access import ServiceArg, TenantArg
-from blendserve.serve.conversation import Turn
 from blendserve.serve.replying import reply
 from blendserve.serve.schema import ChatRequest, CompletionRequest, Extras, Message, Neutral
 from blendserve.serve.service import Answering, Ask, Service
-from blendserve.serve.work import Finished, Piece
 
 router = APIRouter(prefix="/v1", tags=["OpenAI"])
 

@@ -10,11 +10,11 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from blendserve.core import Answer
+from blendserve.engine.queued import Finished, Piece
 from blendserve.serve.access import ServiceArg, TenantArg
 from blendserve.serve.replying import reply
 from blendserve.serve.schema import RagRequest
 from blendserve.serve.service import Answering, Ask
-from blendserve.serve.work import Finished, Piece
 
 router = APIRouter(prefix="/v1/rag", tags=["RAG"])
 

@@ -14,10 +14,10 @@ from types import FrameType
 import uvicorn
 
 from blendserve.config import Config as EngineConfig
-from blendserve.engine import Engine, Say
+from blendserve.engine.engine import Engine, Say
+from blendserve.engine.library import Library
 from blendserve.serve import logs
 from blendserve.serve.app import make_app
-from blendserve.serve.library import Library
 from blendserve.serve.service import Service
 from blendserve.serve.settings import Config, ServeConfig, check_binding
 

@@ -16,20 +16,20 @@ from blendserve.blend.blender import Blender
 from blendserve.blend.prefill import check_policy
 from blendserve.config import changed
 from blendserve.core import Answer, ChunkKV, Passage, Prompt, TokenIds
-from blendserve.engine import Engine
+from blendserve.engine.background import Upkeep
+from blendserve.engine.engine import Engine
+from blendserve.engine.library import Library
+from blendserve.engine.prefix_cache import ChatBuilder, Heads, Turn
+from blendserve.engine.queued import Event, Failed, Finished, Front, Started, Work
+from blendserve.engine.scheduler import Scheduler
+from blendserve.engine.shared_loads import SharedLoads
+from blendserve.engine.slots import Slots
 from blendserve.errors import InputError
-from blendserve.serve.conversation import ChatBuilder, Heads, Turn
 from blendserve.serve.jobs import Jobs
 from blendserve.serve.keys import KeyFile, Tenant
-from blendserve.serve.library import Library
 from blendserve.serve.limits import Limits
 from blendserve.serve.metrics import Metrics
-from blendserve.serve.scheduler import Scheduler
 from blendserve.serve.settings import ServeConfig
-from blendserve.serve.sharing import SharedLoads
-from blendserve.serve.slots import Slots
-from blendserve.serve.upkeep import Upkeep
-from blendserve.serve.work import Event, Failed, Finished, Front, Started, Work
 from blendserve.timing import Clock
 
 

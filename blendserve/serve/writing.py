@@ -9,9 +9,9 @@ from torch import Tensor
 
 from blendserve.blend.cache import KVCache
 from blendserve.core import Answer, BlendReport, Timings
-from blendserve.decode import Sampler, TextStream
-from blendserve.serve.batch import Row
-from blendserve.serve.work import Finished, Piece, Work
+from blendserve.engine.generation import Sampler, TextStream
+from blendserve.engine.queued import Finished, Piece, Work
+from blendserve.engine.steps import Row
 from blendserve.timing import Clock
 
 

@@ -14,15 +14,14 @@ from blendserve.blend.blender import Blender
 from blendserve.blend.cache import KVCache
 from blendserve.config import changed
 from blendserve.core import Passage
-from blendserve.decode import step
-from blendserve.engine import Engine
+from blendserve.engine.engine import Engine
+from blendserve.engine.fair_queue import Waiting
+from blendserve.engine.queued import Finished, Piece, Started, Work
+from blendserve.engine.scheduler import CHORE_EVERY, Scheduler
+from blendserve.engine.slots import Slots
+from blendserve.engine.steps import Row, step, step_together
 from blendserve.errors import Busy, InputError, Stopping
-from blendserve.serve.batch import Row, step_together
 from blendserve.serve.metrics import Metrics
-from blendserve.serve.scheduler import CHORE_EVERY, Scheduler
-from blendserve.serve.slots import Slots
-from blendserve.serve.waiting import Waiting
-from blendserve.serve.work import Finished, Piece, Started, Work
 from tests.serve.helpers import CONTEXT, PASSAGES, QUESTIONS, Listener, engine, reader
 
 

@@ -17,7 +17,7 @@ from blendserve.blend import prefill as module
 from blendserve.blend.prefill import Prefilled, prefill
 from blendserve.config import BlendConfig
 from blendserve.core import Prompt
-from blendserve.decode import step
+from blendserve.engine.steps import step
 from blendserve.errors import InputError
 from blendserve.evaluate.fidelity import agreement, append, forced, kl, share, times
 from tests.blend.helpers import assert_near, lay, model_says, some_ids, some_prompt

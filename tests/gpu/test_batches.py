@@ -11,12 +11,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from blendserve.bench.gpu.decoding import at_once
 from blendserve.blend.cache import KVCache
+from blendserve.engine.slots import Slots
+from blendserve.engine.steps import Row, Together, step_together
 from blendserve.gpu import graphs
 from blendserve.gpu.batches import MOST_SLOTS, BatchSteps, step_all, worthwhile
 from blendserve.gpu.graphs import EAGER
 from blendserve.models.adapter import Adapter
-from blendserve.serve.batch import Row, Together, step_together
-from blendserve.serve.slots import Slots
 from tests.blend.helpers import assert_near
 from tests.tiny import KINDS, fresh_model, tiny_adapter
 
@@ -41,7 +41,7 @@ def prompt(caches: list[KVCache], lengths: list[int]) -> None:
 @pytest.mark.parametrize("name", ["llama", *KINDS])
 def test_any_of_the_slots_step_as_they_do_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     adapter, lengths, dice = tiny_adapter(name), [5, 30, 17], random.Random(3)
-    monkeypatch.setattr("blendserve.serve.batch.worthwhile", lambda adapter, n: True)
+    monkeypatch.setattr("blendserve.engine.steps.worthwhile", lambda adapter, n: True)
     monkeypatch.setattr(graphs, "CudaGraph", at_once)
     (slots, caches), (_, others) = (filled(adapter, lengths) for _ in range(2))
     together = Together(adapter, slots)

@@ -7,7 +7,7 @@ import math
 import torch
 
 from blendserve.bench.gpu.decoding import at_once, measure, random_cache, run
-from blendserve.decode import step
+from blendserve.engine.steps import step
 from blendserve.gpu.graphs import EAGER, Steps
 from tests.tiny import tiny_adapter
 

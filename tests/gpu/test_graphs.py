@@ -16,7 +16,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from blendserve.blend.cache import KVCache
 from blendserve.blend.prefill import Prefilled, prefill
 from blendserve.config import BlendConfig, DecodeConfig
-from blendserve.decode import generate, sample, step
+from blendserve.engine.generation import generate, sample
+from blendserve.engine.steps import step
 from blendserve.gpu import graphs
 from blendserve.gpu.graphs import EAGER, WORTH, Steps, attend_all, step_at, worthwhile
 from blendserve.gpu.proven import formula

@@ -18,16 +18,16 @@ import uvicorn
 
 from blendserve.config import BlendConfig, Config, DecodeConfig, PromptConfig, StoreConfig, changed
 from blendserve.core import Answer, Document, Passage
-from blendserve.engine import Engine
+from blendserve.engine.engine import Engine
+from blendserve.engine.library import Library
+from blendserve.engine.prompt import PromptBuilder
+from blendserve.engine.queued import Event, Failed, Finished, Piece
 from blendserve.models.loader import Reader
 from blendserve.models.toy import toy_reader
-from blendserve.prompt import PromptBuilder
 from blendserve.retrieve import VectorIndex
 from blendserve.serve.app import make_app
-from blendserve.serve.library import Library
 from blendserve.serve.service import Service
 from blendserve.serve.settings import ServeConfig
-from blendserve.serve.work import Event, Failed, Finished, Piece
 from blendserve.store import MemoryStore
 
 CONTEXT = 1024

@@ -11,8 +11,8 @@ import torch
 from blendserve.blend.full import model_logits
 from blendserve.config import BlendConfig
 from blendserve.core import Passage
+from blendserve.engine.prefix_cache import ChatBuilder, Heads, Turn
 from blendserve.errors import InputError
-from blendserve.serve.conversation import ChatBuilder, Heads, Turn
 from blendserve.serve.settings import ServeConfig
 from tests.serve.helpers import CONFIG, PASSAGES, QUESTIONS, Server, engine, reader
 from tests.tokenizers import spaced_tokenizer

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from blendserve.core import ChunkKV
+from blendserve.engine.shared_loads import SharedLoads
 from blendserve.serve.settings import ServeConfig
-from blendserve.serve.sharing import SharedLoads
 from blendserve.store import ChunkKey, MemoryStore, chunk_key
+from tests.engine.test_scheduler import wait_for
 from tests.serve.helpers import PASSAGES, QUESTIONS, Server
-from tests.serve.test_scheduler import wait_for
 
 OWN = [{"text": p.text, "title": p.title} for p in PASSAGES]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from blendserve.engine import Engine
+from blendserve.engine.engine import Engine
 from blendserve.serve.child import Child
 from blendserve.serve.settings import ServeConfig
 from blendserve.store import LMDBStore, VerifyReport

@@ -14,8 +14,8 @@ from blendserve.errors import Busy, ConfigError, NotAuthenticated
 from blendserve.serve.keys import KeyFile, Tenant
 from blendserve.serve.limits import Limits
 from blendserve.serve.settings import ServeConfig, check_binding
+from tests.engine.test_scheduler import wait_for
 from tests.serve.helpers import PASSAGES, QUESTIONS, Server
-from tests.serve.test_scheduler import wait_for
 
 OWN = [{"text": p.text, "title": p.title} for p in PASSAGES]
 ASK: dict[str, Any] = {"question": QUESTIONS[0], "passages": OWN, "max_tokens": 2}

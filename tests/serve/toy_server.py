@@ -6,7 +6,7 @@ import logging
 import sys
 from pathlib import Path
 
-from blendserve.engine import Engine
+from blendserve.engine.engine import Engine
 from blendserve.serve.running import run
 from blendserve.serve.settings import ServeConfig
 from blendserve.store import LMDBStore

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from blendserve.bench.figures import Figures, interleaved, ratios, spread
 from blendserve.blend.cache import KVCache
-from blendserve.decode import step
+from blendserve.engine.steps import step
 from blendserve.gpu.graphs import EAGER, WORTH, Replayed, Step, Steps, worthwhile
 from blendserve.models.adapter import Adapter
 from blendserve.timing import Clock
