@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from blendserve.config import Config
     from blendserve.core import Answer, BlendReport, Document, Passage, Timings
     from blendserve.engine.engine import Engine
+    from blendserve.engine.generation import AnswerStream
     from blendserve.errors import BlendserveError
-    from blendserve.stream import AnswerStream
 
 __version__ = "0.1.0"
 __all__ = [
@@ -34,7 +34,7 @@ _ROOMS = {
     "config": ("Config",),
     "engine.engine": ("Engine",),
     "errors": ("BlendserveError",),
-    "stream": ("AnswerStream",),
+    "engine.generation": ("AnswerStream",),
 }
 
 

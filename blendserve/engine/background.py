@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
@@ -14,11 +13,9 @@ from blendserve.engine.scheduler import Cancelled, Scheduler
 from blendserve.errors import Stopping, StoreError
 from blendserve.store import ChunkKey
 
-log = logging.getLogger(__name__)
 
-
-class Upkeep:
-    """Makes chores, one for each chunk, so that a request never waits for more than one."""
+class BackgroundTasks:
+    """Makes tasks, one for each chunk, so that a request never waits for more than one."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -28,56 +25,43 @@ class Upkeep:
         """Store chunks that a request found missing or damaged; once, if several did. On the model's thread."""
         for ids in absent:
             key = blender.key(ids)  # the prefix is (), as no chunk is
-            if key not in self._planned and self._scheduler.chore(partial(self._remember, blender, ids, key)):
+            if key not in self._planned and self._scheduler.in_background(
+                partial(self._remember, blender, ids, key)
+            ):
                 self._planned.add(key)
 
     def precompute(
         self, blender: Blender, chunks: Sequence[TokenIds], done: Callable[[int], None]
     ) -> Future[None]:
-        """Compute, store and pin chunks that are not there yet; `done(n)` after each."""
-        job = _Precompute(self._scheduler, blender, chunks, done)
-        job.plan()
-        return job.future
+        """Compute, store and pin chunks that are not there yet; `done(n)` after each, which plans the next one."""
+        future: Future[None] = Future()
+
+        def plan(n: int) -> None:
+            if n == len(chunks):
+                end()
+            elif not self._scheduler.in_background(partial(compute, n)):
+                end(StoreError("the server has too much to do: warm the cache again later"))
+
+        def compute(n: int) -> None:
+            if future.cancelled():
+                return
+            try:
+                blender.precompute([chunks[n]])
+            except Cancelled:
+                end(Stopping("the server has shut down before all was computed: warm the cache again"))
+            except Exception as error:
+                end(error)
+            else:
+                done(n + 1)
+                plan(n + 1)
+
+        def end(error: Exception | None = None) -> None:
+            with suppress(InvalidStateError):  # cancelled meanwhile
+                future.set_exception(error) if error else future.set_result(None)
+
+        plan(0)
+        return future
 
     def _remember(self, blender: Blender, ids: TokenIds, key: ChunkKey) -> None:
         self._planned.discard(key)
-        try:
-            blender.remember([ids])
-        except StoreError as error:
-            log.warning("a missing chunk was not stored: %s", error)
-
-
-class _Precompute:
-    """Chunks on their way into the store: each is a chore, which plans the next one."""
-
-    def __init__(
-        self, scheduler: Scheduler, blender: Blender, chunks: Sequence[TokenIds], done: Callable[[int], None]
-    ) -> None:
-        self._scheduler, self._blender, self._chunks, self._done = scheduler, blender, chunks, done
-        self._next = 0
-        self.future: Future[None] = Future()
-
-    def plan(self) -> None:
-        """Queue the next chunk, or end."""
-        if self._next == len(self._chunks):
-            self._end()
-        elif not self._scheduler.chore(self._compute):
-            self._end(StoreError("the server has too much to do: warm the cache again later"))
-
-    def _compute(self) -> None:
-        if self.future.cancelled():
-            return
-        try:
-            self._blender.precompute([self._chunks[self._next]])
-        except Cancelled:
-            self._end(Stopping("the server has shut down before all was computed: warm the cache again"))
-        except Exception as error:
-            self._end(error)
-        else:
-            self._next += 1
-            self._done(self._next)
-            self.plan()
-
-    def _end(self, error: Exception | None = None) -> None:
-        with suppress(InvalidStateError):  # cancelled meanwhile
-            self.future.set_exception(error) if error else self.future.set_result(None)
+        blender.remember([ids])

@@ -1,6 +1,9 @@
-"""First logits and a KV cache -> tokens -> text, streamed.
+"""Logits -> tokens -> text -> an Answer with its timings, whoever runs the steps.
 
-Each step runs one row through the layers and writes its KV into the room that prefill left: nothing is copied.
+`Generation` is given the logits of one token after the other and keeps everything that an answer needs. A Python caller
+pulls pieces of text out of an `AnswerStream`, which runs a step for each token; the scheduler pushes what its own steps,
+for many requests at a time, have brought. Each step runs one row through the layers and writes its KV into the room that
+prefill left: nothing is copied.
 """
 
 from __future__ import annotations
@@ -14,22 +17,126 @@ from torch import Tensor
 
 from blendserve.blend.cache import KVCache
 from blendserve.config import DecodeConfig
+from blendserve.core import Answer, BlendReport, Timings
+from blendserve.engine.request import Plan
 from blendserve.engine.steps import step
 from blendserve.gpu.graphs import Step, Steps, worthwhile
 from blendserve.models.adapter import Adapter
+from blendserve.timing import Clock
+
+
+class Generation:
+    """One answer in the making: `take` logits until `answer` is there."""
+
+    def __init__(self, plan: Plan, report: BlendReport, tokenizer: Any, end: Set[int]) -> None:
+        self.plan, self.report = plan, report
+        self.answer: Answer | None = None
+        self.ttft = 0.0  # seconds from the request to its first token
+        self.gap = 0.0  # seconds between the last two tokens
+        self._end = end
+        self._sampler = Sampler(plan.decode)
+        self._text = TextStream(tokenizer, plan.decode.stop)
+        self._said = ""
+        self._tokens: list[int] = []
+        self._since_token: Clock | None = None
+
+    @property
+    def last(self) -> tuple[int, int]:
+        """Position and id of the last token, which the next step runs."""
+        return len(self.plan.prompt) + len(self._tokens) - 1, self._tokens[-1]
+
+    def take(self, logits: Tensor) -> str:
+        """Choose the next token from logits [V] -> the text that it completes, perhaps ""."""
+        token = self._sampler(logits)
+        self._note_time()
+        if token in self._end:
+            return self._close("", "stop")
+        self._tokens.append(token)
+        piece = self._text.push(token)
+        if self._text.stopped:
+            return self._close(piece, "stop")
+        if len(self._tokens) == self.plan.decode.max_new_tokens:
+            return self._close(piece, "length")
+        self._said += piece
+        return piece
+
+    def _note_time(self) -> None:
+        if self._since_token is None:
+            self.ttft = self.plan.clock.elapsed()
+        else:
+            self.gap = self._since_token.elapsed()
+        self._since_token = Clock()
+
+    def _close(self, piece: str, reason: str) -> str:
+        piece += self._text.flush()
+        self._said += piece
+        tokens, timings = tuple(self._tokens), self._timings()
+        self.answer = Answer(self._said, self.plan.passages, self.report, timings, tokens, reason)
+        return piece
+
+    def _timings(self) -> Timings:
+        seconds, n = self.plan.clock.seconds, len(self._tokens)
+        decode = self.plan.clock.elapsed() - self.ttft
+        return Timings(
+            retrieve=seconds["retrieve"],
+            load=seconds["load"],
+            select=seconds["select"],
+            correct=seconds["correct"],
+            prefill=seconds["prefill"],
+            ttft=self.ttft,
+            decode=decode,
+            tokens_per_second=(n - 1) / decode if n > 1 else 0.0,
+        )
+
+
+class AnswerStream:
+    """An answer on its way: iterate for pieces of text, then call `answer()`; or call it at once."""
+
+    def __init__(self, generation: Generation, logits: Tensor, run: Step, at_end: Callable[[], None]) -> None:
+        """The first token is chosen here, from logits [V]; `run` makes the others, `at_end` follows the last one."""
+        self.passages, self.report = generation.plan.passages, generation.report
+        first = generation.take(logits)
+        self.ttft = generation.ttft
+        self._generation, self._at_end = generation, at_end
+        self._pieces = self._run(first, run)
+
+    def __iter__(self) -> Iterator[str]:
+        """Pieces of valid text. Leaving early is safe: iterate again to go on, or drop the stream to cancel the rest."""
+        return self._pieces
+
+    def answer(self) -> Answer:
+        """The whole answer, once the stream has ended (this runs it to its end)."""
+        for _ in self:
+            pass
+        assert self._generation.answer is not None
+        return self._generation.answer
+
+    def _run(self, piece: str, run: Step) -> Iterator[str]:
+        while True:
+            if piece:
+                yield piece
+            if self._generation.answer:
+                break
+            piece = self._generation.take(run(*self._generation.last))
+        del run  # and with it the cache
+        self._at_end()
 
 
 def generate(
     adapter: Adapter, cache: KVCache, length: int, logits: Tensor, config: DecodeConfig, end: Set[int]
 ) -> Iterator[int]:
-    """Yield token ids until an end token (not yielded) or `max_new_tokens`; on a GPU, out of a graph where that pays.
+    """Token ids alone, until an end token (not among them) or `max_new_tokens`.
 
     `length`: tokens already in the cache; `logits` [V]: for the first new token.
     """
-    run: Step = partial(step, adapter, cache)
-    if worthwhile(adapter, config.max_new_tokens):
-        run = Steps(adapter, cache, run)
+    run = stepping(adapter, cache, config.max_new_tokens)
     return sample(logits, config, end, lambda made, token: run(length + made, token))
+
+
+def stepping(adapter: Adapter, cache: KVCache, new_tokens: int) -> Step:
+    """Steps of one row over a cache; on a GPU, out of a graph where that pays."""
+    run: Step = partial(step, adapter, cache)
+    return Steps(adapter, cache, run) if worthwhile(adapter, new_tokens) else run
 
 
 def sample(

@@ -1,86 +1,101 @@
-"""Collections: indexes by name, searched together. Used by one thread: an index may not change while it is searched."""
+"""Documents, in one index or in several collections: searched, added, replaced, deleted.
+
+The one place where documents and their KV are deleted or replaced. What is deleted loses its KV first, so that a kill in
+between leaves nothing behind that no document explains. For one thread: an index may not change while it is searched.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from blendserve.blend.blender import Blender
 from blendserve.core import Document, Passage
-from blendserve.engine.engine import Engine
-from blendserve.errors import ConfigError, InputError, NotFound
+from blendserve.engine.prompt import PromptBuilder, shown
+from blendserve.errors import ConfigError
 from blendserve.paths import index_folder
 from blendserve.retrieve import VectorIndex
-from blendserve.serve.keys import Tenant
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Documents:
+    """The documents of one index.
+
+    blenders: one for each namespace in which their KV may lie.
+    others: indexes whose passages may have texts in common with these; the KV of such a text stays.
+    """
+
+    index: VectorIndex
+    prompts: PromptBuilder
+    blenders: Sequence[Blender]
+    others: Sequence[VectorIndex] = ()
+
+    def add(
+        self, documents: Iterable[Document | str | Mapping[str, Any]], progress: Progress | None = None
+    ) -> tuple[int, list[Passage]]:
+        """Add or replace documents and save -> how many were new, and their passages. Raises CorpusError."""
+        before = self.index.passages
+        added = self.index.add(documents, progress)
+        self.index.save()
+        known, now = set(before), set(self.index.passages)
+        self._forget([p for p in before if p not in now])
+        return added, [p for p in self.index.passages if p not in known]
+
+    def delete(self, *doc_ids: str) -> tuple[int, list[Passage]]:
+        """Remove documents and save -> how many were there, and the passages that they had."""
+        gone = [p for p in self.index.passages if p.doc_id in doc_ids]
+        self._forget(gone)
+        if deleted := self.index.delete(*doc_ids):
+            self.index.save()
+        return deleted, gone
+
+    def _forget(self, gone: Sequence[Passage]) -> None:
+        """Delete the KV of passages from every namespace, except of texts that other passages share."""
+        texts, left = {shown(p): p for p in gone}, set(gone)
+        for index in (self.index, *self.others) if gone else ():
+            for passage in index.passages:
+                if passage not in left:
+                    texts.pop(shown(passage), None)
+        chunks = self.prompts.chunk_ids(texts.values())
+        for blender in self.blenders if chunks else ():
+            blender.forget(chunks, ())
 
 
 class Library:
-    """The indexes that this server has open."""
+    """Collections: indexes by name, searched together."""
 
     def __init__(self, collections: Mapping[str, VectorIndex]) -> None:
         self.collections = dict(collections)
 
     @classmethod
-    def open(cls, engine: Engine, indexes: Sequence[str]) -> Library:
-        """The engine's index, which is the first, and others that were built with the same reader and embedder.
+    def open(cls, first: VectorIndex, indexes: Sequence[str], prompts: PromptBuilder) -> Library:
+        """An open index, which is the first of `indexes`, and the others, built with the same reader and embedder.
 
         Raises IndexMissing, IndexMismatch, and ConfigError for two of one name.
         """
-        first = engine.index
-        assert first is not None
-        made, found = first.manifest, {name_of(indexes[0]): first}
-        for index in indexes[1:]:
-            if name_of(index) in found:
-                raise ConfigError(f"two indexes are called {name_of(index)!r}: rename a folder")
-            found[name_of(index)] = VectorIndex.open(
+        made, names = (
+            first.manifest,
+            [Path(index).name for index in indexes],
+        )  # a folder's name is its index's
+        found = {names[0]: first}
+        for name, index in zip(names[1:], indexes[1:], strict=True):
+            if name in found:
+                raise ConfigError(f"two indexes are called {name!r}: rename a folder")
+            found[name] = VectorIndex.open(
                 index_folder(index),
                 first.embedder,
                 reader=made.reader,
                 reader_fingerprint=made.reader_fingerprint,
-                count=lambda passage: len(engine.prompts.chunk(passage)),
+                count=lambda passage: len(prompts.chunk(passage)),
             )
         return cls(found)
 
-    def visible(self, tenant: Tenant) -> list[str]:
-        """The collections that a tenant may use."""
-        return [name for name in self.collections if tenant.may_use(name)]
-
-    def one(self, tenant: Tenant, name: str | None) -> tuple[str, VectorIndex]:
-        """A collection by name, or the tenant's only one. Raises NotFound, also for one that is not his; InputError."""
-        mine = self.visible(tenant)
-        if name is None and len(mine) != 1:
-            raise InputError(f"name a collection: {', '.join(mine) or 'this API key has none'}")
-        name = mine[0] if name is None else name
-        if name not in mine:
-            raise NotFound(f"there is no collection {name!r}: this API key has {', '.join(mine) or 'none'}")
-        return name, self.collections[name]
-
-    def search(self, tenant: Tenant, question: str, names: Iterable[str] | None, top_k: int) -> list[Passage]:
-        """The passages nearest to the question over several collections, default: all of the tenant's."""
-        chosen = [
-            self.one(tenant, name)[1]
-            for name in (self.visible(tenant) if names is None else dict.fromkeys(names))
-        ]
-        filled = [index for index in chosen if len(index)]
+    def search(self, names: Iterable[str], question: str, top_k: int) -> list[Passage]:
+        """The passages nearest to the question over several collections, best first."""
+        filled = [self.collections[name] for name in names if len(self.collections[name])]
         found = [p for index in filled for p in index.search(question, top_k)]
         return sorted(found, key=lambda p: (-(p.score or 0.0), p.id))[:top_k]
-
-    def add(self, index: VectorIndex, document: Document) -> tuple[list[Passage], list[Passage]]:
-        """Add or replace a document and save -> its passages, and those that it replaced."""
-        before = index.passages
-        index.add([document])
-        index.save()
-        now, known = set(index.passages), set(before)
-        return [p for p in index.passages if p not in known], [p for p in before if p not in now]
-
-    def delete(self, index: VectorIndex, doc_id: str) -> list[Passage]:
-        """Remove a document and save -> the passages that it had. Raises NotFound."""
-        gone = [p for p in index.passages if p.doc_id == doc_id]
-        if not index.delete(doc_id):
-            raise NotFound(f"there is no document {doc_id!r} in this collection")
-        index.save()
-        return gone
-
-
-def name_of(index: str) -> str:
-    """What clients call an index: its folder's name."""
-    return Path(index).name

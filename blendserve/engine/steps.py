@@ -45,7 +45,7 @@ class Row:
     token: int
 
 
-class Together:
+class BatchDecoder:
     """The decoding steps of a server's slots: launched row by row, or on a GPU out of one graph."""
 
     def __init__(self, adapter: Adapter, slots: Slots) -> None:

@@ -27,7 +27,9 @@ def serve(settings: Config, indexes: Sequence[str], say: Say) -> None:
     check_binding(settings.serve)
     config = EngineConfig(**settings.model_dump(exclude={"serve"}))
     with Engine.open(indexes[0], config, say) as engine:
-        run(engine, Library.open(engine, indexes), settings.serve, say)
+        assert engine.index is not None
+        library = Library.open(engine.index, indexes, engine.prompts)
+        run(engine, library, settings.serve, say)
 
 
 def run(engine: Engine, library: Library, serve: ServeConfig, say: Say) -> None:

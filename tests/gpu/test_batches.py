@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from blendserve.bench.gpu.decoding import at_once
 from blendserve.blend.cache import KVCache
 from blendserve.engine.slots import Slots
-from blendserve.engine.steps import Row, Together, step_together
+from blendserve.engine.steps import BatchDecoder, Row, step_together
 from blendserve.gpu import graphs
 from blendserve.gpu.batches import MOST_SLOTS, BatchSteps, step_all, worthwhile
 from blendserve.gpu.graphs import EAGER
@@ -44,7 +44,7 @@ def test_any_of_the_slots_step_as_they_do_alone(name: str, monkeypatch: pytest.M
     monkeypatch.setattr("blendserve.engine.steps.worthwhile", lambda adapter, n: True)
     monkeypatch.setattr(graphs, "CudaGraph", at_once)
     (slots, caches), (_, others) = (filled(adapter, lengths) for _ in range(2))
-    together = Together(adapter, slots)
+    together = BatchDecoder(adapter, slots)
     prompt(caches, lengths)
     prompt(others, lengths)
     at = list(lengths)

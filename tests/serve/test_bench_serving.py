@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from blendserve.serve.settings import ServeConfig
-from tests.serve.helpers import PASSAGES, Server
+from tests.engine.helpers import PASSAGES
+from tests.serve.helpers import Server
 from tests.serve.test_soak import script
 
 bench = script("bench_serving")
