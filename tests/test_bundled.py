@@ -15,10 +15,10 @@ from blendserve.blend.layout import Layout
 from blendserve.blend.prefill import Prefilled, prefill
 from blendserve.config import BlendConfig, Config, DecodeConfig, PromptConfig
 from blendserve.core import Passage, Prompt
-from blendserve.engine import Engine
+from blendserve.engine.engine import Engine
+from blendserve.engine.prompt import PromptBuilder
 from blendserve.models.adapter import Adapter
 from blendserve.models.forward import append
-from blendserve.prompt import PromptBuilder
 from blendserve.store import MemoryStore
 from tests.blend.helpers import assert_near, distance, lay, model_says
 from tests.blend.test_prefill import OneOff

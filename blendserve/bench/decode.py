@@ -21,7 +21,7 @@ from blendserve.blend.layout import lay_out
 from blendserve.blend.prefill import Prefilled, prefill
 from blendserve.config import BlendConfig, DecodeConfig
 from blendserve.core import Prompt, TokenIds
-from blendserve.decode import generate
+from blendserve.engine.generation import generate
 from blendserve.models.adapter import Adapter
 from blendserve.models.loader import load_reader
 from blendserve.timing import Clock

@@ -27,10 +27,10 @@ from blendserve.bench.tables import LIMITED
 from blendserve.bench.ttft import figures_of
 from blendserve.bench.workload import check_room, make_workload
 from blendserve.config import PromptConfig
+from blendserve.engine.prompt import PromptBuilder
 from blendserve.errors import InputError
 from blendserve.evaluate.variants import TRANSFORMERS, Variant
 from blendserve.models.loader import Reader, load_reader
-from blendserve.prompt import PromptBuilder
 from blendserve.provenance import machine
 
 Say = Callable[[str], None]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from blendserve.config import Config, changed
-from blendserve.engine import Engine
+from blendserve.engine.engine import Engine
 from blendserve.errors import InputError
 from blendserve.evaluate.datasets import load
 from blendserve.evaluate.folder import RunFolder

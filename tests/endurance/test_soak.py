@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from blendserve.config import PromptConfig
-from blendserve.prompt import PromptBuilder
+from blendserve.engine.prompt import PromptBuilder
 from tests.endurance import soak
 from tests.endurance.helpers import last_line
 

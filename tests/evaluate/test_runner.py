@@ -287,7 +287,7 @@ def test_open_retrieves_and_reports_recall(tmp_path: Path) -> None:
 def test_a_reader_that_fails_the_gate_is_no_reference(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from blendserve.engine import Engine
+    from blendserve.engine.engine import Engine
 
     class Failing:
         def require(self) -> None:

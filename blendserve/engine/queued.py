@@ -1,4 +1,4 @@
-"""A request on its way through the scheduler, and what comes back from it."""
+"""A planned request on its way through the scheduler, and what comes back from it."""
 
 from __future__ import annotations
 
@@ -7,18 +7,11 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from blendserve.blend.blender import Blender
-from blendserve.config import BlendConfig, DecodeConfig
-from blendserve.core import Answer, BlendReport, ChunkKV, Passage, Prompt, TokenIds
+from blendserve.core import Answer, BlendReport, TokenIds
+from blendserve.engine.prefix_cache import PrefixKV
+from blendserve.engine.request import Plan
 from blendserve.store import ChunkKey
 from blendserve.timing import Clock
-
-
-@dataclass(frozen=True, slots=True)
-class Front:
-    """KV of a prompt's prefix that is no chunk of the store: a conversation so far."""
-
-    kv: ChunkKV
-    reused: int  # tokens of it that an earlier turn left; the others were computed for this one
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,30 +47,21 @@ Event: TypeAlias = "Started | Piece | Finished | Failed"
 
 
 @dataclass(slots=True, eq=False)
-class Work:
-    """One request. Filled by service.py; `emit` is called on the model's thread, with the last event Finished or Failed.
+class QueuedRequest:
+    """One request. Filled by batching.py; `emit` is called on the model's thread, with the last event Finished or Failed.
 
     keys: of its chunks in the store.
-    front: gives the KV of the prompt's prefix; called on the model's thread; None = the store's.
+    prefix_kv: gives the KV of the prompt's prefix; called on the model's thread; None = the store's.
     missed: told, on the model's thread, of the chunks that the store did not have.
     cancelled: set by whoever no longer wants it; nothing is emitted after that.
     """
 
     tenant: str
-    prompt: Prompt
-    passages: tuple[Passage, ...]
-    blend: BlendConfig
-    decode: DecodeConfig
+    plan: Plan
     blender: Blender
     emit: Callable[[Event], None]
     keys: frozenset[ChunkKey] = frozenset()
-    front: Callable[[], Front] | None = None
+    prefix_kv: Callable[[], PrefixKV] | None = None
     missed: Callable[[Sequence[TokenIds]], None] | None = None
-    clock: Clock = field(default_factory=Clock)  # since the request came
     queued: Clock = field(default_factory=Clock)  # since this was made
     cancelled: bool = False
-
-    @property
-    def tokens(self) -> int:
-        """Room that it needs in a slot."""
-        return len(self.prompt) + self.decode.max_new_tokens

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from blendserve.config import Behind, PromptConfig
 from blendserve.core import Passage
+from blendserve.engine.prompt import PromptBuilder
 from blendserve.errors import ModelUnsupported
-from blendserve.prompt import PromptBuilder
 from tests.tokenizers import bundled_tokenizer
 
 PASSAGES = [Passage("Grass is green.", "Grass"), Passage("The sky is blue.")]
