@@ -48,7 +48,7 @@ def run(
     """Measure the grid into runs/<model> and draw it. Raises as `measure` does."""
     if importlib.util.find_spec("matplotlib") is None:
         raise InputError("the plots need matplotlib, which is not there: pip install 'blendserve[evaluate]'")
-    from blendserve.bench.plots import ttft_context, ttft_ratio
+    from blendserve.bench.plots import ttft_context, ttft_ratio  # start-up: matplotlib
 
     kept = runs / re.sub(r"[^\w.-]+", "-", config.model)
     cells = measure(config, kept, say, update)

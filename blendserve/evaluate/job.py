@@ -91,8 +91,8 @@ def evaluate(
 
 def _publish(folder: RunFolder, figures: dict[str, Any]) -> None:
     """Plots and page, made anew from what the run has kept."""
-    from blendserve.evaluate.plots import pareto
-    from blendserve.evaluate.report import render
+    from blendserve.evaluate.plots import pareto  # start-up: matplotlib
+    from blendserve.evaluate.report import render  # start-up: jinja2
 
     name = folder.path.name
     for format in ("svg", "png"):
