@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from blendserve.bench import serving_load as bench
-from blendserve.serve.settings import ServeConfig
+from blendserve.serve.config import ServeConfig
 from tests.engine.helpers import PASSAGES
 from tests.serve.helpers import Server
 
