@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import importlib.util
 import json
 import re
 import sys
@@ -15,7 +16,6 @@ import pytest
 
 from blendserve.cli import main
 from blendserve.errors import InputError
-from blendserve.evaluate import job
 from blendserve.evaluate.plots import pareto
 from blendserve.evaluate.report import render
 from blendserve.evaluate.spending import spending
@@ -218,7 +218,7 @@ def test_the_page_is_made_of_what_the_run_kept(done: Any) -> None:
 def test_without_matplotlib_it_is_said_before_hours_of_measuring(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(job.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(InputError, match=re.escape("pip install 'blendserve[evaluate]'")):
         run(tmp_path, tmp_path / "none.json")
 
