@@ -10,15 +10,28 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from blendserve.errors import ConfigError
-from blendserve.registry import nearest
+from blendserve.registry import ADMISSIONS, CORRECTIONS, EVICTIONS, POLICIES, STORES, nearest
 
 Method = Literal["auto", "blend", "full", "prefix", "reuse"]
-PolicyName = Literal["query", "deviation", "chunk_head", "random", "none", "all"]
-CorrectionName = Literal["ridge", "shift", "none"]
+PolicyName = Annotated[
+    str, AfterValidator(POLICIES.check), Field(json_schema_extra={"enum": list(POLICIES.names)})
+]
+CorrectionName = Annotated[
+    str, AfterValidator(CORRECTIONS.check), Field(json_schema_extra={"enum": list(CORRECTIONS.names)})
+]
 Behind = Literal["prefix", "primer", "bos", "none"]
+StoreKindName = Annotated[
+    str, AfterValidator(STORES.check), Field(json_schema_extra={"enum": list(STORES.names)})
+]
+EvictionName = Annotated[
+    str, AfterValidator(EVICTIONS.check), Field(json_schema_extra={"enum": list(EVICTIONS.names)})
+]
+AdmissionName = Annotated[
+    str, AfterValidator(ADMISSIONS.check), Field(json_schema_extra={"enum": list(ADMISSIONS.names)})
+]
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 
 Ratio = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -107,7 +120,7 @@ class TiersConfig(Section):
 class StoreConfig(Section):
     """Where chunk KV lives."""
 
-    kind: Literal["lmdb", "memory"] = Field("lmdb", description="Keep chunk KV in a store of this kind.")
+    kind: StoreKindName = Field(STORES.default, description="Keep chunk KV in a store of this kind.")
     path: Path | None = Field(
         None, description="Keep chunk KV in this folder; it is the index's own kv/ if none is given."
     )
@@ -116,12 +129,12 @@ class StoreConfig(Section):
         gt=0,
         description="Keep at most so many GB (10^9 bytes) of KV; the store's file is a little larger.",
     )
-    eviction: Literal["lru", "refuse"] = Field(
-        "lru",
+    eviction: EvictionName = Field(
+        EVICTIONS.default,
         description="Make room at the cap by giving up the least recently used chunks that are not pinned, or refuse.",
     )
-    admission: Literal["tinylfu", "always"] = Field(
-        "tinylfu",
+    admission: AdmissionName = Field(
+        ADMISSIONS.default,
         description="Let in at the cap only what is asked for more often than what it displaces (tinylfu), or all.",
     )
     write_back: bool = Field(
@@ -132,6 +145,10 @@ class StoreConfig(Section):
     )
     tiers: TiersConfig = TiersConfig()
 
+    @property
+    def cap_bytes(self) -> int:
+        return round(self.cap_gb * 1e9)
+
 
 class BlendConfig(Section):
     """Which tokens are recomputed, and what is done for the others."""
@@ -140,14 +157,16 @@ class BlendConfig(Section):
         "auto",
         description="Use stored KV in this way; auto takes the one that is cheapest on this machine for the prompt.",
     )
-    policy: PolicyName = Field("query", description="Choose the tokens that are recomputed by this rule.")
+    policy: PolicyName = Field(
+        POLICIES.default, description="Choose the tokens that are recomputed by this rule."
+    )
     ratio: Ratio | Literal["auto"] = Field(
         0.15,
         description="Recompute this share of the context's tokens; auto takes as many as loading hides.",
     )
     floor: Ratio = Field(0.05, description="Recompute at least this share where the ratio is auto.")
     correction: CorrectionName = Field(
-        "ridge", description="Correct the KV of tokens that are not recomputed in this way."
+        CORRECTIONS.default, description="Correct the KV of tokens that are not recomputed in this way."
     )
     check_layers: tuple[Annotated[int, Field(ge=1)], ...] = Field(
         (1,),
@@ -157,7 +176,7 @@ class BlendConfig(Section):
 
     @property
     def share(self) -> float:
-        """The ratio as a number; "auto" is at least its floor (blend/controller.py finds out what it is)."""
+        """The ratio as a number; "auto" is at least its floor (blend/cost.py finds out what it is)."""
         return self.floor if self.ratio == "auto" else self.ratio
 
 
@@ -230,9 +249,8 @@ def _explain(root: type[Section], error: ValidationError) -> str:
     if problem["type"] == "extra_forbidden":
         known = _fields_at(root, parents)
         return f"unknown setting {where!r}: {nearest(name, known)}"
-    return (
-        f"setting {where!r} cannot be {problem['input']!r}: {problem['msg'][0].lower()}{problem['msg'][1:]}"
-    )
+    why = problem["msg"].removeprefix("Value error, ")
+    return f"setting {where!r} cannot be {problem['input']!r}: {why[0].lower()}{why[1:]}"
 
 
 def _fields_at(root: type[BaseModel], parents: list[str]) -> list[str]:

@@ -51,7 +51,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class ChunkKV:
-    """One chunk's KV cache, independent of where the chunk will stand. Filled by blend/full.py, kept by store/."""
+    """One chunk's KV cache, independent of where the chunk will stand. Filled by blend/precompute.py, kept by store/."""
 
     keys: torch.Tensor  # [L, K, C, D], before RoPE
     values: torch.Tensor  # [L, K, C, D]

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from blendserve import console
-from blendserve.blend.full import model_logits
 from blendserve.config import BlendConfig, Config, RetrieveConfig, StoreConfig
 from blendserve.core import Answer, Passage
-from blendserve.engine import Engine
+from blendserve.engine.engine import Engine
 from blendserve.errors import IndexMismatch, IndexMissing
+from blendserve.models.own_forward import model_logits
 from blendserve.retrieve import language_reference
 
 INDEX = Path("indexes") / "demo"

@@ -33,6 +33,10 @@ class Registry:
             raise ValueError(f"there is no {self.kind} {name!r}: {nearest(name, list(self._entries))}")
         return name
 
+    def module(self, name: str) -> str:
+        """The module that the name's thing lives in."""
+        return self._entries[name].partition(":")[0]
+
     def load(self, name: str) -> Any:
         """What stands behind the name. Raises ValueError for an unknown one."""
         module, _, attribute = self._entries[self.check(name)].partition(":")
@@ -51,3 +55,55 @@ def nearest(name: str, known: list[str]) -> str:
     """A hint for a name that is not known."""
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
     return f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
+
+
+POLICIES = Registry(
+    "policy",
+    {
+        "query": "blendserve.blend.policies.query:QueryPolicy",
+        "deviation": "blendserve.blend.policies.deviation:DeviationPolicy",
+        "chunk_head": "blendserve.blend.policies.chunk_head:ChunkHeadPolicy",
+        "random": "blendserve.blend.policies.random:RandomPolicy",
+        "none": "blendserve.blend.policies.none:NonePolicy",
+        "all": "blendserve.blend.policies.all:AllPolicy",
+    },
+)
+CORRECTIONS = Registry(
+    "correction",
+    {
+        "ridge": "blendserve.blend.corrections.ridge:Ridge",
+        "shift": "blendserve.blend.corrections.shift:Shift",
+        "none": "blendserve.blend.corrections.none:NoCorrection",
+    },
+)
+
+# What full reuse is made of, and the baseline that everything is compared with: CacheBlend's rule (arXiv 2405.16444).
+REUSE = {"policy": "none", "correction": "none"}
+RULE = "deviation"
+CACHEBLEND = f"{RULE}@0.15"
+EVALUATED = (  # what `evaluate` compares unless told otherwise
+    "random",
+    "chunk_head",
+    "deviation",
+    "deviation+shift",
+    "query",
+    "query+shift",
+    "query+ridge",
+)
+BENCHED = ("query+ridge",)  # beside the baselines
+STORES = Registry(
+    "store kind",
+    {
+        "lmdb": "blendserve.store.lmdb.store:LMDBStore",
+        "memory": "blendserve.store.memory:MemoryStore",
+    },
+)
+EVICTIONS = Registry(
+    "eviction policy",
+    {"lru": "blendserve.store.policies:LRU", "refuse": "blendserve.store.policies:Refuse"},
+)
+ADMISSIONS = Registry(
+    "admission policy",
+    {"tinylfu": "blendserve.store.policies:TinyLFU", "always": "blendserve.store.policies:Always"},
+)
+CODECS = Registry("codec", {"raw": "blendserve.store.codecs.raw:Raw"})

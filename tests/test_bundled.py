@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from blendserve.blend import prefill as module
-from blendserve.blend.assemble import Layout
+from blendserve.blend.layout import Layout
 from blendserve.blend.prefill import Prefilled, prefill
 from blendserve.config import BlendConfig, Config, DecodeConfig, PromptConfig
 from blendserve.core import Passage, Prompt
-from blendserve.decode import step
-from blendserve.engine import Engine
+from blendserve.engine.engine import Engine
+from blendserve.engine.prompt import PromptBuilder
 from blendserve.models.adapter import Adapter
-from blendserve.prompt import PromptBuilder
+from blendserve.models.forward import append
 from blendserve.store import MemoryStore
 from tests.blend.helpers import assert_near, distance, lay, model_says
 from tests.blend.test_prefill import OneOff
@@ -53,7 +53,7 @@ def followed(dtype: str, done: Prefilled) -> Tensor:
     """Logits [1 + len(tail), V]: after the prompt, and after each token of the tail as decode takes them."""
     logits = [done.logits]
     for i, token in enumerate(tail()):
-        logits.append(step(adapter(dtype), done.cache, len(prompt()) + i, token))
+        logits.append(append(adapter(dtype), done.cache, len(prompt()) + i, (token,))[0])
     return torch.stack(logits).float()
 
 

@@ -49,6 +49,9 @@ def test_a_file_names_only_what_it_changes(tmp_path: Path) -> None:
         ({"decode": {"max_new_tokens": 0}}, r"'decode.max_new_tokens' cannot be 0"),
         ({"decode": {"top_p": 0}}, r"'decode.top_p' cannot be 0"),
         ({"store": {"cap_gb": 0}}, r"'store.cap_gb' cannot be 0"),
+        ({"store": {"kind": "lmbd"}}, r"'store.kind' cannot be 'lmbd': there is no store kind .*mean 'lmdb'"),
+        ({"store": {"eviction": "fifo"}}, r"'store.eviction' cannot be 'fifo': .* known are lru, refuse"),
+        ({"store": {"admission": 1}}, r"'store.admission' cannot be 1: .*string"),
         ({"retrieve": {"top_k": "six"}}, r"'retrieve.top_k' cannot be 'six'"),
     ],
 )

@@ -21,11 +21,11 @@ from blendserve.bench.workload import Workload
 from blendserve.blend.blender import Blender
 from blendserve.config import Behind, BlendConfig, PromptConfig
 from blendserve.core import BlendReport, TokenIds
+from blendserve.engine.prompt import PromptBuilder
 from blendserve.errors import InputError, StoreError
 from blendserve.evaluate.variants import FULL, TRANSFORMERS, Variant
 from blendserve.models.adapter import Adapter
 from blendserve.models.loader import Reader
-from blendserve.prompt import PromptBuilder
 from blendserve.store import KVStore, LMDBStore
 from blendserve.timing import Clock
 

@@ -17,11 +17,11 @@ from blendserve.bench.figures import Figures, Update, interleaved, ratios, sprea
 from blendserve.bench.machine import where
 from blendserve.bench.settings import DecodeBenchConfig
 from blendserve.bench.workload import check_room, make_workload
-from blendserve.blend.assemble import lay_out
+from blendserve.blend.layout import lay_out
 from blendserve.blend.prefill import Prefilled, prefill
 from blendserve.config import BlendConfig, DecodeConfig
 from blendserve.core import Prompt, TokenIds
-from blendserve.decode import generate
+from blendserve.engine.generation import generate
 from blendserve.models.adapter import Adapter
 from blendserve.models.loader import load_reader
 from blendserve.timing import Clock

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from blendserve.bench.rates import Rates
+from blendserve.blend.policies.base import make_policy
 from blendserve.config import BlendConfig
 from blendserve.core import BlendReport
 from blendserve.errors import ModelUnsupported
@@ -114,8 +115,8 @@ def pass_work(counts: Counts, positions: Tensor, layers: range) -> Work:
 def prefill_work(counts: Counts, report: BlendReport, recomputed: Tensor, blend: BlendConfig) -> Work:
     """All of one prefill whose chunks were either all found or not looked for, selection included.
 
-    recomputed: ascending positions that the policy chose. `deviation` with several check layers is counted as if it
-    narrowed to its choice at the first: still a lower bound.
+    recomputed: ascending positions that the policy chose. Several check layers are counted as if
+    all but the choice were dropped at the first: still a lower bound.
     """
     fresh, reusable = _positions(report)
     active = torch.cat([fresh, recomputed]).sort().values
@@ -123,11 +124,12 @@ def prefill_work(counts: Counts, report: BlendReport, recomputed: Tensor, blend:
     everywhere = range(counts.n_layers)
     if not 0 < len(recomputed) < len(reusable):
         return work + pass_work(counts, active, everywhere)
-    if blend.policy == "query":
-        work += probe_work(counts, fresh)
-    if blend.policy == "deviation":
+    policy = make_policy(blend)
+    if policy.has_scoring_pass:
+        work += scoring_work(counts, fresh)
+    if policy.narrowing_layers:
         dense = torch.cat([reusable, fresh])
-        return work + narrowing_work(counts, dense, active, min(blend.check_layers))
+        return work + narrowing_work(counts, dense, active, min(policy.narrowing_layers))
     return work + pass_work(counts, active, everywhere)
 
 
@@ -138,14 +140,14 @@ def _positions(report: BlendReport) -> tuple[Tensor, Tensor]:
     return torch.arange(at + found, report.tokens_prompt), torch.arange(at, at + found)
 
 
-def probe_work(counts: Counts, suffix: Tensor) -> Work:
-    """The `query` policy's pass: suffix rows attend in every layer, and nothing reads the last one's output."""
+def scoring_work(counts: Counts, suffix: Tensor) -> Work:
+    """A policy's scoring pass: suffix rows attend in every layer, and nothing reads the last one's output."""
     n, last = len(suffix), counts.n_layers - 1
     return sum((layer_work(counts, l, n, suffix, n if l < last else 0) for l in range(last + 1)), Work())
 
 
 def narrowing_work(counts: Counts, dense: Tensor, active: Tensor, check: int) -> Work:
-    """The `deviation` policy: all rows up to the check layer's projection, the chosen ones from there on."""
+    """A policy that narrows: all rows up to the check layer's projection, the chosen ones from there on."""
     below = [layer_work(counts, l, len(dense), dense, len(dense)) for l in range(check)]
     extra = Work(2.0 * (len(dense) - len(active)) * counts.project)
     return sum(below, extra) + pass_work(counts, active, range(check, counts.n_layers))

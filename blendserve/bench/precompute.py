@@ -16,9 +16,9 @@ from blendserve.bench.settings import PrecomputeConfig
 from blendserve.bench.workload import make_workload
 from blendserve.blend.blender import Blender
 from blendserve.core import TokenIds
+from blendserve.engine.prompt import PromptBuilder
 from blendserve.models.adapter import Adapter
 from blendserve.models.loader import Reader, load_reader
-from blendserve.prompt import PromptBuilder
 from blendserve.store import LMDBStore
 from blendserve.timing import Clock
 

@@ -27,10 +27,10 @@ from blendserve.bench.tables import LIMITED
 from blendserve.bench.ttft import figures_of
 from blendserve.bench.workload import check_room, make_workload
 from blendserve.config import PromptConfig
+from blendserve.engine.prompt import PromptBuilder
 from blendserve.errors import InputError
 from blendserve.evaluate.variants import TRANSFORMERS, Variant
 from blendserve.models.loader import Reader, load_reader
-from blendserve.prompt import PromptBuilder
 from blendserve.provenance import machine
 
 Say = Callable[[str], None]
@@ -48,7 +48,7 @@ def run(
     """Measure the grid into runs/<model> and draw it. Raises as `measure` does."""
     if importlib.util.find_spec("matplotlib") is None:
         raise InputError("the plots need matplotlib, which is not there: pip install 'blendserve[evaluate]'")
-    from blendserve.bench.plots import ttft_context, ttft_ratio
+    from blendserve.bench.plots import ttft_context, ttft_ratio  # start-up: matplotlib
 
     kept = runs / re.sub(r"[^\w.-]+", "-", config.model)
     cells = measure(config, kept, say, update)

@@ -10,6 +10,7 @@ from pydantic import Field
 from blendserve.config import Positive, Ratio, ReaderConfig, Section
 from blendserve.errors import ConfigError
 from blendserve.evaluate.variants import FULL, TRANSFORMERS, Variant, variants
+from blendserve.registry import BENCHED
 
 
 class BenchConfig(ReaderConfig):
@@ -33,7 +34,7 @@ class TtftConfig(BenchConfig):
     chunk_tokens: Positive = Field(512, description="Give a chunk so many tokens.")
     suffix_tokens: Positive = Field(40, description="Put so many tokens behind the chunks.")
     methods: tuple[str, ...] = Field(
-        ("query+ridge",),
+        BENCHED,
         description="Compare these, in words as `evaluate` has them, beside transformers, full, prefix and reuse.",
     )
     ratios: tuple[Ratio, ...] = Field(
@@ -75,7 +76,7 @@ class ScalingConfig(BenchConfig):
         (0.05, 0.15), description="Use these ratios where the ratio is not varied."
     )
     methods: tuple[str, ...] = Field(
-        ("query+ridge",), description="Compare these, in words as `evaluate` has them, beside the usual ones."
+        BENCHED, description="Compare these, in words as `evaluate` has them, beside the usual ones."
     )
     suffix_tokens: Positive = Field(40, description="Put so many tokens behind the chunks.")
     repeats: Positive = Field(3, description="Measure so many rounds of a cell.")

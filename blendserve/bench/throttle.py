@@ -62,8 +62,12 @@ class _Chunk:
         return self.view.n_bytes
 
     @property
-    def stamp(self) -> Hashable:
-        return self.view.stamp
+    def raw_bytes(self) -> int:
+        return self.view.raw_bytes
+
+    @property
+    def version(self) -> Hashable:
+        return self.view.version
 
     def layer(self, l: int) -> tuple[Tensor, Tensor]:
         start = time.perf_counter()

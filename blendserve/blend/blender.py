@@ -8,22 +8,24 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 
-from blendserve.blend.assemble import Layout, lay_out
-from blendserve.blend.cache import KVCache
-from blendserve.blend.controller import LoadRate, free_ratio
+from blendserve.blend.cost import CostModel, LoadRate, calibrated, choose, free_ratio
+from blendserve.blend.layout import Layout, lay_out
 from blendserve.blend.lookup import Found, look_up, nothing, wanted
+from blendserve.blend.policies.base import make_policy
 from blendserve.blend.precompute import ChunkComputer
-from blendserve.blend.prefill import Prefilled, check_policy, prefill
-from blendserve.blend.profit import CostModel, calibrated, choose
+from blendserve.blend.prefill import Prefilled, prefill
 from blendserve.blend.report import make_report
 from blendserve.config import BlendConfig, Method, changed
 from blendserve.core import BlendReport, ChunkKV, Prompt, TokenIds
 from blendserve.errors import CorruptRecord, StoreError
 from blendserve.models.adapter import Adapter
+from blendserve.models.forward import BeforeLayer
+from blendserve.models.kv_cache import KVCache
 from blendserve.paths import cache_folder
+from blendserve.registry import REUSE
 from blendserve.store import ChunkKey, KVStore, Snapshot, chunk_key
-from blendserve.store.behind import write_behind
 from blendserve.store.memory import MemoryChunk
+from blendserve.store.write_behind import write_behind
 from blendserve.timing import Clock
 
 
@@ -57,25 +59,30 @@ class Blender:
         fingerprint: str,
         store: KVStore,
         prefix: TokenIds,
-        behind: TokenIds,
+        context: TokenIds,
         namespace: str = "",
+        before_layer: BeforeLayer | None = None,
     ) -> None:
+        """context: what chunks are computed behind. before_layer: called in every pass, before each of its layers."""
         self.adapter, self.store = adapter, store
         self._fingerprint, self._namespace = fingerprint, namespace
-        self._prefix, self._behind = prefix, behind
+        self._prefix, self._context = prefix, context
+        self._before_layer = before_layer
         self._computers: dict[TokenIds, ChunkComputer] = {}
         self._costs: CostModel | None = None
         self._load_rate = LoadRate()
         self._lock = threading.Lock()
 
-    def key(self, ids: TokenIds, behind: TokenIds | None = None) -> ChunkKey:
-        """The store's key of a chunk; `behind` defaults to what this blender computes chunks behind."""
-        front = self._behind if behind is None else behind
-        return chunk_key(self._fingerprint, front, ids, str(self.adapter.dtype), self._namespace)
+    def key(self, ids: TokenIds, context: TokenIds | None = None) -> ChunkKey:
+        """The store's key of a chunk; `context` defaults to what this blender computes chunks behind."""
+        before = self._context if context is None else context
+        return chunk_key(self._fingerprint, before, ids, str(self.adapter.dtype), self._namespace)
 
-    def like(self, adapter: Adapter, store: KVStore, namespace: str) -> Blender:
-        """The same reader, prompt and measured costs for another namespace; adapter, store: other ways to them."""
-        other = Blender(adapter, self._fingerprint, store, self._prefix, self._behind, namespace)
+    def like(self, store: KVStore, namespace: str, before_layer: BeforeLayer | None = None) -> Blender:
+        """The same reader, prompt and measured costs for another namespace of a store."""
+        other = Blender(
+            self.adapter, self._fingerprint, store, self._prefix, self._context, namespace, before_layer
+        )
         other._costs = self._costs
         return other
 
@@ -91,24 +98,24 @@ class Blender:
         new_tokens: int = 0,
         clock: Clock | None = None,
         cache: KVCache | None = None,
-        front: ChunkKV | None = None,
+        prefix_kv: ChunkKV | None = None,
     ) -> Blended:
         """Prefill a prompt by `blend.method`. Never fails for what the store holds or lacks.
 
-        cache: the caller's own, with room for the prompt and `new_tokens`. front: the prefix's KV, where the caller has
-        it; by default the store is asked for it. Raises ConfigError for a check layer that the reader does not have.
+        cache: the caller's own, with room for the prompt and `new_tokens`. prefix_kv: the prefix's KV, where the caller
+        has it; by default the store is asked for it. Raises ConfigError for settings that the reader does not fit.
         """
-        check_policy(blend, self.adapter.n_layers)
+        make_policy(blend).validate(self.adapter.n_layers)
         if blend.method == "reuse":
-            blend = changed(blend, policy="none", correction="none")
+            blend = changed(blend, **REUSE)
         corrupt: set[ChunkKey] = set()
         trouble = ""
         while blend.method != "full" and not trouble:
             try:
                 with self.store.reading() as snapshot:
                     found = self._look_up(snapshot, prompt, blend.method, corrupt)
-                    if front is not None:
-                        found = replace(found, prefix=MemoryChunk(front))
+                    if prefix_kv is not None:
+                        found = replace(found, prefix=MemoryChunk(prefix_kv))
                     return self._finish(prompt, blend, new_tokens, clock, cache, found)
             except CorruptRecord as error:
                 corrupt.add(error.key)
@@ -138,8 +145,8 @@ class Blender:
             layout = self._layout(prompt, found.only(method, self._exact_first(prompt)))
         if blend.ratio == "auto":
             blend = changed(blend, ratio=self._free_ratio(layout, blend))
-        done = prefill(self.adapter, prompt, layout, blend, new_tokens, clock, cache)
-        self._load_rate.saw(done.seconds_reading, sum(len(piece.span) for piece in layout.pieces))
+        done = prefill(self.adapter, prompt, layout, blend, new_tokens, clock, cache, self._before_layer)
+        self._load_rate.record(done.seconds_reading, layout.n_loaded)
         absent = tuple(prompt.chunks[i].ids for i in found.looked_for if found.chunks[i] is None)
         if found.prefix is None and found.looked_for and prompt.prefix:
             absent = ((), *absent)
@@ -157,14 +164,14 @@ class Blender:
     def _free_ratio(self, layout: Layout, blend: BlendConfig) -> float:
         """What can be recomputed while the rest loads, as far as is known yet."""
         rate = self._load_rate.seconds_per_token
-        return free_ratio(self.calibrate(), layout, blend, self.adapter.n_layers, rate)
+        return free_ratio(self.calibrate(), layout, blend, rate)
 
     def _layout(self, prompt: Prompt, found: Found) -> Layout:
         return lay_out(prompt, found.prefix, found.chunks, behind_prefix=self._exact_first(prompt))
 
     def _exact_first(self, prompt: Prompt) -> bool:
         """Whether a chunk right behind the prefix is exact."""
-        return self._behind == prompt.prefix
+        return self._context == prompt.prefix
 
     def calibrate(self, say: Callable[[str], None] = lambda _: None) -> CostModel:
         """The cost model behind `method="auto"`: measured once per machine and reader, in a few seconds, and kept."""
@@ -173,12 +180,14 @@ class Blender:
                 self._costs = calibrated(self.adapter, self._fingerprint, cache_folder() / "profit", say)
             return self._costs
 
-    def computer(self, behind: TokenIds) -> ChunkComputer:
-        """Computes chunk KV behind these tokens; kept, as its front is the same for all chunks."""
+    def computer(self, context: TokenIds) -> ChunkComputer:
+        """Computes chunk KV behind these tokens; kept, as they are the same for all chunks."""
         with self._lock:
-            if behind not in self._computers:
-                self._computers[behind] = ChunkComputer(self.adapter, behind)
-            return self._computers[behind]
+            if context not in self._computers:
+                self._computers[context] = ChunkComputer(
+                    self.adapter, context, before_layer=self._before_layer
+                )
+            return self._computers[context]
 
     def remember(self, absent: Sequence[TokenIds]) -> int:
         """Compute chunks alone and store them, `()` standing for the prefix, in place of any damaged record.
@@ -190,7 +199,7 @@ class Blender:
         per_token = self.adapter.kv_bytes_per_token
         chunks = dict.fromkeys(ids for ids in absent if ids)
         wanted = [ids for ids in chunks if self.store.wants(self.key(ids), len(ids) * per_token)]
-        for ids, kv in zip(wanted, self.computer(self._behind).stream(wanted), strict=True):
+        for ids, kv in zip(wanted, self.computer(self._context).stream(wanted), strict=True):
             stored += self.store.put(self.key(ids), kv)
         return stored
 
@@ -214,13 +223,13 @@ class Blender:
         computed, tokens, size = (
             (0, 0, 0) if self.key(self._prefix, ()) in self.store else self._store_prefix()
         )
-        front, computer = tokens, self.computer(self._behind)
+        before, computer = tokens, self.computer(self._context)
         fresh = zip(map(self.key, todo), computer.stream(todo), strict=True)
         with closing(write_behind(self.store, fresh, computer.stack_tokens)) as stored:
             for ids, n_bytes in zip(todo, stored, strict=True):
                 computed, tokens, size = computed + 1, tokens + len(ids), size + n_bytes
                 if progress:
-                    progress(tokens - front, total)
+                    progress(tokens - before, total)
         return PrecomputeReport(
             distinct, computed, distinct - computed, tokens, size, time.perf_counter() - start
         )

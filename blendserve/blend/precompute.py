@@ -1,23 +1,24 @@
 """Chunk KV, computed once and for all: behind the prefix, captured before RoPE.
 
-The text in front runs once; then chunks run in stacks that share the matmuls, each attending to the front and to itself
-alone: one after another, or on a GPU with flash-attn in one launch (gpu/packed.py). So the result does not depend on
-which chunks are stacked, to rounding.
+The prefix runs once; then chunks run in stacks that share the matmuls, each attending to the prefix and to itself
+alone: one after another, or on a GPU with flash-attn in one launch (kernels/cuda/packed.py). So the result does not
+depend on which chunks are stacked, to rounding.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from blendserve.blend.attention import RowPlan, attend, plan_rows
 from blendserve.core import ChunkKV, Span, TokenIds
-from blendserve.gpu import packed
+from blendserve.kernels.chunks import ChunkStack
+from blendserve.kernels.ops import attend_chunks
+from blendserve.kernels.types import Rope
 from blendserve.models.adapter import Adapter, Projected
+from blendserve.models.forward import BeforeLayer, run_layers
 
 STACK_TOKENS = 1024  # rows a stack on a CPU: enough to fill the matmuls, little enough to stay in cache
 GPU_STACK_BYTES = 1 << 30  # of KV that a stack makes on a GPU: 8,192 rows of an 8B model
@@ -27,21 +28,23 @@ GPU_STACK_TOKENS = 16_384  # rows at most; a GPU is full long before
 class ChunkComputer:
     """Computes the KV of chunks that all stand behind the same tokens."""
 
-    def __init__(self, adapter: Adapter, behind: TokenIds, front: ChunkKV | None = None) -> None:
-        """front: the KV of `behind`, where the caller has it."""
-        self._adapter = adapter
-        self._behind = behind
+    def __init__(
+        self,
+        adapter: Adapter,
+        context: TokenIds,
+        context_kv: ChunkKV | None = None,
+        before_layer: BeforeLayer | None = None,
+    ) -> None:
+        """context_kv: the KV of `context`, where the caller has it. before_layer: called in every pass."""
+        self._adapter, self._before_layer = adapter, before_layer
         empty = _empty(adapter, 0)
-        self._front_keys, self._front_values = empty.keys, empty.values  # [L, K, F, D], keys after RoPE
-        self._n_front = 0
-        self.front = empty
-        if behind:
-            self.front = front or self.compute([behind])[0]
-            self._n_front = len(behind)
-            ropes = adapter.rope(torch.arange(len(behind), device=adapter.device))
-            turned = [adapter.rotate(k, rope) for k, rope in zip(self.front.keys, ropes, strict=True)]
-            self._front_keys = torch.stack(turned)
-            self._front_values = self.front.values
+        self._prefix_keys, self._prefix_values = empty.keys, empty.values  # [L, K, F, D], keys after RoPE
+        self.context_kv = empty
+        if context:
+            self.context_kv = context_kv or self.compute([context])[0]
+            ropes = adapter.rope(torch.arange(len(context), device=adapter.device))
+            turned = [adapter.rotate(k, rope) for k, rope in zip(self.context_kv.keys, ropes, strict=True)]
+            self._prefix_keys, self._prefix_values = torch.stack(turned), self.context_kv.values
 
     @property
     def stack_tokens(self) -> int:
@@ -65,74 +68,45 @@ class ChunkComputer:
     @torch.inference_mode()
     def compute(self, chunks: Sequence[TokenIds]) -> list[ChunkKV]:
         """The KV of these chunks, run as one stack."""
-        adapter, front = self._adapter, self._n_front
+        adapter = self._adapter
         out = [_empty(adapter, len(ids)) for ids in chunks]
-        if not any(chunks):
-            return out
-        spans = _side_by_side(chunks)
-        positions = torch.cat([torch.arange(front, front + len(ids)) for ids in chunks])
-        ropes = adapter.rope(positions.to(adapter.device))
-        stack = _Stack(adapter, front, [span for span in spans if len(span)])
-        hidden = adapter.embed(torch.tensor([i for ids in chunks for i in ids], device=adapter.device))
-        for l in range(adapter.n_layers):
-            rows = adapter.project(l, hidden)
-            for kv, span in zip(out, spans, strict=True):
-                kv.keys[l] = rows.k[:, span.start : span.stop]
-                kv.values[l] = rows.v[:, span.start : span.stop]
-            if l == adapter.n_layers - 1:
-                break  # nobody reads its output
-            turned = Projected(adapter.rotate(rows.q, ropes[l]), adapter.rotate(rows.k, ropes[l]), rows.v)
-            hidden = adapter.finish(l, hidden, self._attend(l, turned, stack))
+        if any(chunks):
+            hidden = adapter.embed(torch.tensor([i for ids in chunks for i in ids], device=adapter.device))
+            layers = _Stacked(adapter, out, self._prefix_keys, self._prefix_values)
+            run_layers(adapter, hidden, layers, self._before_layer)
         return out
 
-    def _attend(self, l: int, rows: Projected, stack: _Stack) -> Tensor:
-        """Each chunk's rows over [front | chunk] -> [S, H * D]."""
-        spec, front = self._adapter.specs[l], (self._front_keys[l], self._front_values[l])
-        if packed.takes(rows.q, rows.k, spec):
-            return packed.attend(rows.q, rows.k, rows.v, front, spec, stack.pack)
-        attended = []
-        for span in stack.spans:
-            here = slice(span.start, span.stop)
-            keys, values = (
-                torch.cat([x, own[:, here]], dim=1) for x, own in zip(front, (rows.k, rows.v), strict=True)
-            )
-            attended.append(attend(rows.q[:, here], keys, values, spec, stack.plans[len(span), spec.window]))
-        return torch.cat(attended)
 
+class _Stacked:
+    """Chunks side by side, each attending to [prefix | itself]; their KV is kept as it is before RoPE."""
 
-@dataclass(frozen=True)
-class _Stack:
-    """Chunks that run together behind a front of so many tokens: how they attend."""
+    def __init__(
+        self, adapter: Adapter, out: Sequence[ChunkKV], prefix_keys: Tensor, prefix_values: Tensor
+    ) -> None:
+        self._adapter, self._prefix = adapter, (prefix_keys, prefix_values)
+        lengths, n_prefix = [kv.n_tokens for kv in out], prefix_keys.shape[2]
+        starts = [0, *accumulate(lengths)]
+        self._out = list(zip(out, starts, strict=False))
+        spans = [Span(at, at + n) for at, n in zip(starts, lengths, strict=False) if n]
+        self._stack = ChunkStack(spans, n_prefix, adapter.group, adapter.device)
+        positions = torch.cat([torch.arange(n_prefix, n_prefix + n) for n in lengths])
+        self._ropes = adapter.rope(positions.to(adapter.device))
 
-    adapter: Adapter
-    n_front: int
-    spans: Sequence[Span]  # of the rows of each, none empty
+    def rope(self, l: int) -> Rope:
+        return self._ropes[l]
 
-    @cached_property
-    def plans(self) -> dict[tuple[int, int | None], RowPlan]:
-        """By length and window."""
-        front, adapter = self.n_front, self.adapter
-        windows = {spec.window for spec in adapter.specs}
-        return {
-            (n, window): plan_rows(here.to(adapter.device), adapter.group, window, here)
-            for n in {len(span) for span in self.spans}
-            for here in [torch.arange(front, front + n)]
-            for window in windows
-        }
+    def write(self, l: int, fresh: Projected, keys: Tensor) -> None:
+        for kv, at in self._out:
+            kv.keys[l], kv.values[l] = (x[:, at : at + kv.n_tokens] for x in (fresh.k, fresh.v))
+        self._keys, self._values = keys, fresh.v
 
-    @cached_property
-    def pack(self) -> packed.Pack:
-        return packed.Pack.of(self.spans, self.n_front, self.adapter.device)
+    def attend(self, l: int, q: Tensor) -> Tensor | None:
+        if l == self._adapter.n_layers - 1:
+            return None  # nobody reads its output
+        prefix_kv = self._prefix[0][l], self._prefix[1][l]
+        return attend_chunks(q, self._keys, self._values, prefix_kv, self._adapter.specs[l], self._stack)
 
 
 def _empty(adapter: Adapter, tokens: int) -> ChunkKV:
     shape = (adapter.n_layers, adapter.n_kv_heads, tokens, adapter.head_dim)
     return ChunkKV(*(torch.empty(shape, dtype=adapter.dtype, device=adapter.device) for _ in range(2)))
-
-
-def _side_by_side(chunks: Sequence[TokenIds]) -> list[Span]:
-    spans, at = [], 0
-    for ids in chunks:
-        spans.append(Span(at, at + len(ids)))
-        at += len(ids)
-    return spans

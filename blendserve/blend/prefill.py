@@ -15,17 +15,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from blendserve.blend.assemble import Assembly, Layout
-from blendserve.blend.attention import RowPlan, attend, plan_rows
-from blendserve.blend.cache import KVCache
-from blendserve.blend.correct import make_correction
-from blendserve.blend.probe import suffix_attention
-from blendserve.blend.rows import Rows
-from blendserve.blend.select import POLICIES, Policy
+from blendserve.blend.corrections.base import make_correction
+from blendserve.blend.layout import Layout
+from blendserve.blend.loader import KVLoader
+from blendserve.blend.policies.base import Policy, Scene, make_policy
 from blendserve.config import BlendConfig
 from blendserve.core import Prompt
-from blendserve.errors import ConfigError
-from blendserve.models.adapter import Adapter
+from blendserve.kernels.ops import attend
+from blendserve.kernels.rows import RowPlan, Rows, plans_by_window
+from blendserve.kernels.types import Rope
+from blendserve.models.adapter import Adapter, Projected
+from blendserve.models.forward import BeforeLayer, run_layers
+from blendserve.models.kv_cache import KVCache
 from blendserve.timing import Clock
 
 
@@ -50,121 +51,103 @@ def prefill(
     new_tokens: int = 0,
     clock: Clock | None = None,
     cache: KVCache | None = None,
+    before_layer: BeforeLayer | None = None,
 ) -> Prefilled:
     """Run the prompt, reusing what the layout found; leaves room for `new_tokens` in the cache.
 
     cache: the caller's own, of at least that room; default: a new one.
-    Raises CorruptRecord when a stored layer fails its checksum: lay out again without that chunk; ConfigError for a check
-    layer that the reader does not have.
+    Raises CorruptRecord when a stored layer fails its checksum: lay out again without that chunk; ConfigError for
+    settings of the policy that the reader does not fit.
     """
-    check_policy(blend, adapter.n_layers)
-    cache = cache or KVCache(adapter, len(prompt) + new_tokens)
-    run = _Run(adapter, prompt, layout, blend, cache, clock or Clock(adapter.device))
-    with closing(run.assembly):
-        return run.go()
+    policy = make_policy(blend)
+    policy.validate(adapter.n_layers)
+    cache, clock = cache or KVCache(adapter, len(prompt) + new_tokens), clock or Clock(adapter.device)
+    ids = torch.tensor(prompt.ids, dtype=torch.long, device=adapter.device)
+    ropes = adapter.rope(torch.arange(len(prompt), device=adapter.device))
+    with closing(KVLoader(adapter, cache, layout.placements, ropes, clock)) as loader:
+        scene = Scene(adapter, ids, layout, cache, loader, ropes, before_layer)
+        return _blended(scene, policy, blend.correction, clock)
 
 
-def check_policy(blend: BlendConfig, n_layers: int) -> None:
-    """Raises ConfigError for a check layer that the reader does not have."""
-    if blend.policy == "deviation" and not 0 < max(blend.check_layers, default=0) < n_layers:
-        raise ConfigError(
-            f"setting 'blend.check_layers' cannot be {list(blend.check_layers)}: name at least one layer, "
-            f"from 1 to the reader's last, {n_layers - 1}"
+def _blended(scene: Scene, policy: Policy, correction: str, clock: Clock) -> Prefilled:
+    adapter, layout, loader = scene.adapter, scene.layout, scene.loader
+    loaded = clock.seconds["load"]
+    with clock.stage("select"):
+        chosen = policy.choose(layout, scene)
+    clock.seconds["select"] -= clock.seconds["load"] - loaded  # a scoring pass places KV on its way
+    active = layout.fresh.clone()
+    active[chosen] = True
+    layers = _ActiveRows(scene, policy, correction, active.nonzero()[:, 0], clock)
+    hidden = run_layers(adapter, adapter.embed(scene.ids[layers.rows.device]), layers, scene.before_layer)
+    rows = layers.rows.host
+    cost = scene.row_layers / (layout.n_tokens * adapter.n_layers)
+    return Prefilled(
+        scene.cache,
+        adapter.logits(hidden[-1:])[0],
+        rows[layout.reusable[rows]],
+        loader.bytes_loaded,
+        loader.seconds_reading,
+        cost,
+    )
+
+
+class _ActiveRows:
+    """One request's rows on their way through the layers."""
+
+    def __init__(self, scene: Scene, policy: Policy, correction: str, active: Tensor, clock: Clock) -> None:
+        self._scene, self._policy, self._clock = scene, policy, clock
+        self._correction = make_correction(
+            correction, scene.adapter, scene.cache, scene.ropes, scene.layout.reusable_spans
         )
+        self.rows = Rows.on(scene.adapter.device, active)  # those that go on
+        self._plans = self._plan(self.rows)
 
+    def rope(self, l: int) -> Rope:
+        return self._scene.ropes[l].at(self.rows.device)
 
-class _Run:
-    """One request's state, dropped with it."""
-
-    def __init__(
-        self,
-        adapter: Adapter,
-        prompt: Prompt,
-        layout: Layout,
-        blend: BlendConfig,
-        cache: KVCache,
-        clock: Clock,
-    ) -> None:
-        self.adapter, self.layout, self.clock = adapter, layout, clock
-        device = adapter.device
-        self.ids = torch.tensor(prompt.ids, dtype=torch.long, device=device)
-        self.ropes = adapter.rope(torch.arange(len(prompt), device=device))
-        self.cache = cache
-        self.assembly = Assembly(adapter, self.cache, layout.pieces, self.ropes, clock)
-        self.policy: Policy = POLICIES[blend.policy](blend)
-        self.correction = make_correction(
-            blend.correction, adapter, self.cache, self.ropes, layout.reusable_spans
-        )
-        self.row_layers = 0
-
-    def go(self) -> Prefilled:
-        loaded = self.clock.seconds["load"]
-        with self.clock.stage("select"):
-            chosen = self.policy.enter(self.layout, self._query_scores)
-        self.clock.seconds["select"] -= self.clock.seconds["load"] - loaded  # a pass places KV on its way
-        active = self.layout.fresh.clone()
-        active[chosen] = True
-        rows = Rows.on(self.adapter.device, active.nonzero()[:, 0])
-        hidden = self.adapter.embed(self.ids[rows.there])
-        plans = self._plans(rows)
-        for l in range(self.adapter.n_layers):
-            self.row_layers += len(rows)
-            hidden, kept = self._layer(l, hidden, rows, plans)
-            if kept is not None:
-                rows = kept
-                plans = self._plans(rows)
-        logits = self.adapter.logits(hidden[-1:])[0]
-        recomputed = rows.here[self.layout.reusable[rows.here]]
-        cost = self.row_layers / (self.layout.n_tokens * self.adapter.n_layers)
-        loaded, reading = self.assembly.bytes_loaded, self.assembly.seconds_reading
-        return Prefilled(self.cache, logits, recomputed, loaded, reading, cost)
-
-    def _layer(
-        self, l: int, hidden: Tensor, rows: Rows, plans: dict[int | None, RowPlan]
-    ) -> tuple[Tensor, Rows | None]:
-        """One layer over the active rows; also those that go on, when the policy drops some here."""
-        adapter, n = self.adapter, self.layout.n_tokens
-        fresh = adapter.project(l, hidden)
-        rope = self.ropes[l].at(rows.there)
-        q, k = adapter.rotate(fresh.q, rope), adapter.rotate(fresh.k, rope)
-        self.assembly.place(l)
-        with self.clock.stage("select"):
-            kept = self._narrow(l, rows, fresh.v) if self.policy.narrows(l) else None
-        if kept is None:
-            with self.clock.stage("correct"):
-                self.correction.apply(l, rows, k, fresh.v)
-        self.cache.write(l, rows.there, k, fresh.v)
-        left = None
+    def write(self, l: int, fresh: Projected, keys: Tensor) -> Tensor | slice | None:
+        scene, rows = self._scene, self.rows
+        scene.row_layers += len(rows)
+        scene.loader.place(l)
+        with self._clock.stage("select"):
+            kept = self._narrow(l, keys, fresh.v) if l in self._policy.narrowing_layers else None
+        if kept is None and self._correction:  # rows that are about to be dropped are no sample to learn from
+            with self._clock.stage("correct"):
+                self._correction.apply(l, rows, keys, fresh.v)
+        scene.cache.write(l, rows.device, keys, fresh.v)
+        last = (
+            l == scene.adapter.n_layers - 1
+        )  # only the last row's output is read there, and it is never dropped
+        left: Tensor | slice | None = slice(-1, None) if last else None
         if kept is not None:
-            which = kept.to(adapter.device)
-            left = Rows(rows.here[kept], rows.there[which])
-            q, hidden, plans = q[:, which], hidden[which], self._plans(left)
-        if l == adapter.n_layers - 1:  # only the last row's output is read
-            q, hidden, plans = q[:, -1:], hidden[-1:], self._plans(rows.last)
-        spec = adapter.specs[l]
-        attended = attend(q, self.cache.keys[l, :, :n], self.cache.values[l, :, :n], spec, plans[spec.window])
-        return adapter.finish(l, hidden, attended), left
+            index = kept.to(rows.device.device)
+            self.rows = Rows(rows.host[kept], rows.device[index])
+            left = index if left is None else left
+        if left is not None:
+            self._plans = self._plan(self.rows.last if last else self.rows)
+        return left
 
-    def _plans(self, rows: Rows) -> dict[int | None, RowPlan]:
-        """By window."""
-        windows = {spec.window for spec in self.adapter.specs}
-        return {window: plan_rows(rows.there, self.adapter.group, window, rows.here) for window in windows}
+    def attend(self, l: int, q: Tensor) -> Tensor:
+        spec, cache, n = self._scene.adapter.specs[l], self._scene.cache, self._scene.layout.n_tokens
+        return attend(q, cache.keys[l, :, :n], cache.values[l, :, :n], spec, self._plans[spec.window])
 
-    def _narrow(self, l: int, rows: Rows, values: Tensor) -> Tensor | None:
-        """Indices into `rows` of those that go on past layer l's projection; None = all. Waits for a GPU's choice."""
-        candidate = self.layout.reusable[rows.here]
+    def _plan(self, rows: Rows) -> dict[int | None, RowPlan]:
+        return plans_by_window(rows, self._scene.adapter.group, self._scene.adapter.windows)
+
+    def _narrow(self, l: int, keys: Tensor, values: Tensor) -> Tensor | None:
+        """Indices of the rows that go on past layer l's projection; None = all. Waits for a GPU's choice."""
+        layout, cache, rows = self._scene.layout, self._scene.cache, self.rows
+        candidate = layout.reusable[rows.host]
         which = candidate.nonzero()[:, 0]
         if not len(which):
             return None
         asked = which.to(values.device)
-        stored = self.cache.values[l][:, rows.there[asked]]
-        kept = self.policy.narrow(l, self.layout, values[:, asked], stored)
+        stored = rows.device[asked]
+        fresh, cached = (
+            (keys[:, asked], values[:, asked]),
+            (cache.keys[l][:, stored], cache.values[l][:, stored]),
+        )
+        kept = self._policy.narrow(l, layout, fresh, cached)
         if kept is None:
             return None
         return torch.cat([(~candidate).nonzero()[:, 0], which[kept.cpu()]]).sort().values
-
-    def _query_scores(self) -> Tensor:
-        suffix = self.ids[self.layout.n_tokens - self.layout.n_suffix :]
-        self.row_layers += len(suffix) * self.adapter.n_layers
-        hidden = self.adapter.embed(suffix)
-        return suffix_attention(self.adapter, hidden, self.layout, self.cache, self.assembly, self.ropes)

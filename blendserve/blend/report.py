@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from blendserve.blend.assemble import Layout
+from blendserve.blend.layout import Layout
 from blendserve.blend.lookup import Found
 from blendserve.blend.prefill import Prefilled
 from blendserve.config import BlendConfig

@@ -22,10 +22,9 @@ def doctor(settings: Config, json: JsonOpt = False) -> None:
     The checks run on the reader's real weights. The costs that method auto reckons with are measured anew, too, and what
     computes on this machine is named. The exit code is 1 if blending is not right.
     """
-    from blendserve import native  # with torch: seconds
-    from blendserve.blend.attention import ways_on
-    from blendserve.blend.profit import calibrated
-    from blendserve.models.gate import check
+    from blendserve.blend.cost import calibrated  # with torch: seconds
+    from blendserve.engine.gate import check
+    from blendserve.kernels.verify import cpu_status
     from blendserve.models.loader import load_reader
     from blendserve.paths import cache_folder
     from blendserve.provenance import describe, machine
@@ -33,10 +32,10 @@ def doctor(settings: Config, json: JsonOpt = False) -> None:
     reader = load_reader(settings.reader, console.say)
     report = check(reader)
     costs = calibrated(reader.adapter, reader.fingerprint, cache_folder() / "profit", console.say, fresh=True)
-    together, anywhere = ways_on(reader.adapter)
+    together, anywhere = reader.adapter.attention_backends
     here = machine()
     if json:
-        kernels = {**as_dict(native.status()), "attention": [together, anywhere]}
+        kernels = {**as_dict(cpu_status()), "attention": [together, anywhere]}
         found = {**report.to_dict(), "seconds": as_dict(costs), "kernels": kernels, "machine": here}
         console.print_json(found)
     else:
@@ -51,7 +50,7 @@ def doctor(settings: Config, json: JsonOpt = False) -> None:
             f"loaded one, {costs.per_pair * 1e9:.3g} ns a pair attended and {costs.per_pass * 1e3:.3g} ms a pass"
         )
         console.out.print(f"this machine: {describe(here)}", markup=False)
-        console.out.print(f"on the CPU in bf16: {native.status().reason}")
+        console.out.print(f"on the CPU in bf16: {cpu_status().reason}")
         console.out.print(f"attention: rows side by side by {together}, others by {anywhere}")
     if not report.passed:
         raise typer.Exit(1)

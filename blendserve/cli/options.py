@@ -134,11 +134,11 @@ def _parameter(name: str, kind: Any, option: Any) -> inspect.Parameter:
 
 
 def choices_of(field: FieldInfo) -> tuple[str, ...]:
-    """The words that a setting takes, if it takes only some: of its type, or those that a registry knows."""
-    if get_origin(field.annotation) is Literal:
-        return get_args(field.annotation)
+    """The words that a field takes, if it takes only some: a registry's, or those of its type."""
     extra = field.json_schema_extra
-    return tuple(map(str, extra.get("enum", ()))) if isinstance(extra, dict) else ()  # type: ignore[arg-type]
+    if isinstance(extra, dict) and isinstance(listed := extra.get("enum"), list):
+        return tuple(map(str, listed))
+    return get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
 
 
 def shown(value: Any) -> str:

@@ -10,7 +10,7 @@ import typer
 from blendserve import console
 from blendserve.cli.options import IndexArg, JsonOpt, Options, make_app, with_options
 from blendserve.cli.show import print_dict
-from blendserve.config import Config, changed
+from blendserve.config import Config
 
 app = make_app("Look into the KV store of an index, mend it or fill it.")
 
@@ -92,4 +92,4 @@ def _open(index: str, settings: Config, read_only: bool = True) -> Any:
     from blendserve.paths import index_folder
     from blendserve.store import open_store  # torch: a second
 
-    return open_store(changed(settings.store, kind="lmdb"), index_folder(index) / "kv", read_only)
+    return open_store(settings.store, index_folder(index) / "kv", read_only, persistent=True)

@@ -17,34 +17,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from blendserve.blend.attention import attend, plan_rows
-from blendserve.blend.cache import KVCache
 from blendserve.errors import InputError
 from blendserve.evaluate.metrics import Interval, f1
 from blendserve.models.adapter import Adapter
+from blendserve.models.forward import append
+from blendserve.models.kv_cache import KVCache
 
 RESAMPLES = 2_000
 PERCENTILES = (2.5, 97.5)  # as metrics.bootstrap has them
-
-
-@torch.inference_mode()
-def append(adapter: Adapter, cache: KVCache, at: int, tokens: Sequence[int]) -> Tensor:
-    """Run these tokens at positions `at`, `at` + 1, ... in one pass, append their KV -> logits [n, V] after each.
-
-    What `decode.step` does for one token. The cache must have room for them.
-    """
-    positions = torch.arange(at, at + len(tokens), device=adapter.device)
-    ropes = adapter.rope(positions)
-    plans = {w: plan_rows(positions, adapter.group, w) for w in {spec.window for spec in adapter.specs}}
-    hidden = adapter.embed(torch.tensor(tokens, device=adapter.device))
-    here, n = slice(at, at + len(tokens)), at + len(tokens)
-    for l, spec in enumerate(adapter.specs):
-        rows = adapter.project(l, hidden)
-        cache.write(l, here, adapter.rotate(rows.k, ropes[l]), rows.v)
-        q = adapter.rotate(rows.q, ropes[l])
-        attended = attend(q, cache.keys[l, :, :n], cache.values[l, :, :n], spec, plans[spec.window])
-        hidden = adapter.finish(l, hidden, attended)
-    return adapter.logits(hidden)
 
 
 def forced(adapter: Adapter, cache: KVCache, at: int, first: Tensor, answer: Sequence[int]) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from blendserve.config import Config, changed
-from blendserve.engine import Engine
+from blendserve.engine.engine import Engine
 from blendserve.errors import InputError
 from blendserve.evaluate.datasets import load
 from blendserve.evaluate.folder import RunFolder
@@ -91,8 +91,8 @@ def evaluate(
 
 def _publish(folder: RunFolder, figures: dict[str, Any]) -> None:
     """Plots and page, made anew from what the run has kept."""
-    from blendserve.evaluate.plots import pareto
-    from blendserve.evaluate.report import render
+    from blendserve.evaluate.plots import pareto  # start-up: matplotlib
+    from blendserve.evaluate.report import render  # start-up: jinja2
 
     name = folder.path.name
     for format in ("svg", "png"):

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from blendserve.config import Config, DecodeConfig, Positive, PromptConfig, Ratio, Section, StoreConfig
 from blendserve.evaluate.variants import Variant, variants
+from blendserve.registry import EVALUATED
 
 # Short answers: what F1 against short golds is fair to, and what the data sets were made for.
 PROMPT = PromptConfig(
@@ -51,18 +52,7 @@ class EvaluateConfig(Section):
         description="Draw by this seed: distractors, where a data set has none, and tokens, where a policy draws.",
     )
     methods: tuple[str, ...] = Field(
-        (
-            "full",
-            "prefix",
-            "reuse",
-            "random",
-            "chunk_head",
-            "deviation",
-            "deviation+shift",
-            "query",
-            "query+shift",
-            "query+ridge",
-        ),
+        ("full", "prefix", "reuse", *EVALUATED),
         description="Compare these methods, in words such as prefix, query+shift, deviation[1,2]@0.15 or query/bos.",
     )
     ratios: tuple[Ratio, ...] = Field(

@@ -14,11 +14,12 @@ from functools import partial
 from typing import Any
 
 from blendserve.blend.blender import Blender
-from blendserve.blend.prefill import check_policy
+from blendserve.blend.policies.base import make_policy
 from blendserve.config import PromptConfig, changed
 from blendserve.core import Prompt, TokenIds
-from blendserve.decode import TextStream
-from blendserve.engine import Engine
+from blendserve.engine.engine import Engine
+from blendserve.engine.generation import TextStream
+from blendserve.engine.prompt import PromptBuilder
 from blendserve.errors import ConfigError, PromptTooLong
 from blendserve.evaluate.answers import Answered, Draw, answer, decisions, transformers_answer
 from blendserve.evaluate.fidelity import agreement, kl
@@ -27,7 +28,6 @@ from blendserve.evaluate.formats import Example
 from blendserve.evaluate.metrics import exact_match, f1, rouge_l
 from blendserve.evaluate.settings import Context, Setting
 from blendserve.evaluate.variants import FULL, TRANSFORMERS, Variant
-from blendserve.prompt import PromptBuilder
 from blendserve.store import ChunkKey
 
 Watch = Callable[[Line | None], None]
@@ -49,7 +49,7 @@ class Runner:
                 "evaluation compares whole greedy answers: set decode.temperature to 0 and decode.stop to []"
             )
         for variant in variants:
-            check_policy(variant.blend, engine.reader.adapter.n_layers)
+            make_policy(variant.blend).validate(engine.reader.adapter.n_layers)
         self._engine, self._setting, self._makes_room = engine, setting, makes_room
         self._reader, self._decode = engine.reader, engine.config.decode
         self._full = next(v for v in variants if v.name == FULL)

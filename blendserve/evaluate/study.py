@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -24,16 +24,16 @@ import xxhash
 from torch import Tensor
 
 from blendserve import console
-from blendserve.blend.assemble import Layout, lay_out
-from blendserve.blend.cache import KVCache
+from blendserve.blend.layout import Layout, lay_out
+from blendserve.blend.policies.base import LayerKV
+from blendserve.blend.policies.deviation import DeviationPolicy
 from blendserve.blend.precompute import ChunkComputer
-from blendserve.blend.prefill import Prefilled, _Run, check_policy, prefill
-from blendserve.blend.rows import Rows
-from blendserve.blend.select import Deviation
+from blendserve.blend.prefill import prefill
 from blendserve.config import BlendConfig, Config, DecodeConfig, changed
 from blendserve.core import Chunk, Prompt, TokenIds
-from blendserve.decode import generate
-from blendserve.engine import Engine
+from blendserve.engine.engine import Engine
+from blendserve.engine.generation import generate
+from blendserve.engine.prompt import PromptBuilder
 from blendserve.errors import InputError, PromptTooLong
 from blendserve.evaluate.answers import decisions
 from blendserve.evaluate.datasets import load
@@ -42,17 +42,14 @@ from blendserve.evaluate.folder import Line, RunFolder
 from blendserve.evaluate.plan import PROMPT, EvaluateConfig
 from blendserve.evaluate.settings import Setting, open_engine
 from blendserve.evaluate.variants import variants
-from blendserve.models.adapter import Adapter
-from blendserve.prompt import PromptBuilder
 from blendserve.provenance import environment
-from blendserve.registry import nearest
+from blendserve.registry import BENCHED, CORRECTIONS, POLICIES, REUSE, RULE, nearest
 from blendserve.retrieve import Embedder
 from blendserve.store.memory import MemoryChunk
-from blendserve.timing import Clock
 
 ROOT = Path("runs") / "study"
 SETTINGS = Config(prompt=PROMPT, decode=DecodeConfig(max_new_tokens=16), blend=BlendConfig(method="blend"))
-UNIT = "none/prefix"  # full reuse
+UNIT = f"{REUSE['policy']}/prefix"  # full reuse
 FRONTS = ("prefix", "primer", "near_here", "near_elsewhere", "random")
 Front = Callable[[Prompt, int], TokenIds]  # what the prompt's i-th chunk is computed behind
 PLAIN: dict[str, Front] = {"prefix": lambda prompt, i: prompt.prefix}
@@ -65,55 +62,50 @@ class Case(NamedTuple):
     blend: BlendConfig
     plain: str  # the case that this one would improve on
     front: str = "prefix"
-    compare: str = "v"  # by the deviation policy: "v", "k" or "kv"
 
 
 def enriched() -> list[Case]:
-    methods = [v for v in variants(("none", "query", "query+ridge"), (0.05, 0.15)) if v.kind == "blend"]
+    methods = [
+        v for v in variants((REUSE["policy"], POLICIES.default, *BENCHED), (0.05, 0.15)) if v.kind == "blend"
+    ]
     return [Case(f"{v}/{front}", v.blend, f"{v}/prefix", front) for v in methods for front in FRONTS]
 
 
 def compared() -> list[Case]:
-    rule = BlendConfig(method="blend", policy="deviation", ratio=0.15)
-    cases = [Case(UNIT, changed(rule, policy="none", correction="none"), UNIT)]
-    for correction in ("none", "ridge"):
+    by = {"v": RULE, "k": f"{RULE}_by_k", "kv": f"{RULE}_by_kv"}
+    POLICIES.add(by["k"], f"{__name__}:{CompareKeys.__name__}")
+    POLICIES.add(by["kv"], f"{__name__}:{CompareBoth.__name__}")
+    rule = BlendConfig(method="blend", policy=RULE, ratio=0.15)
+    cases = [Case(UNIT, changed(rule, **REUSE), UNIT)]
+    for correction in (REUSE["correction"], CORRECTIONS.default):
         for layers in ((1,), (2,), (4,), (8,), (1, 2, 3)):
             blend = changed(rule, correction=correction, check_layers=layers)
             at = f"[{','.join(map(str, layers))}]+{correction}"
-            cases += [Case(by + at, blend, f"v[1]+{correction}", compare=by) for by in ("v", "k", "kv")]
+            plain = f"v[1]+{correction}"
+            cases += [Case(part + at, changed(blend, policy=name), plain) for part, name in by.items()]
     return cases
 
 
 CASES = {"enrich": enriched, "deviation": compared}
 
 
-class Comparing(Deviation):
-    """Deviation of V, K or both; of both, each in units of its own, as keys are larger."""
+class CompareKeys(DeviationPolicy):
+    """CacheBlend's rule by K. Both are rotated to one place: as far apart as before RoPE."""
 
-    keys: tuple[Tensor, Tensor]  # [K, S, D] of the candidate rows, fresh and stored
-    compare: str
+    parts: ClassVar[tuple[int, ...]] = (0,)  # of (keys, values)
 
-    def narrow(self, l: int, layout: Layout, fresh: Tensor, cached: Tensor) -> Tensor | None:
-        pairs = {"k": self.keys, "v": (fresh, cached)}
-        moved = [new.float() - old.float() for new, old in (pairs[part] for part in self.compare)]
+    def narrow(self, l: int, layout: Layout, fresh: LayerKV, cached: LayerKV) -> Tensor | None:
+        """Of several parts, each in units of its own, as keys are larger."""
+        moved = [fresh[part].float() - cached[part].float() for part in self.parts]
         scaled = torch.cat([x / x.square().mean().sqrt().clamp(min=1e-9) for x in moved])
-        return super().narrow(l, layout, scaled, torch.zeros_like(scaled))
+        nothing = torch.zeros_like(scaled)
+        return super().narrow(l, layout, (scaled, scaled), (nothing, nothing))
 
 
-class ComparingRun(_Run):
-    """A prefill that shows its policy keys too. Both are rotated to one place: as far apart as before RoPE."""
+class CompareBoth(CompareKeys):
+    """CacheBlend's rule by K and V together."""
 
-    policy: Comparing
-
-    def _layer(self, l: int, hidden: Tensor, rows: Rows, plans: Any) -> tuple[Tensor, Rows | None]:
-        self._keys = self.adapter.project(l, hidden).k  # computed twice then; nothing here is timed
-        return super()._layer(l, hidden, rows, plans)
-
-    def _narrow(self, l: int, rows: Rows, values: Tensor) -> Tensor | None:
-        fresh = self.adapter.rotate(self._keys, self.ropes[l].at(rows.there))
-        which = self.layout.reusable[rows.here].nonzero()[:, 0].to(fresh.device)
-        self.policy.keys = fresh[:, which], self.cache.keys[l][:, rows.there[which]]
-        return super()._narrow(l, rows, values)
+    parts = (0, 1)
 
 
 def fronts_of(chunks: Sequence[TokenIds], vectors: np.ndarray, others: int) -> dict[str, Front]:
@@ -154,21 +146,8 @@ def lay_out_behind(engine: Engine, prompt: Prompt, front: Front, exact: bool = F
         if len(behind) + len(chunk) > adapter.context_limit:
             raise PromptTooLong(len(behind), adapter.context_limit, len(chunk))
         views.append(MemoryChunk(ChunkComputer(adapter, behind).compute([chunk.ids])[0]))
-    prefix = engine.blender.computer(prompt.prefix).front
+    prefix = engine.blender.computer(prompt.prefix).context_kv
     return lay_out(prompt, MemoryChunk(prefix), views, behind_prefix=exact)
-
-
-@torch.inference_mode()
-def blended(adapter: Adapter, prompt: Prompt, layout: Layout, case: Case, room: int = 0) -> Prefilled:
-    """By the package, except for what only this script does."""
-    if case.blend.policy != "deviation":
-        return prefill(adapter, prompt, layout, case.blend, room)
-    check_policy(case.blend, adapter.n_layers)
-    cache, clock = KVCache(adapter, len(prompt) + room), Clock(adapter.device)
-    run = ComparingRun(adapter, prompt, layout, case.blend, cache, clock)
-    run.policy = Comparing(case.blend)
-    run.policy.compare = case.compare
-    return run.go()
 
 
 def ask(engine: Engine, fronts: Mapping[str, Front], prompt: Prompt, cases: Sequence[Case]) -> Iterator[Line]:
@@ -182,7 +161,7 @@ def ask(engine: Engine, fronts: Mapping[str, Front], prompt: Prompt, cases: Sequ
     for case in cases:
         if (front := case.front) not in layouts:
             layouts[front] = lay_out_behind(engine, prompt, fronts[front], exact=front == "prefix")
-        done = blended(adapter, prompt, layouts[front], case, room)
+        done = prefill(adapter, prompt, layouts[front], case.blend, room)
         kls = kl(logits, forced(adapter, done.cache, at, done.logits, answer))
         yield {"method": case.name, "first_kl": kls[0], "mean_kl": sum(kls) / len(kls), "cost": done.cost}
 

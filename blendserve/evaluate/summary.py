@@ -16,6 +16,7 @@ from blendserve.errors import InputError
 from blendserve.evaluate.fidelity import share, times
 from blendserve.evaluate.metrics import Interval, bootstrap, by_group, paired_difference
 from blendserve.evaluate.variants import FULL, REUSE, TRANSFORMERS, Variant
+from blendserve.registry import CACHEBLEND
 
 Line = Mapping[str, Any]
 Figures = dict[str, Any]
@@ -24,7 +25,6 @@ SCORES = ("f1", "em", "rouge_l", "agreement", "identical", "first_kl", "mean_kl"
 COUNTS = ("tokens_prompt", "tokens_recomputed", "tokens_computed", "tokens_exact", "bytes_loaded", "cost")
 STAGES = ("ttft", "prefill", "load", "select", "correct", "decode")
 PAIRED = ("f1", "agreement", "mean_kl")
-CACHEBLEND = "deviation@0.15"  # the rule and the ratio of CacheBlend (arXiv 2405.16444): what is to be beaten
 
 
 class Table:

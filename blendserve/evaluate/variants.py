@@ -14,9 +14,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
 
+from blendserve.blend.policies.base import Policy
 from blendserve.config import Behind, BlendConfig
 from blendserve.errors import ConfigError
-from blendserve.registry import nearest
+from blendserve.registry import CORRECTIONS, POLICIES, nearest
+from blendserve.registry import REUSE as REUSED
 
 Kind = Literal["full", "prefix", "reuse", "transformers", "blend"]
 
@@ -27,7 +29,7 @@ PLAIN: dict[str, Kind] = {
     "reuse": "reuse",
     "transformers": "transformers",
 }
-UNBUDGETED = {"none", "all"}  # policies that no ratio changes
+EXAMPLE = f"{POLICIES.default}+{CORRECTIONS.default}@0.15"
 
 _WORD = re.compile(
     r"(?P<name>[a-z_]+)"
@@ -55,7 +57,7 @@ class Variant:
     @property
     def ratio(self) -> float | None:
         """The share of tokens it recomputes, None where that is no choice."""
-        return self.blend.share if self.kind == "blend" and self.blend.policy not in UNBUDGETED else None
+        return self.blend.share if self.kind == "blend" and _policy(self.blend.policy).has_ratio else None
 
     @property
     def curve(self) -> str:
@@ -63,9 +65,9 @@ class Variant:
         blend, behind = self.blend, f"/{self.behind}" if self.behind else ""
         if self.kind != "blend":
             return f"{self.kind}{behind}"
-        several = blend.check_layers != BlendConfig().check_layers and blend.policy == "deviation"
+        several = blend.check_layers != BlendConfig().check_layers and _policy(blend.policy).has_check_layers
         layers = f"[{','.join(map(str, blend.check_layers))}]" if several else ""
-        correction = f"+{blend.correction}" if blend.correction != "none" else ""
+        correction = f"+{blend.correction}" if blend.correction != REUSED["correction"] else ""
         return f"{blend.policy}{layers}{correction}{behind}"
 
     def __str__(self) -> str:
@@ -89,7 +91,7 @@ def variants(words: Iterable[str], ratios: Sequence[float], seed: int = 0) -> tu
 def _variants(word: str, ratios: Sequence[float], seed: int) -> list[Variant]:
     match = _WORD.fullmatch(word)
     if match is None:
-        raise ConfigError(f"method {word!r} cannot be read: write it like full, reuse or query+shift@0.15")
+        raise ConfigError(f"method {word!r} cannot be read: write it like full, reuse or {EXAMPLE}")
     parts = match.groupdict()
     behind = _behind(word, parts["behind"])
     if (kind := PLAIN.get(parts["name"])) is not None:
@@ -97,7 +99,7 @@ def _variants(word: str, ratios: Sequence[float], seed: int) -> list[Variant]:
             raise ConfigError(f"method {word!r}: {kind!r} takes no layers, correction or ratio")
         return [Variant(kind, BlendConfig(method="full" if kind == "transformers" else kind), behind)]
     chosen = [float(parts["ratio"])] if parts["ratio"] else list(ratios)
-    if parts["name"] in UNBUDGETED:
+    if parts["name"] in POLICIES.names and not _policy(parts["name"]).has_ratio:
         chosen = chosen[:1]
     if not chosen:
         raise ConfigError(f"method {word!r} has no ratio: write {word}@0.15, or give ratios for all")
@@ -107,12 +109,12 @@ def _variants(word: str, ratios: Sequence[float], seed: int) -> list[Variant]:
 def _blend(word: str, parts: dict[str, Any], ratio: float, seed: int) -> BlendConfig:
     values: dict[str, Any] = {
         "policy": parts["name"],
-        "correction": parts["correction"] or "none",
+        "correction": parts["correction"] or REUSED["correction"],
         "seed": seed,
     }
     if parts["layers"]:
-        if parts["name"] != "deviation":
-            raise ConfigError(f"method {word!r}: only deviation has check layers")
+        if parts["name"] not in POLICIES.names or not _policy(parts["name"]).has_check_layers:
+            raise ConfigError(f"method {word!r}: its policy has no check layers")
         values["check_layers"] = tuple(int(layer) for layer in parts["layers"].split(","))
     try:
         return BlendConfig(method="blend", ratio=ratio, **values)
@@ -127,3 +129,7 @@ def _behind(word: str, behind: str | None) -> Behind | None:
             f"method {word!r}: chunks cannot be computed behind {behind!r}: {nearest(behind, known)}"
         )
     return cast("Behind | None", behind)
+
+
+def _policy(name: str) -> type[Policy]:
+    return cast("type[Policy]", POLICIES.load(name))

@@ -19,38 +19,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from blendserve.kernels.ops import attention_backends, rotate
+from blendserve.kernels.rotary import OwnFunction, Rotary
+from blendserve.kernels.types import AttentionSpec, Rope, Ropes
 from blendserve.models.families import Family, check_supported
-from blendserve.native import place as native
-from blendserve.native.linear import call_linear, call_module
+from blendserve.models.linear_layers import call_linear, call_module
 
 Module = Callable[[Tensor], Tensor]
-Rotate = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-
-
-@dataclass(frozen=True, slots=True)
-class Rope:
-    """Rotation of a set of positions in one layer: cos and sin as the model's own rotary module gives them, [S, R].
-
-    R is D, less where only a part of each head is rotated, and 0 in layers without RoPE.
-    """
-
-    cos: Tensor
-    sin: Tensor
-
-    def at(self, rows: Tensor | slice) -> Rope:
-        return Rope(self.cos[rows], self.sin[rows])
-
-
-Ropes = tuple[Rope, ...]  # one for each layer; layers that rotate alike share it
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionSpec:
-    """What a layer's attention does beside softmax(scale * q k)."""
-
-    scale: float
-    window: int | None = None  # row i sees key j only if i - j < window
-    softcap: float | None = None  # scores become softcap * tanh(scores / softcap)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +47,6 @@ class Adapter:
         self.model = model
         self._body = cast(Any, model).model
         layers = list(self._body.layers)[: config.num_hidden_layers]
-        self._rotate = _rotation_of(layers[0].self_attn)
-        self.turns_halves = _turns_halves(self._rotate)
         self.n_layers: int = config.num_hidden_layers
         self.n_heads: int = config.num_attention_heads
         self.n_kv_heads: int = config.num_key_value_heads
@@ -86,6 +59,7 @@ class Adapter:
         self._embedding_scale = _setting(config, family.embedding_scale)
         self._logits_factor = _logits_factor(config, family)
         self._logits_cap = _setting(config, family.logits_softcap)
+        self.rotary = self._rotary(_rotation_of(layers[0].self_attn))
 
     @property
     def device(self) -> torch.device:
@@ -99,6 +73,17 @@ class Adapter:
     def group(self) -> int:
         """Query heads that share a kv head: H / K."""
         return self.n_heads // self.n_kv_heads
+
+    @property
+    def windows(self) -> set[int | None]:
+        """The sliding windows that its layers have; None = a layer without."""
+        return {spec.window for spec in self.specs}
+
+    @property
+    def attention_backends(self) -> tuple[str, str]:
+        """Who attends in its first layer: for rows that stand side by side, and for rows anywhere."""
+        heads = self.n_heads, self.n_kv_heads, self.head_dim
+        return attention_backends(*heads, self.dtype, self.device, self.specs[0])
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -115,15 +100,8 @@ class Adapter:
         return tuple(made[turn] for turn in self._turns)
 
     def rotate(self, x: Tensor, rope: Rope) -> Tensor:
-        """Apply RoPE to x [heads, S, D] with the model's own function, in the model's own dtype."""
-        width = rope.cos.shape[-1]
-        if self.turns_halves and native.takes(x, rope.cos, rope.sin):
-            return native.rotate(x, rope.cos, rope.sin)
-        if width == x.shape[-1]:
-            return self._rotate(x[None], x[None, :0], rope.cos[None], rope.sin[None])[0][0]
-        if width == 0:
-            return x
-        return torch.cat([self.rotate(x[..., :width], rope), x[..., width:]], dim=-1)
+        """Apply RoPE to x [heads, S, D] as the model's own function does, in the model's own dtype."""
+        return rotate(x, rope, self.rotary)
 
     def project(self, l: int, hidden: Tensor) -> Projected:
         """First half of layer l: hidden [S, E] -> queries, keys and values of these rows, before RoPE."""
@@ -149,6 +127,13 @@ class Adapter:
         return (
             logits if self._logits_cap is None else self._logits_cap * torch.tanh(logits / self._logits_cap)
         )
+
+    def _rotary(self, own: OwnFunction) -> Rotary:
+        """The model's own rotation, run once on a few positions to see which form it has."""
+        ropes = self.rope(torch.arange(8, device=self.device) * 37 + 1)
+        x = torch.randn(2, 8, self.head_dim, generator=torch.Generator().manual_seed(0))
+        turning = next((rope for rope in ropes if rope.cos.shape[-1]), None)
+        return Rotary.of(own, turning, x.to(self.device, self.dtype))
 
     def _rope_of(self, turn: str | None, positions: Tensor) -> Rope:
         like = torch.empty(0, device=self.device, dtype=self.dtype)
@@ -221,18 +206,9 @@ def _heads(x: Tensor, head_dim: int) -> Tensor:
     return x.view(x.shape[0], -1, head_dim)
 
 
-def _rotation_of(attn: nn.Module) -> Rotate:
+def _rotation_of(attn: nn.Module) -> OwnFunction:
     """The function that this model itself rotates with: it lives beside its attention class."""
-    return cast(Rotate, sys.modules[type(attn).__module__].apply_rotary_pos_emb)
-
-
-def _turns_halves(rotate: Rotate) -> bool:
-    """Whether a head [x1 | x2] becomes x cos + [-x2 | x1] sin, which kernels know: most families', but not all."""
-    generator = torch.Generator().manual_seed(0)
-    x, cos, sin = (torch.randn(1, 1, 4, 8, generator=generator).bfloat16() for _ in range(3))
-    first, second = x.chunk(2, dim=-1)
-    wanted = x * cos + torch.cat([-second, first], dim=-1) * sin
-    return torch.equal(rotate(x, x[:, :0], cos[0], sin[0])[0], wanted)
+    return cast(OwnFunction, sys.modules[type(attn).__module__].apply_rotary_pos_emb)
 
 
 def _turn(config: Any, family: Family, l: int, attn: Any) -> str | None:

@@ -12,13 +12,13 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from blendserve.core import Answer, Passage
+from blendserve.engine.prompt import Turn
+from blendserve.engine.queued import Finished, Piece
 from blendserve.errors import InputError, NotFound
 from blendserve.serve.access import ServiceArg, TenantArg
-from blendserve.serve.conversation import Turn
-from blendserve.serve.replying import reply
+from blendserve.serve.replies import make_ask, reply
 from blendserve.serve.schema import ChatRequest, CompletionRequest, Extras, Message, Neutral
 from blendserve.serve.service import Answering, Ask, Service
-from blendserve.serve.work import Finished, Piece
 
 router = APIRouter(prefix="/v1", tags=["OpenAI"])
 
@@ -47,19 +47,19 @@ async def complete(
 @router.get("/models")
 async def models(service: ServiceArg, tenant: TenantArg) -> dict[str, Any]:
     """The reader, and the collections that this key may use."""
-    return {"object": "list", "data": [_model(service, service.library.visible(tenant))]}
+    return {"object": "list", "data": [_model(service, service.collections(tenant))]}
 
 
 @router.get("/models/{model:path}")
 async def model(model: str, service: ServiceArg, tenant: TenantArg) -> dict[str, Any]:
     """The reader."""
     _check_model(service, model)
-    return _model(service, service.library.visible(tenant))
+    return _model(service, service.collections(tenant))
 
 
 def _model(service: Service, collections: list[str]) -> dict[str, Any]:
     reader = service.engine.reader
-    extras = {"collections": collections, "slot_tokens": service.slots.tokens}
+    extras = {"collections": collections, "slot_tokens": service.batch.slots.tokens}
     return {
         "id": reader.name,
         "object": "model",
@@ -80,16 +80,7 @@ def _turn(message: Message) -> Turn:
 
 def _ask(service: Service, body: Neutral, question: str, turns: tuple[Turn, ...] = ()) -> Ask:
     _check_model(service, body.model)
-    extras = body.x_blendserve or Extras()
-    return Ask(
-        question=question,
-        turns=turns,
-        passages=extras.own_passages(),
-        collections=None if extras.collections is None else tuple(extras.collections),
-        top_k=extras.top_k,
-        blend=body.blend(extras),
-        decode=body.decode(),
-    )
+    return make_ask(question, body, body.x_blendserve or Extras(), turns)
 
 
 class _Shape:

@@ -1,18 +1,19 @@
-"""Chunk KV, kept: one contract (base.py), in an LMDB file (lmdb.py) or in memory (memory.py), behind tiers (tiers.py)."""
+"""Chunk KV, kept: one contract (base.py), in an LMDB file (lmdb/) or in memory (memory.py), behind tiers (tiers.py)."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
 from blendserve.config import StoreConfig
-from blendserve.store.admission import ADMISSIONS
-from blendserve.store.base import ChunkView, KVStore, Snapshot, StoreStats, TierStats, VerifyReport
-from blendserve.store.eviction import EVICTIONS
+from blendserve.registry import ADMISSIONS, EVICTIONS, STORES
+from blendserve.store.base import ChunkView, KVStore, Snapshot, StoreKind, StoreStats, TierStats, VerifyReport
 from blendserve.store.key import ChunkKey, chunk_key, share_of
-from blendserve.store.lmdb import LMDBStore
+from blendserve.store.lmdb.store import LMDBStore
 from blendserve.store.memory import MemoryStore
+from blendserve.store.policies import Policies
 from blendserve.store.tiers import TieredStore, tiers_for
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "LMDBStore",
     "MemoryStore",
     "Snapshot",
+    "StoreKind",
     "StoreStats",
     "TierStats",
     "TieredStore",
@@ -33,20 +35,22 @@ __all__ = [
 
 
 def open_store(
-    config: StoreConfig, default_path: Path, read_only: bool = False, device: torch.device | None = None
+    config: StoreConfig,
+    default_path: Path | None,
+    read_only: bool = False,
+    device: torch.device | None = None,
+    persistent: bool = False,
 ) -> KVStore:
-    """The store that the settings ask for; `default_path` is used where they name no folder.
+    """The store that the settings ask for; where its kind cannot serve, the first registered kind that can.
 
-    device: where its reader computes; None = it has none, and so no tiers.
-    Raises StoreUnavailable, StoreVersion; ConfigError for tiers that would do nothing on the device.
+    default_path: the folder where the settings name none; None = there is none, which rules out kinds that need one.
+    device: where its reader computes; None = it has none, and so no tiers. persistent: only what outlives the process
+    will do. Raises StoreUnavailable, StoreVersion; ConfigError for tiers that would do nothing on the device.
     """
-    cap_bytes = round(config.cap_gb * 1e9)
-    eviction, admission = EVICTIONS[config.eviction](), ADMISSIONS[config.admission]()
-    tiers = tiers_for(config.tiers, admission, device) if device else []
-    store: KVStore
-    if config.kind == "memory":
-        store = MemoryStore(cap_bytes, eviction, admission)
-    else:
-        path = config.path or default_path
-        store = LMDBStore(path, cap_bytes, read_only, eviction=eviction, admission=admission)
+    path = config.path or default_path
+    kinds: Iterator[StoreKind] = map(STORES.load, (config.kind, *STORES.names))
+    kind = next(k for k in kinds if (path or not k.needs_folder) and (k.persistent or not persistent))
+    policies = Policies(EVICTIONS.load(config.eviction)(), ADMISSIONS.load(config.admission)())
+    tiers = tiers_for(config.tiers, policies.admission, device) if device else []
+    store = kind.from_config(config, path, read_only, policies)
     return TieredStore(store, tiers) if tiers else store

@@ -10,13 +10,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
 import torch
 
+from blendserve.config import StoreConfig
 from blendserve.core import ChunkKV
 from blendserve.errors import StoreFull
 from blendserve.store.key import ChunkKey
+from blendserve.store.policies import Policies
+
+AnyStore = TypeVar("AnyStore", bound="KVStore")
 
 
 class ChunkView(Protocol):
@@ -30,11 +35,16 @@ class ChunkView(Protocol):
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of keys and values over all layers."""
+        """Bytes of all layers, as stored."""
         ...
 
     @property
-    def stamp(self) -> Hashable:
+    def raw_bytes(self) -> int:
+        """Bytes of keys and values over all layers, as `layer` gives them."""
+        ...
+
+    @property
+    def version(self) -> Hashable:
         """What no other record under this key has, unless it holds the same bytes."""
         ...
 
@@ -50,7 +60,7 @@ class Snapshot(Protocol):
     """A consistent view of the whole store, as of the moment when it was opened."""
 
     def get(self, key: ChunkKey) -> ChunkView | None:
-        """The chunk, or None when it is not there.
+        """The chunk, or None when it is not there, or cannot be decoded here: why not is logged, and counted in `stats`.
 
         Raises CorruptRecord when its header is damaged, StoreVersion when a newer blendserve stored it.
         """
@@ -72,7 +82,7 @@ class TierStats:
 class StoreStats:
     """What `store stats` prints: of the whole store, or of one namespace as its tenant may see it.
 
-    A tenant is told of his own chunks and look-ups alone. Evictions and refusals are not among them: they come from
+    A tenant is told of their own chunks and look-ups alone. Evictions and refusals are not among them: they come from
     what all tenants together do to the store.
     """
 
@@ -80,11 +90,13 @@ class StoreStats:
     path: str
     chunks: int
     tokens: int
-    bytes: int  # payload of all chunks: what the cap is compared with
+    bytes: int  # of all chunks, as stored: what the cap is compared with
+    raw_bytes: int  # that their keys and values take uncoded
     cap_bytes: int
     pins: int  # chunks that are never evicted
     hits: int  # look-ups since the store was made
     misses: int
+    undecodable: int  # of the misses, chunks that are there in a codec, or for tables, that are not here
     corrupt: int  # records found damaged by look-ups
     evictions: int | None
     admissions_refused: int | None
@@ -123,13 +135,13 @@ class KVStore(ABC):
 
         At the cap others are evicted in the same transaction. Without `pin` that happens only if the store's
         admission policy thinks this chunk the better one: False means that it does not, and nothing has changed.
-        With `pin` the chunk is let in always and never evicted; a pinned chunk stays pinned when it is put again.
+        With `pin` the chunk is always admitted and never evicted; a pinned chunk stays pinned when it is put again.
         Raises StoreFull, StoreUnavailable.
         """
 
     @abstractmethod
-    def wants(self, key: ChunkKey, n_bytes: int) -> bool:
-        """Whether an unpinned put of `n_bytes` would be let in now: ask before computing a chunk on demand.
+    def wants(self, key: ChunkKey, raw_bytes: int) -> bool:
+        """Whether an unpinned put of KV that takes `raw_bytes` uncoded would be stored now: ask before computing it.
 
         Raises StoreUnavailable.
         """
@@ -166,42 +178,60 @@ class KVStore(ABC):
     def close(self) -> None:
         """Release files and maps; idempotent."""
 
-    def __enter__(self) -> KVStore:
+    def __enter__(self: AnyStore) -> AnyStore:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
 
+class StoreKind(Protocol):
+    """What a store's class brings for its line in `registry.STORES`."""
+
+    persistent: bool  # what is stored outlives the process
+    needs_folder: bool  # it keeps files
+
+    def from_config(
+        self, config: StoreConfig, path: Path | None, read_only: bool, policies: Policies
+    ) -> KVStore:
+        """A classmethod: open the store. path: where its files are; never None for a kind that needs a folder.
+
+        Raises StoreUnavailable, StoreVersion.
+        """
+        ...
+
+
 def stats_of(
     kind: str,
     path: str,
     cap_bytes: int,
-    chunks: Sequence[tuple[int, int, bool]],
+    chunks: Sequence[tuple[int, int, int, bool]],
     counts: Mapping[str, int],
     namespace: str | None,
 ) -> StoreStats:
-    """Statistics from (tokens, bytes, pinned) of each chunk and the counters of traffic.py."""
+    """Statistics from (tokens, stored bytes, raw bytes, pinned) of each chunk and the counters of traffic.py."""
     whole = namespace is None
     return StoreStats(
         kind=kind,
         path=path,
         chunks=len(chunks),
-        tokens=sum(tokens for tokens, _, _ in chunks),
-        bytes=sum(n_bytes for _, n_bytes, _ in chunks),
+        tokens=sum(tokens for tokens, *_ in chunks),
+        bytes=sum(n_bytes for _, n_bytes, _, _ in chunks),
+        raw_bytes=sum(raw_bytes for _, _, raw_bytes, _ in chunks),
         cap_bytes=cap_bytes,
-        pins=sum(pinned for _, _, pinned in chunks),
+        pins=sum(pinned for *_, pinned in chunks),
         hits=counts.get("hits", 0),
         misses=counts.get("misses", 0),
+        undecodable=counts.get("undecodable", 0),
         corrupt=counts.get("corrupt", 0),
         evictions=counts.get("evictions", 0) if whole else None,
         admissions_refused=counts.get("refused", 0) if whole else None,
     )
 
 
-def full(store: str, held: int, more: int, cap_bytes: int) -> StoreFull:
-    """The error of a chunk that finds no room."""
+def full(store: str, stored: int, more: int, cap_bytes: int) -> StoreFull:
+    """The error of a chunk that does not fit under the cap."""
     return StoreFull(
-        f"{store} is at its cap: {held:,} bytes and {more:,} more exceed {cap_bytes:,}, and what is there may not be "
+        f"{store} is at its cap: {stored:,} bytes and {more:,} more exceed {cap_bytes:,}, and what is there may not be "
         "evicted. Raise store.cap_gb, or unpin or delete chunks"
     )

@@ -7,16 +7,17 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
+from blendserve.config import StoreConfig
 from blendserve.core import ChunkKV
 from blendserve.errors import StoreFull
-from blendserve.store import record
-from blendserve.store.admission import Admission, Always
 from blendserve.store.base import KVStore, StoreStats, VerifyReport, full, stats_of
-from blendserve.store.eviction import Eviction, Held, Refuse
 from blendserve.store.key import ChunkKey, namespace_tag
+from blendserve.store.policies import Admission, Always, Candidate, Eviction, Policies, Refuse
+from blendserve.store.record import validate_kv
 from blendserve.store.traffic import Traffic, add_up
 
 
@@ -25,7 +26,7 @@ class MemoryChunk:
     """A chunk's own copy of its tensors."""
 
     kv: ChunkKV
-    stamp: object = field(default_factory=object, compare=False, repr=False)  # no two are the same
+    version: object = field(default_factory=object, compare=False, repr=False)  # no two are the same
 
     @property
     def n_layers(self) -> int:
@@ -38,6 +39,8 @@ class MemoryChunk:
     @property
     def n_bytes(self) -> int:
         return self.kv.n_bytes
+
+    raw_bytes = n_bytes
 
     def layer(self, l: int) -> tuple[torch.Tensor, torch.Tensor]:
         if not 0 <= l < self.n_layers:
@@ -64,6 +67,8 @@ class MemorySnapshot:
 class MemoryStore(KVStore):
     """A KVStore of at most `cap_bytes` of payload that ends with the process."""
 
+    persistent = needs_folder = False
+
     def __init__(
         self, cap_bytes: int, eviction: Eviction | None = None, admission: Admission | None = None
     ) -> None:
@@ -77,6 +82,12 @@ class MemoryStore(KVStore):
         self._counts: Counter[tuple[bytes, str]] = Counter()
         self._lock = threading.RLock()
 
+    @classmethod
+    def from_config(
+        cls, config: StoreConfig, path: Path | None, read_only: bool, policies: Policies
+    ) -> MemoryStore:
+        return cls(config.cap_bytes, *policies)
+
     @contextmanager
     def reading(self) -> Iterator[MemorySnapshot]:
         with self._lock:
@@ -84,7 +95,7 @@ class MemoryStore(KVStore):
         yield snapshot
 
     def put(self, key: ChunkKey, kv: ChunkKV, pin: bool = False) -> bool:
-        record.refuse_what_is_no_chunk(kv)
+        validate_kv(kv)
         copy = MemoryChunk(ChunkKV(kv.keys.detach().cpu().clone(), kv.values.detach().cpu().clone()))
         with self._lock:
             if not pin and not self._admitted(key, kv.n_bytes):
@@ -96,10 +107,10 @@ class MemoryStore(KVStore):
             self._pins |= {key} if pin else set()
             return True
 
-    def wants(self, key: ChunkKey, n_bytes: int) -> bool:
+    def wants(self, key: ChunkKey, raw_bytes: int) -> bool:
         try:
             with self._lock:
-                return self._admitted(key, n_bytes)
+                return self._admitted(key, raw_bytes)
         except StoreFull:
             return False
 
@@ -131,7 +142,11 @@ class MemoryStore(KVStore):
     def stats(self, namespace: str | None = None) -> StoreStats:
         with self._lock:
             keys = list(self.keys(namespace))
-            sizes = [(self._chunks[k].n_tokens, self._chunks[k].n_bytes, k in self._pins) for k in keys]
+            kvs = [self._chunks[key].kv for key in keys]
+            sizes = [
+                (kv.n_tokens, kv.n_bytes, kv.n_bytes, k in self._pins)
+                for k, kv in zip(keys, kvs, strict=True)
+            ]
             self._settle()
             counts = add_up(self._counts, namespace_tag(namespace))
         return stats_of("memory", "", self.cap_bytes, sizes, counts, namespace)
@@ -148,17 +163,17 @@ class MemoryStore(KVStore):
             self._pins.clear()
 
     def _admitted(self, key: ChunkKey, n_bytes: int) -> bool:
-        """Whether a chunk on demand is worth its victims. Raises StoreFull when none could make room for it."""
+        """Whether a chunk on demand is worth its victims. Raises StoreFull when it cannot be had at any price."""
         victims = [] if key in self._chunks else self._victims(key, n_bytes)
         if not victims or self._admission.admits(key, n_bytes, victims, len(self._chunks)):
             return True
         self._traffic.count(key, "refused")
         return False
 
-    def _victims(self, key: ChunkKey, n_bytes: int) -> list[Held]:
+    def _victims(self, key: ChunkKey, n_bytes: int) -> list[Candidate]:
         self._settle()
         free = [k for k in self._chunks if k != key and k not in self._pins]
-        oldest = [Held(k, self._chunks[k].n_bytes) for k in sorted(free, key=self._used.__getitem__)]
+        oldest = [Candidate(k, self._chunks[k].n_bytes) for k in sorted(free, key=self._used.__getitem__)]
         others = sum(chunk.n_bytes for k, chunk in self._chunks.items() if k != key)
         victims = self._eviction.victims(oldest, others + n_bytes - self.cap_bytes)
         if victims is None:

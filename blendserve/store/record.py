@@ -1,88 +1,77 @@
-"""Bytes <-> chunk: one header record per chunk, one payload record per layer. No pickle.
+"""Bytes <-> chunk: one header record per chunk, one segment per layer. No pickle.
 
-    header   magic 4 | version 2 | dtype 1 | codec 1 | L 4 | K 4 | D 4 | C 4 | bytes of a layer 8
-             | checksum of each layer 8 * L | checksum of the chunk's key and all of the above 8   little-endian
-    layer    keys [K, C, D], values [K, C, D], contiguous                            checksums are xxh3-64
+    header   magic 4 | format 2 | dtype 2 | L 4 | K 4 | D 4 | C 4 | codec 8 | level 4 | hash of the codec's tables 16
+             | (length 8 | checksum 8) of each layer | checksum of the chunk's key and all of the above 8   little-endian
+    segment  what the codec wrote for the layer (codecs/)                           checksums are xxh3-64
 
 The header's own checksum is checked first and covers the key, so a header filed under another key is damage
 too. Then every field is checked against every other and against the lengths that are really there. The
-first six bytes and the checksum in the last eight hold for any later version, so that a newer header can be
+first six bytes and the checksum in the last eight hold for any later format, so that a newer header can be
 told from a damaged one.
 
 The checksum of a layer is seeded with the key, the fields in front and the layer's number. So bytes that
-are whole but not these (another chunk's, another layer's, or read in another dtype or shape) fail it as
+are whole but not these (another chunk's, another layer's, or read in another dtype, shape or codec) fail it as
 well.
+
+Format 1 knew no codecs: dtype and a zero took a byte each, the bytes of every layer stood once, behind C, and then the
+checksums. It is still read.
 """
 
 from __future__ import annotations
 
 import struct
-import warnings
-from dataclasses import dataclass, replace
-from typing import TypeAlias
+from dataclasses import dataclass
 
 import torch
 import xxhash
 
 from blendserve.core import ChunkKV
 from blendserve.errors import CorruptRecord, StoreError, StoreVersion
-
-Buffer: TypeAlias = "bytes | bytearray | memoryview"
+from blendserve.store.codecs.base import NAME_BYTES, Buffer, ChunkShape, Codec, Coding, known_codec
+from blendserve.store.codecs.raw import Raw
 
 MAGIC = b"BSKV"
-VERSION = 1
-RAW = 0  # the only codec so far: the tensors as they are
+FORMAT = 2
 DTYPES = {1: torch.bfloat16, 2: torch.float16, 3: torch.float32}
 CODE_OF = {dtype: code for code, dtype in DTYPES.items()}
-NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 
 _PRELUDE = struct.Struct("<4sH")
-_FIELDS = struct.Struct("<4sHBBIIIIQ")
+_FIELDS = struct.Struct(f"<4sHHIIII{NAME_BYTES}sI16s")
+_FIELDS_1 = struct.Struct("<4sHBBIIIIQ")
 _SUM = struct.Struct("<Q")
-SMALLEST = _FIELDS.size + 2 * _SUM.size  # one layer
-
-with (
-    warnings.catch_warnings()
-):  # torch says once per process that a read-only buffer could be written to: here, unheard
-    warnings.simplefilter("ignore")
-    torch.frombuffer(b"\0", dtype=torch.uint8)
+SMALLEST = _PRELUDE.size + _SUM.size
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
     """What a header record says."""
 
-    dtype: torch.dtype
-    n_layers: int  # L
-    n_kv_heads: int  # K
-    head_dim: int  # D
-    n_tokens: int  # C
-    checksums: tuple[int, ...] = ()  # of each layer
-
-    @property
-    def layer_bytes(self) -> int:
-        """Length of each layer record."""
-        return 2 * self.n_kv_heads * self.n_tokens * self.head_dim * self.dtype.itemsize
+    shape: ChunkShape
+    coding: Coding
+    lengths: tuple[int, ...]  # of each layer's segment
+    checksums: tuple[int, ...]  # of each layer
+    fields: bytes  # the record up to here, in its own format: part of every layer's checksum
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of keys and values over all layers."""
-        return self.n_layers * self.layer_bytes
+        """Bytes of all segments, as stored."""
+        return sum(self.lengths)
 
 
-def encode(key: bytes, kv: ChunkKV) -> tuple[bytes, list[memoryview]]:
-    """A chunk's header record and its L layer records. Raises StoreError for tensors that are no chunk KV."""
-    refuse_what_is_no_chunk(kv)
-    n_layers, n_kv_heads, n_tokens, head_dim = kv.keys.shape
-    header = Header(kv.keys.dtype, n_layers, n_kv_heads, head_dim, n_tokens)
-    layers = [_layer_bytes(kv, l) for l in range(n_layers)]
-    sums = [layer_checksum(key, header, l, raw) for l, raw in enumerate(layers)]
-    return encode_header(key, replace(header, checksums=tuple(sums))), layers
+def encode(key: bytes, kv: ChunkKV, codec: Codec) -> tuple[Header, list[Buffer]]:
+    """A chunk's header and its L segments. Raises StoreError for tensors that are no chunk KV."""
+    validate_kv(kv)
+    segments = codec.encode(kv)
+    shape = ChunkShape.of(kv)
+    fields = _pack(shape, codec.coding)
+    sums = (_segment_checksum(key, fields, l, segment) for l, segment in enumerate(segments))
+    return Header(shape, codec.coding, tuple(map(len, segments)), tuple(sums), fields), segments
 
 
 def encode_header(key: bytes, header: Header) -> bytes:
     """The header record of the chunk `key`."""
-    body = _fields(header) + struct.pack(f"<{header.n_layers}Q", *header.checksums)
+    layers = [number for pair in zip(header.lengths, header.checksums, strict=True) for number in pair]
+    body = header.fields + struct.pack(f"<{len(layers)}Q", *layers)
     return body + _SUM.pack(xxhash.xxh3_64_intdigest(key + body))
 
 
@@ -95,79 +84,34 @@ def decode_header(key: bytes, raw: Buffer) -> Header:
     if xxhash.xxh3_64_intdigest(key + body) != own:
         raise CorruptRecord(key, "its header fails its checksum")
     magic, version = _PRELUDE.unpack_from(body)
-    if magic != MAGIC:
-        raise CorruptRecord(key, f"its header starts with {magic!r}, not {MAGIC!r}")
-    if version > VERSION:
-        raise _newer(key, f"format {version}", f"format {VERSION}")
-    return _checked_fields(key, body)
-
-
-def decode_layer(key: bytes, header: Header, l: int, raw: Buffer) -> tuple[torch.Tensor, torch.Tensor]:
-    """Layer l's keys and values, [K, C, D] each, over the bytes of `raw` themselves. Raises CorruptRecord."""
-    if len(raw) != header.layer_bytes:
-        raise CorruptRecord(key, f"layer {l} has {len(raw)} bytes, its header says {header.layer_bytes}")
-    if layer_checksum(key, header, l, raw) != header.checksums[l]:
-        raise CorruptRecord(key, f"layer {l} fails its checksum")
-    shape = (2, header.n_kv_heads, header.n_tokens, header.head_dim)
-    if not header.layer_bytes:
-        keys, values = torch.empty(shape, dtype=header.dtype)
-        return keys, values
-    flat = torch.frombuffer(raw, dtype=header.dtype)
-    if (
-        flat.data_ptr() % header.dtype.itemsize
-    ):  # a small record between others: LMDB aligns those to two bytes only
-        flat = torch.frombuffer(bytearray(raw), dtype=header.dtype)
-    keys, values = flat.view(shape)
-    return keys, values
-
-
-def layer_checksum(key: bytes, header: Header, l: int, raw: Buffer) -> int:
-    """What tells that these bytes are layer l of this chunk, of this shape and dtype."""
-    seed = xxhash.xxh3_64_intdigest(key + _fields(header) + l.to_bytes(4, "little"))
-    return xxhash.xxh3_64_intdigest(raw, seed)
-
-
-def _fields(header: Header) -> bytes:
-    return _FIELDS.pack(
-        MAGIC,
-        VERSION,
-        CODE_OF[header.dtype],
-        RAW,
-        header.n_layers,
-        header.n_kv_heads,
-        header.head_dim,
-        header.n_tokens,
-        header.layer_bytes,
-    )
-
-
-def _checked_fields(key: bytes, body: bytes) -> Header:
-    _, version, dtype, codec, n_layers, n_kv_heads, head_dim, n_tokens, layer_bytes = _FIELDS.unpack_from(
-        body
-    )
-    if version < 1 or dtype not in DTYPES or not (n_layers and n_kv_heads and head_dim):
-        raise CorruptRecord(key, f"its header makes no sense: {_FIELDS.unpack_from(body)}")
-    if codec != RAW:
-        raise _newer(key, f"codec {codec}", f"codec {RAW}")
-    if len(body) != _FIELDS.size + n_layers * _SUM.size:
-        raise CorruptRecord(key, f"its header has {len(body)} bytes, which do not fit {n_layers} layers")
-    sums = struct.unpack_from(f"<{n_layers}Q", body, _FIELDS.size)
-    header = Header(DTYPES[dtype], n_layers, n_kv_heads, head_dim, n_tokens, sums)
-    if header.layer_bytes != layer_bytes:
-        raise CorruptRecord(
-            key, f"its header says {layer_bytes} bytes a layer, its shape {header.layer_bytes}"
+    if magic == MAGIC and version > FORMAT:
+        raise StoreVersion(
+            f"chunk {key.hex()} was stored in format {version} by a newer blendserve, this one reads format {FORMAT}: "
+            "upgrade blendserve, or give this version a store of its own (store.path)"
         )
+    try:
+        if magic != MAGIC or version not in _PARSERS:
+            raise ValueError(f"it starts with {magic!r} and format {version}")
+        header = _PARSERS[version](body)
+        if codec := known_codec(header.coding.codec):
+            codec.check(header.coding, header.shape, header.lengths)
+    except (ValueError, struct.error) as error:
+        raise CorruptRecord(key, f"its header makes no sense: {error}") from None
     return header
 
 
-def _newer(key: bytes, there: str, here: str) -> StoreVersion:
-    return StoreVersion(
-        f"chunk {key.hex()} was stored in {there} by a newer blendserve, this one reads {here}: "
-        "upgrade blendserve, or give this version a store of its own (store.path)"
-    )
+def check_segment(key: bytes, header: Header, l: int, raw: Buffer | None) -> Buffer:
+    """Layer l's segment, if that is what these bytes are; None = there are none. Raises CorruptRecord."""
+    if raw is None:
+        raise CorruptRecord(key, f"layer {l} is missing")
+    if len(raw) != header.lengths[l]:
+        raise CorruptRecord(key, f"layer {l} has {len(raw)} bytes, its header says {header.lengths[l]}")
+    if _segment_checksum(key, header.fields, l, raw) != header.checksums[l]:
+        raise CorruptRecord(key, f"layer {l} fails its checksum")
+    return raw
 
 
-def refuse_what_is_no_chunk(kv: ChunkKV) -> None:
+def validate_kv(kv: ChunkKV) -> None:
     """Raise StoreError for tensors that cannot be stored."""
     keys, values = kv.keys, kv.values
     if keys.shape != values.shape or keys.dtype != values.dtype:
@@ -176,13 +120,56 @@ def refuse_what_is_no_chunk(kv: ChunkKV) -> None:
             f"and {values.dtype} {tuple(values.shape)}"
         )
     if keys.dtype not in CODE_OF:
-        raise StoreError(
-            f"a chunk's KV is stored as {', '.join(NAMES.values())}, not {keys.dtype}: convert it first"
-        )
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in CODE_OF)
+        raise StoreError(f"a chunk's KV is stored as {names}, not {keys.dtype}: convert it first")
     if keys.dim() != 4 or 0 in (keys.shape[0], keys.shape[1], keys.shape[3]):
         raise StoreError(f"a chunk's KV is [L, K, C, D] with only C allowed to be 0, not {list(keys.shape)}")
 
 
-def _layer_bytes(kv: ChunkKV, l: int) -> memoryview:
-    both = torch.stack((kv.keys[l].detach(), kv.values[l].detach())).cpu()  # [2, K, C, D]
-    return both.reshape(-1).view(torch.uint8).numpy().data
+def _segment_checksum(key: bytes, fields: bytes, l: int, raw: Buffer) -> int:
+    """What tells that these bytes are layer l of this chunk, of this shape, dtype and coding."""
+    seed = xxhash.xxh3_64_intdigest(key + fields + l.to_bytes(4, "little"))
+    return xxhash.xxh3_64_intdigest(raw, seed)
+
+
+def _pack(shape: ChunkShape, coding: Coding) -> bytes:
+    """The fields in front of a header of the present format."""
+    dtype, sizes = CODE_OF[shape.dtype], (shape.n_layers, shape.n_kv_heads, shape.head_dim, shape.n_tokens)
+    return _FIELDS.pack(MAGIC, FORMAT, dtype, *sizes, coding.codec.encode(), coding.level, coding.tables)
+
+
+def _parse(body: bytes) -> Header:
+    """A header of the present format. Raises ValueError, struct.error."""
+    _, _, dtype, *sizes, codec, level, tables = _FIELDS.unpack_from(body)
+    shape = _shape(dtype, *sizes)
+    layers = _layers(body, _FIELDS.size, shape.n_layers, 2)
+    coding = Coding(codec.rstrip(b"\0").decode(), level, tables)
+    return Header(shape, coding, layers[::2], layers[1::2], body[: _FIELDS.size])
+
+
+def _parse_1(body: bytes) -> Header:
+    """A header of format 1. Raises ValueError, struct.error."""
+    _, _, dtype, codec, *sizes, layer_bytes = _FIELDS_1.unpack_from(body)
+    shape = _shape(dtype, *sizes)
+    checksums = _layers(body, _FIELDS_1.size, shape.n_layers, 1)
+    if codec or layer_bytes != shape.layer_bytes:
+        raise ValueError(
+            f"it says {layer_bytes} bytes a layer in codec {codec}, its shape {shape.layer_bytes}"
+        )
+    return Header(shape, Raw.coding, (layer_bytes,) * shape.n_layers, checksums, body[: _FIELDS_1.size])
+
+
+_PARSERS = {1: _parse_1, FORMAT: _parse}
+
+
+def _shape(dtype: int, n_layers: int, n_kv_heads: int, head_dim: int, n_tokens: int) -> ChunkShape:
+    if dtype not in DTYPES or not (n_layers and n_kv_heads and head_dim):
+        raise ValueError(f"dtype {dtype}, shape {[n_layers, n_kv_heads, n_tokens, head_dim]}")
+    return ChunkShape(DTYPES[dtype], n_layers, n_kv_heads, head_dim, n_tokens)
+
+
+def _layers(body: bytes, start: int, n_layers: int, each: int) -> tuple[int, ...]:
+    """The numbers behind the fields, so many for each layer."""
+    if len(body) != start + n_layers * each * _SUM.size:
+        raise ValueError(f"it has {len(body)} bytes, which do not fit {n_layers} layers")
+    return struct.unpack_from(f"<{n_layers * each}Q", body, start)

@@ -9,15 +9,25 @@ Times are of the wall clock, because they are compared over processes and restar
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import Counter
 from dataclasses import dataclass, field
 
-from blendserve.store.admission import Admission
 from blendserve.store.key import TAG_BYTES, ChunkKey
+from blendserve.store.policies import Admission
 
-COUNTERS = ("hits", "misses", "corrupt", "evictions", "refused")  # their order in a counters record
+log = logging.getLogger(__name__)
+
+COUNTERS = (
+    "hits",
+    "misses",
+    "corrupt",
+    "evictions",
+    "refused",
+    "undecodable",
+)  # their order in a counters record
 
 
 @dataclass(slots=True)
@@ -34,6 +44,7 @@ class Traffic:
     def __init__(self, admission: Admission) -> None:
         self._admission = admission
         self._notes = Notes()
+        self._logged: set[str] = set()
         self._clock = 0
         self._lock = threading.Lock()
 
@@ -47,14 +58,20 @@ class Traffic:
             return self._tick()
 
     def hit(self, key: ChunkKey) -> None:
-        self._admission.saw(key)
+        self._admission.record_access(key)
         with self._lock:
             self._notes.used[key] = self._tick()
             self._notes.counts[key[:TAG_BYTES], "hits"] += 1
 
-    def miss(self, key: ChunkKey) -> None:
-        self._admission.saw(key)
+    def miss(self, key: ChunkKey, undecodable: str = "") -> None:
+        """undecodable: why a chunk that is there cannot be used; logged once."""
+        self._admission.record_access(key)
         self.count(key, "misses")
+        if undecodable:
+            self.count(key, "undecodable")
+            if undecodable not in self._logged:
+                self._logged.add(undecodable)
+                log.warning("stored chunks count as missing: %s", undecodable)
 
     def count(self, key: ChunkKey, counter: str) -> None:
         with self._lock:

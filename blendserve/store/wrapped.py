@@ -18,8 +18,8 @@ class WrappedStore(KVStore):
     def put(self, key: ChunkKey, kv: ChunkKV, pin: bool = False) -> bool:
         return self._store.put(key, kv, pin)
 
-    def wants(self, key: ChunkKey, n_bytes: int) -> bool:
-        return self._store.wants(key, n_bytes)
+    def wants(self, key: ChunkKey, raw_bytes: int) -> bool:
+        return self._store.wants(key, raw_bytes)
 
     def pin(self, keys: Iterable[ChunkKey]) -> int:
         return self._store.pin(keys)

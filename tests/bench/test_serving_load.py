@@ -16,7 +16,8 @@ import pytest
 from blendserve.bench import serving_load as bench
 from blendserve.cli import main
 from blendserve.serve.settings import ServeConfig
-from tests.serve.helpers import PASSAGES, Server
+from tests.engine.helpers import PASSAGES
+from tests.serve.helpers import Server
 
 POOL = [{"text": p.text, "title": p.title} for p in PASSAGES]
 SHARES = (0.5, 1.0)

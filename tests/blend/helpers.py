@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from blendserve.blend.assemble import Layout, lay_out
+from blendserve.blend.layout import Layout, lay_out
 from blendserve.blend.precompute import ChunkComputer
 from blendserve.blend.prefill import Prefilled, prefill
 from blendserve.config import BlendConfig
@@ -38,7 +38,7 @@ def lay(adapter: Adapter, prompt: Prompt, found: Sequence[bool] | None = None, p
     kvs = computer.compute([chunk.ids for chunk in prompt.chunks])
     marks = found if found is not None else [True] * len(kvs)
     views = [MemoryChunk(kv) if mark else None for kv, mark in zip(kvs, marks, strict=True)]
-    front = MemoryChunk(computer.front) if prefix else None
+    front = MemoryChunk(computer.context_kv) if prefix else None
     return lay_out(prompt, front, views, behind_prefix=True)
 
 

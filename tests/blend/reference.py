@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from blendserve.blend.assemble import Layout
+from blendserve.blend.layout import Layout
 from blendserve.core import Prompt
 from blendserve.models.adapter import Adapter
 
@@ -38,7 +38,7 @@ def scatter_forward(
     n = len(prompt)
     shape = (adapter.n_layers, adapter.n_kv_heads, n, adapter.head_dim)
     keys, values = torch.zeros(shape), torch.zeros(shape)
-    for piece in layout.pieces:
+    for piece in layout.placements:
         at = slice(piece.span.start, piece.span.stop)
         for l in range(adapter.n_layers):
             k, v = piece.view.layer(l)

@@ -8,20 +8,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blendserve.blend.controller import HIDDEN, MEMORY, LoadRate, free_ratio
-from blendserve.blend.profit import CostModel, work_of
+from blendserve.blend.cost import HIDDEN, MEMORY, CostModel, LoadRate, free_ratio
+from blendserve.blend.policies.base import make_policy
+from blendserve.blend.work import work_of
 from blendserve.config import BlendConfig, changed
 from tests.blend.helpers import blend, lay, some_prompt
 from tests.tiny import tiny_adapter
 
 COSTS = CostModel(per_pass=1e-3, per_row=1e-3, per_pair=1e-6, per_loaded=1e-4)
 LAYOUT = lay(tiny_adapter("llama"), some_prompt([30, 300, 300]))
-LOADED = sum(len(piece.span) for piece in LAYOUT.pieces)
+LOADED = LAYOUT.n_loaded
 
 
 def compute(config: BlendConfig, ratio: float) -> float:
     rows_alone = changed(config, policy="random", ratio=ratio)
-    return COSTS.seconds(replace(work_of(LAYOUT, rows_alone, 4), loaded=0.0))
+    return COSTS.seconds(replace(work_of(LAYOUT, make_policy(rows_alone), 4), loaded=0.0))
 
 
 @pytest.mark.parametrize("policy", ["deviation", "chunk_head", "random"])
@@ -30,7 +31,7 @@ def test_recomputing_takes_nearly_as_long_as_loading(
     policy: str, seconds_per_token: float, floor: float
 ) -> None:
     config = BlendConfig(policy=policy, ratio="auto", floor=floor)  # type: ignore[arg-type]
-    ratio = free_ratio(COSTS, LAYOUT, config, 4, seconds_per_token)
+    ratio = free_ratio(COSTS, LAYOUT, config, seconds_per_token)
     loading = HIDDEN * seconds_per_token * LOADED
     highest = (int(LAYOUT.reusable.sum()) - 1) / LAYOUT.n_found
     assert floor <= ratio <= highest
@@ -42,21 +43,21 @@ def test_recomputing_takes_nearly_as_long_as_loading(
 
 
 def test_query_stays_at_its_floor() -> None:
-    assert free_ratio(COSTS, LAYOUT, BlendConfig(ratio="auto", floor=0.07), 4, 1.0) == 0.07
+    assert free_ratio(COSTS, LAYOUT, BlendConfig(ratio="auto", floor=0.07), 1.0) == 0.07
 
 
 def test_the_floor_holds_until_a_load_was_seen() -> None:
     config = BlendConfig(policy="random", ratio="auto", floor=0.07)
-    assert free_ratio(COSTS, LAYOUT, config, 4, None) == 0.07
+    assert free_ratio(COSTS, LAYOUT, config, None) == 0.07
 
 
 def test_rates_are_a_running_mean() -> None:
     rate = LoadRate()
-    rate.saw(1.0, 0)
+    rate.record(1.0, 0)
     assert rate.seconds_per_token is None
-    rate.saw(2.0, 10)
+    rate.record(2.0, 10)
     assert rate.seconds_per_token == 0.2
-    rate.saw(1.0, 10)
+    rate.record(1.0, 10)
     assert rate.seconds_per_token == pytest.approx(0.2 * (1 - MEMORY) + 0.1 * MEMORY)
 
 

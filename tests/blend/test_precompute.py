@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blendserve.blend.precompute import STACK_TOKENS, ChunkComputer
-from blendserve.blend.rope import unrotate
 from tests.blend.helpers import assert_near, model_kv, some_ids
 from tests.tiny import TINY, tiny_adapter
 
@@ -22,7 +21,7 @@ def test_equals_the_models_own_cache_turned_back(name: str, behind: int) -> None
         keys, values = model_kv(adapter, front + ids)
         ropes = adapter.rope(torch.arange(behind, behind + len(ids)))
         for l in range(adapter.n_layers):
-            assert_near(kv.keys[l], unrotate(adapter, keys[l, :, behind:], ropes[l]))
+            assert_near(kv.keys[l], adapter.rotate(keys[l, :, behind:], ropes[l].inverse))
             assert_near(kv.values[l], values[l, :, behind:])
 
 
@@ -48,5 +47,5 @@ def test_streams_every_chunk_in_order_also_over_several_stacks() -> None:
 def test_the_front_is_the_prefix_computed_alone() -> None:
     adapter, front = tiny_adapter("qwen3"), some_ids(6)
     alone = ChunkComputer(adapter, ()).compute([front])[0]
-    assert torch.equal(ChunkComputer(adapter, front).front.keys, alone.keys)
-    assert ChunkComputer(adapter, ()).front.n_tokens == 0
+    assert torch.equal(ChunkComputer(adapter, front).context_kv.keys, alone.keys)
+    assert ChunkComputer(adapter, ()).context_kv.n_tokens == 0

@@ -12,12 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from blendserve.blend import prefill as module
-from blendserve.blend.assemble import Assembly, Layout
-from blendserve.blend.cache import KVCache
+from blendserve.blend.layout import Layout
+from blendserve.blend.loader import KVLoader
 from blendserve.blend.prefill import Prefilled
 from blendserve.config import BlendConfig
 from blendserve.core import Prompt
-from blendserve.models.adapter import Adapter, Ropes
+from blendserve.kernels.types import Ropes
+from blendserve.models.adapter import Adapter
+from blendserve.models.kv_cache import KVCache
 from blendserve.timing import Clock
 from tests.blend.helpers import assert_near, blend, distance, lay, model_kv, model_logits, some_prompt
 from tests.blend.reference import scatter_forward
@@ -147,7 +149,7 @@ def test_full_reuse_is_not_full_prefill() -> None:
     assert distance(done.logits, model_logits(adapter, prompt)) > 0.05
 
 
-class OneOff(Assembly):
+class OneOff(KVLoader):
     """Rotates every stored key to the position after its own."""
 
     def __init__(self, adapter: Adapter, cache: KVCache, pieces: Any, ropes: Ropes, clock: Clock) -> None:
@@ -157,7 +159,7 @@ class OneOff(Assembly):
 def test_the_check_sees_a_rotation_that_is_one_position_off(monkeypatch: pytest.MonkeyPatch) -> None:
     adapter, prompt = tiny_adapter("llama"), some_prompt([12, 14])
     check_equals_full(adapter, prompt, lay(adapter, prompt), ratio=1.0)
-    monkeypatch.setattr(module, "Assembly", OneOff)
+    monkeypatch.setattr(module, "KVLoader", OneOff)
     with pytest.raises(AssertionError, match="max difference"):
         check_equals_full(adapter, prompt, lay(adapter, prompt), ratio=1.0)
 

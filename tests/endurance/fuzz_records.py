@@ -1,9 +1,10 @@
 """Damage the records of a real LMDB store in every way we could think of, and read it back.
 
 A batch of cases is one store whose chunks are damaged behind its back, one case a chunk, by LMDB itself; the store is
-then opened and every chunk is read. A damaged chunk must be told (CorruptRecord, StoreVersion, or not there at all
-where its header was deleted), and never give another tensor than was put. The reading is done in another process, so
-that even a segmentation fault is counted and not the end.
+then opened and every chunk is read. A damaged chunk must be told (CorruptRecord, StoreVersion, or a miss where its header
+was deleted or names a codec, a level or tables that are not here), and never give another tensor than was put. A third of
+the chunks is of format 1, a third raw in format 2, and a third is coded, in segments of many lengths. The reading is done
+in another process, so that even a segmentation fault is counted and not the end.
 
     python -m tests.endurance.fuzz_records --cases 10000 --seed 0
 
@@ -14,13 +15,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import multiprocessing
 import random
 import struct
 import tempfile
 import time
+import zlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -33,24 +36,85 @@ from rich.progress import Progress
 
 from blendserve.core import ChunkKV
 from blendserve.errors import CorruptRecord, StoreVersion
+from blendserve.registry import CODECS
 from blendserve.store import KVStore, LMDBStore, chunk_key
+from blendserve.store.codecs.base import Buffer, ChunkShape, Codec, Coding, Pair, Undecodable
+from blendserve.store.codecs.raw import Raw, RawDecoder
+from blendserve.store.lmdb.snapshot import HEADER, layer_name
 from blendserve.store.record import CODE_OF
-from blendserve.store.snapshot import HEADER, layer_name
 
 CAP = 1 << 30
 BATCH = 100  # chunks in the store
-FIELDS = {  # of a header: offset, format
+COMMON = {  # of a header: offset, format
     "magic": (0, "I"),
     "version": (4, "H"),
-    "dtype": (6, "B"),
-    "codec": (7, "B"),
     "layers": (8, "I"),
     "kv_heads": (12, "I"),
     "head_dim": (16, "I"),
     "tokens": (20, "I"),
-    "layer_bytes": (24, "Q"),
-    "layer_checksum": (32, "Q"),
 }
+FIELDS = {
+    1: {
+        **COMMON,
+        "dtype": (6, "B"),
+        "codec": (7, "B"),
+        "length": (24, "Q"),
+        "checksum": (32, "Q"),
+    },
+    2: {
+        **COMMON,
+        "dtype": (6, "H"),
+        "codec": (24, "Q"),
+        "level": (32, "I"),
+        "tables": (36, "Q"),
+        "tables, second half": (44, "Q"),
+        "length": (52, "Q"),
+        "checksum": (60, "Q"),
+    },
+}
+NAMES = dict.fromkeys((*FIELDS[1], *FIELDS[2]))
+
+
+class Squeezed(Codec):
+    """A codec with a level and tables, whose segments have any length, and hold the layer below's difference."""
+
+    coding = Coding("squeezed", 3, b"tables of a test")
+
+    @classmethod
+    def for_reading(cls, coding: Coding) -> Squeezed:
+        if coding != cls.coding:
+            raise Undecodable("another level or other tables")
+        return cls()
+
+    @classmethod
+    def check(cls, coding: Coding, shape: ChunkShape, lengths: Sequence[int]) -> None:
+        pass
+
+    def expected_bytes(self, raw_bytes: int) -> int:
+        return raw_bytes
+
+    def encode(self, kv: ChunkKV) -> list[Buffer]:
+        layers = [bytes(raw) for raw in Raw().encode(kv)]
+        return [zlib.compress(xor(raw, below)) for raw, below in zip(layers, [b"", *layers], strict=False)]
+
+    def decoder(self, shape: ChunkShape) -> _Unsqueezing:
+        return _Unsqueezing(shape)
+
+
+class _Unsqueezing:
+    def __init__(self, shape: ChunkShape) -> None:
+        self._below, self._raw = b"", RawDecoder(shape)
+
+    def layer(self, l: int, segment: Buffer) -> Pair:
+        self._below = xor(zlib.decompress(segment), self._below)
+        return self._raw.layer(l, self._below)
+
+
+def xor(one: bytes, other: bytes) -> bytes:
+    return bytes(a ^ b for a, b in zip(one, other, strict=True)) if other else one
+
+
+CODECS.add("squeezed", f"{__name__}:Squeezed")
 
 
 @dataclass(frozen=True)
@@ -59,6 +123,8 @@ class Target:
 
     key: bytes
     kv: ChunkKV
+    version: int  # of its records' format
+    codec: Codec
 
     @property
     def names(self) -> list[bytes]:
@@ -81,7 +147,7 @@ def lie(name: str, sealed: bool) -> Damage:
 
     def damage(dice: random.Random, target: Target, records: Records) -> Changes:
         header = records[target.names[0]]
-        offset, kind = FIELDS[name]
+        offset, kind = FIELDS[target.version].get(name, FIELDS[target.version]["checksum"])
         (old,) = struct.unpack_from("<" + kind, header, offset)
         top = 2 ** (8 * struct.calcsize("<" + kind)) - 1
         values = {0, 1, 2, 3, 4, old - 1, old + 1, 2 * old, top, top // 2, dice.randrange(top)} - {old}
@@ -98,6 +164,52 @@ def reshape(dice: random.Random, target: Target, records: Records) -> Changes:
     one, other = dice.sample([12, 16, 20], 2)
     header[one : one + 4], header[other : other + 4] = header[other : other + 4], header[one : one + 4]
     return {target.names[0]: seal(target.key, bytes(header))}
+
+
+def relength(dice: random.Random, target: Target, records: Records) -> Changes:
+    """Move a layer's length elsewhere, or bytes of it to another layer's, under a checksum that fits."""
+    header, n_layers = bytearray(records[target.names[0]][:-8]), len(target.kv.keys)
+    places = [24] if target.version == 1 else [52 + 16 * l for l in range(n_layers)]
+    one, other = dice.choice(places), dice.choice(places)
+    (length,), by = struct.unpack_from("<Q", header, one), dice.choice([-1, 1, 2, 8, 4096])
+    struct.pack_into("<Q", header, one, max(0, length + by))
+    if other != one:
+        (length,) = struct.unpack_from("<Q", header, other)
+        struct.pack_into("<Q", header, other, max(0, length - by))
+    return {target.names[0]: seal(target.key, bytes(header))}
+
+
+def lie_about_the_codec(dice: random.Random, target: Target, records: Records) -> Changes:
+    """Name another coding that is known here, under a checksum that fits."""
+    if target.version == 1:
+        return lie("codec", sealed=True)(dice, target, records)
+    header = bytearray(records[target.names[0]][:-8])
+    coding = dice.choice([Raw.coding, Squeezed.coding, Coding("raw", 3), Coding("squeezed", 2)])
+    struct.pack_into("<8sI16s", header, 24, coding.codec.encode(), coding.level, coding.tables)
+    return {target.names[0]: seal(target.key, bytes(header))}
+
+
+def reformat(dice: random.Random, target: Target, records: Records) -> Changes:
+    """Say the same in the other format, and keep the layers' checksums, under a checksum that fits."""
+    header, layers = records[target.names[0]], [records[name] for name in target.names[1:]]
+    if target.version == 2:
+        sums = b"".join(header[60 + 16 * l : 68 + 16 * l] for l in range(len(layers)))
+        return {target.names[0]: seal(target.key, header_of_format_1(target, layers)[:32] + sums)}
+    body = header[:4] + struct.pack("<HH", 2, header[6]) + header[8:24] + struct.pack("<8s20x", b"raw")
+    for l, raw in enumerate(layers):
+        body += struct.pack("<Q", len(raw)) + header[32 + 8 * l : 40 + 8 * l]
+    return {target.names[0]: seal(target.key, body)}
+
+
+def header_of_format_1(target: Target, layers: Sequence[bytes]) -> bytes:
+    """As blendserve wrote it."""
+    n_layers, n_kv_heads, n_tokens, head_dim = target.kv.keys.shape
+    sizes = (n_layers, n_kv_heads, head_dim, n_tokens, len(layers[0]))
+    body = fields = struct.pack("<4sHBBIIIIQ", b"BSKV", 1, CODE_OF[target.kv.keys.dtype], 0, *sizes)
+    for l, raw in enumerate(layers):
+        seed = xxhash.xxh3_64_intdigest(target.key + fields + struct.pack("<I", l))
+        body += struct.pack("<Q", xxhash.xxh3_64_intdigest(raw, seed))
+    return seal(target.key, body)
 
 
 def on_a_record(change: Callable[[random.Random, bytes], bytes]) -> Damage:
@@ -158,9 +270,9 @@ def steal(dice: random.Random, target: Target, records: Records) -> Changes:
 
 
 DAMAGES: dict[str, Damage] = {
-    **{f"{name}, resealed": lie(name, sealed=True) for name in FIELDS},
-    **{name: lie(name, sealed=False) for name in FIELDS},
-    "reshape": reshape,
+    **{f"{name}, resealed": lie(name, sealed=True) for name in NAMES},
+    **{name: lie(name, sealed=False) for name in NAMES},
+    **{f.__name__: f for f in (reshape, relength, lie_about_the_codec, reformat)},
     **{f.__name__: on_a_record(f) for f in (flip, cut, extend, blank, rotate, noise)},
     "flip again": on_a_record(flip),  # the likeliest damage, so more of it
     **{f.__name__: f for f in (drop, swap, steal)},
@@ -168,18 +280,20 @@ DAMAGES: dict[str, Damage] = {
 
 
 def targets(seed: int) -> list[Target]:
-    """The chunks of the store: every dtype, several shapes, none, one and many tokens."""
+    """The chunks of the store: every format, codec and dtype, several shapes, none, one and many tokens."""
     generator, made = torch.Generator().manual_seed(seed), []
     for i in range(BATCH):
         dtype = list(CODE_OF)[i % 3]
         shape = (1 + i % 3, 1 + i % 2, [0, 1, 2, 7, 40][i % 5], [2, 4, 16][i % 3])  # [L, K, C, D]
         keys, values = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
-        made.append(Target(chunk_key("fuzz", (), (i,), str(dtype)), ChunkKV(keys, values)))
+        version, codec = [(1, Raw()), (2, Raw()), (2, Squeezed())][i // 3 % 3]
+        made.append(Target(chunk_key("fuzz", (), (i,), str(dtype)), ChunkKV(keys, values), version, codec))
     return made
 
 
 def judge(path: Path, seed: int) -> list[str]:
     """Read every chunk back: detected, same (as was put), wrong, or what was raised."""
+    logging.disable()  # what cannot be decoded is logged
     with LMDBStore(path, CAP, read_only=True) as store:
         return [_judge(store, target) for target in targets(seed)]
 
@@ -210,11 +324,16 @@ class Fuzzer:
         self.path, self.seed = path, seed
         self.dice = random.Random(seed)
         self.targets = targets(seed)
-        with LMDBStore(path, CAP) as store:
-            for target in self.targets:
+        for target in self.targets:
+            with LMDBStore(path, CAP, codec=target.codec) as store:
                 store.put(target.key, target.kv)
         with lmdb.open(str(path), map_size=0) as env, env.begin() as txn:
             self.records: Records = {bytes(name): bytes(raw) for name, raw in txn.cursor()}
+        for target in self.targets:
+            if target.version == 1:
+                layers = [self.records[name] for name in target.names[1:]]
+                self.records[target.names[0]] = header_of_format_1(target, layers)
+        self._write({**self.records})
         self.outcomes: Counter[tuple[str, str]] = Counter()
         self.pool = self._reader()
 

@@ -40,12 +40,12 @@ from typing import Any
 from blendserve import console
 from blendserve.config import BlendConfig, Config, ReaderConfig, StoreConfig
 from blendserve.core import BlendReport, Passage
-from blendserve.engine import Engine
+from blendserve.engine.engine import Engine
+from blendserve.engine.prompt import PromptBuilder
 from blendserve.errors import BlendserveError
 from blendserve.evaluate.workload import Query, zipf_blocks
 from blendserve.models.loader import Reader, load_reader
 from blendserve.models.toy import toy_reader
-from blendserve.prompt import PromptBuilder
 from blendserve.retrieve import language_reference, split
 from blendserve.store import StoreStats, open_store
 

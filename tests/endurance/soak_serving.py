@@ -35,7 +35,7 @@ import httpx
 
 from blendserve.config import Config as EngineConfig
 from blendserve.core import Passage
-from blendserve.engine import Engine
+from blendserve.engine.engine import Engine
 from blendserve.serve.child import Child, serve_command
 from blendserve.serve.settings import load_settings
 from blendserve.store import LMDBStore, VerifyReport

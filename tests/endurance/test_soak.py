@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from blendserve.config import PromptConfig
+from blendserve.engine.prompt import PromptBuilder
 from blendserve.models.toy import toy_reader
-from blendserve.prompt import PromptBuilder
 from tests.endurance import soak
 from tests.endurance.helpers import last_line
 

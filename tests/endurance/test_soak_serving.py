@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from blendserve.engine import Engine
+from blendserve.engine.engine import Engine
 from blendserve.serve.child import Child
 from blendserve.serve.settings import ServeConfig
 from blendserve.store import LMDBStore, VerifyReport
 from tests.endurance import soak_serving
-from tests.serve.helpers import CONFIG, PASSAGES, Server, reader
+from tests.engine.helpers import CONFIG, PASSAGES, reader
+from tests.serve.helpers import Server
 
 ROOT = Path(__file__).parents[2]
 

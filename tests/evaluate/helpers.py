@@ -11,7 +11,7 @@ import torch
 import transformers as tf
 
 from blendserve.config import BlendConfig, Config, DecodeConfig, PromptConfig
-from blendserve.engine import Engine
+from blendserve.engine.engine import Engine
 from blendserve.evaluate.job import Outcome, evaluate
 from blendserve.evaluate.plan import EvaluateConfig
 from blendserve.models.adapter import Adapter

@@ -17,9 +17,9 @@ from blendserve.blend import prefill as module
 from blendserve.blend.prefill import Prefilled, prefill
 from blendserve.config import BlendConfig
 from blendserve.core import Prompt
-from blendserve.decode import step
 from blendserve.errors import InputError
-from blendserve.evaluate.fidelity import agreement, append, forced, kl, share, times
+from blendserve.evaluate.fidelity import agreement, forced, kl, share, times
+from blendserve.models.forward import append
 from tests.blend.helpers import assert_near, lay, model_says, some_ids, some_prompt
 from tests.blend.test_prefill import OneOff
 from tests.evaluate.helpers import run, write_dataset
@@ -38,7 +38,9 @@ def test_one_pass_is_what_single_steps_are(name: str) -> None:
     adapter, prompt = tiny_adapter(name), some_prompt([12, 9, 14])
     one, many = (prefilled(name, prompt, len(ANSWER), ratio=0.3) for _ in range(2))
     at_once = append(adapter, one.cache, len(prompt), ANSWER)
-    singly = torch.stack([step(adapter, many.cache, len(prompt) + i, t) for i, t in enumerate(ANSWER)])
+    singly = torch.stack(
+        [append(adapter, many.cache, len(prompt) + i, (t,))[0] for i, t in enumerate(ANSWER)]
+    )
     assert_near(at_once, singly)
     assert_near(one.cache.keys, many.cache.keys)
     assert_near(one.cache.values, many.cache.values)

@@ -19,9 +19,10 @@ from blendserve.errors import InputError
 from blendserve.evaluate.plots import pareto
 from blendserve.evaluate.report import render
 from blendserve.evaluate.spending import spending
-from blendserve.evaluate.summary import CACHEBLEND, Table, headline, summarise
+from blendserve.evaluate.summary import Table, headline, summarise
 from blendserve.evaluate.tables import brief, tables
 from blendserve.evaluate.variants import variants
+from blendserve.registry import CACHEBLEND
 from tests.evaluate.helpers import predictions, run, write_dataset
 
 # mean KL and seconds to the first token on two questions

@@ -22,7 +22,7 @@ from blendserve.evaluate.settings import Setting, open_engine
 from blendserve.evaluate.variants import split_list, variants
 from blendserve.retrieve import Embedder, VectorIndex
 from blendserve.store import MemoryStore
-from blendserve.store.eviction import LRU
+from blendserve.store.policies import LRU
 from tests.evaluate.helpers import CONFIG, METHODS, predictions, run, tiny_engine, untimed, write_dataset
 from tests.tokenizers import bundled_tokenizer
 
@@ -287,7 +287,7 @@ def test_open_retrieves_and_reports_recall(tmp_path: Path) -> None:
 def test_a_reader_that_fails_the_gate_is_no_reference(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from blendserve.engine import Engine
+    from blendserve.engine.engine import Engine
 
     class Failing:
         def require(self) -> None:

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from blendserve.blend.assemble import Assembly
-from blendserve.blend.cache import KVCache
+from blendserve.blend.loader import KVLoader
+from blendserve.blend.policies.base import top
 from blendserve.blend.prefill import prefill
-from blendserve.blend.select import budget, top
-from blendserve.config import BlendConfig
+from blendserve.config import BlendConfig, changed
 from blendserve.core import Passage, Prompt, TokenIds
 from blendserve.evaluate import study
 from blendserve.evaluate.plan import EvaluateConfig
+from blendserve.models.kv_cache import KVCache
 from blendserve.retrieve import Embedder
 from tests.blend.helpers import lay, some_prompt
 from tests.evaluate.helpers import passage, tiny_engine, write_dataset
@@ -69,7 +69,7 @@ def test_the_choice_is_by_what_full_prefill_moves(name: str, layer: int) -> None
     full = prefill(adapter, prompt, layout, BlendConfig(ratio=1.0)).cache
     stored = KVCache(adapter, len(prompt))
     ropes = adapter.rope(torch.arange(len(prompt)))
-    Assembly(adapter, stored, layout.pieces, ropes).place(layer)
+    KVLoader(adapter, stored, layout.placements, ropes).place(layer)
     moved = {
         "k": (full.keys - stored.keys)[layer].square().sum(dim=(0, 2)),
         "v": (full.values - stored.values)[layer].square().sum(dim=(0, 2)),
@@ -77,10 +77,11 @@ def test_the_choice_is_by_what_full_prefill_moves(name: str, layer: int) -> None
     moved["kv"] = torch.stack([x / x[layout.reusable].mean() for x in moved.values()]).sum(dim=0)
     blend = BlendConfig(method="blend", policy="deviation", check_layers=(layer,), ratio=0.3)
     chosen = {}
+    policies = {case.name.partition("[")[0]: case.blend.policy for case in study.compared()}
     for compare, lengths in moved.items():
-        wanted = top(lengths.masked_fill(~layout.reusable, float("-inf")), budget(layout, blend.share))
-        case = study.Case("", blend, "", compare=compare)
-        chosen[compare] = study.blended(adapter, prompt, layout, case).recomputed.tolist()
+        wanted = top(lengths.masked_fill(~layout.reusable, float("-inf")), layout.budget(blend.share))
+        named = changed(blend, policy=policies[compare])
+        chosen[compare] = prefill(adapter, prompt, layout, named).recomputed.tolist()
         assert chosen[compare] == wanted.tolist()
     assert chosen["v"] == prefill(adapter, prompt, layout, blend).recomputed.tolist()
     assert chosen["k"] != chosen["v"]

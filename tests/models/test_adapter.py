@@ -10,9 +10,10 @@ import torch
 import transformers as tf
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from blendserve.blend.attention import attend, plan_rows
 from blendserve.core import TokenIds
 from blendserve.errors import ModelUnsupported
+from blendserve.kernels.ops import attend
+from blendserve.kernels.rows import plan_rows
 from blendserve.models.adapter import Adapter
 from blendserve.models.families import FAMILIES, REFUSED, Family, check_supported
 from tests.blend.helpers import assert_near, distance, model_says, some_ids

@@ -11,7 +11,7 @@ import torch
 
 from blendserve.core import ChunkKV
 from blendserve.store import KVStore, LMDBStore, TieredStore, chunk_key
-from blendserve.store.admission import Admission, Always
+from blendserve.store.policies import Admission, Always
 from blendserve.store.tiers import Tier
 
 CAP = 10_000_000
@@ -93,7 +93,7 @@ def layer_name(n: int, l: int) -> bytes:
 
 def flip(name: bytes, at: int) -> Change:
     def change(txn: lmdb.Transaction) -> None:
-        raw = bytearray(txn.get(name))
+        raw = bytearray(txn.get(name) or b"")
         raw[at] ^= 4
         txn.put(name, bytes(raw))
 

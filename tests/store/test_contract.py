@@ -1,9 +1,9 @@
-"""What every store must do, over both of them, also behind tiers."""
+"""What every store must do: each kind, a coded store, a toy of the tests' own, also behind tiers."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,23 +12,44 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from blendserve.config import StoreConfig
 from blendserve.core import ChunkKV
 from blendserve.errors import StoreError, StoreFull
-from blendserve.store import KVStore, LMDBStore, MemoryStore
+from blendserve.store import KVStore, LMDBStore, MemoryStore, open_store
 from tests.store.helpers import chunk, key_of, read, same, tiered
+from tests.store.toy_codec import Toy
 
 MB = 1_000_000
 
 
+MAKERS: dict[str, Callable[[Path, int], KVStore]] = {
+    "lmdb": LMDBStore,
+    "memory": lambda path, cap_bytes: MemoryStore(cap_bytes),
+    "coded lmdb": lambda path, cap_bytes: LMDBStore(path, cap_bytes, codec=Toy()),
+    "toy": lambda path, cap_bytes: open_store(
+        StoreConfig(kind="toy", cap_gb=cap_bytes / 1e9, eviction="refuse", admission="always"), None
+    ),
+}
+KINDS = [*MAKERS, *(f"{kind} behind tiers" for kind in MAKERS)]
+pytestmark = pytest.mark.usefixtures("toy_store", "toy_codec")
+
+
 def make(kind: str, path: Path, cap_bytes: int = 10 * MB) -> KVStore:
-    inner, _, before = kind.partition(" ")
-    store = LMDBStore(path / "kv", cap_bytes) if inner == "lmdb" else MemoryStore(cap_bytes)
+    inner, _, before = kind.partition(" behind")
+    store = MAKERS[inner](path / "kv", cap_bytes)
     return tiered(store) if before else store
 
 
-@pytest.fixture(params=["lmdb", "memory", "lmdb behind tiers", "memory behind tiers"])
+@pytest.fixture(params=KINDS)
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
+
+
+def stored_bytes(kind: str, path: Path, kv: ChunkKV) -> int:
+    """What a chunk counts for in a store of this kind."""
+    with make(kind, path / "measured") as store:
+        store.put(key_of(1), kv)
+        return store.stats().bytes
 
 
 @pytest.fixture
@@ -46,7 +67,7 @@ def test_a_chunk_comes_back_bit_for_bit(store: KVStore, dtype: torch.dtype, toke
     with store.reading() as snapshot:
         view = snapshot.get(key_of(1))
         assert view is not None
-        assert (view.n_tokens, view.n_bytes) == (tokens, kv.n_bytes)
+        assert (view.n_tokens, view.n_bytes, view.raw_bytes) == (tokens, store.stats().bytes, kv.n_bytes)
 
 
 def test_what_was_not_put_is_not_there(store: KVStore) -> None:
@@ -64,7 +85,7 @@ def test_chunks_of_several_models_live_side_by_side(store: KVStore) -> None:
     assert sorted(store.keys()) == sorted(chunks)
     stats = store.stats()
     assert (stats.chunks, stats.tokens) == (2, 13)
-    assert stats.bytes == sum(kv.n_bytes for kv in chunks.values())
+    assert stats.raw_bytes == sum(kv.n_bytes for kv in chunks.values())
 
 
 def test_putting_again_replaces_the_whole_chunk(store: KVStore) -> None:
@@ -72,7 +93,7 @@ def test_putting_again_replaces_the_whole_chunk(store: KVStore) -> None:
     small = chunk(3, layers=2, seed=1)
     store.put(key_of(1), small)
     assert same(read(store, key_of(1)), small)
-    assert store.stats().bytes == small.n_bytes
+    assert store.stats().raw_bytes == small.n_bytes
     assert store.verify().bad == ()
 
 
@@ -111,7 +132,7 @@ def test_a_deleted_chunk_is_gone_and_its_bytes_are_free(store: KVStore) -> None:
 
 def test_the_cap_refuses_and_keeps_what_is_there(kind: str, tmp_path: Path) -> None:
     kv = chunk(100)
-    with make(kind, tmp_path, cap_bytes=2 * kv.n_bytes) as store:
+    with make(kind, tmp_path, cap_bytes=2 * stored_bytes(kind, tmp_path, kv)) as store:
         for n in range(2):
             store.put(key_of(n), chunk(100, seed=n))
         with pytest.raises(StoreFull, match=r"store\.cap_gb"):

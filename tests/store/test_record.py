@@ -1,10 +1,11 @@
-"""Bytes to chunk and back; any damage is told."""
+"""Bytes to chunk and back, in both formats; any damage is told."""
 
 from __future__ import annotations
 
 import struct
 import subprocess
 import sys
+from collections.abc import Callable, Mapping
 
 import pytest
 import torch
@@ -15,9 +16,14 @@ from hypothesis import strategies as st
 from blendserve.core import ChunkKV
 from blendserve.errors import CorruptRecord, StoreVersion
 from blendserve.store import record
+from blendserve.store.chunk import StoredChunk
+from blendserve.store.codecs.base import Coding, Undecodable
+from blendserve.store.codecs.raw import Raw
+from tests.store import format1
 from tests.store.helpers import chunk, key_of, same
 
 KEY = key_of(1)
+Encode = Callable[[bytes, ChunkKV], "tuple[bytes, list[bytes]]"]
 sizes = st.fixed_dictionaries(
     {
         "tokens": st.integers(0, 9),
@@ -30,9 +36,19 @@ sizes = st.fixed_dictionaries(
 )
 
 
+def encode(key: bytes, kv: ChunkKV) -> tuple[bytes, list[bytes]]:
+    """As today's format has it."""
+    header, segments = record.encode(key, kv, Raw())
+    return record.encode_header(key, header), [bytes(segment) for segment in segments]
+
+
+FORMATS: dict[int, Encode] = {1: format1.encode, 2: encode}
+both_formats = pytest.mark.parametrize("encode", FORMATS.values(), ids=FORMATS)
+
+
 def decode(key: bytes, header: bytes, layers: list[bytes]) -> ChunkKV:
-    told = record.decode_header(key, header)
-    parts = [record.decode_layer(key, told, l, raw) for l, raw in enumerate(layers)]
+    view = StoredChunk(key, record.decode_header(key, header), lambda l: layers[l])
+    parts = [view.layer(l) for l in range(view.n_layers)]
     return ChunkKV(*(torch.stack(part) for part in zip(*parts, strict=True)))
 
 
@@ -41,27 +57,53 @@ def sealed(body: bytes) -> bytes:
     return body + struct.pack("<Q", xxhash.xxh3_64_intdigest(KEY + body))
 
 
-@given(sizes)
-def test_round_trip(size: dict[str, int]) -> None:
+def changed(header: bytes, changes: Mapping[int, tuple[str, object]]) -> bytes:
+    """The header with other fields, by offset, under a checksum that fits."""
+    body = bytearray(header[:-8])
+    for offset, (kind, value) in changes.items():
+        struct.pack_into("<" + kind, body, offset, value)
+    return sealed(bytes(body))
+
+
+@both_formats
+@given(size=sizes)
+def test_round_trip(encode: Encode, size: dict[str, int]) -> None:
     kv = chunk(**size)  # type: ignore[arg-type]
-    header, layers = record.encode(KEY, kv)
-    assert same(decode(KEY, header, [bytes(raw) for raw in layers]), kv)
+    assert same(decode(KEY, *encode(KEY, kv)), kv)
 
 
-def test_the_payload_is_keys_then_values() -> None:
-    """Against a layout written down by hand."""
+def test_a_header_says_what_is_stored() -> None:
+    kv = chunk(tokens=7, layers=2, kv_heads=3, head_dim=4, dtype=torch.float16)
+    header = record.decode_header(KEY, encode(KEY, kv)[0])
+    assert (header.shape.dtype, header.shape.n_layers, header.shape.n_tokens) == (torch.float16, 2, 7)
+    assert (header.shape.n_kv_heads, header.shape.head_dim) == (3, 4)
+    assert header.coding == Coding("raw")
+    assert header.lengths == (336, 336)
+    assert header.n_bytes == header.shape.n_bytes == kv.n_bytes == 672
+
+
+def test_the_layout_is_as_it_is_written_down() -> None:
+    """Header and payload against bytes put together by hand."""
     kv = chunk(tokens=3, layers=2)
-    _, layers = record.encode(KEY, kv)
+    header, layers = encode(KEY, kv)
     for l, raw in enumerate(layers):
         flat = [*kv.keys[l].flatten().tolist(), *kv.values[l].flatten().tolist()]
-        assert bytes(raw) == struct.pack(f"<{len(flat)}f", *flat)
+        assert raw == struct.pack(f"<{len(flat)}f", *flat)
+    fields = b"BSKV" + struct.pack("<HHIIII", 2, 3, 2, 2, 4, 3) + b"raw\0\0\0\0\0" + bytes(4 + 16)
+    assert header[:52] == fields
+    assert struct.unpack_from("<QxxxxxxxxQ", header, 52) == (len(layers[0]), len(layers[1]))
+    for l, raw in enumerate(layers):
+        seed = xxhash.xxh3_64_intdigest(KEY + fields + struct.pack("<I", l))
+        assert struct.unpack_from("<Q", header, 52 + 16 * l + 8) == (xxhash.xxh3_64_intdigest(raw, seed),)
+    assert header[84:] == struct.pack("<Q", xxhash.xxh3_64_intdigest(KEY + header[:84]))
 
 
+@both_formats
 @settings(max_examples=300)
-@given(st.data())
-def test_any_flip_or_cut_is_told(data: st.DataObject) -> None:
-    header, layers = record.encode(KEY, chunk(tokens=2, layers=2))
-    records = [header, *(bytes(raw) for raw in layers)]
+@given(data=st.data())
+def test_any_flip_or_cut_is_told(encode: Encode, data: st.DataObject) -> None:
+    header, layers = encode(KEY, chunk(tokens=2, layers=2))
+    records = [header, *layers]
     n = data.draw(st.integers(0, len(records) - 1), "record")
     bad = bytearray(records[n])
     if data.draw(st.booleans(), "flip"):
@@ -74,90 +116,109 @@ def test_any_flip_or_cut_is_told(data: st.DataObject) -> None:
         decode(KEY, records[0], records[1:])
 
 
-def test_bytes_too_many_are_told() -> None:
-    header, layers = record.encode(KEY, chunk())
+@both_formats
+def test_bytes_too_many_are_told(encode: Encode) -> None:
+    header, layers = encode(KEY, chunk())
     with pytest.raises(CorruptRecord):
         record.decode_header(KEY, header + b"\0")
-    with pytest.raises(CorruptRecord, match="bytes"):
-        record.decode_layer(KEY, record.decode_header(KEY, header), 0, bytes(layers[0]) + b"\0")
+    with pytest.raises(CorruptRecord, match="its header says"):
+        decode(KEY, header, [layers[0] + b"\0", *layers[1:]])
 
 
-def test_a_header_under_another_key_and_swapped_layers_are_told() -> None:
-    header, layers = record.encode(KEY, chunk())
+@both_formats
+def test_a_header_under_another_key_and_swapped_layers_are_told(encode: Encode) -> None:
+    header, layers = encode(KEY, chunk())
     with pytest.raises(CorruptRecord):
         record.decode_header(key_of(2), header)
     with pytest.raises(CorruptRecord):
-        decode(KEY, header, [bytes(raw) for raw in reversed(layers)])
+        decode(KEY, header, layers[::-1])
 
 
-# offset in the header, struct format, value: each lies about one field, under a checksum that fits
-LIES = [
-    (0, "4s", b"NOPE"),
-    (4, "H", 0),
-    (6, "B", 0),
-    (6, "B", 9),
-    (6, "B", 1),  # bfloat16: half the bytes
-    (8, "I", 0),
-    (8, "I", 2),
-    (8, "I", 2**32 - 1),
-    (12, "I", 0),
-    (12, "I", 3),
-    (16, "I", 0),
-    (16, "I", 2**32 - 1),
-    (20, "I", 0),
-    (20, "I", 2**32 - 1),
-    (24, "Q", 0),
-    (24, "Q", 2**64 - 1),
+TOP32, TOP64 = 2**32 - 1, 2**64 - 1
+# format, offset in the header, struct format, values: each lies about one field, under a checksum that fits
+LIES: list[tuple[int, int, str, list[object]]] = [
+    (1, 0, "4s", [b"NOPE"]),
+    (1, 4, "H", [0, 2]),
+    (1, 6, "B", [0, 9, 1]),  # 1 = bfloat16: half the bytes
+    (1, 7, "B", [1]),
+    (1, 8, "I", [0, 2, TOP32]),
+    (1, 12, "I", [0, 3]),
+    (1, 16, "I", [0, TOP32]),
+    (1, 20, "I", [0, TOP32]),
+    (1, 24, "Q", [0, TOP64]),
+    (2, 0, "4s", [b"NOPE"]),
+    (2, 4, "H", [0, 1]),
+    (2, 6, "H", [0, 9, 1]),
+    (2, 8, "I", [0, 2, TOP32]),
+    (2, 12, "I", [0, 3]),
+    (2, 16, "I", [0, TOP32]),
+    (2, 20, "I", [0, TOP32]),
+    (2, 24, "8s", [bytes(8), b"\xff" * 8]),
+    (2, 32, "I", [1, TOP32]),
+    (2, 36, "B", [1]),
+    (2, 51, "B", [255]),
+    (2, 52, "Q", [0, 1, TOP64]),
+    (2, 84, "Q", [0, TOP64]),
 ]
 
 
-@pytest.mark.parametrize(("offset", "kind", "value"), LIES)
-def test_a_field_that_fits_no_other_is_told(offset: int, kind: str, value: object) -> None:
-    body = bytearray(record.encode(KEY, chunk())[0][:-8])
-    struct.pack_into("<" + kind, body, offset, value)
+@pytest.mark.parametrize(
+    ("version", "offset", "kind", "value"), [(*lie[:3], value) for lie in LIES for value in lie[3]]
+)
+def test_a_field_that_fits_no_other_is_told(version: int, offset: int, kind: str, value: object) -> None:
+    header, _ = FORMATS[version](KEY, chunk())
     with pytest.raises(CorruptRecord):
-        record.decode_header(KEY, sealed(bytes(body)))
+        record.decode_header(KEY, changed(header, {offset: (kind, value)}))
 
 
 @pytest.mark.parametrize("lies", [{6: 2}, {12: 4, 16: 2}, {12: 1, 20: 6}])
-def test_another_reading_of_the_same_bytes_is_told(lies: dict[int, int]) -> None:
+@both_formats
+def test_another_reading_of_the_same_bytes_is_told(encode: Encode, lies: dict[int, int]) -> None:
     """float16 for bfloat16, K for D, K for C: as many bytes, under a checksum that fits."""
-    header, layers = record.encode(KEY, chunk(tokens=3, dtype=torch.bfloat16))
-    body = bytearray(header[:-8])
-    for offset, value in lies.items():
-        body[offset] = value
+    header, layers = encode(KEY, chunk(tokens=3, dtype=torch.bfloat16))
     with pytest.raises(CorruptRecord, match="layer 0 fails"):
-        decode(KEY, sealed(bytes(body)), [bytes(raw) for raw in layers])
+        decode(KEY, changed(header, {offset: ("B", value) for offset, value in lies.items()}), layers)
 
 
-def test_fields_that_lie_together_do_not_fit_the_payload() -> None:
+@pytest.mark.parametrize(("version", "lengths"), [(1, [24]), (2, [52, 68, 84])])
+def test_fields_that_lie_together_do_not_fit_the_payload(version: int, lengths: list[int]) -> None:
     """Twice the tokens and twice the bytes agree with each other, but not with the layer that is there."""
-    header, layers = record.encode(KEY, chunk(tokens=3))
-    body = bytearray(header[:-8])
-    struct.pack_into("<I", body, 20, 6)
-    struct.pack_into("<Q", body, 24, 2 * len(layers[0]))
+    header, layers = FORMATS[version](KEY, chunk(tokens=3))
+    lies = {20: ("I", 6)} | {offset: ("Q", 2 * len(layers[0])) for offset in lengths}
     with pytest.raises(CorruptRecord, match="its header says"):
-        decode(KEY, sealed(bytes(body)), [bytes(raw) for raw in layers])
+        decode(KEY, changed(header, lies), layers)
 
 
-@pytest.mark.parametrize(("offset", "kind", "value"), [(4, "H", 2), (4, "H", 65535), (7, "B", 1)])
-def test_a_newer_format_or_codec_says_upgrade(offset: int, kind: str, value: int) -> None:
-    body = bytearray(record.encode(KEY, chunk())[0][:-8])
-    struct.pack_into("<" + kind, body, offset, value)
-    with pytest.raises(StoreVersion, match="upgrade"):
-        record.decode_header(KEY, sealed(bytes(body)))
+@pytest.mark.parametrize("version", [3, 65535])
+def test_a_newer_format_says_upgrade(version: int) -> None:
+    with pytest.raises(StoreVersion, match=f"format {version}.*upgrade"):
+        record.decode_header(KEY, changed(encode(KEY, chunk())[0], {4: ("H", version)}))
 
 
-def test_a_newer_header_may_be_longer() -> None:
-    newer = sealed(struct.pack("<4sH", b"BSKV", 7) + b"whatever comes" * 9)
-    with pytest.raises(StoreVersion, match="format 7"):
-        record.decode_header(KEY, newer)
+def test_a_newer_header_may_be_longer_or_shorter() -> None:
+    for rest in (b"whatever comes" * 9, b""):
+        with pytest.raises(StoreVersion, match="format 7"):
+            record.decode_header(KEY, sealed(struct.pack("<4sH", b"BSKV", 7) + rest))
+
+
+def test_a_codec_that_is_not_here_is_no_damage() -> None:
+    header, layers = encode(KEY, chunk())
+    other = changed(header, {24: ("8s", b"later"), 32: ("I", 5), 52: ("Q", 3)})
+    assert record.decode_header(KEY, other).coding.level == 5
+    with pytest.raises(Undecodable, match="no codec 'later'"):
+        decode(KEY, other, layers)
+
+
+def test_a_coding_that_fits_no_header_cannot_be_made() -> None:
+    for wrong in ({"codec": ""}, {"codec": "ninechars"}, {"codec": "raw", "tables": b"short"}):
+        with pytest.raises(ValueError, match="bytes"):
+            Coding(**wrong)
 
 
 def test_reading_warns_nobody_and_leaves_the_filters_alone() -> None:
     code = (
         "import warnings, torch; before = list(warnings.filters)\n"
-        "from blendserve.store import record\n"
+        "from blendserve.store.codecs import raw\n"
         "warnings.simplefilter('error')\n"
         "assert torch.frombuffer(memoryview(b'abcd'), dtype=torch.float32).numel() == 1\n"
         "warnings.simplefilter('default'); assert not [f for f in warnings.filters if 'buffer' in str(f)]\n"

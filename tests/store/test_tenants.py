@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from blendserve.store import KVStore, LMDBStore, MemoryStore, StoreStats, chunk_key
-from blendserve.store.admission import TinyLFU
-from blendserve.store.eviction import LRU
+from blendserve.store.policies import LRU, TinyLFU
 from tests.store.helpers import chunk, key_of, read, tiered
 
 UNIT = chunk(10).n_bytes

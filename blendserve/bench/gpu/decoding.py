@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from blendserve.bench.figures import Figures, interleaved, ratios, spread
-from blendserve.blend.cache import KVCache
-from blendserve.decode import step
-from blendserve.gpu.graphs import EAGER, WORTH, Replayed, Step, Steps, worthwhile
+from blendserve.kernels.cuda.graphs import Capture, CudaGraph, Replayed
 from blendserve.models.adapter import Adapter
+from blendserve.models.kv_cache import KVCache
+from blendserve.models.replay import EAGER, WORTH, Step, is_worthwhile, plain_steps, replayed_steps
 from blendserve.timing import Clock
 
 LAUNCHED, REPLAYED = "launched", "replayed"
@@ -33,18 +32,17 @@ def measure(adapter: Adapter, context: int, new_tokens: int, repeats: int) -> Fi
     cache = random_cache(adapter, context, EAGER + 1 + new_tokens)
     draw = torch.Generator().manual_seed(0)
     tokens = torch.randint(adapter.vocab_size, (EAGER + 1 + new_tokens,), generator=draw).tolist()
-    plain = partial(step, adapter, cache)
-    capture = None if adapter.device.type == "cuda" else at_once
+    capture: Capture = CudaGraph if adapter.device.type == "cuda" else at_once
     calls = {
-        LAUNCHED: lambda: run(adapter, plain, context, tokens),
-        REPLAYED: lambda: run(adapter, Steps(adapter, cache, plain, capture), context, tokens),
+        LAUNCHED: lambda: run(adapter, plain_steps(adapter, cache), context, tokens),
+        REPLAYED: lambda: run(adapter, replayed_steps(adapter, cache, context, capture), context, tokens),
     }
     took = interleaved(calls, repeats)
     seconds = {name: [one.per_token for one in took[name]] for name in took}
     launched, replayed = (took[name][-1].logits for name in (LAUNCHED, REPLAYED))
     return {
         "context": context,
-        "captured": worthwhile(adapter, WORTH),
+        "captured": is_worthwhile(adapter, WORTH),
         "seconds_per_token": {name: spread(values) for name, values in seconds.items()},
         "faster": ratios(seconds[LAUNCHED], seconds[REPLAYED]),
         "seconds_of_capture": spread([one.capture for one in took[REPLAYED]]),

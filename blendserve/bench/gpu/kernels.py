@@ -13,12 +13,12 @@ from torch.nn.attention import sdpa_kernel
 from blendserve.bench.figures import Figures
 from blendserve.bench.gpu.plan import SUFFIX, Heads
 from blendserve.bench.rates import Rates
-from blendserve.blend.attention import plan_rows, way_for
-from blendserve.blend.place import place
-from blendserve.core import Span
-from blendserve.gpu import masked
-from blendserve.gpu.dense import BACKENDS
-from blendserve.models.adapter import Adapter, AttentionSpec
+from blendserve.kernels.cuda import masked
+from blendserve.kernels.cuda.dense import BACKENDS
+from blendserve.kernels.ops import ATTEND, place
+from blendserve.kernels.rows import plan_rows
+from blendserve.kernels.types import AttentionSpec
+from blendserve.models.adapter import Adapter
 from blendserve.timing import Clock
 
 RATIO = 0.15
@@ -51,13 +51,14 @@ def attention(heads: Heads, context: int, device: torch.device, rates: Rates) ->
     spec, group = AttentionSpec(heads.dim**-0.5), heads.heads // heads.kv_heads
     some, rows = q[:, at.to(device)], plan_rows(at.to(device), group, None, at)
     every = plan_rows(torch.arange(n, device=device), group, None, torch.arange(n))
-    ours, dense = way_for(some, keys, values, spec, rows), way_for(q, keys, values, spec, every)
+    ours = ATTEND.select_backend(some, keys, values, spec, rows)
+    dense = ATTEND.select_backend(q, keys, values, spec, every)
     mask = torch.arange(n, device=device)[None] <= rows.positions[:, None]
     calls = {
-        f"rows: {ours.name}": partial(ours.attend, some, keys, values, spec, rows),
+        f"rows: {ours.name}": partial(ours.run, some, keys, values, spec, rows),
         "rows: SDPA, boolean mask": partial(_masked, some, keys, values, mask, spec.scale),
         "rows: SDPA, masks by blocks": partial(masked.attend, some, keys, values, spec, rows),
-        f"all: {dense.name}": partial(dense.attend, q, keys, values, spec, every),
+        f"all: {dense.name}": partial(dense.run, q, keys, values, spec, every),
     }
     seconds = {name: seconds_of(call, device) for name, call in calls.items()}
     work = {True: _flops(heads, at), False: _flops(heads, torch.arange(n))}
@@ -107,11 +108,9 @@ def placing(adapter: Adapter, chunks: int, chunk: int, rates: Rates) -> Figures:
         for _ in range(chunks)
     ]
     cache = torch.zeros(2, shape[0], n, shape[2], device=device, dtype=adapter.dtype)
-    spans, rope = (
-        [Span(chunk * i, chunk * (i + 1)) for i in range(chunks)],
-        adapter.rope(torch.arange(n, device=device))[0],
-    )
+    placed = [(chunk * i, k, v) for i, (k, v) in enumerate(layer)]
+    rope = adapter.rope(torch.arange(n, device=device))[0]
     with torch.inference_mode():
-        seconds = seconds_of(lambda: place(adapter, spans, layer, cache[0], cache[1], rope), device)
+        seconds = seconds_of(lambda: place(placed, cache[0], cache[1], rope, adapter.rotary), device)
     moved = 2 * chunks * layer[0][0].numel() * adapter.dtype.itemsize
     return {"chunks": chunks, "seconds": seconds, "share_of_copy": moved / seconds / rates.bytes}

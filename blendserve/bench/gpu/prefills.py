@@ -5,6 +5,7 @@ From token ids to the first token, by the product's own blender over its own LMD
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -21,17 +22,17 @@ from torch.nn.attention import sdpa_kernel
 from blendserve.bench.contest import SPARE_BYTES, STAGES, forward, scratch
 from blendserve.bench.figures import Figures, interleaved, ratios, spread
 from blendserve.bench.gpu.agree import some_prompt
-from blendserve.bench.gpu.plan import DEVICE, LMDB, PINNED, PREFIX, SUFFIX, Cell, Plan
+from blendserve.bench.gpu.plan import DEVICE, PINNED, PREFIX, STORE, SUFFIX, Cell, Plan
 from blendserve.bench.limit import Counts, limit, prefill_work
 from blendserve.bench.rates import Rates
-from blendserve.blend.attention import ways_on
 from blendserve.blend.blender import Blended, Blender
-from blendserve.config import StoreConfig, TiersConfig
+from blendserve.config import ReaderConfig, StoreConfig, TiersConfig
 from blendserve.core import Prompt
 from blendserve.errors import StoreError
 from blendserve.evaluate.variants import TRANSFORMERS, Variant, variants
-from blendserve.gpu.dense import BACKENDS
+from blendserve.kernels.cuda.dense import BACKENDS
 from blendserve.models.adapter import Adapter
+from blendserve.models.loader import load_reader
 from blendserve.models.random_model import random_model
 from blendserve.models.shapes import shape_config
 from blendserve.models.toy import toy_llama
@@ -70,13 +71,13 @@ class Stand:
         most = max(cell.chunks for cell in plan.cells if cell.model == name)
         self._prompt = some_prompt(self.adapter.vocab_size, most, plan.chunk, 0, PREFIX, SUFFIX)
         self._bytes = len(self._prompt) * self.adapter.kv_bytes_per_token
-        with self._store(LMDB) as store:
+        with self._store(STORE) as store:
             clock = Clock(plan.device)
             report = self._blender(store).precompute([chunk.ids for chunk in self._prompt.chunks])
             took = clock.elapsed()
         self.about: Figures = {
             "model": name,
-            "attention": ways_on(self.adapter),
+            "attention": self.adapter.attention_backends,
             "precomputed_tokens_per_second": report.tokens / took,
             "stored_bytes": report.bytes,
         }
@@ -190,8 +191,6 @@ def told_of_waits(device: torch.device) -> Iterator[list[str]]:
 
 def forget(device: torch.device) -> None:
     """Give back what the last reader held."""
-    import gc
-
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -199,9 +198,6 @@ def forget(device: torch.device) -> None:
 
 def on_cpu(name: str) -> Any:
     """A reader's model for comparing devices: the toy, or the bundled one. Raises ModelError."""
-    from blendserve.config import ReaderConfig
-    from blendserve.models.loader import load_reader
-
     if name == "toy":
         return toy_llama(97, 1024)
     return load_reader(ReaderConfig(model=name, dtype="float32", device="cpu")).adapter.model

@@ -1,0 +1,94 @@
+"""What a correction is, and what those that learn from the recomputed tokens share."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from blendserve.core import Span
+from blendserve.kernels.ops import correct
+from blendserve.kernels.rows import Rows
+from blendserve.kernels.types import CorrectionParams, RecomputedTokens, Ropes
+from blendserve.models.adapter import Adapter
+from blendserve.models.kv_cache import KVCache
+from blendserve.registry import CORRECTIONS
+
+WEIGHT = 16.0  # tokens' worth of trust in the mean over all chunks
+
+
+class Correction(ABC):
+    """Adjusts stored KV in one request's cache, before the fresh rows are written over it."""
+
+    def __init__(self, adapter: Adapter, cache: KVCache, ropes: Ropes, spans: Sequence[Span]) -> None:
+        """ropes: of all positions of the prompt; spans: of the reusable chunks, at least one."""
+        return
+
+    @abstractmethod
+    def apply(self, l: int, rows: Rows, keys: Tensor, values: Tensor) -> None:
+        """rows: ascending; keys (after RoPE) and values [K, S, D], fresh at these rows."""
+
+
+class Split(NamedTuple):
+    """The tokens of the chunks, counted from where the first one starts, as RecomputedTokens wants them."""
+
+    rows: Tensor
+    at: Tensor
+    sizes: list[int]
+    others: Tensor
+    other_sizes: list[int]
+
+    def to(self, device: torch.device) -> Split:
+        return self._replace(rows=self.rows.to(device), at=self.at.to(device), others=self.others.to(device))
+
+
+class FittedCorrection(Correction):
+    """From the recomputed tokens of each chunk to all of its tokens."""
+
+    def __init__(self, adapter: Adapter, cache: KVCache, ropes: Ropes, spans: Sequence[Span]) -> None:
+        self._rotary, self._cache, self._spans = adapter.rotary, cache, spans
+        self._here = here = slice(spans[0].start, spans[-1].stop)
+        there = {id(rope): rope.at(here) for rope in ropes}  # layers share them
+        self._ropes = [there[id(rope)] for rope in ropes]
+        self._params = self.params(2 * adapter.head_dim)
+        self._last: tuple[Rows, Split] | None = None
+
+    @classmethod
+    @abstractmethod
+    def params(cls, features: int) -> CorrectionParams:
+        """Its constants for tokens of so many numbers, keys and values together."""
+
+    def apply(self, l: int, rows: Rows, keys: Tensor, values: Tensor) -> None:
+        split = self._split(rows)
+        if l == 0 or not len(split.at):  # layer 0's keys and values depend on their token alone
+            return
+        stored = self._cache.keys[l][:, self._here], self._cache.values[l][:, self._here]
+        fresh = RecomputedTokens(keys, values, *split)
+        correct(*stored, fresh, self._ropes[l], self._rotary, self._params)
+
+    def _split(self, rows: Rows) -> Split:
+        """Which tokens of the chunks are among the rows; rows seldom differ from layer to layer."""
+        if self._last is None or self._last[0] is not rows:
+            self._last = rows, split(rows.host, self._spans).to(rows.device.device)
+        return self._last[1]
+
+
+def split(rows: Tensor, spans: Sequence[Span]) -> Split:
+    """The tokens of these spans, by whether they are among the ascending positions `rows` [S]."""
+    edges = torch.searchsorted(rows, torch.tensor([(s.start, s.stop) for s in spans])).tolist()
+    which = torch.cat([torch.arange(*edge) for edge in edges])
+    tokens, start = torch.cat([torch.arange(s.start, s.stop) for s in spans]), spans[0].start
+    others = tokens[~torch.isin(tokens, rows)]
+    sizes = [last - first for first, last in edges]
+    left = [len(span) - size for span, size in zip(spans, sizes, strict=True)]
+    return Split(which, rows[which] - start, sizes, others - start, left)
+
+
+def make_correction(
+    name: str, adapter: Adapter, cache: KVCache, ropes: Ropes, spans: Sequence[Span]
+) -> Correction | None:
+    """The correction of this name for one request; None where nothing is reused."""
+    return CORRECTIONS.load(name)(adapter, cache, ropes, spans) if spans else None

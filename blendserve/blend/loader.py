@@ -1,0 +1,109 @@
+"""Stored layers, read and checked one ahead of who needs them, and put in their places.
+
+    this thread      place 0 | compute 0     | place 1 | compute 1     | ...
+    loader thread    read 0  | read 1        | read 2                  | ...
+
+Reading is what waits for a disk: the first touch of a mapped page, under the checksum, without the GIL. Rotating and
+placing stay with the thread that computes, as they use the same cores (CacheBlend, arXiv 2405.16444, section 5, overlaps
+the same two for a GPU).
+
+For a reader on a GPU the loader thread also sends each layer there (kernels/cuda/staging.py), and stays two ahead: one
+layer is copied while the next is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from blendserve.blend.layout import Placement
+from blendserve.kernels.cuda.staging import InPlace, Lane, Layer, Sent, Staging, lane_to
+from blendserve.kernels.ops import place
+from blendserve.kernels.types import Ropes
+from blendserve.models.adapter import Adapter
+from blendserve.models.kv_cache import KVCache
+from blendserve.store.base import ChunkView
+from blendserve.timing import Clock
+
+
+class LayerReader:
+    """Reads layers 0, 1, 2, ... of some chunks; close it before what the views belong to is."""
+
+    def __init__(self, views: Sequence[ChunkView], n_layers: int, lane: Lane | None = None) -> None:
+        """lane: the way to the device where layers are wanted; None = they are wanted where the store has them."""
+        self._views, self._n_layers = views, n_layers
+        self._way = Staging(lane) if lane else InPlace()
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="blendserve-load")
+        self._ahead: dict[int, Future[Sent]] = {}
+        self._clock = Clock()
+        self._start(0)
+
+    def take(self, l: int) -> Layer:
+        """Layer l, as soon as it is there; the next ones are started on. Raises CorruptRecord, StoreError."""
+        if not self._views:
+            return []
+        self._start(l)
+        sent = self._ahead.pop(l).result()
+        for after in range(l + 1, l + 1 + self._way.ahead):
+            self._start(after)
+        return self._way.hand_over(sent)
+
+    @property
+    def seconds(self) -> float:
+        """Spent reading so far, whether anybody waited for it or not."""
+        return self._clock.seconds["read"]
+
+    def close(self) -> None:
+        """Wait for what is being read; idempotent."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def _start(self, l: int) -> None:
+        if l < self._n_layers and self._views and l not in self._ahead:
+            self._ahead[l] = self._pool.submit(self._read, l)
+
+    def _read(self, l: int) -> Sent:
+        with self._clock.stage("read"):
+            return self._way.send(lambda: [view.layer(l) for view in self._views])
+
+
+class KVLoader:
+    """Places stored KV into a request's cache, layer by layer, each layer once; its time is the clock's "load".
+
+    Close it before the snapshot that the placements come from ends: another thread reads ahead.
+    """
+
+    def __init__(
+        self,
+        adapter: Adapter,
+        cache: KVCache,
+        placements: Sequence[Placement],
+        ropes: Ropes,
+        clock: Clock | None = None,
+    ) -> None:
+        self._adapter, self._cache, self._placements, self._ropes = adapter, cache, placements, ropes
+        self._clock = clock or Clock(adapter.device)
+        self._reader = LayerReader(
+            [placement.view for placement in placements], adapter.n_layers, lane_to(adapter.device)
+        )
+        self._placed = [False] * adapter.n_layers
+        self.bytes_loaded = 0
+
+    def place(self, l: int) -> None:
+        """Read, check, rotate and place layer l. Raises CorruptRecord."""
+        if not self._placed[l]:
+            with self._clock.stage("load"):
+                layer = self._reader.take(l)
+                chunks = [(p.span.start, k, v) for p, (k, v) in zip(self._placements, layer, strict=True)]
+                cache = self._cache.keys[l], self._cache.values[l]
+                place(chunks, *cache, self._ropes[l], self._adapter.rotary)
+                self.bytes_loaded += sum(2 * keys.numel() * keys.element_size() for keys, _ in layer)
+            self._placed[l] = True
+
+    @property
+    def seconds_reading(self) -> float:
+        """What the store took for it, most of it while this thread did something else."""
+        return self._reader.seconds
+
+    def close(self) -> None:
+        """Stop reading ahead."""
+        self._reader.close()

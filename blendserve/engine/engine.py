@@ -1,0 +1,263 @@
+"""question -> retrieve -> store (load KV) -> blend (prefill) -> decode -> answer: the whole flow on one screen.
+
+Nothing else knows all the stages.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+from blendserve.blend.blender import Blender, PrecomputeReport
+from blendserve.config import Config, changed
+from blendserve.core import Answer, Document, Passage, TokenIds
+from blendserve.engine.gate import GateReport, verdict
+from blendserve.engine.generation import AnswerStream, Generation
+from blendserve.engine.library import Documents, Progress
+from blendserve.engine.prefill import Prefill, prefill, prefill_by_model
+from blendserve.engine.prompt import PromptBuilder
+from blendserve.engine.request import Plan, Request, Search, make_plan, split_options
+from blendserve.errors import InputError, StoreError
+from blendserve.models.loader import Reader, load_reader
+from blendserve.paths import index_folder
+from blendserve.retrieve import Embedder, VectorIndex, read_manifest
+from blendserve.store import KVStore, open_store, share_of
+from blendserve.timing import Clock
+
+Say = Callable[[str], None]
+
+log = logging.getLogger(__name__)
+
+
+class Engine:
+    """Answers questions over passages whose KV is reused. Make one with `open` or `build`; safe to share by threads.
+
+    with Engine.open("indexes/demo") as engine:
+        print(engine.answer("What does the with statement do?").text)
+    """
+
+    def __init__(
+        self, config: Config, reader: Reader, store: KVStore, index: VectorIndex | None = None
+    ) -> None:
+        self.config, self.reader, self.store, self.index = config, reader, store, index
+        self._owns_store = True
+        self.prompts = prompts = PromptBuilder(reader.tokenizer, config.prompt)
+        fingerprint, namespace = reader.fingerprint, config.store.namespace
+        self.blender = Blender(reader.adapter, fingerprint, store, prompts.prefix, prompts.behind, namespace)
+
+    @classmethod
+    def open(
+        cls, index: str | Path | Config, config: Config | None = None, say: Say = lambda _: None
+    ) -> Engine:
+        """Open an index by folder or by name (indexes/<name>); with a Config alone, an engine without an index.
+
+        Without an index, passages come with every question, and KV is kept in memory unless `store.path` is set.
+        `say` is told what takes long. Raises IndexMissing, IndexMismatch, ModelError, StoreError.
+        """
+        if isinstance(index, Config):
+            reader = load_reader(index.reader, say)
+            kept = open_store(index.store, None, device=reader.adapter.device)
+            return cls(index, reader, kept)._ready(say)
+        config = config or Config()
+        folder = index_folder(index)
+        read_manifest(folder)  # before anything heavy is loaded
+        reader = load_reader(config.reader, say)
+        count = _counter(reader, config)
+        name, fingerprint = _identity(reader)
+        found = VectorIndex.open(
+            folder,
+            Embedder.load(config.retrieve.embedder),
+            reader=name,
+            reader_fingerprint=fingerprint,
+            count=count,
+        )
+        kept = open_store(config.store, folder / "kv", device=reader.adapter.device)
+        return cls(config, reader, kept, found)._ready(say)
+
+    @classmethod
+    def build(
+        cls,
+        index: str | Path,
+        documents: Iterable[Document | str | Mapping[str, Any]],
+        config: Config | None = None,
+        say: Say = lambda _: None,
+        progress: Progress | None = None,
+    ) -> Engine:
+        """Build an index of these documents, in place of any that is there, and open it.
+
+        `progress(windows embedded, windows in all)`. Raises CorpusError, ModelError, ConfigError.
+        """
+        config = config or Config()
+        folder = index_folder(index)
+        reader = load_reader(config.reader, say)
+        name, fingerprint = _identity(reader)
+        made = VectorIndex.create(
+            folder,
+            Embedder.load(config.retrieve.embedder),
+            reader=name,
+            reader_fingerprint=fingerprint,
+            chunk_tokens=config.retrieve.chunk_tokens,
+            count=_counter(reader, config),
+            kind=config.retrieve.index,
+        )
+        made.add(documents, progress)
+        made.save()
+        kept = open_store(config.store, folder / "kv", device=reader.adapter.device)
+        engine = cls(config, reader, kept, made)
+        if config.store.path is None:  # what an index of the same name left behind may be evicted from now on
+            ours = {engine.blender.key(ids) for ids in engine.prompts.chunk_ids(made.passages)}
+            ours.add(engine.blender.key(engine.prompts.prefix, ()))
+            engine.store.unpin(set(engine.store.keys(config.store.namespace)) - ours)
+        return engine._ready(say)
+
+    def add(
+        self, documents: Iterable[Document | str | Mapping[str, Any]], progress: Progress | None = None
+    ) -> int:
+        """Add documents to the index and save it -> how many were new. Their KV: `precompute`, or on demand.
+
+        A document with a known id and new content replaces the old one, and the old one's KV goes with it.
+        """
+        return self._documents().add(documents, progress)[0]
+
+    def delete(self, *doc_ids: str) -> int:
+        """Remove documents with their passages, vectors and KV -> how many were there."""
+        return self._documents().delete(*doc_ids)[0]
+
+    def precompute(
+        self,
+        passages: Sequence[Passage] | None = None,
+        shard: tuple[int, int] = (0, 1),
+        progress: Progress | None = None,
+    ) -> PrecomputeReport:
+        """Compute and store the KV of the index's passages, or of these; what is stored already is skipped.
+
+        shard (i, n): only the i-th of n shares, for as many processes to compute side by side, each on its own GPU or
+        machine; they may write to one store. A chunk's share depends on its tokens alone. Raises StoreError; what was
+        stored stays; ModelUnsupported for a reader that fails the gate.
+        """
+        self.gate.require()
+        return self.blender.precompute(self._shard(passages, shard), progress)
+
+    def missing(self, passages: Sequence[Passage] | None = None, shard: tuple[int, int] = (0, 1)) -> int:
+        """How many chunks `precompute` with the same arguments would still have to compute."""
+        return len(self.blender.missing(self._shard(passages, shard)))
+
+    def answer(
+        self, question: str, passages: Sequence[Passage | str] | None = None, **options: Any
+    ) -> Answer:
+        """Answer a question; see `stream` for the options and errors."""
+        return self.stream(question, passages, **options).answer()
+
+    def stream(
+        self,
+        question: str,
+        passages: Sequence[Passage | str] | None = None,
+        top_k: int | None = None,
+        **options: Any,
+    ) -> AnswerStream:
+        """Answer a question piece by piece.
+
+        question: text. passages: the caller's own, in their order; default: the index's `top_k` nearest.
+        options: any field of BlendConfig (method, policy, ratio, correction, ...) or DecodeConfig (max_new_tokens,
+        temperature, top_p, seed, stop), for this question only.
+
+        The first token is ready when this returns. Raises InputError, PromptTooLong, ConfigError; ModelUnsupported when a
+        reader that fails the gate is told to blend (by itself it then answers by its own full prefill).
+        """
+        own = None if passages is None else tuple(Passage(p) if isinstance(p, str) else p for p in passages)
+        blend, decode = split_options(options)
+        return self.run(self.plan(Request(question, own, top_k, blend=blend, decode=decode)))
+
+    def plan(self, request: Request, search: Search | None = None, clock: Clock | None = None) -> Plan:
+        """What is to be done for a request. search: by default in the index. clock: since the request came."""
+        search = search or (lambda question, top_k: self._index().search(question, top_k))
+        adapter = self.reader.adapter
+        return make_plan(request, self.config, adapter, self.prompts, search, clock or Clock(adapter.device))
+
+    def run(self, plan: Plan) -> AnswerStream:
+        """Prefill, and choose the first token."""
+        done, reader = self._prefill(plan), self.reader
+        generation = Generation(plan, done.report, reader.tokenizer, reader.end_tokens)
+        return AnswerStream(generation, done.logits, done.run, partial(self._write_back, done.absent))
+
+    def tenant(self, namespace: str) -> Engine:
+        """The same engine for another namespace: same reader, index and store, but KV of its own.
+
+        The same text under two namespaces has unrelated keys and is stored twice: no tenant can hit, or time, what
+        another one stored. Close the engine that this came from, not this one.
+        """
+        store = changed(self.config.store, namespace=namespace)
+        view = Engine(changed(self.config, store=store.model_dump()), self.reader, self.store, self.index)
+        view._owns_store = False
+        return view
+
+    def close(self) -> None:
+        """Release the store; idempotent."""
+        if self._owns_store:
+            self.store.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _ready(self, say: Say) -> Engine:
+        """Check and measure now what the first question would otherwise wait for."""
+        self.gate = verdict(self.reader, say)
+        if self.config.blend.method == "auto" and self.gate.passed:
+            self.blender.calibrate(say)
+        return self
+
+    @cached_property
+    def gate(self) -> GateReport:
+        """Whether this reader may blend: checked on its weights once, and kept."""
+        return verdict(self.reader)
+
+    def _prefill(self, plan: Plan) -> Prefill:
+        if self.gate.passed:
+            return prefill(plan, self.blender)
+        if plan.blend.method not in {"auto", "full"}:
+            self.gate.require()
+        return prefill_by_model(plan, self.reader.adapter, f"the reader fails {self.gate.failure}")
+
+    def _write_back(self, absent: Sequence[TokenIds]) -> None:
+        """Store what a request found missing or damaged. An answer never fails for it."""
+        if absent and self.config.store.write_back:
+            try:
+                self.blender.remember(absent)
+            except StoreError as error:
+                log.warning("missing chunks were not stored: %s", error)
+
+    def _documents(self) -> Documents:
+        return Documents(self._index(), self.prompts, [self.blender])
+
+    def _index(self) -> VectorIndex:
+        if self.index is None:
+            raise InputError(
+                "this engine has no index: pass `passages`, or open one with Engine.open('indexes/<name>')"
+            )
+        return self.index
+
+    def _shard(self, passages: Sequence[Passage] | None, shard: tuple[int, int]) -> list[TokenIds]:
+        """The chunks of one share."""
+        i, n = shard
+        if not 0 <= i < n:
+            shares = f"count from 0/{n} to {n - 1}/{n}" if n > 0 else "there is at least one, 0/1"
+            raise InputError(f"shard {i}/{n} does not exist: {shares}")
+        chunks = self.prompts.chunk_ids(self._index().passages if passages is None else passages)
+        return [ids for ids in chunks if share_of(ids, n) == i]
+
+
+def _identity(reader: Reader) -> tuple[str, str]:
+    """How an index remembers its reader: the KV of one dtype is not another's."""
+    return f"{reader.name} ({str(reader.adapter.dtype).removeprefix('torch.')})", reader.fingerprint
+
+
+def _counter(reader: Reader, config: Config) -> Callable[[Passage], int]:
+    """Tokens of a passage as it will stand in the prompt."""
+    prompts = PromptBuilder(reader.tokenizer, config.prompt)
+    return lambda passage: len(prompts.chunk(passage))

@@ -1,0 +1,264 @@
+"""Is blending right on this reader? Checked on its real weights before it may blend; the verdict is kept.
+
+A short prompt of real text, in three chunks, goes through the engine in every way that has a known result, and is held
+against the model's own forward:
+
+    turned        a key rotated to one place, to another and back is the same key
+    moved         a stored layer-0 key, rotated to its place, is the key that forward has there
+    nothing stored, ratio 1.0, one chunk in front
+                  KV and logits are forward's: ordinary prefill, everything recomputed, prefix caching
+    decoded       the logits after one more token are forward's
+    full reuse    with everything stored and nothing recomputed they are *not*: the checks above can fail
+
+What may differ. Two right computations of one prompt agree to rounding only, and rounding grows through the layers by an
+amount that depends on the model. So the model itself is asked: its forward runs again with each embedding off by one
+rounding step, up or down by chance, and the distance that this makes between two forwards is the unit. It contains both
+what the model does to a rounding step and the roundings of its own layers, which all fall otherwise the second time.
+Ours may be at most SLACK of these units away. On the bundled reader in bf16 the unit is .026 (KV) and .06 (logits: a
+single row, hence noisier), the engine is one unit away, and full reuse 13; in fp32 the engine is at 1e-6 and FLOOR holds.
+Distances of KV are root mean squares relative to the layer's own, the worst layer counting; of logits, relative to their
+spread.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blendserve import __version__
+from blendserve.blend.layout import Layout, lay_out
+from blendserve.blend.precompute import ChunkComputer
+from blendserve.blend.prefill import Prefilled, prefill
+from blendserve.config import BlendConfig
+from blendserve.core import Chunk, Prompt, TokenIds
+from blendserve.errors import ModelUnsupported
+from blendserve.models.adapter import Adapter
+from blendserve.models.forward import append
+from blendserve.models.loader import Reader
+from blendserve.models.own_forward import model_forward
+from blendserve.paths import cache_folder
+from blendserve.registry import REUSE
+from blendserve.store.memory import MemoryChunk
+
+FORMAT = 1  # of the checks: raise it when one is added, or when the engine changes in a way that they should look at
+SLACK = 3.0
+FLOOR = 1e-4
+TINY = 1e-30  # keeps 0 / 0 from being NaN
+
+PREFIX = "The following notes were taken on a walk through the old town."
+CHUNKS = (
+    " The lighthouse at the end of the pier was built in 1871 by Maria Lund, who kept it for thirty years.",
+    " Every autumn its keeper paints the door red, because she said that ships should see a friendly house.",
+    " Today her granddaughter sells maps there, and tells visitors how the lamp was saved from the great storm.",
+)
+QUESTION = " Question: who painted the door, and why? Answer:"
+NEXT = " The"
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class GateRow:
+    """One check: `value` must be at most `bound`, or at least where `above` is set."""
+
+    check: str
+    value: float
+    bound: float
+    above: bool = False
+
+    @property
+    def passed(self) -> bool:
+        """NaN passes nothing."""
+        return self.value >= self.bound if self.above else self.value <= self.bound
+
+    def __str__(self) -> str:
+        return f"{self.check}: {self.value:.3g}, {'at least' if self.above else 'at most'} {self.bound:.3g} wanted"
+
+
+@dataclass(frozen=True, slots=True)
+class GateReport:
+    """The verdict on one reader."""
+
+    reader: str
+    rows: tuple[GateRow, ...]
+
+    @property
+    def passed(self) -> bool:
+        return all(row.passed for row in self.rows)
+
+    @property
+    def failure(self) -> str:
+        """The failed checks with their numbers, "" when there are none."""
+        return "; ".join(str(row) for row in self.rows if not row.passed)
+
+    def require(self) -> None:
+        """Raise ModelUnsupported unless every check passed."""
+        if not self.passed:
+            raise ModelUnsupported(
+                f"reader {self.reader!r} cannot blend, as it fails {self.failure}. "
+                "Use method 'full', which its own forward serves, or another reader"
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        rows = [{**asdict(row), "passed": row.passed} for row in self.rows]
+        return {"reader": self.reader, "passed": self.passed, "rows": rows}
+
+
+def verdict(reader: Reader, say: Say = lambda _: None) -> GateReport:
+    """The kept verdict on this reader, machine and these versions, or a new one; `say` is told of a new one."""
+    file = _file(reader)
+    try:
+        rows = tuple(GateRow(**row) for row in json.loads(file.read_text()))
+    except (OSError, ValueError, TypeError):
+        say(f"Checking that blending is right on {reader.name} (once, a few seconds)")
+        report = check(reader)
+        _keep(file, report)
+        return report
+    return GateReport(reader.name, rows)
+
+
+def check(reader: Reader) -> GateReport:
+    """Run every check, in seconds on a small reader."""
+    tokenizer = reader.tokenizer
+
+    def ids(text: str, start: bool = False) -> TokenIds:
+        return tuple(tokenizer(text, add_special_tokens=start)["input_ids"])
+
+    chunks = tuple(Chunk(ids(text)) for text in CHUNKS)
+    prompt = Prompt(ids(PREFIX, start=True), chunks, ids(QUESTION))
+    return GateReport(reader.name, examine(reader.adapter, prompt, ids(NEXT)[0]))
+
+
+def examine(adapter: Adapter, prompt: Prompt, following: int) -> tuple[GateRow, ...]:
+    """The checks over a prompt of three chunks and the token after it."""
+    return tuple(_Checks(adapter, prompt, following).rows())
+
+
+class _Checks:
+    """One prompt, the model's own forward of it, and what is stored of it."""
+
+    def __init__(self, adapter: Adapter, prompt: Prompt, following: int) -> None:
+        self.adapter, self.prompt, self.following = adapter, prompt, following
+        ids = (*prompt.ids, following)
+        self.own = model_forward(adapter, ids)
+        nudged = [model_forward(adapter, ids, nudge=seed) for seed in (1, 2)]
+        self.unit_kv = max(self._kv_apart(other.keys, other.values) for other in nudged)
+        self.unit_logits = max(
+            _logits_apart(other.logits[i], self.own.logits[i]) for other in nudged for i in (0, 1)
+        )
+        self.computer = ChunkComputer(adapter, prompt.prefix)
+        self.stored = self.computer.compute([chunk.ids for chunk in prompt.chunks])
+
+    def rows(self) -> Iterator[GateRow]:
+        eps = torch.finfo(self.adapter.dtype).eps
+        # Four rotations more, each rounding cos, sin, two products and a sum by half a step.
+        yield GateRow("turned: a -> b -> a is the identity", self._turned(), max(1e-5, 8 * eps))
+        # Bit for bit (0) where the matmul sums alike for both shapes; else a step before the rotation and half in it.
+        yield GateRow("moved: layer-0 keys are forward's", self._moved(), max(1e-5, 2 * eps))
+        whole = self._run(self._layout(0, prefix=False), ratio=1.0)
+        yield from self._same("nothing stored", whole)
+        after = append(self.adapter, whole.cache, len(self.prompt), (self.following,))[0]
+        yield self._same_logits("decoded", after, self.own.logits[1])
+        yield from self._same("ratio 1.0", self._run(self._layout(3), ratio=1.0))
+        yield from self._same("one chunk in front", self._run(self._layout(1), ratio=0.0))
+        reused = self._run(self._layout(3), ratio=0.0, correction=REUSE["correction"])
+        apart = self._kv_apart(reused.cache.keys, reused.cache.values)
+        yield GateRow("full reuse: KV is not forward's", apart, self._allowed(self.unit_kv), above=True)
+
+    def _run(self, layout: Layout, **options: Any) -> Prefilled:
+        return prefill(
+            self.adapter, self.prompt, layout, BlendConfig(method="blend", **options), new_tokens=1
+        )
+
+    def _same(self, name: str, done: Prefilled) -> Iterator[GateRow]:
+        apart = self._kv_apart(done.cache.keys, done.cache.values)
+        yield GateRow(f"{name}: KV is forward's", apart, self._allowed(self.unit_kv))
+        yield self._same_logits(name, done.logits, self.own.logits[0])
+
+    def _same_logits(self, name: str, logits: Tensor, own: Tensor) -> GateRow:
+        apart, allowed = _logits_apart(logits, own), self._allowed(self.unit_logits)
+        return GateRow(f"{name}: logits are forward's", apart, allowed)
+
+    def _layout(self, stored: int, prefix: bool = True) -> Layout:
+        """The prompt when its first `stored` chunks are there."""
+        views = [MemoryChunk(kv) if i < stored else None for i, kv in enumerate(self.stored)]
+        stored_prefix = MemoryChunk(self.computer.context_kv) if prefix else None
+        return lay_out(self.prompt, stored_prefix, views, behind_prefix=True)
+
+    def _turned(self) -> float:
+        """Stored keys of every layer, at their own place, and after a way to the end of the context and back."""
+        adapter, kv = self.adapter, self.stored[0]
+        start = len(self.prompt.prefix)
+        here = torch.arange(start, start + kv.n_tokens, device=adapter.device)
+        there = here + adapter.context_limit - start - kv.n_tokens
+        worst = 0.0
+        for keys, a, b in zip(kv.keys, adapter.rope(here), adapter.rope(there), strict=True):
+            before = adapter.rotate(keys, a)
+            moved = adapter.rotate(adapter.rotate(before, a.inverse), b)
+            worst = _worst(worst, _turned_apart(adapter.rotate(adapter.rotate(moved, b.inverse), a), before))
+        return worst
+
+    def _moved(self) -> float:
+        adapter, worst = self.adapter, 0.0
+        for span, kv in zip(self.prompt.spans, self.stored, strict=True):
+            at = torch.arange(span.start, span.stop, device=adapter.device)
+            moved = adapter.rotate(kv.keys[0], adapter.rope(at)[0])
+            worst = _worst(worst, _turned_apart(moved, self.own.keys[0][:, span.start : span.stop]))
+        return worst
+
+    def _kv_apart(self, keys: Tensor, values: Tensor) -> float:
+        """Of all positions of the prompt together, the worst layer.
+
+        Not the worst position: in a mixture of experts, rounding alone may send a token to another expert.
+        """
+        n, worst = len(self.prompt), 0.0
+        for ours, own in ((keys, self.own.keys), (values, self.own.values)):
+            for mine, theirs in zip(ours, own, strict=True):
+                a, b = mine[:, :n].float(), theirs[:, :n].float()
+                worst = _worst(worst, float((a - b).norm() / b.norm().clamp_min(TINY)))
+        return worst
+
+    def _allowed(self, unit: float) -> float:
+        return max(FLOOR, SLACK * unit)
+
+
+def _worst(a: float, b: float) -> float:
+    """The larger one; NaN is worse than anything."""
+    return b if b != b or b > a else a
+
+
+def _turned_apart(keys: Tensor, wanted: Tensor) -> float:
+    """Keys [K, S, D]: the largest change of one head's vector, relative to its length."""
+    change = (keys.float() - wanted.float()).norm(dim=-1) / wanted.float().norm(dim=-1).clamp_min(TINY)
+    return float(change.max())
+
+
+def _logits_apart(logits: Tensor, wanted: Tensor) -> float:
+    """Logits [V]: root mean square of the difference, relative to their spread."""
+    difference = (logits.float() - wanted.float()).square().mean().sqrt()
+    return float(difference / wanted.float().std())
+
+
+def _file(reader: Reader) -> Path:
+    """Where the verdict is kept: one for each reader, machine, device and version of what computes."""
+    parts = (FORMAT, __version__, torch.__version__, version("transformers"))
+    where = (platform.node(), reader.adapter.device, reader.fingerprint)
+    name = hashlib.blake2b(repr((parts, where)).encode(), digest_size=12).hexdigest()
+    return cache_folder() / "gate" / f"{name}.json"
+
+
+def _keep(file: Path, report: GateReport) -> None:
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps([asdict(row) for row in report.rows]))
+    except OSError:
+        pass  # a read-only home costs a few seconds a start, not an answer

@@ -1,0 +1,86 @@
+"""The corrections in the compiled kernel: what it takes, and the call."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from blendserve.kernels.cpu.library import loaded
+from blendserve.kernels.rotary import HALVES, Rotary
+from blendserve.kernels.types import CorrectionParams, RecomputedTokens, Rope
+
+STEP, MAX_DIM = 32, 256
+
+
+class CorrectCall(ctypes.Structure):
+    """`CorrectCall` of correct.cpp, field by field."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("keys", "values", "fresh_keys", "fresh_values", "cos", "sin")),
+        *((name, ctypes.c_void_p) for name in ("from", "at", "first", "others", "other_first")),
+        *((name, ctypes.c_int64) for name in ("k_head", "k_row", "v_head", "v_row")),
+        *((name, ctypes.c_int64) for name in ("fk_head", "fk_row", "fv_head", "fv_row", "turn_row")),
+        *((name, ctypes.c_int64) for name in ("kv", "dim", "width", "rows", "chunks")),
+        *((name, ctypes.c_float) for name in ("weight", "still", "scale", "penalty")),
+        ("threads", ctypes.c_int64),
+    )
+
+
+def fits(
+    keys: Tensor,
+    values: Tensor,
+    fresh: RecomputedTokens,
+    rope: Rope,
+    rotary: Rotary,
+    params: CorrectionParams,
+) -> bool:
+    """Whether the kernel is made for these."""
+    cos, sin = rope.cos, rope.sin
+    parts = (keys, values, cos, sin)
+    return (
+        rotary.form == HALVES
+        and all(x.dtype == torch.bfloat16 and x.device.type == "cpu" and x.stride(-1) == 1 for x in parts)
+        and cos.stride(0) == sin.stride(0)
+        and keys.shape[-1] % STEP == cos.shape[-1] % STEP == 0
+        and 0 < cos.shape[-1] <= keys.shape[-1] <= MAX_DIM
+    )
+
+
+def correct(
+    keys: Tensor,
+    values: Tensor,
+    fresh: RecomputedTokens,
+    rope: Rope,
+    rotary: Rotary,
+    params: CorrectionParams,
+) -> None:
+    """ops.correct for what `fits`."""
+    run(loaded(), keys, values, fresh, rope, params)
+
+
+def run(
+    library: ctypes.CDLL,
+    keys: Tensor,
+    values: Tensor,
+    fresh: RecomputedTokens,
+    rope: Rope,
+    params: CorrectionParams,
+) -> None:
+    """The call itself. The GIL is free meanwhile."""
+    cos, sin = rope.cos, rope.sin
+    first, other_first = (torch.tensor([0, *sizes]).cumsum(0) for sizes in (fresh.sizes, fresh.other_sizes))
+    indices = (fresh.rows, fresh.at, first, fresh.others, other_first)
+    parts = (keys, values, fresh.keys, fresh.values)
+    pointers = (x.data_ptr() for x in (*parts, cos, sin, *indices))
+    strides = (*(stride for x in parts for stride in x.stride()[:2]), cos.stride(0))
+    sizes = (keys.shape[0], keys.shape[2], cos.shape[1], len(fresh.at), len(fresh.sizes))
+    constants = (
+        params.weight,
+        params.zero_prior,
+        params.scale,
+        -1.0 if params.penalty is None else params.penalty,
+    )
+    call = CorrectCall(*pointers, *strides, *sizes, *constants, torch.get_num_threads())
+    library.blendserve_correct(ctypes.byref(call))

@@ -1,0 +1,60 @@
+"""Linear layers in the compiled kernel, over the weights as the model stores them: what it takes, and the call."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from blendserve.kernels.cpu.library import loaded
+
+FEW = 8  # rows; weights coming from memory are the limit up to here, on any CPU
+
+
+class LinearCall(ctypes.Structure):
+    """`LinearCall` of linear.cpp, field by field."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "weights", "bias", "out")),
+        *((name, ctypes.c_int64) for name in ("x_row", "w_row", "out_row")),
+        *((name, ctypes.c_int64) for name in ("rows", "outs", "depth", "threads")),
+    )
+
+
+def fits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether the kernel is made for these."""
+    return (
+        x.dim() == 2
+        and all(y.dtype == torch.bfloat16 and y.device.type == "cpu" for y in (x, weight))
+        and x.stride(1) == weight.stride(1) == 1
+        and weight.shape[0] % 2 == weight.shape[1] % 2 == 0
+        and (bias is None or (bias.dtype == torch.bfloat16 and bias.is_contiguous()))
+        and not torch.is_grad_enabled()
+    )
+
+
+def is_fastest(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """A CPU with matrix tiles is left to torch for many rows."""
+    return x.shape[0] <= FEW or not _has_tiles()
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """ops.linear for what `fits`."""
+    return run(loaded(), x, weight, bias)
+
+
+def run(library: ctypes.CDLL, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The call itself. The GIL is free meanwhile."""
+    rows, outs = x.shape[0], weight.shape[0]
+    out = torch.empty(rows, outs, dtype=x.dtype)
+    pointers = x.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr()
+    sizes = x.stride(0), weight.stride(0), outs, rows, outs, x.shape[1], torch.get_num_threads()
+    library.blendserve_linear(ctypes.byref(LinearCall(*pointers, *sizes)))
+    return out
+
+
+@cache
+def _has_tiles() -> bool:
+    return bool(torch.cpu._is_amx_tile_supported())

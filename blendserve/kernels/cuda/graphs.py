@@ -1,0 +1,75 @@
+"""Work captured in a CUDA graph, and replayed: its launches cost the host nothing any more.
+
+What is replayed is fixed, addresses included, so everything that changes from time to time lies in device memory.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Replayed(Protocol):
+    """Work that was captured."""
+
+    def __call__(self) -> Tensor:
+        """Do it again -> its result, in the same memory each time."""
+        ...
+
+
+Capture = Callable[[Callable[[], Tensor], torch.device], Replayed]
+
+
+class CudaGraph:
+    """Work captured on a stream of its own, which all captures of a device share: so do their cuBLAS workspaces.
+
+    Raises RuntimeError when it cannot be captured; the calling thread's stream is the same afterwards.
+    """
+
+    def __init__(self, work: Callable[[], Tensor], device: torch.device) -> None:
+        with _capturing:  # one at a time in a process
+            stream, ours = _capture_stream(device), torch.cuda.current_stream(device)
+            self._graph = torch.cuda.CUDAGraph()
+            stream.wait_stream(ours)
+            try:
+                with torch.cuda.stream(stream):
+                    work()  # for what this stream has not done before
+                    self._out = self._captured(work, device)
+            finally:
+                ours.wait_stream(stream)
+
+    def __call__(self) -> Tensor:
+        self._graph.replay()
+        return self._out
+
+    def _captured(self, work: Callable[[], Tensor], device: torch.device) -> Tensor:
+        """What torch.cuda.graph does, but for waiting for the device and giving back all memory that is not in use."""
+        pool = torch.cuda.graph_pool_handle()
+        # Only this thread is watched for calls that a capture forbids: others load and compute meanwhile.
+        self._graph.capture_begin(pool, capture_error_mode="thread_local")
+        try:
+            try:
+                return work()
+            finally:
+                self._graph.capture_end()
+        except RuntimeError:
+            with suppress(
+                AttributeError, RuntimeError
+            ):  # left to itself, the allocator would go on waiting for the end
+                torch._C._cuda_endAllocateToPool(device.index, pool)
+            raise
+
+
+_capturing = threading.Lock()
+_streams: dict[torch.device, torch.cuda.Stream] = {}
+
+
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    if device not in _streams:
+        _streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return _streams[device]

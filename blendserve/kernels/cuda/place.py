@@ -1,0 +1,71 @@
+"""A layer of stored KV put into the cache of a GPU in one launch: keys rotated on their way, values as they are.
+
+Written out in torch that is a dozen launches a chunk and layer, hundreds a layer for a long prompt. The rotation gives
+what the model's own function gives, to the bit in 16 bits; a model whose form no kernel knows (kernels/rotary.py) is
+placed by its own function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from blendserve.kernels.cuda.available import has_triton
+from blendserve.kernels.rotary import Rotary, RotaryForm
+from blendserve.kernels.types import Rope, StoredChunk
+
+BLOCK = 32  # tokens of one program
+
+
+def fits(chunks: Sequence[StoredChunk], keys: Tensor, values: Tensor, rope: Rope, rotary: Rotary) -> bool:
+    """Whether the kernel is made to place these, and triton is there."""
+    stored = [k for _, k, _ in chunks]
+    return (
+        keys.device.type == "cuda"
+        and has_triton()
+        and rotary.form is not None
+        and all(x.device == keys.device and x.dtype == keys.dtype for x in stored)
+        and all(x.stride(-1) == 1 for x in (*stored[:1], keys))
+    )
+
+
+def place(chunks: Sequence[StoredChunk], keys: Tensor, values: Tensor, rope: Rope, rotary: Rotary) -> None:
+    """ops.place for what `fits`."""
+    assert rotary.form is not None, "ask `fits` first"
+    run(chunks, keys, values, rope, rotary.form)
+
+
+def run(
+    chunks: Sequence[StoredChunk], cache_keys: Tensor, cache_values: Tensor, rope: Rope, form: RotaryForm
+) -> None:
+    """The call itself: on a GPU, or in triton's interpreter. Nothing waits for the device."""
+    from blendserve.kernels.cuda.triton_kernels.place import chunks_into_cache
+
+    cos, sin = rope.cos, rope.sin
+    longest = max((k.shape[1] for _, k, _ in chunks), default=0)
+    if not longest:
+        return
+    if any(start + k.shape[1] > cache_keys.shape[1] for start, k, _ in chunks):
+        raise ValueError(f"a chunk ends behind the cache's {cache_keys.shape[1]} tokens")
+    rows = [
+        (k.data_ptr(), v.data_ptr(), start, k.shape[1], *k.stride()[:2], *v.stride()[:2])
+        for start, k, v in chunks
+    ]
+    aligned = all(number % 16 == 0 for row in rows for number in (*row[:2], *row[4:]))
+    n_kv, _, dim = cache_keys.shape
+    grid = (-(-longest // BLOCK), len(rows), n_kv)
+    with torch.cuda.device(cache_keys.device if cache_keys.is_cuda else -1):  # triton launches where torch is
+        chunks_into_cache[grid](
+            _on(cache_keys.device, rows), cache_keys, cache_values, cos, sin,
+            *cache_keys.stride()[:2], *cache_values.stride()[:2], cos.stride(0),
+            DIM=dim, TURNED=cos.shape[-1], NEIGHBOURS=form.neighbours, STEP=form.step, WIDE=form.wide,
+            ALIGNED=aligned, BLOCK=BLOCK, BLOCK_D=max(16, 1 << (dim - 1).bit_length()), num_warps=4,
+        )  # fmt: skip
+
+
+def _on(device: torch.device, rows: Sequence[tuple[int, ...]]) -> Tensor:
+    """The table on the device; out of pinned memory, so that sending it holds nobody up."""
+    table = torch.tensor(rows, dtype=torch.int64)
+    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table

@@ -1,0 +1,1 @@
+"""Triton kernels. Importing a module here imports triton: ask blendserve.kernels.cuda.available first."""

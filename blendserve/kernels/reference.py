@@ -1,0 +1,198 @@
+"""Every operation in its plain form: on any device, in any dtype, in torch. What kernels are held against."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from blendserve.kernels.rotary import Rotary
+from blendserve.kernels.rows import Block, RowPlan
+from blendserve.kernels.types import AttentionSpec, CorrectionParams, RecomputedTokens, Rope, StoredChunk
+
+
+def formula(q: Tensor, keys: Tensor, values: Tensor, at: Tensor, spec: AttentionSpec) -> Tensor:
+    """softmax(softcap(scale * q k^T) + mask) v in float64, over a dense mask, for rows at `at` [S] -> [S, H * D]."""
+    keys, values = (x.double().repeat_interleave(len(q) // len(keys), dim=0) for x in (keys, values))
+    scores = spec.scale * (q.double() @ keys.transpose(1, 2))
+    if spec.softcap is not None:
+        scores = spec.softcap * torch.tanh(scores / spec.softcap)
+    key, row = torch.arange(keys.shape[1]), at[:, None]
+    hidden = (key > row) | (key <= row - (spec.window or keys.shape[1] + 1))
+    weights = torch.softmax(scores.masked_fill(hidden, float("-inf")), dim=-1)
+    return (weights @ values).transpose(0, 1).flatten(1)
+
+
+def attend_reference(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: RowPlan) -> Tensor:
+    """q [H, S, D] over keys and values [K, T, D] -> [S, H * D].
+
+    Rows go in blocks, each block sees keys up to its last position, and only the strip between its first and last
+    position needs a mask. No S x T mask or score matrix is ever made.
+
+            keys ->  0 ............ first ..... last ......... T
+        block rows  [  no mask      | diagonal strip |  cut   ]
+
+    The query heads that share a kv head are stacked into one matmul, so keys are never repeated.
+    """
+    n_heads, n_rows, dim = q.shape
+    n_kv = keys.shape[0]
+    group = n_heads // n_kv
+    q = q.view(n_kv, group, n_rows, dim)
+    out = torch.empty(n_rows, n_kv, group, dim, dtype=q.dtype, device=q.device)
+    largest = max(((b.stop - b.start) * (b.hi - b.lo) for b in plan.blocks), default=0) * group
+    workspace = torch.empty(largest, dtype=q.dtype, device=q.device)  # one block of one kv head at a time
+    for block in plan.blocks:
+        rows, n = block.stop - block.start, block.hi - block.lo
+        scores = workspace[: group * rows * n].view(group * rows, n)
+        for head in range(n_kv):  # one matmul a kv head: a batched one would copy the keys, which are a slice
+            qb = q[head, :, block.start : block.stop].reshape(group * rows, dim)
+            torch.addmm(scores, qb, keys[head, block.lo : block.hi].T, beta=0, alpha=spec.scale, out=scores)
+            _mask(scores, block, group, spec.softcap)
+            torch.softmax(scores, dim=-1, out=scores)
+            mixed = torch.mm(scores, values[head, block.lo : block.hi])
+            out[block.start : block.stop, head] = mixed.view(group, rows, dim).transpose(0, 1)
+    return out.view(n_rows, n_heads * dim)
+
+
+def _mask(scores: Tensor, block: Block, group: int, softcap: float | None) -> None:
+    """Softcap and mask one block's scores [g * B, n] in place."""
+    if softcap is not None:
+        scores.div_(softcap).tanh_().mul_(softcap)
+    if block.mask is not None:
+        strip = scores.view(group, block.stop - block.start, -1)[..., block.masked_from - block.lo :]
+        strip.masked_fill_(block.mask, float("-inf"))
+
+
+def attend_with_scores_reference(
+    q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: RowPlan
+) -> tuple[Tensor, Tensor]:
+    """q [H, S, D] over [K, T, D] -> output [S, H * D] and each key's score [T] fp32. S is a question: small."""
+    n_heads, s, dim = q.shape
+    n_kv, n = keys.shape[:2]
+    hide = plan.hidden
+    stacked = q.reshape(n_kv, -1, dim)
+    weights = torch.empty(n_kv, n_heads // n_kv * s, n, dtype=q.dtype, device=q.device)
+    for head in range(n_kv):  # as above
+        torch.addmm(weights[head], stacked[head], keys[head].T, beta=0, alpha=spec.scale, out=weights[head])
+    if spec.softcap is not None:
+        weights.div_(spec.softcap).tanh_().mul_(spec.softcap)
+    weights.view(n_heads, s, n)[..., n - hide.shape[1] :].masked_fill_(hide, float("-inf"))
+    torch.softmax(weights, dim=-1, out=weights)
+    out = torch.stack([torch.mm(weights[head], values[head]) for head in range(n_kv)])
+    attended = out.view(n_heads, s, dim).transpose(0, 1).reshape(s, n_heads * dim)
+    return attended, _contributions(weights.view(n_heads, s, n), values)
+
+
+def _contributions(weights: Tensor, values: Tensor) -> Tensor:
+    """weights [H, S, T], values [K, T, D] -> [T] fp32: what each key contributes to these rows, without direction."""
+    length = torch.linalg.vector_norm(values, dim=-1, dtype=torch.float32)  # [K, T]
+    stacked = weights.view(len(values), -1, *weights.shape[1:])
+    per_kv_head = stacked.sum(dim=1, dtype=torch.float32)  # [K, S, T]
+    taken = (per_kv_head * length[:, None]).sum(dim=0) / len(weights)
+    score: Tensor = taken.square().sum(dim=0).sqrt()
+    return score
+
+
+def attend_at_reference(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, at: Tensor) -> Tensor:
+    """One row q [H, 1, D] at position `at` [1] over all of keys and values [K, T, D] -> [1, H * D].
+
+    Keys that the row does not see get no weight, and their values must be finite.
+    """
+    n_kv, n_keys, dim = keys.shape
+    scores = spec.scale * (q.reshape(n_kv, -1, dim) @ keys.transpose(1, 2)).float()  # [K, g, T]
+    if spec.softcap is not None:
+        scores = spec.softcap * torch.tanh(scores / spec.softcap)
+    position = torch.arange(n_keys, device=q.device)
+    hidden = position > at
+    if spec.window is not None:
+        hidden |= position <= at - spec.window
+    weights = torch.softmax(scores.masked_fill(hidden, float("-inf")), dim=-1).to(q.dtype)
+    return (weights @ values).reshape(1, -1)
+
+
+def rotate_reference(x: Tensor, rope: Rope, rotary: Rotary) -> Tensor:
+    """By the family's own function."""
+    return rotary.rotate(x, rope)
+
+
+def place_reference(
+    chunks: Sequence[StoredChunk], keys: Tensor, values: Tensor, rope: Rope, rotary: Rotary
+) -> None:
+    """By the family's own function, chunk by chunk."""
+    for start, k, v in chunks:
+        here = slice(start, start + k.shape[1])
+        keys[:, here] = rotary.rotate(k.to(keys.device), rope.at(here))
+        values[:, here] = v
+
+
+def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """torch's own."""
+    return F.linear(x, weight, bias)
+
+
+def correct_reference(
+    keys: Tensor,
+    values: Tensor,
+    fresh: RecomputedTokens,
+    rope: Rope,
+    rotary: Rotary,
+    params: CorrectionParams,
+) -> None:
+    """blend/corrections tells what is computed; keys (after RoPE) and values [K, N, D] are changed in place."""
+    at, others, rotate = fresh.at, fresh.others, rotary.rotate
+    there, elsewhere = rope.at(at), rope.at(others)
+    stored = torch.cat([rotate(keys[:, at], there.inverse), values[:, at]], dim=-1)
+    now = torch.cat([rotate(fresh.keys[:, fresh.rows], there.inverse), fresh.values[:, fresh.rows]], dim=-1)
+    known = stored.to(torch.promote_types(keys.dtype, torch.float32))
+    moved = now - known
+    means = _means(moved, fresh.sizes, params)
+    shift = params.scale * _spread(means, fresh.other_sizes)
+    if params.penalty is not None:
+        weights, constant = _fit(known, moved - _spread(means, fresh.sizes), params.penalty)
+        theirs = torch.cat([rotate(keys[:, others], elsewhere.inverse), values[:, others]], dim=-1)
+        shift += theirs.to(known.dtype) @ weights + constant
+    by_key, by_value = shift.to(keys.dtype).chunk(2, dim=-1)
+    keys[:, others] += rotate(by_key, elsewhere)
+    values[:, others] += by_value
+
+
+def _spread(means: Tensor, sizes: Sequence[int]) -> Tensor:
+    """[K, chunks, F] -> [K, tokens, F]"""
+    return torch.repeat_interleave(means, torch.tensor(sizes, device=means.device), dim=1)
+
+
+def _means(moved: Tensor, sizes: Sequence[int], params: CorrectionParams) -> Tensor:
+    """Deviations [K, S, F] of the recomputed tokens, grouped by chunk -> the mean [K, chunks, F] of each, shrunk.
+
+    All chunks' towards zero, as if `zero_prior` more tokens had not moved; a chunk's own towards that.
+    """
+    overall = moved.sum(dim=1) / (moved.shape[1] + params.zero_prior)
+    parts = torch.split(moved, list(sizes), dim=1)
+    return torch.stack(
+        [overall + (p - overall[:, None]).sum(dim=1) / (p.shape[1] + params.weight) for p in parts], dim=1
+    )
+
+
+def _fit(known: Tensor, left: Tensor, penalty: float) -> tuple[Tensor, Tensor]:
+    """Ridge regression of `left` [K, S, 2D] on stored keys and values [K, S, 2D], centred, and of unit size each.
+
+    -> W [K, 2D, 2D] and c [K, 1, 2D] such that known W + c predicts `left`.
+    """
+    mean = known.mean(dim=1, keepdim=True)
+    x = known - mean
+    key, value = (half.square().mean(dim=(1, 2), keepdim=True) for half in x.chunk(2, dim=-1))
+    # All dims of keys are scaled alike, and all of values: [K, 1, 2] -> [K, 1, 2D]
+    size = torch.cat([key, value], dim=-1).sqrt().clamp(min=1e-6).repeat_interleave(x.shape[-1] // 2, dim=-1)
+    weights = _ridge(x / size, left, penalty) / size.mT
+    return weights, -(mean @ weights)
+
+
+def _ridge(x: Tensor, y: Tensor, penalty: float) -> Tensor:
+    """W [K, F, G] with the least |x W - y|^2 + penalty |W|^2, for x [K, S, F], y [K, S, G]."""
+    few = x.shape[1] < x.shape[2]  # then the system of the rows is the smaller one; both have this solution
+    gram = x @ x.mT if few else x.mT @ x
+    gram.diagonal(dim1=1, dim2=2).add_(penalty)
+    factor, _ = torch.linalg.cholesky_ex(gram)  # NaN in, NaN out: what is wrong is told by the gate, not here
+    return x.mT @ torch.cholesky_solve(y, factor) if few else torch.cholesky_solve(x.mT @ y, factor)

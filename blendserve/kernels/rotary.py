@@ -1,0 +1,72 @@
+"""How a family turns a head by RoPE: its own function, and which of the forms that kernels know it has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from blendserve.kernels.types import Rope
+
+OwnFunction = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class RotaryForm:
+    """Pairs (x, y) of a head become (x cos - y sin, y cos + x sin)."""
+
+    neighbours: bool  # pairs are dims (2i, 2i + 1), else (i, i + R / 2)
+    step: int  # columns of cos from one pair's to the next's
+    wide: bool  # computed in fp32 and rounded once, else after every step
+
+    def rotated(self, x: Tensor, rope: Rope) -> Tensor:
+        """x [heads, S, D] turned as kernels do it, in torch."""
+        width = rope.cos.shape[-1]
+        half, out = width // 2, x.clone()
+        halves = slice(half), slice(half, width)
+        pairs = (slice(0, width, 2), slice(1, width, 2)) if self.neighbours else halves
+        columns = slice(0, half * self.step, self.step)
+        one, other, cos, sin = x[..., pairs[0]], x[..., pairs[1]], rope.cos[:, columns], rope.sin[:, columns]
+        if self.wide:
+            one, other = one.float(), other.float()
+        out[..., pairs[0]] = (one * cos - other * sin).to(x.dtype)
+        out[..., pairs[1]] = (other * cos + one * sin).to(x.dtype)
+        return out
+
+
+HALVES = RotaryForm(neighbours=False, step=1, wide=False)  # Llama and most others
+FORMS = (
+    HALVES,
+    RotaryForm(neighbours=True, step=2, wide=True),  # Command R
+    RotaryForm(neighbours=True, step=1, wide=False),  # GLM-4, Helium
+)
+
+
+class Rotary:
+    """A reader's rotation. `form` is None where its function is none of those that kernels know."""
+
+    def __init__(self, own: OwnFunction, form: RotaryForm | None) -> None:
+        self._own, self.form = own, form
+
+    @classmethod
+    @torch.inference_mode()
+    def of(cls, own: OwnFunction, rope: Rope | None, x: Tensor) -> Rotary:
+        """Find out the form by running the function.
+
+        rope: the reader's own, of a few positions; None: no layer turns anything. x [heads, S, D]: any numbers.
+        """
+        if rope is None:
+            return cls(own, HALVES)
+        wanted = cls(own, None).rotate(x, rope)
+        return cls(own, next((f for f in FORMS if torch.equal(f.rotated(x, rope), wanted)), None))
+
+    def rotate(self, x: Tensor, rope: Rope) -> Tensor:
+        """x [heads, S, D] turned by the family's own function, in its own dtype; dims beyond R stay."""
+        width = rope.cos.shape[-1]
+        if width == x.shape[-1]:
+            return self._own(x[None], x[None, :0], rope.cos[None], rope.sin[None])[0][0]
+        if width == 0:
+            return x
+        return torch.cat([self.rotate(x[..., :width], rope), x[..., width:]], dim=-1)

@@ -1,0 +1,260 @@
+"""Is a kernel right on this very machine? It serves only after it gave the formula's numbers here.
+
+The compiled kernels of the CPU are checked together, once a process. A GPU's are checked for each kind of heads, before
+the first real rows: what would be compiled in the middle of a request is compiled here (seconds at the first time on a
+machine; triton and inductor keep what they compiled on disk).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from blendserve.kernels.cpu import attend as cpu_attend
+from blendserve.kernels.cpu import correct as cpu_correct
+from blendserve.kernels.cpu import linear as cpu_linear
+from blendserve.kernels.cpu import place as cpu_place
+from blendserve.kernels.cpu.build import Unavailable, build
+from blendserve.kernels.cpu.library import loaded
+from blendserve.kernels.cuda import place as cuda_place
+from blendserve.kernels.cuda.available import has_triton
+from blendserve.kernels.reference import correct_reference, formula
+from blendserve.kernels.rotary import HALVES, OwnFunction, Rotary, RotaryForm
+from blendserve.kernels.rows import RowPlan, plan_rows
+from blendserve.kernels.types import AttentionSpec, CorrectionParams, RecomputedTokens, Rope, StoredChunk
+
+SWITCH = "BLENDSERVE_NATIVE"  # "0" in the environment: plain torch
+
+Attend = Callable[[Tensor, Tensor, Tensor, AttentionSpec, RowPlan], Tensor]
+
+
+# The CPU's compiled kernels
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """Whether compiled kernels are in use in this process, and why or why not."""
+
+    active: bool
+    reason: str
+
+
+def cpu_status() -> Status:
+    """What bf16 on the CPU runs on; compiles and checks the kernels when nobody has asked before. Never raises."""
+    if os.environ.get(SWITCH) == "0":
+        return Status(False, f"switched off by {SWITCH}=0")
+    return _cpu_status()
+
+
+@cache
+def _cpu_status() -> Status:
+    try:
+        check_cpu(loaded())
+    except Unavailable as error:
+        return Status(False, str(error))
+    return Status(True, f"compiled kernels from {build()}")
+
+
+CPU_BOUND = 0.03  # attention's outputs reach 4; they and the weights are rounded to 8 bits of mantissa
+CPU_POSITIONS = (0, 1, 2, 3, 17, 63, 64, 65, 255, 256, 257, 400, 401, 402, 511, 512, 600, 700, 701)
+CORRECT_BOUND = 0.05  # its outputs reach 5; they and the weights are rounded to 8 bits of mantissa
+ROUNDING = 2**-8  # of a linear layer's output
+
+
+@torch.inference_mode()
+def check_cpu(library: ctypes.CDLL) -> None:
+    """Raises Unavailable unless everything comes out right."""
+    _check_attend(library)
+    _check_linear(library)
+    _check_place(library)
+    _check_correct(library)
+
+
+def _check_attend(library: ctypes.CDLL) -> None:
+    """With and without window and softcap; memory behind the last key holds NaN."""
+    generator, end = torch.Generator().manual_seed(0), CPU_POSITIONS[-1] + 1
+    shapes = ((6, len(CPU_POSITIONS), 64), (2, 720, 64), (2, 720, 64))
+    q, keys, values = (_random(shape, generator) for shape in shapes)
+    keys[:, end:] = values[:, end:] = float("nan")
+    at = torch.tensor(CPU_POSITIONS)
+    for window, softcap in ((None, None), (70, None), (None, 2.0), (300, 2.0)):
+        spec = AttentionSpec(0.25, window, softcap)
+        got = cpu_attend.run(library, q, keys, values, spec, at)
+        off = float((got.double() - formula(q, keys[:, :end], values[:, :end], at, spec)).abs().max())
+        if not off < CPU_BOUND:  # NaN is not
+            raise Unavailable(
+                f"attention is wrong here: off by {off:.3g} with window {window} and softcap {softcap}"
+            )
+
+
+def _check_linear(library: ctypes.CDLL) -> None:
+    """For few rows and for many, with sizes that fill no vector."""
+    generator = torch.Generator().manual_seed(0)
+    for rows in (1, 7, 150):
+        x, weight, bias = (_random(shape, generator) for shape in ((rows, 90), (142, 90), (142,)))
+        wanted = x.double() @ weight.double().T + bias.double()
+        got = cpu_linear.run(library, x, weight, bias)
+        off = float(((got - wanted).abs() - ROUNDING * wanted.abs()).max())
+        if not off < 1e-4:
+            raise Unavailable(f"linear is wrong here: off by {off:.3g} beyond rounding at {rows} rows")
+
+
+def _check_place(library: ctypes.CDLL) -> None:
+    """Two chunks with a hole between them, to the bit, where a part of each head is rotated and where all of it is."""
+    generator = torch.Generator().manual_seed(0)
+    for width in (32, 96):
+        rope = some_rope(90, width, 1.0, generator)
+        chunks: list[StoredChunk] = []
+        wanted = torch.zeros(2, 2, 90, 96, dtype=torch.bfloat16)
+        for here in (slice(0, 31), slice(40, 90)):
+            k, v = (_random((2, here.stop - here.start, 96), generator) for _ in "kv")
+            wanted[0, :, here], wanted[1, :, here] = PLAIN_HALVES.rotate(k, rope.at(here)), v
+            chunks.append((here.start, k, v))
+        keys, values = torch.zeros(2, 2, 90, 96, dtype=torch.bfloat16)
+        cpu_place.run(library, chunks, keys, values, rope)
+        if not (torch.equal(keys, wanted[0]) and torch.equal(values, wanted[1])):
+            raise Unavailable(f"placing is wrong here, where {width} of 96 numbers are rotated")
+
+
+def _check_correct(library: ctypes.CDLL) -> None:
+    """Two chunks with a hole between them, and fewer recomputed tokens than features."""
+    generator = torch.Generator().manual_seed(0)
+    keys, values, fresh_keys, fresh_values = (_random((2, n, 32), generator) for n in (90, 90, 40, 40))
+    at = torch.tensor([*range(1, 31, 3), *range(40, 90, 3)])
+    others = torch.tensor([i for i in (*range(31), *range(40, 90)) if i not in at.tolist()])
+    rope = some_rope(90, 32, 1.0, generator)
+    for params in (CorrectionParams(16.0, 0.0, 0.5, None), CorrectionParams(16.0, 40.0, 1.0, 5.0)):
+        given, wide = (keys.clone(), values.clone()), (keys.double(), values.double())
+        which = torch.arange(2, 29), at, (10, 17), others, (21, 33)
+        fresh = RecomputedTokens(fresh_keys, fresh_values, *which)
+        cpu_correct.run(library, *given, fresh, rope, params)
+        exact = RecomputedTokens(fresh_keys.double(), fresh_values.double(), *which)
+        correct_reference(*wide, exact, Rope(rope.cos.double(), rope.sin.double()), PLAIN_HALVES, params)
+        off = max(float((a.double() - b).abs().max()) for a, b in zip(given, wide, strict=True))
+        if not off < CORRECT_BOUND:
+            raise Unavailable(f"correcting is wrong here: off by {off:.3g} with {params}")
+
+
+def _random(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    return torch.randn(shape, generator=generator).to(torch.bfloat16)
+
+
+def _plain_halves(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """A head [x1 | x2] becomes x cos + [-x2 | x1] sin: the function of most families."""
+    first, second = q.chunk(2, dim=-1)
+    return q * cos + torch.cat([-second, first], dim=-1) * sin, k
+
+
+_own: OwnFunction = _plain_halves
+PLAIN_HALVES = Rotary(_own, HALVES)
+
+
+def some_rope(n: int, width: int, length: float, generator: torch.Generator) -> Rope:
+    """cos and sin [n, width] of some angles, `length` long as YaRN's."""
+    angles = torch.rand((n, width // 2), generator=generator).mul(6.0).repeat(1, 2)
+    return Rope((length * angles.cos()).bfloat16(), (length * angles.sin()).bfloat16())
+
+
+# A GPU's kernels
+
+# Rounding of values that reach 4, of the weights and of the output; sums are kept in fp32. tf32 would fail the last one.
+BOUNDS = {torch.bfloat16: 0.03, torch.float16: 0.005, torch.float32: 2e-5}
+KEYS, SCALE = 700, 0.25
+ONE_ROW, SCATTERED = ((0,), (KEYS - 1,)), (tuple(range(1, KEYS - 2, 3)),)
+SIDE_BY_SIDE = (tuple(range(130)), tuple(range(KEYS - 200, KEYS)))
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What a kernel is compiled for."""
+
+    device: torch.device
+    dtype: torch.dtype
+    group: int
+    dim: int
+    windowed: bool
+    softcapped: bool
+
+    @classmethod
+    def of(cls, q: Tensor, keys: Tensor, spec: AttentionSpec) -> Kind:
+        group = q.shape[0] // keys.shape[0]
+        return cls(q.device, q.dtype, group, q.shape[2], spec.window is not None, spec.softcap is not None)
+
+
+@cache
+def attention_trouble(attends: tuple[Attend, ...], kind: Kind, rows: tuple[tuple[int, ...], ...]) -> str:
+    """What is wrong with a kernel, "" if nothing. attends: its forms; rows: positions below KEYS to try each with."""
+    try:
+        for attend in attends:
+            for positions in rows:
+                off = _off(attend, kind, positions)
+                if not off < BOUNDS[kind.dtype]:  # NaN is not
+                    return f"off by {off:.3g} for {kind}"
+    except Exception as error:  # whatever a compiler, a driver or a GPU without room for the tile may say
+        return _first_line(error)
+    return ""
+
+
+def triton_trouble(attends: tuple[Attend, ...], kind: Kind, rows: tuple[tuple[int, ...], ...]) -> str:
+    """The same for what needs triton."""
+    if not has_triton():
+        return "triton is not installed: pip install 'blendserve[gpu]'"
+    return attention_trouble(attends, kind, rows)
+
+
+@torch.inference_mode()
+def _off(attend: Attend, kind: Kind, positions: tuple[int, ...]) -> float:
+    """The largest difference to the formula; memory behind the last key holds NaN."""
+    generator = torch.Generator().manual_seed(0)
+    at = torch.tensor(positions)
+    end = positions[-1] + 1
+    q, keys, values = (
+        torch.randn(shape, generator=generator).to(kind.dtype)
+        for shape in ((2 * kind.group, len(at), kind.dim), (2, KEYS, kind.dim), (2, KEYS, kind.dim))
+    )
+    scale = SCALE * (64 / kind.dim) ** 0.5  # scores spread alike in heads of every size
+    spec = AttentionSpec(scale, 70 if kind.windowed else None, 2.0 if kind.softcapped else None)
+    wanted = formula(q, keys[:, :end], values[:, :end], at, spec)
+    keys[:, end:] = values[:, end:] = float("nan")
+    plan = plan_rows(at.to(kind.device), kind.group, spec.window, at)
+    got = attend(q.to(kind.device), keys.to(kind.device), values.to(kind.device), spec, plan)
+    return float((got.cpu().double() - wanted).abs().max())
+
+
+@cache
+@torch.inference_mode()
+def placing_trouble(form: RotaryForm, device: torch.device, dtype: torch.dtype, dim: int) -> str:
+    """What is wrong with a GPU's placing of such heads, "" if nothing. Compiles it, once a machine."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    try:
+        for width in {dim, dim // 4 * 2}:  # all of a head, or a part
+            angles = draw(90, width // 2)
+            twice = angles.repeat_interleave(2, dim=-1) if form.step == 2 else torch.cat([angles] * 2, dim=-1)
+            rope = Rope(twice.cos(), twice.sin())
+            chunks = [(5, draw(2, 40, dim), draw(2, 40, dim)), (50, draw(2, 33, dim), draw(2, 33, dim))]
+            keys, values = draw(2, 90, dim), draw(2, 90, dim)
+            wanted, plain = keys.clone(), values.clone()
+            for start, k, v in chunks:
+                here = slice(start, start + k.shape[1])
+                wanted[:, here], plain[:, here] = form.rotated(k, rope.at(here)), v
+            cuda_place.run(chunks, keys, values, rope, form)
+            off = float((keys.float() - wanted.float()).abs().max())
+            if not off <= 2 * torch.finfo(dtype).eps or not torch.equal(values, plain):
+                return f"off by {off:.3g}"
+    except Exception as error:  # whatever a compiler or driver may say
+        return _first_line(error)
+    return ""
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip() or 'no reason given'}".splitlines()[0]

@@ -1,0 +1,77 @@
+"""A stored chunk, wherever its records lie: each layer is checked and decoded when it is asked for."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from blendserve.errors import CorruptRecord
+from blendserve.store.codecs.base import Buffer, Pair, codec_for
+from blendserve.store.key import ChunkKey
+from blendserve.store.record import Header, check_segment
+
+
+class StoredChunk:
+    """A ChunkView over records. Threads may share it."""
+
+    def __init__(self, key: ChunkKey, header: Header, read: Callable[[int], Buffer | None]) -> None:
+        """read: layer l's segment, None where there is none. Raises codecs.base.Undecodable."""
+        self._key, self._header, self._read = key, header, read
+        self._codec = codec_for(header.coding)
+        self._decoder = self._codec.decoder(header.shape)
+        self._next = 0  # layers are decoded up to here
+        self._decoding = threading.Lock()
+
+    @property
+    def n_layers(self) -> int:
+        return self._header.shape.n_layers
+
+    @property
+    def n_tokens(self) -> int:
+        return self._header.shape.n_tokens
+
+    @property
+    def n_bytes(self) -> int:
+        return self._header.n_bytes
+
+    @property
+    def raw_bytes(self) -> int:
+        return self._header.shape.n_bytes
+
+    @property
+    def version(self) -> Header:
+        """The checksums of all layers are in it."""
+        return self._header
+
+    def layer(self, l: int) -> Pair:
+        if not 0 <= l < len(self._header.lengths):
+            raise IndexError(f"a chunk of {self.n_layers} layers has no layer {l}")
+        if self._codec.random_access:
+            return self._decoded(l)
+        with self._decoding:
+            return self._decoded_in_order(l)
+
+    def _decoded_in_order(self, l: int) -> Pair:
+        """Decode what is missing below layer l, then l; a layer that was passed is decoded from the first one again."""
+        if l < self._next:
+            self._restart()
+        try:
+            for below in range(self._next, l):
+                self._decoded(below)
+                self._next = below + 1
+            pair = self._decoded(l)
+        except BaseException:
+            self._restart()  # a decoder that failed half-way is of no use
+            raise
+        self._next = l + 1
+        return pair
+
+    def _decoded(self, l: int) -> Pair:
+        segment = check_segment(self._key, self._header, l, self._read(l))
+        try:
+            return self._decoder.layer(l, segment)
+        except ValueError as error:
+            raise CorruptRecord(self._key, f"layer {l} cannot be decoded: {error}") from error
+
+    def _restart(self) -> None:
+        self._decoder, self._next = self._codec.decoder(self._header.shape), 0

@@ -1,0 +1,69 @@
+"""The tensors as they are: keys [K, C, D], then values, contiguous. Bit-exact, and read where they lie."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from blendserve.core import ChunkKV
+from blendserve.store.codecs.base import Buffer, ChunkShape, Codec, Coding, Pair
+
+# torch says once per process that a read-only buffer could be written to: here, unheard
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    torch.frombuffer(b"\0", dtype=torch.uint8)
+
+
+class Raw(Codec):
+    """No coding at all."""
+
+    random_access = True
+    coding = Coding("raw")
+
+    @classmethod
+    def for_reading(cls, coding: Coding) -> Raw:
+        return cls()
+
+    @classmethod
+    def check(cls, coding: Coding, shape: ChunkShape, lengths: Sequence[int]) -> None:
+        if coding != cls.coding:
+            raise ValueError("it names a level or tables, and uncoded KV has none")
+        if any(length != shape.layer_bytes for length in lengths):
+            raise ValueError(f"it says {max(lengths)} bytes a layer, its shape {shape.layer_bytes}")
+
+    def expected_bytes(self, raw_bytes: int) -> int:
+        return raw_bytes
+
+    def encode(self, kv: ChunkKV) -> list[Buffer]:
+        return [_layer_bytes(kv, l) for l in range(len(kv.keys))]
+
+    def decoder(self, shape: ChunkShape) -> RawDecoder:
+        return RawDecoder(shape)
+
+
+@dataclass(frozen=True, slots=True)
+class RawDecoder:
+    """Views over the segments themselves."""
+
+    shape: ChunkShape
+
+    def layer(self, l: int, segment: Buffer) -> Pair:
+        dtype, shape = self.shape.dtype, (2, self.shape.n_kv_heads, self.shape.n_tokens, self.shape.head_dim)
+        if not self.shape.layer_bytes:
+            keys, values = torch.empty(shape, dtype=dtype)
+            return keys, values
+        flat = torch.frombuffer(segment, dtype=dtype)
+        if (
+            flat.data_ptr() % dtype.itemsize
+        ):  # a small record between others: LMDB aligns those to two bytes only
+            flat = torch.frombuffer(bytearray(segment), dtype=dtype)
+        keys, values = flat.view(shape)
+        return keys, values
+
+
+def _layer_bytes(kv: ChunkKV, l: int) -> memoryview:
+    both = torch.stack((kv.keys[l].detach(), kv.values[l].detach())).cpu()  # [2, K, C, D]
+    return both.reshape(-1).view(torch.uint8).numpy().data

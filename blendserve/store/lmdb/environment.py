@@ -1,0 +1,197 @@
+"""One open LMDB environment per set of files and process, shared by all stores on it.
+
+LMDB forbids opening a file twice in one process, and unmapping it under a reader is a crash. So the environment is
+counted: every store and every open snapshot holds it, and it is closed when the last of them lets go.
+
+What no check can prevent: when someone else cuts the file short while a chunk is being read, the system kills the
+process (SIGBUS). A file that was cut short before is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import filelock
+import lmdb
+
+from blendserve.errors import StoreUnavailable
+from blendserve.store.lmdb.opening import check_format, explained, explaining, open_lmdb
+
+
+class Environment:
+    """The open files of one store. Made by `acquire`, let go by `release`; safe to share between threads."""
+
+    def __init__(self, path: Path, map_size: int, read_only: bool) -> None:
+        self.path = path
+        self._data = path / "data.mdb"
+        self._pid = os.getpid()
+        self._users = 0
+        self._closed = False
+        self._counting = threading.Lock()
+        self._one_writer = threading.Lock()
+        self._writer_file = filelock.FileLock(path / "writer.lock", thread_local=False, poll_interval=0.01)
+        with explaining(path):
+            self._lmdb = open_lmdb(path, map_size, read_only)
+            try:
+                self.read_only = bool(self._lmdb.flags()["readonly"])
+                self._identity = _identity(self._data)
+                self.refuse_truncated()
+                check_format(self._lmdb, path, self.read_only)
+                if not self.read_only:
+                    self._lmdb.reader_check()  # a killed reader's slot keeps freed pages from being reused
+            except BaseException:
+                self._lmdb.close()
+                raise
+
+    def is_at(self, path: Path) -> bool:
+        """Whether the files at `path` are the ones open here."""
+        return _identity(path / "data.mdb") == self._identity
+
+    def retain(self) -> None:
+        """Count one more user. Raises StoreUnavailable when closed, or inherited by a fork."""
+        if os.getpid() != self._pid:  # closing what it inherited would end its parent's snapshots
+            raise StoreUnavailable(
+                f"the KV store {self.path} was open when this process was forked, and cannot be used here: "
+                "open it after the fork only, or start processes by spawn"
+            )
+        with self._counting:
+            if self._closed:
+                raise StoreUnavailable(f"the KV store {self.path} is closed: open it again")
+            self._users += 1
+
+    def release(self) -> bool:
+        """Count one user less, and close with the last one. True when that closed it."""
+        with self._counting:
+            self._users -= 1
+            self._closed = self._users == 0 and os.getpid() == self._pid
+            if self._closed:
+                self._lmdb.close()
+            return self._closed
+
+    @contextmanager
+    def reading(self) -> Iterator[lmdb.Transaction[memoryview]]:
+        """A read transaction whose values are views into the map."""
+        self.retain()
+        try:
+            with explaining(self.path):
+                self.refuse_truncated()
+                txn = self._begin_read()
+            try:
+                yield txn
+            finally:
+                txn.abort()
+        finally:
+            release(self)
+
+    @contextmanager
+    def writing(self, wait_s: float) -> Iterator[lmdb.Transaction[memoryview]]:
+        """A write transaction: committed at the end, aborted by any exception.
+
+        Waits at most `wait_s` for other writers, then raises StoreUnavailable; StoreFull when the disk is
+        full.
+        """
+        self.retain()
+        try:
+            with self._alone(wait_s), explaining(self.path):
+                self._lmdb.reader_check()
+                with self._lmdb.begin(write=True, buffers=True) as txn:
+                    yield txn
+        finally:
+            release(self)
+
+    def refuse_truncated(self) -> None:
+        """Raise StoreUnavailable when the file was cut short: reading past its end would kill the process."""
+        with contextlib.suppress(FileNotFoundError):  # deleted: the map still holds what it held
+            needed = (self._lmdb.info()["last_pgno"] + 1) * self._lmdb.stat()["psize"]
+            status = self._data.stat()  # after `needed`: a writer elsewhere makes the file grow first
+            if (status.st_dev, status.st_ino) == self._identity and status.st_size < needed:
+                raise StoreUnavailable(
+                    f"{self._data} was cut short, {status.st_size} bytes of {needed} are left: "
+                    "delete it and precompute again"
+                )
+
+    def _begin_read(self) -> lmdb.Transaction[memoryview]:
+        try:
+            return self._lmdb.begin(buffers=True)
+        except lmdb.ReadersFullError:
+            self._lmdb.reader_check()  # killed readers leave their slots
+            return self._lmdb.begin(buffers=True)
+
+    @contextmanager
+    def _alone(self, wait_s: float) -> Iterator[None]:
+        """Be the only writer of all threads and processes; LMDB's own lock would wait for ever."""
+        if not self._one_writer.acquire(timeout=wait_s):
+            raise self._busy(wait_s)
+        try:
+            if not self.is_at(self.path):
+                raise StoreUnavailable(f"the KV store {self.path} was removed or replaced: open it again")
+            self._lock_file(wait_s)
+            try:
+                yield
+            finally:
+                self._writer_file.release()
+        finally:
+            self._one_writer.release()
+
+    def _lock_file(self, wait_s: float) -> None:
+        try:
+            self._writer_file.acquire(timeout=wait_s)
+        except filelock.Timeout:
+            raise self._busy(wait_s) from None
+        except OSError as error:
+            raise explained(error, self.path) from error
+
+    def _busy(self, wait_s: float) -> StoreUnavailable:
+        return StoreUnavailable(
+            f"another writer has held the KV store {self.path} for {wait_s:g} s: wait for it or stop it"
+        )
+
+
+_registry: list[Environment] = []
+_registering = threading.RLock()
+
+
+def acquire(path: Path, map_size: int, read_only: bool) -> Environment:
+    """The process's environment on the files at `path`, opened if need be.
+
+    Raises StoreUnavailable, StoreVersion.
+    """
+    with _registering:
+        env = next((known for known in _registry if known.is_at(path)), None)
+        if env is None:
+            env = Environment(path, map_size, read_only)
+            _registry.append(env)
+        elif env.read_only and not read_only:
+            raise StoreUnavailable(
+                f"the KV store {path} is open for reading only in this process: close that first"
+            )
+        env.retain()
+        return env
+
+
+def release(env: Environment) -> None:
+    """Give back what `acquire` gave."""
+    with _registering:
+        if env.release():
+            _registry.remove(env)
+
+
+def _free_lock_after_fork() -> None:
+    global _registering
+    _registering = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_free_lock_after_fork)
+
+
+def _identity(data: Path) -> tuple[int, int] | None:
+    try:
+        status = data.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino

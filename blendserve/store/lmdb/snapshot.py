@@ -1,0 +1,114 @@
+"""Reading chunks out of an LMDB map: one read transaction, and views that live as long as it.
+
+"h" + key                                -> header
+"l" + key + layer (2 bytes, big-endian)  -> segment       record.py has the bytes of both
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+from functools import partial
+from pathlib import Path
+
+from blendserve.errors import CorruptRecord, StoreError, StoreUnavailable
+from blendserve.store import record
+from blendserve.store.chunk import StoredChunk
+from blendserve.store.codecs.base import Pair, Undecodable
+from blendserve.store.key import ChunkKey
+from blendserve.store.lmdb.ledger import ENTRY, Ledger, Txn, starting
+from blendserve.store.lmdb.opening import explaining
+from blendserve.store.traffic import Traffic
+
+HEADER, LAYER = b"h", b"l"
+_LAYER = struct.Struct(">H")
+
+
+def layer_name(key: ChunkKey, l: int) -> bytes:
+    """Where a layer's segment is."""
+    return LAYER + key + _LAYER.pack(l)
+
+
+class LMDBSnapshot:
+    """One read transaction. Threads may share it; what it gives ends with it."""
+
+    def __init__(self, path: Path, txn: Txn, traffic: Traffic) -> None:
+        self._path = path
+        self._txn = txn
+        self._traffic = traffic
+        self._using = threading.Lock()
+        self._ended = False
+
+    def get(self, key: ChunkKey) -> LMDBChunk | None:
+        raw = self._raw(HEADER + key)
+        if raw is None:
+            self._traffic.miss(key)
+            return None
+        try:
+            chunk = LMDBChunk(key, record.decode_header(key, raw), self)
+        except Undecodable as error:
+            self._traffic.miss(key, undecodable=str(error))
+            return None
+        except CorruptRecord:
+            self.count_corrupt(key)
+            raise
+        self._traffic.hit(key)
+        return chunk
+
+    def segment(self, key: ChunkKey, l: int) -> memoryview | None:
+        """Layer l's bytes in the map, unchecked; None when there are none."""
+        return self._raw(layer_name(key, l))
+
+    def count_corrupt(self, key: ChunkKey) -> None:
+        """Note that a look-up found damage."""
+        self._traffic.count(key, "corrupt")
+
+    def keys(self) -> list[ChunkKey]:
+        """Every key that has any record."""
+        with self._using, explaining(self._path):
+            headers = {name[1:] for name, _ in starting(self._txn, HEADER)}
+            layers = {name[1 : -_LAYER.size] for name, _ in starting(self._txn, LAYER)}
+            entries = {name[1:] for name, _ in starting(self._txn, ENTRY)}
+        return sorted(headers | layers | entries)
+
+    def problem(self, key: ChunkKey) -> str:
+        """What is wrong with a chunk, "" when nothing is. Needs no codec: what cannot be decoded here may be whole."""
+        raw = self._raw(HEADER + key)
+        if raw is None:
+            return "it has records, but no header"
+        try:
+            header = record.decode_header(key, raw)
+            for l in range(header.shape.n_layers):
+                record.check_segment(key, header, l, self.segment(key, l))
+        except StoreError as error:
+            return str(error)
+        if self.segment(key, header.shape.n_layers) is not None:
+            return f"it has more layers than the {header.shape.n_layers} of its header"
+        with self._using, explaining(self._path):
+            return Ledger(self._txn).problem(key, header.n_bytes, header.shape.n_bytes, header.shape.n_tokens)
+
+    def end(self) -> None:
+        """Called when the `with` block is left."""
+        with self._using:
+            self._ended = True
+
+    def _raw(self, name: bytes) -> memoryview | None:
+        with self._using, explaining(self._path):
+            if self._ended:
+                raise StoreUnavailable("a chunk's view was used outside its `with store.reading()`")
+            return self._txn.get(name)
+
+
+class LMDBChunk(StoredChunk):
+    """A chunk in the map; damage is counted."""
+
+    def __init__(self, key: ChunkKey, header: record.Header, snapshot: LMDBSnapshot) -> None:
+        super().__init__(key, header, partial(snapshot.segment, key))
+        self._snapshot = snapshot
+
+    def layer(self, l: int) -> Pair:
+        try:
+            return super().layer(l)
+        except CorruptRecord:
+            self._snapshot.count_corrupt(self._key)
+            raise

@@ -1,0 +1,69 @@
+"""Chunks written to a store in another thread, while the next ones are computed.
+
+    this thread      compute 0, 1 | compute 2, 3         | compute 4, 5 ...
+    writing thread                | write 0 | write 1    | write 2 ...
+
+Each put is the store's own transaction, as it would be here: a kill loses what was not written yet, and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Generator, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+from blendserve.core import ChunkKV
+from blendserve.errors import StoreError
+from blendserve.kernels.cuda.staging import Homeward, Lane
+from blendserve.store.base import KVStore
+from blendserve.store.key import ChunkKey
+
+
+@dataclass(frozen=True, slots=True)
+class _Write:
+    """A put that is under way."""
+
+    tokens: int
+    n_bytes: int
+    put: Future[bool]
+
+
+def write_behind(
+    store: KVStore, chunks: Iterable[tuple[ChunkKey, ChunkKV]], most_tokens: int, lane: Lane | None = None
+) -> Generator[int, None, None]:
+    """Put the chunks, pinned and in order -> the bytes of each, as soon as it is stored.
+
+    Of what was computed, at most `most_tokens`, or one chunk, waits to be written. What waits when the caller or `chunks`
+    stops early is still written: close the iterator then. lane: the way home from the device, by default its own.
+    Raises StoreError; what was stored stays.
+    """
+    waiting: deque[_Write] = deque()
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="blendserve-write") as pool:
+        try:
+            for key, kv in chunks:
+                put = pool.submit(_put, store, key, Homeward(kv, lane))
+                waiting.append(_Write(kv.n_tokens, kv.n_bytes, put))
+                while _is_over(waiting, most_tokens):
+                    yield _done(waiting.popleft())
+            while waiting:
+                yield _done(waiting.popleft())
+        except StoreError:
+            pool.shutdown(cancel_futures=True)  # the next ones would fail alike
+            raise
+
+
+def _put(store: KVStore, key: ChunkKey, home: Homeward) -> bool:
+    return store.put(key, home.arrived(), pin=True)
+
+
+def _is_over(waiting: deque[_Write], most_tokens: int) -> bool:
+    """Whether the first is to be waited for, or need not be."""
+    if not waiting:
+        return False
+    return waiting[0].put.done() or (len(waiting) > 1 and sum(w.tokens for w in waiting) > most_tokens)
+
+
+def _done(write: _Write) -> int:
+    write.put.result()
+    return write.n_bytes

@@ -1,0 +1,179 @@
+"""Each correction against loops over chunks, heads and tokens; the ridge by least squares over added rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from blendserve.blend.corrections.base import WEIGHT, Correction
+from blendserve.blend.corrections.ridge import PENALTY, ZERO_PRIOR, Ridge
+from blendserve.blend.corrections.shift import SCALE, Shift
+from blendserve.blend.loader import KVLoader
+from blendserve.core import Span
+from blendserve.kernels.rows import Rows
+from blendserve.kernels.types import Ropes
+from blendserve.models.adapter import Adapter
+from blendserve.models.kv_cache import KVCache
+from blendserve.registry import CORRECTIONS
+from tests.blend.helpers import assert_near, blend, distance, lay, some_prompt
+from tests.tiny import KINDS, tiny_adapter
+
+
+def shifted(stored: Tensor, fresh: Tensor, rows: list[int], spans: list[Span]) -> Tensor:
+    """stored [K, T, D], fresh [K, S, D] at `rows`, both before RoPE -> stored with each span moved by its shift."""
+    difference = {at: fresh[:, i] - stored[:, at] for i, at in enumerate(rows)}
+    inside = [at for at in rows if any(s.start <= at < s.stop for s in spans)]
+    if not inside:
+        return stored.clone()
+    overall = torch.stack([difference[at] for at in inside]).mean(0)
+    out = stored.clone()
+    for span in spans:
+        mine = [difference[at] for at in inside if span.start <= at < span.stop]
+        shift = (sum(mine, torch.zeros_like(overall)) + WEIGHT * overall) / (len(mine) + WEIGHT)
+        for at in set(range(span.start, span.stop)) - set(inside):
+            out[:, at] += SCALE * shift
+    return out
+
+
+@dataclass(frozen=True)
+class Case:
+    """Layer 1 of a prompt: what is stored, and what its recomputed rows turned out to be; the suffix has four."""
+
+    adapter: Adapter
+    cache: KVCache
+    ropes: Ropes
+    spans: list[Span]
+    rows: list[int]
+    stored: tuple[Tensor, Tensor]  # keys before RoPE and values [K, T, D]
+    fresh: tuple[Tensor, Tensor]  # [K, S, D]
+
+    def apply(self, correction: type[Correction], l: int = 1) -> None:
+        at, (keys, values) = torch.tensor(self.rows), self.fresh
+        turned = self.adapter.rotate(keys, self.ropes[l].at(at))
+        made: Any = correction
+        made(self.adapter, self.cache, self.ropes, self.spans).apply(l, Rows(at, at), turned, values)
+
+    def check(self, keys: Tensor, values: Tensor) -> None:
+        """What the cache must hold now: keys before RoPE and values."""
+        assert_near(self.cache.values[1], values, 1e-4)
+        assert_near(self.cache.keys[1], self.adapter.rotate(keys, self.ropes[1]), 1e-4)
+
+
+def some_case(name: str, lengths: list[int], picks: int, seed: int) -> Case:
+    adapter, prompt = tiny_adapter(name), some_prompt([2, *lengths])
+    layout, n = lay(adapter, prompt), len(prompt)
+    ropes, cache = adapter.rope(torch.arange(n)), KVCache(adapter, n)
+    cache.keys.zero_()
+    cache.values.zero_()
+    KVLoader(adapter, cache, layout.placements, ropes).place(1)
+    keys, values = torch.zeros(2, *cache.values[1].shape)
+    for piece in layout.placements:
+        here = slice(piece.span.start, piece.span.stop)
+        keys[:, here], values[:, here] = piece.view.layer(1)
+    candidates = layout.reusable.nonzero()[:, 0].tolist()
+    rows = [at for i, at in enumerate(candidates) if picks >> i & 1] + list(range(n - 4, n))
+    generator = torch.Generator().manual_seed(seed)
+    shape = (adapter.n_kv_heads, len(rows), adapter.head_dim)
+    fresh = (torch.randn(shape, generator=generator), torch.randn(shape, generator=generator))
+    return Case(adapter, cache, ropes, list(layout.reusable_spans), rows, (keys, values), fresh)
+
+
+cases = given(
+    st.lists(st.sampled_from([1, 3, 8]), min_size=1, max_size=4), st.integers(0, 2**20), st.integers(0, 99)
+)
+
+
+@pytest.mark.parametrize("name", KINDS)
+@settings(max_examples=30)
+@cases
+def test_shift_equals_the_loop(name: str, lengths: list[int], picks: int, seed: int) -> None:
+    case = some_case(name, lengths, picks, seed)
+    case.apply(Shift)
+    pairs = zip(case.stored, case.fresh, strict=True)
+    case.check(*(shifted(stored, fresh, case.rows, case.spans) for stored, fresh in pairs))
+
+
+def ridged(case: Case) -> tuple[Tensor, Tensor]:
+    """What `ridge` makes of it, head by head: ridge regression is least squares with sqrt(penalty) rows added."""
+    kept = [(i, at) for i, at in enumerate(case.rows) if any(s.start <= at < s.stop for s in case.spans)]
+    if not kept:
+        return case.stored
+    out = [part.clone() for part in case.stored]
+    which = [next(n for n, s in enumerate(case.spans) if s.start <= at < s.stop) for _, at in kept]
+    for head in range(case.adapter.n_kv_heads):
+        old = [part[head] for part in case.stored]
+        moved = torch.stack(
+            [torch.cat([f[head, i] - o[at] for f, o in zip(case.fresh, old, strict=True)]) for i, at in kept]
+        )
+        overall = moved.sum(0) / (len(kept) + ZERO_PRIOR)
+        means = []
+        for n in range(len(case.spans)):
+            mine = [m - overall for m, w in zip(moved, which, strict=True) if w == n]
+            means.append(overall + sum(mine, torch.zeros_like(overall)) / (len(mine) + WEIGHT))
+        sample = [o[[at for _, at in kept]] for o in old]
+        centre = [x.mean(0) for x in sample]
+        size = [(x - c).pow(2).mean().sqrt().clamp(min=1e-6) for x, c in zip(sample, centre, strict=True)]
+
+        def features(at: list[int]) -> Tensor:
+            scaled = [(o[at] - c) / s for o, c, s in zip(old, centre, size, strict=True)]  # noqa: B023
+            return torch.cat(scaled, dim=-1)
+
+        x, y = (
+            features([at for _, at in kept]),
+            torch.stack([m - means[w] for m, w in zip(moved, which, strict=True)]),
+        )
+        width = x.shape[1]
+        added = (PENALTY * width) ** 0.5 * torch.eye(width)
+        solved = torch.linalg.lstsq(torch.cat([x, added]), torch.cat([y, torch.zeros(width, width)])).solution
+        for n, span in enumerate(case.spans):
+            for at in set(range(span.start, span.stop)) - {at for _, at in kept}:
+                predicted = means[n] + features([at])[0] @ solved
+                for part, delta in zip(out, predicted.chunk(2), strict=True):
+                    part[head, at] += delta
+    return out[0], out[1]
+
+
+@pytest.mark.parametrize("name", KINDS)
+@settings(max_examples=15)
+@cases
+def test_ridge_equals_least_squares(name: str, lengths: list[int], picks: int, seed: int) -> None:
+    case = some_case(name, lengths, picks, seed)
+    wanted = ridged(case)
+    case.apply(Ridge)
+    case.check(*wanted)
+
+
+def test_ridge_finds_a_linear_map_that_a_shift_cannot() -> None:
+    case = some_case("llama", [200], int("01" * 100, 2), 0)
+    generator = torch.Generator().manual_seed(1)
+    keys, values = case.stored
+    turn = 2 * torch.randn(values.shape[0], values.shape[2], values.shape[2], generator=generator)
+    true = values + values @ turn
+    fresh = (keys[:, case.rows], true[:, case.rows])
+    left = {}
+    for correction in (Shift, Ridge):
+        tried = some_case("llama", [200], int("01" * 100, 2), 0)
+        replace(tried, fresh=fresh).apply(correction)
+        others = [at for at in range(tried.spans[0].start, tried.spans[0].stop) if at not in tried.rows]
+        left[correction] = float((tried.cache.values[1] - true)[:, others].square().mean())
+    assert left[Ridge] < 0.5 * left[Shift]
+
+
+def test_ridge_leaves_layer_0_alone() -> None:
+    case = some_case("llama", [8], 0b1010, 0)
+    before = case.cache.keys[0].clone()
+    case.apply(Ridge, l=0)
+    assert torch.equal(case.cache.keys[0], before)
+
+
+@pytest.mark.parametrize("correction", CORRECTIONS.names)
+def test_without_recomputed_tokens_there_is_nothing_to_go_by(correction: str) -> None:
+    adapter, prompt = tiny_adapter("llama"), some_prompt([20, 10])
+    plain, moved = (blend(adapter, prompt, ratio=0.0, correction=c) for c in ("none", correction))
+    assert distance(plain.cache.keys, moved.cache.keys) == 0.0

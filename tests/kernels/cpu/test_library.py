@@ -1,0 +1,125 @@
+"""Kernels that cannot be had, are switched off or are wrong: plain torch serves, and status tells why."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from blendserve.kernels import verify
+from blendserve.kernels.cpu import build, library
+from blendserve.kernels.ops import attend
+from blendserve.kernels.reference import attend_reference
+from blendserve.kernels.rows import plan_rows
+from blendserve.kernels.types import AttentionSpec
+
+needs_kernels = pytest.mark.skipif(not verify.cpu_status().active, reason=verify.cpu_status().reason)
+
+
+@pytest.fixture
+def anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[pytest.MonkeyPatch]:
+    """Kernels as a new process with an empty cache would look for them."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv(verify.SWITCH, raising=False)
+    library.loaded.cache_clear()
+    verify._cpu_status.cache_clear()
+    yield monkeypatch
+    library.loaded.cache_clear()
+    verify._cpu_status.cache_clear()
+
+
+def change_sources(anew: pytest.MonkeyPatch, folder: Path, name: str, old: str, new: str) -> None:
+    """The kernels will be built, quickly, from sources in which `old` is `new`."""
+    shutil.copytree(build.SOURCES, folder)
+    text = (folder / name).read_text()
+    assert text.count(old) == 1
+    (folder / name).write_text(text.replace(old, new))
+    anew.setattr(build, "SOURCES", folder)
+    anew.setattr(build, "COMPILE", (*build.COMPILE, "-O1"))
+
+
+def check_torch_serves(reason: str) -> None:
+    assert not verify.cpu_status().active
+    assert reason in verify.cpu_status().reason
+    q, keys = torch.randn(4, 3, 64).bfloat16(), torch.randn(2, 9, 64).bfloat16()
+    args = q, keys, keys, AttentionSpec(0.125), plan_rows(torch.tensor([1, 4, 8]), 2)
+    assert torch.equal(attend(*args), attend_reference(*args))
+
+
+def test_switched_off(anew: pytest.MonkeyPatch) -> None:
+    anew.setenv(verify.SWITCH, "0")
+    check_torch_serves("BLENDSERVE_NATIVE=0")
+
+
+@needs_kernels
+def test_the_switch_works_at_any_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(verify.SWITCH, "0")
+    check_torch_serves("BLENDSERVE_NATIVE=0")
+    monkeypatch.delenv(verify.SWITCH)
+    assert verify.cpu_status().active
+
+
+@needs_kernels
+def test_no_compiler(anew: pytest.MonkeyPatch) -> None:
+    anew.setenv("CXX", "no-such-compiler")
+    check_torch_serves("no C++ compiler: 'no-such-compiler'")
+
+
+@needs_kernels
+def test_a_compiler_that_fails(anew: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "broken.cpp").write_text("this is not C++;")
+    anew.setattr(build, "SOURCES", tmp_path)
+    check_torch_serves("compiling failed")
+    assert not list((tmp_path / "blendserve" / "native").glob("*.so"))
+
+
+@needs_kernels
+def test_a_cache_that_cannot_be_written(anew: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "blendserve").write_text("a file where the folder should be")
+    check_torch_serves("cannot be written")
+
+
+def test_a_cpu_without_the_instructions(anew: pytest.MonkeyPatch) -> None:
+    anew.setattr(build, "_cpu_flags", lambda: build.NEEDED - {"avx512_bf16"})
+    check_torch_serves("this CPU lacks avx512_bf16" if platform.machine() == "x86_64" else "has kernels")
+
+
+@needs_kernels
+def test_a_kernel_with_a_broken_mask_is_not_used(anew: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    change_sources(anew, tmp_path / "wrong", "attend.cpp", "+ 1) : 0, at + 1}", "+ 1) : 0, at + 2}")
+    check_torch_serves("attention is wrong here")
+
+
+@needs_kernels
+def test_a_linear_layer_that_loses_an_input_is_not_used(anew: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    change_sources(anew, tmp_path / "wrong", "linear.cpp", "k < c.depth; k += 2", "k < c.depth - 2; k += 2")
+    check_torch_serves("linear is wrong here")
+
+
+@needs_kernels
+def test_the_second_process_finds_what_the_first_compiled(anew: pytest.MonkeyPatch) -> None:
+    anew.setattr(build, "COMPILE", (*build.COMPILE, "-O1"))
+    first = build.build()
+    made = first.stat().st_mtime_ns
+    anew.setattr(build, "_compile", None)
+    assert build.build() == first
+    assert first.stat().st_mtime_ns == made
+
+
+@needs_kernels
+def test_one_openmp_runtime_serves_torch_and_the_kernels() -> None:
+    program = """
+import pathlib, torch
+from blendserve.kernels import verify
+assert verify.cpu_status().active, verify.cpu_status()
+lines = pathlib.Path("/proc/self/maps").read_text().splitlines()
+print(len({line.split()[-1] for line in lines if "libgomp" in line or "libomp" in line or "libiomp" in line}))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "1"

@@ -1,0 +1,98 @@
+"""A lane whose device is as slow as it may be: copies run when somebody waits for them, and no sooner."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from blendserve.kernels.cuda.staging import Mark
+
+
+class LateMark:
+    """Waiting for it lets everything run that was issued before."""
+
+    def __init__(self, lane: LateLane, upto: int) -> None:
+        self.lane, self.upto = lane, upto
+
+    def synchronize(self) -> None:
+        self.lane.waited_in.append(threading.current_thread().name)
+        self.lane.run(self.upto)
+
+
+class LateLane:
+    """Tensors "on the device" are those that it sent."""
+
+    def __init__(self, pinned: bool = False) -> None:
+        self.pinned = pinned  # whether all host memory counts as such
+        self.copies: list[tuple[Tensor, Tensor]] = []  # (there, here) that were issued
+        self.ran = 0
+        self.buffers: list[Tensor] = []
+        self.waited_in: list[str] = []
+        self.handed: list[Mark | None] = []
+        self.inside = 0
+        self._using = threading.Lock()
+
+    def room(self) -> int:
+        return 1 << 30
+
+    def run(self, upto: int) -> None:
+        with self._using:
+            while self.ran < upto:
+                there, here = self.copies[self.ran]
+                there.copy_(here)
+                self.ran += 1
+
+    def finish(self) -> None:
+        self.run(len(self.copies))
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        self.inside += 1
+        try:
+            yield
+        finally:
+            self.inside -= 1
+
+    def buffer(self, n_bytes: int) -> Tensor:
+        self.buffers.append(torch.full((n_bytes,), 255, dtype=torch.uint8))
+        return self.buffers[-1]
+
+    def holds(self, tensor: Tensor) -> bool:
+        return any(within(tensor, there) for there, _ in self.copies)
+
+    def fetches(self, tensor: Tensor) -> bool:
+        return self._is_pinned(tensor)
+
+    def send(self, tensor: Tensor) -> Tensor:
+        assert self.inside
+        there = torch.full_like(tensor, 77)
+        with self._using:  # of ordinary memory the driver takes a copy before it returns
+            self.copies.append((there, tensor if self._is_pinned(tensor) else tensor.clone()))
+        return there
+
+    def _is_pinned(self, tensor: Tensor) -> bool:
+        return self.pinned or any(within(tensor, buffer) for buffer in self.buffers)
+
+    def bring(self, tensor: Tensor) -> Tensor:
+        """The computing stream is never late here: what is brought is there already."""
+        here = torch.full_like(tensor, 77)
+        with self._using:
+            self.copies.append((here, tensor))
+        return here
+
+    def mark(self) -> LateMark:
+        return LateMark(self, len(self.copies))
+
+    def hand_over(self, memory: Sequence[Tensor], mark: Mark | None) -> None:
+        """The computing stream waits, which the test does later by `run`."""
+        self.handed.append(mark)
+
+
+def within(part: Tensor, whole: Tensor) -> bool:
+    """Whether they share memory."""
+    at = part.untyped_storage().data_ptr()  # 0 of an empty one
+    return at != 0 and at == whole.untyped_storage().data_ptr()

@@ -1,0 +1,158 @@
+"""What is said to torch.cuda, in which order: the part that only a GPU can run, against a double that takes notes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from blendserve.kernels.cuda import graphs
+from blendserve.kernels.cuda.graphs import CudaGraph
+from blendserve.kernels.cuda.staging import CudaLane, Homeward, Staging
+from tests.store.helpers import chunk
+
+CPU = torch.device("cpu")  # stands for the GPU: what is "sent" to it is there already
+
+
+class Notes(list[str]):
+    """Everything that was asked for, and the streams as they are entered."""
+
+    def __init__(self) -> None:
+        self.streams = ["computing"]
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Notes:
+    notes = Notes()
+
+    class Stream:
+        def __init__(self, device: object = None, name: str = "own") -> None:
+            self.name = name
+
+        def wait_stream(self, other: Stream) -> None:
+            notes.append(f"{self.name} waits for {other.name}")
+
+        def wait_event(self, event: Event) -> None:
+            notes.append(f"{self.name} waits for the event of {event.of}")
+
+    class Event:
+        def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
+            assert blocking
+
+        def record(self, stream: Stream) -> None:
+            self.of = stream.name
+            notes.append(f"event on {stream.name}")
+
+        def synchronize(self) -> None:
+            notes.append(f"thread waits for the event of {self.of}")
+
+    class Graph:
+        def capture_begin(self, pool: object, capture_error_mode: str) -> None:
+            assert notes.streams[-1] == "own"
+            notes.append(f"capture {capture_error_mode}")
+
+        def capture_end(self) -> None:
+            notes.append("captured")
+            if "forbidden" in notes:
+                raise RuntimeError("capture invalidated")
+
+        def replay(self) -> None:
+            notes.append(f"replay on {notes.streams[-1]}")
+
+    @contextmanager
+    def stream(entered: Stream) -> Iterator[None]:
+        notes.streams.append(entered.name)
+        try:
+            yield
+        finally:
+            notes.streams.pop()
+
+    plain_empty = torch.empty
+
+    def empty(*shape: Any, pin_memory: bool = False, **options: Any) -> Tensor:
+        notes.extend(["pinned"] * pin_memory)
+        return plain_empty(*shape, **options)
+
+    monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr(
+        Tensor, "record_stream", lambda part, s: notes.append(f"kept for {s.name}"), raising=False
+    )
+    for name, double in {
+        "Stream": Stream,
+        "Event": Event,
+        "CUDAGraph": Graph,
+        "stream": stream,
+        "current_stream": lambda device=None: Stream(name=notes.streams[-1]),
+        "graph_pool_handle": lambda: (0, 1),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, double)
+    monkeypatch.setattr(graphs, "_streams", {})
+    return notes
+
+
+def test_a_layer_is_staged_on_the_lane_and_waited_for_by_the_stream_alone(
+    cuda: Notes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CudaLane, "holds", lambda lane, tensor: False)
+    staging, kv = Staging(CudaLane(CPU), slots=1), chunk(5)
+
+    def read() -> list[tuple[Tensor, Tensor]]:
+        assert cuda.streams[-1] == "own"
+        return [(kv.keys[0], kv.values[0])]
+
+    sent = staging.send(read)
+    assert cuda == ["pinned", "event on own"]
+    ((keys, values),) = staging.hand_over(sent)
+    assert cuda[2:] == ["computing waits for the event of own", "kept for computing"]
+    assert torch.equal(keys, kv.keys[0])
+    assert torch.equal(values, kv.values[0])
+    staging.send(read)
+    assert cuda[4:] == ["thread waits for the event of own", "event on own"]
+    assert cuda.streams == ["computing"]
+
+
+def test_a_chunk_comes_home_behind_what_computed_it(cuda: Notes) -> None:
+    kv = chunk(5)
+    home = Homeward(kv, CudaLane(CPU))
+    one = ["own waits for computing", "pinned", "kept for own"]
+    assert cuda == [*one, *one, "event on own"]
+    here = home.arrived()
+    assert cuda[-1] == "thread waits for the event of own"
+    assert torch.equal(here.keys, kv.keys)
+    assert torch.equal(here.values, kv.values)
+
+
+def test_a_step_is_warmed_up_captured_and_replayed_on_the_computing_stream(cuda: Notes) -> None:
+    def work() -> Tensor:
+        cuda.append(f"work on {cuda.streams[-1]}")
+        return torch.ones(3)
+
+    graph = CudaGraph(work, CPU)
+    assert cuda == [
+        "own waits for computing",
+        "work on own",
+        "capture thread_local",
+        "work on own",
+        "captured",
+        "computing waits for own",
+    ]
+    assert graph() is graph()
+    assert cuda[-2:] == ["replay on computing"] * 2
+
+
+def test_a_capture_that_fails_is_ended_and_told(cuda: Notes) -> None:
+    def work() -> Tensor:
+        if "capture thread_local" in cuda:
+            cuda.append("forbidden")
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return torch.ones(3)
+
+    with pytest.raises(RuntimeError, match="capture invalidated"):
+        CudaGraph(work, CPU)
+    assert cuda[-2:] == ["captured", "computing waits for own"]
+    assert cuda.streams == ["computing"]
+    assert not graphs._capturing.locked()

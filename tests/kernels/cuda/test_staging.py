@@ -1,0 +1,160 @@
+"""Layers on their way to a device that is late: each arrives as it was read, and only the loader thread ever waits."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import closing
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from blendserve.blend.loader import LayerReader
+from blendserve.core import ChunkKV
+from blendserve.errors import CorruptRecord
+from blendserve.kernels.cuda.staging import SLOTS, Staging, apart, joined, lane_to
+from blendserve.store.memory import MemoryChunk
+from tests.kernels.cuda.lanes import LateLane, LateMark
+from tests.store.helpers import chunk
+
+LAYERS = 9
+
+
+class Unstable:
+    """A view as of a map: what it gave for a layer is gone when it is read again."""
+
+    def __init__(self, kv: ChunkKV, damaged: int | None = None) -> None:
+        self.chunk = MemoryChunk(kv)
+        self.n_layers, self.n_tokens, self.n_bytes = LAYERS, kv.n_tokens, kv.n_bytes
+        self.page = torch.empty_like(kv.keys[0]), torch.empty_like(kv.values[0])
+        self.damaged = damaged
+        self.read: list[int] = []
+
+    def layer(self, l: int) -> tuple[torch.Tensor, torch.Tensor]:
+        self.read.append(l)
+        if l == self.damaged:
+            raise CorruptRecord(b"k", f"layer {l}")
+        for page, part in zip(self.page, self.chunk.layer(l), strict=True):
+            page.copy_(part)
+        return self.page
+
+
+def unstable(*lengths: int, dtype: torch.dtype = torch.float32) -> list[Unstable]:
+    return [Unstable(chunk(n, LAYERS, dtype=dtype, seed=i)) for i, n in enumerate(lengths)]
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=4), st.integers(1, 4), st.integers(1, LAYERS))
+def test_every_layer_arrives_as_it_was_read_however_late_the_device_is(
+    lengths: list[int], slots: int, upto: int
+) -> None:
+    views, lane = unstable(*lengths), LateLane()
+    staging = Staging(lane, slots)
+    sent = [staging.send(lambda l=l: [view.layer(l) for view in views]) for l in range(upto)]
+    layers = [staging.hand_over(one) for one in sent]
+    lane.finish()
+    for l, layer in enumerate(layers):
+        for view, (keys, values) in zip(views, layer, strict=True):
+            wanted = view.chunk.layer(l)
+            assert torch.equal(keys, wanted[0])
+            assert torch.equal(values, wanted[1])
+    assert len(lane.buffers) <= min(slots, upto)
+    assert len(lane.copies) == upto  # all chunks of a layer at once
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_layer_is_whole_as_soon_as_its_own_mark_has_passed(dtype: torch.dtype) -> None:
+    views, lane = unstable(7, 1, 12, dtype=dtype), LateLane()
+    with closing(LayerReader(views, LAYERS, lane)) as reader:
+        for l in range(LAYERS):
+            layer = reader.take(l)
+            mark = lane.handed[l]
+            assert isinstance(mark, LateMark)
+            lane.run(mark.upto)
+            for view, (keys, values) in zip(views, layer, strict=True):
+                assert torch.equal(keys, view.chunk.layer(l)[0])
+                assert torch.equal(values, view.chunk.layer(l)[1])
+    assert [view.read for view in views] == [list(range(LAYERS))] * 3
+
+
+def test_the_computing_thread_waits_for_nothing_but_the_loader() -> None:
+    lane = LateLane()
+    with closing(LayerReader(unstable(5, 6), LAYERS, lane)) as reader:
+        for l in range(LAYERS):
+            reader.take(l)
+    assert len(lane.waited_in) == LAYERS - SLOTS
+    assert threading.current_thread().name not in lane.waited_in
+
+
+def test_what_is_pinned_is_fetched_from_where_it_lies() -> None:
+    lane = LateLane(pinned=True)
+    view = MemoryChunk(chunk(6, LAYERS))
+    with closing(LayerReader([view, view], LAYERS, lane)) as reader:
+        layers = [reader.take(l) for l in range(LAYERS)]
+    lane.finish()
+    assert lane.buffers == []
+    assert lane.waited_in == []
+    assert all(torch.equal(layer[1][0], view.layer(l)[0]) for l, layer in enumerate(layers))
+
+
+def test_what_is_on_the_device_is_left_there() -> None:
+    lane, kv = LateLane(), chunk(6, LAYERS)
+    with lane.entered():
+        there = MemoryChunk(ChunkKV(lane.send(kv.keys), lane.send(kv.values)))
+    here = MemoryChunk(chunk(3, LAYERS, seed=1))
+    with closing(LayerReader([there, here], LAYERS, lane)) as reader:
+        layers = [reader.take(l) for l in range(LAYERS)]
+    lane.finish()
+    assert len(lane.copies) == 2 + LAYERS
+    for l, layer in enumerate(layers):
+        assert layer[0][0].data_ptr() == there.kv.keys[l].data_ptr()
+        assert torch.equal(layer[0][1], kv.values[l])
+        assert torch.equal(layer[1][1], here.kv.values[l])
+
+
+def test_damage_is_told_to_who_takes_that_layer_and_the_ring_goes_on() -> None:
+    lane, views = LateLane(), unstable(4, 5)
+    views[1].damaged = 3
+    with closing(LayerReader(views, LAYERS, lane)) as reader:
+        for l in range(3):
+            reader.take(l)
+        with pytest.raises(CorruptRecord, match="layer 3"):
+            reader.take(3)
+        layer = reader.take(4)
+        lane.finish()
+        assert torch.equal(layer[0][0], views[0].chunk.layer(4)[0])
+
+
+def test_closing_midway_waits_for_the_loader_and_reads_no_more() -> None:
+    lane, (view,) = LateLane(), unstable(8)
+    reader = LayerReader([view], LAYERS, lane)
+    reader.take(0)
+    reader.close()
+    read = list(view.read)
+    assert read in ([0, 1], [0, 1, 2], [0])
+    view.page[0].zero_()  # the map is gone
+    lane.finish()
+    assert view.read == read
+    reader.close()
+
+
+@given(st.integers(0, 5), st.booleans())
+def test_keys_and_values_are_sent_together_where_they_lie_together(tokens: int, apart_too: bool) -> None:
+    both = torch.randn(2, 2, tokens, 4)
+    pair = (both[0], both[1].clone() if apart_too else both[1])
+    units = joined(pair)
+    assert len(units) == (2 if apart_too and tokens else 1) or not tokens
+    for part, wanted in zip(apart(units), pair, strict=True):
+        assert torch.equal(part, wanted)
+    wide = torch.randn(2, 2, 3, 4)
+    for stranger in ((wide[0], wide[1, :, :2]), (wide[1], wide[0]), (wide[0], wide[1].to(torch.bfloat16))):
+        assert len(joined(stranger)) == 2
+
+
+def test_nothing_to_load() -> None:
+    with closing(LayerReader([], LAYERS, LateLane())) as reader:
+        assert [reader.take(l) for l in range(LAYERS)] == [[]] * LAYERS
+
+
+def test_there_is_no_lane_to_a_cpu() -> None:
+    assert lane_to(torch.device("cpu")) is None

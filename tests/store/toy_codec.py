@@ -1,0 +1,75 @@
+"""A codec as it would be added: this file, and one line in the registry.
+
+Each layer's bytes are taken apart from those of the layer below (exclusive or), passed through a table of the model and
+squeezed. So it is lossless, has levels and tables, and decodes a layer only after those below it. At level 0 nothing is
+squeezed, and chunks of one shape take equally many bytes.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import ClassVar
+
+from blendserve.core import ChunkKV
+from blendserve.store.codecs.base import Buffer, ChunkShape, Codec, Coding, Pair, Undecodable
+from blendserve.store.codecs.raw import Raw, RawDecoder
+
+
+class Toy(Codec):
+    """At one level of zlib, with the tables of one model."""
+
+    tables_here: ClassVar[dict[bytes, bytes]] = {}  # by hash: 256 bytes, a permutation
+
+    def __init__(self, level: int = 0, table: bytes = bytes(range(255, -1, -1))) -> None:
+        self.coding = Coding("toy", level, blake2b(table, digest_size=16).digest())
+        self._table = table
+        self.tables_here[self.coding.tables] = table
+
+    @classmethod
+    def for_reading(cls, coding: Coding) -> Toy:
+        if coding.tables not in cls.tables_here:
+            raise Undecodable(f"the tables {coding.tables.hex()} of codec 'toy' are not here")
+        return cls(coding.level, cls.tables_here[coding.tables])
+
+    @classmethod
+    def check(cls, coding: Coding, shape: ChunkShape, lengths: Sequence[int]) -> None:
+        if coding.level > 9 or shape.layer_bytes > 1100 * max(lengths):  # deflate reaches 1032 at most
+            raise ValueError(
+                f"{max(lengths)} bytes at level {coding.level} are no layer of {shape.layer_bytes}"
+            )
+
+    def expected_bytes(self, raw_bytes: int) -> int:
+        return raw_bytes // 2 if self.coding.level else raw_bytes
+
+    def encode(self, kv: ChunkKV) -> list[Buffer]:
+        raw = [bytes(segment) for segment in Raw().encode(kv)]
+        deltas = [_xor(layer, below) for layer, below in zip(raw, [b"", *raw], strict=False)]
+        return [zlib.compress(delta.translate(self._table), self.coding.level) for delta in deltas]
+
+    def decoder(self, shape: ChunkShape) -> ToyDecoder:
+        return ToyDecoder(shape, self._table)
+
+
+class ToyDecoder:
+    """Remembers the layer below, and which one is due."""
+
+    def __init__(self, shape: ChunkShape, table: bytes) -> None:
+        self._raw, self._back = RawDecoder(shape), bytes(table.index(byte) for byte in range(256))
+        self._below, self._due = b"", 0
+
+    def layer(self, l: int, segment: Buffer) -> Pair:
+        assert l == self._due
+        self._due += 1
+        try:
+            delta = zlib.decompress(segment)
+        except zlib.error as error:
+            raise ValueError(str(error)) from error
+        self._below = _xor(delta.translate(self._back), self._below)
+        return self._raw.layer(l, self._below)
+
+
+def _xor(one: bytes, other: bytes) -> bytes:
+    mixed = int.from_bytes(one, "little") ^ int.from_bytes(other, "little")
+    return mixed.to_bytes(len(one), "little")
