@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from blendserve.bench.config import AutoBenchConfig
 from blendserve.bench.figures import Figures, Update
 from blendserve.bench.machine import where
-from blendserve.bench.settings import AutoBenchConfig
 from blendserve.bench.tables import Table
 from blendserve.blend.blender import Blender
 from blendserve.config import BlendConfig, Method

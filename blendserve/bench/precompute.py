@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from blendserve.bench.contest import SPARE_BYTES, forward, scratch
+from blendserve.bench.config import PrecomputeConfig
 from blendserve.bench.figures import Figures, Update, interleaved, ratios, spread
+from blendserve.bench.harness import SPARE_BYTES, forward, scratch
 from blendserve.bench.machine import where
-from blendserve.bench.settings import PrecomputeConfig
 from blendserve.bench.workload import make_workload
 from blendserve.blend.blender import Blender
 from blendserve.core import TokenIds

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from blendserve import console
-from blendserve.bench.settings import ServingConfig
+from blendserve.bench.config import ServingConfig
 from blendserve.config import BlendConfig, Config
 from blendserve.core import Document
 from blendserve.engine.engine import Engine

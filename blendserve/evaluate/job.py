@@ -14,13 +14,13 @@ import torch
 from blendserve.config import Config, changed
 from blendserve.engine.engine import Engine
 from blendserve.errors import InputError
+from blendserve.evaluate.budget_use import spending
+from blendserve.evaluate.config import EvaluateConfig, settings_from
 from blendserve.evaluate.datasets import load
 from blendserve.evaluate.folder import RunFolder
-from blendserve.evaluate.plan import EvaluateConfig, settings_from
 from blendserve.evaluate.progress import watching
+from blendserve.evaluate.prompts import Setting, open_engine
 from blendserve.evaluate.runner import Runner
-from blendserve.evaluate.settings import Setting, open_engine
-from blendserve.evaluate.spending import spending
 from blendserve.evaluate.summary import Table, summarise
 from blendserve.provenance import environment
 

@@ -26,7 +26,7 @@ from blendserve.evaluate.fidelity import agreement, kl
 from blendserve.evaluate.folder import Line, RunFolder
 from blendserve.evaluate.formats import Example
 from blendserve.evaluate.metrics import exact_match, f1, rouge_l
-from blendserve.evaluate.settings import Context, Setting
+from blendserve.evaluate.prompts import Context, Setting
 from blendserve.evaluate.variants import FULL, TRANSFORMERS, Variant
 from blendserve.store import ChunkKey
 

@@ -18,12 +18,12 @@ from blendserve.engine.prompt import Turn
 from blendserve.errors import (
     BlendserveError,
     Busy,
-    IndexError_,
     NotAllowed,
     NotAuthenticated,
     NotFound,
     Stopping,
     StoreError,
+    VectorIndexError,
 )
 from blendserve.serve.keys import Tenant
 from blendserve.serve.schema import Extras, Sampling
@@ -41,7 +41,7 @@ STATUS: tuple[tuple[type[Exception], int, str, str | None], ...] = (
     (Busy, 429, "rate_limit_error", "rate_limit_exceeded"),
     (Stopping, 503, "server_error", "shutting_down"),
     (StoreError, 503, "server_error", "store_unavailable"),
-    (IndexError_, 503, "server_error", "index_unavailable"),
+    (VectorIndexError, 503, "server_error", "index_unavailable"),
     (BlendserveError, 400, "invalid_request_error", None),
 )
 GONE = 499  # nobody reads it

@@ -18,8 +18,8 @@ from blendserve.engine.engine import Engine, Say
 from blendserve.engine.library import Library
 from blendserve.serve import logs
 from blendserve.serve.app import make_app
+from blendserve.serve.config import Config, ServeConfig, check_binding
 from blendserve.serve.service import Service
-from blendserve.serve.settings import Config, ServeConfig, check_binding
 
 
 def serve(settings: Config, indexes: Sequence[str], say: Say) -> None:

@@ -20,11 +20,11 @@ from blendserve.engine.request import Options, Request
 from blendserve.engine.scheduler import Scheduler
 from blendserve.errors import InputError, NotFound
 from blendserve.retrieve import VectorIndex
+from blendserve.serve.config import ServeConfig
 from blendserve.serve.jobs import Jobs
 from blendserve.serve.keys import KeyFile, Tenant
 from blendserve.serve.limits import Limits
 from blendserve.serve.metrics import Metrics
-from blendserve.serve.settings import ServeConfig
 from blendserve.timing import Clock
 
 

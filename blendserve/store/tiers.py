@@ -25,7 +25,7 @@ import torch
 from blendserve.config import TiersConfig
 from blendserve.core import ChunkKV
 from blendserve.errors import ConfigError
-from blendserve.kernels.cuda.staging import Lane, apart, joined, lane_to
+from blendserve.kernels.cuda.staging import CopyStream, apart, copy_stream_to, joined
 from blendserve.store.base import ChunkView, KVStore, Snapshot, StoreStats, TierStats
 from blendserve.store.codecs.base import Pair
 from blendserve.store.key import ChunkKey
@@ -212,18 +212,18 @@ class _TieredView:
 
 
 def tiers_for(
-    config: TiersConfig, admission: Admission, device: torch.device, lane: Lane | None = None
+    config: TiersConfig, admission: Admission, device: torch.device, stream: CopyStream | None = None
 ) -> list[Tier]:
     """The tiers that the settings ask for. `admission`: the store's own, which sees every look-up.
 
-    lane: the way to the device. Raises ConfigError for a tier that would do nothing there.
+    stream: the way to the device. Raises ConfigError for a tier that would do nothing there.
     """
-    way = lane or lane_to(device)
+    way = stream or copy_stream_to(device)
     if way is None:
         _refuse_any(config, device)
         return []
     tiers = []
-    if config.device_bytes > (free := way.room()):
+    if config.device_bytes > (free := way.free_bytes()):
         raise ConfigError(
             f"setting 'store.tiers.device_bytes' cannot be {config.device_bytes}: beside the reader the GPU has {free} "
             "bytes free, and the caches of requests need some of them"
@@ -246,17 +246,17 @@ def _refuse_any(config: TiersConfig, device: torch.device) -> None:
             )
 
 
-def _sent(lane: Lane, pair: Pair) -> Pair:
-    """On the device, for whoever comes behind it on the lane."""
-    with lane.entered():
-        return apart([lane.send(part) for part in joined(pair)])
+def _sent(stream: CopyStream, pair: Pair) -> Pair:
+    """On the device, for whoever comes behind it on the stream."""
+    with stream.entered():
+        return apart([stream.send(part) for part in joined(pair)])
 
 
-def _pinned(lane: Lane, pair: Pair) -> Pair:
+def _pinned(stream: CopyStream, pair: Pair) -> Pair:
     """In one piece of pinned memory."""
     keys, values = pair
     half = keys.numel() * keys.element_size()
-    both = lane.buffer(2 * half).view(keys.dtype).view(2, *keys.shape)
+    both = stream.buffer(2 * half).view(keys.dtype).view(2, *keys.shape)
     return both[0].copy_(keys), both[1].copy_(values)
 
 

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from blendserve.bench import auto, pagecache, scaling
-from blendserve.bench.contest import Contest, scratch
+from blendserve.bench.config import ScalingConfig, TtftConfig
 from blendserve.bench.decode import run_generate, run_ours
+from blendserve.bench.harness import Harness, scratch
 from blendserve.bench.memory import peak_of
 from blendserve.bench.rates import measure_rates
-from blendserve.bench.settings import ScalingConfig, TtftConfig
 from blendserve.bench.workload import make_workload
 from blendserve.cli import main
 from blendserve.config import changed
@@ -107,7 +107,7 @@ def test_ttft_reports_every_method_and_its_parts_fit(run: Run, tiny: str, tmp_pa
 def test_memory_is_measured_in_a_process_of_its_own(reader: Reader, tiny: str) -> None:
     config = TtftConfig(model=tiny, dtype="float32", chunks=3, chunk_tokens=40, ratios=(0.2,))
     workload = make_workload(reader, 3, 40, config.suffix_tokens, seed=0)
-    with scratch(None) as folder, Contest(reader, workload, config.variants, folder) as contest:
+    with scratch(None) as folder, Harness(reader, workload, config.variants, folder) as contest:
         contest.precompute()
         memory = peak_of(config, "query+ridge@0.2", folder)
     if not memory["done"]:
@@ -277,7 +277,7 @@ def test_a_context_that_cannot_be_cut_evenly() -> None:
 def test_kv_that_vanishes_is_an_error_and_not_a_slow_method(reader: Reader) -> None:
     (variant,) = [v for v in variants(("query@0.2",), ()) if v.kind == "blend"]
     workload = make_workload(reader, 2, 20, 25, seed=0)
-    with scratch(None) as folder, Contest(reader, workload, (variant,), folder) as contest:
+    with scratch(None) as folder, Harness(reader, workload, (variant,), folder) as contest:
         contest.precompute()
         contest.run(variant)
         contest.store.delete(next(iter(contest.store.keys())))

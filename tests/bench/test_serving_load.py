@@ -15,7 +15,7 @@ import pytest
 
 from blendserve.bench import serving_load as bench
 from blendserve.cli import main
-from blendserve.serve.settings import ServeConfig
+from blendserve.serve.config import ServeConfig
 from tests.engine.helpers import PASSAGES
 from tests.serve.helpers import Server
 

@@ -62,9 +62,9 @@ def settings(section: type[Section]) -> Iterator[tuple[str, Any]]:
 
 
 def sections() -> Iterator[type[Section]]:
-    from blendserve.bench import settings as bench
-    from blendserve.evaluate.plan import EvaluateConfig
-    from blendserve.serve.settings import Config as ServerConfig
+    from blendserve.bench import config as bench
+    from blendserve.evaluate.config import EvaluateConfig
+    from blendserve.serve.config import Config as ServerConfig
 
     yield from (ServerConfig, EvaluateConfig)
     yield from (each for each in vars(bench).values() if isinstance(each, type) and issubclass(each, Section))

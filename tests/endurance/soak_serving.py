@@ -37,7 +37,7 @@ from blendserve.config import Config as EngineConfig
 from blendserve.core import Passage
 from blendserve.engine.engine import Engine
 from blendserve.serve.child import Child, serve_command
-from blendserve.serve.settings import load_settings
+from blendserve.serve.config import load_settings
 from blendserve.store import LMDBStore, VerifyReport
 
 QUESTIONS = ("What is it about?", "Which statement is meant?", "When does that happen?", "Who may do this?")

@@ -11,7 +11,7 @@ import pytest
 
 from blendserve.engine.engine import Engine
 from blendserve.serve.child import Child
-from blendserve.serve.settings import ServeConfig
+from blendserve.serve.config import ServeConfig
 from blendserve.store import LMDBStore, VerifyReport
 from tests.endurance import soak_serving
 from tests.engine.helpers import CONFIG, PASSAGES, reader

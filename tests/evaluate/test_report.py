@@ -16,9 +16,9 @@ import pytest
 
 from blendserve.cli import main
 from blendserve.errors import InputError
+from blendserve.evaluate.budget_use import spending
 from blendserve.evaluate.plots import pareto
 from blendserve.evaluate.report import render
-from blendserve.evaluate.spending import spending
 from blendserve.evaluate.summary import Table, headline, summarise
 from blendserve.evaluate.tables import brief, tables
 from blendserve.evaluate.variants import variants

@@ -15,10 +15,10 @@ from blendserve.config import changed
 from blendserve.core import Passage
 from blendserve.errors import ConfigError, InputError, ModelUnsupported
 from blendserve.evaluate import runner as runner_module
+from blendserve.evaluate.config import PROMPT, EvaluateConfig, settings_from
 from blendserve.evaluate.formats import Example
-from blendserve.evaluate.plan import PROMPT, EvaluateConfig, settings_from
+from blendserve.evaluate.prompts import Setting, open_engine
 from blendserve.evaluate.runner import pieces, ranges
-from blendserve.evaluate.settings import Setting, open_engine
 from blendserve.evaluate.variants import split_list, variants
 from blendserve.retrieve import Embedder, VectorIndex
 from blendserve.store import MemoryStore

@@ -15,7 +15,7 @@ from blendserve.blend.prefill import prefill
 from blendserve.config import BlendConfig, changed
 from blendserve.core import Passage, Prompt, TokenIds
 from blendserve.evaluate import study
-from blendserve.evaluate.plan import EvaluateConfig
+from blendserve.evaluate.config import EvaluateConfig
 from blendserve.models.kv_cache import KVCache
 from blendserve.retrieve import Embedder
 from tests.blend.helpers import lay, some_prompt

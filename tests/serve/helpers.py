@@ -21,8 +21,8 @@ from blendserve.engine.library import Library
 from blendserve.engine.prompt import PromptBuilder
 from blendserve.retrieve import VectorIndex
 from blendserve.serve.app import make_app
+from blendserve.serve.config import ServeConfig
 from blendserve.serve.service import Service
-from blendserve.serve.settings import ServeConfig
 from tests.engine.helpers import CONFIG, PASSAGES, engine, reader
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from blendserve.serve.settings import ServeConfig
+from blendserve.serve.config import ServeConfig
 from tests.engine.helpers import PASSAGES, QUESTIONS
 from tests.engine.test_conversation import passages_of
 from tests.serve.helpers import Server

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from blendserve.serve.settings import ServeConfig
+from blendserve.serve.config import ServeConfig
 from tests.engine.helpers import PASSAGES, QUESTIONS
 from tests.serve.helpers import Server
 

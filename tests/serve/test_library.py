@@ -13,7 +13,7 @@ import torch
 
 from blendserve.core import ChunkKV
 from blendserve.engine.shared_loads import SharedLoads
-from blendserve.serve.settings import ServeConfig
+from blendserve.serve.config import ServeConfig
 from blendserve.store import ChunkKey, MemoryStore, chunk_key
 from tests.engine.helpers import PASSAGES, QUESTIONS, wait_for
 from tests.serve.helpers import Server

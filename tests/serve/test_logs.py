@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from blendserve.blend.blender import Blender
+from blendserve.serve.config import ServeConfig
 from blendserve.serve.keys import KeyFile, Tenant
 from blendserve.serve.logs import JsonLines
-from blendserve.serve.settings import ServeConfig
 from tests.engine.helpers import PASSAGES, QUESTIONS, wait_for
 from tests.serve.helpers import Server
 

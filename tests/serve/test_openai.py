@@ -10,7 +10,7 @@ from typing import Any
 import openai
 import pytest
 
-from blendserve.serve.settings import ServeConfig
+from blendserve.serve.config import ServeConfig
 from tests.engine.helpers import PASSAGES, QUESTIONS, wait_for
 from tests.serve.helpers import Server
 

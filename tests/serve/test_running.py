@@ -17,7 +17,7 @@ import yaml
 
 from blendserve.cli import main
 from blendserve.errors import ConfigError
-from blendserve.serve.settings import Config, effective, load_settings
+from blendserve.serve.config import Config, effective, load_settings
 from blendserve.store import LMDBStore
 from tests.engine.helpers import PASSAGES, QUESTIONS
 

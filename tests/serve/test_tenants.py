@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from blendserve.errors import Busy, ConfigError, NotAuthenticated
+from blendserve.serve.config import ServeConfig, check_binding
 from blendserve.serve.keys import KeyFile, Tenant
 from blendserve.serve.limits import Limits
-from blendserve.serve.settings import ServeConfig, check_binding
 from tests.engine.helpers import PASSAGES, QUESTIONS, wait_for
 from tests.serve.helpers import Server
 

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 from blendserve.engine.engine import Engine
+from blendserve.serve.config import ServeConfig
 from blendserve.serve.running import run
-from blendserve.serve.settings import ServeConfig
 from blendserve.store import LMDBStore
 from tests.engine.helpers import CONFIG, reader
 from tests.serve.helpers import library

@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch.nn.attention import sdpa_kernel
 
-from blendserve.bench.contest import SPARE_BYTES, STAGES, forward, scratch
 from blendserve.bench.figures import Figures, interleaved, ratios, spread
 from blendserve.bench.gpu.agree import some_prompt
 from blendserve.bench.gpu.plan import DEVICE, PINNED, PREFIX, STORE, SUFFIX, Cell, Plan
-from blendserve.bench.limit import Counts, limit, prefill_work
+from blendserve.bench.harness import SPARE_BYTES, STAGES, forward, scratch
 from blendserve.bench.rates import Rates
+from blendserve.bench.roofline import Counts, limit, prefill_work
 from blendserve.blend.blender import Blended, Blender
 from blendserve.config import ReaderConfig, StoreConfig, TiersConfig
 from blendserve.core import Prompt
@@ -51,7 +51,7 @@ def make_adapter(name: str, plan: Plan) -> Adapter:
 
 
 @dataclass(frozen=True, slots=True)
-class Took:
+class Run:
     """One prefill, from token ids to the first token."""
 
     seconds: float
@@ -91,7 +91,7 @@ class Stand:
         found = variants((TRANSFORMERS, *self.plan.methods), self.plan.ratios)
         with self._store(cell.source) as store:
             blender = self._blender(store)
-            calls: dict[str, Callable[[], Took]] = {
+            calls: dict[str, Callable[[], Run]] = {
                 v.name: partial(self._run, blender, v, prompt) for v in found
             }
             took = interleaved(calls, self.plan.repeats)
@@ -133,23 +133,23 @@ class Stand:
         prefix = self._prompt.prefix
         return Blender(self.adapter, f"bench, {self.name}", store, prefix, prefix)
 
-    def _run(self, blender: Blender, variant: Variant, prompt: Prompt) -> Took:
+    def _run(self, blender: Blender, variant: Variant, prompt: Prompt) -> Run:
         clock, host = Clock(self.plan.device), Clock()
         if variant.kind == TRANSFORMERS:
             with sdpa_kernel(BACKENDS):
                 logits = forward(self.adapter, prompt.ids)
             queued = host.elapsed()
             int(logits.argmax())
-            return Took(clock.elapsed(), queued, {}, None)
+            return Run(clock.elapsed(), queued, {}, None)
         done = blender.run(prompt, variant.blend, clock=clock)
         queued = host.elapsed()
         int(done.prefilled.logits.argmax())
         seconds = clock.elapsed()
         if done.absent:
             raise StoreError(f"{len(done.absent)} of the bench's own chunks are not in its store")
-        return Took(seconds, queued, {stage: clock.seconds[stage] for stage in STAGES}, done)
+        return Run(seconds, queued, {stage: clock.seconds[stage] for stage in STAGES}, done)
 
-    def _figures(self, variant: Variant, took: dict[str, list[Took]], rates: Rates) -> Figures:
+    def _figures(self, variant: Variant, took: dict[str, list[Run]], rates: Rates) -> Figures:
         runs, full = took[variant.name], took["full"]
         seconds = [t.seconds for t in runs]
         figures: Figures = {

@@ -20,9 +20,9 @@ from blendserve.config import Config
 from blendserve.core import Chunk, Document, Passage, Prompt
 from blendserve.engine.engine import Engine
 from blendserve.errors import IndexMismatch, IndexMissing
+from blendserve.evaluate.config import EvaluateConfig
 from blendserve.evaluate.datasets import Dataset
 from blendserve.evaluate.formats import Example
-from blendserve.evaluate.plan import EvaluateConfig
 
 Say = Callable[[str], None]
 
