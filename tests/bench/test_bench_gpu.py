@@ -17,7 +17,7 @@ from blendserve.bench.gpu.plan import LLAMA, Cell, Plan, real, rehearsal
 from blendserve.bench.gpu.prefills import Stand
 from blendserve.bench.gpu.run import Bench
 from blendserve.bench.gpu.tables import tables
-from blendserve.kernels.ops import Operation
+from blendserve.kernels.ops import ATTEND, Operation
 from blendserve.kernels.reference import attend_reference
 from blendserve.kernels.rows import plan_rows
 from blendserve.models.shapes import SHAPES
@@ -91,8 +91,8 @@ def test_a_wrong_kernel_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
     heads = rehearsal().kinds[0]
     assert agree.kernels(heads, torch.device("cpu"), 100)["ok"]
-    wrong = [replace(backend, run=far) for backend in agree.ATTEND.backends]
-    monkeypatch.setattr(agree, "ATTEND", Operation(*wrong))
+    wrong = Operation(*(replace(backend, run=far) for backend in ATTEND.backends))
+    monkeypatch.setattr(agree, "ATTEND", wrong)
     assert not agree.kernels(heads, torch.device("cpu"), 100)["ok"]
 
 

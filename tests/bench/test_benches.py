@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from blendserve.bench import pagecache, scaling
+from blendserve.bench import auto, pagecache, scaling
 from blendserve.bench.config import ScalingConfig, TtftConfig
 from blendserve.bench.decode import run_generate, run_ours
 from blendserve.bench.harness import Harness, scratch
@@ -234,6 +235,29 @@ def test_scaling_goes_on_where_a_kill_left_it(
     assert figures_of(run(*command, "--json")[1])["cells"] == again
     limits = [again[2]["methods"][f"query+ridge@{r}"]["against_limit"]["limit"] for r in ("0", "0.5", "1")]
     assert limits[0] < min(limits[1:])
+
+
+def test_auto_is_compared_with_the_best_fixed_method(
+    run: Run, tiny: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, values in {"COUNTS": (1, 3), "SIZES": (20, 200), "HITS": (0.0, 1.0), "DOUBT": math.inf}.items():
+        monkeypatch.setattr(auto, name, values)
+    code, out, _ = run("auto", "--model", tiny, *FAST, "--tolerance", "1000")
+    figures = figures_of(out)
+    assert code == 0
+    assert "measured on" in out
+    assert [(c["chunks"], c["size"], c["hits"]) for c in figures["cells"]] == [
+        (n, size, hits) for n, size in ((1, 20), (1, 200), (3, 20)) for hits in (0.0, 1.0)
+    ]  # three of the larger chunks are more than the reader's context
+    for cell in figures["cells"]:
+        assert cell["best"] == min(("full", "prefix", "blend"), key=cell["seconds"].__getitem__)
+        assert cell["chosen"] in cell["seconds"]
+    assert figures["worst_excess"] == round(max(c["excess"] for c in figures["cells"]), 4)
+    slow = {"auto": [2.0], "full": [2.0], "prefix": [1.0], "blend": [3.0]}
+    monkeypatch.setattr(auto, "_cell", lambda *_: auto.Cell(1, 20, 0.0, slow, "full"))
+    code, out, _ = run("auto", "--model", tiny, *FAST, "--json")
+    assert code == 1
+    assert (figures_of(out)["worst_excess"], figures_of(out)["worst_slip"]) == (1.0, 1.0)
 
 
 def test_the_default_grid_is_the_one_that_was_asked_for() -> None:

@@ -62,7 +62,7 @@ def settings(section: type[Section]) -> Iterator[tuple[str, Any]]:
 
 
 def sections() -> Iterator[type[Section]]:
-    from blendserve.bench import settings as bench
+    from blendserve.bench import config as bench
     from blendserve.evaluate.config import EvaluateConfig
     from blendserve.serve.config import Config as ServerConfig
 

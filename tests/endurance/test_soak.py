@@ -12,6 +12,7 @@ import pytest
 
 from blendserve.config import PromptConfig
 from blendserve.engine.prompt import PromptBuilder
+from blendserve.models.toy import toy_reader
 from tests.endurance import soak
 from tests.endurance.helpers import last_line
 
@@ -23,7 +24,7 @@ def test_a_short_soak_hits_what_a_plain_lru_of_the_same_bytes_hits(
     monkeypatch.setattr(
         sys, "argv", ["soak", "--model", "tiny", "--queries", "40", "--block", "10", "--json"]
     )
-    reader = soak.toy_reader()
+    reader = toy_reader()
     work = soak.workload(reader, 4, 10, 0)
     monkeypatch.setattr(soak, "toy_reader", lambda: reader)
     monkeypatch.setattr(soak, "workload", lambda *_: work)

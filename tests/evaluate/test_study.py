@@ -17,6 +17,7 @@ from blendserve.core import Passage, Prompt, TokenIds
 from blendserve.evaluate import study
 from blendserve.evaluate.config import EvaluateConfig
 from blendserve.models.kv_cache import KVCache
+from blendserve.retrieve import Embedder
 from tests.blend.helpers import lay, some_prompt
 from tests.evaluate.helpers import passage, tiny_engine, write_dataset
 from tests.tiny import tiny_adapter
@@ -47,7 +48,9 @@ def test_behind_what_stands_before_them_chunks_are_right() -> None:
         return (*prompt.prefix, *(token for chunk in prompt.chunks[:i] for token in chunk.ids))
 
     engine = tiny_engine()
-    prompt = engine.prompts.build("Who painted?", [Passage(**passage(n)) for n in range(4)])
+    prompt = engine.prompts.build(
+        "Who painted?", [Passage(p["text"], p["title"]) for p in map(passage, range(4))]
+    )
     none = BlendConfig(method="blend", policy="none", correction="none")
     cases = [study.Case(front, none, front, front) for front in ("before", "prefix")]
     right, reused = study.ask(engine, {**study.PLAIN, "before": predecessors}, prompt, cases)
@@ -71,12 +74,12 @@ def test_the_choice_is_by_what_full_prefill_moves(name: str, layer: int) -> None
         "k": (full.keys - stored.keys)[layer].square().sum(dim=(0, 2)),
         "v": (full.values - stored.values)[layer].square().sum(dim=(0, 2)),
     }
-    moved["kv"] = sum(x / x[layout.reusable].mean() for x in moved.values())
+    moved["kv"] = torch.stack([x / x[layout.reusable].mean() for x in moved.values()]).sum(dim=0)
     blend = BlendConfig(method="blend", policy="deviation", check_layers=(layer,), ratio=0.3)
     chosen = {}
     policies = {case.name.partition("[")[0]: case.blend.policy for case in study.compared()}
     for compare, lengths in moved.items():
-        wanted = top(lengths.masked_fill(~layout.reusable, float("-inf")), layout.budget(blend.ratio))
+        wanted = top(lengths.masked_fill(~layout.reusable, float("-inf")), layout.budget(blend.share))
         named = changed(blend, policy=policies[compare])
         chosen[compare] = prefill(adapter, prompt, layout, named).recomputed.tolist()
         assert chosen[compare] == wanted.tolist()
@@ -100,7 +103,7 @@ def run(data: Path, **options: Any) -> dict[str, Any]:
 def test_a_run_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(study, "open_engine", lambda *_: tiny_engine())
-    monkeypatch.setattr(study.Embedder, "load", lambda _: Lengths())
+    monkeypatch.setattr(Embedder, "load", lambda _: Lengths())
     data = write_dataset(tmp_path)
     run(data, limit=1)
     result = run(data, limit=2)

@@ -62,7 +62,8 @@ def test_vectors_are_the_library_s_own(embedder: Embedder) -> None:
     texts = ["The cat sat.", "", "A dog ran in the park.", "The cat sat."]
     seen: list[tuple[int, int]] = []
     vectors = embedder.embed(texts, lambda done, total: seen.append((done, total)))
-    assert (vectors.shape, vectors.dtype) == ((4, embedder.dimension), np.float32)
+    assert vectors.shape == (4, embedder.dimension)
+    assert vectors.dtype == np.float32
     expected = np.stack(
         [embedder._model.encode(t, normalize_embeddings=True, show_progress_bar=False) for t in texts]
     )
@@ -94,6 +95,8 @@ def test_the_fingerprint_follows_the_files_not_the_folder(embedder: Embedder, tm
 
 
 def test_loading_is_quiet_and_leaves_settings_alone(capfd: pytest.CaptureFixture[str]) -> None:
+    import logging as levels
+
     from transformers.utils import logging
 
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -102,7 +105,7 @@ def test_loading_is_quiet_and_leaves_settings_alone(capfd: pytest.CaptureFixture
     try:
         Embedder.load("minilm-l6").embed(["x"])
         assert capfd.readouterr() == ("", "")
-        assert (logging.get_verbosity(), logging.is_progress_bar_enabled()) == (logging.INFO, True)
+        assert (logging.get_verbosity(), logging.is_progress_bar_enabled()) == (levels.INFO, True)
     finally:
         logging.set_verbosity(verbosity)
         if not bars:

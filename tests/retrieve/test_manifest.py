@@ -18,7 +18,7 @@ from blendserve.errors import IndexDamaged, IndexMismatch, IndexMissing, VectorI
 from blendserve.retrieve import Embedder, VectorIndex, manifest, read_manifest
 from tests.retrieve.conftest import words
 
-READER = {"reader": "tiny", "reader_fingerprint": "abcdefghij"}
+READER: dict[str, Any] = {"reader": "tiny", "reader_fingerprint": "abcdefghij"}
 OLD = [
     Document("Old text one.", "Title", "a"),
     Document("Line\u2028separator, \x85 and \\n.\nNew line.", id="b"),
