@@ -92,7 +92,7 @@ def test_fp32_at_ratio_1_equals_forward() -> None:
 
 
 def test_fp32_sees_a_rotation_that_is_one_position_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "Assembly", OneOff)
+    monkeypatch.setattr(module, "KVLoader", OneOff)
     with pytest.raises(AssertionError, match="max difference"):
         check_fp32_equals_forward()
 
@@ -121,7 +121,7 @@ def test_bf16_at_ratio_1_is_as_far_from_fp32_as_transformers_itself() -> None:
 
 
 def test_bf16_sees_a_rotation_that_is_one_position_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "Assembly", OneOff)
+    monkeypatch.setattr(module, "KVLoader", OneOff)
     with pytest.raises(AssertionError):
         test_bf16_at_ratio_1_is_as_far_from_fp32_as_transformers_itself()
 

@@ -1,6 +1,6 @@
 """One pipeline of requests, for Python callers, HTTP and workers alike; nothing else knows all the stages.
 
-    Request -> Plan      request.py      options checked, passages found, prompt laid out (prompt.py), length checked
+    Request -> Plan      request.py      options checked, passages found, prompt laid out (prompt.py)
     Plan -> Prefill      prefill.py      stored KV blended; the model's own forward where the gate (gate.py) says so
     Prefill -> Answer    generation.py   logits -> tokens -> text, stop strings, timings
 

@@ -65,15 +65,8 @@ class Engine:
         folder = index_folder(index)
         read_manifest(folder)  # before anything heavy is loaded
         reader = load_reader(config.reader, say)
-        count = _counter(reader, config)
-        name, fingerprint = _identity(reader)
-        found = VectorIndex.open(
-            folder,
-            Embedder.load(config.retrieve.embedder),
-            reader=name,
-            reader_fingerprint=fingerprint,
-            count=count,
-        )
+        embedder = Embedder.load(config.retrieve.embedder)
+        found = VectorIndex.open(folder, embedder, **_made_for(reader, config))
         kept = open_store(config.store, folder / "kv", device=reader.adapter.device)
         return cls(config, reader, kept, found)._ready(say)
 
@@ -93,15 +86,12 @@ class Engine:
         config = config or Config()
         folder = index_folder(index)
         reader = load_reader(config.reader, say)
-        name, fingerprint = _identity(reader)
         made = VectorIndex.create(
             folder,
             Embedder.load(config.retrieve.embedder),
-            reader=name,
-            reader_fingerprint=fingerprint,
             chunk_tokens=config.retrieve.chunk_tokens,
-            count=_counter(reader, config),
             kind=config.retrieve.index,
+            **_made_for(reader, config),
         )
         made.add(documents, progress)
         made.save()
@@ -178,7 +168,8 @@ class Engine:
         return make_plan(request, self.config, adapter, self.prompts, search, clock or Clock(adapter.device))
 
     def run(self, plan: Plan) -> AnswerStream:
-        """Prefill, and choose the first token."""
+        """Prefill, and choose the first token. Raises PromptTooLong."""
+        plan.require_room(self.reader.adapter.context_limit)
         done, reader = self._prefill(plan), self.reader
         generation = Generation(plan, done.report, reader.tokenizer, reader.end_tokens)
         return AnswerStream(generation, done.logits, done.run, partial(self._write_back, done.absent))
@@ -252,12 +243,11 @@ class Engine:
         return [ids for ids in chunks if share_of(ids, n) == i]
 
 
-def _identity(reader: Reader) -> tuple[str, str]:
-    """How an index remembers its reader: the KV of one dtype is not another's."""
-    return f"{reader.name} ({str(reader.adapter.dtype).removeprefix('torch.')})", reader.fingerprint
-
-
-def _counter(reader: Reader, config: Config) -> Callable[[Passage], int]:
-    """Tokens of a passage as it will stand in the prompt."""
+def _made_for(reader: Reader, config: Config) -> dict[str, Any]:
+    """How an index knows its reader, as the KV of one dtype is not another's, and the tokens of a passage in a prompt."""
     prompts = PromptBuilder(reader.tokenizer, config.prompt)
-    return lambda passage: len(prompts.chunk(passage))
+    return {
+        "reader": f"{reader.name} ({str(reader.adapter.dtype).removeprefix('torch.')})",
+        "reader_fingerprint": reader.fingerprint,
+        "count": lambda passage: len(prompts.chunk(passage)),
+    }

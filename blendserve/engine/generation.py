@@ -75,16 +75,9 @@ class Generation:
     def _timings(self) -> Timings:
         seconds, n = self.plan.clock.seconds, len(self._tokens)
         decode = self.plan.clock.elapsed() - self.ttft
-        return Timings(
-            retrieve=seconds["retrieve"],
-            load=seconds["load"],
-            select=seconds["select"],
-            correct=seconds["correct"],
-            prefill=seconds["prefill"],
-            ttft=self.ttft,
-            decode=decode,
-            tokens_per_second=(n - 1) / decode if n > 1 else 0.0,
-        )
+        rate = (n - 1) / decode if n > 1 else 0.0
+        stages = {stage: seconds[stage] for stage in ("retrieve", "load", "select", "correct", "prefill")}
+        return Timings(**stages, ttft=self.ttft, decode=decode, tokens_per_second=rate)
 
 
 class AnswerStream:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from blendserve.blend.blender import Blender
-from blendserve.core import Answer, BlendReport, TokenIds
+from blendserve.core import Answer, TokenIds
 from blendserve.engine.prefix_cache import PrefixKV
 from blendserve.engine.request import Plan
 from blendserve.store import ChunkKey
@@ -16,10 +16,9 @@ from blendserve.timing import Clock
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """Prefill is done. `cached`: tokens of the prompt whose KV was there already."""
+    """Prefill is done."""
 
-    report: BlendReport
-    cached: int
+    cached: int  # tokens of the prompt whose KV was there already
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Request -> Plan: options checked, passages found, prompt laid out, its length checked. Nothing of it runs the model."""
+"""Request -> Plan: options checked, passages found, prompt laid out, its length known. Nothing of it runs the model."""
 
 from __future__ import annotations
 
@@ -47,11 +47,16 @@ class Plan:
         """Of prompt and answer, at most."""
         return len(self.prompt) + self.decode.max_new_tokens
 
+    def require_room(self, context: int) -> None:
+        """Raises PromptTooLong when a reader's context cannot hold prompt and answer."""
+        if self.tokens > context:
+            raise PromptTooLong(len(self.prompt), context, self.decode.max_new_tokens)
+
 
 def make_plan(
     request: Request, config: Config, adapter: Adapter, prompts: PromptBuilder, search: Search, clock: Clock
 ) -> Plan:
-    """Raises ConfigError, InputError, PromptTooLong, and what `search` raises."""
+    """Raises ConfigError, InputError, and what `search` raises."""
     blend, decode = changed(config.blend, **request.blend), changed(config.decode, **request.decode)
     make_policy(blend).validate(adapter.n_layers)
     if not request.question.strip():
@@ -62,8 +67,6 @@ def make_plan(
             top_k = config.retrieve.top_k if request.top_k is None else request.top_k
             passages = tuple(search(request.question, top_k))
     prompt = prompts.build(request.question, passages, request.turns)
-    if len(prompt) + decode.max_new_tokens > adapter.context_limit:
-        raise PromptTooLong(len(prompt), adapter.context_limit, decode.max_new_tokens)
     return Plan(prompt, passages, blend, decode, clock)
 
 

@@ -50,17 +50,19 @@ class Cancelled(Exception):
 
 
 class Observer(Protocol):
-    """Told on the model's thread how requests fare, by the method that answers them, with seconds of one request."""
+    """Told on the model's thread how requests fare, by the method that answers them, with seconds of one request.
 
-    def dequeued(self, method: str, seconds: float) -> None: ...  # its prefill begins; so long it was queued
+    dequeued: so long it was queued. step: so many requests make a token. token: since the last one; the first: since the
+    request came.
+    """
+
+    def dequeued(self, method: str, seconds: float) -> None: ...
 
     def prefilled(self, report: BlendReport, loading: float) -> None: ...
 
-    def step(self, batch: int) -> None: ...  # so many requests make a token
+    def step(self, batch: int) -> None: ...
 
-    def token(
-        self, method: str, seconds: float, first: bool
-    ) -> None: ...  # since the last one, or the request
+    def token(self, method: str, seconds: float, first: bool) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,10 +72,6 @@ class _Running:
     request: QueuedRequest
     cache: KVCache
     generation: Generation
-
-    @property
-    def row(self) -> Row:
-        return Row(self.cache, *self.generation.last)
 
 
 class Scheduler:
@@ -123,7 +121,10 @@ class Scheduler:
     def refuse_if_full(self, more: int) -> None:
         """Raises Busy or Stopping when a request could not be queued behind `more` others: before any work for it."""
         with self._wake:
-            self._refuse_if_full(more)
+            if self._draining:
+                raise Stopping("the server is shutting down: ask another one")
+            if len(self._waiting) + more >= self._queue:
+                raise Busy(f"{self._queue} requests are waiting already", self._retry_after())
 
     def submit(self, request: QueuedRequest) -> None:
         """Queue a request. Raises InputError when it can never fit, Busy, Stopping."""
@@ -133,7 +134,7 @@ class Scheduler:
                 f"{self._slots.tokens}: use fewer passages (top_k), shorter ones, or fewer new tokens"
             )
         with self._wake:
-            self._refuse_if_full(0)
+            self.refuse_if_full(0)
             self._waiting.put(request)
             self._wake.notify()
 
@@ -166,12 +167,6 @@ class Scheduler:
         if self._thread.is_alive():
             self._thread.join()
 
-    def _refuse_if_full(self, more: int) -> None:
-        if self._draining:
-            raise Stopping("the server is shutting down: ask another one")
-        if len(self._waiting) + more >= self._queue:
-            raise Busy(f"{self._queue} requests are waiting already", self._retry_after())
-
     def _retry_after(self) -> int:
         waves = (len(self._waiting) + 1) / self._slots.n
         return max(1, min(60, round(waves * self._request_s)))
@@ -192,12 +187,14 @@ class Scheduler:
     def _wait(self) -> bool:
         """Sleep until there is something to do -> False when there will not be."""
         with self._wake:
-            while not (self._stopped or self._running or self._background or self._startable()):
+            while not (
+                self._stopped
+                or self._running
+                or self._background
+                or (len(self._waiting) and self._slots.free)
+            ):
                 self._wake.wait()
             return not self._stopped
-
-    def _startable(self) -> bool:
-        return bool(len(self._waiting) and self._slots.free)
 
     def _turn(self) -> None:
         with self._wake:
@@ -208,22 +205,20 @@ class Scheduler:
             self._start(request)
             self._expect(frozenset(), later)
             self._since_background += 1
-        if task := self._next_task():
-            self._do(task)
+        self._do_task()
         self._step()
 
     def _expect(self, now: Set[ChunkKey], later: Set[ChunkKey]) -> None:
         if self._shared:
             self._shared.expect(now, later)
 
-    def _next_task(self) -> Task | None:
+    def _do_task(self) -> None:
+        """The next background task, if it is its turn."""
         with self._wake:
             if not self._background or (len(self._waiting) and self._since_background < BACKGROUND_EVERY):
-                return None
+                return
             self._since_background = 0
-            return self._background.popleft()
-
-    def _do(self, task: Task) -> None:
+            task = self._background.popleft()
         try:
             task()
         except Cancelled:
@@ -256,7 +251,7 @@ class Scheduler:
         if request.missed and done.absent:
             request.missed(done.absent)
         self._observer.prefilled(done.report, plan.clock.seconds["load"])
-        request.emit(Started(done.report, done.cached))
+        request.emit(Started(done.cached))
         return Generation(plan, done.report, reader.tokenizer, reader.end_tokens), done.logits
 
     def pause(self) -> None:
@@ -279,7 +274,7 @@ class Scheduler:
     def _step_of(self, batch: list[_Running]) -> None:
         self._observer.step(len(batch))
         try:
-            logits = self._decoder.step([running.row for running in batch])
+            logits = self._decoder.step([Row(r.cache, *r.generation.last) for r in batch])
         except Exception as error:  # memory, a device: nobody's answer can go on
             for running in batch:
                 self._drop(running, error)

@@ -45,6 +45,7 @@ def is_worthwhile(adapter: Adapter, new_tokens: int, n_caches: int = 1) -> bool:
 class ReplayedSteps:
     """Steps over caches, keys and values [B, L, K, T, D]: plainly at first, then by replay. For one thread."""
 
+    @torch.inference_mode()
     def __init__(
         self,
         adapter: Adapter,

@@ -89,13 +89,8 @@ async def stats(service: ServiceArg, tenant: TenantArg) -> dict[str, Any]:
     """Of this key's namespace alone."""
     found = await service.on_retrieval(service.engine.store.stats, tenant.namespace)
     values: dict[str, Any] = found.to_dict()
-    del (
-        values["path"],
-        values["cap_bytes"],
-        values["evictions"],
-        values["admissions_refused"],
-    )  # of all tenants
-    return values
+    of_all_tenants = {"path", "cap_bytes", "evictions", "admissions_refused"}
+    return {name: value for name, value in values.items() if name not in of_all_tenants}
 
 
 async def _add(

@@ -27,8 +27,7 @@ async def query(body: RagRequest, request: Request, service: ServiceArg, tenant:
 
 
 def _whole(answering: Answering, answer: Answer) -> dict[str, Any]:
-    assert answering.started is not None
-    return {**answer.to_dict(), "cached_tokens": answering.started.cached}
+    return {**answer.to_dict(), "cached_tokens": answering.cached_tokens}
 
 
 async def _events(answering: Answering) -> AsyncIterator[dict[str, Any] | str]:

@@ -36,12 +36,12 @@ class Ask(Request):
 
 
 class Answering:
-    """A question on its way. Leave `async with` early, and it is cancelled."""
+    """A question on its way; `cancel` it when nobody waits any more."""
 
     def __init__(self, scheduler: Scheduler, request: QueuedRequest, events: asyncio.Queue[Event]) -> None:
         self._scheduler, self._request, self._events = scheduler, request, events
         self.passages, self.prompt_tokens = request.plan.passages, len(request.plan.prompt)
-        self.started: Started | None = None  # not before prefill is done
+        self.cached_tokens = 0  # of the prompt; known when prefill is done
 
     async def events(self) -> AsyncIterator[Event]:
         """Started when prefill is done, pieces, and at last Finished. Raises what the request failed with."""
@@ -50,7 +50,7 @@ class Answering:
             if isinstance(event, Failed):
                 raise event.error
             if isinstance(event, Started):
-                self.started = event
+                self.cached_tokens = event.cached
             yield event
             if isinstance(event, Finished):
                 return

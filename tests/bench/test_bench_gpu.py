@@ -66,7 +66,7 @@ def test_blending_computes_less_and_reads_what_is_stored(rehearsed: dict[str, An
 def test_what_does_not_fit_is_left_out_by_name(tmp_path: Path) -> None:
     bench = Bench(rehearsal(), 0, tmp_path / "figures.json", tmp_path, silent)
     assert bench.go()
-    assert "prefill toy, 3 chunks, lmdb" in bench.figures["left_out"]
+    assert "prefill toy, 3 chunks, store" in bench.figures["left_out"]
     assert not bench.figures["cells"]
 
 

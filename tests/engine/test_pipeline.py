@@ -27,7 +27,7 @@ PACKAGE = Path(blendserve.__file__).parent
         ("TextStream(tokenizer, plan.decode.stop)", "engine/generation.py"),
         (" Timings(", "engine/generation.py"),
         (" Answer(", "engine/generation.py"),
-        ("PromptTooLong(len(prompt), adapter.context_limit", "engine/request.py"),
+        ("PromptTooLong(len(self.prompt)", "engine/request.py"),
         (".forget(chunks", "engine/library.py"),
         ("index.delete(", "engine/library.py"),
         ("blender.run(plan.prompt", "engine/prefill.py"),
@@ -107,11 +107,6 @@ def test_one_answer_whoever_asks(both: Both) -> None:
     [
         (Request(" ", PASSAGES), InputError, "question is empty"),
         (Request("Why?", PASSAGES, blend={"ratio": 7}), ConfigError, "'blend.ratio' cannot be 7"),
-        (
-            Request("Why?", PASSAGES, decode={"max_new_tokens": CONTEXT}),
-            PromptTooLong,
-            "too many for the reader",
-        ),
         (Request("Why?"), InputError, "has no index"),
     ],
 )
@@ -120,3 +115,11 @@ def test_what_cannot_be_answered_is_no_plan(
 ) -> None:
     with pytest.raises(error, match=message):
         both.engine.plan(request_)
+
+
+def test_what_has_no_room_is_refused_before_anything_runs(both: Both) -> None:
+    request = Request("Why?", PASSAGES, decode={"max_new_tokens": CONTEXT})
+    with pytest.raises(PromptTooLong, match="too many for the reader"):
+        both.engine.run(both.engine.plan(request))
+    with pytest.raises(InputError, match="no slot has more"):
+        both.submit(request)

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from blendserve.blend.blender import Blender
 from blendserve.config import changed
 from blendserve.core import Passage
 from blendserve.engine.engine import Engine
@@ -34,10 +33,7 @@ class Bench:
         self.engine.precompute(PASSAGES)
         self.slots = Slots(reader().adapter, slots, CONTEXT)
         self.scheduler = Scheduler(reader(), self.slots, queue, gap_s, 0.0, Metrics())
-        prompts = self.engine.prompts
-        self.blender = Blender(
-            self.scheduler.adapter, reader().fingerprint, self.engine.store, prompts.prefix, prompts.behind
-        )
+        self.blender = self.engine.blender.like(self.engine.store, "", self.scheduler.pause)
 
     def work(
         self, question: str, passages: Sequence[Passage], tenant: str = "", **options: Any
@@ -164,14 +160,14 @@ def test_a_prefill_is_cancelled_between_two_layers(bench: Bench) -> None:
         return None
 
     work.prefix_kv = prefix_kv
-    project = type(bench.scheduler.adapter).project
+    pause = work.blender._before_layer
+    assert pause is not None
 
-    class Counted(type(bench.scheduler.adapter)):  # type: ignore[misc]
-        def project(self, l: int, hidden: torch.Tensor) -> Any:
-            pauses.append(l)
-            return project(self, l, hidden)
+    def counted() -> None:
+        pauses.append(len(pauses))
+        pause()
 
-    bench.scheduler.adapter.__class__ = Counted
+    work.blender._before_layer = counted
     bench.scheduler.submit(work)
     wait_for(lambda: bool(pauses))
     bench.wait_idle()
