@@ -17,15 +17,13 @@ import threading
 from collections import deque
 from collections.abc import Callable, Set
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
-from blendserve.core import BlendReport
 from blendserve.engine.fair_queue import FairQueue
 from blendserve.engine.generation import Generation
 from blendserve.engine.prefill import prefill
-from blendserve.engine.queued import Failed, Finished, Piece, QueuedRequest, Started
+from blendserve.engine.queued import Failed, Finished, Observer, Piece, QueuedRequest, Started
 from blendserve.engine.shared_loads import SharedLoads
 from blendserve.engine.slots import Slots
 from blendserve.engine.steps import BatchDecoder
@@ -47,22 +45,6 @@ log = logging.getLogger(__name__)
 
 class Cancelled(Exception):
     """Raised out of a prefill whose request nobody waits for any more."""
-
-
-class Observer(Protocol):
-    """Told on the model's thread how requests fare, by the method that answers them, with seconds of one request.
-
-    dequeued: so long it was queued. step: so many requests make a token. token: since the last one; the first: since the
-    request came.
-    """
-
-    def dequeued(self, method: str, seconds: float) -> None: ...
-
-    def prefilled(self, report: BlendReport, loading: float) -> None: ...
-
-    def step(self, batch: int) -> None: ...
-
-    def token(self, method: str, seconds: float, first: bool) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -202,7 +184,7 @@ class Scheduler:
             later = {key for other in self._waiting.all() for key in other.keys} if request else set()
         if request:
             self._expect(request.keys, later)
-            self._start(request)
+            self._admit(request)
             self._expect(frozenset(), later)
             self._since_background += 1
         self._do_task()
@@ -226,7 +208,7 @@ class Scheduler:
         except BlendserveError as error:
             log.warning("a background task failed: %s", error)
 
-    def _start(self, request: QueuedRequest) -> None:
+    def _admit(self, request: QueuedRequest) -> None:
         """Put a request into a slot and say its first token."""
         cache = self._slots.take()
         self._prefilling = request
