@@ -12,13 +12,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
-from blendserve.blend.policies.base import Policy
 from blendserve.config import Behind, BlendConfig
 from blendserve.errors import ConfigError
 from blendserve.registry import CORRECTIONS, POLICIES, nearest
 from blendserve.registry import REUSE as REUSED
+
+if TYPE_CHECKING:  # it takes torch, and help and settings come from here
+    from blendserve.blend.policies.base import Policy
 
 Kind = Literal["full", "prefix", "reuse", "transformers", "blend"]
 
