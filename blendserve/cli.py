@@ -22,6 +22,7 @@ from blendserve.config import (
 )
 from blendserve.errors import BlendserveError, InputError
 from blendserve.serve.cli import keys_app, serve
+from blendserve.threads import SETTLED
 
 app = typer.Typer(
     help="Retrieval-augmented generation that reads nothing twice.",
@@ -89,7 +90,10 @@ def doctor(config: ConfigOpt = None, model: ModelOpt = None, json: JsonOpt = Fal
     together, anywhere = reader.adapter.attention_backends
     if json:
         kernels = {**_as_dict(cpu_status()), "attention": [together, anywhere]}
-        console.print_json({**report.to_dict(), "seconds": _as_dict(costs), "kernels": kernels})
+        threads = _as_dict(SETTLED)
+        console.print_json(
+            {**report.to_dict(), "seconds": _as_dict(costs), "kernels": kernels, "threads": threads}
+        )
     else:
         rows = [
             (
@@ -111,6 +115,7 @@ def doctor(config: ConfigOpt = None, model: ModelOpt = None, json: JsonOpt = Fal
         )
         console.out.print(f"on the CPU in bf16: {cpu_status().reason}")
         console.out.print(f"attention: rows side by side by {together}, others by {anywhere}")
+        console.out.print(f"threads: {SETTLED}", markup=False)
     if not report.passed:
         raise typer.Exit(1)
 

@@ -47,7 +47,7 @@ class ReaderConfig(Section):
     model: str = "smollm2-135m"  # a bundled name, a local folder or a hub id
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     device: str = "auto"
-    threads: int | None = None  # CPU threads; None = torch's choice
+    threads: int | None = None  # CPU threads; None = as many as this process may use CPUs
 
 
 class RetrieveConfig(Section):

@@ -11,6 +11,7 @@ import typer
 from blendserve import console
 from blendserve.bench.settings import (
     BenchConfig,
+    CrowdedConfig,
     DecodeBenchConfig,
     PrecomputeConfig,
     ScalingConfig,
@@ -24,7 +25,7 @@ bench_app = typer.Typer(help="How fast, against what: measured interleaved.", no
 
 AnyConfig = TypeVar("AnyConfig", bound=BenchConfig)
 TTFT, DECODE, PRECOMPUTE, STORE = TtftConfig(), DecodeBenchConfig(), PrecomputeConfig(), StoreBenchConfig()
-SCALING = ScalingConfig()
+SCALING, CROWDED = ScalingConfig(), CrowdedConfig()
 
 
 def _default(values: Iterable[object]) -> str:
@@ -42,7 +43,7 @@ ModelOpt = Annotated[
 DtypeOpt = Annotated[
     str | None, typer.Option(help=f"auto, bfloat16, float16 or float32. [default: {TTFT.dtype}]")
 ]
-ThreadsOpt = Annotated[int | None, typer.Option(help="CPU threads. [default: torch's choice]")]
+ThreadsOpt = Annotated[int | None, typer.Option(help="CPU threads. [default: as many as CPUs may be used]")]
 SeedOpt = Annotated[int | None, typer.Option(help=f"Of what is drawn by chance. [default: {TTFT.seed}]")]
 FolderOpt = Annotated[
     Path | None,
@@ -208,6 +209,47 @@ def scaling(
         console.say("stopped: the cells that were measured are kept; the same command goes on from there")
         raise typer.Exit(130) from None
     _print(done, [] if json else tables(done))
+
+
+@bench_app.command()
+def crowded(
+    busy: Annotated[
+        str | None, typer.Option(help=f"Busy processes, with commas. {_default(CROWDED.busy)}")
+    ] = None,
+    environment: Annotated[
+        list[str] | None,
+        typer.Option(help='Another way to wait, as "OMP_WAIT_POLICY=passive"; may be given again.'),
+    ] = None,
+    chunks: Annotated[int | None, _count(CROWDED.chunks, "Chunks of the prompt.")] = None,
+    chunk_tokens: Annotated[int | None, _count(CROWDED.chunk_tokens, "Tokens of each.")] = None,
+    suffix_tokens: Annotated[int | None, _count(CROWDED.suffix_tokens, "Tokens behind them.")] = None,
+    new_tokens: Annotated[int | None, _count(CROWDED.new_tokens, "Tokens of the answer.")] = None,
+    methods: Annotated[
+        list[str] | None,
+        typer.Option(help=f"Beside transformers and full; words as in evaluate. {_default(CROWDED.methods)}"),
+    ] = None,
+    ratio: Annotated[
+        list[str] | None, typer.Option(help=f"Of methods that name none. {_default(CROWDED.ratios)}")
+    ] = None,
+    model: ModelOpt = None,
+    dtype: DtypeOpt = None,
+    threads: ThreadsOpt = None,
+    repeats: Annotated[int | None, _count(CROWDED.repeats, "Rounds.")] = None,
+    seed: SeedOpt = None,
+    folder: FolderOpt = None,
+    json: JsonOpt = False,
+) -> None:
+    """TTFT and decoding beside busy processes and under a quota of one core, with threads that wait in several ways."""
+    config = changed(
+        CROWDED, busy=split_list(busy) if busy else None, environments=environment, chunks=chunks,
+        chunk_tokens=chunk_tokens, suffix_tokens=suffix_tokens, new_tokens=new_tokens, methods=_words(methods),
+        ratios=_words(ratio), model=model, dtype=dtype, threads=threads, repeats=repeats, seed=seed, folder=folder,
+    )  # fmt: skip
+    config.variants  # noqa: B018  a wrong word is told before a process is started
+    from blendserve.bench.crowded import measure
+    from blendserve.bench.tables import crowded as tables
+
+    _run(measure, config, tables, json)
 
 
 def _run(measure: Callable[..., Any], config: AnyConfig, tables: Callable[..., Any], json: bool) -> None:

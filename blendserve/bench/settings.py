@@ -117,3 +117,22 @@ class StoreBenchConfig(BenchConfig):
 
     chunks: Positive = 24
     chunk_tokens: Positive = 512
+
+
+class CrowdedConfig(BenchConfig):
+    """One prompt and its decoding beside other work."""
+
+    chunks: Positive = 6
+    chunk_tokens: Positive = 512
+    suffix_tokens: Positive = 40
+    new_tokens: Annotated[int, Field(ge=2)] = 32
+    methods: tuple[str, ...] = BENCHED  # beside transformers and full
+    ratios: tuple[Ratio, ...] = (0.15,)
+    busy: tuple[Positive, ...] = (1, 2, 4)  # processes
+    environments: tuple[Annotated[str, Field(pattern=r"^\w+=\S*( \w+=\S*)*$")], ...] = ()  # also measured
+    repeats: Positive = 3
+
+    @property
+    def variants(self) -> tuple[Variant, ...]:
+        """What brings a first token, transformers first. Raises ConfigError."""
+        return variants((TRANSFORMERS, FULL, *self.methods), self.ratios, self.seed)
