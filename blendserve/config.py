@@ -65,7 +65,8 @@ class ReaderConfig(Section):
         "auto", description="Run on this device, such as cpu or cuda:1; auto is a GPU where there is one."
     )
     threads: Positive | None = Field(
-        None, description="Use so many CPU threads; torch chooses if no number is given."
+        None,
+        description="Use so many CPU threads; as many as this process may use CPUs if no number is given.",
     )
 
 
