@@ -78,6 +78,7 @@ def demo(index: IndexOpt = "indexes/demo") -> None:
 def doctor(config: ConfigOpt = None, model: ModelOpt = None, json: JsonOpt = False) -> None:
     """Check on a reader's real weights that blending is right, and measure the machine anew. Exit code 1 if it is not."""
     from blendserve.blend.cost import calibrated
+    from blendserve.kernels.cpu.isa import LEVELS
     from blendserve.kernels.verify import cpu_status
     from blendserve.models.gate import check
     from blendserve.models.loader import load_reader
@@ -88,7 +89,7 @@ def doctor(config: ConfigOpt = None, model: ModelOpt = None, json: JsonOpt = Fal
     costs = calibrated(reader.adapter, reader.fingerprint, cache_folder() / "profit", console.say, fresh=True)
     together, anywhere = reader.adapter.attention_backends
     if json:
-        kernels = {**_as_dict(cpu_status()), "attention": [together, anywhere]}
+        kernels = {**_as_dict(cpu_status(LEVELS["avx512_bf16"])), "attention": [together, anywhere]}
         console.print_json({**report.to_dict(), "seconds": _as_dict(costs), "kernels": kernels})
     else:
         rows = [
@@ -109,7 +110,7 @@ def doctor(config: ConfigOpt = None, model: ModelOpt = None, json: JsonOpt = Fal
             f"method auto reckons with {costs.per_row * 1e3:.3g} ms a computed token, {costs.per_loaded * 1e6:.3g} us a "
             f"loaded one, {costs.per_pair * 1e9:.3g} ns a pair attended and {costs.per_pass * 1e3:.3g} ms a pass"
         )
-        console.out.print(f"on the CPU in bf16: {cpu_status().reason}")
+        console.out.print(f"on the CPU in bf16: {cpu_status(LEVELS['avx512_bf16']).reason}")
         console.out.print(f"attention: rows side by side by {together}, others by {anywhere}")
     if not report.passed:
         raise typer.Exit(1)
