@@ -1,5 +1,4 @@
-// The corrections `shift` and `ridge`, on CPUs that multiply bf16 (AVX512-BF16). blend/correct.py is the plain form, and says
-// what for.
+// The corrections `shift` and `ridge`. kernels/reference.py is the plain form; blend/corrections says what for.
 //
 //     known = [key before RoPE | value] of the recomputed tokens, as stored      [rows, 2 dim]
 //     moved = the same, fresh - stored; mean of it by chunk, shrunk
@@ -15,9 +14,9 @@
 
 // One call, as the caller fills it in. Strides are in elements; the innermost one is 1.
 struct CorrectCall {
-    uint16_t *keys, *values;                      // bf16 [kv, tokens, dim], keys after RoPE
-    const uint16_t *fresh_keys, *fresh_values;    // bf16 [kv, fresh rows, dim]
-    const uint16_t *cos, *sin;                    // bf16 [tokens, width]
+    Number *keys, *values;                        // [kv, tokens, dim], keys after RoPE
+    const Number *fresh_keys, *fresh_values;      // [kv, fresh rows, dim]
+    const Number *cos, *sin;                      // [tokens, width]
     const int64_t *from, *at;                     // [rows], the recomputed tokens' fresh rows, and where they stand
     const int64_t* first;                         // [chunks + 1], the first row of each
     const int64_t *others, *other_first;          // [..], [chunks + 1], the tokens that are to be moved, likewise
@@ -44,11 +43,11 @@ struct Head {
     float* centre;         // [f]
     float* square;         // mean square of centred keys, and of values
     float* constants;     // [chunks, f]
-    uint32_t* weights;    // bf16 pairs [dim][f], two rows of W in a word
+    uint32_t* weights;    // words [f / PER_WORD][f], of rows of W
 };
 
 size_t numbers_of(const CorrectCall& c) {
-    int64_t f = 2 * c.dim, fitted = c.penalty < 0 ? 0 : c.rows * f + 2 * f * f + f + LANES + c.dim * f;
+    int64_t f = 2 * c.dim, fitted = c.penalty < 0 ? 0 : c.rows * f + 2 * f * f + f + STRIP + f / PER_WORD * f;
     return fitted + (c.rows + c.chunks) * f;
 }
 
@@ -59,28 +58,26 @@ Head head_in(const CorrectCall& c, float* memory) {
     h.left = take(c.rows * f);
     h.constants = take(c.chunks * f);
     if (c.penalty < 0) return h;
-    h.x = take(c.rows * f), h.gram = take(f * f), h.w = take(f * f), h.centre = take(f), h.square = take(LANES);
-    h.weights = reinterpret_cast<uint32_t*>(take(c.dim * f));
+    h.x = take(c.rows * f), h.gram = take(f * f), h.w = take(f * f), h.centre = take(f), h.square = take(STRIP);
+    h.weights = reinterpret_cast<uint32_t*>(take(f / PER_WORD * f));
     return h;
 }
 
-void widen(const uint16_t* from, float* to, int64_t n) {
-    for (int64_t j = 0; j < n; j += LANES) _mm512_storeu_ps(to + j, load(from + j));
+void widen(const Number* from, float* to, int64_t n) {
+    for (int64_t j = 0; j < n; j += LANES) store(to + j, load(from + j));
 }
 
 // to += factor * from
 void add(float* to, const float* from, float factor, int64_t n) {
-    __m512 by = _mm512_set1_ps(factor);
-    for (int64_t j = 0; j < n; j += LANES)
-        _mm512_storeu_ps(to + j, _mm512_fmadd_ps(_mm512_loadu_ps(from + j), by, _mm512_loadu_ps(to + j)));
+    for (int64_t j = 0; j < n; j += LANES) store(to + j, fma(load(from + j), all(factor), load(to + j)));
 }
 
 // The recomputed tokens' stored and fresh keys (or values), into the key (or value) half of x and left; sums of both, of
 // left by chunk.
 void gather(const CorrectCall& c, int64_t head, bool key, Head& h) {
     Turn turn{c.cos, c.sin, c.turn_row, c.width};
-    const uint16_t* stored = key ? c.keys + head * c.k_head : c.values + head * c.v_head;
-    const uint16_t* fresh = key ? c.fresh_keys + head * c.fk_head : c.fresh_values + head * c.fv_head;
+    const Number* stored = key ? c.keys + head * c.k_head : c.values + head * c.v_head;
+    const Number* fresh = key ? c.fresh_keys + head * c.fk_head : c.fresh_values + head * c.fv_head;
     int64_t stored_row = key ? c.k_row : c.v_row, fresh_row = key ? c.fk_row : c.fv_row;
     int64_t f = 2 * c.dim, offset = key ? 0 : c.dim;
     alignas(64) float unused[MAX_DIM];
@@ -122,31 +119,31 @@ void centre(const CorrectCall& c, int64_t offset, Head& h) {
     for (int64_t n = 0; n < c.chunks; ++n)
         for (int64_t s = c.first[n]; s < c.first[n + 1]; ++s) {
             add(h.left + s * f + offset, h.constants + n * f + offset, -1, c.dim);
-            __m512 sum = _mm512_setzero_ps();
+            Floats sum = all(0.0f);
             for (int64_t j = offset; j < offset + c.dim; j += LANES) {
-                __m512 x = _mm512_sub_ps(_mm512_loadu_ps(h.x + s * f + j), _mm512_loadu_ps(h.centre + j));
-                _mm512_storeu_ps(h.x + s * f + j, x);
-                sum = _mm512_fmadd_ps(x, x, sum);
+                Floats x = load(h.x + s * f + j) - load(h.centre + j);
+                store(h.x + s * f + j, x);
+                sum = fma(x, x, sum);
             }
-            squares += _mm512_reduce_add_ps(sum);
+            squares += sum_of(sum);
         }
     h.square[offset / c.dim] = std::max(LEAST, static_cast<float>(squares / static_cast<double>(c.rows * c.dim)));
 }
 
 // SOME rows of a' b, from i, and a strip of it, from j: a and b [rows, f].
 void product(const float* a, const float* b, int64_t rows, int64_t f, int64_t i, int64_t j, float* out) {
-    __m512 sum[SOME][4] = {};
+    Floats sum[SOME][VECTORS] = {};
     for (int64_t s = 0; s < rows; ++s) {
-        __m512 y[4];
-        for (int v = 0; v < 4; ++v) y[v] = _mm512_loadu_ps(b + s * f + j + v * LANES);
+        Floats y[VECTORS];
+        for (int v = 0; v < VECTORS; ++v) y[v] = load(b + s * f + j + v * LANES);
 #pragma GCC unroll 4
         for (int r = 0; r < SOME; ++r) {
-            __m512 x = _mm512_set1_ps(a[s * f + i + r]);
-            for (int v = 0; v < 4; ++v) sum[r][v] = _mm512_fmadd_ps(x, y[v], sum[r][v]);
+            Floats x = all(a[s * f + i + r]);
+            for (int v = 0; v < VECTORS; ++v) sum[r][v] = fma(x, y[v], sum[r][v]);
         }
     }
     for (int r = 0; r < SOME; ++r)
-        for (int v = 0; v < 4; ++v) _mm512_storeu_ps(out + (i + r) * f + j + v * LANES, sum[r][v]);
+        for (int v = 0; v < VECTORS; ++v) store(out + (i + r) * f + j + v * LANES, sum[r][v]);
 }
 
 // Rows [i, i + STRIP) of the system; of the symmetric gram what is right of its diagonal. As keys and values are to be of
@@ -170,10 +167,8 @@ void factor(float* gram, int64_t n) {
             float by = gram[k * n + i] * inverse;
             int64_t from = i / LANES * LANES;  // what this changes left of the diagonal is overwritten or not read
             for (int64_t j = from; j < n; j += LANES) {
-                __mmask16 right = j == from ? static_cast<__mmask16>(0xffff << (i - from)) : 0xffff;
-                __m512 y = _mm512_fnmadd_ps(_mm512_set1_ps(by), _mm512_loadu_ps(gram + k * n + j),
-                                            _mm512_loadu_ps(gram + i * n + j));
-                _mm512_mask_storeu_ps(gram + i * n + j, right, y);
+                Mask right = from_lane(j == from ? static_cast<int>(i - from) : 0);
+                store(gram + i * n + j, right, fnma(all(by), load(gram + k * n + j), load(gram + i * n + j)));
             }
             gram[i * n + k] = by;
         }
@@ -181,27 +176,27 @@ void factor(float* gram, int64_t n) {
 }
 
 // sum -= lu[i .. i + SOME, k] * w[k], over a strip
-inline void eliminate(const float* lu, const float* w, int64_t n, int64_t i, int64_t k, __m512 (&sum)[SOME][4]) {
-    __m512 y[4];
-    for (int v = 0; v < 4; ++v) y[v] = _mm512_loadu_ps(w + k * n + v * LANES);
+inline void eliminate(const float* lu, const float* w, int64_t n, int64_t i, int64_t k, Floats (&sum)[SOME][VECTORS]) {
+    Floats y[VECTORS];
+    for (int v = 0; v < VECTORS; ++v) y[v] = load(w + k * n + v * LANES);
 #pragma GCC unroll 4
     for (int r = 0; r < SOME; ++r) {
-        __m512 by = _mm512_set1_ps(lu[(i + r) * n + k]);
-        for (int v = 0; v < 4; ++v) sum[r][v] = _mm512_fnmadd_ps(by, y[v], sum[r][v]);
+        Floats by = all(lu[(i + r) * n + k]);
+        for (int v = 0; v < VECTORS; ++v) sum[r][v] = fnma(by, y[v], sum[r][v]);
     }
 }
 
 // L U x = w in place, for a strip of w.
 void substitute(const float* lu, float* w, int64_t n) {
-    __m512 sum[SOME][4];
+    Floats sum[SOME][VECTORS];
     auto move = [&](int64_t i, bool in) {
         for (int r = 0; r < SOME; ++r)
-            for (int v = 0; v < 4; ++v) {
+            for (int v = 0; v < VECTORS; ++v) {
                 float* at = w + (i + r) * n + v * LANES;
                 if (in)
-                    sum[r][v] = _mm512_loadu_ps(at);
+                    sum[r][v] = load(at);
                 else
-                    _mm512_storeu_ps(at, sum[r][v]);
+                    store(at, sum[r][v]);
             }
     };
     for (int64_t i = 0; i < n; i += SOME) {
@@ -209,28 +204,21 @@ void substitute(const float* lu, float* w, int64_t n) {
         for (int64_t k = 0; k < i; ++k) eliminate(lu, w, n, i, k, sum);
         for (int r = 1; r < SOME; ++r)
             for (int q = 0; q < r; ++q)
-                for (int v = 0; v < 4; ++v)
-                    sum[r][v] = _mm512_fnmadd_ps(_mm512_set1_ps(lu[(i + r) * n + i + q]), sum[q][v], sum[r][v]);
+                for (int v = 0; v < VECTORS; ++v)
+                    sum[r][v] = fnma(all(lu[(i + r) * n + i + q]), sum[q][v], sum[r][v]);
         move(i, false);
     }
     for (int64_t i = n - SOME; i >= 0; i -= SOME) {
         move(i, true);
         for (int64_t k = i + SOME; k < n; ++k) eliminate(lu, w, n, i, k, sum);
         for (int r = SOME - 1; r >= 0; --r)
-            for (int v = 0; v < 4; ++v) {
+            for (int v = 0; v < VECTORS; ++v) {
                 for (int q = r + 1; q < SOME; ++q)
-                    sum[r][v] = _mm512_fnmadd_ps(_mm512_set1_ps(lu[(i + r) * n + i + q]), sum[q][v], sum[r][v]);
-                sum[r][v] = _mm512_div_ps(sum[r][v], _mm512_set1_ps(lu[(i + r) * n + i + r]));
+                    sum[r][v] = fnma(all(lu[(i + r) * n + i + q]), sum[q][v], sum[r][v]);
+                sum[r][v] = sum[r][v] / all(lu[(i + r) * n + i + r]);
             }
         move(i, false);
     }
-}
-
-// Pairs of bf16, the first from `low`.
-__m512i rounded_pairs(const float* low, const float* high) {
-    __m512i a = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(low)));
-    __m512i b = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(high)));
-    return _mm512_or_si512(a, _mm512_slli_epi32(b, 16));
 }
 
 // A strip of W, as tokens need it: of numbers that are not centred.
@@ -238,32 +226,34 @@ void finish(const CorrectCall& c, int64_t j, Head& h) {
     int64_t f = 2 * c.dim;
     alignas(64) float centred[STRIP] = {};
     for (int64_t i = 0; i < f; ++i) add(centred, h.w + i * f + j, -h.centre[i], STRIP);
-    for (int64_t i = 0; i < c.dim; ++i)
-        for (int64_t k = j; k < j + STRIP; k += LANES)
-            _mm512_storeu_si512(h.weights + i * f + k, rounded_pairs(h.w + 2 * i * f + k, h.w + (2 * i + 1) * f + k));
+    for (int64_t i = 0; i < f / PER_WORD; ++i)
+        for (int64_t k = j; k < j + STRIP; k += LANES) {
+            const float *low = h.w + PER_WORD * i * f + k, *high = low + (PER_WORD - 1) * f;
+            store_words(h.weights + i * f + k, packed(load(low), load(high)));
+        }
     for (int64_t n = 0; n < c.chunks; ++n) add(h.constants + n * f + j, centred, 1, STRIP);
 }
 
-// known W + constants for n tokens: known as bf16 pairs [n][dim].
-void predict(const CorrectCall& c, const Head& h, const float* constants, const uint32_t (*known)[MAX_DIM], int64_t n,
+// known W + constants for n tokens, known [n][f].
+void predict(const CorrectCall& c, const Head& h, const float* constants, const Number (*known)[2 * MAX_DIM], int64_t n,
              float (*shift)[2 * MAX_DIM]) {
     int64_t f = 2 * c.dim;
     for (int64_t j = 0; j < f; j += STRIP) {
-        __m512 sum[TILE][4];
+        Floats sum[TILE][VECTORS];
         for (int r = 0; r < TILE; ++r)
-            for (int v = 0; v < 4; ++v) sum[r][v] = _mm512_loadu_ps(constants + j + v * LANES);
+            for (int v = 0; v < VECTORS; ++v) sum[r][v] = load(constants + j + v * LANES);
         const uint32_t* w = h.weights + j;
-        for (int64_t i = 0; i < c.dim; ++i, w += f) {
-            __m512bh y[4];
-            for (int v = 0; v < 4; ++v) y[v] = (__m512bh)_mm512_loadu_si512(w + v * LANES);
+        for (int64_t i = 0; i < f; i += PER_WORD, w += f) {
+            Words y[VECTORS];
+            for (int v = 0; v < VECTORS; ++v) y[v] = load_words(w + v * LANES);
 #pragma GCC unroll 6
             for (int r = 0; r < TILE; ++r) {
-                __m512bh x = pair(known[r][i]);
-                for (int v = 0; v < 4; ++v) sum[r][v] = _mm512_dpbf16_ps(sum[r][v], x, y[v]);
+                Words x = word(known[r] + i);
+                for (int v = 0; v < VECTORS; ++v) sum[r][v] = dot(sum[r][v], x, y[v]);
             }
         }
         for (int64_t r = 0; r < n; ++r)
-            for (int v = 0; v < 4; ++v) _mm512_storeu_ps(shift[r] + j + v * LANES, sum[r][v]);
+            for (int v = 0; v < VECTORS; ++v) store(shift[r] + j + v * LANES, sum[r][v]);
     }
 }
 
@@ -272,17 +262,16 @@ void shift_tile(const CorrectCall& c, const Head& h, int64_t head, int64_t chunk
     int64_t dim = c.dim;
     Turn turn{c.cos, c.sin, c.turn_row, c.width};
     const float* constants = h.constants + chunk * 2 * dim;
-    uint16_t *keys = c.keys + head * c.k_head, *values = c.values + head * c.v_head;
+    Number *keys = c.keys + head * c.k_head, *values = c.values + head * c.v_head;
     alignas(64) float shift[TILE][2 * MAX_DIM], key[MAX_DIM];
     if (h.x) {
-        alignas(64) uint32_t known[TILE][MAX_DIM];
-        for (int64_t r = n; r < TILE; ++r) std::memset(known[r], 0, dim * sizeof(uint32_t));
+        alignas(64) Number known[TILE][2 * MAX_DIM];
+        for (int64_t r = n; r < TILE; ++r) std::memset(known[r], 0, 2 * dim * sizeof(Number));
         for (int64_t r = 0; r < n; ++r) {
             widen(keys + tokens[r] * c.k_row, key, dim);
             turn_wide(turn, tokens[r], key, -1);
-            auto* to = reinterpret_cast<uint16_t*>(known[r]);
-            for (int64_t j = 0; j < dim; j += LANES) store(to + j, _mm512_loadu_ps(key + j));
-            std::memcpy(to + dim, values + tokens[r] * c.v_row, dim * sizeof(uint16_t));
+            for (int64_t j = 0; j < dim; j += LANES) store(known[r] + j, load(key + j));
+            std::memcpy(known[r] + dim, values + tokens[r] * c.v_row, dim * sizeof(Number));
         }
         predict(c, h, constants, known, n, shift);
     }
@@ -290,10 +279,10 @@ void shift_tile(const CorrectCall& c, const Head& h, int64_t head, int64_t chunk
         if (!h.x)
             for (int64_t j = 0; j < 2 * dim; ++j) shift[r][j] = c.scale * constants[j];
         turn_wide(turn, tokens[r], shift[r], 1);
-        uint16_t *k = keys + tokens[r] * c.k_row, *v = values + tokens[r] * c.v_row;
+        Number *k = keys + tokens[r] * c.k_row, *v = values + tokens[r] * c.v_row;
         for (int64_t j = 0; j < dim; j += LANES) {
-            store(k + j, _mm512_add_ps(load(k + j), _mm512_loadu_ps(shift[r] + j)));
-            store(v + j, _mm512_add_ps(load(v + j), _mm512_loadu_ps(shift[r] + dim + j)));
+            store(k + j, load(k + j) + load(shift[r] + j));
+            store(v + j, load(v + j) + load(shift[r] + dim + j));
         }
     }
 }

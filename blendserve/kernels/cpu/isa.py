@@ -16,8 +16,13 @@ from pathlib import Path
 
 from blendserve.cpu_cap import SETS, cap
 
+_AVX2 = frozenset({"avx2", "bmi2", "fma", "movbe"})
 _AVX512 = frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"})
+_AMX = _AVX512 | {"avx512_bf16", "amx_tile", "amx_bf16"}
 _BF16 = ("-march=x86-64-v4", "-mavx512bf16")
+_VECTORS = {
+    name: f"{name}.cpp" for name in ("attend", "linear", "correct", "place")
+}  # for vectors of any width
 
 
 @dataclass(frozen=True)
@@ -38,26 +43,10 @@ class Level:
 LEVELS = {
     level.name: level
     for level in (
-        Level(
-            "avx2", "AVX2", "float32", frozenset({"avx2", "bmi2", "fma", "movbe"}), ("-march=x86-64-v3",), {}
-        ),
-        Level("avx512", "AVX-512", "float32", _AVX512, ("-march=x86-64-v4",), {}),
-        Level(
-            "avx512_bf16",
-            "AVX512-BF16",
-            "bfloat16",
-            _AVX512 | {"avx512_bf16"},
-            _BF16,
-            {name: f"{name}.cpp" for name in ("attend", "linear", "correct", "place")},
-        ),
-        Level(
-            "amx",
-            "AMX",
-            "bfloat16",
-            _AVX512 | {"avx512_bf16", "amx_tile", "amx_bf16"},
-            (*_BF16, "-mamx-tile", "-mamx-bf16"),
-            {},
-        ),
+        Level("avx2", "AVX2", "float32", _AVX2, ("-march=x86-64-v3",), _VECTORS),
+        Level("avx512", "AVX-512", "float32", _AVX512, ("-march=x86-64-v4",), _VECTORS),
+        Level("avx512_bf16", "AVX512-BF16", "bfloat16", _AVX512 | {"avx512_bf16"}, _BF16, _VECTORS),
+        Level("amx", "AMX", "bfloat16", _AMX, (*_BF16, "-mamx-tile", "-mamx-bf16"), {}),
     )
 }
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from blendserve.kernels.cpu.isa import LEVELS, Level, missing
 from blendserve.kernels.cpu.library import dtype_of, loaded
 
+WORD = 4  # bytes; a row of inputs and one of outputs are whole words
 FEW = 8  # rows; weights coming from memory are the limit up to here, on any CPU
 
 
@@ -30,7 +31,7 @@ def fits(level: Level, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         x.dim() == 2
         and all(y.dtype == dtype and y.device.type == "cpu" for y in (x, weight))
         and x.stride(1) == weight.stride(1) == 1
-        and weight.shape[0] % 2 == weight.shape[1] % 2 == 0
+        and (dtype.itemsize == WORD or weight.shape[0] % 2 == weight.shape[1] % 2 == 0)
         and (bias is None or (bias.dtype == dtype and bias.is_contiguous()))
         and not torch.is_grad_enabled()
     )

@@ -96,7 +96,7 @@ def test_a_cpu_without_the_instructions(anew: pytest.MonkeyPatch) -> None:
 
 @needs_kernels
 def test_a_kernel_with_a_broken_mask_is_not_used(anew: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    change_sources(anew, tmp_path / "wrong", "attend.cpp", "+ 1) : 0, at + 1}", "+ 1) : 0, at + 2}")
+    change_sources(anew, tmp_path / "wrong", "attend.h", "+ 1) : 0, at + 1}", "+ 1) : 0, at + 2}")
     check_torch_serves("attention is wrong here")
 
 
