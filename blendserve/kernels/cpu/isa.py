@@ -23,6 +23,7 @@ _BF16 = ("-march=x86-64-v4", "-mavx512bf16")
 _VECTORS = {
     name: f"{name}.cpp" for name in ("attend", "linear", "correct", "place")
 }  # for vectors of any width
+_TILES = {name: f"{name}_amx.cpp" for name in ("attend", "linear", "correct")}
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ LEVELS = {
         Level("avx2", "AVX2", "float32", _AVX2, ("-march=x86-64-v3",), _VECTORS),
         Level("avx512", "AVX-512", "float32", _AVX512, ("-march=x86-64-v4",), _VECTORS),
         Level("avx512_bf16", "AVX512-BF16", "bfloat16", _AVX512 | {"avx512_bf16"}, _BF16, _VECTORS),
-        Level("amx", "AMX", "bfloat16", _AMX, (*_BF16, "-mamx-tile", "-mamx-bf16"), {}),
+        Level("amx", "AMX", "bfloat16", _AMX, (*_BF16, "-mamx-tile", "-mamx-bf16"), _TILES),
     )
 }
 
