@@ -102,7 +102,13 @@ def test_a_kernel_with_a_broken_mask_is_not_used(anew: pytest.MonkeyPatch, tmp_p
 
 @needs_kernels
 def test_a_linear_layer_that_loses_an_input_is_not_used(anew: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    change_sources(anew, tmp_path / "wrong", "linear.cpp", "k < c.depth; k += 2", "k < c.depth - 2; k += 2")
+    change_sources(
+        anew,
+        tmp_path / "wrong",
+        "linear.cpp",
+        "k < c.depth; k += PER_WORD",
+        "k < c.depth - PER_WORD; k += PER_WORD",
+    )
     check_torch_serves("linear is wrong here")
 
 
