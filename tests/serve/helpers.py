@@ -96,17 +96,17 @@ class WordEmbedder:
 
     name, fingerprint, dimension, max_tokens = "words", "words-1", 64, 10_000
 
-    def embed(self, texts: Sequence[str], progress: Any = None) -> np.ndarray:
-        return np.stack([self.embed_question(text) for text in texts])
+    dtype = "float32"
+
+    def embed_passages(self, passages: Sequence[Passage], *_: Any) -> tuple[np.ndarray, list[int]]:
+        vectors = [self.embed_question(f"{p.title}\n{p.text}") for p in passages]
+        return np.stack(vectors), [1] * len(passages)
 
     def embed_question(self, question: str) -> np.ndarray:
         vector = np.full(self.dimension, 1e-3, np.float32)
         for word in question.lower().split():
             vector[zlib.crc32(word.strip(".,;?").encode()) % self.dimension] += 1
         return vector / np.linalg.norm(vector)
-
-    def windows(self, text: str, title: str = "") -> list[str]:
-        return [f"{title}\n{text}"]
 
 
 def index(folder: Path, prompts: PromptBuilder, documents: Sequence[Document]) -> VectorIndex:
