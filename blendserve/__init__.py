@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from blendserve.config import Config
     from blendserve.core import Answer, BlendReport, Document, Passage, Timings
-    from blendserve.engine import Engine
+    from blendserve.engine.engine import Engine
+    from blendserve.engine.generation import AnswerStream
     from blendserve.errors import BlendserveError
-    from blendserve.stream import AnswerStream
 
 __version__ = "0.1.0"
 __all__ = [
@@ -32,9 +32,9 @@ __all__ = [
 _ROOMS = {
     "core": ("Answer", "BlendReport", "Document", "Passage", "Timings"),
     "config": ("Config",),
-    "engine": ("Engine",),
+    "engine.engine": ("Engine",),
     "errors": ("BlendserveError",),
-    "stream": ("AnswerStream",),
+    "engine.generation": ("AnswerStream",),
 }
 
 

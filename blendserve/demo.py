@@ -13,7 +13,7 @@ from typing import Any
 from blendserve import console
 from blendserve.config import BlendConfig, Config, RetrieveConfig, StoreConfig
 from blendserve.core import Answer, Passage
-from blendserve.engine import Engine
+from blendserve.engine.engine import Engine
 from blendserve.errors import IndexMismatch, IndexMissing
 from blendserve.models.own_forward import model_logits
 from blendserve.retrieve import language_reference

@@ -7,7 +7,7 @@
     ├── CorpusError             a corpus is missing, empty or has a broken line
     ├── ModelError              a reader or embedder cannot be had
     │   └── ModelUnsupported    the reader is known, but blending would not be right on it
-    ├── IndexError_             an index
+    ├── VectorIndexError             an index
     │   ├── IndexMissing        ... is not there
     │   ├── IndexMismatch       ... was built with another embedder, reader or format
     │   └── IndexDamaged        ... has files that do not belong together
@@ -65,19 +65,19 @@ class ModelUnsupported(ModelError):
     """The reader is known, but blending would not be right on it."""
 
 
-class IndexError_(BlendserveError):
+class VectorIndexError(BlendserveError):
     """Something is wrong with an index."""
 
 
-class IndexMissing(IndexError_):
+class IndexMissing(VectorIndexError):
     """The index is not there."""
 
 
-class IndexMismatch(IndexError_):
+class IndexMismatch(VectorIndexError):
     """The index was built with another embedder, reader or format."""
 
 
-class IndexDamaged(IndexError_):
+class IndexDamaged(VectorIndexError):
     """The index has files that do not belong together."""
 
 

@@ -14,7 +14,7 @@ from blendserve import console
 from blendserve.cli.app import run
 from blendserve.cli.options import JsonOpt, Options, make_app, with_options
 from blendserve.config import ReaderConfig
-from blendserve.evaluate.plan import EvaluateConfig
+from blendserve.evaluate.config import EvaluateConfig
 
 app = make_app()
 

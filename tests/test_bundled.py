@@ -15,10 +15,10 @@ from blendserve.blend.layout import Layout
 from blendserve.blend.prefill import Prefilled, prefill
 from blendserve.config import BlendConfig, Config, DecodeConfig, PromptConfig
 from blendserve.core import Passage, Prompt
-from blendserve.engine import Engine
+from blendserve.engine.engine import Engine
+from blendserve.engine.prompt import PromptBuilder
 from blendserve.models.adapter import Adapter
 from blendserve.models.forward import append
-from blendserve.prompt import PromptBuilder
 from blendserve.store import MemoryStore
 from tests.blend.helpers import assert_near, distance, lay, model_says
 from tests.blend.test_prefill import OneOff
@@ -92,7 +92,7 @@ def test_fp32_at_ratio_1_equals_forward() -> None:
 
 
 def test_fp32_sees_a_rotation_that_is_one_position_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "Assembly", OneOff)
+    monkeypatch.setattr(module, "KVLoader", OneOff)
     with pytest.raises(AssertionError, match="max difference"):
         check_fp32_equals_forward()
 
@@ -121,7 +121,7 @@ def test_bf16_at_ratio_1_is_as_far_from_fp32_as_transformers_itself() -> None:
 
 
 def test_bf16_sees_a_rotation_that_is_one_position_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "Assembly", OneOff)
+    monkeypatch.setattr(module, "KVLoader", OneOff)
     with pytest.raises(AssertionError):
         test_bf16_at_ratio_1_is_as_far_from_fp32_as_transformers_itself()
 

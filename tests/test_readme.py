@@ -21,7 +21,7 @@ def test_the_python_example_runs_as_written(tmp_path: Path) -> None:
 
 
 def test_links_and_configs_exist() -> None:
-    from blendserve.serve.settings import load_settings
+    from blendserve.serve.config import load_settings
 
     for target in re.findall(r"\]\(([^)#]+)\)", README):
         assert (ROOT / target).exists(), target

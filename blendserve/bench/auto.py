@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from blendserve.bench.config import AutoBenchConfig
 from blendserve.bench.figures import Figures, Update
 from blendserve.bench.machine import where
-from blendserve.bench.settings import AutoBenchConfig
 from blendserve.bench.tables import Table
 from blendserve.blend.blender import Blender
 from blendserve.config import BlendConfig, Method
@@ -107,7 +107,11 @@ def tables(figures: Figures) -> list[Table]:
 
 
 def _cell(reader: Reader, rng: np.random.Generator, n: int, size: int, hits: float, repeats: int) -> Cell:
-    prompt = Prompt(_ids(rng, PREFIX), tuple(Chunk(_ids(rng, size)) for _ in range(n)), _ids(rng, SUFFIX))
+    prompt = Prompt(
+        _ids(reader, rng, PREFIX),
+        tuple(Chunk(_ids(reader, rng, size)) for _ in range(n)),
+        _ids(reader, rng, SUFFIX),
+    )
     blender = Blender(reader.adapter, reader.fingerprint, MemoryStore(2**34), prompt.prefix, prompt.prefix)
     found = rng.permutation(n)[: round(hits * n)]
     blender.precompute([prompt.chunks[i].ids for i in sorted(found)])
@@ -126,5 +130,5 @@ def _cell(reader: Reader, rng: np.random.Generator, n: int, size: int, hits: flo
         rounds = 2  # a cell in doubt is measured longer, whichever way it turns out; all its rounds count
 
 
-def _ids(rng: np.random.Generator, n: int) -> TokenIds:
-    return tuple(rng.integers(3, 40_000, size=n).tolist())
+def _ids(reader: Reader, rng: np.random.Generator, n: int) -> TokenIds:
+    return tuple(rng.integers(3, min(40_000, reader.adapter.vocab_size), size=n).tolist())

@@ -13,15 +13,15 @@ from typing import Any, cast
 
 import torch
 
+from blendserve.bench.config import DecodeBenchConfig
 from blendserve.bench.figures import Figures, Update, interleaved, ratios, spread
 from blendserve.bench.machine import where
-from blendserve.bench.settings import DecodeBenchConfig
 from blendserve.bench.workload import check_room, make_workload
 from blendserve.blend.layout import lay_out
 from blendserve.blend.prefill import Prefilled, prefill
 from blendserve.config import BlendConfig, DecodeConfig
 from blendserve.core import Prompt, TokenIds
-from blendserve.decode import generate
+from blendserve.engine.generation import generate
 from blendserve.models.adapter import Adapter
 from blendserve.models.loader import load_reader
 from blendserve.timing import Clock

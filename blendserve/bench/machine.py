@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from blendserve.bench.config import BenchConfig
 from blendserve.bench.figures import Figures
-from blendserve.bench.settings import BenchConfig
 from blendserve.models.loader import Reader
 from blendserve.provenance import machine, versions
 

@@ -19,9 +19,9 @@ from pathlib import Path
 
 import torch
 
-from blendserve.bench.contest import Contest
+from blendserve.bench.config import TtftConfig
 from blendserve.bench.figures import Figures
-from blendserve.bench.settings import TtftConfig
+from blendserve.bench.harness import Harness
 from blendserve.bench.workload import make_workload
 from blendserve.errors import BlendserveError, InputError
 from blendserve.evaluate.variants import Variant
@@ -54,7 +54,7 @@ def main() -> None:
 def _measure(config: TtftConfig, variant: Variant, folder: Path) -> Figures:
     reader = load_reader(config.reader)
     workload = make_workload(reader, config.chunks, config.chunk_tokens, config.suffix_tokens, config.seed)
-    with Contest(reader, workload, (variant,), folder) as contest:
+    with Harness(reader, workload, (variant,), folder) as contest:
         contest.store.verify()
         contest.workload = replace(workload, passages=())
         contest.run(variant)

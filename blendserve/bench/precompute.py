@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from blendserve.bench.contest import SPARE_BYTES, forward, scratch
+from blendserve.bench.config import PrecomputeConfig
 from blendserve.bench.figures import Figures, Update, interleaved, ratios, spread
+from blendserve.bench.harness import SPARE_BYTES, forward, scratch
 from blendserve.bench.machine import where
-from blendserve.bench.settings import PrecomputeConfig
 from blendserve.bench.workload import make_workload
 from blendserve.blend.blender import Blender
 from blendserve.core import TokenIds
+from blendserve.engine.prompt import PromptBuilder
 from blendserve.models.adapter import Adapter
 from blendserve.models.loader import Reader, load_reader
-from blendserve.prompt import PromptBuilder
 from blendserve.store import LMDBStore
 from blendserve.timing import Clock
 

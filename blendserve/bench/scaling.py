@@ -16,21 +16,21 @@ from pathlib import Path
 
 import torch
 
-from blendserve.bench.contest import Contest, Took, scratch
+from blendserve.bench.config import ScalingConfig, TtftConfig
 from blendserve.bench.figures import Figures, interleaved, spread
-from blendserve.bench.limit import Counts, limit, prefill_work
+from blendserve.bench.harness import Harness, Run, scratch
 from blendserve.bench.machine import where
 from blendserve.bench.rates import Rates, measure_rates
-from blendserve.bench.settings import ScalingConfig, TtftConfig
+from blendserve.bench.roofline import Counts, limit, prefill_work
 from blendserve.bench.stages import STAGES, StagedAdapter
 from blendserve.bench.tables import LIMITED
 from blendserve.bench.ttft import figures_of
 from blendserve.bench.workload import check_room, make_workload
 from blendserve.config import PromptConfig
+from blendserve.engine.prompt import PromptBuilder
 from blendserve.errors import InputError
 from blendserve.evaluate.variants import TRANSFORMERS, Variant
 from blendserve.models.loader import Reader, load_reader
-from blendserve.prompt import PromptBuilder
 from blendserve.provenance import machine
 
 Say = Callable[[str], None]
@@ -48,7 +48,7 @@ def run(
     """Measure the grid into runs/<model> and draw it. Raises as `measure` does."""
     if importlib.util.find_spec("matplotlib") is None:
         raise InputError("the plots need matplotlib, which is not there: pip install 'blendserve[evaluate]'")
-    from blendserve.bench.plots import ttft_context, ttft_ratio
+    from blendserve.bench.plots import ttft_context, ttft_ratio  # start-up: matplotlib
 
     kept = runs / re.sub(r"[^\w.-]+", "-", config.model)
     cells = measure(config, kept, say, update)
@@ -93,11 +93,11 @@ def measure_cell(reader: Reader, counts: Counts, cell: TtftConfig) -> Figures:
     rates = measure_rates(reader.adapter.dtype, reader.adapter.device)
     variants = cell.variants
     with scratch(cell.folder) as folder:
-        with Contest(reader, workload, variants, folder) as contest:
+        with Harness(reader, workload, variants, folder) as contest:
             contest.precompute()
             took = interleaved({v.name: partial(contest.run, v) for v in variants}, cell.repeats)
         staged = StagedAdapter(reader.adapter)
-        with Contest(reader, workload, variants, folder, staged.as_adapter()) as contest:
+        with Harness(reader, workload, variants, folder, staged.as_adapter()) as contest:
             contest.store.verify()  # maps the file's pages, as they are in the timed runs
             methods = {v.name: figures_of(took, v.name) for v in variants}
             for variant in (v for v in variants if v.kind != TRANSFORMERS):
@@ -142,11 +142,11 @@ def read_cells(file: Path) -> Iterator[Figures]:
             ) from None
 
 
-def _split(contest: Contest, staged: StagedAdapter, variant: Variant) -> dict[str, float]:
+def _split(contest: Harness, staged: StagedAdapter, variant: Variant) -> dict[str, float]:
     return staged.split(contest.run(variant))
 
 
-def _limit(counts: Counts, variant: Variant, took: Took, rates: Rates) -> dict[str, float]:
+def _limit(counts: Counts, variant: Variant, took: Run, rates: Rates) -> dict[str, float]:
     assert took.report is not None
     assert took.recomputed is not None
     bound = limit(prefill_work(counts, took.report, took.recomputed, variant.blend), rates)

@@ -29,10 +29,10 @@ from typing import Any
 import numpy as np
 
 from blendserve import console
-from blendserve.bench.settings import ServingConfig
+from blendserve.bench.config import ServingConfig
 from blendserve.config import BlendConfig, Config
 from blendserve.core import Document
-from blendserve.engine import Engine
+from blendserve.engine.engine import Engine
 from blendserve.errors import IndexMissing, InputError, StoreError
 from blendserve.evaluate.datasets import load
 from blendserve.provenance import machine, versions

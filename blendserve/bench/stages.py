@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from blendserve.bench.contest import Took
+from blendserve.bench.harness import Run
 from blendserve.models.adapter import Adapter, Projected
 from blendserve.timing import Clock
 
@@ -44,7 +44,7 @@ class StagedAdapter:
         """What blenders may take it for."""
         return cast(Adapter, self)
 
-    def split(self, took: Took) -> dict[str, float]:
+    def split(self, took: Run) -> dict[str, float]:
         """The seconds of each stage of the run that just ended, which add up to its prefill; starts anew."""
         linear = self.clock.seconds.pop("linear", 0.0)
         load, correct = took.seconds["load"], took.seconds["correct"]

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import torch
 
-from blendserve.bench.contest import SPARE_BYTES, scratch
+from blendserve.bench.config import StoreBenchConfig
 from blendserve.bench.figures import Figures, Update, spread
+from blendserve.bench.harness import SPARE_BYTES, scratch
 from blendserve.bench.machine import where
 from blendserve.bench.pagecache import drop
-from blendserve.bench.settings import StoreBenchConfig
 from blendserve.config import ReaderConfig
 from blendserve.core import ChunkKV
 from blendserve.models.loader import read_configuration

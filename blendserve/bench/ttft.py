@@ -11,12 +11,12 @@ from dataclasses import replace
 from functools import partial
 from statistics import median
 
-from blendserve.bench.contest import STAGES, Contest, Took, loads, scratch
+from blendserve.bench.config import TtftConfig
 from blendserve.bench.figures import Figures, Update, interleaved, ratios, spread
+from blendserve.bench.harness import STAGES, Harness, Run, loads, scratch
 from blendserve.bench.machine import where
 from blendserve.bench.memory import peak_of
 from blendserve.bench.pagecache import drop
-from blendserve.bench.settings import TtftConfig
 from blendserve.bench.workload import make_workload
 from blendserve.config import changed
 from blendserve.evaluate.variants import FULL, TRANSFORMERS
@@ -33,7 +33,7 @@ def measure(
     reader = load_reader(config.reader, say)
     shape = (config.chunks, config.chunk_tokens, config.suffix_tokens)
     workload = make_workload(reader, *shape, config.seed)
-    with scratch(config.folder) as folder, Contest(reader, workload, variants, folder) as contest:
+    with scratch(config.folder) as folder, Harness(reader, workload, variants, folder) as contest:
         say(f"Storing the KV of {config.chunks} chunks")
         contest.precompute()
         took = interleaved({v.name: partial(contest.run, v) for v in variants}, config.repeats, update)
@@ -60,7 +60,7 @@ def measure(
     return figures
 
 
-def figures_of(took: dict[str, list[Took]], name: str) -> Figures:
+def figures_of(took: dict[str, list[Run]], name: str) -> Figures:
     """One method's figures, and its ratios to both full prefills, which are > 1 where it is faster."""
     runs = took[name]
     figures: Figures = {
@@ -84,14 +84,14 @@ def figures_of(took: dict[str, list[Took]], name: str) -> Figures:
     return figures
 
 
-def _stage(runs: Sequence[Took], stage: str) -> Figures:
+def _stage(runs: Sequence[Run], stage: str) -> Figures:
     return {
         "seconds": spread([t.seconds[stage] for t in runs]),
         "share_of_ttft": spread([t.seconds[stage] / t.ttft for t in runs]),
     }
 
 
-def _cold(contest: Contest, repeats: int, say: Say) -> Figures:
+def _cold(contest: Harness, repeats: int, say: Say) -> Figures:
     """TTFT with the store's file dropped from the page cache, and right after it warm; or why there is none."""
     loading = [v for v in contest.variants if loads(v)]
     say("Measuring from a cold page cache")
@@ -111,7 +111,7 @@ def _cold(contest: Contest, repeats: int, say: Say) -> Figures:
     return {"done": True, "why": "", "methods": methods}
 
 
-def _throttled(contest: Contest, config: TtftConfig, rate: float, say: Say) -> Figures:
+def _throttled(contest: Harness, config: TtftConfig, rate: float, say: Say) -> Figures:
     """TTFT from a store of `rate` GB/s and, in turns, from one that is not held back; and ratio "auto" on the former.
 
     hidden: the share of the store's time that TTFT does not show.
@@ -123,8 +123,8 @@ def _throttled(contest: Contest, config: TtftConfig, rate: float, say: Say) -> F
         for name, v in fixed.items()
         if v.ratio
     }
-    slow: dict[str, list[Took]] = {name: [] for name in fixed | free}
-    quick: dict[str, list[Took]] = {name: [] for name in fixed}
+    slow: dict[str, list[Run]] = {name: [] for name in fixed | free}
+    quick: dict[str, list[Run]] = {name: [] for name in fixed}
     for _ in range(config.repeats):
         _reopened(contest, rate * 1e9)
         contest.calibrate()
@@ -137,7 +137,7 @@ def _throttled(contest: Contest, config: TtftConfig, rate: float, say: Say) -> F
     return {"gb_per_second": rate, "methods": methods}
 
 
-def _from_slow(slow: Sequence[Took], quick: Sequence[Took] | None) -> Figures:
+def _from_slow(slow: Sequence[Run], quick: Sequence[Run] | None) -> Figures:
     figures: Figures = {"ttft": spread([t.ttft for t in slow]), "reading": spread([t.reading for t in slow])}
     figures["ratio"] = median([t.report.ratio for t in slow if t.report])
     if quick is not None:
@@ -146,12 +146,12 @@ def _from_slow(slow: Sequence[Took], quick: Sequence[Took] | None) -> Figures:
     return figures
 
 
-def _reopened(contest: Contest, bytes_per_second: float | None = None) -> None:
+def _reopened(contest: Harness, bytes_per_second: float | None = None) -> None:
     contest.close()
     contest.reopen(bytes_per_second)
 
 
-def _reopened_cold(contest: Contest) -> str:
+def _reopened_cold(contest: Harness) -> str:
     contest.close()
     trouble = drop(contest.folder / "data.mdb")
     contest.reopen()

@@ -14,9 +14,9 @@ from functools import cached_property
 
 from blendserve.config import PromptConfig
 from blendserve.core import Passage, Prompt, TokenIds
+from blendserve.engine.prompt import PromptBuilder
 from blendserve.errors import InputError
 from blendserve.models.loader import Reader
-from blendserve.prompt import PromptBuilder
 from blendserve.retrieve import language_reference
 
 TRIES = 40  # places in the text to begin a piece at, before giving up

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from blendserve.blend.layout import Placement
-from blendserve.kernels.cuda.staging import InPlace, Lane, Layer, Sent, Staging, lane_to
+from blendserve.kernels.cuda.staging import CopyStream, InPlace, Layer, Sent, Staging, copy_stream_to
 from blendserve.kernels.ops import place
 from blendserve.kernels.types import Ropes
 from blendserve.models.adapter import Adapter
@@ -29,10 +29,10 @@ from blendserve.timing import Clock
 class LayerReader:
     """Reads layers 0, 1, 2, ... of some chunks; close it before what the views belong to is."""
 
-    def __init__(self, views: Sequence[ChunkView], n_layers: int, lane: Lane | None = None) -> None:
-        """lane: the way to the device where layers are wanted; None = they are wanted where the store has them."""
+    def __init__(self, views: Sequence[ChunkView], n_layers: int, stream: CopyStream | None = None) -> None:
+        """stream: the way to the device where layers are wanted; None = they are wanted where the store has them."""
         self._views, self._n_layers = views, n_layers
-        self._way = Staging(lane) if lane else InPlace()
+        self._way = Staging(stream) if stream else InPlace()
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="blendserve-load")
         self._ahead: dict[int, Future[Sent]] = {}
         self._clock = Clock()
@@ -83,7 +83,7 @@ class KVLoader:
         self._adapter, self._cache, self._placements, self._ropes = adapter, cache, placements, ropes
         self._clock = clock or Clock(adapter.device)
         self._reader = LayerReader(
-            [placement.view for placement in placements], adapter.n_layers, lane_to(adapter.device)
+            [placement.view for placement in placements], adapter.n_layers, copy_stream_to(adapter.device)
         )
         self._placed = [False] * adapter.n_layers
         self.bytes_loaded = 0

@@ -47,7 +47,7 @@ def ask(
     The text is streamed; behind it come its sources, what was recomputed, and the time to the first token.
     """
     from blendserve.demo import print_sources  # torch and all the rest: seconds
-    from blendserve.engine import Engine
+    from blendserve.engine.engine import Engine
 
     if not question.strip():
         raise InputError("the question is empty: ask something")

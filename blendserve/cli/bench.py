@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from blendserve import console
-from blendserve.bench.settings import (
+from blendserve.bench.config import (
     AutoBenchConfig,
     BenchConfig,
     DecodeBenchConfig,

@@ -23,8 +23,8 @@ def doctor(settings: Config, json: JsonOpt = False) -> None:
     computes on this machine is named. The exit code is 1 if blending is not right.
     """
     from blendserve.blend.cost import calibrated  # with torch: seconds
+    from blendserve.engine.gate import check
     from blendserve.kernels.verify import cpu_status
-    from blendserve.models.gate import check
     from blendserve.models.loader import load_reader
     from blendserve.paths import cache_folder
     from blendserve.provenance import describe, machine

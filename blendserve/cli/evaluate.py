@@ -10,7 +10,7 @@ import typer
 from blendserve import console
 from blendserve.cli.options import JsonOpt, Options, make_app, with_options
 from blendserve.config import Config
-from blendserve.evaluate.plan import EvaluateConfig, settings_from
+from blendserve.evaluate.config import EvaluateConfig, settings_from
 
 app = make_app()
 

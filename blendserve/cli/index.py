@@ -38,7 +38,7 @@ READER = Options(Config(), "reader.model", load=Config.load)
 )
 def build(corpus: CorpusArg, index: IndexArg, settings: Config, json: JsonOpt = False) -> None:
     """Build an index of a corpus, in place of any that is there."""
-    from blendserve.engine import Engine  # torch and all the rest: seconds
+    from blendserve.engine.engine import Engine  # torch and all the rest: seconds
     from blendserve.retrieve import read_documents
 
     documents = list(read_documents(corpus))
@@ -55,7 +55,7 @@ def add(corpus: CorpusArg, index: IndexArg, settings: Config, json: JsonOpt = Fa
 
     A document with a known id and a new text replaces the old one; a document that is there already adds nothing.
     """
-    from blendserve.engine import Engine  # torch and all the rest: seconds
+    from blendserve.engine.engine import Engine  # torch and all the rest: seconds
     from blendserve.retrieve import read_documents
 
     documents = list(read_documents(corpus))
@@ -77,7 +77,7 @@ def delete(
 
     The exit code is 1 if none of them was there.
     """
-    from blendserve.engine import Engine  # torch and all the rest: seconds
+    from blendserve.engine.engine import Engine  # torch and all the rest: seconds
 
     with Engine.open(index, settings, console.say) as engine:
         deleted = engine.delete(*doc_ids)

@@ -47,7 +47,7 @@ def precompute(
         CUDA_VISIBLE_DEVICES=1 blendserve precompute docs --shard 1/2 &
         wait
     """
-    from blendserve.engine import Engine  # torch and all the rest: seconds
+    from blendserve.engine.engine import Engine  # torch and all the rest: seconds
 
     with Engine.open(index, settings, console.say) as engine:
         part = _shard(shard)

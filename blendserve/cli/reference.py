@@ -12,7 +12,7 @@ import typer
 from blendserve.cli.app import app
 from blendserve.cli.options import choices_of, shown
 from blendserve.config import Section
-from blendserve.serve.settings import Config
+from blendserve.serve.config import Config
 
 HEAD = """\
 # Command line

@@ -9,7 +9,7 @@ import typer
 from blendserve import console
 from blendserve.cli.options import Options, make_app, with_options
 from blendserve.errors import ConfigError
-from blendserve.serve.settings import Config, effective, load_settings
+from blendserve.serve.config import Config, effective, load_settings
 
 app = make_app()
 

@@ -20,7 +20,7 @@ import yaml
 
 from blendserve.config import Config
 from blendserve.errors import ConfigError, InputError
-from blendserve.evaluate.plan import EvaluateConfig
+from blendserve.evaluate.config import EvaluateConfig
 
 Line = dict[str, Any]
 

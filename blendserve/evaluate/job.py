@@ -12,15 +12,15 @@ from typing import Any
 import torch
 
 from blendserve.config import Config, changed
-from blendserve.engine import Engine
+from blendserve.engine.engine import Engine
 from blendserve.errors import InputError
+from blendserve.evaluate.budget_use import spending
+from blendserve.evaluate.config import EvaluateConfig, settings_from
 from blendserve.evaluate.datasets import load
 from blendserve.evaluate.folder import RunFolder
-from blendserve.evaluate.plan import EvaluateConfig, settings_from
 from blendserve.evaluate.progress import watching
+from blendserve.evaluate.prompts import Setting, open_engine
 from blendserve.evaluate.runner import Runner
-from blendserve.evaluate.settings import Setting, open_engine
-from blendserve.evaluate.spending import spending
 from blendserve.evaluate.summary import Table, summarise
 from blendserve.provenance import environment
 
@@ -91,8 +91,8 @@ def evaluate(
 
 def _publish(folder: RunFolder, figures: dict[str, Any]) -> None:
     """Plots and page, made anew from what the run has kept."""
-    from blendserve.evaluate.plots import pareto
-    from blendserve.evaluate.report import render
+    from blendserve.evaluate.plots import pareto  # start-up: matplotlib
+    from blendserve.evaluate.report import render  # start-up: jinja2
 
     name = folder.path.name
     for format in ("svg", "png"):

@@ -17,17 +17,17 @@ from blendserve.blend.blender import Blender
 from blendserve.blend.policies.base import make_policy
 from blendserve.config import PromptConfig, changed
 from blendserve.core import Prompt, TokenIds
-from blendserve.decode import TextStream
-from blendserve.engine import Engine
+from blendserve.engine.engine import Engine
+from blendserve.engine.generation import TextStream
+from blendserve.engine.prompt import PromptBuilder
 from blendserve.errors import ConfigError, PromptTooLong
 from blendserve.evaluate.answers import Answered, Draw, answer, decisions, transformers_answer
 from blendserve.evaluate.fidelity import agreement, kl
 from blendserve.evaluate.folder import Line, RunFolder
 from blendserve.evaluate.formats import Example
 from blendserve.evaluate.metrics import exact_match, f1, rouge_l
-from blendserve.evaluate.settings import Context, Setting
+from blendserve.evaluate.prompts import Context, Setting
 from blendserve.evaluate.variants import FULL, TRANSFORMERS, Variant
-from blendserve.prompt import PromptBuilder
 from blendserve.store import ChunkKey
 
 Watch = Callable[[Line | None], None]

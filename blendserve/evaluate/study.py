@@ -31,17 +31,17 @@ from blendserve.blend.precompute import ChunkComputer
 from blendserve.blend.prefill import prefill
 from blendserve.config import BlendConfig, Config, DecodeConfig, changed
 from blendserve.core import Chunk, Prompt, TokenIds
-from blendserve.decode import generate
-from blendserve.engine import Engine
+from blendserve.engine.engine import Engine
+from blendserve.engine.generation import generate
+from blendserve.engine.prompt import PromptBuilder
 from blendserve.errors import InputError, PromptTooLong
 from blendserve.evaluate.answers import decisions
+from blendserve.evaluate.config import PROMPT, EvaluateConfig
 from blendserve.evaluate.datasets import load
 from blendserve.evaluate.fidelity import forced, kl, share
 from blendserve.evaluate.folder import Line, RunFolder
-from blendserve.evaluate.plan import PROMPT, EvaluateConfig
-from blendserve.evaluate.settings import Setting, open_engine
+from blendserve.evaluate.prompts import Setting, open_engine
 from blendserve.evaluate.variants import variants
-from blendserve.prompt import PromptBuilder
 from blendserve.provenance import environment
 from blendserve.registry import BENCHED, CORRECTIONS, POLICIES, REUSE, RULE, nearest
 from blendserve.retrieve import Embedder

@@ -45,6 +45,7 @@ def is_worthwhile(adapter: Adapter, new_tokens: int, n_caches: int = 1) -> bool:
 class ReplayedSteps:
     """Steps over caches, keys and values [B, L, K, T, D]: plainly at first, then by replay. For one thread."""
 
+    @torch.inference_mode()
     def __init__(
         self,
         adapter: Adapter,
@@ -96,16 +97,24 @@ class ReplayedSteps:
         return append_captured(self._adapter, self._keys, self._values, *self._rows)
 
 
+def decoding_steps(adapter: Adapter, cache: KVCache, used: int, new_tokens: int) -> Step:
+    """The steps of one answer over its cache, which holds `used` tokens; on a GPU, out of a graph where that pays."""
+    pays = is_worthwhile(adapter, new_tokens)
+    return replayed_steps(adapter, cache, used) if pays else plain_steps(adapter, cache)
+
+
 def plain_steps(adapter: Adapter, cache: KVCache) -> Step:
     """One request's steps, each launched kernel by kernel."""
     return lambda at, token: append(adapter, cache, at, (token,))[0]
 
 
 def replayed_steps(adapter: Adapter, cache: KVCache, used: int, capture: Capture = CudaGraph) -> Step:
-    """The same by replay; used: tokens that the cache holds already."""
-    steps = ReplayedSteps(adapter, cache.keys[None], cache.values[None], used, capture)
+    """The same by replay; nothing is made before the first one."""
+    steps: list[ReplayedSteps] = []
 
     def step(at: int, token: int) -> Tensor:
-        return steps([(0, at, token)], lambda: append(adapter, cache, at, (token,)))[0]
+        if not steps:
+            steps.append(ReplayedSteps(adapter, cache.keys[None], cache.values[None], used, capture))
+        return steps[0]([(0, at, token)], lambda: append(adapter, cache, at, (token,)))[0]
 
     return step

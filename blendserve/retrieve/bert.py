@@ -19,7 +19,7 @@ from blendserve.kernels import ops
 from blendserve.kernels.rows import plan_rows
 from blendserve.kernels.types import AttentionSpec
 from blendserve.retrieve.bert_folder import BertFolder
-from blendserve.retrieve.encoder import Kind, Window
+from blendserve.retrieve.encoder import Window
 
 TOKENS_A_THREAD = 1024  # in a batch: enough for a matmul, and what layers pass on stays in the caches
 
@@ -63,7 +63,7 @@ class Bert:
         return TOKENS_A_THREAD * torch.get_num_threads()
 
     @torch.inference_mode()
-    def encode(self, windows: Sequence[Window], kind: Kind) -> np.ndarray:
+    def encode(self, windows: Sequence[Window], of_question: bool) -> np.ndarray:
         """As Encoder says."""
         lengths = [len(window.ids) + self.overhead for window in windows]
         ids = chain.from_iterable((self._first, *window.ids.tolist(), self._last) for window in windows)

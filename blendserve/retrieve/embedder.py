@@ -19,7 +19,7 @@ import xxhash
 from blendserve.core import Passage
 from blendserve.errors import ModelError
 from blendserve.retrieve.bert_folder import BertFolder, is_plain_bert
-from blendserve.retrieve.encoder import Encoder, Kind, Window
+from blendserve.retrieve.encoder import Encoder, Window
 from blendserve.retrieve.kept import KeptVectors
 from blendserve.retrieve.precision import fastest
 
@@ -77,7 +77,7 @@ class Embedder:
         windows = list(self._cut([("", text) for text in texts]))
         vectors = np.zeros((len(texts), self.dimension), np.float32)
         owner = np.repeat(np.arange(len(texts)), [len(group) for group in windows])
-        np.add.at(vectors, owner, self._encode([w for group in windows for w in group], "document", progress))
+        np.add.at(vectors, owner, self._encode([w for group in windows for w in group], progress))
         return _unit(vectors)
 
     def embed_passages(
@@ -89,7 +89,7 @@ class Embedder:
         """
         windows = list(self._cut([(p.title, p.text) for p in passages]))
         flat = [window for group in windows for window in group]
-        return self._encode(flat, "document", progress, scratch), [len(group) for group in windows]
+        return self._encode(flat, progress, scratch), [len(group) for group in windows]
 
     def embed_question(self, question: str) -> np.ndarray:
         """The question's unit vector, [dimension] float32; over the limit, the mean of its windows'.
@@ -103,7 +103,7 @@ class Embedder:
         if len(question) > most or len(windows) > QUESTION_WINDOWS:
             *_, last = self._windows(question[-self._room * _CHARACTERS :])
             windows = [*windows[: QUESTION_WINDOWS - 1], last]
-        vector: np.ndarray = _unit(self._encode(windows, "query").sum(0, keepdims=True))[0]
+        vector: np.ndarray = _unit(self._encode(windows, of_question=True).sum(0, keepdims=True))[0]
         return vector
 
     def windows(self, text: str, title: str = "") -> list[str]:
@@ -157,19 +157,19 @@ class Embedder:
     def _encode(
         self,
         windows: Sequence[Window],
-        kind: Kind,
         progress: Progress | None = None,
         scratch: Path | None = None,
+        of_question: bool = False,
     ) -> np.ndarray:
         """Unit vectors, [n, dimension]."""
         vectors = np.zeros((len(windows), self.dimension), np.float32)
         with KeptVectors(
-            scratch, f"{self.fingerprint} {self.dtype} {kind}", vectors, [w.text for w in windows]
+            scratch, f"{self.fingerprint} {self.dtype}", vectors, [w.text for w in windows]
         ) as kept:
             todo = sorted(kept.missing, key=lambda n: -len(windows[n].ids))
             done = len(windows) - len(todo)
             for rows in self._batches(todo, windows):
-                vectors[rows] = _unit(self._encoder.encode([windows[n] for n in rows], kind))
+                vectors[rows] = _unit(self._encoder.encode([windows[n] for n in rows], of_question))
                 kept.append(rows)
                 done += len(rows)
                 if progress:

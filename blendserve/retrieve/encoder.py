@@ -7,14 +7,12 @@ library.py  every other model, and the reference for the first: sentence-transfo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-
-Kind = Literal["document", "query"]  # some models put another prompt before each
 
 
 class Window(NamedTuple):
@@ -37,5 +35,8 @@ class Encoder(Protocol):
     def batch_tokens(self) -> int:
         """How many tokens are read at once, so that memory is bounded."""
 
-    def encode(self, windows: Sequence[Window], kind: Kind) -> np.ndarray:
-        """[n, dimension] float32, of any length; fastest for windows of equal length side by side."""
+    def encode(self, windows: Sequence[Window], of_question: bool) -> np.ndarray:
+        """[n, dimension] float32, vectors of any length; fastest for windows of equal length side by side.
+
+        of_question: else of passages; some models put another prompt before each.
+        """

@@ -179,7 +179,7 @@ class VectorIndex:
     def save(self) -> None:
         """Write the index to its path; a kill at any moment leaves the old or the new one there.
 
-        Raises IndexError_ when the path cannot be written, or holds another index than the one opened.
+        Raises VectorIndexError when the path cannot be written, or holds another index than the one opened.
         """
         windows = Counter(self._owner.tolist())
         lines = [

@@ -10,7 +10,7 @@ import numpy as np
 from sentence_transformers import SentenceTransformer
 from tokenizers import Tokenizer
 
-from blendserve.retrieve.encoder import Kind, Window
+from blendserve.retrieve.encoder import Window
 
 _BATCH = 32  # texts
 
@@ -30,20 +30,20 @@ class Library:
         self.dimension = int(self._model.get_embedding_dimension() or 0)
         self.max_tokens = int(self._model.max_seq_length or tokenizer.model_max_length)
         prompts = max(
-            len(self.tokenizer.encode(self._prompt(kind), add_special_tokens=False).ids)
-            for kind in ("document", "query")
+            len(self.tokenizer.encode(self._prompt(of_question), add_special_tokens=False).ids)
+            for of_question in (False, True)
         )
         self.overhead = prompts + int(tokenizer.num_special_tokens_to_add())
         self.batch_tokens = _BATCH * self.max_tokens
         self.dtype = str(self._model.dtype).removeprefix("torch.")
 
-    def encode(self, windows: Sequence[Window], kind: Kind) -> np.ndarray:
+    def encode(self, windows: Sequence[Window], of_question: bool) -> np.ndarray:
         """As Encoder says; the library tokenises the texts again."""
         texts = [window.text for window in windows]
         vectors = self._model.encode(
-            texts, prompt=self._prompt(kind), batch_size=_BATCH, show_progress_bar=False
+            texts, prompt=self._prompt(of_question), batch_size=_BATCH, show_progress_bar=False
         )
         return np.asarray(vectors, np.float32).reshape(len(texts), self.dimension)
 
-    def _prompt(self, kind: str) -> str:
-        return (self._model.prompts or {}).get(kind) or ""
+    def _prompt(self, of_question: bool) -> str:
+        return (self._model.prompts or {}).get("query" if of_question else "document") or ""

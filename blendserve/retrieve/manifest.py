@@ -23,7 +23,7 @@ from typing import Literal
 import xxhash
 from filelock import FileLock, Timeout
 
-from blendserve.errors import IndexDamaged, IndexError_, IndexMismatch, IndexMissing
+from blendserve.errors import IndexDamaged, IndexMismatch, IndexMissing, VectorIndexError
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -90,7 +90,7 @@ def read_manifest(folder: Path) -> tuple[Manifest, str]:
             f"there is no index at {folder}: build one with `blendserve index build`"
         ) from None
     except OSError as error:
-        raise IndexError_(
+        raise VectorIndexError(
             f"index {folder} cannot be read ({error.strerror}): check its permissions"
         ) from None
     return _parse(raw, folder), _digest(raw)
@@ -107,14 +107,14 @@ def manifest_digest(folder: Path) -> str | None:
 def write(folder: Path, manifest: Manifest, files: Mapping[str, bytes], base: str | None) -> str:
     """Replace the index in `folder` as one and return the new manifest's digest; fills `manifest.files`.
 
-    `base` is the digest of the manifest that the change started from. Raises IndexError_ when the folder
+    `base` is the digest of the manifest that the change started from. Raises VectorIndexError when the folder
     cannot be written, or when the index there is no longer that one; either way it stays as it is.
     """
     sealed = {**asdict(manifest), "files": {name: _seal(content) for name, content in files.items()}}
     raw = json.dumps(sealed, indent=2).encode()
     with _writing(folder):
         if manifest_digest(folder) != base:
-            raise IndexError_(
+            raise VectorIndexError(
                 f"index {folder} was changed by another process meanwhile: open it again and repeat"
             )
         _finish(folder)
@@ -131,7 +131,7 @@ def _finish(folder: Path) -> None:
     """Step 3, also for a writer that was killed before it."""
     try:
         manifest, _ = read_manifest(folder)
-    except IndexError_:
+    except VectorIndexError:
         return  # nothing that could be finished
     for name, seal in manifest.files.items():
         new = folder / f"{name}.new"
@@ -148,9 +148,11 @@ def _writing(folder: Path) -> Iterator[None]:
         with FileLock(folder / ".lock", timeout=_LOCK_WAIT):
             yield
     except Timeout:
-        raise IndexError_(f"index {folder} is being written by another process: try again later") from None
+        raise VectorIndexError(
+            f"index {folder} is being written by another process: try again later"
+        ) from None
     except OSError as error:
-        raise IndexError_(
+        raise VectorIndexError(
             f"index {folder} cannot be written ({error.strerror}), what was there is unchanged: "
             f"make room or choose another folder"
         ) from None
@@ -164,7 +166,9 @@ def _content(folder: Path, name: str, manifest: Manifest) -> bytes:
         except FileNotFoundError:
             continue
         except OSError as error:
-            raise IndexError_(f"{path} cannot be read ({error.strerror}): check its permissions") from None
+            raise VectorIndexError(
+                f"{path} cannot be read ({error.strerror}): check its permissions"
+            ) from None
         if _seal(content) == manifest.files[name]:
             return content
     raise IndexDamaged(

@@ -56,7 +56,7 @@ def compare(encoders: Sequence[Bert]) -> tuple[list[float], list[float]]:
     for _ in range(TRIES):
         for n, encoder in enumerate(encoders):
             start = time.perf_counter()
-            found = encoder.encode(windows, "document")
+            found = encoder.encode(windows, of_question=False)
             seconds[n] = min(seconds[n], time.perf_counter() - start)
             vectors[n] = found / np.linalg.norm(found, axis=1, keepdims=True)
     return seconds, [float((unit * vectors[0]).sum(1).min()) for unit in vectors]

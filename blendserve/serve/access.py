@@ -1,4 +1,4 @@
-"""Who asks, and whether he may: for every route that is not about the server's health."""
+"""Who asks, and whether they may: for every route that is not about the server's health."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """Who asks, and what he may. None in collections = all; None in a limit = the server's."""
+    """Who asks, and what they may. None in collections = all; None in a limit = the server's."""
 
     name: str
     namespace: str = ""

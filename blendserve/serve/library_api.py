@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query
 
 from blendserve.core import Passage
-from blendserve.errors import InputError
+from blendserve.errors import InputError, NotFound
 from blendserve.retrieve import VectorIndex
 from blendserve.serve.access import ServiceArg, TenantArg
 from blendserve.serve.jobs import Job
@@ -25,7 +25,7 @@ router = APIRouter(prefix="/v1", tags=["documents and cache"])
 async def add(body: DocumentsRequest, service: ServiceArg, tenant: TenantArg) -> dict[str, Any]:
     """Add documents to a collection, or replace those with the same id: chunked, embedded and precomputed by a job."""
     tenant.require_writing()
-    name, index = service.library.one(tenant, body.collection)
+    name, index = service.collection(tenant, body.collection)
 
     async def run(job: Job) -> None:
         await _add(service, tenant, index, body.documents, job)
@@ -45,7 +45,7 @@ async def delete(
 ) -> dict[str, Any]:
     """Remove a document with its passages, vectors and KV."""
     tenant.require_writing()
-    name, index = service.library.one(tenant, collection)
+    name, index = service.collection(tenant, collection)
     passages = await service.on_retrieval(_delete, service, index, doc_id)
     return {"id": doc_id, "collection": name, "deleted": True, "passages": len(passages)}
 
@@ -89,13 +89,8 @@ async def stats(service: ServiceArg, tenant: TenantArg) -> dict[str, Any]:
     """Of this key's namespace alone."""
     found = await service.on_retrieval(service.engine.store.stats, tenant.namespace)
     values: dict[str, Any] = found.to_dict()
-    del (
-        values["path"],
-        values["cap_bytes"],
-        values["evictions"],
-        values["admissions_refused"],
-    )  # of all tenants
-    return values
+    of_all_tenants = {"path", "cap_bytes", "evictions", "admissions_refused"}
+    return {name: value for name, value in values.items() if name not in of_all_tenants}
 
 
 async def _add(
@@ -104,44 +99,32 @@ async def _add(
     """One document at a time, so that questions get their turn on the thread that searches."""
     new: list[Passage] = []
     for document in documents:
-        added, replaced = await service.on_retrieval(service.library.add, index, document.document())
-        await service.on_retrieval(_forget, service, replaced)
-        new += added
+        new += await service.on_retrieval(_add_one, service, index, document)
         job.documents += 1
     await _precompute(service, tenant, new, job)
 
 
+def _add_one(service: Service, index: VectorIndex, document: DocumentIn) -> list[Passage]:
+    return service.documents(index).add([document.document()])[1]
+
+
+def _delete(service: Service, index: VectorIndex, doc_id: str) -> list[Passage]:
+    deleted, passages = service.documents(index).delete(doc_id)
+    if not deleted:
+        raise NotFound(f"there is no document {doc_id!r} in this collection")
+    return passages
+
+
 async def _precompute(service: Service, tenant: Tenant, passages: Sequence[Passage], job: Job) -> None:
-    chunks = [ids for ids in dict.fromkeys(await service.on_retrieval(service.chunks, passages)) if ids]
+    found = await service.on_retrieval(service.engine.prompts.chunk_ids, passages)
+    chunks = [ids for ids in dict.fromkeys(found) if ids]
     job.chunks = len(chunks)
 
     def done(n: int) -> None:
         job.computed = n
 
-    await asyncio.wrap_future(service.upkeep.precompute(service.blender(tenant.namespace), chunks, done))
-
-
-def _delete(service: Service, index: VectorIndex, doc_id: str) -> list[Passage]:
-    """KV goes first, so that a kill in between leaves nothing behind that no document explains."""
-    _forget(service, [p for p in index.passages if p.doc_id == doc_id])
-    return service.library.delete(index, doc_id)
-
-
-def _forget(service: Service, gone: Sequence[Passage]) -> None:
-    """Delete the KV of passages from every namespace, except of texts that other passages share."""
-    texts = {_shown(p): p for p in gone}
-    for index in service.library.collections.values():
-        for passage in index.passages:
-            if passage not in gone:
-                texts.pop(_shown(passage), None)
-    chunks = service.chunks(list(texts.values()))
-    for namespace in service.namespaces() if chunks else ():
-        service.blender(namespace).forget(chunks, ())
-
-
-def _shown(passage: Passage) -> str:
-    """What of a passage stands in a prompt."""
-    return "\n".join(part.strip() for part in (passage.title, passage.text) if part.strip())
+    blender = service.batch.blender(tenant.namespace)
+    await asyncio.wrap_future(service.batch.background.precompute(blender, chunks, done))
 
 
 def _chosen(service: Service, tenant: Tenant, body: CacheRequest) -> list[Passage]:
@@ -150,7 +133,7 @@ def _chosen(service: Service, tenant: Tenant, body: CacheRequest) -> list[Passag
         if body.collection is not None or body.documents is not None:
             raise InputError("give either passages of your own, or a collection and its documents")
         return [Passage(p.text, p.title, p.id) for p in body.passages]
-    _, index = service.library.one(tenant, body.collection)
+    _, index = service.collection(tenant, body.collection)
     if body.documents is None:
         return index.passages
     wanted = set(body.documents)
@@ -158,5 +141,6 @@ def _chosen(service: Service, tenant: Tenant, body: CacheRequest) -> list[Passag
 
 
 def _keys(service: Service, tenant: Tenant, body: CacheRequest) -> list[ChunkKey]:
-    blender = service.blender(tenant.namespace)
-    return [blender.key(ids) for ids in service.chunks(_chosen(service, tenant, body)) if ids]
+    blender = service.batch.blender(tenant.namespace)
+    chunks = service.engine.prompts.chunk_ids(_chosen(service, tenant, body))
+    return [blender.key(ids) for ids in chunks if ids]

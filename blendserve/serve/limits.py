@@ -21,7 +21,7 @@ class Limits:
         self._buckets: dict[str, tuple[float, Clock]] = {}  # requests left, and since when
 
     def pay(self, tenant: Tenant) -> None:
-        """Count a request. Raises Busy when the tenant has had as many as he may."""
+        """Count a request. Raises Busy when the tenant has had as many as they may."""
         rate = tenant.max_per_minute or self._per_minute
         left, since = self._buckets.get(tenant.name, (float(rate), Clock()))
         left = min(float(rate), left + since.elapsed() * rate / 60)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -11,18 +10,13 @@ from prometheus_client.registry import Collector
 
 from blendserve.core import BlendReport
 from blendserve.store import KVStore
-from blendserve.timing import Clock
-
-if TYPE_CHECKING:
-    from blendserve.serve.work import Work
-    from blendserve.serve.writing import Writing
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 10.0, 30.0, 60.0)
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
 
 
 class Metrics:
-    """All figures of one server, in a registry of its own."""
+    """All figures of one server, in a registry of its own. An Observer of the scheduler."""
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
@@ -67,10 +61,10 @@ class Metrics:
     def answered(self, route: str, status: int) -> None:
         self._requests.labels(route, str(status)).inc()
 
-    def dequeued(self, work: Work) -> None:
-        self._queue.labels(work.blend.method).observe(work.queued.elapsed())
+    def dequeued(self, method: str, seconds: float) -> None:
+        self._queue.labels(method).observe(seconds)
 
-    def prefilled(self, report: BlendReport, clock: Clock) -> None:
+    def prefilled(self, report: BlendReport, loading: float) -> None:
         for kind, n in (
             ("exact", report.tokens_exact),
             ("reused", report.tokens_reused),
@@ -83,18 +77,13 @@ class Metrics:
         self._chunks.labels("miss").inc(report.chunks_missing)
         self._chunks.labels("corrupt").inc(report.chunks_corrupt)
         self._loaded.inc(report.bytes_loaded)
-        self._load_s.inc(clock.seconds["load"])
+        self._load_s.inc(loading)
 
     def step(self, batch: int) -> None:
         self._batch.observe(batch)
 
-    def token(self, writing: Writing, first: bool) -> None:
-        method = writing.report.method
-        if first:
-            self._ttft.labels(method).observe(writing.work.clock.elapsed())
-        else:
-            self._gap.labels(method).observe(writing.since_token.elapsed())
-        writing.since_token = Clock()
+    def token(self, method: str, seconds: float, first: bool) -> None:
+        (self._ttft if first else self._gap).labels(method).observe(seconds)
         self._new_tokens.inc()
 
 

@@ -12,13 +12,13 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from blendserve.core import Answer, Passage
+from blendserve.engine.prompt import Turn
+from blendserve.engine.queued import Finished, Piece
 from blendserve.errors import InputError, NotFound
 from blendserve.serve.access import ServiceArg, TenantArg
-from blendserve.serve.conversation import Turn
-from blendserve.serve.replying import reply
+from blendserve.serve.replies import make_ask, reply
 from blendserve.serve.schema import ChatRequest, CompletionRequest, Extras, Message, Neutral
 from blendserve.serve.service import Answering, Ask, Service
-from blendserve.serve.work import Finished, Piece
 
 router = APIRouter(prefix="/v1", tags=["OpenAI"])
 
@@ -47,26 +47,21 @@ async def complete(
 @router.get("/models")
 async def models(service: ServiceArg, tenant: TenantArg) -> dict[str, Any]:
     """The reader, and the collections that this key may use."""
-    return {"object": "list", "data": [_model(service, service.library.visible(tenant))]}
+    return {"object": "list", "data": [_model(service, service.collections(tenant))]}
 
 
 @router.get("/models/{model:path}")
 async def model(model: str, service: ServiceArg, tenant: TenantArg) -> dict[str, Any]:
     """The reader."""
     _check_model(service, model)
-    return _model(service, service.library.visible(tenant))
+    return _model(service, service.collections(tenant))
 
 
 def _model(service: Service, collections: list[str]) -> dict[str, Any]:
     reader = service.engine.reader
-    extras = {"collections": collections, "slot_tokens": service.slots.tokens}
-    return {
-        "id": reader.name,
-        "object": "model",
-        "created": 0,
-        "owned_by": "blendserve",
-        "x_blendserve": extras,
-    }
+    extras = {"collections": collections, "slot_tokens": service.batch.slots.tokens}
+    names = {"id": reader.name, "object": "model", "created": 0, "owned_by": "blendserve"}
+    return {**names, "x_blendserve": extras}
 
 
 def _check_model(service: Service, name: str) -> None:
@@ -80,16 +75,7 @@ def _turn(message: Message) -> Turn:
 
 def _ask(service: Service, body: Neutral, question: str, turns: tuple[Turn, ...] = ()) -> Ask:
     _check_model(service, body.model)
-    extras = body.x_blendserve or Extras()
-    return Ask(
-        question=question,
-        turns=turns,
-        passages=extras.own_passages(),
-        collections=None if extras.collections is None else tuple(extras.collections),
-        top_k=extras.top_k,
-        blend=body.blend(extras),
-        decode=body.decode(),
-    )
+    return make_ask(question, body, body.x_blendserve or Extras(), turns)
 
 
 class _Shape:
@@ -111,44 +97,28 @@ class _Shape:
         raise NotImplementedError
 
     def whole(self, answering: Answering, answer: Answer) -> dict[str, Any]:
-        choice = {
-            "index": 0,
-            **self.said(answer.text),
-            "finish_reason": answer.finish_reason,
-            "logprobs": None,
-        }
+        frame = self._frame(self.kind, self.said(answer.text), answer.finish_reason)
         extras = {"passages": _passages(answer.passages), **_figures(answer)}
-        return {
-            **self._frame(self.kind, [choice]),
-            "usage": _usage(answering, answer),
-            "x_blendserve": extras,
-        }
+        return {**frame, "usage": _usage(answering, answer), "x_blendserve": extras}
 
     async def events(self, answering: Answering) -> AsyncIterator[dict[str, Any] | str]:
-        first = self._chunk(self.piece("", first=True))
+        first = self._frame(self.chunk_kind, self.piece("", first=True))
         yield {**first, "x_blendserve": {"passages": _passages(answering.passages)}}
         async for event in answering.events():
             if isinstance(event, Piece):
-                yield self._chunk(self.piece(event.text, first=False))
+                yield self._frame(self.chunk_kind, self.piece(event.text, first=False))
             elif isinstance(event, Finished):
-                last = self._chunk(self.piece(None, first=False), event.answer.finish_reason)
+                piece, reason = self.piece(None, first=False), event.answer.finish_reason
+                last = self._frame(self.chunk_kind, piece, reason)
                 yield {**last, "x_blendserve": _figures(event.answer)}
                 if self._usage:
-                    yield {**self._frame(self.chunk_kind, []), "usage": _usage(answering, event.answer)}
+                    yield {**last, "choices": [], "usage": _usage(answering, event.answer)}
         yield "[DONE]"
 
-    def _chunk(self, piece: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
-        choice = {"index": 0, **piece, "finish_reason": reason, "logprobs": None}
-        return self._frame(self.chunk_kind, [choice])
-
-    def _frame(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {
-            "id": self._id,
-            "object": kind,
-            "created": self._created,
-            "model": self._model,
-            "choices": choices,
-        }
+    def _frame(self, kind: str, said: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
+        choice = {"index": 0, **said, "finish_reason": reason, "logprobs": None}
+        names = {"id": self._id, "object": kind, "created": self._created, "model": self._model}
+        return {**names, "choices": [choice]}
 
 
 class _Chat(_Shape):
@@ -182,11 +152,10 @@ def _figures(answer: Answer) -> dict[str, Any]:
 
 def _usage(answering: Answering, answer: Answer) -> dict[str, Any]:
     """Cached: tokens of the prompt whose KV was not computed for this request."""
-    assert answering.started is not None
     prompt, new = answering.prompt_tokens, len(answer.token_ids)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": new,
         "total_tokens": prompt + new,
-        "prompt_tokens_details": {"cached_tokens": answering.started.cached},
+        "prompt_tokens_details": {"cached_tokens": answering.cached_tokens},
     }

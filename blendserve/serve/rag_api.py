@@ -10,11 +10,11 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from blendserve.core import Answer
+from blendserve.engine.queued import Finished, Piece
 from blendserve.serve.access import ServiceArg, TenantArg
-from blendserve.serve.replying import reply
+from blendserve.serve.replies import make_ask, reply
 from blendserve.serve.schema import RagRequest
-from blendserve.serve.service import Answering, Ask
-from blendserve.serve.work import Finished, Piece
+from blendserve.serve.service import Answering
 
 router = APIRouter(prefix="/v1/rag", tags=["RAG"])
 
@@ -22,20 +22,12 @@ router = APIRouter(prefix="/v1/rag", tags=["RAG"])
 @router.post("/query")
 async def query(body: RagRequest, request: Request, service: ServiceArg, tenant: TenantArg) -> Response:
     """Text, passages, report and timings; streamed: the passages first, then text, at last the figures."""
-    ask = Ask(
-        question=body.question,
-        passages=body.own_passages(),
-        collections=None if body.collections is None else tuple(body.collections),
-        top_k=body.top_k,
-        blend=body.blend(body),
-        decode=body.decode(),
-    )
+    ask = make_ask(body.question, body, body)
     return await reply(request, service, tenant, ask, _whole, _events if body.stream else None)
 
 
 def _whole(answering: Answering, answer: Answer) -> dict[str, Any]:
-    assert answering.started is not None
-    return {**answer.to_dict(), "cached_tokens": answering.started.cached}
+    return {**answer.to_dict(), "cached_tokens": answering.cached_tokens}
 
 
 async def _events(answering: Answering) -> AsyncIterator[dict[str, Any] | str]:

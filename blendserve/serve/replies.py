@@ -1,4 +1,4 @@
-"""Responses: errors in OpenAI's shape, events as SSE, and requests whose client has gone."""
+"""Responses: whole or streamed, errors in OpenAI's shape, events as SSE, and requests whose client has gone."""
 
 from __future__ import annotations
 
@@ -6,24 +6,32 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import ExitStack
 from typing import Any, TypeVar
 
 from fastapi import Request
-from starlette.responses import JSONResponse, StreamingResponse
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from blendserve.core import Answer
+from blendserve.engine.prompt import Turn
 from blendserve.errors import (
     BlendserveError,
     Busy,
-    IndexError_,
     NotAllowed,
     NotAuthenticated,
     NotFound,
     Stopping,
     StoreError,
+    VectorIndexError,
 )
+from blendserve.serve.keys import Tenant
+from blendserve.serve.schema import Extras, Sampling
+from blendserve.serve.service import Answering, Ask, Service
 
 T = TypeVar("T")
+Whole = Callable[[Answering, Answer], dict[str, Any]]
+Events = Callable[[Answering], AsyncIterator["dict[str, Any] | str"]]
 
 # error -> status and OpenAI's type and code; the first that fits; what is not here is the request's fault
 STATUS: tuple[tuple[type[Exception], int, str, str | None], ...] = (
@@ -33,7 +41,7 @@ STATUS: tuple[tuple[type[Exception], int, str, str | None], ...] = (
     (Busy, 429, "rate_limit_error", "rate_limit_exceeded"),
     (Stopping, 503, "server_error", "shutting_down"),
     (StoreError, 503, "server_error", "store_unavailable"),
-    (IndexError_, 503, "server_error", "index_unavailable"),
+    (VectorIndexError, 503, "server_error", "index_unavailable"),
     (BlendserveError, 400, "invalid_request_error", None),
 )
 GONE = 499  # nobody reads it
@@ -43,6 +51,37 @@ log = logging.getLogger(__name__)
 
 class ClientGone(Exception):
     """The client has closed the connection."""
+
+
+def make_ask(question: str, body: Sampling, extras: Extras, turns: tuple[Turn, ...] = ()) -> Ask:
+    """What a body asks for."""
+    return Ask(
+        question=question,
+        turns=turns,
+        passages=extras.own_passages(),
+        collections=None if extras.collections is None else tuple(extras.collections),
+        top_k=extras.top_k,
+        blend=body.blend(extras),
+        decode=body.decode(),
+    )
+
+
+async def reply(
+    request: Request, service: Service, tenant: Tenant, ask: Ask, whole: Whole, events: Events | None
+) -> Response:
+    """Ask, and answer by `whole`, or by `events` where they are given. Raises BlendserveErrors and ClientGone.
+
+    Events begin as soon as the request is queued, so that its passages are seen while it waits and is prefilled.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(service.limits.one(tenant))
+        if service.serve.log_text:
+            request.state.text = ask.question
+        answering = await while_connected(request, service.ask(tenant, ask))
+        stack.callback(answering.cancel)
+        if events is None:
+            return JSONResponse(whole(answering, await while_connected(request, answering.answer())))
+        return EventStream(events(answering), stack.pop_all().close)
 
 
 def error_body(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:

@@ -14,12 +14,12 @@ from types import FrameType
 import uvicorn
 
 from blendserve.config import Config as EngineConfig
-from blendserve.engine import Engine, Say
+from blendserve.engine.engine import Engine, Say
+from blendserve.engine.library import Library
 from blendserve.serve import logs
 from blendserve.serve.app import make_app
-from blendserve.serve.library import Library
+from blendserve.serve.config import Config, ServeConfig, check_binding
 from blendserve.serve.service import Service
-from blendserve.serve.settings import Config, ServeConfig, check_binding
 
 
 def serve(settings: Config, indexes: Sequence[str], say: Say) -> None:
@@ -27,7 +27,9 @@ def serve(settings: Config, indexes: Sequence[str], say: Say) -> None:
     check_binding(settings.serve)
     config = EngineConfig(**settings.model_dump(exclude={"serve"}))
     with Engine.open(indexes[0], config, say) as engine:
-        run(engine, Library.open(engine, indexes), settings.serve, say)
+        assert engine.index is not None
+        library = Library.open(engine.index, indexes, engine.prompts)
+        run(engine, library, settings.serve, say)
 
 
 def run(engine: Engine, library: Library, serve: ServeConfig, say: Say) -> None:

@@ -4,55 +4,44 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
 import secrets
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from blendserve.blend.blender import Blender
-from blendserve.blend.policies.base import make_policy
-from blendserve.config import changed
-from blendserve.core import Answer, ChunkKV, Passage, Prompt, TokenIds
-from blendserve.engine import Engine
-from blendserve.errors import InputError
-from blendserve.serve.conversation import ChatBuilder, Heads, Turn
+from blendserve.core import Answer, Passage
+from blendserve.engine.batching import BatchEngine
+from blendserve.engine.engine import Engine
+from blendserve.engine.library import Documents, Library
+from blendserve.engine.queued import Event, Failed, Finished, QueuedRequest, Started
+from blendserve.engine.request import Options, Request
+from blendserve.engine.scheduler import Scheduler
+from blendserve.errors import InputError, NotFound
+from blendserve.retrieve import VectorIndex
+from blendserve.serve.config import ServeConfig
 from blendserve.serve.jobs import Jobs
 from blendserve.serve.keys import KeyFile, Tenant
-from blendserve.serve.library import Library
 from blendserve.serve.limits import Limits
 from blendserve.serve.metrics import Metrics
-from blendserve.serve.scheduler import Scheduler
-from blendserve.serve.settings import ServeConfig
-from blendserve.serve.sharing import SharedLoads
-from blendserve.serve.slots import Slots
-from blendserve.serve.upkeep import Upkeep
-from blendserve.serve.work import Event, Failed, Finished, Front, Started, Work
 from blendserve.timing import Clock
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """What a client wants to know. None = as the server is set up."""
+class Ask(Request):
+    """What a client wants to know."""
 
-    question: str
-    turns: tuple[Turn, ...] = ()  # before the question
-    passages: tuple[Passage, ...] | None = None  # the client's own; None = retrieved
-    collections: tuple[str, ...] | None = None
-    top_k: int | None = None
-    blend: dict[str, Any] = field(default_factory=dict)
-    decode: dict[str, Any] = field(default_factory=dict)
+    collections: tuple[str, ...] | None = None  # None = all that the client may use
 
 
 class Answering:
-    """A question on its way. Leave `async with` early, and it is cancelled."""
+    """A question on its way; `cancel` it when nobody waits any more."""
 
-    def __init__(self, scheduler: Scheduler, work: Work, events: asyncio.Queue[Event]) -> None:
-        self._scheduler, self._work, self._events = scheduler, work, events
-        self.passages, self.prompt_tokens = work.passages, len(work.prompt)
-        self.started: Started | None = None  # not before prefill is done
+    def __init__(self, scheduler: Scheduler, request: QueuedRequest, events: asyncio.Queue[Event]) -> None:
+        self._scheduler, self._request, self._events = scheduler, request, events
+        self.passages, self.prompt_tokens = request.plan.passages, len(request.plan.prompt)
+        self.cached_tokens = 0  # of the prompt; known when prefill is done
 
     async def events(self) -> AsyncIterator[Event]:
         """Started when prefill is done, pieces, and at last Finished. Raises what the request failed with."""
@@ -61,7 +50,7 @@ class Answering:
             if isinstance(event, Failed):
                 raise event.error
             if isinstance(event, Started):
-                self.started = event
+                self.cached_tokens = event.cached
             yield event
             if isinstance(event, Finished):
                 return
@@ -75,41 +64,32 @@ class Answering:
 
     def cancel(self) -> None:
         """Free its slot at once; harmless when it has finished."""
-        self._scheduler.cancel(self._work)
+        self._scheduler.cancel(self._request)
 
 
 class Service:
-    """One engine, its scheduler and its collections. Raises ModelUnsupported for a reader that fails the gate."""
+    """One engine and its collections. Raises ModelUnsupported for a reader that fails the gate."""
 
     def __init__(self, engine: Engine, library: Library, serve: ServeConfig) -> None:
-        engine.gate.require()
         self.engine, self.library, self.serve = engine, library, serve
         self.keys = KeyFile(serve.keys) if serve.keys else None
         if self.keys:
             self.keys.tenants()  # a missing or damaged file is an error of the start, not of the first request
-        self.limits = Limits(serve.max_concurrent, serve.max_per_minute)
-        # One thread encodes while another decodes, and a tokenizer keeps settings of the last call.
-        decoding = replace(engine.reader, tokenizer=copy.deepcopy(engine.reader.tokenizer))
-        adapter = engine.reader.adapter
-        room = serve.slot_tokens or adapter.context_limit
-        self.slots = Slots(adapter, serve.slots, min(room, adapter.context_limit))
+        self.limits, self.jobs = Limits(serve.max_concurrent, serve.max_per_minute), Jobs()
         self.metrics = Metrics()
-        self._store = SharedLoads(engine.store, round(serve.share_mb * 1e6))
-        self.scheduler = Scheduler(
-            decoding,
-            self.slots,
-            serve.queue,
-            serve.gap_ms / 1e3,
-            serve.prefill_share,
+        self.batch = BatchEngine(
+            engine,
             self.metrics,
-            self._store,
+            slots=serve.slots,
+            slot_tokens=serve.slot_tokens,
+            queue=serve.queue,
+            gap_s=serve.gap_ms / 1e3,
+            prefill_share=serve.prefill_share,
+            share_bytes=round(serve.share_mb * 1e6),
+            prefix_bytes=round(serve.conversations_mb * 1e6),
         )
+        self.scheduler = self.batch.scheduler
         self.metrics.watch(lambda: self.scheduler.load, serve.slots, engine.store)
-        self.upkeep, self.jobs = Upkeep(self.scheduler), Jobs()
-        self._chats = ChatBuilder(engine.prompts, engine.reader.tokenizer, engine.config.prompt)
-        self._heads = Heads(adapter, self.scheduler.pause, round(serve.conversations_mb * 1e6))
-        self._base: ChunkKV | None = None
-        self._blenders: dict[str, Blender] = {}
         self._preparing = 0
         self.retrieval = ThreadPoolExecutor(1, thread_name_prefix="retrieval")
 
@@ -139,72 +119,51 @@ class Service:
         clock = Clock()
         self._preparing += 1
         try:
-            work = await self.on_retrieval(self._prepare, tenant, ask, emit, clock)
+            request = await self.on_retrieval(self._planned, tenant, ask, emit, clock)
         finally:
             self._preparing -= 1
-        self.scheduler.submit(work)
-        return Answering(self.scheduler, work, events)
+        self.scheduler.submit(request)
+        return Answering(self.scheduler, request, events)
 
     async def on_retrieval(self, call: Any, *args: Any) -> Any:
         """Run something on the thread that may touch indexes."""
         return await asyncio.get_running_loop().run_in_executor(self.retrieval, partial(call, *args))
 
-    def blender(self, namespace: str) -> Blender:
-        """Reads and writes one namespace of the store. Its passes are for the model's thread."""
-        if namespace not in self._blenders:
-            self._blenders[namespace] = self.engine.blender.like(self._store, namespace, self.scheduler.pause)
-        return self._blenders[namespace]
+    def collections(self, tenant: Tenant) -> list[str]:
+        """Those that a tenant may use."""
+        return [name for name in self.library.collections if tenant.may_use(name)]
 
-    def namespaces(self) -> set[str]:
-        """All in which KV may lie: of the keys, and the engine's own."""
-        own = {self.engine.config.store.namespace, *self._blenders}
-        return own | (self.keys.namespaces() if self.keys else set())
+    def collection(self, tenant: Tenant, name: str | None) -> tuple[str, VectorIndex]:
+        """A collection by name, or the tenant's only one. Raises InputError; NotFound, also for another tenant's."""
+        theirs = self.collections(tenant)
+        if name is None and len(theirs) != 1:
+            raise InputError(f"name a collection: {', '.join(theirs) or 'this API key has none'}")
+        name = theirs[0] if name is None else name
+        if name not in theirs:
+            raise NotFound(f"there is no collection {name!r}: this API key has {', '.join(theirs) or 'none'}")
+        return name, self.library.collections[name]
 
-    def chunks(self, passages: Sequence[Passage]) -> list[TokenIds]:
-        """As they stand in prompts."""
-        return [self.engine.prompts.chunk(p).ids for p in passages]
+    def documents(self, index: VectorIndex) -> Documents:
+        """Those of a collection, whose KV may lie in every key's namespace. For the thread that may touch indexes."""
+        namespaces = self.batch.namespaces | (self.keys.namespaces() if self.keys else set())
+        others = [other for other in self.library.collections.values() if other is not index]
+        return Documents(index, self.engine.prompts, [self.batch.blender(n) for n in namespaces], others)
 
-    def _prepare(self, tenant: Tenant, ask: Ask, emit: Callable[[Event], None], clock: Clock) -> Work:
+    def _planned(
+        self, tenant: Tenant, ask: Ask, emit: Callable[[Event], None], clock: Clock
+    ) -> QueuedRequest:
         """What takes checking, searching and tokenising."""
-        config = self.engine.config
-        blend = changed(config.blend, **ask.blend)
-        decode = changed(config.decode, **_seeded(ask.decode))
-        make_policy(blend).validate(self.engine.reader.adapter.n_layers)
-        if not ask.question.strip():
-            raise InputError("the question is empty: ask something")
-        with clock.stage("retrieve"):
-            passages = self._passages(tenant, ask)
-        prompt = self._chats.build(ask.turns, ask.question, passages)
-        blender = self.blender(tenant.namespace)
-        own_head = prompt.prefix != self.engine.prompts.prefix and blend.method != "full"
-        return Work(
-            tenant=tenant.name,
-            prompt=prompt,
-            passages=passages,
-            blend=blend,
-            decode=decode,
-            blender=blender,
-            emit=emit,
-            keys=frozenset(blender.key(chunk.ids) for chunk in prompt.chunks if len(chunk)),
-            front=partial(self._front, tenant.namespace, prompt) if own_head else None,
-            missed=partial(self.upkeep.remember, blender) if config.store.write_back else None,
-            clock=clock,
-        )
+        search = partial(self._search, tenant, ask.collections)
+        plan = self.engine.plan(replace(ask, decode=_seeded(ask.decode)), search, clock)
+        return self.batch.queued(plan, emit, tenant.name, tenant.namespace)
 
-    def _passages(self, tenant: Tenant, ask: Ask) -> tuple[Passage, ...]:
-        if ask.passages is not None:
-            return ask.passages
-        top_k = ask.top_k or self.engine.config.retrieve.top_k
-        return tuple(self.library.search(tenant, ask.question, ask.collections, top_k))
-
-    def _front(self, namespace: str, prompt: Prompt) -> Front:
-        """KV of a conversation so far. On the model's thread."""
-        base = self.engine.prompts.prefix
-        if self._base is None:
-            self._base = self.blender("").computer(()).compute([base])[0]
-        return self._heads.front(namespace, prompt.prefix, base, self._base)
+    def _search(
+        self, tenant: Tenant, names: tuple[str, ...] | None, question: str, top_k: int
+    ) -> list[Passage]:
+        wanted = self.collections(tenant) if names is None else dict.fromkeys(names)
+        return self.library.search([self.collection(tenant, n)[0] for n in wanted], question, top_k)
 
 
-def _seeded(decode: dict[str, Any]) -> dict[str, Any]:
+def _seeded(decode: Options) -> dict[str, Any]:
     """Sampling without a seed is to differ from time to time."""
     return {"seed": secrets.randbits(31)} | {k: v for k, v in decode.items() if v is not None}

@@ -135,7 +135,7 @@ class KVStore(ABC):
 
         At the cap others are evicted in the same transaction. Without `pin` that happens only if the store's
         admission policy thinks this chunk the better one: False means that it does not, and nothing has changed.
-        With `pin` the chunk is let in always and never evicted; a pinned chunk stays pinned when it is put again.
+        With `pin` the chunk is always admitted and never evicted; a pinned chunk stays pinned when it is put again.
         Raises StoreFull, StoreUnavailable.
         """
 
@@ -229,9 +229,9 @@ def stats_of(
     )
 
 
-def full(store: str, held: int, more: int, cap_bytes: int) -> StoreFull:
-    """The error of a chunk that finds no room."""
+def full(store: str, stored: int, more: int, cap_bytes: int) -> StoreFull:
+    """The error of a chunk that does not fit under the cap."""
     return StoreFull(
-        f"{store} is at its cap: {held:,} bytes and {more:,} more exceed {cap_bytes:,}, and what is there may not be "
+        f"{store} is at its cap: {stored:,} bytes and {more:,} more exceed {cap_bytes:,}, and what is there may not be "
         "evicted. Raise store.cap_gb, or unpin or delete chunks"
     )

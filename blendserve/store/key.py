@@ -1,11 +1,11 @@
 """The name of a chunk's KV: a keyed hash of everything the tensors depend on, and of nothing else.
 
-    key = tag(namespace)                                                                 8 bytes
-        + blake2b(model fingerprint, ids behind, ids, dtype; keyed by the namespace)    20 bytes
+    key = tag(namespace)                                                                8 bytes
+        + blake2b(model fingerprint, context ids, ids, dtype; keyed by the namespace)   20 bytes
 
-A file path, a passage id or a position never enters: equal text read by an equal model behind equal tokens
+A file path, a passage id or a position never enters: equal text read by an equal model in an equal context
 is equal KV. A tenant's namespace keys the hash, so that the same text under two namespaces has unrelated
-keys. The tag in front says whose a stored chunk is without naming him; it keeps a tenant's chunks together
+keys. The tag in front says whose a stored chunk is without naming them; it keeps a tenant's chunks together
 in an ordered store.
 """
 
@@ -24,12 +24,12 @@ KEY_BYTES = TAG_BYTES + DIGEST_BYTES
 
 
 def chunk_key(
-    fingerprint: str, behind: Sequence[int], ids: Sequence[int], dtype: str, namespace: str = ""
+    fingerprint: str, kv_context: Sequence[int], ids: Sequence[int], dtype: str, namespace: str = ""
 ) -> ChunkKey:
-    """The key of chunk `ids`, computed behind the tokens `behind` in `dtype` by the model `fingerprint`."""
+    """The key of chunk `ids`, computed after the tokens `kv_context` in `dtype` by the model `fingerprint`."""
     secret = hashlib.blake2b(namespace.encode(), digest_size=32, person=b"blendserve.ns.1").digest()
     digest = hashlib.blake2b(key=secret, digest_size=DIGEST_BYTES, person=b"blendserve.kv.1")
-    for field in (fingerprint.encode(), _bytes_of(behind), _bytes_of(ids), dtype.encode()):
+    for field in (fingerprint.encode(), _bytes_of(kv_context), _bytes_of(ids), dtype.encode()):
         digest.update(len(field).to_bytes(8, "little"))  # no two lists of fields give the same bytes
         digest.update(field)
     return namespace_tag(namespace) + digest.digest()

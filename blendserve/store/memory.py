@@ -16,7 +16,7 @@ from blendserve.core import ChunkKV
 from blendserve.errors import StoreFull
 from blendserve.store.base import KVStore, StoreStats, VerifyReport, full, stats_of
 from blendserve.store.key import ChunkKey, namespace_tag
-from blendserve.store.policies import Admission, Always, Eviction, Held, Policies, Refuse
+from blendserve.store.policies import Admission, Always, Candidate, Eviction, Policies, Refuse
 from blendserve.store.record import validate_kv
 from blendserve.store.traffic import Traffic, add_up
 
@@ -163,17 +163,17 @@ class MemoryStore(KVStore):
             self._pins.clear()
 
     def _admitted(self, key: ChunkKey, n_bytes: int) -> bool:
-        """Whether a chunk on demand is worth its victims. Raises StoreFull when none could make room for it."""
+        """Whether a chunk on demand is worth its victims. Raises StoreFull when it cannot be had at any price."""
         victims = [] if key in self._chunks else self._victims(key, n_bytes)
         if not victims or self._admission.admits(key, n_bytes, victims, len(self._chunks)):
             return True
         self._traffic.count(key, "refused")
         return False
 
-    def _victims(self, key: ChunkKey, n_bytes: int) -> list[Held]:
+    def _victims(self, key: ChunkKey, n_bytes: int) -> list[Candidate]:
         self._settle()
         free = [k for k in self._chunks if k != key and k not in self._pins]
-        oldest = [Held(k, self._chunks[k].n_bytes) for k in sorted(free, key=self._used.__getitem__)]
+        oldest = [Candidate(k, self._chunks[k].n_bytes) for k in sorted(free, key=self._used.__getitem__)]
         others = sum(chunk.n_bytes for k, chunk in self._chunks.items() if k != key)
         victims = self._eviction.victims(oldest, others + n_bytes - self.cap_bytes)
         if victims is None:

@@ -1,7 +1,7 @@
 """What happens at the cap: which chunks go (eviction), and whether a new one is worth them (admission).
 
 A store asks both and drops what it is told to. Pinned chunks (precomputed corpora) are never offered for eviction, so
-requests on demand cannot push them out, and admission is never asked about them. While there is room, everything is
+requests on demand cannot push them out, and admission is never asked about them. Below the cap everything is
 stored.
 """
 
@@ -20,7 +20,7 @@ from blendserve.store.key import ChunkKey
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class Candidate:
     """A stored chunk that may be dropped."""
 
     key: ChunkKey
@@ -30,7 +30,7 @@ class Held:
 class Eviction(Protocol):
     """Chooses victims."""
 
-    def victims(self, oldest_first: Iterable[Held], needed: int) -> list[Held] | None:
+    def victims(self, oldest_first: Iterable[Candidate], needed: int) -> list[Candidate] | None:
         """Chunks of at least `needed` bytes together; None when they cannot be had, which is StoreFull."""
         ...
 
@@ -38,55 +38,55 @@ class Eviction(Protocol):
 class LRU:
     """The least recently used go first, as few as are needed."""
 
-    def victims(self, oldest_first: Iterable[Held], needed: int) -> list[Held] | None:
-        chosen: list[Held] = []
-        for held in oldest_first:
+    def victims(self, oldest_first: Iterable[Candidate], needed: int) -> list[Candidate] | None:
+        chosen: list[Candidate] = []
+        for candidate in oldest_first:
             if needed <= 0:
                 break
-            chosen.append(held)
-            needed -= held.n_bytes
+            chosen.append(candidate)
+            needed -= candidate.n_bytes
         return chosen if needed <= 0 else None
 
 
 class Refuse:
     """Nothing goes: a full store is full. The plain variant."""
 
-    def victims(self, oldest_first: Iterable[Held], needed: int) -> list[Held] | None:
+    def victims(self, oldest_first: Iterable[Candidate], needed: int) -> list[Candidate] | None:
         return [] if needed <= 0 else None
 
 
 class Admission(Protocol):
     """Sees every request for a chunk, decides at the cap."""
 
-    def saw(self, key: ChunkKey) -> None:
+    def record_access(self, key: ChunkKey) -> None:
         """A request asked for this chunk, whether it was there or not."""
         ...
 
-    def admits(self, key: ChunkKey, n_bytes: int, victims: Sequence[Held], n_chunks: int) -> bool:
+    def admits(self, key: ChunkKey, n_bytes: int, victims: Sequence[Candidate], n_chunks: int) -> bool:
         """Whether to store the chunk at the price of the victims; `n_chunks` are in the store now."""
         ...
 
 
 class Always:
-    """Everything is let in: the plain variant. One pass over novel chunks then flushes the store."""
+    """Everything is admitted: the plain variant. One pass over novel chunks then flushes the store."""
 
-    def saw(self, key: ChunkKey) -> None:
+    def record_access(self, key: ChunkKey) -> None:
         pass
 
-    def admits(self, key: ChunkKey, n_bytes: int, victims: Sequence[Held], n_chunks: int) -> bool:
+    def admits(self, key: ChunkKey, n_bytes: int, victims: Sequence[Candidate], n_chunks: int) -> bool:
         return True
 
 
 class TinyLFU:
-    """Let in what was asked for more often than what would go (Einziger, Friedman, Manes: TinyLFU, 1512.00727).
+    """Admit what was asked for more often than what would go (Einziger, Friedman, Manes: TinyLFU, 1512.00727).
 
     How often is an estimate over the last requests, in constant memory: a count-min sketch of four rows whose
     counters saturate at 15, behind a doorkeeper (a Bloom filter that holds whatever was asked for once). After ten
-    requests per stored chunk all counters are halved and the doorkeeper is emptied, so that fame fades.
+    requests per stored chunk all counters are halved and the doorkeeper is emptied, so that popularity fades.
 
     Chunks differ in size, and a hit saves work in proportion to it; so what is compared is frequency x bytes, of the
-    chunk against the sum over its victims. Ties keep what is there. Kept in this process only: after a restart
-    nothing is known of either side, and a chunk asked for once more than its victims is let in.
+    chunk against the sum over its victims. Ties keep what is there. TierEntry in this process only: after a restart
+    nothing is known of either side, and a chunk asked for once more than its victims is admitted.
     """
 
     ROWS, WIDTH, TOP = 4, 1 << 15, 15
@@ -100,7 +100,7 @@ class TinyLFU:
         self._sample, self._seen = 1000, 0
         self._lock = threading.Lock()
 
-    def saw(self, key: ChunkKey) -> None:
+    def record_access(self, key: ChunkKey) -> None:
         with self._lock:
             self._seen += 1
             if self._seen >= self._sample:
@@ -114,10 +114,10 @@ class TinyLFU:
             else:
                 self._door[at] = True
 
-    def admits(self, key: ChunkKey, n_bytes: int, victims: Sequence[Held], n_chunks: int) -> bool:
+    def admits(self, key: ChunkKey, n_bytes: int, victims: Sequence[Candidate], n_chunks: int) -> bool:
         with self._lock:
             self._sample = max(1000, 10 * n_chunks)
-            price = sum(self._frequency(held.key) * held.n_bytes for held in victims)
+            price = sum(self._frequency(victim.key) * victim.n_bytes for victim in victims)
             return self._frequency(key) * n_bytes > price
 
     def frequency(self, key: ChunkKey) -> int:

@@ -5,10 +5,10 @@
 A tier never answers for the store. Each look-up goes to the store's snapshot first, and only the very record found
 there is looked for in a tier, by its version. So what is deleted, replaced, another tenant's or a later snapshot's cannot
 be met, whoever changed the store. A chunk deleted here leaves the tiers at once, one that another process deleted when
-room is needed.
+it is evicted.
 
-A chunk is let in whole, by the store's own admission policy when room is short, and filled layer by layer as a request
-reads it. It is kept by the nearest tier that wants it, and by one of them.
+A chunk is admitted whole, at a tier's cap by the store's own admission policy, and filled layer by layer as a request
+reads it, decoded. It is kept by the nearest tier that admits it, and by one of them.
 """
 
 from __future__ import annotations
@@ -21,28 +21,26 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor
 
 from blendserve.config import TiersConfig
 from blendserve.core import ChunkKV
 from blendserve.errors import ConfigError
-from blendserve.kernels.cuda.staging import Lane, apart, joined, lane_to
+from blendserve.kernels.cuda.staging import CopyStream, apart, copy_stream_to, joined
 from blendserve.store.base import ChunkView, KVStore, Snapshot, StoreStats, TierStats
+from blendserve.store.codecs.base import Pair
 from blendserve.store.key import ChunkKey
-from blendserve.store.policies import LRU, Admission, Held
+from blendserve.store.policies import LRU, Admission, Candidate
 from blendserve.store.wrapped import WrappedStore
 
 log = logging.getLogger(__name__)
 
-Pair = tuple[Tensor, Tensor]  # keys before RoPE and values [K, C, D] of one chunk in one layer
-
 
 @dataclass(slots=True)
-class Kept:
+class TierEntry:
     """A chunk in a tier, as far as it has been read."""
 
     version: Hashable
-    n_bytes: int  # that it takes, all layers
+    n_bytes: int  # of that memory, for all layers
     layers: list[Pair | None]
     gone: bool = field(default=False)  # from the tier: who still reads it adds nothing to it
 
@@ -52,7 +50,7 @@ class Kept:
 
 
 class Tier:
-    """Chunks copied into one kind of memory, at most `cap_bytes` of them; the least recently used make room."""
+    """Chunks copied into one kind of memory, at most `cap_bytes` of them; the least recently used are evicted."""
 
     def __init__(
         self,
@@ -60,50 +58,50 @@ class Tier:
         cap_bytes: int,
         admission: Admission,
         copy: Callable[[Pair], Pair],
-        takes: Callable[[int], int] = int,
+        footprint: Callable[[int], int] = int,
     ) -> None:
-        """copy: a layer of a chunk into that memory. takes: how much of it a copy of so many bytes takes."""
+        """copy: a layer of a chunk into that memory. footprint: bytes of it that a copy of so many bytes occupies."""
         self.name, self.cap_bytes = name, cap_bytes
-        self._admission, self._copy, self._takes = admission, copy, takes
+        self._admission, self._copy, self._footprint = admission, copy, footprint
         self._eviction = LRU()
-        self._kept: OrderedDict[ChunkKey, Kept] = OrderedDict()  # least recently used first
+        self._entries: OrderedDict[ChunkKey, TierEntry] = OrderedDict()  # least recently used first
         self._bytes = self._hits = 0
         self._using = threading.Lock()
 
-    def find(self, key: ChunkKey, version: Hashable) -> Kept | None:
-        """What is kept of this very record; anything else under its key is dropped. Counts as a use."""
+    def find(self, key: ChunkKey, version: Hashable) -> TierEntry | None:
+        """The entry of this very record; anything else under its key is dropped. Counts as a use."""
         with self._using:
-            kept = self._kept.get(key)
-            if kept is not None and kept.version != version:
+            entry = self._entries.get(key)
+            if entry is not None and entry.version != version:
                 self._drop(key)
                 return None
-            if kept is not None:
-                self._kept.move_to_end(key)
-                self._hits += kept.whole
-            return kept
+            if entry is not None:
+                self._entries.move_to_end(key)
+                self._hits += entry.whole
+            return entry
 
-    def let_in(self, key: ChunkKey, view: ChunkView) -> Kept | None:
-        """Room for this chunk, if it is worth those that make it."""
-        n_bytes = view.n_layers * self._takes(view.raw_bytes // view.n_layers)
+    def admit(self, key: ChunkKey, view: ChunkView) -> TierEntry | None:
+        """An entry for this chunk, if it is worth those that are evicted for it."""
+        n_bytes = view.n_layers * self._footprint(view.raw_bytes // view.n_layers)
         with self._using:
-            held = (Held(k, kept.n_bytes) for k, kept in self._kept.items() if k != key)
-            victims = self._eviction.victims(held, self._bytes + n_bytes - self.cap_bytes)
+            candidates = (Candidate(k, entry.n_bytes) for k, entry in self._entries.items() if k != key)
+            victims = self._eviction.victims(candidates, self._bytes + n_bytes - self.cap_bytes)
             if victims is None or (
-                victims and not self._admission.admits(key, n_bytes, victims, len(self._kept))
+                victims and not self._admission.admits(key, n_bytes, victims, len(self._entries))
             ):
                 return None
             for victim in (key, *(v.key for v in victims)):
                 self._drop(victim)
-            kept = self._kept[key] = Kept(view.version, n_bytes, [None] * view.n_layers)
+            entry = self._entries[key] = TierEntry(view.version, n_bytes, [None] * view.n_layers)
             self._bytes += n_bytes
-            return kept
+            return entry
 
-    def fill(self, key: ChunkKey, kept: Kept, l: int, pair: Pair) -> Pair:
-        """Copy a layer of a chunk that was let in -> the copy; what came when there is no memory for one."""
-        if kept.gone:
+    def fill(self, key: ChunkKey, entry: TierEntry, l: int, pair: Pair) -> Pair:
+        """Copy a layer of an admitted chunk -> the copy; what came when there is no memory for one."""
+        if entry.gone:
             return pair
         try:
-            copy = kept.layers[l] = self._copy(pair)
+            copy = entry.layers[l] = self._copy(pair)
         except RuntimeError as error:  # CUDA's word for it; something else in the process has the memory
             log.warning("the %s tier stays as it is: %s", self.name, str(error).splitlines()[0])
             with self._using:
@@ -120,18 +118,18 @@ class Tier:
     def clear(self) -> None:
         """Forget everything."""
         with self._using:
-            for key in list(self._kept):
+            for key in list(self._entries):
                 self._drop(key)
 
     def stats(self) -> TierStats:
         with self._using:
-            return TierStats(self.name, len(self._kept), self._bytes, self.cap_bytes, self._hits)
+            return TierStats(self.name, len(self._entries), self._bytes, self.cap_bytes, self._hits)
 
     def _drop(self, key: ChunkKey) -> None:
-        kept = self._kept.pop(key, None)
-        if kept is not None:
-            kept.gone = True
-            self._bytes -= kept.n_bytes
+        entry = self._entries.pop(key, None)
+        if entry is not None:
+            entry.gone = True
+            self._bytes -= entry.n_bytes
 
 
 class TieredStore(WrappedStore):
@@ -182,13 +180,13 @@ class _TieredSnapshot:
         view = self._snapshot.get(key)
         return None if view is None else _TieredView(key, view, self._places(key, view))
 
-    def _places(self, key: ChunkKey, view: ChunkView) -> list[tuple[Tier, Kept]]:
-        """Where it is or will be kept, the nearest first; those behind serve until that one is whole."""
-        places: list[tuple[Tier, Kept]] = []
+    def _places(self, key: ChunkKey, view: ChunkView) -> list[tuple[Tier, TierEntry]]:
+        """Where it is or will be, the nearest first; those after it serve until that one is whole."""
+        places: list[tuple[Tier, TierEntry]] = []
         for tier in self._tiers:
-            kept = tier.find(key, view.version) or (None if places else tier.let_in(key, view))
-            places += [(tier, kept)] if kept else []
-            if kept and kept.whole:
+            entry = tier.find(key, view.version) or (None if places else tier.admit(key, view))
+            places += [(tier, entry)] if entry else []
+            if entry and entry.whole:
                 break
         return places
 
@@ -196,7 +194,7 @@ class _TieredSnapshot:
 class _TieredView:
     """A stored chunk, each layer from the nearest place that has it."""
 
-    def __init__(self, key: ChunkKey, view: ChunkView, places: Sequence[tuple[Tier, Kept]]) -> None:
+    def __init__(self, key: ChunkKey, view: ChunkView, places: Sequence[tuple[Tier, TierEntry]]) -> None:
         self._key, self._view, self._places = key, view, places
         self.n_layers, self.n_tokens = view.n_layers, view.n_tokens
         self.n_bytes, self.raw_bytes, self.version = view.n_bytes, view.raw_bytes, view.version
@@ -206,26 +204,26 @@ class _TieredView:
             raise IndexError(f"a chunk of {self.n_layers} layers has no layer {l}")
         return self._layer(l, self._places)
 
-    def _layer(self, l: int, places: Sequence[tuple[Tier, Kept]]) -> Pair:
+    def _layer(self, l: int, places: Sequence[tuple[Tier, TierEntry]]) -> Pair:
         if not places:
             return self._view.layer(l)
-        (tier, kept), *behind = places
-        return kept.layers[l] or tier.fill(self._key, kept, l, self._layer(l, behind))
+        (tier, entry), *farther = places
+        return entry.layers[l] or tier.fill(self._key, entry, l, self._layer(l, farther))
 
 
 def tiers_for(
-    config: TiersConfig, admission: Admission, device: torch.device, lane: Lane | None = None
+    config: TiersConfig, admission: Admission, device: torch.device, stream: CopyStream | None = None
 ) -> list[Tier]:
     """The tiers that the settings ask for. `admission`: the store's own, which sees every look-up.
 
-    lane: the way to the device. Raises ConfigError for a tier that would do nothing there.
+    stream: the way to the device. Raises ConfigError for a tier that would do nothing there.
     """
-    way = lane or lane_to(device)
+    way = stream or copy_stream_to(device)
     if way is None:
         _refuse_any(config, device)
         return []
     tiers = []
-    if config.device_bytes > (free := way.room()):
+    if config.device_bytes > (free := way.free_bytes()):
         raise ConfigError(
             f"setting 'store.tiers.device_bytes' cannot be {config.device_bytes}: beside the reader the GPU has {free} "
             "bytes free, and the caches of requests need some of them"
@@ -248,17 +246,17 @@ def _refuse_any(config: TiersConfig, device: torch.device) -> None:
             )
 
 
-def _sent(lane: Lane, pair: Pair) -> Pair:
-    """On the device, for whoever comes behind it on the lane."""
-    with lane.entered():
-        return apart([lane.send(part) for part in joined(pair)])
+def _sent(stream: CopyStream, pair: Pair) -> Pair:
+    """On the device, for whoever comes behind it on the stream."""
+    with stream.entered():
+        return apart([stream.send(part) for part in joined(pair)])
 
 
-def _pinned(lane: Lane, pair: Pair) -> Pair:
+def _pinned(stream: CopyStream, pair: Pair) -> Pair:
     """In one piece of pinned memory."""
     keys, values = pair
     half = keys.numel() * keys.element_size()
-    both = lane.buffer(2 * half).view(keys.dtype).view(2, *keys.shape)
+    both = stream.buffer(2 * half).view(keys.dtype).view(2, *keys.shape)
     return both[0].copy_(keys), both[1].copy_(values)
 
 

@@ -58,14 +58,14 @@ class Traffic:
             return self._tick()
 
     def hit(self, key: ChunkKey) -> None:
-        self._admission.saw(key)
+        self._admission.record_access(key)
         with self._lock:
             self._notes.used[key] = self._tick()
             self._notes.counts[key[:TAG_BYTES], "hits"] += 1
 
     def miss(self, key: ChunkKey, undecodable: str = "") -> None:
         """undecodable: why a chunk that is there cannot be used; logged once."""
-        self._admission.saw(key)
+        self._admission.record_access(key)
         self.count(key, "misses")
         if undecodable:
             self.count(key, "undecodable")

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from blendserve.core import ChunkKV
 from blendserve.errors import StoreError
-from blendserve.kernels.cuda.staging import Homeward, Lane
+from blendserve.kernels.cuda.staging import CopyStream, HostCopy
 from blendserve.store.base import KVStore
 from blendserve.store.key import ChunkKey
 
@@ -30,19 +30,22 @@ class _Write:
 
 
 def write_behind(
-    store: KVStore, chunks: Iterable[tuple[ChunkKey, ChunkKV]], most_tokens: int, lane: Lane | None = None
+    store: KVStore,
+    chunks: Iterable[tuple[ChunkKey, ChunkKV]],
+    most_tokens: int,
+    stream: CopyStream | None = None,
 ) -> Generator[int, None, None]:
     """Put the chunks, pinned and in order -> the bytes of each, as soon as it is stored.
 
     Of what was computed, at most `most_tokens`, or one chunk, waits to be written. What waits when the caller or `chunks`
-    stops early is still written: close the iterator then. lane: the way home from the device, by default its own.
+    stops early is still written: close the iterator then. stream: of copies to the host, by default the device's own.
     Raises StoreError; what was stored stays.
     """
     waiting: deque[_Write] = deque()
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="blendserve-write") as pool:
         try:
             for key, kv in chunks:
-                put = pool.submit(_put, store, key, Homeward(kv, lane))
+                put = pool.submit(_put, store, key, HostCopy(kv, stream))
                 waiting.append(_Write(kv.n_tokens, kv.n_bytes, put))
                 while _is_over(waiting, most_tokens):
                     yield _done(waiting.popleft())
@@ -53,8 +56,8 @@ def write_behind(
             raise
 
 
-def _put(store: KVStore, key: ChunkKey, home: Homeward) -> bool:
-    return store.put(key, home.arrived(), pin=True)
+def _put(store: KVStore, key: ChunkKey, copy: HostCopy) -> bool:
+    return store.put(key, copy.arrived(), pin=True)
 
 
 def _is_over(waiting: deque[_Write], most_tokens: int) -> bool:

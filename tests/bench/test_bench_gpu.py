@@ -17,6 +17,7 @@ from blendserve.bench.gpu.plan import LLAMA, Cell, Plan, real, rehearsal
 from blendserve.bench.gpu.prefills import Stand
 from blendserve.bench.gpu.run import Bench
 from blendserve.bench.gpu.tables import tables
+from blendserve.kernels.ops import ATTEND, Operation
 from blendserve.kernels.reference import attend_reference
 from blendserve.kernels.rows import plan_rows
 from blendserve.models.shapes import SHAPES
@@ -65,7 +66,7 @@ def test_blending_computes_less_and_reads_what_is_stored(rehearsed: dict[str, An
 def test_what_does_not_fit_is_left_out_by_name(tmp_path: Path) -> None:
     bench = Bench(rehearsal(), 0, tmp_path / "figures.json", tmp_path, silent)
     assert bench.go()
-    assert "prefill toy, 3 chunks, lmdb" in bench.figures["left_out"]
+    assert "prefill toy, 3 chunks, store" in bench.figures["left_out"]
     assert not bench.figures["cells"]
 
 
@@ -90,7 +91,8 @@ def test_a_wrong_kernel_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
     heads = rehearsal().kinds[0]
     assert agree.kernels(heads, torch.device("cpu"), 100)["ok"]
-    monkeypatch.setattr(agree, "WAYS", tuple(way._replace(attend=far) for way in agree.WAYS))
+    wrong = Operation(*(replace(backend, run=far) for backend in ATTEND.backends))
+    monkeypatch.setattr(agree, "ATTEND", wrong)
     assert not agree.kernels(heads, torch.device("cpu"), 100)["ok"]
 
 

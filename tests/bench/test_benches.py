@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import math
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from blendserve.bench import pagecache, scaling
-from blendserve.bench.contest import Contest, scratch
+from blendserve.bench import auto, pagecache, scaling
+from blendserve.bench.config import ScalingConfig, TtftConfig
 from blendserve.bench.decode import run_generate, run_ours
+from blendserve.bench.harness import Harness, scratch
 from blendserve.bench.memory import peak_of
 from blendserve.bench.rates import measure_rates
-from blendserve.bench.settings import ScalingConfig, TtftConfig
 from blendserve.bench.workload import make_workload
 from blendserve.cli import main
 from blendserve.config import changed
@@ -107,7 +107,7 @@ def test_ttft_reports_every_method_and_its_parts_fit(run: Run, tiny: str, tmp_pa
 def test_memory_is_measured_in_a_process_of_its_own(reader: Reader, tiny: str) -> None:
     config = TtftConfig(model=tiny, dtype="float32", chunks=3, chunk_tokens=40, ratios=(0.2,))
     workload = make_workload(reader, 3, 40, config.suffix_tokens, seed=0)
-    with scratch(None) as folder, Contest(reader, workload, config.variants, folder) as contest:
+    with scratch(None) as folder, Harness(reader, workload, config.variants, folder) as contest:
         contest.precompute()
         memory = peak_of(config, "query+ridge@0.2", folder)
     if not memory["done"]:
@@ -237,6 +237,29 @@ def test_scaling_goes_on_where_a_kill_left_it(
     assert limits[0] < min(limits[1:])
 
 
+def test_auto_is_compared_with_the_best_fixed_method(
+    run: Run, tiny: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, values in {"COUNTS": (1, 3), "SIZES": (20, 200), "HITS": (0.0, 1.0), "DOUBT": math.inf}.items():
+        monkeypatch.setattr(auto, name, values)
+    code, out, _ = run("auto", "--model", tiny, *FAST, "--tolerance", "1000")
+    figures = figures_of(out)
+    assert code == 0
+    assert "measured on" in out
+    assert [(c["chunks"], c["size"], c["hits"]) for c in figures["cells"]] == [
+        (n, size, hits) for n, size in ((1, 20), (1, 200), (3, 20)) for hits in (0.0, 1.0)
+    ]  # three of the larger chunks are more than the reader's context
+    for cell in figures["cells"]:
+        assert cell["best"] == min(("full", "prefix", "blend"), key=cell["seconds"].__getitem__)
+        assert cell["chosen"] in cell["seconds"]
+    assert figures["worst_excess"] == round(max(c["excess"] for c in figures["cells"]), 4)
+    slow = {"auto": [2.0], "full": [2.0], "prefix": [1.0], "blend": [3.0]}
+    monkeypatch.setattr(auto, "_cell", lambda *_: auto.Cell(1, 20, 0.0, slow, "full"))
+    code, out, _ = run("auto", "--model", tiny, *FAST, "--json")
+    assert code == 1
+    assert (figures_of(out)["worst_excess"], figures_of(out)["worst_slip"]) == (1.0, 1.0)
+
+
 def test_the_default_grid_is_the_one_that_was_asked_for() -> None:
     cells = ScalingConfig().cells
     contexts = [c.chunks * c.chunk_tokens for a, c in cells if a["varied"] == "context"]
@@ -254,7 +277,7 @@ def test_a_context_that_cannot_be_cut_evenly() -> None:
 def test_kv_that_vanishes_is_an_error_and_not_a_slow_method(reader: Reader) -> None:
     (variant,) = [v for v in variants(("query@0.2",), ()) if v.kind == "blend"]
     workload = make_workload(reader, 2, 20, 25, seed=0)
-    with scratch(None) as folder, Contest(reader, workload, (variant,), folder) as contest:
+    with scratch(None) as folder, Harness(reader, workload, (variant,), folder) as contest:
         contest.precompute()
         contest.run(variant)
         contest.store.delete(next(iter(contest.store.keys())))
@@ -296,8 +319,3 @@ def test_a_mistake_is_one_clear_line(case: str, run: Run, tiny: str, tmp_path: P
     assert last.startswith("error: "), err
     assert expected in last
     assert "Traceback" not in err
-
-
-def test_help_imports_no_torch() -> None:
-    look = "import sys, blendserve.cli; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", look], check=False).returncode == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -47,8 +48,12 @@ def test_a_ratio_is_the_median_of_rounds_and_not_of_sides() -> None:
 def test_rounds_warm_up_first_and_begin_with_another_call_each() -> None:
     order: list[str] = []
     told: list[tuple[int, int]] = []
-    calls = {name: (lambda name=name: order.append(name) or len(order)) for name in "abc"}
-    results = interleaved(calls, 3, lambda *at: told.append(at))
+
+    def call(name: str) -> int:
+        order.append(name)
+        return len(order)
+
+    results = interleaved({name: partial(call, name) for name in "abc"}, 3, lambda *at: told.append(at))
     assert "".join(order) == "abc" + "abc" + "bca" + "cab"
     assert results == {"a": [4, 9, 11], "b": [5, 7, 12], "c": [6, 8, 10]}
     assert told == [(1, 4), (2, 4), (3, 4), (4, 4)]

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
-from blendserve.serve.settings import ServeConfig
-from tests.serve.helpers import PASSAGES, Server
-from tests.serve.test_soak import script
+from blendserve.bench import serving_load as bench
+from blendserve.cli import main
+from blendserve.serve.config import ServeConfig
+from tests.engine.helpers import PASSAGES
+from tests.serve.helpers import Server
 
-bench = script("bench_serving")
 POOL = [{"text": p.text, "title": p.title} for p in PASSAGES]
 SHARES = (0.5, 1.0)
 
@@ -28,7 +32,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 def measure(server: Server, file: Path, until: float, new_tokens: int = 3) -> Any:
     async def run() -> Any:
-        async with bench.httpx.AsyncClient(base_url=server.url, timeout=60) as http:
+        async with httpx.AsyncClient(base_url=server.url, timeout=60) as http:
             load = bench.Load(http, bench.bodies_of_passages(POOL, 3), clients=2, new_tokens=new_tokens)
             cells = bench.Cells(file, until)
             await bench.warm(http, load, {"passages": POOL})
@@ -55,6 +59,30 @@ def test_cells_are_measured_once_and_summed_up(server: Server, tmp_path: Path) -
     ttft = found["p95_ttft_at_full_saturation"]
     assert found["p95_ttft_ratio"] == ttft["full"] / ttft["blend"]
     assert not found["passed"]  # a toy gains nothing
+
+
+def test_the_command_keeps_its_results_and_says_what_is_missing(
+    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "passages.jsonl").write_text("".join(json.dumps(passage) + "\n" for passage in POOL))
+    monkeypatch.setattr(sys, "argv", ["blendserve"])
+
+    def run(minutes: float) -> tuple[int, dict[str, Any]]:
+        options = {"--out": tmp_path / "out", "--url": server.url, "--index": tmp_path, "--minutes": minutes}
+        more = ("--passages", "2", "--new-tokens", "2", "--clients", "2", "--seconds", "0.2", "--shares", "1")
+        with pytest.raises(SystemExit) as end:
+            main(["bench", "serving", *(str(word) for pair in options.items() for word in pair), *more])
+        found: dict[str, Any] = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+        return int(end.value.code or 0), found
+
+    code, found = run(1e-9)
+    assert (code, found["missing"]) == (3, list(bench.METHODS))
+    code, found = run(5)
+    assert (code, found["missing"]) == (1, [])  # a toy gains nothing
+    kept = json.loads((tmp_path / "out" / "serving.json").read_text())
+    assert {name: kept[name] for name in found} == found
+    assert found["machine"]["threads"] >= 1
+    assert (tmp_path / "out" / "serving.png").stat().st_size > 1000
 
 
 def test_what_is_refused_is_no_answer(server: Server, tmp_path: Path) -> None:

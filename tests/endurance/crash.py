@@ -6,7 +6,7 @@ kills land inside writes. Half of what came after the first few is deleted betwe
 under the reader, who keeps one old snapshot a round open beside the fresh ones. Each chunk is a stack of its own in
 precompute, so that its tensors are known to the bit.
 
-    python scripts/crash_test.py --rounds 50 --seed 0
+    python -m tests.endurance.crash --rounds 50 --seed 0
 
 What must hold: no read gives other tensors than were computed (corrupt_reads) or finds damage (damaged_reads); what the
 writer reported as stored, or anybody saw, is there and right after every later kill (lost_chunks), and as long as a

@@ -2,7 +2,7 @@
 
     pip install 'blendserve[fuzz]'
     blendserve serve --index indexes/demo &
-    python scripts/fuzz_api.py http://127.0.0.1:8000 --examples 200
+    python -m tests.endurance.fuzz_api http://127.0.0.1:8000 --examples 200
 
 Random text names nothing that is there, and would be turned away at the door. So before it is sent, three of four
 requests get names of things that are there (fuzz_names.py): the model, a collection, documents that this script has added

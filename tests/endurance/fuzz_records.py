@@ -6,7 +6,7 @@ was deleted or names a codec, a level or tables that are not here), and never gi
 the chunks is of format 1, a third raw in format 2, and a third is coded, in segments of many lengths. The reading is done
 in another process, so that even a segmentation fault is counted and not the end.
 
-    python scripts/fuzz_records.py --cases 10000 --seed 0
+    python -m tests.endurance.fuzz_records --cases 10000 --seed 0
 
 The last line is JSON; the exit code is 1 if anything crashed or a wrong tensor was accepted.
 """

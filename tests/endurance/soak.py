@@ -15,8 +15,8 @@ fails.
 Measured TTFT stands beside it: on every tenth query, other methods prefill the same prompt just before, through a
 read-only view of the store that leaves no trace in it. "full" is our own full prefill.
 
-    python scripts/soak.py                  the bundled reader: 10 to 15 minutes on two quiet cores
-    python scripts/soak.py --model tiny     a small random Llama that always blends: under a minute
+    python -m tests.endurance.soak                  the bundled reader: 10 to 15 minutes on two quiet cores
+    python -m tests.endurance.soak --model tiny     a small random Llama that always blends: under a minute
 
 Blocks go to stderr as they come. The last line of stdout is JSON; the exit code is 1 if a promise is broken.
 """
@@ -40,12 +40,12 @@ from typing import Any
 from blendserve import console
 from blendserve.config import BlendConfig, Config, ReaderConfig, StoreConfig
 from blendserve.core import BlendReport, Passage
-from blendserve.engine import Engine
+from blendserve.engine.engine import Engine
+from blendserve.engine.prompt import PromptBuilder
 from blendserve.errors import BlendserveError
 from blendserve.evaluate.workload import Query, zipf_blocks
 from blendserve.models.loader import Reader, load_reader
 from blendserve.models.toy import toy_reader
-from blendserve.prompt import PromptBuilder
 from blendserve.retrieve import language_reference, split
 from blendserve.store import StoreStats, open_store
 

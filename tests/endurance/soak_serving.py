@@ -1,6 +1,6 @@
 """Requests of every kind at once, and a kill in the middle: no wrong answer, no leaked slot, flat memory, right errors.
 
-    python scripts/soak_serving.py --out runs/soak            # 1,000 requests of 32 clients
+    python -m tests.endurance.soak_serving --out runs/soak            # 1,000 requests of 32 clients
 
 Starts the server itself, in fp32, over an index that it builds of Python's language reference, cut into passages of at
 most 48 tokens: prompts have one to three of them, answers 8 to 12 tokens, so that it keeps one core busy for about a
@@ -35,9 +35,9 @@ import httpx
 
 from blendserve.config import Config as EngineConfig
 from blendserve.core import Passage
-from blendserve.engine import Engine
+from blendserve.engine.engine import Engine
 from blendserve.serve.child import Child, serve_command
-from blendserve.serve.settings import load_settings
+from blendserve.serve.config import load_settings
 from blendserve.store import LMDBStore, VerifyReport
 
 QUESTIONS = ("What is it about?", "Which statement is meant?", "When does that happen?", "Who may do this?")

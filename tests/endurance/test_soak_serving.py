@@ -3,33 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from blendserve.engine import Engine
+from blendserve.engine.engine import Engine
 from blendserve.serve.child import Child
-from blendserve.serve.settings import ServeConfig
+from blendserve.serve.config import ServeConfig
 from blendserve.store import LMDBStore, VerifyReport
-from tests.serve.helpers import CONFIG, PASSAGES, Server, reader
+from tests.endurance import soak_serving
+from tests.engine.helpers import CONFIG, PASSAGES, reader
+from tests.serve.helpers import Server
 
 ROOT = Path(__file__).parents[2]
-
-
-def script(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look themselves up there
-    spec.loader.exec_module(module)
-    return module
-
-
-soak_serving = script("soak_serving")
 
 
 class Toy:

@@ -11,9 +11,9 @@ import torch
 import transformers as tf
 
 from blendserve.config import BlendConfig, Config, DecodeConfig, PromptConfig
-from blendserve.engine import Engine
+from blendserve.engine.engine import Engine
+from blendserve.evaluate.config import EvaluateConfig
 from blendserve.evaluate.job import Outcome, evaluate
-from blendserve.evaluate.plan import EvaluateConfig
 from blendserve.models.adapter import Adapter
 from blendserve.models.loader import Reader, end_tokens, fingerprint
 from blendserve.store import KVStore, MemoryStore

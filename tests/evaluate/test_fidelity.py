@@ -123,7 +123,7 @@ def fidelity_of(broken: bool, folder: Path) -> dict[str, float]:
     """Mean KL of each method, with keys rotated to their places or to the places after."""
     with pytest.MonkeyPatch.context() as patch:
         if broken:
-            patch.setattr(module, "Assembly", OneOff)
+            patch.setattr(module, "KVLoader", OneOff)
         outcome = run(
             folder, write_dataset(folder), name=f"broken-{broken}", methods=("prefix", "query+shift", "all")
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import importlib.util
 import json
 import re
 import sys
@@ -15,13 +16,13 @@ import pytest
 
 from blendserve.cli import main
 from blendserve.errors import InputError
-from blendserve.evaluate import job
+from blendserve.evaluate.budget_use import spending
 from blendserve.evaluate.plots import pareto
 from blendserve.evaluate.report import render
-from blendserve.evaluate.spending import spending
-from blendserve.evaluate.summary import CACHEBLEND, Table, headline, summarise
+from blendserve.evaluate.summary import Table, headline, summarise
 from blendserve.evaluate.tables import brief, tables
 from blendserve.evaluate.variants import variants
+from blendserve.registry import CACHEBLEND
 from tests.evaluate.helpers import predictions, run, write_dataset
 
 # mean KL and seconds to the first token on two questions
@@ -218,7 +219,7 @@ def test_the_page_is_made_of_what_the_run_kept(done: Any) -> None:
 def test_without_matplotlib_it_is_said_before_hours_of_measuring(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(job.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(InputError, match=re.escape("pip install 'blendserve[evaluate]'")):
         run(tmp_path, tmp_path / "none.json")
 

@@ -15,10 +15,10 @@ from blendserve.config import changed
 from blendserve.core import Passage
 from blendserve.errors import ConfigError, InputError, ModelUnsupported
 from blendserve.evaluate import runner as runner_module
+from blendserve.evaluate.config import PROMPT, EvaluateConfig, settings_from
 from blendserve.evaluate.formats import Example
-from blendserve.evaluate.plan import PROMPT, EvaluateConfig, settings_from
+from blendserve.evaluate.prompts import Setting, open_engine
 from blendserve.evaluate.runner import pieces, ranges
-from blendserve.evaluate.settings import Setting, open_engine
 from blendserve.evaluate.variants import split_list, variants
 from blendserve.retrieve import Embedder, VectorIndex
 from blendserve.store import MemoryStore
@@ -287,7 +287,7 @@ def test_open_retrieves_and_reports_recall(tmp_path: Path) -> None:
 def test_a_reader_that_fails_the_gate_is_no_reference(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from blendserve.engine import Engine
+    from blendserve.engine.engine import Engine
 
     class Failing:
         def require(self) -> None:

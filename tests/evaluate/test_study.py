@@ -14,13 +14,13 @@ from blendserve.blend.policies.base import top
 from blendserve.blend.prefill import prefill
 from blendserve.config import BlendConfig, changed
 from blendserve.core import Passage, Prompt, TokenIds
+from blendserve.evaluate import study
+from blendserve.evaluate.config import EvaluateConfig
 from blendserve.models.kv_cache import KVCache
+from blendserve.retrieve import Embedder
 from tests.blend.helpers import lay, some_prompt
 from tests.evaluate.helpers import passage, tiny_engine, write_dataset
-from tests.test_scripts import last_line, script
 from tests.tiny import tiny_adapter
-
-study = script("study_blending")
 
 
 def test_fronts_are_those_of_brute_force() -> None:
@@ -48,7 +48,9 @@ def test_behind_what_stands_before_them_chunks_are_right() -> None:
         return (*prompt.prefix, *(token for chunk in prompt.chunks[:i] for token in chunk.ids))
 
     engine = tiny_engine()
-    prompt = engine.prompts.build("Who painted?", [Passage(**passage(n)) for n in range(4)])
+    prompt = engine.prompts.build(
+        "Who painted?", [Passage(p["text"], p["title"]) for p in map(passage, range(4))]
+    )
     none = BlendConfig(method="blend", policy="none", correction="none")
     cases = [study.Case(front, none, front, front) for front in ("before", "prefix")]
     right, reused = study.ask(engine, {**study.PLAIN, "before": predecessors}, prompt, cases)
@@ -72,12 +74,12 @@ def test_the_choice_is_by_what_full_prefill_moves(name: str, layer: int) -> None
         "k": (full.keys - stored.keys)[layer].square().sum(dim=(0, 2)),
         "v": (full.values - stored.values)[layer].square().sum(dim=(0, 2)),
     }
-    moved["kv"] = sum(x / x[layout.reusable].mean() for x in moved.values())
+    moved["kv"] = torch.stack([x / x[layout.reusable].mean() for x in moved.values()]).sum(dim=0)
     blend = BlendConfig(method="blend", policy="deviation", check_layers=(layer,), ratio=0.3)
     chosen = {}
     policies = {case.name.partition("[")[0]: case.blend.policy for case in study.compared()}
     for compare, lengths in moved.items():
-        wanted = top(lengths.masked_fill(~layout.reusable, float("-inf")), layout.budget(blend.ratio))
+        wanted = top(lengths.masked_fill(~layout.reusable, float("-inf")), layout.budget(blend.share))
         named = changed(blend, policy=policies[compare])
         chosen[compare] = prefill(adapter, prompt, layout, named).recomputed.tolist()
         assert chosen[compare] == wanted.tolist()
@@ -94,23 +96,24 @@ class Lengths:
         return np.array([(np.cos(len(text)), np.sin(len(text))) for text in texts])
 
 
-def test_a_run_goes_on_where_it_stopped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def run(data: Path, **options: Any) -> dict[str, Any]:
+    return study.run("enrich", EvaluateConfig(dataset=str(data), **options), "tiny", others=1)
+
+
+def test_a_run_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(study, "open_engine", lambda *_: tiny_engine())
-    monkeypatch.setattr(study.Embedder, "load", lambda _: Lengths())
+    monkeypatch.setattr(Embedder, "load", lambda _: Lengths())
     data = write_dataset(tmp_path)
-    study.main("enrich", str(data), limit=1, others=1, json=True)
-    study.main("enrich", str(data), limit=2, others=1)
-    result = last_line(capsys.readouterr().out)
+    run(data, limit=1)
+    result = run(data, limit=2)
     lines = (Path(result["folder"]) / "predictions.jsonl").read_text().splitlines()
     assert len(lines) == 2 * len(result["cases"]) == 2 * len(study.CASES["enrich"]())
     unit = result["cases"][study.UNIT]
     assert unit["mean"] == {"mean": 1.0, "low": 1.0, "high": 1.0, "n": 2} == unit["of_plain"]
     assert result["cases"]["query+ridge@0.15/random"]["mean"]["mean"] != 1.0
-    study.main("enrich", str(data), limit=2, half="second", others=1, json=True)
-    assert last_line(capsys.readouterr().out)["questions"] == 1
+    assert run(data, limit=2, half="second")["questions"] == 1
+    assert len(study.table(result["cases"])) == len(result["cases"])
     assert len((Path(result["folder"]) / "predictions.jsonl").read_text().splitlines()) == len(lines)
 
 

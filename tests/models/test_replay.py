@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from blendserve.blend.prefill import Prefilled, prefill
 from blendserve.config import BlendConfig, DecodeConfig
-from blendserve.decode import generate, sample
+from blendserve.engine.generation import generate, sample
 from blendserve.kernels.reference import attend_at_reference, formula
 from blendserve.kernels.types import AttentionSpec
 from blendserve.models import replay

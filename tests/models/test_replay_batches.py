@@ -11,14 +11,14 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from blendserve.bench.gpu.decoding import at_once
+from blendserve.engine.slots import Slots
+from blendserve.engine.steps import BatchDecoder
 from blendserve.kernels.cuda.graphs import Replayed
 from blendserve.models import replay
 from blendserve.models.adapter import Adapter
 from blendserve.models.forward import Row, append_captured, append_each
 from blendserve.models.kv_cache import KVCache
 from blendserve.models.replay import EAGER, MOST_CACHES, WORTH, ReplayedSteps, is_worthwhile
-from blendserve.serve.batch import BatchDecoder
-from blendserve.serve.slots import Slots
 from tests.blend.helpers import assert_near
 from tests.tiny import KINDS, fresh_model, tiny_adapter
 
@@ -43,8 +43,8 @@ def prompt(caches: list[KVCache], lengths: list[int]) -> None:
 @pytest.mark.parametrize("name", ["llama", *KINDS])
 def test_any_of_the_slots_step_as_they_do_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     adapter, lengths, dice = tiny_adapter(name), [5, 30, 17], random.Random(3)
-    monkeypatch.setattr("blendserve.serve.batch.is_worthwhile", lambda *_: True)
-    monkeypatch.setattr("blendserve.serve.batch.ReplayedSteps", partial(ReplayedSteps, capture=at_once))
+    monkeypatch.setattr("blendserve.engine.steps.is_worthwhile", lambda *_: True)
+    monkeypatch.setattr("blendserve.engine.steps.ReplayedSteps", partial(ReplayedSteps, capture=at_once))
     (slots, caches), (_, others) = (filled(adapter, lengths) for _ in range(2))
     together = BatchDecoder(adapter, slots)
     prompt(caches, lengths)

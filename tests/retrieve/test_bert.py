@@ -173,6 +173,6 @@ def test_batches_of_any_mixture(model_folder: Path) -> None:
     encoder = Bert(BertFolder(model_folder), torch.float32, False)
     rng = np.random.default_rng(0)
     windows = [Window("", rng.integers(1000, 20000, n, np.int32)) for n in (5, 9, 5, 5, 1, 9, 200)]
-    together = encoder.encode(windows, "document")
-    alone = np.concatenate([encoder.encode([window], "document") for window in windows])
+    together = encoder.encode(windows, of_question=False)
+    alone = np.concatenate([encoder.encode([window], of_question=False) for window in windows])
     np.testing.assert_allclose(together, alone, atol=1e-5)

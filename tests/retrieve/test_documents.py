@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -99,7 +100,7 @@ def test_missing_empty_and_unknown_corpora_are_refused(tmp_path: Path) -> None:
 
 
 def test_python_objects_become_documents() -> None:
-    given_objects = [Document("a", "t"), "b", {"text": "c", "id": "i"}]
+    given_objects: list[Any] = [Document("a", "t"), "b", {"text": "c", "id": "i"}]
     assert list(as_documents(given_objects)) == [Document("a", "t"), Document("b"), Document("c", id="i")]
     assert list(as_documents("alone")) == [Document("alone")]
     with pytest.raises(CorpusError, match=r"documents\[1\]: 3 is not an object"):

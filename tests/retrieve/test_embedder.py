@@ -64,7 +64,8 @@ def test_vectors_are_unit_ones_in_the_order_of_the_texts(embedder: Embedder) -> 
     texts = ["The cat sat.", "", "A dog ran in the park.", "The cat sat.", "word " * 600]
     seen: list[tuple[int, int]] = []
     vectors = embedder.embed(texts, lambda done, total: seen.append((done, total)))
-    assert (vectors.shape, vectors.dtype) == ((5, embedder.dimension), np.float32)
+    assert vectors.shape == (5, embedder.dimension)
+    assert vectors.dtype == np.float32
     np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-6)
     alone = np.concatenate([embedder.embed([text]) for text in texts])
     np.testing.assert_allclose(vectors, alone, atol=1e-6)
@@ -91,12 +92,12 @@ class Counting:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._encoder, name)
 
-    def encode(self, given: Any, kind: str = "", **options: Any) -> Any:
+    def encode(self, given: Any, of_question: bool = False, **options: Any) -> Any:
         if isinstance(given, str):
             self.characters += len(given)
             return self._encoder.tokenizer.encode(given, **options)
         self.tokens += sum(len(window.ids) + self._encoder.overhead for window in given)
-        return self._encoder.encode(given, kind)
+        return self._encoder.encode(given, of_question)
 
 
 @pytest.mark.parametrize(
@@ -156,6 +157,8 @@ def test_the_fingerprint_follows_the_files_not_the_folder(embedder: Embedder, tm
 
 
 def test_loading_is_quiet_and_leaves_settings_alone(capfd: pytest.CaptureFixture[str]) -> None:
+    import logging as levels
+
     from transformers.utils import logging
 
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -164,7 +167,7 @@ def test_loading_is_quiet_and_leaves_settings_alone(capfd: pytest.CaptureFixture
     try:
         Embedder.load("minilm-l6").embed(["x"])
         assert capfd.readouterr() == ("", "")
-        assert (logging.get_verbosity(), logging.is_progress_bar_enabled()) == (logging.INFO, True)
+        assert (logging.get_verbosity(), logging.is_progress_bar_enabled()) == (levels.INFO, True)
     finally:
         logging.set_verbosity(verbosity)
         if not bars:

@@ -11,7 +11,7 @@ from filelock import FileLock
 
 from blendserve.core import Passage
 from blendserve.retrieve import Embedder, VectorIndex, kept
-from blendserve.retrieve.encoder import Kind, Window
+from blendserve.retrieve.encoder import Window
 from blendserve.retrieve.index import EMBEDDING
 from tests.retrieve.conftest import words
 
@@ -29,9 +29,9 @@ class Meter:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._encoder, name)
 
-    def encode(self, windows: list[Window], kind: Kind) -> np.ndarray:
+    def encode(self, windows: list[Window], of_question: bool) -> np.ndarray:
         self.windows += len(windows)
-        vectors: np.ndarray = self._encoder.encode(windows, kind)
+        vectors: np.ndarray = self._encoder.encode(windows, of_question)
         return vectors
 
 

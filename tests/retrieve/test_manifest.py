@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from blendserve.core import Document
-from blendserve.errors import IndexDamaged, IndexError_, IndexMismatch, IndexMissing
+from blendserve.errors import IndexDamaged, IndexMismatch, IndexMissing, VectorIndexError
 from blendserve.retrieve import Embedder, VectorIndex, manifest, read_manifest
 from tests.retrieve.conftest import words
 
-READER = {"reader": "tiny", "reader_fingerprint": "abcdefghij"}
+READER: dict[str, Any] = {"reader": "tiny", "reader_fingerprint": "abcdefghij"}
 OLD = [
     Document("Old text one.", "Title", "a"),
     Document("Line\u2028separator, \x85 and \\n.\nNew line.", id="b"),
@@ -160,7 +160,7 @@ def test_damage_is_noticed(saved: Path, embedder: Embedder, name: str, damage: s
         path.unlink()
     else:
         path.write_bytes(content[:-9] if damage == "truncated" else bytes([content[0] ^ 1]) + content[1:])
-    expected = IndexMissing if (name, damage) == ("manifest.json", "missing") else IndexError_
+    expected = IndexMissing if (name, damage) == ("manifest.json", "missing") else VectorIndexError
     with pytest.raises(expected, match=r"blendserve index build"):
         opened(saved, embedder)
 
@@ -184,7 +184,7 @@ def test_the_slower_of_two_writers_is_told(saved: Path, embedder: Embedder) -> N
     first.add(["from the first"])
     second.add(["from the second"])
     first.save()
-    with pytest.raises(IndexError_, match="changed by another process meanwhile"):
+    with pytest.raises(VectorIndexError, match="changed by another process meanwhile"):
         second.save()
     assert texts(opened(saved, embedder))[-1] == "from the first"
 
@@ -219,7 +219,9 @@ def test_a_folder_that_cannot_be_written_is_named(saved: Path, embedder: Embedde
     index = VectorIndex.create(
         saved / "passages.jsonl" / "below", embedder, chunk_tokens=50, count=words, **READER
     )
-    with pytest.raises(IndexError_, match=r"cannot be written \(Not a directory\).*choose another folder"):
+    with pytest.raises(
+        VectorIndexError, match=r"cannot be written \(Not a directory\).*choose another folder"
+    ):
         index.save()
 
 
@@ -235,7 +237,7 @@ def test_a_full_disk_leaves_the_old_index(
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
         with pytest.raises(
-            IndexError_, match=r"No space left on device\), what was there is unchanged: make room"
+            VectorIndexError, match=r"No space left on device\), what was there is unchanged: make room"
         ):
             index.save()
     assert len(opened(saved, embedder)) == 2

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from blendserve.serve.settings import ServeConfig
-from tests.serve.helpers import PASSAGES, QUESTIONS, Server
+from blendserve.serve.config import ServeConfig
+from tests.engine.helpers import PASSAGES, QUESTIONS
+from tests.serve.helpers import Server
 
 DASHBOARD = Path(__file__).parents[2] / "configs" / "grafana.json"
 ASKED_FOR = re.compile(r"blendserve_\w+")

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from blendserve.core import ChunkKV
-from blendserve.serve.settings import ServeConfig
-from blendserve.serve.sharing import SharedLoads
+from blendserve.engine.shared_loads import SharedLoads
+from blendserve.serve.config import ServeConfig
 from blendserve.store import ChunkKey, MemoryStore, chunk_key
-from tests.serve.helpers import PASSAGES, QUESTIONS, Server
-from tests.serve.test_scheduler import wait_for
+from tests.engine.helpers import PASSAGES, QUESTIONS, wait_for
+from tests.serve.helpers import Server
 
 OWN = [{"text": p.text, "title": p.title} for p in PASSAGES]
 
@@ -74,7 +74,8 @@ def test_kv_of_a_text_that_another_document_has_too_stays(server: Server) -> Non
 
 def test_what_is_added_is_there_after_a_restart(server: Server) -> None:
     from blendserve.retrieve import VectorIndex
-    from tests.serve.helpers import WordEmbedder, reader
+    from tests.engine.helpers import reader
+    from tests.serve.helpers import WordEmbedder
 
     body = {"collection": "b", "documents": [{"text": "A lighthouse keeper counts ships."}]}
     assert server.job(server.post("/v1/documents", body))["state"] == "done"
@@ -134,7 +135,7 @@ def test_requests_that_miss_the_same_chunks_store_them_once(server: Server) -> N
 
     server.engine.store.put = counted  # type: ignore[method-assign]
     busy = threading.Event()
-    server.service.scheduler.chore(lambda: busy.wait(30))
+    server.service.scheduler.in_background(lambda: busy.wait(30))
     body = {"question": QUESTIONS[0], "passages": OWN, "max_tokens": 2}
     with ThreadPoolExecutor(8) as pool:
         asked = [pool.submit(server.post, "/v1/rag/query", body) for _ in range(8)]
@@ -159,7 +160,7 @@ def test_waiting_requests_share_loads(server: Server) -> None:
     chunk.layer = counted
     try:
         busy = threading.Event()
-        server.service.scheduler.chore(lambda: busy.wait(30))
+        server.service.scheduler.in_background(lambda: busy.wait(30))
         body = {"question": QUESTIONS[0], "passages": OWN, "max_tokens": 2}
         with ThreadPoolExecutor(6) as pool:
             asked = [pool.submit(server.post, "/v1/rag/query", body) for _ in range(6)]
@@ -172,7 +173,7 @@ def test_waiting_requests_share_loads(server: Server) -> None:
     prefix = 6 * layers  # one for each: small, and not counted among chunks
     assert len(reads) == len(OWN) * layers + prefix
     assert all(r["chunks_hit"] == len(OWN) for r in reports)
-    wait_for(lambda: server.service._store.n_bytes == 0)
+    wait_for(lambda: server.service.batch.store.n_bytes == 0)
 
 
 def test_a_precompute_that_is_cancelled_at_its_last_chunk_harms_nothing(
@@ -180,13 +181,13 @@ def test_a_precompute_that_is_cancelled_at_its_last_chunk_harms_nothing(
 ) -> None:
     service = server.service
     busy = threading.Event()
-    service.scheduler.chore(lambda: busy.wait(30))
-    chunks = service.chunks(PASSAGES[:1])
-    job = service.upkeep.precompute(service.blender(""), chunks, lambda n: job.cancel())
+    service.scheduler.in_background(lambda: busy.wait(30))
+    chunks = service.engine.prompts.chunk_ids(PASSAGES)
+    job = service.batch.background.precompute(service.batch.blender(""), chunks[:1], lambda n: job.cancel())
     busy.set()
     wait_for(job.cancelled)
-    service.upkeep.precompute(service.blender(""), service.chunks(PASSAGES), lambda n: None).result(30)
-    service.upkeep.precompute(service.blender(""), [], lambda n: None).result(30)
+    service.batch.background.precompute(service.batch.blender(""), chunks, lambda n: None).result(30)
+    service.batch.background.precompute(service.batch.blender(""), [], lambda n: None).result(30)
     assert "failed" not in caplog.text
     assert server.get("/v1/cache/stats").json()["chunks"] == len(PASSAGES) + 1
 
@@ -220,7 +221,7 @@ def test_shared_loads_are_kept_while_wanted_and_below_their_cap() -> None:
 @pytest.mark.parametrize("path", ["/v1/rag/query", "/v1/chat/completions"])
 def test_a_streams_passages_come_before_its_prefill(server: Server, path: str) -> None:
     busy = threading.Event()
-    server.service.scheduler.chore(lambda: busy.wait(30))
+    server.service.scheduler.in_background(lambda: busy.wait(30))
     rag: dict[str, Any] = {"question": QUESTIONS[0], "passages": OWN[:2], "max_tokens": 2, "stream": True}
     chat = {"model": "tiny", "messages": [{"role": "user", "content": QUESTIONS[0]}], "stream": True}
     body = rag if path.endswith("query") else {**chat, "x_blendserve": {"passages": OWN[:2]}}
@@ -235,7 +236,7 @@ def test_a_streams_passages_come_before_its_prefill(server: Server, path: str) -
 
 def test_a_full_queue_is_429_and_nothing_is_lost(server: Server) -> None:
     busy = threading.Event()
-    server.service.scheduler.chore(lambda: busy.wait(30))
+    server.service.scheduler.in_background(lambda: busy.wait(30))
     body = {"question": QUESTIONS[0], "passages": OWN[:2], "max_tokens": 2}
     with ThreadPoolExecutor(12) as pool:
         asked = [pool.submit(server.post, "/v1/rag/query", body) for _ in range(12)]

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from blendserve.blend.blender import Blender
+from blendserve.serve.config import ServeConfig
 from blendserve.serve.keys import KeyFile, Tenant
 from blendserve.serve.logs import JsonLines
-from blendserve.serve.settings import ServeConfig
-from tests.serve.helpers import PASSAGES, QUESTIONS, Server
-from tests.serve.test_scheduler import wait_for
+from tests.engine.helpers import PASSAGES, QUESTIONS, wait_for
+from tests.serve.helpers import Server
 
 ASK: dict[str, Any] = {"question": QUESTIONS[0], "passages": [{"text": PASSAGES[0].text}], "max_tokens": 2}
 SECRET = "secret-value"

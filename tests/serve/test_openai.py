@@ -10,9 +10,9 @@ from typing import Any
 import openai
 import pytest
 
-from blendserve.serve.settings import ServeConfig
-from tests.serve.helpers import PASSAGES, QUESTIONS, Server
-from tests.serve.test_scheduler import wait_for
+from blendserve.serve.config import ServeConfig
+from tests.engine.helpers import PASSAGES, QUESTIONS, wait_for
+from tests.serve.helpers import Server
 
 OWN: dict[str, Any] = {"passages": [{"text": p.text, "title": p.title} for p in PASSAGES]}
 MODEL = "tiny"

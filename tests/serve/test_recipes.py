@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from blendserve.serve.settings import ServeConfig
-from tests.serve.helpers import PASSAGES, Server
+from blendserve.serve.config import ServeConfig
+from tests.engine.helpers import PASSAGES
+from tests.serve.helpers import Server
 
 DOCS = Path(__file__).parents[2] / "docs" / "serving.md"
 EXAMPLES = re.findall(r"```python\n(.*?)```", DOCS.read_text(encoding="utf-8"), flags=re.DOTALL)

@@ -17,9 +17,9 @@ import yaml
 
 from blendserve.cli import main
 from blendserve.errors import ConfigError
-from blendserve.serve.settings import Config, effective, load_settings
+from blendserve.serve.config import Config, effective, load_settings
 from blendserve.store import LMDBStore
-from tests.serve.helpers import PASSAGES, QUESTIONS
+from tests.engine.helpers import PASSAGES, QUESTIONS
 
 ROOT = Path(__file__).parents[2]
 OWN = [{"text": p.text, "title": p.title} for p in PASSAGES]

@@ -6,11 +6,12 @@ import logging
 import sys
 from pathlib import Path
 
-from blendserve.engine import Engine
+from blendserve.engine.engine import Engine
+from blendserve.serve.config import ServeConfig
 from blendserve.serve.running import run
-from blendserve.serve.settings import ServeConfig
 from blendserve.store import LMDBStore
-from tests.serve.helpers import CONFIG, library, reader
+from tests.engine.helpers import CONFIG, reader
+from tests.serve.helpers import library
 
 
 def main(folder: Path, port: int) -> None:

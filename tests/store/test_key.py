@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from blendserve.store.key import KEY_BYTES, TAG_BYTES, chunk_key, namespace_tag
 
-BASE = {"fingerprint": "f", "behind": (1, 2), "ids": (3, 4), "dtype": "bfloat16", "namespace": ""}
+BASE = {"fingerprint": "f", "kv_context": (1, 2), "ids": (3, 4), "dtype": "bfloat16", "namespace": ""}
 ids = st.lists(st.integers(0, 200_000), max_size=6)
 
 
@@ -20,8 +20,8 @@ def key(**changes: object) -> bytes:
     "change",
     [
         {"fingerprint": "g"},
-        {"behind": (1,)},
-        {"behind": (1, 2, 3), "ids": (4,)},  # the border between the two counts
+        {"kv_context": (1,)},
+        {"kv_context": (1, 2, 3), "ids": (4,)},  # the border between the two counts
         {"ids": (4, 3)},
         {"ids": ()},
         {"dtype": "float16"},
@@ -37,12 +37,12 @@ def test_any_change_gives_another_key(change: dict[str, object]) -> None:
 def test_equal_keys_mean_equal_ids(
     behind: list[int], chunk: list[int], behind2: list[int], chunk2: list[int]
 ) -> None:
-    alike = key(behind=behind, ids=chunk) == key(behind=behind2, ids=chunk2)
+    alike = key(kv_context=behind, ids=chunk) == key(kv_context=behind2, ids=chunk2)
     assert alike == ((behind, chunk) == (behind2, chunk2))
 
 
 def test_the_kind_of_sequence_does_not_matter() -> None:
-    assert key(behind=[1, 2], ids=range(3, 5)) == key()
+    assert key(kv_context=[1, 2], ids=range(3, 5)) == key()
 
 
 def test_a_key_is_stable() -> None:

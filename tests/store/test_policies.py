@@ -288,19 +288,19 @@ def test_the_sketch_never_underestimates(asked: list[int]) -> None:
     """Until it ages, and up to where its counters stop."""
     policy = TinyLFU(seed=7)
     for n in asked:
-        policy.saw(key_of(n))
+        policy.record_access(key_of(n))
     for n in set(asked):
         assert min(asked.count(n), TinyLFU.TOP) <= policy.frequency(key_of(n)) <= asked.count(n) + 1
     assert policy.frequency(key_of(99)) == 0
 
 
-def test_fame_fades() -> None:
+def test_popularity_fades() -> None:
     policy = TinyLFU(seed=7)
     for _ in range(12):
-        policy.saw(key_of(0))
+        policy.record_access(key_of(0))
     assert policy.frequency(key_of(0)) == 12
     for n in range(1, 1000):
-        policy.saw(key_of(n))
+        policy.record_access(key_of(n))
     assert policy.frequency(key_of(0)) == 5  # 11 behind the doorkeeper, halved
 
 

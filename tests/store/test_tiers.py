@@ -15,9 +15,10 @@ from blendserve.config import Config, StoreConfig, TiersConfig
 from blendserve.core import ChunkKV
 from blendserve.errors import ConfigError, CorruptRecord
 from blendserve.store import KVStore, LMDBStore, MemoryStore, TieredStore, TierStats, open_store
+from blendserve.store.codecs.base import Pair
 from blendserve.store.policies import Always, TinyLFU
-from blendserve.store.tiers import Pair, Tier, tiers_for
-from tests.kernels.cuda.lanes import LateLane
+from blendserve.store.tiers import Tier, tiers_for
+from tests.kernels.cuda.streams import LateCopyStream
 from tests.store.helpers import BIG, CAP, chunk, flip, key_of, layer_name, read, same, tamper
 
 LAYERS = 3
@@ -96,7 +97,7 @@ def test_the_nearest_tier_that_wants_a_chunk_has_it_alone(disk: LMDBStore) -> No
     ask(store, *range(8))
     ask(store, *range(8))
     assert held(store) == [(2, 2), (3, 3)]
-    assert hits(store) == [2, 3]  # equal fame moves nothing
+    assert hits(store) == [2, 3]  # equal popularity moves nothing
     ask(store, 7, 7, 7, 7)
     assert hits(store)[0] == 2 + 3  # from the first of these on it is worth more than one of the first tier's
 
@@ -210,27 +211,27 @@ def test_any_history_reads_as_without_tiers(steps: list[tuple[str, int, int]]) -
 
 
 def test_on_a_device_that_is_late_hot_chunks_are_sent_once(disk: LMDBStore) -> None:
-    lane, config = LateLane(), TiersConfig(device_bytes=2 * UNIT, host_bytes=1 << 20)
-    store = TieredStore(disk, tiers_for(config, Always(), CUDA, lane))
+    stream, config = LateCopyStream(), TiersConfig(device_bytes=2 * UNIT, host_bytes=1 << 20)
+    store = TieredStore(disk, tiers_for(config, Always(), CUDA, stream))
     for _ in range(3):
-        layers = load(store, lane, (0, 1))
-        lane.finish()
+        layers = load(store, stream, (0, 1))
+        stream.finish()
         for l, layer in enumerate(layers):
             for n, (keys, values) in enumerate(layer):
                 assert torch.equal(keys, chunk(10, seed=n).keys[l])
                 assert torch.equal(values, chunk(10, seed=n).values[l])
-    assert len(lane.copies) == 2 * LAYERS  # of two chunks, once, keys and values together
+    assert len(stream.copies) == 2 * LAYERS  # of two chunks, once, keys and values together
     assert [(t.name, t.chunks, t.hits) for t in store.stats().tiers] == [("device", 2, 4), ("host", 0, 0)]
 
 
 def test_the_host_tier_is_pinned_and_fetched_from(disk: LMDBStore) -> None:
-    lane = LateLane()
-    store = TieredStore(disk, tiers_for(TiersConfig(host_bytes=1 << 20), Always(), CUDA, lane))
-    load(store, lane, (3,))
-    assert len(lane.buffers) == LAYERS  # nothing went through the ring, not even the first time
-    (layer, *_) = load(store, lane, (3,))
-    lane.finish()
-    assert len(lane.buffers) == LAYERS
+    stream = LateCopyStream()
+    store = TieredStore(disk, tiers_for(TiersConfig(host_bytes=1 << 20), Always(), CUDA, stream))
+    load(store, stream, (3,))
+    assert len(stream.buffers) == LAYERS  # nothing went through the ring, not even the first time
+    (layer, *_) = load(store, stream, (3,))
+    stream.finish()
+    assert len(stream.buffers) == LAYERS
     assert torch.equal(layer[0][0], chunk(10, seed=3).keys[0])
     (tier,) = store.stats().tiers
     assert (tier.name, tier.hits) == ("host", 1)
@@ -238,11 +239,11 @@ def test_the_host_tier_is_pinned_and_fetched_from(disk: LMDBStore) -> None:
 
 
 def load(
-    store: KVStore, lane: LateLane, numbers: tuple[int, ...]
+    store: KVStore, stream: LateCopyStream, numbers: tuple[int, ...]
 ) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
     with store.reading() as snapshot:
         views = [snapshot.get(key_of(n)) for n in numbers]
-        reader = LayerReader([view for view in views if view is not None], LAYERS, lane)
+        reader = LayerReader([view for view in views if view is not None], LAYERS, stream)
         layers = [reader.take(l) for l in range(LAYERS)]
         reader.close()
         return layers
@@ -268,7 +269,7 @@ def test_without_memory_for_it_a_tier_stays_as_it_is_and_requests_go_on(disk: LM
 
 def test_more_than_the_device_has_free_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"device_bytes' cannot be 2000000000: .* 1073741824 bytes free"):
-        tiers_for(TiersConfig(device_bytes=2_000_000_000), Always(), CUDA, LateLane())
+        tiers_for(TiersConfig(device_bytes=2_000_000_000), Always(), CUDA, LateCopyStream())
 
 
 @pytest.mark.parametrize("name", ["device_bytes", "host_bytes"])
@@ -281,7 +282,7 @@ def test_on_a_cpu_tiers_are_refused_by_name(name: str, tmp_path: Path) -> None:
 
 
 def test_no_tiers_by_default(tmp_path: Path) -> None:
-    assert tiers_for(TiersConfig(), Always(), CUDA, LateLane()) == []
+    assert tiers_for(TiersConfig(), Always(), CUDA, LateCopyStream()) == []
     with open_store(StoreConfig(), tmp_path, device=torch.device("cpu")) as store:
         assert isinstance(store, LMDBStore)
 

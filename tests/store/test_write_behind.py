@@ -15,7 +15,7 @@ from blendserve.core import ChunkKV
 from blendserve.errors import StoreFull
 from blendserve.store import MemoryStore
 from blendserve.store.write_behind import write_behind
-from tests.kernels.cuda.lanes import LateLane
+from tests.kernels.cuda.streams import LateCopyStream
 from tests.store.helpers import CAP, chunk, key_of, read, same
 
 UNIT = chunk(10).n_bytes
@@ -103,8 +103,8 @@ def test_what_was_computed_is_stored_when_the_caller_stops() -> None:
 
 
 def test_from_a_device_that_is_late_each_chunk_arrives_before_it_is_written() -> None:
-    store, lane = MemoryStore(CAP), LateLane()
-    list(write_behind(store, made([10] * 5), 1000, lane))
+    store, stream = MemoryStore(CAP), LateCopyStream()
+    list(write_behind(store, made([10] * 5), 1000, stream))
     assert all(same(read(store, key_of(n)), chunk(10, seed=n)) for n in range(5))
-    assert set(lane.waited_in) == {"blendserve-write_0"}
+    assert set(stream.waited_in) == {"blendserve-write_0"}
     assert not torch.equal(chunk(10).keys, chunk(10, seed=1).keys)

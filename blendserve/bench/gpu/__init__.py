@@ -1,4 +1,4 @@
-"""`scripts/bench_gpu.py`: what blending gives on a CUDA GPU, in one run of a few minutes.
+"""`blendserve bench gpu`: what blending gives on a CUDA GPU, in one run of a few minutes.
 
 plan.py     what is measured, most important first; and a rehearsal of it all for a machine without a GPU
 agree.py    a GPU against this machine's CPU, and every kernel against the formula

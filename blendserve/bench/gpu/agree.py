@@ -1,9 +1,9 @@
 """Is what a GPU computes right? Kernels against the formula in float64, whole prefills against this machine's CPU.
 
 In fp32 both devices must agree to rounding. In bf16 each of them is off from fp32 on the CPU, and the GPU may not be off
-by much more than the CPU is. There, policies that choose by what was computed may choose other tokens on either device;
-so KV and logits are compared where the choice is a rule (`full`, `reuse`, `chunk_head`), and of the others the share of
-tokens that both chose is told.
+by much more than the CPU is. There, policies that choose by what was computed may choose other tokens on either
+device; so KV and logits are compared where the choice is a rule (`full`, `reuse`, and policies that look at nothing), and
+of the others the share of tokens that both chose is told.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor
 from blendserve.bench.figures import Figures
 from blendserve.bench.gpu.plan import Heads
 from blendserve.blend.blender import Blender
+from blendserve.blend.policies.base import Policy
 from blendserve.core import Chunk, Prompt, TokenIds
 from blendserve.evaluate.variants import Variant, variants
 from blendserve.kernels.ops import ATTEND
@@ -27,10 +28,22 @@ from blendserve.kernels.rows import plan_rows
 from blendserve.kernels.types import AttentionSpec
 from blendserve.kernels.verify import BOUNDS
 from blendserve.models.adapter import Adapter
+from blendserve.registry import CORRECTIONS, POLICIES
 from blendserve.store import MemoryStore
 
-FIXED = ("full", "reuse", "chunk_head@0.05", "chunk_head@0.15", "chunk_head+ridge@0.15")
-CHOOSING = ("deviation@0.15", "query@0.15")
+
+def _words() -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Methods whose choice is a rule, and those that choose by what was computed."""
+    kinds: dict[str, type[Policy]] = {name: POLICIES.load(name) for name in POLICIES.names}
+    looking = [name for name, kind in kinds.items() if kind.has_scoring_pass or kind.has_check_layers]
+    ruled = [name for name, kind in kinds.items() if kind.has_ratio and name not in looking]
+    words = [(f"{name}@0.05", f"{name}@0.15", f"{name}+{CORRECTIONS.default}@0.15") for name in ruled]
+    return ("full", "reuse", *(word for three in words for word in three)), tuple(
+        f"{n}@0.15" for n in looking
+    )
+
+
+FIXED, CHOOSING = _words()
 FP32_BOUND = 2e-3  # of logits and KV that reach tens, after tens of layers
 BF16_TIMES = 3.0  # the GPU may be so many times as far from fp32 as the CPU is: other orders of summing
 FEWEST_COMMON = 0.8  # share of the chosen tokens, in fp32

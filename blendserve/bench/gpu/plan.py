@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
+from blendserve.registry import BENCHED, POLICIES, RULE
+
 CHUNK, SUFFIX, PREFIX = 512, 40, 32  # tokens
-DEVICE, PINNED, LMDB = "device", "pinned", "lmdb"  # where stored KV is when a request comes
+DEVICE, PINNED, STORE = "device", "pinned", "store"  # where stored KV is when a request comes
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,7 @@ class Plan:
     decoded: tuple[int, ...] = (3112, 16_424)  # contexts behind which the first cell's reader decodes
     new_tokens: int = 64
     ratios: tuple[float, ...] = (0.05, 0.15, 0.3)
-    methods: tuple[str, ...] = ("deviation", "query", "query+ridge@0.15")
+    methods: tuple[str, ...] = (RULE, POLICIES.default, f"{BENCHED[0]}@0.15")
     chunk: int = CHUNK
     repeats: int = 3
     matmuls: tuple[int, ...] = (4096, 8192)  # sides, where the machine's best rate is looked for
@@ -69,10 +71,10 @@ def real(device: torch.device) -> Plan:
     llama, others = "Llama-3.1-8B", ("Mistral-7B", "Qwen2.5-7B")
     cells = (
         *(Cell(llama, n, PINNED) for n in (6, 32)),
-        *(Cell(llama, n, source) for source in (DEVICE, LMDB) for n in (6, 32)),
+        *(Cell(llama, n, source) for source in (DEVICE, STORE) for n in (6, 32)),
         *(Cell(llama, n, PINNED) for n in (16, 63)),
         *(Cell(model, n, PINNED) for model in others for n in (6, 32, 63)),
-        *(Cell(model, n, source) for model in others for source in (DEVICE, LMDB) for n in (6, 32)),
+        *(Cell(model, n, source) for model in others for source in (DEVICE, STORE) for n in (6, 32)),
     )
     kinds = (
         LLAMA,
@@ -87,11 +89,11 @@ def real(device: torch.device) -> Plan:
 
 def rehearsal() -> Plan:
     """The same steps on a CPU, small enough for a test."""
-    cells = (Cell("toy", 3, LMDB), Cell("toy", 4, LMDB))
+    cells = (Cell("toy", 3, STORE), Cell("toy", 4, STORE))
     kinds = (Heads(4, 2, 16, torch.float32), Heads(4, 2, 16, torch.bfloat16, 30, 0.7))
     timed = ((Heads(4, 2, 16, torch.float32), 120),)
     return Plan(
         torch.device("cpu"), torch.float32, cells, kinds, 150, timed, ("toy",),
-        decoded=(90,), new_tokens=12, ratios=(0.15,), methods=("deviation", "query+ridge"), chunk=30, repeats=1,
+        decoded=(90,), new_tokens=12, ratios=(0.15,), methods=(RULE, *BENCHED), chunk=30, repeats=1,
         matmuls=(64,), copied=1 << 20,
     )  # fmt: skip

@@ -5,6 +5,7 @@ From token ids to the first token, by the product's own blender over its own LMD
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -18,19 +19,20 @@ from typing import Any
 import torch
 from torch.nn.attention import sdpa_kernel
 
-from blendserve.bench.contest import SPARE_BYTES, STAGES, forward, scratch
 from blendserve.bench.figures import Figures, interleaved, ratios, spread
 from blendserve.bench.gpu.agree import some_prompt
-from blendserve.bench.gpu.plan import DEVICE, LMDB, PINNED, PREFIX, SUFFIX, Cell, Plan
-from blendserve.bench.limit import Counts, limit, prefill_work
+from blendserve.bench.gpu.plan import DEVICE, PINNED, PREFIX, STORE, SUFFIX, Cell, Plan
+from blendserve.bench.harness import SPARE_BYTES, STAGES, forward, scratch
 from blendserve.bench.rates import Rates
+from blendserve.bench.roofline import Counts, limit, prefill_work
 from blendserve.blend.blender import Blended, Blender
-from blendserve.config import StoreConfig, TiersConfig
+from blendserve.config import ReaderConfig, StoreConfig, TiersConfig
 from blendserve.core import Prompt
 from blendserve.errors import StoreError
 from blendserve.evaluate.variants import TRANSFORMERS, Variant, variants
 from blendserve.kernels.cuda.dense import BACKENDS
 from blendserve.models.adapter import Adapter
+from blendserve.models.loader import load_reader
 from blendserve.models.random_model import random_model
 from blendserve.models.shapes import shape_config
 from blendserve.models.toy import toy_llama
@@ -49,7 +51,7 @@ def make_adapter(name: str, plan: Plan) -> Adapter:
 
 
 @dataclass(frozen=True, slots=True)
-class Took:
+class Run:
     """One prefill, from token ids to the first token."""
 
     seconds: float
@@ -69,7 +71,7 @@ class Stand:
         most = max(cell.chunks for cell in plan.cells if cell.model == name)
         self._prompt = some_prompt(self.adapter.vocab_size, most, plan.chunk, 0, PREFIX, SUFFIX)
         self._bytes = len(self._prompt) * self.adapter.kv_bytes_per_token
-        with self._store(LMDB) as store:
+        with self._store(STORE) as store:
             clock = Clock(plan.device)
             report = self._blender(store).precompute([chunk.ids for chunk in self._prompt.chunks])
             took = clock.elapsed()
@@ -89,7 +91,7 @@ class Stand:
         found = variants((TRANSFORMERS, *self.plan.methods), self.plan.ratios)
         with self._store(cell.source) as store:
             blender = self._blender(store)
-            calls: dict[str, Callable[[], Took]] = {
+            calls: dict[str, Callable[[], Run]] = {
                 v.name: partial(self._run, blender, v, prompt) for v in found
             }
             took = interleaved(calls, self.plan.repeats)
@@ -131,23 +133,23 @@ class Stand:
         prefix = self._prompt.prefix
         return Blender(self.adapter, f"bench, {self.name}", store, prefix, prefix)
 
-    def _run(self, blender: Blender, variant: Variant, prompt: Prompt) -> Took:
+    def _run(self, blender: Blender, variant: Variant, prompt: Prompt) -> Run:
         clock, host = Clock(self.plan.device), Clock()
         if variant.kind == TRANSFORMERS:
             with sdpa_kernel(BACKENDS):
                 logits = forward(self.adapter, prompt.ids)
             queued = host.elapsed()
             int(logits.argmax())
-            return Took(clock.elapsed(), queued, {}, None)
+            return Run(clock.elapsed(), queued, {}, None)
         done = blender.run(prompt, variant.blend, clock=clock)
         queued = host.elapsed()
         int(done.prefilled.logits.argmax())
         seconds = clock.elapsed()
         if done.absent:
             raise StoreError(f"{len(done.absent)} of the bench's own chunks are not in its store")
-        return Took(seconds, queued, {stage: clock.seconds[stage] for stage in STAGES}, done)
+        return Run(seconds, queued, {stage: clock.seconds[stage] for stage in STAGES}, done)
 
-    def _figures(self, variant: Variant, took: dict[str, list[Took]], rates: Rates) -> Figures:
+    def _figures(self, variant: Variant, took: dict[str, list[Run]], rates: Rates) -> Figures:
         runs, full = took[variant.name], took["full"]
         seconds = [t.seconds for t in runs]
         figures: Figures = {
@@ -189,8 +191,6 @@ def told_of_waits(device: torch.device) -> Iterator[list[str]]:
 
 def forget(device: torch.device) -> None:
     """Give back what the last reader held."""
-    import gc
-
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -198,9 +198,6 @@ def forget(device: torch.device) -> None:
 
 def on_cpu(name: str) -> Any:
     """A reader's model for comparing devices: the toy, or the bundled one. Raises ModelError."""
-    from blendserve.config import ReaderConfig
-    from blendserve.models.loader import load_reader
-
     if name == "toy":
         return toy_llama(97, 1024)
     return load_reader(ReaderConfig(model=name, dtype="float32", device="cpu")).adapter.model

@@ -17,7 +17,7 @@ import torch
 
 from blendserve.bench.figures import Figures
 from blendserve.bench.gpu import agree, decoding, kernels
-from blendserve.bench.gpu.plan import LMDB, PINNED, Cell, Heads, Plan
+from blendserve.bench.gpu.plan import PINNED, STORE, Cell, Heads, Plan
 from blendserve.bench.gpu.prefills import Stand, forget, on_cpu
 from blendserve.bench.rates import Rates, measure_rates
 from blendserve.kernels.cuda.available import capability, flash_attn, has_triton
@@ -137,7 +137,7 @@ class Bench:
             self.figures["stands"].append(self._stand.about)
             placed = kernels.placing(self._stand.adapter, 6, self.plan.chunk, self._rates)
             self.figures["placing"].append({"model": cell.model, **placed})
-        link = self._link if cell.source in (PINNED, LMDB) else self._rates.bytes
+        link = self._link if cell.source in (PINNED, STORE) else self._rates.bytes
         self.figures["cells"].append(self._stand.measure(cell, self._rates, link))
 
     def _waits(self, cell: Cell) -> None:

@@ -30,22 +30,22 @@ SLOTS = 3  # one that the device fetches, one that is sent, one that is written
 ALIGN = 256  # bytes: a tensor may start at any of these within a buffer, whatever its dtype
 
 
-class Mark(Protocol):
-    """A point in the work of a lane."""
+class Event(Protocol):
+    """A point in the work of a stream."""
 
     def synchronize(self) -> None:
-        """Keep this thread until everything before the mark is done."""
+        """Keep this thread until everything before the event is done."""
         ...
 
 
-class Lane(Protocol):
-    """A way to one device. What is issued on it runs in order, beside everything else."""
+class CopyStream(Protocol):
+    """A stream of copies to or from one device. What is issued on it runs in order, beside everything else."""
 
     def entered(self) -> AbstractContextManager[object]:
-        """Whatever torch is told to do inside, for the device, is issued on this lane."""
+        """Whatever torch is told to do inside, for the device, is issued on this stream."""
         ...
 
-    def room(self) -> int:
+    def free_bytes(self) -> int:
         """Bytes that are free on the device."""
         ...
 
@@ -65,20 +65,20 @@ class Lane(Protocol):
         """Its copy on the device: issued, not waited for."""
         ...
 
-    def bring(self, tensor: Tensor) -> Tensor:
+    def to_host(self, tensor: Tensor) -> Tensor:
         """The copy in host memory of what this thread has told the device to compute: issued, not waited for."""
         ...
 
-    def mark(self) -> Mark:
+    def record_event(self) -> Event:
         """Behind everything issued so far."""
         ...
 
-    def hand_over(self, memory: Sequence[Tensor], mark: Mark | None) -> None:
-        """From now on what the calling thread computes comes after the mark, and may use what lies in this memory."""
+    def hand_over(self, memory: Sequence[Tensor], event: Event | None) -> None:
+        """From now on what the calling thread computes comes after the event, and may use what lies in this memory."""
         ...
 
 
-class CudaLane:
+class CudaCopyStream:
     """A stream of a CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
@@ -88,7 +88,7 @@ class CudaLane:
     def entered(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self._stream)
 
-    def room(self) -> int:
+    def free_bytes(self) -> int:
         return int(torch.cuda.mem_get_info(self._device)[0])
 
     def buffer(self, n_bytes: int) -> Tensor:
@@ -104,7 +104,7 @@ class CudaLane:
         # torch's allocator of pinned memory notes the copy: a buffer that is dropped is not lent again before its end.
         return tensor.to(self._device, non_blocking=True)
 
-    def bring(self, tensor: Tensor) -> Tensor:
+    def to_host(self, tensor: Tensor) -> Tensor:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with self.entered():
             here = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -112,25 +112,27 @@ class CudaLane:
         tensor.record_stream(self._stream)  # the caller may drop it at once
         return here
 
-    def mark(self) -> Mark:
+    def record_event(self) -> Event:
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # waiting for it is sleeping
         event.record(self._stream)
         return event
 
-    def hand_over(self, memory: Sequence[Tensor], mark: Mark | None) -> None:
-        assert isinstance(mark, torch.cuda.Event)
+    def hand_over(self, memory: Sequence[Tensor], event: Event | None) -> None:
+        assert isinstance(event, torch.cuda.Event)
         stream = torch.cuda.current_stream(self._device)
-        stream.wait_event(mark)
+        stream.wait_event(event)
         for part in memory:
-            part.record_stream(stream)  # once dropped, it waits for that stream before it is the lane's again
+            part.record_stream(
+                stream
+            )  # once dropped, it waits for that stream before it is the stream's again
 
 
-_lanes: dict[tuple[int, bool], CudaLane] = {}
+_streams: dict[tuple[int, bool], CudaCopyStream] = {}
 _making = threading.Lock()
 
 
-def lane_to(device: torch.device, home: bool = False) -> Lane | None:
-    """The way to a device, or home from it; None to where the store's own memory is as good as any.
+def copy_stream_to(device: torch.device, to_host: bool = False) -> CopyStream | None:
+    """The stream of copies to a device, or from it to the host; None where the store's own memory is as good as any.
 
     One each for a CUDA device, shared by all requests: what one of them has sent is there for the next.
     """
@@ -138,9 +140,9 @@ def lane_to(device: torch.device, home: bool = False) -> Lane | None:
         return None
     index = torch.cuda.current_device() if device.index is None else device.index
     with _making:
-        if (index, home) not in _lanes:
-            _lanes[index, home] = CudaLane(torch.device("cuda", index))
-        return _lanes[index, home]
+        if (index, to_host) not in _streams:
+            _streams[index, to_host] = CudaCopyStream(torch.device("cuda", index))
+        return _streams[index, to_host]
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +151,7 @@ class Sent:
 
     layer: Layer
     memory: list[Tensor]  # on the device: one tensor of each piece that the layer lies in
-    mark: Mark | None  # it has arrived by then; None = it need not go anywhere
+    event: Event | None  # it has arrived by then; None = it need not go anywhere
 
 
 class InPlace:
@@ -169,25 +171,25 @@ class _Slot:
     """One buffer of the ring."""
 
     buffer: Tensor | None = None
-    last: Mark | None = None  # what was sent from it has arrived by then
+    last: Event | None = None  # what was sent from it has arrived by then
 
 
 class Staging:
-    """Sends layers over a lane, through a ring of `slots` buffers. Used by one thread, but for `hand_over`."""
+    """Sends layers over a stream, through a ring of `slots` buffers. Used by one thread, but for `hand_over`."""
 
     ahead = 2  # one is copied while the next is read
 
-    def __init__(self, lane: Lane, slots: int = SLOTS) -> None:
-        self._lane = lane
+    def __init__(self, stream: CopyStream, slots: int = SLOTS) -> None:
+        self._copies = stream
         self._ring = [_Slot() for _ in range(slots)]
         self._turn = 0
 
     def send(self, read: Callable[[], Layer]) -> Sent:
-        """Issue the copies of the layer that `read` gives; what `read` itself does on the device is on the lane too."""
-        with self._lane.entered():
+        """Issue the copies of the layer that `read` gives; what `read` itself does on the device is on the stream too."""
+        with self._copies.entered():
             units = [joined(pair) for pair in read()]
             parts = [part for unit in units for part in unit]
-            near = [self._lane.holds(part) or self._lane.fetches(part) for part in parts]
+            near = [self._copies.holds(part) or self._copies.fetches(part) for part in parts]
             slot = None if all(near) else self._next_slot()
             copied = iter(
                 self._through(slot, [p for p, is_near in zip(parts, near, strict=True) if not is_near])
@@ -198,18 +200,18 @@ class Staging:
             memory = {part.untyped_storage().data_ptr(): part for part in there}
             rest = iter(there)
             layer = [apart([next(rest) for _ in unit]) for unit in units]
-            sent = Sent(layer, list(memory.values()), self._lane.mark())
+            sent = Sent(layer, list(memory.values()), self._copies.record_event())
         if slot:
-            slot.last = sent.mark
+            slot.last = sent.event
         return sent
 
     def hand_over(self, sent: Sent) -> Layer:
         """To the computing thread, which need not wait before it uses the layer."""
-        self._lane.hand_over(sent.memory, sent.mark)
+        self._copies.hand_over(sent.memory, sent.event)
         return sent.layer
 
     def _fetched(self, part: Tensor) -> Tensor:
-        return part if self._lane.holds(part) else self._lane.send(part)
+        return part if self._copies.holds(part) else self._copies.send(part)
 
     def _next_slot(self) -> _Slot:
         """The one that was written longest ago, as soon as it may be written again."""
@@ -225,10 +227,10 @@ class Staging:
             return []
         starts, n_bytes = _side_by_side(parts)
         if slot.buffer is None or len(slot.buffer) < n_bytes:
-            slot.buffer = self._lane.buffer(n_bytes)
+            slot.buffer = self._copies.buffer(n_bytes)
         for part, start in zip(parts, starts, strict=True):
             _as(part, slot.buffer, start).copy_(part)
-        there = self._lane.send(slot.buffer[:n_bytes])
+        there = self._copies.send(slot.buffer[:n_bytes])
         return [_as(part, there, start) for part, start in zip(parts, starts, strict=True)]
 
 
@@ -264,17 +266,17 @@ def _as(part: Tensor, buffer: Tensor, start: int) -> Tensor:
     return buffer[start : start + part.nbytes].view(part.dtype).view(part.shape)
 
 
-class Homeward:
+class HostCopy:
     """A chunk's KV on its way to host memory: issued when this is made; another thread may wait for it."""
 
-    def __init__(self, kv: ChunkKV, lane: Lane | None = None) -> None:
-        """lane: by default the one home from where the KV is."""
-        lane = lane or lane_to(kv.keys.device, home=True)
-        self._kv = ChunkKV(lane.bring(kv.keys), lane.bring(kv.values)) if lane else kv
-        self._mark = lane.mark() if lane else None
+    def __init__(self, kv: ChunkKV, stream: CopyStream | None = None) -> None:
+        """stream: by default the one to the host from where the KV is."""
+        stream = stream or copy_stream_to(kv.keys.device, to_host=True)
+        self._kv = ChunkKV(stream.to_host(kv.keys), stream.to_host(kv.values)) if stream else kv
+        self._event = stream.record_event() if stream else None
 
     def arrived(self) -> ChunkKV:
         """The chunk in host memory; what was computed after it is not waited for."""
-        if self._mark is not None:
-            self._mark.synchronize()
+        if self._event is not None:
+            self._event.synchronize()
         return self._kv

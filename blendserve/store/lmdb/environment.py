@@ -52,7 +52,7 @@ class Environment:
         """Whether the files at `path` are the ones open here."""
         return _identity(path / "data.mdb") == self._identity
 
-    def hold(self) -> None:
+    def retain(self) -> None:
         """Count one more user. Raises StoreUnavailable when closed, or inherited by a fork."""
         if os.getpid() != self._pid:  # closing what it inherited would end its parent's snapshots
             raise StoreUnavailable(
@@ -64,7 +64,7 @@ class Environment:
                 raise StoreUnavailable(f"the KV store {self.path} is closed: open it again")
             self._users += 1
 
-    def let_go(self) -> bool:
+    def release(self) -> bool:
         """Count one user less, and close with the last one. True when that closed it."""
         with self._counting:
             self._users -= 1
@@ -76,7 +76,7 @@ class Environment:
     @contextmanager
     def reading(self) -> Iterator[lmdb.Transaction[memoryview]]:
         """A read transaction whose values are views into the map."""
-        self.hold()
+        self.retain()
         try:
             with explaining(self.path):
                 self.refuse_truncated()
@@ -95,7 +95,7 @@ class Environment:
         Waits at most `wait_s` for other writers, then raises StoreUnavailable; StoreFull when the disk is
         full.
         """
-        self.hold()
+        self.retain()
         try:
             with self._alone(wait_s), explaining(self.path):
                 self._lmdb.reader_check()
@@ -170,14 +170,14 @@ def acquire(path: Path, map_size: int, read_only: bool) -> Environment:
             raise StoreUnavailable(
                 f"the KV store {path} is open for reading only in this process: close that first"
             )
-        env.hold()
+        env.retain()
         return env
 
 
 def release(env: Environment) -> None:
     """Give back what `acquire` gave."""
     with _registering:
-        if env.let_go():
+        if env.release():
             _registry.remove(env)
 
 

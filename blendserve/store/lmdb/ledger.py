@@ -1,4 +1,4 @@
-"""The books of an LMDB store, kept in the transaction that changes what they count.
+"""What an LMDB store counts of its chunks, kept in the transaction that changes it.
 
     "u" + key                       -> last used 8 | bytes 8 | uncoded 8 | tokens 4 | pinned 1 | xxh3-64 with the key 8
     "o" + last used (8, big-endian) + key -> nothing: the chunks that may be evicted, oldest first
@@ -22,7 +22,7 @@ import lmdb
 import xxhash
 
 from blendserve.store.key import TAG_BYTES, ChunkKey
-from blendserve.store.policies import Held
+from blendserve.store.policies import Candidate
 from blendserve.store.traffic import COUNTERS, Notes
 
 Txn: TypeAlias = "lmdb.Transaction[memoryview]"
@@ -38,7 +38,7 @@ _SUM = struct.Struct("<Q")
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What the books say of one chunk."""
+    """What is counted of one chunk."""
 
     used: int  # nanoseconds since 1970
     n_bytes: int  # as stored
@@ -48,7 +48,7 @@ class Entry:
 
 
 class Ledger:
-    """The books as one transaction sees them."""
+    """The ledger as one transaction sees it."""
 
     def __init__(self, txn: Txn) -> None:
         self._txn = txn
@@ -64,24 +64,24 @@ class Ledger:
 
     def oldest(
         self, spare: ChunkKey = b"", used: Mapping[ChunkKey, int] = MappingProxyType({})
-    ) -> Iterator[Held]:
+    ) -> Iterator[Candidate]:
         """The chunks that may be dropped, least recently used first, without the one to spare.
 
-        `used` holds uses that are not in the books yet; all of them are later than those that are.
+        `used` holds uses that are not written yet; all of them are later than those that are.
         """
         for name, _ in starting(self._txn, ORDER):
             key = name[1 + _TIME.size :]
             entry = self.entry(key)
             if key != spare and key not in used:
-                yield Held(key, entry.n_bytes if entry else 0)
+                yield Candidate(key, entry.n_bytes if entry else 0)
         for key in sorted(used, key=used.__getitem__):
             entry = self.entry(key)
             if key != spare and entry and not entry.pinned:
-                yield Held(key, entry.n_bytes)
+                yield Candidate(key, entry.n_bytes)
 
     @property
     def n_chunks(self) -> int:
-        """Chunks in the books."""
+        """Chunks that have an entry."""
         return sum(1 for _ in starting(self._txn, ENTRY))
 
     @property
@@ -92,14 +92,14 @@ class Ledger:
             return int(_SUM.unpack(body)[0])
         return self._counted()
 
-    def enter(self, key: ChunkKey, entry: Entry) -> None:
-        """Write a new chunk into the books. Its old entry must have been struck out."""
+    def add(self, key: ChunkKey, entry: Entry) -> None:
+        """Write a new chunk's entry. Its old one must have been removed."""
         total = self.n_bytes
         self._write(key, entry)
         self._set_bytes(total + entry.n_bytes)
 
-    def strike(self, key: ChunkKey, traces: bool) -> None:
-        """Take a chunk out of the books. `traces` says whether anything of it was found outside them."""
+    def remove(self, key: ChunkKey, traces: bool) -> None:
+        """Remove a chunk's entry. `traces` says whether anything of the chunk was found outside the ledger."""
         entry = self.entry(key)
         if entry:
             self._set_bytes(self.n_bytes - entry.n_bytes)
@@ -111,7 +111,7 @@ class Ledger:
             self._set_bytes(self._counted())
 
     def change(self, key: ChunkKey, *, used: int | None = None, pinned: bool | None = None) -> bool:
-        """Note a use or a pin; False when the chunk is not in the books."""
+        """Note a use or a pin; False when the chunk has no entry."""
         entry = self.entry(key)
         if entry is None:
             return False

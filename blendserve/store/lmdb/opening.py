@@ -26,11 +26,11 @@ class MapFull(StoreFull):
 
 
 def explained(error: lmdb.Error | OSError, path: Path) -> StoreError:
-    """What an error of LMDB or of the system means to whoever uses the store at `path`."""
+    """What an error of LMDB or of the system means to those who use the store at `path`."""
     code = error.errno if isinstance(error, OSError) else getattr(error, "code", 0)
     if isinstance(error, lmdb.MapFullError):
         return MapFull(
-            f"the file of the KV store {path} has no room left: raise store.cap_gb and open it again"
+            f"the file of the KV store {path} has no space left: raise store.cap_gb and open it again"
         )
     if code in _DISK_FULL:
         return StoreFull(f"the KV store {path} could not be written in full ({error}): free some disk space")

@@ -4,7 +4,7 @@ snapshot.py has the records that hold chunks, ledger.py those that count them. T
 transaction as what it counts, evictions included, so that it holds over processes and kills.
 
 The map is sized from the cap, with a margin for page rounding and fragmentation, so that the cap is reached first; the
-file never grows beyond it. Where fragmentation wins all the same, chunks are evicted ahead to make room.
+file never grows beyond it. Where fragmentation wins all the same, chunks are evicted ahead.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from blendserve.store.lmdb.environment import acquire, release
 from blendserve.store.lmdb.ledger import Entry, Ledger, Txn, starting
 from blendserve.store.lmdb.opening import MapFull, explaining
 from blendserve.store.lmdb.snapshot import HEADER, LAYER, LMDBSnapshot, layer_name
-from blendserve.store.policies import Admission, Always, Eviction, Held, Policies, Refuse
+from blendserve.store.policies import Admission, Always, Candidate, Eviction, Policies, Refuse
 from blendserve.store.traffic import Notes, Traffic
 
 MIB = 1 << 20
@@ -101,7 +101,7 @@ class LMDBStore(KVStore):
         try:
             self._put(key, header, segments, entry)
         except MapFull:
-            self._make_room(2 * header.n_bytes)
+            self._evict_ahead(2 * header.n_bytes)
             self._put(key, header, segments, entry)
         return True
 
@@ -159,7 +159,7 @@ class LMDBStore(KVStore):
             release(self._env)
 
     def _admitted(self, key: ChunkKey, n_bytes: int) -> bool:
-        """Whether a chunk on demand is worth its victims. Raises StoreFull when no victims could make room for it."""
+        """Whether a chunk on demand is worth its victims. Raises StoreFull when it cannot be had at any price."""
         with self._read() as txn, explaining(self.path):
             ledger = Ledger(txn)
             if ledger.entry(key):
@@ -171,13 +171,13 @@ class LMDBStore(KVStore):
         self._traffic.count(key, "refused")
         return False
 
-    def _victims(self, ledger: Ledger, key: ChunkKey, more: int) -> list[Held]:
+    def _victims(self, ledger: Ledger, key: ChunkKey, more: int) -> list[Candidate]:
         """What has to go for `more` bytes of a chunk."""
-        held = ledger.n_bytes
+        stored = ledger.n_bytes
         oldest = ledger.oldest(key, self._traffic.used())
-        victims = self._eviction.victims(oldest, held + more - self.cap_bytes)
+        victims = self._eviction.victims(oldest, stored + more - self.cap_bytes)
         if victims is None:
-            raise full(f"the KV store {self.path}", held, more, self.cap_bytes)
+            raise full(f"the KV store {self.path}", stored, more, self.cap_bytes)
         return victims
 
     def _put(self, key: ChunkKey, header: record.Header, segments: list[Buffer], entry: Entry) -> None:
@@ -193,9 +193,9 @@ class LMDBStore(KVStore):
             txn.put(HEADER + key, record.encode_header(key, header))
             for l, segment in enumerate(segments):
                 txn.put(layer_name(key, l), segment)
-            ledger.enter(key, entry)
+            ledger.add(key, entry)
 
-    def _make_room(self, n_bytes: int) -> None:
+    def _evict_ahead(self, n_bytes: int) -> None:
         """Evict that much ahead. LMDB uses the pages that a transaction freed only in the second one after it."""
         with self._write() as txn:
             ledger = Ledger(txn)
@@ -219,7 +219,7 @@ class LMDBStore(KVStore):
         if self.read_only:
             self._traffic.put_back(
                 Notes(counts=self._traffic.take().counts)
-            )  # whoever writes has his own uses
+            )  # those who write have uses of their own
         elif self._traffic:
             with contextlib.suppress(StoreError), self._write(wait_s):
                 pass
@@ -252,8 +252,8 @@ class LMDBStore(KVStore):
 
 
 def _drop(txn: Txn, key: ChunkKey, traces: bool = False) -> None:
-    """Delete all records of a chunk, whole or not; `traces` when the books themselves named it."""
+    """Delete all records of a chunk, whole or not; `traces` when the ledger itself named it."""
     traces |= txn.delete(HEADER + key)
     for name in [name for name, _ in starting(txn, LAYER + key)]:
         traces |= txn.delete(name)
-    Ledger(txn).strike(key, traces)
+    Ledger(txn).remove(key, traces)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from blendserve.kernels.cuda import graphs
 from blendserve.kernels.cuda.graphs import CudaGraph
-from blendserve.kernels.cuda.staging import CudaLane, Homeward, Staging
+from blendserve.kernels.cuda.staging import CudaCopyStream, HostCopy, Staging
 from tests.store.helpers import chunk
 
 CPU = torch.device("cpu")  # stands for the GPU: what is "sent" to it is there already
@@ -97,8 +97,8 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Notes:
 def test_a_layer_is_staged_on_the_lane_and_waited_for_by_the_stream_alone(
     cuda: Notes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(CudaLane, "holds", lambda lane, tensor: False)
-    staging, kv = Staging(CudaLane(CPU), slots=1), chunk(5)
+    monkeypatch.setattr(CudaCopyStream, "holds", lambda stream, tensor: False)
+    staging, kv = Staging(CudaCopyStream(CPU), slots=1), chunk(5)
 
     def read() -> list[tuple[Tensor, Tensor]]:
         assert cuda.streams[-1] == "own"
@@ -117,7 +117,7 @@ def test_a_layer_is_staged_on_the_lane_and_waited_for_by_the_stream_alone(
 
 def test_a_chunk_comes_home_behind_what_computed_it(cuda: Notes) -> None:
     kv = chunk(5)
-    home = Homeward(kv, CudaLane(CPU))
+    home = HostCopy(kv, CudaCopyStream(CPU))
     one = ["own waits for computing", "pinned", "kept for own"]
     assert cuda == [*one, *one, "event on own"]
     here = home.arrived()

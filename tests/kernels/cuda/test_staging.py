@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from blendserve.blend.loader import LayerReader
 from blendserve.core import ChunkKV
 from blendserve.errors import CorruptRecord
-from blendserve.kernels.cuda.staging import SLOTS, Staging, apart, joined, lane_to
+from blendserve.kernels.cuda.staging import SLOTS, Staging, apart, copy_stream_to, joined
 from blendserve.store.memory import MemoryChunk
-from tests.kernels.cuda.lanes import LateLane, LateMark
+from tests.kernels.cuda.streams import LateCopyStream, LateMark
 from tests.store.helpers import chunk
 
 LAYERS = 9
@@ -48,29 +48,29 @@ def unstable(*lengths: int, dtype: torch.dtype = torch.float32) -> list[Unstable
 def test_every_layer_arrives_as_it_was_read_however_late_the_device_is(
     lengths: list[int], slots: int, upto: int
 ) -> None:
-    views, lane = unstable(*lengths), LateLane()
-    staging = Staging(lane, slots)
+    views, stream = unstable(*lengths), LateCopyStream()
+    staging = Staging(stream, slots)
     sent = [staging.send(lambda l=l: [view.layer(l) for view in views]) for l in range(upto)]
     layers = [staging.hand_over(one) for one in sent]
-    lane.finish()
+    stream.finish()
     for l, layer in enumerate(layers):
         for view, (keys, values) in zip(views, layer, strict=True):
             wanted = view.chunk.layer(l)
             assert torch.equal(keys, wanted[0])
             assert torch.equal(values, wanted[1])
-    assert len(lane.buffers) <= min(slots, upto)
-    assert len(lane.copies) == upto  # all chunks of a layer at once
+    assert len(stream.buffers) <= min(slots, upto)
+    assert len(stream.copies) == upto  # all chunks of a layer at once
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_a_layer_is_whole_as_soon_as_its_own_mark_has_passed(dtype: torch.dtype) -> None:
-    views, lane = unstable(7, 1, 12, dtype=dtype), LateLane()
-    with closing(LayerReader(views, LAYERS, lane)) as reader:
+    views, stream = unstable(7, 1, 12, dtype=dtype), LateCopyStream()
+    with closing(LayerReader(views, LAYERS, stream)) as reader:
         for l in range(LAYERS):
             layer = reader.take(l)
-            mark = lane.handed[l]
+            mark = stream.handed[l]
             assert isinstance(mark, LateMark)
-            lane.run(mark.upto)
+            stream.run(mark.upto)
             for view, (keys, values) in zip(views, layer, strict=True):
                 assert torch.equal(keys, view.chunk.layer(l)[0])
                 assert torch.equal(values, view.chunk.layer(l)[1])
@@ -78,34 +78,34 @@ def test_a_layer_is_whole_as_soon_as_its_own_mark_has_passed(dtype: torch.dtype)
 
 
 def test_the_computing_thread_waits_for_nothing_but_the_loader() -> None:
-    lane = LateLane()
-    with closing(LayerReader(unstable(5, 6), LAYERS, lane)) as reader:
+    stream = LateCopyStream()
+    with closing(LayerReader(unstable(5, 6), LAYERS, stream)) as reader:
         for l in range(LAYERS):
             reader.take(l)
-    assert len(lane.waited_in) == LAYERS - SLOTS
-    assert threading.current_thread().name not in lane.waited_in
+    assert len(stream.waited_in) == LAYERS - SLOTS
+    assert threading.current_thread().name not in stream.waited_in
 
 
 def test_what_is_pinned_is_fetched_from_where_it_lies() -> None:
-    lane = LateLane(pinned=True)
+    stream = LateCopyStream(pinned=True)
     view = MemoryChunk(chunk(6, LAYERS))
-    with closing(LayerReader([view, view], LAYERS, lane)) as reader:
+    with closing(LayerReader([view, view], LAYERS, stream)) as reader:
         layers = [reader.take(l) for l in range(LAYERS)]
-    lane.finish()
-    assert lane.buffers == []
-    assert lane.waited_in == []
+    stream.finish()
+    assert stream.buffers == []
+    assert stream.waited_in == []
     assert all(torch.equal(layer[1][0], view.layer(l)[0]) for l, layer in enumerate(layers))
 
 
 def test_what_is_on_the_device_is_left_there() -> None:
-    lane, kv = LateLane(), chunk(6, LAYERS)
-    with lane.entered():
-        there = MemoryChunk(ChunkKV(lane.send(kv.keys), lane.send(kv.values)))
+    stream, kv = LateCopyStream(), chunk(6, LAYERS)
+    with stream.entered():
+        there = MemoryChunk(ChunkKV(stream.send(kv.keys), stream.send(kv.values)))
     here = MemoryChunk(chunk(3, LAYERS, seed=1))
-    with closing(LayerReader([there, here], LAYERS, lane)) as reader:
+    with closing(LayerReader([there, here], LAYERS, stream)) as reader:
         layers = [reader.take(l) for l in range(LAYERS)]
-    lane.finish()
-    assert len(lane.copies) == 2 + LAYERS
+    stream.finish()
+    assert len(stream.copies) == 2 + LAYERS
     for l, layer in enumerate(layers):
         assert layer[0][0].data_ptr() == there.kv.keys[l].data_ptr()
         assert torch.equal(layer[0][1], kv.values[l])
@@ -113,27 +113,27 @@ def test_what_is_on_the_device_is_left_there() -> None:
 
 
 def test_damage_is_told_to_who_takes_that_layer_and_the_ring_goes_on() -> None:
-    lane, views = LateLane(), unstable(4, 5)
+    stream, views = LateCopyStream(), unstable(4, 5)
     views[1].damaged = 3
-    with closing(LayerReader(views, LAYERS, lane)) as reader:
+    with closing(LayerReader(views, LAYERS, stream)) as reader:
         for l in range(3):
             reader.take(l)
         with pytest.raises(CorruptRecord, match="layer 3"):
             reader.take(3)
         layer = reader.take(4)
-        lane.finish()
+        stream.finish()
         assert torch.equal(layer[0][0], views[0].chunk.layer(4)[0])
 
 
 def test_closing_midway_waits_for_the_loader_and_reads_no_more() -> None:
-    lane, (view,) = LateLane(), unstable(8)
-    reader = LayerReader([view], LAYERS, lane)
+    stream, (view,) = LateCopyStream(), unstable(8)
+    reader = LayerReader([view], LAYERS, stream)
     reader.take(0)
     reader.close()
     read = list(view.read)
     assert read in ([0, 1], [0, 1, 2], [0])
     view.page[0].zero_()  # the map is gone
-    lane.finish()
+    stream.finish()
     assert view.read == read
     reader.close()
 
@@ -152,9 +152,9 @@ def test_keys_and_values_are_sent_together_where_they_lie_together(tokens: int, 
 
 
 def test_nothing_to_load() -> None:
-    with closing(LayerReader([], LAYERS, LateLane())) as reader:
+    with closing(LayerReader([], LAYERS, LateCopyStream())) as reader:
         assert [reader.take(l) for l in range(LAYERS)] == [[]] * LAYERS
 
 
 def test_there_is_no_lane_to_a_cpu() -> None:
-    assert lane_to(torch.device("cpu")) is None
+    assert copy_stream_to(torch.device("cpu")) is None

@@ -91,7 +91,7 @@ def test_a_second_writer_waits_then_is_refused(tmp_path: Path) -> None:
         assert same(read(store, key_of(1)), chunk())
 
 
-def test_a_writer_gets_his_turn_when_the_other_is_done(tmp_path: Path) -> None:
+def test_a_writer_gets_its_turn_when_the_other_is_done(tmp_path: Path) -> None:
     LMDBStore(tmp_path, CAP).close()
     with process(hold, tmp_path) as (_, held), LMDBStore(tmp_path, CAP, writer_wait_s=20) as store:
         assert held.recv() == "held"

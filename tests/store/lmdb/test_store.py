@@ -90,7 +90,7 @@ def test_stores_of_one_process_share_the_files(path: Path) -> None:
     other.close()
 
 
-def test_closing_under_a_reader_waits_for_him(path: Path) -> None:
+def test_closing_under_a_reader_waits_for_it(path: Path) -> None:
     filled(path)
     store = LMDBStore(path, CAP)
     with store.reading() as snapshot:

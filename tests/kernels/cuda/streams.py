@@ -1,4 +1,4 @@
-"""A lane whose device is as slow as it may be: copies run when somebody waits for them, and no sooner."""
+"""A stream whose device is as slow as it may be: copies run when somebody waits for them, and no sooner."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from blendserve.kernels.cuda.staging import Mark
+from blendserve.kernels.cuda.staging import Event
 
 
 class LateMark:
     """Waiting for it lets everything run that was issued before."""
 
-    def __init__(self, lane: LateLane, upto: int) -> None:
-        self.lane, self.upto = lane, upto
+    def __init__(self, stream: LateCopyStream, upto: int) -> None:
+        self.stream, self.upto = stream, upto
 
     def synchronize(self) -> None:
-        self.lane.waited_in.append(threading.current_thread().name)
-        self.lane.run(self.upto)
+        self.stream.waited_in.append(threading.current_thread().name)
+        self.stream.run(self.upto)
 
 
-class LateLane:
+class LateCopyStream:
     """Tensors "on the device" are those that it sent."""
 
     def __init__(self, pinned: bool = False) -> None:
@@ -32,11 +32,11 @@ class LateLane:
         self.ran = 0
         self.buffers: list[Tensor] = []
         self.waited_in: list[str] = []
-        self.handed: list[Mark | None] = []
+        self.handed: list[Event | None] = []
         self.inside = 0
         self._using = threading.Lock()
 
-    def room(self) -> int:
+    def free_bytes(self) -> int:
         return 1 << 30
 
     def run(self, upto: int) -> None:
@@ -77,17 +77,17 @@ class LateLane:
     def _is_pinned(self, tensor: Tensor) -> bool:
         return self.pinned or any(within(tensor, buffer) for buffer in self.buffers)
 
-    def bring(self, tensor: Tensor) -> Tensor:
+    def to_host(self, tensor: Tensor) -> Tensor:
         """The computing stream is never late here: what is brought is there already."""
         here = torch.full_like(tensor, 77)
         with self._using:
             self.copies.append((here, tensor))
         return here
 
-    def mark(self) -> LateMark:
+    def record_event(self) -> LateMark:
         return LateMark(self, len(self.copies))
 
-    def hand_over(self, memory: Sequence[Tensor], mark: Mark | None) -> None:
+    def hand_over(self, memory: Sequence[Tensor], mark: Event | None) -> None:
         """The computing stream waits, which the test does later by `run`."""
         self.handed.append(mark)
 

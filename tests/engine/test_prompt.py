@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from blendserve.config import Behind, PromptConfig
 from blendserve.core import Passage
+from blendserve.engine.prompt import PromptBuilder, Turn
 from blendserve.errors import ModelUnsupported
-from blendserve.prompt import PromptBuilder
 from tests.tokenizers import bundled_tokenizer
 
 PASSAGES = [Passage("Grass is green.", "Grass"), Passage("The sky is blue.")]
@@ -114,6 +114,14 @@ def test_a_template_without_a_system_role_gets_it_from_the_user(template: str, s
     assert text.startswith("<user>")
     assert system in text
     assert text.endswith(f"The sky is blue.\n\nQuestion: {QUESTION}</user><model>")
+
+
+@pytest.mark.parametrize("template", [REFUSES_SYSTEM, DROPS_SYSTEM])
+def test_so_it_does_with_earlier_turns(template: str) -> None:
+    tokenizer = with_template(template)
+    turns = [Turn("user", "Hi"), Turn("assistant", "Ho")]
+    prompt = PromptBuilder(tokenizer, PromptConfig(system="Be brief.")).build(QUESTION, (), turns)
+    assert tokenizer.decode(prompt.ids).startswith("<user>Be brief.\n\nHi</user><user>Ho</user>")
 
 
 @pytest.mark.parametrize("template", ["{{ raise_exception('never') }}", "{{ messages[0].content[:20] }}"])

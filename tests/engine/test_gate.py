@@ -11,19 +11,19 @@ import pytest
 import torch
 
 from blendserve.blend import prefill as prefill_module
-from blendserve.engine import Engine
+from blendserve.engine import gate
+from blendserve.engine.engine import Engine
+from blendserve.engine.gate import GateReport, GateRow, check, examine, verdict
 from blendserve.errors import ModelUnsupported
 from blendserve.kernels import rows
 from blendserve.kernels.rows import RowPlan, plan_rows
-from blendserve.models import gate
 from blendserve.models.adapter import Adapter, Projected, Rope
 from blendserve.models.families import FAMILIES
-from blendserve.models.gate import GateReport, GateRow, check, examine, verdict
 from blendserve.models.kv_cache import KVCache
 from blendserve.models.loader import Reader
 from tests.blend.helpers import some_prompt
 from tests.blend.test_prefill import OneOff
-from tests.test_engine import CONFIG, PASSAGES, QUESTION, engine, plain, tiny_reader
+from tests.engine.test_engine import CONFIG, PASSAGES, QUESTION, engine, plain, tiny_reader
 from tests.tiny import KINDS, TINY, tiny_adapter, tiny_model
 from tests.tokenizers import bundled_reader
 
@@ -236,6 +236,6 @@ def test_a_failing_reader_still_answers_by_its_own_forward(
 
 def test_an_engine_asks_the_gate_when_it_opens(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
-    monkeypatch.setattr("blendserve.engine.load_reader", lambda *_: tiny_reader())
+    monkeypatch.setattr("blendserve.engine.engine.load_reader", lambda *_: tiny_reader())
     Engine.open(CONFIG, say=told.append).close()
     assert [text.split(" (")[0] for text in told] == ["Checking that blending is right on tiny"]

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from blendserve.config import BlendConfig, Config, PromptConfig, changed
 from blendserve.core import Answer, Passage
-from blendserve.engine import Engine
+from blendserve.engine.engine import Engine
 from blendserve.errors import ConfigError, InputError, PromptTooLong
 from blendserve.models.adapter import Adapter
 from blendserve.models.loader import Reader, end_tokens, fingerprint

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from blendserve.bench.contest import Contest
-from blendserve.bench.limit import Counts, Work, layer_work, limit, prefill_work
+from blendserve.bench.harness import Harness
 from blendserve.bench.rates import Rates, measure_rates
+from blendserve.bench.roofline import Counts, Work, layer_work, limit, prefill_work
 from blendserve.bench.stages import StagedAdapter
 from blendserve.bench.workload import Workload, make_workload
 from blendserve.config import BlendConfig
@@ -57,7 +57,7 @@ def workload(reader: Reader) -> Workload:
 def contest(reader: Reader, workload: Workload, tmp_path_factory: pytest.TempPathFactory) -> Any:
     counting = Counting(reader.adapter)
     folder = tmp_path_factory.mktemp("store")
-    with Contest(reader, workload, variants(WORDS, ()), folder, counting.as_adapter()) as contest:
+    with Harness(reader, workload, variants(WORDS, ()), folder, counting.as_adapter()) as contest:
         contest.precompute()
         yield contest, counting
 
@@ -121,7 +121,7 @@ def test_rates_are_of_this_machine_in_its_units() -> None:
 def test_stages_add_up_to_prefill(reader: Reader, workload: Workload, tmp_path: Path) -> None:
     staged = StagedAdapter(reader.adapter)
     (variant,) = [v for v in variants(("query+shift@0.2",), ()) if v.kind == "blend"]
-    with Contest(reader, workload, (variant,), tmp_path, staged.as_adapter()) as contest:
+    with Harness(reader, workload, (variant,), tmp_path, staged.as_adapter()) as contest:
         contest.precompute()
         staged.clock.seconds.clear()
         for _ in range(2):  # and each run starts anew

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from blendserve.config import Config
 from blendserve.core import Passage
-from blendserve.engine import Engine
+from blendserve.engine.engine import Engine
 from blendserve.models.toy import toy_reader
 from blendserve.store import LMDBStore, share_of
 from tests.blend.helpers import assert_near

@@ -6,31 +6,28 @@ Nothing else knows all the stages.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from blendserve.blend.blender import Blender, PrecomputeReport
-from blendserve.blend.report import plain_report
-from blendserve.config import BlendConfig, Config, DecodeConfig, changed
-from blendserve.core import Answer, BlendReport, Document, Passage, Prompt, TokenIds
-from blendserve.decode import generate, generate_by_model
-from blendserve.errors import ConfigError, InputError, PromptTooLong, StoreError
-from blendserve.models.gate import GateReport, verdict
+from blendserve.config import Config, changed
+from blendserve.core import Answer, Document, Passage, TokenIds
+from blendserve.engine.gate import GateReport, verdict
+from blendserve.engine.generation import AnswerStream, Generation
+from blendserve.engine.library import Documents, Progress
+from blendserve.engine.prefill import Prefill, prefill, prefill_by_model
+from blendserve.engine.prompt import PromptBuilder
+from blendserve.engine.request import Plan, Request, Search, make_plan, split_options
+from blendserve.errors import InputError, StoreError
 from blendserve.models.loader import Reader, load_reader
 from blendserve.paths import index_folder
-from blendserve.prompt import PromptBuilder
-from blendserve.registry import nearest
 from blendserve.retrieve import Embedder, VectorIndex, read_manifest
 from blendserve.store import KVStore, open_store, share_of
-from blendserve.stream import AnswerStream
 from blendserve.timing import Clock
 
-BLEND_OPTIONS, DECODE_OPTIONS = set(BlendConfig.model_fields), set(DecodeConfig.model_fields)
-
 Say = Callable[[str], None]
-Progress = Callable[[int, int], None]
 
 log = logging.getLogger(__name__)
 
@@ -47,15 +44,9 @@ class Engine:
     ) -> None:
         self.config, self.reader, self.store, self.index = config, reader, store, index
         self._owns_store = True
-        self.prompts = PromptBuilder(reader.tokenizer, config.prompt)
-        self.blender = Blender(
-            reader.adapter,
-            reader.fingerprint,
-            store,
-            self.prompts.prefix,
-            self.prompts.behind,
-            config.store.namespace,
-        )
+        self.prompts = prompts = PromptBuilder(reader.tokenizer, config.prompt)
+        fingerprint, namespace = reader.fingerprint, config.store.namespace
+        self.blender = Blender(reader.adapter, fingerprint, store, prompts.prefix, prompts.behind, namespace)
 
     @classmethod
     def open(
@@ -74,15 +65,8 @@ class Engine:
         folder = index_folder(index)
         read_manifest(folder)  # before anything heavy is loaded
         reader = load_reader(config.reader, say)
-        count = _counter(reader, config)
-        name, fingerprint = _identity(reader)
-        found = VectorIndex.open(
-            folder,
-            Embedder.load(config.retrieve.embedder),
-            reader=name,
-            reader_fingerprint=fingerprint,
-            count=count,
-        )
+        embedder = Embedder.load(config.retrieve.embedder)
+        found = VectorIndex.open(folder, embedder, **_made_for(reader, config))
         kept = open_store(config.store, folder / "kv", device=reader.adapter.device)
         return cls(config, reader, kept, found)._ready(say)
 
@@ -102,22 +86,19 @@ class Engine:
         config = config or Config()
         folder = index_folder(index)
         reader = load_reader(config.reader, say)
-        name, fingerprint = _identity(reader)
         made = VectorIndex.create(
             folder,
             Embedder.load(config.retrieve.embedder),
-            reader=name,
-            reader_fingerprint=fingerprint,
             chunk_tokens=config.retrieve.chunk_tokens,
-            count=_counter(reader, config),
             kind=config.retrieve.index,
+            **_made_for(reader, config),
         )
         made.add(documents, progress)
         made.save()
         kept = open_store(config.store, folder / "kv", device=reader.adapter.device)
         engine = cls(config, reader, kept, made)
         if config.store.path is None:  # what an index of the same name left behind may be evicted from now on
-            ours = {engine.blender.key(ids) for ids in engine._chunks(made.passages)}
+            ours = {engine.blender.key(ids) for ids in engine.prompts.chunk_ids(made.passages)}
             ours.add(engine.blender.key(engine.prompts.prefix, ()))
             engine.store.unpin(set(engine.store.keys(config.store.namespace)) - ours)
         return engine._ready(say)
@@ -129,28 +110,11 @@ class Engine:
 
         A document with a known id and new content replaces the old one, and the old one's KV goes with it.
         """
-        index = self._index()
-        before = index.passages
-        added = index.add(documents, progress)
-        index.save()
-        now = set(index.passages)
-        if gone := [p for p in before if p not in now]:
-            self.blender.forget(self._chunks(gone), self._chunks(index.passages))
-        return added
+        return self._documents().add(documents, progress)[0]
 
     def delete(self, *doc_ids: str) -> int:
-        """Remove documents with their passages, vectors and KV -> how many were there.
-
-        KV goes first, so that a kill in between leaves nothing behind that no document explains.
-        """
-        index = self._index()
-        kept = [p for p in index.passages if p.doc_id not in doc_ids]
-        self.blender.forget(
-            self._chunks([p for p in index.passages if p.doc_id in doc_ids]), self._chunks(kept)
-        )
-        deleted = index.delete(*doc_ids)
-        index.save()
-        return deleted
+        """Remove documents with their passages, vectors and KV -> how many were there."""
+        return self._documents().delete(*doc_ids)[0]
 
     def precompute(
         self,
@@ -186,23 +150,29 @@ class Engine:
     ) -> AnswerStream:
         """Answer a question piece by piece.
 
-        question: text. passages: the caller's own, in his order; default: the index's `top_k` nearest.
+        question: text. passages: the caller's own, in their order; default: the index's `top_k` nearest.
         options: any field of BlendConfig (method, policy, ratio, correction, ...) or DecodeConfig (max_new_tokens,
         temperature, top_p, seed, stop), for this question only.
 
         The first token is ready when this returns. Raises InputError, PromptTooLong, ConfigError; ModelUnsupported when a
         reader that fails the gate is told to blend (by itself it then answers by its own full prefill).
         """
-        blend, decode = self._options(options)
-        clock = Clock(self.reader.adapter.device)
-        with clock.stage("retrieve"):
-            given = self._passages(question, passages, top_k)
-        prompt = self.prompts.build(question, given)
-        self._check_length(prompt, decode)
-        with clock.stage("prefill"):
-            report, tokens, absent = self._prefill(prompt, blend, decode, clock)
-        remember = partial(self._write_back, absent)
-        return AnswerStream(self.reader.tokenizer, tuple(given), report, tokens, decode, clock, remember)
+        own = None if passages is None else tuple(Passage(p) if isinstance(p, str) else p for p in passages)
+        blend, decode = split_options(options)
+        return self.run(self.plan(Request(question, own, top_k, blend=blend, decode=decode)))
+
+    def plan(self, request: Request, search: Search | None = None, clock: Clock | None = None) -> Plan:
+        """What is to be done for a request. search: by default in the index. clock: since the request came."""
+        search = search or (lambda question, top_k: self._index().search(question, top_k))
+        adapter = self.reader.adapter
+        return make_plan(request, self.config, adapter, self.prompts, search, clock or Clock(adapter.device))
+
+    def run(self, plan: Plan) -> AnswerStream:
+        """Prefill, and choose the first token. Raises PromptTooLong."""
+        plan.require_room(self.reader.adapter.context_limit)
+        done, reader = self._prefill(plan), self.reader
+        generation = Generation(plan, done.report, reader.tokenizer, reader.end_tokens)
+        return AnswerStream(generation, done.logits, done.run, partial(self._write_back, done.absent))
 
     def tenant(self, namespace: str) -> Engine:
         """The same engine for another namespace: same reader, index and store, but KV of its own.
@@ -238,49 +208,12 @@ class Engine:
         """Whether this reader may blend: checked on its weights once, and kept."""
         return verdict(self.reader)
 
-    def _prefill(
-        self, prompt: Prompt, blend: BlendConfig, decode: DecodeConfig, clock: Clock
-    ) -> tuple[BlendReport, Iterator[int], Sequence[TokenIds]]:
-        """What was done, the tokens to come, and the chunks that were not found."""
-        reader, new_tokens = self.reader, decode.max_new_tokens
-        if not self.gate.passed:
-            if blend.method not in {"auto", "full"}:
-                self.gate.require()
-            why = f"the reader fails {self.gate.failure}"
-            return (
-                plain_report(prompt, blend, why),
-                generate_by_model(reader.adapter, prompt.ids, decode, reader.end_tokens),
-                (),
-            )
-        done = self.blender.run(prompt, blend, new_tokens, clock)
-        cache, logits = done.prefilled.cache, done.prefilled.logits
-        tokens = generate(reader.adapter, cache, len(prompt), logits, decode, reader.end_tokens)
-        return done.report, tokens, done.absent
-
-    def _options(self, options: Mapping[str, Any]) -> tuple[BlendConfig, DecodeConfig]:
-        """Split the options by section; a seed serves whatever is random."""
-        for name in options:
-            if name not in BLEND_OPTIONS | DECODE_OPTIONS:
-                raise ConfigError(
-                    f"unknown option {name!r}: {nearest(name, sorted(BLEND_OPTIONS | DECODE_OPTIONS))}"
-                )
-        blend = {k: v for k, v in options.items() if k in BLEND_OPTIONS}
-        decode = {k: v for k, v in options.items() if k in DECODE_OPTIONS}
-        return changed(self.config.blend, **blend), changed(self.config.decode, **decode)
-
-    def _passages(
-        self, question: str, passages: Sequence[Passage | str] | None, top_k: int | None
-    ) -> list[Passage]:
-        if not question.strip():
-            raise InputError("the question is empty: ask something")
-        if passages is not None:
-            return [Passage(text=p) if isinstance(p, str) else p for p in passages]
-        return self._index().search(question, self.config.retrieve.top_k if top_k is None else top_k)
-
-    def _check_length(self, prompt: Prompt, decode: DecodeConfig) -> None:
-        limit = self.reader.adapter.context_limit
-        if len(prompt) + decode.max_new_tokens > limit:
-            raise PromptTooLong(len(prompt), limit, decode.max_new_tokens)
+    def _prefill(self, plan: Plan) -> Prefill:
+        if self.gate.passed:
+            return prefill(plan, self.blender)
+        if plan.blend.method not in {"auto", "full"}:
+            self.gate.require()
+        return prefill_by_model(plan, self.reader.adapter, f"the reader fails {self.gate.failure}")
 
     def _write_back(self, absent: Sequence[TokenIds]) -> None:
         """Store what a request found missing or damaged. An answer never fails for it."""
@@ -290,8 +223,8 @@ class Engine:
             except StoreError as error:
                 log.warning("missing chunks were not stored: %s", error)
 
-    def _chunks(self, passages: Sequence[Passage]) -> list[TokenIds]:
-        return [self.prompts.chunk(p).ids for p in passages]
+    def _documents(self) -> Documents:
+        return Documents(self._index(), self.prompts, [self.blender])
 
     def _index(self) -> VectorIndex:
         if self.index is None:
@@ -306,16 +239,15 @@ class Engine:
         if not 0 <= i < n:
             shares = f"count from 0/{n} to {n - 1}/{n}" if n > 0 else "there is at least one, 0/1"
             raise InputError(f"shard {i}/{n} does not exist: {shares}")
-        chunks = self._chunks(self._index().passages if passages is None else passages)
+        chunks = self.prompts.chunk_ids(self._index().passages if passages is None else passages)
         return [ids for ids in chunks if share_of(ids, n) == i]
 
 
-def _identity(reader: Reader) -> tuple[str, str]:
-    """How an index remembers its reader: the KV of one dtype is not another's."""
-    return f"{reader.name} ({str(reader.adapter.dtype).removeprefix('torch.')})", reader.fingerprint
-
-
-def _counter(reader: Reader, config: Config) -> Callable[[Passage], int]:
-    """Tokens of a passage as it will stand in the prompt."""
+def _made_for(reader: Reader, config: Config) -> dict[str, Any]:
+    """How an index knows its reader, as the KV of one dtype is not another's, and the tokens of a passage in a prompt."""
     prompts = PromptBuilder(reader.tokenizer, config.prompt)
-    return lambda passage: len(prompts.chunk(passage))
+    return {
+        "reader": f"{reader.name} ({str(reader.adapter.dtype).removeprefix('torch.')})",
+        "reader_fingerprint": reader.fingerprint,
+        "count": lambda passage: len(prompts.chunk(passage)),
+    }

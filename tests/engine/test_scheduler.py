@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import random
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 
-from blendserve.blend.blender import Blender
 from blendserve.config import changed
 from blendserve.core import Passage
-from blendserve.engine import Engine
+from blendserve.engine.engine import Engine
+from blendserve.engine.fair_queue import FairQueue
+from blendserve.engine.queued import Finished, Piece, QueuedRequest, Started
+from blendserve.engine.request import Plan
+from blendserve.engine.scheduler import BACKGROUND_EVERY, Scheduler
+from blendserve.engine.slots import Slots
 from blendserve.errors import Busy, InputError, Stopping
 from blendserve.models.forward import Row, append, append_each
 from blendserve.models.kv_cache import KVCache
 from blendserve.serve.metrics import Metrics
-from blendserve.serve.scheduler import CHORE_EVERY, Scheduler
-from blendserve.serve.slots import Slots
-from blendserve.serve.waiting import Waiting
-from blendserve.serve.work import Finished, Piece, Started, Work
-from tests.serve.helpers import CONTEXT, PASSAGES, QUESTIONS, Listener, engine, reader
+from blendserve.timing import Clock
+from tests.engine.helpers import CONTEXT, PASSAGES, QUESTIONS, Listener, engine, reader, wait_for
 
 
 class Bench:
@@ -33,26 +33,22 @@ class Bench:
         self.engine.precompute(PASSAGES)
         self.slots = Slots(reader().adapter, slots, CONTEXT)
         self.scheduler = Scheduler(reader(), self.slots, queue, gap_s, 0.0, Metrics())
-        prompts = self.engine.prompts
-        self.blender = Blender(
-            self.scheduler.adapter, reader().fingerprint, self.engine.store, prompts.prefix, prompts.behind
-        )
+        self.blender = self.engine.blender.like(self.engine.store, "", self.scheduler.pause)
 
     def work(
         self, question: str, passages: Sequence[Passage], tenant: str = "", **options: Any
-    ) -> tuple[Work, Listener]:
+    ) -> tuple[QueuedRequest, Listener]:
         blend = {k: v for k, v in options.items() if k in type(self.engine.config.blend).model_fields}
         decode = {k: v for k, v in options.items() if k in type(self.engine.config.decode).model_fields}
         listener, config = Listener(), self.engine.config
-        work = Work(
-            tenant,
+        plan = Plan(
             self.engine.prompts.build(question, passages),
             tuple(passages),
             changed(config.blend, **blend),
             changed(config.decode, **decode),
-            self.blender,
-            listener,
+            Clock(),
         )
+        work = QueuedRequest(tenant, plan, self.blender, listener)
         return work, listener
 
     def submit(self, *args: Any, **options: Any) -> Listener:
@@ -62,14 +58,6 @@ class Bench:
 
     def wait_idle(self) -> None:
         wait_for(lambda: self.scheduler.load == (0, 0))
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    for _ in range(6000):
-        if condition():
-            return
-        time.sleep(0.005)
-    raise AssertionError("it did not come about within 30 s")
 
 
 @pytest.fixture
@@ -145,7 +133,7 @@ def drain(listener: Listener) -> list[Any]:
 
 
 def test_a_cancelled_request_frees_its_slot(bench: Bench) -> None:
-    started: list[Work] = []
+    started: list[QueuedRequest] = []
     for i in range(3):
         work, listener = bench.work(QUESTIONS[i], PASSAGES, max_new_tokens=400)
         bench.scheduler.submit(work)
@@ -167,19 +155,19 @@ def test_a_prefill_is_cancelled_between_two_layers(bench: Bench) -> None:
     pauses = []
     work, listener = bench.work(QUESTIONS[0], PASSAGES, method="full")
 
-    def front() -> Any:
+    def prefix_kv() -> Any:
         bench.scheduler.cancel(work)
         return None
 
-    work.front = front
-    project = type(bench.scheduler.adapter).project
+    work.prefix_kv = prefix_kv
+    pause = work.blender._before_layer
+    assert pause is not None
 
-    class Counted(type(bench.scheduler.adapter)):  # type: ignore[misc]
-        def project(self, l: int, hidden: torch.Tensor) -> Any:
-            pauses.append(l)
-            return project(self, l, hidden)
+    def counted() -> None:
+        pauses.append(len(pauses))
+        pause()
 
-    bench.scheduler.adapter.__class__ = Counted
+    work.blender._before_layer = counted
     bench.scheduler.submit(work)
     wait_for(lambda: bool(pauses))
     bench.wait_idle()
@@ -204,7 +192,7 @@ def test_a_full_queue_and_a_prompt_that_can_never_fit(bench: Bench) -> None:
 
 
 def test_tenants_take_turns() -> None:
-    waiting = Waiting()
+    waiting = FairQueue()
     bench = Bench()
     order = "aaaaabbc"
     for tenant in order:
@@ -216,7 +204,7 @@ def test_tenants_take_turns() -> None:
 
 
 def test_one_tenants_requests_keep_their_order() -> None:
-    waiting, bench = Waiting(), Bench()
+    waiting, bench = FairQueue(), Bench()
     works = [bench.work(QUESTIONS[i % 4], (), "ab"[i % 2])[0] for i in range(10)]
     for work in works:
         waiting.put(work)
@@ -250,7 +238,7 @@ def test_a_request_that_fails_fails_alone(bench: Bench) -> None:
 
     good = bench.submit(QUESTIONS[0], PASSAGES)
     work, listener = bench.work(QUESTIONS[0], PASSAGES)
-    work.front = broken
+    work.prefix_kv = broken
     bench.scheduler.submit(work)
     with pytest.raises(RuntimeError, match="broken"):
         listener.answer()
@@ -280,15 +268,15 @@ def test_stopping_ends_all_that_still_runs_or_waits() -> None:
     assert bench.slots.free == 3
 
 
-def test_chores_are_done_while_requests_wait() -> None:
+def test_background_tasks_are_done_while_requests_wait() -> None:
     bench = Bench(slots=1)
-    asked = [bench.submit(QUESTIONS[0], PASSAGES[:1], max_new_tokens=1) for _ in range(3 * CHORE_EVERY)]
+    asked = [bench.submit(QUESTIONS[0], PASSAGES[:1], max_new_tokens=1) for _ in range(3 * BACKGROUND_EVERY)]
     waiting: list[int] = []
     for _ in range(3):
-        bench.scheduler.chore(lambda: waiting.append(bench.scheduler.load[0]))
+        bench.scheduler.in_background(lambda: waiting.append(bench.scheduler.load[0]))
     bench.scheduler.start()
     for listener in asked:
         listener.answer()
     wait_for(lambda: len(waiting) == 3)
     bench.scheduler.stop()
-    assert waiting == [2 * CHORE_EVERY, CHORE_EVERY, 0]
+    assert waiting == [2 * BACKGROUND_EVERY, BACKGROUND_EVERY, 0]

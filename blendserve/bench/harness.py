@@ -21,11 +21,11 @@ from blendserve.bench.workload import Workload
 from blendserve.blend.blender import Blender
 from blendserve.config import Behind, BlendConfig, PromptConfig
 from blendserve.core import BlendReport, TokenIds
+from blendserve.engine.prompt import PromptBuilder
 from blendserve.errors import InputError, StoreError
 from blendserve.evaluate.variants import FULL, TRANSFORMERS, Variant
 from blendserve.models.adapter import Adapter
 from blendserve.models.loader import Reader
-from blendserve.prompt import PromptBuilder
 from blendserve.store import KVStore, LMDBStore
 from blendserve.timing import Clock
 
@@ -34,7 +34,7 @@ STAGES = ("load", "select", "correct")
 
 
 @dataclass(frozen=True, slots=True)
-class Took:
+class Run:
     """One run of one prompt."""
 
     prefill: float  # seconds from token ids to first-token logits
@@ -46,7 +46,7 @@ class Took:
     reading: float = 0.0  # seconds that the store took, most of them while layers ran
 
 
-class Contest:
+class Harness:
     """A reader, a workload and a store in `folder` for its chunks. A context manager."""
 
     def __init__(
@@ -80,7 +80,7 @@ class Contest:
         for blender in self._blenders.values():
             blender.calibrate()
 
-    def run(self, variant: Variant) -> Took:
+    def run(self, variant: Variant) -> Run:
         """From text to first token. Raises StoreError when KV that should be there is not."""
         if variant.kind == TRANSFORMERS:
             return run_transformers(self.reader, self.workload)
@@ -90,7 +90,7 @@ class Contest:
         """Close the store; its files stay."""
         self.store.close()
 
-    def __enter__(self) -> Contest:
+    def __enter__(self) -> Harness:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -123,7 +123,7 @@ def scratch(parent: Path | None) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def run_blender(blender: Blender, workload: Workload, blend: BlendConfig) -> Took:
+def run_blender(blender: Blender, workload: Workload, blend: BlendConfig) -> Run:
     """Our way."""
     clock = Clock(blender.adapter.device)
     prompt = workload.draw()
@@ -138,17 +138,17 @@ def run_blender(blender: Blender, workload: Workload, blend: BlendConfig) -> Too
     seconds = {stage: clock.seconds[stage] for stage in STAGES}
     kv_bytes, recomputed = done.prefilled.cache.n_bytes, done.prefilled.recomputed
     reading = done.prefilled.seconds_reading
-    return Took(clock.seconds["prefill"], ttft, kv_bytes, seconds, done.report, recomputed, reading)
+    return Run(clock.seconds["prefill"], ttft, kv_bytes, seconds, done.report, recomputed, reading)
 
 
-def run_transformers(reader: Reader, workload: Workload) -> Took:
+def run_transformers(reader: Reader, workload: Workload) -> Run:
     """The model's own forward as its user calls it: a dynamic cache, SDPA, logits of the last token alone."""
     clock = Clock(reader.adapter.device)
     ids = workload.draw().ids
     with clock.stage("prefill"):
         logits = forward(reader.adapter, ids)
     int(logits.argmax())
-    return Took(clock.seconds["prefill"], clock.elapsed(), len(ids) * reader.adapter.kv_bytes_per_token)
+    return Run(clock.seconds["prefill"], clock.elapsed(), len(ids) * reader.adapter.kv_bytes_per_token)
 
 
 @torch.inference_mode()

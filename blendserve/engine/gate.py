@@ -34,6 +34,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from blendserve import __version__
 from blendserve.blend.layout import Layout, lay_out
 from blendserve.blend.precompute import ChunkComputer
 from blendserve.blend.prefill import Prefilled, prefill
@@ -249,8 +250,6 @@ def _logits_apart(logits: Tensor, wanted: Tensor) -> float:
 
 def _file(reader: Reader) -> Path:
     """Where the verdict is kept: one for each reader, machine, device and version of what computes."""
-    from blendserve import __version__
-
     parts = (FORMAT, __version__, torch.__version__, version("transformers"))
     where = (platform.node(), reader.adapter.device, reader.fingerprint)
     name = hashlib.blake2b(repr((parts, where)).encode(), digest_size=12).hexdigest()

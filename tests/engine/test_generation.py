@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from blendserve.blend.prefill import Prefilled, prefill
 from blendserve.config import BlendConfig, DecodeConfig
-from blendserve.decode import Sampler, TextStream, generate
+from blendserve.engine.generation import Sampler, TextStream, generate
 from blendserve.models.forward import append
 from tests.blend.helpers import assert_near, lay, model_says, some_ids, some_prompt
 from tests.tiny import KINDS, TINY, tiny_adapter

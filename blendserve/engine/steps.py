@@ -7,10 +7,10 @@ from functools import partial
 
 from torch import Tensor
 
+from blendserve.engine.slots import Slots
 from blendserve.models.adapter import Adapter
 from blendserve.models.forward import Row, append_each
 from blendserve.models.replay import WORTH, ReplayedSteps, is_worthwhile
-from blendserve.serve.slots import Slots
 
 
 class BatchDecoder:

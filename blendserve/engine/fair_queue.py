@@ -7,42 +7,44 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 
-from blendserve.serve.work import Work
+from blendserve.engine.queued import QueuedRequest
 
 
-class Waiting:
+class FairQueue:
     """The queue. Not locked: the scheduler's lock guards it."""
 
     def __init__(self) -> None:
-        self._lines: OrderedDict[str, deque[Work]] = OrderedDict()  # the tenant whose turn it is first
+        self._lines: OrderedDict[str, deque[QueuedRequest]] = (
+            OrderedDict()
+        )  # the tenant whose turn it is first
 
     def __len__(self) -> int:
         return sum(map(len, self._lines.values()))
 
-    def put(self, work: Work) -> None:
+    def put(self, request: QueuedRequest) -> None:
         """Put it at the end of its tenant's line."""
-        self._lines.setdefault(work.tenant, deque()).append(work)
+        self._lines.setdefault(request.tenant, deque()).append(request)
 
-    def pop(self) -> Work | None:
+    def pop(self) -> QueuedRequest | None:
         """The next one; its tenant goes to the back."""
         if not self._lines:
             return None
         tenant, line = self._lines.popitem(last=False)
-        work = line.popleft()
+        request = line.popleft()
         if line:
             self._lines[tenant] = line
-        return work
+        return request
 
-    def remove(self, work: Work) -> bool:
+    def remove(self, request: QueuedRequest) -> bool:
         """Whether it was still waiting."""
-        line = self._lines.get(work.tenant)
-        if line is None or work not in line:
+        line = self._lines.get(request.tenant)
+        if line is None or request not in line:
             return False
-        line.remove(work)
+        line.remove(request)
         if not line:
-            del self._lines[work.tenant]
+            del self._lines[request.tenant]
         return True
 
-    def all(self) -> list[Work]:
+    def all(self) -> list[QueuedRequest]:
         """Everything that waits."""
-        return [work for line in self._lines.values() for work in line]
+        return [request for line in self._lines.values() for request in line]

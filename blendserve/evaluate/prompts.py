@@ -18,11 +18,11 @@ import xxhash
 from blendserve import console
 from blendserve.config import Config
 from blendserve.core import Chunk, Document, Passage, Prompt
-from blendserve.engine import Engine
+from blendserve.engine.engine import Engine
 from blendserve.errors import IndexMismatch, IndexMissing
+from blendserve.evaluate.config import EvaluateConfig
 from blendserve.evaluate.datasets import Dataset
 from blendserve.evaluate.formats import Example
-from blendserve.evaluate.plan import EvaluateConfig
 
 Say = Callable[[str], None]
 

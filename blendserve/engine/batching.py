@@ -1,0 +1,87 @@
+"""Many requests at a time on one engine: a scheduler with everything that it needs, for HTTP and workers alike."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+from blendserve.blend.blender import Blender
+from blendserve.core import ChunkKV, TokenIds
+from blendserve.engine.background import BackgroundTasks
+from blendserve.engine.engine import Engine
+from blendserve.engine.prefix_cache import PrefixCache, PrefixKV
+from blendserve.engine.queued import Event, Observer, QueuedRequest
+from blendserve.engine.request import Plan
+from blendserve.engine.scheduler import Scheduler
+from blendserve.engine.shared_loads import SharedLoads
+from blendserve.engine.slots import Slots
+
+
+class BatchEngine:
+    """An engine's requests, answered together by one thread. The engine is its opener's to close."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        observer: Observer,
+        *,
+        slots: int,
+        slot_tokens: int | None,
+        queue: int,
+        gap_s: float,
+        prefill_share: float,
+        share_bytes: int,
+        prefix_bytes: int,
+    ) -> None:
+        """As ServeConfig names them. Raises ModelUnsupported for a reader that fails the gate."""
+        engine.gate.require()
+        reader, limit = engine.reader, engine.reader.adapter.context_limit
+        # One thread encodes while another decodes, and a tokenizer keeps settings of the last call.
+        decoding = replace(reader, tokenizer=copy.deepcopy(reader.tokenizer))
+        self.slots = Slots(reader.adapter, slots, min(slot_tokens or limit, limit))
+        self.store = SharedLoads(engine.store, share_bytes)
+        self.scheduler = Scheduler(decoding, self.slots, queue, gap_s, prefill_share, observer, self.store)
+        self.background = BackgroundTasks(self.scheduler)
+        self._engine = engine
+        self._prefixes = PrefixCache(reader.adapter, self.scheduler.pause, prefix_bytes)
+        self._base: ChunkKV | None = None  # of the prefix that all prompts without turns have
+        self._blenders: dict[str, Blender] = {}
+
+    @property
+    def namespaces(self) -> set[str]:
+        """All that were asked for, and the engine's own."""
+        return {self._engine.config.store.namespace, *self._blenders}
+
+    def blender(self, namespace: str) -> Blender:
+        """Reads and writes one namespace of the store. Its passes are for the model's thread."""
+        if namespace not in self._blenders:
+            like = self._engine.blender.like(self.store, namespace, self.scheduler.pause)
+            self._blenders[namespace] = like
+        return self._blenders[namespace]
+
+    def queued(
+        self, plan: Plan, emit: Callable[[Event], None], tenant: str = "", namespace: str = ""
+    ) -> QueuedRequest:
+        """A plan as the scheduler takes it: `scheduler.submit` and `scheduler.cancel` are next."""
+        prompt, blender = plan.prompt, self.blender(namespace)
+        own_prefix = prompt.prefix != self._engine.prompts.prefix and plan.blend.method != "full"
+        return QueuedRequest(
+            tenant=tenant,
+            plan=plan,
+            blender=blender,
+            emit=emit,
+            keys=frozenset(blender.key(chunk.ids) for chunk in prompt.chunks if len(chunk)),
+            prefix_kv=partial(self._prefix_kv, namespace, prompt.prefix) if own_prefix else None,
+            missed=(
+                partial(self.background.remember, blender) if self._engine.config.store.write_back else None
+            ),
+        )
+
+    def _prefix_kv(self, namespace: str, ids: TokenIds) -> PrefixKV:
+        """KV of a conversation so far. On the model's thread."""
+        base = self._engine.prompts.prefix
+        if self._base is None:
+            self._base = self.blender("").computer(()).compute([base])[0]
+        return self._prefixes.get(namespace, ids, base, self._base)

@@ -1,0 +1,58 @@
+"""Plan -> Prefill: the prompt is read, by blending or by the borrowed model itself, and an answer can begin."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from blendserve.blend.blender import Blender
+from blendserve.blend.report import plain_report
+from blendserve.core import BlendReport, TokenIds
+from blendserve.engine.prefix_cache import PrefixKV
+from blendserve.engine.request import Plan
+from blendserve.models.adapter import Adapter
+from blendserve.models.kv_cache import KVCache
+from blendserve.models.own_forward import OwnDecoding
+from blendserve.models.replay import Step, decoding_steps
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """A plan whose answer can begin."""
+
+    report: BlendReport
+    logits: Tensor  # [V], for the first new token
+    run: Step  # for a caller who makes every further token alone
+    cached: int = 0  # tokens of the prompt whose KV was there already
+    absent: tuple[TokenIds, ...] = ()  # chunks that the store was asked for and did not have whole
+
+
+def prefill(
+    plan: Plan,
+    blender: Blender,
+    cache: KVCache | None = None,
+    prefix_kv: Callable[[], PrefixKV] | None = None,
+) -> Prefill:
+    """By `plan.blend`. cache: the caller's own, of at least `plan.tokens`. prefix_kv: by default the store is asked."""
+    with plan.clock.stage("prefill"):
+        prefix = prefix_kv() if prefix_kv else None
+        kv = prefix.kv if prefix else None
+        done = blender.run(plan.prompt, plan.blend, plan.decode.max_new_tokens, plan.clock, cache, kv)
+    report = done.report
+    cached = report.tokens_exact + report.tokens_reused
+    if prefix and report.method != "full":
+        cached = max(0, cached - len(plan.prompt.prefix) + prefix.reused)  # 0: the store could not be read
+    made = plan.decode.max_new_tokens
+    run = decoding_steps(blender.adapter, done.prefilled.cache, len(plan.prompt), made)
+    return Prefill(report, done.prefilled.logits, run, cached, done.absent)
+
+
+def prefill_by_model(plan: Plan, adapter: Adapter, why: str) -> Prefill:
+    """By the borrowed model's own forward and cache, for a reader that may not blend because of `why`."""
+    own = OwnDecoding(adapter)
+    with plan.clock.stage("prefill"):
+        logits = own.feed(plan.prompt.ids)
+    report = plain_report(plan.prompt, plan.blend, why)
+    return Prefill(report, logits, lambda _, token: own.feed((token,)))

@@ -1,0 +1,294 @@
+"""Continuous batching: one thread runs the model, and at every step decides anew who runs.
+
+    turn:   a waiting request gets a free slot and is prefilled
+            when none waits, or after every BACKGROUND_EVERY requests, a background task is done
+            then all running requests make one token together
+
+A prefill does not stop the running ones: it pauses before every layer (models/forward.py), and when it has run for
+`gap_s` since the last step, a step is made there. So between two tokens of an answer lie at most `gap_s`, one layer and
+one step. Where a step takes long, the prefill runs longer, too, as it keeps `prefill_share` of the time: steps for few
+requests are the most expensive ones, and the sooner prefills are done, the more requests step together.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Set
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from blendserve.engine.fair_queue import FairQueue
+from blendserve.engine.generation import Generation
+from blendserve.engine.prefill import prefill
+from blendserve.engine.queued import Failed, Finished, Observer, Piece, QueuedRequest, Started
+from blendserve.engine.shared_loads import SharedLoads
+from blendserve.engine.slots import Slots
+from blendserve.engine.steps import BatchDecoder
+from blendserve.errors import BlendserveError, Busy, InputError, Stopping
+from blendserve.models.forward import Row
+from blendserve.models.kv_cache import KVCache
+from blendserve.models.loader import Reader
+from blendserve.store import ChunkKey
+from blendserve.timing import Clock
+
+MAX_BACKGROUND = 1000  # write-backs beyond that are dropped: they are an optimisation
+# However many requests wait: else a server that misses chunks stays slow because it misses them.
+BACKGROUND_EVERY = 8
+
+Task = Callable[[], None]
+
+log = logging.getLogger(__name__)
+
+
+class Cancelled(Exception):
+    """Raised out of a prefill whose request nobody waits for any more."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Running:
+    """A request that has a slot, from its first token to its last."""
+
+    request: QueuedRequest
+    cache: KVCache
+    generation: Generation
+
+
+class Scheduler:
+    """Give it requests with `submit`; it calls their `emit`. Their blenders must call `pause` before each layer."""
+
+    def __init__(
+        self,
+        reader: Reader,
+        slots: Slots,
+        queue: int,
+        gap_s: float,
+        prefill_share: float,
+        observer: Observer,
+        shared: SharedLoads | None = None,
+    ) -> None:
+        self._reader, self._slots, self._observer = reader, slots, observer
+        self._decoder = BatchDecoder(reader.adapter, slots)
+        self._gap_s, self._patience = gap_s, prefill_share / (1 - prefill_share)  # the latter in steps
+        self._shared = shared
+        self._waiting, self._queue = FairQueue(), queue
+        self._background: deque[Task] = deque()
+        self._since_background = 0  # requests prefilled
+        self._running: list[_Running] = []
+        self._prefilling: QueuedRequest | None = None
+        self._since_step, self._step_s = Clock(), 0.0  # since the last one's end; how long it took
+        self._request_s = 1.0  # of a request, lately: what Retry-After is made of
+        self._wake = threading.Condition()
+        self._draining = self._stopped = False
+        self._thread = threading.Thread(target=self._loop, name="model", daemon=True)
+
+    # From any thread
+
+    def start(self) -> None:
+        """Start the model's thread."""
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        """Whether requests are taken."""
+        return self._thread.is_alive() and not self._draining
+
+    @property
+    def load(self) -> tuple[int, int]:
+        """Requests that wait, and slots in use."""
+        return len(self._waiting), self._slots.n - self._slots.free
+
+    def refuse_if_full(self, more: int) -> None:
+        """Raises Busy or Stopping when a request could not be queued behind `more` others: before any work for it."""
+        with self._wake:
+            if self._draining:
+                raise Stopping("the server is shutting down: ask another one")
+            if len(self._waiting) + more >= self._queue:
+                raise Busy(f"{self._queue} requests are waiting already", self._retry_after())
+
+    def submit(self, request: QueuedRequest) -> None:
+        """Queue a request. Raises InputError when it can never fit, Busy, Stopping."""
+        if request.plan.tokens > self._slots.tokens:
+            raise InputError(
+                f"the request needs {request.plan.tokens} tokens of prompt and answer, and no slot has more than "
+                f"{self._slots.tokens}: use fewer passages (top_k), shorter ones, or fewer new tokens"
+            )
+        with self._wake:
+            self.refuse_if_full(0)
+            self._waiting.put(request)
+            self._wake.notify()
+
+    def cancel(self, request: QueuedRequest) -> None:
+        """Nobody wants it any more: it is dropped from the queue, or frees its slot before the next layer or step."""
+        with self._wake:
+            request.cancelled = True
+            self._waiting.remove(request)
+            self._wake.notify()
+
+    def in_background(self, task: Task) -> bool:
+        """Something small for the model's thread to do by the way -> False when it has too much to do already."""
+        with self._wake:
+            if len(self._background) >= MAX_BACKGROUND:
+                return False
+            self._background.append(task)
+            self._wake.notify()
+            return True
+
+    def drain(self) -> None:
+        """Take no new requests; those that are here go on."""
+        with self._wake:
+            self._draining = True
+
+    def stop(self) -> None:
+        """End the thread; what still runs fails. Idempotent."""
+        with self._wake:
+            self._draining = self._stopped = True
+            self._wake.notify()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _retry_after(self) -> int:
+        waves = (len(self._waiting) + 1) / self._slots.n
+        return max(1, min(60, round(waves * self._request_s)))
+
+    # On the model's thread
+
+    def _loop(self) -> None:
+        while self._wait():
+            try:
+                self._turn()
+            except Exception:  # a bug in one turn must not end the server
+                log.exception("a scheduling turn failed")
+        for running in list(self._running):
+            self._drop(running, Stopping("the server has shut down before the answer was complete"))
+        for request in self._waiting.all():
+            request.emit(Failed(Stopping("the server has shut down before the question's turn came")))
+
+    def _wait(self) -> bool:
+        """Sleep until there is something to do -> False when there will not be."""
+        with self._wake:
+            while not (
+                self._stopped
+                or self._running
+                or self._background
+                or (len(self._waiting) and self._slots.free)
+            ):
+                self._wake.wait()
+            return not self._stopped
+
+    def _turn(self) -> None:
+        with self._wake:
+            request = self._waiting.pop() if self._slots.free else None
+            later = {key for other in self._waiting.all() for key in other.keys} if request else set()
+        if request:
+            self._expect(request.keys, later)
+            self._admit(request)
+            self._expect(frozenset(), later)
+            self._since_background += 1
+        self._do_task()
+        self._step()
+
+    def _expect(self, now: Set[ChunkKey], later: Set[ChunkKey]) -> None:
+        if self._shared:
+            self._shared.expect(now, later)
+
+    def _do_task(self) -> None:
+        """The next background task, if it is its turn."""
+        with self._wake:
+            if not self._background or (len(self._waiting) and self._since_background < BACKGROUND_EVERY):
+                return
+            self._since_background = 0
+            task = self._background.popleft()
+        try:
+            task()
+        except Cancelled:
+            log.info("a background task was left undone, as the server stops")
+        except BlendserveError as error:
+            log.warning("a background task failed: %s", error)
+
+    def _admit(self, request: QueuedRequest) -> None:
+        """Put a request into a slot and say its first token."""
+        cache = self._slots.take()
+        self._prefilling = request
+        self._observer.dequeued(request.plan.blend.method, request.queued.elapsed())
+        try:
+            generation, logits = self._prefill(request, cache)
+        except Cancelled:
+            self._slots.give_back(cache)
+            if not request.cancelled:
+                request.emit(Failed(Stopping("the server has shut down before the answer began")))
+        except Exception as error:  # of this request alone
+            self._slots.give_back(cache)
+            request.emit(Failed(error))
+        else:
+            self._take(_Running(request, cache, generation), logits)
+        finally:
+            self._prefilling = None
+
+    def _prefill(self, request: QueuedRequest, cache: KVCache) -> tuple[Generation, Tensor]:
+        plan, reader = request.plan, self._reader
+        done = prefill(plan, request.blender, cache, request.prefix_kv)
+        if request.missed and done.absent:
+            request.missed(done.absent)
+        self._observer.prefilled(done.report, plan.clock.seconds["load"])
+        request.emit(Started(done.cached))
+        return Generation(plan, done.report, reader.tokenizer, reader.end_tokens), done.logits
+
+    def pause(self) -> None:
+        """The before-layer hook of every pass but a decoding step: long passes take turns with the running answers."""
+        if self._stopped or (self._prefilling and self._prefilling.cancelled):
+            raise Cancelled
+        if self._since_step.elapsed() >= max(self._gap_s, self._patience * self._step_s):
+            self._step()
+
+    def _step(self) -> None:
+        """One token for every running request."""
+        for running in [r for r in self._running if r.request.cancelled]:
+            self._leave(running)
+        if batch := list(self._running):
+            clock = Clock()
+            self._step_of(batch)
+            self._step_s = clock.elapsed()
+        self._since_step = Clock()
+
+    def _step_of(self, batch: list[_Running]) -> None:
+        self._observer.step(len(batch))
+        try:
+            logits = self._decoder.step([Row(r.cache, *r.generation.last) for r in batch])
+        except Exception as error:  # memory, a device: nobody's answer can go on
+            for running in batch:
+                self._drop(running, error)
+            return
+        for running, row in zip(batch, logits, strict=True):
+            self._take(running, row)
+
+    def _take(self, running: _Running, logits: Tensor) -> None:
+        """Add a token to an answer; its slot is free as soon as it has its last one."""
+        first, generation, emit = running not in self._running, running.generation, running.request.emit
+        try:
+            if text := generation.take(logits):
+                emit(Piece(text))
+            if generation.answer:
+                emit(Finished(generation.answer))
+        except Exception as error:  # of this request alone
+            self._drop(running, error)
+            return
+        seconds = generation.ttft if first else generation.gap
+        self._observer.token(generation.report.method, seconds, first)
+        if generation.answer:
+            self._request_s += 0.2 * (generation.plan.clock.elapsed() - self._request_s)
+            self._leave(running)
+        elif first:
+            self._running.append(running)
+
+    def _leave(self, running: _Running) -> None:
+        """The slot is free from here on."""
+        if running in self._running:
+            self._running.remove(running)
+        self._slots.give_back(running.cache)
+
+    def _drop(self, running: _Running, error: Exception) -> None:
+        self._leave(running)
+        running.request.emit(Failed(error))

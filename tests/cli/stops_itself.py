@@ -1,0 +1,38 @@
+"""Runs a script over the real store, and sends itself a signal as soon as so many chunks are stored.
+
+    python -m tests.cli.stops_itself SIGKILL 6 scripts/precompute_kv.py INDEX --store FOLDER
+
+Where it stops does not depend on the speed of the machine.
+"""
+
+from __future__ import annotations
+
+import runpy
+import signal
+import sys
+import threading
+from typing import Any
+
+from blendserve.store import LMDBStore
+
+
+def stop_after(puts: int, how: signal.Signals) -> None:
+    """From now on, the put of this number is the last one before the signal, which the main thread receives."""
+    put, done = LMDBStore.put, 0
+
+    def counted(store: LMDBStore, *args: Any, **options: Any) -> bool:
+        nonlocal done
+        stored = put(store, *args, **options)
+        done += 1
+        if done == puts:
+            signal.pthread_kill(threading.main_thread().ident or 0, how)
+        return stored
+
+    LMDBStore.put = counted  # type: ignore[method-assign, assignment]
+
+
+if __name__ == "__main__":
+    name, count, script, *arguments = sys.argv[1:]
+    stop_after(int(count), signal.Signals[name])
+    sys.argv = [script, *arguments]
+    runpy.run_path(script, run_name="__main__")
