@@ -9,6 +9,8 @@ blending those caches and recomputing the few tokens that matter (CacheBlend, ar
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+import blendserve.threads  # noqa: F401  before anything that loads torch: its OpenMP reads its environment once
+
 if TYPE_CHECKING:
     from blendserve.config import Config
     from blendserve.core import Answer, BlendReport, Document, Passage, Timings

@@ -10,6 +10,7 @@ from blendserve import console
 from blendserve.cli.options import JsonOpt, Options, make_app, with_options
 from blendserve.cli.show import as_dict
 from blendserve.config import Config
+from blendserve.threads import SETTLED
 
 app = make_app()
 
@@ -36,7 +37,13 @@ def doctor(settings: Config, json: JsonOpt = False) -> None:
     here = machine()
     if json:
         kernels = {**as_dict(cpu_status()), "attention": [together, anywhere]}
-        found = {**report.to_dict(), "seconds": as_dict(costs), "kernels": kernels, "machine": here}
+        found = {
+            **report.to_dict(),
+            "seconds": as_dict(costs),
+            "kernels": kernels,
+            "threads": as_dict(SETTLED),
+            "machine": here,
+        }
         console.print_json(found)
     else:
         where = f"{reader.adapter.device}, {str(reader.adapter.dtype).removeprefix('torch.')}"
@@ -51,6 +58,7 @@ def doctor(settings: Config, json: JsonOpt = False) -> None:
         )
         console.out.print(f"this machine: {describe(here)}", markup=False)
         console.out.print(f"on the CPU in bf16: {cpu_status().reason}")
+        console.out.print(f"threads: {SETTLED}", markup=False)
         console.out.print(f"attention: rows side by side by {together}, others by {anywhere}")
     if not report.passed:
         raise typer.Exit(1)

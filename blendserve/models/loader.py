@@ -27,6 +27,7 @@ from blendserve.models.families import check_supported
 from blendserve.models.random_model import Folded, random_model
 from blendserve.models.shapes import RANDOM, shape_config
 from blendserve.paths import cache_folder
+from blendserve.threads import limit_torch
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 # What changes from machine to machine without changing a single KV value.
@@ -73,8 +74,7 @@ class Reader:
 
 def load_reader(config: ReaderConfig, say: Say = lambda _: None) -> Reader:
     """Load a reader; `say` is told what takes long. Raises ModelError, ModelUnsupported, ConfigError."""
-    if config.threads:
-        torch.set_num_threads(config.threads)
+    limit_torch(config.threads)
     device = _device(config.device)
     dtype = _dtype(config.dtype, device)
     if config.model.startswith(RANDOM):

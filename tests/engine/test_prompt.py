@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blendserve.config import Behind, PromptConfig
+from blendserve.config import KVContext, PromptConfig
 from blendserve.core import Passage
 from blendserve.engine.prompt import PromptBuilder, Turn
 from blendserve.errors import ModelUnsupported
@@ -73,10 +73,10 @@ def test_a_chunk_is_title_and_text(passage: Passage, text: str) -> None:
 
 def test_what_chunks_are_computed_behind() -> None:
     tokenizer = bundled_tokenizer()
-    builders = {b: PromptBuilder(tokenizer, PromptConfig(behind=b)) for b in get_args(Behind)}
-    primer = builders.pop("primer").behind
+    builders = {b: PromptBuilder(tokenizer, PromptConfig(kv_context=b)) for b in get_args(KVContext)}
+    primer = builders.pop("primer").kv_context
     prefix = builders["prefix"].prefix
-    assert {b: made.behind for b, made in builders.items()} == {
+    assert {b: made.kv_context for b, made in builders.items()} == {
         "prefix": prefix,
         "bos": prefix[:1],
         "none": (),

@@ -152,7 +152,7 @@ def test_a_cancelled_request_frees_its_slot(bench: Bench) -> None:
 
 
 def test_a_prefill_is_cancelled_between_two_layers(bench: Bench) -> None:
-    pauses = []
+    pauses: list[int] = []
     work, listener = bench.work(QUESTIONS[0], PASSAGES, method="full")
 
     def prefix_kv() -> Any:
@@ -210,7 +210,7 @@ def test_one_tenants_requests_keep_their_order() -> None:
         waiting.put(work)
     assert waiting.remove(works[4])
     assert not waiting.remove(works[4])
-    popped = [work for _ in range(9) if (work := waiting.pop())]
+    popped = [one for _ in range(9) if (one := waiting.pop())]
     for tenant in "ab":
         assert [w for w in popped if w.tenant == tenant] == [
             w for w in works if w.tenant == tenant and w is not works[4]

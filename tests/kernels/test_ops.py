@@ -75,6 +75,8 @@ def test_flex_skips_no_block_that_is_seen(total: int, share: float, window: int 
         (made.kv_num_blocks, made.kv_indices, part),
         (made.full_kv_num_blocks, made.full_kv_indices, whole),
     ):
+        assert counts is not None
+        assert blocks is not None
         for b in range(counts.shape[-1]):
             for block in blocks[0, 0, b, : counts[0, 0, b]].tolist():
                 into[flex.BLOCK * b : flex.BLOCK * (b + 1), flex.BLOCK * block : flex.BLOCK * (block + 1)] = (
@@ -124,8 +126,8 @@ class FakeFlash:
         window = None if window_size[0] < 0 else window_size[0] + 1
         spec = AttentionSpec(softmax_scale, window, softcap or None)
         plan = plan_rows(torch.arange(m - n, m), q.shape[2] // k.shape[2], window)
-        parts = (x[0].transpose(0, 1) for x in (q, k, v))
-        return attend_reference(*parts, spec, plan).view(1, n, *q.shape[2:])
+        heads, keys, values = (x[0].transpose(0, 1) for x in (q, k, v))
+        return attend_reference(heads, keys, values, spec, plan).view(1, n, *q.shape[2:])
 
 
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (7, None), (None, 0.7), (1, 0.7)])
@@ -160,7 +162,7 @@ def test_the_first_that_serves_does_it() -> None:
     assert names[-3:] == ["FlexAttention", "SDPA with masks", "plain torch"]
     for first in range(len(names)):
         able = [
-            replace(backend, fits=lambda *_, on=n >= first: on, trouble=lambda *_: "")  # type: ignore[misc]
+            replace(backend, fits=lambda *_, on=n >= first: on, trouble=lambda *_: "")
             for n, backend in enumerate(ATTEND.backends)
         ]
         assert Operation(*able).select_backend(*parts).name == names[first]

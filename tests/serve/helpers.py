@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ class WordEmbedder:
         vector = np.full(self.dimension, 1e-3, np.float32)
         for word in question.lower().split():
             vector[zlib.crc32(word.strip(".,;?").encode()) % self.dimension] += 1
-        return vector / np.linalg.norm(vector)
+        return np.asarray(vector / np.linalg.norm(vector))
 
 
 def index(folder: Path, prompts: PromptBuilder, documents: Sequence[Document]) -> VectorIndex:
@@ -66,6 +66,15 @@ def library(folder: Path, engine: Engine) -> Library:
 
 
 DOCUMENTS = [Document(p.text, p.title, p.title.lower()) for p in PASSAGES]
+
+
+def until(event: threading.Event) -> Callable[[], None]:
+    """A task that holds the model's thread until then."""
+
+    def hold() -> None:
+        event.wait(30)
+
+    return hold
 
 
 class Server:
