@@ -53,7 +53,8 @@ COMMON_WORDS = {
 }  # they mean other things elsewhere, too
 HOMONYMS = {  # the same word for another thing
     "blendserve.provenance": {"lmdb"},  # a package
-    "blendserve.retrieve.embedder": {"query"},  # what sentence-transformers calls a prompt for questions
+    "blendserve.retrieve.bert": {"query"},  # what BERT calls a weight
+    "blendserve.retrieve.library": {"query"},  # what sentence-transformers calls a prompt for questions
     "blendserve.evaluate.study": {"deviation"},  # an experiment
 }
 CHOICES = {"policy", "correction", "codec", "eviction", "admission"}
