@@ -9,12 +9,17 @@ blending those caches and recomputing the few tokens that matter (CacheBlend, ar
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+import blendserve.threads  # noqa: F401  before anything that loads torch: its OpenMP reads its environment once
+from blendserve.cpu_cap import tell_libraries
+
 if TYPE_CHECKING:
     from blendserve.config import Config
     from blendserve.core import Answer, BlendReport, Document, Passage, Timings
     from blendserve.engine.engine import Engine
     from blendserve.engine.generation import AnswerStream
     from blendserve.errors import BlendserveError
+
+tell_libraries()  # before anything imports torch
 
 __version__ = "0.1.0"
 __all__ = [

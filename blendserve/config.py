@@ -22,7 +22,7 @@ PolicyName = Annotated[
 CorrectionName = Annotated[
     str, AfterValidator(CORRECTIONS.check), Field(json_schema_extra={"enum": list(CORRECTIONS.names)})
 ]
-Behind = Literal["prefix", "primer", "bos", "none"]
+KVContext = Literal["prefix", "primer", "bos", "none"]
 StoreKindName = Annotated[
     str, AfterValidator(STORES.check), Field(json_schema_extra={"enum": list(STORES.names)})
 ]
@@ -65,7 +65,8 @@ class ReaderConfig(Section):
         "auto", description="Run on this device, such as cpu or cuda:1; auto is a GPU where there is one."
     )
     threads: Positive | None = Field(
-        None, description="Use so many CPU threads; torch chooses if no number is given."
+        None,
+        description="Use so many CPU threads; as many as this process may use CPUs if no number is given.",
     )
 
 
@@ -97,7 +98,7 @@ class PromptConfig(Section):
         "Read the passages, then answer the question.",
         description="Put this instruction before the passages.",
     )
-    behind: Behind = Field(
+    kv_context: KVContext = Field(
         "prefix",
         description="Compute a chunk's KV behind this; only behind the prefix is the first chunk of a prompt exact.",
     )

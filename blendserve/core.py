@@ -40,7 +40,7 @@ class Passage:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The unit of reuse: the token ids of one passage, tokenised alone. Filled by prompt.py."""
+    """The unit of reuse: the token ids of one passage, tokenised alone. Filled by engine/prompt.py."""
 
     ids: TokenIds
     passage: Passage | None = None
@@ -78,7 +78,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """[ prefix | chunk 0 | chunk 1 | ... | suffix ] as token ids. Filled by prompt.py."""
+    """[ prefix | chunk 0 | chunk 1 | ... | suffix ] as token ids. Filled by engine/prompt.py."""
 
     prefix: TokenIds
     chunks: tuple[Chunk, ...]
@@ -145,7 +145,7 @@ class BlendReport:
 
 @dataclass(slots=True)
 class Timings:
-    """Seconds of each stage of one request. Filled by engine.py as the stages end."""
+    """Seconds of each stage of one request. Filled by engine/generation.py."""
 
     retrieve: float = 0.0
     load: float = 0.0  # read, check, rotate, place
@@ -162,7 +162,7 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a question gets. Filled by engine.py."""
+    """What a question gets. Filled by engine/generation.py."""
 
     text: str
     passages: tuple[Passage, ...]

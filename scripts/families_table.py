@@ -16,7 +16,7 @@ HEAD = """\
 
 A model is known by the `model_type` of its configuration. Each family below is held against its own `model.forward` on
 tiny random models, layer by layer (tests/models/test_adapter.py), and every reader passes the gate on its real weights
-before it may blend: `python -m blendserve doctor --model ...` prints the checks; blendserve/models/gate.py says what they
+before it may blend: `python -m blendserve doctor --model ...` prints the checks; blendserve/engine/gate.py says what they
 mean. A reader that fails is refused with the failed check and its numbers; `method="full"` still answers, by the model's
 own forward.
 

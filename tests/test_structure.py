@@ -14,7 +14,18 @@ from blendserve import registry
 
 ROOT = Path(__file__).parents[1] / "blendserve"
 FLOORS = (  # from the ground up; a file imports from its own floor and those below
-    {"core", "errors", "config", "registry", "timing", "console", "paths", "provenance", "threads"},
+    {
+        "core",
+        "errors",
+        "config",
+        "registry",
+        "timing",
+        "console",
+        "paths",
+        "provenance",
+        "threads",
+        "cpu_cap",
+    },
     {"kernels"},
     {"models"},
     {"retrieve", "store"},
@@ -42,7 +53,8 @@ COMMON_WORDS = {
 }  # they mean other things elsewhere, too
 HOMONYMS = {  # the same word for another thing
     "blendserve.provenance": {"lmdb"},  # a package
-    "blendserve.retrieve.embedder": {"query"},  # what sentence-transformers calls a prompt for questions
+    "blendserve.retrieve.bert": {"query"},  # what BERT calls a weight
+    "blendserve.retrieve.library": {"query"},  # what sentence-transformers calls a prompt for questions
     "blendserve.evaluate.study": {"deviation"},  # an experiment
 }
 CHOICES = {"policy", "correction", "codec", "eviction", "admission"}

@@ -137,6 +137,29 @@ class StoreBenchConfig(BenchConfig):
     chunk_tokens: Positive = Field(512, description="Give a chunk so many tokens.")
 
 
+class CrowdedConfig(BenchConfig):
+    """One prompt and its decoding beside other work."""
+
+    chunks: Positive = Field(6, description="Give the prompt so many chunks.")
+    chunk_tokens: Positive = Field(512, description="Give a chunk so many tokens.")
+    suffix_tokens: Positive = Field(40, description="Put so many tokens behind the chunks.")
+    new_tokens: int = Field(32, ge=2, description="Decode so many tokens.")
+    methods: tuple[str, ...] = Field(
+        BENCHED, description="Compare these, in words as `evaluate` has them, beside transformers and full."
+    )
+    ratios: tuple[Ratio, ...] = Field((0.15,), description="Give methods that name no ratio each of these.")
+    busy: tuple[Positive, ...] = Field((1, 2, 4), description="Run beside so many busy processes.")
+    environments: tuple[Annotated[str, Field(pattern=r"^\w+=\S*( \w+=\S*)*$")], ...] = Field(
+        (), description='Measure another way to wait, too, such as "OMP_WAIT_POLICY=passive".'
+    )
+    repeats: Positive = Field(3, description="Measure so many rounds.")
+
+    @property
+    def variants(self) -> tuple[Variant, ...]:
+        """What brings a first token, transformers first. Raises ConfigError."""
+        return variants((TRANSFORMERS, FULL, *self.methods), self.ratios, self.seed)
+
+
 class AutoBenchConfig(BenchConfig):
     """Method auto against every fixed one."""
 

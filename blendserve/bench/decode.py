@@ -51,7 +51,7 @@ def measure(
     adapter, n = reader.adapter, config.new_tokens
     check_room(reader, config.context + n, f"a context of {config.context:,} and {n:,} new")
     ids = make_workload(reader, 1, config.context, None, config.seed).chunks[0]
-    done = _prefilled(adapter, ids, n)
+    done = prefilled(adapter, ids, n)
     calls = {
         THEIRS: lambda: run_generate(adapter, ids, n),
         OURS: lambda: run_ours(adapter, done, len(ids), n),
@@ -118,6 +118,7 @@ class _Stamps:
         return
 
 
-def _prefilled(adapter: Adapter, ids: TokenIds, n: int) -> Prefilled:
+def prefilled(adapter: Adapter, ids: TokenIds, n: int) -> Prefilled:
+    """A full prefill whose cache has room for n new tokens."""
     prompt = Prompt((), (), ids)
     return prefill(adapter, prompt, lay_out(prompt, None, [], behind_prefix=True), BlendConfig(), n)

@@ -19,7 +19,7 @@ from torch import Tensor
 from blendserve.bench.throttle import throttled
 from blendserve.bench.workload import Workload
 from blendserve.blend.blender import Blender
-from blendserve.config import Behind, BlendConfig, PromptConfig
+from blendserve.config import BlendConfig, KVContext, PromptConfig
 from blendserve.core import BlendReport, TokenIds
 from blendserve.engine.prompt import PromptBuilder
 from blendserve.errors import InputError, StoreError
@@ -60,15 +60,15 @@ class Harness:
         """adapter: in place of the reader's own, for the blenders alone. Raises StoreError."""
         self.reader, self.workload, self.variants, self.folder = reader, workload, variants, folder
         self._adapter = adapter or reader.adapter
-        self._behinds = list(dict.fromkeys(map(_behind, variants)))
+        self._contexts = list(dict.fromkeys(map(_kv_context, variants)))
         self.reopen()
 
     def reopen(self, bytes_per_second: float | None = None) -> None:
         """Open the store, and blenders over it; with a rate, no more is read in a second."""
-        tokens = len(self._behinds) * len(self.workload.prompt)
+        tokens = len(self._contexts) * len(self.workload.prompt)
         store: KVStore = LMDBStore(self.folder, tokens * self._adapter.kv_bytes_per_token + SPARE_BYTES)
         self.store = throttled(store, bytes_per_second) if bytes_per_second else store
-        self._blenders = {behind: self._blender(behind) for behind in self._behinds}
+        self._blenders = {context: self._blender(context) for context in self._contexts}
 
     def precompute(self) -> None:
         """Store what every variant reads. Raises StoreError."""
@@ -84,7 +84,7 @@ class Harness:
         """From text to first token. Raises StoreError when KV that should be there is not."""
         if variant.kind == TRANSFORMERS:
             return run_transformers(self.reader, self.workload)
-        return run_blender(self._blenders[_behind(variant)], self.workload, variant.blend)
+        return run_blender(self._blenders[_kv_context(variant)], self.workload, variant.blend)
 
     def close(self) -> None:
         """Close the store; its files stay."""
@@ -96,9 +96,9 @@ class Harness:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _blender(self, behind: Behind) -> Blender:
-        prompts = PromptBuilder(self.reader.tokenizer, PromptConfig(behind=behind))
-        return Blender(self._adapter, self.reader.fingerprint, self.store, prompts.prefix, prompts.behind)
+    def _blender(self, context: KVContext) -> Blender:
+        prompts = PromptBuilder(self.reader.tokenizer, PromptConfig(kv_context=context))
+        return Blender(self._adapter, self.reader.fingerprint, self.store, prompts.prefix, prompts.kv_context)
 
 
 def loads(variant: Variant) -> bool:
@@ -163,5 +163,5 @@ def forward(adapter: Adapter, ids: TokenIds) -> Tensor:
     return cast(Tensor, output.logits[0, -1])
 
 
-def _behind(variant: Variant) -> Behind:
-    return variant.behind or PromptConfig().behind
+def _kv_context(variant: Variant) -> KVContext:
+    return variant.kv_context or PromptConfig().kv_context

@@ -55,7 +55,7 @@ def run_precompute(
     """Into a new store -> seconds, from the first token to the last commit."""
     payload = (sum(map(len, chunks)) + len(prompts.prefix)) * reader.adapter.kv_bytes_per_token
     with scratch(parent) as folder, LMDBStore(folder, payload + SPARE_BYTES) as store:
-        blender = Blender(reader.adapter, reader.fingerprint, store, prompts.prefix, prompts.behind)
+        blender = Blender(reader.adapter, reader.fingerprint, store, prompts.prefix, prompts.kv_context)
         clock = Clock(reader.adapter.device)
         blender.precompute(chunks)
         return clock.elapsed()

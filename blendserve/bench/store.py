@@ -21,6 +21,7 @@ from blendserve.config import ReaderConfig
 from blendserve.core import ChunkKV
 from blendserve.models.loader import read_configuration
 from blendserve.store import ChunkKey, KVStore, LMDBStore, chunk_key
+from blendserve.threads import limit_torch
 from blendserve.timing import Clock
 
 Say = Callable[[str], None]
@@ -47,8 +48,7 @@ def measure(
     config: StoreBenchConfig, say: Say = lambda text: None, update: Update = lambda done, total: None
 ) -> Figures:
     """Everything that the bench prints. Raises InputError, ModelError, StoreError."""
-    if config.threads:
-        torch.set_num_threads(config.threads)
+    limit_torch(config.threads)
     shape = KVShape.of(config.reader, say)
     chunk = noise(shape, config.chunk_tokens, config.seed)
     keys = [chunk_key("bench", (), (n,), str(shape.dtype), "") for n in range(config.chunks)]

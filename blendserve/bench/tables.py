@@ -74,6 +74,47 @@ def scaling(figures: Figures) -> list[Table]:
     return [("Time to first token, and the share of the limit that each stage reaches", columns, rows)]
 
 
+def crowded(figures: Figures) -> list[Table]:
+    """A row a process, request and figure: alone, and how many times as long in each other situation."""
+    return [
+        (
+            f"Milliseconds alone (least-most), and how many times that elsewhere; {_crowd(figures)}",
+            columns,
+            rows,
+        )
+        for columns, rows in (_situations(figures),)
+    ] + [
+        (
+            "Alone, as a multiple of libgomp left alone",
+            ("request", "figure", "times"),
+            [
+                (request, figure, plain(times, "{:.3f}"))
+                for request, parts in figures["alone_against_libgomp"].items()
+                for figure, times in parts.items()
+            ],
+        )
+    ]
+
+
+def _situations(figures: Figures) -> tuple[Sequence[str], list[Sequence[str]]]:
+    rows: list[Sequence[str]] = []
+    others: list[str] = []
+    for name, requests in figures["subjects"].items():
+        for request, parts in requests.items():
+            for figure, cells in parts.items():
+                others = [situation for situation in cells if situation != "alone"]
+                times = [plain(cells[situation]["times_alone"]) for situation in others]
+                rows.append((name, request, figure, ms(cells["alone"]["seconds"]), *times))
+    return ("threads wait as", "request", "figure", "alone ms", *others), rows
+
+
+def _crowd(figures: Figures) -> str:
+    machine, load = figures["machine"], figures["load_average"][0]
+    return (
+        f"{_reader(figures)}, {machine['cpu']}, one core by {figures['one_core_by']}, load average {load:.1f}"
+    )
+
+
 def _size(cell: Figures) -> tuple[str, str]:
     return f"{cell['prompt']['context']:,}", str(cell["settings"]["chunks"])
 

@@ -12,6 +12,7 @@ from blendserve import console
 from blendserve.bench.config import (
     AutoBenchConfig,
     BenchConfig,
+    CrowdedConfig,
     DecodeBenchConfig,
     PrecomputeConfig,
     ScalingConfig,
@@ -43,6 +44,20 @@ def ttft(config: TtftConfig, json: JsonOpt = False) -> None:
     config.variants  # noqa: B018  a wrong word is told before a model is loaded
     from blendserve.bench.tables import ttft as tables
     from blendserve.bench.ttft import measure  # torch and all the rest: seconds
+
+    _run(measure, config, tables, json)
+
+
+@app.command()
+@with_options(config=Options(CrowdedConfig(), names={"ratios": "ratio", "environments": "environment"}))
+def crowded(config: CrowdedConfig, json: JsonOpt = False) -> None:
+    """Prefill and decode beside busy processes.
+
+    Alone, beside busy processes, and under a quota of one core, with threads that wait in several ways.
+    """
+    config.variants  # noqa: B018  a wrong word is told before a process is started
+    from blendserve.bench.crowded import measure  # torch and all the rest: seconds
+    from blendserve.bench.tables import crowded as tables
 
     _run(measure, config, tables, json)
 

@@ -10,6 +10,7 @@ from blendserve import console
 from blendserve.cli.options import JsonOpt, Options, make_app, with_options
 from blendserve.cli.show import as_dict
 from blendserve.config import Config
+from blendserve.threads import SETTLED
 
 app = make_app()
 
@@ -24,6 +25,7 @@ def doctor(settings: Config, json: JsonOpt = False) -> None:
     """
     from blendserve.blend.cost import calibrated  # with torch: seconds
     from blendserve.engine.gate import check
+    from blendserve.kernels.cpu.isa import LEVELS
     from blendserve.kernels.verify import cpu_status
     from blendserve.models.loader import load_reader
     from blendserve.paths import cache_folder
@@ -35,8 +37,15 @@ def doctor(settings: Config, json: JsonOpt = False) -> None:
     together, anywhere = reader.adapter.attention_backends
     here = machine()
     if json:
-        kernels = {**as_dict(cpu_status()), "attention": [together, anywhere]}
-        found = {**report.to_dict(), "seconds": as_dict(costs), "kernels": kernels, "machine": here}
+        compiled = {name: as_dict(cpu_status(level)) for name, level in LEVELS.items()}
+        kernels = {"compiled": compiled, "attention": [together, anywhere]}
+        found = {
+            **report.to_dict(),
+            "seconds": as_dict(costs),
+            "kernels": kernels,
+            "threads": as_dict(SETTLED),
+            "machine": here,
+        }
         console.print_json(found)
     else:
         where = f"{reader.adapter.device}, {str(reader.adapter.dtype).removeprefix('torch.')}"
@@ -50,7 +59,9 @@ def doctor(settings: Config, json: JsonOpt = False) -> None:
             f"loaded one, {costs.per_pair * 1e9:.3g} ns a pair attended and {costs.per_pass * 1e3:.3g} ms a pass"
         )
         console.out.print(f"this machine: {describe(here)}", markup=False)
-        console.out.print(f"on the CPU in bf16: {cpu_status().reason}")
+        for level in LEVELS.values():
+            console.out.print(f"kernels for {level.title} ({level.dtype}): {cpu_status(level).reason}")
+        console.out.print(f"threads: {SETTLED}", markup=False)
         console.out.print(f"attention: rows side by side by {together}, others by {anywhere}")
     if not report.passed:
         raise typer.Exit(1)

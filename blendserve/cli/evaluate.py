@@ -20,7 +20,7 @@ app = make_app()
     plan=Options(EvaluateConfig()),
     settings=Options(
         settings_from(),
-        "prompt.behind",
+        "prompt.kv_context",
         "decode.max_new_tokens",
         "reader.model",
         "store.path",

@@ -13,9 +13,9 @@ from blendserve.core import ChunkKV, TokenIds
 from blendserve.engine.background import BackgroundTasks
 from blendserve.engine.engine import Engine
 from blendserve.engine.prefix_cache import PrefixCache, PrefixKV
-from blendserve.engine.queued import Event, QueuedRequest
+from blendserve.engine.queued import Event, Observer, QueuedRequest
 from blendserve.engine.request import Plan
-from blendserve.engine.scheduler import Observer, Scheduler
+from blendserve.engine.scheduler import Scheduler
 from blendserve.engine.shared_loads import SharedLoads
 from blendserve.engine.slots import Slots
 from blendserve.errors import StoreError

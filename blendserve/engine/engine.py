@@ -52,7 +52,9 @@ class Engine:
         self._owns_store = True
         self.prompts = prompts = prompts or PromptBuilder(reader.tokenizer, config.prompt)
         fingerprint, namespace = reader.fingerprint, config.store.namespace
-        self.blender = Blender(reader.adapter, fingerprint, store, prompts.prefix, prompts.behind, namespace)
+        self.blender = Blender(
+            reader.adapter, fingerprint, store, prompts.prefix, prompts.kv_context, namespace
+        )
 
     @classmethod
     def open(

@@ -21,7 +21,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from blendserve.config import Behind, PromptConfig
+from blendserve.config import KVContext, PromptConfig
 from blendserve.core import Chunk, Passage, Prompt, TokenIds
 from blendserve.engine.tokens import longest_token
 from blendserve.errors import InputError, ModelUnsupported
@@ -71,7 +71,7 @@ class PromptBuilder:
         self.between: Callable[[], None] = lambda: None
         self._head, self._tail = self._template(())
         self.prefix = self._ids(self._head)
-        self.behind = self._kv_context(config.behind)
+        self.kv_context = self._kv_context(config.kv_context)
 
     def build(self, question: str, passages: Sequence[Passage], turns: Sequence[Turn] = ()) -> Prompt:
         """The whole prompt; passages in the order given. Raises InputError for turns that the template refuses."""
@@ -119,13 +119,13 @@ class PromptBuilder:
         """Characters that a token stands for, at most; 0 where there is no bound."""
         return longest_token(self._tokenizer)
 
-    def _kv_context(self, behind: Behind) -> TokenIds:
+    def _kv_context(self, context: KVContext) -> TokenIds:
         """The tokens that chunk KV is computed behind."""
-        if behind == "primer":
+        if context == "primer":
             primer = self.chunk_ids(Passage(text) for text in PRIMER.read_text("utf-8").split("\n\n"))
             return (*self.prefix, *(i for ids in primer for i in ids))
         # "bos" is the first token of the prefix: BOS, or what this template puts in its place.
-        return {"prefix": self.prefix, "bos": self.prefix[:1], "none": ()}[behind]
+        return {"prefix": self.prefix, "bos": self.prefix[:1], "none": ()}[context]
 
     def _template(self, turns: Sequence[Turn]) -> tuple[str, str]:
         """The chat's text before and after the passages, with sentinels in the place of what people say."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 from blendserve.blend.blender import Blender
-from blendserve.core import Answer, TokenIds
+from blendserve.core import Answer, BlendReport, TokenIds
 from blendserve.engine.prefix_cache import PrefixKV
 from blendserve.engine.request import Plan
 from blendserve.store import ChunkKey
@@ -66,3 +66,19 @@ class QueuedRequest:
     missed: Callable[[Sequence[TokenIds]], None] | None = None
     queued: Clock = field(default_factory=Clock)  # since this was made
     cancelled: bool = False
+
+
+class Observer(Protocol):
+    """Told on the model's thread how requests fare, by the method that answers them, with seconds of one request.
+
+    dequeued: so long it was queued. step: so many requests make a token. token: since the last one; the first: since the
+    request came.
+    """
+
+    def dequeued(self, method: str, seconds: float) -> None: ...
+
+    def prefilled(self, report: BlendReport, loading: float) -> None: ...
+
+    def step(self, batch: int) -> None: ...
+
+    def token(self, method: str, seconds: float, first: bool) -> None: ...

@@ -21,15 +21,13 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
-from blendserve.core import BlendReport
 from blendserve.engine.fair_queue import FairQueue
 from blendserve.engine.generation import Generation
 from blendserve.engine.prefill import prefill
-from blendserve.engine.queued import Failed, Finished, Piece, QueuedRequest, Started
+from blendserve.engine.queued import Failed, Finished, Observer, Piece, QueuedRequest, Started
 from blendserve.engine.shared_loads import SharedLoads
 from blendserve.engine.slots import Slots
 from blendserve.engine.steps import BatchDecoder
@@ -49,22 +47,6 @@ log = logging.getLogger(__name__)
 
 class Cancelled(Exception):
     """Raised out of a prefill whose request nobody waits for any more."""
-
-
-class Observer(Protocol):
-    """Told on the model's thread how requests fare, by the method that answers them, with seconds of one request.
-
-    dequeued: so long it was queued. step: so many requests make a token. token: since the last one; the first: since the
-    request came.
-    """
-
-    def dequeued(self, method: str, seconds: float) -> None: ...
-
-    def prefilled(self, report: BlendReport, loading: float) -> None: ...
-
-    def step(self, batch: int) -> None: ...
-
-    def token(self, method: str, seconds: float, first: bool) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -230,7 +212,7 @@ class Scheduler:
 
     def _turn(self) -> None:
         if request := self._next(lambda _: True):
-            self._start(request)
+            self._admit(request)
         self._do_task()
         self._step()
 
@@ -275,7 +257,7 @@ class Scheduler:
         finally:
             self._passes.pop()
 
-    def _start(self, request: QueuedRequest) -> None:
+    def _admit(self, request: QueuedRequest) -> None:
         """Put a request into a slot and say its first token."""
         cache = self._slots.take()
         self._passes.append(_Pass(request.cost, request))
@@ -315,7 +297,7 @@ class Scheduler:
             running, done = self._passes[0], l / self._reader.adapter.n_layers
             if request := self._next(lambda request: running.lends(request, done)):
                 running.lent += request.cost
-                self._start(request)
+                self._admit(request)
                 self._refuse_cancelled()
 
     def _refuse_cancelled(self) -> None:

@@ -54,7 +54,7 @@ class Runner:
         self._reader, self._decode = engine.reader, engine.config.decode
         self._full = next(v for v in variants if v.name == FULL)
         self._others = [v for v in variants if v.name != FULL]
-        self._blenders = {v.behind: self._blender(v) for v in variants}
+        self._blenders = {v.kv_context: self._blender(v) for v in variants}
         self._warm = False
 
     def run(
@@ -97,16 +97,18 @@ class Runner:
     def _answer(self, variant: Variant, draw: Draw, reference: TokenIds) -> Answered:
         if variant.kind == TRANSFORMERS:
             return transformers_answer(self._reader, draw, self._decode, reference)
-        return answer(self._reader, self._blenders[variant.behind], variant, draw, self._decode, reference)
+        return answer(
+            self._reader, self._blenders[variant.kv_context], variant, draw, self._decode, reference
+        )
 
     @contextmanager
     def _stored(self, prompt: Prompt, wanted: Sequence[Variant]) -> Iterator[None]:
         """Compute and store the KV that is not there yet, and keep it there meanwhile."""
         chunks, keys = [chunk.ids for chunk in prompt.chunks], list[ChunkKey]()
         try:
-            for behind in dict.fromkeys(v.behind for v in wanted):
-                keys += [self._blenders[behind].key(ids) for ids in chunks if ids]
-                self._blenders[behind].precompute(chunks)
+            for context in dict.fromkeys(v.kv_context for v in wanted):
+                keys += [self._blenders[context].key(ids) for ids in chunks if ids]
+                self._blenders[context].precompute(chunks)
             yield
         finally:
             if self._makes_room:
@@ -115,7 +117,7 @@ class Runner:
     def _warm_up(self, prompt: Prompt, wanted: Sequence[Variant]) -> None:
         """Run every method once, so that the first question does not pay for what is allocated once."""
         for variant in wanted:
-            self._blenders[variant.behind].run(prompt, variant.blend)
+            self._blenders[variant.kv_context].run(prompt, variant.blend)
         self._warm = True
 
     def _check_length(self, prompt: Prompt) -> None:
@@ -174,10 +176,10 @@ class Runner:
     def _blender(self, variant: Variant) -> Blender:
         """The engine's own, or one over the same store whose chunks were computed behind something else."""
         engine = self._engine
-        if variant.behind is None:
+        if variant.kv_context is None:
             return engine.blender
-        prompt: PromptConfig = changed(engine.config.prompt, behind=variant.behind)
-        behind = PromptBuilder(self._reader.tokenizer, prompt).behind
+        prompt: PromptConfig = changed(engine.config.prompt, kv_context=variant.kv_context)
+        behind = PromptBuilder(self._reader.tokenizer, prompt).kv_context
         adapter, fingerprint = self._reader.adapter, self._reader.fingerprint
         namespace = engine.config.store.namespace
         return Blender(adapter, fingerprint, engine.store, engine.prompts.prefix, behind, namespace)

@@ -134,7 +134,9 @@ def make_fronts(engine: Engine, passages: Sequence[Chunk], others: int) -> dict[
         with console.progress("Embedding", "windows") as update:
             np.save(part, embedder.embed(texts, update))
         part.replace(path)
-    primer = PromptBuilder(engine.reader.tokenizer, changed(engine.config.prompt, behind="primer")).behind
+    primer = PromptBuilder(
+        engine.reader.tokenizer, changed(engine.config.prompt, kv_context="primer")
+    ).kv_context
     return {**PLAIN, **fronts_of(chunks, np.load(path), others), "primer": lambda prompt, i: primer}
 
 

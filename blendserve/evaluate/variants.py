@@ -4,7 +4,7 @@
     POLICY[check layers]+CORRECTION@RATIO/BEHIND      query+shift@0.15   deviation[1,2,3]@0.15   query@0.05/bos
 
 Only the policy must be said. Without a correction nothing is corrected; without a ratio the run's list of ratios is
-used; BEHIND is what chunk KV is computed behind (config.py, prompt.behind), by default the run's.
+used; BEHIND is what chunk KV is computed behind (config.py, prompt.kv_context), by default the run's.
 """
 
 from __future__ import annotations
@@ -12,13 +12,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
-from blendserve.blend.policies.base import Policy
-from blendserve.config import Behind, BlendConfig
+from blendserve.config import BlendConfig, KVContext
 from blendserve.errors import ConfigError
 from blendserve.registry import CORRECTIONS, POLICIES, nearest
 from blendserve.registry import REUSE as REUSED
+
+if TYPE_CHECKING:  # it takes torch, and help and settings come from here
+    from blendserve.blend.policies.base import Policy
 
 Kind = Literal["full", "prefix", "reuse", "transformers", "blend"]
 
@@ -46,7 +48,7 @@ class Variant:
 
     kind: Kind
     blend: BlendConfig
-    behind: Behind | None = None  # None = the run's
+    kv_context: KVContext | None = None  # None = the run's
 
     @property
     def name(self) -> str:
@@ -62,7 +64,7 @@ class Variant:
     @property
     def curve(self) -> str:
         """What it has in common with the same method at other ratios: one line of a plot."""
-        blend, behind = self.blend, f"/{self.behind}" if self.behind else ""
+        blend, behind = self.blend, f"/{self.kv_context}" if self.kv_context else ""
         if self.kind != "blend":
             return f"{self.kind}{behind}"
         several = blend.check_layers != BlendConfig().check_layers and _policy(blend.policy).has_check_layers
@@ -93,7 +95,7 @@ def _variants(word: str, ratios: Sequence[float], seed: int) -> list[Variant]:
     if match is None:
         raise ConfigError(f"method {word!r} cannot be read: write it like full, reuse or {EXAMPLE}")
     parts = match.groupdict()
-    behind = _behind(word, parts["behind"])
+    behind = _kv_context(word, parts["behind"])
     if (kind := PLAIN.get(parts["name"])) is not None:
         if any(parts[part] for part in ("layers", "correction", "ratio")):
             raise ConfigError(f"method {word!r}: {kind!r} takes no layers, correction or ratio")
@@ -114,7 +116,8 @@ def _blend(word: str, parts: dict[str, Any], ratio: float, seed: int) -> BlendCo
     }
     if parts["layers"]:
         if parts["name"] not in POLICIES.names or not _policy(parts["name"]).has_check_layers:
-            raise ConfigError(f"method {word!r}: its policy has no check layers")
+            having = " and ".join(name for name in POLICIES.names if _policy(name).has_check_layers)
+            raise ConfigError(f"method {word!r}: only {having} has check layers")
         values["check_layers"] = tuple(int(layer) for layer in parts["layers"].split(","))
     try:
         return BlendConfig(method="blend", ratio=ratio, **values)
@@ -122,13 +125,13 @@ def _blend(word: str, parts: dict[str, Any], ratio: float, seed: int) -> BlendCo
         raise ConfigError(f"method {word!r}: {error}") from None
 
 
-def _behind(word: str, behind: str | None) -> Behind | None:
-    known = list(get_args(Behind))
+def _kv_context(word: str, behind: str | None) -> KVContext | None:
+    known = list(get_args(KVContext))
     if behind is not None and behind not in known:
         raise ConfigError(
             f"method {word!r}: chunks cannot be computed behind {behind!r}: {nearest(behind, known)}"
         )
-    return cast("Behind | None", behind)
+    return cast("KVContext | None", behind)
 
 
 def _policy(name: str) -> type[Policy]:

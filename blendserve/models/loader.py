@@ -22,11 +22,13 @@ import xxhash
 
 from blendserve.config import ReaderConfig
 from blendserve.errors import ConfigError, ModelError
+from blendserve.kernels.cpu import isa
 from blendserve.models.adapter import Adapter
 from blendserve.models.families import check_supported
 from blendserve.models.random_model import Folded, random_model
 from blendserve.models.shapes import RANDOM, shape_config
 from blendserve.paths import cache_folder
+from blendserve.threads import limit_torch
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 # What changes from machine to machine without changing a single KV value.
@@ -73,8 +75,7 @@ class Reader:
 
 def load_reader(config: ReaderConfig, say: Say = lambda _: None) -> Reader:
     """Load a reader; `say` is told what takes long. Raises ModelError, ModelUnsupported, ConfigError."""
-    if config.threads:
-        torch.set_num_threads(config.threads)
+    limit_torch(config.threads)
     device = _device(config.device)
     dtype = _dtype(config.dtype, device)
     if config.model.startswith(RANDOM):
@@ -146,11 +147,8 @@ def _digest(model: Any) -> xxhash.xxh3_128:
 
 
 def fast_dtype() -> torch.dtype:
-    """bf16 where this CPU multiplies it in hardware (AVX512-BF16 or AMX), else fp32: emulated bf16 is slower."""
-    cpu = cast(Any, torch.cpu)
-    return (
-        torch.bfloat16 if cpu._is_avx512_bf16_supported() or cpu._is_amx_tile_supported() else torch.float32
-    )
+    """bf16 where this CPU, not capped, multiplies it in hardware, else fp32: emulated bf16 is slower."""
+    return torch.bfloat16 if "avx512_bf16" in isa.allowed() else torch.float32
 
 
 def _device(name: str) -> torch.device:

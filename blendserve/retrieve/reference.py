@@ -25,7 +25,7 @@ def language_reference(topics: Sequence[str] = DEMO_TOPICS, limit: int = DEMO_CH
 
     Topics that this Python does not have, or that no longer fit, are passed over.
     """
-    from pydoc_data.topics import topics as texts  # half a megabyte: read only when asked for
+    from pydoc_data.topics import topics as texts  # start-up: half a megabyte
 
     documents: list[Document] = []
     for topic in topics:

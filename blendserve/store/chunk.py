@@ -14,9 +14,15 @@ from blendserve.store.record import Header, check_segment
 class StoredChunk:
     """A ChunkView over records. Threads may share it."""
 
-    def __init__(self, key: ChunkKey, header: Header, read: Callable[[int], Buffer | None]) -> None:
+    def __init__(
+        self,
+        key: ChunkKey,
+        header: Header,
+        read: Callable[[int], Buffer | None],
+        count_damage: Callable[[], None] = lambda: None,
+    ) -> None:
         """read: layer l's segment, None where there is none. Raises codecs.base.Undecodable."""
-        self._key, self._header, self._read = key, header, read
+        self._key, self._header, self._read, self._count_damage = key, header, read, count_damage
         self._codec = codec_for(header.coding)
         self._decoder = self._codec.decoder(header.shape)
         self._next = 0  # layers are decoded up to here
@@ -67,10 +73,14 @@ class StoredChunk:
         return pair
 
     def _decoded(self, l: int) -> Pair:
-        segment = check_segment(self._key, self._header, l, self._read(l))
         try:
+            segment = check_segment(self._key, self._header, l, self._read(l))
             return self._decoder.layer(l, segment)
+        except CorruptRecord:
+            self._count_damage()
+            raise
         except ValueError as error:
+            self._count_damage()
             raise CorruptRecord(self._key, f"layer {l} cannot be decoded: {error}") from error
 
     def _restart(self) -> None:

@@ -148,12 +148,12 @@ def test_decode_runs_both_over_the_same_tokens(run: Run, tiny: str) -> None:
 
 
 def test_decode_is_timed_between_the_first_and_the_last_token(reader: Reader) -> None:
-    from blendserve.bench.decode import _prefilled
+    from blendserve.bench.decode import prefilled
 
     ids = tuple(range(3, 50))
     theirs = run_generate(reader.adapter, ids, 5)
-    ours = run_ours(reader.adapter, _prefilled(reader.adapter, ids, 5), len(ids), 5)
-    again = run_ours(reader.adapter, _prefilled(reader.adapter, ids, 5), len(ids), 5)
+    ours = run_ours(reader.adapter, prefilled(reader.adapter, ids, 5), len(ids), 5)
+    again = run_ours(reader.adapter, prefilled(reader.adapter, ids, 5), len(ids), 5)
     assert theirs.tokens == ours.tokens == again.tokens
     for run in (theirs, ours):
         assert len(run.tokens) == len(run.seconds) == 5

@@ -86,6 +86,8 @@ class LeakySnapshot:
 
 
 class DamagedChunk(MemoryChunk):
+    _key: bytes
+
     def __init__(self, key: bytes, kv: Any) -> None:
         super().__init__(kv)
         object.__setattr__(self, "_key", key)

@@ -30,7 +30,7 @@ def compute(config: BlendConfig, ratio: float) -> float:
 def test_recomputing_takes_nearly_as_long_as_loading(
     policy: str, seconds_per_token: float, floor: float
 ) -> None:
-    config = BlendConfig(policy=policy, ratio="auto", floor=floor)  # type: ignore[arg-type]
+    config = BlendConfig(policy=policy, ratio="auto", floor=floor)
     ratio = free_ratio(COSTS, LAYOUT, config, seconds_per_token)
     loading = HIDDEN * seconds_per_token * LOADED
     highest = (int(LAYOUT.reusable.sum()) - 1) / LAYOUT.n_found

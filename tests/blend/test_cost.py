@@ -12,7 +12,7 @@ from blendserve.blend.layout import Layout
 from blendserve.blend.policies.base import make_policy
 from blendserve.blend.prefill import prefill
 from blendserve.blend.work import Work, work_of
-from blendserve.config import BlendConfig
+from blendserve.config import BlendConfig, Method
 from blendserve.core import Prompt
 from tests.blend.helpers import lay, some_prompt
 from tests.tiny import tiny_adapter
@@ -51,7 +51,7 @@ def test_counts_pairs_and_loads() -> None:
 def test_chooses_the_cheapest_and_favours_exactness() -> None:
     _, full = layout([90, 90], found=False)
     _, blended = layout([90, 90])
-    layouts = {"full": full, "prefix": full, "blend": blended}
+    layouts: dict[Method, Layout] = {"full": full, "prefix": full, "blend": blended}
     assert choose(MODEL, layouts, BlendConfig(), LAYERS) == ("blend", "")
     dear_loading = CostModel(0.01, 1e-3, 1e-6, 1.0)
     method, why = choose(dear_loading, layouts, BlendConfig(), LAYERS)

@@ -91,4 +91,4 @@ def test_a_correction_is_one_file_and_one_line(toys: None) -> None:
 @pytest.mark.parametrize("values", [{"policy": "last"}, {"correction": "double"}])
 def test_what_is_not_registered_is_refused_by_name(values: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match="there is no"):
-        BlendConfig(**values)  # type: ignore[arg-type]
+        BlendConfig(**values)

@@ -22,6 +22,7 @@ class Watched:
     def __init__(self, damaged: int | None = None) -> None:
         self.chunk = MemoryChunk(ChunkKV(*torch.arange(2 * LAYERS * 6.0).view(2, LAYERS, 1, 3, 2)))
         self.n_layers, self.n_tokens, self.n_bytes = LAYERS, self.chunk.n_tokens, self.chunk.n_bytes
+        self.raw_bytes, self.version = self.chunk.raw_bytes, self.chunk.version
         self.read: list[int] = []
         self.threads: set[str] = set()
         self.damaged = damaged

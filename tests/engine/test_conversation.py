@@ -25,14 +25,14 @@ def test_logits_behind_a_kept_prefix_are_the_models() -> None:
     """Turn by turn: the head's KV grown from what was kept, the turn's passages behind it, all recomputed."""
     made = engine()
     made.precompute(PASSAGES)
-    kept, prompts = PrefixCache(reader().adapter, 2**30), made.prompts
+    kept, prompts = PrefixCache(reader().adapter, None, 2**30), made.prompts
     base = made.blender.computer(()).compute([made.prompts.prefix])[0]
     turns: list[Turn] = []
     known = 0
     for turn in range(6):
         prompt = prompts.build(QUESTIONS[turn % 4], passages_of(turn), turns)
         found = kept.get("", prompt.prefix, made.prompts.prefix, base)
-        done = made.blender.run(prompt, BlendConfig(method="blend", ratio=1.0), front=found.kv)
+        done = made.blender.run(prompt, BlendConfig(method="blend", ratio=1.0), prefix_kv=found.kv)
         expected = model_logits(reader().adapter, prompt.ids)
         assert float((done.prefilled.logits - expected).abs().max()) < 1e-3
         assert done.report.tokens_exact == len(prompt.prefix) + done.report.tokens_first
@@ -48,7 +48,7 @@ def test_a_prefix_is_its_own_tokens_kv() -> None:
     made = engine()
     base_ids = made.prompts.prefix
     base = made.blender.computer(()).compute([base_ids])[0]
-    kept = PrefixCache(adapter, 2**30)
+    kept = PrefixCache(adapter, None, 2**30)
     ids = (*base_ids, *range(500, 540))
     kept.get("", ids, base_ids, base)
     longer = (*ids[:-5], *range(900, 930))  # another way on
@@ -64,7 +64,7 @@ def test_prefixes_are_not_found_across_namespaces_and_stay_below_their_cap() -> 
     base_ids = made.prompts.prefix
     base = made.blender.computer(()).compute([base_ids])[0]
     one = len(base_ids) + 50
-    kept = PrefixCache(reader().adapter, 2 * one * reader().adapter.kv_bytes_per_token)
+    kept = PrefixCache(reader().adapter, None, 2 * one * reader().adapter.kv_bytes_per_token)
     ids = (*base_ids, *range(500, 550))
     assert kept.get("a", ids, base_ids, base).reused == len(base_ids)
     assert kept.get("b", ids, base_ids, base).reused == len(base_ids)

@@ -11,13 +11,15 @@ import pytest
 import torch
 
 from blendserve.blend import prefill as prefill_module
+from blendserve.config import BlendConfig
 from blendserve.engine import gate
 from blendserve.engine.engine import Engine
 from blendserve.engine.gate import GateReport, GateRow, check, examine, verdict
 from blendserve.errors import ModelUnsupported
 from blendserve.kernels import rows
 from blendserve.kernels.rows import RowPlan, plan_rows
-from blendserve.models.adapter import Adapter, Projected, Rope
+from blendserve.kernels.types import Rope
+from blendserve.models.adapter import Adapter, Projected
 from blendserve.models.families import FAMILIES
 from blendserve.models.kv_cache import KVCache
 from blendserve.models.loader import Reader
@@ -142,8 +144,7 @@ def test_sees_a_family_plan_that_lacks_something(
 
 def test_sees_checks_that_could_not_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that recomputes everything, whatever it is told, would pass all the others."""
-    real = prefill_module.BlendConfig
-    monkeypatch.setattr(gate, "BlendConfig", lambda **options: real(**{**options, "ratio": 1.0}))
+    monkeypatch.setattr(gate, "BlendConfig", lambda **options: BlendConfig(**{**options, "ratio": 1.0}))
     assert failed(tiny_adapter("llama")) == {"full reuse"}
 
 
@@ -159,7 +160,7 @@ def test_nan_passes_nothing() -> None:
 
 
 @pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache folder of its own, and a tiny reader loaded before it was there."""
     tiny_reader()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blendserve.config import Behind, PromptConfig
+from blendserve.config import KVContext, PromptConfig
 from blendserve.core import Passage
-from blendserve.engine.prompt import PromptBuilder
+from blendserve.engine.prompt import PromptBuilder, Turn
 from blendserve.errors import ModelUnsupported
 from tests.tokenizers import bundled_tokenizer
 
@@ -73,10 +73,10 @@ def test_a_chunk_is_title_and_text(passage: Passage, text: str) -> None:
 
 def test_what_chunks_are_computed_behind() -> None:
     tokenizer = bundled_tokenizer()
-    builders = {b: PromptBuilder(tokenizer, PromptConfig(behind=b)) for b in get_args(Behind)}
-    primer = builders.pop("primer").behind
+    builders = {b: PromptBuilder(tokenizer, PromptConfig(kv_context=b)) for b in get_args(KVContext)}
+    primer = builders.pop("primer").kv_context
     prefix = builders["prefix"].prefix
-    assert {b: made.behind for b, made in builders.items()} == {
+    assert {b: made.kv_context for b, made in builders.items()} == {
         "prefix": prefix,
         "bos": prefix[:1],
         "none": (),
@@ -114,6 +114,14 @@ def test_a_template_without_a_system_role_gets_it_from_the_user(template: str, s
     assert text.startswith("<user>")
     assert system in text
     assert text.endswith(f"The sky is blue.\n\nQuestion: {QUESTION}</user><model>")
+
+
+@pytest.mark.parametrize("template", [REFUSES_SYSTEM, DROPS_SYSTEM])
+def test_so_it_does_with_earlier_turns(template: str) -> None:
+    tokenizer = with_template(template)
+    turns = [Turn("user", "Hi"), Turn("assistant", "Ho")]
+    prompt = PromptBuilder(tokenizer, PromptConfig(system="Be brief.")).build(QUESTION, (), turns)
+    assert tokenizer.decode(prompt.ids).startswith("<user>Be brief.\n\nHi</user><user>Ho</user>")
 
 
 @pytest.mark.parametrize("template", ["{{ raise_exception('never') }}", "{{ messages[0].content[:20] }}"])

@@ -152,7 +152,7 @@ def test_a_cancelled_request_frees_its_slot(bench: Bench) -> None:
 
 
 def test_a_prefill_is_cancelled_between_two_layers(bench: Bench) -> None:
-    pauses = []
+    pauses: list[int] = []
     work, listener = bench.work(QUESTIONS[0], PASSAGES, method="full")
 
     def prefix_kv() -> Any:
@@ -192,7 +192,7 @@ def test_a_full_queue_and_a_prompt_that_can_never_fit(bench: Bench) -> None:
 
 
 def test_tenants_take_turns() -> None:
-    waiting = FairQueue()
+    waiting = FairQueue[QueuedRequest]()
     bench = Bench()
     order = "aaaaabbc"
     for tenant in order:
@@ -204,13 +204,13 @@ def test_tenants_take_turns() -> None:
 
 
 def test_one_tenants_requests_keep_their_order() -> None:
-    waiting, bench = FairQueue(), Bench()
+    waiting, bench = FairQueue[QueuedRequest](), Bench()
     works = [bench.work(QUESTIONS[i % 4], (), "ab"[i % 2])[0] for i in range(10)]
     for work in works:
         waiting.put(work)
     assert waiting.remove(works[4])
     assert not waiting.remove(works[4])
-    popped = [work for _ in range(9) if (work := waiting.pop())]
+    popped = [one for _ in range(9) if (one := waiting.pop())]
     for tenant in "ab":
         assert [w for w in popped if w.tenant == tenant] == [
             w for w in works if w.tenant == tenant and w is not works[4]

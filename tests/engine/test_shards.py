@@ -62,7 +62,7 @@ def test_two_processes_fill_one_store_side_by_side(tmp_path: Path) -> None:
         assert engine.precompute(TWICE).computed == 0
         assert engine.store.verify().bad == ()
         assert engine.store.stats().chunks == len(chunks) + 1 == engine.store.stats().pins
-        alone = engine.blender.computer(engine.prompts.behind)
+        alone = engine.blender.computer(engine.prompts.kv_context)
         for ids in chunks:
             kv = read(engine.store, engine.blender.key(ids))
             assert kv is not None

@@ -269,7 +269,7 @@ def test_evaluate_with_the_bundled_reader(tmp_path: Path, capsys: pytest.Capture
         (("--limit", "0"), "setting 'evaluate.limit' cannot be 0"),
         (("--setting", "shut"), "evaluate.setting"),
         (("--dataset", "no/such.json"), "is no file and none of the known names"),
-        (("--behind", "bois"), "prompt.behind"),
+        (("--kv-context", "bois"), "prompt.kv_context"),
     ],
 )
 def test_wrong_options_are_one_line_and_exit_code_2(

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from blendserve.kernels import verify
 from blendserve.kernels.cuda import dense, flex, masked
 from blendserve.kernels.ops import ATTEND, Operation
 from blendserve.kernels.reference import attend_reference, formula
@@ -75,6 +76,8 @@ def test_flex_skips_no_block_that_is_seen(total: int, share: float, window: int 
         (made.kv_num_blocks, made.kv_indices, part),
         (made.full_kv_num_blocks, made.full_kv_indices, whole),
     ):
+        assert counts is not None
+        assert blocks is not None
         for b in range(counts.shape[-1]):
             for block in blocks[0, 0, b, : counts[0, 0, b]].tolist():
                 into[flex.BLOCK * b : flex.BLOCK * (b + 1), flex.BLOCK * block : flex.BLOCK * (block + 1)] = (
@@ -124,8 +127,8 @@ class FakeFlash:
         window = None if window_size[0] < 0 else window_size[0] + 1
         spec = AttentionSpec(softmax_scale, window, softcap or None)
         plan = plan_rows(torch.arange(m - n, m), q.shape[2] // k.shape[2], window)
-        parts = (x[0].transpose(0, 1) for x in (q, k, v))
-        return attend_reference(*parts, spec, plan).view(1, n, *q.shape[2:])
+        heads, keys, values = (x[0].transpose(0, 1) for x in (q, k, v))
+        return attend_reference(heads, keys, values, spec, plan).view(1, n, *q.shape[2:])
 
 
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (7, None), (None, 0.7), (1, 0.7)])
@@ -144,7 +147,8 @@ def test_dense_means_side_by_side_and_known() -> None:
     assert not RowPlan(torch.arange(3), 1, None).dense, "nobody knows them here"
 
 
-def test_without_a_gpu_nothing_of_it_takes_anything() -> None:
+def test_without_a_gpu_nothing_of_it_takes_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(verify.SWITCH, "0")
     case = make_case(torch.arange(5, 9))
     parts = case.q, case.keys, case.values, case.spec, case.plan
     assert [backend.name for backend in ATTEND.backends if backend.serves(*parts)] == ["plain torch"]
@@ -159,11 +163,12 @@ def test_the_first_that_serves_does_it() -> None:
     assert names.index("flash-attn") < names.index("torch's FlashAttention") < names.index("Triton kernel")
     assert names[-3:] == ["FlexAttention", "SDPA with masks", "plain torch"]
     for first in range(len(names)):
-        able = [
-            replace(backend, fits=lambda *_, on=n >= first: on, trouble=lambda *_: "")  # type: ignore[misc]
+        able: list[Any] = [
+            replace(backend, fits=lambda *_, on=n >= first: on, trouble=lambda *_: "")
             for n, backend in enumerate(ATTEND.backends)
         ]
-        assert Operation(*able).select_backend(*parts).name == names[first]
+        table: Any = Operation(*able)
+        assert table.select_backend(*parts).name == names[first]
 
 
 def _far(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: RowPlan) -> Tensor:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import shutil
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from blendserve.core import Passage
 from blendserve.errors import ModelError
 from blendserve.retrieve import Embedder
-from blendserve.retrieve.embedder import BUNDLED, _folder
+from blendserve.retrieve.embedder import BUNDLED, QUESTION_WINDOWS, _folder
 
 pieces = st.sampled_from(
     ["word ", "antidisestablishmentarianism ", "naïve,", "漢字", "🙂", "\n\n", "x" * 120, "1.5e-3 ", "[SEP]"]
@@ -23,7 +25,7 @@ long_texts = st.lists(st.one_of(pieces, st.text(max_size=5)), min_size=60, max_s
 
 def pieces_of(embedder: Embedder, text: str) -> list[int]:
     """What the model itself would read, special tokens included, were there no limit."""
-    ids: list[int] = embedder._tokenizer(text, truncation=False, verbose=False).input_ids
+    ids: list[int] = embedder._tokenizer.encode(text).ids
     return ids
 
 
@@ -58,18 +60,78 @@ def test_a_short_text_is_its_own_window(embedder: Embedder) -> None:
     assert embedder.windows("Short. ", "T") == ["T\nShort. "]
 
 
-def test_vectors_are_the_library_s_own(embedder: Embedder) -> None:
-    texts = ["The cat sat.", "", "A dog ran in the park.", "The cat sat."]
+def test_vectors_are_unit_ones_in_the_order_of_the_texts(embedder: Embedder) -> None:
+    texts = ["The cat sat.", "", "A dog ran in the park.", "The cat sat.", "word " * 600]
     seen: list[tuple[int, int]] = []
     vectors = embedder.embed(texts, lambda done, total: seen.append((done, total)))
-    assert vectors.shape == (4, embedder.dimension)
+    assert vectors.shape == (5, embedder.dimension)
     assert vectors.dtype == np.float32
-    expected = np.stack(
-        [embedder._model.encode(t, normalize_embeddings=True, show_progress_bar=False) for t in texts]
-    )
-    np.testing.assert_allclose(vectors, expected, atol=1e-5)
-    assert seen == [(4, 4)]
+    np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-6)
+    alone = np.concatenate([embedder.embed([text]) for text in texts])
+    np.testing.assert_allclose(vectors, alone, atol=1e-6)
+    n_windows = 4 + len(embedder.windows(texts[-1]))
+    assert seen[-1] == (n_windows, n_windows)
     assert embedder.embed([]).shape == (0, embedder.dimension)
+
+
+def test_passages_get_a_vector_for_each_window(embedder: Embedder) -> None:
+    passages = [Passage("Short.", "T"), Passage("word " * 600, "Long"), Passage("No title.")]
+    vectors, counts = embedder.embed_passages(passages)
+    windows = [embedder.windows(p.text, p.title) for p in passages]
+    assert counts == [len(group) for group in windows] == [1, 3, 1]
+    np.testing.assert_allclose(vectors, embedder.embed([w for group in windows for w in group]), atol=1e-6)
+
+
+class Counting:
+    """An encoder that counts what it reads, and a tokenizer that counts what it is given."""
+
+    def __init__(self, encoder: Any) -> None:
+        self._encoder, self.tokens, self.characters = encoder, 0, 0
+        self.tokenizer = self
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._encoder, name)
+
+    def encode(self, given: Any, of_question: bool = False, **options: Any) -> Any:
+        if isinstance(given, str):
+            self.characters += len(given)
+            return self._encoder.tokenizer.encode(given, **options)
+        self.tokens += sum(len(window.ids) + self._encoder.overhead for window in given)
+        return self._encoder.encode(given, of_question)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "What did the author say about it? " * 7_000,
+        "漢" * 300_000,
+        " " * 300_000 + "x",
+        "a\n" * 100_000,
+        "x" * 300_000,
+    ],
+    ids=["50,000 words", "no spaces", "spaces", "lines", "one word"],
+)
+def test_no_question_costs_more_than_a_few_windows(embedder: Embedder, text: str) -> None:
+    counting: Any = Counting(embedder._encoder)
+    vector = Embedder(counting, "counting", "").embed_question(text)
+    assert np.linalg.norm(vector) == pytest.approx(1, abs=1e-5)
+    assert counting.tokens <= QUESTION_WINDOWS * embedder.max_tokens
+    assert counting.characters <= 10 * QUESTION_WINDOWS * embedder.max_tokens * 8
+
+
+def test_a_long_question_counts_by_its_beginning_and_its_end(embedder: Embedder) -> None:
+    """Up to QUESTION_WINDOWS by all of it, and what is between the ends of a longer one does not count."""
+    middle = "The weather was fine that day. " * 3_000
+    asked, pasted = "Who painted the ceiling of the chapel?", "Wheat is grown on the plains. " * 3_000
+    vector = embedder.embed_question(middle + asked)
+    other = embedder.embed_question(middle[: len(middle) // 3] + pasted + middle[-len(middle) // 3 :] + asked)
+    np.testing.assert_allclose(vector, other, atol=1e-6)
+    target = embedder.embed(["Michelangelo painted the ceiling of the chapel."])[0]
+    assert vector @ target > embedder.embed_question(middle) @ target + 0.03
+    some = " ".join(f"number{n}" for n in range(280))
+    assert 1 < len(embedder.windows(some)) <= QUESTION_WINDOWS
+    mean = embedder.embed(embedder.windows(some)).sum(0)
+    np.testing.assert_allclose(embedder.embed_question(some), mean / np.linalg.norm(mean), atol=1e-6)
 
 
 def test_an_overlong_question_counts_to_its_end(embedder: Embedder) -> None:

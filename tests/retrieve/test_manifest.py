@@ -143,7 +143,7 @@ def test_saved_is_what_is_opened(saved: Path, embedder: Embedder) -> None:
 def test_another_embedder_or_reader_is_refused(saved: Path, embedder: Embedder) -> None:
     with pytest.raises(IndexMismatch, match=r"reader 'tiny' \(abcdefgh\), not with 'big' \(zyx\).*rebuild"):
         opened(saved, embedder, reader="big", reader_fingerprint="zyx")
-    other = Embedder(embedder._model, "other", "0123456789")
+    other = Embedder(embedder._encoder, "other", "0123456789")
     with pytest.raises(IndexMismatch, match=r"embedder 'minilm-l6' \(\w{8}\), not with 'other' \(01234567\)"):
         opened(saved, other)
     assert len(opened(saved, embedder, reader="renamed")) == 2  # the fingerprint decides

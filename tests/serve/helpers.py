@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import openai
 import uvicorn
 
 from blendserve.config import changed
-from blendserve.core import Document
+from blendserve.core import Document, Passage
 from blendserve.engine.engine import Engine
 from blendserve.engine.library import Library
 from blendserve.engine.prompt import PromptBuilder
@@ -29,19 +29,17 @@ from tests.engine.helpers import CONFIG, PASSAGES, engine, reader
 class WordEmbedder:
     """Vectors by words in common: enough to find passages by, and no model to load."""
 
-    name, fingerprint, dimension, max_tokens = "words", "words-1", 64, 10_000
+    name, fingerprint, dimension, max_tokens, dtype = "words", "words-1", 64, 10_000, "float32"
 
-    def embed(self, texts: Sequence[str], progress: Any = None) -> np.ndarray:
-        return np.stack([self.embed_question(text) for text in texts])
+    def embed_passages(self, passages: Sequence[Passage], *_: Any) -> tuple[np.ndarray, list[int]]:
+        vectors = [self.embed_question(f"{p.title}\n{p.text}") for p in passages]
+        return np.stack(vectors), [1] * len(passages)
 
     def embed_question(self, question: str) -> np.ndarray:
         vector = np.full(self.dimension, 1e-3, np.float32)
         for word in question.lower().split():
             vector[zlib.crc32(word.strip(".,;?").encode()) % self.dimension] += 1
-        return vector / np.linalg.norm(vector)
-
-    def windows(self, text: str, title: str = "") -> list[str]:
-        return [f"{title}\n{text}"]
+        return np.asarray(vector / np.linalg.norm(vector))
 
 
 def index(folder: Path, prompts: PromptBuilder, documents: Sequence[Document]) -> VectorIndex:
@@ -68,6 +66,15 @@ def library(folder: Path, engine: Engine) -> Library:
 
 
 DOCUMENTS = [Document(p.text, p.title, p.title.lower()) for p in PASSAGES]
+
+
+def until(event: threading.Event) -> Callable[[], None]:
+    """A task that holds the model's thread until then."""
+
+    def hold() -> None:
+        event.wait(30)
+
+    return hold
 
 
 class Server:

@@ -16,7 +16,7 @@ from blendserve.engine.shared_loads import SharedLoads
 from blendserve.serve.config import ServeConfig
 from blendserve.store import ChunkKey, MemoryStore, chunk_key
 from tests.engine.helpers import PASSAGES, QUESTIONS, wait_for
-from tests.serve.helpers import Server
+from tests.serve.helpers import Server, until
 
 OWN = [{"text": p.text, "title": p.title} for p in PASSAGES]
 
@@ -135,7 +135,7 @@ def test_requests_that_miss_the_same_chunks_store_them_once(server: Server) -> N
 
     server.engine.store.put = counted  # type: ignore[method-assign]
     busy = threading.Event()
-    server.service.scheduler.in_background(lambda: busy.wait(30))
+    server.service.scheduler.in_background(until(busy))
     body = {"question": QUESTIONS[0], "passages": OWN, "max_tokens": 2}
     with ThreadPoolExecutor(8) as pool:
         asked = [pool.submit(server.post, "/v1/rag/query", body) for _ in range(8)]
@@ -160,7 +160,7 @@ def test_waiting_requests_share_loads(server: Server) -> None:
     chunk.layer = counted
     try:
         busy = threading.Event()
-        server.service.scheduler.in_background(lambda: busy.wait(30))
+        server.service.scheduler.in_background(until(busy))
         body = {"question": QUESTIONS[0], "passages": OWN, "max_tokens": 2}
         with ThreadPoolExecutor(6) as pool:
             asked = [pool.submit(server.post, "/v1/rag/query", body) for _ in range(6)]
@@ -181,9 +181,13 @@ def test_a_precompute_that_is_cancelled_at_its_last_chunk_harms_nothing(
 ) -> None:
     service = server.service
     busy = threading.Event()
-    service.scheduler.in_background(lambda: busy.wait(30))
+    service.scheduler.in_background(until(busy))
     chunks = service.engine.prompts.chunk_ids(PASSAGES)
-    job = service.batch.background.precompute(service.batch.blender(""), chunks[:1], lambda n: job.cancel())
+
+    def cancel(_: int) -> None:
+        job.cancel()
+
+    job = service.batch.background.precompute(service.batch.blender(""), chunks[:1], cancel)
     busy.set()
     wait_for(job.cancelled)
     service.batch.background.precompute(service.batch.blender(""), chunks, lambda n: None).result(30)
@@ -221,7 +225,7 @@ def test_shared_loads_are_kept_while_wanted_and_below_their_cap() -> None:
 @pytest.mark.parametrize("path", ["/v1/rag/query", "/v1/chat/completions"])
 def test_a_streams_passages_come_before_its_prefill(server: Server, path: str) -> None:
     busy = threading.Event()
-    server.service.scheduler.in_background(lambda: busy.wait(30))
+    server.service.scheduler.in_background(until(busy))
     rag: dict[str, Any] = {"question": QUESTIONS[0], "passages": OWN[:2], "max_tokens": 2, "stream": True}
     chat = {"model": "tiny", "messages": [{"role": "user", "content": QUESTIONS[0]}], "stream": True}
     body = rag if path.endswith("query") else {**chat, "x_blendserve": {"passages": OWN[:2]}}
@@ -236,7 +240,7 @@ def test_a_streams_passages_come_before_its_prefill(server: Server, path: str) -
 
 def test_a_full_queue_is_429_and_nothing_is_lost(server: Server) -> None:
     busy = threading.Event()
-    server.service.scheduler.in_background(lambda: busy.wait(30))
+    server.service.scheduler.in_background(until(busy))
     body = {"question": QUESTIONS[0], "passages": OWN[:2], "max_tokens": 2}
     with ThreadPoolExecutor(12) as pool:
         asked = [pool.submit(server.post, "/v1/rag/query", body) for _ in range(12)]

@@ -90,7 +90,8 @@ def test_a_stop_string(server: Server) -> None:
 
 
 def test_passages_are_retrieved_over_all_collections(server: Server) -> None:
-    body = {"question": "Where did the snow fall on the hills?", "top_k": 3}
+    question = "Where did the snow fall on the hills?"
+    body = {"question": question, "top_k": 3}
     found = server.post("/v1/rag/query", body).json()
     scores = [p["score"] for p in found["passages"]]
     assert len(scores) == 3
@@ -98,7 +99,7 @@ def test_passages_are_retrieved_over_all_collections(server: Server) -> None:
     assert found["passages"][0]["title"] == "Snow"
     only = server.post("/v1/rag/query", {**body, "collections": ["b"]}).json()
     assert {p["title"] for p in only["passages"]} == {"Dogs", "Bread", "Clocks"}
-    same = server.engine.answer(body["question"], [_passage(p) for p in found["passages"]])
+    same = server.engine.answer(question, [_passage(p) for p in found["passages"]])
     assert (same.text, same.report.tokens_prompt) == (found["text"], found["report"]["tokens_prompt"])
 
 
@@ -169,7 +170,9 @@ def test_bodies_that_are_no_requests(server: Server, content: bytes, status: int
         assert answer.status_code == status
         error = answer.json()["error"]
         assert error["type"] == "invalid_request_error"
-        assert any(part in error["message"] for part in ("JSON object", "parsing the body", "larger than", "parts"))
+        assert any(
+            part in error["message"] for part in ("JSON object", "parsing the body", "larger than", "parts")
+        )
 
 
 def test_routes_that_are_not_there(server: Server) -> None:

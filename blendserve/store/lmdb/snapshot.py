@@ -14,7 +14,7 @@ from pathlib import Path
 from blendserve.errors import CorruptRecord, StoreError, StoreUnavailable
 from blendserve.store import record
 from blendserve.store.chunk import StoredChunk
-from blendserve.store.codecs.base import Pair, Undecodable
+from blendserve.store.codecs.base import Undecodable
 from blendserve.store.key import ChunkKey
 from blendserve.store.lmdb.ledger import ENTRY, Ledger, Txn, starting
 from blendserve.store.lmdb.opening import explaining
@@ -39,29 +39,22 @@ class LMDBSnapshot:
         self._using = threading.Lock()
         self._ended = False
 
-    def get(self, key: ChunkKey) -> LMDBChunk | None:
+    def get(self, key: ChunkKey) -> StoredChunk | None:
         raw = self._raw(HEADER + key)
         if raw is None:
             self._traffic.miss(key)
             return None
         try:
-            chunk = LMDBChunk(key, record.decode_header(key, raw), self)
+            header = record.decode_header(key, raw)
+            chunk = StoredChunk(key, header, partial(self._segment, key), partial(self._count_damage, key))
         except Undecodable as error:
             self._traffic.miss(key, undecodable=str(error))
             return None
         except CorruptRecord:
-            self.count_corrupt(key)
+            self._count_damage(key)
             raise
         self._traffic.hit(key)
         return chunk
-
-    def segment(self, key: ChunkKey, l: int) -> memoryview | None:
-        """Layer l's bytes in the map, unchecked; None when there are none."""
-        return self._raw(layer_name(key, l))
-
-    def count_corrupt(self, key: ChunkKey) -> None:
-        """Note that a look-up found damage."""
-        self._traffic.count(key, "corrupt")
 
     def keys(self) -> list[ChunkKey]:
         """Every key that has any record."""
@@ -79,10 +72,10 @@ class LMDBSnapshot:
         try:
             header = record.decode_header(key, raw)
             for l in range(header.shape.n_layers):
-                record.check_segment(key, header, l, self.segment(key, l))
+                record.check_segment(key, header, l, self._segment(key, l))
         except StoreError as error:
             return str(error)
-        if self.segment(key, header.shape.n_layers) is not None:
+        if self._segment(key, header.shape.n_layers) is not None:
             return f"it has more layers than the {header.shape.n_layers} of its header"
         with self._using, explaining(self._path):
             return Ledger(self._txn).problem(key, header.n_bytes, header.shape.n_bytes, header.shape.n_tokens)
@@ -92,23 +85,15 @@ class LMDBSnapshot:
         with self._using:
             self._ended = True
 
+    def _segment(self, key: ChunkKey, l: int) -> memoryview | None:
+        """Layer l's bytes in the map, unchecked; None when there are none."""
+        return self._raw(layer_name(key, l))
+
+    def _count_damage(self, key: ChunkKey) -> None:
+        self._traffic.count(key, "corrupt")
+
     def _raw(self, name: bytes) -> memoryview | None:
         with self._using, explaining(self._path):
             if self._ended:
                 raise StoreUnavailable("a chunk's view was used outside its `with store.reading()`")
             return self._txn.get(name)
-
-
-class LMDBChunk(StoredChunk):
-    """A chunk in the map; damage is counted."""
-
-    def __init__(self, key: ChunkKey, header: record.Header, snapshot: LMDBSnapshot) -> None:
-        super().__init__(key, header, partial(snapshot.segment, key))
-        self._snapshot = snapshot
-
-    def layer(self, l: int) -> Pair:
-        try:
-            return super().layer(l)
-        except CorruptRecord:
-            self._snapshot.count_corrupt(self._key)
-            raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import closing
+from functools import partial
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ class Unstable:
     def __init__(self, kv: ChunkKV, damaged: int | None = None) -> None:
         self.chunk = MemoryChunk(kv)
         self.n_layers, self.n_tokens, self.n_bytes = LAYERS, kv.n_tokens, kv.n_bytes
+        self.raw_bytes, self.version = self.chunk.raw_bytes, self.chunk.version
         self.page = torch.empty_like(kv.keys[0]), torch.empty_like(kv.values[0])
         self.damaged = damaged
         self.read: list[int] = []
@@ -50,7 +52,11 @@ def test_every_layer_arrives_as_it_was_read_however_late_the_device_is(
 ) -> None:
     views, stream = unstable(*lengths), LateCopyStream()
     staging = Staging(stream, slots)
-    sent = [staging.send(lambda l=l: [view.layer(l) for view in views]) for l in range(upto)]
+
+    def read(l: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        return [view.layer(l) for view in views]
+
+    sent = [staging.send(partial(read, l)) for l in range(upto)]
     layers = [staging.hand_over(one) for one in sent]
     stream.finish()
     for l, layer in enumerate(layers):
