@@ -145,7 +145,7 @@ WRONG: dict[str, tuple[list[str], str]] = {
     "unknown method": (["ask", "Why?", "-i", "{index}", "--method", "magic"], "'prefix'"),
     "ratio out of range": (["ask", "Why?", "-i", "{index}", "--ratio", "1.5"], "1.5"),
     "empty question": (["ask", "  ", "-i", "{index}"], "question is empty"),
-    "prompt too long": (["ask", "why " * 9000, "-i", "{index}"], "too many for the reader's context of 8192"),
+    "prompt too long": (["ask", "why " * 9000, "-i", "{index}"], "too many for a context of 8192"),
     "store not writable": (["precompute", "{index}", "--store", "/proc/nowhere"], "/proc/nowhere"),
     "store full": (["precompute", "{index}", "-c", "{tmp}/small.yaml"], "cap"),
     "store is garbage": (["store", "verify", "{tmp}/garbage"], "garbage"),

@@ -28,7 +28,7 @@ PACKAGE = Path(blendserve.__file__).parent
         (" Timings(", "engine/generation.py"),
         (" Answer(", "engine/generation.py"),
         ("PromptTooLong(tokens, self.room", "engine/request.py"),
-        (".forget(chunks", "engine/library.py"),
+        ("blender.forget(", "engine/library.py"),
         ("index.delete(", "engine/library.py"),
         ("blender.run(plan.prompt", "engine/prefill.py"),
     ],

@@ -38,8 +38,12 @@ def fits(level: Level, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 
 def is_fastest(level: Level, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """A CPU with matrix tiles is left to torch for many rows."""
-    return x.shape[0] <= FEW or missing(LEVELS["amx"]) != ""
+    """A CPU with matrix tiles is left to torch for many rows.
+
+    fp32 is left to torch for all: only its own sums make layer 0's keys the model's own to the bit, which bf16's rounding
+    hides and fp32 does not.
+    """
+    return level.dtype != "float32" and (x.shape[0] <= FEW or missing(LEVELS["amx"]) != "")
 
 
 def linear(level: Level, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
