@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import blendserve.threads  # noqa: F401  before anything that loads torch: its OpenMP reads its environment once
+from blendserve.cpu_cap import tell_libraries
 
 if TYPE_CHECKING:
     from blendserve.config import Config
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from blendserve.engine.engine import Engine
     from blendserve.engine.generation import AnswerStream
     from blendserve.errors import BlendserveError
+
+tell_libraries()  # before anything imports torch
 
 __version__ = "0.1.0"
 __all__ = [

@@ -18,6 +18,8 @@
     │   └── CorruptRecord       ... holds a record that fails its checksum (never fails a request: recomputed)
     └── ServeError              the server refuses a request
         ├── Busy                ... for now: its queue is full, or a key has used up its share
+        ├── BodyTooLarge        ... whose body has too many bytes
+        ├── BodyTooSlow         ... whose body does not come
         ├── Stopping            ... because it is shutting down
         ├── NotAuthenticated    ... that brings no valid API key
         ├── NotAllowed          ... that its API key does not cover
@@ -42,15 +44,17 @@ class InputError(BlendserveError):
 
 
 class PromptTooLong(InputError):
-    """The prompt does not fit the reader's context."""
+    """The prompt does not fit the reader's context, or what a server gives a request of it."""
 
-    def __init__(self, tokens: int, limit: int, reserved: int) -> None:
-        over = tokens + reserved - limit
+    def __init__(self, tokens: int, limit: int, reserved: int, at_least: bool = False) -> None:
+        """at_least: not all of it was tokenised."""
+        least = "at least " if at_least else ""
         super().__init__(
-            f"the prompt has {tokens} tokens and {reserved} are reserved for the answer, {over} too many for the "
-            f"reader's context of {limit}: use fewer passages (top_k), shorter ones, or fewer new tokens"
+            f"the prompt has {least}{tokens} tokens and {reserved} are reserved for the answer, "
+            f"{least}{tokens + reserved - limit} too many for a context of {limit}: ask in fewer words, "
+            "use fewer passages (top_k), shorter ones, or fewer new tokens"
         )
-        self.over = over
+        self.over = tokens + reserved - limit
 
 
 class CorpusError(BlendserveError):
@@ -115,6 +119,14 @@ class Busy(ServeError):
     def __init__(self, why: str, retry_after: int) -> None:
         super().__init__(f"{why}: try again in {retry_after} s")
         self.retry_after = retry_after
+
+
+class BodyTooLarge(ServeError):
+    """The body has more bytes than are taken."""
+
+
+class BodyTooSlow(ServeError):
+    """The body has not come in time."""
 
 
 class Stopping(ServeError):

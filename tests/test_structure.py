@@ -14,7 +14,18 @@ from blendserve import registry
 
 ROOT = Path(__file__).parents[1] / "blendserve"
 FLOORS = (  # from the ground up; a file imports from its own floor and those below
-    {"core", "errors", "config", "registry", "timing", "console", "paths", "provenance", "threads"},
+    {
+        "core",
+        "errors",
+        "config",
+        "registry",
+        "timing",
+        "console",
+        "paths",
+        "provenance",
+        "threads",
+        "cpu_cap",
+    },
     {"kernels"},
     {"models"},
     {"retrieve", "store"},

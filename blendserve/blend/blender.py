@@ -71,7 +71,7 @@ class Blender:
         self._computers: dict[TokenIds, ChunkComputer] = {}
         self._costs: CostModel | None = None
         self._load_rate = LoadRate()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # what runs before a layer may be another prefill of this blender
 
     def key(self, ids: TokenIds, context: TokenIds | None = None) -> ChunkKey:
         """The store's key of a chunk; `context` defaults to what this blender computes chunks behind."""

@@ -25,6 +25,7 @@ def doctor(settings: Config, json: JsonOpt = False) -> None:
     """
     from blendserve.blend.cost import calibrated  # with torch: seconds
     from blendserve.engine.gate import check
+    from blendserve.kernels.cpu.isa import LEVELS
     from blendserve.kernels.verify import cpu_status
     from blendserve.models.loader import load_reader
     from blendserve.paths import cache_folder
@@ -36,7 +37,8 @@ def doctor(settings: Config, json: JsonOpt = False) -> None:
     together, anywhere = reader.adapter.attention_backends
     here = machine()
     if json:
-        kernels = {**as_dict(cpu_status()), "attention": [together, anywhere]}
+        compiled = {name: as_dict(cpu_status(level)) for name, level in LEVELS.items()}
+        kernels = {"compiled": compiled, "attention": [together, anywhere]}
         found = {
             **report.to_dict(),
             "seconds": as_dict(costs),
@@ -57,7 +59,8 @@ def doctor(settings: Config, json: JsonOpt = False) -> None:
             f"loaded one, {costs.per_pair * 1e9:.3g} ns a pair attended and {costs.per_pass * 1e3:.3g} ms a pass"
         )
         console.out.print(f"this machine: {describe(here)}", markup=False)
-        console.out.print(f"on the CPU in bf16: {cpu_status().reason}")
+        for level in LEVELS.values():
+            console.out.print(f"kernels for {level.title} ({level.dtype}): {cpu_status(level).reason}")
         console.out.print(f"threads: {SETTLED}", markup=False)
         console.out.print(f"attention: rows side by side by {together}, others by {anywhere}")
     if not report.passed:

@@ -21,17 +21,16 @@ class BackgroundTasks:
         self._scheduler = scheduler
         self._planned: set[ChunkKey] = set()  # write-backs that are not done yet
 
-    def remember(self, blender: Blender, absent: Sequence[TokenIds]) -> None:
+    def remember(self, blender: Blender, tenant: str, absent: Sequence[TokenIds]) -> None:
         """Store chunks that a request found missing or damaged; once, if several did. On the model's thread."""
         for ids in absent:
             key = blender.key(ids)  # the prefix is (), as no chunk is
-            if key not in self._planned and self._scheduler.in_background(
-                partial(self._remember, blender, ids, key)
-            ):
+            task = partial(self._remember, blender, ids, key)
+            if key not in self._planned and self._scheduler.in_background(task, tenant, len(ids)):
                 self._planned.add(key)
 
     def precompute(
-        self, blender: Blender, chunks: Sequence[TokenIds], done: Callable[[int], None]
+        self, blender: Blender, chunks: Sequence[TokenIds], done: Callable[[int], None], tenant: str = ""
     ) -> Future[None]:
         """Compute, store and pin chunks that are not there yet; `done(n)` after each, which plans the next one."""
         future: Future[None] = Future()
@@ -39,7 +38,7 @@ class BackgroundTasks:
         def plan(n: int) -> None:
             if n == len(chunks):
                 end()
-            elif not self._scheduler.in_background(partial(compute, n)):
+            elif not self._scheduler.in_background(partial(compute, n), tenant, len(chunks[n])):
                 end(StoreError("the server has too much to do: warm the cache again later"))
 
         def compute(n: int) -> None:
@@ -63,5 +62,7 @@ class BackgroundTasks:
         return future
 
     def _remember(self, blender: Blender, ids: TokenIds, key: ChunkKey) -> None:
-        self._planned.discard(key)
-        blender.remember([ids])
+        try:
+            blender.remember([ids])
+        finally:  # not before: a request that goes before the rest of this may miss the same chunk
+            self._planned.discard(key)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
@@ -17,6 +18,9 @@ from blendserve.engine.request import Plan
 from blendserve.engine.scheduler import Scheduler
 from blendserve.engine.shared_loads import SharedLoads
 from blendserve.engine.slots import Slots
+from blendserve.errors import StoreError
+
+PLACING = 0.05  # of what a token costs that runs: one that is loaded, moved and corrected
 
 
 class BatchEngine:
@@ -67,17 +71,28 @@ class BatchEngine:
         """A plan as the scheduler takes it: `scheduler.submit` and `scheduler.cancel` are next."""
         prompt, blender = plan.prompt, self.blender(namespace)
         own_prefix = prompt.prefix != self._engine.prompts.prefix and plan.blend.method != "full"
+        remember = partial(self.background.remember, blender, tenant)
         return QueuedRequest(
             tenant=tenant,
             plan=plan,
             blender=blender,
             emit=emit,
             keys=frozenset(blender.key(chunk.ids) for chunk in prompt.chunks if len(chunk)),
+            cost=self._cost(plan, blender),
             prefix_kv=partial(self._prefix_kv, namespace, prompt.prefix) if own_prefix else None,
-            missed=(
-                partial(self.background.remember, blender) if self._engine.config.store.write_back else None
-            ),
+            missed=remember if self._engine.config.store.write_back else None,
         )
+
+    def _cost(self, plan: Plan, blender: Blender) -> float:
+        """Tokens that are expected to run through the model: what is not stored, and a share of what is."""
+        prompt, base = plan.prompt, self._engine.prompts.prefix
+        known = len(base) if prompt.prefix == base and plan.blend.method != "full" else 0
+        stored = 0
+        if plan.blend.method in ("auto", "blend", "reuse"):
+            with suppress(StoreError):  # then everything is computed
+                stored = sum(len(c) for c in prompt.chunks if len(c) and blender.key(c.ids) in self.store)
+        share = 0.0 if plan.blend.method == "reuse" else plan.blend.share
+        return len(prompt) - known - stored + max(share, PLACING) * stored
 
     def _prefix_kv(self, namespace: str, ids: TokenIds) -> PrefixKV:
         """KV of a conversation so far. On the model's thread."""

@@ -40,11 +40,17 @@ class Engine:
     """
 
     def __init__(
-        self, config: Config, reader: Reader, store: KVStore, index: VectorIndex | None = None
+        self,
+        config: Config,
+        reader: Reader,
+        store: KVStore,
+        index: VectorIndex | None = None,
+        prompts: PromptBuilder | None = None,
     ) -> None:
+        """prompts: of this reader and `config.prompt`, where the caller has one that counts the index's tokens."""
         self.config, self.reader, self.store, self.index = config, reader, store, index
         self._owns_store = True
-        self.prompts = prompts = PromptBuilder(reader.tokenizer, config.prompt)
+        self.prompts = prompts = prompts or PromptBuilder(reader.tokenizer, config.prompt)
         fingerprint, namespace = reader.fingerprint, config.store.namespace
         self.blender = Blender(
             reader.adapter, fingerprint, store, prompts.prefix, prompts.kv_context, namespace
@@ -67,10 +73,11 @@ class Engine:
         folder = index_folder(index)
         read_manifest(folder)  # before anything heavy is loaded
         reader = load_reader(config.reader, say)
+        prompts = PromptBuilder(reader.tokenizer, config.prompt)
         embedder = Embedder.load(config.retrieve.embedder)
-        found = VectorIndex.open(folder, embedder, **_made_for(reader, config))
+        found = VectorIndex.open(folder, embedder, **_made_for(reader, prompts))
         kept = open_store(config.store, folder / "kv", device=reader.adapter.device)
-        return cls(config, reader, kept, found)._ready(say)
+        return cls(config, reader, kept, found, prompts)._ready(say)
 
     @classmethod
     def build(
@@ -88,17 +95,18 @@ class Engine:
         config = config or Config()
         folder = index_folder(index)
         reader = load_reader(config.reader, say)
+        prompts = PromptBuilder(reader.tokenizer, config.prompt)
         made = VectorIndex.create(
             folder,
             Embedder.load(config.retrieve.embedder),
             chunk_tokens=config.retrieve.chunk_tokens,
             kind=config.retrieve.index,
-            **_made_for(reader, config),
+            **_made_for(reader, prompts),
         )
         made.add(documents, progress)
         made.save()
         kept = open_store(config.store, folder / "kv", device=reader.adapter.device)
-        engine = cls(config, reader, kept, made)
+        engine = cls(config, reader, kept, made, prompts)
         if config.store.path is None:  # what an index of the same name left behind may be evicted from now on
             ours = {engine.blender.key(ids) for ids in engine.prompts.chunk_ids(made.passages)}
             ours.add(engine.blender.key(engine.prompts.prefix, ()))
@@ -163,15 +171,25 @@ class Engine:
         blend, decode = split_options(options)
         return self.run(self.plan(Request(question, own, top_k, blend=blend, decode=decode)))
 
-    def plan(self, request: Request, search: Search | None = None, clock: Clock | None = None) -> Plan:
-        """What is to be done for a request. search: by default in the index. clock: since the request came."""
+    def plan(
+        self,
+        request: Request,
+        search: Search | None = None,
+        clock: Clock | None = None,
+        room: int | None = None,
+    ) -> Plan:
+        """What is to be done for a request. Raises InputError, PromptTooLong, ConfigError, and what `search` raises.
+
+        search: by default in the index. clock: since the request came. room: tokens for prompt and answer; by default
+        the reader's context.
+        """
         search = search or (lambda question, top_k: self._index().search(question, top_k))
         adapter = self.reader.adapter
-        return make_plan(request, self.config, adapter, self.prompts, search, clock or Clock(adapter.device))
+        clock = clock or Clock(adapter.device)
+        return make_plan(request, self.config, adapter, self.prompts, search, clock, room)
 
     def run(self, plan: Plan) -> AnswerStream:
-        """Prefill, and choose the first token. Raises PromptTooLong."""
-        plan.require_room(self.reader.adapter.context_limit)
+        """Prefill, and choose the first token."""
         done, reader = self._prefill(plan), self.reader
         generation = Generation(plan, done.report, reader.tokenizer, reader.end_tokens)
         return AnswerStream(generation, done.logits, done.run, partial(self._write_back, done.absent))
@@ -245,9 +263,8 @@ class Engine:
         return [ids for ids in chunks if share_of(ids, n) == i]
 
 
-def _made_for(reader: Reader, config: Config) -> dict[str, Any]:
+def _made_for(reader: Reader, prompts: PromptBuilder) -> dict[str, Any]:
     """How an index knows its reader, as the KV of one dtype is not another's, and the tokens of a passage in a prompt."""
-    prompts = PromptBuilder(reader.tokenizer, config.prompt)
     return {
         "reader": f"{reader.name} ({str(reader.adapter.dtype).removeprefix('torch.')})",
         "reader_fingerprint": reader.fingerprint,

@@ -16,7 +16,7 @@ from blendserve.core import Document, Passage
 from blendserve.engine.prompt import PromptBuilder, shown
 from blendserve.errors import ConfigError
 from blendserve.paths import index_folder
-from blendserve.retrieve import VectorIndex
+from blendserve.retrieve import VectorIndex, as_documents, document_id
 
 Progress = Callable[[int, int], None]
 
@@ -38,12 +38,25 @@ class Documents:
         self, documents: Iterable[Document | str | Mapping[str, Any]], progress: Progress | None = None
     ) -> tuple[int, list[Passage]]:
         """Add or replace documents and save -> how many were new, and their passages. Raises CorpusError."""
-        before = self.index.passages
-        added = self.index.add(documents, progress)
+        added, new, gone = self.put(documents, progress)
+        self.settle(gone)
+        return added, new
+
+    def put(
+        self, documents: Iterable[Document | str | Mapping[str, Any]], progress: Progress | None = None
+    ) -> tuple[int, list[Passage], list[Passage]]:
+        """Add or replace documents -> how many were new, their passages, and those that are gone, for `settle`."""
+        found = list(as_documents(documents))
+        before = self._of(found)
+        added = self.index.add(found, progress)
+        now = self._of(found)
+        return added, [p for p in now if p not in before], [p for p in before if p not in now]
+
+    def settle(self, gone: Iterable[Passage]) -> None:
+        """Save what was put, and delete the KV of what it replaced."""
         self.index.save()
-        known, now = set(before), set(self.index.passages)
-        self._forget([p for p in before if p not in now])
-        return added, [p for p in self.index.passages if p not in known]
+        now = set(self.index.passages)
+        self._forget([p for p in gone if p not in now])
 
     def delete(self, *doc_ids: str) -> tuple[int, list[Passage]]:
         """Remove documents and save -> how many were there, and the passages that they had."""
@@ -53,6 +66,11 @@ class Documents:
             self.index.save()
         return deleted, gone
 
+    def _of(self, documents: Iterable[Document]) -> dict[Passage, None]:
+        """The passages of these documents, in order."""
+        ids = {document_id(document) for document in documents}
+        return {p: None for p in self.index.passages if p.doc_id in ids}
+
     def _forget(self, gone: Sequence[Passage]) -> None:
         """Delete the KV of passages from every namespace, except of texts that other passages share."""
         texts, left = {shown(p): p for p in gone}, set(gone)
@@ -60,9 +78,10 @@ class Documents:
             for passage in index.passages:
                 if passage not in left:
                     texts.pop(shown(passage), None)
-        chunks = self.prompts.chunk_ids(texts.values())
-        for blender in self.blenders if chunks else ():
-            blender.forget(chunks, ())
+        for passage in texts.values():
+            ids = self.prompts.chunk(passage).ids
+            for blender in self.blenders:
+                blender.forget([ids], ())
 
 
 class Library:

@@ -15,18 +15,22 @@ nothing in particular (primer.txt), so that a chunk is read as one passage among
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from blendserve.config import KVContext, PromptConfig
 from blendserve.core import Chunk, Passage, Prompt, TokenIds
+from blendserve.engine.tokens import longest_token
 from blendserve.errors import InputError, ModelUnsupported
 
 PRIMER = Path(__file__).with_name("primer.txt")
 PASSAGES, QUESTION = "<<<blendserve-passages>>>", "<<<blendserve-question>>>"
 TURN = "<<<blendserve-turn-{}>>>"
+LONG = 6  # characters a token: most texts have fewer
+CUT = 16  # tokens more, at most, that the beginning of a text may have where it is cut
 _SENTINEL = re.compile(r"(<<<blendserve-[a-z0-9-]+>>>)")
 
 Message = dict[str, str]
@@ -40,35 +44,80 @@ class Turn:
     text: str
 
 
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """A prompt without its passages."""
+
+    prefix: TokenIds
+    suffix: TokenIds
+
+    def __len__(self) -> int:
+        return len(self.prefix) + len(self.suffix)
+
+    def around(self, chunks: Iterable[Chunk]) -> Prompt:
+        """The whole prompt; chunks in the order given."""
+        return Prompt(self.prefix, tuple(chunks), self.suffix)
+
+
 class PromptBuilder:
-    """Lays out prompts for one reader."""
+    """Lays out prompts for one reader.
+
+    between: called before a passage is tokenised, so that a job of very many lets others go in between.
+    """
 
     def __init__(self, tokenizer: Any, config: PromptConfig) -> None:
         """Raises ModelUnsupported for a chat template that does not repeat what it is given."""
         self._tokenizer, self._config = tokenizer, config
+        self.between: Callable[[], None] = lambda: None
         self._head, self._tail = self._template(())
         self.prefix = self._ids(self._head)
         self.kv_context = self._kv_context(config.kv_context)
 
     def build(self, question: str, passages: Sequence[Passage], turns: Sequence[Turn] = ()) -> Prompt:
-        """The whole prompt; passages in the order given. Raises InputError for turns that the template refuses.
+        """The whole prompt; passages in the order given. Raises InputError for turns that the template refuses."""
+        return self.frame(question, turns).around(map(self.chunk, passages))
+
+    def at_least(self, texts: Iterable[str], limit: int) -> int:
+        """Tokens that these texts have at least, if that is seen to be more than `limit` (>= 0), else 0.
+
+        It is seen by their characters; of a text that is long for so many tokens, the beginning is tokenised.
+        """
+        stripped = [text.strip() for text in texts]
+        characters = sum(map(len, stripped))
+        longest = self._longest_token if characters > limit else 0
+        if longest and characters // longest > limit:
+            return characters // longest
+        for text in stripped:
+            if len(text) > LONG * limit:
+                beginning = text[: LONG * (limit + CUT)]
+                if (least := len(self._tokens(beginning, literal=True)) - CUT) > limit:
+                    return least
+        return 0
+
+    def frame(self, question: str, turns: Sequence[Turn] = ()) -> Frame:
+        """Everything but the passages. Raises InputError for turns that the template refuses.
 
         A system turn, which must be the first, takes the place of the configured one.
         """
         head, tail = self._template(turns) if turns else (self._head, self._tail)
         said = {TURN.format(i): turn.text for i, turn in enumerate(turns)}
         prefix = self._ids(head, said) if turns else self.prefix
-        suffix = self._ids(tail, {QUESTION: " " + question.strip()})
-        return Prompt(prefix, tuple(self.chunk(p) for p in passages), suffix)
+        return Frame(prefix, self._ids(tail, {QUESTION: " " + question.strip()}))
 
     def chunk(self, passage: Passage) -> Chunk:
         """A passage as the reader will see it; no text, no tokens."""
+        self.between()
         text = shown(passage)
         return Chunk(self._tokens(text + "\n\n", literal=True) if text else (), passage)
 
     def chunk_ids(self, passages: Iterable[Passage]) -> list[TokenIds]:
         """The token ids of each passage's chunk."""
         return [self.chunk(p).ids for p in passages]
+
+    @cached_property
+    def _longest_token(self) -> int:
+        """Characters that a token stands for, at most; 0 where there is no bound."""
+        return longest_token(self._tokenizer)
 
     def _kv_context(self, context: KVContext) -> TokenIds:
         """The tokens that chunk KV is computed behind."""

@@ -50,6 +50,7 @@ class QueuedRequest:
     """One request. Filled by batching.py; `emit` is called on the model's thread, with the last event Finished or Failed.
 
     keys: of its chunks in the store.
+    cost: tokens that are expected to run through the model; what is not known yet counts as missing.
     prefix_kv: gives the KV of the prompt's prefix; called on the model's thread; None = the store's.
     missed: told, on the model's thread, of the chunks that the store did not have.
     cancelled: set by whoever no longer wants it; nothing is emitted after that.
@@ -60,6 +61,7 @@ class QueuedRequest:
     blender: Blender
     emit: Callable[[Event], None]
     keys: frozenset[ChunkKey] = frozenset()
+    cost: float = 0.0
     prefix_kv: Callable[[], PrefixKV] | None = None
     missed: Callable[[Sequence[TokenIds]], None] | None = None
     queued: Clock = field(default_factory=Clock)  # since this was made

@@ -1,15 +1,19 @@
-"""Request -> Plan: options checked, passages found, prompt laid out, its length known. Nothing of it runs the model."""
+"""Request -> Plan: options and lengths checked, passages found, prompt laid out. Nothing of it runs the model.
+
+What is too long is refused as soon as that is certain: by its characters before anything is tokenised, by the tokens of
+the frame (turns and question) before anything is searched for.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from blendserve.blend.policies.base import make_policy
 from blendserve.config import BlendConfig, Config, DecodeConfig, changed
-from blendserve.core import Passage, Prompt
-from blendserve.engine.prompt import PromptBuilder, Turn
+from blendserve.core import Chunk, Passage, Prompt
+from blendserve.engine.prompt import Frame, PromptBuilder, Turn
 from blendserve.errors import ConfigError, InputError, PromptTooLong
 from blendserve.models.adapter import Adapter
 from blendserve.registry import nearest
@@ -49,25 +53,75 @@ class Plan:
 
     def require_room(self, context: int) -> None:
         """Raises PromptTooLong when a reader's context cannot hold prompt and answer."""
-        if self.tokens > context:
-            raise PromptTooLong(len(self.prompt), context, self.decode.max_new_tokens)
+        _Space(context, self.decode.max_new_tokens).require(len(self.prompt))
 
 
 def make_plan(
-    request: Request, config: Config, adapter: Adapter, prompts: PromptBuilder, search: Search, clock: Clock
+    request: Request,
+    config: Config,
+    adapter: Adapter,
+    prompts: PromptBuilder,
+    search: Search,
+    clock: Clock,
+    room: int | None = None,
 ) -> Plan:
-    """Raises ConfigError, InputError, and what `search` raises."""
+    """room: tokens for prompt and answer; the reader's context if none is given.
+
+    Raises ConfigError, InputError, PromptTooLong, and what `search` raises.
+    """
     blend, decode = changed(config.blend, **request.blend), changed(config.decode, **request.decode)
     make_policy(blend).validate(adapter.n_layers)
     if not request.question.strip():
         raise InputError("the question is empty: ask something")
+    space = _Space(room or adapter.context_limit, decode.max_new_tokens)
+    if least := prompts.at_least(_texts(request), max(0, space.left)):
+        space.require(least, at_least=True)
+    frame = prompts.frame(request.question, request.turns)
+    space.require(len(frame), at_least=bool(request.passages))
     passages = request.passages
     if passages is None:
         with clock.stage("retrieve"):
             top_k = config.retrieve.top_k if request.top_k is None else request.top_k
             passages = tuple(search(request.question, top_k))
-    prompt = prompts.build(request.question, passages, request.turns)
+    prompt = frame.around(_chunks(passages, prompts, frame, space))
     return Plan(prompt, passages, blend, decode, clock)
+
+
+@dataclass(frozen=True, slots=True)
+class _Space:
+    """What a prompt may take."""
+
+    room: int  # tokens of prompt and answer
+    reserved: int  # of those, the answer's
+
+    @property
+    def left(self) -> int:
+        return self.room - self.reserved
+
+    def require(self, tokens: int, at_least: bool = False) -> None:
+        """Raises PromptTooLong. at_least: there may be more tokens."""
+        if tokens > self.left:
+            raise PromptTooLong(tokens, self.room, self.reserved, at_least)
+
+
+def _texts(request: Request) -> Iterator[str]:
+    """All that the asker says, in one way or another."""
+    yield request.question
+    yield from (turn.text for turn in request.turns)
+    for passage in request.passages or ():
+        yield from (passage.title, passage.text)
+
+
+def _chunks(
+    passages: Sequence[Passage], prompts: PromptBuilder, frame: Frame, space: _Space
+) -> Iterator[Chunk]:
+    """One after the other, as long as they fit. Raises PromptTooLong."""
+    tokens = len(frame)
+    for left, passage in zip(reversed(range(len(passages))), passages, strict=True):
+        chunk = prompts.chunk(passage)
+        tokens += len(chunk)
+        space.require(tokens, at_least=left > 0)
+        yield chunk
 
 
 def split_options(options: Options) -> tuple[Options, Options]:

@@ -8,14 +8,18 @@ A prefill does not stop the running ones: it pauses before every layer (models/f
 `gap_s` since the last step, a step is made there. So between two tokens of an answer lie at most `gap_s`, one layer and
 one step. Where a step takes long, the prefill runs longer, too, as it keeps `prefill_share` of the time: steps for few
 requests are the most expensive ones, and the sooner prefills are done, the more requests step together.
+
+Nor does a long prefill, or a background task, stop short ones: where it pauses, a request of another tenant is
+prefilled, if that is expected to take a fraction (SHORTER) of what is left. One at a time, one deep, and all of them
+together no more than the long one's own cost: it takes at most twice as long. Once several tenants have come, the last
+free slot is for those who have none.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
-from collections.abc import Callable, Set
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -27,24 +31,47 @@ from blendserve.engine.queued import Failed, Finished, Observer, Piece, QueuedRe
 from blendserve.engine.shared_loads import SharedLoads
 from blendserve.engine.slots import Slots
 from blendserve.engine.steps import BatchDecoder
-from blendserve.errors import BlendserveError, Busy, InputError, Stopping
+from blendserve.errors import BlendserveError, Busy, Stopping
 from blendserve.models.forward import Row
 from blendserve.models.kv_cache import KVCache
 from blendserve.models.loader import Reader
-from blendserve.store import ChunkKey
 from blendserve.timing import Clock
 
-MAX_BACKGROUND = 1000  # write-backs beyond that are dropped: they are an optimisation
+MAX_BACKGROUND = 1000  # tasks of one tenant; write-backs beyond that are dropped: they are an optimisation
 # However many requests wait: else a server that misses chunks stays slow because it misses them.
 BACKGROUND_EVERY = 8
-
-Task = Callable[[], None]
+SHORTER = 4  # times: how much shorter a request must be to go before what is left of a prefill
 
 log = logging.getLogger(__name__)
 
 
 class Cancelled(Exception):
     """Raised out of a prefill whose request nobody waits for any more."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Task:
+    """Something for the model's thread to do by the way; cost as of a request."""
+
+    tenant: str
+    run: Callable[[], None]
+    cost: float
+
+
+@dataclass(slots=True, eq=False)
+class _Pass:
+    """What the model's thread is at: a request's prefill, or a background task, which all requests may go before."""
+
+    cost: float
+    request: QueuedRequest | None = None
+    lent: float = 0.0  # cost of the requests that went before what was left of it
+
+    def lends(self, request: QueuedRequest, done: float) -> bool:
+        """Whether a request may go before the rest, this share of a pass over the layers being `done`."""
+        if self.request and self.request.tenant == request.tenant:
+            return False
+        left = self.cost * (1 - done)
+        return SHORTER * request.cost <= left and self.lent + request.cost <= self.cost
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,11 +100,12 @@ class Scheduler:
         self._decoder = BatchDecoder(reader.adapter, slots)
         self._gap_s, self._patience = gap_s, prefill_share / (1 - prefill_share)  # the latter in steps
         self._shared = shared
-        self._waiting, self._queue = FairQueue(), queue
-        self._background: deque[Task] = deque()
+        self._waiting, self._queue = FairQueue[QueuedRequest](), queue
+        self._background: FairQueue[_Task] = FairQueue()
         self._since_background = 0  # requests prefilled
         self._running: list[_Running] = []
-        self._prefilling: QueuedRequest | None = None
+        self._passes: list[_Pass] = []  # the last one runs, the one before it pauses
+        self._tenants: set[str] = set()  # the first two
         self._since_step, self._step_s = Clock(), 0.0  # since the last one's end; how long it took
         self._request_s = 1.0  # of a request, lately: what Retry-After is made of
         self._wake = threading.Condition()
@@ -100,23 +128,24 @@ class Scheduler:
         """Requests that wait, and slots in use."""
         return len(self._waiting), self._slots.n - self._slots.free
 
-    def refuse_if_full(self, more: int) -> None:
-        """Raises Busy or Stopping when a request could not be queued behind `more` others: before any work for it."""
+    def refuse_if_full(self, tenant: str, more: int) -> None:
+        """Raises Busy or Stopping when a tenant's request could not be queued behind `more` of its others.
+
+        To be asked before any work for it.
+        """
         with self._wake:
             if self._draining:
                 raise Stopping("the server is shutting down: ask another one")
-            if len(self._waiting) + more >= self._queue:
-                raise Busy(f"{self._queue} requests are waiting already", self._retry_after())
+            if self._waiting.of(tenant) + more >= self._queue:
+                raise Busy(f"{self._queue} requests are waiting already", self._retry_after(tenant))
 
     def submit(self, request: QueuedRequest) -> None:
-        """Queue a request. Raises InputError when it can never fit, Busy, Stopping."""
-        if request.plan.tokens > self._slots.tokens:
-            raise InputError(
-                f"the request needs {request.plan.tokens} tokens of prompt and answer, and no slot has more than "
-                f"{self._slots.tokens}: use fewer passages (top_k), shorter ones, or fewer new tokens"
-            )
+        """Queue a request. Raises PromptTooLong when it can never fit, Busy, Stopping."""
+        request.plan.require_room(self._slots.tokens)
         with self._wake:
-            self.refuse_if_full(0)
+            self.refuse_if_full(request.tenant, 0)
+            if len(self._tenants) < 2:
+                self._tenants.add(request.tenant)
             self._waiting.put(request)
             self._wake.notify()
 
@@ -127,12 +156,15 @@ class Scheduler:
             self._waiting.remove(request)
             self._wake.notify()
 
-    def in_background(self, task: Task) -> bool:
-        """Something small for the model's thread to do by the way -> False when it has too much to do already."""
+    def in_background(self, task: Callable[[], None], tenant: str = "", cost: float = 0.0) -> bool:
+        """Something small for the model's thread to do by the way -> False when a tenant has too much of it already.
+
+        cost: tokens that run through the model.
+        """
         with self._wake:
-            if len(self._background) >= MAX_BACKGROUND:
+            if self._background.of(tenant) >= MAX_BACKGROUND:
                 return False
-            self._background.append(task)
+            self._background.put(_Task(tenant, task, cost))
             self._wake.notify()
             return True
 
@@ -149,8 +181,8 @@ class Scheduler:
         if self._thread.is_alive():
             self._thread.join()
 
-    def _retry_after(self) -> int:
-        waves = (len(self._waiting) + 1) / self._slots.n
+    def _retry_after(self, tenant: str) -> int:
+        waves = (self._waiting.of(tenant) + 1) / self._slots.n
         return max(1, min(60, round(waves * self._request_s)))
 
     # On the model's thread
@@ -179,39 +211,58 @@ class Scheduler:
             return not self._stopped
 
     def _turn(self) -> None:
-        with self._wake:
-            request = self._waiting.pop() if self._slots.free else None
-            later = {key for other in self._waiting.all() for key in other.keys} if request else set()
-        if request:
-            self._expect(request.keys, later)
+        if request := self._next(lambda _: True):
             self._admit(request)
-            self._expect(frozenset(), later)
-            self._since_background += 1
         self._do_task()
         self._step()
 
-    def _expect(self, now: Set[ChunkKey], later: Set[ChunkKey]) -> None:
+    def _next(self, wanted: Callable[[QueuedRequest], bool]) -> QueuedRequest | None:
+        """The next request that may have a slot and is wanted now."""
+        with self._wake:
+            return self._waiting.pop(lambda r: self._may_have_slot(r) and wanted(r))
+
+    def _may_have_slot(self, request: QueuedRequest) -> bool:
+        """The last one is for tenants who have none, once there are several."""
+        if self._slots.free != 1 or self._slots.n == 1 or len(self._tenants) < 2:
+            return self._slots.free > 0
+        having = [r.request for r in self._running] + [p.request for p in self._passes if p.request]
+        return all(other.tenant != request.tenant for other in having)
+
+    def _expect(self) -> None:
+        """Tell what is read from the store now, and what those want who wait for it, and for the model's thread."""
         if self._shared:
-            self._shared.expect(now, later)
+            with self._wake:
+                later = {key for other in self._waiting.all() for key in other.keys}
+            *paused, now = [p.request.keys if p.request else frozenset() for p in self._passes] or [
+                frozenset()
+            ]
+            self._shared.expect(now, later.union(*paused))
 
     def _do_task(self) -> None:
         """The next background task, if it is its turn."""
         with self._wake:
-            if not self._background or (len(self._waiting) and self._since_background < BACKGROUND_EVERY):
+            if len(self._waiting) and self._since_background < BACKGROUND_EVERY:
                 return
-            self._since_background = 0
-            task = self._background.popleft()
+            task = self._background.pop()
+        if task is None:
+            return
+        self._since_background = 0
+        self._passes.append(_Pass(task.cost))
         try:
-            task()
+            task.run()
         except Cancelled:
             log.info("a background task was left undone, as the server stops")
         except BlendserveError as error:
             log.warning("a background task failed: %s", error)
+        finally:
+            self._passes.pop()
 
     def _admit(self, request: QueuedRequest) -> None:
         """Put a request into a slot and say its first token."""
         cache = self._slots.take()
-        self._prefilling = request
+        self._passes.append(_Pass(request.cost, request))
+        self._since_background += 1
+        self._expect()
         self._observer.dequeued(request.plan.blend.method, request.queued.elapsed())
         try:
             generation, logits = self._prefill(request, cache)
@@ -225,7 +276,8 @@ class Scheduler:
         else:
             self._take(_Running(request, cache, generation), logits)
         finally:
-            self._prefilling = None
+            self._passes.pop()
+            self._expect()
 
     def _prefill(self, request: QueuedRequest, cache: KVCache) -> tuple[Generation, Tensor]:
         plan, reader = request.plan, self._reader
@@ -236,12 +288,23 @@ class Scheduler:
         request.emit(Started(done.cached))
         return Generation(plan, done.report, reader.tokenizer, reader.end_tokens), done.logits
 
-    def pause(self) -> None:
-        """The before-layer hook of every pass but a decoding step: long passes take turns with the running answers."""
-        if self._stopped or (self._prefilling and self._prefilling.cancelled):
-            raise Cancelled
+    def pause(self, l: int) -> None:
+        """The before-layer hook of every pass but a decoding step: long passes take turns with what others wait for."""
+        self._refuse_cancelled()
         if self._since_step.elapsed() >= max(self._gap_s, self._patience * self._step_s):
             self._step()
+        if len(self._passes) == 1 and len(self._waiting):
+            running, done = self._passes[0], l / self._reader.adapter.n_layers
+            if request := self._next(lambda request: running.lends(request, done)):
+                running.lent += request.cost
+                self._admit(request)
+                self._refuse_cancelled()
+
+    def _refuse_cancelled(self) -> None:
+        """Raises Cancelled for the pass that runs."""
+        request = self._passes[-1].request if self._passes else None
+        if self._stopped or (request and request.cancelled):
+            raise Cancelled
 
     def _step(self) -> None:
         """One token for every running request."""

@@ -116,7 +116,8 @@ def _blend(word: str, parts: dict[str, Any], ratio: float, seed: int) -> BlendCo
     }
     if parts["layers"]:
         if parts["name"] not in POLICIES.names or not _policy(parts["name"]).has_check_layers:
-            raise ConfigError(f"method {word!r}: its policy has no check layers")
+            having = " and ".join(name for name in POLICIES.names if _policy(name).has_check_layers)
+            raise ConfigError(f"method {word!r}: only {having} has check layers")
         values["check_layers"] = tuple(int(layer) for layer in parts["layers"].split(","))
     try:
         return BlendConfig(method="blend", ratio=ratio, **values)

@@ -16,7 +16,7 @@ kind of them) and is the faster one (`is_fastest`). The reference always can.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Generic, ParamSpec, TypeVar
@@ -30,6 +30,7 @@ from blendserve.kernels.cpu import attend as cpu_attend
 from blendserve.kernels.cpu import correct as cpu_correct
 from blendserve.kernels.cpu import linear as cpu_linear
 from blendserve.kernels.cpu import place as cpu_place
+from blendserve.kernels.cpu.isa import LEVELS, Level
 from blendserve.kernels.cuda import dense, flex, masked, packed, scattered
 from blendserve.kernels.cuda import place as cuda_place
 from blendserve.kernels.rotary import Rotary
@@ -81,8 +82,26 @@ class Operation(Generic[P, R]):
         return self.select_backend(*args, **kwargs).run(*args, **kwargs)
 
 
-def _cpu_trouble(*_: object, **__: object) -> str:
-    status = verify.cpu_status()
+def _compiled(
+    operation: str,
+    run: Callable[..., R],
+    fits: Callable[..., bool],
+    is_fastest: Callable[..., bool] = _always,
+) -> Iterator[Backend[..., R]]:
+    """The backends of the CPU's instruction sets that have such a kernel, the widest first."""
+    for level in reversed(LEVELS.values()):
+        if operation in level.sources:
+            yield Backend(
+                f"{level.title} kernel",
+                partial(run, level),
+                partial(fits, level),
+                partial(_cpu_trouble, level),
+                partial(is_fastest, level),
+            )
+
+
+def _cpu_trouble(level: Level, *_: object, **__: object) -> str:
+    status = verify.cpu_status(level)
     return "" if status.active else status.reason
 
 
@@ -111,9 +130,7 @@ _scattered_trouble = partial(
 )
 
 ATTEND = Operation(
-    Backend(
-        "compiled kernel", cpu_attend.attend, cpu_attend.fits, _cpu_trouble
-    ),  # bf16 on a CPU that multiplies it
+    *_compiled("attend", cpu_attend.attend, cpu_attend.fits),
     Backend(  # rows side by side on a GPU
         "flash-attn",
         dense.flash,
@@ -139,7 +156,7 @@ ATTEND = Operation(
     Backend("plain torch", reference.attend_reference),
 )
 ATTEND_WITH_SCORES = Operation(
-    Backend("compiled kernel", cpu_attend.attend_with_scores, cpu_attend.fits, _cpu_trouble),
+    *_compiled("attend", cpu_attend.attend_with_scores, cpu_attend.fits),
     Backend("plain torch", reference.attend_with_scores_reference),
 )
 ATTEND_AT = Operation(
@@ -147,7 +164,7 @@ ATTEND_AT = Operation(
     Backend("plain torch", reference.attend_at_reference),
 )
 ROTATE = Operation(
-    Backend("compiled kernel", cpu_place.rotate, cpu_place.fits_rotation, _cpu_trouble),
+    *_compiled("place", cpu_place.rotate, cpu_place.fits_rotation),
     Backend("the model's own function", reference.rotate_reference),
 )
 
@@ -160,16 +177,16 @@ def _placing_trouble(
 
 
 PLACE = Operation(
-    Backend("compiled kernel", cpu_place.place, cpu_place.fits, _cpu_trouble),
+    *_compiled("place", cpu_place.place, cpu_place.fits),
     Backend("Triton kernel", cuda_place.place, cuda_place.fits, _placing_trouble),
     Backend("the model's own function", reference.place_reference),
 )
 LINEAR = Operation(
-    Backend("compiled kernel", cpu_linear.linear, cpu_linear.fits, _cpu_trouble, cpu_linear.is_fastest),
+    *_compiled("linear", cpu_linear.linear, cpu_linear.fits, cpu_linear.is_fastest),
     Backend("torch", reference.linear_reference),
 )
 CORRECT = Operation(
-    Backend("compiled kernel", cpu_correct.correct, cpu_correct.fits, _cpu_trouble),
+    *_compiled("correct", cpu_correct.correct, cpu_correct.fits),
     Backend("plain torch", reference.correct_reference),
 )
 

@@ -1,8 +1,8 @@
 """Is a kernel right on this very machine? It serves only after it gave the formula's numbers here.
 
-The compiled kernels of the CPU are checked together, once a process. A GPU's are checked for each kind of heads, before
-the first real rows: what would be compiled in the middle of a request is compiled here (seconds at the first time on a
-machine; triton and inductor keep what they compiled on disk).
+The compiled kernels of the CPU are checked an instruction set at a time, once a process. A GPU's are checked for each
+kind of heads, before the first real rows: what would be compiled in the middle of a request is compiled here (seconds at
+the first time on a machine; triton and inductor keep what they compiled on disk).
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from blendserve.kernels.cpu import correct as cpu_correct
 from blendserve.kernels.cpu import linear as cpu_linear
 from blendserve.kernels.cpu import place as cpu_place
 from blendserve.kernels.cpu.build import Unavailable, build
-from blendserve.kernels.cpu.library import loaded
+from blendserve.kernels.cpu.isa import LEVELS, Level
+from blendserve.kernels.cpu.library import dtype_of, loaded
 from blendserve.kernels.cuda import place as cuda_place
 from blendserve.kernels.cuda.available import has_triton
 from blendserve.kernels.reference import correct_reference, formula
@@ -45,90 +46,107 @@ class Status:
     reason: str
 
 
-def cpu_status() -> Status:
-    """What bf16 on the CPU runs on; compiles and checks the kernels when nobody has asked before. Never raises."""
+def cpu_status(level: Level) -> Status:
+    """Of an instruction set; compiles and checks its kernels when nobody has asked before. Raises ConfigError alone."""
     if os.environ.get(SWITCH) == "0":
         return Status(False, f"switched off by {SWITCH}=0")
-    return _cpu_status()
+    return _cpu_status(level)
+
+
+def cpu_level(dtype: torch.dtype) -> Level | None:
+    """The widest instruction set whose kernels serve in this process for such numbers."""
+    able = (x for x in reversed(LEVELS.values()) if x.sources and dtype_of(x) == dtype)
+    return next((level for level in able if cpu_status(level).active), None)
 
 
 @cache
-def _cpu_status() -> Status:
+def _cpu_status(level: Level) -> Status:
     try:
-        check_cpu(loaded())
+        check_cpu(level, loaded(level))
     except Unavailable as error:
         return Status(False, str(error))
-    return Status(True, f"compiled kernels from {build()}")
+    return Status(True, f"compiled kernels from {build(level)}")
 
 
-CPU_BOUND = 0.03  # attention's outputs reach 4; they and the weights are rounded to 8 bits of mantissa
+@dataclass(frozen=True, slots=True)
+class _Bounds:
+    """How far off kernels in a dtype may be."""
+
+    attend: float  # its outputs reach 4; they and the weights are rounded
+    correct: float  # its outputs reach 5; they and the weights are rounded
+    rounding: float  # of a linear layer's output, relative
+
+
+CPU_BOUNDS = {torch.bfloat16: _Bounds(0.03, 0.05, 2**-8), torch.float32: _Bounds(2e-5, 1e-4, 2**-20)}
 CPU_POSITIONS = (0, 1, 2, 3, 17, 63, 64, 65, 255, 256, 257, 400, 401, 402, 511, 512, 600, 700, 701)
-CORRECT_BOUND = 0.05  # its outputs reach 5; they and the weights are rounded to 8 bits of mantissa
-ROUNDING = 2**-8  # of a linear layer's output
 
 
 @torch.inference_mode()
-def check_cpu(library: ctypes.CDLL) -> None:
-    """Raises Unavailable unless everything comes out right."""
-    _check_attend(library)
-    _check_linear(library)
-    _check_place(library)
-    _check_correct(library)
+def check_cpu(level: Level, library: ctypes.CDLL) -> None:
+    """Raises Unavailable unless everything that the instruction set computes comes out right."""
+    checks = {
+        "attend": _check_attend,
+        "linear": _check_linear,
+        "place": _check_place,
+        "correct": _check_correct,
+    }
+    for operation in level.sources:
+        checks[operation](library, dtype_of(level))
 
 
-def _check_attend(library: ctypes.CDLL) -> None:
+def _check_attend(library: ctypes.CDLL, dtype: torch.dtype) -> None:
     """With and without window and softcap; memory behind the last key holds NaN."""
     generator, end = torch.Generator().manual_seed(0), CPU_POSITIONS[-1] + 1
     shapes = ((6, len(CPU_POSITIONS), 64), (2, 720, 64), (2, 720, 64))
-    q, keys, values = (_random(shape, generator) for shape in shapes)
+    q, keys, values = (_random(shape, generator, dtype) for shape in shapes)
     keys[:, end:] = values[:, end:] = float("nan")
     at = torch.tensor(CPU_POSITIONS)
     for window, softcap in ((None, None), (70, None), (None, 2.0), (300, 2.0)):
         spec = AttentionSpec(0.25, window, softcap)
         got = cpu_attend.run(library, q, keys, values, spec, at)
         off = float((got.double() - formula(q, keys[:, :end], values[:, :end], at, spec)).abs().max())
-        if not off < CPU_BOUND:  # NaN is not
+        if not off < CPU_BOUNDS[dtype].attend:  # NaN is not
             raise Unavailable(
                 f"attention is wrong here: off by {off:.3g} with window {window} and softcap {softcap}"
             )
 
 
-def _check_linear(library: ctypes.CDLL) -> None:
+def _check_linear(library: ctypes.CDLL, dtype: torch.dtype) -> None:
     """For few rows and for many, with sizes that fill no vector."""
     generator = torch.Generator().manual_seed(0)
     for rows in (1, 7, 150):
-        x, weight, bias = (_random(shape, generator) for shape in ((rows, 90), (142, 90), (142,)))
+        x, weight, bias = (_random(shape, generator, dtype) for shape in ((rows, 90), (142, 90), (142,)))
         wanted = x.double() @ weight.double().T + bias.double()
         got = cpu_linear.run(library, x, weight, bias)
-        off = float(((got - wanted).abs() - ROUNDING * wanted.abs()).max())
+        off = float(((got - wanted).abs() - CPU_BOUNDS[dtype].rounding * wanted.abs()).max())
         if not off < 1e-4:
             raise Unavailable(f"linear is wrong here: off by {off:.3g} beyond rounding at {rows} rows")
 
 
-def _check_place(library: ctypes.CDLL) -> None:
+def _check_place(library: ctypes.CDLL, dtype: torch.dtype) -> None:
     """Two chunks with a hole between them, to the bit, where a part of each head is rotated and where all of it is."""
     generator = torch.Generator().manual_seed(0)
     for width in (32, 96):
-        rope = some_rope(90, width, 1.0, generator)
+        rope = some_rope(90, width, 1.0, generator, dtype)
         chunks: list[StoredChunk] = []
-        wanted = torch.zeros(2, 2, 90, 96, dtype=torch.bfloat16)
+        wanted = torch.zeros(2, 2, 90, 96, dtype=dtype)
         for here in (slice(0, 31), slice(40, 90)):
-            k, v = (_random((2, here.stop - here.start, 96), generator) for _ in "kv")
+            k, v = (_random((2, here.stop - here.start, 96), generator, dtype) for _ in "kv")
             wanted[0, :, here], wanted[1, :, here] = PLAIN_HALVES.rotate(k, rope.at(here)), v
             chunks.append((here.start, k, v))
-        keys, values = torch.zeros(2, 2, 90, 96, dtype=torch.bfloat16)
+        keys, values = torch.zeros(2, 2, 90, 96, dtype=dtype)
         cpu_place.run(library, chunks, keys, values, rope)
         if not (torch.equal(keys, wanted[0]) and torch.equal(values, wanted[1])):
             raise Unavailable(f"placing is wrong here, where {width} of 96 numbers are rotated")
 
 
-def _check_correct(library: ctypes.CDLL) -> None:
+def _check_correct(library: ctypes.CDLL, dtype: torch.dtype) -> None:
     """Two chunks with a hole between them, and fewer recomputed tokens than features."""
     generator = torch.Generator().manual_seed(0)
-    keys, values, fresh_keys, fresh_values = (_random((2, n, 32), generator) for n in (90, 90, 40, 40))
+    keys, values, fresh_keys, fresh_values = (_random((2, n, 32), generator, dtype) for n in (90, 90, 40, 40))
     at = torch.tensor([*range(1, 31, 3), *range(40, 90, 3)])
     others = torch.tensor([i for i in (*range(31), *range(40, 90)) if i not in at.tolist()])
-    rope = some_rope(90, 32, 1.0, generator)
+    rope = some_rope(90, 32, 1.0, generator, dtype)
     for params in (CorrectionParams(16.0, 0.0, 0.5, None), CorrectionParams(16.0, 40.0, 1.0, 5.0)):
         given, wide = (keys.clone(), values.clone()), (keys.double(), values.double())
         which = torch.arange(2, 29), at, (10, 17), others, (21, 33)
@@ -137,12 +155,12 @@ def _check_correct(library: ctypes.CDLL) -> None:
         exact = RecomputedTokens(fresh_keys.double(), fresh_values.double(), *which)
         correct_reference(*wide, exact, Rope(rope.cos.double(), rope.sin.double()), PLAIN_HALVES, params)
         off = max(float((a.double() - b).abs().max()) for a, b in zip(given, wide, strict=True))
-        if not off < CORRECT_BOUND:
+        if not off < CPU_BOUNDS[dtype].correct:
             raise Unavailable(f"correcting is wrong here: off by {off:.3g} with {params}")
 
 
-def _random(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    return torch.randn(shape, generator=generator).to(torch.bfloat16)
+def _random(shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Tensor:
+    return torch.randn(shape, generator=generator).to(dtype)
 
 
 def _plain_halves(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -155,10 +173,12 @@ _own: OwnFunction = _plain_halves
 PLAIN_HALVES = Rotary(_own, HALVES)
 
 
-def some_rope(n: int, width: int, length: float, generator: torch.Generator) -> Rope:
+def some_rope(
+    n: int, width: int, length: float, generator: torch.Generator, dtype: torch.dtype = torch.bfloat16
+) -> Rope:
     """cos and sin [n, width] of some angles, `length` long as YaRN's."""
     angles = torch.rand((n, width // 2), generator=generator).mul(6.0).repeat(1, 2)
-    return Rope((length * angles.cos()).bfloat16(), (length * angles.sin()).bfloat16())
+    return Rope((length * angles.cos()).to(dtype), (length * angles.sin()).to(dtype))
 
 
 # A GPU's kernels

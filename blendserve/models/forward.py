@@ -23,7 +23,7 @@ from blendserve.kernels.types import Rope
 from blendserve.models.adapter import Adapter, Projected
 from blendserve.models.kv_cache import KVCache
 
-BeforeLayer = Callable[[], None]  # called before each layer; what it raises ends the pass
+BeforeLayer = Callable[[int], None]  # called with each layer before it runs; what it raises ends the pass
 
 
 class LayerPass(Protocol):
@@ -48,7 +48,7 @@ def run_layers(
     """Embedded rows [S, E] through all layers -> hidden [S', E] of those that are left."""
     for l in range(adapter.n_layers):
         if before_layer:
-            before_layer()
+            before_layer(l)
         fresh, rope = adapter.project(l, hidden), layers.rope(l)
         q, keys = adapter.rotate(fresh.q, rope), adapter.rotate(fresh.k, rope)
         left = layers.write(l, fresh, keys)

@@ -22,6 +22,7 @@ import xxhash
 
 from blendserve.config import ReaderConfig
 from blendserve.errors import ConfigError, ModelError
+from blendserve.kernels.cpu import isa
 from blendserve.models.adapter import Adapter
 from blendserve.models.families import check_supported
 from blendserve.models.random_model import Folded, random_model
@@ -146,11 +147,8 @@ def _digest(model: Any) -> xxhash.xxh3_128:
 
 
 def fast_dtype() -> torch.dtype:
-    """bf16 where this CPU multiplies it in hardware (AVX512-BF16 or AMX), else fp32: emulated bf16 is slower."""
-    cpu = cast(Any, torch.cpu)
-    return (
-        torch.bfloat16 if cpu._is_avx512_bf16_supported() or cpu._is_amx_tile_supported() else torch.float32
-    )
+    """bf16 where this CPU, not capped, multiplies it in hardware, else fp32: emulated bf16 is slower."""
+    return torch.bfloat16 if "avx512_bf16" in isa.allowed() else torch.float32
 
 
 def _device(name: str) -> torch.device:

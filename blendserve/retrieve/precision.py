@@ -17,6 +17,7 @@ from contextlib import suppress
 import numpy as np
 import torch
 
+from blendserve.kernels.cpu.isa import LEVELS
 from blendserve.kernels.verify import cpu_status
 from blendserve.models.loader import fast_dtype
 from blendserve.paths import cache_folder
@@ -35,7 +36,8 @@ def fastest(folder: BertFolder, fingerprint: str) -> Bert:
     """The encoder in its fastest form; fp32 where the CPU does not multiply bf16."""
     if fast_dtype() != torch.bfloat16:
         return Bert(folder, *FORMS[0])
-    about = repr((VERSION, fingerprint, torch.__version__, platform.node(), cpu_status().reason))
+    kernels = [cpu_status(level).reason for level in LEVELS.values()]
+    about = repr((VERSION, fingerprint, torch.__version__, platform.node(), kernels))
     file = cache_folder() / "embedder" / f"{hashlib.blake2b(about.encode(), digest_size=12).hexdigest()}.json"
     try:
         return Bert(folder, *FORMS[json.loads(file.read_text())["form"]])

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from typing import Annotated
 
 from fastapi import Depends, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from fastapi.security.utils import get_authorization_scheme_param
+from starlette.requests import HTTPConnection
 
 from blendserve.errors import NotAuthenticated
 from blendserve.serve.keys import Tenant
@@ -20,22 +23,44 @@ def service(request: Request) -> Service:
     return found
 
 
+def admit(connection: HTTPConnection, service: Service) -> Tenant:
+    """Whose request it is; counts it, once. Raises NotAuthenticated, Busy."""
+    state = connection.state
+    if not hasattr(state, "admitted"):
+        state.admitted = who = _who(connection, service)
+        state.tenant = who.name if service.keys else ""
+        service.limits.pay(who)
+    admitted: Tenant = state.admitted
+    return admitted
+
+
+def _who(connection: HTTPConnection, service: Service) -> Tenant:
+    """By key, or by address where there are no keys."""
+    if service.keys is None:
+        return service.anybody(connection.client.host if connection.client else "")
+    scheme, key = get_authorization_scheme_param(connection.headers.get("Authorization"))
+    if scheme.lower() != "bearer" or not key:
+        raise NotAuthenticated("no API key: send one as `Authorization: Bearer ...`")
+    return service.keys.tenant(key)
+
+
 def tenant(
     request: Request,
     service: Annotated[Service, Depends(service)],
-    credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)],
+    _: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)],  # for the API's description
 ) -> Tenant:
-    """Whose request it is; counts it. Raises NotAuthenticated, Busy."""
-    if service.keys is None:
-        who = service.anybody
-    elif credentials is None:
-        raise NotAuthenticated("no API key: send one as `Authorization: Bearer ...`")
-    else:
-        who = service.keys.tenant(credentials.credentials)
-    request.state.tenant = who.name
-    service.limits.pay(who)
-    return who
+    """Whose request it is. Raises NotAuthenticated, Busy."""
+    return admit(request, service)
+
+
+async def counted_tenant(
+    service: Annotated[Service, Depends(service)], who: Annotated[Tenant, Depends(tenant)]
+) -> AsyncIterator[Tenant]:
+    """The same for what keeps a thread busy: so many at a time. Raises Busy, too."""
+    with service.limits.one(who):
+        yield who
 
 
 ServiceArg = Annotated[Service, Depends(service)]
 TenantArg = Annotated[Tenant, Depends(tenant)]
+CountedTenantArg = Annotated[Tenant, Depends(counted_tenant)]

@@ -1,4 +1,4 @@
-"""The HTTP application: routes, errors, limits on bodies, and a log line a request."""
+"""The HTTP application: routes, errors, and a log line a request."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 import blendserve
 from blendserve.errors import BlendserveError
 from blendserve.serve import library_api, openai_api, rag_api, status_api
+from blendserve.serve.bodies import Bodies
 from blendserve.serve.logs import REQUEST, access
 from blendserve.serve.replies import GONE, ClientGone, error_body, refused
 from blendserve.serve.service import Service
@@ -44,7 +45,7 @@ def make_app(service: Service) -> FastAPI:
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http)
     app.add_exception_handler(ClientGone, _gone)
-    app.add_middleware(BodyLimit, max_bytes=service.serve.max_body_kb * 1024)
+    app.add_middleware(Bodies, service=service)
     app.add_middleware(AccessLog, service=service)
     return app
 
@@ -84,37 +85,6 @@ async def _http(_: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
     return JSONResponse(error_body(str(error.detail), kind), error.status_code, error.headers)
-
-
-class BodyLimit:
-    """Refuses a body that is too large, by its announced or its real size."""
-
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
-        self._app, self._max = app, max_bytes
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self._app(scope, receive, send)
-        announced = Headers(scope=scope).get("content-length", "0")
-        if not (announced.isascii() and announced.isdigit()) or int(announced) > self._max:
-            return await JSONResponse(self._body(), 413)(scope, receive, send)
-        seen = 0
-
-        async def counted() -> Message:
-            nonlocal seen
-            message = await receive()
-            seen += len(message.get("body", b""))
-            if seen > self._max:
-                raise HTTPException(413, self._message())
-            return message
-
-        return await self._app(scope, counted, send)
-
-    def _message(self) -> str:
-        return f"the body is larger than {self._max} bytes: send fewer or shorter passages"
-
-    def _body(self) -> dict[str, Any]:
-        return error_body(self._message(), "invalid_request_error", code="body_too_large")
 
 
 class AccessLog:

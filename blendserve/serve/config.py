@@ -13,10 +13,11 @@ from blendserve.config import Positive, Section
 from blendserve.errors import ConfigError
 
 NotNegative = Annotated[float, Field(ge=0.0)]
+Seconds = Annotated[float, Field(gt=0.0)]
 
 
 class ServeConfig(Section):
-    """The server. Limits hold for each API key that has none of its own."""
+    """The server. Limits hold for each API key that has none of its own, and for each address where there are no keys."""
 
     host: str = Field(
         "127.0.0.1", description="Bind to this address; one that others can reach needs API keys."
@@ -31,7 +32,9 @@ class ServeConfig(Section):
         None,
         description="Give prompt and answer of a request so many tokens; the reader's context if none is given.",
     )
-    queue: Positive = Field(64, description="Let so many requests wait for their prefill, and refuse more.")
+    queue: Positive = Field(
+        64, description="Let so many requests of one API key wait for their prefill, and refuse more."
+    )
     gap_ms: NotNegative = Field(
         50.0, description="Let the running answers take a step after so many milliseconds of a prefill."
     )
@@ -45,6 +48,9 @@ class ServeConfig(Section):
         256.0, description="Keep so many MB of KV of conversations' earlier turns."
     )
     max_body_kb: Positive = Field(1024, description="Refuse requests whose body has more than so many KB.")
+    body_s: Seconds = Field(
+        30.0, description="Refuse requests whose body is not there after so many seconds."
+    )
     max_concurrent: Positive = Field(64, description="Let one API key have so many requests at a time.")
     max_per_minute: Positive = Field(6000, description="Let one API key send so many requests a minute.")
     drain_s: NotNegative = Field(

@@ -13,6 +13,7 @@ from typing import Any
 from blendserve.errors import BlendserveError, Busy, NotFound
 
 MAX_JOBS = 1000  # remembered; and the most that may run at a time is a tenth
+MAX_RUNNING = 8  # of one namespace: each holds the body that it was started with
 
 log = logging.getLogger(__name__)
 
@@ -44,9 +45,10 @@ class Jobs:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self, namespace: str, kind: str, run: Callable[[Job], Awaitable[None]]) -> Job:
-        """Begin a job. Raises Busy when very many run."""
-        if len(self._tasks) >= MAX_JOBS // 10:
-            raise Busy(f"{len(self._tasks)} jobs are running already", 10)
+        """Begin a job. Raises Busy when very many run, or some of this namespace."""
+        theirs = sum(job.namespace == namespace and job.state == "running" for job in self._jobs.values())
+        if theirs >= MAX_RUNNING or len(self._tasks) >= MAX_JOBS // 10:
+            raise Busy(f"{theirs} of your jobs and {len(self._tasks)} in all are running already", 10)
         job = Job(f"job-{uuid.uuid4().hex}", namespace, kind)
         self._jobs[job.id] = job
         while len(self._jobs) > MAX_JOBS:

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query
 
-from blendserve.core import Passage
+from blendserve.core import Passage, TokenIds
+from blendserve.engine.prompt import shown
 from blendserve.errors import InputError, NotFound
 from blendserve.retrieve import VectorIndex
-from blendserve.serve.access import ServiceArg, TenantArg
+from blendserve.serve.access import CountedTenantArg, ServiceArg, TenantArg
 from blendserve.serve.jobs import Job
 from blendserve.serve.keys import Tenant
 from blendserve.serve.schema import CacheRequest, DocumentIn, DocumentsRequest, Name
 from blendserve.serve.service import Service
 from blendserve.store import ChunkKey
+
+AT_A_TIME = 64  # passages whose tokens a job holds
+SLICE = 1000  # keys that are looked up at a time
 
 router = APIRouter(prefix="/v1", tags=["documents and cache"])
 
@@ -41,19 +45,22 @@ async def job(job_id: str, service: ServiceArg, tenant: TenantArg) -> dict[str, 
 
 @router.delete("/documents/{doc_id:path}")
 async def delete(
-    doc_id: str, service: ServiceArg, tenant: TenantArg, collection: Annotated[Name | None, Query()] = None
+    doc_id: str,
+    service: ServiceArg,
+    tenant: CountedTenantArg,
+    collection: Annotated[Name | None, Query()] = None,
 ) -> dict[str, Any]:
     """Remove a document with its passages, vectors and KV."""
     tenant.require_writing()
     name, index = service.collection(tenant, collection)
-    passages = await service.on_retrieval(_delete, service, index, doc_id)
+    passages = await service.on_retrieval(tenant, _delete, service, index, doc_id, long=True)
     return {"id": doc_id, "collection": name, "deleted": True, "passages": len(passages)}
 
 
 @router.post("/cache/warm", status_code=202)
-async def warm(body: CacheRequest, service: ServiceArg, tenant: TenantArg) -> dict[str, Any]:
+async def warm(body: CacheRequest, service: ServiceArg, tenant: CountedTenantArg) -> dict[str, Any]:
     """Compute and pin the KV of chunks in this key's namespace, by a job."""
-    passages = await service.on_retrieval(_chosen, service, tenant, body)
+    passages = await service.on_retrieval(tenant, _chosen, service, tenant, body)
 
     async def run(job: Job) -> None:
         await _precompute(service, tenant, passages, job)
@@ -62,32 +69,37 @@ async def warm(body: CacheRequest, service: ServiceArg, tenant: TenantArg) -> di
 
 
 @router.post("/cache/pin")
-async def pin(body: CacheRequest, service: ServiceArg, tenant: TenantArg) -> dict[str, Any]:
+async def pin(body: CacheRequest, service: ServiceArg, tenant: CountedTenantArg) -> dict[str, Any]:
     """Keep chunks from being evicted."""
-    keys = await service.on_retrieval(_keys, service, tenant, body)
-    return {"chunks": len(keys), "pinned": await service.on_retrieval(service.engine.store.pin, keys)}
+    keys = await _keys(service, tenant, body)
+    return {"chunks": len(keys), "pinned": await _in_slices(service, tenant, service.engine.store.pin, keys)}
 
 
 @router.post("/cache/unpin")
-async def unpin(body: CacheRequest, service: ServiceArg, tenant: TenantArg) -> dict[str, Any]:
+async def unpin(body: CacheRequest, service: ServiceArg, tenant: CountedTenantArg) -> dict[str, Any]:
     """Undo that."""
-    keys = await service.on_retrieval(_keys, service, tenant, body)
-    return {"chunks": len(keys), "unpinned": await service.on_retrieval(service.engine.store.unpin, keys)}
+    keys = await _keys(service, tenant, body)
+    unpin = service.engine.store.unpin
+    return {"chunks": len(keys), "unpinned": await _in_slices(service, tenant, unpin, keys)}
 
 
 @router.post("/cache/lookup")
-async def lookup(body: CacheRequest, service: ServiceArg, tenant: TenantArg) -> dict[str, Any]:
+async def lookup(body: CacheRequest, service: ServiceArg, tenant: CountedTenantArg) -> dict[str, Any]:
     """Whether chunks are in the store, in this key's namespace. Counts as no use of them."""
-    keys = await service.on_retrieval(_keys, service, tenant, body)
-    store = service.engine.store
-    found = await service.on_retrieval(lambda: [key in store for key in keys])
+    keys, found = await _keys(service, tenant, body), list[bool]()
+
+    def look_up(some: Sequence[ChunkKey]) -> int:
+        found.extend(key in service.engine.store for key in some)
+        return len(some)
+
+    await _in_slices(service, tenant, look_up, keys)
     return {"chunks": len(keys), "found": sum(found), "there": found}
 
 
 @router.get("/cache/stats")
-async def stats(service: ServiceArg, tenant: TenantArg) -> dict[str, Any]:
+async def stats(service: ServiceArg, tenant: CountedTenantArg) -> dict[str, Any]:
     """Of this key's namespace alone."""
-    found = await service.on_retrieval(service.engine.store.stats, tenant.namespace)
+    found = await service.on_storage(tenant, service.engine.store.stats, tenant.namespace)
     values: dict[str, Any] = found.to_dict()
     of_all_tenants = {"path", "cap_bytes", "evictions", "admissions_refused"}
     return {name: value for name, value in values.items() if name not in of_all_tenants}
@@ -96,16 +108,23 @@ async def stats(service: ServiceArg, tenant: TenantArg) -> dict[str, Any]:
 async def _add(
     service: Service, tenant: Tenant, index: VectorIndex, documents: Sequence[DocumentIn], job: Job
 ) -> None:
-    """One document at a time, so that questions get their turn on the thread that searches."""
-    new: list[Passage] = []
-    for document in documents:
-        new += await service.on_retrieval(_add_one, service, index, document)
-        job.documents += 1
+    """One document at a time; questions go between its parts. Saved once, at the end, unless the server ends before."""
+    new, gone = list[Passage](), list[Passage]()
+
+    def put(document: DocumentIn) -> None:
+        _, more, less = service.documents(index).put(
+            [document.document()], lambda *_: service.retrieval.give_way()
+        )
+        new.extend(more)
+        gone.extend(less)
+
+    try:
+        for document in documents:
+            await service.on_retrieval(tenant, put, document, long=True)
+            job.documents += 1
+    finally:
+        await service.on_retrieval(tenant, lambda: service.documents(index).settle(gone), long=True)
     await _precompute(service, tenant, new, job)
-
-
-def _add_one(service: Service, index: VectorIndex, document: DocumentIn) -> list[Passage]:
-    return service.documents(index).add([document.document()])[1]
 
 
 def _delete(service: Service, index: VectorIndex, doc_id: str) -> list[Passage]:
@@ -116,15 +135,38 @@ def _delete(service: Service, index: VectorIndex, doc_id: str) -> list[Passage]:
 
 
 async def _precompute(service: Service, tenant: Tenant, passages: Sequence[Passage], job: Job) -> None:
-    found = await service.on_retrieval(service.engine.prompts.chunk_ids, passages)
-    chunks = [ids for ids in dict.fromkeys(found) if ids]
-    job.chunks = len(chunks)
-
-    def done(n: int) -> None:
-        job.computed = n
-
+    """A few passages at a time: a collection's tokens are more than a job may hold."""
+    distinct = list({text: p for p in passages if (text := shown(p))}.values())
+    job.chunks = len(distinct)
     blender = service.batch.blender(tenant.namespace)
-    await asyncio.wrap_future(service.batch.background.precompute(blender, chunks, done))
+    for start in range(0, len(distinct), AT_A_TIME):
+        some = distinct[start : start + AT_A_TIME]
+        chunks = await service.on_retrieval(tenant, _chunk_ids, service, some, long=True)
+
+        def done(n: int, before: int = start) -> None:
+            job.computed = before + n
+
+        future = service.batch.background.precompute(blender, chunks, done, tenant.name)
+        await asyncio.wrap_future(future)
+
+
+def _chunk_ids(service: Service, passages: Sequence[Passage]) -> list[TokenIds]:
+    """Raises InputError for a passage that no request could hold."""
+    most, prompts = service.batch.slots.tokens, service.engine.prompts
+    for passage in passages:
+        if prompts.at_least((passage.title, passage.text), most):
+            raise _too_long(passage, most)
+    chunks = prompts.chunk_ids(passages)
+    for passage, ids in zip(passages, chunks, strict=True):
+        if len(ids) > most:
+            raise _too_long(passage, most)
+    return chunks
+
+
+def _too_long(passage: Passage, most: int) -> InputError:
+    return InputError(
+        f"the passage that begins with {shown(passage)[:40]!r} has more than {most} tokens: cut it"
+    )
 
 
 def _chosen(service: Service, tenant: Tenant, body: CacheRequest) -> list[Passage]:
@@ -140,7 +182,21 @@ def _chosen(service: Service, tenant: Tenant, body: CacheRequest) -> list[Passag
     return [p for p in index.passages if p.doc_id in wanted]
 
 
-def _keys(service: Service, tenant: Tenant, body: CacheRequest) -> list[ChunkKey]:
-    blender = service.batch.blender(tenant.namespace)
-    chunks = service.engine.prompts.chunk_ids(_chosen(service, tenant, body))
-    return [blender.key(ids) for ids in chunks if ids]
+async def _keys(service: Service, tenant: Tenant, body: CacheRequest) -> list[ChunkKey]:
+    """Of the chunks that a cache request is about, where their passages have any text."""
+    blender, prompts = service.batch.blender(tenant.namespace), service.engine.prompts
+
+    def keys() -> list[ChunkKey]:
+        chunks = map(prompts.chunk, _chosen(service, tenant, body))
+        return [blender.key(chunk.ids) for chunk in chunks if len(chunk)]
+
+    found: list[ChunkKey] = await service.on_retrieval(tenant, keys, long=True)
+    return found
+
+
+async def _in_slices(
+    service: Service, tenant: Tenant, call: Callable[[Sequence[ChunkKey]], int], keys: Sequence[ChunkKey]
+) -> int:
+    """What `call` says of all keys together; others have their turn between slices."""
+    starts = range(0, len(keys), SLICE)
+    return sum([await service.on_storage(tenant, call, keys[at : at + SLICE]) for at in starts])

@@ -17,6 +17,8 @@ from blendserve.core import Answer
 from blendserve.engine.prompt import Turn
 from blendserve.errors import (
     BlendserveError,
+    BodyTooLarge,
+    BodyTooSlow,
     Busy,
     NotAllowed,
     NotAuthenticated,
@@ -38,6 +40,8 @@ STATUS: tuple[tuple[type[Exception], int, str, str | None], ...] = (
     (NotAuthenticated, 401, "authentication_error", "invalid_api_key"),
     (NotAllowed, 403, "permission_error", None),
     (NotFound, 404, "not_found_error", "not_found"),
+    (BodyTooSlow, 408, "invalid_request_error", "body_too_slow"),
+    (BodyTooLarge, 413, "invalid_request_error", "body_too_large"),
     (Busy, 429, "rate_limit_error", "rate_limit_exceeded"),
     (Stopping, 503, "server_error", "shutting_down"),
     (StoreError, 503, "server_error", "store_unavailable"),
@@ -104,6 +108,8 @@ def refused(error: Exception) -> JSONResponse:
     headers = {"Retry-After": str(error.retry_after)} if isinstance(error, Busy) else {}
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
+    if status == 408:
+        headers["Connection"] = "close"  # or the rest of the body would be waited for
     return JSONResponse(body, status, headers)
 
 

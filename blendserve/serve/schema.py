@@ -15,13 +15,16 @@ MAX_TOKENS = 10**6
 
 def _whole(text: str) -> str:
     """Refuse halves of characters (lone surrogates), which JSON can write and UTF-8 cannot."""
-    if any("\ud800" <= c <= "\udfff" for c in text):
-        raise ValueError("holds half a character (a lone surrogate)")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("holds half a character (a lone surrogate)") from None
     return text
 
 
 Text = Annotated[str, AfterValidator(_whole)]
 Name = Annotated[Text, Field(min_length=1, max_length=512)]
+Label = Annotated[Text, Field(max_length=512)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Count = Annotated[int, Field(ge=1, le=MAX_ITEMS)]
 Stop = Annotated[Text, Field(min_length=1, max_length=200)]
@@ -37,7 +40,7 @@ class PassageIn(Body):
 
     text: Text
     title: Text = ""
-    id: Text = ""
+    id: Label = ""
 
 
 class Extras(Body):
@@ -103,12 +106,12 @@ class Neutral(Sampling):
     frequency_penalty: Literal[0, 0.0] | None = None  # type: ignore[valid-type]
     presence_penalty: Literal[0, 0.0] | None = None  # type: ignore[valid-type]
     logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
-    user: Text | None = None
-    metadata: dict[str, Any] | None = None
+    user: Label | None = None
+    metadata: Annotated[dict[Label, Label], Field(max_length=16)] | None = None
     store: bool | None = None
-    service_tier: Text | None = None
-    safety_identifier: Text | None = None
-    prompt_cache_key: Text | None = None
+    service_tier: Label | None = None
+    safety_identifier: Label | None = None
+    prompt_cache_key: Label | None = None
     x_blendserve: Extras | None = None
 
 
@@ -120,7 +123,7 @@ class TextPart(Body):
 class Message(Body):
     role: Literal["system", "developer", "user", "assistant"]
     content: Text | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_ITEMS)]
-    name: Text | None = None
+    name: Label | None = None
     refusal: None = None
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
     audio: None = None
@@ -178,8 +181,8 @@ class RagRequest(Sampling, Extras):
 
 class DocumentIn(Body):
     text: Annotated[Text, Field(min_length=1)]
-    title: Text = ""
-    id: Annotated[Text, Field(max_length=512)] = ""
+    title: Label = ""
+    id: Label = ""
 
     def document(self) -> Document:
         return Document(self.text, self.title.strip(), self.id)

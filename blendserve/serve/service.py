@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 from blendserve.core import Answer, Passage
 from blendserve.engine.batching import BatchEngine
 from blendserve.engine.engine import Engine
+from blendserve.engine.fair_thread import FairThread
 from blendserve.engine.library import Documents, Library
 from blendserve.engine.queued import Event, Failed, Finished, QueuedRequest, Started
 from blendserve.engine.request import Options, Request
@@ -23,7 +24,7 @@ from blendserve.retrieve import VectorIndex
 from blendserve.serve.config import ServeConfig
 from blendserve.serve.jobs import Jobs
 from blendserve.serve.keys import KeyFile, Tenant
-from blendserve.serve.limits import Limits
+from blendserve.serve.limits import Limits, counted
 from blendserve.serve.metrics import Metrics
 from blendserve.timing import Clock
 
@@ -90,13 +91,14 @@ class Service:
         )
         self.scheduler = self.batch.scheduler
         self.metrics.watch(lambda: self.scheduler.load, serve.slots, engine.store)
-        self._preparing = 0
-        self.retrieval = ThreadPoolExecutor(1, thread_name_prefix="retrieval")
+        self._preparing: Counter[str] = Counter()
+        self.retrieval = FairThread("retrieval", serve.queue)  # the one that may touch indexes
+        self.storage = FairThread("storage", serve.queue)  # counts, pins and looks things up in the store
+        engine.prompts.between = self.retrieval.give_way
 
-    @property
-    def anybody(self) -> Tenant:
-        """Who everybody is when there are no keys."""
-        return Tenant("", self.engine.config.store.namespace, admin=True)
+    def anybody(self, address: str) -> Tenant:
+        """Who somebody is when there are no keys."""
+        return Tenant(address, self.engine.config.store.namespace, admin=True)
 
     def start(self) -> None:
         """Start the model's thread."""
@@ -105,11 +107,12 @@ class Service:
     def close(self) -> None:
         """End the threads; the engine is its opener's to close."""
         self.scheduler.stop()
-        self.retrieval.shutdown(cancel_futures=True)
+        self.retrieval.stop()
+        self.storage.stop()
 
     async def ask(self, tenant: Tenant, ask: Ask) -> Answering:
         """Retrieve, lay out and queue. Raises InputError, NotFound, Busy, Stopping and other BlendserveErrors."""
-        self.scheduler.refuse_if_full(self._preparing)
+        self.scheduler.refuse_if_full(tenant.name, self._preparing[tenant.name])
         loop, events = asyncio.get_running_loop(), asyncio.Queue[Event]()
 
         def emit(event: Event) -> None:
@@ -117,17 +120,22 @@ class Service:
                 loop.call_soon_threadsafe(events.put_nowait, event)
 
         clock = Clock()
-        self._preparing += 1
-        try:
-            request = await self.on_retrieval(self._planned, tenant, ask, emit, clock)
-        finally:
-            self._preparing -= 1
+        with counted(self._preparing, tenant.name):
+            request = await self.on_retrieval(tenant, self._planned, tenant, ask, emit, clock)
         self.scheduler.submit(request)
         return Answering(self.scheduler, request, events)
 
-    async def on_retrieval(self, call: Any, *args: Any) -> Any:
-        """Run something on the thread that may touch indexes."""
-        return await asyncio.get_running_loop().run_in_executor(self.retrieval, partial(call, *args))
+    async def on_retrieval(self, tenant: Tenant, call: Any, *args: Any, long: bool = False) -> Any:
+        """Run something on the thread that may touch indexes, when it is the tenant's turn. Raises Busy and Stopping.
+
+        long: it may take longer than a question, and lets those go between its parts: `prompts` does before each
+        passage, anything else by `retrieval.give_way`. Cancelled while it waits, it is not run.
+        """
+        return await asyncio.wrap_future(self.retrieval.submit(tenant.name, partial(call, *args), long))
+
+    async def on_storage(self, tenant: Tenant, call: Any, *args: Any) -> Any:
+        """Run something that is about the store alone, when it is the tenant's turn. Raises Busy and Stopping."""
+        return await asyncio.wrap_future(self.storage.submit(tenant.name, partial(call, *args)))
 
     def collections(self, tenant: Tenant) -> list[str]:
         """Those that a tenant may use."""
@@ -154,7 +162,8 @@ class Service:
     ) -> QueuedRequest:
         """What takes checking, searching and tokenising."""
         search = partial(self._search, tenant, ask.collections)
-        plan = self.engine.plan(replace(ask, decode=_seeded(ask.decode)), search, clock)
+        seeded = replace(ask, decode=_seeded(ask.decode))
+        plan = self.engine.plan(seeded, search, clock, self.batch.slots.tokens)
         return self.batch.queued(plan, emit, tenant.name, tenant.namespace)
 
     def _search(

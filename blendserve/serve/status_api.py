@@ -32,4 +32,4 @@ async def metrics(service: ServiceArg, tenant: TenantArg) -> Response:
     """For Prometheus. About all tenants: with keys, an admin's is needed."""
     if not tenant.admin:
         raise NotAllowed("the metrics are about all tenants: use the key of an admin")
-    return Response(await service.on_retrieval(service.metrics.text), media_type=CONTENT_TYPE_LATEST)
+    return Response(await service.on_storage(tenant, service.metrics.text), media_type=CONTENT_TYPE_LATEST)

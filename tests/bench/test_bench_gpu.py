@@ -91,7 +91,8 @@ def test_a_wrong_kernel_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
     heads = rehearsal().kinds[0]
     assert agree.kernels(heads, torch.device("cpu"), 100)["ok"]
-    wrong = Operation(*(replace(backend, run=far) for backend in ATTEND.backends))
+    backends: list[Any] = [replace(backend, run=far) for backend in ATTEND.backends]
+    wrong: Any = Operation(*backends)
     monkeypatch.setattr(agree, "ATTEND", wrong)
     assert not agree.kernels(heads, torch.device("cpu"), 100)["ok"]
 

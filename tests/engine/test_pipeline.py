@@ -27,7 +27,7 @@ PACKAGE = Path(blendserve.__file__).parent
         ("TextStream(tokenizer, plan.decode.stop)", "engine/generation.py"),
         (" Timings(", "engine/generation.py"),
         (" Answer(", "engine/generation.py"),
-        ("PromptTooLong(len(self.prompt)", "engine/request.py"),
+        ("PromptTooLong(tokens, self.room", "engine/request.py"),
         (".forget(chunks", "engine/library.py"),
         ("index.delete(", "engine/library.py"),
         ("blender.run(plan.prompt", "engine/prefill.py"),
@@ -119,7 +119,5 @@ def test_what_cannot_be_answered_is_no_plan(
 
 def test_what_has_no_room_is_refused_before_anything_runs(both: Both) -> None:
     request = Request("Why?", PASSAGES, decode={"max_new_tokens": CONTEXT})
-    with pytest.raises(PromptTooLong, match="too many for the reader"):
-        both.engine.run(both.engine.plan(request))
-    with pytest.raises(InputError, match="no slot has more"):
-        both.submit(request)
+    with pytest.raises(PromptTooLong, match="too many for a context"):
+        both.engine.plan(request)

@@ -17,7 +17,7 @@ from blendserve.engine.queued import Finished, Piece, QueuedRequest, Started
 from blendserve.engine.request import Plan
 from blendserve.engine.scheduler import BACKGROUND_EVERY, Scheduler
 from blendserve.engine.slots import Slots
-from blendserve.errors import Busy, InputError, Stopping
+from blendserve.errors import Busy, PromptTooLong, Stopping
 from blendserve.models.forward import Row, append, append_each
 from blendserve.models.kv_cache import KVCache
 from blendserve.serve.metrics import Metrics
@@ -163,9 +163,9 @@ def test_a_prefill_is_cancelled_between_two_layers(bench: Bench) -> None:
     pause = work.blender._before_layer
     assert pause is not None
 
-    def counted() -> None:
-        pauses.append(len(pauses))
-        pause()
+    def counted(l: int) -> None:
+        pauses.append(l)
+        pause(l)
 
     work.blender._before_layer = counted
     bench.scheduler.submit(work)
@@ -183,7 +183,7 @@ def test_a_full_queue_and_a_prompt_that_can_never_fit(bench: Bench) -> None:
         small.submit(QUESTIONS[0], PASSAGES)
     assert 1 <= error.value.retry_after <= 60
     n = len(bench.engine.prompts.build(QUESTIONS[0], PASSAGES))
-    with pytest.raises(InputError, match=f"needs {CONTEXT + 1} tokens"):
+    with pytest.raises(PromptTooLong, match=f"{n} tokens .* 1 too many for a context of {CONTEXT}"):
         bench.submit(QUESTIONS[0], PASSAGES, max_new_tokens=CONTEXT - n + 1)
     work, listener = bench.work(QUESTIONS[0], PASSAGES, max_new_tokens=CONTEXT - n)
     bench.scheduler.submit(work)
@@ -192,7 +192,7 @@ def test_a_full_queue_and_a_prompt_that_can_never_fit(bench: Bench) -> None:
 
 
 def test_tenants_take_turns() -> None:
-    waiting = FairQueue()
+    waiting = FairQueue[QueuedRequest]()
     bench = Bench()
     order = "aaaaabbc"
     for tenant in order:
@@ -204,7 +204,7 @@ def test_tenants_take_turns() -> None:
 
 
 def test_one_tenants_requests_keep_their_order() -> None:
-    waiting, bench = FairQueue(), Bench()
+    waiting, bench = FairQueue[QueuedRequest](), Bench()
     works = [bench.work(QUESTIONS[i % 4], (), "ab"[i % 2])[0] for i in range(10)]
     for work in works:
         waiting.put(work)

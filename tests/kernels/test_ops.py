@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from blendserve.kernels import verify
 from blendserve.kernels.cuda import dense, flex, masked
 from blendserve.kernels.ops import ATTEND, Operation
 from blendserve.kernels.reference import attend_reference, formula
@@ -146,7 +147,8 @@ def test_dense_means_side_by_side_and_known() -> None:
     assert not RowPlan(torch.arange(3), 1, None).dense, "nobody knows them here"
 
 
-def test_without_a_gpu_nothing_of_it_takes_anything() -> None:
+def test_without_a_gpu_nothing_of_it_takes_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(verify.SWITCH, "0")
     case = make_case(torch.arange(5, 9))
     parts = case.q, case.keys, case.values, case.spec, case.plan
     assert [backend.name for backend in ATTEND.backends if backend.serves(*parts)] == ["plain torch"]
@@ -161,11 +163,12 @@ def test_the_first_that_serves_does_it() -> None:
     assert names.index("flash-attn") < names.index("torch's FlashAttention") < names.index("Triton kernel")
     assert names[-3:] == ["FlexAttention", "SDPA with masks", "plain torch"]
     for first in range(len(names)):
-        able = [
+        able: list[Any] = [
             replace(backend, fits=lambda *_, on=n >= first: on, trouble=lambda *_: "")
             for n, backend in enumerate(ATTEND.backends)
         ]
-        assert Operation(*able).select_backend(*parts).name == names[first]
+        table: Any = Operation(*able)
+        assert table.select_backend(*parts).name == names[first]
 
 
 def _far(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: RowPlan) -> Tensor:

@@ -134,14 +134,14 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"temperature": -1}, "temperature"),
     ({"temperature": float("nan")}, "temperature"),
     ({"max_tokens": 10**30}, "max_tokens"),
-    ({"max_tokens": 5000}, "5000 are reserved|needs 5"),
+    ({"max_tokens": 5000}, "5000 are reserved"),
     ({"seed": 2**63}, "seed"),
     ({"tools": [{"type": "function"}]}, "tools"),
     ({"frequency_penalty": 0.5}, "frequency_penalty"),
     ({"temprature": 0.5}, "temprature"),
     ({"x_blendserve": {"ratio": 2}}, "ratio"),
     ({"x_blendserve": {"method": "both"}}, "method"),
-    ({"x_blendserve": {"passages": [{"text": "word " * 3000}]}}, "needs"),
+    ({"x_blendserve": {"passages": [{"text": "word " * 3000}]}}, "too many for a context"),
 ]
 
 
@@ -170,7 +170,9 @@ def test_bodies_that_are_no_requests(server: Server, content: bytes, status: int
         assert answer.status_code == status
         error = answer.json()["error"]
         assert error["type"] == "invalid_request_error"
-        assert any(part in error["message"] for part in ("no JSON object", "parsing the body", "larger than"))
+        assert any(
+            part in error["message"] for part in ("JSON object", "parsing the body", "larger than", "parts")
+        )
 
 
 def test_routes_that_are_not_there(server: Server) -> None:

@@ -7,7 +7,8 @@ import ctypes
 import torch
 from torch import Tensor
 
-from blendserve.kernels.cpu.library import loaded
+from blendserve.kernels.cpu.isa import Level
+from blendserve.kernels.cpu.library import dtype_of, loaded
 from blendserve.kernels.rows import RowPlan
 from blendserve.kernels.types import AttentionSpec
 
@@ -29,11 +30,11 @@ class Call(ctypes.Structure):
     )
 
 
-def fits(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: RowPlan) -> bool:
-    """Whether the kernel is made for these."""
-    parts = (q, keys, values)
+def fits(level: Level, q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: RowPlan) -> bool:
+    """Whether this instruction set's kernel is made for these."""
+    parts, dtype = (q, keys, values), dtype_of(level)
     return (
-        all(x.dtype == torch.bfloat16 and x.device.type == "cpu" and x.stride(-1) == 1 for x in parts)
+        all(x.dtype == dtype and x.device.type == "cpu" and x.stride(-1) == 1 for x in parts)
         and q.shape[-1] % LANES == 0
         and q.shape[-1] <= MAX_DIM
         and spec.scale > 0
@@ -41,13 +42,15 @@ def fits(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: Row
     )
 
 
-def attend(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: RowPlan) -> Tensor:
+def attend(
+    level: Level, q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: RowPlan
+) -> Tensor:
     """ops.attend for what `fits`: q [H, S, D] over keys and values [K, T, D] -> [S, H * D]."""
-    return run(loaded(), q, keys, values, spec, plan.positions)
+    return run(loaded(level), q, keys, values, spec, plan.positions)
 
 
 def attend_with_scores(
-    q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: RowPlan
+    level: Level, q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: RowPlan
 ) -> tuple[Tensor, Tensor]:
     """ops.attend_with_scores for what `fits`."""
     end, hidden = keys.shape[1], plan.absent
@@ -57,7 +60,7 @@ def attend_with_scores(
     squares, out = torch.zeros(end), torch.empty(q.shape[1], q.shape[0] * q.shape[2], dtype=q.dtype)
     for start in range(0, q.shape[1], WATCHED_ROWS):
         rows, part = slice(start, start + WATCHED_ROWS), torch.zeros(end)
-        out[rows] = run(loaded(), q[:, rows], keys, values, spec, plan.positions[rows], marks, part)
+        out[rows] = run(loaded(level), q[:, rows], keys, values, spec, plan.positions[rows], marks, part)
         squares += part
     return out, squares.sqrt_()
 

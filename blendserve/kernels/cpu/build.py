@@ -1,4 +1,4 @@
-"""The kernels' source -> a shared object in the user's cache, compiled once for each source and compiler.
+"""The kernels' source -> a shared object in the user's cache, one an instruction set, compiled once for each compiler.
 
 No torch headers, so this takes a few seconds. The object is linked against no OpenMP of its own: at load it binds to the
 one that torch brought into the process, and shares its threads.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import platform
 import shutil
 import subprocess
 import tempfile
@@ -16,12 +15,12 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from blendserve.kernels.cpu.isa import Level, missing
 from blendserve.paths import cache_folder
 
 SOURCES = Path(__file__).parent
-COMPILE = ("-std=c++17", "-O3", "-march=x86-64-v4", "-mavx512bf16", "-fopenmp", "-fPIC", "-c")
+COMPILE = ("-std=c++17", "-O3", "-ffp-contract=off", "-fopenmp", "-fPIC", "-c")
 LINK = ("-shared", "-Wl,-z,now")  # a missing symbol is found at load, not at the first call
-NEEDED = frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512_bf16"})
 WAIT_SECONDS = 60  # for another process that is compiling
 
 
@@ -29,38 +28,23 @@ class Unavailable(Exception):
     """There are no kernels here; the message says why. Never leaves this package."""
 
 
-def build() -> Path:
-    """The shared object, compiled first if need be. Raises Unavailable."""
-    check_cpu()
+def build(level: Level) -> Path:
+    """The shared object of an instruction set, compiled first if need be. Raises Unavailable, naming what is missing."""
+    if reason := missing(level):
+        raise Unavailable(reason)
     compiler = _compiler()
-    target = cache_folder() / "native" / f"{_digest(compiler)}.so"
+    target = cache_folder() / "native" / f"{level.name}-{digest(level, compiler)}.so"
     if not target.exists():
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             with FileLock(target.with_suffix(".lock"), timeout=WAIT_SECONDS):
                 if not target.exists():
-                    _compile(compiler, target)
+                    _compile(level, compiler, target)
         except Timeout:
             raise Unavailable(f"another process has been compiling {target} for {WAIT_SECONDS} s") from None
         except OSError as error:
             raise Unavailable(f"{target.parent} cannot be written: {error.strerror}") from None
     return target
-
-
-def check_cpu() -> None:
-    """Raises Unavailable, naming what this machine lacks."""
-    if platform.system() != "Linux" or platform.machine() != "x86_64":
-        raise Unavailable(f"{platform.system()} on {platform.machine()}: only Linux on x86_64 has kernels")
-    missing = NEEDED - _cpu_flags()
-    if missing:
-        raise Unavailable(f"this CPU lacks {', '.join(sorted(missing))}")
-
-
-def _cpu_flags() -> set[str]:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("flags"):
-            return set(line.partition(":")[2].split())
-    return set()
 
 
 def _compiler() -> str:
@@ -71,19 +55,25 @@ def _compiler() -> str:
     return path
 
 
-def _digest(compiler: str) -> str:
+def digest(level: Level, compiler: str) -> str:
+    """Of all that the shared object is made of and with."""
     version = _run([compiler, "--version"])
-    files = sorted((*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")))
-    parts = (*(file.read_bytes() for file in files), repr((COMPILE, LINK)).encode(), version.encode())
+    files = (*_sources(level), *sorted(SOURCES.glob("*.h")))
+    options = repr((COMPILE, level.compile, LINK)).encode()
+    parts = (*(file.read_bytes() for file in files), options, version.encode())
     return hashlib.blake2b(b"\0".join(parts), digest_size=12).hexdigest()
 
 
-def _compile(compiler: str, target: Path) -> None:
+def _sources(level: Level) -> list[Path]:
+    return [SOURCES / name for name in sorted(set(level.sources.values()))]
+
+
+def _compile(level: Level, compiler: str, target: Path) -> None:
     with tempfile.TemporaryDirectory(prefix=".build-", dir=target.parent) as folder:
         linked, made = Path(folder, "made.so"), []
-        for source in sorted(SOURCES.glob("*.cpp")):
+        for source in _sources(level):
             made.append(str(Path(folder, source.stem + ".o")))
-            _run([compiler, *COMPILE, str(source), "-o", made[-1]])
+            _run([compiler, *COMPILE, *level.compile, str(source), "-o", made[-1]])
         _run([compiler, *LINK, *made, "-o", str(linked)])
         os.replace(linked, target)
 

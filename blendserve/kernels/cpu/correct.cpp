@@ -1,354 +1,65 @@
-// The corrections `shift` and `ridge`, on CPUs that multiply bf16 (AVX512-BF16). blend/correct.py is the plain form, and says
-// what for.
-//
-//     known = [key before RoPE | value] of the recomputed tokens, as stored      [rows, 2 dim]
-//     moved = the same, fresh - stored; mean of it by chunk, shrunk
-//     (x' x + penalty) W = x' (moved - mean),  x = known, centred                one small system a kv head; ridge alone
-//     every other token's [key before RoPE | value] += x W + scale * mean of its chunk
-//
-// Each kv head goes by itself; work is split so that two threads share three heads evenly.
+// The corrections in vectors: correct.h says what is computed.
 
-#include <cmath>
-#include <utility>
-
-#include "rope.h"
-
-// One call, as the caller fills it in. Strides are in elements; the innermost one is 1.
-struct CorrectCall {
-    uint16_t *keys, *values;                      // bf16 [kv, tokens, dim], keys after RoPE
-    const uint16_t *fresh_keys, *fresh_values;    // bf16 [kv, fresh rows, dim]
-    const uint16_t *cos, *sin;                    // bf16 [tokens, width]
-    const int64_t *from, *at;                     // [rows], the recomputed tokens' fresh rows, and where they stand
-    const int64_t* first;                         // [chunks + 1], the first row of each
-    const int64_t *others, *other_first;          // [..], [chunks + 1], the tokens that are to be moved, likewise
-    int64_t k_head, k_row, v_head, v_row, fk_head, fk_row, fv_head, fv_row, turn_row;
-    int64_t kv, dim, width, rows, chunks;
-    float weight, still, scale, penalty;  // penalty < 0: no W
-    int64_t threads;
-};
+#include "numbers.h"
 
 namespace {
 
-constexpr int TILE = 6;           // rows: with 4 vectors each they fill the registers
-constexpr int BLOCK = 16 * TILE;  // tokens of an item of work
-constexpr int SOME = 4;           // rows of a system taken together
-constexpr int MAX_DIM = 256;
-constexpr float LEAST = 1e-12f;  // mean square of features that do not vary
+constexpr int TILE = 6;  // rows: with the vectors of a strip each they fill the registers
+struct Unit {};
 
-thread_local Scratch move_scratch;
+}  // namespace
 
-// What is known of a kv head, f = 2 dim numbers wide. All of it is multiples of a strip.
-struct Head {
-    float *x, *left;      // [rows, f]
-    float *gram, *w;      // [f, f]
-    float* centre;         // [f]
-    float* square;         // mean square of centred keys, and of values
-    float* constants;     // [chunks, f]
-    uint32_t* weights;    // bf16 pairs [dim][f], two rows of W in a word
-};
+#include "correct.h"
 
-size_t numbers_of(const CorrectCall& c) {
-    int64_t f = 2 * c.dim, fitted = c.penalty < 0 ? 0 : c.rows * f + 2 * f * f + f + LANES + c.dim * f;
-    return fitted + (c.rows + c.chunks) * f;
-}
-
-Head head_in(const CorrectCall& c, float* memory) {
-    int64_t f = 2 * c.dim;
-    Head h{};
-    auto take = [&](int64_t n) { return std::exchange(memory, memory + n); };
-    h.left = take(c.rows * f);
-    h.constants = take(c.chunks * f);
-    if (c.penalty < 0) return h;
-    h.x = take(c.rows * f), h.gram = take(f * f), h.w = take(f * f), h.centre = take(f), h.square = take(LANES);
-    h.weights = reinterpret_cast<uint32_t*>(take(c.dim * f));
-    return h;
-}
-
-void widen(const uint16_t* from, float* to, int64_t n) {
-    for (int64_t j = 0; j < n; j += LANES) _mm512_storeu_ps(to + j, load(from + j));
-}
-
-// to += factor * from
-void add(float* to, const float* from, float factor, int64_t n) {
-    __m512 by = _mm512_set1_ps(factor);
-    for (int64_t j = 0; j < n; j += LANES)
-        _mm512_storeu_ps(to + j, _mm512_fmadd_ps(_mm512_loadu_ps(from + j), by, _mm512_loadu_ps(to + j)));
-}
-
-// The recomputed tokens' stored and fresh keys (or values), into the key (or value) half of x and left; sums of both, of
-// left by chunk.
-void gather(const CorrectCall& c, int64_t head, bool key, Head& h) {
-    Turn turn{c.cos, c.sin, c.turn_row, c.width};
-    const uint16_t* stored = key ? c.keys + head * c.k_head : c.values + head * c.v_head;
-    const uint16_t* fresh = key ? c.fresh_keys + head * c.fk_head : c.fresh_values + head * c.fv_head;
-    int64_t stored_row = key ? c.k_row : c.v_row, fresh_row = key ? c.fk_row : c.fv_row;
-    int64_t f = 2 * c.dim, offset = key ? 0 : c.dim;
-    alignas(64) float unused[MAX_DIM];
-    if (h.x) std::fill(h.centre + offset, h.centre + offset + c.dim, 0.0f);
-    for (int64_t n = 0; n < c.chunks; ++n) {
-        float* sum = h.constants + n * f + offset;
-        std::fill(sum, sum + c.dim, 0.0f);
-        for (int64_t s = c.first[n]; s < c.first[n + 1]; ++s) {
-            float *moved = h.left + s * f + offset, *known = h.x ? h.x + s * f + offset : unused;
-            widen(stored + c.at[s] * stored_row, known, c.dim);
-            widen(fresh + c.from[s] * fresh_row, moved, c.dim);
-            add(moved, known, -1, c.dim);
-            if (key) turn_wide(turn, c.at[s], moved, -1);
-            add(sum, moved, 1, c.dim);
-            if (!h.x) continue;
-            if (key) turn_wide(turn, c.at[s], known, -1);
-            add(h.centre + offset, known, 1, c.dim);
-        }
-    }
-}
-
-// Sums by chunk -> means of what a chunk's tokens moved, shrunk.
-void take_means(const CorrectCall& c, int64_t offset, Head& h) {
-    int64_t f = 2 * c.dim;
-    alignas(64) float overall[MAX_DIM] = {};
-    for (int64_t n = 0; n < c.chunks; ++n)
-        add(overall, h.constants + n * f + offset, 1 / (static_cast<float>(c.rows) + c.still), c.dim);
-    for (int64_t n = 0; n < c.chunks; ++n) {
-        float *mean = h.constants + n * f + offset, trust = static_cast<float>(c.first[n + 1] - c.first[n]) + c.weight;
-        for (int64_t j = 0; j < c.dim; ++j) mean[j] = (mean[j] + c.weight * overall[j]) / trust;
-    }
-}
-
-// left -> what is beyond the mean of its chunk; x -> centred, and how large its numbers are then.
-void centre(const CorrectCall& c, int64_t offset, Head& h) {
-    int64_t f = 2 * c.dim;
-    for (int64_t j = offset; j < offset + c.dim; ++j) h.centre[j] /= static_cast<float>(c.rows);
-    double squares = 0;
-    for (int64_t n = 0; n < c.chunks; ++n)
-        for (int64_t s = c.first[n]; s < c.first[n + 1]; ++s) {
-            add(h.left + s * f + offset, h.constants + n * f + offset, -1, c.dim);
-            __m512 sum = _mm512_setzero_ps();
-            for (int64_t j = offset; j < offset + c.dim; j += LANES) {
-                __m512 x = _mm512_sub_ps(_mm512_loadu_ps(h.x + s * f + j), _mm512_loadu_ps(h.centre + j));
-                _mm512_storeu_ps(h.x + s * f + j, x);
-                sum = _mm512_fmadd_ps(x, x, sum);
-            }
-            squares += _mm512_reduce_add_ps(sum);
-        }
-    h.square[offset / c.dim] = std::max(LEAST, static_cast<float>(squares / static_cast<double>(c.rows * c.dim)));
-}
+namespace {
 
 // SOME rows of a' b, from i, and a strip of it, from j: a and b [rows, f].
 void product(const float* a, const float* b, int64_t rows, int64_t f, int64_t i, int64_t j, float* out) {
-    __m512 sum[SOME][4] = {};
+    Floats sum[SOME][VECTORS] = {};
     for (int64_t s = 0; s < rows; ++s) {
-        __m512 y[4];
-        for (int v = 0; v < 4; ++v) y[v] = _mm512_loadu_ps(b + s * f + j + v * LANES);
+        Floats y[VECTORS];
+        for (int v = 0; v < VECTORS; ++v) y[v] = load(b + s * f + j + v * LANES);
 #pragma GCC unroll 4
         for (int r = 0; r < SOME; ++r) {
-            __m512 x = _mm512_set1_ps(a[s * f + i + r]);
-            for (int v = 0; v < 4; ++v) sum[r][v] = _mm512_fmadd_ps(x, y[v], sum[r][v]);
+            Floats x = all(a[s * f + i + r]);
+            for (int v = 0; v < VECTORS; ++v) sum[r][v] = fma(x, y[v], sum[r][v]);
         }
     }
     for (int r = 0; r < SOME; ++r)
-        for (int v = 0; v < 4; ++v) _mm512_storeu_ps(out + (i + r) * f + j + v * LANES, sum[r][v]);
+        for (int v = 0; v < VECTORS; ++v) store(out + (i + r) * f + j + v * LANES, sum[r][v]);
 }
 
-// Rows [i, i + STRIP) of the system; of the symmetric gram what is right of its diagonal. As keys and values are to be of
-// unit size, the penalty is in units of theirs.
 void set_up(const CorrectCall& c, int64_t i, Head& h) {
     int64_t f = 2 * c.dim;
-    for (int64_t to = i + STRIP; i < to; i += SOME) {
+    for (int64_t to = i + STRIP; i < to; i += SOME)
         for (int64_t j = 0; j < f; j += STRIP) {
             if (j + STRIP > i) product(h.x, h.x, c.rows, f, i, j, h.gram);
             product(h.x, h.left, c.rows, f, i, j, h.w);
         }
-        for (int r = 0; r < SOME; ++r) h.gram[(i + r) * f + i + r] += c.penalty * h.square[(i + r) / c.dim];
-    }
 }
 
-// gram = L U in place, L of unit diagonal, from what is right of the diagonal: it is symmetric and positive definite.
-void factor(float* gram, int64_t n) {
-    for (int64_t k = 0; k < n; ++k) {
-        float inverse = 1 / gram[k * n + k];
-        for (int64_t i = k + 1; i < n; ++i) {
-            float by = gram[k * n + i] * inverse;
-            int64_t from = i / LANES * LANES;  // what this changes left of the diagonal is overwritten or not read
-            for (int64_t j = from; j < n; j += LANES) {
-                __mmask16 right = j == from ? static_cast<__mmask16>(0xffff << (i - from)) : 0xffff;
-                __m512 y = _mm512_fnmadd_ps(_mm512_set1_ps(by), _mm512_loadu_ps(gram + k * n + j),
-                                            _mm512_loadu_ps(gram + i * n + j));
-                _mm512_mask_storeu_ps(gram + i * n + j, right, y);
-            }
-            gram[i * n + k] = by;
-        }
-    }
-}
-
-// sum -= lu[i .. i + SOME, k] * w[k], over a strip
-inline void eliminate(const float* lu, const float* w, int64_t n, int64_t i, int64_t k, __m512 (&sum)[SOME][4]) {
-    __m512 y[4];
-    for (int v = 0; v < 4; ++v) y[v] = _mm512_loadu_ps(w + k * n + v * LANES);
-#pragma GCC unroll 4
-    for (int r = 0; r < SOME; ++r) {
-        __m512 by = _mm512_set1_ps(lu[(i + r) * n + k]);
-        for (int v = 0; v < 4; ++v) sum[r][v] = _mm512_fnmadd_ps(by, y[v], sum[r][v]);
-    }
-}
-
-// L U x = w in place, for a strip of w.
-void substitute(const float* lu, float* w, int64_t n) {
-    __m512 sum[SOME][4];
-    auto move = [&](int64_t i, bool in) {
-        for (int r = 0; r < SOME; ++r)
-            for (int v = 0; v < 4; ++v) {
-                float* at = w + (i + r) * n + v * LANES;
-                if (in)
-                    sum[r][v] = _mm512_loadu_ps(at);
-                else
-                    _mm512_storeu_ps(at, sum[r][v]);
-            }
-    };
-    for (int64_t i = 0; i < n; i += SOME) {
-        move(i, true);
-        for (int64_t k = 0; k < i; ++k) eliminate(lu, w, n, i, k, sum);
-        for (int r = 1; r < SOME; ++r)
-            for (int q = 0; q < r; ++q)
-                for (int v = 0; v < 4; ++v)
-                    sum[r][v] = _mm512_fnmadd_ps(_mm512_set1_ps(lu[(i + r) * n + i + q]), sum[q][v], sum[r][v]);
-        move(i, false);
-    }
-    for (int64_t i = n - SOME; i >= 0; i -= SOME) {
-        move(i, true);
-        for (int64_t k = i + SOME; k < n; ++k) eliminate(lu, w, n, i, k, sum);
-        for (int r = SOME - 1; r >= 0; --r)
-            for (int v = 0; v < 4; ++v) {
-                for (int q = r + 1; q < SOME; ++q)
-                    sum[r][v] = _mm512_fnmadd_ps(_mm512_set1_ps(lu[(i + r) * n + i + q]), sum[q][v], sum[r][v]);
-                sum[r][v] = _mm512_div_ps(sum[r][v], _mm512_set1_ps(lu[(i + r) * n + i + r]));
-            }
-        move(i, false);
-    }
-}
-
-// Pairs of bf16, the first from `low`.
-__m512i rounded_pairs(const float* low, const float* high) {
-    __m512i a = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(low)));
-    __m512i b = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(high)));
-    return _mm512_or_si512(a, _mm512_slli_epi32(b, 16));
-}
-
-// A strip of W, as tokens need it: of numbers that are not centred.
-void finish(const CorrectCall& c, int64_t j, Head& h) {
-    int64_t f = 2 * c.dim;
-    alignas(64) float centred[STRIP] = {};
-    for (int64_t i = 0; i < f; ++i) add(centred, h.w + i * f + j, -h.centre[i], STRIP);
-    for (int64_t i = 0; i < c.dim; ++i)
-        for (int64_t k = j; k < j + STRIP; k += LANES)
-            _mm512_storeu_si512(h.weights + i * f + k, rounded_pairs(h.w + 2 * i * f + k, h.w + (2 * i + 1) * f + k));
-    for (int64_t n = 0; n < c.chunks; ++n) add(h.constants + n * f + j, centred, 1, STRIP);
-}
-
-// known W + constants for n tokens: known as bf16 pairs [n][dim].
-void predict(const CorrectCall& c, const Head& h, const float* constants, const uint32_t (*known)[MAX_DIM], int64_t n,
+void predict(const CorrectCall& c, const Head& h, const float* constants, const Number (*known)[2 * MAX_DIM], int64_t n,
              float (*shift)[2 * MAX_DIM]) {
     int64_t f = 2 * c.dim;
     for (int64_t j = 0; j < f; j += STRIP) {
-        __m512 sum[TILE][4];
+        Floats sum[TILE][VECTORS];
         for (int r = 0; r < TILE; ++r)
-            for (int v = 0; v < 4; ++v) sum[r][v] = _mm512_loadu_ps(constants + j + v * LANES);
+            for (int v = 0; v < VECTORS; ++v) sum[r][v] = load(constants + j + v * LANES);
         const uint32_t* w = h.weights + j;
-        for (int64_t i = 0; i < c.dim; ++i, w += f) {
-            __m512bh y[4];
-            for (int v = 0; v < 4; ++v) y[v] = (__m512bh)_mm512_loadu_si512(w + v * LANES);
+        for (int64_t i = 0; i < f; i += PER_WORD, w += f) {
+            Words y[VECTORS];
+            for (int v = 0; v < VECTORS; ++v) y[v] = load_words(w + v * LANES);
 #pragma GCC unroll 6
             for (int r = 0; r < TILE; ++r) {
-                __m512bh x = pair(known[r][i]);
-                for (int v = 0; v < 4; ++v) sum[r][v] = _mm512_dpbf16_ps(sum[r][v], x, y[v]);
+                Words x = word(known[r] + i);
+                for (int v = 0; v < VECTORS; ++v) sum[r][v] = dot(sum[r][v], x, y[v]);
             }
         }
         for (int64_t r = 0; r < n; ++r)
-            for (int v = 0; v < 4; ++v) _mm512_storeu_ps(shift[r] + j + v * LANES, sum[r][v]);
-    }
-}
-
-// n tokens of a chunk, at most TILE.
-void shift_tile(const CorrectCall& c, const Head& h, int64_t head, int64_t chunk, const int64_t* tokens, int64_t n) {
-    int64_t dim = c.dim;
-    Turn turn{c.cos, c.sin, c.turn_row, c.width};
-    const float* constants = h.constants + chunk * 2 * dim;
-    uint16_t *keys = c.keys + head * c.k_head, *values = c.values + head * c.v_head;
-    alignas(64) float shift[TILE][2 * MAX_DIM], key[MAX_DIM];
-    if (h.x) {
-        alignas(64) uint32_t known[TILE][MAX_DIM];
-        for (int64_t r = n; r < TILE; ++r) std::memset(known[r], 0, dim * sizeof(uint32_t));
-        for (int64_t r = 0; r < n; ++r) {
-            widen(keys + tokens[r] * c.k_row, key, dim);
-            turn_wide(turn, tokens[r], key, -1);
-            auto* to = reinterpret_cast<uint16_t*>(known[r]);
-            for (int64_t j = 0; j < dim; j += LANES) store(to + j, _mm512_loadu_ps(key + j));
-            std::memcpy(to + dim, values + tokens[r] * c.v_row, dim * sizeof(uint16_t));
-        }
-        predict(c, h, constants, known, n, shift);
-    }
-    for (int64_t r = 0; r < n; ++r) {
-        if (!h.x)
-            for (int64_t j = 0; j < 2 * dim; ++j) shift[r][j] = c.scale * constants[j];
-        turn_wide(turn, tokens[r], shift[r], 1);
-        uint16_t *k = keys + tokens[r] * c.k_row, *v = values + tokens[r] * c.v_row;
-        for (int64_t j = 0; j < dim; j += LANES) {
-            store(k + j, _mm512_add_ps(load(k + j), _mm512_loadu_ps(shift[r] + j)));
-            store(v + j, _mm512_add_ps(load(v + j), _mm512_loadu_ps(shift[r] + dim + j)));
-        }
-    }
-}
-
-// Item i of a head's: some tokens of some chunk.
-void shift_block(const CorrectCall& c, const Head& h, int64_t head, int64_t item) {
-    for (int64_t n = 0; n < c.chunks; ++n) {
-        int64_t stop = c.other_first[n + 1], blocks = divide_up(stop - c.other_first[n], BLOCK);
-        if (item < blocks) {
-            int64_t begin = c.other_first[n] + item * BLOCK, end = std::min(begin + BLOCK, stop);
-            for (int64_t i = begin; i < end; i += TILE)
-                shift_tile(c, h, head, n, c.others + i, std::min<int64_t>(TILE, end - i));
-            return;
-        }
-        item -= blocks;
+            for (int v = 0; v < VECTORS; ++v) store(shift[r] + j + v * LANES, sum[r][v]);
     }
 }
 
 }  // namespace
 
-extern "C" void blendserve_correct(const CorrectCall* call) {
-    const CorrectCall& c = *call;
-    bool fits = c.penalty >= 0;
-    int64_t strips = 2 * c.dim / STRIP, blocks = 0;
-    for (int64_t n = 0; n < c.chunks; ++n) blocks += divide_up(c.other_first[n + 1] - c.other_first[n], BLOCK);
-    size_t numbers = divide_up(numbers_of(c), LANES) * LANES;
-    auto* memory = reinterpret_cast<float*>(move_scratch.take(sizeof(float) * numbers * c.kv));
-#pragma omp parallel num_threads(static_cast<int>(c.threads))
-    {
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t item = 0; item < 2 * c.kv; ++item) {
-            Head h = head_in(c, memory + item / 2 * numbers);
-            int64_t offset = item % 2 ? c.dim : 0;
-            gather(c, item / 2, item % 2 == 0, h);
-            take_means(c, offset, h);
-            if (fits) centre(c, offset, h);
-        }
-        if (fits) {
-#pragma omp for schedule(dynamic, 1)
-            for (int64_t item = 0; item < strips * c.kv; ++item) {
-                Head h = head_in(c, memory + item / strips * numbers);
-                set_up(c, item % strips * STRIP, h);
-            }
-#pragma omp for schedule(dynamic, 1)
-            for (int64_t head = 0; head < c.kv; ++head) factor(head_in(c, memory + head * numbers).gram, 2 * c.dim);
-#pragma omp for schedule(dynamic, 1)
-            for (int64_t item = 0; item < strips * c.kv; ++item) {
-                Head h = head_in(c, memory + item / strips * numbers);
-                int64_t j = item % strips * STRIP;
-                substitute(h.gram, h.w + j, 2 * c.dim);
-                finish(c, j, h);
-            }
-        }
-#pragma omp for schedule(dynamic, 2)
-        for (int64_t item = 0; item < blocks * c.kv; ++item)
-            shift_block(c, head_in(c, memory + item / blocks * numbers), item / blocks, item % blocks);
-    }
-}
+extern "C" void blendserve_correct(const CorrectCall* call) { correct(*call); }

@@ -7,7 +7,8 @@ import ctypes
 import torch
 from torch import Tensor
 
-from blendserve.kernels.cpu.library import loaded
+from blendserve.kernels.cpu.isa import Level
+from blendserve.kernels.cpu.library import dtype_of, loaded
 from blendserve.kernels.rotary import HALVES, Rotary
 from blendserve.kernels.types import CorrectionParams, RecomputedTokens, Rope
 
@@ -29,6 +30,7 @@ class CorrectCall(ctypes.Structure):
 
 
 def fits(
+    level: Level,
     keys: Tensor,
     values: Tensor,
     fresh: RecomputedTokens,
@@ -36,12 +38,12 @@ def fits(
     rotary: Rotary,
     params: CorrectionParams,
 ) -> bool:
-    """Whether the kernel is made for these."""
-    cos, sin = rope.cos, rope.sin
+    """Whether this instruction set's kernel is made for these."""
+    cos, sin, dtype = rope.cos, rope.sin, dtype_of(level)
     parts = (keys, values, cos, sin)
     return (
         rotary.form == HALVES
-        and all(x.dtype == torch.bfloat16 and x.device.type == "cpu" and x.stride(-1) == 1 for x in parts)
+        and all(x.dtype == dtype and x.device.type == "cpu" and x.stride(-1) == 1 for x in parts)
         and cos.stride(0) == sin.stride(0)
         and keys.shape[-1] % STEP == cos.shape[-1] % STEP == 0
         and 0 < cos.shape[-1] <= keys.shape[-1] <= MAX_DIM
@@ -49,6 +51,7 @@ def fits(
 
 
 def correct(
+    level: Level,
     keys: Tensor,
     values: Tensor,
     fresh: RecomputedTokens,
@@ -57,7 +60,7 @@ def correct(
     params: CorrectionParams,
 ) -> None:
     """ops.correct for what `fits`."""
-    run(loaded(), keys, values, fresh, rope, params)
+    run(loaded(level), keys, values, fresh, rope, params)
 
 
 def run(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-from functools import cache
 
 import torch
 from torch import Tensor
 
-from blendserve.kernels.cpu.library import loaded
+from blendserve.kernels.cpu.isa import LEVELS, Level, missing
+from blendserve.kernels.cpu.library import dtype_of, loaded
 
+WORD = 4  # bytes; a row of inputs and one of outputs are whole words
 FEW = 8  # rows; weights coming from memory are the limit up to here, on any CPU
 
 
@@ -23,26 +24,27 @@ class LinearCall(ctypes.Structure):
     )
 
 
-def fits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether the kernel is made for these."""
+def fits(level: Level, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether this instruction set's kernel is made for these."""
+    dtype = dtype_of(level)
     return (
         x.dim() == 2
-        and all(y.dtype == torch.bfloat16 and y.device.type == "cpu" for y in (x, weight))
+        and all(y.dtype == dtype and y.device.type == "cpu" for y in (x, weight))
         and x.stride(1) == weight.stride(1) == 1
-        and weight.shape[0] % 2 == weight.shape[1] % 2 == 0
-        and (bias is None or (bias.dtype == torch.bfloat16 and bias.is_contiguous()))
+        and (dtype.itemsize == WORD or weight.shape[0] % 2 == weight.shape[1] % 2 == 0)
+        and (bias is None or (bias.dtype == dtype and bias.is_contiguous()))
         and not torch.is_grad_enabled()
     )
 
 
-def is_fastest(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+def is_fastest(level: Level, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """A CPU with matrix tiles is left to torch for many rows."""
-    return x.shape[0] <= FEW or not _has_tiles()
+    return x.shape[0] <= FEW or missing(LEVELS["amx"]) != ""
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def linear(level: Level, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """ops.linear for what `fits`."""
-    return run(loaded(), x, weight, bias)
+    return run(loaded(level), x, weight, bias)
 
 
 def run(library: ctypes.CDLL, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -53,8 +55,3 @@ def run(library: ctypes.CDLL, x: Tensor, weight: Tensor, bias: Tensor | None) ->
     sizes = x.stride(0), weight.stride(0), outs, rows, outs, x.shape[1], torch.get_num_threads()
     library.blendserve_linear(ctypes.byref(LinearCall(*pointers, *sizes)))
     return out
-
-
-@cache
-def _has_tiles() -> bool:
-    return bool(torch.cpu._is_amx_tile_supported())

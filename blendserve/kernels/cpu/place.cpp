@@ -1,11 +1,11 @@
-// Stored KV put in its place in the prompt, on CPUs with AVX512-BF16: keys turned as the model turns them, values copied.
-// blend/place.py is the plain form.
+// Stored KV put in its place in the prompt: keys turned as the model turns them, values copied. kernels/reference.py is the
+// plain form.
 
 #include "rope.h"
 
 // Tokens that stand together. Strides are in elements; the innermost one is 1.
 struct Piece {
-    const uint16_t *keys, *values;  // bf16 [heads, tokens, dim]; values may be null
+    const Number *keys, *values;  // [heads, tokens, dim]; values may be null
     int64_t k_head, k_row, v_head, v_row;
     int64_t start, tokens;  // where the first one stands
 };
@@ -13,8 +13,8 @@ struct Piece {
 // One call, as the caller fills it in.
 struct PlaceCall {
     const Piece* pieces;
-    uint16_t *keys, *values;   // bf16 [heads, positions, dim]
-    const uint16_t *cos, *sin;  // bf16 [positions, width]
+    Number *keys, *values;     // [heads, positions, dim]
+    const Number *cos, *sin;  // [positions, width]
     int64_t k_head, k_row, v_head, v_row, turn_row;
     int64_t count, heads, dim, width;
     int64_t threads;
@@ -31,7 +31,7 @@ void place(const PlaceCall& c, const Piece& p, int64_t head, Range tokens) {
         turn_as_torch(turn, at, p.keys + head * p.k_head + i * p.k_row, c.keys + head * c.k_head + at * c.k_row, c.dim);
         if (p.values)
             std::memcpy(c.values + head * c.v_head + at * c.v_row, p.values + head * p.v_head + i * p.v_row,
-                        c.dim * sizeof(uint16_t));
+                        c.dim * sizeof(Number));
     }
 }
 

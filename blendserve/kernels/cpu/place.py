@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from blendserve.kernels.cpu.library import loaded
+from blendserve.kernels.cpu.isa import Level
+from blendserve.kernels.cpu.library import dtype_of, loaded
 from blendserve.kernels.rotary import HALVES, Rotary
 from blendserve.kernels.types import Rope, StoredChunk
 
@@ -35,12 +36,12 @@ class PlaceCall(ctypes.Structure):
     )
 
 
-def fits_rotation(x: Tensor, rope: Rope, rotary: Rotary) -> bool:
+def fits_rotation(level: Level, x: Tensor, rope: Rope, rotary: Rotary) -> bool:
     """Whether the kernel is made to turn x [heads, S, D] so."""
-    cos, sin = rope.cos, rope.sin
+    cos, sin, dtype = rope.cos, rope.sin, dtype_of(level)
     return (
         rotary.form == HALVES
-        and all(y.dtype == torch.bfloat16 and y.device.type == "cpu" for y in (x, cos, sin))
+        and all(y.dtype == dtype and y.device.type == "cpu" for y in (x, cos, sin))
         and x.stride(-1) == cos.stride(-1) == sin.stride(-1) == 1
         and cos.stride(0) == sin.stride(0)
         and cos.shape[-1] % STEP == 0
@@ -49,21 +50,37 @@ def fits_rotation(x: Tensor, rope: Rope, rotary: Rotary) -> bool:
     )
 
 
-def rotate(x: Tensor, rope: Rope, rotary: Rotary) -> Tensor:
+def rotate(level: Level, x: Tensor, rope: Rope, rotary: Rotary) -> Tensor:
     """ops.rotate for what `fits_rotation`."""
     out = torch.empty(x.shape, dtype=x.dtype)
-    run(loaded(), [(0, x, None)], out, None, rope)
+    run(loaded(level), [(0, x, None)], out, None, rope)
     return out
 
 
-def fits(chunks: Sequence[StoredChunk], keys: Tensor, values: Tensor, rope: Rope, rotary: Rotary) -> bool:
+def fits(
+    level: Level,
+    chunks: Sequence[StoredChunk],
+    keys: Tensor,
+    values: Tensor,
+    rope: Rope,
+    rotary: Rotary,
+) -> bool:
     """Whether the kernel is made to place these."""
-    return all(fits_rotation(x, rope, rotary) for x in (*(stored for _, stored, _ in chunks[:1]), keys))
+    return all(
+        fits_rotation(level, x, rope, rotary) for x in (*(stored for _, stored, _ in chunks[:1]), keys)
+    )
 
 
-def place(chunks: Sequence[StoredChunk], keys: Tensor, values: Tensor, rope: Rope, rotary: Rotary) -> None:
+def place(
+    level: Level,
+    chunks: Sequence[StoredChunk],
+    keys: Tensor,
+    values: Tensor,
+    rope: Rope,
+    rotary: Rotary,
+) -> None:
     """ops.place for what `fits`."""
-    run(loaded(), chunks, keys, values, rope)
+    run(loaded(level), chunks, keys, values, rope)
 
 
 def run(library: ctypes.CDLL, parts: Sequence[Part], keys: Tensor, values: Tensor | None, rope: Rope) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from blendserve.kernels import verify
 from blendserve.kernels.cpu.attend import WATCHED_ROWS, attend_with_scores, fits
+from blendserve.kernels.cpu.isa import LEVELS
 from blendserve.kernels.ops import attend
 from blendserve.kernels.reference import attend_reference, formula
 from blendserve.kernels.rows import RowPlan, plan_rows
@@ -23,7 +24,8 @@ from tests.blend.helpers import assert_near, lay, some_prompt
 from tests.blend.test_policies import probe
 from tests.tiny import tiny_adapter
 
-pytestmark = pytest.mark.skipif(not verify.cpu_status().active, reason=verify.cpu_status().reason)
+BF16 = LEVELS["avx512_bf16"]
+pytestmark = pytest.mark.skipif(not verify.cpu_status(BF16).active, reason=verify.cpu_status(BF16).reason)
 
 EDGES = (1, 2, 15, 16, 17, 63, 64, 65, 255, 256, 257, 300, 600)  # vectors, strips and blocks end here
 
@@ -39,7 +41,7 @@ class Case:
     spec: AttentionSpec
 
     def native(self, slip: int = 0) -> Tensor:
-        assert fits(self.q, self.keys, self.values, self.spec, self.plan())
+        assert fits(BF16, self.q, self.keys, self.values, self.spec, self.plan())
         return attend(self.q, self.keys, self.values, self.spec, self.plan(slip))
 
     def plain(self) -> Tensor:
@@ -191,7 +193,7 @@ def test_what_a_row_may_not_see_has_no_influence() -> None:
 def test_leaves_to_torch_what_it_cannot_do(change) -> None:  # type: ignore[no-untyped-def]
     case = some_case(64, [3, 40, 63])
     q, keys, values = (change(x) for x in (case.q, case.keys, case.values))
-    assert not fits(q, keys, values, case.spec, case.plan())
+    assert not fits(BF16, q, keys, values, case.spec, case.plan())
     args = q, keys[:, :64], values[:, :64], case.spec, case.plan()
     assert torch.equal(attend(*args), attend_reference(*args))
 
@@ -221,7 +223,7 @@ def looked_at(case: Case, hidden: Tensor) -> tuple[Tensor, Tensor]:
 def check_watch(case: Case, hidden: Tensor, slip: int = 0) -> None:
     n = len(hidden)
     keys, values = case.keys[:, :n], case.values[:, :n].masked_fill(hidden[:, None], 0)
-    out, looked = attend_with_scores(case.q, keys, values, case.spec, case.watching(hidden.roll(slip)))
+    out, looked = attend_with_scores(BF16, case.q, keys, values, case.spec, case.watching(hidden.roll(slip)))
     wanted, wanted_looked = looked_at(case, hidden)
     assert_near(out.double(), wanted, 0.04)
     # Each weight is rounded to 8 bits of mantissa, and so are the scores' factors.
@@ -263,6 +265,8 @@ def test_watching_changes_no_output(case: Case) -> None:
     outs = []
     for count in (1, 2):
         with threads(count):
-            outs.append(attend_with_scores(case.q, case.keys[:, :n], case.values[:, :n], case.spec, plan))
+            outs.append(
+                attend_with_scores(BF16, case.q, case.keys[:, :n], case.values[:, :n], case.spec, plan)
+            )
     assert torch.equal(outs[0][0], case.native())
     assert all(torch.equal(a, b) for a, b in zip(*outs, strict=True))

@@ -12,13 +12,15 @@ from blendserve.blend.corrections.base import split
 from blendserve.core import Span
 from blendserve.kernels import verify
 from blendserve.kernels.cpu.correct import correct, fits
+from blendserve.kernels.cpu.isa import LEVELS
 from blendserve.kernels.reference import correct_reference
 from blendserve.kernels.rotary import Rotary
 from blendserve.kernels.types import CorrectionParams, RecomputedTokens, Rope
 from blendserve.kernels.verify import PLAIN_HALVES, some_rope
 from tests.blend.helpers import assert_near
 
-pytestmark = pytest.mark.skipif(not verify.cpu_status().active, reason=verify.cpu_status().reason)
+BF16 = LEVELS["avx512_bf16"]
+pytestmark = pytest.mark.skipif(not verify.cpu_status(BF16).active, reason=verify.cpu_status(BF16).reason)
 SHIFT, RIDGE = CorrectionParams(16.0, 0.0, 0.5, None), CorrectionParams(16.0, 40.0, 1.0, 800.0)
 
 
@@ -48,8 +50,8 @@ class Case:
 
     def moved(self, params: CorrectionParams) -> list[Tensor]:
         keys, values = self.keys.clone(), self.values.clone()
-        assert fits(keys, values, self.fresh, self.rope, PLAIN_HALVES, params)
-        correct(keys, values, self.fresh, self.rope, PLAIN_HALVES, params)
+        assert fits(BF16, keys, values, self.fresh, self.rope, PLAIN_HALVES, params)
+        correct(BF16, keys, values, self.fresh, self.rope, PLAIN_HALVES, params)
         return [keys, values]
 
     def plainly(self, params: CorrectionParams) -> list[Tensor]:
@@ -114,11 +116,11 @@ def test_refuses_what_it_cannot_do() -> None:
     turn, some = torch.zeros(8, 64, dtype=torch.bfloat16), Case(2, 64, 64, [8], 3, 0).fresh
 
     def can(keys: Tensor, values: Tensor, cos: Tensor) -> bool:
-        return fits(keys, values, some, Rope(cos, cos), PLAIN_HALVES, RIDGE)
+        return fits(BF16, keys, values, some, Rope(cos, cos), PLAIN_HALVES, RIDGE)
 
     assert can(x, x, turn)
     assert not can(x.float(), x.float(), turn)
     assert not can(x[..., :48].contiguous(), x, turn)
     assert not can(x, x, turn[:, :16])
     assert not can(x.transpose(1, 2), x.transpose(1, 2), turn)
-    assert not fits(x, x, some, Rope(turn, turn), Rotary(PLAIN_HALVES.rotate, None), RIDGE)  # type: ignore[arg-type]
+    assert not fits(BF16, x, x, some, Rope(turn, turn), Rotary(PLAIN_HALVES.rotate, None), RIDGE)  # type: ignore[arg-type]

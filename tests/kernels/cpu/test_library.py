@@ -13,13 +13,15 @@ import pytest
 import torch
 
 from blendserve.kernels import verify
-from blendserve.kernels.cpu import build, library
+from blendserve.kernels.cpu import build, isa, library
+from blendserve.kernels.cpu.isa import LEVELS
 from blendserve.kernels.ops import attend
 from blendserve.kernels.reference import attend_reference
 from blendserve.kernels.rows import plan_rows
 from blendserve.kernels.types import AttentionSpec
 
-needs_kernels = pytest.mark.skipif(not verify.cpu_status().active, reason=verify.cpu_status().reason)
+BF16 = LEVELS["avx512_bf16"]
+needs_kernels = pytest.mark.skipif(not verify.cpu_status(BF16).active, reason=verify.cpu_status(BF16).reason)
 
 
 @pytest.fixture
@@ -45,8 +47,8 @@ def change_sources(anew: pytest.MonkeyPatch, folder: Path, name: str, old: str, 
 
 
 def check_torch_serves(reason: str) -> None:
-    assert not verify.cpu_status().active
-    assert reason in verify.cpu_status().reason
+    assert not verify.cpu_status(BF16).active
+    assert reason in verify.cpu_status(BF16).reason
     q, keys = torch.randn(4, 3, 64).bfloat16(), torch.randn(2, 9, 64).bfloat16()
     args = q, keys, keys, AttentionSpec(0.125), plan_rows(torch.tensor([1, 4, 8]), 2)
     assert torch.equal(attend(*args), attend_reference(*args))
@@ -62,7 +64,7 @@ def test_the_switch_works_at_any_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(verify.SWITCH, "0")
     check_torch_serves("BLENDSERVE_NATIVE=0")
     monkeypatch.delenv(verify.SWITCH)
-    assert verify.cpu_status().active
+    assert verify.cpu_status(BF16).active
 
 
 @needs_kernels
@@ -73,7 +75,9 @@ def test_no_compiler(anew: pytest.MonkeyPatch) -> None:
 
 @needs_kernels
 def test_a_compiler_that_fails(anew: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "broken.cpp").write_text("this is not C++;")
+    for name in BF16.sources.values():
+        (tmp_path / name).touch()
+    (tmp_path / "linear.cpp").write_text("this is not C++;")
     anew.setattr(build, "SOURCES", tmp_path)
     check_torch_serves("compiling failed")
     assert not list((tmp_path / "blendserve" / "native").glob("*.so"))
@@ -86,29 +90,35 @@ def test_a_cache_that_cannot_be_written(anew: pytest.MonkeyPatch, tmp_path: Path
 
 
 def test_a_cpu_without_the_instructions(anew: pytest.MonkeyPatch) -> None:
-    anew.setattr(build, "_cpu_flags", lambda: build.NEEDED - {"avx512_bf16"})
+    anew.setattr(isa, "cpu_flags", lambda: BF16.needs - {"avx512_bf16"})
     check_torch_serves("this CPU lacks avx512_bf16" if platform.machine() == "x86_64" else "has kernels")
 
 
 @needs_kernels
 def test_a_kernel_with_a_broken_mask_is_not_used(anew: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    change_sources(anew, tmp_path / "wrong", "attend.cpp", "+ 1) : 0, at + 1}", "+ 1) : 0, at + 2}")
+    change_sources(anew, tmp_path / "wrong", "attend.h", "+ 1) : 0, at + 1}", "+ 1) : 0, at + 2}")
     check_torch_serves("attention is wrong here")
 
 
 @needs_kernels
 def test_a_linear_layer_that_loses_an_input_is_not_used(anew: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    change_sources(anew, tmp_path / "wrong", "linear.cpp", "k < c.depth; k += 2", "k < c.depth - 2; k += 2")
+    change_sources(
+        anew,
+        tmp_path / "wrong",
+        "linear.cpp",
+        "k < c.depth; k += PER_WORD",
+        "k < c.depth - PER_WORD; k += PER_WORD",
+    )
     check_torch_serves("linear is wrong here")
 
 
 @needs_kernels
 def test_the_second_process_finds_what_the_first_compiled(anew: pytest.MonkeyPatch) -> None:
     anew.setattr(build, "COMPILE", (*build.COMPILE, "-O1"))
-    first = build.build()
+    first = build.build(BF16)
     made = first.stat().st_mtime_ns
     anew.setattr(build, "_compile", None)
-    assert build.build() == first
+    assert build.build(BF16) == first
     assert first.stat().st_mtime_ns == made
 
 
@@ -117,7 +127,9 @@ def test_one_openmp_runtime_serves_torch_and_the_kernels() -> None:
     program = """
 import pathlib, torch
 from blendserve.kernels import verify
-assert verify.cpu_status().active, verify.cpu_status()
+from blendserve.kernels.cpu.isa import LEVELS
+BF16 = LEVELS["avx512_bf16"]
+assert verify.cpu_status(BF16).active, verify.cpu_status(BF16)
 lines = pathlib.Path("/proc/self/maps").read_text().splitlines()
 print(len({line.split()[-1] for line in lines if "libgomp" in line or "libomp" in line or "libiomp" in line}))
 """

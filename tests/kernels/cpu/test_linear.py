@@ -13,13 +13,15 @@ from torch import Tensor, nn
 
 from blendserve.kernels import verify
 from blendserve.kernels.cpu import linear as kernel
+from blendserve.kernels.cpu.isa import LEVELS
 from blendserve.kernels.cpu.linear import FEW, fits
 from blendserve.kernels.ops import linear
 from blendserve.models.linear_layers import Linears, call_linear
 from tests.kernels.cpu.test_attend import threads
 from tests.tiny import tiny_adapter
 
-pytestmark = pytest.mark.skipif(not verify.cpu_status().active, reason=verify.cpu_status().reason)
+BF16 = LEVELS["avx512_bf16"]
+pytestmark = pytest.mark.skipif(not verify.cpu_status(BF16).active, reason=verify.cpu_status(BF16).reason)
 
 Case = tuple[Tensor, Tensor, Tensor | None]
 
@@ -49,8 +51,8 @@ def cases(draw: st.DrawFn) -> Case:
 
 @torch.inference_mode()
 def ours(case: Case) -> Tensor:
-    assert fits(*case)
-    return kernel.linear(*case)
+    assert fits(BF16, *case)
+    return kernel.linear(BF16, *case)
 
 
 def check(case: Case, lose: int = 0) -> None:
@@ -105,7 +107,7 @@ def test_the_sizes_of_the_bundled_reader(rows: int) -> None:
 @torch.inference_mode()
 def test_leaves_to_torch_what_it_cannot_do(change: Any) -> None:
     case = change(*some_case(3, 32, 32))
-    assert not fits(*case)
+    assert not fits(BF16, *case)
     assert torch.equal(linear(*case), F.linear(*case))
 
 

@@ -9,12 +9,14 @@ from hypothesis import strategies as st
 
 from blendserve.kernels import verify
 from blendserve.kernels.cpu import place as kernel
+from blendserve.kernels.cpu.isa import LEVELS
 from blendserve.kernels.rotary import HALVES
 from blendserve.kernels.types import Rope
 from blendserve.kernels.verify import PLAIN_HALVES, some_rope
 from tests.tiny import KINDS, tiny_adapter
 
-pytestmark = pytest.mark.skipif(not verify.cpu_status().active, reason=verify.cpu_status().reason)
+BF16 = LEVELS["avx512_bf16"]
+pytestmark = pytest.mark.skipif(not verify.cpu_status(BF16).active, reason=verify.cpu_status(BF16).reason)
 
 
 @given(
@@ -36,7 +38,7 @@ def test_places_equal_the_formula(heads: int, dims: tuple[int, int], lengths: li
         here = slice(at, at + n)
         wanted[0, :, here], wanted[1, :, here] = PLAIN_HALVES.rotate(k, rope.at(here)), v
         at += n + 2
-    kernel.place(parts, keys, values, rope, PLAIN_HALVES)
+    kernel.place(BF16, parts, keys, values, rope, PLAIN_HALVES)
     assert torch.equal(keys, wanted[0])
     assert torch.equal(values, wanted[1])
 
@@ -51,7 +53,7 @@ def test_rows_are_turned_as_the_family_turns_them(
     rope = some_rope(50, width, 1.1, generator)
     x = torch.randn(50, 3, 64, generator=generator).bfloat16().transpose(0, 1)
     ours = adapter.rotate(x, rope)
-    assert kernel.fits_rotation(x, rope, PLAIN_HALVES)
+    assert kernel.fits_rotation(BF16, x, rope, PLAIN_HALVES)
     monkeypatch.setenv(verify.SWITCH, "0")
     assert torch.equal(ours, adapter.rotate(x, rope))
 
@@ -64,7 +66,7 @@ def test_refuses_what_it_cannot_do() -> None:
     x, turn = torch.zeros(2, 8, 64, dtype=torch.bfloat16), torch.zeros(8, 64, dtype=torch.bfloat16)
 
     def can(x: torch.Tensor, cos: torch.Tensor) -> bool:
-        return kernel.fits_rotation(x, Rope(cos, cos), PLAIN_HALVES)
+        return kernel.fits_rotation(BF16, x, Rope(cos, cos), PLAIN_HALVES)
 
     with torch.inference_mode():
         assert can(x, turn)
