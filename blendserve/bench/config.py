@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from blendserve.config import Positive, Ratio, ReaderConfig, Section
+from blendserve.config import Positive, Ratio, ReaderConfig, RetrieveConfig, Section
 from blendserve.errors import ConfigError
 from blendserve.evaluate.variants import FULL, TRANSFORMERS, Variant, variants
 from blendserve.registry import BENCHED
@@ -158,6 +158,22 @@ class CrowdedConfig(BenchConfig):
     def variants(self) -> tuple[Variant, ...]:
         """What brings a first token, transformers first. Raises ConfigError."""
         return variants((TRANSFORMERS, FULL, *self.methods), self.ratios, self.seed)
+
+
+class EmbedConfig(BenchConfig):
+    """Passages to vectors."""
+
+    embedder: str = Field(
+        RetrieveConfig().embedder, description="Embed with this model: a bundled name, a folder or a hub id."
+    )
+    passages: Positive = Field(200, description="Embed so many passages a round, where there is no data set.")
+    passage_tokens: Positive = Field(120, description="Cut them to so many tokens of the embedder, at most.")
+    dataset: Path | None = Field(
+        None, description="Embed the corpus of this data set, an equal part a round, and measure recall, too."
+    )
+    corpus: Path | None = Field(None, description="Read the data set's corpus from this file.")
+    top_k: Positive = Field(10, description="Count what a question needs among so many nearest passages.")
+    repeats: Positive = Field(5, description="Measure so many rounds.")
 
 
 class AutoBenchConfig(BenchConfig):

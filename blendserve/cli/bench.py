@@ -14,6 +14,7 @@ from blendserve.bench.config import (
     BenchConfig,
     CrowdedConfig,
     DecodeBenchConfig,
+    EmbedConfig,
     PrecomputeConfig,
     ScalingConfig,
     ServingConfig,
@@ -94,6 +95,27 @@ def store(config: StoreBenchConfig, json: JsonOpt = False) -> None:
     """
     from blendserve.bench.store import measure  # torch and all the rest: seconds
     from blendserve.bench.tables import store as tables
+
+    _run(measure, config, tables, json)
+
+
+@app.command()
+@with_options(
+    config=Options(
+        EmbedConfig(),
+        *("embedder", "passages", "passage_tokens", "dataset", "corpus", "top_k", "threads", "repeats"),
+    )
+)
+def embed(config: EmbedConfig, json: JsonOpt = False) -> None:
+    """Embed passages, against sentence-transformers in fp32.
+
+    Passages a second of both; over a data set also the recall of both, and of their mixture:
+
+    \b
+        blendserve bench embed
+        blendserve bench embed --dataset 2wikimqa/questions.json    # with corpus.json beside it
+    """
+    from blendserve.bench.embed import measure, tables  # torch and all the rest: seconds
 
     _run(measure, config, tables, json)
 

@@ -6,7 +6,7 @@ padding, and a window's vector depends on the others of its batch no more than t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, chain, groupby
 from typing import NamedTuple
 
@@ -39,23 +39,21 @@ class Bert:
     """An Encoder on the CPU, of a folder for which `is_plain_bert` says so."""
 
     def __init__(self, folder: BertFolder, dtype: torch.dtype, by_kernels: bool) -> None:
-        """by_kernels: windows attend by ops.attend, one after another, else by torch, those of one length together.
+        """by_kernels: linear layers and attention by kernels/ops, one window after another; else by torch alone.
 
         Raises OSError, LookupError or safetensors' error for files that are damaged.
         """
         self.tokenizer = folder.tokenizer()
         names = ("[CLS]", "[SEP]")
         self._first, self._last = (self.tokenizer.token_to_id(name) for name in names)
-        self.dimension, self.max_tokens, self.overhead = (
-            int(folder.config["hidden_size"]),
-            folder.max_tokens,
-            len(names),
-        )
+        self.dimension = int(folder.config["hidden_size"])
+        self.max_tokens, self.overhead = folder.max_tokens, len(names)
         self.dtype = str(dtype).removeprefix("torch.")
         self._heads = int(folder.config["num_attention_heads"])
         self._spec = AttentionSpec((self.dimension // self._heads) ** -0.5)
         self._eps, self._pooling = float(folder.config["layer_norm_eps"]), folder.pooling
         self._attend = self._attend_by_kernels if by_kernels else self._attend_by_torch
+        self._linear: Callable[..., Tensor] = ops.linear if by_kernels else F.linear
         self._read(folder.weights(), int(folder.config["num_hidden_layers"]), dtype)
 
     @property
@@ -75,24 +73,21 @@ class Bert:
         x = self._words[ids] + self._places[torch.cat([torch.arange(n) for n in lengths])]
         x = self._norm(x, self._first_norm).to(self._stack[0].qkv[0].dtype)
         for layer in self._stack:
-            attended = self._attend(F.linear(x, *layer.qkv), lengths)
-            x = self._norm(F.linear(attended, *layer.out).add_(x), layer.out_norm)
-            wide = torch.ops.aten.gelu_(F.linear(x, *layer.up))
-            x = self._norm(F.linear(wide, *layer.down).add_(x), layer.down_norm)
+            attended = self._attend(self._linear(x, *layer.qkv), lengths)
+            x = self._norm(self._linear(attended, *layer.out).add_(x), layer.out_norm)
+            wide = torch.ops.aten.gelu_(self._linear(x, *layer.up))
+            x = self._norm(self._linear(wide, *layer.down).add_(x), layer.down_norm)
         return x
 
     def _attend_by_kernels(self, qkv: Tensor, lengths: Sequence[int]) -> Tensor:
         """[N, 3 E] -> [N, E]. Every row stands where its window ends: causal by position is everything then."""
-        out = qkv.new_empty(len(qkv), self.dimension)
         plans = {n: plan_rows(torch.full((n,), n - 1), 1) for n in set(lengths)}
-        for end, n in zip(accumulate(lengths), lengths, strict=True):
-            rows = slice(end - n, end)
-            q, k, v = qkv[rows].view(n, 3, self._heads, -1).permute(1, 2, 0, 3)
-            out[rows] = ops.attend(q, k, v, self._spec, plans[n])
-        return out
+        q, k, v = qkv.view(len(qkv), 3, self._heads, -1).permute(1, 2, 0, 3)
+        spans = [(slice(end - n, end), n) for end, n in zip(accumulate(lengths), lengths, strict=True)]
+        return torch.cat([ops.attend(q[:, at], k[:, at], v[:, at], self._spec, plans[n]) for at, n in spans])
 
     def _attend_by_torch(self, qkv: Tensor, lengths: Sequence[int]) -> Tensor:
-        """The same."""
+        """The same, windows of one length together."""
         out, start = qkv.new_empty(len(qkv), self.dimension), 0
         for length, same in groupby(lengths):
             n = len(list(same))

@@ -50,8 +50,10 @@ class Embedder:
         self._room = encoder.max_tokens - encoder.overhead  # tokens of a window's own
 
     @classmethod
-    def load(cls, name: str = DEFAULT, device: str = "cpu") -> Embedder:
+    def load(cls, name: str = DEFAULT, device: str = "cpu", by_library: bool = False) -> Embedder:
         """Load a bundled embedder by name, or one from a local folder or the hub.
+
+        by_library: run it with sentence-transformers even where we could: the reference.
 
         Raises ModelError when it cannot be had, or is no sentence-transformers model.
         """
@@ -64,7 +66,7 @@ class Embedder:
         fingerprint = _fingerprint(folder)
         try:
             with _quiet():
-                return cls(_encoder(folder, fingerprint, device), name, fingerprint)
+                return cls(_encoder(folder, fingerprint, device, by_library), name, fingerprint)
         except Exception as error:  # the libraries raise whatever their parts raise
             reason = str(error).strip().splitlines() or [type(error).__name__]
             raise ModelError(
@@ -114,6 +116,10 @@ class Embedder:
         """
         return [window.text for window in self._windows(text, title)]
 
+    def count_tokens(self, text: str) -> int:
+        """Without special ones."""
+        return len(self._tokenise(text).ids)
+
     def _cut(self, texts: Sequence[tuple[str, str]]) -> Iterator[list[Window]]:
         """Titles and texts -> the windows of each; all are tokenised once, the long ones in pieces once more."""
         for start in range(0, len(texts), _TOKENISED):
@@ -127,21 +133,21 @@ class Embedder:
     def _windows(self, text: str, title: str = "") -> Iterator[Window]:
         """One text's, the next one cut when it is asked for; together they cover every token."""
         head = _head(title)
-        encoding = self._tokens(head + text)
+        encoding = self._tokenise(head + text)
         if len(encoding.ids) <= self._room:
             yield _window(head + text, encoding)
             return
-        in_head = len(self._tokens(head).ids) if head else 0
+        in_head = len(self._tokenise(head).ids) if head else 0
         if in_head > self._room // 2:
             text, head, in_head = head + text, "", 0
         elif head:
-            encoding = self._tokens(text)
+            encoding = self._tokenise(text)
         offsets, words, start = encoding.offsets, encoding.word_ids, 0
         while True:
             begin, end = offsets[start][0], _word_edge(words, start, start + self._room - in_head)
             while True:
                 piece = head + text[begin : offsets[end - 1][1]]
-                window = _window(piece, self._tokens(piece))
+                window = _window(piece, self._tokenise(piece))
                 over = len(window.ids) - self._room  # cut out of its text, a piece may tokenise longer
                 if over <= 0 or end == start + 1:
                     break
@@ -151,7 +157,7 @@ class Embedder:
                 return
             start = max(start + 1, _word_edge(words, start, end - int(_OVERLAP * (self._room - in_head))))
 
-    def _tokens(self, text: str) -> Any:
+    def _tokenise(self, text: str) -> Any:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def _encode(
@@ -215,8 +221,8 @@ def _unit(vectors: np.ndarray) -> np.ndarray:
     return unit
 
 
-def _encoder(folder: Path, fingerprint: str, device: str) -> Encoder:
-    if device == "cpu" and is_plain_bert(folder):
+def _encoder(folder: Path, fingerprint: str, device: str, by_library: bool) -> Encoder:
+    if device == "cpu" and not by_library and is_plain_bert(folder):
         return fastest(BertFolder(folder), fingerprint)
     from blendserve.retrieve.library import Library  # start-up: sentence-transformers takes seconds
 
