@@ -9,6 +9,8 @@
     place                 compiled | Triton | reference
     linear                compiled | torch
     correct               compiled | reference
+    add_norm              compiled | the model's own module
+    gated_activation      compiled | the model's own function
 
 A backend serves where it is made for such tensors (`fits`), is right on this machine (verify.py, asked once for each
 kind of them) and is the faster one (`is_fastest`). The reference always can.
@@ -25,14 +27,18 @@ import torch
 from torch import Tensor
 
 from blendserve.kernels import reference, verify
+from blendserve.kernels.activation import Activation
 from blendserve.kernels.chunks import ChunkStack
 from blendserve.kernels.cpu import attend as cpu_attend
 from blendserve.kernels.cpu import correct as cpu_correct
+from blendserve.kernels.cpu import gate as cpu_gate
 from blendserve.kernels.cpu import linear as cpu_linear
+from blendserve.kernels.cpu import norm as cpu_norm
 from blendserve.kernels.cpu import place as cpu_place
 from blendserve.kernels.cpu.isa import LEVELS, Level
 from blendserve.kernels.cuda import dense, flex, masked, packed, scattered
 from blendserve.kernels.cuda import place as cuda_place
+from blendserve.kernels.norm import Norm
 from blendserve.kernels.rotary import Rotary
 from blendserve.kernels.rows import RowPlan, plan_rows
 from blendserve.kernels.types import AttentionSpec, CorrectionParams, RecomputedTokens, Rope, StoredChunk
@@ -189,6 +195,14 @@ CORRECT = Operation(
     *_compiled("correct", cpu_correct.correct, cpu_correct.fits),
     Backend("plain torch", reference.correct_reference),
 )
+ADD_NORM = Operation(
+    *_compiled("norm", cpu_norm.add_norm, cpu_norm.fits),
+    Backend("the model's own module", reference.add_norm_reference),
+)
+GATED_ACTIVATION = Operation(
+    *_compiled("gate", cpu_gate.gated_activation, cpu_gate.fits),
+    Backend("the model's own function", reference.gated_activation_reference),
+)
 
 
 def attend(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: RowPlan) -> Tensor:
@@ -248,6 +262,16 @@ def correct(
     In place; rope: of positions [N]. blend/corrections tells what is computed.
     """
     CORRECT(keys, values, fresh, rope, rotary, params)
+
+
+def add_norm(x: Tensor, add: Tensor | None, norm: Norm) -> tuple[Tensor, Tensor]:
+    """x + add [S, E] (without `add`, x itself), and that normed: to the bit as the reader's own modules round."""
+    return ADD_NORM(x, add, norm)
+
+
+def gated_activation(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+    """activation(gate) * up [S, I], to the bit as the reader's own function rounds. `gate` is used up."""
+    return GATED_ACTIVATION(gate, up, activation)
 
 
 def _one_after_another(

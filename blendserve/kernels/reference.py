@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from blendserve.kernels.activation import Activation
+from blendserve.kernels.norm import Norm
 from blendserve.kernels.rotary import Rotary
 from blendserve.kernels.rows import Block, RowPlan
 from blendserve.kernels.types import AttentionSpec, CorrectionParams, RecomputedTokens, Rope, StoredChunk
@@ -130,6 +132,17 @@ def place_reference(
 def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """torch's own."""
     return F.linear(x, weight, bias)
+
+
+def add_norm_reference(x: Tensor, add: Tensor | None, norm: Norm) -> tuple[Tensor, Tensor]:
+    """By the family's own module."""
+    total = x if add is None else x + add
+    return total, norm.own(total)
+
+
+def gated_activation_reference(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+    """By the family's own function."""
+    return activation.own(gate) * up
 
 
 def correct_reference(

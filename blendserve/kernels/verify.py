@@ -14,17 +14,21 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from blendserve.kernels.cpu import attend as cpu_attend
 from blendserve.kernels.cpu import correct as cpu_correct
+from blendserve.kernels.cpu import gate as cpu_gate
 from blendserve.kernels.cpu import linear as cpu_linear
+from blendserve.kernels.cpu import norm as cpu_norm
 from blendserve.kernels.cpu import place as cpu_place
 from blendserve.kernels.cpu.build import Unavailable, build
 from blendserve.kernels.cpu.isa import LEVELS, Level
 from blendserve.kernels.cpu.library import dtype_of, loaded
 from blendserve.kernels.cuda import place as cuda_place
 from blendserve.kernels.cuda.available import has_triton
+from blendserve.kernels.norm import FORMS
 from blendserve.kernels.reference import correct_reference, formula
 from blendserve.kernels.rotary import HALVES, OwnFunction, Rotary, RotaryForm
 from blendserve.kernels.rows import RowPlan, plan_rows
@@ -89,6 +93,8 @@ def check_cpu(level: Level, library: ctypes.CDLL) -> None:
         "linear": _check_linear,
         "place": _check_place,
         "correct": _check_correct,
+        "norm": _check_norm,
+        "gate": _check_gate,
     }
     for operation in level.sources:
         checks[operation](library, dtype_of(level))
@@ -157,6 +163,26 @@ def _check_correct(library: ctypes.CDLL, dtype: torch.dtype) -> None:
         off = max(float((a.double() - b).abs().max()) for a, b in zip(given, wide, strict=True))
         if not off < CPU_BOUNDS[dtype].correct:
             raise Unavailable(f"correcting is wrong here: off by {off:.3g} with {params}")
+
+
+def _check_norm(library: ctypes.CDLL, dtype: torch.dtype) -> None:
+    """To the bit in every form, with sizes that fill no vector and sizes that make torch add up in cascades."""
+    generator = torch.Generator().manual_seed(0)
+    for dim in (90, 2080):
+        x, add, weight = (_random(shape, generator, dtype) for shape in ((16, dim), (16, dim), (dim,)))
+        for form in FORMS:
+            total, normed = cpu_norm.run(library, x, add, weight, 1e-5, form)
+            if not (torch.equal(total, x + add) and torch.equal(normed, form.normed(total, weight, 1e-5))):
+                raise Unavailable(f"norms are wrong here, of {dim} numbers")
+
+
+def _check_gate(library: ctypes.CDLL, dtype: torch.dtype) -> None:
+    """To the bit, over all that does not become too small for the dtype."""
+    generator = torch.Generator().manual_seed(0)
+    gate = torch.linspace(-80.0, 80.0, 4000).view(40, 100).to(dtype)
+    up = _random(gate.shape, generator, dtype)
+    if not torch.equal(cpu_gate.run(library, gate.clone(), up), F.silu(gate) * up):
+        raise Unavailable("gated activations are wrong here")
 
 
 def _random(shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Tensor:

@@ -12,20 +12,20 @@ How the families differ is in families.py; here their plans are resolved once in
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from blendserve.kernels.norm import Norm
 from blendserve.kernels.ops import attention_backends, rotate
 from blendserve.kernels.rotary import OwnFunction, Rotary
 from blendserve.kernels.types import AttentionSpec, Rope, Ropes
 from blendserve.models.families import Family, check_supported
 from blendserve.models.linear_layers import call_linear, call_module
-
-Module = Callable[[Tensor], Tensor]
+from blendserve.models.mlp import GatedMLPs
+from blendserve.models.norms import Norms, call_norm, norm_heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,9 @@ class Adapter:
         self.context_limit: int = config.max_position_embeddings
         self.vocab_size: int = config.vocab_size
         self.specs = [_attention_spec(config, family, l, layer.self_attn) for l, layer in enumerate(layers)]
-        self._layers = [_Layer(self, layer, _setting(config, family.residual_scale)) for layer in layers]
+        norms, mlps, scale = Norms(), GatedMLPs(), _setting(config, family.residual_scale)
+        self._layers = [_Layer(self, layer, norms, mlps, scale) for layer in layers]
+        self._norm = norms.of(self._body.norm)
         self._turns = [_turn(config, family, l, layer.self_attn) for l, layer in enumerate(layers)]
         self._embedding_scale = _setting(config, family.embedding_scale)
         self._logits_factor = _logits_factor(config, family)
@@ -106,13 +108,12 @@ class Adapter:
     def project(self, l: int, hidden: Tensor) -> Projected:
         """First half of layer l: hidden [S, E] -> queries, keys and values of these rows, before RoPE."""
         layer = self._layers[l]
-        x = hidden if layer.before_attention is None else layer.before_attention(hidden)
-        q, k, v = layer.qkv(x)
-        if layer.norms_width:
-            q, k = layer.attn.q_norm(q), layer.attn.k_norm(k)
+        q, k, v = layer.qkv(call_norm(layer.before_attention, hidden)[1])
+        if layer.width_norms:
+            q, k = (call_norm(norm, x)[1] for norm, x in zip(layer.width_norms, (q, k), strict=True))
         q, k, v = (_heads(part, self.head_dim) for part in (q, k, v))
-        if layer.norms_heads:
-            q, k = layer.attn.q_norm(q), layer.attn.k_norm(k)
+        if layer.head_norms:
+            q, k = (norm_heads(norm, x) for norm, x in zip(layer.head_norms, (q, k), strict=True))
         return Projected(q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1))
 
     def finish(self, l: int, hidden: Tensor, attended: Tensor) -> Tensor:
@@ -121,7 +122,7 @@ class Adapter:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Last hidden [S, E] -> logits [S, V]."""
-        logits = call_linear(cast(Any, self.model).lm_head, self._body.norm(hidden))
+        logits = call_linear(cast(Any, self.model).lm_head, call_norm(self._norm, hidden)[1])
         if self._logits_factor is not None:
             logits = logits * self._logits_factor
         return (
@@ -147,21 +148,30 @@ class Adapter:
 class _Layer:
     """The modules of one decoder layer in the order of its family's plan; None = the plan has none there."""
 
-    def __init__(self, adapter: Adapter, layer: Any, residual_scale: float | None) -> None:
+    def __init__(
+        self, adapter: Adapter, layer: Any, norms: Norms, mlps: GatedMLPs, residual_scale: float | None
+    ) -> None:
         family, attn = adapter.family, layer.self_attn
-        self.before_attention = _module(layer, family.before_attention)
-        self.after_attention = _module(layer, family.after_attention)
-        self.before_mlp = self.before_attention if family.parallel else _module(layer, family.before_mlp)
-        self.after_mlp = _module(layer, family.after_mlp)
+
+        def norm(name: str | None) -> Norm | None:
+            return None if name is None else norms.of(getattr(layer, name))
+
+        self.before_attention, self.after_attention = (
+            norm(family.before_attention),
+            norm(family.after_attention),
+        )
+        self.before_mlp = self.before_attention if family.parallel else norm(family.before_mlp)
+        self.after_mlp = norm(family.after_mlp)
         self.parallel = family.parallel
         self.residual_scale = residual_scale
-        self.norms_width = family.qk_norm == "width"
-        self.norms_heads = family.qk_norm == "head" and hasattr(attn, "q_norm")  # optional in Cohere's
+        qk = [norms.of(x) for x in (attn.q_norm, attn.k_norm)] if _norms_qk(family, attn) else []
+        self.width_norms, self.head_norms = (qk if family.qk_norm == x else [] for x in ("width", "head"))
         self.attn, self._fused = attn, family.fused_qkv
         self._sizes = [
             n * adapter.head_dim for n in (adapter.n_heads, adapter.n_kv_heads, adapter.n_kv_heads)
         ]
         self._mlp, self._experts = getattr(layer, family.mlp), family.experts
+        self._gated = None if family.experts else mlps.of(self._mlp)
 
     def qkv(self, x: Tensor) -> tuple[Tensor, ...]:
         """x [S, E] -> [S, H * D], [S, K * D], [S, K * D]"""
@@ -173,22 +183,28 @@ class _Layer:
     def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
         added = call_linear(self.attn.o_proj, attended)
         if self.after_attention is not None:
-            added = self.after_attention(added)
-        between = self._add(hidden, added)
-        x = hidden if self.parallel else between
-        if self.before_mlp is not None:
-            x = self.before_mlp(x)
-        x = self._mlp(x[None])[0] if self._experts else call_module(self._mlp, x)
+            added = call_norm(self.after_attention, added)[1]
+        if self.residual_scale is not None:
+            added = added * self.residual_scale
+        if self.parallel:
+            between, x = hidden + added, call_norm(self.before_mlp, hidden)[1]
+        else:
+            between, x = call_norm(self.before_mlp, hidden, added)
+        x = self._feed(x)
         if self.after_mlp is not None:
-            x = self.after_mlp(x)
-        return self._add(between, x)
+            x = call_norm(self.after_mlp, x)[1]
+        if self.residual_scale is not None:
+            x = x * self.residual_scale
+        return between + x
 
-    def _add(self, hidden: Tensor, x: Tensor) -> Tensor:
-        return hidden + x if self.residual_scale is None else hidden + x * self.residual_scale
+    def _feed(self, x: Tensor) -> Tensor:
+        if self._experts:
+            return cast(Tensor, self._mlp(x[None])[0])
+        return call_module(self._mlp, x) if self._gated is None else self._gated(x)
 
 
-def _module(layer: Any, name: str | None) -> Module | None:
-    return None if name is None else cast(Module, getattr(layer, name))
+def _norms_qk(family: Family, attn: Any) -> bool:
+    return family.qk_norm != "no" and hasattr(attn, "q_norm")  # optional in Cohere's
 
 
 def _setting(config: Any, name: str | None) -> float | None:

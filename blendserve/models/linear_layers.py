@@ -15,10 +15,15 @@ from blendserve.kernels.ops import linear
 
 def call_linear(module: nn.Module, x: Tensor) -> Tensor:
     """`module(x)`, by a kernel where module is a plain linear layer."""
-    if type(module) is nn.Linear and not (module._forward_hooks or module._forward_pre_hooks):
+    if type(module) is nn.Linear and not is_hooked(module):
         return linear(x, module.weight, module.bias)
     out: Tensor = module(x)
     return out
+
+
+def is_hooked(module: Any) -> bool:
+    """Whether somebody else has to hear of it when this module is called."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def call_module(module: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

@@ -78,6 +78,13 @@ inline Floats scaled(Floats p, Floats x) {
     return floats(_mm256_add_epi32(words(p), _mm256_slli_epi32(exponent, 23)));
 }
 
+inline Floats nearest(Floats x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+inline Floats power_of_2_at(Words n) { return floats(_mm256_slli_epi32(_mm256_add_epi32(n, _mm256_set1_epi32(127)), 23)); }
+inline Floats times_2_to(Floats p, Floats n) {  // in two steps: 2^n may be beyond what a number holds, and the product not
+    Words whole = _mm256_cvtps_epi32(_mm256_min_ps(larger(n, all(-250.0f)), all(250.0f))), half = _mm256_srai_epi32(whole, 1);
+    return p * power_of_2_at(half) * power_of_2_at(_mm256_sub_epi32(whole, half));
+}
+
 inline void transpose(Words (&a)[LANES]) {
     Words b[LANES];
     for (int i = 0; i < 8; i += 2) {

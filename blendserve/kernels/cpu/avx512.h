@@ -70,6 +70,10 @@ inline Floats inverse(Floats x) {
 inline Floats fraction(Floats x) { return _mm512_reduce_ps(x, 1); }
 inline Floats scaled(Floats p, Floats x) { return _mm512_scalef_ps(p, x); }
 
+// The nearest whole number, of two the even one; p * 2^n for a whole n of any size.
+inline Floats nearest(Floats x) { return _mm512_roundscale_ps(x, 0); }
+inline Floats times_2_to(Floats p, Floats n) { return _mm512_scalef_ps(p, n); }
+
 // LANES rows of LANES words, in place: lane i of vector w comes from lane w of vector i.
 inline void transpose(Words (&a)[LANES]) {
     Words b[LANES];

@@ -21,7 +21,7 @@ _AVX512 = frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"})
 _AMX = _AVX512 | {"avx512_bf16", "amx_tile", "amx_bf16"}
 _BF16 = ("-march=x86-64-v4", "-mavx512bf16")
 _VECTORS = {
-    name: f"{name}.cpp" for name in ("attend", "linear", "correct", "place")
+    name: f"{name}.cpp" for name in ("attend", "linear", "correct", "place", "norm", "gate")
 }  # for vectors of any width
 _TILES = {name: f"{name}_amx.cpp" for name in ("attend", "linear", "correct")}
 

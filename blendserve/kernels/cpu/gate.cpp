@@ -1,0 +1,50 @@
+// silu(gate) * up of rows in one pass: what torch gives, to the bit (but bf16 below 2^-126 is 0). The exponential is the one
+// that torch's vectors have, Sleef's expf. kernels/reference.py is the plain form.
+
+#include "common.h"
+
+// One call, as the caller fills it in. Strides are in elements; the innermost one is 1.
+struct GateCall {
+    const Number *gate, *up;  // [rows, width]
+    Number* out;              // [rows, width]; may be gate
+    int64_t gate_row, up_row, out_row, rows, width;
+    int64_t threads;
+};
+
+namespace {
+
+// Of numbers from -104 to 105, as more is 0 or infinity.
+inline Floats exponential(Floats x) {
+    Floats n = nearest(x * all(1.44269504088896341f));
+    Floats s = fma(n, all(-0.693145751953125f), x);
+    s = fma(n, all(-1.428606765330187045e-06f), s);
+    Floats p = all(0.000198527617612853646278381f);
+    p = fma(p, s, all(0.00139304355252534151077271f));
+    p = fma(p, s, all(0.00833336077630519866943359f));
+    p = fma(p, s, all(0.0416664853692054748535156f));
+    p = fma(p, s, all(0.166666671633720397949219f));
+    p = fma(p, s, all(0.5f));
+    return times_2_to(all(1.0f) + fma(s * s, p, s), n);
+}
+
+// NaN stays: of a NaN and a number, `larger` gives the second.
+inline Floats gated(Floats x, Floats up) {
+    Floats minus = larger(all(-104.0f), all(-0.0f) - larger(all(-105.0f), x));
+    return rounded(x / (all(1.0f) + exponential(minus))) * up;
+}
+
+}  // namespace
+
+extern "C" void blendserve_gate(const GateCall* call) {
+    const GateCall& c = *call;
+    constexpr int64_t WORTH = 1 << 15;  // numbers for which threads are woken
+#pragma omp parallel for schedule(static) num_threads(static_cast<int>(c.threads)) if (c.rows * c.width > WORTH)
+    for (int64_t row = 0; row < c.rows; ++row) {
+        const Number *gate = c.gate + row * c.gate_row, *up = c.up + row * c.up_row;
+        Number* out = c.out + row * c.out_row;
+        int64_t j = 0;
+        for (; j + LANES <= c.width; j += LANES) store(out + j, gated(load(gate + j), load(up + j)));
+        Mask there = first(c.width - j);
+        if (j < c.width) store(out + j, there, gated(load(gate + j, there), load(up + j, there)));
+    }
+}

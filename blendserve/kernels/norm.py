@@ -1,0 +1,54 @@
+"""How a family norms a row: its own module, and which of the forms that kernels know it has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+ROWS = 64  # that forms are told apart by: a number of every few rows differs between two of them
+
+
+@dataclass(frozen=True, slots=True)
+class NormForm:
+    """x / sqrt(mean(x^2) + eps) in fp32, times (weight + offset)."""
+
+    rounds_first: (
+        bool  # the normed row becomes the reader's dtype before it is weighed, else the product does
+    )
+    offset: float = 0.0
+
+    def normed(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x [S, E] normed as kernels do it, in torch."""
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+        scale = weight.float() + self.offset if self.offset else weight
+        return wide.to(x.dtype) * scale if self.rounds_first else (wide * scale).to(x.dtype)
+
+
+FORMS = (
+    NormForm(rounds_first=True),  # Llama and most others
+    NormForm(rounds_first=False),  # Helium, OLMo 2
+    NormForm(rounds_first=False, offset=1.0),  # Gemma
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """A reader's norm of rows. `form` is None where its module is none of those that kernels know."""
+
+    own: Callable[[Tensor], Tensor]
+    weight: Tensor | None = None  # [E]
+    eps: float = 0.0
+    form: NormForm | None = None
+
+
+@torch.inference_mode()
+def form_of(own: Callable[[Tensor], Tensor], weight: Tensor, eps: float) -> NormForm | None:
+    """Found out by running the module on rows of weight's dtype: it has a form only where every bit is equal."""
+    x = 3 * torch.randn(ROWS, len(weight), generator=torch.Generator().manual_seed(0))
+    x = x.to(weight.device, weight.dtype)
+    wanted = own(x)
+    return next((form for form in FORMS if torch.equal(form.normed(x, weight, eps), wanted)), None)
