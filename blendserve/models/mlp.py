@@ -42,7 +42,7 @@ class GatedMLPs:
     def of(self, module: Any) -> GatedMLP | None:
         """The module by its parts; None where it has others, does anything else with them, or would gain nothing."""
         names = ("gate_proj", "up_proj") if hasattr(module, "gate_proj") else ("gate_up_proj",)
-        parts = [getattr(module, name, None) for name in (*names, "down_proj")]
+        parts: list[Any] = [getattr(module, name, None) for name in (*names, "down_proj")]
         own = getattr(module, "act_fn", None) or getattr(module, "activation_fn", None)
         if own is None or not all(
             type(part) is nn.Linear and part.weight.device.type == "cpu" for part in parts
