@@ -12,6 +12,7 @@ import transformers as tf
 
 from blendserve.config import ReaderConfig
 from blendserve.errors import ConfigError, ModelError, ModelUnsupported
+from blendserve.kernels.cpu import isa
 from blendserve.models import loader
 from blendserve.models.loader import end_tokens, fingerprint, load_reader
 from tests.blend.helpers import assert_near, blend, model_logits, some_prompt
@@ -110,10 +111,8 @@ def test_a_failed_conversion_leaves_nothing_behind(tmp_path: Path, monkeypatch: 
 def test_auto_dtype_is_bf16_only_where_the_cpu_multiplies_it(
     monkeypatch: pytest.MonkeyPatch, folder: Path
 ) -> None:
-    cpu: Any = torch.cpu
-    for fast, dtype in ((True, torch.bfloat16), (False, torch.float32)):
-        monkeypatch.setattr(cpu, "_is_avx512_bf16_supported", lambda fast=fast: fast)
-        monkeypatch.setattr(cpu, "_is_amx_tile_supported", lambda: False)
+    for sets, dtype in ((("avx2", "avx512", "avx512_bf16"), torch.bfloat16), (("avx2",), torch.float32)):
+        monkeypatch.setattr(isa, "allowed", lambda sets=sets: sets)
         assert load_reader(ReaderConfig(model=str(folder), device="cpu")).adapter.dtype == dtype
 
 
