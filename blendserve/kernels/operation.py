@@ -16,7 +16,10 @@ P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
 
+TRIES = 4  # races that a busy machine left open, after which this process begins no others
+
 _lock = Lock()  # of all races: two at once would slow each other
+_unsettled = set[str]()
 
 
 def _always(*_: object, **__: object) -> bool:
@@ -106,18 +109,23 @@ class Operation(Generic[P, R]):
         notes = {b.name: _taking(b.trouble, works[0]) for b in backends}
         able = [b for b in backends if not notes[b.name]]
         ours = [b.name for b in able if b.is_ours]
-        times: race.Times = {}
-        winner = able[0].name
+        times: race.Times | None = None
+        winner, reasons = able[0].name, dict[str, str]()
         if len(able) > 1:
-            times = race_times.recall(name, str(shapes), [b.name for b in able], len(works)) or {}
-            if not times:
+            times = race_times.recall(name, str(shapes), [b.name for b in able], len(works))
+            if times is None and len(_unsettled) < TRIES:
                 runs: race.Runs = {b.name: [partial(_run_all, b.run, work) for work in works] for b in able}
-                times = race_times.keep(name, str(shapes), race.measure(runs, ours))
-            winner, reasons = race.settle(times, ours)
-            notes.update(reasons)
-        notes[winner] = "serves"
+                times = race.measure(runs, ours)
+                times = times and race_times.keep(name, str(shapes), times)
+            if times is None:
+                _unsettled.add(str(shapes))
+                reasons = dict.fromkeys((b.name for b in able[1:]), "not measured: the machine was busy")
+            else:
+                winner, reasons = race.settle(times, ours)
+        notes |= {**reasons, winner: "serves"}
+        seconds = times or {}
         self._rows[found] = [
-            Row(name, str(shapes), b.name, tuple(1e3 * s for s in times.get(b.name, ())), notes[b.name])
+            Row(name, str(shapes), b.name, tuple(1e3 * s for s in seconds.get(b.name, ())), notes[b.name])
             for b in backends
         ]
         able.sort(key=lambda b: b.name != winner)  # calls that do not fit the winner go by the table's order
