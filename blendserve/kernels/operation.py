@@ -61,12 +61,12 @@ class Row:
     operation: str
     shapes: str
     backend: str
-    milliseconds: tuple[float, ...]  # of each sample; none where nothing was measured
+    milliseconds: tuple[float, ...]  # of a call of each sample; none where nothing was measured
     note: str  # "serves", or why it does not
 
     def cells(self) -> tuple[str, ...]:
-        took = " | ".join(f"{ms:.3g}" for ms in self.milliseconds)
-        return self.operation, self.shapes, self.backend, took, self.note
+        """Backend, time and note, for a table."""
+        return self.backend, " | ".join(f"{ms:.3g}" for ms in self.milliseconds), self.note
 
 
 class Operation(Generic[P, R]):
@@ -125,11 +125,16 @@ class Operation(Generic[P, R]):
         notes |= {**reasons, winner: "serves"}
         seconds = times or {}
         self._rows[found] = [
-            Row(name, str(shapes), b.name, tuple(1e3 * s for s in seconds.get(b.name, ())), notes[b.name])
+            Row(name, str(shapes), b.name, _per_call(seconds.get(b.name, ()), works), notes[b.name])
             for b in backends
         ]
         able.sort(key=lambda b: b.name != winner)  # calls that do not fit the winner go by the table's order
         self._order[found] = [*able, *(b for b in self.backends[-1:] if b not in able)]
+
+
+def _per_call(seconds: Sequence[float], works: Sequence[Sequence[object]]) -> tuple[float, ...]:
+    """In milliseconds."""
+    return tuple(1e3 * took / len(calls) for took, calls in zip(seconds, works, strict=False))
 
 
 def _taking(function: Callable[..., T], calls: Sequence[tuple[Any, ...]]) -> T:
