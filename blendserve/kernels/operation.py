@@ -102,20 +102,19 @@ class Operation(Generic[P, R]):
 
     @torch.inference_mode()
     def _race(self, found: object, shapes: samples.Class, *args: P.args, **kwargs: P.kwargs) -> None:
-        """Times come from those whom the class's samples fit, whatever is odd about the call at hand."""
         assert self._racing is not None
-        name, works = self._racing.operation, self._racing.samples(*args, **kwargs)
-        backends: list[Any] = [b for b in self.backends if _taking(b.fits, works[0])]
-        notes = {b.name: _taking(b.trouble, works[0]) for b in backends}
+        name = self._racing.operation
+        call = self._usual(*args, **kwargs)
+        backends: list[Any] = [b for b in self.backends if _taking(b.fits, call)]
+        notes = {b.name: _taking(b.trouble, call) for b in backends}
         able = [b for b in backends if not notes[b.name]]
-        ours = [b.name for b in able if b.is_ours]
         times: race.Times | None = None
         winner, reasons = able[0].name, dict[str, str]()
         if len(able) > 1:
-            times = race_times.recall(name, str(shapes), [b.name for b in able], len(works))
+            ours = [b.name for b in able if b.is_ours]
+            times = race_times.recall(name, str(shapes), [b.name for b in able])
             if times is None and len(_unsettled) < TRIES:
-                runs: race.Runs = {b.name: [partial(_run_all, b.run, work) for work in works] for b in able}
-                times = race.measure(runs, ours)
+                times = _measured(able, ours, self._racing.samples(*args, **kwargs))
                 times = times and race_times.keep(name, str(shapes), times)
             if times is None:
                 _unsettled.add(str(shapes))
@@ -125,20 +124,34 @@ class Operation(Generic[P, R]):
         notes |= {**reasons, winner: "serves"}
         seconds = times or {}
         self._rows[found] = [
-            Row(name, str(shapes), b.name, _per_call(seconds.get(b.name, ()), works), notes[b.name])
+            Row(name, str(shapes), b.name, tuple(1e3 * s for s in seconds.get(b.name, ())), notes[b.name])
             for b in backends
         ]
         able.sort(key=lambda b: b.name != winner)  # calls that do not fit the winner go by the table's order
         self._order[found] = [*able, *(b for b in self.backends[-1:] if b not in able)]
 
+    def _usual(self, *args: P.args, **kwargs: P.kwargs) -> tuple[Any, ...]:
+        """The call at hand where its tensors lie as our kernels want them, else a sample: an odd call settles nothing."""
+        if not kwargs and any(b.is_ours and b.fits(*args, **kwargs) for b in self.backends):
+            return args
+        assert self._racing is not None
+        return self._racing.samples(*args, **kwargs)[0][0]
 
-def _per_call(seconds: Sequence[float], works: Sequence[Sequence[object]]) -> tuple[float, ...]:
-    """In milliseconds."""
-    return tuple(1e3 * took / len(calls) for took, calls in zip(seconds, works, strict=False))
+
+def _measured(
+    backends: Sequence[Backend[..., object]], ours: Sequence[str], works: Sequence[Sequence[tuple[Any, ...]]]
+) -> race.Times | None:
+    """Seconds of a call of each sample."""
+    runs: race.Runs = {b.name: [partial(_run_all, b.run, work) for work in works] for b in backends}
+    found = race.measure(runs, ours)
+    return found and {
+        name: [took / len(work) for took, work in zip(times, works, strict=True)]
+        for name, times in found.items()
+    }
 
 
-def _taking(function: Callable[..., T], calls: Sequence[tuple[Any, ...]]) -> T:
-    return function(*calls[0])
+def _taking(function: Callable[..., T], call: tuple[Any, ...]) -> T:
+    return function(*call)
 
 
 def _run_all(run: Callable[..., object], calls: Sequence[tuple[Any, ...]]) -> None:

@@ -49,22 +49,23 @@ def _sources() -> list[Path]:
     )
 
 
-def recall(operation: str, shapes: str, backends: Sequence[str], samples: int) -> Times | None:
+def recall(operation: str, shapes: str, backends: Sequence[str]) -> Times | None:
     """What is kept of all these backends, in their order; None if anything is missing or no time."""
     found = _read(_file()).get(operation)
     times = found.get(shapes) if isinstance(found, dict) else None
-    if not isinstance(times, dict) or not all(_are_times(times.get(name), samples) for name in backends):
+    if not isinstance(times, dict) or not all(_are_times(times.get(name)) for name in backends):
         return None
-    return {name: times[name] for name in backends}
+    asked = {name: times[name] for name in backends}
+    return asked if len(set(map(len, asked.values()))) == 1 else None
 
 
 def keep(operation: str, shapes: str, times: Times) -> Times:
     """Write it down, unless another process was first: then what that one found is returned instead."""
-    file, samples = _file(), len(next(iter(times.values())))
+    file = _file()
     with suppress(OSError, Timeout):
         file.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(file.with_suffix(".lock"), timeout=WAIT_SECONDS):
-            theirs = recall(operation, shapes, list(times), samples)
+            theirs = recall(operation, shapes, list(times))
             if theirs is not None:
                 return theirs
             table = _read(file)
@@ -88,9 +89,9 @@ def _read(file: Path) -> dict[str, Any]:
     return table if isinstance(table, dict) else {}
 
 
-def _are_times(found: object, samples: int) -> bool:
+def _are_times(found: object) -> bool:
     return (
         isinstance(found, list)
-        and len(found) == samples
+        and len(found) > 0
         and all(isinstance(took, float) and isfinite(took) and took > 0 for took in found)
     )

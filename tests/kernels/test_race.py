@@ -167,16 +167,17 @@ FOUND = {"tiles": [1.0, 2.0], "plain": [3.0, 4.5]}
 
 def test_what_was_kept_is_found_again_by_the_same_machine_alone(cache: Path) -> None:
     names = list(FOUND)
-    assert race_times.recall("attend", "few", names, 2) is None
+    assert race_times.recall("attend", "few", names) is None
     assert race_times.keep("attend", "few", FOUND) == FOUND
     race_times.keep("attend", "many", {"plain": [9.0]})
-    assert race_times.recall("attend", "few", names[::-1], 2) == FOUND
-    assert list(race_times.recall("attend", "few", names[::-1], 2) or {}) == names[::-1]
-    assert race_times.recall("attend", "few", [*names, "vectors"], 2) is None
-    assert race_times.recall("attend", "few", names, 3) is None
-    assert race_times.recall("linear", "few", names, 2) is None
+    assert race_times.recall("attend", "few", names[::-1]) == FOUND
+    assert list(race_times.recall("attend", "few", names[::-1]) or {}) == names[::-1]
+    assert race_times.recall("attend", "few", [*names, "vectors"]) is None
+    race_times.keep("attend", "uneven", {"tiles": [1.0], "plain": [1.0, 2.0]})
+    assert race_times.recall("attend", "uneven", names) is None
+    assert race_times.recall("linear", "few", names) is None
     with threads(torch.get_num_threads() + 1):
-        assert race_times.recall("attend", "few", names, 2) is None
+        assert race_times.recall("attend", "few", names) is None
 
 
 def test_of_two_processes_the_first_one_s_times_hold(cache: Path) -> None:
@@ -203,24 +204,24 @@ def test_a_file_that_says_something_else_is_none(
         file = race_times._file()
         file.parent.mkdir(parents=True)
         file.write_text(json.dumps(said))
-        assert race_times.recall("attend", "few", list(FOUND), 2) is None
+        assert race_times.recall("attend", "few", list(FOUND)) is None
         assert race_times.keep("attend", "few", FOUND) == FOUND
-        assert race_times.recall("attend", "few", list(FOUND), 2) == FOUND
+        assert race_times.recall("attend", "few", list(FOUND)) == FOUND
 
 
 @pytest.mark.parametrize("bytes_", [b"", b"{", b"\xff\xfe\x00", b"[" * 100_000])
 def test_a_damaged_file_is_none(cache: Path, bytes_: bytes) -> None:
     cache.mkdir(parents=True)
     race_times._file().write_bytes(bytes_)
-    assert race_times.recall("attend", "few", list(FOUND), 2) is None
+    assert race_times.recall("attend", "few", list(FOUND)) is None
     race_times.keep("attend", "few", FOUND)
-    assert race_times.recall("attend", "few", list(FOUND), 2) == FOUND
+    assert race_times.recall("attend", "few", list(FOUND)) == FOUND
 
 
 def test_where_nothing_can_be_written_nothing_is_kept(cache: Path) -> None:
     cache.parent.parent.joinpath("blendserve").write_text("a file where the folder should be")
     assert race_times.keep("attend", "few", FOUND) == FOUND
-    assert race_times.recall("attend", "few", list(FOUND), 2) is None
+    assert race_times.recall("attend", "few", list(FOUND)) is None
 
 
 # Calls
@@ -254,9 +255,12 @@ def toy() -> Operation[..., str]:
     def size(x: torch.Tensor) -> Any:
         return "wide" if len(x) > 4 else None if len(x) == 4 else "narrow"
 
+    def fits(x: torch.Tensor) -> bool:
+        return x.stride(0) == 1
+
     return Operation(
-        Backend("tiles", lambda x: "tiles", trouble=lambda x: "no tiles", is_ours=True),
-        Backend("vectors", lambda x: "vectors", fits=lambda x: x.stride(0) == 1, is_ours=True),
+        Backend("tiles", lambda x: "tiles", fits, lambda x: "no tiles", is_ours=True),
+        Backend("vectors", lambda x: "vectors", fits, is_ours=True),
         Backend("plain", lambda x: "plain"),
         racing=Racing("toy", size, lambda x: [[(x.contiguous(),)] * 2]),
     )
@@ -264,7 +268,7 @@ def toy() -> Operation[..., str]:
 
 def test_calls_go_to_the_winner_of_their_class(raced: list[Times]) -> None:
     operation = toy()
-    raced.append({"vectors": [2.0], "plain": [1.0]})
+    raced.append({"vectors": [1.0], "plain": [0.5]})  # two calls
     assert operation(torch.zeros(8)) == "plain"
     raced.append({"vectors": [1.0], "plain": [2.0]})
     assert operation(torch.zeros(9)) == "plain", "a class is settled once"
@@ -274,8 +278,8 @@ def test_calls_go_to_the_winner_of_their_class(raced: list[Times]) -> None:
     assert ASKED == [["vectors", "plain"]] * 2
     assert operation.measured()[:3] == [
         Row("toy", "wide", "tiles", (), "no tiles"),
-        Row("toy", "wide", "vectors", (1000.0,), "slower than torch's own"),
-        Row("toy", "wide", "plain", (500.0,), "serves"),
+        Row("toy", "wide", "vectors", (500.0,), "slower than torch's own"),
+        Row("toy", "wide", "plain", (250.0,), "serves"),
     ]
 
 
@@ -285,6 +289,14 @@ def test_the_next_process_goes_by_what_the_first_found(raced: list[Times]) -> No
     raced.append({"vectors": [1.0], "plain": [2.0]})
     assert toy()(torch.zeros(8)) == "plain"
     assert len(ASKED) == 1
+
+
+def test_what_is_known_already_needs_no_samples(raced: list[Times]) -> None:
+    raced.append({"vectors": [2.0], "plain": [1.0]})
+    toy()(torch.zeros(8))
+    operation = toy()
+    operation._racing = replace(operation._racing, samples=lambda x: 1 / 0)  # type: ignore[type-var]
+    assert operation(torch.zeros(8)) == "plain"
 
 
 def test_an_odd_call_does_not_settle_for_others(raced: list[Times]) -> None:
@@ -302,7 +314,7 @@ def test_a_busy_machine_settles_nothing_and_is_asked_a_few_times_only(raced: lis
         assert operation.measured()[2].note == "not measured: the machine was busy"
     assert len(ASKED) == 4
     raced.append({"vectors": [2.0], "plain": [1.0]})
-    assert race_times.recall("toy", "class 0", ["vectors", "plain"], 1) is None
+    assert race_times.recall("toy", "class 0", ["vectors", "plain"]) is None
 
 
 def test_switched_off_the_table_s_order_holds(raced: list[Times], monkeypatch: pytest.MonkeyPatch) -> None:
