@@ -16,10 +16,11 @@ P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
 
+BUSY = "not measured: the machine was busy"
 TRIES = 4  # races that a busy machine left open, after which this process begins no others
 
 _lock = Lock()  # of all races: two at once would slow each other
-_unsettled = set[str]()
+_unsettled = set[tuple[str, str]]()
 
 
 def _always(*_: object, **__: object) -> bool:
@@ -102,33 +103,38 @@ class Operation(Generic[P, R]):
 
     @torch.inference_mode()
     def _race(self, found: object, shapes: samples.Class, *args: P.args, **kwargs: P.kwargs) -> None:
-        assert self._racing is not None
-        name = self._racing.operation
         call = self._usual(*args, **kwargs)
         backends: list[Any] = [b for b in self.backends if _taking(b.fits, call)]
         notes = {b.name: _taking(b.trouble, call) for b in backends}
         able = [b for b in backends if not notes[b.name]]
-        times: race.Times | None = None
-        winner, reasons = able[0].name, dict[str, str]()
-        if len(able) > 1:
-            ours = [b.name for b in able if b.is_ours]
-            times = race_times.recall(name, str(shapes), [b.name for b in able])
-            if times is None and len(_unsettled) < TRIES:
-                times = _measured(able, ours, self._racing.samples(*args, **kwargs))
-                times = times and race_times.keep(name, str(shapes), times)
-            if times is None:
-                _unsettled.add(str(shapes))
-                reasons = dict.fromkeys((b.name for b in able[1:]), "not measured: the machine was busy")
-            else:
-                winner, reasons = race.settle(times, ours)
+        times = self._times(able, shapes, *args, **kwargs) if len(able) > 1 else None
+        if times is not None:
+            winner, reasons = race.settle(times, [b.name for b in able if b.is_ours])
+        else:
+            winner, reasons = able[0].name, dict.fromkeys((b.name for b in able), BUSY)
         notes |= {**reasons, winner: "serves"}
-        seconds = times or {}
-        self._rows[found] = [
-            Row(name, str(shapes), b.name, tuple(1e3 * s for s in seconds.get(b.name, ())), notes[b.name])
-            for b in backends
-        ]
+        self._rows[found] = [self._row(shapes, b.name, times or {}, notes[b.name]) for b in backends]
         able.sort(key=lambda b: b.name != winner)  # calls that do not fit the winner go by the table's order
         self._order[found] = [*able, *(b for b in self.backends[-1:] if b not in able)]
+
+    def _times(
+        self, able: Sequence[Any], shapes: samples.Class, *args: P.args, **kwargs: P.kwargs
+    ) -> race.Times | None:
+        """Kept ones, or measured and kept; None where the machine is too busy."""
+        assert self._racing is not None
+        about = self._racing.operation, str(shapes)
+        times = race_times.recall(*about, [b.name for b in able])
+        if times is None and len(_unsettled) < TRIES:
+            times = _measured(able, self._racing.samples(*args, **kwargs))
+            times = times and race_times.keep(*about, times)
+        if times is None:
+            _unsettled.add(about)
+        return times
+
+    def _row(self, shapes: samples.Class, backend: str, times: race.Times, note: str) -> Row:
+        assert self._racing is not None
+        milliseconds = tuple(1e3 * seconds for seconds in times.get(backend, ()))
+        return Row(self._racing.operation, str(shapes), backend, milliseconds, note)
 
     def _usual(self, *args: P.args, **kwargs: P.kwargs) -> tuple[Any, ...]:
         """The call at hand where its tensors lie as our kernels want them, else a sample: an odd call settles nothing."""
@@ -139,11 +145,11 @@ class Operation(Generic[P, R]):
 
 
 def _measured(
-    backends: Sequence[Backend[..., object]], ours: Sequence[str], works: Sequence[Sequence[tuple[Any, ...]]]
+    backends: Sequence[Backend[..., object]], works: Sequence[Sequence[tuple[Any, ...]]]
 ) -> race.Times | None:
     """Seconds of a call of each sample."""
     runs: race.Runs = {b.name: [partial(_run_all, b.run, work) for work in works] for b in backends}
-    found = race.measure(runs, ours)
+    found = race.measure(runs, [b.name for b in backends if b.is_ours])
     return found and {
         name: [took / len(work) for took, work in zip(times, works, strict=True)]
         for name, times in found.items()
