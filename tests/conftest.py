@@ -6,11 +6,17 @@
 from __future__ import annotations
 
 import os
+import re
+from collections import Counter
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault(
+    "BLENDSERVE_RACE", "0"
+)  # who computes is the table's first, however fast the machine is today
 os.environ["TRITON_INTERPRET"] = "1"  # kernels on the CPU: read when triton is first imported, by whomever
 
 settings.register_profile(
@@ -18,3 +24,23 @@ settings.register_profile(
 )
 settings.register_profile("search", settings.get_profile("suite"), derandomize=False, max_examples=1000)
 settings.load_profile("suite")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Which instruction sets' kernels were tested, and which this machine lacks."""
+    from blendserve.kernels.cpu.isa import LEVELS  # not before the variables above are set
+
+    found = {
+        outcome: Counter(
+            match[1]
+            for report in terminalreporter.stats.get(outcome, [])
+            if (match := re.search(r"tests/kernels/cpu/.*\[(\w+)", report.nodeid)) and match[1] in LEVELS
+        )
+        for outcome in ("passed", "skipped")
+    }
+    if found["passed"] or found["skipped"]:
+        tested = ", ".join(f"{name} ({n} tests)" for name, n in found["passed"].items()) or "none"
+        lacking = ", ".join(found["skipped"].keys() - found["passed"].keys())
+        terminalreporter.write_line(
+            f"kernels of instruction sets tested: {tested}" + (f"; not here: {lacking}" if lacking else "")
+        )

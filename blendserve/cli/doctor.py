@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import typer
@@ -25,6 +26,7 @@ def doctor(settings: Config, json: JsonOpt = False) -> None:
     """
     from blendserve.blend.cost import calibrated  # with torch: seconds
     from blendserve.engine.gate import check
+    from blendserve.kernels import ops
     from blendserve.kernels.cpu.isa import LEVELS
     from blendserve.kernels.verify import cpu_status
     from blendserve.models.loader import load_reader
@@ -38,7 +40,8 @@ def doctor(settings: Config, json: JsonOpt = False) -> None:
     here = machine()
     if json:
         compiled = {name: as_dict(cpu_status(level)) for name, level in LEVELS.items()}
-        kernels = {"compiled": compiled, "attention": [together, anywhere]}
+        raced = [as_dict(row) for row in ops.measured()]
+        kernels = {"compiled": compiled, "attention": [together, anywhere], "measured": raced}
         found = {
             **report.to_dict(),
             "seconds": as_dict(costs),
@@ -62,9 +65,20 @@ def doctor(settings: Config, json: JsonOpt = False) -> None:
         for level in LEVELS.values():
             console.out.print(f"kernels for {level.title} ({level.dtype}): {cpu_status(level).reason}")
         console.out.print(f"threads: {SETTLED}", markup=False)
+        console.table("who computes", ("operation", "shapes", "by", "ms", ""), _raced(ops.measured()))
         console.out.print(f"attention: rows side by side by {together}, others by {anywhere}")
     if not report.passed:
         raise typer.Exit(1)
+
+
+def _raced(rows: Iterable[Any]) -> list[tuple[str, ...]]:
+    """Each class of shapes named once. Nothing is measured on a GPU, nor where a switch says so."""
+    named, before = [], None
+    for row in rows:
+        shapes = row.operation, row.shapes
+        named.append((*(("", "") if shapes == before else shapes), *row.cells()))
+        before = shapes
+    return named or [("nothing was measured", "", "", "", "")]
 
 
 def _row(row: Any) -> tuple[str, ...]:

@@ -1,32 +1,34 @@
 """The operations that someone must compute, and who computes each: the only place that chooses.
 
-    operation             backends, best first
-    attend                compiled | flash-attn | SDPA (flash) | Triton | FlexAttention | SDPA with masks | reference
+    operation             backends, ours first
+    attend                compiled | flash-attn | SDPA (flash) | Triton | FlexAttention | masked SDPA | SDPA | reference
     attend_with_scores    compiled | reference
     attend_at             Triton | reference
     attend_chunks         flash-attn varlen | one chunk after another
     rotate                compiled | reference
     place                 compiled | Triton | reference
-    linear                compiled | torch
+    linear                compiled (bf16) | torch
     correct               compiled | reference
     add_norm              compiled | the model's own module
     gated_activation      compiled | the model's own function
 
-A backend serves where it is made for such tensors (`fits`), is right on this machine (verify.py, asked once for each
-kind of them) and is the faster one (`is_fastest`). The reference always can.
+A backend may serve where it is made for such tensors (`fits`) and is right on this machine (verify.py, asked once for
+each kind of them). The reference always may. The first that may does it, but for four operations on a CPU, where
+"compiled" is one backend for each instruction set: who attends, multiplies and corrects is measured, once for each class
+of shapes (samples.py), by the rule of race.py. The others are many small passes over memory that give the plain form's
+bits in one, and need no race.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Generic, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from blendserve.kernels import reference, verify
+from blendserve.kernels import reference, samples, verify
 from blendserve.kernels.activation import Activation
 from blendserve.kernels.chunks import ChunkStack
 from blendserve.kernels.cpu import attend as cpu_attend
@@ -35,78 +37,44 @@ from blendserve.kernels.cpu import gate as cpu_gate
 from blendserve.kernels.cpu import linear as cpu_linear
 from blendserve.kernels.cpu import norm as cpu_norm
 from blendserve.kernels.cpu import place as cpu_place
+from blendserve.kernels.cpu import sdpa
 from blendserve.kernels.cpu.isa import LEVELS, Level
 from blendserve.kernels.cuda import dense, flex, masked, packed, scattered
 from blendserve.kernels.cuda import place as cuda_place
 from blendserve.kernels.norm import Norm
+from blendserve.kernels.operation import Backend, Operation, Racing, Row
 from blendserve.kernels.rotary import Rotary
 from blendserve.kernels.rows import RowPlan, plan_rows
 from blendserve.kernels.types import AttentionSpec, CorrectionParams, RecomputedTokens, Rope, StoredChunk
 from blendserve.kernels.verify import Kind
 
-P = ParamSpec("P")
 R = TypeVar("R")
-
-
-def _always(*_: object, **__: object) -> bool:
-    return True
-
-
-def _no_trouble(*_: object, **__: object) -> str:
-    return ""
-
-
-@dataclass(frozen=True, slots=True)
-class Backend(Generic[P, R]):
-    """One way to compute an operation. All of its functions take what the operation takes."""
-
-    name: str
-    run: Callable[P, R]
-    fits: Callable[P, bool] = _always  # whether it is made for these
-    trouble: Callable[P, str] = _no_trouble  # why it may not serve on this machine, "" where it may
-    is_fastest: Callable[P, bool] = _always
-
-    def serves(self, *args: P.args, **kwargs: P.kwargs) -> bool:
-        """Whether it can, may and should."""
-        return (
-            self.fits(*args, **kwargs)
-            and self.is_fastest(*args, **kwargs)
-            and not self.trouble(*args, **kwargs)
-        )
-
-
-class Operation(Generic[P, R]):
-    """A row of the table: the first backend that serves does it."""
-
-    def __init__(self, *backends: Backend[P, R]) -> None:
-        self.backends = backends
-
-    def select_backend(self, *args: P.args, **kwargs: P.kwargs) -> Backend[P, R]:
-        return next(b for b in self.backends if b.serves(*args, **kwargs))
-
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        return self.select_backend(*args, **kwargs).run(*args, **kwargs)
 
 
 def _compiled(
     operation: str,
     run: Callable[..., R],
     fits: Callable[..., bool],
-    is_fastest: Callable[..., bool] = _always,
+    levels: Sequence[Level] = tuple(LEVELS.values()),
 ) -> Iterator[Backend[..., R]]:
     """The backends of the CPU's instruction sets that have such a kernel, the widest first."""
-    for level in reversed(LEVELS.values()):
+    for level in reversed(levels):
         if operation in level.sources:
             yield Backend(
                 f"{level.title} kernel",
                 partial(run, level),
                 partial(fits, level),
                 partial(_cpu_trouble, level),
-                partial(is_fastest, level),
+                is_ours=True,
             )
 
 
 def _cpu_trouble(level: Level, *_: object, **__: object) -> str:
+    """Where the same sources are compiled for a wider set, and right, there is nothing to race."""
+    for wider in LEVELS.values():
+        same = wider.dtype == level.dtype and wider.sources == level.sources
+        if same and wider.needs > level.needs and verify.cpu_status(wider).active:
+            return f"{wider.title} has the same kernel"
     status = verify.cpu_status(level)
     return "" if status.active else status.reason
 
@@ -128,6 +96,13 @@ def _sdpa_trouble(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, 
     """A window that hides nothing is none."""
     kind = Kind.of(q, keys, AttentionSpec(spec.scale))
     return verify.attention_trouble((dense.sdpa,), kind, verify.ONE_ROW + verify.SIDE_BY_SIDE)
+
+
+def _cpu_sdpa_trouble(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: RowPlan) -> str:
+    if verify.is_switched_off():
+        return f"switched off by {verify.SWITCH}=0"
+    rows = verify.ONE_ROW + verify.SIDE_BY_SIDE + verify.SCATTERED
+    return verify.attention_trouble((sdpa.attend,), Kind.of(q, keys, spec), rows)
 
 
 _dense_rows = verify.ONE_ROW + verify.SIDE_BY_SIDE
@@ -159,11 +134,14 @@ ATTEND = Operation(
         ),
     ),
     Backend("SDPA with masks", masked.attend, masked.fits),
+    Backend("torch's SDPA", sdpa.attend, sdpa.fits, _cpu_sdpa_trouble),
     Backend("plain torch", reference.attend_reference),
+    racing=Racing("attend", samples.attention_class, samples.attention_samples),
 )
 ATTEND_WITH_SCORES = Operation(
     *_compiled("attend", cpu_attend.attend_with_scores, cpu_attend.fits),
     Backend("plain torch", reference.attend_with_scores_reference),
+    racing=Racing("attend_with_scores", samples.scores_class, samples.scores_samples),
 )
 ATTEND_AT = Operation(
     Backend("Triton kernel", scattered.attend_at, scattered.fits_at, _scattered_trouble),
@@ -187,13 +165,21 @@ PLACE = Operation(
     Backend("Triton kernel", cuda_place.place, cuda_place.fits, _placing_trouble),
     Backend("the model's own function", reference.place_reference),
 )
+# In fp32 torch's own sums alone make layer 0's keys the model's own to the bit; bf16's rounding hides the difference.
 LINEAR = Operation(
-    *_compiled("linear", cpu_linear.linear, cpu_linear.fits, cpu_linear.is_fastest),
+    *_compiled(
+        "linear",
+        cpu_linear.linear,
+        cpu_linear.fits,
+        [level for level in LEVELS.values() if level.dtype == "bfloat16"],
+    ),
     Backend("torch", reference.linear_reference),
+    racing=Racing("linear", samples.linear_class, samples.linear_samples),
 )
 CORRECT = Operation(
     *_compiled("correct", cpu_correct.correct, cpu_correct.fits),
     Backend("plain torch", reference.correct_reference),
+    racing=Racing("correct", samples.correction_class, samples.correction_samples),
 )
 ADD_NORM = Operation(
     *_compiled("norm", cpu_norm.add_norm, cpu_norm.fits),
@@ -203,6 +189,14 @@ GATED_ACTIVATION = Operation(
     *_compiled("gate", cpu_gate.gated_activation, cpu_gate.fits),
     Backend("the model's own function", reference.gated_activation_reference),
 )
+
+
+RACED: tuple[Operation[..., Any], ...] = (ATTEND, ATTEND_WITH_SCORES, LINEAR, CORRECT)
+
+
+def measured() -> list[Row]:
+    """Who serves for which shapes, as far as this process has met them on the CPU: times, and why others do not."""
+    return [row for operation in RACED for row in operation.measured()]
 
 
 def attend(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: RowPlan) -> Tensor:

@@ -24,7 +24,7 @@ from blendserve.kernels.cpu import linear as cpu_linear
 from blendserve.kernels.cpu import norm as cpu_norm
 from blendserve.kernels.cpu import place as cpu_place
 from blendserve.kernels.cpu.build import Unavailable, build
-from blendserve.kernels.cpu.isa import LEVELS, Level
+from blendserve.kernels.cpu.isa import Level
 from blendserve.kernels.cpu.library import dtype_of, loaded
 from blendserve.kernels.cuda import place as cuda_place
 from blendserve.kernels.cuda.available import has_triton
@@ -52,15 +52,13 @@ class Status:
 
 def cpu_status(level: Level) -> Status:
     """Of an instruction set; compiles and checks its kernels when nobody has asked before. Raises ConfigError alone."""
-    if os.environ.get(SWITCH) == "0":
+    if is_switched_off():
         return Status(False, f"switched off by {SWITCH}=0")
     return _cpu_status(level)
 
 
-def cpu_level(dtype: torch.dtype) -> Level | None:
-    """The widest instruction set whose kernels serve in this process for such numbers."""
-    able = (x for x in reversed(LEVELS.values()) if x.sources and dtype_of(x) == dtype)
-    return next((level for level in able if cpu_status(level).active), None)
+def is_switched_off() -> bool:
+    return os.environ.get(SWITCH) == "0"
 
 
 @cache

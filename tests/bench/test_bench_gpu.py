@@ -17,7 +17,8 @@ from blendserve.bench.gpu.plan import LLAMA, Cell, Plan, real, rehearsal
 from blendserve.bench.gpu.prefills import Stand
 from blendserve.bench.gpu.run import Bench
 from blendserve.bench.gpu.tables import tables
-from blendserve.kernels.ops import ATTEND, Operation
+from blendserve.kernels.operation import Operation
+from blendserve.kernels.ops import ATTEND
 from blendserve.kernels.reference import attend_reference
 from blendserve.kernels.rows import plan_rows
 from blendserve.models.shapes import SHAPES

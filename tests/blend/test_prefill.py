@@ -17,6 +17,8 @@ from blendserve.blend.loader import KVLoader
 from blendserve.blend.prefill import Prefilled
 from blendserve.config import BlendConfig
 from blendserve.core import Prompt
+from blendserve.kernels import race, verify
+from blendserve.kernels.cpu.isa import LEVELS
 from blendserve.kernels.types import Ropes
 from blendserve.models.adapter import Adapter
 from blendserve.models.kv_cache import KVCache
@@ -205,3 +207,19 @@ def test_leaves_room_for_the_answer() -> None:
     adapter, prompt = tiny_adapter("llama"), some_prompt([4, 5])
     done = module.prefill(adapter, prompt, lay(adapter, prompt), BlendConfig(), new_tokens=7)
     assert done.cache.capacity == len(prompt) + 7
+
+
+@pytest.mark.skipif(
+    not any(verify.cpu_status(level).active for level in LEVELS.values() if level.dtype == "bfloat16"),
+    reason="no kernels for bf16",
+)
+@pytest.mark.parametrize("name", KINDS)
+def test_a_stored_prefix_changes_no_bit_where_compiled_kernels_serve(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row's bits do not depend on the rows beside it, so neither on who was computed before."""
+    monkeypatch.setenv(race.SWITCH, "0")
+    adapter, prompt = tiny_adapter(name, torch.bfloat16), some_prompt([120, 9, 60], prefix=20, suffix=14)
+    nothing = blend(adapter, prompt, lay(adapter, prompt, [False] * 3, prefix=False), ratio=1.0)
+    prefix = blend(adapter, prompt, lay(adapter, prompt, [True, False, False]), method="prefix")
+    assert torch.equal(nothing.logits, prefix.logits)

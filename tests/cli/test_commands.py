@@ -15,6 +15,7 @@ import pytest
 import xxhash
 
 from blendserve.cli import main
+from blendserve.kernels import ops, race, race_times
 from blendserve.store import LMDBStore
 from tests.store.helpers import tamper
 
@@ -128,8 +129,29 @@ def test_doctor_prints_every_check(run: Run) -> None:
     assert code == 0
     assert report["passed"]
     assert len(report["rows"]) > 5
-    assert "kernels" in report
+    assert report["kernels"]["measured"] == [], "tests measure nothing"
     assert "ok" in run("doctor")[1]
+
+
+def test_doctor_prints_who_computes(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(race, "is_on", lambda: True)
+    monkeypatch.setattr(race, "measure", lambda runs, ours: {name: [0.25] * len(runs[name]) for name in runs})
+    monkeypatch.setattr(race_times, "recall", lambda *_: None)
+    monkeypatch.setattr(race_times, "keep", lambda *args: args[2])
+    code, out, _ = run("doctor", "--json")
+    rows = one_json(out)["kernels"]["measured"]
+    shown = run("doctor")[1]
+    for operation in ops.RACED:
+        operation.forget()
+    assert code == 0
+    assert {"attend", "correct"} <= {row["operation"] for row in rows}
+    assert {"operation", "shapes", "backend", "milliseconds", "note"} == rows[0].keys()
+    for shapes in {(row["operation"], row["shapes"]) for row in rows}:
+        assert [row["note"] for row in rows if (row["operation"], row["shapes"]) == shapes].count(
+            "serves"
+        ) == 1
+    assert "who computes" in shown
+    assert "plain torch" in shown
 
 
 WRONG: dict[str, tuple[list[str], str]] = {

@@ -13,13 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from blendserve.kernels import verify
+from blendserve.kernels.cpu import sdpa
 from blendserve.kernels.cuda import dense, flex, masked
-from blendserve.kernels.ops import ATTEND, Operation
+from blendserve.kernels.operation import Operation
+from blendserve.kernels.ops import ATTEND, LINEAR
 from blendserve.kernels.reference import attend_reference, formula
 from blendserve.kernels.rows import RowPlan, plan_rows
 from blendserve.kernels.types import AttentionSpec
-from blendserve.kernels.verify import KEYS, Kind, attention_trouble
+from blendserve.kernels.verify import KEYS, SWITCH, Kind, attention_trouble
 from tests.blend.helpers import assert_near
 from tests.kernels.cuda.helpers import Case, make_case, rows_of
 from tests.tiny import tiny_adapter
@@ -147,12 +148,36 @@ def test_dense_means_side_by_side_and_known() -> None:
     assert not RowPlan(torch.arange(3), 1, None).dense, "nobody knows them here"
 
 
-def test_without_a_gpu_nothing_of_it_takes_anything(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(verify.SWITCH, "0")
+ON_GPUS = {
+    "flash-attn",
+    "torch's FlashAttention",
+    "Triton kernel",
+    "FlexAttention",
+    "SDPA with masks",
+}
+
+
+def test_without_a_gpu_nothing_of_it_takes_anything() -> None:
     case = make_case(torch.arange(5, 9))
     parts = case.q, case.keys, case.values, case.spec, case.plan
-    assert [backend.name for backend in ATTEND.backends if backend.serves(*parts)] == ["plain torch"]
+    serving = {backend.name for backend in ATTEND.backends if backend.serves(*parts)}
+    assert "plain torch" in serving
+    assert not serving & ON_GPUS
+    assert not set(tiny_adapter("llama").attention_backends) & ON_GPUS
+
+
+def test_switched_off_means_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SWITCH, "0")
     assert tiny_adapter("llama").attention_backends == ("plain torch", "plain torch")
+    with torch.inference_mode():
+        x = torch.randn(3, 8)
+        assert LINEAR.select_backend(x, x, None).name == "torch"
+
+
+@pytest.mark.parametrize(("at", "window"), [((0,), None), ((3, 9, 200), 70), (tuple(range(150)), None)])
+def test_sdpa_on_a_cpu_equals_the_formula(at: tuple[int, ...], window: int | None) -> None:
+    case = make_case(torch.tensor(at), group=3, window=window, behind=0.5)
+    assert_near(attended(sdpa, case), case.wanted, 1e-5)
 
 
 def test_the_first_that_serves_does_it() -> None:
@@ -161,7 +186,7 @@ def test_the_first_that_serves_does_it() -> None:
     parts = case.q, case.keys, case.values, case.spec, case.plan
     names = [backend.name for backend in ATTEND.backends]
     assert names.index("flash-attn") < names.index("torch's FlashAttention") < names.index("Triton kernel")
-    assert names[-3:] == ["FlexAttention", "SDPA with masks", "plain torch"]
+    assert names[-4:] == ["FlexAttention", "SDPA with masks", "torch's SDPA", "plain torch"]
     for first in range(len(names)):
         able: list[Any] = [
             replace(backend, fits=lambda *_, on=n >= first: on, trouble=lambda *_: "")

@@ -70,11 +70,11 @@ inline Floats inverse(Floats x) { return all(1.0f) / x; }
 
 // Below -126 both together give 2^-126 at most, and exactly 0 at -infinity.
 inline Floats fraction(Floats x) {
-    x = larger(x, all(-127.0f));
+    x = larger(all(-127.0f), x);  // in this order NaN stays
     return x - _mm256_floor_ps(x);
 }
 inline Floats scaled(Floats p, Floats x) {
-    __m256i exponent = _mm256_cvtps_epi32(_mm256_floor_ps(larger(x, all(-127.0f))));
+    __m256i exponent = _mm256_cvtps_epi32(_mm256_floor_ps(larger(all(-127.0f), x)));
     return floats(_mm256_add_epi32(words(p), _mm256_slli_epi32(exponent, 23)));
 }
 

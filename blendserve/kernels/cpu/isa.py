@@ -17,7 +17,7 @@ from pathlib import Path
 from blendserve.cpu_cap import SETS, cap
 
 _AVX2 = frozenset({"avx2", "bmi2", "fma", "movbe"})
-_AVX512 = frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"})
+_AVX512 = _AVX2 | frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"})
 _AMX = _AVX512 | {"avx512_bf16", "amx_tile", "amx_bf16"}
 _BF16 = ("-march=x86-64-v4", "-mavx512bf16")
 _VECTORS = {

@@ -7,11 +7,11 @@ import ctypes
 import torch
 from torch import Tensor
 
-from blendserve.kernels.cpu.isa import LEVELS, Level, missing
+from blendserve.kernels.cpu.isa import Level
 from blendserve.kernels.cpu.library import dtype_of, loaded
 
 WORD = 4  # bytes; a row of inputs and one of outputs are whole words
-FEW = 8  # rows; weights coming from memory are the limit up to here, on any CPU
+FEW = 8  # rows, up to which the kernel turns weights instead of rows
 
 
 class LinearCall(ctypes.Structure):
@@ -35,15 +35,6 @@ def fits(level: Level, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         and (bias is None or (bias.dtype == dtype and bias.is_contiguous()))
         and not torch.is_grad_enabled()
     )
-
-
-def is_fastest(level: Level, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """A CPU with matrix tiles is left to torch for many rows.
-
-    fp32 is left to torch for all: only its own sums make layer 0's keys the model's own to the bit, which bf16's rounding
-    hides and fp32 does not.
-    """
-    return level.dtype != "float32" and (x.shape[0] <= FEW or missing(LEVELS["amx"]) != "")
 
 
 def linear(level: Level, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

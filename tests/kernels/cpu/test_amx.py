@@ -287,7 +287,7 @@ def test_linear_over_whole_tiles_and_panels() -> None:
 def test_corrections_equal_the_plain_form_on_any_threads(
     heads: int, dims: tuple[int, int], lengths: list[int], n: int, params: CorrectionParams, seed: int
 ) -> None:
-    case = test_correct.Case(heads, *dims, lengths, n, seed)
+    case = test_correct.Case(BF16, heads, *dims, lengths, n, seed)
     made = []
     for count in (1, 2):
         keys, values = case.keys.clone(), case.values.clone()
@@ -302,7 +302,7 @@ def test_corrections_equal_the_plain_form_on_any_threads(
 @needs_vectors
 def test_a_hard_system_is_solved_as_well_as_in_fp32() -> None:
     """Few tokens and next to no penalty: what the numbers' second halves are for."""
-    case = test_correct.Case(2, 64, 64, [300, 200], 200, 3)
+    case = test_correct.Case(BF16, 2, 64, 64, [300, 200], 200, 3)
     params = test_correct.RIDGE._replace(penalty=0.5)
     wanted = case.plainly(params)
     off = []

@@ -10,24 +10,27 @@ from torch import Tensor
 
 from blendserve.blend.corrections.base import split
 from blendserve.core import Span
-from blendserve.kernels import verify
 from blendserve.kernels.cpu.correct import correct, fits
-from blendserve.kernels.cpu.isa import LEVELS
+from blendserve.kernels.cpu.isa import Level
+from blendserve.kernels.cpu.library import dtype_of
 from blendserve.kernels.reference import correct_reference
 from blendserve.kernels.rotary import Rotary
 from blendserve.kernels.types import CorrectionParams, RecomputedTokens, Rope
 from blendserve.kernels.verify import PLAIN_HALVES, some_rope
 from tests.blend.helpers import assert_near
 
-BF16 = LEVELS["avx512_bf16"]
-pytestmark = pytest.mark.skipif(not verify.cpu_status(BF16).active, reason=verify.cpu_status(BF16).reason)
+OPERATION = "correct"
+BOUNDS = {torch.bfloat16: 0.04, torch.float32: 2e-4}
 SHIFT, RIDGE = CorrectionParams(16.0, 0.0, 0.5, None), CorrectionParams(16.0, 40.0, 1.0, 800.0)
 
 
 class Case:
     """Keys and values out of a larger cache, some tokens of theirs recomputed, and a hole of 2 behind each chunk."""
 
-    def __init__(self, heads: int, dim: int, width: int, lengths: list[int], n: int, seed: int) -> None:
+    def __init__(
+        self, level: Level, heads: int, dim: int, width: int, lengths: list[int], n: int, seed: int
+    ) -> None:
+        self.level, dtype = level, dtype_of(level)
         generator = torch.Generator().manual_seed(seed)
         self.spans, end = list[Span](), 0
         for length in lengths:
@@ -35,7 +38,7 @@ class Case:
             end += length + 2
 
         def some(tokens: int) -> Tensor:
-            return torch.randn(heads, tokens, dim, generator=generator).bfloat16()
+            return torch.randn(heads, tokens, dim, generator=generator).to(dtype)
 
         self.keys, self.values = some(end), some(end + 9)[:, :end]
         inside = torch.cat([torch.arange(s.start, s.stop) for s in self.spans])
@@ -46,12 +49,12 @@ class Case:
             some(2 * len(rows) + 1).transpose(0, 1).contiguous().transpose(0, 1)
         )  # as layers give them
         self.fresh = RecomputedTokens(fresh_keys, some(2 * len(rows) + 1), *parts)
-        self.rope = some_rope(end, width, 1.1, generator)
+        self.rope = some_rope(end, width, 1.1, generator, dtype)
 
     def moved(self, params: CorrectionParams) -> list[Tensor]:
         keys, values = self.keys.clone(), self.values.clone()
-        assert fits(BF16, keys, values, self.fresh, self.rope, PLAIN_HALVES, params)
-        correct(BF16, keys, values, self.fresh, self.rope, PLAIN_HALVES, params)
+        assert fits(self.level, keys, values, self.fresh, self.rope, PLAIN_HALVES, params)
+        correct(self.level, keys, values, self.fresh, self.rope, PLAIN_HALVES, params)
         return [keys, values]
 
     def plainly(self, params: CorrectionParams) -> list[Tensor]:
@@ -71,26 +74,32 @@ class Case:
     st.integers(0, 99),
 )
 def test_equals_the_plain_form(
-    heads: int, dims: tuple[int, int], lengths: list[int], n: int, params: CorrectionParams, seed: int
+    level: Level,
+    heads: int,
+    dims: tuple[int, int],
+    lengths: list[int],
+    n: int,
+    params: CorrectionParams,
+    seed: int,
 ) -> None:
-    case = Case(heads, *dims, lengths, n, seed)
+    case = Case(level, heads, *dims, lengths, n, seed)
     for got, wanted in zip(case.moved(params), case.plainly(params), strict=True):
-        assert_near(got.double(), wanted, 0.04)
+        assert_near(got.double(), wanted, BOUNDS[dtype_of(level)])
 
 
 @pytest.mark.parametrize("params", [SHIFT, RIDGE])
-def test_a_token_out_of_place_is_seen(params: CorrectionParams) -> None:
-    case = Case(2, 64, 64, [40, 50], 30, 0)
+def test_a_token_out_of_place_is_seen(level: Level, params: CorrectionParams) -> None:
+    case = Case(level, 2, 64, 64, [40, 50], 30, 0)
     wanted = case.plainly(params)
     case.fresh = case.fresh._replace(rows=case.fresh.rows.flip(0))
     for got, right in zip(case.moved(params), wanted, strict=True):
         with pytest.raises(AssertionError):
-            assert_near(got.double(), right, 0.04)
+            assert_near(got.double(), right, BOUNDS[torch.bfloat16])
 
 
 @pytest.mark.parametrize("params", [SHIFT, RIDGE])
-def test_recomputed_tokens_and_what_lies_between_chunks_stay(params: CorrectionParams) -> None:
-    case = Case(2, 64, 64, [40, 50], 30, 0)
+def test_recomputed_tokens_and_what_lies_between_chunks_stay(level: Level, params: CorrectionParams) -> None:
+    case = Case(level, 2, 64, 64, [40, 50], 30, 0)
     case.keys[:, 40:42] = case.values[:, 40:42] = float("nan")
     kept = [*case.fresh.at.tolist(), 40, 41]
     for before, after in zip((case.keys, case.values), case.moved(params), strict=True):
@@ -99,28 +108,29 @@ def test_recomputed_tokens_and_what_lies_between_chunks_stay(params: CorrectionP
         assert (before != after)[:, case.fresh.others].any(dim=-1).all()
 
 
-def test_threads_do_not_matter() -> None:
+def test_threads_do_not_matter(level: Level) -> None:
     found = []
     for threads in (1, 2):
         before = torch.get_num_threads()
         torch.set_num_threads(threads)
         try:
-            found.append(Case(3, 64, 64, [300, 200], 100, 1).moved(RIDGE))
+            found.append(Case(level, 3, 64, 64, [300, 200], 100, 1).moved(RIDGE))
         finally:
             torch.set_num_threads(before)
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-def test_refuses_what_it_cannot_do() -> None:
-    x = torch.zeros(2, 8, 64, dtype=torch.bfloat16)
-    turn, some = torch.zeros(8, 64, dtype=torch.bfloat16), Case(2, 64, 64, [8], 3, 0).fresh
+def test_refuses_what_it_cannot_do(level: Level) -> None:
+    dtype = dtype_of(level)
+    x = torch.zeros(2, 8, 64, dtype=dtype)
+    turn, some = torch.zeros(8, 64, dtype=dtype), Case(level, 2, 64, 64, [8], 3, 0).fresh
 
     def can(keys: Tensor, values: Tensor, cos: Tensor) -> bool:
-        return fits(BF16, keys, values, some, Rope(cos, cos), PLAIN_HALVES, RIDGE)
+        return fits(level, keys, values, some, Rope(cos, cos), PLAIN_HALVES, RIDGE)
 
     assert can(x, x, turn)
-    assert not can(x.float(), x.float(), turn)
+    assert not can(x.half(), x.half(), turn)
     assert not can(x[..., :48].contiguous(), x, turn)
     assert not can(x, x, turn[:, :16])
     assert not can(x.transpose(1, 2), x.transpose(1, 2), turn)
-    assert not fits(BF16, x, x, some, Rope(turn, turn), Rotary(PLAIN_HALVES.rotate, None), RIDGE)  # type: ignore[arg-type]
+    assert not fits(level, x, x, some, Rope(turn, turn), Rotary(PLAIN_HALVES.rotate, None), RIDGE)  # type: ignore[arg-type]

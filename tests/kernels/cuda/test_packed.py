@@ -17,7 +17,8 @@ from blendserve.core import Span
 from blendserve.kernels import ops, verify
 from blendserve.kernels.chunks import ChunkStack
 from blendserve.kernels.cuda import packed
-from blendserve.kernels.ops import ATTEND_CHUNKS, Operation
+from blendserve.kernels.operation import Operation
+from blendserve.kernels.ops import ATTEND_CHUNKS
 from blendserve.kernels.reference import formula
 from blendserve.kernels.types import AttentionSpec
 from blendserve.kernels.verify import Kind, attention_trouble
