@@ -36,6 +36,7 @@ from blendserve.blend.prefill import prefill
 from blendserve.blend.work import Work, rows_work, work_of
 from blendserve.config import BlendConfig, Method
 from blendserve.core import Chunk, ChunkKV, Prompt, TokenIds
+from blendserve.kernels.race_times import machine
 from blendserve.models.adapter import Adapter
 from blendserve.registry import POLICIES, REUSE
 from blendserve.store.memory import MemoryChunk
@@ -115,7 +116,7 @@ def calibrated(
 
     fresh: measure in any case, as one measured on a busy machine may choose badly.
     """
-    about = f"{VERSION} {fingerprint} {adapter.device} {torch.get_num_threads()} {torch.__version__} {platform.node()}"
+    about = f"{VERSION} {fingerprint} {adapter.device} {machine()} {platform.node()}"
     file = folder / f"{hashlib.blake2b(about.encode(), digest_size=12).hexdigest()}.json"
     try:
         if not fresh:

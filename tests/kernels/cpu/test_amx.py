@@ -142,7 +142,7 @@ def test_the_real_instructions_compile(tmp_path: Path, monkeypatch: pytest.Monke
     knows = [compiler, *AMX.compile, "-c", str(empty), "-o", str(tmp_path / "empty.o")]
     if subprocess.run(knows, capture_output=True, check=False).returncode:
         pytest.skip("the compiler does not know tiles")
-    build._compile(AMX, compiler, tmp_path / "amx.so")
+    build.compile_level(AMX, compiler, tmp_path / "amx.so")
     exported = {
         name for name in AMX.sources if f"blendserve_{name}".encode() in (tmp_path / "amx.so").read_bytes()
     }

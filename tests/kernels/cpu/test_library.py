@@ -35,6 +35,7 @@ needs_kernels = pytest.mark.skipif(not verify.cpu_status(HERE).active, reason=ve
 def anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[pytest.MonkeyPatch]:
     """Kernels as a new process with an empty cache would look for them."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(build, "PREBUILT", tmp_path / "prebuilt")
     monkeypatch.delenv(verify.SWITCH, raising=False)
     library.loaded.cache_clear()
     verify._cpu_status.cache_clear()
@@ -158,7 +159,7 @@ def test_the_second_process_finds_what_the_first_compiled(anew: pytest.MonkeyPat
     anew.setattr(build, "COMPILE", (*build.COMPILE, "-O1"))
     first = build.build(HERE)
     made = first.stat().st_mtime_ns
-    anew.setattr(build, "_compile", None)
+    anew.setattr(build, "compile_level", None)
     assert build.build(HERE) == first
     assert first.stat().st_mtime_ns == made
 

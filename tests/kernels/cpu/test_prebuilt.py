@@ -1,4 +1,4 @@
-"""Kernels that came with the package: taken without a compiler, checked as any others, and only if they are of these sources."""
+"""Kernels that came with the package: taken without a compiler, checked as any others, if they are of these sources."""
 
 from __future__ import annotations
 
