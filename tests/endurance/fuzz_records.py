@@ -38,7 +38,7 @@ from blendserve.core import ChunkKV
 from blendserve.errors import CorruptRecord, StoreVersion
 from blendserve.registry import CODECS
 from blendserve.store import KVStore, LMDBStore, chunk_key
-from blendserve.store.codecs.base import Buffer, ChunkShape, Codec, Coding, Pair, Undecodable
+from blendserve.store.codecs.base import Buffer, ChunkShape, Codec, Coding, Pair, Tables, Undecodable
 from blendserve.store.codecs.raw import Raw, RawDecoder
 from blendserve.store.lmdb.snapshot import HEADER, layer_name
 from blendserve.store.record import CODE_OF
@@ -80,8 +80,14 @@ class Squeezed(Codec):
 
     coding = Coding("squeezed", 3, b"tables of a test")
 
+    levels = (3,)
+
     @classmethod
-    def for_reading(cls, coding: Coding) -> Squeezed:
+    def with_tables(cls, level: int = 3, tables: bytes = b"") -> Squeezed:
+        return cls()
+
+    @classmethod
+    def for_reading(cls, coding: Coding, tables: Tables) -> Squeezed:
         if coding != cls.coding:
             raise Undecodable("another level or other tables")
         return cls()

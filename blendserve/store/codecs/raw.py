@@ -24,7 +24,7 @@ class Raw(Codec):
     coding = Coding("raw")
 
     @classmethod
-    def for_reading(cls, coding: Coding) -> Raw:
+    def with_tables(cls, level: int = 0, tables: bytes = b"") -> Raw:
         return cls()
 
     @classmethod
