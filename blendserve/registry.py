@@ -135,3 +135,19 @@ def parse_codec(word: str) -> tuple[str, int]:
         known = ", ".join(f"{name}@{n}" for n in made.levels)
         raise ValueError(f"codec {name!r} has no level {level!r}: known are {known}")
     return name, int(level)
+
+
+def codec_word(name: str, level: int) -> str:
+    """The shortest word for a codec at a level."""
+    return name if CODECS.load(name).levels == (level,) else f"{name}@{level}"
+
+
+def every_codec() -> list[tuple[str, int]]:
+    """Name and level of all that are installed here."""
+    found = []
+    for name in CODECS.names:
+        try:
+            found += [(name, level) for level in CODECS.load(name).levels]
+        except ImportError:
+            continue
+    return found

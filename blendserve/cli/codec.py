@@ -97,7 +97,7 @@ def fit_tables(
     ] = 20_000,
     json: JsonOpt = False,
 ) -> None:
-    """Fit a codec's tables for a reader, and keep them in an index's store.
+    """Fit a codec's tables for a reader, into an index's store.
 
     What is written from then on uses them; what was written before keeps its own. Tables are shared by all tenants, so
     give text whose statistics all of them may see. The nearer the text is to what will be stored, the smaller is its KV.
