@@ -111,7 +111,7 @@ class CorruptRecord(StoreError):
 
     def __init__(self, key: bytes, what: str) -> None:
         super().__init__(f"chunk {key.hex()}: {what}")
-        self.key = key
+        self.key, self.what = key, what
 
 
 class ServeError(BlendserveError):
