@@ -100,7 +100,8 @@ def variants(
     for variant in () if coded else found:
         if variant.codec or variant.kind == EXACT:
             raise ConfigError(
-                f"method {variant.name!r} is for `blendserve evaluate`; `blendserve bench codec` tells how fast codecs are"
+                f"method {variant.name!r} is for `blendserve evaluate`: `blendserve bench codec` tells how fast "
+                "codecs are"
             )
     return tuple({variant.name: variant for variant in found}.values())
 
