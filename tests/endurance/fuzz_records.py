@@ -55,6 +55,7 @@ from blendserve.store.codecs.int8 import Int8
 from blendserve.store.codecs.raw import Raw, RawDecoder
 from blendserve.store.lmdb.snapshot import HEADER, layer_name
 from blendserve.store.record import CODE_OF
+from tests.endurance.helpers import through
 
 CAP = 1 << 30
 BATCH = 100  # chunks in the store
@@ -337,13 +338,6 @@ def tables_for(n_layers: int, n_kv_heads: int, head_dim: int) -> bytes:
 def tables_of(kv: ChunkKV) -> bytes:
     n_layers, n_kv_heads, _, head_dim = kv.keys.shape
     return tables_for(n_layers, n_kv_heads, head_dim)
-
-
-def through(codec: Codec, kv: ChunkKV) -> ChunkKV:
-    """As it comes out of the codec, where nothing is wrong."""
-    decoder = codec.decoder(ChunkShape.of(kv))
-    layers = [decoder.layer(l, segment) for l, segment in enumerate(codec.encode(kv))]
-    return ChunkKV(*(torch.stack(part) for part in zip(*layers, strict=True)))
 
 
 def judge(path: Path, seed: int) -> list[str]:
