@@ -13,7 +13,16 @@ import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from blendserve.errors import ConfigError
-from blendserve.registry import ADMISSIONS, CORRECTIONS, EVICTIONS, POLICIES, STORES, nearest
+from blendserve.registry import (
+    ADMISSIONS,
+    CODECS,
+    CORRECTIONS,
+    EVICTIONS,
+    POLICIES,
+    STORES,
+    nearest,
+    parse_codec,
+)
 
 Method = Literal["auto", "blend", "full", "prefix", "reuse"]
 PolicyName = Annotated[
@@ -32,6 +41,14 @@ EvictionName = Annotated[
 AdmissionName = Annotated[
     str, AfterValidator(ADMISSIONS.check), Field(json_schema_extra={"enum": list(ADMISSIONS.names)})
 ]
+
+
+def _codec(word: str) -> str:
+    parse_codec(word)
+    return word
+
+
+CodecWord = Annotated[str, AfterValidator(_codec)]
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 
 Ratio = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -137,6 +154,11 @@ class StoreConfig(Section):
     admission: AdmissionName = Field(
         ADMISSIONS.default,
         description="Let in at the cap only what is asked for more often than what it displaces (tinylfu), or all.",
+    )
+    codec: CodecWord = Field(
+        CODECS.default,
+        description="Store KV by this codec, written name or name@level; what is stored already is read by its own. "
+        f"One of {', '.join(CODECS.names)}.",
     )
     write_back: bool = Field(
         True, description="Store the chunks that a request found missing or damaged, after its answer."

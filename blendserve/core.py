@@ -102,6 +102,15 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
+class Unusable:
+    """A stored chunk that could not be used, and why. Filled by blend/lookup.py."""
+
+    chunk: int  # its number in the prompt
+    kind: str  # corrupt | codec | level | tables: what it fails, or what of its codec is not here
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class BlendReport:
     """What was reused, what was recomputed and why. Filled by blend/blender.py; every answer carries one.
 
@@ -127,6 +136,7 @@ class BlendReport:
     tokens_suffix: int
     bytes_loaded: int
     cost: float  # row-layers run through the model (dense and selection passes included) / (T * L)
+    unusable: tuple[Unusable, ...] = ()  # of the missing and corrupt chunks, those that are in the store
 
     @property
     def blended(self) -> bool:

@@ -15,6 +15,7 @@
     │   ├── StoreUnavailable    ... cannot be opened, read or written
     │   ├── StoreVersion        ... was written by a newer format
     │   ├── StoreFull           ... is at its byte cap, or the disk is full
+    │   ├── TablesMissing       ... has no tables for the codec that is to write
     │   └── CorruptRecord       ... holds a record that fails its checksum (never fails a request: recomputed)
     └── ServeError              the server refuses a request
         ├── Busy                ... for now: its queue is full, or a key has used up its share
@@ -97,6 +98,10 @@ class StoreVersion(StoreError):
     """The store was written by a newer format."""
 
 
+class TablesMissing(StoreError):
+    """The codec that is to write needs tables for this reader, which the store does not have."""
+
+
 class StoreFull(StoreError):
     """The store is at its byte cap, or the disk is full."""
 
@@ -106,7 +111,7 @@ class CorruptRecord(StoreError):
 
     def __init__(self, key: bytes, what: str) -> None:
         super().__init__(f"chunk {key.hex()}: {what}")
-        self.key = key
+        self.key, self.what = key, what
 
 
 class ServeError(BlendserveError):

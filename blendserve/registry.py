@@ -106,4 +106,48 @@ ADMISSIONS = Registry(
     "admission policy",
     {"tinylfu": "blendserve.store.policies:TinyLFU", "always": "blendserve.store.policies:Always"},
 )
-CODECS = Registry("codec", {"raw": "blendserve.store.codecs.raw:Raw"})
+CODECS = Registry(
+    "codec",
+    {
+        "raw": "blendserve.store.codecs.raw:Raw",
+        "int8": "blendserve.store.codecs.int8:Int8",
+        "cachegen": "blendserve.store.codecs.cachegen:CacheGen",
+    },
+)
+
+
+def parse_codec(word: str) -> tuple[str, int]:
+    """Name and level of a codec that is written name or name@level. Raises ValueError, telling what there is.
+
+    A codec is loaded only where a level has to be looked at, or a default one that is not 0.
+    """
+    name, at, level = word.partition("@")
+    CODECS.check(name)
+    if name == CODECS.default and not at:
+        return name, 0
+    try:
+        made = CODECS.load(name)
+    except ImportError as error:
+        raise ValueError(str(error)) from None
+    if not at:
+        return name, made.default_level
+    if not level.isdigit() or int(level) not in made.levels:
+        known = ", ".join(f"{name}@{n}" for n in made.levels)
+        raise ValueError(f"codec {name!r} has no level {level!r}: known are {known}")
+    return name, int(level)
+
+
+def codec_word(name: str, level: int) -> str:
+    """The shortest word for a codec at a level."""
+    return name if CODECS.load(name).levels == (level,) else f"{name}@{level}"
+
+
+def every_codec() -> list[tuple[str, int]]:
+    """Name and level of all that are installed here."""
+    found = []
+    for name in CODECS.names:
+        try:
+            found += [(name, level) for level in CODECS.load(name).levels]
+        except ImportError:
+            continue
+    return found

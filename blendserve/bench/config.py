@@ -10,7 +10,7 @@ from pydantic import Field
 from blendserve.config import Positive, Ratio, ReaderConfig, RetrieveConfig, Section
 from blendserve.errors import ConfigError
 from blendserve.evaluate.variants import FULL, TRANSFORMERS, Variant, variants
-from blendserve.registry import BENCHED
+from blendserve.registry import BENCHED, CODECS, codec_word, every_codec, parse_codec
 
 
 class BenchConfig(ReaderConfig):
@@ -135,6 +135,40 @@ class StoreBenchConfig(BenchConfig):
 
     chunks: Positive = Field(24, description="Put and get so many chunks.")
     chunk_tokens: Positive = Field(512, description="Give a chunk so many tokens.")
+
+
+class CodecBenchConfig(BenchConfig):
+    """One prompt's chunks by every codec."""
+
+    codecs: tuple[str, ...] = Field(
+        (), description="Measure these, written name or name@level; all codecs and levels if none is given."
+    )
+    chunks: Positive = Field(6, description="Give the prompt so many chunks.")
+    chunk_tokens: Positive = Field(512, description="Give a chunk so many tokens.")
+    suffix_tokens: Positive = Field(40, description="Put so many tokens behind the chunks.")
+    method: str = Field(
+        f"{BENCHED[0]}@0.15",
+        description="Measure the time to the first token by this method, in a word as `evaluate` has it.",
+    )
+    text: Path | None = Field(
+        None,
+        description="Fit tables on this text, a file or folder; on bundled text, which chunks come from too, if none.",
+    )
+    fit_tokens: Positive = Field(8_000, description="Fit tables on so many tokens.")
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """Every codec and level that is measured, uncoded first. Raises ConfigError."""
+        try:
+            asked = [parse_codec(word) for word in self.codecs] or every_codec()
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        return tuple(dict.fromkeys((CODECS.default, *(codec_word(*pair) for pair in asked))))
+
+    @property
+    def variant(self) -> Variant:
+        """Raises ConfigError."""
+        return variants((self.method,), ())[-1]
 
 
 class CrowdedConfig(BenchConfig):

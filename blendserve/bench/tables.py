@@ -63,6 +63,50 @@ def store(figures: Figures) -> list[Table]:
     return [(title + remark, ("", "GB/s", "records/s"), rows)]
 
 
+def codec(figures: Figures) -> list[Table]:
+    rounds, found = figures["settings"]["repeats"], figures["codecs"]
+    title = f"{figures['tokens']:,} tokens of chunks, {_reader(figures)}, {rounds} rounds"
+    sizes = [
+        (
+            word,
+            f"{c['smaller']:.2f}x",
+            f"{c['bits_per_element']:.3f}",
+            f"{c['bytes_per_token']:,.0f}",
+            *(f"{size:,.0f}" for size in c["bytes_per_token_with_tables"].values()),
+            f"{c['tables_bytes'] / 1e6:.2f}",
+        )
+        for word, c in found.items()
+    ]
+    speeds = [
+        (
+            word,
+            plain(c["encode"]["raw_mb_per_second"], "{:,.0f}"),
+            plain(c["decode"]["raw_mb_per_second"], "{:,.0f}"),
+            plain(c["decode"]["tokens_per_second"], "{:,.0f}"),
+            plain(c["decode_share_of_prefill"], "{:.3f}"),
+            ms(c["ttft"]),
+            plain(c["ttft_of_raw"], "{:.2f}x"),
+        )
+        for word, c in found.items()
+    ]
+    columns = (
+        *("codec", "smaller", "bits an element", "bytes a token"),
+        *("... 1k chunks", "... 100k chunks", "tables MB"),
+    )
+    return [
+        (
+            f"{title}: size, every byte of a record counted, then with the tables that so many chunks share",
+            columns,
+            sizes,
+        ),
+        (
+            f"Speed, in MB of raw KV a second; TTFT by {figures['method']}",
+            ("codec", "encode MB/s", "decode MB/s", "decode tokens/s", "of prefill", "TTFT ms", "of raw"),
+            speeds,
+        ),
+    ]
+
+
 def scaling(figures: Figures) -> list[Table]:
     """A row a cell and method: seconds, what the limit allows, and the share of it that each stage reaches."""
     columns = ("varied", "context", "chunks", "method", "TTFT ms", "limit ms", *LIMITED)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -11,6 +11,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from blendserve.store import ChunkKey, ChunkView, KVStore, Snapshot
+from blendserve.store.codecs.base import Undecodable
 
 
 def throttled(store: KVStore, bytes_per_second: float) -> KVStore:
@@ -38,6 +39,10 @@ class _Store:
 class _Snapshot:
     snapshot: Snapshot
     rate: float
+
+    @property
+    def undecodable(self) -> Mapping[ChunkKey, Undecodable]:
+        return self.snapshot.undecodable
 
     def get(self, key: ChunkKey) -> _Chunk | None:
         view = self.snapshot.get(key)
@@ -72,6 +77,6 @@ class _Chunk:
     def layer(self, l: int) -> tuple[Tensor, Tensor]:
         start = time.perf_counter()
         keys, values = self.view.layer(l)
-        due = start + 2 * keys.numel() * keys.element_size() / self.rate
+        due = start + self.view.n_bytes / self.view.n_layers / self.rate
         time.sleep(max(0.0, due - time.perf_counter()))
         return keys, values

@@ -108,7 +108,7 @@ class Blender:
         make_policy(blend).validate(self.adapter.n_layers)
         if blend.method == "reuse":
             blend = changed(blend, **REUSE)
-        corrupt: set[ChunkKey] = set()
+        corrupt: dict[ChunkKey, str] = {}
         trouble = ""
         while blend.method != "full" and not trouble:
             try:
@@ -118,12 +118,14 @@ class Blender:
                         found = replace(found, prefix=MemoryChunk(prefix_kv))
                     return self._finish(prompt, blend, new_tokens, clock, cache, found)
             except CorruptRecord as error:
-                corrupt.add(error.key)
+                corrupt[error.key] = error.what
             except StoreError as error:
                 trouble = f"the store cannot be read: {error}"
         return self._finish(prompt, blend, new_tokens, clock, cache, nothing(prompt), trouble)
 
-    def _look_up(self, snapshot: Snapshot, prompt: Prompt, method: Method, corrupt: set[ChunkKey]) -> Found:
+    def _look_up(
+        self, snapshot: Snapshot, prompt: Prompt, method: Method, corrupt: dict[ChunkKey, str]
+    ) -> Found:
         which = wanted(prompt, method, self._exact_first(prompt))
         prefix_key = self.key(prompt.prefix, ())
         return look_up(snapshot, prompt, which, self.key, prefix_key, self.adapter.n_layers, corrupt)

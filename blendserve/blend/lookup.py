@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 from blendserve.config import Method
-from blendserve.core import Prompt, TokenIds
+from blendserve.core import Prompt, TokenIds, Unusable
 from blendserve.errors import CorruptRecord, StoreVersion
 from blendserve.store import ChunkKey, ChunkView, Snapshot
 
+CORRUPT = "corrupt"
 KeyOf = Callable[[TokenIds], ChunkKey]
 
 
@@ -20,7 +21,12 @@ class Found:
     prefix: ChunkView | None
     chunks: tuple[ChunkView | None, ...]
     looked_for: tuple[int, ...] = ()  # chunks by number
-    corrupt: frozenset[int] = field(default=frozenset())  # of those, the damaged ones
+    unusable: tuple[Unusable, ...] = ()  # of those, the ones that are there all the same
+
+    @property
+    def corrupt(self) -> int:
+        """How many are damaged."""
+        return sum(found.kind == CORRUPT for found in self.unusable)
 
     @property
     def hits(self) -> int:
@@ -49,9 +55,9 @@ def look_up(
     key_of: KeyOf,
     prefix_key: ChunkKey,
     n_layers: int,
-    corrupt: set[ChunkKey],
+    corrupt: Mapping[ChunkKey, str],
 ) -> Found:
-    """Look for the prefix and the chunks `which`. Raises CorruptRecord for a key not yet in `corrupt`."""
+    """Look for the prefix and the chunks `which`. Raises CorruptRecord for a key not yet in `corrupt`, which says why."""
 
     def view(key: ChunkKey, n_tokens: int) -> ChunkView | None:
         return None if key in corrupt else _view(snapshot, key, n_tokens, n_layers)
@@ -59,8 +65,13 @@ def look_up(
     chunks: list[ChunkView | None] = [None] * len(prompt.chunks)
     for i in which:
         chunks[i] = view(key_of(prompt.chunks[i].ids), len(prompt.chunks[i]))
-    damaged = frozenset(i for i in which if key_of(prompt.chunks[i].ids) in corrupt)
-    return Found(view(prefix_key, len(prompt.prefix)), tuple(chunks), tuple(which), damaged)
+    prefix = view(prefix_key, len(prompt.prefix))
+    keys = {i: key_of(prompt.chunks[i].ids) for i in which}
+    damaged = [Unusable(i, CORRUPT, corrupt[key]) for i, key in keys.items() if key in corrupt]
+    lacking = [
+        Unusable(i, why.kind, str(why)) for i, key in keys.items() if (why := snapshot.undecodable.get(key))
+    ]
+    return Found(prefix, tuple(chunks), tuple(which), (*damaged, *lacking))
 
 
 def wanted(prompt: Prompt, method: Method, exact_first: bool) -> list[int]:

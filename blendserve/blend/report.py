@@ -26,8 +26,8 @@ def make_report(
         reason="" if n_reusable > n_recomputed else why or _reason(blend, layout.n_found, n_reusable),
         chunks=len(prompt.chunks),
         chunks_hit=found.hits,
-        chunks_missing=len(found.looked_for) - found.hits - len(found.corrupt),
-        chunks_corrupt=len(found.corrupt),
+        chunks_missing=len(found.looked_for) - found.hits - found.corrupt,
+        chunks_corrupt=found.corrupt,
         tokens_prompt=len(prompt),
         tokens_exact=int(layout.exact.sum()),
         tokens_first=len(layout.first) if layout.first else 0,
@@ -37,6 +37,7 @@ def make_report(
         tokens_suffix=len(prompt.suffix),
         bytes_loaded=done.bytes_loaded,
         cost=done.cost,
+        unusable=found.unusable,
     )
 
 

@@ -12,6 +12,7 @@ from blendserve import console
 from blendserve.bench.config import (
     AutoBenchConfig,
     BenchConfig,
+    CodecBenchConfig,
     CrowdedConfig,
     DecodeBenchConfig,
     EmbedConfig,
@@ -95,6 +96,25 @@ def store(config: StoreBenchConfig, json: JsonOpt = False) -> None:
     """
     from blendserve.bench.store import measure  # torch and all the rest: seconds
     from blendserve.bench.tables import store as tables
+
+    _run(measure, config, tables, json)
+
+
+@app.command()
+@with_options(config=Options(CodecBenchConfig()))
+def codec(config: CodecBenchConfig, json: JsonOpt = False) -> None:
+    """Measure codecs: size, speed, and the first token with each.
+
+    Bytes a token with every byte of a record counted, tables apart; coding and decoding; the time to the first token from
+    a local store, against the one that is not coded:
+
+    \b
+        blendserve bench codec
+        blendserve bench codec --codecs int8,cachegen@1 --chunks 12 --chunk-tokens 256 --text corpus.jsonl
+    """
+    config.words, config.variant  # noqa: B018  a wrong word is told before a model is loaded
+    from blendserve.bench.codec import measure  # torch and all the rest: seconds
+    from blendserve.bench.tables import codec as tables
 
     _run(measure, config, tables, json)
 

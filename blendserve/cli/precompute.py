@@ -17,7 +17,9 @@ app = make_app()
 
 @app.command()
 @with_options(
-    settings=Options(Config(), "reader.model", "store.path", load=Config.load, names={"store.path": "store"})
+    settings=Options(
+        Config(), "reader.model", "store.path", "store.codec", load=Config.load, names={"store.path": "store"}
+    )
 )
 def precompute(
     index: IndexArg,

@@ -31,11 +31,15 @@ def verify(
     index: IndexArg,
     settings: Config,
     repair: Annotated[
-        bool, typer.Option("--repair", help="Delete bad chunks; precompute brings them back.")
+        bool,
+        typer.Option(
+            "--repair",
+            help="Delete bad chunks, which precompute brings back, and damaged tables, which codec fit does.",
+        ),
     ] = False,
     json: JsonOpt = False,
 ) -> None:
-    """Read and check every chunk.
+    """Read and check every chunk, and the tables of codecs.
 
     The exit code is 1 if any chunk is bad and stays.
     """
@@ -45,6 +49,8 @@ def verify(
         if repair:
             for key, _ in report.bad:
                 store.delete(bytes.fromhex(key))
+            for hash, _ in report.bad_tables:
+                store.delete_tables(bytes.fromhex(hash))
         if json:
             console.print_json({**report.to_dict(), "repaired": repair})
         else:
@@ -53,7 +59,9 @@ def verify(
             )
             for key, problem in report.bad:
                 console.out.print(f"  {key}  {problem}", markup=False)
-        if report.bad and not repair:
+            for hash, problem in report.bad_tables:
+                console.out.print(f"  tables {hash}  {problem}", markup=False)
+        if (report.bad or report.bad_tables) and not repair:
             raise typer.Exit(1)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from blendserve.blend.blender import Blender, PrecomputeReport
 from blendserve.config import Config, changed
 from blendserve.core import Answer, Document, Passage, TokenIds
+from blendserve.engine.calibration import writing_codec
 from blendserve.engine.gate import GateReport, verdict
 from blendserve.engine.generation import AnswerStream, Generation
 from blendserve.engine.library import Documents, Progress
@@ -219,6 +220,7 @@ class Engine:
     def _ready(self, say: Say) -> Engine:
         """Check and measure now what the first question would otherwise wait for."""
         self.gate = verdict(self.reader, say)
+        self.store.write_by(writing_codec(self.config, self.reader, self.prompts, self.store, say))
         if self.config.blend.method == "auto" and self.gate.passed:
             self.blender.calibrate(say)
         return self

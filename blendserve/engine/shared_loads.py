@@ -7,12 +7,13 @@ passed through as they are.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 
 import torch
 
 from blendserve.store import ChunkKey, ChunkView, KVStore, Snapshot
+from blendserve.store.codecs.base import Undecodable
 from blendserve.store.wrapped import WrappedStore
 
 Layer = tuple[torch.Tensor, torch.Tensor]
@@ -69,6 +70,10 @@ class _SharedSnapshot:
 
     def __init__(self, snapshot: Snapshot, shared: SharedLoads) -> None:
         self._snapshot, self._shared = snapshot, shared
+
+    @property
+    def undecodable(self) -> Mapping[ChunkKey, Undecodable]:
+        return self._snapshot.undecodable
 
     def get(self, key: ChunkKey) -> ChunkView | None:
         view = self._snapshot.get(key)

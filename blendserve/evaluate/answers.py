@@ -11,7 +11,7 @@ from torch import Tensor
 
 from blendserve.blend.blender import Blender
 from blendserve.config import DecodeConfig
-from blendserve.core import BlendReport, Prompt, TokenIds
+from blendserve.core import BlendReport, ChunkKV, Prompt, TokenIds
 from blendserve.engine.generation import generate
 from blendserve.errors import StoreError
 from blendserve.evaluate.fidelity import forced
@@ -45,8 +45,11 @@ def answer(
     draw: Draw,
     decode: DecodeConfig,
     reference: TokenIds | None = None,
+    prefix_kv: ChunkKV | None = None,
 ) -> Answered:
     """Prefill, decode greedily, then follow `reference`'s decisions; None = its own, as it is the reference.
+
+    prefix_kv: of the prompt's prefix, in place of what the store has.
 
     `draw` lays out the prompt: it is part of the time to the first token. Raises StoreError when KV that was precomputed
     is no longer there, as another method would then be measured than the one that is named.
@@ -54,7 +57,7 @@ def answer(
     clock, adapter = Clock(reader.adapter.device), reader.adapter
     prompt = draw()
     with clock.stage("prefill"):
-        done = blender.run(prompt, variant.blend, decode.max_new_tokens, clock)
+        done = blender.run(prompt, variant.blend, decode.max_new_tokens, clock, prefix_kv=prefix_kv)
     cache, first = done.prefilled.cache, done.prefilled.logits
     source = generate(adapter, cache, len(prompt), first, decode, reader.end_tokens)
     tokens = [token for token in [next(source, None)] if token is not None]

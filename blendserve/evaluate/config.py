@@ -53,7 +53,8 @@ class EvaluateConfig(Section):
     )
     methods: tuple[str, ...] = Field(
         ("full", "prefix", "reuse", *EVALUATED),
-        description="Compare these methods, in words such as prefix, query+shift, deviation[1,2]@0.15 or query/bos.",
+        description="Compare these methods, in words such as prefix, query+shift, deviation[1,2]@0.15, query/bos or "
+        "exact/int8.",
     )
     ratios: tuple[Ratio, ...] = Field(
         (0.05, 0.15), description="Give methods that name no ratio each of these."
@@ -62,7 +63,7 @@ class EvaluateConfig(Section):
     @property
     def variants(self) -> tuple[Variant, ...]:
         """Raises ConfigError."""
-        return variants(self.methods, self.ratios, self.seed)
+        return variants(self.methods, self.ratios, self.seed, coded=True)
 
     @property
     def part(self) -> slice:

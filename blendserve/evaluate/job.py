@@ -62,7 +62,7 @@ def evaluate(
     if folder.predictions:
         say(f"Going on with {folder.path}: {len(folder.predictions)} predictions are there")
     with engine or open_engine(plan, dataset, settings, runs / WORK, say) as engine, folder:
-        runner = Runner(engine, Setting(engine, plan), variants, makes_room)
+        runner = Runner(engine, Setting(engine, plan), variants, makes_room, say)
         with watching(len(dataset.examples), variants, folder.predictions.values()) as watch:
             left_out = runner.run(dataset.examples, folder, watch)
         for example_id, why in left_out.items():
@@ -91,12 +91,14 @@ def evaluate(
 
 def _publish(folder: RunFolder, figures: dict[str, Any]) -> None:
     """Plots and page, made anew from what the run has kept."""
-    from blendserve.evaluate.plots import pareto  # start-up: matplotlib
+    from blendserve.evaluate.plots import coded, pareto  # start-up: matplotlib
     from blendserve.evaluate.report import render  # start-up: jinja2
 
     name = folder.path.name
     for format in ("svg", "png"):
         folder.write(f"pareto.{format}", pareto(figures["methods"], name, format))
+        if any(method["codec"] for method in figures["methods"].values()):
+            folder.write(f"codecs.{format}", coded(figures["methods"], name, format))
     folder.write("report.html", render(name, figures, folder.prompts, folder.predictions).encode())
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from blendserve.evaluate.plots import pareto
+from blendserve.evaluate.plots import coded, pareto
 from blendserve.evaluate.tables import facts, headline, tables
 from blendserve.evaluate.variants import FULL
 
@@ -32,10 +32,18 @@ def render(
         facts=facts(figures),
         headline=headline(figures),
         plot=f"data:image/svg+xml;base64,{plot}",
+        coded=_coded(name, figures),
         tables=tables(figures),
         left_out=figures["left_out"],
         data=_embedded(_viewer(figures, prompts, lines)),
     )
+
+
+def _coded(name: str, figures: Figures) -> str:
+    """The plot of codecs, "" where no method names one."""
+    if not any(method["codec"] for method in figures["methods"].values()):
+        return ""
+    return f"data:image/svg+xml;base64,{base64.b64encode(coded(figures['methods'], name)).decode()}"
 
 
 def _viewer(

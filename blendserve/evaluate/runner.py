@@ -15,19 +15,21 @@ from typing import Any
 
 from blendserve.blend.blender import Blender
 from blendserve.blend.policies.base import make_policy
-from blendserve.config import PromptConfig, changed
+from blendserve.config import KVContext, PromptConfig, changed
 from blendserve.core import Prompt, TokenIds
 from blendserve.engine.engine import Engine
 from blendserve.engine.generation import TextStream
 from blendserve.engine.prompt import PromptBuilder
 from blendserve.errors import ConfigError, PromptTooLong
 from blendserve.evaluate.answers import Answered, Draw, answer, decisions, transformers_answer
+from blendserve.evaluate.coded import coded_store, exact_context, needed, sizes_of
 from blendserve.evaluate.fidelity import agreement, kl
 from blendserve.evaluate.folder import Line, RunFolder
 from blendserve.evaluate.formats import Example
 from blendserve.evaluate.metrics import exact_match, f1, rouge_l
 from blendserve.evaluate.prompts import Context, Setting
-from blendserve.evaluate.variants import FULL, TRANSFORMERS, Variant
+from blendserve.evaluate.variants import EXACT, FULL, TRANSFORMERS, Variant
+from blendserve.models.loader import Say
 from blendserve.store import ChunkKey
 
 Watch = Callable[[Line | None], None]
@@ -38,7 +40,12 @@ class Runner:
     """Measures variants on an engine's reader and store."""
 
     def __init__(
-        self, engine: Engine, setting: Setting, variants: Sequence[Variant], makes_room: bool = False
+        self,
+        engine: Engine,
+        setting: Setting,
+        variants: Sequence[Variant],
+        makes_room: bool = False,
+        say: Say = lambda text: None,
     ) -> None:
         """makes_room: once a question is done, the store may evict its chunks for those of the next ones.
 
@@ -55,6 +62,8 @@ class Runner:
         self._full = next(v for v in variants if v.name == FULL)
         self._others = [v for v in variants if v.name != FULL]
         self._blenders = {v.kv_context: self._blender(v) for v in variants}
+        self._coded = {word: coded_store(engine, word, say) for word in needed(variants)}
+        self._over_coded: dict[tuple[KVContext | None, str], Blender] = {}
         self._warm = False
 
     def run(
@@ -91,15 +100,35 @@ class Runner:
             full = answer(self._reader, self._blenders[None], self._full, draw, self._decode)
             reference = decisions(self._reader, full.tokens, full.ended)
             for variant in wanted:
-                done = full if variant is self._full else self._answer(variant, draw, reference)
-                yield self._line(example, variant, done, full, len(prompt), context)
+                done, kv = (full, {}) if variant is self._full else self._answer(variant, draw, reference)
+                yield {**self._line(example, variant, done, full, len(prompt), context), "kv": kv}
 
-    def _answer(self, variant: Variant, draw: Draw, reference: TokenIds) -> Answered:
+    def _answer(self, variant: Variant, draw: Draw, reference: TokenIds) -> tuple[Answered, Line]:
+        """And the bytes of its chunks, coded and not, where it has a codec."""
         if variant.kind == TRANSFORMERS:
-            return transformers_answer(self._reader, draw, self._decode, reference)
-        return answer(
-            self._reader, self._blenders[variant.kv_context], variant, draw, self._decode, reference
-        )
+            return transformers_answer(self._reader, draw, self._decode, reference), {}
+        by = self._coded[variant.codec] if variant.codec else None
+        blender = self._blenders[variant.kv_context]
+        if variant.kind == EXACT:
+            prompt, kv, taken = exact_context(self._reader.adapter, draw(), by)
+            whole = partial(answer, self._reader, blender, variant, lambda: prompt, self._decode, reference)
+            return whole(prefix_kv=kv), taken
+        if by is not None:
+            taken = sizes_of(by, [blender.key(chunk.ids) for chunk in draw().chunks if len(chunk)])
+            blender = self._over(variant)
+            return answer(self._reader, blender, variant, draw, self._decode, reference), taken
+        return answer(self._reader, blender, variant, draw, self._decode, reference), {}
+
+    def _over(self, variant: Variant) -> Blender:
+        """The blender over a method's KV."""
+        raw = self._blenders[variant.kv_context]
+        if variant.codec is None:
+            return raw
+        if (found := self._over_coded.get((variant.kv_context, variant.codec))) is None:
+            namespace = self._engine.config.store.namespace
+            found = self._coded[variant.codec].blender(raw, namespace)
+            self._over_coded[variant.kv_context, variant.codec] = found
+        return found
 
     @contextmanager
     def _stored(self, prompt: Prompt, wanted: Sequence[Variant]) -> Iterator[None]:
@@ -109,15 +138,20 @@ class Runner:
             for context in dict.fromkeys(v.kv_context for v in wanted):
                 keys += [self._blenders[context].key(ids) for ids in chunks if ids]
                 self._blenders[context].precompute(chunks)
+            prefix = self._engine.blender.key(prompt.prefix, ())
+            for by in self._coded.values():
+                by.fill(self._engine.store, [prefix, *keys])
             yield
         finally:
+            for by in self._coded.values():
+                by.drop(keys)
             if self._makes_room:
                 self._engine.store.unpin(keys)
 
     def _warm_up(self, prompt: Prompt, wanted: Sequence[Variant]) -> None:
         """Run every method once, so that the first question does not pay for what is allocated once."""
         for variant in wanted:
-            self._blenders[variant.kv_context].run(prompt, variant.blend)
+            self._over(variant).run(prompt, variant.blend)
         self._warm = True
 
     def _check_length(self, prompt: Prompt) -> None:

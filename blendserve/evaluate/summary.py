@@ -15,7 +15,7 @@ import numpy as np
 from blendserve.errors import InputError
 from blendserve.evaluate.fidelity import share, times
 from blendserve.evaluate.metrics import Interval, bootstrap, by_group, paired_difference
-from blendserve.evaluate.variants import FULL, REUSE, TRANSFORMERS, Variant
+from blendserve.evaluate.variants import EXACT, FULL, REUSE, TRANSFORMERS, Variant
 from blendserve.registry import CACHEBLEND
 
 Line = Mapping[str, Any]
@@ -79,7 +79,13 @@ def summarise(table: Table) -> Figures:
 
 
 def _kind(variant: Variant) -> Figures:
-    return {"kind": variant.kind, "curve": variant.curve, "ratio": variant.ratio}
+    return {
+        "kind": variant.kind,
+        "curve": variant.curve,
+        "ratio": variant.ratio,
+        "codec": variant.codec,
+        "uncoded": variant.uncoded,
+    }
 
 
 def _method(table: Table, name: str) -> Figures:
@@ -87,6 +93,7 @@ def _method(table: Table, name: str) -> Figures:
     for kl in ("first_kl", "mean_kl"):
         figures[f"{kl}_share"] = _dict(share(table.column(name, kl), table.column(REUSE, kl)))
     figures |= {count: float(np.mean(table.column(name, count))) for count in COUNTS}
+    figures["kv_smaller"] = _smaller(table.rows(name))
     figures["seconds"] = {stage: _spread(table.seconds(name, stage)) for stage in STAGES}
     figures["times_faster"] = _dict(times(table.seconds(FULL, "ttft"), table.seconds(name, "ttft")))
     figures["against_full"] = {
@@ -99,6 +106,12 @@ def _method(table: Table, name: str) -> Figures:
             for kind, interval in by_group(table.column(name, "f1"), table.types).items()
         }
     return figures
+
+
+def _smaller(rows: Sequence[Line]) -> float | None:
+    """How many times smaller than uncoded the chunks' records are, over all questions; None without a codec."""
+    taken = [kv for row in rows if (kv := row.get("kv"))]
+    return sum(kv["raw_bytes"] for kv in taken) / sum(kv["bytes"] for kv in taken) if taken else None
 
 
 def _pair(table: Table, a: str, b: str) -> Figures:
@@ -117,7 +130,7 @@ def headline(table: Table, rule: str) -> Figures:
     """
     kl = {v.name: float(np.mean(table.column(v.name, "mean_kl"))) for v in table.variants}
     ttft = {v.name: float(np.median(table.seconds(v.name, "ttft"))) for v in table.variants}
-    blends = [v.name for v in table.variants if v.name not in (FULL, TRANSFORMERS)]
+    blends = [v.name for v in table.variants if v.kind not in (FULL, TRANSFORMERS, EXACT)]
     fastest = min((n for n in blends if kl[n] <= kl[rule]), key=lambda n: (ttft[n], n))
     nearest = min((n for n in blends if ttft[n] <= ttft[rule]), key=lambda n: (kl[n], n))
     return {

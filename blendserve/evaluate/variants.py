@@ -1,10 +1,11 @@
 """What is compared: a method with its settings, written as one short word.
 
-    full  prefix  reuse  transformers
-    POLICY[check layers]+CORRECTION@RATIO/BEHIND      query+shift@0.15   deviation[1,2,3]@0.15   query@0.05/bos
+    full  prefix  reuse  transformers  exact
+    POLICY[check layers]+CORRECTION@RATIO/BEHIND/CODEC      query+shift@0.15   deviation[1,2,3]@0.15   query@0.05/bos
 
 Only the policy must be said. Without a correction nothing is corrected; without a ratio the run's list of ratios is
-used; BEHIND is what chunk KV is computed behind (config.py, prompt.kv_context), by default the run's.
+used; BEHIND is what chunk KV is computed behind (config.py, prompt.kv_context), by default the run's; CODEC, written name
+or name@level as store.codec, is what it goes through (coded.py), by default none: reuse/int8, query@0.15/cachegen@1.
 """
 
 from __future__ import annotations
@@ -14,22 +15,23 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
-from blendserve.config import BlendConfig, KVContext
+from blendserve.config import BlendConfig, KVContext, Method
 from blendserve.errors import ConfigError
-from blendserve.registry import CORRECTIONS, POLICIES, nearest
+from blendserve.registry import CODECS, CORRECTIONS, POLICIES, codec_word, nearest, parse_codec
 from blendserve.registry import REUSE as REUSED
 
 if TYPE_CHECKING:  # it takes torch, and help and settings come from here
     from blendserve.blend.policies.base import Policy
 
-Kind = Literal["full", "prefix", "reuse", "transformers", "blend"]
+Kind = Literal["full", "prefix", "reuse", "transformers", "exact", "blend"]
 
-FULL, REUSE, TRANSFORMERS = "full", "reuse", "transformers"
+FULL, REUSE, TRANSFORMERS, EXACT = "full", "reuse", "transformers", "exact"
 PLAIN: dict[str, Kind] = {
     "full": "full",
     "prefix": "prefix",
     "reuse": "reuse",
     "transformers": "transformers",
+    "exact": "exact",
 }
 EXAMPLE = f"{POLICIES.default}+{CORRECTIONS.default}@0.15"
 
@@ -38,7 +40,7 @@ _WORD = re.compile(
     r"(?:\[(?P<layers>\d+(?:\s*,\s*\d+)*)\])?"
     r"(?:\+(?P<correction>[a-z_]+))?"
     r"(?:@(?P<ratio>\d*\.?\d+))?"
-    r"(?:/(?P<behind>[a-z]+))?"
+    r"(?P<over>(?:/[a-z0-9_]+(?:@[^/@]*)?){0,2})"
 )
 
 
@@ -49,12 +51,18 @@ class Variant:
     kind: Kind
     blend: BlendConfig
     kv_context: KVContext | None = None  # None = the run's
+    codec: str | None = None  # that its KV goes through, None = none
 
     @property
     def name(self) -> str:
         """The shortest word for it; equal names, equal variants."""
         curve, slash, behind = self.curve.partition("/")
         return f"{curve}{'' if self.ratio is None else f'@{self.ratio:g}'}{slash}{behind}"
+
+    @property
+    def uncoded(self) -> str:
+        """The same method without a codec."""
+        return Variant(self.kind, self.blend, self.kv_context).name
 
     @property
     def ratio(self) -> float | None:
@@ -64,7 +72,7 @@ class Variant:
     @property
     def curve(self) -> str:
         """What it has in common with the same method at other ratios: one line of a plot."""
-        blend, behind = self.blend, f"/{self.kv_context}" if self.kv_context else ""
+        blend, behind = self.blend, "".join(f"/{part}" for part in (self.kv_context, self.codec) if part)
         if self.kind != "blend":
             return f"{self.kind}{behind}"
         several = blend.check_layers != BlendConfig().check_layers and _policy(blend.policy).has_check_layers
@@ -81,12 +89,20 @@ def split_list(text: str) -> list[str]:
     return [word.strip() for word in re.split(r",(?![^\[]*\])", text) if word.strip()]
 
 
-def variants(words: Iterable[str], ratios: Sequence[float], seed: int = 0) -> tuple[Variant, ...]:
+def variants(
+    words: Iterable[str], ratios: Sequence[float], seed: int = 0, coded: bool = False
+) -> tuple[Variant, ...]:
     """The variants of these words, each once. `full` and `reuse` are always first: all others are measured by them.
 
-    Raises ConfigError naming the word that is none.
+    coded: methods over coded KV, and `exact`, are taken, too. Raises ConfigError naming the word that is none.
     """
     found = [variant for word in (FULL, REUSE, *words) for variant in _variants(word, ratios, seed)]
+    for variant in () if coded else found:
+        if variant.codec or variant.kind == EXACT:
+            raise ConfigError(
+                f"method {variant.name!r} is for `blendserve evaluate`: `blendserve bench codec` tells how fast "
+                "codecs are"
+            )
     return tuple({variant.name: variant for variant in found}.values())
 
 
@@ -95,17 +111,20 @@ def _variants(word: str, ratios: Sequence[float], seed: int) -> list[Variant]:
     if match is None:
         raise ConfigError(f"method {word!r} cannot be read: write it like full, reuse or {EXAMPLE}")
     parts = match.groupdict()
-    behind = _kv_context(word, parts["behind"])
+    behind, codec = _over(word, parts.pop("over"))
     if (kind := PLAIN.get(parts["name"])) is not None:
         if any(parts[part] for part in ("layers", "correction", "ratio")):
             raise ConfigError(f"method {word!r}: {kind!r} takes no layers, correction or ratio")
-        return [Variant(kind, BlendConfig(method="full" if kind == "transformers" else kind), behind)]
+        if codec and kind in (FULL, TRANSFORMERS):
+            raise ConfigError(f"method {word!r}: {kind!r} reads no stored KV, so no codec changes it")
+        method: Method = "full" if kind == "transformers" else "prefix" if kind == "exact" else kind
+        return [Variant(kind, BlendConfig(method=method), behind, codec)]
     chosen = [float(parts["ratio"])] if parts["ratio"] else list(ratios)
     if parts["name"] in POLICIES.names and not _policy(parts["name"]).has_ratio:
         chosen = chosen[:1]
     if not chosen:
         raise ConfigError(f"method {word!r} has no ratio: write {word}@0.15, or give ratios for all")
-    return [Variant("blend", _blend(word, parts, ratio, seed), behind) for ratio in chosen]
+    return [Variant("blend", _blend(word, parts, ratio, seed), behind, codec) for ratio in chosen]
 
 
 def _blend(word: str, parts: dict[str, Any], ratio: float, seed: int) -> BlendConfig:
@@ -125,13 +144,25 @@ def _blend(word: str, parts: dict[str, Any], ratio: float, seed: int) -> BlendCo
         raise ConfigError(f"method {word!r}: {error}") from None
 
 
-def _kv_context(word: str, behind: str | None) -> KVContext | None:
+def _over(word: str, parts: str) -> tuple[KVContext | None, str | None]:
+    """What its chunks are computed behind, and the codec that they go through."""
+    behind: str | None = None
+    codec: str | None = None
     known = list(get_args(KVContext))
-    if behind is not None and behind not in known:
-        raise ConfigError(
-            f"method {word!r}: chunks cannot be computed behind {behind!r}: {nearest(behind, known)}"
-        )
-    return cast("KVContext | None", behind)
+    for part in parts.split("/")[1:]:
+        if part in known and behind is None and codec is None:
+            behind = part
+        elif part.partition("@")[0] in CODECS.names and codec is None:
+            try:
+                codec = codec_word(*parse_codec(part))
+            except ValueError as error:
+                raise ConfigError(f"method {word!r}: {error}") from None
+        else:
+            raise ConfigError(
+                f"method {word!r}: no chunks can be computed behind {part!r}, and it is no codec behind that: "
+                f"{nearest(part, [*known, *CODECS.names])}"
+            )
+    return cast("KVContext | None", behind), codec
 
 
 def _policy(name: str) -> type[Policy]:

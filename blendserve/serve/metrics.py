@@ -40,6 +40,7 @@ class Metrics:
         self._tokens = count("prompt_tokens", "By what was done for them", "kind")
         self._new_tokens = count("generated_tokens", "Tokens of answers")
         self._chunks = count("chunks", "Chunks looked for, by what was found", "found")
+        self._unusable = count("chunks_unusable", "Stored chunks that could not be used, by why not", "why")
         self._loaded = count("loaded_bytes", "Stored KV put into prompts")
         self._load_s = count("load_seconds", "Time spent on that: the rate is their quotient")
         self._requests = count("http_requests", "Answered, by route and status", "route", "status")
@@ -76,6 +77,8 @@ class Metrics:
         self._chunks.labels("hit").inc(report.chunks_hit)
         self._chunks.labels("miss").inc(report.chunks_missing)
         self._chunks.labels("corrupt").inc(report.chunks_corrupt)
+        for unusable in report.unusable:
+            self._unusable.labels(unusable.kind).inc()
         self._loaded.inc(report.bytes_loaded)
         self._load_s.inc(loading)
 
@@ -97,6 +100,8 @@ class _StoreCollector(Collector):
         stats = self._store.stats()
         for name, about, value in (
             ("store_bytes", "Payload of the KV store", stats.bytes),
+            ("store_raw_bytes", "What its chunks take uncoded", stats.raw_bytes),
+            ("store_tables_bytes", "Tables of codecs, beside the cap", stats.tables_bytes or 0),
             ("store_cap_bytes", "Its cap", stats.cap_bytes),
             ("store_chunks", "Chunks in it", stats.chunks),
             ("store_pinned", "Chunks that are never evicted", stats.pins),
@@ -106,6 +111,7 @@ class _StoreCollector(Collector):
             ("store_evictions", "Chunks evicted", stats.evictions or 0),
             ("store_admissions_refused", "Chunks not let in", stats.admissions_refused or 0),
             ("store_corrupt", "Damaged records found by look-ups", stats.corrupt),
+            ("store_undecodable", "Look-ups of chunks whose codec or tables are not here", stats.undecodable),
         ):
             yield CounterMetricFamily(f"blendserve_{name}", about, value)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from blendserve.config import StoreConfig
-from blendserve.registry import ADMISSIONS, EVICTIONS, STORES
+from blendserve.registry import ADMISSIONS, CODECS, EVICTIONS, STORES, parse_codec
 from blendserve.store.base import ChunkView, KVStore, Snapshot, StoreKind, StoreStats, TierStats, VerifyReport
 from blendserve.store.key import ChunkKey, chunk_key, share_of
 from blendserve.store.lmdb.store import LMDBStore
@@ -45,7 +45,9 @@ def open_store(
 
     default_path: the folder where the settings name none; None = there is none, which rules out kinds that need one.
     device: where its reader computes; None = it has none, and so no tiers. persistent: only what outlives the process
-    will do. Raises StoreUnavailable, StoreVersion; ConfigError for tiers that would do nothing on the device.
+    will do. What is written is coded as the settings say, unless that takes tables, which are a reader's: who opens the
+    store for one sets that codec (engine/calibration.py). Raises StoreUnavailable, StoreVersion; ConfigError for tiers
+    that would do nothing on the device.
     """
     path = config.path or default_path
     kinds: Iterator[StoreKind] = map(STORES.load, (config.kind, *STORES.names))
@@ -53,4 +55,7 @@ def open_store(
     policies = Policies(EVICTIONS.load(config.eviction)(), ADMISSIONS.load(config.admission)())
     tiers = tiers_for(config.tiers, policies.admission, device) if device else []
     store = kind.from_config(config, path, read_only, policies)
+    name, level = parse_codec(config.codec)
+    if not (codec := CODECS.load(name)).needs_tables:
+        store.write_by(codec.with_tables(level))
     return TieredStore(store, tiers) if tiers else store

@@ -18,8 +18,11 @@ import torch
 from blendserve.config import StoreConfig
 from blendserve.core import ChunkKV
 from blendserve.errors import StoreFull
+from blendserve.store.codecs.base import Codec, Undecodable
 from blendserve.store.key import ChunkKey
 from blendserve.store.policies import Policies
+from blendserve.store.record import Coded
+from blendserve.store.tables import TablesInfo, newest
 
 AnyStore = TypeVar("AnyStore", bound="KVStore")
 
@@ -59,6 +62,11 @@ class ChunkView(Protocol):
 class Snapshot(Protocol):
     """A consistent view of the whole store, as of the moment when it was opened."""
 
+    @property
+    def undecodable(self) -> Mapping[ChunkKey, Undecodable]:
+        """Of the chunks that `get` was asked for: those that are there, and count as missing, and why."""
+        ...
+
     def get(self, key: ChunkKey) -> ChunkView | None:
         """The chunk, or None when it is not there, or cannot be decoded here: why not is logged, and counted in `stats`.
 
@@ -83,7 +91,7 @@ class StoreStats:
     """What `store stats` prints: of the whole store, or of one namespace as its tenant may see it.
 
     A tenant is told of their own chunks and look-ups alone. Evictions and refusals are not among them: they come from
-    what all tenants together do to the store.
+    what all tenants together do to the store. Nor are tables.
     """
 
     kind: str
@@ -100,6 +108,8 @@ class StoreStats:
     corrupt: int  # records found damaged by look-ups
     evictions: int | None
     admissions_refused: int | None
+    tables: int | None  # of codecs, which all tenants share; beside the cap
+    tables_bytes: int | None
     tiers: tuple[TierStats, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
@@ -113,13 +123,18 @@ class StoreStats:
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """What `store verify` prints: every chunk read and checked."""
+    """What `store verify` prints: every chunk, and all tables of codecs, read and checked."""
 
     good: int
     bad: tuple[tuple[str, str], ...]  # (key in hex, what is wrong)
+    bad_tables: tuple[tuple[str, str], ...] = ()  # (hash in hex, what is wrong)
 
     def to_dict(self) -> dict[str, Any]:
-        return {"good": self.good, "bad": [{"key": k, "problem": p} for k, p in self.bad]}
+        return {
+            "good": self.good,
+            "bad": [{"key": k, "problem": p} for k, p in self.bad],
+            "bad_tables": [{"hash": h, "problem": p} for h, p in self.bad_tables],
+        }
 
 
 class KVStore(ABC):
@@ -138,6 +153,45 @@ class KVStore(ABC):
         With `pin` the chunk is always admitted and never evicted; a pinned chunk stays pinned when it is put again.
         Raises StoreFull, StoreUnavailable.
         """
+
+    @abstractmethod
+    def write_by(self, codec: Codec) -> None:
+        """Code what is put from now on in this way. What is there is read by its own codec."""
+
+    @abstractmethod
+    def coded(self, key: ChunkKey) -> Coded | None:
+        """A copy of a chunk as it is coded, every segment checked, whether it can be decoded here or not.
+
+        None when it is not there. Raises CorruptRecord, StoreVersion. Counts as no use of it.
+        """
+
+    @abstractmethod
+    def put_coded(self, key: ChunkKey, coded: Coded, pin: bool = False) -> bool:
+        """`put` of what `coded` gave, here or elsewhere. The tables that it needs are the caller's to bring along."""
+
+    @abstractmethod
+    def put_tables(self, codec: str, fingerprint: str, raw: bytes, current: bool = True) -> bytes:
+        """Keep the tables of a codec for the reader `fingerprint` -> their hash.
+
+        current: what is written is to use them; else they are for reading, unless there are no others.
+        Raises StoreFull, StoreUnavailable.
+        """
+
+    @abstractmethod
+    def tables(self, hash: bytes) -> bytes | None:
+        """Tables by their hash, None where they are not here. Raises codecs.base.Undecodable when they are damaged."""
+
+    @abstractmethod
+    def all_tables(self) -> list[TablesInfo]:
+        """What tables there are, by their hashes."""
+
+    @abstractmethod
+    def delete_tables(self, hash: bytes) -> bool:
+        """Remove tables; chunks that need them are misses then. False when they were not there."""
+
+    def current_tables(self, codec: str, fingerprint: str) -> bytes | None:
+        """The hash of the tables that a codec writes with for this reader, None where there are none."""
+        return newest(self.all_tables(), codec, fingerprint)
 
     @abstractmethod
     def wants(self, key: ChunkKey, raw_bytes: int) -> bool:
@@ -208,8 +262,9 @@ def stats_of(
     chunks: Sequence[tuple[int, int, int, bool]],
     counts: Mapping[str, int],
     namespace: str | None,
+    all_tables: Sequence[TablesInfo],
 ) -> StoreStats:
-    """Statistics from (tokens, stored bytes, raw bytes, pinned) of each chunk and the counters of traffic.py."""
+    """Statistics from (tokens, stored bytes, raw bytes, pinned) of each chunk, the counters of traffic.py, and tables."""
     whole = namespace is None
     return StoreStats(
         kind=kind,
@@ -226,6 +281,8 @@ def stats_of(
         corrupt=counts.get("corrupt", 0),
         evictions=counts.get("evictions", 0) if whole else None,
         admissions_refused=counts.get("refused", 0) if whole else None,
+        tables=len(all_tables) if whole else None,
+        tables_bytes=sum(info.n_bytes for info in all_tables) if whole else None,
     )
 
 

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 
 from blendserve.errors import CorruptRecord
-from blendserve.store.codecs.base import Buffer, Pair, codec_for
+from blendserve.store.codecs.base import Buffer, Pair, Tables, codec_for
 from blendserve.store.key import ChunkKey
 from blendserve.store.record import Header, check_segment
 
@@ -19,11 +19,12 @@ class StoredChunk:
         key: ChunkKey,
         header: Header,
         read: Callable[[int], Buffer | None],
+        tables: Tables = lambda hash: None,
         count_damage: Callable[[], None] = lambda: None,
     ) -> None:
-        """read: layer l's segment, None where there is none. Raises codecs.base.Undecodable."""
+        """read: layer l's segment, None where there is none. tables: of codecs. Raises codecs.base.Undecodable."""
         self._key, self._header, self._read, self._count_damage = key, header, read, count_damage
-        self._codec = codec_for(header.coding)
+        self._codec = codec_for(header.coding, tables)
         self._decoder = self._codec.decoder(header.shape)
         self._next = 0  # layers are decoded up to here
         self._decoding = threading.Lock()

@@ -1,4 +1,7 @@
-"""Chunk KV in this process's memory: the plain store, and the other one's oracle in tests."""
+"""Chunk KV in this process's memory: the plain store, and the other one's oracle in tests.
+
+Uncoded chunks are kept as tensors, coded ones as their segments, which are decoded when they are read.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 
@@ -15,9 +20,13 @@ from blendserve.config import StoreConfig
 from blendserve.core import ChunkKV
 from blendserve.errors import StoreFull
 from blendserve.store.base import KVStore, StoreStats, VerifyReport, full, stats_of
+from blendserve.store.chunk import StoredChunk
+from blendserve.store.codecs.base import Buffer, ChunkShape, Codec, Undecodable, tables_hash
+from blendserve.store.codecs.raw import Raw
 from blendserve.store.key import ChunkKey, namespace_tag
 from blendserve.store.policies import Admission, Always, Candidate, Eviction, Policies, Refuse
-from blendserve.store.record import validate_kv
+from blendserve.store.record import Coded, Header, check_segment, seal, validate_kv
+from blendserve.store.tables import TablesInfo, check_room, checked
 from blendserve.store.traffic import Traffic, add_up
 
 
@@ -49,19 +58,54 @@ class MemoryChunk:
 
 
 @dataclass(frozen=True, slots=True)
+class MemoryRecord:
+    """A chunk as it was coded."""
+
+    header: Header
+    segments: list[Buffer]  # [L]
+
+    @property
+    def n_tokens(self) -> int:
+        return self.header.shape.n_tokens
+
+    @property
+    def n_bytes(self) -> int:
+        return self.header.n_bytes
+
+    @property
+    def raw_bytes(self) -> int:
+        return self.header.shape.n_bytes
+
+
+Kept: TypeAlias = "MemoryChunk | MemoryRecord"
+
+
+@dataclass(frozen=True, slots=True)
 class MemorySnapshot:
     """The chunks as they were when it was opened; later puts and deletes do not reach it."""
 
-    chunks: dict[ChunkKey, MemoryChunk]
+    chunks: dict[ChunkKey, Kept]
     traffic: Traffic
+    tables: dict[bytes, bytes]
+    undecodable: dict[ChunkKey, Undecodable] = field(default_factory=dict)
 
-    def get(self, key: ChunkKey) -> MemoryChunk | None:
-        chunk = self.chunks.get(key)
-        if chunk is None:
+    def get(self, key: ChunkKey) -> MemoryChunk | StoredChunk | None:
+        kept = self.chunks.get(key)
+        if kept is None:
             self.traffic.miss(key)
-        else:
-            self.traffic.hit(key)
+            return None
+        try:
+            chunk = kept if isinstance(kept, MemoryChunk) else self._stored(key, kept)
+        except Undecodable as error:
+            self.traffic.miss(key, undecodable=str(error))
+            self.undecodable[key] = error
+            return None
+        self.traffic.hit(key)
         return chunk
+
+    def _stored(self, key: ChunkKey, kept: MemoryRecord) -> StoredChunk:
+        count = partial(self.traffic.count, key, "corrupt")
+        return StoredChunk(key, kept.header, kept.segments.__getitem__, self.tables.get, count)
 
 
 class MemoryStore(KVStore):
@@ -70,13 +114,20 @@ class MemoryStore(KVStore):
     persistent = needs_folder = False
 
     def __init__(
-        self, cap_bytes: int, eviction: Eviction | None = None, admission: Admission | None = None
+        self,
+        cap_bytes: int,
+        eviction: Eviction | None = None,
+        admission: Admission | None = None,
+        codec: Codec | None = None,
     ) -> None:
+        """codec: of what is written; whatever is there is read by its own."""
         self.cap_bytes = cap_bytes
+        self._codec = codec or Raw()
+        self._tables: dict[bytes, tuple[TablesInfo, bytes]] = {}
         self._eviction = eviction or Refuse()
         self._admission = admission or Always()
         self._traffic = Traffic(self._admission)
-        self._chunks: dict[ChunkKey, MemoryChunk] = {}
+        self._chunks: dict[ChunkKey, Kept] = {}
         self._used: dict[ChunkKey, int] = {}
         self._pins: set[ChunkKey] = set()
         self._counts: Counter[tuple[bytes, str]] = Counter()
@@ -91,26 +142,57 @@ class MemoryStore(KVStore):
     @contextmanager
     def reading(self) -> Iterator[MemorySnapshot]:
         with self._lock:
-            snapshot = MemorySnapshot(dict(self._chunks), self._traffic)
+            tables = {hash: raw for hash, (_, raw) in self._tables.items()}
+            snapshot = MemorySnapshot(dict(self._chunks), self._traffic, tables)
         yield snapshot
 
     def put(self, key: ChunkKey, kv: ChunkKV, pin: bool = False) -> bool:
         validate_kv(kv)
-        copy = MemoryChunk(ChunkKV(kv.keys.detach().cpu().clone(), kv.values.detach().cpu().clone()))
+        if isinstance(self._codec, Raw):
+            copy = ChunkKV(kv.keys.detach().cpu().clone(), kv.values.detach().cpu().clone())
+            return self._keep(key, MemoryChunk(copy), pin)
+        codec = self._codec
+        return self.put_coded(key, Coded(ChunkShape.of(kv), codec.coding, codec.encode(kv)), pin)
+
+    def put_coded(self, key: ChunkKey, coded: Coded, pin: bool = False) -> bool:
+        return self._keep(key, MemoryRecord(seal(key, coded), [bytes(part) for part in coded.segments]), pin)
+
+    def coded(self, key: ChunkKey) -> Coded | None:
+        kept = self._chunks.get(key)
+        if kept is None:
+            return None
+        if isinstance(kept, MemoryChunk):
+            return Coded(ChunkShape.of(kept.kv), Raw.coding, Raw().encode(kept.kv))
+        segments = [check_segment(key, kept.header, l, part) for l, part in enumerate(kept.segments)]
+        return Coded(kept.header.shape, kept.header.coding, segments)
+
+    def write_by(self, codec: Codec) -> None:
+        self._codec = codec
+
+    def put_tables(self, codec: str, fingerprint: str, raw: bytes, current: bool = True) -> bytes:
+        hash = tables_hash(raw)
         with self._lock:
-            if not pin and not self._admitted(key, kv.n_bytes):
-                return False
-            for victim in self._victims(key, kv.n_bytes):
-                self._forget(victim.key)
-                self._traffic.count(victim.key, "evictions")
-            self._chunks[key], self._used[key] = copy, self._traffic.now()
-            self._pins |= {key} if pin else set()
-            return True
+            check_room(self.all_tables(), hash, len(raw))
+            made = self._traffic.now() if current else 0
+            self._tables[hash] = TablesInfo(hash, codec, fingerprint, len(raw), made), bytes(raw)
+        return hash
+
+    def tables(self, hash: bytes) -> bytes | None:
+        found = self._tables.get(hash)
+        return None if found is None else checked(hash, found[1])
+
+    def all_tables(self) -> list[TablesInfo]:
+        with self._lock:
+            return [self._tables[hash][0] for hash in sorted(self._tables)]
+
+    def delete_tables(self, hash: bytes) -> bool:
+        with self._lock:
+            return self._tables.pop(hash, None) is not None
 
     def wants(self, key: ChunkKey, raw_bytes: int) -> bool:
         try:
             with self._lock:
-                return self._admitted(key, raw_bytes)
+                return self._admitted(key, self._codec.expected_bytes(raw_bytes))
         except StoreFull:
             return False
 
@@ -142,14 +224,14 @@ class MemoryStore(KVStore):
     def stats(self, namespace: str | None = None) -> StoreStats:
         with self._lock:
             keys = list(self.keys(namespace))
-            kvs = [self._chunks[key].kv for key in keys]
+            kept = [self._chunks[key] for key in keys]
             sizes = [
-                (kv.n_tokens, kv.n_bytes, kv.n_bytes, k in self._pins)
-                for k, kv in zip(keys, kvs, strict=True)
+                (c.n_tokens, c.n_bytes, c.raw_bytes, k in self._pins) for k, c in zip(keys, kept, strict=True)
             ]
             self._settle()
             counts = add_up(self._counts, namespace_tag(namespace))
-        return stats_of("memory", "", self.cap_bytes, sizes, counts, namespace)
+            infos = self.all_tables()
+        return stats_of("memory", "", self.cap_bytes, sizes, counts, namespace, infos)
 
     def verify(self, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
         chunks = len(self._chunks)  # nothing outside this process can have changed them
@@ -161,6 +243,17 @@ class MemoryStore(KVStore):
         with self._lock:
             self._chunks.clear()
             self._pins.clear()
+
+    def _keep(self, key: ChunkKey, kept: Kept, pin: bool) -> bool:
+        with self._lock:
+            if not pin and not self._admitted(key, kept.n_bytes):
+                return False
+            for victim in self._victims(key, kept.n_bytes):
+                self._forget(victim.key)
+                self._traffic.count(victim.key, "evictions")
+            self._chunks[key], self._used[key] = kept, self._traffic.now()
+            self._pins |= {key} if pin else set()
+            return True
 
     def _admitted(self, key: ChunkKey, n_bytes: int) -> bool:
         """Whether a chunk on demand is worth its victims. Raises StoreFull when it cannot be had at any price."""

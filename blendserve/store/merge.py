@@ -4,28 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
-
-from blendserve.core import ChunkKV
 from blendserve.errors import CorruptRecord
-from blendserve.store.base import ChunkView, KVStore
+from blendserve.store.base import KVStore
+from blendserve.store.codecs.base import Undecodable
 
 
 def merge(
     source: KVStore, into: KVStore, progress: Callable[[int, int], None] | None = None
 ) -> tuple[int, int]:
-    """Copy what `into` lacks, pinned as precompute would -> (copied, skipped because damaged).
+    """Copy what `into` lacks, as it is coded and pinned as precompute would -> (copied, skipped because damaged).
 
-    Raises StoreFull; what was copied stays.
+    Tables of codecs come first, so that at no time a chunk is there without them. Raises StoreFull; what was copied
+    stays.
     """
+    damaged = _merge_tables(source, into)
     keys = [key for key in source.keys() if key not in into]  # noqa: SIM118 (a store is no dict)
-    copied = damaged = 0
+    copied = 0
     for done, key in enumerate(keys, start=1):
         try:
-            with source.reading() as snapshot:
-                view = snapshot.get(key)
-                if view is not None:
-                    copied += into.put(key, _read(view), pin=True)
+            coded = source.coded(key)
+            copied += coded is not None and into.put_coded(key, coded, pin=True)
         except CorruptRecord:
             damaged += 1
         if progress:
@@ -33,7 +31,15 @@ def merge(
     return copied, damaged
 
 
-def _read(view: ChunkView) -> ChunkKV:
-    """The whole chunk, every layer checked on the way."""
-    layers = [view.layer(l) for l in range(view.n_layers)]
-    return ChunkKV(torch.stack([k for k, _ in layers]), torch.stack([v for _, v in layers]))
+def _merge_tables(source: KVStore, into: KVStore) -> int:
+    """Copy the tables that `into` lacks; its own stay current -> how many were damaged."""
+    there, damaged = {info.hash for info in into.all_tables()}, 0
+    for info in source.all_tables():
+        try:
+            raw = None if info.hash in there else source.tables(info.hash)
+        except Undecodable:
+            damaged += 1
+            continue
+        if raw is not None:
+            into.put_tables(info.codec, info.fingerprint, raw, current=False)
+    return damaged

@@ -58,14 +58,27 @@ class Header:
         return sum(self.lengths)
 
 
+@dataclass(frozen=True, slots=True)
+class Coded:
+    """A chunk as a codec left it: what one store may give another without decoding it."""
+
+    shape: ChunkShape
+    coding: Coding
+    segments: list[Buffer]  # [L]
+
+
 def encode(key: bytes, kv: ChunkKV, codec: Codec) -> tuple[Header, list[Buffer]]:
     """A chunk's header and its L segments. Raises StoreError for tensors that are no chunk KV."""
     validate_kv(kv)
-    segments = codec.encode(kv)
-    shape = ChunkShape.of(kv)
-    fields = _pack(shape, codec.coding)
-    sums = (_segment_checksum(key, fields, l, segment) for l, segment in enumerate(segments))
-    return Header(shape, codec.coding, tuple(map(len, segments)), tuple(sums), fields), segments
+    coded = Coded(ChunkShape.of(kv), codec.coding, codec.encode(kv))
+    return seal(key, coded), coded.segments
+
+
+def seal(key: bytes, coded: Coded) -> Header:
+    """The header of a coded chunk under this key, in the present format."""
+    fields = _pack(coded.shape, coded.coding)
+    sums = (_segment_checksum(key, fields, l, segment) for l, segment in enumerate(coded.segments))
+    return Header(coded.shape, coded.coding, tuple(map(len, coded.segments)), tuple(sums), fields)
 
 
 def encode_header(key: bytes, header: Header) -> bytes:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -27,9 +27,10 @@ from blendserve.core import ChunkKV
 from blendserve.errors import ConfigError
 from blendserve.kernels.cuda.staging import CopyStream, apart, copy_stream_to, joined
 from blendserve.store.base import ChunkView, KVStore, Snapshot, StoreStats, TierStats
-from blendserve.store.codecs.base import Pair
+from blendserve.store.codecs.base import Pair, Undecodable
 from blendserve.store.key import ChunkKey
 from blendserve.store.policies import LRU, Admission, Candidate
+from blendserve.store.record import Coded
 from blendserve.store.wrapped import WrappedStore
 
 log = logging.getLogger(__name__)
@@ -150,6 +151,12 @@ class TieredStore(WrappedStore):
             self._forget(key)
         return stored
 
+    def put_coded(self, key: ChunkKey, coded: Coded, pin: bool = False) -> bool:
+        stored = self._store.put_coded(key, coded, pin)
+        if stored:
+            self._forget(key)
+        return stored
+
     def delete(self, key: ChunkKey) -> bool:
         there = self._store.delete(key)
         self._forget(key)
@@ -175,6 +182,10 @@ class _TieredSnapshot:
 
     def __init__(self, snapshot: Snapshot, tiers: Sequence[Tier]) -> None:
         self._snapshot, self._tiers = snapshot, tiers
+
+    @property
+    def undecodable(self) -> Mapping[ChunkKey, Undecodable]:
+        return self._snapshot.undecodable
 
     def get(self, key: ChunkKey) -> ChunkView | None:
         view = self._snapshot.get(key)

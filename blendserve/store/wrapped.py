@@ -6,7 +6,10 @@ from collections.abc import Callable, Iterable, Iterator
 
 from blendserve.core import ChunkKV
 from blendserve.store.base import KVStore, StoreStats, VerifyReport
+from blendserve.store.codecs.base import Codec
 from blendserve.store.key import ChunkKey
+from blendserve.store.record import Coded
+from blendserve.store.tables import TablesInfo
 
 
 class WrappedStore(KVStore):
@@ -17,6 +20,27 @@ class WrappedStore(KVStore):
 
     def put(self, key: ChunkKey, kv: ChunkKV, pin: bool = False) -> bool:
         return self._store.put(key, kv, pin)
+
+    def write_by(self, codec: Codec) -> None:
+        self._store.write_by(codec)
+
+    def coded(self, key: ChunkKey) -> Coded | None:
+        return self._store.coded(key)
+
+    def put_coded(self, key: ChunkKey, coded: Coded, pin: bool = False) -> bool:
+        return self._store.put_coded(key, coded, pin)
+
+    def put_tables(self, codec: str, fingerprint: str, raw: bytes, current: bool = True) -> bytes:
+        return self._store.put_tables(codec, fingerprint, raw, current)
+
+    def tables(self, hash: bytes) -> bytes | None:
+        return self._store.tables(hash)
+
+    def all_tables(self) -> list[TablesInfo]:
+        return self._store.all_tables()
+
+    def delete_tables(self, hash: bytes) -> bool:
+        return self._store.delete_tables(hash)
 
     def wants(self, key: ChunkKey, raw_bytes: int) -> bool:
         return self._store.wants(key, raw_bytes)

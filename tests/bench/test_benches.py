@@ -319,3 +319,46 @@ def test_a_mistake_is_one_clear_line(case: str, run: Run, tiny: str, tmp_path: P
     assert last.startswith("error: "), err
     assert expected in last
     assert "Traceback" not in err
+
+
+def test_codec_counts_every_byte_and_its_parts_fit(run: Run, tiny: str, tmp_path: Path) -> None:
+    words = ("--codecs", "int8", "--method", "reuse", "--folder", tmp_path / "kv")
+    code, out, _ = run("codec", *SMALL, *words, "--model", tiny, *FAST, "--json")
+    assert code == 0
+    figures = figures_of(out)
+    assert list(figures["codecs"]) == ["raw", "int8"]
+    raw, int8 = figures["codecs"]["raw"], figures["codecs"]["int8"]
+    assert figures["tokens"] == 120
+    assert raw["bytes"] > figures["raw_bytes"]  # headers count
+    assert raw["bytes_per_token"] == raw["bytes"] / 120
+    assert 32 < raw["bits_per_element"] < 33
+    assert 3 < int8["smaller"] < 4  # of 32 bits
+    for codec in (raw, int8):
+        assert len(codec["decode"]["seconds"]["rounds"]) == 2
+        pairs = zip(codec["decode"]["seconds"]["rounds"], figures["prefill"]["rounds"], strict=True)
+        assert codec["decode_share_of_prefill"]["rounds"] == [a / b for a, b in pairs]
+        assert codec["ttft"]["median"] > 0
+    assert raw["ttft_of_raw"]["median"] == 1
+    assert list((tmp_path / "kv").iterdir()) == []
+
+
+def test_codecs_with_tables_are_fitted_and_their_tables_told_apart(run: Run, tiny: str) -> None:
+    pytest.importorskip("constriction")
+    words = ("--codecs", "cachegen@1,cachegen@2", "--fit-tokens", "300", "--method", "reuse")
+    code, out, _ = run("codec", *SMALL, *words, "--model", tiny, *FAST)
+    assert code == 0
+    assert "every byte" in out
+    found = figures_of(out)["codecs"]
+    assert found["cachegen@1"]["smaller"] > 6
+    assert found["cachegen@2"]["bytes"] < found["cachegen@1"]["bytes"]
+    for codec in (found["cachegen@1"], found["cachegen@2"]):
+        assert codec["tables_bytes"] > 0
+        few, many = codec["bytes_per_token_with_tables"].values()
+        assert few - codec["bytes_per_token"] == pytest.approx(codec["tables_bytes"] / 1000 / 40)
+        assert codec["bytes_per_token"] < many < few
+
+
+def test_a_codec_that_is_none_is_told_before_anything_is_loaded(run: Run) -> None:
+    code, _, err = run("codec", "--codecs", "int9")
+    assert code == 2
+    assert "did you mean 'int8'" in err

@@ -18,7 +18,9 @@ from blendserve.config import BlendConfig
 from blendserve.core import BlendReport, Chunk, Prompt, TokenIds
 from blendserve.errors import ConfigError, CorruptRecord, StoreUnavailable
 from blendserve.store import KVStore, LMDBStore, MemoryStore
+from blendserve.store.codecs.base import Coding
 from blendserve.store.memory import MemoryChunk
+from blendserve.store.record import Coded
 from tests.blend.helpers import assert_near, distance, model_logits, some_ids, some_prompt
 from tests.tiny import fresh_model, tiny_adapter
 
@@ -79,6 +81,7 @@ class Leaky(MemoryStore):
 class LeakySnapshot:
     def __init__(self, snapshot: Any, broken: set[bytes]) -> None:
         self._snapshot, self._broken = snapshot, broken
+        self.undecodable = snapshot.undecodable
 
     def get(self, key: bytes) -> Any:
         view = self._snapshot.get(key)
@@ -225,6 +228,27 @@ def test_a_record_that_is_not_what_its_key_names_counts_as_corrupt() -> None:
     store.put(maker.key(ids()[0]), wrong)
     report = maker.run(PROMPT, BlendConfig(method="blend")).report
     assert found(report) == (4, 0, 1)
+
+
+def test_a_chunk_that_cannot_be_decoded_here_is_missing_with_its_reason_and_replaced() -> None:
+    """Whole, in the store, and of no use: the report says which and why, and a damaged one beside it, too."""
+    store = Leaky()
+    maker = filled(store)
+    key = maker.key(ids()[3])
+    coded = store.coded(key)
+    assert coded is not None
+    foreign = Coding("alien", 3, bytes(range(16)))
+    store.put_coded(key, Coded(coded.shape, foreign, coded.segments))
+    store.broken = {maker.key(ids()[1])}
+    hurt = maker.run(PROMPT, BlendConfig(method="blend"))
+    assert found(hurt.report) == (3, 1, 1)
+    assert [(u.chunk, u.kind) for u in hurt.report.unusable] == [(1, "corrupt"), (3, "codec")]
+    assert "layer 2 fails its checksum" in hurt.report.unusable[0].reason
+    assert "no codec 'alien'" in hurt.report.unusable[1].reason
+    assert hurt.report.to_dict()["unusable"][1]["kind"] == "codec"
+    assert_adds_up(hurt.report, PROMPT)
+    assert maker.remember(hurt.absent) == 2
+    assert maker.run(PROMPT, BlendConfig(method="blend")).report.unusable == ()
 
 
 class Gone(MemoryStore):

@@ -2,9 +2,10 @@
 
 A batch of cases is one store whose chunks are damaged behind its back, one case a chunk, by LMDB itself; the store is
 then opened and every chunk is read. A damaged chunk must be told (CorruptRecord, StoreVersion, or a miss where its header
-was deleted or names a codec, a level or tables that are not here), and never give another tensor than was put. A third of
-the chunks is of format 1, a third raw in format 2, and a third is coded, in segments of many lengths. The reading is done
-in another process, so that even a segmentation fault is counted and not the end.
+was deleted or names a codec, a level or tables that are not here), and never give another tensor than was put. A fifth
+of the chunks is of format 1, a fifth raw in format 2, and three fifths are coded: in segments of many lengths, by int8
+and, where it is installed, by cachegen at all its levels. The reading is done in another process, so that even a
+segmentation fault is counted and not the end; its memory is limited, so that no length may ask for gigabytes.
 
     python -m tests.endurance.fuzz_records --cases 10000 --seed 0
 
@@ -18,6 +19,7 @@ import json
 import logging
 import multiprocessing
 import random
+import resource
 import struct
 import tempfile
 import time
@@ -27,6 +29,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import lmdb
@@ -38,13 +41,27 @@ from blendserve.core import ChunkKV
 from blendserve.errors import CorruptRecord, StoreVersion
 from blendserve.registry import CODECS
 from blendserve.store import KVStore, LMDBStore, chunk_key
-from blendserve.store.codecs.base import Buffer, ChunkShape, Codec, Coding, Pair, Undecodable
+from blendserve.store.codecs.base import (
+    Buffer,
+    ChunkShape,
+    Codec,
+    Coding,
+    Pair,
+    Tables,
+    Undecodable,
+    known_codec,
+)
+from blendserve.store.codecs.int8 import Int8
 from blendserve.store.codecs.raw import Raw, RawDecoder
 from blendserve.store.lmdb.snapshot import HEADER, layer_name
 from blendserve.store.record import CODE_OF
+from tests.endurance.helpers import through
 
 CAP = 1 << 30
 BATCH = 100  # chunks in the store
+SPARE = (
+    3 << 30
+)  # of address space for the reader: the store's map, which is mostly empty, and no hostile length
 COMMON = {  # of a header: offset, format
     "magic": (0, "I"),
     "version": (4, "H"),
@@ -80,8 +97,14 @@ class Squeezed(Codec):
 
     coding = Coding("squeezed", 3, b"tables of a test")
 
+    levels = (3,)
+
     @classmethod
-    def for_reading(cls, coding: Coding) -> Squeezed:
+    def with_tables(cls, level: int = 3, tables: bytes = b"") -> Squeezed:
+        return cls()
+
+    @classmethod
+    def for_reading(cls, coding: Coding, tables: Tables) -> Squeezed:
         if coding != cls.coding:
             raise Undecodable("another level or other tables")
         return cls()
@@ -122,7 +145,8 @@ class Target:
     """One chunk of the store, as it was put."""
 
     key: bytes
-    kv: ChunkKV
+    kv: ChunkKV  # as it comes back
+    put: ChunkKV
     version: int  # of its records' format
     codec: Codec
 
@@ -184,7 +208,8 @@ def lie_about_the_codec(dice: random.Random, target: Target, records: Records) -
     if target.version == 1:
         return lie("codec", sealed=True)(dice, target, records)
     header = bytearray(records[target.names[0]][:-8])
-    coding = dice.choice([Raw.coding, Squeezed.coding, Coding("raw", 3), Coding("squeezed", 2)])
+    known = [Raw.coding, Squeezed.coding, Int8.coding, Coding("cachegen", 1, target.codec.coding.tables)]
+    coding = dice.choice([*known, Coding("raw", 3), Coding("squeezed", 2), Coding("int8", 1)])
     struct.pack_into("<8sI16s", header, 24, coding.codec.encode(), coding.level, coding.tables)
     return {target.names[0]: seal(target.key, bytes(header))}
 
@@ -286,16 +311,48 @@ def targets(seed: int) -> list[Target]:
         dtype = list(CODE_OF)[i % 3]
         shape = (1 + i % 3, 1 + i % 2, [0, 1, 2, 7, 40][i % 5], [2, 4, 16][i % 3])  # [L, K, C, D]
         keys, values = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
-        version, codec = [(1, Raw()), (2, Raw()), (2, Squeezed())][i // 3 % 3]
-        made.append(Target(chunk_key("fuzz", (), (i,), str(dtype)), ChunkKV(keys, values), version, codec))
+        kv = ChunkKV(keys, values)
+        codec = [Raw(), Raw(), Squeezed(), Int8(), learnt(kv, i)][i // 3 % 5]
+        version = 2 if i // 3 % 5 else 1
+        key = chunk_key("fuzz", (), (i,), str(dtype))
+        made.append(Target(key, through(codec, kv), kv, version, codec))
     return made
+
+
+def learnt(kv: ChunkKV, i: int) -> Codec:
+    """cachegen with tables for KV of this shape, Int8 where it is not installed."""
+    made = known_codec("cachegen")
+    if made is None:
+        return Int8()
+    return made.with_tables(i % len(made.levels), tables_of(kv))
+
+
+@cache
+def tables_for(n_layers: int, n_kv_heads: int, head_dim: int) -> bytes:
+    noise = torch.randn((2, n_layers, n_kv_heads, 100, head_dim), generator=torch.Generator().manual_seed(1))
+    made = known_codec("cachegen")
+    assert made is not None
+    return made.fit([((0,) * 100, ChunkKV(noise[0], noise[1]))])
+
+
+def tables_of(kv: ChunkKV) -> bytes:
+    n_layers, n_kv_heads, _, head_dim = kv.keys.shape
+    return tables_for(n_layers, n_kv_heads, head_dim)
 
 
 def judge(path: Path, seed: int) -> list[str]:
     """Read every chunk back: detected, same (as was put), wrong, or what was raised."""
     logging.disable()  # what cannot be decoded is logged
+    limit_memory()
     with LMDBStore(path, CAP, read_only=True) as store:
         return [_judge(store, target) for target in targets(seed)]
+
+
+def limit_memory() -> None:
+    """What this process may ask for from now on: little more than it has."""
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    resource.setrlimit(resource.RLIMIT_AS, (used + SPARE, hard))
 
 
 def _judge(store: KVStore, target: Target) -> str:
@@ -326,7 +383,9 @@ class Fuzzer:
         self.targets = targets(seed)
         for target in self.targets:
             with LMDBStore(path, CAP, codec=target.codec) as store:
-                store.put(target.key, target.kv)
+                if target.codec.needs_tables and target.codec.coding.codec == "cachegen":
+                    store.put_tables("cachegen", "reader", tables_of(target.kv))
+                store.put(target.key, target.put)
         with lmdb.open(str(path), map_size=0) as env, env.begin() as txn:
             self.records: Records = {bytes(name): bytes(raw) for name, raw in txn.cursor()}
         for target in self.targets:

@@ -46,8 +46,10 @@ from blendserve.errors import BlendserveError
 from blendserve.evaluate.workload import Query, zipf_blocks
 from blendserve.models.loader import Reader, load_reader
 from blendserve.models.toy import toy_reader
+from blendserve.registry import CODECS, parse_codec
 from blendserve.retrieve import language_reference, split
 from blendserve.store import StoreStats, open_store
+from blendserve.store.codecs.base import known_codec
 
 CHUNKS, CHUNK_TOKENS = 400, 128  # of the corpus; a chunk has at most so many tokens, and at least 3/4 of them
 PER_QUERY = 6
@@ -277,9 +279,11 @@ class Run:
         return {**falls, "warm_up_blocks": len(self.blocks) - len(self.judged), **asdict(self)}
 
 
-def run(work: Workload, reader: Reader, method: str, admission: str) -> Run:
-    """Ask all queries of a fresh store."""
-    store = StoreConfig(**{"cap_gb": work.cap_bytes / 1e9, "eviction": "lru", "admission": admission})
+def run(work: Workload, reader: Reader, method: str, admission: str, codec: str = CODECS.default) -> Run:
+    """Ask all queries of a fresh store, whose cap is as many chunks in any codec. codec: one that needs no tables."""
+    name, level = parse_codec(codec)
+    cap = CODECS.load(name).with_tables(level).expected_bytes(work.cap_bytes)
+    store = StoreConfig(**{"cap_gb": cap / 1e9, "eviction": "lru", "admission": admission, "codec": codec})
     config = Config(store=store, blend=BlendConfig(**{"method": method}))
     total, made = sum(map(len, work.blocks)), list[Block]()
     with (
@@ -326,6 +330,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--queries", type=int, default=500)
     parser.add_argument("--block", type=int, default=50, help="queries a block")
     parser.add_argument("--seed", type=int, default=0)
+    plain = [name for name in CODECS.names if (made := known_codec(name)) and not made.needs_tables]
+    parser.add_argument("--codec", choices=plain, default=CODECS.default, help="how the store is coded")
     parser.add_argument("--json", action="store_true", help="the JSON line alone, without the tables")
     asked = parser.parse_args()
     if asked.queries < asked.block or asked.queries % asked.block:
@@ -340,7 +346,9 @@ def main() -> int:
         reader = toy_reader() if asked.model == "tiny" else load_reader(ReaderConfig(model=asked.model))
         work = workload(reader, asked.queries // asked.block, asked.block, asked.seed)
         console.say(json.dumps(work.to_dict()))
-        runs = [run(work, reader, asked.method, admission) for admission in ("tinylfu", "always")]
+        runs = [
+            run(work, reader, asked.method, admission, asked.codec) for admission in ("tinylfu", "always")
+        ]
     except BlendserveError as error:
         console.say(f"Error: {error}")
         return 2

@@ -11,10 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from blendserve.core import ChunkKV
+from blendserve.core import ChunkKV, Passage
 from blendserve.engine.shared_loads import SharedLoads
 from blendserve.serve.config import ServeConfig
 from blendserve.store import ChunkKey, MemoryStore, chunk_key
+from blendserve.store.codecs.base import ChunkShape, Coding
+from blendserve.store.codecs.raw import Raw
+from blendserve.store.record import Coded
 from tests.engine.helpers import PASSAGES, QUESTIONS, wait_for
 from tests.serve.helpers import Server, until
 
@@ -250,3 +253,22 @@ def test_a_full_queue_is_429_and_nothing_is_lost(server: Server) -> None:
         assert {a.result().status_code for a in asked} == {200}
     assert refused.status_code == 429
     assert 1 <= int(refused.headers["Retry-After"]) <= 60
+
+
+def test_why_stored_chunks_were_of_no_use_is_told_and_counted(server: Server) -> None:
+    engine, text = server.service.engine, "A kingfisher dives from its branch."
+    ids = engine.prompts.chunk(Passage(text)).ids
+    key, shape = engine.blender.key(ids), engine.reader.adapter
+    kv = ChunkKV(*(torch.zeros(shape.n_layers, shape.n_kv_heads, len(ids), shape.head_dim) for _ in range(2)))
+    foreign = Coding("alien", 0, bytes(16))
+    engine.store.put_coded(key, Coded(ChunkShape.of(kv), foreign, Raw().encode(kv)))
+    before = sample(server, "chunks_unusable_total", why="codec")
+    body = {"question": "What dives?", "passages": [{"text": text}], "method": "reuse", "max_tokens": 2}
+    report = server.post("/v1/rag/query", body).json()["report"]
+    assert (report["chunks_hit"], report["chunks_missing"]) == (0, 1)
+    (unusable,) = report["unusable"]
+    assert (unusable["chunk"], unusable["kind"]) == (0, "codec")
+    assert "no codec 'alien'" in unusable["reason"]
+    assert sample(server, "chunks_unusable_total", why="codec") == before + 1
+    assert "blendserve_store_undecodable_total" in server.get("/metrics").text
+    assert sample(server, "store_raw_bytes") > 0

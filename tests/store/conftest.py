@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from blendserve.registry import CODECS, STORES
+from blendserve.store.codecs.base import forget_ready
 
 
 @pytest.fixture
@@ -26,6 +27,7 @@ def toy_store() -> Iterator[None]:
 @pytest.fixture
 def toy_codec() -> Iterator[None]:
     """A codec of the tests' own: one file, one line."""
+    forget_ready()
     CODECS.add("toy", "tests.store.toy_codec:Toy")
     yield
     CODECS.remove("toy")

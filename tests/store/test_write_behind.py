@@ -12,8 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blendserve.core import ChunkKV
-from blendserve.errors import StoreFull
+from blendserve.errors import StoreError, StoreFull
 from blendserve.store import MemoryStore
+from blendserve.store.codecs.base import Buffer
+from blendserve.store.codecs.int8 import Int8
 from blendserve.store.write_behind import write_behind
 from tests.kernels.cuda.streams import LateCopyStream
 from tests.store.helpers import CAP, chunk, key_of, read, same
@@ -108,3 +110,33 @@ def test_from_a_device_that_is_late_each_chunk_arrives_before_it_is_written() ->
     assert all(same(read(store, key_of(n)), chunk(10, seed=n)) for n in range(5))
     assert set(stream.waited_in) == {"blendserve-write_0"}
     assert not torch.equal(chunk(10).keys, chunk(10, seed=1).keys)
+
+
+class Noting(Int8):
+    """Notes who encodes, and can fail at it."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.threads: list[str] = []
+        self.fails = fails
+
+    def encode(self, kv: ChunkKV) -> list[Buffer]:
+        self.threads.append(threading.current_thread().name)
+        if self.fails:
+            raise StoreError("the tables are for another reader")
+        return super().encode(kv)
+
+
+def test_chunks_are_coded_by_the_thread_that_writes_them() -> None:
+    codec = Noting()
+    store = MemoryStore(CAP, codec=codec)
+    assert len(list(write_behind(store, made([10] * 4), 20))) == 4
+    assert set(codec.threads) == {"blendserve-write_0"}
+    assert store.stats().bytes < store.stats().raw_bytes
+
+
+def test_what_a_codec_cannot_do_comes_back_and_ends_it() -> None:
+    store, seen = MemoryStore(CAP, codec=Noting(fails=True)), list[int]()
+    with pytest.raises(StoreError, match="another reader"):
+        list(write_behind(store, made([10] * 9, seen), 20))
+    assert store.stats().chunks == 0
+    assert len(seen) <= 4

@@ -9,29 +9,47 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from hashlib import blake2b
 from typing import ClassVar
 
 from blendserve.core import ChunkKV
-from blendserve.store.codecs.base import Buffer, ChunkShape, Codec, Coding, Pair, Undecodable
+from blendserve.store.codecs.base import (
+    Buffer,
+    ChunkShape,
+    Codec,
+    Coding,
+    Pair,
+    Tables,
+    Undecodable,
+    tables_hash,
+)
 from blendserve.store.codecs.raw import Raw, RawDecoder
 
 
 class Toy(Codec):
     """At one level of zlib, with the tables of one model."""
 
+    levels = tuple(range(10))
+    needs_tables = True
     tables_here: ClassVar[dict[bytes, bytes]] = {}  # by hash: 256 bytes, a permutation
 
     def __init__(self, level: int = 0, table: bytes = bytes(range(255, -1, -1))) -> None:
-        self.coding = Coding("toy", level, blake2b(table, digest_size=16).digest())
+        self.coding = Coding("toy", level, tables_hash(table))
         self._table = table
         self.tables_here[self.coding.tables] = table
 
     @classmethod
-    def for_reading(cls, coding: Coding) -> Toy:
-        if coding.tables not in cls.tables_here:
+    def with_tables(cls, level: int, tables: bytes = b"") -> Toy:
+        if sorted(tables) != list(range(256)):
+            raise ValueError(f"{len(tables)} bytes are no permutation of all bytes")
+        return cls(level, tables)
+
+    @classmethod
+    def for_reading(cls, coding: Coding, tables: Tables) -> Toy:
+        """From the store, or, as tests need not put them there, from this process."""
+        raw = tables(coding.tables) or cls.tables_here.get(coding.tables)
+        if raw is None:
             raise Undecodable(f"the tables {coding.tables.hex()} of codec 'toy' are not here")
-        return cls(coding.level, cls.tables_here[coding.tables])
+        return cls.with_tables(coding.level, raw)
 
     @classmethod
     def check(cls, coding: Coding, shape: ChunkShape, lengths: Sequence[int]) -> None:

@@ -6,29 +6,46 @@
 A record says which codec wrote it, at which level, and the hash of the tables that it needs (record.py), so one store
 may hold chunks of several codecs. A chunk whose codec or tables are not here is a miss with a reason: `Undecodable`.
 A segment reaches a decoder only after its length and its checksum were found right.
+
+Tables are what a codec has learnt of one reader, by `fit`: bytes without any Python object in them, kept by the store
+under their hash (tables.py), and parsed once a process.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, TypeAlias
+from hashlib import blake2b
+from threading import Lock
+from typing import ClassVar, Literal, Protocol, TypeAlias
 
 import torch
 
-from blendserve.core import ChunkKV
+from blendserve.core import ChunkKV, TokenIds
 from blendserve.registry import CODECS
 
 Buffer: TypeAlias = "bytes | bytearray | memoryview"
 Pair: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"  # keys before RoPE and values [K, C, D] of one layer
+Tables: TypeAlias = (
+    "Callable[[bytes], bytes | None]"  # a source of tables by hash; None where it has none such
+)
+Sample: TypeAlias = "tuple[TokenIds, ChunkKV]"  # what a codec is fitted on: a chunk's tokens [C] and its KV
+Progress: TypeAlias = "Callable[[int, int], None]"  # (steps done, in all)
+Missing = Literal["codec", "level", "tables"]
 
 NAME_BYTES, TABLES_BYTES = 8, 16
 NO_TABLES = bytes(TABLES_BYTES)
+READY = 8  # codecs kept ready for reading: several levels and readers
 
 
 class Undecodable(Exception):
-    """What decodes a record is not here. The message says what is missing."""
+    """What decodes a record is not here. The message says what is missing, `kind` in one word."""
+
+    def __init__(self, why: str, kind: Missing = "tables") -> None:
+        super().__init__(why)
+        self.kind: Missing = kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +105,47 @@ class Codec(ABC):
     """One codec at one level, with its tables."""
 
     random_access: ClassVar[bool] = False  # whether a layer can be decoded without the layers below it
+    levels: ClassVar[tuple[int, ...]] = (0,)  # from the finest to the coarsest
+    default_level: ClassVar[int] = 0
+    needs_tables: ClassVar[bool] = False
     coding: Coding  # what is said by the records that it writes
 
     @classmethod
     @abstractmethod
-    def for_reading(cls, coding: Coding) -> Codec:
-        """The codec that decodes such records. Raises Undecodable when the level or the tables are not here."""
+    def with_tables(cls, level: int, tables: bytes = b"") -> Codec:
+        """The codec at one of its levels. tables: what `fit` gave; b"" where it needs none.
+
+        Raises ValueError for bytes that are no tables of this codec.
+        """
+
+    @classmethod
+    def for_reading(cls, coding: Coding, tables: Tables) -> Codec:
+        """The codec that decodes such records. Raises Undecodable when the level or the tables are not here.
+
+        ValueError when the tables are none of this codec.
+        """
+        if coding.level not in cls.levels:
+            raise Undecodable(
+                f"codec {coding.codec!r} has no level {coding.level} here, only {', '.join(map(str, cls.levels))}: "
+                "upgrade blendserve",
+                "level",
+            )
+        raw = tables(coding.tables) if cls.needs_tables else b""
+        if raw is None:
+            raise Undecodable(
+                f"the tables {coding.tables.hex()} of codec {coding.codec!r} are not in the store: copy them with "
+                "`blendserve store merge` from the store that the chunks came from"
+            )
+        return cls.with_tables(coding.level, raw)
+
+    @classmethod
+    def fit(cls, samples: Iterable[Sample], progress: Progress = lambda done, total: None) -> bytes:
+        """Tables for the reader that computed the samples, which are read once and in order.
+
+        samples: computed while they are read, so what is to be kept of them is the codec's to keep; a sample's KV is
+        not changed afterwards. progress: of what is done once they are read. Raises InputError for too few of them.
+        """
+        raise NotImplementedError(f"{cls.__name__} needs no tables")
 
     @classmethod
     @abstractmethod
@@ -106,11 +158,14 @@ class Codec(ABC):
 
     @abstractmethod
     def encode(self, kv: ChunkKV) -> list[Buffer]:
-        """The segments of all layers, [L]."""
+        """The segments of all layers, [L]. Raises StoreError when the tables are for KV of another shape."""
 
     @abstractmethod
     def decoder(self, shape: ChunkShape) -> Decoder:
-        """For one chunk of this shape."""
+        """For one chunk of this shape; nothing of that size is allocated yet.
+
+        Raises Undecodable when the tables are for KV of another shape.
+        """
 
 
 def known_codec(name: str) -> type[Codec] | None:
@@ -122,11 +177,42 @@ def known_codec(name: str) -> type[Codec] | None:
     return codec
 
 
-def codec_for(coding: Coding) -> Codec:
-    """The codec that decodes such records. Raises Undecodable."""
-    codec = known_codec(coding.codec)
-    if codec is None:
+def tables_hash(raw: Buffer) -> bytes:
+    """The name of tables: their content's hash, which is their checksum as well."""
+    return blake2b(raw, digest_size=TABLES_BYTES, person=b"blendserve.tb.1").digest()
+
+
+_ready: OrderedDict[tuple[type[Codec], Coding], Codec] = OrderedDict()  # least recently used first
+_readying = Lock()
+
+
+def codec_for(coding: Coding, tables: Tables = lambda hash: None) -> Codec:
+    """The codec that decodes such records; its tables are parsed once and shared by all chunks. Raises Undecodable.
+
+    Tables are the same whichever store they come from, as they go by their hash. So what is ready is not asked for again.
+    """
+    made = known_codec(coding.codec)
+    if made is None:
         raise Undecodable(
-            f"this blendserve has no codec {coding.codec!r}: upgrade it, or install what brings the codec"
+            f"this blendserve has no codec {coding.codec!r}: upgrade it, or install what brings the codec",
+            "codec",
         )
-    return codec.for_reading(coding)
+    with _readying:
+        if (ready := _ready.get((made, coding))) is not None:
+            _ready.move_to_end((made, coding))
+            return ready
+        try:
+            codec = _ready[made, coding] = made.for_reading(coding, tables)
+        except ValueError as error:
+            raise Undecodable(
+                f"the tables {coding.tables.hex()} are none of codec {coding.codec!r}: {error}"
+            ) from error
+        if len(_ready) > READY:
+            _ready.popitem(last=False)
+        return codec
+
+
+def forget_ready() -> None:
+    """Drop the codecs that are ready for reading, as a new process would start."""
+    with _readying:
+        _ready.clear()

@@ -24,7 +24,7 @@ class Raw(Codec):
     coding = Coding("raw")
 
     @classmethod
-    def for_reading(cls, coding: Coding) -> Raw:
+    def with_tables(cls, level: int = 0, tables: bytes = b"") -> Raw:
         return cls()
 
     @classmethod
@@ -55,13 +55,16 @@ class RawDecoder:
         if not self.shape.layer_bytes:
             keys, values = torch.empty(shape, dtype=dtype)
             return keys, values
-        flat = torch.frombuffer(segment, dtype=dtype)
-        if (
-            flat.data_ptr() % dtype.itemsize
-        ):  # a small record between others: LMDB aligns those to two bytes only
-            flat = torch.frombuffer(bytearray(segment), dtype=dtype)
-        keys, values = flat.view(shape)
+        keys, values = aligned(segment, dtype).view(shape)
         return keys, values
+
+
+def aligned(segment: Buffer, dtype: torch.dtype, offset: int = 0) -> torch.Tensor:
+    """The values [n] from `offset` on, where they lie if they are aligned there, else copied."""
+    flat = torch.frombuffer(segment, dtype=dtype, offset=offset)
+    if flat.data_ptr() % dtype.itemsize:  # a small record between others: LMDB aligns those to two bytes only
+        flat = torch.frombuffer(bytearray(memoryview(segment)[offset:]), dtype=dtype)
+    return flat
 
 
 def _layer_bytes(kv: ChunkKV, l: int) -> memoryview:

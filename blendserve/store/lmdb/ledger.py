@@ -87,7 +87,7 @@ class Ledger:
     @property
     def n_bytes(self) -> int:
         """Stored bytes of all chunks."""
-        body = _opened(b"", self._txn.get(BYTES_KEY))
+        body = opened(b"", self._txn.get(BYTES_KEY))
         if body is not None and len(body) == _SUM.size:
             return int(_SUM.unpack(body)[0])
         return self._counted()
@@ -130,7 +130,7 @@ class Ledger:
             total = self.counts(tag)
             total.update({name: notes.counts[tag, name] for name in COUNTERS})
             body = struct.pack(f"<{len(COUNTERS)}Q", *(total[name] for name in COUNTERS))
-            self._txn.put(COUNTS + tag, _sealed(tag, body))
+            self._txn.put(COUNTS + tag, sealed(tag, body))
 
     def count(self, key: ChunkKey, counter: str) -> None:
         """Raise one counter of the chunk's namespace."""
@@ -144,7 +144,7 @@ class Ledger:
         """Counters of one namespace, or the sums over all."""
         total: Counter[str] = Counter()
         for name, raw in starting(self._txn, COUNTS + tag):
-            body = _opened(name[1:], raw)
+            body = opened(name[1:], raw)
             if body is not None and len(body) % _SUM.size == 0:
                 numbers = struct.unpack(f"<{len(body) // _SUM.size}Q", body)
                 total.update(dict(zip(COUNTERS, numbers, strict=False)))
@@ -164,7 +164,7 @@ class Ledger:
 
     def _write(self, key: ChunkKey, entry: Entry) -> None:
         body = _ENTRY.pack(entry.used, entry.n_bytes, entry.raw_bytes, entry.n_tokens, entry.pinned)
-        self._txn.put(ENTRY + key, _sealed(key, body))
+        self._txn.put(ENTRY + key, sealed(key, body))
         if not entry.pinned:
             self._txn.put(_order_name(key, entry), b"")
 
@@ -172,7 +172,7 @@ class Ledger:
         return sum(entry.n_bytes for _, entry in self.entries() if entry)
 
     def _set_bytes(self, total: int) -> None:
-        self._txn.put(BYTES_KEY, _sealed(b"", _SUM.pack(total)))
+        self._txn.put(BYTES_KEY, sealed(b"", _SUM.pack(total)))
 
 
 def starting(txn: Txn, prefix: bytes) -> Iterator[tuple[bytes, memoryview]]:
@@ -188,18 +188,19 @@ def _order_name(key: ChunkKey, entry: Entry) -> bytes:
     return ORDER + _TIME.pack(entry.used) + key
 
 
-def _sealed(name: bytes, body: bytes) -> bytes:
+def sealed(name: bytes, body: bytes) -> bytes:
+    """A record under this name, with a checksum of both."""
     return body + _SUM.pack(xxhash.xxh3_64_intdigest(name + body))
 
 
-def _opened(name: bytes, raw: memoryview | None) -> bytes | None:
-    """What `_sealed` sealed; None when it is missing or damaged."""
+def opened(name: bytes, raw: memoryview | None) -> bytes | None:
+    """What `sealed` sealed; None when it is missing or damaged."""
     body = bytes(raw or b"")[: -_SUM.size]
-    return body if raw is not None and bytes(raw) == _sealed(name, body) else None
+    return body if raw is not None and bytes(raw) == sealed(name, body) else None
 
 
 def _decode_entry(key: ChunkKey, raw: memoryview | None) -> Entry | None:
-    body = _opened(key, raw)
+    body = opened(key, raw)
     if body is None or len(body) not in (_ENTRY.size, _ENTRY_1.size):
         return None
     if len(body) == _ENTRY_1.size:

@@ -1,7 +1,7 @@
 """Reading chunks out of an LMDB map: one read transaction, and views that live as long as it.
 
 "h" + key                                -> header
-"l" + key + layer (2 bytes, big-endian)  -> segment       record.py has the bytes of both
+"l" + key + layer (2 bytes, big-endian)  -> segment       record.py has the bytes of both; tables.py has codecs' tables
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from blendserve.store import record
 from blendserve.store.chunk import StoredChunk
 from blendserve.store.codecs.base import Undecodable
 from blendserve.store.key import ChunkKey
+from blendserve.store.lmdb import tables
 from blendserve.store.lmdb.ledger import ENTRY, Ledger, Txn, starting
 from blendserve.store.lmdb.opening import explaining
+from blendserve.store.record import Coded
 from blendserve.store.traffic import Traffic
 
 HEADER, LAYER = b"h", b"l"
@@ -38,6 +40,7 @@ class LMDBSnapshot:
         self._traffic = traffic
         self._using = threading.Lock()
         self._ended = False
+        self.undecodable: dict[ChunkKey, Undecodable] = {}
 
     def get(self, key: ChunkKey) -> StoredChunk | None:
         raw = self._raw(HEADER + key)
@@ -46,15 +49,45 @@ class LMDBSnapshot:
             return None
         try:
             header = record.decode_header(key, raw)
-            chunk = StoredChunk(key, header, partial(self._segment, key), partial(self._count_damage, key))
+            count = partial(self._count_damage, key)
+            chunk = StoredChunk(key, header, partial(self._segment, key), self.tables, count)
         except Undecodable as error:
             self._traffic.miss(key, undecodable=str(error))
+            self.undecodable[key] = error
             return None
         except CorruptRecord:
             self._count_damage(key)
             raise
         self._traffic.hit(key)
         return chunk
+
+    def coded(self, key: ChunkKey) -> Coded | None:
+        """A copy of the chunk as it is coded. Raises CorruptRecord, StoreVersion."""
+        raw = self._raw(HEADER + key)
+        if raw is None:
+            return None
+        header = record.decode_header(key, raw)
+        layers = range(header.shape.n_layers)
+        segments = [bytes(record.check_segment(key, header, l, self._segment(key, l))) for l in layers]
+        return Coded(header.shape, header.coding, [*segments])
+
+    def tables(self, hash: bytes) -> bytes | None:
+        """Raises Undecodable when they are damaged."""
+        with self._using, explaining(self._path):
+            self._refuse_ended()
+            return tables.read(self._txn, hash)
+
+    def bad_tables(self) -> list[tuple[str, str]]:
+        """(hash in hex, what is wrong) of tables with which something is."""
+        found = []
+        with self._using, explaining(self._path):
+            for hash in tables.hashes(self._txn):
+                try:
+                    problem = tables.problem(self._txn, hash)
+                except Undecodable as error:
+                    problem = str(error)
+                found += [(hash.hex(), problem)] if problem else []
+        return found
 
     def keys(self) -> list[ChunkKey]:
         """Every key that has any record."""
@@ -94,6 +127,9 @@ class LMDBSnapshot:
 
     def _raw(self, name: bytes) -> memoryview | None:
         with self._using, explaining(self._path):
-            if self._ended:
-                raise StoreUnavailable("a chunk's view was used outside its `with store.reading()`")
+            self._refuse_ended()
             return self._txn.get(name)
+
+    def _refuse_ended(self) -> None:
+        if self._ended:
+            raise StoreUnavailable("a chunk's view was used outside its `with store.reading()`")

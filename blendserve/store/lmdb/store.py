@@ -4,14 +4,15 @@ snapshot.py has the records that hold chunks, ledger.py those that count them. T
 transaction as what it counts, evictions included, so that it holds over processes and kills.
 
 The map is sized from the cap, with a margin for page rounding and fragmentation, so that the cap is reached first; the
-file never grows beyond it. Where fragmentation wins all the same, chunks are evicted ahead.
+file never grows beyond it. Where fragmentation wins all the same, chunks are evicted ahead. Tables of codecs have room of
+their own in it, and do not count against the cap.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -21,14 +22,17 @@ from blendserve.core import ChunkKV
 from blendserve.errors import StoreError, StoreFull, StoreUnavailable
 from blendserve.store import record
 from blendserve.store.base import KVStore, StoreStats, VerifyReport, full, stats_of
-from blendserve.store.codecs.base import Buffer, Codec
+from blendserve.store.codecs.base import Buffer, ChunkShape, Codec, tables_hash
 from blendserve.store.codecs.raw import Raw
 from blendserve.store.key import ChunkKey, namespace_tag
+from blendserve.store.lmdb import tables
 from blendserve.store.lmdb.environment import acquire, release
 from blendserve.store.lmdb.ledger import Entry, Ledger, Txn, starting
 from blendserve.store.lmdb.opening import MapFull, explaining
 from blendserve.store.lmdb.snapshot import HEADER, LAYER, LMDBSnapshot, layer_name
 from blendserve.store.policies import Admission, Always, Candidate, Eviction, Policies, Refuse
+from blendserve.store.record import Coded
+from blendserve.store.tables import ROOM, TablesInfo, check_room
 from blendserve.store.traffic import Notes, Traffic
 
 MIB = 1 << 20
@@ -37,8 +41,8 @@ NOTE_EVERY_S = 60.0
 
 
 def map_bytes(cap_bytes: int) -> int:
-    """Size of the map for a cap: twice that and 256 MiB. The file only grows to what is used of it."""
-    return (2 * cap_bytes // MIB + 257) * MIB
+    """Size of the map for a cap: twice that, 256 MiB, and room for tables. The file only grows to what is used of it."""
+    return (2 * cap_bytes // MIB + 257) * MIB + ROOM
 
 
 class LMDBStore(KVStore):
@@ -94,16 +98,49 @@ class LMDBStore(KVStore):
             self._write_notes(wait_s=0.0)
 
     def put(self, key: ChunkKey, kv: ChunkKV, pin: bool = False) -> bool:
-        header, segments = record.encode(key, kv, self._codec)
+        record.validate_kv(kv)
+        codec = self._codec
+        return self.put_coded(key, Coded(ChunkShape.of(kv), codec.coding, codec.encode(kv)), pin)
+
+    def put_coded(self, key: ChunkKey, coded: Coded, pin: bool = False) -> bool:
+        header = record.seal(key, coded)
         if not pin and not self._admitted(key, header.n_bytes):
             return False
-        entry = Entry(self._traffic.now(), header.n_bytes, kv.n_bytes, kv.n_tokens, pin)
+        shape = header.shape
+        entry = Entry(self._traffic.now(), header.n_bytes, shape.n_bytes, shape.n_tokens, pin)
         try:
-            self._put(key, header, segments, entry)
+            self._put(key, header, coded.segments, entry)
         except MapFull:
             self._evict_ahead(2 * header.n_bytes)
-            self._put(key, header, segments, entry)
+            self._put(key, header, coded.segments, entry)
         return True
+
+    def write_by(self, codec: Codec) -> None:
+        self._codec = codec
+
+    def coded(self, key: ChunkKey) -> Coded | None:
+        with self.reading() as snapshot:
+            return snapshot.coded(key)
+
+    def put_tables(self, codec: str, fingerprint: str, raw: bytes, current: bool = True) -> bytes:
+        hash = tables_hash(raw)
+        with self._write() as txn:
+            check_room(tables.infos(txn), hash, len(raw))
+            info = TablesInfo(hash, codec, fingerprint, len(raw), self._traffic.now() if current else 0)
+            tables.write(txn, info, raw)
+        return hash
+
+    def tables(self, hash: bytes) -> bytes | None:
+        with self.reading() as snapshot:
+            return snapshot.tables(hash)
+
+    def all_tables(self) -> list[TablesInfo]:
+        with self._read() as txn, explaining(self.path):
+            return tables.infos(txn)
+
+    def delete_tables(self, hash: bytes) -> bool:
+        with self._write() as txn:
+            return tables.drop(txn, hash)
 
     def wants(self, key: ChunkKey, raw_bytes: int) -> bool:
         try:
@@ -137,8 +174,9 @@ class LMDBStore(KVStore):
             ledger = Ledger(txn)
             entries = [entry for _, entry in ledger.entries(tag) if entry]
             counts = ledger.counts(tag) + self._traffic.counts(tag)
+            infos = tables.infos(txn)
         sizes = [(entry.n_tokens, entry.n_bytes, entry.raw_bytes, entry.pinned) for entry in entries]
-        return stats_of("lmdb", str(self.path), self.cap_bytes, sizes, counts, namespace)
+        return stats_of("lmdb", str(self.path), self.cap_bytes, sizes, counts, namespace, infos)
 
     def verify(self, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
         good, bad = 0, []
@@ -150,7 +188,8 @@ class LMDBStore(KVStore):
                 bad += [(key.hex(), problem)] if problem else []
                 if progress:
                     progress(done, len(keys))
-        return VerifyReport(good, tuple(bad))
+            bad_tables = snapshot.bad_tables()
+        return VerifyReport(good, tuple(bad), tuple(bad_tables))
 
     def close(self) -> None:
         if not self._closed:
@@ -180,7 +219,7 @@ class LMDBStore(KVStore):
             raise full(f"the KV store {self.path}", stored, more, self.cap_bytes)
         return victims
 
-    def _put(self, key: ChunkKey, header: record.Header, segments: list[Buffer], entry: Entry) -> None:
+    def _put(self, key: ChunkKey, header: record.Header, segments: Sequence[Buffer], entry: Entry) -> None:
         with self._write() as txn:
             ledger = Ledger(txn)
             before = ledger.entry(key)

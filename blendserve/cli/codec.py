@@ -1,0 +1,186 @@
+"""`blendserve codec ...`: how KV is coded, and the tables that some codecs need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from blendserve import console
+from blendserve.cli.options import IndexArg, JsonOpt, Options, make_app, with_options
+from blendserve.config import Config
+from blendserve.errors import ConfigError, InputError
+from blendserve.registry import CODECS
+
+Progress = Callable[[int, int], None]
+
+app = make_app("Show codecs of stored KV, and fit the tables that some need.")
+
+READER = Options(
+    Config(),
+    *("reader.model", "store.path", "retrieve.chunk_tokens"),
+    load=Config.load,
+    names={"store.path": "store"},
+)
+STORE = Options(Config(), "store.path", load=Config.load, names={"store.path": "store"})
+
+
+@app.command("list")
+def list_codecs(json: JsonOpt = False) -> None:
+    """List codecs with their levels, the finest first."""
+    found = [_described(name) for name in CODECS.names]
+    if json:
+        console.print_json({"codecs": found})
+        return
+    rows = [
+        (
+            c["codec"],
+            ", ".join(map(str, c["levels"])) or "not installed",
+            "yes" if c["needs_tables"] else "no",
+        )
+        for c in found
+    ]
+    console.table("Codecs", ("codec", "levels", "needs tables"), rows)
+
+
+@app.command()
+@with_options(settings=STORE)
+def show(index: IndexArg, settings: Config, json: JsonOpt = False) -> None:
+    """Show the tables that an index's store holds. Those that are current are what is written uses."""
+    from blendserve.paths import index_folder
+    from blendserve.store import open_store  # torch: a second
+
+    with open_store(settings.store, index_folder(index) / "kv", read_only=True, persistent=True) as store:
+        infos = store.all_tables()
+        current = [store.current_tables(info.codec, info.fingerprint) == info.hash for info in infos]
+    found = [
+        {
+            "hash": info.hash.hex(),
+            "codec": info.codec,
+            "reader_fingerprint": info.fingerprint,
+            "bytes": info.n_bytes,
+            "current": now,
+        }
+        for info, now in zip(infos, current, strict=True)
+    ]
+    if json:
+        console.print_json({"tables": found})
+        return
+    rows = [
+        (i.hash.hex(), i.codec, f"{i.n_bytes:,}", "yes" if now else "no", i.fingerprint)
+        for i, now in zip(infos, current, strict=True)
+    ]
+    console.table("Tables", ("hash", "codec", "bytes", "current", "for the reader"), rows)
+
+
+@app.command("fit")
+@with_options(settings=READER)
+def fit_tables(
+    index: IndexArg,
+    settings: Config,
+    codec: Annotated[
+        list[str] | None,
+        typer.Option(help="Fit tables of this codec; of every codec that needs some if none is given."),
+    ] = None,
+    text: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Fit on this text, a file or folder as `index build` takes it; may be given again. Bundled text is "
+            "taken if none is given."
+        ),
+    ] = None,
+    tokens: Annotated[
+        int, typer.Option(min=1, help="Fit on so many tokens of it, taken from all files.")
+    ] = 20_000,
+    json: JsonOpt = False,
+) -> None:
+    """Fit a codec's tables for a reader, into an index's store.
+
+    What is written from then on uses them; what was written before keeps its own. Tables are shared by all tenants, so
+    give text whose statistics all of them may see. The nearer the text is to what will be stored, the smaller is its KV.
+
+    \b
+        blendserve codec fit docs                               # every codec that needs tables, on bundled text
+        blendserve codec fit docs --codec NAME --text corpus.jsonl --text notes/
+    """
+    names = _fitted(codec or [])
+    from blendserve.engine.calibration import bundled_text, fit  # torch and all the rest: seconds
+    from blendserve.engine.prompt import PromptBuilder
+    from blendserve.models.loader import load_reader
+    from blendserve.paths import index_folder
+    from blendserve.retrieve import read_documents
+    from blendserve.store import open_store
+
+    documents = [list(read_documents(path)) for path in text or []] or [bundled_text()]
+    reader = load_reader(settings.reader, console.say)
+    prompts = PromptBuilder(reader.tokenizer, settings.prompt)
+    raw = settings.store.model_copy(update={"codec": CODECS.default})
+    with open_store(raw, index_folder(index) / "kv", persistent=True) as store:
+        done = []
+        for name in names:
+            per_token = reader.adapter.kv_bytes_per_token
+            with _bars(name, per_token) as bars:
+                hash = fit(name, _mixed(documents), tokens, settings, reader, prompts, store, *bars)
+            size = next(info.n_bytes for info in store.all_tables() if info.hash == hash)
+            done.append({"codec": name, "hash": hash.hex(), "bytes": size})
+    if json:
+        console.print_json({"reader": reader.name, "reader_fingerprint": reader.fingerprint, "tables": done})
+    else:
+        for tables in done:
+            console.out.print(f"{tables['codec']}: tables {tables['hash']}, {tables['bytes']:,} bytes")
+
+
+@contextmanager
+def _bars(name: str, per_token: int) -> Iterator[tuple[Progress, Progress]]:
+    """A bar for the KV that is computed, and another one, after it, for what is learnt of it."""
+    with ExitStack() as bars:
+        computing = bars.enter_context(console.progress(f"{name}: computing KV", "tokens", per_token))
+        second: list[Progress] = []
+
+        def fitting(done: int, total: int) -> None:
+            if not second:
+                bars.pop_all().close()  # one live display at a time
+                second.append(bars.enter_context(console.progress(f"{name}: fitting", "steps")))
+            second[0](done, total)
+
+        yield computing, fitting
+
+
+def _described(name: str) -> dict[str, Any]:
+    try:
+        made = CODECS.load(name)
+    except ImportError as error:
+        return {"codec": name, "levels": [], "needs_tables": True, "problem": str(error)}
+    return {
+        "codec": name,
+        "levels": list(made.levels),
+        "default_level": made.default_level,
+        "needs_tables": made.needs_tables,
+    }
+
+
+def _fitted(names: list[str]) -> list[str]:
+    """The codecs to fit. Raises ConfigError, InputError."""
+    for name in names:
+        try:
+            CODECS.check(name)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        described = _described(name)
+        if "problem" in described:
+            raise ConfigError(described["problem"])
+        if not described["needs_tables"]:
+            raise InputError(f"codec {name!r} needs no tables: set store.codec to it, and that is all")
+    known = [d["codec"] for d in map(_described, CODECS.names) if d["needs_tables"] and "problem" not in d]
+    if not (names or known):
+        raise InputError("no codec that is installed here needs tables: pip install 'blendserve[codecs]'")
+    return names or known
+
+
+def _mixed(texts: list[list[Any]]) -> list[Any]:
+    """Documents of all texts in turns, so that the first tokens are of each kind."""
+    longest = max(map(len, texts), default=0)
+    return [documents[n] for n in range(longest) for documents in texts if n < len(documents)]

@@ -1,0 +1,106 @@
+"""The codec that a store writes with for a reader, and the tables that it may need: fitted once, on text.
+
+Tables are fitted by `blendserve codec fit`, on text of the user's own or what is bundled, and kept in the store. Those of
+a bundled reader are fitted on first use, on bundled text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from blendserve.blend.precompute import ChunkComputer
+from blendserve.config import Config
+from blendserve.core import Document, TokenIds
+from blendserve.engine.prompt import PromptBuilder
+from blendserve.errors import InputError, TablesMissing
+from blendserve.models.loader import BUNDLED, Reader, Say
+from blendserve.registry import CODECS, parse_codec
+from blendserve.retrieve.chunker import split
+from blendserve.retrieve.reference import language_reference
+from blendserve.store import KVStore
+from blendserve.store.codecs.base import Codec, Progress, Sample
+
+FIT_TOKENS = 20_000  # that tables are fitted on unless told otherwise
+
+
+def writing_codec(
+    config: Config, reader: Reader, prompts: PromptBuilder, store: KVStore, say: Say = lambda text: None
+) -> Codec:
+    """The codec that `store.codec` names, with the reader's tables. Raises TablesMissing, StoreError."""
+    name, level = parse_codec(config.store.codec)
+    made: type[Codec] = CODECS.load(name)
+    if not made.needs_tables:
+        return made.with_tables(level)
+    hash = store.current_tables(name, reader.fingerprint)
+    if hash is None and reader.name in BUNDLED:
+        say(f"Fitting tables of codec {name} for {reader.name} on bundled text; they are kept in the store")
+        hash = fit(name, bundled_text(), FIT_TOKENS, config, reader, prompts, store)
+    raw = None if hash is None else store.tables(hash)
+    if raw is None:
+        raise TablesMissing(
+            f"codec {name!r} needs tables for {reader.name}, and the store has none: fit some by "
+            f"`blendserve codec fit INDEX --codec {name}`, or set store.codec to one that needs none"
+        )
+    return made.with_tables(level, raw)
+
+
+def fit(
+    name: str,
+    documents: Iterable[Document],
+    tokens: int,
+    config: Config,
+    reader: Reader,
+    prompts: PromptBuilder,
+    store: KVStore,
+    computing: Progress = lambda done, total: None,
+    fitting: Progress = lambda done, total: None,
+) -> bytes:
+    """Fit a codec's tables on the first `tokens` of some documents, and keep them in the store -> their hash.
+
+    computing: progress in tokens of KV; fitting: of what the codec does with them. Raises InputError for too little text,
+    StoreError.
+    """
+    chunks = chunks_of(documents, tokens, config, prompts)
+    if not chunks:
+        raise InputError(
+            "there is no text to fit tables on: give some with --text, or leave that out for bundled text"
+        )
+    made: type[Codec] = CODECS.load(name)
+    raw = made.fit(samples(chunks, reader, prompts, computing), fitting)
+    return store.put_tables(name, reader.fingerprint, raw)
+
+
+def samples(
+    chunks: Sequence[TokenIds],
+    reader: Reader,
+    prompts: PromptBuilder,
+    progress: Progress = lambda done, total: None,
+) -> Iterator[Sample]:
+    """The chunks with their KV, computed as precompute does, while they are read."""
+    done, total = 0, sum(map(len, chunks))
+    computer = ChunkComputer(reader.adapter, prompts.kv_context)
+    for ids, kv in zip(chunks, computer.stream(chunks), strict=True):
+        yield ids, kv
+        done += len(ids)
+        progress(done, total)
+
+
+def chunks_of(
+    documents: Iterable[Document], tokens: int, config: Config, prompts: PromptBuilder
+) -> list[TokenIds]:
+    """The documents' chunks, of the size that an index would have, until there are so many tokens."""
+    found: list[TokenIds] = []
+    for document in documents:
+        for passage in split(document, config.retrieve.chunk_tokens, lambda p: len(prompts.chunk(p))):
+            ids = prompts.chunk(passage).ids[:tokens]
+            if ids:
+                found.append(ids)
+                tokens -= len(ids)
+            if tokens <= 0:
+                return found
+    return found
+
+
+def bundled_text() -> list[Document]:
+    """Text that every installation has."""
+    return language_reference()

@@ -1,0 +1,130 @@
+"""Methods over coded KV: what was stored as it was computed is coded by each codec that a method names.
+
+    the run's store, uncoded -> encode -> a store in memory for each codec -> the method, which decodes as it loads
+
+So all codecs see the same KV, which is computed once. `exact` has no reuse in it: the prompt's whole context is
+prefilled, its KV before RoPE is coded and decoded chunk by chunk, and the question is run over that by full attention.
+What it loses is the codec's own loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+from blendserve.blend.blender import Blender
+from blendserve.blend.precompute import ChunkComputer
+from blendserve.config import changed
+from blendserve.core import ChunkKV, Prompt
+from blendserve.engine.calibration import writing_codec
+from blendserve.engine.engine import Engine
+from blendserve.errors import ConfigError
+from blendserve.evaluate.folder import Line
+from blendserve.evaluate.variants import Variant
+from blendserve.models.adapter import Adapter
+from blendserve.models.loader import Say
+from blendserve.registry import CODECS
+from blendserve.store import ChunkKey, KVStore, MemoryStore
+from blendserve.store.codecs.base import ChunkShape, Codec
+from blendserve.store.record import Coded, encode_header, seal
+
+_KEY = bytes(28)  # headers are as long under any key
+
+
+@dataclass(frozen=True)
+class CodedStore:
+    """What one codec makes of the run's chunks."""
+
+    codec: Codec
+    store: KVStore
+
+    def blender(self, raw: Blender, namespace: str) -> Blender:
+        """As `raw`, over coded chunks."""
+        return raw.like(self.store, namespace)
+
+    def fill(self, source: KVStore, keys: Iterable[ChunkKey]) -> None:
+        """Code these chunks. Those that are not in the source are passed over."""
+        for key in keys:
+            coded = source.coded(key)
+            if coded is not None and key not in self.store:
+                self.store.put(key, decoded(coded, CODECS.load(CODECS.default).with_tables(0)), pin=True)
+
+    def drop(self, keys: Iterable[ChunkKey]) -> None:
+        for key in keys:
+            self.store.delete(key)
+
+    def through(self, kv: ChunkKV) -> tuple[ChunkKV, Line]:
+        """KV as it comes out of the codec, and what it takes meanwhile."""
+        coded = Coded(ChunkShape.of(kv), self.codec.coding, self.codec.encode(kv))
+        return decoded(coded, self.codec), size(coded)
+
+
+def coded_store(engine: Engine, word: str, say: Say = lambda text: None) -> CodedStore:
+    """For the engine's reader; tables are the engine's store's, which keeps those that are fitted for it.
+
+    Raises ConfigError where the engine's store is coded itself, TablesMissing.
+    """
+    if engine.config.store.codec != CODECS.default:
+        raise ConfigError(
+            f"methods that name a codec need uncoded KV to begin with: set store.codec to {CODECS.default}, "
+            f"not {engine.config.store.codec}"
+        )
+    config = changed(engine.config, store=changed(engine.config.store, codec=word).model_dump())
+    codec = writing_codec(config, engine.reader, engine.prompts, engine.store, say)
+    store = MemoryStore(engine.config.store.cap_bytes, codec=codec)
+    raw = engine.store.tables(codec.coding.tables)
+    if raw is not None:
+        store.put_tables(codec.coding.codec, engine.reader.fingerprint, raw)
+    return CodedStore(codec, store)
+
+
+def exact_context(adapter: Adapter, prompt: Prompt, by: CodedStore | None) -> tuple[Prompt, ChunkKV, Line]:
+    """The prompt with all of its context as a prefix, that prefix's exact KV through a codec, and what it takes.
+
+    Prefix and chunks are coded apart, as they are stored; by: None = as it was computed.
+    """
+    context = prompt.ids[: len(prompt) - len(prompt.suffix)]
+    kv = ChunkComputer(adapter, ()).compute([context])[0]
+    taken: Line = {}
+    if by is not None:
+        ends = [0, *(span.start for span in prompt.spans), len(context)]
+        parts = [by.through(_span(kv, a, b)) for a, b in pairwise(ends) if b > a]
+        kv = ChunkKV(*(torch.cat([getattr(part, x) for part, _ in parts], dim=2) for x in ("keys", "values")))
+        taken = summed(line for _, line in parts)
+    return Prompt(context, (), prompt.suffix), kv, taken
+
+
+def decoded(coded: Coded, codec: Codec) -> ChunkKV:
+    """All layers."""
+    decoder = codec.decoder(coded.shape)
+    layers = [decoder.layer(l, segment) for l, segment in enumerate(coded.segments)]
+    return ChunkKV(*(torch.stack(part) for part in zip(*layers, strict=True)))
+
+
+def size(coded: Coded) -> Line:
+    """Bytes of a chunk's records, as stored and uncoded."""
+    header = seal(_KEY, coded)
+    return {"bytes": header.n_bytes + len(encode_header(_KEY, header)), "raw_bytes": coded.shape.n_bytes}
+
+
+def summed(lines: Iterable[Line]) -> Line:
+    """Of several chunks."""
+    found = list(lines)
+    return {name: sum(line[name] for line in found) for name in ("bytes", "raw_bytes")}
+
+
+def sizes_of(by: CodedStore, keys: Iterable[ChunkKey]) -> Line:
+    """Of these chunks in the codec's store."""
+    return summed(size(coded) for key in keys if (coded := by.store.coded(key)) is not None)
+
+
+def needed(variants: Iterable[Variant]) -> list[str]:
+    """The codecs that methods name, each once."""
+    return list(dict.fromkeys(v.codec for v in variants if v.codec is not None))
+
+
+def _span(kv: ChunkKV, start: int, stop: int) -> ChunkKV:
+    return ChunkKV(kv.keys[:, :, start:stop], kv.values[:, :, start:stop])

@@ -1,0 +1,102 @@
+"""Eight bits a value, with a scale for each token and head, around the chunk's mean of each channel.
+
+    segment   integers [2, K, C, D] of 8 bits | scales [2, K, C] | centres [2, K, D]      value = centre + integer * scale
+
+The two of each are keys' and values'; scales and centres are bf16, whose range is that of all KV. A scale is the largest
+distance of the head's D values from their centres over 127. Keys have channels that lie far from 0 for all tokens:
+centres, which are a few bytes a chunk, leave less than a third of the error there.
+
+A product of integer and scale is exact in 32 bits and a value is rounded once, so that every CPU decodes the same. A head
+with a value that is no number is NaN for that token.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from blendserve.core import ChunkKV
+from blendserve.store.codecs.base import Buffer, ChunkShape, Codec, Coding, Pair
+from blendserve.store.codecs.raw import aligned
+
+MOST = 127
+
+
+class Int8(Codec):
+    """About half of 16-bit KV."""
+
+    random_access = True
+    coding = Coding("int8")
+
+    @classmethod
+    def with_tables(cls, level: int = 0, tables: bytes = b"") -> Int8:
+        return cls()
+
+    @classmethod
+    def check(cls, coding: Coding, shape: ChunkShape, lengths: Sequence[int]) -> None:
+        if coding != cls.coding:
+            raise ValueError("it names a level or tables, and this codec has none")
+        if any(length != segment_bytes(shape) for length in lengths):
+            raise ValueError(f"it says {max(lengths)} bytes a layer, its shape {segment_bytes(shape)}")
+
+    def expected_bytes(self, raw_bytes: int) -> int:
+        return raw_bytes * 33 // 64  # of 16 bits and 64 values a head
+
+    def encode(self, kv: ChunkKV) -> list[Buffer]:
+        return [_segment(kv.keys[l], kv.values[l]) for l in range(len(kv.keys))]
+
+    def decoder(self, shape: ChunkShape) -> Int8Decoder:
+        return Int8Decoder(shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Int8Decoder:
+    """Knows the shape, and nothing else."""
+
+    shape: ChunkShape
+
+    def layer(self, l: int, segment: Buffer) -> Pair:
+        shape = self.shape
+        size = (2, shape.n_kv_heads, shape.n_tokens, shape.head_dim)
+        if not shape.layer_bytes:
+            keys, values = torch.empty(size, dtype=shape.dtype)
+            return keys, values
+        integers = torch.frombuffer(segment, dtype=torch.int8, count=math.prod(size)).view(size)
+        rest = aligned(segment, torch.bfloat16, integers.numel())
+        scales = rest[: math.prod(size[:3])].view(*size[:3], 1)
+        centres = rest[scales.numel() :].view(2, shape.n_kv_heads, 1, shape.head_dim)
+        keys, values = torch.addcmul(*(x.to(_working(shape.dtype)) for x in (centres, integers, scales))).to(
+            shape.dtype
+        )
+        return keys, values
+
+
+def segment_bytes(shape: ChunkShape) -> int:
+    """Of one layer; nothing of a chunk without tokens."""
+    n_tokens, head_dim = shape.n_tokens, shape.head_dim
+    return 2 * shape.n_kv_heads * (n_tokens * (head_dim + 2) + 2 * head_dim) if n_tokens else 0
+
+
+def _working(dtype: torch.dtype) -> torch.dtype:
+    """In which a value is made: all parts of it are exact in bf16, in fp16 they need not be."""
+    return dtype if dtype == torch.bfloat16 else torch.float32
+
+
+def _segment(keys: Tensor, values: Tensor) -> bytes:
+    both = torch.stack((keys.detach(), values.detach())).cpu().float()  # [2, K, C, D]
+    if not both.numel():
+        return b""
+    centres = both.nan_to_num(0.0, 0.0, 0.0).mean(dim=2, keepdim=True).to(torch.bfloat16)
+    both -= centres.float()
+    scales = (both.abs().amax(dim=-1, keepdim=True) / MOST).to(torch.bfloat16)  # [2, K, C, 1]
+    shares = both / scales.float().clamp(min=torch.finfo(torch.float32).tiny)
+    integers = shares.nan_to_num(0.0).round().clamp(-MOST, MOST).to(torch.int8)
+    return b"".join(_bytes(part) for part in (integers, scales, centres))
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
