@@ -74,6 +74,12 @@ def test_a_chunk_comes_back_near_of_its_shape_and_the_same_every_time(
     assert type(codec).needs_tables == any(codec.coding.tables)
 
 
+@pytest.mark.parametrize(("name", "level"), ALL)
+def test_a_codec_writes_the_name_that_it_is_registered_by(name: str, level: int) -> None:
+    coding = codec_of(name, level).coding
+    assert (coding.codec, coding.level) == (name, level)
+
+
 def test_levels_are_in_order_of_size() -> None:
     kv = chunk(200, **SHAPE)
     for name in HERE:

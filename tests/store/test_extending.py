@@ -8,7 +8,7 @@ import pytest
 
 from blendserve.config import Config, StoreConfig
 from blendserve.errors import ConfigError
-from blendserve.registry import CODECS, STORES
+from blendserve.registry import STORES
 from blendserve.store import LMDBStore, open_store
 from tests.store.helpers import CAP, chunk, key_of, read, same
 from tests.store.toy_codec import Toy
@@ -39,11 +39,6 @@ def test_a_codec_is_one_file_and_one_line(toy_codec: None, path: Path) -> None:
         assert same(read(store, key_of(1)), chunk(40))
         assert same(read(store, key_of(2)), chunk(40, seed=2))
         assert store.verify().good == 2
-
-
-@pytest.mark.parametrize("name", CODECS.names)
-def test_a_codec_writes_the_name_that_it_is_registered_by(name: str) -> None:
-    assert CODECS.load(name).coding.codec == name
 
 
 @pytest.mark.parametrize("name", STORES.names)
