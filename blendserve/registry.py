@@ -111,6 +111,7 @@ CODECS = Registry(
     {
         "raw": "blendserve.store.codecs.raw:Raw",
         "int8": "blendserve.store.codecs.int8:Int8",
+        "predict": "blendserve.store.codecs.predict.codec:Predict",
         "cachegen": "blendserve.store.codecs.cachegen:CacheGen",
     },
 )

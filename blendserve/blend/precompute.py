@@ -37,7 +37,7 @@ class ChunkComputer:
     ) -> None:
         """context_kv: the KV of `context`, where the caller has it. before_layer: called in every pass."""
         self._adapter, self._before_layer = adapter, before_layer
-        empty = _empty(adapter, 0)
+        empty = _empty(adapter, ())
         self._prefix_keys, self._prefix_values = empty.keys, empty.values  # [L, K, F, D], keys after RoPE
         self.context_kv = empty
         if context:
@@ -69,7 +69,7 @@ class ChunkComputer:
     def compute(self, chunks: Sequence[TokenIds]) -> list[ChunkKV]:
         """The KV of these chunks, run as one stack."""
         adapter = self._adapter
-        out = [_empty(adapter, len(ids)) for ids in chunks]
+        out = [_empty(adapter, ids) for ids in chunks]
         if any(chunks):
             hidden = adapter.embed(torch.tensor([i for ids in chunks for i in ids], device=adapter.device))
             layers = _Stacked(adapter, out, self._prefix_keys, self._prefix_values)
@@ -107,6 +107,7 @@ class _Stacked:
         return attend_chunks(q, self._keys, self._values, prefix_kv, self._adapter.specs[l], self._stack)
 
 
-def _empty(adapter: Adapter, tokens: int) -> ChunkKV:
-    shape = (adapter.n_layers, adapter.n_kv_heads, tokens, adapter.head_dim)
-    return ChunkKV(*(torch.empty(shape, dtype=adapter.dtype, device=adapter.device) for _ in range(2)))
+def _empty(adapter: Adapter, ids: TokenIds) -> ChunkKV:
+    shape = (adapter.n_layers, adapter.n_kv_heads, len(ids), adapter.head_dim)
+    keys, values = (torch.empty(shape, dtype=adapter.dtype, device=adapter.device) for _ in range(2))
+    return ChunkKV(keys, values, ids=tuple(ids))

@@ -66,7 +66,7 @@ def fit(
             "there is no text to fit tables on: give some with --text, or leave that out for bundled text"
         )
     made: type[Codec] = CODECS.load(name)
-    raw = made.fit(samples(chunks, reader, prompts, computing), fitting)
+    raw = made.fit(samples(chunks, reader, prompts, computing), reader.adapter, fitting)
     return store.put_tables(name, reader.fingerprint, raw)
 
 

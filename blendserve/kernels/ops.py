@@ -11,6 +11,8 @@
     correct               compiled | reference
     add_norm              compiled | the model's own module
     gated_activation      compiled | the model's own function
+    unpack, pack          compiled | reference
+    predict               compiled | reference
 
 A backend may serve where it is made for such tensors (`fits`) and is right on this machine (verify.py, asked once for
 each kind of them). The reference always may. The first that may does it, but for four operations on a CPU, where
@@ -25,13 +27,15 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from blendserve.kernels import reference, samples, verify
+from blendserve.kernels import coding, reference, samples, verify
 from blendserve.kernels.activation import Activation
 from blendserve.kernels.chunks import ChunkStack
 from blendserve.kernels.cpu import attend as cpu_attend
+from blendserve.kernels.cpu import coding as cpu_coding
 from blendserve.kernels.cpu import correct as cpu_correct
 from blendserve.kernels.cpu import gate as cpu_gate
 from blendserve.kernels.cpu import linear as cpu_linear
@@ -67,6 +71,10 @@ def _compiled(
                 partial(_cpu_trouble, level),
                 is_ours=True,
             )
+
+
+def _any(*_: object, **__: object) -> bool:
+    return True
 
 
 def _cpu_trouble(level: Level, *_: object, **__: object) -> str:
@@ -313,3 +321,42 @@ def attention_backends(
     )
     side_by_side, anywhere = (ATTEND.select_backend(q, keys, keys, spec, plan).name for plan in plans)
     return side_by_side, anywhere
+
+
+UNPACK = Operation(
+    *_compiled("unpack", cpu_coding.unpack, _any), Backend("reference", coding.unpack_reference)
+)
+
+
+def unpack(
+    segment: memoryview, contexts: np.ndarray, means: np.ndarray, model: coding.SymbolModel
+) -> np.ndarray:
+    """Bytes of a layer -> symbols [C, N] of int8. contexts [C]: the tokens'. means [N]: what to expect of each axis.
+
+    Raises ValueError for bytes that are no such symbols.
+    """
+    return UNPACK(segment, contexts, means, model)
+
+
+PACK = Operation(*_compiled("pack", cpu_coding.pack, _any), Backend("reference", coding.pack_reference))
+
+
+def pack(values: np.ndarray, contexts: np.ndarray, means: np.ndarray, model: coding.SymbolModel) -> bytes:
+    """Symbols [C, N] of int8 -> the bytes that `unpack` reads."""
+    return PACK(values, contexts, means, model)
+
+
+PREDICT = Operation(
+    *_compiled("predict", cpu_coding.predict, cpu_coding.fits_predict),
+    Backend("reference", coding.predict_reference),
+)
+
+
+def predict(
+    first: Tensor, below: Tensor, symbols: Tensor | None, layer: coding.LayerMap, dim: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Codes of layer 0 and of the layer below [C, W], and symbols [C, N], all of int8 -> heads [W / D, C, D] and codes.
+
+    symbols: None = all of them 0. The heads are those of keys and behind them those of values.
+    """
+    return PREDICT(first, below, symbols, layer, dim, dtype)

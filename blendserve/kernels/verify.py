@@ -13,11 +13,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from blendserve.kernels import coding
 from blendserve.kernels.cpu import attend as cpu_attend
+from blendserve.kernels.cpu import coding as cpu_coding
 from blendserve.kernels.cpu import correct as cpu_correct
 from blendserve.kernels.cpu import gate as cpu_gate
 from blendserve.kernels.cpu import linear as cpu_linear
@@ -93,6 +96,9 @@ def check_cpu(level: Level, library: ctypes.CDLL) -> None:
         "correct": _check_correct,
         "norm": _check_norm,
         "gate": _check_gate,
+        "unpack": _check_symbols,
+        "pack": _check_symbols,
+        "predict": _check_predict,
     }
     for operation in level.sources:
         checks[operation](library, dtype_of(level))
@@ -181,6 +187,30 @@ def _check_gate(library: ctypes.CDLL, dtype: torch.dtype) -> None:
     up = _random(gate.shape, generator, dtype)
     if not torch.equal(cpu_gate.run(library, gate.clone(), up), F.silu(gate) * up):
         raise Unavailable("gated activations are wrong here")
+
+
+def _check_symbols(library: ctypes.CDLL, dtype: torch.dtype) -> None:
+    """To the byte, and back."""
+    model, generator = coding.some_model(), np.random.default_rng(0)
+    values = (generator.laplace(size=(40, 23)) * np.linspace(0.01, 9.0, 23)).clip(-128, 127).astype(np.int8)
+    contexts, means = generator.integers(0, coding.CONTEXTS, 40), np.full(23, coding.ONE // 3)
+    wanted = coding.pack_reference(values, contexts, means, model)
+    if cpu_coding.run_pack(library, values, contexts, means, model) != wanted:
+        raise Unavailable("coding symbols is wrong here")
+    if not np.array_equal(cpu_coding.run_unpack(library, memoryview(wanted), contexts, means, model), values):
+        raise Unavailable("decoding symbols is wrong here")
+
+
+def _check_predict(library: ctypes.CDLL, dtype: torch.dtype) -> None:
+    """To the bit, with integers as large as they may be."""
+    for dim, n_tokens in ((8, 3), (16, 19)):
+        layer = coding.some_map(64, 12)
+        first, below, symbols = (coding.some_codes(n_tokens, n, seed=n) for n in (64, 64, 12))
+        for given in (symbols, None):
+            got = cpu_coding.run_predict(library, first, below, given, layer, dim, dtype)
+            wanted = coding.predict_reference(first, below, given, layer, dim, dtype)
+            if not all(map(torch.equal, got, wanted)):
+                raise Unavailable("predicting KV is wrong here")
 
 
 def _random(shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Tensor:

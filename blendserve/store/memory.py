@@ -149,7 +149,7 @@ class MemoryStore(KVStore):
     def put(self, key: ChunkKey, kv: ChunkKV, pin: bool = False) -> bool:
         validate_kv(kv)
         if isinstance(self._codec, Raw):
-            copy = ChunkKV(kv.keys.detach().cpu().clone(), kv.values.detach().cpu().clone())
+            copy = ChunkKV(kv.keys.detach().cpu().clone(), kv.values.detach().cpu().clone(), ids=kv.ids)
             return self._keep(key, MemoryChunk(copy), pin)
         codec = self._codec
         return self.put_coded(key, Coded(ChunkShape.of(kv), codec.coding, codec.encode(kv)), pin)

@@ -18,10 +18,11 @@ from blendserve.cpu_cap import SETS, cap
 
 _AVX2 = frozenset({"avx2", "bmi2", "fma", "movbe"})
 _AVX512 = _AVX2 | frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"})
-_AMX = _AVX512 | {"avx512_bf16", "amx_tile", "amx_bf16"}
-_BF16 = ("-march=x86-64-v4", "-mavx512bf16")
+_AMX = _AVX512 | {"avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16"}
+_BF16 = ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni")
 _VECTORS = {
-    name: f"{name}.cpp" for name in ("attend", "linear", "correct", "place", "norm", "gate")
+    **{name: f"{name}.cpp" for name in ("attend", "linear", "correct", "place", "norm", "gate")},
+    **dict.fromkeys(("unpack", "pack", "predict"), "coding.cpp"),
 }  # for vectors of any width
 _TILES = {name: f"{name}_amx.cpp" for name in ("attend", "linear", "correct")}
 
@@ -46,7 +47,14 @@ LEVELS = {
     for level in (
         Level("avx2", "AVX2", "float32", _AVX2, ("-march=x86-64-v3",), _VECTORS),
         Level("avx512", "AVX-512", "float32", _AVX512, ("-march=x86-64-v4",), _VECTORS),
-        Level("avx512_bf16", "AVX512-BF16", "bfloat16", _AVX512 | {"avx512_bf16"}, _BF16, _VECTORS),
+        Level(
+            "avx512_bf16",
+            "AVX512-BF16",
+            "bfloat16",
+            _AVX512 | {"avx512_bf16", "avx512_vnni"},
+            _BF16,
+            _VECTORS,
+        ),
         Level("amx", "AMX", "bfloat16", _AMX, (*_BF16, "-mamx-tile", "-mamx-bf16"), _TILES),
     )
 }

@@ -272,7 +272,7 @@ class HostCopy:
     def __init__(self, kv: ChunkKV, stream: CopyStream | None = None) -> None:
         """stream: by default the one to the host from where the KV is."""
         stream = stream or copy_stream_to(kv.keys.device, to_host=True)
-        self._kv = ChunkKV(stream.to_host(kv.keys), stream.to_host(kv.values)) if stream else kv
+        self._kv = ChunkKV(stream.to_host(kv.keys), stream.to_host(kv.values), ids=kv.ids) if stream else kv
         self._event = stream.record_event() if stream else None
 
     def arrived(self) -> ChunkKV:

@@ -24,6 +24,7 @@ from typing import ClassVar, Literal, Protocol, TypeAlias
 import torch
 
 from blendserve.core import ChunkKV, TokenIds
+from blendserve.models.adapter import Adapter
 from blendserve.registry import CODECS
 
 Buffer: TypeAlias = "bytes | bytearray | memoryview"
@@ -139,11 +140,16 @@ class Codec(ABC):
         return cls.with_tables(coding.level, raw)
 
     @classmethod
-    def fit(cls, samples: Iterable[Sample], progress: Progress = lambda done, total: None) -> bytes:
+    def fit(
+        cls,
+        samples: Iterable[Sample],
+        adapter: Adapter | None = None,
+        progress: Progress = lambda done, total: None,
+    ) -> bytes:
         """Tables for the reader that computed the samples, which are read once and in order.
 
         samples: computed while they are read, so what is to be kept of them is the codec's to keep; a sample's KV is
-        not changed afterwards. progress: of what is done once they are read. Raises InputError for too few of them.
+        not changed afterwards. adapter: of that reader, for codecs that ask it more; they do without it, worse. progress: of what is done once they are read. Raises InputError for too few of them.
         """
         raise NotImplementedError(f"{cls.__name__} needs no tables")
 

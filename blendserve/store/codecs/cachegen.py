@@ -30,6 +30,7 @@ from torch import Tensor
 
 from blendserve.core import ChunkKV
 from blendserve.errors import InputError, StoreError
+from blendserve.models.adapter import Adapter
 from blendserve.store.codecs.base import (
     Buffer,
     ChunkShape,
@@ -158,7 +159,12 @@ class CacheGen(Codec):
         return CacheGenDecoder(self, shape)
 
     @classmethod
-    def fit(cls, samples: Iterable[Sample], progress: Progress = lambda done, total: None) -> bytes:
+    def fit(
+        cls,
+        samples: Iterable[Sample],
+        adapter: Adapter | None = None,
+        progress: Progress = lambda done, total: None,
+    ) -> bytes:
         """How often each integer was seen in each channel, at every number of bins."""
         seen, tokens, shape = None, 0, None
         for _, kv in samples:

@@ -1,0 +1,279 @@
+"""The tables of one reader, from some tokens of text: maps by ridge regression, axes by principal components, contexts.
+
+Layer by layer, as the decoder goes: a map is fitted on what the decoder would have of the layers below at the middle
+level, so that it knows their errors. The axes of what is left are those of a space in which errors weigh about alike:
+each layer's keys and values are divided by their spread, and stretched by a power of the Fisher information
+(sensitivity.py). All of it would weigh errors of single tokens right, and then errors that all tokens share too little
+(docs/log.md); a quarter of it is what measured best.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import count
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from blendserve.errors import InputError
+from blendserve.kernels.coding import (
+    CLASSES,
+    CONTEXTS,
+    ESCAPE,
+    ONE,
+    SIZES,
+    SYMBOLS,
+    LayerMap,
+    learnt,
+    predict_reference,
+    size_of,
+    slots_of,
+    to_codes,
+)
+from blendserve.models.adapter import Adapter
+from blendserve.store.codecs.base import Progress, Sample
+from blendserve.store.codecs.predict.codec import contexts, flat, quantised
+from blendserve.store.codecs.predict.sensitivity import WINDOW, first_layer, sensitivity
+from blendserve.store.codecs.predict.tables import STEPS, VERSION, Tables
+
+FEWEST = 64  # tokens
+WINDOWS = 24  # of text for the sensitivity
+POWER, FLOOR = 0.25, 0.05  # of the Fisher information; the least share of its mean that a direction has
+MIDDLE = 0.8  # step at which maps are fitted
+RIDGE = 1e-3  # of each input's energy
+FAINT = 0.2  # steps; an axis that spreads less is not coded
+KNOWN = 1 << 14  # tokens of the vocabulary's front, the frequent ones, whose layer 0 the tables hold
+CONTEXT_TOKENS = 4096  # that contexts are learnt on
+REACH = 1.1  # codes reach so much further than what was seen
+
+
+@dataclass(slots=True)
+class Kept:
+    """What is kept of the samples."""
+
+    numbers: Tensor  # [L, C, W] in bf16
+    ids: list[int]
+    lengths: list[int]
+    n_kv_heads: int
+    head_dim: int
+
+
+@dataclass(slots=True)
+class FittedLayer:
+    """One layer's share of the tables, and what its axes make of the samples."""
+
+    map: LayerMap
+    n_axes: list[int]  # by level
+    along: Tensor  # [C, W]: what is left, along its axes
+    codes: Tensor  # [C, W]: what the layer above predicts from
+
+
+def fit(samples: Iterable[Sample], adapter: Adapter | None, progress: Progress) -> Tables:
+    """Raises InputError for too few samples. Without an adapter all errors weigh alike, and only seen tokens are known."""
+    kept = _keep(samples)
+    layers = len(kept.numbers)
+    step = _counting(progress, min(WINDOWS, len(kept.ids) // WINDOW) * bool(adapter) + layers)
+    weights = _weights(kept, adapter, step)
+    ids, rows = _first_rows(kept, adapter)
+    scale, zero = _code_scale(torch.cat((rows, kept.numbers[0].float())))
+    first = to_codes(kept.numbers[0].float(), scale, zero)
+    below, scales, fitted = first, [(scale, zero)], list[FittedLayer]()
+    for l in range(1, layers):
+        fitted.append(_fit_layer(kept.numbers[l].float(), first, below, weights[l]))
+        below = fitted[-1].codes
+        scales.append((fitted[-1].map.code_scale, fitted[-1].map.code_zero))
+        step()
+    means, classes, symbols = _learn_contexts(fitted, kept.lengths)
+    step()
+    shape = [VERSION, layers, kept.n_kv_heads, kept.head_dim]
+    maps = [layer.map for layer in fitted]
+    return Tables(
+        torch.tensor(shape, dtype=torch.int32),
+        torch.tensor(ids, dtype=torch.int32),
+        to_codes(rows, scale, zero),
+        torch.stack([s for s, _ in scales]),
+        torch.stack([z for _, z in scales]),
+        torch.stack([torch.cat((m.map_first, m.map_below)) for m in maps]),
+        *(torch.stack([getattr(m, name) for m in maps]) for name in ("map_scale", "mean", "residual")),
+        torch.stack([m.residual_scale for m in maps]),
+        torch.tensor(
+            [[layer.n_axes[level] for layer in fitted] for level in range(len(STEPS))], dtype=torch.int32
+        ),
+        means,
+        classes,
+        symbols,
+    )
+
+
+def _counting(progress: Progress, total: int) -> Callable[[], None]:
+    done = count(1)
+    return lambda: progress(next(done), total)
+
+
+def _keep(samples: Iterable[Sample]) -> Kept:
+    numbers, ids, lengths, heads, dim = list[Tensor](), list[int](), list[int](), 0, 0
+    for tokens, kv in samples:
+        numbers.append(flat(kv).bfloat16())
+        ids += tokens
+        lengths.append(kv.n_tokens)
+        heads, dim = kv.keys.shape[1], kv.keys.shape[3]
+    if sum(lengths) < FEWEST:
+        raise InputError(f"{sum(lengths)} tokens are too few to fit tables on: give at least {FEWEST}")
+    return Kept(torch.cat(numbers, dim=1), ids, lengths, heads, dim)
+
+
+def _weights(kept: Kept, adapter: Adapter | None, step: Callable[[], None]) -> list[tuple[Tensor, Tensor]]:
+    """By layer: numbers -> a space in which errors weigh about alike [W, W], and back."""
+    spread = [max(float(x.float().std(0).square().mean().sqrt()), 1e-6) for x in kept.numbers]
+    fisher = sensitivity(adapter, tuple(kept.ids), WINDOWS, step) if adapter else None
+    width = kept.numbers.shape[2]
+    if fisher is None:
+        eye = torch.eye(width)
+        return [(eye / s, eye * s) for s in spread]
+    level = [
+        s * float(f.diagonal(dim1=-2, dim2=-1).mean()) ** 0.5 for s, f in zip(spread, fisher, strict=True)
+    ]
+    middle = float(np.exp(np.log(np.maximum(level[1:] or level, 1e-12)).mean()))
+    return [_stretch(f, s, middle) for f, s in zip(fisher, spread, strict=True)]
+
+
+def _stretch(fisher: Tensor, spread: float, middle: float) -> tuple[Tensor, Tensor]:
+    """Of one layer. fisher: [2, W / 2, W / 2]."""
+    there, back = list[Tensor](), list[Tensor]()
+    for part in fisher.double():
+        energy, axes = torch.linalg.eigh(part)
+        energy = energy.clamp(min=0.0)
+        energy = (energy + FLOOR * energy.mean()).clamp(min=1e-30) / middle**2
+        stretch = energy ** (POWER / 2) * spread ** (POWER - 1)
+        there.append(axes * stretch @ axes.T)
+        back.append(axes / stretch @ axes.T)
+    return torch.block_diag(*there).float(), torch.block_diag(*back).float()
+
+
+def _first_rows(kept: Kept, adapter: Adapter | None) -> tuple[list[int], Tensor]:
+    """Tokens in ascending order, and their layer 0 [R, W]."""
+    if adapter is None:
+        found = {token: at for at, token in enumerate(kept.ids)}
+        ids = sorted(found)
+        return ids, kept.numbers[0][[found[token] for token in ids]].float()
+    vocabulary = adapter.model.get_input_embeddings().num_embeddings  # type: ignore[operator]
+    ids = sorted({*range(min(KNOWN, vocabulary)), *kept.ids})
+    both = torch.cat(first_layer(adapter, ids))  # [2 K, R, D]
+    return ids, both.transpose(0, 1).flatten(1).float().cpu()
+
+
+def _code_scale(numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """[C, W] -> what maps them to codes from -127 to 127, [W] each."""
+    low, high = numbers.amin(dim=0), numbers.amax(dim=0)
+    half = ((high - low) / 2).clamp(min=1e-6) * REACH
+    scale = 127.0 / half
+    return scale, -(high + low) / 2 * scale
+
+
+def _fit_layer(numbers: Tensor, first: Tensor, below: Tensor, weights: tuple[Tensor, Tensor]) -> FittedLayer:
+    """numbers: [C, W] of this layer. first, below: codes [C, W]."""
+    there, back = weights
+    inputs = torch.cat((first, below), dim=1).float()
+    map_int, map_scale, mean = _regress(inputs, numbers)
+    left = (numbers - (inputs @ map_int.float() * map_scale + mean)) @ there
+    energy, axes = torch.linalg.eigh((left.T @ left / len(left)).double())
+    spread, axes = energy.flip(0).clamp(min=0.0).sqrt(), axes.flip(1).float()
+    residual, residual_scale = _to_int8(axes.T @ back)
+    exact = residual.double() * residual_scale.double()  # what the decoder has, and the encoder inverts
+    along = (left @ torch.linalg.inv(there.double()).float() @ torch.linalg.inv(exact).float()).contiguous()
+    width = numbers.shape[1]
+    n_axes = [min(width, -(-int((spread > FAINT * step).sum()) // 4) * 4) for step in STEPS]
+    symbols = quantised(along / MIDDLE)
+    back_numbers = inputs @ map_int.float() * map_scale + mean + symbols.float() @ exact.float() * MIDDLE
+    code_scale, code_zero = _code_scale(back_numbers)
+    made = LayerMap(
+        map_int[:width],
+        map_int[width:],
+        residual,
+        map_scale,
+        mean,
+        residual_scale,
+        code_scale,
+        code_zero,
+        (),  # type: ignore[arg-type]
+    )
+    return FittedLayer(made, n_axes, along, to_codes(back_numbers, code_scale, code_zero))
+
+
+def _regress(inputs: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """[C, 2 W] -> [C, W]: weights of int8, their scale and the mean of what they leave."""
+    centre, target = inputs.mean(dim=0), numbers.mean(dim=0)
+    x, y = inputs - centre, numbers - target
+    gram = (x.T @ x).double()
+    gram += torch.diag(RIDGE * gram.diagonal() + 1e-3 * len(x))
+    weights, scale = _to_int8(torch.linalg.solve(gram, (x.T @ y).double()).float())
+    return weights, scale, target - centre @ weights.float() * scale
+
+
+def _to_int8(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """[n, W] -> int8 and a scale for each output [W]."""
+    scale = (matrix.abs().amax(dim=0) / 127).clamp(min=1e-12)
+    return (matrix / scale).round().clamp(-127, 127).to(torch.int8), scale
+
+
+def _learn_contexts(fitted: list[FittedLayer], lengths: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Symbols' means by level, layer and axis; which class a size and a context make; the classes' distributions."""
+    means = torch.zeros(len(STEPS), len(fitted), fitted[0].along.shape[1], dtype=torch.int32)
+    amounts, seen = np.zeros((SIZES, CONTEXTS)), np.zeros((SIZES, CONTEXTS, SYMBOLS))
+    chunks = _some_chunks(lengths)
+    for level, step in enumerate(STEPS):
+        below: list[np.ndarray | None] = [None] * len(chunks)
+        for l, layer in enumerate(fitted):
+            symbols = quantised(layer.along[:, : layer.n_axes[level]] / step)
+            mean = (symbols.float().abs().mean(dim=0) * ONE).round().to(torch.int32).clamp(min=4)
+            means[level, l, : len(mean)] = mean
+            for n, (start, stop) in enumerate(chunks):
+                values = symbols[start:stop].numpy()
+                _count(values, contexts(below[n], len(values)), mean.numpy(), amounts, seen)
+                below[n] = values
+    counts = seen.sum(axis=2)
+    usual = (
+        ONE / 2 ** np.maximum(0, (40 - np.arange(SIZES)) / 4) / ONE
+    )  # where nothing was seen: the size itself
+    amount = (amounts + 4 * usual[:, None]) / (counts + 4)
+    classes = size_of((amount * ONE).astype(np.int64)).astype(np.uint8)
+    merged = np.zeros((CLASSES, SYMBOLS))
+    np.add.at(merged, classes.ravel(), seen.reshape(-1, SYMBOLS))
+    return means, torch.from_numpy(classes), torch.from_numpy(slots_of(_smooth(merged)).astype(np.int32))
+
+
+def _some_chunks(lengths: list[int]) -> list[tuple[int, int]]:
+    """Whole chunks, spread over the samples, until there are enough tokens."""
+    ends = np.cumsum(lengths)
+    every = max(1, int(ends[-1]) // CONTEXT_TOKENS)
+    return [(int(end) - n, int(end)) for end, n in list(zip(ends, lengths, strict=True))[::every] if n]
+
+
+def _count(
+    values: np.ndarray, seen_below: np.ndarray, means: np.ndarray, amounts: np.ndarray, seen: np.ndarray
+) -> None:
+    """Add a chunk's symbols [C, N] to what was seen by size and context."""
+    symbols = np.where(values > 0, 2 * values.astype(np.int16) - 1, -2 * values.astype(np.int16)).clip(
+        0, ESCAPE
+    )
+    sizes = np.empty(values.shape, np.int64)
+    for t, row in enumerate(values):
+        sizes[t] = size_of(means)
+        means = learnt(means, row)
+    at = np.broadcast_to(seen_below[:, None], values.shape)
+    np.add.at(amounts, (sizes, at), np.abs(values.astype(np.int64)))
+    np.add.at(seen, (sizes, at, symbols), 1)
+
+
+def _smooth(seen: np.ndarray) -> np.ndarray:
+    """[CLASSES, SYMBOLS] -> shares: both signs alike, and what was not seen as a geometric distribution has it."""
+    both = seen.copy()
+    both[:, 1:-1:2] = both[:, 2:-1:2] = (seen[:, 1:-1:2] + seen[:, 2:-1:2]) / 2
+    size = (np.arange(SYMBOLS) + 1) // 2
+    amount = np.exp2((np.arange(CLASSES) - 40) / 4)[:, None]
+    ratio = amount / (1 + amount)
+    prior = ratio**size * (1 - ratio)
+    prior[:, ESCAPE] = ratio[:, 0] ** size[ESCAPE]
+    return both + 8 * prior / prior.sum(axis=1, keepdims=True)

@@ -1,0 +1,114 @@
+"""How much an error in a chunk's KV changes what the reader says next: the Fisher information of stored keys and values.
+
+    chunk (KV without a gradient)  ->  text behind it, which looks at that KV  ->  words drawn by the reader itself
+    gradient of their log probability to each token's key and value  ->  mean of g g^T over tokens, [L, 2, K D, K D]
+
+To second order, an error e costs e^T F e / 2 of Kullback-Leibler divergence (Amari, Natural gradient, 1998, section 2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from blendserve.core import TokenIds
+from blendserve.kernels.ops import attend
+from blendserve.kernels.rows import Rows, plans_by_window
+from blendserve.kernels.types import Rope
+from blendserve.models.adapter import Adapter, Projected
+from blendserve.models.forward import run_layers
+
+CHUNK, BEHIND = 320, 96  # tokens whose KV is looked at, and of the text that looks
+WINDOW = CHUNK + BEHIND
+
+
+class _First:
+    """Rows on their own; their KV before RoPE is kept."""
+
+    def __init__(self, adapter: Adapter, n: int, only_first: bool = False) -> None:
+        rows = Rows.on(adapter.device, torch.arange(n))
+        self.ropes, self._only_first = adapter.rope(rows.device), only_first
+        self._specs, self._plans = adapter.specs, plans_by_window(rows, adapter.group, adapter.windows)
+        self.kv: list[tuple[Tensor, Tensor]] = []
+
+    def rope(self, l: int) -> Rope:
+        return self.ropes[l]
+
+    def write(self, l: int, fresh: Projected, keys: Tensor) -> None:
+        self.kv.append((fresh.k, fresh.v))
+        self._keys, self._values = keys, fresh.v
+
+    def attend(self, l: int, q: Tensor) -> Tensor | None:
+        if self._only_first:
+            return None
+        spec = self._specs[l]
+        return attend(q, self._keys, self._values, spec, self._plans[spec.window])
+
+
+class _Behind:
+    """Rows behind a chunk whose KV is what is asked about."""
+
+    def __init__(self, adapter: Adapter, chunk: _First, n: int) -> None:
+        self._adapter, self._ropes_before = adapter, chunk.ropes
+        at = torch.arange(len(chunk.kv[0][0][0]), len(chunk.kv[0][0][0]) + n)
+        rows = Rows.on(adapter.device, at)
+        self._ropes, self._specs = adapter.rope(rows.device), adapter.specs
+        self._plans = plans_by_window(rows, adapter.group, adapter.windows)
+        self.kv = [tuple(x.detach().clone().requires_grad_() for x in pair) for pair in chunk.kv]
+
+    def rope(self, l: int) -> Rope:
+        return self._ropes[l]
+
+    def write(self, l: int, fresh: Projected, keys: Tensor) -> None:
+        before = self._adapter.rotate(self.kv[l][0], self._ropes_before[l])
+        self._keys = torch.cat((before, keys), dim=1)
+        self._values = torch.cat((self.kv[l][1], fresh.v), dim=1)
+
+    def attend(self, l: int, q: Tensor) -> Tensor:
+        spec = self._specs[l]
+        return attend(q, self._keys, self._values, spec, self._plans[spec.window])
+
+
+def sensitivity(
+    adapter: Adapter, ids: TokenIds, windows: int, progress: Callable[[], None] = lambda: None
+) -> Tensor | None:
+    """Mean outer products of gradients [L, 2, K * D, K * D] over windows of the text; None for too little text."""
+    starts = [n * WINDOW for n in range(min(windows, len(ids) // WINDOW))]
+    if not starts:
+        return None
+    n = adapter.n_kv_heads * adapter.head_dim
+    total = torch.zeros(adapter.n_layers, 2, n, n)
+    generator = torch.Generator().manual_seed(0)
+    for start in starts:
+        for l, pair in enumerate(_gradients(adapter, ids[start : start + WINDOW], generator)):
+            for part, gradient in enumerate(pair):
+                flat = gradient.transpose(0, 1).reshape(-1, n).float().cpu()  # [C, K * D]
+                total[l, part] += flat.T @ flat
+        progress()
+    return total / (CHUNK * len(starts))
+
+
+def first_layer(adapter: Adapter, ids: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Keys before RoPE and values of layer 0 [K, n, D], which depend on the token alone."""
+    with torch.inference_mode():
+        layers = _First(adapter, len(ids), only_first=True)
+        run_layers(adapter, adapter.embed(torch.tensor(ids, device=adapter.device)), layers)
+    return layers.kv[0]
+
+
+def _gradients(adapter: Adapter, ids: TokenIds, generator: torch.Generator) -> list[tuple[Tensor, ...]]:
+    """Of one window: by layer, those of keys and values [K, C, D]."""
+    tokens = torch.tensor(ids, device=adapter.device)
+    with torch.no_grad():
+        chunk = _First(adapter, CHUNK)
+        run_layers(adapter, adapter.embed(tokens[:CHUNK]), chunk)
+    with torch.enable_grad():
+        behind = _Behind(adapter, chunk, len(ids) - CHUNK)
+        hidden = run_layers(adapter, adapter.embed(tokens[CHUNK:]).detach(), behind)
+        log = adapter.logits(hidden).float().log_softmax(dim=-1)
+        drawn = torch.multinomial(log.detach().exp().cpu(), 1, generator=generator).to(log.device)
+        leaves = [x for pair in behind.kv for x in pair]
+        found = torch.autograd.grad(log.gather(1, drawn).sum(), leaves)
+    return list(zip(found[::2], found[1::2], strict=True))

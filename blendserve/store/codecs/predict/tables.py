@@ -1,0 +1,125 @@
+"""What the codec has learnt of one reader: parsed tables, and their bytes (safetensors: no code, every length checked)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from functools import cached_property
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from blendserve.kernels.coding import CLASSES, CONTEXTS, SIZES, SYMBOLS, LayerMap, SymbolModel, packed_matrix
+from blendserve.store.codecs.base import ChunkShape
+
+STEPS = (0.35, 0.5, 0.8, 1.2, 1.8)  # of levels 1 to 5, in units of the axes
+VERSION = 1
+_INT8, _FP32, _INT32 = torch.int8, torch.float32, torch.int32
+
+
+@dataclass(frozen=True, eq=False)
+class Tables:
+    """W = 2 * K * D numbers of a token and layer: keys head after head, then values."""
+
+    shape: Tensor  # [4] of int32: version, L, K, D
+    ids: Tensor  # [R] of int32, ascending: tokens whose layer 0 is known
+    rows: Tensor  # [R, W] of int8: their codes
+    code_scale: Tensor  # [L, W] of fp32: code = number * scale + zero
+    code_zero: Tensor  # [L, W]
+    maps: Tensor  # [L - 1, 2 * W, W] of int8: codes of layer 0, then of the layer below -> numbers
+    map_scale: Tensor  # [L - 1, W] of fp32
+    mean: Tensor  # [L - 1, W] of fp32
+    axes: Tensor  # [L - 1, W, W] of int8: axis, largest first -> numbers
+    axes_scale: Tensor  # [L - 1, W] of fp32
+    n_axes: Tensor  # [levels, L - 1] of int32: so many are coded
+    means: Tensor  # [levels, L - 1, W] of int32: how large an axis' symbols are, 12 bits behind the point
+    classes: Tensor  # [SIZES, CONTEXTS] of uint8
+    symbols: Tensor  # [CLASSES, SYMBOLS] of int32: slots
+
+    @property
+    def n_layers(self) -> int:
+        return int(self.shape[1])
+
+    @property
+    def n_kv_heads(self) -> int:
+        return int(self.shape[2])
+
+    @property
+    def head_dim(self) -> int:
+        return int(self.shape[3])
+
+    @property
+    def width(self) -> int:
+        return 2 * self.n_kv_heads * self.head_dim
+
+    def fits(self, shape: ChunkShape) -> bool:
+        mine = self.n_layers, self.n_kv_heads, self.head_dim
+        return mine == (shape.n_layers, shape.n_kv_heads, shape.head_dim)
+
+    def to_bytes(self) -> bytes:
+        raw: bytes = save({field.name: getattr(self, field.name).contiguous() for field in fields(self)})
+        return raw
+
+    @classmethod
+    def parse(cls, raw: bytes) -> Tables:
+        """Raises ValueError for bytes that are no such tables."""
+        try:
+            found = load(raw)
+        except (SafetensorError, KeyError) as error:
+            raise ValueError(f"they cannot be read: {error}") from None
+        if set(found) != {field.name for field in fields(cls)}:
+            raise ValueError(f"they hold {', '.join(sorted(found)) or 'nothing'}")
+        tables = cls(**found)
+        tables._check()
+        return tables
+
+    def layer(self, l: int, level: int) -> LayerMap:
+        """How layer l > 0 is put together at a level."""
+        at, n = l - 1, int(self.n_axes[level - 1, l - 1])
+        matrices = self.maps[at, : self.width], self.maps[at, self.width :], self.axes[at, :n]
+        step = torch.tensor(STEPS[level - 1], dtype=_FP32)
+        scales = self.map_scale[at], self.mean[at], self.axes_scale[at] * step
+        codes = self.code_scale[l], self.code_zero[l]
+        packed = tuple(map(packed_matrix, matrices))
+        return LayerMap(*matrices, *scales, *codes, packed)  # type: ignore[arg-type]
+
+    @cached_property
+    def model(self) -> SymbolModel:
+        return SymbolModel(self.classes.numpy(), self.symbols.numpy().astype(np.uint16))
+
+    def _check(self) -> None:
+        """Raise ValueError for what would be read beyond its end, or is no number."""
+        if self.shape.shape != (4,) or int(self.shape[0]) != VERSION or (self.shape < 1).any():
+            raise ValueError(f"their version and shape are {self.shape.tolist()}")
+        layers, width, levels, n = self.n_layers, self.width, len(STEPS), len(self.ids)
+        wanted = {
+            "shape": (torch.int32, (4,)),
+            "ids": (_INT32, (n,)),
+            "rows": (_INT8, (n, width)),
+            "code_scale": (_FP32, (layers, width)),
+            "code_zero": (_FP32, (layers, width)),
+            "maps": (_INT8, (layers - 1, 2 * width, width)),
+            "map_scale": (_FP32, (layers - 1, width)),
+            "mean": (_FP32, (layers - 1, width)),
+            "axes": (_INT8, (layers - 1, width, width)),
+            "axes_scale": (_FP32, (layers - 1, width)),
+            "n_axes": (_INT32, (levels, layers - 1)),
+            "means": (_INT32, (levels, layers - 1, width)),
+            "classes": (torch.uint8, (SIZES, CONTEXTS)),
+            "symbols": (_INT32, (CLASSES, SYMBOLS)),
+        }
+        for name, (dtype, shape) in wanted.items():
+            tensor = getattr(self, name)
+            if tensor.dtype != dtype or tensor.shape != shape:
+                raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}, not {dtype} {list(shape)}")
+            if dtype == _FP32 and not torch.isfinite(tensor).all():
+                raise ValueError(f"{name} holds what is no number")
+        if ((self.n_axes < 0) | (self.n_axes > width)).any() or (self.means < 0).any():
+            raise ValueError("there are more axes than numbers, or sizes below 0")
+        if (self.ids[1:] <= self.ids[:-1]).any() or (self.code_scale <= 0).any():
+            raise ValueError("tokens are not in order, or a scale is not above 0")
+        if ((self.symbols < 0) | (self.symbols > 4096)).any():
+            raise ValueError("a symbol has more slots than there are")
+        _ = self.model
