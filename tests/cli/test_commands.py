@@ -160,7 +160,7 @@ WRONG: dict[str, tuple[list[str], str]] = {
     "line not JSON": (["index", "build", "{tmp}/broken.jsonl", "{tmp}/x"], "line 2"),
     "line without text": (["index", "build", "{tmp}/textless.jsonl", "{tmp}/x"], "text"),
     "no index": (["ask", "Why?", "-i", "{tmp}/nothing"], "blendserve index build"),
-    "other reader": (["ask", "Why?", "-i", "{index}", "-c", "{tmp}/fp32.yaml"], "float32"),
+    "other reader": (["ask", "Why?", "-i", "{index}", "-c", "{tmp}/fp16.yaml"], "float16"),
     "other embedder": (["ask", "Why?", "-i", "{index}", "-c", "{tmp}/embedder.yaml"], "minilm"),
     "unknown model offline": (["ask", "Why?", "-i", "{index}", "--model", "nobody/nothing"], "smollm2-135m"),
     "unknown config key": (["ask", "Why?", "-i", "{index}", "-c", "{tmp}/typo.yaml"], "did you mean 'ratio'"),
@@ -181,7 +181,7 @@ def test_bad_input_is_one_clear_line(case: str, run: Run, index: Path, tmp_path:
     (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "broken.jsonl").write_text('{"text": "fine"}\n{"text": \n')
     (tmp_path / "textless.jsonl").write_text('{"title": "only"}\n')
-    (tmp_path / "fp32.yaml").write_text("reader: {dtype: float32}\n")
+    (tmp_path / "fp16.yaml").write_text("reader: {dtype: float16}\n")
     (tmp_path / "typo.yaml").write_text("blend: {ratoi: 0.1}\n")
     (tmp_path / "small.yaml").write_text(f"store: {{cap_gb: 0.000001, path: {tmp_path / 'small'}}}\n")
     (tmp_path / "garbage" / "kv").mkdir(parents=True)

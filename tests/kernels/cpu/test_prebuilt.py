@@ -29,6 +29,7 @@ def level(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Level]:
     monkeypatch.setattr(build, "COMPILE", (*build.COMPILE, "-O1"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv(verify.SWITCH, raising=False)
+    monkeypatch.delenv("CXX", raising=False)
     prebuild.prebuild()
     monkeypatch.setenv("CXX", "no-such-compiler")
     _forget()
