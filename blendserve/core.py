@@ -55,7 +55,9 @@ class ChunkKV:
 
     keys: torch.Tensor  # [L, K, C, D], before RoPE
     values: torch.Tensor  # [L, K, C, D]
-    ids: TokenIds = field(default=(), kw_only=True)  # [C], or none where nobody knows them: a codec may spare what the tokens tell
+    ids: TokenIds = field(
+        default=(), kw_only=True
+    )  # [C], or none where nobody knows them: a codec may spare what the tokens tell
 
     @property
     def n_tokens(self) -> int:

@@ -5,7 +5,7 @@ step behind those rounds once, as IEEE 754 says for fp32.
 
     unpack    bytes -> symbols [C, N]                     rANS (Duda, arXiv 1311.2540) with words of 16 bits
     pack      symbols -> bytes
-    predict   codes of two layers below, and symbols -> numbers [W, C, D], and their own codes
+    reconstruct   codes of two layers below, and symbols -> numbers [W, C, D], and their own codes
 
 The symbols of a chunk's layer are read token by token. Each is coded by one of 64 static distributions: which one goes by
 how large the symbols of this axis have been lately, and by how large the token was one layer below (its context).
@@ -23,7 +23,7 @@ from torch import Tensor
 
 STREAMS, LOWEST, PRECISION, RATE = 4, 1 << 16, 12, 5
 BLOCK = 16  # numbers that compiled kernels compute side by side
-ONE = 1 << 12  # a symbol of 1, in a running mean
+ONE = 1 << PRECISION  # a symbol of 1, in a running mean
 SIZES, CONTEXTS, CLASSES, SYMBOLS, ESCAPE = 64, 9, 64, 32, 31
 
 _STATES = struct.Struct(f"<{STREAMS}I")
@@ -76,7 +76,11 @@ class LayerMap:
     residual_scale: Tensor
     code_scale: Tensor
     code_zero: Tensor
-    packed: tuple[Tensor, Tensor, Tensor]  # the three matrices as `packed_matrix` lays them out
+
+    @cached_property
+    def packed(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The three matrices as `packed_matrix` lays them out."""
+        return packed_matrix(self.map_first), packed_matrix(self.map_below), packed_matrix(self.residual)
 
     @property
     def width(self) -> int:
@@ -98,12 +102,14 @@ def packed_matrix(matrix: Tensor) -> Tensor:
 def size_of(means: np.ndarray) -> np.ndarray:
     """Running means of at least 0, 12 bits behind the point -> four sizes an octave, 0 to 63."""
     bits = np.maximum(means, 4).astype(np.float32).view(np.int32)
-    return np.minimum((bits >> 21) - (129 << 2), SIZES - 1)
+    found: np.ndarray = np.minimum((bits >> 21) - (129 << 2), SIZES - 1)
+    return found
 
 
 def learnt(means: np.ndarray, values: np.ndarray) -> np.ndarray:
     """Running means [N] after one more token's symbols [N]."""
-    return means + (((np.abs(values.astype(np.int32)) << 12) - means) >> RATE)
+    found: np.ndarray = means + (((np.abs(values.astype(np.int32)) << PRECISION) - means) >> RATE)
+    return found
 
 
 def unpack_reference(
@@ -155,16 +161,16 @@ def pack_reference(values: np.ndarray, contexts: np.ndarray, means: np.ndarray, 
     return join_segment(state, np.array(escapes, np.int8), np.array(words[::-1], "<u2"))
 
 
-def predict_reference(
+def reconstruct_reference(
     first: Tensor, below: Tensor, symbols: Tensor | None, layer: LayerMap, dim: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """ops.predict."""
+    """ops.reconstruct."""
     mapped = first.double() @ layer.map_first.double() + below.double() @ layer.map_below.double()  # exact
     numbers = mapped.float() * layer.map_scale + layer.mean
     residual = torch.zeros_like(mapped) if symbols is None else symbols.double() @ layer.residual.double()
     numbers = numbers + residual.float() * layer.residual_scale
     codes = codes_of(numbers, layer)
-    heads = numbers.view(len(numbers), -1, dim).transpose(0, 1)
+    heads = numbers.view(len(numbers), numbers.shape[1] // dim, dim).transpose(0, 1)
     return heads.to(dtype).contiguous(), codes
 
 
@@ -229,7 +235,7 @@ def some_model(seed: int = 0) -> SymbolModel:
 def slots_of(share: np.ndarray) -> np.ndarray:
     """How often each symbol comes [CLASSES, SYMBOLS] -> its slots; what is too rare for one is left to the escape."""
     share = share / share.sum(axis=1, keepdims=True)
-    width = np.floor(share * ONE).astype(np.int64)
+    width: np.ndarray = np.floor(share * ONE).astype(np.int64)
     width[:, ESCAPE] = np.maximum(width[:, ESCAPE], 1)
     for row in width:
         row[row.argmax()] += ONE - row.sum()
@@ -240,14 +246,13 @@ def some_codes(n: int, width: int, seed: int = 0) -> Tensor:
     """int8 [n, width], the extremes among them."""
     generator = torch.Generator().manual_seed(seed)
     codes = torch.randint(-128, 128, (n, width), generator=generator, dtype=torch.int8)
-    codes[0] = -128
+    codes[:1] = -128
     return codes
 
 
 def some_map(width: int, n_axes: int, seed: int = 0) -> LayerMap:
     """A layer of any numbers, to check and to test with."""
-    matrices = [some_codes(n, width, seed + n) for n in (width, width, n_axes)]
+    first, below, residual = (some_codes(n, width, seed + n) for n in (width, width + 1, n_axes))
     generator = torch.Generator().manual_seed(seed)
-    scales = [torch.rand(width, generator=generator) for _ in range(5)]
-    scales[0], scales[2], scales[3] = scales[0] / 4096, scales[2] / 64, 16 * scales[3]
-    return LayerMap(*matrices, *scales, tuple(map(packed_matrix, matrices)))  # type: ignore[arg-type]
+    a, b, c, d, e = (torch.rand(width, generator=generator) for _ in range(5))
+    return LayerMap(first, below[:width], residual, a / 4096, b, c / 64, 16 * d, e)

@@ -12,7 +12,7 @@
     add_norm              compiled | the model's own module
     gated_activation      compiled | the model's own function
     unpack, pack          compiled | reference
-    predict               compiled | reference
+    reconstruct           compiled | reference
 
 A backend may serve where it is made for such tensors (`fits`) and is right on this machine (verify.py, asked once for
 each kind of them). The reference always may. The first that may does it, but for four operations on a CPU, where
@@ -346,17 +346,17 @@ def pack(values: np.ndarray, contexts: np.ndarray, means: np.ndarray, model: cod
     return PACK(values, contexts, means, model)
 
 
-PREDICT = Operation(
-    *_compiled("predict", cpu_coding.predict, cpu_coding.fits_predict),
-    Backend("reference", coding.predict_reference),
+RECONSTRUCT = Operation(
+    *_compiled("reconstruct", cpu_coding.reconstruct, cpu_coding.fits_reconstruct),
+    Backend("reference", coding.reconstruct_reference),
 )
 
 
-def predict(
+def reconstruct(
     first: Tensor, below: Tensor, symbols: Tensor | None, layer: coding.LayerMap, dim: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Codes of layer 0 and of the layer below [C, W], and symbols [C, N], all of int8 -> heads [W / D, C, D] and codes.
 
     symbols: None = all of them 0. The heads are those of keys and behind them those of values.
     """
-    return PREDICT(first, below, symbols, layer, dim, dtype)
+    return RECONSTRUCT(first, below, symbols, layer, dim, dtype)

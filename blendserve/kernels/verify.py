@@ -98,7 +98,7 @@ def check_cpu(level: Level, library: ctypes.CDLL) -> None:
         "gate": _check_gate,
         "unpack": _check_symbols,
         "pack": _check_symbols,
-        "predict": _check_predict,
+        "reconstruct": _check_reconstruct,
     }
     for operation in level.sources:
         checks[operation](library, dtype_of(level))
@@ -201,14 +201,14 @@ def _check_symbols(library: ctypes.CDLL, dtype: torch.dtype) -> None:
         raise Unavailable("decoding symbols is wrong here")
 
 
-def _check_predict(library: ctypes.CDLL, dtype: torch.dtype) -> None:
+def _check_reconstruct(library: ctypes.CDLL, dtype: torch.dtype) -> None:
     """To the bit, with integers as large as they may be."""
     for dim, n_tokens in ((8, 3), (16, 19)):
         layer = coding.some_map(64, 12)
         first, below, symbols = (coding.some_codes(n_tokens, n, seed=n) for n in (64, 64, 12))
         for given in (symbols, None):
-            got = cpu_coding.run_predict(library, first, below, given, layer, dim, dtype)
-            wanted = coding.predict_reference(first, below, given, layer, dim, dtype)
+            got = cpu_coding.run_reconstruct(library, first, below, given, layer, dim, dtype)
+            wanted = coding.reconstruct_reference(first, below, given, layer, dim, dtype)
             if not all(map(torch.equal, got, wanted)):
                 raise Unavailable("predicting KV is wrong here")
 

@@ -67,7 +67,8 @@ def test_a_chunk_comes_back_near_of_its_shape_and_the_same_every_time(
     kv = chunk(tokens, **SHAPE, dtype=dtype)
     back = decoded(codec, kv)
     assert (back.keys.dtype, back.keys.shape, back.values.shape) == (dtype, kv.keys.shape, kv.values.shape)
-    assert error(back, kv) < 0.35  # what 7 integers leave of noise
+    finest = codec.coding.level == type(codec).levels[0]
+    assert error(back, kv) < (0.35 if finest else 1.0)  # of noise; 1 is what nothing at all gives
     assert same(decoded(codec, kv), back)
     codec.check(codec.coding, ChunkShape.of(kv), [len(s) for s in codec.encode(kv)])
     assert codec.coding.level in type(codec).levels

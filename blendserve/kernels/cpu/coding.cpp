@@ -153,7 +153,7 @@ struct Matrix {
     int64_t inputs;  // a multiple of 4
 };
 
-struct PredictCall {
+struct ReconstructCall {
     const int8_t *first, *below, *symbols;  // [tokens, width] twice, [tokens, axes]; symbols may be null
     Matrix map_first, map_below, residual;
     const float *map_scale, *mean, *residual_scale, *code_scale, *code_zero;  // [width]
@@ -272,7 +272,7 @@ inline uint16_t rounded_short(float x) {
 }
 
 // Sums of a token -> its numbers and codes of one block.
-inline void finish(const PredictCall& c, int64_t t, int64_t block, const int32_t (&map)[BLOCK], int32_t map_surplus,
+inline void finish(const ReconstructCall& c, int64_t t, int64_t block, const int32_t (&map)[BLOCK], int32_t map_surplus,
                    const int32_t* residual, int32_t residual_surplus) {
     constexpr float MAGIC = 12582912.0f;  // adding it rounds to the nearest integer, halves to even
     float y[BLOCK];
@@ -299,7 +299,7 @@ inline void finish(const PredictCall& c, int64_t t, int64_t block, const int32_t
 }
 
 template <int64_t rows, int64_t blocks>
-void predict_blocks(const PredictCall& c, int64_t t, int64_t at, const int32_t* map_surplus,
+void reconstruct_blocks(const ReconstructCall& c, int64_t t, int64_t at, const int32_t* map_surplus,
                     const int32_t* residual_surplus) {
     Sum map[blocks][rows], residual[blocks][rows];
     multiply<rows, blocks>(c.map_first, at, c.first + t * c.width, c.width, map);
@@ -316,7 +316,7 @@ void predict_blocks(const PredictCall& c, int64_t t, int64_t at, const int32_t* 
 }
 
 template <int64_t rows>
-void predict_rows(const PredictCall& c, int64_t t) {
+void reconstruct_rows(const ReconstructCall& c, int64_t t) {
     int32_t map_surplus[rows], residual_surplus[rows];
     for (int64_t r = 0; r < rows; ++r) {
         int64_t at = (t + r) * c.width, axes = c.residual.inputs;
@@ -325,16 +325,16 @@ void predict_rows(const PredictCall& c, int64_t t) {
     }
     int64_t block = 0;
     for (; block + BLOCKS * BLOCK <= c.width; block += BLOCKS * BLOCK)
-        predict_blocks<rows, BLOCKS>(c, t, block, map_surplus, residual_surplus);
+        reconstruct_blocks<rows, BLOCKS>(c, t, block, map_surplus, residual_surplus);
     for (; block < c.width; block += BLOCK)
-        predict_blocks<rows, 1>(c, t, block, map_surplus, residual_surplus);
+        reconstruct_blocks<rows, 1>(c, t, block, map_surplus, residual_surplus);
 }
 
 }  // namespace
 
-extern "C" void blendserve_predict(const PredictCall* call) {
-    const PredictCall& c = *call;
+extern "C" void blendserve_reconstruct(const ReconstructCall* call) {
+    const ReconstructCall& c = *call;
     int64_t t = 0;
-    for (; t + ROWS <= c.tokens; t += ROWS) predict_rows<ROWS>(c, t);
-    for (; t < c.tokens; ++t) predict_rows<1>(c, t);
+    for (; t + ROWS <= c.tokens; t += ROWS) reconstruct_rows<ROWS>(c, t);
+    for (; t < c.tokens; ++t) reconstruct_rows<1>(c, t);
 }

@@ -49,8 +49,8 @@ class Matrix(ctypes.Structure):
     _fields_ = (("weights", ctypes.c_void_p), ("inputs", ctypes.c_int64))
 
 
-class PredictCall(ctypes.Structure):
-    """`PredictCall` of coding.cpp, field by field."""
+class ReconstructCall(ctypes.Structure):
+    """`ReconstructCall` of coding.cpp, field by field."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("first", "below", "symbols")),
@@ -78,7 +78,7 @@ def pack(
     return run_pack(loaded(level), values, contexts, means, model)
 
 
-def fits_predict(
+def fits_reconstruct(
     level: Level,
     first: Tensor,
     below: Tensor,
@@ -93,7 +93,7 @@ def fits_predict(
     )
 
 
-def predict(
+def reconstruct(
     level: Level,
     first: Tensor,
     below: Tensor,
@@ -102,8 +102,8 @@ def predict(
     dim: int,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """ops.predict for what `fits_predict`."""
-    return run_predict(loaded(level), first, below, symbols, layer, dim, dtype)
+    """ops.reconstruct for what `fits_reconstruct`."""
+    return run_reconstruct(loaded(level), first, below, symbols, layer, dim, dtype)
 
 
 def run_unpack(
@@ -113,12 +113,13 @@ def run_unpack(
     states, escapes, words = split_segment(segment)
     flat = np.frombuffer(words, np.uint8)
     values = np.empty((len(contexts), len(means)), np.int8)
-    given = [np.ascontiguousarray(means, np.int32), np.ascontiguousarray(contexts, np.uint8)]
+    expected: np.ndarray = np.ascontiguousarray(means, np.int32)
+    seen: np.ndarray = np.ascontiguousarray(contexts, np.uint8)
     call = UnpackCall(
         flat.ctypes.data,
         escapes.ctypes.data,
-        given[1].ctypes.data,
-        given[0].ctypes.data,
+        seen.ctypes.data,
+        expected.ctypes.data,
         _model(model),
         values.ctypes.data,
         (ctypes.c_uint32 * STREAMS)(*states),
@@ -138,7 +139,10 @@ def run_pack(
 ) -> bytes:
     """The call itself."""
     words, escapes = np.empty(values.size, np.uint16), np.empty(values.size, np.int8)
-    given = [np.ascontiguousarray(values, np.int8), np.ascontiguousarray(contexts, np.uint8)]
+    given: list[np.ndarray] = [
+        np.ascontiguousarray(values, np.int8),
+        np.ascontiguousarray(contexts, np.uint8),
+    ]
     given.append(np.ascontiguousarray(means, np.int32))
     call = PackCall(
         *(x.ctypes.data for x in given), _model(model), words.ctypes.data, escapes.ctypes.data, tokens=0
@@ -148,7 +152,7 @@ def run_pack(
     return join_segment(list(call.states), escapes[: call.n_escapes], words[len(words) - call.n_words :])
 
 
-def run_predict(
+def run_reconstruct(
     library: ctypes.CDLL,
     first: Tensor,
     below: Tensor,
@@ -167,7 +171,7 @@ def run_predict(
     inputs_of = width, width, len(layer.residual)
     matrices = (Matrix(m.data_ptr(), n) for m, n in zip(layer.packed, inputs_of, strict=True))
     scales = layer.map_scale, layer.mean, layer.residual_scale, layer.code_scale, layer.code_zero
-    call = PredictCall(
+    call = ReconstructCall(
         *(None if x is None else x.data_ptr() for x in inputs),
         *matrices,
         *(x.data_ptr() for x in scales),
@@ -179,7 +183,7 @@ def run_predict(
         heads,
         dim,
     )
-    library.blendserve_predict(ctypes.byref(call))
+    library.blendserve_reconstruct(ctypes.byref(call))
     return out.to(dtype), codes
 
 

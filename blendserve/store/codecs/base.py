@@ -149,7 +149,8 @@ class Codec(ABC):
         """Tables for the reader that computed the samples, which are read once and in order.
 
         samples: computed while they are read, so what is to be kept of them is the codec's to keep; a sample's KV is
-        not changed afterwards. adapter: of that reader, for codecs that ask it more; they do without it, worse. progress: of what is done once they are read. Raises InputError for too few of them.
+        not changed afterwards. adapter: of that reader, for codecs that ask it more; without one they do
+        worse. progress: of what is done once they are read. Raises InputError for too few of them.
         """
         raise NotImplementedError(f"{cls.__name__} needs no tables")
 

@@ -2,11 +2,11 @@
 
     layer 0       depends on the token alone: which row of the tables it is
     layer l > 0   codes of layer 0 and of layer l - 1 in int8 -> one linear map -> prediction
-                  what is left -> axes (axes.py) -> one step of quantisation -> rANS in contexts (kernels/coding.py)
+                  what is left -> axes -> one step of quantisation -> rANS in contexts (kernels/coding.py)
 
-The decoder adds up integers, and rounds where IEEE 754 says how: the same record gives the same bits on every machine. The
-encoder predicts from what the decoder will have, so nothing drifts.
+The decoder adds up integers, and rounds where IEEE 754 says how: the same record gives the same bits on every machine.
+The encoder predicts from what the decoder will have, so nothing drifts.
 
-In the air: KVTC (arXiv 2511.01815) and CacheGen (arXiv 2310.07240) code a layer by itself; here it costs what the layers
-below do not tell. Where they weigh all errors alike, this weighs an error by how much the reader's own next words change.
+CacheGen (arXiv 2310.07240) and KVTC (arXiv 2511.01815) code a layer by itself; here it costs what the layers below do not
+tell. They weigh all errors alike; this weighs one by how much the reader's own next words change.
 """

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from blendserve.core import ChunkKV
 from blendserve.errors import StoreError
-from blendserve.kernels.coding import CONTEXTS, LayerMap, to_codes
-from blendserve.kernels.ops import pack, predict, unpack
+from blendserve.kernels.coding import LayerMap, to_codes
+from blendserve.kernels.ops import pack, reconstruct, unpack
 from blendserve.models.adapter import Adapter
 from blendserve.store.codecs.base import (
     Buffer,
@@ -32,14 +32,18 @@ from blendserve.store.codecs.base import (
     Undecodable,
     tables_hash,
 )
+from blendserve.store.codecs.predict.fit import fit
+from blendserve.store.codecs.predict.symbols import contexts, flat, quantised
 from blendserve.store.codecs.predict.tables import STEPS, Tables
 
-ROUND_UP = 0.4  # added before cutting off: a symbol of 1 costs bits, and most numbers are near 0
+EXPECTED = (
+    6,
+    8,
+    10,
+    12,
+    14,
+)  # times smaller, by level, at the least: text like that of the tables does better
 CLOSE = 2  # codes that a row may be off, as another machine or dtype rounds otherwise
-UNKNOWN = CONTEXTS - 1  # the context of layer 1, below which no symbols are
-RATIOS = np.array(
-    [6, 9, 12, 15, 18, 23, 32]
-)  # between contexts: a token's symbols, in sixteenths of the mean token's
 
 _COUNT = struct.Struct("<I")
 
@@ -69,8 +73,6 @@ class Predict(Codec):
         adapter: Adapter | None = None,
         progress: Progress = lambda done, total: None,
     ) -> bytes:
-        from blendserve.store.codecs.predict.fit import fit  # scipy and minutes: only who fits
-
         return fit(samples, adapter, progress).to_bytes()
 
     @classmethod
@@ -86,7 +88,7 @@ class Predict(Codec):
                 )
 
     def expected_bytes(self, raw_bytes: int) -> int:
-        return raw_bytes // 10
+        return raw_bytes // EXPECTED[self.coding.level - 1]
 
     def layer(self, l: int) -> LayerMap:
         """Of this level; made once."""
@@ -161,11 +163,11 @@ class Predict(Codec):
     ) -> tuple[bytes, Tensor, np.ndarray]:
         """[C, W] -> the segment, the codes that the decoder will have, and the symbols [C, N]."""
         layer, dim = self.layer(l), self.tables.head_dim
-        predicted, _ = predict(first, below, None, layer, dim, torch.float32)
+        predicted, _ = reconstruct(first, below, None, layer, dim, torch.float32)
         left = numbers - predicted.transpose(0, 1).reshape(numbers.shape)
-        along = left @ self._inverse(l)[:, : len(layer.residual)] / STEPS[self.coding.level - 1]
-        found = quantised(along).numpy()
-        _, codes = predict(first, below, torch.from_numpy(found), layer, dim, torch.float32)
+        along = (left @ self._inverse(l)[:, : len(layer.residual)]).numpy()
+        found = quantised(along, STEPS[self.coding.level - 1])
+        _, codes = reconstruct(first, below, torch.from_numpy(found), layer, dim, torch.float32)
         segment = (
             pack(found, contexts(symbols, len(found)), self.means(l), self.tables.model)
             if len(found)
@@ -199,9 +201,8 @@ class PredictDecoder:
             self._first = self._below = codec.first_codes(segment, shape.n_tokens)
             tables = codec.tables
             numbers = (self._first.float() - tables.code_zero[0]) / tables.code_scale[0]
-            heads = (
-                numbers.view(shape.n_tokens, -1, shape.head_dim).transpose(0, 1).to(shape.dtype).contiguous()
-            )
+            by_head = numbers.view(shape.n_tokens, 2 * shape.n_kv_heads, shape.head_dim).transpose(0, 1)
+            heads = by_head.to(shape.dtype).contiguous()
             return heads[: shape.n_kv_heads], heads[shape.n_kv_heads :]
         layer = codec.layer(l)
         if shape.n_tokens:
@@ -211,28 +212,8 @@ class PredictDecoder:
             symbols = np.zeros((0, len(layer.residual)), np.int8)
         self._symbols = symbols
         given = self._first, self._below, torch.from_numpy(symbols)
-        heads, self._below = predict(*given, layer, shape.head_dim, shape.dtype)
+        heads, self._below = reconstruct(*given, layer, shape.head_dim, shape.dtype)
         return heads[: shape.n_kv_heads], heads[shape.n_kv_heads :]
-
-
-def flat(kv: ChunkKV) -> Tensor:
-    """[L, C, W] in fp32: keys head after head, then values."""
-    both = torch.cat((kv.keys, kv.values), dim=1).detach().cpu().float()  # [L, 2 K, C, D]
-    return both.transpose(1, 2).flatten(2).nan_to_num(0.0, 0.0, 0.0)
-
-
-def quantised(along: Tensor) -> Tensor:
-    """Numbers in steps -> symbols of int8."""
-    return (along.abs() + ROUND_UP).floor().mul(along.sign()).clamp(-128, 127).to(torch.int8)
-
-
-def contexts(symbols: np.ndarray | None, n_tokens: int) -> np.ndarray:
-    """How large each token's symbols of the layer below were, beside the chunk's mean token -> [C] of uint8."""
-    if symbols is None:
-        return np.full(n_tokens, UNKNOWN, np.uint8)
-    sums = np.abs(symbols.astype(np.int16)).sum(axis=1, dtype=np.int64)
-    ratios = 16 * sums * len(sums) // max(1, int(sums.sum()))
-    return np.searchsorted(RATIOS, ratios, side="right").astype(np.uint8)
 
 
 def _index_type(n_rows: int) -> np.dtype[np.uint16] | np.dtype[np.uint32]:

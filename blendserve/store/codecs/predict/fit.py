@@ -27,15 +27,14 @@ from blendserve.kernels.coding import (
     SYMBOLS,
     LayerMap,
     learnt,
-    predict_reference,
     size_of,
     slots_of,
     to_codes,
 )
 from blendserve.models.adapter import Adapter
 from blendserve.store.codecs.base import Progress, Sample
-from blendserve.store.codecs.predict.codec import contexts, flat, quantised
 from blendserve.store.codecs.predict.sensitivity import WINDOW, first_layer, sensitivity
+from blendserve.store.codecs.predict.symbols import contexts, flat, quantised
 from blendserve.store.codecs.predict.tables import STEPS, VERSION, Tables
 
 FEWEST = 64  # tokens
@@ -71,7 +70,7 @@ class FittedLayer:
 
 
 def fit(samples: Iterable[Sample], adapter: Adapter | None, progress: Progress) -> Tables:
-    """Raises InputError for too few samples. Without an adapter all errors weigh alike, and only seen tokens are known."""
+    """Raises InputError for too few samples. adapter: None = all errors weigh alike, and only seen tokens are known."""
     kept = _keep(samples)
     layers = len(kept.numbers)
     step = _counting(progress, min(WINDOWS, len(kept.ids) // WINDOW) * bool(adapter) + layers)
@@ -89,21 +88,22 @@ def fit(samples: Iterable[Sample], adapter: Adapter | None, progress: Progress) 
     step()
     shape = [VERSION, layers, kept.n_kv_heads, kept.head_dim]
     maps = [layer.map for layer in fitted]
+    n_axes = [[layer.n_axes[level] for layer in fitted] for level in range(len(STEPS))]
     return Tables(
-        torch.tensor(shape, dtype=torch.int32),
-        torch.tensor(ids, dtype=torch.int32),
-        to_codes(rows, scale, zero),
-        torch.stack([s for s, _ in scales]),
-        torch.stack([z for _, z in scales]),
-        torch.stack([torch.cat((m.map_first, m.map_below)) for m in maps]),
-        *(torch.stack([getattr(m, name) for m in maps]) for name in ("map_scale", "mean", "residual")),
-        torch.stack([m.residual_scale for m in maps]),
-        torch.tensor(
-            [[layer.n_axes[level] for layer in fitted] for level in range(len(STEPS))], dtype=torch.int32
-        ),
-        means,
-        classes,
-        symbols,
+        shape=torch.tensor(shape, dtype=torch.int32),
+        ids=torch.tensor(ids, dtype=torch.int32),
+        rows=to_codes(rows, scale, zero),
+        code_scale=torch.stack([s for s, _ in scales]),
+        code_zero=torch.stack([z for _, z in scales]),
+        maps=torch.stack([torch.cat((m.map_first, m.map_below)) for m in maps]),
+        map_scale=torch.stack([m.map_scale for m in maps]),
+        mean=torch.stack([m.mean for m in maps]),
+        axes=torch.stack([m.residual for m in maps]),
+        axes_scale=torch.stack([m.residual_scale for m in maps]),
+        n_axes=torch.tensor(n_axes, dtype=torch.int32),
+        means=means,
+        classes=classes,
+        symbols=symbols,
     )
 
 
@@ -149,7 +149,8 @@ def _stretch(fisher: Tensor, spread: float, middle: float) -> tuple[Tensor, Tens
         stretch = energy ** (POWER / 2) * spread ** (POWER - 1)
         there.append(axes * stretch @ axes.T)
         back.append(axes / stretch @ axes.T)
-    return torch.block_diag(*there).float(), torch.block_diag(*back).float()
+    blocks: Callable[..., Tensor] = torch.block_diag
+    return blocks(*there).float(), blocks(*back).float()
 
 
 def _first_rows(kept: Kept, adapter: Adapter | None) -> tuple[list[int], Tensor]:
@@ -185,19 +186,11 @@ def _fit_layer(numbers: Tensor, first: Tensor, below: Tensor, weights: tuple[Ten
     along = (left @ torch.linalg.inv(there.double()).float() @ torch.linalg.inv(exact).float()).contiguous()
     width = numbers.shape[1]
     n_axes = [min(width, -(-int((spread > FAINT * step).sum()) // 4) * 4) for step in STEPS]
-    symbols = quantised(along / MIDDLE)
-    back_numbers = inputs @ map_int.float() * map_scale + mean + symbols.float() @ exact.float() * MIDDLE
+    symbols = torch.from_numpy(quantised(along.numpy(), MIDDLE)).float()
+    back_numbers = inputs @ map_int.float() * map_scale + mean + symbols @ exact.float() * MIDDLE
     code_scale, code_zero = _code_scale(back_numbers)
     made = LayerMap(
-        map_int[:width],
-        map_int[width:],
-        residual,
-        map_scale,
-        mean,
-        residual_scale,
-        code_scale,
-        code_zero,
-        (),  # type: ignore[arg-type]
+        map_int[:width], map_int[width:], residual, map_scale, mean, residual_scale, code_scale, code_zero
     )
     return FittedLayer(made, n_axes, along, to_codes(back_numbers, code_scale, code_zero))
 
@@ -226,12 +219,12 @@ def _learn_contexts(fitted: list[FittedLayer], lengths: list[int]) -> tuple[Tens
     for level, step in enumerate(STEPS):
         below: list[np.ndarray | None] = [None] * len(chunks)
         for l, layer in enumerate(fitted):
-            symbols = quantised(layer.along[:, : layer.n_axes[level]] / step)
-            mean = (symbols.float().abs().mean(dim=0) * ONE).round().to(torch.int32).clamp(min=4)
-            means[level, l, : len(mean)] = mean
+            symbols = quantised(layer.along[:, : layer.n_axes[level]].numpy(), step)
+            mean = (np.abs(symbols.astype(np.float32)).mean(axis=0) * ONE).round().clip(4).astype(np.int32)
+            means[level, l, : len(mean)] = torch.from_numpy(mean)
             for n, (start, stop) in enumerate(chunks):
-                values = symbols[start:stop].numpy()
-                _count(values, contexts(below[n], len(values)), mean.numpy(), amounts, seen)
+                values = symbols[start:stop]
+                _count(values, contexts(below[n], len(values)), mean, amounts, seen)
                 below[n] = values
     counts = seen.sum(axis=2)
     usual = (
@@ -276,4 +269,5 @@ def _smooth(seen: np.ndarray) -> np.ndarray:
     ratio = amount / (1 + amount)
     prior = ratio**size * (1 - ratio)
     prior[:, ESCAPE] = ratio[:, 0] ** size[ESCAPE]
-    return both + 8 * prior / prior.sum(axis=1, keepdims=True)
+    found: np.ndarray = both + 8 * prior / prior.sum(axis=1, keepdims=True)
+    return found

@@ -1,4 +1,4 @@
-"""What the codec has learnt of one reader: parsed tables, and their bytes (safetensors: no code, every length checked)."""
+"""What the codec has learnt of one reader, and its bytes (safetensors: no code in them, every length checked)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from blendserve.kernels.coding import CLASSES, CONTEXTS, SIZES, SYMBOLS, LayerMap, SymbolModel, packed_matrix
+from blendserve.kernels.coding import CLASSES, CONTEXTS, SIZES, SYMBOLS, LayerMap, SymbolModel
 from blendserve.store.codecs.base import ChunkShape
 
 STEPS = (0.35, 0.5, 0.8, 1.2, 1.8)  # of levels 1 to 5, in units of the axes
@@ -82,8 +82,7 @@ class Tables:
         step = torch.tensor(STEPS[level - 1], dtype=_FP32)
         scales = self.map_scale[at], self.mean[at], self.axes_scale[at] * step
         codes = self.code_scale[l], self.code_zero[l]
-        packed = tuple(map(packed_matrix, matrices))
-        return LayerMap(*matrices, *scales, *codes, packed)  # type: ignore[arg-type]
+        return LayerMap(*matrices, *scales, *codes)
 
     @cached_property
     def model(self) -> SymbolModel:
