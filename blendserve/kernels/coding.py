@@ -222,7 +222,7 @@ def some_model(seed: int = 0) -> SymbolModel:
     """Distributions of all widths that nothing was fitted on, to check and to test with."""
     generator = np.random.default_rng(seed)
     spread = np.exp2(np.arange(CLASSES) / 4 - 9)[:, None]
-    share = np.exp(-(np.arange(SYMBOLS) + 1) // 2 / spread)
+    share = np.exp(-((np.arange(SYMBOLS) + 1) // 2) / spread)
     share[:, ESCAPE] = 1e-3
     return SymbolModel(
         np.minimum(np.arange(SIZES)[:, None] + generator.integers(-2, 3, (1, CONTEXTS)), CLASSES - 1)
