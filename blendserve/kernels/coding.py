@@ -5,7 +5,7 @@ step behind those rounds once, as IEEE 754 says for fp32.
 
     unpack    bytes -> symbols [C, N]                     rANS (Duda, arXiv 1311.2540) with words of 16 bits
     pack      symbols -> bytes
-    reconstruct   codes of two layers below, and symbols -> numbers [W, C, D], and their own codes
+    reconstruct   codes of the layer below, and symbols -> numbers [W, C, D], and their own codes
 
 The symbols of a chunk's layer are read token by token. Each is coded by one of 64 static distributions: which one goes by
 how large the symbols of this axis have been lately, and by how large the token was one layer below (its context).
@@ -62,14 +62,13 @@ class SymbolModel:
 
 @dataclass(frozen=True, eq=False)
 class LayerMap:
-    """How a layer's numbers come from the codes of layers below and from symbols, for one step of quantisation.
+    """How a layer's numbers come from the codes of the layer below and from symbols, for one step of quantisation.
 
     number = sum(codes * map) * map_scale + mean + sum(symbols * residual) * residual_scale
     code = number * code_scale + code_zero, rounded and kept within int8
     """
 
-    map_first: Tensor  # [W, W] of int8: input, output
-    map_below: Tensor  # [W, W] of int8
+    map: Tensor  # [W, W] of int8: input, output
     residual: Tensor  # [N, W] of int8
     map_scale: Tensor  # [W] of fp32, as all of the following
     mean: Tensor
@@ -78,9 +77,9 @@ class LayerMap:
     code_zero: Tensor
 
     @cached_property
-    def packed(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The three matrices as `packed_matrix` lays them out."""
-        return packed_matrix(self.map_first), packed_matrix(self.map_below), packed_matrix(self.residual)
+    def packed(self) -> tuple[Tensor, Tensor]:
+        """Both matrices as `packed_matrix` lays them out."""
+        return packed_matrix(self.map), packed_matrix(self.residual)
 
     @property
     def width(self) -> int:
@@ -162,10 +161,10 @@ def pack_reference(values: np.ndarray, contexts: np.ndarray, means: np.ndarray, 
 
 
 def reconstruct_reference(
-    first: Tensor, below: Tensor, symbols: Tensor | None, layer: LayerMap, dim: int, dtype: torch.dtype
+    below: Tensor, symbols: Tensor | None, layer: LayerMap, dim: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """ops.reconstruct."""
-    mapped = first.double() @ layer.map_first.double() + below.double() @ layer.map_below.double()  # exact
+    mapped = below.double() @ layer.map.double()  # exact
     numbers = mapped.float() * layer.map_scale + layer.mean
     residual = torch.zeros_like(mapped) if symbols is None else symbols.double() @ layer.residual.double()
     numbers = numbers + residual.float() * layer.residual_scale
@@ -252,7 +251,7 @@ def some_codes(n: int, width: int, seed: int = 0) -> Tensor:
 
 def some_map(width: int, n_axes: int, seed: int = 0) -> LayerMap:
     """A layer of any numbers, to check and to test with."""
-    first, below, residual = (some_codes(n, width, seed + n) for n in (width, width + 1, n_axes))
+    matrix, residual = (some_codes(n, width, seed + n) for n in (width, n_axes))
     generator = torch.Generator().manual_seed(seed)
     a, b, c, d, e = (torch.rand(width, generator=generator) for _ in range(5))
-    return LayerMap(first, below[:width], residual, a / 4096, b, c / 64, 16 * d, e)
+    return LayerMap(matrix, residual, a / 4096, b, c / 64, 16 * d, e)

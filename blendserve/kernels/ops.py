@@ -353,10 +353,10 @@ RECONSTRUCT = Operation(
 
 
 def reconstruct(
-    first: Tensor, below: Tensor, symbols: Tensor | None, layer: coding.LayerMap, dim: int, dtype: torch.dtype
+    below: Tensor, symbols: Tensor | None, layer: coding.LayerMap, dim: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Codes of layer 0 and of the layer below [C, W], and symbols [C, N], all of int8 -> heads [W / D, C, D] and codes.
+    """Codes of the layer below [C, W], and symbols [C, N], all of int8 -> heads [W / D, C, D] and codes.
 
     symbols: None = all of them 0. The heads are those of keys and behind them those of values.
     """
-    return RECONSTRUCT(first, below, symbols, layer, dim, dtype)
+    return RECONSTRUCT(below, symbols, layer, dim, dtype)

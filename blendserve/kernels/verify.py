@@ -205,10 +205,10 @@ def _check_reconstruct(library: ctypes.CDLL, dtype: torch.dtype) -> None:
     """To the bit, with integers as large as they may be."""
     for dim, n_tokens in ((8, 3), (16, 19)):
         layer = coding.some_map(64, 12)
-        first, below, symbols = (coding.some_codes(n_tokens, n, seed=n) for n in (64, 64, 12))
+        below, symbols = (coding.some_codes(n_tokens, n, seed=n) for n in (64, 12))
         for given in (symbols, None):
-            got = cpu_coding.run_reconstruct(library, first, below, given, layer, dim, dtype)
-            wanted = coding.reconstruct_reference(first, below, given, layer, dim, dtype)
+            got = cpu_coding.run_reconstruct(library, below, given, layer, dim, dtype)
+            wanted = coding.reconstruct_reference(below, given, layer, dim, dtype)
             if not all(map(torch.equal, got, wanted)):
                 raise Unavailable("predicting KV is wrong here")
 

@@ -83,11 +83,10 @@ def test_a_model_that_does_not_add_up_is_refused() -> None:
 @pytest.mark.parametrize("n_tokens", [0, 1, 37])
 def test_numbers_equal_the_formula_in_twice_the_precision(n_tokens: int) -> None:
     layer = coding.some_map(32, 8)
-    first, below, symbols = (coding.some_codes(max(n_tokens, 1), n)[:n_tokens] for n in (32, 32, 8))
-    heads, codes = coding.reconstruct_reference(first, below, symbols, layer, 4, torch.float32)
+    below, symbols = (coding.some_codes(max(n_tokens, 1), n)[:n_tokens] for n in (32, 8))
+    heads, codes = coding.reconstruct_reference(below, symbols, layer, 4, torch.float32)
     assert (heads.shape, codes.shape) == ((8, n_tokens, 4), (n_tokens, 32))
-    inputs, matrix = torch.cat((first, below), 1).double(), torch.cat((layer.map_first, layer.map_below))
-    numbers = inputs @ matrix.double() * layer.map_scale.double() + layer.mean.double()
+    numbers = below.double() @ layer.map.double() * layer.map_scale.double() + layer.mean.double()
     numbers += symbols.double() @ layer.residual.double() * layer.residual_scale.double()
     torch.testing.assert_close(
         heads.transpose(0, 1).reshape(n_tokens, 32).double(), numbers, rtol=1e-5, atol=1e-4

@@ -154,8 +154,8 @@ struct Matrix {
 };
 
 struct ReconstructCall {
-    const int8_t *first, *below, *symbols;  // [tokens, width] twice, [tokens, axes]; symbols may be null
-    Matrix map_first, map_below, residual;
+    const int8_t *below, *symbols;  // [tokens, width] and [tokens, axes]; symbols may be null
+    Matrix map, residual;
     const float *map_scale, *mean, *residual_scale, *code_scale, *code_zero;  // [width]
     float* out;       // [heads, tokens, dim], or null; heads of keys, then of values
     uint16_t* short_out;  // the same in bf16, or null
@@ -302,8 +302,7 @@ template <int64_t rows, int64_t blocks>
 void reconstruct_blocks(const ReconstructCall& c, int64_t t, int64_t at, const int32_t* map_surplus,
                     const int32_t* residual_surplus) {
     Sum map[blocks][rows], residual[blocks][rows];
-    multiply<rows, blocks>(c.map_first, at, c.first + t * c.width, c.width, map);
-    multiply<rows, blocks>(c.map_below, at, c.below + t * c.width, c.width, map);
+    multiply<rows, blocks>(c.map, at, c.below + t * c.width, c.width, map);
     int64_t axes = c.residual.inputs;
     if (c.symbols) multiply<rows, blocks>(c.residual, at, c.symbols + t * axes, axes, residual);
     for (int64_t n = 0; n < blocks; ++n)
@@ -320,7 +319,7 @@ void reconstruct_rows(const ReconstructCall& c, int64_t t) {
     int32_t map_surplus[rows], residual_surplus[rows];
     for (int64_t r = 0; r < rows; ++r) {
         int64_t at = (t + r) * c.width, axes = c.residual.inputs;
-        map_surplus[r] = surplus(c.first + at, c.width) + surplus(c.below + at, c.width);
+        map_surplus[r] = surplus(c.below + at, c.width);
         residual_surplus[r] = c.symbols ? surplus(c.symbols + (t + r) * axes, axes) : 0;
     }
     int64_t block = 0;

@@ -53,8 +53,8 @@ class ReconstructCall(ctypes.Structure):
     """`ReconstructCall` of coding.cpp, field by field."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("first", "below", "symbols")),
-        *((name, Matrix) for name in ("map_first", "map_below", "residual")),
+        *((name, ctypes.c_void_p) for name in ("below", "symbols")),
+        *((name, Matrix) for name in ("map", "residual")),
         *(
             (name, ctypes.c_void_p)
             for name in ("map_scale", "mean", "residual_scale", "code_scale", "code_zero")
@@ -80,7 +80,6 @@ def pack(
 
 def fits_reconstruct(
     level: Level,
-    first: Tensor,
     below: Tensor,
     symbols: Tensor | None,
     layer: LayerMap,
@@ -95,7 +94,6 @@ def fits_reconstruct(
 
 def reconstruct(
     level: Level,
-    first: Tensor,
     below: Tensor,
     symbols: Tensor | None,
     layer: LayerMap,
@@ -103,7 +101,7 @@ def reconstruct(
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """ops.reconstruct for what `fits_reconstruct`."""
-    return run_reconstruct(loaded(level), first, below, symbols, layer, dim, dtype)
+    return run_reconstruct(loaded(level), below, symbols, layer, dim, dtype)
 
 
 def run_unpack(
@@ -154,7 +152,6 @@ def run_pack(
 
 def run_reconstruct(
     library: ctypes.CDLL,
-    first: Tensor,
     below: Tensor,
     symbols: Tensor | None,
     layer: LayerMap,
@@ -162,13 +159,13 @@ def run_reconstruct(
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """The call itself."""
-    tokens, width = first.shape
+    tokens, width = below.shape
     heads = width // dim
     short = dtype == torch.bfloat16
     out = torch.empty(heads, tokens, dim, dtype=dtype if short else torch.float32)
     codes = torch.empty(tokens, width, dtype=torch.int8)
-    inputs = first.contiguous(), below.contiguous(), None if symbols is None else symbols.contiguous()
-    inputs_of = width, width, len(layer.residual)
+    inputs = below.contiguous(), None if symbols is None else symbols.contiguous()
+    inputs_of = width, len(layer.residual)
     matrices = (Matrix(m.data_ptr(), n) for m, n in zip(layer.packed, inputs_of, strict=True))
     scales = layer.map_scale, layer.mean, layer.residual_scale, layer.code_scale, layer.code_zero
     call = ReconstructCall(

@@ -58,9 +58,9 @@ def test_numbers_are_the_same(
     level: Level, dtype: torch.dtype, n_tokens: int, dim: int, heads: int, axes: int, known: bool, seed: int
 ) -> None:
     layer = coding.some_map(heads * dim, axes, seed)
-    first, below = (coding.some_codes(n_tokens + 1, heads * dim, seed + n)[1:] for n in (0, 1))
+    below = coding.some_codes(n_tokens + 1, heads * dim, seed)[1:]
     symbols = coding.some_codes(n_tokens + 1, axes, seed + 2)[1:] if known else None
-    args = first, below, symbols, layer, dim, dtype
+    args = below, symbols, layer, dim, dtype
     assert kernel.fits_reconstruct(level, *args)
     for got, wanted in zip(
         kernel.reconstruct(level, *args), coding.reconstruct_reference(*args), strict=True
@@ -71,4 +71,4 @@ def test_numbers_are_the_same(
 def test_widths_that_fill_no_block_are_left_to_the_plain_form(level: Level) -> None:
     codes = coding.some_codes(3, 24)
     layer = coding.some_map(24, 4)
-    assert not kernel.fits_reconstruct(level, codes, codes, None, layer, 4, torch.float32)
+    assert not kernel.fits_reconstruct(level, codes, None, layer, 4, torch.float32)

@@ -1,7 +1,7 @@
 """The project's own codec: a layer is predicted from the layers below, and only what is left is coded.
 
     layer 0       depends on the token alone: which row of the tables it is
-    layer l > 0   codes of layer 0 and of layer l - 1 in int8 -> one linear map -> prediction
+    layer l > 0   codes of layer l - 1 in int8 -> one linear map -> prediction
                   what is left -> axes -> one step of quantisation -> rANS in contexts (kernels/coding.py)
 
 The decoder adds up integers, and rounds where IEEE 754 says how: the same record gives the same bits on every machine.

@@ -109,11 +109,11 @@ class Predict(Codec):
                 f"the tables {self.coding.tables.hex()} are for another reader: fit some by `blendserve codec fit`"
             )
         numbers = flat(kv)  # [L, C, W]
-        segment, first = self._encode_first(numbers[0], kv.ids)
+        segment, below = self._encode_first(numbers[0], kv.ids)
         segments: list[Buffer] = [segment]
-        below, symbols = first, None
+        symbols = None
         for l in range(1, len(numbers)):
-            segment, below, symbols = self._encode_layer(l, numbers[l], first, below, symbols)
+            segment, below, symbols = self._encode_layer(l, numbers[l], below, symbols)
             segments.append(segment)
         return segments
 
@@ -159,15 +159,15 @@ class Predict(Codec):
         return codes
 
     def _encode_layer(
-        self, l: int, numbers: Tensor, first: Tensor, below: Tensor, symbols: np.ndarray | None
+        self, l: int, numbers: Tensor, below: Tensor, symbols: np.ndarray | None
     ) -> tuple[bytes, Tensor, np.ndarray]:
         """[C, W] -> the segment, the codes that the decoder will have, and the symbols [C, N]."""
         layer, dim = self.layer(l), self.tables.head_dim
-        predicted, _ = reconstruct(first, below, None, layer, dim, torch.float32)
+        predicted, _ = reconstruct(below, None, layer, dim, torch.float32)
         left = numbers - predicted.transpose(0, 1).reshape(numbers.shape)
         along = (left @ self._inverse(l)[:, : len(layer.residual)]).numpy()
         found = quantised(along, STEPS[self.coding.level - 1])
-        _, codes = reconstruct(first, below, torch.from_numpy(found), layer, dim, torch.float32)
+        _, codes = reconstruct(below, torch.from_numpy(found), layer, dim, torch.float32)
         segment = (
             pack(found, contexts(symbols, len(found)), self.means(l), self.tables.model)
             if len(found)
@@ -189,7 +189,7 @@ class PredictDecoder:
 
     def __init__(self, codec: Predict, shape: ChunkShape) -> None:
         self._codec, self._shape, self._due = codec, shape, 0
-        self._first = self._below = torch.empty(0)
+        self._below = torch.empty(0)
         self._symbols: np.ndarray | None = None
 
     def layer(self, l: int, segment: Buffer) -> Pair:
@@ -198,9 +198,9 @@ class PredictDecoder:
         self._due += 1
         shape, codec = self._shape, self._codec
         if l == 0:
-            self._first = self._below = codec.first_codes(segment, shape.n_tokens)
+            self._below = codec.first_codes(segment, shape.n_tokens)
             tables = codec.tables
-            numbers = (self._first.float() - tables.code_zero[0]) / tables.code_scale[0]
+            numbers = (self._below.float() - tables.code_zero[0]) / tables.code_scale[0]
             by_head = numbers.view(shape.n_tokens, 2 * shape.n_kv_heads, shape.head_dim).transpose(0, 1)
             heads = by_head.to(shape.dtype).contiguous()
             return heads[: shape.n_kv_heads], heads[shape.n_kv_heads :]
@@ -211,7 +211,7 @@ class PredictDecoder:
         else:
             symbols = np.zeros((0, len(layer.residual)), np.int8)
         self._symbols = symbols
-        given = self._first, self._below, torch.from_numpy(symbols)
+        given = self._below, torch.from_numpy(symbols)
         heads, self._below = reconstruct(*given, layer, shape.head_dim, shape.dtype)
         return heads[: shape.n_kv_heads], heads[shape.n_kv_heads :]
 

@@ -77,10 +77,10 @@ def fit(samples: Iterable[Sample], adapter: Adapter | None, progress: Progress) 
     weights = _weights(kept, adapter, step)
     ids, rows = _first_rows(kept, adapter)
     scale, zero = _code_scale(torch.cat((rows, kept.numbers[0].float())))
-    first = to_codes(kept.numbers[0].float(), scale, zero)
-    below, scales, fitted = first, [(scale, zero)], list[FittedLayer]()
+    below = to_codes(kept.numbers[0].float(), scale, zero)
+    scales, fitted = [(scale, zero)], list[FittedLayer]()
     for l in range(1, layers):
-        fitted.append(_fit_layer(kept.numbers[l].float(), first, below, weights[l]))
+        fitted.append(_fit_layer(kept.numbers[l].float(), below, weights[l]))
         below = fitted[-1].codes
         scales.append((fitted[-1].map.code_scale, fitted[-1].map.code_zero))
         step()
@@ -95,7 +95,7 @@ def fit(samples: Iterable[Sample], adapter: Adapter | None, progress: Progress) 
         rows=to_codes(rows, scale, zero),
         code_scale=torch.stack([s for s, _ in scales]),
         code_zero=torch.stack([z for _, z in scales]),
-        maps=torch.stack([torch.cat((m.map_first, m.map_below)) for m in maps]),
+        maps=torch.stack([m.map for m in maps]),
         map_scale=torch.stack([m.map_scale for m in maps]),
         mean=torch.stack([m.mean for m in maps]),
         axes=torch.stack([m.residual for m in maps]),
@@ -173,12 +173,12 @@ def _code_scale(numbers: Tensor) -> tuple[Tensor, Tensor]:
     return scale, -(high + low) / 2 * scale
 
 
-def _fit_layer(numbers: Tensor, first: Tensor, below: Tensor, weights: tuple[Tensor, Tensor]) -> FittedLayer:
-    """numbers: [C, W] of this layer. first, below: codes [C, W]."""
+def _fit_layer(numbers: Tensor, below: Tensor, weights: tuple[Tensor, Tensor]) -> FittedLayer:
+    """numbers: [C, W] of this layer. below: codes [C, W]."""
     there, back = weights
-    inputs = torch.cat((first, below), dim=1).float()
-    map_int, map_scale, mean = _regress(inputs, numbers)
-    left = (numbers - (inputs @ map_int.float() * map_scale + mean)) @ there
+    inputs = below.float()
+    matrix, map_scale, mean = _regress(inputs, numbers)
+    left = (numbers - (inputs @ matrix.float() * map_scale + mean)) @ there
     energy, axes = torch.linalg.eigh((left.T @ left / len(left)).double())
     spread, axes = energy.flip(0).clamp(min=0.0).sqrt(), axes.flip(1).float()
     residual, residual_scale = _to_int8(axes.T @ back)
@@ -187,16 +187,14 @@ def _fit_layer(numbers: Tensor, first: Tensor, below: Tensor, weights: tuple[Ten
     width = numbers.shape[1]
     n_axes = [min(width, -(-int((spread > FAINT * step).sum()) // 4) * 4) for step in STEPS]
     symbols = torch.from_numpy(quantised(along.numpy(), MIDDLE)).float()
-    back_numbers = inputs @ map_int.float() * map_scale + mean + symbols @ exact.float() * MIDDLE
+    back_numbers = inputs @ matrix.float() * map_scale + mean + symbols @ exact.float() * MIDDLE
     code_scale, code_zero = _code_scale(back_numbers)
-    made = LayerMap(
-        map_int[:width], map_int[width:], residual, map_scale, mean, residual_scale, code_scale, code_zero
-    )
+    made = LayerMap(matrix, residual, map_scale, mean, residual_scale, code_scale, code_zero)
     return FittedLayer(made, n_axes, along, to_codes(back_numbers, code_scale, code_zero))
 
 
 def _regress(inputs: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """[C, 2 W] -> [C, W]: weights of int8, their scale and the mean of what they leave."""
+    """[C, W] -> [C, W]: weights of int8, their scale and the mean of what they leave."""
     centre, target = inputs.mean(dim=0), numbers.mean(dim=0)
     x, y = inputs - centre, numbers - target
     gram = (x.T @ x).double()

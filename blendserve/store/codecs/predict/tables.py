@@ -28,7 +28,7 @@ class Tables:
     rows: Tensor  # [R, W] of int8: their codes
     code_scale: Tensor  # [L, W] of fp32: code = number * scale + zero
     code_zero: Tensor  # [L, W]
-    maps: Tensor  # [L - 1, 2 * W, W] of int8: codes of layer 0, then of the layer below -> numbers
+    maps: Tensor  # [L - 1, W, W] of int8: codes of the layer below -> numbers
     map_scale: Tensor  # [L - 1, W] of fp32
     mean: Tensor  # [L - 1, W] of fp32
     axes: Tensor  # [L - 1, W, W] of int8: axis, largest first -> numbers
@@ -78,7 +78,7 @@ class Tables:
     def layer(self, l: int, level: int) -> LayerMap:
         """How layer l > 0 is put together at a level."""
         at, n = l - 1, int(self.n_axes[level - 1, l - 1])
-        matrices = self.maps[at, : self.width], self.maps[at, self.width :], self.axes[at, :n]
+        matrices = self.maps[at], self.axes[at, :n]
         step = torch.tensor(STEPS[level - 1], dtype=_FP32)
         scales = self.map_scale[at], self.mean[at], self.axes_scale[at] * step
         codes = self.code_scale[l], self.code_zero[l]
@@ -99,7 +99,7 @@ class Tables:
             "rows": (_INT8, (n, width)),
             "code_scale": (_FP32, (layers, width)),
             "code_zero": (_FP32, (layers, width)),
-            "maps": (_INT8, (layers - 1, 2 * width, width)),
+            "maps": (_INT8, (layers - 1, width, width)),
             "map_scale": (_FP32, (layers - 1, width)),
             "mean": (_FP32, (layers - 1, width)),
             "axes": (_INT8, (layers - 1, width, width)),
