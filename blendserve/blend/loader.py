@@ -16,6 +16,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
+import torch
+
 from blendserve.blend.layout import Placement
 from blendserve.kernels.cuda.staging import CopyStream, InPlace, Layer, Sent, Staging, copy_stream_to
 from blendserve.kernels.ops import place
@@ -34,6 +36,7 @@ class LayerReader:
         self._views, self._n_layers = views, n_layers
         self._way = Staging(stream) if stream else InPlace()
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="blendserve-load")
+        self._decoders = _decoders(views)
         self._ahead: dict[int, Future[Sent]] = {}
         self._clock = Clock()
         self._start(0)
@@ -56,6 +59,8 @@ class LayerReader:
     def close(self) -> None:
         """Wait for what is being read; idempotent."""
         self._pool.shutdown(wait=True, cancel_futures=True)
+        if self._decoders:
+            self._decoders.shutdown(wait=True)
 
     def _start(self, l: int) -> None:
         if l < self._n_layers and self._views and l not in self._ahead:
@@ -63,7 +68,19 @@ class LayerReader:
 
     def _read(self, l: int) -> Sent:
         with self._clock.stage("read"):
-            return self._way.send(lambda: [view.layer(l) for view in self._views])
+            return self._way.send(lambda: self._layers(l))
+
+    def _layers(self, l: int) -> Layer:
+        each = self._decoders.map if self._decoders else map
+        return list(each(lambda view: view.layer(l), self._views))
+
+
+def _decoders(views: Sequence[ChunkView]) -> ThreadPoolExecutor | None:
+    """Threads that decode chunks side by side; None where reading is all there is to do."""
+    threads = min(torch.get_num_threads(), len(views))
+    if threads < 2 or all(view.n_bytes >= view.raw_bytes for view in views):
+        return None
+    return ThreadPoolExecutor(max_workers=threads, thread_name_prefix="blendserve-decode")
 
 
 class KVLoader:
