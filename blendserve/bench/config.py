@@ -252,3 +252,41 @@ class ServingConfig(Section):
     timeout: float = Field(
         120.0, gt=0, description="Count a request as failed after so many seconds without an event."
     )
+
+
+class HostileConfig(Section):
+    """A server's ordinary clients beside a hostile one."""
+
+    index: Path = Field(
+        Path("indexes/demo"),
+        description="Ask about a copy of the index in this folder; about one of bundled text if there is none.",
+    )
+    clients: Positive = Field(3, description="Let so many ordinary clients ask.")
+    share: float = Field(
+        0.3, gt=0, lt=1, description="Let them ask for this share of what the server answers one by one."
+    )
+    passages: Positive = Field(3, description="Retrieve so many passages for a question.")
+    new_tokens: Positive = Field(8, description="Ask for answers of so many tokens.")
+    seconds: float = Field(20.0, gt=0, description="Measure a window for so many seconds.")
+    rounds: Positive = Field(
+        3, description="Measure so many pairs of windows, without the hostile client and with it."
+    )
+    kinds: tuple[str, ...] = Field(
+        (), description="Let the hostile client send these kinds of requests in turns; all if none is given."
+    )
+    connections: Positive = Field(4, description="Let the hostile client send so many requests at a time.")
+    timeout: float = Field(
+        120.0, gt=0, description="Count a request as failed after so many seconds without an event."
+    )
+    folder: Path | None = Field(
+        None, description="Put indexes here while it runs; the system's temporary folder if none is given."
+    )
+
+
+class StartConfig(BenchConfig):
+    """Whole processes, from start to exit."""
+
+    passages: Positive = Field(3, description="Retrieve so many passages for the question.")
+    chunk_tokens: Positive = Field(512, description="Give a chunk at most so many tokens.")
+    new_tokens: Positive = Field(16, description="Answer with so many tokens, at most.")
+    repeats: Positive = Field(3, description="Measure so many rounds.")

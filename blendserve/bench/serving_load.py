@@ -47,7 +47,7 @@ METHODS = ("full", "blend", "prefix")
 ABOVE = 1.1  # of its own saturation: where a method's loads end
 LEAST = 8  # requests of an open cell
 THROUGHPUT, TTFT = 4.0, 8.0  # targets: blended to full prefill
-SLOTS, SLOT_TOKENS = 8, 6144
+ROOM = ("--slots", "8", "--slot-tokens", "6144")  # of a server that is started here
 QUESTION = "What is said about this, and where?"
 
 Body = Callable[[random.Random], dict[str, Any]]
@@ -153,12 +153,12 @@ def _cell(method: str, share: float | None, rate: float | None, sent: Sequence[S
         requests=len(sent),
         failed=len(sent) - len(good),
         prompt_tokens=float(np.mean([s.prompt_tokens for s in good])) if good else 0.0,
-        ttft=_percentiles([s.ttft for s in good if s.ttft is not None]),
-        gap=_percentiles([gap for s in good for gap in s.gaps]),
+        ttft=percentiles([s.ttft for s in good if s.ttft is not None]),
+        gap=percentiles([gap for s in good for gap in s.gaps]),
     )
 
 
-def _percentiles(seconds: Sequence[float]) -> dict[str, float]:
+def percentiles(seconds: Sequence[float]) -> dict[str, float]:
     """{} of nothing."""
     return {f"p{q}": float(np.percentile(seconds, q)) for q in (50, 95, 99) if seconds}
 
@@ -314,8 +314,7 @@ def server(config: ServingConfig, index: Path) -> Iterator[str]:
     if config.url:
         yield config.url
         return
-    room = ("--slots", str(SLOTS), "--slot-tokens", str(SLOT_TOKENS))
-    command = serve_command("--index", str(index), "--method", "blend", *room)
+    command = serve_command("--index", str(index), "--method", "blend", *ROOM)
     with Child(command, config.out / "server.log") as child:
         yield child.url
         child.stop()
