@@ -9,7 +9,6 @@ server's limits are its defaults, and the hostile client has a collection of its
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import random
 import shutil
@@ -57,6 +56,7 @@ class Window:
     sent: list[Sent]
     seconds: float
     service: float  # seconds of an answer alone, before
+    think: float  # mean seconds between answer and next question
     hostile: dict[str, Got] | None
 
     @property
@@ -87,7 +87,7 @@ def measure(
                 load = Ordinary(config, url, keys, titles(folder / "made"))
                 found = asyncio.run(load.window(think, done // 2, kinds if done % 2 else (), folder))
             windows[WITH if done % 2 else WITHOUT].append(found)
-            think = think or thinking(found.service, config.clients, config.share)
+            think = found.think
             update(done + 1, 2 * config.rounds)
     return {
         "bench": "hostile",
@@ -167,9 +167,12 @@ class Ordinary:
             service = await _alone(loads)
             if think is None:
                 think = thinking(service, self._config.clients, self._config.share)
-            attacked = kinds and stack.enter_context(
-                hostile(self._url, self._keys.hostile, await _model(https[0]), kinds, self._config, folder)
-            )
+            attacked = None
+            if kinds:
+                attacker = hostile(
+                    self._url, self._keys.hostile, await _model(https[0]), kinds, self._config, folder
+                )
+                attacked = stack.enter_context(attacker)
             begun = time.perf_counter()
             until = begun + self._config.seconds
             clients = (
@@ -178,7 +181,7 @@ class Ordinary:
             sent = [one for some in await asyncio.gather(*clients) for one in some]
             seconds = time.perf_counter() - begun
             got = {kind: Got(**found) for kind, found in attacked.take("end").items()} if attacked else None
-        return Window(sent, seconds, service, got)
+        return Window(sent, seconds, service, think, got)
 
     def _http(self, key: str) -> httpx.AsyncClient:
         timeout = httpx.Timeout(self._config.timeout, connect=30)

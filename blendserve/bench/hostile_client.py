@@ -1,4 +1,4 @@
-"""The hostile client: a process that sends a server what costs it most, as fast as answers come, over several connections.
+"""The hostile client: a process that sends what costs a server most, as fast as answers come, over several connections.
 
 A process of its own, and the least nice of all: who is hostile computes elsewhere, so what its own side takes of this
 machine is to be only what the server and the other clients leave.

@@ -140,6 +140,57 @@ def crowded(figures: Figures) -> list[Table]:
     ]
 
 
+def hostile(figures: Figures) -> list[Table]:
+    """What ordinary clients saw in either kind of window, the target, and what the hostile client got."""
+    settings, ratio = figures["settings"], figures["p95_ttft_ratio"]
+    title = f"{settings['clients']} ordinary clients, {settings['rounds']} pairs of windows of {settings['seconds']:g} s"
+    found = plain(ratio) if ratio else "not known"
+    met = "met" if figures["passed"] else "missed"
+    ordinary = [
+        (
+            f"{name} the hostile client",
+            *(f"{w['ttft'][part] * 1e3:,.0f}" if w["ttft"] else "-" for part in ("p50", "p95", "worst")),
+            f"{w['answered']}",
+            f"{w['failed']}",
+        )
+        for name, w in figures["windows"].items()
+    ]
+    got = [
+        (
+            kind,
+            *(f"{g[part] * 1e3:,.0f}" if g[part] is not None else "-" for part in ("median", "worst")),
+            ", ".join(f"{n:,} x {status}" for status, n in sorted(g["statuses"].items())) or "none",
+        )
+        for kind, g in figures["hostile"].items()
+    ]
+    return [
+        (
+            f"{title}; p95 TTFT with / without {found}, target at most {figures['target']:g}, nobody failed: {met}",
+            ("", "TTFT ms", "p95", "worst", "answered", "failed"),
+            ordinary,
+        ),
+        ("What the hostile client got", ("request", "median ms", "worst", "statuses"), got),
+    ]
+
+
+def start(figures: Figures) -> list[Table]:
+    """Whole processes, then the answers of one."""
+    title = f"Start to exit, {_reader(figures)}, {figures['settings']['repeats']} rounds"
+    first = figures["first_against_later"]
+    answers = [
+        (f"answer {n}", ms(ttft), plain(first) if n == 1 else "")
+        for n, ttft in enumerate(figures["ttft"]["answers"], 1)
+    ]
+    return [
+        (title, ("command", "ms"), [(name, ms(s)) for name, s in figures["processes"].items()]),
+        (
+            "Answers of one process, and the first against the later ones",
+            ("", "TTFT ms", "times"),
+            [("of `ask`", ms(figures["ttft"]["ask"]), ""), *answers],
+        ),
+    ]
+
+
 def _situations(figures: Figures) -> tuple[Sequence[str], list[Sequence[str]]]:
     rows: list[Sequence[str]] = []
     others: list[str] = []

@@ -16,9 +16,11 @@ from blendserve.bench.config import (
     CrowdedConfig,
     DecodeBenchConfig,
     EmbedConfig,
+    HostileConfig,
     PrecomputeConfig,
     ScalingConfig,
     ServingConfig,
+    StartConfig,
     StoreBenchConfig,
     TtftConfig,
 )
@@ -201,6 +203,56 @@ def serving(config: ServingConfig) -> None:
         return
     console.print_json(found)
     raise typer.Exit(3 if found["missing"] else int(not found["passed"]))
+
+
+@app.command()
+@with_options(config=Options(HostileConfig()))
+def hostile(config: HostileConfig, json: JsonOpt = False) -> None:
+    """Put one hostile client beside ordinary ones.
+
+    Ordinary clients ask a server at a moderate, steady load, in windows without a hostile client and with one, in turns:
+    it sends very long questions, the largest body and a larger one, very many messages and passages, long documents,
+    a huge stop list and deep JSON, as fast as it can. The exit code is 1 if the others' p95 TTFT is more than 1.5 times
+    that without it, or one of them fails:
+
+    \b
+        blendserve bench hostile
+        blendserve bench hostile --kinds question,document --seconds 60    # which of them is it?
+    """
+    from blendserve.bench.hostile import measure  # torch and all the rest: seconds
+    from blendserve.bench.tables import hostile as tables
+
+    if not _run(measure, config, tables, json)["passed"]:
+        raise typer.Exit(1)
+
+
+@app.command()
+@with_options(
+    config=Options(
+        StartConfig(),
+        *(
+            "model",
+            "dtype",
+            "device",
+            "threads",
+            "passages",
+            "chunk_tokens",
+            "new_tokens",
+            "repeats",
+            "folder",
+        ),
+    )
+)
+def start(config: StartConfig, json: JsonOpt = False) -> None:
+    """Time whole commands, and the first answer of a process.
+
+    `blendserve --help` and `blendserve ask`, from start to exit; then the first answer of a process against those after
+    it.
+    """
+    from blendserve.bench.start import measure  # torch and all the rest: seconds
+    from blendserve.bench.tables import start as tables
+
+    _run(measure, config, tables, json)
 
 
 @app.command()
