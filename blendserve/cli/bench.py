@@ -11,7 +11,6 @@ import typer
 from blendserve import console
 from blendserve.bench.config import (
     AutoBenchConfig,
-    BenchConfig,
     CodecBenchConfig,
     CrowdedConfig,
     DecodeBenchConfig,
@@ -25,6 +24,7 @@ from blendserve.bench.config import (
     TtftConfig,
 )
 from blendserve.cli.options import Options, make_app, with_options
+from blendserve.config import Section
 from blendserve.errors import InputError
 
 app = make_app("Measure how fast it is, against transformers and the machine.")
@@ -298,7 +298,7 @@ def gpu(
     raise typer.Exit(0 if good else 1)
 
 
-def _run(measure: Callable[..., Any], config: BenchConfig, tables: Callable[..., Any], json: bool) -> Any:
+def _run(measure: Callable[..., Any], config: Section, tables: Callable[..., Any], json: bool) -> Any:
     """Measure with a bar on stderr, then print tables and the JSON line."""
     with console.progress("Measuring", "rounds") as update:
         figures = measure(config, console.say, update)
