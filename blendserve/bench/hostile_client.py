@@ -24,7 +24,7 @@ WORDS = 50_000  # of a long question
 MANY = 1000  # messages or passages: as many as a request may have
 STOPS, DEPTH = 15_000, 100_000
 CHAT, QUERY, DOCUMENTS = "/v1/chat/completions", "/v1/rag/query", "/v1/documents"
-NO_ANSWER = "no answer"
+NO_ANSWER, WAITING = "no answer", "waiting at the end"
 LAST = 19  # of niceness
 
 
@@ -97,15 +97,16 @@ class Got:
 async def _connection(
     http: httpx.AsyncClient, turns: Iterator[str], asked: Asked, got: dict[str, Got]
 ) -> None:
-    """Requests in turns, until it is cancelled; one that is on its way then is not counted."""
+    """Requests in turns, until it is cancelled."""
     for kind in turns:
         path, body = asked[kind]
-        start = time.perf_counter()
+        start, status = time.perf_counter(), WAITING
         try:
             status = str((await http.post(path, content=body)).status_code)
         except httpx.HTTPError:
             status = NO_ANSWER
-        got[kind].add(status, time.perf_counter() - start)
+        finally:
+            got[kind].add(status, time.perf_counter() - start)
 
 
 async def attack(task: dict[str, Any], asked: Asked, until: Awaitable[Any]) -> dict[str, Got]:
