@@ -263,10 +263,10 @@ class HostileConfig(Section):
     )
     clients: Positive = Field(3, description="Let so many ordinary clients ask.")
     share: float = Field(
-        0.3, gt=0, lt=1, description="Let them ask for this share of what the server answers one by one."
+        0.4, gt=0, lt=1, description="Let them ask for this share of what the server answers one by one."
     )
     passages: Positive = Field(3, description="Retrieve so many passages for a question.")
-    new_tokens: Positive = Field(8, description="Ask for answers of so many tokens.")
+    new_tokens: Positive = Field(4, description="Ask for answers of so many tokens.")
     seconds: float = Field(20.0, gt=0, description="Measure a window for so many seconds.")
     rounds: Positive = Field(
         3, description="Measure so many pairs of windows, without the hostile client and with it."

@@ -14,7 +14,7 @@ import pytest
 
 from blendserve.bench import hostile as bench
 from blendserve.bench.hostile import WITH, WITHOUT, Window
-from blendserve.bench.hostile_client import KINDS, WAITING, Got, chosen
+from blendserve.bench.hostile_client import GIVEN_UP, KINDS, Got, chosen
 from blendserve.bench.serving_load import Sent
 from blendserve.cli import main
 from blendserve.errors import ConfigError, ServeError
@@ -87,7 +87,7 @@ def test_the_exit_code_says_whether_the_target_is_met(
     assert len(found["p95_ttft_ratio"]["rounds"]) == 2
     assert list(found["hostile"]) == list(KINDS)
     for kind, status in REFUSED.items():
-        assert found["hostile"][kind]["statuses"].keys() <= {str(status), "429", WAITING}
+        assert found["hostile"][kind]["statuses"].keys() <= {str(status), "429", GIVEN_UP}
     assert list(tmp_path.iterdir()) == []
 
 
