@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,7 +33,7 @@ def test_every_process_runs_and_is_timed(tiny: str, tmp_path: Path, monkeypatch:
 
 def test_the_first_answer_is_held_against_those_after_it() -> None:
     asked = {"tokens": 16, "timings": {"ttft": 0.7}}
-    rows = [[(0.4, 900)], [(6.0, asked)], [(7.0, [0.9, 0.5, 0.7])]]
+    rows: list[list[tuple[float, Any]]] = [[(0.4, 900)], [(6.0, asked)], [(7.0, [0.9, 0.5, 0.7])]]
     figures = start._figures(*rows, names=["help", "ask", "answers"])
     assert figures["first_against_later"]["rounds"] == [pytest.approx(1.5)]
     assert [f["median"] for f in figures["ttft"]["answers"]] == [0.9, 0.5, 0.7]
