@@ -9,8 +9,8 @@ What it loses is the codec's own loss.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -18,7 +18,7 @@ import torch
 from blendserve.blend.blender import Blender
 from blendserve.blend.precompute import ChunkComputer
 from blendserve.config import changed
-from blendserve.core import ChunkKV, Prompt
+from blendserve.core import ChunkKV, Prompt, TokenIds
 from blendserve.engine.calibration import writing_codec
 from blendserve.engine.engine import Engine
 from blendserve.errors import ConfigError
@@ -45,12 +45,13 @@ class CodedStore:
         """As `raw`, over coded chunks."""
         return raw.like(self.store, namespace)
 
-    def fill(self, source: KVStore, keys: Iterable[ChunkKey]) -> None:
+    def fill(self, source: KVStore, chunks: Mapping[ChunkKey, TokenIds]) -> None:
         """Code these chunks. Those that are not in the source are passed over."""
-        for key in keys:
+        raw = CODECS.load(CODECS.default).with_tables(0)
+        for key, ids in chunks.items():
             coded = source.coded(key)
             if coded is not None and key not in self.store:
-                self.store.put(key, decoded(coded, CODECS.load(CODECS.default).with_tables(0)), pin=True)
+                self.store.put(key, replace(decoded(coded, raw), ids=ids), pin=True)
 
     def drop(self, keys: Iterable[ChunkKey]) -> None:
         for key in keys:
@@ -127,4 +128,4 @@ def needed(variants: Iterable[Variant]) -> list[str]:
 
 
 def _span(kv: ChunkKV, start: int, stop: int) -> ChunkKV:
-    return ChunkKV(kv.keys[:, :, start:stop], kv.values[:, :, start:stop])
+    return ChunkKV(kv.keys[:, :, start:stop], kv.values[:, :, start:stop], ids=kv.ids[start:stop])

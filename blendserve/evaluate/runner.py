@@ -133,14 +133,14 @@ class Runner:
     @contextmanager
     def _stored(self, prompt: Prompt, wanted: Sequence[Variant]) -> Iterator[None]:
         """Compute and store the KV that is not there yet, and keep it there meanwhile."""
-        chunks, keys = [chunk.ids for chunk in prompt.chunks], list[ChunkKey]()
+        chunks, keys = [chunk.ids for chunk in prompt.chunks], dict[ChunkKey, TokenIds]()
         try:
             for context in dict.fromkeys(v.kv_context for v in wanted):
-                keys += [self._blenders[context].key(ids) for ids in chunks if ids]
+                keys |= {self._blenders[context].key(ids): ids for ids in chunks if ids}
                 self._blenders[context].precompute(chunks)
             prefix = self._engine.blender.key(prompt.prefix, ())
             for by in self._coded.values():
-                by.fill(self._engine.store, [prefix, *keys])
+                by.fill(self._engine.store, {prefix: prompt.prefix, **keys})
             yield
         finally:
             for by in self._coded.values():

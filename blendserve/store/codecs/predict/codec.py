@@ -1,9 +1,11 @@
 """Chunks to segments and back, at one level, with one reader's tables.
 
-    segment 0      number of new rows 4 | a row's number for each token, 2 or 4 | new rows of W      little-endian
+    segment 0      new rows 4 | exceptions 4 | each token's row, 2 or 4 | new rows of W | each exception's token 4
     segment l > 0  what kernels/coding.py writes of the layer's symbols; empty for a chunk of no tokens
+    both           and behind that the exceptions' numbers as they are, [n, W] in the chunk's dtype      little-endian
 
-A row of layer 0 is one of the tables', or new: a token that was not seen when they were fitted.
+A row of layer 0 is one of the tables', or new: a token that was not seen when they were fitted. Exceptions are tokens
+whose numbers lie far out of what the tables were fitted on, such as the first of a prompt, which all others look at.
 """
 
 from __future__ import annotations
@@ -45,7 +47,9 @@ EXPECTED = (
 )  # times smaller, by level, at the least: text like that of the tables does better
 CLOSE = 2  # codes that a row may be off, as another machine or dtype rounds otherwise
 
-_COUNT = struct.Struct("<I")
+FAR = 1.5  # times the reach of the codes, from where on a token is an exception
+
+_COUNTS = struct.Struct("<II")
 
 
 class Predict(Codec):
@@ -78,11 +82,12 @@ class Predict(Codec):
     @classmethod
     def check(cls, coding: Coding, shape: ChunkShape, lengths: Sequence[int]) -> None:
         width = 2 * shape.n_kv_heads * shape.head_dim
-        most = shape.n_tokens * (width + 4) + _COUNT.size
-        if not 2 * shape.n_tokens + _COUNT.size <= lengths[0] <= most:
+        raw = shape.n_tokens * width * shape.dtype.itemsize
+        most = shape.n_tokens * (width + 8) + _COUNTS.size + raw
+        if not 2 * shape.n_tokens + _COUNTS.size <= lengths[0] <= most:
             raise ValueError(f"it says {lengths[0]} bytes of layer 0 for {shape.n_tokens} tokens")
         for length in lengths[1:]:
-            if (length > 0) != (shape.n_tokens > 0) or length > 64 + 3 * shape.n_tokens * width:
+            if (length > 0) != (shape.n_tokens > 0) or length > 64 + 3 * shape.n_tokens * width + raw:
                 raise ValueError(
                     f"it says {length} bytes a layer for {shape.n_tokens} tokens of {width} numbers"
                 )
@@ -109,23 +114,35 @@ class Predict(Codec):
                 f"the tables {self.coding.tables.hex()} are for another reader: fit some by `blendserve codec fit`"
             )
         numbers = flat(kv)  # [L, C, W]
-        segment, below = self._encode_first(numbers[0], kv.ids)
-        segments: list[Buffer] = [segment]
+        far = self._exceptions(numbers)
+        as_is = [x[far].to(kv.keys.dtype).view(torch.uint8).numpy().tobytes() for x in numbers]
+        segment, below = self._encode_first(numbers[0], kv.ids, far)
+        segments: list[Buffer] = [segment + as_is[0]]
         symbols = None
         for l in range(1, len(numbers)):
-            segment, below, symbols = self._encode_layer(l, numbers[l], below, symbols)
-            segments.append(segment)
+            below[far] = self.codes(l - 1, numbers[l - 1, far])
+            segment, below, symbols = self._encode_layer(l, numbers[l], below, symbols, far)
+            segments.append(segment + as_is[l])
         return segments
+
+    def _exceptions(self, numbers: Tensor) -> Tensor:
+        """[L, C, W] -> tokens that are far out in any layer, ascending."""
+        scale, zero = self.tables.code_scale[:, None], self.tables.code_zero[:, None]
+        return (numbers * scale + zero).abs().amax(dim=(0, 2)).gt(FAR * 127).nonzero().flatten()
+
+    def codes(self, l: int, numbers: Tensor) -> Tensor:
+        """Numbers of layer l [n, W] -> codes of int8."""
+        return to_codes(numbers, self.tables.code_scale[l], self.tables.code_zero[l])
 
     def decoder(self, shape: ChunkShape) -> PredictDecoder:
         if not self.tables.fits(shape):
             raise Undecodable(f"the tables {self.coding.tables.hex()} are for KV of another shape")
         return PredictDecoder(self, shape)
 
-    def _encode_first(self, numbers: Tensor, ids: Sequence[int]) -> tuple[bytes, Tensor]:
+    def _encode_first(self, numbers: Tensor, ids: Sequence[int], far: Tensor) -> tuple[bytes, Tensor]:
         """[C, W] -> the segment, and the codes [C, W] that are decoded from it."""
         tables = self.tables
-        codes = to_codes(numbers, tables.code_scale[0], tables.code_zero[0])
+        codes = self.codes(0, numbers)
         known = len(tables.ids)
         at = np.full(len(codes), -1)
         if known and len(ids) == len(codes):
@@ -137,29 +154,36 @@ class Predict(Codec):
         new: dict[bytes, int] = {}
         for t in np.flatnonzero(at < 0):
             at[t] = known + new.setdefault(codes[t].numpy().tobytes(), len(new))
-        rows = b"".join(new)
-        segment = _COUNT.pack(len(new)) + at.astype(_index_type(known + len(new))).tobytes() + rows
-        return segment, self.first_codes(segment, len(codes))
+        indices = at.astype(_index_type(known + len(new))).tobytes()
+        exceptions = far.numpy().astype("<u4").tobytes()
+        segment = _COUNTS.pack(len(new), len(far)) + indices + b"".join(new) + exceptions
+        return segment, self.first_codes(segment, len(codes))[0]
 
-    def first_codes(self, segment: Buffer, n_tokens: int) -> Tensor:
-        """Codes of layer 0 [C, W]. Raises ValueError."""
+    def first_codes(self, segment: Buffer, n_tokens: int) -> tuple[Tensor, Tensor]:
+        """Codes of layer 0 [C, W], and which tokens are exceptions. Raises ValueError."""
         tables, width = self.tables, self.tables.width
-        (new,) = _COUNT.unpack_from(segment)
+        new, n_far = _COUNTS.unpack_from(segment)
         kind = _index_type(len(tables.ids) + new)
-        if len(segment) != _COUNT.size + n_tokens * kind.itemsize + new * width:
-            raise ValueError(f"{len(segment)} bytes are not {n_tokens} tokens and {new} rows")
-        at = torch.from_numpy(np.frombuffer(segment, kind, n_tokens, _COUNT.size).astype(np.int64))
-        rows = np.frombuffer(segment, np.int8, new * width, _COUNT.size + n_tokens * kind.itemsize)
+        rows_at = _COUNTS.size + n_tokens * kind.itemsize
+        if len(segment) != rows_at + new * width + 4 * n_far:
+            raise ValueError(
+                f"{len(segment)} bytes are not {n_tokens} tokens, {new} rows and {n_far} exceptions"
+            )
+        at = torch.from_numpy(np.frombuffer(segment, kind, n_tokens, _COUNTS.size).astype(np.int64))
+        rows = np.frombuffer(segment, np.int8, new * width, rows_at)
+        far = torch.from_numpy(np.frombuffer(segment, "<u4", n_far, rows_at + new * width).astype(np.int64))
+        if n_far and int(far.max()) >= n_tokens:
+            raise ValueError("an exception is no token of the chunk")
         if n_tokens and int(at.max()) >= len(tables.ids) + new:
             raise ValueError("a token has a row that is not there")
         known = at < len(tables.ids)
         codes = torch.empty(n_tokens, width, dtype=torch.int8)
         codes[known] = tables.rows[at[known]]
         codes[~known] = torch.from_numpy(rows.copy()).view(new, width)[at[~known] - len(tables.ids)]
-        return codes
+        return codes, far
 
     def _encode_layer(
-        self, l: int, numbers: Tensor, below: Tensor, symbols: np.ndarray | None
+        self, l: int, numbers: Tensor, below: Tensor, symbols: np.ndarray | None, far: Tensor
     ) -> tuple[bytes, Tensor, np.ndarray]:
         """[C, W] -> the segment, the codes that the decoder will have, and the symbols [C, N]."""
         layer, dim = self.layer(l), self.tables.head_dim
@@ -167,6 +191,7 @@ class Predict(Codec):
         left = numbers - predicted.transpose(0, 1).reshape(numbers.shape)
         along = (left @ self._inverse(l)[:, : len(layer.residual)]).numpy()
         found = quantised(along, STEPS[self.coding.level - 1])
+        found[far.numpy()] = 0
         _, codes = reconstruct(below, torch.from_numpy(found), layer, dim, torch.float32)
         segment = (
             pack(found, contexts(symbols, len(found)), self.means(l), self.tables.model)
@@ -190,30 +215,57 @@ class PredictDecoder:
     def __init__(self, codec: Predict, shape: ChunkShape) -> None:
         self._codec, self._shape, self._due = codec, shape, 0
         self._below = torch.empty(0)
+        self._far = torch.empty(0, dtype=torch.int64)
         self._symbols: np.ndarray | None = None
 
     def layer(self, l: int, segment: Buffer) -> Pair:
         if l != self._due:
             raise ValueError(f"layer {l} is decoded where layer {self._due} is due")
         self._due += 1
-        shape, codec = self._shape, self._codec
+        segment = memoryview(segment)
         if l == 0:
-            self._below = codec.first_codes(segment, shape.n_tokens)
-            tables = codec.tables
-            numbers = (self._below.float() - tables.code_zero[0]) / tables.code_scale[0]
-            by_head = numbers.view(shape.n_tokens, 2 * shape.n_kv_heads, shape.head_dim).transpose(0, 1)
-            heads = by_head.to(shape.dtype).contiguous()
-            return heads[: shape.n_kv_heads], heads[shape.n_kv_heads :]
+            if len(segment) < _COUNTS.size:
+                raise ValueError(f"{len(segment)} bytes hold no layer 0")
+            _, n_far = _COUNTS.unpack_from(segment)
+        else:
+            n_far = len(self._far)
+        coded, far = self._split(segment, n_far)
+        heads = self._first(coded) if l == 0 else self._further(l, coded)
+        if n_far:
+            heads[:, self._far] = far.view(n_far, len(heads), -1).transpose(0, 1)
+            self._below[self._far] = self._codec.codes(l, far.float())
+        return heads[: self._shape.n_kv_heads], heads[self._shape.n_kv_heads :]
+
+    def _split(self, segment: memoryview, n_far: int) -> tuple[memoryview, Tensor]:
+        """What is coded, and the exceptions' numbers [n, W]."""
+        shape = self._shape
+        width = self._codec.tables.width
+        size = n_far * width * shape.dtype.itemsize
+        if size > len(segment):
+            raise ValueError(f"{len(segment)} bytes hold no {n_far} exceptions")
+        end = len(segment) - size
+        numbers = torch.frombuffer(bytearray(segment[end:]), dtype=shape.dtype) if size else torch.empty(0)
+        return segment[:end], numbers.view(n_far, width)
+
+    def _first(self, segment: memoryview) -> Tensor:
+        shape, tables = self._shape, self._codec.tables
+        self._below, self._far = self._codec.first_codes(segment, shape.n_tokens)
+        numbers = (self._below.float() - tables.code_zero[0]) / tables.code_scale[0]
+        by_head = numbers.view(shape.n_tokens, 2 * shape.n_kv_heads, shape.head_dim).transpose(0, 1)
+        return by_head.to(shape.dtype).contiguous()
+
+    def _further(self, l: int, segment: memoryview) -> Tensor:
+        shape, codec = self._shape, self._codec
         layer = codec.layer(l)
         if shape.n_tokens:
             seen = contexts(self._symbols, shape.n_tokens)
-            symbols = unpack(memoryview(segment), seen, codec.means(l), codec.tables.model)
+            symbols = unpack(segment, seen, codec.means(l), codec.tables.model)
         else:
             symbols = np.zeros((0, len(layer.residual)), np.int8)
         self._symbols = symbols
         given = self._below, torch.from_numpy(symbols)
         heads, self._below = reconstruct(*given, layer, shape.head_dim, shape.dtype)
-        return heads[: shape.n_kv_heads], heads[shape.n_kv_heads :]
+        return heads
 
 
 def _index_type(n_rows: int) -> np.dtype[np.uint16] | np.dtype[np.uint32]:

@@ -1,0 +1,142 @@
+"""Codec predict: what the layer below tells costs little, what lies far out stays exact, bits are the same everywhere."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from blendserve.core import ChunkKV
+from blendserve.errors import InputError
+from blendserve.kernels import verify
+from blendserve.store.codecs.base import ChunkShape
+from blendserve.store.codecs.predict.codec import Predict
+from blendserve.store.codecs.predict.sensitivity import CHUNK, WINDOW, first_layer, sensitivity
+from blendserve.store.codecs.predict.tables import Tables
+from tests.store.helpers import chunk
+from tests.tiny import tiny_adapter
+
+SHAPE: dict[str, Any] = {"layers": 4, "kv_heads": 2, "head_dim": 8}
+
+
+def related(n_tokens: int, seed: int, noise: float = 0.1) -> ChunkKV:
+    """Layer 0 by token, and each further layer turned from the one below, with some noise."""
+    generator = torch.Generator().manual_seed(7)
+    rows = torch.randn(50, 32, generator=generator)
+    turns = [torch.linalg.qr(torch.randn(32, 32, generator=generator))[0] for _ in range(3)]
+    generator.manual_seed(seed)
+    ids = torch.randint(0, 50, (n_tokens,), generator=generator)
+    layers = [rows[ids]]
+    for turn in turns:
+        layers.append(layers[-1] @ turn + noise * torch.randn(n_tokens, 32, generator=generator))
+    heads = torch.stack(layers).view(4, n_tokens, 4, 8).transpose(1, 2)
+    return ChunkKV(heads[:, :2].contiguous(), heads[:, 2:].contiguous(), ids=tuple(ids.tolist()))
+
+
+@cache
+def tables() -> bytes:
+    return Predict.fit((kv.ids, kv) for kv in (related(60, seed) for seed in range(20)))
+
+
+def decoded(codec: Predict, kv: ChunkKV) -> ChunkKV:
+    decoder = codec.decoder(ChunkShape.of(kv))
+    layers = [decoder.layer(l, segment) for l, segment in enumerate(codec.encode(kv))]
+    return ChunkKV(*(torch.stack(part) for part in zip(*layers, strict=True)))
+
+
+def size(codec: Predict, kv: ChunkKV) -> int:
+    return sum(map(len, codec.encode(kv)))
+
+
+def test_what_the_layer_below_tells_costs_little() -> None:
+    codec, kv = Predict.with_tables(2, tables()), related(60, 99)
+    mixed = replace(
+        kv, keys=kv.keys[[0, 2, 1, 3]], values=kv.values[[0, 3, 1, 2]]
+    )  # the same numbers, elsewhere
+    assert size(codec, kv) < 0.6 * size(codec, mixed)
+
+
+def test_known_tokens_cost_an_index() -> None:
+    codec, kv = Predict.with_tables(2, tables()), related(60, 99)
+    first = len(codec.encode(kv)[0])
+    assert first == 8 + 2 * 60
+    assert len(codec.encode(replace(kv, ids=()))[0]) > first
+    wrong = replace(kv, ids=tuple(i % 50 for i in range(60)))
+    apart = decoded(codec, wrong).keys[0] - kv.keys[0]
+    assert apart.abs().max() < 0.1  # what the ids say is not believed
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("level", Predict.levels)
+def test_a_token_far_out_stays_as_it_is_and_harms_no_other(dtype: torch.dtype, level: int) -> None:
+    """The first token of a prompt, which all others look at, is such a one."""
+    codec, kv = Predict.with_tables(level, tables()), related(40, 5)
+    kv = ChunkKV(kv.keys.to(dtype), kv.values.to(dtype), ids=kv.ids)
+    odd = ChunkKV(kv.keys.clone(), kv.values.clone(), ids=kv.ids)
+    odd.keys[2:, 1, 0], odd.values[1, 0, 17] = 300.0, -70.0
+    back, plain = decoded(codec, odd), decoded(codec, kv)
+    for got, wanted, without in ((back.keys, odd.keys, plain.keys), (back.values, odd.values, plain.values)):
+        assert torch.equal(got[:, :, [0, 17]], wanted[:, :, [0, 17]])
+        others = [t for t in range(40) if t not in (0, 17)]
+        apart = (got - without)[:, :, others].float().norm() / without[:, :, others].float().norm()
+        assert apart < 0.02  # contexts differ, and with them no value but by rounding up or down
+
+
+def test_the_same_bits_with_and_without_compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    codec, kv = Predict.with_tables(3, tables()), related(20, 3)
+    segments, back = codec.encode(kv), decoded(codec, kv)
+    monkeypatch.setenv(verify.SWITCH, "0")
+    plain = decoded(codec, kv)
+    assert [bytes(s) for s in codec.encode(kv)] == [bytes(s) for s in segments]
+    assert torch.equal(plain.keys, back.keys)
+    assert torch.equal(plain.values, back.values)
+
+
+def test_tables_come_back_and_damaged_ones_are_refused() -> None:
+    raw = tables()
+    assert Tables.parse(raw).to_bytes() == raw
+    for wrong in (b"", raw[:-1], raw[: len(raw) // 2], b"\xff" * 100):
+        with pytest.raises(ValueError, match=r"cannot be read|hold"):
+            Tables.parse(wrong)
+    found = Tables.parse(raw)
+    for change in (
+        {"n_axes": found.n_axes + 1000},
+        {"mean": found.mean * float("nan")},
+        {"ids": found.ids.flip(0)},
+        {"symbols": found.symbols + 1},
+        {"axes": found.axes[:, :-1]},
+    ):
+        with pytest.raises(ValueError, match=r"."):
+            Tables.parse(replace(found, **change).to_bytes())
+
+
+def test_too_little_text_is_refused() -> None:
+    with pytest.raises(InputError, match="too few"):
+        Predict.fit([((0,) * 9, chunk(9, **SHAPE))])
+
+
+def test_sensitivity_is_a_mean_of_outer_products() -> None:
+    """Symmetric, of no negative direction, and not nothing."""
+    adapter = tiny_adapter("llama", dtype=torch.float32)
+    ids = tuple((7 * i + i * i) % 90 for i in range(2 * WINDOW))
+    found = sensitivity(adapter, ids, 2)
+    assert found is not None
+    n = adapter.n_kv_heads * adapter.head_dim
+    assert found.shape == (adapter.n_layers, 2, n, n)
+    assert torch.equal(found, found.transpose(-1, -2))
+    assert bool((torch.linalg.eigvalsh(found.double()) > -1e-9).all())
+    assert bool((found.diagonal(dim1=-2, dim2=-1).sum(-1) > 0).all())
+    assert sensitivity(adapter, ids[:CHUNK], 2) is None
+
+
+def test_layer_0_is_the_models_own() -> None:
+    from blendserve.blend.precompute import ChunkComputer
+
+    adapter = tiny_adapter("llama", dtype=torch.float32)
+    kv = ChunkComputer(adapter, ()).compute([(5, 9, 5)])[0]
+    keys, values = first_layer(adapter, [5, 9, 5])
+    torch.testing.assert_close(keys, kv.keys[0])
+    torch.testing.assert_close(values, kv.values[0])
