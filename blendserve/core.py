@@ -153,7 +153,8 @@ class BlendReport:
         return self.tokens_recomputed / found if found else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        return {"blended": self.blended, "share_recomputed": self.share_recomputed, **asdict(self)}
+        derived = {"blended": self.blended, "share_recomputed": self.share_recomputed}
+        return {**derived, **asdict(self), "unusable": [asdict(chunk) for chunk in self.unusable]}
 
 
 @dataclass(slots=True)

@@ -98,10 +98,15 @@ class Got:
 
 
 async def _connection(
-    http: httpx.AsyncClient, turns: Iterator[str], asked: Asked, got: dict[str, Got]
+    http: httpx.AsyncClient, turns: Iterator[str], asked: Asked, got: dict[str, Got], ended: asyncio.Event
 ) -> None:
-    """Requests in turns, until it is cancelled; one that is on its way then is not counted."""
+    """Requests in turns, until it is cancelled; one that is on its way then is not counted.
+
+    ended: set by then, as before Python 3.12 `wait_for` may lose a cancellation.
+    """
     for kind in turns:
+        if ended.is_set():
+            return
         path, body = asked[kind]
         start = time.perf_counter()
         try:
@@ -118,12 +123,14 @@ async def attack(task: dict[str, Any], asked: Asked, until: Awaitable[Any]) -> d
     """Send without a pause until then -> what each kind came to. The connections share one list of turns."""
     got = {kind: Got() for kind in asked}
     headers = {"Authorization": f"Bearer {task['key']}", "Content-Type": "application/json"}
-    turns = cycle(asked)
+    turns, ended = cycle(asked), asyncio.Event()
     async with httpx.AsyncClient(base_url=task["url"], timeout=None, headers=headers) as http:
         sending = [
-            asyncio.create_task(_connection(http, turns, asked, got)) for _ in range(task["connections"])
+            asyncio.create_task(_connection(http, turns, asked, got, ended))
+            for _ in range(task["connections"])
         ]
         await until
+        ended.set()
         for connection in sending:
             connection.cancel()
         await asyncio.gather(*sending, return_exceptions=True)
