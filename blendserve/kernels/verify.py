@@ -100,8 +100,8 @@ def check_cpu(level: Level, library: ctypes.CDLL) -> None:
         "pack": _check_symbols,
         "reconstruct": _check_reconstruct,
     }
-    for operation in level.sources:
-        checks[operation](library, dtype_of(level))
+    for check in dict.fromkeys(checks[operation] for operation in level.sources):
+        check(library, dtype_of(level))
 
 
 def _check_attend(library: ctypes.CDLL, dtype: torch.dtype) -> None:

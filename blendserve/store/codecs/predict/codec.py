@@ -38,15 +38,8 @@ from blendserve.store.codecs.predict.fit import fit
 from blendserve.store.codecs.predict.symbols import contexts, flat, quantised
 from blendserve.store.codecs.predict.tables import STEPS, Tables
 
-EXPECTED = (
-    6,
-    8,
-    10,
-    12,
-    14,
-)  # times smaller, by level, at the least: text like that of the tables does better
+EXPECTED = 6, 8, 10, 12, 14  # times smaller, by level; text like that of the tables does better
 CLOSE = 2  # codes that a row may be off, as another machine or dtype rounds otherwise
-
 FAR = 1.5  # times the reach of the codes, from where on a token is an exception
 
 _COUNTS = struct.Struct("<II")

@@ -225,9 +225,7 @@ def _learn_contexts(fitted: list[FittedLayer], lengths: list[int]) -> tuple[Tens
                 _count(values, contexts(below[n], len(values)), mean, amounts, seen)
                 below[n] = values
     counts = seen.sum(axis=2)
-    usual = (
-        ONE / 2 ** np.maximum(0, (40 - np.arange(SIZES)) / 4) / ONE
-    )  # where nothing was seen: the size itself
+    usual = np.exp2(-np.maximum(0, 40 - np.arange(SIZES)) / 4)  # where nothing was seen: the size itself
     amount = (amounts + 4 * usual[:, None]) / (counts + 4)
     classes = size_of((amount * ONE).astype(np.int64)).astype(np.uint8)
     merged = np.zeros((CLASSES, SYMBOLS))
