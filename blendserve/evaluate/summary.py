@@ -92,6 +92,7 @@ def _method(table: Table, name: str) -> Figures:
     figures: Figures = {score: asdict(bootstrap(table.column(name, score))) for score in SCORES}
     for kl in ("first_kl", "mean_kl"):
         figures[f"{kl}_share"] = _dict(share(table.column(name, kl), table.column(REUSE, kl)))
+    figures["mean_kl_tail"] = _tail(table.column(name, "mean_kl"), table.column(REUSE, "mean_kl"))
     figures |= {count: float(np.mean(table.column(name, count))) for count in COUNTS}
     figures["kv_smaller"] = _smaller(table.rows(name))
     figures["seconds"] = {stage: _spread(table.seconds(name, stage)) for stage in STAGES}
@@ -106,6 +107,16 @@ def _method(table: Table, name: str) -> Figures:
             for kind, interval in by_group(table.column(name, "f1"), table.types).items()
         }
     return figures
+
+
+def _tail(kls: Sequence[float], reuse: Sequence[float]) -> Figures:
+    """What a mean hides: each question's KL as a share of full reuse's on the same question."""
+    shares = [kl / unit for kl, unit in zip(kls, reuse, strict=True) if unit > 0]
+    return {
+        "p95": float(np.percentile(shares, 95)) if shares else None,
+        "worst": max(shares, default=None),
+        "above_reuse": sum(share > 1 for share in shares),
+    }
 
 
 def _smaller(rows: Sequence[Line]) -> float | None:

@@ -21,6 +21,7 @@ QUALITY = {  # column: (field, digits)
     "exact match": ("em", 3),
     "Rouge-L": ("rouge_l", 3),
 }
+TAIL = "KL share, p95", "worst", "above full reuse"  # over questions
 STAGES = ("load", "select", "correct", "decode")
 
 
@@ -98,11 +99,23 @@ def tables(figures: Figures) -> list[Sheet]:
 def quality(methods: Figures) -> Sheet:
     """Fidelity and scores of each method."""
     rows = [
-        [Cell(name), *(_cell(m[field], digits) for field, digits in QUALITY.values())]
+        [
+            Cell(name),
+            *(_cell(m[field], digits) for field, digits in QUALITY.values()),
+            *_tail(m["mean_kl_tail"]),
+        ]
         for name, m in methods.items()
     ]
-    note = "Fidelity to full prefill, then scores against the golds; in small print, 95% bootstrap intervals."
-    return Sheet("Quality", note, ("method", *QUALITY), rows)
+    note = (
+        "Fidelity to full prefill, then scores against the golds; in small print, 95% bootstrap intervals. The last "
+        "columns are of each question's own KL beside full reuse's on it."
+    )
+    return Sheet("Quality", note, ("method", *QUALITY, *TAIL), rows)
+
+
+def _tail(tail: Figures) -> list[Cell]:
+    shares = [Cell("" if tail[which] is None else f"{tail[which]:.2f}") for which in ("p95", "worst")]
+    return [*shares, Cell(str(tail["above_reuse"]))]
 
 
 def time(methods: Figures) -> Sheet:
@@ -127,6 +140,7 @@ def _codecs(methods: Figures) -> list[Sheet]:
             Cell(name),
             Cell(f"{m['kv_smaller']:.2f}x"),
             _cell(m["mean_kl_share"], 3),
+            *_tail(m["mean_kl_tail"]),
             _cell(methods[m["uncoded"]]["mean_kl_share"], 3) if m["uncoded"] in methods else Cell(""),
         ]
         for name, m in coded.items()
@@ -135,20 +149,27 @@ def _codecs(methods: Figures) -> list[Sheet]:
         "Records of chunks, every byte of them counted, against uncoded KV; tables, which all chunks share, are not in "
         "it. The last column is the same method without a codec, where it ran."
     )
-    columns = ("method", "KV smaller", "mean KL / reuse's", "uncoded")
+    columns = ("method", "KV smaller", "mean KL / reuse's", *TAIL, "uncoded")
     return [Sheet("Codecs", note, columns, rows)]
 
 
 def brief(figures: Figures) -> tuple[Sequence[str], list[list[str]]]:
     """Columns and rows for a terminal."""
-    columns = ("method", "KL / reuse's", "agree", "same", "F1", "TTFT ms", "faster", "recomputed")
-    return columns, [[name, *_brief(m)] for name, m in figures["methods"].items()]
+    columns = ("method", "KL / reuse's", "worst", "agree", "same", "F1", "TTFT ms", "faster", "recomputed")
+    methods = figures["methods"]
+    rows = [[name, *_brief(m)] for name, m in methods.items()]
+    if not any(m["codec"] for m in methods.values()):
+        return columns, rows
+    smaller = [f"{m['kv_smaller']:.1f}x" if m["codec"] else "" for m in methods.values()]
+    return (*columns, "KV smaller"), [[*row, cell] for row, cell in zip(rows, smaller, strict=True)]
 
 
 def _brief(figures: Figures) -> list[str]:
     share, faster = figures["mean_kl_share"], figures["times_faster"]
+    worst = figures["mean_kl_tail"]["worst"]
     return [
         f"{share['mean']:.3f} ({share['low']:.2f}-{share['high']:.2f})" if share else "",
+        "" if worst is None else f"{worst:.2f}",
         *(f"{figures[score]['mean']:.2f}" for score in ("agreement", "identical")),
         f"{figures['f1']['mean']:.3f}",
         f"{1e3 * figures['seconds']['ttft']['median']:.0f}",
