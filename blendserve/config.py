@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from urllib.parse import urlsplit
 
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
@@ -20,9 +21,9 @@ from blendserve.registry import (
     EVICTIONS,
     POLICIES,
     STORES,
-    nearest,
     parse_codec,
 )
+from blendserve.setting_errors import explained
 
 Method = Literal["auto", "blend", "full", "prefix", "reuse"]
 PolicyName = Annotated[
@@ -48,6 +49,30 @@ def _codec(word: str) -> str:
     return word
 
 
+SECURE = {"valkeys", "rediss"}  # schemes with TLS
+
+
+def _server_url(url: str) -> str:
+    """Raises ConfigError, which does not repeat the URL, as there may be a password in it; ValueError otherwise."""
+    if "@" in url:
+        raise ConfigError(
+            "setting 'store.valkey.url' must hold no user name and no password, as it is shown in logs: put the password "
+            "into BLENDSERVE_VALKEY_PASSWORD or store.valkey.password_file, the name into store.valkey.username"
+        )
+    try:
+        parts = urlsplit(url)
+        whole = parts.path if parts.scheme == "unix" else parts.hostname and (parts.port, True)
+    except ValueError as error:
+        raise ValueError(f"this is no URL: {error}") from None
+    known = {"valkey", "redis", "unix", *SECURE}
+    if parts.scheme not in known or not whole or parts.query or parts.fragment:
+        raise ValueError("a URL looks like valkey://HOST:6379, valkeys://HOST:6379 (TLS) or unix:///PATH")
+    if parts.scheme != "unix" and not (parts.path.strip("/") or "0").isdigit():
+        raise ValueError(f"the path of a URL is a database's number, not {parts.path.strip('/')!r}")
+    return url
+
+
+ServerUrl = Annotated[str, AfterValidator(_server_url)]
 CodecWord = Annotated[str, AfterValidator(_codec)]
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 
@@ -65,7 +90,7 @@ class Section(BaseModel):
         try:
             super().__init__(**values)
         except ValidationError as error:
-            raise ConfigError(_explain(type(self), error)) from None
+            raise ConfigError(explained(type(self), self.inside, error)) from None
 
 
 class ReaderConfig(Section):
@@ -121,8 +146,107 @@ class PromptConfig(Section):
     )
 
 
+class ValkeyConfig(Section):
+    """The server that engines share chunk KV on."""
+
+    inside = "store."
+    url: ServerUrl = Field(
+        "valkey://127.0.0.1:6379",
+        description="Share chunk KV on this Valkey or Redis server, or on the cluster that it belongs to: "
+        "valkey://HOST:PORT/DATABASE, valkeys:// for TLS, or unix:///PATH.",
+    )
+    username: str = Field(
+        "", description="Log in to the server as this user; the default user if it is empty."
+    )
+    password_file: Path | None = Field(
+        None,
+        description="Log in to the server with the password in this file; with BLENDSERVE_VALKEY_PASSWORD of the "
+        "environment if none is given.",
+    )
+    ca_file: Path | None = Field(
+        None,
+        description="Trust the certificate authorities in this file for TLS; those of the system if none is given.",
+    )
+    deadline_s: float = Field(
+        1.0,
+        gt=0,
+        le=60,
+        description="Wait no longer than so many seconds for the server, in all of a request.",
+    )
+    in_flight_mb: Positive = Field(
+        256, description="Have about so many MB (10^6 bytes) of chunks under way from the server at a time."
+    )
+
+    @property
+    def where(self) -> str:
+        """The address without its scheme."""
+        return self.socket or f"{self.host}:{self.port}"
+
+    @property
+    def server(self) -> str:
+        """How messages call it."""
+        return f"the Valkey server at {self.where}"
+
+    @property
+    def tls(self) -> bool:
+        return urlsplit(self.url).scheme in SECURE
+
+    @property
+    def socket(self) -> str:
+        """The path of a Unix socket, "" where the server is reached by TCP."""
+        parts = urlsplit(self.url)
+        return parts.path if parts.scheme == "unix" else ""
+
+    @property
+    def host(self) -> str:
+        return urlsplit(self.url).hostname or ""
+
+    @property
+    def port(self) -> int:
+        return urlsplit(self.url).port or 6379
+
+    @property
+    def database(self) -> int:
+        return int(urlsplit(self.url).path.strip("/") or 0)
+
+
+class PlaceConfig(Section):
+    """Where one store of chunk KV is, and what it may hold."""
+
+    kind: StoreKindName = Field(STORES.default, description="Keep chunk KV in a store of this kind.")
+    path: Path | None = Field(
+        None, description="Keep chunk KV in this folder; it is the index's own kv/ if none is given."
+    )
+    cap_gb: float = Field(
+        32.0,
+        gt=0,
+        description="Keep at most so many GB (10^9 bytes) of KV, of each namespace on a shared server; a store's file is "
+        "a little larger.",
+    )
+    eviction: EvictionName = Field(
+        EVICTIONS.default,
+        description="Make room at the cap by giving up the least recently used chunks that are not pinned, or refuse.",
+    )
+    admission: AdmissionName = Field(
+        ADMISSIONS.default,
+        description="Let in at the cap only what is asked for more often than what it displaces (tinylfu), or all.",
+    )
+
+    valkey: ValkeyConfig = ValkeyConfig()
+
+    @property
+    def cap_bytes(self) -> int:
+        return round(self.cap_gb * 1e9)
+
+
+class RemoteConfig(PlaceConfig):
+    """A store that other machines use, too."""
+
+    inside = "store.tiers."
+
+
 class TiersConfig(Section):
-    """Copies of hot chunks nearer to a GPU than the store is."""
+    """What stands around the store: copies of hot chunks nearer to who computes, and a store shared with others."""
 
     inside = "store."
     device_bytes: int = Field(
@@ -133,28 +257,28 @@ class TiersConfig(Section):
     host_bytes: int = Field(
         0, ge=0, description="Keep hot chunks in so many bytes of pinned host memory; 0 keeps none."
     )
+    memory_bytes: int = Field(
+        0, ge=0, description="Keep hot chunks decoded in so many bytes of the process's memory; 0 keeps none."
+    )
+    remote: RemoteConfig | None = Field(
+        None,
+        description="Look in this store, which other machines use, too, for what the own one lacks, and store there "
+        "what is computed here; it has the settings kind, path, cap_gb, eviction, admission and valkey, as `store` does.",
+    )
+    write: Literal["back", "through"] = Field(
+        "back",
+        description="Write to the remote store in the background (back), or before a chunk counts as stored (through).",
+    )
+    prefetch_bytes: int = Field(
+        500_000_000,
+        ge=0,
+        description="Read from the remote store ahead of requests that wait for their turn, at most so many bytes.",
+    )
 
 
-class StoreConfig(Section):
+class StoreConfig(PlaceConfig):
     """Where chunk KV lives."""
 
-    kind: StoreKindName = Field(STORES.default, description="Keep chunk KV in a store of this kind.")
-    path: Path | None = Field(
-        None, description="Keep chunk KV in this folder; it is the index's own kv/ if none is given."
-    )
-    cap_gb: float = Field(
-        32.0,
-        gt=0,
-        description="Keep at most so many GB (10^9 bytes) of KV; the store's file is a little larger.",
-    )
-    eviction: EvictionName = Field(
-        EVICTIONS.default,
-        description="Make room at the cap by giving up the least recently used chunks that are not pinned, or refuse.",
-    )
-    admission: AdmissionName = Field(
-        ADMISSIONS.default,
-        description="Let in at the cap only what is asked for more often than what it displaces (tinylfu), or all.",
-    )
     codec: CodecWord = Field(
         CODECS.default,
         description="Store KV by this codec, written name or name@level; what is stored already is read by its own. "
@@ -167,10 +291,6 @@ class StoreConfig(Section):
         "", description="Make this a part of every chunk's key, so that other tenants find none of the KV."
     )
     tiers: TiersConfig = TiersConfig()
-
-    @property
-    def cap_bytes(self) -> int:
-        return round(self.cap_gb * 1e9)
 
 
 class BlendConfig(Section):
@@ -259,31 +379,3 @@ def changed(section: AnySection, **values: Any) -> AnySection:
     """The section with the values that are not None replaced, and checked again."""
     given = {name: value for name, value in values.items() if value is not None}
     return type(section)(**{**section.model_dump(), **given}) if given else section
-
-
-def _explain(root: type[Section], error: ValidationError) -> str:
-    """One line for a validation error's first problem."""
-    problem = error.errors()[0]
-    # Of a setting that takes several types, pydantic adds the type that it tried: no setting has such a name.
-    tried = {"constrained-float", "float", "literal['auto']"}
-    *parents, name = [str(part) for part in problem["loc"] if part not in tried] or ["?"]
-    section = root.inside + root.__name__.removesuffix("Config").lower()
-    where = ".".join([section, *parents, name] if section else [*parents, name])
-    if problem["type"] == "extra_forbidden":
-        known = _fields_at(root, parents)
-        return f"unknown setting {where!r}: {nearest(name, known)}"
-    why = problem["msg"].removeprefix("Value error, ")
-    return f"setting {where!r} cannot be {problem['input']!r}: {why[0].lower()}{why[1:]}"
-
-
-def _fields_at(root: type[BaseModel], parents: list[str]) -> list[str]:
-    for parent in parents:
-        field = root.model_fields.get(parent)
-        if (
-            field is None
-            or not isinstance(field.annotation, type)
-            or not issubclass(field.annotation, BaseModel)
-        ):
-            return []
-        root = field.annotation
-    return list(root.model_fields)

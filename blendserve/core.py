@@ -10,6 +10,7 @@ Shape letters, used in every signature and trailing comment of the package:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -109,7 +110,9 @@ class Unusable:
     """A stored chunk that could not be used, and why. Filled by blend/lookup.py."""
 
     chunk: int  # its number in the prompt
-    kind: str  # corrupt | codec | level | tables: what it fails, or what of its codec is not here
+    kind: (
+        str  # corrupt | unreachable | slow link | codec | level | tables: what it fails, or what is not here
+    )
     reason: str
 
 
@@ -139,7 +142,8 @@ class BlendReport:
     tokens_suffix: int
     bytes_loaded: int
     cost: float  # row-layers run through the model (dense and selection passes included) / (T * L)
-    unusable: tuple[Unusable, ...] = ()  # of the missing and corrupt chunks, those that are in the store
+    unusable: tuple[Unusable, ...] = ()  # of the missing and corrupt chunks, those that may be in the store
+    tiers: Mapping[str, int] = field(default_factory=dict)  # of the chunks hit, how many came from where
 
     @property
     def blended(self) -> bool:

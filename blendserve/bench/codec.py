@@ -2,14 +2,16 @@
 token take with it.
 
 Every byte of a chunk's records counts: segments with their scales, the header with its lengths and checksums. Tables are
-told apart, and what they add to a token where so many chunks share them. Decoding is what a request does, every layer of
-every chunk in one thread, without the store; prefilling is that of a whole prompt of these chunks. TTFT is that of one
-method over the same prompt from a store of each codec.
+told apart, and what they add to a token where so many chunks share them. Encoding is in one thread, as beside precompute.
+Decoding is what a request does, layer by layer, the chunks side by side in as many threads as prefilling has, without the
+store; prefilling is that of a whole prompt of these chunks. TTFT is that of one method over the same prompt from a store
+of each codec.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -24,8 +26,10 @@ from blendserve.bench.machine import where
 from blendserve.bench.workload import Workload, make_workload
 from blendserve.blend.blender import Blender
 from blendserve.config import BlendConfig, Config
-from blendserve.core import ChunkKV
-from blendserve.engine.calibration import bundled_text, fit
+from blendserve.core import ChunkKV, TokenIds
+from blendserve.engine.calibration import chunks_of, fit
+from blendserve.engine.own_words import own_words
+from blendserve.engine.prompt import PromptBuilder
 from blendserve.models.loader import Reader, load_reader
 from blendserve.registry import CODECS, parse_codec
 from blendserve.retrieve import read_documents
@@ -58,9 +62,10 @@ class Contestant:
         """-> seconds, a layer of all chunks before the next one, as a request does"""
         clock = Clock()
         decoders = [self.codec.decoder(ChunkShape.of(kv)) for kv in kvs]
-        for l in range(len(kvs[0].keys)):
-            for decoder, chunk in zip(decoders, coded, strict=True):
-                decoder.layer(l, chunk.segments[l])
+        with ThreadPoolExecutor(min(torch.get_num_threads(), len(kvs))) as pool:
+            for l in range(len(kvs[0].keys)):
+                segments = (chunk.segments[l] for chunk in coded)
+                list(pool.map(lambda decoder, segment: decoder.layer(l, segment), decoders, segments))  # noqa: B023
         return clock.elapsed()
 
 
@@ -125,8 +130,7 @@ def _contestant(
     store = stores.enter_context(LMDBStore(folder / word, payload + SPARE_BYTES))
     if made.needs_tables and name not in tables:
         say(f"Fitting tables of {name}")
-        documents = list(read_documents(config.text)) if config.text else bundled_text()
-        hash = fit(name, documents, config.fit_tokens, Config(), reader, prompts, store)
+        hash = fit(name, _text(config, reader, prompts), reader, prompts, store)
         tables[name] = store.tables(hash) or b""
     raw = tables[name] if made.needs_tables else b""
     if made.needs_tables:
@@ -137,6 +141,13 @@ def _contestant(
     say(f"Storing the KV of {config.chunks} chunks by {word}")
     blender.precompute(workload.chunks)
     return Contestant(word, codec, blender, len(raw))
+
+
+def _text(config: CodecBenchConfig, reader: Reader, prompts: PromptBuilder) -> Sequence[TokenIds]:
+    """What tables are fitted on."""
+    if config.text is None:
+        return own_words(reader, config.fit_tokens)
+    return chunks_of(read_documents(config.text), config.fit_tokens, Config(), prompts)
 
 
 def _kv(blender: Blender, ids: tuple[int, ...]) -> ChunkKV:

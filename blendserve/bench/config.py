@@ -7,10 +7,18 @@ from typing import Annotated
 
 from pydantic import Field
 
-from blendserve.config import Positive, Ratio, ReaderConfig, RetrieveConfig, Section
+from blendserve.config import Positive, Ratio, ReaderConfig, RetrieveConfig, Section, StoreKindName
 from blendserve.errors import ConfigError
 from blendserve.evaluate.variants import FULL, TRANSFORMERS, Variant, variants
-from blendserve.registry import BENCHED, CODECS, codec_word, every_codec, parse_codec
+from blendserve.registry import (
+    BENCHED,
+    CODECS,
+    PLAIN_CODECS,
+    SHARED_STORE,
+    codec_word,
+    every_codec,
+    parse_codec,
+)
 
 
 class BenchConfig(ReaderConfig):
@@ -152,18 +160,14 @@ class CodecBenchConfig(BenchConfig):
     )
     text: Path | None = Field(
         None,
-        description="Fit tables on this text, a file or folder; on bundled text, which chunks come from too, if none.",
+        description="Fit tables on this text, a file or folder; on what the reader says by itself, if none.",
     )
-    fit_tokens: Positive = Field(8_000, description="Fit tables on so many tokens.")
+    fit_tokens: Positive = Field(8_192, description="Fit tables on so many tokens.")
 
     @property
     def words(self) -> tuple[str, ...]:
         """Every codec and level that is measured, uncoded first. Raises ConfigError."""
-        try:
-            asked = [parse_codec(word) for word in self.codecs] or every_codec()
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
-        return tuple(dict.fromkeys((CODECS.default, *(codec_word(*pair) for pair in asked))))
+        return tuple(dict.fromkeys((CODECS.default, *_codec_words(self.codecs))))
 
     @property
     def variant(self) -> Variant:
@@ -185,6 +189,9 @@ class CrowdedConfig(BenchConfig):
     busy: tuple[Positive, ...] = Field((1, 2, 4), description="Run beside so many busy processes.")
     environments: tuple[Annotated[str, Field(pattern=r"^\w+=\S*( \w+=\S*)*$")], ...] = Field(
         (), description='Measure another way to wait, too, such as "OMP_WAIT_POLICY=passive".'
+    )
+    ours_alone: bool = Field(
+        False, description="Leave out libgomp's own way to wait, which takes most of the time."
     )
     repeats: Positive = Field(3, description="Measure so many rounds.")
 
@@ -215,6 +222,53 @@ class AutoBenchConfig(BenchConfig):
 
     repeats: Positive = Field(3, description="Measure so many rounds of a cell; one in doubt gets more.")
     tolerance: float = Field(0.10, ge=0.0, description="Let auto be slower than the best by this share.")
+
+
+class FaultsConfig(BenchConfig):
+    """Requests over a shared store whose server fails."""
+
+    requests: Positive = Field(100, description="Ask so many times under each fault.")
+    chunks: Positive = Field(4, description="Give the prompt so many chunks.")
+    chunk_tokens: Positive = Field(64, description="Give a chunk so many tokens.")
+    pool: Positive = Field(12, description="Draw a prompt's chunks from so many.")
+    deadline_s: float = Field(0.5, gt=0, description="Wait no longer than so many seconds for the server.")
+    kinds: tuple[str, ...] = Field((), description="Try these faults; all, if none is named.")
+
+
+class LinkConfig(BenchConfig):
+    """A prompt whose chunks lie on a server behind a network."""
+
+    round_trips_ms: tuple[Annotated[float, Field(ge=0)], ...] = Field(
+        (0.0, 5.0, 50.0), description="Measure round trips of so many milliseconds."
+    )
+    rates_gbit: tuple[Annotated[float, Field(gt=0)], ...] = Field(
+        (0.1, 1.0, 10.0), description="Measure networks of so many Gbit/s."
+    )
+    codecs: tuple[str, ...] = Field(
+        PLAIN_CODECS, description="Store the chunks by these codecs, written name or name@level."
+    )
+    chunks: Positive = Field(6, description="Give the prompt so many chunks.")
+    chunk_tokens: Positive = Field(256, description="Give a chunk so many tokens.")
+    suffix_tokens: Positive = Field(40, description="Put so many tokens behind the chunks.")
+    method: str = Field(
+        f"{BENCHED[0]}@0.15", description="Blend by this method, in a word as `evaluate` has it."
+    )
+    text: Path | None = Field(
+        None,
+        description="Fit tables on this text, a file or folder; on what the reader says by itself, if none.",
+    )
+    fit_tokens: Positive = Field(8_192, description="Fit tables on so many tokens.")
+    repeats: Positive = Field(3, description="Measure so many rounds.")
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """Every codec and level, as they are written. Raises ConfigError."""
+        return _codec_words(self.codecs)
+
+    @property
+    def variant(self) -> Variant:
+        """Raises ConfigError."""
+        return variants((self.method,), ())[-1]
 
 
 class ServingConfig(Section):
@@ -283,6 +337,42 @@ class HostileConfig(Section):
     )
 
 
+class SharingConfig(BenchConfig):
+    """Users with overlapping questions, and their caches."""
+
+    users: Positive = Field(4, description="Let so many users ask.")
+    engines: Positive = Field(2, description="Answer them by so many engine processes.")
+    questions: Positive = Field(20, description="Let each user ask so many questions.")
+    passages: Positive = Field(4, description="Give a prompt so many passages.")
+    chunk_tokens: Positive = Field(256, description="Give a chunk so many tokens.")
+    pool: Positive = Field(32, description="Draw passages from so many.")
+    zipf: float = Field(
+        1.0,
+        ge=0.0,
+        description="Draw the n-th most popular passage 1 / n to this power as often as the first.",
+    )
+    overlap: Ratio = Field(
+        0.7,
+        description="Draw this share of passages by what all users ask for, the rest by a user's own taste.",
+    )
+    memory: float = Field(
+        0.75, gt=0, description="Let all caches together hold this share of the KV of the pool."
+    )
+    store: StoreKindName = Field(
+        SHARED_STORE,
+        description="Keep the caches in stores of this kind; a server is started for them if it takes one.",
+    )
+    method: str = Field(
+        f"{BENCHED[0]}@0.15", description="Answer by this method, in a word as `evaluate` has it."
+    )
+    threads: Positive | None = Field(1, description="Use so many CPU threads in each process.")
+
+    @property
+    def variant(self) -> Variant:
+        """Raises ConfigError."""
+        return variants((self.method,), ())[-1]
+
+
 class StartConfig(BenchConfig):
     """Whole processes, from start to exit."""
 
@@ -290,3 +380,12 @@ class StartConfig(BenchConfig):
     chunk_tokens: Positive = Field(512, description="Give a chunk at most so many tokens.")
     new_tokens: Positive = Field(16, description="Answer with so many tokens, at most.")
     repeats: Positive = Field(3, description="Measure so many rounds.")
+
+
+def _codec_words(words: tuple[str, ...]) -> tuple[str, ...]:
+    """Codecs and levels in full, each once; all there are for none. Raises ConfigError."""
+    try:
+        asked = [parse_codec(word) for word in words] or every_codec()
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    return tuple(dict.fromkeys(codec_word(*pair) for pair in asked))

@@ -113,7 +113,8 @@ def _environments(config: CrowdedConfig) -> dict[str, dict[str, str]]:
     """Subject -> what its environment has beside this process's own."""
     cores = str(SETTLED.cpus.affinity)
     asked = {words: dict(word.split("=", 1) for word in words.split()) for words in config.environments}
-    return {OURS: {}, LIBGOMP: {SPIN: LIBGOMP_SPINS, COUNT: cores}, **asked}
+    libgomp = {} if config.ours_alone else {LIBGOMP: {SPIN: LIBGOMP_SPINS, COUNT: cores}}
+    return {OURS: {}, **libgomp, **asked}
 
 
 def _threads(subjects: dict[str, Subject]) -> dict[str, int]:
@@ -151,7 +152,7 @@ def _cost(taken: Taken) -> Figures:
     """request -> figure -> what our way of waiting takes alone, as a multiple of libgomp's own."""
     cost: Figures = {}
     for (situation, name, request, figure), seconds in taken.items():
-        if (situation, name) == (ALONE, OURS):
-            theirs = taken[ALONE, LIBGOMP, request, figure]
+        theirs = taken.get((ALONE, LIBGOMP, request, figure))
+        if theirs and (situation, name) == (ALONE, OURS):
             cost.setdefault(request, {})[figure] = ratios(seconds, theirs)
     return cost

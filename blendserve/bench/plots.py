@@ -61,6 +61,23 @@ def ttft_ratio(cells: Sequence[Figures]) -> bytes:
     return _svg(draw, f"Time to first token against ratio, {tokens:,} tokens of context\n{_where(cell)}")
 
 
+def sharing(figures: Figures) -> bytes:
+    """SVG: of each arrangement, the share of requests whose first token came in that time."""
+    with rc_context(STYLE):
+        figure = Figure(figsize=(7.6, 4.6), layout="constrained")
+        axis = figure.subplots()
+        for (name, found), colour in zip(figures["arrangements"].items(), COLOURS, strict=False):
+            took = found["ttft"]
+            shares = [(n + 1) / len(took) for n in range(len(took))]
+            label = f"{name}: hit rate {found['hit_rate']:.2f}, mean {found['ttft_mean']:.2f} s"
+            axis.step(took, shares, where="post", color=colour, label=label)
+        axis.set_xlabel("time to first token, s")
+        axis.set_ylabel("share of requests")
+        axis.set_title(f"Users' own caches, and one of the same memory\n{_where(figures)}", fontsize=9)
+        axis.legend(frameon=False, fontsize=8)
+        return _bytes_of(figure)
+
+
 def _curves(methods: Figures) -> dict[str, list[tuple[float, str]]]:
     """Methods with a ratio, by what they are but for it: (ratio, name), ascending."""
     curves: dict[str, list[tuple[float, str]]] = {}
@@ -105,6 +122,10 @@ def _svg(draw: Callable[[Axes], None], title: str) -> bytes:
         axis.set_ylabel("time to first token, s (median, least - most)")
         axis.set_title(title, fontsize=9)
         axis.legend(frameon=False, fontsize=8)
-        buffer = BytesIO()
-        figure.savefig(buffer, format="svg", metadata={"Date": None})
-        return buffer.getvalue()
+        return _bytes_of(figure)
+
+
+def _bytes_of(figure: Figure) -> bytes:
+    buffer = BytesIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None})
+    return buffer.getvalue()

@@ -11,14 +11,13 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
+from blendserve.bench.child import run, say
 from blendserve.bench.config import CrowdedConfig
 from blendserve.bench.decode import Decoded, prefilled, run_generate, run_ours
 from blendserve.bench.harness import Harness
 from blendserve.bench.machine import where
 from blendserve.bench.workload import check_room, make_workload
-from blendserve.errors import BlendserveError
 from blendserve.evaluate.variants import TRANSFORMERS, Variant
 from blendserve.models.loader import load_reader
 from blendserve.threads import SETTLED
@@ -53,9 +52,9 @@ def main() -> None:
         }
         for request in requests.values():  # for warmth
             request()
-        _say({**where(config, reader), "cpus": asdict(SETTLED.cpus), "names": list(requests)})
+        say({**where(config, reader), "cpus": asdict(SETTLED.cpus), "names": list(requests)})
         for line in sys.stdin:
-            _say(asdict(requests[json.loads(line)]()))
+            say(asdict(requests[json.loads(line)]()))
 
 
 def _first_token(harness: Harness, variant: Variant, n: int) -> Taken:
@@ -73,12 +72,5 @@ def _decoded(run: Decoded) -> Taken:
     return Taken(per_token=run.per_token)
 
 
-def _say(value: Any) -> None:
-    print(json.dumps(value), flush=True)
-
-
 if __name__ == "__main__":
-    try:
-        main()
-    except BlendserveError as error:
-        sys.exit(f"{error}")
+    run(main)

@@ -120,24 +120,22 @@ def scaling(figures: Figures) -> list[Table]:
 
 def crowded(figures: Figures) -> list[Table]:
     """A row a process, request and figure: alone, and how many times as long in each other situation."""
-    return [
+    columns, rows = _situations(figures)
+    found: list[Table] = [
         (
             f"Milliseconds alone (least-most), and how many times that elsewhere; {_crowd(figures)}",
             columns,
             rows,
         )
-        for columns, rows in (_situations(figures),)
-    ] + [
-        (
-            "Alone, as a multiple of libgomp left alone",
-            ("request", "figure", "times"),
-            [
-                (request, figure, plain(times, "{:.3f}"))
-                for request, parts in figures["alone_against_libgomp"].items()
-                for figure, times in parts.items()
-            ],
-        )
     ]
+    cost = [
+        (request, figure, plain(times, "{:.3f}"))
+        for request, parts in figures["alone_against_libgomp"].items()
+        for figure, times in parts.items()
+    ]
+    if cost:
+        found.append(("Alone, as a multiple of libgomp left alone", ("request", "figure", "times"), cost))
+    return found
 
 
 def hostile(figures: Figures) -> list[Table]:

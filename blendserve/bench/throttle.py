@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -43,6 +43,12 @@ class _Snapshot:
     @property
     def undecodable(self) -> Mapping[ChunkKey, Undecodable]:
         return self.snapshot.undecodable
+
+    def expect(self, keys: Sequence[ChunkKey]) -> None:
+        self.snapshot.expect(keys)
+
+    def tier(self, key: ChunkKey) -> str:
+        return self.snapshot.tier(key)
 
     def get(self, key: ChunkKey) -> _Chunk | None:
         view = self.snapshot.get(key)

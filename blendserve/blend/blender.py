@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Literal
 
-from blendserve.blend.cost import CostModel, LoadRate, calibrated, choose, free_ratio
+from blendserve.blend.cost import CostModel, LoadRate, calibrated, choose, estimates, free_ratio
 from blendserve.blend.layout import Layout, lay_out
-from blendserve.blend.lookup import Found, look_up, nothing, wanted
+from blendserve.blend.lookup import CORRUPT, SLOW, Found, look_up, nothing, supposed, wanted
 from blendserve.blend.policies.base import make_policy
 from blendserve.blend.precompute import ChunkComputer
+from blendserve.blend.precompute_run import PrecomputeReport, PrecomputeRun
 from blendserve.blend.prefill import Prefilled, prefill
 from blendserve.blend.report import make_report
+from blendserve.blend.single_flight import SingleFlight
+from blendserve.blend.slow_link import Link, reason
 from blendserve.config import BlendConfig, Method, changed
 from blendserve.core import BlendReport, ChunkKV, Prompt, TokenIds
 from blendserve.errors import CorruptRecord, StoreError
@@ -24,9 +30,13 @@ from blendserve.models.kv_cache import KVCache
 from blendserve.paths import cache_folder
 from blendserve.registry import REUSE
 from blendserve.store import ChunkKey, KVStore, Snapshot, chunk_key
+from blendserve.store.codecs.base import UNREACHABLE
 from blendserve.store.memory import MemoryChunk
 from blendserve.store.write_behind import write_behind
 from blendserve.timing import Clock
+
+Others = Literal["wait", "leave", "ignore"]
+POLL_S = 0.1  # how often it is looked whether others are done
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,18 +46,6 @@ class Blended:
     prefilled: Prefilled
     report: BlendReport
     absent: tuple[TokenIds, ...]  # chunks that were looked for and not found whole; () for the prefix's own
-
-
-@dataclass(frozen=True, slots=True)
-class PrecomputeReport:
-    """What a precompute run did."""
-
-    chunks: int  # distinct ones asked for, the prefix included
-    computed: int
-    skipped: int  # already in the store
-    tokens: int  # of the computed ones
-    bytes: int
-    seconds: float
 
 
 class Blender:
@@ -71,6 +69,9 @@ class Blender:
         self._computers: dict[TokenIds, ChunkComputer] = {}
         self._costs: CostModel | None = None
         self._load_rate = LoadRate()
+        self._link = Link()
+        self._flight = SingleFlight()
+        self._damaged: set[ChunkKey] = set()  # records that are there and are to be replaced
         self._lock = threading.RLock()  # what runs before a layer may be another prefill of this blender
 
     def key(self, ids: TokenIds, context: TokenIds | None = None) -> ChunkKey:
@@ -83,13 +84,34 @@ class Blender:
         other = Blender(
             self.adapter, self._fingerprint, store, self._prefix, self._context, namespace, before_layer
         )
-        other._costs = self._costs
+        other._costs, other._flight, other._link = self._costs, self._flight, self._link
         return other
 
     def forget(self, chunks: Sequence[TokenIds], kept: Sequence[TokenIds]) -> int:
-        """Delete chunks from the store, except those that are in `kept` too -> how many were there."""
-        keys = {self.key(ids) for ids in chunks} - {self.key(ids) for ids in kept}
-        return sum(self.store.delete(key) for key in keys)
+        """Delete chunks from the store, except those that are in `kept` too -> how many were there.
+
+        Raises StoreError where one could not be deleted; the others are.
+        """
+        there, trouble = 0, None
+        for key in {self.key(ids) for ids in chunks} - {self.key(ids) for ids in kept}:
+            try:
+                there += self.store.delete(key)
+            except StoreError as error:
+                trouble = error
+        if trouble:
+            raise trouble
+        return there
+
+    def prefetch(self, prompt: Prompt, blend: BlendConfig) -> None:
+        """A request for this prompt is on its way: have brought near what it will look for."""
+        which = wanted(prompt, blend.method, self._exact_first(prompt)) if blend.method != "full" else []
+        if which:
+            with suppress(StoreError):
+                # Where costs are not known yet, measuring them is not for this thread.
+                slow = self._slow(prompt, blend, which) if self._costs else {}
+                # One by one, as most stores have no use for them, and a key is a hash of all ids.
+                keys = chain([self.key(prompt.prefix, ())], (self.key(prompt.chunks[i].ids) for i in which))
+                self.store.prefetch(key for key in keys if key not in slow)
 
     def run(
         self,
@@ -113,22 +135,51 @@ class Blender:
         while blend.method != "full" and not trouble:
             try:
                 with self.store.reading() as snapshot:
-                    found = self._look_up(snapshot, prompt, blend.method, corrupt)
+                    found = self._look_up(snapshot, prompt, blend, corrupt)
                     if prefix_kv is not None:
                         found = replace(found, prefix=MemoryChunk(prefix_kv))
                     return self._finish(prompt, blend, new_tokens, clock, cache, found)
             except CorruptRecord as error:
                 corrupt[error.key] = error.what
+                self._damaged.add(error.key)
             except StoreError as error:
                 trouble = f"the store cannot be read: {error}"
         return self._finish(prompt, blend, new_tokens, clock, cache, nothing(prompt), trouble)
 
     def _look_up(
-        self, snapshot: Snapshot, prompt: Prompt, method: Method, corrupt: dict[ChunkKey, str]
+        self, snapshot: Snapshot, prompt: Prompt, blend: BlendConfig, corrupt: dict[ChunkKey, str]
     ) -> Found:
-        which = wanted(prompt, method, self._exact_first(prompt))
-        prefix_key = self.key(prompt.prefix, ())
-        return look_up(snapshot, prompt, which, self.key, prefix_key, self.adapter.n_layers, corrupt)
+        which = wanted(prompt, blend.method, self._exact_first(prompt))
+        slow = self._slow(prompt, blend, which)
+        prefix_key, start = self.key(prompt.prefix, ()), time.perf_counter()
+        found = look_up(snapshot, prompt, which, self.key, prefix_key, self.adapter.n_layers, corrupt, slow)
+        self._link.record(time.perf_counter() - start, found.far_tokens)
+        self._link.probe(self.store, [key for key in slow if key != prefix_key])
+        self._damaged.update(corrupt)
+        return found
+
+    def _slow(self, prompt: Prompt, blend: BlendConfig, which: list[int]) -> dict[ChunkKey, str]:
+        """What method "auto" leaves on another machine, as computing it would be quicker, and why. Raises StoreError."""
+        if blend.method != "auto" or self._link.seconds(1) is None:
+            return {}
+        keys, prefix_key = {i: self.key(prompt.chunks[i].ids) for i in which}, self.key(prompt.prefix, ())
+        near = self.store.present([*keys.values(), prefix_key], remote=False)
+        far = {i for i, key in keys.items() if key not in near}
+        fetching = self._link.seconds(sum(len(prompt.chunks[i]) for i in far))
+        if not far or fetching is None:
+            return {}
+        without = supposed(prompt, set(which) - far, prefix_key in near)
+        worth = self._least(prompt, blend, without) - self._least(prompt, blend, supposed(prompt, which))
+        if fetching <= worth:
+            return {}
+        left = (key for key in (*keys.values(), prefix_key) if key not in near)
+        return dict.fromkeys(left, reason(fetching, worth))
+
+    def _least(self, prompt: Prompt, blend: BlendConfig, found: Found) -> float:
+        """Seconds that the best method is expected to take."""
+        return min(
+            estimates(self.calibrate(), self._layouts(prompt, found), blend, self.adapter.n_layers).values()
+        )
 
     def _finish(
         self,
@@ -141,6 +192,8 @@ class Blender:
         why: str = "",
     ) -> Blended:
         layout = self._layout(prompt, found)
+        lacking = (found for found in found.unusable if found.kind not in (CORRUPT, SLOW, UNREACHABLE))
+        self._damaged.update(self.key(prompt.chunks[why.chunk].ids) for why in lacking)
         if blend.method == "auto":
             method, why = self._choose(prompt, blend, found, why)
             blend = changed(blend, method=method)
@@ -158,10 +211,13 @@ class Blender:
         """The method that this machine is expected to be fastest with, and why if it is not blending."""
         if not found.hits:
             return ("prefix" if found.prefix else "full"), why
+        return choose(self.calibrate(), self._layouts(prompt, found), blend, self.adapter.n_layers)
+
+    def _layouts(self, prompt: Prompt, found: Found) -> dict[Method, Layout]:
+        """What each method would make of what was found."""
         methods: tuple[Method, ...] = ("full", "prefix", "blend")
         exact = self._exact_first(prompt)
-        layouts = {method: self._layout(prompt, found.only(method, exact)) for method in methods}
-        return choose(self.calibrate(), layouts, blend, self.adapter.n_layers)
+        return {method: self._layout(prompt, found.only(method, exact)) for method in methods}
 
     def _free_ratio(self, layout: Layout, blend: BlendConfig) -> float:
         """What can be recomputed while the rest loads, as far as is known yet."""
@@ -194,52 +250,120 @@ class Blender:
     def remember(self, absent: Sequence[TokenIds]) -> int:
         """Compute chunks alone and store them, `()` standing for the prefix, in place of any damaged record.
 
-        At its cap the store may not want a chunk; then it is not computed either. Returns how many were stored;
-        raises StoreError.
+        At its cap the store may not want a chunk; then it is not computed either, nor is one that others compute, or have
+        stored meanwhile. Returns how many were stored; raises StoreError.
         """
-        stored = self._store_prefix()[0] if () in absent else 0
-        per_token = self.adapter.kv_bytes_per_token
-        chunks = dict.fromkeys(ids for ids in absent if ids)
-        wanted = [ids for ids in chunks if self.store.wants(self.key(ids), len(ids) * per_token)]
-        for ids, kv in zip(wanted, self.computer(self._context).stream(wanted), strict=True):
-            stored += self.store.put(self.key(ids), kv)
+        stored, per_token = 0, self.adapter.kv_bytes_per_token
+        claimed: list[TokenIds] = []
+        try:
+            wanted = (
+                x for x in dict.fromkeys(absent) if not x or self.store.wants(self.key(x), len(x) * per_token)
+            )
+            claimed.extend(ids for ids in wanted if self._claim(ids))
+            if () in claimed:
+                stored += self._store_prefix()[0]
+            mine, start = [ids for ids in claimed if ids], time.perf_counter()
+            for ids, kv in zip(mine, self.computer(self._context).stream(mine), strict=True):
+                stored += self.store.put(self.key(ids), kv)
+            self._flight.took(time.perf_counter() - start, sum(map(len, mine)))
+            self._damaged.difference_update(map(self._stored_as, claimed))
+        finally:
+            for ids in claimed:
+                self._flight.release(self._stored_as(ids))
         return stored
 
     def missing(self, chunks: Sequence[TokenIds]) -> list[TokenIds]:
         """The distinct chunks that the store does not hold, in order."""
         keys = {self.key(ids): ids for ids in chunks if ids}
-        return [ids for key, ids in keys.items() if key not in self.store]
+        there = self.store.present(keys)
+        return [ids for key, ids in keys.items() if key not in there]
 
     def precompute(
-        self, chunks: Sequence[TokenIds], progress: Callable[[int, int], None] | None = None
+        self,
+        chunks: Sequence[TokenIds],
+        progress: Callable[[int, int], None] | None = None,
+        others: Others = "wait",
     ) -> PrecomputeReport:
         """Compute and store the prefix and every chunk that is not there yet; each is safe as soon as it is stored.
 
+        others: what to do about chunks that another process on the store is computing. "wait" for them at the end, no
+        longer than computing them would take, and compute what is missing then; "leave" them; or "ignore" that.
         `progress(tokens done, tokens in all)` is called after each. Raises StoreError; what was stored stays.
         """
-        start = time.perf_counter()
-        todo = self.missing(chunks)
+        run, todo = PrecomputeRun(progress), self.missing(chunks)
         distinct = len({ids for ids in chunks if ids}) + bool(self._prefix)
         self.store.pin(self.key(ids) for ids in set(chunks) - set(todo))  # some may have come on demand
-        total = sum(map(len, todo))
-        computed, tokens, size = (
-            (0, 0, 0) if self.key(self._prefix, ()) in self.store else self._store_prefix()
-        )
-        before, computer = tokens, self.computer(self._context)
-        fresh = zip(map(self.key, todo), computer.stream(todo), strict=True)
-        with closing(write_behind(self.store, fresh, computer.stack_tokens)) as stored:
-            for ids, n_bytes in zip(todo, stored, strict=True):
-                computed, tokens, size = computed + 1, tokens + len(ids), size + n_bytes
-                if progress:
-                    progress(tokens - before, total)
-        return PrecomputeReport(
-            distinct, computed, distinct - computed, tokens, size, time.perf_counter() - start
-        )
+        run.total = sum(map(len, todo))
+        if self._prefix and self._stored_as(()) not in self.store and self._claim(()):
+            try:
+                run.count(*self._store_prefix())
+            finally:
+                self._flight.release(self._stored_as(()))
+        left = self._compute(todo, run, alone=others == "ignore")
+        if left and others == "wait":
+            self._outwait(left, run)
+            left = []
+        return run.report(distinct, len(left))
+
+    def _outwait(self, theirs: list[TokenIds], run: PrecomputeRun) -> None:
+        """Wait for what others are computing, pin it, and compute what does not come."""
+        left, give_up = theirs, time.monotonic() + self._flight.patience(sum(map(len, theirs)))
+        while left:
+            time.sleep(POLL_S)
+            missing = self.missing(left)
+            run.step(sum(map(len, left)) - sum(map(len, missing)))
+            left = self._compute(missing, run, alone=time.monotonic() >= give_up)
+        self.store.pin(self.key(ids) for ids in theirs)  # some may have come on demand
+
+    def _compute(self, todo: Sequence[TokenIds], run: PrecomputeRun, alone: bool) -> list[TokenIds]:
+        """Compute and store chunks, pinned -> those that others are computing. alone: whatever others do."""
+        claimed, others, computer = deque[TokenIds](), list[TokenIds](), self.computer(self._context)
+
+        def mine() -> Iterator[TokenIds]:
+            for ids in todo:
+                if alone or self._claim(ids):
+                    claimed.append(ids)
+                    yield ids
+                else:
+                    others.append(ids)
+
+        fresh = ((self.key(kv.ids), kv) for kv in computer.stream(mine()))
+        start, before = time.perf_counter(), run.tokens
+        try:
+            with closing(write_behind(self.store, fresh, computer.stack_tokens)) as stored:
+                for n_bytes in stored:
+                    ids = claimed.popleft()
+                    self._flight.release(self.key(ids))
+                    run.count(1, len(ids), n_bytes)
+                    run.step(len(ids))
+        finally:
+            for ids in claimed:
+                self._flight.release(self.key(ids))
+        self._flight.took(time.perf_counter() - start, run.tokens - before)
+        return self.missing(others)
+
+    def _claim(self, ids: TokenIds) -> bool:
+        """Whether a chunk, or () for the prefix, is this thread's to compute. Raises StoreError."""
+        key = self._stored_as(ids)
+        if not self._flight.claim(self.store, key, len(ids)):
+            return False
+        try:
+            if key in self._damaged or key not in self.store:
+                return True
+        except StoreError:
+            self._flight.release(key)
+            raise
+        self._flight.release(key)
+        return False
+
+    def _stored_as(self, ids: TokenIds) -> ChunkKey:
+        """The key of a chunk, of the prefix for ()."""
+        return self.key(ids) if ids else self.key(self._prefix, ())
 
     def _store_prefix(self) -> tuple[int, int, int]:
         """Chunks, tokens and bytes stored: one prefix, or nothing where there is none."""
         if not self._prefix:
             return 0, 0, 0
         kv = self.computer(()).compute([self._prefix])[0]
-        self.store.put(self.key(self._prefix, ()), kv, pin=True)
+        self.store.put_uncoded(self.key(self._prefix, ()), kv, pin=True)
         return 1, len(self._prefix), kv.n_bytes

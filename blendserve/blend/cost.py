@@ -28,7 +28,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from scipy.optimize import nnls
 
 from blendserve.blend.layout import Layout, lay_out
 from blendserve.blend.policies.base import make_policy
@@ -64,14 +63,21 @@ def choose(
     model: CostModel, layouts: dict[Method, Layout], blend: BlendConfig, n_layers: int
 ) -> tuple[Method, str]:
     """The cheapest of full, prefix and blend, and why; exact methods are favoured a little."""
-    policy = make_policy(blend)
-    cost = {method: model.seconds(work_of(layout, policy, n_layers)) for method, layout in layouts.items()}
+    cost = estimates(model, layouts, blend, n_layers)
     exact = min((m for m in cost if m != "blend"), key=lambda m: cost[m])
     if cost["blend"] < EXACT_FAVOUR * cost[exact]:
         return "blend", ""
     return exact, (
         f"{exact!r} was estimated to take {cost[exact] * 1e3:.0f} ms, blending {cost['blend'] * 1e3:.0f} ms"
     )
+
+
+def estimates(
+    model: CostModel, layouts: dict[Method, Layout], blend: BlendConfig, n_layers: int
+) -> dict[Method, float]:
+    """Seconds that each method is expected to take."""
+    policy = make_policy(blend)
+    return {method: model.seconds(work_of(layout, policy, n_layers)) for method, layout in layouts.items()}
 
 
 class LoadRate:
@@ -145,10 +151,12 @@ def measure(adapter: Adapter, repeats: int = 3) -> CostModel:
     plain, scored = BlendConfig(**REUSE), BlendConfig(policy=POLICIES.default, ratio=0.15)
     works, seconds = [], []
     for rows, keys in [case for case in dense + behind if case[0] > 0]:
-        prompt, layout = _case(adapter, rows, keys)
+        prompt, layout = made_up_case(adapter, rows, keys)
         for blend in (plain, scored) if keys and rows < room // 20 else (plain,):
             works.append(work_of(layout, make_policy(blend), adapter.n_layers).row())
             seconds.append(min(_timed(adapter, prompt, layout, blend) for _ in range(repeats)))
+    from scipy.optimize import nnls  # start-up: a quarter of a second, for once a machine
+
     took = np.array(seconds)
     constants, _ = nnls(
         np.array(works) / took[:, None], np.ones(len(took))
@@ -156,7 +164,7 @@ def measure(adapter: Adapter, repeats: int = 3) -> CostModel:
     return CostModel(*map(float, constants))
 
 
-def _case(adapter: Adapter, n_suffix: int, n_stored: int) -> tuple[Prompt, Layout]:
+def made_up_case(adapter: Adapter, n_suffix: int, n_stored: int) -> tuple[Prompt, Layout]:
     """A prompt of random tokens; what is stored of it is noise, as speed does not depend on values."""
     rng = np.random.default_rng(0)
 
@@ -165,7 +173,9 @@ def _case(adapter: Adapter, n_suffix: int, n_stored: int) -> tuple[Prompt, Layou
 
     def noise(n: int) -> MemoryChunk:
         shape = (adapter.n_layers, adapter.n_kv_heads, n, adapter.head_dim)
-        keys, values = (torch.randn(shape, dtype=adapter.dtype, device=adapter.device) for _ in range(2))
+        # One head's, for all layers: drawing takes longer than all else.
+        one = torch.randn(shape[2:], dtype=adapter.dtype, device=adapter.device)
+        keys, values = (one.expand(shape).contiguous() for _ in range(2))
         return MemoryChunk(ChunkKV(keys, values))
 
     sizes = [n_stored // 4] * 4 if n_stored >= 4 else []

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import cast
 
 from blendserve.config import Method
 from blendserve.core import Prompt, TokenIds, Unusable
 from blendserve.errors import CorruptRecord, StoreVersion
 from blendserve.store import ChunkKey, ChunkView, Snapshot
+from blendserve.store.base import REMOTE
 
 CORRUPT = "corrupt"
+SLOW = "slow link"  # why a chunk that lies on another machine was not asked for
 KeyOf = Callable[[TokenIds], ChunkKey]
 
 
@@ -21,7 +25,9 @@ class Found:
     prefix: ChunkView | None
     chunks: tuple[ChunkView | None, ...]
     looked_for: tuple[int, ...] = ()  # chunks by number
-    unusable: tuple[Unusable, ...] = ()  # of those, the ones that are there all the same
+    unusable: tuple[Unusable, ...] = ()  # of those, the ones that may be there all the same
+    tiers: Mapping[str, int] = field(default_factory=dict)  # chunks by where they are read from
+    far_tokens: int = 0  # of chunks that came from another machine
 
     @property
     def corrupt(self) -> int:
@@ -48,6 +54,13 @@ def nothing(prompt: Prompt) -> Found:
     return Found(None, (None,) * len(prompt.chunks))
 
 
+def supposed(prompt: Prompt, which: Iterable[int], prefix: bool = True) -> Found:
+    """As if the chunks `which` were found, and the prefix: to lay out, not to read."""
+    there, some = set(which), cast(ChunkView, object())
+    chunks = tuple(some if i in there else None for i in range(len(prompt.chunks)))
+    return Found(some if prefix else None, chunks, tuple(there))
+
+
 def look_up(
     snapshot: Snapshot,
     prompt: Prompt,
@@ -55,23 +68,36 @@ def look_up(
     key_of: KeyOf,
     prefix_key: ChunkKey,
     n_layers: int,
-    corrupt: Mapping[ChunkKey, str],
+    corrupt: dict[ChunkKey, str],
+    slow: Mapping[ChunkKey, str],
 ) -> Found:
-    """Look for the prefix and the chunks `which`. Raises CorruptRecord for a key not yet in `corrupt`, which says why."""
+    """Look for the prefix and the chunks `which`, but not for `slow` ones, which says why.
+
+    What is found damaged is added to `corrupt`, which says why.
+    """
 
     def view(key: ChunkKey, n_tokens: int) -> ChunkView | None:
-        return None if key in corrupt else _view(snapshot, key, n_tokens, n_layers)
+        try:
+            return None if key in corrupt or key in slow else _view(snapshot, key, n_tokens, n_layers)
+        except CorruptRecord as error:
+            corrupt[key] = error.what
+            return None
 
+    keys = {i: key_of(prompt.chunks[i].ids) for i in which}
+    asked = dict.fromkeys((*keys.values(), prefix_key))
+    snapshot.expect([key for key in asked if key not in corrupt and key not in slow])
     chunks: list[ChunkView | None] = [None] * len(prompt.chunks)
     for i in which:
-        chunks[i] = view(key_of(prompt.chunks[i].ids), len(prompt.chunks[i]))
+        chunks[i] = view(keys[i], len(prompt.chunks[i]))
     prefix = view(prefix_key, len(prompt.prefix))
-    keys = {i: key_of(prompt.chunks[i].ids) for i in which}
     damaged = [Unusable(i, CORRUPT, corrupt[key]) for i, key in keys.items() if key in corrupt]
     lacking = [
         Unusable(i, why.kind, str(why)) for i, key in keys.items() if (why := snapshot.undecodable.get(key))
     ]
-    return Found(prefix, tuple(chunks), tuple(which), (*damaged, *lacking))
+    left = [Unusable(i, SLOW, slow[key]) for i, key in keys.items() if key in slow and key not in corrupt]
+    tiers = Counter(snapshot.tier(keys[i]) for i in which if chunks[i] is not None)
+    far = sum(len(prompt.chunks[i]) for i in which if chunks[i] and snapshot.tier(keys[i]) == REMOTE)
+    return Found(prefix, tuple(chunks), tuple(which), (*damaged, *lacking, *left), tiers, far)
 
 
 def wanted(prompt: Prompt, method: Method, exact_first: bool) -> list[int]:

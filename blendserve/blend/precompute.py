@@ -7,7 +7,7 @@ depend on which chunks are stacked, to rounding.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 
 import torch
@@ -53,8 +53,8 @@ class ChunkComputer:
             return STACK_TOKENS
         return max(STACK_TOKENS, min(GPU_STACK_TOKENS, GPU_STACK_BYTES // self._adapter.kv_bytes_per_token))
 
-    def stream(self, chunks: Sequence[TokenIds]) -> Iterator[ChunkKV]:
-        """The KV of each chunk in order, computed a stack at a time."""
+    def stream(self, chunks: Iterable[TokenIds]) -> Iterator[ChunkKV]:
+        """The KV of each chunk in order, computed a stack at a time; chunks are asked for a stack ahead of it."""
         stack: list[TokenIds] = []
         most = self.stack_tokens
         for ids in chunks:

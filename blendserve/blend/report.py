@@ -23,7 +23,7 @@ def make_report(
         policy=blend.policy,
         correction=blend.correction,
         ratio=blend.share,
-        reason="" if n_reusable > n_recomputed else why or _reason(blend, layout.n_found, n_reusable),
+        reason="" if n_reusable > n_recomputed else why or _reason(blend, layout.n_found, n_reusable, found),
         chunks=len(prompt.chunks),
         chunks_hit=found.hits,
         chunks_missing=len(found.looked_for) - found.hits - found.corrupt,
@@ -38,6 +38,7 @@ def make_report(
         bytes_loaded=done.bytes_loaded,
         cost=done.cost,
         unusable=found.unusable,
+        tiers=dict(found.tiers),
     )
 
 
@@ -65,11 +66,13 @@ def plain_report(prompt: Prompt, blend: BlendConfig, why: str) -> BlendReport:
     )
 
 
-def _reason(blend: BlendConfig, n_found: int, n_reusable: int) -> str:
+def _reason(blend: BlendConfig, n_found: int, n_reusable: int, found: Found) -> str:
     if blend.method in {"full", "prefix"}:
         return f"method {blend.method!r} does not blend"
     if n_reusable:
         return "every token was chosen for recomputation"
     if n_found:
         return "the only chunk found stands first, where its KV is exact"
+    if found.unusable:
+        return f"no stored chunk could be used: {found.unusable[0].reason}"
     return "no chunk was found in the store: precompute the corpus, or let write-back fill it"

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from blendserve import console
+from blendserve.cli.collecting import collecting_later
 from blendserve.cli.options import IndexOpt, JsonOpt, Options, make_app, with_options
 from blendserve.config import Config
 from blendserve.errors import InputError
@@ -46,12 +47,14 @@ def ask(
 
     The text is streamed; behind it come its sources, what was recomputed, and the time to the first token.
     """
-    from blendserve.demo import print_sources  # torch and all the rest: seconds
-    from blendserve.engine.engine import Engine
-
     if not question.strip():
         raise InputError("the question is empty: ask something")
-    with Engine.open(index, settings, console.say) as engine:
+    with collecting_later():
+        from blendserve.demo import print_sources  # torch and all the rest: seconds
+        from blendserve.engine.engine import Engine
+
+        opened = Engine.open(index, settings, console.say)
+    with opened as engine:
         stream = engine.stream(question)
         if json:
             console.print_json(stream.answer().to_dict())

@@ -15,10 +15,13 @@ from blendserve.bench.config import (
     CrowdedConfig,
     DecodeBenchConfig,
     EmbedConfig,
+    FaultsConfig,
     HostileConfig,
+    LinkConfig,
     PrecomputeConfig,
     ScalingConfig,
     ServingConfig,
+    SharingConfig,
     StartConfig,
     StoreBenchConfig,
     TtftConfig,
@@ -183,6 +186,52 @@ def auto(config: AutoBenchConfig, json: JsonOpt = False) -> None:
 
 
 @app.command()
+@with_options(
+    config=Options(
+        FaultsConfig(), "requests", "chunks", "chunk_tokens", "pool", "deadline_s", "kinds", *READER
+    )
+)
+def faults(config: FaultsConfig, json: JsonOpt = False) -> None:
+    """Ask while a shared store's server fails in every way.
+
+    A real Valkey server is started, killed, stopped, filled, emptied, slowed down, cut off and made to lie. The exit code
+    is 1 if an answer was wrong, a request hung, or chunks were never found again:
+
+    \b
+        blendserve bench faults
+        blendserve bench faults --kinds hung,slow --requests 20 --deadline-s 0.2
+    """
+    from blendserve.bench.faults import measure, tables  # torch and all the rest: seconds
+
+    if _run(measure, config, tables, json)["failed"]:
+        raise typer.Exit(1)
+
+
+@app.command()
+@with_options(
+    config=Options(
+        LinkConfig(),
+        *("round_trips_ms", "rates_gbit", "codecs", "chunks", "chunk_tokens", "suffix_tokens", "method"),
+        *("text", "fit_tokens", "repeats", *READER),
+    )
+)
+def link(config: LinkConfig, json: JsonOpt = False) -> None:
+    """Load KV from a server over networks, against computing it.
+
+    A real Valkey server behind a link of each round trip and rate: the time to the first token of a prompt whose chunks
+    are all there, by codec, and of the same prompt computed without a server. It waits a minute for chunks:
+
+    \b
+        blendserve bench link
+        blendserve bench link --round-trips-ms 20 --rates-gbit 0.5,1 --codecs raw,int8,predict@2 --text docs
+    """
+    config.words, config.variant  # noqa: B018  a wrong word is told before a model is loaded
+    from blendserve.bench.remote import measure, tables  # torch and all the rest: seconds
+
+    _run(measure, config, tables, json)
+
+
+@app.command()
 @with_options(config=Options(ServingConfig()))
 def serving(config: ServingConfig) -> None:
     """Put load on a server, by method.
@@ -203,6 +252,38 @@ def serving(config: ServingConfig) -> None:
         return
     console.print_json(found)
     raise typer.Exit(3 if found["missing"] else int(not found["passed"]))
+
+
+@app.command()
+@with_options(
+    config=Options(
+        SharingConfig(),
+        *("users", "engines", "questions", "passages", "chunk_tokens", "pool", "zipf", "overlap", "memory"),
+        *("store", "method", "folder", *READER),
+    )
+)
+def sharing(
+    config: SharingConfig,
+    plot: Annotated[Path | None, typer.Option(help="Draw what share of TTFTs is how low, an SVG.")] = None,
+    json: JsonOpt = False,
+) -> None:
+    """Compare a cache for each user with one for all.
+
+    Users with overlapping questions ask several engine processes, first with a cache each, then with one for all that has
+    as much memory as those together: hit rate, TTFT, bytes stored, and chunks computed more than once:
+
+    \b
+        blendserve bench sharing --plot sharing.svg
+        blendserve bench sharing --users 8 --overlap 0.3 --store lmdb
+    """
+    config.variant  # noqa: B018  a wrong word is told before a process is started
+    from blendserve.bench.sharing import measure, tables  # torch and all the rest: seconds
+
+    figures = _run(measure, config, tables, json)
+    if plot:
+        from blendserve.bench.plots import sharing as drawn  # matplotlib: a second
+
+        plot.write_bytes(drawn(figures))
 
 
 @app.command()

@@ -88,13 +88,13 @@ def fit_tables(
     text: Annotated[
         list[Path] | None,
         typer.Option(
-            help="Fit on this text, a file or folder as `index build` takes it; may be given again. Bundled text is "
-            "taken if none is given."
+            help="Fit on this text, a file or folder as `index build` takes it; may be given again. What the reader "
+            "says by itself is taken if none is given."
         ),
     ] = None,
     tokens: Annotated[
         int, typer.Option(min=1, help="Fit on so many tokens of it, taken from all files.")
-    ] = 20_000,
+    ] = 8_192,
     json: JsonOpt = False,
 ) -> None:
     """Fit a codec's tables for a reader, into an index's store.
@@ -103,27 +103,33 @@ def fit_tables(
     give text whose statistics all of them may see. The nearer the text is to what will be stored, the smaller is its KV.
 
     \b
-        blendserve codec fit docs                               # every codec that needs tables, on bundled text
+        blendserve codec fit docs                               # every codec that needs tables
         blendserve codec fit docs --codec NAME --text corpus.jsonl --text notes/
     """
     names = _fitted(codec or [])
-    from blendserve.engine.calibration import bundled_text, fit  # torch and all the rest: seconds
+    from blendserve.engine.calibration import chunks_of, fit  # torch and all the rest: seconds
+    from blendserve.engine.own_words import own_words
     from blendserve.engine.prompt import PromptBuilder
     from blendserve.models.loader import load_reader
     from blendserve.paths import index_folder
     from blendserve.retrieve import read_documents
     from blendserve.store import open_store
 
-    documents = [list(read_documents(path)) for path in text or []] or [bundled_text()]
+    documents = [list(read_documents(path)) for path in text or []]
     reader = load_reader(settings.reader, console.say)
     prompts = PromptBuilder(reader.tokenizer, settings.prompt)
+    if documents:
+        chunks = chunks_of(_mixed(documents), tokens, settings, prompts)
+    else:
+        with console.progress("Drawing the reader's own words", "tokens") as drawing:
+            chunks = own_words(reader, tokens, drawing)
     raw = settings.store.model_copy(update={"codec": CODECS.default})
     with open_store(raw, index_folder(index) / "kv", persistent=True) as store:
         done = []
         for name in names:
             per_token = reader.adapter.kv_bytes_per_token
             with _bars(name, per_token) as bars:
-                hash = fit(name, _mixed(documents), tokens, settings, reader, prompts, store, *bars)
+                hash = fit(name, chunks, reader, prompts, store, *bars)
             size = next(info.n_bytes for info in store.all_tables() if info.hash == hash)
             done.append({"codec": name, "hash": hash.hex(), "bytes": size})
     if json:

@@ -29,6 +29,7 @@ def doctor(settings: Config, json: JsonOpt = False) -> None:
     from blendserve.kernels import ops
     from blendserve.kernels.cpu.isa import LEVELS
     from blendserve.kernels.verify import cpu_status
+    from blendserve.models import pace
     from blendserve.models.loader import load_reader
     from blendserve.paths import cache_folder
     from blendserve.provenance import describe, machine
@@ -64,7 +65,7 @@ def doctor(settings: Config, json: JsonOpt = False) -> None:
         console.out.print(f"this machine: {describe(here)}", markup=False)
         for level in LEVELS.values():
             console.out.print(f"kernels for {level.title} ({level.dtype}): {cpu_status(level).reason}")
-        console.out.print(f"threads: {SETTLED}", markup=False)
+        console.out.print(f"threads: {SETTLED}; {pace.RULE}", markup=False)
         console.table("who computes", ("operation", "shapes", "by", "ms", ""), _raced(ops.measured()))
         console.out.print(f"attention: rows side by side by {together}, others by {anywhere}")
     if not report.passed:

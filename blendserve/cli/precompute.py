@@ -34,6 +34,12 @@ def precompute(
     What is stored already is left alone: stop it and start it again at any time. The exit code is 1 if a chunk is
     missing at the end.
 
+    Over several processes or machines on one store, a file or a server: run the same command in each. A chunk that one is
+    computing is left to it by the others, who come back to it at the end:
+
+    \b
+        blendserve precompute docs -c configs/precompute_worker.yaml      # here and there
+
     Over several machines, into a store each, which are merged afterwards:
 
     \b
@@ -41,12 +47,11 @@ def precompute(
         blendserve precompute docs --shard 1/2 --store kv-1      # there
         blendserve store merge docs kv-0 kv-1
 
-    Over the GPUs of one machine, into one store. A chunk's share depends on its text alone, so each may be stopped and
-    started again:
+    Over the GPUs of one machine, into one store:
 
     \b
-        CUDA_VISIBLE_DEVICES=0 blendserve precompute docs --shard 0/2 &
-        CUDA_VISIBLE_DEVICES=1 blendserve precompute docs --shard 1/2 &
+        CUDA_VISIBLE_DEVICES=0 blendserve precompute docs &
+        CUDA_VISIBLE_DEVICES=1 blendserve precompute docs &
         wait
     """
     from blendserve.engine.engine import Engine  # torch and all the rest: seconds

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from functools import partial
 
-from blendserve.blend.blender import Blender
+from blendserve.blend.blender import Blender, Others
 from blendserve.core import TokenIds
 from blendserve.engine.scheduler import Cancelled, Scheduler
 from blendserve.errors import Stopping, StoreError
@@ -26,39 +27,47 @@ class BackgroundTasks:
         for ids in absent:
             key = blender.key(ids)  # the prefix is (), as no chunk is
             task = partial(self._remember, blender, ids, key)
-            if key not in self._planned and self._scheduler.in_background(task, tenant, len(ids)):
+            if key not in self._planned and self._scheduler.in_background(task, tenant):
                 self._planned.add(key)
 
     def precompute(
         self, blender: Blender, chunks: Sequence[TokenIds], done: Callable[[int], None], tenant: str = ""
     ) -> Future[None]:
-        """Compute, store and pin chunks that are not there yet; `done(n)` after each, which plans the next one."""
-        future: Future[None] = Future()
+        """Compute, store and pin chunks that are not there yet; `done(n)` after each, which plans the next one.
 
-        def plan(n: int) -> None:
-            if n == len(chunks):
+        What another process on the store is computing comes last, and is computed here if it is not there by then: the
+        model's thread waits for nobody.
+        """
+        future: Future[None] = Future()
+        todo: deque[tuple[TokenIds, Others]] = deque((ids, "leave") for ids in chunks)
+
+        def plan() -> None:
+            if not todo:
                 end()
-            elif not self._scheduler.in_background(partial(compute, n), tenant, len(chunks[n])):
+            elif not self._scheduler.in_background(compute, tenant):
                 end(StoreError("the server has too much to do: warm the cache again later"))
 
-        def compute(n: int) -> None:
+        def compute() -> None:
             if future.cancelled():
                 return
+            ids, others = todo.popleft()
             try:
-                blender.precompute([chunks[n]])
+                left = blender.precompute([ids], others=others).left
             except Cancelled:
                 end(Stopping("the server has shut down before all was computed: warm the cache again"))
             except Exception as error:
                 end(error)
             else:
-                done(n + 1)
-                plan(n + 1)
+                if left:
+                    todo.append((ids, "ignore"))
+                done(len(chunks) - len(todo))
+                plan()
 
         def end(error: Exception | None = None) -> None:
             with suppress(InvalidStateError):  # cancelled meanwhile
                 future.set_exception(error) if error else future.set_result(None)
 
-        plan(0)
+        plan()
         return future
 
     def _remember(self, blender: Blender, ids: TokenIds, key: ChunkKey) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 
 from blendserve.blend.blender import Blender
@@ -18,6 +16,7 @@ from blendserve.engine.request import Plan
 from blendserve.engine.scheduler import Scheduler
 from blendserve.engine.shared_loads import SharedLoads
 from blendserve.engine.slots import Slots
+from blendserve.engine.standby import Standby
 from blendserve.errors import StoreError
 
 PLACING = 0.05  # of what a token costs that runs: one that is loaded, moved and corrected
@@ -38,15 +37,16 @@ class BatchEngine:
         prefill_share: float,
         share_bytes: int,
         prefix_bytes: int,
+        job_share: float,
     ) -> None:
         """As ServeConfig names them. Raises ModelUnsupported for a reader that fails the gate."""
         engine.gate.require()
         reader, limit = engine.reader, engine.reader.adapter.context_limit
-        # One thread encodes while another decodes, and a tokenizer keeps settings of the last call.
-        decoding = replace(reader, tokenizer=copy.deepcopy(reader.tokenizer))
         self.slots = Slots(reader.adapter, slots, min(slot_tokens or limit, limit))
         self.store = SharedLoads(engine.store, share_bytes)
-        self.scheduler = Scheduler(decoding, self.slots, queue, gap_s, prefill_share, observer, self.store)
+        self.scheduler = Scheduler(
+            reader, self.slots, queue, gap_s, prefill_share, observer, self.store, Standby(job_share)
+        )
         self.background = BackgroundTasks(self.scheduler)
         self._engine = engine
         self._prefixes = PrefixCache(reader.adapter, self.scheduler.pause, prefix_bytes)
@@ -70,6 +70,7 @@ class BatchEngine:
     ) -> QueuedRequest:
         """A plan as the scheduler takes it: `scheduler.submit` and `scheduler.cancel` are next."""
         prompt, blender = plan.prompt, self.blender(namespace)
+        blender.prefetch(prompt, plan.blend)
         own_prefix = prompt.prefix != self._engine.prompts.prefix and plan.blend.method != "full"
         remember = partial(self.background.remember, blender, tenant)
         return QueuedRequest(
@@ -90,7 +91,9 @@ class BatchEngine:
         stored = 0
         if plan.blend.method in ("auto", "blend", "reuse"):
             with suppress(StoreError):  # then everything is computed
-                stored = sum(len(c) for c in prompt.chunks if len(c) and blender.key(c.ids) in self.store)
+                keys = [blender.key(chunk.ids) for chunk in prompt.chunks]
+                there = self.store.present(dict.fromkeys(keys), remote=False)
+                stored = sum(len(c) for c, key in zip(prompt.chunks, keys, strict=True) if key in there)
         share = 0.0 if plan.blend.method == "reuse" else plan.blend.share
         return len(prompt) - known - stored + max(share, PLACING) * stored
 

@@ -1,7 +1,7 @@
 """The codec that a store writes with for a reader, and the tables that it may need: fitted once, on text.
 
-Tables are fitted by `blendserve codec fit`, on text of the user's own or what is bundled, and kept in the store. Those of
-a bundled reader are fitted on first use, on bundled text.
+Tables are fitted by `blendserve codec fit`, on text of the user's own or on what the reader says by itself, and kept in
+the store. Those of a bundled reader are fitted on first use.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from blendserve.blend.precompute import ChunkComputer
 from blendserve.config import Config
 from blendserve.core import Document, TokenIds
+from blendserve.engine.own_words import own_words
 from blendserve.engine.prompt import PromptBuilder
 from blendserve.errors import InputError, TablesMissing
 from blendserve.models.loader import BUNDLED, Reader, Say
 from blendserve.registry import CODECS, parse_codec
 from blendserve.retrieve.chunker import split
-from blendserve.retrieve.reference import language_reference
 from blendserve.store import KVStore
 from blendserve.store.codecs.base import Codec, Progress, Sample
 
-FIT_TOKENS = 20_000  # that tables are fitted on unless told otherwise
+FIT_TOKENS = 8_192  # of the reader's own words, that tables are fitted on unless told otherwise
 
 
 def writing_codec(
@@ -33,8 +33,8 @@ def writing_codec(
         return made.with_tables(level)
     hash = store.current_tables(name, reader.fingerprint)
     if hash is None and reader.name in BUNDLED:
-        say(f"Fitting tables of codec {name} for {reader.name} on bundled text; they are kept in the store")
-        hash = fit(name, bundled_text(), FIT_TOKENS, config, reader, prompts, store)
+        say(f"Fitting tables of codec {name} for {reader.name} on its own words; they are kept in the store")
+        hash = fit(name, own_words(reader, FIT_TOKENS), reader, prompts, store)
     raw = None if hash is None else store.tables(hash)
     if raw is None:
         raise TablesMissing(
@@ -46,24 +46,21 @@ def writing_codec(
 
 def fit(
     name: str,
-    documents: Iterable[Document],
-    tokens: int,
-    config: Config,
+    chunks: Sequence[TokenIds],
     reader: Reader,
     prompts: PromptBuilder,
     store: KVStore,
     computing: Progress = lambda done, total: None,
     fitting: Progress = lambda done, total: None,
 ) -> bytes:
-    """Fit a codec's tables on the first `tokens` of some documents, and keep them in the store -> their hash.
+    """Fit a codec's tables on chunks, and keep them in the store -> their hash.
 
     computing: progress in tokens of KV; fitting: of what the codec does with them. Raises InputError for too little text,
     StoreError.
     """
-    chunks = chunks_of(documents, tokens, config, prompts)
     if not chunks:
         raise InputError(
-            "there is no text to fit tables on: give some with --text, or leave that out for bundled text"
+            "there is no text to fit tables on: give some with --text, or leave that out for the reader's own words"
         )
     made: type[Codec] = CODECS.load(name)
     raw = made.fit(samples(chunks, reader, prompts, computing), reader.adapter, fitting)
@@ -99,8 +96,3 @@ def chunks_of(
             if tokens <= 0:
                 return found
     return found
-
-
-def bundled_text() -> list[Document]:
-    """Text that every installation has."""
-    return language_reference()

@@ -11,7 +11,8 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from blendserve.blend.blender import Blender, PrecomputeReport
+from blendserve.blend.blender import Blender
+from blendserve.blend.precompute_run import PrecomputeReport
 from blendserve.config import Config, changed
 from blendserve.core import Answer, Document, Passage, TokenIds
 from blendserve.engine.calibration import writing_codec
@@ -21,9 +22,11 @@ from blendserve.engine.library import Documents, Progress
 from blendserve.engine.prefill import Prefill, prefill, prefill_by_model
 from blendserve.engine.prompt import PromptBuilder
 from blendserve.engine.request import Plan, Request, Search, make_plan, split_options
-from blendserve.errors import InputError, StoreError
+from blendserve.engine.warm_up import warm_up
+from blendserve.errors import InputError, StoreError, StoreUnavailable
 from blendserve.models.loader import Reader, load_reader
 from blendserve.paths import index_folder
+from blendserve.registry import STORES
 from blendserve.retrieve import Embedder, VectorIndex, read_manifest
 from blendserve.store import KVStore, open_store, share_of
 from blendserve.timing import Clock
@@ -108,7 +111,8 @@ class Engine:
         made.save()
         kept = open_store(config.store, folder / "kv", device=reader.adapter.device)
         engine = cls(config, reader, kept, made, prompts)
-        if config.store.path is None:  # what an index of the same name left behind may be evicted from now on
+        own = config.store.path is None and STORES.load(config.store.kind).needs_folder
+        if own:  # what an index of the same name left behind may be evicted from now on
             ours = {engine.blender.key(ids) for ids in engine.prompts.chunk_ids(made.passages)}
             ours.add(engine.blender.key(engine.prompts.prefix, ()))
             engine.store.unpin(set(engine.store.keys(config.store.namespace)) - ours)
@@ -220,9 +224,14 @@ class Engine:
     def _ready(self, say: Say) -> Engine:
         """Check and measure now what the first question would otherwise wait for."""
         self.gate = verdict(self.reader, say)
-        self.store.write_by(writing_codec(self.config, self.reader, self.prompts, self.store, say))
+        try:
+            self.store.write_by(writing_codec(self.config, self.reader, self.prompts, self.store, say))
+        except StoreUnavailable as error:
+            log.warning("chunks are stored uncoded until the engine is started again, as %s", error)
         if self.config.blend.method == "auto" and self.gate.passed:
             self.blender.calibrate(say)
+        if self.gate.passed:
+            warm_up(self.reader.adapter, self.config, self.index)
         return self
 
     @cached_property

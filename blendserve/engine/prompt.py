@@ -23,7 +23,7 @@ from typing import Any
 
 from blendserve.config import KVContext, PromptConfig
 from blendserve.core import Chunk, Passage, Prompt, TokenIds
-from blendserve.engine.tokens import longest_token
+from blendserve.engine.tokens import longest_token, without_control
 from blendserve.errors import InputError, ModelUnsupported
 
 PRIMER = Path(__file__).with_name("primer.txt")
@@ -67,7 +67,7 @@ class PromptBuilder:
 
     def __init__(self, tokenizer: Any, config: PromptConfig) -> None:
         """Raises ModelUnsupported for a chat template that does not repeat what it is given."""
-        self._tokenizer, self._config = tokenizer, config
+        self._tokenizer, self._literally, self._config = tokenizer, without_control(tokenizer), config
         self.between: Callable[[], None] = lambda: None
         self._head, self._tail = self._template(())
         self.prefix = self._ids(self._head)
@@ -177,9 +177,8 @@ class PromptBuilder:
         return tuple(ids)
 
     def _tokens(self, text: str, literal: bool) -> TokenIds:
-        return tuple(
-            self._tokenizer(text, add_special_tokens=False, split_special_tokens=literal)["input_ids"]
-        )
+        tokenizer = self._literally if literal else self._tokenizer
+        return tuple(tokenizer(text, add_special_tokens=False, split_special_tokens=literal)["input_ids"])
 
 
 def shown(passage: Passage) -> str:

@@ -9,27 +9,33 @@ A prefill does not stop the running ones: it pauses before every layer (models/f
 one step. Where a step takes long, the prefill runs longer, too, as it keeps `prefill_share` of the time: steps for few
 requests are the most expensive ones, and the sooner prefills are done, the more requests step together.
 
-Nor does a long prefill, or a background task, stop short ones: where it pauses, a request of another tenant is
-prefilled, if that is expected to take a fraction (SHORTER) of what is left. One at a time, one deep, and all of them
-together no more than the long one's own cost: it takes at most twice as long. Once several tenants have come, the last
-free slot is for those who have none.
+Nor does a long prefill stop short ones: where it pauses, a request of another tenant is prefilled, if that is expected
+to take a fraction (passes.py) of what is left. One at a time, one deep, and all of them together no more than the long
+one's own cost: it takes at most twice as long. Once several tenants have come, the last free slot is for those who have
+none.
+
+A background task stands back for all requests before every layer (standby.py): those that wait are prefilled, those that
+run take steps, and one that is being planned elsewhere has the cores for itself.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from torch import Tensor
 
 from blendserve.engine.fair_queue import FairQueue
 from blendserve.engine.generation import Generation
+from blendserve.engine.passes import Pass, Running, Task
 from blendserve.engine.prefill import prefill
 from blendserve.engine.queued import Failed, Finished, Observer, Piece, QueuedRequest, Started
 from blendserve.engine.shared_loads import SharedLoads
 from blendserve.engine.slots import Slots
+from blendserve.engine.standby import LOOK, Standby
 from blendserve.engine.steps import BatchDecoder
 from blendserve.errors import BlendserveError, Busy, Stopping
 from blendserve.models.forward import Row
@@ -40,47 +46,12 @@ from blendserve.timing import Clock
 MAX_BACKGROUND = 1000  # tasks of one tenant; write-backs beyond that are dropped: they are an optimisation
 # However many requests wait: else a server that misses chunks stays slow because it misses them.
 BACKGROUND_EVERY = 8
-SHORTER = 4  # times: how much shorter a request must be to go before what is left of a prefill
 
 log = logging.getLogger(__name__)
 
 
 class Cancelled(Exception):
     """Raised out of a prefill whose request nobody waits for any more."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Task:
-    """Something for the model's thread to do by the way; cost as of a request."""
-
-    tenant: str
-    run: Callable[[], None]
-    cost: float
-
-
-@dataclass(slots=True, eq=False)
-class _Pass:
-    """What the model's thread is at: a request's prefill, or a background task, which all requests may go before."""
-
-    cost: float
-    request: QueuedRequest | None = None
-    lent: float = 0.0  # cost of the requests that went before what was left of it
-
-    def lends(self, request: QueuedRequest, done: float) -> bool:
-        """Whether a request may go before the rest, this share of a pass over the layers being `done`."""
-        if self.request and self.request.tenant == request.tenant:
-            return False
-        left = self.cost * (1 - done)
-        return SHORTER * request.cost <= left and self.lent + request.cost <= self.cost
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Running:
-    """A request that has a slot, from its first token to its last."""
-
-    request: QueuedRequest
-    cache: KVCache
-    generation: Generation
 
 
 class Scheduler:
@@ -95,16 +66,20 @@ class Scheduler:
         prefill_share: float,
         observer: Observer,
         shared: SharedLoads | None = None,
+        standby: Standby | None = None,
     ) -> None:
+        """standby: of background tasks."""
         self._reader, self._slots, self._observer = reader, slots, observer
         self._decoder = BatchDecoder(reader.adapter, slots)
         self._gap_s, self._patience = gap_s, prefill_share / (1 - prefill_share)  # the latter in steps
         self._shared = shared
         self._waiting, self._queue = FairQueue[QueuedRequest](), queue
-        self._background: FairQueue[_Task] = FairQueue()
+        self._background: FairQueue[Task] = FairQueue()
         self._since_background = 0  # requests prefilled
-        self._running: list[_Running] = []
-        self._passes: list[_Pass] = []  # the last one runs, the one before it pauses
+        self._standby = standby or Standby()
+        self._planned: Counter[str] = Counter()  # by tenant: requests that are on their way here
+        self._running: list[Running] = []
+        self._passes: list[Pass] = []  # the last one runs, the one before it pauses
         self._tenants: set[str] = set()  # the first two
         self._since_step, self._step_s = Clock(), 0.0  # since the last one's end; how long it took
         self._request_s = 1.0  # of a request, lately: what Retry-After is made of
@@ -139,6 +114,35 @@ class Scheduler:
             if self._waiting.of(tenant) + more >= self._queue:
                 raise Busy(f"{self._queue} requests are waiting already", self._retry_after(tenant))
 
+    @property
+    def in_flight(self) -> bool:
+        """Whether a request is planned, waits, is prefilled or decodes: what nobody waits for stands back then."""
+        return bool(self._planned or len(self._waiting) or self._slots.free < self._slots.n)
+
+    def others_in_flight(self, tenant: str) -> bool:
+        """Whether one of another tenant is."""
+        with self._wake:
+            having = [r.request for r in self._running] + [p.request for p in self._passes if p.request]
+            return (
+                any(other != tenant for other in self._planned)
+                or len(self._waiting) > self._waiting.of(tenant)
+                or any(other.tenant != tenant for other in having)
+            )
+
+    @contextmanager
+    def planning(self, tenant: str) -> Iterator[None]:
+        """While a request is made ready for `submit`."""
+        with self._wake:
+            self._planned[tenant] += 1
+        try:
+            yield
+        finally:
+            with self._wake:
+                self._planned[tenant] -= 1
+                if not self._planned[tenant]:
+                    del self._planned[tenant]
+                self._wake.notify()
+
     def submit(self, request: QueuedRequest) -> None:
         """Queue a request. Raises PromptTooLong when it can never fit, Busy, Stopping."""
         request.plan.require_room(self._slots.tokens)
@@ -156,15 +160,12 @@ class Scheduler:
             self._waiting.remove(request)
             self._wake.notify()
 
-    def in_background(self, task: Callable[[], None], tenant: str = "", cost: float = 0.0) -> bool:
-        """Something small for the model's thread to do by the way -> False when a tenant has too much of it already.
-
-        cost: tokens that run through the model.
-        """
+    def in_background(self, task: Callable[[], None], tenant: str = "") -> bool:
+        """Something small for the model's thread to do by the way -> False when a tenant has too much of it already."""
         with self._wake:
             if self._background.of(tenant) >= MAX_BACKGROUND:
                 return False
-            self._background.put(_Task(tenant, task, cost))
+            self._background.put(Task(tenant, task))
             self._wake.notify()
             return True
 
@@ -247,7 +248,8 @@ class Scheduler:
         if task is None:
             return
         self._since_background = 0
-        self._passes.append(_Pass(task.cost))
+        self._passes.append(Pass())
+        self._standby.begin()
         try:
             task.run()
         except Cancelled:
@@ -256,11 +258,12 @@ class Scheduler:
             log.warning("a background task failed: %s", error)
         finally:
             self._passes.pop()
+            self._standby.worked(self.in_flight)  # storing, too
 
     def _admit(self, request: QueuedRequest) -> None:
         """Put a request into a slot and say its first token."""
         cache = self._slots.take()
-        self._passes.append(_Pass(request.cost, request))
+        self._passes.append(Pass(request))
         self._since_background += 1
         self._expect()
         self._observer.dequeued(request.plan.blend.method, request.queued.elapsed())
@@ -274,7 +277,7 @@ class Scheduler:
             self._slots.give_back(cache)
             request.emit(Failed(error))
         else:
-            self._take(_Running(request, cache, generation), logits)
+            self._take(Running(request, cache, generation), logits)
         finally:
             self._passes.pop()
             self._expect()
@@ -291,14 +294,36 @@ class Scheduler:
     def pause(self, l: int) -> None:
         """The before-layer hook of every pass but a decoding step: long passes take turns with what others wait for."""
         self._refuse_cancelled()
+        if self._passes and self._passes[-1].request is None:
+            self._stand_back()
+        else:
+            self._let_go_on(l)
+        self._refuse_cancelled()
+
+    def _let_go_on(self, l: int) -> None:
+        """Within a prefill: a step of what runs, and a request that is much shorter."""
         if self._since_step.elapsed() >= max(self._gap_s, self._patience * self._step_s):
             self._step()
-        if len(self._passes) == 1 and len(self._waiting):
-            running, done = self._passes[0], l / self._reader.adapter.n_layers
-            if request := self._next(lambda request: running.lends(request, done)):
-                running.lent += request.cost
+        prefills = [p for p in self._passes if p.request]
+        if len(prefills) == 1 and len(self._waiting):
+            done = l / self._reader.adapter.n_layers
+            if request := self._next(lambda request: prefills[0].lends(request, done)):
+                prefills[0].lent += request.cost
                 self._admit(request)
-                self._refuse_cancelled()
+
+    def _stand_back(self) -> None:
+        """Within a background task: all requests, for as long as its last layer is to be rested for."""
+        self._standby.worked(self.in_flight)
+        while self._standby.rest > 0 and self.in_flight and not self._stopped:
+            if request := self._next(lambda _: True):
+                self._admit(request)
+            elif self._running:
+                self._step()
+            else:
+                with self._wake:
+                    if not len(self._waiting):
+                        self._wake.wait(min(self._standby.rest, LOOK))
+            self._standby.rested()
 
     def _refuse_cancelled(self) -> None:
         """Raises Cancelled for the pass that runs."""
@@ -316,7 +341,7 @@ class Scheduler:
             self._step_s = clock.elapsed()
         self._since_step = Clock()
 
-    def _step_of(self, batch: list[_Running]) -> None:
+    def _step_of(self, batch: list[Running]) -> None:
         self._observer.step(len(batch))
         try:
             logits = self._decoder.step([Row(r.cache, *r.generation.last) for r in batch])
@@ -327,7 +352,7 @@ class Scheduler:
         for running, row in zip(batch, logits, strict=True):
             self._take(running, row)
 
-    def _take(self, running: _Running, logits: Tensor) -> None:
+    def _take(self, running: Running, logits: Tensor) -> None:
         """Add a token to an answer; its slot is free as soon as it has its last one."""
         first, generation, emit = running not in self._running, running.generation, running.request.emit
         try:
@@ -346,12 +371,12 @@ class Scheduler:
         elif first:
             self._running.append(running)
 
-    def _leave(self, running: _Running) -> None:
+    def _leave(self, running: Running) -> None:
         """The slot is free from here on."""
         if running in self._running:
             self._running.remove(running)
         self._slots.give_back(running.cache)
 
-    def _drop(self, running: _Running, error: Exception) -> None:
+    def _drop(self, running: Running, error: Exception) -> None:
         self._leave(running)
         running.request.emit(Failed(error))

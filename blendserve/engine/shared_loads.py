@@ -7,7 +7,7 @@ passed through as they are.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 
 import torch
@@ -74,6 +74,12 @@ class _SharedSnapshot:
     @property
     def undecodable(self) -> Mapping[ChunkKey, Undecodable]:
         return self._snapshot.undecodable
+
+    def expect(self, keys: Sequence[ChunkKey]) -> None:
+        self._snapshot.expect(keys)
+
+    def tier(self, key: ChunkKey) -> str:
+        return self._snapshot.tier(key)
 
     def get(self, key: ChunkKey) -> ChunkView | None:
         view = self._snapshot.get(key)

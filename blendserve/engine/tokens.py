@@ -1,8 +1,10 @@
-"""How many characters a token can stand for: what tells that a text is too long before it is tokenised."""
+"""What prompts need of a tokenizer beside its calls: a copy for texts without control tokens, its longest token."""
 
 from __future__ import annotations
 
+import copy
 import re
+from functools import lru_cache
 from typing import Any
 
 COMPOSED = 4  # characters of which Unicode's normal forms make one, at most
@@ -10,6 +12,19 @@ COMPOSED = 4  # characters of which Unicode's normal forms make one, at most
 _FAITHFUL = {"Sequence", "Prepend", "NFC", "NFD", "NFKC", "NFKD", "ByteLevel", "Digits", "Metaspace", "Split"}
 _TOLD = {"String", "Regex"}
 _SPACES_AS_THEY_ARE = 'Replace(pattern=String(" "), content="▁")'
+
+
+@lru_cache(maxsize=8)
+def without_control(tokenizer: Any) -> Any:
+    """A copy to be called with split_special_tokens, as the tokenizer itself never is.
+
+    Hugging Face keeps that choice in the tokenizer, until the next call: of two threads, the one would get ids by the
+    other's choice.
+    """
+    tokenizer("", add_special_tokens=False, split_special_tokens=False)
+    own = copy.deepcopy(tokenizer)
+    own("", add_special_tokens=False, split_special_tokens=True)
+    return own
 
 
 def longest_token(tokenizer: Any) -> int:

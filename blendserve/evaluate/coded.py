@@ -45,9 +45,12 @@ class CodedStore:
         """As `raw`, over coded chunks."""
         return raw.like(self.store, namespace)
 
-    def fill(self, source: KVStore, chunks: Mapping[ChunkKey, TokenIds]) -> None:
-        """Code these chunks. Those that are not in the source are passed over."""
+    def fill(self, source: KVStore, chunks: Mapping[ChunkKey, TokenIds], prefix: ChunkKey) -> None:
+        """Code these chunks, and keep the prefix as it is. Those that are not in the source are passed over."""
         raw = CODECS.load(CODECS.default).with_tables(0)
+        uncoded = source.coded(prefix)
+        if uncoded is not None and prefix not in self.store:
+            self.store.put_coded(prefix, uncoded, pin=True)
         for key, ids in chunks.items():
             coded = source.coded(key)
             if coded is not None and key not in self.store:
@@ -85,16 +88,17 @@ def coded_store(engine: Engine, word: str, say: Say = lambda text: None) -> Code
 def exact_context(adapter: Adapter, prompt: Prompt, by: CodedStore | None) -> tuple[Prompt, ChunkKV, Line]:
     """The prompt with all of its context as a prefix, that prefix's exact KV through a codec, and what it takes.
 
-    Prefix and chunks are coded apart, as they are stored; by: None = as it was computed.
+    Chunks are coded apart, as they are stored, and the prefix is not; by: None = as it was computed.
     """
     context = prompt.ids[: len(prompt) - len(prompt.suffix)]
     kv = ChunkComputer(adapter, ()).compute([context])[0]
     taken: Line = {}
     if by is not None:
-        ends = [0, *(span.start for span in prompt.spans), len(context)]
-        parts = [by.through(_span(kv, a, b)) for a, b in pairwise(ends) if b > a]
-        kv = ChunkKV(*(torch.cat([getattr(part, x) for part, _ in parts], dim=2) for x in ("keys", "values")))
-        taken = summed(line for _, line in parts)
+        ends = [*(span.start for span in prompt.spans), len(context)]
+        coded = [by.through(_span(kv, a, b)) for a, b in pairwise(ends) if b > a]
+        parts = [_span(kv, 0, ends[0]), *(part for part, _ in coded)]
+        kv = ChunkKV(*(torch.cat([getattr(part, x) for part in parts], dim=2) for x in ("keys", "values")))
+        taken = summed(line for _, line in coded)
     return Prompt(context, (), prompt.suffix), kv, taken
 
 

@@ -140,7 +140,7 @@ class Runner:
                 self._blenders[context].precompute(chunks)
             prefix = self._engine.blender.key(prompt.prefix, ())
             for by in self._coded.values():
-                by.fill(self._engine.store, {prefix: prompt.prefix, **keys})
+                by.fill(self._engine.store, keys, prefix)
             yield
         finally:
             for by in self._coded.values():

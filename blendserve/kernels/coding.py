@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-STREAMS, LOWEST, PRECISION, RATE = 4, 1 << 16, 12, 5
+STREAMS, LOWEST, PRECISION, RATE = 16, 1 << 16, 12, 5
 BLOCK = 16  # numbers that compiled kernels compute side by side
 ONE = 1 << PRECISION  # a symbol of 1, in a running mean
 SIZES, CONTEXTS, CLASSES, SYMBOLS, ESCAPE = 64, 9, 64, 32, 31
@@ -57,7 +57,27 @@ class SymbolModel:
     @cached_property
     def slots(self) -> np.ndarray:
         """[CLASSES, 4096] of uint8: whose slot it is."""
-        return np.stack([np.repeat(np.arange(SYMBOLS, dtype=np.uint8), row) for row in self.width])
+        found = np.repeat(np.tile(np.arange(SYMBOLS, dtype=np.uint8), CLASSES), self.width.ravel())
+        return found.reshape(CLASSES, ONE)
+
+    @cached_property
+    def spans(self) -> np.ndarray:
+        """[CLASSES, SYMBOLS] of uint32: width and start, as compiled kernels read them to encode."""
+        found: np.ndarray = self.width.astype(np.uint32) << 16 | self.start
+        return found
+
+    @cached_property
+    def steps(self) -> np.ndarray:
+        """[CLASSES, 4096] of uint32: a slot's symbol, its width and the slot's place in it, for decoding."""
+        symbols = self.slots.astype(np.int64)
+        widths, starts = (np.take_along_axis(x, symbols, axis=1) for x in (self.width, self.start))
+        places = np.arange(ONE) - starts.astype(np.int64)
+        return np.ascontiguousarray((widths.astype(np.int64) << 17 | places << 5 | symbols).astype(np.uint32))
+
+    @cached_property
+    def by_context(self) -> np.ndarray:
+        """`classes` the other way round, [CONTEXTS, SIZES]."""
+        return np.ascontiguousarray(self.classes.T)
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,7 +206,7 @@ def to_codes(numbers: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
 def split_segment(segment: memoryview) -> tuple[tuple[int, ...], np.ndarray, memoryview]:
     """Bytes of one layer -> states, escaped symbols, words. Raises ValueError.
 
-    states 4 of 4 | number of escapes, 7 bits a byte, the lowest first | escapes of 1 | words of 2   little-endian
+    states 16 of 4 | number of escapes, 7 bits a byte, the lowest first | escapes of 1 | words of 2   little-endian
     """
     if len(segment) <= _STATES.size:
         raise ValueError(f"{len(segment)} bytes hold no states")

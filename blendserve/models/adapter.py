@@ -12,7 +12,9 @@ How the families differ is in families.py; here their plans are resolved once in
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -26,6 +28,7 @@ from blendserve.models.families import Family, check_supported
 from blendserve.models.linear_layers import call_linear, call_module
 from blendserve.models.mlp import GatedMLPs
 from blendserve.models.norms import Norms, call_norm, norm_heads
+from blendserve.models.pace import as_found
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +43,14 @@ class Projected:
 class Adapter:
     """The steps of one model. Stateless between calls, so that any number of requests may share it."""
 
-    def __init__(self, model: nn.Module) -> None:
-        """Raises ModelUnsupported, with the reason, for a model on which blending would not be right."""
+    def __init__(self, model: nn.Module, borrow: Callable[[], nn.Module] | None = None) -> None:
+        """borrow: gives the Hugging Face model where `model` has only what the steps need (quick_start.py).
+
+        Raises ModelUnsupported, with the reason, for a model on which blending would not be right.
+        """
         config = cast(Any, model).config
         self.family = family = check_supported(config)
-        self.model = model
+        self._runs, self._borrow = model, borrow or (lambda: model)
         self._body = cast(Any, model).model
         layers = list(self._body.layers)[: config.num_hidden_layers]
         self.n_layers: int = config.num_hidden_layers
@@ -62,6 +68,11 @@ class Adapter:
         self._logits_factor = _logits_factor(config, family)
         self._logits_cap = _setting(config, family.logits_softcap)
         self.rotary = self._rotary(_rotation_of(layers[0].self_attn))
+
+    @cached_property
+    def model(self) -> nn.Module:
+        """The Hugging Face model, which may only be loaded now."""
+        return self._borrow()
 
     @property
     def device(self) -> torch.device:
@@ -122,7 +133,8 @@ class Adapter:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Last hidden [S, E] -> logits [S, V]."""
-        logits = call_linear(cast(Any, self.model).lm_head, call_norm(self._norm, hidden)[1])
+        with as_found(len(hidden), self.device):
+            logits = call_linear(cast(Any, self._runs).lm_head, call_norm(self._norm, hidden)[1])
         if self._logits_factor is not None:
             logits = logits * self._logits_factor
         return (

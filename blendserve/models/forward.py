@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -22,6 +23,7 @@ from blendserve.kernels.rows import Rows, plans_by_window
 from blendserve.kernels.types import Rope
 from blendserve.models.adapter import Adapter, Projected
 from blendserve.models.kv_cache import KVCache
+from blendserve.models.pace import pass_of
 
 BeforeLayer = Callable[[int], None]  # called with each layer before it runs; what it raises ends the pass
 
@@ -46,19 +48,27 @@ def run_layers(
     adapter: Adapter, hidden: Tensor, layers: LayerPass, before_layer: BeforeLayer | None = None
 ) -> Tensor:
     """Embedded rows [S, E] through all layers -> hidden [S', E] of those that are left."""
+    pace = pass_of(len(hidden), adapter.device)
     for l in range(adapter.n_layers):
         if before_layer:
             before_layer(l)
-        fresh, rope = adapter.project(l, hidden), layers.rope(l)
-        q, keys = adapter.rotate(fresh.q, rope), adapter.rotate(fresh.k, rope)
-        left = layers.write(l, fresh, keys)
-        if left is not None:
-            q, hidden = q[:, left], hidden[left]
-        attended = layers.attend(l, q)
-        if attended is None:
+        layer = partial(_run_layer, adapter, l, hidden, layers)
+        done = pace.layer(layer) if pace else layer()
+        if done is None:
             break
-        hidden = adapter.finish(l, hidden, attended)
+        hidden = done
     return hidden
+
+
+def _run_layer(adapter: Adapter, l: int, hidden: Tensor, layers: LayerPass) -> Tensor | None:
+    """Hidden states behind layer l of the rows that are left; None: nobody reads them."""
+    fresh, rope = adapter.project(l, hidden), layers.rope(l)
+    q, keys = adapter.rotate(fresh.q, rope), adapter.rotate(fresh.k, rope)
+    left = layers.write(l, fresh, keys)
+    if left is not None:
+        q, hidden = q[:, left], hidden[left]
+    attended = layers.attend(l, q)
+    return None if attended is None else adapter.finish(l, hidden, attended)
 
 
 class _OneRequest:

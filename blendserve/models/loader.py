@@ -23,6 +23,7 @@ import xxhash
 from blendserve.config import ReaderConfig
 from blendserve.errors import ConfigError, ModelError
 from blendserve.kernels.cpu import isa
+from blendserve.models import quick_start
 from blendserve.models.adapter import Adapter
 from blendserve.models.families import check_supported
 from blendserve.models.random_model import Folded, random_model
@@ -80,11 +81,35 @@ def load_reader(config: ReaderConfig, say: Say = lambda _: None) -> Reader:
     dtype = _dtype(config.dtype, device)
     if config.model.startswith(RANDOM):
         return _random_reader(config.model, dtype, device, say)
-    folder = bundled_folder(config.model, say) if config.model in BUNDLED else config.model
+    source = str(bundled_folder(config.model, say) if config.model in BUNDLED else config.model)
+    plain = device.type == "cpu" and Path(source).is_dir()
+    if plain and (reader := _quick(source, config.model, dtype)):
+        return reader
     with _quiet():
-        model, tokenizer = _from_pretrained(str(folder), config.model, dtype)
+        model, tokenizer = _from_pretrained(source, config.model, dtype)
     model.to(device).eval()
-    return Reader(config.model, Adapter(model), tokenizer, fingerprint(model), end_tokens(model, tokenizer))
+    reader = Reader(config.model, Adapter(model), tokenizer, fingerprint(model), end_tokens(model, tokenizer))
+    if plain:
+        quick_start.keep(Path(source), reader.adapter, tokenizer, reader.fingerprint, reader.end_tokens)
+    return reader
+
+
+def _quick(source: str, name: str, dtype: torch.dtype) -> Reader | None:
+    """The reader without transformers, which is loaded when its model is asked for; None where it has to be."""
+    found = quick_start.recall(Path(source), dtype)
+    if found is None or fingerprint(found.model) != found.fingerprint:
+        return None
+    own = found.model
+
+    def borrow() -> Any:
+        with _quiet():
+            model, _ = _from_pretrained(source, name, dtype)
+        tensors = dict(own.named_parameters())
+        for called, parameter in model.named_parameters():
+            parameter.data = tensors[called]  # one copy for both
+        return model.eval()
+
+    return Reader(name, Adapter(own, borrow), found.tokenizer, found.fingerprint, found.end_tokens)
 
 
 def read_configuration(config: ReaderConfig, say: Say = lambda _: None) -> tuple[Any, torch.dtype]:

@@ -5,6 +5,7 @@ For measuring speed, which does not depend on weights. The same configuration, d
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
@@ -69,6 +70,9 @@ class Folded:
 
     def __call__(self, text: str, **options: Any) -> dict[str, list[int]]:
         return {"input_ids": [i % self._size for i in self._tokenizer(text, **options)["input_ids"]]}
+
+    def __deepcopy__(self, memo: Any) -> Folded:
+        return Folded(copy.deepcopy(self._tokenizer, memo), self._size)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tokenizer, name)

@@ -33,7 +33,7 @@ QUESTION_WINDOWS = (
     4  # a thousand tokens of the bundled model: beyond, their mean is about nothing in particular
 )
 _CHARACTERS = 8  # a token, at least as many as text has: what is behind the last window is not even tokenised
-_TOKENISED = 1024  # texts at a time
+_TOKENISED = 64  # texts at a time
 _OVERLAP = 0.25  # share of a window that the next one repeats
 _IDENTITY = ("config.json", "modules.json", "sentence_bert_config.json", "tokenizer.json", "vocab.txt")
 
@@ -48,6 +48,10 @@ class Embedder:
         self.dimension, self.max_tokens = encoder.dimension, encoder.max_tokens
         self.dtype = encoder.dtype
         self._room = encoder.max_tokens - encoder.overhead  # tokens of a window's own
+
+    def let_others(self, go_between: Callable[[], None]) -> None:
+        """Call this between small parts of all that is embedded from now on."""
+        self._encoder.between = go_between
 
     @classmethod
     def load(cls, name: str = DEFAULT, device: str = "cpu", by_library: bool = False) -> Embedder:
@@ -65,8 +69,7 @@ class Embedder:
             )
         fingerprint = _fingerprint(folder)
         try:
-            with _quiet():
-                return cls(_encoder(folder, fingerprint, device, by_library), name, fingerprint)
+            return cls(_encoder(folder, fingerprint, device, by_library), name, fingerprint)
         except Exception as error:  # the libraries raise whatever their parts raise
             reason = str(error).strip().splitlines() or [type(error).__name__]
             raise ModelError(
@@ -123,24 +126,30 @@ class Embedder:
     def _cut(self, texts: Sequence[tuple[str, str]]) -> Iterator[list[Window]]:
         """Titles and texts -> the windows of each; all are tokenised once, the long ones in pieces once more."""
         for start in range(0, len(texts), _TOKENISED):
+            self._encoder.between()
             block = texts[start : start + _TOKENISED]
             whole = [_head(title) + text for title, text in block]
             encodings = self._tokenizer.encode_batch_fast(whole, add_special_tokens=False)
             for (title, text), joined, encoding in zip(block, whole, encodings, strict=True):
                 window = _window(joined, encoding)
-                yield [window] if len(window.ids) <= self._room else list(self._windows(text, title))
+                yield (
+                    [window] if len(window.ids) <= self._room else list(self._windows(text, title, long=True))
+                )
 
-    def _windows(self, text: str, title: str = "") -> Iterator[Window]:
-        """One text's, the next one cut when it is asked for; together they cover every token."""
+    def _windows(self, text: str, title: str = "", long: bool = False) -> Iterator[Window]:
+        """One text's, the next one cut when it is asked for; together they cover every token.
+
+        long: it is known to take more than one.
+        """
         head = _head(title)
-        encoding = self._tokenise(head + text)
-        if len(encoding.ids) <= self._room:
+        encoding = None if long and head else self._tokenise(head + text)
+        if encoding is not None and len(encoding.ids) <= self._room:
             yield _window(head + text, encoding)
             return
         in_head = len(self._tokenise(head).ids) if head else 0
         if in_head > self._room // 2:
             text, head, in_head = head + text, "", 0
-        elif head:
+        if head or encoding is None:
             encoding = self._tokenise(text)
         offsets, words, start = encoding.offsets, encoding.word_ids, 0
         while True:
@@ -226,7 +235,8 @@ def _encoder(folder: Path, fingerprint: str, device: str, by_library: bool) -> E
         return fastest(BertFolder(folder), fingerprint)
     from blendserve.retrieve.library import Library  # start-up: sentence-transformers takes seconds
 
-    return Library(folder, device)
+    with _quiet():
+        return Library(folder, device)
 
 
 def _folder(name: str) -> Path:

@@ -6,7 +6,7 @@ library.py  every other model, and the reference for the first: sentence-transfo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
@@ -30,6 +30,7 @@ class Encoder(Protocol):
     max_tokens: int  # of what the model reads
     overhead: int  # tokens of it that are not the window's: special ones and the model's own prompt
     dtype: str
+    between: Callable[[], None]  # called between small parts of what it computes
 
     @property
     def batch_tokens(self) -> int:

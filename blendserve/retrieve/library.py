@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ class Library:
     def __init__(self, folder: Path, device: str = "cpu") -> None:
         """Raises ValueError for a slow tokenizer, and whatever the library raises."""
         self._model: Any = SentenceTransformer(str(folder), device=device, local_files_only=True)
+        self.between: Callable[[], None] = lambda: None
         tokenizer = self._model.tokenizer
         if not getattr(tokenizer, "is_fast", False):
             raise ValueError("it has no fast tokenizer, whose offsets are needed to cut long passages")
@@ -39,6 +40,7 @@ class Library:
 
     def encode(self, windows: Sequence[Window], of_question: bool) -> np.ndarray:
         """As Encoder says; the library tokenises the texts again."""
+        self.between()
         texts = [window.text for window in windows]
         vectors = self._model.encode(
             texts, prompt=self._prompt(of_question), batch_size=_BATCH, show_progress_bar=False

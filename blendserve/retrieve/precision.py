@@ -1,8 +1,7 @@
 """How an encoder is fastest on this CPU and still right: measured once per machine and model, and kept.
 
-fp32                     always right
-bf16, torch attends      where the CPU multiplies bf16
-bf16, kernels attend     the same with ops.attend
+fp32 is always right. Where the CPU multiplies bf16, linear layers run over packed weights or over those of the file, and
+attention by kernels or by torch.
 """
 
 from __future__ import annotations
@@ -10,58 +9,92 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from blendserve.kernels.cpu.isa import LEVELS
+from blendserve.kernels.race import measure
 from blendserve.kernels.verify import cpu_status
 from blendserve.models.loader import fast_dtype
 from blendserve.paths import cache_folder
-from blendserve.retrieve.bert import Bert
+from blendserve.retrieve.bert import NO_PACKING, Bert
 from blendserve.retrieve.bert_folder import BertFolder
 from blendserve.retrieve.encoder import Window
 
-VERSION = 1  # of what is measured
-FORMS = ((torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True))  # dtype, by kernels
-TRIES = 3
-WINDOWS, TOKENS = 8, 64  # a tenth of a second or less for each form
+VERSION = 2  # of what is measured
+WINDOWS, TOKENS = 8, 120  # of a sample; a tenth of a second for each form
 ALIKE = 0.99  # least cosine between a vector and fp32's; the bundled model's are above .999
+
+
+class Form(NamedTuple):
+    """What Bert is made with."""
+
+    dtype: torch.dtype
+    by_kernels: bool
+    packed: bool = False
+
+
+PLAIN = Form(torch.float32, by_kernels=False)
+FORMS = {  # by the name that is kept, in the order in which they serve where nothing could be measured
+    "bf16, packed, kernels": Form(torch.bfloat16, by_kernels=True, packed=True),
+    "bf16, kernels": Form(torch.bfloat16, by_kernels=True),
+    "bf16, packed": Form(torch.bfloat16, by_kernels=False, packed=True),
+    "bf16": Form(torch.bfloat16, by_kernels=False),
+    "fp32": PLAIN,
+}
 
 
 def fastest(folder: BertFolder, fingerprint: str) -> Bert:
     """The encoder in its fastest form; fp32 where the CPU does not multiply bf16."""
     if fast_dtype() != torch.bfloat16:
-        return Bert(folder, *FORMS[0])
+        return Bert(folder, *PLAIN)
     kernels = [cpu_status(level).reason for level in LEVELS.values()]
     about = repr((VERSION, fingerprint, torch.__version__, platform.node(), kernels))
     file = cache_folder() / "embedder" / f"{hashlib.blake2b(about.encode(), digest_size=12).hexdigest()}.json"
     try:
         return Bert(folder, *FORMS[json.loads(file.read_text())["form"]])
-    except (OSError, ValueError, LookupError, TypeError):
-        encoders = [Bert(folder, *form) for form in FORMS]
+    except (OSError, ValueError, LookupError, TypeError, *NO_PACKING):
+        encoders = _made(folder)
     seconds, alike = compare(encoders)
-    best = min((n for n in range(len(FORMS)) if alike[n] >= ALIKE), key=lambda n: seconds[n])
-    with suppress(OSError):  # a read-only home costs a fraction of a second a start
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps({"form": best, "seconds": seconds, "cosine": alike}))
+    able = [name for name in encoders if alike[name] >= ALIKE]
+    best = min(able, key=lambda name: seconds[name]) if seconds else able[0]
+    if seconds:
+        with suppress(OSError):  # a read-only home costs a fraction of a second a start
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps({"form": best, "seconds": seconds, "cosine": alike}))
     return encoders[best]
 
 
-def compare(encoders: Sequence[Bert]) -> tuple[list[float], list[float]]:
-    """Of each, over the same windows: least seconds, interleaved, and the least cosine of a vector and the first's."""
-    seconds, vectors = [float("inf")] * len(encoders), [np.empty(0)] * len(encoders)
-    windows = _sample(encoders[0])
-    for _ in range(TRIES):
-        for n, encoder in enumerate(encoders):
-            start = time.perf_counter()
-            found = encoder.encode(windows, of_question=False)
-            seconds[n] = min(seconds[n], time.perf_counter() - start)
-            vectors[n] = found / np.linalg.norm(found, axis=1, keepdims=True)
-    return seconds, [float((unit * vectors[0]).sum(1).min()) for unit in vectors]
+def compare(encoders: Mapping[str, Bert]) -> tuple[dict[str, float], dict[str, float]]:
+    """Of each, over the same windows: least seconds, and the least cosine of a vector and fp32's.
+
+    No seconds where the machine was too busy to tell (kernels/race.py).
+    """
+    windows = _sample(encoders["fp32"])
+
+    def units(encoder: Bert) -> np.ndarray:
+        found = encoder.encode(windows, of_question=False)
+        unit: np.ndarray = found / np.linalg.norm(found, axis=1, keepdims=True)
+        return unit
+
+    wanted = units(encoders["fp32"])
+    alike = {name: float((units(encoder) * wanted).sum(1).min()) for name, encoder in encoders.items()}
+    times = measure({name: [partial(units, encoder)] for name, encoder in encoders.items()}, ours=())
+    return {name: min(took) for name, took in (times or {}).items()}, alike
+
+
+def _made(folder: BertFolder) -> dict[str, Bert]:
+    """Every form that can be had here, in order."""
+    found = {}
+    for name, form in FORMS.items():
+        with suppress(*(NO_PACKING if form.packed else ())):
+            found[name] = Bert(folder, *form)
+    return found
 
 
 def _sample(encoder: Bert) -> list[Window]:

@@ -10,6 +10,7 @@ from pydantic import Field
 
 from blendserve.config import Config as EngineConfig
 from blendserve.config import Positive, Section
+from blendserve.engine.standby import SHARE
 from blendserve.errors import ConfigError
 
 NotNegative = Annotated[float, Field(ge=0.0)]
@@ -40,6 +41,12 @@ class ServeConfig(Section):
     )
     prefill_share: float = Field(
         0.75, ge=0.0, lt=1.0, description="Leave a prefill this share of the time while answers are running."
+    )
+    job_share: float = Field(
+        SHARE,
+        gt=0.0,
+        le=1.0,
+        description="Leave added documents and chunks to be stored this share of the time while requests are in flight.",
     )
     share_mb: NotNegative = Field(
         256.0, description="Keep so many MB of stored KV in memory while other waiting requests want it, too."

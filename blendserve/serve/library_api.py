@@ -112,9 +112,7 @@ async def _add(
     new, gone = list[Passage](), list[Passage]()
 
     def put(document: DocumentIn) -> None:
-        _, more, less = service.documents(index).put(
-            [document.document()], lambda *_: service.retrieval.give_way()
-        )
+        _, more, less = service.documents(index).put([document.document()])
         new.extend(more)
         gone.extend(less)
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from blendserve.core import BlendReport
-from blendserve.store import KVStore
+from blendserve.errors import StoreUnavailable
+from blendserve.store import KVStore, RemoteStats, StoreStats
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 10.0, 30.0, 60.0)
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
@@ -40,6 +42,7 @@ class Metrics:
         self._tokens = count("prompt_tokens", "By what was done for them", "kind")
         self._new_tokens = count("generated_tokens", "Tokens of answers")
         self._chunks = count("chunks", "Chunks looked for, by what was found", "found")
+        self._tiers = count("chunks_hit_by_tier", "Chunks found, by where they were read from", "tier")
         self._unusable = count("chunks_unusable", "Stored chunks that could not be used, by why not", "why")
         self._loaded = count("loaded_bytes", "Stored KV put into prompts")
         self._load_s = count("load_seconds", "Time spent on that: the rate is their quotient")
@@ -77,6 +80,8 @@ class Metrics:
         self._chunks.labels("hit").inc(report.chunks_hit)
         self._chunks.labels("miss").inc(report.chunks_missing)
         self._chunks.labels("corrupt").inc(report.chunks_corrupt)
+        for tier, n in report.tiers.items():
+            self._tiers.labels(tier).inc(n)
         for unusable in report.unusable:
             self._unusable.labels(unusable.kind).inc()
         self._loaded.inc(report.bytes_loaded)
@@ -97,7 +102,12 @@ class _StoreCollector(Collector):
         self._store = store
 
     def collect(self) -> Iterator[Metric]:
-        stats = self._store.stats()
+        try:
+            stats = self._store.stats()
+        except StoreUnavailable:
+            yield GaugeMetricFamily("blendserve_store_up", "Whether the KV store answers", 0)
+            return
+        yield GaugeMetricFamily("blendserve_store_up", "Whether the KV store answers", 1)
         for name, about, value in (
             ("store_bytes", "Payload of the KV store", stats.bytes),
             ("store_raw_bytes", "What its chunks take uncoded", stats.raw_bytes),
@@ -115,6 +125,29 @@ class _StoreCollector(Collector):
         ):
             yield CounterMetricFamily(f"blendserve_{name}", about, value)
 
+        yield from _of_tiers(stats)
+
     def describe(self) -> Iterator[Metric]:
         """Nothing is asked of the store when this is registered."""
         return iter(())
+
+
+def _of_tiers(stats: StoreStats) -> Iterator[Metric]:
+    size = GaugeMetricFamily("blendserve_store_tier_bytes", "Chunks kept near", labels=["tier"])
+    for tier in stats.tiers:
+        size.add_metric([tier.name], tier.bytes)
+    yield size
+    for what, figure in asdict(stats.remote or NOTHING_REMOTE).items():
+        name, about = f"blendserve_store_remote_{what}", _OF_REMOTE[what]
+        yield (GaugeMetricFamily if what == "waiting_bytes" else CounterMetricFamily)(name, about, figure)
+
+
+NOTHING_REMOTE = RemoteStats(0, 0, 0, 0, 0, 0)
+_OF_REMOTE = {
+    "hits": "Chunks that the remote store gave",
+    "misses": "Chunks that it did not have, or could not give",
+    "failures": "Times that it could not be reached, read or written",
+    "written": "Chunks written to it",
+    "dropped": "Chunks not written to it, as too much waited",
+    "waiting_bytes": "Chunks on their way there, or from there into the local store",
+}

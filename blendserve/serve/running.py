@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import signal
+import sys
 from collections.abc import Sequence
 from types import FrameType
 
@@ -20,6 +21,9 @@ from blendserve.serve import logs
 from blendserve.serve.app import make_app
 from blendserve.serve.config import Config, ServeConfig, check_binding
 from blendserve.serve.service import Service
+
+# A pass gives the GIL back and wants it again hundreds of times; beside a thread that parses, it waits so long each time.
+SWITCH_S = 5e-4
 
 
 def serve(settings: Config, indexes: Sequence[str], say: Say) -> None:
@@ -35,6 +39,7 @@ def serve(settings: Config, indexes: Sequence[str], say: Say) -> None:
 def run(engine: Engine, library: Library, serve: ServeConfig, say: Say) -> None:
     """Serve an open engine until told to stop."""
     service = Service(engine, library, serve)
+    sys.setswitchinterval(SWITCH_S)
     try:
         _Server(service, say).run()
     finally:

@@ -19,6 +19,7 @@ from blendserve.engine.library import Documents, Library
 from blendserve.engine.queued import Event, Failed, Finished, QueuedRequest, Started
 from blendserve.engine.request import Options, Request
 from blendserve.engine.scheduler import Scheduler
+from blendserve.engine.standby import Standby
 from blendserve.errors import InputError, NotFound
 from blendserve.retrieve import VectorIndex
 from blendserve.serve.config import ServeConfig
@@ -88,13 +89,22 @@ class Service:
             prefill_share=serve.prefill_share,
             share_bytes=round(serve.share_mb * 1e6),
             prefix_bytes=round(serve.conversations_mb * 1e6),
+            job_share=serve.job_share,
         )
         self.scheduler = self.batch.scheduler
         self.metrics.watch(lambda: self.scheduler.load, serve.slots, engine.store)
         self._preparing: Counter[str] = Counter()
-        self.retrieval = FairThread("retrieval", serve.queue)  # the one that may touch indexes
+        self.retrieval = FairThread(  # the one that may touch indexes
+            "retrieval",
+            serve.queue,
+            Standby(serve.job_share),
+            lambda: self.scheduler.in_flight,
+            self.scheduler.others_in_flight,
+        )
         self.storage = FairThread("storage", serve.queue)  # counts, pins and looks things up in the store
         engine.prompts.between = self.retrieval.give_way
+        for index in library.collections.values():
+            index.embedder.let_others(self.retrieval.give_way)
 
     def anybody(self, address: str) -> Tenant:
         """Who somebody is when there are no keys."""
@@ -120,9 +130,9 @@ class Service:
                 loop.call_soon_threadsafe(events.put_nowait, event)
 
         clock = Clock()
-        with counted(self._preparing, tenant.name):
+        with counted(self._preparing, tenant.name), self.scheduler.planning(tenant.name):
             request = await self.on_retrieval(tenant, self._planned, tenant, ask, emit, clock)
-        self.scheduler.submit(request)
+            self.scheduler.submit(request)
         return Answering(self.scheduler, request, events)
 
     async def on_retrieval(self, tenant: Tenant, call: Any, *args: Any, long: bool = False) -> Any:

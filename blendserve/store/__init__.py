@@ -1,4 +1,6 @@
-"""Chunk KV, kept: one contract (base.py), in an LMDB file (lmdb/) or in memory (memory.py), behind tiers (tiers.py)."""
+"""Chunk KV, kept: one contract (base.py), in an LMDB file (lmdb/) or in memory (memory.py), behind tiers (tiers.py),
+before a store that other machines use, too (layered.py).
+"""
 
 from __future__ import annotations
 
@@ -7,10 +9,22 @@ from pathlib import Path
 
 import torch
 
-from blendserve.config import StoreConfig
+from blendserve.config import RemoteConfig, StoreConfig
+from blendserve.errors import ConfigError
 from blendserve.registry import ADMISSIONS, CODECS, EVICTIONS, STORES, parse_codec
-from blendserve.store.base import ChunkView, KVStore, Snapshot, StoreKind, StoreStats, TierStats, VerifyReport
+from blendserve.store.base import (
+    ChunkView,
+    KVStore,
+    Lease,
+    RemoteStats,
+    Snapshot,
+    StoreKind,
+    StoreStats,
+    TierStats,
+    VerifyReport,
+)
 from blendserve.store.key import ChunkKey, chunk_key, share_of
+from blendserve.store.layered import LayeredStore
 from blendserve.store.lmdb.store import LMDBStore
 from blendserve.store.memory import MemoryStore
 from blendserve.store.policies import Policies
@@ -21,7 +35,10 @@ __all__ = [
     "ChunkView",
     "KVStore",
     "LMDBStore",
+    "LayeredStore",
+    "Lease",
     "MemoryStore",
+    "RemoteStats",
     "Snapshot",
     "StoreKind",
     "StoreStats",
@@ -45,9 +62,9 @@ def open_store(
 
     default_path: the folder where the settings name none; None = there is none, which rules out kinds that need one.
     device: where its reader computes; None = it has none, and so no tiers. persistent: only what outlives the process
-    will do. What is written is coded as the settings say, unless that takes tables, which are a reader's: who opens the
-    store for one sets that codec (engine/calibration.py). Raises StoreUnavailable, StoreVersion; ConfigError for tiers
-    that would do nothing on the device.
+    will do. read_only: a remote store is left out. What is written is coded as the settings say unless that takes tables,
+    which are a reader's: who opens the store for one sets that codec (engine/calibration.py). Raises StoreUnavailable,
+    StoreVersion; ConfigError for tiers that would do nothing on the device.
     """
     path = config.path or default_path
     kinds: Iterator[StoreKind] = map(STORES.load, (config.kind, *STORES.names))
@@ -55,7 +72,28 @@ def open_store(
     policies = Policies(EVICTIONS.load(config.eviction)(), ADMISSIONS.load(config.admission)())
     tiers = tiers_for(config.tiers, policies.admission, device) if device else []
     store = kind.from_config(config, path, read_only, policies)
+    if config.tiers.remote and not read_only:
+        far, about = _remote(config.tiers.remote, store), config.tiers
+        store = LayeredStore(store, far, tiers, about.write, about.prefetch_bytes)
+    elif tiers:
+        store = TieredStore(store, tiers)
     name, level = parse_codec(config.codec)
     if not (codec := CODECS.load(name)).needs_tables:
         store.write_by(codec.with_tables(level))
-    return TieredStore(store, tiers) if tiers else store
+    return store
+
+
+def _remote(config: RemoteConfig, near: KVStore) -> KVStore:
+    """The store that is shared with other machines; the near one is closed if it cannot be opened."""
+    kind: StoreKind = STORES.load(config.kind)
+    policies = Policies(EVICTIONS.load(config.eviction)(), ADMISSIONS.load(config.admission)())
+    try:
+        if kind.needs_folder and not config.path:
+            raise ConfigError(
+                f"setting 'store.tiers.remote.path' is missing: a store of kind {config.kind!r} keeps files, so name a "
+                "folder that the machines share, or another kind"
+            )
+        return kind.from_config(config, config.path, False, policies)
+    except BaseException:
+        near.close()
+        raise

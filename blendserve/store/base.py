@@ -15,14 +15,17 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from blendserve.config import StoreConfig
+from blendserve.config import PlaceConfig
 from blendserve.core import ChunkKV
 from blendserve.errors import StoreFull
-from blendserve.store.codecs.base import Codec, Undecodable
+from blendserve.registry import CODECS
+from blendserve.store.codecs.base import ChunkShape, Codec, Undecodable
 from blendserve.store.key import ChunkKey
 from blendserve.store.policies import Policies
 from blendserve.store.record import Coded
 from blendserve.store.tables import TablesInfo, newest
+
+LOCAL, REMOTE = "local", "remote"  # tiers: this machine's own store, and one that others use, too
 
 AnyStore = TypeVar("AnyStore", bound="KVStore")
 
@@ -60,11 +63,26 @@ class ChunkView(Protocol):
 
 
 class Snapshot(Protocol):
-    """A consistent view of the whole store, as of the moment when it was opened."""
+    """A view of the store, in which a chunk never changes. On this machine it is of the moment when it was opened.
+
+    On a shared server each chunk is as it was at some moment since: which is the same, as chunks do not change but for
+    repairs.
+    """
 
     @property
     def undecodable(self) -> Mapping[ChunkKey, Undecodable]:
-        """Of the chunks that `get` was asked for: those that are there, and count as missing, and why."""
+        """Of the chunks that `get` was asked for: those that count as missing though they may be there, and why."""
+        ...
+
+    def expect(self, keys: Sequence[ChunkKey]) -> None:
+        """`get` will be asked for these: read them in one go where that is cheaper.
+
+        A hint: it raises nothing, and `get` gives the same with it and without.
+        """
+        ...
+
+    def tier(self, key: ChunkKey) -> str:
+        """Where a chunk that `get` gave is read from."""
         ...
 
     def get(self, key: ChunkKey) -> ChunkView | None:
@@ -84,6 +102,18 @@ class TierStats:
     bytes: int
     cap_bytes: int
     hits: int  # look-ups of chunks that it had whole
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteStats:
+    """What this process had from a store that it shares with other machines, and what it gave it (layered.py)."""
+
+    hits: int  # chunks
+    misses: int  # chunks that it did not have, or could not give
+    failures: int  # times that it could not be reached, read or written
+    written: int  # chunks
+    dropped: int  # chunks that were not written, as too much waited to be
+    waiting_bytes: int  # that are still to be written, there or here
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,14 +141,16 @@ class StoreStats:
     tables: int | None  # of codecs, which all tenants share; beside the cap
     tables_bytes: int | None
     tiers: tuple[TierStats, ...] = ()
+    remote: RemoteStats | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Flat: the figures of a tier begin with its name."""
+        """Flat: the figures of a tier, and of a remote store, begin with its name."""
         figures = asdict(self)
+        remote = figures.pop("remote") or {}
         for tier in figures.pop("tiers"):
             name = tier.pop("name")
             figures |= {f"{name}_{what}": figure for what, figure in tier.items()}
-        return figures
+        return figures | {f"remote_{what}": figure for what, figure in remote.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +167,19 @@ class VerifyReport:
             "bad": [{"key": k, "problem": p} for k, p in self.bad],
             "bad_tables": [{"hash": h, "problem": p} for h, p in self.bad_tables],
         }
+
+
+class Lease:
+    """The right to compute a chunk, until it is released or its time is over. This one costs nobody anything."""
+
+    def release(self) -> None:
+        """Let others have it; idempotent. Raises nothing: what cannot be given back ends by itself."""
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
 
 
 class KVStore(ABC):
@@ -169,6 +214,11 @@ class KVStore(ABC):
     def put_coded(self, key: ChunkKey, coded: Coded, pin: bool = False) -> bool:
         """`put` of what `coded` gave, here or elsewhere. The tables that it needs are the caller's to bring along."""
 
+    def put_uncoded(self, key: ChunkKey, kv: ChunkKV, pin: bool = False) -> bool:
+        """`put`, and uncoded whatever else is written: for KV that all of a prompt looks at, such as its prefix."""
+        codec: Codec = CODECS.load(CODECS.default).with_tables(0)
+        return self.put_coded(key, Coded(ChunkShape.of(kv), codec.coding, codec.encode(kv)), pin)
+
     @abstractmethod
     def put_tables(self, codec: str, fingerprint: str, raw: bytes, current: bool = True) -> bytes:
         """Keep the tables of a codec for the reader `fingerprint` -> their hash.
@@ -200,6 +250,13 @@ class KVStore(ABC):
         Raises StoreUnavailable.
         """
 
+    def lease(self, key: ChunkKey, seconds: float) -> Lease | None:
+        """The right to compute this chunk, for at most so many seconds; None while another process has it.
+
+        Granted where the store has no way to ask the others, or cannot reach them: then a chunk may be computed twice.
+        """
+        return Lease()
+
     @abstractmethod
     def pin(self, keys: Iterable[ChunkKey]) -> int:
         """Keep these chunks from being evicted, in one transaction -> how many of them are there."""
@@ -211,6 +268,14 @@ class KVStore(ABC):
     @abstractmethod
     def __contains__(self, key: ChunkKey) -> bool:
         """Whether the chunk has a header. Counts as no use of it."""
+
+    def present(self, keys: Iterable[ChunkKey], remote: bool = True) -> set[ChunkKey]:
+        """Those of the chunks that are there. remote: ask other machines, too, which takes a while."""
+        return {key for key in keys if key in self}
+
+    def prefetch(self, keys: Iterable[ChunkKey]) -> None:
+        """A request for these is on its way: begin to bring near what is far. A hint; it waits for nothing."""
+        return
 
     @abstractmethod
     def delete(self, key: ChunkKey) -> bool:
@@ -246,7 +311,7 @@ class StoreKind(Protocol):
     needs_folder: bool  # it keeps files
 
     def from_config(
-        self, config: StoreConfig, path: Path | None, read_only: bool, policies: Policies
+        self, config: PlaceConfig, path: Path | None, read_only: bool, policies: Policies
     ) -> KVStore:
         """A classmethod: open the store. path: where its files are; never None for a kind that needs a folder.
 

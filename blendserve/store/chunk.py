@@ -8,7 +8,7 @@ from collections.abc import Callable
 from blendserve.errors import CorruptRecord
 from blendserve.store.codecs.base import Buffer, Pair, Tables, codec_for
 from blendserve.store.key import ChunkKey
-from blendserve.store.record import Header, check_segment
+from blendserve.store.record import Coded, Header, check_segment
 
 
 class StoredChunk:
@@ -57,6 +57,17 @@ class StoredChunk:
             return self._decoded(l)
         with self._decoding:
             return self._decoded_in_order(l)
+
+    def coded(self) -> Coded:
+        """A copy of it as it is coded. Raises CorruptRecord."""
+        try:
+            segments = [
+                bytes(check_segment(self._key, self._header, l, self._read(l))) for l in range(self.n_layers)
+            ]
+        except CorruptRecord:
+            self._count_damage()
+            raise
+        return Coded(self._header.shape, self._header.coding, [*segments])
 
     def _decoded_in_order(self, l: int) -> Pair:
         """Decode what is missing below layer l, then l; a layer that was passed is decoded from the first one again."""

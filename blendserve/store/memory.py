@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,10 +16,10 @@ from typing import TypeAlias
 
 import torch
 
-from blendserve.config import StoreConfig
+from blendserve.config import PlaceConfig
 from blendserve.core import ChunkKV
 from blendserve.errors import StoreFull
-from blendserve.store.base import KVStore, StoreStats, VerifyReport, full, stats_of
+from blendserve.store.base import LOCAL, KVStore, StoreStats, VerifyReport, full, stats_of
 from blendserve.store.chunk import StoredChunk
 from blendserve.store.codecs.base import Buffer, ChunkShape, Codec, Undecodable, tables_hash
 from blendserve.store.codecs.raw import Raw
@@ -89,6 +89,12 @@ class MemorySnapshot:
     tables: dict[bytes, bytes]
     undecodable: dict[ChunkKey, Undecodable] = field(default_factory=dict)
 
+    def expect(self, keys: Sequence[ChunkKey]) -> None:
+        """Nothing to do: it is all here."""
+
+    def tier(self, key: ChunkKey) -> str:
+        return LOCAL
+
     def get(self, key: ChunkKey) -> MemoryChunk | StoredChunk | None:
         kept = self.chunks.get(key)
         if kept is None:
@@ -135,7 +141,7 @@ class MemoryStore(KVStore):
 
     @classmethod
     def from_config(
-        cls, config: StoreConfig, path: Path | None, read_only: bool, policies: Policies
+        cls, config: PlaceConfig, path: Path | None, read_only: bool, policies: Policies
     ) -> MemoryStore:
         return cls(config.cap_bytes, *policies)
 
@@ -147,12 +153,16 @@ class MemoryStore(KVStore):
         yield snapshot
 
     def put(self, key: ChunkKey, kv: ChunkKV, pin: bool = False) -> bool:
-        validate_kv(kv)
-        if isinstance(self._codec, Raw):
-            copy = ChunkKV(kv.keys.detach().cpu().clone(), kv.values.detach().cpu().clone(), ids=kv.ids)
-            return self._keep(key, MemoryChunk(copy), pin)
         codec = self._codec
+        if isinstance(codec, Raw):
+            return self.put_uncoded(key, kv, pin)
+        validate_kv(kv)
         return self.put_coded(key, Coded(ChunkShape.of(kv), codec.coding, codec.encode(kv)), pin)
+
+    def put_uncoded(self, key: ChunkKey, kv: ChunkKV, pin: bool = False) -> bool:
+        validate_kv(kv)
+        copy = ChunkKV(kv.keys.detach().cpu().clone(), kv.values.detach().cpu().clone(), ids=kv.ids)
+        return self._keep(key, MemoryChunk(copy), pin)
 
     def put_coded(self, key: ChunkKey, coded: Coded, pin: bool = False) -> bool:
         return self._keep(key, MemoryRecord(seal(key, coded), [bytes(part) for part in coded.segments]), pin)

@@ -50,6 +50,23 @@ class TierEntry:
         return all(self.layers)
 
 
+class HeldChunk:
+    """A ChunkView of an entry that is whole."""
+
+    def __init__(self, entry: TierEntry) -> None:
+        self._layers = [pair for pair in entry.layers if pair]
+        self.version, self.n_layers = entry.version, len(entry.layers)
+        self.n_tokens = int(self._layers[0][0].shape[1])
+        self.n_bytes = self.raw_bytes = sum(
+            p.numel() * p.element_size() for pair in self._layers for p in pair
+        )
+
+    def layer(self, l: int) -> Pair:
+        if not 0 <= l < self.n_layers:
+            raise IndexError(f"a chunk of {self.n_layers} layers has no layer {l}")
+        return self._layers[l]
+
+
 class Tier:
     """Chunks copied into one kind of memory, at most `cap_bytes` of them; the least recently used are evicted."""
 
@@ -79,6 +96,21 @@ class Tier:
             if entry is not None:
                 self._entries.move_to_end(key)
                 self._hits += entry.whole
+            return entry
+
+    def __contains__(self, key: ChunkKey) -> bool:
+        """Whether the chunk is here whole. Counts as no use of it."""
+        entry = self._entries.get(key)
+        return entry is not None and entry.whole
+
+    def held(self, key: ChunkKey) -> TierEntry | None:
+        """The entry of a chunk that is here whole, whichever record it came from. Counts as a use."""
+        with self._using:
+            entry = self._entries.get(key)
+            if entry is None or not entry.whole:
+                return None
+            self._entries.move_to_end(key)
+            self._hits += 1
             return entry
 
     def admit(self, key: ChunkKey, view: ChunkView) -> TierEntry | None:
@@ -151,6 +183,12 @@ class TieredStore(WrappedStore):
             self._forget(key)
         return stored
 
+    def put_uncoded(self, key: ChunkKey, kv: ChunkKV, pin: bool = False) -> bool:
+        stored = self._store.put_uncoded(key, kv, pin)
+        if stored:
+            self._forget(key)
+        return stored
+
     def put_coded(self, key: ChunkKey, coded: Coded, pin: bool = False) -> bool:
         stored = self._store.put_coded(key, coded, pin)
         if stored:
@@ -182,27 +220,41 @@ class _TieredSnapshot:
 
     def __init__(self, snapshot: Snapshot, tiers: Sequence[Tier]) -> None:
         self._snapshot, self._tiers = snapshot, tiers
+        self._from: dict[ChunkKey, str] = {}  # chunks that a tier has whole
 
     @property
     def undecodable(self) -> Mapping[ChunkKey, Undecodable]:
         return self._snapshot.undecodable
 
+    def expect(self, keys: Sequence[ChunkKey]) -> None:
+        self._snapshot.expect(keys)
+
     def get(self, key: ChunkKey) -> ChunkView | None:
         view = self._snapshot.get(key)
-        return None if view is None else _TieredView(key, view, self._places(key, view))
+        if view is None:
+            return None
+        places = places_of(key, view, self._tiers)
+        for tier, entry in places:
+            if entry.whole:
+                self._from[key] = tier.name
+        return TieredView(key, view, places)
 
-    def _places(self, key: ChunkKey, view: ChunkView) -> list[tuple[Tier, TierEntry]]:
-        """Where it is or will be, the nearest first; those after it serve until that one is whole."""
-        places: list[tuple[Tier, TierEntry]] = []
-        for tier in self._tiers:
-            entry = tier.find(key, view.version) or (None if places else tier.admit(key, view))
-            places += [(tier, entry)] if entry else []
-            if entry and entry.whole:
-                break
-        return places
+    def tier(self, key: ChunkKey) -> str:
+        return self._from.get(key) or self._snapshot.tier(key)
 
 
-class _TieredView:
+def places_of(key: ChunkKey, view: ChunkView, tiers: Sequence[Tier]) -> list[tuple[Tier, TierEntry]]:
+    """Where a chunk is or will be, the nearest first; those after it serve until that one is whole."""
+    places: list[tuple[Tier, TierEntry]] = []
+    for tier in tiers:
+        entry = tier.find(key, view.version) or (None if places else tier.admit(key, view))
+        places += [(tier, entry)] if entry else []
+        if entry and entry.whole:
+            break
+    return places
+
+
+class TieredView:
     """A stored chunk, each layer from the nearest place that has it."""
 
     def __init__(self, key: ChunkKey, view: ChunkView, places: Sequence[tuple[Tier, TierEntry]]) -> None:
@@ -230,30 +282,37 @@ def tiers_for(
     stream: the way to the device. Raises ConfigError for a tier that would do nothing there.
     """
     way = stream or copy_stream_to(device)
+    tiers = _memory_tier(config, admission)
     if way is None:
-        _refuse_any(config, device)
-        return []
-    tiers = []
+        _refuse_gpus(config, device)
+        return tiers
+    near = []
     if config.device_bytes > (free := way.free_bytes()):
         raise ConfigError(
             f"setting 'store.tiers.device_bytes' cannot be {config.device_bytes}: beside the reader the GPU has {free} "
             "bytes free, and the caches of requests need some of them"
         )
     if config.device_bytes:
-        tiers.append(Tier("device", config.device_bytes, admission, lambda pair: _sent(way, pair)))
+        near.append(Tier("device", config.device_bytes, admission, lambda pair: _sent(way, pair)))
     if config.host_bytes:
-        tiers.append(
+        near.append(
             Tier("host", config.host_bytes, admission, lambda pair: _pinned(way, pair), _pinned_bytes)
         )
-    return tiers
+    return near + tiers
 
 
-def _refuse_any(config: TiersConfig, device: torch.device) -> None:
-    for name, size in config:
+def _memory_tier(config: TiersConfig, admission: Admission) -> list[Tier]:
+    if not config.memory_bytes:
+        return []
+    return [Tier("memory", config.memory_bytes, admission, lambda pair: (pair[0].clone(), pair[1].clone()))]
+
+
+def _refuse_gpus(config: TiersConfig, device: torch.device) -> None:
+    for name, size in (("device_bytes", config.device_bytes), ("host_bytes", config.host_bytes)):
         if size:
             raise ConfigError(
-                f"setting 'store.tiers.{name}' cannot be {size}: the reader runs on the {device.type.upper()}, where the "
-                "store's own memory is as near; leave it at 0, or set reader.device to a GPU"
+                f"setting 'store.tiers.{name}' cannot be {size}: the reader runs on the {device.type.upper()}, where no "
+                "memory is nearer than the process's own; set store.tiers.memory_bytes, or reader.device to a GPU"
             )
 
 

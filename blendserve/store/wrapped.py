@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 
 from blendserve.core import ChunkKV
-from blendserve.store.base import KVStore, StoreStats, VerifyReport
+from blendserve.store.base import KVStore, Lease, StoreStats, VerifyReport
 from blendserve.store.codecs.base import Codec
 from blendserve.store.key import ChunkKey
 from blendserve.store.record import Coded
@@ -30,6 +30,9 @@ class WrappedStore(KVStore):
     def put_coded(self, key: ChunkKey, coded: Coded, pin: bool = False) -> bool:
         return self._store.put_coded(key, coded, pin)
 
+    def put_uncoded(self, key: ChunkKey, kv: ChunkKV, pin: bool = False) -> bool:
+        return self._store.put_uncoded(key, kv, pin)
+
     def put_tables(self, codec: str, fingerprint: str, raw: bytes, current: bool = True) -> bytes:
         return self._store.put_tables(codec, fingerprint, raw, current)
 
@@ -45,6 +48,9 @@ class WrappedStore(KVStore):
     def wants(self, key: ChunkKey, raw_bytes: int) -> bool:
         return self._store.wants(key, raw_bytes)
 
+    def lease(self, key: ChunkKey, seconds: float) -> Lease | None:
+        return self._store.lease(key, seconds)
+
     def pin(self, keys: Iterable[ChunkKey]) -> int:
         return self._store.pin(keys)
 
@@ -53,6 +59,12 @@ class WrappedStore(KVStore):
 
     def __contains__(self, key: ChunkKey) -> bool:
         return key in self._store
+
+    def present(self, keys: Iterable[ChunkKey], remote: bool = True) -> set[ChunkKey]:
+        return self._store.present(keys, remote)
+
+    def prefetch(self, keys: Iterable[ChunkKey]) -> None:
+        self._store.prefetch(keys)
 
     def delete(self, key: ChunkKey) -> bool:
         return self._store.delete(key)

@@ -23,6 +23,11 @@ SMALL = CrowdedConfig(
 )
 
 
+def test_libgomp_left_alone_may_be_left_out() -> None:
+    assert set(crowded._environments(SMALL)) == {crowded.OURS, crowded.LIBGOMP}
+    assert set(crowded._environments(changed(SMALL, ours_alone=True))) == {crowded.OURS}
+
+
 def children(of: int | None = None) -> set[int]:
     """Processes whose parent is this one."""
     found = set()

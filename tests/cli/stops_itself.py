@@ -11,6 +11,7 @@ import runpy
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from blendserve.store import LMDBStore
@@ -18,17 +19,21 @@ from blendserve.store import LMDBStore
 
 def stop_after(puts: int, how: signal.Signals) -> None:
     """From now on, the put of this number is the last one before the signal, which the main thread receives."""
-    put, done = LMDBStore.put, 0
+    done = 0
 
-    def counted(store: LMDBStore, *args: Any, **options: Any) -> bool:
-        nonlocal done
-        stored = put(store, *args, **options)
-        done += 1
-        if done == puts:
-            signal.pthread_kill(threading.main_thread().ident or 0, how)
-        return stored
+    def counting(put: Callable[..., bool]) -> Callable[..., bool]:
+        def counted(*args: Any, **options: Any) -> bool:
+            nonlocal done
+            stored = put(*args, **options)
+            done += 1
+            if done == puts:
+                signal.pthread_kill(threading.main_thread().ident or 0, how)
+            return stored
 
-    LMDBStore.put = counted  # type: ignore[method-assign, assignment]
+        return counted
+
+    LMDBStore.put = counting(LMDBStore.put)  # type: ignore[method-assign]
+    LMDBStore.put_uncoded = counting(LMDBStore.put_uncoded)  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ def test_fit_precompute_ask(run: Run, tmp_path: Path) -> None:
     assert "Fitting" not in err
     stats = one_json(run("store", "stats", index, "--json")[1])
     assert stats["chunks"] == 4
-    assert stats["raw_bytes"] > 8 * stats["bytes"]
+    assert stats["raw_bytes"] > 5 * stats["bytes"]  # the prefix is not coded
     assert stats["tables_bytes"] == fitted[0]["bytes"]
     assert one_json(run("store", "verify", index, "--json")[1])["bad_tables"] == []
     answer = one_json(run("ask", "Where was the bee?", "-i", index, "--json", "--max-new-tokens", "3")[1])

@@ -31,16 +31,18 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from blendserve import console
-from blendserve.config import BlendConfig, Config, ReaderConfig, StoreConfig
+from blendserve.config import BlendConfig, Config, ReaderConfig, StoreConfig, changed
 from blendserve.core import BlendReport, Passage
+from blendserve.engine.calibration import fit
 from blendserve.engine.engine import Engine
+from blendserve.engine.own_words import own_words
 from blendserve.engine.prompt import PromptBuilder
 from blendserve.errors import BlendserveError
 from blendserve.evaluate.workload import Query, zipf_blocks
@@ -49,10 +51,11 @@ from blendserve.models.toy import toy_reader
 from blendserve.registry import CODECS, parse_codec
 from blendserve.retrieve import language_reference, split
 from blendserve.store import StoreStats, open_store
-from blendserve.store.codecs.base import known_codec
+from blendserve.store.codecs.base import Codec, known_codec
 
 CHUNKS, CHUNK_TOKENS = 400, 128  # of the corpus; a chunk has at most so many tokens, and at least 3/4 of them
 PER_QUERY = 6
+FIT_TOKENS = 4_000  # that a codec's tables are fitted on, where it needs some
 LARGER = 10  # corpus / cap, in bytes of KV
 SAMPLE = 10  # one query in so many is also prefilled by the methods that it is compared with
 FALL = 0.05
@@ -280,22 +283,33 @@ class Run:
 
 
 def run(work: Workload, reader: Reader, method: str, admission: str, codec: str = CODECS.default) -> Run:
-    """Ask all queries of a fresh store, whose cap is as many chunks in any codec. codec: one that needs no tables."""
-    name, level = parse_codec(codec)
-    cap = CODECS.load(name).with_tables(level).expected_bytes(work.cap_bytes)
-    store = StoreConfig(**{"cap_gb": cap / 1e9, "eviction": "lru", "admission": admission, "codec": codec})
+    """Ask all queries of a fresh store, whose cap is as many chunks in any codec."""
+    store = StoreConfig(**{"eviction": "lru", "admission": admission, "codec": codec})
     config = Config(store=store, blend=BlendConfig(**{"method": method}))
     total, made = sum(map(len, work.blocks)), list[Block]()
-    with (
-        tempfile.TemporaryDirectory() as scratch,
-        closing(Asker(work, config, reader, Path(scratch) / "kv")) as asker,
-        console.progress(f"Admission {admission}", "queries") as update,
-    ):
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "kv"
+        cap = codec_of(config, reader, folder).expected_bytes(work.cap_bytes)
+        config = changed(config, store=changed(store, cap_gb=cap / 1e9))
+        asker = stack.enter_context(closing(Asker(work, config, reader, folder)))
+        update = stack.enter_context(console.progress(f"Admission {admission}", "queries"))
         for block in work.blocks:
             made.append(asker.block(block, len(made) * len(block), lambda done: update(done, total)))
             figures = ", ".join(f"{name} {value}" for name, value in row(made[-1]).items())
             console.say(f"Admission {admission}, block {len(made)}: {figures}")
         return Run(admission, method, tuple(made), len(asker.engine.store.verify().bad))
+
+
+def codec_of(config: Config, reader: Reader, folder: Path) -> Codec:
+    """What the store in this folder writes with; tables that it needs are fitted, and kept there."""
+    name, level = parse_codec(config.store.codec)
+    made: type[Codec] = CODECS.load(name)
+    if not made.needs_tables:
+        return made.with_tables(level)
+    prompts = PromptBuilder(reader.tokenizer, config.prompt)
+    with open_store(config.store, folder) as store:
+        hash = fit(name, own_words(reader, FIT_TOKENS), reader, prompts, store)
+        return made.with_tables(level, store.tables(hash) or b"")
 
 
 def row(block: Block) -> dict[str, str]:
@@ -330,8 +344,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--queries", type=int, default=500)
     parser.add_argument("--block", type=int, default=50, help="queries a block")
     parser.add_argument("--seed", type=int, default=0)
-    plain = [name for name in CODECS.names if (made := known_codec(name)) and not made.needs_tables]
-    parser.add_argument("--codec", choices=plain, default=CODECS.default, help="how the store is coded")
+    here = [name for name in CODECS.names if known_codec(name)]
+    parser.add_argument("--codec", choices=here, default=CODECS.default, help="how the store is coded")
     parser.add_argument("--json", action="store_true", help="the JSON line alone, without the tables")
     asked = parser.parse_args()
     if asked.queries < asked.block or asked.queries % asked.block:

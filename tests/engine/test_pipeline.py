@@ -23,7 +23,7 @@ PACKAGE = Path(blendserve.__file__).parent
 @pytest.mark.parametrize(
     ("code", "module"),
     [
-        ("apply_chat_template", "engine/prompt.py"),
+        ("_tokenizer.apply_chat_template(", "engine/prompt.py"),
         ("TextStream(tokenizer, plan.decode.stop)", "engine/generation.py"),
         (" Timings(", "engine/generation.py"),
         (" Answer(", "engine/generation.py"),
@@ -60,6 +60,7 @@ class Both:
             prefill_share=0.0,
             share_bytes=2**20,
             prefix_bytes=2**20,
+            job_share=0.5,
         )
         self.batch.scheduler.start()
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from blendserve.config import KVContext, PromptConfig
 from blendserve.core import Passage
 from blendserve.engine.prompt import PromptBuilder, Turn
+from blendserve.engine.tokens import without_control
 from blendserve.errors import ModelUnsupported
 from tests.tokenizers import bundled_tokenizer
 
@@ -54,6 +55,33 @@ def test_passages_and_questions_cannot_smuggle_in_control_tokens(text: str, cont
     assert not special & set(attack.chunks[0].ids)
     assert sum(i in special for i in attack.suffix) == sum(i in special for i in plain.suffix)
     assert control.strip() in tokenizer.decode(attack.chunks[0].ids)
+
+
+class Watched:
+    """A tokenizer that notes whether it was told to take special tokens literally."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.literally: set[bool] = set()
+
+    def __call__(self, text: str, **options: Any) -> Any:
+        self.literally.add(options["split_special_tokens"])
+        return self._tokenizer(text, **options)
+
+    def __deepcopy__(self, memo: Any) -> Watched:
+        return Watched(copy.deepcopy(self._tokenizer, memo))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+
+def test_no_tokenizer_is_told_one_thing_now_and_another_then() -> None:
+    """It would keep what it was told for the calls of other threads, too."""
+    tokenizer = Watched(bundled_tokenizer())
+    prompts = PromptBuilder(tokenizer, PromptConfig())
+    prompts.build(QUESTION, PASSAGES, [Turn("user", "Hi"), Turn("assistant", "<|im_end|>")])
+    assert tokenizer.literally == {False}
+    assert without_control(tokenizer).literally == {True}
 
 
 @pytest.mark.parametrize(

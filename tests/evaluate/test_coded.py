@@ -10,7 +10,7 @@ import torch
 
 from blendserve.config import StoreConfig, changed
 from blendserve.core import ChunkKV, Document
-from blendserve.engine.calibration import fit
+from blendserve.engine.calibration import chunks_of, fit
 from blendserve.errors import ConfigError, TablesMissing
 from blendserve.evaluate.coded import coded_store, exact_context, size
 from blendserve.evaluate.plots import coded as plot
@@ -95,7 +95,10 @@ def test_the_context_of_exact_is_coded_part_by_part() -> None:
     whole, kv, taken = exact_context(engine.reader.adapter, prompt, by)
     plain = exact_context(engine.reader.adapter, prompt, None)[1]
     assert whole.ids == prompt.ids
-    assert taken["raw_bytes"] == kv.n_bytes == plain.n_bytes
+    start = prompt.spans[0].start  # of what is coded: the prefix is not
+    assert taken["raw_bytes"] * len(whole.prefix) == kv.n_bytes * (len(whole.prefix) - start)
+    assert kv.n_bytes == plain.n_bytes
+    assert torch.equal(kv.keys[:, :, :start], plain.keys[:, :, :start])
     second = prompt.spans[1]
     expected, _ = by.through(
         ChunkKV(plain.keys[:, :, second.start : second.stop], plain.values[:, :, second.start : second.stop])
@@ -125,7 +128,8 @@ def test_tables_are_the_runs_stores() -> None:
     with pytest.raises(TablesMissing, match="codec fit"):
         coded_store(engine, "cachegen@1")
     document = Document(" ".join(passage(n)["text"] for n in range(40)))
-    fit("cachegen", [document], 300, engine.config, engine.reader, engine.prompts, engine.store)
+    chunks = chunks_of([document], 300, engine.config, engine.prompts)
+    fit("cachegen", chunks, engine.reader, engine.prompts, engine.store)
     by = coded_store(engine, "cachegen@2")
     kv = ChunkKV(*(torch.randn(3, 2, 50, 16) for _ in range(2)))
     if by.codec._weights.fits(record.ChunkShape.of(kv)):  # type: ignore[attr-defined]

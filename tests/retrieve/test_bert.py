@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +43,10 @@ def edit(file: Path, **values: Any) -> None:
     file.write_text(json.dumps(settings))
 
 
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("by_kernels", [False, True])
-def test_vectors_are_the_library_s(model_folder: Path, library: Any, by_kernels: bool) -> None:
-    encoder = Bert(BertFolder(model_folder), torch.float32, by_kernels)
+def test_vectors_are_the_library_s(model_folder: Path, library: Any, by_kernels: bool, packed: bool) -> None:
+    encoder = Bert(BertFolder(model_folder), torch.float32, by_kernels, packed)
     expected = library.encode(TEXTS, normalize_embeddings=True, show_progress_bar=False)
     np.testing.assert_allclose(Embedder(encoder, "", "").embed(TEXTS), expected, atol=1e-5)
     assert encoder.max_tokens == library.max_seq_length
@@ -131,41 +132,64 @@ def test_the_form_is_measured_once_and_kept(
     model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    folder, asked, figures = BertFolder(model_folder), list[int](), ([0.0], [0.0])
+    folder, asked = BertFolder(model_folder), list[int]()
+    seconds, bad = dict[str, float](), set[str]()
 
-    def compare(encoders: Sequence[Bert]) -> tuple[list[float], list[float]]:
+    def compare(encoders: Mapping[str, Bert]) -> tuple[dict[str, float], dict[str, float]]:
         asked.append(len(encoders))
-        return figures
+        return seconds, {name: float("nan") if name in bad else 1.0 for name in encoders}
 
     monkeypatch.setattr(precision, "compare", compare)
     monkeypatch.setattr(precision, "fast_dtype", lambda: torch.float32)
     assert precision.fastest(folder, "x").dtype == "float32"
     assert not asked  # nothing to choose from
     monkeypatch.setattr(precision, "fast_dtype", lambda: torch.bfloat16)
-    for figures, dtype in (
-        (([0.3, 0.2, 0.1], [1.0, 0.999, 0.999]), "bfloat16"),
-        (([0.3, 0.2, 0.1], [1.0, 0.5, float("nan")]), "float32"),
-        (([0.1, 0.2, 0.3], [1.0, 0.999, 0.999]), "float32"),
+    halves = set(precision.FORMS) - {"fp32"}
+    for quick, wrong, dtype in (
+        ("bf16", set(), "bfloat16"),
+        ("bf16", halves, "float32"),
+        ("fp32", set(), "float32"),
     ):
+        seconds, bad = dict.fromkeys(precision.FORMS, 0.2) | {quick: 0.1}, wrong
         for _ in range(2):
-            assert precision.fastest(folder, str(figures)).dtype == dtype
+            assert precision.fastest(folder, f"{quick} {wrong}").dtype == dtype
     assert len(asked) == 3
     for file in tmp_path.rglob("*.json"):
         file.write_text("[1")  # a damaged one is none
-    precision.fastest(folder, str(figures))
+    precision.fastest(folder, "fp32 set()")
     assert len(asked) == 4
+
+
+def test_on_a_machine_too_busy_to_measure_the_order_decides_and_nothing_is_kept(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(precision, "fast_dtype", lambda: torch.bfloat16)
+    monkeypatch.setattr(precision, "measure", lambda runs, ours: None)
+    assert precision.fastest(BertFolder(model_folder), "x").dtype == "bfloat16"
+    assert not list((tmp_path / "blendserve" / "embedder").glob("*"))
+
+
+def test_without_packing_the_other_forms_are_compared(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: Any, **options: Any) -> Any:
+        raise RuntimeError("no oneDNN")
+
+    monkeypatch.setattr("blendserve.retrieve.bert._packed", refuse)
+    assert list(precision._made(BertFolder(model_folder))) == ["bf16, kernels", "bf16", "fp32"]
 
 
 def test_measuring_looks_at_vectors(model_folder: Path) -> None:
     folder = BertFolder(model_folder)
-    right = Bert(folder, torch.float32, False)
-    wrong = Bert(folder, torch.float32, False)
+    right, wrong = Bert(folder, torch.float32, False), Bert(folder, torch.float32, False)
     wrong._stack = wrong._stack[:3]
-    seconds, alike = precision.compare([right, Bert(folder, torch.float32, True), wrong])
-    assert alike[0] == pytest.approx(1, abs=1e-5)
-    assert alike[1] == pytest.approx(1, abs=1e-5)
-    assert alike[2] < precision.ALIKE
-    assert min(seconds) > 0
+    forms = {"fp32": right, "kernels": Bert(folder, torch.float32, True), "wrong": wrong}
+    seconds, alike = precision.compare(forms)
+    assert alike["fp32"] == pytest.approx(1, abs=1e-5)
+    assert alike["kernels"] == pytest.approx(1, abs=1e-5)
+    assert alike["wrong"] < precision.ALIKE
+    assert not seconds or min(seconds.values()) > 0
 
 
 def test_batches_of_any_mixture(model_folder: Path) -> None:

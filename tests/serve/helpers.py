@@ -31,6 +31,9 @@ class WordEmbedder:
 
     name, fingerprint, dimension, max_tokens, dtype = "words", "words-1", 64, 10_000, "float32"
 
+    def let_others(self, go_between: Callable[[], None]) -> None:
+        """There is nothing between: it is done at once."""
+
     def embed_passages(self, passages: Sequence[Passage], *_: Any) -> tuple[np.ndarray, list[int]]:
         vectors = [self.embed_question(f"{p.title}\n{p.text}") for p in passages]
         return np.stack(vectors), [1] * len(passages)

@@ -130,13 +130,13 @@ def test_figures_add_up(server: Server) -> None:
 
 def test_requests_that_miss_the_same_chunks_store_them_once(server: Server) -> None:
     puts: list[ChunkKey] = []
-    put = server.engine.store.put
+    put = server.engine.store.put_uncoded  # where `put` of an uncoded store goes, too
 
     def counted(key: ChunkKey, kv: ChunkKV, pin: bool = False) -> bool:
         puts.append(key)
         return put(key, kv, pin)
 
-    server.engine.store.put = counted  # type: ignore[method-assign]
+    server.engine.store.put_uncoded = counted  # type: ignore[method-assign]
     busy = threading.Event()
     server.service.scheduler.in_background(until(busy))
     body = {"question": QUESTIONS[0], "passages": OWN, "max_tokens": 2}

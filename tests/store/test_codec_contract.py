@@ -91,7 +91,8 @@ def test_levels_are_in_order_of_size() -> None:
 def test_what_is_expected_is_about_what_is_written(codec: Codec) -> None:
     kv = chunk(200, **SHAPE, dtype=torch.bfloat16)
     written = sum(map(len, codec.encode(kv)))
-    assert codec.expected_bytes(kv.n_bytes) / 3 < written < 3 * codec.expected_bytes(kv.n_bytes)
+    expected = codec.expected_bytes(kv.n_bytes)  # of text; this is noise
+    assert expected / 3 < written < 4 * expected
 
 
 @given(data=st.data())

@@ -12,12 +12,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from blendserve.bench.servers import binary
 from blendserve.config import StoreConfig
 from blendserve.core import ChunkKV
 from blendserve.errors import StoreError, StoreFull
-from blendserve.store import KVStore, LMDBStore, MemoryStore, open_store
+from blendserve.registry import CODECS
+from blendserve.store import KVStore, LayeredStore, LMDBStore, MemoryStore, open_store
 from tests.store.helpers import chunk, key_of, read, same, tiered
 from tests.store.toy_codec import Toy
+from tests.store.valkey.servers import needs_server, store_at
 
 MB = 1_000_000
 
@@ -25,12 +28,20 @@ MB = 1_000_000
 MAKERS: dict[str, Callable[[Path, int], KVStore]] = {
     "lmdb": LMDBStore,
     "memory": lambda path, cap_bytes: MemoryStore(cap_bytes),
+    "valkey": store_at,
     "coded lmdb": lambda path, cap_bytes: LMDBStore(path, cap_bytes, codec=Toy()),
+    "layered": lambda path, cap_bytes: LayeredStore(
+        LMDBStore(path, cap_bytes), MemoryStore(cap_bytes), write="through"
+    ),
     "toy": lambda path, cap_bytes: open_store(
         StoreConfig(kind="toy", cap_gb=cap_bytes / 1e9, eviction="refuse", admission="always"), None
     ),
 }
-KINDS = [*MAKERS, *(f"{kind} behind tiers" for kind in MAKERS)]
+SHARED = "valkey"
+KINDS = [
+    pytest.param(kind, marks=needs_server if kind.startswith(SHARED) else ())
+    for kind in (*MAKERS, *(f"{kind} behind tiers" for kind in MAKERS if kind != "layered"))
+]
 pytestmark = pytest.mark.usefixtures("toy_store", "toy_codec")
 
 
@@ -68,6 +79,19 @@ def test_a_chunk_comes_back_bit_for_bit(store: KVStore, dtype: torch.dtype, toke
         view = snapshot.get(key_of(1))
         assert view is not None
         assert (view.n_tokens, view.n_bytes, view.raw_bytes) == (tokens, store.stats().bytes, kv.n_bytes)
+
+
+def test_what_is_put_uncoded_is_stored_as_it_is_whatever_else_is_written(store: KVStore) -> None:
+    kv, other = chunk(7), chunk(7, seed=1)
+    assert store.put_uncoded(key_of(1), kv, pin=True)
+    store.put(key_of(2), other)
+    assert same(read(store, key_of(1)), kv)
+    coded = store.coded(key_of(1))
+    assert coded is not None
+    assert coded.coding.codec == CODECS.default
+    assert sum(map(len, coded.segments)) == kv.n_bytes
+    assert not store.delete(key_of(3))
+    assert store.verify().good == 2
 
 
 def test_what_was_not_put_is_not_there(store: KVStore) -> None:
@@ -110,7 +134,7 @@ def test_the_store_keeps_its_own_copy(store: KVStore) -> None:
     assert same(read(store, key_of(1)), chunk())
 
 
-def test_a_snapshot_sees_the_store_as_it_was(store: KVStore) -> None:
+def test_a_snapshot_sees_the_store_as_it_was(store: KVStore, kind: str) -> None:
     store.put(key_of(1), chunk())
     with store.reading() as snapshot:
         view = snapshot.get(key_of(1))
@@ -118,8 +142,31 @@ def test_a_snapshot_sees_the_store_as_it_was(store: KVStore) -> None:
         store.put(key_of(2), chunk())
         assert view is not None
         assert torch.equal(view.layer(0)[0], chunk().keys[0])
-        assert snapshot.get(key_of(2)) is None
+        again = snapshot.get(key_of(1))
+        assert again is not None
+        assert torch.equal(again.layer(1)[0], chunk().keys[1])
+        if not kind.startswith((SHARED, "layered")):  # there, what was never asked for may have come since
+            assert snapshot.get(key_of(2)) is None
     assert same(read(store, key_of(1)), chunk(seed=1))
+
+
+def test_what_is_expected_is_found_as_if_it_were_not(store: KVStore) -> None:
+    store.put(key_of(1), chunk())
+    with store.reading() as snapshot:
+        snapshot.expect([key_of(1), key_of(2)])
+        view = snapshot.get(key_of(1))
+        assert view is not None
+        assert torch.equal(view.layer(0)[0], chunk().keys[0])
+        assert snapshot.get(key_of(2)) is None
+    assert (store.stats().hits, store.stats().misses) == (1, 1)
+
+
+def test_a_chunk_is_leased_to_one_who_may_give_it_back(store: KVStore) -> None:
+    for _ in range(2):
+        lease = store.lease(key_of(1), seconds=60)
+        assert lease is not None
+        with lease:
+            lease.release()
 
 
 def test_a_deleted_chunk_is_gone_and_its_bytes_are_free(store: KVStore) -> None:
@@ -216,7 +263,7 @@ def test_both_stores_tell_the_same_story(
 ) -> None:
     """Any sequence of puts and deletes, also beyond the cap, leaves both stores alike."""
     outcomes = []
-    for kind in ("lmdb", "memory", "lmdb behind tiers"):
+    for kind in ("lmdb", "memory", "lmdb behind tiers", *([SHARED] if binary() else [])):
         with make(kind, tmp_path_factory.mktemp("s"), cap_bytes=12_000) as store:
             told = [attempt(store, *step) for step in steps]
             stats = store.stats()
@@ -226,4 +273,4 @@ def test_both_stores_tell_the_same_story(
             outcomes.append((told, held, stats.bytes, stats.chunks, stats.tokens))
             assert stats.bytes <= 12_000
             assert store.verify().bad == ()
-    assert outcomes[0] == outcomes[1] == outcomes[2]
+    assert all(outcome == outcomes[0] for outcome in outcomes)

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from blendserve.config import Config, StoreConfig
+from blendserve.config import Config, StoreConfig, ValkeyConfig
 from blendserve.errors import ConfigError
 from blendserve.registry import STORES
 from blendserve.store import LMDBStore, open_store
 from tests.store.helpers import CAP, chunk, key_of, read, same
 from tests.store.toy_codec import Toy
 from tests.store.toy_store import ToyStore
+from tests.store.valkey.servers import needs_server, settings
 
 
 def test_a_store_kind_is_one_file_and_one_line(toy_store: None, tmp_path: Path) -> None:
@@ -41,7 +42,11 @@ def test_a_codec_is_one_file_and_one_line(toy_codec: None, path: Path) -> None:
         assert store.verify().good == 2
 
 
-@pytest.mark.parametrize("name", STORES.names)
+KINDS = [pytest.param(name, marks=needs_server if name == "valkey" else ()) for name in STORES.names]
+
+
+@pytest.mark.parametrize("name", KINDS)
 def test_a_kind_tells_its_name_in_its_statistics(name: str, tmp_path: Path) -> None:
-    with open_store(StoreConfig(kind=name, cap_gb=0.001), tmp_path) as store:
+    server = settings(tmp_path) if name == "valkey" else ValkeyConfig()
+    with open_store(StoreConfig(kind=name, cap_gb=0.001, valkey=server), tmp_path) as store:
         assert store.stats().kind == name

@@ -11,27 +11,34 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from blendserve.config import StoreConfig
+from blendserve.config import StoreConfig, ValkeyConfig
 from blendserve.core import ChunkKV
 from blendserve.errors import StoreFull
 from blendserve.registry import STORES
 from blendserve.store import KVStore, LMDBStore, MemoryStore, StoreKind, open_store
 from blendserve.store.policies import LRU, Admission, Always, Eviction, Policies, Refuse, TinyLFU
 from tests.store.helpers import chunk, key_of, read
+from tests.store.valkey.servers import needs_server, store_at
+from tests.store.valkey.servers import settings as settings_of
 
 UNIT = chunk(10).n_bytes
 Make = Callable[..., KVStore]
 
 
-@pytest.fixture(params=STORES.names)
+KINDS = [pytest.param(name, marks=needs_server if name == "valkey" else ()) for name in STORES.names]
+
+
+@pytest.fixture(params=KINDS)
 def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
     stores: list[KVStore] = []
 
     def build(units: float, eviction: Eviction | None = None, admission: Admission | None = None) -> KVStore:
         kind: StoreKind = STORES.load(request.param)
-        config = StoreConfig(cap_gb=round(units * UNIT) / 1e9)
+        path = tmp_path / str(len(stores))
+        server = settings_of(path) if request.param == "valkey" else ValkeyConfig()
+        config = StoreConfig(cap_gb=round(units * UNIT) / 1e9, valkey=server)
         policies = Policies(eviction or LRU(), admission or Always())
-        stores.append(kind.from_config(config, tmp_path / str(len(stores)), False, policies))
+        stores.append(kind.from_config(config, path, False, policies))
         return stores[-1]
 
     yield build
@@ -261,13 +268,31 @@ def test_both_stores_do_what_the_model_does(
     tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, int, int]], reopen: int, cap: int
 ) -> None:
     """Also when the store on disk is closed and opened in between."""
-    path = tmp_path_factory.mktemp("s")
-    model, memory = Model(cap), MemoryStore(cap, LRU())
-    disk: KVStore = LMDBStore(path, cap, eviction=LRU())
+    follow_the_model(
+        lambda path: LMDBStore(path, cap, eviction=LRU()), tmp_path_factory.mktemp("s"), steps, reopen, cap
+    )
+
+
+@needs_server
+@settings(max_examples=15, deadline=None)
+@given(steps=STEPS, reopen=st.integers(0, 25), cap=st.sampled_from([5 * UNIT, 5 * UNIT - 1]))
+def test_a_shared_store_does_what_the_model_does(
+    tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, int, int]], reopen: int, cap: int
+) -> None:
+    """Also when another process goes on with it."""
+    follow_the_model(
+        lambda path: store_at(path, cap, eviction=LRU()), tmp_path_factory.mktemp("s"), steps, reopen, cap
+    )
+
+
+def follow_the_model(
+    opened: Callable[[Path], KVStore], path: Path, steps: list[tuple[str, int, int]], reopen: int, cap: int
+) -> None:
+    model, memory, disk = Model(cap), MemoryStore(cap, LRU()), opened(path)
     for i, (step, n, tokens) in enumerate(steps):
         if i == reopen:
             disk.close()
-            disk = LMDBStore(path, cap, eviction=LRU())
+            disk = opened(path)
         if step in {"put", "pinned"}:
             expected = model.put(n, chunk(tokens).n_bytes, step == "pinned")
         else:

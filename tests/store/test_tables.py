@@ -182,7 +182,7 @@ def test_a_record_of_one_namespace_is_none_under_another(path: Path) -> None:
 
 def test_a_record_under_other_tables_or_another_level_is_none(path: Path) -> None:
     """The checksums cover codec, level and tables: a sealed header that names others fits no segment."""
-    from tests.endurance.fuzz_records import seal
+    from tests.endurance.damages import seal
 
     with LMDBStore(path, CAP) as store:
         store.put_tables("toy", "reader", TABLE)

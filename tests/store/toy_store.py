@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from blendserve.config import StoreConfig
+from blendserve.config import PlaceConfig
 from blendserve.store import MemoryStore, Snapshot
 from blendserve.store.policies import Policies
 from blendserve.store.wrapped import WrappedStore
@@ -20,7 +20,7 @@ class ToyStore(WrappedStore):
 
     @classmethod
     def from_config(
-        cls, config: StoreConfig, path: Path | None, read_only: bool, policies: Policies
+        cls, config: PlaceConfig, path: Path | None, read_only: bool, policies: Policies
     ) -> ToyStore:
         return cls(MemoryStore(config.cap_bytes, *policies))
 

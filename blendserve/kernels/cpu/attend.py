@@ -7,6 +7,7 @@ import ctypes
 import torch
 from torch import Tensor
 
+from blendserve.kernels import team
 from blendserve.kernels.cpu.isa import Level
 from blendserve.kernels.cpu.library import dtype_of, loaded
 from blendserve.kernels.rows import RowPlan
@@ -87,6 +88,6 @@ def run(
     strides = (stride for x in (q, keys, values) for stride in x.stride()[:2])
     sizes = (n_rows, n_kv, n_heads // n_kv, dim, spec.window or 0)
     more = (None if x is None else x.data_ptr() for x in (hidden, watched))
-    call = Call(*pointers, *strides, *sizes, spec.scale, spec.softcap or 0.0, torch.get_num_threads(), *more)
+    call = Call(*pointers, *strides, *sizes, spec.scale, spec.softcap or 0.0, team.size(), *more)
     library.blendserve_attend(ctypes.byref(call))
     return out

@@ -11,16 +11,17 @@
 
 namespace {
 
-constexpr int64_t STREAMS = 4;     // symbols j, j + 4, ... of a token belong to one rANS state
+constexpr int64_t STREAMS = 16;  // symbols j, j + 16, ... of a token belong to one rANS state
 constexpr uint32_t LOWEST = 1 << 16;
 constexpr int PRECISION = 12, RATE = 5, ONE = 1 << 12;
-constexpr int64_t CONTEXTS = 9, SYMBOLS = 32, ESCAPE = 31;
+constexpr int64_t SIZES = 64, SYMBOLS = 32, ESCAPE = 31;
 
 // What symbols are coded with.
 struct Model {
-    const uint8_t *classes;         // [64, CONTEXTS]: how large it was lately, and the token -> class
-    const uint8_t *slots;           // [64, 4096]: class and slot -> symbol
-    const uint16_t *width, *start;  // [64, SYMBOLS]: slots of a symbol, and the first of them
+    const uint8_t *classes;  // [9, SIZES]: the token, and how large it was lately -> class
+    const uint32_t *steps;   // [64, 4096]: class and slot -> slots of its symbol, the slot's place among them, the symbol:
+                             // 15, 12 and 5 bits. One table, as what a step waits for is memory
+    const uint32_t *spans;   // [64, SYMBOLS]: slots of a symbol, times 65,536, and the first of them
 };
 
 // How large an axis has been lately: four steps an octave, of a mean with 12 bits behind the point.
@@ -33,6 +34,28 @@ inline uint8_t size_of(int32_t mean) {
 
 inline void sizes_of(const std::vector<int32_t>& means, std::vector<uint8_t>& sizes) {
     for (size_t j = 0; j < means.size(); ++j) sizes[j] = size_of(means[j]);
+}
+
+// By context: the classes of 64 sizes.
+inline void kinds_of(const uint8_t* classes, const std::vector<uint8_t>& sizes, std::vector<uint8_t>& kinds) {
+    size_t j = 0;
+#if defined(__AVX512BW__)
+    __m512i part[4];
+    for (int64_t i = 0; i < 4; ++i)
+        part[i] = _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(classes) + i));
+    const __m512i first = _mm512_set1_epi8(16), second = _mm512_set1_epi8(32);
+    for (; j + 64 <= sizes.size(); j += 64) {
+        const __m512i at = _mm512_loadu_si512(sizes.data() + j);  // a shuffle looks at its lowest four bits
+        const __mmask64 odd = _mm512_test_epi8_mask(at, first), upper = _mm512_test_epi8_mask(at, second);
+        const __m512i in_part = _mm512_and_si512(at, _mm512_set1_epi8(15));
+        __m512i found = _mm512_maskz_shuffle_epi8(~odd & ~upper, part[0], in_part);
+        found = _mm512_mask_shuffle_epi8(found, odd & ~upper, part[1], in_part);
+        found = _mm512_mask_shuffle_epi8(found, ~odd & upper, part[2], in_part);
+        found = _mm512_mask_shuffle_epi8(found, odd & upper, part[3], in_part);
+        _mm512_storeu_si512(kinds.data() + j, found);
+    }
+#endif
+    for (; j < sizes.size(); ++j) kinds[j] = classes[sizes[j]];
 }
 
 inline void learn(std::vector<int32_t>& means, const int8_t* values) {
@@ -63,42 +86,120 @@ struct UnpackCall {
     int64_t wrong;              // out: 1 = these are not the bytes of such symbols
 };
 
+namespace {
+
+// What is read, and how far.
+struct Input {
+    const uint8_t* words;
+    const int8_t* escapes;
+    int64_t n_words, n_escapes, word = 0, escape = 0;
+};
+
+inline uint16_t word_at(const Input& in, int64_t at) {
+    uint16_t found;
+    std::memcpy(&found, in.words + 2 * at, 2);
+    return found;
+}
+
+#if defined(__AVX512BW__)
+
+static_assert(STREAMS == 16);
+using States = __m512i;
+inline States states_from(const uint32_t* at) { return _mm512_loadu_si512(at); }
+inline void states_to(uint32_t* at, States x) { _mm512_storeu_si512(at, x); }
+
+inline __m256i next_words(const Input& in) {
+    const uint8_t* at = in.words + 2 * in.word;
+    if (in.word + STREAMS <= in.n_words) return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at));
+    uint16_t last[STREAMS] = {};
+    std::memcpy(last, at, 2 * (in.n_words - in.word));
+    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(last));
+}
+
+// The symbols of `live` streams, whose classes are `kinds` -> whether there were enough bytes. All values are written.
+inline bool step(const Model& model, Input& in, States& x, const uint8_t* kinds, uint32_t live, int8_t* values) {
+    const __m512i kind = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(kinds)));
+    const __m512i slot = _mm512_and_si512(x, _mm512_set1_epi32(ONE - 1));
+    const __m512i at = _mm512_or_si512(_mm512_slli_epi32(kind, PRECISION), slot);
+    const __m512i found = _mm512_i32gather_epi32(at, model.steps, 4);
+    const __m512i place = _mm512_and_si512(_mm512_srli_epi32(found, 5), _mm512_set1_epi32(ONE - 1));
+    const __m512i over = _mm512_mullo_epi32(_mm512_srli_epi32(found, 17), _mm512_srli_epi32(x, PRECISION));
+    const __m512i next = _mm512_add_epi32(over, place);
+    const __mmask16 alive = static_cast<__mmask16>(live);
+    const __mmask16 low = _mm512_mask_cmplt_epu32_mask(alive, next, _mm512_set1_epi32(LOWEST));
+    const int64_t n = __builtin_popcount(low);
+    if (in.word + n > in.n_words) return false;
+    const __m512i fresh = _mm512_maskz_expand_epi32(low, _mm512_cvtepu16_epi32(next_words(in)));
+    in.word += n;
+    x = _mm512_mask_mov_epi32(x, alive, next);
+    x = _mm512_mask_or_epi32(x, low, _mm512_slli_epi32(next, 16), fresh);
+    const __m512i one = _mm512_set1_epi32(1), symbol = _mm512_and_si512(found, _mm512_set1_epi32(SYMBOLS - 1));
+    const __m512i half = _mm512_srli_epi32(_mm512_add_epi32(symbol, one), 1);
+    const __m512i sign = _mm512_sub_epi32(_mm512_and_si512(symbol, one), one);  // -1 for what is not above 0
+    const __m512i value = _mm512_sub_epi32(_mm512_xor_si512(half, sign), sign);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(values), _mm512_cvtepi32_epi8(value));
+    for (uint32_t left = _mm512_mask_cmpeq_epi32_mask(alive, symbol, _mm512_set1_epi32(ESCAPE)); left; left &= left - 1) {
+        if (in.escape == in.n_escapes) return false;
+        values[__builtin_ctz(left)] = in.escapes[in.escape++];
+    }
+    return true;
+}
+
+#else
+
+struct States {
+    uint32_t x[STREAMS];
+};
+inline States states_from(const uint32_t* at) {
+    States states;
+    std::copy(at, at + STREAMS, states.x);
+    return states;
+}
+inline void states_to(uint32_t* at, const States& states) { std::copy(states.x, states.x + STREAMS, at); }
+
+inline bool step(const Model& model, Input& in, States& states, const uint8_t* kinds, uint32_t live, int8_t* values) {
+    for (int64_t i = 0; live >> i & 1; ++i) {
+        uint32_t x = states.x[i], slot = x & (ONE - 1), kind = kinds[i];
+        uint32_t found = model.steps[kind << PRECISION | slot], symbol = found & (SYMBOLS - 1);
+        x = (found >> 17) * (x >> PRECISION) + (found >> 5 & (ONE - 1));
+        if (x < LOWEST) {
+            if (in.word == in.n_words) return false;
+            x = x << 16 | word_at(in, in.word++);
+        }
+        states.x[i] = x;
+        if (symbol == ESCAPE && in.escape == in.n_escapes) return false;
+        values[i] = symbol == ESCAPE ? in.escapes[in.escape++] : value_of(symbol);
+    }
+    return true;
+}
+
+#endif
+
+}  // namespace
+
 extern "C" void blendserve_unpack(UnpackCall* call) {
     UnpackCall& c = *call;
-    std::vector<int32_t> means(c.means, c.means + c.axes);
-    std::vector<uint8_t> sizes(c.axes);
-    uint32_t x[STREAMS];
-    std::copy(c.states, c.states + STREAMS, x);
-    int64_t word = 0, escape = 0;
+    const Model model = c.model;
+    const int64_t axes = c.axes;
+    std::vector<int32_t> means(c.means, c.means + axes);
+    std::vector<uint8_t> sizes(axes), kinds(axes + STREAMS);
+    std::vector<int8_t> values(axes + STREAMS);
+    Input in{c.words, c.escapes, c.n_words, c.n_escapes};
+    States x = states_from(c.states);
     c.wrong = 1;
     for (int64_t t = 0; t < c.tokens; ++t) {
         sizes_of(means, sizes);
-        const uint8_t* classes = c.model.classes + c.contexts[t];
-        int8_t* values = c.values + t * c.axes;
-        for (int64_t j = 0; j < c.axes; ++j) {
-            uint32_t& state = x[j % STREAMS];
-            int64_t kind = classes[sizes[j] * CONTEXTS];
-            uint32_t slot = state & (ONE - 1);
-            int64_t symbol = c.model.slots[kind << PRECISION | slot];
-            state = c.model.width[kind * SYMBOLS + symbol] * (state >> PRECISION) + slot -
-                    c.model.start[kind * SYMBOLS + symbol];
-            if (state < LOWEST) {
-                if (word == c.n_words) return;
-                uint16_t next;
-                std::memcpy(&next, c.words + 2 * word++, 2);
-                state = state << 16 | next;
-            }
-            if (symbol == ESCAPE) {
-                if (escape == c.n_escapes) return;
-                values[j] = c.escapes[escape++];
-            } else {
-                values[j] = value_of(symbol);
-            }
+        kinds_of(model.classes + c.contexts[t] * SIZES, sizes, kinds);
+        for (int64_t j = 0; j < axes; j += STREAMS) {
+            const uint32_t live = axes - j < STREAMS ? (1u << (axes - j)) - 1 : (1u << STREAMS) - 1;
+            if (!step(model, in, x, kinds.data() + j, live, values.data() + j)) return;
         }
-        learn(means, values);
+        learn(means, values.data());
+        std::copy(values.data(), values.data() + axes, c.values + t * axes);
     }
-    c.wrong = word != c.n_words || escape != c.n_escapes;
-    for (uint32_t state : x) c.wrong |= state != LOWEST;
+    states_to(c.states, x);
+    c.wrong = in.word != c.n_words || in.escape != c.n_escapes;
+    for (uint32_t state : c.states) c.wrong |= state != LOWEST;
 }
 
 struct PackCall {
@@ -122,8 +223,8 @@ extern "C" void blendserve_pack(PackCall* call) {
         sizes_of(means, sizes);
         const int8_t* values = c.values + t * c.axes;
         for (int64_t j = 0; j < c.axes; ++j) {
-            int64_t kind = c.model.classes[sizes[j] * CONTEXTS + c.contexts[t]], symbol = symbol_of(values[j]);
-            if (!c.model.width[kind * SYMBOLS + symbol]) symbol = ESCAPE;
+            int64_t kind = c.model.classes[c.contexts[t] * SIZES + sizes[j]], symbol = symbol_of(values[j]);
+            if (c.model.spans[kind * SYMBOLS + symbol] < 1 << 16) symbol = ESCAPE;
             if (symbol == ESCAPE) c.escapes[c.n_escapes++] = values[j];
             kinds[t * c.axes + j] = static_cast<uint8_t>(kind);
             symbols[t * c.axes + j] = static_cast<uint8_t>(symbol);
@@ -136,12 +237,12 @@ extern "C" void blendserve_pack(PackCall* call) {
         for (int64_t j = c.axes - 1; j >= 0; --j) {
             uint32_t& state = c.states[j % STREAMS];
             int64_t at = kinds[t * c.axes + j] * SYMBOLS + symbols[t * c.axes + j];
-            uint64_t width = c.model.width[at];
+            uint64_t width = c.model.spans[at] >> 16, start = c.model.spans[at] & 0xffff;
             if (state >= width << (32 - PRECISION)) {
                 c.words[--word] = static_cast<uint16_t>(state);
                 state >>= 16;
             }
-            state = static_cast<uint32_t>(state / width << PRECISION | (state % width + c.model.start[at]));
+            state = static_cast<uint32_t>(state / width << PRECISION | (state % width + start));
         }
     c.n_words = c.tokens * c.axes - word;
 }
@@ -172,7 +273,6 @@ constexpr int64_t BLOCK = 16;  // outputs
 struct Sum {
     __m512i v = _mm512_setzero_si512();
     void add(__m512i w, int32_t x) { v = _mm512_dpbusd_epi32(v, w, _mm512_set1_epi32(x)); }
-    void store(int32_t* to) const { _mm512_storeu_si512(to, v); }
 };
 using Weights = __m512i;
 inline Weights weights_at(const uint8_t* at) { return _mm512_loadu_si512(at); }
@@ -244,22 +344,30 @@ inline int32_t four_at(const int8_t* at) {
     return x;
 }
 
-// Sums of `rows` tokens for some blocks of outputs.
+// Sums of `rows` tokens for some blocks of outputs, in registers.
 template <int64_t rows, int64_t blocks>
 inline void multiply(const Matrix& m, int64_t at, const int8_t* x, int64_t stride, Sum (&sums)[blocks][rows]) {
     const uint8_t* weights = m.weights + at * m.inputs;
+    Sum here[blocks][rows];
     for (int64_t i = 0; i < m.inputs; i += 4, weights += 4 * BLOCK) {
         Weights w[blocks];
+#pragma GCC unroll 8
         for (int64_t n = 0; n < blocks; ++n) w[n] = weights_at(weights + n * BLOCK * m.inputs);
+#pragma GCC unroll 8
         for (int64_t r = 0; r < rows; ++r) {
             int32_t four = four_at(x + r * stride + i);
-            for (int64_t n = 0; n < blocks; ++n) sums[n][r].add(w[n], four);
+#pragma GCC unroll 8
+            for (int64_t n = 0; n < blocks; ++n) here[n][r].add(w[n], four);
         }
     }
+#pragma GCC unroll 8
+    for (int64_t n = 0; n < blocks; ++n)
+#pragma GCC unroll 8
+        for (int64_t r = 0; r < rows; ++r) sums[n][r] = here[n][r];
 }
 
 // What the 128 that every weight has too much adds up to.
-inline int32_t surplus(const int8_t* x, int64_t n) {
+inline int32_t surplus_of(const int8_t* x, int64_t n) {
     int32_t sum = 0;
     for (int64_t i = 0; i < n; ++i) sum += x[i];
     return 128 * sum;
@@ -271,13 +379,71 @@ inline uint16_t rounded_short(float x) {
     return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
+// Where a block of outputs goes: its numbers lie `step` side by side in one head after another.
+struct Place {
+    int64_t block, step, to[BLOCK];  // of the first token, in numbers
+};
+inline Place place_of(const ReconstructCall& c, int64_t block) {
+    Place place{block, std::min(BLOCK, c.dim), {}};
+    for (int64_t i = 0; i < BLOCK; ++i)
+        place.to[i] = (block + i) / c.dim * c.tokens * c.dim + (block + i) % c.dim;
+    return place;
+}
+
+template <int64_t n>
+inline void put(const ReconstructCall& c, int64_t to, const float* numbers, const uint16_t* shorts) {
+    if (c.out) std::memcpy(c.out + to, numbers, n * sizeof(float));
+    if (c.short_out) std::memcpy(c.short_out + to, shorts, n * sizeof(uint16_t));
+}
+
+// A token's block of numbers to where it goes.
+inline void place_block(const ReconstructCall& c, int64_t t, const Place& place, const float* numbers,
+                        const uint16_t* shorts) {
+    if (place.step == BLOCK) {  // of a size that the compiler knows
+        put<BLOCK>(c, place.to[0] + t * c.dim, numbers, shorts);
+        return;
+    }
+    for (int64_t i = 0; i < BLOCK; ++i) put<1>(c, place.to[i] + t * c.dim, numbers + i, shorts + i);
+}
+
+#if defined(__AVX512VNNI__)
+
 // Sums of a token -> its numbers and codes of one block.
-inline void finish(const ReconstructCall& c, int64_t t, int64_t block, const int32_t (&map)[BLOCK], int32_t map_surplus,
-                   const int32_t* residual, int32_t residual_surplus) {
+inline void finish(const ReconstructCall& c, int64_t t, const Place& place, Sum map, int32_t map_surplus, Sum residual,
+                   int32_t residual_surplus) {
+    const int64_t block = place.block;
+    const auto of = [block](const float* x) { return _mm512_loadu_ps(x + block); };
+    const auto times = [](__m512i sum, int32_t surplus, __m512 scale) {
+        return _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_sub_epi32(sum, _mm512_set1_epi32(surplus))), scale);
+    };
+    __m512 y = _mm512_add_ps(times(map.v, map_surplus, of(c.map_scale)), of(c.mean));
+    y = _mm512_add_ps(y, times(residual.v, residual_surplus, of(c.residual_scale)));
+    __m512 code = _mm512_add_ps(_mm512_mul_ps(y, of(c.code_scale)), of(c.code_zero));
+    code = _mm512_min_ps(_mm512_max_ps(code, _mm512_set1_ps(-128.0f)), _mm512_set1_ps(127.0f));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(c.codes + t * c.width + block),
+                     _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(code)));
+    const __m512i bits = _mm512_castps_si512(y);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    const __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+    float numbers[BLOCK];
+    uint16_t shorts[BLOCK];
+    _mm512_storeu_ps(numbers, y);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(shorts), _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16)));
+    place_block(c, t, place, numbers, shorts);
+}
+
+#else
+
+inline void finish(const ReconstructCall& c, int64_t t, const Place& place, const Sum& map_sum, int32_t map_surplus,
+                   const Sum& residual_sum, int32_t residual_surplus) {
     constexpr float MAGIC = 12582912.0f;  // adding it rounds to the nearest integer, halves to even
+    const int64_t block = place.block;
     float y[BLOCK];
     int8_t codes[BLOCK];
     uint16_t shorts[BLOCK];
+    int32_t map[BLOCK], residual[BLOCK];
+    map_sum.store(map);
+    residual_sum.store(residual);
     for (int64_t i = 0; i < BLOCK; ++i)
         y[i] = static_cast<float>(map[i] - map_surplus) * c.map_scale[block + i] + c.mean[block + i];
     for (int64_t i = 0; i < BLOCK; ++i)
@@ -290,50 +456,47 @@ inline void finish(const ReconstructCall& c, int64_t t, int64_t block, const int
     }
     for (int64_t i = 0; i < BLOCK; ++i) shorts[i] = rounded_short(y[i]);
     std::memcpy(c.codes + t * c.width + block, codes, BLOCK);
-    int64_t step = std::min(BLOCK, c.dim);  // numbers of one head, side by side
-    for (int64_t i = 0; i < BLOCK; i += step) {
-        int64_t to = ((block + i) / c.dim * c.tokens + t) * c.dim + (block + i) % c.dim;
-        if (c.out) std::memcpy(c.out + to, y + i, step * sizeof(float));
-        if (c.short_out) std::memcpy(c.short_out + to, shorts + i, step * sizeof(uint16_t));
-    }
+    place_block(c, t, place, y, shorts);
 }
+
+#endif
+
+struct Surplus {
+    std::vector<int32_t> map, residual;  // [tokens]
+};
 
 template <int64_t rows, int64_t blocks>
-void reconstruct_blocks(const ReconstructCall& c, int64_t t, int64_t at, const int32_t* map_surplus,
-                    const int32_t* residual_surplus) {
+void reconstruct_rows(const ReconstructCall& c, int64_t t, const Place (&places)[blocks], const Surplus& surplus) {
+    const int64_t axes = c.residual.inputs, at = places[0].block;
     Sum map[blocks][rows], residual[blocks][rows];
     multiply<rows, blocks>(c.map, at, c.below + t * c.width, c.width, map);
-    int64_t axes = c.residual.inputs;
     if (c.symbols) multiply<rows, blocks>(c.residual, at, c.symbols + t * axes, axes, residual);
     for (int64_t n = 0; n < blocks; ++n)
-        for (int64_t r = 0; r < rows; ++r) {
-            int32_t mapped[BLOCK], rest[BLOCK];
-            map[n][r].store(mapped);
-            residual[n][r].store(rest);
-            finish(c, t + r, at + n * BLOCK, mapped, map_surplus[r], rest, residual_surplus[r]);
-        }
+        for (int64_t r = 0; r < rows; ++r)
+            finish(c, t + r, places[n], map[n][r], surplus.map[t + r], residual[n][r], surplus.residual[t + r]);
 }
 
-template <int64_t rows>
-void reconstruct_rows(const ReconstructCall& c, int64_t t) {
-    int32_t map_surplus[rows], residual_surplus[rows];
-    for (int64_t r = 0; r < rows; ++r) {
-        int64_t at = (t + r) * c.width, axes = c.residual.inputs;
-        map_surplus[r] = surplus(c.below + at, c.width);
-        residual_surplus[r] = c.symbols ? surplus(c.symbols + (t + r) * axes, axes) : 0;
-    }
-    int64_t block = 0;
-    for (; block + BLOCKS * BLOCK <= c.width; block += BLOCKS * BLOCK)
-        reconstruct_blocks<rows, BLOCKS>(c, t, block, map_surplus, residual_surplus);
-    for (; block < c.width; block += BLOCK)
-        reconstruct_blocks<rows, 1>(c, t, block, map_surplus, residual_surplus);
+// Some outputs of all tokens: their weights stay in the nearest cache.
+template <int64_t blocks>
+void reconstruct_blocks(const ReconstructCall& c, int64_t at, const Surplus& surplus) {
+    Place places[blocks];
+    for (int64_t n = 0; n < blocks; ++n) places[n] = place_of(c, at + n * BLOCK);
+    int64_t t = 0;
+    for (; t + ROWS <= c.tokens; t += ROWS) reconstruct_rows<ROWS, blocks>(c, t, places, surplus);
+    for (; t < c.tokens; ++t) reconstruct_rows<1, blocks>(c, t, places, surplus);
 }
 
 }  // namespace
 
 extern "C" void blendserve_reconstruct(const ReconstructCall* call) {
     const ReconstructCall& c = *call;
-    int64_t t = 0;
-    for (; t + ROWS <= c.tokens; t += ROWS) reconstruct_rows<ROWS>(c, t);
-    for (; t < c.tokens; ++t) reconstruct_rows<1>(c, t);
+    const int64_t axes = c.residual.inputs;
+    Surplus surplus{std::vector<int32_t>(c.tokens), std::vector<int32_t>(c.tokens)};
+    for (int64_t t = 0; t < c.tokens; ++t) {
+        surplus.map[t] = surplus_of(c.below + t * c.width, c.width);
+        if (c.symbols) surplus.residual[t] = surplus_of(c.symbols + t * axes, axes);
+    }
+    int64_t block = 0;
+    for (; block + BLOCKS * BLOCK <= c.width; block += BLOCKS * BLOCK) reconstruct_blocks<BLOCKS>(c, block, surplus);
+    for (; block < c.width; block += BLOCK) reconstruct_blocks<1>(c, block, surplus);
 }

@@ -16,7 +16,7 @@ from blendserve.kernels.cpu.library import loaded
 class Model(ctypes.Structure):
     """`Model` of coding.cpp, field by field."""
 
-    _fields_ = tuple((name, ctypes.c_void_p) for name in ("classes", "slots", "width", "start"))
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("classes", "steps", "spans"))
 
 
 class UnpackCall(ctypes.Structure):
@@ -185,4 +185,4 @@ def run_reconstruct(
 
 
 def _model(model: SymbolModel) -> Model:
-    return Model(*(x.ctypes.data for x in (model.classes, model.slots, model.width, model.start)))
+    return Model(*(x.ctypes.data for x in (model.by_context, model.steps, model.spans)))

@@ -7,6 +7,7 @@ import ctypes
 import torch
 from torch import Tensor
 
+from blendserve.kernels import team
 from blendserve.kernels.cpu.isa import Level
 from blendserve.kernels.cpu.library import dtype_of, loaded
 from blendserve.kernels.rotary import HALVES, Rotary
@@ -85,5 +86,5 @@ def run(
         params.scale,
         -1.0 if params.penalty is None else params.penalty,
     )
-    call = CorrectCall(*pointers, *strides, *sizes, *constants, torch.get_num_threads())
+    call = CorrectCall(*pointers, *strides, *sizes, *constants, team.size())
     library.blendserve_correct(ctypes.byref(call))

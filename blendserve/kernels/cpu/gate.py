@@ -7,6 +7,7 @@ import ctypes
 import torch
 from torch import Tensor
 
+from blendserve.kernels import team
 from blendserve.kernels.activation import Activation
 from blendserve.kernels.cpu.isa import Level
 from blendserve.kernels.cpu.library import dtype_of, loaded
@@ -43,6 +44,6 @@ def run(library: ctypes.CDLL, gate: Tensor, up: Tensor) -> Tensor:
     """The call itself, which writes over `gate`. The GIL is free meanwhile."""
     rows, width = gate.shape
     at, row = gate.data_ptr(), gate.stride(0)
-    call = GateCall(at, up.data_ptr(), at, row, up.stride(0), row, rows, width, torch.get_num_threads())
+    call = GateCall(at, up.data_ptr(), at, row, up.stride(0), row, rows, width, team.size())
     library.blendserve_gate(ctypes.byref(call))
     return gate

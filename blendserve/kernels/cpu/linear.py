@@ -7,6 +7,7 @@ import ctypes
 import torch
 from torch import Tensor
 
+from blendserve.kernels import team
 from blendserve.kernels.cpu.isa import Level
 from blendserve.kernels.cpu.library import dtype_of, loaded
 
@@ -47,6 +48,6 @@ def run(library: ctypes.CDLL, x: Tensor, weight: Tensor, bias: Tensor | None) ->
     rows, outs = x.shape[0], weight.shape[0]
     out = torch.empty(rows, outs, dtype=x.dtype)
     pointers = x.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr()
-    sizes = x.stride(0), weight.stride(0), outs, rows, outs, x.shape[1], torch.get_num_threads()
+    sizes = x.stride(0), weight.stride(0), outs, rows, outs, x.shape[1], team.size()
     library.blendserve_linear(ctypes.byref(LinearCall(*pointers, *sizes)))
     return out

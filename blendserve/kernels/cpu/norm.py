@@ -7,6 +7,7 @@ import ctypes
 import torch
 from torch import Tensor
 
+from blendserve.kernels import team
 from blendserve.kernels.cpu.isa import Level
 from blendserve.kernels.cpu.library import dtype_of, loaded
 from blendserve.kernels.norm import Norm, NormForm
@@ -60,6 +61,6 @@ def run(
         to, more, row = total.data_ptr(), add.data_ptr(), add.stride(0)
     pointers = x.data_ptr(), more, weight.data_ptr(), to, out.data_ptr()
     sizes = x.stride(0), row, rows, dim, form.rounds_first
-    call = NormCall(*pointers, *sizes, eps, form.offset, torch.get_num_threads())
+    call = NormCall(*pointers, *sizes, eps, form.offset, team.size())
     library.blendserve_norm(ctypes.byref(call))
     return total, out

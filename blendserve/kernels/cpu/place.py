@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from blendserve.kernels import team
 from blendserve.kernels.cpu.isa import Level
 from blendserve.kernels.cpu.library import dtype_of, loaded
 from blendserve.kernels.rotary import HALVES, Rotary
@@ -90,7 +91,7 @@ def run(library: ctypes.CDLL, parts: Sequence[Part], keys: Tensor, values: Tenso
     to_values = keys if values is None else values
     pointers = (x.data_ptr() for x in (keys, to_values, cos, sin))
     strides = (*keys.stride()[:2], *to_values.stride()[:2], cos.stride(0))
-    sizes = (len(parts), keys.shape[0], keys.shape[2], cos.shape[1], torch.get_num_threads())
+    sizes = (len(parts), keys.shape[0], keys.shape[2], cos.shape[1], team.size())
     call = PlaceCall(ctypes.addressof(pieces), *pointers, *strides, *sizes)
     library.blendserve_place(ctypes.byref(call))
 

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import causal_lower_right
 
 from blendserve.kernels.cuda.available import capability, flash_attn
 from blendserve.kernels.rows import RowPlan
@@ -58,9 +57,7 @@ def fits_sdpa(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan
 def sdpa(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: RowPlan) -> Tensor:
     """The same in torch's scaled_dot_product_attention."""
     n_rows, end = q.shape[1], plan.end
-    mask = (
-        causal_lower_right(n_rows, end) if 1 < n_rows < end else None
-    )  # an object: nothing of S x T is made
+    mask = _causal(n_rows, end) if 1 < n_rows < end else None
     with sdpa_kernel(BACKENDS):
         out = F.scaled_dot_product_attention(
             q[None],
@@ -72,6 +69,13 @@ def sdpa(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: Row
             enable_gqa=len(q) != len(keys),
         )
     return out[0].transpose(0, 1).reshape(n_rows, -1)
+
+
+def _causal(n_rows: int, end: int) -> Tensor:
+    """The last rows of `end`, as an object: nothing of S x T is made."""
+    from torch.nn.attention.bias import causal_lower_right  # start-up: all of torch's compiler, over a second
+
+    return causal_lower_right(n_rows, end)
 
 
 def _halves(q: Tensor, keys: Tensor, values: Tensor) -> bool:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from threading import Lock
-from typing import ClassVar, Literal, Protocol, TypeAlias
+from typing import ClassVar, Final, Literal, Protocol, TypeAlias
 
 import torch
 
@@ -34,7 +34,8 @@ Tables: TypeAlias = (
 )
 Sample: TypeAlias = "tuple[TokenIds, ChunkKV]"  # what a codec is fitted on: a chunk's tokens [C] and its KV
 Progress: TypeAlias = "Callable[[int, int], None]"  # (steps done, in all)
-Missing = Literal["codec", "level", "tables"]
+Missing = Literal["codec", "level", "tables", "unreachable"]
+UNREACHABLE: Final = "unreachable"
 
 NAME_BYTES, TABLES_BYTES = 8, 16
 NO_TABLES = bytes(TABLES_BYTES)
@@ -42,7 +43,7 @@ READY = 8  # codecs kept ready for reading: several levels and readers
 
 
 class Undecodable(Exception):
-    """What decodes a record is not here. The message says what is missing, `kind` in one word."""
+    """A record, or what decodes it, cannot be had here. The message says what is missing, `kind` in one word."""
 
     def __init__(self, why: str, kind: Missing = "tables") -> None:
         super().__init__(why)

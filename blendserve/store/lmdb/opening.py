@@ -38,6 +38,10 @@ def explained(error: lmdb.Error | OSError, path: Path) -> StoreError:
         return StoreUnavailable(
             f"{path} holds a data.mdb that is no LMDB file of a known version: move it, or set store.path"
         )
+    if isinstance(error, lmdb.CorruptedError | lmdb.PageNotFoundError):
+        return StoreUnavailable(
+            f"the file of the KV store {path} is damaged ({error}): move its data.mdb away, and precompute again"
+        )
     if isinstance(error, lmdb.MapResizedError):
         return StoreUnavailable(f"the KV store {path} was enlarged by another process: open it again")
     if isinstance(error, lmdb.ReadersFullError):

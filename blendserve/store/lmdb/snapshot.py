@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import struct
 import threading
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 from blendserve.errors import CorruptRecord, StoreError, StoreUnavailable
 from blendserve.store import record
+from blendserve.store.base import LOCAL
 from blendserve.store.chunk import StoredChunk
 from blendserve.store.codecs.base import Undecodable
 from blendserve.store.key import ChunkKey
@@ -41,6 +43,12 @@ class LMDBSnapshot:
         self._using = threading.Lock()
         self._ended = False
         self.undecodable: dict[ChunkKey, Undecodable] = {}
+
+    def expect(self, keys: Sequence[ChunkKey]) -> None:
+        """Nothing to do: it is all here."""
+
+    def tier(self, key: ChunkKey) -> str:
+        return LOCAL
 
     def get(self, key: ChunkKey) -> StoredChunk | None:
         raw = self._raw(HEADER + key)

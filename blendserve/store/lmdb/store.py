@@ -11,21 +11,22 @@ their own in it, and do not count against the cap.
 from __future__ import annotations
 
 import contextlib
+import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from blendserve.config import StoreConfig
+from blendserve.config import PlaceConfig
 from blendserve.core import ChunkKV
 from blendserve.errors import StoreError, StoreFull, StoreUnavailable
 from blendserve.store import record
-from blendserve.store.base import KVStore, StoreStats, VerifyReport, full, stats_of
+from blendserve.store.base import KVStore, Lease, StoreStats, VerifyReport, full, stats_of
 from blendserve.store.codecs.base import Buffer, ChunkShape, Codec, tables_hash
 from blendserve.store.codecs.raw import Raw
 from blendserve.store.key import ChunkKey, namespace_tag
-from blendserve.store.lmdb import tables
+from blendserve.store.lmdb import leases, tables
 from blendserve.store.lmdb.environment import acquire, release
 from blendserve.store.lmdb.ledger import Entry, Ledger, Txn, starting
 from blendserve.store.lmdb.opening import MapFull, explaining
@@ -37,6 +38,7 @@ from blendserve.store.traffic import Notes, Traffic
 
 MIB = 1 << 20
 WRITER_WAIT_S = 10.0  # a put takes milliseconds to a second
+LEASE_WAIT_S = 1.0  # rather computed twice than later
 NOTE_EVERY_S = 60.0
 
 
@@ -81,7 +83,7 @@ class LMDBStore(KVStore):
 
     @classmethod
     def from_config(
-        cls, config: StoreConfig, path: Path | None, read_only: bool, policies: Policies
+        cls, config: PlaceConfig, path: Path | None, read_only: bool, policies: Policies
     ) -> LMDBStore:
         assert path is not None
         return cls(path, config.cap_bytes, read_only, WRITER_WAIT_S, *policies)
@@ -147,6 +149,25 @@ class LMDBStore(KVStore):
             return self._admitted(key, self._codec.expected_bytes(raw_bytes))
         except StoreFull:
             return False
+
+    def lease(self, key: ChunkKey, seconds: float) -> Lease | None:
+        """Of all processes on the file. `put` ends it in its own transaction."""
+        now, owner = time.time_ns(), secrets.token_bytes(leases.OWNER_BYTES)
+        try:
+            with self._write(min(self._wait, LEASE_WAIT_S)) as txn:
+                taken = leases.take(txn, key, owner, now, now + round(seconds * 1e9))
+        except StoreError:
+            return Lease()
+        return _FileLease(self, key, owner) if taken else None
+
+    def end_lease(self, key: ChunkKey, owner: bytes) -> None:
+        """Let others have a chunk. Raises StoreUnavailable."""
+        with self._read() as txn, explaining(self.path):
+            if not leases.is_of(txn, key, owner):
+                return
+        with self._write() as txn:
+            if leases.is_of(txn, key, owner):
+                leases.end(txn, key)
 
     def pin(self, keys: Iterable[ChunkKey]) -> int:
         return self._set_pins(keys, True)
@@ -233,6 +254,7 @@ class LMDBStore(KVStore):
             for l, segment in enumerate(segments):
                 txn.put(layer_name(key, l), segment)
             ledger.add(key, entry)
+            leases.end(txn, key)
 
     def _evict_ahead(self, n_bytes: int) -> None:
         """Evict that much ahead. LMDB uses the pages that a transaction freed only in the second one after it."""
@@ -288,6 +310,17 @@ class LMDBStore(KVStore):
     def _refuse_closed(self) -> None:
         if self._closed:
             raise StoreUnavailable(f"the KV store {self.path} is closed: open it again")
+
+
+class _FileLease(Lease):
+    """A lease that stands in the file."""
+
+    def __init__(self, store: LMDBStore, key: ChunkKey, owner: bytes) -> None:
+        self._store, self._key, self._owner = store, key, owner
+
+    def release(self) -> None:
+        with contextlib.suppress(StoreError):
+            self._store.end_lease(self._key, self._owner)
 
 
 def _drop(txn: Txn, key: ChunkKey, traces: bool = False) -> None:

@@ -12,6 +12,7 @@ import xxhash
 
 from blendserve.errors import CorruptRecord, StoreUnavailable, StoreVersion
 from blendserve.store import LMDBStore, VerifyReport
+from blendserve.store.lmdb.opening import explained
 from blendserve.store.policies import LRU
 from tests.store.helpers import (
     BIG,
@@ -125,3 +126,9 @@ def test_a_damaged_format_record_is_unavailable(path: Path) -> None:
     tamper(path, flip(b"m:format", 4))
     with pytest.raises(StoreUnavailable, match="format record"):
         LMDBStore(path, CAP)
+
+
+def test_damaged_pages_are_called_so_with_a_way_out() -> None:
+    told = str(explained(lmdb.CorruptedError("mdb_cursor_get", -30796), Path("kv")))
+    assert "is damaged" in told
+    assert "precompute again" in told

@@ -38,9 +38,12 @@ from blendserve.store.codecs.predict.fit import fit
 from blendserve.store.codecs.predict.symbols import contexts, flat, quantised
 from blendserve.store.codecs.predict.tables import STEPS, Tables
 
-EXPECTED = 6, 8, 10, 12, 14  # times smaller, by level; text like that of the tables does better
+EXPECTED = 6, 8, 9, 10, 10  # times smaller, by level; text like that of the tables does better
 CLOSE = 2  # codes that a row may be off, as another machine or dtype rounds otherwise
-FAR = 1.5  # times the reach of the codes, from where on a token is an exception
+FAR_FIRST, FAR = (
+    1.1,
+    3.0,
+)  # times the reach of the codes, in layer 0 and above: from there on a token is an exception
 
 _COUNTS = struct.Struct("<II")
 
@@ -49,7 +52,7 @@ class Predict(Codec):
     """At one level, with the tables of one reader."""
 
     levels = tuple(range(1, len(STEPS) + 1))
-    default_level = 3
+    default_level = 2
     needs_tables = True
 
     def __init__(self, level: int, tables: Tables, hash: bytes) -> None:
@@ -119,9 +122,14 @@ class Predict(Codec):
         return segments
 
     def _exceptions(self, numbers: Tensor) -> Tensor:
-        """[L, C, W] -> tokens that are far out in any layer, ascending."""
+        """[L, C, W] -> tokens that are far out in any layer, ascending.
+
+        Layer 0 is its codes; above, codes are but what the next layer is predicted from, and may be at their end.
+        """
         scale, zero = self.tables.code_scale[:, None], self.tables.code_zero[:, None]
-        return (numbers * scale + zero).abs().amax(dim=(0, 2)).gt(FAR * 127).nonzero().flatten()
+        reach = (numbers * scale + zero).abs().amax(dim=2) / 127  # [L, C]
+        is_far = reach[0].gt(FAR_FIRST) | reach[1:].gt(FAR).any(dim=0)
+        return is_far.nonzero().flatten()
 
     def codes(self, l: int, numbers: Tensor) -> Tensor:
         """Numbers of layer l [n, W] -> codes of int8."""
@@ -155,6 +163,8 @@ class Predict(Codec):
     def first_codes(self, segment: Buffer, n_tokens: int) -> tuple[Tensor, Tensor]:
         """Codes of layer 0 [C, W], and which tokens are exceptions. Raises ValueError."""
         tables, width = self.tables, self.tables.width
+        if len(segment) < _COUNTS.size:
+            raise ValueError(f"{len(segment)} bytes hold no layer 0")
         new, n_far = _COUNTS.unpack_from(segment)
         kind = _index_type(len(tables.ids) + new)
         rows_at = _COUNTS.size + n_tokens * kind.itemsize

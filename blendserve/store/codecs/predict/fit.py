@@ -39,12 +39,16 @@ from blendserve.store.codecs.predict.tables import STEPS, VERSION, Tables
 
 FEWEST = 64  # tokens
 WINDOWS = 24  # of text for the sensitivity
-POWER, FLOOR = 0.25, 0.05  # of the Fisher information; the least share of its mean that a direction has
+POWER, LEVEL_POWER = (
+    0.25,
+    0.5,
+)  # of the Fisher information: between directions; between layers, keys and values
+FLOOR = 0.05  # the least share of the mean information that a direction has
 MIDDLE = 0.8  # step at which maps are fitted
 RIDGE = 1e-3  # of each input's energy
 FAINT = 0.2  # steps; an axis that spreads less is not coded
 KNOWN = 1 << 14  # tokens of the vocabulary's front, the frequent ones, whose layer 0 the tables hold
-CONTEXT_TOKENS = 4096  # that contexts are learnt on
+CONTEXT_TOKENS = 3072  # that contexts are learnt on
 REACH = 1.1  # codes reach so much further than what was seen
 
 
@@ -72,7 +76,7 @@ class FittedLayer:
 def fit(samples: Iterable[Sample], adapter: Adapter | None, progress: Progress) -> Tables:
     """Raises InputError for too few samples. adapter: None = all errors weigh alike, and only seen tokens are known."""
     kept = _keep(samples)
-    layers = len(kept.numbers)
+    layers, _, width = kept.numbers.shape
     step = _counting(progress, min(WINDOWS, len(kept.ids) // WINDOW) * bool(adapter) + layers)
     weights = _weights(kept, adapter, step)
     ids, rows = _first_rows(kept, adapter)
@@ -84,7 +88,7 @@ def fit(samples: Iterable[Sample], adapter: Adapter | None, progress: Progress) 
         below = fitted[-1].codes
         scales.append((fitted[-1].map.code_scale, fitted[-1].map.code_zero))
         step()
-    means, classes, symbols = _learn_contexts(fitted, kept.lengths)
+    means, classes, symbols = _learn_contexts(fitted, kept.lengths, width)
     step()
     shape = [VERSION, layers, kept.n_kv_heads, kept.head_dim]
     maps = [layer.map for layer in fitted]
@@ -95,16 +99,21 @@ def fit(samples: Iterable[Sample], adapter: Adapter | None, progress: Progress) 
         rows=to_codes(rows, scale, zero),
         code_scale=torch.stack([s for s, _ in scales]),
         code_zero=torch.stack([z for _, z in scales]),
-        maps=torch.stack([m.map for m in maps]),
-        map_scale=torch.stack([m.map_scale for m in maps]),
-        mean=torch.stack([m.mean for m in maps]),
-        axes=torch.stack([m.residual for m in maps]),
-        axes_scale=torch.stack([m.residual_scale for m in maps]),
+        maps=_stacked([m.map for m in maps], width, width, dtype=torch.int8),
+        map_scale=_stacked([m.map_scale for m in maps], width),
+        mean=_stacked([m.mean for m in maps], width),
+        axes=_stacked([m.residual for m in maps], width, width, dtype=torch.int8),
+        axes_scale=_stacked([m.residual_scale for m in maps], width),
         n_axes=torch.tensor(n_axes, dtype=torch.int32),
         means=means,
         classes=classes,
         symbols=symbols,
     )
+
+
+def _stacked(parts: list[Tensor], *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Of a reader of one layer: none."""
+    return torch.stack(parts) if parts else torch.empty(0, *shape, dtype=dtype)
 
 
 def _counting(progress: Progress, total: int) -> Callable[[], None]:
@@ -145,8 +154,9 @@ def _stretch(fisher: Tensor, spread: float, middle: float) -> tuple[Tensor, Tens
     for part in fisher.double():
         energy, axes = torch.linalg.eigh(part)
         energy = energy.clamp(min=0.0)
-        energy = (energy + FLOOR * energy.mean()).clamp(min=1e-30) / middle**2
-        stretch = energy ** (POWER / 2) * spread ** (POWER - 1)
+        mean = float(energy.mean().clamp(min=1e-30))
+        level = (mean**0.5 * spread / middle) ** LEVEL_POWER / spread
+        stretch = (energy / mean + FLOOR) ** (POWER / 2) * level
         there.append(axes * stretch @ axes.T)
         back.append(axes / stretch @ axes.T)
     blocks: Callable[..., Tensor] = torch.block_diag
@@ -178,16 +188,18 @@ def _fit_layer(numbers: Tensor, below: Tensor, weights: tuple[Tensor, Tensor]) -
     there, back = weights
     inputs = below.float()
     matrix, map_scale, mean = _regress(inputs, numbers)
-    left = (numbers - (inputs @ matrix.float() * map_scale + mean)) @ there
-    energy, axes = torch.linalg.eigh((left.T @ left / len(left)).double())
+    predicted = inputs @ matrix.float() * map_scale + mean
+    left = numbers - predicted
+    weighed = left @ there
+    energy, axes = torch.linalg.eigh((weighed.T @ weighed / len(weighed)).double())
     spread, axes = energy.flip(0).clamp(min=0.0).sqrt(), axes.flip(1).float()
     residual, residual_scale = _to_int8(axes.T @ back)
     exact = residual.double() * residual_scale.double()  # what the decoder has, and the encoder inverts
-    along = (left @ torch.linalg.inv(there.double()).float() @ torch.linalg.inv(exact).float()).contiguous()
+    along = left @ torch.linalg.inv(exact).float()
     width = numbers.shape[1]
     n_axes = [min(width, -(-int((spread > FAINT * step).sum()) // 4) * 4) for step in STEPS]
     symbols = torch.from_numpy(quantised(along.numpy(), MIDDLE)).float()
-    back_numbers = inputs @ matrix.float() * map_scale + mean + symbols @ exact.float() * MIDDLE
+    back_numbers = predicted + symbols @ exact.float() * MIDDLE
     code_scale, code_zero = _code_scale(back_numbers)
     made = LayerMap(matrix, residual, map_scale, mean, residual_scale, code_scale, code_zero)
     return FittedLayer(made, n_axes, along, to_codes(back_numbers, code_scale, code_zero))
@@ -209,9 +221,11 @@ def _to_int8(matrix: Tensor) -> tuple[Tensor, Tensor]:
     return (matrix / scale).round().clamp(-127, 127).to(torch.int8), scale
 
 
-def _learn_contexts(fitted: list[FittedLayer], lengths: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+def _learn_contexts(
+    fitted: list[FittedLayer], lengths: list[int], width: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """Symbols' means by level, layer and axis; which class a size and a context make; the classes' distributions."""
-    means = torch.zeros(len(STEPS), len(fitted), fitted[0].along.shape[1], dtype=torch.int32)
+    means = torch.zeros(len(STEPS), len(fitted), width, dtype=torch.int32)
     amounts, seen = np.zeros((SIZES, CONTEXTS)), np.zeros((SIZES, CONTEXTS, SYMBOLS))
     chunks = _some_chunks(lengths)
     for level, step in enumerate(STEPS):
@@ -251,9 +265,10 @@ def _count(
     for t, row in enumerate(values):
         sizes[t] = size_of(means)
         means = learnt(means, row)
-    at = np.broadcast_to(seen_below[:, None], values.shape)
-    np.add.at(amounts, (sizes, at), np.abs(values.astype(np.int64)))
-    np.add.at(seen, (sizes, at, symbols), 1)
+    cells = sizes * CONTEXTS + seen_below[:, None]
+    amount = np.abs(values.astype(np.int16)).ravel()
+    amounts += np.bincount(cells.ravel(), amount, amounts.size).reshape(amounts.shape)
+    seen += np.bincount((cells * SYMBOLS + symbols).ravel(), minlength=seen.size).reshape(seen.shape)
 
 
 def _smooth(seen: np.ndarray) -> np.ndarray:

@@ -31,7 +31,8 @@ def contexts(symbols: np.ndarray | None, n_tokens: int) -> np.ndarray:
     """How large each token's symbols of the layer below were, beside the chunk's mean token -> [C] of uint8."""
     if symbols is None:
         return np.full(n_tokens, UNKNOWN, np.uint8)
-    sums = np.abs(symbols.astype(np.int16)).sum(axis=1, dtype=np.int64)
+    sizes = np.abs(symbols).view(np.uint8).astype(np.float32)  # of -128 as well; sums of integers, exact
+    sums = (sizes @ np.ones(sizes.shape[1], np.float32)).astype(np.int64)
     ratios = 16 * sums * len(sums) // max(1, int(sums.sum()))
     found: np.ndarray = np.searchsorted(RATIOS, ratios, side="right").astype(np.uint8)
     return found

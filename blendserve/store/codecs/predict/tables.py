@@ -14,8 +14,8 @@ from torch import Tensor
 from blendserve.kernels.coding import CLASSES, CONTEXTS, SIZES, SYMBOLS, LayerMap, SymbolModel
 from blendserve.store.codecs.base import ChunkShape
 
-STEPS = (0.35, 0.5, 0.8, 1.2, 1.8)  # of levels 1 to 5, in units of the axes
-VERSION = 1
+STEPS = (0.35, 0.5, 0.7, 1.0, 1.5)  # of levels 1 to 5, in units of the axes
+VERSION = 2
 _INT8, _FP32, _INT32 = torch.int8, torch.float32, torch.int32
 
 

@@ -1,0 +1,264 @@
+"""`blendserve bench link`: is KV from a server behind a network quicker than computing it?
+
+A real server, and a link of a given round trip and rate before it. All chunks of a prompt are on the server, by every
+codec; the same prompt is prefilled in full beside it, without a server. A request waits for chunks before its prefill
+begins: how long is told apart, as are the bytes that came through the link. Method "auto" knows nothing of a link before
+its first request, which is not counted; what it fetches to see whether a slow link is quick again comes beside others'
+requests.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+from blendserve.bench.config import LinkConfig
+from blendserve.bench.figures import Figures, Update, interleaved, ratios, spread
+from blendserve.bench.link import Link, Weather
+from blendserve.bench.machine import where
+from blendserve.bench.servers import Server
+from blendserve.bench.tables import Table, ms, plain
+from blendserve.bench.workload import Workload, make_workload
+from blendserve.blend.blender import Blender
+from blendserve.blend.lookup import SLOW
+from blendserve.config import BlendConfig, Config, ValkeyConfig, changed
+from blendserve.core import TokenIds
+from blendserve.engine.calibration import chunks_of, fit
+from blendserve.engine.own_words import own_words
+from blendserve.errors import InputError
+from blendserve.models.loader import Reader, load_reader
+from blendserve.registry import CODECS, parse_codec
+from blendserve.retrieve import read_documents
+from blendserve.store import ChunkKey, ChunkView, Snapshot
+from blendserve.store.valkey.store import ValkeyStore
+from blendserve.store.wrapped import WrappedStore
+from blendserve.timing import Clock
+
+Say = Callable[[str], None]
+
+DEADLINE_S = 60.0  # of the store: chunks are to arrive, however slow the link
+ROOM = 1 << 40
+COMPUTED = "computed"
+AUTO = " auto"  # behind a codec's word
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt, from text to first token."""
+
+    ttft: float  # seconds
+    waited: float  # seconds of it until the chunks were here
+    n_bytes: int  # from the server
+
+
+class Watched(WrappedStore):
+    """A store, and how long its look-ups take."""
+
+    def __init__(self, store: ValkeyStore) -> None:
+        super().__init__(store)
+        self.seconds = 0.0
+
+    @contextmanager
+    def reading(self) -> Iterator[Snapshot]:
+        with self._store.reading() as snapshot:
+            yield cast(Snapshot, _Watched(snapshot, self))
+
+
+class _Watched:
+    def __init__(self, snapshot: Snapshot, store: Watched) -> None:
+        self._snapshot, self._store = snapshot, store
+
+    def expect(self, keys: Sequence[ChunkKey]) -> None:
+        with self._watching():
+            self._snapshot.expect(keys)
+
+    def get(self, key: ChunkKey) -> ChunkView | None:
+        with self._watching():
+            return self._snapshot.get(key)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._snapshot, name)
+
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self._store.seconds += time.perf_counter() - start
+
+
+class Scene:
+    """A server, a link to it, and a blender over each codec's chunks. A context manager's, see `scene_of`."""
+
+    def __init__(self, reader: Reader, config: LinkConfig, link: Link, say: Say) -> None:
+        self._reader, self._config, self._link, self._say = reader, config, link, say
+        shape = (config.chunks, config.chunk_tokens, config.suffix_tokens)
+        self._workload: Workload = make_workload(reader, *shape, config.seed)
+        self._settings = ValkeyConfig(url=link.url, deadline_s=DEADLINE_S)
+        self._tables: dict[str, bytes] = {}  # by the name of a codec
+        self._blenders: dict[str, Blender] = {}
+        self._stores: dict[str, Watched] = {}
+
+    def open(self, stack: ExitStack) -> None:
+        """Every codec's chunks onto the server, each in a namespace of its own."""
+        for word in self._config.words:
+            store = Watched(ValkeyStore(self._settings, ROOM))
+            stack.callback(store.close)
+            self._write_by(word, store)
+            self._stores[word], self._blenders[word] = store, self._blender(word, store)
+            self._say(f"Storing the KV of {self._config.chunks} chunks by {word}")
+            self._blenders[word].precompute(self._workload.chunks)
+
+    def calls(self) -> dict[str, Callable[[], Request]]:
+        """Computing it all, loading by each codec, and what "auto" chooses, which gets to know the link anew."""
+        blend, full = self._config.variant.blend, BlendConfig(method="full")
+        auto = changed(blend, method="auto")
+        found: dict[str, Callable[[], Request]] = {}
+        for word, store in self._stores.items():
+            blender, anew = self._blenders[word], self._blender(word, store)
+            anew.calibrate(self._say)
+            found.setdefault(COMPUTED, partial(self._ask, blender, store, full))
+            found[word] = partial(self._ask, blender, store, blend)
+            found[word + AUTO] = partial(self._ask, anew, store, auto)
+        return found
+
+    def _blender(self, word: str, store: Watched) -> Blender:
+        prompts = self._workload.prompts
+        parts = (self._reader.adapter, self._reader.fingerprint, store, prompts.prefix)
+        return Blender(*parts, prompts.kv_context, namespace=word)
+
+    def _ask(self, blender: Blender, store: Watched, blend: BlendConfig) -> Request:
+        """Raises InputError where chunks do not arrive."""
+        waited, moved = store.seconds, self._link.down.n_bytes
+        clock = Clock(self._reader.adapter.device)
+        done = blender.run(self._workload.draw(), blend)
+        int(done.prefilled.logits.argmax())
+        ttft = clock.elapsed()
+        if any(unusable.kind != SLOW for unusable in done.report.unusable):
+            raise InputError(
+                f"{len(done.report.unusable)} chunks did not arrive within {DEADLINE_S:g} s: ask for fewer or smaller "
+                "chunks, or for a higher rate"
+            )
+        return Request(ttft, store.seconds - waited, self._link.down.n_bytes - moved)
+
+    def _write_by(self, word: str, store: Watched) -> None:
+        name, level = parse_codec(word)
+        made, raw = CODECS.load(name), b""
+        if made.needs_tables:
+            if name not in self._tables:
+                self._say(f"Fitting tables of {name}")
+                hash = fit(name, self._text(), self._reader, self._workload.prompts, store)
+                self._tables[name] = store.tables(hash) or b""
+            raw = self._tables[name]
+            store.put_tables(name, self._reader.fingerprint, raw)
+        store.write_by(made.with_tables(level, raw))
+
+    def _text(self) -> Sequence[TokenIds]:
+        """What tables are fitted on."""
+        config = self._config
+        if config.text is None:
+            return own_words(self._reader, config.fit_tokens)
+        return chunks_of(read_documents(config.text), config.fit_tokens, Config(), self._workload.prompts)
+
+
+def measure(
+    config: LinkConfig, say: Say = lambda text: None, update: Update = lambda done, total: None
+) -> Figures:
+    """Everything that the bench prints.
+
+    Raises ConfigError, CorpusError, InputError (also where there is no server to start), ModelError, StoreError.
+    """
+    reader = load_reader(config.reader, say)
+    cells = [(trip, rate) for trip in config.round_trips_ms for rate in config.rates_gbit]
+    found = []
+    with scene_of(reader, config, say) as (scene, link):
+        for done, (trip, rate) in enumerate(cells, start=1):
+            link.weather = weather(trip, rate)
+            took = interleaved(scene.calls(), config.repeats)
+            found.append({"round_trip_ms": trip, "rate_gbit": rate, **_figures(took)})
+            update(done, len(cells))
+    return {"bench": "link", **where(config, reader), "deadline_s": DEADLINE_S, "cells": found}
+
+
+def weather(round_trip_ms: float, rate_gbit: float) -> Weather:
+    """Of a network."""
+    return Weather(bytes_per_s=rate_gbit * 1e9 / 8, delay_s=round_trip_ms / 2e3)
+
+
+@contextmanager
+def scene_of(reader: Reader, config: LinkConfig, say: Say) -> Iterator[tuple[Scene, Link]]:
+    """A server with all chunks, behind a link that is perfect yet; all of it ends here."""
+    with ExitStack() as stack:
+        server = stack.enter_context(Server())
+        link = stack.enter_context(Link(server.port, config.seed))
+        scene = Scene(reader, config, link, say)
+        scene.open(stack)
+        yield scene, link
+
+
+def _figures(took: dict[str, list[Request]]) -> Figures:
+    computed = [request.ttft for request in took[COMPUTED]]
+    words = [word for word in took if word + AUTO in took]
+    auto = {word: [request.ttft for request in took[word + AUTO]] for word in words}
+    return {
+        "computed": spread(computed),
+        "codecs": {
+            word: {
+                **_codec(took[word], computed),
+                "auto": {"ttft": spread(auto[word]), "of_computed": ratios(auto[word], computed)},
+            }
+            for word in words
+        },
+    }
+
+
+def _codec(requests: list[Request], computed: list[float]) -> Figures:
+    ttft = [request.ttft for request in requests]
+    return {
+        "ttft": spread(ttft),
+        "of_computed": ratios(ttft, computed),
+        "waited": spread([request.waited for request in requests]),
+        "bytes": min(request.n_bytes for request in requests),  # without what "auto" fetched meanwhile
+    }
+
+
+def tables(figures: Figures) -> list[Table]:
+    """A row a network and codec."""
+    settings, reader = figures["settings"], figures["reader"]
+    title = (
+        f"{settings['chunks']} chunks of {settings['chunk_tokens']} tokens from a server, {settings['method']}, "
+        f"{reader['model']} {reader['dtype']}, {settings['repeats']} rounds; ms (least-most), "
+        f"deadline {figures['deadline_s']:g} s"
+    )
+    columns = (
+        "round trip",
+        "Gbit/s",
+        "codec",
+        "TTFT",
+        "computed",
+        "of computed",
+        "waited",
+        "MB",
+        "auto",
+        "of computed",
+    )
+    rows = [
+        (
+            f"{cell['round_trip_ms']:g} ms",
+            f"{cell['rate_gbit']:g}",
+            word,
+            ms(found["ttft"]),
+            ms(cell["computed"]),
+            plain(found["of_computed"]),
+            ms(found["waited"]),
+            f"{found['bytes'] / 1e6:,.1f}",
+            ms(found["auto"]["ttft"]),
+            plain(found["auto"]["of_computed"]),
+        )
+        for cell in figures["cells"]
+        for word, found in cell["codecs"].items()
+    ]
+    return [(title, columns, rows)]

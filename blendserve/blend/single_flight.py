@@ -1,0 +1,60 @@
+"""A missing chunk is computed once: by one thread of a process, and by one of the processes that share a store.
+
+Who computes a chunk claims it first. A claim on what others share is a lease (KVStore.lease) that ends by itself, so that
+nobody waits for the dead; it lasts some times as long as computing is expected to take.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from blendserve.store import ChunkKey, KVStore, Lease
+
+LEAST_LEASE_S = 30.0
+LEASE_MARGIN = 4.0  # times what computing is expected to take: the owner has other work, too
+LEAST_PATIENCE_S = 1.0
+FIRST_GUESS = 0.02  # seconds a token, until one has been computed
+MEMORY = 0.5  # weight of the last run in the mean
+
+
+class SingleFlight:
+    """The claims of a process. Safe to share between threads."""
+
+    def __init__(self) -> None:
+        self._claims: dict[ChunkKey, Lease] = {}
+        self._per_token = FIRST_GUESS
+        self._lock = threading.Lock()
+
+    def claim(self, store: KVStore, key: ChunkKey, n_tokens: int) -> bool:
+        """Whether the chunk is the caller's to compute for the store now; then `release` it. Raises StoreError."""
+        with self._lock:
+            if key in self._claims:
+                return False
+            self._claims[key] = Lease()  # keeps the place while the store is asked
+        seconds = max(LEAST_LEASE_S, LEASE_MARGIN * self._per_token * n_tokens)
+        lease = None
+        try:
+            lease = store.lease(key, seconds)
+        finally:
+            with self._lock:
+                if lease:
+                    self._claims[key] = lease
+                else:
+                    del self._claims[key]
+        return lease is not None
+
+    def release(self, key: ChunkKey) -> None:
+        """It is stored, or given up; harmless where there is no claim."""
+        with self._lock:
+            lease = self._claims.pop(key, None)
+        if lease:
+            lease.release()
+
+    def took(self, seconds: float, n_tokens: int) -> None:
+        """So many tokens were computed in so many seconds."""
+        if n_tokens:
+            self._per_token += MEMORY * (seconds / n_tokens - self._per_token)
+
+    def patience(self, n_tokens: int) -> float:
+        """Seconds that it is worth to wait for others' chunks: what computing them would take."""
+        return max(LEAST_PATIENCE_S, self._per_token * n_tokens)

@@ -1,0 +1,36 @@
+"""How many threads a compiled kernel runs with: torch's, or fewer where a pass goes faster so (models/pace.py).
+
+Their results do not depend on it. What torch computes itself may, so its own number of threads, which is also by what a
+backend is chosen, stays as it is. It holds for the calling thread alone.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+class _Own(threading.local):
+    most: int | None = None
+
+
+_own = _Own()
+
+
+def size() -> int:
+    """Threads of the next call, at least 1."""
+    most = torch.get_num_threads()
+    return most if _own.most is None else min(most, _own.most)
+
+
+@contextmanager
+def at_most(threads: int | None) -> Iterator[None]:
+    """Inside, kernels called by this thread run with no more; None = as torch has it."""
+    before, _own.most = _own.most, threads
+    try:
+        yield
+    finally:
+        _own.most = before

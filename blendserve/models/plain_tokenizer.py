@@ -1,0 +1,100 @@
+"""What of a Hugging Face tokenizer is asked for here, over its own backend: encode, decode, and the chat template.
+
+transformers' own takes seconds to import; quick_start.py compares the two before this one serves.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+from tokenizers import Tokenizer
+
+
+class PlainTokenizer:
+    """Texts to token ids and back."""
+
+    def __init__(self, backend: Tokenizer, about: dict[str, Any]) -> None:
+        """about: of the tokenizer, what `about` gives."""
+        self.backend_tokenizer, self.about = backend, about
+        self.chat_template: str | None = about["chat_template"]
+        self.bos_token: str | None = about["special_tokens"].get("bos_token")
+        self.eos_token: str | None = about["special_tokens"].get("eos_token")
+        self.eos_token_id: int | None = about["eos_token_id"]
+
+    def __len__(self) -> int:
+        return int(self.backend_tokenizer.get_vocab_size())
+
+    def __call__(
+        self, text: str, add_special_tokens: bool = True, split_special_tokens: bool = False
+    ) -> dict[str, list[int]]:
+        """split_special_tokens: special tokens in the text are text."""
+        if self.backend_tokenizer.encode_special_tokens != split_special_tokens:
+            self.backend_tokenizer.encode_special_tokens = split_special_tokens
+        return {"input_ids": self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids}
+
+    def decode(
+        self, ids: Any, skip_special_tokens: bool = False, clean_up_tokenization_spaces: bool = False
+    ) -> str:
+        """The text; spaces stay as they are."""
+        assert not clean_up_tokenization_spaces, "nobody here wants spaces to be changed"
+        wanted = ids.tolist() if hasattr(ids, "tolist") else list(ids)
+        return str(self.backend_tokenizer.decode(wanted, skip_special_tokens=skip_special_tokens))
+
+    def get_vocab(self) -> dict[str, int]:
+        return dict(self.backend_tokenizer.get_vocab(with_added_tokens=True))
+
+    @property
+    def added_tokens_decoder(self) -> dict[int, Any]:
+        return dict(self.backend_tokenizer.get_added_tokens_decoder())
+
+    def apply_chat_template(
+        self, messages: Sequence[dict[str, str]], tokenize: bool = False, add_generation_prompt: bool = False
+    ) -> str:
+        """The chat as text. Raises jinja2.TemplateError where the template refuses it."""
+        assert not tokenize, "text and control tokens are tokenised apart"
+        return str(
+            _compiled(self.chat_template or "").render(
+                messages=[dict(message) for message in messages],
+                tools=None,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **self.about["special_tokens"],
+            )
+        )
+
+    def __deepcopy__(self, memo: Any) -> PlainTokenizer:
+        about = {**self.about, "chat_template": self.chat_template}
+        return PlainTokenizer(Tokenizer.from_str(self.backend_tokenizer.to_str()), about)
+
+
+def about(tokenizer: Any) -> dict[str, Any]:
+    """What a PlainTokenizer has to know of transformers' tokenizer, beside its backend."""
+    names = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+    return {
+        "special_tokens": names,
+        "eos_token_id": tokenizer.eos_token_id,
+        "chat_template": tokenizer.chat_template,
+    }
+
+
+@lru_cache(maxsize=8)
+def _compiled(template: str) -> Any:
+    import jinja2.ext  # an optional package, which only chat templates need
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    def refuse(message: str) -> None:
+        raise jinja2.exceptions.TemplateError(message)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _as_json
+    environment.globals["raise_exception"] = refuse
+    return environment.from_string(template)
+
+
+def _as_json(x: Any, ensure_ascii: bool = False, indent: int | None = None) -> str:
+    return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent)

@@ -1,0 +1,158 @@
+"""Chunks of a remote store, read whole into memory: all that a request lacks in one go, or ahead of it.
+
+    passages known -> start()  .  .  .  reading in a thread  .  .  .
+    look-up                                    take() -> what is here by then; the rest is waited for, or read now
+
+A request never computes while it depends on a network: what it uses has arrived and was checked. What was read
+ahead and is not taken goes when others need the room, or after a while.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+
+from blendserve.core import ChunkKV
+from blendserve.errors import CorruptRecord, StoreError, StoreVersion
+from blendserve.store.base import ChunkView, KVStore, Snapshot
+from blendserve.store.chunk import StoredChunk
+from blendserve.store.codecs.base import UNREACHABLE, ChunkShape, Undecodable
+from blendserve.store.codecs.raw import Raw
+from blendserve.store.key import ChunkKey
+from blendserve.store.record import Coded
+
+READERS = 2  # requests that are read ahead at a time
+KEPT_S = 60.0  # what nobody took until then, nobody will
+REST_S = 1.0  # after a failure nothing is asked for: one request waits for it, not each of its chunks
+
+Fetched: TypeAlias = "Coded | CorruptRecord | StoreVersion | Undecodable"
+"""A chunk as it is coded, or why there is none to use. What the remote store does not have is left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Chunks that are read ahead together."""
+
+    read: Future[dict[ChunkKey, Fetched]]
+    since: float
+
+
+class Fetcher:
+    """Reads from one remote store. Safe to share between threads."""
+
+    def __init__(self, remote: KVStore, cap_bytes: int) -> None:
+        """cap_bytes: of what is read ahead and not taken yet; what is just being read comes on top."""
+        self._remote, self._cap = remote, cap_bytes
+        self.failures = 0
+        self._ahead: OrderedDict[ChunkKey, _Batch] = OrderedDict()  # the oldest first
+        self._lock = threading.Lock()
+        self._pool = ThreadPoolExecutor(max_workers=READERS, thread_name_prefix="blendserve-fetch")
+        self._trouble, self._rest_until = "", 0.0
+
+    def start(self, keys: Iterable[ChunkKey]) -> None:
+        """Read these ahead, if there is room."""
+        with self._lock:
+            self._trim()
+            new = [key for key in dict.fromkeys(keys) if key not in self._ahead]
+            if new and self._held() < self._cap:
+                batch = _Batch(self._pool.submit(self.read, new), time.monotonic())
+                self._ahead.update(dict.fromkeys(new, batch))
+
+    def take(self, keys: Sequence[ChunkKey]) -> dict[ChunkKey, Fetched]:
+        """These chunks, as far as the remote store has them."""
+        with self._lock:
+            self._trim()
+            batches = {key: batch for key in keys if (batch := self._ahead.pop(key, None))}
+            for batch in batches.values():
+                batch.read.cancel()  # unless it has begun: it would come after others
+        found: dict[ChunkKey, Fetched] = {}
+        for key, batch in batches.items():
+            if not batch.read.cancelled() and (fetched := batch.read.result().get(key)):
+                found[key] = fetched
+        if now := [key for key in keys if key not in batches or batches[key].read.cancelled()]:
+            found |= self.read(now)
+        return found
+
+    def forget(self, key: ChunkKey) -> None:
+        """Drop what was read ahead of a chunk."""
+        with self._lock:
+            self._ahead.pop(key, None)
+
+    def read(self, keys: Sequence[ChunkKey]) -> dict[ChunkKey, Fetched]:
+        """From the remote store, now and in one go. What cannot be reached is told as such."""
+        found: dict[ChunkKey, Fetched] = {}
+        if time.monotonic() >= self._rest_until:
+            try:
+                with self._remote.reading() as snapshot:
+                    snapshot.expect(keys)
+                    for key in keys:
+                        found |= _fetched(snapshot, key)
+                self.failures += any(
+                    isinstance(f, Undecodable) and f.kind == UNREACHABLE for f in found.values()
+                )
+                return found
+            except StoreError as error:
+                self.failed(error)
+        reason = Undecodable(f"the remote store cannot be read: {self._trouble}", UNREACHABLE)
+        return {**dict.fromkeys(keys, reason), **found}
+
+    def failed(self, error: StoreError) -> None:
+        """Rest for a moment."""
+        self.failures += 1
+        self._trouble, self._rest_until = str(error), time.monotonic() + REST_S
+
+    @property
+    def resting(self) -> bool:
+        """Whether the remote store has just failed."""
+        return time.monotonic() < self._rest_until
+
+    def close(self) -> None:
+        """Wait for what is being read."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._ahead.clear()
+
+    def _trim(self) -> None:
+        """Drop what is too old, and the oldest that is too much."""
+        oldest_kept = time.monotonic() - KEPT_S
+        for key, batch in list(self._ahead.items()):
+            if batch.since < oldest_kept or (batch.read.done() and self._held() > self._cap):
+                del self._ahead[key]
+
+    def _held(self) -> int:
+        """Bytes of what was read ahead."""
+        return sum(_bytes(batch.read, key) for key, batch in self._ahead.items())
+
+
+def coded_of(view: ChunkView) -> Coded:
+    """A copy of a chunk as it is coded, every segment checked; uncoded where the view knows no coding."""
+    if isinstance(view, StoredChunk):
+        return view.coded()
+    layers = [view.layer(l) for l in range(view.n_layers)]
+    kv = ChunkKV(*(torch.stack(parts) for parts in zip(*layers, strict=True)))
+    return Coded(ChunkShape.of(kv), Raw.coding, Raw().encode(kv))
+
+
+def _fetched(snapshot: Snapshot, key: ChunkKey) -> Mapping[ChunkKey, Fetched]:
+    """Empty for a chunk that is not there. Raises StoreError when the store fails."""
+    try:
+        view = snapshot.get(key)
+        if view is not None:
+            return {key: coded_of(view)}
+    except (CorruptRecord, StoreVersion) as error:
+        return {key: error}
+    why = snapshot.undecodable.get(key)
+    return {key: why} if why else {}
+
+
+def _bytes(read: Future[dict[ChunkKey, Fetched]], key: ChunkKey) -> int:
+    if not read.done() or read.cancelled() or read.exception():
+        return 0
+    fetched = read.result().get(key)
+    return sum(map(len, fetched.segments)) if isinstance(fetched, Coded) else 0

@@ -1,0 +1,1 @@
+"""Chunk KV on a Valkey or Redis server, shared by any number of engines."""

@@ -1,0 +1,108 @@
+"""A chunk's hash on the server: written by one command, read by one, so that nobody sees half of one.
+
+Records are those of record.py. The header's checksum covers the chunk's key, and every segment's the key, the header's
+fields and the layer: bytes of another chunk, or of another layer, are damage like any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+from blendserve.errors import CorruptRecord
+from blendserve.store import record
+from blendserve.store.codecs.base import Buffer
+from blendserve.store.key import ChunkKey
+from blendserve.store.record import Coded, Header
+from blendserve.store.valkey.client import Client
+from blendserve.store.valkey.names import HEADER, chunk_name, segment_name
+
+EXPIRES_S = (
+    30 * 86_400
+)  # of a chunk that is not pinned, after its last use: what lets volatile-lru evict it, and no other
+
+Fields: TypeAlias = "dict[bytes, bytes]"
+
+
+def write(
+    client: Client,
+    key: ChunkKey,
+    header: Header,
+    segments: Sequence[Buffer],
+    pinned: bool,
+    layers_before: int,
+) -> None:
+    """In place of what was there. layers_before: of that. Raises what valkey-py does."""
+    name = chunk_name(key)
+    fields: dict[bytes, Buffer] = {HEADER: record.encode_header(key, header)}
+    fields |= {segment_name(l): memoryview(segment).cast("B") for l, segment in enumerate(segments)}
+    surplus = [segment_name(l) for l in range(len(segments), layers_before)]
+    pipeline = client.pipeline(transaction=False)
+    pipeline.hset(name, mapping=fields)
+    if pinned:
+        pipeline.persist(name)
+    else:
+        pipeline.expire(name, EXPIRES_S)
+    if surplus:
+        pipeline.hdel(name, *surplus)
+    pipeline.execute()
+
+
+def read(client: Client, keys: Sequence[ChunkKey]) -> list[Fields]:
+    """What is there of each chunk, {} where nothing is; one round trip. Raises what valkey-py does, TypeError."""
+    pipeline = client.pipeline(transaction=False)
+    for key in keys:
+        pipeline.hgetall(chunk_name(key))
+    found: list[Fields] = pipeline.execute()
+    for fields in found:
+        _require_bytes([*fields, *fields.values()])
+    return found
+
+
+def there(client: Client, keys: Sequence[ChunkKey]) -> list[bool]:
+    """Which chunks are there."""
+    pipeline = client.pipeline(transaction=False)
+    for key in keys:
+        pipeline.exists(chunk_name(key))
+    return [bool(n) for n in pipeline.execute()]
+
+
+def drop(client: Client, keys: Sequence[ChunkKey]) -> int:
+    """Delete chunks -> how many were there."""
+    pipeline = client.pipeline(transaction=False)
+    for key in keys:
+        pipeline.unlink(chunk_name(key))
+    return sum(pipeline.execute()) if keys else 0
+
+
+def keep(client: Client, keys: Sequence[ChunkKey], pinned: bool) -> None:
+    """Let chunks never expire, or from now on in time."""
+    pipeline = client.pipeline(transaction=False)
+    for key in keys:
+        if pinned:
+            pipeline.persist(chunk_name(key))
+        else:
+            pipeline.expire(chunk_name(key), EXPIRES_S)
+    if keys:
+        pipeline.execute()
+
+
+def checked(key: ChunkKey, fields: Fields) -> tuple[Header, list[Buffer]]:
+    """The record in a hash, all of it checked. Raises CorruptRecord, StoreVersion."""
+    if HEADER not in fields:
+        raise CorruptRecord(key, "it has no header")
+    header = record.decode_header(key, fields[HEADER])
+    layers = range(header.shape.n_layers)
+    return header, [record.check_segment(key, header, l, fields.get(segment_name(l))) for l in layers]
+
+
+def coded(key: ChunkKey, fields: Fields) -> Coded:
+    """The same as another store takes it."""
+    header, segments = checked(key, fields)
+    return Coded(header.shape, header.coding, segments)
+
+
+def _require_bytes(parts: Sequence[object]) -> None:
+    """Raise TypeError for a reply that was damaged into one of another type."""
+    if not all(isinstance(part, bytes) for part in parts):
+        raise TypeError("a hash holds something else than bytes")

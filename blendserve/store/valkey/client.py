@@ -1,0 +1,136 @@
+"""A client of the server that the settings name, made by valkey-py, and what its errors mean.
+
+Credentials come from the environment or a file each time a connection is made, and are in no message.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any, TypeAlias
+
+from blendserve.config import ValkeyConfig
+from blendserve.errors import StoreError, StoreFull, StoreUnavailable
+
+PASSWORD = "BLENDSERVE_VALKEY_PASSWORD"
+OLDEST = {"valkey": 7, "redis": 6}  # major versions that are known to do
+
+Client: TypeAlias = Any  # valkey.Valkey or valkey.ValkeyCluster: what is asked of them has the same names
+
+
+class Unfit(Exception):
+    """What answers is no server for us; the words follow its name."""
+
+
+def library() -> Any:
+    """The package valkey. Raises StoreUnavailable."""
+    try:
+        import valkey
+    except ImportError:
+        raise StoreUnavailable(
+            "a store on a Valkey server needs the package valkey: pip install 'blendserve[valkey]'"
+        ) from None
+    return valkey
+
+
+def connect(config: ValkeyConfig) -> Client:
+    """A client of the server or cluster. Raises StoreUnavailable, and what valkey-py does: see `explained`."""
+    lib = library()
+    options = _options(config)
+    at: dict[str, Any] = (
+        {"unix_socket_path": config.socket}
+        if config.socket
+        else {"host": config.host, "port": config.port, "db": config.database}
+    )
+    client = lib.Valkey(**at, **options)
+    if _checked(client, lib, config) == "cluster":
+        client.close()
+        return lib.ValkeyCluster(
+            host=config.host, port=config.port, cluster_error_retry_attempts=1, **options
+        )
+    return client
+
+
+def disconnect(client: Client) -> None:
+    """Cut every connection, those in use too: who waits for one gets an error."""
+    nodes = client.get_nodes() if hasattr(client, "get_nodes") else []
+    clients = [node.valkey_connection for node in nodes] if nodes else [client]
+    for each in clients:
+        if each is not None:
+            each.connection_pool.disconnect()
+
+
+def explained(error: Exception, config: ValkeyConfig) -> StoreError | str:
+    """Our error for one of valkey-py's; where the server is to be left alone for it, words that follow its name."""
+    lib = library()
+    if isinstance(error, StoreError):
+        return error
+    if isinstance(error, Unfit):
+        return str(error)
+    if isinstance(error, lib.AuthenticationError) or str(error).startswith(("NOAUTH", "WRONGPASS")):
+        return (
+            f"does not accept the credentials: set {PASSWORD} in the environment or store.valkey.password_file, and "
+            "store.valkey.username where the user has a name"
+        )
+    if isinstance(error, lib.exceptions.OutOfMemoryError) or str(error).startswith("OOM"):
+        return StoreFull(
+            f"{config.server} has no memory left for chunks: raise its maxmemory, let it evict (maxmemory-policy "
+            "volatile-lru), or lower store.cap_gb"
+        )
+    if isinstance(error, lib.TimeoutError):
+        return f"does not answer within {config.deadline_s:g} s"
+    if isinstance(error, lib.BusyLoadingError):
+        return "is still loading its data"
+    if isinstance(error, lib.exceptions.ClusterError | lib.exceptions.ValkeyClusterException):
+        return f"is a cluster that does not serve now ({error})"
+    if isinstance(error, lib.ConnectionError | OSError):
+        return f"cannot be reached ({error}): start it, or correct store.valkey.url"
+    if isinstance(error, lib.ResponseError):
+        return StoreUnavailable(f"{config.server} refuses: {error}")
+    return f"sends what is no answer ({type(error).__name__}: {error})"
+
+
+def _options(config: ValkeyConfig) -> dict[str, Any]:
+    seconds = config.deadline_s
+    options: dict[str, Any] = {
+        "username": config.username or None,
+        "password": _password(config),
+        "socket_timeout": seconds,
+        "socket_connect_timeout": seconds,
+        "socket_keepalive": True,
+    }
+    if config.socket:
+        options.pop("socket_connect_timeout")
+        options.pop("socket_keepalive")
+    if config.tls:
+        options |= {"ssl": True, "ssl_ca_certs": str(config.ca_file) if config.ca_file else None}
+    return options
+
+
+def _password(config: ValkeyConfig) -> str | None:
+    """Raises StoreUnavailable for a file that cannot be read."""
+    if config.password_file is None:
+        return os.environ.get(PASSWORD) or None
+    try:
+        return config.password_file.read_text(encoding="utf-8").strip() or None
+    except (OSError, UnicodeDecodeError) as error:
+        raise StoreUnavailable(
+            f"the password file {config.password_file} (store.valkey.password_file) cannot be read: {error}"
+        ) from None
+
+
+def _checked(client: Client, lib: Any, config: ValkeyConfig) -> str:
+    """The server's mode, standalone or cluster. Raises Unfit."""
+    try:
+        info = client.info("server")
+    except lib.exceptions.NoPermissionError:
+        return "standalone"  # a user who may not ask; a cluster's server refuses the first foreign key
+    kind = "valkey" if info.get("server_name") == "valkey" or "valkey_version" in info else "redis"
+    version = str(info.get(f"{kind}_version", ""))
+    major = re.match(r"\d+", version)
+    if major is None or int(major[0]) < OLDEST[kind]:
+        raise Unfit(
+            f"is {kind} {version or 'of no version'}, and Valkey 7 or Redis 6 is needed: upgrade it, or correct "
+            "store.valkey.url"
+        )
+    return str(info.get("server_mode") or info.get("redis_mode") or "standalone")

@@ -1,0 +1,156 @@
+"""Reading chunks from the server, within a request's deadline: what does not come in time counts as missing.
+
+    expect   keys -> batches, each a round trip on a connection of its own, all at once
+    get      waits for the batch that the chunk is in
+
+All the waiting of one snapshot together takes no longer than the deadline. A chunk's whole record is fetched and checked
+at once, so a view is bytes of this process and needs the server no more.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+from blendserve.errors import CorruptRecord, StoreError
+from blendserve.store.base import REMOTE
+from blendserve.store.chunk import StoredChunk
+from blendserve.store.codecs.base import Undecodable
+from blendserve.store.key import ChunkKey
+from blendserve.store.traffic import Traffic
+from blendserve.store.valkey import chunks
+from blendserve.store.valkey.chunks import Fields
+from blendserve.store.valkey.connection import WORKERS, Call, Connection
+from blendserve.store.valkey.failed import Failed
+from blendserve.store.valkey.tables import ServerTables
+
+GUESS_BYTES = 16 << 20  # of a record, until one was read
+
+
+class Sizes:
+    """How large records are here: what bounds the bytes under way, as a size is known only after reading."""
+
+    def __init__(self, in_flight_bytes: int) -> None:
+        self._most, self._largest = in_flight_bytes // WORKERS, 0
+
+    @property
+    def batch(self) -> int:
+        """Chunks to ask for at a time."""
+        return max(1, self._most // (self._largest or GUESS_BYTES))
+
+    def saw(self, n_bytes: int) -> None:
+        self._largest = max(self._largest, n_bytes)
+
+
+class ValkeySnapshot:
+    """A view of the server for one request. Threads may share it.
+
+    Each chunk is seen as it was at one moment after the snapshot was opened: chunks never change but for repairs, so
+    there is nothing to be gained from seeing all of them at the same moment.
+    """
+
+    def __init__(
+        self, connection: Connection, traffic: Traffic, tables: ServerTables, failed: Failed, sizes: Sizes
+    ) -> None:
+        self._connection, self._traffic, self._tables = connection, traffic, tables
+        self._failed, self._sizes = failed, sizes
+        self._left = connection.config.deadline_s  # to wait
+        self._calls: dict[ChunkKey, tuple[Call[list[Fields]], int]] = {}  # and the chunk's place in its batch
+        self._troubles: dict[ChunkKey, str] = {}
+        self._lock = threading.RLock()
+        self.undecodable: dict[ChunkKey, Undecodable] = {}
+
+    def expect(self, keys: Sequence[ChunkKey]) -> None:
+        with self._lock:
+            todo = [
+                key for key in dict.fromkeys(keys) if key not in self._calls and key not in self._troubles
+            ]
+            for key in todo:
+                if why := self._failed.why(key):
+                    self._troubles[key] = why
+            todo = [key for key in todo if key not in self._troubles]
+            size = self._sizes.batch
+            for batch in (todo[at : at + size] for at in range(0, len(todo), size)):
+                self._begin(batch)
+
+    def tier(self, key: ChunkKey) -> str:
+        return REMOTE
+
+    def get(self, key: ChunkKey) -> StoredChunk | None:
+        self.expect([key])
+        with self._lock:
+            fields = self._fields(key)
+        if fields is None:
+            self.undecodable[key] = Undecodable(self._troubles[key], "unreachable")
+            self._traffic.miss(key)
+            return None
+        if not fields:
+            self._traffic.miss(key)
+            return None
+        try:
+            chunk = self._chunk(key, fields)
+        except Undecodable as error:
+            self._traffic.miss(key, undecodable=str(error))
+            self.undecodable[key] = error
+            return None
+        self._traffic.hit(key)
+        return chunk
+
+    def end(self) -> None:
+        """What was expected and not asked for is given up."""
+        with self._lock:
+            for call, _ in self._calls.values():
+                self._connection.give_up(call)
+
+    def _begin(self, batch: list[ChunkKey]) -> None:
+        try:
+            call = self._connection.begin(partial(_read, keys=batch), reading=True)
+        except StoreError as error:
+            self._troubles.update(dict.fromkeys(batch, str(error)))
+        else:
+            self._calls.update({key: (call, place) for place, key in enumerate(batch)})
+
+    def _fields(self, key: ChunkKey) -> Fields | None:
+        """What the server has of a chunk, {} for nothing; None where that is not known, for a reason in `_troubles`."""
+        if key in self._troubles:
+            return None
+        call, place = self._calls[key]
+        try:
+            with self._waiting():
+                return self._connection.wait(call, self._left)[place]
+        except StoreError as error:
+            batch = [other for other, (of, _) in self._calls.items() if of is call]
+            self._troubles.update(dict.fromkeys(batch, str(error)))
+            return None
+
+    def _chunk(self, key: ChunkKey, fields: Fields) -> StoredChunk:
+        """Raises CorruptRecord, StoreVersion, Undecodable."""
+        count: Callable[[], None] = partial(self._traffic.count, key, "corrupt")
+        try:
+            header, segments = chunks.checked(key, fields)
+        except CorruptRecord as error:
+            count()
+            self._failed.add(key, f"it was damaged when it was last read ({error.what})")
+            raise
+        self._sizes.saw(header.n_bytes)
+        return StoredChunk(key, header, segments.__getitem__, self._read_tables, count)
+
+    def _read_tables(self, hash: bytes) -> bytes | None:
+        with self._waiting():
+            return self._tables.read(hash, self._left)
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """What is waited here is no longer left."""
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self._left -= time.monotonic() - start
+
+
+def _read(client: object, keys: list[ChunkKey]) -> list[Fields]:
+    return chunks.read(client, keys)
