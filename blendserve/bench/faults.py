@@ -84,7 +84,9 @@ class Scene:
         self.store.close()
         self.store = self._shared.store = ValkeyStore(self._settings, ROOM, eviction=LRU())
         self.direct().flushall()
-        self._shared.precompute(self._pool)
+        patient = self._settings.model_copy(update={"deadline_s": HUNG_S})
+        with ValkeyStore(patient, ROOM, eviction=LRU()) as filled:
+            self._shared.like(filled, "").precompute(self._pool)
 
     def measure_computing(self) -> None:
         """The median request that finds nothing, in a local store: the same work, without a server."""

@@ -2,7 +2,8 @@
 
 A chunk is entered before it is written and struck out before it is deleted, so nobody stores more than the quota. The
 server evicts on its own account, and a process may end between the two: then there are entries without chunks, which
-count until they are evicted as the oldest, or until `strike_lost` finds them.
+count until they are evicted as the oldest, or until `strike_lost` finds them. Entries of another size than their chunk's
+(two writers at once) are mended by `verify`.
 """
 
 from __future__ import annotations

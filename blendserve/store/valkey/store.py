@@ -195,7 +195,10 @@ class ValkeyStore(KVStore):
         return stats_of("valkey", self.config.url, self.cap_bytes, sizes, counts, namespace, infos)
 
     def verify(self, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
-        """Every chunk on the server is looked at, entered or not; one that is not is entered."""
+        """Every chunk on the server is looked at, entered or not; its entry is made what it should be.
+
+        Two engines that write one chunk at once, coded in two ways, may leave one's bytes and the other's entry.
+        """
         self._strike_lost()
         entries = {key: entry for tag in self._tags(None) for key, entry in self._ledger.entries(tag).items()}
         keys = sorted(entries.keys() | self._scan())
@@ -279,9 +282,10 @@ class ValkeyStore(KVStore):
             return str(error)
         if len(fields) > header.shape.n_layers + 1:
             return f"it has more layers than the {header.shape.n_layers} of its header"
-        if entry is None and not self.read_only:
+        counted = entry == Entry.of(header)
+        if not counted and not self.read_only:
             self._ledger.enter(key, Entry.of(header), self._traffic.now() // 1000, False, 1 << 62)
-        return "" if entry in (None, Entry.of(header)) else "it is counted as another size than its header's"
+        return "" if counted or entry is None or not self.read_only else "it is counted as of another size"
 
     def _scan(self) -> set[ChunkKey]:
         def job(client: Client) -> set[ChunkKey]:

@@ -93,7 +93,7 @@ def test_a_lost_node_costs_hits_and_its_return_brings_them_back(
     nodes: list[Server], store: ValkeyStore
 ) -> None:
     with opened(nodes[0], deadline_s=0.5) as hasty:
-        hasty.put(key_of(1), chunk())
+        assert store.put(key_of(1), chunk())
         nodes[2].hang()
         try:
             with hasty.reading() as snapshot:
