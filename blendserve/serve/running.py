@@ -25,6 +25,9 @@ from blendserve.serve.service import Service
 # A pass gives the GIL back and wants it again hundreds of times; beside a thread that parses, it waits so long each time.
 SWITCH_S = 5e-4
 
+# A proxy in front keeps idle connections for 60 s as a rule. Were ours closed first, a request on its way would be lost.
+KEEP_ALIVE_S = 75
+
 
 def serve(settings: Config, indexes: Sequence[str], say: Say) -> None:
     """Open the indexes, serve until told to stop. Raises ConfigError, IndexMissing, ModelError, StoreError."""
@@ -59,6 +62,7 @@ class _Server(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 lifespan="on",
+                timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=math.ceil(service.serve.drain_s),
             )
         )
