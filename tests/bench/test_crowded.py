@@ -43,35 +43,37 @@ def children(of: int | None = None) -> set[int]:
 
 def test_every_process_runs_every_request_in_every_situation(tiny: str, tmp_path: Path) -> None:
     before = children()
-    figures = crowded.measure(changed(SMALL, model=tiny, folder=tmp_path / "kv"))
+    figures = crowded.measure(changed(SMALL, model=tiny, folder=tmp_path / "kv", ours_alone=True))
     assert children() <= before
     assert list((tmp_path / "kv").iterdir()) == []
-    assert set(figures["subjects"]) == {"blendserve", "libgomp alone"}
-    for requests in figures["subjects"].values():
-        assert set(requests) == {"decode", "transformers", "full", "reuse", "query+ridge@0.15"}
-        assert set(requests["transformers"]) == {"ttft", "per_token"}
-        for parts in requests.values():
-            for cells in parts.values():
-                assert set(cells) == {"alone", "beside 1", "one core"}
-                assert cells["alone"]["times_alone"]["rounds"] == [1.0, 1.0]
-                pairs = zip(
-                    cells["one core"]["seconds"]["rounds"], cells["alone"]["seconds"]["rounds"], strict=True
-                )
-                assert cells["one core"]["times_alone"]["rounds"] == [a / b for a, b in pairs]
+    (requests,) = figures["subjects"].values()
+    assert set(requests) == {"decode", "transformers", "full", "reuse", "query+ridge@0.15"}
+    assert set(requests["transformers"]) == {"ttft", "per_token"}
+    for parts in requests.values():
+        for cells in parts.values():
+            assert set(cells) == {"alone", "beside 1", "one core"}
+            assert cells["alone"]["times_alone"]["rounds"] == [1.0, 1.0]
+            pairs = zip(
+                cells["one core"]["seconds"]["rounds"], cells["alone"]["seconds"]["rounds"], strict=True
+            )
+            assert cells["one core"]["times_alone"]["rounds"] == [a / b for a, b in pairs]
     if figures["one_core_by"] == "cgroup quota":
-        assert figures["threads"]["one core"] == {
-            "blendserve": 1,
-            "libgomp alone": figures["cpus"]["affinity"],
-        }
-    assert set(figures["alone_against_libgomp"]) == {
-        "decode",
-        "transformers",
-        "full",
-        "reuse",
-        "query+ridge@0.15",
-    }
+        assert figures["threads"]["one core"] == {"blendserve": 1}
     shown = tables(figures)
     assert all(len(columns) == len(row) for _, columns, rows in shown for row in rows)
+
+
+def test_ours_alone_is_held_against_libgomp_alone() -> None:
+    taken = {
+        ("alone", "blendserve", "decode", "per_token"): [0.3, 0.2],
+        ("alone", "libgomp alone", "decode", "per_token"): [0.2, 0.2],
+        ("one core", "blendserve", "decode", "per_token"): [0.9, 0.9],
+        ("alone", "blendserve", "full", "ttft"): [1.0, 1.0],
+    }
+    assert {request: set(figures) for request, figures in crowded._cost(taken).items()} == {
+        "decode": {"per_token"}
+    }
+    assert crowded._cost(taken)["decode"]["per_token"]["rounds"] == [pytest.approx(1.5), 1.0]
 
 
 def test_busy_processes_are_busy_and_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,8 +57,7 @@ def grown(blocks: str, dtype: str, **environment: str) -> int:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc is Linux's")
-@pytest.mark.parametrize("kernels", ["0", "1"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("dtype", "kernels"), [("float32", "0"), ("bfloat16", "1")])
 def test_twelve_thousand_tokens_need_less_than_half_of_one_score_matrix(dtype: str, kernels: str) -> None:
     assert grown("blocks", dtype, BLENDSERVE_NATIVE=kernels) < LIMIT
 

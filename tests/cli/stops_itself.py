@@ -1,6 +1,6 @@
-"""Runs a script over the real store, and sends itself a signal as soon as so many chunks are stored.
+"""Runs a script over the real store, and sends itself a SIGINT as soon as so many chunks are stored.
 
-    python -m tests.cli.stops_itself SIGKILL 6 scripts/precompute_kv.py INDEX --store FOLDER
+    python -m tests.cli.stops_itself 6 scripts/precompute_kv.py INDEX --store FOLDER
 
 Where it stops does not depend on the speed of the machine.
 """
@@ -17,8 +17,8 @@ from typing import Any
 from blendserve.store import LMDBStore
 
 
-def stop_after(puts: int, how: signal.Signals) -> None:
-    """From now on, the put of this number is the last one before the signal, which the main thread receives."""
+def stop_after(puts: int) -> None:
+    """From now on, the put of this number is the last one before SIGINT, which the main thread receives."""
     done = 0
 
     def counting(put: Callable[..., bool]) -> Callable[..., bool]:
@@ -27,7 +27,7 @@ def stop_after(puts: int, how: signal.Signals) -> None:
             stored = put(*args, **options)
             done += 1
             if done == puts:
-                signal.pthread_kill(threading.main_thread().ident or 0, how)
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
             return stored
 
         return counted
@@ -37,10 +37,9 @@ def stop_after(puts: int, how: signal.Signals) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # a shell's background jobs ignore it, and all they start
-    name, count, script, *arguments = sys.argv[1:]
-    stop_after(int(count), signal.Signals[name])
+    # A shell's background jobs ignore it, and all they start.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    count, script, *arguments = sys.argv[1:]
+    stop_after(int(count))
     sys.argv = [script, *arguments]
     runpy.run_path(script, run_name="__main__")
