@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
 
 from blendserve.bench.config import LinkConfig
 from blendserve.bench.figures import Figures, Update, interleaved, ratios, spread
@@ -22,6 +21,7 @@ from blendserve.bench.link import Link, Weather
 from blendserve.bench.machine import where
 from blendserve.bench.servers import Server
 from blendserve.bench.tables import Table, ms, plain
+from blendserve.bench.watched import Watched
 from blendserve.bench.workload import Workload, make_workload
 from blendserve.blend.blender import Blender
 from blendserve.blend.lookup import SLOW
@@ -33,9 +33,7 @@ from blendserve.errors import InputError
 from blendserve.models.loader import Reader, load_reader
 from blendserve.registry import CODECS, parse_codec
 from blendserve.retrieve import read_documents
-from blendserve.store import ChunkKey, ChunkView, Snapshot
 from blendserve.store.valkey.store import ValkeyStore
-from blendserve.store.wrapped import WrappedStore
 from blendserve.timing import Clock
 
 Say = Callable[[str], None]
@@ -53,41 +51,6 @@ class Request:
     ttft: float  # seconds
     waited: float  # seconds of it until the chunks were here
     n_bytes: int  # from the server
-
-
-class Watched(WrappedStore):
-    """A store, and how long its look-ups take."""
-
-    def __init__(self, store: ValkeyStore) -> None:
-        super().__init__(store)
-        self.seconds = 0.0
-
-    @contextmanager
-    def reading(self) -> Iterator[Snapshot]:
-        with self._store.reading() as snapshot:
-            yield cast(Snapshot, _Watched(snapshot, self))
-
-
-class _Watched:
-    def __init__(self, snapshot: Snapshot, store: Watched) -> None:
-        self._snapshot, self._store = snapshot, store
-
-    def expect(self, keys: Sequence[ChunkKey]) -> None:
-        with self._watching():
-            self._snapshot.expect(keys)
-
-    def get(self, key: ChunkKey) -> ChunkView | None:
-        with self._watching():
-            return self._snapshot.get(key)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._snapshot, name)
-
-    @contextmanager
-    def _watching(self) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self._store.seconds += time.perf_counter() - start
 
 
 class Scene:

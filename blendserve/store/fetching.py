@@ -72,12 +72,11 @@ class Fetcher:
             batches = {key: batch for key in keys if (batch := self._ahead.pop(key, None))}
             for batch in batches.values():
                 batch.read.cancel()  # unless it has begun: it would come after others
-        found: dict[ChunkKey, Fetched] = {}
+        now = [key for key in keys if key not in batches or batches[key].read.cancelled()]
+        found = self.read(now) if now else {}  # first: what is read ahead arrives meanwhile, not after it
         for key, batch in batches.items():
             if not batch.read.cancelled() and (fetched := batch.read.result().get(key)):
                 found[key] = fetched
-        if now := [key for key in keys if key not in batches or batches[key].read.cancelled()]:
-            found |= self.read(now)
         return found
 
     def forget(self, key: ChunkKey) -> None:
