@@ -57,7 +57,9 @@ class Outcome:
 
     extra: list[float] = field(default_factory=list)  # seconds above the median request that finds nothing
     waited: list[float] = field(default_factory=list)  # seconds of a request until the store had answered
-    alone: list[float] = field(default_factory=list)  # seconds above that median of requests that find nothing
+    alone: list[float] = field(
+        default_factory=list
+    )  # seconds above that median of requests that find nothing
     found: int = 0  # chunks
     looked_for: int = 0
     wrong: int = 0  # answers

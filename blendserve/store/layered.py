@@ -19,7 +19,7 @@ from functools import partial
 from typing import Literal
 
 from blendserve.core import ChunkKV
-from blendserve.errors import StoreError, StoreUnavailable
+from blendserve.errors import StoreError, StoreLeftAlone, StoreUnavailable
 from blendserve.store.backlog import Backlog
 from blendserve.store.base import LOCAL, REMOTE, ChunkView, KVStore, Lease, RemoteStats, Snapshot, StoreStats
 from blendserve.store.chunk import StoredChunk
@@ -339,7 +339,8 @@ class LayeredStore(WrappedStore):
             yield
         except StoreError as error:
             self._fetcher.failed(error)
-            self._warn("the remote KV store failed", error)
+            if not isinstance(error, StoreLeftAlone):  # that was said when it was
+                self._warn("the remote KV store failed", error)
 
     @contextmanager
     def _or_warn(self, what: str) -> Iterator[None]:
