@@ -245,7 +245,8 @@ class LinkConfig(BenchConfig):
         (0.1, 1.0, 10.0), description="Measure networks of so many Gbit/s."
     )
     codecs: tuple[str, ...] = Field(
-        PLAIN_CODECS, description="Store the chunks by these codecs, written name or name@level."
+        (*PLAIN_CODECS, "predict@1"),
+        description="Store the chunks by these codecs, written name or name@level.",
     )
     chunks: Positive = Field(6, description="Give the prompt so many chunks.")
     chunk_tokens: Positive = Field(256, description="Give a chunk so many tokens.")

@@ -169,6 +169,21 @@ class VerifyReport:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """How far another machine's chunks are, as a small part of one of them told."""
+
+    round_trip: float  # seconds of a question with a short answer
+    seconds: float  # of the part, its own round trip included
+    part: float  # of the chunk's bytes
+    tokens: int  # of the chunk
+
+    @property
+    def seconds_per_token(self) -> float:
+        """Beside the round trip."""
+        return max(0.0, self.seconds - self.round_trip) / self.part / self.tokens
+
+
 class Lease:
     """The right to compute a chunk, until it is released or its time is over. This one costs nobody anything."""
 
@@ -276,6 +291,18 @@ class KVStore(ABC):
     def prefetch(self, keys: Iterable[ChunkKey]) -> None:
         """A request for these is on its way: begin to bring near what is far. A hint; it waits for nothing."""
         return
+
+    @property
+    def far(self) -> bool:
+        """Whether chunks may lie on another machine."""
+        return False
+
+    def sample(self, keys: Sequence[ChunkKey], n_bytes: int) -> Sample | None:
+        """Fetch about so many bytes of the first of these that another machine has; None where none can be had.
+
+        Counts as no use of it.
+        """
+        return None
 
     @abstractmethod
     def delete(self, key: ChunkKey) -> bool:

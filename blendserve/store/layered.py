@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -21,7 +22,17 @@ from typing import Literal
 from blendserve.core import ChunkKV
 from blendserve.errors import StoreError, StoreLeftAlone, StoreUnavailable
 from blendserve.store.backlog import Backlog
-from blendserve.store.base import LOCAL, REMOTE, ChunkView, KVStore, Lease, RemoteStats, Snapshot, StoreStats
+from blendserve.store.base import (
+    LOCAL,
+    REMOTE,
+    ChunkView,
+    KVStore,
+    Lease,
+    RemoteStats,
+    Sample,
+    Snapshot,
+    StoreStats,
+)
 from blendserve.store.chunk import StoredChunk
 from blendserve.store.codecs.base import NO_TABLES, ChunkShape, Codec, Undecodable
 from blendserve.store.codecs.raw import Raw
@@ -112,6 +123,16 @@ class LayeredStore(WrappedStore):
         with suppress(StoreError):
             far = [key for key in far if key not in self._near]
         self._fetcher.start(far)
+
+    @property
+    def far(self) -> bool:
+        return True
+
+    def sample(self, keys: Sequence[ChunkKey], n_bytes: int) -> Sample | None:
+        """Of a remote store that cannot give a part of a chunk, a whole one."""
+        if self._fetcher.resting:
+            return None
+        return self._far.sample(keys, n_bytes) if self._far.far else _whole(self._far, keys)
 
     def present(self, keys: Iterable[ChunkKey], remote: bool = True) -> set[ChunkKey]:
         asked, found = list(keys), set[ChunkKey]()
@@ -355,6 +376,15 @@ class LayeredStore(WrappedStore):
         if (message := f"{what}: {why}") not in self._told:
             self._told.add(message)
             log.warning("%s", message)
+
+
+def _whole(store: KVStore, keys: Sequence[ChunkKey]) -> Sample | None:
+    """The first of these that is there. Raises StoreError."""
+    for key in keys:
+        start = time.perf_counter()
+        if coded := store.coded(key):
+            return Sample(0.0, time.perf_counter() - start, 1.0, coded.shape.n_tokens)
+    return None
 
 
 class _LeaseUntilWritten(Lease):

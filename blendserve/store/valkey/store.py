@@ -21,7 +21,7 @@ from blendserve.config import PlaceConfig, ValkeyConfig
 from blendserve.core import ChunkKV
 from blendserve.errors import StoreError, StoreFull, StoreUnavailable
 from blendserve.store import record
-from blendserve.store.base import KVStore, Lease, StoreStats, VerifyReport, full, stats_of
+from blendserve.store.base import KVStore, Lease, Sample, StoreStats, VerifyReport, full, stats_of
 from blendserve.store.codecs.base import Buffer, ChunkShape, Codec, tables_hash
 from blendserve.store.codecs.raw import Raw
 from blendserve.store.key import TAG_BYTES, ChunkKey, namespace_tag
@@ -149,6 +149,14 @@ class ValkeyStore(KVStore):
             return entered.lacking <= 0 or self._victims(key, expected, entered, pin=False) is not None
         except StoreFull:
             return False
+
+    @property
+    def far(self) -> bool:
+        return True
+
+    def sample(self, keys: Sequence[ChunkKey], n_bytes: int) -> Sample | None:
+        self._refuse_closed()
+        return self._connection.ask(partial(chunks.sample, keys=keys, n_bytes=n_bytes))
 
     def lease(self, key: ChunkKey, seconds: float) -> Lease | None:
         self._refuse_closed()
