@@ -15,7 +15,7 @@ from blendserve.blend.cost import CostModel, LoadRate, calibrated, choose, estim
 from blendserve.blend.layout import Layout, lay_out
 from blendserve.blend.lookup import CORRUPT, SLOW, Found, look_up, nothing, supposed, wanted
 from blendserve.blend.policies.base import make_policy
-from blendserve.blend.precompute import ChunkComputer
+from blendserve.blend.precompute import ChunkComputer, in_stacks
 from blendserve.blend.precompute_run import PrecomputeReport, PrecomputeRun
 from blendserve.blend.prefill import Prefilled, prefill
 from blendserve.blend.report import make_report
@@ -265,10 +265,10 @@ class Blender:
         stored, per_token = 0, self.adapter.kv_bytes_per_token
         claimed: list[TokenIds] = []
         try:
-            wanted = (
+            wanted = [
                 x for x in dict.fromkeys(absent) if not x or self.store.wants(self.key(x), len(x) * per_token)
-            )
-            claimed.extend(ids for ids in wanted if self._claim(ids))
+            ]
+            claimed = self._claim(wanted)
             if () in claimed:
                 stored += self._store_prefix()[0]
             mine, start = [ids for ids in claimed if ids], time.perf_counter()
@@ -303,7 +303,7 @@ class Blender:
         distinct = len({ids for ids in chunks if ids}) + bool(self._prefix)
         self.store.pin(self.key(ids) for ids in set(chunks) - set(todo))  # some may have come on demand
         run.total = sum(map(len, todo))
-        if self._prefix and self._stored_as(()) not in self.store and self._claim(()):
+        if self._prefix and self._stored_as(()) not in self.store and self._claim([()]):
             try:
                 run.count(*self._store_prefix())
             finally:
@@ -329,12 +329,11 @@ class Blender:
         claimed, others, computer = deque[TokenIds](), list[TokenIds](), self.computer(self._context)
 
         def mine() -> Iterator[TokenIds]:
-            for ids in todo:
-                if alone or self._claim(ids):
-                    claimed.append(ids)
-                    yield ids
-                else:
-                    others.append(ids)
+            for stack in in_stacks(todo, computer.stack_tokens):  # claimed in one round trip
+                ours = stack if alone else self._claim(stack)
+                claimed.extend(ours)
+                others.extend(ids for ids in stack if ids not in set(ours))
+                yield from ours
 
         fresh = ((self.key(kv.ids), kv) for kv in computer.stream(mine()))
         start, before = time.perf_counter(), run.tokens
@@ -351,19 +350,14 @@ class Blender:
         self._flight.took(time.perf_counter() - start, run.tokens - before)
         return self.missing(others)
 
-    def _claim(self, ids: TokenIds) -> bool:
-        """Whether a chunk, or () for the prefix, is this thread's to compute. Raises StoreError."""
-        key = self._stored_as(ids)
-        if not self._flight.claim(self.store, key, len(ids)):
-            return False
-        try:
-            if key in self._damaged or key not in self.store:
-                return True
-        except StoreError:
+    def _claim(self, chunks: Sequence[TokenIds]) -> list[TokenIds]:
+        """The chunks, () for the prefix, that are this thread's to compute. Raises StoreError."""
+        tokens = {self._stored_as(ids): len(ids) for ids in chunks}
+        granted = self._flight.claim(self.store, tokens)
+        for key in [key for key, lease in granted.items() if lease.stored and key not in self._damaged]:
+            del granted[key]
             self._flight.release(key)
-            raise
-        self._flight.release(key)
-        return False
+        return [ids for ids in chunks if self._stored_as(ids) in granted]
 
     def _stored_as(self, ids: TokenIds) -> ChunkKey:
         """The key of a chunk, of the prefix for ()."""

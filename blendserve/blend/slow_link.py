@@ -22,7 +22,7 @@ from blendserve.store import ChunkKey, KVStore
 
 PROBE_S = 10.0  # between samples, at least
 PEACE = 50.0  # times what a sample took
-LEAST_BYTES, MOST_BYTES = 1 << 17, 1 << 24  # of a sample
+LEAST_BYTES, MOST_BYTES = 1 << 19, 1 << 24  # of a sample
 
 
 class Link:

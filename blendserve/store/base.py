@@ -17,7 +17,7 @@ import torch
 
 from blendserve.config import PlaceConfig
 from blendserve.core import ChunkKV
-from blendserve.errors import StoreFull
+from blendserve.errors import StoreError, StoreFull
 from blendserve.registry import CODECS
 from blendserve.store.codecs.base import ChunkShape, Codec, Undecodable
 from blendserve.store.key import ChunkKey
@@ -187,6 +187,8 @@ class Sample:
 class Lease:
     """The right to compute a chunk, until it is released or its time is over. This one costs nobody anything."""
 
+    stored = False  # whether `leases` found the chunk to be there, looking behind the lease
+
     def release(self) -> None:
         """Let others have it; idempotent. Raises nothing: what cannot be given back ends by itself."""
 
@@ -271,6 +273,23 @@ class KVStore(ABC):
         Granted where the store has no way to ask the others, or cannot reach them: then a chunk may be computed twice.
         """
         return Lease()
+
+    def leases(self, keys: Sequence[ChunkKey], seconds: float) -> dict[ChunkKey, Lease]:
+        """`lease` of each, without those that other processes have; each says whether its chunk is there by now.
+
+        In one round trip where there is any. Raises StoreError where that cannot be seen; then nothing is leased.
+        """
+        granted: dict[ChunkKey, Lease] = {}
+        try:
+            for key in keys:
+                if lease := self.lease(key, seconds):
+                    granted[key] = lease
+                    lease.stored = key in self
+        except StoreError:
+            for lease in granted.values():
+                lease.release()
+            raise
+        return granted
 
     @abstractmethod
     def pin(self, keys: Iterable[ChunkKey]) -> int:

@@ -135,13 +135,17 @@ class LayeredStore(WrappedStore):
         return self._far.sample(keys, n_bytes) if self._far.far else _whole(self._far, keys)
 
     def present(self, keys: Iterable[ChunkKey], remote: bool = True) -> set[ChunkKey]:
-        asked, found = list(keys), set[ChunkKey]()
-        with self._or_warn("the machine's own KV store cannot be read"):
-            found = self._near.present(asked)
+        asked = list(keys)
+        found = self._near_present(asked)
         if remote and len(found) < len(asked) and not self._fetcher.resting:
             with self._or_rest():
                 found |= self._far.present([key for key in asked if key not in found])
         return found
+
+    def _near_present(self, keys: Sequence[ChunkKey]) -> set[ChunkKey]:
+        with self._or_warn("the machine's own KV store cannot be read"):
+            return self._near.present(keys)
+        return set()
 
     def __contains__(self, key: ChunkKey) -> bool:
         return bool(self.present([key]))
@@ -190,15 +194,21 @@ class LayeredStore(WrappedStore):
         return wanted
 
     def lease(self, key: ChunkKey, seconds: float) -> Lease | None:
-        """Of the remote store. It is given back when the chunk is there, if it is on its way."""
-        if self._fetcher.resting:
-            return Lease()
-        try:
-            lease = self._far.lease(key, seconds)
-        except StoreError as error:
-            self._fetcher.failed(error)
-            return Lease()
-        return lease and _LeaseUntilWritten(lease, key, self._backlog)
+        return self.leases([key], seconds).get(key)
+
+    def leases(self, keys: Sequence[ChunkKey], seconds: float) -> dict[ChunkKey, Lease]:
+        """Of the remote store. They are given back when the chunks are there, if they are on their way."""
+        granted = {key: Lease() for key in keys}
+        if not self._fetcher.resting:
+            try:
+                granted = self._far.leases(keys, seconds)
+            except StoreError as error:
+                self._fetcher.failed(error)
+        near = self._near_present(list(granted))
+        return {
+            key: _LeaseUntilWritten(lease, key, self._backlog, lease.stored or key in near)
+            for key, lease in granted.items()
+        }
 
     def pin(self, keys: Iterable[ChunkKey]) -> int:
         """In both stores -> how many of them one has."""
@@ -390,8 +400,8 @@ def _whole(store: KVStore, keys: Sequence[ChunkKey]) -> Sample | None:
 class _LeaseUntilWritten(Lease):
     """A remote store's lease on a chunk that may still be on its way there."""
 
-    def __init__(self, lease: Lease, key: ChunkKey, backlog: Backlog) -> None:
-        self._lease, self._key, self._backlog = lease, key, backlog
+    def __init__(self, lease: Lease, key: ChunkKey, backlog: Backlog, stored: bool) -> None:
+        self._lease, self._key, self._backlog, self.stored = lease, key, backlog, stored
 
     def release(self) -> None:
         if not (self._backlog.has(self._key) and self._backlog.add(self._key, 0, self._lease.release)):

@@ -51,6 +51,9 @@ class WrappedStore(KVStore):
     def lease(self, key: ChunkKey, seconds: float) -> Lease | None:
         return self._store.lease(key, seconds)
 
+    def leases(self, keys: Sequence[ChunkKey], seconds: float) -> dict[ChunkKey, Lease]:
+        return self._store.leases(keys, seconds)
+
     def pin(self, keys: Iterable[ChunkKey]) -> int:
         return self._store.pin(keys)
 

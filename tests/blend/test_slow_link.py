@@ -196,7 +196,7 @@ def test_looking_takes_up_a_fiftieth_of_a_link_at_most(far: Far, monkeypatch: py
         now[0] += 4.0  # seconds that it takes
 
     monkeypatch.setattr(Far, "sample", sample)
-    monkeypatch.setattr(slow_link.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
     keys = [made.key(PROMPT.chunks[0].ids)]
     made._link._probed(far, keys)
     for later, n in ((195.0, 1), (6.0, 2)):  # seconds since the last look, and how many there were by then

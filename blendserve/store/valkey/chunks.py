@@ -17,6 +17,7 @@ from blendserve.store.codecs.base import Buffer
 from blendserve.store.key import ChunkKey
 from blendserve.store.record import Coded, Header
 from blendserve.store.valkey.client import Client
+from blendserve.store.valkey.leases import Leases
 from blendserve.store.valkey.names import HEADER, chunk_name, segment_name
 
 EXPIRES_S = (
@@ -33,8 +34,9 @@ def write(
     segments: Sequence[Buffer],
     pinned: bool,
     layers_before: int,
+    leases: Leases,
 ) -> None:
-    """In place of what was there. layers_before: of that. Raises what valkey-py does."""
+    """In place of what was there; a lease on it ends. layers_before: of that. Raises what valkey-py does."""
     name = chunk_name(key)
     fields: dict[bytes, Buffer] = {HEADER: record.encode_header(key, header)}
     fields |= {segment_name(l): memoryview(segment).cast("B") for l, segment in enumerate(segments)}
@@ -47,7 +49,10 @@ def write(
         pipeline.expire(name, EXPIRES_S)
     if surplus:
         pipeline.hdel(name, *surplus)
+    token = leases.end_with(pipeline, key)
     pipeline.execute()
+    if token:
+        leases.ended(key, token)
 
 
 def read(client: Client, keys: Sequence[ChunkKey]) -> list[Fields]:
