@@ -284,7 +284,8 @@ class TiersConfig(Section):
     prefetch_bytes: int = Field(
         500_000_000,
         ge=0,
-        description="Read from the remote store ahead of requests that wait for their turn, at most so many bytes.",
+        description="Read from a store on another machine ahead of requests that wait for their turn, at most so many "
+        "bytes; 0 reads none.",
     )
 
 

@@ -4,10 +4,14 @@ A real server, and a link of a given round trip and rate before it. All chunks o
 codec; the same prompt is prefilled in full beside it, without a server. A request waits for chunks before its prefill
 begins: how long is told apart, as are the bytes that came through the link. Method "auto" has seen of a link what an
 engine sees when it opens; its first request is told apart.
+
+Throughput is that of requests one after another, of which some are known ahead, as in a server's queue: while one is
+computed, the chunks of the next are read (store/ahead.py). It is measured for every round trip at the highest rate.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -24,13 +28,14 @@ from blendserve.bench.workload import Workload, make_workload
 from blendserve.blend.blender import Blender
 from blendserve.blend.lookup import SLOW
 from blendserve.config import BlendConfig, Config, ValkeyConfig, changed
-from blendserve.core import TokenIds
+from blendserve.core import Prompt, TokenIds
 from blendserve.engine.calibration import chunks_of, fit
 from blendserve.engine.own_words import own_words
 from blendserve.errors import InputError
 from blendserve.models.loader import Reader, load_reader
 from blendserve.registry import CODECS, parse_codec
 from blendserve.retrieve import read_documents
+from blendserve.store import KVStore, ReadAhead
 from blendserve.store.valkey.store import ValkeyStore
 from blendserve.timing import Clock
 
@@ -87,7 +92,37 @@ class Scene:
             found[word + AUTO] = partial(self._ask, anew, store, auto)
         return found
 
-    def _blender(self, word: str, store: Watched) -> Blender:
+    def answered_a_second(self) -> dict[str, Callable[[], float]]:
+        """By each codec: requests a second, one after another, some known ahead."""
+        return {word: partial(self._rate, word) for word in self._stores}
+
+    def _distinct(self) -> list[Prompt]:
+        """Prompts of which none shares a chunk with those that are known at the same time."""
+        config, asked = self._config, self._workload
+        groups = config.in_flight + 1
+        many = make_workload(self._reader, groups * config.chunks, config.chunk_tokens, None, config.seed)
+        at = [n % groups * config.chunks for n in range(config.requests)]
+        return [asked.prompts.build(asked.question, many.passages[i : i + config.chunks]) for i in at]
+
+    def _rate(self, word: str) -> float:
+        """Chunks are read for every request: they are kept nowhere."""
+        config, blend = self._config, self._config.variant.blend
+        with ReadAhead(ValkeyStore(self._settings, ROOM), ROOM) as store:
+            blender = self._blender(word, store)
+            prompts = self._distinct()
+            self._blenders[word].precompute([chunk.ids for prompt in prompts for chunk in prompt.chunks])
+            start = time.perf_counter()
+            for prompt in prompts[: config.in_flight]:
+                blender.prefetch(prompt, blend)
+            for n, prompt in enumerate(prompts):
+                done = blender.run(prompt, blend)
+                if done.report.unusable:
+                    raise InputError("chunks did not arrive in time: ask for fewer, or for a higher rate")
+                for later in prompts[n + config.in_flight : n + config.in_flight + 1]:
+                    blender.prefetch(later, blend)
+            return config.requests / (time.perf_counter() - start)
+
+    def _blender(self, word: str, store: KVStore) -> Blender:
         prompts = self._workload.prompts
         parts = (self._reader.adapter, self._reader.fingerprint, store, prompts.prefix)
         return Blender(*parts, prompts.kv_context, namespace=word)
@@ -145,7 +180,27 @@ def measure(
             took = interleaved(calls, config.repeats)
             found.append({"round_trip_ms": trip, "rate_gbit": rate, **_figures(took, first)})
             update(done, len(cells))
-    return {"bench": "link", **where(config, reader), "deadline_s": DEADLINE_S, "cells": found}
+        rates = throughput(scene, link, config)
+    figures = {"deadline_s": DEADLINE_S, "cells": found, "answered_a_second": rates}
+    return {"bench": "link", **where(config, reader), **figures}
+
+
+def throughput(scene: Scene, link: Link, config: LinkConfig) -> dict[str, Figures]:
+    """By codec and round trip in ms, interleaved: a round's share of what the shortest round trip gives."""
+    rate, trips = max(config.rates_gbit), sorted(config.round_trips_ms)
+
+    def at(trip: float, measured: Callable[[], float]) -> float:
+        link.weather = weather(trip, rate)
+        return measured()
+
+    found = {}
+    for word, measured in scene.answered_a_second().items():
+        took = interleaved({str(trip): partial(at, trip, measured) for trip in trips}, config.repeats)
+        nearest = took[str(trips[0])]
+        found[word] = {
+            trip: {"rate": spread(r), "of_nearest": ratios(r, nearest)} for trip, r in took.items()
+        }
+    return found
 
 
 def weather(round_trip_ms: float, rate_gbit: float) -> Weather:
@@ -237,4 +292,18 @@ def tables(figures: Figures) -> list[Table]:
         for cell in figures["cells"]
         for word, found in cell["codecs"].items()
     ]
-    return [(title, columns, rows)]
+    return [(title, columns, rows), _throughput(figures)]
+
+
+def _throughput(figures: Figures) -> Table:
+    settings = figures["settings"]
+    title = (
+        f"Requests a second, {settings['in_flight']} known ahead, at {max(settings['rates_gbit']):g} Gbit/s, and the "
+        f"share of what {min(settings['round_trips_ms']):g} ms give"
+    )
+    rows = [
+        (f"{float(trip):g} ms", word, plain(found["rate"], "{:.2f}"), plain(found["of_nearest"], "{:.3f}"))
+        for word, trips in figures["answered_a_second"].items()
+        for trip, found in trips.items()
+    ]
+    return title, ("round trip", "codec", "a second", "of the nearest"), rows

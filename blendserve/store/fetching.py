@@ -12,9 +12,10 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -67,17 +68,21 @@ class Fetcher:
 
     def take(self, keys: Sequence[ChunkKey]) -> dict[ChunkKey, Fetched]:
         """These chunks, as far as the remote store has them."""
+        begun = self.begun(keys)
+        now = [key for key in keys if key not in begun]
+        found = self.read(now) if now else {}  # first: what is read ahead arrives meanwhile, not after it
+        return found | {key: fetched for key, wait in begun.items() if (fetched := wait())}
+
+    def begun(self, keys: Sequence[ChunkKey]) -> dict[ChunkKey, Callable[[], Fetched | None]]:
+        """Those of the chunks that are being read ahead, or have been: each to be waited for."""
         with self._lock:
             self._trim()
             batches = {key: batch for key in keys if (batch := self._ahead.pop(key, None))}
             for batch in batches.values():
                 batch.read.cancel()  # unless it has begun: it would come after others
-        now = [key for key in keys if key not in batches or batches[key].read.cancelled()]
-        found = self.read(now) if now else {}  # first: what is read ahead arrives meanwhile, not after it
-        for key, batch in batches.items():
-            if not batch.read.cancelled() and (fetched := batch.read.result().get(key)):
-                found[key] = fetched
-        return found
+        return {
+            key: partial(_of, batch.read, key) for key, batch in batches.items() if not batch.read.cancelled()
+        }
 
     def forget(self, key: ChunkKey) -> None:
         """Drop what was read ahead of a chunk."""
@@ -127,6 +132,10 @@ class Fetcher:
     def _held(self) -> int:
         """Bytes of what was read ahead."""
         return sum(_bytes(batch.read, key) for key, batch in self._ahead.items())
+
+
+def _of(read: Future[dict[ChunkKey, Fetched]], key: ChunkKey) -> Fetched | None:
+    return read.result().get(key)
 
 
 def coded_of(view: ChunkView) -> Coded:

@@ -1,7 +1,7 @@
 """Who computes a chunk, of all the processes that miss it: whoever set the lease first, until released or expired.
 
-    one round trip    lease and look, for all chunks of a stack
-    with the write    release: in a cluster, too, as a lease lies in its chunk's slot
+one round trip    lease and look, for all chunks of a stack
+with the write    release: in a cluster, too, as a lease lies in its chunk's slot
 """
 
 from __future__ import annotations
