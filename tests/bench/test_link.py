@@ -136,6 +136,10 @@ def test_the_bench_tells_what_each_network_costs(
             assert found["ttft"]["least"] >= found["waited"]["least"]
             assert found["waited"]["least"] >= lower_bound(found, cell)
             assert min(found["auto"]["ttft"]["least"], found["auto"]["first"]) > 0
+    for trips in figures["answered_a_second"].values():
+        assert set(trips) == {"0.0", "100.0"}
+        assert trips["0.0"]["of_nearest"]["median"] == 1.0
+        assert trips["100.0"]["rate"]["least"] > 0
     assert near["codecs"]["raw"]["bytes"] > 1.5 * near["codecs"]["int8"]["bytes"]
     assert "int8" in out
     assert "deadline 60 s" in " ".join(out.split())
