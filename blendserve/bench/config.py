@@ -13,7 +13,7 @@ from blendserve.evaluate.variants import FULL, TRANSFORMERS, Variant, variants
 from blendserve.registry import (
     BENCHED,
     CODECS,
-    PLAIN_CODECS,
+    SENT_CODECS,
     SHARED_STORE,
     codec_word,
     every_codec,
@@ -245,7 +245,7 @@ class LinkConfig(BenchConfig):
         (0.1, 1.0, 10.0), description="Measure networks of so many Gbit/s."
     )
     codecs: tuple[str, ...] = Field(
-        (*PLAIN_CODECS, "predict@1"),
+        SENT_CODECS,
         description="Store the chunks by these codecs, written name or name@level.",
     )
     chunks: Positive = Field(6, description="Give the prompt so many chunks.")

@@ -100,12 +100,12 @@ def _source(name: str, settings: Config) -> Any:
     """A folder's store, or a server's. Raises ConfigError, StoreError."""
     from blendserve.store import open_store  # torch: a second
 
-    there = (
-        {"kind": SHARED_STORE, "valkey": changed(settings.store.valkey, url=name)}
-        if "://" in name
-        else {"kind": STORES.default, "path": Path(name)}
-    )
-    return open_store(changed(settings.store, **there), None, read_only=True, persistent=True)
+    about = settings.store
+    if "://" in name:
+        about = changed(about, kind=SHARED_STORE, valkey=changed(about.valkey, url=name))
+    else:
+        about = changed(about, kind=STORES.default, path=Path(name))
+    return open_store(about, None, read_only=True, persistent=True)
 
 
 def _open(index: str, settings: Config, read_only: bool = True) -> Any:

@@ -117,6 +117,7 @@ def test_the_bench_tells_what_each_network_costs(
         "30",
         "--repeats",
         "2",
+        *("--in-flight", "1", "--requests", "3"),
         "--codecs",
         "raw,int8",
         "--round-trips-ms",

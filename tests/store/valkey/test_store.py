@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -120,8 +121,13 @@ def test_a_stack_is_claimed_in_one_round_trip_and_given_back_with_its_writes(
     ask = Connection.ask
     with ValkeyStore(settings(path), CAP) as other:
         theirs = other.lease(keys[3], 60)
+
+        def counted(connection: Connection, *args: Any) -> object:
+            asked.append(connection)
+            return ask(connection, *args)
+
         with monkeypatch.context() as patch:
-            patch.setattr(Connection, "ask", lambda self, *args: [asked.append(self), ask(self, *args)][1])
+            patch.setattr(Connection, "ask", counted)
             granted = store.leases(keys, 60)
             assert len(asked) == 1
             for key in keys[:2]:
