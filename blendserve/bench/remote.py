@@ -101,17 +101,17 @@ class Scene:
         config, asked = self._config, self._workload
         groups = config.in_flight + 1
         many = make_workload(self._reader, groups * config.chunks, config.chunk_tokens, None, config.seed)
-        at = [n % groups * config.chunks for n in range(config.requests)]
+        at = [n % groups * config.chunks for n in range(groups + config.requests)]
         return [asked.prompts.build(asked.question, many.passages[i : i + config.chunks]) for i in at]
 
     def _rate(self, word: str) -> float:
-        """Chunks are read for every request: they are kept nowhere."""
+        """Chunks are read for every request: they are kept nowhere. The first requests connect, and do not count."""
         config, blend = self._config, self._config.variant.blend
         with ReadAhead(ValkeyStore(self._settings, ROOM), ROOM) as store:
             blender = self._blender(word, store)
             prompts = self._distinct()
             self._blenders[word].precompute([chunk.ids for prompt in prompts for chunk in prompt.chunks])
-            start = time.perf_counter()
+            ended = []
             for prompt in prompts[: config.in_flight]:
                 blender.prefetch(prompt, blend)
             for n, prompt in enumerate(prompts):
@@ -120,7 +120,8 @@ class Scene:
                     raise InputError("chunks did not arrive in time: ask for fewer, or for a higher rate")
                 for later in prompts[n + config.in_flight : n + config.in_flight + 1]:
                     blender.prefetch(later, blend)
-            return config.requests / (time.perf_counter() - start)
+                ended.append(time.perf_counter())
+            return config.requests / (ended[-1] - ended[-1 - config.requests])
 
     def _blender(self, word: str, store: KVStore) -> Blender:
         prompts = self._workload.prompts

@@ -59,7 +59,7 @@ class _Ahead:
         return {**self._snapshot.undecodable, **self._lacking}
 
     def expect(self, keys: Sequence[ChunkKey]) -> None:
-        ahead = self._fetcher.begun(keys)
+        ahead = self._fetcher.begun(keys, shared=True)
         self._snapshot.expect(
             [key for key in keys if key not in ahead]
         )  # under way while those are waited for

@@ -56,6 +56,20 @@ def test_what_was_read_ahead_is_not_asked_for_again(ahead: ReadAhead, remote: Re
     assert remote.trips == [4, 0]
 
 
+def test_what_several_wait_for_is_read_once(ahead: ReadAhead, remote: RemoteStore) -> None:
+    ahead.prefetch([key_of(0), key_of(1)])
+    ahead.prefetch([key_of(0), key_of(2)])
+    wait_for(lambda: sorted(remote.trips) == [1, 2])
+    for n in (1, 2):
+        with ahead.reading() as snapshot:
+            snapshot.expect([key_of(0), key_of(n)])
+            assert snapshot.get(key_of(0)) is not None
+    assert sum(remote.trips) == 3
+    with ahead.reading() as snapshot:
+        snapshot.expect([key_of(0)])  # nobody has said that they would come
+    assert sum(remote.trips) == 4
+
+
 def test_what_was_not_is_asked_for_in_one_go(ahead: ReadAhead, remote: RemoteStore) -> None:
     with ahead.reading() as snapshot:
         snapshot.expect([key_of(0), key_of(1)])
