@@ -6,12 +6,14 @@ names only what it changes. A wrong value is refused here, before anything is lo
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from urllib.parse import urlsplit
 
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import PydanticCustomError
 
 from blendserve.errors import ConfigError
 from blendserve.registry import (
@@ -23,7 +25,7 @@ from blendserve.registry import (
     STORES,
     parse_codec,
 )
-from blendserve.setting_errors import explained
+from blendserve.setting_errors import SECRET, explained
 
 Method = Literal["auto", "blend", "full", "prefix", "reuse"]
 PolicyName = Annotated[
@@ -53,11 +55,12 @@ SECURE = {"valkeys", "rediss"}  # schemes with TLS
 
 
 def _server_url(url: str) -> str:
-    """Raises ConfigError, which does not repeat the URL, as there may be a password in it; ValueError otherwise."""
+    """Raises ValueError; of a kind that does not repeat the URL where there may be a password in it."""
     if "@" in url:
-        raise ConfigError(
-            "setting 'store.valkey.url' must hold no user name and no password, as it is shown in logs: put the password "
-            "into BLENDSERVE_VALKEY_PASSWORD or store.valkey.password_file, the name into store.valkey.username"
+        raise PydanticCustomError(
+            SECRET,
+            "must hold no user name and no password, as it is shown in logs: put the password into "
+            "BLENDSERVE_VALKEY_PASSWORD or the setting password_file beside it, the name into username",
         )
     try:
         parts = urlsplit(url)
@@ -80,6 +83,9 @@ Ratio = Annotated[float, Field(ge=0.0, le=1.0)]
 Positive = Annotated[int, Field(gt=0)]
 
 
+_checking: ContextVar[bool] = ContextVar("checking", default=False)  # whether a section is being made
+
+
 class Section(BaseModel):
     """A frozen group of settings that refuses names it does not know."""
 
@@ -87,10 +93,16 @@ class Section(BaseModel):
     inside: ClassVar[str] = ""  # of which section it is a part
 
     def __init__(self, **values: Any) -> None:
+        outermost = _checking.set(True) if not _checking.get() else None
         try:
             super().__init__(**values)
         except ValidationError as error:
+            if outermost is None:
+                raise  # the section that this one is a part of knows where it stands
             raise ConfigError(explained(type(self), self.inside, error)) from None
+        finally:
+            if outermost is not None:
+                _checking.reset(outermost)
 
 
 class ReaderConfig(Section):
@@ -272,7 +284,8 @@ class TiersConfig(Section):
     prefetch_bytes: int = Field(
         500_000_000,
         ge=0,
-        description="Read from the remote store ahead of requests that wait for their turn, at most so many bytes.",
+        description="Read from a store on another machine ahead of requests that wait for their turn, at most so many "
+        "bytes; 0 reads none.",
     )
 
 

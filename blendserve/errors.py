@@ -13,6 +13,7 @@
     │   └── IndexDamaged        ... has files that do not belong together
     ├── StoreError              a KV store
     │   ├── StoreUnavailable    ... cannot be opened, read or written
+    │   │   └── StoreLeftAlone  ... and is left alone for a while: the log has said so
     │   ├── StoreVersion        ... was written by a newer format
     │   ├── StoreFull           ... is at its byte cap, or the disk is full
     │   ├── TablesMissing       ... has no tables for the codec that is to write
@@ -92,6 +93,10 @@ class StoreError(BlendserveError):
 
 class StoreUnavailable(StoreError):
     """The store cannot be opened, read or written."""
+
+
+class StoreLeftAlone(StoreUnavailable):
+    """The store's server has just failed, which was logged, and is not asked for a while."""
 
 
 class StoreVersion(StoreError):

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterator, Sequence
+from typing import Any, get_args
+
 from pydantic import BaseModel, ValidationError
 
 from blendserve.registry import nearest
+
+SECRET = "secret"  # the type of a problem whose value is not to be repeated
 
 
 def explained(root: type[BaseModel], inside: str, error: ValidationError) -> str:
@@ -14,22 +20,58 @@ def explained(root: type[BaseModel], inside: str, error: ValidationError) -> str
     tried = {"constrained-float", "float", "literal['auto']"}
     *parents, name = [str(part) for part in problem["loc"] if part not in tried] or ["?"]
     section = inside + root.__name__.removesuffix("Config").lower()
-    where = ".".join([section, *parents, name] if section else [*parents, name])
+    before = f"{section}." if section else ""
+    where = before + ".".join([*parents, name])
     if problem["type"] == "extra_forbidden":
-        known = _fields_at(root, parents)
-        return f"unknown setting {where!r}: {nearest(name, known)}"
+        return f"unknown setting {where!r}: {_hint(root, before, parents, name)}"
+    if problem["type"] == "model_type" and (known := _fields_at(root, [*parents, name])):
+        return f"setting {where!r} cannot be {problem['input']!r}: it has settings of its own: {', '.join(known)}"
     why = problem["msg"].removeprefix("Value error, ")
+    if problem["type"] == SECRET:
+        return f"setting {where!r} {why}"
     return f"setting {where!r} cannot be {problem['input']!r}: {why[0].lower()}{why[1:]}"
 
 
-def _fields_at(root: type[BaseModel], parents: list[str]) -> list[str]:
+def _hint(root: type[BaseModel], before: str, parents: Sequence[str], name: str) -> str:
+    """The nearest setting beside it, or else the nearest anywhere, by its whole name."""
+    known = _fields_at(root, parents)
+    if not difflib.get_close_matches(name, known, cutoff=0.6):
+        paths = [path for path in _paths(root) if _likeness(name, path[-1]) >= 0.6]
+        if paths:
+            best = max(paths, key=lambda path: (_likeness(name, path[-1]), _shared(parents, path)))
+            return f"did you mean {before + '.'.join(best)!r}?"
+    return nearest(name, known)
+
+
+def _likeness(one: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, one, other).ratio()
+
+
+def _shared(parents: Sequence[str], path: Sequence[str]) -> int:
+    """How many sections two settings are both in."""
+    same = [a == b for a, b in zip(parents, path, strict=False)]
+    return [*same, False].index(False)
+
+
+def _paths(root: type[BaseModel]) -> Iterator[tuple[str, ...]]:
+    """Every setting of a section and of those in it, as its names from there."""
+    for name, field in root.model_fields.items():
+        yield (name,)
+        if inner := _section(field.annotation):
+            yield from ((name, *path) for path in _paths(inner))
+
+
+def _fields_at(root: type[BaseModel], parents: Sequence[str]) -> list[str]:
     for parent in parents:
         field = root.model_fields.get(parent)
-        if (
-            field is None
-            or not isinstance(field.annotation, type)
-            or not issubclass(field.annotation, BaseModel)
-        ):
+        inner = _section(field.annotation) if field else None
+        if inner is None:
             return []
-        root = field.annotation
+        root = inner
     return list(root.model_fields)
+
+
+def _section(annotation: Any) -> type[BaseModel] | None:
+    """The section that a setting is, alone or among other types that it takes."""
+    types = (annotation, *get_args(annotation))
+    return next((t for t in types if isinstance(t, type) and issubclass(t, BaseModel)), None)

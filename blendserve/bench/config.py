@@ -13,7 +13,7 @@ from blendserve.evaluate.variants import FULL, TRANSFORMERS, Variant, variants
 from blendserve.registry import (
     BENCHED,
     CODECS,
-    PLAIN_CODECS,
+    SENT_CODECS,
     SHARED_STORE,
     codec_word,
     every_codec,
@@ -245,7 +245,8 @@ class LinkConfig(BenchConfig):
         (0.1, 1.0, 10.0), description="Measure networks of so many Gbit/s."
     )
     codecs: tuple[str, ...] = Field(
-        PLAIN_CODECS, description="Store the chunks by these codecs, written name or name@level."
+        SENT_CODECS,
+        description="Store the chunks by these codecs, written name or name@level.",
     )
     chunks: Positive = Field(6, description="Give the prompt so many chunks.")
     chunk_tokens: Positive = Field(256, description="Give a chunk so many tokens.")
@@ -258,6 +259,8 @@ class LinkConfig(BenchConfig):
         description="Fit tables on this text, a file or folder; on what the reader says by itself, if none.",
     )
     fit_tokens: Positive = Field(8_192, description="Fit tables on so many tokens.")
+    in_flight: Positive = Field(3, description="Let so many requests be known ahead, to measure throughput.")
+    requests: Positive = Field(8, description="Measure throughput over so many requests.")
     repeats: Positive = Field(3, description="Measure so many rounds.")
 
     @property

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, TimeoutError
 from dataclasses import dataclass, field
+from typing import cast
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ from blendserve.bench.link import Link
 from blendserve.bench.machine import where
 from blendserve.bench.servers import Server
 from blendserve.bench.tables import Table
+from blendserve.bench.watched import Watched
 from blendserve.bench.workload import check_room
 from blendserve.blend.blender import Blended, Blender
 from blendserve.config import BlendConfig, ValkeyConfig
@@ -32,7 +34,7 @@ from blendserve.core import Chunk, Prompt, TokenIds
 from blendserve.errors import ConfigError, StoreError
 from blendserve.models.loader import Reader, load_reader
 from blendserve.registry import nearest
-from blendserve.store import MemoryStore
+from blendserve.store import KVStore, MemoryStore
 from blendserve.store.policies import LRU
 from blendserve.store.valkey.client import Client, library
 from blendserve.store.valkey.names import CHUNK, HEADER
@@ -46,7 +48,7 @@ SLOW_BYTES_PER_S = 100_000
 CUT_AFTER = 20_000  # bytes: in the middle of the first record
 PREFIX, SUFFIX = 12, 12  # tokens
 ROOM = 1 << 40
-WARM, BASELINE = 2, 7  # requests that find nothing: not timed, and timed
+WARM, BASELINE = 2, 20  # requests that find nothing: not timed, and timed
 
 
 @dataclass(slots=True)
@@ -54,6 +56,10 @@ class Outcome:
     """What became of the requests of one fault."""
 
     extra: list[float] = field(default_factory=list)  # seconds above the median request that finds nothing
+    waited: list[float] = field(default_factory=list)  # seconds of a request until the store had answered
+    alone: list[float] = field(
+        default_factory=list
+    )  # seconds above that median of requests that find nothing
     found: int = 0  # chunks
     looked_for: int = 0
     wrong: int = 0  # answers
@@ -75,24 +81,29 @@ class Scene:
         self._truth = self._blender(reader, MemoryStore(ROOM))
         self._truth.precompute(self._pool)
         self.store = ValkeyStore(self._settings, ROOM, eviction=LRU())
-        self._shared = self._blender(reader, self.store)
-        self._computing_s = 0.0
+        self._shared = self._blender(reader, Watched(self.store))
+        self._computing: list[float] = []
         self._asking = ThreadPoolExecutor(1)
 
     def open(self) -> None:
         """A store and a server without a past, filled with the pool."""
         self.store.close()
-        self.store = self._shared.store = ValkeyStore(self._settings, ROOM, eviction=LRU())
+        self.store = ValkeyStore(self._settings, ROOM, eviction=LRU())
+        self._shared.store = Watched(self.store)
         self.direct().flushall()
         patient = self._settings.model_copy(update={"deadline_s": HUNG_S})
         with ValkeyStore(patient, ROOM, eviction=LRU()) as filled:
             self._shared.like(filled, "").precompute(self._pool)
 
-    def measure_computing(self) -> None:
-        """The median request that finds nothing, in a local store: the same work, without a server."""
+    def measure_computing(self) -> list[float]:
+        """Requests that find nothing, in a local store: the same work, without a server -> seconds above their median."""
         empty = self._truth.like(MemoryStore(ROOM), "")
-        times = [self._watched(empty, self.prompt())[1] for _ in range(WARM + BASELINE)]
-        self._computing_s = statistics.median(times[WARM:])
+        self._computing = [self._watched(empty, self.prompt())[1] for _ in range(WARM + BASELINE)][WARM:]
+        return [seconds - self._median for seconds in self._computing]
+
+    @property
+    def _median(self) -> float:
+        return statistics.median(self._computing)
 
     def direct(self) -> Client:
         """A client that goes past the link."""
@@ -104,13 +115,15 @@ class Scene:
 
     def ask(self, outcome: Outcome) -> Blended | None:
         """One request, checked and timed, and its chunks written back as an engine does."""
-        prompt = self.prompt()
+        prompt, store = self.prompt(), cast(Watched, self._shared.store)
+        before = store.seconds
         try:
             blended, seconds = self._watched(self._shared, prompt)
         except TimeoutError:
             outcome.hung += 1
             return None
-        outcome.extra.append(seconds - self._computing_s)
+        outcome.extra.append(seconds - self._median)
+        outcome.waited.append(store.seconds - before)
         outcome.found += blended.report.chunks_hit
         outcome.looked_for += len(prompt.chunks)
         expected = self._timed(only_found(self._truth, prompt, blended), prompt)[0]
@@ -139,7 +152,7 @@ class Scene:
         done = blender.run(prompt, BlendConfig(method="blend"))
         return done, time.perf_counter() - start
 
-    def _blender(self, reader: Reader, store: MemoryStore | ValkeyStore) -> Blender:
+    def _blender(self, reader: Reader, store: KVStore) -> Blender:
         return Blender(reader.adapter, reader.fingerprint, store, self._prefix, self._prefix)
 
 
@@ -270,7 +283,7 @@ def suffer(scene: Scene, name: str, requests: int) -> Outcome:
     outcome = Outcome()
     begin, end = FAULTS[name]
     scene.open()
-    scene.measure_computing()
+    outcome.alone = scene.measure_computing()
     begin(scene)
     for _ in range(requests):
         scene.ask(outcome)
@@ -295,12 +308,15 @@ def tables(figures: Figures) -> list[Table]:
         "hung",
         "worst ms above computing",
         "median",
+        "waited at most",
+        "computing alone",
         "found again after s",
     )
     rows = []
     for name, f in figures["faults"].items():
         again = "never" if f["recovery_s"] is None else f"{f['recovery_s']:.1f}"
-        times = f"{f['worst_s'] * 1e3:+.0f}", f"{f['median_s'] * 1e3:+.0f}"
+        above = f"{f['worst_s'] * 1e3:+.0f}", f"{f['median_s'] * 1e3:+.0f}"
+        times = *above, f"{f['waited_s'] * 1e3:.0f}", f"{f['alone_s'] * 1e3:+.0f}"
         found, why = f"{f['found']:.0%}", ", ".join(f["reasons"]) or "-"
         rows.append((name, found, why, str(f["wrong"]), str(f["hung"]), *times, again))
     title = f"{settings['requests']} requests a fault, deadline {settings['deadline_s'] * 1e3:.0f} ms"
@@ -315,6 +331,8 @@ def _figures(outcome: Outcome) -> Figures:
         "hung": outcome.hung,
         "worst_s": max(outcome.extra, default=0.0),
         "median_s": statistics.median(outcome.extra or [0.0]),
+        "waited_s": max(outcome.waited, default=0.0),
+        "alone_s": max(outcome.alone, default=0.0),
         "recovery_s": outcome.recovery_s,
     }
 

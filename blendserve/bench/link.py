@@ -72,6 +72,8 @@ class Link:
                     client.close()
                     continue
                 server.settimeout(None)
+                for end in (client, server):  # or a piece may wait for the last one's acknowledgement
+                    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 with self._lock:
                     self._open |= {client, server}
                 for job in (self._up, self._down):

@@ -2,9 +2,11 @@
 
 A real server, and a link of a given round trip and rate before it. All chunks of a prompt are on the server, by every
 codec; the same prompt is prefilled in full beside it, without a server. A request waits for chunks before its prefill
-begins: how long is told apart, as are the bytes that came through the link. Method "auto" knows nothing of a link before
-its first request, which is not counted; what it fetches to see whether a slow link is quick again comes beside others'
-requests.
+begins: how long is told apart, as are the bytes that came through the link. Method "auto" has seen of a link what an
+engine sees when it opens; its first request is told apart.
+
+Throughput is that of requests one after another, of which some are known ahead, as in a server's queue: while one is
+computed, the chunks of the next are read (store/ahead.py). It is measured for every round trip at the highest rate.
 """
 
 from __future__ import annotations
@@ -14,7 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
 
 from blendserve.bench.config import LinkConfig
 from blendserve.bench.figures import Figures, Update, interleaved, ratios, spread
@@ -22,20 +23,20 @@ from blendserve.bench.link import Link, Weather
 from blendserve.bench.machine import where
 from blendserve.bench.servers import Server
 from blendserve.bench.tables import Table, ms, plain
+from blendserve.bench.watched import Watched
 from blendserve.bench.workload import Workload, make_workload
 from blendserve.blend.blender import Blender
 from blendserve.blend.lookup import SLOW
 from blendserve.config import BlendConfig, Config, ValkeyConfig, changed
-from blendserve.core import TokenIds
+from blendserve.core import Prompt, TokenIds
 from blendserve.engine.calibration import chunks_of, fit
 from blendserve.engine.own_words import own_words
 from blendserve.errors import InputError
 from blendserve.models.loader import Reader, load_reader
 from blendserve.registry import CODECS, parse_codec
 from blendserve.retrieve import read_documents
-from blendserve.store import ChunkKey, ChunkView, Snapshot
+from blendserve.store import KVStore, ReadAhead
 from blendserve.store.valkey.store import ValkeyStore
-from blendserve.store.wrapped import WrappedStore
 from blendserve.timing import Clock
 
 Say = Callable[[str], None]
@@ -53,41 +54,6 @@ class Request:
     ttft: float  # seconds
     waited: float  # seconds of it until the chunks were here
     n_bytes: int  # from the server
-
-
-class Watched(WrappedStore):
-    """A store, and how long its look-ups take."""
-
-    def __init__(self, store: ValkeyStore) -> None:
-        super().__init__(store)
-        self.seconds = 0.0
-
-    @contextmanager
-    def reading(self) -> Iterator[Snapshot]:
-        with self._store.reading() as snapshot:
-            yield cast(Snapshot, _Watched(snapshot, self))
-
-
-class _Watched:
-    def __init__(self, snapshot: Snapshot, store: Watched) -> None:
-        self._snapshot, self._store = snapshot, store
-
-    def expect(self, keys: Sequence[ChunkKey]) -> None:
-        with self._watching():
-            self._snapshot.expect(keys)
-
-    def get(self, key: ChunkKey) -> ChunkView | None:
-        with self._watching():
-            return self._snapshot.get(key)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._snapshot, name)
-
-    @contextmanager
-    def _watching(self) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self._store.seconds += time.perf_counter() - start
 
 
 class Scene:
@@ -120,12 +86,44 @@ class Scene:
         for word, store in self._stores.items():
             blender, anew = self._blenders[word], self._blender(word, store)
             anew.calibrate(self._say)
+            anew.sample_link()
             found.setdefault(COMPUTED, partial(self._ask, blender, store, full))
             found[word] = partial(self._ask, blender, store, blend)
             found[word + AUTO] = partial(self._ask, anew, store, auto)
         return found
 
-    def _blender(self, word: str, store: Watched) -> Blender:
+    def answered_a_second(self) -> dict[str, Callable[[], float]]:
+        """By each codec: requests a second, one after another, some known ahead."""
+        return {word: partial(self._rate, word) for word in self._stores}
+
+    def _distinct(self) -> list[Prompt]:
+        """Prompts of which none shares a chunk with those that are known at the same time."""
+        config, asked = self._config, self._workload
+        groups = config.in_flight + 1
+        many = make_workload(self._reader, groups * config.chunks, config.chunk_tokens, None, config.seed)
+        at = [n % groups * config.chunks for n in range(groups + config.requests)]
+        return [asked.prompts.build(asked.question, many.passages[i : i + config.chunks]) for i in at]
+
+    def _rate(self, word: str) -> float:
+        """Chunks are read for every request: they are kept nowhere. The first requests connect, and do not count."""
+        config, blend = self._config, self._config.variant.blend
+        with ReadAhead(ValkeyStore(self._settings, ROOM), ROOM) as store:
+            blender = self._blender(word, store)
+            prompts = self._distinct()
+            self._blenders[word].precompute([chunk.ids for prompt in prompts for chunk in prompt.chunks])
+            ended = []
+            for prompt in prompts[: config.in_flight]:
+                blender.prefetch(prompt, blend)
+            for n, prompt in enumerate(prompts):
+                done = blender.run(prompt, blend)
+                if done.report.unusable:
+                    raise InputError("chunks did not arrive in time: ask for fewer, or for a higher rate")
+                for later in prompts[n + config.in_flight : n + config.in_flight + 1]:
+                    blender.prefetch(later, blend)
+                ended.append(time.perf_counter())
+            return config.requests / (ended[-1] - ended[-1 - config.requests])
+
+    def _blender(self, word: str, store: KVStore) -> Blender:
         prompts = self._workload.prompts
         parts = (self._reader.adapter, self._reader.fingerprint, store, prompts.prefix)
         return Blender(*parts, prompts.kv_context, namespace=word)
@@ -177,10 +175,33 @@ def measure(
     with scene_of(reader, config, say) as (scene, link):
         for done, (trip, rate) in enumerate(cells, start=1):
             link.weather = weather(trip, rate)
-            took = interleaved(scene.calls(), config.repeats)
-            found.append({"round_trip_ms": trip, "rate_gbit": rate, **_figures(took)})
+            calls = scene.calls()
+            calls[COMPUTED]()  # for warmth
+            first = {word: calls[word + AUTO]().ttft for word in config.words}
+            took = interleaved(calls, config.repeats)
+            found.append({"round_trip_ms": trip, "rate_gbit": rate, **_figures(took, first)})
             update(done, len(cells))
-    return {"bench": "link", **where(config, reader), "deadline_s": DEADLINE_S, "cells": found}
+        rates = throughput(scene, link, config)
+    figures = {"deadline_s": DEADLINE_S, "cells": found, "answered_a_second": rates}
+    return {"bench": "link", **where(config, reader), **figures}
+
+
+def throughput(scene: Scene, link: Link, config: LinkConfig) -> dict[str, Figures]:
+    """By codec and round trip in ms, interleaved: a round's share of what the shortest round trip gives."""
+    rate, trips = max(config.rates_gbit), sorted(config.round_trips_ms)
+
+    def at(trip: float, measured: Callable[[], float]) -> float:
+        link.weather = weather(trip, rate)
+        return measured()
+
+    found = {}
+    for word, measured in scene.answered_a_second().items():
+        took = interleaved({str(trip): partial(at, trip, measured) for trip in trips}, config.repeats)
+        nearest = took[str(trips[0])]
+        found[word] = {
+            trip: {"rate": spread(r), "of_nearest": ratios(r, nearest)} for trip, r in took.items()
+        }
+    return found
 
 
 def weather(round_trip_ms: float, rate_gbit: float) -> Weather:
@@ -199,7 +220,7 @@ def scene_of(reader: Reader, config: LinkConfig, say: Say) -> Iterator[tuple[Sce
         yield scene, link
 
 
-def _figures(took: dict[str, list[Request]]) -> Figures:
+def _figures(took: dict[str, list[Request]], first: dict[str, float]) -> Figures:
     computed = [request.ttft for request in took[COMPUTED]]
     words = [word for word in took if word + AUTO in took]
     auto = {word: [request.ttft for request in took[word + AUTO]] for word in words}
@@ -208,7 +229,14 @@ def _figures(took: dict[str, list[Request]]) -> Figures:
         "codecs": {
             word: {
                 **_codec(took[word], computed),
-                "auto": {"ttft": spread(auto[word]), "of_computed": ratios(auto[word], computed)},
+                "auto": {
+                    "ttft": spread(auto[word]),
+                    "of_computed": ratios(auto[word], computed),
+                    "first": first[word],
+                    "fetched": sum(
+                        request.n_bytes > took[word][0].n_bytes / 2 for request in took[word + AUTO]
+                    ),
+                },
             }
             for word in words
         },
@@ -244,6 +272,8 @@ def tables(figures: Figures) -> list[Table]:
         "MB",
         "auto",
         "of computed",
+        "first",
+        "fetched",
     )
     rows = [
         (
@@ -257,8 +287,24 @@ def tables(figures: Figures) -> list[Table]:
             f"{found['bytes'] / 1e6:,.1f}",
             ms(found["auto"]["ttft"]),
             plain(found["auto"]["of_computed"]),
+            f"{found['auto']['first'] * 1e3:,.0f}",
+            f"{found['auto']['fetched']}",
         )
         for cell in figures["cells"]
         for word, found in cell["codecs"].items()
     ]
-    return [(title, columns, rows)]
+    return [(title, columns, rows), _throughput(figures)]
+
+
+def _throughput(figures: Figures) -> Table:
+    settings = figures["settings"]
+    title = (
+        f"Requests a second, {settings['in_flight']} known ahead, at {max(settings['rates_gbit']):g} Gbit/s, and the "
+        f"share of what {min(settings['round_trips_ms']):g} ms give"
+    )
+    rows = [
+        (f"{float(trip):g} ms", word, plain(found["rate"], "{:.2f}"), plain(found["of_nearest"], "{:.3f}"))
+        for word, trips in figures["answered_a_second"].items()
+        for trip, found in trips.items()
+    ]
+    return title, ("round trip", "codec", "a second", "of the nearest"), rows

@@ -15,12 +15,12 @@ from blendserve.blend.cost import CostModel, LoadRate, calibrated, choose, estim
 from blendserve.blend.layout import Layout, lay_out
 from blendserve.blend.lookup import CORRUPT, SLOW, Found, look_up, nothing, supposed, wanted
 from blendserve.blend.policies.base import make_policy
-from blendserve.blend.precompute import ChunkComputer
+from blendserve.blend.precompute import ChunkComputer, in_stacks
 from blendserve.blend.precompute_run import PrecomputeReport, PrecomputeRun
 from blendserve.blend.prefill import Prefilled, prefill
 from blendserve.blend.report import make_report
 from blendserve.blend.single_flight import SingleFlight
-from blendserve.blend.slow_link import Link, reason
+from blendserve.blend.slow_link import Link, reason, worth_fetching
 from blendserve.config import BlendConfig, Method, changed
 from blendserve.core import BlendReport, ChunkKV, Prompt, TokenIds
 from blendserve.errors import CorruptRecord, StoreError
@@ -102,6 +102,11 @@ class Blender:
             raise trouble
         return there
 
+    def sample_link(self) -> None:
+        """See how far a shared store is, before the first request: by the prefix's KV, which every prompt wants."""
+        if self.store.far:
+            self._link.sample(self.store, [self.key(self._prefix, ())])
+
     def prefetch(self, prompt: Prompt, blend: BlendConfig) -> None:
         """A request for this prompt is on its way: have brought near what it will look for."""
         which = wanted(prompt, blend.method, self._exact_first(prompt)) if blend.method != "full" else []
@@ -138,7 +143,10 @@ class Blender:
                     found = self._look_up(snapshot, prompt, blend, corrupt)
                     if prefix_kv is not None:
                         found = replace(found, prefix=MemoryChunk(prefix_kv))
-                    return self._finish(prompt, blend, new_tokens, clock, cache, found)
+                    done = self._finish(prompt, blend, new_tokens, clock, cache, found)
+                left = [self.key(prompt.chunks[why.chunk].ids) for why in found.unusable if why.kind == SLOW]
+                self._link.probe(self.store, left)
+                return done
             except CorruptRecord as error:
                 corrupt[error.key] = error.what
                 self._damaged.add(error.key)
@@ -154,13 +162,12 @@ class Blender:
         prefix_key, start = self.key(prompt.prefix, ()), time.perf_counter()
         found = look_up(snapshot, prompt, which, self.key, prefix_key, self.adapter.n_layers, corrupt, slow)
         self._link.record(time.perf_counter() - start, found.far_tokens)
-        self._link.probe(self.store, [key for key in slow if key != prefix_key])
         self._damaged.update(corrupt)
         return found
 
     def _slow(self, prompt: Prompt, blend: BlendConfig, which: list[int]) -> dict[ChunkKey, str]:
         """What method "auto" leaves on another machine, as computing it would be quicker, and why. Raises StoreError."""
-        if blend.method != "auto" or self._link.seconds(1) is None:
+        if blend.method != "auto" or not self.store.far or self._link.seconds(1) is None:
             return {}
         keys, prefix_key = {i: self.key(prompt.chunks[i].ids) for i in which}, self.key(prompt.prefix, ())
         near = self.store.present([*keys.values(), prefix_key], remote=False)
@@ -169,11 +176,11 @@ class Blender:
         if not far or fetching is None:
             return {}
         without = supposed(prompt, set(which) - far, prefix_key in near)
-        worth = self._least(prompt, blend, without) - self._least(prompt, blend, supposed(prompt, which))
-        if fetching <= worth:
+        costs = self._least(prompt, blend, supposed(prompt, which)), self._least(prompt, blend, without)
+        if worth_fetching(fetching, *costs):
             return {}
         left = (key for key in (*keys.values(), prefix_key) if key not in near)
-        return dict.fromkeys(left, reason(fetching, worth))
+        return dict.fromkeys(left, reason(fetching, costs[1] - costs[0]))
 
     def _least(self, prompt: Prompt, blend: BlendConfig, found: Found) -> float:
         """Seconds that the best method is expected to take."""
@@ -202,6 +209,8 @@ class Blender:
             blend = changed(blend, ratio=self._free_ratio(layout, blend))
         done = prefill(self.adapter, prompt, layout, blend, new_tokens, clock, cache, self._before_layer)
         self._load_rate.record(done.seconds_reading, layout.n_loaded)
+        if found.far_tokens:
+            self._link.decoded(done.seconds_reading, layout.n_loaded)
         absent = tuple(prompt.chunks[i].ids for i in found.looked_for if found.chunks[i] is None)
         if found.prefix is None and found.looked_for and prompt.prefix:
             absent = ((), *absent)
@@ -256,10 +265,10 @@ class Blender:
         stored, per_token = 0, self.adapter.kv_bytes_per_token
         claimed: list[TokenIds] = []
         try:
-            wanted = (
+            wanted = [
                 x for x in dict.fromkeys(absent) if not x or self.store.wants(self.key(x), len(x) * per_token)
-            )
-            claimed.extend(ids for ids in wanted if self._claim(ids))
+            ]
+            claimed = self._claim(wanted)
             if () in claimed:
                 stored += self._store_prefix()[0]
             mine, start = [ids for ids in claimed if ids], time.perf_counter()
@@ -294,7 +303,7 @@ class Blender:
         distinct = len({ids for ids in chunks if ids}) + bool(self._prefix)
         self.store.pin(self.key(ids) for ids in set(chunks) - set(todo))  # some may have come on demand
         run.total = sum(map(len, todo))
-        if self._prefix and self._stored_as(()) not in self.store and self._claim(()):
+        if self._prefix and self._stored_as(()) not in self.store and self._claim([()]):
             try:
                 run.count(*self._store_prefix())
             finally:
@@ -320,12 +329,11 @@ class Blender:
         claimed, others, computer = deque[TokenIds](), list[TokenIds](), self.computer(self._context)
 
         def mine() -> Iterator[TokenIds]:
-            for ids in todo:
-                if alone or self._claim(ids):
-                    claimed.append(ids)
-                    yield ids
-                else:
-                    others.append(ids)
+            for stack in in_stacks(todo, computer.stack_tokens):  # claimed in one round trip
+                ours = stack if alone else self._claim(stack)
+                claimed.extend(ours)
+                others.extend(ids for ids in stack if ids not in set(ours))
+                yield from ours
 
         fresh = ((self.key(kv.ids), kv) for kv in computer.stream(mine()))
         start, before = time.perf_counter(), run.tokens
@@ -342,19 +350,14 @@ class Blender:
         self._flight.took(time.perf_counter() - start, run.tokens - before)
         return self.missing(others)
 
-    def _claim(self, ids: TokenIds) -> bool:
-        """Whether a chunk, or () for the prefix, is this thread's to compute. Raises StoreError."""
-        key = self._stored_as(ids)
-        if not self._flight.claim(self.store, key, len(ids)):
-            return False
-        try:
-            if key in self._damaged or key not in self.store:
-                return True
-        except StoreError:
+    def _claim(self, chunks: Sequence[TokenIds]) -> list[TokenIds]:
+        """The chunks, () for the prefix, that are this thread's to compute. Raises StoreError."""
+        tokens = {self._stored_as(ids): len(ids) for ids in chunks}
+        granted = self._flight.claim(self.store, tokens)
+        for key in [key for key, lease in granted.items() if lease.stored and key not in self._damaged]:
+            del granted[key]
             self._flight.release(key)
-            raise
-        self._flight.release(key)
-        return False
+        return [ids for ids in chunks if self._stored_as(ids) in granted]
 
     def _stored_as(self, ids: TokenIds) -> ChunkKey:
         """The key of a chunk, of the prefix for ()."""

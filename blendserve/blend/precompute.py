@@ -55,14 +55,7 @@ class ChunkComputer:
 
     def stream(self, chunks: Iterable[TokenIds]) -> Iterator[ChunkKV]:
         """The KV of each chunk in order, computed a stack at a time; chunks are asked for a stack ahead of it."""
-        stack: list[TokenIds] = []
-        most = self.stack_tokens
-        for ids in chunks:
-            if stack and sum(map(len, stack)) + len(ids) > most:
-                yield from self.compute(stack)
-                stack = []
-            stack.append(ids)
-        if stack:
+        for stack in in_stacks(chunks, self.stack_tokens):
             yield from self.compute(stack)
 
     @torch.inference_mode()
@@ -75,6 +68,18 @@ class ChunkComputer:
             layers = _Stacked(adapter, out, self._prefix_keys, self._prefix_values)
             run_layers(adapter, hidden, layers, self._before_layer)
         return out
+
+
+def in_stacks(chunks: Iterable[TokenIds], most_tokens: int) -> Iterator[list[TokenIds]]:
+    """The chunks in order, so many at a time that they have no more tokens, or are one."""
+    stack: list[TokenIds] = []
+    for ids in chunks:
+        if stack and sum(map(len, stack)) + len(ids) > most_tokens:
+            yield stack
+            stack = []
+        stack.append(ids)
+    if stack:
+        yield stack
 
 
 class _Stacked:

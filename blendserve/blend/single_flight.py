@@ -7,6 +7,7 @@ nobody waits for the dead; it lasts some times as long as computing is expected 
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 
 from blendserve.store import ChunkKey, KVStore, Lease
 
@@ -25,23 +26,26 @@ class SingleFlight:
         self._per_token = FIRST_GUESS
         self._lock = threading.Lock()
 
-    def claim(self, store: KVStore, key: ChunkKey, n_tokens: int) -> bool:
-        """Whether the chunk is the caller's to compute for the store now; then `release` it. Raises StoreError."""
+    def claim(self, store: KVStore, tokens: Mapping[ChunkKey, int]) -> dict[ChunkKey, Lease]:
+        """Of these chunks, by their tokens, those that are the caller's to compute for the store now; `release` each.
+
+        A lease says whether its chunk has come meanwhile. Raises StoreError; then none is claimed.
+        """
         with self._lock:
-            if key in self._claims:
-                return False
-            self._claims[key] = Lease()  # keeps the place while the store is asked
-        seconds = max(LEAST_LEASE_S, LEASE_MARGIN * self._per_token * n_tokens)
-        lease = None
+            asked = [key for key in tokens if key not in self._claims]
+            self._claims |= {key: Lease() for key in asked}  # keeps the places while the store is asked
+            expected = self._per_token * sum(tokens[key] for key in asked)
+        granted: dict[ChunkKey, Lease] = {}
         try:
-            lease = store.lease(key, seconds)
+            granted = store.leases(asked, max(LEAST_LEASE_S, LEASE_MARGIN * expected)) if asked else {}
         finally:
             with self._lock:
-                if lease:
-                    self._claims[key] = lease
-                else:
-                    del self._claims[key]
-        return lease is not None
+                for key in asked:
+                    if key in granted:
+                        self._claims[key] = granted[key]
+                    else:
+                        del self._claims[key]
+        return granted
 
     def release(self, key: ChunkKey) -> None:
         """It is stored, or given up; harmless where there is no claim."""

@@ -1,10 +1,12 @@
 """Is what another machine stores worth fetching? Method "auto" leaves it there while computing it would be quicker.
 
-    fetching = seconds a token by the fetches so far * tokens that are far
-    worth it = cost model without them - cost model with them
+    fetching = round trip + (seconds a token on the way + seconds a token to decode) * tokens that are far
+    worth it = fetching + cost model with them < a little less than the cost model without them
 
-While a link is too slow, one chunk is fetched beside a request now and then, so that it is seen when that ends. What is
-fetched counts with its round trip: for a single chunk that is dearer than for many in one go, never cheaper.
+What is known of a link comes from the fetches so far and from samples: a small part of a chunk, read in a thread of its
+own. The first one is taken when an engine opens; while a link is too slow, one behind a request now and then, so that it
+is seen when that ends. A sample is twice as large as the last one, as a far link takes a while to come to its rate, and
+the link is left alone after it for fifty times as long as it took.
 """
 
 from __future__ import annotations
@@ -14,48 +16,68 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
-from blendserve.blend.cost import LoadRate
+from blendserve.blend.cost import EXACT_FAVOUR, LoadRate
 from blendserve.errors import BlendserveError
 from blendserve.store import ChunkKey, KVStore
-from blendserve.store.base import REMOTE
 
-PROBE_S = 10.0  # between chunks that are fetched to see how fast the link is
+PROBE_S = 10.0  # between samples, at least
+PEACE = 50.0  # times what a sample took
+LEAST_BYTES, MOST_BYTES = 1 << 19, 1 << 24  # of a sample
 
 
 class Link:
     """How fast chunks come from a store's remote part. Safe to share between threads."""
 
     def __init__(self) -> None:
-        self._rate = LoadRate()
+        self._rate, self._decoding = LoadRate(), LoadRate()
+        self._round_trip = 0.0
         self._next_probe = 0.0
+        self._sample_bytes = LEAST_BYTES
         self._lock = threading.Lock()
 
     def record(self, seconds: float, tokens: int) -> None:
         """So many tokens' KV was waited for."""
         with self._lock:
-            self._rate.record(seconds, tokens)
+            self._rate.record(max(0.0, seconds - self._round_trip), tokens)
+
+    def decoded(self, seconds: float, tokens: int) -> None:
+        """So many fetched tokens' KV was read from memory, checked and decoded."""
+        with self._lock:
+            self._decoding.record(seconds, tokens)
 
     def seconds(self, tokens: int) -> float | None:
-        """What fetching so many tokens' KV would take; None while nothing was fetched."""
-        rate = self._rate.seconds_per_token
-        return None if rate is None else rate * tokens
+        """What fetching so many tokens' KV would take, and decoding it; None while nothing was fetched."""
+        rate, decoding = self._rate.seconds_per_token, self._decoding.seconds_per_token or 0.0
+        return None if rate is None else self._round_trip + (rate + decoding) * tokens
 
     def probe(self, store: KVStore, keys: Sequence[ChunkKey]) -> None:
-        """Fetch the first of these that is there, in a thread of its own, unless that was done a moment ago."""
+        """Take a sample of these, in a thread of its own, unless that was done a moment ago."""
         with self._lock:
             if not keys or time.monotonic() < self._next_probe:
                 return
             self._next_probe = time.monotonic() + PROBE_S
-        threading.Thread(target=self._fetch, args=(store, keys), daemon=True).start()
+        threading.Thread(target=self._probed, args=(store, keys), daemon=True).start()
 
-    def _fetch(self, store: KVStore, keys: Sequence[ChunkKey]) -> None:
-        with suppress(BlendserveError), store.reading() as snapshot:  # a failure is the store's to tell
-            for key in keys:
-                start = time.perf_counter()
-                view = snapshot.get(key)
-                if view is not None and snapshot.tier(key) == REMOTE:
-                    self.record(time.perf_counter() - start, view.n_tokens)
-                    return
+    def sample(self, store: KVStore, keys: Sequence[ChunkKey]) -> None:
+        """See how far the first of these is that another machine has."""
+        with suppress(BlendserveError):  # a failure is the store's to tell
+            if found := store.sample(keys, self._sample_bytes):
+                with self._lock:
+                    self._round_trip = found.round_trip
+                    self._rate.record(found.seconds_per_token * found.tokens, found.tokens)
+
+    def _probed(self, store: KVStore, keys: Sequence[ChunkKey]) -> None:
+        start = time.monotonic()
+        self.sample(store, keys)
+        took = time.monotonic() - start
+        with self._lock:
+            self._next_probe = start + max(PROBE_S, PEACE * took)
+            self._sample_bytes = min(2 * self._sample_bytes, MOST_BYTES)
+
+
+def worth_fetching(fetching: float, with_them: float, without: float) -> bool:
+    """Whether fetched chunks save time; computing is favoured a little, as it is exact."""
+    return fetching + with_them < EXACT_FAVOUR * without
 
 
 def reason(fetching: float, worth: float) -> str:

@@ -212,7 +212,7 @@ def faults(config: FaultsConfig, json: JsonOpt = False) -> None:
     config=Options(
         LinkConfig(),
         *("round_trips_ms", "rates_gbit", "codecs", "chunks", "chunk_tokens", "suffix_tokens", "method"),
-        *("text", "fit_tokens", "repeats", *READER),
+        *("text", "fit_tokens", "in_flight", "requests", "repeats", *READER),
     )
 )
 def link(config: LinkConfig, json: JsonOpt = False) -> None:

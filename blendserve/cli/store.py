@@ -10,7 +10,8 @@ import typer
 from blendserve import console
 from blendserve.cli.options import IndexArg, JsonOpt, Options, make_app, with_options
 from blendserve.cli.show import print_dict
-from blendserve.config import Config
+from blendserve.config import Config, changed
+from blendserve.registry import SHARED_STORE, STORES
 
 app = make_app("Look into the KV store of an index, mend it or fill it.")
 
@@ -70,30 +71,41 @@ def verify(
 def merge(
     index: IndexArg,
     sources: Annotated[
-        list[Path], typer.Argument(help="Chunks are copied from the stores in these folders.")
+        list[str],
+        typer.Argument(
+            help="Chunks are copied from the stores in these folders, or on the servers at these URLs."
+        ),
     ],
     settings: Config,
     json: JsonOpt = False,
 ) -> None:
     """Copy chunks from other stores into the index's own.
 
-    The exit code is 1 if any of them was damaged.
+    A server is logged in to, and waited for, as store.valkey says. The exit code is 1 if any of them was damaged.
     """
-    from blendserve.store import LMDBStore  # torch: a second
-    from blendserve.store.merge import merge
+    from blendserve.store.merge import merge  # torch: a second
 
     copied = damaged = 0
     with _open(index, settings, read_only=False) as into:
-        for folder in sources:
-            with (
-                LMDBStore(folder, into.stats().cap_bytes, read_only=True) as source,
-                console.progress(str(folder), "chunks") as update,
-            ):
+        for name in sources:
+            with _source(name, settings) as source, console.progress(name, "chunks") as update:
                 new, bad = merge(source, into, update)
                 copied, damaged = copied + new, damaged + bad
     print_dict({"copied": copied, "damaged": damaged}, json)
     if damaged:
         raise typer.Exit(1)
+
+
+def _source(name: str, settings: Config) -> Any:
+    """A folder's store, or a server's. Raises ConfigError, StoreError."""
+    from blendserve.store import open_store  # torch: a second
+
+    about = settings.store
+    if "://" in name:
+        about = changed(about, kind=SHARED_STORE, valkey=changed(about.valkey, url=name))
+    else:
+        about = changed(about, kind=STORES.default, path=Path(name))
+    return open_store(about, None, read_only=True, persistent=True)
 
 
 def _open(index: str, settings: Config, read_only: bool = True) -> Any:

@@ -6,6 +6,7 @@ Nothing else knows all the stages.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
@@ -228,6 +229,7 @@ class Engine:
             self.store.write_by(writing_codec(self.config, self.reader, self.prompts, self.store, say))
         except StoreUnavailable as error:
             log.warning("chunks are stored uncoded until the engine is started again, as %s", error)
+        threading.Thread(target=self.blender.sample_link, daemon=True).start()
         if self.config.blend.method == "auto" and self.gate.passed:
             self.blender.calibrate(say)
         if self.gate.passed:

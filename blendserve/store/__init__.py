@@ -12,6 +12,7 @@ import torch
 from blendserve.config import RemoteConfig, StoreConfig
 from blendserve.errors import ConfigError
 from blendserve.registry import ADMISSIONS, CODECS, EVICTIONS, STORES, parse_codec
+from blendserve.store.ahead import ReadAhead
 from blendserve.store.base import (
     ChunkView,
     KVStore,
@@ -38,6 +39,7 @@ __all__ = [
     "LayeredStore",
     "Lease",
     "MemoryStore",
+    "ReadAhead",
     "RemoteStats",
     "Snapshot",
     "StoreKind",
@@ -75,7 +77,9 @@ def open_store(
     if config.tiers.remote and not read_only:
         far, about = _remote(config.tiers.remote, store), config.tiers
         store = LayeredStore(store, far, tiers, about.write, about.prefetch_bytes)
-    elif tiers:
+    elif store.far and not read_only and config.tiers.prefetch_bytes:
+        store = ReadAhead(store, config.tiers.prefetch_bytes)
+    if tiers and not isinstance(store, LayeredStore):
         store = TieredStore(store, tiers)
     name, level = parse_codec(config.codec)
     if not (codec := CODECS.load(name)).needs_tables:

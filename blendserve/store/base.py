@@ -17,7 +17,7 @@ import torch
 
 from blendserve.config import PlaceConfig
 from blendserve.core import ChunkKV
-from blendserve.errors import StoreFull
+from blendserve.errors import StoreError, StoreFull
 from blendserve.registry import CODECS
 from blendserve.store.codecs.base import ChunkShape, Codec, Undecodable
 from blendserve.store.key import ChunkKey
@@ -169,8 +169,25 @@ class VerifyReport:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """How far another machine's chunks are, as a small part of one of them told."""
+
+    round_trip: float  # seconds of a question with a short answer
+    seconds: float  # of the part, its own round trip included
+    part: float  # of the chunk's bytes
+    tokens: int  # of the chunk
+
+    @property
+    def seconds_per_token(self) -> float:
+        """Beside the round trip."""
+        return max(0.0, self.seconds - self.round_trip) / self.part / self.tokens
+
+
 class Lease:
     """The right to compute a chunk, until it is released or its time is over. This one costs nobody anything."""
+
+    stored = False  # whether `leases` found the chunk to be there, looking behind the lease
 
     def release(self) -> None:
         """Let others have it; idempotent. Raises nothing: what cannot be given back ends by itself."""
@@ -257,6 +274,23 @@ class KVStore(ABC):
         """
         return Lease()
 
+    def leases(self, keys: Sequence[ChunkKey], seconds: float) -> dict[ChunkKey, Lease]:
+        """`lease` of each, without those that other processes have; each says whether its chunk is there by now.
+
+        In one round trip where there is any. Raises StoreError where that cannot be seen; then nothing is leased.
+        """
+        granted: dict[ChunkKey, Lease] = {}
+        try:
+            for key in keys:
+                if lease := self.lease(key, seconds):
+                    granted[key] = lease
+                    lease.stored = key in self
+        except StoreError:
+            for lease in granted.values():
+                lease.release()
+            raise
+        return granted
+
     @abstractmethod
     def pin(self, keys: Iterable[ChunkKey]) -> int:
         """Keep these chunks from being evicted, in one transaction -> how many of them are there."""
@@ -276,6 +310,18 @@ class KVStore(ABC):
     def prefetch(self, keys: Iterable[ChunkKey]) -> None:
         """A request for these is on its way: begin to bring near what is far. A hint; it waits for nothing."""
         return
+
+    @property
+    def far(self) -> bool:
+        """Whether chunks may lie on another machine."""
+        return False
+
+    def sample(self, keys: Sequence[ChunkKey], n_bytes: int) -> Sample | None:
+        """Fetch about so many bytes of the first of these that another machine has; None where none can be had.
+
+        Counts as no use of it.
+        """
+        return None
 
     @abstractmethod
     def delete(self, key: ChunkKey) -> bool:

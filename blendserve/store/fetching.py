@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -52,6 +53,7 @@ class Fetcher:
         self._remote, self._cap = remote, cap_bytes
         self.failures = 0
         self._ahead: OrderedDict[ChunkKey, _Batch] = OrderedDict()  # the oldest first
+        self._wanted: Counter[ChunkKey] = Counter()  # requests that are to come, of each
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(max_workers=READERS, thread_name_prefix="blendserve-fetch")
         self._trouble, self._rest_until = "", 0.0
@@ -60,30 +62,46 @@ class Fetcher:
         """Read these ahead, if there is room."""
         with self._lock:
             self._trim()
-            new = [key for key in dict.fromkeys(keys) if key not in self._ahead]
+            asked = list(dict.fromkeys(keys))
+            new = [key for key in asked if key not in self._ahead]
+            for key in new:
+                self._wanted.pop(key, None)
+            self._wanted.update(asked)
             if new and self._held() < self._cap:
                 batch = _Batch(self._pool.submit(self.read, new), time.monotonic())
                 self._ahead.update(dict.fromkeys(new, batch))
 
     def take(self, keys: Sequence[ChunkKey]) -> dict[ChunkKey, Fetched]:
         """These chunks, as far as the remote store has them."""
+        begun = self.begun(keys)
+        now = [key for key in keys if key not in begun]
+        found = self.read(now) if now else {}  # first: what is read ahead arrives meanwhile, not after it
+        return found | {key: fetched for key, wait in begun.items() if (fetched := wait())}
+
+    def begun(
+        self, keys: Sequence[ChunkKey], shared: bool = False
+    ) -> dict[ChunkKey, Callable[[], Fetched | None]]:
+        """Those of the chunks that are being read ahead, or have been: each to be waited for.
+
+        shared: leave what other requests, for which it was read, too, have not taken yet.
+        """
         with self._lock:
             self._trim()
-            batches = {key: batch for key in keys if (batch := self._ahead.pop(key, None))}
-            for batch in batches.values():
+            batches = {key: batch for key in keys if (batch := self._ahead.get(key))}
+            for key, batch in batches.items():
                 batch.read.cancel()  # unless it has begun: it would come after others
-        found: dict[ChunkKey, Fetched] = {}
-        for key, batch in batches.items():
-            if not batch.read.cancelled() and (fetched := batch.read.result().get(key)):
-                found[key] = fetched
-        if now := [key for key in keys if key not in batches or batches[key].read.cancelled()]:
-            found |= self.read(now)
-        return found
+                self._wanted[key] -= 1
+                if not shared or self._wanted[key] <= 0 or batch.read.cancelled():
+                    del self._ahead[key], self._wanted[key]
+        return {
+            key: partial(_of, batch.read, key) for key, batch in batches.items() if not batch.read.cancelled()
+        }
 
     def forget(self, key: ChunkKey) -> None:
         """Drop what was read ahead of a chunk."""
         with self._lock:
             self._ahead.pop(key, None)
+            self._wanted.pop(key, None)
 
     def read(self, keys: Sequence[ChunkKey]) -> dict[ChunkKey, Fetched]:
         """From the remote store, now and in one go. What cannot be reached is told as such."""
@@ -123,11 +141,15 @@ class Fetcher:
         oldest_kept = time.monotonic() - KEPT_S
         for key, batch in list(self._ahead.items()):
             if batch.since < oldest_kept or (batch.read.done() and self._held() > self._cap):
-                del self._ahead[key]
+                del self._ahead[key], self._wanted[key]
 
     def _held(self) -> int:
         """Bytes of what was read ahead."""
         return sum(_bytes(batch.read, key) for key, batch in self._ahead.items())
+
+
+def _of(read: Future[dict[ChunkKey, Fetched]], key: ChunkKey) -> Fetched | None:
+    return read.result().get(key)
 
 
 def coded_of(view: ChunkView) -> Coded:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -19,9 +20,19 @@ from functools import partial
 from typing import Literal
 
 from blendserve.core import ChunkKV
-from blendserve.errors import StoreError, StoreUnavailable
+from blendserve.errors import StoreError, StoreLeftAlone, StoreUnavailable
 from blendserve.store.backlog import Backlog
-from blendserve.store.base import LOCAL, REMOTE, ChunkView, KVStore, Lease, RemoteStats, Snapshot, StoreStats
+from blendserve.store.base import (
+    LOCAL,
+    REMOTE,
+    ChunkView,
+    KVStore,
+    Lease,
+    RemoteStats,
+    Sample,
+    Snapshot,
+    StoreStats,
+)
 from blendserve.store.chunk import StoredChunk
 from blendserve.store.codecs.base import NO_TABLES, ChunkShape, Codec, Undecodable
 from blendserve.store.codecs.raw import Raw
@@ -113,14 +124,28 @@ class LayeredStore(WrappedStore):
             far = [key for key in far if key not in self._near]
         self._fetcher.start(far)
 
+    @property
+    def far(self) -> bool:
+        return True
+
+    def sample(self, keys: Sequence[ChunkKey], n_bytes: int) -> Sample | None:
+        """Of a remote store that cannot give a part of a chunk, a whole one."""
+        if self._fetcher.resting:
+            return None
+        return self._far.sample(keys, n_bytes) if self._far.far else _whole(self._far, keys)
+
     def present(self, keys: Iterable[ChunkKey], remote: bool = True) -> set[ChunkKey]:
-        asked, found = list(keys), set[ChunkKey]()
-        with self._or_warn("the machine's own KV store cannot be read"):
-            found = self._near.present(asked)
+        asked = list(keys)
+        found = self._near_present(asked)
         if remote and len(found) < len(asked) and not self._fetcher.resting:
             with self._or_rest():
                 found |= self._far.present([key for key in asked if key not in found])
         return found
+
+    def _near_present(self, keys: Sequence[ChunkKey]) -> set[ChunkKey]:
+        with self._or_warn("the machine's own KV store cannot be read"):
+            return self._near.present(keys)
+        return set()
 
     def __contains__(self, key: ChunkKey) -> bool:
         return bool(self.present([key]))
@@ -169,15 +194,21 @@ class LayeredStore(WrappedStore):
         return wanted
 
     def lease(self, key: ChunkKey, seconds: float) -> Lease | None:
-        """Of the remote store. It is given back when the chunk is there, if it is on its way."""
-        if self._fetcher.resting:
-            return Lease()
-        try:
-            lease = self._far.lease(key, seconds)
-        except StoreError as error:
-            self._fetcher.failed(error)
-            return Lease()
-        return lease and _LeaseUntilWritten(lease, key, self._backlog)
+        return self.leases([key], seconds).get(key)
+
+    def leases(self, keys: Sequence[ChunkKey], seconds: float) -> dict[ChunkKey, Lease]:
+        """Of the remote store. They are given back when the chunks are there, if they are on their way."""
+        granted = {key: Lease() for key in keys}
+        if not self._fetcher.resting:
+            try:
+                granted = self._far.leases(keys, seconds)
+            except StoreError as error:
+                self._fetcher.failed(error)
+        near = self._near_present(list(granted))
+        return {
+            key: _LeaseUntilWritten(lease, key, self._backlog, lease.stored or key in near)
+            for key, lease in granted.items()
+        }
 
     def pin(self, keys: Iterable[ChunkKey]) -> int:
         """In both stores -> how many of them one has."""
@@ -339,7 +370,8 @@ class LayeredStore(WrappedStore):
             yield
         except StoreError as error:
             self._fetcher.failed(error)
-            self._warn("the remote KV store failed", error)
+            if not isinstance(error, StoreLeftAlone):  # that was said when it was
+                self._warn("the remote KV store failed", error)
 
     @contextmanager
     def _or_warn(self, what: str) -> Iterator[None]:
@@ -356,11 +388,20 @@ class LayeredStore(WrappedStore):
             log.warning("%s", message)
 
 
+def _whole(store: KVStore, keys: Sequence[ChunkKey]) -> Sample | None:
+    """The first of these that is there. Raises StoreError."""
+    for key in keys:
+        start = time.perf_counter()
+        if coded := store.coded(key):
+            return Sample(0.0, time.perf_counter() - start, 1.0, coded.shape.n_tokens)
+    return None
+
+
 class _LeaseUntilWritten(Lease):
     """A remote store's lease on a chunk that may still be on its way there."""
 
-    def __init__(self, lease: Lease, key: ChunkKey, backlog: Backlog) -> None:
-        self._lease, self._key, self._backlog = lease, key, backlog
+    def __init__(self, lease: Lease, key: ChunkKey, backlog: Backlog, stored: bool) -> None:
+        self._lease, self._key, self._backlog, self.stored = lease, key, backlog, stored
 
     def release(self) -> None:
         if not (self._backlog.has(self._key) and self._backlog.add(self._key, 0, self._lease.release)):

@@ -18,7 +18,9 @@ def merge(
     stays.
     """
     damaged = _merge_tables(source, into)
-    keys = [key for key in source.keys() if key not in into]  # noqa: SIM118 (a store is no dict)
+    keys = list(source.keys())
+    there = into.present(keys)
+    keys = [key for key in keys if key not in there]
     copied = 0
     for done, key in enumerate(keys, start=1):
         try:

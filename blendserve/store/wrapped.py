@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from blendserve.core import ChunkKV
-from blendserve.store.base import KVStore, Lease, StoreStats, VerifyReport
+from blendserve.store.base import KVStore, Lease, Sample, StoreStats, VerifyReport
 from blendserve.store.codecs.base import Codec
 from blendserve.store.key import ChunkKey
 from blendserve.store.record import Coded
@@ -51,6 +51,9 @@ class WrappedStore(KVStore):
     def lease(self, key: ChunkKey, seconds: float) -> Lease | None:
         return self._store.lease(key, seconds)
 
+    def leases(self, keys: Sequence[ChunkKey], seconds: float) -> dict[ChunkKey, Lease]:
+        return self._store.leases(keys, seconds)
+
     def pin(self, keys: Iterable[ChunkKey]) -> int:
         return self._store.pin(keys)
 
@@ -65,6 +68,13 @@ class WrappedStore(KVStore):
 
     def prefetch(self, keys: Iterable[ChunkKey]) -> None:
         self._store.prefetch(keys)
+
+    @property
+    def far(self) -> bool:
+        return self._store.far
+
+    def sample(self, keys: Sequence[ChunkKey], n_bytes: int) -> Sample | None:
+        return self._store.sample(keys, n_bytes)
 
     def delete(self, key: ChunkKey) -> bool:
         return self._store.delete(key)

@@ -104,7 +104,7 @@ def test_networks_are_told_in_their_own_units() -> None:
 def test_a_word_that_is_no_codec_is_refused() -> None:
     with pytest.raises(ConfigError, match="int8"):
         LinkConfig(codecs=("int9",)).words  # noqa: B018
-    assert LinkConfig().words == ("raw", "int8")
+    assert LinkConfig().words == ("raw", "int8", "predict@1")
 
 
 @pytest.mark.skipif(binary() is None, reason="there is no valkey-server here")
@@ -112,8 +112,23 @@ def test_the_bench_tells_what_each_network_costs(
     tiny: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = ["--model", tiny, "--dtype", "float32", "--chunks", "3", "--chunk-tokens", "40"]
-    words += ["--suffix-tokens", "30", "--repeats", "2", "--round-trips-ms", "0,100", "--rates-gbit", "0.02"]
+    words += [
+        "--suffix-tokens",
+        "30",
+        "--repeats",
+        "1",
+        *("--in-flight", "1", "--requests", "1"),
+        "--codecs",
+        "raw,int8",
+        "--round-trips-ms",
+        "0,100",
+        "--rates-gbit",
+        "0.02",
+    ]
     monkeypatch.setattr(sys, "argv", ["blendserve"])
+    monkeypatch.setattr(
+        "blendserve.blend.slow_link.Link.probe", lambda *_: None
+    )  # its bytes are no request's
     with pytest.raises(SystemExit) as end:
         main(["bench", "link", *words])
     out, errors = capsys.readouterr()
@@ -124,7 +139,11 @@ def test_the_bench_tells_what_each_network_costs(
         for found in cell["codecs"].values():
             assert found["ttft"]["least"] >= found["waited"]["least"]
             assert found["waited"]["least"] >= lower_bound(found, cell)
-            assert found["auto"]["ttft"]["least"] > 0
+            assert min(found["auto"]["ttft"]["least"], found["auto"]["first"]) > 0
+    for trips in figures["answered_a_second"].values():
+        assert set(trips) == {"0.0", "100.0"}
+        assert trips["0.0"]["of_nearest"]["median"] == 1.0
+        assert trips["100.0"]["rate"]["least"] > 0
     assert near["codecs"]["raw"]["bytes"] > 1.5 * near["codecs"]["int8"]["bytes"]
     assert "int8" in out
     assert "deadline 60 s" in " ".join(out.split())

@@ -6,7 +6,7 @@ Costs are made up, so that nothing depends on how fast this machine is.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -15,11 +15,11 @@ import torch
 
 from blendserve.blend import slow_link
 from blendserve.blend.blender import Blended, Blender
-from blendserve.blend.cost import CostModel
+from blendserve.blend.cost import CostModel, LoadRate
 from blendserve.blend.lookup import SLOW
 from blendserve.config import BlendConfig
 from blendserve.store import ChunkKey, ChunkView, KVStore, LayeredStore, MemoryStore, Snapshot
-from blendserve.store.base import LOCAL, REMOTE
+from blendserve.store.base import LOCAL, REMOTE, Sample
 from blendserve.store.wrapped import WrappedStore
 from tests.blend.helpers import some_prompt
 from tests.tiny import tiny_adapter
@@ -36,12 +36,23 @@ class Far(WrappedStore):
 
     def __init__(self, store: KVStore) -> None:
         super().__init__(store)
-        self.seconds, self.asked = 0.0, 0
+        self.seconds, self.trip, self.asked = 0.0, 0.0, 0
+        self.sampled: list[int] = []
 
     @contextmanager
     def reading(self) -> Iterator[Snapshot]:
         with self._store.reading() as snapshot:
             yield cast(Snapshot, _Far(snapshot, self))
+
+    far = True
+
+    def sample(self, keys: Sequence[ChunkKey], n_bytes: int) -> Sample | None:
+        """A hundredth of a chunk, in a hundredth of the time."""
+        self.sampled.append(len(keys))
+        found = next((coded for key in keys if (coded := self._store.coded(key))), None)
+        return (
+            Sample(self.trip, self.trip + self.seconds / 100, 0.01, found.shape.n_tokens) if found else None
+        )
 
     def present(self, keys: Iterable[ChunkKey], remote: bool = True) -> set[ChunkKey]:
         return self._store.present(keys) if remote else set()
@@ -164,14 +175,75 @@ def test_a_link_that_is_quick_again_is_used_again(far: Far, monkeypatch: pytest.
 
 def test_a_link_is_looked_at_now_and_then_only(far: Far, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    fetched: list[int] = []
-    monkeypatch.setattr(slow_link.Link, "_fetch", lambda self, store, keys: fetched.append(len(keys)))
     monkeypatch.setattr(slow_link, "PROBE_S", 3_600.0)
     made = precomputed(far, seconds_per_row=1e-9)
     made._link.record(NEVER, 1)
     for _ in range(3):
         made.run(PROMPT, AUTO)
-    end = time.monotonic() + 60
-    while not fetched and time.monotonic() < end:
+    wait_for(lambda: bool(far.sampled))
+    assert far.sampled == [FILLED]
+    assert far.asked == 0
+
+
+def test_looking_takes_up_a_fiftieth_of_a_link_at_most(far: Far, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    made = precomputed(far, seconds_per_row=1e-9)
+    made._link.record(NEVER, 1)
+    now, sizes = [1_000.0], list[int]()
+
+    def sample(store: KVStore, keys: Sequence[ChunkKey], n_bytes: int) -> None:
+        sizes.append(n_bytes)
+        now[0] += 4.0  # seconds that it takes
+
+    monkeypatch.setattr(Far, "sample", sample)
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    keys = [made.key(PROMPT.chunks[0].ids)]
+    made._link._probed(far, keys)
+    for later, n in ((195.0, 1), (6.0, 2)):  # seconds since the last look, and how many there were by then
+        now[0] += later
+        made._link.probe(far, keys)
+        wait_for(lambda n=n: len(sizes) >= n)  # type: ignore[misc]
+        assert len(sizes) == n
+    assert sizes[1] == 2 * sizes[0]
+
+
+def test_an_engine_knows_a_slow_link_before_its_first_request(far: Far) -> None:
+    made = precomputed(far, seconds_per_row=1e-3)
+    far.seconds = 5.0
+    made.sample_link()
+    assert kinds(made.run(PROMPT, AUTO)) == [SLOW] * FILLED
+    assert far.asked == 0
+
+
+def test_a_round_trip_is_counted_once_a_request(far: Far) -> None:
+    made = precomputed(far, seconds_per_row=1e-3)
+    tokens = sum(len(chunk) for chunk in PROMPT.chunks)
+    far.trip = 0.01
+    made.sample_link()
+    assert made._link.seconds(tokens) == pytest.approx(0.01)
+    made._link.record(0.01 + 2.0, tokens)
+    half = 2.0 / 2  # the mean of none and all of it
+    assert made._link.seconds(tokens) == pytest.approx(0.01 + half)
+
+
+def test_what_decoding_takes_counts_too(far: Far) -> None:
+    made = precomputed(far, seconds_per_row=1e-3)
+    made.sample_link()
+    assert kinds(made.run(PROMPT, AUTO)) == []
+    made._link._decoding = LoadRate()
+    made._link.decoded(1.0, 1)
+    assert kinds(made.run(PROMPT, AUTO)) == [SLOW] * FILLED
+
+
+def test_a_store_on_this_machine_is_no_link() -> None:
+    made = precomputed(MemoryStore(CAP), seconds_per_row=1e-9)
+    made.sample_link()
+    made._link.record(NEVER, 1)
+    assert kinds(made.run(PROMPT, AUTO)) == []
+
+
+def wait_for(what: Callable[[], bool]) -> None:
+    end = time.perf_counter() + 60
+    while not what():
+        assert time.perf_counter() < end
         time.sleep(0.01)
-    assert fetched == [FILLED]

@@ -153,7 +153,7 @@ def test_a_chunk_is_not_computed_again_while_it_is_on_its_way(
     lock.set()
     a.store.flush()  # type: ignore[attr-defined]
     assert b.blender.remember(chunks[1:2]) == 0
-    assert remote.leases == set()
+    assert remote.leased == set()
     assert remote.puts == 2
 
 
@@ -274,6 +274,6 @@ class Mute(MemoryStore):
 def test_who_could_not_ask_for_a_lease_has_no_claim() -> None:
     flight, key = single_flight.SingleFlight(), key_of(0)
     with pytest.raises(StoreUnavailable):
-        flight.claim(Mute(CAP), key, 10)
-    assert flight.claim(MemoryStore(CAP), key, 10)
-    assert not flight.claim(MemoryStore(CAP), key, 10)
+        flight.claim(Mute(CAP), {key: 10})
+    assert flight.claim(MemoryStore(CAP), {key: 10})
+    assert not flight.claim(MemoryStore(CAP), {key: 10})

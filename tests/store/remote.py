@@ -23,7 +23,7 @@ class RemoteStore(WrappedStore):
         self.gate = threading.Event()
         self.gate.set()
         self.trips: list[int] = []
-        self.leases: set[ChunkKey] = set()
+        self.leased: set[ChunkKey] = set()
         self.refused = 0  # leases
         self.puts = 0
 
@@ -56,11 +56,14 @@ class RemoteStore(WrappedStore):
 
     def lease(self, key: ChunkKey, seconds: float) -> Lease | None:
         self._trip()
-        if key in self.leases:
+        if key in self.leased:
             self.refused += 1
             return None
-        self.leases.add(key)
+        self.leased.add(key)
         return _Lease(self, key)
+
+    def leases(self, keys: Sequence[ChunkKey], seconds: float) -> dict[ChunkKey, Lease]:
+        return KVStore.leases(self, keys, seconds)
 
     def _trip(self) -> None:
         assert self.gate.wait(60)
@@ -84,4 +87,4 @@ class _Lease(Lease):
         self._store, self._key = store, key
 
     def release(self) -> None:
-        self._store.leases.discard(self._key)
+        self._store.leased.discard(self._key)

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from blendserve.errors import StoreUnavailable
+from blendserve.errors import StoreLeftAlone
 
 log = logging.getLogger(__name__)
 
@@ -42,12 +42,12 @@ class Breaker:
         self._lock = threading.Lock()
 
     def enter(self) -> None:
-        """Ask before a call. Raises StoreUnavailable while the server is left alone."""
+        """Ask before a call. Raises StoreLeftAlone while the server is left alone."""
         with self._lock:
             if not self._pause:
                 return
             if self._trying or self._now() < self._until:
-                raise StoreUnavailable(self._message())
+                raise StoreLeftAlone(self._message())
             self._trying = True
 
     def success(self, reading: bool = False) -> None:
@@ -60,7 +60,7 @@ class Breaker:
                 log.warning("%s answers again", self._server)
             self._pause, self._trying, self._by_reading = 0.0, False, False
 
-    def failure(self, why: str, reading: bool = False) -> StoreUnavailable:
+    def failure(self, why: str, reading: bool = False) -> StoreLeftAlone:
         """The server did not answer, or answered that it cannot -> the error to raise. reading: chunks."""
         with self._lock:
             self._why = why
@@ -71,7 +71,7 @@ class Breaker:
                 self._pause = min(2 * self._pause or self._first, self._longest)
                 self._until = self._now() + self._pause
             self._trying = False
-            return StoreUnavailable(self._message())
+            return StoreLeftAlone(self._message())
 
     def abandon(self) -> None:
         """The call was not made after all."""

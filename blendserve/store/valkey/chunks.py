@@ -6,15 +6,18 @@ fields and the layer: bytes of another chunk, or of another layer, are damage li
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import TypeAlias
 
 from blendserve.errors import CorruptRecord
 from blendserve.store import record
+from blendserve.store.base import Sample
 from blendserve.store.codecs.base import Buffer
 from blendserve.store.key import ChunkKey
 from blendserve.store.record import Coded, Header
 from blendserve.store.valkey.client import Client
+from blendserve.store.valkey.leases import Leases
 from blendserve.store.valkey.names import HEADER, chunk_name, segment_name
 
 EXPIRES_S = (
@@ -31,8 +34,9 @@ def write(
     segments: Sequence[Buffer],
     pinned: bool,
     layers_before: int,
+    leases: Leases,
 ) -> None:
-    """In place of what was there. layers_before: of that. Raises what valkey-py does."""
+    """In place of what was there; a lease on it ends. layers_before: of that. Raises what valkey-py does."""
     name = chunk_name(key)
     fields: dict[bytes, Buffer] = {HEADER: record.encode_header(key, header)}
     fields |= {segment_name(l): memoryview(segment).cast("B") for l, segment in enumerate(segments)}
@@ -45,7 +49,10 @@ def write(
         pipeline.expire(name, EXPIRES_S)
     if surplus:
         pipeline.hdel(name, *surplus)
+    token = leases.end_with(pipeline, key)
     pipeline.execute()
+    if token:
+        leases.ended(key, token)
 
 
 def read(client: Client, keys: Sequence[ChunkKey]) -> list[Fields]:
@@ -57,6 +64,30 @@ def read(client: Client, keys: Sequence[ChunkKey]) -> list[Fields]:
     for fields in found:
         _require_bytes([*fields, *fields.values()])
     return found
+
+
+def sample(client: Client, keys: Sequence[ChunkKey], n_bytes: int) -> Sample | None:
+    """Headers of these, timed, then the first layers of one. Raises what valkey-py does, CorruptRecord, StoreVersion."""
+    client.ping()  # or connecting would be timed
+    start = time.perf_counter()
+    pipeline = client.pipeline(transaction=False)
+    for key in keys:
+        pipeline.hget(chunk_name(key), HEADER)
+    headers = pipeline.execute()
+    round_trip = time.perf_counter() - start
+    found = next(((key, raw) for key, raw in zip(keys, headers, strict=True) if raw), None)
+    if found is None:
+        return None
+    header = record.decode_header(*found)
+    layers = header.shape.n_layers
+    some = max(1, min(layers, n_bytes * layers // max(1, header.n_bytes)))
+    start = time.perf_counter()
+    got = client.hmget(chunk_name(found[0]), [segment_name(l) for l in range(some)])
+    seconds = time.perf_counter() - start
+    if None in got:  # evicted meanwhile
+        return None
+    part = sum(header.lengths[:some]) / max(1, header.n_bytes)
+    return Sample(round_trip, seconds, part, header.shape.n_tokens)
 
 
 def there(client: Client, keys: Sequence[ChunkKey]) -> list[bool]:

@@ -7,19 +7,21 @@ from __future__ import annotations
 
 import os
 import re
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from blendserve.config import ValkeyConfig
 from blendserve.errors import StoreError, StoreFull, StoreUnavailable
 
 PASSWORD = "BLENDSERVE_VALKEY_PASSWORD"
+BESIDE = "beside its url in the settings"
 OLDEST = {"valkey": 7, "redis": 6}  # major versions that are known to do
 
 Client: TypeAlias = Any  # valkey.Valkey or valkey.ValkeyCluster: what is asked of them has the same names
 
 
 class Unfit(Exception):
-    """What answers is no server for us; the words follow its name."""
+    """The server cannot be used as things are; the words follow its name."""
 
 
 def library() -> Any:
@@ -69,8 +71,8 @@ def explained(error: Exception, config: ValkeyConfig) -> StoreError | str:
         return str(error)
     if isinstance(error, lib.AuthenticationError) or str(error).startswith(("NOAUTH", "WRONGPASS")):
         return (
-            f"does not accept the credentials: set {PASSWORD} in the environment or store.valkey.password_file, and "
-            "store.valkey.username where the user has a name"
+            f"does not accept the credentials: set {PASSWORD} in the environment or password_file {BESIDE}, and username "
+            "where the user has a name"
         )
     if isinstance(error, lib.exceptions.OutOfMemoryError) or str(error).startswith("OOM"):
         return StoreFull(
@@ -78,16 +80,22 @@ def explained(error: Exception, config: ValkeyConfig) -> StoreError | str:
             "volatile-lru), or lower store.cap_gb"
         )
     if isinstance(error, lib.TimeoutError):
-        return f"does not answer within {config.deadline_s:g} s"
+        return late(config)
     if isinstance(error, lib.BusyLoadingError):
         return "is still loading its data"
     if isinstance(error, lib.exceptions.ClusterError | lib.exceptions.ValkeyClusterException):
         return f"is a cluster that does not serve now ({error})"
     if isinstance(error, lib.ConnectionError | OSError):
-        return f"cannot be reached ({error}): start it, or correct store.valkey.url"
+        return f"cannot be reached ({str(error).rstrip('.')}): start it, or correct its url in the settings"
     if isinstance(error, lib.ResponseError):
         return StoreUnavailable(f"{config.server} refuses: {error}")
     return f"sends what is no answer ({type(error).__name__}: {error})"
+
+
+def late(config: ValkeyConfig) -> str:
+    """What is said of a server whose answer did not come; the words follow its name."""
+    tls = "; it was asked over TLS: where it speaks none, its url begins with valkey://" if config.tls else ""
+    return f"does not answer within {config.deadline_s:g} s: see whether it is well, or raise deadline_s {BESIDE}{tls}"
 
 
 def _options(config: ValkeyConfig) -> dict[str, Any]:
@@ -103,19 +111,27 @@ def _options(config: ValkeyConfig) -> dict[str, Any]:
         options.pop("socket_connect_timeout")
         options.pop("socket_keepalive")
     if config.tls:
+        if config.ca_file:
+            _text(config.ca_file, "ca_file")
         options |= {"ssl": True, "ssl_ca_certs": str(config.ca_file) if config.ca_file else None}
     return options
 
 
 def _password(config: ValkeyConfig) -> str | None:
-    """Raises StoreUnavailable for a file that cannot be read."""
+    """Raises Unfit for a file that cannot be read."""
     if config.password_file is None:
         return os.environ.get(PASSWORD) or None
+    return _text(config.password_file, "password_file").strip() or None
+
+
+def _text(path: Path, setting: str) -> str:
+    """Raises Unfit, naming the setting."""
     try:
-        return config.password_file.read_text(encoding="utf-8").strip() or None
+        return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise StoreUnavailable(
-            f"the password file {config.password_file} (store.valkey.password_file) cannot be read: {error}"
+        why = getattr(error, "strerror", None) or "it is no text"
+        raise Unfit(
+            f"cannot be asked, as the file {path} cannot be read ({why}): correct {setting} {BESIDE}"
         ) from None
 
 
@@ -130,7 +146,7 @@ def _checked(client: Client, lib: Any, config: ValkeyConfig) -> str:
     major = re.match(r"\d+", version)
     if major is None or int(major[0]) < OLDEST[kind]:
         raise Unfit(
-            f"is {kind} {version or 'of no version'}, and Valkey 7 or Redis 6 is needed: upgrade it, or correct "
-            "store.valkey.url"
+            f"is {kind} {version or 'of no version'}, and Valkey 7 or Redis 6 is needed: upgrade it, or correct its "
+            "url in the settings"
         )
     return str(info.get("server_mode") or info.get("redis_mode") or "standalone")

@@ -19,7 +19,7 @@ from typing import Any, Generic, TypeVar
 from blendserve.config import ValkeyConfig
 from blendserve.errors import StoreUnavailable
 from blendserve.store.valkey.breaker import Breaker
-from blendserve.store.valkey.client import Client, connect, disconnect, explained, library
+from blendserve.store.valkey.client import Client, connect, disconnect, explained, late, library
 
 WORKERS = 4
 
@@ -84,7 +84,7 @@ class Connection:
             raise StoreUnavailable(f"the connection to {self.config.where} is closed") from None
         call.future.cancel()  # where all workers are held up, it has not begun
         self._drop_client()
-        raise self._breaker.failure(f"does not answer within {self.config.deadline_s:g} s", call.reading)
+        raise self._breaker.failure(late(self.config), call.reading)
 
     def give_up(self, call: Call[Any]) -> None:
         """Nobody wants the result any more."""

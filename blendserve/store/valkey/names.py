@@ -1,7 +1,7 @@
 """What things are called on the server.
 
     blendserve:chunk:KEY         hash     a chunk: "h" -> header, "0", "1", ... -> segment of each layer (record.py)
-    blendserve:lease:KEY         string   who computes that chunk
+    blendserve:lease:{CHUNK}     string   who computes the chunk of that name, in its slot
     blendserve:{TAG}:entries     hash     a namespace's chunks: key -> bytes, raw bytes, tokens, layers
     blendserve:{TAG}:used        zset     key -> when it was last used, microseconds since 1970
     blendserve:{TAG}:pins        set      of keys
@@ -39,7 +39,7 @@ def chunk_key_of(name: bytes) -> ChunkKey | None:
 
 
 def lease_name(key: ChunkKey) -> bytes:
-    return PREFIX + b"lease:" + key.hex().encode()
+    return PREFIX + b"lease:{%s}" % chunk_name(key)
 
 
 def namespace_name(tag: bytes, what: str) -> bytes:

@@ -28,6 +28,7 @@ from blendserve.store.valkey.failed import Failed
 from blendserve.store.valkey.tables import ServerTables
 
 GUESS_BYTES = 16 << 20  # of a record, until one was read
+WAITING = 0.9  # of the deadline; the rest is for giving up, and for what arrived to be checked
 
 
 class Sizes:
@@ -57,7 +58,7 @@ class ValkeySnapshot:
     ) -> None:
         self._connection, self._traffic, self._tables = connection, traffic, tables
         self._failed, self._sizes = failed, sizes
-        self._left = connection.config.deadline_s  # to wait
+        self._left = WAITING * connection.config.deadline_s  # to wait
         self._calls: dict[ChunkKey, tuple[Call[list[Fields]], int]] = {}  # and the chunk's place in its batch
         self._troubles: dict[ChunkKey, str] = {}
         self._lock = threading.RLock()

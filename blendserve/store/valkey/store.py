@@ -21,7 +21,7 @@ from blendserve.config import PlaceConfig, ValkeyConfig
 from blendserve.core import ChunkKV
 from blendserve.errors import StoreError, StoreFull, StoreUnavailable
 from blendserve.store import record
-from blendserve.store.base import KVStore, Lease, StoreStats, VerifyReport, full, stats_of
+from blendserve.store.base import KVStore, Lease, Sample, StoreStats, VerifyReport, full, stats_of
 from blendserve.store.codecs.base import Buffer, ChunkShape, Codec, tables_hash
 from blendserve.store.codecs.raw import Raw
 from blendserve.store.key import TAG_BYTES, ChunkKey, namespace_tag
@@ -33,7 +33,7 @@ from blendserve.store.valkey import chunks
 from blendserve.store.valkey.client import Client
 from blendserve.store.valkey.connection import Connection
 from blendserve.store.valkey.failed import Failed
-from blendserve.store.valkey.leases import lease
+from blendserve.store.valkey.leases import Leases
 from blendserve.store.valkey.ledger import Entered, Entry, Ledger
 from blendserve.store.valkey.names import CHUNK, chunk_key_of
 from blendserve.store.valkey.snapshot import Sizes, ValkeySnapshot
@@ -70,6 +70,7 @@ class ValkeyStore(KVStore):
         self._traffic = Traffic(self._admission)
         self._connection = Connection(config)
         self._ledger = Ledger(self._connection)
+        self._leases = Leases(self._connection)
         self._tables = ServerTables(self._connection)
         self._failed = Failed()
         self._sizes = Sizes(config.in_flight_mb * 1_000_000)
@@ -150,9 +151,21 @@ class ValkeyStore(KVStore):
         except StoreFull:
             return False
 
+    @property
+    def far(self) -> bool:
+        return True
+
+    def sample(self, keys: Sequence[ChunkKey], n_bytes: int) -> Sample | None:
+        self._refuse_closed()
+        return self._connection.ask(partial(chunks.sample, keys=keys, n_bytes=n_bytes))
+
     def lease(self, key: ChunkKey, seconds: float) -> Lease | None:
         self._refuse_closed()
-        return lease(self._connection, key, seconds)
+        return self.leases([key], seconds).get(key)
+
+    def leases(self, keys: Sequence[ChunkKey], seconds: float) -> dict[ChunkKey, Lease]:
+        self._refuse_closed()
+        return self._leases.take(keys, seconds)
 
     def pin(self, keys: Iterable[ChunkKey]) -> int:
         return self._set_pins(keys, True)
@@ -255,7 +268,7 @@ class ValkeyStore(KVStore):
         try:
             self._connection.ask(
                 lambda client: chunks.write(
-                    client, key, header, segments, bool(entered.pinned), entered.layers_before
+                    client, key, header, segments, bool(entered.pinned), entered.layers_before, self._leases
                 )
             )
         except StoreError:

@@ -22,7 +22,7 @@ def compute_what_is_free(line: Connection, path: Path) -> None:
         line.send("ready")
         line.recv()
         for n in range(40):
-            if flight.claim(store, key_of(n), 10):
+            if flight.claim(store, {key_of(n): 10}):
                 if key_of(n) not in store:
                     store.put(key_of(n), chunk(10, seed=n))
                     computed += 1
@@ -43,7 +43,7 @@ def computing(line: Connection, path: Path) -> None:
     """A process that is killed while it computes."""
     with LMDBStore(path, CAP) as store:
         flight = SingleFlight()
-        line.send(flight.claim(store, key_of(0), 10))
+        line.send(bool(flight.claim(store, {key_of(0): 10})))
         line.recv()
 
 

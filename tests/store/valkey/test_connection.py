@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import logging
+import re
 import socket
 import ssl
 import subprocess
@@ -21,6 +22,7 @@ from blendserve.bench.servers import Server, free_port
 from blendserve.config import ValkeyConfig
 from blendserve.errors import ConfigError, StoreUnavailable
 from blendserve.serve.metrics import Metrics
+from blendserve.store import LayeredStore, MemoryStore
 from blendserve.store.valkey.client import PASSWORD
 from blendserve.store.valkey.store import ValkeyStore
 from tests.store.helpers import CAP, chunk, key_of, read, same
@@ -225,3 +227,29 @@ def test_more_threads_than_connections_all_get_their_answers(tmp_path: Path) -> 
     with store(database(tmp_path)) as busy, ThreadPoolExecutor(16) as pool:
         busy.put(key_of(1), chunk())
         assert all(pool.map(lambda _: same(read(busy, key_of(1)), chunk()), range(64)))
+
+
+@pytest.mark.parametrize(
+    ("scheme", "options", "why"),
+    [
+        (
+            "valkey",
+            {"password_file": Path("nowhere")},
+            "the file nowhere cannot be read .*correct password_file",
+        ),
+        ("valkeys", {"ca_file": Path("nowhere")}, "the file nowhere cannot be read .*correct ca_file"),
+        ("valkeys", {"deadline_s": 0.2}, "over TLS: where it speaks none, its url begins with valkey://"),
+    ],
+)
+@needs_server
+def test_in_front_of_what_cannot_be_used_the_log_says_why_once(
+    scheme: str, options: dict[str, Any], why: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    url = database(tmp_path).replace("valkey://", f"{scheme}://")
+    with LayeredStore(MemoryStore(CAP), store(url, **options)) as both:
+        for n in range(3):
+            with both.reading() as snapshot:
+                assert snapshot.get(key_of(n)) is None
+        both.put(key_of(1), chunk(1), pin=True)
+    (said,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert re.search(why, said)

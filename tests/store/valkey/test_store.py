@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from blendserve.bench.servers import Server
+from blendserve.cli import main
 from blendserve.config import ValkeyConfig
 from blendserve.errors import CorruptRecord, StoreFull, StoreUnavailable
 from blendserve.store import KVStore, LMDBStore
@@ -109,6 +112,51 @@ def test_chunks_come_from_and_go_to_other_kinds_of_store(store: ValkeyStore, pat
         assert store.stats().pins == 3
         assert merge(store, back) == (3, 0)
         assert all(same(read(back, key_of(n)), chunk(seed=n)) for n in range(3))
+
+
+def test_a_stack_is_claimed_in_one_round_trip_and_given_back_with_its_writes(
+    store: ValkeyStore, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys, asked = [key_of(n) for n in range(4)], list[object]()
+    ask = Connection.ask
+    with ValkeyStore(settings(path), CAP) as other:
+        theirs = other.lease(keys[3], 60)
+
+        def counted(connection: Connection, *args: Any) -> object:
+            asked.append(connection)
+            return ask(connection, *args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Connection, "ask", counted)
+            granted = store.leases(keys, 60)
+            assert len(asked) == 1
+            for key in keys[:2]:
+                store.put(key, chunk())
+            before = len(asked)
+            for key in keys[:2]:
+                granted[key].release()
+            assert len(asked) == before
+        assert theirs is not None
+        assert [*granted] == keys[:3]
+        assert not any(lease.stored for lease in granted.values())
+        found = other.leases(keys[:3], 60)
+        assert {key: lease.stored for key, lease in found.items()} == {keys[0]: True, keys[1]: True}
+        granted[keys[2]].release()
+        assert other.lease(keys[2], 60) is not None
+
+
+def test_a_command_copies_from_a_server_by_its_url(
+    store: ValkeyStore, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.put(key_of(1), chunk(seed=1))
+    config = tmp_path / "patient.yaml"
+    config.write_text(f"store: {{path: {tmp_path / 'copy'}, valkey: {{deadline_s: {PATIENT_S}}}}}\n")
+    monkeypatch.setattr(sys, "argv", ["blendserve"])
+    with pytest.raises(SystemExit) as end:
+        main(["store", "merge", str(tmp_path / "index"), database(path), "-c", str(config)])
+    assert not end.value.code
+    with LMDBStore(tmp_path / "copy", CAP, read_only=True) as copy:
+        assert same(read(copy, key_of(1)), chunk(seed=1))
 
 
 def test_a_quota_is_of_each_namespace(path: Path) -> None:

@@ -1,0 +1,85 @@
+"""A store on another machine, alone: read ahead of requests, as their passages are known before their turn comes.
+
+    prefetch -> reading in a thread (fetching.py)
+    look-up  -> what is here by then; the store is asked for the rest
+
+What could not be read ahead counts as missing, for the reason that it has: waiting twice would take longer than a request
+may wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from blendserve.errors import StoreError
+from blendserve.store.base import REMOTE, ChunkView, KVStore, Snapshot
+from blendserve.store.chunk import StoredChunk
+from blendserve.store.codecs.base import Undecodable
+from blendserve.store.fetching import Fetched, Fetcher
+from blendserve.store.key import ChunkKey
+from blendserve.store.record import Coded, seal
+from blendserve.store.wrapped import WrappedStore
+
+
+class ReadAhead(WrappedStore):
+    """Only reading differs."""
+
+    def __init__(self, store: KVStore, prefetch_bytes: int) -> None:
+        super().__init__(store)
+        self._fetcher = Fetcher(store, prefetch_bytes)
+
+    @contextmanager
+    def reading(self) -> Iterator[Snapshot]:
+        with self._store.reading() as snapshot:
+            yield _Ahead(snapshot, self._fetcher, self._store)
+
+    def prefetch(self, keys: Iterable[ChunkKey]) -> None:
+        self._fetcher.start(keys)
+
+    def delete(self, key: ChunkKey) -> bool:
+        self._fetcher.forget(key)
+        return self._store.delete(key)
+
+    def close(self) -> None:
+        self._fetcher.close()
+        self._store.close()
+
+
+class _Ahead:
+    """The store's snapshot, and what was read ahead of it."""
+
+    def __init__(self, snapshot: Snapshot, fetcher: Fetcher, store: KVStore) -> None:
+        self._snapshot, self._fetcher, self._store = snapshot, fetcher, store
+        self._ahead: dict[ChunkKey, Fetched | None] = {}  # None = it was not there
+        self._lacking: dict[ChunkKey, Undecodable] = {}
+
+    @property
+    def undecodable(self) -> Mapping[ChunkKey, Undecodable]:
+        return {**self._snapshot.undecodable, **self._lacking}
+
+    def expect(self, keys: Sequence[ChunkKey]) -> None:
+        ahead = self._fetcher.begun(keys, shared=True)
+        self._snapshot.expect(
+            [key for key in keys if key not in ahead]
+        )  # under way while those are waited for
+        self._ahead |= {key: fetched() for key, fetched in ahead.items()}
+
+    def tier(self, key: ChunkKey) -> str:
+        return REMOTE
+
+    def get(self, key: ChunkKey) -> ChunkView | None:
+        if key not in self._ahead:
+            return self._snapshot.get(key)
+        fetched = self._ahead[key]
+        if isinstance(fetched, StoreError):
+            raise fetched
+        try:
+            if isinstance(fetched, Coded):
+                read = fetched.segments.__getitem__
+                return StoredChunk(key, seal(key, fetched), read, self._store.tables)
+        except Undecodable as error:
+            fetched = error
+        if fetched is not None:
+            self._lacking[key] = fetched
+        return None
