@@ -107,10 +107,24 @@ def test_tables_come_back_and_damaged_ones_are_refused() -> None:
         {"mean": found.mean * float("nan")},
         {"ids": found.ids.flip(0)},
         {"symbols": found.symbols + 1},
+        {"steps": found.steps.flip(0)},
+        {"steps": 0 * found.steps},
         {"axes": found.axes[:, :-1]},
     ):
         with pytest.raises(ValueError, match=r"."):
             Tables.parse(replace(found, **change).to_bytes())
+
+
+def test_steps_are_the_tables_own() -> None:
+    """So what was stored keeps its meaning when levels are spaced anew. Steps twice as long on axes half as long are the same."""
+    found, kv = Tables.parse(tables()), related(60, 99)
+    doubled = replace(found, steps=2 * found.steps)
+    same = replace(doubled, axes_scale=found.axes_scale / 2)
+    codecs = [Predict.with_tables(2, made.to_bytes()) for made in (found, same, doubled)]
+    segments = [[bytes(segment) for segment in codec.encode(kv)] for codec in codecs]
+    assert segments[0] == segments[1]
+    assert torch.equal(decoded(codecs[0], kv).keys, decoded(codecs[1], kv).keys)
+    assert size(codecs[2], kv) < size(codecs[0], kv)
 
 
 def test_too_little_text_is_refused() -> None:

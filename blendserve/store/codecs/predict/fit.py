@@ -95,6 +95,7 @@ def fit(samples: Iterable[Sample], adapter: Adapter | None, progress: Progress) 
     n_axes = [[layer.n_axes[level] for layer in fitted] for level in range(len(STEPS))]
     return Tables(
         shape=torch.tensor(shape, dtype=torch.int32),
+        steps=torch.tensor(STEPS),
         ids=torch.tensor(ids, dtype=torch.int32),
         rows=to_codes(rows, scale, zero),
         code_scale=torch.stack([s for s, _ in scales]),
