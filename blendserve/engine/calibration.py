@@ -31,17 +31,27 @@ def writing_codec(
     made: type[Codec] = CODECS.load(name)
     if not made.needs_tables:
         return made.with_tables(level)
-    hash = store.current_tables(name, reader.fingerprint)
-    if hash is None and reader.name in BUNDLED:
+    if (codec := _at_level(made, level, store, store.current_tables(name, reader.fingerprint))) is not None:
+        return codec
+    if reader.name in BUNDLED:
         say(f"Fitting tables of codec {name} for {reader.name} on its own words; they are kept in the store")
         hash = fit(name, own_words(reader, FIT_TOKENS), reader, prompts, store)
-    raw = None if hash is None else store.tables(hash)
-    if raw is None:
+        codec = _at_level(made, level, store, hash)
+    if codec is None:
         raise TablesMissing(
-            f"codec {name!r} needs tables for {reader.name}, and the store has none: fit some by "
+            f"codec {name!r} needs tables for {reader.name}, and the store has none for this version: fit some by "
             f"`blendserve codec fit INDEX --codec {name}`, or set store.codec to one that needs none"
         )
-    return made.with_tables(level, raw)
+    return codec
+
+
+def _at_level(made: type[Codec], level: int, store: KVStore, hash: bytes | None) -> Codec | None:
+    """With these tables of the store; None where it has none, or another version of blendserve fitted them."""
+    raw = None if hash is None else store.tables(hash)
+    try:
+        return None if raw is None else made.with_tables(level, raw)
+    except ValueError:
+        return None
 
 
 def fit(

@@ -71,6 +71,13 @@ def test_without_tables_the_way_to_them_is_told() -> None:
         writing_codec(made.config, made.reader, made.prompts, made.store)
 
 
+def test_tables_of_another_version_are_as_none() -> None:
+    with engine(MemoryStore(CAP), "predict") as made:
+        made.store.put_tables("predict", made.reader.fingerprint, b"what an older blendserve has fitted")
+        with pytest.raises(TablesMissing, match=r"none for this version.*codec fit"):
+            writing_codec(made.config, made.reader, made.prompts, made.store)
+
+
 @needs_constriction
 def test_tables_are_fitted_once_and_found_by_the_next_process(tmp_path: Path) -> None:
     documents = [Document("\n\n".join(WORDS))]

@@ -6,15 +6,18 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from blendserve.core import ChunkKV
 from blendserve.errors import InputError
 from blendserve.kernels import verify
+from blendserve.kernels.coding import ONE
 from blendserve.store.codecs.base import ChunkShape
 from blendserve.store.codecs.predict.codec import Predict
 from blendserve.store.codecs.predict.sensitivity import CHUNK, WINDOW, first_layer, sensitivity
+from blendserve.store.codecs.predict.symbols import BIT, quantised
 from blendserve.store.codecs.predict.tables import Tables
 from tests.store.helpers import chunk
 from tests.tiny import tiny_adapter
@@ -57,6 +60,19 @@ def test_what_the_layer_below_tells_costs_little() -> None:
         kv, keys=kv.keys[[0, 2, 1, 3]], values=kv.values[[0, 3, 1, 2]]
     )  # the same numbers, elsewhere
     assert size(codec, kv) < 0.6 * size(codec, mixed)
+
+
+def test_symbols_are_the_cheaper_of_two() -> None:
+    """Error in squared steps, and bits of a geometric distribution with the axis' mean, by brute force."""
+    along = torch.randn(200, 6, generator=torch.Generator().manual_seed(1)).numpy() * 2
+    means, step = np.array([4, 200, 1000, 4096, 9000, 20000], np.int32), 0.7
+    share = means / (ONE + means)  # of a symbol k: share ** k, and half of that for each sign
+    both = [np.floor(np.abs(along) / step) + up for up in (0, 1)]
+    costs = [(np.abs(along) / step - k) ** 2 + BIT * (-k * np.log2(share) + (k > 0)) for k in both]
+    wanted = np.sign(along) * np.where(costs[1] < costs[0], both[1], both[0])
+    found = quantised(along, step, means)
+    assert (found == wanted).all()
+    assert 0 < (found == 0).mean() < 1
 
 
 def test_known_tokens_cost_an_index() -> None:
@@ -107,10 +123,24 @@ def test_tables_come_back_and_damaged_ones_are_refused() -> None:
         {"mean": found.mean * float("nan")},
         {"ids": found.ids.flip(0)},
         {"symbols": found.symbols + 1},
+        {"steps": found.steps.flip(0)},
+        {"steps": 0 * found.steps},
         {"axes": found.axes[:, :-1]},
     ):
         with pytest.raises(ValueError, match=r"."):
             Tables.parse(replace(found, **change).to_bytes())
+
+
+def test_steps_are_the_tables_own() -> None:
+    """So what is stored outlives levels spaced anew. Twice the steps on axes half as long are the same."""
+    found, kv = Tables.parse(tables()), related(60, 99)
+    doubled = replace(found, steps=2 * found.steps)
+    same = replace(doubled, axes_scale=found.axes_scale / 2)
+    codecs = [Predict.with_tables(2, made.to_bytes()) for made in (found, same, doubled)]
+    segments = [[bytes(segment) for segment in codec.encode(kv)] for codec in codecs]
+    assert segments[0] == segments[1]
+    assert torch.equal(decoded(codecs[0], kv).keys, decoded(codecs[1], kv).keys)
+    assert size(codecs[2], kv) < size(codecs[0], kv)
 
 
 def test_too_little_text_is_refused() -> None:

@@ -193,7 +193,7 @@ class Predict(Codec):
         predicted, _ = reconstruct(below, None, layer, dim, torch.float32)
         left = numbers - predicted.transpose(0, 1).reshape(numbers.shape)
         along = (left @ self._inverse(l)[:, : len(layer.residual)]).numpy()
-        found = quantised(along, STEPS[self.coding.level - 1])
+        found = quantised(along, float(self.tables.steps[self.coding.level - 1]), self.means(l))
         found[far.numpy()] = 0
         _, codes = reconstruct(below, torch.from_numpy(found), layer, dim, torch.float32)
         segment = (

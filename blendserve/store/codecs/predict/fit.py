@@ -48,6 +48,7 @@ MIDDLE = 0.8  # step at which maps are fitted
 RIDGE = 1e-3  # of each input's energy
 FAINT = 0.2  # steps; an axis that spreads less is not coded
 KNOWN = 1 << 14  # tokens of the vocabulary's front, the frequent ones, whose layer 0 the tables hold
+ROUNDS = 3  # of symbols from means and means from symbols
 CONTEXT_TOKENS = 3072  # that contexts are learnt on
 REACH = 1.1  # codes reach so much further than what was seen
 
@@ -95,6 +96,7 @@ def fit(samples: Iterable[Sample], adapter: Adapter | None, progress: Progress) 
     n_axes = [[layer.n_axes[level] for layer in fitted] for level in range(len(STEPS))]
     return Tables(
         shape=torch.tensor(shape, dtype=torch.int32),
+        steps=torch.tensor(STEPS),
         ids=torch.tensor(ids, dtype=torch.int32),
         rows=to_codes(rows, scale, zero),
         code_scale=torch.stack([s for s, _ in scales]),
@@ -198,7 +200,7 @@ def _fit_layer(numbers: Tensor, below: Tensor, weights: tuple[Tensor, Tensor]) -
     along = left @ torch.linalg.inv(exact).float()
     width = numbers.shape[1]
     n_axes = [min(width, -(-int((spread > FAINT * step).sum()) // 4) * 4) for step in STEPS]
-    symbols = torch.from_numpy(quantised(along.numpy(), MIDDLE)).float()
+    symbols = torch.from_numpy(_symbols(along.numpy(), MIDDLE)[0]).float()
     back_numbers = predicted + symbols @ exact.float() * MIDDLE
     code_scale, code_zero = _code_scale(back_numbers)
     made = LayerMap(matrix, residual, map_scale, mean, residual_scale, code_scale, code_zero)
@@ -231,8 +233,7 @@ def _learn_contexts(
     for level, step in enumerate(STEPS):
         below: list[np.ndarray | None] = [None] * len(chunks)
         for l, layer in enumerate(fitted):
-            symbols = quantised(layer.along[:, : layer.n_axes[level]].numpy(), step)
-            mean = (np.abs(symbols.astype(np.float32)).mean(axis=0) * ONE).round().clip(4).astype(np.int32)
+            symbols, mean = _symbols(layer.along[:, : layer.n_axes[level]].numpy(), step)
             means[level, l, : len(mean)] = torch.from_numpy(mean)
             for n, (start, stop) in enumerate(chunks):
                 values = symbols[start:stop]
@@ -245,6 +246,15 @@ def _learn_contexts(
     merged = np.zeros((CLASSES, SYMBOLS))
     np.add.at(merged, classes.ravel(), seen.reshape(-1, SYMBOLS))
     return means, torch.from_numpy(classes), torch.from_numpy(slots_of(_smooth(merged)).astype(np.int32))
+
+
+def _symbols(along: np.ndarray, step: float) -> tuple[np.ndarray, np.ndarray]:
+    """Numbers [C, N] -> symbols, and their means by axis, which rounding goes by: so it is done until both fit."""
+    symbols = along / np.float32(step)
+    for _ in range(ROUNDS):
+        mean = (np.abs(symbols.astype(np.float32)).mean(axis=0) * ONE).round().clip(4).astype(np.int32)
+        symbols = quantised(along, step, mean)
+    return symbols, mean
 
 
 def _some_chunks(lengths: list[int]) -> list[tuple[int, int]]:

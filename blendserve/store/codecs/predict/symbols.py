@@ -6,9 +6,9 @@ import numpy as np
 from torch import Tensor, cat
 
 from blendserve.core import ChunkKV
-from blendserve.kernels.coding import CONTEXTS
+from blendserve.kernels.coding import CONTEXTS, ONE
 
-ROUND_UP = 0.4  # added before cutting off: a symbol of 1 costs bits, and most numbers are near 0
+BIT = 0.11  # squared steps of error that a bit has to take away: about what a finer step would (docs/log.md)
 UNKNOWN = CONTEXTS - 1  # the context of layer 1, below which no symbols are
 # Between contexts: a token's symbols, in sixteenths of the mean token's.
 RATIOS = np.array([6, 9, 12, 15, 18, 23, 32])
@@ -20,10 +20,18 @@ def flat(kv: ChunkKV) -> Tensor:
     return both.transpose(1, 2).flatten(2).nan_to_num(0.0, 0.0, 0.0)
 
 
-def quantised(along: np.ndarray, step: float) -> np.ndarray:
-    """Numbers of fp32 -> symbols of int8. By numpy: in the thread that writes, torch's would wait for each other."""
-    whole = np.floor(np.abs(along) / np.float32(step) + np.float32(ROUND_UP))
-    found: np.ndarray = np.copysign(whole, along).clip(-128, 127).astype(np.int8)
+def quantised(along: np.ndarray, step: float, means: np.ndarray) -> np.ndarray:
+    """Numbers [C, N] of fp32 -> symbols of int8. means: how large an axis' symbols are [N], 12 bits behind the point.
+
+    Of the two symbols around a number it gets the larger one where the error that this takes away is worth the bits that
+    it costs: those of a geometric distribution of that mean, and a sign's for a symbol of 1. By numpy: in the thread that
+    writes, torch's would wait for each other.
+    """
+    bits = np.log2(1 + ONE / np.maximum(means, 4).astype(np.float32))
+    steps = np.abs(along) / np.float32(step)
+    whole = np.floor(steps)
+    up = steps - whole > np.float32(0.5) + np.float32(BIT / 2) * (bits + (whole == 0))
+    found: np.ndarray = np.copysign(whole + up, along).clip(-128, 127).astype(np.int8)
     return found
 
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from blendserve.kernels.coding import CLASSES, CONTEXTS, SIZES, SYMBOLS, LayerMap, SymbolModel
 from blendserve.store.codecs.base import ChunkShape
 
-STEPS = (0.35, 0.5, 0.7, 1.0, 1.5)  # of levels 1 to 5, in units of the axes
-VERSION = 2
+STEPS = 0.31, 0.43, 0.54, 0.75, 1.05  # of levels 1 to 5, in units of the axes, where tables are fitted
+VERSION = 3
 _INT8, _FP32, _INT32 = torch.int8, torch.float32, torch.int32
 
 
@@ -24,6 +24,7 @@ class Tables:
     """W = 2 * K * D numbers of a token and layer: keys head after head, then values."""
 
     shape: Tensor  # [4] of int32: version, L, K, D
+    steps: Tensor  # [levels] of fp32, ascending: each level's step
     ids: Tensor  # [R] of int32, ascending: tokens whose layer 0 is known
     rows: Tensor  # [R, W] of int8: their codes
     code_scale: Tensor  # [L, W] of fp32: code = number * scale + zero
@@ -79,8 +80,7 @@ class Tables:
         """How layer l > 0 is put together at a level."""
         at, n = l - 1, int(self.n_axes[level - 1, l - 1])
         matrices = self.maps[at], self.axes[at, :n]
-        step = torch.tensor(STEPS[level - 1], dtype=_FP32)
-        scales = self.map_scale[at], self.mean[at], self.axes_scale[at] * step
+        scales = self.map_scale[at], self.mean[at], self.axes_scale[at] * self.steps[level - 1]
         codes = self.code_scale[l], self.code_zero[l]
         return LayerMap(*matrices, *scales, *codes)
 
@@ -95,6 +95,7 @@ class Tables:
         layers, width, levels, n = self.n_layers, self.width, len(STEPS), len(self.ids)
         wanted = {
             "shape": (torch.int32, (4,)),
+            "steps": (_FP32, (levels,)),
             "ids": (_INT32, (n,)),
             "rows": (_INT8, (n, width)),
             "code_scale": (_FP32, (layers, width)),
@@ -117,6 +118,8 @@ class Tables:
                 raise ValueError(f"{name} holds what is no number")
         if ((self.n_axes < 0) | (self.n_axes > width)).any() or (self.means < 0).any():
             raise ValueError("there are more axes than numbers, or sizes below 0")
+        if (self.steps <= 0).any() or (self.steps[1:] <= self.steps[:-1]).any():
+            raise ValueError(f"the levels' steps are {self.steps.tolist()}")
         if (self.ids[1:] <= self.ids[:-1]).any() or (self.code_scale <= 0).any():
             raise ValueError("tokens are not in order, or a scale is not above 0")
         if ((self.symbols < 0) | (self.symbols > 4096)).any():
