@@ -47,7 +47,7 @@ def echo() -> Iterator[int]:
 
 
 def dial(link: Link) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", int(link.url.rpartition(":")[2])), timeout=60)
+    return socket.create_connection(("127.0.0.1", int(link.url.rpartition(":")[2])), timeout=300)
 
 
 def there_and_back(line: socket.socket, sent: bytes) -> tuple[bytes, float]:

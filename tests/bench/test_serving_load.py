@@ -32,7 +32,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 def measure(server: Server, file: Path, until: float, new_tokens: int = 3) -> Any:
     async def run() -> Any:
-        async with httpx.AsyncClient(base_url=server.url, timeout=60) as http:
+        async with httpx.AsyncClient(base_url=server.url, timeout=300) as http:
             load = bench.Load(http, bench.bodies_of_passages(POOL, 3), clients=2, new_tokens=new_tokens)
             cells = bench.Cells(file, until)
             await bench.warm(http, load, {"passages": POOL})

@@ -57,8 +57,8 @@ def test_the_next_layer_is_read_while_the_caller_is_busy() -> None:
     view = Watched()
     with closing(LayerReader([view], LAYERS)) as reader:
         reader.take(0)
-        assert view.done.acquire(timeout=10)
-        assert view.done.acquire(timeout=10)  # layer 1, which nobody has asked for
+        assert view.done.acquire(timeout=300)
+        assert view.done.acquire(timeout=300)  # layer 1, which nobody has asked for
         assert view.read == [0, 1]
 
 

@@ -25,7 +25,7 @@ def test_two_rounds_of_kills_lose_nothing() -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=800,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -26,7 +26,7 @@ def test_engines_and_server_are_killed_and_no_answer_is_wrong() -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=800,
         check=False,
     )
     found = last_line(done.stdout)

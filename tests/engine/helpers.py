@@ -61,7 +61,7 @@ class Listener:
         self._events.put(event)
 
     def next(self) -> Event:
-        self.seen.append(self._events.get(timeout=60))
+        self.seen.append(self._events.get(timeout=300))
         return self.seen[-1]
 
     def answer(self) -> Answer:

@@ -40,7 +40,7 @@ def started(folder: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 
 def test_sigterm_finishes_what_runs_and_kill_9_harms_no_store(tmp_path: Path) -> None:
-    with started(tmp_path) as (process, url), httpx.Client(base_url=url, timeout=60) as http:
+    with started(tmp_path) as (process, url), httpx.Client(base_url=url, timeout=300) as http:
         with http.stream("POST", "/v1/rag/query", json={**ASK, "max_tokens": 300, "stream": True}) as stream:
             lines = stream.iter_lines()
             next(lines)
@@ -52,7 +52,7 @@ def test_sigterm_finishes_what_runs_and_kill_9_harms_no_store(tmp_path: Path) ->
         assert process.stderr is not None
         assert "Traceback" not in process.stderr.read()
     with started(tmp_path) as (process, url):
-        kept = httpx.post(f"{url}/v1/rag/query", json={**ASK, "max_tokens": 4}, timeout=60).json()
+        kept = httpx.post(f"{url}/v1/rag/query", json={**ASK, "max_tokens": 4}, timeout=300).json()
         assert kept["report"]["chunks_hit"] == len(OWN)  # what the first process stored
         more = [{"text": f"{p['text']} {i}"} for i in range(20) for p in OWN]
         with httpx.stream(

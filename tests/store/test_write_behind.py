@@ -32,7 +32,7 @@ class Slow(MemoryStore):
         self.threads: set[str] = set()
 
     def put(self, key: bytes, kv: ChunkKV, pin: bool = False) -> bool:
-        assert self.go.acquire(timeout=10)
+        assert self.go.acquire(timeout=300)
         self.threads.add(threading.current_thread().name)
         return super().put(key, kv, pin)
 
