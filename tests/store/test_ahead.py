@@ -30,7 +30,7 @@ def ahead(remote: RemoteStore) -> Iterator[ReadAhead]:
 
 
 def wait_for(what: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
+    end = time.monotonic() + 300
     while not what():
         assert time.monotonic() < end
         time.sleep(0.001)
