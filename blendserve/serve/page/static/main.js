@@ -29,9 +29,16 @@ function open(name) {
   panels[name].show?.();
 }
 
+/** By the address, so that "back" works, without going there, which would take the focus along. */
+function go(tab) {
+  const name = tab.getAttribute("aria-controls");
+  if (name !== current) history.pushState(null, "", `#${name}`);
+  open(name);
+}
+
 for (const [n, tab] of tabs.entries()) {
   tab.addEventListener("click", () => {
-    location.hash = tab.getAttribute("aria-controls");
+    go(tab);
   });
   tab.addEventListener("keydown", (event) => {
     const to = { ArrowRight: n + 1, ArrowLeft: n - 1 + tabs.length, Home: 0, End: tabs.length - 1 }[event.key];
@@ -39,10 +46,10 @@ for (const [n, tab] of tabs.entries()) {
     event.preventDefault();
     const next = tabs[to % tabs.length];
     next.focus();
-    location.hash = next.getAttribute("aria-controls");
+    go(next);
   });
 }
-addEventListener("hashchange", () => open(location.hash.slice(1)));
+addEventListener("popstate", () => open(location.hash.slice(1)));
 document.getElementById("forget-key").addEventListener("click", () => {
   forgetKey();
   location.reload();
