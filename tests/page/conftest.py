@@ -46,8 +46,17 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     made.close()
 
 
-@pytest.fixture
+@pytest.fixture(scope="package")
 def context(browser: Browser) -> Iterator[BrowserContext]:
+    """What tabs have in common: what the browser keeps. Tests that leave something there take one of their own."""
+    made = browser.new_context(viewport={"width": 1280, "height": 900})
+    made.set_default_timeout(PATIENCE_MS)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def own_context(browser: Browser) -> Iterator[BrowserContext]:
     made = browser.new_context(viewport={"width": 1280, "height": 900})
     made.set_default_timeout(PATIENCE_MS)
     yield made
@@ -57,6 +66,16 @@ def context(browser: Browser) -> Iterator[BrowserContext]:
 @pytest.fixture
 def page(context: BrowserContext) -> Iterator[Page]:
     """An empty page. What goes wrong in it, a violation of its own policy among that, fails the test."""
+    yield from watched(context)
+
+
+@pytest.fixture
+def own_page(own_context: BrowserContext) -> Iterator[Page]:
+    """The same in a context of its own."""
+    yield from watched(own_context)
+
+
+def watched(context: BrowserContext) -> Iterator[Page]:
     made, wrong = context.new_page(), list[str]()
 
     def heard(message: ConsoleMessage) -> None:
@@ -67,4 +86,5 @@ def page(context: BrowserContext) -> Iterator[Page]:
     made.on("console", heard)
     made.on("pageerror", lambda error: wrong.append(str(error)))
     yield made
+    made.close()
     assert not wrong
