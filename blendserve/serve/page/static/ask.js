@@ -115,9 +115,9 @@ export function makeAsk(root) {
     }
   }
 
-  function told({ report, timings, tokens, cached_tokens: cached, passages }) {
+  function told({ report, timings, tokens, cached_tokens: cached, passages, finish_reason: end }) {
     const done = report.blended
-      ? `${several(report.tokens_recomputed, "token")} recomputed, ${percent(report.share_recomputed)} of what was found`
+      ? `${several(report.tokens_recomputed, "token")} recomputed, ${percent(report.share_recomputed)} of what was found.`
       : `Not blended: ${report.reason}.`;
     return [
       el("h2", {}, "Time to first token ", el("b", { id: "ttft" }, ms(timings.ttft))),
@@ -127,7 +127,7 @@ export function makeAsk(root) {
         { class: "facts" },
         el("li", {}, `${percent(cached / report.tokens_prompt)} of ${several(report.tokens_prompt, "token")} came from the store or memory.`),
         el("li", {}, done),
-        el("li", {}, `${several(tokens, "token")} of answer, ${timings.tokens_per_second.toFixed(0)} a second.`),
+        el("li", {}, `${several(tokens, "token")} of answer, ${timings.tokens_per_second.toFixed(0)} a second${end === "length" ? "; cut at its limit" : ""}.`),
         report.correction && report.blended ? el("li", {}, `Policy ${report.policy}, correction ${report.correction}, ratio ${report.ratio}.`) : null,
       ),
       ...(report.chunks_missing ? [missing(report, passages)] : []),

@@ -204,7 +204,7 @@ class TokenView {
   rank(score) {
     this.sorted ??= this.explanation.scores.filter((each) => each !== null).sort((a, b) => b - a);
     const above = this.sorted.findIndex((each) => each <= score);
-    return `${count(above + 1)}. of ${count(this.sorted.length)}`;
+    return `rank ${count(above + 1)} of ${count(this.sorted.length)}`;
   }
 }
 
