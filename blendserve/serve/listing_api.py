@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query
 
 from blendserve.core import Passage
 from blendserve.engine.prompt import shown
+from blendserve.retrieve import VectorIndex
 from blendserve.serve.access import CountedTenantArg, ServiceArg
 from blendserve.serve.schema import Name
 from blendserve.serve.service import Service
@@ -17,6 +18,7 @@ from blendserve.store import ChunkInfo, ChunkKey
 
 SHOWN = 240  # characters of a passage
 MOST = 200  # entries of a page
+AT_A_TIME = 500  # passages that are looked through
 
 router = APIRouter(prefix="/v1", tags=["documents and cache"])
 
@@ -42,9 +44,8 @@ async def documents(
 
     def look() -> tuple[int, list[dict[str, Any]]]:
         found: Counter[tuple[str, str]] = Counter()
-        for passage in index.passages:
-            if _has(search, passage.doc_id, passage.title):
-                found[passage.doc_id, passage.title] += 1
+        for passage in _matching(service, index, search, lambda p: (p.doc_id, p.title)):
+            found[passage.doc_id, passage.title] += 1
         page = list(found.items())[offset : offset + limit]
         return len(found), [{"id": id, "title": title, "passages": n} for (id, title), n in page]
 
@@ -65,7 +66,7 @@ async def chunks(
     name, index = service.collection(tenant, collection)
 
     def look() -> tuple[int, list[tuple[Passage, ChunkKey, int]]]:
-        found = [p for p in index.passages if _has(search, p.id, shown(p))]
+        found = list(_matching(service, index, search, lambda p: (p.id, shown(p))))
         return len(found), _keyed(service, tenant.namespace, found[offset : offset + limit])
 
     total, page = await service.on_retrieval(tenant, look, long=True)
@@ -97,7 +98,13 @@ def _entry(passage: Passage, n_tokens: int, info: ChunkInfo | None) -> dict[str,
     }
 
 
-def _has(search: str, *texts: str) -> bool:
-    """Whether one of the texts has it."""
+def _matching(
+    service: Service, index: VectorIndex, search: str, texts: Callable[[Passage], tuple[str, ...]]
+) -> Iterator[Passage]:
+    """The passages one of whose texts has it. Others' questions go between."""
     wanted = search.strip().casefold()
-    return not wanted or any(wanted in text.casefold() for text in texts)
+    for n, passage in enumerate(index.passages):
+        if n % AT_A_TIME == 0:
+            service.retrieval.give_way()
+        if not wanted or any(wanted in text.casefold() for text in texts(passage)):
+            yield passage

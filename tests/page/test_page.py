@@ -372,6 +372,7 @@ def test_nothing_keeps_anybody_out(page: Page, server: Server) -> None:
 def test_the_look_for_faults_sees_one(page: Page, server: Server) -> None:
     visit(page, server)
     page.evaluate("document.getElementById('about').style.color = '#e8e8e8'")
+    page.evaluate("document.getElementById('question').removeAttribute('placeholder')")
     page.evaluate("document.getElementById('question').previousSibling.remove()")
     assert {rule for rule, _ in faults(page, "color-contrast", "label")} == {"color-contrast", "label"}
 

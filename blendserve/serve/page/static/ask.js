@@ -31,7 +31,7 @@ export function makeAsk(root) {
   const problem = el("div", { class: "problem", role: "alert" });
   const facts = el("div", { id: "facts" });
   const prompt = el("section", { id: "prompt", class: "card", hidden: true, "aria-label": "The prompt" });
-  const left = el("section", { class: "card", hidden: true, "aria-label": "The answer" }, answer, problem, facts);
+  const left = el("section", { class: "card", hidden: true, "aria-label": "The answer" }, answer, facts);
   const raced = el("section", { id: "race", class: "card", hidden: true, "aria-label": "The methods side by side" });
   const race = makeRace(raced);
   let defaults = {};
@@ -52,7 +52,7 @@ export function makeAsk(root) {
       el("div", { class: "actions" }, stop, compare, ask),
     ),
   );
-  root.append(form, status, raced, el("div", { class: "two" }, left, prompt));
+  root.append(form, status, problem, raced, el("div", { class: "two" }, left, prompt));
 
   /** What a request says, but for its method. */
   function body() {
@@ -76,7 +76,7 @@ export function makeAsk(root) {
     } catch (error) {
       if (error.name !== "AbortError") problem.replaceChildren(error.message);
       status.textContent = error.name === "AbortError" ? "Stopped." : "";
-      left.hidden &&= error.name === "AbortError";
+      answer.querySelector(".waiting")?.replaceWith("");
     } finally {
       if (running === mine) {
         stop.hidden = true;

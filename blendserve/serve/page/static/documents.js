@@ -3,7 +3,7 @@
 import { get, post, remove } from "./api.js";
 import { el, settled } from "./dom.js";
 import { count } from "./format.js";
-import { followJob } from "./jobs.js";
+import { followJob, followRunning } from "./jobs.js";
 import { collectionField, pager } from "./parts.js";
 import { readFiles } from "./files.js";
 
@@ -134,6 +134,9 @@ export function makeDocuments(root) {
       mayWrite = !key.read_only;
       adding.hidden = !mayWrite;
     },
-    show: () => fill(at),
+    show() {
+      fill(at);
+      followRunning(jobs, () => fill(at)).catch((error) => (status.textContent = error.message));
+    },
   };
 }

@@ -6,8 +6,18 @@ import { several } from "./format.js";
 
 const LOOK_MS = 400;
 
+const followed = new Set();
+
+/** Show the jobs that run already, begun before this page or elsewhere. */
+export async function followRunning(root, done) {
+  const { data } = await get("v1/jobs");
+  const running = data.filter((job) => job.state === "running" && !followed.has(job.id));
+  await Promise.all(running.map((job) => followJob(root, job, done)));
+}
+
 /** Show a job's progress within `root`; `done` is called at its end. Throws what the server refuses. */
 export async function followJob(root, job, done) {
+  followed.add(job.id);
   const bar = el("progress", { max: "1", "aria-label": job.kind });
   const said = el("span", { role: "status" });
   const line = el("div", { class: "job" }, el("b", {}, job.kind), bar, said);
