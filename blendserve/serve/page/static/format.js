@@ -23,6 +23,7 @@ export function bytes(n) {
 
 export function percent(share) {
   const value = share * 100;
+  if (value > 0 && value < 0.05) return "<0.1%";
   return `${value > 0 && value < 9.95 ? value.toFixed(1) : Math.round(value)}%`;
 }
 

@@ -8,7 +8,7 @@ import { parse, quantile, sum } from "./prometheus.js";
 
 const EVERY_MS = 2000;
 const HIDDEN_MS = 10_000;
-const SPAN_S = 300; // what a chart shows
+const SPAN_S = [60, 300]; // what a chart shows, at least and at most
 const WINDOW_S = 20; // over which quantiles and rates are taken
 const KINDS = ["exact", "reused", "recomputed", "missing", "suffix"];
 
@@ -58,7 +58,7 @@ export function makeLoad(root) {
   const problem = el("p", { class: "problem", role: "status" });
   root.append(
     el("h2", { class: "visually-hidden" }, "Load"),
-    el("p", { class: "muted" }, "The last five minutes by the server's metrics, of all keys. Rates and quantiles are over 20 seconds."),
+    el("p", { class: "muted" }, "Up to five minutes by the server's metrics, of all keys. Rates and quantiles are over 20 seconds."),
     problem,
     el("div", { class: "charts" }, ...charts.map((chart) => chart.element)),
   );
@@ -86,9 +86,9 @@ export function makeLoad(root) {
     const before = looks[0];
     if (before === now) return;
     for (const [n, [, , , values]] of CHARTS.entries()) {
-      points[n] = points[n].filter((point) => now.t - point.t < SPAN_S);
+      points[n] = points[n].filter((point) => now.t - point.t < SPAN_S[1]);
       points[n].push({ t: now.t, values: values(now.samples, before.samples, now.t - before.t) });
-      charts[n].update(points[n], SPAN_S);
+      charts[n].update(points[n], Math.max(SPAN_S[0], now.t - points[n][0].t));
     }
   }
 
