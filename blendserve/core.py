@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from itertools import groupby
+from typing import Any, ClassVar
 
 import torch
 
@@ -161,11 +162,41 @@ class BlendReport:
         return {**derived, **asdict(self), "unusable": [asdict(chunk) for chunk in self.unusable]}
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A stretch of a prompt: its prefix, a passage, or its suffix. Filled by blend/explain.py."""
+
+    kind: str  # prefix | passage | suffix
+    passage: int | None  # its number, of a passage
+    span: Span
+    tier: str  # where its KV was read from; "" where none was used
+    reason: str  # a sentence: why its KV was used, or why not
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Explanation:
+    """What each token of a prompt started from, and why. Filled by blend/explain.py; the report has its sums."""
+
+    parts: tuple[Part, ...]
+    states: torch.Tensor  # [T] uint8, numbers in STATES
+    scores: (
+        torch.Tensor | None
+    )  # [T], by which the policy chose; NaN where it gave none. None: it scores nothing
+
+    STATES: ClassVar[tuple[str, ...]] = ("exact", "reused", "corrected", "recomputed", "fresh")
+
+    @property
+    def runs(self) -> list[tuple[str, int]]:
+        """States in the order of the prompt, each with how many tokens in a row have it."""
+        return [(self.STATES[state], len(list(run))) for state, run in groupby(self.states.tolist())]
+
+
 @dataclass(slots=True)
 class Timings:
     """Seconds of each stage of one request. Filled by engine/generation.py."""
 
     retrieve: float = 0.0
+    queue: float = 0.0  # behind other requests
     load: float = 0.0  # read, check, rotate, place
     select: float = 0.0  # the policy's own passes
     correct: float = 0.0
@@ -188,6 +219,7 @@ class Answer:
     timings: Timings
     token_ids: TokenIds = field(default=())
     finish_reason: str = "stop"  # stop (end of turn or stop string) | length
+    explanation: Explanation | None = field(default=None, compare=False, repr=False)
 
     def to_dict(self) -> dict[str, Any]:
         return {

@@ -14,7 +14,8 @@ from blendserve import console
 from blendserve.config import BlendConfig, Config, RetrieveConfig, StoreConfig
 from blendserve.core import Answer, Passage
 from blendserve.engine.engine import Engine
-from blendserve.errors import IndexMismatch, IndexMissing
+from blendserve.engine.library import Library
+from blendserve.errors import ConfigError, IndexMismatch, IndexMissing
 from blendserve.models.own_forward import model_logits
 from blendserve.registry import SMALL
 from blendserve.retrieve import language_reference
@@ -60,6 +61,26 @@ def run(index: Path = INDEX) -> list[Row]:
         _print(rows)
         console.out.print(compare_coded(engine, QUESTIONS[0]), markup=False, highlight=False)
     return rows
+
+
+def serve_page(index: Path = INDEX) -> None:
+    """The demo's index behind HTTP, until told to stop. Raises ConfigError where the server's packages are missing."""
+    serve, settings = _server()
+    with open_demo(index) as engine:
+        assert engine.index is not None
+        serve(engine, Library({index.name: engine.index}), settings, console.say)
+
+
+def _server() -> tuple[Any, Any]:
+    """What the server brings, which is an extra: how it is run, and its settings."""
+    try:
+        from blendserve.serve.config import ServeConfig
+        from blendserve.serve.running import run as serve
+    except ImportError as error:
+        raise ConfigError(
+            f"the page needs more packages: pip install 'blendserve[serve]' ({error})"
+        ) from None
+    return serve, ServeConfig()
 
 
 def open_demo(index: Path = INDEX) -> Engine:

@@ -27,7 +27,7 @@ settings.load_profile("suite")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Which instruction sets' kernels were tested, and which this machine lacks."""
+    """Which instruction sets' kernels were tested, which this machine lacks, and whether it lacks a browser."""
     from blendserve.kernels.cpu.isa import LEVELS  # not before the variables above are set
 
     found = {
@@ -43,4 +43,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         lacking = ", ".join(found["skipped"].keys() - found["passed"].keys())
         terminalreporter.write_line(
             f"kernels of instruction sets tested: {tested}" + (f"; not here: {lacking}" if lacking else "")
+        )
+    if any(
+        report.nodeid.startswith("tests/page/test_page.py")
+        for report in terminalreporter.stats.get("skipped", [])
+    ):
+        terminalreporter.write_line(
+            "the page was not tested in a browser: install Chromium, or set BLENDSERVE_CHROMIUM"
         )

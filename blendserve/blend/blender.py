@@ -12,6 +12,7 @@ from itertools import chain
 from typing import Literal
 
 from blendserve.blend.cost import CostModel, LoadRate, calibrated, choose, estimates, free_ratio
+from blendserve.blend.explain import explain
 from blendserve.blend.layout import Layout, lay_out
 from blendserve.blend.lookup import CORRUPT, SLOW, Found, look_up, nothing, supposed, wanted
 from blendserve.blend.policies.base import make_policy
@@ -22,7 +23,7 @@ from blendserve.blend.report import make_report
 from blendserve.blend.single_flight import SingleFlight
 from blendserve.blend.slow_link import Link, reason, worth_fetching
 from blendserve.config import BlendConfig, Method, changed
-from blendserve.core import BlendReport, ChunkKV, Prompt, TokenIds
+from blendserve.core import BlendReport, ChunkKV, Explanation, Prompt, TokenIds
 from blendserve.errors import CorruptRecord, StoreError
 from blendserve.models.adapter import Adapter
 from blendserve.models.forward import BeforeLayer
@@ -45,6 +46,7 @@ class Blended:
 
     prefilled: Prefilled
     report: BlendReport
+    explanation: Explanation
     absent: tuple[TokenIds, ...]  # chunks that were looked for and not found whole; () for the prefix's own
 
 
@@ -214,7 +216,8 @@ class Blender:
         absent = tuple(prompt.chunks[i].ids for i in found.looked_for if found.chunks[i] is None)
         if found.prefix is None and found.looked_for and prompt.prefix:
             absent = ((), *absent)
-        return Blended(done, make_report(prompt, blend, layout, found, done, why), absent)
+        report = make_report(prompt, blend, layout, found, done, why)
+        return Blended(done, report, explain(prompt, blend.method, layout, found, done, why), absent)
 
     def _choose(self, prompt: Prompt, blend: BlendConfig, found: Found, why: str) -> tuple[Method, str]:
         """The method that this machine is expected to be fastest with, and why if it is not blending."""

@@ -26,13 +26,19 @@ class Found:
     chunks: tuple[ChunkView | None, ...]
     looked_for: tuple[int, ...] = ()  # chunks by number
     unusable: tuple[Unusable, ...] = ()  # of those, the ones that may be there all the same
-    tiers: Mapping[str, int] = field(default_factory=dict)  # chunks by where they are read from
+    tier_of: Mapping[int, str] = field(default_factory=dict)  # where each chunk that is there is read from
+    prefix_tier: str = ""
     far_tokens: int = 0  # of chunks that came from another machine
 
     @property
     def corrupt(self) -> int:
         """How many are damaged."""
         return sum(found.kind == CORRUPT for found in self.unusable)
+
+    @property
+    def tiers(self) -> Counter[str]:
+        """How many chunks are read from where."""
+        return Counter(self.tier_of.values())
 
     @property
     def hits(self) -> int:
@@ -95,9 +101,10 @@ def look_up(
         Unusable(i, why.kind, str(why)) for i, key in keys.items() if (why := snapshot.undecodable.get(key))
     ]
     left = [Unusable(i, SLOW, slow[key]) for i, key in keys.items() if key in slow and key not in corrupt]
-    tiers = Counter(snapshot.tier(keys[i]) for i in which if chunks[i] is not None)
-    far = sum(len(prompt.chunks[i]) for i in which if chunks[i] and snapshot.tier(keys[i]) == REMOTE)
-    return Found(prefix, tuple(chunks), tuple(which), (*damaged, *lacking, *left), tiers, far)
+    tier_of = {i: snapshot.tier(keys[i]) for i in which if chunks[i] is not None}
+    prefix_tier = "" if prefix is None else snapshot.tier(prefix_key)
+    far = sum(len(prompt.chunks[i]) for i, tier in tier_of.items() if tier == REMOTE)
+    return Found(prefix, tuple(chunks), tuple(which), (*damaged, *lacking, *left), tier_of, prefix_tier, far)
 
 
 def wanted(prompt: Prompt, method: Method, exact_first: bool) -> list[int]:

@@ -40,6 +40,8 @@ class Prefilled:
     bytes_loaded: int
     seconds_reading: float  # by the store's thread
     cost: float  # row-layers / (T * L)
+    scores: Tensor | None  # [T] on the host, by which the policy chose; NaN where it gave none
+    corrected: bool  # whether what was reused was changed
 
 
 @torch.inference_mode()
@@ -88,6 +90,8 @@ def _blended(scene: Scene, policy: Policy, correction: str, clock: Clock) -> Pre
         loader.bytes_loaded,
         loader.seconds_reading,
         cost,
+        scene.scores,
+        layers.corrected,
     )
 
 
@@ -99,6 +103,7 @@ class _ActiveRows:
         self._correction = make_correction(
             correction, scene.adapter, scene.cache, scene.ropes, scene.layout.reusable_spans
         )
+        self.corrected = False  # whether what is reused was changed in any layer
         self.rows = Rows.on(scene.adapter.device, active)  # those that go on
         self._plans = self._plan(self.rows)
 
@@ -113,7 +118,7 @@ class _ActiveRows:
             kept = self._narrow(l, keys, fresh.v) if l in self._policy.narrowing_layers else None
         if kept is None and self._correction:  # rows that are about to be dropped are no sample to learn from
             with self._clock.stage("correct"):
-                self._correction.apply(l, rows, keys, fresh.v)
+                self.corrected |= self._correction.apply(l, rows, keys, fresh.v)
         scene.cache.write(l, rows.device, keys, fresh.v)
         last = (
             l == scene.adapter.n_layers - 1
@@ -147,7 +152,7 @@ class _ActiveRows:
             (keys[:, asked], values[:, asked]),
             (cache.keys[l][:, stored], cache.values[l][:, stored]),
         )
-        kept = self._policy.narrow(l, layout, fresh, cached)
+        kept = self._policy.narrow(l, self._scene, rows.host[which], fresh, cached)
         if kept is None:
             return None
         return torch.cat([(~candidate).nonzero()[:, 0], which[kept.cpu()]]).sort().values

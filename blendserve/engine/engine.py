@@ -197,7 +197,7 @@ class Engine:
     def run(self, plan: Plan) -> AnswerStream:
         """Prefill, and choose the first token."""
         done, reader = self._prefill(plan), self.reader
-        generation = Generation(plan, done.report, reader.tokenizer, reader.end_tokens)
+        generation = Generation(plan, done.report, done.explanation, reader.tokenizer, reader.end_tokens)
         return AnswerStream(generation, done.logits, done.run, partial(self._write_back, done.absent))
 
     def tenant(self, namespace: str) -> Engine:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from blendserve.config import DecodeConfig
-from blendserve.core import Answer, BlendReport, Timings
+from blendserve.core import Answer, BlendReport, Explanation, Timings
 from blendserve.engine.request import Plan
 from blendserve.models.adapter import Adapter
 from blendserve.models.kv_cache import KVCache
@@ -26,8 +26,10 @@ from blendserve.timing import Clock
 class Generation:
     """One answer in the making: `take` logits until `answer` is there."""
 
-    def __init__(self, plan: Plan, report: BlendReport, tokenizer: Any, end: Set[int]) -> None:
-        self.plan, self.report = plan, report
+    def __init__(
+        self, plan: Plan, report: BlendReport, explanation: Explanation, tokenizer: Any, end: Set[int]
+    ) -> None:
+        self.plan, self.report, self.explanation = plan, report, explanation
         self.answer: Answer | None = None
         self.ttft = 0.0  # seconds from the request to its first token
         self.gap = 0.0  # seconds between the last two tokens
@@ -69,14 +71,18 @@ class Generation:
         piece += self._text.flush()
         self._said += piece
         tokens, timings = tuple(self._tokens), self._timings()
-        self.answer = Answer(self._said, self.plan.passages, self.report, timings, tokens, reason)
+        self.answer = Answer(
+            self._said, self.plan.passages, self.report, timings, tokens, reason, self.explanation
+        )
         return piece
 
     def _timings(self) -> Timings:
         seconds, n = self.plan.clock.seconds, len(self._tokens)
         decode = self.plan.clock.elapsed() - self.ttft
         rate = (n - 1) / decode if n > 1 else 0.0
-        stages = {stage: seconds[stage] for stage in ("retrieve", "load", "select", "correct", "prefill")}
+        stages = {
+            stage: seconds[stage] for stage in ("retrieve", "queue", "load", "select", "correct", "prefill")
+        }
         return Timings(**stages, ttft=self.ttft, decode=decode, tokens_per_second=rate)
 
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from blendserve.blend.blender import Blender
+from blendserve.blend.explain import explain_plain
 from blendserve.blend.report import plain_report
-from blendserve.core import BlendReport, TokenIds
+from blendserve.core import BlendReport, Explanation, TokenIds
 from blendserve.engine.prefix_cache import PrefixKV
 from blendserve.engine.request import Plan
 from blendserve.models.adapter import Adapter
@@ -23,6 +24,7 @@ class Prefill:
     """A plan whose answer can begin."""
 
     report: BlendReport
+    explanation: Explanation
     logits: Tensor  # [V], for the first new token
     run: Step  # for a caller who makes every further token alone
     cached: int = 0  # tokens of the prompt whose KV was there already
@@ -46,7 +48,7 @@ def prefill(
         cached = max(0, cached - len(plan.prompt.prefix) + prefix.reused)  # 0: the store could not be read
     made = plan.decode.max_new_tokens
     run = decoding_steps(blender.adapter, done.prefilled.cache, len(plan.prompt), made)
-    return Prefill(report, done.prefilled.logits, run, cached, done.absent)
+    return Prefill(report, done.explanation, done.prefilled.logits, run, cached, done.absent)
 
 
 def prefill_by_model(plan: Plan, adapter: Adapter, why: str) -> Prefill:
@@ -55,4 +57,4 @@ def prefill_by_model(plan: Plan, adapter: Adapter, why: str) -> Prefill:
     with plan.clock.stage("prefill"):
         logits = own.feed(plan.prompt.ids)
     report = plain_report(plan.prompt, plan.blend, why)
-    return Prefill(report, logits, lambda _, token: own.feed((token,)))
+    return Prefill(report, explain_plain(plan.prompt, why), logits, lambda _, token: own.feed((token,)))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
 from blendserve.blend.blender import Blender
-from blendserve.core import Answer, BlendReport, TokenIds
+from blendserve.core import Answer, BlendReport, Explanation, TokenIds
 from blendserve.engine.prefix_cache import PrefixKV
 from blendserve.engine.request import Plan
 from blendserve.store import ChunkKey
@@ -19,6 +19,8 @@ class Started:
     """Prefill is done."""
 
     cached: int  # tokens of the prompt whose KV was there already
+    report: BlendReport
+    explanation: Explanation
 
 
 @dataclass(frozen=True, slots=True)

@@ -266,7 +266,8 @@ class Scheduler:
         self._passes.append(Pass(request))
         self._since_background += 1
         self._expect()
-        self._observer.dequeued(request.plan.blend.method, request.queued.elapsed())
+        request.plan.clock.seconds["queue"] = waited = request.queued.elapsed()
+        self._observer.dequeued(request.plan.blend.method, waited)
         try:
             generation, logits = self._prefill(request, cache)
         except Cancelled:
@@ -288,8 +289,9 @@ class Scheduler:
         if request.missed and done.absent:
             request.missed(done.absent)
         self._observer.prefilled(done.report, plan.clock.seconds["load"])
-        request.emit(Started(done.cached))
-        return Generation(plan, done.report, reader.tokenizer, reader.end_tokens), done.logits
+        request.emit(Started(done.cached, done.report, done.explanation))
+        made = Generation(plan, done.report, done.explanation, reader.tokenizer, reader.end_tokens)
+        return made, done.logits
 
     def pause(self, l: int) -> None:
         """The before-layer hook of every pass but a decoding step: long passes take turns with what others wait for."""

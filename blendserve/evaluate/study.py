@@ -25,7 +25,7 @@ from torch import Tensor
 
 from blendserve import console
 from blendserve.blend.layout import Layout, lay_out
-from blendserve.blend.policies.base import LayerKV
+from blendserve.blend.policies.base import LayerKV, Scene
 from blendserve.blend.policies.deviation import DeviationPolicy
 from blendserve.blend.precompute import ChunkComputer
 from blendserve.blend.prefill import prefill
@@ -94,12 +94,12 @@ class CompareKeys(DeviationPolicy):
 
     parts: ClassVar[tuple[int, ...]] = (0,)  # of (keys, values)
 
-    def narrow(self, l: int, layout: Layout, fresh: LayerKV, cached: LayerKV) -> Tensor | None:
+    def narrow(self, l: int, scene: Scene, at: Tensor, fresh: LayerKV, cached: LayerKV) -> Tensor | None:
         """Of several parts, each in units of its own, as keys are larger."""
         moved = [fresh[part].float() - cached[part].float() for part in self.parts]
         scaled = torch.cat([x / x.square().mean().sqrt().clamp(min=1e-9) for x in moved])
         nothing = torch.zeros_like(scaled)
-        return super().narrow(l, layout, (scaled, scaled), (nothing, nothing))
+        return super().narrow(l, scene, at, (scaled, scaled), (nothing, nothing))
 
 
 class CompareBoth(CompareKeys):

@@ -18,9 +18,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import blendserve
 from blendserve.errors import BlendserveError
-from blendserve.serve import library_api, openai_api, rag_api, status_api
+from blendserve.serve import library_api, listing_api, openai_api, rag_api, status_api
 from blendserve.serve.bodies import Bodies
 from blendserve.serve.logs import REQUEST, access
+from blendserve.serve.page import routes as page
 from blendserve.serve.replies import GONE, ClientGone, error_body, refused
 from blendserve.serve.service import Service
 from blendserve.timing import Clock
@@ -38,7 +39,7 @@ def make_app(service: Service) -> FastAPI:
 
     app = FastAPI(title="blendserve", version=blendserve.__version__, lifespan=life)
     app.state.service = service
-    for api in (openai_api, rag_api, library_api, status_api):
+    for api in (openai_api, rag_api, library_api, listing_api, status_api, page):
         app.include_router(api.router)
     app.openapi = partial(_described, app, service.engine.reader.name)  # type: ignore[method-assign]
     app.add_exception_handler(BlendserveError, _refused)

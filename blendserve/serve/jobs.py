@@ -26,6 +26,7 @@ class Job:
     namespace: str
     kind: str
     state: str = "running"  # running | done | failed
+    given: int = 0  # documents to be added
     documents: int = 0  # added so far
     chunks: int = 0  # whose KV is wanted
     computed: int = 0  # of those, how many are in the store
@@ -44,12 +45,12 @@ class Jobs:
         self._jobs: OrderedDict[str, Job] = OrderedDict()
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def start(self, namespace: str, kind: str, run: Callable[[Job], Awaitable[None]]) -> Job:
+    def start(self, namespace: str, kind: str, run: Callable[[Job], Awaitable[None]], given: int = 0) -> Job:
         """Begin a job. Raises Busy when very many run, or some of this namespace."""
         theirs = sum(job.namespace == namespace and job.state == "running" for job in self._jobs.values())
         if theirs >= MAX_RUNNING or len(self._tasks) >= MAX_JOBS // 10:
             raise Busy(f"{theirs} of your jobs and {len(self._tasks)} in all are running already", 10)
-        job = Job(f"job-{uuid.uuid4().hex}", namespace, kind)
+        job = Job(f"job-{uuid.uuid4().hex}", namespace, kind, given=given)
         self._jobs[job.id] = job
         while len(self._jobs) > MAX_JOBS:
             self._jobs.popitem(last=False)
@@ -64,6 +65,10 @@ class Jobs:
         if job is None or job.namespace != namespace:
             raise NotFound(f"there is no job {job_id!r}")
         return job
+
+    def of(self, namespace: str) -> list[Job]:
+        """A namespace's, the latest first."""
+        return [job for job in reversed(self._jobs.values()) if job.namespace == namespace]
 
     def cancel(self) -> None:
         """End all that run."""

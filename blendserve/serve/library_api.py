@@ -34,7 +34,14 @@ async def add(body: DocumentsRequest, service: ServiceArg, tenant: TenantArg) ->
     async def run(job: Job) -> None:
         await _add(service, tenant, index, body.documents, job)
 
-    return service.jobs.start(tenant.namespace, f"documents into {name}", run).to_dict()
+    kind = f"documents into {name}"
+    return service.jobs.start(tenant.namespace, kind, run, given=len(body.documents)).to_dict()
+
+
+@router.get("/jobs")
+async def jobs(service: ServiceArg, tenant: TenantArg) -> dict[str, Any]:
+    """The namespace's jobs that are remembered, the latest first."""
+    return {"data": [job.to_dict() for job in service.jobs.of(tenant.namespace)]}
 
 
 @router.get("/jobs/{job_id}")
@@ -96,13 +103,30 @@ async def lookup(body: CacheRequest, service: ServiceArg, tenant: CountedTenantA
     return {"chunks": len(keys), "found": sum(found), "there": found}
 
 
+@router.post("/cache/delete")
+async def forget(body: CacheRequest, service: ServiceArg, tenant: CountedTenantArg) -> dict[str, Any]:
+    """Delete the KV of chunks from this key's namespace, pinned or not; documents stay, and it is computed on demand."""
+    tenant.require_writing()
+    keys, store = await _keys(service, tenant, body), service.engine.store
+
+    def delete(some: Sequence[ChunkKey]) -> int:
+        return sum(store.delete(key) for key in some)
+
+    return {"chunks": len(keys), "deleted": await _in_slices(service, tenant, delete, keys)}
+
+
 @router.get("/cache/stats")
 async def stats(service: ServiceArg, tenant: CountedTenantArg) -> dict[str, Any]:
-    """Of this key's namespace alone."""
-    found = await service.on_storage(tenant, service.engine.store.stats, tenant.namespace)
+    """Of this key's namespace alone; for an admin's also of the whole store, as `store`."""
+    stats = service.engine.store.stats
+    found = await service.on_storage(tenant, stats, tenant.namespace)
     values: dict[str, Any] = found.to_dict()
-    of_all_tenants = {"path", "cap_bytes", "evictions", "admissions_refused"}
-    return {name: value for name, value in values.items() if name not in of_all_tenants}
+    of_all_tenants = {"path", "cap_bytes", "evictions", "admissions_refused", "tables", "tables_bytes"}
+    own = {name: value for name, value in values.items() if name not in of_all_tenants}
+    if tenant.admin:
+        whole = (await service.on_storage(tenant, stats)).to_dict()
+        own["store"] = {name: value for name, value in whole.items() if name != "path"}
+    return own
 
 
 async def _add(
@@ -170,14 +194,18 @@ def _too_long(passage: Passage, most: int) -> InputError:
 def _chosen(service: Service, tenant: Tenant, body: CacheRequest) -> list[Passage]:
     """The passages that a cache request is about."""
     if body.passages is not None:
-        if body.collection is not None or body.documents is not None:
-            raise InputError("give either passages of your own, or a collection and its documents")
+        if any(choice is not None for choice in (body.collection, body.documents, body.ids)):
+            raise InputError("give either passages of your own, or a collection and its documents or ids")
         return [Passage(p.text, p.title, p.id) for p in body.passages]
     _, index = service.collection(tenant, body.collection)
-    if body.documents is None:
-        return index.passages
-    wanted = set(body.documents)
-    return [p for p in index.passages if p.doc_id in wanted]
+    found = index.passages
+    if body.documents is not None:
+        documents = set(body.documents)
+        found = [p for p in found if p.doc_id in documents]
+    if body.ids is not None:
+        ids = set(body.ids)
+        found = [p for p in found if p.id in ids]
+    return found
 
 
 async def _keys(service: Service, tenant: Tenant, body: CacheRequest) -> list[ChunkKey]:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import asdict
-from typing import Any
+from typing import Any, get_args
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+import blendserve
+from blendserve.config import Method
 from blendserve.core import Answer
-from blendserve.engine.queued import Finished, Piece
+from blendserve.engine.queued import Finished, Piece, Started
+from blendserve.registry import CORRECTIONS, POLICIES
 from blendserve.serve.access import ServiceArg, TenantArg
+from blendserve.serve.explained import explained
 from blendserve.serve.replies import make_ask, reply
 from blendserve.serve.schema import RagRequest
 from blendserve.serve.service import Answering
@@ -21,19 +26,62 @@ router = APIRouter(prefix="/v1/rag", tags=["RAG"])
 
 @router.post("/query")
 async def query(body: RagRequest, request: Request, service: ServiceArg, tenant: TenantArg) -> Response:
-    """Text, passages, report and timings; streamed: the passages first, then text, at last the figures."""
+    """Text, passages, report and timings; streamed: the passages first, then text, at last the figures.
+
+    explain: also what each token of the prompt started from, and why; streamed, as soon as the prefill is done.
+    """
     ask = make_ask(body.question, body, body)
-    return await reply(request, service, tenant, ask, _whole, _events if body.stream else None)
+    shape = _Shape(service.engine.reader.tokenizer, body.explain)
+    return await reply(request, service, tenant, ask, shape.whole, shape.events if body.stream else None)
 
 
-def _whole(answering: Answering, answer: Answer) -> dict[str, Any]:
-    return {**answer.to_dict(), "cached_tokens": answering.cached_tokens}
+@router.get("/settings")
+async def settings(service: ServiceArg, tenant: TenantArg) -> dict[str, Any]:
+    """What holds where a request says nothing else, what it may choose from, and what this key may do."""
+    config = service.engine.config
+    return {
+        "version": blendserve.__version__,
+        "model": service.engine.reader.name,
+        "defaults": {
+            **config.blend.model_dump(include={"method", "policy", "ratio", "correction"}),
+            "top_k": config.retrieve.top_k,
+            "max_tokens": config.decode.max_new_tokens,
+            "temperature": config.decode.temperature,
+        },
+        "methods": get_args(Method),
+        "policies": POLICIES.names,
+        "corrections": CORRECTIONS.names,
+        "collections": [
+            {"name": name, "passages": len(service.library.collections[name])}
+            for name in service.collections(tenant)
+        ],
+        "slot_tokens": service.batch.slots.tokens,
+        "max_body_bytes": service.serve.max_body_kb * 1024,
+        "key": {"needed": service.keys is not None, "admin": tenant.admin, "read_only": tenant.read_only},
+    }
 
 
-async def _events(answering: Answering) -> AsyncIterator[dict[str, Any] | str]:
-    yield {"event": "passages", "passages": [asdict(p) for p in answering.passages]}
-    async for event in answering.events():
-        if isinstance(event, Piece):
-            yield {"event": "text", "text": event.text}
-        elif isinstance(event, Finished):
-            yield {"event": "done", **_whole(answering, event.answer)}
+class _Shape:
+    """One response: whole, or as events."""
+
+    def __init__(self, tokenizer: Any, explain: bool) -> None:
+        self._tokenizer, self._explain = tokenizer, explain
+
+    def whole(self, answering: Answering, answer: Answer) -> dict[str, Any]:
+        values = {**answer.to_dict(), "cached_tokens": answering.cached_tokens}
+        if self._explain and answer.explanation:
+            values["explanation"] = explained(self._tokenizer, answering.ids, answer.explanation)
+        return values
+
+    async def events(self, answering: Answering) -> AsyncIterator[dict[str, Any] | str]:
+        yield {"event": "passages", "passages": [asdict(p) for p in answering.passages]}
+        async for event in answering.events():
+            if isinstance(event, Started) and self._explain:
+                # On a thread: of a long prompt it takes a while, in which others' tokens are to be sent.
+                told = await asyncio.to_thread(explained, self._tokenizer, answering.ids, event.explanation)
+                yield {"event": "prefill", "report": event.report.to_dict(), "explanation": told}
+            elif isinstance(event, Piece):
+                yield {"event": "text", "text": event.text}
+            elif isinstance(event, Finished):
+                done = {**event.answer.to_dict(), "cached_tokens": answering.cached_tokens}
+                yield {"event": "done", **done}

@@ -177,6 +177,7 @@ class RagRequest(Sampling, Extras):
     """POST /v1/rag/query"""
 
     question: Annotated[Text, Field(pattern=r"\S")]
+    explain: bool = False
 
 
 class DocumentIn(Body):
@@ -196,8 +197,9 @@ class DocumentsRequest(Body):
 
 
 class CacheRequest(Body):
-    """POST /v1/cache/...: which chunks. Own passages, or a collection's, all or those of some documents."""
+    """POST /v1/cache/...: which chunks. Own passages, or a collection's, all or those of some documents or ids."""
 
     passages: Annotated[list[PassageIn], Field(max_length=MAX_ITEMS)] | None = None
     collection: Name | None = None
     documents: Annotated[list[Name], Field(max_length=MAX_ITEMS)] | None = None
+    ids: Annotated[list[Name], Field(max_length=MAX_ITEMS)] | None = None

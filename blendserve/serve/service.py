@@ -42,7 +42,8 @@ class Answering:
 
     def __init__(self, scheduler: Scheduler, request: QueuedRequest, events: asyncio.Queue[Event]) -> None:
         self._scheduler, self._request, self._events = scheduler, request, events
-        self.passages, self.prompt_tokens = request.plan.passages, len(request.plan.prompt)
+        self.passages, self.ids = request.plan.passages, request.plan.prompt.ids
+        self.prompt_tokens = len(self.ids)
         self.cached_tokens = 0  # of the prompt; known when prefill is done
 
     async def events(self) -> AsyncIterator[Event]:

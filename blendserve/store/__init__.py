@@ -14,6 +14,7 @@ from blendserve.errors import ConfigError
 from blendserve.registry import ADMISSIONS, CODECS, EVICTIONS, STORES, parse_codec
 from blendserve.store.ahead import ReadAhead
 from blendserve.store.base import (
+    ChunkInfo,
     ChunkView,
     KVStore,
     Lease,
@@ -32,6 +33,7 @@ from blendserve.store.policies import Policies
 from blendserve.store.tiers import TieredStore, tiers_for
 
 __all__ = [
+    "ChunkInfo",
     "ChunkKey",
     "ChunkView",
     "KVStore",

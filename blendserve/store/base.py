@@ -94,6 +94,17 @@ class Snapshot(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class ChunkInfo:
+    """What is known of a stored chunk without reading it."""
+
+    n_tokens: int
+    n_bytes: int  # as stored
+    raw_bytes: int  # that its keys and values take uncoded
+    pinned: bool
+    tier: str  # where it would be read from
+
+
+@dataclass(frozen=True, slots=True)
 class TierStats:
     """One of the tiers in front of a store (tiers.py), since it was opened."""
 
@@ -306,6 +317,10 @@ class KVStore(ABC):
     def present(self, keys: Iterable[ChunkKey], remote: bool = True) -> set[ChunkKey]:
         """Those of the chunks that are there. remote: ask other machines, too, which takes a while."""
         return {key for key in keys if key in self}
+
+    @abstractmethod
+    def info(self, keys: Iterable[ChunkKey]) -> dict[ChunkKey, ChunkInfo]:
+        """What is known of those of the chunks that are there. Counts as no use of them. Raises StoreUnavailable."""
 
     def prefetch(self, keys: Iterable[ChunkKey]) -> None:
         """A request for these is on its way: begin to bring near what is far. A hint; it waits for nothing."""

@@ -25,6 +25,7 @@ from blendserve.store.backlog import Backlog
 from blendserve.store.base import (
     LOCAL,
     REMOTE,
+    ChunkInfo,
     ChunkView,
     KVStore,
     Lease,
@@ -146,6 +147,17 @@ class LayeredStore(WrappedStore):
         with self._or_warn("the machine's own KV store cannot be read"):
             return self._near.present(keys)
         return set()
+
+    def info(self, keys: Iterable[ChunkKey]) -> dict[ChunkKey, ChunkInfo]:
+        """Of the own store first."""
+        asked, found = list(keys), dict[ChunkKey, ChunkInfo]()
+        with self._or_warn("the machine's own KV store cannot be read"):
+            found = self._store.info(asked)
+        if len(found) < len(asked) and not self._fetcher.resting:
+            with self._or_rest():
+                there = self._far.info(key for key in asked if key not in found)
+                found |= {key: replace(known, tier=REMOTE) for key, known in there.items()}
+        return found
 
     def __contains__(self, key: ChunkKey) -> bool:
         return bool(self.present([key]))

@@ -19,7 +19,7 @@ import torch
 from blendserve.config import PlaceConfig
 from blendserve.core import ChunkKV
 from blendserve.errors import StoreFull
-from blendserve.store.base import LOCAL, KVStore, StoreStats, VerifyReport, full, stats_of
+from blendserve.store.base import LOCAL, ChunkInfo, KVStore, StoreStats, VerifyReport, full, stats_of
 from blendserve.store.chunk import StoredChunk
 from blendserve.store.codecs.base import Buffer, ChunkShape, Codec, Undecodable, tables_hash
 from blendserve.store.codecs.raw import Raw
@@ -220,6 +220,14 @@ class MemoryStore(KVStore):
 
     def __contains__(self, key: ChunkKey) -> bool:
         return key in self._chunks
+
+    def info(self, keys: Iterable[ChunkKey]) -> dict[ChunkKey, ChunkInfo]:
+        with self._lock:
+            found = {key: self._chunks[key] for key in keys if key in self._chunks}
+            return {
+                key: ChunkInfo(kept.n_tokens, kept.n_bytes, kept.raw_bytes, key in self._pins, LOCAL)
+                for key, kept in found.items()
+            }
 
     def delete(self, key: ChunkKey) -> bool:
         with self._lock:

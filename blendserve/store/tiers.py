@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -26,7 +26,7 @@ from blendserve.config import TiersConfig
 from blendserve.core import ChunkKV
 from blendserve.errors import ConfigError
 from blendserve.kernels.cuda.staging import CopyStream, apart, copy_stream_to, joined
-from blendserve.store.base import ChunkView, KVStore, Snapshot, StoreStats, TierStats
+from blendserve.store.base import ChunkInfo, ChunkView, KVStore, Snapshot, StoreStats, TierStats
 from blendserve.store.codecs.base import Pair, Undecodable
 from blendserve.store.key import ChunkKey
 from blendserve.store.policies import LRU, Admission, Candidate
@@ -199,6 +199,11 @@ class TieredStore(WrappedStore):
         there = self._store.delete(key)
         self._forget(key)
         return there
+
+    def info(self, keys: Iterable[ChunkKey]) -> dict[ChunkKey, ChunkInfo]:
+        found = self._store.info(keys)
+        nearest = {key: tier.name for tier in reversed(self._tiers) for key in found if key in tier}
+        return {key: replace(known, tier=nearest.get(key, known.tier)) for key, known in found.items()}
 
     def stats(self, namespace: str | None = None) -> StoreStats:
         """Of the store. Of its tiers only for who may see the whole: what is in them comes from all tenants' requests."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from blendserve.core import ChunkKV
-from blendserve.store.base import KVStore, Lease, Sample, StoreStats, VerifyReport
+from blendserve.store.base import ChunkInfo, KVStore, Lease, Sample, StoreStats, VerifyReport
 from blendserve.store.codecs.base import Codec
 from blendserve.store.key import ChunkKey
 from blendserve.store.record import Coded
@@ -65,6 +65,9 @@ class WrappedStore(KVStore):
 
     def present(self, keys: Iterable[ChunkKey], remote: bool = True) -> set[ChunkKey]:
         return self._store.present(keys, remote)
+
+    def info(self, keys: Iterable[ChunkKey]) -> dict[ChunkKey, ChunkInfo]:
+        return self._store.info(keys)
 
     def prefetch(self, keys: Iterable[ChunkKey]) -> None:
         self._store.prefetch(keys)

@@ -45,9 +45,10 @@ class Double(Correction):
     def __init__(self, adapter, cache, ropes, spans) -> None:
         self.cache, self.spans = cache, spans
 
-    def apply(self, l: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
+    def apply(self, l: int, rows: Tensor, keys: Tensor, values: Tensor) -> bool:
         for span in self.spans:
             self.cache.values[l][:, span.start : span.stop] *= 2
+        return True
 '''
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,8 +26,8 @@ from tests.tiny import KINDS, TINY, tiny_adapter
 
 
 def chosen(layout: Layout, **options: Any) -> list[int]:
-    no_scene: Any = None
-    return [int(at) for at in make_policy(BlendConfig(**options)).choose(layout, no_scene)]
+    scene: Any = SimpleNamespace(scores=None)
+    return [int(at) for at in make_policy(BlendConfig(**options)).choose(layout, scene)]
 
 
 @given(st.lists(st.sampled_from([-2.0, 0.0, 0.5, 3.0, float("-inf")]), max_size=20), st.integers(0, 25))

@@ -81,13 +81,14 @@ def until(event: threading.Event) -> Callable[[], None]:
 
 
 class Server:
-    """A service behind a real socket, in this process."""
+    """A service behind a real socket, in this process, at `serve.port` if that is not the usual one."""
 
     def __init__(self, folder: Path, serve: ServeConfig, **changes: Any) -> None:
         self.folder, self.serve = folder, serve
         self.engine = engine(changed(CONFIG, **changes))
         self.service = Service(self.engine, library(folder, self.engine), serve)
-        config = uvicorn.Config(make_app(self.service), port=0, log_level="warning", lifespan="on")
+        port = 0 if serve.port == ServeConfig().port else serve.port
+        config = uvicorn.Config(make_app(self.service), port=port, log_level="warning", lifespan="on")
         self._uvicorn = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._uvicorn.run)
         self._thread.start()

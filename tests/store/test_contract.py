@@ -94,6 +94,28 @@ def test_what_is_put_uncoded_is_stored_as_it_is_whatever_else_is_written(store: 
     assert store.verify().good == 2
 
 
+def test_what_is_known_of_chunks_is_what_was_put(store: KVStore) -> None:
+    sizes = {}
+    for n, tokens in enumerate((4, 9, 2)):
+        before = store.stats().bytes
+        store.put(key_of(n), chunk(tokens, seed=n), pin=n == 1)
+        sizes[key_of(n)] = store.stats().bytes - before
+    store.put(key_of(0, "other"), chunk(3))
+    hits = store.stats().hits
+    found = store.info([key_of(2), key_of(1), key_of(7), key_of(0), key_of(0, "other")])
+    assert found.keys() == {*sizes, key_of(0, "other")}
+    assert {key: found[key].n_bytes for key in sizes} == sizes
+    assert [found[key_of(n)].n_tokens for n in range(3)] == [4, 9, 2]
+    assert [found[key_of(n)].pinned for n in range(3)] == [False, True, False]
+    assert all(found[key_of(n)].raw_bytes == chunk(t).n_bytes for n, t in enumerate((4, 9, 2)))
+    with store.reading() as snapshot:
+        for key, known in found.items():
+            assert snapshot.get(key) is not None
+            assert known.tier in {snapshot.tier(key), "local", "remote"}
+    assert store.stats().hits == hits + len(found)  # by `get` alone
+    assert store.info([]) == {}
+
+
 def test_what_was_not_put_is_not_there(store: KVStore) -> None:
     assert key_of(1) not in store
     assert read(store, key_of(1)) is None

@@ -28,8 +28,8 @@ class Correction(ABC):
         return
 
     @abstractmethod
-    def apply(self, l: int, rows: Rows, keys: Tensor, values: Tensor) -> None:
-        """rows: ascending; keys (after RoPE) and values [K, S, D], fresh at these rows."""
+    def apply(self, l: int, rows: Rows, keys: Tensor, values: Tensor) -> bool:
+        """Whether anything was changed. rows: ascending; keys (after RoPE) and values [K, S, D], fresh at these rows."""
 
 
 class Split(NamedTuple):
@@ -61,13 +61,14 @@ class FittedCorrection(Correction):
     def params(cls, features: int) -> CorrectionParams:
         """Its constants for tokens of so many numbers, keys and values together."""
 
-    def apply(self, l: int, rows: Rows, keys: Tensor, values: Tensor) -> None:
+    def apply(self, l: int, rows: Rows, keys: Tensor, values: Tensor) -> bool:
         split = self._split(rows)
         if l == 0 or not len(split.at):  # layer 0's keys and values depend on their token alone
-            return
+            return False
         stored = self._cache.keys[l][:, self._here], self._cache.values[l][:, self._here]
         fresh = RecomputedTokens(keys, values, *split)
         correct(*stored, fresh, self._ropes[l], self._rotary, self._params)
+        return True
 
     def _split(self, rows: Rows) -> Split:
         """Which tokens of the chunks are among the rows; rows seldom differ from layer to layer."""

@@ -11,5 +11,5 @@ from blendserve.kernels.rows import Rows
 class NoCorrection(Correction):
     """Changes nothing."""
 
-    def apply(self, l: int, rows: Rows, keys: Tensor, values: Tensor) -> None:
-        return
+    def apply(self, l: int, rows: Rows, keys: Tensor, values: Tensor) -> bool:
+        return False

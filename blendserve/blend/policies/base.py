@@ -35,6 +35,7 @@ class Scene:
     ropes: Ropes
     before_layer: BeforeLayer | None = None
     row_layers: int = 0  # run so far, for the report
+    scores: Tensor | None = None  # [T] on the host, what the policy chose by, for the report
 
 
 LayerKV = tuple[Tensor, Tensor]
@@ -69,10 +70,11 @@ class Policy(ABC):
     def choose(self, layout: Layout, scene: Scene) -> Tensor:
         """Reusable positions that enter layer 0, ascending."""
 
-    def narrow(self, l: int, layout: Layout, fresh: LayerKV, cached: LayerKV) -> Tensor | None:
+    def narrow(self, l: int, scene: Scene, at: Tensor, fresh: LayerKV, cached: LayerKV) -> Tensor | None:
         """At a narrowing layer: indices, into the candidate rows, of those that go on; None = all of them.
 
-        fresh, cached: keys, rotated to one place, and values [K, S, D] of these rows, just computed and from the store.
+        at: positions [S] of these rows, on the host. fresh, cached: keys, rotated to one place, and values [K, S, D] of
+        these rows, just computed and from the store.
         """
         return None
 

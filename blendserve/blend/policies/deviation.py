@@ -6,6 +6,7 @@ share kept falls linearly from twice the ratio to the ratio. The released code c
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from blendserve.blend.layout import Layout
@@ -33,9 +34,12 @@ class DeviationPolicy(Policy):
     def choose(self, layout: Layout, scene: Scene) -> Tensor:
         return candidates(layout) if self.n_chosen(layout) else nowhere()
 
-    def narrow(self, l: int, layout: Layout, fresh: LayerKV, cached: LayerKV) -> Tensor | None:
+    def narrow(self, l: int, scene: Scene, at: Tensor, fresh: LayerKV, cached: LayerKV) -> Tensor | None:
         checks = self.narrowing_layers
         left = len(checks) - 1 - checks.index(l)
         share = self.config.share * (1 + left / max(1, len(checks) - 1))
         deviation = (fresh[1].float() - cached[1].float()).square().sum(dim=(0, 2))
-        return top(deviation, layout.budget(min(1.0, share)))
+        if scene.scores is None:
+            scene.scores = torch.full((scene.layout.n_tokens,), torch.nan)
+        scene.scores[at] = deviation.cpu()
+        return top(deviation, scene.layout.budget(min(1.0, share)))

@@ -33,7 +33,9 @@ class QueryPolicy(Policy):
             return nowhere()
         if n == int(layout.reusable.sum()):
             return candidates(layout)
-        return top(suffix_scores(scene).masked_fill(~layout.reusable, float("-inf")), n)
+        scores = suffix_scores(scene)
+        scene.scores = scores.masked_fill(~layout.reusable, torch.nan)
+        return top(scores.masked_fill(~layout.reusable, float("-inf")), n)
 
 
 def suffix_scores(scene: Scene) -> Tensor:

@@ -22,7 +22,7 @@ from blendserve.config import PlaceConfig
 from blendserve.core import ChunkKV
 from blendserve.errors import StoreError, StoreFull, StoreUnavailable
 from blendserve.store import record
-from blendserve.store.base import KVStore, Lease, StoreStats, VerifyReport, full, stats_of
+from blendserve.store.base import LOCAL, ChunkInfo, KVStore, Lease, StoreStats, VerifyReport, full, stats_of
 from blendserve.store.codecs.base import Buffer, ChunkShape, Codec, tables_hash
 from blendserve.store.codecs.raw import Raw
 from blendserve.store.key import ChunkKey, namespace_tag
@@ -184,6 +184,15 @@ class LMDBStore(KVStore):
     def __contains__(self, key: ChunkKey) -> bool:
         with self._read() as txn, explaining(self.path):
             return txn.get(HEADER + key) is not None
+
+    def info(self, keys: Iterable[ChunkKey]) -> dict[ChunkKey, ChunkInfo]:
+        with self._read() as txn, explaining(self.path):
+            ledger = Ledger(txn)
+            found = {key: entry for key in keys if (entry := ledger.entry(key))}
+        return {
+            key: ChunkInfo(entry.n_tokens, entry.n_bytes, entry.raw_bytes, entry.pinned, LOCAL)
+            for key, entry in found.items()
+        }
 
     def keys(self, namespace: str | None = None) -> Iterator[ChunkKey]:
         with self._read() as txn, explaining(self.path):

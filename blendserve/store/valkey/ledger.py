@@ -231,6 +231,18 @@ class Ledger:
 
         return self._connection.ask(job)
 
+    def known(self, keys: Iterable[ChunkKey]) -> dict[ChunkKey, tuple[Entry, bool]]:
+        """The entries of those that have one, and whether they are pinned; one round trip for each namespace."""
+        found: dict[ChunkKey, tuple[Entry, bool]] = {}
+        for tag, some in _by_namespace(keys):
+            raws, pins = self._connection.ask(partial(_entries_and_pins, tag=tag, keys=some))
+            found |= {
+                key: (Entry.from_bytes(raw), bool(pin))
+                for key, raw, pin in zip(some, raws, pins, strict=True)
+                if raw
+            }
+        return found
+
     def pins(self, tag: bytes) -> set[ChunkKey]:
         return self._connection.ask(lambda client: set(client.smembers(namespace_name(tag, "pins"))))
 
@@ -251,6 +263,15 @@ class Ledger:
 
     def _script(self, script: str, tag: bytes, told: Sequence[bytes | int]) -> list[Any]:
         return self._connection.ask(lambda client: list(_run(client, script, tag, told) or ()))
+
+
+def _entries_and_pins(client: Client, tag: bytes, keys: Sequence[ChunkKey]) -> tuple[list[Any], list[Any]]:
+    pipeline = client.pipeline(transaction=False)
+    pipeline.hmget(namespace_name(tag, "entries"), list(keys))
+    for key in keys:  # Redis has a command for many from 6.2 on
+        pipeline.sismember(namespace_name(tag, "pins"), key)
+    entries, *pins = pipeline.execute()
+    return entries, pins
 
 
 def _run(client: Client, script: str, tag: bytes, told: Sequence[bytes | int]) -> Any:

@@ -21,7 +21,17 @@ from blendserve.config import PlaceConfig, ValkeyConfig
 from blendserve.core import ChunkKV
 from blendserve.errors import StoreError, StoreFull, StoreUnavailable
 from blendserve.store import record
-from blendserve.store.base import KVStore, Lease, Sample, StoreStats, VerifyReport, full, stats_of
+from blendserve.store.base import (
+    REMOTE,
+    ChunkInfo,
+    KVStore,
+    Lease,
+    Sample,
+    StoreStats,
+    VerifyReport,
+    full,
+    stats_of,
+)
 from blendserve.store.codecs.base import Buffer, ChunkShape, Codec, tables_hash
 from blendserve.store.codecs.raw import Raw
 from blendserve.store.key import TAG_BYTES, ChunkKey, namespace_tag
@@ -189,6 +199,13 @@ class ValkeyStore(KVStore):
         asked = list(keys) if remote else []
         found = self._connection.ask(lambda client: chunks.there(client, asked)) if asked else []
         return {key for key, is_there in zip(asked, found, strict=True) if is_there}
+
+    def info(self, keys: Iterable[ChunkKey]) -> dict[ChunkKey, ChunkInfo]:
+        there = self.present(keys)
+        return {
+            key: ChunkInfo(entry.n_tokens, entry.n_bytes, entry.raw_bytes, pinned, REMOTE)
+            for key, (entry, pinned) in self._ledger.known(there).items()
+        }
 
     def keys(self, namespace: str | None = None) -> Iterator[ChunkKey]:
         return iter(sorted(key for tag in self._tags(namespace) for key in self._ledger.entries(tag)))

@@ -1,0 +1,86 @@
+"""What each token of a prompt started from, and why: the report, token by token and part by part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from blendserve.blend.layout import Layout
+from blendserve.blend.lookup import Found
+from blendserve.blend.prefill import Prefilled
+from blendserve.config import Method
+from blendserve.core import Explanation, Part, Prompt, Span
+
+STATE = {name: n for n, name in enumerate(Explanation.STATES)}
+ALWAYS = "It is the question and the end of the prompt, which are computed for every request."
+
+
+def explain(
+    prompt: Prompt, method: Method, layout: Layout, found: Found, done: Prefilled, why: str
+) -> Explanation:
+    """Of a prompt that was prefilled by `method`; `found` as it was looked up, whether used or not.
+
+    why: as `make_report` takes it.
+    """
+    parts = tuple(part for part in _parts(prompt, method, layout, found, why) if len(part.span))
+    return Explanation(parts, _states(layout, done), done.scores)
+
+
+def explain_plain(prompt: Prompt, why: str) -> Explanation:
+    """Of a prompt that the borrowed model ran by itself, because of `why`."""
+    reason = _sentence(f"Nothing was looked for: {why}")
+    prefix = Part("prefix", None, Span(0, len(prompt.prefix)), "", reason)
+    passages = (Part("passage", i, span, "", reason) for i, span in enumerate(prompt.spans))
+    states = torch.full((len(prompt),), STATE["fresh"], dtype=torch.uint8)
+    parts = (prefix, *passages, _suffix(prompt))
+    return Explanation(tuple(part for part in parts if len(part.span)), states, None)
+
+
+def _states(layout: Layout, done: Prefilled) -> Tensor:
+    """[T] uint8"""
+    states = torch.full((layout.n_tokens,), STATE["fresh"], dtype=torch.uint8)
+    states[layout.exact] = STATE["exact"]
+    states[layout.reusable] = STATE["corrected" if done.corrected else "reused"]
+    states[done.recomputed] = STATE["recomputed"]
+    return states
+
+
+def _parts(prompt: Prompt, method: Method, layout: Layout, found: Found, why: str) -> Iterator[Part]:
+    """Empty passages among them."""
+    used = {placement.span.start for placement in layout.placements}
+    not_asked = _sentence(f"Nothing was looked for: {why or f'method {method!r} reuses nothing of it'}")
+    prefix = Span(0, len(prompt.prefix))
+    if 0 in used:
+        yield Part("prefix", None, prefix, found.prefix_tier, "It was stored, computed as it stands here.")
+    else:
+        yield Part("prefix", None, prefix, "", "It was not in the store." if found.looked_for else not_asked)
+    trouble = {unusable.chunk: unusable.reason for unusable in found.unusable}
+    for i, span in enumerate(prompt.spans):
+        if span.start in used and len(span):
+            yield Part("passage", i, span, found.tier_of.get(i, ""), _reused(span == layout.first))
+        elif i in trouble:
+            yield Part("passage", i, span, "", _sentence(f"Its stored KV was of no use: {trouble[i]}"))
+        elif found.chunks[i] is not None:
+            because = why or f"method {method!r} does not use it in this place"
+            yield Part("passage", i, span, "", _sentence(f"It was stored, and left alone: {because}"))
+        else:
+            yield Part(
+                "passage", i, span, "", "It was not in the store." if i in found.looked_for else not_asked
+            )
+    yield _suffix(prompt)
+
+
+def _reused(first: bool) -> str:
+    if first:
+        return "It was stored, and stands right behind the prefix, as it did when its KV was computed."
+    return "It was stored, computed without the passages before it, and moved to its place."
+
+
+def _suffix(prompt: Prompt) -> Part:
+    return Part("suffix", None, Span(len(prompt) - len(prompt.suffix), len(prompt)), "", ALWAYS)
+
+
+def _sentence(text: str) -> str:
+    return text if text.endswith(".") else text + "."

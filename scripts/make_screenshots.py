@@ -1,0 +1,75 @@
+"""Write docs/page_light.png, docs/page_dark.png and docs/page_race.png: the page on the demo's index, in a real browser.
+
+python scripts/make_screenshots.py
+
+It needs the extras `dev` and `serve`, and a Chromium. What stands in the pictures is what this machine took.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+from playwright.sync_api import Browser, Page, sync_playwright
+
+from blendserve.demo import INDEX, QUESTIONS, open_demo
+from blendserve.serve.child import Child, serve_command
+
+DOCS = Path(__file__).parents[1] / "docs"
+SIZE = {"width": 1280, "height": 860}
+PATIENCE_MS = 300_000
+
+
+def main() -> None:
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        sys.exit("there is no Chromium here: apt-get install chromium")
+    open_demo().close()
+    command = serve_command("--index", str(INDEX), "--method", "blend")
+    with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        with Child(command, Path(folder) / "server.log") as server:
+            for scheme in ("light", "dark"):
+                page = visit(browser, server.url, scheme)
+                ask(page)
+                page.screenshot(path=DOCS / f"page_{scheme}.png")
+                page.close()
+            page = visit(browser, server.url, "light")
+            race(page)
+            page.screenshot(path=DOCS / "page_race.png")
+        browser.close()
+
+
+def visit(browser: Browser, url: str, scheme: str) -> Page:
+    page = browser.new_page(viewport=SIZE, color_scheme=scheme)  # type: ignore[arg-type,unused-ignore]
+    page.set_default_timeout(PATIENCE_MS)
+    page.goto(url)
+    page.fill("#question", QUESTIONS[0])
+    return page
+
+
+def ask(page: Page) -> None:
+    """A first time to warm up, and once more; then the pointer on a token."""
+    for _ in range(2):
+        page.get_by_role("button", name="Ask", exact=True).click()
+        page.wait_for_selector("#ttft")
+    second = page.locator("#prompt .part").nth(2)
+    page.evaluate("document.querySelector('.parts').scrollTop = 0")
+    second.evaluate("part => part.parentElement.scrollTo(0, part.offsetTop - part.parentElement.offsetTop)")
+    page.wait_for_function("document.querySelector('.parts').scrollTop > 0")
+    page.mouse.move(1, 1)
+    second.locator(".s-recomputed [data-i]").nth(3).hover()
+    page.wait_for_selector("#token-tip:visible")
+
+
+def race(page: Page) -> None:
+    for _ in range(2):
+        page.get_by_role("button", name="Compare methods").click()
+        page.get_by_role("button", name="Play it side by side").wait_for()
+    page.mouse.move(1, 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,398 @@
+"""The page in a real browser: what a person does, and what they are shown for it."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import BrowserContext, Page, expect
+
+from blendserve.serve.config import ServeConfig
+from blendserve.serve.keys import KeyFile, Tenant
+from tests.engine.helpers import PASSAGES, QUESTIONS, wait_for
+from tests.page.conftest import PATIENCE_MS
+from tests.serve.helpers import Server, until
+
+expect.set_options(timeout=PATIENCE_MS)
+VIEWS = ("ask", "store", "documents", "load")
+MARKUP = "</p><img src=x onerror='window.harmed=1'><script>window.harmed=1</script> **&amp;** {{7*7}} heron"
+
+
+def visit(page: Page, server: Server, view: str = "ask") -> None:
+    page.goto(f"{server.url}/#{view}")
+    expect(page.locator("#about")).to_contain_text("tiny")
+
+
+def ask(page: Page, question: str = QUESTIONS[0]) -> None:
+    page.fill("#question", question)
+    page.get_by_role("button", name="Ask", exact=True).click()
+
+
+def answered(page: Page) -> None:
+    expect(page.locator("#ttft")).to_be_visible()
+
+
+def states_shown(page: Page) -> Counter[str]:
+    """Tokens by the state that their run is drawn in."""
+    runs = page.eval_on_selector_all(
+        "#prompt .run", "runs => runs.map(run => [run.className, run.children.length])"
+    )
+    found: Counter[str] = Counter()
+    for name, tokens in runs:
+        found[name.removeprefix("run s-")] += tokens
+    return found
+
+
+def states_told(server: Server, **asked: Any) -> Counter[str]:
+    """The same by the report's sums, of the same request."""
+    report = server.post("/v1/rag/query", {"question": QUESTIONS[0], "max_tokens": 1, **asked}).json()[
+        "report"
+    ]
+    return +Counter(
+        exact=report["tokens_exact"],
+        corrected=report["tokens_reused"],
+        recomputed=report["tokens_recomputed"],
+        fresh=report["tokens_computed"] + report["tokens_suffix"],
+    )
+
+
+def rows(page: Page, view: str) -> Any:
+    return page.locator(f"#{view} tbody tr")
+
+
+def test_a_question_is_answered_and_explained_token_by_token(page: Page, server: Server) -> None:
+    whole = server.post("/v1/rag/query", {"question": QUESTIONS[0], "explain": True}).json()
+    visit(page, server)
+    page.evaluate(
+        """() => {
+            const answer = document.getElementById("answer");
+            window.said = [];
+            new MutationObserver(() => window.said.push(answer.textContent)).observe(answer, {childList: true});
+        }"""
+    )
+    ask(page)
+    answered(page)
+    assert page.locator("#answer").text_content() == whole["text"]
+    parts = {text for text in page.evaluate("window.said") if whole["text"].startswith(text) and text}
+    assert len(parts) > 2  # it came piece by piece
+    assert states_shown(page) == states_told(server)
+    assert states_shown(page)["recomputed"] > 0
+    legend = page.locator(".key").all_text_contents()
+    for state, n in states_shown(page).items():
+        assert any(f"{state}{n}" in shown for shown in legend), legend
+    shown = page.locator("#prompt [data-i]").all_text_contents()
+    assert [text.replace("↵\n", "\n").replace("↵", "\n") for text in shown] == whole["explanation"]["tokens"]
+    stages = page.locator(".stages li").all_text_contents()
+    assert any(stage.startswith("compute") for stage in stages)
+    assert page.locator(".part h3").all_text_contents()[1:-1] == [p["title"] for p in whole["passages"]]
+
+
+def test_a_token_tells_its_state_score_tier_and_reason_to_pointer_and_keys(
+    page: Page, server: Server
+) -> None:
+    visit(page, server)
+    ask(page)
+    answered(page)
+    tip = page.locator("#token-tip")
+    page.locator("#prompt .s-recomputed [data-i]").first.hover()
+    for text in ("recomputed", "by policy query", "local", "moved to its place"):
+        expect(tip).to_contain_text(text)
+    page.mouse.move(1, 1)
+    expect(tip).to_be_hidden()
+    assert page.locator('#prompt [data-i][tabindex="0"]').count() == 1  # Tab stops there once
+    page.locator('#prompt [data-i][tabindex="0"]').focus()
+    expect(tip).to_contain_text("token 1 of")
+    page.keyboard.press("ArrowRight")
+    expect(tip).to_contain_text("token 2 of")
+    page.keyboard.press("ArrowDown")  # to the next run
+    focused = page.evaluate("document.activeElement.parentElement.className")
+    assert focused != "run s-exact"
+    described = page.evaluate("document.activeElement.getAttribute('aria-describedby')")
+    assert described == "token-tip"
+    page.keyboard.press("End")
+    expect(tip).to_contain_text("fresh")
+    page.keyboard.press("Escape")
+    expect(tip).to_be_hidden()
+    key = page.locator('.key[data-state="recomputed"]')  # pressed, the other states step back
+    for pressed, opacity in (("true", "0.35"), ("false", "1")):
+        key.click()
+        expect(key).to_have_attribute("aria-pressed", pressed)
+        expect(page.locator("#prompt .run.s-exact").first).to_have_css("opacity", opacity)
+        expect(page.locator("#prompt .run.s-recomputed").first).to_have_css("opacity", "1")
+
+
+def test_the_slider_is_the_ratio(page: Page, server: Server) -> None:
+    visit(page, server)
+    ask(page)
+    answered(page)
+    for ratio in ("0.5", "0.04"):
+        page.locator("#ratio").fill(ratio)  # an input and a change, as of a slider that is let go
+        want = states_told(server, ratio=float(ratio))
+        wait_for(lambda want=want: bool(page.locator("#ttft").count()) and states_shown(page) == want)  # type: ignore[misc]
+    page.select_option("#method", "full")
+    expect(page.locator("#ratio")).to_be_disabled()
+
+
+def test_methods_race_on_the_same_question(page: Page, server: Server) -> None:
+    visit(page, server)
+    page.fill("#question", QUESTIONS[0])
+    page.get_by_role("button", name="Compare methods").click()
+    replay = page.get_by_role("button", name="Play it side by side")
+    expect(replay).to_be_visible()
+    lanes = page.locator(".lane")
+    assert lanes.evaluate_all("all => all.map(lane => lane.dataset.method)") == [
+        "full",
+        "prefix",
+        "reuse",
+        "blend",
+    ]
+    for n, method in enumerate(("full", "prefix", "reuse", "blend")):
+        whole = server.post("/v1/rag/query", {"question": QUESTIONS[0], "method": method}).json()
+        expect(lanes.nth(n).locator(".said")).to_have_text(whole["text"])
+        report = whole["report"]
+        run = report["tokens_computed"] + report["tokens_recomputed"] + report["tokens_suffix"]
+        expect(lanes.nth(n)).to_contain_text(f"{run} of {report['tokens_prompt']} tokens computed")
+    expect(lanes.nth(0).locator(".speed")).to_have_text("1.0×")
+    clocks = page.locator(".clock").all_text_contents()
+    replay.click()
+    expect(page.locator(".clock")).to_have_text(clocks)  # the replay ends as the race did
+
+
+def test_a_passage_with_markup_is_text_everywhere(page: Page, server: Server) -> None:
+    title = f"<b>Heron</b> {MARKUP}"[:200]
+    body = {"collection": "a", "documents": [{"id": "<i>x</i>", "title": title, "text": MARKUP}]}
+    assert server.job(server.post("/v1/documents", body))["state"] == "done"
+    visit(page, server)
+    ask(page, "Where is the heron?")
+    answered(page)
+    assert "<script>window.harmed=1</script>" in (page.locator("#prompt").text_content() or "")
+    page.locator("#prompt .part", has_text="onerror").locator("[data-i]").first.hover()
+    for view in ("store", "documents"):
+        page.click(f"#tab-{view}")
+        expect(page.locator(f"#{view} tbody")).to_contain_text("<b>Heron</b>")
+    assert page.evaluate("window.harmed") is None
+    assert page.locator("main :is(img, script, i:not(.swatch))").count() == 0
+    server.http.delete(f"/v1/documents/{'%3Ci%3Ex%3C%2Fi%3E'}", params={"collection": "a"}).raise_for_status()
+
+
+def test_chunks_are_searched_pinned_deleted_and_warmed(page: Page, server: Server) -> None:
+    store, blender = server.engine.store, server.engine.blender
+    key = blender.key(server.engine.prompts.chunk(PASSAGES[2]).ids)
+    visit(page, server, "store")
+    expect(rows(page, "store")).to_have_count(3)
+    page.fill("#store-search", "fell on the HILLS")
+    expect(rows(page, "store")).to_have_count(1)
+    row = rows(page, "store").first
+    expect(row).to_contain_text("pinned")
+    row.get_by_role("button", name="Unpin").click()
+    row.get_by_role("button", name="Pin", exact=False).filter(has_text=re.compile("^Pin$")).wait_for()
+    assert not store.info([key])[key].pinned
+    row.get_by_text("Pin", exact=True).click()
+    row.get_by_text("Unpin", exact=True).wait_for()
+    assert store.info([key])[key].pinned
+    row.get_by_text("Delete KV").click()
+    row.get_by_text("not stored").wait_for()
+    assert key not in store
+    row.get_by_text("Warm", exact=True).click()
+    row.get_by_text("Unpin", exact=True).wait_for()
+    assert key in store
+    page.fill("#store-search", "")
+    page.select_option("#store-collection", "b")
+    expect(rows(page, "store").first).to_contain_text("Dogs")
+    expect(page.locator(".tile", has_text="Of the cap")).to_be_visible()
+
+
+def test_documents_are_dropped_in_followed_listed_and_deleted(
+    page: Page, server: Server, tmp_path: Path
+) -> None:
+    visit(page, server, "documents")
+    expect(rows(page, "documents")).to_have_count(3)
+    notes = tmp_path / "notes.md"
+    notes.write_text("# Of otters\n\nThe otter sleeps on its back and holds a stone.")
+    page.set_input_files("#files", notes)
+    expect(page.locator(".job.done")).to_contain_text("1 of 1 document added, KV of 1 of 1 chunk")
+    expect(rows(page, "documents")).to_have_count(4)
+    lines = "".join(json.dumps({"id": f"line {n}", "text": f"Badger {n} digs."}) + "\n" for n in range(3))
+    page.evaluate(
+        """text => {
+            const data = new DataTransfer();
+            data.items.add(new File([text], "badgers.jsonl"));
+            document.querySelector(".drop").dispatchEvent(new DragEvent("drop", {dataTransfer: data, cancelable: true}));
+        }""",
+        lines,
+    )
+    expect(page.locator(".job.done").first).to_contain_text("3 of 3 documents added")
+    expect(rows(page, "documents")).to_have_count(7)
+    page.fill("#documents-search", "otters")
+    expect(rows(page, "documents")).to_have_count(1)
+    for name in ("Delete: Of otters", "Really delete Of otters?"):
+        page.get_by_role("button", name=name).click()
+    expect(page.locator("#documents")).to_contain_text("There is no such document.")
+    assert "notes.md" not in server.service.library.collections["a"]
+    (tmp_path / "picture.png").write_bytes(b"\x89PNG")
+    page.set_input_files("#files", tmp_path / "picture.png")
+    expect(page.locator("#documents .problem")).to_contain_text("picture.png: this kind is not read")
+
+
+def test_the_model_may_be_busy_and_the_page_is_there(page: Page, server: Server) -> None:
+    released = threading.Event()
+    server.service.scheduler.in_background(until(released))
+    try:
+        visit(page, server)
+        expect(page.locator("#question")).to_be_editable()
+        ask(page)
+        expect(page.locator("#prompt .part h3").first).to_be_visible()  # its passages
+        assert page.locator("#ttft").count() == 0
+        page.click("#tab-documents")
+        expect(rows(page, "documents").first).to_be_visible()
+        page.click("#tab-store")
+        expect(rows(page, "store").first).to_be_visible()
+        page.click("#tab-ask")
+    finally:
+        released.set()
+    answered(page)
+
+
+def test_an_answer_streams_and_can_be_stopped(page: Page, server: Server) -> None:
+    visit(page, server)
+    released = threading.Event()
+    server.service.scheduler.in_background(until(released))
+    ask(page)
+    expect(page.locator("#answer")).to_contain_text("Reading the passages")
+    page.get_by_role("button", name="Stop").click()
+    expect(page.get_by_role("button", name="Stop")).to_be_hidden()
+    released.set()
+    wait_for(lambda: server.service.scheduler.load == (0, 0))
+    assert page.locator("#ttft").count() == 0
+
+
+def test_charts_show_the_servers_metrics(page: Page, server: Server) -> None:
+    visit(page, server, "load")
+    chart = page.locator(".chart", has_text="KV in the store")
+    stored = server.engine.store.stats().bytes
+    said = page.evaluate('async n => (await import("/page/format.js")).bytes(n)', stored)
+    expect(chart).to_contain_text(said)
+    ask_of = {"question": QUESTIONS[1], "max_tokens": 8}
+    server.post("/v1/rag/query", ask_of).raise_for_status()
+    expect(page.locator(".chart", has_text="Time to first token").locator("b").first).not_to_have_text("–")
+    assert page.locator(".chart path.line").first.get_attribute("d")
+    # By hand: 4 in (0, 1], 4 in (1, 3]; half are below the first bucket's end, 3/4 below the second's middle.
+    look = 't_bucket{le="1"} %d\nt_bucket{le="3"} %d\nt_bucket{le="+Inf"} %d\n# HELP x "{\n'
+    found = page.evaluate(
+        """async ([before, after]) => {
+            const {parse, quantile} = await import("/page/prometheus.js");
+            return [0.5, 0.75, 1].map(q => quantile(parse(before), parse(after), "t", q));
+        }""",
+        [look % (2, 2, 2), look % (6, 10, 10)],
+    )
+    assert found == [1, 2, 3]
+
+
+def test_a_key_is_asked_for_kept_in_the_tab_and_forgotten(
+    own_page: Page, own_context: BrowserContext, tmp_path: Path
+) -> None:
+    page = own_page
+    key = KeyFile(tmp_path / "keys.json").create(Tenant("ann", read_only=True))
+    closed = Server(tmp_path, ServeConfig(keys=tmp_path / "keys.json"))
+    try:
+        page.goto(closed.url)
+        dialog = page.get_by_role("dialog")
+        expect(dialog).to_be_visible()
+        page.fill("#key", "bsk-wrong")
+        page.get_by_role("button", name="Use it").click()
+        expect(page.locator("#key-problem")).to_have_text("The server does not know this key.")
+        page.fill("#key", key)
+        page.get_by_role("button", name="Use it").click()
+        expect(page.locator("#about")).to_contain_text("tiny")
+        expect(dialog).to_be_hidden()
+        ask(page)
+        answered(page)
+        page.reload()
+        expect(page.locator("#about")).to_contain_text("tiny")
+        assert page.evaluate("JSON.stringify(localStorage)") == "{}"
+        assert own_context.cookies() == []
+        assert key not in page.content()
+        page.click("#tab-documents")
+        expect(page.locator("#documents .drop")).to_be_hidden()  # the key may only read
+        page.click("#tab-load")
+        expect(page.locator("#load")).to_contain_text("an admin's is needed")
+        page.get_by_role("button", name="Forget the key").click()
+        expect(dialog).to_be_visible()
+        page.get_by_role("button", name="Cancel").click()
+        expect(page.locator("#about")).to_contain_text("no API key")
+    finally:
+        closed.close()
+
+
+def test_a_server_that_goes_and_comes_back(page: Page, tmp_path: Path) -> None:
+    first = Server(tmp_path, ServeConfig())
+    visit(page, first)
+    ask(page)
+    answered(page)
+    first.close()
+    ask(page, QUESTIONS[1])
+    expect(page.locator("#ask .problem")).to_contain_text("The server does not answer")
+    expect(page.locator("#banner")).to_contain_text("goes on by itself")
+    second = Server(tmp_path, ServeConfig(port=int(first.url.rpartition(":")[2])))
+    try:
+        expect(page.locator("#banner")).to_contain_text("The server is back")
+        ask(page, QUESTIONS[1])
+        answered(page)
+        expect(page.locator("#ask .problem")).to_be_empty()
+    finally:
+        second.close()
+
+
+def test_nothing_keeps_anybody_out(page: Page, server: Server) -> None:
+    """axe-core finds no serious fault, in light or dark, and a narrow screen needs no scrolling sideways."""
+    visit(page, server)
+    ask(page)
+    answered(page)
+    page.locator("#prompt .s-recomputed [data-i]").first.hover()
+    for view in VIEWS:
+        page.click(f"#tab-{view}")
+        page.locator(f"#{view} :is(tbody tr, .chart, #ttft)").first.wait_for()
+        page.emulate_media(color_scheme="light")
+        assert not faults(page)
+        page.emulate_media(color_scheme="dark")
+        assert not faults(page, "color-contrast")  # the others do not depend on colours
+    page.set_viewport_size({"width": 340, "height": 700})
+    for view in VIEWS:
+        page.click(f"#tab-{view}")
+        assert page.evaluate("document.documentElement.scrollWidth") <= 340, view
+    page.click("#tab-ask")  # and the look for faults would see some
+    page.evaluate("document.getElementById('about').style.color = '#303030'")
+    page.evaluate("document.getElementById('question').removeAttribute('placeholder')")
+    page.evaluate("document.getElementById('question').previousSibling.remove()")
+    assert {rule for rule, _ in faults(page, "color-contrast", "label")} == {"color-contrast", "label"}
+
+
+def faults(page: Page, *rules: str) -> list[tuple[str, str]]:
+    """Serious and critical ones by axe-core, of all rules or of these: the rule, and where."""
+    options: dict[str, Any] = {"resultTypes": ["violations"], **({"runOnly": list(rules)} if rules else {})}
+    found = Axe().run(page, options=options).response["violations"]
+    return [(v["id"], v["nodes"][0]["html"]) for v in found if v["impact"] in ("serious", "critical")]
+
+
+def test_tabs_and_theme_work_by_keys(own_page: Page, server: Server) -> None:
+    page = own_page
+    visit(page, server)
+    page.focus("#tab-ask")
+    page.keyboard.press("ArrowRight")
+    expect(page.locator("#tab-store")).to_be_focused()
+    expect(page.locator("#store")).to_be_visible()
+    expect(page.locator("#ask")).to_be_hidden()
+    page.keyboard.press("End")
+    expect(page.locator("#load")).to_be_visible()
+    page.focus("#theme")
+    page.keyboard.press("Enter")
+    page.keyboard.press("Enter")
+    expect(page.locator("html")).to_have_attribute("data-theme", "dark")
+    dark = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    page.reload()
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == dark
