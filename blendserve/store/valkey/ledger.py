@@ -37,7 +37,7 @@ local function size(key)
 end
 local function strike(key)
     local n = size(key)
-    redis.call('INCRBY', bytes, -n)
+    redis.call('DECRBY', bytes, n)  -- -0 is no integer to Redis
     redis.call('HDEL', entries, key)
     redis.call('ZREM', used, key)
     redis.call('SREM', pins, key)
