@@ -46,6 +46,7 @@ POOL, ASKED, TOKENS = 24, 4, 40  # chunks; of them in a prompt; tokens of one
 CAP = 1 << 30
 DEADLINE_S = 0.5
 HUNG_S = 300.0  # without a word from an engine
+PATIENT_S = 60.0  # the longest deadline that a store takes
 KILL_EVERY = 15, 45  # answers
 RECOVERY_S = 60.0  # in which chunks are found again when nothing is killed any more
 DOWN_S = 0.0, 3.0
@@ -149,7 +150,7 @@ class Trial:
 
     def books_are_clean(self) -> bool:
         """Every chunk that is there is whole, and counted."""
-        with ValkeyStore(ValkeyConfig(url=self.server.url, deadline_s=HUNG_S), CAP) as store:
+        with ValkeyStore(ValkeyConfig(url=self.server.url, deadline_s=PATIENT_S), CAP) as store:
             return not store.verify().bad
 
     def _bring_back(self) -> None:

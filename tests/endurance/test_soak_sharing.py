@@ -29,8 +29,8 @@ def test_engines_and_server_are_killed_and_no_answer_is_wrong() -> None:
         timeout=800,
         check=False,
     )
-    found = last_line(done.stdout)
     assert done.returncode == 0, done.stderr
+    found = last_line(done.stdout)
     assert found["broken"] == []
     assert found["answers"] >= 50
     assert found["chunks_found"] > 0
