@@ -62,7 +62,9 @@ def test_versions_are_those_that_are_installed(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(provenance, "PACKAGES", ("torch", "no-such-package"))
     found = provenance.versions()
-    assert torch.__version__.split("+")[0] == found["torch"].split("+")[0]  # what it was built for need not be told
+    assert (
+        torch.__version__.split("+")[0] == found["torch"].split("+")[0]
+    )  # what it was built for need not be told
     assert found["no-such-package"] == ""
 
 
