@@ -49,18 +49,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 @pytest.fixture(scope="package")
 def context(browser: Browser) -> Iterator[BrowserContext]:
     """What tabs have in common: what the browser keeps. Tests that leave something there take one of their own."""
-    made = browser.new_context(viewport={"width": 1280, "height": 900})
-    made.set_default_timeout(PATIENCE_MS)
-    yield made
-    made.close()
+    yield from opened(browser)
 
 
 @pytest.fixture
 def own_context(browser: Browser) -> Iterator[BrowserContext]:
-    made = browser.new_context(viewport={"width": 1280, "height": 900})
-    made.set_default_timeout(PATIENCE_MS)
-    yield made
-    made.close()
+    yield from opened(browser)
 
 
 @pytest.fixture
@@ -88,3 +82,11 @@ def watched(context: BrowserContext) -> Iterator[Page]:
     yield made
     made.close()
     assert not wrong
+
+
+def opened(browser: Browser) -> Iterator[BrowserContext]:
+    """What one person's tabs have in common, until it is closed."""
+    made = browser.new_context(viewport={"width": 1280, "height": 900})
+    made.set_default_timeout(PATIENCE_MS)
+    yield made
+    made.close()
