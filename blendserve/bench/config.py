@@ -304,7 +304,7 @@ class DeliveryConfig(BenchConfig):
         description="Publish the chunks at these levels, written name or name@level, uncoded first.",
     )
     chunks: Positive = Field(6, description="Give the prompt so many chunks.")
-    chunk_tokens: Positive = Field(256, description="Give a chunk so many tokens.")
+    chunk_tokens: Positive = Field(512, description="Give a chunk so many tokens.")
     suffix_tokens: Positive = Field(40, description="Put so many tokens behind the chunks.")
     deadline_s: float = Field(
         10.0, gt=0, le=60, description="Wait no longer than so many seconds for the chunks of a request."

@@ -3,7 +3,8 @@
 A real service in a process of its own, and a link before it that plays a trace from the beginning of each request.
 Compared, interleaved over the same trace: computing everything (text), each level fixed, CacheGen's rule, and ours.
 Best in hindsight is the quickest of text and the fixed levels in that very round. Each request has a new store, connected
-beforehand, that knows of link and decoding what those before it have learnt on this trace; one round is for learning.
+beforehand, that knows of decoding what an engine measures when it opens, and of the link what those before it have learnt
+on this trace; one round is for learning.
 
 KL: of the first token's logits, from full prefill's.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import partial
@@ -43,7 +44,7 @@ from blendserve.store import KVStore, LMDBStore, MemoryStore
 from blendserve.store.codecs.base import Codec
 from blendserve.store.kdn.adapt import Rule, cachegen, fixed, quickest
 from blendserve.store.kdn.collection import Collection, Entry, write_directory
-from blendserve.store.kdn.fetch import Pace
+from blendserve.store.kdn.pace import Pace
 from blendserve.store.kdn.store import WORKERS, KdnStore
 from blendserve.timing import Clock
 
@@ -83,7 +84,7 @@ class Scene:
         self._reference: Tensor = full.prefilled.logits.float()
 
     def calls(self, trace: Trace) -> dict[str, Callable[[], Request]]:
-        """Everybody, over this trace, knowing nothing of it yet."""
+        """Everybody, over this trace, knowing nothing of it yet but what decoding takes."""
         self._paces.clear()
         blend = self._config.variant.blend
         everybody = {word: Contestant(fixed(word), blend) for word in self._config.words}
@@ -99,14 +100,21 @@ class Scene:
         config = KdnConfig(
             url=f"http://127.0.0.1:{self._link.port}", collection=NAME, deadline_s=self._config.deadline_s
         )
+        new = name not in self._paces
         with KdnStore(config, who.rule, who.workers, self._paces.setdefault(name, Pace())) as store:
             list(store.keys())  # connects, and reads the directory
             blender = self._blender(store)
+            if new:
+                with self._played(trace.beginning):
+                    blender.sample_link()
             blender.calibrate()
             prompt = self._workload.prompt
             store.weigh(blender.saved_per_token(prompt, who.blend, range(len(prompt.chunks))))
-            with played(trace, self._link, self._config.round_trip_ms / 1e3):
+            with self._played(trace):
                 return self._timed(blender, who.blend)
+
+    def _played(self, trace: Trace) -> AbstractContextManager[None]:
+        return played(trace, self._link, self._config.round_trip_ms / 1e3)
 
     def _timed(self, blender: Blender, blend: BlendConfig) -> Request:
         moved, clock = self._link.down.n_bytes, Clock(self._reader.adapter.device)

@@ -28,6 +28,11 @@ class Trace:
     def changes(self) -> bool:
         return len(self.steps) > 1
 
+    @property
+    def beginning(self) -> Trace:
+        """As it begins, and no change."""
+        return Trace(self.name, self.steps[:1])
+
     def rate(self, seconds: float) -> float:
         """At this time."""
         for end, (_, rate) in zip(accumulate(s for s, _ in self.steps), self.steps, strict=True):

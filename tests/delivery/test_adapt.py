@@ -122,3 +122,16 @@ def test_two_transfers_at_once_share_the_time_and_silence_counts() -> None:
     meter.arrived(100, 1.0)
     assert meter.bytes_per_s(1.0) == pytest.approx(200)
     assert meter.bytes_per_s(4.0) == pytest.approx(50)
+
+
+@pytest.mark.parametrize("wait", [0.0, 0.25, 2.0])
+def test_the_round_trip_is_no_time_of_transfer(wait: float) -> None:
+    meter = Meter(window_s=10)
+    meter.begin(1.0, wait)
+    assert meter.bytes_per_s(1.0 + wait / 2) is None
+    meter.begin(1.0 + wait / 2, wait)  # of what is under way already, nothing is taken off twice
+    meter.arrived(100, 1.0 + wait + 0.5)
+    assert meter.bytes_per_s(1.0 + wait + 0.5) == pytest.approx(200)
+    meter.end(1.0 + wait + 0.5)
+    meter.end(1.0 + wait + 0.5)
+    assert meter.bytes_per_s(100.0) == pytest.approx(200)

@@ -103,9 +103,11 @@ class Meter:
         self._pieces: deque[tuple[float, int]] = deque()  # busy seconds at their arrival, and bytes
         self._from = 0.0  # busy seconds that the pieces are counted from
 
-    def begin(self, now: float) -> None:
-        """A transfer begins."""
+    def begin(self, now: float, wait: float = 0.0) -> None:
+        """A transfer begins, of which nothing can be here before `wait` is over."""
         self._tick(now)
+        if not self._active:
+            self._since += wait
         self._active += 1
 
     def end(self, now: float) -> None:
@@ -129,4 +131,4 @@ class Meter:
     def _tick(self, now: float) -> None:
         if self._active:
             self._busy += max(0.0, now - self._since)
-        self._since = now
+        self._since = max(now, self._since) if self._active else now

@@ -4,14 +4,14 @@
     segment -> its checksum                                            go on, begin again at another level, or compute it
 
 What a lying peer costs is bounded: nothing longer than the directory says is read, the first wrong segment ends it, and a
-connection that is cut is resumed on a new one, as long as that brings another layer. Silence is given up after the
-patience that the caller has.
+connection that is cut is resumed on a new one, as long as that brings another layer.
 """
 
 from __future__ import annotations
 
 import http.client
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from blendserve.errors import CorruptRecord
@@ -40,13 +40,14 @@ class Watch:
 
     def __init__(
         self,
+        transfer: Callable[[], AbstractContextManager[None]],
         arrived: Callable[[int], None],
         next_word: Callable[[str, int], str],
-        patience: Callable[[], float],
+        silence_s: float,
     ) -> None:
-        """arrived: so many bytes. next_word: word under way, its bytes left -> the word to go on with.
-        patience: seconds of silence that are worth waiting."""
-        self.arrived, self.next_word, self.patience = arrived, next_word, patience
+        """transfer: of a body, inside. arrived: so many bytes. next_word: word under way, its bytes left -> the word to
+        go on with. silence_s: of the connection, after which the service counts as dead."""
+        self.transfer, self.arrived, self.next_word, self.silence_s = transfer, arrived, next_word, silence_s
 
 
 def download(
@@ -75,7 +76,7 @@ class _Transfer:
 
     def __init__(self, client: Client, key: ChunkKey, word: str, n_bytes: int, watch: Watch) -> None:
         self._client, self._key, self._word, self._bytes, self._watch = client, key, word, n_bytes, watch
-        self._at, self._etag, self._head = 0, "", b""
+        self._at, self._etag = 0, ""
         self.header: Header | None = None
         self.segments: list[Buffer] = []
 
@@ -91,18 +92,20 @@ class _Transfer:
             try:
                 return self._some(again)
             except (WrongReply, ConnectionError, http.client.HTTPException):
+                word = self._watch.next_word(self._word, self._bytes - self._at)
+                if word != self._word:
+                    return word
                 if again and self._at <= before:
                     raise
                 again = True
-            except TimeoutError:
-                return self._left_for_silence()
 
     def _some(self, again: bool) -> str:
         """Go on from where the last connection was cut."""
         query = f"?level={self._word}" if self._word else ""
         headers = {"Range": f"bytes={self._at}-", "If-Range": self._etag} if self._at else None
         path = self._client.path("chunks", self._key.hex()) + query
-        with self._client.asked(path, headers, self._watch.patience(), again) as reply:
+        asked = self._client.asked(path, headers, self._watch.silence_s, again)
+        with self._watch.transfer(), asked as reply:
             self._check(reply)
             if self.header is None:
                 self._read_header(reply)
@@ -145,10 +148,3 @@ class _Transfer:
         fill(reply, memoryview(part))
         self._watch.arrived(n_bytes)
         return part
-
-    def _left_for_silence(self) -> str:
-        """What silence means: begin again at something smaller, compute it, or, where there is no choice, an error."""
-        word = self._watch.next_word(self._word, self._bytes - self._at)
-        if word == self._word:
-            raise TimeoutError
-        return word

@@ -5,69 +5,28 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TypeAlias
 
 from blendserve.config import KdnConfig
 from blendserve.errors import CorruptRecord, StoreVersion
-from blendserve.store.chunk import StoredChunk
 from blendserve.store.codecs.base import SLOW, UNREACHABLE, Buffer, Undecodable
-from blendserve.store.kdn.adapt import TEXT, Meter, Offer, Rule, Situation
+from blendserve.store.kdn.adapt import TEXT, Offer, Rule, Situation
 from blendserve.store.kdn.client import Client
 from blendserve.store.kdn.collection import Collection, Directory, Entry
 from blendserve.store.kdn.download import LEFT, Delivered, Watch, download
+from blendserve.store.kdn.guard import Guard
 from blendserve.store.kdn.moq_reader import MoqReader, broadcast_of
+from blendserve.store.kdn.pace import Pace
 from blendserve.store.key import ChunkKey
 from blendserve.store.record import Header
 
-LEAST_SILENCE_S = 0.1
+LEAST_SILENCE_S = 0.05  # and twice the round trip
 RELAY = 0.5  # of the deadline: the rest is for asking the service
-SILENCE = 0.04  # of what computing the request's chunks takes: what waiting for a dead link may cost
+SILENCE = 0.03  # of what computing the request's chunks takes: what waiting for a dead link may cost
 
 Reply: TypeAlias = "Delivered | CorruptRecord | StoreVersion | Undecodable | None"
-
-
-class Pace:
-    """What is known of link, decoding and computing: of a store, over its requests. Safe to share between threads."""
-
-    def __init__(self) -> None:
-        self.computing: float | None = None  # seconds a token
-        self.last_bytes_per_s: float | None = None  # of the last chunk that came whole
-        self._decoding: dict[str, float] = {}  # seconds a token, by level
-        self._seen: frozenset[str] = frozenset()
-        self._meter = Meter()
-        self._lock = threading.Lock()
-
-    def meter_begin(self) -> None:
-        with self._lock:
-            self._meter.begin(time.monotonic())
-
-    def meter_end(self) -> None:
-        with self._lock:
-            self._meter.end(time.monotonic())
-
-    def arrived(self, n_bytes: int) -> None:
-        with self._lock:
-            self._meter.arrived(n_bytes, time.monotonic())
-
-    def bytes_per_s(self) -> float | None:
-        with self._lock:
-            return self._meter.bytes_per_s(time.monotonic())
-
-    def first_of(self, word: str) -> bool:
-        """Whether nobody has asked this of the level before."""
-        with self._lock:
-            seen, self._seen = self._seen, self._seen | {word}
-            return word not in seen
-
-    def decoding(self, word: str) -> float:
-        """Seconds a token; 0 until some was decoded, so that every level is tried."""
-        return self._decoding.get(word, 0.0)
-
-    def decoded(self, word: str, seconds: float, tokens: int) -> None:
-        if tokens:
-            self._decoding[word] = seconds / tokens
 
 
 class Fetch:
@@ -89,6 +48,7 @@ class Fetch:
         self._start = time.monotonic()
         self._expected: list[ChunkKey] = []  # that are not among the tokens yet
         self._tokens_left = 0  # of the request, that are still to come
+        self._guard = Guard(lambda: pace.n_bytes, self._patience)
         self._lock = threading.Lock()
 
     def expect(self, keys: Sequence[ChunkKey]) -> None:
@@ -120,34 +80,35 @@ class Fetch:
             return Undecodable(LEFT, SLOW)
         if sizes[word] > self._config.in_flight_mb * 1e6:
             return Undecodable("it is larger than in_flight_mb beside the service's url", UNREACHABLE)
-        watch = Watch(self._pace.arrived, partial(self._go_on, entry, sizes), self._patience)
+        go_on = partial(self._go_on, entry, sizes)
+        watch = Watch(self._pace.transfer, self._pace.arrived, go_on, self._config.deadline_s)
         start = time.monotonic()
-        self._pace.meter_begin()
         try:
-            reply = self._from_relay(collection, key, word, sizes[word]) or download(
-                client, key, word, sizes, watch
-            )
+            reply = self._from_relay(collection, key, word, sizes[word])
+            if reply is None:
+                with self._guarded(client):
+                    reply = download(client, key, word, sizes, watch)
         except StoreVersion as error:
             return error
         finally:
-            self._pace.meter_end()
             self._done(entry)
         if isinstance(reply, Delivered):
             self._pace.last_bytes_per_s = sizes[reply.word] / max(1e-9, time.monotonic() - start)
-            if self._pace.computing is not None and self._pace.first_of(reply.word):
-                threading.Thread(target=self._time_decoding, args=(key, reply), daemon=True).start()
         return reply
 
-    def _from_relay(self, collection: Collection, key: ChunkKey, word: str, n_bytes: int) -> Delivered | None:
+    def _from_relay(self, collection: Collection, key: ChunkKey, word: str, n_bytes: int) -> Reply:
         if self._relay is None or self._relay.resting:
             return None
         path, seconds = broadcast_of(collection), min(self._patience(), RELAY * self._config.deadline_s)
-        return self._relay.chunk(path, key, word, n_bytes, self._pace.arrived, seconds)
+        with self._pace.transfer():
+            return self._relay.chunk(path, key, word, n_bytes, self._pace.arrived, seconds)
 
     def _go_on(self, entry: Entry, sizes: dict[str, int], word: str, left: int) -> str:
         return self._choose(entry, {**sizes, word: left}, word)
 
     def _choose(self, entry: Entry, sizes: dict[str, int], going_on: str | None) -> str:
+        if self._guard.silent:
+            return TEXT
         tokens, computing = entry.n_tokens, self._pace.computing
         text = [Offer(TEXT, 0, computing * tokens)] if computing else []
         offers = [*text, *(Offer(w, n, self._pace.decoding(w) * tokens) for w, n in sizes.items())]
@@ -160,26 +121,22 @@ class Fetch:
         )
         return self._rule(offers, now, going_on)
 
+    def _guarded(self, client: Client) -> AbstractContextManager[None]:
+        """Where computing can be weighed against it, a link that has died is waited for once in a request."""
+
+        def give_up() -> None:
+            self._pace.silence()
+            client.cut()
+
+        return nullcontext() if self._pace.computing is None else self._guard.transfer(give_up)
+
     def _patience(self) -> float:
         """Seconds of silence: a small part of what computing all would take, where that is known."""
         if self._pace.computing is None:
             return self._config.deadline_s
-        return max(
-            LEAST_SILENCE_S, min(self._config.deadline_s, SILENCE * self._pace.computing * self._tokens_left)
-        )
+        worth = max(LEAST_SILENCE_S, SILENCE * self._pace.computing * self._tokens_left)
+        return min(self._config.deadline_s, worth + 2 * self._pace.round_trip)
 
     def _done(self, entry: Entry) -> None:
         with self._lock:
             self._tokens_left = max(0, self._tokens_left - entry.n_tokens)
-
-    def _time_decoding(self, key: ChunkKey, came: Delivered) -> None:
-        """Once for each level, in a thread of its own: on some way it has to be known what decoding takes."""
-        with suppress(Exception):  # who uses the chunk will see the same
-            chunk = StoredChunk(key, came.header, came.segments.__getitem__, self._tables_soon)
-            start = time.perf_counter()
-            for l in range(chunk.n_layers):
-                chunk.layer(l)
-            self._pace.decoded(came.word, time.perf_counter() - start, chunk.n_tokens)
-
-    def _tables_soon(self, hash: bytes) -> bytes | None:
-        return self.tables(hash, self._config.deadline_s)

@@ -12,12 +12,13 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 from blendserve.config import KdnConfig, PlaceConfig
 from blendserve.core import ChunkKV
-from blendserve.errors import ConfigError, StoreError, StoreUnavailable
+from blendserve.errors import ConfigError, CorruptRecord, StoreError, StoreUnavailable, StoreVersion
 from blendserve.registry import DELIVERED
 from blendserve.store.base import (
     REMOTE,
@@ -28,12 +29,13 @@ from blendserve.store.base import (
     VerifyReport,
     stats_of,
 )
-from blendserve.store.codecs.base import Codec, Undecodable
+from blendserve.store.codecs.base import Codec, Tables, Undecodable
 from blendserve.store.kdn.adapt import Rule, fixed, quickest
-from blendserve.store.kdn.client import Client, KdnPeer, NotThere, WrongReply
-from blendserve.store.kdn.collection import Collection, Directory, read_directory
-from blendserve.store.kdn.fetch import Fetch, Pace
+from blendserve.store.kdn.client import Client, KdnPeer, NotThere, WrongReply, fill
+from blendserve.store.kdn.collection import Collection, Directory, Entry, read_directory
+from blendserve.store.kdn.fetch import Fetch
 from blendserve.store.kdn.moq_reader import MoqReader
+from blendserve.store.kdn.pace import Pace
 from blendserve.store.key import ChunkKey, namespace_tag
 from blendserve.store.network.connection import Connection
 from blendserve.store.network.failed import Failed
@@ -46,6 +48,7 @@ from blendserve.store.traffic import Traffic
 AUTO = "auto"
 FRESH_S = 10.0  # a description is believed for so long
 MOST_DESCRIPTION = 16 << 20  # bytes
+TELLING_S = 0.02  # of transfer, behind the round trip
 WORKERS = 4  # chunks under way at a time
 
 T = TypeVar("T")
@@ -118,26 +121,38 @@ class KdnStore(KVStore):
         self._pace.computing = seconds_per_token
 
     def sample(self, keys: Sequence[ChunkKey], n_bytes: int) -> Sample | None:
+        """Of a typical chunk of the collection. Learns what decoding takes as well, the first time."""
+
         def job(client: Client) -> Sample | None:
-            directory = self._look(client)[1]
-            found = next((key for key in keys if key in directory), None)
-            if found is None:
+            collection, directory = self._look(client)
+            if not directory:
                 return None
-            path, body = client.path("chunks", found.hex()), directory[found].bodies[0]
-            start = time.perf_counter()
-            client.get(path, body, {"Range": "bytes=0-0"})
-            round_trip, start = time.perf_counter() - start, time.perf_counter()
-            some = max(1, min(n_bytes, body))
-            self._pace.meter_begin()
-            try:
-                got = client.get(path, body, {"Range": f"bytes=0-{some - 1}"})
-                self._pace.arrived(len(got))
-            finally:
-                self._pace.meter_end()
-            seconds = time.perf_counter() - start
-            return Sample(round_trip, seconds, len(got) / body, directory[found].n_tokens)
+            typical = sorted(directory, key=lambda key: directory[key].n_tokens)[len(directory) // 2]
+            sample = self._sample(client, typical, directory[typical], n_bytes)
+            if self.weighs:
+                with contextlib.suppress(CorruptRecord, StoreVersion, Undecodable):  # a request will say it
+                    self._pace.learn_decoding(client, typical, collection.levels[1:], self._tables_by(client))
+            return sample if any(key in directory for key in keys) else None
 
         return self._ask(job)
+
+    def _sample(self, client: Client, key: ChunkKey, entry: Entry, n_bytes: int) -> Sample:
+        """At least so many bytes, and more where they come too quickly to tell a rate."""
+        path, body = client.path("chunks", key.hex()), entry.bodies[0]
+        start = time.perf_counter()
+        client.get(path, body, {"Range": "bytes=0-0"})
+        round_trip = self._pace.round_trip = time.perf_counter() - start
+        while True:
+            got = bytearray(max(1, min(n_bytes, body)))
+            some = {"Range": f"bytes=0-{len(got) - 1}"}
+            start = time.perf_counter()
+            with self._pace.transfer(), client.asked(path, some) as reply:
+                fill(reply, memoryview(got))
+                self._pace.arrived(len(got))
+            seconds = time.perf_counter() - start
+            if seconds - round_trip >= TELLING_S or len(got) == body:
+                return Sample(round_trip, seconds, len(got) / body, entry.n_tokens)
+            n_bytes *= 2
 
     def present(self, keys: Iterable[ChunkKey], remote: bool = True) -> set[ChunkKey]:
         """By the directory, without a round trip unless that is to be read anew."""
@@ -254,15 +269,23 @@ class KdnStore(KVStore):
     def _read_tables(self, hash: bytes, seconds: float) -> bytes | None:
         """Raises Undecodable when they are damaged, or cannot be had."""
 
-        def job(client: Client) -> bytes | None:
-            known = next((t for t in self._look(client)[0].tables if t.hash == hash.hex()), None)
-            return client.get(client.path("tables", known.hash), known.n_bytes) if known else None
-
         try:
-            raw = self._connection.ask(job, seconds)
+            raw = self._connection.ask(partial(self._tables_of, hash=hash), seconds)
         except StoreUnavailable as error:
             raise Undecodable(f"the tables {hash.hex()} cannot be read: {error}", "unreachable") from error
         return None if raw is None else checked(hash, raw)
+
+    def _tables_by(self, client: Client) -> Tables:
+        def read(hash: bytes) -> bytes | None:
+            raw = self._tables_of(client, hash)
+            return None if raw is None else checked(hash, raw)
+
+        return read
+
+    def _tables_of(self, client: Client, hash: bytes) -> bytes | None:
+        """As they come. Raises what the client does."""
+        known = next((t for t in self._look(client)[0].tables if t.hash == hash.hex()), None)
+        return client.get(client.path("tables", known.hash), known.n_bytes) if known else None
 
     def _ask(self, job: Callable[[Client], T]) -> T:
         self._refuse_closed()
