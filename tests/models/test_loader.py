@@ -116,15 +116,14 @@ def test_auto_dtype_is_bf16_only_where_the_cpu_multiplies_it(
         assert load_reader(ReaderConfig(model=str(folder), device="cpu")).adapter.dtype == dtype
 
 
-@pytest.mark.parametrize(("name", "attention"), [("llama", "sdpa"), ("gemma2", "eager")])
-def test_transformers_chooses_the_attention_that_the_model_can(
-    name: str, attention: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_transformers_chooses_the_attention_that_the_model_can(name: str, tmp_path: Path) -> None:
+    """Which that is for Gemma 2 differs by its version: Python 3.10 has an older one."""
     tiny_model.__wrapped__(name).save_pretrained(tmp_path)
     spaced_tokenizer("a b c").save_pretrained(tmp_path)
     reader = load_reader(ReaderConfig(model=str(tmp_path), dtype="float32", device="cpu"))
     model: Any = reader.adapter.model
-    assert model.config._attn_implementation == attention
+    assert model.config._attn_implementation == ("sdpa" if model._supports_sdpa else "eager")
     prompt = some_prompt([7, 9])
     done = blend(reader.adapter, prompt, ratio=1.0)
     assert_near(done.logits, model_logits(reader.adapter, prompt))
