@@ -44,17 +44,19 @@ def published(folder: Path, name: str = NAME) -> tuple[KVStore, Collection]:
 class Service:
     """A delivery service behind a real socket. A context manager."""
 
-    def __init__(self, store: KVStore, **settings: Any) -> None:
+    def __init__(self, store: KVStore, certificate: tuple[Path, Path] | None = None, **settings: Any) -> None:
+        """certificate: speak TLS with this one and its key."""
         self.inner = DeliveryService(store, DeliverConfig(**settings))
-        self._uvicorn = uvicorn.Server(
-            uvicorn.Config(make_app(self.inner), port=0, log_level="critical", lifespan="on")
-        )
+        config = uvicorn.Config(make_app(self.inner), port=0, log_level="critical", lifespan="on")
+        if certificate:
+            config.ssl_certfile, config.ssl_keyfile = certificate
+        self._uvicorn = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._uvicorn.run)
         self._thread.start()
         while not self._uvicorn.started:
             time.sleep(0.005)
         self.port = self._uvicorn.servers[0].sockets[0].getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
+        self.url = f"{'https' if certificate else 'http'}://127.0.0.1:{self.port}"
         self.http = httpx.Client(base_url=f"{self.url}/v1/kdn", timeout=300)
 
     def stop(self) -> None:

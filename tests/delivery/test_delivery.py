@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -380,3 +382,21 @@ def test_a_silent_link_counts_as_dead_until_something_arrives() -> None:
     with pace.transfer():
         pace.arrived(10**6)
     assert (pace.bytes_per_s() or 0) > SILENT
+
+
+def test_over_tls_a_service_needs_a_certificate_that_an_authority_vouches_for(
+    made: tuple[KVStore, Collection], tmp_path: Path
+) -> None:
+    if not (openssl := shutil.which("openssl")):
+        pytest.skip("openssl, which makes the certificate, is not installed")
+    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    about = ["-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1", "-days", "2"]
+    made_by = [openssl, "req", "-x509", "-newkey", "rsa:2048", "-nodes"]
+    subprocess.run([*made_by, "-out", certificate, "-keyout", key, *about], check=True, capture_output=True)
+    with Service(made[0], (certificate, key)) as service:
+        with KdnStore(settings(service.url, ca_file=certificate)) as store:
+            assert logits(store)[1].tiers == {"remote": 4}
+        with KdnStore(settings(service.url)) as store:
+            report = logits(store, hits=0)[1]
+            assert {why.kind for why in report.unusable} == {"unreachable"}
+            assert "no authority known here vouches for" in report.unusable[0].reason

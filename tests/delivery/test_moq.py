@@ -17,6 +17,7 @@ from blendserve.delivery.moq import Publisher, relay
 from blendserve.engine.engine import Engine
 from blendserve.store import KVStore
 from blendserve.store.kdn.collection import Collection
+from blendserve.store.kdn.pace import Pace
 from blendserve.store.kdn.store import KdnStore
 from tests.delivery.helpers import Service, published, settings
 from tests.engine.helpers import CONFIG, PASSAGES, reader
@@ -122,6 +123,38 @@ def test_without_the_relay_chunks_come_from_the_service(
             done = answered(store, 5)
             assert torch.equal(done.prefilled.logits, local.prefilled.logits)
             assert chunks_served(service) > 0
+
+
+def test_a_relay_that_dies_in_the_middle_of_a_chunk_costs_time_alone(
+    made: tuple[KVStore, Collection], service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frames, arrived, some = Publisher._frames, Pace.arrived, threading.Event()
+
+    class Half(list[bytes]):
+        def __iter__(self) -> Iterator[bytes]:
+            yield from self[: len(self) // 2]
+            raise ConnectionError  # the publisher is gone, too
+
+    def halves(publisher: Publisher, name: str, track: str) -> list[bytes] | None:
+        return (found := frames(publisher, name, track)) and Half(found)
+
+    def seen(pace: Pace, n_bytes: int) -> None:
+        arrived(pace, n_bytes)
+        some.set()
+
+    monkeypatch.setattr(Publisher, "_frames", halves)
+    monkeypatch.setattr(Pace, "arrived", seen)
+    local = answered(made[0])
+    with Relay(made[0]) as there, ThreadPoolExecutor(1) as pool:
+        options = settings(service.url, relay=there.url, relay_fingerprint=there.fingerprint)
+        with KdnStore(options) as store:
+            asked = pool.submit(answered, store)
+            assert some.wait(60)  # a part of a chunk is here
+            there.kill()
+            done = asked.result(120)
+    assert torch.equal(done.prefilled.logits, local.prefilled.logits)
+    assert done.report.chunks_hit == 3
+    assert chunks_served(service) > 0
 
 
 def test_what_a_relay_sends_is_checked(

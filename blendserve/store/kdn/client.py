@@ -162,6 +162,11 @@ class KdnPeer:
             )
         if isinstance(error, TimeoutError):
             return self.late()
+        if isinstance(error, ssl.SSLCertVerificationError):
+            return (
+                f"has a certificate that no authority known here vouches for ({error.verify_message}): name the file "
+                f"with that authority's certificate in ca_file {BESIDE}"
+            )
         if isinstance(error, OSError):
             why = error.strerror or type(error).__name__
             return f"cannot be reached ({why}): start it, or correct its url in the settings"

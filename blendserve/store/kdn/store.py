@@ -318,7 +318,7 @@ def _read(client: Client, known: tuple[Collection, Directory] | None) -> tuple[C
             return collection, known[1]
         raw = client.get(client.path("directory"), collection.directory.n_bytes)
         return collection, read_directory(raw, len(collection.levels))
-    except NotThere:
+    except (NotThere, OSError):  # one of TLS is a ValueError as well
         raise
     except ValueError as error:
         raise WrongReply(str(error)) from error
