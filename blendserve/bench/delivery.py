@@ -15,7 +15,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from functools import partial
 
 import yaml
@@ -32,7 +31,7 @@ from blendserve.bench.workload import Workload, make_workload
 from blendserve.blend.blender import Blender
 from blendserve.config import BlendConfig, KdnConfig, changed
 from blendserve.delivery.catalogue import Catalogue
-from blendserve.delivery.publish import LevelCoder, tables_of
+from blendserve.delivery.publish import LevelCoder, describe
 from blendserve.engine.calibration import fit
 from blendserve.engine.own_words import own_words
 from blendserve.errors import ConfigError
@@ -43,7 +42,7 @@ from blendserve.serve.child import Child
 from blendserve.store import KVStore, LMDBStore, MemoryStore
 from blendserve.store.codecs.base import Codec
 from blendserve.store.kdn.adapt import Rule, cachegen, fixed, quickest
-from blendserve.store.kdn.collection import Collection, Entry, write_directory
+from blendserve.store.kdn.collection import Entry
 from blendserve.store.kdn.pace import Pace
 from blendserve.store.kdn.store import WORKERS, KdnStore
 from blendserve.timing import Clock
@@ -190,24 +189,8 @@ def _publish(reader: Reader, config: DeliveryConfig, workload: Workload, store: 
     coder = LevelCoder(store, words, _codecs(reader, config, workload, store, say), prefix)
     tokens = {prefix: len(prompts.prefix), **{blender.key(ids): len(ids) for ids in workload.chunks}}
     directory = {key: Entry(n, tuple(coder.sizes(key))) for key, n in tokens.items()}
-    catalogue = Catalogue(store)
-    catalogue.write(
-        Collection(
-            name=NAME,
-            reader=reader.name,
-            reader_fingerprint=reader.fingerprint,
-            namespace=prefix[:8].hex(),
-            levels=words,
-            chunks=len(directory),
-            tokens=sum(tokens.values()),
-            n_bytes=sum(sum(entry.bodies) for entry in directory.values()),
-            published=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            pinned=True,
-            files={},
-            directory=catalogue.write_blob(write_directory(directory)),
-            tables=tables_of(store, coder.tables),
-        )
-    )
+    about = (reader.name, reader.fingerprint)
+    Catalogue(store).write(describe(store, NAME, about, prefix[:8], words, directory, coder.tables, {}))
 
 
 def _codecs(

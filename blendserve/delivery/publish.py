@@ -74,23 +74,47 @@ def publish(
         directory[key] = Entry(n_tokens, tuple(coding.sizes(key)))
         done(n, len(tokens))
     catalogue, moves = Catalogue(engine.store), engine.blender.known.kept_as()
-    collection = Collection(
-        name=name,
-        reader=index.manifest.reader,
-        reader_fingerprint=engine.reader.fingerprint,
-        namespace=namespace_tag(engine.config.store.namespace).hex(),
-        levels=words,
-        chunks=len(directory),
-        tokens=sum(tokens.values()),
-        n_bytes=sum(sum(entry.bodies) for entry in directory.values()),
-        published=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        pinned=True,
-        files=_files(engine, catalogue),
-        directory=catalogue.write_blob(write_directory(directory)),
-        tables=tables_of(engine.store, coding.tables | ({moves} if moves else set())),
+    tables = coding.tables | ({moves} if moves else set())
+    collection = describe(
+        engine.store,
+        name,
+        (index.manifest.reader, engine.reader.fingerprint),
+        namespace_tag(engine.config.store.namespace),
+        words,
+        directory,
+        tables,
+        _files(engine, catalogue),
     )
     catalogue.write(collection)
     return collection
+
+
+def describe(
+    store: KVStore,
+    name: str,
+    reader: tuple[str, str],
+    namespace: bytes,
+    levels: tuple[str, ...],
+    directory: Mapping[ChunkKey, Entry],
+    tables: set[bytes],
+    files: Mapping[str, Blob],
+) -> Collection:
+    """A collection of these chunks, whose directory is written. reader: its name and fingerprint. tables: hashes."""
+    return Collection(
+        name=name,
+        reader=reader[0],
+        reader_fingerprint=reader[1],
+        namespace=namespace.hex(),
+        levels=levels,
+        chunks=len(directory),
+        tokens=sum(entry.n_tokens for entry in directory.values()),
+        n_bytes=sum(sum(entry.bodies) for entry in directory.values()),
+        published=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        pinned=True,
+        files=files,
+        directory=Catalogue(store).write_blob(write_directory(directory)),
+        tables=tables_of(store, tables),
+    )
 
 
 def set_pins(store: KVStore, catalogue: Catalogue, name: str, pinned: bool) -> int:
