@@ -13,9 +13,10 @@ demo: $(READY)
 demo-kdn: $(READY)
 	$(BIN)/python scripts/demo_kdn.py
 
-# Two workers of one thread each: torch's own threads would fight over the cores.
+# Two workers of one thread each: torch's own threads would fight over the cores. Each has half of the tests in a row, so
+# that most of what tests share is made once, and takes from the other's when it is done.
 test: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 check: $(READY)
 	$(BIN)/ruff format --check .
