@@ -19,6 +19,7 @@ from blendserve.evaluate.datasets import Dataset
 from blendserve.evaluate.formats import Example
 from blendserve.evaluate.prompts import Setting
 from blendserve.evaluate.variants import Variant
+from blendserve.models.adapter import Adapter
 from blendserve.registry import CORRECTIONS
 
 
@@ -45,7 +46,7 @@ def _not_asked(plan: EvaluateConfig, dataset: Dataset) -> Sequence[Example]:
 def teach(blender: Blender, name: str, chunks: Sequence[TokenIds], folder: Path) -> None:
     """Have a blender know what these chunks show, or what the folder has of it under this name."""
     path, adapter = folder / f"priors-{name}.safetensors", blender.adapter
-    if not path.is_file():
+    if not _readable(path, adapter):
         with console.progress("Learning how chunks move", "tokens") as update:
             made = blender.known.fit(chunks, update)
         if made is None:
@@ -55,3 +56,12 @@ def teach(blender: Blender, name: str, chunks: Sequence[TokenIds], folder: Path)
         part.write_bytes(made.to_bytes())
         part.replace(path)
     blender.known.use(Priors.from_bytes(path.read_bytes(), adapter))
+
+
+def _readable(path: Path, adapter: Adapter) -> bool:
+    """Whether priors are there, of this version; what is not is learnt anew."""
+    try:
+        Priors.from_bytes(path.read_bytes(), adapter)
+    except (OSError, ValueError):
+        return False
+    return True

@@ -63,6 +63,9 @@ def test_a_run_learns_once_for_each_context_and_goes_on_with_the_same(
     assert predictions(again)[: len(predictions(first))] == predictions(first)
     kls = {line["method"]: line["mean_kl"] for line in predictions(again) if line["id"] == "q0"}
     assert kls["query+prior@0.25"] != kls["query@0.25"]
+    (first.folder / kept[0]).write_bytes(b"of another version, or damaged")
+    run(tmp_path, path, methods=(*METHODS, "query+prior@0.5"))
+    assert len(fitted) == 3
 
 
 def test_methods_that_do_not_use_it_learn_nothing(tmp_path: Path, fitted: list[Any]) -> None:
