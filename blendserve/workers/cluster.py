@@ -1,0 +1,72 @@
+"""A Ray cluster to work on: one that is there, or one of this machine's own for as long as it is needed."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from blendserve.errors import ClusterUnavailable, ConfigError
+
+OBJECT_STORE_BYTES = (
+    100_000_000  # of a cluster of our own: what goes through it is token ids and pieces of answers
+)
+OWN = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # in spite of its name: one machine alone, bound to the loopback address
+    "RAY_DATA_DISABLE_PROGRESS_BARS": "1",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # what CUDA_VISIBLE_DEVICES says is left as it is
+}
+
+
+@contextmanager
+def cluster(address: str | None, workers: int) -> Iterator[int]:
+    """Join the Ray cluster at `address`, or at RAY_ADDRESS, or start one -> CPUs that each of the workers may have.
+
+    One of our own listens on the loopback address alone and sends no statistics to anybody; it ends with this.
+    Raises ConfigError where Ray is not installed, ClusterUnavailable where there is no cluster at the address.
+    """
+    ray = import_ray()
+    there = address or os.environ.get("RAY_ADDRESS")
+    scratch = None if there else tempfile.mkdtemp(prefix="bs-")  # short: it becomes part of sockets' names
+    quiet: dict[str, Any] = {"log_to_driver": False, "include_dashboard": None if there else False}
+    try:
+        if there:
+            ray.init(there, log_to_driver=False)
+        else:
+            os.environ.update({name: os.environ.get(name, value) for name, value in OWN.items()})
+            cpus = max(workers, os.cpu_count() or 1)
+            ray.init(
+                "local", num_cpus=cpus, object_store_memory=OBJECT_STORE_BYTES, _temp_dir=scratch, **quiet
+            )
+        yield _share(ray.nodes(), workers)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        if ray.is_initialized():
+            raise  # of what was done there
+        raise ClusterUnavailable(
+            f"no Ray cluster can be had at {there or 'this machine'}: {error}"
+        ) from error
+    finally:
+        ray.shutdown()
+        if scratch:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+def import_ray() -> Any:
+    """Ray, which is an extra. Raises ConfigError where it is not installed."""
+    try:
+        import ray
+    except ImportError as error:
+        raise ConfigError(f"workers need Ray: pip install 'blendserve[ray]' ({error})") from None
+    return ray
+
+
+def _share(nodes: list[dict[str, Any]], workers: int) -> int:
+    """CPUs of each worker, where they are spread over the nodes that live."""
+    cpus = [int(node["Resources"].get("CPU", 0)) for node in nodes if node["Alive"]]
+    smallest = min((n for n in cpus if n), default=1)
+    return max(1, smallest // math.ceil(workers / max(1, len(cpus))))

@@ -1,0 +1,101 @@
+"""Precompute on a Ray cluster: actors with a reader each, one stack of chunks after another, into the shared store.
+
+What makes it safe is the store, not Ray: an actor stores each chunk as soon as it is computed, and a stack that is given
+out again, as its actor or node has died, finds there what was done. A chunk that somebody else is computing, or that a
+dead actor had begun, is left; the caller comes back to those at the end.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from blendserve.blend.precompute import STACK_TOKENS, in_stacks
+from blendserve.blend.precompute_run import PrecomputeReport, PrecomputeRun
+from blendserve.core import TokenIds
+from blendserve.engine.engine import Engine
+from blendserve.engine.library import Progress
+from blendserve.errors import BlendserveError, ClusterUnavailable
+from blendserve.workers.cluster import import_ray
+
+OpenEngine = Callable[[], Engine]
+"""Opens an engine on the shared store; picklable. It needs no index: chunks come as token ids."""
+
+TASKS_PER_WORKER = 64  # at most, so that few are computed again and the slowest worker is waited for briefly
+
+
+class PrecomputeActor:
+    """One worker: an engine of its own, for as long as the run lasts."""
+
+    def __init__(self, open_engine: OpenEngine) -> None:
+        self._engine = open_engine()
+        self._engine.gate.require()
+
+    def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Compute what of a stack is missing -> figures of PrecomputeReport, and how many tokens are done with."""
+        chunks: list[TokenIds] = pickle.loads(row["stack"])
+        report = self._engine.blender.precompute(chunks, others="leave")
+        done = sum(map(len, chunks))
+        return {"computed": report.computed, "tokens": report.tokens, "bytes": report.bytes, "done": done}
+
+
+def precompute(
+    engine: Engine,
+    open_engine: OpenEngine,
+    chunks: Sequence[TokenIds],
+    workers: int,
+    cpus: int,
+    progress: Progress | None = None,
+) -> PrecomputeReport:
+    """Compute and store these chunks by as many actors of the connected cluster.
+
+    engine: the caller's own on the same store. It stores the prefix first, and what is left at the end; where its reader
+    is on a GPU, each actor gets one. cpus: of each actor. `progress(tokens done, tokens in all)`. Raises StoreError and
+    what opening an engine raises; ClusterUnavailable where Ray gives up. What was stored stays.
+    """
+    run = PrecomputeRun(progress)
+    first = engine.blender.precompute([])
+    run.count(first.computed, first.tokens, first.bytes)
+    todo = engine.blender.missing(chunks)
+    run.total = sum(map(len, todo))
+    on_gpu = engine.reader.adapter.device.type == "cuda"
+    for done in _mapped(open_engine, todo, workers, cpus, int(on_gpu)) if todo else ():
+        run.count(done["computed"], done["tokens"], done["bytes"])
+        run.step(done["done"])
+    last = engine.blender.precompute(chunks)
+    run.count(last.computed, last.tokens, last.bytes)
+    return run.report(last.chunks, last.left)
+
+
+def _mapped(
+    open_engine: OpenEngine, todo: Sequence[TokenIds], workers: int, cpus: int, gpus: int
+) -> Iterator[dict[str, Any]]:
+    """What the actors say of each stack, in any order; those of an actor that dies are given to another."""
+    ray = import_ray()
+    data = importlib.import_module("ray.data")  # seconds
+    stacks = [{"stack": pickle.dumps(stack)} for stack in in_stacks(todo, STACK_TOKENS)]
+    tasks = min(len(stacks), TASKS_PER_WORKER * workers)
+    data.DataContext.get_current().enable_progress_bars = False
+    mapped = data.from_items(stacks, override_num_blocks=tasks).map(
+        PrecomputeActor,
+        fn_constructor_args=(open_engine,),
+        concurrency=min(workers, tasks),
+        num_cpus=cpus,
+        num_gpus=gpus,
+    )
+    try:
+        yield from mapped.iter_rows()
+    except ray.exceptions.RayError as error:
+        raise _own(error) from error
+
+
+def _own(error: BaseException) -> BlendserveError:
+    """The error of ours that a Ray error carries, or one about Ray."""
+    at: BaseException | None = error
+    while at is not None:
+        if isinstance(at, BlendserveError):
+            return at
+        at = getattr(at, "cause", None) or at.__cause__
+    return ClusterUnavailable(f"the workers ended: {error}")
