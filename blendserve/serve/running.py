@@ -46,7 +46,7 @@ def run(engine: Engine, library: Library, serve: ServeConfig, say: Say) -> None:
     service = Service(engine, library, serve)
     sys.setswitchinterval(SWITCH_S)
     try:
-        HttpServer(make_app(service), serve, say, service.scheduler.drain).run()
+        HttpServer(make_app(service), serve, say, service.drain).run()
     finally:
         service.close()  # a forced end skips the application's own
 

@@ -88,14 +88,14 @@ def _mapped(
     try:
         yield from mapped.iter_rows()
     except ray.exceptions.RayError as error:
-        raise _own(error) from error
+        raise own_error(error, "the workers ended") from error
 
 
-def _own(error: BaseException) -> BlendserveError:
-    """The error of ours that a Ray error carries, or one about Ray."""
+def own_error(error: BaseException, what: str) -> BlendserveError:
+    """The error of ours that a Ray error carries, or one that says what of Ray's."""
     at: BaseException | None = error
     while at is not None:
         if isinstance(at, BlendserveError):
             return at
         at = getattr(at, "cause", None) or at.__cause__
-    return ClusterUnavailable(f"the workers ended: {error}")
+    return ClusterUnavailable(f"{what}: {error}")

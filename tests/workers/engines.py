@@ -8,10 +8,11 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
-from blendserve.config import ValkeyConfig
+from blendserve.config import ValkeyConfig, changed
 from blendserve.core import ChunkKV, TokenIds
 from blendserve.engine.engine import Engine
-from blendserve.store import ChunkKey, KVStore, Snapshot
+from blendserve.store import ChunkKey, KVStore, LayeredStore, MemoryStore, Snapshot
+from blendserve.store.policies import LRU
 from blendserve.store.valkey.store import ValkeyStore
 from blendserve.store.wrapped import WrappedStore
 from tests.engine.helpers import CONFIG, reader
@@ -64,6 +65,19 @@ class OpenToy:
 
     def __call__(self) -> Engine:
         return Engine(CONFIG, reader(), NotingStore(ValkeyStore(self.server, CAP), self))
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the processes that opened a replica's, in order."""
+        return [int(line) for line in self.log.with_suffix(".pids").read_text().split()]
+
+    def replica(self) -> Engine:
+        """Opens one with a memory of its own before the server, for a few chunks."""
+        with self.log.with_suffix(".pids").open("a") as out:
+            out.write(f"{os.getpid()}\n")
+        config = changed(CONFIG, decode={"max_new_tokens": 40})
+        store = LayeredStore(MemoryStore(CAP, eviction=LRU()), ValkeyStore(self.server, CAP))
+        return Engine(config, reader(), store)
 
     def noted(self) -> list[tuple[int, bytes]]:
         """Process and key of each put so far."""
