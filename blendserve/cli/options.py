@@ -31,6 +31,15 @@ IndexOpt = Annotated[
         help="The index is this folder, or has this name in indexes/; or a published collection, kdn:URL/NAME.",
     ),
 ]
+RayOpt = Annotated[
+    str | None,
+    typer.Option(
+        "--ray",
+        metavar="ADDRESS",
+        help="Join the Ray cluster at this address, as ray.init takes it: auto, host:port. Without it, that of RAY_ADDRESS; "
+        "without both, one is started on this machine and ends with the command.",
+    ),
+]
 JsonOpt = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 Load = Callable[[Path], Section]

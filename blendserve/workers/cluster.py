@@ -8,8 +8,11 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from blendserve.config import Config, changed
 from blendserve.errors import ClusterUnavailable, ConfigError
 
 OBJECT_STORE_BYTES = (
@@ -23,9 +26,17 @@ OWN = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What each of some workers may have of a cluster."""
+
+    cpus: int
+    gpus: int  # 1 where there is one for each
+
+
 @contextmanager
-def cluster(address: str | None, workers: int) -> Iterator[int]:
-    """Join the Ray cluster at `address`, or at RAY_ADDRESS, or start one -> CPUs that each of the workers may have.
+def cluster(address: str | None, workers: int) -> Iterator[Share]:
+    """Join the Ray cluster at `address`, or at RAY_ADDRESS, or start one -> what each of the workers may have of it.
 
     One of our own listens on the loopback address alone and sends no statistics to anybody; it ends with this.
     Raises ConfigError where Ray is not installed, ClusterUnavailable where there is no cluster at the address.
@@ -65,8 +76,15 @@ def import_ray() -> Any:
     return ray
 
 
-def _share(nodes: list[dict[str, Any]], workers: int) -> int:
-    """CPUs of each worker, where they are spread over the nodes that live."""
-    cpus = [int(node["Resources"].get("CPU", 0)) for node in nodes if node["Alive"]]
-    smallest = min((n for n in cpus if n), default=1)
-    return max(1, smallest // math.ceil(workers / max(1, len(cpus))))
+def _share(nodes: list[dict[str, Any]], workers: int) -> Share:
+    """Of each worker, where they are spread over the nodes that live."""
+    there = [node["Resources"] for node in nodes if node["Alive"]]
+    smallest = min((int(n["CPU"]) for n in there if n.get("CPU")), default=1)
+    each = max(1, smallest // math.ceil(workers / max(1, len(there))))
+    return Share(each, int(sum(n.get("GPU", 0) for n in there) >= workers))
+
+
+def worker_config(config: Config, folder: Path) -> Config:
+    """An index's settings for an engine without the index: its store by a path that holds in any working folder."""
+    path = (config.store.path or folder / "kv").absolute()
+    return changed(config, store={**config.store.model_dump(), "path": path})

@@ -10,6 +10,8 @@ from __future__ import annotations
 import importlib
 import pickle
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from blendserve.blend.precompute import STACK_TOKENS, in_stacks
@@ -17,8 +19,9 @@ from blendserve.blend.precompute_run import PrecomputeReport, PrecomputeRun
 from blendserve.core import TokenIds
 from blendserve.engine.engine import Engine
 from blendserve.engine.library import Progress
-from blendserve.errors import BlendserveError, ClusterUnavailable
-from blendserve.workers.cluster import import_ray
+from blendserve.errors import BlendserveError, ClusterUnavailable, ConfigError
+from blendserve.registry import STORES
+from blendserve.workers.cluster import Share, cluster, import_ray, worker_config
 
 OpenEngine = Callable[[], Engine]
 """Opens an engine on the shared store; picklable. It needs no index: chunks come as token ids."""
@@ -41,27 +44,50 @@ class PrecomputeActor:
         return {"computed": report.computed, "tokens": report.tokens, "bytes": report.bytes, "done": done}
 
 
+def precompute_index(
+    engine: Engine,
+    folder: Path,
+    workers: int,
+    address: str | None = None,
+    progress: Progress | None = None,
+    learning: Progress = lambda done, total: None,
+) -> PrecomputeReport:
+    """`Engine.precompute` by actors of a Ray cluster (workers/cluster.py), for the engine of the index in this folder.
+
+    What is learnt once is learnt here: tables of the codec when the engine was opened, before any actor, and how chunks
+    move at the end. Raises ConfigError for a store that processes cannot share, and as `precompute` and `cluster`.
+    """
+    kind = engine.config.store.kind
+    if not STORES.load(kind).persistent:
+        raise ConfigError(f"workers cannot share a store of kind {kind!r}: set store.kind to another one")
+    engine.gate.require()
+    chunks, opener = engine.chunks(), partial(Engine.open, worker_config(engine.config, folder))
+    with cluster(address, workers) as share:
+        report = precompute(engine, opener, chunks, workers, share, progress)
+    engine.learn(chunks, learning)
+    return report
+
+
 def precompute(
     engine: Engine,
     open_engine: OpenEngine,
     chunks: Sequence[TokenIds],
     workers: int,
-    cpus: int,
+    share: Share,
     progress: Progress | None = None,
 ) -> PrecomputeReport:
     """Compute and store these chunks by as many actors of the connected cluster.
 
-    engine: the caller's own on the same store. It stores the prefix first, and what is left at the end; where its reader
-    is on a GPU, each actor gets one. cpus: of each actor. `progress(tokens done, tokens in all)`. Raises StoreError and
-    what opening an engine raises; ClusterUnavailable where Ray gives up. What was stored stays.
+    engine: the caller's own on the same store. It stores the prefix first, and what is left at the end. share: what each
+    actor gets. `progress(tokens done, tokens in all)`. Raises StoreError and what opening an engine raises;
+    ClusterUnavailable where Ray gives up. What was stored stays.
     """
     run = PrecomputeRun(progress)
     first = engine.blender.precompute([])
     run.count(first.computed, first.tokens, first.bytes)
     todo = engine.blender.missing(chunks)
     run.total = sum(map(len, todo))
-    on_gpu = engine.reader.adapter.device.type == "cuda"
-    for done in _mapped(open_engine, todo, workers, cpus, int(on_gpu)) if todo else ():
+    for done in _mapped(open_engine, todo, workers, share) if todo else ():
         run.count(done["computed"], done["tokens"], done["bytes"])
         run.step(done["done"])
     last = engine.blender.precompute(chunks)
@@ -70,7 +96,7 @@ def precompute(
 
 
 def _mapped(
-    open_engine: OpenEngine, todo: Sequence[TokenIds], workers: int, cpus: int, gpus: int
+    open_engine: OpenEngine, todo: Sequence[TokenIds], workers: int, share: Share
 ) -> Iterator[dict[str, Any]]:
     """What the actors say of each stack, in any order; those of an actor that dies are given to another."""
     ray = import_ray()
@@ -82,8 +108,8 @@ def _mapped(
         PrecomputeActor,
         fn_constructor_args=(open_engine,),
         concurrency=min(workers, tasks),
-        num_cpus=cpus,
-        num_gpus=gpus,
+        num_cpus=share.cpus,
+        num_gpus=share.gpus,
     )
     try:
         yield from mapped.iter_rows()

@@ -12,7 +12,7 @@ from blendserve.engine.engine import Engine
 from blendserve.engine.queued import Event, Finished, Piece, Started
 from blendserve.errors import ClusterUnavailable
 from blendserve.timing import Clock
-from blendserve.workers.cluster import import_ray
+from blendserve.workers.cluster import Share, import_ray
 from blendserve.workers.precompute import own_error
 from blendserve.workers.replica import EngineReplica, ReaderFacts, RoutedRequest
 
@@ -31,11 +31,10 @@ class Replicas(AbstractContextManager["Replicas"]):
         open_engine: Callable[[], Engine],
         batching: Mapping[str, Any],
         n: int,
-        cpus: int,
-        gpus: int = 0,
+        share: Share,
         router: str = CHUNK_ROUTER,
     ) -> None:
-        """batching: arguments of BatchEngine. cpus, gpus: of each replica.
+        """batching: arguments of BatchEngine. share: what each replica gets.
 
         Raises what opening an engine raises, and ClusterUnavailable.
         """
@@ -47,7 +46,7 @@ class Replicas(AbstractContextManager["Replicas"]):
             name=APP,
             num_replicas=n,
             max_ongoing_requests=batching["slots"] + batching["queue"],
-            ray_actor_options={"num_cpus": cpus, "num_gpus": gpus},
+            ray_actor_options={"num_cpus": share.cpus, "num_gpus": share.gpus},
             request_router_config=config.RequestRouterConfig(
                 request_router_class=router, request_routing_stats_period_s=STATS_S
             ),

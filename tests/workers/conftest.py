@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from blendserve.workers.cluster import cluster
+from blendserve.workers.cluster import Share, cluster
 
 
 @pytest.fixture(scope="session")
-def cpus() -> Iterator[int]:
-    """CPUs of each of two workers, on a cluster of two."""
+def share() -> Iterator[Share]:
+    """Of each of two workers."""
     pytest.importorskip("ray", reason="Ray is not installed: pip install 'blendserve[ray]'")
     with cluster(None, 2) as each:
         yield each

@@ -9,6 +9,7 @@ import torch
 
 from blendserve.engine.engine import Engine
 from blendserve.store import ChunkKey
+from blendserve.workers.cluster import Share
 from blendserve.workers.precompute import precompute
 from tests.engine.helpers import engine as toy_engine
 from tests.store.valkey.servers import needs_server, settings
@@ -39,10 +40,12 @@ def assert_same_store(found: Engine) -> None:
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
-def test_two_actors_one_of_which_dies_make_the_same_store_as_one_process(cpus: int, tmp_path: Path) -> None:
+def test_two_actors_one_of_which_dies_make_the_same_store_as_one_process(
+    share: Share, tmp_path: Path
+) -> None:
     opener, seen = OpenToy(settings(tmp_path), tmp_path / "puts", dies_after=10), list[tuple[int, int]]()
     with replace(opener, dies_after=None)() as engine:
-        report = precompute(engine, opener, CHUNKS, 2, cpus, lambda *done: seen.append(done))
+        report = precompute(engine, opener, CHUNKS, 2, share, lambda *done: seen.append(done))
         noted = opener.noted()
         assert opener.died.exists()
         assert (
@@ -51,5 +54,5 @@ def test_two_actors_one_of_which_dies_make_the_same_store_as_one_process(cpus: i
         assert (report.chunks, report.left, engine.blender.missing(CHUNKS)) == (len(CHUNKS) + 1, 0, [])
         assert seen[-1] == (40 * len(CHUNKS), 40 * len(CHUNKS))
         assert_same_store(engine)
-        again = precompute(engine, opener, CHUNKS, 2, cpus)
+        again = precompute(engine, opener, CHUNKS, 2, share)
         assert (again.computed, again.skipped) == (0, len(CHUNKS) + 1)

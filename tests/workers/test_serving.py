@@ -20,6 +20,7 @@ from blendserve.config import changed
 from blendserve.serve.app import make_cluster_app
 from blendserve.serve.config import ServeConfig
 from blendserve.serve.routed import RemoteReader, RoutedService
+from blendserve.workers.cluster import Share
 from blendserve.workers.replicas import Replicas
 from tests.engine.helpers import CONFIG, QUESTIONS, engine
 from tests.serve.helpers import library
@@ -33,11 +34,17 @@ SERVE = ServeConfig(slots=4, slot_tokens=512, max_concurrent=8)
 class Ingress:
     """Replicas, and the endpoint in front of them, in this process."""
 
-    def __init__(self, folder: Path, cpus: int) -> None:
+    def __init__(self, folder: Path, share: Share) -> None:
         self.opener = OpenToy(settings(folder), folder / "puts")
-        self.replicas = Replicas(self.opener.replica, SERVE.batching, 2, cpus)
+        self.replicas = Replicas(self.opener.replica, SERVE.batching, 2, share)
         self.here = engine(changed(CONFIG, decode={"max_new_tokens": 40}))
         found, facts = library(folder, self.here), self.replicas.facts()
+        chunks = self.here.prompts.chunk_ids(
+            [p for index in found.collections.values() for p in index.passages]
+        )
+        with self.opener() as shared:
+            for one in (self.here, shared):
+                one.blender.precompute(chunks)
         reader = RemoteReader(facts, self.here.reader.tokenizer)
         self.service = RoutedService(self.here.config, found, SERVE, reader, self.here.prompts, self.replicas)
         config = uvicorn.Config(make_cluster_app(self.service), port=0, log_level="warning", lifespan="on")
@@ -50,8 +57,8 @@ class Ingress:
         self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
 
     def ask(self, question: str, **options: Any) -> Any:
-        message = [{"role": "user", "content": question}]
-        return self.client.chat.completions.create(model="tiny", messages=message, **options)  # type: ignore[call-overload]
+        message: Any = [{"role": "user", "content": question}]
+        return self.client.chat.completions.create(model="tiny", messages=message, **options)
 
     def close(self) -> None:
         self._server.should_exit = True
@@ -60,8 +67,8 @@ class Ingress:
 
 
 @pytest.fixture(scope="module")
-def ingress(cpus: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ingress]:
-    made = Ingress(tmp_path_factory.mktemp("cluster"), cpus)
+def ingress(share: Share, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ingress]:
+    made = Ingress(tmp_path_factory.mktemp("cluster"), share)
     yield made
     made.close()
 
