@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import shutil
@@ -21,8 +22,7 @@ OBJECT_STORE_BYTES = (
 OWN = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # in spite of its name: one machine alone, bound to the loopback address
-    "RAY_DATA_DISABLE_PROGRESS_BARS": "1",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # what CUDA_VISIBLE_DEVICES says is left as it is
+    "RAY_BACKEND_LOG_LEVEL": "fatal",  # or its processes write to this one's terminal
 }
 
 
@@ -41,19 +41,22 @@ def cluster(address: str | None, workers: int) -> Iterator[Share]:
     One of our own listens on the loopback address alone and sends no statistics to anybody; it ends with this.
     Raises ConfigError where Ray is not installed, ClusterUnavailable where there is no cluster at the address.
     """
-    ray = import_ray()
     there = address or os.environ.get("RAY_ADDRESS")
+    if not there:
+        os.environ.update(
+            {name: os.environ.get(name, value) for name, value in OWN.items()}
+        )  # read by the import
+    ray = import_ray()
     scratch = None if there else tempfile.mkdtemp(prefix="bs-")  # short: it becomes part of sockets' names
-    quiet: dict[str, Any] = {"log_to_driver": False, "include_dashboard": None if there else False}
+    own: dict[str, Any] = {
+        "num_cpus": max(workers, os.cpu_count() or 1),
+        "include_dashboard": False,
+        "object_store_memory": OBJECT_STORE_BYTES,
+        "_temp_dir": scratch,
+    }
     try:
-        if there:
-            ray.init(there, log_to_driver=False)
-        else:
-            os.environ.update({name: os.environ.get(name, value) for name, value in OWN.items()})
-            cpus = max(workers, os.cpu_count() or 1)
-            ray.init(
-                "local", num_cpus=cpus, object_store_memory=OBJECT_STORE_BYTES, _temp_dir=scratch, **quiet
-            )
+        quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
+        ray.init(there or "local", **quiet, **({} if there else own))
         yield _share(ray.nodes(), workers)
     except (ConnectionError, RuntimeError, ValueError) as error:
         if ray.is_initialized():

@@ -8,6 +8,7 @@ dead actor had begun, is left; the caller comes back to those at the end.
 from __future__ import annotations
 
 import importlib
+import logging
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -104,10 +105,11 @@ def _mapped(
     stacks = [{"stack": pickle.dumps(stack)} for stack in in_stacks(todo, STACK_TOKENS)]
     tasks = min(len(stacks), TASKS_PER_WORKER * workers)
     data.DataContext.get_current().enable_progress_bars = False
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
     mapped = data.from_items(stacks, override_num_blocks=tasks).map(
         PrecomputeActor,
         fn_constructor_args=(open_engine,),
-        concurrency=min(workers, tasks),
+        compute=data.ActorPoolStrategy(size=min(workers, tasks)),
         num_cpus=share.cpus,
         num_gpus=share.gpus,
     )

@@ -33,8 +33,9 @@ class Replicas(AbstractContextManager["Replicas"]):
         n: int,
         share: Share,
         router: str = CHUNK_ROUTER,
+        name: str = APP,
     ) -> None:
-        """batching: arguments of BatchEngine. share: what each replica gets.
+        """batching: arguments of BatchEngine. share: what each replica gets. name: of the application on the cluster.
 
         Raises what opening an engine raises, and ClusterUnavailable.
         """
@@ -43,7 +44,7 @@ class Replicas(AbstractContextManager["Replicas"]):
         config = importlib.import_module("ray.serve.config")
         self._serve.start(proxy_location="Disabled")  # HTTP is ours
         self._deployment = self._serve.deployment(EngineReplica).options(
-            name=APP,
+            name=name,
             num_replicas=n,
             max_ongoing_requests=batching["slots"] + batching["queue"],
             ray_actor_options={"num_cpus": share.cpus, "num_gpus": share.gpus},
@@ -52,13 +53,13 @@ class Replicas(AbstractContextManager["Replicas"]):
             ),
             health_check_period_s=HEALTH_S,
         )
-        self._bound = (open_engine, dict(batching))
+        self._bound, self._name = (open_engine, dict(batching)), name
         self._run()
 
     def _run(self) -> None:
         app = self._deployment.bind(*self._bound)
         try:
-            self._handle = self._serve.run(app, name=APP, route_prefix=None)
+            self._handle = self._serve.run(app, name=self._name, route_prefix=None)
         except (self._ray.exceptions.RayError, RuntimeError) as error:
             raise own_error(error, "replicas cannot be started") from error
 
@@ -68,7 +69,7 @@ class Replicas(AbstractContextManager["Replicas"]):
         self._run()
 
     def __exit__(self, *_: object) -> None:
-        self._serve.shutdown()
+        self._serve.delete(self._name)
 
     def facts(self) -> ReaderFacts:
         """Of the reader that they all have."""
