@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -43,9 +44,7 @@ def cluster(address: str | None, workers: int) -> Iterator[Share]:
     """
     there = address or os.environ.get("RAY_ADDRESS")
     if not there:
-        os.environ.update(
-            {name: os.environ.get(name, value) for name, value in OWN.items()}
-        )  # read by the import
+        _settle()
     ray = import_ray()
     scratch = None if there else tempfile.mkdtemp(prefix="bs-")  # short: it becomes part of sockets' names
     own: dict[str, Any] = {
@@ -68,6 +67,17 @@ def cluster(address: str | None, workers: int) -> Iterator[Share]:
         ray.shutdown()
         if scratch:
             shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _settle() -> None:
+    """What Ray reads when it is imported. What the user has set stays. Raises ConfigError where it has been read."""
+    missing = {name: value for name, value in OWN.items() if name not in os.environ}
+    if missing and "ray" in sys.modules:
+        words = " ".join(f"{name}={value}" for name, value in missing.items())
+        raise ConfigError(
+            f"Ray was imported before it could be kept on this machine: set {words} in the environment"
+        )
+    os.environ.update(missing)
 
 
 def import_ray() -> Any:
