@@ -36,8 +36,8 @@ RayOpt = Annotated[
     typer.Option(
         "--ray",
         metavar="ADDRESS",
-        help="Join the Ray cluster at this address, such as auto or HOST:6379. [default: that of RAY_ADDRESS, or one on this "
-        "machine that ends with the command]",
+        help="Join the Ray cluster at this address, such as auto or HOST:6379. [default: that of RAY_ADDRESS, or one on "
+        "this machine that ends with the command]",
     ),
 ]
 JsonOpt = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]

@@ -111,3 +111,9 @@ def test_no_request_fails_when_a_replica_is_killed(ingress: Ingress) -> None:
         os.kill(ingress.opener.pids[0], signal.SIGKILL)
         texts = [answer.result().choices[0].message.content for answer in answers]
     assert texts == [right[question] for question in asked]
+
+
+def test_a_replica_fewer_answers_as_before(ingress: Ingress) -> None:
+    ingress.replicas.scale(1)
+    for question in QUESTIONS:
+        assert ingress.ask(question).choices[0].message.content == expected(ingress, question)
