@@ -6,7 +6,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -66,20 +65,13 @@ class Ingress:
         self.replicas.__exit__()
 
 
-@pytest.fixture(scope="module")
-def ingress(share: Share, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ingress]:
-    made = Ingress(tmp_path_factory.mktemp("cluster"), share)
-    yield made
-    made.close()
-
-
 def expected(ingress: Ingress, question: str) -> str:
     """One engine's own answer over the same passages."""
     passages = ingress.service.library.search(["a", "b"], question, CONFIG.retrieve.top_k)
     return ingress.here.answer(question, passages).text
 
 
-def test_answers_are_those_of_one_engine_whole_or_streamed(ingress: Ingress) -> None:
+def answers_are_those_of_one_engine_whole_or_streamed(ingress: Ingress) -> None:
     for question in QUESTIONS:
         whole = ingress.ask(question)
         stream = ingress.ask(question, stream=True)
@@ -88,13 +80,13 @@ def test_answers_are_those_of_one_engine_whole_or_streamed(ingress: Ingress) -> 
         assert whole.x_blendserve["timings"]["ttft"] > whole.x_blendserve["timings"]["retrieve"] > 0
 
 
-def test_the_same_question_finds_its_chunks_in_memory(ingress: Ingress) -> None:
+def the_same_question_finds_its_chunks_in_memory(ingress: Ingress) -> None:
     ingress.ask(QUESTIONS[0])
     reports = [ingress.ask(QUESTIONS[0]).x_blendserve["report"] for _ in range(3)]
     assert all(report["chunks_hit"] == report["tiers"]["local"] for report in reports)
 
 
-def test_an_error_of_a_request_is_its_own_status(ingress: Ingress) -> None:
+def an_error_of_a_request_is_its_own_status(ingress: Ingress) -> None:
     with pytest.raises(openai.BadRequestError, match="too many"):
         ingress.ask("cat " * 600)
     with pytest.raises(openai.NotFoundError):
@@ -102,7 +94,7 @@ def test_an_error_of_a_request_is_its_own_status(ingress: Ingress) -> None:
     assert httpx.get(f"{ingress.url}/ready").json() == {"status": "ready"}
 
 
-def test_no_request_fails_when_a_replica_is_killed(ingress: Ingress) -> None:
+def no_request_fails_when_a_replica_is_killed(ingress: Ingress) -> None:
     asked = [QUESTIONS[i % len(QUESTIONS)] for i in range(24)]
     right = {question: expected(ingress, question) for question in QUESTIONS}
     with ThreadPoolExecutor(8) as pool:
@@ -113,7 +105,20 @@ def test_no_request_fails_when_a_replica_is_killed(ingress: Ingress) -> None:
     assert texts == [right[question] for question in asked]
 
 
-def test_a_replica_fewer_answers_as_before(ingress: Ingress) -> None:
+def a_replica_fewer_answers_as_before(ingress: Ingress) -> None:
     ingress.replicas.scale(1)
     for question in QUESTIONS:
         assert ingress.ask(question).choices[0].message.content == expected(ingress, question)
+
+
+def test_a_cluster_s_endpoint(share: Share, tmp_path: Path) -> None:
+    """One test, as replicas take long to start and tests may be spread over processes."""
+    ingress = Ingress(tmp_path, share)
+    try:
+        answers_are_those_of_one_engine_whole_or_streamed(ingress)
+        the_same_question_finds_its_chunks_in_memory(ingress)
+        an_error_of_a_request_is_its_own_status(ingress)
+        no_request_fails_when_a_replica_is_killed(ingress)
+        a_replica_fewer_answers_as_before(ingress)
+    finally:
+        ingress.close()
