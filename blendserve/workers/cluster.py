@@ -23,6 +23,7 @@ OBJECT_STORE_BYTES = (
 OWN = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # in spite of its name: one machine alone, bound to the loopback address
+    "RAY_worker_niceness": "0",  # or whatever else runs on the machine goes before its workers
     "RAY_BACKEND_LOG_LEVEL": "fatal",  # or its processes write to this one's terminal
 }
 

@@ -22,20 +22,28 @@ from blendserve.engine.engine import Engine
 from blendserve.engine.library import Progress
 from blendserve.errors import BlendserveError, ClusterUnavailable, ConfigError
 from blendserve.registry import STORES
+from blendserve.store import ChunkKey
 from blendserve.workers.cluster import Share, cluster, import_ray, worker_config
 
 OpenEngine = Callable[[], Engine]
 """Opens an engine on the shared store; picklable. It needs no index: chunks come as token ids."""
 
+PROBE: TokenIds = (0,)
 TASKS_PER_WORKER = 64  # at most, so that few are computed again and the slowest worker is waited for briefly
 
 
 class PrecomputeActor:
     """One worker: an engine of its own, for as long as the run lasts."""
 
-    def __init__(self, open_engine: OpenEngine) -> None:
+    def __init__(self, open_engine: OpenEngine, probe: ChunkKey) -> None:
+        """probe: what the caller's engine names the chunk PROBE. Raises ConfigError where this one names it otherwise."""
         self._engine = open_engine()
         self._engine.gate.require()
+        if self._engine.blender.key(PROBE) != probe:
+            raise ConfigError(
+                "a worker's chunks would have other keys than the command's: its reader has other weights or another "
+                "number format, as on a CPU beside a GPU; set reader.dtype, or give as many workers as there are GPUs"
+            )
 
     def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
         """Compute what of a stack is missing -> figures of PrecomputeReport, and how many tokens are done with."""
@@ -88,7 +96,8 @@ def precompute(
     run.count(first.computed, first.tokens, first.bytes)
     todo = engine.blender.missing(chunks)
     run.total = sum(map(len, todo))
-    for done in _mapped(open_engine, todo, workers, share) if todo else ():
+    probe = engine.blender.key(PROBE)
+    for done in _mapped(open_engine, probe, todo, workers, share) if todo else ():
         run.count(done["computed"], done["tokens"], done["bytes"])
         run.step(done["done"])
     last = engine.blender.precompute(chunks)
@@ -97,7 +106,7 @@ def precompute(
 
 
 def _mapped(
-    open_engine: OpenEngine, todo: Sequence[TokenIds], workers: int, share: Share
+    open_engine: OpenEngine, probe: ChunkKey, todo: Sequence[TokenIds], workers: int, share: Share
 ) -> Iterator[dict[str, Any]]:
     """What the actors say of each stack, in any order; those of an actor that dies are given to another."""
     ray = import_ray()
@@ -108,7 +117,7 @@ def _mapped(
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     mapped = data.from_items(stacks, override_num_blocks=tasks).map(
         PrecomputeActor,
-        fn_constructor_args=(open_engine,),
+        fn_constructor_args=(open_engine, probe),
         compute=data.ActorPoolStrategy(size=min(workers, tasks)),
         num_cpus=share.cpus,
         num_gpus=share.gpus,
