@@ -1,6 +1,6 @@
 """A Ray cluster on this machine: what its workers compute, where its router sends questions, and what a kill costs.
 
-    python scripts/demo_ray.py [--passages 24] [--requests 120]
+    python scripts/demo_ray.py [--only stores|questions] [--passages 24] [--requests 120]
 
 Needs the extras ray and valkey, and the demo's index, which is built if it is not there. Everything runs on one
 Valkey server and ends with this process. It prints:
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import os
 import random
 import signal
@@ -62,15 +63,19 @@ def main() -> None:
     )
     parser.add_argument("--passages", type=int, default=24)
     parser.add_argument("--requests", type=int, default=120, help="of each routing")
+    parser.add_argument("--only", choices=("stores", "questions"), help="the first part, or the others")
     given = parser.parse_args()
     with open_demo() as demo:
         assert demo.index
         passages = demo.index.passages[: given.passages]
     with Server(databases="16") as server, cluster(None, 4) as share:
-        stores = made_stores(server, passages, share)
-        figures = asyncio.run(served(server, passages, given.requests, share))
-    right = stores["equal"] and not figures["killed"]["failed"]
-    console.print_json({"stores": stores, **figures, "right": right})
+        figures: dict[str, Any] = {}
+        if given.only != "questions":
+            figures["stores"] = made_stores(server, passages, share)
+        if given.only != "stores":
+            figures |= asyncio.run(served(server, passages, given.requests, share))
+    right = figures.get("stores", {}).get("equal", True) and not figures.get("killed", {}).get("failed")
+    console.print_json({**figures, "right": right})
     raise SystemExit(not right)
 
 
@@ -171,7 +176,10 @@ class Asked:
             "requests": len(self.ttft),
             "failed": self.failed,
             "in memory": round(self.tiers["local"] / max(1, chunks), 3),
-            "mean ttft ms": round(statistics.mean(self.ttft) * 1e3, 1) if self.ttft else None,
+            "ttft ms": {
+                name: round(of(self.ttft or [math.nan]) * 1e3, 1)
+                for name, of in (("mean", statistics.mean), ("median", statistics.median))
+            },
         }
 
 
@@ -194,8 +202,9 @@ class Questions:
 
 
 async def served(server: Server, passages: list[Passage], requests: int, share: Share) -> dict[str, Any]:
-    """Two replicas for each routing on the store that one process made, asked in turns: both meet the same machine."""
+    """Two replicas for each routing on a store that one process made, asked in turns: both meet the same machine."""
     with Engine.open(settings(f"{server.url}/0")) as engine, ExitStack() as stack:
+        engine.blender.precompute(engine.prompts.chunk_ids(passages))
         questions = Questions(engine, passages)
         own = int(0.55 * engine.store.stats().bytes)  # a replica's memory: two hold everything, one does not
         opener = partial(Engine.open, settings(f"{server.url}/0", own))

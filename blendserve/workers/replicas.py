@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import AbstractContextManager, aclosing
 from dataclasses import replace
@@ -42,6 +43,7 @@ class Replicas(AbstractContextManager["Replicas"]):
         self._ray = import_ray()
         self._serve = importlib.import_module("ray.serve")  # seconds
         config = importlib.import_module("ray.serve.config")
+        logging.getLogger("ray.serve").setLevel(logging.ERROR)
         self._serve.start(proxy_location="Disabled")  # HTTP is ours
         self._deployment = self._serve.deployment(EngineReplica).options(
             name=name,
