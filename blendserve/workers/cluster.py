@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import ipaddress
 import logging
 import math
 import os
@@ -88,6 +90,18 @@ def import_ray() -> Any:
     except ImportError as error:
         raise ConfigError(f"workers need Ray: pip install 'blendserve[ray]' ({error})") from None
     return ray
+
+
+def stay_on_loopback() -> None:
+    """In a replica on a cluster of our own, before Ray Serve opens its port: it would bind to all interfaces.
+
+    Ray has no setting for it; a test looks at the ports that are open.
+    """
+    ray = import_ray()
+    if ipaddress.ip_address(ray.util.get_node_ip_address()).is_loopback:
+        serve: Any = importlib.import_module("ray.serve._private.replica")
+        bind = serve.add_port_to_grpc_server
+        serve.add_port_to_grpc_server = lambda server, _: bind(server, "127.0.0.1:0")
 
 
 def _share(nodes: list[dict[str, Any]], workers: int) -> Share:

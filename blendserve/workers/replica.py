@@ -16,6 +16,7 @@ from blendserve.engine.queued import Event, Failed, Finished, QueuedRequest
 from blendserve.engine.request import Plan
 from blendserve.errors import BlendserveError
 from blendserve.timing import Clock
+from blendserve.workers.cluster import stay_on_loopback
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,7 @@ class EngineReplica:
 
     def __init__(self, open_engine: Callable[[], Engine], batching: Mapping[str, Any]) -> None:
         """open_engine: picklable; needs no index. batching: arguments of BatchEngine."""
+        stay_on_loopback()
         self._engine = open_engine()
         self._batch = BatchEngine(self._engine, _Unobserved(), **batching)
         self._batch.scheduler.start()

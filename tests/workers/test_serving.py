@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import signal
 import threading
@@ -111,10 +112,30 @@ def a_replica_fewer_answers_as_before(ingress: Ingress) -> None:
         assert ingress.ask(question).choices[0].message.content == expected(ingress, question)
 
 
+def replicas_are_reached_from_this_machine_alone(ingress: Ingress) -> None:
+    for pid in ingress.opener.pids:
+        assert (open_to := listening(pid))
+        assert all(address.is_loopback for address in open_to), open_to
+
+
+def listening(pid: int) -> list[ipaddress.IPv4Address]:
+    """Addresses that a process listens on; those of IPv6 as what they map to, 0.0.0.0 for any."""
+    links = (os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir() if entry.is_symlink())
+    sockets = {link.removeprefix("socket:[").rstrip("]") for link in links if link.startswith("socket:[")}
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *_, inode = line.split()[:10]
+            if state == "0A" and inode in sockets:
+                found.append(ipaddress.IPv4Address(bytes.fromhex(local.partition(":")[0][-8:])[::-1]))
+    return found
+
+
 def test_a_cluster_s_endpoint(share: Share, tmp_path: Path) -> None:
     """One test, as replicas take long to start and tests may be spread over processes."""
     ingress = Ingress(tmp_path, share)
     try:
+        replicas_are_reached_from_this_machine_alone(ingress)
         answers_are_those_of_one_engine_whole_or_streamed(ingress)
         the_same_question_finds_its_chunks_in_memory(ingress)
         an_error_of_a_request_is_its_own_status(ingress)
