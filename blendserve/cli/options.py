@@ -31,6 +31,15 @@ IndexOpt = Annotated[
         help="The index is this folder, or has this name in indexes/; or a published collection, kdn:URL/NAME.",
     ),
 ]
+RayOpt = Annotated[
+    str | None,
+    typer.Option(
+        "--ray",
+        metavar="ADDRESS",
+        help="Join the Ray cluster at this address, such as auto or HOST:6379. [default: that of RAY_ADDRESS, or one on "
+        "this machine that ends with the command]",
+    ),
+]
 JsonOpt = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 Load = Callable[[Path], Section]

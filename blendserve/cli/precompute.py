@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from blendserve import console
-from blendserve.cli.options import IndexArg, JsonOpt, Options, make_app, with_options
+from blendserve.cli.options import IndexArg, JsonOpt, Options, RayOpt, make_app, with_options
 from blendserve.cli.show import as_dict
 from blendserve.config import Config
 from blendserve.errors import InputError
+from blendserve.paths import index_folder
 
 if TYPE_CHECKING:
     from blendserve.engine.engine import Engine
@@ -30,6 +31,14 @@ def precompute(
     shard: Annotated[
         str, typer.Option(help="Do this share of the work, i/n with i from 0; a store may be shared.")
     ] = "0/1",
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Compute by so many actors of a Ray cluster, each with a reader; without it, in this process.",
+        ),
+    ] = None,
+    ray: RayOpt = None,
     json: JsonOpt = False,
 ) -> None:
     """Compute and store the KV of an index's chunks.
@@ -57,17 +66,35 @@ def precompute(
         CUDA_VISIBLE_DEVICES=0 blendserve precompute docs &
         CUDA_VISIBLE_DEVICES=1 blendserve precompute docs &
         wait
+
+    Over the machines of a Ray cluster, or the GPUs or cores of this one, by actors into one store that all of them reach
+    (docs/cluster.md). An actor or machine that dies loses no stored chunk:
+
+    \b
+        blendserve precompute docs -c configs/precompute_worker.yaml --workers 4
+        blendserve precompute docs -c configs/precompute_worker.yaml --workers 4 --ray auto
     """
     from blendserve.engine.engine import Engine  # torch and all the rest: seconds
 
+    part = _shard(shard)
+    if ray and not workers:
+        raise InputError("--ray says where workers run: give --workers, too")
+    if workers and part != (0, 1):
+        raise InputError(
+            "--shard is for processes that know nothing of each other: leave it out with --workers"
+        )
     with Engine.open(index, settings, console.say) as engine:
-        part = _shard(shard)
         per_token = engine.reader.adapter.kv_bytes_per_token
         try:
             with console.progress_twice(
                 "Precomputing", "Learning how chunks move", ("tokens", "tokens"), per_token
             ) as bars:
-                report = engine.precompute(None, part, *bars)
+                if workers:
+                    from blendserve.workers.precompute import precompute_index
+
+                    report = precompute_index(engine, index_folder(index), workers, ray, *bars)
+                else:
+                    report = engine.precompute(None, part, *bars)
         except KeyboardInterrupt:
             console.say("stopped: what was computed is stored; the same command goes on from there")
             raise typer.Exit(130) from None

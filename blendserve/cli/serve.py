@@ -7,8 +7,8 @@ from typing import Annotated, Any
 import typer
 
 from blendserve import console
-from blendserve.cli.options import Options, make_app, with_options
-from blendserve.errors import ConfigError
+from blendserve.cli.options import Options, RayOpt, make_app, with_options
+from blendserve.errors import ConfigError, InputError
 from blendserve.serve.config import Config, effective, load_settings
 
 app = make_app()
@@ -42,23 +42,43 @@ def serve(
             "it serves more collections, with the first one's store. [default: indexes/demo]",
         ),
     ] = None,
+    replicas: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Run so many replicas of the engine on a Ray cluster; without it, one in this process.",
+        ),
+    ] = None,
+    ray: RayOpt = None,
 ) -> None:
     """Serve indexes over HTTP, to OpenAI's clients and others.
 
     Options hold where a request says nothing else. --config reads the server's own section, too (docs/serving.md).
+
+    With --replicas, this process searches and answers over HTTP, and engines on a Ray cluster run the reader, behind one
+    shared store. A request goes to the replica that has most of its chunks in memory, unless that one has too much to do
+    (docs/cluster.md):
+
+    \b
+        blendserve serve -i docs -c configs/cluster.yaml --replicas 2
     """
     indexes = index or ["indexes/demo"]
-    run = _runner()
+    if ray and not replicas:
+        raise InputError("--ray says where replicas run: give --replicas, too")
+    running = _running()
     console.say(effective(settings, indexes))
-    run(settings, indexes, console.say)
+    if replicas:
+        running.serve_cluster(settings, indexes, replicas, ray, console.say)
+    else:
+        running.serve(settings, indexes, console.say)
 
 
-def _runner() -> Any:
+def _running() -> Any:
     """The server's own imports, which are an extra. Raises ConfigError when they are not installed."""
     try:
-        from blendserve.serve.running import serve as run
+        from blendserve.serve import running
     except ImportError as error:
         raise ConfigError(
             f"the server needs more packages: pip install 'blendserve[serve]' ({error})"
         ) from None
-    return run
+    return running

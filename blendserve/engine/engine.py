@@ -149,15 +149,19 @@ class Engine:
         stored stays; ModelUnsupported for a reader that fails the gate.
         """
         self.gate.require()
-        chunks = self._shard(passages, shard)
+        chunks = self.chunks(passages, shard)
         report = self.blender.precompute(chunks, progress)
+        self.learn(chunks, learning)
+        return report
+
+    def learn(self, chunks: Sequence[TokenIds], learning: Progress = lambda done, total: None) -> None:
+        """Learn from stored chunks what `precompute` learns at its end."""
         if CORRECTIONS.load(self.config.blend.correction).uses_prior:
             self.blender.known.learn(chunks, learning)
-        return report
 
     def missing(self, passages: Sequence[Passage] | None = None, shard: tuple[int, int] = (0, 1)) -> int:
         """How many chunks `precompute` with the same arguments would still have to compute."""
-        return len(self.blender.missing(self._shard(passages, shard)))
+        return len(self.blender.missing(self.chunks(passages, shard)))
 
     def answer(
         self, question: str, passages: Sequence[Passage | str] | None = None, **options: Any
@@ -276,8 +280,10 @@ class Engine:
             )
         return self.index
 
-    def _shard(self, passages: Sequence[Passage] | None, shard: tuple[int, int]) -> list[TokenIds]:
-        """The chunks of one share."""
+    def chunks(
+        self, passages: Sequence[Passage] | None = None, shard: tuple[int, int] = (0, 1)
+    ) -> list[TokenIds]:
+        """The chunks of one share of the index's passages, or of these."""
         i, n = shard
         if not 0 <= i < n:
             shares = f"count from 0/{n} to {n - 1}/{n}" if n > 0 else "there is at least one, 0/1"
@@ -287,9 +293,13 @@ class Engine:
 
 
 def _made_for(reader: Reader, prompts: PromptBuilder) -> dict[str, Any]:
+    return made_for(reader.name, str(reader.adapter.dtype), reader.fingerprint, prompts)
+
+
+def made_for(name: str, dtype: str, fingerprint: str, prompts: PromptBuilder) -> dict[str, Any]:
     """How an index knows its reader, as the KV of one dtype is not another's, and the tokens of a passage in a prompt."""
     return {
-        "reader": f"{reader.name} ({str(reader.adapter.dtype).removeprefix('torch.')})",
-        "reader_fingerprint": reader.fingerprint,
+        "reader": f"{name} ({dtype.removeprefix('torch.')})",
+        "reader_fingerprint": fingerprint,
         "count": lambda passage: len(prompts.chunk(passage)),
     }

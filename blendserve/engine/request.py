@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from blendserve.blend.policies.base import make_policy
 from blendserve.config import BlendConfig, Config, DecodeConfig, changed
 from blendserve.core import Chunk, Passage, Prompt
 from blendserve.engine.prompt import Frame, PromptBuilder, Turn
 from blendserve.errors import ConfigError, InputError, PromptTooLong
-from blendserve.models.adapter import Adapter
 from blendserve.registry import nearest
 from blendserve.timing import Clock
 
@@ -34,6 +33,16 @@ class Request:
     turns: tuple[Turn, ...] = ()  # before the question
     blend: Options = field(default_factory=dict)  # fields of BlendConfig
     decode: Options = field(default_factory=dict)  # fields of DecodeConfig
+
+
+class Limits(Protocol):
+    """What of a reader a plan has to know: an Adapter has it."""
+
+    @property
+    def n_layers(self) -> int: ...
+
+    @property
+    def context_limit(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +68,7 @@ class Plan:
 def make_plan(
     request: Request,
     config: Config,
-    adapter: Adapter,
+    reader: Limits,
     prompts: PromptBuilder,
     search: Search,
     clock: Clock,
@@ -70,10 +79,10 @@ def make_plan(
     Raises ConfigError, InputError, PromptTooLong, and what `search` raises.
     """
     blend, decode = changed(config.blend, **request.blend), changed(config.decode, **request.decode)
-    make_policy(blend).validate(adapter.n_layers)
+    make_policy(blend).validate(reader.n_layers)
     if not request.question.strip():
         raise InputError("the question is empty: ask something")
-    space = _Space(room or adapter.context_limit, decode.max_new_tokens)
+    space = _Space(room or reader.context_limit, decode.max_new_tokens)
     if least := prompts.at_least(_texts(request), max(0, space.left)):
         space.require(least, at_least=True)
     frame = prompts.frame(request.question, request.turns)

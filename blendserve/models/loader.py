@@ -122,6 +122,18 @@ def read_configuration(config: ReaderConfig, say: Say = lambda _: None) -> tuple
         return _supported_config(str(folder)), dtype
 
 
+def load_tokenizer(config: ReaderConfig, say: Say = lambda _: None) -> Any:
+    """A reader's tokenizer, weights unread. Raises as `load_reader`."""
+    if config.model.startswith(RANDOM):
+        shape = config.model.removeprefix(RANDOM)
+        return _tokenizer_of_shape(Path(shape), shape_config(shape).vocab_size, say)
+    from transformers import AutoTokenizer
+
+    folder = str(bundled_folder(config.model, say) if config.model in BUNDLED else config.model)
+    with _quiet(), _explaining(folder, config.model):
+        return AutoTokenizer.from_pretrained(folder)
+
+
 def _random_reader(name: str, dtype: torch.dtype, device: torch.device, say: Say) -> Reader:
     """A shape's reader: random weights, and the bundled reader's tokenizer where the shape's folder has none."""
     shape = name.removeprefix(RANDOM)

@@ -11,6 +11,7 @@ from fastapi.security.utils import get_authorization_scheme_param
 from starlette.requests import HTTPConnection
 
 from blendserve.errors import NotAuthenticated
+from blendserve.serve.asking import Asking
 from blendserve.serve.front import Front
 from blendserve.serve.keys import Tenant
 from blendserve.serve.service import Service
@@ -21,6 +22,12 @@ _bearer = HTTPBearer(auto_error=False, description="An API key, where the server
 def service(request: Request) -> Service:
     """The server's parts."""
     found: Service = request.app.state.service
+    return found
+
+
+def asking(request: Request) -> Asking:
+    """The server's parts, wherever its model runs."""
+    found: Asking = request.app.state.service
     return found
 
 
@@ -69,5 +76,6 @@ async def counted_tenant(
 
 
 ServiceArg = Annotated[Service, Depends(service)]
+AskingArg = Annotated[Asking, Depends(asking)]
 TenantArg = Annotated[Tenant, Depends(tenant)]
 CountedTenantArg = Annotated[Tenant, Depends(counted_tenant)]

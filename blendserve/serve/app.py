@@ -6,6 +6,7 @@ import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
@@ -19,6 +20,7 @@ from starlette.types import ASGIApp, Lifespan, Message, Receive, Scope, Send
 import blendserve
 from blendserve.errors import BlendserveError
 from blendserve.serve import library_api, listing_api, openai_api, rag_api, status_api
+from blendserve.serve.asking import Asking
 from blendserve.serve.bodies import Bodies
 from blendserve.serve.front import Front
 from blendserve.serve.logs import REQUEST, access
@@ -30,17 +32,24 @@ from blendserve.timing import Clock
 
 def make_app(service: Service) -> FastAPI:
     """The application over a service, which it starts and closes."""
-    apis = (openai_api, rag_api, library_api, listing_api, status_api, page)
+    return _app(service, openai_api, rag_api, library_api, listing_api, status_api, page)
 
+
+def make_cluster_app(service: Asking) -> FastAPI:
+    """The same where the model runs elsewhere: questions alone, as one replica's store is not the others'."""
+    return _app(service, openai_api, rag_api, status_api)
+
+
+def _app(service: Asking, *apis: ModuleType) -> FastAPI:
     @asynccontextmanager
     async def life(_: FastAPI) -> AsyncIterator[None]:
         service.start()
         yield
-        service.jobs.cancel()
+        service.stopping()
         service.close()
 
     app = app_behind(service, life, [api.router for api in apis])
-    app.openapi = partial(_described, app, service.engine.reader.name)  # type: ignore[method-assign]
+    app.openapi = partial(_described, app, service.reader_name)  # type: ignore[method-assign]
     return app
 
 

@@ -15,16 +15,16 @@ from blendserve.core import Answer, Passage
 from blendserve.engine.prompt import Turn
 from blendserve.engine.queued import Finished, Piece
 from blendserve.errors import InputError, NotFound
-from blendserve.serve.access import ServiceArg, TenantArg
+from blendserve.serve.access import AskingArg, TenantArg
+from blendserve.serve.asking import Answering, Ask, Asking
 from blendserve.serve.replies import make_ask, reply
 from blendserve.serve.schema import ChatRequest, CompletionRequest, Extras, Message, Neutral
-from blendserve.serve.service import Answering, Ask, Service
 
 router = APIRouter(prefix="/v1", tags=["OpenAI"])
 
 
 @router.post("/chat/completions")
-async def chat(body: ChatRequest, request: Request, service: ServiceArg, tenant: TenantArg) -> Response:
+async def chat(body: ChatRequest, request: Request, service: AskingArg, tenant: TenantArg) -> Response:
     """Answer the last user message from passages; earlier turns stay in the prompt."""
     *before, last = body.messages
     if last.role != "user":
@@ -36,7 +36,7 @@ async def chat(body: ChatRequest, request: Request, service: ServiceArg, tenant:
 
 @router.post("/completions")
 async def complete(
-    body: CompletionRequest, request: Request, service: ServiceArg, tenant: TenantArg
+    body: CompletionRequest, request: Request, service: AskingArg, tenant: TenantArg
 ) -> Response:
     """Answer the prompt, taken for a question, from passages."""
     shape = _Completion(body)
@@ -45,35 +45,34 @@ async def complete(
 
 
 @router.get("/models")
-async def models(service: ServiceArg, tenant: TenantArg) -> dict[str, Any]:
+async def models(service: AskingArg, tenant: TenantArg) -> dict[str, Any]:
     """The reader, and the collections that this key may use."""
     return {"object": "list", "data": [_model(service, service.collections(tenant))]}
 
 
 @router.get("/models/{model:path}")
-async def model(model: str, service: ServiceArg, tenant: TenantArg) -> dict[str, Any]:
+async def model(model: str, service: AskingArg, tenant: TenantArg) -> dict[str, Any]:
     """The reader."""
     _check_model(service, model)
     return _model(service, service.collections(tenant))
 
 
-def _model(service: Service, collections: list[str]) -> dict[str, Any]:
-    reader = service.engine.reader
-    extras = {"collections": collections, "slot_tokens": service.batch.slots.tokens}
-    names = {"id": reader.name, "object": "model", "created": 0, "owned_by": "blendserve"}
+def _model(service: Asking, collections: list[str]) -> dict[str, Any]:
+    extras = {"collections": collections, "slot_tokens": service.slot_tokens}
+    names = {"id": service.reader_name, "object": "model", "created": 0, "owned_by": "blendserve"}
     return {**names, "x_blendserve": extras}
 
 
-def _check_model(service: Service, name: str) -> None:
-    if name != service.engine.reader.name:
-        raise NotFound(f"there is no model {name!r} here: this server runs {service.engine.reader.name!r}")
+def _check_model(service: Asking, name: str) -> None:
+    if name != service.reader_name:
+        raise NotFound(f"there is no model {name!r} here: this server runs {service.reader_name!r}")
 
 
 def _turn(message: Message) -> Turn:
     return Turn("system" if message.role == "developer" else message.role, message.said)
 
 
-def _ask(service: Service, body: Neutral, question: str, turns: tuple[Turn, ...] = ()) -> Ask:
+def _ask(service: Asking, body: Neutral, question: str, turns: tuple[Turn, ...] = ()) -> Ask:
     _check_model(service, body.model)
     return make_ask(question, body, body.x_blendserve or Extras(), turns)
 

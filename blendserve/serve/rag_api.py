@@ -15,33 +15,33 @@ from blendserve.config import Method
 from blendserve.core import Answer
 from blendserve.engine.queued import Finished, Piece, Started
 from blendserve.registry import CORRECTIONS, POLICIES
-from blendserve.serve.access import ServiceArg, TenantArg
+from blendserve.serve.access import AskingArg, TenantArg
+from blendserve.serve.asking import Answering
 from blendserve.serve.explained import explained
 from blendserve.serve.replies import make_ask, reply
 from blendserve.serve.schema import RagRequest
-from blendserve.serve.service import Answering
 
 router = APIRouter(prefix="/v1/rag", tags=["RAG"])
 
 
 @router.post("/query")
-async def query(body: RagRequest, request: Request, service: ServiceArg, tenant: TenantArg) -> Response:
+async def query(body: RagRequest, request: Request, service: AskingArg, tenant: TenantArg) -> Response:
     """Text, passages, report and timings; streamed: the passages first, then text, at last the figures.
 
     explain: also what each token of the prompt started from, and why; streamed, as soon as the prefill is done.
     """
     ask = make_ask(body.question, body, body)
-    shape = _Shape(service.engine.reader.tokenizer, body.explain)
+    shape = _Shape(service.tokenizer, body.explain)
     return await reply(request, service, tenant, ask, shape.whole, shape.events if body.stream else None)
 
 
 @router.get("/settings")
-async def settings(service: ServiceArg, tenant: TenantArg) -> dict[str, Any]:
+async def settings(service: AskingArg, tenant: TenantArg) -> dict[str, Any]:
     """What holds where a request says nothing else, what it may choose from, and what this key may do."""
-    config = service.engine.config
+    config = service.config
     return {
         "version": blendserve.__version__,
-        "model": service.engine.reader.name,
+        "model": service.reader_name,
         "defaults": {
             **config.blend.model_dump(include={"method", "policy", "ratio", "correction"}),
             "top_k": config.retrieve.top_k,
@@ -55,7 +55,7 @@ async def settings(service: ServiceArg, tenant: TenantArg) -> dict[str, Any]:
             {"name": name, "passages": len(service.library.collections[name])}
             for name in service.collections(tenant)
         ],
-        "slot_tokens": service.batch.slots.tokens,
+        "slot_tokens": service.slot_tokens,
         "max_body_bytes": service.serve.max_body_kb * 1024,
         "key": {"needed": service.keys is not None, "admin": tenant.admin, "read_only": tenant.read_only},
     }

@@ -27,9 +27,9 @@ from blendserve.errors import (
     StoreError,
     VectorIndexError,
 )
+from blendserve.serve.asking import Answering, Ask, Asking
 from blendserve.serve.keys import Tenant
 from blendserve.serve.schema import Extras, Sampling
-from blendserve.serve.service import Answering, Ask, Service
 
 T = TypeVar("T")
 Whole = Callable[[Answering, Answer], dict[str, Any]]
@@ -71,7 +71,7 @@ def make_ask(question: str, body: Sampling, extras: Extras, turns: tuple[Turn, .
 
 
 async def reply(
-    request: Request, service: Service, tenant: Tenant, ask: Ask, whole: Whole, events: Events | None
+    request: Request, service: Asking, tenant: Tenant, ask: Ask, whole: Whole, events: Events | None
 ) -> Response:
     """Ask, and answer by `whole`, or by `events` where they are given. Raises BlendserveErrors and ClientGone.
 

@@ -10,18 +10,26 @@ import math
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
 
 from blendserve.delivery.pull import resolve
-from blendserve.engine.engine import Engine, Say
+from blendserve.engine.engine import Engine, Say, made_for
 from blendserve.engine.library import Library
+from blendserve.engine.prompt import PromptBuilder
+from blendserve.models.loader import load_tokenizer
+from blendserve.paths import index_folder
+from blendserve.retrieve import Embedder, VectorIndex, read_manifest
 from blendserve.serve import logs
-from blendserve.serve.app import make_app
+from blendserve.serve.app import make_app, make_cluster_app
 from blendserve.serve.config import Config, HttpConfig, ServeConfig, check_binding
+from blendserve.serve.routed import RemoteReader, RoutedService
 from blendserve.serve.service import Service
+from blendserve.workers.cluster import cluster, worker_config
+from blendserve.workers.replicas import Replicas
 
 # A pass gives the GIL back and wants it again hundreds of times; beside a thread that parses, it waits so long each time.
 SWITCH_S = 5e-4
@@ -41,12 +49,40 @@ def serve(settings: Config, indexes: Sequence[str], say: Say) -> None:
         run(engine, library, settings.serve, say)
 
 
+def serve_cluster(
+    settings: Config, indexes: Sequence[str], replicas: int, address: str | None, say: Say
+) -> None:
+    """The same with so many replicas of the engine on a Ray cluster, which is joined or started (workers/cluster.py).
+
+    Raises ClusterUnavailable, too.
+    """
+    check_binding(settings.serve)
+    first, config = resolve(indexes[0], settings.engine, say)
+    folders = [first, *(resolve(index, config, say)[0] for index in indexes[1:])]
+    folder = index_folder(first)
+    read_manifest(folder)  # before anything heavy is started
+    opener = partial(Engine.open, worker_config(config, folder))
+    say(f"Starting {replicas} replicas")
+    with (
+        cluster(address, replicas) as share,
+        Replicas(opener, settings.serve.batching, replicas, share) as group,
+    ):
+        facts = group.facts()
+        reader = RemoteReader(facts, load_tokenizer(config.reader, say))
+        prompts = PromptBuilder(reader.tokenizer, config.prompt)
+        embedder = Embedder.load(config.retrieve.embedder)
+        made = made_for(facts.name, facts.dtype, facts.fingerprint, prompts)
+        library = Library.open(VectorIndex.open(folder, embedder, **made), folders, prompts)
+        service = RoutedService(config, library, settings.serve, reader, prompts, group)
+        HttpServer(make_cluster_app(service), settings.serve, say, service.drain).run()
+
+
 def run(engine: Engine, library: Library, serve: ServeConfig, say: Say) -> None:
     """Serve an open engine until told to stop."""
     service = Service(engine, library, serve)
     sys.setswitchinterval(SWITCH_S)
     try:
-        HttpServer(make_app(service), serve, say, service.scheduler.drain).run()
+        HttpServer(make_app(service), serve, say, service.drain).run()
     finally:
         service.close()  # a forced end skips the application's own
 
@@ -62,6 +98,8 @@ class HttpServer(uvicorn.Server):
                 app,
                 host=http.host,
                 port=http.port,
+                loop="asyncio",  # the same on every machine: Ray brings others, which uvicorn would take
+                http="h11",
                 log_config=None,
                 access_log=False,
                 lifespan="on",

@@ -9,7 +9,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import JSONResponse, Response
 
 from blendserve.errors import NotAllowed
-from blendserve.serve.access import ServiceArg, TenantArg
+from blendserve.serve.access import AskingArg, TenantArg
 
 router = APIRouter(tags=["operations"])
 
@@ -21,14 +21,14 @@ async def health() -> dict[str, Any]:
 
 
 @router.get("/ready")
-async def ready(service: ServiceArg) -> JSONResponse:
+async def ready(service: AskingArg) -> JSONResponse:
     """Questions are taken; 503 while the server shuts down."""
-    alive = service.scheduler.alive
+    alive = service.alive
     return JSONResponse({"status": "ready" if alive else "stopping"}, 200 if alive else 503)
 
 
 @router.get("/metrics")
-async def metrics(service: ServiceArg, tenant: TenantArg) -> Response:
+async def metrics(service: AskingArg, tenant: TenantArg) -> Response:
     """For Prometheus. About all tenants: with keys, an admin's is needed."""
     if not tenant.admin:
         raise NotAllowed("the metrics are about all tenants: use the key of an admin")

@@ -324,6 +324,10 @@ class KVStore(ABC):
     def info(self, keys: Iterable[ChunkKey]) -> dict[ChunkKey, ChunkInfo]:
         """What is known of those of the chunks that are there. Counts as no use of them. Raises StoreUnavailable."""
 
+    def hot(self) -> frozenset[ChunkKey]:
+        """Chunks that lie in the process's memory or on its device, as of now; none where the kind keeps none there."""
+        return frozenset()
+
     def prefetch(self, keys: Iterable[ChunkKey]) -> None:
         """A request for these is on its way: begin to bring near what is far. A hint; it waits for nothing."""
         return

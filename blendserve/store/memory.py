@@ -239,6 +239,10 @@ class MemoryStore(KVStore):
         with self._lock:
             return iter(sorted(key for key in self._chunks if key.startswith(namespace_tag(namespace))))
 
+    def hot(self) -> frozenset[ChunkKey]:
+        with self._lock:
+            return frozenset(self._chunks)
+
     def stats(self, namespace: str | None = None) -> StoreStats:
         with self._lock:
             keys = list(self.keys(namespace))

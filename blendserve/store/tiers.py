@@ -103,6 +103,11 @@ class Tier:
         entry = self._entries.get(key)
         return entry is not None and entry.whole
 
+    def keys(self) -> frozenset[ChunkKey]:
+        """Of the chunks that are here whole."""
+        with self._using:
+            return frozenset(key for key, entry in self._entries.items() if entry.whole)
+
     def held(self, key: ChunkKey) -> TierEntry | None:
         """The entry of a chunk that is here whole, whichever record it came from. Counts as a use."""
         with self._using:
@@ -204,6 +209,9 @@ class TieredStore(WrappedStore):
         found = self._store.info(keys)
         nearest = {key: tier.name for tier in reversed(self._tiers) for key in found if key in tier}
         return {key: replace(known, tier=nearest.get(key, known.tier)) for key, known in found.items()}
+
+    def hot(self) -> frozenset[ChunkKey]:
+        return self._store.hot().union(*(tier.keys() for tier in self._tiers))
 
     def stats(self, namespace: str | None = None) -> StoreStats:
         """Of the store. Of its tiers only for who may see the whole: what is in them comes from all tenants' requests."""

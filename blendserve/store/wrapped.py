@@ -69,6 +69,9 @@ class WrappedStore(KVStore):
     def info(self, keys: Iterable[ChunkKey]) -> dict[ChunkKey, ChunkInfo]:
         return self._store.info(keys)
 
+    def hot(self) -> frozenset[ChunkKey]:
+        return self._store.hot()
+
     def prefetch(self, keys: Iterable[ChunkKey]) -> None:
         self._store.prefetch(keys)
 

@@ -177,6 +177,12 @@ WRONG: dict[str, tuple[list[str], str]] = {
     "store full": (["precompute", "{index}", "-c", "{tmp}/small.yaml"], "cap"),
     "store is garbage": (["store", "verify", "{tmp}/garbage"], "garbage"),
     "shard that is none": (["precompute", "{index}", "--shard", "2/2"], "0/2"),
+    "a cluster for no workers": (["precompute", "{index}", "--ray", "auto"], "give --workers"),
+    "workers of a share": (
+        ["precompute", "{index}", "--workers", "2", "--shard", "0/2"],
+        "leave it out with",
+    ),
+    "a cluster for no replicas": (["serve", "-i", "{index}", "--ray", "auto"], "give --replicas"),
     "top_k of nothing": (["ask", "Why?", "-i", "{index}", "--top-k", "0"], "top_k"),
 }
 

@@ -60,6 +60,23 @@ def test_a_chunk_is_read_from_the_store_once(disk: LMDBStore) -> None:
     assert (disk.stats().hits, store.stats().hits) == (3, 3)  # the store is asked each time
 
 
+def test_hot_is_what_a_tier_or_a_store_in_memory_has_whole(disk: LMDBStore) -> None:
+    store = TieredStore(disk, [near(2)])
+    ask(store, 0, 1, 2)
+    with store.reading() as snapshot:
+        view = snapshot.get(key_of(3))
+        assert view
+        view.layer(0)
+        assert store.hot() == {
+            key_of(2)
+        }  # of the last one only a layer has been read, and it took the place of one
+    store.delete(key_of(2))
+    assert store.hot() == disk.hot() == set()
+    memory = MemoryStore(CAP)
+    memory.put(key_of(0), chunk(10))
+    assert TieredStore(memory, []).hot() == {key_of(0)}
+
+
 def test_what_a_tier_gives_is_not_read_from_the_store(tmp_path: Path) -> None:
     with LMDBStore(tmp_path, CAP) as disk:
         disk.put(key_of(0), chunk(BIG))

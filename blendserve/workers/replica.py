@@ -1,0 +1,116 @@
+"""One replica: an engine with its scheduler in a process of its own, which answers what was planned elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from blendserve.config import BlendConfig, DecodeConfig
+from blendserve.core import BlendReport, Passage, Prompt
+from blendserve.engine.batching import BatchEngine
+from blendserve.engine.engine import Engine
+from blendserve.engine.queued import Event, Failed, Finished, QueuedRequest
+from blendserve.engine.request import Plan
+from blendserve.errors import BlendserveError
+from blendserve.timing import Clock
+from blendserve.workers.cluster import stay_on_loopback
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedRequest:
+    """A plan on its way to a replica."""
+
+    prompt: Prompt
+    passages: tuple[Passage, ...]
+    blend: BlendConfig
+    decode: DecodeConfig
+    tenant: str
+    namespace: str
+    seconds: float  # since the request came
+    retrieve: float  # of them, spent on the search
+
+    def plan(self) -> Plan:
+        """As an engine takes it."""
+        clock = Clock()
+        clock.set_back(self.seconds, retrieve=self.retrieve)
+        return Plan(self.prompt, self.passages, self.blend, self.decode, clock)
+
+
+@dataclass(frozen=True, slots=True)
+class ReaderFacts:
+    """What of a replica's reader one has to know to plan requests and to name chunks. Limits of plans."""
+
+    name: str
+    fingerprint: str
+    dtype: str
+    n_layers: int
+    context_limit: int
+    slot_tokens: int
+
+
+class EngineReplica:
+    """What Ray Serve runs."""
+
+    def __init__(self, open_engine: Callable[[], Engine], batching: Mapping[str, Any]) -> None:
+        """open_engine: picklable; needs no index. batching: arguments of BatchEngine."""
+        stay_on_loopback()
+        self._engine = open_engine()
+        self._batch = BatchEngine(self._engine, _Unobserved(), **batching)
+        self._batch.scheduler.start()
+        self._told = 0
+
+    def facts(self) -> ReaderFacts:
+        """Of its reader."""
+        reader, slots = self._engine.reader, self._batch.slots
+        adapter = reader.adapter
+        dtype, context = str(adapter.dtype), adapter.context_limit
+        return ReaderFacts(reader.name, reader.fingerprint, dtype, adapter.n_layers, context, slots.tokens)
+
+    def record_routing_stats(self) -> dict[str, Any]:
+        """What Ray Serve asks for and tells routers: hot chunks and load; `told` shows how fresh it is."""
+        self._told += 1
+        return {"hot": self._engine.store.hot(), "load": sum(self._batch.scheduler.load), "told": self._told}
+
+    def check_health(self) -> None:
+        """Raises RuntimeError where the model's thread has ended: Ray Serve then starts another replica."""
+        if not self._batch.scheduler.alive:
+            raise RuntimeError("the model's thread has ended")
+
+    async def answer(self, request: RoutedRequest, keys: frozenset[bytes]) -> AsyncIterator[Event]:
+        """Started, pieces, and at last Finished or Failed. keys: of its chunks, for the router."""
+        loop, events = asyncio.get_running_loop(), asyncio.Queue[Event]()
+
+        def emit(event: Event) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody listens
+                loop.call_soon_threadsafe(events.put_nowait, event)
+
+        queued: QueuedRequest | None = None
+        try:
+            queued = await asyncio.to_thread(
+                self._batch.queued, request.plan(), emit, request.tenant, request.namespace
+            )
+            self._batch.scheduler.submit(queued)
+            while True:
+                yield (event := await events.get())
+                if isinstance(event, Finished | Failed):
+                    return
+        except BlendserveError as error:  # as Busy: the same on its way as one that comes later
+            yield Failed(error)
+        finally:
+            if queued:
+                self._batch.scheduler.cancel(queued)
+
+
+class _Unobserved:
+    """An Observer of the scheduler that looks away: the ingress counts what it is told."""
+
+    def dequeued(self, method: str, seconds: float) -> None: ...
+
+    def prefilled(self, report: BlendReport, loading: float) -> None: ...
+
+    def step(self, batch: int) -> None: ...
+
+    def token(self, method: str, seconds: float, first: bool) -> None: ...

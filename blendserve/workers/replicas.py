@@ -1,0 +1,141 @@
+"""Replicas of an engine behind Ray Serve, and requests to them: one that a dead replica was answering is asked again."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from contextlib import AbstractContextManager, aclosing
+from dataclasses import replace
+from typing import Any
+
+from blendserve.engine.engine import Engine
+from blendserve.engine.queued import Event, Finished, Piece, Started
+from blendserve.errors import ClusterUnavailable
+from blendserve.timing import Clock
+from blendserve.workers.cluster import Share, import_ray
+from blendserve.workers.precompute import own_error
+from blendserve.workers.replica import EngineReplica, ReaderFacts, RoutedRequest
+
+APP = "blendserve"
+CHUNK_ROUTER = "blendserve.workers.router:ChunkRouter"
+ATTEMPTS = 4  # of one request, each on another replica's death
+STATS_S = 1.0  # between two words of a replica about what is hot
+HEALTH_S = 2.0
+
+
+class Replicas(AbstractContextManager["Replicas"]):
+    """Started on the connected cluster, and ended at the end."""
+
+    def __init__(
+        self,
+        open_engine: Callable[[], Engine],
+        batching: Mapping[str, Any],
+        n: int,
+        share: Share,
+        router: str = CHUNK_ROUTER,
+        name: str = APP,
+    ) -> None:
+        """batching: arguments of BatchEngine. share: what each replica gets. name: of the application on the cluster.
+
+        Raises what opening an engine raises, and ClusterUnavailable.
+        """
+        self._ray = import_ray()
+        self._serve = importlib.import_module("ray.serve")  # seconds
+        config = importlib.import_module("ray.serve.config")
+        logging.getLogger("ray.serve").setLevel(logging.ERROR)
+        self._serve.start(proxy_location="Disabled")  # HTTP is ours
+        self._deployment = self._serve.deployment(EngineReplica).options(
+            name=name,
+            num_replicas=n,
+            max_ongoing_requests=batching["slots"] + batching["queue"],
+            ray_actor_options={"num_cpus": share.cpus, "num_gpus": share.gpus},
+            request_router_config=config.RequestRouterConfig(
+                request_router_class=router, request_routing_stats_period_s=STATS_S
+            ),
+            health_check_period_s=HEALTH_S,
+        )
+        self._bound, self._name = (open_engine, dict(batching)), name
+        self._run()
+
+    def _run(self) -> None:
+        app = self._deployment.bind(*self._bound)
+        try:
+            self._handle = self._serve.run(app, name=self._name, route_prefix=None)
+        except (self._ray.exceptions.RayError, RuntimeError) as error:
+            raise own_error(error, "replicas cannot be started") from error
+
+    def scale(self, n: int) -> None:
+        """So many replicas from now on; those that run and stay keep what they have in memory."""
+        self._deployment = self._deployment.options(num_replicas=n)
+        self._run()
+
+    def __exit__(self, *_: object) -> None:
+        self._serve.delete(self._name)
+
+    def facts(self) -> ReaderFacts:
+        """Of the reader that they all have."""
+        found: ReaderFacts = self._handle.facts.remote().result()
+        return found
+
+    async def answer(self, request: RoutedRequest, keys: frozenset[bytes]) -> AsyncIterator[Event]:
+        """Started, pieces, and at last Finished or Failed, once each, however many replicas it took.
+
+        keys: of its chunks. Where text was sent already and another replica says something else, that is an error, not a
+        second answer. Raises ClusterUnavailable.
+        """
+        clock, said = Clock(), Said()
+        for _ in range(ATTEMPTS):
+            sent = replace(request, seconds=request.seconds + clock.elapsed())
+            stream = self._handle.options(stream=True).answer.remote(sent, keys=keys)
+            try:
+                async with aclosing(_events(stream)) as events:
+                    async for event in events:
+                        for new in said.new(event):
+                            yield new
+                return
+            except self._ray.exceptions.RayActorError:
+                continue
+            except self._ray.exceptions.RayError as error:
+                raise own_error(error, "the replica failed") from error
+        raise ClusterUnavailable(f"{ATTEMPTS} replicas ended while they answered: ask again")
+
+
+async def _events(stream: Any) -> AsyncGenerator[Event, None]:
+    """What a replica sends; told to stop where nobody waits for the rest."""
+    ended = False
+    try:
+        async for event in stream:
+            ended = not isinstance(event, Started | Piece)
+            yield event
+    finally:
+        if not ended:
+            stream.cancel()
+
+
+class Said:
+    """What of an answer the asker has, so that another replica's goes on from there."""
+
+    def __init__(self) -> None:
+        self._started, self._text, self._again = False, "", ""
+
+    def new(self, event: Event) -> list[Event]:
+        """What of an event the asker does not have. Raises ClusterUnavailable where the text is another than theirs."""
+        if isinstance(event, Started):
+            first, self._started, self._again = not self._started, True, ""
+            return [event] if first else []
+        if isinstance(event, Piece):
+            self._again += event.text
+            self._require(self._again[: len(self._text)] == self._text[: len(self._again)])
+            more = self._again[len(self._text) :]
+            self._text += more
+            return [Piece(more)] if more else []
+        if isinstance(event, Finished):
+            self._require(event.answer.text.startswith(self._text))
+        return [event]
+
+    def _require(self, goes_on: bool) -> None:
+        if not goes_on:
+            raise ClusterUnavailable(
+                "the replica that was answering ended, and another one goes on differently: ask again"
+            )

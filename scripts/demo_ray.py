@@ -1,0 +1,275 @@
+"""A Ray cluster on this machine: what its workers compute, where its router sends questions, and what a kill costs.
+
+    python scripts/demo_ray.py [--only stores|questions] [--passages 24] [--requests 120]
+
+Needs the extras ray and valkey, and the demo's index, which is built if it is not there. Everything runs on one
+Valkey server and ends with this process. It prints:
+
+1. the store that one process, two actors, and two actors of which one is killed make of the same passages;
+2. questions about a few topics, sent to two replicas by chunk affinity and, in turns with it, round robin: where their
+   chunks were read from, and the time to the first token;
+3. what becomes of the questions that are being answered when a replica is killed.
+
+The last line is JSON; the exit code is 1 if a store differs or a question fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import math
+import os
+import random
+import signal
+import statistics
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from blendserve import console
+from blendserve.bench.servers import Server
+from blendserve.config import Config
+from blendserve.core import Passage, TokenIds
+from blendserve.demo import open_demo
+from blendserve.engine.engine import Engine
+from blendserve.engine.queued import Failed, Finished, Started
+from blendserve.engine.request import Request
+from blendserve.serve.config import ServeConfig
+from blendserve.store import ChunkKey
+from blendserve.workers.cluster import Share, cluster
+from blendserve.workers.precompute import precompute
+from blendserve.workers.replica import RoutedRequest
+from blendserve.workers.replicas import CHUNK_ROUTER, Replicas
+
+ROUND_ROBIN = "blendserve.workers.router:RoundRobinRouter"
+ROUTERS = {"chunk affinity": CHUNK_ROUTER, "round robin": ROUND_ROBIN}
+TOPIC = 6  # passages; a question is about ASKED of them, in any order
+ASKED = 4
+CLIENTS = 2
+ROUND = 12  # requests of one routing before the other one's turn
+
+
+def main() -> None:
+    """All three parts."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--passages", type=int, default=24)
+    parser.add_argument("--requests", type=int, default=120, help="of each routing")
+    parser.add_argument("--only", choices=("stores", "questions"), help="the first part, or the others")
+    given = parser.parse_args()
+    with open_demo() as demo:
+        assert demo.index
+        passages = demo.index.passages[: given.passages]
+    with Server(databases="16") as server, cluster(None, 4) as share:
+        figures: dict[str, Any] = {}
+        if given.only != "questions":
+            figures["stores"] = made_stores(server, passages, share)
+        if given.only != "stores":
+            figures |= asyncio.run(served(server, passages, given.requests, share))
+    right = figures.get("stores", {}).get("equal", True) and not figures.get("killed", {}).get("failed")
+    console.print_json({**figures, "right": right})
+    raise SystemExit(not right)
+
+
+def settings(url: str, own_bytes: int = 0, dtype: str = "auto") -> Config:
+    """The server alone, or behind a memory of so many bytes."""
+    far = {"kind": "valkey", "cap_gb": 8, "valkey": {"url": url, "deadline_s": 30}}
+    own = {"kind": "memory", "cap_gb": own_bytes / 1e9, "tiers": {"remote": far}}
+    store, reader = own if own_bytes else far, {"dtype": dtype}
+    return Config(reader=reader, store=store, blend={"method": "blend"}, decode={"max_new_tokens": 8})
+
+
+# 1. Stores
+
+
+def made_stores(server: Server, passages: list[Passage], share: Share) -> dict[str, Any]:
+    """The same by one process, by two actors, and by two of which one is killed.
+
+    In fp32, whose rounding is small beside any mistake: actors have other threads and other stacks than one process.
+    """
+    figures: dict[str, Any] = {"passages": len(passages)}
+    with ExitStack() as stack:
+        engines = [
+            stack.enter_context(Engine.open(settings(f"{server.url}/{i}", dtype="float32"))) for i in range(3)
+        ]
+        chunks = engines[0].prompts.chunk_ids(passages)
+        figures["one process"] = engines[0].blender.precompute(chunks).computed
+        for engine, kill in zip(engines[1:], (False, True), strict=True):
+            report = by_actors(engine, chunks, share, kill)
+            name = "two actors, one killed" if kill else "two actors"
+            figures[name] = {"computed": report, "missing": len(engine.blender.missing(chunks))}
+        differences = [difference(engines[0], engine) for engine in engines[1:]]
+    figures["largest difference"] = max(differences)
+    figures["equal"] = max(differences) < 1e-4
+    for name, value in figures.items():
+        console.out.print(f"{name}: {value}")
+    return figures
+
+
+def by_actors(engine: Engine, chunks: list[TokenIds], share: Share, kill: bool) -> int:
+    """Compute by two actors -> chunks computed. kill: one of them at the first stack's end."""
+    left = [kill]
+
+    def first_stack(done: int, total: int) -> None:
+        if left[0] and done < total:
+            left[0] = False
+            os.kill(next(pids("PrecomputeActor")), signal.SIGKILL)
+
+    opener = partial(Engine.open, engine.config)
+    return precompute(engine, opener, chunks, 2, share, first_stack).computed
+
+
+def difference(one: Engine, other: Engine) -> float:
+    """The largest between two stores' values, as a share of the layer's largest; infinite where keys differ."""
+    if set(one.store.keys()) != set(other.store.keys()):
+        return float("inf")
+    return max(map(partial(_distance, one, other), one.store.keys()))
+
+
+def _distance(one: Engine, other: Engine, key: ChunkKey) -> float:
+    with one.store.reading() as a, other.store.reading() as b:
+        x, y = a.get(key), b.get(key)
+        assert x
+        assert y
+        layers = [(torch.stack(x.layer(l)), torch.stack(y.layer(l))) for l in range(x.n_layers)]
+    return max(float((p - q).abs().max() / p.abs().max()) for p, q in layers)
+
+
+def pids(name: str) -> Iterator[int]:
+    """Of Ray's processes of that name which this one has started."""
+    for entry in Path("/proc").glob("[0-9]*"):
+        pid = int(entry.name)
+        try:
+            title = (entry / "cmdline").read_bytes().decode(errors="replace")
+        except OSError:
+            continue
+        if title.startswith("ray::") and name in title and os.getpid() in _ancestors(pid):
+            yield pid
+
+
+def _ancestors(pid: int) -> Iterator[int]:
+    while pid > 1:
+        try:
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            return
+        yield pid
+
+
+# 2. and 3. Questions
+
+
+@dataclass
+class Asked:
+    """What became of the questions of one routing."""
+
+    tiers: Counter[str] = field(default_factory=Counter)
+    ttft: list[float] = field(default_factory=list)
+    failed: int = 0
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        chunks = sum(self.tiers.values())
+        return {
+            "requests": len(self.ttft),
+            "failed": self.failed,
+            "in memory": round(self.tiers["local"] / max(1, chunks), 3),
+            "ttft ms": {
+                name: round(of(self.ttft or [math.nan]) * 1e3, 1)
+                for name, of in (("mean", statistics.mean), ("median", statistics.median))
+            },
+        }
+
+
+class Questions:
+    """Random questions about topics, some more asked for than others."""
+
+    def __init__(self, engine: Engine, passages: list[Passage]) -> None:
+        self._engine = engine
+        self._topics = [passages[i : i + TOPIC] for i in range(0, len(passages) - TOPIC + 1, TOPIC)]
+
+    def draw(self, seed: int) -> tuple[RoutedRequest, frozenset[bytes]]:
+        """A request, and the keys of its chunks."""
+        lots = random.Random(seed)
+        weights = [1 / (rank + 1) for rank in range(len(self._topics))]  # Zipf
+        (topic,) = lots.choices(self._topics, weights)
+        own = tuple(lots.sample(topic, ASKED))
+        plan = self._engine.plan(Request("What is this about?", own))
+        keys = frozenset(self._engine.blender.key(chunk.ids) for chunk in plan.prompt.chunks)
+        return RoutedRequest(plan.prompt, plan.passages, plan.blend, plan.decode, "", "", 0.0, 0.0), keys
+
+
+async def served(server: Server, passages: list[Passage], requests: int, share: Share) -> dict[str, Any]:
+    """Two replicas for each routing on a store that one process made, asked in turns: both meet the same machine."""
+    with Engine.open(settings(f"{server.url}/0")) as engine, ExitStack() as stack:
+        engine.blender.precompute(engine.prompts.chunk_ids(passages))
+        questions = Questions(engine, passages)
+        own = int(0.55 * engine.store.stats().bytes)  # a replica's memory: two hold everything, one does not
+        opener = partial(Engine.open, settings(f"{server.url}/0", own))
+        batching = ServeConfig(slots=4, slot_tokens=4096).batching
+        groups = {
+            name: stack.enter_context(Replicas(opener, batching, 2, share, router, name.replace(" ", "-")))
+            for name, router in ROUTERS.items()
+        }
+        found = {name: Asked() for name in groups}
+        for start in range(0, requests, ROUND):
+            for name, group in groups.items():
+                await ask_all(group, questions, range(start, min(start + ROUND, requests)), found[name])
+        figures: dict[str, Any] = {name: asked.figures for name, asked in found.items()}
+        figures["killed"] = await killed(groups["chunk affinity"], questions, requests)
+    for name, values in figures.items():
+        console.out.print(f"{name}: {values}")
+    return figures
+
+
+async def ask_all(
+    group: Replicas, questions: Questions, seeds: range, into: Asked, clients: int = CLIENTS
+) -> None:
+    """By so many clients, each of whom asks again when they have an answer."""
+    left = iter(seeds)
+
+    async def client() -> None:
+        for seed in left:
+            await ask(group, questions, seed, into)
+
+    await asyncio.gather(*(client() for _ in range(clients)))
+
+
+async def ask(group: Replicas, questions: Questions, seed: int, into: Asked) -> None:
+    """One question, counted."""
+    request, keys = questions.draw(seed)
+    start = time.perf_counter()
+    try:
+        async for event in group.answer(request, keys):
+            if isinstance(event, Started):
+                into.ttft.append(time.perf_counter() - start)
+                into.tiers.update(event.report.tiers)
+            into.failed += isinstance(event, Failed)
+            if isinstance(event, Finished | Failed):
+                return
+    except Exception as error:
+        console.say(f"a question failed: {error}")
+        into.failed += 1
+
+
+async def killed(group: Replicas, questions: Questions, first: int) -> dict[str, Any]:
+    """Kill a replica while questions are being answered, twice as many at a time as before."""
+    asked, n = Asked(), 3 * ROUND
+    work = asyncio.create_task(ask_all(group, questions, range(first, first + n), asked, 2 * CLIENTS))
+    while len(asked.ttft) < n // 3:
+        await asyncio.sleep(0.01)
+    os.kill(next(pids("chunk-affinity")), signal.SIGKILL)
+    await work
+    return asked.figures
+
+
+if __name__ == "__main__":
+    main()
