@@ -26,6 +26,7 @@ FLOORS = (  # from the ground up; a file imports from its own floor and those be
         "setting_errors",
         "threads",
         "cpu_cap",
+        "routing",
     },
     {"kernels"},
     {"models"},
