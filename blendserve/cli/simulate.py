@@ -42,8 +42,8 @@ def simulate(
 ) -> None:
     """Simulate a cluster, by every way of routing.
 
-    Nodes with tiers over a shared store, a corpus by Zipf's law, and requests that come by chance: hit rates by tier, TTFT,
-    throughput, bytes moved. Settings files in configs/simulate say what a machine takes:
+    Nodes with tiers over a shared store, a corpus by Zipf's law, and requests that come by chance: hit rates by tier,
+    TTFT, throughput, bytes moved. Settings files in configs/simulate say what a machine takes:
 
     \b
         blendserve simulate --nodes 1,2,4,8,16 --plot nodes.svg
@@ -52,7 +52,7 @@ def simulate(
         blendserve simulate --measure here.yaml && blendserve simulate -c here.yaml
     """
     if measure is not None:
-        from blendserve.simulate.measure import measured  # torch and a reader: seconds
+        from blendserve.simulate.real import measured  # torch: seconds
 
         measure.write_text(measured(config, console.say))
         console.say(f"wrote {measure}")

@@ -1,1 +1,1 @@
-"""A cluster that is not there: nodes with caches over one store, requests that are routed to them, and what comes of it."""
+"""A cluster that is not there: nodes with caches over one store, requests routed to them, and what comes of it."""

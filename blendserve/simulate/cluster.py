@@ -1,10 +1,11 @@
-"""The events of a cluster: requests come, are routed, wait, are answered one at a time by their node, and leave chunks behind.
+"""The events of a cluster: requests come, are routed, wait, are answered one at a time by a node, and leave chunks.
 
-    arrival -> router -> node's queue -> look-up -> fetch -> prefill (local reads beside it) -> first token -> answer, writing
+    arrival -> router -> node's queue -> look-up -> fetch -> prefill, local reads beside it -> first token -> answer
 
-A node is the engine with one model thread: tiers and stores are looked into when its turn comes, chunk by chunk in the
-prompt's order; what is found enters memory then, what was fetched its own disk, what was computed its disk and the shared
-store behind the answer. Chunks a node has not touched have no state: memory grows with what is touched, not with the corpus.
+A node is the engine with one model thread: tiers and stores are looked into when a request's turn comes, chunk by chunk
+in the prompt's order. What is found enters memory then, what was fetched the node's disk; what was computed enters its
+disk and the shared store behind the answer. Chunks that nobody asked for have no state: memory does not grow with the
+corpus.
 """
 
 from __future__ import annotations
@@ -104,9 +105,7 @@ class Cluster:
             self._finish()
         known = sum(len(node.memory) + len(node.disk) for node in self._nodes) + len(self._remote)
         took = perf_counter() - began
-        return Trace(
-            self._came, self._ttft, self._left, self._node, self._found, self._sent, took, known
-        )
+        return Trace(self._came, self._ttft, self._left, self._node, self._found, self._sent, took, known)
 
     def _arrive(self, request: Request) -> None:
         number = self._router.choose(request.chunks)

@@ -1,7 +1,7 @@
-"""What is simulated: corpus, requests, nodes with their tiers, links, and what computing takes. `configs/simulate` has examples.
+"""What is simulated: corpus, requests, nodes with their tiers, links, and what computing takes.
 
-Sizes are bytes, times seconds, rates a second. A figure that differs between machines has no default here but that of this
-project's bundled reader on the two cores of an AMD EPYC, as `blendserve simulate --measure` found it.
+Sizes are bytes, times seconds, rates a second. Defaults of what a machine takes are those of the bundled reader on one
+core of an AMD EPYC, as `blendserve simulate --measure` found them, rounded; `configs/simulate` has another's.
 """
 
 from __future__ import annotations
@@ -110,7 +110,9 @@ class ComputeConfig(Section):
     per_pass: Amount = Field(0.009, description="For a pass over the layers.")
     per_row: Amount = Field(2.1e-4, description="For a token row through all layers.")
     per_pair: Amount = Field(3.3e-8, description="For a row and a key that it attends to.")
-    per_loaded: Amount = Field(1.1e-5, description="For a stored token that is read from memory, rotated and placed.")
+    per_loaded: Amount = Field(
+        1.1e-5, description="For a stored token that is read from memory, rotated and placed."
+    )
     per_decoded: Amount = Field(0.0, description="For a stored token of a codec that is decoded.")
     fixed: Amount = Field(0.003, description="For tokenising, searching and routing a request.")
     per_answer_token: Amount = Field(
@@ -119,7 +121,9 @@ class ComputeConfig(Section):
     per_stored: Amount = Field(
         0.0, description="For a token of a missing chunk that is computed alone and stored behind an answer."
     )
-    raw_bytes: Positive = Field(23_040, description="Let a token's keys and values take so many bytes uncoded.")
+    raw_bytes: Positive = Field(
+        23_040, description="Let a token's keys and values take so many bytes uncoded."
+    )
     stored_bytes: Positive = Field(23_040, description="Let them take so many as they are stored and sent.")
     ratio: Ratio = Field(0.05, description="Recompute this share of the found tokens.")
     scoring_pass: bool = Field(
@@ -137,7 +141,7 @@ class SimulateConfig(Section):
     bound: float = Field(
         1.25,
         gt=1.0,
-        description="Send no request to a node that has more than this many times the mean number of requests, rounded up.",
+        description="By prefix and by chunks, give a node at most so many times its fair share of requests, rounded up.",
     )
     seed: int = Field(0, description="Draw by this seed.")
     corpus: CorpusConfig = CorpusConfig()

@@ -79,7 +79,11 @@ class _Law:
         self._topics, self._chunks = -(-corpus.chunks // self._per_topic), corpus.chunks
         self._which = Zipf(self._topics, corpus.zipf)
         self._within = Zipf(self._per_topic, corpus.zipf if self._per_topic > 1 else 0.0)
-        self._coherence, self._lifetime, self._wanted = corpus.coherence, corpus.lifetime, config.requests.chunks
+        self._coherence, self._lifetime, self._wanted = (
+            corpus.coherence,
+            corpus.lifetime,
+            config.requests.chunks,
+        )
 
     def requests(self, rng: np.random.Generator, first: int, size: int) -> Numbers:
         """Chunks [size, n] of the requests from number `first` on; none twice in one."""
@@ -123,4 +127,5 @@ def _mixed(numbers: Numbers) -> Numbers:
     x = numbers.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return ((x ^ (x >> np.uint64(31))) >> np.uint64(1)).astype(np.int64)
+    mixed: Numbers = ((x ^ (x >> np.uint64(31))) >> np.uint64(1)).astype(np.int64)
+    return mixed

@@ -23,7 +23,8 @@ def simulate(config: SimulateConfig, update: Update = lambda done, total: None) 
     number, cells = config.requests.number, []
     if config.requests.chunks > config.corpus.chunks:
         raise ConfigError(
-            f"setting 'simulate.requests.chunks' cannot be {config.requests.chunks}: the corpus has {config.corpus.chunks}"
+            f"setting 'simulate.requests.chunks' cannot be {config.requests.chunks}: "
+            f"the corpus has {config.corpus.chunks}"
         )
     plan = [(nodes, routing) for nodes in config.nodes for routing in config.routing]
     for done, (nodes, routing) in enumerate(plan):

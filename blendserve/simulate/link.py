@@ -8,7 +8,7 @@ from blendserve.simulate.config import LinksConfig
 class Link:
     """The shared store sends whole answers in the order in which they were asked for, at its own rate.
 
-    A node fetches for one request at a time, so that nothing shares its own rate. What is written goes the other way, in the
+    A node fetches for one request at a time, so nothing shares its own rate. What is written goes the other way, in the
     background: it is counted, and takes nobody's time.
     """
 

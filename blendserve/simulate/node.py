@@ -64,9 +64,7 @@ class Node:
             self._engine.close()
         chunk = self.reader.adapter.kv_bytes_per_token * self._task["chunk_tokens"]
         prefix = self.reader.adapter.kv_bytes_per_token * len(self._prompts.prefix)
-        near = MemoryStore(
-            self._task["near"] * chunk + prefix + 1, LRU(), Always()
-        )
+        near = MemoryStore(self._task["near"] * chunk + prefix + 1, LRU(), Always())
         tiers = TiersConfig(memory_bytes=self._task["memory"] * chunk + prefix)
         self._memory, *_ = tiers_for(tiers, Always(), torch.device("cpu"))
         store = LayeredStore(near, self._far(namespace), [self._memory])
@@ -84,7 +82,8 @@ class Node:
     def ask(self, chunks: list[int], tell_hot: bool = True) -> Figures:
         """One request -> seconds to the first token, seconds behind it, chunks by tier, chunks in memory now."""
         engine = self._engine
-        assert engine is not None and self._memory is not None
+        assert engine is not None
+        assert self._memory is not None
         began = time.perf_counter()
         passages = tuple(Passage(self._passages[n].text) for n in chunks)
         answer = engine.answer(QUESTION, passages, method="blend", max_new_tokens=1)
@@ -103,8 +102,8 @@ class Node:
         }
 
     def measure(self) -> Figures:
-        """ComputeConfig's and LinksConfig's constants, of this machine as it is now: the cost model, and requests timed."""
-        model = measure(self.reader.adapter)
+        """What this machine takes as it is now: the engine's cost model, and requests timed."""
+        model = measure(self.reader.adapter, repeats=2)
         size, n = self._task["chunk_tokens"], self._task["request_chunks"]
         sets = [list(range(k * n, (k + 1) * n)) for k in range(1 + TIMED)]
         ones = [[k] for k in range((1 + TIMED) * n, (1 + TIMED) * n + TIMED)]
@@ -122,7 +121,9 @@ class Node:
         per_byte = max(1e-12, (several - one) / ((n - 1) * stored)) if n > 1 else 1e-12
         behind = _median(behind for *_, behind in fetched)
         known = self.about()
-        compute = ComputeConfig(**asdict(model), raw_bytes=known["raw_bytes"], stored_bytes=known["raw_bytes"])
+        compute = ComputeConfig(
+            **asdict(model), raw_bytes=known["raw_bytes"], stored_bytes=known["raw_bytes"]
+        )
         work = Work(
             compute.model_copy(update={"fixed": 0.0}),
             CorpusConfig(chunk_tokens=size),
@@ -148,7 +149,8 @@ class Node:
         return first["ttft"], then["ttft"] if again else 0.0, then["behind"]
 
     def _flush(self) -> None:
-        assert self._engine is not None and isinstance(self._engine.store, LayeredStore)
+        assert self._engine is not None
+        assert isinstance(self._engine.store, LayeredStore)
         self._engine.store.flush()
 
     def _far(self, namespace: str) -> KVStore:

@@ -33,9 +33,7 @@ def by_nodes(figures: dict[str, Any]) -> bytes:
             nodes, label = [cell["nodes"] for cell in own], LABELS[routing]
             hits.plot(nodes, [cell["hit_rates"]["memory"] for cell in own], "o-", color=colour, label=label)
             ttft.plot(nodes, [cell["ttft"]["mean"] for cell in own], "o-", color=colour, label=label)
-            ttft.plot(
-                nodes, [cell["ttft"]["p95"] for cell in own], "--", color=colour, label=f"{label}, p95"
-            )
+            ttft.plot(nodes, [cell["ttft"]["p95"] for cell in own], "--", color=colour, label=f"{label}, p95")
         hits.set_ylabel("share of chunks found in the node's memory")
         ttft.set_ylabel("time to first token, s")
         hits.set_ylim(bottom=0.0)

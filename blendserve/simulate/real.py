@@ -1,6 +1,6 @@
-"""The simulator against real engines: processes on this machine, the same requests at the same times, the same router.
+"""The simulator against real engines: processes on this machine, the same requests at the same times, one router.
 
-Constants come from other requests, which all processes make at once beforehand, as they share the machine's cores and memory.
+Constants come from other requests, which all processes make at once beforehand: they share the machine's cores.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from blendserve.threads import COUNT
 Figures = dict[str, Any]
 Say = Callable[[str], None]
 
+
 class RealConfig(Section):
     """A check of the simulator that two cores can make in some minutes."""
 
@@ -43,30 +44,31 @@ class RealConfig(Section):
     model: str = "smollm2-135m"
     nodes: int = 2
     pool: int = 60  # chunks
-    chunk_tokens: int = 128
+    chunk_tokens: int = 64
     request_chunks: int = 4
     topic_chunks: int = 6
     memory: int = 10  # chunks of a node's memory tier
     near: int = 14  # chunks of a node's own store
-    requests: int = 80  # of a run
+    requests: int = 60  # of a run
     busy: float = 0.5  # share of its time that a node is to be busy
     routing: tuple[Routing, ...] = ("round_robin", "prefix", "chunks")
     seed: int = 0
 
+
 def compare(config: RealConfig, say: Say) -> Figures:
-    """Runs by every way of routing over a full store, one over an empty one, one in a closed loop; each also simulated."""
+    """Every way of routing over a full store, one over an empty one, one in a closed loop; each real and simulated."""
     with nodes_of(config) as nodes:
         say(f"Measuring what {config.nodes} processes take")
         constants = mean_of(together(nodes, ["measure"]))
         base = settings(config, constants, nodes[0].about)
         ask_all(nodes, "open", "full")
-        nodes[0].take(["precompute"])  # type: ignore[arg-type]
-        runs = []
+        nodes[0].take(["precompute"])
+        runs: list[Figures] = []
         plan: list[tuple[str, Routing]] = [("full", routing) for routing in config.routing]
         plan += [("empty", config.routing[0]), ("closed", config.routing[-1])]
         for kind, routing in plan:
             say(f"{config.requests} requests, {kind} store, {routing}")
-            chosen = as_run(base, kind, routing)
+            chosen = as_run(config, base, kind)
             blocks = list(draw.requests(chosen, config.nodes))
             ask_all(nodes, "open", kind if kind == "empty" else "full")
             real = serve(nodes, chosen, routing, *blocks[0])
@@ -75,6 +77,7 @@ def compare(config: RealConfig, say: Say) -> Figures:
                 {
                     "store": kind,
                     "routing": routing,
+                    "rate": chosen.requests.rate * config.nodes,
                     "real": summary(chosen, real, config.nodes),
                     "simulated": summary(chosen, simulated, config.nodes),
                 }
@@ -88,9 +91,9 @@ def compare(config: RealConfig, say: Say) -> Figures:
         "load_average": os.getloadavg(),  # others' work counts, too
         "settings": config.model_dump(mode="json"),
         "constants": constants,
-        "rate": base.requests.rate,
         "runs": runs,
     }
+
 
 def measured(config: SimulateConfig, say: Say) -> str:
     """YAML: the settings with this machine's constants, of one process with one thread and a server beside it."""
@@ -113,11 +116,12 @@ def measured(config: SimulateConfig, say: Say) -> str:
     about = machine()
     return f"# `blendserve simulate --measure`: {real.model}, one thread, {about['cpu']}\n{text}"
 
+
 def settings(config: RealConfig, constants: Figures, about: Figures) -> SimulateConfig:
     """What is simulated: the real nodes, as far as the simulator knows them."""
     names = ("per_pass", "per_row", "per_pair", "per_loaded", "fixed", "per_answer_token", "per_stored")
     raw, chunk = about["raw_bytes"], about["raw_bytes"] * config.chunk_tokens
-    half = SimulateConfig(
+    return SimulateConfig(
         nodes=(config.nodes,),
         routing=config.routing,
         seed=config.seed,
@@ -134,19 +138,18 @@ def settings(config: RealConfig, constants: Figures, about: Figures) -> Simulate
         links={"node_rate": constants["node_rate"], "delay": constants["delay"], "disk_rate": 0.0},
         compute={**{name: constants[name] for name in names}, "raw_bytes": raw, "stored_bytes": raw},
     )
-    alone = Cluster(half, config.nodes, "round_robin").run(
-        draw.requests(half, config.nodes), config.requests
-    )
-    rate = config.busy * summary(half, alone, config.nodes)["throughput"] / config.nodes
-    return changed(half, requests=changed(half.requests, rate=rate).model_dump())
 
-def as_run(base: SimulateConfig, kind: str, routing: Routing) -> SimulateConfig:
-    """The settings of one run."""
+
+def as_run(config: RealConfig, base: SimulateConfig, kind: str) -> SimulateConfig:
+    """The settings of one run: a closed loop, or requests at a rate that keeps nodes busy for the wanted share."""
     if kind == "closed":
-        return changed(base, requests=changed(base.requests, rate=0.0).model_dump())
+        return base
     if kind == "empty":
-        return changed(base, tiers=changed(base.tiers, precomputed=False).model_dump())
-    return base
+        base = changed(base, tiers=changed(base.tiers, precomputed=False).model_dump())
+    loop = Cluster(base, config.nodes, "round_robin").run(draw.requests(base, config.nodes), config.requests)
+    rate = config.busy * summary(base, loop, config.nodes)["throughput"] / config.nodes
+    return changed(base, requests=changed(base.requests, rate=rate).model_dump())
+
 
 def serve(
     nodes: list[Subject], config: SimulateConfig, routing: Routing, times: draw.Reals, chunks: draw.Numbers
@@ -167,7 +170,7 @@ def serve(
         hot: set[int] = set()
         try:
             while (request := queues[n].get()) is not None:
-                told = nodes[n].take(["ask", chunks[request].tolist()])  # type: ignore[arg-type]
+                told = nodes[n].take(["ask", chunks[request].tolist()])
                 now = time.perf_counter() - began
                 left[request], ttft[request] = now, now - told["behind"] - came[request]
                 found[request] = told["found"]
@@ -208,11 +211,10 @@ def serve(
         raise failed[0]
     return Trace(came, ttft, left, where, found, 0, time.perf_counter() - began, 0)
 
+
 def errors(real: Figures, simulated: Figures) -> Figures:
     """Of the simulated figures: hit rates as a difference, the others as a share of the real ones."""
-    hits = {
-        tier: simulated["hit_rates"][tier] - share for tier, share in real["hit_rates"].items()
-    }
+    hits = {tier: simulated["hit_rates"][tier] - share for tier, share in real["hit_rates"].items()}
     ttft = {name: simulated["ttft"][name] / real["ttft"][name] - 1 for name in ("mean", "p50", "p95")}
     return {
         "hit_rates": hits,
@@ -220,12 +222,13 @@ def errors(real: Figures, simulated: Figures) -> Figures:
         "throughput": simulated["throughput"] / real["throughput"] - 1,
     }
 
+
 def together(nodes: list[Subject], order: list[Any]) -> list[Figures]:
     """All nodes at once -> what each told. Raises InputError."""
     told: list[Figures] = [{} for _ in nodes]
 
     def tell(n: int) -> None:
-        told[n] = nodes[n].take(order)  # type: ignore[arg-type]
+        told[n] = nodes[n].take(order)
 
     threads = [threading.Thread(target=tell, args=(n,)) for n in range(len(nodes))]
     for thread in threads:
@@ -234,13 +237,16 @@ def together(nodes: list[Subject], order: list[Any]) -> list[Figures]:
         thread.join()
     return told
 
+
 def ask_all(nodes: list[Subject], *order: Any) -> None:
     """One after the other."""
     for node in nodes:
-        node.take(list(order))  # type: ignore[arg-type]
+        node.take(list(order))
+
 
 def mean_of(told: list[Figures]) -> Figures:
     return {name: fmean(part[name] for part in told) for name in told[0]}
+
 
 @contextmanager
 def nodes_of(config: RealConfig) -> Iterator[list[Subject]]:
@@ -251,6 +257,7 @@ def nodes_of(config: RealConfig) -> Iterator[list[Subject]]:
         task = {**config.model_dump(mode="json"), "url": stack.enter_context(Server()).url}
         task["pool"] = max(needed, config.pool)
         yield [stack.enter_context(_node(folder / f"{n}.log", task)) for n in range(config.nodes)]
+
 
 @contextmanager
 def _node(log: Path, task: Figures) -> Iterator[Subject]:
@@ -268,5 +275,6 @@ def _node(log: Path, task: Figures) -> Iterator[Subject]:
     finally:
         process.kill()
         process.communicate()
+
 
 assert set(RealConfig().routing) <= set(ROUTINGS)

@@ -6,9 +6,9 @@
     chunks         blendserve/routing.py's rule: where most of the chunks are in memory, in any order
 
 The last two keep to that file's bound on load: a node at it passes a request on to the next one (consistent hashing with
-bounded loads). In `chunks` the rule ranks those alone that hold a chunk, by an index from chunks to nodes; where nobody within
-the bound has any, the anchor's home is found by hashing once, not by rendezvous with every node: as steady while nodes neither
-come nor go, which here they do not.
+bounded loads). In `chunks` the rule ranks only those that hold a chunk, by an index from chunks to nodes; where nobody
+within the bound has any, the anchor's home is found by hashing once, not by rendezvous with every node: as steady while
+nodes neither come nor go, which here they do not.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ class Loads:
 
     def __init__(self, nodes: int, slack: float) -> None:
         self.at, self.total, self._slack = [0] * nodes, 0, slack
-        self.changes: list[tuple[int, int, int]] | None = None  # a heap of (load, when, node), where somebody asks
+        self.changes: list[tuple[int, int, int]] | None = (
+            None  # a heap of (load, when, node), where somebody asks
+        )
         self._now, self._last = 0, [0] * nodes
 
     def add(self, node: int, requests: int) -> None:

@@ -1,8 +1,8 @@
 """What a prefill takes, by which of its chunks were found: the engine's cost model (blend/work.py), from counts alone.
 
-Chunks have one size C and stand behind a prefix of P tokens; the question's Q tokens come last. A missing chunk's rows all
-run; of the found tokens a share is recomputed, at places that see a mean number of keys. The first chunk, if it was found,
-is exact: its tokens count for the share, and need no recomputation.
+Chunks have one size C and stand behind a prefix of P tokens; the question's Q tokens come last. A missing chunk's rows
+all run; of the found tokens a share is recomputed, at places that see a mean number of keys. The first chunk, if it was
+found, is exact: its tokens count for the share, and need no recomputation.
 """
 
 from __future__ import annotations

@@ -1,0 +1,38 @@
+"""The check against real engines, as a table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from blendserve import console
+from blendserve.simulate.cluster import TIERS
+
+
+def show(figures: dict[str, Any]) -> None:
+    """A pair of lines for each run: real, and simulated with its error."""
+    settings = figures["settings"]
+    rows = []
+    for run in figures["runs"]:
+        for which in ("real", "simulated"):
+            found, off = run[which], run["error"] if which == "simulated" else None
+            rows.append(
+                [
+                    f"{run['store']} {run['routing']}, {which}",
+                    "  ".join(f"{found['hit_rates'][tier]:.2f}" for tier in TIERS),
+                    *(
+                        _number(found["ttft"][name] * 1e3, off and off["ttft"][name])
+                        for name in ("mean", "p50", "p95")
+                    ),
+                    _number(found["throughput"], off and off["throughput"], 2),
+                ]
+            )
+    console.table(
+        f"{settings['nodes']} engine processes of {settings['model']}, {settings['requests']} requests a run; "
+        f"load average {figures['load_average'][0]:.1f}",
+        ("run", "memory disk store none", "TTFT ms", "p50", "p95", "requests a second"),
+        rows,
+    )
+
+
+def _number(value: float, error: float | None, digits: int = 0) -> str:
+    return f"{value:,.{digits}f}" if error is None else f"{value:,.{digits}f} ({error:+.0%})"
