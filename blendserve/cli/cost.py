@@ -90,15 +90,11 @@ def _show(found: dict[str, Any]) -> None:
     rows = [_row(verdict) for verdict in found["verdicts"] if not verdict["missing"]]
     console.table(
         f"{settings['tokens']:,.0f} tokens, each used {settings['reuses']:g} times a month for {settings['months']:g} "
-        f"months; {settings['ratio']:.0%} recomputed; amounts in {money}, of a million tokens",
+        f"months; {settings['ratio']:.0%} recomputed.\nA million tokens in {money}: kept for a month, reused once, "
+        f"computed again once. Break-even, and where keeping alone is {CLAIM:g} times cheaper: reuses a month",
         (
-            *("place, level", "keeping a month", "a reuse", "recomputing"),
-            *(
-                "break-even reuses a month",
-                "times cheaper",
-                f"{CLAIM:g}x: reuses a month",
-                f"saves {money} a month",
-            ),
+            *("place, level", "a month", "a reuse", "recomputed"),
+            *("break-even", "times cheaper", f"{CLAIM:g} times at", "saves a month"),
         ),
         rows,
     )
