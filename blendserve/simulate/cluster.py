@@ -149,25 +149,29 @@ class Cluster:
         heappush(self._events, (now + ends, request.number, number, request))
 
     def _look_up(self, node: Node, chunks: Sequence[int]) -> list[int]:
-        """Where each chunk is found, as a number in TIERS. What is found enters memory."""
-        memory, disk, remote = node.memory, node.disk, self._remote
-        tiers = []
-        for chunk in chunks:
+        """Where each chunk is found, as a number in TIERS; what is found enters memory.
+
+        As the engine's snapshot does it: the node's own places first, then the shared store for all that is lacking.
+        """
+        memory, disk = node.memory, node.disk
+        tiers, lacking = [3] * len(chunks), []
+        for place, chunk in enumerate(chunks):
             if node.admission:
                 node.admission.record_access(key_of(chunk))
             near = disk.use(chunk)
             if memory.use(chunk):
-                tiers.append(0)
-                continue
-            if near:
-                tiers.append(1)
-            elif self._all_there or remote.use(chunk):
-                tiers.append(2)
-                disk.offer(chunk)
+                tiers[place] = 0
+            elif near:
+                tiers[place] = 1
+                memory.offer(chunk)
             else:
-                tiers.append(3)
-                continue
-            memory.offer(chunk)
+                lacking.append(place)
+        for place in lacking:
+            chunk = chunks[place]
+            if self._all_there or self._remote.use(chunk):
+                tiers[place] = 2
+                memory.offer(chunk)
+                disk.offer(chunk)
         return tiers
 
     def _write(self, number: int, request: Request) -> None:

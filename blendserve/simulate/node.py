@@ -60,23 +60,27 @@ class Node:
 
     def open(self, namespace: str) -> Figures:
         """Begin anew: an empty memory tier and store of its own, over what the server has in this namespace."""
-        if self._engine is not None:
-            self._engine.close()
+        self.close()
         chunk = self.reader.adapter.kv_bytes_per_token * self._task["chunk_tokens"]
         prefix = self.reader.adapter.kv_bytes_per_token * len(self._prompts.prefix)
         near = MemoryStore(self._task["near"] * chunk + prefix + 1, LRU(), Always())
         tiers = TiersConfig(memory_bytes=self._task["memory"] * chunk + prefix)
         self._memory, *_ = tiers_for(tiers, Always(), torch.device("cpu"))
-        store = LayeredStore(near, self._far(namespace), [self._memory])
+        store = LayeredStore(near, self._far(), [self._memory])
         config = Config(store=StoreConfig(namespace=namespace, tiers=tiers.model_dump()).model_dump())
         self._engine = Engine(config, self.reader, store)
         return {}
 
-    def precompute(self) -> Figures:
-        """All chunks into the shared store."""
-        assert self._engine is not None
-        self._engine.blender.precompute(self._ids)
-        self._flush()
+    def close(self) -> None:
+        """Release the stores; idempotent."""
+        if self._engine is not None:
+            self._engine.close()
+
+    def precompute(self, namespace: str) -> Figures:
+        """All chunks into the shared store, past the node's own."""
+        config = Config(store=StoreConfig(namespace=namespace).model_dump())
+        with Engine(config, self.reader, self._far()) as engine:
+            engine.blender.precompute(self._ids)
         return {}
 
     def ask(self, chunks: list[int], tell_hot: bool = True) -> Figures:
@@ -144,16 +148,17 @@ class Node:
     def _timed(self, chunks: list[int], again: bool = False) -> tuple[float, float, float]:
         """Seconds to the first token, the same asked again at once (0 unless asked for), and behind the last one's."""
         first = self.ask(chunks, tell_hot=False)
-        self._flush()
+        self.flush()
         then = self.ask(chunks, tell_hot=False) if again else first
         return first["ttft"], then["ttft"] if again else 0.0, then["behind"]
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Wait until all copies are made that are on their way."""
         assert self._engine is not None
         assert isinstance(self._engine.store, LayeredStore)
         self._engine.store.flush()
 
-    def _far(self, namespace: str) -> KVStore:
+    def _far(self) -> KVStore:
         about = RemoteConfig(kind=SHARED_STORE, valkey={"url": self._task["url"], "deadline_s": DEADLINE_S})
         policies = Policies(LRU(), Always())
         store: KVStore = STORES.load(SHARED_STORE).from_config(about, None, False, policies)

@@ -61,8 +61,7 @@ def compare(config: RealConfig, say: Say) -> Figures:
         say(f"Measuring what {config.nodes} processes take")
         constants = mean_of(together(nodes, ["measure"]))
         base = settings(config, constants, nodes[0].about)
-        ask_all(nodes, "open", "full")
-        nodes[0].take(["precompute"])
+        nodes[0].take(["precompute", "full"])
         runs: list[Figures] = []
         plan: list[tuple[str, Routing]] = [("full", routing) for routing in config.routing]
         plan += [("empty", config.routing[0]), ("closed", config.routing[-1])]

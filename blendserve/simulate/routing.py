@@ -146,12 +146,18 @@ class ChunkAffinity:
                 hits[node] = hits.get(node, 0) + 1
         at, bound = self._loads.at, self._loads.bound()
         free = [(-n, at[node], node) for node, n in hits.items() if at[node] < bound]
-        home = anchor(map(key_of, chunks))
         if not free:
-            return self._loads.from_home(xxhash.xxh3_64_intdigest(home))
-        free.sort()
-        best = [node for n, load, node in free if (n, load) == free[0][:2]]
-        return best[0] if len(best) == 1 else max(best, key=lambda node: weight(name_of(node), home))
+            return self._loads.from_home(xxhash.xxh3_64_intdigest(_home(chunks)))
+        most, least, first = min(free)
+        best = [node for n, load, node in free if n == most and load == least]
+        if len(best) == 1:
+            return first
+        home = _home(chunks)
+        return max(best, key=lambda node: weight(name_of(node), home))
+
+
+def _home(chunks: Sequence[int]) -> bytes:
+    return anchor(map(key_of, chunks))
 
 
 @cache
