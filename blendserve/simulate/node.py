@@ -21,6 +21,7 @@ from blendserve.blend.cost import measure
 from blendserve.config import Config, ReaderConfig, RemoteConfig, StoreConfig, TiersConfig
 from blendserve.core import Passage
 from blendserve.engine.engine import Engine
+from blendserve.kernels.race import waited
 from blendserve.models.loader import load_reader
 from blendserve.registry import SHARED_STORE, STORES
 from blendserve.simulate.config import ComputeConfig, CorpusConfig, RequestsConfig
@@ -84,11 +85,14 @@ class Node:
         return {}
 
     def ask(self, chunks: list[int], tell_hot: bool = True) -> Figures:
-        """One request -> seconds to the first token, seconds behind it, chunks by tier, chunks in memory now."""
+        """One request -> seconds to the first token, seconds behind it, chunks by tier, chunks in memory now.
+
+        waited: share of its time for which the process's threads stood in line for a core.
+        """
         engine = self._engine
         assert engine is not None
         assert self._memory is not None
-        began = time.perf_counter()
+        stood, began = waited(), time.perf_counter()
         passages = tuple(Passage(self._passages[n].text) for n in chunks)
         answer = engine.answer(QUESTION, passages, method="blend", max_new_tokens=1)
         took, tiers, report = time.perf_counter() - began, answer.report.tiers, answer.report
@@ -96,6 +100,7 @@ class Node:
         return {
             "ttft": answer.timings.ttft,
             "behind": took - answer.timings.ttft,
+            "waited": (waited() - stood) / took,
             "found": [
                 tiers.get("memory", 0),
                 tiers.get(LOCAL, 0),

@@ -35,6 +35,7 @@ from blendserve.threads import COUNT
 
 Figures = dict[str, Any]
 Say = Callable[[str], None]
+TRIES, HARDLY = 2, 0.1  # runs at most, and the share of time that processes may have waited for cores
 
 
 class RealConfig(Section):
@@ -69,14 +70,14 @@ def compare(config: RealConfig, say: Say) -> Figures:
             say(f"{config.requests} requests, {kind} store, {routing}")
             chosen = as_run(config, base, kind)
             blocks = list(draw.requests(chosen, config.nodes))
-            ask_all(nodes, "open", kind if kind == "empty" else "full")
-            real = serve(nodes, chosen, routing, *blocks[0])
+            real, waits = undisturbed(nodes, chosen, routing, kind, blocks[0])
             simulated = Cluster(chosen, config.nodes, routing).run(blocks, config.requests)
             runs.append(
                 {
                     "store": kind,
                     "routing": routing,
                     "rate": chosen.requests.rate * config.nodes,
+                    "waited": waits,  # of each try; the one with the least is told of
                     "real": summary(chosen, real, config.nodes),
                     "simulated": summary(chosen, simulated, config.nodes),
                 }
@@ -150,15 +151,34 @@ def as_run(config: RealConfig, base: SimulateConfig, kind: str) -> SimulateConfi
     return changed(base, requests=changed(base.requests, rate=rate).model_dump())
 
 
+def undisturbed(
+    nodes: list[Subject],
+    config: SimulateConfig,
+    routing: Routing,
+    kind: str,
+    block: tuple[draw.Reals, draw.Numbers],
+) -> tuple[Trace, list[float]]:
+    """The run of TRIES in which processes waited least for cores; the first in which they hardly did ends them."""
+    tries: list[tuple[float, Trace]] = []
+    while len(tries) < TRIES and not any(wait <= HARDLY for wait, _ in tries):
+        ask_all(nodes, "open", f"empty {len(tries)}" if kind == "empty" else "full")
+        tries.append(serve(nodes, config, routing, *block))
+    return min(tries, key=lambda one: one[0])[1], [wait for wait, _ in tries]
+
+
 def serve(
     nodes: list[Subject], config: SimulateConfig, routing: Routing, times: draw.Reals, chunks: draw.Numbers
-) -> Trace:
-    """The requests, at their times, answered by real nodes: a queue and a thread for each, a router before them."""
+) -> tuple[float, Trace]:
+    """The requests, at their times, answered by real nodes: a queue and a thread for each, a router before them.
+
+    -> share of requests' time for which their processes waited for cores, and what became of each.
+    """
     loads, holders = Loads(len(nodes), config.bound), Holders()
     router = ROUTERS[routing](loads, holders)
     number, closed = len(times), not config.requests.rate
     came, ttft, left = np.zeros(number), np.zeros(number), np.zeros(number)
     where, found = np.zeros(number, np.int64), np.zeros((number, 4), np.int64)
+    stood: list[float] = []
     queues: list[SimpleQueue[int | None]] = [SimpleQueue() for _ in nodes]
     guard = threading.Lock()
     clients = threading.Semaphore(config.requests.clients * len(nodes))
@@ -173,6 +193,7 @@ def serve(
                 now = time.perf_counter() - began
                 left[request], ttft[request] = now, now - told["behind"] - came[request]
                 found[request] = told["found"]
+                stood.append(told["waited"])
                 with guard:
                     loads.add(n, -1)
                     for chunk in hot - set(told["hot"]):
@@ -208,7 +229,7 @@ def serve(
         thread.join()
     if failed:
         raise failed[0]
-    return Trace(came, ttft, left, where, found, 0, time.perf_counter() - began, 0)
+    return fmean(stood), Trace(came, ttft, left, where, found, 0, time.perf_counter() - began, 0)
 
 
 def errors(real: Figures, simulated: Figures) -> Figures:

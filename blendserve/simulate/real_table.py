@@ -18,6 +18,7 @@ def show(figures: dict[str, Any]) -> None:
             rows.append(
                 [
                     f"{run['store']} {run['routing']}, {which}",
+                    f"{min(run['waited']):.0%}" if which == "real" else "",
                     "  ".join(f"{found['hit_rates'][tier]:.2f}" for tier in TIERS),
                     *(
                         _number(found["ttft"][name] * 1e3, off and off["ttft"][name])
@@ -29,7 +30,7 @@ def show(figures: dict[str, Any]) -> None:
     console.table(
         f"{settings['nodes']} engine processes of {settings['model']}, {settings['requests']} requests a run; "
         f"load average {figures['load_average'][0]:.1f}",
-        ("run", "memory disk store none", "TTFT ms", "p50", "p95", "requests a second"),
+        ("run", "waited", "memory disk store none", "TTFT ms", "p50", "p95", "requests a second"),
         rows,
     )
 

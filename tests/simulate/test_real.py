@@ -79,6 +79,7 @@ class FakeNode:
             "ttft": 0.0,
             "behind": 0.0,
             "found": found,
+            "waited": 0.25,
             "hot": [c for c in range(20) if c in self._memory],
         }
 
@@ -89,8 +90,9 @@ def test_requests_are_served_as_they_are_simulated(rate: float) -> None:
     config = changed(config, requests=changed(config.requests, rate=rate).model_dump())
     blocks = list(draw.requests(config, 1))
     nodes: list[Any] = [FakeNode(5, 9)]
-    trace = serve(nodes, config, "chunks", *blocks[0])
+    waits, trace = serve(nodes, config, "chunks", *blocks[0])
     simulated = Cluster(config, 1, "chunks").run(blocks, 40)
+    assert waits == pytest.approx(0.25)
     assert (trace.found == simulated.found).all()
     assert (trace.ttft >= 0).all()
     assert (trace.left >= trace.came).all()
