@@ -229,7 +229,7 @@ def serve(
         thread.join()
     if failed:
         raise failed[0]
-    return fmean(stood), Trace(came, ttft, left, where, found, 0, time.perf_counter() - began, 0)
+    return fmean(stood), Trace(came, ttft, left, where, found, 0, (time.perf_counter() - began, 0.0), 0)
 
 
 def errors(real: Figures, simulated: Figures) -> Figures:
