@@ -1,6 +1,7 @@
 """The simulator against real engines: processes on this machine, the same requests at the same times, one router.
 
-Constants come from other requests, which all processes make at once beforehand: they share the machine's cores.
+Constants come from other requests, which all processes make at once beforehand. Where others' work takes cores from them
+meanwhile, Linux tells for how much of their time they stood in line; simulated nodes are slower by that.
 """
 
 from __future__ import annotations
@@ -35,7 +36,6 @@ from blendserve.threads import COUNT
 
 Figures = dict[str, Any]
 Say = Callable[[str], None]
-TRIES, HARDLY = 2, 0.1  # runs at most, and the share of time that processes may have waited for cores
 
 
 class RealConfig(Section):
@@ -70,14 +70,16 @@ def compare(config: RealConfig, say: Say) -> Figures:
             say(f"{config.requests} requests, {kind} store, {routing}")
             chosen = as_run(config, base, kind)
             blocks = list(draw.requests(chosen, config.nodes))
-            real, waits = undisturbed(nodes, chosen, routing, kind, blocks[0])
+            ask_all(nodes, "open", kind if kind == "empty" else "full")
+            waited, real = serve(nodes, chosen, routing, *blocks[0])
+            chosen = slowed(chosen, waited)
             simulated = Cluster(chosen, config.nodes, routing).run(blocks, config.requests)
             runs.append(
                 {
                     "store": kind,
                     "routing": routing,
                     "rate": chosen.requests.rate * config.nodes,
-                    "waited": waits,  # of each try; the one with the least is told of
+                    "waited": waited,
                     "real": summary(chosen, real, config.nodes),
                     "simulated": summary(chosen, simulated, config.nodes),
                 }
@@ -151,19 +153,15 @@ def as_run(config: RealConfig, base: SimulateConfig, kind: str) -> SimulateConfi
     return changed(base, requests=changed(base.requests, rate=rate).model_dump())
 
 
-def undisturbed(
-    nodes: list[Subject],
-    config: SimulateConfig,
-    routing: Routing,
-    kind: str,
-    block: tuple[draw.Reals, draw.Numbers],
-) -> tuple[Trace, list[float]]:
-    """The run of TRIES in which processes waited least for cores; the first in which they hardly did ends them."""
-    tries: list[tuple[float, Trace]] = []
-    while len(tries) < TRIES and not any(wait <= HARDLY for wait, _ in tries):
-        ask_all(nodes, "open", f"empty {len(tries)}" if kind == "empty" else "full")
-        tries.append(serve(nodes, config, routing, *block))
-    return min(tries, key=lambda one: one[0])[1], [wait for wait, _ in tries]
+def slowed(config: SimulateConfig, waited: float) -> SimulateConfig:
+    """The settings for processes that stood in line for a core for this share of their time."""
+    times = 1 / (1 - waited)
+    kept = {"raw_bytes", "stored_bytes", "ratio", "scoring_pass"}
+    compute = {
+        name: value if name in kept else value * times for name, value in config.compute.model_dump().items()
+    }
+    links = changed(config.links, node_rate=config.links.node_rate / times, delay=config.links.delay * times)
+    return changed(config, compute=compute, links=links.model_dump())
 
 
 def serve(

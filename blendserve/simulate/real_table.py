@@ -18,7 +18,7 @@ def show(figures: dict[str, Any]) -> None:
             rows.append(
                 [
                     f"{run['store']} {run['routing']}, {which}",
-                    f"{min(run['waited']):.0%}" if which == "real" else "",
+                    f"{run['waited']:.0%}" if which == "real" else "",
                     "  ".join(f"{found['hit_rates'][tier]:.2f}" for tier in TIERS),
                     *(
                         _number(found["ttft"][name] * 1e3, off and off["ttft"][name])

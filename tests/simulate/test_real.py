@@ -17,7 +17,7 @@ from blendserve.simulate.cache import Cache
 from blendserve.simulate.cluster import Cluster
 from blendserve.simulate.config import SimulateConfig
 from blendserve.simulate.node import Node
-from blendserve.simulate.real import RealConfig, as_run, errors, serve, settings
+from blendserve.simulate.real import RealConfig, as_run, errors, serve, settings, slowed
 from tests.bench.conftest import write_shape
 
 CONSTANTS = dict.fromkeys(
@@ -115,6 +115,15 @@ def test_runs_differ_in_what_they_say() -> None:
     assert as_run(config, base, "closed").requests.rate == 0
     assert as_run(config, base, "full").requests.rate > 0
     assert not as_run(config, base, "empty").tiers.precomputed
+
+
+def test_nodes_that_wait_for_cores_are_slower_by_that() -> None:
+    base = small()
+    slow = slowed(base, 0.5)
+    took = [Cluster(config, 1, "chunks").run(draw.requests(base, 1), 40) for config in (base, slow)]
+    assert took[1].ttft == pytest.approx(2 * took[0].ttft)
+    assert (took[0].found == took[1].found).all()
+    assert slowed(base, 0.0) == base
 
 
 def test_errors_are_shares_of_what_is_real() -> None:
