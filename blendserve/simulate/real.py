@@ -1,7 +1,8 @@
 """The simulator against real engines: processes on this machine, the same requests at the same times, one router.
 
 Constants come from other requests, which all processes make at once beforehand. Where others' work takes cores from them
-meanwhile, Linux tells for how much of their time they stood in line; simulated nodes are slower by that.
+meanwhile, Linux tells for how much of their threads' time they stood in line: real requests are late by that, simulated
+ones are not. A single node, asked one by one, is compared by the least of some repeats, which others disturb less.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from blendserve.threads import COUNT
 
 Figures = dict[str, Any]
 Say = Callable[[str], None]
+REPEATS = 5  # of a run whose least times count
 
 
 class RealConfig(Section):
@@ -63,6 +65,8 @@ def compare(config: RealConfig, say: Say) -> Figures:
         constants = mean_of(together(nodes, ["measure"]))
         base = settings(config, constants, nodes[0].about)
         nodes[0].take(["precompute", "full"])
+        say("One node, one by one")
+        alone = one_by_one(nodes[0], base, next(draw.requests(base, 1))[1])
         runs: list[Figures] = []
         plan: list[tuple[str, Routing]] = [("full", routing) for routing in config.routing]
         plan += [("empty", config.routing[0]), ("closed", config.routing[-1])]
@@ -72,7 +76,6 @@ def compare(config: RealConfig, say: Say) -> Figures:
             blocks = list(draw.requests(chosen, config.nodes))
             ask_all(nodes, "open", kind if kind == "empty" else "full")
             waited, real = serve(nodes, chosen, routing, *blocks[0])
-            chosen = slowed(chosen, waited)
             simulated = Cluster(chosen, config.nodes, routing).run(blocks, config.requests)
             runs.append(
                 {
@@ -93,6 +96,7 @@ def compare(config: RealConfig, say: Say) -> Figures:
         "load_average": os.getloadavg(),  # others' work counts, too
         "settings": config.model_dump(mode="json"),
         "constants": constants,
+        "alone": alone,
         "runs": runs,
     }
 
@@ -153,15 +157,28 @@ def as_run(config: RealConfig, base: SimulateConfig, kind: str) -> SimulateConfi
     return changed(base, requests=changed(base.requests, rate=rate).model_dump())
 
 
-def slowed(config: SimulateConfig, waited: float) -> SimulateConfig:
-    """The settings for processes that stood in line for a core for this share of their time."""
-    times = 1 / (1 - waited)
-    kept = {"raw_bytes", "stored_bytes", "ratio", "scoring_pass"}
-    compute = {
-        name: value if name in kept else value * times for name, value in config.compute.model_dump().items()
+def one_by_one(node: Subject, config: SimulateConfig, chunks: draw.Numbers) -> Figures:
+    """A single node, asked by one client alone: each request's time is the least of REPEATS of the whole run.
+
+    Nothing queues, so a request finds the same in every repeat, and others' work on the machine only adds to its time.
+    """
+    runs = []
+    for _ in range(REPEATS):
+        node.take(["open", "full"])
+        told = [node.take(["ask", asked]) for asked in chunks.tolist()]
+        runs.append([part["ttft"] for part in told])
+    real = np.min(runs, axis=0)
+    simulated = Cluster(config, 1, "round_robin").run([(np.zeros(len(chunks)), chunks)], len(chunks))
+    found = np.array([part["found"] for part in told])
+    off = simulated.ttft / real - 1
+    return {
+        "requests": len(chunks),
+        "same_places": float((found == simulated.found).all(axis=1).mean()),
+        "ttft_real": float(real.mean()),
+        "ttft_simulated": float(simulated.ttft.mean()),
+        "error_of_mean": float(simulated.ttft.mean() / real.mean() - 1),
+        "error_of_a_request": float(np.abs(off).mean()),
     }
-    links = changed(config.links, node_rate=config.links.node_rate / times, delay=config.links.delay * times)
-    return changed(config, compute=compute, links=links.model_dump())
 
 
 def serve(

@@ -11,7 +11,7 @@ from blendserve.simulate.cluster import TIERS
 def show(figures: dict[str, Any]) -> None:
     """A pair of lines for each run: real, and simulated with its error."""
     settings = figures["settings"]
-    rows = []
+    alone, rows = figures["alone"], []
     for run in figures["runs"]:
         for which in ("real", "simulated"):
             found, off = run[which], run["error"] if which == "simulated" else None
@@ -32,6 +32,12 @@ def show(figures: dict[str, Any]) -> None:
         f"load average {figures['load_average'][0]:.1f}",
         ("run", "waited", "memory disk store none", "TTFT ms", "p50", "p95", "requests a second"),
         rows,
+    )
+
+    console.out.print(
+        f"one node, one by one, least of some repeats: {alone['same_places']:.0%} of {alone['requests']} requests find "
+        f"chunks in the same places; TTFT {alone['ttft_real'] * 1e3:.1f} ms, simulated {alone['ttft_simulated'] * 1e3:.1f} "
+        f"({alone['error_of_mean']:+.0%}); a request is off by {alone['error_of_a_request']:.0%}"
     )
 
 

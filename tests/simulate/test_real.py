@@ -12,12 +12,12 @@ import pytest
 
 from blendserve.bench.servers import Server, binary
 from blendserve.config import changed
-from blendserve.simulate import draw
+from blendserve.simulate import draw, real
 from blendserve.simulate.cache import Cache
 from blendserve.simulate.cluster import Cluster
 from blendserve.simulate.config import SimulateConfig
 from blendserve.simulate.node import Node
-from blendserve.simulate.real import RealConfig, as_run, errors, serve, settings, slowed
+from blendserve.simulate.real import RealConfig, as_run, errors, serve, settings
 from tests.bench.conftest import write_shape
 
 CONSTANTS = dict.fromkeys(
@@ -117,13 +117,28 @@ def test_runs_differ_in_what_they_say() -> None:
     assert not as_run(config, base, "empty").tiers.precomputed
 
 
-def test_nodes_that_wait_for_cores_are_slower_by_that() -> None:
+def test_a_node_alone_is_compared_request_by_request() -> None:
+    class Again(FakeNode):
+        """One that begins anew, and is twice as slow as the simulated one but in one repeat."""
+
+        opened = 0
+
+        def take(self, order: list[Any]) -> dict[str, Any]:
+            if order[0] == "open":
+                self.__init__(5, 9)  # type: ignore[misc]
+                self.opened += 1
+                self._times = iter(simulated.ttft * (1 if self.opened == 2 else 2))
+                return {}
+            return {**super().take(order), "ttft": next(self._times)}
+
     base = small()
-    slow = slowed(base, 0.5)
-    took = [Cluster(config, 1, "chunks").run(draw.requests(base, 1), 40) for config in (base, slow)]
-    assert took[1].ttft == pytest.approx(2 * took[0].ttft)
-    assert (took[0].found == took[1].found).all()
-    assert slowed(base, 0.0) == base
+    ((_, chunks),) = draw.requests(base, 1)
+    simulated = Cluster(base, 1, "round_robin").run([(np.zeros(40), chunks)], 40)
+    node: Any = Again(5, 9)
+    found = real.one_by_one(node, base, chunks)
+    assert found["same_places"] == 1.0
+    assert found["error_of_mean"] == pytest.approx(0.0)
+    assert found["error_of_a_request"] == pytest.approx(0.0)
 
 
 def test_errors_are_shares_of_what_is_real() -> None:
