@@ -34,10 +34,11 @@ def show(figures: dict[str, Any]) -> None:
         rows,
     )
 
+    ttft = f"{alone['ttft_real'] * 1e3:.1f} ms, simulated {alone['ttft_simulated'] * 1e3:.1f}"
     console.out.print(
         f"one node, one by one, least of some repeats: {alone['same_places']:.0%} of {alone['requests']} requests find "
-        f"chunks in the same places; TTFT {alone['ttft_real'] * 1e3:.1f} ms, simulated {alone['ttft_simulated'] * 1e3:.1f} "
-        f"({alone['error_of_mean']:+.0%}); a request is off by {alone['error_of_a_request']:.0%}"
+        f"chunks in the same places; TTFT {ttft} ({alone['error_of_mean']:+.0%}); a request is off by "
+        f"{alone['error_of_a_request']:.0%}"
     )
 
 
