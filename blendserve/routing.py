@@ -1,13 +1,13 @@
 """Which of several replicas a request goes to: where most of its chunks are hot, within a bound on load.
 
-    1. Bounded load: a replica takes a request only while it would then have at most `slack` times its fair share of those
-       running, rounded up (consistent hashing with bounded loads, Mirrokni et al., 2018). The least loaded one always may,
-       so nothing waits for a favourite.
-    2. Chunk affinity: of those, the one with the most of the request's chunks hot, in any order; the less loaded of equals.
-    3. Where nobody has any, or equally many at equal load: rendezvous hashing (Thaler and Ravishankar, 1998) of the
-       request's anchor, the chunk of the least hash. Two requests have the same anchor as often as their chunks are the same
-       (MinHash: with their Jaccard similarity), so that what will be asked for together is computed in one place. A replica
-       that goes moves its own requests alone, one that comes takes its share and nobody else's.
+1. Bounded load: a replica takes a request only while it would then have at most `slack` times its fair share of those
+   running, rounded up (consistent hashing with bounded loads, Mirrokni et al., 2018). The least loaded one always may:
+   nothing waits for a favourite.
+2. Chunk affinity: of those, the one with the most of the request's chunks hot, in any order; the less loaded of equals.
+3. Where nobody has any, or equals have equal loads: rendezvous hashing (Thaler and Ravishankar, 1998) of the request's
+   anchor, its chunk of the least hash. Two requests have the same anchor as often as their chunks are the same (MinHash:
+   with their Jaccard similarity), so what is asked for together comes to one place. A replica that goes moves its own
+   requests alone; one that comes takes its share and moves nothing else.
 
 Pure, with no clock and no state: what is hot and what runs is whatever the caller was told (workers/, simulate/).
 """
@@ -33,7 +33,7 @@ class Replica:
 
 
 def choose(chunks: Collection[bytes], replicas: Sequence[Replica], slack: float = SLACK) -> str:
-    """The name of the replica that a request for these chunks, by their keys, goes to. Raises ValueError for no replicas."""
+    """The name of the replica that a request for the chunks of these keys goes to. Raises ValueError for no replicas."""
     return ranked(chunks, replicas, slack)[0]
 
 
