@@ -1,7 +1,8 @@
 """What is simulated: corpus, requests, nodes with their tiers, links, and what computing takes.
 
-Sizes are bytes, times seconds, rates a second. Defaults of what a machine takes are those of the bundled reader on one
-core of an AMD EPYC, as `blendserve simulate --measure` found them, rounded; `configs/simulate` has another's.
+Sizes are bytes, times seconds, rates a second. Defaults of what computing takes are the bundled reader's on one core of
+an AMD EPYC that had other work, too, rounded; `blendserve simulate --measure` finds a machine's own, and
+`configs/simulate` has another reader's. Rates of links are assumptions.
 """
 
 from __future__ import annotations
@@ -107,19 +108,20 @@ class ComputeConfig(Section):
     """Seconds of a node's work: of a prefill as the engine's cost model counts them, and of what is around it."""
 
     inside = "simulate."
-    per_pass: Amount = Field(0.009, description="For a pass over the layers.")
-    per_row: Amount = Field(2.1e-4, description="For a token row through all layers.")
-    per_pair: Amount = Field(3.3e-8, description="For a row and a key that it attends to.")
+    per_pass: Amount = Field(0.05, description="For a pass over the layers.")
+    per_row: Amount = Field(1.2e-3, description="For a token row through all layers.")
+    per_pair: Amount = Field(3.8e-7, description="For a row and a key that it attends to.")
     per_loaded: Amount = Field(
-        1.1e-5, description="For a stored token that is read from memory, rotated and placed."
+        1.2e-5, description="For a stored token that is read from memory, rotated and placed."
     )
     per_decoded: Amount = Field(0.0, description="For a stored token of a codec that is decoded.")
-    fixed: Amount = Field(0.003, description="For tokenising, searching and routing a request.")
+    fixed: Amount = Field(0.008, description="For tokenising, searching and routing a request.")
     per_answer_token: Amount = Field(
         0.0, description="For an answer's token, as the share of a step that its request has in a batch."
     )
     per_stored: Amount = Field(
-        0.0, description="For a token of a missing chunk that is computed alone and stored behind an answer."
+        6.5e-4,
+        description="For a token of a missing chunk that is computed alone and stored behind an answer.",
     )
     raw_bytes: Positive = Field(
         23_040, description="Let a token's keys and values take so many bytes uncoded."
