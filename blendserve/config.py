@@ -102,6 +102,8 @@ Ratio = Annotated[float, Field(ge=0.0, le=1.0)]
 Positive = Annotated[int, Field(gt=0)]
 
 
+AnySection = TypeVar("AnySection", bound="Section")
+
 _checking: ContextVar[bool] = ContextVar("checking", default=False)  # whether a section is being made
 
 
@@ -122,6 +124,25 @@ class Section(BaseModel):
         finally:
             if outermost is not None:
                 _checking.reset(outermost)
+
+    @classmethod
+    def load(cls: type[AnySection], path: str | Path) -> AnySection:
+        """Read a YAML file. Raises ConfigError naming the file and the setting."""
+        path = Path(path)
+        try:
+            values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        except OSError as error:
+            raise ConfigError(f"config file {path} cannot be read: {error.strerror}") from None
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise ConfigError(f"config file {path} is not YAML: {str(error).splitlines()[0]}") from None
+        if not isinstance(values, dict):
+            raise ConfigError(
+                f"config file {path} must hold sections ({', '.join(cls.model_fields)}), not {values!r}"
+            )
+        try:
+            return cls(**values)
+        except ConfigError as error:
+            raise ConfigError(f"config file {path}: {error}") from None
 
 
 class ReaderConfig(Section):
@@ -441,32 +462,10 @@ class Config(Section):
     blend: BlendConfig = BlendConfig()
     decode: DecodeConfig = DecodeConfig()
 
-    @classmethod
-    def load(cls, path: str | Path) -> Config:
-        """Read a YAML file. Raises ConfigError naming the file and the setting."""
-        path = Path(path)
-        try:
-            values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-        except OSError as error:
-            raise ConfigError(f"config file {path} cannot be read: {error.strerror}") from None
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise ConfigError(f"config file {path} is not YAML: {str(error).splitlines()[0]}") from None
-        if not isinstance(values, dict):
-            raise ConfigError(
-                f"config file {path} must hold sections ({', '.join(cls.model_fields)}), not {values!r}"
-            )
-        try:
-            return cls(**values)
-        except ConfigError as error:
-            raise ConfigError(f"config file {path}: {error}") from None
-
     def to_yaml(self) -> str:
         """The effective settings, as `load` reads them."""
         text: str = yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
         return text
-
-
-AnySection = TypeVar("AnySection", bound=Section)
 
 
 def changed(section: AnySection, **values: Any) -> AnySection:

@@ -36,6 +36,7 @@ FLOORS = (  # from the ground up; a file imports from its own floor and those be
     {"delivery", "workers"},
     {"serve"},
     {"evaluate", "bench"},
+    {"simulate", "cost"},
     {"cli", "demo", "__main__"},
 )
 LAZY = {"cli", "demo", "__main__"}  # start-up: a command imports what it needs when it runs

@@ -73,8 +73,8 @@ class Subject:
         self._process, self._log = process, log
         self.about: Figures = self._ask(task)
 
-    def take(self, request: str) -> Figures:
-        """Seconds of one request. Raises InputError when the process has ended."""
+    def take(self, request: Any) -> Figures:
+        """What came of one request. Raises InputError when the process has ended."""
         return self._ask(request)
 
     def _ask(self, value: Any) -> Figures:

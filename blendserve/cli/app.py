@@ -23,7 +23,7 @@ COMMANDS = Registry(
         name: f"blendserve.cli.{name}:app"
         for name in (
             *("demo", "doctor", "index", "precompute", "ask"),
-            *("evaluate", "serve", "keys", "kdn", "store", "codec", "bench"),
+            *("evaluate", "serve", "keys", "kdn", "store", "codec", "bench", "simulate", "cost"),
         )
     },
 )

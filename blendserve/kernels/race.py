@@ -118,14 +118,14 @@ class _Race:
 
 def _timed(work: Work) -> list[float]:
     """The seconds that it takes; nothing where it had to wait for a core."""
-    before = _waiting()
+    before = waited()
     start = time.perf_counter()
     work()
     took = time.perf_counter() - start
-    return [took] if _waiting() - before <= WAITED * took else []
+    return [took] if waited() - before <= WAITED * took else []
 
 
-def _waiting() -> float:
+def waited() -> float:
     """Seconds for which this process's threads together have stood in line for a core; 0 where nobody tells."""
     total = 0
     try:

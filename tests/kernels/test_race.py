@@ -138,7 +138,7 @@ def test_waiting_for_a_core_is_what_linux_says_of_every_thread(
         (tmp_path / task).mkdir()
         (tmp_path / task / "schedstat").write_text(said)
     (tmp_path / "10").mkdir()
-    assert race._waiting() == pytest.approx(2.5)
+    assert race.waited() == pytest.approx(2.5)
     assert len(race._timed(lambda: None)) == 1
 
     def held_up() -> None:
@@ -146,7 +146,7 @@ def test_waiting_for_a_core_is_what_linux_says_of_every_thread(
 
     assert race._timed(held_up) == []
     monkeypatch.setattr(race, "TASKS", tmp_path / "nowhere")
-    assert race._waiting() == 0.0
+    assert race.waited() == 0.0
 
 
 # What is kept

@@ -1,0 +1,128 @@
+"""`blendserve cost`: store KV, or compute it again?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from blendserve import console
+from blendserve.cli.options import JsonOpt, Options, make_app, with_options
+from blendserve.config import Config, changed
+from blendserve.cost.config import CostConfig
+from blendserve.cost.model import CLAIM, report
+
+app = make_app()
+
+
+@app.command()
+@with_options(
+    config=Options(
+        CostConfig(),
+        *(
+            "machine_hour",
+            "prefill_seconds",
+            "load_seconds",
+            "ratio",
+            "chunk_tokens",
+            "tokens",
+            "reuses",
+            "months",
+        ),
+        load=CostConfig.load,
+    )
+)
+def cost(
+    config: CostConfig,
+    prices: Annotated[
+        Path | None,
+        typer.Option(help="Take machine_hour and tiers from this YAML file, in place of those of --config."),
+    ] = None,
+    index: Annotated[
+        str | None,
+        typer.Option(
+            "--index", "-i", help="Take the bytes of a token from this index's store, as a level more."
+        ),
+    ] = None,
+    bench: Annotated[
+        Path | None,
+        typer.Option(help="Take levels and prefilling from this output of `blendserve bench codec --json`."),
+    ] = None,
+    json: JsonOpt = False,
+) -> None:
+    """Weigh storing KV against computing it again.
+
+    Break-even reuses a month, and what a workload saves, for each level of each codec in each place; numbers that are
+    missing are named, never guessed. Prices are yours: copy configs/cost/prices.yaml and edit it:
+
+    \b
+        blendserve cost -c configs/cost/h100_8b.yaml --prices configs/cost/prices.yaml --reuses 30
+        blendserve bench codec --json > codec.json
+        blendserve cost -c configs/cost/smollm_cpu.yaml --prices configs/cost/prices.yaml --bench codec.json
+    """
+    if prices is not None:
+        given = CostConfig.load(prices).model_dump(
+            include={"currency", "machine_hour", "tiers"}, exclude_unset=True
+        )
+        config = changed(config, **{name: value for name, value in given.items() if value is not None})
+    if bench is not None:
+        from blendserve.cost.measured import with_bench  # torch: a second
+
+        config = with_bench(config, bench)
+    if index is not None:
+        from blendserve.cost.measured import with_store
+        from blendserve.paths import index_folder
+        from blendserve.store import open_store  # torch: a second
+
+        with open_store(Config().store, index_folder(index) / "kv", read_only=True, persistent=True) as store:
+            config = with_store(config, store)
+    found = report(config)
+    if json:
+        console.print_json(found)
+    else:
+        _show(found)
+
+
+def _show(found: dict[str, Any]) -> None:
+    settings = found["settings"]
+    money = settings["currency"]
+    rows = [_row(verdict) for verdict in found["verdicts"] if not verdict["missing"]]
+    console.table(
+        f"{settings['tokens']:,.0f} tokens, each used {settings['reuses']:g} times a month for {settings['months']:g} "
+        f"months; {settings['ratio']:.0%} recomputed.\nA million tokens in {money}: kept for a month, reused once, "
+        f"computed again once. Break-even, and where keeping alone is {CLAIM:g} times cheaper: reuses a month",
+        (
+            *("place, level", "a month", "a reuse", "recomputed"),
+            *("break-even", "times cheaper", f"{CLAIM:g} times at", "saves a month"),
+        ),
+        rows,
+    )
+    for tier, level in found["keep"].items():
+        console.out.print(f"{tier}: {'keep ' + level if level else 'compute again'}", markup=False)
+    if found["missing"]:
+        console.out.print(f"missing, so left out: {', '.join(found['missing'])}", markup=False)
+
+
+def _row(verdict: dict[str, Any]) -> list[str]:
+    def number(name: str, per: float = 1.0) -> str:
+        value = verdict[name]
+        return (
+            value
+            if isinstance(value, str)
+            else f"{value * per:,.3g}"
+            if abs(value * per) < 1000
+            else f"{value * per:,.0f}"
+        )
+
+    million = 1e6
+    return [
+        f"{verdict['tier']}, {verdict['level']}",
+        number("hold", million),
+        number("reuse", million),
+        number("recompute", million),
+        number("break_even"),
+        number("times_cheaper"),
+        number("claim_at"),
+        number("savings"),
+    ]

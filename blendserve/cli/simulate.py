@@ -1,0 +1,72 @@
+"""`blendserve simulate`: a cluster that is not there, by several ways of routing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from blendserve import console
+from blendserve.cli.options import JsonOpt, Options, make_app, with_options
+from blendserve.simulate.config import SimulateConfig
+
+app = make_app()
+
+NAMES = {"requests.chunks": "request_chunks", "requests.number": "requests"}
+
+
+@app.command()
+@with_options(
+    config=Options(
+        SimulateConfig(),
+        *("nodes", "routing", "seed", "requests.number", "requests.rate", "requests.chunks"),
+        *("corpus.chunks", "corpus.zipf", "corpus.coherence", "corpus.lifetime", "tiers.memory_bytes"),
+        *("links.store_rate", "compute.ratio"),
+        load=SimulateConfig.load,
+        names=NAMES,
+    )
+)
+def simulate(
+    config: SimulateConfig,
+    measure: Annotated[
+        Path | None,
+        typer.Option(
+            help="Measure what computing and fetching take on this machine, write settings to this file, and end."
+        ),
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw TTFT and hit rate by the number of nodes, an SVG.")
+    ] = None,
+    json: JsonOpt = False,
+) -> None:
+    """Simulate a cluster, by every way of routing.
+
+    Nodes with tiers over a shared store, a corpus by Zipf's law, and requests that come by chance: hit rates by tier,
+    TTFT, throughput, bytes moved. Settings files in configs/simulate say what a machine takes:
+
+    \b
+        blendserve simulate --nodes 1,2,4,8,16 --plot nodes.svg
+        blendserve simulate -c configs/simulate/h100_8b.yaml --routing round_robin,chunks
+        blendserve simulate -c configs/simulate/h100_8b.yaml --nodes 10000 --requests 1000000 --chunks 1000000000
+        blendserve simulate --measure here.yaml && blendserve simulate -c here.yaml
+    """
+    if measure is not None:
+        from blendserve.simulate.real import measured  # torch: seconds
+
+        measure.write_text(measured(config, console.say))
+        console.say(f"wrote {measure}")
+        return
+    from blendserve.simulate.figures import show
+    from blendserve.simulate.figures import simulate as run  # torch: seconds
+
+    with console.progress("Simulating", "requests") as update:
+        figures = run(config, update)
+    if json:
+        console.print_json(figures)
+    else:
+        show(figures)
+    if plot:
+        from blendserve.simulate.plots import by_nodes  # matplotlib: a second
+
+        plot.write_bytes(by_nodes(figures))

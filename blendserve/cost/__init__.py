@@ -1,0 +1,1 @@
+"""Store or recompute? Prices, measured bytes and measured seconds, weighed."""

@@ -1,0 +1,46 @@
+"""The check against real engines, as a table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from blendserve import console
+from blendserve.simulate.cluster import TIERS
+
+
+def show(figures: dict[str, Any]) -> None:
+    """A pair of lines for each run: real, and simulated with its error."""
+    settings = figures["settings"]
+    alone, rows = figures["alone"], []
+    for run in figures["runs"]:
+        for which in ("real", "simulated"):
+            found, off = run[which], run["error"] if which == "simulated" else None
+            rows.append(
+                [
+                    f"{run['store']} {run['routing']}, {which}",
+                    f"{run['waited']:.0%}" if which == "real" else "",
+                    "  ".join(f"{found['hit_rates'][tier]:.2f}" for tier in TIERS),
+                    *(
+                        _number(found["ttft"][name] * 1e3, off and off["ttft"][name])
+                        for name in ("mean", "p50", "p95")
+                    ),
+                    _number(found["throughput"], off and off["throughput"], 2),
+                ]
+            )
+    console.table(
+        f"{settings['nodes']} engine processes of {settings['model']}, {settings['requests']} requests a run; "
+        f"load average {figures['load_average'][0]:.1f}",
+        ("run", "waited", "memory disk store none", "TTFT ms", "p50", "p95", "requests a second"),
+        rows,
+    )
+
+    ttft = f"{alone['ttft_real'] * 1e3:.1f} ms, simulated {alone['ttft_simulated'] * 1e3:.1f}"
+    console.out.print(
+        f"one node, one by one, least of some repeats: {alone['same_places']:.0%} of {alone['requests']} requests find "
+        f"chunks in the same places; TTFT {ttft} ({alone['error_of_mean']:+.0%}); a request is off by "
+        f"{alone['error_of_a_request']:.0%}"
+    )
+
+
+def _number(value: float, error: float | None, digits: int = 0) -> str:
+    return f"{value:,.{digits}f}" if error is None else f"{value:,.{digits}f} ({error:+.0%})"
