@@ -7,7 +7,7 @@ exact     the KV computed behind this very prefix, at this very position: nothin
 reusable  the KV computed elsewhere: rotated to its place; a policy chooses which of its tokens to recompute
 fresh     no KV to start from: computed in this request
 
-A chunk that is not stored may be there in pieces of others (near.py): runs of its tokens are reusable then, the rest fresh.
+A chunk that is not stored may be there in pieces of others (near.py): runs of its tokens are reusable then, others fresh.
 """
 
 from __future__ import annotations

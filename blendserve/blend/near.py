@@ -5,9 +5,10 @@
     starts from       | reused        | fresh        | reused     | fr.  | reused |
 
 Only tokens whose ids are equal are reused, in runs of LEAST at least, from anywhere in some stored chunks; all others are
-fresh, in the same prefill. So a number, a name or a "not" that was changed is never read from what was there before. What
-a donor's tokens have read before them may be another text, though: the first MARGIN of a run, the nearest to it, are fresh
-as well, but where a run starts a donor and has read nothing else. What is reused is selected and corrected like any chunk.
+fresh, in the same prefill. So a number, a name or a "not" that was changed is never read from what was there before.
+What a donor's tokens have read before them may be another text, though: the first MARGIN of a run, the nearest to it, are
+fresh as well, but where a run starts a donor and has read nothing else. What is reused is selected and corrected like any
+chunk.
 
 A donor is one of the same reader, prefix, dtype and namespace: a chunk's key is a hash of all of those and of its tokens,
 so one whose tokens do not give its own key is none.
@@ -90,6 +91,7 @@ class Donors:
 
     def refresh(self) -> None:
         """Take over what the store holds now. A store that cannot be read tells of no donors."""
+        self._next = time.monotonic() + REFRESH_S
         try:
             there = set(self._store.keys(self._namespace))
             self._index.discard(self._index.keys - there)

@@ -83,7 +83,8 @@ def test_only_equal_tokens_behind_equal_tokens_are_reused(edits: list[int], move
     for span, at in matches(new, OLD, [Span(0, len(new))])[0]:
         start = 0 if at < MARGIN and new[span.start - at : span.start] == OLD[:at] else MARGIN
         run = slice(span.start - start, span.stop)
-        assert new[run] == OLD[at - start : at + len(span)] and len(span) >= LEAST
+        assert new[run] == OLD[at - start : at + len(span)]
+        assert len(span) >= LEAST
         assert not differ & set(range(run.start, run.stop)) or at - start != run.start - moved
 
 
@@ -121,9 +122,11 @@ def test_an_edited_chunk_starts_from_the_old_one() -> None:
     assert reused(done) == sum(map(len, RUNS))
     assert done.report.tokens_computed == 1 + MARGIN
     (near,) = done.report.near
-    assert near == replace(near, chunk=1, tokens_stored=81, tokens_fresh=9) and len(near.donors) == 1
+    assert near == replace(near, chunk=1, tokens_stored=81, tokens_fresh=9)
+    assert len(near.donors) == 1
     part = done.explanation.parts[2]
-    assert (part.tier, part.passage) == ("near", 1) and part.reason == near.reason.capitalize() + "."
+    assert (part.tier, part.passage) == ("near", 1)
+    assert part.reason == near.reason.capitalize() + "."
     assert done.report.to_dict()["near"][0]["reason"] == near.reason
     assert (done.report.chunks_hit, done.report.chunks_missing) == (1, 1)
 
@@ -161,7 +164,9 @@ def test_every_policy_and_correction_takes_runs(policy: str) -> None:
     for correction in ("none", "shift", "ridge", "prior"):
         blend = BlendConfig(method="blend", policy=policy, correction=correction, ratio=0.2, near=True)
         done = ask(knowing(FIRST, OLD), FIRST, NEW, blend=blend)
-        assert done.report.tokens_recomputed and done.report.near and done.prefilled.logits.isfinite().all()
+        assert done.report.tokens_recomputed
+        assert done.report.near
+        assert done.prefilled.logits.isfinite().all()
 
 
 def test_what_is_not_asked_for_is_not_done() -> None:
@@ -194,9 +199,10 @@ def test_a_damaged_donor_is_a_miss(tmp_path: object) -> None:
     store = MemoryStore(GIB, codec=Int8())
     by = knowing(FIRST, OLD, store=store)
     kept = store._chunks[by.key(OLD)]
-    kept.segments[1] = bytes(len(kept.segments[1]))  # type: ignore[union-attr, index]
+    kept.segments[1] = bytes(len(kept.segments[1]))  # type: ignore[union-attr]
     done = ask(by, FIRST, NEW)
-    assert not done.report.near and done.report.tokens_computed == len(NEW)
+    assert not done.report.near
+    assert done.report.tokens_computed == len(NEW)
     full = ask(by, FIRST, NEW, blend=BlendConfig(method="blend", policy="all", near=True))
     assert full.report.chunks_missing == 1
 
