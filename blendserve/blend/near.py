@@ -56,7 +56,7 @@ class Donors:
     def __init__(self, store: KVStore, key_of: Callable[[TokenIds], ChunkKey], namespace: str) -> None:
         """key_of: the key that a donor with these tokens has; all are of this namespace."""
         self._store, self._key_of, self._namespace = store, key_of, namespace
-        self._index = NearIndex()
+        self.index = NearIndex()
         self._others: set[ChunkKey] = set()  # chunks of the namespace that are no donors
         self._next = 0.0  # when to look for what others stored
         self._lock = threading.Lock()
@@ -74,9 +74,9 @@ class Donors:
         self._keep_up()
         runs: list[Run] = []
         left = [Span(0, len(ids))]
-        keys = [key for key in self._index.find(fingerprints(ids), DONORS) if key not in damaged]
+        keys = [key for key in self.index.find(fingerprints(ids), DONORS) if key not in damaged]
         there = dict(self._store.ids(keys))
-        self._index.discard(key for key in keys if key not in there)
+        self.index.discard(key for key in keys if key not in there)
         for key in keys:
             donor = there.get(key)
             if donor and self._key_of(donor) == key and (view := view_of(key, len(donor))):
@@ -87,20 +87,20 @@ class Donors:
     def stored(self, ids: TokenIds) -> None:
         """This process has stored a chunk."""
         if self._next:
-            self._index.add([(self._key_of(ids), fingerprints(ids))])
+            self.index.add([(self._key_of(ids), fingerprints(ids))])
 
     def refresh(self) -> None:
         """Take over what the store holds now. A store that cannot be read tells of no donors."""
         self._next = time.monotonic() + REFRESH_S
         try:
             there = set(self._store.keys(self._namespace))
-            self._index.discard(self._index.keys - there)
+            self.index.discard(self.index.keys - there)
             self._others &= there
-            new = sorted(there - self._index.keys - self._others)
+            new = sorted(there - self.index.keys - self._others)
             for at in range(0, len(new), BATCH):
                 keys = new[at : at + BATCH]
                 mine = [(key, ids) for key, ids in self._store.ids(keys) if self._key_of(ids) == key]
-                self._index.add((key, fingerprints(ids)) for key, ids in mine)
+                self.index.add((key, fingerprints(ids)) for key, ids in mine)
                 self._others.update(set(keys) - {key for key, _ in mine})
         except StoreError as error:
             log.warning("near-duplicates of stored chunks are not looked for, as %s", error)

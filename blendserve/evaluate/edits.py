@@ -15,10 +15,10 @@ import random
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from blendserve.core import Passage, TokenIds
 from blendserve.errors import ConfigError
-from blendserve.evaluate.formats import Example
 
 WINDOW, ANSWER, REVISED = "window", "answer", "revised"
 EDITS = (
@@ -34,27 +34,34 @@ Edit = Callable[[str, random.Random, Sequence[str]], str]
 """a passage's text, dice and the other passages' texts -> what the passage said before"""
 
 
+class Fact(NamedTuple):
+    """What one passage says now, and what it said before."""
+
+    title: str
+    now: str
+    before: str
+
+
 def known(word: str) -> bool:
     """Whether this names a kind of edit."""
     name, _, share = word.partition("@")
     return word in (*_KINDS, WINDOW, ANSWER) or (name == REVISED and bool(re.fullmatch(r"0?\.\d+|1", share)))
 
 
-def before(kind: str, example: Example, passages: Sequence[Passage], seed: int) -> list[Passage]:
+def before(kind: str, passages: Sequence[Passage], seed: str, fact: Fact | None = None) -> list[Passage]:
     """The passages as they were; as they are where there is nothing to change, and for `window`.
 
-    Raises ConfigError for `answer` on data that knows no other answers.
+    fact: what `answer` is about. Raises ConfigError where that is not known.
     """
     if kind == WINDOW:
         return list(passages)
     if kind == ANSWER:
-        if not example.rival:
+        if fact is None:
             raise ConfigError(
                 "edit 'answer' needs to know what else the answer could be: take data set facts"
             )
-        gold = example.answers[0]
         return [
-            replace(p, text=p.text.replace(gold, example.rival)) if p.title in example.supporting else p
+            replace(p, text=p.text.replace(fact.now, fact.before)) if p.title == fact.title else p
             for p in passages
         ]
     name, _, share = kind.partition("@")
@@ -62,7 +69,7 @@ def before(kind: str, example: Example, passages: Sequence[Passage], seed: int) 
     edit = _revised(float(share)) if name == REVISED else _KINDS[name]
     made = []
     for n, passage in enumerate(passages):
-        dice = random.Random(f"{seed}:{example.id}:{kind}:{n}")
+        dice = random.Random(f"{seed}:{kind}:{n}")
         others = [text for text in texts if text != passage.text] or texts
         made.append(replace(passage, text=edit(passage.text, dice, others)))
     return made

@@ -22,7 +22,7 @@ from blendserve.engine.engine import Engine
 from blendserve.errors import IndexMismatch, IndexMissing
 from blendserve.evaluate.config import EvaluateConfig
 from blendserve.evaluate.datasets import Dataset
-from blendserve.evaluate.edits import WINDOW, before, cut_elsewhere
+from blendserve.evaluate.edits import WINDOW, Fact, before, cut_elsewhere
 from blendserve.evaluate.formats import Example
 from blendserve.evaluate.shuffles import in_order
 from blendserve.evaluate.tasks import CONTINUATION
@@ -61,7 +61,8 @@ class Setting:
 
     def stored_before(self, kind: str, example: Example, context: Context) -> list[TokenIds]:
         """The chunks that were stored of these passages before an edit of this kind."""
-        passages = tuple(before(kind, example, context.passages, self._plan.seed))
+        fact = Fact(example.supporting[0], example.answers[0], example.rival) if example.rival else None
+        passages = tuple(before(kind, context.passages, f"{self._plan.seed}:{example.id}", fact))
         goes_on = example.task == CONTINUATION.name
         chunks = self.prompt(example.question, replace(context, passages=passages), goes_on).chunks
         ids = [chunk.ids for chunk in chunks if len(chunk)]

@@ -225,12 +225,12 @@ def test_an_index_made_of_a_file_is_the_one_that_was_kept(tmp_path: object) -> N
         ask(by, FIRST, NEW)  # the index is kept from now on
         by.precompute([OLD])
         by.remember([some_ids(80, 20)])
-        assert by.donors._index.keys == {by.key(x) for x in (FIRST, OLD, some_ids(80, 20))}
+        assert by.donors.index.keys == {by.key(x) for x in (FIRST, OLD, some_ids(80, 20))}
         kept = ask(by, FIRST, NEW).report.near
     with LMDBStore(str(tmp_path), GIB) as store:
         made = blender(store)
         assert ask(made, FIRST, NEW).report.near == kept != ()
-        assert made.donors._index.keys == by.donors._index.keys
+        assert made.donors.index.keys == by.donors.index.keys
 
 
 def test_the_gate_counts_what_is_nearly_there(monkeypatch: pytest.MonkeyPatch) -> None:
