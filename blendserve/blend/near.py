@@ -75,7 +75,7 @@ class Donors:
         runs: list[Run] = []
         left = [Span(0, len(ids))]
         keys = [key for key in self.index.find(fingerprints(ids), DONORS) if key not in damaged]
-        there = dict(self._store.ids(keys))
+        there = self._tokens(keys)
         self.index.discard(key for key in keys if key not in there)
         for key in keys:
             donor = there.get(key)
@@ -83,6 +83,13 @@ class Donors:
                 found, left = matches(ids, donor, left)
                 runs += [Run(span, view, at, key) for span, at in found]
         return tuple(sorted(runs, key=lambda run: run.span.start))
+
+    def _tokens(self, keys: Sequence[ChunkKey]) -> dict[ChunkKey, TokenIds]:
+        """What the store tells now; nothing where it cannot be read, though another one behind it may be."""
+        try:
+            return dict(self._store.ids(keys))
+        except StoreError:
+            return {}
 
     def stored(self, ids: TokenIds) -> None:
         """This process has stored a chunk."""

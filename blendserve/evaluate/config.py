@@ -9,7 +9,7 @@ from pydantic import Field
 
 from blendserve.config import Config, DecodeConfig, Positive, PromptConfig, Ratio, Section, StoreConfig
 from blendserve.evaluate import edits
-from blendserve.evaluate.variants import EXAMPLE, Variant, variants
+from blendserve.evaluate.variants import DEFAULT, Variant, variants
 from blendserve.registry import EVALUATED
 
 # Short answers: what F1 against short golds is fair to, and what the data sets were made for.
@@ -21,7 +21,7 @@ DECODE = DecodeConfig(max_new_tokens=32)
 STORE = StoreConfig(cap_gb=8.0)  # questions done make room for the next ones
 
 
-EDITED = ("full", "reuse", EXAMPLE)  # where nothing else is asked for in the edited setting
+EDITED = (DEFAULT,)  # where nothing else is asked for in the edited setting
 
 
 class EvaluateConfig(Section):
@@ -79,7 +79,7 @@ class EvaluateConfig(Section):
         if self.setting == "edited":
             words = [*EDITED] if self.methods == EvaluateConfig().methods else words
             plain = variants(words, self.ratios, self.seed, coded=True)
-            made = [v.name for v in plain if v.kind in ("reuse", "blend") and not (v.edit or v.codec)]
+            made = [v.name for v in plain if v.kind == "blend" and not (v.edit or v.codec)]
             words += [f"{name}/{edit}" for name in made for edit in self.edits]
         return variants(words, self.ratios, self.seed, coded=True)
 

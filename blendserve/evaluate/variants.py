@@ -35,6 +35,7 @@ PLAIN: dict[str, Kind] = {
     "transformers": "transformers",
     "exact": "exact",
 }
+DEFAULT = f"{POLICIES.default}+{CORRECTIONS.default}@{BlendConfig().share:g}"
 EXAMPLE = f"{POLICIES.default}+{CORRECTIONS.default}@0.15"
 
 _WORD = re.compile(
