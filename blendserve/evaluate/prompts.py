@@ -61,7 +61,9 @@ class Setting:
 
     def stored_before(self, kind: str, example: Example, context: Context) -> list[TokenIds]:
         """The chunks that were stored of these passages before an edit of this kind."""
-        fact = Fact(example.supporting[0], example.answers[0], example.rival) if example.rival else None
+        fact = (
+            Fact(example.supporting[0], example.answers[0].strip(), example.rival) if example.rival else None
+        )
         passages = tuple(before(kind, context.passages, f"{self._plan.seed}:{example.id}", fact))
         goes_on = example.task == CONTINUATION.name
         chunks = self.prompt(example.question, replace(context, passages=passages), goes_on).chunks

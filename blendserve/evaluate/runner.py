@@ -251,7 +251,7 @@ def _facts(answer: str, example: Example) -> Line:
     """Whether an answer says what is true, and what was before an edit; nothing where nobody knows what that was."""
     if not example.rival:
         return {}
-    said, golds = answer.lower(), [gold.lower() for gold in example.answers]
+    said, golds = answer.lower(), [gold.strip().lower() for gold in example.answers]
     return {"says_gold": any(gold in said for gold in golds), "says_rival": example.rival.lower() in said}
 
 

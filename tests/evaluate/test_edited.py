@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -62,13 +63,13 @@ def test_every_fact_has_one_place_and_another_value_that_the_prompt_lacks() -> N
     for example in examples:
         said = " ".join(p.text for p in example.contexts)
         (own,) = [p for p in example.contexts if p.title in example.supporting]
-        assert own.text.count(example.answers[0]) == 1
+        assert own.text.count(example.question + example.answers[0]) == 1
         assert example.rival not in said
-        fact = Fact(own.title, example.answers[0], example.rival)
+        fact = Fact(own.title, example.answers[0].strip(), example.rival)
         old = before(ANSWER, example.contexts, "0", fact)
         changed = [p for p, q in zip(old, example.contexts, strict=True) if p != q]
         assert [p.title for p in changed] == [own.title]
-        assert changed[0].text == own.text.replace(example.answers[0], example.rival)
+        assert changed[0].text == own.text.replace(example.answers[0].strip(), example.rival)
     forms = Counter(e.type for e in examples)
     assert max(forms.values()) - min(forms.values()) <= 1
 
@@ -94,7 +95,7 @@ def test_a_run_compares_every_edit_with_exact_hits(tmp_path: Path) -> None:
     plan = EvaluateConfig(dataset="facts", setting="edited")
     assert [v.name for v in plan.variants][2:] == ["query+prior@0.05", "query+prior@0.05/answer"]
     assert {v.edit for v in plan.model_copy(update={"dataset": "lines"}).variants} == {None, *EDITS}
-    options = {"setting": "edited", "methods": ("query+shift",), "chunks": 3}
+    options: Any = {"setting": "edited", "methods": ("query+shift",), "chunks": 3}
     done = run(tmp_path, Path("facts"), limit=1, **options)
     rows = {(row["id"], row["method"]): row for row in predictions(done)}
     name = "query+shift@0.25/answer"
