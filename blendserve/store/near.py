@@ -6,8 +6,9 @@ That is winnowing (Schleimer, Wilkerson, Aiken, SIGMOD 2003). Chunks that have S
 fingerprint in common, wherever the run stands and however small a part of them it is. A MinHash of whole chunks promises
 less: it tells how alike two chunks are, and a donor of a fifth of a chunk is not.
 
-A fingerprint and its chunk's number are one integer of 64 bits, in two sorted arrays: a large one, and a small one of
-what came since it was made. What is found is a hint: who reads a donor compares the tokens themselves.
+A fingerprint and its chunk's number are one integer of 64 bits, in sorted arrays, each more than twice as large as the
+next one: what is added is one more, and they are merged as they grow. What is found is a hint: who reads a donor compares
+the tokens themselves.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ SHINGLE, WINDOW = 12, 21
 SURE = SHINGLE + WINDOW - 1
 SLOT_BITS = 26  # of a chunk's number: 67 million of them; the other 38 are the hash's
 MOST = 64  # chunks that are looked at for a fingerprint, the latest ones: boilerplate is everywhere
-SMALL = 1 << 16  # fingerprints that are worth sorting again for every chunk that is added
 
 Marks = NDArray[np.uint64]
 _SLOT = np.uint64((1 << SLOT_BITS) - 1)
@@ -50,7 +50,7 @@ class NearIndex:
     def __init__(self) -> None:
         self._slots: dict[ChunkKey, int] = {}
         self._keys: list[ChunkKey | None] = []  # by number; None: gone
-        self._large = self._small = np.empty(0, np.uint64)
+        self._tables: tuple[Marks, ...] = ()
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -66,22 +66,21 @@ class NearIndex:
     @property
     def n_bytes(self) -> int:
         """Of the sorted arrays."""
-        return int(self._large.nbytes + self._small.nbytes)
+        return sum(table.nbytes for table in self._tables)
 
     def add(self, chunks: Iterable[tuple[ChunkKey, Marks]]) -> None:
         """Chunks with their fingerprints; what is there already, or is one too many, is passed over."""
         with self._lock:
-            new = [self._small]
+            new = [np.empty(0, np.uint64)]
             for key, marks in chunks:
                 if key not in self._slots and len(self._keys) <= _SLOT:
                     new.append(marks << _UP | np.uint64(len(self._keys)))
                     self._slots[key] = len(self._keys)
                     self._keys.append(key)
-            small = np.sort(np.concatenate(new))
-            if len(small) > max(SMALL, len(self._large) // 8):
-                self._large = np.sort(np.concatenate([self._large, small]), kind="stable")
-                small = small[:0]
-            self._small = small
+            tables = [*self._tables, np.sort(np.concatenate(new))]
+            while len(tables) > 1 and len(tables[-2]) <= 2 * len(tables[-1]):
+                tables[-2:] = [np.sort(np.concatenate(tables[-2:]))]
+            self._tables = tuple(tables)
 
     def discard(self, keys: Iterable[ChunkKey]) -> None:
         """These are no longer stored."""
@@ -107,9 +106,8 @@ class NearIndex:
 
     def _sharing(self, marks: Marks) -> list[set[int]]:
         """The numbers of the chunks that have each fingerprint, where any has."""
-        large, small = self._large, self._small
         found: list[set[int]] = [set() for _ in marks]
-        for table in (large, small):
+        for table in self._tables:
             starts = np.searchsorted(table, marks << _UP)
             stops = np.searchsorted(table, marks << _UP | _SLOT, side="right")
             for slots, start, stop in zip(found, starts, stops, strict=True):
