@@ -97,7 +97,7 @@ def lay_out(
         placements.append(Placement(Span(0, len(prompt.prefix)), prefix))
         exact[: len(prompt.prefix)] = True
     for i, (chunk, view) in enumerate(zip(prompt.spans, chunks, strict=True)):
-        for piece in [Placement(chunk, view)] if view else _placed(near.get(i, ()), chunk):
+        for piece in [Placement(chunk, view)] if view is not None else _placed(near.get(i, ()), chunk):
             span = piece.span
             if not len(span):
                 continue

@@ -195,6 +195,13 @@ def test_a_donor_that_has_gone_is_a_miss_and_forgotten() -> None:
     assert ask(by, FIRST, NEW).report.near
 
 
+def test_a_donor_that_goes_between_looking_and_reading_is_a_miss() -> None:
+    by = knowing(FIRST, OLD)
+    assert ask(by, FIRST, NEW).report.near
+    assert by.donors.find(NEW, lambda key, n_tokens: None, ()) == ()
+    assert by.donors.find(NEW, lambda key, n_tokens: pytest.fail("damaged"), {by.key(OLD)}) == ()
+
+
 def test_a_damaged_donor_is_a_miss(tmp_path: object) -> None:
     store = MemoryStore(GIB, codec=Int8())
     by = knowing(FIRST, OLD, store=store)
