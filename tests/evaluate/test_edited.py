@@ -71,7 +71,8 @@ def test_every_fact_has_one_place_and_another_value_that_the_prompt_lacks() -> N
         assert [p.title for p in changed] == [own.title]
         assert changed[0].text == own.text.replace(example.answers[0].strip(), example.rival)
     forms = Counter(e.type for e in examples)
-    assert max(forms.values()) - min(forms.values()) <= 1
+    assert set(forms) == set(facts.FORMS)
+    assert min(forms.values()) >= 25
 
 
 def test_words_with_an_edit_are_variants_over_earlier_revisions() -> None:
