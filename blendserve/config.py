@@ -431,6 +431,11 @@ class BlendConfig(Section):
         description="Choose at these layers, by a policy that looks at layers; several narrow its choice step by step.",
     )
     seed: int = Field(0, description="Draw by this seed where the policy is random.")
+    near: bool = Field(
+        False,
+        description="Reuse, of a chunk that is not stored, what stored chunks have word for word: of an edited page, all "
+        "but the edits.",
+    )
 
     @property
     def share(self) -> float:

@@ -118,6 +118,17 @@ class Unusable:
 
 
 @dataclass(frozen=True, slots=True)
+class NearChunk:
+    """A chunk that was not stored, and started from what stored ones have of it. Filled by blend/report.py."""
+
+    chunk: int  # its number in the prompt
+    donors: tuple[str, ...]  # keys in hex
+    tokens_stored: int  # that were read from donors; the policy may recompute some of them
+    tokens_fresh: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class BlendReport:
     """What was reused, what was recomputed and why. Filled by blend/blender.py; every answer carries one.
 
@@ -145,6 +156,7 @@ class BlendReport:
     cost: float  # row-layers run through the model (dense and selection passes included) / (T * L)
     unusable: tuple[Unusable, ...] = ()  # of the missing and corrupt chunks, those that may be in the store
     tiers: Mapping[str, int] = field(default_factory=dict)  # of the chunks hit, how many came from where
+    near: tuple[NearChunk, ...] = ()  # of the missing and corrupt chunks, those that were there in pieces
     prior: bool = False  # whether the correction started from what the corpus has shown (blend/priors.py)
 
     @property
@@ -160,7 +172,8 @@ class BlendReport:
 
     def to_dict(self) -> dict[str, Any]:
         derived = {"blended": self.blended, "share_recomputed": self.share_recomputed}
-        return {**derived, **asdict(self), "unusable": [asdict(chunk) for chunk in self.unusable]}
+        listed = {name: [asdict(chunk) for chunk in getattr(self, name)] for name in ("unusable", "near")}
+        return {**derived, **asdict(self), **listed}
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,15 @@ from typing import Annotated
 
 from pydantic import Field
 
-from blendserve.config import Positive, Ratio, ReaderConfig, RetrieveConfig, Section, StoreKindName
+from blendserve.config import (
+    BlendConfig,
+    Positive,
+    Ratio,
+    ReaderConfig,
+    RetrieveConfig,
+    Section,
+    StoreKindName,
+)
 from blendserve.errors import ConfigError
 from blendserve.evaluate.variants import FULL, TRANSFORMERS, Variant, variants
 from blendserve.registry import (
@@ -237,6 +245,21 @@ class AutoBenchConfig(BenchConfig):
 
     repeats: Positive = Field(3, description="Measure so many rounds of a cell; one in doubt gets more.")
     tolerance: float = Field(0.10, ge=0.0, description="Let auto be slower than the best by this share.")
+
+
+class NearConfig(BenchConfig):
+    """Prompts with edited passages."""
+
+    chunks: Positive = Field(6, description="Give the prompt so many chunks.")
+    chunk_tokens: Positive = Field(512, description="Give a chunk so many tokens.")
+    suffix_tokens: Positive = Field(40, description="Put so many tokens behind the chunks.")
+    share: Annotated[float, Field(gt=0, le=1)] = Field(
+        0.05, description="Edit this share of a passage's words."
+    )
+    ratio: Ratio = Field(
+        BlendConfig().share, description="Recompute this share of the context's tokens that were found."
+    )
+    signatures: Positive = Field(1_000_000, description="Look among so many synthetic chunks.")
 
 
 class FaultsConfig(BenchConfig):

@@ -14,7 +14,8 @@ from typing import Literal
 from blendserve.blend.cost import CostModel, LoadRate, calibrated, choose, estimates, free_ratio
 from blendserve.blend.explain import explain
 from blendserve.blend.layout import Layout, lay_out
-from blendserve.blend.lookup import CORRUPT, Found, look_up, nothing, supposed, wanted
+from blendserve.blend.lookup import CORRUPT, Found, look_near, look_up, nothing, supposed, wanted
+from blendserve.blend.near import Donors
 from blendserve.blend.policies.base import make_policy
 from blendserve.blend.precompute import ChunkComputer, in_stacks
 from blendserve.blend.precompute_run import PrecomputeReport, PrecomputeRun
@@ -70,6 +71,7 @@ class Blender:
         self._prefix, self._context = prefix, context
         self._before_layer = before_layer
         self.known = Known(adapter, fingerprint, store, prefix, context)  # how the corpus's chunks move
+        self.donors = Donors(store, self.key, namespace)  # for chunks that are nearly there
         self._computers: dict[TokenIds, ChunkComputer] = {}
         self._costs: CostModel | None = None
         self._load_rate = LoadRate()
@@ -167,6 +169,8 @@ class Blender:
         prefix_key, start = self.key(prompt.prefix, ()), time.perf_counter()
         found = look_up(snapshot, prompt, which, self.key, prefix_key, self.adapter.n_layers, corrupt, slow)
         self._link.record(time.perf_counter() - start, found.far_tokens)
+        if blend.near and blend.method != "prefix":
+            found = look_near(snapshot, prompt, found, self.donors, self.adapter.n_layers, corrupt)
         self._damaged.update(corrupt)
         return found
 
@@ -238,7 +242,7 @@ class Blender:
 
     def _choose(self, prompt: Prompt, blend: BlendConfig, found: Found, why: str) -> tuple[Method, str]:
         """The method that this machine is expected to be fastest with, and why if it is not blending."""
-        if not found.hits:
+        if not found.hits and not found.near:
             return ("prefix" if found.prefix else "full"), why
         return choose(self.calibrate(), self._layouts(prompt, found), blend, self.adapter.n_layers)
 
@@ -254,7 +258,8 @@ class Blender:
         return free_ratio(self.calibrate(), layout, blend, rate)
 
     def _layout(self, prompt: Prompt, found: Found) -> Layout:
-        return lay_out(prompt, found.prefix, found.chunks, behind_prefix=self._exact_first(prompt))
+        exact_first = self._exact_first(prompt)
+        return lay_out(prompt, found.prefix, found.chunks, behind_prefix=exact_first, near=found.near)
 
     def _exact_first(self, prompt: Prompt) -> bool:
         """Whether a chunk right behind the prefix is exact."""
@@ -294,6 +299,7 @@ class Blender:
             mine, start = [ids for ids in claimed if ids], time.perf_counter()
             for ids, kv in zip(mine, self.computer(self._context).stream(mine), strict=True):
                 stored += self.store.put(self.key(ids), kv)
+                self.donors.stored(ids)
             self._flight.took(time.perf_counter() - start, sum(map(len, mine)))
             self._damaged.difference_update(map(self._stored_as, claimed))
         finally:
@@ -362,6 +368,7 @@ class Blender:
                 for n_bytes in stored:
                     ids = claimed.popleft()
                     self._flight.release(self.key(ids))
+                    self.donors.stored(ids)
                     run.count(1, len(ids), n_bytes)
                     run.step(len(ids))
         finally:

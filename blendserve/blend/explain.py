@@ -10,10 +10,12 @@ from torch import Tensor
 from blendserve.blend.layout import Layout
 from blendserve.blend.lookup import Found
 from blendserve.blend.prefill import Prefilled
+from blendserve.blend.report import near_chunks
 from blendserve.config import Method
 from blendserve.core import Explanation, Part, Prompt, Span
 
 STATE = {name: n for n, name in enumerate(Explanation.STATES)}
+NEAR = "near"  # in place of a tier: read from other chunks
 ALWAYS = "It is the question and the end of the prompt, which are computed for every request."
 
 
@@ -57,8 +59,11 @@ def _parts(prompt: Prompt, method: Method, layout: Layout, found: Found, why: st
     else:
         yield Part("prefix", None, prefix, "", "It was not in the store." if found.looked_for else not_asked)
     trouble = {unusable.chunk: unusable.reason for unusable in found.unusable}
+    near = {chunk.chunk: chunk.reason for chunk in near_chunks(prompt, layout, found)}
     for i, span in enumerate(prompt.spans):
-        if span.start in used and len(span):
+        if i in near:
+            yield Part("passage", i, span, NEAR, _sentence(near[i].capitalize()))
+        elif span.start in used and len(span):
             yield Part("passage", i, span, found.tier_of.get(i, ""), _reused(span == layout.first))
         elif i in trouble:
             yield Part("passage", i, span, "", _sentence(f"Its stored KV was of no use: {trouble[i]}"))

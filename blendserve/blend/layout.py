@@ -6,11 +6,13 @@
 exact     the KV computed behind this very prefix, at this very position: nothing to recompute
 reusable  the KV computed elsewhere: rotated to its place; a policy chooses which of its tokens to recompute
 fresh     no KV to start from: computed in this request
+
+A chunk that is not stored may be there in pieces of others (near.py): runs of its tokens are reusable then, others fresh.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,14 +20,26 @@ from torch import Tensor
 
 from blendserve.core import Prompt, Span
 from blendserve.store.base import ChunkView
+from blendserve.store.key import ChunkKey
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A stored chunk and where it goes."""
+    """A stored chunk, or a run of its tokens, and where it goes."""
 
     span: Span
     view: ChunkView
+    at: int = 0  # where the run starts in the stored chunk
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Tokens that a chunk has in common with a stored one."""
+
+    span: Span  # in the chunk
+    view: ChunkView
+    at: int  # where they start in the stored one
+    donor: ChunkKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +73,22 @@ class Layout:
         return min(round(ratio * self.n_found), int(self.reusable.sum()))
 
 
+NOWHERE: Mapping[int, Sequence[Run]] = {}
+
+
 def lay_out(
-    prompt: Prompt, prefix: ChunkView | None, chunks: Sequence[ChunkView | None], *, behind_prefix: bool
+    prompt: Prompt,
+    prefix: ChunkView | None,
+    chunks: Sequence[ChunkView | None],
+    *,
+    behind_prefix: bool,
+    near: Mapping[int, Sequence[Run]] = NOWHERE,
 ) -> Layout:
     """Sort the prompt's tokens by what was found in the store.
 
-    `behind_prefix`: whether chunk KV was computed behind this prompt's prefix, which makes the first chunk exact.
+    `behind_prefix`: whether chunk KV was computed behind this prompt's prefix, which makes the first chunk exact, and of
+    one that is there in runs the first run, if it starts both chunks: all that it has read is the same.
+    near: runs of the chunks, by number, that are not there themselves.
     """
     n = len(prompt)
     exact, reusable = torch.zeros(n, dtype=torch.bool), torch.zeros(n, dtype=torch.bool)
@@ -72,16 +96,24 @@ def lay_out(
     if prefix is not None and prompt.prefix:
         placements.append(Placement(Span(0, len(prompt.prefix)), prefix))
         exact[: len(prompt.prefix)] = True
-    for span, view in zip(prompt.spans, chunks, strict=True):
-        if view is None or not len(span):
-            continue
-        placements.append(Placement(span, view))
-        if behind_prefix and span.start == len(prompt.prefix):
-            first = span
-            exact[span.start : span.stop] = True
-        else:
-            spans.append(span)
-            reusable[span.start : span.stop] = True
+    for i, (chunk, view) in enumerate(zip(prompt.spans, chunks, strict=True)):
+        for piece in [Placement(chunk, view)] if view is not None else _placed(near.get(i, ()), chunk):
+            span = piece.span
+            if not len(span):
+                continue
+            placements.append(piece)
+            if behind_prefix and span.start == len(prompt.prefix) and not piece.at:
+                first = span
+                exact[span.start : span.stop] = True
+            else:
+                spans.append(span)
+                reusable[span.start : span.stop] = True
     return Layout(
         tuple(placements), tuple(spans), exact, reusable, ~(exact | reusable), first, len(prompt.suffix)
     )
+
+
+def _placed(runs: Sequence[Run], chunk: Span) -> list[Placement]:
+    """Runs of a chunk that stands here."""
+    spans = [Span(chunk.start + run.span.start, chunk.start + run.span.stop) for run in runs]
+    return [Placement(span, run.view, run.at) for span, run in zip(spans, runs, strict=True)]

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
+from torch import Tensor
 
 from blendserve.blend.layout import Placement
 from blendserve.kernels.cuda.staging import CopyStream, InPlace, Layer, Sent, Staging, copy_stream_to
@@ -99,9 +100,11 @@ class KVLoader:
     ) -> None:
         self._adapter, self._cache, self._placements, self._ropes = adapter, cache, placements, ropes
         self._clock = clock or Clock(adapter.device)
-        self._reader = LayerReader(
-            [placement.view for placement in placements], adapter.n_layers, copy_stream_to(adapter.device)
-        )
+        views = {
+            id(placement.view): placement.view for placement in placements
+        }  # several runs may be of one chunk
+        self._nth = {view: n for n, view in enumerate(views)}
+        self._reader = LayerReader([*views.values()], adapter.n_layers, copy_stream_to(adapter.device))
         self._placed = [False] * adapter.n_layers
         self.bytes_loaded = 0
 
@@ -110,11 +113,17 @@ class KVLoader:
         if not self._placed[l]:
             with self._clock.stage("load"):
                 layer = self._reader.take(l)
-                chunks = [(p.span.start, k, v) for p, (k, v) in zip(self._placements, layer, strict=True)]
+                chunks = [(p.span.start, *self._run(layer, p)) for p in self._placements]
                 cache = self._cache.keys[l], self._cache.values[l]
                 place(chunks, *cache, self._ropes[l], self._adapter.rotary)
                 self.bytes_loaded += sum(2 * keys.numel() * keys.element_size() for keys, _ in layer)
             self._placed[l] = True
+
+    def _run(self, layer: Layer, placement: Placement) -> tuple[Tensor, Tensor]:
+        """Keys and values [K, n, D] of the tokens that are placed."""
+        keys, values = layer[self._nth[id(placement.view)]]
+        tokens = slice(placement.at, placement.at + len(placement.span))
+        return keys[:, tokens], values[:, tokens]
 
     @property
     def seconds_reading(self) -> float:

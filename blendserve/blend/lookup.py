@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import cast
 
+from blendserve.blend.layout import Run
+from blendserve.blend.near import Donors
 from blendserve.config import Method
 from blendserve.core import Prompt, TokenIds, Unusable
 from blendserve.errors import CorruptRecord, StoreVersion
@@ -29,6 +31,9 @@ class Found:
     tier_of: Mapping[int, str] = field(default_factory=dict)  # where each chunk that is there is read from
     prefix_tier: str = ""
     far_tokens: int = 0  # of chunks that came from another machine
+    near: Mapping[int, tuple[Run, ...]] = field(
+        default_factory=dict
+    )  # what others have of chunks that are not there
 
     @property
     def corrupt(self) -> int:
@@ -47,11 +52,12 @@ class Found:
     def only(self, method: Method, exact_first: bool) -> Found:
         """What is left of a full search when a method uses less of it."""
         if method == "full":
-            return replace(self, prefix=None, chunks=(None,) * len(self.chunks))
+            return replace(self, prefix=None, chunks=(None,) * len(self.chunks), near={})
         if method == "prefix":
             first = next((i for i, view in enumerate(self.chunks) if i in self.looked_for), None)
             keep = first if exact_first else None
-            return replace(self, chunks=tuple(v if i == keep else None for i, v in enumerate(self.chunks)))
+            kept = tuple(v if i == keep else None for i, v in enumerate(self.chunks))
+            return replace(self, chunks=kept, near={})
         return self
 
 
@@ -105,6 +111,30 @@ def look_up(
     prefix_tier = "" if prefix is None else snapshot.tier(prefix_key)
     far = sum(len(prompt.chunks[i]) for i, tier in tier_of.items() if tier == REMOTE)
     return Found(prefix, tuple(chunks), tuple(which), (*damaged, *lacking, *left), tier_of, prefix_tier, far)
+
+
+def look_near(
+    snapshot: Snapshot,
+    prompt: Prompt,
+    found: Found,
+    donors: Donors,
+    n_layers: int,
+    corrupt: dict[ChunkKey, str],
+) -> Found:
+    """With what stored chunks have of those that are not there; damaged ones are added to `corrupt`."""
+    views: dict[ChunkKey, ChunkView | None] = {}  # a donor of several chunks is read once
+
+    def view(key: ChunkKey, n_tokens: int) -> ChunkView | None:
+        try:
+            if key not in views:
+                views[key] = _view(snapshot, key, n_tokens, n_layers)
+        except CorruptRecord as error:
+            corrupt[key] = error.what
+        return views.get(key)
+
+    missed = [i for i in found.looked_for if found.chunks[i] is None]
+    runs = {i: donors.find(prompt.chunks[i].ids, view, corrupt) for i in missed}
+    return replace(found, near={i: some for i, some in runs.items() if some})
 
 
 def wanted(prompt: Prompt, method: Method, exact_first: bool) -> list[int]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from blendserve.blend.layout import Layout
 from blendserve.blend.lookup import Found
 from blendserve.blend.prefill import Prefilled
 from blendserve.config import BlendConfig
-from blendserve.core import BlendReport, Prompt
+from blendserve.core import BlendReport, NearChunk, Prompt
 
 
 def make_report(
@@ -40,8 +42,25 @@ def make_report(
         cost=done.cost,
         unusable=found.unusable,
         tiers=dict(found.tiers),
+        near=tuple(near_chunks(prompt, layout, found)),
         prior=prior and done.corrected,
     )
+
+
+def near_chunks(prompt: Prompt, layout: Layout, found: Found) -> Iterator[NearChunk]:
+    """Those of the chunks found in pieces of others whose pieces were used."""
+    placed = {piece.span.start: len(piece.span) for piece in layout.placements}
+    for i, runs in found.near.items():
+        span = prompt.spans[i]
+        used = [run for run in runs if span.start + run.span.start in placed]
+        if used:
+            donors, n = tuple(dict.fromkeys(run.donor.hex() for run in used)), sum(len(x.span) for x in used)
+            yield NearChunk(i, donors, n, len(span) - n, _why_near(len(donors), n, len(span)))
+
+
+def _why_near(donors: int, stored: int, tokens: int) -> str:
+    others = "a stored chunk has" if donors == 1 else f"{donors} stored chunks have"
+    return f"it was not in the store, but {others} {stored} of its {tokens} tokens in the same order"
 
 
 def plain_report(prompt: Prompt, blend: BlendConfig, why: str) -> BlendReport:

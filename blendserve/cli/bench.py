@@ -20,6 +20,7 @@ from blendserve.bench.config import (
     FaultsConfig,
     HostileConfig,
     LinkConfig,
+    NearConfig,
     PrecomputeConfig,
     ScalingConfig,
     ServingConfig,
@@ -202,6 +203,32 @@ def auto(config: AutoBenchConfig, json: JsonOpt = False) -> None:
 
     if _run(measure, config, tables, json)["failed"]:
         raise typer.Exit(1)
+
+
+@app.command()
+@with_options(
+    config=Options(
+        NearConfig(),
+        "chunks",
+        "chunk_tokens",
+        "suffix_tokens",
+        "share",
+        "ratio",
+        "signatures",
+        "repeats",
+        *READER,
+        "folder",
+    )
+)
+def near(config: NearConfig, json: JsonOpt = False) -> None:
+    """Ask about passages that were edited since they were stored.
+
+    Time to the first token with one of them edited, and with all, against exact hits and full prefill; what looking for
+    near-duplicates costs prompts that have none; and looking among a million synthetic chunks: time and memory.
+    """
+    from blendserve.bench.near import measure, tables  # torch and all the rest: seconds
+
+    _run(measure, config, tables, json)
 
 
 @app.command()

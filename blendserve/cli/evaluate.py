@@ -44,7 +44,7 @@ def evaluate(
     is kept in one store unless --store names another. After a stop or a kill, the same command goes on.
     """
     from blendserve.evaluate.job import evaluate as job  # torch and all the rest: seconds
-    from blendserve.evaluate.tables import asked, brief, brief_tail, headline
+    from blendserve.evaluate.tables import asked, brief, brief_tail, edits, headline
 
     try:
         done = job(plan, settings, name, runs, console.say)
@@ -59,6 +59,11 @@ def evaluate(
     if tails:
         floor = f"KLs below {done.figures['kl_floor']:g} nats count as that"
         console.table(f"Single prompts, mean KL / another method's ({floor})", columns, tails)
+    for sheet in edits(done.figures["methods"]):
+        rows = [
+            [" ".join((c.text, f"({c.below})" if c.below else "")).strip() for c in row] for row in sheet.rows
+        ]
+        console.table(f"{sheet.title}. {sheet.note}", sheet.columns, rows)
     for line in headline(done.figures):
         console.out.print(line, markup=False)
     console.out.print(f"More in {done.folder / 'report.html'}", markup=False)

@@ -8,7 +8,8 @@ from typing import Literal
 from pydantic import Field
 
 from blendserve.config import Config, DecodeConfig, Positive, PromptConfig, Ratio, Section, StoreConfig
-from blendserve.evaluate.variants import Variant, variants
+from blendserve.evaluate import edits
+from blendserve.evaluate.variants import DEFAULT, Variant, variants
 from blendserve.registry import EVALUATED
 
 # Short answers: what F1 against short golds is fair to, and what the data sets were made for.
@@ -20,21 +21,25 @@ DECODE = DecodeConfig(max_new_tokens=32)
 STORE = StoreConfig(cap_gb=8.0)  # questions done make room for the next ones
 
 
+EDITED = (DEFAULT,)  # where nothing else is asked for in the edited setting
+
+
 class EvaluateConfig(Section):
     """One run."""
 
     dataset: str = Field(
         "generated",
-        description="Ask questions from generated, lines, reference, 2wikimultihopqa, a task of LongBench such as "
-        "2wikimqa or samsum, or a file: questions in a known form, or a .txt to go on with.",
+        description="Ask questions from generated, facts, lines, reference, 2wikimultihopqa, a task of LongBench "
+        "such as 2wikimqa or samsum, or a file: questions in a known form, or a .txt to go on with.",
     )
     corpus: Path | None = Field(
         None,
         description="Take passages from this file; it is corpus.json beside the questions if none is given.",
     )
-    setting: Literal["closed", "open"] = Field(
+    setting: Literal["closed", "open", "edited"] = Field(
         "closed",
-        description="Give a question the passages that come with it (closed), or retrieve them (open).",
+        description="Give a question the passages that come with it (closed), retrieve them (open), or give it those "
+        "that come with it where earlier revisions of them are stored, by every kind of edit (edited).",
     )
     window: Positive | None = Field(
         None,
@@ -70,7 +75,18 @@ class EvaluateConfig(Section):
     @property
     def variants(self) -> tuple[Variant, ...]:
         """Raises ConfigError."""
-        return variants(self.methods, self.ratios, self.seed, coded=True)
+        words = [*self.methods]
+        if self.setting == "edited":
+            words = [*EDITED] if self.methods == EvaluateConfig().methods else words
+            plain = variants(words, self.ratios, self.seed, coded=True)
+            made = [v.name for v in plain if v.kind == "blend" and not (v.edit or v.codec)]
+            words += [f"{name}/{edit}" for name in made for edit in self.edits]
+        return variants(words, self.ratios, self.seed, coded=True)
+
+    @property
+    def edits(self) -> tuple[str, ...]:
+        """The kinds of edit that the edited setting compares: of facts, the one that changes the answer."""
+        return (edits.ANSWER,) if self.dataset == "facts" else edits.EDITS
 
     @property
     def part(self) -> slice:

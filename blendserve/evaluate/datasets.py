@@ -2,6 +2,7 @@
 
 load("generated")                 ships with the package, see evaluate/generated/
 load("lines")                     line retrieval, made with the seed (lines.py)
+load("facts")                     single facts of the generated world, made with the seed (generated/facts.py)
 load("reference")                 Python's language reference, to go on with (words.py)
 load("2wikimqa")                  LongBench's 200 questions, from the hub; so are hotpotqa, samsum and others
 load("2wikimultihopqa")           the official dev split, from the hub
@@ -26,6 +27,7 @@ from blendserve.core import Passage
 from blendserve.errors import CorpusError
 from blendserve.evaluate import lines
 from blendserve.evaluate.formats import Example, Record, from_corpus, reader_for
+from blendserve.evaluate.generated import facts
 from blendserve.evaluate.tasks import CONTINUATION, LONGBENCH, TASKS, Task
 from blendserve.evaluate.words import excerpts
 from blendserve.paths import cache_folder
@@ -60,7 +62,7 @@ class Hosted:
     revision: str = "main"
 
 
-MADE = ("lines", "reference")
+MADE = ("lines", "facts", "reference")
 BUNDLED = {"generated": Path(__file__).parent / "data" / "generated_questions.jsonl"}
 HOSTED = {
     **{name: Hosted("THUDM/LongBench", "data.zip", f"data/{name}.jsonl") for name in LONGBENCH},
@@ -111,6 +113,8 @@ def _made(source: str | Path, seed: int) -> list[Example] | None:
     """Questions that no file has: made with a seed, or of a text; None where the source is something else."""
     if str(source) == "lines":
         return lines.make(seed)
+    if str(source) == "facts":
+        return facts.make(seed)
     if str(source) == "reference":
         from blendserve.retrieve import language_reference  # start-up: the retriever
 

@@ -35,6 +35,7 @@ class Example:
         0  # which of its question's shuffles this is, from 1 (shuffles.py); 0 = the question itself
     )
     shuffled: str = ""  # id of that question, for a shuffle
+    rival: str = ""  # another answer, which the prompt does not have, where the data knows one
 
 
 Corpus = Mapping[str, Sequence[Passage]]

@@ -1,6 +1,6 @@
 """A question to its prompt: which passages, and how they are cut into chunks.
 
-closed   the contexts that come with the question
+closed   the contexts that come with the question; so in the edited setting, which is about what is stored (edited.py)
 open     the corpus is searched for them with the engine's own retriever
 
 A chunk is a passage, or, with a window, N tokens of all passages joined, as CacheBlend's experiments have it.
@@ -10,20 +10,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import xxhash
 
 from blendserve import console
 from blendserve.config import Config
-from blendserve.core import Chunk, Document, Passage, Prompt
+from blendserve.core import Chunk, Document, Passage, Prompt, TokenIds
 from blendserve.engine.engine import Engine
 from blendserve.errors import IndexMismatch, IndexMissing
 from blendserve.evaluate.config import EvaluateConfig
 from blendserve.evaluate.datasets import Dataset
+from blendserve.evaluate.edits import WINDOW, Fact, before, cut_elsewhere
 from blendserve.evaluate.formats import Example
 from blendserve.evaluate.shuffles import in_order
+from blendserve.evaluate.tasks import CONTINUATION
 
 Say = Callable[[str], None]
 
@@ -46,7 +48,7 @@ class Setting:
     def context(self, example: Example) -> Context:
         """The passages for a question, or for a shuffle of one."""
         seed = self._plan.seed
-        if self._plan.setting == "closed":
+        if self._plan.setting != "open":
             return Context(in_order(example.contexts, example, seed))
         assert self._engine.index is not None
         start = time.perf_counter()
@@ -56,6 +58,17 @@ class Setting:
         needed = set(example.supporting)
         recall = len(titles & needed) / len(needed) if needed else None
         return Context(in_order(found, example, seed), recall, seconds)
+
+    def stored_before(self, kind: str, example: Example, context: Context) -> list[TokenIds]:
+        """The chunks that were stored of these passages before an edit of this kind."""
+        fact = (
+            Fact(example.supporting[0], example.answers[0].strip(), example.rival) if example.rival else None
+        )
+        passages = tuple(before(kind, context.passages, f"{self._plan.seed}:{example.id}", fact))
+        goes_on = example.task == CONTINUATION.name
+        chunks = self.prompt(example.question, replace(context, passages=passages), goes_on).chunks
+        ids = [chunk.ids for chunk in chunks if len(chunk)]
+        return cut_elsewhere(ids) if kind == WINDOW else ids
 
     def prompt(self, question: str, context: Context, goes_on: bool = False) -> Prompt:
         """The prompt, tokenised anew every time, as a request would.
@@ -82,7 +95,7 @@ def open_engine(plan: EvaluateConfig, dataset: Dataset, settings: Config, work: 
     Raises ModelUnsupported for a reader that fails the gate: its full prefill, the reference, would be wrong too.
     """
     engine = (
-        Engine.open(settings, say=say) if plan.setting == "closed" else _indexed(dataset, settings, work, say)
+        Engine.open(settings, say=say) if plan.setting != "open" else _indexed(dataset, settings, work, say)
     )
     engine.gate.require()
     return engine

@@ -24,6 +24,7 @@ from blendserve.engine.prompt import PromptBuilder
 from blendserve.errors import ConfigError, PromptTooLong
 from blendserve.evaluate.answers import Answered, Draw, answer, decisions, transformers_answer
 from blendserve.evaluate.coded import coded_store, exact_context, needed, sizes_of
+from blendserve.evaluate.edited import revised_blender
 from blendserve.evaluate.fidelity import agreement, kl, nll
 from blendserve.evaluate.folder import Line, RunFolder
 from blendserve.evaluate.formats import Example
@@ -67,6 +68,7 @@ class Runner:
         self._blenders = {v.kv_context: self._blender(v) for v in variants}
         self._coded = {word: coded_store(engine, word, say) for word in needed(variants)}
         self._over_coded: dict[tuple[KVContext | None, str], Blender] = {}
+        self._revised: dict[tuple[KVContext | None, str], Blender] = {}  # of the question at hand
         self._warm = False
 
     def teach(self, chunks: Sequence[TokenIds], name: str, folder: Path) -> None:
@@ -104,6 +106,7 @@ class Runner:
         self._check_length(prompt, len(given or ()))
         folder.add_prompt(self._prompt_line(example, context, prompt))
         with self._stored(prompt, wanted):
+            self._revise(example, context, prompt, wanted)
             if not self._warm:
                 self._warm_up(prompt, wanted)
             full = answer(self._reader, self._blenders[None], self._full, draw, self._decode, given)
@@ -116,14 +119,15 @@ class Runner:
                     if given
                     else TASKS[example.task].score(line["answer"], example.answers)
                 )
-                yield {**line, "score": score, "kv": kv}
+                yield {**line, "score": score, "kv": kv, **_facts(line["answer"], example)}
+            self._revised.clear()
 
     def _answer(self, variant: Variant, draw: Draw, reference: TokenIds) -> tuple[Answered, Line]:
         """And the bytes of its chunks, coded and not, where it has a codec."""
         if variant.kind == TRANSFORMERS:
             return transformers_answer(self._reader, draw, self._decode, reference), {}
         by = self._coded[variant.codec] if variant.codec else None
-        blender = self._blenders[variant.kv_context]
+        blender = self._blenders[variant.kv_context] if by else self._over(variant)
         if variant.kind == EXACT:
             prompt, kv, taken = exact_context(self._reader.adapter, draw(), by)
             whole = partial(answer, self._reader, blender, variant, lambda: prompt, self._decode, reference)
@@ -137,6 +141,8 @@ class Runner:
     def _over(self, variant: Variant) -> Blender:
         """The blender over a method's KV."""
         raw = self._blenders[variant.kv_context]
+        if variant.edit is not None:
+            return self._revised[variant.kv_context, variant.edit]
         if variant.codec is None:
             return raw
         if (found := self._over_coded.get((variant.kv_context, variant.codec))) is None:
@@ -162,6 +168,13 @@ class Runner:
                 by.drop(keys)
             if self._makes_room:
                 self._engine.store.unpin(keys)
+
+    def _revise(self, example: Example, context: Context, prompt: Prompt, wanted: Sequence[Variant]) -> None:
+        """Stores that hold what the passages were before each edit that a method names."""
+        engine, prefix = self._engine, self._engine.blender.key(prompt.prefix, ())
+        for behind, edit in dict.fromkeys((v.kv_context, v.edit) for v in wanted if v.edit):
+            chunks = self._setting.stored_before(edit, example, context)
+            self._revised[behind, edit] = revised_blender(engine, self._blenders[behind], chunks, prefix)
 
     def _warm_up(self, prompt: Prompt, wanted: Sequence[Variant]) -> None:
         """Run every method once, so that the first question does not pay for what is allocated once."""
@@ -232,6 +245,14 @@ class Runner:
         adapter, fingerprint = self._reader.adapter, self._reader.fingerprint
         namespace = engine.config.store.namespace
         return Blender(adapter, fingerprint, engine.store, engine.prompts.prefix, behind, namespace)
+
+
+def _facts(answer: str, example: Example) -> Line:
+    """Whether an answer says what is true, and what was before an edit; nothing where nobody knows what that was."""
+    if not example.rival:
+        return {}
+    said, golds = answer.lower(), [gold.strip().lower() for gold in example.answers]
+    return {"says_gold": any(gold in said for gold in golds), "says_rival": example.rival.lower() in said}
 
 
 def _spent(done: Answered) -> Line:

@@ -124,10 +124,38 @@ def _method(table: Table, variant: Variant) -> Figures:
     figures["seconds"] = {stage: _spread(table.seconds(name, stage)) for stage in STAGES}
     figures["times_faster"] = _times(table, FULL, name)
     figures["against_full"] = {score: _minus(table, name, FULL, score) for score in ("f1", "em", "rouge_l")}
+    if variant.unedited and variant.unedited in table:
+        figures["edited"] = _edited(table, variant)
+    if "says_rival" in table.rows(name)[0]:
+        figures["facts"] = _facts(table, name)
     if any(table.types):
         groups = by_group(table.column(name, "f1"), table.types, questions=questions)
         figures["f1_by_type"] = {kind: asdict(interval) for kind, interval in groups.items()}
     return figures
+
+
+def _edited(table: Table, variant: Variant) -> Figures:
+    """Against exact hits: the same method where the passages themselves are stored."""
+    name, exact = variant.name, str(variant.unedited)
+    kls = table.column(name, "mean_kl"), table.column(exact, "mean_kl")
+    return {
+        "kind": variant.edit,
+        "mean_kl_times": _dict(share(*kls, questions=table.questions)),
+        "ttft_times": _times(table, name, exact),
+        "fresh": float(np.mean(table.column(name, "tokens_computed"))),
+    }
+
+
+def _facts(table: Table, name: str) -> Figures:
+    """How often a method said what was true before the edit where full prefill said what is, and how often it did."""
+    rows = table.rows(name)
+    known = [row for row, full in zip(rows, table.rows(FULL), strict=True) if full["says_gold"]]
+    return {
+        "questions": len(known),
+        "says_rival": sum(row["says_rival"] for row in known),
+        "says_gold": sum(row["says_gold"] for row in known),
+        "says_rival_of_all": sum(row["says_rival"] for row in rows),
+    }
 
 
 def _scored(table: Table, name: str, metric: str) -> Figures:

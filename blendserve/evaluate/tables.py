@@ -95,6 +95,7 @@ def tables(figures: Figures) -> list[Sheet]:
         *_tails(figures),
         time(methods),
         *_codecs(methods),
+        *edits(methods),
         *_against_full(figures),
         *_by_type(methods),
         *_spending(figures["spending"]),
@@ -234,6 +235,42 @@ def brief(figures: Figures) -> tuple[Sequence[str], list[list[str]]]:
         return columns, rows
     smaller = [f"{m['kv_smaller']:.1f}x" if m["codec"] else "" for m in methods.values()]
     return (*columns, "KV smaller"), [[*row, cell] for row, cell in zip(rows, smaller, strict=True)]
+
+
+def edits(methods: Figures) -> list[Sheet]:
+    """What edits cost, and whether what was true before them is ever said; nothing where none were made."""
+    costs = [
+        [
+            Cell(name),
+            _cell(m["mean_kl_share"], 3),
+            _cell(m["edited"]["mean_kl_times"], 2),
+            Cell(f"{m['tails'][-1]['p95']:.2f}" if m["tails"] else ""),
+            Cell(f"{m['tails'][-1]['worst']:.1f}" if m["tails"] else ""),
+            _cell(m["agreement"], 3),
+            _cell(m["edited"]["ttft_times"], 2),
+            _cell(m["times_faster"], 2),
+            Cell(f"{m['edited']['fresh']:.0f}"),
+        ]
+        for name, m in methods.items()
+        if "edited" in m
+    ]
+    columns = (
+        "method", "mean KL / reuse's", "/ exact hits'", "on a prompt, p95", "worst", "agreement F1",
+        "TTFT / exact hits'", "times faster than full", "fresh tokens",
+    )  # fmt: skip
+    note = "Earlier revisions of the passages are stored. Exact hits: the same method where the passages are."
+    parts = ("says_rival", "says_gold", "questions", "says_rival_of_all")
+    said = [
+        [Cell(name), *(Cell(str(m["facts"][part])) for part in parts)]
+        for name, m in methods.items()
+        if "facts" in m
+    ]
+    heads = ("method", "says what was", "says what is", "questions", "says what was, of all questions")
+    about = "Questions to which full prefill says what is true since the edit, and what others say to them."
+    return [
+        *([Sheet("Edited passages", note, columns, costs)] if costs else []),
+        *([Sheet("Edited facts", about, heads, said)] if said else []),
+    ]
 
 
 def brief_tail(figures: Figures) -> tuple[Sequence[str], list[list[str]]]:

@@ -2,7 +2,8 @@
 
     ratio of a prompt = max(mean KL of the method, FLOOR) / max(mean KL of the other, FLOOR)
 
-above 1 where the method made it worse. The other is full reuse, and for a method with a correction the same without it.
+above 1 where the method made it worse. The other is full reuse, for a method with a correction the same without it, and
+for one over earlier revisions the same over the passages themselves.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ def opponents(variant: Variant, names: Sequence[str]) -> list[str]:
     """Those of the methods `names` that a method is set against, prompt by prompt."""
     if _is_exact(variant) or variant.name == REUSE:
         return []
-    return [other for other in (REUSE, variant.uncorrected) if other is not None and other in names]
+    others = (REUSE, variant.uncorrected, variant.unedited)
+    return [other for other in dict.fromkeys(others) if other is not None and other in names]
 
 
 def tail(

@@ -6,6 +6,7 @@
 Only the policy must be said. Without a correction nothing is corrected; without a ratio the run's list of ratios is
 used; BEHIND is what chunk KV is computed behind (config.py, prompt.kv_context), by default the run's; CODEC, written name
 or name@level as store.codec, is what it goes through (coded.py), by default none: reuse/int8, query@0.15/cachegen@1.
+In place of CODEC an edit (edits.py): the store holds what the passages were before it, as in query@0.15/numbers.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 from blendserve.config import BlendConfig, KVContext, Method, changed
 from blendserve.errors import ConfigError
+from blendserve.evaluate import edits
 from blendserve.registry import CODECS, CORRECTIONS, POLICIES, codec_word, nearest, parse_codec
 from blendserve.registry import REUSE as REUSED
 
@@ -33,6 +35,7 @@ PLAIN: dict[str, Kind] = {
     "transformers": "transformers",
     "exact": "exact",
 }
+DEFAULT = f"{POLICIES.default}+{CORRECTIONS.default}@{BlendConfig().share:g}"
 EXAMPLE = f"{POLICIES.default}+{CORRECTIONS.default}@0.15"
 
 _WORD = re.compile(
@@ -52,6 +55,7 @@ class Variant:
     blend: BlendConfig
     kv_context: KVContext | None = None  # None = the run's
     codec: str | None = None  # that its KV goes through, None = none
+    edit: str | None = None  # since which the passages are not what is stored, None = they are
 
     @property
     def name(self) -> str:
@@ -62,7 +66,14 @@ class Variant:
     @property
     def uncoded(self) -> str:
         """The same method without a codec."""
-        return Variant(self.kind, self.blend, self.kv_context).name
+        return Variant(self.kind, self.blend, self.kv_context, edit=self.edit).name
+
+    @property
+    def unedited(self) -> str | None:
+        """The same method where the passages themselves are stored; None where they are."""
+        if self.edit is None:
+            return None
+        return Variant(self.kind, changed(self.blend, near=False), self.kv_context, self.codec).name
 
     @property
     def uncorrected(self) -> str | None:
@@ -70,7 +81,7 @@ class Variant:
         if self.kind != "blend" or self.blend.correction == REUSED["correction"]:
             return None
         blend = changed(self.blend, correction=REUSED["correction"])
-        return Variant(self.kind, blend, self.kv_context, self.codec).name
+        return Variant(self.kind, blend, self.kv_context, self.codec, self.edit).name
 
     @property
     def ratio(self) -> float | None:
@@ -80,7 +91,10 @@ class Variant:
     @property
     def curve(self) -> str:
         """What it has in common with the same method at other ratios: one line of a plot."""
-        blend, behind = self.blend, "".join(f"/{part}" for part in (self.kv_context, self.codec) if part)
+        blend, behind = (
+            self.blend,
+            "".join(f"/{part}" for part in (self.kv_context, self.codec, self.edit) if part),
+        )
         if self.kind != "blend":
             return f"{self.kind}{behind}"
         several = blend.check_layers != BlendConfig().check_layers and _policy(blend.policy).has_check_layers
@@ -106,10 +120,10 @@ def variants(
     """
     found = [variant for word in (FULL, REUSE, *words) for variant in _variants(word, ratios, seed)]
     for variant in () if coded else found:
-        if variant.codec or variant.kind == EXACT:
+        if variant.codec or variant.edit or variant.kind == EXACT:
             raise ConfigError(
                 f"method {variant.name!r} is for `blendserve evaluate`: `blendserve bench codec` tells how fast "
-                "codecs are"
+                "codecs are, `blendserve bench near` what an edit costs"
             )
     return tuple({variant.name: variant for variant in found}.values())
 
@@ -119,20 +133,23 @@ def _variants(word: str, ratios: Sequence[float], seed: int) -> list[Variant]:
     if match is None:
         raise ConfigError(f"method {word!r} cannot be read: write it like full, reuse or {EXAMPLE}")
     parts = match.groupdict()
-    behind, codec = _over(word, parts.pop("over"))
+    behind, codec, edit = _over(word, parts.pop("over"))
     if (kind := PLAIN.get(parts["name"])) is not None:
         if any(parts[part] for part in ("layers", "correction", "ratio")):
             raise ConfigError(f"method {word!r}: {kind!r} takes no layers, correction or ratio")
         if codec and kind in (FULL, TRANSFORMERS):
             raise ConfigError(f"method {word!r}: {kind!r} reads no stored KV, so no codec changes it")
+        if edit and kind != "reuse":
+            raise ConfigError(f"method {word!r}: {kind!r} reads no chunks' KV, so no edit changes it")
         method: Method = "full" if kind == "transformers" else "prefix" if kind == "exact" else kind
-        return [Variant(kind, BlendConfig(method=method), behind, codec)]
+        return [Variant(kind, BlendConfig(method=method, near=edit is not None), behind, codec, edit)]
     chosen = [float(parts["ratio"])] if parts["ratio"] else list(ratios)
     if parts["name"] in POLICIES.names and not _policy(parts["name"]).has_ratio:
         chosen = chosen[:1]
     if not chosen:
         raise ConfigError(f"method {word!r} has no ratio: write {word}@0.15, or give ratios for all")
-    return [Variant("blend", _blend(word, parts, ratio, seed), behind, codec) for ratio in chosen]
+    blends = (changed(_blend(word, parts, ratio, seed), near=edit is not None) for ratio in chosen)
+    return [Variant("blend", blend, behind, codec, edit) for blend in blends]
 
 
 def _blend(word: str, parts: dict[str, Any], ratio: float, seed: int) -> BlendConfig:
@@ -152,25 +169,28 @@ def _blend(word: str, parts: dict[str, Any], ratio: float, seed: int) -> BlendCo
         raise ConfigError(f"method {word!r}: {error}") from None
 
 
-def _over(word: str, parts: str) -> tuple[KVContext | None, str | None]:
-    """What its chunks are computed behind, and the codec that they go through."""
+def _over(word: str, parts: str) -> tuple[KVContext | None, str | None, str | None]:
+    """What its chunks are computed behind, the codec that they go through, and the edit since they were stored."""
     behind: str | None = None
     codec: str | None = None
+    edit: str | None = None
     known = list(get_args(KVContext))
     for part in parts.split("/")[1:]:
-        if part in known and behind is None and codec is None:
+        if part in known and behind is None and codec is None and edit is None:
             behind = part
-        elif part.partition("@")[0] in CODECS.names and codec is None:
+        elif edits.known(part) and codec is None and edit is None:
+            edit = part
+        elif edit is None and part.partition("@")[0] in CODECS.names and codec is None:
             try:
                 codec = codec_word(*parse_codec(part))
             except ValueError as error:
                 raise ConfigError(f"method {word!r}: {error}") from None
         else:
             raise ConfigError(
-                f"method {word!r}: no chunks can be computed behind {part!r}, and it is no codec behind that: "
-                f"{nearest(part, [*known, *CODECS.names])}"
+                f"method {word!r}: no chunks can be computed behind {part!r}, and it is no codec or edit behind that: "
+                f"{nearest(part, [*known, *CODECS.names, *edits.EDITS])}"
             )
-    return cast("KVContext | None", behind), codec
+    return cast("KVContext | None", behind), codec, edit
 
 
 def _policy(name: str) -> type[Policy]:

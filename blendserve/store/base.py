@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from blendserve.config import PlaceConfig
-from blendserve.core import ChunkKV
+from blendserve.core import ChunkKV, TokenIds
 from blendserve.errors import StoreError, StoreFull
 from blendserve.registry import CODECS
 from blendserve.store.codecs.base import ChunkShape, Codec, Undecodable
@@ -247,7 +247,7 @@ class KVStore(ABC):
     def put_uncoded(self, key: ChunkKey, kv: ChunkKV, pin: bool = False) -> bool:
         """`put`, and uncoded whatever else is written: for KV that all of a prompt looks at, such as its prefix."""
         codec: Codec = CODECS.load(CODECS.default).with_tables(0)
-        return self.put_coded(key, Coded(ChunkShape.of(kv), codec.coding, codec.encode(kv)), pin)
+        return self.put_coded(key, Coded(ChunkShape.of(kv), codec.coding, codec.encode(kv), kv.ids), pin)
 
     @abstractmethod
     def put_tables(self, codec: str, fingerprint: str, raw: bytes, current: bool = True) -> bytes:
@@ -327,6 +327,13 @@ class KVStore(ABC):
     def hot(self) -> frozenset[ChunkKey]:
         """Chunks that lie in the process's memory or on its device, as of now; none where the kind keeps none there."""
         return frozenset()
+
+    def ids(self, keys: Iterable[ChunkKey]) -> Iterator[tuple[ChunkKey, TokenIds]]:
+        """Those of the chunks on this machine whose records tell their token ids, with them; damaged ones are left out.
+
+        Counts as no use of them. Stores on other machines tell none. Raises StoreUnavailable.
+        """
+        return iter(())
 
     def prefetch(self, keys: Iterable[ChunkKey]) -> None:
         """A request for these is on its way: begin to bring near what is far. A hint; it waits for nothing."""

@@ -67,7 +67,7 @@ class StoredChunk:
         except CorruptRecord:
             self._count_damage()
             raise
-        return Coded(self._header.shape, self._header.coding, [*segments])
+        return Coded(self._header.shape, self._header.coding, [*segments], self._header.ids)
 
     def _decoded_in_order(self, l: int) -> Pair:
         """Decode what is missing below layer l, then l; a layer that was passed is decoded from the first one again."""

@@ -158,7 +158,7 @@ def coded_of(view: ChunkView) -> Coded:
         return view.coded()
     layers = [view.layer(l) for l in range(view.n_layers)]
     kv = ChunkKV(*(torch.stack(parts) for parts in zip(*layers, strict=True)))
-    return Coded(ChunkShape.of(kv), Raw.coding, Raw().encode(kv))
+    return Coded(ChunkShape.of(kv), Raw.coding, Raw().encode(kv), kv.ids)
 
 
 def _fetched(snapshot: Snapshot, key: ChunkKey) -> Mapping[ChunkKey, Fetched]:

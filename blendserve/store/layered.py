@@ -181,7 +181,7 @@ class LayeredStore(WrappedStore):
 
     def put(self, key: ChunkKey, kv: ChunkKV, pin: bool = False) -> bool:
         validate_kv(kv)
-        coded = Coded(ChunkShape.of(kv), self._codec.coding, self._codec.encode(kv))
+        coded = Coded(ChunkShape.of(kv), self._codec.coding, self._codec.encode(kv), kv.ids)
         return self.put_coded(key, coded, pin)
 
     def put_coded(self, key: ChunkKey, coded: Coded, pin: bool = False) -> bool:
@@ -201,7 +201,7 @@ class LayeredStore(WrappedStore):
 
     def put_uncoded(self, key: ChunkKey, kv: ChunkKV, pin: bool = False) -> bool:
         validate_kv(kv)
-        return self.put_coded(key, Coded(ChunkShape.of(kv), Raw.coding, Raw().encode(kv)), pin)
+        return self.put_coded(key, Coded(ChunkShape.of(kv), Raw.coding, Raw().encode(kv), kv.ids), pin)
 
     def wants(self, key: ChunkKey, raw_bytes: int) -> bool:
         wanted = False

@@ -17,7 +17,7 @@ from typing import TypeAlias
 import torch
 
 from blendserve.config import PlaceConfig
-from blendserve.core import ChunkKV
+from blendserve.core import ChunkKV, TokenIds
 from blendserve.errors import StoreFull
 from blendserve.store.base import LOCAL, ChunkInfo, KVStore, StoreStats, VerifyReport, full, stats_of
 from blendserve.store.chunk import StoredChunk
@@ -157,7 +157,7 @@ class MemoryStore(KVStore):
         if isinstance(codec, Raw):
             return self.put_uncoded(key, kv, pin)
         validate_kv(kv)
-        return self.put_coded(key, Coded(ChunkShape.of(kv), codec.coding, codec.encode(kv)), pin)
+        return self.put_coded(key, Coded(ChunkShape.of(kv), codec.coding, codec.encode(kv), kv.ids), pin)
 
     def put_uncoded(self, key: ChunkKey, kv: ChunkKV, pin: bool = False) -> bool:
         validate_kv(kv)
@@ -172,9 +172,9 @@ class MemoryStore(KVStore):
         if kept is None:
             return None
         if isinstance(kept, MemoryChunk):
-            return Coded(ChunkShape.of(kept.kv), Raw.coding, Raw().encode(kept.kv))
+            return Coded(ChunkShape.of(kept.kv), Raw.coding, Raw().encode(kept.kv), kept.kv.ids)
         segments = [check_segment(key, kept.header, l, part) for l, part in enumerate(kept.segments)]
-        return Coded(kept.header.shape, kept.header.coding, segments)
+        return Coded(kept.header.shape, kept.header.coding, segments, kept.header.ids)
 
     def write_by(self, codec: Codec) -> None:
         self._codec = codec
@@ -228,6 +228,13 @@ class MemoryStore(KVStore):
                 key: ChunkInfo(kept.n_tokens, kept.n_bytes, kept.raw_bytes, key in self._pins, LOCAL)
                 for key, kept in found.items()
             }
+
+    def ids(self, keys: Iterable[ChunkKey]) -> Iterator[tuple[ChunkKey, TokenIds]]:
+        for key in keys:
+            kept = self._chunks.get(key)
+            ids = kept.kv.ids if isinstance(kept, MemoryChunk) else kept.header.ids if kept else ()
+            if ids:
+                yield key, ids
 
     def delete(self, key: ChunkKey) -> bool:
         with self._lock:

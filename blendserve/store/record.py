@@ -1,7 +1,8 @@
 """Bytes <-> chunk: one header record per chunk, one segment per layer. No pickle.
 
     header   magic 4 | format 2 | dtype 2 | L 4 | K 4 | D 4 | C 4 | codec 8 | level 4 | hash of the codec's tables 16
-             | (length 8 | checksum 8) of each layer | checksum of the chunk's key and all of the above 8   little-endian
+             | (length 8 | checksum 8) of each layer | id 4 of each token, or of none
+             | checksum of the chunk's key and all of the above 8                                          little-endian
     segment  what the codec wrote for the layer (codecs/)                           checksums are xxh3-64
 
 The header's own checksum is checked first and covers the key, so a header filed under another key is damage
@@ -13,8 +14,10 @@ The checksum of a layer is seeded with the key, the fields in front and the laye
 are whole but not these (another chunk's, another layer's, or read in another dtype, shape or codec) fail it as
 well.
 
-Format 1 knew no codecs: dtype and a zero took a byte each, the bytes of every layer stood once, behind C, and then the
-checksums. It is still read.
+Token ids are what near-duplicates are found by (blend/near). They tell nobody more than the KV does.
+
+Format 2 had no token ids. Format 1 knew no codecs: dtype and a zero took a byte each, the bytes of every layer stood
+once, behind C, and then the checksums. Both are still read.
 """
 
 from __future__ import annotations
@@ -22,16 +25,17 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import xxhash
 
-from blendserve.core import ChunkKV
+from blendserve.core import ChunkKV, TokenIds
 from blendserve.errors import CorruptRecord, StoreError, StoreVersion
 from blendserve.store.codecs.base import NAME_BYTES, Buffer, ChunkShape, Codec, Coding, known_codec
 from blendserve.store.codecs.raw import Raw
 
 MAGIC = b"BSKV"
-FORMAT = 2
+FORMAT = 3
 DTYPES = {1: torch.bfloat16, 2: torch.float16, 3: torch.float32}
 CODE_OF = {dtype: code for code, dtype in DTYPES.items()}
 
@@ -39,6 +43,7 @@ _PRELUDE = struct.Struct("<4sH")
 _FIELDS = struct.Struct(f"<4sHHIIII{NAME_BYTES}sI16s")
 _FIELDS_1 = struct.Struct("<4sHBBIIIIQ")
 _SUM = struct.Struct("<Q")
+ID_BYTES = 4
 SMALLEST = _PRELUDE.size + _SUM.size
 
 
@@ -51,6 +56,7 @@ class Header:
     lengths: tuple[int, ...]  # of each layer's segment
     checksums: tuple[int, ...]  # of each layer
     fields: bytes  # the record up to here, in its own format: part of every layer's checksum
+    ids: TokenIds = ()  # [C], or none where nobody told
 
     @property
     def n_bytes(self) -> int:
@@ -65,12 +71,13 @@ class Coded:
     shape: ChunkShape
     coding: Coding
     segments: list[Buffer]  # [L]
+    ids: TokenIds = ()  # [C], or none where nobody told
 
 
 def encode(key: bytes, kv: ChunkKV, codec: Codec) -> tuple[Header, list[Buffer]]:
     """A chunk's header and its L segments. Raises StoreError for tensors that are no chunk KV."""
     validate_kv(kv)
-    coded = Coded(ChunkShape.of(kv), codec.coding, codec.encode(kv))
+    coded = Coded(ChunkShape.of(kv), codec.coding, codec.encode(kv), kv.ids)
     return seal(key, coded), coded.segments
 
 
@@ -78,13 +85,13 @@ def seal(key: bytes, coded: Coded) -> Header:
     """The header of a coded chunk under this key, in the present format."""
     fields = _pack(coded.shape, coded.coding)
     sums = (_segment_checksum(key, fields, l, segment) for l, segment in enumerate(coded.segments))
-    return Header(coded.shape, coded.coding, tuple(map(len, coded.segments)), tuple(sums), fields)
+    return Header(coded.shape, coded.coding, tuple(map(len, coded.segments)), tuple(sums), fields, coded.ids)
 
 
 def encode_header(key: bytes, header: Header) -> bytes:
     """The header record of the chunk `key`."""
     layers = [number for pair in zip(header.lengths, header.checksums, strict=True) for number in pair]
-    body = header.fields + struct.pack(f"<{len(layers)}Q", *layers)
+    body = header.fields + struct.pack(f"<{len(layers)}Q", *layers) + np.asarray(header.ids, "<u4").tobytes()
     return body + _SUM.pack(xxhash.xxh3_64_intdigest(key + body))
 
 
@@ -137,6 +144,10 @@ def validate_kv(kv: ChunkKV) -> None:
         raise StoreError(f"a chunk's KV is stored as {names}, not {keys.dtype}: convert it first")
     if keys.dim() != 4 or 0 in (keys.shape[0], keys.shape[1], keys.shape[3]):
         raise StoreError(f"a chunk's KV is [L, K, C, D] with only C allowed to be 0, not {list(keys.shape)}")
+    if len(kv.ids) not in (0, kv.n_tokens):
+        raise StoreError(
+            f"a chunk of {kv.n_tokens} tokens has the ids of all of them or of none, not of {len(kv.ids)}"
+        )
 
 
 def _segment_checksum(key: bytes, fields: bytes, l: int, raw: Buffer) -> int:
@@ -154,10 +165,20 @@ def _pack(shape: ChunkShape, coding: Coding) -> bytes:
 def _parse(body: bytes) -> Header:
     """A header of the present format. Raises ValueError, struct.error."""
     _, _, dtype, *sizes, codec, level, tables = _FIELDS.unpack_from(body)
-    shape = _shape(dtype, *sizes)
-    layers = _layers(body, _FIELDS.size, shape.n_layers, 2)
+    shape, end = _shape(dtype, *sizes), len(body)
+    if n_ids := end - _FIELDS.size - shape.n_layers * 2 * _SUM.size:
+        end -= shape.n_tokens * ID_BYTES
+    layers = _layers(body[:end], _FIELDS.size, shape.n_layers, 2)
+    ids = tuple(np.frombuffer(body[end:], "<u4").tolist()) if n_ids else ()
     coding = Coding(codec.rstrip(b"\0").decode(), level, tables)
-    return Header(shape, coding, layers[::2], layers[1::2], body[: _FIELDS.size])
+    return Header(shape, coding, layers[::2], layers[1::2], body[: _FIELDS.size], ids)
+
+
+def _parse_2(body: bytes) -> Header:
+    """A header of format 2. Raises ValueError, struct.error."""
+    if (header := _parse(body)).ids:
+        raise ValueError("it has token ids, which format 2 does not")
+    return header
 
 
 def _parse_1(body: bytes) -> Header:
@@ -172,7 +193,7 @@ def _parse_1(body: bytes) -> Header:
     return Header(shape, Raw.coding, (layer_bytes,) * shape.n_layers, checksums, body[: _FIELDS_1.size])
 
 
-_PARSERS = {1: _parse_1, FORMAT: _parse}
+_PARSERS = {1: _parse_1, 2: _parse_2, FORMAT: _parse}
 
 
 def _shape(dtype: int, n_layers: int, n_kv_heads: int, head_dim: int, n_tokens: int) -> ChunkShape:

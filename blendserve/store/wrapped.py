@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from blendserve.core import ChunkKV
+from blendserve.core import ChunkKV, TokenIds
 from blendserve.store.base import ChunkInfo, KVStore, Lease, Sample, StoreStats, VerifyReport
 from blendserve.store.codecs.base import Codec
 from blendserve.store.key import ChunkKey
@@ -71,6 +71,9 @@ class WrappedStore(KVStore):
 
     def hot(self) -> frozenset[ChunkKey]:
         return self._store.hot()
+
+    def ids(self, keys: Iterable[ChunkKey]) -> Iterator[tuple[ChunkKey, TokenIds]]:
+        return self._store.ids(keys)
 
     def prefetch(self, keys: Iterable[ChunkKey]) -> None:
         self._store.prefetch(keys)

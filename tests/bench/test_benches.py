@@ -362,3 +362,20 @@ def test_a_codec_that_is_none_is_told_before_anything_is_loaded(run: Run) -> Non
     code, _, err = run("codec", "--codecs", "int9")
     assert code == 2
     assert "did you mean 'int8'" in err
+
+
+def test_near_counts_what_an_edit_costs(run: Run, tiny: str, tmp_path: Path) -> None:
+    sizes = ("--chunks", "3", "--chunk-tokens", "80", "--suffix-tokens", "25", "--signatures", "5000")
+    code, out, _ = run("near", *sizes, "--share", "0.1", "--model", tiny, "--folder", tmp_path / "kv", *FAST)
+    assert code == 0
+    figures = figures_of(out)
+    methods, index = figures["methods"], figures["index"]
+    assert [len(m["near"]) for m in methods.values()] == [0, 0, 1, 0, 3]
+    run_of = {name: m["tokens_run"] for name, m in methods.items()}
+    assert run_of["exact hits"] < run_of["one edited"] < run_of["one edited, not looked for"]
+    assert run_of["one edited"] < run_of["all edited"] < run_of["full prefill"]
+    assert figures["unrelated"]["false_donors"] == index["false_donors"] == 0
+    assert (index["chunks"], index["donors_found"]) == (5003, "3 of 3")
+    assert index["array_bytes"] >= 8 * 5000 * index["fingerprints"]
+    assert "one edited" in out
+    assert not list((tmp_path / "kv").iterdir())

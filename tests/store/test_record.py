@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from blendserve.core import ChunkKV
-from blendserve.errors import CorruptRecord, StoreVersion
+from blendserve.errors import CorruptRecord, StoreError, StoreVersion
 from blendserve.store import record
 from blendserve.store.chunk import StoredChunk
 from blendserve.store.codecs.base import Coding, Undecodable
@@ -42,7 +42,18 @@ def encode(key: bytes, kv: ChunkKV) -> tuple[bytes, list[bytes]]:
     return record.encode_header(key, header), [bytes(segment) for segment in segments]
 
 
-FORMATS: dict[int, Encode] = {1: format1.encode, 2: encode}
+def encode_2(key: bytes, kv: ChunkKV) -> tuple[bytes, list[bytes]]:
+    """As format 2 had it: today's without token ids, by another number, which every checksum covers."""
+    header, layers = encode(key, ChunkKV(kv.keys, kv.values))
+    fields = header[:4] + struct.pack("<H", 2) + header[6:52]
+    body = fields
+    for l, raw in enumerate(layers):
+        seed = xxhash.xxh3_64_intdigest(key + fields + struct.pack("<I", l))
+        body += struct.pack("<QQ", len(raw), xxhash.xxh3_64_intdigest(raw, seed))
+    return body + struct.pack("<Q", xxhash.xxh3_64_intdigest(key + body)), layers
+
+
+FORMATS: dict[int, Encode] = {1: format1.encode, 2: encode_2, 3: encode}
 both_formats = pytest.mark.parametrize("encode", FORMATS.values(), ids=FORMATS)
 
 
@@ -89,7 +100,7 @@ def test_the_layout_is_as_it_is_written_down() -> None:
     for l, raw in enumerate(layers):
         flat = [*kv.keys[l].flatten().tolist(), *kv.values[l].flatten().tolist()]
         assert raw == struct.pack(f"<{len(flat)}f", *flat)
-    fields = b"BSKV" + struct.pack("<HHIIII", 2, 3, 2, 2, 4, 3) + b"raw\0\0\0\0\0" + bytes(4 + 16)
+    fields = b"BSKV" + struct.pack("<HHIIII", 3, 3, 2, 2, 4, 3) + b"raw\0\0\0\0\0" + bytes(4 + 16)
     assert header[:52] == fields
     assert struct.unpack_from("<QxxxxxxxxQ", header, 52) == (len(layers[0]), len(layers[1]))
     for l, raw in enumerate(layers):
@@ -180,7 +191,7 @@ def test_another_reading_of_the_same_bytes_is_told(encode: Encode, lies: dict[in
         decode(KEY, changed(header, {offset: ("B", value) for offset, value in lies.items()}), layers)
 
 
-@pytest.mark.parametrize(("version", "lengths"), [(1, [24]), (2, [52, 68, 84])])
+@pytest.mark.parametrize(("version", "lengths"), [(1, [24]), (2, [52, 68, 84]), (3, [52, 68, 84])])
 def test_fields_that_lie_together_do_not_fit_the_payload(version: int, lengths: list[int]) -> None:
     """Twice the tokens and twice the bytes agree with each other, but not with the layer that is there."""
     header, layers = FORMATS[version](KEY, chunk(tokens=3))
@@ -189,7 +200,7 @@ def test_fields_that_lie_together_do_not_fit_the_payload(version: int, lengths: 
         decode(KEY, changed(header, lies), layers)
 
 
-@pytest.mark.parametrize("version", [3, 65535])
+@pytest.mark.parametrize("version", [4, 65535])
 def test_a_newer_format_says_upgrade(version: int) -> None:
     with pytest.raises(StoreVersion, match=f"format {version}.*upgrade"):
         record.decode_header(KEY, changed(encode(KEY, chunk())[0], {4: ("H", version)}))
@@ -199,6 +210,21 @@ def test_a_newer_header_may_be_longer_or_shorter() -> None:
     for rest in (b"whatever comes" * 9, b""):
         with pytest.raises(StoreVersion, match="format 7"):
             record.decode_header(KEY, sealed(struct.pack("<4sH", b"BSKV", 7) + rest))
+
+
+def test_token_ids_are_told_again_or_refused() -> None:
+    kv = ChunkKV(chunk(tokens=3).keys, chunk(tokens=3).values, ids=(7, 0, 70_000))
+    header, layers = encode(KEY, kv)
+    assert record.decode_header(KEY, header).ids == (7, 0, 70_000)
+    assert len(header) == len(encode(KEY, chunk(tokens=3))[0]) + 12
+    assert same(decode(KEY, header, layers), kv)
+    for body in (header[:-12], header[:-8] + b"\0\0\0\0"):  # of two tokens, of four
+        with pytest.raises(CorruptRecord, match="makes no sense"):
+            record.decode_header(KEY, sealed(body))
+    with pytest.raises(CorruptRecord, match="format 2 does not"):
+        record.decode_header(KEY, changed(header, {4: ("H", 2)}))
+    with pytest.raises(StoreError, match="ids of all of them or of none"):
+        record.validate_kv(ChunkKV(kv.keys, kv.values, ids=(1,)))
 
 
 def test_a_codec_that_is_not_here_is_no_damage() -> None:

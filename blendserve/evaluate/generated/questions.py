@@ -131,7 +131,7 @@ def _inferences(world: World) -> Iterator[Question]:
 
 def _compositions(world: World) -> Iterator[Question]:
     for film in world.films:
-        for form, text, relation, answers in _asked_of(film.director):
+        for form, text, relation, answers in asked_of(film.director):
             evidence = (
                 (film.title, "director", film.director.name),
                 (film.director.name, relation, answers[0]),
@@ -144,7 +144,7 @@ def _compositions(world: World) -> Iterator[Question]:
         for step in ("father", "mother", "spouse"):
             relative = world.people.get(getattr(person, step))
             if relative:
-                for form, text, relation, answers in _asked_of(relative):
+                for form, text, relation, answers in asked_of(relative):
                     if relation not in ("father", "mother", "spouse"):  # those would be inferences
                         evidence = (person.name, step, relative.name), (relative.name, relation, answers[0])
                         asked = text.format(f"{person.name}'s {step}")
@@ -153,7 +153,7 @@ def _compositions(world: World) -> Iterator[Question]:
                         )
 
 
-def _asked_of(p: Person) -> Iterator[tuple[str, str, str, tuple[str, ...]]]:
+def asked_of(p: Person) -> Iterator[tuple[str, str, str, tuple[str, ...]]]:
     """What can be asked of someone who is described: form, text, relation, golds."""
     yield "birthplace", "Where was {} born?", "place of birth", (p.birthplace.name,)
     yield "birth", "When was {} born?", "date of birth", _dates(p.born)

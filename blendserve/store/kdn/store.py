@@ -181,7 +181,7 @@ class KdnStore(KVStore):
             header, segments = fetch.checked(key, reply)
         except Undecodable as error:
             raise StoreUnavailable(str(error)) from None
-        return Coded(header.shape, header.coding, segments)
+        return Coded(header.shape, header.coding, segments, header.ids)
 
     def keys(self, namespace: str | None = None) -> Iterator[ChunkKey]:
         tag = namespace_tag(namespace)

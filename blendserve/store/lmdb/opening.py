@@ -13,7 +13,9 @@ import xxhash
 
 from blendserve.errors import StoreError, StoreFull, StoreUnavailable, StoreVersion
 
-FORMAT = 2  # 1: records of format 1, and ledger entries without uncoded bytes; both are still read
+FORMAT = (
+    3  # 2: records without token ids; 1: of format 1, and ledger entries without uncoded bytes; all are read
+)
 _STORE_MAGIC = b"BLKV"
 
 FORMAT_KEY = b"m:format"

@@ -77,7 +77,7 @@ class LMDBSnapshot:
         header = record.decode_header(key, raw)
         layers = range(header.shape.n_layers)
         segments = [bytes(record.check_segment(key, header, l, self._segment(key, l))) for l in layers]
-        return Coded(header.shape, header.coding, [*segments])
+        return Coded(header.shape, header.coding, [*segments], header.ids)
 
     def tables(self, hash: bytes) -> bytes | None:
         """Raises Undecodable when they are damaged."""

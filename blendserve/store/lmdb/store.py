@@ -19,8 +19,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from blendserve.config import PlaceConfig
-from blendserve.core import ChunkKV
-from blendserve.errors import StoreError, StoreFull, StoreUnavailable
+from blendserve.core import ChunkKV, TokenIds
+from blendserve.errors import CorruptRecord, StoreError, StoreFull, StoreUnavailable, StoreVersion
 from blendserve.store import record
 from blendserve.store.base import LOCAL, ChunkInfo, KVStore, Lease, StoreStats, VerifyReport, full, stats_of
 from blendserve.store.codecs.base import Buffer, ChunkShape, Codec, tables_hash
@@ -102,7 +102,7 @@ class LMDBStore(KVStore):
     def put(self, key: ChunkKey, kv: ChunkKV, pin: bool = False) -> bool:
         record.validate_kv(kv)
         codec = self._codec
-        return self.put_coded(key, Coded(ChunkShape.of(kv), codec.coding, codec.encode(kv)), pin)
+        return self.put_coded(key, Coded(ChunkShape.of(kv), codec.coding, codec.encode(kv), kv.ids), pin)
 
     def put_coded(self, key: ChunkKey, coded: Coded, pin: bool = False) -> bool:
         header = record.seal(key, coded)
@@ -193,6 +193,13 @@ class LMDBStore(KVStore):
             key: ChunkInfo(entry.n_tokens, entry.n_bytes, entry.raw_bytes, entry.pinned, LOCAL)
             for key, entry in found.items()
         }
+
+    def ids(self, keys: Iterable[ChunkKey]) -> Iterator[tuple[ChunkKey, TokenIds]]:
+        with self._read() as txn, explaining(self.path):
+            for key in keys:
+                with contextlib.suppress(CorruptRecord, StoreVersion):
+                    if (raw := txn.get(HEADER + key)) and (ids := record.decode_header(key, raw).ids):
+                        yield key, ids
 
     def keys(self, namespace: str | None = None) -> Iterator[ChunkKey]:
         with self._read() as txn, explaining(self.path):

@@ -130,7 +130,7 @@ def checked(key: ChunkKey, fields: Fields) -> tuple[Header, list[Buffer]]:
 def coded(key: ChunkKey, fields: Fields) -> Coded:
     """The same as another store takes it."""
     header, segments = checked(key, fields)
-    return Coded(header.shape, header.coding, segments)
+    return Coded(header.shape, header.coding, segments, header.ids)
 
 
 def _require_bytes(parts: Sequence[object]) -> None:

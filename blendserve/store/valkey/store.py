@@ -113,7 +113,7 @@ class ValkeyStore(KVStore):
     def put(self, key: ChunkKey, kv: ChunkKV, pin: bool = False) -> bool:
         record.validate_kv(kv)
         codec = self._codec
-        return self.put_coded(key, Coded(ChunkShape.of(kv), codec.coding, codec.encode(kv)), pin)
+        return self.put_coded(key, Coded(ChunkShape.of(kv), codec.coding, codec.encode(kv), kv.ids), pin)
 
     def put_coded(self, key: ChunkKey, coded: Coded, pin: bool = False) -> bool:
         self._refuse_writing()

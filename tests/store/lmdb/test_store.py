@@ -216,7 +216,7 @@ def test_a_store_of_format_1_that_is_written_tells_an_older_blendserve(path: Pat
     LMDBStore(path, CAP, read_only=True).close()
     assert format_of(path) == 1
     LMDBStore(path, CAP).close()
-    assert format_of(path) == 2
+    assert format_of(path) == 3
 
 
 def format_of(path: Path) -> int:
