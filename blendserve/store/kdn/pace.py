@@ -19,13 +19,13 @@ from blendserve.store.chunk import StoredChunk
 from blendserve.store.codecs.base import Tables
 from blendserve.store.kdn.adapt import Meter
 from blendserve.store.kdn.client import Client
-from blendserve.store.kdn.collection import LENGTH
+from blendserve.store.kdn.collection import LENGTH, MOST_HEADER
 from blendserve.store.key import ChunkKey
 from blendserve.store.record import decode_header
 
 LAYERS = 5  # that decoding is measured on; the first one, which is coded otherwise, is not counted
 BESIDE = 1.3  # times what it takes alone: decoding beside a request that keeps all cores busy
-HEAD_BYTES = 1 << 16  # a header's, and more
+HEAD_BYTES = 1 << 16  # most headers, and more
 SILENT = 1.0  # bytes a second
 
 
@@ -82,16 +82,24 @@ class Pace:
 
 def _decoding(client: Client, key: ChunkKey, word: str, tables: Tables) -> float:
     """Seconds a token: the least that a layer took, times the layers."""
-    path = f"{client.path('chunks', key.hex())}?level={word}"
-    head = client.get(path, HEAD_BYTES, {"Range": f"bytes=0-{HEAD_BYTES - 1}"})
+    path, head = f"{client.path('chunks', key.hex())}?level={word}", b""
+
+    def have(end: int) -> None:
+        nonlocal head
+        if end > len(head):
+            head += client.get(path, end - len(head), {"Range": f"bytes={len(head)}-{end - 1}"})
+
+    have(HEAD_BYTES)
     if len(head) < LENGTH.size:
         raise CorruptRecord(key, f"its body has {len(head)} bytes")
-    start = LENGTH.size + LENGTH.unpack_from(head)[0]
+    length = LENGTH.unpack_from(head)[0]
+    if length > MOST_HEADER:
+        raise CorruptRecord(key, f"its header is said to have {length:,} bytes")
+    start = LENGTH.size + length
+    have(start)
     header = decode_header(key, head[LENGTH.size : start])
     some = min(LAYERS, len(header.lengths))
-    end = start + sum(header.lengths[:some])
-    if end > len(head):
-        head += client.get(path, end - len(head), {"Range": f"bytes={len(head)}-{end - 1}"})
+    have(start + sum(header.lengths[:some]))
     segments = []
     for length in header.lengths[:some]:
         segments.append(head[start : start + length])
