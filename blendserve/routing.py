@@ -1,8 +1,9 @@
 """Which of several replicas a request goes to: where most of its chunks are hot, within a bound on load.
 
 1. Bounded load: a replica takes a request only while it would then have at most `slack` times its fair share of those
-   running, rounded up (consistent hashing with bounded loads, Mirrokni et al., 2018). The least loaded one always may:
-   nothing waits for a favourite.
+   running (consistent hashing with bounded loads, Mirrokni et al., 2018). They round that up; it is rounded down here, as
+   with few requests a replica is one away from waiting while others are idle. The least loaded one always may: nothing
+   waits for a favourite.
 2. Chunk affinity: of those, the one with the most of the request's chunks hot, in any order; the less loaded of equals.
 3. Where nobody has any, or equals have equal loads: rendezvous hashing (Thaler and Ravishankar, 1998) of the request's
    anchor, its chunk of the least hash. Two requests have the same anchor as often as their chunks are the same (MinHash:
@@ -58,8 +59,13 @@ def ranked(chunks: Collection[bytes], replicas: Sequence[Replica], slack: float 
 
 
 def load_bound(loads: Sequence[int], slack: float = SLACK) -> int:
-    """The load that a replica may have at most with the next request; more than the least load, for `slack` >= 1."""
-    return math.ceil(slack * (sum(loads) + 1) / len(loads))
+    """The load that a replica may have at most with the next request; always more than the least load."""
+    return bounded(sum(loads), min(loads), len(loads), slack)
+
+
+def bounded(total: int, least: int, n: int, slack: float = SLACK) -> int:
+    """The same of n replicas by the sum and the least of their loads."""
+    return max(least + 1, math.floor(slack * (total + 1) / n))
 
 
 def anchor(chunks: Iterable[bytes]) -> bytes:

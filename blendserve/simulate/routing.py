@@ -21,7 +21,7 @@ from typing import Protocol
 
 import xxhash
 
-from blendserve.routing import anchor, load_bound, weight
+from blendserve.routing import anchor, bounded, weight
 from blendserve.simulate.cache import key_of
 from blendserve.simulate.config import Routing
 
@@ -49,7 +49,7 @@ class Loads:
 
     def bound(self) -> int:
         """The load that a node may have at most with the next request."""
-        return load_bound((self.total,), self._slack / len(self.at))
+        return bounded(self.total, self.at[self.least()], len(self.at), self._slack)
 
     def least(self) -> int:
         """The node with the fewest requests."""
