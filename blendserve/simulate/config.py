@@ -143,8 +143,8 @@ class SimulateConfig(Section):
     bound: float = Field(
         1.25,
         gt=1.0,
-        description="By prefix and by chunks, give a node at most so many times its fair share of requests, rounded down, or "
-        "one more than the least loaded has.",
+        description="By prefix and by chunks, give a node at most so many times its fair share of requests, rounded "
+        "down, or one more than the least loaded has.",
     )
     seed: int = Field(0, description="Draw by this seed.")
     corpus: CorpusConfig = CorpusConfig()
