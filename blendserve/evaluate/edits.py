@@ -15,10 +15,12 @@ import random
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from blendserve.core import Passage, TokenIds
 from blendserve.errors import ConfigError
+
+if TYPE_CHECKING:  # it takes torch, and help and settings come from here
+    from blendserve.core import Passage, TokenIds
 
 WINDOW, ANSWER, REVISED = "window", "answer", "revised"
 EDITS = (

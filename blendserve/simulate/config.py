@@ -141,7 +141,7 @@ class SimulateConfig(Section):
     )
     routing: tuple[Routing, ...] = Field(ROUTINGS, description="Compare these ways of routing.")
     bound: float = Field(
-        1.25,
+        1.5,
         gt=1.0,
         description="By prefix and by chunks, give a node at most so many times its fair share of requests, rounded "
         "down, or one more than the least loaded has.",

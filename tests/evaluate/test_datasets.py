@@ -246,7 +246,7 @@ def test_ids_must_differ(tmp_path: Path) -> None:
 
 def test_an_unknown_name_lists_the_known_ones() -> None:
     with pytest.raises(
-        CorpusError, match="known names: generated, lines, reference, 2wikimqa, hotpotqa, musique"
+        CorpusError, match="known names: generated, lines, facts, reference, 2wikimqa, hotpotqa, musique"
     ):
         load("2wikimq")
 
