@@ -7,7 +7,7 @@ from itertools import count, repeat
 
 import pytest
 
-from blendserve.store.kdn.guard import FIRST, STEPS, Guard
+from blendserve.store.kdn.guard import FIRST, NAME, STEPS, Guard
 
 LONG = 60.0
 
@@ -51,11 +51,9 @@ def test_while_something_comes_at_every_look_nothing_is_cut() -> None:
 def test_what_ends_is_not_watched_any_more() -> None:
     looks = iter(repeat(0, 1))  # a second look would be an error
     guard = Guard(lambda: next(looks), lambda: LONG)
-    threads = threading.active_count()
+    before = set(threading.enumerate())
     with guard.transfer(lambda: None), guard.transfer(lambda: None):
-        assert threading.active_count() == threads + 1
-    for thread in threading.enumerate():
-        if thread.name.endswith("(_watch)"):
-            thread.join(LONG)
-    assert threading.active_count() == threads
+        (watching,) = (t for t in threading.enumerate() if t.name == NAME and t not in before)
+    watching.join(LONG)
+    assert not watching.is_alive()
     assert not guard.silent

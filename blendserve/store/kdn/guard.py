@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+NAME = "blendserve-guard"
 STEPS = 4  # of the patience
 FIRST = 4 * STEPS  # before anything has come
 
@@ -33,7 +34,7 @@ class Guard:
             self._under_way += 1
             if self._under_way == 1:
                 self._rest = threading.Event()
-                threading.Thread(target=self._watch, args=(self._rest, cut), daemon=True).start()
+                threading.Thread(target=self._watch, args=(self._rest, cut), name=NAME, daemon=True).start()
         try:
             yield
         finally:
