@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -89,6 +90,25 @@ class Subject:
             why = (self._log.read_text().strip() or f"exit code {code}").splitlines()[-1]
             raise InputError(f"a process that was to be measured ended early: {why}")
         return dict(json.loads(answer))
+
+
+@contextmanager
+def subject_of(module: str, task: Figures, log: Path, environment: Mapping[str, str]) -> Iterator[Subject]:
+    """A module of ours in a process of its own, which is killed at the end. Raises InputError."""
+    with log.open("w") as told:
+        process = subprocess.Popen(
+            [sys.executable, "-m", module],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=told,
+            text=True,
+            env={**os.environ, **environment},
+        )
+    try:
+        yield Subject(process, task, log)
+    finally:
+        process.kill()
+        process.communicate()
 
 
 @contextmanager

@@ -7,19 +7,16 @@ each one question at a time; what was missing is computed and stored after the a
 
 from __future__ import annotations
 
-import os
 import random
-import subprocess
-import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
 from blendserve.bench.config import SharingConfig
-from blendserve.bench.crowded import Subject
+from blendserve.bench.crowded import Subject, subject_of
 from blendserve.bench.figures import Figures, Update
 from blendserve.bench.harness import scratch
 from blendserve.bench.servers import Server
@@ -99,24 +96,9 @@ def summary(parts: list[Figures]) -> Figures:
     }
 
 
-@contextmanager
-def _node(config: SharingConfig, folder: Path, url: str, number: int) -> Iterator[Subject]:
-    log = folder / f"node{number}.log"
-    with log.open("w") as errors:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "blendserve.bench.sharing_node"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-            env=dict(os.environ),
-        )
-    try:
-        task = {"config": config.model_dump(mode="json"), "folder": str(folder), "url": url, "node": number}
-        yield Subject(process, task, log)
-    finally:
-        process.kill()
-        process.communicate()
+def _node(config: SharingConfig, folder: Path, url: str, number: int) -> AbstractContextManager[Subject]:
+    task = {"config": config.model_dump(mode="json"), "folder": str(folder), "url": url, "node": number}
+    return subject_of("blendserve.bench.sharing_node", task, folder / f"node{number}.log", {})
 
 
 def tables(figures: Figures) -> list[Table]:

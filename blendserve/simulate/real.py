@@ -8,8 +8,6 @@ ones are not. A single node, asked one by one, is compared by the least of some 
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -23,7 +21,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from blendserve.bench.crowded import Subject
+from blendserve.bench.crowded import Subject, subject_of
 from blendserve.bench.servers import Server
 from blendserve.config import Section, changed
 from blendserve.provenance import machine, versions
@@ -291,25 +289,11 @@ def nodes_of(config: RealConfig) -> Iterator[list[Subject]]:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="blendserve-simulate-")))
         task = {**config.model_dump(mode="json"), "url": stack.enter_context(Server()).url}
         task["pool"] = max(needed, config.pool)
-        yield [stack.enter_context(_node(folder / f"{n}.log", task)) for n in range(config.nodes)]
-
-
-@contextmanager
-def _node(log: Path, task: Figures) -> Iterator[Subject]:
-    with log.open("w") as told:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "blendserve.simulate.node"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=told,
-            text=True,
-            env={**os.environ, COUNT: "1"},
-        )
-    try:
-        yield Subject(process, task, log)
-    finally:
-        process.kill()
-        process.communicate()
+        logs = (folder / f"{n}.log" for n in range(config.nodes))
+        one_thread = {COUNT: "1"}
+        yield [
+            stack.enter_context(subject_of("blendserve.simulate.node", task, log, one_thread)) for log in logs
+        ]
 
 
 assert set(RealConfig().routing) <= set(ROUTINGS)

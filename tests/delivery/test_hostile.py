@@ -6,6 +6,7 @@ import json
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,11 @@ from blendserve.blend.blender import Blended
 from blendserve.config import BlendConfig
 from blendserve.delivery.pull import pull
 from blendserve.engine.engine import Engine
-from blendserve.errors import StoreUnavailable
+from blendserve.errors import StoreError, StoreUnavailable
 from blendserve.store import MemoryStore
 from blendserve.store.codecs.base import tables_hash
-from blendserve.store.kdn.client import API
+from blendserve.store.kdn.client import API, Client
+from blendserve.store.kdn.pace import Pace
 from blendserve.store.kdn.store import KdnStore
 from tests.delivery.helpers import NAME, Liar, Service, published, settings
 from tests.engine.helpers import CONFIG, PASSAGES, reader
@@ -213,3 +215,22 @@ def test_an_index_names_no_files_of_its_own(honest: Service, tmp_path: Path, nam
         pull(settings(liar.url), tmp_path / "index")
     assert not (tmp_path / "outside").exists()
     assert not (tmp_path / "index").exists()
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_lie_before_the_first_request_is_bounded(honest: Service, lie: str) -> None:
+    """A sample of the link, and of what decoding takes."""
+    lies = Lies(honest)
+    with Liar(lies.speak(lie)) as liar, KdnStore(settings(liar.url, level="auto")) as store:
+        keys = list(store.keys())
+        with suppress(StoreError):
+            store.sample(keys, 1 << 12)
+    assert lies.sent < MOST_SENT
+
+
+def test_decoding_is_not_measured_on_what_would_take_more_memory_than_is_allowed(honest: Service) -> None:
+    pace = Pace()
+    with KdnStore(settings(honest.url, level="auto", in_flight_mb=1), pace=pace) as store:
+        client, key = Client(store.config), next(iter(store.keys()))
+        pace.learn_decoding(client, key, {"int8": 1 << 40}, 1 << 20, 10.0, lambda hash: None)
+    assert pace.decoding("int8") == 0

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import http.client
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from blendserve.errors import CorruptRecord
@@ -22,6 +22,7 @@ from blendserve.store.kdn.collection import LENGTH, MOST_HEADER
 from blendserve.store.key import ChunkKey
 from blendserve.store.record import Header
 
+ENOUGH = "enough"  # a word that no level has
 BEGUN = 2  # levels that one chunk is begun at
 LEFT = "it came too slowly over the link: computing it was expected to be quicker"
 
@@ -69,6 +70,21 @@ def download(
             break
         word = following
     return Undecodable(LEFT, SLOW)
+
+
+def beginning(
+    client: Client, key: ChunkKey, word: str, n_bytes: int, layers: int, silence_s: float
+) -> tuple[Header, list[Buffer]]:
+    """A chunk's header and its first layers, checked as in any transfer. n_bytes: of its whole body.
+
+    Raises CorruptRecord, StoreVersion, and what the client does.
+    """
+    left = iter(range(layers - 1, 0, -1))
+    watch = Watch(nullcontext, lambda n: None, lambda word, _: word if next(left, 0) else ENOUGH, silence_s)
+    transfer = _Transfer(client, key, word, n_bytes, watch)
+    transfer.run()
+    assert transfer.header is not None
+    return transfer.header, transfer.segments
 
 
 class _Transfer:

@@ -11,21 +11,18 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from blendserve.errors import CorruptRecord
 from blendserve.store.chunk import StoredChunk
 from blendserve.store.codecs.base import Tables
 from blendserve.store.kdn.adapt import Meter
 from blendserve.store.kdn.client import Client
-from blendserve.store.kdn.collection import LENGTH, MOST_HEADER
+from blendserve.store.kdn.download import beginning
 from blendserve.store.key import ChunkKey
-from blendserve.store.record import decode_header
 
 LAYERS = 5  # that decoding is measured on; the first one, which is coded otherwise, is not counted
 BESIDE = 1.3  # times what it takes alone: decoding beside a request that keeps all cores busy
-HEAD_BYTES = 1 << 16  # most headers, and more
 SILENT = 1.0  # bytes a second
 
 
@@ -73,40 +70,34 @@ class Pace:
         """Seconds a token; 0 where it was not measured."""
         return self._decoding.get(word, 0.0)
 
-    def learn_decoding(self, client: Client, key: ChunkKey, words: Sequence[str], tables: Tables) -> None:
-        """By this chunk, at the levels that are not known yet. Raises what the client does, StoreError, Undecodable."""
-        for word in words:
-            if word not in self._decoding:
-                self._decoding[word] = BESIDE * _decoding(client, key, word, tables)
+    def learn_decoding(
+        self,
+        client: Client,
+        key: ChunkKey,
+        sizes: Mapping[str, int],
+        most: float,
+        silence_s: float,
+        tables: Tables,
+    ) -> None:
+        """By this chunk, at the levels that are not known yet. sizes: bytes of its body by each. most: bytes, coded or
+        decoded; what is said to have more is not looked at.
+
+        Raises CorruptRecord, StoreVersion, Undecodable, and what the client does.
+        """
+        for word, n_bytes in sizes.items():
+            if word in self._decoding or n_bytes > most:
+                continue
+            header, segments = beginning(client, key, word, n_bytes, LAYERS, silence_s)
+            if header.shape.n_bytes <= most:
+                chunk = StoredChunk(key, header, segments.__getitem__, tables)
+                self._decoding[word] = BESIDE * _seconds(chunk, len(segments)) / max(1, chunk.n_tokens)
 
 
-def _decoding(client: Client, key: ChunkKey, word: str, tables: Tables) -> float:
-    """Seconds a token: the least that a layer took, times the layers."""
-    path, head = f"{client.path('chunks', key.hex())}?level={word}", b""
-
-    def have(end: int) -> None:
-        nonlocal head
-        if end > len(head):
-            head += client.get(path, end - len(head), {"Range": f"bytes={len(head)}-{end - 1}"})
-
-    have(HEAD_BYTES)
-    if len(head) < LENGTH.size:
-        raise CorruptRecord(key, f"its body has {len(head)} bytes")
-    length = LENGTH.unpack_from(head)[0]
-    if length > MOST_HEADER:
-        raise CorruptRecord(key, f"its header is said to have {length:,} bytes")
-    start = LENGTH.size + length
-    have(start)
-    header = decode_header(key, head[LENGTH.size : start])
-    some = min(LAYERS, len(header.lengths))
-    have(start + sum(header.lengths[:some]))
-    segments = []
-    for length in header.lengths[:some]:
-        segments.append(head[start : start + length])
-        start += length
-    chunk, took = StoredChunk(key, header, segments.__getitem__, tables), []
-    for l in range(some):
+def _seconds(chunk: StoredChunk, layers: int) -> float:
+    """Of decoding all of it: the least that one of these layers took, times all layers."""
+    took = []
+    for l in range(layers):
         began = time.perf_counter()
         chunk.layer(l)
         took.append(time.perf_counter() - began)
-    return min(took[1:] or took) * chunk.n_layers / max(1, chunk.n_tokens)
+    return min(took[1:] or took) * chunk.n_layers

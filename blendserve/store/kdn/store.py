@@ -131,10 +131,16 @@ class KdnStore(KVStore):
             sample = self._sample(client, typical, directory[typical], n_bytes)
             if self.weighs:
                 with contextlib.suppress(CorruptRecord, StoreVersion, Undecodable):  # a request will say it
-                    self._pace.learn_decoding(client, typical, collection.levels[1:], self._tables_by(client))
+                    self._learn_decoding(client, typical, collection, directory[typical])
             return sample if any(key in directory for key in keys) else None
 
         return self._ask(job)
+
+    def _learn_decoding(self, client: Client, key: ChunkKey, collection: Collection, entry: Entry) -> None:
+        """At every level but the first."""
+        sizes = dict(zip(collection.levels[1:], entry.bodies[1:], strict=True))
+        most, deadline = self.config.in_flight_mb * 1e6, self.config.deadline_s
+        self._pace.learn_decoding(client, key, sizes, most, deadline, self._tables_by(client))
 
     def _sample(self, client: Client, key: ChunkKey, entry: Entry, n_bytes: int) -> Sample:
         """At least so many bytes, and more where they come too quickly to tell a rate."""
