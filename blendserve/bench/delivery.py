@@ -108,7 +108,7 @@ class Scene:
                     blender.sample_link()
             blender.calibrate()
             prompt = self._workload.prompt
-            store.weigh(blender.saved_per_token(prompt, who.blend, range(len(prompt.chunks))))
+            store.weigh(*blender.saved(prompt, who.blend, range(len(prompt.chunks))))
             with self._played(trace):
                 return self._timed(blender, who.blend)
 

@@ -179,7 +179,7 @@ class Blender:
         if blend.method != "auto" or not self.store.far:
             return {}
         if self.store.weighs:
-            self.store.weigh(self.saved_per_token(prompt, blend, which))
+            self.store.weigh(*self.saved(prompt, blend, which))
             return {}
         if self._link.seconds(1) is None:
             return {}
@@ -196,11 +196,19 @@ class Blender:
         left = (key for key in (*keys.values(), prefix_key) if key not in near)
         return dict.fromkeys(left, reason(fetching, costs[1] - costs[0]))
 
-    def saved_per_token(self, prompt: Prompt, blend: BlendConfig, which: Sequence[int]) -> float:
-        """Seconds that the stored KV of a token is expected to save, where that of all these chunks is used."""
+    def saved(
+        self, prompt: Prompt, blend: BlendConfig, which: Sequence[int]
+    ) -> tuple[float, dict[ChunkKey, float]]:
+        """Seconds that the stored KV of a token is expected to save, where that of all these chunks is used; and of what
+        is worth something else: without the prefix the chunk behind it is not exact either.
+        """
         tokens = sum(len(prompt.chunks[i]) for i in which)
-        with_them, without = (self._least(prompt, blend, supposed(prompt, some)) for some in (which, ()))
-        return max(0.0, without - with_them) / max(1, tokens)
+        with_them, alone, no_prefix = (
+            self._least(prompt, blend, found)
+            for found in (supposed(prompt, which), supposed(prompt, ()), supposed(prompt, which, False))
+        )
+        prefix = {self.key(prompt.prefix, ()): max(0.0, no_prefix - with_them)} if prompt.prefix else {}
+        return max(0.0, alone - with_them) / max(1, tokens), prefix
 
     def _least(self, prompt: Prompt, blend: BlendConfig, found: Found) -> float:
         """Seconds that the best method is expected to take."""

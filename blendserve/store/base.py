@@ -356,8 +356,8 @@ class KVStore(ABC):
         """Whether it sees by itself what is worth bringing from another machine, once told what that saves."""
         return False
 
-    def weigh(self, seconds_per_token: float) -> None:
-        """What using stored KV saves here for a token."""
+    def weigh(self, seconds_per_token: float, of: Mapping[ChunkKey, float]) -> None:
+        """What using stored KV saves here for a token; of: seconds, of whole chunks where it is something else."""
         return
 
     @abstractmethod

@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -133,8 +133,8 @@ class LayeredStore(WrappedStore):
     def weighs(self) -> bool:
         return self._far.weighs
 
-    def weigh(self, seconds_per_token: float) -> None:
-        self._far.weigh(seconds_per_token)
+    def weigh(self, seconds_per_token: float, of: Mapping[ChunkKey, float]) -> None:
+        self._far.weigh(seconds_per_token, of)
 
     def sample(self, keys: Sequence[ChunkKey], n_bytes: int) -> Sample | None:
         """Of a remote store that cannot give a part of a chunk, a whole one."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from blendserve.core import ChunkKV, TokenIds
 from blendserve.store.base import ChunkInfo, KVStore, Lease, Sample, StoreStats, VerifyReport
@@ -89,8 +89,8 @@ class WrappedStore(KVStore):
     def weighs(self) -> bool:
         return self._store.weighs
 
-    def weigh(self, seconds_per_token: float) -> None:
-        self._store.weigh(seconds_per_token)
+    def weigh(self, seconds_per_token: float, of: Mapping[ChunkKey, float]) -> None:
+        self._store.weigh(seconds_per_token, of)
 
     def delete(self, key: ChunkKey) -> bool:
         return self._store.delete(key)

@@ -28,7 +28,6 @@ from blendserve.serve.keys import KeyFile, Tenant
 from blendserve.store import KVStore, LayeredStore, LMDBStore, MemoryStore, open_store
 from blendserve.store.codecs.int8 import Int8
 from blendserve.store.kdn.collection import Collection, body, level_key
-from blendserve.store.kdn.pace import SILENT, Pace
 from blendserve.store.kdn.store import KdnStore
 from tests.delivery.helpers import LEVELS, NAME, Service, published, publisher, settings
 from tests.engine.helpers import CONFIG, PASSAGES, reader
@@ -358,30 +357,6 @@ def test_what_the_corpus_has_shown_is_delivered_too(tmp_path: Path, monkeypatch:
         far.close()
     assert report.prior
     assert torch.equal(there, here)
-
-
-def test_what_decoding_takes_is_known_before_the_first_request(service: Service) -> None:
-    pace = Pace()
-    with KdnStore(settings(service.url, level="auto"), pace=pace) as store:
-        assert [pace.decoding(level) for level in LEVELS] == [0.0, 0.0]
-        found = store.sample([some_key(service)], 1)
-        assert found is not None
-        assert 0 < found.part <= 1
-        assert pace.decoding("int8") > 0 == pace.decoding("raw")
-        assert pace.round_trip > 0
-        assert (pace.bytes_per_s() or 0) > 0
-        assert store.sample([b"\0" * 28], 1) is None  # not of this collection
-
-
-def test_a_silent_link_counts_as_dead_until_something_arrives() -> None:
-    pace = Pace()
-    with pace.transfer():
-        pace.arrived(10**6)
-    pace.silence()
-    assert pace.bytes_per_s() == SILENT
-    with pace.transfer():
-        pace.arrived(10**6)
-    assert (pace.bytes_per_s() or 0) > SILENT
 
 
 def test_over_tls_a_service_needs_a_certificate_that_an_authority_vouches_for(

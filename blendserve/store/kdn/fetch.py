@@ -74,13 +74,13 @@ class Fetch:
         if entry is None:
             return None
         sizes = dict(zip(collection.levels, entry.bodies, strict=True))
-        word = self._choose(entry, sizes, None)
+        word = self._choose(key, entry, sizes, None)
         if word not in sizes:
             self._done(entry)
             return Undecodable(LEFT, SLOW)
         if sizes[word] > self._config.in_flight_mb * 1e6:
             return Undecodable("it is larger than in_flight_mb beside the service's url", UNREACHABLE)
-        go_on = partial(self._go_on, entry, sizes)
+        go_on = partial(self._go_on, key, entry, sizes)
         watch = Watch(self._pace.transfer, self._pace.arrived, go_on, self._config.deadline_s)
         start = time.monotonic()
         try:
@@ -103,14 +103,16 @@ class Fetch:
         with self._pace.transfer():
             return self._relay.chunk(path, key, word, n_bytes, self._pace.arrived, seconds)
 
-    def _go_on(self, entry: Entry, sizes: dict[str, int], word: str, left: int) -> str:
-        return self._choose(entry, {**sizes, word: left}, word)
+    def _go_on(self, key: ChunkKey, entry: Entry, sizes: dict[str, int], word: str, left: int) -> str:
+        return self._choose(key, entry, {**sizes, word: left}, word)
 
-    def _choose(self, entry: Entry, sizes: dict[str, int], going_on: str | None) -> str:
+    def _choose(self, key: ChunkKey, entry: Entry, sizes: dict[str, int], going_on: str | None) -> str:
         if self._guard.silent:
             return TEXT
         tokens, computing = entry.n_tokens, self._pace.computing
-        text = [Offer(TEXT, 0, computing * tokens)] if computing else []
+        text = []
+        if computing is not None:
+            text = [Offer(TEXT, 0, self._pace.computing_of.get(key, computing * tokens))]
         offers = [*text, *(Offer(w, n, self._pace.decoding(w) * tokens) for w, n in sizes.items())]
         now = Situation(
             bytes_per_s=self._pace.bytes_per_s(),

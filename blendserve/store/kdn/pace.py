@@ -31,6 +31,7 @@ class Pace:
 
     def __init__(self) -> None:
         self.computing: float | None = None  # seconds a token
+        self.computing_of: Mapping[ChunkKey, float] = {}  # seconds, of chunks that it is not so for
         self.last_bytes_per_s: float | None = None  # of the last chunk that came whole
         self.round_trip = 0.0  # seconds
         self._decoding: dict[str, float] = {}  # seconds a token, by level

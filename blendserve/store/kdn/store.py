@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -117,8 +117,8 @@ class KdnStore(KVStore):
     def weighs(self) -> bool:
         return self._rule is quickest
 
-    def weigh(self, seconds_per_token: float) -> None:
-        self._pace.computing = seconds_per_token
+    def weigh(self, seconds_per_token: float, of: Mapping[ChunkKey, float]) -> None:
+        self._pace.computing, self._pace.computing_of = seconds_per_token, of
 
     def sample(self, keys: Sequence[ChunkKey], n_bytes: int) -> Sample | None:
         """Of a typical chunk of the collection. Learns what decoding takes as well, the first time."""

@@ -1,0 +1,72 @@
+"""What is known of link, decoding and computing, and that choices rest on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from blendserve.store import ChunkKey, KVStore
+from blendserve.store.codecs.base import SLOW
+from blendserve.store.kdn.collection import Collection, read_directory
+from blendserve.store.kdn.pace import SILENT, Pace
+from blendserve.store.kdn.store import KdnStore
+from tests.delivery.helpers import LEVELS, NAME, Service, published, settings
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[KVStore, Collection]:
+    return published(tmp_path_factory.mktemp("published"))
+
+
+@pytest.fixture(scope="module")
+def service(made: tuple[KVStore, Collection]) -> Iterator[Service]:
+    with Service(made[0]) as running:
+        yield running
+
+
+def keys_of(service: Service) -> list[ChunkKey]:
+    raw = service.http.get(f"/collections/{NAME}/directory").content
+    return [*read_directory(raw, len(LEVELS))]
+
+
+def test_what_decoding_takes_is_known_before_the_first_request(service: Service) -> None:
+    pace = Pace()
+    with KdnStore(settings(service.url, level="auto"), pace=pace) as store:
+        assert [pace.decoding(level) for level in LEVELS] == [0.0, 0.0]
+        found = store.sample(keys_of(service)[:1], 1)
+        assert found is not None
+        assert 0 < found.part <= 1
+        assert pace.decoding("int8") > 0 == pace.decoding("raw")
+        assert pace.round_trip > 0
+        assert pace.n_bytes > 0
+        assert store.sample([b"\0" * 28], 1) is None  # not of this collection
+
+
+def test_a_silent_link_counts_as_dead_until_something_arrives() -> None:
+    pace = Pace()
+    with pace.transfer():
+        pace.arrived(10**6)
+    pace.silence()
+    assert pace.bytes_per_s() == SILENT
+    with pace.transfer():
+        pace.arrived(10**6)
+    assert (pace.bytes_per_s() or 0) > SILENT
+
+
+@pytest.mark.parametrize(("everything", "of_one"), [(0.0, 1e6), (1e6, 0.0)])
+def test_what_a_chunk_is_worth_is_its_own_where_it_is_told(
+    service: Service, everything: float, of_one: float
+) -> None:
+    one, *others = keys_of(service)[:3]
+    pace = Pace()
+    with pace.transfer():  # so that something is known of the link
+        pace.arrived(10**6)
+    with KdnStore(settings(service.url, level="auto"), pace=pace) as store:
+        store.weigh(everything, {one: of_one})
+        with store.reading() as snapshot:
+            snapshot.expect([one, *others])
+            came = {key for key in (one, *others) if snapshot.get(key)}
+            left = {key for key, why in snapshot.undecodable.items() if why.kind == SLOW}
+    assert came == ({one} if of_one else {*others})
+    assert left == {one, *others} - came
