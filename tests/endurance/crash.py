@@ -19,18 +19,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import multiprocessing
 import random
 import signal
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,18 +44,16 @@ from blendserve.registry import CODECS
 from blendserve.store import ChunkKey, KVStore, LMDBStore, Snapshot
 from blendserve.store.codecs.base import Codec, known_codec
 from tests.endurance.helpers import through
+from tests.forked import process
 
 VOCABULARY = 500
 PREFIX = tuple(range(20))
 TOKENS = STACK_TOKENS // 2 + 8  # of a chunk: two do not fit a stack
-CHUNKS, KEPT = 40, 8  # the first KEPT are never deleted: they have to outlive every kill
+CHUNKS = 40
+KEPT = 0.2  # of them, the first, are never deleted: they have to outlive every kill
 AT_MOST = 10  # chunks reached before a kill
 CAP = 1 << 30
 NOBODY = bytes(28)  # the key of no chunk
-
-# Forked from a process that has imported torch and not used it: each starts at once.
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["blendserve.blend.blender", "transformers.models.llama.modeling_llama"])
 
 MUST_BE_0 = (
     "corrupt_reads",
@@ -78,10 +73,10 @@ MOMENTS = {"opens": "opening", "begins": "mid_write", "stored": "between_writes"
 AIMS = {"opens": 1, "begins": 5, "stored": 4}  # how often a kill is aimed behind which message
 
 
-def corpus() -> list[TokenIds]:
+def corpus(chunks: int) -> list[TokenIds]:
     """The chunks, in the order in which they are precomputed."""
     dice = random.Random(0)
-    return [tuple(dice.choices(range(VOCABULARY), k=TOKENS)) for _ in range(CHUNKS)]
+    return [tuple(dice.choices(range(VOCABULARY), k=TOKENS)) for _ in range(chunks)]
 
 
 def blender(store: KVStore) -> Blender:
@@ -91,16 +86,16 @@ def blender(store: KVStore) -> Blender:
     return Blender(adapter, "crash-test", store, PREFIX, PREFIX)
 
 
-def computed(store: KVStore) -> dict[ChunkKey, ChunkKV]:
+def computed(store: KVStore, chunks: int) -> dict[ChunkKey, ChunkKV]:
     """The KV of the prefix, which comes first, and of every chunk."""
     made = blender(store)
-    chunks = {made.key(ids): made.computer(PREFIX).compute([ids])[0] for ids in corpus()}
-    return {made.key(PREFIX, ()): made.computer(()).compute([PREFIX])[0], **chunks}
+    found = {made.key(ids): made.computer(PREFIX).compute([ids])[0] for ids in corpus(chunks)}
+    return {made.key(PREFIX, ()): made.computer(()).compute([PREFIX])[0], **found}
 
 
-def expectations(store: KVStore) -> dict[ChunkKey, ChunkKV]:
+def expectations(store: KVStore, chunks: int) -> dict[ChunkKey, ChunkKV]:
     """What they have to read as."""
-    return read_back(codec_in(store.stats().path), computed(store))
+    return read_back(codec_in(store.stats().path), computed(store, chunks))
 
 
 def read_back(codec: Codec, found: dict[ChunkKey, ChunkKV]) -> dict[ChunkKey, ChunkKV]:
@@ -122,7 +117,7 @@ def lay_tables(folder: Path, store: KVStore) -> None:
     """Fit the tables that the store's codec needs, for every process to find."""
     made: type[Codec] = CODECS.load(folder.name)
     if made.needs_tables:
-        computer, ids = blender(store).computer(PREFIX), corpus()[:40]
+        computer, ids = blender(store).computer(PREFIX), corpus(40)
         raw = made.fit(zip(ids, computer.compute(ids), strict=True))
         _tables_file(folder).write_bytes(raw)
         store.put_tables(folder.name, "crash-test", raw)
@@ -164,10 +159,10 @@ class Tally:
         return right
 
 
-def read(line: Connection, folder: Path) -> None:
+def read(line: Connection, folder: Path, chunks: int) -> None:
     """The reader: fresh snapshots one after another, and an old one from question to question."""
     with LMDBStore(folder, CAP, read_only=True) as store:
-        expected = expectations(store)
+        expected = expectations(store, chunks)
         line.send("ready")
         while True:
             tally = Tally()
@@ -213,39 +208,29 @@ class Announcing(LMDBStore):
         self._line.send(Said(what, key, time.monotonic()))
 
 
-def write(line: Connection, folder: Path) -> None:
-    """The writer: precompute what is missing."""
+def write(line: Connection, folder: Path, chunks: int, is_doomed: bool) -> None:
+    """The writer: precompute what is missing; whom a kill is meant for waits for it at the end."""
     store = Announcing(folder, line)
     with store:
-        blender(store).precompute(corpus())
+        blender(store).precompute(corpus(chunks))
         store.say("done")
-
-
-@contextmanager
-def process(work: Callable[..., None], folder: Path) -> Iterator[tuple[BaseProcess, Connection]]:
-    """Runs `work(connection, folder)`; killed at the end if it still runs."""
-    here, there = CONTEXT.Pipe()
-    running = CONTEXT.Process(target=work, args=(there, folder), daemon=True)
-    running.start()
-    there.close()
-    try:
-        yield running, here
-    finally:
-        running.kill()
-        running.join()
+        if is_doomed:
+            line.recv()
 
 
 def run_writer(
-    folder: Path, what: str = "", nth: int = 0, delay: float = 0.0
+    folder: Path, chunks: int, what: str = "", nth: int = 0, delay: float = 0.0
 ) -> tuple[list[Said], int | None]:
     """Start a writer, and kill it `delay` seconds after its n-th message of a kind -> all that it said, exit code."""
     heard: list[Said] = []
-    with process(write, folder) as (running, line):
+    with process(write, folder, chunks, bool(what)) as (running, line):
         with contextlib.suppress(EOFError, OSError):
             while True:  # until it is gone, and the line with it
                 heard.append(line.recv())
                 if heard[-1].what == what and sum(said.what == what for said in heard) == nth:
                     time.sleep(delay)
+                    running.kill()
+                elif heard[-1].what == "done" and what:
                     running.kill()
         running.join()
     return heard, running.exitcode
@@ -254,14 +239,14 @@ def run_writer(
 class Trial:
     """A store, the reader on it, and what has to be in it."""
 
-    def __init__(self, folder: Path, seed: int, reader: Connection) -> None:
-        self.folder, self.dice, self.reader = folder, random.Random(seed), reader
+    def __init__(self, folder: Path, seed: int, reader: Connection, chunks: int) -> None:
+        self.folder, self.dice, self.reader, self.chunks = folder, random.Random(seed), reader, chunks
         with LMDBStore(folder, CAP) as store:
-            codec, found = codec_in(folder), computed(store)
+            codec, found = codec_in(folder), computed(store, chunks)
         self.expected = read_back(codec, found)
         self.sizes = {key: sum(map(len, codec.encode(kv))) for key, kv in found.items()}
         self.sizes[next(iter(found))] = next(iter(found.values())).n_bytes
-        self.veterans = set(list(self.expected)[: KEPT + 1])  # and the prefix
+        self.veterans = set(list(self.expected)[: int(KEPT * chunks) + 1])  # and the prefix
         self.committed: set[ChunkKey] = set()
         self.counts: Counter[str] = Counter()
         self.lasts = dict.fromkeys(AIMS, 0.02)  # seconds from such a message to the next, as met
@@ -272,7 +257,8 @@ class Trial:
         (what,) = self.dice.choices(list(AIMS), list(AIMS.values()))
         room = min(AT_MOST, len(self.expected) - len(self.committed))
         nth = 1 if what == "opens" else self.dice.randint(1, room)
-        heard, code = run_writer(self.folder, what, nth, self.dice.random() * self.lasts[what])
+        delay = self.dice.random() * self.lasts[what]
+        heard, code = run_writer(self.folder, self.chunks, what, nth, delay)
         if code == -signal.SIGKILL:
             self.counts[f"kills_{MOMENTS[heard[-1].what]}"] += 1
         self.counts["writers_failed"] += code not in {0, -signal.SIGKILL}
@@ -281,7 +267,7 @@ class Trial:
 
     def finish(self) -> None:
         """Let a writer run to its end: everything is there then."""
-        heard, code = run_writer(self.folder)
+        heard, code = run_writer(self.folder, self.chunks)
         self.counts["writers_failed"] += code != 0
         self.judge(heard)
         self.counts["incomplete_at_end"] += len(self.expected) - len(self.committed)
@@ -337,15 +323,15 @@ class Trial:
         self.counts.update({**found, "damaged_reads": tally.damaged, "vanished_chunks": tally.vanished})
 
 
-def run(rounds: int, seed: int, codec: str = CODECS.default) -> dict[str, Any]:
+def run(rounds: int, chunks: int, seed: int, codec: str = CODECS.default) -> dict[str, Any]:
     """All rounds -> the figures of the JSON line."""
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as scratch, console.progress("Killing writers", "rounds") as update:
         folder = Path(scratch) / codec
         with LMDBStore(folder, CAP) as store:
             lay_tables(folder, store)
-        with process(read, folder) as (_, reader):
-            trial = Trial(folder, seed, reader)
+        with process(read, folder, chunks) as (_, reader):
+            trial = Trial(folder, seed, reader, chunks)
             try:
                 reader.recv()
                 for done in range(rounds):
@@ -377,12 +363,13 @@ def figures(counts: Mapping[str, int], rounds: int, seed: int) -> dict[str, Any]
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=50)
+    parser.add_argument("--chunks", type=int, default=CHUNKS, help="of the corpus")
     parser.add_argument("--seed", type=int, default=0)
     here = [name for name in CODECS.names if known_codec(name)]
     parser.add_argument("--codec", choices=here, default=CODECS.default, help="how the store is coded")
     parser.add_argument("--json", action="store_true", help="the JSON line alone, without the table")
     asked = parser.parse_args()
-    result = {"codec": asked.codec, **run(asked.rounds, asked.seed, asked.codec)}
+    result = {"codec": asked.codec, **run(asked.rounds, asked.chunks, asked.seed, asked.codec)}
     if not asked.json:
         rows = [(name.replace("_", " "), str(value)) for name, value in result.items()]
         console.table("Precompute killed, with a reader beside it", ("what", "how many"), rows)

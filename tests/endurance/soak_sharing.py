@@ -38,7 +38,7 @@ from blendserve.models.toy import toy_llama
 from blendserve.store import MemoryStore
 from blendserve.store.policies import LRU
 from blendserve.store.valkey.store import ValkeyStore
-from tests.store.lmdb.processes import process
+from tests.forked import process
 
 VOCABULARY = 500
 PREFIX, SUFFIX = tuple(range(12)), tuple(range(20, 32))

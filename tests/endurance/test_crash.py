@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
-import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,24 +16,28 @@ from blendserve.store import LMDBStore, MemoryStore
 from tests.endurance import crash
 from tests.endurance.helpers import last_line
 
-ROOT = Path(__file__).parents[2]
+FEW = 10  # chunks: as many as are reached before a kill at most
 
 
-def test_two_rounds_of_kills_lose_nothing() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.endurance.crash", "--rounds", "2", "--json"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=800,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    result = last_line(done.stdout)
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    """The crash test computes on one."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def test_two_rounds_of_kills_lose_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["crash", "--rounds", "2", "--chunks", str(FEW), "--json"])
+    code, shown = crash.main(), capsys.readouterr()
+    assert code == 0, shown
+    result = last_line(shown.out)
     assert result["broken"] == []
     assert sum(n for name, n in result.items() if name.startswith("kills_")) == 2
-    assert result["reads_checked"] > 100
-    assert result["commits"] >= crash.CHUNKS + 1
+    assert result["reads_checked"] > 2 * FEW
+    assert result["commits"] >= FEW + 1
 
 
 @pytest.mark.parametrize("promise", crash.MUST_BE_0)
@@ -63,7 +67,7 @@ def test_a_wrong_tensor_and_a_damaged_one_are_told_from_right_ones() -> None:
 def test_what_was_reported_stored_and_is_not_there_is_lost(tmp_path: Path) -> None:
     here, there = multiprocessing.Pipe()
     LMDBStore(tmp_path, crash.CAP).close()
-    trial = crash.Trial(tmp_path, 0, here)
+    trial = crash.Trial(tmp_path, 0, here, 3)
     said, seen, whole = list(trial.expected)[:3]
     with LMDBStore(tmp_path, crash.CAP) as store:
         store.put(whole, trial.expected[whole])

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from blendserve.engine.engine import Engine
-from blendserve.serve.child import Child
 from blendserve.serve.config import ServeConfig
 from blendserve.store import LMDBStore, VerifyReport
 from tests.endurance import soak_serving
 from tests.engine.helpers import CONFIG, PASSAGES, reader
 from tests.serve.helpers import Server
-
-ROOT = Path(__file__).parents[2]
+from tests.serve.toy_server import ToyServer
 
 
 class Toy:
@@ -30,9 +27,8 @@ class Toy:
             engine.precompute(PASSAGES)
             self.expected = soak_serving.answers(engine, self.asks)
 
-    def start(self) -> Child:
-        command = [sys.executable, "-m", "tests.serve.toy_server", str(self.folder)]
-        return Child(command, self.folder / "log")
+    def start(self) -> Any:
+        return ToyServer(self.folder)
 
     def verify(self) -> VerifyReport:
         with LMDBStore(self.folder / "kv", 2**27, read_only=True) as store:
@@ -45,8 +41,7 @@ class Toy:
 
 
 @pytest.fixture
-def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Toy:
-    monkeypatch.chdir(ROOT)
+def toy(tmp_path: Path) -> Toy:
     return Toy(tmp_path)
 
 

@@ -2,35 +2,27 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections import Counter
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tests.endurance import soak_sharing
 from tests.endurance.helpers import last_line
 from tests.endurance.soak_sharing import figures
 from tests.store.valkey.servers import needs_server
 
-ROOT = Path(__file__).parents[2]
-
 
 @needs_server
-def test_engines_and_server_are_killed_and_no_answer_is_wrong() -> None:
-    words = ["--requests", "50", "--engines", "2", "--json"]
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.endurance.soak_sharing", *words],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=800,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    found = last_line(done.stdout)
+def test_engines_and_server_are_killed_and_no_answer_is_wrong(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["soak_sharing", "--requests", "50", "--engines", "2", "--json"])
+    code, shown = soak_sharing.main(), capsys.readouterr()
+    assert code == 0, shown
+    found = last_line(shown.out)
     assert found["broken"] == []
     assert found["answers"] >= 50
     assert found["chunks_found"] > 0

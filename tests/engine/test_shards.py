@@ -15,8 +15,8 @@ from blendserve.engine.engine import Engine
 from blendserve.models.toy import toy_reader
 from blendserve.store import LMDBStore, share_of
 from tests.blend.helpers import assert_near
+from tests.forked import process
 from tests.store.helpers import read
-from tests.store.lmdb.processes import process
 
 CAP = 1 << 30
 PASSAGES = [Passage(f"Passage {n} says {n * n}, and nothing beside it.") for n in range(12)]

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import signal
-import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,46 +16,32 @@ from blendserve.errors import ConfigError
 from blendserve.serve.config import Config, effective, load_settings
 from blendserve.store import LMDBStore
 from tests.engine.helpers import PASSAGES, QUESTIONS
+from tests.serve.toy_server import ToyServer
 
-ROOT = Path(__file__).parents[2]
 OWN = [{"text": p.text, "title": p.title} for p in PASSAGES]
 ASK: dict[str, Any] = {"question": QUESTIONS[0], "passages": OWN}
 
 
-@contextmanager
-def started(folder: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    command = [sys.executable, "-m", "tests.serve.toy_server", str(folder)]
-    with subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        try:
-            yield process, process.stdout.readline().removeprefix("Listening on ").strip()
-        finally:
-            process.kill()
-
-
 def test_sigterm_finishes_what_runs_and_kill_9_harms_no_store(tmp_path: Path) -> None:
-    with started(tmp_path) as (process, url), httpx.Client(base_url=url, timeout=300) as http:
+    with ToyServer(tmp_path) as server, httpx.Client(base_url=server.url, timeout=300) as http:
         with http.stream("POST", "/v1/rag/query", json={**ASK, "max_tokens": 300, "stream": True}) as stream:
             lines = stream.iter_lines()
             next(lines)
-            process.send_signal(signal.SIGTERM)
+            server.terminate()
             events = [json.loads(line[6:]) for line in lines if line]
         assert events[-1]["event"] == "done"
         assert "".join(e["text"] for e in events[:-1]) == events[-1]["text"]
-        assert process.wait(30) == 0
-        assert process.stderr is not None
-        assert "Traceback" not in process.stderr.read()
-    with started(tmp_path) as (process, url):
-        kept = httpx.post(f"{url}/v1/rag/query", json={**ASK, "max_tokens": 4}, timeout=300).json()
+        assert server.wait() == 0
+    assert "Traceback" not in (tmp_path / "log").read_text()
+    with ToyServer(tmp_path) as server:
+        kept = httpx.post(f"{server.url}/v1/rag/query", json={**ASK, "max_tokens": 4}, timeout=300).json()
         assert kept["report"]["chunks_hit"] == len(OWN)  # what the first process stored
         more = [{"text": f"{p['text']} {i}"} for i in range(20) for p in OWN]
         with httpx.stream(
-            "POST", f"{url}/v1/rag/query", json={**ASK, "passages": more[:30], "stream": True}
+            "POST", f"{server.url}/v1/rag/query", json={**ASK, "passages": more[:30], "stream": True}
         ) as stream:
             next(stream.iter_lines())
-            process.kill()
+            server.kill()
     with LMDBStore(tmp_path / "kv", 2**27, read_only=True) as store:
         assert store.verify().bad == ()
         assert store.stats().chunks >= len(OWN) + 1

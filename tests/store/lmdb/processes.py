@@ -1,45 +1,16 @@
-"""Other processes that use a store. They are forked from one that has imported torch, so that each starts at once."""
+"""What other processes do with a store."""
 
 from __future__ import annotations
 
-import multiprocessing
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
 
 from blendserve.store import LMDBStore
 from blendserve.store.policies import LRU
 from tests.store.helpers import chunk, key_of, read, same
 
 CAP = 50_000_000
-
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "blendserve.store"])
-
-
-@contextmanager
-def process(work: Callable[..., None], *args: Any) -> Iterator[tuple[BaseProcess, Connection]]:
-    """Runs `work(connection, *args)`; killed at the end if it still runs."""
-    here, there = CONTEXT.Pipe()
-    running = CONTEXT.Process(target=work, args=(there, *args))
-    running.start()
-    there.close()
-    try:
-        yield running, here
-    finally:
-        running.kill()
-        running.join()
-
-
-def run(work: Callable[..., None], *args: Any) -> None:
-    """Run it to its end in another process."""
-    with process(work, *args) as (running, _):
-        running.join()
-        assert running.exitcode == 0
 
 
 def tokens_of(n: int) -> int:

@@ -10,8 +10,8 @@ from pathlib import Path
 from blendserve.blend.single_flight import SingleFlight
 from blendserve.store import LMDBStore
 from blendserve.store.lmdb import leases
+from tests.forked import process
 from tests.store.helpers import CAP, chunk, key_of
-from tests.store.lmdb.processes import process
 
 
 def compute_what_is_free(line: Connection, path: Path) -> None:

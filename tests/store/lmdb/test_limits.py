@@ -15,6 +15,7 @@ import pytest
 from blendserve.errors import StoreFull, StoreUnavailable
 from blendserve.store import LMDBStore
 from blendserve.store.policies import LRU
+from tests.forked import run
 from tests.store.helpers import (
     BIG,
     CAP,
@@ -24,7 +25,6 @@ from tests.store.helpers import (
     read,
     same,
 )
-from tests.store.lmdb.processes import run
 
 
 def test_a_full_map_is_one_chunks_error(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

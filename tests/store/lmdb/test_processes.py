@@ -13,8 +13,9 @@ import pytest
 from blendserve.errors import StoreUnavailable
 from blendserve.store import LMDBStore
 from blendserve.store.policies import LRU
+from tests.forked import process, run
 from tests.store.helpers import chunk, key_of, read, same
-from tests.store.lmdb.processes import CAP, fill, hold, process, read_all, run, tokens_of, write
+from tests.store.lmdb.processes import CAP, fill, hold, read_all, tokens_of, write
 
 TIGHT = 12 * chunk(tokens_of(29)).n_bytes
 
