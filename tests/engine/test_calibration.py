@@ -12,10 +12,10 @@ from blendserve.core import Document
 from blendserve.engine.calibration import chunks_of, fit, samples, writing_codec
 from blendserve.errors import ConfigError, InputError, TablesMissing
 from blendserve.models import loader
-from blendserve.models.toy import toy_reader
 from blendserve.registry import CODECS
 from blendserve.store import LMDBStore, MemoryStore, open_store
 from blendserve.store.codecs.base import forget_ready, known_codec
+from tests.engine.helpers import reader
 
 CAP = 2**28
 WORDS = [f"The {n}th owl of the wood sleeps by day and hunts by night, silent as snow." for n in range(40)]
@@ -30,7 +30,7 @@ def config(codec: str) -> Config:
 
 
 def engine(store: MemoryStore | LMDBStore, codec: str) -> Engine:
-    return Engine(config(codec), toy_reader(), store)
+    return Engine(config(codec), reader(), store)
 
 
 def smaller(made: Engine) -> float:

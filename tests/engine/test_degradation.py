@@ -10,6 +10,7 @@ import pytest
 
 from blendserve import Config, Engine, Passage
 from blendserve.config import BlendConfig, DecodeConfig, StoreConfig
+from tests.engine.helpers import reader
 
 PASSAGES = [
     Passage(title=f"Note {n}", text=" ".join(f"Item {n * 10 + k} lies in drawer {k * n}." for k in range(9)))
@@ -17,6 +18,11 @@ PASSAGES = [
 ]
 QUESTION = "Where does item 21 lie?"
 BLEND = {"method": "blend"}
+
+
+@pytest.fixture(autouse=True)
+def _toy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("blendserve.engine.engine.load_reader", lambda config, say: reader())
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import torch
 
 from blendserve.engine import own_words as module
 from blendserve.engine.own_words import own_words
-from blendserve.models.toy import toy_reader
+from tests.engine.helpers import reader
 
 LENGTH, TOGETHER = 16, 4
 
@@ -25,24 +25,24 @@ def _short_texts(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("tokens", [1, LENGTH, LENGTH + 1, TOGETHER * LENGTH + 18])
 def test_so_many_tokens_the_same_each_time(tokens: int) -> None:
     seen: list[tuple[int, int]] = []
-    said = own_words(toy_reader(), tokens, lambda *update: seen.append(update))
+    said = own_words(reader(), tokens, lambda *update: seen.append(update))
     assert sum(map(len, said)) == tokens
     assert seen[-1] == (tokens, tokens)
     assert seen == sorted(seen)
-    assert own_words(toy_reader(), tokens) == said
+    assert own_words(reader(), tokens) == said
     assert len({text[0] for text in said}) == len(said)
 
 
 def test_a_token_comes_as_often_as_the_reader_would_say_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind any token the reader here says 3 three times as often as 5; 7 it would say oftenest, and may not."""
-    reader: Any = SimpleNamespace(
-        adapter=toy_reader().adapter,
+    says: Any = SimpleNamespace(
+        adapter=reader().adapter,
         tokenizer=SimpleNamespace(added_tokens_decoder={7: SimpleNamespace(special=True)}),
         end_tokens=frozenset({9}),
     )
-    logits = torch.full((reader.adapter.vocab_size,), -torch.inf)
+    logits = torch.full((says.adapter.vocab_size,), -torch.inf)
     logits[[3, 5, 7, 9]] = torch.tensor([0.75, 0.25, 8.0, 8.0]).log()
     monkeypatch.setattr(module, "append_each", lambda adapter, rows: logits.expand(len(rows), -1))
-    counts = Counter(token for text in own_words(reader, 100 * LENGTH) for token in text[1:])
+    counts = Counter(token for text in own_words(says, 100 * LENGTH) for token in text[1:])
     assert set(counts) == {3, 5}
     assert counts[3] / counts[5] == pytest.approx(3.0, rel=0.2)

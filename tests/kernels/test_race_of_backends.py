@@ -15,14 +15,16 @@ from blendserve.kernels.operation import Backend, Operation, Racing, Row
 from blendserve.kernels.race import Times
 from blendserve.kernels.rows import plan_rows
 from blendserve.kernels.types import AttentionSpec
+from tests.files import own_cache
 from tests.kernels.cpu.test_attend import threads
 
 ASKED: list[list[str]] = []  # who was raced, a list each time
 
 
 @pytest.fixture
-def raced(monkeypatch: pytest.MonkeyPatch, cache: Path) -> Iterator[list[Times]]:
+def raced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[Times]]:
     """Races are on, and their outcome is said here: the last table, as often as it is asked for."""
+    own_cache(tmp_path, monkeypatch)
     said: list[Times] = []
     monkeypatch.setenv(race.SWITCH, "1")
     monkeypatch.delenv(verify.SWITCH, raising=False)

@@ -20,13 +20,14 @@ from blendserve.models import plain_llama, quick_start
 from blendserve.models.loader import Reader, load_reader
 from blendserve.models.plain_tokenizer import PlainTokenizer, about
 from tests.blend.helpers import blend, model_logits, some_prompt
+from tests.files import own_cache
 from tests.tiny import tiny_model
 from tests.tokenizers import bundled_tokenizer, spaced_tokenizer
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own_cache(tmp_path / "cache", monkeypatch)
 
 
 @pytest.fixture
