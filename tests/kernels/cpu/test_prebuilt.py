@@ -19,22 +19,36 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+@pytest.fixture(scope="module")
+def precompiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `prebuild` leaves: an instruction set of this machine, compiled quickly and once for all tests."""
+    folder, level = tmp_path_factory.mktemp("precompiled") / "prebuilt", HERE[0]
+    with pytest.MonkeyPatch.context() as patch:
+        _build_into(folder, level, patch)
+        patch.delenv("CXX", raising=False)
+        assert prebuild.prebuild() == [build.prebuilt(level)]
+    return folder
+
+
 @pytest.fixture
-def level(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Level]:
-    """An instruction set of this machine, precompiled, where nothing else could bring it."""
-    level = HERE[0]
-    monkeypatch.setattr(build, "PREBUILT", tmp_path / "prebuilt")
-    monkeypatch.setattr(prebuild, "PREBUILT", tmp_path / "prebuilt")
-    monkeypatch.setattr(prebuild, "LEVELS", {level.name: level})
-    monkeypatch.setattr(build, "COMPILE", (*build.COMPILE, "-O1"))
+def level(precompiled: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Level]:
+    """The same, where nothing else could bring it."""
+    level, folder = HERE[0], tmp_path / "prebuilt"
+    shutil.copytree(precompiled, folder)
+    _build_into(folder, level, monkeypatch)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv(verify.SWITCH, raising=False)
-    monkeypatch.delenv("CXX", raising=False)
-    prebuild.prebuild()
     monkeypatch.setenv("CXX", "no-such-compiler")
     _forget()
     yield level
     _forget()
+
+
+def _build_into(folder: Path, level: Level, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(build, "PREBUILT", folder)
+    patch.setattr(prebuild, "PREBUILT", folder)
+    patch.setattr(prebuild, "LEVELS", {level.name: level})
+    patch.setattr(build, "COMPILE", (*build.COMPILE, "-O1"))
 
 
 def _forget() -> None:
