@@ -1,4 +1,4 @@
-"""Runs a script over the real store, and sends itself a SIGINT as soon as so many chunks are stored.
+"""Runs a script over the real store and a random reader, and sends itself a SIGINT as soon as so many chunks are stored.
 
     python -m tests.cli.stops_itself 6 scripts/precompute_kv.py INDEX --store FOLDER
 
@@ -14,7 +14,10 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from blendserve.store import LMDBStore
+from tests.cli.stand_in import stand_in
 
 
 def stop_after(puts: int) -> None:
@@ -40,6 +43,7 @@ if __name__ == "__main__":
     # A shell's background jobs ignore it, and all they start.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     count, script, *arguments = sys.argv[1:]
+    stand_in(pytest.MonkeyPatch().setattr)
     stop_after(int(count))
     sys.argv = [script, *arguments]
     runpy.run_path(script, run_name="__main__")

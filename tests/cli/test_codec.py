@@ -8,9 +8,9 @@ import pytest
 
 from blendserve.registry import CODECS
 from blendserve.store.codecs.base import known_codec
-from tests.cli.test_commands import Run, corpus_lines, one_json, run
+from tests.cli.test_commands import Run, corpus_lines, one_json, run, toy
 
-__all__ = ["run"]
+__all__ = ["run", "toy"]
 needs_constriction = pytest.mark.skipif(
     known_codec("cachegen") is None, reason="constriction is not installed: pip install 'blendserve[codecs]'"
 )
@@ -37,7 +37,7 @@ def test_what_cannot_be_fitted_is_told_with_the_way_out(run: Run, tmp_path: Path
 
 
 @needs_constriction
-def test_fit_precompute_ask(run: Run, tmp_path: Path) -> None:
+def test_fit_precompute_ask(run: Run, toy: None, tmp_path: Path) -> None:
     corpus, index = tmp_path / "corpus.jsonl", tmp_path / "index"
     corpus.write_text(corpus_lines(3))
     assert run("index", "build", corpus, index)[0] == 0

