@@ -103,12 +103,14 @@ def _publish(folder: RunFolder, figures: dict[str, Any]) -> None:
     from blendserve.evaluate.plots import coded, pareto  # start-up: matplotlib
     from blendserve.evaluate.report import render  # start-up: jinja2
 
-    name = folder.path.name
+    name, methods, plots = folder.path.name, figures["methods"], dict[str, bytes]()
     for format in ("svg", "png"):
-        folder.write(f"pareto.{format}", pareto(figures["methods"], name, format, figures["metric"]))
-        if any(method["codec"] for method in figures["methods"].values()):
-            folder.write(f"codecs.{format}", coded(figures["methods"], name, format))
-    folder.write("report.html", render(name, figures, folder.prompts, folder.predictions).encode())
+        plots[f"pareto.{format}"] = pareto(methods, name, format, figures["metric"])
+        if any(method["codec"] for method in methods.values()):
+            plots[f"codecs.{format}"] = coded(methods, name, format)
+    for file, plot in plots.items():
+        folder.write(file, plot)
+    folder.write("report.html", render(name, figures, folder.prompts, folder.predictions, plots).encode())
 
 
 def _about(engine: Engine) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from blendserve.evaluate.plots import coded, pareto
 from blendserve.evaluate.tables import facts, headline, tables
 from blendserve.evaluate.variants import FULL
 
@@ -21,29 +20,31 @@ TEMPLATE = Path(__file__).with_name("report.html")
 
 
 def render(
-    name: str, figures: Figures, prompts: Mapping[str, Figures], lines: Mapping[tuple[str, str], Figures]
+    name: str,
+    figures: Figures,
+    prompts: Mapping[str, Figures],
+    lines: Mapping[tuple[str, str], Figures],
+    plots: Mapping[str, bytes],
 ) -> str:
-    """The page. `figures` is metrics.json; prompts by question id, predictions by (id, method), as in the folder."""
+    """The page. `figures` is metrics.json; prompts by question id, predictions by (id, method), plots by file, as in
+    the folder."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
-    plot = base64.b64encode(pareto(figures["methods"], name, metric=figures["metric"])).decode()
     return template.render(
         title=f"blendserve: {name}",
         facts=facts(figures),
         headline=headline(figures),
-        plot=f"data:image/svg+xml;base64,{plot}",
-        coded=_coded(name, figures),
+        plot=_embedded_svg(plots["pareto.svg"]),
+        coded=_embedded_svg(plots.get("codecs.svg", b"")),
         tables=tables(figures),
         left_out=figures["left_out"],
         data=_embedded(_viewer(figures, prompts, lines)),
     )
 
 
-def _coded(name: str, figures: Figures) -> str:
-    """The plot of codecs, "" where no method names one."""
-    if not any(method["codec"] for method in figures["methods"].values()):
-        return ""
-    return f"data:image/svg+xml;base64,{base64.b64encode(coded(figures['methods'], name)).decode()}"
+def _embedded_svg(plot: bytes) -> str:
+    """As a page shows it; nothing where there is none."""
+    return f"data:image/svg+xml;base64,{base64.b64encode(plot).decode()}" if plot else ""
 
 
 def _viewer(

@@ -226,7 +226,8 @@ def test_the_page_is_made_of_what_the_run_kept(done: Any) -> None:
     figures = json.loads((done.folder / "metrics.json").read_text())
     prompts = [json.loads(text) for text in (done.folder / "prompts.jsonl").read_text().splitlines()]
     lines = {(p["id"], p["method"]): p for p in predictions(done)}
-    again = render(done.folder.name, figures, {p["id"]: p for p in prompts}, lines)
+    plots = {path.name: path.read_bytes() for path in done.folder.glob("*.svg")}
+    again = render(done.folder.name, figures, {p["id"]: p for p in prompts}, lines, plots)
     assert again == (done.folder / "report.html").read_text(encoding="utf-8")
     columns, rows = brief(figures)
     assert all(len(row) == len(columns) for row in rows)
