@@ -13,7 +13,7 @@ from torch import Tensor
 
 from blendserve.blend.corrections.base import WEIGHT, Correction
 from blendserve.blend.corrections.prior import PriorRidge
-from blendserve.blend.corrections.ridge import KEY_SCALES, PENALTY, TRUST, VALUE_SCALES, ZERO_PRIOR, Ridge
+from blendserve.blend.corrections.ridge import KEY_SCALE, PENALTY, TRUST, VALUE_SCALE, ZERO_PRIOR, Ridge
 from blendserve.blend.corrections.shift import SCALE, Shift
 from blendserve.blend.loader import KVLoader
 from blendserve.blend.priors import Priors
@@ -26,7 +26,7 @@ from blendserve.registry import CORRECTIONS
 from tests.blend.helpers import assert_near, blend, distance, lay, some_prompt
 from tests.tiny import KINDS, tiny_adapter
 
-LAYERS = 4  # of the tiny models
+SCALES = KEY_SCALE, VALUE_SCALE
 
 
 def shifted(stored: Tensor, fresh: Tensor, rows: list[int], spans: list[Span]) -> Tensor:
@@ -47,7 +47,7 @@ def shifted(stored: Tensor, fresh: Tensor, rows: list[int], spans: list[Span]) -
 
 @dataclass(frozen=True)
 class Case:
-    """A layer of a prompt: what is stored, and what its recomputed rows turned out to be; the suffix has four."""
+    """Layer 1 of a prompt: what is stored, and what its recomputed rows turned out to be; the suffix has four."""
 
     adapter: Adapter
     cache: KVCache
@@ -56,18 +56,8 @@ class Case:
     rows: list[int]
     stored: tuple[Tensor, Tensor]  # keys before RoPE and values [K, T, D]
     fresh: tuple[Tensor, Tensor]  # [K, S, D]
-    layer: int
 
-    @property
-    def scales(self) -> list[float]:
-        """Of keys' moves and values', by how many of the steps to the last layer are behind it."""
-        steps = LAYERS - 1
-        return [((steps - self.layer) * a + self.layer * b) / steps for a, b in (KEY_SCALES, VALUE_SCALES)]
-
-    def apply(
-        self, correction: type[Correction], known: Priors | None = None, layer: int | None = None
-    ) -> bool:
-        l = self.layer if layer is None else layer
+    def apply(self, correction: type[Correction], l: int = 1, known: Priors | None = None) -> bool:
         at, (keys, values) = torch.tensor(self.rows), self.fresh
         turned = self.adapter.rotate(keys, self.ropes[l].at(at))
         made: Any = correction
@@ -78,28 +68,27 @@ class Case:
 
     def check(self, keys: Tensor, values: Tensor) -> None:
         """What the cache must hold now: keys before RoPE and values."""
-        l = self.layer
-        assert_near(self.cache.values[l], values, 1e-4)
-        assert_near(self.cache.keys[l], self.adapter.rotate(keys, self.ropes[l]), 1e-4)
+        assert_near(self.cache.values[1], values, 1e-4)
+        assert_near(self.cache.keys[1], self.adapter.rotate(keys, self.ropes[1]), 1e-4)
 
 
-def some_case(name: str, lengths: list[int], picks: int, seed: int, l: int = 1) -> Case:
+def some_case(name: str, lengths: list[int], picks: int, seed: int) -> Case:
     adapter, prompt = tiny_adapter(name), some_prompt([2, *lengths])
     layout, n = lay(adapter, prompt), len(prompt)
     ropes, cache = adapter.rope(torch.arange(n)), KVCache(adapter, n)
     cache.keys.zero_()
     cache.values.zero_()
-    KVLoader(adapter, cache, layout.placements, ropes).place(l)
-    keys, values = torch.zeros(2, *cache.values[l].shape)
+    KVLoader(adapter, cache, layout.placements, ropes).place(1)
+    keys, values = torch.zeros(2, *cache.values[1].shape)
     for piece in layout.placements:
         here = slice(piece.span.start, piece.span.stop)
-        keys[:, here], values[:, here] = piece.view.layer(l)
+        keys[:, here], values[:, here] = piece.view.layer(1)
     candidates = layout.reusable.nonzero()[:, 0].tolist()
     rows = [at for i, at in enumerate(candidates) if picks >> i & 1] + list(range(n - 4, n))
     generator = torch.Generator().manual_seed(seed)
     shape = (adapter.n_kv_heads, len(rows), adapter.head_dim)
     fresh = (torch.randn(shape, generator=generator), torch.randn(shape, generator=generator))
-    return Case(adapter, cache, ropes, list(layout.reusable_spans), rows, (keys, values), fresh, l)
+    return Case(adapter, cache, ropes, list(layout.reusable_spans), rows, (keys, values), fresh)
 
 
 cases = given(
@@ -119,7 +108,7 @@ def test_shift_equals_the_loop(name: str, lengths: list[int], picks: int, seed: 
 
 def expectations(case: Case, known: Priors) -> Tensor:
     """What priors expect of every token, [K, T, 2D]: each is the sum of its numbers' rows."""
-    weights, constant = known.layer(case.layer)
+    weights, constant = known.layer(1)
     out = constant[:, None].repeat(1, case.stored[0].shape[1], 1)
     for j, column in enumerate(torch.cat(case.stored, dim=-1).unbind(dim=-1)):
         out += column[..., None] * weights[:, j, None]
@@ -146,7 +135,7 @@ def ridged(case: Case, known: Priors | None = None) -> tuple[Tensor, Tensor]:
     if not kept:
         for span in case.spans:
             here = slice(span.start, span.stop)
-            for part, half, scale in zip(out, expected.chunk(2, dim=-1), case.scales, strict=True):
+            for part, half, scale in zip(out, expected.chunk(2, dim=-1), SCALES, strict=True):
                 part[:, here] += scale * half[:, here]
         return out[0], out[1]
     which = [next(n for n, s in enumerate(case.spans) if s.start <= at < s.stop) for _, at in kept]
@@ -181,7 +170,7 @@ def ridged(case: Case, known: Priors | None = None) -> tuple[Tensor, Tensor]:
         for n, span in enumerate(case.spans):
             for at in set(range(span.start, span.stop)) - {at for _, at in kept}:
                 predicted = means[n] + features([at])[0] @ solved + share * expected[head, at]
-                for part, delta, scale in zip(out, predicted.chunk(2), case.scales, strict=True):
+                for part, delta, scale in zip(out, predicted.chunk(2), SCALES, strict=True):
                     part[head, at] += scale * delta
     return out[0], out[1]
 
@@ -190,7 +179,7 @@ def ridged(case: Case, known: Priors | None = None) -> tuple[Tensor, Tensor]:
 @settings(max_examples=15)
 @cases
 def test_ridge_equals_least_squares(name: str, lengths: list[int], picks: int, seed: int) -> None:
-    case = some_case(name, lengths, picks, seed, 1 + seed % (LAYERS - 1))
+    case = some_case(name, lengths, picks, seed)
     wanted = ridged(case)
     case.apply(Ridge)
     case.check(*wanted)
@@ -209,7 +198,7 @@ def some_priors(adapter: Adapter, seed: int) -> Priors:
 def test_prior_equals_what_is_expected_and_least_squares_on_the_rest(
     name: str, lengths: list[int], picks: int, seed: int
 ) -> None:
-    case = some_case(name, lengths, picks, seed, 1 + seed % (LAYERS - 1))
+    case = some_case(name, lengths, picks, seed)
     known = some_priors(case.adapter, seed)
     wanted = ridged(case, known)
     assert case.apply(PriorRidge, known=known)
@@ -231,8 +220,8 @@ class WholeMoves(Ridge):
     """Moves of the size that they are expected to have."""
 
     @classmethod
-    def params(cls, features: int, depth: float) -> CorrectionParams:
-        return Ridge.params(features, depth)._replace(key_scale=1.0, value_scale=1.0)
+    def params(cls, features: int) -> CorrectionParams:
+        return Ridge.params(features)._replace(key_scale=1.0, value_scale=1.0)
 
 
 def test_ridge_finds_a_linear_map_that_a_shift_cannot() -> None:
@@ -254,7 +243,7 @@ def test_ridge_finds_a_linear_map_that_a_shift_cannot() -> None:
 def test_ridge_leaves_layer_0_alone() -> None:
     case = some_case("llama", [8], 0b1010, 0)
     before = case.cache.keys[0].clone()
-    case.apply(Ridge, layer=0)
+    case.apply(Ridge, l=0)
     assert torch.equal(case.cache.keys[0], before)
 
 

@@ -77,14 +77,13 @@ class FittedCorrection(Correction):
         self._here = here = slice(spans[0].start, spans[-1].stop)
         there = {id(rope): rope.at(here) for rope in ropes}  # layers share them
         self._ropes = [there[id(rope)] for rope in ropes]
-        last = max(1, adapter.n_layers - 1)
-        self._params = [self.params(2 * adapter.head_dim, l / last) for l in range(adapter.n_layers)]
+        self._params = self.params(2 * adapter.head_dim)
         self._last: tuple[Rows, Split] | None = None
 
     @classmethod
     @abstractmethod
-    def params(cls, features: int, depth: float) -> CorrectionParams:
-        """Its constants for tokens of so many numbers, keys and values together. depth: 0 the first layer, 1 the last."""
+    def params(cls, features: int) -> CorrectionParams:
+        """Its constants for tokens of so many numbers, keys and values together."""
 
     def apply(self, l: int, rows: Rows, keys: Tensor, values: Tensor) -> bool:
         if l == 0:  # its keys and values depend on their token alone
@@ -95,7 +94,7 @@ class FittedCorrection(Correction):
         stored = self._cache.keys[l][:, self._here], self._cache.values[l][:, self._here]
         fresh = RecomputedTokens(keys, values, *split)
         prior = self._known.layer(l) if self._known else None
-        correct(*stored, fresh, self._ropes[l], self._rotary, self._params[l], prior)
+        correct(*stored, fresh, self._ropes[l], self._rotary, self._params, prior)
         return True
 
     def _split(self, rows: Rows) -> Split:

@@ -3,11 +3,10 @@ value to its deviation is fitted on the recomputed tokens of this very prompt, o
 predicts the deviation of every other token. Nothing is calibrated beforehand. With few recomputed tokens the penalty
 leaves little but the means, and they shrink towards zero themselves.
 
-Keys are moved by less than they are expected to move, and by the less, the higher the layer. A stored chunk draws more
-attention than it should; a key that is moved to where it is expected draws less than one that is there, as a softmax
-takes exponentials, and the mean of those is above the exponential of the mean. Too much attention costs little, too
-little of it loses what the token says: in upper layers, which look for single tokens, keys moved by half of what was
-expected still made some answers worse than none.
+Keys are moved by less than they are expected to move. A stored chunk draws more attention than it should; a key that is
+moved to where it is expected draws less than one that is there, as a softmax takes exponentials, and the mean of those
+is above the exponential of the mean. Too much attention costs little, too little of it loses what the token says:
+full-sized moves made some answers worse than none.
 """
 
 from __future__ import annotations
@@ -16,8 +15,7 @@ from blendserve.blend.corrections.base import WEIGHT, FittedCorrection
 from blendserve.kernels.types import CorrectionParams
 
 ZERO_PRIOR = 40.0  # tokens' worth of trust in nothing having moved at all
-KEY_SCALES = 0.85, 0.15  # of the moves, in the first layer and in the last one; linear between
-VALUE_SCALES = 0.95, 0.5  # both chosen on first halves of questions (docs/log.md)
+KEY_SCALE, VALUE_SCALE = 0.55, 0.7  # of the moves; chosen on first halves of questions (docs/log.md)
 TRUST = 20.0  # tokens' worth of trust in a prior as it is
 PENALTY = 8.0  # per feature of unit size; few tokens must not explain themselves by many features
 
@@ -26,6 +24,5 @@ class Ridge(FittedCorrection):
     """See the module's docstring."""
 
     @classmethod
-    def params(cls, features: int, depth: float) -> CorrectionParams:
-        keys, values = (first + (last - first) * depth for first, last in (KEY_SCALES, VALUE_SCALES))
-        return CorrectionParams(WEIGHT, ZERO_PRIOR, keys, values, PENALTY * features, TRUST)
+    def params(cls, features: int) -> CorrectionParams:
+        return CorrectionParams(WEIGHT, ZERO_PRIOR, KEY_SCALE, VALUE_SCALE, PENALTY * features, TRUST)

@@ -16,5 +16,5 @@ class Shift(FittedCorrection):
     """See the module's docstring."""
 
     @classmethod
-    def params(cls, features: int, depth: float) -> CorrectionParams:
+    def params(cls, features: int) -> CorrectionParams:
         return CorrectionParams(WEIGHT, 0.0, SCALE, SCALE, penalty=None)
