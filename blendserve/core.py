@@ -119,10 +119,10 @@ class Unusable:
 
 @dataclass(frozen=True, slots=True)
 class NearChunk:
-    """A chunk that was not stored, and started from what stored ones have of it. Filled by blend/report.py."""
+    """A chunk that was not stored, and was looked for among stored ones that have text of it. Filled by blend/report.py."""
 
     chunk: int  # its number in the prompt
-    donors: tuple[str, ...]  # keys in hex
+    donors: tuple[str, ...]  # keys in hex; none where nothing stored has anything of it
     tokens_stored: int  # that were read from donors; the policy may recompute some of them
     tokens_fresh: int
     reason: str
@@ -156,7 +156,7 @@ class BlendReport:
     cost: float  # row-layers run through the model (dense and selection passes included) / (T * L)
     unusable: tuple[Unusable, ...] = ()  # of the missing and corrupt chunks, those that may be in the store
     tiers: Mapping[str, int] = field(default_factory=dict)  # of the chunks hit, how many came from where
-    near: tuple[NearChunk, ...] = ()  # of the missing and corrupt chunks, those that were there in pieces
+    near: tuple[NearChunk, ...] = ()  # of the missing and corrupt chunks, what others have; () unless looked for
     prior: bool = False  # whether the correction started from what the corpus has shown (blend/priors.py)
 
     @property
@@ -185,6 +185,7 @@ class Part:
     span: Span
     tier: str  # where its KV was read from; "" where none was used
     reason: str  # a sentence: why its KV was used, or why not
+    donors: tuple[tuple[Span, str], ...] = ()  # stretches of the prompt that came from other chunks, and their keys in hex
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -197,7 +198,7 @@ class Explanation:
         torch.Tensor | None
     )  # [T], by which the policy chose; NaN where it gave none. None: it scores nothing
 
-    STATES: ClassVar[tuple[str, ...]] = ("exact", "reused", "corrected", "recomputed", "fresh")
+    STATES: ClassVar[tuple[str, ...]] = ("exact", "reused", "corrected", "near", "recomputed", "fresh")
 
     @property
     def runs(self) -> list[tuple[str, int]]:

@@ -126,8 +126,7 @@ def _others(blender: Blender, unrelated: Sequence[Workload], ttft: float) -> Fig
     found = 0
     for workload in unrelated:
         start = time.perf_counter()
-        for ids in workload.chunks:
-            blender.donors.find(ids, lambda key, n: None, ())
+        blender.donors.find(dict(enumerate(workload.chunks)), lambda donors: {})
         looked.append(time.perf_counter() - start)
         found += sum(bool(blender.donors.index.find(fingerprints(ids), DONORS)) for ids in workload.chunks)
     chunks = sum(len(workload.chunks) for workload in unrelated)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from typing import Literal
 
@@ -170,7 +171,8 @@ class Blender:
         found = look_up(snapshot, prompt, which, self.key, prefix_key, self.adapter.n_layers, corrupt, slow)
         self._link.record(time.perf_counter() - start, found.far_tokens)
         if blend.near and blend.method != "prefix":
-            found = look_near(snapshot, prompt, found, self.donors, self.adapter.n_layers, corrupt)
+            worth = partial(self._worth_reading, prompt, blend, found.looked_for)
+            found = look_near(snapshot, prompt, found, self.donors, self.adapter.n_layers, corrupt, worth)
         self._damaged.update(corrupt)
         return found
 
@@ -195,6 +197,22 @@ class Blender:
             return {}
         left = (key for key in (*keys.values(), prefix_key) if key not in near)
         return dict.fromkeys(left, reason(fetching, costs[1] - costs[0]))
+
+    def _worth_reading(
+        self, prompt: Prompt, blend: BlendConfig, which: Sequence[int], donors: Mapping[ChunkKey, int]
+    ) -> Collection[ChunkKey]:
+        """Of donors, with their numbers of tokens, those that method "auto" does not leave on another machine.
+
+        Those there stay if fetching them takes longer than having all of their tokens would save. Raises StoreError.
+        """
+        if blend.method != "auto" or not self.store.far:
+            return donors
+        near = self.store.present(donors, remote=False)
+        tokens = sum(n for key, n in donors.items() if key not in near)
+        fetching = self._link.seconds(tokens) if tokens else None
+        if fetching is None or fetching < tokens * self.saved(prompt, blend, which)[0]:
+            return donors
+        return near
 
     def saved(
         self, prompt: Prompt, blend: BlendConfig, which: Sequence[int]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from blendserve.blend.layout import Layout
+from blendserve.blend.layout import Layout, Run
 from blendserve.blend.lookup import Found
 from blendserve.blend.prefill import Prefilled
 from blendserve.blend.report import near_chunks
@@ -27,7 +27,7 @@ def explain(
     why: as `make_report` takes it.
     """
     parts = tuple(part for part in _parts(prompt, method, layout, found, why) if len(part.span))
-    return Explanation(parts, _states(layout, done), done.scores)
+    return Explanation(parts, _states(layout, done, parts), done.scores)
 
 
 def explain_plain(prompt: Prompt, why: str) -> Explanation:
@@ -40,11 +40,15 @@ def explain_plain(prompt: Prompt, why: str) -> Explanation:
     return Explanation(tuple(part for part in parts if len(part.span)), states, None)
 
 
-def _states(layout: Layout, done: Prefilled) -> Tensor:
+def _states(layout: Layout, done: Prefilled, parts: Sequence[Part]) -> Tensor:
     """[T] uint8"""
+    near = torch.zeros_like(layout.reusable)
+    for span in (span for part in parts for span, _ in part.donors):
+        near[span.start : span.stop] = True
     states = torch.full((layout.n_tokens,), STATE["fresh"], dtype=torch.uint8)
     states[layout.exact] = STATE["exact"]
     states[layout.reusable] = STATE["corrected" if done.corrected else "reused"]
+    states[layout.reusable & near] = STATE["near"]
     states[done.recomputed] = STATE["recomputed"]
     return states
 
@@ -59,10 +63,10 @@ def _parts(prompt: Prompt, method: Method, layout: Layout, found: Found, why: st
     else:
         yield Part("prefix", None, prefix, "", "It was not in the store." if found.looked_for else not_asked)
     trouble = {unusable.chunk: unusable.reason for unusable in found.unusable}
-    near = {chunk.chunk: chunk.reason for chunk in near_chunks(prompt, layout, found)}
+    near = {chunk.chunk: chunk for chunk in near_chunks(prompt, layout, found)}
     for i, span in enumerate(prompt.spans):
-        if i in near:
-            yield Part("passage", i, span, NEAR, _sentence(near[i].capitalize()))
+        if i in near and near[i].donors:
+            yield Part("passage", i, span, NEAR, _said(near[i].reason), _donors(found.near[i], span))
         elif span.start in used and len(span):
             yield Part("passage", i, span, found.tier_of.get(i, ""), _reused(span == layout.first))
         elif i in trouble:
@@ -70,11 +74,19 @@ def _parts(prompt: Prompt, method: Method, layout: Layout, found: Found, why: st
         elif found.chunks[i] is not None:
             because = why or f"method {method!r} does not use it in this place"
             yield Part("passage", i, span, "", _sentence(f"It was stored, and left alone: {because}"))
+        elif i in near:
+            yield Part("passage", i, span, "", _said(near[i].reason))
         else:
             yield Part(
                 "passage", i, span, "", "It was not in the store." if i in found.looked_for else not_asked
             )
     yield _suffix(prompt)
+
+
+def _donors(runs: Sequence[Run], chunk: Span) -> tuple[tuple[Span, str], ...]:
+    """Of a chunk that stands here."""
+    at = chunk.start
+    return tuple((Span(at + run.span.start, at + run.span.stop), run.donor.hex()) for run in runs)
 
 
 def _reused(first: bool) -> str:
@@ -85,6 +97,10 @@ def _reused(first: bool) -> str:
 
 def _suffix(prompt: Prompt) -> Part:
     return Part("suffix", None, Span(len(prompt) - len(prompt.suffix), len(prompt)), "", ALWAYS)
+
+
+def _said(reason: str) -> str:
+    return _sentence(reason[:1].upper() + reason[1:])
 
 
 def _sentence(text: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import cast
 
@@ -17,6 +17,7 @@ from blendserve.store.base import REMOTE
 from blendserve.store.codecs.base import SLOW
 
 CORRUPT = "corrupt"
+FAR = "it lies on another machine, and fetching it was estimated to take longer than it could save"
 KeyOf = Callable[[TokenIds], ChunkKey]
 
 
@@ -34,6 +35,9 @@ class Found:
     near: Mapping[int, tuple[Run, ...]] = field(
         default_factory=dict
     )  # what others have of chunks that are not there
+    looked_near: Mapping[int, str] = field(
+        default_factory=dict
+    )  # chunks that donors were looked for, and why one of those could not be used, "" where none was refused
 
     @property
     def corrupt(self) -> int:
@@ -52,12 +56,12 @@ class Found:
     def only(self, method: Method, exact_first: bool) -> Found:
         """What is left of a full search when a method uses less of it."""
         if method == "full":
-            return replace(self, prefix=None, chunks=(None,) * len(self.chunks), near={})
+            return replace(self, prefix=None, chunks=(None,) * len(self.chunks), near={}, looked_near={})
         if method == "prefix":
             first = next((i for i, view in enumerate(self.chunks) if i in self.looked_for), None)
             keep = first if exact_first else None
             kept = tuple(v if i == keep else None for i, v in enumerate(self.chunks))
-            return replace(self, chunks=kept, near={})
+            return replace(self, chunks=kept, near={}, looked_near={})
         return self
 
 
@@ -120,21 +124,39 @@ def look_near(
     donors: Donors,
     n_layers: int,
     corrupt: dict[ChunkKey, str],
+    worth: Callable[[Mapping[ChunkKey, int]], Collection[ChunkKey]],
 ) -> Found:
-    """With what stored chunks have of those that are not there; damaged ones are added to `corrupt`."""
-    views: dict[ChunkKey, ChunkView | None] = {}  # a donor of several chunks is read once
+    """With what stored chunks have of those that are not there; damaged ones are added to `corrupt`.
 
-    def view(key: ChunkKey, n_tokens: int) -> ChunkView | None:
-        try:
-            if key not in views:
-                views[key] = _view(snapshot, key, n_tokens, n_layers)
-        except CorruptRecord as error:
-            corrupt[key] = error.what
-        return views.get(key)
+    worth: of donors, with their numbers of tokens, those that are worth reading. Raises StoreError.
+    """
+    why: dict[ChunkKey, str] = {}
 
-    missed = [i for i in found.looked_for if found.chunks[i] is None]
-    runs = {i: donors.find(prompt.chunks[i].ids, view, corrupt) for i in missed}
-    return replace(found, near={i: some for i, some in runs.items() if some})
+    def views(asked: Mapping[ChunkKey, int]) -> dict[ChunkKey, ChunkView]:
+        near_enough = worth(asked)
+        wanted = [key for key in near_enough if key not in corrupt]
+        snapshot.expect(wanted)
+        there: dict[ChunkKey, ChunkView] = {}
+        for key in wanted:
+            try:
+                if view := _view(snapshot, key, asked[key], n_layers):
+                    there[key] = view
+            except CorruptRecord as error:
+                corrupt[key] = error.what
+        why.update({key: FAR for key in asked if key not in near_enough})
+        why.update({key: str(told) for key in wanted if (told := snapshot.undecodable.get(key))})
+        why.update({key: f"it is damaged ({corrupt[key]})" for key in asked if key in corrupt})
+        return there
+
+    missed = {i: prompt.chunks[i].ids for i in found.looked_for if found.chunks[i] is None}
+    looked = donors.find(missed, views) if missed else {}
+    return replace(
+        found,
+        near={i: near.runs for i, near in looked.items() if near.runs},
+        looked_near={
+            i: "; ".join(why.get(key, "it has gone") for key in near.lost) for i, near in looked.items()
+        },
+    )
 
 
 def wanted(prompt: Prompt, method: Method, exact_first: bool) -> list[int]:

@@ -19,9 +19,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from difflib import SequenceMatcher
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from blendserve.blend.layout import Run
 from blendserve.core import Span, TokenIds
@@ -32,9 +33,14 @@ from blendserve.store.near import NearIndex, fingerprints
 LEAST = 16  # tokens of a run that are reused
 MARGIN = 8  # of a run, before those
 DONORS = 4  # of one chunk
+WORK = 256  # pairs of equal tokens, of a chunk and a donor, that are looked at for each of the chunk's tokens
 BATCH = 1024  # chunks whose tokens are read at a time
 FIRST_WAIT_S = 0.5  # for an index that is being made: enough for some thousand chunks
 REFRESH_S = 300.0  # what other processes have stored is seen this late
+
+T = TypeVar("T")
+Views = Callable[[Mapping[ChunkKey, int]], Mapping[ChunkKey, ChunkView]]
+"""donors by key, with their numbers of tokens -> those that can be used"""
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +50,13 @@ class Match(NamedTuple):
 
     span: Span  # in the chunk
     at: int  # where they start in the donor
+
+
+class Near(NamedTuple):
+    """What was found of a chunk."""
+
+    runs: tuple[Run, ...]  # ascending
+    lost: tuple[ChunkKey, ...]  # donors that could not be used
 
 
 class Donors:
@@ -61,35 +74,40 @@ class Donors:
         self._next = 0.0  # when to look for what others stored
         self._lock = threading.Lock()
 
-    def find(
-        self,
-        ids: TokenIds,
-        view_of: Callable[[ChunkKey, int], ChunkView | None],
-        damaged: Collection[ChunkKey],
-    ) -> tuple[Run, ...]:
-        """What stored chunks have of this one, ascending.
+    def find(self, chunks: Mapping[int, TokenIds], views: Views) -> dict[int, Near]:
+        """What stored chunks have of each of these. Raises StoreError.
 
-        view_of: a donor by its key and number of tokens, None where it cannot be used. Raises StoreError.
+        However many chunks there are: their donors' tokens are asked for once, and then their KV.
         """
         self._keep_up()
-        runs: list[Run] = []
-        left = [Span(0, len(ids))]
-        keys = [key for key in self.index.find(fingerprints(ids), DONORS) if key not in damaged]
-        there = self._tokens(keys)
-        self.index.discard(key for key in keys if key not in there)
-        for key in keys:
-            donor = there.get(key)
-            if donor and self._key_of(donor) == key and (view := view_of(key, len(donor))):
-                found, left = matches(ids, donor, left)
-                runs += [Run(span, view, at, key) for span, at in found]
-        return tuple(sorted(runs, key=lambda run: run.span.start))
+        near = {i: self.index.find(fingerprints(ids), DONORS) for i, ids in chunks.items()}
+        donors = self._donors(dict.fromkeys(key for keys in near.values() for key in keys))
+        read: dict[ChunkKey, ChunkView] = {}
+        lost: dict[int, tuple[ChunkKey, ...]] = dict.fromkeys(chunks, ())
+        while True:
+            found = {
+                i: _runs(ids, {key: donors[key] for key in near[i] if key in donors})
+                for i, ids in chunks.items()
+            }
+            used = {i: list(dict.fromkeys(key for key, _ in runs)) for i, runs in found.items()}
+            asked = {key: len(donors[key]) for keys in used.values() for key in keys if key not in read}
+            if not asked:
+                break
+            read |= views(asked)
+            for i, keys in used.items():
+                lost[i] += tuple(key for key in keys if key not in read)
+            for key in asked.keys() - read.keys():  # what it would have given, others may
+                del donors[key]
+        return {i: Near(_placed(runs, read), lost[i]) for i, runs in found.items()}
 
-    def _tokens(self, keys: Sequence[ChunkKey]) -> dict[ChunkKey, TokenIds]:
-        """What the store tells now; nothing where it cannot be read, though another one behind it may be."""
-        try:
-            return dict(self._store.ids(keys))
-        except StoreError:
-            return {}
+    def _donors(self, keys: Iterable[ChunkKey]) -> dict[ChunkKey, TokenIds]:
+        """The tokens of those that are there and ours."""
+        asked = list(keys)
+        told, whole = _told(self._store.ids(asked)) if asked else ([], True)
+        there = dict(told)
+        if whole:  # else others may be there as well, behind what cannot be reached
+            self.index.discard(key for key in asked if key not in there)
+        return {key: ids for key, ids in there.items() if self._key_of(ids) == key}
 
     def stored(self, ids: TokenIds) -> None:
         """This process has stored a chunk."""
@@ -97,20 +115,20 @@ class Donors:
             self.index.add([(self._key_of(ids), fingerprints(ids))])
 
     def refresh(self) -> None:
-        """Take over what the store holds now. A store that cannot be read tells of no donors."""
+        """Take over what the store holds now. What cannot be reached is as it was, and asked for again next time."""
         self._next = time.monotonic() + REFRESH_S
-        try:
-            there = set(self._store.keys(self._namespace))
+        keys, whole = _told(self._store.donor_keys(self._namespace))
+        there = set(keys)
+        if whole:
             self.index.discard(self.index.keys - there)
             self._others &= there
-            new = sorted(there - self.index.keys - self._others)
-            for at in range(0, len(new), BATCH):
-                keys = new[at : at + BATCH]
-                mine = [(key, ids) for key, ids in self._store.ids(keys) if self._key_of(ids) == key]
-                self.index.add((key, fingerprints(ids)) for key, ids in mine)
-                self._others.update(set(keys) - {key for key, _ in mine})
-        except StoreError as error:
-            log.warning("near-duplicates of stored chunks are not looked for, as %s", error)
+        new = sorted(there - self.index.keys - self._others)
+        for some in (new[at : at + BATCH] for at in range(0, len(new), BATCH)):
+            told, whole = _told(self._store.ids(some))
+            mine = [(key, ids) for key, ids in told if self._key_of(ids) == key]
+            self.index.add((key, fingerprints(ids)) for key, ids in mine)
+            others = some if whole else [key for key, _ in told]
+            self._others.update(set(others) - {key for key, _ in mine})
 
     def _keep_up(self) -> None:
         """Refresh now and then, behind the requests; the first one waits a moment for it."""
@@ -126,20 +144,54 @@ class Donors:
                 thread.join(FIRST_WAIT_S)
 
 
+def _told(items: Iterator[T]) -> tuple[list[T], bool]:
+    """What a store tells, and whether that is all of it."""
+    found: list[T] = []
+    try:
+        for item in items:
+            found.append(item)
+    except StoreError as error:
+        log.debug("some chunks are not looked at for near-duplicates, as %s", error)
+        return found, False
+    return found, True
+
+
+def _placed(found: Sequence[tuple[ChunkKey, Match]], read: Mapping[ChunkKey, ChunkView]) -> tuple[Run, ...]:
+    """Ascending."""
+    runs = (Run(span, read[key], at, key) for key, (span, at) in found)
+    return tuple(sorted(runs, key=lambda run: run.span.start))
+
+
+def _runs(ids: TokenIds, donors: Mapping[ChunkKey, TokenIds]) -> list[tuple[ChunkKey, Match]]:
+    """What these have of a chunk, each of what those before it have left."""
+    left, runs = [Span(0, len(ids))], list[tuple[ChunkKey, Match]]()
+    for key, donor in donors.items():
+        found, left = matches(ids, donor, left)
+        runs += [(key, match) for match in found]
+    return runs
+
+
 def matches(ids: TokenIds, donor: TokenIds, left: Sequence[Span]) -> tuple[list[Match], list[Span]]:
-    """What these stretches of a chunk have in common with a donor, the longest runs first, and what is left of them."""
+    """What these stretches of a chunk have in common with a donor, the longest runs first, and what is left of them.
+
+    Text that repeats itself over and over is given up after WORK; no other comes near that.
+    """
     matcher = SequenceMatcher(None, ids, donor, autojunk=False)
+    times, work = Counter(donor), WORK * len(ids)
     todo, found, rest = list(left), list[Match](), list[Span]()
     while todo:
         gap = todo.pop()
+        work -= sum(times[i] for i in ids[gap.start : gap.stop])
+        if len(gap) < LEAST or work < 0:
+            rest.append(gap)
+            continue
         a, b, n = matcher.find_longest_match(gap.start, gap.stop)
         fresh = _margin(ids, donor, a, b)
         if n < LEAST + fresh:
             rest.append(gap)
             continue
         found.append(Match(Span(a + fresh, a + n), b + fresh))
-        around = Span(gap.start, a + fresh), Span(a + n, gap.stop)
-        todo += [span for span in around if len(span) >= LEAST]
+        todo += [Span(gap.start, a + fresh), Span(a + n, gap.stop)]
     return found, rest
 
 

@@ -48,19 +48,20 @@ def make_report(
 
 
 def near_chunks(prompt: Prompt, layout: Layout, found: Found) -> Iterator[NearChunk]:
-    """Those of the chunks found in pieces of others whose pieces were used."""
-    placed = {piece.span.start: len(piece.span) for piece in layout.placements}
-    for i, runs in found.near.items():
+    """Those that were looked for among others, by what was used of those."""
+    placed = {piece.span.start for piece in layout.placements}
+    for i, trouble in found.looked_near.items():
         span = prompt.spans[i]
-        used = [run for run in runs if span.start + run.span.start in placed]
-        if used:
-            donors, n = tuple(dict.fromkeys(run.donor.hex() for run in used)), sum(len(x.span) for x in used)
-            yield NearChunk(i, donors, n, len(span) - n, _why_near(len(donors), n, len(span)))
+        used = [run for run in found.near.get(i, ()) if span.start + run.span.start in placed]
+        donors, n = tuple(dict.fromkeys(run.donor.hex() for run in used)), sum(len(x.span) for x in used)
+        yield NearChunk(i, donors, n, len(span) - n, _why_near(len(donors), n, len(span), trouble))
 
 
-def _why_near(donors: int, stored: int, tokens: int) -> str:
-    others = "a stored chunk has" if donors == 1 else f"{donors} stored chunks have"
-    return f"it was not in the store, but {others} {stored} of its {tokens} tokens in the same order"
+def _why_near(donors: int, stored: int, tokens: int, trouble: str) -> str:
+    others = ("no stored chunk has", "a stored chunk has", f"{donors} stored chunks have")[min(donors, 2)]
+    what = f"{stored} of its {tokens} tokens in the same order" if donors else "text of it that is of use"
+    but = f"; of one that has, nothing could be used: {trouble}" if trouble else ""
+    return f"it was not in the store, {'but' if donors else 'and'} {others} {what}{but}"
 
 
 def plain_report(prompt: Prompt, blend: BlendConfig, why: str) -> BlendReport:

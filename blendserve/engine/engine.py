@@ -14,7 +14,7 @@ from typing import Any
 
 from blendserve.blend.blender import Blender
 from blendserve.blend.precompute_run import PrecomputeReport
-from blendserve.config import Config, changed
+from blendserve.config import BlendConfig, Config, changed
 from blendserve.core import Answer, Document, Passage, TokenIds
 from blendserve.engine.calibration import writing_codec
 from blendserve.engine.gate import GateReport, verdict
@@ -24,7 +24,7 @@ from blendserve.engine.prefill import Prefill, prefill, prefill_by_model
 from blendserve.engine.prompt import PromptBuilder
 from blendserve.engine.request import Plan, Request, Search, make_plan, split_options
 from blendserve.engine.warm_up import warm_up
-from blendserve.errors import InputError, StoreError, StoreUnavailable
+from blendserve.errors import ConfigError, InputError, StoreError, StoreUnavailable
 from blendserve.models.loader import Reader, load_reader
 from blendserve.paths import index_folder
 from blendserve.registry import CORRECTIONS, STORES
@@ -204,7 +204,9 @@ class Engine:
         search = search or (lambda question, top_k: self._index().search(question, top_k))
         adapter = self.reader.adapter
         clock = clock or Clock(adapter.device)
-        return make_plan(request, self.config, adapter, self.prompts, search, clock, room)
+        plan = make_plan(request, self.config, adapter, self.prompts, search, clock, room)
+        self._check_near(plan.blend)
+        return plan
 
     def run(self, plan: Plan) -> AnswerStream:
         """Prefill, and choose the first token."""
@@ -236,6 +238,7 @@ class Engine:
 
     def _ready(self, say: Say) -> Engine:
         """Check and measure now what the first question would otherwise wait for."""
+        self._check_near(self.config.blend)
         self.gate = verdict(self.reader, say)
         try:
             self.store.write_by(writing_codec(self.config, self.reader, self.prompts, self.store, say))
@@ -249,6 +252,15 @@ class Engine:
         if self.gate.passed:
             warm_up(self.reader.adapter, self.config, self.index)
         return self
+
+    def _check_near(self, blend: BlendConfig) -> None:
+        """Raises ConfigError where near-duplicates are to be looked for in a store that never finds any."""
+        if blend.near and not self.store.tells_ids:
+            raise ConfigError(
+                f"setting 'blend.near' is of no use with store.kind: {self.config.store.kind}, which does not tell the "
+                "tokens that near-duplicates are found by: leave it out, or keep chunks on this machine, too "
+                f"(store.kind: lmdb, with {self.config.store.kind} as store.tiers.remote)"
+            )
 
     @cached_property
     def gate(self) -> GateReport:

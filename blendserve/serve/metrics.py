@@ -61,6 +61,9 @@ class Metrics(HttpMetrics):
         self._chunks = count("chunks", "Chunks looked for, by what was found", "found")
         self._tiers = count("chunks_hit_by_tier", "Chunks found, by where they were read from", "tier")
         self._unusable = count("chunks_unusable", "Stored chunks that could not be used, by why not", "why")
+        self._near = count("near_chunks", "Chunks looked for among near-duplicates, by what was found", "found")
+        self._near_requests = count("near_requests", "Requests that started from near-duplicates")
+        self._near_tokens = count("near_tokens", "Of chunks with a near-duplicate, by what was done", "kind")
         self._loaded = count("loaded_bytes", "Stored KV put into prompts")
         self._load_s = count("load_seconds", "Time spent on that: the rate is their quotient")
 
@@ -93,6 +96,12 @@ class Metrics(HttpMetrics):
             self._tiers.labels(tier).inc(n)
         for unusable in report.unusable:
             self._unusable.labels(unusable.kind).inc()
+        for chunk in report.near:
+            self._near.labels("donor" if chunk.donors else "none").inc()
+            if chunk.donors:
+                self._near_tokens.labels("stored").inc(chunk.tokens_stored)
+                self._near_tokens.labels("fresh").inc(chunk.tokens_fresh)
+        self._near_requests.inc(any(chunk.donors for chunk in report.near))
         self._loaded.inc(report.bytes_loaded)
         self._load_s.inc(loading)
 

@@ -25,6 +25,7 @@ from blendserve.store.policies import Policies
 from blendserve.store.record import Coded
 from blendserve.store.tables import TablesInfo, newest
 
+ID_BATCH = 256  # headers of chunks in a round trip: some 300 KB
 LOCAL, REMOTE = "local", "remote"  # tiers: this machine's own store, and one that others use, too
 
 AnyStore = TypeVar("AnyStore", bound="KVStore")
@@ -214,6 +215,7 @@ class KVStore(ABC):
     """A set of chunk KV caches by key. Safe to share between threads."""
 
     writable = True  # False: what is put is not stored, what is deleted stays, and nobody is told
+    tells_ids = False  # whether `ids` tells anything
 
     @abstractmethod
     def reading(self) -> AbstractContextManager[Snapshot]:
@@ -329,11 +331,19 @@ class KVStore(ABC):
         return frozenset()
 
     def ids(self, keys: Iterable[ChunkKey]) -> Iterator[tuple[ChunkKey, TokenIds]]:
-        """Those of the chunks on this machine whose records tell their token ids, with them; damaged ones are left out.
+        """Those of the chunks whose records tell their token ids, with them; damaged ones are left out.
 
-        Counts as no use of them. Stores on other machines tell none. Raises StoreUnavailable.
+        Counts as no use of them. Of another machine's, ID_BATCH are told in a round trip. Raises StoreUnavailable when
+        some cannot be asked for, after those that can.
         """
         return iter(())
+
+    def donor_keys(self, namespace: str) -> Iterator[ChunkKey]:
+        """`keys` of a namespace and, of a store with another machine's behind it, what that tells ids of, too.
+
+        Raises StoreUnavailable when some cannot be had, after those that can.
+        """
+        return self.keys(namespace)
 
     def prefetch(self, keys: Iterable[ChunkKey]) -> None:
         """A request for these is on its way: begin to bring near what is far. A hint; it waits for nothing."""

@@ -19,7 +19,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Literal
 
-from blendserve.core import ChunkKV
+from blendserve.core import ChunkKV, TokenIds
 from blendserve.errors import StoreError, StoreLeftAlone, StoreUnavailable
 from blendserve.store.backlog import Backlog
 from blendserve.store.base import (
@@ -66,6 +66,7 @@ class LayeredStore(WrappedStore):
         """prefetch_bytes: of chunks that are read ahead of requests. waiting_bytes: of what is to be written."""
         super().__init__(TieredStore(near, tiers))
         self._near, self._far, self._tiers, self._write = near, far, tuple(tiers), write
+        self.tells_ids = near.tells_ids or far.tells_ids
         self._codec: Codec = Raw()
         self._fetcher = Fetcher(far, prefetch_bytes)
         self._backlog = Backlog(waiting_bytes)
@@ -165,6 +166,26 @@ class LayeredStore(WrappedStore):
                 there = self._far.info(key for key in asked if key not in found)
                 found |= {key: replace(known, tier=REMOTE) for key, known in there.items()}
         return found
+
+    def ids(self, keys: Iterable[ChunkKey]) -> Iterator[tuple[ChunkKey, TokenIds]]:
+        """Of the own store first."""
+        left = dict.fromkeys(keys)
+        with self._or_warn("the machine's own KV store cannot be read"):
+            for key, ids in self._near.ids(list(left)):
+                del left[key]
+                yield key, ids
+        if left and self._far.tells_ids:
+            with self._or_failed():
+                yield from self._far.ids(left)
+
+    def donor_keys(self, namespace: str) -> Iterator[ChunkKey]:
+        here: set[ChunkKey] = set()
+        with self._or_warn("the machine's own KV store cannot be read"):
+            here.update(self._near.keys(namespace))
+        yield from here
+        if self._far.tells_ids:
+            with self._or_failed():
+                yield from (key for key in self._far.keys(namespace) if key not in here)
 
     def __contains__(self, key: ChunkKey) -> bool:
         return bool(self.present([key]))
@@ -396,6 +417,17 @@ class LayeredStore(WrappedStore):
             self._fetcher.failed(error)
             if not isinstance(error, StoreLeftAlone):  # that was said when it was
                 self._warn("the remote KV store failed", error)
+
+    @contextmanager
+    def _or_failed(self) -> Iterator[None]:
+        """What the remote store fails at is raised, and it is left alone for a moment. Raises StoreUnavailable."""
+        if self._fetcher.resting:
+            raise StoreLeftAlone("the remote KV store has just failed, and is left alone for a moment")
+        try:
+            yield
+        except StoreError as error:
+            self._fetcher.failed(error)
+            raise
 
     @contextmanager
     def _or_warn(self, what: str) -> Iterator[None]:

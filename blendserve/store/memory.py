@@ -118,6 +118,7 @@ class MemoryStore(KVStore):
     """A KVStore of at most `cap_bytes` of payload that ends with the process."""
 
     persistent = needs_folder = False
+    tells_ids = True
 
     def __init__(
         self,

@@ -25,7 +25,8 @@ from blendserve.store.key import ChunkKey
 SHINGLE, WINDOW = 12, 21
 SURE = SHINGLE + WINDOW - 1
 SLOT_BITS = 26  # of a chunk's number: 67 million of them; the other 38 are the hash's
-MOST = 64  # chunks that are looked at for a fingerprint, the latest ones: boilerplate is everywhere
+MOST = 64  # chunks of each array that are looked at for a fingerprint, the latest ones: boilerplate is everywhere
+SPARE = 1024  # numbers of chunks that have gone are given up when there are more of them than this and of those that stay
 
 Marks = NDArray[np.uint64]
 _SLOT = np.uint64((1 << SLOT_BITS) - 1)
@@ -88,28 +89,44 @@ class NearIndex:
             for key in keys:
                 if (slot := self._slots.pop(key, None)) is not None:
                     self._keys[slot] = None
+            if len(self._keys) > 2 * len(self._slots) + SPARE:
+                self._renumber()
 
     def find(self, marks: Marks, most: int) -> list[ChunkKey]:
         """At most so many chunks that share fingerprints with these: first the one that shares most, then those that
         share most of what is left; of equals the one that was added last."""
-        shared = self._sharing(marks)
+        with self._lock:
+            tables, keys = self._tables, self._keys
+        shared = _sharing(tables, keys, marks)
         found: list[ChunkKey] = []
         while shared and len(found) < most:
             counts = Counter(slot for slots in shared for slot in slots)
             best = max(counts, key=lambda slot: (counts[slot], slot))
-            if key := self._keys[best]:
+            if key := keys[best]:  # it may have gone meanwhile
                 found.append(key)
-                shared = [slots for slots in shared if best not in slots]
-            else:
-                shared = [left for slots in shared if (left := slots - {best})]
+            shared = [slots for slots in shared if best not in slots]
         return found
 
-    def _sharing(self, marks: Marks) -> list[set[int]]:
-        """The numbers of the chunks that have each fingerprint, where any has."""
-        found: list[set[int]] = [set() for _ in marks]
+    def _renumber(self) -> None:
+        """Close the gaps in the numbers, and drop the fingerprints of what has gone. Order stays."""
+        new = np.cumsum([key is not None for key in self._keys], dtype=np.uint64) - np.uint64(1)
+        there = np.array([key is not None for key in self._keys])
+        tables = []
         for table in self._tables:
-            starts = np.searchsorted(table, marks << _UP)
-            stops = np.searchsorted(table, marks << _UP | _SLOT, side="right")
-            for slots, start, stop in zip(found, starts, stops, strict=True):
-                slots.update((table[max(start, stop - MOST) : stop] & _SLOT).tolist())
-        return [slots for slots in found if slots]
+            slots = table & _SLOT
+            tables.append((table - slots + new[slots])[there[slots]])
+        self._keys = [key for key in self._keys if key is not None]  # a list of its own: who is reading has the other
+        self._slots = {key: slot for slot, key in enumerate(self._keys)}
+        self._tables = tuple(tables)
+
+
+def _sharing(tables: Sequence[Marks], keys: Sequence[ChunkKey | None], marks: Marks) -> list[set[int]]:
+    """The numbers of the chunks that have each fingerprint, where any has."""
+    found: list[set[int]] = [set() for _ in marks]
+    for table in tables:
+        starts = np.searchsorted(table, marks << _UP)
+        stops = np.searchsorted(table, marks << _UP | _SLOT, side="right")
+        for slots, start, stop in zip(found, starts, stops, strict=True):
+            some = (table[max(start, stop - MOST) : stop] & _SLOT).tolist()
+            slots.update(slot for slot in some if keys[slot])
+    return [slots for slots in found if slots]

@@ -17,6 +17,7 @@ class WrappedStore(KVStore):
 
     def __init__(self, store: KVStore) -> None:
         self._store = store
+        self.tells_ids = store.tells_ids
 
     def put(self, key: ChunkKey, kv: ChunkKV, pin: bool = False) -> bool:
         return self._store.put(key, kv, pin)
@@ -74,6 +75,9 @@ class WrappedStore(KVStore):
 
     def ids(self, keys: Iterable[ChunkKey]) -> Iterator[tuple[ChunkKey, TokenIds]]:
         return self._store.ids(keys)
+
+    def donor_keys(self, namespace: str) -> Iterator[ChunkKey]:
+        return self._store.donor_keys(namespace)
 
     def prefetch(self, keys: Iterable[ChunkKey]) -> None:
         self._store.prefetch(keys)

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from blendserve.blend.blender import Blended, Blender
 from blendserve.blend.near import LEAST, MARGIN, matches
 from blendserve.config import BlendConfig
 from blendserve.core import Chunk, NearChunk, Prompt, Span, TokenIds
+from blendserve.registry import CODECS
 from blendserve.store import KVStore, LMDBStore, MemoryStore
+from blendserve.store import near as near_index
+from blendserve.store.codecs.base import forget_ready
 from blendserve.store.codecs.int8 import Int8
 from blendserve.store.near import SURE, NearIndex, fingerprints
 from tests.blend.helpers import distance, model_kv, some_ids
+from tests.store.helpers import flip, tamper
+from tests.store.toy_codec import Toy
 from tests.tiny import tiny_adapter
 
 GIB = 1 << 30
@@ -27,6 +34,10 @@ FIRST = some_ids(12, 3)  # a chunk that is stored, so that others are not first
 NEW = (*OLD[:40], 96, *OLD[41:])
 RUNS = [Span(0, 40), Span(41 + MARGIN, 90)]  # of NEW that OLD has
 NEAR = BlendConfig(method="blend", policy="none", correction="none", near=True)
+
+
+def changed_blend(**options: bool) -> BlendConfig:
+    return NEAR.model_copy(update=options)
 
 
 def blender(store: KVStore, prefix: TokenIds = PREFIX, namespace: str = "") -> Blender:
@@ -42,6 +53,11 @@ def knowing(*chunks: TokenIds, store: KVStore | None = None) -> Blender:
 
 def ask(by: Blender, *chunks: TokenIds, prefix: TokenIds = PREFIX, blend: BlendConfig = NEAR) -> Blended:
     return by.run(Prompt(prefix, tuple(map(Chunk, chunks)), SUFFIX), blend)
+
+
+def donors_of(done: Blended) -> list[str]:
+    """Keys of all that something was read from."""
+    return [donor for chunk in done.report.near for donor in chunk.donors]
 
 
 def reused(done: Blended) -> int:
@@ -172,46 +188,152 @@ def test_every_policy_and_correction_takes_runs(policy: str) -> None:
 def test_what_is_not_asked_for_is_not_done() -> None:
     by = knowing(FIRST, OLD)
     for blend in (NEAR.model_copy(update={"near": False}), BlendConfig(method="prefix", near=True)):
-        assert not ask(by, FIRST, NEW, blend=blend).report.near
+        assert not donors_of(ask(by, FIRST, NEW, blend=blend))
 
 
 def test_donors_are_of_the_same_namespace_and_prefix() -> None:
     store = MemoryStore(GIB)
     knowing(FIRST, OLD, store=store)
-    assert ask(blender(store), FIRST, NEW).report.near
-    assert not ask(blender(store, namespace="other"), FIRST, NEW).report.near
+    assert donors_of(ask(blender(store), FIRST, NEW))
+    assert not donors_of(ask(blender(store, namespace="other"), FIRST, NEW))
     longer = (*PREFIX, 7)
-    assert not ask(blender(store, prefix=longer), FIRST, NEW, prefix=longer).report.near
+    assert not donors_of(ask(blender(store, prefix=longer), FIRST, NEW, prefix=longer))
     other = Blender(tiny_adapter("llama"), "another reader", store, PREFIX, PREFIX)
-    assert not ask(other, FIRST, NEW).report.near
+    assert not donors_of(ask(other, FIRST, NEW))
 
 
 def test_a_donor_that_has_gone_is_a_miss_and_forgotten() -> None:
     by = knowing(FIRST, OLD)
-    assert ask(by, FIRST, NEW).report.near
+    assert donors_of(ask(by, FIRST, NEW))
     by.store.delete(by.key(OLD))
-    assert not ask(by, FIRST, NEW).report.near
+    assert not donors_of(ask(by, FIRST, NEW))
     by.precompute([OLD])
-    assert ask(by, FIRST, NEW).report.near
+    assert donors_of(ask(by, FIRST, NEW))
 
 
 def test_a_donor_that_goes_between_looking_and_reading_is_a_miss() -> None:
     by = knowing(FIRST, OLD)
-    assert ask(by, FIRST, NEW).report.near
-    assert by.donors.find(NEW, lambda key, n_tokens: None, ()) == ()
-    assert by.donors.find(NEW, lambda key, n_tokens: pytest.fail("damaged"), {by.key(OLD)}) == ()
+    assert donors_of(ask(by, FIRST, NEW))
+    assert by.donors.find({3: NEW}, lambda donors: {}) == {3: ((), (by.key(OLD),))}
 
 
-def test_a_damaged_donor_is_a_miss(tmp_path: object) -> None:
+def test_a_damaged_donor_is_a_miss_and_said() -> None:
     store = MemoryStore(GIB, codec=Int8())
     by = knowing(FIRST, OLD, store=store)
     kept = store._chunks[by.key(OLD)]
     kept.segments[1] = bytes(len(kept.segments[1]))  # type: ignore[union-attr]
-    done = ask(by, FIRST, NEW)
-    assert not done.report.near
+    done, without = ask(by, FIRST, NEW), ask(by, FIRST, NEW, blend=changed_blend(near=False))
+    assert not donors_of(done)
     assert done.report.tokens_computed == len(NEW)
+    assert torch.equal(done.prefilled.logits, without.prefilled.logits)
+    (chunk,) = done.report.near
+    assert "it is damaged (" in chunk.reason
+    assert done.explanation.parts[2].reason.endswith(chunk.reason[1:] + ".")
     full = ask(by, FIRST, NEW, blend=BlendConfig(method="blend", policy="all", near=True))
     assert full.report.chunks_missing == 1
+
+
+def test_a_donor_with_a_damaged_header_is_none(tmp_path: Path) -> None:
+    with LMDBStore(tmp_path / "kv", GIB) as store:
+        key = knowing(FIRST, OLD, store=store).key(OLD)
+    tamper(tmp_path / "kv", flip(b"h" + key, 20))
+    with LMDBStore(tmp_path / "kv", GIB) as store:
+        done, without = (
+            ask(blender(store), FIRST, NEW, blend=changed_blend(near=near)) for near in (True, False)
+        )
+        assert not donors_of(done)
+        assert torch.equal(done.prefilled.logits, without.prefilled.logits)
+
+
+def test_one_chunk_over_and_over_with_a_token_changed_each_time_reads_its_donor_once() -> None:
+    by, chunks = knowing(FIRST, OLD), [changed(OLD, [2 * n + 10]) for n in range(30)]
+    done = ask(by, FIRST, *chunks)
+    assert set(donors_of(done)) == {by.key(OLD).hex()}
+    assert len(done.report.near) == 30
+    assert done.report.bytes_loaded == sum(
+        by.adapter.kv_bytes_per_token * n for n in (len(PREFIX), len(FIRST), len(OLD))
+    )
+    assert by.remember(done.absent) == 30
+    again = ask(by, FIRST, *chunks).report
+    assert (again.chunks_hit, again.near) == (31, ())
+
+
+def test_text_that_repeats_itself_is_given_up_and_an_empty_chunk_is_none() -> None:
+    long, short = (7,) * 2000, (7,) * 200
+    assert matches(long, long[:-1], [Span(0, 2000)]) == ([], [Span(0, 2000)])
+    assert spans(short, short[:-1]) == [Span(0, 199)]
+    done = ask(knowing(FIRST, OLD, (7,) * 300), FIRST, (), NEW, (7,) * 301)
+    assert [chunk.chunk for chunk in done.report.near] == [2, 3]
+    assert done.prefilled.logits.isfinite().all()
+
+
+def test_boilerplate_in_every_chunk_has_a_bounded_number_of_donors(monkeypatch: pytest.MonkeyPatch) -> None:
+    header, store = some_ids(100, 50), MemoryStore(GIB)
+    by = knowing(*((*header, *some_ids(40, n)) for n in range(100, 110)), store=store)
+    by.donors.refresh()
+    marks, own = fingerprints(header), np.arange(10_000, dtype=np.uint64)
+    by.donors.index.add((bytes([1, n // 256, n % 256]), np.unique((*marks, own[n]))) for n in range(10_000))
+    asked: list[list[bytes]] = []
+    monkeypatch.setattr(store, "ids", lambda keys: asked.append(list(keys)) or iter(()))
+    new = (*header, *some_ids(40, 200))
+    assert by.donors.find({0: new, 1: new}, lambda donors: {}) == {0: ((), ()), 1: ((), ())}
+    assert [len(keys) for keys in asked] == [1]  # the latest has all that any has
+
+
+def test_what_has_gone_is_given_up_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(near_index, "SPARE", 3)
+    index, texts = NearIndex(), {bytes([n]): fingerprints(some_ids(80, n)) for n in range(60)}
+    for n, item in enumerate(texts.items()):
+        index.add([item])
+        index.discard([bytes([n - 4])] if n >= 4 else [])
+    new = NearIndex()
+    new.add(list(texts.items())[-4:])
+    assert index.keys == new.keys
+    assert index.n_bytes < 5 * new.n_bytes
+    assert [index.find(marks, 4) for marks in texts.values()] == [new.find(marks, 4) for marks in texts.values()]
+
+
+WHOSE = [(reader, prefix, name) for reader in "ab" for prefix in (PREFIX, SUFFIX) for name in ("", "other")]
+
+
+@settings(max_examples=25)
+@given(st.sets(st.sampled_from(WHOSE)), st.sampled_from(WHOSE))
+def test_donors_are_ones_own_whoever_else_stored_the_same(
+    stored: set[tuple[str, TokenIds, str]], asking: tuple[str, TokenIds, str]
+) -> None:
+    store = MemoryStore(GIB)
+    of = {
+        (reader, prefix, name): Blender(tiny_adapter("llama"), reader, store, prefix, prefix, name)
+        for reader, prefix, name in WHOSE
+    }
+    for whose in stored:
+        of[whose].precompute([OLD])
+    mine = [of[asking].key(OLD).hex()] if asking in stored else []
+    assert donors_of(ask(of[asking], FIRST, NEW, prefix=asking[1])) == mine
+    of[asking].remember([NEW])
+    for whose, by in of.items():  # what is stored for one is nobody else's donor, either
+        theirs = {by.key(ids).hex() for ids in (OLD, NEW)}
+        assert set(donors_of(ask(by, FIRST, (*NEW, 3), prefix=whose[1]))) <= theirs
+
+
+@pytest.fixture
+def toy_codec() -> Iterator[None]:
+    forget_ready()
+    CODECS.add("toy", "tests.store.toy_codec:Toy")
+    yield
+    CODECS.remove("toy")
+
+
+def test_a_donor_by_tables_that_are_not_here_is_a_miss_and_said(
+    toy_codec: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by = knowing(FIRST, OLD, store=MemoryStore(GIB, codec=Toy()))
+    assert donors_of(ask(by, FIRST, NEW))
+    forget_ready()
+    monkeypatch.setattr(Toy, "tables_here", {})
+    done = ask(by, FIRST, NEW)
+    assert not donors_of(done)
+    assert "tables" in done.report.near[0].reason
 
 
 def test_written_back_it_is_a_hit() -> None:

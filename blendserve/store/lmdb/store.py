@@ -57,6 +57,7 @@ class LMDBStore(KVStore):
     """
 
     persistent = needs_folder = True
+    tells_ids = True
 
     def __init__(
         self,

@@ -66,16 +66,23 @@ def read(client: Client, keys: Sequence[ChunkKey]) -> list[Fields]:
     return found
 
 
+def headers(client: Client, keys: Sequence[ChunkKey]) -> list[bytes | None]:
+    """The header of each chunk, None where nothing is; one round trip. Raises what valkey-py does, TypeError."""
+    pipeline = client.pipeline(transaction=False)
+    for key in keys:
+        pipeline.hget(chunk_name(key), HEADER)
+    found: list[bytes | None] = pipeline.execute()
+    _require_bytes([raw for raw in found if raw is not None])
+    return found
+
+
 def sample(client: Client, keys: Sequence[ChunkKey], n_bytes: int) -> Sample | None:
     """Headers of these, timed, then the first layers of one. Raises what valkey-py does, CorruptRecord, StoreVersion."""
     client.ping()  # or connecting would be timed
     start = time.perf_counter()
-    pipeline = client.pipeline(transaction=False)
-    for key in keys:
-        pipeline.hget(chunk_name(key), HEADER)
-    headers = pipeline.execute()
+    raw_headers = headers(client, keys)
     round_trip = time.perf_counter() - start
-    found = next(((key, raw) for key, raw in zip(keys, headers, strict=True) if raw), None)
+    found = next(((key, raw) for key, raw in zip(keys, raw_headers, strict=True) if raw), None)
     if found is None:
         return None
     header = record.decode_header(*found)

@@ -26,6 +26,7 @@ from blendserve.store.valkey.names import NAMESPACES, namespace_name
 
 PAGE = 64  # candidates for eviction that are asked for at a time
 BATCH = 1000  # keys in one command
+SCAN_S = 600.0  # for the names of all chunks
 GRACE_S = 60.0  # an entry as young as this may be of a chunk that is still being written
 
 _WHAT = ("entries", "used", "pins", "bytes", "counts")
@@ -230,6 +231,13 @@ class Ledger:
             return {key: Entry.from_bytes(raw) for key, raw in found.items()}
 
         return self._connection.ask(job)
+
+    def keys(self, tag: bytes) -> set[ChunkKey]:
+        """Of the entries. In pages: the server answers others between them."""
+        entries = namespace_name(tag, "entries")
+        return self._connection.ask(
+            lambda client: {key for key, _ in client.hscan_iter(entries, count=1000)}, SCAN_S
+        )
 
     def known(self, keys: Iterable[ChunkKey]) -> dict[ChunkKey, tuple[Entry, bool]]:
         """The entries of those that have one, and whether they are pinned; one round trip for each namespace."""

@@ -18,10 +18,11 @@ from functools import partial
 from pathlib import Path
 
 from blendserve.config import PlaceConfig, ValkeyConfig
-from blendserve.core import ChunkKV
-from blendserve.errors import StoreError, StoreFull, StoreUnavailable
+from blendserve.core import ChunkKV, TokenIds
+from blendserve.errors import CorruptRecord, StoreError, StoreFull, StoreUnavailable, StoreVersion
 from blendserve.store import record
 from blendserve.store.base import (
+    ID_BATCH,
     REMOTE,
     ChunkInfo,
     KVStore,
@@ -45,12 +46,11 @@ from blendserve.store.traffic import Notes, Traffic
 from blendserve.store.valkey import chunks
 from blendserve.store.valkey.client import Client, ValkeyPeer
 from blendserve.store.valkey.leases import Leases
-from blendserve.store.valkey.ledger import Entered, Entry, Ledger
+from blendserve.store.valkey.ledger import SCAN_S, Entered, Entry, Ledger
 from blendserve.store.valkey.names import CHUNK, chunk_key_of
 from blendserve.store.valkey.tables import ServerTables
 
 NOTE_EVERY_S = 60.0
-SCAN_S = 600.0  # for the names of all chunks
 TRIES = 8  # at a quota that other processes fill at the same time
 
 
@@ -62,6 +62,7 @@ class ValkeyStore(KVStore):
     """
 
     persistent, needs_folder = True, False
+    tells_ids = True
 
     def __init__(
         self,
@@ -208,8 +209,18 @@ class ValkeyStore(KVStore):
             for key, (entry, pinned) in self._ledger.known(there).items()
         }
 
+    def ids(self, keys: Iterable[ChunkKey]) -> Iterator[tuple[ChunkKey, TokenIds]]:
+        self._refuse_closed()
+        asked = list(keys)
+        for some in (asked[at : at + ID_BATCH] for at in range(0, len(asked), ID_BATCH)):
+            headers = self._connection.ask(partial(chunks.headers, keys=some))
+            for key, raw in zip(some, headers, strict=True):
+                with contextlib.suppress(CorruptRecord, StoreVersion):
+                    if raw and (ids := record.decode_header(key, raw).ids):
+                        yield key, ids
+
     def keys(self, namespace: str | None = None) -> Iterator[ChunkKey]:
-        return iter(sorted(key for tag in self._tags(namespace) for key in self._ledger.entries(tag)))
+        return iter(sorted(key for tag in self._tags(namespace) for key in self._ledger.keys(tag)))
 
     def stats(self, namespace: str | None = None) -> StoreStats:
         """Of the entries. Those whose chunks the server has evicted are looked for once a minute, and by `verify`."""

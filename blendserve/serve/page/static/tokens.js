@@ -187,6 +187,7 @@ class TokenView {
     const lines = [
       ["score", score === null ? null : `${score} by policy ${this.report.policy}, ${this.rank(score)}`],
       ["tier", part.tier],
+      ["donor", part.donors.find((each) => each.start <= i && i < each.stop)?.key],
       ["why", part.reason],
     ];
     return [
