@@ -119,7 +119,7 @@ class Unusable:
 
 @dataclass(frozen=True, slots=True)
 class NearChunk:
-    """A chunk that was not stored, and was looked for among stored ones that have text of it. Filled by blend/report.py."""
+    """A chunk that was not stored, and what stored ones have of it. Filled by blend/report.py."""
 
     chunk: int  # its number in the prompt
     donors: tuple[str, ...]  # keys in hex; none where nothing stored has anything of it
@@ -156,7 +156,9 @@ class BlendReport:
     cost: float  # row-layers run through the model (dense and selection passes included) / (T * L)
     unusable: tuple[Unusable, ...] = ()  # of the missing and corrupt chunks, those that may be in the store
     tiers: Mapping[str, int] = field(default_factory=dict)  # of the chunks hit, how many came from where
-    near: tuple[NearChunk, ...] = ()  # of the missing and corrupt chunks, what others have; () unless looked for
+    near: tuple[
+        NearChunk, ...
+    ] = ()  # of the missing and corrupt chunks, what others have; () unless looked for
     prior: bool = False  # whether the correction started from what the corpus has shown (blend/priors.py)
 
     @property
@@ -185,7 +187,9 @@ class Part:
     span: Span
     tier: str  # where its KV was read from; "" where none was used
     reason: str  # a sentence: why its KV was used, or why not
-    donors: tuple[tuple[Span, str], ...] = ()  # stretches of the prompt that came from other chunks, and their keys in hex
+    donors: tuple[
+        tuple[Span, str], ...
+    ] = ()  # stretches of the prompt that came from other chunks, and their keys in hex
 
 
 @dataclass(frozen=True, slots=True, eq=False)

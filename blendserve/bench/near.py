@@ -37,6 +37,7 @@ Say = Callable[[str], None]
 OTHERS = 2  # times the prompt's chunks: text that has nothing in common with what is stored
 BATCH = 4096  # chunks that are added at a time
 LOOKS = 200
+ALIKE, HEADER = 10_000, 100  # chunks that begin alike, and for how many tokens
 
 
 def measure(
@@ -69,6 +70,7 @@ def measure(
         **timed,
         "unrelated": others,
         "index": _million(config, texts[0], texts[1], unrelated[0].chunks),
+        "boilerplate": _boilerplate(config.seed, texts[0][0], texts[1][0]),
     }
 
 
@@ -161,6 +163,20 @@ def _million(
     }
 
 
+def _boilerplate(seed: int, stored: TokenIds, edited: TokenIds) -> Figures:
+    """Chunks that begin with HEADER tokens of a stored one, and look-ups of that one, edited: the worst case."""
+    rng, index = np.random.default_rng(seed), NearIndex()
+    texts = [(*stored[:HEADER], *rng.integers(1 << 20, size=HEADER).tolist()) for _ in range(ALIKE)]
+    index.add((rng.bytes(KEY_BYTES), fingerprints(ids)) for ids in texts)
+    index.add([(rng.bytes(KEY_BYTES), fingerprints(stored))])
+    found = len(index.find(fingerprints(edited), DONORS))
+    return {
+        "chunks": len(index),
+        "donors": found,
+        "look": spread([_looked(index, edited) for _ in range(LOOKS)]),
+    }
+
+
 def _looked(index: NearIndex, ids: TokenIds) -> float:
     start = time.perf_counter()
     index.find(fingerprints(ids), DONORS)
@@ -185,7 +201,7 @@ def tables(figures: Figures) -> list[Table]:
         )
         rows.append((name, f"{1e3 * m['ttft']['median']:.1f}", *times, str(m["tokens_run"])))
     about, index = figures["unrelated"], figures["index"]
-    look = index["look"]
+    look, alike = index["look"], figures["boilerplate"]
     told = [
         ("looking for a prompt of other text, ms", f"{1e3 * about['seconds']['median']:.2f}"),
         ("as a share of its TTFT", f"{about['share_of_ttft']:.2%}"),
@@ -194,6 +210,11 @@ def tables(figures: Figures) -> list[Table]:
         ("longest, ms", f"{1e3 * look['most']:.2f}"),
         ("edited chunks whose donor is found", index["donors_found"]),
         ("donors of other text", str(index["false_donors"])),
+        (
+            f"among {alike['chunks']:,} chunks that begin alike: looking for one, ms",
+            f"{1e3 * alike['look']['median']:.2f}",
+        ),
+        ("donors of it that are read", str(alike["donors"])),
         ("memory: sorted arrays, MB", f"{index['array_bytes'] / 1e6:.0f}"),
         ("memory: the process's growth, MB", f"{index['resident_bytes'] / 1e6:.0f}"),
         ("made in, s", f"{index['built']:.1f}"),

@@ -148,8 +148,7 @@ def _told(items: Iterator[T]) -> tuple[list[T], bool]:
     """What a store tells, and whether that is all of it."""
     found: list[T] = []
     try:
-        for item in items:
-            found.append(item)
+        found.extend(items)  # one by one: those in front of a failure stay
     except StoreError as error:
         log.debug("some chunks are not looked at for near-duplicates, as %s", error)
         return found, False

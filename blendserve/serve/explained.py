@@ -27,9 +27,7 @@ def explained(tokenizer: Any, ids: Sequence[int], explanation: Explanation) -> d
                 "stop": part.span.stop,
                 "tier": part.tier or None,
                 "reason": part.reason,
-                "donors": [
-                    {"start": span.start, "stop": span.stop, "key": key} for span, key in part.donors
-                ],
+                "donors": [{"start": span.start, "stop": span.stop, "key": key} for span, key in part.donors],
             }
             for part in explanation.parts
         ],

@@ -61,7 +61,9 @@ class Metrics(HttpMetrics):
         self._chunks = count("chunks", "Chunks looked for, by what was found", "found")
         self._tiers = count("chunks_hit_by_tier", "Chunks found, by where they were read from", "tier")
         self._unusable = count("chunks_unusable", "Stored chunks that could not be used, by why not", "why")
-        self._near = count("near_chunks", "Chunks looked for among near-duplicates, by what was found", "found")
+        self._near = count(
+            "near_chunks", "Chunks looked for among near-duplicates, by what was found", "found"
+        )
         self._near_requests = count("near_requests", "Requests that started from near-duplicates")
         self._near_tokens = count("near_tokens", "Of chunks with a near-duplicate, by what was done", "kind")
         self._loaded = count("loaded_bytes", "Stored KV put into prompts")

@@ -19,6 +19,7 @@ from blendserve.bench.harness import Harness, scratch
 from blendserve.bench.memory import peak_of
 from blendserve.bench.rates import measure_rates
 from blendserve.bench.workload import make_workload
+from blendserve.blend.near import DONORS
 from blendserve.cli import main
 from blendserve.config import changed
 from blendserve.errors import ConfigError, InputError, StoreError
@@ -376,6 +377,7 @@ def test_near_counts_what_an_edit_costs(run: Run, tiny: str, tmp_path: Path) -> 
     assert run_of["one edited"] < run_of["all edited"] < run_of["full prefill"]
     assert figures["unrelated"]["false_donors"] == index["false_donors"] == 0
     assert (index["chunks"], index["donors_found"]) == (5003, "3 of 3")
+    assert 1 <= figures["boilerplate"]["donors"] <= DONORS
     assert index["array_bytes"] >= 8 * 5000 * index["fingerprints"]
     assert "one edited" in out
     assert not list((tmp_path / "kv").iterdir())

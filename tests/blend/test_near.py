@@ -290,7 +290,9 @@ def test_what_has_gone_is_given_up_in_time(monkeypatch: pytest.MonkeyPatch) -> N
     new.add(list(texts.items())[-4:])
     assert index.keys == new.keys
     assert index.n_bytes < 5 * new.n_bytes
-    assert [index.find(marks, 4) for marks in texts.values()] == [new.find(marks, 4) for marks in texts.values()]
+    assert [index.find(marks, 4) for marks in texts.values()] == [
+        new.find(marks, 4) for marks in texts.values()
+    ]
 
 
 WHOSE = [(reader, prefix, name) for reader in "ab" for prefix in (PREFIX, SUFFIX) for name in ("", "other")]

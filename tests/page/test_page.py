@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import BrowserContext, Page, expect
+from playwright.sync_api import BrowserContext, Page, Route, expect
 
+from blendserve.core import Passage
 from blendserve.serve.config import ServeConfig
 from blendserve.serve.keys import KeyFile, Tenant
 from tests.engine.helpers import PASSAGES, QUESTIONS, wait_for
@@ -19,6 +20,7 @@ from tests.page.conftest import PATIENCE_MS
 from tests.serve.helpers import Server, until
 
 expect.set_options(timeout=PATIENCE_MS)
+OWN = {"text": PASSAGES[0].text, "title": PASSAGES[0].title}
 VIEWS = ("ask", "store", "documents", "load")
 MARKUP = "</p><img src=x onerror='window.harmed=1'><script>window.harmed=1</script> **&amp;** {{7*7}} heron"
 
@@ -118,6 +120,29 @@ def test_a_token_tells_its_state_score_tier_and_reason_to_pointer_and_keys(
     expect(tip).to_contain_text("fresh")
     page.keyboard.press("Escape")
     expect(tip).to_be_hidden()
+
+
+def test_a_token_of_an_edited_passage_tells_its_donor(page: Page, server: Server) -> None:
+    text = " ".join(p.text for p in PASSAGES)
+    old, new = (
+        server.engine.prompts.chunk(Passage(said)).ids for said in (text, text.replace("nine", "ten"))
+    )
+    by = server.engine.blender
+    by.precompute([old])
+    asked = {"passages": [OWN, {"text": text.replace("nine", "ten")}], "near": True}
+
+    def with_edit(route: Route) -> None:
+        route.continue_(post_data=json.dumps({**json.loads(route.request.post_data or ""), **asked}))
+
+    page.route("**/v1/rag/query", with_edit)
+    visit(page, server)
+    ask(page)
+    answered(page)
+    page.locator("#prompt .s-near [data-i]").first.hover()
+    for told in ("near", "donor", by.key(old).hex(), "a stored chunk has"):
+        expect(page.locator("#token-tip")).to_contain_text(told)
+    assert states_shown(page)["near"] > len(new) // 2
+    by.forget([old, new], [])
     key = page.locator('.key[data-state="recomputed"]')  # pressed, the other states step back
     for pressed, opacity in (("true", "0.35"), ("false", "1")):
         key.click()

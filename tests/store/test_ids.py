@@ -123,7 +123,9 @@ def test_donors_lie_here_and_on_the_other_machine(tmp_path: Path) -> None:
         assert len(remote.trips) <= 1  # for the chunks themselves
 
 
-def test_with_the_other_machine_down_what_is_here_still_serves_and_nothing_is_forgotten(tmp_path: Path) -> None:
+def test_with_the_other_machine_down_what_is_here_still_serves_and_nothing_is_forgotten(
+    tmp_path: Path,
+) -> None:
     store, remote = _layered(tmp_path)
     with store:
         by = blender(store)
