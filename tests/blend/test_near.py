@@ -335,7 +335,7 @@ def test_a_donor_by_tables_that_are_not_here_is_a_miss_and_said(
     monkeypatch.setattr(Toy, "tables_here", {})
     done = ask(by, FIRST, NEW)
     assert not donors_of(done)
-    assert "tables" in done.report.near[0].reason
+    assert "tables" in done.report.near[1].reason
 
 
 def test_written_back_it_is_a_hit() -> None:

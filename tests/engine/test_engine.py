@@ -275,3 +275,9 @@ def test_a_correction_that_knows_nothing_beforehand_has_nothing_learnt() -> None
     blend = BlendConfig(method="blend", correction="ridge")
     with engine(config=Config(prompt=CONFIG.prompt, blend=blend)) as made:
         made.precompute(PASSAGES, learning=lambda done, total: pytest.fail("learnt"))
+
+
+def test_near_duplicates_are_refused_where_the_store_never_finds_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MemoryStore, "tells_ids", False)
+    with engine() as made, pytest.raises(ConfigError, match="does not tell the tokens"):
+        made.answer(QUESTION, PASSAGES, near=True)
