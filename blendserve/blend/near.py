@@ -91,12 +91,13 @@ class Donors:
             }
             used = {i: list(dict.fromkeys(key for key, _ in runs)) for i, runs in found.items()}
             asked = {key: len(donors[key]) for keys in used.values() for key in keys if key not in read}
-            if not asked:
+            read |= views(asked) if asked else {}
+            gone = asked.keys() - read.keys()
+            if not gone:
                 break
-            read |= views(asked)
             for i, keys in used.items():
-                lost[i] += tuple(key for key in keys if key not in read)
-            for key in asked.keys() - read.keys():  # what it would have given, others may
+                lost[i] += tuple(key for key in keys if key in gone)
+            for key in gone:  # what it would have given, others may
                 del donors[key]
         return {i: Near(_placed(runs, read), lost[i]) for i, runs in found.items()}
 
@@ -117,10 +118,11 @@ class Donors:
     def refresh(self) -> None:
         """Take over what the store holds now. What cannot be reached is as it was, and asked for again next time."""
         self._next = time.monotonic() + REFRESH_S
+        known = self.index.keys  # what is stored from here on may not be listed, and stays
         keys, whole = _told(self._store.donor_keys(self._namespace))
         there = set(keys)
         if whole:
-            self.index.discard(self.index.keys - there)
+            self.index.discard(known - there)
             self._others &= there
         new = sorted(there - self.index.keys - self._others)
         for some in (new[at : at + BATCH] for at in range(0, len(new), BATCH)):

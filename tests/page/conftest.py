@@ -40,7 +40,8 @@ def browser() -> Iterator[Browser]:
 @pytest.fixture(scope="package")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Two collections of three documents each, whose KV is stored."""
-    made = Server(tmp_path_factory.mktemp("page"), ServeConfig(slots=4))
+    blend = {"method": "blend", "near": True}
+    made = Server(tmp_path_factory.mktemp("page"), ServeConfig(slots=4), blend=blend)
     made.engine.precompute(PASSAGES)
     yield made
     made.close()

@@ -129,7 +129,7 @@ def test_a_token_of_an_edited_passage_tells_its_donor(page: Page, server: Server
     )
     by = server.engine.blender
     by.precompute([old])
-    asked = {"passages": [OWN, {"text": text.replace("nine", "ten")}], "near": True}
+    asked = {"passages": [OWN, {"text": text.replace("nine", "ten")}]}
 
     def with_edit(route: Route) -> None:
         route.continue_(post_data=json.dumps({**json.loads(route.request.post_data or ""), **asked}))

@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -128,26 +129,27 @@ def test_figures_add_up(server: Server) -> None:
     assert f"blendserve_store_bytes {float(server.engine.store.stats().bytes)}" in text
 
 
-def test_an_edited_passage_starts_from_the_old_one_and_is_its_own_afterwards(server: Server) -> None:
+def test_an_edited_passage_starts_from_the_old_one_and_is_its_own_afterwards(tmp_path: Path) -> None:
+    server = Server(tmp_path, ServeConfig(slots=2), blend={"method": "blend", "near": True})
     text = " ".join(p.text for p in PASSAGES)
     old, new = ({"text": said} for said in (text, text.replace("nine sailors", "ten sailors")))
 
-    def ask(*passages: dict[str, str], **options: object) -> dict[str, Any]:
-        body = {"question": QUESTIONS[0], "passages": passages, "max_tokens": 5, "explain": True, **options}
+    def ask(*passages: dict[str, str]) -> dict[str, Any]:
+        body = {"question": QUESTIONS[0], "passages": passages, "max_tokens": 5, "explain": True}
         done: dict[str, Any] = server.post("/v1/rag/query", body).json()
         wait_for(lambda: server.service.scheduler.load == (0, 0))
         server.job(server.post("/v1/cache/warm", {"passages": OWN[:1]}))  # behind the write-backs
         return done
 
     ask(OWN[0], old)
-    near = ask(OWN[0], new, near=True)
+    near = ask(OWN[0], new)
     (chunk,) = near["report"]["near"]
     part = near["explanation"]["parts"][2]
     assert {donor["key"] for donor in part["donors"]} == set(chunk["donors"])
     assert sum(donor["stop"] - donor["start"] for donor in part["donors"]) == chunk["tokens_stored"] > 0
-    again = ask(OWN[0], new, near=True)
+    again = ask(OWN[0], new)
     assert (again["report"]["near"], again["report"]["chunks_hit"]) == ([], 2)
-    ask(OWN[0], {"text": "Nothing like it was ever said before."}, near=True)
+    ask(OWN[0], {"text": "Nothing like it was ever said before."})
     assert sample(server, "near_requests_total") == 1
     assert sample(server, "near_chunks_total", found="donor") == 1
     assert sample(server, "near_chunks_total", found="none") == 1
@@ -163,6 +165,7 @@ def test_an_edited_passage_starts_from_the_old_one_and_is_its_own_afterwards(ser
         for l in range(view.n_layers):
             assert torch.equal(view.layer(l)[0], alone.keys[l])
             assert torch.equal(view.layer(l)[1], alone.values[l])
+    server.close()
 
 
 def test_requests_that_miss_the_same_chunks_store_them_once(server: Server) -> None:
