@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from blendserve.blend.blender import Blender
-from blendserve.config import BlendConfig
+from blendserve.blend.cost import CostModel
+from blendserve.config import BlendConfig, Method
 from blendserve.core import Chunk, Prompt, TokenIds
 from blendserve.errors import StoreUnavailable
 from blendserve.store import KVStore, LayeredStore, LMDBStore, MemoryStore
@@ -161,3 +162,20 @@ def _coded(by: Blender, ids: TokenIds) -> Any:
     scratch = MemoryStore(CAP)
     scratch.put(by.key(ids), by.computer(PREFIX).compute([ids])[0])
     return scratch.coded(by.key(ids))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "method", "read"), [(0.1, "auto", 1), (9.0, "auto", 0), (9.0, "blend", 1)]
+)
+def test_auto_leaves_donors_there_if_fetching_them_takes_longer_than_they_save(
+    seconds: float, method: Method, read: int
+) -> None:
+    store = TellingStore(MemoryStore(CAP))
+    store.present = lambda keys, remote=True: set()  # type: ignore[method-assign,assignment]
+    by, prompt = blender(store), Prompt(PREFIX, (Chunk(NEW),), SUFFIX)
+    by._costs = CostModel(1e-6, 1.0, 0.0, 1e-6)  # a row costs a second
+    by._link._rate.record(seconds * 100, 100)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TellingStore, "far", True)
+        blend = BlendConfig(method=method, near=True)
+        assert len(by._worth_reading(prompt, blend, (0,), {by.key(OLD): len(OLD)})) == read
