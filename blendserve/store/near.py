@@ -115,10 +115,9 @@ class NearIndex:
         for table in self._tables:
             slots = table & _SLOT
             tables.append((table - slots + new[slots])[there[slots]])
-        self._keys = [
-            key for key in self._keys if key is not None
-        ]  # a list of its own: who is reading has the other
-        self._slots = {key: slot for slot, key in enumerate(self._keys)}
+        left = [key for key in self._keys if key is not None]
+        self._slots = {key: slot for slot, key in enumerate(left)}
+        self._keys = [*left]  # a list of its own: who is reading has the other
         self._tables = tuple(tables)
 
 
