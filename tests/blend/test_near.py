@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -274,7 +274,12 @@ def test_boilerplate_in_every_chunk_has_a_bounded_number_of_donors(monkeypatch: 
     marks, own = fingerprints(header), np.arange(10_000, dtype=np.uint64)
     by.donors.index.add((bytes([1, n // 256, n % 256]), np.unique((*marks, own[n]))) for n in range(10_000))
     asked: list[list[bytes]] = []
-    monkeypatch.setattr(store, "ids", lambda keys: asked.append(list(keys)) or iter(()))
+
+    def ids(keys: Iterable[bytes]) -> Iterator[tuple[bytes, TokenIds]]:
+        asked.append(list(keys))
+        return iter(())
+
+    monkeypatch.setattr(store, "ids", ids)
     new = (*header, *some_ids(40, 200))
     assert by.donors.find({0: new, 1: new}, lambda donors: {}) == {0: ((), ()), 1: ((), ())}
     assert [len(keys) for keys in asked] == [1]  # the latest has all that any has
