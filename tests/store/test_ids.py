@@ -171,7 +171,7 @@ def test_auto_leaves_donors_there_if_fetching_them_takes_longer_than_they_save(
     seconds: float, method: Method, read: int
 ) -> None:
     store = TellingStore(MemoryStore(CAP))
-    store.present = lambda keys, remote=True: set()  # type: ignore[method-assign,assignment]
+    store.present = lambda keys, remote=True: set()  # type: ignore[method-assign]
     by, prompt = blender(store), Prompt(PREFIX, (Chunk(NEW),), SUFFIX)
     by._costs = CostModel(1e-6, 1.0, 0.0, 1e-6)  # a row costs a second
     by._link._rate.record(seconds * 100, 100)
