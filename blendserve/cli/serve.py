@@ -43,10 +43,11 @@ def serve(
         ),
     ] = None,
     replicas: Annotated[
-        int | None,
+        str | None,
         typer.Option(
-            min=1,
-            help="Run so many replicas of the engine on a Ray cluster; without it, one in this process.",
+            metavar="N|LEAST-MOST",
+            help="Run so many replicas of the engine on a Ray cluster, or as many between two numbers as there is work "
+            "for; without it, one in this process.",
         ),
     ] = None,
     ray: RayOpt = None,
@@ -61,14 +62,16 @@ def serve(
 
     \b
         blendserve serve -i docs -c configs/cluster.yaml --replicas 2
+        blendserve serve -i docs -c configs/cluster.yaml --replicas 1-4      # Ray Serve adds and takes away
     """
     indexes = index or ["indexes/demo"]
     if ray and not replicas:
         raise InputError("--ray says where replicas run: give --replicas, too")
     running = _running()
+    count = running.ReplicaCount.parse(replicas) if replicas else None
     console.say(effective(settings, indexes))
-    if replicas:
-        running.serve_cluster(settings, indexes, replicas, ray, console.say)
+    if count:
+        running.serve_cluster(settings, indexes, count, ray, console.say)
     else:
         running.serve(settings, indexes, console.say)
 

@@ -29,7 +29,7 @@ from blendserve.serve.config import Config, HttpConfig, ServeConfig, check_bindi
 from blendserve.serve.routed import RemoteReader, RoutedService
 from blendserve.serve.service import Service
 from blendserve.workers.cluster import cluster, worker_config
-from blendserve.workers.replicas import Replicas
+from blendserve.workers.replicas import ReplicaCount, Replicas
 
 # A pass gives the GIL back and wants it again hundreds of times; beside a thread that parses, it waits so long each time.
 SWITCH_S = 5e-4
@@ -50,7 +50,7 @@ def serve(settings: Config, indexes: Sequence[str], say: Say) -> None:
 
 
 def serve_cluster(
-    settings: Config, indexes: Sequence[str], replicas: int, address: str | None, say: Say
+    settings: Config, indexes: Sequence[str], replicas: ReplicaCount, address: str | None, say: Say
 ) -> None:
     """The same with so many replicas of the engine on a Ray cluster, which is joined or started (workers/cluster.py).
 
@@ -62,9 +62,9 @@ def serve_cluster(
     folder = index_folder(first)
     read_manifest(folder)  # before anything heavy is started
     opener = partial(Engine.open, worker_config(config, folder))
-    say(f"Starting {replicas} replicas")
+    say(f"Starting replicas: {replicas}")
     with (
-        cluster(address, replicas) as share,
+        cluster(address, replicas.most) as share,
         Replicas(opener, settings.serve.batching, replicas, share) as group,
     ):
         facts = group.facts()

@@ -5,12 +5,11 @@ from __future__ import annotations
 import importlib
 import ipaddress
 import logging
-import math
 import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from blendserve.errors import ClusterUnavailable, ConfigError
 OBJECT_STORE_BYTES = (
     100_000_000  # of a cluster of our own: what goes through it is token ids and pieces of answers
 )
+ANSWER_S = 10.0  # for which the head of a cluster that is joined is waited for
 OWN = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # in spite of its name: one machine alone, bound to the loopback address
@@ -43,12 +43,16 @@ def cluster(address: str | None, workers: int) -> Iterator[Share]:
     """Join the Ray cluster at `address`, or at RAY_ADDRESS, or start one -> what each of the workers may have of it.
 
     One of our own listens on the loopback address alone and sends no statistics to anybody; it ends with this.
-    Raises ConfigError where Ray is not installed, ClusterUnavailable where there is no cluster at the address.
+    Raises ConfigError where Ray is not installed, ClusterUnavailable where there is no cluster at the address, where it
+    is of another version of Ray or Python, and where it has no CPU for each worker.
     """
     there = address or os.environ.get("RAY_ADDRESS")
+    there = None if there == "local" else there
     if not there:
         _settle()
     ray = import_ray()
+    if there:
+        require(there)
     scratch = None if there else tempfile.mkdtemp(prefix="bs-")  # short: it becomes part of sockets' names
     own: dict[str, Any] = {
         "num_cpus": max(workers, os.cpu_count() or 1),
@@ -58,18 +62,81 @@ def cluster(address: str | None, workers: int) -> Iterator[Share]:
     }
     try:
         quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
-        ray.init(there or "local", **quiet, **({} if there else own))
-        yield _share(ray.nodes(), workers)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        if ray.is_initialized():
-            raise  # of what was done there
-        raise ClusterUnavailable(
-            f"no Ray cluster can be had at {there or 'this machine'}: {error}"
-        ) from error
+        try:
+            ray.init(there or "local", **quiet, **({} if there else own))
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            where = there or "this machine"
+            raise ClusterUnavailable(f"no Ray cluster can be had at {where}: {_one_line(error)}") from error
+        cpus = [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
+        free = int(ray.available_resources().get("CPU", 0))
+        each = cpus_each(cpus, free, workers)
+        if not each:
+            raise ClusterUnavailable(
+                f"{workers} workers need a CPU each, and of the {sum(cpus)} of the Ray cluster at {there} {free} are "
+                f"free: ask for fewer, add a machine (ray start --address ...), or end what else runs there"
+            )
+        yield Share(each, int(ray.cluster_resources().get("GPU", 0) >= workers))
     finally:
         ray.shutdown()
         if scratch:
             shutil.rmtree(scratch, ignore_errors=True)
+
+
+def require(address: str) -> None:
+    """Raise ClusterUnavailable in seconds where no cluster answers at an address. Ray itself tries for minutes."""
+    ray = import_ray()
+    services: Any = importlib.import_module("ray._private.services")
+    if address == "auto":
+        _take_token()
+    if "://" in address:
+        raise ClusterUnavailable(
+            f"{address} is not the address of a Ray cluster: give auto or HOST:PORT, on a machine that belongs to it"
+        )
+    try:
+        found = services.canonicalize_bootstrap_address(address)
+    except (ConnectionError, ValueError, OSError) as error:
+        raise ClusterUnavailable(
+            f"there is no Ray cluster at {address!r}, such as auto or HOST:6379: {_one_line(error)}"
+        ) from None
+    version = _version(found)
+    if version != ray.__version__:
+        raise ClusterUnavailable(
+            f"the cluster at {address} runs Ray {version}, and this is Ray {ray.__version__}: install the same on both"
+        )
+
+
+def _take_token() -> None:
+    """As Ray does for a cluster that it finds on this machine, where the user has not set RAY_AUTH_MODE."""
+    setup: Any = importlib.import_module("ray._private.authentication.authentication_token_setup")
+    logging.getLogger(setup.__name__).setLevel(logging.ERROR)  # it warns of what is as it should be
+    setup.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+
+
+def _version(address: str) -> str:
+    """Of the Ray whose head listens at HOST:PORT, as it says itself. Raises ClusterUnavailable."""
+    grpc: Any = importlib.import_module("grpc")  # Ray Serve's own
+    calls: Any = importlib.import_module("ray.core.generated.gcs_service_pb2_grpc")
+    messages: Any = importlib.import_module("ray.core.generated.gcs_service_pb2")
+    channels: Any = importlib.import_module("ray._private.grpc_utils")
+    try:
+        with channels.init_grpc_channel(address) as channel:
+            head = calls.NodeInfoGcsServiceStub(channel)
+            version: str = head.CheckAlive(messages.CheckAliveRequest(), timeout=ANSWER_S).ray_version
+    except grpc.RpcError as error:
+        if error.code() == grpc.StatusCode.UNAUTHENTICATED:
+            raise ClusterUnavailable(
+                f"the Ray cluster at {address} wants its token: set RAY_AUTH_MODE=token, and have its head's "
+                "~/.ray/auth_token here, too, or in RAY_AUTH_TOKEN"
+            ) from None
+        raise ClusterUnavailable(
+            f"no Ray cluster answers at {address} ({error.code().name.lower()}): start one there by "
+            "ray start --head, or leave --ray and RAY_ADDRESS out to have one on this machine"
+        ) from None
+    return version
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())
 
 
 def _settle() -> None:
@@ -104,12 +171,13 @@ def stay_on_loopback() -> None:
         serve.add_port_to_grpc_server = lambda server, _: bind(server, "127.0.0.1:0")
 
 
-def _share(nodes: list[dict[str, Any]], workers: int) -> Share:
-    """Of each worker, where they are spread over the nodes that live."""
-    there = [node["Resources"] for node in nodes if node["Alive"]]
-    smallest = min((int(n["CPU"]) for n in there if n.get("CPU")), default=1)
-    each = max(1, smallest // math.ceil(workers / max(1, len(there))))
-    return Share(each, int(sum(n.get("GPU", 0) for n in there) >= workers))
+def cpus_each(cpus: Sequence[int], free: int, workers: int) -> int:
+    """The most that each of the workers can have, of machines with so many CPUs and so many free in all; 0 for too few.
+
+    A worker's CPUs are on one machine.
+    """
+    fits = (n for n in range(free // workers, 0, -1) if sum(has // n for has in cpus) >= workers)
+    return next(fits, 0)
 
 
 def worker_config(config: Config, folder: Path) -> Config:

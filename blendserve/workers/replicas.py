@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import importlib
 import logging
+import re
+import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import AbstractContextManager, aclosing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from blendserve.engine.engine import Engine
 from blendserve.engine.queued import Event, Finished, Piece, Started
-from blendserve.errors import ClusterUnavailable
+from blendserve.errors import ClusterUnavailable, InputError
 from blendserve.timing import Clock
 from blendserve.workers.cluster import Share, import_ray
 from blendserve.workers.precompute import own_error
@@ -24,6 +26,34 @@ STATS_S = 1.0  # between two words of a replica about what is hot
 HEALTH_S = 2.0
 
 
+@dataclass(frozen=True, slots=True)
+class ReplicaCount:
+    """How many replicas there are: always the same, or as many between two numbers as there is work for."""
+
+    least: int
+    most: int
+
+    @classmethod
+    def parse(cls, text: str) -> ReplicaCount:
+        """From `2` or `1-4`. Raises InputError."""
+        found = re.fullmatch(r"(\d+)(?:-(\d+))?", text.strip())
+        if not found or not 1 <= int(found[1]) <= int(found[2] or found[1]):
+            raise InputError(
+                f"--replicas cannot be {text!r}: give a number from 1 on, such as 2, or the least and the most, such as 1-4"
+            )
+        return cls(int(found[1]), int(found[2] or found[1]))
+
+    def __str__(self) -> str:
+        return str(self.least) if self.least == self.most else f"{self.least} to {self.most}"
+
+    def options(self, slots: int) -> dict[str, Any]:
+        """Of a deployment. Ray Serve adds replicas while they have more to answer than `slots` each, as a mean."""
+        if self.least == self.most:
+            return {"num_replicas": self.least}
+        bounds = {"min_replicas": self.least, "max_replicas": self.most}
+        return {"autoscaling_config": {**bounds, "target_ongoing_requests": slots}}
+
+
 class Replicas(AbstractContextManager["Replicas"]):
     """Started on the connected cluster, and ended at the end."""
 
@@ -31,12 +61,11 @@ class Replicas(AbstractContextManager["Replicas"]):
         self,
         open_engine: Callable[[], Engine],
         batching: Mapping[str, Any],
-        n: int,
+        count: ReplicaCount,
         share: Share,
         router: str = CHUNK_ROUTER,
-        name: str = APP,
     ) -> None:
-        """batching: arguments of BatchEngine. share: what each replica gets. name: of the application on the cluster.
+        """batching: arguments of BatchEngine. share: what each replica gets.
 
         Raises what opening an engine raises, and ClusterUnavailable.
         """
@@ -45,9 +74,10 @@ class Replicas(AbstractContextManager["Replicas"]):
         config = importlib.import_module("ray.serve.config")
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
         self._serve.start(proxy_location="Disabled")  # HTTP is ours
+        self._name = f"{APP}-{secrets.token_hex(4)}"  # others' servers may be on the same cluster
         self._deployment = self._serve.deployment(EngineReplica).options(
-            name=name,
-            num_replicas=n,
+            name=self._name,
+            **count.options(batching["slots"]),
             max_ongoing_requests=batching["slots"] + batching["queue"],
             ray_actor_options={"num_cpus": share.cpus, "num_gpus": share.gpus},
             request_router_config=config.RequestRouterConfig(
@@ -55,7 +85,7 @@ class Replicas(AbstractContextManager["Replicas"]):
             ),
             health_check_period_s=HEALTH_S,
         )
-        self._bound, self._name = (open_engine, dict(batching)), name
+        self._bound = open_engine, dict(batching)
         self._run()
 
     def _run(self) -> None:

@@ -1,13 +1,20 @@
-"""One small Ray cluster for all of it."""
+"""One small Ray cluster for all of it, and a second node for who wants to kill one."""
 
 from __future__ import annotations
 
 import importlib.util
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
 
 from blendserve.workers.cluster import Share, cluster
+from tests.workers.engines import SECOND_NODE
+
+# A dead node refuses a connection and is known to be dead in a second; one that stalls has ten, five times.
+NODE_DEATH = {"RAY_health_check_period_ms": "200", "RAY_health_check_initial_delay_ms": "200"}
 
 
 @pytest.fixture(scope="session")
@@ -17,5 +24,25 @@ def share() -> Iterator[Share]:
         importlib.util.find_spec("ray") is None
     ):  # not imported here: what is set before that keeps it on loopback
         pytest.skip("Ray is not installed: pip install 'blendserve[ray]'")
-    with cluster(None, 2) as each:
-        yield each
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in NODE_DEATH.items():
+            patch.setenv(name, value)
+        with cluster(None, 2) as each:
+            yield each
+
+
+@pytest.fixture
+def second_node(share: Share) -> Iterator[None]:
+    """Another node of one CPU, joined as users are told to; processes on it have SECOND_NODE in their environment."""
+    import ray
+
+    here = os.environ | {SECOND_NODE: "1", "RAY_AUTH_MODE": "token", "RAY_ADDRESS": ""}
+    address = ray.get_runtime_context().gcs_address
+    options = ["--address", address, "--num-cpus", "1", "--object-store-memory", "80000000"]
+    ray_command = [sys.executable, "-m", "ray.scripts.scripts", "start", *options]
+    known = {node["NodeID"] for node in ray.nodes()}
+    subprocess.run(ray_command, env=here, check=True, capture_output=True)
+    yield
+    for node in ray.nodes():
+        if node["NodeID"] not in known and node["Alive"]:
+            print(node)

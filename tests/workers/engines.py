@@ -21,6 +21,20 @@ CAP = 1 << 28
 CHUNKS: list[TokenIds] = [tuple(range(i, i + 40)) for i in range(60)]
 
 
+SECOND_NODE = "BLENDSERVE_TEST_SECOND_NODE"  # in the environment of processes there
+
+
+def on_second_node() -> bool:
+    return SECOND_NODE in os.environ
+
+
+def kill(process: int, node: int | None = None) -> None:
+    """A worker, and with it the node that it is on; there the node is first, so that it cannot tell of the worker."""
+    for pid in (node, process):
+        if pid is not None:
+            os.kill(pid, signal.SIGKILL)
+
+
 class NotingStore(WrappedStore):
     """Writes process and key of each put to a file: a line is one write, whoever else writes."""
 
@@ -45,9 +59,10 @@ class NotingStore(WrappedStore):
         with self._opened.log.open("a") as out:
             out.write(f"{os.getpid()} {key.hex()}\n")
         self._puts += 1
-        if self._puts == self._opened.dies_after and not self._opened.died.exists():
-            self._opened.died.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+        died = self._opened.died(on_second_node())
+        if self._puts == self._opened.dies_after and not died.exists():
+            died.touch()
+            kill(os.getpid(), os.getppid() if on_second_node() else None)
 
 
 @dataclass(frozen=True)
@@ -56,25 +71,33 @@ class OpenToy:
 
     server: ValkeyConfig
     log: Path
-    dies_after: int | None = None  # puts, by SIGKILL: the first process that comes so far
+    dies_after: int | None = None  # puts, by SIGKILL: on each node the first process that comes so far
 
-    @property
-    def died(self) -> Path:
-        """There as soon as one has."""
-        return self.log.with_suffix(".died")
+    def died(self, node: bool) -> Path:
+        """There as soon as a process has, or the second node with the process that ran there."""
+        return self.log.with_suffix(".node_died" if node else ".died")
 
     def __call__(self) -> Engine:
         return Engine(CONFIG, reader(), NotingStore(ValkeyStore(self.server, CAP), self))
 
     @property
     def pids(self) -> list[int]:
-        """Of the processes that opened a replica's, in order."""
-        return [int(line) for line in self.log.with_suffix(".pids").read_text().split()]
+        """Of the processes that opened a replica's on the first node, in order."""
+        return [pid for pid, _, second in self._opened() if not second]
+
+    @property
+    def second_pids(self) -> list[tuple[int, int]]:
+        """The same on the second node, each with its node's process."""
+        return [(pid, node) for pid, node, second in self._opened() if second]
+
+    def _opened(self) -> list[list[int]]:
+        lines = self.log.with_suffix(".pids").read_text().splitlines()
+        return [[int(word) for word in line.split()] for line in lines]
 
     def replica(self) -> Engine:
         """Opens one with a memory of its own before the server, for a few chunks."""
         with self.log.with_suffix(".pids").open("a") as out:
-            out.write(f"{os.getpid()}\n")
+            out.write(f"{os.getpid()} {os.getppid()} {on_second_node():d}\n")
         config = changed(CONFIG, decode={"max_new_tokens": 40})
         store = LayeredStore(MemoryStore(CAP, eviction=LRU()), ValkeyStore(self.server, CAP))
         return Engine(config, reader(), store)
