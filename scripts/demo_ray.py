@@ -46,7 +46,7 @@ from blendserve.store import ChunkKey
 from blendserve.workers.cluster import Share, cluster
 from blendserve.workers.precompute import precompute
 from blendserve.workers.replica import RoutedRequest
-from blendserve.workers.replicas import CHUNK_ROUTER, Replicas
+from blendserve.workers.replicas import CHUNK_ROUTER, ReplicaCount, Replicas
 
 ROUND_ROBIN = "blendserve.workers.router:RoundRobinRouter"
 ROUTERS = {"chunk affinity": CHUNK_ROUTER, "round robin": ROUND_ROBIN}
@@ -216,7 +216,7 @@ async def served(server: Server, passages: list[Passage], requests: int, share: 
         opener = partial(Engine.open, settings(f"{server.url}/0", own))
         batching = ServeConfig(slots=4, slot_tokens=4096).batching
         groups = {
-            name: stack.enter_context(Replicas(opener, batching, 2, share, router, name.replace(" ", "-")))
+            name: stack.enter_context(Replicas(opener, batching, ReplicaCount(2, 2), share, router))
             for name, router in ROUTERS.items()
         }
         found = {name: Asked() for name in groups}
@@ -266,7 +266,7 @@ async def killed(group: Replicas, questions: Questions, first: int) -> dict[str,
     work = asyncio.create_task(ask_all(group, questions, range(first, first + n), asked, 2 * CLIENTS))
     while len(asked.ttft) < n // 3:
         await asyncio.sleep(0.01)
-    os.kill(next(pids("chunk-affinity")), signal.SIGKILL)
+    os.kill(next(pids(group.name)), signal.SIGKILL)
     await work
     return asked.figures
 

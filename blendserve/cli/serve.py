@@ -68,7 +68,7 @@ def serve(
     if ray and not replicas:
         raise InputError("--ray says where replicas run: give --replicas, too")
     running = _running()
-    count = running.ReplicaCount.parse(replicas) if replicas else None
+    count = running.ReplicaCount.parse(replicas) if replicas is not None else None
     console.say(effective(settings, indexes))
     if count:
         running.serve_cluster(settings, indexes, count, ray, console.say)

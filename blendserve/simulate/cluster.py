@@ -143,7 +143,8 @@ class Cluster:
         decoding = (disk + remote) * tokens * compute.per_decoded
         seconds += max(self._prefill(tuple(tier < 3 for tier in tiers)) + decoding, local)
         ends = seconds + self._config.requests.answer_tokens * compute.per_answer_token
-        ends += missing * tokens * compute.per_stored
+        if missing:  # alone, and in one pass
+            ends += compute.per_pass + missing * tokens * compute.per_stored
         self._ttft[request.number] = now + seconds - request.came
         self._left[request.number] = now + ends
         heappush(self._events, (now + ends, request.number, number, request))

@@ -120,8 +120,9 @@ class ComputeConfig(Section):
         0.0, description="For an answer's token, as the share of a step that its request has in a batch."
     )
     per_stored: Amount = Field(
-        6.5e-4,
-        description="For a token of a missing chunk that is computed alone and stored behind an answer.",
+        4.5e-4,
+        description="For a token of a missing chunk that is computed alone and stored behind an answer, beside the pass "
+        "that all of an answer's missing chunks share.",
     )
     raw_bytes: Positive = Field(
         23_040, description="Let a token's keys and values take so many bytes uncoded."

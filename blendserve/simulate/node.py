@@ -69,6 +69,7 @@ class Node:
         store = LayeredStore(near, self._far(), [self._memory])
         config = Config(store=StoreConfig(namespace=namespace, tiers=tiers.model_dump()).model_dump())
         self._engine = Engine(config, self.reader, store)
+        self._keys = list(map(self._engine.blender.key, self._ids))
         return {}
 
     def close(self) -> None:
@@ -95,7 +96,6 @@ class Node:
         passages = tuple(Passage(self._passages[n].text) for n in chunks)
         answer = engine.answer(QUESTION, passages, method="blend", max_new_tokens=1)
         took, tiers, report = time.perf_counter() - began, answer.report.tiers, answer.report
-        keys = map(engine.blender.key, self._ids)
         return {
             "ttft": answer.timings.ttft,
             "behind": took - answer.timings.ttft,
@@ -106,7 +106,7 @@ class Node:
                 tiers.get(REMOTE, 0),
                 report.chunks_missing,
             ],
-            "hot": [n for n, key in enumerate(keys) if key in self._memory] if tell_hot else [],
+            "hot": [n for n, key in enumerate(self._keys) if key in self._memory] if tell_hot else [],
         }
 
     def measure(self) -> Figures:
@@ -146,7 +146,7 @@ class Node:
             **asdict(model),
             "fixed": max(0.0, min(hot for _, hot, _ in fetched) - work.prefill([True] * n)),
             "per_answer_token": behind,
-            "per_stored": max(0.0, min(b for *_, b in missed) - behind) / (n * size),
+            "per_stored": max(0.0, min(b for *_, b in missed) - behind - model.per_pass) / (n * size),
             "node_rate": 1 / per_byte,
             "delay": max(0.0, one - per_byte * stored),
             "missed_of_model": min(t for t, *_ in missed) / work.prefill([False] * n),

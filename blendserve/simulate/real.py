@@ -202,9 +202,10 @@ def serve(
         hot: set[int] = set()
         try:
             while (request := queues[n].get()) is not None:
+                begun = time.perf_counter() - began
                 told = nodes[n].take(["ask", chunks[request].tolist()])
-                now = time.perf_counter() - began
-                left[request], ttft[request] = now, now - told["behind"] - came[request]
+                left[request] = time.perf_counter() - began
+                ttft[request] = begun - came[request] + told["ttft"]  # telling what is hot is none of it
                 found[request] = told["found"]
                 stood.append(told["waited"])
                 with guard:

@@ -64,11 +64,15 @@ def cluster(address: str | None, workers: int) -> Iterator[Share]:
         quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
         try:
             ray.init(there or "local", **quiet, **({} if there else own))
-        except (ConnectionError, RuntimeError, ValueError) as error:
+        except (
+            Exception
+        ) as error:  # Ray raises that itself, where a process of its own does not start in time
             where = there or "this machine"
             raise ClusterUnavailable(f"no Ray cluster can be had at {where}: {_one_line(error)}") from error
         cpus = [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
-        free = int(ray.available_resources().get("CPU", 0))
+        free = (
+            int(ray.available_resources().get("CPU", 0)) if there else sum(cpus)
+        )  # it takes a moment to tell
         each = cpus_each(cpus, free, workers)
         if not each:
             raise ClusterUnavailable(

@@ -1,8 +1,9 @@
 """Precompute on a Ray cluster: actors with a reader each, one stack of chunks after another, into the shared store.
 
-What makes it safe is the store, not Ray: an actor stores each chunk as soon as it is computed, and a stack that is given
-out again, as its actor or node has died, finds there what was done. A chunk that somebody else is computing, or that a
-dead actor had begun, is left; the caller comes back to those at the end.
+What makes it safe is the store, not Ray: an actor stores each chunk as soon as it is computed. An actor that dies is
+started again where there is a CPU for it; the stacks that it had are not, as Ray would keep them waiting for that very
+actor, and for ever if the cluster has become too small. What of them was not stored, and what somebody else is computing,
+is left to the caller, who comes back to it at the end.
 """
 
 from __future__ import annotations
@@ -46,11 +47,18 @@ class PrecomputeActor:
             )
 
     def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Compute what of a stack is missing -> figures of PrecomputeReport, and how many tokens are done with."""
+        """Compute what of a stack is missing -> figures of PrecomputeReport, and how many tokens are done with.
+
+        An error is told in `failed`, pickled: what Ray itself calls failed is a stack whose actor died.
+        """
         chunks: list[TokenIds] = pickle.loads(row["stack"])
-        report = self._engine.blender.precompute(chunks, others="leave")
-        done = sum(map(len, chunks))
-        return {"computed": report.computed, "tokens": report.tokens, "bytes": report.bytes, "done": done}
+        try:
+            report = self._engine.blender.precompute(chunks, others="leave")
+        except Exception as error:
+            told = error if isinstance(error, BlendserveError) else ClusterUnavailable(f"a worker: {error!r}")
+            return {"failed": pickle.dumps(told), "computed": 0, "tokens": 0, "bytes": 0, "done": 0}
+        figures = {"computed": report.computed, "tokens": report.tokens, "bytes": report.bytes}
+        return {"failed": b"", **figures, "done": sum(map(len, chunks))}
 
 
 def precompute_index(
@@ -108,22 +116,27 @@ def precompute(
 def _mapped(
     open_engine: OpenEngine, probe: ChunkKey, todo: Sequence[TokenIds], workers: int, share: Share
 ) -> Iterator[dict[str, Any]]:
-    """What the actors say of each stack, in any order; those of an actor that dies are given to another."""
+    """What the actors say of each stack, in any order; of an actor that dies, nothing of those it had."""
     ray = import_ray()
     data = importlib.import_module("ray.data")  # seconds
     stacks = [{"stack": pickle.dumps(stack)} for stack in in_stacks(todo, STACK_TOKENS)]
     tasks = min(len(stacks), TASKS_PER_WORKER * workers)
-    data.DataContext.get_current().enable_progress_bars = False
-    logging.getLogger("ray.data").setLevel(logging.ERROR)
+    context = data.DataContext.get_current()
+    context.enable_progress_bars, context.max_errored_blocks = False, -1  # no number of deaths ends it
+    logging.getLogger("ray.data").setLevel(logging.CRITICAL)
     mapped = data.from_items(stacks, override_num_blocks=tasks).map(
         PrecomputeActor,
         fn_constructor_args=(open_engine, probe),
         compute=data.ActorPoolStrategy(size=min(workers, tasks)),
         num_cpus=share.cpus,
         num_gpus=share.gpus,
+        max_task_retries=0,
     )
     try:
-        yield from mapped.iter_rows()
+        for row in mapped.iter_rows():
+            if row["failed"]:
+                raise pickle.loads(row["failed"])
+            yield row
     except ray.exceptions.RayError as error:
         raise own_error(error, "the workers ended") from error
 

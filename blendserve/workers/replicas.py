@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import logging
 import re
@@ -21,7 +22,8 @@ from blendserve.workers.replica import EngineReplica, ReaderFacts, RoutedRequest
 
 APP = "blendserve"
 CHUNK_ROUTER = "blendserve.workers.router:ChunkRouter"
-ATTEMPTS = 4  # of one request, each on another replica's death
+ATTEMPTS = 6  # of one request, each on a replica's death
+PAUSE_S = 0.1  # before the third, and twice as long before each further one: a dead node is not known to be dead at once
 STATS_S = 1.0  # between two words of a replica about what is hot
 HEALTH_S = 2.0
 
@@ -39,7 +41,7 @@ class ReplicaCount:
         found = re.fullmatch(r"(\d+)(?:-(\d+))?", text.strip())
         if not found or not 1 <= int(found[1]) <= int(found[2] or found[1]):
             raise InputError(
-                f"--replicas cannot be {text!r}: give a number from 1 on, such as 2, or the least and the most, such as 1-4"
+                f"--replicas cannot be {text!r}: give a number from 1 on, or the least and the most, such as 1-4"
             )
         return cls(int(found[1]), int(found[2] or found[1]))
 
@@ -74,9 +76,9 @@ class Replicas(AbstractContextManager["Replicas"]):
         config = importlib.import_module("ray.serve.config")
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
         self._serve.start(proxy_location="Disabled")  # HTTP is ours
-        self._name = f"{APP}-{secrets.token_hex(4)}"  # others' servers may be on the same cluster
+        self.name = f"{APP}-{secrets.token_hex(4)}"  # others' servers may be on the same cluster
         self._deployment = self._serve.deployment(EngineReplica).options(
-            name=self._name,
+            name=self.name,
             **count.options(batching["slots"]),
             max_ongoing_requests=batching["slots"] + batching["queue"],
             ray_actor_options={"num_cpus": share.cpus, "num_gpus": share.gpus},
@@ -91,7 +93,7 @@ class Replicas(AbstractContextManager["Replicas"]):
     def _run(self) -> None:
         app = self._deployment.bind(*self._bound)
         try:
-            self._handle = self._serve.run(app, name=self._name, route_prefix=None)
+            self._handle = self._serve.run(app, name=self.name, route_prefix=None)
         except (self._ray.exceptions.RayError, RuntimeError) as error:
             raise own_error(error, "replicas cannot be started") from error
 
@@ -101,7 +103,7 @@ class Replicas(AbstractContextManager["Replicas"]):
         self._run()
 
     def __exit__(self, *_: object) -> None:
-        self._serve.delete(self._name)
+        self._serve.delete(self.name)
 
     def facts(self) -> ReaderFacts:
         """Of the reader that they all have."""
@@ -114,8 +116,10 @@ class Replicas(AbstractContextManager["Replicas"]):
         keys: of its chunks. Where text was sent already and another replica says something else, that is an error, not a
         second answer. Raises ClusterUnavailable.
         """
-        clock, said = Clock(), Said()
-        for _ in range(ATTEMPTS):
+        clock, said, errors = Clock(), Said(), self._ray.exceptions
+        for attempt in range(ATTEMPTS):
+            if attempt > 1:
+                await asyncio.sleep(PAUSE_S * 2 ** (attempt - 2))
             sent = replace(request, seconds=request.seconds + clock.elapsed())
             stream = self._handle.options(stream=True).answer.remote(sent, keys=keys)
             try:
@@ -124,9 +128,9 @@ class Replicas(AbstractContextManager["Replicas"]):
                         for new in said.new(event):
                             yield new
                 return
-            except self._ray.exceptions.RayActorError:
+            except (errors.RayActorError, errors.NodeDiedError, errors.ObjectLostError):
                 continue
-            except self._ray.exceptions.RayError as error:
+            except errors.RayError as error:
                 raise own_error(error, "the replica failed") from error
         raise ClusterUnavailable(f"{ATTEMPTS} replicas ended while they answered: ask again")
 

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -36,13 +37,21 @@ def second_node(share: Share) -> Iterator[None]:
     """Another node of one CPU, joined as users are told to; processes on it have SECOND_NODE in their environment."""
     import ray
 
-    here = os.environ | {SECOND_NODE: "1", "RAY_AUTH_MODE": "token", "RAY_ADDRESS": ""}
+    here = os.environ | {SECOND_NODE: "1", "RAY_AUTH_MODE": "token"}
     address = ray.get_runtime_context().gcs_address
-    options = ["--address", address, "--num-cpus", "1", "--object-store-memory", "80000000"]
-    ray_command = [sys.executable, "-m", "ray.scripts.scripts", "start", *options]
-    known = {node["NodeID"] for node in ray.nodes()}
-    subprocess.run(ray_command, env=here, check=True, capture_output=True)
-    yield
-    for node in ray.nodes():
-        if node["NodeID"] not in known and node["Alive"]:
-            print(node)
+    options = ["--address", address, "--num-cpus", "1", "--object-store-memory", "80000000", "--block"]
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", *options]
+    before = alive()
+    with subprocess.Popen(command, env=here, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as node:
+        while alive() == before:
+            assert node.poll() is None, "the second node ended"
+            time.sleep(0.05)
+        yield
+        node.terminate()  # and with it, where it was not killed, what belongs to it
+
+
+def alive() -> set[str]:
+    """Nodes of the cluster."""
+    import ray
+
+    return {node["NodeID"] for node in ray.nodes() if node["Alive"]}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,10 +60,17 @@ class NotingStore(WrappedStore):
         with self._opened.log.open("a") as out:
             out.write(f"{os.getpid()} {key.hex()}\n")
         self._puts += 1
-        died = self._opened.died(on_second_node())
-        if self._puts == self._opened.dies_after and not died.exists():
+        if self._puts == self._opened.dies_after:
+            self._die()
+
+    def _die(self) -> None:
+        """By SIGKILL: the second node first, and then one process of those on the first."""
+        second = on_second_node()
+        while not second and not self._opened.died(True).exists():
+            time.sleep(0.01)
+        if not (died := self._opened.died(second)).exists():
             died.touch()
-            kill(os.getpid(), os.getppid() if on_second_node() else None)
+            kill(os.getpid(), os.getppid() if second else None)
 
 
 @dataclass(frozen=True)
@@ -71,7 +79,7 @@ class OpenToy:
 
     server: ValkeyConfig
     log: Path
-    dies_after: int | None = None  # puts, by SIGKILL: on each node the first process that comes so far
+    dies_after: int | None = None  # puts: on each of two nodes one process dies that comes so far
 
     def died(self, node: bool) -> Path:
         """There as soon as a process has, or the second node with the process that ran there."""
@@ -83,14 +91,14 @@ class OpenToy:
     @property
     def pids(self) -> list[int]:
         """Of the processes that opened a replica's on the first node, in order."""
-        return [pid for pid, _, second in self._opened() if not second]
+        return [pid for pid, _, second in self._replicas() if not second]
 
     @property
     def second_pids(self) -> list[tuple[int, int]]:
         """The same on the second node, each with its node's process."""
-        return [(pid, node) for pid, node, second in self._opened() if second]
+        return [(pid, node) for pid, node, second in self._replicas() if second]
 
-    def _opened(self) -> list[list[int]]:
+    def _replicas(self) -> list[list[int]]:
         lines = self.log.with_suffix(".pids").read_text().splitlines()
         return [[int(word) for word in line.split()] for line in lines]
 
