@@ -1,10 +1,9 @@
-"""Two replicas on one server behind one endpoint: their answers are one engine's, and a dead one's are asked again."""
+"""Replicas on one server behind one endpoint: their answers are one engine's, and a dead one's are asked again."""
 
 from __future__ import annotations
 
 import ipaddress
 import os
-import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +24,7 @@ from blendserve.workers.replicas import ReplicaCount, Replicas
 from tests.engine.helpers import CONFIG, QUESTIONS, engine
 from tests.serve.helpers import library
 from tests.store.valkey.servers import needs_server, settings
-from tests.workers.engines import OpenToy
+from tests.workers.engines import OpenToy, kill
 
 pytestmark = needs_server
 SERVE = ServeConfig(slots=4, slot_tokens=512, max_concurrent=8)
@@ -36,7 +35,7 @@ class Ingress:
 
     def __init__(self, folder: Path, share: Share) -> None:
         self.opener = OpenToy(settings(folder), folder / "puts")
-        self.replicas = Replicas(self.opener.replica, SERVE.batching, ReplicaCount(2, 2), share)
+        self.replicas = Replicas(self.opener.replica, SERVE.batching, ReplicaCount(3, 3), share)
         self.here = engine(changed(CONFIG, decode={"max_new_tokens": 40}))
         found, facts = library(folder, self.here), self.replicas.facts()
         chunks = self.here.prompts.chunk_ids(
@@ -81,9 +80,9 @@ def answers_are_those_of_one_engine_whole_or_streamed(ingress: Ingress) -> None:
         assert whole.x_blendserve["timings"]["ttft"] > whole.x_blendserve["timings"]["retrieve"] > 0
 
 
-def the_same_question_finds_its_chunks_in_memory(ingress: Ingress) -> None:
-    ingress.ask(QUESTIONS[0])
-    reports = [ingress.ask(QUESTIONS[0]).x_blendserve["report"] for _ in range(3)]
+def the_same_question_finds_its_chunks_in_memory(ingress: Ingress, question: str = QUESTIONS[0]) -> None:
+    ingress.ask(question)
+    reports = [ingress.ask(question).x_blendserve["report"] for _ in range(3)]
     assert all(report["chunks_hit"] == report["tiers"]["local"] for report in reports)
 
 
@@ -95,21 +94,43 @@ def an_error_of_a_request_is_its_own_status(ingress: Ingress) -> None:
     assert httpx.get(f"{ingress.url}/ready").json() == {"status": "ready"}
 
 
-def no_request_fails_when_a_replica_is_killed(ingress: Ingress) -> None:
+def no_request_fails_when_a_node_and_a_replica_are_killed(ingress: Ingress) -> None:
     asked = [QUESTIONS[i % len(QUESTIONS)] for i in range(24)]
     right = {question: expected(ingress, question) for question in QUESTIONS}
     with ThreadPoolExecutor(8) as pool:
         answers = [pool.submit(ingress.ask, question) for question in asked]
         answers[2].result()
-        os.kill(ingress.opener.pids[0], signal.SIGKILL)
+        ((process, node),) = ingress.opener.second_pids
+        kill(process, node)
+        answers[9].result()
+        kill(ingress.opener.pids[0])
         texts = [answer.result().choices[0].message.content for answer in answers]
     assert texts == [right[question] for question in asked]
 
 
-def a_replica_fewer_answers_as_before(ingress: Ingress) -> None:
-    ingress.replicas.scale(1)
+def no_request_fails_while_replicas_come_and_go(ingress: Ingress) -> None:
+    right = {question: expected(ingress, question) for question in QUESTIONS}
+    done, wrong = threading.Event(), list[str]()
+
+    def keep_asking(n: int) -> None:
+        while not done.is_set():
+            question = QUESTIONS[n % len(QUESTIONS)]
+            text = ingress.ask(question).choices[0].message.content
+            wrong.extend([text] if text != right[question] else [])
+
+    with ThreadPoolExecutor(3) as pool:
+        clients = [pool.submit(keep_asking, n) for n in range(3)]
+        try:
+            for n in (1, 2):
+                ingress.replicas.scale(n)
+        finally:
+            done.set()
+        for client in clients:
+            client.result()
+    assert not wrong
     for question in QUESTIONS:
-        assert ingress.ask(question).choices[0].message.content == expected(ingress, question)
+        ingress.ask(question)
+        the_same_question_finds_its_chunks_in_memory(ingress, question)
 
 
 def replicas_are_reached_from_this_machine_alone(ingress: Ingress) -> None:
@@ -131,6 +152,7 @@ def listening(pid: int) -> list[ipaddress.IPv4Address]:
     return found
 
 
+@pytest.mark.usefixtures("second_node")
 def test_a_cluster_s_endpoint(share: Share, tmp_path: Path) -> None:
     """One test, as replicas take long to start and tests may be spread over processes."""
     ingress = Ingress(tmp_path, share)
@@ -139,7 +161,7 @@ def test_a_cluster_s_endpoint(share: Share, tmp_path: Path) -> None:
         answers_are_those_of_one_engine_whole_or_streamed(ingress)
         the_same_question_finds_its_chunks_in_memory(ingress)
         an_error_of_a_request_is_its_own_status(ingress)
-        no_request_fails_when_a_replica_is_killed(ingress)
-        a_replica_fewer_answers_as_before(ingress)
+        no_request_fails_when_a_node_and_a_replica_are_killed(ingress)
+        no_request_fails_while_replicas_come_and_go(ingress)
     finally:
         ingress.close()
