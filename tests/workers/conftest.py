@@ -17,6 +17,12 @@ from tests.workers.engines import SECOND_NODE
 # A dead node refuses a connection and is known to be dead in a second; one that stalls has ten, five times.
 NODE_DEATH = {"RAY_health_check_period_ms": "200", "RAY_health_check_initial_delay_ms": "200"}
 
+# The command `ray`, which would take the machine's address for 127.0.0.1, where the first node does not listen.
+RAY_ON_LOOPBACK = (
+    "from ray._private import services\nservices.resolve_ip_for_localhost = str\n"
+    "from ray.scripts.scripts import main\nmain()"
+)
+
 
 @pytest.fixture(scope="session")
 def share() -> Iterator[Share]:
@@ -37,10 +43,11 @@ def second_node(share: Share) -> Iterator[None]:
     """Another node of one CPU, joined as users are told to; processes on it have SECOND_NODE in their environment."""
     import ray
 
-    here = os.environ | {SECOND_NODE: "1", "RAY_AUTH_MODE": "token"}
+    here = os.environ | {SECOND_NODE: "1", "RAY_AUTH_MODE": "token", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1"}
     address = ray.get_runtime_context().gcs_address
-    options = ["--address", address, "--num-cpus", "1", "--object-store-memory", "80000000", "--block"]
-    command = [sys.executable, "-m", "ray.scripts.scripts", "start", *options]
+    where = ["--address", address, "--node-ip-address", "127.0.0.1"]
+    options = [*where, "--num-cpus", "1", "--object-store-memory", "80000000", "--block"]
+    command = [sys.executable, "-c", RAY_ON_LOOPBACK, "start", *options]
     before = alive()
     with subprocess.Popen(command, env=here, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as node:
         while alive() == before:
