@@ -184,6 +184,13 @@ def cpus_each(cpus: Sequence[int], free: int, workers: int) -> int:
     return next(fits, 0)
 
 
+def has_room(share: Share) -> bool:
+    """Whether any machine of the connected cluster is large enough for one worker, however much of it is in use."""
+    need = {"CPU": share.cpus, "GPU": share.gpus}
+    alive = (node["Resources"] for node in import_ray().nodes() if node["Alive"])
+    return any(all(has.get(kind, 0) >= n for kind, n in need.items()) for has in alive)
+
+
 def worker_config(config: Config, folder: Path) -> Config:
     """An index's settings for an engine without the index: its store by a path that holds in any working folder."""
     path = (config.store.path or folder / "kv").absolute()

@@ -24,7 +24,8 @@ from blendserve.engine.library import Progress
 from blendserve.errors import BlendserveError, ClusterUnavailable, ConfigError
 from blendserve.registry import STORES
 from blendserve.store import ChunkKey
-from blendserve.workers.cluster import Share, cluster, import_ray, worker_config
+from blendserve.workers.cluster import Share, cluster, has_room, import_ray, worker_config
+from blendserve.workers.watch import watched
 
 OpenEngine = Callable[[], Engine]
 """Opens an engine on the shared store; picklable. It needs no index: chunks come as token ids."""
@@ -133,7 +134,7 @@ def _mapped(
         max_task_retries=0,
     )
     try:
-        for row in mapped.iter_rows():
+        for row in watched(mapped.iter_rows(), partial(has_room, share)):
             if row["failed"]:
                 raise pickle.loads(row["failed"])
             yield row
