@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import logging
 import pickle
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -125,14 +126,18 @@ def _mapped(
     context = data.DataContext.get_current()
     context.enable_progress_bars, context.max_errored_blocks = False, -1  # no number of deaths ends it
     logging.getLogger("ray.data").setLevel(logging.CRITICAL)
-    mapped = data.from_items(stacks, override_num_blocks=tasks).map(
-        PrecomputeActor,
-        fn_constructor_args=(open_engine, probe),
-        compute=data.ActorPoolStrategy(size=min(workers, tasks)),
-        num_cpus=share.cpus,
-        num_gpus=share.gpus,
-        max_task_retries=0,
-    )
+    with (
+        warnings.catch_warnings()
+    ):  # this way to give max_task_retries goes in Ray 2.64, and there is no other one yet
+        warnings.simplefilter("ignore", DeprecationWarning)
+        mapped = data.from_items(stacks, override_num_blocks=tasks).map(
+            PrecomputeActor,
+            fn_constructor_args=(open_engine, probe),
+            compute=data.ActorPoolStrategy(size=min(workers, tasks)),
+            num_cpus=share.cpus,
+            num_gpus=share.gpus,
+            max_task_retries=0,
+        )
     try:
         for row in watched(mapped.iter_rows(), partial(has_room, share)):
             if row["failed"]:

@@ -1,4 +1,4 @@
-"""Rows that workers make, on a cluster that may lose all its machines: Ray waits for another one, silently and for ever."""
+"""Rows that workers make, on a cluster that may lose all its machines: Ray waits for another one in silence, for ever."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def _lost(since: float | None) -> float:
     now = time.monotonic()
     if since is None:
         logging.getLogger(__name__).warning(
-            "no machine of the Ray cluster has room for a worker any more: waiting %.0f seconds for one", PATIENCE_S
+            "no machine of the Ray cluster has room for a worker any more: waiting %.0f seconds for one",
+            PATIENCE_S,
         )
     elif now - since > PATIENCE_S:
         raise ClusterUnavailable(
