@@ -50,6 +50,7 @@ from blendserve.workers.replicas import CHUNK_ROUTER, ReplicaCount, Replicas
 
 ROUND_ROBIN = "blendserve.workers.router:RoundRobinRouter"
 ROUTERS = {"chunk affinity": CHUNK_ROUTER, "round robin": ROUND_ROBIN}
+STORES = 3  # of the first part, each in a database of its own
 TOPIC = 6  # passages; a question is about ASKED of them, in any order
 ASKED = 4
 CLIENTS = 2
@@ -98,7 +99,8 @@ def made_stores(server: Server, passages: list[Passage], share: Share) -> dict[s
     figures: dict[str, Any] = {"passages": len(passages)}
     with ExitStack() as stack:
         engines = [
-            stack.enter_context(Engine.open(settings(f"{server.url}/{i}", dtype="float32"))) for i in range(3)
+            stack.enter_context(Engine.open(settings(f"{server.url}/{i}", dtype="float32")))
+            for i in range(STORES)
         ]
         chunks = engines[0].prompts.chunk_ids(passages)
         figures["one process"] = engines[0].blender.precompute(chunks).computed
@@ -209,11 +211,12 @@ class Questions:
 
 async def served(server: Server, passages: list[Passage], requests: int, share: Share) -> dict[str, Any]:
     """Two replicas for each routing on a store that one process made, asked in turns: both meet the same machine."""
-    with Engine.open(settings(f"{server.url}/0")) as engine, ExitStack() as stack:
+    url = f"{server.url}/{STORES}"  # which the first part has not filled: its size is what memories are a share of
+    with Engine.open(settings(url)) as engine, ExitStack() as stack:
         engine.blender.precompute(engine.prompts.chunk_ids(passages))
         questions = Questions(engine, passages)
         own = int(0.55 * engine.store.stats().bytes)  # a replica's memory: two hold everything, one does not
-        opener = partial(Engine.open, settings(f"{server.url}/0", own))
+        opener = partial(Engine.open, settings(url, own))
         batching = ServeConfig(slots=4, slot_tokens=4096).batching
         groups = {
             name: stack.enter_context(Replicas(opener, batching, ReplicaCount(2, 2), share, router))

@@ -13,7 +13,7 @@ import pytest
 
 from blendserve.config import Config
 from blendserve.errors import ClusterUnavailable, ConfigError
-from blendserve.workers.cluster import Share, cpus_each, require, worker_config
+from blendserve.workers.cluster import Share, cpus_each, has_room, require, worker_config
 from blendserve.workers.precompute import PROBE, PrecomputeActor, precompute_index
 from tests.engine.helpers import engine
 
@@ -22,6 +22,9 @@ def test_it_is_reached_from_this_machine_alone(share: Share) -> None:
     import ray
 
     assert share == Share(max(1, share.cpus), 0)
+    assert has_room(share)
+    assert not has_room(Share(99, 0))
+    assert not has_room(Share(1, 99))
     assert all(ipaddress.ip_address(node["NodeManagerAddress"]).is_loopback for node in ray.nodes())
 
 
