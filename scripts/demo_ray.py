@@ -1,6 +1,6 @@
 """A Ray cluster on this machine: what its workers compute, where its router sends questions, and what a kill costs.
 
-    python scripts/demo_ray.py [--only stores|questions] [--passages 24] [--requests 120]
+    python scripts/demo_ray.py [--only stores|questions] [--passages 24] [--requests 120] [--clients 2]
 
 Needs the extras ray and valkey, and the demo's index, which is built if it is not there. Everything runs on one
 Valkey server and ends with this process. It prints:
@@ -53,7 +53,6 @@ ROUTERS = {"chunk affinity": CHUNK_ROUTER, "round robin": ROUND_ROBIN}
 STORES = 3  # of the first part, each in a database of its own
 TOPIC = 6  # passages; a question is about ASKED of them, in any order
 ASKED = 4
-CLIENTS = 2
 ROUND = 12  # requests of one routing before the other one's turn
 
 
@@ -64,6 +63,7 @@ def main() -> None:
     )
     parser.add_argument("--passages", type=int, default=24)
     parser.add_argument("--requests", type=int, default=120, help="of each routing")
+    parser.add_argument("--clients", type=int, default=2, help="questions asked at a time")
     parser.add_argument("--only", choices=("stores", "questions"), help="the first part, or the others")
     given = parser.parse_args()
     with open_demo() as demo:
@@ -74,7 +74,7 @@ def main() -> None:
         if given.only != "questions":
             figures["stores"] = made_stores(server, passages, share)
         if given.only != "stores":
-            figures |= asyncio.run(served(server, passages, given.requests, share))
+            figures |= asyncio.run(served(server, passages, given.requests, given.clients, share))
     right = figures.get("stores", {}).get("equal", True) and not figures.get("killed", {}).get("failed")
     console.print_json({**figures, "right": right})
     raise SystemExit(not right)
@@ -209,7 +209,9 @@ class Questions:
         return RoutedRequest(plan.prompt, plan.passages, plan.blend, plan.decode, "", "", 0.0, 0.0), keys
 
 
-async def served(server: Server, passages: list[Passage], requests: int, share: Share) -> dict[str, Any]:
+async def served(
+    server: Server, passages: list[Passage], requests: int, clients: int, share: Share
+) -> dict[str, Any]:
     """Two replicas for each routing on a store that one process made, asked in turns: both meet the same machine."""
     url = f"{server.url}/{STORES}"  # which the first part has not filled: its size is what memories are a share of
     with Engine.open(settings(url)) as engine, ExitStack() as stack:
@@ -225,17 +227,16 @@ async def served(server: Server, passages: list[Passage], requests: int, share: 
         found = {name: Asked() for name in groups}
         for start in range(0, requests, ROUND):
             for name, group in groups.items():
-                await ask_all(group, questions, range(start, min(start + ROUND, requests)), found[name])
+                seeds = range(start, min(start + ROUND, requests))
+                await ask_all(group, questions, seeds, found[name], clients)
         figures: dict[str, Any] = {name: asked.figures for name, asked in found.items()}
-        figures["killed"] = await killed(groups["chunk affinity"], questions, requests)
+        figures["killed"] = await killed(groups["chunk affinity"], questions, requests, 2 * clients)
     for name, values in figures.items():
         console.out.print(f"{name}: {values}")
     return figures
 
 
-async def ask_all(
-    group: Replicas, questions: Questions, seeds: range, into: Asked, clients: int = CLIENTS
-) -> None:
+async def ask_all(group: Replicas, questions: Questions, seeds: range, into: Asked, clients: int) -> None:
     """By so many clients, each of whom asks again when they have an answer."""
     left = iter(seeds)
 
@@ -263,10 +264,10 @@ async def ask(group: Replicas, questions: Questions, seed: int, into: Asked) -> 
         into.failed += 1
 
 
-async def killed(group: Replicas, questions: Questions, first: int) -> dict[str, Any]:
-    """Kill a replica while questions are being answered, twice as many at a time as before."""
+async def killed(group: Replicas, questions: Questions, first: int, clients: int) -> dict[str, Any]:
+    """Kill a replica while questions are being answered."""
     asked, n = Asked(), 3 * ROUND
-    work = asyncio.create_task(ask_all(group, questions, range(first, first + n), asked, 2 * CLIENTS))
+    work = asyncio.create_task(ask_all(group, questions, range(first, first + n), asked, clients))
     while len(asked.ttft) < n // 3:
         await asyncio.sleep(0.01)
     os.kill(next(pids(group.name)), signal.SIGKILL)

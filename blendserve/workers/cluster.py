@@ -28,6 +28,8 @@ OWN = {
     "RAY_worker_niceness": "0",  # or whatever else runs on the machine goes before its workers
     "RAY_BACKEND_LOG_LEVEL": "fatal",  # or its processes write to this one's terminal
 }
+# Otherwise Ray's own threads, where they still ask for something when a cluster has ended, start another one.
+NO_OTHER = ("RAY_ENABLE_AUTO_CONNECT", "0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,7 @@ def cluster(address: str | None, workers: int) -> Iterator[Share]:
     """
     there = address or os.environ.get("RAY_ADDRESS")
     there = None if there == "local" else there
+    os.environ.setdefault(*NO_OTHER)
     if not there:
         _settle()
     ray = import_ray()
