@@ -20,6 +20,7 @@ from blendserve.errors import (
     BodyTooLarge,
     BodyTooSlow,
     Busy,
+    ClusterUnavailable,
     NotAllowed,
     NotAuthenticated,
     NotFound,
@@ -45,6 +46,7 @@ STATUS: tuple[tuple[type[Exception], int, str, str | None], ...] = (
     (Busy, 429, "rate_limit_error", "rate_limit_exceeded"),
     (Stopping, 503, "server_error", "shutting_down"),
     (StoreError, 503, "server_error", "store_unavailable"),
+    (ClusterUnavailable, 503, "server_error", "replicas_unavailable"),
     (VectorIndexError, 503, "server_error", "index_unavailable"),
     (BlendserveError, 400, "invalid_request_error", None),
 )

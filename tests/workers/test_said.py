@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from blendserve.engine.queued import Event, Finished, Piece, Started
 from blendserve.errors import ClusterUnavailable
+from blendserve.serve.replies import described
 from blendserve.workers.replicas import Said
 
 STARTED: Any = Started(0, None, None)  # type: ignore[arg-type]
@@ -57,3 +58,8 @@ def test_an_answer_that_ends_early_is_one_too() -> None:
     said.new(Piece("Par"))
     with pytest.raises(ClusterUnavailable):
         said.new(Finished(_Answer("Par")))  # type: ignore[arg-type]
+
+
+def test_that_no_replica_answers_is_the_server_s_fault() -> None:
+    status, body = described(ClusterUnavailable("6 replicas ended"))
+    assert (status, body["error"]["code"]) == (503, "replicas_unavailable")
