@@ -26,6 +26,14 @@ settings.register_profile("search", settings.get_profile("suite"), derandomize=F
 settings.load_profile("suite")
 
 
+LONG = ("tests/workers/", "tests/endurance/")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What starts many processes begins first: two workers share the tests, and neither is to wait for one at the end."""
+    items.sort(key=lambda item: not item.nodeid.startswith(LONG))
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Which instruction sets' kernels were tested, which this machine lacks, and whether it lacks a browser."""
     from blendserve.kernels.cpu.isa import LEVELS  # not before the variables above are set
