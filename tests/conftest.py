@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -26,12 +27,16 @@ settings.register_profile("search", settings.get_profile("suite"), derandomize=F
 settings.load_profile("suite")
 
 
-LONG = ("tests/workers/", "tests/endurance/")
+@pytest.fixture
+def toy_codec() -> Iterator[None]:
+    """A codec of the tests' own: one file, one line."""
+    from blendserve.registry import CODECS
+    from blendserve.store.codecs.base import forget_ready
 
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What starts many processes begins first: two workers share the tests, and neither is to wait for one at the end."""
-    items.sort(key=lambda item: not item.nodeid.startswith(LONG))
+    forget_ready()
+    CODECS.add("toy", "tests.store.toy_codec:Toy")
+    yield
+    CODECS.remove("toy")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

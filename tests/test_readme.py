@@ -27,3 +27,8 @@ def test_links_and_configs_exist() -> None:
         assert (ROOT / target).exists(), target
     for file in (ROOT / "configs").glob("*.yaml"):
         load_settings(file)
+
+
+def test_options_that_it_names_exist() -> None:
+    known = set(re.findall(r"--[a-z][\w-]+", (ROOT / "docs" / "cli.md").read_text()))
+    assert set(re.findall(r"(?<![\w-])--[a-z][\w-]+", README)) - known == {"--no-deps"}  # pip's

@@ -25,6 +25,7 @@ app = make_app()
         "blend.policy",
         "blend.ratio",
         "blend.correction",
+        "blend.near",
         "decode.max_new_tokens",
         "decode.temperature",
         "decode.top_p",

@@ -20,6 +20,7 @@ app = make_app()
         Config(),
         "reader.model",
         "blend.method",
+        "blend.near",
         "serve.host",
         "serve.port",
         "serve.keys",

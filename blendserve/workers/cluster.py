@@ -105,7 +105,7 @@ def require(address: str) -> None:
         raise ClusterUnavailable(
             f"there is no Ray cluster at {address!r}, such as auto or HOST:6379: {_one_line(error)}"
         ) from None
-    version = _version(found)
+    version = _version(found, address if found == address else f"{address} ({found})")
     if version != ray.__version__:
         raise ClusterUnavailable(
             f"the cluster at {address} runs Ray {version}, and this is Ray {ray.__version__}: install the same on both"
@@ -119,8 +119,8 @@ def _take_token() -> None:
     setup.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
 
 
-def _version(address: str) -> str:
-    """Of the Ray whose head listens at HOST:PORT, as it says itself. Raises ClusterUnavailable."""
+def _version(address: str, named: str) -> str:
+    """Of the Ray whose head listens at HOST:PORT, as it says itself. Raises ClusterUnavailable, by how users call it."""
     grpc: Any = importlib.import_module("grpc")  # Ray Serve's own
     calls: Any = importlib.import_module("ray.core.generated.gcs_service_pb2_grpc")
     messages: Any = importlib.import_module("ray.core.generated.gcs_service_pb2")
@@ -132,11 +132,11 @@ def _version(address: str) -> str:
     except grpc.RpcError as error:
         if error.code() == grpc.StatusCode.UNAUTHENTICATED:
             raise ClusterUnavailable(
-                f"the Ray cluster at {address} wants its token: set RAY_AUTH_MODE=token, and have its head's "
+                f"the Ray cluster at {named} wants its token: set RAY_AUTH_MODE=token, and have its head's "
                 "~/.ray/auth_token here, too, or in RAY_AUTH_TOKEN"
             ) from None
         raise ClusterUnavailable(
-            f"no Ray cluster answers at {address} ({error.code().name.lower()}): start one there by "
+            f"no Ray cluster answers at {named} ({error.code().name.lower()}): start one there by "
             "ray start --head, or leave --ray and RAY_ADDRESS out to have one on this machine"
         ) from None
     return version

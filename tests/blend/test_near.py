@@ -16,7 +16,6 @@ from blendserve.blend.blender import Blended, Blender
 from blendserve.blend.near import LEAST, MARGIN, matches
 from blendserve.config import BlendConfig
 from blendserve.core import Chunk, NearChunk, Prompt, Span, TokenIds
-from blendserve.registry import CODECS
 from blendserve.store import KVStore, LMDBStore, MemoryStore
 from blendserve.store import near as near_index
 from blendserve.store.codecs.base import forget_ready
@@ -321,14 +320,6 @@ def test_donors_are_ones_own_whoever_else_stored_the_same(
     for whose, by in of.items():  # what is stored for one is nobody else's donor, either
         theirs = {by.key(ids).hex() for ids in (OLD, NEW)}
         assert set(donors_of(ask(by, FIRST, (*NEW, 3), prefix=whose[1]))) <= theirs
-
-
-@pytest.fixture
-def toy_codec() -> Iterator[None]:
-    forget_ready()
-    CODECS.add("toy", "tests.store.toy_codec:Toy")
-    yield
-    CODECS.remove("toy")
 
 
 def test_a_donor_by_tables_that_are_not_here_is_a_miss_and_said(

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from blendserve.registry import CODECS, STORES
-from blendserve.store.codecs.base import forget_ready
+from blendserve.registry import STORES
 
 
 @pytest.fixture
@@ -22,12 +21,3 @@ def toy_store() -> Iterator[None]:
     STORES.add("toy", "tests.store.toy_store:ToyStore")
     yield
     STORES.remove("toy")
-
-
-@pytest.fixture
-def toy_codec() -> Iterator[None]:
-    """A codec of the tests' own: one file, one line."""
-    forget_ready()
-    CODECS.add("toy", "tests.store.toy_codec:Toy")
-    yield
-    CODECS.remove("toy")

@@ -48,7 +48,9 @@ def test_where_nothing_listens_that_is_said_in_seconds() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # and does not listen
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        with pytest.raises(ClusterUnavailable, match=r"no Ray cluster answers at .*: start one there"):
+        with pytest.raises(
+            ClusterUnavailable, match=rf"no Ray cluster answers at {address} .*: start one there"
+        ):
             require(address)
 
 
