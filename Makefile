@@ -14,9 +14,10 @@ demo-kdn: $(READY)
 	$(BIN)/python scripts/demo_kdn.py
 
 # Two workers of one thread each: torch's own threads would fight over the cores. Each has half of the tests in a row, so
-# that most of what tests share is made once, and takes from the other's when it is done.
+# that most of what tests share is made once, and takes from the other's when it is done. Bytecode is kept, whatever the
+# environment says: a test's processes would compile everything again.
 test: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist worksteal
 
 check: $(READY)
 	$(BIN)/ruff format --check .

@@ -1,17 +1,18 @@
 """Runs a script over the real store and a random reader, and sends itself a SIGINT as soon as so many chunks are stored.
 
-    python -m tests.cli.stops_itself 6 scripts/precompute_kv.py INDEX --store FOLDER
-
 Where it stops does not depend on the speed of the machine.
 """
 
 from __future__ import annotations
 
+import os
 import runpy
 import signal
 import sys
 import threading
 from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,11 +40,13 @@ def stop_after(puts: int) -> None:
     LMDBStore.put_uncoded = counting(LMDBStore.put_uncoded)  # type: ignore[method-assign]
 
 
-if __name__ == "__main__":
+def run(line: Connection, log: Path, puts: int, script: Path, *arguments: str) -> None:
+    """In a process of its own, whose errors go to `log`."""
+    with log.open("wb") as told:
+        os.dup2(told.fileno(), 2)
     # A shell's background jobs ignore it, and all they start.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    count, script, *arguments = sys.argv[1:]
     stand_in(pytest.MonkeyPatch().setattr)
-    stop_after(int(count))
-    sys.argv = [script, *arguments]
-    runpy.run_path(script, run_name="__main__")
+    stop_after(puts)
+    sys.argv = [str(script), *arguments]
+    runpy.run_path(str(script), run_name="__main__")

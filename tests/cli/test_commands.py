@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import struct
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,8 +16,10 @@ from blendserve.cli import main
 from blendserve.kernels import ops, race, race_times
 from blendserve.store import LMDBStore
 from tests.bench.conftest import write_shape
+from tests.cli import stops_itself
 from tests.cli.stand_in import stand_in
 from tests.files import copied_model
+from tests.forked import process
 from tests.store.helpers import tamper
 
 Run = Callable[..., tuple[int, str, str]]
@@ -258,23 +259,16 @@ def test_stopped_in_the_middle_then_precompute_again(run: Run, toy: None, tmp_pa
     (tmp_path / "corpus.jsonl").write_text(corpus_lines(24))
     assert run("index", "build", tmp_path / "corpus.jsonl", tmp_path / "index")[0] == 0
     store = tmp_path / "kv"
-    stopped = stop_midway(tmp_path / "index", store)
+    script, arguments = ROOT / "scripts" / "precompute_kv.py", (tmp_path / "index", "--store", store)
+    with process(stops_itself.run, tmp_path / "log", STORED, script, *map(str, arguments)) as (stopped, _):
+        stopped.join()
     code, out, _ = run("precompute", tmp_path / "index", "--store", store, "--json")
     report = one_json(out)
     assert code == 0
     assert report["computed"] + report["skipped"] == report["chunks"] == 25
     assert report["computed"] > 0
-    assert stopped.returncode == 130
-    assert "goes on from there" in stopped.stderr
+    assert stopped.exitcode == 130
+    assert "goes on from there" in (tmp_path / "log").read_text()
     assert report["skipped"] >= STORED  # what was computed when it was stopped is stored before it ends
     verified = one_json(run("store", "verify", tmp_path / "index", "--store", store, "--json")[1])
     assert (verified["good"], verified["bad"]) == (25, [])
-
-
-def stop_midway(index: Path, store: Path) -> subprocess.CompletedProcess[str]:
-    """Precompute by the script, which is stopped as soon as so many chunks are stored."""
-    script = ROOT / "scripts" / "precompute_kv.py"
-    command = [sys.executable, "-m", "tests.cli.stops_itself", str(STORED), str(script)]
-    return subprocess.run(
-        [*command, str(index), "--store", str(store)], cwd=ROOT, capture_output=True, text=True, check=False
-    )

@@ -17,6 +17,8 @@ from tests.evaluate.helpers import predictions, run, tiny_engine, write_dataset
 
 METHODS = ("query", "query+prior", "none+prior/bos")
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 
 @pytest.fixture
 def fitted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:

@@ -24,6 +24,8 @@ TRIVIA = (
 ).replace("\nPassage: is", "\nThe Passage: is")
 DIALOGUES = "Dialogue: Bo: hi\r\nAl: late!\r\nSummary: Al is late.\n\nDialogue: Al: bye\nSummary: Al leaves."
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 
 def record(task: str | None, context: str, asked: str = "Who?", **more: Any) -> dict[str, Any]:
     named = {} if task is None else {"dataset": task}

@@ -261,7 +261,7 @@ def test_evaluate_with_the_bundled_reader(tmp_path: Path, capsys: pytest.Capture
         "--ratios",
         "0.15",
     )
-    options = ("--max-new-tokens", 12, "--runs", tmp_path)
+    options = ("--max-new-tokens", 4, "--runs", tmp_path)
     assert command(*words, *options, "--json") == 0
     out = capsys.readouterr().out.strip().splitlines()
     figures = json.loads(out[-1])

@@ -28,6 +28,8 @@ from tests.tokenizers import bundled_tokenizer
 
 QUESTIONS = 3
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory) -> Any:

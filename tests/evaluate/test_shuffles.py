@@ -20,6 +20,8 @@ from tests.evaluate.helpers import predictions, run, tiny_engine, write_dataset
 PASSAGES = tuple(Passage(f"Some text of passage {n}.", f"T{n}") for n in range(5))
 EXAMPLE = Example("e", "Who?", ("x",), PASSAGES)
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 
 @given(st.integers(1, 5), st.integers(0, 30), st.integers(0, 9))
 def test_orders_are_all_different_and_no_more_than_there_are(n: int, shuffles: int, seed: int) -> None:

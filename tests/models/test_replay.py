@@ -114,7 +114,7 @@ def test_what_is_recorded_at_one_token_serves_all_others(name: str, monkeypatch:
 
     with torch.no_grad():
         graph = make_fx(work)(cache.keys.clone(), cache.values.clone(), torch.tensor([5]), torch.tensor([3]))
-        for i, token in enumerate(some_ids(NEW, 8)):
+        for i, token in enumerate(some_ids(8, 8)):
             logits = graph(cache.keys, cache.values, torch.tensor([token]), torch.tensor([LENGTH + i]))
             assert_near(logits, append(adapter, wanted, LENGTH + i, (token,)), 1e-4)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from blendserve.retrieve import Embedder, precision
 from blendserve.retrieve.bert import Bert
 from blendserve.retrieve.bert_folder import BertFolder, is_plain_bert
 from blendserve.retrieve.encoder import Window
+from tests.files import copied_model
 
 TEXTS = [
     "The cat sat.", "", "Who?", "naïve façade, 漢字 and 🙂; [SEP] taken as it is", "A dog ran in the park.", "A cat ran.",
@@ -34,7 +34,7 @@ def library(model_folder: Path) -> Any:
 
 @pytest.fixture
 def copy(model_folder: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(model_folder, tmp_path / "copy"))
+    return copied_model(model_folder, tmp_path / "copy")
 
 
 def edit(file: Path, **values: Any) -> None:
@@ -52,10 +52,14 @@ def test_vectors_are_the_library_s(model_folder: Path, library: Any, by_kernels:
     assert encoder.max_tokens == library.max_seq_length
 
 
+@pytest.fixture(scope="module")
+def encoder(model_folder: Path) -> Bert:
+    return Bert(BertFolder(model_folder), torch.float32, by_kernels=False)
+
+
 @settings(max_examples=200)
 @given(st.text(max_size=60))
-def test_tokens_are_the_library_s(model_folder: Path, library: Any, text: str) -> None:
-    encoder = Bert(BertFolder(model_folder), torch.float32, False)
+def test_tokens_are_the_library_s(encoder: Bert, library: Any, text: str) -> None:
     own = encoder.tokenizer.encode(text).ids
     assert own == library.tokenizer(text, truncation=False, verbose=False).input_ids
     assert [encoder._first, encoder._last] == [own[0], own[-1]]
@@ -192,9 +196,8 @@ def test_measuring_looks_at_vectors(model_folder: Path) -> None:
     assert not seconds or min(seconds.values()) > 0
 
 
-def test_batches_of_any_mixture(model_folder: Path) -> None:
+def test_batches_of_any_mixture(encoder: Bert) -> None:
     """Windows need not come sorted: equal lengths that do not stand side by side are groups of their own."""
-    encoder = Bert(BertFolder(model_folder), torch.float32, False)
     rng = np.random.default_rng(0)
     windows = [Window("", rng.integers(1000, 20000, n, np.int32)) for n in (5, 9, 5, 5, 1, 9, 200)]
     together = encoder.encode(windows, of_question=False)

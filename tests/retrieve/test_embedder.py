@@ -16,6 +16,7 @@ from blendserve.core import Passage
 from blendserve.errors import ModelError
 from blendserve.retrieve import Embedder
 from blendserve.retrieve.embedder import BUNDLED, QUESTION_WINDOWS, _folder
+from tests.files import copied_model
 
 pieces = st.sampled_from(
     ["word ", "antidisestablishmentarianism ", "naïve,", "漢字", "🙂", "\n\n", "x" * 120, "1.5e-3 ", "[SEP]"]
@@ -146,8 +147,7 @@ def test_an_overlong_question_counts_to_its_end(embedder: Embedder) -> None:
 
 
 def test_the_fingerprint_follows_the_files_not_the_folder(embedder: Embedder, tmp_path: Path) -> None:
-    copy = tmp_path / "copy"
-    shutil.copytree(_folder("minilm-l6"), copy)
+    copy = copied_model(_folder("minilm-l6"), tmp_path / "copy")
     assert Embedder.load(str(copy)).fingerprint == embedder.fingerprint
     config = copy / "sentence_bert_config.json"
     config.write_text(config.read_text().replace("256", "128"))

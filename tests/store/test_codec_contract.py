@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from functools import cache
 from typing import Any
 
 import pytest
@@ -36,6 +37,7 @@ def codec_of(name: str, level: int) -> Codec:
     return made.with_tables(level, tables_of(made) if made.needs_tables else b"")
 
 
+@cache
 def tables_of(made: type[Codec]) -> bytes:
     chunks = [chunk(40, **SHAPE, seed=100 + n) for n in range(6)]
     return made.fit((tuple(range(kv.n_tokens)), kv) for kv in chunks)
