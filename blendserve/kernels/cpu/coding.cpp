@@ -147,7 +147,7 @@ class Lookup {
     const Model& model() const { return model_; }
 
    private:
-    Model model_;
+    const Model& model_;
     int64_t row_;
     std::vector<uint16_t> starts_;
 };
@@ -234,12 +234,12 @@ class Lookup {
     const Model& model() const { return model_; }
 
    private:
-    Model model_;
+    const Model& model_;
 };
 
 inline bool step(const Lookup& lookup, Input& in, States& states, const uint8_t* kinds, int64_t axis, uint32_t live,
                  int8_t* values) {
-    const Model model = lookup.model();
+    const Model& model = lookup.model();
     kinds += axis;
     for (int64_t i = 0; live >> i & 1; ++i) {
         uint32_t x = states.x[i], slot = x & (ONE - 1), kind = kinds[i];
