@@ -3,9 +3,9 @@
 Whoever computes them gives the same bits. Bytes become symbols by integers alone; numbers are sums of integers, and each
 step behind those rounds once, as IEEE 754 says for fp32.
 
-    unpack    bytes -> symbols [C, N]                     rANS (Duda, arXiv 1311.2540) with words of 16 bits
-    pack      symbols -> bytes
-    reconstruct   codes of the layer below, and symbols -> numbers [W, C, D], and their own codes
+    pack          symbols [C, N] -> bytes                 rANS (Duda, arXiv 1311.2540) with words of 16 bits
+    reconstruct   codes of the layer below, and symbols -> numbers [W / D, C, D], and their own codes
+    decode        bytes -> symbols, and reconstruct
 
 The symbols of a chunk's layer are read token by token. Each is coded by one of 64 static distributions: which one goes by
 how large the symbols of this axis have been lately, and by how large the token was one layer below (its context).
@@ -23,8 +23,12 @@ from torch import Tensor
 
 STREAMS, LOWEST, PRECISION, RATE = 16, 1 << 16, 12, 5
 BLOCK = 16  # numbers that compiled kernels compute side by side
+COMPARED = 10  # symbols whose slots compiled kernels compare with; further ones they look up
 ONE = 1 << PRECISION  # a symbol of 1, in a running mean
 SIZES, CONTEXTS, CLASSES, SYMBOLS, ESCAPE = 64, 9, 64, 32, 31
+UNKNOWN = CONTEXTS - 1  # the context of layer 1, below which no symbols are
+# Between contexts: a token's symbols, in sixteenths of the mean token's.
+RATIOS = np.array([6, 9, 12, 15, 18, 23, 32])
 
 _STATES = struct.Struct(f"<{STREAMS}I")
 
@@ -73,6 +77,11 @@ class SymbolModel:
         widths, starts = (np.take_along_axis(x, symbols, axis=1) for x in (self.width, self.start))
         places = np.arange(ONE) - starts.astype(np.int64)
         return np.ascontiguousarray((widths.astype(np.int64) << 17 | places << 5 | symbols).astype(np.uint32))
+
+    @cached_property
+    def starts(self) -> np.ndarray:
+        """[COMPARED, CLASSES] of uint16: the first slots of symbols 1 to COMPARED."""
+        return np.ascontiguousarray(self.start[:, 1 : COMPARED + 1].T)
 
     @cached_property
     def by_context(self) -> np.ndarray:
@@ -131,10 +140,36 @@ def learnt(means: np.ndarray, values: np.ndarray) -> np.ndarray:
     return found
 
 
+def contexts_of(symbols: np.ndarray | None, n_tokens: int) -> np.ndarray:
+    """How large each token's symbols of the layer below were, beside the chunk's mean token -> [C] of uint8."""
+    if symbols is None:
+        return np.full(n_tokens, UNKNOWN, np.uint8)
+    sums = np.abs(symbols).view(np.uint8).sum(axis=1, dtype=np.int64)  # of -128 as well
+    ratios = 16 * sums * len(sums) // max(1, int(sums.sum()))
+    found: np.ndarray = np.searchsorted(RATIOS, ratios, side="right").astype(np.uint8)
+    return found
+
+
+def decode_reference(
+    segment: memoryview,
+    below: tuple[np.ndarray | None, Tensor],
+    means: np.ndarray,
+    model: SymbolModel,
+    layer: LayerMap,
+    dim: int,
+    dtype: torch.dtype,
+) -> tuple[Tensor, np.ndarray, Tensor]:
+    """ops.decode."""
+    seen, codes = below
+    symbols = unpack_reference(segment, contexts_of(seen, len(codes)), means, model)
+    heads, codes = reconstruct_reference(codes, torch.from_numpy(symbols), layer, dim, dtype)
+    return heads, symbols, codes
+
+
 def unpack_reference(
     segment: memoryview, contexts: np.ndarray, means: np.ndarray, model: SymbolModel
 ) -> np.ndarray:
-    """ops.unpack."""
+    """Bytes of a layer -> symbols [C, N] of int8. Raises ValueError for bytes that are no such symbols."""
     states, escapes, words = split_segment(segment)
     values = np.zeros((len(contexts), len(means)), np.int8)
     read, escaped, state = iter(np.frombuffer(words, "<u2").tolist()), iter(escapes.tolist()), list(states)

@@ -11,7 +11,7 @@
     correct               compiled | reference
     add_norm              compiled | the model's own module
     gated_activation      compiled | the model's own function
-    unpack, pack          compiled | reference
+    pack, decode          compiled | reference
     reconstruct           compiled | reference
 
 A backend may serve where it is made for such tensors (`fits`) and is right on this machine (verify.py, asked once for
@@ -331,26 +331,14 @@ def attention_backends(
     return side_by_side, anywhere
 
 
-UNPACK = Operation(
-    *_compiled("unpack", cpu_coding.unpack, _any), Backend("reference", coding.unpack_reference)
-)
-
-
-def unpack(
-    segment: memoryview, contexts: np.ndarray, means: np.ndarray, model: coding.SymbolModel
-) -> np.ndarray:
-    """Bytes of a layer -> symbols [C, N] of int8. contexts [C]: the tokens'. means [N]: what to expect of each axis.
-
-    Raises ValueError for bytes that are no such symbols.
-    """
-    return UNPACK(segment, contexts, means, model)
-
-
 PACK = Operation(*_compiled("pack", cpu_coding.pack, _any), Backend("reference", coding.pack_reference))
 
 
 def pack(values: np.ndarray, contexts: np.ndarray, means: np.ndarray, model: coding.SymbolModel) -> bytes:
-    """Symbols [C, N] of int8 -> the bytes that `unpack` reads."""
+    """Symbols [C, N] of int8 -> the bytes that `decode` reads.
+
+    contexts [C]: the tokens'. means [N]: what to expect of each axis.
+    """
     return PACK(values, contexts, means, model)
 
 
@@ -368,3 +356,26 @@ def reconstruct(
     symbols: None = all of them 0. The heads are those of keys and behind them those of values.
     """
     return RECONSTRUCT(below, symbols, layer, dim, dtype)
+
+
+DECODE = Operation(
+    *_compiled("decode", cpu_coding.decode, cpu_coding.fits_decode),
+    Backend("reference", coding.decode_reference),
+)
+
+
+def decode(
+    segment: memoryview,
+    below: tuple[np.ndarray | None, Tensor],
+    means: np.ndarray,
+    model: coding.SymbolModel,
+    layer: coding.LayerMap,
+    dim: int,
+    dtype: torch.dtype,
+) -> tuple[Tensor, np.ndarray, Tensor]:
+    """Bytes of a layer -> heads [W / D, C, D] as `reconstruct` gives them, symbols [C, N] and codes [C, W], both int8.
+
+    below: symbols [C, M] and codes [C, W] of the layer below; symbols are None where it has none. means [N]: what to
+    expect of each axis. Raises ValueError for bytes that are no such symbols.
+    """
+    return DECODE(segment, below, means, model, layer, dim, dtype)

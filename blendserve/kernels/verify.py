@@ -103,8 +103,8 @@ def check_cpu(level: Level, library: ctypes.CDLL) -> None:
         "correct": _check_correct,
         "norm": _check_norm,
         "gate": _check_gate,
-        "unpack": _check_symbols,
         "pack": _check_symbols,
+        "decode": _check_symbols,
         "reconstruct": _check_reconstruct,
     }
     for check in dict.fromkeys(checks[operation] for operation in level.sources):
@@ -207,15 +207,21 @@ def _check_gate(library: ctypes.CDLL, dtype: torch.dtype) -> None:
 
 
 def _check_symbols(library: ctypes.CDLL, dtype: torch.dtype) -> None:
-    """To the byte, and back."""
+    """To the byte, and back with what they are worth."""
     model, generator = coding.some_model(), np.random.default_rng(0)
-    values = (generator.laplace(size=(40, 23)) * np.linspace(0.01, 9.0, 23)).clip(-128, 127).astype(np.int8)
-    contexts, means = generator.integers(0, coding.CONTEXTS, 40), np.full(23, coding.ONE // 3)
-    wanted = coding.pack_reference(values, contexts, means, model)
-    if cpu_coding.run_pack(library, values, contexts, means, model) != wanted:
-        raise Unavailable("coding symbols is wrong here")
-    if not np.array_equal(cpu_coding.run_unpack(library, memoryview(wanted), contexts, means, model), values):
-        raise Unavailable("decoding symbols is wrong here")
+    layer, codes, seen = coding.some_map(64, 20), coding.some_codes(40, 64), coding.some_codes(40, 37).numpy()
+    values = (generator.laplace(size=(40, 20)) * np.linspace(0.01, 9.0, 20)).clip(-128, 127).astype(np.int8)
+    means = np.full(20, coding.ONE // 3)
+    for below in (seen, None):
+        contexts = coding.contexts_of(below, 40)
+        wanted = coding.pack_reference(values, contexts, means, model)
+        if cpu_coding.run_pack(library, values, contexts, means, model) != wanted:
+            raise Unavailable("coding symbols is wrong here")
+        given = memoryview(wanted), (below, codes), means, model, layer, 16, dtype
+        heads, found, above = cpu_coding.run_decode(library, *given)
+        worth = coding.reconstruct_reference(codes, torch.from_numpy(values), layer, 16, dtype)
+        if not (np.array_equal(found, values) and all(map(torch.equal, (heads, above), worth))):
+            raise Unavailable("decoding symbols is wrong here")
 
 
 def _check_reconstruct(library: ctypes.CDLL, dtype: torch.dtype) -> None:

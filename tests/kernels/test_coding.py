@@ -25,7 +25,7 @@ MODEL = coding.some_model()
 @st.composite
 def layers(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Symbols [C, N], the tokens' contexts [C] and what is expected of the axes [N]."""
-    tokens, axes = draw(st.integers(1, 12)), draw(st.integers(0, 9))
+    tokens, axes = draw(st.integers(1, 12)), draw(st.sampled_from([0, 4, 8, 20]))
     generator = np.random.default_rng(draw(st.integers(0, 999)))
     spread = draw(st.sampled_from([0.01, 0.5, 4.0, 90.0]))
     values = generator.laplace(scale=spread, size=(tokens, axes)).clip(-128, 127).astype(np.int8)
@@ -101,3 +101,17 @@ def test_numbers_equal_the_formula_in_twice_the_precision(n_tokens: int) -> None
     )
     near = (numbers * layer.code_scale + layer.code_zero).clamp(-128, 127)
     assert bool(((codes.double() - near).abs() <= 0.501).all())
+
+
+@pytest.mark.parametrize("n_tokens", [1, 30])
+def test_contexts_tell_large_tokens_from_small_ones(n_tokens: int) -> None:
+    """By the definition: sixteenths of the mean, in whole numbers."""
+    symbols = (
+        np.random.default_rng(2).integers(-128, 128, (n_tokens, 5)) // np.arange(1, n_tokens + 1)[:, None]
+    )
+    symbols[0] = -128
+    sums = [sum(abs(int(x)) for x in token) for token in symbols]
+    wanted = [sum(16 * n * n_tokens // sum(sums) >= ratio for ratio in coding.RATIOS) for n in sums]
+    assert coding.contexts_of(symbols.astype(np.int8), n_tokens).tolist() == wanted
+    assert (coding.contexts_of(None, n_tokens) == CONTEXTS - 1).all()
+    assert (coding.contexts_of(np.zeros((n_tokens, 5), np.int8), n_tokens) == 0).all()

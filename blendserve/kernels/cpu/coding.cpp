@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <iterator>
 #include <vector>
 
 namespace {
@@ -14,7 +15,9 @@ namespace {
 constexpr int64_t STREAMS = 16;  // symbols j, j + 16, ... of a token belong to one rANS state
 constexpr uint32_t LOWEST = 1 << 16;
 constexpr int PRECISION = 12, RATE = 5, ONE = 1 << 12;
-constexpr int64_t SIZES = 64, SYMBOLS = 32, ESCAPE = 31;
+constexpr int64_t SIZES = 64, CLASSES = 64, SYMBOLS = 32, ESCAPE = 31, UNKNOWN = 8;
+constexpr int64_t COMPARED = 10;  // symbols, mostly the most frequent ones, that are found without `steps`
+constexpr int64_t RATIOS[] = {6, 9, 12, 15, 18, 23, 32};  // between contexts: a token's symbols, in 16ths of the mean token's
 
 // What symbols are coded with.
 struct Model {
@@ -22,6 +25,7 @@ struct Model {
     const uint32_t *steps;   // [64, 4096]: class and slot -> slots of its symbol, the slot's place among them, the symbol:
                              // 15, 12 and 5 bits. One table, as what a step waits for is memory
     const uint32_t *spans;   // [64, SYMBOLS]: slots of a symbol, times 65,536, and the first of them
+    const uint16_t *starts;  // [COMPARED, 64]: the first slots of symbols 1 to COMPARED, by class
 };
 
 // How large an axis has been lately: four steps an octave, of a mean with 12 bits behind the point.
@@ -75,15 +79,14 @@ inline int64_t symbol_of(int32_t value) {
 }  // namespace
 
 struct UnpackCall {
-    const uint8_t* words;       // [n_words] of 2 bytes, at any address
-    const int8_t* escapes;      // [n_escapes]
-    const uint8_t* contexts;    // [tokens]
-    const int32_t* means;       // [axes]: what to expect before anything is known
+    const uint8_t* words;         // [n_words] of 2 bytes, at any address
+    const int8_t* escapes;        // [n_escapes]
+    const int8_t* below_symbols;  // [tokens, below_axes], of the layer below; null where it has none
+    const int32_t* means;         // [axes]: what to expect before anything is known
     Model model;
-    int8_t* values;             // [tokens, axes]
+    int8_t* values;               // out: [tokens, axes]
     uint32_t states[STREAMS];
-    int64_t n_words, n_escapes, tokens, axes;
-    int64_t wrong;              // out: 1 = these are not the bytes of such symbols
+    int64_t n_words, n_escapes, tokens, axes, below_axes;
 };
 
 namespace {
@@ -116,16 +119,41 @@ inline __m256i next_words(const Input& in) {
     return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(last));
 }
 
-// The symbols of `live` streams, whose classes are `kinds` -> whether there were enough bytes. All values are written.
-inline bool step(const Model& model, Input& in, States& x, const uint8_t* kinds, uint32_t live, int8_t* values) {
-    const __m512i kind = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(kinds)));
-    const __m512i slot = _mm512_and_si512(x, _mm512_set1_epi32(ONE - 1));
-    const __m512i at = _mm512_or_si512(_mm512_slli_epi32(kind, PRECISION), slot);
-    const __m512i found = _mm512_i32gather_epi32(at, model.steps, 4);
-    const __m512i place = _mm512_and_si512(_mm512_srli_epi32(found, 5), _mm512_set1_epi32(ONE - 1));
-    const __m512i over = _mm512_mullo_epi32(_mm512_srli_epi32(found, 17), _mm512_srli_epi32(x, PRECISION));
-    const __m512i next = _mm512_add_epi32(over, place);
-    const __mmask16 alive = static_cast<__mmask16>(live);
+// Where the first symbols of each axis' class begin. That depends on no state, so no step waits for it.
+class Lookup {
+   public:
+    Lookup(const Model& model, int64_t axes) : model_(model), row_((axes + 31) / 32 * 32), starts_(COMPARED * row_) {}
+
+    // kinds: of all axes, and some behind them
+    void prepare(const std::vector<uint8_t>& kinds) {
+        __m512i low[COMPARED], high[COMPARED];
+#pragma GCC unroll 16
+        for (int64_t k = 0; k < COMPARED; ++k) {
+            low[k] = _mm512_loadu_si512(model_.starts + k * CLASSES);
+            high[k] = _mm512_loadu_si512(model_.starts + k * CLASSES + 32);
+        }
+        for (int64_t j = 0; j < row_; j += 32) {
+            const __m512i at = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(kinds.data() + j)));
+#pragma GCC unroll 16
+            for (int64_t k = 0; k < COMPARED; ++k)
+                _mm512_storeu_si512(starts_.data() + k * row_ + j, _mm512_permutex2var_epi16(low[k], at, high[k]));
+        }
+    }
+
+    __m256i start(int64_t k, int64_t axis) const {  // of symbol k + 1
+        return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(starts_.data() + k * row_ + axis));
+    }
+
+    const Model& model() const { return model_; }
+
+   private:
+    const Model& model_;
+    int64_t row_;
+    std::vector<uint16_t> starts_;
+};
+
+// States after a symbol, with words of 16 bits where they became small -> whether there were enough.
+inline bool renew(Input& in, States& x, __m512i next, __mmask16 alive) {
     const __mmask16 low = _mm512_mask_cmplt_epu32_mask(alive, next, _mm512_set1_epi32(LOWEST));
     const int64_t n = __builtin_popcount(low);
     if (in.word + n > in.n_words) return false;
@@ -133,6 +161,22 @@ inline bool step(const Model& model, Input& in, States& x, const uint8_t* kinds,
     in.word += n;
     x = _mm512_mask_mov_epi32(x, alive, next);
     x = _mm512_mask_or_epi32(x, low, _mm512_slli_epi32(next, 16), fresh);
+    return true;
+}
+
+inline __m512i after(States x, __m512i width, __m512i place) {
+    return _mm512_add_epi32(_mm512_mullo_epi32(width, _mm512_srli_epi32(x, PRECISION)), place);
+}
+
+// Any symbols, by one look-up, which waits for memory.
+inline bool step_by_slots(const Model& model, Input& in, States& x, const uint8_t* kinds, __m512i slot, uint32_t live,
+                          int8_t* values) {
+    const __m512i kind = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(kinds)));
+    const __m512i at = _mm512_or_si512(_mm512_slli_epi32(kind, PRECISION), slot);
+    const __m512i found = _mm512_i32gather_epi32(at, model.steps, 4);
+    const __m512i place = _mm512_and_si512(_mm512_srli_epi32(found, 5), _mm512_set1_epi32(ONE - 1));
+    const __mmask16 alive = static_cast<__mmask16>(live);
+    if (!renew(in, x, after(x, _mm512_srli_epi32(found, 17), place), alive)) return false;
     const __m512i one = _mm512_set1_epi32(1), symbol = _mm512_and_si512(found, _mm512_set1_epi32(SYMBOLS - 1));
     const __m512i half = _mm512_srli_epi32(_mm512_add_epi32(symbol, one), 1);
     const __m512i sign = _mm512_sub_epi32(_mm512_and_si512(symbol, one), one);  // -1 for what is not above 0
@@ -142,6 +186,32 @@ inline bool step(const Model& model, Input& in, States& x, const uint8_t* kinds,
         if (in.escape == in.n_escapes) return false;
         values[__builtin_ctz(left)] = in.escapes[in.escape++];
     }
+    return true;
+}
+
+// The symbols of `live` streams from `axis` on -> whether there were enough bytes. All values are written.
+inline bool step(const Lookup& lookup, Input& in, States& x, const uint8_t* kinds, int64_t axis, uint32_t live,
+                 int8_t* values) {
+    const __m512i slot = _mm512_and_si512(x, _mm512_set1_epi32(ONE - 1));
+    const __m256i at = _mm512_cvtepi32_epi16(slot), one = _mm256_set1_epi16(1);
+    // `behind` is small where a symbol's first slot is reached, and else, as numbers of 16 bits start over, large.
+    __m256i behind = _mm256_setzero_si256(), place = at, most = _mm256_setzero_si256(), symbol = _mm256_set1_epi16(COMPARED);
+#pragma GCC unroll 16
+    for (int64_t k = 0; k < COMPARED; ++k) {
+        behind = _mm256_sub_epi16(at, lookup.start(k, axis));
+        place = _mm256_min_epu16(place, behind);
+        most = _mm256_max_epu16(most, behind);
+        symbol = _mm256_add_epi16(symbol, _mm256_srai_epi16(behind, 15));
+    }
+    if (live & ~_mm256_movepi16_mask(behind))
+        return step_by_slots(lookup.model(), in, x, kinds + axis, slot, live, values);
+    const __m256i width = _mm256_sub_epi16(place, most);  // from the symbol's first slot to the next one's
+    const __m512i next = after(x, _mm512_cvtepu16_epi32(width), _mm512_cvtepu16_epi32(place));
+    if (!renew(in, x, next, static_cast<__mmask16>(live))) return false;
+    const __m256i half = _mm256_srli_epi16(_mm256_add_epi16(symbol, one), 1);
+    const __m256i sign = _mm256_sub_epi16(_mm256_and_si256(symbol, one), one);  // -1 for what is not above 0
+    const __m256i value = _mm256_sub_epi16(_mm256_xor_si256(half, sign), sign);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(values), _mm256_cvtepi16_epi8(value));
     return true;
 }
 
@@ -157,7 +227,20 @@ inline States states_from(const uint32_t* at) {
 }
 inline void states_to(uint32_t* at, const States& states) { std::copy(states.x, states.x + STREAMS, at); }
 
-inline bool step(const Model& model, Input& in, States& states, const uint8_t* kinds, uint32_t live, int8_t* values) {
+class Lookup {
+   public:
+    Lookup(const Model& model, int64_t) : model_(model) {}
+    void prepare(const std::vector<uint8_t>&) {}
+    const Model& model() const { return model_; }
+
+   private:
+    const Model& model_;
+};
+
+inline bool step(const Lookup& lookup, Input& in, States& states, const uint8_t* kinds, int64_t axis, uint32_t live,
+                 int8_t* values) {
+    const Model& model = lookup.model();
+    kinds += axis;
     for (int64_t i = 0; live >> i & 1; ++i) {
         uint32_t x = states.x[i], slot = x & (ONE - 1), kind = kinds[i];
         uint32_t found = model.steps[kind << PRECISION | slot], symbol = found & (SYMBOLS - 1);
@@ -175,32 +258,62 @@ inline bool step(const Model& model, Input& in, States& states, const uint8_t* k
 
 #endif
 
-}  // namespace
+// The sum of what they are without their signs.
+inline int64_t sum_of_sizes(const int8_t* symbols, int64_t n) {
+    __m256i sums = _mm256_setzero_si256();
+    int64_t j = 0, parts[4], sum = 0;
+    for (; j + 32 <= n; j += 32) {  // 128 as well: there is no sign any more
+        const __m256i sizes = _mm256_abs_epi8(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(symbols + j)));
+        sums = _mm256_add_epi64(sums, _mm256_sad_epu8(sizes, _mm256_setzero_si256()));
+    }
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(parts), sums);
+    for (int64_t part : parts) sum += part;
+    for (; j < n; ++j) sum += std::abs(static_cast<int32_t>(symbols[j]));
+    return sum;
+}
 
-extern "C" void blendserve_unpack(UnpackCall* call) {
-    UnpackCall& c = *call;
-    const Model model = c.model;
+std::vector<uint8_t> contexts_of(const UnpackCall& c) {
+    std::vector<uint8_t> contexts(c.tokens, UNKNOWN);
+    if (!c.below_symbols) return contexts;
+    std::vector<int64_t> sums(c.tokens);
+    int64_t total = 0;
+    for (int64_t t = 0; t < c.tokens; ++t)
+        total += sums[t] = sum_of_sizes(c.below_symbols + t * c.below_axes, c.below_axes);
+    for (int64_t t = 0; t < c.tokens; ++t) {
+        const int64_t ratio = 16 * sums[t] * c.tokens / std::max<int64_t>(total, 1);
+        contexts[t] = static_cast<uint8_t>(std::upper_bound(std::begin(RATIOS), std::end(RATIOS), ratio) - RATIOS);
+    }
+    return contexts;
+}
+
+// Whether these were the bytes of such symbols.
+bool unpack(const UnpackCall& c) {
     const int64_t axes = c.axes;
+    const std::vector<uint8_t> contexts = contexts_of(c);
+    Lookup lookup(c.model, axes);
     std::vector<int32_t> means(c.means, c.means + axes);
-    std::vector<uint8_t> sizes(axes), kinds(axes + STREAMS);
+    std::vector<uint8_t> sizes(axes), kinds(axes + 2 * STREAMS);
     std::vector<int8_t> values(axes + STREAMS);
     Input in{c.words, c.escapes, c.n_words, c.n_escapes};
     States x = states_from(c.states);
-    c.wrong = 1;
     for (int64_t t = 0; t < c.tokens; ++t) {
         sizes_of(means, sizes);
-        kinds_of(model.classes + c.contexts[t] * SIZES, sizes, kinds);
+        kinds_of(c.model.classes + contexts[t] * SIZES, sizes, kinds);
+        lookup.prepare(kinds);
         for (int64_t j = 0; j < axes; j += STREAMS) {
             const uint32_t live = axes - j < STREAMS ? (1u << (axes - j)) - 1 : (1u << STREAMS) - 1;
-            if (!step(model, in, x, kinds.data() + j, live, values.data() + j)) return;
+            if (!step(lookup, in, x, kinds.data(), j, live, values.data() + j)) return false;
         }
         learn(means, values.data());
         std::copy(values.data(), values.data() + axes, c.values + t * axes);
     }
-    states_to(c.states, x);
-    c.wrong = in.word != c.n_words || in.escape != c.n_escapes;
-    for (uint32_t state : c.states) c.wrong |= state != LOWEST;
+    uint32_t states[STREAMS];
+    states_to(states, x);
+    return in.word == c.n_words && in.escape == c.n_escapes &&
+           std::all_of(states, states + STREAMS, [](uint32_t state) { return state == LOWEST; });
 }
+
+}  // namespace
 
 struct PackCall {
     const int8_t* values;     // [tokens, axes]
@@ -499,4 +612,16 @@ extern "C" void blendserve_reconstruct(const ReconstructCall* call) {
     int64_t block = 0;
     for (; block + BLOCKS * BLOCK <= c.width; block += BLOCKS * BLOCK) reconstruct_blocks<BLOCKS>(c, block, surplus);
     for (; block < c.width; block += BLOCK) reconstruct_blocks<1>(c, block, surplus);
+}
+
+// A layer's bytes -> its symbols, and what they are worth. numbers.symbols are symbols.values.
+struct DecodeCall {
+    UnpackCall symbols;
+    ReconstructCall numbers;
+    int64_t wrong;  // out: 1 = these are not the bytes of such symbols; nothing else is of use then
+};
+
+extern "C" void blendserve_decode(DecodeCall* call) {
+    call->wrong = !unpack(call->symbols);
+    if (!call->wrong) blendserve_reconstruct(&call->numbers);
 }

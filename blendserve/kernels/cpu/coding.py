@@ -16,18 +16,18 @@ from blendserve.kernels.cpu.library import loaded
 class Model(ctypes.Structure):
     """`Model` of coding.cpp, field by field."""
 
-    _fields_ = tuple((name, ctypes.c_void_p) for name in ("classes", "steps", "spans"))
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("classes", "steps", "spans", "starts"))
 
 
 class UnpackCall(ctypes.Structure):
     """`UnpackCall` of coding.cpp, field by field."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("words", "escapes", "contexts", "means")),
+        *((name, ctypes.c_void_p) for name in ("words", "escapes", "below_symbols", "means")),
         ("model", Model),
         ("values", ctypes.c_void_p),
         ("states", ctypes.c_uint32 * STREAMS),
-        *((name, ctypes.c_int64) for name in ("n_words", "n_escapes", "tokens", "axes", "wrong")),
+        *((name, ctypes.c_int64) for name in ("n_words", "n_escapes", "tokens", "axes", "below_axes")),
     )
 
 
@@ -64,11 +64,10 @@ class ReconstructCall(ctypes.Structure):
     )
 
 
-def unpack(
-    level: Level, segment: memoryview, contexts: np.ndarray, means: np.ndarray, model: SymbolModel
-) -> np.ndarray:
-    """ops.unpack."""
-    return run_unpack(loaded(level), segment, contexts, means, model)
+class DecodeCall(ctypes.Structure):
+    """`DecodeCall` of coding.cpp, field by field."""
+
+    _fields_ = (("symbols", UnpackCall), ("numbers", ReconstructCall), ("wrong", ctypes.c_int64))
 
 
 def pack(
@@ -104,32 +103,32 @@ def reconstruct(
     return run_reconstruct(loaded(level), below, symbols, layer, dim, dtype)
 
 
-def run_unpack(
-    library: ctypes.CDLL, segment: memoryview, contexts: np.ndarray, means: np.ndarray, model: SymbolModel
-) -> np.ndarray:
-    """The call itself. Raises ValueError for bytes that are no such symbols."""
-    states, escapes, words = split_segment(segment)
-    flat = np.frombuffer(words, np.uint8)
-    values = np.empty((len(contexts), len(means)), np.int8)
-    expected: np.ndarray = np.ascontiguousarray(means, np.int32)
-    seen: np.ndarray = np.ascontiguousarray(contexts, np.uint8)
-    call = UnpackCall(
-        flat.ctypes.data,
-        escapes.ctypes.data,
-        seen.ctypes.data,
-        expected.ctypes.data,
-        _model(model),
-        values.ctypes.data,
-        (ctypes.c_uint32 * STREAMS)(*states),
-        len(flat) // 2,
-        len(escapes),
-        *values.shape,
-        0,
-    )
-    library.blendserve_unpack(ctypes.byref(call))
-    if call.wrong:
-        raise ValueError("its bytes and its symbols do not end together")
-    return values
+def fits_decode(
+    level: Level,
+    segment: memoryview,
+    below: tuple[np.ndarray | None, Tensor],
+    means: np.ndarray,
+    model: SymbolModel,
+    layer: LayerMap,
+    dim: int,
+    dtype: torch.dtype,
+) -> bool:
+    """As `fits_reconstruct`."""
+    return fits_reconstruct(level, below[1], None, layer, dim, dtype)
+
+
+def decode(
+    level: Level,
+    segment: memoryview,
+    below: tuple[np.ndarray | None, Tensor],
+    means: np.ndarray,
+    model: SymbolModel,
+    layer: LayerMap,
+    dim: int,
+    dtype: torch.dtype,
+) -> tuple[Tensor, np.ndarray, Tensor]:
+    """ops.decode for what `fits_decode`."""
+    return run_decode(loaded(level), segment, below, means, model, layer, dim, dtype)
 
 
 def run_pack(
@@ -159,30 +158,81 @@ def run_reconstruct(
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """The call itself."""
+    given = None if symbols is None else symbols.contiguous()
+    below = below.contiguous()
+    out, codes = _outputs(below, dim, dtype)
+    at = None if given is None else given.data_ptr()
+    library.blendserve_reconstruct(ctypes.byref(_reconstruct_call(below, at, layer, out, codes)))
+    return out.to(dtype), codes
+
+
+def run_decode(
+    library: ctypes.CDLL,
+    segment: memoryview,
+    below: tuple[np.ndarray | None, Tensor],
+    means: np.ndarray,
+    model: SymbolModel,
+    layer: LayerMap,
+    dim: int,
+    dtype: torch.dtype,
+) -> tuple[Tensor, np.ndarray, Tensor]:
+    """The call itself. Raises ValueError for bytes that are no such symbols."""
+    states, escapes, words = split_segment(segment)
+    flat = np.frombuffer(words, np.uint8)
+    seen, codes_below = below[0], below[1].contiguous()
+    expected: np.ndarray = np.ascontiguousarray(means, np.int32)
+    values = np.empty((len(codes_below), len(expected)), np.int8)
+    out, codes = _outputs(codes_below, dim, dtype)
+    symbols = UnpackCall(
+        flat.ctypes.data,
+        escapes.ctypes.data,
+        None if seen is None else seen.ctypes.data,
+        expected.ctypes.data,
+        _model(model),
+        values.ctypes.data,
+        (ctypes.c_uint32 * STREAMS)(*states),
+        len(flat) // 2,
+        len(escapes),
+        *values.shape,
+        0 if seen is None else seen.shape[1],
+    )
+    call = DecodeCall(symbols, _reconstruct_call(codes_below, values.ctypes.data, layer, out, codes))
+    library.blendserve_decode(ctypes.byref(call))
+    if call.wrong:
+        raise ValueError("its bytes and its symbols do not end together")
+    return out.to(dtype), values, codes
+
+
+def _outputs(below: Tensor, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Memory for numbers [W / D, C, D], in bf16 or fp32, and for codes [C, W]."""
     tokens, width = below.shape
-    heads = width // dim
-    short = dtype == torch.bfloat16
-    out = torch.empty(heads, tokens, dim, dtype=dtype if short else torch.float32)
-    codes = torch.empty(tokens, width, dtype=torch.int8)
-    inputs = below.contiguous(), None if symbols is None else symbols.contiguous()
-    inputs_of = width, len(layer.residual)
+    kind = dtype if dtype == torch.bfloat16 else torch.float32
+    return torch.empty(width // dim, tokens, dim, dtype=kind), torch.empty_like(below)
+
+
+def _reconstruct_call(
+    below: Tensor, symbols: int | None, layer: LayerMap, out: Tensor, codes: Tensor
+) -> ReconstructCall:
+    """symbols: where they lie."""
+    heads, tokens, dim = out.shape
+    inputs_of = layer.width, len(layer.residual)
     matrices = (Matrix(m.data_ptr(), n) for m, n in zip(layer.packed, inputs_of, strict=True))
     scales = layer.map_scale, layer.mean, layer.residual_scale, layer.code_scale, layer.code_zero
-    call = ReconstructCall(
-        *(None if x is None else x.data_ptr() for x in inputs),
+    short = out.dtype == torch.bfloat16
+    return ReconstructCall(
+        below.data_ptr(),
+        symbols,
         *matrices,
         *(x.data_ptr() for x in scales),
         None if short else out.data_ptr(),
         out.data_ptr() if short else None,
         codes.data_ptr(),
         tokens,
-        width,
+        layer.width,
         heads,
         dim,
     )
-    library.blendserve_reconstruct(ctypes.byref(call))
-    return out.to(dtype), codes
 
 
 def _model(model: SymbolModel) -> Model:
-    return Model(*(x.ctypes.data for x in (model.by_context, model.steps, model.spans)))
+    return Model(*(x.ctypes.data for x in (model.by_context, model.steps, model.spans, model.starts)))

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from blendserve.core import ChunkKV
 from blendserve.errors import StoreError
-from blendserve.kernels.coding import LayerMap, to_codes
-from blendserve.kernels.ops import pack, reconstruct, unpack
+from blendserve.kernels.coding import LayerMap, contexts_of, to_codes
+from blendserve.kernels.ops import decode, pack, reconstruct
 from blendserve.models.adapter import Adapter
 from blendserve.store.codecs.base import (
     Buffer,
@@ -35,7 +35,7 @@ from blendserve.store.codecs.base import (
     tables_hash,
 )
 from blendserve.store.codecs.predict.fit import fit
-from blendserve.store.codecs.predict.symbols import contexts, flat, quantised
+from blendserve.store.codecs.predict.symbols import flat, quantised
 from blendserve.store.codecs.predict.tables import STEPS, Tables
 
 EXPECTED = 6, 8, 9, 10, 10  # times smaller, by level; text like that of the tables does better
@@ -197,7 +197,7 @@ class Predict(Codec):
         found[far.numpy()] = 0
         _, codes = reconstruct(below, torch.from_numpy(found), layer, dim, torch.float32)
         segment = (
-            pack(found, contexts(symbols, len(found)), self.means(l), self.tables.model)
+            pack(found, contexts_of(symbols, len(found)), self.means(l), self.tables.model)
             if len(found)
             else b""
         )
@@ -260,14 +260,12 @@ class PredictDecoder:
     def _further(self, l: int, segment: memoryview) -> Tensor:
         shape, codec = self._shape, self._codec
         layer = codec.layer(l)
-        if shape.n_tokens:
-            seen = contexts(self._symbols, shape.n_tokens)
-            symbols = unpack(segment, seen, codec.means(l), codec.tables.model)
-        else:
-            symbols = np.zeros((0, len(layer.residual)), np.int8)
-        self._symbols = symbols
-        given = self._below, torch.from_numpy(symbols)
-        heads, self._below = reconstruct(*given, layer, shape.head_dim, shape.dtype)
+        if not shape.n_tokens:
+            return reconstruct(self._below, None, layer, shape.head_dim, shape.dtype)[0]
+        below, model = (self._symbols, self._below), codec.tables.model
+        heads, self._symbols, self._below = decode(
+            segment, below, codec.means(l), model, layer, shape.head_dim, shape.dtype
+        )
         return heads
 
 

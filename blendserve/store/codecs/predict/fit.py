@@ -26,6 +26,7 @@ from blendserve.kernels.coding import (
     SIZES,
     SYMBOLS,
     LayerMap,
+    contexts_of,
     learnt,
     size_of,
     slots_of,
@@ -34,7 +35,7 @@ from blendserve.kernels.coding import (
 from blendserve.models.adapter import Adapter
 from blendserve.store.codecs.base import Progress, Sample
 from blendserve.store.codecs.predict.sensitivity import WINDOW, first_layer, sensitivity
-from blendserve.store.codecs.predict.symbols import contexts, flat, quantised
+from blendserve.store.codecs.predict.symbols import flat, quantised
 from blendserve.store.codecs.predict.tables import STEPS, VERSION, Tables
 
 FEWEST = 64  # tokens
@@ -237,7 +238,7 @@ def _learn_contexts(
             means[level, l, : len(mean)] = torch.from_numpy(mean)
             for n, (start, stop) in enumerate(chunks):
                 values = symbols[start:stop]
-                _count(values, contexts(below[n], len(values)), mean, amounts, seen)
+                _count(values, contexts_of(below[n], len(values)), mean, amounts, seen)
                 below[n] = values
     counts = seen.sum(axis=2)
     usual = np.exp2(-np.maximum(0, 40 - np.arange(SIZES)) / 4)  # where nothing was seen: the size itself

@@ -1,4 +1,4 @@
-"""KV as rows of numbers, numbers as symbols, and the context that a token's symbols are coded in."""
+"""KV as rows of numbers, and numbers as symbols."""
 
 from __future__ import annotations
 
@@ -6,12 +6,9 @@ import numpy as np
 from torch import Tensor, cat
 
 from blendserve.core import ChunkKV
-from blendserve.kernels.coding import CONTEXTS, ONE
+from blendserve.kernels.coding import ONE
 
 BIT = 0.11  # squared steps of error that a bit has to take away: about what a finer step would (docs/log.md)
-UNKNOWN = CONTEXTS - 1  # the context of layer 1, below which no symbols are
-# Between contexts: a token's symbols, in sixteenths of the mean token's.
-RATIOS = np.array([6, 9, 12, 15, 18, 23, 32])
 
 
 def flat(kv: ChunkKV) -> Tensor:
@@ -32,15 +29,4 @@ def quantised(along: np.ndarray, step: float, means: np.ndarray) -> np.ndarray:
     whole = np.floor(steps)
     up = steps - whole > np.float32(0.5) + np.float32(BIT / 2) * (bits + (whole == 0))
     found: np.ndarray = np.copysign(whole + up, along).clip(-128, 127).astype(np.int8)
-    return found
-
-
-def contexts(symbols: np.ndarray | None, n_tokens: int) -> np.ndarray:
-    """How large each token's symbols of the layer below were, beside the chunk's mean token -> [C] of uint8."""
-    if symbols is None:
-        return np.full(n_tokens, UNKNOWN, np.uint8)
-    sizes = np.abs(symbols).view(np.uint8).astype(np.float32)  # of -128 as well; sums of integers, exact
-    sums = (sizes @ np.ones(sizes.shape[1], np.float32)).astype(np.int64)
-    ratios = 16 * sums * len(sums) // max(1, int(sums.sum()))
-    found: np.ndarray = np.searchsorted(RATIOS, ratios, side="right").astype(np.uint8)
     return found
