@@ -151,7 +151,7 @@ class Blender:
             blend = changed(blend, **REUSE)
         corrupt: dict[ChunkKey, str] = {}
         trouble = ""
-        waiting = self._while_waiting(prompt) if self._weighs(blend) else None
+        waiting = self._while_waiting(prompt, blend) if self.store.far else None
         while blend.method != "full" and not trouble:
             try:
                 with self.store.reading() as snapshot:
@@ -194,16 +194,17 @@ class Blender:
         """Whether the store sees by itself what is worth bringing from another machine, and may."""
         return blend.method == "auto" and self.store.far and self.store.weighs
 
-    def _while_waiting(self, prompt: Prompt) -> WhileWaiting:
-        """Any chunk may be computed alone, as precompute does, in this thread."""
-        context, costs = self._context, self.calibrate()
+    def _while_waiting(self, prompt: Prompt, blend: BlendConfig) -> WhileWaiting:
+        """Where it is weighed what to fetch, any chunk may be computed alone, as precompute does, in this thread."""
+        context = self._context
 
         def seconds(n: int) -> float:
             first = 0 if context in self._computers else len(context)  # which runs once
             rows, keys = n + first, n * (len(context) + (n + 1) / 2) + first**2 / 2
-            return costs.seconds(Work(1 + bool(first), rows, keys, 0.0))
+            return self.calibrate().seconds(Work(1 + bool(first), rows, keys, 0.0))
 
-        chunks = {self.key(chunk.ids): chunk.ids for chunk in prompt.chunks if len(chunk)}
+        may = prompt.chunks if self._weighs(blend) else ()
+        chunks = {self.key(chunk.ids): chunk.ids for chunk in may if len(chunk)}
         return WhileWaiting(chunks, seconds, lambda ids: self.computer(context).compute([ids])[0])
 
     def _slow(self, prompt: Prompt, blend: BlendConfig, which: list[int]) -> dict[ChunkKey, str]:

@@ -64,10 +64,15 @@ class ChunkView(Protocol):
 
 
 class Coming(Protocol):
-    """Chunks on their way from another machine, the first that were expected in front: who waits may compute the last."""
+    """Chunks on their way from another machine, the first that were expected in front: who waits may decode what is here,
+    and compute the last."""
 
     def wait(self, seconds: float) -> bool:
-        """Until another one is here, at most so long -> whether the transfer of any has still to begin."""
+        """Until another one is here, at most so long -> whether any is still to come."""
+        ...
+
+    def decode(self) -> bool:
+        """A layer of one that is here, before it is asked for; False where there is nothing to decode."""
         ...
 
     def withdraw(self, seconds: Mapping[ChunkKey, float]) -> ChunkKey | None:

@@ -22,7 +22,7 @@ import torch
 
 from blendserve.core import ChunkKV
 from blendserve.errors import CorruptRecord, StoreError, StoreVersion
-from blendserve.store.base import ChunkView, KVStore, Meanwhile, Snapshot
+from blendserve.store.base import ChunkView, Coming, KVStore, Meanwhile, Snapshot
 from blendserve.store.chunk import StoredChunk
 from blendserve.store.codecs.base import UNREACHABLE, ChunkShape, Undecodable
 from blendserve.store.codecs.raw import Raw
@@ -111,7 +111,7 @@ class Fetcher:
         if time.monotonic() >= self._rest_until:
             try:
                 with self._remote.reading() as snapshot:
-                    snapshot.expect(keys, meanwhile)
+                    snapshot.expect(keys, _undecoded(meanwhile))
                     for key in keys:
                         found |= _fetched(snapshot, key)
                 self.failures += any(
@@ -148,6 +148,26 @@ class Fetcher:
     def _held(self) -> int:
         """Bytes of what was read ahead."""
         return sum(_bytes(batch.read, key) for key, batch in self._ahead.items())
+
+
+@dataclass(frozen=True, slots=True)
+class _Undecoded:
+    """Chunks on their way that are to be kept as they are coded."""
+
+    coming: Coming
+
+    def wait(self, seconds: float) -> bool:
+        return self.coming.wait(seconds)
+
+    def decode(self) -> bool:
+        return False
+
+    def withdraw(self, seconds: Mapping[ChunkKey, float]) -> ChunkKey | None:
+        return self.coming.withdraw(seconds)
+
+
+def _undecoded(meanwhile: Meanwhile | None) -> Meanwhile | None:
+    return meanwhile and (lambda coming: meanwhile(_Undecoded(coming)))
 
 
 def _of(read: Future[dict[ChunkKey, Fetched]], key: ChunkKey) -> Fetched | None:

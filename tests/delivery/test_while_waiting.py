@@ -1,4 +1,4 @@
-"""Chunks computed by who waits for others. Links deliver when a test lets them, and estimates are made up: no time counts."""
+"""Chunks computed by who waits for others. Links deliver when a test lets them, and estimates are made up: time is not."""
 
 from __future__ import annotations
 
@@ -100,8 +100,8 @@ def local(chunks: Any) -> MemoryStore:
 
 def asked(service: Service) -> float:
     """Chunks that were asked for so far."""
-    counts = service.inner.delivered.chunks.collect()[0].samples
-    return sum(sample.value for sample in counts if sample.name.endswith("_total"))
+    (metric,) = service.inner.delivered.chunks.collect()
+    return sum(float(sample.value) for sample in metric.samples if sample.name.endswith("_total"))
 
 
 def tiers(done: Blended) -> list[str]:

@@ -75,7 +75,9 @@ class Fetch:
         n_bytes = sum(under_way.values())
         for key, entry in entries.items():
             sizes = _sizes(collection, entry)
-            n_bytes += sizes.get(self._choose(key, entry, sizes, None), 0)
+            word = self._choose(key, entry, sizes, None)
+            n_bytes += sizes.get(word, 0)
+            seconds += self._pace.decoding(word) * entry.n_tokens
         return outlasts(n_bytes, self._pace.bytes_per_s(), seconds)
 
     def withdrawn(self, key: ChunkKey) -> None:

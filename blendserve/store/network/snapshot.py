@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Protocol
 
@@ -105,6 +105,10 @@ class NetworkSnapshot:
         self._calls: dict[ChunkKey, tuple[Call[list[Any]], int]] = {}  # and the chunk's place in its batch
         self._troubles: dict[ChunkKey, str] = {}
         self._withdrawn: set[ChunkKey] = set()
+        self._decoded: set[ChunkKey] = (
+            set()
+        )  # of those that are here, the ones that there is nothing to decode of
+        self._found: dict[ChunkKey, StoredChunk | StoreError | None] = {}  # what `get` has given
         self._lock = threading.RLock()
         self.undecodable: dict[ChunkKey, Undecodable] = {}
 
@@ -129,7 +133,17 @@ class NetworkSnapshot:
         left = [future for future in calls if not future.done()]
         with self._waiting():
             futures.wait(left, min(seconds, max(0.0, self._left)), futures.FIRST_COMPLETED)
-        return self._left > 0 and any(not (future.running() or future.done()) for future in left)
+        return self._left > 0 and not all(future.done() for future in left)
+
+    def decode(self) -> bool:
+        for key, (call, _) in list(self._calls.items()):
+            if call.future.done() and key not in self._decoded:
+                with suppress(StoreError):  # said when it is asked for
+                    chunk = self.get(key)
+                    if chunk and chunk.decode_ahead():
+                        return True
+                self._decoded.add(key)
+        return False
 
     def withdraw(self, seconds: Mapping[ChunkKey, float]) -> ChunkKey | None:
         with self._lock:
@@ -147,11 +161,23 @@ class NetworkSnapshot:
         return REMOTE
 
     def get(self, key: ChunkKey) -> StoredChunk | None:
+        with self._lock:
+            if key not in self._found:
+                try:
+                    self._found[key] = self._looked_up(key)
+                except StoreError as error:
+                    self._found[key] = error
+            found = self._found[key]
+        if isinstance(found, StoreError):
+            raise found
+        return found
+
+    def _looked_up(self, key: ChunkKey) -> StoredChunk | None:
+        """Raises CorruptRecord, StoreVersion."""
         self.expect([key])
         if key in self._withdrawn:
             return None
-        with self._lock:
-            reply = self._reply(key)
+        reply = self._reply(key)
         if reply is None:
             self.undecodable[key] = Undecodable(self._troubles[key], "unreachable")
             self._traffic.miss(key)
