@@ -205,7 +205,12 @@ class Blender:
 
         may = prompt.chunks if self._weighs(blend) else ()
         chunks = {self.key(chunk.ids): chunk.ids for chunk in may if len(chunk)}
-        return WhileWaiting(chunks, seconds, lambda ids: self.computer(context).compute([ids])[0])
+
+        def compute(ids: TokenIds, done: Callable[[float], None]) -> ChunkKV:
+            layers = self.adapter.n_layers
+            return self.computer(context).compute([ids], lambda l: done(l / layers))[0]
+
+        return WhileWaiting(chunks, seconds, compute)
 
     def _slow(self, prompt: Prompt, blend: BlendConfig, which: list[int]) -> dict[ChunkKey, str]:
         """What method "auto" leaves on another machine, as computing it would be quicker, and why. Raises StoreError."""

@@ -81,6 +81,10 @@ class Coming(Protocol):
         """
         ...
 
+    def overtakes(self, key: ChunkKey, seconds: float) -> bool:
+        """Whether a withdrawn chunk, which takes so many more seconds to compute, would be here sooner; it comes then."""
+        ...
+
 
 Meanwhile = Callable[
     [Coming], None

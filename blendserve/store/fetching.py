@@ -165,6 +165,9 @@ class _Undecoded:
     def withdraw(self, seconds: Mapping[ChunkKey, float]) -> ChunkKey | None:
         return self.coming.withdraw(seconds)
 
+    def overtakes(self, key: ChunkKey, seconds: float) -> bool:
+        return self.coming.overtakes(key, seconds)
+
 
 def _undecoded(meanwhile: Meanwhile | None) -> Meanwhile | None:
     return meanwhile and (lambda coming: meanwhile(_Undecoded(coming)))

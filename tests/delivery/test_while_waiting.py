@@ -1,4 +1,4 @@
-"""Chunks computed by who waits for others. Links deliver when a test lets them, and estimates are made up: time is not."""
+"""Chunks computed by who waits for others. Links deliver when a test lets them, estimates are made up: no clock counts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.delivery.helpers import NAME, Service, publisher, settings
 from tests.engine.helpers import CONFIG, PASSAGES, reader
 
 AUTO = BlendConfig(method="auto")
-ROW_S = 1e-3  # of computing, says the cost model
+ROW_S = 100.0  # of computing, says the cost model: so long that no silence is worth noticing
 FETCHED = 0.3  # times what computing takes, says the link's rate
 
 
@@ -65,14 +65,20 @@ def rate(share: float = FETCHED) -> float:
     return reader().adapter.kv_bytes_per_token / (share * ROW_S)
 
 
-def blender(store: KVStore, at_end: Callable[[int], None] = lambda n: None) -> Blender:
-    """at_end: told of the end of each pass, by its number; the first one is the prefix's."""
+def blender(
+    store: KVStore,
+    at_end: Callable[[int], None] = lambda n: None,
+    at_start: Callable[[int], None] = lambda n: None,
+) -> Blender:
+    """at_end, at_start: told of a pass's last and first layer, by its number; the first pass is the prefix's."""
     like = Engine(CONFIG, reader(), store).blender
     passes, last = [0], reader().adapter.n_layers - 1
 
     def before_layer(l: int) -> None:
-        if l == last:
+        if l == 0:
             passes[0] += 1
+            at_start(passes[0])
+        if l == last:
             at_end(passes[0])
 
     of = like.like(store, "", before_layer)
@@ -165,27 +171,42 @@ def test_a_fixed_method_waits(service: Service, prompt: Prompt, method: Any) -> 
     assert done.report.tiers == {REMOTE: len(prompt.chunks)}
 
 
-def test_what_is_under_way_is_not_computed_as_well(service: Service, prompt: Prompt) -> None:
-    """With a transfer for each chunk there is nothing left to take."""
-    with behind_a_link(service, rate(), workers=1 + len(prompt.chunks)) as (store, link):
-        list(store.keys())
-        link.weather = Weather(delay_s=0.05)  # so that all are under way when it is looked
-        done = blender(store).run(prompt, AUTO)
-    assert done.report.tiers.get(REMOTE, 0) + done.report.tiers.get(COMPUTED, 0) == len(prompt.chunks)
-    assert adds_up(done)
+def test_over_a_link_that_rises_what_is_being_computed_is_fetched_after_all(
+    service: Service, prompt: Prompt
+) -> None:
+    assert meeting(prompt) > 1
+    before = asked(service)
+    with behind_a_link(service, rate()) as (store, link):
+        link.weather, pace = Weather(dead=True), store._pace
+
+        def rise(passes: int) -> None:
+            if passes == 2:
+                assert isinstance(pace, Known)
+                pace.rate, link.weather = rate(1e-6), Weather()
+
+        done = blender(store, at_start=rise).run(prompt, AUTO)
+    assert (done.report.tiers, done.computed) == ({REMOTE: len(prompt.chunks)}, {})
+    assert asked(service) - before == len(prompt.chunks) + 1
+    here = blender(local(prompt.chunks)).run(prompt, BlendConfig(method="blend"))
+    assert torch.equal(done.prefilled.logits, here.prefilled.logits)
 
 
 def test_when_the_link_dies_what_was_computed_is_used_and_the_rest_is_fresh(
     service: Service, prompt: Prompt
 ) -> None:
-    with behind_a_link(service, rate(), deadline_s=0.3) as (store, link):
+    expected = meeting(prompt)
+    with behind_a_link(service, rate()) as (store, link):
         link.weather = Weather(dead=True)
-        done = blender(store).run(prompt, AUTO)
+
+        def die(passes: int) -> None:
+            if passes == 1 + expected:
+                link.__exit__()
+
+        done = blender(store, die).run(prompt, AUTO)
     assert adds_up(done)
-    assert REMOTE not in done.report.tiers
-    computed = [chunk for chunk, tier in zip(prompt.chunks, tiers(done), strict=True) if tier == COMPUTED]
-    assert [chunk.ids for chunk in computed] == list(done.computed)
-    here = local(computed)
+    assert tiers(done) == [""] * (len(prompt.chunks) - expected) + [COMPUTED] * expected
+    assert {unusable.kind for unusable in done.report.unusable} == {"unreachable"}
+    here = local(prompt.chunks[-expected:])
     here.delete(blender(here).key(prompt.prefix, ()))
     same = blender(here).run(prompt, changed(AUTO, method=done.report.method))
     assert torch.equal(done.prefilled.logits, same.prefilled.logits)

@@ -94,6 +94,11 @@ def outlasts(n_bytes: float, bytes_per_s: float | None, seconds: float) -> bool:
     return bytes_per_s is not None and seconds < SOONER * n_bytes / bytes_per_s
 
 
+def overtakes(n_bytes: float, bytes_per_s: float | None, decoding: float, seconds: float) -> bool:
+    """Whether so many bytes are here and decoded sooner than a chunk is computed that takes so many more seconds."""
+    return bytes_per_s is not None and n_bytes / bytes_per_s + decoding < SOONER * seconds
+
+
 def fixed(level: str) -> Rule:
     """Always the same level; what has none of that name is computed."""
 

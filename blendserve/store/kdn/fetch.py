@@ -12,7 +12,7 @@ from typing import TypeAlias
 from blendserve.config import KdnConfig
 from blendserve.errors import CorruptRecord, StoreVersion
 from blendserve.store.codecs.base import SLOW, UNREACHABLE, Buffer, Undecodable
-from blendserve.store.kdn.adapt import TEXT, Offer, Rule, Situation, outlasts
+from blendserve.store.kdn.adapt import TEXT, Offer, Rule, Situation, outlasts, overtakes
 from blendserve.store.kdn.client import Client
 from blendserve.store.kdn.collection import Collection, Directory, Entry
 from blendserve.store.kdn.download import LEFT, Delivered, Watch, download
@@ -46,10 +46,11 @@ class Fetch:
         self._config, self._rule, self._pace, self._look = config, rule, pace, look
         self.tables = tables
         self._start = time.monotonic()
-        self._collection: Collection | None = None
+        self._levels: tuple[str, ...] = ()
         self._entries: dict[ChunkKey, Entry] = {}  # of chunks that are still to come
         self._expected: list[ChunkKey] = []  # that are not among them yet
         self._bytes_left: dict[ChunkKey, int] = {}  # of those under way
+        self._withdrawn: dict[ChunkKey, Entry] = {}
         self._guard = Guard(lambda: pace.n_bytes, self._patience)
         self._lock = threading.Lock()
 
@@ -61,27 +62,40 @@ class Fetch:
     def read(self, client: Client, keys: Sequence[ChunkKey]) -> list[Reply]:
         collection, directory = self._look(client)
         with self._lock:
-            self._collection = collection
+            self._levels = collection.levels
             self._entries |= {key: e for key in self._expected if (e := directory.get(key))}
             self._expected = []
         return [self._one(client, key, collection, directory.get(key)) for key in keys]
 
-    def outlasts(self, seconds: float) -> bool:
-        with self._lock:
-            under_way, collection = dict(self._bytes_left), self._collection
-            entries = {key: entry for key, entry in self._entries.items() if key not in under_way}
-        if collection is None:
-            return False
-        n_bytes = sum(under_way.values())
-        for key, entry in entries.items():
-            sizes = _sizes(collection, entry)
-            word = self._choose(key, entry, sizes, None)
-            n_bytes += sizes.get(word, 0)
-            seconds += self._pace.decoding(word) * entry.n_tokens
-        return outlasts(n_bytes, self._pace.bytes_per_s(), seconds)
+    def outlasts(self, key: ChunkKey, seconds: float) -> bool:
+        n_bytes, decoding = self._left()
+        return key in self._entries and outlasts(n_bytes, self._pace.bytes_per_s(), seconds + decoding)
 
     def withdrawn(self, key: ChunkKey) -> None:
-        self._done(key)
+        with self._lock:
+            self._withdrawn[key] = self._entries.pop(key)
+
+    def overtakes(self, key: ChunkKey, seconds: float) -> bool:
+        n_bytes, decoding = self._left(key)
+        if not overtakes(n_bytes, self._pace.bytes_per_s(), decoding, seconds):
+            return False
+        with self._lock:
+            self._entries[key] = self._withdrawn.pop(key)
+        return True
+
+    def _left(self, *withdrawn: ChunkKey) -> tuple[int, float]:
+        """Bytes that are still to come, by the levels of the moment, with these chunks; and seconds to decode them."""
+        with self._lock:
+            left = self._entries | {key: self._withdrawn[key] for key in withdrawn}
+            under_way = dict(self._bytes_left)
+        n_bytes, seconds = sum(under_way.values()), 0.0
+        for key, entry in left.items():
+            if key not in under_way:
+                sizes = self._sizes(entry)
+                word = self._choose(key, entry, sizes, None)
+                n_bytes += sizes.get(word, 0)
+                seconds += self._pace.decoding(word) * entry.n_tokens
+        return n_bytes, seconds
 
     def checked(self, key: ChunkKey, reply: Reply) -> tuple[Header, list[Buffer]]:
         """Raises CorruptRecord, StoreVersion, Undecodable."""
@@ -93,7 +107,7 @@ class Fetch:
     def _one(self, client: Client, key: ChunkKey, collection: Collection, entry: Entry | None) -> Reply:
         if entry is None:
             return None
-        sizes = _sizes(collection, entry)
+        sizes = self._sizes(entry)
         word = self._choose(key, entry, sizes, None)
         if word not in sizes:
             self._done(key)
@@ -172,7 +186,6 @@ class Fetch:
             self._entries.pop(key, None)
             self._bytes_left.pop(key, None)
 
-
-def _sizes(collection: Collection, entry: Entry) -> dict[str, int]:
-    """Bytes of a chunk's body by level."""
-    return dict(zip(collection.levels, entry.bodies, strict=True))
+    def _sizes(self, entry: Entry) -> dict[str, int]:
+        """Bytes of a chunk's body by level."""
+        return dict(zip(self._levels, entry.bodies, strict=True))

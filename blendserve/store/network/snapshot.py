@@ -44,12 +44,19 @@ class Source(Protocol):
         """A reply for each chunk, an empty one where nothing is; one round trip. Raises what its library does."""
         ...
 
-    def outlasts(self, seconds: float) -> bool:
-        """Whether what is still to be read is expected to take longer. Never where a call reads several chunks."""
+    def outlasts(self, key: ChunkKey, seconds: float) -> bool:
+        """Whether what is still to be read, this one included, is expected to take longer.
+
+        Never where a call reads several chunks.
+        """
         ...
 
     def withdrawn(self, key: ChunkKey) -> None:
         """This one will not be read after all."""
+        ...
+
+    def overtakes(self, key: ChunkKey, seconds: float) -> bool:
+        """Whether a withdrawn one, too, would be read sooner, with what is still to come; it is to be read then."""
         ...
 
     def checked(self, key: ChunkKey, reply: Any) -> tuple[Header, list[Buffer]]:
@@ -147,15 +154,23 @@ class NetworkSnapshot:
 
     def withdraw(self, seconds: Mapping[ChunkKey, float]) -> ChunkKey | None:
         with self._lock:
-            key = next((key for key in reversed(self._calls) if key in seconds), None)
-            if key is None or not self._source.outlasts(seconds[key]):
-                return None
-            if not self._connection.withdraw(self._calls[key][0]):
-                return None  # nor can those be that were expected before it
-            del self._calls[key]
-            self._withdrawn.add(key)
-        self._source.withdrawn(key)
-        return key
+            for key in reversed(self._calls):
+                if key in seconds and self._source.outlasts(key, seconds[key]):
+                    if not self._connection.withdraw(self._calls[key][0]):
+                        return None  # nor can those be that were expected before it
+                    del self._calls[key]
+                    self._withdrawn.add(key)
+                    self._source.withdrawn(key)
+                    return key
+        return None
+
+    def overtakes(self, key: ChunkKey, seconds: float) -> bool:
+        if not self._source.overtakes(key, seconds):
+            return False
+        with self._lock:
+            self._withdrawn.discard(key)
+            self._begin([key])
+        return True
 
     def tier(self, key: ChunkKey) -> str:
         return REMOTE
