@@ -1,4 +1,4 @@
-"""Chunks computed by who waits for others. Links deliver when a test lets them, estimates are made up: no clock counts."""
+"""Chunks computed by who waits for others. Links deliver when tests let them, estimates are made up: no clock matters."""
 
 from __future__ import annotations
 
