@@ -155,7 +155,9 @@ class BlendReport:
     bytes_loaded: int
     cost: float  # row-layers run through the model (dense and selection passes included) / (T * L)
     unusable: tuple[Unusable, ...] = ()  # of the missing and corrupt chunks, those that may be in the store
-    tiers: Mapping[str, int] = field(default_factory=dict)  # of the chunks hit, how many came from where
+    tiers: Mapping[str, int] = field(
+        default_factory=dict
+    )  # of the chunks hit, how many came from where; "computed": here, while others were on their way
     near: tuple[
         NearChunk, ...
     ] = ()  # of the missing and corrupt chunks, what others have; () unless looked for

@@ -11,6 +11,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from blendserve.store import ChunkKey, ChunkView, KVStore, Snapshot
+from blendserve.store.base import Meanwhile
 from blendserve.store.codecs.base import Undecodable
 
 
@@ -44,8 +45,8 @@ class _Snapshot:
     def undecodable(self) -> Mapping[ChunkKey, Undecodable]:
         return self.snapshot.undecodable
 
-    def expect(self, keys: Sequence[ChunkKey]) -> None:
-        self.snapshot.expect(keys)
+    def expect(self, keys: Sequence[ChunkKey], meanwhile: Meanwhile | None = None) -> None:
+        self.snapshot.expect(keys, meanwhile)
 
     def tier(self, key: ChunkKey) -> str:
         return self.snapshot.tier(key)

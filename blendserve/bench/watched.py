@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 from blendserve.store import ChunkKey, ChunkView, KVStore, Snapshot
+from blendserve.store.base import Meanwhile
 from blendserve.store.wrapped import WrappedStore
 
 
@@ -28,9 +29,9 @@ class _Watched:
     def __init__(self, snapshot: Snapshot, store: Watched) -> None:
         self._snapshot, self._store = snapshot, store
 
-    def expect(self, keys: Sequence[ChunkKey]) -> None:
+    def expect(self, keys: Sequence[ChunkKey], meanwhile: Meanwhile | None = None) -> None:
         with self._watching():
-            self._snapshot.expect(keys)
+            self._snapshot.expect(keys, meanwhile)
 
     def get(self, key: ChunkKey) -> ChunkView | None:
         with self._watching():

@@ -25,6 +25,8 @@ from blendserve.blend.priors import Known
 from blendserve.blend.report import make_report
 from blendserve.blend.single_flight import SingleFlight
 from blendserve.blend.slow_link import Link, reason, worth_fetching
+from blendserve.blend.while_waiting import WhileWaiting
+from blendserve.blend.work import Work
 from blendserve.config import BlendConfig, Method, changed
 from blendserve.core import BlendReport, ChunkKV, Explanation, Prompt, TokenIds
 from blendserve.errors import CorruptRecord, StoreError
@@ -40,6 +42,7 @@ from blendserve.store.write_behind import write_behind
 from blendserve.timing import Clock
 
 Others = Literal["wait", "leave", "ignore"]
+NOTHING: Mapping[TokenIds, ChunkKV] = {}
 POLL_S = 0.1  # how often it is looked whether others are done
 
 
@@ -51,6 +54,9 @@ class Blended:
     report: BlendReport
     explanation: Explanation
     absent: tuple[TokenIds, ...]  # chunks that were looked for and not found whole; () for the prefix's own
+    computed: Mapping[
+        TokenIds, ChunkKV
+    ]  # of those that are not stored near, computed while others were on their way
 
 
 class Blender:
@@ -145,10 +151,11 @@ class Blender:
             blend = changed(blend, **REUSE)
         corrupt: dict[ChunkKey, str] = {}
         trouble = ""
+        waiting = self._while_waiting(prompt, blend) if self.store.far else None
         while blend.method != "full" and not trouble:
             try:
                 with self.store.reading() as snapshot:
-                    found = self._look_up(snapshot, prompt, blend, corrupt)
+                    found = self._look_up(snapshot, prompt, blend, corrupt, waiting)
                     if prefix_kv is not None:
                         found = replace(found, prefix=MemoryChunk(prefix_kv))
                     done = self._finish(prompt, blend, new_tokens, clock, cache, found)
@@ -163,12 +170,19 @@ class Blender:
         return self._finish(prompt, blend, new_tokens, clock, cache, nothing(prompt), trouble)
 
     def _look_up(
-        self, snapshot: Snapshot, prompt: Prompt, blend: BlendConfig, corrupt: dict[ChunkKey, str]
+        self,
+        snapshot: Snapshot,
+        prompt: Prompt,
+        blend: BlendConfig,
+        corrupt: dict[ChunkKey, str],
+        waiting: WhileWaiting | None,
     ) -> Found:
         which = wanted(prompt, blend.method, self._exact_first(prompt))
         slow = self._slow(prompt, blend, which)
         prefix_key, start = self.key(prompt.prefix, ()), time.perf_counter()
-        found = look_up(snapshot, prompt, which, self.key, prefix_key, self.adapter.n_layers, corrupt, slow)
+        found = look_up(
+            snapshot, prompt, which, self.key, prefix_key, self.adapter.n_layers, corrupt, slow, waiting
+        )
         self._link.record(time.perf_counter() - start, found.far_tokens)
         if blend.near and blend.method != "prefix":
             worth = partial(self._worth_reading, prompt, blend, found.looked_for)
@@ -176,11 +190,33 @@ class Blender:
         self._damaged.update(corrupt)
         return found
 
+    def _weighs(self, blend: BlendConfig) -> bool:
+        """Whether the store sees by itself what is worth bringing from another machine, and may."""
+        return blend.method == "auto" and self.store.far and self.store.weighs
+
+    def _while_waiting(self, prompt: Prompt, blend: BlendConfig) -> WhileWaiting:
+        """Where it is weighed what to fetch, any chunk may be computed alone, as precompute does, in this thread."""
+        context = self._context
+
+        def seconds(n: int) -> float:
+            first = 0 if context in self._computers else len(context)  # which runs once
+            rows, keys = n + first, n * (len(context) + (n + 1) / 2) + first**2 / 2
+            return self.calibrate().seconds(Work(1 + bool(first), rows, keys, 0.0))
+
+        may = prompt.chunks if self._weighs(blend) else ()
+        chunks = {self.key(chunk.ids): chunk.ids for chunk in may if len(chunk)}
+
+        def compute(ids: TokenIds, done: Callable[[float], None]) -> ChunkKV:
+            layers = self.adapter.n_layers
+            return self.computer(context).compute([ids], lambda l: done(l / layers))[0]
+
+        return WhileWaiting(chunks, seconds, compute)
+
     def _slow(self, prompt: Prompt, blend: BlendConfig, which: list[int]) -> dict[ChunkKey, str]:
         """What method "auto" leaves on another machine, as computing it would be quicker, and why. Raises StoreError."""
         if blend.method != "auto" or not self.store.far:
             return {}
-        if self.store.weighs:
+        if self._weighs(blend):
             self.store.weigh(*self.saved(prompt, blend, which))
             return {}
         if self._link.seconds(1) is None:
@@ -260,11 +296,15 @@ class Blender:
         self._load_rate.record(done.seconds_reading, layout.n_loaded)
         if found.far_tokens:
             self._link.decoded(done.seconds_reading, layout.n_loaded)
-        absent = tuple(prompt.chunks[i].ids for i in found.looked_for if found.chunks[i] is None)
+        missing = (i for i in found.looked_for if found.chunks[i] is None or i in found.computed)
+        absent = tuple(prompt.chunks[i].ids for i in missing)
         if found.prefix is None and found.looked_for and prompt.prefix:
             absent = ((), *absent)
+        computed = {prompt.chunks[i].ids: kv for i, kv in found.computed.items()}
         report = make_report(prompt, blend, layout, found, done, why, known is not None)
-        return Blended(done, report, explain(prompt, blend.method, layout, found, done, why), absent)
+        return Blended(
+            done, report, explain(prompt, blend.method, layout, found, done, why), absent, computed
+        )
 
     def _choose(self, prompt: Prompt, blend: BlendConfig, found: Found, why: str) -> tuple[Method, str]:
         """The method that this machine is expected to be fastest with, and why if it is not blending."""
@@ -307,9 +347,10 @@ class Blender:
                 )
             return self._computers[context]
 
-    def remember(self, absent: Sequence[TokenIds]) -> int:
+    def remember(self, absent: Sequence[TokenIds], computed: Mapping[TokenIds, ChunkKV] = NOTHING) -> int:
         """Compute chunks alone and store them, `()` standing for the prefix, in place of any damaged record.
 
+        computed: the KV of those that need not be computed again.
         At its cap the store may not want a chunk; then it is not computed either, nor is one that others compute, or have
         stored meanwhile. Returns how many were stored; raises StoreError.
         """
@@ -322,8 +363,10 @@ class Blender:
             claimed = self._claim(wanted)
             if () in claimed:
                 stored += self._store_prefix()[0]
-            mine, start = [ids for ids in claimed if ids], time.perf_counter()
-            for ids, kv in zip(mine, self.computer(self._context).stream(mine), strict=True):
+            here = [(ids, computed[ids]) for ids in claimed if ids in computed]
+            mine, start = [ids for ids in claimed if ids and ids not in computed], time.perf_counter()
+            fresh = zip(mine, self.computer(self._context).stream(mine), strict=True) if mine else ()
+            for ids, kv in chain(here, fresh):
                 stored += self.store.put(self.key(ids), kv)
                 self.donors.stored(ids)
             self._flight.took(time.perf_counter() - start, sum(map(len, mine)))

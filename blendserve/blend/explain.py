@@ -11,6 +11,7 @@ from blendserve.blend.layout import Layout, Run
 from blendserve.blend.lookup import Found
 from blendserve.blend.prefill import Prefilled
 from blendserve.blend.report import near_chunks
+from blendserve.blend.while_waiting import COMPUTED
 from blendserve.config import Method
 from blendserve.core import Explanation, Part, Prompt, Span
 
@@ -68,7 +69,8 @@ def _parts(prompt: Prompt, method: Method, layout: Layout, found: Found, why: st
         if i in near and near[i].donors:
             yield Part("passage", i, span, NEAR, _said(near[i].reason), _donors(found.near[i], span))
         elif span.start in used and len(span):
-            yield Part("passage", i, span, found.tier_of.get(i, ""), _reused(span == layout.first))
+            tier = found.tier_of.get(i, "")
+            yield Part("passage", i, span, tier, _reused(span == layout.first, tier))
         elif i in trouble:
             yield Part("passage", i, span, "", _sentence(f"Its stored KV was of no use: {trouble[i]}"))
         elif found.chunks[i] is not None:
@@ -89,7 +91,9 @@ def _donors(runs: Sequence[Run], chunk: Span) -> tuple[tuple[Span, str], ...]:
     return tuple((Span(at + run.span.start, at + run.span.stop), run.donor.hex()) for run in runs)
 
 
-def _reused(first: bool) -> str:
+def _reused(first: bool, tier: str) -> str:
+    if tier == COMPUTED:
+        return "It was computed here, without the passages before it, while others were on their way."
     if first:
         return "It was stored, and stands right behind the prefix, as it did when its KV was computed."
     return "It was stored, computed without the passages before it, and moved to its place."

@@ -9,12 +9,14 @@ from typing import cast
 
 from blendserve.blend.layout import Run
 from blendserve.blend.near import Donors
+from blendserve.blend.while_waiting import COMPUTED, WhileWaiting
 from blendserve.config import Method
-from blendserve.core import Prompt, TokenIds, Unusable
+from blendserve.core import ChunkKV, Prompt, TokenIds, Unusable
 from blendserve.errors import CorruptRecord, StoreVersion
 from blendserve.store import ChunkKey, ChunkView, Snapshot
 from blendserve.store.base import REMOTE
 from blendserve.store.codecs.base import SLOW
+from blendserve.store.memory import MemoryChunk
 
 CORRUPT = "corrupt"
 FAR = "it lies on another machine, and fetching it was estimated to take longer than it could save"
@@ -35,6 +37,7 @@ class Found:
     near: Mapping[int, tuple[Run, ...]] = field(
         default_factory=dict
     )  # what others have of chunks that are not there
+    computed: Mapping[int, ChunkKV] = field(default_factory=dict)  # while others were on their way
     looked_near: Mapping[int, str] = field(
         default_factory=dict
     )  # chunks that donors were looked for, and why one of those could not be used, "" where none was refused
@@ -86,22 +89,28 @@ def look_up(
     n_layers: int,
     corrupt: dict[ChunkKey, str],
     slow: Mapping[ChunkKey, str],
+    waiting: WhileWaiting | None = None,
 ) -> Found:
     """Look for the prefix and the chunks `which`, but not for `slow` ones, which says why.
 
+    waiting: computes some of them while others are on their way; None = nobody does.
     What is found damaged is added to `corrupt`, which says why.
     """
 
+    computed = waiting.computed if waiting else {}
+
+    def asked(key: ChunkKey) -> bool:
+        return key not in corrupt and key not in slow and key not in computed
+
     def view(key: ChunkKey, n_tokens: int) -> ChunkView | None:
         try:
-            return None if key in corrupt or key in slow else _view(snapshot, key, n_tokens, n_layers)
+            return None if not asked(key) else _view(snapshot, key, n_tokens, n_layers)
         except CorruptRecord as error:
             corrupt[key] = error.what
             return None
 
     keys = {i: key_of(prompt.chunks[i].ids) for i in which}
-    asked = dict.fromkeys((*keys.values(), prefix_key))
-    snapshot.expect([key for key in asked if key not in corrupt and key not in slow])
+    snapshot.expect([key for key in dict.fromkeys((*keys.values(), prefix_key)) if asked(key)], waiting)
     chunks: list[ChunkView | None] = [None] * len(prompt.chunks)
     for i in which:
         chunks[i] = view(keys[i], len(prompt.chunks[i]))
@@ -112,9 +121,21 @@ def look_up(
     ]
     left = [Unusable(i, SLOW, slow[key]) for i, key in keys.items() if key in slow and key not in corrupt]
     tier_of = {i: snapshot.tier(keys[i]) for i in which if chunks[i] is not None}
+    here = {i: computed[key] for i, key in keys.items() if key in computed}
+    for i, kv in here.items():
+        chunks[i], tier_of[i] = MemoryChunk(kv), COMPUTED
     prefix_tier = "" if prefix is None else snapshot.tier(prefix_key)
     far = sum(len(prompt.chunks[i]) for i, tier in tier_of.items() if tier == REMOTE)
-    return Found(prefix, tuple(chunks), tuple(which), (*damaged, *lacking, *left), tier_of, prefix_tier, far)
+    return Found(
+        prefix,
+        tuple(chunks),
+        tuple(which),
+        (*damaged, *lacking, *left),
+        tier_of,
+        prefix_tier,
+        far,
+        computed=here,
+    )
 
 
 def look_near(

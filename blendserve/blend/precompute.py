@@ -8,6 +8,7 @@ depend on which chunks are stacked, to rounding.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -59,15 +60,21 @@ class ChunkComputer:
             yield from self.compute(stack)
 
     @torch.inference_mode()
-    def compute(self, chunks: Sequence[TokenIds]) -> list[ChunkKV]:
-        """The KV of these chunks, run as one stack."""
+    def compute(self, chunks: Sequence[TokenIds], before_layer: BeforeLayer | None = None) -> list[ChunkKV]:
+        """The KV of these chunks, run as one stack. before_layer: called in this pass alone, before the usual one."""
         adapter = self._adapter
         out = [_empty(adapter, ids) for ids in chunks]
         if any(chunks):
             hidden = adapter.embed(torch.tensor([i for ids in chunks for i in ids], device=adapter.device))
             layers = _Stacked(adapter, out, self._prefix_keys, self._prefix_values)
-            run_layers(adapter, hidden, layers, self._before_layer)
+            hooks = [hook for hook in (before_layer, self._before_layer) if hook]
+            run_layers(adapter, hidden, layers, partial(_each, hooks))
         return out
+
+
+def _each(hooks: Sequence[BeforeLayer], l: int) -> None:
+    for hook in hooks:
+        hook(l)
 
 
 def in_stacks(chunks: Iterable[TokenIds], most_tokens: int) -> Iterator[list[TokenIds]]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from functools import partial
 
-from blendserve.blend.blender import Blender, Others
-from blendserve.core import TokenIds
+from blendserve.blend.blender import NOTHING, Blender, Others
+from blendserve.core import ChunkKV, TokenIds
 from blendserve.engine.scheduler import Cancelled, Scheduler
 from blendserve.errors import Stopping, StoreError
 from blendserve.store import ChunkKey
@@ -22,11 +22,21 @@ class BackgroundTasks:
         self._scheduler = scheduler
         self._planned: set[ChunkKey] = set()  # write-backs that are not done yet
 
-    def remember(self, blender: Blender, tenant: str, absent: Sequence[TokenIds]) -> None:
-        """Store chunks that a request found missing or damaged; once, if several did. On the model's thread."""
+    def remember(
+        self,
+        blender: Blender,
+        tenant: str,
+        absent: Sequence[TokenIds],
+        computed: Mapping[TokenIds, ChunkKV] = NOTHING,
+    ) -> None:
+        """Store chunks that a request found missing or damaged; once, if several did. On the model's thread.
+
+        computed: the KV of those that need not be computed again.
+        """
         for ids in absent:
             key = blender.key(ids)  # the prefix is (), as no chunk is
-            task = partial(self._remember, blender, ids, key)
+            have = {ids: computed[ids]} if ids in computed else NOTHING
+            task = partial(self._remember, blender, ids, key, have)
             if key not in self._planned and self._scheduler.in_background(task, tenant):
                 self._planned.add(key)
 
@@ -70,8 +80,10 @@ class BackgroundTasks:
         plan()
         return future
 
-    def _remember(self, blender: Blender, ids: TokenIds, key: ChunkKey) -> None:
+    def _remember(
+        self, blender: Blender, ids: TokenIds, key: ChunkKey, computed: Mapping[TokenIds, ChunkKV]
+    ) -> None:
         try:
-            blender.remember([ids])
+            blender.remember([ids], computed)
         finally:  # not before: a request that goes before the rest of this may miss the same chunk
             self._planned.discard(key)

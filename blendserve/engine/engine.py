@@ -15,7 +15,7 @@ from typing import Any
 from blendserve.blend.blender import Blender
 from blendserve.blend.precompute_run import PrecomputeReport
 from blendserve.config import BlendConfig, Config, changed
-from blendserve.core import Answer, Document, Passage, TokenIds
+from blendserve.core import Answer, ChunkKV, Document, Passage, TokenIds
 from blendserve.engine.calibration import writing_codec
 from blendserve.engine.gate import GateReport, verdict
 from blendserve.engine.generation import AnswerStream, Generation
@@ -212,7 +212,9 @@ class Engine:
         """Prefill, and choose the first token."""
         done, reader = self._prefill(plan), self.reader
         generation = Generation(plan, done.report, done.explanation, reader.tokenizer, reader.end_tokens)
-        return AnswerStream(generation, done.logits, done.run, partial(self._write_back, done.absent))
+        return AnswerStream(
+            generation, done.logits, done.run, partial(self._write_back, done.absent, done.computed)
+        )
 
     def tenant(self, namespace: str) -> Engine:
         """The same engine for another namespace: same reader, index and store, but KV of its own.
@@ -274,11 +276,11 @@ class Engine:
             self.gate.require()
         return prefill_by_model(plan, self.reader.adapter, f"the reader fails {self.gate.failure}")
 
-    def _write_back(self, absent: Sequence[TokenIds]) -> None:
-        """Store what a request found missing or damaged. An answer never fails for it."""
+    def _write_back(self, absent: Sequence[TokenIds], computed: Mapping[TokenIds, ChunkKV]) -> None:
+        """Store what a request found missing or damaged, some of it computed by now. An answer never fails for it."""
         if absent and self.config.store.write_back:
             try:
-                self.blender.remember(absent)
+                self.blender.remember(absent, computed)
             except StoreError as error:
                 log.warning("missing chunks were not stored: %s", error)
 

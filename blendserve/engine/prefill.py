@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from blendserve.blend.blender import Blender
 from blendserve.blend.explain import explain_plain
 from blendserve.blend.report import plain_report
-from blendserve.core import BlendReport, Explanation, TokenIds
+from blendserve.core import BlendReport, ChunkKV, Explanation, TokenIds
 from blendserve.engine.prefix_cache import PrefixKV
 from blendserve.engine.request import Plan
 from blendserve.models.adapter import Adapter
@@ -29,6 +29,9 @@ class Prefill:
     run: Step  # for a caller who makes every further token alone
     cached: int = 0  # tokens of the prompt whose KV was there already
     absent: tuple[TokenIds, ...] = ()  # chunks that the store was asked for and did not have whole
+    computed: Mapping[TokenIds, ChunkKV] = field(
+        default_factory=dict
+    )  # of those, what was computed all the same
 
 
 def prefill(
@@ -48,7 +51,7 @@ def prefill(
         cached = max(0, cached - len(plan.prompt.prefix) + prefix.reused)  # 0: the store could not be read
     made = plan.decode.max_new_tokens
     run = decoding_steps(blender.adapter, done.prefilled.cache, len(plan.prompt), made)
-    return Prefill(report, done.explanation, done.prefilled.logits, run, cached, done.absent)
+    return Prefill(report, done.explanation, done.prefilled.logits, run, cached, done.absent, done.computed)
 
 
 def prefill_by_model(plan: Plan, adapter: Adapter, why: str) -> Prefill:

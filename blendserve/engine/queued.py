@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
 from blendserve.blend.blender import Blender
-from blendserve.core import Answer, BlendReport, Explanation, TokenIds
+from blendserve.core import Answer, BlendReport, ChunkKV, Explanation, TokenIds
 from blendserve.engine.prefix_cache import PrefixKV
 from blendserve.engine.request import Plan
 from blendserve.store import ChunkKey
@@ -54,7 +54,7 @@ class QueuedRequest:
     keys: of its chunks in the store.
     cost: tokens that are expected to run through the model; what is not known yet counts as missing.
     prefix_kv: gives the KV of the prompt's prefix; called on the model's thread; None = the store's.
-    missed: told, on the model's thread, of the chunks that the store did not have.
+    missed: told, on the model's thread, of the chunks that the store did not have, with KV of those that have some now.
     cancelled: set by whoever no longer wants it; nothing is emitted after that.
     """
 
@@ -65,7 +65,7 @@ class QueuedRequest:
     keys: frozenset[ChunkKey] = frozenset()
     cost: float = 0.0
     prefix_kv: Callable[[], PrefixKV] | None = None
-    missed: Callable[[Sequence[TokenIds]], None] | None = None
+    missed: Callable[[Sequence[TokenIds], Mapping[TokenIds, ChunkKV]], None] | None = None
     queued: Clock = field(default_factory=Clock)  # since this was made
     cancelled: bool = False
 

@@ -287,7 +287,7 @@ class Scheduler:
         plan, reader = request.plan, self._reader
         done = prefill(plan, request.blender, cache, request.prefix_kv)
         if request.missed and done.absent:
-            request.missed(done.absent)
+            request.missed(done.absent, done.computed)
         self._observer.prefilled(done.report, plan.clock.seconds["load"])
         request.emit(Started(done.cached, done.report, done.explanation))
         made = Generation(plan, done.report, done.explanation, reader.tokenizer, reader.end_tokens)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from blendserve.errors import StoreError
-from blendserve.store.base import REMOTE, ChunkView, KVStore, Snapshot
+from blendserve.store.base import REMOTE, ChunkView, KVStore, Meanwhile, Snapshot
 from blendserve.store.chunk import StoredChunk
 from blendserve.store.codecs.base import Undecodable
 from blendserve.store.fetching import Fetched, Fetcher
@@ -58,11 +58,10 @@ class _Ahead:
     def undecodable(self) -> Mapping[ChunkKey, Undecodable]:
         return {**self._snapshot.undecodable, **self._lacking}
 
-    def expect(self, keys: Sequence[ChunkKey]) -> None:
+    def expect(self, keys: Sequence[ChunkKey], meanwhile: Meanwhile | None = None) -> None:
         ahead = self._fetcher.begun(keys, shared=True)
-        self._snapshot.expect(
-            [key for key in keys if key not in ahead]
-        )  # under way while those are waited for
+        left = [key for key in keys if key not in ahead]
+        self._snapshot.expect(left, meanwhile)  # under way while those are waited for
         self._ahead |= {key: fetched() for key, fetched in ahead.items()}
 
     def tier(self, key: ChunkKey) -> str:

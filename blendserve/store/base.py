@@ -63,6 +63,34 @@ class ChunkView(Protocol):
         ...
 
 
+class Coming(Protocol):
+    """Chunks on their way from another machine, the first that were expected in front: who waits may decode what is here,
+    and compute the last."""
+
+    def wait(self, seconds: float) -> bool:
+        """Until another one is here, at most so long -> whether any is still to come."""
+        ...
+
+    def decode(self) -> bool:
+        """A layer of one that is here, before it is asked for; False where there is nothing to decode."""
+        ...
+
+    def withdraw(self, seconds: Mapping[ChunkKey, float]) -> ChunkKey | None:
+        """The last of these, which take so many seconds to compute, if that is expected to be done before all others are
+        here; it does not come any more, and `get` does not find it. None where its transfer has begun, or takes less.
+        """
+        ...
+
+    def overtakes(self, key: ChunkKey, seconds: float) -> bool:
+        """Whether a withdrawn chunk, which takes so many more seconds to compute, would be here sooner; it comes then."""
+        ...
+
+
+Meanwhile = Callable[
+    [Coming], None
+]  # what who waits for chunks does, in their own thread, until there is nothing to do
+
+
 class Snapshot(Protocol):
     """A view of the store, in which a chunk never changes. On this machine it is of the moment when it was opened.
 
@@ -75,10 +103,11 @@ class Snapshot(Protocol):
         """Of the chunks that `get` was asked for: those that count as missing though they may be there, and why."""
         ...
 
-    def expect(self, keys: Sequence[ChunkKey]) -> None:
+    def expect(self, keys: Sequence[ChunkKey], meanwhile: Meanwhile | None = None) -> None:
         """`get` will be asked for these: read them in one go where that is cheaper.
 
-        A hint: it raises nothing, and `get` gives the same with it and without.
+        A hint: it raises nothing, and `get` gives the same with it and without, but for what `meanwhile` withdraws.
+        That is called where they come from afar, at the latest within the first `get` of one that does.
         """
         ...
 

@@ -28,6 +28,7 @@ class StoredChunk:
         self._decoder = self._codec.decoder(header.shape)
         self._next = 0  # layers are decoded up to here
         self._decoding = threading.Lock()
+        self._early: dict[int, Pair] = {}  # layers that were decoded ahead, until they are asked for
 
     @property
     def n_layers(self) -> int:
@@ -56,7 +57,21 @@ class StoredChunk:
         if self._codec.random_access:
             return self._decoded(l)
         with self._decoding:
-            return self._decoded_in_order(l)
+            early = self._early.pop(l, None)
+            return early or self._decoded_in_order(l)
+
+    def decode_ahead(self) -> bool:
+        """Decode the next layer before it is asked for -> whether there was one that takes decoding.
+
+        Raises CorruptRecord.
+        """
+        if self._codec.random_access:
+            return False
+        with self._decoding:
+            l = self._next
+            if l < self.n_layers:
+                self._early[l] = self._decoded_in_order(l)
+            return l < self.n_layers
 
     def coded(self) -> Coded:
         """A copy of it as it is coded. Raises CorruptRecord."""

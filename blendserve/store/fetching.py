@@ -22,7 +22,7 @@ import torch
 
 from blendserve.core import ChunkKV
 from blendserve.errors import CorruptRecord, StoreError, StoreVersion
-from blendserve.store.base import ChunkView, KVStore, Snapshot
+from blendserve.store.base import ChunkView, Coming, KVStore, Meanwhile, Snapshot
 from blendserve.store.chunk import StoredChunk
 from blendserve.store.codecs.base import UNREACHABLE, ChunkShape, Undecodable
 from blendserve.store.codecs.raw import Raw
@@ -71,11 +71,13 @@ class Fetcher:
                 batch = _Batch(self._pool.submit(self.read, new), time.monotonic())
                 self._ahead.update(dict.fromkeys(new, batch))
 
-    def take(self, keys: Sequence[ChunkKey]) -> dict[ChunkKey, Fetched]:
-        """These chunks, as far as the remote store has them."""
+    def take(self, keys: Sequence[ChunkKey], meanwhile: Meanwhile | None = None) -> dict[ChunkKey, Fetched]:
+        """These chunks, as far as the remote store has them, and `meanwhile` lets it give them."""
         begun = self.begun(keys)
         now = [key for key in keys if key not in begun]
-        found = self.read(now) if now else {}  # first: what is read ahead arrives meanwhile, not after it
+        found = (
+            self.read(now, meanwhile) if now else {}
+        )  # first: what is read ahead arrives meanwhile, not after it
         return found | {key: fetched for key, wait in begun.items() if (fetched := wait())}
 
     def begun(
@@ -103,13 +105,13 @@ class Fetcher:
             self._ahead.pop(key, None)
             self._wanted.pop(key, None)
 
-    def read(self, keys: Sequence[ChunkKey]) -> dict[ChunkKey, Fetched]:
+    def read(self, keys: Sequence[ChunkKey], meanwhile: Meanwhile | None = None) -> dict[ChunkKey, Fetched]:
         """From the remote store, now and in one go. What cannot be reached is told as such."""
         found: dict[ChunkKey, Fetched] = {}
         if time.monotonic() >= self._rest_until:
             try:
                 with self._remote.reading() as snapshot:
-                    snapshot.expect(keys)
+                    snapshot.expect(keys, _undecoded(meanwhile))
                     for key in keys:
                         found |= _fetched(snapshot, key)
                 self.failures += any(
@@ -146,6 +148,29 @@ class Fetcher:
     def _held(self) -> int:
         """Bytes of what was read ahead."""
         return sum(_bytes(batch.read, key) for key, batch in self._ahead.items())
+
+
+@dataclass(frozen=True, slots=True)
+class _Undecoded:
+    """Chunks on their way that are to be kept as they are coded."""
+
+    coming: Coming
+
+    def wait(self, seconds: float) -> bool:
+        return self.coming.wait(seconds)
+
+    def decode(self) -> bool:
+        return False
+
+    def withdraw(self, seconds: Mapping[ChunkKey, float]) -> ChunkKey | None:
+        return self.coming.withdraw(seconds)
+
+    def overtakes(self, key: ChunkKey, seconds: float) -> bool:
+        return self.coming.overtakes(key, seconds)
+
+
+def _undecoded(meanwhile: Meanwhile | None) -> Meanwhile | None:
+    return meanwhile and (lambda coming: meanwhile(_Undecoded(coming)))
 
 
 def _of(read: Future[dict[ChunkKey, Fetched]], key: ChunkKey) -> Fetched | None:

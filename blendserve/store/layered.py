@@ -29,6 +29,7 @@ from blendserve.store.base import (
     ChunkView,
     KVStore,
     Lease,
+    Meanwhile,
     RemoteStats,
     Sample,
     Snapshot,
@@ -105,8 +106,8 @@ class LayeredStore(WrappedStore):
     def arriving(self, key: ChunkKey) -> Coded | None:
         return self._arriving.get(key)
 
-    def fetch(self, keys: Sequence[ChunkKey]) -> dict[ChunkKey, Fetched]:
-        return self._fetcher.take(keys)
+    def fetch(self, keys: Sequence[ChunkKey], meanwhile: Meanwhile | None) -> dict[ChunkKey, Fetched]:
+        return self._fetcher.take(keys, meanwhile)
 
     def view(self, key: ChunkKey, coded: Coded) -> ChunkView:
         chunk = StoredChunk(key, seal(key, coded), coded.segments.__getitem__, self.tables)

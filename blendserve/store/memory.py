@@ -19,7 +19,16 @@ import torch
 from blendserve.config import PlaceConfig
 from blendserve.core import ChunkKV, TokenIds
 from blendserve.errors import StoreFull
-from blendserve.store.base import LOCAL, ChunkInfo, KVStore, StoreStats, VerifyReport, full, stats_of
+from blendserve.store.base import (
+    LOCAL,
+    ChunkInfo,
+    KVStore,
+    Meanwhile,
+    StoreStats,
+    VerifyReport,
+    full,
+    stats_of,
+)
 from blendserve.store.chunk import StoredChunk
 from blendserve.store.codecs.base import Buffer, ChunkShape, Codec, Undecodable, tables_hash
 from blendserve.store.codecs.raw import Raw
@@ -89,7 +98,7 @@ class MemorySnapshot:
     tables: dict[bytes, bytes]
     undecodable: dict[ChunkKey, Undecodable] = field(default_factory=dict)
 
-    def expect(self, keys: Sequence[ChunkKey]) -> None:
+    def expect(self, keys: Sequence[ChunkKey], meanwhile: Meanwhile | None = None) -> None:
         """Nothing to do: it is all here."""
 
     def tier(self, key: ChunkKey) -> str:

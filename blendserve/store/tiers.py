@@ -26,7 +26,15 @@ from blendserve.config import TiersConfig
 from blendserve.core import ChunkKV
 from blendserve.errors import ConfigError
 from blendserve.kernels.cuda.staging import CopyStream, apart, copy_stream_to, joined
-from blendserve.store.base import ChunkInfo, ChunkView, KVStore, Snapshot, StoreStats, TierStats
+from blendserve.store.base import (
+    ChunkInfo,
+    ChunkView,
+    KVStore,
+    Meanwhile,
+    Snapshot,
+    StoreStats,
+    TierStats,
+)
 from blendserve.store.codecs.base import Pair, Undecodable
 from blendserve.store.key import ChunkKey
 from blendserve.store.policies import LRU, Admission, Candidate
@@ -239,8 +247,8 @@ class _TieredSnapshot:
     def undecodable(self) -> Mapping[ChunkKey, Undecodable]:
         return self._snapshot.undecodable
 
-    def expect(self, keys: Sequence[ChunkKey]) -> None:
-        self._snapshot.expect(keys)
+    def expect(self, keys: Sequence[ChunkKey], meanwhile: Meanwhile | None = None) -> None:
+        self._snapshot.expect(keys, meanwhile)
 
     def get(self, key: ChunkKey) -> ChunkView | None:
         view = self._snapshot.get(key)

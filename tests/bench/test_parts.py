@@ -54,8 +54,8 @@ def test_rounds_warm_up_first_and_begin_with_another_call_each() -> None:
         return len(order)
 
     results = interleaved({name: partial(call, name) for name in "abc"}, 3, lambda *at: told.append(at))
-    assert "".join(order) == "abc" + "abc" + "bca" + "cab"
-    assert results == {"a": [4, 9, 11], "b": [5, 7, 12], "c": [6, 8, 10]}
+    assert "".join(order) == "abc" + "abc" + "bac" + "cab"
+    assert results == {"a": [4, 8, 11], "b": [5, 7, 12], "c": [6, 9, 10]}
     assert told == [(1, 4), (2, 4), (3, 4), (4, 4)]
 
 

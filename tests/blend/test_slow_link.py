@@ -62,7 +62,7 @@ class _Far:
     def __init__(self, snapshot: Snapshot, store: Far) -> None:
         self._snapshot, self._store = snapshot, store
 
-    def expect(self, keys: Sequence[ChunkKey]) -> None:
+    def expect(self, keys: Sequence[ChunkKey], meanwhile: Any = None) -> None:
         self._store.asked += len(keys)
         if keys:
             time.sleep(self._store.seconds)

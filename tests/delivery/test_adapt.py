@@ -6,7 +6,19 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from blendserve.store.kdn.adapt import SAME, TEXT, WORTH, Meter, Offer, Situation, cachegen, fixed, quickest
+from blendserve.store.kdn.adapt import (
+    SAME,
+    TEXT,
+    WORTH,
+    Meter,
+    Offer,
+    Situation,
+    cachegen,
+    fixed,
+    outlasts,
+    overtakes,
+    quickest,
+)
 
 RATES = st.floats(1e3, 1e10)
 SECONDS = st.floats(0, 10)
@@ -75,6 +87,24 @@ def test_cachegens_rule_looks_at_the_last_chunk_alone() -> None:
     assert cachegen(offers, slow) == "2" or cachegen(offers, slow) == TEXT
     assert cachegen(offers, Situation(1e9, 1e3, wanted=0.6)) == TEXT
     assert cachegen(offers, slow, going_on="0") == "0"
+
+
+@given(st.integers(0, 10**9), st.integers(0, 10**9), RATES, SECONDS)
+def test_what_is_computed_meanwhile_makes_nothing_later(
+    others: int, last: int, rate: float, c: float
+) -> None:
+    """The last chunk by one end, the others by the other, and no sooner than either."""
+    if outlasts(others + last, rate, c):
+        assert max(c, others / rate) <= (others + last) / rate
+        assert not overtakes(others + last, rate, 0.0, c)  # or it would be given up at once
+
+
+@given(st.integers(0, 10**9), RATES, SECONDS, SECONDS)
+def test_what_overtakes_is_here_sooner(n_bytes: int, rate: float, decoding: float, c: float) -> None:
+    if overtakes(n_bytes, rate, decoding, c):
+        assert n_bytes / rate + decoding < c
+    assert not overtakes(n_bytes, None, decoding, c)
+    assert not outlasts(n_bytes, None, c)
 
 
 def test_a_fixed_level_that_is_not_offered_is_computed() -> None:

@@ -20,6 +20,9 @@ from typing import Protocol
 TEXT = ""  # the word of computing the chunk here
 SAME = 1.05  # quicker by less than this is no quicker
 WORTH = 0.75  # of what going on would take: less than this, and what has arrived is given up
+SOONER = (
+    0.9  # times what the rest takes to come: in less than this it is computed meanwhile, as estimates are off
+)
 WINDOW_S = 0.15  # of transfer that the rate is measured over
 
 
@@ -80,6 +83,20 @@ def cachegen(offers: Sequence[Offer], now: Situation, going_on: str | None = Non
     seconds = {o.word: o.seconds if o.word == TEXT else o.n_bytes / rate for o in offers}
     in_time = [word for word, took in seconds.items() if took <= room]
     return in_time[0] if in_time else min(seconds, key=lambda word: seconds[word])
+
+
+def outlasts(n_bytes: float, bytes_per_s: float | None, seconds: float) -> bool:
+    """Whether so many bytes keep the link busy for so much longer that a chunk is better computed meanwhile.
+
+    Of R bytes still to come, s of them the last chunk's, that leaves max(seconds, (R - s) / rate) to wait for in place of
+    R / rate: it needs no more of an estimate, and a link that changes moves only the place where both ends meet.
+    """
+    return bytes_per_s is not None and seconds < SOONER * n_bytes / bytes_per_s
+
+
+def overtakes(n_bytes: float, bytes_per_s: float | None, decoding: float, seconds: float) -> bool:
+    """Whether so many bytes are here and decoded sooner than a chunk is computed that takes so many more seconds."""
+    return bytes_per_s is not None and n_bytes / bytes_per_s + decoding < SOONER * seconds
 
 
 def fixed(level: str) -> Rule:

@@ -12,7 +12,7 @@ from typing import TypeAlias
 from blendserve.config import KdnConfig
 from blendserve.errors import CorruptRecord, StoreVersion
 from blendserve.store.codecs.base import SLOW, UNREACHABLE, Buffer, Undecodable
-from blendserve.store.kdn.adapt import TEXT, Offer, Rule, Situation
+from blendserve.store.kdn.adapt import TEXT, Offer, Rule, Situation, outlasts, overtakes
 from blendserve.store.kdn.client import Client
 from blendserve.store.kdn.collection import Collection, Directory, Entry
 from blendserve.store.kdn.download import LEFT, Delivered, Watch, download
@@ -46,8 +46,11 @@ class Fetch:
         self._config, self._rule, self._pace, self._look = config, rule, pace, look
         self.tables = tables
         self._start = time.monotonic()
-        self._expected: list[ChunkKey] = []  # that are not among the tokens yet
-        self._tokens_left = 0  # of the request, that are still to come
+        self._levels: tuple[str, ...] = ()
+        self._entries: dict[ChunkKey, Entry] = {}  # of chunks that are still to come
+        self._expected: list[ChunkKey] = []  # that are not among them yet
+        self._bytes_left: dict[ChunkKey, int] = {}  # of those under way
+        self._withdrawn: dict[ChunkKey, Entry] = {}
         self._guard = Guard(lambda: pace.n_bytes, self._patience)
         self._lock = threading.Lock()
 
@@ -59,9 +62,40 @@ class Fetch:
     def read(self, client: Client, keys: Sequence[ChunkKey]) -> list[Reply]:
         collection, directory = self._look(client)
         with self._lock:
-            self._tokens_left += sum(e.n_tokens for key in self._expected if (e := directory.get(key)))
+            self._levels = collection.levels
+            self._entries |= {key: e for key in self._expected if (e := directory.get(key))}
             self._expected = []
         return [self._one(client, key, collection, directory.get(key)) for key in keys]
+
+    def outlasts(self, key: ChunkKey, seconds: float) -> bool:
+        n_bytes, decoding = self._left()
+        return key in self._entries and outlasts(n_bytes, self._pace.bytes_per_s(), seconds + decoding)
+
+    def withdrawn(self, key: ChunkKey) -> None:
+        with self._lock:
+            self._withdrawn[key] = self._entries.pop(key)
+
+    def overtakes(self, key: ChunkKey, seconds: float) -> bool:
+        n_bytes, decoding = self._left(key)
+        if not overtakes(n_bytes, self._pace.bytes_per_s(), decoding, seconds):
+            return False
+        with self._lock:
+            self._entries[key] = self._withdrawn.pop(key)
+        return True
+
+    def _left(self, *withdrawn: ChunkKey) -> tuple[int, float]:
+        """Bytes that are still to come, by the levels of the moment, with these chunks; and seconds to decode them."""
+        with self._lock:
+            left = self._entries | {key: self._withdrawn[key] for key in withdrawn}
+            under_way = dict(self._bytes_left)
+        n_bytes, seconds = sum(under_way.values()), 0.0
+        for key, entry in left.items():
+            if key not in under_way:
+                sizes = self._sizes(entry)
+                word = self._choose(key, entry, sizes, None)
+                n_bytes += sizes.get(word, 0)
+                seconds += self._pace.decoding(word) * entry.n_tokens
+        return n_bytes, seconds
 
     def checked(self, key: ChunkKey, reply: Reply) -> tuple[Header, list[Buffer]]:
         """Raises CorruptRecord, StoreVersion, Undecodable."""
@@ -73,13 +107,14 @@ class Fetch:
     def _one(self, client: Client, key: ChunkKey, collection: Collection, entry: Entry | None) -> Reply:
         if entry is None:
             return None
-        sizes = dict(zip(collection.levels, entry.bodies, strict=True))
+        sizes = self._sizes(entry)
         word = self._choose(key, entry, sizes, None)
         if word not in sizes:
-            self._done(entry)
+            self._done(key)
             return Undecodable(LEFT, SLOW)
         if sizes[word] > self._config.in_flight_mb * 1e6:
             return Undecodable("it is larger than in_flight_mb beside the service's url", UNREACHABLE)
+        self._bytes_left[key] = sizes[word]
         go_on = partial(self._go_on, key, entry, sizes)
         watch = Watch(self._pace.transfer, self._pace.arrived, go_on, self._config.deadline_s)
         start = time.monotonic()
@@ -91,7 +126,7 @@ class Fetch:
         except StoreVersion as error:
             return error
         finally:
-            self._done(entry)
+            self._done(key)
         if isinstance(reply, Delivered):
             self._pace.last_bytes_per_s = sizes[reply.word] / max(1e-9, time.monotonic() - start)
         return reply
@@ -104,6 +139,7 @@ class Fetch:
             return self._relay.chunk(path, key, word, n_bytes, self._pace.arrived, seconds)
 
     def _go_on(self, key: ChunkKey, entry: Entry, sizes: dict[str, int], word: str, left: int) -> str:
+        self._bytes_left[key] = left
         return self._choose(key, entry, {**sizes, word: left}, word)
 
     def _choose(self, key: ChunkKey, entry: Entry, sizes: dict[str, int], going_on: str | None) -> str:
@@ -139,6 +175,17 @@ class Fetch:
         worth = max(LEAST_SILENCE_S, SILENCE * self._pace.computing * self._tokens_left)
         return min(self._config.deadline_s, worth + 2 * self._pace.round_trip)
 
-    def _done(self, entry: Entry) -> None:
+    @property
+    def _tokens_left(self) -> int:
+        """Of the request, that are still to come."""
         with self._lock:
-            self._tokens_left = max(0, self._tokens_left - entry.n_tokens)
+            return sum(entry.n_tokens for entry in self._entries.values())
+
+    def _done(self, key: ChunkKey) -> None:
+        with self._lock:
+            self._entries.pop(key, None)
+            self._bytes_left.pop(key, None)
+
+    def _sizes(self, entry: Entry) -> dict[str, int]:
+        """Bytes of a chunk's body by level."""
+        return dict(zip(self._levels, entry.bodies, strict=True))

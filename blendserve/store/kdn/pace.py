@@ -14,6 +14,8 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+import torch
+
 from blendserve.store.chunk import StoredChunk
 from blendserve.store.codecs.base import Tables
 from blendserve.store.kdn.adapt import Meter
@@ -91,7 +93,10 @@ class Pace:
             header, segments = beginning(client, key, word, n_bytes, LAYERS, silence_s)
             if header.shape.n_bytes <= most:
                 chunk = StoredChunk(key, header, segments.__getitem__, tables)
-                self._decoding[word] = BESIDE * _seconds(chunk, len(segments)) / max(1, chunk.n_tokens)
+                alone = _seconds(chunk, len(segments)) / max(1, chunk.n_tokens)
+                self._decoding[word] = (
+                    BESIDE * alone / torch.get_num_threads()
+                )  # chunks side by side (blend/loader.py)
 
 
 def _seconds(chunk: StoredChunk, layers: int) -> float:

@@ -49,7 +49,9 @@ AUTO = "auto"
 FRESH_S = 10.0  # a description is believed for so long
 MOST_DESCRIPTION = 16 << 20  # bytes
 TELLING_S = 0.02  # of transfer, behind the round trip
-WORKERS = 4  # chunks under way at a time
+WORKERS = (
+    2  # chunks under way at a time: with more, less is left to choose anew, to compute, and to decode ahead
+)
 
 T = TypeVar("T")
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from blendserve.errors import CorruptRecord, StoreError, StoreUnavailable
 from blendserve.store import record
-from blendserve.store.base import LOCAL
+from blendserve.store.base import LOCAL, Meanwhile
 from blendserve.store.chunk import StoredChunk
 from blendserve.store.codecs.base import Undecodable
 from blendserve.store.key import ChunkKey
@@ -44,7 +44,7 @@ class LMDBSnapshot:
         self._ended = False
         self.undecodable: dict[ChunkKey, Undecodable] = {}
 
-    def expect(self, keys: Sequence[ChunkKey]) -> None:
+    def expect(self, keys: Sequence[ChunkKey], meanwhile: Meanwhile | None = None) -> None:
         """Nothing to do: it is all here."""
 
     def tier(self, key: ChunkKey) -> str:

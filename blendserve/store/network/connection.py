@@ -112,6 +112,14 @@ class Connection:
         self._drop_client()
         raise self._breaker.failure(self.peer.late(), call.reading)
 
+    def withdraw(self, call: Call[Any]) -> bool:
+        """Nobody wants the result any more: whether the call had not begun, and will not."""
+        if not call.future.cancel():
+            return False
+        if call.settle():
+            self._breaker.abandon()
+        return True
+
     def give_up(self, call: Call[Any]) -> None:
         """Nobody wants the result any more."""
         if call.settle():

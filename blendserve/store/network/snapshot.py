@@ -3,6 +3,8 @@
     expect   keys -> batches, each a round trip on a connection of its own, all at once
     get      waits for the batch that the chunk is in
 
+Who waits may withdraw the last ones meanwhile, to compute them instead (base.Coming).
+
 All the waiting of one snapshot together takes no longer than the deadline. A chunk's whole record is fetched and checked
 at once, so a view is bytes of this process and needs the server no more.
 """
@@ -11,13 +13,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent import futures
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Protocol
 
 from blendserve.errors import CorruptRecord, StoreError
-from blendserve.store.base import REMOTE
+from blendserve.store.base import REMOTE, Meanwhile
 from blendserve.store.chunk import StoredChunk
 from blendserve.store.codecs.base import SLOW, Buffer, Undecodable
 from blendserve.store.key import ChunkKey
@@ -39,6 +42,21 @@ class Source(Protocol):
 
     def read(self, client: Client, keys: Sequence[ChunkKey]) -> list[Any]:
         """A reply for each chunk, an empty one where nothing is; one round trip. Raises what its library does."""
+        ...
+
+    def outlasts(self, key: ChunkKey, seconds: float) -> bool:
+        """Whether what is still to be read, this one included, is expected to take longer.
+
+        Never where a call reads several chunks.
+        """
+        ...
+
+    def withdrawn(self, key: ChunkKey) -> None:
+        """This one will not be read after all."""
+        ...
+
+    def overtakes(self, key: ChunkKey, seconds: float) -> bool:
+        """Whether a withdrawn one, too, would be read sooner, with what is still to come; it is to be read then."""
         ...
 
     def checked(self, key: ChunkKey, reply: Any) -> tuple[Header, list[Buffer]]:
@@ -93,14 +111,18 @@ class NetworkSnapshot:
         self._left = WAITING * connection.peer.deadline_s  # to wait
         self._calls: dict[ChunkKey, tuple[Call[list[Any]], int]] = {}  # and the chunk's place in its batch
         self._troubles: dict[ChunkKey, str] = {}
+        self._withdrawn: set[ChunkKey] = set()
+        self._decoded: set[ChunkKey] = (
+            set()
+        )  # of those that are here, the ones that there is nothing to decode of
+        self._found: dict[ChunkKey, StoredChunk | StoreError | None] = {}  # what `get` has given
         self._lock = threading.RLock()
         self.undecodable: dict[ChunkKey, Undecodable] = {}
 
-    def expect(self, keys: Sequence[ChunkKey]) -> None:
+    def expect(self, keys: Sequence[ChunkKey], meanwhile: Meanwhile | None = None) -> None:
         with self._lock:
-            todo = [
-                key for key in dict.fromkeys(keys) if key not in self._calls and key not in self._troubles
-            ]
+            known = {*self._calls, *self._troubles, *self._withdrawn}
+            todo = [key for key in dict.fromkeys(keys) if key not in known]
             for key in todo:
                 if why := self._failed.why(key):
                     self._troubles[key] = why
@@ -109,14 +131,68 @@ class NetworkSnapshot:
             size = self._sizes.batch
             for batch in (todo[at : at + size] for at in range(0, len(todo), size)):
                 self._begin(batch)
+        if meanwhile:
+            meanwhile(self)
+
+    def wait(self, seconds: float) -> bool:
+        with self._lock:
+            calls = [call.future for call, _ in self._calls.values()]
+        left = [future for future in calls if not future.done()]
+        with self._waiting():
+            futures.wait(left, min(seconds, max(0.0, self._left)), futures.FIRST_COMPLETED)
+        return self._left > 0 and not all(future.done() for future in left)
+
+    def decode(self) -> bool:
+        for key, (call, _) in list(self._calls.items()):
+            if call.future.done() and key not in self._decoded:
+                with suppress(StoreError):  # said when it is asked for
+                    chunk = self.get(key)
+                    if chunk and chunk.decode_ahead():
+                        return True
+                self._decoded.add(key)
+        return False
+
+    def withdraw(self, seconds: Mapping[ChunkKey, float]) -> ChunkKey | None:
+        with self._lock:
+            for key in reversed(self._calls):
+                if key in seconds and self._source.outlasts(key, seconds[key]):
+                    if not self._connection.withdraw(self._calls[key][0]):
+                        return None  # nor can those be that were expected before it
+                    del self._calls[key]
+                    self._withdrawn.add(key)
+                    self._source.withdrawn(key)
+                    return key
+        return None
+
+    def overtakes(self, key: ChunkKey, seconds: float) -> bool:
+        if not self._source.overtakes(key, seconds):
+            return False
+        with self._lock:
+            self._withdrawn.discard(key)
+            self._begin([key])
+        return True
 
     def tier(self, key: ChunkKey) -> str:
         return REMOTE
 
     def get(self, key: ChunkKey) -> StoredChunk | None:
-        self.expect([key])
         with self._lock:
-            reply = self._reply(key)
+            if key not in self._found:
+                try:
+                    self._found[key] = self._looked_up(key)
+                except StoreError as error:
+                    self._found[key] = error
+            found = self._found[key]
+        if isinstance(found, StoreError):
+            raise found
+        return found
+
+    def _looked_up(self, key: ChunkKey) -> StoredChunk | None:
+        """Raises CorruptRecord, StoreVersion."""
+        self.expect([key])
+        if key in self._withdrawn:
+            return None
+        reply = self._reply(key)
         if reply is None:
             self.undecodable[key] = Undecodable(self._troubles[key], "unreachable")
             self._traffic.miss(key)

@@ -383,6 +383,15 @@ class _Source:
     def expect(self, keys: Sequence[ChunkKey]) -> None:
         """Nothing is prepared for them."""
 
+    def outlasts(self, key: ChunkKey, seconds: float) -> bool:
+        return False
+
+    def withdrawn(self, key: ChunkKey) -> None:
+        """No chunk ever is."""
+
+    def overtakes(self, key: ChunkKey, seconds: float) -> bool:
+        return False
+
     def read(self, client: Client, keys: Sequence[ChunkKey]) -> list[chunks.Fields]:
         return chunks.read(client, keys)
 

@@ -1,0 +1,256 @@
+"""Chunks computed by who waits for others. Links deliver when tests let them, estimates are made up: no clock matters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from blendserve.bench.link import Link, Weather
+from blendserve.blend.blender import Blended, Blender
+from blendserve.blend.cost import CostModel
+from blendserve.blend.while_waiting import COMPUTED
+from blendserve.config import BlendConfig, changed
+from blendserve.core import Prompt
+from blendserve.delivery.publish import publish
+from blendserve.engine.engine import Engine
+from blendserve.store import ChunkKey, KVStore, LayeredStore, LMDBStore, MemoryStore
+from blendserve.store.base import REMOTE
+from blendserve.store.kdn.collection import Collection
+from blendserve.store.kdn.pace import Pace
+from blendserve.store.kdn.store import KdnStore
+from tests.delivery.helpers import NAME, Service, publisher, settings
+from tests.engine.helpers import CONFIG, PASSAGES, reader
+
+AUTO = BlendConfig(method="auto")
+ROW_S = 100.0  # of computing, says the cost model: so long that no silence is worth noticing
+FETCHED = 0.3  # times what computing takes, says the link's rate
+
+
+class Known(Pace):
+    """A link whose rate is what it is said to be."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.rate = rate
+
+    def bytes_per_s(self) -> float | None:
+        return self.rate
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[KVStore, Collection]:
+    """Uncoded alone."""
+    store = MemoryStore(2**30)
+    return store, publish(publisher(tmp_path_factory.mktemp("published"), store), NAME, ())
+
+
+@pytest.fixture(scope="module")
+def service(made: tuple[KVStore, Collection]) -> Iterator[Service]:
+    with Service(made[0]) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def prompt() -> Prompt:
+    return Engine(CONFIG, reader(), MemoryStore(2**30)).prompts.build("Who sat on the mat?", PASSAGES)
+
+
+def rate(share: float = FETCHED) -> float:
+    """At which a token's KV takes such a share of the time that computing it takes."""
+    return reader().adapter.kv_bytes_per_token / (share * ROW_S)
+
+
+def blender(
+    store: KVStore,
+    at_end: Callable[[int], None] = lambda n: None,
+    at_start: Callable[[int], None] = lambda n: None,
+) -> Blender:
+    """at_end, at_start: told of a pass's last and first layer, by its number; the first pass is the prefix's."""
+    like = Engine(CONFIG, reader(), store).blender
+    passes, last = [0], reader().adapter.n_layers - 1
+
+    def before_layer(l: int) -> None:
+        if l == 0:
+            passes[0] += 1
+            at_start(passes[0])
+        if l == last:
+            at_end(passes[0])
+
+    of = like.like(store, "", before_layer)
+    of._costs = CostModel(0.0, ROW_S, 0.0, 0.0)
+    return of
+
+
+@contextmanager
+def behind_a_link(
+    service: Service, known: float, workers: int = 1, **options: Any
+) -> Iterator[tuple[KdnStore, Link]]:
+    with Link(service.port) as link:
+        there = settings(f"http://127.0.0.1:{link.port}", **{"level": "auto", **options})
+        with KdnStore(there, workers=workers, pace=Known(known)) as store:
+            list(store.keys())  # description and directory are here
+            yield store, link
+
+
+def local(chunks: Any) -> MemoryStore:
+    """A store with these chunks, and the prefix."""
+    store = MemoryStore(2**30)
+    blender(store).precompute([chunk.ids for chunk in chunks])
+    return store
+
+
+def asked(service: Service) -> float:
+    """Chunks that were asked for so far."""
+    (metric,) = service.inner.delivered.chunks.collect()
+    return sum(float(sample.value) for sample in metric.samples if sample.name.endswith("_total"))
+
+
+def tiers(done: Blended) -> list[str]:
+    return [part.tier for part in done.explanation.parts if part.kind == "passage"]
+
+
+def adds_up(done: Blended) -> bool:
+    report = done.report
+    return (
+        sum(report.tiers.values()) == report.chunks_hit
+        and report.chunks_hit + report.chunks_missing + report.chunks_corrupt == report.chunks
+    )
+
+
+def meeting(prompt: Prompt) -> int:
+    """Chunks that are to be computed, by hand: from the last one on, while the rest takes longer to come."""
+    sizes = [len(chunk) for chunk in prompt.chunks]
+    first, taken = len(prompt.prefix), 0  # the prefix is computed before the first one
+    while sizes and (sizes[-1] + first) < 0.9 * FETCHED * (sum(sizes) + len(prompt.prefix)):
+        sizes.pop()
+        first, taken = 0, taken + 1
+    return taken
+
+
+def test_link_and_reader_meet_and_the_answer_is_that_of_chunks_that_are_all_here(
+    service: Service, prompt: Prompt
+) -> None:
+    expected = meeting(prompt)
+    assert 2 <= expected <= len(prompt.chunks) - 2
+    before = asked(service)
+    with behind_a_link(service, rate()) as (store, link):
+        link.weather = Weather(dead=True)
+
+        def heal(passes: int) -> None:
+            if passes == 1 + expected:
+                link.weather = Weather()
+
+        done = blender(store, heal).run(prompt, AUTO)
+    fetched = len(prompt.chunks) - expected
+    assert tiers(done) == [REMOTE] * fetched + [COMPUTED] * expected
+    assert asked(service) - before == fetched + 1  # the prefix: no chunk that was computed, and none twice
+    assert (done.report.method, dict(done.report.tiers)) == ("blend", {REMOTE: fetched, COMPUTED: expected})
+    assert adds_up(done)
+    assert not done.report.unusable
+    here = blender(local(prompt.chunks)).run(prompt, BlendConfig(method="blend"))
+    assert torch.equal(done.prefilled.logits, here.prefilled.logits)
+    assert list(done.computed) == [chunk.ids for chunk in prompt.chunks[fetched:]] == list(done.absent)
+
+
+def test_over_a_quick_link_nothing_is_computed(service: Service, prompt: Prompt) -> None:
+    with behind_a_link(service, rate(0.01)) as (store, _):
+        done = blender(store).run(prompt, AUTO)
+    assert done.report.tiers == {REMOTE: len(prompt.chunks)}
+    assert (done.absent, done.computed) == ((), {})
+
+
+@pytest.mark.parametrize("method", ["blend", "reuse"])
+def test_a_fixed_method_waits(service: Service, prompt: Prompt, method: Any) -> None:
+    with behind_a_link(service, rate()) as (store, _):
+        done = blender(store).run(prompt, changed(AUTO, method=method))
+    assert done.report.tiers == {REMOTE: len(prompt.chunks)}
+
+
+def test_over_a_link_that_rises_what_is_being_computed_is_fetched_after_all(
+    service: Service, prompt: Prompt
+) -> None:
+    assert meeting(prompt) > 1
+    before = asked(service)
+    with behind_a_link(service, rate()) as (store, link):
+        link.weather, pace = Weather(dead=True), store._pace
+
+        def rise(passes: int) -> None:
+            if passes == 2:
+                assert isinstance(pace, Known)
+                pace.rate, link.weather = rate(1e-6), Weather()
+
+        done = blender(store, at_start=rise).run(prompt, AUTO)
+    assert (done.report.tiers, done.computed) == ({REMOTE: len(prompt.chunks)}, {})
+    assert asked(service) - before == len(prompt.chunks) + 1
+    here = blender(local(prompt.chunks)).run(prompt, BlendConfig(method="blend"))
+    assert torch.equal(done.prefilled.logits, here.prefilled.logits)
+
+
+def test_when_the_link_dies_what_was_computed_is_used_and_the_rest_is_fresh(
+    service: Service, prompt: Prompt
+) -> None:
+    expected = meeting(prompt)
+    with behind_a_link(service, rate()) as (store, link):
+        link.weather = Weather(dead=True)
+
+        def die(passes: int) -> None:
+            if passes == 1 + expected:
+                link.__exit__()
+
+        done = blender(store, die).run(prompt, AUTO)
+    assert adds_up(done)
+    assert tiers(done) == [""] * (len(prompt.chunks) - expected) + [COMPUTED] * expected
+    assert {unusable.kind for unusable in done.report.unusable} == {"unreachable"}
+    here = local(prompt.chunks[-expected:])
+    here.delete(blender(here).key(prompt.prefix, ()))
+    same = blender(here).run(prompt, changed(AUTO, method=done.report.method))
+    assert torch.equal(done.prefilled.logits, same.prefilled.logits)
+
+
+def test_what_was_computed_is_stored_here_and_not_computed_again(
+    service: Service, prompt: Prompt, tmp_path: Path
+) -> None:
+    expected, passes = meeting(prompt), [0]
+    with behind_a_link(service, rate()) as (far, link):
+        link.weather = Weather(dead=True)
+
+        def heal(n: int) -> None:
+            passes[0] = n
+            if n == 1 + expected:
+                link.weather = Weather()
+
+        with LayeredStore(LMDBStore(tmp_path / "kv", 2**28), far) as store:
+            of = blender(store, heal)
+            done = of.run(prompt, AUTO)
+            assert tiers(done).count(COMPUTED) == expected
+            before = passes[0]
+            assert of.remember(done.absent, done.computed) == expected
+            assert passes[0] == before
+            store.flush()
+            assert stored(of, prompt) == {of.key(chunk.ids) for chunk in prompt.chunks}
+            assert store.stats().remote.misses == 0  # type: ignore[union-attr]
+            again = of.run(prompt, AUTO)
+            assert torch.equal(again.prefilled.logits, done.prefilled.logits)
+            assert tiers(again) == ["local"] * len(prompt.chunks)
+
+
+def stored(of: Blender, prompt: Prompt) -> set[ChunkKey]:
+    return of.store.present([of.key(chunk.ids) for chunk in prompt.chunks], remote=False)
+
+
+def test_an_engine_hands_over_what_it_computed(service: Service, prompt: Prompt, tmp_path: Path) -> None:
+    with (
+        behind_a_link(service, rate()) as (far, _),
+        LayeredStore(LMDBStore(tmp_path / "kv", 2**28), far) as store,
+    ):
+        engine = Engine(changed(CONFIG, blend=AUTO.model_dump()), reader(), store)
+        engine.blender._costs = CostModel(0.0, ROW_S, 0.0, 0.0)
+        report = engine.answer("Who sat on the mat?", PASSAGES).report
+        store.flush()
+        assert stored(engine.blender, prompt) == {engine.blender.key(chunk.ids) for chunk in prompt.chunks}
+        assert report.tiers.get(REMOTE, 0) + report.tiers.get(COMPUTED, 0) == len(PASSAGES)
