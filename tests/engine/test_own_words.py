@@ -51,7 +51,7 @@ def test_every_other_text_stands_behind_passages(monkeypatch: pytest.MonkeyPatch
     texts = own_words(made, TOGETHER * LENGTH)
     for n, text in enumerate(texts):
         before = [*(passages if n % 2 else ()), *text[:-1]]
-        logits = made.adapter.model(torch.tensor([before])).logits[0, -(LENGTH - 1) :]  # type: ignore[operator]
+        logits = made.adapter.model(torch.tensor([before])).logits[0, -(LENGTH - 1) :]
         logits[:, sorted(made.end_tokens)] = -torch.inf
         control = [i for i, token in made.tokenizer.added_tokens_decoder.items() if token.special]
         logits[:, control] = -torch.inf
