@@ -92,7 +92,7 @@ def fit_tables(
     ] = None,
     tokens: Annotated[
         int, typer.Option(min=1, help="Fit on so many tokens of it, taken from all files.")
-    ] = 8_192,
+    ] = 16_384,
     json: JsonOpt = False,
 ) -> None:
     """Fit a codec's tables for a reader, into an index's store.

@@ -20,7 +20,7 @@ from blendserve.retrieve.chunker import split
 from blendserve.store import KVStore
 from blendserve.store.codecs.base import Codec, Progress, Sample
 
-FIT_TOKENS = 8_192  # of the reader's own words, that tables are fitted on unless told otherwise
+FIT_TOKENS = 16_384  # of the reader's own words, that tables are fitted on unless told otherwise
 
 
 def writing_codec(
