@@ -110,7 +110,9 @@ class Scene:
             prompt = self._workload.prompt
             store.weigh(*blender.saved(prompt, who.blend, range(len(prompt.chunks))))
             with self._played(trace):
-                return self._timed(blender, who.blend)
+                request = self._timed(blender, who.blend)
+                blender.wait_for_sample()  # which belongs to this link, and not beside who comes next
+                return request
 
     def _played(self, trace: Trace) -> AbstractContextManager[None]:
         return played(trace, self._link, self._config.round_trip_ms / 1e3)

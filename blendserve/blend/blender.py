@@ -121,6 +121,10 @@ class Blender:
         if self.store.far:
             self._link.sample(self.store, [self.key(self._prefix, ())])
 
+    def wait_for_sample(self) -> None:
+        """Until nothing of the link is looked at any more behind a request."""
+        self._link.wait()
+
     def prefetch(self, prompt: Prompt, blend: BlendConfig) -> None:
         """A request for this prompt is on its way: have brought near what it will look for."""
         which = wanted(prompt, blend.method, self._exact_first(prompt)) if blend.method != "full" else []

@@ -32,6 +32,7 @@ class Link:
         self._rate, self._decoding = LoadRate(), LoadRate()
         self._round_trip = 0.0
         self._next_probe = 0.0
+        self._probing: threading.Thread | None = None
         self._sample_bytes = LEAST_BYTES
         self._lock = threading.Lock()
 
@@ -56,7 +57,13 @@ class Link:
             if not keys or time.monotonic() < self._next_probe:
                 return
             self._next_probe = time.monotonic() + PROBE_S
-        threading.Thread(target=self._probed, args=(store, keys), daemon=True).start()
+            self._probing = threading.Thread(target=self._probed, args=(store, keys), daemon=True)
+        self._probing.start()
+
+    def wait(self) -> None:
+        """Until no sample is under way."""
+        if self._probing:
+            self._probing.join()
 
     def sample(self, store: KVStore, keys: Sequence[ChunkKey]) -> None:
         """See how far the first of these is that another machine has."""

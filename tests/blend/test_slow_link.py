@@ -216,7 +216,7 @@ def test_looking_takes_up_a_fiftieth_of_a_link_at_most(far: Far, monkeypatch: py
     for later, n in ((195.0, 1), (6.0, 2)):  # seconds since the last look, and how many there were by then
         now[0] += later
         made._link.probe(far, keys)
-        wait_for(lambda n=n: len(sizes) >= n)  # type: ignore[misc]
+        made.wait_for_sample()
         assert len(sizes) == n
     assert sizes[1] == 2 * sizes[0]
 
