@@ -142,9 +142,11 @@ class Node:
                 prefix_tokens=known["prefix_tokens"], question_tokens=known["question_tokens"], chunks=n
             ),
         )
+        hot = min(again for _, again, _ in fetched)
         return {
             **asdict(model),
-            "fixed": max(0.0, min(hot for _, hot, _ in fetched) - work.prefill([True] * n)),
+            "hot": hot,
+            "fixed": max(0.0, hot - work.prefill([True] * n)),
             "per_answer_token": behind,
             "per_stored": max(0.0, min(b for *_, b in missed) - behind - model.per_pass) / (n * size),
             "node_rate": 1 / per_byte,
