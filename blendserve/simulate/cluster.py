@@ -151,11 +151,12 @@ class Cluster:
         compute, links = self._config.compute, self._config.links
         memory, disk, remote, missing = (tiers.count(tier) for tier in range(len(TIERS)))
         self._found[request.number] = memory, disk, remote, missing
+        tokens = self._config.corpus.chunk_tokens
         yield compute.fixed, 0.0
         if remote:
-            yield 0.0, self._link.fetch(now + request.elapsed, remote * self._stored)
+            fetching = self._link.fetch(now + request.elapsed, remote * self._stored)
+            yield remote * tokens * compute.per_fetched, fetching
         local = links.disk_delay + disk * self._stored / links.disk_rate if disk and links.disk_rate else 0.0
-        tokens = self._config.corpus.chunk_tokens
         decoding = (disk + remote) * tokens * compute.per_decoded
         yield self._prefill(tuple(tier < 3 for tier in tiers)) + decoding, local
         self._ttft[request.number] = now + request.elapsed - request.came

@@ -121,6 +121,11 @@ class ComputeConfig(Section):
         1.2e-5, description="For a stored token that is read from memory, rotated and placed."
     )
     per_decoded: Amount = Field(0.0, description="For a stored token of a codec that is decoded.")
+    per_fetched: Amount = Field(
+        0.0,
+        description="For a stored token that comes from the shared store: what a node's cores do for it while it is on "
+        "its way.",
+    )
     fixed: Amount = Field(0.008, description="For tokenising, searching and routing a request.")
     per_answer_token: Amount = Field(
         0.0, description="For an answer's token, as the share of a step that its request has in a batch."
@@ -132,8 +137,8 @@ class ComputeConfig(Section):
     )
     slowdown: Annotated[tuple[float, ...], AfterValidator(_slower)] = Field(
         (1.0,),
-        description="Let as many nodes share a machine as there are numbers here; while n of them compute, let the work of "
-        "each take the n-th number times as long.",
+        description="Let so many nodes share a machine as there are numbers here; while n of them compute, let the work "
+        "of each take the n-th number times as long.",
     )
     raw_bytes: Positive = Field(
         23_040, description="Let a token's keys and values take so many bytes uncoded."

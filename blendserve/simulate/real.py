@@ -18,7 +18,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from queue import SimpleQueue
 from statistics import fmean
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 import yaml
@@ -37,6 +37,8 @@ from blendserve.threads import COUNT
 
 Figures = dict[str, Any]
 Say = Callable[[str], None]
+RunKind = Literal["alone", "full", "empty", "closed"]
+RUN_KINDS: tuple[RunKind, ...] = get_args(RunKind)
 REPEATS = 3  # of a run whose least times count
 ROUNDS, TURN = 2, 3  # of timing how processes slow each other down, and requests of each process in a turn
 
@@ -56,25 +58,24 @@ class RealConfig(Section):
     requests: int = 60  # of a run
     busy: float = 0.5  # share of its time that a node is to be busy
     routing: tuple[Routing, ...] = ("round_robin", "prefix", "chunks")
+    runs: tuple[RunKind, ...] = RUN_KINDS
     seed: int = 0
 
 
 def compare(config: RealConfig, say: Say) -> Figures:
-    """Every way of routing over a full store, one over an empty one, one in a closed loop; each real and simulated."""
+    """Runs of the plan, and a single node over a full and an empty store; each real and simulated."""
     with nodes_of(config) as nodes:
         say("Measuring what one process takes")
         constants = nodes[0].take(["measure"])
         base = settings(config, constants, nodes[0].about)
         nodes[0].take(["precompute", "full"])
-        alone = {}
-        for store in ("full", "empty"):
+        alone: Figures = {}
+        for store in ("full", "empty") if "alone" in config.runs else ():
             say(f"One node, one by one, {store} store")
-            alone[store] = one_by_one(nodes[0], config, over(base, store), store)
+            alone[store] = one_by_one(nodes[0], over(base, store), store)
         runs: list[Figures] = []
-        plan: list[tuple[str, Routing]] = [("full", routing) for routing in config.routing]
-        plan += [("empty", config.routing[0]), ("closed", config.routing[-1])]
         before = slowdown(nodes, config, constants["hot"])
-        for kind, routing in plan:
+        for kind, routing in plan(config):
             say(f"{config.requests} requests, {kind} store, {routing}")
             chosen = as_run(config, slowed(base, before), kind)
             blocks = list(draw.requests(chosen, config.nodes))
@@ -82,27 +83,8 @@ def compare(config: RealConfig, say: Say) -> Figures:
             waited, real = serve(nodes, chosen, routing, *blocks[0])
             after = slowdown(nodes, config, constants["hot"])
             chosen = slowed(chosen, np.mean([before, after], axis=0).tolist())
-            runs.append(
-                {
-                    "store": kind,
-                    "routing": routing,
-                    "rate": chosen.requests.rate * config.nodes,
-                    "waited": waited,
-                    "slowdown": chosen.compute.slowdown,
-                    "real": summary(chosen, real, config.nodes),
-                    **{
-                        name: summary(
-                            chosen,
-                            Cluster(how, config.nodes, routing).run(blocks, config.requests),
-                            config.nodes,
-                        )
-                        for name, how in (("simulated", chosen), ("apart", slowed(chosen, [1.0])))
-                    },
-                }
-            )
+            runs.append({"store": kind, "waited": waited, **against(chosen, routing, blocks, real)})
             before = after
-    for run in runs:
-        run["error"], run["error_apart"] = (errors(run["real"], run[name]) for name in ("simulated", "apart"))
     return {
         "simulate": "validation",
         "versions": versions(),
@@ -113,6 +95,25 @@ def compare(config: RealConfig, say: Say) -> Figures:
         "alone": alone,
         "runs": runs,
     }
+
+
+def plan(config: RealConfig) -> list[tuple[RunKind, Routing]]:
+    """Every way of routing over a full store, one over an empty one, one in a closed loop."""
+    full, first, last = config.routing, config.routing[:1], config.routing[-1:]
+    routings: dict[RunKind, tuple[Routing, ...]] = {"full": full, "empty": first, "closed": last}
+    return [(kind, routing) for kind in config.runs if kind != "alone" for routing in routings[kind]]
+
+
+def against(chosen: SimulateConfig, routing: Routing, blocks: list[Any], real: Trace) -> Figures:
+    """A run beside the same simulated, and simulated as if each node had a machine."""
+    (nodes,), slower = chosen.nodes, chosen.compute.slowdown
+    found: Figures = {"routing": routing, "slowdown": slower, "rate": chosen.requests.rate * nodes}
+    found["real"] = summary(chosen, real, nodes)
+    for name, settings in (("simulated", chosen), ("apart", slowed(chosen, [1.0]))):
+        trace = Cluster(settings, nodes, routing).run(blocks, len(real.ttft))
+        found[name] = summary(settings, trace, nodes)
+        found[f"error_{name}"] = errors(found["real"], found[name])
+    return found
 
 
 def measured(config: SimulateConfig, say: Say) -> str:
@@ -139,7 +140,16 @@ def measured(config: SimulateConfig, say: Say) -> str:
 
 def settings(config: RealConfig, constants: Figures, about: Figures) -> SimulateConfig:
     """What is simulated: the real nodes, as far as the simulator knows them."""
-    names = ("per_pass", "per_row", "per_pair", "per_loaded", "fixed", "per_answer_token", "per_stored")
+    names = (
+        "per_pass",
+        "per_row",
+        "per_pair",
+        "per_loaded",
+        "per_fetched",
+        "fixed",
+        "per_answer_token",
+        "per_stored",
+    )
     raw, chunk = about["raw_bytes"], about["raw_bytes"] * config.chunk_tokens
     return SimulateConfig(
         nodes=(config.nodes,),
@@ -199,7 +209,7 @@ def slowdown(nodes: list[Subject], config: RealConfig, least: float) -> list[flo
     return np.maximum.accumulate(times).tolist()  # type: ignore[no-any-return]
 
 
-def one_by_one(node: Subject, config: RealConfig, known: SimulateConfig, store: str) -> Figures:
+def one_by_one(node: Subject, known: SimulateConfig, store: str) -> Figures:
     """A single node, asked by one client alone: each request's time is the least of REPEATS of the whole run.
 
     Nothing queues, so a request finds the same in every repeat, and others' work on the machine only adds to its time.

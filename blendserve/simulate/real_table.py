@@ -14,11 +14,11 @@ def show(figures: dict[str, Any]) -> None:
     rows: list[list[str]] = []
     for run in figures["runs"]:
         slower = " ".join(f"{times:.2f}" for times in run["slowdown"])
-        for which, error in (("real", ""), (f"simulated, {slower}", "error"), ("apart", "error_apart")):
-            found, off = run[which.partition(",")[0]], run[error] if error else None
+        for which in ("real", "simulated", "apart"):
+            found, off = run[which], run.get(f"error_{which}")
             rows.append(
                 [
-                    f"{run['store']} {run['routing']}, {which}",
+                    f"{run['store']} {run['routing']}, {which}{f', {slower}' if which == 'simulated' else ''}",
                     f"{run['waited']:.0%}" if which == "real" else "",
                     "  ".join(f"{found['hit_rates'][tier]:.2f}" for tier in TIERS),
                     *(
