@@ -335,7 +335,7 @@ async def replicas_become(wanted: int, group: Replicas) -> float:
         deployment = serve.status().applications[group.name].deployments[group.name]
         running = deployment.replica_states.get("RUNNING", 0)
         if running != last:
-            console.say(f"{running} of {wanted} replicas after {passed:.0f} s")
+            console.say(f"{passed:.0f} s: {running} running, {wanted} waited for")
             last = running
         if running == wanted:
             break
