@@ -1,6 +1,6 @@
 """A Ray cluster on this machine: what its workers compute, where its router sends questions, and what a kill costs.
 
-    python scripts/demo_ray.py [--only stores|questions] [--passages 24] [--requests 120] [--clients 2]
+    python scripts/demo_ray.py [--only stores|questions|autoscale] [--passages 24] [--requests 120] [--clients 2]
 
 Needs the extras ray and valkey, and the demo's index, which is built if it is not there. Everything runs on one
 Valkey server and ends with this process. It prints:
@@ -8,15 +8,17 @@ Valkey server and ends with this process. It prints:
 1. the store that one process, two actors, and two actors of which one is killed make of the same passages;
 2. questions about a few topics, sent to two replicas by chunk affinity and, in turns with it, round robin: where their
    chunks were read from, and the time to the first token;
-3. what becomes of the questions that are being answered when a replica is killed.
+3. what becomes of the questions that are being answered when a replica is killed;
+4. how many replicas there are, of one to two (`--replicas 1-2`), under many clients and after the last question.
 
-The last line is JSON; the exit code is 1 if a store differs or a question fails.
+The last line is JSON; the exit code is 1 if a store differs, a question fails, or no replica comes or goes.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib
 import math
 import os
 import random
@@ -24,10 +26,11 @@ import signal
 import statistics
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -54,28 +57,40 @@ STORES = 3  # of the first part, each in a database of its own
 TOPIC = 6  # passages; a question is about ASKED of them, in any order
 ASKED = 4
 ROUND = 12  # requests of one routing before the other one's turn
+SCALED = 1, 2  # replicas of the last part
+DELAYS = {"upscale_delay_s": 5, "downscale_delay_s": 20}  # Ray Serve's own are 30 and 600
+SLOTS, MANY = 2, 8  # requests that a replica answers at a time, and clients, who want more than that
+PATIENCE = 180.0  # seconds for a replica to come or go
 
 
 def main() -> None:
-    """All three parts."""
+    """All parts."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--passages", type=int, default=24)
     parser.add_argument("--requests", type=int, default=120, help="of each routing")
     parser.add_argument("--clients", type=int, default=2, help="questions asked at a time")
-    parser.add_argument("--only", choices=("stores", "questions"), help="the first part, or the others")
+    parser.add_argument(
+        "--only",
+        choices=("stores", "questions", "autoscale"),
+        help="the first part, the next two, or the last",
+    )
     given = parser.parse_args()
     with open_demo() as demo:
         assert demo.index
         passages = demo.index.passages[: given.passages]
     with Server(databases="16") as server, cluster(None, 4) as share:
         figures: dict[str, Any] = {}
-        if given.only != "questions":
+        if given.only in (None, "stores"):
             figures["stores"] = made_stores(server, passages, share)
-        if given.only != "stores":
+        if given.only in (None, "questions"):
             figures |= asyncio.run(served(server, passages, given.requests, given.clients, share))
-    right = figures.get("stores", {}).get("equal", True) and not figures.get("killed", {}).get("failed")
+        if given.only in (None, "autoscale"):
+            figures["autoscale"] = asyncio.run(autoscaled(server, passages, share))
+    failed = figures.get("killed", {}).get("failed") or figures.get("autoscale", {}).get("failed")
+    scaled = figures.get("autoscale", {}).get("there and back", True)
+    right = figures.get("stores", {}).get("equal", True) and scaled and not failed
     console.print_json({**figures, "right": right})
     raise SystemExit(not right)
 
@@ -236,7 +251,9 @@ async def served(
     return figures
 
 
-async def ask_all(group: Replicas, questions: Questions, seeds: range, into: Asked, clients: int) -> None:
+async def ask_all(
+    group: Replicas, questions: Questions, seeds: Iterable[int], into: Asked, clients: int
+) -> None:
     """By so many clients, each of whom asks again when they have an answer."""
     left = iter(seeds)
 
@@ -273,6 +290,57 @@ async def killed(group: Replicas, questions: Questions, first: int, clients: int
     os.kill(next(pids(group.name)), signal.SIGKILL)
     await work
     return asked.figures
+
+
+# 4. As many replicas as there is work for
+
+
+class Hasty(ReplicaCount):
+    """As many as there is work for, without long delays."""
+
+    def options(self, slots: int) -> dict[str, Any]:
+        options = super().options(slots)
+        options["autoscaling_config"].update(DELAYS)
+        return options
+
+
+async def autoscaled(server: Server, passages: list[Passage], share: Share) -> dict[str, Any]:
+    """Replicas over time: under many clients until there are more, and after the last question until there are fewer."""
+    url, asked, (least, most) = f"{server.url}/{STORES + 1}", Asked(), SCALED
+    batching = ServeConfig(slots=SLOTS, slot_tokens=4096).batching
+    with Engine.open(settings(url)) as engine:
+        engine.blender.precompute(engine.prompts.chunk_ids(passages))
+        questions, opener = Questions(engine, passages), partial(Engine.open, settings(url))
+        with Replicas(opener, batching, Hasty(least, most), share) as group:
+            busy = [True]
+            seeds = takewhile(lambda _: busy[0], count())
+            work = asyncio.create_task(ask_all(group, questions, seeds, asked, MANY))
+            more = await replicas_become(most, group)
+            await asyncio.sleep(DELAYS["downscale_delay_s"] / 2)  # all of them answer for a while
+            busy[0] = False
+            await work
+            fewer = await replicas_become(least, group)
+    console.out.print(
+        f"replicas: {least}, then {most} after {more:.0f} s of questions by {MANY} clients, {least} again {fewer:.0f} s "
+        f"after the last one; {len(asked.ttft)} questions answered, {asked.failed} failed"
+    )
+    there_and_back = max(more, fewer) < PATIENCE
+    return {**asked.figures, "more after s": more, "fewer after s": fewer, "there and back": there_and_back}
+
+
+async def replicas_become(wanted: int, group: Replicas) -> float:
+    """Seconds until so many run; at most PATIENCE."""
+    serve, start, last = importlib.import_module("ray.serve"), time.perf_counter(), 0
+    while (passed := time.perf_counter() - start) < PATIENCE:
+        deployment = serve.status().applications[group.name].deployments[group.name]
+        running = deployment.replica_states.get("RUNNING", 0)
+        if running != last:
+            console.say(f"{passed:.0f} s: {running} running, {wanted} waited for")
+            last = running
+        if running == wanted:
+            break
+        await asyncio.sleep(1.0)
+    return passed
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import hashlib
 import json
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -141,23 +141,20 @@ def measure(adapter: Adapter, repeats: int = 3) -> CostModel:
     """Fit the four constants from timed prefills of random tokens.
 
     Dense prompts tell what a row costs, few rows behind much stored KV what loading costs, more rows behind the same KV
-    what attending costs. The least of a few tries counts: a busy machine only ever adds time.
+    what attending costs. The least of a few tries counts: a busy machine only ever adds time. Each case has its tries in
+    turns with the others, so that a slow second falls on one try of each.
     """
     room = min(adapter.context_limit, 2400)
     dense = [(room * share // 2400, 0) for share in (32, 128, 512, 1024)]
     behind = [
         (room * rows // 2400, room * keys // 2400) for rows, keys in ((32, 512), (32, 2048), (256, 2048))
     ]
-    plain, scored = BlendConfig(**REUSE), BlendConfig(policy=POLICIES.default, ratio=0.15)
-    works, seconds = [], []
-    for rows, keys in [case for case in dense + behind if case[0] > 0]:
-        prompt, layout = made_up_case(adapter, rows, keys)
-        for blend in (plain, scored) if keys and rows < room // 20 else (plain,):
-            works.append(work_of(layout, make_policy(blend), adapter.n_layers).row())
-            seconds.append(min(_timed(adapter, prompt, layout, blend) for _ in range(repeats)))
+    cases = [case for case in dense + behind if case[0] > 0]
+    rounds = [[part for case in cases for part in _timed(adapter, *case, room)] for _ in range(repeats)]
+    works = [work for work, _ in rounds[0]]
+    took = np.min([[seconds for _, seconds in parts] for parts in rounds], axis=0)
     from scipy.optimize import nnls  # start-up: a quarter of a second, for once a machine
 
-    took = np.array(seconds)
     constants, _ = nnls(
         np.array(works) / took[:, None], np.ones(len(took))
     )  # relative error; none below zero
@@ -184,7 +181,11 @@ def made_up_case(adapter: Adapter, n_suffix: int, n_stored: int) -> tuple[Prompt
     return prompt, lay_out(prompt, prefix, [noise(n) for n in sizes], behind_prefix=True)
 
 
-def _timed(adapter: Adapter, prompt: Prompt, layout: Layout, blend: BlendConfig) -> float:
-    start = time.perf_counter()
-    float(prefill(adapter, prompt, layout, blend).logits[0])  # reading a number waits for the device
-    return time.perf_counter() - start
+def _timed(adapter: Adapter, rows: int, keys: int, room: int) -> Iterator[tuple[list[float], float]]:
+    """Work and seconds of a case: without choosing, and with it where few rows stand behind much."""
+    prompt, layout = made_up_case(adapter, rows, keys)
+    plain, scored = BlendConfig(**REUSE), BlendConfig(policy=POLICIES.default, ratio=0.15)
+    for blend in (plain, scored) if keys and rows < room // 20 else (plain,):
+        start = time.perf_counter()
+        float(prefill(adapter, prompt, layout, blend).logits[0])  # reading a number waits for the device
+        yield work_of(layout, make_policy(blend), adapter.n_layers).row(), time.perf_counter() - start

@@ -23,6 +23,7 @@ from blendserve.simulate import draw
 from blendserve.simulate.cache import Cache, key_of
 from blendserve.simulate.config import Routing, SimulateConfig, TiersConfig
 from blendserve.simulate.link import Link
+from blendserve.simulate.machine import Event, Machines, Request, Stages
 from blendserve.simulate.routing import ROUTERS, Holders, Loads, Router
 from blendserve.simulate.work import Work
 from blendserve.store.policies import Admission, Always
@@ -30,15 +31,6 @@ from blendserve.store.policies import Admission, Always
 TIERS = ("memory", "disk", "remote", "computed")
 Blocks = Iterable[tuple[draw.Reals, draw.Numbers]]
 Update = Callable[[int, int], None]
-
-
-@dataclass(slots=True)
-class Request:
-    """One that is on its way."""
-
-    number: int
-    chunks: Sequence[int]
-    came: float
 
 
 @dataclass(slots=True)
@@ -80,7 +72,10 @@ class Cluster:
         watched = (holders.came, holders.went) if routing == "chunks" else ()
         self._nodes = [_node(config, number, watched) for number in range(nodes)]
         self._router: Router = ROUTERS[routing](loads, holders)
-        self._events: list[tuple[float, int, int, Request]] = []  # when a node is done with which request
+        self._events: list[Event] = []  # when a node is done with which request
+        slowdown = config.compute.slowdown
+        self._pace = slowdown[0]
+        self._shared = Machines(slowdown, nodes, self._events) if len(slowdown) > 1 else None
         self._prefills: dict[tuple[bool, ...], float] = {}
         self._sent = 0  # chunks, to the shared store
 
@@ -95,14 +90,14 @@ class Cluster:
         for times, chunks in blocks:
             for at, wanted in zip(times.tolist(), chunks.tolist(), strict=True):
                 while events and (not free if closed else events[0][0] <= at):
-                    now = self._finish()
-                    free += 1
+                    now, ended = self._step()
+                    free += ended
                 free -= 1
                 self._arrive(Request(done, wanted, now if closed else at))
                 done += 1
             update(done, number)
         while events:
-            self._finish()
+            self._step()
         known = sum(len(node.memory) + len(node.disk) for node in self._nodes) + len(self._remote)
         took = perf_counter() - began[0], process_time() - began[1]
         return Trace(self._came, self._ttft, self._left, self._node, self._found, self._sent, took, known)
@@ -117,37 +112,57 @@ class Cluster:
         else:
             self._start(request.came, number, request)
 
-    def _finish(self) -> float:
-        """The next answer ends, and its node begins the next one -> when."""
-        now, _, number, request = heappop(self._events)
+    def _step(self) -> tuple[float, bool]:
+        """The next event -> when, and whether an answer ended."""
+        event = heappop(self._events)
+        now, _, number, request = event
+        if self._shared:
+            ended = self._shared.step(event)
+            if ended is None:
+                return now, False
+            number, request = ended
+        assert request
+        self._end(now, number, request)
+        return now, True
+
+    def _end(self, now: float, number: int, request: Request) -> None:
+        """An answer ends, and its node begins the next one."""
+        self._left[request.number] = now
         self._write(number, request)
         self._loads.add(number, -1)
         node = self._nodes[number]
         node.busy = False
         if node.waiting:
             self._start(now, number, node.waiting.popleft())
-        return now
 
     def _start(self, now: float, number: int, request: Request) -> None:
-        node = self._nodes[number]
-        node.busy = True
-        tiers = self._look_up(node, request.chunks)
+        self._nodes[number].busy = True
+        stages = self._stages(now, number, request)
+        if self._shared:
+            self._shared.begin(now, number, request, stages)
+            return
+        for work, least in stages:
+            request.elapsed += max(work * self._pace, least)
+        heappush(self._events, (now + request.elapsed, request.number, number, request))
+
+    def _stages(self, now: float, number: int, request: Request) -> Stages:
+        """Of an answer that begins now. Whoever goes through them tells the request how long they took."""
+        tiers = self._look_up(self._nodes[number], request.chunks)
         compute, links = self._config.compute, self._config.links
         memory, disk, remote, missing = (tiers.count(tier) for tier in range(len(TIERS)))
         self._found[request.number] = memory, disk, remote, missing
-        seconds = compute.fixed
-        if remote:
-            seconds += self._link.fetch(now + seconds, remote * self._stored)
-        local = links.disk_delay + disk * self._stored / links.disk_rate if disk and links.disk_rate else 0.0
         tokens = self._config.corpus.chunk_tokens
+        yield compute.fixed, 0.0
+        if remote:
+            fetching = self._link.fetch(now + request.elapsed, remote * self._stored)
+            yield remote * tokens * compute.per_fetched, fetching
+        local = links.disk_delay + disk * self._stored / links.disk_rate if disk and links.disk_rate else 0.0
         decoding = (disk + remote) * tokens * compute.per_decoded
-        seconds += max(self._prefill(tuple(tier < 3 for tier in tiers)) + decoding, local)
-        ends = seconds + self._config.requests.answer_tokens * compute.per_answer_token
+        yield self._prefill(tuple(tier < 3 for tier in tiers)) + decoding, local
+        self._ttft[request.number] = now + request.elapsed - request.came
+        yield self._config.requests.answer_tokens * compute.per_answer_token, 0.0
         if missing:  # alone, and in one pass
-            ends += compute.per_pass + missing * tokens * compute.per_stored
-        self._ttft[request.number] = now + seconds - request.came
-        self._left[request.number] = now + ends
-        heappush(self._events, (now + ends, request.number, number, request))
+            yield compute.per_pass + missing * tokens * compute.per_stored, 0.0
 
     def _look_up(self, node: Node, chunks: Sequence[int]) -> list[int]:
         """Where each chunk is found, as a number in TIERS; what is found enters memory.

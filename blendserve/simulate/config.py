@@ -24,6 +24,12 @@ def _some(values: tuple[int, ...]) -> tuple[int, ...]:
     return values
 
 
+def _slower(values: tuple[float, ...]) -> tuple[float, ...]:
+    if not values or values[0] < 1 or list(values) != sorted(values):
+        raise ValueError("give numbers from 1 on, none smaller than the one before it")
+    return values
+
+
 class CorpusConfig(Section):
     """Chunks, and how often each is asked for."""
 
@@ -115,6 +121,11 @@ class ComputeConfig(Section):
         1.2e-5, description="For a stored token that is read from memory, rotated and placed."
     )
     per_decoded: Amount = Field(0.0, description="For a stored token of a codec that is decoded.")
+    per_fetched: Amount = Field(
+        0.0,
+        description="For a stored token that comes from the shared store: what a node's cores do for it while it is on "
+        "its way.",
+    )
     fixed: Amount = Field(0.008, description="For tokenising, searching and routing a request.")
     per_answer_token: Amount = Field(
         0.0, description="For an answer's token, as the share of a step that its request has in a batch."
@@ -123,6 +134,11 @@ class ComputeConfig(Section):
         4.5e-4,
         description="For a token of a missing chunk that is computed alone and stored behind an answer, beside the pass "
         "that all of an answer's missing chunks share.",
+    )
+    slowdown: Annotated[tuple[float, ...], AfterValidator(_slower)] = Field(
+        (1.0,),
+        description="Let so many nodes share a machine as there are numbers here; while n of them compute, let the work "
+        "of each take the n-th number times as long.",
     )
     raw_bytes: Positive = Field(
         23_040, description="Let a token's keys and values take so many bytes uncoded."

@@ -1,8 +1,9 @@
 """The simulator against real engines: processes on this machine, the same requests at the same times, one router.
 
-Constants come from other requests, which all processes make at once beforehand. Where others' work takes cores from them
-meanwhile, Linux tells for how much of their threads' time they stood in line: real requests are late by that, simulated
-ones are not. A single node, asked one by one, is compared by the least of some repeats, which others disturb less.
+Constants come from other requests beforehand, which one process makes alone: each is the least of some tries. How much
+longer a request takes than that while 1, 2, ... processes compute is timed before and after each run, by others again:
+nothing is fitted to what is compared. A single node, asked one by one, is compared by the least of some repeats, which
+others' work on the machine disturbs less.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from queue import SimpleQueue
 from statistics import fmean
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 import yaml
@@ -35,7 +37,10 @@ from blendserve.threads import COUNT
 
 Figures = dict[str, Any]
 Say = Callable[[str], None]
-REPEATS = 5  # of a run whose least times count
+RunKind = Literal["alone", "full", "empty", "closed"]
+RUN_KINDS: tuple[RunKind, ...] = get_args(RunKind)
+REPEATS = 3  # of a run whose least times count
+ROUNDS, TURN = 2, 3  # of timing how processes slow each other down, and requests of each process in a turn
 
 
 class RealConfig(Section):
@@ -53,40 +58,33 @@ class RealConfig(Section):
     requests: int = 60  # of a run
     busy: float = 0.5  # share of its time that a node is to be busy
     routing: tuple[Routing, ...] = ("round_robin", "prefix", "chunks")
+    runs: tuple[RunKind, ...] = RUN_KINDS
     seed: int = 0
 
 
 def compare(config: RealConfig, say: Say) -> Figures:
-    """Every way of routing over a full store, one over an empty one, one in a closed loop; each real and simulated."""
+    """Runs of the plan, and a single node over a full and an empty store; each real and simulated."""
     with nodes_of(config) as nodes:
-        say(f"Measuring what {config.nodes} processes take")
-        constants = mean_of(together(nodes, ["measure"]))
+        say("Measuring what one process takes")
+        constants = nodes[0].take(["measure"])
         base = settings(config, constants, nodes[0].about)
         nodes[0].take(["precompute", "full"])
-        say("One node, one by one")
-        alone = one_by_one(nodes[0], base, next(draw.requests(base, 1))[1])
+        alone: Figures = {}
+        for store in ("full", "empty") if "alone" in config.runs else ():
+            say(f"One node, one by one, {store} store")
+            alone[store] = one_by_one(nodes[0], over(base, store), store)
         runs: list[Figures] = []
-        plan: list[tuple[str, Routing]] = [("full", routing) for routing in config.routing]
-        plan += [("empty", config.routing[0]), ("closed", config.routing[-1])]
-        for kind, routing in plan:
+        before = slowdown(nodes, config, constants["hot"])
+        for kind, routing in plan(config):
             say(f"{config.requests} requests, {kind} store, {routing}")
-            chosen = as_run(config, base, kind)
+            chosen = as_run(config, slowed(base, before), kind)
             blocks = list(draw.requests(chosen, config.nodes))
             ask_all(nodes, "open", kind if kind == "empty" else "full")
             waited, real = serve(nodes, chosen, routing, *blocks[0])
-            simulated = Cluster(chosen, config.nodes, routing).run(blocks, config.requests)
-            runs.append(
-                {
-                    "store": kind,
-                    "routing": routing,
-                    "rate": chosen.requests.rate * config.nodes,
-                    "waited": waited,
-                    "real": summary(chosen, real, config.nodes),
-                    "simulated": summary(chosen, simulated, config.nodes),
-                }
-            )
-    for run in runs:
-        run["error"] = errors(run["real"], run["simulated"])
+            after = slowdown(nodes, config, constants["hot"])
+            chosen = slowed(chosen, np.mean([before, after], axis=0).tolist())
+            runs.append({"store": kind, "waited": waited, **against(chosen, routing, blocks, real)})
+            before = after
     return {
         "simulate": "validation",
         "versions": versions(),
@@ -99,12 +97,31 @@ def compare(config: RealConfig, say: Say) -> Figures:
     }
 
 
+def plan(config: RealConfig) -> list[tuple[RunKind, Routing]]:
+    """Every way of routing over a full store, one over an empty one, one in a closed loop."""
+    full, first, last = config.routing, config.routing[:1], config.routing[-1:]
+    routings: dict[RunKind, tuple[Routing, ...]] = {"full": full, "empty": first, "closed": last}
+    return [(kind, routing) for kind in config.runs if kind != "alone" for routing in routings[kind]]
+
+
+def against(chosen: SimulateConfig, routing: Routing, blocks: list[Any], real: Trace) -> Figures:
+    """A run beside the same simulated, and simulated as if each node had a machine."""
+    (nodes,), slower = chosen.nodes, chosen.compute.slowdown
+    found: Figures = {"routing": routing, "slowdown": slower, "rate": chosen.requests.rate * nodes}
+    found["real"] = summary(chosen, real, nodes)
+    for name, settings in (("simulated", chosen), ("apart", slowed(chosen, [1.0]))):
+        trace = Cluster(settings, nodes, routing).run(blocks, len(real.ttft))
+        found[name] = summary(settings, trace, nodes)
+        found[f"error_{name}"] = errors(found["real"], found[name])
+    return found
+
+
 def measured(config: SimulateConfig, say: Say) -> str:
     """YAML: the settings with this machine's constants, of one process with one thread and a server beside it."""
     real = RealConfig(nodes=1)
     say("Measuring an engine process over a server (about half a minute)")
     with nodes_of(real) as nodes:
-        found = settings(real, mean_of(together(nodes, ["measure"])), nodes[0].about)
+        found = settings(real, nodes[0].take(["measure"]), nodes[0].about)
     mine = changed(
         config,
         compute=found.compute.model_dump(),
@@ -123,7 +140,16 @@ def measured(config: SimulateConfig, say: Say) -> str:
 
 def settings(config: RealConfig, constants: Figures, about: Figures) -> SimulateConfig:
     """What is simulated: the real nodes, as far as the simulator knows them."""
-    names = ("per_pass", "per_row", "per_pair", "per_loaded", "fixed", "per_answer_token", "per_stored")
+    names = (
+        "per_pass",
+        "per_row",
+        "per_pair",
+        "per_loaded",
+        "per_fetched",
+        "fixed",
+        "per_answer_token",
+        "per_stored",
+    )
     raw, chunk = about["raw_bytes"], about["raw_bytes"] * config.chunk_tokens
     return SimulateConfig(
         nodes=(config.nodes,),
@@ -144,38 +170,67 @@ def settings(config: RealConfig, constants: Figures, about: Figures) -> Simulate
     )
 
 
+def over(base: SimulateConfig, store: str) -> SimulateConfig:
+    """Over a shared store that has all, or one that has nothing."""
+    return changed(base, tiers=changed(base.tiers, precomputed=store != "empty").model_dump())
+
+
+def slowed(base: SimulateConfig, by: list[float]) -> SimulateConfig:
+    """Nodes that slow each other down by so much."""
+    return changed(base, compute=changed(base.compute, slowdown=by).model_dump())
+
+
 def as_run(config: RealConfig, base: SimulateConfig, kind: str) -> SimulateConfig:
     """The settings of one run: a closed loop, or requests at a rate that keeps nodes busy for the wanted share."""
     if kind == "closed":
         return base
-    if kind == "empty":
-        base = changed(base, tiers=changed(base.tiers, precomputed=False).model_dump())
+    base = over(base, kind)
     loop = Cluster(base, config.nodes, "round_robin").run(draw.requests(base, config.nodes), config.requests)
     rate = config.busy * summary(base, loop, config.nodes)["throughput"] / config.nodes
     return changed(base, requests=changed(base.requests, rate=rate).model_dump())
 
 
-def one_by_one(node: Subject, config: SimulateConfig, chunks: draw.Numbers) -> Figures:
+def slowdown(nodes: list[Subject], config: RealConfig, least: float) -> list[float]:
+    """How many times as long as the least a request takes while 1, 2, ... of the nodes compute: by means, in turns.
+
+    least: seconds of the same request, of which all chunks are in memory.
+    """
+    ask_all(nodes, "open", "full")
+    request, n = list(range(config.request_chunks)), len(nodes)
+    ask_all(nodes, "ask", request, False)
+    took: list[list[float]] = [[] for _ in nodes]
+    for turn in range(ROUNDS * n):
+        for busy in range(n):
+            asked = [nodes[(turn + i) % n] for i in range(busy + 1)]
+            took[busy] += [
+                part["ttft"] for told in together(asked, ["ask", request, False], TURN) for part in told
+            ]
+    times = [max(1.0, fmean(part) / least) for part in took]
+    return np.maximum.accumulate(times).tolist()  # type: ignore[no-any-return]
+
+
+def one_by_one(node: Subject, known: SimulateConfig, store: str) -> Figures:
     """A single node, asked by one client alone: each request's time is the least of REPEATS of the whole run.
 
     Nothing queues, so a request finds the same in every repeat, and others' work on the machine only adds to its time.
     """
+    ((_, chunks),) = draw.requests(known, 1)
     runs = []
-    for _ in range(REPEATS):
-        node.take(["open", "full"])
-        told = [node.take(["ask", asked]) for asked in chunks.tolist()]
-        runs.append([part["ttft"] for part in told])
-    real = np.min(runs, axis=0)
-    simulated = Cluster(config, 1, "round_robin").run([(np.zeros(len(chunks)), chunks)], len(chunks))
+    for repeat in range(REPEATS):
+        node.take(["open", store if store == "full" else f"alone {repeat}"])
+        told = [node.take(["ask", asked, False]) for asked in chunks.tolist()]
+        runs.append([[part["ttft"], part["ttft"] + part["behind"]] for part in told])
+    first, whole = np.min(runs, axis=0).T
+    simulated = Cluster(known, 1, "round_robin").run([(np.zeros(len(chunks)), chunks)], len(chunks))
     found = np.array([part["found"] for part in told])
-    off = simulated.ttft / real - 1
     return {
         "requests": len(chunks),
         "same_places": float((found == simulated.found).all(axis=1).mean()),
-        "ttft_real": float(real.mean()),
+        "ttft_real": float(first.mean()),
         "ttft_simulated": float(simulated.ttft.mean()),
-        "error_of_mean": float(simulated.ttft.mean() / real.mean() - 1),
-        "error_of_a_request": float(np.abs(off).mean()),
+        "error_of_mean": float(simulated.ttft.mean() / first.mean() - 1),
+        "error_of_a_request": float(np.abs(simulated.ttft / first - 1).mean()),
+        "error_of_whole": float(simulated.left[-1] / whole.sum() - 1),
     }
 
 
@@ -257,29 +312,16 @@ def errors(real: Figures, simulated: Figures) -> Figures:
     }
 
 
-def together(nodes: list[Subject], order: list[Any]) -> list[Figures]:
-    """All nodes at once -> what each told. Raises InputError."""
-    told: list[Figures] = [{} for _ in nodes]
-
-    def tell(n: int) -> None:
-        told[n] = nodes[n].take(order)
-
-    threads = [threading.Thread(target=tell, args=(n,)) for n in range(len(nodes))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return told
+def together(nodes: list[Subject], order: list[Any], times: int) -> list[list[Figures]]:
+    """All nodes at once, each so many times in a row -> what each told. Raises InputError."""
+    with ThreadPoolExecutor(len(nodes)) as threads:
+        return list(threads.map(lambda node: [node.take(order) for _ in range(times)], nodes))
 
 
 def ask_all(nodes: list[Subject], *order: Any) -> None:
     """One after the other."""
     for node in nodes:
         node.take(list(order))
-
-
-def mean_of(told: list[Figures]) -> Figures:
-    return {name: fmean(part[name] for part in told) for name in told[0]}
 
 
 @contextmanager

@@ -9,15 +9,16 @@ from blendserve.simulate.cluster import TIERS
 
 
 def show(figures: dict[str, Any]) -> None:
-    """A pair of lines for each run: real, and simulated with its error."""
+    """Three lines for each run: real, simulated with its error, and simulated as if nodes had a machine each."""
     settings = figures["settings"]
-    alone, rows = figures["alone"], []
+    rows: list[list[str]] = []
     for run in figures["runs"]:
-        for which in ("real", "simulated"):
-            found, off = run[which], run["error"] if which == "simulated" else None
+        slower = " ".join(f"{times:.2f}" for times in run["slowdown"])
+        for which in ("real", "simulated", "apart"):
+            found, off = run[which], run.get(f"error_{which}")
             rows.append(
                 [
-                    f"{run['store']} {run['routing']}, {which}",
+                    f"{run['store']} {run['routing']}, {which}{f', {slower}' if which == 'simulated' else ''}",
                     f"{run['waited']:.0%}" if which == "real" else "",
                     "  ".join(f"{found['hit_rates'][tier]:.2f}" for tier in TIERS),
                     *(
@@ -34,12 +35,16 @@ def show(figures: dict[str, Any]) -> None:
         rows,
     )
 
-    ttft = f"{alone['ttft_real'] * 1e3:.1f} ms, simulated {alone['ttft_simulated'] * 1e3:.1f}"
     console.out.print(
-        f"one node, one by one, least of some repeats: {alone['same_places']:.0%} of {alone['requests']} requests find "
-        f"chunks in the same places; TTFT {ttft} ({alone['error_of_mean']:+.0%}); a request is off by "
-        f"{alone['error_of_a_request']:.0%}"
+        "simulated: with how many times as long work takes while 1, 2, ... nodes compute; apart: without"
     )
+    for store, alone in figures["alone"].items():
+        ttft = f"{alone['ttft_real'] * 1e3:.1f} ms, simulated {alone['ttft_simulated'] * 1e3:.1f}"
+        console.out.print(
+            f"one node, one by one, {store} store, least of some repeats: {alone['same_places']:.0%} of "
+            f"{alone['requests']} requests find chunks in the same places; TTFT {ttft} ({alone['error_of_mean']:+.0%}); "
+            f"a request is off by {alone['error_of_a_request']:.0%}; with what follows {alone['error_of_whole']:+.0%}"
+        )
 
 
 def _number(value: float, error: float | None, digits: int = 0) -> str:

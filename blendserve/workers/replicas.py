@@ -104,6 +104,7 @@ class Replicas(AbstractContextManager["Replicas"]):
 
     def __exit__(self, *_: object) -> None:
         self._serve.delete(self.name)
+        self._handle.shutdown()  # or a thread of it goes on to tell a cluster that may have ended how many wait
 
     def facts(self) -> ReaderFacts:
         """Of the reader that they all have."""

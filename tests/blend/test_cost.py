@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import time
+from dataclasses import astuple
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from blendserve.blend import cost
 from blendserve.blend.cost import CostModel, calibrated, choose, measure
 from blendserve.blend.layout import Layout
 from blendserve.blend.policies.base import make_policy
@@ -65,6 +70,25 @@ def test_measures_costs_that_are_not_negative() -> None:
     model = measure(tiny_adapter("llama"), repeats=1)
     assert min(model.per_pass, model.per_row, model.per_pair, model.per_loaded) >= 0
     assert model.seconds(Work(1, 200, 20_000, 0)) > 0
+
+
+def test_a_slow_second_spoils_no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that knows what work takes, and says thrice as much for one stretch of prefills, wherever it lies."""
+    calls = 9  # of each round
+    for slow_from in range(0, 2 * calls, 4):
+        now, prefills = [0.0], [0]
+
+        def timed(adapter: Any, prompt: Prompt, found: Layout, blend: BlendConfig) -> Any:
+            slow = slow_from <= prefills[0] < slow_from + calls  # noqa: B023
+            prefills[0] += 1  # noqa: B023
+            seconds = MODEL.seconds(work_of(found, make_policy(blend), LAYERS))
+            now[0] += seconds * (3 if slow else 1)  # noqa: B023
+            return SimpleNamespace(logits=[0.0])
+
+        monkeypatch.setattr(cost, "prefill", timed)
+        monkeypatch.setattr(time, "perf_counter", lambda: now[0])  # noqa: B023
+        assert astuple(measure(tiny_adapter("llama"))) == pytest.approx(astuple(MODEL), rel=1e-3)
+        assert prefills[0] == 3 * calls
 
 
 def test_a_kept_model_is_read_a_damaged_one_is_measured_anew(tmp_path: Path) -> None:

@@ -98,10 +98,19 @@ def test_a_tier_is_lru(chunks: list[int], places: int) -> None:
     full=st.booleans(),
     admission=st.sampled_from(["always", "tinylfu"]),
     rate=st.sampled_from([0.0, 5.0]),
+    slowdown=st.sampled_from([(1.0,), (1.0, 1.7)]),
     seed=st.integers(0, 3),
 )
 def test_nothing_is_lost_and_the_same_seed_is_the_same(
-    nodes: int, routing: Routing, disk: int, remote: Any, full: bool, admission: str, rate: float, seed: int
+    nodes: int,
+    routing: Routing,
+    disk: int,
+    remote: Any,
+    full: bool,
+    admission: str,
+    rate: float,
+    slowdown: tuple[float, ...],
+    seed: int,
 ) -> None:
     tiers = {
         **{"memory_bytes": 5 * CHUNK, "disk_bytes": disk * CHUNK, "precomputed": full},
@@ -111,7 +120,7 @@ def test_nothing_is_lost_and_the_same_seed_is_the_same(
         tiers={**tiers, "admission": admission},
         corpus={"chunks": 60},
         requests={"number": 120, "rate": rate, "warm_up": 0.0},
-        compute={"fixed": 0.1, "per_row": 0.001},
+        compute={"fixed": 0.1, "per_row": 0.001, "slowdown": slowdown},
         links={"store_rate": 1e5, "node_rate": 2e5},
         seed=seed,
     )

@@ -21,7 +21,10 @@ from blendserve.simulate.real import RealConfig, as_run, errors, serve, settings
 from tests.bench.conftest import write_shape
 
 CONSTANTS = dict.fromkeys(
-    ("per_pass", "per_row", "per_pair", "per_loaded", "fixed", "per_answer_token", "per_stored", "delay"),
+    (
+        *("per_pass", "per_row", "per_pair", "per_loaded", "per_fetched", "fixed", "per_answer_token"),
+        *("per_stored", "delay"),
+    ),
     1e-5,
 )
 ABOUT = {"prefix_tokens": 8, "question_tokens": 4, "raw_bytes": 10}
@@ -63,7 +66,7 @@ class FakeNode:
         self._memory, self._near = Cache(memory), Cache(near)
 
     def take(self, order: list[Any]) -> dict[str, Any]:
-        what, chunks = order
+        what, chunks, *_ = order
         assert what == "ask"
         found = [0, 0, 0, 0]
         for chunk in chunks:
@@ -129,16 +132,71 @@ def test_a_node_alone_is_compared_request_by_request() -> None:
                 self.opened += 1
                 self._times = iter(simulated.ttft * (1 if self.opened == 2 else 2))
                 return {}
-            return {**super().take(order), "ttft": next(self._times)}
+            return {**super().take(order), "ttft": next(self._times), "behind": 1.0}
 
     base = small()
     ((_, chunks),) = draw.requests(base, 1)
     simulated = Cluster(base, 1, "round_robin").run([(np.zeros(40), chunks)], 40)
     node: Any = Again(5, 9)
-    found = real.one_by_one(node, base, chunks)
+    found = real.one_by_one(node, base, "full")
     assert found["same_places"] == 1.0
     assert found["error_of_mean"] == pytest.approx(0.0)
     assert found["error_of_a_request"] == pytest.approx(0.0)
+    assert found["error_of_whole"] == pytest.approx(simulated.left[-1] / (simulated.ttft.sum() + 40) - 1)
+
+
+def test_slowdown_is_how_much_longer_a_request_takes_while_others_compute() -> None:
+    """Nodes that take a second alone, and half as long again for each other that is asked at the same time."""
+    asked: list[int] = []
+
+    class Slow:
+        def take(self, order: list[Any]) -> dict[str, Any]:
+            return {"ttft": 1.0 + 0.5 * (len(asked) - 1)}
+
+    nodes: list[Any] = [Slow() for _ in range(3)]
+
+    def together(chosen: list[Any], order: list[Any], times: int) -> list[list[dict[str, Any]]]:
+        asked[:] = map(nodes.index, chosen)
+        firsts.append(asked[0])
+        return [[node.take(order) for _ in range(times)] for node in chosen]
+
+    firsts: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(real, "together", together)
+        config = RealConfig(nodes=3)
+        assert real.slowdown(nodes, config, 0.8) == pytest.approx([1.25, 1.875, 2.5])
+        assert set(firsts) == {0, 1, 2}  # each is alone at times
+        assert real.slowdown(nodes, config, 1.2) == pytest.approx(
+            [1.0, 1.25, 2 / 1.2]
+        )  # never faster than the least
+
+
+def test_nodes_are_asked_at_once_and_each_in_turn() -> None:
+    meeting = threading.Barrier(2)
+
+    class Meets:
+        def take(self, order: list[Any]) -> dict[str, Any]:
+            meeting.wait(60)  # nobody passes alone
+            return {"order": order}
+
+    nodes: list[Any] = [Meets(), Meets()]
+    assert real.together(nodes, ["ask"], 3) == [[{"order": ["ask"]}] * 3] * 2
+
+
+def test_a_run_is_compared_with_sharing_and_without() -> None:
+    base = small()
+    base = changed(base, requests=changed(base.requests, rate=2000.0).model_dump())
+    blocks, slow = list(draw.requests(base, 1)), real.slowed(base, [2.0])
+    found = real.against(slow, "round_robin", blocks, Cluster(slow, 1, "round_robin").run(blocks, 40))
+    assert found["error_simulated"]["ttft"]["mean"] == 0
+    assert found["error_apart"]["ttft"]["mean"] < -0.4
+    assert found["slowdown"] == (2.0,)
+
+
+def test_the_plan_is_what_was_asked_for() -> None:
+    everything = [("full", "round_robin"), ("full", "prefix"), ("full", "chunks")]
+    assert real.plan(RealConfig()) == [*everything, ("empty", "round_robin"), ("closed", "chunks")]
+    assert real.plan(RealConfig(runs=("closed", "alone"), routing=("prefix",))) == [("closed", "prefix")]
 
 
 def test_errors_are_shares_of_what_is_real() -> None:
