@@ -79,12 +79,14 @@ class Scene:
     def __init__(self, reader: Reader, config: DeliveryConfig, link: Link, workload: Workload) -> None:
         self._reader, self._config, self._link, self._workload = reader, config, link, workload
         self._paces: dict[str, Pace] = {}
+        self._blenders: dict[str, Blender] = {}  # the first of each: what is known of a link is kept
         full = self._blender(MemoryStore(ROOM)).run(workload.draw(), BlendConfig(method="full"))
         self._reference: Tensor = full.prefilled.logits.float()
 
     def calls(self, trace: Trace) -> dict[str, Callable[[], Request]]:
         """Everybody, over this trace, knowing nothing of it yet but what decoding takes."""
         self._paces.clear()
+        self._blenders.clear()
         blend = self._config.variant.blend
         everybody = {word: Contestant(fixed(word), blend) for word in self._config.words}
         everybody[CACHEGEN] = Contestant(cachegen, blend, workers=1)
@@ -102,8 +104,9 @@ class Scene:
         new = name not in self._paces
         with KdnStore(config, who.rule, who.workers, self._paces.setdefault(name, Pace())) as store:
             list(store.keys())  # connects, and reads the directory
-            blender = self._blender(store)
+            blender = self._blender(store) if new else self._blenders[name].like(store, "")
             if new:
+                self._blenders[name] = blender
                 with self._played(trace.beginning):
                     blender.sample_link()
             blender.calibrate()
