@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 from collections import Counter
@@ -25,6 +26,13 @@ settings.register_profile(
 )
 settings.register_profile("search", settings.get_profile("suite"), derandomize=False, max_examples=1000)
 settings.load_profile("suite")
+
+
+@pytest.fixture(autouse=True)
+def ends_no_process() -> Iterator[None]:
+    """A command's objects are never looked at again, as it ends (cli/collecting.py); here a thousand tests follow."""
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture
