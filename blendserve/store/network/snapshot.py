@@ -154,15 +154,15 @@ class NetworkSnapshot:
 
     def withdraw(self, seconds: Mapping[ChunkKey, float]) -> ChunkKey | None:
         with self._lock:
-            for key in reversed(self._calls):
-                if key in seconds and self._source.outlasts(key, seconds[key]):
-                    if not self._connection.withdraw(self._calls[key][0]):
-                        return None  # nor can those be that were expected before it
-                    del self._calls[key]
-                    self._withdrawn.add(key)
-                    self._source.withdrawn(key)
-                    return key
-        return None
+            key = next((key for key in reversed(self._calls) if key in seconds), None)
+            if key is None or not self._source.outlasts(key, seconds[key]):
+                return None
+            if not self._connection.withdraw(self._calls[key][0]):
+                return None  # nor can those be that were expected before it
+            del self._calls[key]
+            self._withdrawn.add(key)
+            self._source.withdrawn(key)
+            return key
 
     def overtakes(self, key: ChunkKey, seconds: float) -> bool:
         if not self._source.overtakes(key, seconds):
