@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
+from typing import Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -11,6 +13,9 @@ from torch import Tensor
 from blendserve.kernels.coding import BLOCK, STREAMS, LayerMap, SymbolModel, join_segment, split_segment
 from blendserve.kernels.cpu.isa import Level
 from blendserve.kernels.cpu.library import loaded
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class Model(ctypes.Structure):
@@ -70,13 +75,6 @@ class DecodeCall(ctypes.Structure):
     _fields_ = (("symbols", UnpackCall), ("numbers", ReconstructCall), ("wrong", ctypes.c_int64))
 
 
-def pack(
-    level: Level, values: np.ndarray, contexts: np.ndarray, means: np.ndarray, model: SymbolModel
-) -> bytes:
-    """ops.pack."""
-    return run_pack(loaded(level), values, contexts, means, model)
-
-
 def fits_reconstruct(
     level: Level,
     below: Tensor,
@@ -91,18 +89,6 @@ def fits_reconstruct(
     )
 
 
-def reconstruct(
-    level: Level,
-    below: Tensor,
-    symbols: Tensor | None,
-    layer: LayerMap,
-    dim: int,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    """ops.reconstruct for what `fits_reconstruct`."""
-    return run_reconstruct(loaded(level), below, symbols, layer, dim, dtype)
-
-
 def fits_decode(
     level: Level,
     segment: memoryview,
@@ -115,20 +101,6 @@ def fits_decode(
 ) -> bool:
     """As `fits_reconstruct`."""
     return fits_reconstruct(level, below[1], None, layer, dim, dtype)
-
-
-def decode(
-    level: Level,
-    segment: memoryview,
-    below: tuple[np.ndarray | None, Tensor],
-    means: np.ndarray,
-    model: SymbolModel,
-    layer: LayerMap,
-    dim: int,
-    dtype: torch.dtype,
-) -> tuple[Tensor, np.ndarray, Tensor]:
-    """ops.decode for what `fits_decode`."""
-    return run_decode(loaded(level), segment, below, means, model, layer, dim, dtype)
 
 
 def run_pack(
@@ -201,6 +173,20 @@ def run_decode(
     if call.wrong:
         raise ValueError("its bytes and its symbols do not end together")
     return out.to(dtype), values, codes
+
+
+def _by_level(run: Callable[Concatenate[ctypes.CDLL, P], R]) -> Callable[Concatenate[Level, P], R]:
+    """As the operation has it, by an instruction set's kernels."""
+
+    def by_level(level: Level, /, *args: P.args, **options: P.kwargs) -> R:
+        return run(loaded(level), *args, **options)
+
+    return by_level
+
+
+pack = _by_level(run_pack)
+reconstruct = _by_level(run_reconstruct)  # for what `fits_reconstruct`
+decode = _by_level(run_decode)  # for what `fits_decode`
 
 
 def _outputs(below: Tensor, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
