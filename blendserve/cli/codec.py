@@ -111,8 +111,11 @@ def fit_tables(
     from blendserve.models.loader import load_reader
     from blendserve.paths import index_folder
     from blendserve.retrieve import read_documents
+    from blendserve.retrieve.manifest import read_manifest
     from blendserve.store import open_store
 
+    if not settings.store.path:
+        read_manifest(index_folder(index))  # a mistyped name is told before minutes of work
     documents = [list(read_documents(path)) for path in text or []]
     reader = load_reader(settings.reader, console.say)
     prompts = PromptBuilder(reader.tokenizer, settings.prompt)

@@ -28,9 +28,15 @@ def test_what_cannot_be_fitted_is_told_with_the_way_out(run: Run, tmp_path: Path
         code, _, err = run("codec", "fit", tmp_path, "--codec", word)
         assert code == 2
         assert way in err
-    code, _, err = run("codec", "fit", tmp_path, "--codec", "cachegen", "--text", tmp_path / "nowhere")
+    store = ("--store", tmp_path / "kv")
+    code, _, err = run(
+        "codec", "fit", tmp_path, *store, "--codec", "cachegen", "--text", tmp_path / "nowhere"
+    )
     assert code == 2
     assert "nowhere" in err
+    code, _, err = run("codec", "fit", tmp_path / "no-index", "--codec", "predict")
+    assert code == 2
+    assert "blendserve index build" in err
     code, _, err = run("precompute", tmp_path, "--codec", "int8@5")
     assert code == 2
     assert "int8@0" in err
