@@ -185,7 +185,7 @@ class CodecBenchConfig(BenchConfig):
         None,
         description="Fit tables on this text, a file or folder; on what the reader says by itself, if none.",
     )
-    fit_tokens: Positive = Field(8_192, description="Fit tables on so many tokens.")
+    fit_tokens: Positive = Field(16_384, description="Fit tables on so many tokens.")
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -296,7 +296,7 @@ class LinkConfig(BenchConfig):
         None,
         description="Fit tables on this text, a file or folder; on what the reader says by itself, if none.",
     )
-    fit_tokens: Positive = Field(8_192, description="Fit tables on so many tokens.")
+    fit_tokens: Positive = Field(16_384, description="Fit tables on so many tokens.")
     in_flight: Positive = Field(3, description="Let so many requests be known ahead, to measure throughput.")
     requests: Positive = Field(8, description="Measure throughput over so many requests.")
     repeats: Positive = Field(3, description="Measure so many rounds.")
