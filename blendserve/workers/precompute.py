@@ -144,14 +144,14 @@ def _mapped(
                 raise pickle.loads(row["failed"])
             yield row
     except ray.exceptions.RayError as error:
-        raise own_error(error, "the workers ended") from error
+        raise own_error(error, f"the workers ended: {error}") from error
 
 
 def own_error(error: BaseException, what: str) -> BlendserveError:
-    """The error of ours that a Ray error carries, or one that says what of Ray's."""
+    """The error of ours that a Ray error carries, or one that says `what`."""
     at: BaseException | None = error
     while at is not None:
         if isinstance(at, BlendserveError):
             return at
         at = getattr(at, "cause", None) or at.__cause__
-    return ClusterUnavailable(f"{what}: {error}")
+    return ClusterUnavailable(what)

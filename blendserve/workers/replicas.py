@@ -95,7 +95,7 @@ class Replicas(AbstractContextManager["Replicas"]):
         try:
             self._handle = self._serve.run(app, name=self.name, route_prefix=None)
         except (self._ray.exceptions.RayError, RuntimeError) as error:
-            raise own_error(error, "replicas cannot be started") from error
+            raise own_error(error, f"replicas cannot be started: {error}") from error
 
     def scale(self, n: int) -> None:
         """So many replicas from now on; those that run and stay keep what they have in memory."""
@@ -131,8 +131,13 @@ class Replicas(AbstractContextManager["Replicas"]):
                 return
             except (errors.RayActorError, errors.NodeDiedError, errors.ObjectLostError):
                 continue
-            except errors.RayError as error:
-                raise own_error(error, "the replica failed") from error
+            except errors.OutOfMemoryError as error:  # Ray ends a process where a machine's memory runs low
+                logging.getLogger(__name__).warning("A replica was ended while it answered: %s", error)
+            except (
+                errors.RayError
+            ) as error:  # its text names machines and processes, which is not for who asks
+                logging.getLogger(__name__).error("A replica failed: %s", error)
+                raise own_error(error, "the replica failed: the server's log says why") from error
         raise ClusterUnavailable(f"{ATTEMPTS} replicas ended while they answered: ask again")
 
 
