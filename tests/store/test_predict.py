@@ -162,6 +162,36 @@ def test_sensitivity_is_a_mean_of_outer_products() -> None:
     assert sensitivity(adapter, ids[:CHUNK], 2) is None
 
 
+def test_a_token_counts_by_the_root_of_its_information_and_the_first_not_at_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Or the few tokens that everything looks at would be all that is known."""
+    adapter = tiny_adapter("llama", dtype=torch.float32)
+    shape = adapter.n_kv_heads, CHUNK, adapter.head_dim
+    generator = torch.Generator().manual_seed(1)
+    pairs = [
+        tuple(torch.randn(shape, generator=generator) for _ in range(2)) for _ in range(adapter.n_layers)
+    ]
+
+    def found(at: int, times: float) -> torch.Tensor:
+        factor = torch.ones(CHUNK, 1)
+        factor[at] = times
+        scaled = [tuple(x * factor for x in pair) for pair in pairs]
+        monkeypatch.setattr(f"{sensitivity.__module__}._gradients", lambda *_: scaled)
+        made = sensitivity(adapter, (1,) * WINDOW, 1)
+        assert made is not None
+        return made
+
+    plain = found(5, 1.0)
+    torch.testing.assert_close(found(0, 1e4), plain)
+    left_out = found(5, 0.0)
+    one = plain - left_out  # the fifth's own
+    torch.testing.assert_close(found(5, 9.0), left_out + 9 * one, rtol=1e-3, atol=1e-4)
+    g = torch.stack([torch.stack([x[:, 5].flatten() for x in pair]) for pair in pairs])
+    by_hand = torch.einsum("lpa,lpb->lpab", g, g) / g.square().sum().sqrt() / (CHUNK - 1)
+    torch.testing.assert_close(one, by_hand, rtol=1e-3, atol=1e-4)
+
+
 def test_layer_0_is_the_models_own() -> None:
     from blendserve.blend.precompute import ChunkComputer
 

@@ -4,6 +4,10 @@
     gradient of their log probability to each token's key and value  ->  mean of g g^T over tokens, [L, 2, K D, K D]
 
 To second order, an error e costs e^T F e / 2 of Kullback-Leibler divergence (Amari, Natural gradient, 1998, section 2).
+
+A few tokens hold most of that information, and one of them most of all: the first, which everything looks at where there
+is nothing to be read. In a prompt that is the prefix's, which is stored as it is, so here it is left out; and every other
+token counts by the root of its information, or a mean would know a few dozen tokens alone (docs/log.md).
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from blendserve.models.forward import run_layers
 
 CHUNK, BEHIND = 320, 96  # tokens whose KV is looked at, and of the text that looks
 WINDOW = CHUNK + BEHIND
+TINY = 1e-30  # information of a token that nothing looks at
 
 
 class _First:
@@ -74,7 +79,10 @@ class _Behind:
 def sensitivity(
     adapter: Adapter, ids: TokenIds, windows: int, progress: Callable[[], None] = lambda: None
 ) -> Tensor | None:
-    """Mean outer products of gradients [L, 2, K * D, K * D] over windows of the text; None for too little text."""
+    """Mean outer products of gradients [L, 2, K * D, K * D] over windows of the text; None for too little text.
+
+    Those of a token are divided by the root of their trace over all layers, keys and values.
+    """
     starts = [n * WINDOW for n in range(min(windows, len(ids) // WINDOW))]
     if not starts:
         return None
@@ -82,12 +90,17 @@ def sensitivity(
     total = torch.zeros(adapter.n_layers, 2, n, n)
     generator = torch.Generator().manual_seed(0)
     for start in starts:
-        for l, pair in enumerate(_gradients(adapter, ids[start : start + WINDOW], generator)):
-            for part, gradient in enumerate(pair):
-                flat = gradient.transpose(0, 1).reshape(-1, n).float().cpu()  # [C, K * D]
-                total[l, part] += flat.T @ flat
+        flat = _behind_the_first(_gradients(adapter, ids[start : start + WINDOW], generator))
+        weighed = flat * flat.square().sum(dim=(0, 1, 3), keepdim=True).clamp(min=TINY) ** -0.25
+        total += weighed.transpose(-1, -2) @ weighed
         progress()
-    return total / (CHUNK * len(starts))
+    return total / ((CHUNK - 1) * len(starts))
+
+
+def _behind_the_first(gradients: Sequence[tuple[Tensor, ...]]) -> Tensor:
+    """By layer, those of keys and values [K, C, D] -> of all tokens but the first [L, 2, C - 1, K * D]."""
+    both = torch.stack([torch.stack(pair) for pair in gradients])[..., 1:, :].float().cpu()
+    return both.transpose(2, 3).flatten(3)
 
 
 def first_layer(adapter: Adapter, ids: Sequence[int]) -> tuple[Tensor, Tensor]:

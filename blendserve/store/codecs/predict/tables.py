@@ -14,7 +14,7 @@ from torch import Tensor
 from blendserve.kernels.coding import CLASSES, CONTEXTS, SIZES, SYMBOLS, LayerMap, SymbolModel
 from blendserve.store.codecs.base import ChunkShape
 
-STEPS = 0.31, 0.43, 0.54, 0.75, 1.05  # of levels 1 to 5, in units of the axes, where tables are fitted
+STEPS = 0.33, 0.43, 0.54, 0.75, 1.05  # of levels 1 to 5, in units of the axes, where tables are fitted
 VERSION = 3
 _INT8, _FP32, _INT32 = torch.int8, torch.float32, torch.int32
 
