@@ -168,22 +168,32 @@ def correct_reference(
     now = torch.cat([rotate(fresh.keys[:, fresh.rows], there.inverse), fresh.values[:, fresh.rows]], dim=-1)
     known = stored.to(torch.promote_types(keys.dtype, torch.float32))
     moved = now - known
+    dim = keys.shape[-1]
+    scale, prior_scale = (
+        known.new_tensor(pair).repeat_interleave(dim)
+        for pair in (
+            (params.key_scale, params.value_scale),
+            (params.prior_key_scale, params.prior_value_scale),
+        )
+    )
     rule = None  # how a token moves by what is stored of it
     if prior is not None:
         share = _share(expected := _by(prior, known), moved, params.prior_trust)
         moved = moved - share * expected
+        share = share * prior_scale
         rule = Prior(share * prior.weights.to(known.dtype), share[:, 0] * prior.constant.to(known.dtype))
     means = _means(moved, fresh.sizes, params)
-    shift = _spread(means, fresh.other_sizes)
+    shift = scale * _spread(means, fresh.other_sizes)
     if params.penalty is not None and len(at):
-        found = _fit(known, moved - _spread(means, fresh.sizes), params.penalty)
+        fitted = _fit(known, moved - _spread(means, fresh.sizes), params.penalty)
+        found = Prior(scale * fitted.weights, scale * fitted.constant)
         rule = found if rule is None else Prior(*(a + b for a, b in zip(rule, found, strict=True)))
     if rule is not None:
         theirs = torch.cat([rotate(keys[:, others], elsewhere.inverse), values[:, others]], dim=-1)
         shift = shift + _by(rule, theirs.to(known.dtype))
     by_key, by_value = shift.chunk(2, dim=-1)
-    keys[:, others] += rotate((params.key_scale * by_key).to(keys.dtype), elsewhere)
-    values[:, others] += (params.value_scale * by_value).to(keys.dtype)
+    keys[:, others] += rotate(by_key.to(keys.dtype), elsewhere)
+    values[:, others] += by_value.to(keys.dtype)
 
 
 def _by(rule: Prior, stored: Tensor) -> Tensor:

@@ -62,10 +62,12 @@ class CorrectionParams(NamedTuple):
 
     weight: float  # tokens' worth of trust in the mean over all chunks
     zero_prior: float  # tokens' worth of trust in nothing having moved
-    key_scale: float  # of what keys are moved by
+    key_scale: float  # of what keys are moved by, as far as this prompt's recomputed tokens say it
     value_scale: float  # and values
     penalty: float | None  # of the ridge regression; None: means alone
     prior_trust: float = 0.0  # tokens' worth of trust in the prior as it is
+    prior_key_scale: float = 0.0  # of what keys are moved by, as far as the prior says it
+    prior_value_scale: float = 0.0  # and values
 
 
 class Prior(NamedTuple):

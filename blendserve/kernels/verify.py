@@ -169,7 +169,7 @@ def _check_correct(library: ctypes.CDLL, dtype: torch.dtype) -> None:
     )
     means, ridge = (
         CorrectionParams(16.0, 0.0, 0.5, 0.6, None),
-        CorrectionParams(16.0, 40.0, 0.8, 0.9, 5.0, 20.0),
+        CorrectionParams(16.0, 40.0, 0.8, 0.9, 5.0, 20.0, 0.6, 0.7),
     )
     for params, known in ((means, None), (ridge, None), (ridge, prior)):
         given, wide = (keys.clone(), values.clone()), (keys.double(), values.double())

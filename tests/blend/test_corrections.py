@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from blendserve.blend.corrections.base import WEIGHT, Correction
-from blendserve.blend.corrections.prior import PriorRidge
-from blendserve.blend.corrections.ridge import KEY_SCALE, PENALTY, TRUST, VALUE_SCALE, ZERO_PRIOR, Ridge
+from blendserve.blend.corrections.prior import BEYOND, FIRST_KEYS, LAST_KEYS, TRUST, VALUES, PriorRidge
+from blendserve.blend.corrections.ridge import KEY_SCALE, PENALTY, VALUE_SCALE, ZERO_PRIOR, Ridge
 from blendserve.blend.corrections.shift import SCALE, Shift
 from blendserve.blend.loader import KVLoader
 from blendserve.blend.priors import Priors
@@ -126,7 +126,12 @@ def shares(expected: Tensor, moved: Tensor) -> Tensor:
 
 
 def ridged(case: Case, known: Priors | None = None) -> tuple[Tensor, Tensor]:
-    """What `ridge` makes of it, head by head: ridge regression is least squares with sqrt(penalty) rows added."""
+    """What `ridge` makes of it, head by head: ridge regression is least squares with sqrt(penalty) rows added.
+
+    known: what `prior` makes of it.
+    """
+    learnt, last = SCALES if known is None else BEYOND, case.adapter.n_layers - 1
+    of_expected = ((last - 1) * FIRST_KEYS + LAST_KEYS) / last, VALUES  # in layer 1
     kept = [(i, at) for i, at in enumerate(case.rows) if any(s.start <= at < s.stop for s in case.spans)]
     expected = torch.zeros(*case.stored[0].shape[:2], 2 * case.stored[0].shape[2])
     if known is not None:
@@ -135,7 +140,7 @@ def ridged(case: Case, known: Priors | None = None) -> tuple[Tensor, Tensor]:
     if not kept:
         for span in case.spans:
             here = slice(span.start, span.stop)
-            for part, half, scale in zip(out, expected.chunk(2, dim=-1), SCALES, strict=True):
+            for part, half, scale in zip(out, expected.chunk(2, dim=-1), of_expected, strict=True):
                 part[:, here] += scale * half[:, here]
         return out[0], out[1]
     which = [next(n for n, s in enumerate(case.spans) if s.start <= at < s.stop) for _, at in kept]
@@ -169,9 +174,10 @@ def ridged(case: Case, known: Priors | None = None) -> tuple[Tensor, Tensor]:
         solved = torch.linalg.lstsq(torch.cat([x, added]), torch.cat([y, torch.zeros(width, width)])).solution
         for n, span in enumerate(case.spans):
             for at in set(range(span.start, span.stop)) - {at for _, at in kept}:
-                predicted = means[n] + features([at])[0] @ solved + share * expected[head, at]
-                for part, delta, scale in zip(out, predicted.chunk(2), SCALES, strict=True):
-                    part[head, at] += scale * delta
+                beyond = means[n] + features([at])[0] @ solved
+                for said, scales in ((beyond, learnt), (share * expected[head, at], of_expected)):
+                    for part, delta, scale in zip(out, said.chunk(2), scales, strict=True):
+                        part[head, at] += scale * delta
     return out[0], out[1]
 
 
@@ -205,23 +211,32 @@ def test_prior_equals_what_is_expected_and_least_squares_on_the_rest(
     case.check(*wanted)
 
 
+class WholeMoves(Ridge):
+    """Moves of the size that they are expected to have."""
+
+    scales = 1.0, 1.0
+
+    @classmethod
+    def params(cls, features: int, depth: float = 0.0, knows: bool = False) -> CorrectionParams:
+        key, value = cls.scales
+        return Ridge.params(features)._replace(key_scale=key, value_scale=value)
+
+
+class SmallMoves(WholeMoves):
+    """Those beyond what a corpus has shown."""
+
+    scales = BEYOND
+
+
 def test_what_recomputed_tokens_contradict_does_not_count() -> None:
-    """They moved the other way: nothing of the expectation is left, and `prior` does as `ridge` does."""
+    """They moved the other way: nothing of the expectation is left, and `prior` does as `ridge` does, but by less."""
     cases = [some_case("llama", [200], int("01" * 100, 2), 0) for _ in range(2)]
     known = some_priors(cases[0].adapter, 0)
     expected = expectations(cases[0], known)[:, cases[0].rows].chunk(2, dim=-1)
     against = tuple(part[:, cases[0].rows] - 5 * e for part, e in zip(cases[0].stored, expected, strict=True))
-    for case, correction in zip(cases, (PriorRidge, Ridge), strict=True):
+    for case, correction in zip(cases, (PriorRidge, SmallMoves), strict=True):
         replace(case, fresh=(against[0], against[1])).apply(correction, known=known)
     assert_near(cases[0].cache.values[1], cases[1].cache.values[1])
-
-
-class WholeMoves(Ridge):
-    """Moves of the size that they are expected to have."""
-
-    @classmethod
-    def params(cls, features: int) -> CorrectionParams:
-        return Ridge.params(features)._replace(key_scale=1.0, value_scale=1.0)
 
 
 def test_ridge_finds_a_linear_map_that_a_shift_cannot() -> None:

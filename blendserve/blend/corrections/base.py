@@ -77,13 +77,18 @@ class FittedCorrection(Correction):
         self._here = here = slice(spans[0].start, spans[-1].stop)
         there = {id(rope): rope.at(here) for rope in ropes}  # layers share them
         self._ropes = [there[id(rope)] for rope in ropes]
-        self._params = self.params(2 * adapter.head_dim)
+        features, top = 2 * adapter.head_dim, max(1, adapter.n_layers - 1)
+        knows = self._known is not None
+        self._params = [self.params(features, l / top, knows) for l in range(adapter.n_layers)]
         self._last: tuple[Rows, Split] | None = None
 
     @classmethod
     @abstractmethod
-    def params(cls, features: int) -> CorrectionParams:
-        """Its constants for tokens of so many numbers, keys and values together."""
+    def params(cls, features: int, depth: float = 0.0, knows: bool = False) -> CorrectionParams:
+        """Its constants for tokens of so many numbers, keys and values together.
+
+        depth: where in the reader the layer is, 0 to 1. knows: there is a prior.
+        """
 
     def apply(self, l: int, rows: Rows, keys: Tensor, values: Tensor) -> bool:
         if l == 0:  # its keys and values depend on their token alone
@@ -94,7 +99,7 @@ class FittedCorrection(Correction):
         stored = self._cache.keys[l][:, self._here], self._cache.values[l][:, self._here]
         fresh = RecomputedTokens(keys, values, *split)
         prior = self._known.layer(l) if self._known else None
-        correct(*stored, fresh, self._ropes[l], self._rotary, self._params, prior)
+        correct(*stored, fresh, self._ropes[l], self._rotary, self._params[l], prior)
         return True
 
     def _split(self, rows: Rows) -> Split:

@@ -16,7 +16,6 @@ from blendserve.kernels.types import CorrectionParams
 
 ZERO_PRIOR = 40.0  # tokens' worth of trust in nothing having moved at all
 KEY_SCALE, VALUE_SCALE = 0.55, 0.7  # of the moves; chosen on first halves of questions (docs/log.md)
-TRUST = 20.0  # tokens' worth of trust in a prior as it is
 PENALTY = 8.0  # per feature of unit size; few tokens must not explain themselves by many features
 
 
@@ -24,5 +23,5 @@ class Ridge(FittedCorrection):
     """See the module's docstring."""
 
     @classmethod
-    def params(cls, features: int) -> CorrectionParams:
-        return CorrectionParams(WEIGHT, ZERO_PRIOR, KEY_SCALE, VALUE_SCALE, PENALTY * features, TRUST)
+    def params(cls, features: int, depth: float = 0.0, knows: bool = False) -> CorrectionParams:
+        return CorrectionParams(WEIGHT, ZERO_PRIOR, KEY_SCALE, VALUE_SCALE, PENALTY * features)

@@ -16,5 +16,5 @@ class Shift(FittedCorrection):
     """See the module's docstring."""
 
     @classmethod
-    def params(cls, features: int) -> CorrectionParams:
+    def params(cls, features: int, depth: float = 0.0, knows: bool = False) -> CorrectionParams:
         return CorrectionParams(WEIGHT, 0.0, SCALE, SCALE, penalty=None)

@@ -4,7 +4,7 @@
 //     expected = share * (known W0 + c0), what the prior says of them            one share for keys, one for values; ridge alone
 //     moved = the same, fresh - stored - expected; mean of it by chunk, shrunk
 //     (x' x + penalty) W = x' (moved - mean),  x = known, centred                one small system a kv head; ridge alone
-//     every other token's [key before RoPE | value] += scale * (expected + x W + mean of its chunk), a scale each
+//     every other token's [key before RoPE | value] += scale * expected + scale * (x W + mean of its chunk)
 //
 // Each kv head goes by itself; work is split so that two threads share three heads evenly.
 //
@@ -33,7 +33,8 @@ struct CorrectCall {
     const float *prior, *prior_constant;          // [kv, 2 dim, 2 dim], [kv, 2 dim]; null: nothing is expected
     int64_t k_head, k_row, v_head, v_row, fk_head, fk_row, fv_head, fv_row, turn_row;
     int64_t kv, dim, width, rows, chunks;
-    float weight, still, key_scale, value_scale, penalty, trust;  // penalty < 0: no W
+    float weight, still, key_scale, value_scale, penalty;  // penalty < 0: no W
+    float trust, prior_key_scale, prior_value_scale;
     int64_t threads;
 };
 
@@ -274,8 +275,9 @@ void finish(const CorrectCall& c, int64_t head, int64_t j, Head& h) {
     alignas(64) float centred[STRIP] = {}, scales[STRIP], shares[STRIP];
     for (int64_t i = 0; i < f; ++i) add(centred, h.w + i * f + j, -h.centre[i], STRIP);
     for (int64_t k = 0; k < STRIP; ++k) {
-        scales[k] = j + k < c.dim ? c.key_scale : c.value_scale;
-        shares[k] = c.prior ? scales[k] * h.share[(j + k) / c.dim] : 0;
+        bool key = j + k < c.dim;
+        scales[k] = key ? c.key_scale : c.value_scale;
+        shares[k] = c.prior ? (key ? c.prior_key_scale : c.prior_value_scale) * h.share[(j + k) / c.dim] : 0;
     }
     auto moved = [&](const float* learnt, const float* expected, int64_t k) {
         Floats x = load(scales + k) * load(learnt + k);

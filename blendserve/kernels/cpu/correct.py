@@ -28,7 +28,10 @@ class CorrectCall(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("kv", "dim", "width", "rows", "chunks")),
         *(
             (name, ctypes.c_float)
-            for name in ("weight", "still", "key_scale", "value_scale", "penalty", "trust")
+            for name in (
+                *("weight", "still", "key_scale", "value_scale", "penalty"),
+                *("trust", "prior_key_scale", "prior_value_scale"),
+            )
         ),
         ("threads", ctypes.c_int64),
     )
@@ -96,6 +99,8 @@ def run(
         params.value_scale,
         -1.0 if params.penalty is None else params.penalty,
         params.prior_trust,
+        params.prior_key_scale,
+        params.prior_value_scale,
     )
     call = CorrectCall(*pointers, *strides, *sizes, *constants, team.size())
     library.blendserve_correct(ctypes.byref(call))

@@ -22,7 +22,7 @@ from tests.blend.helpers import assert_near
 OPERATION = "correct"
 BOUNDS = {torch.bfloat16: 0.04, torch.float32: 2e-4}
 SHIFT = CorrectionParams(16.0, 0.0, 0.5, 0.6, None)
-RIDGE = CorrectionParams(16.0, 40.0, 0.7, 0.9, 800.0, 20.0)
+RIDGE = CorrectionParams(16.0, 40.0, 0.7, 0.9, 800.0, 20.0, 0.5, 0.6)
 
 
 class Case:
