@@ -33,7 +33,8 @@ class Found:
     unusable: tuple[Unusable, ...] = ()  # of those, the ones that may be there all the same
     tier_of: Mapping[int, str] = field(default_factory=dict)  # where each chunk that is there is read from
     prefix_tier: str = ""
-    far_tokens: int = 0  # of chunks that came from another machine
+    far_tokens: int = 0  # of chunks that came, or are coming, from another machine
+    seconds: float = 0.0  # that looking took
     near: Mapping[int, tuple[Run, ...]] = field(
         default_factory=dict
     )  # what others have of chunks that are not there
