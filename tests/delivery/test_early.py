@@ -28,6 +28,7 @@ from blendserve.store.base import REMOTE, Coming
 from blendserve.store.codecs.int8 import Int8
 from blendserve.store.kdn.adapt import TEXT, Offer, Situation
 from blendserve.store.kdn.collection import LENGTH, Collection
+from blendserve.store.kdn.download import LEFT
 from blendserve.store.kdn.store import KdnStore
 from blendserve.store.network.connection import Call, Connection
 from blendserve.store.network.deadline import Deadline
@@ -288,24 +289,39 @@ def begun(coming: Coming) -> None:
         pass
 
 
-def test_a_snapshot_that_ends_lets_go_who_waits_for_a_layer(service: Service, prompt: Prompt) -> None:
-    late, over = late_key(prompt), threading.Event()
+@pytest.mark.parametrize("how", ["the snapshot ends", "another one is left behind"])
+def test_who_waits_for_a_layer_is_let_go_when(service: Service, prompt: Prompt, how: str) -> None:
+    prefix, late = blender(MemoryStore(1)).key(prompt.prefix, ()), late_key(prompt)
+    slow, over = threading.Event(), threading.Event()
 
     def before(key: ChunkKey, l: int, part: bytearray) -> None:
-        if key == late and l == 2:
-            over.wait()
+        if l == 2:
+            (over if key == late else slow).wait()
 
-    with delivered(service, before) as (store, _), ThreadPoolExecutor(1) as pool:
+    def rule(offers: Sequence[Offer], now: Situation, going_on: str | None = None) -> str:
+        return TEXT if slow.is_set() else "raw"
+
+    with delivered(service, before, rule) as (store, _), ThreadPoolExecutor(1) as pool:
         with store.reading() as snapshot:
-            snapshot.expect([late], begun)
-            view = snapshot.get(late)
+            snapshot.expect([late, prefix], begun)
+            view, other = snapshot.get(late), snapshot.get(prefix)
             assert view is not None
+            assert other is not None
             view.layer(1)
             waits = pool.submit(view.layer, 2)
+            if how != "the snapshot ends":
+                slow.set()
+                with pytest.raises(LeftBehind):
+                    other.layer(LAYERS - 1)
+                with pytest.raises(LeftBehind):
+                    waits.result(PATIENT_S)
+                assert snapshot.get(prefix) is None
+                assert str(snapshot.undecodable[prefix]) == LEFT
         with pytest.raises(LeftBehind):
             waits.result(PATIENT_S)
         assert store._traffic.counts()["hits"] == 0
         over.set()
+        slow.set()
 
 
 def test_two_threads_have_the_same_layers(service: Service, prompt: Prompt) -> None:
@@ -340,7 +356,7 @@ def test_two_threads_have_the_same_layers(service: Service, prompt: Prompt) -> N
 def test_waiting_for_a_layer_is_not_taken_for_reading_it(
     service: Service, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However long it takes: the estimates have what is left of the time when waiting is taken off."""
+    """However long it takes: of the loader's time waiting is taken off, and added to what the link took."""
     late, deadlines, held = late_key(prompt), [], 0.05
 
     class Noted(Deadline):
@@ -364,4 +380,5 @@ def test_waiting_for_a_layer_is_not_taken_for_reading_it(
     tokens = len(prompt) - len(prompt.suffix)
     reading = (of._load_rate.seconds_per_token or 0.0) * tokens
     assert reading <= done.prefilled.seconds_reading - held * 0.99
-    assert (of._link._rate.seconds_per_token or 0.0) * tokens > held
+    far = (of._link._rate.seconds_per_token or 0.0) * sum(map(len, prompt.chunks))
+    assert far >= 0.99 * deadlines[0].waited > held / 2
