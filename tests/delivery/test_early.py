@@ -314,11 +314,11 @@ def test_who_waits_for_a_layer_is_let_go_when(service: Service, prompt: Prompt, 
                 with pytest.raises(LeftBehind):
                     other.layer(LAYERS - 1)
                 with pytest.raises(LeftBehind):
-                    waits.result(PATIENT_S)
+                    waits.result(PATIENT_S / 2)
                 assert snapshot.get(prefix) is None
                 assert str(snapshot.undecodable[prefix]) == LEFT
         with pytest.raises(LeftBehind):
-            waits.result(PATIENT_S)
+            waits.result(PATIENT_S / 2)
         assert store._traffic.counts()["hits"] == 0
         over.set()
         slow.set()
