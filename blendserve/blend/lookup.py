@@ -111,7 +111,8 @@ def look_up(
             return None
 
     keys = {i: key_of(prompt.chunks[i].ids) for i in which}
-    snapshot.expect([key for key in dict.fromkeys((*keys.values(), prefix_key)) if asked(key)], waiting)
+    # The prefix in front: what is asked for last is still coming when the prefill begins, and is to be worth that.
+    snapshot.expect([key for key in dict.fromkeys((prefix_key, *keys.values())) if asked(key)], waiting)
     chunks: list[ChunkView | None] = [None] * len(prompt.chunks)
     for i in which:
         chunks[i] = view(keys[i], len(prompt.chunks[i]))
