@@ -233,7 +233,10 @@ class KdnStore(KVStore):
         return self._read_tables(hash, self.config.deadline_s)
 
     def all_tables(self) -> list[TablesInfo]:
-        collection = self._ask(self._look)[0]
+        """Without a call while what is known is fresh: a prefill asks, and all workers may be busy with its chunks."""
+        self._refuse_closed()
+        fresh = self._known if time.monotonic() - self._looked < FRESH_S else None
+        collection = (fresh or self._ask(self._look))[0]
         return [
             TablesInfo(bytes.fromhex(t.hash), t.codec, t.fingerprint, t.n_bytes, 0) for t in collection.tables
         ]
