@@ -17,7 +17,8 @@
     │   ├── StoreVersion        ... was written by a newer format
     │   ├── StoreFull           ... is at its byte cap, or the disk is full
     │   ├── TablesMissing       ... has no tables for the codec that is to write
-    │   └── CorruptRecord       ... holds a record that fails its checksum (never fails a request: recomputed)
+    │   ├── CorruptRecord       ... holds a record that fails its checksum (never fails a request: recomputed)
+    │   └── LeftBehind          ... gives no more of a chunk that was used while it came (never fails a request)
     ├── ClusterUnavailable      no Ray cluster can be had, or its workers ended
     └── ServeError              the server refuses a request
         ├── Busy                ... for now: its queue is full, or a key has used up its share
@@ -130,6 +131,14 @@ class CorruptRecord(StoreError):
     def __init__(self, key: bytes, what: str) -> None:
         super().__init__(f"chunk {key.hex()}: {what}")
         self.key, self.what = key, what
+
+
+class LeftBehind(StoreError):
+    """A layer of a chunk that is used while it comes does not come: ask the same snapshot for the chunk again."""
+
+    def __init__(self, key: bytes) -> None:
+        super().__init__(f"chunk {key.hex()}: not all of it comes as it had begun to")
+        self.key = key
 
 
 class ClusterUnavailable(BlendserveError):

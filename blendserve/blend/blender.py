@@ -26,10 +26,10 @@ from blendserve.blend.report import make_report
 from blendserve.blend.single_flight import SingleFlight
 from blendserve.blend.slow_link import Link, reason, worth_fetching
 from blendserve.blend.while_waiting import WhileWaiting
-from blendserve.blend.work import Work
+from blendserve.blend.work import chunk_work
 from blendserve.config import BlendConfig, Method, changed
 from blendserve.core import BlendReport, ChunkKV, Explanation, Prompt, TokenIds
-from blendserve.errors import CorruptRecord, StoreError
+from blendserve.errors import CorruptRecord, LeftBehind, StoreError
 from blendserve.models.adapter import Adapter
 from blendserve.models.forward import BeforeLayer
 from blendserve.models.kv_cache import KVCache
@@ -156,15 +156,13 @@ class Blender:
         corrupt: dict[ChunkKey, str] = {}
         trouble = ""
         waiting = self._while_waiting(prompt, blend) if self.store.far else None
+        finish = partial(self._finish, prompt, blend, new_tokens, clock, cache, waiting=waiting)
         while blend.method != "full" and not trouble:
             try:
                 with self.store.reading() as snapshot:
-                    found = self._look_up(snapshot, prompt, blend, corrupt, waiting)
-                    if prefix_kv is not None:
-                        found = replace(found, prefix=MemoryChunk(prefix_kv))
-                    done = self._finish(prompt, blend, new_tokens, clock, cache, found)
-                left = [self.key(prompt.chunks[why.chunk].ids) for why in found.unusable if why.kind == SLOW]
-                self._link.probe(self.store, left)
+                    done = self._from(snapshot, prompt, blend, corrupt, waiting, prefix_kv, finish)
+                left = [why.chunk for why in done.report.unusable if why.kind == SLOW]
+                self._link.probe(self.store, [self.key(prompt.chunks[i].ids) for i in left])
                 return done
             except CorruptRecord as error:
                 corrupt[error.key] = error.what
@@ -173,26 +171,31 @@ class Blender:
                 trouble = f"the store cannot be read: {error}"
         return self._finish(prompt, blend, new_tokens, clock, cache, nothing(prompt), trouble)
 
-    def _look_up(
+    def _from(
         self,
         snapshot: Snapshot,
         prompt: Prompt,
         blend: BlendConfig,
         corrupt: dict[ChunkKey, str],
         waiting: WhileWaiting | None,
-    ) -> Found:
-        which = wanted(prompt, blend.method, self._exact_first(prompt))
-        slow = self._slow(prompt, blend, which)
-        prefix_key, start = self.key(prompt.prefix, ()), time.perf_counter()
-        found = look_up(
-            snapshot, prompt, which, self.key, prefix_key, self.adapter.n_layers, corrupt, slow, waiting
-        )
-        self._link.record(time.perf_counter() - start, found.far_tokens)
-        if blend.near and blend.method != "prefix":
-            worth = partial(self._worth_reading, prompt, blend, found.looked_for)
-            found = look_near(snapshot, prompt, found, self.donors, self.adapter.n_layers, corrupt, worth)
-        self._damaged.update(corrupt)
-        return found
+        prefix_kv: ChunkKV | None,
+        finish: Callable[[Found], Blended],
+    ) -> Blended:
+        """Look chunks up and finish; once more where one was left behind, and nothing that is here is asked for again."""
+        which, n_layers = wanted(prompt, blend.method, self._exact_first(prompt)), self.adapter.n_layers
+        slow, prefix_key = self._slow(prompt, blend, which), self.key(prompt.prefix, ())
+        start = time.perf_counter()
+        while True:
+            found = look_up(snapshot, prompt, which, self.key, prefix_key, n_layers, corrupt, slow, waiting)
+            found = replace(found, seconds=time.perf_counter() - start)
+            if blend.near and blend.method != "prefix":
+                worth = partial(self._worth_reading, prompt, blend, found.looked_for)
+                found = look_near(snapshot, prompt, found, self.donors, n_layers, corrupt, worth)
+            self._damaged.update(corrupt)
+            if prefix_kv is not None:
+                found = replace(found, prefix=MemoryChunk(prefix_kv))
+            with suppress(LeftBehind):
+                return finish(found)
 
     def _weighs(self, blend: BlendConfig) -> bool:
         """Whether the store sees by itself what is worth bringing from another machine, and may."""
@@ -200,21 +203,14 @@ class Blender:
 
     def _while_waiting(self, prompt: Prompt, blend: BlendConfig) -> WhileWaiting:
         """Where it is weighed what to fetch, any chunk may be computed alone, as precompute does, in this thread."""
-        context = self._context
+        context, n_layers = self._context, self.adapter.n_layers
 
         def seconds(n: int) -> float:
-            first = 0 if context in self._computers else len(context)  # which runs once
-            rows, keys = n + first, n * (len(context) + (n + 1) / 2) + first**2 / 2
-            return self.calibrate().seconds(Work(1 + bool(first), rows, keys, 0.0))
+            return self.calibrate().seconds(chunk_work(n, len(context), context not in self._computers))
 
         may = prompt.chunks if self._weighs(blend) else ()
         chunks = {self.key(chunk.ids): chunk.ids for chunk in may if len(chunk)}
-
-        def compute(ids: TokenIds, done: Callable[[float], None]) -> ChunkKV:
-            layers = self.adapter.n_layers
-            return self.computer(context).compute([ids], lambda l: done(l / layers))[0]
-
-        return WhileWaiting(chunks, seconds, compute)
+        return WhileWaiting(chunks, seconds, partial(self.computer, context), n_layers)
 
     def _slow(self, prompt: Prompt, blend: BlendConfig, which: list[int]) -> dict[ChunkKey, str]:
         """What method "auto" leaves on another machine, as computing it would be quicker, and why. Raises StoreError."""
@@ -283,6 +279,7 @@ class Blender:
         cache: KVCache | None,
         found: Found,
         why: str = "",
+        waiting: WhileWaiting | None = None,
     ) -> Blended:
         layout = self._layout(prompt, found)
         lacking = (found for found in found.unusable if found.kind not in (CORRUPT, SLOW, UNREACHABLE))
@@ -294,12 +291,16 @@ class Blender:
         if blend.ratio == "auto":
             blend = changed(blend, ratio=self._free_ratio(layout, blend))
         known = self.known.current() if CORRECTIONS.load(blend.correction).uses_prior else None
+        before = waiting.waited if waiting else 0.0
         done = prefill(
             self.adapter, prompt, layout, blend, new_tokens, clock, cache, self._before_layer, known
         )
-        self._load_rate.record(done.seconds_reading, layout.n_loaded)
+        waited = waiting.waited - before if waiting else 0.0
+        reading = max(0.0, done.seconds_reading - waited)
+        self._load_rate.record(reading, layout.n_loaded)
         if found.far_tokens:
-            self._link.decoded(done.seconds_reading, layout.n_loaded)
+            self._link.record(found.seconds + waited, found.far_tokens)
+            self._link.decoded(reading, layout.n_loaded)
         missing = (i for i in found.looked_for if found.chunks[i] is None or i in found.computed)
         absent = tuple(prompt.chunks[i].ids for i in missing)
         if found.prefix is None and found.looked_for and prompt.prefix:

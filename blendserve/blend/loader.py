@@ -9,6 +9,8 @@ the same two for a GPU).
 
 For a reader on a GPU the loader thread also sends each layer there (kernels/cuda/staging.py), and stays two ahead: one
 layer is copied while the next is read.
+
+Of a chunk that is still coming from another machine the loader thread waits for a layer, and so does who places it.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ class LayerReader:
         self._start(0)
 
     def take(self, l: int) -> Layer:
-        """Layer l, as soon as it is there; the next ones are started on. Raises CorruptRecord, StoreError."""
+        """Layer l, as soon as it is there; the next ones are started on. Raises CorruptRecord, LeftBehind, StoreError."""
         if not self._views:
             return []
         self._start(l)
@@ -109,7 +111,7 @@ class KVLoader:
         self.bytes_loaded = 0
 
     def place(self, l: int) -> None:
-        """Read, check, rotate and place layer l. Raises CorruptRecord."""
+        """Read, check, rotate and place layer l. Raises CorruptRecord, LeftBehind."""
         if not self._placed[l]:
             with self._clock.stage("load"):
                 layer = self._reader.take(l)

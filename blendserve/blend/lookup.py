@@ -33,7 +33,8 @@ class Found:
     unusable: tuple[Unusable, ...] = ()  # of those, the ones that may be there all the same
     tier_of: Mapping[int, str] = field(default_factory=dict)  # where each chunk that is there is read from
     prefix_tier: str = ""
-    far_tokens: int = 0  # of chunks that came from another machine
+    far_tokens: int = 0  # of chunks that came, or are coming, from another machine
+    seconds: float = 0.0  # that looking took
     near: Mapping[int, tuple[Run, ...]] = field(
         default_factory=dict
     )  # what others have of chunks that are not there
@@ -110,7 +111,8 @@ def look_up(
             return None
 
     keys = {i: key_of(prompt.chunks[i].ids) for i in which}
-    snapshot.expect([key for key in dict.fromkeys((*keys.values(), prefix_key)) if asked(key)], waiting)
+    # The prefix in front: what is asked for last is still coming when the prefill begins, and is to be worth that.
+    snapshot.expect([key for key in dict.fromkeys((prefix_key, *keys.values())) if asked(key)], waiting)
     chunks: list[ChunkView | None] = [None] * len(prompt.chunks)
     for i in which:
         chunks[i] = view(keys[i], len(prompt.chunks[i]))

@@ -38,7 +38,7 @@ class Prefilled:
     logits: Tensor  # [V], for the token after the prompt
     recomputed: Tensor  # positions that the policy chose and that ran through the last layer
     bytes_loaded: int
-    seconds_reading: float  # by the store's thread
+    seconds_reading: float  # by the store's thread, some of it perhaps waiting for another machine
     cost: float  # row-layers / (T * L)
     scores: Tensor | None  # [T] on the host, by which the policy chose; NaN where it gave none
     corrected: bool  # whether what was reused was changed
@@ -60,8 +60,8 @@ def prefill(
 
     cache: the caller's own, of at least that room; default: a new one. known: what the corpus has shown of how chunks
     move, for corrections that use it.
-    Raises CorruptRecord when a stored layer fails its checksum: lay out again without that chunk; ConfigError for
-    settings of the policy that the reader does not fit.
+    Raises CorruptRecord when a stored layer fails its checksum, LeftBehind when it does not come: lay out again without
+    that chunk; ConfigError for settings of the policy that the reader does not fit.
     """
     policy = make_policy(blend)
     policy.validate(adapter.n_layers)

@@ -36,6 +36,12 @@ def work_of(layout: Layout, policy: Policy, n_layers: int) -> Work:
     return Work(passes, rows, pairs, work.loaded)
 
 
+def chunk_work(n: int, context: int, runs_context: bool) -> Work:
+    """Computing one chunk of n tokens alone behind `context` others, which may have to run first."""
+    first = context if runs_context else 0
+    return Work(1 + bool(first), n + first, n * (context + (n + 1) / 2) + first**2 / 2, 0.0)
+
+
 def rows_work(layout: Layout, chosen: int) -> Work:
     """One pass over what is fresh and so many of the reusable tokens."""
     keys = torch.arange(1, layout.n_tokens + 1, dtype=torch.float64)  # that a row at each position sees

@@ -59,8 +59,9 @@ class _Ahead:
         return {**self._snapshot.undecodable, **self._lacking}
 
     def expect(self, keys: Sequence[ChunkKey], meanwhile: Meanwhile | None = None) -> None:
-        ahead = self._fetcher.begun(keys, shared=True)
-        left = [key for key in keys if key not in ahead]
+        new = [key for key in keys if key not in self._ahead]
+        ahead = self._fetcher.begun(new, shared=True)
+        left = [key for key in new if key not in ahead]
         self._snapshot.expect(left, meanwhile)  # under way while those are waited for
         self._ahead |= {key: fetched() for key, fetched in ahead.items()}
 

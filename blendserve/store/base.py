@@ -58,14 +58,15 @@ class ChunkView(Protocol):
     def layer(self, l: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Layer l's keys before RoPE and values, [K, C, D] each, read-only by convention.
 
-        Raises CorruptRecord when the bytes fail their checksum, IndexError when there is no layer l.
+        Raises CorruptRecord when the bytes fail their checksum, IndexError when there is no layer l, LeftBehind when it
+        is of a chunk that is still coming (Coming.begin), and does not come.
         """
         ...
 
 
 class Coming(Protocol):
     """Chunks on their way from another machine, the first that were expected in front: who waits may decode what is here,
-    and compute the last."""
+    compute the last, and begin when only the last layers are missing."""
 
     def wait(self, seconds: float) -> bool:
         """Until another one is here, at most so long -> whether any is still to come."""
@@ -83,6 +84,16 @@ class Coming(Protocol):
 
     def overtakes(self, key: ChunkKey, seconds: float) -> bool:
         """Whether a withdrawn chunk, which takes so many more seconds to compute, would be here sooner; it comes then."""
+        ...
+
+    def begin(self) -> bool:
+        """Whether of every chunk that is still to come the header is here: then `get` gives such chunks, too, and whoever
+        asks for a layer waits for it. False for good where one was left behind."""
+        ...
+
+    @property
+    def waited(self) -> float:
+        """Seconds in which somebody waited for them."""
         ...
 
 

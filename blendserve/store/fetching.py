@@ -168,6 +168,13 @@ class _Undecoded:
     def overtakes(self, key: ChunkKey, seconds: float) -> bool:
         return self.coming.overtakes(key, seconds)
 
+    def begin(self) -> bool:
+        return False
+
+    @property
+    def waited(self) -> float:
+        return self.coming.waited
+
 
 def _undecoded(meanwhile: Meanwhile | None) -> Meanwhile | None:
     return meanwhile and (lambda coming: meanwhile(_Undecoded(coming)))

@@ -10,7 +10,7 @@ import pytest
 
 from blendserve.bench import delivery
 from blendserve.bench.config import DeliveryConfig, DocumentConfig
-from blendserve.bench.delivery import CACHEGEN, OURS, TEXT, measure, tables, traces_of
+from blendserve.bench.delivery import CACHEGEN, ITS_RULE, OURS, TEXT, measure, tables, traces_of
 from blendserve.bench.document import STORED
 from blendserve.bench.document import measure as measure_document
 from blendserve.bench.document import tables as document_tables
@@ -83,14 +83,14 @@ def test_the_delivery_bench_on_a_tiny_reader(tiny: str, monkeypatch: pytest.Monk
     assert [cell["trace"] for cell in figures["cells"]] == ["1 Gbit/s", "up"]
     for cell in figures["cells"]:
         found = cell["contestants"]
-        assert list(found) == [TEXT, "raw", "int8", CACHEGEN, OURS]
+        assert list(found) == [TEXT, "raw", "int8", CACHEGEN, ITS_RULE, OURS]
         assert found[TEXT]["kl"]["median"] == 0
         assert (
             found[TEXT]["bytes"]["median"] < 1_000
         )  # no chunk: at most a look at what is published, now and then
         assert found["raw"]["bytes"]["median"] > found["int8"]["bytes"]["median"] > 0
         assert found[TEXT]["of_text"]["median"] == 1
-    assert len(tables(figures)[0][2]) == 10
+    assert len(tables(figures)[0][2]) == 12
 
 
 def test_the_document_bench_on_a_tiny_reader(tiny: str) -> None:

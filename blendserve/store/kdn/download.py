@@ -20,6 +20,7 @@ from blendserve.store.codecs.base import SLOW, Buffer, Undecodable
 from blendserve.store.kdn.client import Client, Reply, WrongReply, fill
 from blendserve.store.kdn.collection import LENGTH, MOST_HEADER
 from blendserve.store.key import ChunkKey
+from blendserve.store.network.arrival import Arrival
 from blendserve.store.record import Header
 
 ENOUGH = "enough"  # a word that no level has
@@ -45,10 +46,13 @@ class Watch:
         arrived: Callable[[int], None],
         next_word: Callable[[str, int], str],
         silence_s: float,
+        arrival: Arrival | None = None,
     ) -> None:
         """transfer: of a body, inside. arrived: so many bytes. next_word: word under way, its bytes left -> the word to
-        go on with. silence_s: of the connection, after which the service counts as dead."""
+        go on with. silence_s: of the connection, after which the service counts as dead. arrival: for who uses layers
+        before all of them are here."""
         self.transfer, self.arrived, self.next_word, self.silence_s = transfer, arrived, next_word, silence_s
+        self.arrival = arrival or Arrival()
 
 
 def download(
@@ -152,11 +156,13 @@ class _Transfer:
         if expected != self._bytes:
             raise CorruptRecord(self._key, f"its header says {expected:,} bytes in all, not {self._bytes:,}")
         self._at = LENGTH.size + length
+        self._watch.arrival.begin(self.header)
 
     def _read_segment(self, reply: Reply, l: int) -> None:
         assert self.header is not None
         segment = self._read(reply, self.header.lengths[l])
         self.segments.append(record.check_segment(self._key, self.header, l, segment))
+        self._watch.arrival.add(segment)
         self._at += len(segment)
 
     def _read(self, reply: Reply, n_bytes: int) -> bytearray:

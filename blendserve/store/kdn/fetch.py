@@ -20,6 +20,7 @@ from blendserve.store.kdn.guard import Guard
 from blendserve.store.kdn.moq_reader import MoqReader, broadcast_of
 from blendserve.store.kdn.pace import Pace
 from blendserve.store.key import ChunkKey
+from blendserve.store.network.arrival import Arrival
 from blendserve.store.record import Header
 
 LEAST_SILENCE_S = 0.05  # and twice the round trip
@@ -40,9 +41,11 @@ class Fetch:
         look: Callable[[Client], tuple[Collection, Directory]],
         tables: Callable[[bytes, float], bytes | None],
         relay: MoqReader | None = None,
+        early: bool = True,
     ) -> None:
-        """relay: asked first, where there is one."""
-        self._relay = relay
+        """relay: asked first, where there is one. early: let layers be used before all of a chunk is here."""
+        self._relay, self._early = relay, early
+        self._arrivals: dict[ChunkKey, Arrival] = {}
         self._config, self._rule, self._pace, self._look = config, rule, pace, look
         self.tables = tables
         self._start = time.monotonic()
@@ -66,6 +69,12 @@ class Fetch:
             self._entries |= {key: e for key in self._expected if (e := directory.get(key))}
             self._expected = []
         return [self._one(client, key, collection, directory.get(key)) for key in keys]
+
+    def arrival(self, key: ChunkKey) -> Arrival | None:
+        if not self._early:
+            return None
+        arrival = self._arrivals[key] = Arrival()
+        return arrival
 
     def outlasts(self, key: ChunkKey, seconds: float) -> bool:
         n_bytes, decoding = self._left()
@@ -116,7 +125,8 @@ class Fetch:
             return Undecodable("it is larger than in_flight_mb beside the service's url", UNREACHABLE)
         self._bytes_left[key] = sizes[word]
         go_on = partial(self._go_on, key, entry, sizes)
-        watch = Watch(self._pace.transfer, self._pace.arrived, go_on, self._config.deadline_s)
+        silence_s, arrival = self._config.deadline_s, self._arrivals.get(key)
+        watch = Watch(self._pace.transfer, self._pace.arrived, go_on, silence_s, arrival)
         start = time.monotonic()
         try:
             reply = self._from_relay(collection, key, word, sizes[word])

@@ -66,9 +66,15 @@ class KdnStore(KVStore):
     writable = False
 
     def __init__(
-        self, config: KdnConfig, rule: Rule | None = None, workers: int = WORKERS, pace: Pace | None = None
+        self,
+        config: KdnConfig,
+        rule: Rule | None = None,
+        workers: int = WORKERS,
+        pace: Pace | None = None,
+        early: bool = True,
     ) -> None:
-        """rule: chooses levels, in place of the settings'. pace: what another store has learnt of the link."""
+        """rule: chooses levels, in place of the settings'. pace: what another store has learnt of the link. early: let
+        a prefill begin before all chunks are here."""
         if not config.collection:
             raise ConfigError(
                 "setting 'store.kdn.collection' is missing: name the collection that is to be delivered, see `blendserve "
@@ -76,6 +82,7 @@ class KdnStore(KVStore):
             )
         self.config = config
         self._rule = rule or (quickest if config.level == AUTO else fixed(config.level))
+        self._early = early
         self._connection = Connection(KdnPeer(config), workers)
         self._traffic = Traffic(Always())
         self._failed = Failed()
@@ -99,7 +106,9 @@ class KdnStore(KVStore):
     @contextmanager
     def reading(self) -> Iterator[NetworkSnapshot]:
         self._refuse_closed()
-        fetch = Fetch(self.config, self._rule, self._pace, self._look, self._read_tables, self._relay)
+        fetch = Fetch(
+            self.config, self._rule, self._pace, self._look, self._read_tables, self._relay, self._early
+        )
         snapshot = NetworkSnapshot(self._connection, fetch, self._traffic, self._failed, OneByOne())
         try:
             yield snapshot
@@ -224,7 +233,10 @@ class KdnStore(KVStore):
         return self._read_tables(hash, self.config.deadline_s)
 
     def all_tables(self) -> list[TablesInfo]:
-        collection = self._ask(self._look)[0]
+        """Without a call while what is known is fresh: a prefill asks, and all workers may be busy with its chunks."""
+        self._refuse_closed()
+        fresh = self._known if time.monotonic() - self._looked < FRESH_S else None
+        collection = (fresh or self._ask(self._look))[0]
         return [
             TablesInfo(bytes.fromhex(t.hash), t.codec, t.fingerprint, t.n_bytes, 0) for t in collection.tables
         ]

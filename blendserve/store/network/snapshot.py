@@ -1,30 +1,32 @@
 """Reading chunks from a server, within a request's deadline: what does not come in time counts as missing.
 
     expect   keys -> batches, each a round trip on a connection of its own, all at once
-    get      waits for the batch that the chunk is in
+    get      waits for the batch that the chunk is in, or gives a view whose layers wait (arrival.py)
 
-Who waits may withdraw the last ones meanwhile, to compute them instead (base.Coming).
+Who waits may withdraw the last ones meanwhile, to compute them instead, and begin before all of it is here (base.Coming).
 
 All the waiting of one snapshot together takes no longer than the deadline. A chunk's whole record is fetched and checked
-at once, so a view is bytes of this process and needs the server no more.
+at once, so a view is bytes of this process and needs the server no more. Once somebody has begun, views of what is still
+coming are given, too: the first of them that a layer fails to come of ends that, and `get` waits for whole ones again.
 """
 
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol
 
-from blendserve.errors import CorruptRecord, StoreError
+from blendserve.errors import CorruptRecord, LeftBehind, StoreError
 from blendserve.store.base import REMOTE, Meanwhile
 from blendserve.store.chunk import StoredChunk
 from blendserve.store.codecs.base import SLOW, Buffer, Undecodable
 from blendserve.store.key import ChunkKey
+from blendserve.store.network.arrival import Arrival
 from blendserve.store.network.connection import Call, Client, Connection
+from blendserve.store.network.deadline import Deadline
 from blendserve.store.network.failed import Failed
 from blendserve.store.record import Header
 from blendserve.store.traffic import Traffic
@@ -42,6 +44,10 @@ class Source(Protocol):
 
     def read(self, client: Client, keys: Sequence[ChunkKey]) -> list[Any]:
         """A reply for each chunk, an empty one where nothing is; one round trip. Raises what its library does."""
+        ...
+
+    def arrival(self, key: ChunkKey) -> Arrival | None:
+        """A new one, which the next `read` of this chunk tells of its layers; None where chunks come whole."""
         ...
 
     def outlasts(self, key: ChunkKey, seconds: float) -> bool:
@@ -108,8 +114,11 @@ class NetworkSnapshot:
     ) -> None:
         self._connection, self._source, self._traffic = connection, source, traffic
         self._failed, self._sizes = failed, sizes
-        self._left = WAITING * connection.peer.deadline_s  # to wait
+        self._deadline = Deadline(WAITING * connection.peer.deadline_s)
         self._calls: dict[ChunkKey, tuple[Call[list[Any]], int]] = {}  # and the chunk's place in its batch
+        self._arrivals: dict[ChunkKey, Arrival] = {}
+        self._coming: set[ChunkKey] = set()  # that are given while they come
+        self._behind = False  # one of those did not come as it had begun to
         self._troubles: dict[ChunkKey, str] = {}
         self._withdrawn: set[ChunkKey] = set()
         self._decoded: set[ChunkKey] = (
@@ -136,11 +145,12 @@ class NetworkSnapshot:
 
     def wait(self, seconds: float) -> bool:
         with self._lock:
-            calls = [call.future for call, _ in self._calls.values()]
-        left = [future for future in calls if not future.done()]
-        with self._waiting():
-            futures.wait(left, min(seconds, max(0.0, self._left)), futures.FIRST_COMPLETED)
-        return self._left > 0 and not all(future.done() for future in left)
+            late = self._late()
+        left: list[futures.Future[Any]] = [self._calls[key][0].future for key in late]
+        begins = [a.begun for key in late if (a := self._arrivals.get(key)) and not a.begun.done()]
+        with self._deadline.waiting():
+            futures.wait([*left, *begins], min(seconds, self._deadline.left), futures.FIRST_COMPLETED)
+        return self._deadline.left > 0 and not all(future.done() for future in left)
 
     def decode(self) -> bool:
         for key, (call, _) in list(self._calls.items()):
@@ -172,6 +182,19 @@ class NetworkSnapshot:
             self._begin([key])
         return True
 
+    def begin(self) -> bool:
+        with self._lock:
+            late = self._late()
+            arrivals = [self._arrivals.get(key) for key in late]
+            if self._behind or not all(arrival and arrival.begun.done() for arrival in arrivals):
+                return False
+            self._coming.update(late)
+            return True
+
+    @property
+    def waited(self) -> float:
+        return self._deadline.waited
+
     def tier(self, key: ChunkKey) -> str:
         return REMOTE
 
@@ -192,6 +215,10 @@ class NetworkSnapshot:
         self.expect([key])
         if key in self._withdrawn:
             return None
+        if key in self._coming and (header := self._arrivals[key].header):
+            with suppress(Undecodable):  # said when it is here
+                return self._view(key, header, partial(self._layer, key, header))
+        self._coming.discard(key)
         reply = self._reply(key)
         if reply is None:
             self.undecodable[key] = Undecodable(self._troubles[key], "unreachable")
@@ -212,16 +239,28 @@ class NetworkSnapshot:
     def end(self) -> None:
         """What was expected and not asked for is given up."""
         with self._lock:
+            self._end_arrivals()
+            for key in self._coming & self._found.keys():
+                if self._arrivals[key].whole:
+                    self._traffic.hit(key)
             for call, _ in self._calls.values():
                 self._connection.give_up(call)
 
+    def _late(self) -> list[ChunkKey]:
+        """Of what was expected, what is not here whole."""
+        return [key for key, (call, _) in self._calls.items() if not call.future.done()]
+
     def _begin(self, batch: list[ChunkKey]) -> None:
+        arrivals = {key: arrival for key in batch if (arrival := self._source.arrival(key))}
         try:
             call = self._connection.begin(partial(self._source.read, keys=batch), reading=True)
         except StoreError as error:
             self._troubles.update(dict.fromkeys(batch, str(error)))
         else:
             self._calls.update({key: (call, place) for place, key in enumerate(batch)})
+            for key, arrival in arrivals.items():
+                self._arrivals[key] = arrival
+                call.future.add_done_callback(lambda _, arrival=arrival: arrival.end())  # type: ignore[misc]
 
     def _reply(self, key: ChunkKey) -> Any:
         """What the server has of a chunk, empty for nothing; None where that is not known: `_troubles` says why."""
@@ -229,8 +268,8 @@ class NetworkSnapshot:
             return None
         call, place = self._calls[key]
         try:
-            with self._waiting():
-                return self._connection.wait(call, self._left)[place]
+            with self._deadline.waiting():
+                return self._connection.wait(call, self._deadline.left)[place]
         except StoreError as error:
             batch = [other for other, (of, _) in self._calls.items() if of is call]
             self._troubles.update(dict.fromkeys(batch, str(error)))
@@ -238,25 +277,41 @@ class NetworkSnapshot:
 
     def _chunk(self, key: ChunkKey, reply: Any) -> StoredChunk:
         """Raises CorruptRecord, StoreVersion, Undecodable."""
-        count: Callable[[], None] = partial(self._traffic.count, key, "corrupt")
         try:
             header, segments = self._source.checked(key, reply)
         except CorruptRecord as error:
-            count()
+            self._traffic.count(key, "corrupt")
             self._failed.add(key, f"it was damaged when it was last read ({error.what})")
             raise
         self._sizes.saw(header.n_bytes)
-        return StoredChunk(key, header, segments.__getitem__, self._read_tables, count)
+        return self._view(key, header, segments.__getitem__)
+
+    def _view(self, key: ChunkKey, header: Header, read: Callable[[int], Buffer]) -> StoredChunk:
+        """Raises Undecodable."""
+        return StoredChunk(key, header, read, self._read_tables, partial(self._traffic.count, key, "corrupt"))
+
+    def _layer(self, key: ChunkKey, header: Header, l: int) -> Buffer:
+        """Of a chunk that is coming, as soon as it is here. Holds no lock meanwhile. Raises LeftBehind."""
+        with self._deadline.waiting():
+            segment = self._arrivals[key].segment(header, l, self._deadline.left)
+        if segment is None:
+            self._leave()
+            raise LeftBehind(key)
+        return segment
+
+    def _leave(self) -> None:
+        """Nobody reads on: `get` gives what is here whole, and why others are not."""
+        with self._lock:
+            self._behind = True
+            self._end_arrivals()
+            for key in self._coming:
+                self._found.pop(key, None)
+            self._coming.clear()
+
+    def _end_arrivals(self) -> None:
+        for key in self._coming:
+            self._arrivals[key].end()
 
     def _read_tables(self, hash: bytes) -> bytes | None:
-        with self._waiting():
-            return self._source.tables(hash, self._left)
-
-    @contextmanager
-    def _waiting(self) -> Iterator[None]:
-        """What is waited here is no longer left."""
-        start = time.monotonic()
-        try:
-            yield
-        finally:
-            self._left -= time.monotonic() - start
+        with self._deadline.waiting():
+            return self._source.tables(hash, self._deadline.left)

@@ -392,6 +392,9 @@ class _Source:
     def overtakes(self, key: ChunkKey, seconds: float) -> bool:
         return False
 
+    def arrival(self, key: ChunkKey) -> None:
+        """A batch comes whole."""
+
     def read(self, client: Client, keys: Sequence[ChunkKey]) -> list[chunks.Fields]:
         return chunks.read(client, keys)
 
