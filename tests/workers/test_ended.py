@@ -10,11 +10,17 @@ import pytest
 
 from blendserve.engine.queued import Event, Piece, Started
 from blendserve.errors import ClusterUnavailable, InputError
+from blendserve.workers.cluster import Share, import_ray
 from blendserve.workers.replicas import Replicas
 
-ray = pytest.importorskip("ray", reason="Ray is not installed")
 STARTED: Any = Started(0, None, None)  # type: ignore[arg-type]
 SECRET = "PID 4711 others-command --key"
+
+
+@pytest.fixture
+def errors(share: Share) -> Any:
+    """Ray's own, imported as a cluster imports it."""
+    return import_ray().exceptions
 
 
 class Ends:
@@ -44,7 +50,7 @@ def answered(monkeypatch: pytest.MonkeyPatch, *errors: Exception) -> str:
     """The text that whoever asked has got."""
     monkeypatch.setattr("blendserve.workers.replicas.replace", lambda request, seconds: request)
     replicas: Any = Replicas.__new__(Replicas)
-    replicas._ray, replicas._handle = ray, Ends(errors)
+    replicas._ray, replicas._handle = import_ray(), Ends(errors)
 
     async def ask() -> str:
         request: Any = type("Request", (), {"seconds": 0.0})()
@@ -53,22 +59,22 @@ def answered(monkeypatch: pytest.MonkeyPatch, *errors: Exception) -> str:
     return asyncio.run(ask())
 
 
-def test_one_that_ended_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    for error in (ray.exceptions.ActorDiedError(), ray.exceptions.OutOfMemoryError(SECRET)):
+def test_one_that_ended_is_asked_again(errors: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for error in (errors.ActorDiedError(), errors.OutOfMemoryError(SECRET)):
         assert answered(monkeypatch, error) == "Paris"
 
 
 def test_what_ray_says_is_for_the_log(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    errors: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(ClusterUnavailable, match="log says why") as found:
-        answered(monkeypatch, ray.exceptions.RaySystemError(SECRET))
+        answered(monkeypatch, errors.RaySystemError(SECRET))
     assert SECRET not in str(found.value)
     assert SECRET in caplog.text
 
 
-def test_an_error_of_ours_is_told_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    error = ray.exceptions.RayError("more")
+def test_an_error_of_ours_is_told_as_it_is(errors: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    error = errors.RayError("more")
     error.__cause__ = InputError("too long")
     with pytest.raises(InputError, match="too long"):
         answered(monkeypatch, error)
