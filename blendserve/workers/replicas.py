@@ -133,9 +133,8 @@ class Replicas(AbstractContextManager["Replicas"]):
                 continue
             except errors.OutOfMemoryError as error:  # Ray ends a process where a machine's memory runs low
                 logging.getLogger(__name__).warning("A replica was ended while it answered: %s", error)
-            except (
-                errors.RayError
-            ) as error:  # its text names machines and processes, which is not for who asks
+            except errors.RayError as error:
+                # Ray's text names machines and processes, which is not for who asks.
                 logging.getLogger(__name__).error("A replica failed: %s", error)
                 raise own_error(error, "the replica failed: the server's log says why") from error
         raise ClusterUnavailable(f"{ATTEMPTS} replicas ended while they answered: ask again")

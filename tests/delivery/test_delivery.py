@@ -47,12 +47,6 @@ def made(folder: Path) -> tuple[KVStore, Collection]:
     return published(folder)
 
 
-@pytest.fixture(scope="module")
-def service(made: tuple[KVStore, Collection]) -> Iterator[Service]:
-    with Service(made[0]) as running:
-        yield running
-
-
 def logits(store: KVStore, hits: int = 4) -> tuple[torch.Tensor, Any]:
     """Of a prompt whose chunks are the store's."""
     engine = Engine(CONFIG, reader(), store)

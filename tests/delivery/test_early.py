@@ -27,7 +27,7 @@ from blendserve.store import ChunkKey, KVStore, MemoryStore
 from blendserve.store.base import REMOTE, Coming
 from blendserve.store.codecs.int8 import Int8
 from blendserve.store.kdn.adapt import TEXT, Offer, Situation
-from blendserve.store.kdn.collection import LENGTH, Collection
+from blendserve.store.kdn.collection import LENGTH
 from blendserve.store.kdn.download import LEFT
 from blendserve.store.kdn.store import KdnStore
 from blendserve.store.network.connection import Call, Connection
@@ -35,8 +35,8 @@ from blendserve.store.network.deadline import Deadline
 from blendserve.store.policies import Always
 from blendserve.store.record import decode_header
 from blendserve.store.tiers import TieredStore, tiers_for
-from tests.delivery.helpers import PATIENT_S, Liar, Service, published, settings
-from tests.engine.helpers import CONFIG, PASSAGES, reader
+from tests.delivery.helpers import PATIENT_S, Liar, Service, settings
+from tests.engine.helpers import CONFIG, reader
 
 BLEND = BlendConfig(method="blend")
 LAYERS = reader().adapter.n_layers
@@ -79,22 +79,6 @@ def delivered(
     with Liar(paced) as peer, KdnStore(settings(peer.url), rule, early=early) as store:
         list(store.keys())  # description and directory are here
         yield store, paced
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[KVStore, Collection]:
-    return published(tmp_path_factory.mktemp("published"))
-
-
-@pytest.fixture(scope="module")
-def service(made: tuple[KVStore, Collection]) -> Iterator[Service]:
-    with Service(made[0]) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def prompt() -> Prompt:
-    return Engine(CONFIG, reader(), MemoryStore(2**30)).prompts.build("Who sat on the mat?", PASSAGES)
 
 
 @pytest.fixture

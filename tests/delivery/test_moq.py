@@ -19,7 +19,7 @@ from blendserve.store import KVStore
 from blendserve.store.kdn.collection import Collection
 from blendserve.store.kdn.pace import Pace
 from blendserve.store.kdn.store import KdnStore
-from tests.delivery.helpers import Service, published, settings
+from tests.delivery.helpers import Service, settings
 from tests.engine.helpers import CONFIG, PASSAGES, reader
 
 pytest.importorskip("moq", reason="moq-rs is not installed: pip install 'blendserve[moq]'")
@@ -59,11 +59,6 @@ class Relay:
 
     def __exit__(self, *_: object) -> None:
         self.kill()
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[KVStore, Collection]:
-    return published(tmp_path_factory.mktemp("published"))
 
 
 @pytest.fixture

@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
-from blendserve.store import ChunkKey, KVStore
+from blendserve.store import ChunkKey
 from blendserve.store.codecs.base import SLOW
-from blendserve.store.kdn.collection import Collection, read_directory
+from blendserve.store.kdn.collection import read_directory
 from blendserve.store.kdn.pace import SILENT, Pace
 from blendserve.store.kdn.store import KdnStore
-from tests.delivery.helpers import LEVELS, NAME, Service, published, settings
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[KVStore, Collection]:
-    return published(tmp_path_factory.mktemp("published"))
-
-
-@pytest.fixture(scope="module")
-def service(made: tuple[KVStore, Collection]) -> Iterator[Service]:
-    with Service(made[0]) as running:
-        yield running
+from tests.delivery.helpers import LEVELS, NAME, Service, settings
 
 
 def keys_of(service: Service) -> list[ChunkKey]:

@@ -49,17 +49,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[KVStore, Collection]
     return store, publish(publisher(tmp_path_factory.mktemp("published"), store), NAME, ())
 
 
-@pytest.fixture(scope="module")
-def service(made: tuple[KVStore, Collection]) -> Iterator[Service]:
-    with Service(made[0]) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def prompt() -> Prompt:
-    return Engine(CONFIG, reader(), MemoryStore(2**30)).prompts.build("Who sat on the mat?", PASSAGES)
-
-
 def rate(share: float = FETCHED) -> float:
     """At which a token's KV takes such a share of the time that computing it takes."""
     return reader().adapter.kv_bytes_per_token / (share * ROW_S)
