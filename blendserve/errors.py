@@ -34,7 +34,10 @@ The command line prints the message and exits with 2 for any of these; anything 
 
 from __future__ import annotations
 
-from typing import Any
+from copy import copy
+from typing import Any, TypeVar
+
+Raised = TypeVar("Raised", bound=Exception)
 
 
 class BlendserveError(Exception):
@@ -43,6 +46,15 @@ class BlendserveError(Exception):
     def __reduce__(self) -> tuple[Any, ...]:
         """For other processes as it is: some take other arguments than the message that they make of them."""
         return _as_it_was, (type(self), self.args), self.__dict__
+
+
+def unraised(error: Raised) -> Raised:
+    """The same, as if it had never been raised: to keep it, and to raise what was kept.
+
+    A raised error holds the frame of everybody who called, and so whatever they have in hand: kept with a request's
+    snapshot, it would hold that request's KV cache until the garbage collector comes by.
+    """
+    return copy(error)
 
 
 def _as_it_was(kind: type[BlendserveError], args: tuple[Any, ...]) -> BlendserveError:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from blendserve.errors import StoreError
+from blendserve.errors import StoreError, unraised
 from blendserve.store.base import REMOTE, ChunkView, KVStore, Meanwhile, Snapshot
 from blendserve.store.chunk import StoredChunk
 from blendserve.store.codecs.base import Undecodable
@@ -73,13 +73,13 @@ class _Ahead:
             return self._snapshot.get(key)
         fetched = self._ahead[key]
         if isinstance(fetched, StoreError):
-            raise fetched
+            raise unraised(fetched)
         try:
             if isinstance(fetched, Coded):
                 read = fetched.segments.__getitem__
                 return StoredChunk(key, seal(key, fetched), read, self._store.tables)
         except Undecodable as error:
-            fetched = error
+            fetched = unraised(error)
         if fetched is not None:
             self._lacking[key] = fetched
         return None

@@ -21,7 +21,7 @@ from typing import TypeAlias
 import torch
 
 from blendserve.core import ChunkKV
-from blendserve.errors import CorruptRecord, StoreError, StoreVersion
+from blendserve.errors import CorruptRecord, StoreError, StoreVersion, unraised
 from blendserve.store.base import ChunkView, Coming, KVStore, Meanwhile, Snapshot
 from blendserve.store.chunk import StoredChunk
 from blendserve.store.codecs.base import UNREACHABLE, ChunkShape, Undecodable
@@ -200,7 +200,7 @@ def _fetched(snapshot: Snapshot, key: ChunkKey) -> Mapping[ChunkKey, Fetched]:
         if view is not None:
             return {key: coded_of(view)}
     except (CorruptRecord, StoreVersion) as error:
-        return {key: error}
+        return {key: unraised(error)}
     why = snapshot.undecodable.get(key)
     return {key: why} if why else {}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from blendserve.errors import CorruptRecord, StoreError, StoreVersion
+from blendserve.errors import CorruptRecord, StoreError, StoreVersion, unraised
 from blendserve.store.base import REMOTE, ChunkView, Meanwhile, Snapshot
 from blendserve.store.codecs.base import Undecodable
 from blendserve.store.fetching import Fetched
@@ -69,7 +69,7 @@ class LayeredSnapshot:
     def get(self, key: ChunkKey) -> ChunkView | None:
         view = self._here(key)
         if view is None and (view := self._there(key)) is None and key in self._damage:
-            raise self._damage[key]
+            raise unraised(self._damage[key])
         return view
 
     def _here(self, key: ChunkKey) -> ChunkView | None:
@@ -83,7 +83,7 @@ class LayeredSnapshot:
             return self._near.get(key) if self._near else None
         except StoreError as error:  # damaged or unreadable: the remote store may have it whole
             if isinstance(error, CorruptRecord | StoreVersion):
-                self._damage[key] = error
+                self._damage[key] = unraised(error)
             return None
 
     def _kept_view(self, key: ChunkKey) -> ChunkView | None:
@@ -111,12 +111,12 @@ class LayeredSnapshot:
         elif isinstance(answer, Undecodable):
             self._lacking[key] = answer
         elif isinstance(answer, StoreError):
-            raise answer
+            raise unraised(answer)
         return view
 
     def _view(self, key: ChunkKey, coded: Coded) -> ChunkView | None:
         try:
             return self._source.view(key, coded)
         except Undecodable as error:
-            self._lacking[key] = error
+            self._lacking[key] = unraised(error)
             return None

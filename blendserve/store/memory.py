@@ -18,7 +18,7 @@ import torch
 
 from blendserve.config import PlaceConfig
 from blendserve.core import ChunkKV, TokenIds
-from blendserve.errors import StoreFull
+from blendserve.errors import StoreFull, unraised
 from blendserve.store.base import (
     LOCAL,
     ChunkInfo,
@@ -113,7 +113,7 @@ class MemorySnapshot:
             chunk = kept if isinstance(kept, MemoryChunk) else self._stored(key, kept)
         except Undecodable as error:
             self.traffic.miss(key, undecodable=str(error))
-            self.undecodable[key] = error
+            self.undecodable[key] = unraised(error)
             return None
         self.traffic.hit(key)
         return chunk

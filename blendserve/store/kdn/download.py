@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
-from blendserve.errors import CorruptRecord
+from blendserve.errors import CorruptRecord, unraised
 from blendserve.store import record
 from blendserve.store.codecs.base import SLOW, Buffer, Undecodable
 from blendserve.store.kdn.client import Client, Reply, WrongReply, fill
@@ -67,7 +67,7 @@ def download(
         try:
             following = transfer.run()
         except CorruptRecord as error:
-            return error
+            return unraised(error)
         if transfer.whole and transfer.header:
             return Delivered(word, transfer.header, transfer.segments)
         if following not in sizes:

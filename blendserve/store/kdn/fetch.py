@@ -10,7 +10,7 @@ from functools import partial
 from typing import TypeAlias
 
 from blendserve.config import KdnConfig
-from blendserve.errors import CorruptRecord, StoreVersion
+from blendserve.errors import CorruptRecord, StoreVersion, unraised
 from blendserve.store.codecs.base import SLOW, UNREACHABLE, Buffer, Undecodable
 from blendserve.store.kdn.adapt import TEXT, Offer, Rule, Situation, outlasts, overtakes
 from blendserve.store.kdn.client import Client
@@ -109,11 +109,12 @@ class Fetch:
     def checked(self, key: ChunkKey, reply: Reply) -> tuple[Header, list[Buffer]]:
         """Raises CorruptRecord, StoreVersion, Undecodable."""
         if isinstance(reply, Exception):
-            raise reply
+            raise unraised(reply)
         assert reply is not None
         return reply.header, reply.segments
 
     def _one(self, client: Client, key: ChunkKey, collection: Collection, entry: Entry | None) -> Reply:
+        arrival = self._arrivals.pop(key, None)
         if entry is None:
             return None
         sizes = self._sizes(entry)
@@ -125,8 +126,7 @@ class Fetch:
             return Undecodable("it is larger than in_flight_mb beside the service's url", UNREACHABLE)
         self._bytes_left[key] = sizes[word]
         go_on = partial(self._go_on, key, entry, sizes)
-        silence_s, arrival = self._config.deadline_s, self._arrivals.get(key)
-        watch = Watch(self._pace.transfer, self._pace.arrived, go_on, silence_s, arrival)
+        watch = Watch(self._pace.transfer, self._pace.arrived, go_on, self._config.deadline_s, arrival)
         start = time.monotonic()
         try:
             reply = self._from_relay(collection, key, word, sizes[word])
@@ -134,7 +134,7 @@ class Fetch:
                 with self._guarded(client):
                     reply = download(client, key, word, sizes, watch)
         except StoreVersion as error:
-            return error
+            return unraised(error)
         finally:
             self._done(key)
         if isinstance(reply, Delivered):

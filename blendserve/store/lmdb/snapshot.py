@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from blendserve.errors import CorruptRecord, StoreError, StoreUnavailable
+from blendserve.errors import CorruptRecord, StoreError, StoreUnavailable, unraised
 from blendserve.store import record
 from blendserve.store.base import LOCAL, Meanwhile
 from blendserve.store.chunk import StoredChunk
@@ -61,7 +61,7 @@ class LMDBSnapshot:
             chunk = StoredChunk(key, header, partial(self._segment, key), self.tables, count)
         except Undecodable as error:
             self._traffic.miss(key, undecodable=str(error))
-            self.undecodable[key] = error
+            self.undecodable[key] = unraised(error)
             return None
         except CorruptRecord:
             self._count_damage(key)

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, TimeoutError
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
-from blendserve.errors import StoreError, StoreUnavailable
+from blendserve.errors import StoreError, StoreUnavailable, unraised
 from blendserve.store.network.breaker import Breaker
 
 WORKERS = 4
@@ -102,10 +102,10 @@ class Connection:
     def wait(self, call: Call[T], seconds: float) -> T:
         """The result of a call, within so many seconds; later it is given up. Raises StoreUnavailable, StoreFull."""
         try:
-            return call.future.result(max(0.0, seconds))
+            return _result(call.future, max(0.0, seconds))
         except TimeoutError:
             if not call.settle():
-                return call.future.result()  # it ended this very moment
+                return _result(call.future)  # it ended this very moment
         except CancelledError:
             raise StoreUnavailable(f"the connection to {self.peer.where} is closed") from None
         call.future.cancel()  # where all workers are held up, it has not begun
@@ -135,11 +135,13 @@ class Connection:
     def _run(self, call: Call[T]) -> T:
         try:
             result = self._tried(call.job)
+            if call.settle():
+                self._breaker.success(call.reading)
+            return result
         except Exception as error:
             raise self._reported(call, error) from error
-        if call.settle():
-            self._breaker.success(call.reading)
-        return result
+        finally:
+            del call  # whose future keeps what is raised, and that keeps this frame
 
     def _tried(self, job: Callable[[Client], T]) -> T:
         """A connection that was kept may have ended with a server that was started again since: tried twice then."""
@@ -177,3 +179,11 @@ class Connection:
                 self.peer.disconnect(client)
             except Exception as error:
                 log.debug("a connection did not end cleanly: %s", error)
+
+
+def _result(future: Future[T], seconds: float | None = None) -> T:
+    """As future.result, which would raise the very error that the future keeps."""
+    error = future.exception(seconds)
+    if error is not None:
+        raise unraised(error) if isinstance(error, StoreError) else error
+    return future.result()

@@ -19,7 +19,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol
 
-from blendserve.errors import CorruptRecord, LeftBehind, StoreError
+from blendserve.errors import CorruptRecord, LeftBehind, StoreError, unraised
 from blendserve.store.base import REMOTE, Meanwhile
 from blendserve.store.chunk import StoredChunk
 from blendserve.store.codecs.base import SLOW, Buffer, Undecodable
@@ -204,10 +204,10 @@ class NetworkSnapshot:
                 try:
                     self._found[key] = self._looked_up(key)
                 except StoreError as error:
-                    self._found[key] = error
+                    self._found[key] = unraised(error)
             found = self._found[key]
         if isinstance(found, StoreError):
-            raise found
+            raise unraised(found)
         return found
 
     def _looked_up(self, key: ChunkKey) -> StoredChunk | None:
@@ -215,9 +215,9 @@ class NetworkSnapshot:
         self.expect([key])
         if key in self._withdrawn:
             return None
-        if key in self._coming and (header := self._arrivals[key].header):
+        if key in self._coming and (header := (arrival := self._arrivals[key]).header):
             with suppress(Undecodable):  # said when it is here
-                return self._view(key, header, partial(self._layer, key, header))
+                return self._view(key, header, partial(self._layer, key, arrival, header))
         self._coming.discard(key)
         reply = self._reply(key)
         if reply is None:
@@ -231,7 +231,7 @@ class NetworkSnapshot:
             chunk = self._chunk(key, reply)
         except Undecodable as error:
             self._traffic.miss(key, undecodable="" if error.kind == SLOW else str(error))
-            self.undecodable[key] = error
+            self.undecodable[key] = unraised(error)
             return None
         self._traffic.hit(key)
         return chunk
@@ -245,6 +245,8 @@ class NetworkSnapshot:
                     self._traffic.hit(key)
             for call, _ in self._calls.values():
                 self._connection.give_up(call)
+            for held in (self._found, self._calls, self._arrivals, self._coming):  # views refer back to this
+                held.clear()
 
     def _late(self) -> list[ChunkKey]:
         """Of what was expected, what is not here whole."""
@@ -290,10 +292,10 @@ class NetworkSnapshot:
         """Raises Undecodable."""
         return StoredChunk(key, header, read, self._read_tables, partial(self._traffic.count, key, "corrupt"))
 
-    def _layer(self, key: ChunkKey, header: Header, l: int) -> Buffer:
+    def _layer(self, key: ChunkKey, arrival: Arrival, header: Header, l: int) -> Buffer:
         """Of a chunk that is coming, as soon as it is here. Holds no lock meanwhile. Raises LeftBehind."""
         with self._deadline.waiting():
-            segment = self._arrivals[key].segment(header, l, self._deadline.left)
+            segment = arrival.segment(header, l, self._deadline.left)
         if segment is None:
             self._leave()
             raise LeftBehind(key)
