@@ -20,6 +20,7 @@ from blendserve.serve.kdn.running import make_app
 from blendserve.serve.kdn.service import DeliveryService
 from blendserve.store import KVStore, MemoryStore
 from blendserve.store.kdn.collection import Collection
+from blendserve.store.kdn.pace import Pace
 from tests.engine.helpers import CONFIG, reader
 from tests.serve.helpers import DOCUMENTS, index
 
@@ -74,6 +75,17 @@ class Service:
 
 def settings(url: str, **options: Any) -> KdnConfig:
     return KdnConfig(url=url, **{"collection": NAME, "level": "raw", "deadline_s": PATIENT_S, **options})
+
+
+class Known(Pace):
+    """A link whose rate is what it is said to be."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.rate = rate
+
+    def bytes_per_s(self) -> float | None:
+        return self.rate
 
 
 class Liar:

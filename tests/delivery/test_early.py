@@ -26,7 +26,7 @@ from blendserve.errors import LeftBehind
 from blendserve.store import ChunkKey, KVStore, MemoryStore
 from blendserve.store.base import REMOTE, Coming
 from blendserve.store.codecs.int8 import Int8
-from blendserve.store.kdn.adapt import TEXT, Offer, Situation
+from blendserve.store.kdn.adapt import TEXT, Offer, Situation, quickest
 from blendserve.store.kdn.collection import LENGTH
 from blendserve.store.kdn.download import LEFT
 from blendserve.store.kdn.store import KdnStore
@@ -35,7 +35,7 @@ from blendserve.store.network.deadline import Deadline
 from blendserve.store.policies import Always
 from blendserve.store.record import decode_header
 from blendserve.store.tiers import TieredStore, tiers_for
-from tests.delivery.helpers import PATIENT_S, Liar, Service, settings
+from tests.delivery.helpers import PATIENT_S, Known, Liar, Service, settings
 from tests.engine.helpers import CONFIG, reader
 
 BLEND = BlendConfig(method="blend")
@@ -87,8 +87,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Call[Any]]:
     found: list[Call[Any]] = []
     begin = Connection.begin
 
-    def noted(self: Connection, job: Any, reading: bool = False) -> Call[Any]:
-        call: Call[Any] = begin(self, job, reading)
+    def noted(self: Connection, job: Any, reading: bool = False, at_once: bool = False) -> Call[Any]:
+        call: Call[Any] = begin(self, job, reading, at_once)
         if reading:
             found.append(call)
         return call
@@ -125,9 +125,9 @@ def last_two(prompt: Prompt) -> list[ChunkKey]:
     return [blender(MemoryStore(1)).key(chunk.ids) for chunk in prompt.chunks[-2:]]
 
 
-def whole(service: Service, prompt: Prompt, blend: BlendConfig = BLEND) -> torch.Tensor:
+def whole(service: Service, prompt: Prompt, blend: BlendConfig = BLEND, rule: Any = None) -> torch.Tensor:
     """Of a prefill that begins when all chunks are here."""
-    with KdnStore(settings(service.url), early=False) as store:
+    with KdnStore(settings(service.url), rule, early=False) as store:
         return blender(store).run(prompt, blend).prefilled.logits
 
 
@@ -180,6 +180,65 @@ def test_in_whatever_order_layers_come(service: Service, prompt: Prompt, seed: i
     with delivered(service, before) as (store, _):
         done = blender(store).run(prompt, BLEND)
     assert torch.equal(done.prefilled.logits, whole(service, prompt))
+
+
+class Asked:
+    """Chunks that were asked for so far, and the most of which not all had gone."""
+
+    def __init__(self, n: int) -> None:
+        """n: at a time, of which it is told."""
+        self._going, self.most, self._n = set[ChunkKey](), 0, n
+        self._lock, self.all = threading.Lock(), threading.Event()
+
+    def __call__(self, key: ChunkKey, l: int) -> None:
+        with self._lock:
+            (self._going.discard if l == LAYERS - 1 else self._going.add)(key)
+            self.most = max(self.most, len(self._going))
+        if self.most >= self._n:
+            self.all.set()
+
+
+def test_over_a_link_that_is_neither_quick_nor_slow_all_chunks_come_in_step_with_the_prefill(
+    service: Service, prompt: Prompt
+) -> None:
+    """No layer of any chunk goes before all are under way, and none before the prefill wants it."""
+    steps, asked, in_time = Steps(), Asked(len(prompt.chunks) + 1), []
+
+    def before(key: ChunkKey, l: int, part: bytearray) -> None:
+        asked(key, l)
+        if l >= 0:
+            in_time.append(asked.all.wait(PATIENT_S / 2) and steps.reached(l))
+
+    with delivered(service, before, quickest) as (store, paced):
+        weighed(store, 1.0)
+        done = blender(store, steps).run(prompt, BLEND)
+    assert in_time == [True] * (len(prompt.chunks) + 1) * LAYERS
+    assert set(paced.asked.values()) == {1}
+    assert done.report.tiers == {REMOTE: len(prompt.chunks)}
+    assert torch.equal(done.prefilled.logits, whole(service, prompt, rule=quickest))
+
+
+@pytest.mark.parametrize("times", [0.01, 5.0])
+def test_else_two_are_under_way(service: Service, prompt: Prompt, times: float) -> None:
+    asked = Asked(2)
+
+    def before(key: ChunkKey, l: int, part: bytearray) -> None:
+        asked(key, l)
+        assert l == HEADER or asked.all.wait(PATIENT_S / 2)
+
+    with delivered(service, before, quickest) as (store, _):
+        weighed(store, times)
+        done = blender(store).run(prompt, BLEND)
+    assert asked.most == 2
+    assert done.report.tiers == {REMOTE: len(prompt.chunks)}
+
+
+def weighed(store: KdnStore, times: float) -> None:
+    """All chunks take so many times as long to come as one takes to be computed, and none is worth that."""
+    entries = store._known[1].values() if store._known else []
+    n_bytes, tokens = sum(e.bodies[-1] for e in entries), max(e.n_tokens for e in entries)
+    store._pace = Known(1.0)
+    store.weigh(n_bytes / tokens / times, {})
 
 
 Trouble = Literal["cut", "damaged", "slow", "level", "deadline"]

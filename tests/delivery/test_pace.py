@@ -7,7 +7,7 @@ import pytest
 from blendserve.store import ChunkKey
 from blendserve.store.codecs.base import SLOW
 from blendserve.store.kdn.collection import read_directory
-from blendserve.store.kdn.pace import SILENT, Pace
+from blendserve.store.kdn.pace import LATELY, SILENT, Pace
 from blendserve.store.kdn.store import KdnStore
 from tests.delivery.helpers import LEVELS, NAME, Service, settings
 
@@ -39,6 +39,20 @@ def test_a_silent_link_counts_as_dead_until_something_arrives() -> None:
     with pace.transfer():
         pace.arrived(10**6)
     assert (pace.bytes_per_s() or 0) > SILENT
+
+
+def test_how_slow_a_link_can_be_is_not_forgotten_at_once() -> None:
+    pace = Pace()
+    assert pace.least_bytes_per_s() is None
+    with pace.transfer():
+        pace.arrived(10**6)
+    assert (pace.least_bytes_per_s() or 0) > SILENT
+    pace.silence()
+    for n in range(LATELY):
+        assert pace.least_bytes_per_s() == SILENT, n
+        with pace.transfer():
+            pace.arrived(10**6)
+    assert (pace.least_bytes_per_s() or 0) > SILENT
 
 
 @pytest.mark.parametrize(("everything", "of_one"), [(0.0, 1e6), (1e6, 0.0)])

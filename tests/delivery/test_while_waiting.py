@@ -21,25 +21,13 @@ from blendserve.engine.engine import Engine
 from blendserve.store import ChunkKey, KVStore, LayeredStore, LMDBStore, MemoryStore
 from blendserve.store.base import REMOTE
 from blendserve.store.kdn.collection import Collection
-from blendserve.store.kdn.pace import Pace
 from blendserve.store.kdn.store import KdnStore
-from tests.delivery.helpers import NAME, Service, publisher, settings
+from tests.delivery.helpers import NAME, Known, Service, publisher, settings
 from tests.engine.helpers import CONFIG, PASSAGES, reader
 
 AUTO = BlendConfig(method="auto")
 ROW_S = 100.0  # of computing, says the cost model: so long that no silence is worth noticing
 FETCHED = 0.3  # times what computing takes, says the link's rate
-
-
-class Known(Pace):
-    """A link whose rate is what it is said to be."""
-
-    def __init__(self, rate: float) -> None:
-        super().__init__()
-        self.rate = rate
-
-    def bytes_per_s(self) -> float | None:
-        return self.rate
 
 
 @pytest.fixture(scope="module")

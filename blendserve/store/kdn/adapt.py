@@ -23,6 +23,10 @@ WORTH = 0.75  # of what going on would take: less than this, and what has arrive
 SOONER = (
     0.9  # times what the rest takes to come: in less than this it is computed meanwhile, as estimates are off
 )
+IN_STEP = (
+    0.25,
+    2.0,
+)  # times what computing a chunk takes: what all of a request may take to come where its chunks come in step
 WINDOW_S = 0.15  # of transfer that the rate is measured over
 
 
@@ -97,6 +101,16 @@ def outlasts(n_bytes: float, bytes_per_s: float | None, seconds: float) -> bool:
 def overtakes(n_bytes: float, bytes_per_s: float | None, decoding: float, seconds: float) -> bool:
     """Whether so many bytes are here and decoded sooner than a chunk is computed that takes so many more seconds."""
     return bytes_per_s is not None and n_bytes / bytes_per_s + decoding < SOONER * seconds
+
+
+def in_step(n_bytes: float, bytes_per_s: float | None, seconds: float) -> bool:
+    """Whether chunks of so many bytes in all are better asked for at once than two at a time. seconds: computing one.
+
+    Their layers come in step then, and a prefill works on the first ones meanwhile; but nothing is left to choose anew or
+    to compute, as a slower link wants it, and over a faster one there is little to wait for.
+    """
+    least, most = (times * seconds for times in IN_STEP)
+    return bytes_per_s is not None and least < n_bytes / bytes_per_s < most
 
 
 def fixed(level: str) -> Rule:

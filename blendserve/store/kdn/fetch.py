@@ -12,7 +12,7 @@ from typing import TypeAlias
 from blendserve.config import KdnConfig
 from blendserve.errors import CorruptRecord, StoreVersion, unraised
 from blendserve.store.codecs.base import SLOW, UNREACHABLE, Buffer, Undecodable
-from blendserve.store.kdn.adapt import TEXT, Offer, Rule, Situation, outlasts, overtakes
+from blendserve.store.kdn.adapt import TEXT, Offer, Rule, Situation, in_step, outlasts, overtakes
 from blendserve.store.kdn.client import Client
 from blendserve.store.kdn.collection import Collection, Directory, Entry
 from blendserve.store.kdn.download import LEFT, Delivered, Watch, download
@@ -42,9 +42,11 @@ class Fetch:
         tables: Callable[[bytes, float], bytes | None],
         relay: MoqReader | None = None,
         early: bool = True,
+        known: Callable[[], tuple[Collection, Directory] | None] = lambda: None,
     ) -> None:
-        """relay: asked first, where there is one. early: let layers be used before all of a chunk is here."""
-        self._relay, self._early = relay, early
+        """relay: asked first, where there is one. early: let layers be used before all of a chunk is here. known: what
+        `look` would find, where it needs no call."""
+        self._relay, self._early, self._known = relay, early, known
         self._arrivals: dict[ChunkKey, Arrival] = {}
         self._config, self._rule, self._pace, self._look = config, rule, pace, look
         self.tables = tables
@@ -64,11 +66,25 @@ class Fetch:
 
     def read(self, client: Client, keys: Sequence[ChunkKey]) -> list[Reply]:
         collection, directory = self._look(client)
+        self._take(collection, directory)
+        return [self._one(client, key, collection, directory.get(key)) for key in keys]
+
+    def _take(self, collection: Collection, directory: Directory) -> None:
+        """What is expected is there, or it is not."""
         with self._lock:
             self._levels = collection.levels
             self._entries |= {key: e for key in self._expected if (e := directory.get(key))}
             self._expected = []
-        return [self._one(client, key, collection, directory.get(key)) for key in keys]
+
+    def at_once(self) -> bool:
+        known, computing = self._known(), self._pace.computing
+        if known is None or computing is None or self._relay or not self._early:
+            return False
+        self._take(*known)
+        with self._lock:
+            seconds = [computing * entry.n_tokens for entry in self._entries.values()]
+        rate = self._pace.least_bytes_per_s()
+        return bool(seconds) and in_step(self._left()[0], rate, max(seconds))
 
     def arrival(self, key: ChunkKey) -> Arrival | None:
         if not self._early:

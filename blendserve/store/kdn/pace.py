@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -26,6 +27,7 @@ from blendserve.store.key import ChunkKey
 LAYERS = 5  # that decoding is measured on; the first one, which is coded otherwise, is not counted
 BESIDE = 1.3  # times what it takes alone: decoding beside a request that keeps all cores busy
 SILENT = 1.0  # bytes a second
+LATELY = 32  # transfers
 
 
 class Pace:
@@ -38,6 +40,7 @@ class Pace:
         self.round_trip = 0.0  # seconds
         self._decoding: dict[str, float] = {}  # seconds a token, by level
         self._meter = Meter()
+        self._lately: deque[float] = deque(maxlen=LATELY)  # rates at the ends of transfers
         self._silent = False
         self.n_bytes = 0  # that have arrived
         self._lock = threading.Lock()
@@ -51,6 +54,8 @@ class Pace:
             yield
         finally:
             with self._lock:
+                rate = self._meter.bytes_per_s(time.monotonic())
+                self._lately += [] if rate is None else [rate]
                 self._meter.end(time.monotonic())
 
     def arrived(self, n_bytes: int) -> None:
@@ -63,11 +68,18 @@ class Pace:
         """The link counts as dead until something arrives."""
         with self._lock:
             self._silent = True
+            self._lately.append(SILENT)
 
     def bytes_per_s(self) -> float | None:
         """Of the link, None while nothing is known of it."""
         with self._lock:
             return SILENT if self._silent else self._meter.bytes_per_s(time.monotonic())
+
+    def least_bytes_per_s(self) -> float | None:
+        """As slow as the link has lately been, None while nothing is known of it."""
+        now = self.bytes_per_s()
+        with self._lock:
+            return None if now is None else min((now, *self._lately))
 
     def decoding(self, word: str) -> float:
         """Seconds a token; 0 where it was not measured."""

@@ -52,6 +52,7 @@ TELLING_S = 0.02  # of transfer, behind the round trip
 WORKERS = (
     2  # chunks under way at a time: with more, less is left to choose anew, to compute, and to decode ahead
 )
+AT_ONCE = 16  # where they come in step
 
 T = TypeVar("T")
 
@@ -83,7 +84,7 @@ class KdnStore(KVStore):
         self.config = config
         self._rule = rule or (quickest if config.level == AUTO else fixed(config.level))
         self._early = early
-        self._connection = Connection(KdnPeer(config), workers)
+        self._connection = Connection(KdnPeer(config), workers, AT_ONCE)
         self._traffic = Traffic(Always())
         self._failed = Failed()
         self._pace = pace or Pace()
@@ -107,7 +108,14 @@ class KdnStore(KVStore):
     def reading(self) -> Iterator[NetworkSnapshot]:
         self._refuse_closed()
         fetch = Fetch(
-            self.config, self._rule, self._pace, self._look, self._read_tables, self._relay, self._early
+            self.config,
+            self._rule,
+            self._pace,
+            self._look,
+            self._read_tables,
+            self._relay,
+            self._early,
+            self._fresh if self.weighs else lambda: None,  # other rules go by one chunk after the other
         )
         snapshot = NetworkSnapshot(self._connection, fetch, self._traffic, self._failed, OneByOne())
         try:
@@ -235,8 +243,7 @@ class KdnStore(KVStore):
     def all_tables(self) -> list[TablesInfo]:
         """Without a call while what is known is fresh: a prefill asks, and all workers may be busy with its chunks."""
         self._refuse_closed()
-        fresh = self._known if time.monotonic() - self._looked < FRESH_S else None
-        collection = (fresh or self._ask(self._look))[0]
+        collection = (self._fresh() or self._ask(self._look))[0]
         return [
             TablesInfo(bytes.fromhex(t.hash), t.codec, t.fingerprint, t.n_bytes, 0) for t in collection.tables
         ]
@@ -278,13 +285,18 @@ class KdnStore(KVStore):
 
     # What is known of the collection
 
+    def _fresh(self) -> tuple[Collection, Directory] | None:
+        """What is known and not old."""
+        return self._known if time.monotonic() - self._looked < FRESH_S else None
+
     def _look(self, client: Client) -> tuple[Collection, Directory]:
         """Description and directory, read anew when they are old. Raises what the client does."""
         with self._looking:
-            if self._known is None or time.monotonic() - self._looked >= FRESH_S:
-                self._known = _read(client, self._known)
+            known = self._fresh()
+            if known is None:
+                known = self._known = _read(client, self._known)
                 self._looked = time.monotonic()
-            return self._known
+            return known
 
     def _read_tables(self, hash: bytes, seconds: float) -> bytes | None:
         """Raises Undecodable when they are damaged, or cannot be had."""

@@ -46,6 +46,10 @@ class Source(Protocol):
         """A reply for each chunk, an empty one where nothing is; one round trip. Raises what its library does."""
         ...
 
+    def at_once(self) -> bool:
+        """Whether what is about to be read is better asked for all at once, in step, than a few at a time."""
+        ...
+
     def arrival(self, key: ChunkKey) -> Arrival | None:
         """A new one, which the next `read` of this chunk tells of its layers; None where chunks come whole."""
         ...
@@ -138,8 +142,9 @@ class NetworkSnapshot:
             todo = [key for key in todo if key not in self._troubles]
             self._source.expect(todo)
             size = self._sizes.batch
+            at_once = meanwhile is not None and len(todo) > 1 and self._source.at_once()
             for batch in (todo[at : at + size] for at in range(0, len(todo), size)):
-                self._begin(batch)
+                self._begin(batch, at_once)
         if meanwhile:
             meanwhile(self)
 
@@ -252,10 +257,10 @@ class NetworkSnapshot:
         """Of what was expected, what is not here whole."""
         return [key for key, (call, _) in self._calls.items() if not call.future.done()]
 
-    def _begin(self, batch: list[ChunkKey]) -> None:
+    def _begin(self, batch: list[ChunkKey], at_once: bool = False) -> None:
         arrivals = {key: arrival for key in batch if (arrival := self._source.arrival(key))}
         try:
-            call = self._connection.begin(partial(self._source.read, keys=batch), reading=True)
+            call = self._connection.begin(partial(self._source.read, keys=batch), True, at_once)
         except StoreError as error:
             self._troubles.update(dict.fromkeys(batch, str(error)))
         else:

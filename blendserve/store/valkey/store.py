@@ -383,6 +383,9 @@ class _Source:
     def expect(self, keys: Sequence[ChunkKey]) -> None:
         """Nothing is prepared for them."""
 
+    def at_once(self) -> bool:
+        return False
+
     def outlasts(self, key: ChunkKey, seconds: float) -> bool:
         return False
 
