@@ -161,7 +161,7 @@ class Blender:
             try:
                 with self.store.reading() as snapshot:
                     done = self._from(snapshot, prompt, blend, corrupt, waiting, prefix_kv, finish)
-                left = [why.chunk for why in done.report.unusable if why.kind == SLOW]
+                left = [why.chunk for why in done.report.unusable if why.kind in (SLOW, UNREACHABLE)]
                 self._link.probe(self.store, [self.key(prompt.chunks[i].ids) for i in left])
                 return done
             except CorruptRecord as error:

@@ -309,6 +309,24 @@ def test_what_does_not_come_as_it_had_begun_to_is_left_behind_and_nothing_else_a
     assert len(done.absent) == n - came
 
 
+def test_where_nothing_came_the_link_is_looked_at_again(
+    service: Service, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was seen of it may have been a busy machine: the next request is not to take it for dead."""
+    sampled: list[ChunkKey] = []
+    monkeypatch.setattr(slow_link.Link, "probe", lambda self, store, keys: sampled.extend(keys))
+
+    def before(key: ChunkKey, l: int, part: bytearray) -> None:
+        if key and l == 1:
+            raise ConnectionError
+
+    with delivered(service, before) as (store, _):
+        made = blender(store)
+        done = made.run(prompt, BLEND)
+    assert {why.kind for why in done.report.unusable} == {"unreachable"}
+    assert sampled == [made.key(chunk.ids) for chunk in prompt.chunks]
+
+
 def test_a_tier_in_front_keeps_no_more_than_what_came(service: Service, prompt: Prompt) -> None:
     """The first request loses the last chunk in its middle, the second one gets it, the third has all in memory."""
     late, steps, again = late_key(prompt), Steps(), threading.Event()

@@ -20,17 +20,21 @@ def test_where_nothing_comes_the_transfers_are_cut() -> None:
     assert guard.silent
 
 
+@pytest.mark.parametrize("busy", [False, True])
 @pytest.mark.parametrize("before", [0, 1, 5])
-def test_as_many_steps_without_a_byte_are_silence_more_before_the_first(before: int) -> None:
+def test_as_many_steps_without_a_byte_are_silence_more_before_the_first_and_beside_a_prefill(
+    before: int, busy: bool
+) -> None:
     looks, cut = count(), threading.Event()
 
     def arrived() -> int:
         return min(next(looks), before)
 
     guard = Guard(arrived, lambda: 0.001)
+    guard.busy = busy
     with guard.transfer(cut.set):
         assert cut.wait(LONG)
-    assert next(looks) == 1 + before + (STEPS if before else FIRST)
+    assert next(looks) == 1 + before + (STEPS if before and not busy else FIRST)
 
 
 def test_while_something_comes_at_every_look_nothing_is_cut() -> None:

@@ -86,6 +86,9 @@ class Fetch:
         rate = self._pace.least_bytes_per_s()
         return bool(seconds) and in_step(self._left()[0], rate, max(seconds))
 
+    def begun(self) -> None:
+        self._guard.busy = True
+
     def arrival(self, key: ChunkKey) -> Arrival | None:
         if not self._early:
             return None

@@ -13,7 +13,9 @@ from contextlib import contextmanager
 
 NAME = "blendserve-guard"
 STEPS = 4  # of the patience
-FIRST = 4 * STEPS  # before anything has come
+FIRST = (
+    4 * STEPS
+)  # before anything has come, and while a prefill keeps the cores busy and hides some of the waiting
 
 
 class Guard:
@@ -26,6 +28,7 @@ class Guard:
         self._rest = threading.Event()  # set while nothing is under way
         self._lock = threading.Lock()
         self.silent = False  # it has died
+        self.busy = False  # somebody computes meanwhile
 
     @contextmanager
     def transfer(self, cut: Callable[[], None]) -> Iterator[None]:
@@ -45,7 +48,7 @@ class Guard:
 
     def _watch(self, rest: threading.Event, cut: Callable[[], None]) -> None:
         before, steps, most = self._arrived(), 0, FIRST
-        while steps < most:
+        while steps < (FIRST if self.busy else most):
             if rest.wait(self._patience() / STEPS):
                 return
             now = self._arrived()

@@ -50,6 +50,10 @@ class Source(Protocol):
         """Whether what is about to be read is better asked for all at once, in step, than a few at a time."""
         ...
 
+    def begun(self) -> None:
+        """From now on layers are used as they come."""
+        ...
+
     def arrival(self, key: ChunkKey) -> Arrival | None:
         """A new one, which the next `read` of this chunk tells of its layers; None where chunks come whole."""
         ...
@@ -194,6 +198,7 @@ class NetworkSnapshot:
             if self._behind or not all(arrival and arrival.begun.done() for arrival in arrivals):
                 return False
             self._coming.update(late)
+            self._source.begun()
             return True
 
     @property

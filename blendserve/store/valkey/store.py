@@ -386,6 +386,9 @@ class _Source:
     def at_once(self) -> bool:
         return False
 
+    def begun(self) -> None:
+        """Nothing is ever used before it is here."""
+
     def outlasts(self, key: ChunkKey, seconds: float) -> bool:
         return False
 

@@ -52,9 +52,9 @@ def test_what_is_expected_is_read_in_one_go(store: ValkeyStore, monkeypatch: pyt
     begun: list[object] = []
     real = Connection.begin
 
-    def begin(self: Connection, job: object, reading: bool) -> object:
+    def begin(self: Connection, job: object, *how: bool) -> object:
         begun.append(job)
-        return real(self, job, reading)  # type: ignore[arg-type]
+        return real(self, job, *how)  # type: ignore[arg-type]
 
     keys = [key_of(n) for n in range(8)]
     for key in keys:
