@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from blendserve.blend.layout import Placement
+from blendserve.kernels import team
 from blendserve.kernels.cuda.staging import CopyStream, InPlace, Layer, Sent, Staging, copy_stream_to
 from blendserve.kernels.ops import place
 from blendserve.kernels.types import Ropes
@@ -38,7 +39,8 @@ class LayerReader:
         """stream: the way to the device where layers are wanted; None = they are wanted where the store has them."""
         self._views, self._n_layers = views, n_layers
         self._way = Staging(stream) if stream else InPlace()
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="blendserve-load")
+        beside = None if stream else team.alone  # who computes needs the cores
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="blendserve-load", initializer=beside)
         self._decoders = _decoders(views)
         self._ahead: dict[int, Future[Sent]] = {}
         self._clock = Clock()
@@ -79,11 +81,11 @@ class LayerReader:
 
 
 def _decoders(views: Sequence[ChunkView]) -> ThreadPoolExecutor | None:
-    """Threads that decode chunks side by side; None where reading is all there is to do."""
-    threads = min(torch.get_num_threads(), len(views))
+    """Threads that decode chunks side by side, one core left to who computes; None where the loader thread is enough."""
+    threads = min(torch.get_num_threads() - 1, len(views))
     if threads < 2 or all(view.n_bytes >= view.raw_bytes for view in views):
         return None
-    return ThreadPoolExecutor(max_workers=threads, thread_name_prefix="blendserve-decode")
+    return ThreadPoolExecutor(threads, thread_name_prefix="blendserve-decode", initializer=team.alone)
 
 
 class KVLoader:

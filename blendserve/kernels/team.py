@@ -6,9 +6,10 @@ backend is chosen, stays as it is. It holds for the calling thread alone.
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -34,3 +35,14 @@ def at_most(threads: int | None) -> Iterator[None]:
         yield
     finally:
         _own.most = before
+
+
+def alone() -> None:
+    """From now on the calling thread computes alone, in torch's own loops, too; for threads that work beside others.
+
+    Each thread that enters such a loop has OpenMP make it a team of its own. Several of them on the same cores wait for
+    each other, and all of the process's teams give up spinning sooner. Nothing changes where there is no OpenMP to ask.
+    """
+    torch.get_num_threads()  # a thread's first question sets its number: it is asked before
+    with suppress(OSError, TypeError, AttributeError):
+        ctypes.CDLL(None).omp_set_num_threads(1)

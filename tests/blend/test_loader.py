@@ -25,6 +25,7 @@ class Watched:
         self.raw_bytes, self.version = self.chunk.raw_bytes, self.chunk.version
         self.read: list[int] = []
         self.threads: set[str] = set()
+        self.teams: set[int] = set()
         self.damaged = damaged
         self.gate = threading.Event()
         self.gate.set()
@@ -34,6 +35,7 @@ class Watched:
         self.gate.wait(10)
         self.read.append(l)
         self.threads.add(threading.current_thread().name)
+        self.teams.add(torch.get_num_threads())
         self.done.release()
         if l == self.damaged:
             raise CorruptRecord(b"k", f"layer {l}")
@@ -51,6 +53,29 @@ def test_gives_every_layer_and_reads_each_once_in_a_thread_of_its_own() -> None:
     for view in views:
         assert view.read == list(range(LAYERS))
         assert threading.current_thread().name not in view.threads
+
+
+@pytest.mark.parametrize("times_smaller", [1, 2])
+def test_threads_that_read_have_no_team(times_smaller: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        views = [Watched(), Watched()]
+        for view in views:
+            view.n_bytes = view.raw_bytes // times_smaller  # what is smaller is decoded side by side
+        with closing(LayerReader(views, LAYERS)) as reader:
+            reader.take(0)
+        assert [view.teams for view in views] == [{1}, {1}]
+        side_by_side = {name for view in views for name in view.threads if "decode" in name}
+        assert bool(side_by_side) == (times_smaller > 1)
+        assert torch.get_num_threads() == 3
+        others: list[int] = []
+        later = threading.Thread(target=lambda: others.append(torch.get_num_threads()))
+        later.start()
+        later.join()
+        assert others == [3]
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_the_next_layer_is_read_while_the_caller_is_busy() -> None:

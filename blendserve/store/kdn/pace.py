@@ -25,7 +25,7 @@ from blendserve.store.kdn.download import beginning
 from blendserve.store.key import ChunkKey
 
 LAYERS = 5  # that decoding is measured on; the first one, which is coded otherwise, is not counted
-BESIDE = 1.3  # times what it takes alone: decoding beside a request that keeps all cores busy
+BESIDE = 2.0  # times what it takes alone: decoding beside a request that keeps all cores busy (docs/log.md)
 SILENT = 1.0  # bytes a second
 LATELY = 32  # transfers
 
@@ -106,9 +106,7 @@ class Pace:
             if header.shape.n_bytes <= most:
                 chunk = StoredChunk(key, header, segments.__getitem__, tables)
                 alone = _seconds(chunk, len(segments)) / max(1, chunk.n_tokens)
-                self._decoding[word] = (
-                    BESIDE * alone / torch.get_num_threads()
-                )  # chunks side by side (blend/loader.py)
+                self._decoding[word] = BESIDE * alone / torch.get_num_threads()  # all cores have work
 
 
 def _seconds(chunk: StoredChunk, layers: int) -> float:
