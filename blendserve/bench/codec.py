@@ -3,9 +3,9 @@ token take with it.
 
 Every byte of a chunk's records counts: segments with their scales, the header with its lengths and checksums. Tables are
 told apart, and what they add to a token where so many chunks share them. Encoding is in one thread, as beside precompute.
-Decoding is what a request does, layer by layer, the chunks side by side in as many threads as prefilling has, without the
-store; prefilling is that of a whole prompt of these chunks. TTFT is that of one method over the same prompt from a store
-of each codec.
+Decoding is layer by layer, the chunks side by side in as many threads as prefilling has, without the store and with
+nothing beside it; prefilling is that of a whole prompt of these chunks. TTFT is that of one method over the same prompt
+from a store of each codec.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from blendserve.core import ChunkKV, TokenIds
 from blendserve.engine.calibration import chunks_of, fit
 from blendserve.engine.own_words import own_words
 from blendserve.engine.prompt import PromptBuilder
+from blendserve.kernels import team
 from blendserve.models.loader import Reader, load_reader
 from blendserve.registry import CODECS, parse_codec
 from blendserve.retrieve import read_documents
@@ -63,7 +64,7 @@ class Contestant:
         """-> seconds, a layer of all chunks before the next one, as a request does"""
         clock = Clock()
         decoders = [self.codec.decoder(ChunkShape.of(kv)) for kv in kvs]
-        with ThreadPoolExecutor(min(torch.get_num_threads(), len(kvs))) as pool:
+        with ThreadPoolExecutor(min(torch.get_num_threads(), len(kvs)), initializer=team.alone) as pool:
             for l in range(len(kvs[0].keys)):
                 segments = (chunk.segments[l] for chunk in coded)
                 list(pool.map(lambda decoder, segment: decoder.layer(l, segment), decoders, segments))  # noqa: B023

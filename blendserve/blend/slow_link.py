@@ -4,9 +4,9 @@
     worth it = fetching + cost model with them < a little less than the cost model without them
 
 What is known of a link comes from the fetches so far and from samples: a small part of a chunk, read in a thread of its
-own. The first one is taken when an engine opens; while a link is too slow, one behind a request now and then, so that it
-is seen when that ends. A sample is twice as large as the last one, as a far link takes a while to come to its rate, and
-the link is left alone after it for fifty times as long as it took.
+own. The first one is taken when an engine opens; while a link is too slow, or nothing comes, one behind a request now
+and then, so that it is seen when that ends. A sample is twice as large as the last one, as a far link takes a while to
+come to its rate, and the link is left alone after it for fifty times as long as it took.
 """
 
 from __future__ import annotations

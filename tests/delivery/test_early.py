@@ -4,81 +4,43 @@ what has to have happened before is an event, never a time."""
 from __future__ import annotations
 
 import random
-import socket
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
 import pytest
 import torch
 
 from blendserve.blend import slow_link
-from blendserve.blend.blender import Blender
 from blendserve.config import BlendConfig, TiersConfig
 from blendserve.core import Prompt
-from blendserve.engine.engine import Engine
 from blendserve.errors import LeftBehind
-from blendserve.store import ChunkKey, KVStore, MemoryStore
+from blendserve.store import ChunkKey, MemoryStore
 from blendserve.store.base import REMOTE, Coming
 from blendserve.store.codecs.int8 import Int8
-from blendserve.store.kdn.adapt import TEXT, Offer, Situation, quickest
-from blendserve.store.kdn.collection import LENGTH
+from blendserve.store.kdn.adapt import TEXT, Offer, Situation
 from blendserve.store.kdn.download import LEFT
-from blendserve.store.kdn.store import KdnStore
 from blendserve.store.network.connection import Call, Connection
 from blendserve.store.network.deadline import Deadline
 from blendserve.store.policies import Always
-from blendserve.store.record import decode_header
 from blendserve.store.tiers import TieredStore, tiers_for
-from tests.delivery.helpers import PATIENT_S, Known, Liar, Service, settings
-from tests.engine.helpers import CONFIG, reader
+from tests.delivery.helpers import PATIENT_S, Service
+from tests.delivery.paced import (
+    BLEND,
+    LAYERS,
+    Steps,
+    blender,
+    delivered,
+    last_two,
+    late_key,
+    local,
+    whole,
+)
+from tests.engine.helpers import reader
 
-BLEND = BlendConfig(method="blend")
-LAYERS = reader().adapter.n_layers
-HEADER = -1
 LOOK_S = 0.002
-
-Before = Callable[[ChunkKey, int, bytearray], None]  # a chunk's header or layer goes; what it raises cuts
-
-
-class Paced:
-    """Says what a service says, and chunks piece by piece."""
-
-    def __init__(self, service: Service, before: Before) -> None:
-        self._service, self._before = service, before
-        self.asked: Counter[ChunkKey] = Counter()
-
-    def __call__(self, line: socket.socket, path: str) -> None:
-        body = self._service.http.get(self._service.url + path).content
-        line.sendall(f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\n\r\n".encode())
-        parts = [len(body)]
-        key = ChunkKey()
-        if "/chunks/" in path:
-            key = bytes.fromhex(urlsplit(path).path.rpartition("/")[2])
-            self.asked[key] += 1
-            (length,) = LENGTH.unpack_from(body)
-            header = decode_header(key, body[LENGTH.size : LENGTH.size + length])
-            parts = [LENGTH.size + length, *header.lengths]
-        for l, n in enumerate(parts, HEADER):
-            part, body = bytearray(body[:n]), body[n:]
-            if key:
-                self._before(key, l, part)
-            line.sendall(part)
-
-
-@contextmanager
-def delivered(
-    service: Service, before: Before, rule: Any = None, early: bool = True
-) -> Iterator[tuple[KdnStore, Paced]]:
-    paced = Paced(service, before)
-    with Liar(paced) as peer, KdnStore(settings(peer.url), rule, early=early) as store:
-        list(store.keys())  # description and directory are here
-        yield store, paced
 
 
 @pytest.fixture
@@ -101,47 +63,6 @@ def all_but_one(calls: Sequence[Call[Any]]) -> None:
     """Wait until they are here."""
     while sum(call.future.done() for call in calls) < len(calls) - 1:
         time.sleep(LOOK_S)
-
-
-def blender(store: KVStore, before_layer: Callable[[int], None] = lambda l: None) -> Blender:
-    return Engine(CONFIG, reader(), store).blender.like(store, "", before_layer)
-
-
-def local(prompt: Prompt, n: int) -> tuple[MemoryStore, Blender]:
-    """A store with the first n chunks, and the prefix."""
-    store = MemoryStore(2**30)
-    of = blender(store)
-    of.precompute([chunk.ids for chunk in prompt.chunks[:n]])
-    return store, of
-
-
-def late_key(prompt: Prompt) -> ChunkKey:
-    """Of the last chunk."""
-    return last_two(prompt)[1]
-
-
-def last_two(prompt: Prompt) -> list[ChunkKey]:
-    """Of the chunks that are under way when nothing is left to begin."""
-    return [blender(MemoryStore(1)).key(chunk.ids) for chunk in prompt.chunks[-2:]]
-
-
-def whole(service: Service, prompt: Prompt, blend: BlendConfig = BLEND, rule: Any = None) -> torch.Tensor:
-    """Of a prefill that begins when all chunks are here."""
-    with KdnStore(settings(service.url), rule, early=False) as store:
-        return blender(store).run(prompt, blend).prefilled.logits
-
-
-class Steps:
-    """A prefill's layers as they are reached."""
-
-    def __init__(self) -> None:
-        self._reached = [threading.Event() for _ in range(LAYERS)]
-
-    def __call__(self, l: int) -> None:
-        self._reached[l].set()
-
-    def reached(self, l: int) -> bool:
-        return self._reached[l].wait(PATIENT_S / 2)
 
 
 @pytest.mark.parametrize("policy", ["query", "deviation"])
@@ -180,65 +101,6 @@ def test_in_whatever_order_layers_come(service: Service, prompt: Prompt, seed: i
     with delivered(service, before) as (store, _):
         done = blender(store).run(prompt, BLEND)
     assert torch.equal(done.prefilled.logits, whole(service, prompt))
-
-
-class Asked:
-    """Chunks that were asked for so far, and the most of which not all had gone."""
-
-    def __init__(self, n: int) -> None:
-        """n: at a time, of which it is told."""
-        self._going, self.most, self._n = set[ChunkKey](), 0, n
-        self._lock, self.all = threading.Lock(), threading.Event()
-
-    def __call__(self, key: ChunkKey, l: int) -> None:
-        with self._lock:
-            (self._going.discard if l == LAYERS - 1 else self._going.add)(key)
-            self.most = max(self.most, len(self._going))
-        if self.most >= self._n:
-            self.all.set()
-
-
-def test_over_a_link_that_is_neither_quick_nor_slow_all_chunks_come_in_step_with_the_prefill(
-    service: Service, prompt: Prompt
-) -> None:
-    """No layer of any chunk goes before all are under way, and none before the prefill wants it."""
-    steps, asked, in_time = Steps(), Asked(len(prompt.chunks) + 1), []
-
-    def before(key: ChunkKey, l: int, part: bytearray) -> None:
-        asked(key, l)
-        if l >= 0:
-            in_time.append(asked.all.wait(PATIENT_S / 2) and steps.reached(l))
-
-    with delivered(service, before, quickest) as (store, paced):
-        weighed(store, 1.0)
-        done = blender(store, steps).run(prompt, BLEND)
-    assert in_time == [True] * (len(prompt.chunks) + 1) * LAYERS
-    assert set(paced.asked.values()) == {1}
-    assert done.report.tiers == {REMOTE: len(prompt.chunks)}
-    assert torch.equal(done.prefilled.logits, whole(service, prompt, rule=quickest))
-
-
-@pytest.mark.parametrize("times", [0.01, 5.0])
-def test_else_two_are_under_way(service: Service, prompt: Prompt, times: float) -> None:
-    asked = Asked(2)
-
-    def before(key: ChunkKey, l: int, part: bytearray) -> None:
-        asked(key, l)
-        assert l == HEADER or asked.all.wait(PATIENT_S / 2)
-
-    with delivered(service, before, quickest) as (store, _):
-        weighed(store, times)
-        done = blender(store).run(prompt, BLEND)
-    assert asked.most == 2
-    assert done.report.tiers == {REMOTE: len(prompt.chunks)}
-
-
-def weighed(store: KdnStore, times: float) -> None:
-    """All chunks take so many times as long to come as one takes to be computed, and none is worth that."""
-    entries = store._known[1].values() if store._known else []
-    n_bytes, tokens = sum(e.bodies[-1] for e in entries), max(e.n_tokens for e in entries)
-    store._pace = Known(1.0)
-    store.weigh(n_bytes / tokens / times, {})
 
 
 Trouble = Literal["cut", "damaged", "slow", "level", "deadline"]

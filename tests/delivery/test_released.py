@@ -24,7 +24,7 @@ from blendserve.store.kdn.adapt import TEXT, Offer, Situation
 from blendserve.store.layered import LayeredStore
 from blendserve.store.network.arrival import Arrival
 from tests.delivery.helpers import Service
-from tests.delivery.test_early import BLEND, blender, delivered, last_two
+from tests.delivery.paced import BLEND, blender, delivered, last_two
 from tests.engine.helpers import wait_for
 from tests.store.helpers import flip, tamper
 from tests.store.toy_codec import Toy

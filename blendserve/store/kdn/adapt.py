@@ -26,7 +26,7 @@ SOONER = (
 IN_STEP = (
     0.25,
     2.0,
-)  # times what computing a chunk takes: what all of a request may take to come where its chunks come in step
+)  # times what computing a chunk takes: least and most for all to come, where they come in step
 WINDOW_S = 0.15  # of transfer that the rate is measured over
 
 

@@ -15,7 +15,7 @@ NAME = "blendserve-guard"
 STEPS = 4  # of the patience
 FIRST = (
     4 * STEPS
-)  # before anything has come, and while a prefill keeps the cores busy and hides some of the waiting
+)  # before anything has come, and beside a prefill, which keeps the cores busy and hides some waiting
 
 
 class Guard:

@@ -48,6 +48,7 @@ from blendserve.store.valkey.client import Client, ValkeyPeer
 from blendserve.store.valkey.leases import Leases
 from blendserve.store.valkey.ledger import SCAN_S, Entered, Entry, Ledger
 from blendserve.store.valkey.names import CHUNK, chunk_key_of
+from blendserve.store.valkey.source import Source
 from blendserve.store.valkey.tables import ServerTables
 
 NOTE_EVERY_S = 60.0
@@ -101,7 +102,7 @@ class ValkeyStore(KVStore):
     @contextmanager
     def reading(self) -> Iterator[NetworkSnapshot]:
         self._refuse_closed()
-        source = _Source(self._tables)
+        source = Source(self._tables)
         snapshot = NetworkSnapshot(self._connection, source, self._traffic, self._failed, self._sizes)
         try:
             yield snapshot
@@ -372,37 +373,3 @@ class ValkeyStore(KVStore):
         self._refuse_closed()
         if self.read_only:
             raise StoreUnavailable(f"the KV store at {self.config.where} is open for reading only")
-
-
-class _Source:
-    """What a snapshot asks the server for."""
-
-    def __init__(self, tables: ServerTables) -> None:
-        self.tables = tables.read
-
-    def expect(self, keys: Sequence[ChunkKey]) -> None:
-        """Nothing is prepared for them."""
-
-    def at_once(self) -> bool:
-        return False
-
-    def begun(self) -> None:
-        """Nothing is ever used before it is here."""
-
-    def outlasts(self, key: ChunkKey, seconds: float) -> bool:
-        return False
-
-    def withdrawn(self, key: ChunkKey) -> None:
-        """No chunk ever is."""
-
-    def overtakes(self, key: ChunkKey, seconds: float) -> bool:
-        return False
-
-    def arrival(self, key: ChunkKey) -> None:
-        """A batch comes whole."""
-
-    def read(self, client: Client, keys: Sequence[ChunkKey]) -> list[chunks.Fields]:
-        return chunks.read(client, keys)
-
-    def checked(self, key: ChunkKey, reply: chunks.Fields) -> tuple[record.Header, list[Buffer]]:
-        return chunks.checked(key, reply)
