@@ -82,7 +82,7 @@ def answers_are_those_of_one_engine_whole_or_streamed(ingress: Ingress) -> None:
 
 
 def the_same_question_finds_its_chunks_in_memory(ingress: Ingress, question: str = QUESTIONS[0]) -> None:
-    """Three times in a row, sooner or later: a replica that is slow to take a question is passed over for the next one."""
+    """Three times in a row, sooner or later: a replica that is slow to take a question is passed over for once."""
     in_a_row = 0
     for _ in range(MOST_TRIES):
         report = ingress.ask(question).x_blendserve["report"]
