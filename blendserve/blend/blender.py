@@ -17,6 +17,7 @@ from blendserve.blend.explain import explain
 from blendserve.blend.layout import Layout, lay_out
 from blendserve.blend.lookup import CORRUPT, Found, look_near, look_up, nothing, supposed, wanted
 from blendserve.blend.near import Donors
+from blendserve.blend.own_prefix import OwnPrefix
 from blendserve.blend.policies.base import make_policy
 from blendserve.blend.precompute import ChunkComputer, in_stacks
 from blendserve.blend.precompute_run import PrecomputeReport, PrecomputeRun
@@ -36,6 +37,7 @@ from blendserve.models.kv_cache import KVCache
 from blendserve.paths import cache_folder
 from blendserve.registry import CORRECTIONS, REUSE
 from blendserve.store import ChunkKey, KVStore, Snapshot, chunk_key
+from blendserve.store.base import REMOTE
 from blendserve.store.codecs.base import SLOW, UNREACHABLE
 from blendserve.store.memory import MemoryChunk
 from blendserve.store.write_behind import write_behind
@@ -83,6 +85,7 @@ class Blender:
         self._costs: CostModel | None = None
         self._load_rate = LoadRate()
         self._link = Link()
+        self._own_prefix = OwnPrefix()
         self._flight = SingleFlight()
         self._damaged: set[ChunkKey] = set()  # records that are there and are to be replaced
         self._lock = threading.RLock()  # what runs before a layer may be another prefill of this blender
@@ -98,7 +101,7 @@ class Blender:
             self.adapter, self._fingerprint, store, self._prefix, self._context, namespace, before_layer
         )
         other._costs, other._flight, other._link = self._costs, self._flight, self._link
-        other.known = self.known
+        other.known, other._own_prefix = self.known, self._own_prefix
         return other
 
     def forget(self, chunks: Sequence[TokenIds], kept: Sequence[TokenIds]) -> int:
@@ -117,9 +120,13 @@ class Blender:
         return there
 
     def sample_link(self) -> None:
-        """See how far a shared store is, before the first request: by the prefix's KV, which every prompt wants."""
+        """Before the first request: see how far a shared store is, and fetch the prefix, which every prompt wants."""
         if self.store.far:
-            self._link.sample(self.store, [self.key(self._prefix, ())])
+            key = self.key(self._prefix, ())
+            self._link.sample(self.store, [key])
+            with suppress(StoreError), self.store.reading() as snapshot:  # a request will say it
+                if view := snapshot.get(key):
+                    self._own_prefix.keep(view)
 
     def wait_for_sample(self) -> None:
         """Until nothing of the link is looked at any more behind a request."""
@@ -184,18 +191,26 @@ class Blender:
         """Look chunks up and finish; once more where one was left behind, and nothing that is here is asked for again."""
         which, n_layers = wanted(prompt, blend.method, self._exact_first(prompt)), self.adapter.n_layers
         slow, prefix_key = self._slow(prompt, blend, which), self.key(prompt.prefix, ())
+        prefix = self._prefix_here(prompt) if prefix_kv is None else MemoryChunk(prefix_kv)
         start = time.perf_counter()
         while True:
-            found = look_up(snapshot, prompt, which, self.key, prefix_key, n_layers, corrupt, slow, waiting)
+            found = look_up(
+                snapshot, prompt, which, self.key, prefix_key, n_layers, corrupt, slow, waiting, prefix
+            )
             found = replace(found, seconds=time.perf_counter() - start)
             if blend.near and blend.method != "prefix":
                 worth = partial(self._worth_reading, prompt, blend, found.looked_for)
                 found = look_near(snapshot, prompt, found, self.donors, n_layers, corrupt, worth)
             self._damaged.update(corrupt)
-            if prefix_kv is not None:
-                found = replace(found, prefix=MemoryChunk(prefix_kv))
             with suppress(LeftBehind):
-                return finish(found)
+                done = finish(found)
+                if found.prefix and found.prefix_tier == REMOTE and prompt.prefix == self._prefix:
+                    self._own_prefix.keep(found.prefix)
+                return done
+
+    def _prefix_here(self, prompt: Prompt) -> MemoryChunk | None:
+        """Where the store is another machine's, what is kept of it."""
+        return self._own_prefix.view if self.store.far and prompt.prefix == self._prefix else None
 
     def _weighs(self, blend: BlendConfig) -> bool:
         """Whether the store sees by itself what is worth bringing from another machine, and may."""
@@ -223,6 +238,7 @@ class Blender:
             return {}
         keys, prefix_key = {i: self.key(prompt.chunks[i].ids) for i in which}, self.key(prompt.prefix, ())
         near = self.store.present([*keys.values(), prefix_key], remote=False)
+        near |= {prefix_key} if self._prefix_here(prompt) else set()
         far = {i for i, key in keys.items() if key not in near}
         fetching = self._link.seconds(sum(len(prompt.chunks[i]) for i in far))
         if not far or fetching is None:

@@ -14,7 +14,7 @@ from blendserve.config import Method
 from blendserve.core import ChunkKV, Prompt, TokenIds, Unusable
 from blendserve.errors import CorruptRecord, StoreVersion
 from blendserve.store import ChunkKey, ChunkView, Snapshot
-from blendserve.store.base import REMOTE
+from blendserve.store.base import LOCAL, REMOTE
 from blendserve.store.codecs.base import SLOW
 from blendserve.store.memory import MemoryChunk
 
@@ -91,11 +91,12 @@ def look_up(
     corrupt: dict[ChunkKey, str],
     slow: Mapping[ChunkKey, str],
     waiting: WhileWaiting | None = None,
+    prefix: ChunkView | None = None,
 ) -> Found:
     """Look for the prefix and the chunks `which`, but not for `slow` ones, which says why.
 
-    waiting: computes some of them while others are on their way; None = nobody does.
-    What is found damaged is added to `corrupt`, which says why.
+    waiting: computes some of them while others are on their way; None = nobody does. prefix: where the caller has its KV;
+    the store is not asked for it then. What is found damaged is added to `corrupt`, which says why.
     """
 
     computed = waiting.computed if waiting else {}
@@ -112,21 +113,22 @@ def look_up(
 
     keys = {i: key_of(prompt.chunks[i].ids) for i in which}
     # The prefix in front: what is asked for last is still coming when the prefill begins, and is to be worth that.
-    snapshot.expect([key for key in dict.fromkeys((prefix_key, *keys.values())) if asked(key)], waiting)
+    wanted = keys.values() if prefix else (prefix_key, *keys.values())
+    snapshot.expect([key for key in dict.fromkeys(wanted) if asked(key)], waiting)
     chunks: list[ChunkView | None] = [None] * len(prompt.chunks)
     for i in which:
         chunks[i] = view(keys[i], len(prompt.chunks[i]))
-    prefix = view(prefix_key, len(prompt.prefix))
+    here, prefix = prefix is not None, prefix or view(prefix_key, len(prompt.prefix))
     damaged = [Unusable(i, CORRUPT, corrupt[key]) for i, key in keys.items() if key in corrupt]
     lacking = [
         Unusable(i, why.kind, str(why)) for i, key in keys.items() if (why := snapshot.undecodable.get(key))
     ]
     left = [Unusable(i, SLOW, slow[key]) for i, key in keys.items() if key in slow and key not in corrupt]
     tier_of = {i: snapshot.tier(keys[i]) for i in which if chunks[i] is not None}
-    here = {i: computed[key] for i, key in keys.items() if key in computed}
-    for i, kv in here.items():
+    done = {i: computed[key] for i, key in keys.items() if key in computed}
+    for i, kv in done.items():
         chunks[i], tier_of[i] = MemoryChunk(kv), COMPUTED
-    prefix_tier = "" if prefix is None else snapshot.tier(prefix_key)
+    prefix_tier = LOCAL if here else "" if prefix is None else snapshot.tier(prefix_key)
     far = sum(len(prompt.chunks[i]) for i, tier in tier_of.items() if tier == REMOTE)
     return Found(
         prefix,
@@ -136,7 +138,7 @@ def look_up(
         tier_of,
         prefix_tier,
         far,
-        computed=here,
+        computed=done,
     )
 
 
