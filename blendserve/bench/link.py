@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 from blendserve.bench.line import Delayed, Line
 
-PIECE = 1 << 16  # bytes forwarded at a time
+PIECE, PACKET = 1 << 16, 1 << 12  # most and least bytes forwarded at a time
+PIECE_S = 0.001  # that a piece may take: connections share a link by packets, and a new rate soon holds for all
 DEAD_S = 0.005  # between looks whether it lives again
 SPARED = 1 << 10  # replies smaller than this are not damaged: greetings and counters
 
@@ -29,6 +30,11 @@ class Weather:
     flip: bool = False  # a bit of every piece of some size that the server sends
     dead: bool = False  # nothing passes from the server, and nobody is told
     cut_after: int = 0  # bytes of one connection that the server has sent; 0 = never
+
+    @property
+    def piece(self) -> int:
+        """Bytes to forward at a time."""
+        return min(PIECE, max(PACKET, int(self.bytes_per_s * PIECE_S))) if self.bytes_per_s else PIECE
 
 
 class Link:
@@ -90,7 +96,7 @@ class Link:
     def _up(self, client: socket.socket, server: socket.socket) -> None:
         way = Delayed(server)
         with contextlib.suppress(OSError):
-            while piece := client.recv(PIECE):
+            while piece := client.recv(self.weather.piece):
                 self._forward(piece, self.up, way)
         way.end()
         self._end(client, server)
@@ -98,7 +104,7 @@ class Link:
     def _down(self, client: socket.socket, server: socket.socket) -> None:
         sent, way = 0, Delayed(client)
         with contextlib.suppress(OSError):
-            while piece := server.recv(PIECE):
+            while piece := server.recv(self.weather.piece):
                 while self.weather.dead:
                     time.sleep(DEAD_S)
                 weather = self.weather
