@@ -16,7 +16,9 @@ from dataclasses import dataclass
 from blendserve.bench.line import Delayed, Line
 
 PIECE, PACKET = 1 << 16, 1 << 12  # most and least bytes forwarded at a time
-PIECE_S = 0.001  # that a piece may take: connections share a link by packets, and a new rate soon holds for all
+PIECE_S = (
+    0.001  # that a piece may take: connections share a link by packets, and a new rate soon holds for all
+)
 DEAD_S = 0.005  # between looks whether it lives again
 SPARED = 1 << 10  # replies smaller than this are not damaged: greetings and counters
 

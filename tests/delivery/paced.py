@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import parse_qs, urlsplit
 
 import torch
 
@@ -40,19 +40,37 @@ class Paced:
     def __call__(self, line: socket.socket, path: str) -> None:
         body = self._service.http.get(self._service.url + path).content
         line.sendall(f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\n\r\n".encode())
-        parts = [len(body)]
-        key = ChunkKey()
-        if "/chunks/" in path:
-            key = bytes.fromhex(urlsplit(path).path.rpartition("/")[2])
-            self.asked[key] += 1
-            (length,) = LENGTH.unpack_from(body)
-            header = decode_header(key, body[LENGTH.size : LENGTH.size + length])
-            parts = [LENGTH.size + length, *header.lengths]
-        for l, n in enumerate(parts, HEADER):
+        asked = keys_asked(path)
+        self.asked.update(asked)
+        if not asked:
+            line.sendall(body)
+        for key, l, n in parts_of(asked, body):
             part, body = bytearray(body[:n]), body[n:]
-            if key:
-                self._before(key, l, part)
+            self._before(key, l, part)
             line.sendall(part)
+
+
+def keys_asked(path: str) -> list[ChunkKey]:
+    """Of one chunk, of several in step, or of none."""
+    split = urlsplit(path)
+    if "/chunks/" in split.path:
+        return [bytes.fromhex(split.path.rpartition("/")[2])]
+    chunks = parse_qs(split.query).get("chunks", [""])[0] if split.path.endswith("/layers") else ""
+    return [bytes.fromhex(one.partition(":")[0]) for one in chunks.split(",") if one]
+
+
+def parts_of(keys: list[ChunkKey], body: bytes) -> Iterator[tuple[ChunkKey, int, int]]:
+    """What a body consists of, in order: whose, which layer, and bytes of it."""
+    lengths = []
+    for key in keys:
+        (length,) = LENGTH.unpack_from(body)
+        end = LENGTH.size + length
+        lengths.append(decode_header(key, body[LENGTH.size : end]).lengths)
+        yield key, HEADER, end
+        body = body[end:]
+    for l, layer in enumerate(zip(*lengths, strict=True)):
+        for key, n in zip(keys, layer, strict=True):
+            yield key, l, n
 
 
 @contextmanager

@@ -14,8 +14,8 @@ from blendserve.store.kdn.adapt import (
     Offer,
     Situation,
     cachegen,
+    comes_in_step,
     fixed,
-    in_step,
     outlasts,
     overtakes,
     quickest,
@@ -108,18 +108,18 @@ def test_what_overtakes_is_here_sooner(n_bytes: int, rate: float, decoding: floa
     assert not outlasts(n_bytes, None, c)
 
 
-@pytest.mark.parametrize(("gbit", "expected"), [(3.0, False), (0.3, True), (0.1, True), (0.03, False)])
-def test_chunks_come_in_step_over_links_that_are_neither_quick_nor_slow(gbit: float, expected: bool) -> None:
-    """6 MB of chunks that take .35 s each to compute: 16 ms, 160 ms, .48 s and 1.6 s on the way."""
-    assert in_step(6e6, gbit * 1.25e8, 0.35) is expected
-    assert not in_step(6e6, None, 0.35)
+@pytest.mark.parametrize(("gbit", "expected"), [(3.0, True), (0.1, True), (0.03, False)])
+def test_chunks_come_in_step_unless_the_link_is_slow(gbit: float, expected: bool) -> None:
+    """6 MB of chunks that take .35 s each to compute: 16 ms, .48 s and 1.6 s on the way."""
+    assert comes_in_step(6e6, gbit * 1.25e8, 0.35) is expected
+    assert not comes_in_step(6e6, None, 0.35)
 
 
 @given(st.integers(0, 10**9), RATES, SECONDS, st.integers(0, 10**9))
 def test_more_bytes_are_no_step_back_from_a_slow_link(n_bytes: int, rate: float, c: float, more: int) -> None:
     """Once there is too much for coming in step, there is with more."""
-    if n_bytes / rate >= c and not in_step(n_bytes, rate, c):
-        assert not in_step(n_bytes + more, rate, c)
+    if not comes_in_step(n_bytes, rate, c):
+        assert not comes_in_step(n_bytes + more, rate, c)
 
 
 def test_a_fixed_level_that_is_not_offered_is_computed() -> None:

@@ -261,7 +261,15 @@ def test_what_is_not_for_a_key_is_as_what_is_not_there(guarded: Any) -> None:
     """Status, body and headers alike; and the store is asked alike: not at all."""
     service, keys = guarded
     key = some_key(service, keys["reader"]).hex()
-    for below in ("", "/directory", f"/chunks/{key}", "/chunks/00", "/tables/00", "/pieces/00"):
+    for below in (
+        "",
+        "/directory",
+        f"/chunks/{key}",
+        f"/layers?chunks={key}:raw",
+        "/chunks/00",
+        "/tables/00",
+        "/pieces/00",
+    ):
         replies = [
             service.http.get(f"/collections/{name}{below}", headers=bearer(keys["other"]))
             for name in (NAME, "none", "%00")

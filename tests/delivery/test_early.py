@@ -49,8 +49,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Call[Any]]:
     found: list[Call[Any]] = []
     begin = Connection.begin
 
-    def noted(self: Connection, job: Any, reading: bool = False, at_once: bool = False) -> Call[Any]:
-        call: Call[Any] = begin(self, job, reading, at_once)
+    def noted(self: Connection, job: Any, reading: bool = False) -> Call[Any]:
+        call: Call[Any] = begin(self, job, reading)
         if reading:
             found.append(call)
         return call

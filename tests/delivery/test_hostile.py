@@ -20,10 +20,11 @@ from blendserve.engine.engine import Engine
 from blendserve.errors import StoreError, StoreUnavailable
 from blendserve.store import MemoryStore
 from blendserve.store.codecs.base import tables_hash
+from blendserve.store.kdn.adapt import quickest
 from blendserve.store.kdn.client import API, Client
 from blendserve.store.kdn.pace import Pace
 from blendserve.store.kdn.store import KdnStore
-from tests.delivery.helpers import NAME, Liar, Service, published, settings
+from tests.delivery.helpers import NAME, Known, Liar, Service, published, settings
 from tests.engine.helpers import CONFIG, PASSAGES, reader
 
 MOST_SENT = 16 << 20  # what sockets may hold between two processes, and a read
@@ -150,6 +151,28 @@ def test_a_lie_is_a_miss_and_bounded(honest: Service, lie: str) -> None:
     assert done.report.unusable or done.report.chunks_corrupt
     assert lies.sent < MOST_SENT
     assert len([r for r in liar.requests if "/chunks/" in r]) <= MOST_TRIES
+
+
+@pytest.mark.parametrize("lie", [lie for lie in LIES if lie != "other_chunk"])
+def test_a_lie_about_several_chunks_is_bounded_and_each_is_asked_for(honest: Service, lie: str) -> None:
+    lies = Lies(honest)
+
+    def speak(line: socket.socket, path: str) -> None:
+        if "/layers" in path:
+            getattr(lies, lie)(line, path)
+        else:
+            body = lies.truth(path)
+            line.sendall(head(len(body)) + body)
+
+    with Liar(speak) as liar, KdnStore(settings(liar.url), quickest, pace=Known(1e9)) as store:
+        list(store.keys())
+        store.weigh(1.0, {})
+        done = blended(store)
+    assert any("/layers" in asked for asked in liar.requests)
+    assert lies.sent < MOST_SENT
+    assert done.report.chunks_hit + done.report.chunks_missing == 3
+    plain = blended(MemoryStore(2**30))
+    assert done.report.chunks_hit == 3 or torch.equal(done.prefilled.logits, plain.prefilled.logits)
 
 
 def test_the_truth_is_no_miss(honest: Service) -> None:

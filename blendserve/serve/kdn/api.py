@@ -75,6 +75,18 @@ async def chunk(
     return await _sent(request, service, tenant, lambda: service.chunk(tenant, name, key, level))
 
 
+@router.api_route("/collections/{name}/layers", methods=GET)
+async def layers(
+    name: str,
+    request: Request,
+    service: ServiceArg,
+    tenant: TenantArg,
+    chunks: Annotated[str, Query(max_length=1 << 13, description="KEY:LEVEL of each, with commas between.")],
+) -> Response:
+    """Several chunks in step: length of the header and header of each, then layer by layer a segment of each."""
+    return await _sent(request, service, tenant, lambda: service.layers(tenant, name, chunks.split(",")))
+
+
 @router.post("/collections/{name}/pin")
 async def pin(name: str, service: ServiceArg, tenant: TenantArg) -> dict[str, Any]:
     """Keep its chunks from being evicted. For admins."""

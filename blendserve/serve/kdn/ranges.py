@@ -81,10 +81,19 @@ class PartialBody(Response):
         finally:
             self.at_end()
 
-    def _pieces(self) -> Iterator[memoryview]:
-        at = 0
+    def _pieces(self) -> Iterator[Buffer]:
+        """Small parts together, as each piece has its price."""
+        at, small = 0, bytearray()
         for part in self._parts:
             begin, end = max(0, self._begin - at), min(len(part), self._end - at)
+            at += len(part)
+            if 0 < end - begin < PIECE - len(small):
+                small += part[begin:end]
+                continue
+            if begin < end and small:
+                yield bytes(small)
+                small.clear()
             for start in range(begin, end, PIECE):
                 yield part[start : min(start + PIECE, end)]
-            at += len(part)
+        if small:
+            yield bytes(small)

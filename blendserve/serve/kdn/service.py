@@ -7,22 +7,23 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from hashlib import blake2b
 from typing import TypeVar
 
 from blendserve.delivery.catalogue import Catalogue, pieces_of
 from blendserve.delivery.publish import retire, set_pins
 from blendserve.engine.fair_thread import FairThread
-from blendserve.errors import Busy, NotAllowed, NotFound
+from blendserve.errors import Busy, InputError, NotAllowed, NotFound
 from blendserve.serve.config import DeliverConfig
 from blendserve.serve.front import Front
 from blendserve.serve.keys import Tenant
 from blendserve.serve.metrics import HttpMetrics
 from blendserve.store import ChunkKey, KVStore
 from blendserve.store.codecs.base import Buffer
-from blendserve.store.kdn.collection import Collection, body, level_key
+from blendserve.store.kdn.collection import MOST_IN_STEP, Collection, body, in_step, level_key
 from blendserve.timing import Clock
 
 T = TypeVar("T")
@@ -95,6 +96,12 @@ class DeliveryService(Front):
         """A chunk's body at a level, "" for the first. Raises NotFound, CorruptRecord and other StoreErrors."""
         return await self._run(tenant, self._chunk, tenant, name, key, level)
 
+    async def layers(self, tenant: Tenant, name: str, chunks: Sequence[str]) -> Sendable:
+        """Several chunks in step, KEY:LEVEL each. Raises InputError for too many, NotFound, StoreErrors."""
+        if not 0 < len(chunks) <= MOST_IN_STEP:
+            raise InputError(f"1 to {MOST_IN_STEP} chunks come in step, these are {len(chunks)}")
+        return await self._run(tenant, self._layers, tenant, name, chunks)
+
     async def set_pins(self, tenant: Tenant, name: str, pinned: bool) -> int:
         """For admins. Raises NotAllowed, NotFound, StoreError."""
         return await self._administer(
@@ -154,6 +161,11 @@ class DeliveryService(Front):
         parts = body(key, coded)
         # The header ends with its own checksum, which covers key, coding, and every segment's length and checksum.
         return self._remember((lies, key), Sendable(parts, f'"{bytes(parts[1][-8:]).hex()}"'))
+
+    def _layers(self, tenant: Tenant, name: str, chunks: Sequence[str]) -> Sendable:
+        found = [self._chunk(tenant, name, *asked.partition(":")[::2]) for asked in chunks]
+        etag = blake2b("".join(each.etag for each in found).encode(), digest_size=8).hexdigest()
+        return Sendable(in_step([each.parts for each in found]), f'"{etag}"')
 
     def _remember(self, name: tuple[ChunkKey, ChunkKey], made: Sendable) -> Sendable:
         cap = self.config.memory_mb * 1e6

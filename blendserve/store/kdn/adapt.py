@@ -23,10 +23,7 @@ WORTH = 0.75  # of what going on would take: less than this, and what has arrive
 SOONER = (
     0.9  # times what the rest takes to come: in less than this it is computed meanwhile, as estimates are off
 )
-IN_STEP = (
-    0.25,
-    2.0,
-)  # times what computing a chunk takes: least and most for all to come, where they come in step
+IN_STEP = 2.0  # times what computing a chunk takes: less than that for all to come, and they come in step
 WINDOW_S = 0.15  # of transfer that the rate is measured over
 
 
@@ -103,14 +100,13 @@ def overtakes(n_bytes: float, bytes_per_s: float | None, decoding: float, second
     return bytes_per_s is not None and n_bytes / bytes_per_s + decoding < SOONER * seconds
 
 
-def in_step(n_bytes: float, bytes_per_s: float | None, seconds: float) -> bool:
-    """Whether chunks of so many bytes in all are better asked for at once than two at a time. seconds: computing one.
+def comes_in_step(n_bytes: float, bytes_per_s: float | None, seconds: float) -> bool:
+    """Whether chunks of so many bytes in all are better asked for in one call than two at a time. seconds: computing one.
 
-    Their layers come in step then, and a prefill works on the first ones meanwhile; but nothing is left to choose anew or
-    to compute, as a slower link wants it, and over a faster one there is little to wait for.
+    A prefill works on their first layers meanwhile; but nothing is left to choose anew or to compute, as a slower link
+    wants it.
     """
-    least, most = (times * seconds for times in IN_STEP)
-    return bytes_per_s is not None and least < n_bytes / bytes_per_s < most
+    return bytes_per_s is not None and n_bytes / bytes_per_s < IN_STEP * seconds
 
 
 def fixed(level: str) -> Rule:

@@ -3,6 +3,7 @@
     description   JSON: names, levels, tables, the index's files, and the hash of the directory
     directory     per chunk, in order of keys: key 28 | tokens 4 | bytes of its body by each level, 8 each   little-endian
     body          of a chunk at a level: length of the header 4 | header | segment 0 | segment 1 | ...       (record.py)
+    in step       of several: length and header of each | segment 0 of each | segment 1 of each | ...
 
 A body is what a plain GET gives. The first level lies in the store under the chunk's own key, each further one under a
 key of its own; whatever it lies under, it is delivered under the chunk's.
@@ -14,8 +15,9 @@ import hashlib
 import json
 import re
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from urllib.parse import quote
 
 from blendserve.errors import InputError
 from blendserve.store.codecs.base import Buffer
@@ -26,6 +28,7 @@ FORMAT = 1
 LENGTH = struct.Struct("<I")  # of a header, in front of it
 MOST_HEADER = 1 << 20  # bytes; a chunk of a thousand layers has 16 KB
 MOST_LEVELS = 16
+MOST_IN_STEP = 64  # chunks
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
 
 
@@ -141,6 +144,21 @@ def body(key: ChunkKey, coded: Coded) -> list[Buffer]:
     """What is sent of a chunk under this key: length of the header, header, segments."""
     header = encode_header(key, seal(key, coded))
     return [LENGTH.pack(len(header)), header, *coded.segments]
+
+
+def in_step(bodies: Sequence[Sequence[Buffer]]) -> list[Buffer]:
+    """What is sent of several: their headers, then the first layer of all, then the second, ...
+
+    Raises ValueError where they have not as many layers as each other.
+    """
+    heads = [part for parts in bodies for part in parts[:2]]
+    layers = zip(*(parts[2:] for parts in bodies), strict=True)
+    return [*heads, *(segment for layer in layers for segment in layer)]
+
+
+def in_step_query(chunks: Iterable[tuple[ChunkKey, str]]) -> str:
+    """Which ones, each at which level, as a URL has it."""
+    return "chunks=" + ",".join(f"{key.hex()}:{quote(level)}" for key, level in chunks)
 
 
 def _row(levels: int) -> struct.Struct:

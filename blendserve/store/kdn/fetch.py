@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TypeAlias
@@ -12,10 +12,10 @@ from typing import TypeAlias
 from blendserve.config import KdnConfig
 from blendserve.errors import CorruptRecord, StoreVersion, unraised
 from blendserve.store.codecs.base import SLOW, UNREACHABLE, Buffer, Undecodable
-from blendserve.store.kdn.adapt import TEXT, Offer, Rule, Situation, in_step, outlasts, overtakes
+from blendserve.store.kdn.adapt import TEXT, Offer, Rule, Situation, comes_in_step, outlasts, overtakes
 from blendserve.store.kdn.client import Client
-from blendserve.store.kdn.collection import Collection, Directory, Entry
-from blendserve.store.kdn.download import LEFT, Delivered, Watch, download
+from blendserve.store.kdn.collection import MOST_IN_STEP, Collection, Directory, Entry
+from blendserve.store.kdn.download import LEFT, Delivered, Wanted, Watch, download, download_in_step
 from blendserve.store.kdn.guard import Guard
 from blendserve.store.kdn.moq_reader import MoqReader, broadcast_of
 from blendserve.store.kdn.pace import Pace
@@ -57,6 +57,7 @@ class Fetch:
         self._bytes_left: dict[ChunkKey, int] = {}  # of those under way
         self._withdrawn: dict[ChunkKey, Entry] = {}
         self._guard = Guard(lambda: pace.n_bytes, self._patience)
+        self._watch = Watch(pace.transfer, pace.arrived, config.deadline_s)
         self._lock = threading.Lock()
 
     def expect(self, keys: Sequence[ChunkKey]) -> None:
@@ -67,7 +68,9 @@ class Fetch:
     def read(self, client: Client, keys: Sequence[ChunkKey]) -> list[Reply]:
         collection, directory = self._look(client)
         self._take(collection, directory)
-        return [self._one(client, key, collection, directory.get(key)) for key in keys]
+        entries = {key: directory.get(key) for key in keys}
+        came = self._in_step(client, {key: e for key, e in entries.items() if e}) if len(keys) > 1 else {}
+        return [came.get(key) or self._one(client, key, collection, entry) for key, entry in entries.items()]
 
     def _take(self, collection: Collection, directory: Directory) -> None:
         """What is expected is there, or it is not."""
@@ -76,7 +79,7 @@ class Fetch:
             self._entries |= {key: e for key in self._expected if (e := directory.get(key))}
             self._expected = []
 
-    def at_once(self) -> bool:
+    def in_step(self) -> bool:
         known, computing = self._known(), self._pace.computing
         if known is None or computing is None or self._relay or not self._early:
             return False
@@ -84,7 +87,7 @@ class Fetch:
         with self._lock:
             seconds = [computing * entry.n_tokens for entry in self._entries.values()]
         rate = self._pace.least_bytes_per_s()
-        return bool(seconds) and in_step(self._left()[0], rate, max(seconds))
+        return 0 < len(seconds) <= MOST_IN_STEP and comes_in_step(self._left()[0], rate, max(seconds))
 
     def begun(self) -> None:
         self._guard.busy = True
@@ -132,26 +135,37 @@ class Fetch:
         assert reply is not None
         return reply.header, reply.segments
 
+    def _in_step(self, client: Client, entries: Mapping[ChunkKey, Entry]) -> Mapping[ChunkKey, Delivered]:
+        """Those that are worth it, over one connection; none where they do not come so, and each is to be asked for."""
+        wanted = [self._wanted(key, entry) for key, entry in entries.items()]
+        wanted = [chunk for chunk in wanted if chunk.word in self._levels]
+        if len(wanted) < 2 or sum(chunk.n_bytes for chunk in wanted) > self._config.in_flight_mb * 1e6:
+            return {}
+        self._bytes_left.update((chunk.key, chunk.n_bytes) for chunk in wanted)
+        with self._guarded(client):
+            came = download_in_step(client, wanted, self._watch)
+        if came is None:
+            return {}
+        for chunk in wanted:
+            self._done(chunk.key)
+        return {chunk.key: found for chunk, found in zip(wanted, came, strict=True)}
+
     def _one(self, client: Client, key: ChunkKey, collection: Collection, entry: Entry | None) -> Reply:
-        arrival = self._arrivals.pop(key, None)
         if entry is None:
             return None
-        sizes = self._sizes(entry)
-        word = self._choose(key, entry, sizes, None)
-        if word not in sizes:
+        wanted, sizes = self._wanted(key, entry), self._sizes(entry)
+        if wanted.word not in sizes:
             self._done(key)
             return Undecodable(LEFT, SLOW)
-        if sizes[word] > self._config.in_flight_mb * 1e6:
+        if wanted.n_bytes > self._config.in_flight_mb * 1e6:
             return Undecodable("it is larger than in_flight_mb beside the service's url", UNREACHABLE)
-        self._bytes_left[key] = sizes[word]
-        go_on = partial(self._go_on, key, entry, sizes)
-        watch = Watch(self._pace.transfer, self._pace.arrived, go_on, self._config.deadline_s, arrival)
+        self._bytes_left[key] = wanted.n_bytes
         start = time.monotonic()
         try:
-            reply = self._from_relay(collection, key, word, sizes[word])
+            reply = self._from_relay(collection, key, wanted.word, wanted.n_bytes)
             if reply is None:
                 with self._guarded(client):
-                    reply = download(client, key, word, sizes, watch)
+                    reply = download(client, wanted, sizes, self._watch)
         except StoreVersion as error:
             return unraised(error)
         finally:
@@ -159,6 +173,13 @@ class Fetch:
         if isinstance(reply, Delivered):
             self._pace.last_bytes_per_s = sizes[reply.word] / max(1e-9, time.monotonic() - start)
         return reply
+
+    def _wanted(self, key: ChunkKey, entry: Entry) -> Wanted:
+        """By the level that is chosen now, TEXT where it is not to come."""
+        sizes = self._sizes(entry)
+        word = self._choose(key, entry, sizes, None)
+        arrival = self._arrivals.get(key) or Arrival()
+        return Wanted(key, word, sizes.get(word, 0), partial(self._go_on, key, entry, sizes), arrival)
 
     def _from_relay(self, collection: Collection, key: ChunkKey, word: str, n_bytes: int) -> Reply:
         if self._relay is None or self._relay.resting:
@@ -214,6 +235,7 @@ class Fetch:
         with self._lock:
             self._entries.pop(key, None)
             self._bytes_left.pop(key, None)
+            self._arrivals.pop(key, None)
 
     def _sizes(self, entry: Entry) -> dict[str, int]:
         """Bytes of a chunk's body by level."""

@@ -52,7 +52,6 @@ TELLING_S = 0.02  # of transfer, behind the round trip
 WORKERS = (
     2  # chunks under way at a time: with more, less is left to choose anew, to compute, and to decode ahead
 )
-AT_ONCE = 16  # where they come in step
 
 T = TypeVar("T")
 
@@ -84,7 +83,7 @@ class KdnStore(KVStore):
         self.config = config
         self._rule = rule or (quickest if config.level == AUTO else fixed(config.level))
         self._early = early
-        self._connection = Connection(KdnPeer(config), workers, AT_ONCE)
+        self._connection = Connection(KdnPeer(config), workers)
         self._traffic = Traffic(Always())
         self._failed = Failed()
         self._pace = pace or Pace()

@@ -74,12 +74,11 @@ class Call(Generic[T]):
 class Connection:
     """To one server or cluster. Safe to share between threads."""
 
-    def __init__(self, peer: Peer, workers: int = WORKERS, at_once: int = 0) -> None:
-        """Connects at the first call. workers: calls under way at a time; at_once: of those that are begun so."""
+    def __init__(self, peer: Peer, workers: int = WORKERS) -> None:
+        """Connects at the first call. workers: calls under way at a time."""
         self.peer, self.workers = peer, workers
         self._breaker = Breaker(peer.server)
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="blendserve-network")
-        self._all = ThreadPoolExecutor(at_once, thread_name_prefix="blendserve-at-once") if at_once else None
         self._client: Client | None = None
         self._connecting = threading.Lock()
 
@@ -87,15 +86,12 @@ class Connection:
         """What the job returns, within so many seconds, by default the deadline. Raises StoreUnavailable, StoreFull."""
         return self.wait(self.begin(job), self.peer.deadline_s if seconds is None else seconds)
 
-    def begin(self, job: Callable[[Client], T], reading: bool = False, at_once: bool = False) -> Call[T]:
-        """Start a call. reading: of chunks, for a request. at_once: beside others, not in their queue.
-
-        Raises StoreUnavailable while the server is left alone.
-        """
+    def begin(self, job: Callable[[Client], T], reading: bool = False) -> Call[T]:
+        """Start a call. reading: of chunks, for a request. Raises StoreUnavailable while the server is left alone."""
         self._breaker.enter()
         call = Call(job, reading)
         try:
-            call.future = (self._all if at_once and self._all else self._pool).submit(self._run, call)
+            call.future = self._pool.submit(self._run, call)
         except RuntimeError:
             self._breaker.abandon()
             raise StoreUnavailable(
@@ -133,9 +129,7 @@ class Connection:
 
     def close(self) -> None:
         """Idempotent."""
-        for pool in (self._pool, self._all):
-            if pool:
-                pool.shutdown(wait=False, cancel_futures=True)
+        self._pool.shutdown(wait=False, cancel_futures=True)
         self._drop_client()
 
     def _run(self, call: Call[T]) -> T:

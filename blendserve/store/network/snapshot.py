@@ -46,8 +46,8 @@ class Source(Protocol):
         """A reply for each chunk, an empty one where nothing is; one round trip. Raises what its library does."""
         ...
 
-    def at_once(self) -> bool:
-        """Whether what is about to be read is better asked for all at once, in step, than a few at a time."""
+    def in_step(self) -> bool:
+        """Whether what is about to be read is better asked for in one call, layer by layer, than a few at a time."""
         ...
 
     def begun(self) -> None:
@@ -145,10 +145,10 @@ class NetworkSnapshot:
                     self._troubles[key] = why
             todo = [key for key in todo if key not in self._troubles]
             self._source.expect(todo)
-            size = self._sizes.batch
-            at_once = meanwhile is not None and len(todo) > 1 and self._source.at_once()
+            in_step = meanwhile is not None and len(todo) > 1 and self._source.in_step()
+            size = len(todo) if in_step else self._sizes.batch
             for batch in (todo[at : at + size] for at in range(0, len(todo), size)):
-                self._begin(batch, at_once)
+                self._begin(batch)
         if meanwhile:
             meanwhile(self)
 
@@ -262,10 +262,10 @@ class NetworkSnapshot:
         """Of what was expected, what is not here whole."""
         return [key for key, (call, _) in self._calls.items() if not call.future.done()]
 
-    def _begin(self, batch: list[ChunkKey], at_once: bool = False) -> None:
+    def _begin(self, batch: list[ChunkKey]) -> None:
         arrivals = {key: arrival for key in batch if (arrival := self._source.arrival(key))}
         try:
-            call = self._connection.begin(partial(self._source.read, keys=batch), True, at_once)
+            call = self._connection.begin(partial(self._source.read, keys=batch), True)
         except StoreError as error:
             self._troubles.update(dict.fromkeys(batch, str(error)))
         else:

@@ -21,7 +21,7 @@ class Source:
     def expect(self, keys: Sequence[ChunkKey]) -> None:
         """Nothing is prepared for them."""
 
-    def at_once(self) -> bool:
+    def in_step(self) -> bool:
         return False
 
     def begun(self) -> None:
