@@ -4,7 +4,8 @@ A real service in a process of its own, and a link before it that plays a trace 
 Compared, interleaved over the same trace: computing everything (text), each level fixed, CacheGen's way, its rule in our
 way, and ours. CacheGen's way is its paper's (SIGCOMM 2024, section 5.3): one chunk after the other, decoded while others
 come, and a prefill that begins when all are here. Our way has two under way, and begins while the last ones come; so do
-fixed levels. Ours asks for all at once where their layers can come in step with the prefill.
+fixed levels. Ours asks for all in one call where their layers can come in step with the prefill. What every prompt begins
+with is kept by everybody.
 Best in hindsight is the quickest of text and the fixed levels in that very round. Each request has a new store, connected
 beforehand, that knows of decoding what an engine measures when it opens, and of the link what those before it have learnt
 on this trace; one round is for learning.

@@ -14,7 +14,7 @@ from blendserve.bench.link import Link, Weather
 from blendserve.core import Prompt
 from blendserve.delivery.catalogue import Catalogue
 from blendserve.store import ChunkKey, KVStore
-from blendserve.store.base import REMOTE
+from blendserve.store.base import REMOTE, Coming
 from blendserve.store.kdn.adapt import quickest
 from blendserve.store.kdn.client import Client
 from blendserve.store.kdn.collection import MOST_IN_STEP, Collection, Entry
@@ -140,6 +140,27 @@ def test_they_are_what_each_is_alone_and_none_where_one_is_to_come_otherwise(
     several[1] = wanted(several[1].key, entries[several[1].key], 1, "raw")
     assert download_in_step(client, several, watch) is None
     assert len(looks) == len(several)  # behind the first layer
+
+
+@pytest.mark.parametrize("times", [1.0, 5.0])
+def test_none_is_withdrawn_of_a_call_that_is_for_all(service: Service, prompt: Prompt, times: float) -> None:
+    """Even one that has not begun, as others' have all connections."""
+    withdrawn = list[ChunkKey | None]()
+    with KdnStore(settings(service.url), quickest, workers=1) as store:
+        keys = list(store.keys())
+        weighed(store, times)
+
+        def meanwhile(coming: Coming) -> None:
+            withdrawn.append(coming.withdraw(dict.fromkeys(keys, 0.0)))
+            go_on.set()
+
+        go_on = threading.Event()
+        store._connection.begin(lambda _: go_on.wait(PATIENT_S))
+        with store.reading() as snapshot:
+            snapshot.expect(keys, meanwhile)
+            came = [key for key in keys if snapshot.get(key)]
+    assert withdrawn == [None if times == 1.0 else keys[-1]]
+    assert times != 1.0 or came == keys
 
 
 def test_a_service_that_does_not_do_it_is_asked_for_each(service: Service, prompt: Prompt) -> None:

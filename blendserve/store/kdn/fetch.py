@@ -56,6 +56,7 @@ class Fetch:
         self._expected: list[ChunkKey] = []  # that are not among them yet
         self._bytes_left: dict[ChunkKey, int] = {}  # of those under way
         self._withdrawn: dict[ChunkKey, Entry] = {}
+        self._one_call = False  # reads all of them
         self._guard = Guard(lambda: pace.n_bytes, self._patience)
         self._watch = Watch(pace.transfer, pace.arrived, config.deadline_s)
         self._lock = threading.Lock()
@@ -87,7 +88,9 @@ class Fetch:
         with self._lock:
             seconds = [computing * entry.n_tokens for entry in self._entries.values()]
         rate = self._pace.least_bytes_per_s()
-        return 0 < len(seconds) <= MOST_IN_STEP and comes_in_step(self._left()[0], rate, max(seconds))
+        fits = 0 < len(seconds) <= MOST_IN_STEP
+        self._one_call = fits and comes_in_step(self._left()[0], rate, max(seconds))
+        return self._one_call
 
     def begun(self) -> None:
         self._guard.busy = True
@@ -100,7 +103,8 @@ class Fetch:
 
     def outlasts(self, key: ChunkKey, seconds: float) -> bool:
         n_bytes, decoding = self._left()
-        return key in self._entries and outlasts(n_bytes, self._pace.bytes_per_s(), seconds + decoding)
+        alone = key in self._entries and not self._one_call
+        return alone and outlasts(n_bytes, self._pace.bytes_per_s(), seconds + decoding)
 
     def withdrawn(self, key: ChunkKey) -> None:
         with self._lock:
