@@ -37,7 +37,6 @@ from blendserve.models.kv_cache import KVCache
 from blendserve.paths import cache_folder
 from blendserve.registry import CORRECTIONS, REUSE
 from blendserve.store import ChunkKey, KVStore, Snapshot, chunk_key
-from blendserve.store.base import REMOTE
 from blendserve.store.codecs.base import SLOW, UNREACHABLE
 from blendserve.store.memory import MemoryChunk
 from blendserve.store.write_behind import write_behind
@@ -204,7 +203,7 @@ class Blender:
             self._damaged.update(corrupt)
             with suppress(LeftBehind):
                 done = finish(found)
-                if found.prefix and found.prefix_tier == REMOTE and prompt.prefix == self._prefix:
+                if found.prefix and self.store.far and prompt.prefix == self._prefix:
                     self._own_prefix.keep(found.prefix)
                 return done
 

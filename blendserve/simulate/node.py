@@ -63,15 +63,26 @@ class Node:
         """Begin anew: an empty memory tier and store of its own, over what the server has in this namespace."""
         self.close()
         chunk = self.reader.adapter.kv_bytes_per_token * self._task["chunk_tokens"]
-        prefix = self.reader.adapter.kv_bytes_per_token * len(self._prompts.prefix)
-        near = MemoryStore(self._task["near"] * chunk + prefix + 1, LRU(), Always())
-        tiers = TiersConfig(memory_bytes=self._task["memory"] * chunk + prefix)
+        near = MemoryStore(self._task["near"] * chunk + 1, LRU(), Always())
+        tiers = TiersConfig(memory_bytes=self._task["memory"] * chunk)
         self._memory, *_ = tiers_for(tiers, Always(), torch.device("cpu"))
         store = LayeredStore(near, self._far(), [self._memory])
         config = Config(store=StoreConfig(namespace=namespace, tiers=tiers.model_dump()).model_dump())
         self._engine = Engine(config, self.reader, store)
         self._keys = list(map(self._engine.blender.key, self._ids))
+        self._take_prefix(near, self._memory)
         return {}
+
+    def _take_prefix(self, near: MemoryStore, memory: Tier) -> None:
+        """What every prompt begins with is the engine's own before the first request, and has no place among chunks."""
+        assert self._engine is not None
+        self._engine.blender.precompute([])
+        self._engine.blender.sample_link()
+        self._engine.blender.wait_for_sample()
+        self.flush()
+        for key in list(near.keys()):
+            near.delete(key)
+        memory.clear()
 
     def close(self) -> None:
         """Release the stores; idempotent."""
