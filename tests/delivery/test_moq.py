@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -16,13 +17,14 @@ from blendserve.delivery.catalogue import Catalogue
 from blendserve.delivery.moq import Publisher, relay
 from blendserve.engine.engine import Engine
 from blendserve.store import KVStore
+from blendserve.store.kdn import moq_reader
 from blendserve.store.kdn.collection import Collection
 from blendserve.store.kdn.pace import Pace
 from blendserve.store.kdn.store import KdnStore
 from tests.delivery.helpers import Service, settings
 from tests.engine.helpers import CONFIG, PASSAGES, reader
 
-pytest.importorskip("moq", reason="moq-rs is not installed: pip install 'blendserve[moq]'")
+moq = pytest.importorskip("moq", reason="moq-rs is not installed: pip install 'blendserve[moq]'")
 
 READERS = 8
 
@@ -118,6 +120,24 @@ def test_without_the_relay_chunks_come_from_the_service(
             done = answered(store, 5)
             assert torch.equal(done.prefilled.logits, local.prefilled.logits)
             assert chunks_served(service) > 0
+
+
+def test_what_is_there_a_moment_later_is_asked_for_again(
+    made: tuple[KVStore, Collection], service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create = moq.TrackProducer.create_group
+
+    def later(track: Any, *args: Any) -> Any:
+        time.sleep(0.05)
+        return create(track, *args)
+
+    monkeypatch.setattr(moq.TrackProducer, "create_group", later)
+    monkeypatch.setattr(moq_reader, "LATER_S", (0.02,) * 1000)
+    with Relay(made[0]) as there:
+        options = settings(service.url, relay=there.url, relay_fingerprint=there.fingerprint, deadline_s=60.0)
+        with KdnStore(options) as store:
+            assert answered(store).report.chunks_hit == 3
+    assert chunks_served(service) == 0
 
 
 def test_a_relay_that_dies_in_the_middle_of_a_chunk_costs_time_alone(

@@ -23,6 +23,7 @@ from blendserve.store.kdn.download import Delivered
 from blendserve.store.key import ChunkKey
 
 REST_S = 5.0
+LATER_S = (0.002, 0.02, 0.1)  # what is not there is asked for again
 GROUP = 0  # a chunk never changes: its track has one group
 
 log = logging.getLogger(__name__)
@@ -106,8 +107,7 @@ class MoqReader:
         """Raises what the library does, CorruptRecord, StoreVersion."""
         origin = await self._connected()
         consumer = await origin.consume().announced_broadcast(broadcast).available()
-        group = await consumer.fetch_group(track_of(key, word), GROUP)
-        first = await _frame(group, min(MOST_HEADER, n_bytes))
+        group, first = await self._begun(consumer, track_of(key, word), min(MOST_HEADER, n_bytes))
         arrived(len(first))
         header = record.decode_header(key, first)
         if header.n_bytes > n_bytes:
@@ -118,6 +118,19 @@ class MoqReader:
             arrived(len(segment))
             segments.append(record.check_segment(key, header, l, segment))
         return Delivered(word, header, segments)
+
+    async def _begun(self, consumer: Any, track: str, most: int) -> tuple[Any, bytes]:
+        """A chunk's group, and its first frame. A track that is published on demand is there before its group is."""
+        later = iter(LATER_S)
+        while True:
+            try:
+                group = await consumer.fetch_group(track, GROUP)
+                return group, await _frame(group, most)
+            except self._moq.Error as error:
+                kind = getattr(getattr(error, "details", None), "kind", None)
+                if kind != self._moq.ProtocolKind.NOT_FOUND or (wait := next(later, None)) is None:
+                    raise
+            await asyncio.sleep(wait)
 
     async def _connected(self) -> Any:
         """The origin that the relay's broadcasts are seen in."""
