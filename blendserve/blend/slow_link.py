@@ -6,7 +6,8 @@
 What is known of a link comes from the fetches so far and from samples: a small part of a chunk, read in a thread of its
 own. The first one is taken when an engine opens; while a link is too slow, or nothing comes, one behind a request now
 and then, so that it is seen when that ends. A sample is twice as large as the last one, as a far link takes a while to
-come to its rate, and the link is left alone after it for fifty times as long as it took.
+come to its rate, and the link is left alone after it for fifty times as long as it took; for a minute if nothing came,
+which was no burden to it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from blendserve.store import ChunkKey, KVStore
 
 PROBE_S = 10.0  # between samples, at least
 PEACE = 50.0  # times what a sample took
+DEAD_S = 60.0  # after one that did not come
 LEAST_BYTES, MOST_BYTES = 1 << 19, 1 << 24  # of a sample
 
 
@@ -65,20 +67,22 @@ class Link:
         if self._probing:
             self._probing.join()
 
-    def sample(self, store: KVStore, keys: Sequence[ChunkKey]) -> None:
-        """See how far the first of these is that another machine has."""
+    def sample(self, store: KVStore, keys: Sequence[ChunkKey]) -> bool:
+        """See how far the first of these is that another machine has -> False where that could not be seen."""
         with suppress(BlendserveError):  # a failure is the store's to tell
             if found := store.sample(keys, self._sample_bytes):
                 with self._lock:
                     self._round_trip = found.round_trip
                     self._rate.record(found.seconds_per_token * found.tokens, found.tokens)
+            return True
+        return False
 
     def _probed(self, store: KVStore, keys: Sequence[ChunkKey]) -> None:
         start = time.monotonic()
-        self.sample(store, keys)
+        came = self.sample(store, keys)
         took = time.monotonic() - start
         with self._lock:
-            self._next_probe = start + max(PROBE_S, PEACE * took)
+            self._next_probe = start + max(PROBE_S, PEACE * took if came else DEAD_S)
             self._sample_bytes = min(2 * self._sample_bytes, MOST_BYTES)
 
 

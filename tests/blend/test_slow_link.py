@@ -17,6 +17,7 @@ from blendserve.blend import slow_link
 from blendserve.blend.blender import Blended, Blender
 from blendserve.blend.cost import CostModel, LoadRate
 from blendserve.config import BlendConfig
+from blendserve.errors import StoreUnavailable
 from blendserve.store import ChunkKey, ChunkView, KVStore, LayeredStore, MemoryStore, Snapshot
 from blendserve.store.base import LOCAL, REMOTE, Sample
 from blendserve.store.codecs.base import SLOW
@@ -200,7 +201,10 @@ def test_a_link_is_looked_at_now_and_then_only(far: Far, monkeypatch: pytest.Mon
     assert far.asked == 0
 
 
-def test_looking_takes_up_a_fiftieth_of_a_link_at_most(far: Far, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("comes", "peace"), [(True, 195.0), (False, 55.0)])
+def test_looking_takes_up_a_fiftieth_of_a_link_at_most_and_a_dead_one_is_looked_at_each_minute(
+    far: Far, monkeypatch: pytest.MonkeyPatch, comes: bool, peace: float
+) -> None:
     monkeypatch.undo()
     made = precomputed(far, seconds_per_row=1e-9)
     made._link.record(NEVER, 1)
@@ -209,12 +213,14 @@ def test_looking_takes_up_a_fiftieth_of_a_link_at_most(far: Far, monkeypatch: py
     def sample(store: KVStore, keys: Sequence[ChunkKey], n_bytes: int) -> None:
         sizes.append(n_bytes)
         now[0] += 4.0  # seconds that it takes
+        if not comes:
+            raise StoreUnavailable("nobody answers")
 
     monkeypatch.setattr(Far, "sample", sample)
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     keys = [made.key(PROMPT.chunks[0].ids)]
     made._link._probed(far, keys)
-    for later, n in ((195.0, 1), (6.0, 2)):  # seconds since the last look, and how many there were by then
+    for later, n in ((peace, 1), (6.0, 2)):  # seconds since the last look, and how many there were by then
         now[0] += later
         made._link.probe(far, keys)
         made.wait_for_sample()

@@ -169,6 +169,19 @@ def test_two_transfers_at_once_share_the_time_and_silence_counts() -> None:
     assert meter.bytes_per_s(4.0) == pytest.approx(50)
 
 
+@given(RATES, RATES)
+def test_what_is_forgotten_is_as_if_it_had_not_been(before: float, after: float) -> None:
+    meter, new = Meter(window_s=10), Meter(window_s=10)
+    meter.begin(0.0)
+    meter.arrived(int(before), 1.0)
+    meter.forget(5.0)
+    assert meter.bytes_per_s(6.0) is None
+    new.begin(5.0)
+    for each in (meter, new):
+        each.arrived(int(after), 7.0)
+    assert meter.bytes_per_s(8.0) == pytest.approx(new.bytes_per_s(8.0))
+
+
 @pytest.mark.parametrize("wait", [0.0, 0.25, 2.0])
 def test_the_round_trip_is_no_time_of_transfer(wait: float) -> None:
     meter = Meter(window_s=10)

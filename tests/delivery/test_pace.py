@@ -7,7 +7,7 @@ import pytest
 from blendserve.store import ChunkKey
 from blendserve.store.codecs.base import SLOW
 from blendserve.store.kdn.collection import read_directory
-from blendserve.store.kdn.pace import LATELY, SILENT, Pace
+from blendserve.store.kdn.pace import Pace
 from blendserve.store.kdn.store import KdnStore
 from tests.delivery.helpers import LEVELS, NAME, Service, settings
 
@@ -30,29 +30,18 @@ def test_what_decoding_takes_is_known_before_the_first_request(service: Service)
         assert store.sample([b"\0" * 28], 1) is None  # not of this collection
 
 
-def test_a_silent_link_counts_as_dead_until_something_arrives() -> None:
+def test_of_a_link_that_stood_still_nothing_is_known_and_it_is_trusted_when_a_request_came_through() -> None:
     pace = Pace()
     with pace.transfer():
         pace.arrived(10**6)
-    pace.silence()
-    assert pace.bytes_per_s() == SILENT
-    with pace.transfer():
+        assert (pace.bytes_per_s(), pace.wary) != (None, True)
+        pace.silence()
+        assert (pace.bytes_per_s(), pace.wary) == (None, True)
         pace.arrived(10**6)
-    assert (pace.bytes_per_s() or 0) > SILENT
-
-
-def test_how_slow_a_link_can_be_is_not_forgotten_at_once() -> None:
-    pace = Pace()
-    assert pace.least_bytes_per_s() is None
-    with pace.transfer():
-        pace.arrived(10**6)
-    assert (pace.least_bytes_per_s() or 0) > SILENT
-    pace.silence()
-    for n in range(LATELY):
-        assert pace.least_bytes_per_s() == SILENT, n
-        with pace.transfer():
-            pace.arrived(10**6)
-    assert (pace.least_bytes_per_s() or 0) > SILENT
+    assert pace.bytes_per_s() is not None
+    assert pace.wary
+    pace.came_through()
+    assert not pace.wary
 
 
 @pytest.mark.parametrize(("everything", "of_one"), [(0.0, 1e6), (1e6, 0.0)])

@@ -11,17 +11,18 @@ import pytest
 import torch
 
 from blendserve.bench.link import Link, Weather
+from blendserve.blend import slow_link
 from blendserve.blend.blender import Blended, Blender
 from blendserve.blend.cost import CostModel
 from blendserve.blend.while_waiting import COMPUTED
-from blendserve.config import BlendConfig, changed
+from blendserve.config import BlendConfig, KdnConfig, changed
 from blendserve.core import Prompt
 from blendserve.delivery.publish import publish
 from blendserve.engine.engine import Engine
 from blendserve.store import ChunkKey, KVStore, LayeredStore, LMDBStore, MemoryStore
 from blendserve.store.base import REMOTE
 from blendserve.store.kdn.collection import Collection
-from blendserve.store.kdn.store import KdnStore
+from blendserve.store.kdn.store import WORKERS, KdnStore
 from tests.delivery.helpers import NAME, Known, Service, publisher, settings
 from tests.engine.helpers import CONFIG, PASSAGES, reader
 
@@ -63,15 +64,20 @@ def blender(
     return of
 
 
+def at(link: Link, **options: Any) -> KdnConfig:
+    return settings(f"http://127.0.0.1:{link.port}", **{"level": "auto", **options})
+
+
 @contextmanager
 def behind_a_link(
     service: Service, known: float, workers: int = 1, **options: Any
 ) -> Iterator[tuple[KdnStore, Link]]:
-    with Link(service.port) as link:
-        there = settings(f"http://127.0.0.1:{link.port}", **{"level": "auto", **options})
-        with KdnStore(there, workers=workers, pace=Known(known)) as store:
-            list(store.keys())  # description and directory are here
-            yield store, link
+    with (
+        Link(service.port) as link,
+        KdnStore(at(link, **options), workers=workers, pace=Known(known)) as store,
+    ):
+        list(store.keys())  # description and directory are here
+        yield store, link
 
 
 def local(chunks: Any) -> MemoryStore:
@@ -139,6 +145,51 @@ def test_over_a_quick_link_nothing_is_computed(service: Service, prompt: Prompt)
         done = blender(store).run(prompt, AUTO)
     assert done.report.tiers == {REMOTE: len(prompt.chunks)}
     assert (done.absent, done.computed) == ((), {})
+
+
+def test_over_a_link_that_stood_still_chunks_come_alone_and_the_last_is_computed_until_a_request_came_through(
+    service: Service, prompt: Prompt
+) -> None:
+    before, early = asked(service), [0.0]
+    with behind_a_link(service, rate(0.01), workers=2) as (store, link):
+        store._pace.silence()
+        link.weather = Weather(dead=True)
+
+        def heal(passes: int) -> None:
+            if passes == 3:  # two chunks, with the prefix before them
+                early[0], link.weather = asked(service) - before, Weather()
+
+        of = blender(store, heal)
+        done, again = of.run(prompt, AUTO), of.run(prompt, AUTO)
+    assert early[0] <= 1
+    fetched = done.report.tiers[REMOTE]
+    assert 1 <= fetched <= len(prompt.chunks) - 2
+    assert tiers(done) == [REMOTE] * fetched + [COMPUTED] * (len(prompt.chunks) - fetched)
+    here = blender(local(prompt.chunks)).run(prompt, BlendConfig(method="blend"))
+    assert torch.equal(done.prefilled.logits, here.prefilled.logits)
+    assert again.report.tiers == {REMOTE: len(prompt.chunks)}
+
+
+def test_a_link_that_brings_nothing_is_asked_for_a_chunk_a_request_until_it_brings_some(
+    service: Service, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slow_link.Link, "probe", lambda *_: None)  # which would ask as well
+    with Link(service.port) as link, KdnStore(at(link)) as store:
+        list(store.keys())
+        of = blender(store)
+        of._costs = CostModel(0.0, 1e-6, 0.0, 0.0)  # so that silence is noticed soon
+        link.weather = Weather(dead=True)
+        before = asked(service)
+        for _ in range(3):
+            done = of.run(prompt, AUTO)
+            assert REMOTE not in done.report.tiers
+            assert store._pace.wary
+        assert asked(service) - before <= WORKERS + 2  # two by the first request, one by each that knew
+        link.weather = Weather()
+        of._costs = CostModel(0.0, ROW_S, 0.0, 0.0)
+        of.run(prompt, AUTO)
+        assert not store._pace.wary
+        assert of.run(prompt, AUTO).report.tiers == {REMOTE: len(prompt.chunks)}
 
 
 @pytest.mark.parametrize("method", ["blend", "reuse"])

@@ -149,6 +149,12 @@ class Meter:
         while len(self._pieces) > 1 and self._pieces[0][0] < self._busy - self._window:
             self._from = self._pieces.popleft()[0]
 
+    def forget(self, now: float) -> None:
+        """All that has arrived; what is under way still is."""
+        self._tick(now)
+        self._pieces.clear()
+        self._from = self._busy
+
     def bytes_per_s(self, now: float) -> float | None:
         """None while too little was seen; silence counts."""
         self._tick(now)

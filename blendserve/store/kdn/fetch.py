@@ -25,6 +25,7 @@ from blendserve.store.record import Header
 
 LEAST_SILENCE_S = 0.05  # and twice the round trip
 RELAY = 0.5  # of the deadline: the rest is for asking the service
+MOMENT_S = 0.025  # in which a link that stood still has the cores to itself: it may be well again, and near
 SILENCE = 0.03  # of what computing the request's chunks takes: what waiting for a dead link may cost
 
 Reply: TypeAlias = "Delivered | CorruptRecord | StoreVersion | Undecodable | None"
@@ -57,6 +58,8 @@ class Fetch:
         self._bytes_left: dict[ChunkKey, int] = {}  # of those under way
         self._withdrawn: dict[ChunkKey, Entry] = {}
         self._one_call = False  # reads all of them
+        self._wary, self._before, self._came = pace.wary, pace.n_bytes, False
+        self._turn = threading.Lock()  # of chunks over a link that is not trusted
         self._guard = Guard(lambda: pace.n_bytes, self._patience)
         self._watch = Watch(pace.transfer, pace.arrived, config.deadline_s)
         self._lock = threading.Lock()
@@ -82,15 +85,20 @@ class Fetch:
 
     def in_step(self) -> bool:
         known, computing = self._known(), self._pace.computing
-        if known is None or computing is None or self._relay or not self._early:
+        if known is None or computing is None or self._relay or not self._early or self._wary:
             return False
         self._take(*known)
         with self._lock:
             seconds = [computing * entry.n_tokens for entry in self._entries.values()]
-        rate = self._pace.least_bytes_per_s()
+        rate = self._pace.bytes_per_s()
         fits = 0 < len(seconds) <= MOST_IN_STEP
         self._one_call = fits and comes_in_step(self._left()[0], rate, max(seconds))
         return self._one_call
+
+    def ended(self) -> None:
+        """The request needs nothing more."""
+        if self._wary and not self._guard.silent and self._pace.n_bytes > self._before:
+            self._pace.came_through()
 
     def begun(self) -> None:
         self._guard.busy = True
@@ -102,9 +110,12 @@ class Fetch:
         return arrival
 
     def outlasts(self, key: ChunkKey, seconds: float) -> bool:
+        if self._one_call or key not in self._entries:
+            return False
+        if self._wary:
+            return self._came or time.monotonic() - self._start > MOMENT_S
         n_bytes, decoding = self._left()
-        alone = key in self._entries and not self._one_call
-        return alone and outlasts(n_bytes, self._pace.bytes_per_s(), seconds + decoding)
+        return outlasts(n_bytes, self._pace.bytes_per_s(), seconds + decoding)
 
     def withdrawn(self, key: ChunkKey) -> None:
         with self._lock:
@@ -112,7 +123,7 @@ class Fetch:
 
     def overtakes(self, key: ChunkKey, seconds: float) -> bool:
         n_bytes, decoding = self._left(key)
-        if not overtakes(n_bytes, self._pace.bytes_per_s(), decoding, seconds):
+        if self._wary or not overtakes(n_bytes, self._pace.bytes_per_s(), decoding, seconds):
             return False
         with self._lock:
             self._entries[key] = self._withdrawn.pop(key)
@@ -157,6 +168,10 @@ class Fetch:
     def _one(self, client: Client, key: ChunkKey, collection: Collection, entry: Entry | None) -> Reply:
         if entry is None:
             return None
+        with self._turn if self._wary else nullcontext():
+            return self._asked(client, key, collection, entry)
+
+    def _asked(self, client: Client, key: ChunkKey, collection: Collection, entry: Entry) -> Reply:
         wanted, sizes = self._wanted(key, entry), self._sizes(entry)
         if wanted.word not in sizes:
             self._done(key)
@@ -175,6 +190,7 @@ class Fetch:
         finally:
             self._done(key)
         if isinstance(reply, Delivered):
+            self._came = True
             self._pace.last_bytes_per_s = sizes[reply.word] / max(1e-9, time.monotonic() - start)
         return reply
 

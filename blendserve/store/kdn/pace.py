@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -26,8 +25,6 @@ from blendserve.store.key import ChunkKey
 
 LAYERS = 5  # that decoding is measured on; the first one, which is coded otherwise, is not counted
 BESIDE = 2.0  # times what it takes alone: decoding beside a request that keeps all cores busy (docs/log.md)
-SILENT = 1.0  # bytes a second
-LATELY = 32  # transfers
 
 
 class Pace:
@@ -40,8 +37,7 @@ class Pace:
         self.round_trip = 0.0  # seconds
         self._decoding: dict[str, float] = {}  # seconds a token, by level
         self._meter = Meter()
-        self._lately: deque[float] = deque(maxlen=LATELY)  # rates at the ends of transfers
-        self._silent = False
+        self.wary = False  # it stood still, and no request has come through since
         self.n_bytes = 0  # that have arrived
         self._lock = threading.Lock()
 
@@ -54,32 +50,27 @@ class Pace:
             yield
         finally:
             with self._lock:
-                rate = self._meter.bytes_per_s(time.monotonic())
-                self._lately += [] if rate is None else [rate]
                 self._meter.end(time.monotonic())
 
     def arrived(self, n_bytes: int) -> None:
         with self._lock:
-            self._silent = False
             self.n_bytes += n_bytes
             self._meter.arrived(n_bytes, time.monotonic())
 
     def silence(self) -> None:
-        """The link counts as dead until something arrives."""
+        """The link stood still: whatever was known of it is so no more."""
         with self._lock:
-            self._silent = True
-            self._lately.append(SILENT)
+            self.wary = True
+            self._meter.forget(time.monotonic())
+
+    def came_through(self) -> None:
+        """A request had from it what it asked for."""
+        self.wary = False
 
     def bytes_per_s(self) -> float | None:
         """Of the link, None while nothing is known of it."""
         with self._lock:
-            return SILENT if self._silent else self._meter.bytes_per_s(time.monotonic())
-
-    def least_bytes_per_s(self) -> float | None:
-        """As slow as the link has lately been, None while nothing is known of it."""
-        now = self.bytes_per_s()
-        with self._lock:
-            return None if now is None else min((now, *self._lately))
+            return self._meter.bytes_per_s(time.monotonic())
 
     def decoding(self, word: str) -> float:
         """Seconds a token; 0 where it was not measured."""

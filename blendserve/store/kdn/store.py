@@ -121,6 +121,7 @@ class KdnStore(KVStore):
             yield snapshot
         finally:
             snapshot.end()
+            fetch.ended()
 
     @property
     def far(self) -> bool:
@@ -139,7 +140,12 @@ class KdnStore(KVStore):
         self._pace.computing, self._pace.computing_of = seconds_per_token, of
 
     def sample(self, keys: Sequence[ChunkKey], n_bytes: int) -> Sample | None:
-        """Of a typical chunk of the collection. Learns what decoding takes as well, the first time."""
+        """Of a typical chunk of the collection. Learns what decoding takes as well, the first time.
+
+        None of a link that stood still: the next request asks it for a chunk.
+        """
+        if self._pace.wary:
+            return None
 
         def job(client: Client) -> Sample | None:
             collection, directory = self._look(client)
