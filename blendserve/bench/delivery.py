@@ -1,6 +1,6 @@
 """`blendserve bench delivery`: a prompt whose chunks a service delivers, over links that are constant, change, or die.
 
-A real service in a process of its own, and a link before it that plays a trace from the beginning of each request.
+A real service, and before it a link that plays a trace from the beginning of each request, in processes of their own.
 Compared, interleaved over the same trace: computing everything (text), each level fixed, CacheGen's way, its rule in our
 way, and ours. CacheGen's way is its paper's (SIGCOMM 2024, section 5.3): one chunk after the other, decoded while others
 come, and a prefill that begins when all are here. Our way has two under way, and begins while the last ones come; so do
@@ -27,7 +27,7 @@ from torch import Tensor
 from blendserve.bench.config import DeliveryConfig
 from blendserve.bench.figures import Figures, Update, interleaved, ratios, spread
 from blendserve.bench.harness import scratch
-from blendserve.bench.link import Link
+from blendserve.bench.link_process import LinkProcess
 from blendserve.bench.machine import where
 from blendserve.bench.tables import Table, ms, plain
 from blendserve.bench.traces import Trace, changing, constant, played
@@ -87,7 +87,7 @@ class Contestant:
 class Scene:
     """A published prompt, and a link to who delivers it."""
 
-    def __init__(self, reader: Reader, config: DeliveryConfig, link: Link, workload: Workload) -> None:
+    def __init__(self, reader: Reader, config: DeliveryConfig, link: LinkProcess, workload: Workload) -> None:
         self._reader, self._config, self._link, self._workload = reader, config, link, workload
         self._paces: dict[str, Pace] = {}
         self._blenders: dict[str, Blender] = {}  # the first of each: what is known of a link is kept
@@ -134,13 +134,13 @@ class Scene:
         return played(trace, self._link, self._config.round_trip_ms / 1e3)
 
     def _timed(self, blender: Blender, blend: BlendConfig) -> Request:
-        moved, clock = self._link.down.n_bytes, Clock(self._reader.adapter.device)
+        moved, clock = self._link.n_bytes, Clock(self._reader.adapter.device)
         done = blender.run(self._workload.draw(), blend)
         int(done.prefilled.logits.argmax())
         ttft = clock.elapsed()
         distance = kl(self._reference[None], done.prefilled.logits.float()[None])[0]
         came = done.report.tiers.get("remote", 0)
-        return Request(ttft, self._link.down.n_bytes - moved, distance, done.report.chunks - came)
+        return Request(ttft, self._link.n_bytes - moved, distance, done.report.chunks - came)
 
     def _blender(self, store: KVStore) -> Blender:
         prompts = self._workload.prompts
@@ -193,7 +193,7 @@ def scene_of(reader: Reader, config: DeliveryConfig, say: Say) -> Iterator[Scene
         settings.write_text(yaml.safe_dump(about))
         command = [sys.executable, "-m", "blendserve", DELIVERED, "serve", "--port", "0", "-c", str(settings)]
         service = stack.enter_context(Child(command, folder / "service.log"))
-        link = stack.enter_context(Link(int(service.url.rpartition(":")[2]), config.seed))
+        link = stack.enter_context(LinkProcess(int(service.url.rpartition(":")[2]), config.seed))
         yield Scene(reader, config, link, workload)
 
 

@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 
-from blendserve.bench.link import Link, Weather
+from blendserve.bench.link import Weather
+from blendserve.bench.link_process import LinkProcess
 
 DEAD = 0.0
 GBIT = 1e9 / 8
@@ -66,12 +67,12 @@ def changing(seed: int) -> Mapping[str, Trace]:
 
 
 @contextmanager
-def played(trace: Trace, link: Link, round_trip_s: float) -> Iterator[None]:
+def played(trace: Trace, link: LinkProcess, round_trip_s: float) -> Iterator[None]:
     """The link is so, meanwhile; afterwards it is perfect."""
     over = threading.Event()
 
     def set_to(rate: float) -> None:
-        link.weather = Weather(bytes_per_s=rate, delay_s=round_trip_s / 2, dead=rate == DEAD)
+        link.set_to(Weather(bytes_per_s=rate, delay_s=round_trip_s / 2, dead=rate == DEAD))
 
     def play() -> None:
         start = time.monotonic()
@@ -88,4 +89,4 @@ def played(trace: Trace, link: Link, round_trip_s: float) -> Iterator[None]:
     finally:
         over.set()
         player.join()
-        link.weather = Weather()
+        link.set_to(Weather())
