@@ -6,7 +6,6 @@ Whatever is begun here ends with its `with`, and by itself if this process is ki
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -21,7 +20,8 @@ OURS = "blendserve-bench-"  # a cgroup's name, before the process that made it
 PERIOD = 100_000  # microseconds, in which a quota is spent
 # Ends with the one who started it (PR_SET_PDEATHSIG, Linux alone), and after so many seconds anywhere.
 BUSY = """
-import ctypes, sys, time
+import ctypes, os, sys, time
+os.setpgid(0, 0)  # whoever interrupts the bench does not interrupt this
 if sys.platform == "linux":
     ctypes.CDLL(None).prctl(1, 9)
 end = time.monotonic() + float(sys.argv[1])
@@ -35,12 +35,16 @@ JOIN = 'echo $$ > "$0" && exec "$@"'  # a shell that joins a cgroup and becomes 
 
 @contextmanager
 def busy(n: int) -> Iterator[None]:
-    """n processes, each as busy as one core allows, as nice as this one. Raises InputError when one ended too early."""
+    """n processes, each as busy as one core allows, as nice as this one. Raises InputError when one ended too early.
+
+    They are of this one's session: a system that shares its time out by sessions (Linux's autogroup) would give each of
+    several as much as all that is measured.
+    """
     command = [sys.executable, "-S", "-c", BUSY, str(LONGEST)]
     started: list[subprocess.Popen[bytes]] = []
     try:
         for _ in range(n):  # one by one: those that have started end, whatever happens
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
             started.append(process)
         for process in started:
             assert process.stdout is not None
@@ -52,8 +56,7 @@ def busy(n: int) -> Iterator[None]:
             )
     finally:
         for process in started:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
             process.wait()
             assert process.stdout is not None
             process.stdout.close()

@@ -82,6 +82,9 @@ def test_busy_processes_are_busy_and_end(monkeypatch: pytest.MonkeyPatch) -> Non
         started = children() - before
         assert len(started) == 2
         assert all(os.getpgid(pid) == pid for pid in started)
+        assert all(
+            os.getsid(pid) == os.getsid(0) for pid in started
+        )  # or each would count as much as all of us
         deadline = time.monotonic() + 300
         while not all(ticks(pid) for pid in started):
             assert time.monotonic() < deadline
