@@ -237,7 +237,9 @@ def test_when_the_link_dies_what_was_computed_is_used_and_the_rest_is_fresh(
     here = local(prompt.chunks[-expected:])
     here.delete(blender(here).key(prompt.prefix, ()))
     same = blender(here).run(prompt, changed(AUTO, method=done.report.method))
-    assert torch.equal(done.prefilled.logits, same.prefilled.logits)
+    torch.testing.assert_close(  # alone, not together: torch's products of fewer rows may round otherwise
+        done.prefilled.logits, same.prefilled.logits, rtol=1e-5, atol=1e-5
+    )
 
 
 def test_what_was_computed_is_stored_here_and_not_computed_again(
