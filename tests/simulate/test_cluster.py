@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from blendserve.routing import Replica, choose
@@ -165,6 +165,7 @@ def test_a_link_gives_each_its_turn() -> None:
     assert link.fetch(10.0, 100.0) == pytest.approx(3.0)
 
 
+@example(hot=[{0}, set(), {0, 1}], loads=[0, 2, 1, 0, 0, 0], chunks={0, 1})  # told apart by the bound alone
 @given(
     hot=st.lists(st.sets(st.integers(0, 11)), min_size=1, max_size=6),
     loads=st.lists(st.integers(0, 4), min_size=6, max_size=6),
@@ -184,7 +185,7 @@ def test_chunk_affinity_is_the_rule_that_replicas_are_chosen_by(
     replicas = [Replica(name_of(i), {key_of(c) for c in hot[i]}, loads[i]) for i in range(n)]
     assert loads[chosen] < known.bound()
     if any(hot[i] & chunks and loads[i] < known.bound() for i in range(n)):
-        assert name_of(chosen) == choose([key_of(c) for c in chunks], replicas)
+        assert name_of(chosen) == choose([key_of(c) for c in chunks], replicas, slack=1.25)
 
 
 @pytest.mark.parametrize("routing", ["prefix", "chunks"])

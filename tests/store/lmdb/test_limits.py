@@ -103,6 +103,9 @@ def test_a_full_disk_is_one_chunks_error(path: Path) -> None:
 
 
 def look_without_rights(connection: Connection, path: Path) -> None:
+    LMDBStore(
+        path.with_name("other"), CAP
+    ).close()  # imports what nobody may not read where packages are private
     with as_nobody(path), LMDBStore(path, CAP) as store:
         lock(path)
         with pytest.raises(StoreUnavailable, match=r"writer\.lock"):
