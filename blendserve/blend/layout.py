@@ -117,3 +117,8 @@ def _placed(runs: Sequence[Run], chunk: Span) -> list[Placement]:
     """Runs of a chunk that stands here."""
     spans = [Span(chunk.start + run.span.start, chunk.start + run.span.stop) for run in runs]
     return [Placement(span, run.view, run.at) for span, run in zip(spans, runs, strict=True)]
+
+
+def foreign(span: Span) -> float:
+    """The share of what stands before a chunk in all text up to its end: its tokens move the more, the larger it is."""
+    return max(1, span.start) / max(1, span.stop)

@@ -4,8 +4,10 @@ A chunk's KV is computed alone, and is another behind other text. A part of the 
 text is. It is learnt once, on prompts made of the corpus itself, as one linear map per layer and kv head, from a token's
 stored key and value to its deviation (ours):
 
-    [key before RoPE | value]  W + c  =  expected (fresh - stored)                  least squares, a little penalised
+    expected (fresh - stored)  =  foreign ([key before RoPE | value]  W + c)        least squares, a little penalised
+    foreign                    =  tokens before the chunk / tokens up to its end
 
+A chunk in front has hardly other text to look at, and moves by half as much as one far behind (docs/log.md).
 The first layer's KV depends on its token alone and never moves. A store keeps the maps beside codecs' tables, under the
 hash of their content (store/tables.py), one for each reader and what chunks are computed behind.
 """
@@ -16,6 +18,7 @@ import json
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import accumulate, pairwise
 
 import torch
 import xxhash
@@ -23,11 +26,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from blendserve.blend.layout import lay_out
+from blendserve.blend.layout import foreign, lay_out
 from blendserve.blend.precompute import ChunkComputer
 from blendserve.blend.prefill import prefill
 from blendserve.config import BlendConfig
-from blendserve.core import Chunk, ChunkKV, Prompt, TokenIds
+from blendserve.core import Chunk, ChunkKV, Prompt, Span, TokenIds
 from blendserve.errors import StoreError
 from blendserve.kernels.types import Prior
 from blendserve.models.adapter import Adapter
@@ -36,7 +39,7 @@ from blendserve.registry import REUSE
 from blendserve.store import KVStore
 from blendserve.store.codecs.base import Undecodable
 
-NAME = "moves"  # in the place of a codec's
+NAME = "moves2"  # in the place of a codec's; "moves" were maps without `foreign`
 FIT_TOKENS = 16_384  # more change little
 LEAST_TOKENS = 2_048  # of fewer no rule is learnt
 TOGETHER, LONGEST = 10, 4_096  # chunks of a prompt, and its tokens, at most
@@ -203,13 +206,17 @@ class _Sums:
 
     def add(self, here: slice, chunks: Sequence[ChunkKV], cache: KVCache) -> None:
         """Chunks, and what they are at these places of a prompt that was prefilled in full."""
+        ends = list(accumulate((kv.n_tokens for kv in chunks), initial=here.start))
+        places = torch.tensor([foreign(Span(*edges)) for edges in pairwise(ends)])
+        by = places.repeat_interleave(torch.tensor([kv.n_tokens for kv in chunks]))[:, None]
+        by = by.to(self._adapter.device)
         ropes = self._adapter.rope(torch.arange(here.start, here.stop, device=self._adapter.device))
         for l in range(1, self._adapter.n_layers):
             keys = self._adapter.rotate(cache.keys[l][:, here], ropes[l].inverse)
             fresh = torch.cat([keys, cache.values[l][:, here]], dim=-1).float()
             stored = torch.cat([torch.cat([kv.keys[l], kv.values[l]], dim=-1) for kv in chunks], dim=1)
             stored = stored.to(fresh.device).float()
-            x = torch.cat([stored, torch.ones_like(stored[..., :1])], dim=-1)
+            x = by * torch.cat([stored, torch.ones_like(stored[..., :1])], dim=-1)
             self._gram[l - 1] += (x.mT @ x).cpu()
             moved = fresh - stored
             self._cross[l - 1] += (x.mT @ moved).cpu()

@@ -176,21 +176,23 @@ def correct_reference(
             (params.prior_key_scale, params.prior_value_scale),
         )
     )
+    foreign = known.new_tensor(fresh.foreign)[None, :, None]
+    ours, theirs = (_spread(foreign, sizes) for sizes in (fresh.sizes, fresh.other_sizes))
     rule = None  # how a token moves by what is stored of it
     if prior is not None:
-        share = _share(expected := _by(prior, known), moved, params.prior_trust)
+        share = _share(expected := ours * _by(prior, known), moved, params.prior_trust)
         moved = moved - share * expected
         share = share * prior_scale
         rule = Prior(share * prior.weights.to(known.dtype), share[:, 0] * prior.constant.to(known.dtype))
     means = _means(moved, fresh.sizes, params)
     shift = scale * _spread(means, fresh.other_sizes)
     if params.penalty is not None and len(at):
-        fitted = _fit(known, moved - _spread(means, fresh.sizes), params.penalty)
+        fitted = _fit(known, ours, moved - _spread(means, fresh.sizes), params.penalty)
         found = Prior(scale * fitted.weights, scale * fitted.constant)
         rule = found if rule is None else Prior(*(a + b for a, b in zip(rule, found, strict=True)))
     if rule is not None:
-        theirs = torch.cat([rotate(keys[:, others], elsewhere.inverse), values[:, others]], dim=-1)
-        shift = shift + _by(rule, theirs.to(known.dtype))
+        left = torch.cat([rotate(keys[:, others], elsewhere.inverse), values[:, others]], dim=-1)
+        shift = shift + theirs * _by(rule, left.to(known.dtype))
     by_key, by_value = shift.chunk(2, dim=-1)
     keys[:, others] += rotate(by_key.to(keys.dtype), elsewhere)
     values[:, others] += by_value.to(keys.dtype)
@@ -229,13 +231,13 @@ def _means(moved: Tensor, sizes: Sequence[int], params: CorrectionParams) -> Ten
     )
 
 
-def _fit(known: Tensor, left: Tensor, penalty: float) -> Prior:
+def _fit(known: Tensor, foreign: Tensor, left: Tensor, penalty: float) -> Prior:
     """Ridge regression of `left` [K, S, 2D] on stored keys and values [K, S, 2D], centred, and of unit size each.
 
-    -> W and c such that known W + c predicts `left`.
+    -> W and c such that foreign [1, S, 1] * (known W + c) predicts `left`.
     """
     mean = known.mean(dim=1, keepdim=True)
-    x = known - mean
+    x = foreign * (known - mean)
     key, value = (half.square().mean(dim=(1, 2), keepdim=True) for half in x.chunk(2, dim=-1))
     # All dims of keys are scaled alike, and all of values: [K, 1, 2] -> [K, 1, 2D]
     size = torch.cat([key, value], dim=-1).sqrt().clamp(min=1e-6).repeat_interleave(x.shape[-1] // 2, dim=-1)

@@ -184,7 +184,8 @@ def correction_samples(
     at = torch.arange(0, 2 * CHUNK, 7)
     others = torch.tensor([i for i in range(2 * CHUNK) if i % 7])
     sizes, other_sizes = ([int((x < CHUNK).sum()), int((x >= CHUNK).sum())] for x in (at, others))
-    made = RecomputedTokens(kv[0][:, at], kv[1][:, at], torch.arange(len(at)), at, sizes, others, other_sizes)
+    which = torch.arange(len(at)), at, sizes, others, other_sizes, (1.0, 1.0)
+    made = RecomputedTokens(kv[0][:, at], kv[1][:, at], *which)
     shape, dtype = (2 * CHUNK, rope.cos.shape[-1]), rope.cos.dtype
     unturned = Rope(torch.ones(shape, dtype=dtype), torch.zeros(shape, dtype=dtype))
     return [[(kv[0], kv[1], made, unturned, rotary, params, None)]]

@@ -55,6 +55,7 @@ class RecomputedTokens(NamedTuple):
     sizes: Sequence[int]  # how many of them each chunk has
     others: Tensor  # int64, ascending: the chunks' other tokens, which are to be corrected
     other_sizes: Sequence[int]
+    foreign: Sequence[float]  # of each chunk, above 0: what linear maps say of its tokens is scaled by it
 
 
 class CorrectionParams(NamedTuple):

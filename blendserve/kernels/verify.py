@@ -173,7 +173,7 @@ def _check_correct(library: ctypes.CDLL, dtype: torch.dtype) -> None:
     )
     for params, known in ((means, None), (ridge, None), (ridge, prior)):
         given, wide = (keys.clone(), values.clone()), (keys.double(), values.double())
-        which = torch.arange(2, 29), at, (10, 17), others, (21, 33)
+        which = torch.arange(2, 29), at, (10, 17), others, (21, 33), (0.4, 0.7)
         fresh = RecomputedTokens(fresh_keys, fresh_values, *which)
         cpu_correct.run(library, *given, fresh, rope, params, known)
         exact = RecomputedTokens(fresh_keys.double(), fresh_values.double(), *which)

@@ -29,7 +29,7 @@ def learnt(adapter: Adapter, context: TokenIds = PREFIX) -> Priors:
 def test_what_is_learnt_is_least_squares_over_the_models_own_kv() -> None:
     """By the borrowed model's own forward, and rows added for the penalty; of one head of the last layer."""
     adapter, l, head = tiny_adapter("llama"), tiny_adapter("llama").n_layers - 1, 1
-    xs, ys = [], []
+    xs, ys, places = [], [], []
     for prompt in prompts_of(CORPUS, PREFIX, adapter.context_limit):
         keys, values = model_kv(adapter, prompt.ids)
         rope = adapter.rope(torch.arange(len(prompt)))[l]
@@ -41,14 +41,19 @@ def test_what_is_learnt_is_least_squares_over_the_models_own_kv() -> None:
             alone = torch.cat([turned, values[l]], dim=-1)[head, at:]
             xs.append(alone)
             ys.append(whole[span.start : span.stop] - alone)
-    x, y = torch.cat(xs).double(), torch.cat(ys).double()
-    centred, dim = x - x.mean(0), adapter.head_dim
-    size = torch.cat([part.pow(2).mean().sqrt().expand(dim) for part in centred.chunk(2, dim=-1)])
-    rows = torch.cat([centred, priors.PENALTY**0.5 * torch.diag(size)])
-    wanted = torch.linalg.lstsq(rows, torch.cat([y - y.mean(0), torch.zeros(2 * dim, 2 * dim)])).solution
+            places.append(
+                torch.full((len(span), 1), span.start / span.stop)
+            )  # of all text up to its end, what is not it
+    x, y, by = (torch.cat(parts).double() for parts in (xs, ys, places))
+    dim, total = adapter.head_dim, (by**2).sum()
+    spread = ((by * (x - (by**2 * x).sum(0) / total)) ** 2).sum(0) / total
+    size = torch.cat([part.mean().sqrt().expand(dim) for part in spread.chunk(2)])
+    added = torch.cat([priors.PENALTY**0.5 * torch.diag(size), torch.zeros(2 * dim, 1)], dim=1)
+    rows = torch.cat([by * torch.cat([x, torch.ones(len(x), 1)], dim=1), added])
+    wanted = torch.linalg.lstsq(rows, torch.cat([y, torch.zeros(2 * dim, 2 * dim)])).solution
     weights, constant = learnt(adapter).layer(l)
-    assert_near(weights[head].double(), wanted, 1e-3)
-    assert_near(constant[head].double(), y.mean(0) - x.mean(0) @ wanted, 1e-3)
+    assert_near(weights[head].double(), wanted[:-1], 1e-3)
+    assert_near(constant[head].double(), wanted[-1], 1e-3)
 
 
 def test_every_chunk_stands_in_one_prompt_and_none_is_too_long() -> None:

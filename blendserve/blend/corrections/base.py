@@ -9,6 +9,7 @@ from typing import ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from blendserve.blend.layout import foreign
 from blendserve.core import Span
 from blendserve.kernels.ops import correct
 from blendserve.kernels.rows import Rows
@@ -56,6 +57,7 @@ class Split(NamedTuple):
     sizes: list[int]
     others: Tensor
     other_sizes: list[int]
+    foreign: list[float]
 
     def to(self, device: torch.device) -> Split:
         return self._replace(rows=self.rows.to(device), at=self.at.to(device), others=self.others.to(device))
@@ -77,47 +79,53 @@ class FittedCorrection(Correction):
         self._here = here = slice(spans[0].start, spans[-1].stop)
         there = {id(rope): rope.at(here) for rope in ropes}  # layers share them
         self._ropes = [there[id(rope)] for rope in ropes]
-        features, top = 2 * adapter.head_dim, max(1, adapter.n_layers - 1)
-        knows = self._known is not None
-        self._params = [self.params(features, l / top, knows) for l in range(adapter.n_layers)]
-        self._last: tuple[Rows, Split] | None = None
+        self._features, self._top = 2 * adapter.head_dim, max(1, adapter.n_layers - 1)
+        self._last: tuple[Rows, Split, float] | None = None
 
     @classmethod
     @abstractmethod
-    def params(cls, features: int, depth: float = 0.0, knows: bool = False) -> CorrectionParams:
+    def params(
+        cls, features: int, depth: float = 0.0, knows: bool = False, recomputed: float = 1.0
+    ) -> CorrectionParams:
         """Its constants for tokens of so many numbers, keys and values together.
 
-        depth: where in the reader the layer is, 0 to 1. knows: there is a prior.
+        depth: where in the reader the layer is, 0 to 1. knows: there is a prior. recomputed: share of the chunks' tokens.
         """
 
     def apply(self, l: int, rows: Rows, keys: Tensor, values: Tensor) -> bool:
         if l == 0:  # its keys and values depend on their token alone
             return False
-        split = self._split(rows)
+        split, recomputed = self._split(rows)
         if not len(split.at) and self._known is None:
             return False
         stored = self._cache.keys[l][:, self._here], self._cache.values[l][:, self._here]
         fresh = RecomputedTokens(keys, values, *split)
         prior = self._known.layer(l) if self._known else None
-        correct(*stored, fresh, self._ropes[l], self._rotary, self._params[l], prior)
+        params = self.params(self._features, l / self._top, prior is not None, recomputed)
+        correct(*stored, fresh, self._ropes[l], self._rotary, params, prior)
         return True
 
-    def _split(self, rows: Rows) -> Split:
-        """Which tokens of the chunks are among the rows; rows seldom differ from layer to layer."""
+    def _split(self, rows: Rows) -> tuple[Split, float]:
+        """Which tokens of the chunks are among the rows, and their share; rows seldom differ from layer to layer."""
         if self._last is None or self._last[0] is not rows:
-            self._last = rows, split(rows.host, self._spans).to(rows.device.device)
-        return self._last[1]
+            found = split(rows.host, self._spans, self._known is not None).to(rows.device.device)
+            self._last = rows, found, sum(found.sizes) / max(1, sum(map(len, self._spans)))
+        return self._last[1:]
 
 
-def split(rows: Tensor, spans: Sequence[Span]) -> Split:
-    """The tokens of these spans, by whether they are among the ascending positions `rows` [S]."""
+def split(rows: Tensor, spans: Sequence[Span], by_place: bool = False) -> Split:
+    """The tokens of these spans, by whether they are among the ascending positions `rows` [S].
+
+    by_place: whether they move by how much other text there is (blend/priors.py).
+    """
     edges = torch.searchsorted(rows, torch.tensor([(s.start, s.stop) for s in spans])).tolist()
     which = torch.cat([torch.arange(*edge) for edge in edges])
     tokens, start = torch.cat([torch.arange(s.start, s.stop) for s in spans]), spans[0].start
     others = tokens[~torch.isin(tokens, rows)]
     sizes = [last - first for first, last in edges]
     left = [len(span) - size for span, size in zip(spans, sizes, strict=True)]
-    return Split(which, rows[which] - start, sizes, others - start, left)
+    by = [foreign(span) if by_place else 1.0 for span in spans]
+    return Split(which, rows[which] - start, sizes, others - start, left, by)
 
 
 def make_correction(

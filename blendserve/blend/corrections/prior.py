@@ -6,7 +6,8 @@ tokens the expectation is nearly all there is, with none it is all. Without prio
 
 Thousands of tokens of all kinds have shown the one, some hundred that were chosen as they draw most attention the other:
 what those alone suggest is what made single answers worse than no correction does, and counts half as much. Upper layers
-look for single tokens, so their keys move less. All chosen on first halves of questions (docs/log.md).
+look for single tokens, so their keys move less. The fewer tokens are recomputed, the more a wrong move weighs, as less is
+right beside it: all moves are smaller then. All chosen on first halves of questions (docs/log.md).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from blendserve.kernels.types import CorrectionParams
 TRUST = 20.0  # tokens' worth of trust in a prior as it is
 FIRST_KEYS, LAST_KEYS, VALUES = 0.85, 0.5, 0.85  # of the moves that the corpus has shown
 BEYOND = 0.3, 0.5  # of those of keys and values that this prompt's recomputed tokens show beside
+LEAST, WHOLE = 0.8, 0.15  # of all of this where nothing is recomputed; all of it where this share is, or more
 
 
 class PriorRidge(Ridge):
@@ -25,6 +27,15 @@ class PriorRidge(Ridge):
     uses_prior = True
 
     @classmethod
-    def params(cls, features: int, depth: float = 0.0, knows: bool = False) -> CorrectionParams:
-        found, keys = super().params(features), FIRST_KEYS + (LAST_KEYS - FIRST_KEYS) * depth
-        return CorrectionParams(*found[:2], *BEYOND, found.penalty, TRUST, keys, VALUES) if knows else found
+    def params(
+        cls, features: int, depth: float = 0.0, knows: bool = False, recomputed: float = 1.0
+    ) -> CorrectionParams:
+        found = super().params(features)
+        if not knows:
+            return found
+        dare = LEAST + (1 - LEAST) * min(1.0, recomputed / WHOLE)
+        beyond_keys, beyond_values = (dare * scale for scale in BEYOND)
+        keys = dare * (FIRST_KEYS + (LAST_KEYS - FIRST_KEYS) * depth)
+        return CorrectionParams(
+            *found[:2], beyond_keys, beyond_values, found.penalty, TRUST, keys, dare * VALUES
+        )

@@ -23,5 +23,7 @@ class Ridge(FittedCorrection):
     """See the module's docstring."""
 
     @classmethod
-    def params(cls, features: int, depth: float = 0.0, knows: bool = False) -> CorrectionParams:
+    def params(
+        cls, features: int, depth: float = 0.0, knows: bool = False, recomputed: float = 1.0
+    ) -> CorrectionParams:
         return CorrectionParams(WEIGHT, ZERO_PRIOR, KEY_SCALE, VALUE_SCALE, PENALTY * features)

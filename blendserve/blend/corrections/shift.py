@@ -16,5 +16,7 @@ class Shift(FittedCorrection):
     """See the module's docstring."""
 
     @classmethod
-    def params(cls, features: int, depth: float = 0.0, knows: bool = False) -> CorrectionParams:
+    def params(
+        cls, features: int, depth: float = 0.0, knows: bool = False, recomputed: float = 1.0
+    ) -> CorrectionParams:
         return CorrectionParams(WEIGHT, 0.0, SCALE, SCALE, penalty=None)

@@ -1,10 +1,12 @@
 // The corrections `shift` and `ridge`. kernels/reference.py is the plain form; blend/corrections says what for.
 //
 //     known = [key before RoPE | value] of the recomputed tokens, as stored      [rows, 2 dim]
-//     expected = share * (known W0 + c0), what the prior says of them            one share for keys, one for values; ridge alone
+//     expected = share * foreign * (known W0 + c0), what the prior says of them  one share for keys, one for values; ridge alone
 //     moved = the same, fresh - stored - expected; mean of it by chunk, shrunk
-//     (x' x + penalty) W = x' (moved - mean),  x = known, centred                one small system a kv head; ridge alone
+//     (x' x + penalty) W = x' (moved - mean),  x = foreign * (known, centred)    one small system a kv head; ridge alone
 //     every other token's [key before RoPE | value] += scale * expected + scale * (x W + mean of its chunk)
+//
+// foreign is a number of each chunk's.
 //
 // Each kv head goes by itself; work is split so that two threads share three heads evenly.
 //
@@ -31,6 +33,7 @@ struct CorrectCall {
     const int64_t* first;                         // [chunks + 1], the first row of each
     const int64_t *others, *other_first;          // [..], [chunks + 1], the tokens that are to be moved, likewise
     const float *prior, *prior_constant;          // [kv, 2 dim, 2 dim], [kv, 2 dim]; null: nothing is expected
+    const float* foreign;                         // [chunks]
     int64_t k_head, k_row, v_head, v_row, fk_head, fk_row, fv_head, fv_row, turn_row;
     int64_t kv, dim, width, rows, chunks;
     float weight, still, key_scale, value_scale, penalty;  // penalty < 0: no W
@@ -133,6 +136,15 @@ void expect(const CorrectCall& c, int64_t head, int64_t j, Head& h) {
     }
 }
 
+// expected -> of this much other text.
+void place_expected(const CorrectCall& c, int64_t offset, Head& h) {
+    int64_t f = 2 * c.dim;
+    for (int64_t n = 0; n < c.chunks; ++n)
+        for (int64_t s = c.first[n]; s < c.first[n + 1]; ++s)
+            for (int64_t j = s * f + offset; j < s * f + offset + c.dim; j += LANES)
+                store(h.expected + j, load(h.expected + j) * all(c.foreign[n]));
+}
+
 // How much of what is expected counts: the slope of what moved on it, drawn towards 1 by `trust` tokens' worth, and at most
 // that. left -> what is beyond it.
 void take_share(const CorrectCall& c, int64_t offset, Head& h) {
@@ -190,7 +202,7 @@ void centre(const CorrectCall& c, int64_t offset, Head& h) {
             add(h.left + s * f + offset, h.constants + n * f + offset, -1, c.dim);
             Floats sum = all(0.0f);
             for (int64_t j = offset; j < offset + c.dim; j += LANES) {
-                Floats x = load(h.x + s * f + j) - load(h.centre + j);
+                Floats x = (load(h.x + s * f + j) - load(h.centre + j)) * all(c.foreign[n]);
                 store(h.x + s * f + j, x);
                 sum = fma(x, x, sum);
             }
@@ -269,7 +281,8 @@ void substitute(const float* lu, float* w, int64_t n) {
     }
 }
 
-// A strip of W and of the constants, as tokens need them: of numbers that are not centred, with what is expected in them.
+// A strip of W and of the constants, as tokens need them: of numbers that are not centred, with what is expected in them,
+// and of constants what is to be scaled by `foreign`.
 void finish(const CorrectCall& c, int64_t head, int64_t j, Head& h) {
     int64_t f = 2 * c.dim;
     alignas(64) float centred[STRIP] = {}, scales[STRIP], shares[STRIP];
@@ -296,7 +309,8 @@ void finish(const CorrectCall& c, int64_t head, int64_t j, Head& h) {
     const float* constant = c.prior ? c.prior_constant + head * f + j : nullptr;
     for (int64_t n = 0; n < c.chunks; ++n) {
         float* to = h.constants + n * f + j;
-        add(to, centred, 1, STRIP);
+        for (int64_t k = 0; k < STRIP; k += LANES)
+            store(to + k, load(to + k) / all(c.foreign[n]) + load(centred + k));
         for (int64_t k = 0; k < STRIP; k += LANES) store(to + k, moved(to, constant, k));
     }
 }
@@ -312,6 +326,7 @@ void shift_tile(const CorrectCall& c, const Head& h, int64_t head, int64_t chunk
     const float* constants = h.constants + chunk * 2 * dim;
     Number *keys = c.keys + head * c.k_head, *values = c.values + head * c.v_head;
     alignas(64) float shift[TILE][2 * MAX_DIM], key[MAX_DIM];
+    Floats foreign = all(c.foreign[chunk]);
     if (h.x) {
         alignas(64) Number known[TILE][2 * MAX_DIM];
         for (int64_t r = n; r < TILE; ++r) std::memset(known[r], 0, 2 * dim * sizeof(Number));
@@ -326,6 +341,8 @@ void shift_tile(const CorrectCall& c, const Head& h, int64_t head, int64_t chunk
     for (int64_t r = 0; r < n; ++r) {
         if (!h.x)
             for (int64_t j = 0; j < 2 * dim; ++j) shift[r][j] = (j < dim ? c.key_scale : c.value_scale) * constants[j];
+        else
+            for (int64_t j = 0; j < 2 * dim; j += LANES) store(shift[r] + j, load(shift[r] + j) * foreign);
         turn_wide(turn, tokens[r], shift[r], 1);
         Number *k = keys + tokens[r] * c.k_row, *v = values + tokens[r] * c.v_row;
         for (int64_t j = 0; j < dim; j += LANES) {
@@ -376,7 +393,7 @@ void correct(const CorrectCall& c) {
         for (int64_t item = 0; item < 2 * c.kv; ++item) {
             Head h = head_in(c, memory + item / 2 * numbers);
             int64_t offset = item % 2 ? c.dim : 0;
-            if (c.prior) take_share(c, offset, h);
+            if (c.prior) place_expected(c, offset, h), take_share(c, offset, h);
             take_sums(c, offset, h);
             take_means(c, offset, h);
             if (fits) centre(c, offset, h);

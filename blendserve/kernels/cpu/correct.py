@@ -22,7 +22,7 @@ class CorrectCall(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("keys", "values", "fresh_keys", "fresh_values", "cos", "sin")),
         *((name, ctypes.c_void_p) for name in ("from", "at", "first", "others", "other_first")),
-        *((name, ctypes.c_void_p) for name in ("prior_weights", "prior_constant")),
+        *((name, ctypes.c_void_p) for name in ("prior_weights", "prior_constant", "foreign")),
         *((name, ctypes.c_int64) for name in ("k_head", "k_row", "v_head", "v_row")),
         *((name, ctypes.c_int64) for name in ("fk_head", "fk_row", "fv_head", "fv_row", "turn_row")),
         *((name, ctypes.c_int64) for name in ("kv", "dim", "width", "rows", "chunks")),
@@ -89,7 +89,8 @@ def run(
     parts = (keys, values, fresh.keys, fresh.values)
     # A name for what is made here: it must live until the call is done.
     expected = (None, None) if prior is None else tuple(x.float().contiguous() for x in prior)
-    pointers = (None if x is None else x.data_ptr() for x in (*parts, cos, sin, *indices, *expected))
+    foreign = torch.tensor(fresh.foreign, dtype=torch.float32)
+    pointers = (None if x is None else x.data_ptr() for x in (*parts, cos, sin, *indices, *expected, foreign))
     strides = (*(stride for x in parts for stride in x.stride()[:2]), cos.stride(0))
     sizes = (keys.shape[0], keys.shape[2], cos.shape[1], len(fresh.at), len(fresh.sizes))
     constants = (

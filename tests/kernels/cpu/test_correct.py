@@ -45,7 +45,7 @@ class Case:
         inside = torch.cat([torch.arange(s.start, s.stop) for s in self.spans])
         rows = inside[torch.randperm(len(inside), generator=generator)[:n]].sort().values
         parts = split(rows, self.spans)
-        parts = parts._replace(rows=2 * parts.rows + 1)
+        parts = parts._replace(rows=2 * parts.rows + 1, foreign=[0.9, 0.3, 0.6][: len(lengths)])
         fresh_keys = (
             some(2 * len(rows) + 1).transpose(0, 1).contiguous().transpose(0, 1)
         )  # as layers give them
