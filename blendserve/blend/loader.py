@@ -1,14 +1,18 @@
-"""Stored layers, read and checked one ahead of who needs them, and put in their places.
+"""Stored layers, read and checked ahead of who needs them, and put in their places.
 
     this thread      place 0 | compute 0     | place 1 | compute 1     | ...
-    loader thread    read 0  | read 1        | read 2                  | ...
+    loader thread    read 0  | read 1        | read 2     | read 3     | ...
 
 Reading is what waits for a disk: the first touch of a mapped page, under the checksum, without the GIL. Rotating and
 placing stay with the thread that computes, as they use the same cores (CacheBlend, arXiv 2405.16444, section 5, overlaps
 the same two for a GPU).
 
-For a reader on a GPU the loader thread also sends each layer there (kernels/cuda/staging.py), and stays two ahead: one
-layer is copied while the next is read.
+For a reader on a GPU the loader thread also sends each layer there (kernels/cuda/staging.py): one layer
+is copied while the next is read.
+
+Coded KV takes longer to decode than a pass of few rows to compute, and both want the same cores. While layers are
+waited for, who computes leaves a core to each thread that decodes (kernels/team.py): with a team on all of them every
+small loop waits for the thread whose core is taken. Where layers are there in time, it takes them all.
 
 Of a chunk that is still coming from another machine the loader thread waits for a layer, and so does who places it.
 """
@@ -41,7 +45,12 @@ class LayerReader:
         self._way = Staging(stream) if stream else InPlace()
         beside = None if stream else team.alone  # who computes needs the cores
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="blendserve-load", initializer=beside)
-        self._decoders = _decoders(views)
+        self._decoding = _decoding(views)
+        self._decoders = None
+        if self._decoding > 1:
+            self._decoders = ThreadPoolExecutor(
+                self._decoding, thread_name_prefix="blendserve-decode", initializer=team.alone
+            )
         self._ahead: dict[int, Future[Sent]] = {}
         self._clock = Clock()
         self._start(0)
@@ -51,7 +60,10 @@ class LayerReader:
         if not self._views:
             return []
         self._start(l)
-        sent = self._ahead.pop(l).result()
+        due = self._ahead.pop(l)
+        in_time = due.done() and all(sent.done() for sent in self._ahead.values())
+        team.leave(0 if in_time else self._decoding)
+        sent = due.result()
         for after in range(l + 1, l + 1 + self._way.ahead):
             self._start(after)
         return self._way.hand_over(sent)
@@ -62,7 +74,8 @@ class LayerReader:
         return self._clock.seconds["read"]
 
     def close(self) -> None:
-        """Wait for what is being read; idempotent."""
+        """Wait for what is being read; idempotent. By the thread that takes layers."""
+        team.leave(0)
         self._pool.shutdown(wait=True, cancel_futures=True)
         if self._decoders:
             self._decoders.shutdown(wait=True)
@@ -80,12 +93,11 @@ class LayerReader:
         return list(each(lambda view: view.layer(l), self._views))
 
 
-def _decoders(views: Sequence[ChunkView]) -> ThreadPoolExecutor | None:
-    """Threads that decode chunks side by side, one core left to who computes; None where the loader thread is enough."""
-    threads = min(torch.get_num_threads() - 1, len(views))
-    if threads < 2 or all(view.n_bytes >= view.raw_bytes for view in views):
-        return None
-    return ThreadPoolExecutor(threads, thread_name_prefix="blendserve-decode", initializer=team.alone)
+def _decoding(views: Sequence[ChunkView]) -> int:
+    """Threads that decode chunks side by side, one core left to who computes; 0 where nothing is coded."""
+    if all(view.n_bytes >= view.raw_bytes for view in views):
+        return 0
+    return max(1, min(torch.get_num_threads() - 1, len(views)))
 
 
 class KVLoader:

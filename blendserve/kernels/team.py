@@ -1,4 +1,5 @@
-"""How many threads a compiled kernel runs with: torch's, or fewer where a pass goes faster so (models/pace.py).
+"""How many threads a compiled kernel runs with: torch's, or fewer where a pass goes faster so (models/pace.py), or where
+other threads decode what the pass waits for (blend/loader.py).
 
 Their results do not depend on it. What torch computes itself may, so its own number of threads, which is also by what a
 backend is chosen, stays as it is. It holds for the calling thread alone.
@@ -16,6 +17,7 @@ import torch
 
 class _Own(threading.local):
     most: int | None = None
+    left: int = 0  # cores, to others
 
 
 _own = _Own()
@@ -25,6 +27,16 @@ def size() -> int:
     """Threads of the next call, at least 1."""
     most = torch.get_num_threads()
     return most if _own.most is None else min(most, _own.most)
+
+
+def leave(cores: int) -> None:
+    """From now on passes of few rows by the calling thread leave so many cores to threads that work for it; 0 = none."""
+    _own.left = cores
+
+
+def leaves() -> int:
+    """Cores that the calling thread's passes of few rows leave to others."""
+    return _own.left
 
 
 @contextmanager

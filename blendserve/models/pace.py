@@ -72,6 +72,9 @@ class Pace:
     def layer(self, run: Callable[[], T]) -> T:
         """One layer, with as many threads as it is its turn for."""
         pacer = self._pacer
+        if left := team.leaves():  # nothing is learnt of it: it has what others leave
+            with team.at_most(max(1, pacer.all_threads() - left)):
+                return run()
         if self._with != pacer.threads:  # a pass in between has found something
             self._with, self._trial, self._tried = pacer.threads, 0, []
             self._window.clear()

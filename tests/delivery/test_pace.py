@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import time
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
+import torch
 
 from blendserve.store import ChunkKey
+from blendserve.store.chunk import StoredChunk
 from blendserve.store.codecs.base import SLOW
+from blendserve.store.kdn.client import Client
 from blendserve.store.kdn.collection import read_directory
-from blendserve.store.kdn.pace import Pace
+from blendserve.store.kdn.pace import BESIDE, Pace
 from blendserve.store.kdn.store import KdnStore
 from tests.delivery.helpers import LEVELS, NAME, Service, settings
+from tests.engine.helpers import reader
 
 
 def keys_of(service: Service) -> list[ChunkKey]:
@@ -28,6 +36,54 @@ def test_what_decoding_takes_is_known_before_the_first_request(service: Service)
         assert pace.round_trip > 0
         assert pace.n_bytes > 0
         assert store.sample([b"\0" * 28], 1) is None  # not of this collection
+
+
+def test_a_service_that_is_slow_to_begin_is_no_long_round_trip(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Taken for one, it would be left out of every transfer's time, and the link look quicker each time."""
+    now, takes, get = [0.0], iter([3.0, 0.5, 1.0]), Client.get
+
+    def slowly(self: Client, *args: Any, **kwargs: Any) -> Any:
+        if "headers" in kwargs or len(args) > 2:  # a part of a body: the others are descriptions
+            now[0] += next(takes)
+        return get(self, *args, **kwargs)
+
+    monkeypatch.setattr(Client, "get", slowly)
+    monkeypatch.setattr(
+        "blendserve.store.kdn.store.time",
+        SimpleNamespace(perf_counter=lambda: now[0], monotonic=time.monotonic),
+    )
+    pace = Pace()
+    with KdnStore(settings(service.url, level="auto"), pace=pace) as store:
+        found = store.sample(keys_of(service)[:1], 1)
+    assert found is not None
+    assert found.round_trip == pace.round_trip == 0.5
+
+
+def test_what_a_codec_makes_once_is_not_counted_as_decoding(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, made, layer = [0.0], set[int](), StoredChunk.layer
+
+    def slow_at_first(self: StoredChunk, l: int) -> Any:
+        now[0] += 1.0 if l in made else 5.0
+        made.add(l)
+        return layer(self, l)
+
+    monkeypatch.setattr(StoredChunk, "layer", slow_at_first)
+    monkeypatch.setattr(
+        "blendserve.store.kdn.pace.time",
+        SimpleNamespace(perf_counter=lambda: now[0], monotonic=time.monotonic),
+    )
+    pace = Pace()
+    with KdnStore(settings(service.url, level="auto"), pace=pace) as store:
+        store.sample(keys_of(service)[:1], 1)
+    chunk_s = pace.decoding("int8") * torch.get_num_threads() / BESIDE
+    n_layers = reader().adapter.n_layers
+    raw = service.http.get(f"/collections/{NAME}/directory").content
+    tokens = sorted(entry.n_tokens for entry in read_directory(raw, len(LEVELS)).values())
+    assert chunk_s * tokens[len(tokens) // 2] == pytest.approx(n_layers * 1.0)
 
 
 def test_of_a_link_that_stood_still_nothing_is_known_and_it_is_trusted_when_a_request_came_through() -> None:

@@ -56,6 +56,18 @@ class Machine:
         return self.used[before:]
 
 
+@pytest.mark.parametrize(("left", "threads"), [(1, ALL - 1), (3, 1), (9, 1)])
+def test_cores_that_are_left_to_others_are_not_used_and_teach_nothing(left: int, threads: int) -> None:
+    machine = Machine(taken=1)
+    team.leave(left)
+    try:
+        assert machine.run() == LAYERS * [threads]
+        assert machine.pacer.threads == ALL
+    finally:
+        team.leave(0)
+    assert machine.run(1) == [ALL]
+
+
 def test_alone_nothing_is_tried() -> None:
     machine = Machine()
     assert {n for _ in range(100) for n in machine.run()} == {ALL}

@@ -155,9 +155,12 @@ class Sent:
 
 
 class InPlace:
-    """For readers that compute where the store's memory is: nothing is sent, and one layer is read ahead."""
+    """For readers that compute where the store's memory is: nothing is sent, and some layers are read ahead.
 
-    ahead = 1
+    One is enough where a layer always takes as long to read, and to compute. Links, decoding and others' work vary.
+    """
+
+    ahead = 3
 
     def send(self, read: Callable[[], Layer]) -> Sent:
         return Sent(read(), [], None)
