@@ -17,7 +17,7 @@ from blendserve.serve.config import ServeConfig
 from blendserve.serve.keys import KeyFile, Tenant
 from tests.engine.helpers import PASSAGES, QUESTIONS, wait_for
 from tests.page.conftest import PATIENCE_MS
-from tests.serve.helpers import Server, until
+from tests.serve.helpers import Server, hold
 
 expect.set_options(timeout=PATIENCE_MS)
 OWN = {"text": PASSAGES[0].text, "title": PASSAGES[0].title}
@@ -266,7 +266,7 @@ def test_documents_are_dropped_in_followed_listed_and_deleted(
 
 def test_the_model_may_be_busy_and_the_page_is_there(page: Page, server: Server) -> None:
     released = threading.Event()
-    server.service.scheduler.in_background(until(released))
+    hold(server.service.scheduler, released)
     try:
         visit(page, server)
         expect(page.locator("#question")).to_be_editable()
@@ -286,7 +286,7 @@ def test_the_model_may_be_busy_and_the_page_is_there(page: Page, server: Server)
 def test_an_answer_streams_and_can_be_stopped(page: Page, server: Server) -> None:
     visit(page, server)
     released = threading.Event()
-    server.service.scheduler.in_background(until(released))
+    hold(server.service.scheduler, released)
     ask(page)
     expect(page.locator("#answer")).to_contain_text("Reading the passages")
     page.get_by_role("button", name="Stop").click()

@@ -19,6 +19,7 @@ from blendserve.core import Document, Passage
 from blendserve.engine.engine import Engine
 from blendserve.engine.library import Library
 from blendserve.engine.prompt import PromptBuilder
+from blendserve.engine.scheduler import Scheduler
 from blendserve.retrieve import VectorIndex
 from blendserve.serve.app import make_app
 from blendserve.serve.config import ServeConfig
@@ -71,13 +72,16 @@ def library(folder: Path, engine: Engine) -> Library:
 DOCUMENTS = [Document(p.text, p.title, p.title.lower()) for p in PASSAGES]
 
 
-def until(event: threading.Event) -> Callable[[], None]:
-    """A task that holds the model's thread until then."""
+def hold(scheduler: Scheduler, until: threading.Event) -> None:
+    """Keep the model's thread busy until then; it is when this returns, so no request comes before."""
+    begun = threading.Event()
 
-    def hold() -> None:
-        event.wait(30)
+    def task() -> None:
+        begun.set()
+        until.wait(30)
 
-    return hold
+    scheduler.in_background(task)
+    assert begun.wait(30)
 
 
 class Server:

@@ -20,7 +20,7 @@ from blendserve.store.codecs.base import ChunkShape, Coding
 from blendserve.store.codecs.raw import Raw
 from blendserve.store.record import Coded
 from tests.engine.helpers import PASSAGES, QUESTIONS, wait_for
-from tests.serve.helpers import Server, until
+from tests.serve.helpers import Server, hold
 
 OWN = [{"text": p.text, "title": p.title} for p in PASSAGES]
 
@@ -185,7 +185,7 @@ def test_requests_that_miss_the_same_chunks_store_them_once(server: Server) -> N
 
     server.engine.store.put_uncoded = counted  # type: ignore[method-assign]
     busy = threading.Event()
-    server.service.scheduler.in_background(until(busy))
+    hold(server.service.scheduler, busy)
     body = {"question": QUESTIONS[0], "passages": OWN, "max_tokens": 2}
     with ThreadPoolExecutor(8) as pool:
         asked = [pool.submit(server.post, "/v1/rag/query", body) for _ in range(8)]
@@ -210,7 +210,7 @@ def test_waiting_requests_share_loads(server: Server) -> None:
     chunk.layer = counted
     try:
         busy = threading.Event()
-        server.service.scheduler.in_background(until(busy))
+        hold(server.service.scheduler, busy)
         body = {"question": QUESTIONS[0], "passages": OWN, "max_tokens": 2}
         with ThreadPoolExecutor(6) as pool:
             asked = [pool.submit(server.post, "/v1/rag/query", body) for _ in range(6)]
@@ -231,7 +231,7 @@ def test_a_precompute_that_is_cancelled_at_its_last_chunk_harms_nothing(
 ) -> None:
     service = server.service
     busy = threading.Event()
-    service.scheduler.in_background(until(busy))
+    hold(service.scheduler, busy)
     chunks = service.engine.prompts.chunk_ids(PASSAGES)
 
     def cancel(_: int) -> None:
@@ -275,7 +275,7 @@ def test_shared_loads_are_kept_while_wanted_and_below_their_cap() -> None:
 @pytest.mark.parametrize("path", ["/v1/rag/query", "/v1/chat/completions"])
 def test_a_streams_passages_come_before_its_prefill(server: Server, path: str) -> None:
     busy = threading.Event()
-    server.service.scheduler.in_background(until(busy))
+    hold(server.service.scheduler, busy)
     rag: dict[str, Any] = {"question": QUESTIONS[0], "passages": OWN[:2], "max_tokens": 2, "stream": True}
     chat = {"model": "tiny", "messages": [{"role": "user", "content": QUESTIONS[0]}], "stream": True}
     body = rag if path.endswith("query") else {**chat, "x_blendserve": {"passages": OWN[:2]}}
@@ -290,7 +290,7 @@ def test_a_streams_passages_come_before_its_prefill(server: Server, path: str) -
 
 def test_a_full_queue_is_429_and_nothing_is_lost(server: Server) -> None:
     busy = threading.Event()
-    server.service.scheduler.in_background(until(busy))
+    hold(server.service.scheduler, busy)
     body = {"question": QUESTIONS[0], "passages": OWN[:2], "max_tokens": 2}
     with ThreadPoolExecutor(12) as pool:
         asked = [pool.submit(server.post, "/v1/rag/query", body) for _ in range(12)]

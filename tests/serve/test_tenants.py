@@ -15,7 +15,7 @@ from blendserve.serve.config import ServeConfig, check_binding
 from blendserve.serve.keys import KeyFile, Tenant
 from blendserve.serve.limits import Limits
 from tests.engine.helpers import PASSAGES, QUESTIONS, wait_for
-from tests.serve.helpers import Server, until
+from tests.serve.helpers import Server, hold
 
 OWN = [{"text": p.text, "title": p.title} for p in PASSAGES]
 ASK: dict[str, Any] = {"question": QUESTIONS[0], "passages": OWN, "max_tokens": 2}
@@ -96,7 +96,7 @@ def test_rights(shop: Shop) -> None:
 
 def test_one_key_may_have_so_many_requests_at_a_time(shop: Shop) -> None:
     busy, server = threading.Event(), shop.server
-    server.service.scheduler.in_background(until(busy))  # the model's thread, until it is let go
+    hold(server.service.scheduler, busy)  # the model's thread, until it is let go
     with ThreadPoolExecutor(2) as pool:
         held = [pool.submit(server.post, "/v1/rag/query", ASK, shop.ann) for _ in range(2)]
         wait_for(lambda: server.service.scheduler.load[0] == 2)
