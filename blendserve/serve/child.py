@@ -40,11 +40,14 @@ class Child:
             ended = self._process.poll() is not None
             with self._log.open("rb") as out:
                 out.seek(printed)
-                if found := LISTENING.search(out.read()):
-                    return found[1].decode()
+                said = out.read()
+            if found := LISTENING.search(said):
+                return found[1].decode()
             if ended:
+                last = said.decode(errors="replace").strip().rpartition("\n")[2]
                 raise ServeError(
-                    f"the server ended with {self._process.returncode} at its start: see {self._log}"
+                    f"the server ended with {self._process.returncode} at its start: {last or 'it said nothing'} (all it "
+                    f"said is in {self._log})"
                 )
             time.sleep(0.05)
 

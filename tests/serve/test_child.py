@@ -42,6 +42,19 @@ def test_who_leaves_with_an_error_takes_it_along(tmp_path: Path) -> None:
     assert server._process.returncode < 0
 
 
-def test_one_that_ends_before_it_listens_is_told(tmp_path: Path) -> None:
-    with pytest.raises(ServeError, match=r"ended with 5 at its start: see .*log"):
-        Child([sys.executable, "-c", "raise SystemExit(5)"], tmp_path / "log")
+@pytest.mark.parametrize(
+    ("program", "why"),
+    [
+        ("raise SystemExit(5)", "it said nothing"),
+        (
+            "print('reading'); print('error: there is no index'); raise SystemExit(5)",
+            "error: there is no index",
+        ),
+    ],
+)
+def test_one_that_ends_before_it_listens_is_told_with_its_last_words(
+    tmp_path: Path, program: str, why: str
+) -> None:
+    (tmp_path / "log").write_text("an earlier one's words\n")
+    with pytest.raises(ServeError, match=rf"ended with 5 at its start: {why} \(.*log\)"):
+        Child([sys.executable, "-c", program], tmp_path / "log")
