@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
@@ -153,12 +154,27 @@ def measure(adapter: Adapter, repeats: int = 3) -> CostModel:
     rounds = [[part for case in cases for part in _timed(adapter, *case, room)] for _ in range(repeats)]
     works = [work for work, _ in rounds[0]]
     took = np.min([[seconds for _, seconds in parts] for parts in rounds], axis=0)
-    from scipy.optimize import nnls  # start-up: a quarter of a second, for once a machine
-
-    constants, _ = nnls(
+    constants = nonnegative_least_squares(
         np.array(works) / took[:, None], np.ones(len(took))
-    )  # relative error; none below zero
+    )  # relative error
     return CostModel(*map(float, constants))
+
+
+def nonnegative_least_squares(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """The x >= 0 [n] with the least |a x - b|, a [m, n], b [m]: tries every set of columns, so n is small.
+
+    The solution is the unconstrained one over some set of columns, with zeros elsewhere (Lawson and Hanson, 1974).
+    """
+    m, n = a.shape
+    best, least = np.zeros(n), float(b @ b)
+    for size in range(1, min(m, n) + 1):
+        for columns in map(list, combinations(range(n), size)):
+            x = np.linalg.lstsq(a[:, columns], b, rcond=None)[0]
+            error = float(np.square(a[:, columns] @ x - b).sum())
+            if error < least and (x >= 0).all():
+                best, least = np.zeros(n), error
+                best[columns] = x
+    return best
 
 
 def made_up_case(adapter: Adapter, n_suffix: int, n_stored: int) -> tuple[Prompt, Layout]:

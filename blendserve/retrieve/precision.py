@@ -53,7 +53,8 @@ def fastest(folder: BertFolder, fingerprint: str) -> Bert:
     """The encoder in its fastest form; fp32 where the CPU does not multiply bf16."""
     if fast_dtype() != torch.bfloat16:
         return Bert(folder, *PLAIN)
-    kernels = [cpu_status(level).reason for level in LEVELS.values()]
+    # Only what the forms below can run: asking for the status of a level compiles it.
+    kernels = [cpu_status(level).reason for level in LEVELS.values() if level.dtype == "bfloat16"]
     about = repr((VERSION, fingerprint, torch.__version__, platform.node(), kernels))
     file = cache_folder() / "embedder" / f"{hashlib.blake2b(about.encode(), digest_size=12).hexdigest()}.json"
     try:

@@ -9,10 +9,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from blendserve.blend import cost
-from blendserve.blend.cost import CostModel, calibrated, choose, measure
+from blendserve.blend.cost import CostModel, calibrated, choose, measure, nonnegative_least_squares
 from blendserve.blend.layout import Layout
 from blendserve.blend.policies.base import make_policy
 from blendserve.blend.prefill import prefill
@@ -107,3 +108,15 @@ def test_a_kept_model_is_read_a_damaged_one_is_measured_anew(tmp_path: Path) -> 
 def test_a_folder_that_cannot_be_written_costs_time_only(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert calibrated(tiny_adapter("llama"), "f", tmp_path / "file" / "below", lambda _: None).per_pass >= 0
+
+
+def test_least_squares_without_negative_constants_meets_the_conditions_of_an_optimum() -> None:
+    """Kuhn and Tucker: the gradient is zero where x > 0, and not negative where x = 0."""
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        a, b = rng.normal(size=(9, 4)), rng.normal(size=9)
+        x = nonnegative_least_squares(a, b)
+        gradient = a.T @ (a @ x - b)
+        assert (x >= 0).all()
+        assert (gradient > -1e-9).all()
+        assert np.abs(gradient[x > 0]).max(initial=0) < 1e-9

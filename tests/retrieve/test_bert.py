@@ -13,6 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from blendserve.kernels.cpu.isa import Level
+from blendserve.kernels.verify import Status
 from blendserve.retrieve import Embedder, precision
 from blendserve.retrieve.bert import Bert
 from blendserve.retrieve.bert_folder import BertFolder, is_plain_bert
@@ -162,6 +164,23 @@ def test_the_form_is_measured_once_and_kept(
         file.write_text("[1")  # a damaged one is none
     precision.fastest(folder, "fp32 set()")
     assert len(asked) == 4
+
+
+def test_choosing_a_form_compiles_no_kernels_that_no_form_uses(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    asked = set[str]()
+
+    def status(level: Level) -> Status:
+        asked.add(level.dtype)
+        return Status(False, "not compiled here")
+
+    monkeypatch.setattr(precision, "cpu_status", status)
+    monkeypatch.setattr(precision, "measure", lambda runs, ours: None)
+    monkeypatch.setattr(precision, "fast_dtype", lambda: torch.bfloat16)
+    precision.fastest(BertFolder(model_folder), "x")
+    assert asked == {"bfloat16"}
 
 
 def test_on_a_machine_too_busy_to_measure_the_order_decides_and_nothing_is_kept(

@@ -1,10 +1,12 @@
-"""The kernels' source -> a shared object in the user's cache, one an instruction set, compiled once for each compiler.
+"""Compile the kernels' sources into a shared object per instruction set, once per compiler, in the user's cache.
 
-No torch headers, so this takes a few seconds. The object is linked against no OpenMP of its own: at load it binds to the
-one that torch brought into the process, and shares its threads.
+    python -m blendserve.kernels.cpu.build      compiles what this CPU uses; needs the standard library alone
 
-Objects that were compiled beforehand, for machines without a compiler, lie in `prebuilt/` (prebuild.py) under a digest
-of what they were made of, and are taken first.
+The sources use no torch headers, so this takes a few seconds. The object links no OpenMP of its own: when it is loaded
+it binds to the one that torch brought into the process, and shares its threads.
+
+A wheel carries objects for machines without a compiler in `prebuilt/` (prebuild.py), named by a digest of their sources;
+they are used first.
 """
 
 from __future__ import annotations
@@ -13,12 +15,15 @@ import hashlib
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
-from filelock import FileLock, Timeout
-
-from blendserve.kernels.cpu.isa import Level, missing
+from blendserve.kernels.cpu.isa import Level, in_use, missing
 from blendserve.paths import cache_folder
 
 SOURCES = Path(__file__).parent
@@ -26,6 +31,7 @@ PREBUILT = SOURCES / "prebuilt"
 COMPILE = ("-std=c++17", "-O3", "-ffp-contract=off", "-fopenmp", "-fPIC", "-c")
 LINK = ("-shared", "-Wl,-z,now")  # a missing symbol is found at load, not at the first call
 WAIT_SECONDS = 60  # for another process that is compiling
+PARALLEL = 2  # compiler processes; a level is nine short files
 
 
 class Unavailable(Exception):
@@ -43,10 +49,10 @@ def build(level: Level) -> Path:
     if not target.exists():
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
-            with FileLock(target.with_suffix(".lock"), timeout=WAIT_SECONDS):
+            with _locked(target.with_suffix(".lock")):
                 if not target.exists():
                     compile_level(level, compiler, target)
-        except Timeout:
+        except TimeoutError:
             raise Unavailable(f"another process has been compiling {target} for {WAIT_SECONDS} s") from None
         except OSError as error:
             raise Unavailable(f"{target.parent} cannot be written: {error.strerror}") from None
@@ -84,14 +90,35 @@ def _sources(level: Level) -> list[Path]:
 
 
 def compile_level(level: Level, compiler: str, target: Path) -> None:
-    """Raises Unavailable, OSError. The target is there whole or not at all."""
+    """Compile and link a level's sources; `target` appears complete or not at all. Raises Unavailable, OSError."""
     with tempfile.TemporaryDirectory(prefix=".build-", dir=target.parent) as folder:
-        linked, made = Path(folder, "made.so"), []
-        for source in _sources(level):
-            made.append(str(Path(folder, source.stem + ".o")))
-            _run([compiler, *COMPILE, *level.compile, str(source), "-o", made[-1]])
-        _run([compiler, *LINK, *made, "-o", str(linked)])
+        objects = {source: str(Path(folder, source.stem + ".o")) for source in _sources(level)}
+        commands = [
+            [compiler, *COMPILE, *level.compile, str(source), "-o", made] for source, made in objects.items()
+        ]
+        with ThreadPoolExecutor(PARALLEL) as pool:
+            list(pool.map(_run, commands))
+        linked = Path(folder, "linked.so")
+        _run([compiler, *LINK, *objects.values(), "-o", str(linked)])
         os.replace(linked, target)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock on `path` between processes. Raises TimeoutError after WAIT_SECONDS."""
+    import fcntl  # Unix alone; `missing` has refused every other system before
+
+    deadline = time.monotonic() + WAIT_SECONDS
+    with path.open("a") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise TimeoutError(path) from None
+                time.sleep(0.05)
+        yield
 
 
 def _run(command: list[str]) -> str:
@@ -103,3 +130,24 @@ def _run(command: list[str]) -> str:
         said = next((line for line in done.stderr.splitlines() if "error" in line), f"exit {done.returncode}")
         raise Unavailable(f"compiling failed: {said}")
     return done.stdout
+
+
+def main() -> int:
+    """Compile what this CPU uses. 0 = all of it is there, 1 = compiling failed or there is no compiler."""
+    levels = in_use()
+    if not levels:
+        print("This CPU or system has no compiled kernels; plain PyTorch is used.")
+    try:
+        for level in levels:
+            print(f"CPU kernels for {level.title}: {build(level)}")
+    except Unavailable as error:
+        print(
+            f"The CPU kernels were not compiled: {error}. Plain PyTorch is used, which is slower.",
+            file=sys.stderr,
+        )
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

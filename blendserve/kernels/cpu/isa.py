@@ -78,6 +78,14 @@ def allowed() -> tuple[str, ...]:
     return tuple(name for name in SETS if not missing(LEVELS[name]))
 
 
+def in_use() -> list[Level]:
+    """The levels whose kernels a model in `auto` dtype runs on this CPU: for each operation, the widest of its dtype."""
+    levels = [LEVELS[name] for name in allowed()]
+    dtype = "bfloat16" if any(level.dtype == "bfloat16" for level in levels) else "float32"
+    widest = {operation: level for level in levels if level.dtype == dtype for operation in level.sources}
+    return [level for level in levels if level in widest.values()]
+
+
 def cpu_flags() -> frozenset[str]:
     return frozenset(_cpuinfo("flags").split())
 

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from blendserve import cpu_cap
 from blendserve.kernels import verify
-from blendserve.kernels.cpu import build, library, prebuild
-from blendserve.kernels.cpu.isa import LEVELS, Level, missing
+from blendserve.kernels.cpu import build, isa, library, prebuild
+from blendserve.kernels.cpu.isa import LEVELS, Level, in_use, missing
+
+ROOT = Path(__file__).parents[3]
+COMMAND = "import runpy; runpy.run_module('blendserve.kernels.cpu.build', run_name='__main__')"
 
 HERE = [level for level in LEVELS.values() if not missing(level)]
 pytestmark = pytest.mark.skipif(
@@ -87,3 +94,42 @@ def test_compiling_again_keeps_what_is_there_and_drops_the_rest(
     assert prebuild.prebuild() == [build.prebuilt(level)]
     assert build.prebuilt(level).stat().st_mtime_ns == made
     assert not other.exists()
+
+
+def test_the_command_compiles_what_this_cpu_uses_with_the_standard_library_alone(tmp_path: Path) -> None:
+    """As `make demo` runs it, while pip installs torch."""
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-S", "-c", COMMAND]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    made = {path.name.partition("-")[0] for path in (tmp_path / "blendserve" / "native").glob("*.so")}
+    assert made == {level.name for level in in_use()}, done.stdout
+
+
+def test_the_command_fails_where_there_is_no_compiler(tmp_path: Path) -> None:
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "CXX": "no-such-compiler"}
+    done = subprocess.run(
+        [sys.executable, "-m", "blendserve.kernels.cpu.build"],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert "no-such-compiler" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "names"),
+    [
+        ("avx2", ["avx2"]),
+        ("avx512", ["avx512"]),
+        ("avx512_bf16", ["avx512_bf16"]),
+        ("amx", ["avx512_bf16", "amx"]),
+    ],
+)
+def test_levels_in_use_are_the_widest_of_the_models_dtype(
+    flags: str, names: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(cpu_cap.SWITCH, raising=False)
+    monkeypatch.setattr(isa, "cpu_flags", lambda: LEVELS[flags].needs)
+    monkeypatch.setattr(isa, "_may_use_tiles", lambda: True)
+    assert [level.name for level in in_use()] == names
