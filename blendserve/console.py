@@ -13,6 +13,7 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
@@ -35,7 +36,10 @@ def print_json(value: Any) -> None:
 
 @contextmanager
 def progress(what: str, unit: str, bytes_per_unit: int = 0) -> Iterator[Callable[[int, int], None]]:
-    """A bar on stderr with rate and time left; yields `update(done, total)`. Sizes are shown when a unit has bytes."""
+    """A bar on stderr with rate and time left; yields `update(done, total)`. Sizes are shown when a unit has bytes.
+
+    The bar appears with its first update, so that loading a model before is not counted as its work.
+    """
     columns = [
         TextColumn("{task.description}"),
         BarColumn(),
@@ -45,17 +49,24 @@ def progress(what: str, unit: str, bytes_per_unit: int = 0) -> Iterator[Callable
         TextColumn("left"),
         TimeRemainingColumn(),
     ]
-    with Progress(*columns, console=err) as bar:
-        task = bar.add_task(what, total=None, rate="")
+    bar = Progress(*columns, console=err)
+    task: TaskID | None = None
 
-        def update(done: int, total: int) -> None:
-            speed = done / (bar.tasks[0].elapsed or 1e-9)
-            rate = f"{unit}, {speed:,.0f}/s" if speed >= 10 else f"{unit}"
-            if bytes_per_unit:
-                rate += f", {decimal(done * bytes_per_unit)}"
-            bar.update(task, completed=done, total=total, rate=rate)
+    def update(done: int, total: int) -> None:
+        nonlocal task
+        if task is None:
+            task = bar.add_task(what, total=total, rate="")
+            bar.start()
+        speed = done / (bar.tasks[0].elapsed or 1e-9)
+        rate = f"{unit}, {speed:,.0f}/s" if speed >= 10 else f"{unit}"
+        if bytes_per_unit:
+            rate += f", {decimal(done * bytes_per_unit)}"
+        bar.update(task, completed=done, total=total, rate=rate)
 
+    try:
         yield update
+    finally:
+        bar.stop()
 
 
 @contextmanager

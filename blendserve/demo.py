@@ -1,44 +1,53 @@
-"""The main job on bundled models and real text: build, precompute, ask, and compare the methods on one prompt."""
+"""The main job on bundled models and real text, in numbered steps: load, index, ask, precompute, ask again, compare."""
 
 from __future__ import annotations
 
-import statistics
+import os
+import re
+import shutil
+import sys
 import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from blendserve import console
-from blendserve.config import BlendConfig, Config, RetrieveConfig, StoreConfig
+from blendserve.config import BlendConfig, Config, DecodeConfig, ReaderConfig, RetrieveConfig, StoreConfig
 from blendserve.core import Answer, Passage
 from blendserve.engine.engine import Engine
 from blendserve.engine.library import Library
-from blendserve.errors import ConfigError, IndexMismatch, IndexMissing
+from blendserve.errors import IndexMismatch, IndexMissing
+from blendserve.models.loader import Reader, load_reader
 from blendserve.models.own_forward import model_logits
-from blendserve.registry import SMALL
 from blendserve.retrieve import language_reference
 
 INDEX = Path("indexes") / "demo"
-QUESTIONS = (
-    "What does the with statement do?",
-    "What happens in a try statement when no exception is raised?",
-    "When is the else clause of a for loop executed?",
+BEGAN = "BLENDSERVE_DEMO_BEGAN"  # when `make demo` began: seconds since the epoch
+QUESTIONS = (  # chosen by trying many: the bundled model answers them right by full prefill
+    "What does the finally clause do?",
+    "What does the break statement do?",
+    "What does a decorator do?",
 )
 CHUNKS = 6
-REPEATS = 3
 METHODS = {
-    "full": "full prefill (ours)",
+    "full": "full prefill, blendserve",
     "prefix": "prefix caching",
-    "reuse": "full reuse",
-    "blend": "blended",
+    "reuse": "full reuse, nothing recomputed",
+    "blend": "blending, the default",
 }
-SHOWN = 140  # characters of an answer in the table
-# The corpus takes 0.4 GB; the cap keeps the demo's promise of half a gigabyte of disk.
+CODEC = "int8"  # what the size of raw KV is compared with
+SHOWN = 140  # characters of an answer
+# The corpus takes 0.4 GB of KV; the cap keeps the demo's promise of half a gigabyte of disk.
 CONFIG = Config(
-    retrieve=RetrieveConfig(top_k=CHUNKS), store=StoreConfig(cap_gb=0.48), blend=BlendConfig(method="blend")
+    retrieve=RetrieveConfig(top_k=CHUNKS),
+    store=StoreConfig(cap_gb=0.48),
+    blend=BlendConfig(method="blend"),
+    decode=DecodeConfig(max_new_tokens=48),
 )
+LARGER = "Qwen/Qwen2.5-0.5B-Instruct"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,74 +55,142 @@ class Row:
     """One method on the comparison's prompt."""
 
     name: str
-    ttft: tuple[float, ...]  # seconds, one a repeat
-    tokens_run: int  # tokens whose rows ran through the model
-    recomputed: int
-    text: str
+    ttft_s: float
+    tokens_run: int  # tokens that ran through the model's layers
+    recomputed: int  # cached tokens among them
 
 
-def run(index: Path = INDEX) -> list[Row]:
-    """The whole demo, printed; returns the comparison."""
-    with open_demo(index) as engine:
-        for question in QUESTIONS:
-            _ask(engine, question)
+def run(index: Path = INDEX, model: str = CONFIG.reader.model) -> list[Row]:
+    """Print the whole demo; returns the comparison's rows.
+
+    Raises ModelError for a model that cannot be loaded, StoreError for an index folder that cannot be written.
+    """
+    began = float(os.environ.get(BEGAN) or time.time())
+    config = _config(model)
+    with _step(1, f"Load the model {model}") as note:
+        reader = load_reader(config.reader, console.say)
+        note(f"{reader.adapter.n_layers} layers, {_name(reader.adapter.dtype)}")
+    with _step(2, "Index Python's language reference") as note:
+        engine = _open(index, config, reader)
+        note(f"{len(engine.index or ())} chunks of up to {config.retrieve.chunk_tokens} tokens in {index}")
+    with engine:
+        _about(model)
+        with _step(3, "Ask without a cache: full prefill computes every token of the prompt"):
+            before = _ask(engine, QUESTIONS[0], "full")
+        with _step(4, "Precompute the KV cache of every chunk, once"):
+            precompute(engine)
+        with _step(5, "Ask the same question again, over the cache"):
+            _ask(engine, QUESTIONS[0], "blend", before)
+        console.out.print(
+            f"\nFirst blended answer: {time.time() - began:.0f} s after the start", style="bold"
+        )
+        for question in QUESTIONS[1:]:
+            console.out.print()
+            _ask(engine, question, "blend", _ask(engine, question, "full"))
         rows = compare(engine, QUESTIONS[0])
         _print(rows)
-        console.out.print(compare_coded(engine, QUESTIONS[0]), markup=False, highlight=False)
+        console.out.print(_coded_size(engine), soft_wrap=True)
+    _next_steps(index)
+    console.out.print(f"\nThe demo ended after {time.time() - began:.0f} s.", style="bold")
     return rows
 
 
-def serve_page(index: Path = INDEX) -> None:
-    """The demo's index behind HTTP, until told to stop. Raises ConfigError where the server's packages are missing."""
-    serve, settings = _server()
-    with open_demo(index) as engine:
+def serve_page(index: Path, model: str, host: str, port: int) -> None:
+    """Serve the demo's index over HTTP, without API keys, until the process is told to stop."""
+    from blendserve.serve.config import ServeConfig  # start-up: the server's packages
+    from blendserve.serve.running import run as serve
+
+    with open_demo(index, model) as engine:
         assert engine.index is not None
-        serve(engine, Library({index.name: engine.index}), settings, console.say)
+        serve(engine, Library({index.name: engine.index}), ServeConfig(host=host, port=port), console.say)
 
 
-def _server() -> tuple[Any, Any]:
-    """What the server brings, which is an extra: how it is run, and its settings."""
-    try:
-        from blendserve.serve.config import ServeConfig
-        from blendserve.serve.running import run as serve
-    except ImportError as error:
-        raise ConfigError(
-            f"the page needs more packages: pip install 'blendserve[serve]' ({error})"
-        ) from None
-    return serve, ServeConfig()
-
-
-def open_demo(index: Path = INDEX) -> Engine:
-    """The demo's engine, built and precomputed as far as it is not yet."""
-    try:
-        engine = Engine.open(index, CONFIG, console.say)
-        console.say(f"Using the index in {index} ({len(engine.index or ())} passages)")
-    except (IndexMissing, IndexMismatch):
-        console.say(f"Building an index of Python's language reference in {index}")
-        with console.progress("Embedding", "windows") as update:
-            engine = Engine.build(index, language_reference(), CONFIG, console.say, update)
-    per_token = engine.reader.adapter.kv_bytes_per_token
-    with console.progress_twice(
-        "Precomputing", "Learning how chunks move", ("tokens", "tokens"), per_token
-    ) as bars:
-        report = engine.precompute(None, (0, 1), *bars)
-    console.say(
-        f"KV of {report.chunks} chunks in {engine.store.stats().path}: {report.computed} computed, "
-        f"{report.skipped} there already"
-    )
+def open_demo(index: Path = INDEX, model: str = CONFIG.reader.model) -> Engine:
+    """The demo's engine; its index is built and its KV precomputed where that is missing."""
+    config = _config(model)
+    engine = _open(index, config, load_reader(config.reader, console.say))
+    precompute(engine)
     return engine
 
 
-def _ask(engine: Engine, question: str) -> None:
-    console.out.print(f"\n[bold]{question}[/bold]")
-    stream = engine.stream(question)
-    for piece in stream:
-        console.out.print(piece, end="", markup=False)
-    print_sources(stream.answer())
+def _config(model: str) -> Config:
+    return CONFIG.model_copy(update={"reader": ReaderConfig(model=model)})
+
+
+def _open(index: Path, config: Config, reader: Reader) -> Engine:
+    """The index in this folder, built anew where there is none of this model."""
+    try:
+        return Engine.open(index, config, console.say, reader)
+    except (IndexMissing, IndexMismatch):
+        with console.progress("Embedding", "windows") as update:
+            return Engine.build(index, language_reference(), config, console.say, update, reader)
+
+
+def precompute(engine: Engine) -> None:
+    """Compute and store the KV of the index's chunks, and fit the correction prior."""
+    per_token = engine.reader.adapter.kv_bytes_per_token
+    bars = console.progress_twice(
+        "Computing KV", "Fitting the correction prior", ("tokens", "tokens"), per_token
+    )
+    with bars as (computing, fitting):
+        report = engine.precompute(None, (0, 1), computing, fitting)
+    stats = engine.store.stats()
+    console.out.print(
+        f"  {report.computed} of {report.chunks} computed (chunks and the prompt's prefix), {report.skipped} cached "
+        f"before; {stats.bytes / 1e6:.0f} MB in {stats.path}",
+        style="dim",
+    )
+
+
+@contextmanager
+def _step(number: int, title: str) -> Iterator[Any]:
+    """Print a step's title, and its seconds when it ends; yields `note(text)` for the line of seconds."""
+    console.out.print(f"\n[bold]{number}/5  {title}[/bold]")
+    notes: list[str] = []
+    start = time.perf_counter()
+    yield notes.append
+    console.out.print(f"  {', '.join([*notes, f'{time.perf_counter() - start:.1f} s'])}", style="dim")
+
+
+def _about(model: str) -> None:
+    """What to expect of the answers."""
+    if model != Config().reader.model:
+        return
+    console.out.print(
+        "\nThe bundled model has 135 million parameters, so that the demo runs on two CPU cores. It is often vague or\n"
+        "wrong, by full prefill too: compare the answers of the two methods, not the answers with a larger model's.\n"
+        f"For better answers: blendserve demo --model {LARGER} (downloads the model).",
+        style="yellow",
+    )
+
+
+def _ask(engine: Engine, question: str, method: str, before: Answer | None = None) -> Answer:
+    """Ask and print; `before`: the answer of full prefill to the same question."""
+    stream = engine.stream(question, method=method)
+    if before is None:
+        console.out.print(f"  Question: {question}", markup=False)
+    console.out.print("  full prefill: " if method == "full" else "  blended:      ", end="", style="bold")
+    console.out.print(_sentence("".join(stream)), markup=False)
+    answer = stream.answer()
+    report, ttft = answer.report, answer.timings.ttft
+    done = f"{report.tokens_prompt:,} tokens computed"
+    if report.blended:
+        done = f"{report.tokens_recomputed:,} of {report.tokens_prompt:,} tokens recomputed"
+    elif method != "full":
+        done = f"not blended: {report.reason}"
+    faster = f", {before.timings.ttft / ttft:.1f} times sooner" if before else ""
+    console.out.print(f"                first token after {ttft * 1e3:.0f} ms{faster}; {done}", style="dim")
+    return answer
+
+
+def _sentence(text: str) -> str:
+    """The first sentence of an answer: the bundled model repeats itself from the second on."""
+    first = re.split(r"(?<=[.!?])\s", text.strip(), maxsplit=1)[0]
+    return textwrap.shorten(first, SHOWN, placeholder=" ...")
 
 
 def print_sources(answer: Answer) -> None:
-    """Sources and what was done to answer."""
+    """Print an answer's sources, what was recomputed, and the time to the first token."""
     report, timings = answer.report, answer.timings
     console.out.print("\n  from " + ", ".join(_source(p) for p in answer.passages), style="dim", markup=False)
     done = (
@@ -134,95 +211,84 @@ def _source(passage: Passage) -> str:
 
 
 def compare(engine: Engine, question: str) -> list[Row]:
-    """Every method on one prompt of long chunks, interleaved, so that a noisy machine is noisy for all."""
+    """Time every method once on one prompt of six long chunks, behind a warm-up of each."""
     passages = _long_passages(engine, question)
-    seconds: dict[str, list[float]] = {name: [] for name in ("transformers", *METHODS)}
-    with console.progress("Comparing methods", "rounds") as update:
-        answers = {m: engine.answer(question, passages, method=m) for m in METHODS}  # this warms up, too
-        text = _generate(engine, question, passages)
-        update(1, REPEATS + 1)
-        for done in range(REPEATS):
-            seconds["transformers"].append(_seconds(lambda: _transformers(engine, question, passages)))
-            for method in METHODS:
-                seconds[method].append(engine.stream(question, passages, method=method).ttft)
-            update(done + 2, REPEATS + 1)
-    n = answers["full"].report.tokens_prompt
-    rows = [Row("full prefill (transformers)", tuple(seconds["transformers"]), n, 0, text)]
-    return rows + [_row(METHODS[m], tuple(seconds[m]), answers[m]) for m in METHODS]
-
-
-def compare_coded(engine: Engine, question: str) -> str:
-    """All of the index's KV through a codec, and one question over either -> a line on what they take and say."""
-    from blendserve.evaluate.coded import coded_store, sizes_of  # evaluation is more than asking needs
-
-    assert engine.index is not None
-    by = coded_store(engine, SMALL, console.say)
-    prompts, key = engine.prompts, engine.blender.key
-    chunks = {key(ids): ids for ids in prompts.chunk_ids(engine.index.passages)}
-    by.fill(engine.store, chunks, key(prompts.prefix, ()))
-    coded = Engine(engine.config, engine.reader, by.store, engine.index, prompts)
-    passages = engine.index.search(question, CHUNKS)
-    said = [_shown(one.answer(question, passages, method="blend").text) for one in (engine, coded)]
-    taken = sizes_of(by, chunks)
-    raw, small = taken["raw_bytes"], taken["bytes"]
-    return (
-        f"KV of the index: {raw / 1e6:.1f} MB raw, {small / 1e6:.1f} MB by codec {SMALL} ({raw / small:.1f} times "
-        f"smaller). Answer over raw KV: {said[0]!r}; over coded KV: {said[1]!r}"
-    )
-
-
-def _shown(text: str) -> str:
-    return textwrap.shorten(text, SHOWN, placeholder=" ...")
-
-
-def _row(name: str, ttft: tuple[float, ...], answer: Answer) -> Row:
-    report = answer.report
-    tokens = report.tokens_computed + report.tokens_recomputed + report.tokens_suffix
-    return Row(name, ttft, tokens, report.tokens_recomputed, answer.text)
+    n_tokens = len(engine.prompts.build(question, passages))
+    model_logits(engine.reader.adapter, engine.prompts.build(question, ()).ids)  # imports transformers' model
+    rows = [Row("full prefill, transformers", _transformers_s(engine, question, passages), n_tokens, 0)]
+    for method, name in METHODS.items():
+        for _ in range(2 if method != "full" else 1):  # full prefill was warmed up by the questions before
+            answer = engine.answer(question, passages, method=method, max_new_tokens=1)
+        report = answer.report
+        tokens = report.tokens_computed + report.tokens_recomputed + report.tokens_suffix
+        rows.append(Row(name, answer.timings.ttft, tokens, report.tokens_recomputed))
+    return rows
 
 
 def _long_passages(engine: Engine, question: str) -> list[Passage]:
-    """The nearest passages that nearly fill a chunk: the setting of the paper, six chunks of 512 tokens."""
+    """The nearest passages that nearly fill a chunk: the paper's setting, six chunks of 512 tokens."""
     assert engine.index is not None
-    near = engine.index.search(question, len(engine.index))
+    nearest = engine.index.search(question, len(engine.index))
     filled = 0.85 * engine.config.retrieve.chunk_tokens
-    return [p for p in near if len(engine.prompts.chunk(p)) >= filled][:CHUNKS]
+    return [p for p in nearest if len(engine.prompts.chunk(p)) >= filled][:CHUNKS]
 
 
-def _transformers(engine: Engine, question: str, passages: list[Passage]) -> int:
-    """From the question's text to its first token, by the model's own forward."""
-    ids = engine.prompts.build(question, passages).ids
-    return int(model_logits(engine.reader.adapter, ids).argmax())
-
-
-def _generate(engine: Engine, question: str, passages: list[Passage]) -> str:
-    """The answer by the model's own generate."""
-    import torch
-
-    model: Any = engine.reader.adapter.model
-    ids = torch.tensor([engine.prompts.build(question, passages).ids], device=engine.reader.adapter.device)
-    limit = engine.config.decode.max_new_tokens
-    made = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=limit, do_sample=False)
-    return str(engine.reader.tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True))
-
-
-def _seconds(call: Callable[[], object]) -> float:
+def _transformers_s(engine: Engine, question: str, passages: list[Passage]) -> float:
+    """Seconds from the question's text to its first token, by the model's own forward."""
     start = time.perf_counter()
-    call()
+    ids = engine.prompts.build(question, passages).ids
+    int(model_logits(engine.reader.adapter, ids).argmax())
     return time.perf_counter() - start
 
 
 def _print(rows: list[Row]) -> None:
-    base = statistics.median(rows[0].ttft)
-    shown = []
-    for row in rows:
-        middle = statistics.median(row.ttft)
-        spread = f"{min(row.ttft) * 1e3:.0f}-{max(row.ttft) * 1e3:.0f}"
-        counts = (str(row.tokens_run), str(row.recomputed))
-        shown.append(
-            (row.name, f"{middle * 1e3:.0f}", spread, f"{base / middle:.1f}x", *counts, _shown(row.text))
+    base = rows[0]
+    columns = ("method", "TTFT ms", "sooner", "tokens run", "recomputed")
+    shown = [
+        (
+            row.name,
+            f"{row.ttft_s * 1e3:,.0f}",
+            f"{base.ttft_s / row.ttft_s:.1f}x",
+            f"{row.tokens_run:,}",
+            f"{row.recomputed:,}",
         )
-    columns = ("method", "TTFT ms", "spread", "faster", "tokens run", "recomputed", "answer")
-    title = f"One question, {CHUNKS} chunks, {rows[0].tokens_run} tokens of prompt; median of {REPEATS}, interleaved"
+        for row in rows
+    ]
     console.out.print()
-    console.table(title, columns, shown, last_wraps=True)
+    console.table(f"{CHUNKS} long chunks, a prompt of {base.tokens_run:,} tokens, one round", columns, shown)
+    console.out.print("Medians and spread: blendserve bench ttft", style="dim")
+
+
+def _coded_size(engine: Engine) -> str:
+    """A line on how much smaller a codec makes the index's KV."""
+    from blendserve.evaluate.coded import coded_store, sizes_of  # start-up: the evaluation's modules
+
+    assert engine.index is not None
+    coded = coded_store(engine, CODEC, console.say)
+    key = engine.blender.key
+    chunks = {key(ids): ids for ids in engine.prompts.chunk_ids(engine.index.passages)}
+    coded.fill(engine.store, chunks, key(engine.prompts.prefix, ()))
+    sizes = sizes_of(coded, chunks)
+    raw, small = (sizes[name] / 1e6 for name in ("raw_bytes", "bytes"))
+    return (
+        f"KV of all {len(chunks)} chunks: {raw:.0f} MB raw, {small:.0f} MB with the codec {CODEC}. "
+        "Smaller still: blendserve codec fit"
+    )
+
+
+def _next_steps(index: Path) -> None:
+    """Three commands to go on with, as they can be typed in this shell."""
+    command = "blendserve"
+    if shutil.which(command) != shutil.which(sys.argv[0]):
+        command = min(os.path.relpath(sys.argv[0]), sys.argv[0], key=len)
+    console.out.print("\n[bold]Next[/bold]")
+    for what, line in (
+        ("serve it to any OpenAI client", f"{command} serve -i {index}"),
+        ("index your own documents", f"{command} index build FOLDER docs && {command} precompute docs"),
+        ("use it from your chain", "docs/tutorial/3-your-rag-chain.md"),
+    ):
+        console.out.print(f"  {what:32}{line}", markup=False)
+
+
+def _name(dtype: object) -> str:
+    return str(dtype).removeprefix("torch.")

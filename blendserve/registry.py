@@ -78,7 +78,6 @@ CORRECTIONS = Registry(
     },
 )
 
-SMALL = "predict@2"  # the codec that the demo shows beside uncoded KV
 # What full reuse is made of, and the baseline that everything is compared with: CacheBlend's rule (arXiv 2405.16444).
 REUSE = {"policy": "none", "correction": "none"}
 RULE = "deviation"

@@ -15,19 +15,34 @@ app = make_app()
 @app.command()
 def demo(
     index: IndexOpt = "indexes/demo",
-    page: Annotated[
-        bool,
+    model: Annotated[
+        str | None,
         typer.Option(
-            "--page",
-            help="Serve the index with a page to ask it in, instead of asking here (extra: serve). Ctrl-C ends it.",
+            help="Model to answer with: a bundled name, a folder or a Hugging Face id.", metavar="MODEL"
         ),
+    ] = None,
+    page: Annotated[
+        bool, typer.Option("--page", help="Serve a web page over the index instead. Ctrl-C ends it.")
     ] = False,
+    host: Annotated[
+        str,
+        typer.Option(
+            envvar="BLENDSERVE_DEMO_HOST",
+            help="Address of the page's server, which asks for no API key.",
+        ),
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port of the page's server; 0 takes any free one.")] = 8000,
 ) -> None:
-    """Build a small index, ask it, and compare the methods.
+    """Ask about Python without and with a cache, and compare methods.
 
-    The index is of Python's language reference. Its KV is precomputed, three questions are answered, and one prompt is
-    prefilled by every method, for a table of times and answers. With --page all that happens in a browser.
+    The index is of Python's language reference. With --page it is served to a browser. Another model needs an index folder of its own, or replaces the
+    index.
     """
+    from blendserve.config import Config
     from blendserve.demo import run, serve_page  # torch and all the rest: seconds
 
-    (serve_page if page else run)(Path(index))
+    model = model or Config().reader.model
+    if page:
+        serve_page(Path(index), model, host, port)
+    else:
+        run(Path(index), model)

@@ -63,21 +63,26 @@ class Engine:
 
     @classmethod
     def open(
-        cls, index: str | Path | Config, config: Config | None = None, say: Say = lambda _: None
+        cls,
+        index: str | Path | Config,
+        config: Config | None = None,
+        say: Say = lambda _: None,
+        reader: Reader | None = None,
     ) -> Engine:
         """Open an index by folder or by name (indexes/<name>); with a Config alone, an engine without an index.
 
         Without an index, passages come with every question, and KV is kept in memory unless `store.path` is set.
-        `say` is told what takes long. Raises IndexMissing, IndexMismatch, ModelError, StoreError.
+        `say` is told what takes long; `reader`: the configuration's model, where it is loaded already.
+        Raises IndexMissing, IndexMismatch, ModelError, StoreError.
         """
         if isinstance(index, Config):
-            reader = load_reader(index.reader, say)
+            reader = reader or load_reader(index.reader, say)
             kept = open_store(index.store, None, device=reader.adapter.device)
             return cls(index, reader, kept)._ready(say)
         config = config or Config()
         folder = index_folder(index)
         read_manifest(folder)  # before anything heavy is loaded
-        reader = load_reader(config.reader, say)
+        reader = reader or load_reader(config.reader, say)
         prompts = PromptBuilder(reader.tokenizer, config.prompt)
         embedder = Embedder.load(config.retrieve.embedder)
         found = VectorIndex.open(folder, embedder, **_made_for(reader, prompts))
@@ -92,14 +97,16 @@ class Engine:
         config: Config | None = None,
         say: Say = lambda _: None,
         progress: Progress | None = None,
+        reader: Reader | None = None,
     ) -> Engine:
-        """Build an index of these documents, in place of any that is there, and open it.
+        """Build an index of these documents, replacing an existing one, and open it.
 
-        `progress(windows embedded, windows in all)`. Raises CorpusError, ModelError, ConfigError.
+        `progress(windows embedded, windows in all)`; `reader`: the configuration's model, where it is loaded already.
+        Raises CorpusError, ModelError, ConfigError.
         """
         config = config or Config()
         folder = index_folder(index)
-        reader = load_reader(config.reader, say)
+        reader = reader or load_reader(config.reader, say)
         prompts = PromptBuilder(reader.tokenizer, config.prompt)
         made = VectorIndex.create(
             folder,

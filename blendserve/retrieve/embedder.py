@@ -183,6 +183,8 @@ class Embedder:
         ) as kept:
             todo = sorted(kept.missing, key=lambda n: -len(windows[n].ids))
             done = len(windows) - len(todo)
+            if progress:
+                progress(done, len(windows))
             for rows in self._batches(todo, windows):
                 vectors[rows] = _unit(self._encoder.encode([windows[n] for n in rows], of_question))
                 kept.append(rows)
@@ -233,7 +235,12 @@ def _unit(vectors: np.ndarray) -> np.ndarray:
 def _encoder(folder: Path, fingerprint: str, device: str, by_library: bool) -> Encoder:
     if device == "cpu" and not by_library and is_plain_bert(folder):
         return fastest(BertFolder(folder), fingerprint)
-    from blendserve.retrieve.library import Library  # start-up: sentence-transformers takes seconds
+    try:
+        from blendserve.retrieve.library import Library  # start-up: sentence-transformers takes seconds
+    except ImportError as error:
+        raise ModelError(
+            f"this embedder needs sentence-transformers: pip install sentence-transformers ({error})"
+        ) from None
 
     with _quiet():
         return Library(folder, device)
