@@ -80,7 +80,7 @@ class PromptBuilder:
     def at_least(self, texts: Iterable[str], limit: int) -> int:
         """Tokens that these texts have at least, if that is seen to be more than `limit` (>= 0), else 0.
 
-        It is seen by their characters; of a text that is long for so many tokens, the beginning is tokenised.
+        Estimated by characters; of a text that is long for `limit` tokens, only the beginning is tokenised.
         """
         stripped = [text.strip() for text in texts]
         characters = sum(map(len, stripped))
