@@ -144,3 +144,10 @@ def test_every_metric_is_listed() -> None:
         r"^\| `(\w+)` \|", (DOCS / "reference" / "metrics.md").read_text(), flags=re.MULTILINE
     )
     assert {f"blendserve_{name}" for name in listed} == found
+
+
+def test_every_environment_variable_is_listed() -> None:
+    sources = "".join(file.read_text() for file in (ROOT / "blendserve").rglob("*.py"))
+    text = (DOCS / "reference" / "settings.md").read_text()
+    found = set(re.findall(r"\bBLENDSERVE_[A-Z_]+\b", sources))
+    assert [name for name in sorted(found) if f"| `{name}` |" not in text] == []
