@@ -30,7 +30,8 @@ models with random weights (`tests/models/test_adapter.py`).
 
 Before a model blends, blendserve checks it once on its real weights. The command
 `blendserve doctor --model MODEL` prints these checks. A model that fails one cannot blend: the
-message names the failed check. Method `auto` and method `full` then answer by full prefill with the model's own forward.
+message names the failed check. Method `auto` and method `full` then answer by full prefill with the
+model's own forward.
 
 To add a family, see [Bring a model](../how-to/bring-a-model.md).
 

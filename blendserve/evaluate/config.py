@@ -38,9 +38,8 @@ class EvaluateConfig(Section):
     )
     setting: Literal["closed", "open", "edited"] = Field(
         "closed",
-        description="Passages of a question: closed uses those that come with it, open retrieves them, "
-        "edited uses those that come with it while the store holds earlier revisions of them, by every "
-        "kind of edit.",
+        description="Passages of a question: closed uses the data set's own, open retrieves them, edited uses the "
+        "data set's own while the store holds earlier revisions of them, by every kind of edit.",
     )
     window: Positive | None = Field(
         None,
