@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from blendserve.config import Config as EngineConfig
@@ -42,7 +43,7 @@ class Answering:
     def __init__(self, plan: Plan, events: AsyncIterator[Event], cancel: Callable[[], None]) -> None:
         self._events, self.cancel = events, cancel
         self.passages, self.ids = plan.passages, plan.prompt.ids
-        self.prompt_tokens = len(self.ids)
+        self.prompt_tokens, self.question_tokens = len(self.ids), len(plan.prompt.suffix)
         self.cached_tokens = 0  # of the prompt; known when prefill is done
 
     async def events(self) -> AsyncIterator[Event]:
@@ -64,6 +65,13 @@ class Answering:
         raise AssertionError("events end with Finished")
 
 
+def served_names(reader: str, served: str | None) -> tuple[str, ...]:
+    """The model names that requests may use, the public one first: `served`, or else a folder's last part."""
+    folder = Path(reader)
+    public = served or (folder.resolve().name if folder.is_dir() else reader)
+    return tuple(dict.fromkeys((public, reader)))
+
+
 class Asking(Front, ABC):
     """A service that takes questions."""
 
@@ -75,7 +83,8 @@ class Asking(Front, ABC):
         """reader: its `name` and `tokenizer` are used."""
         super().__init__(serve, metrics, config.store.namespace)
         self.config, self.library, self.serve = config, library, serve
-        self.reader_name: str = reader.name
+        self.model_names = served_names(reader.name, serve.served_model_name)
+        self.model_name = self.model_names[0]  # in responses
         self.tokenizer: Any = reader.tokenizer
         self.retrieval = self._retrieval()
         self.storage = FairThread("storage", serve.queue)  # counts, pins and looks things up in the store

@@ -35,7 +35,8 @@ async def add(body: DocumentsRequest, service: ServiceArg, tenant: TenantArg) ->
         await _add(service, tenant, index, body.documents, job)
 
     kind = f"documents into {name}"
-    return service.jobs.start(tenant.namespace, kind, run, given=len(body.documents)).to_dict()
+    job = service.jobs.start(tenant.namespace, kind, run, given=len(body.documents))
+    return {**job.to_dict(), **service.notices.in_extras(body)}
 
 
 @router.get("/jobs")
@@ -72,7 +73,8 @@ async def warm(body: CacheRequest, service: ServiceArg, tenant: CountedTenantArg
     async def run(job: Job) -> None:
         await _precompute(service, tenant, passages, job)
 
-    return service.jobs.start(tenant.namespace, "warm", run).to_dict()
+    job = service.jobs.start(tenant.namespace, "warm", run)
+    return {**job.to_dict(), **service.notices.in_extras(body)}
 
 
 @router.post("/cache/fetch", status_code=202)
@@ -90,22 +92,24 @@ async def fetch(body: CacheRequest, service: ServiceArg, tenant: CountedTenantAr
         for at in range(0, len(keys), AT_A_TIME):
             job.computed += await service.on_storage(tenant, bring, keys[at : at + AT_A_TIME])
 
-    return service.jobs.start(tenant.namespace, "fetch", run).to_dict()
+    job = service.jobs.start(tenant.namespace, "fetch", run)
+    return {**job.to_dict(), **service.notices.in_extras(body)}
 
 
 @router.post("/cache/pin")
 async def pin(body: CacheRequest, service: ServiceArg, tenant: CountedTenantArg) -> dict[str, Any]:
     """Keep chunks from being evicted."""
     keys = await _keys(service, tenant, body)
-    return {"chunks": len(keys), "pinned": await _in_slices(service, tenant, service.engine.store.pin, keys)}
+    pinned = await _in_slices(service, tenant, service.engine.store.pin, keys)
+    return {"chunks": len(keys), "pinned": pinned, **service.notices.in_extras(body)}
 
 
 @router.post("/cache/unpin")
 async def unpin(body: CacheRequest, service: ServiceArg, tenant: CountedTenantArg) -> dict[str, Any]:
     """Undo that."""
     keys = await _keys(service, tenant, body)
-    unpin = service.engine.store.unpin
-    return {"chunks": len(keys), "unpinned": await _in_slices(service, tenant, unpin, keys)}
+    unpinned = await _in_slices(service, tenant, service.engine.store.unpin, keys)
+    return {"chunks": len(keys), "unpinned": unpinned, **service.notices.in_extras(body)}
 
 
 @router.post("/cache/lookup")
@@ -118,7 +122,7 @@ async def lookup(body: CacheRequest, service: ServiceArg, tenant: CountedTenantA
         return len(some)
 
     await _in_slices(service, tenant, look_up, keys)
-    return {"chunks": len(keys), "found": sum(found), "there": found}
+    return {"chunks": len(keys), "found": sum(found), "there": found, **service.notices.in_extras(body)}
 
 
 @router.post("/cache/delete")
@@ -130,7 +134,8 @@ async def forget(body: CacheRequest, service: ServiceArg, tenant: CountedTenantA
     def delete(some: Sequence[ChunkKey]) -> int:
         return sum(store.delete(key) for key in some)
 
-    return {"chunks": len(keys), "deleted": await _in_slices(service, tenant, delete, keys)}
+    deleted = await _in_slices(service, tenant, delete, keys)
+    return {"chunks": len(keys), "deleted": deleted, **service.notices.in_extras(body)}
 
 
 @router.get("/cache/stats")

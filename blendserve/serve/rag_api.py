@@ -30,8 +30,8 @@ async def query(body: RagRequest, request: Request, service: AskingArg, tenant: 
 
     explain: also what each token of the prompt started from, and why; streamed, as soon as the prefill is done.
     """
-    ask = make_ask(body.question, body, body)
-    shape = _Shape(service.tokenizer, body.explain)
+    ask = make_ask(service, body.question, body, body)
+    shape = _Shape(service.tokenizer, body.explain, service.notices.in_extras(body))
     return await reply(request, service, tenant, ask, shape.whole, shape.events if body.stream else None)
 
 
@@ -41,7 +41,7 @@ async def settings(service: AskingArg, tenant: TenantArg) -> dict[str, Any]:
     config = service.config
     return {
         "version": blendserve.__version__,
-        "model": service.reader_name,
+        "model": service.model_name,
         "defaults": {
             **config.blend.model_dump(include={"method", "policy", "ratio", "correction"}),
             "top_k": config.retrieve.top_k,
@@ -64,17 +64,17 @@ async def settings(service: AskingArg, tenant: TenantArg) -> dict[str, Any]:
 class _Shape:
     """One response: whole, or as events."""
 
-    def __init__(self, tokenizer: Any, explain: bool) -> None:
-        self._tokenizer, self._explain = tokenizer, explain
+    def __init__(self, tokenizer: Any, explain: bool, notices: dict[str, Any]) -> None:
+        self._tokenizer, self._explain, self._notices = tokenizer, explain, notices
 
     def whole(self, answering: Answering, answer: Answer) -> dict[str, Any]:
-        values = {**answer.to_dict(), "cached_tokens": answering.cached_tokens}
+        values = {**answer.to_dict(), "cached_tokens": answering.cached_tokens, **self._notices}
         if self._explain and answer.explanation:
             values["explanation"] = explained(self._tokenizer, answering.ids, answer.explanation)
         return values
 
     async def events(self, answering: Answering) -> AsyncIterator[dict[str, Any] | str]:
-        yield {"event": "passages", "passages": [asdict(p) for p in answering.passages]}
+        yield {"event": "passages", "passages": [asdict(p) for p in answering.passages], **self._notices}
         async for event in answering.events():
             if isinstance(event, Started) and self._explain:
                 # On a thread: of a long prompt it takes a while, in which others' tokens are to be sent.
