@@ -78,7 +78,7 @@ def page() -> str:
     lines += [f"| {reason} | {', '.join(sorted(kinds))} |" for reason, kinds in sorted(reasons.items())]
     lines += [
         "",
-        "Any other type is refused too: nobody has proven blending right on it. docs/extending.md tells how.",
+        "Any other type is refused too: nobody has proven blending right on it. docs/how-to/extend.md tells how.",
     ]
     return "\n".join(lines) + "\n"
 

@@ -170,7 +170,7 @@ def embed(config: EmbedConfig, json: JsonOpt = False) -> None:
 def scaling(
     config: ScalingConfig,
     runs: Annotated[Path, typer.Option(help="Keep cells in this folder.")] = Path("runs/bench_scaling"),
-    plots: Annotated[Path, typer.Option(help="Draw the plots into this folder.")] = Path("docs"),
+    plots: Annotated[Path, typer.Option(help="Draw the plots into this folder.")] = Path("docs/pictures"),
     json: JsonOpt = False,
 ) -> None:
     """Show how cost grows, against the limit of this machine.

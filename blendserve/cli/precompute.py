@@ -68,7 +68,7 @@ def precompute(
         wait
 
     Over the machines of a Ray cluster, or the GPUs or cores of this one, by actors into one store that all of them reach
-    (docs/cluster.md). An actor or machine that dies loses no stored chunk:
+    (docs/how-to/ray-cluster.md). An actor or machine that dies loses no stored chunk:
 
     \b
         blendserve precompute docs -c configs/precompute_worker.yaml --workers 4

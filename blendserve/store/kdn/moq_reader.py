@@ -1,4 +1,4 @@
-"""Chunks from a MoQ relay: subscribed to by many, sent to it once (delivery/moq.py publishes, docs/moq.md has the names).
+"""Chunks from a MoQ relay, to which delivery/moq.py publishes (docs/reference/moq.md has the names).
 
 What does not come from there, for whatever reason, is asked of the service by HTTP: a relay that is slow, gone or lying
 costs time, and is left alone for a while. Every frame is checked as a segment from anywhere is.
