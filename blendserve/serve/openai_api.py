@@ -32,7 +32,7 @@ async def chat(body: ChatRequest, request: Request, service: AskingArg, tenant: 
     """
     *before, last = body.messages
     if last.role != "user":
-        raise InputError(f"the last message is of role {last.role!r}: end with one of role 'user'")
+        raise InputError(f"the last message has role {last.role!r}: it must have role 'user'")
     ask = _ask(service, body, last.said, tuple(_turn(m) for m in before))
     shape = _Chat(service, body, ask)
     return await reply(request, service, tenant, ask, shape.whole, shape.events if body.stream else None)

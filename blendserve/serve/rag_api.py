@@ -1,4 +1,4 @@
-"""POST /v1/rag/query: a question, with everything that can be said about it and its answer."""
+"""POST /v1/rag/query: an answer with passages, report, timings and, on request, an explanation of every token."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ router = APIRouter(prefix="/v1/rag", tags=["RAG"])
 
 @router.post("/query")
 async def query(body: RagRequest, request: Request, service: AskingArg, tenant: TenantArg) -> Response:
-    """Text, passages, report and timings; streamed: the passages first, then text, at last the figures.
+    """Answer a question: text, passages, report and timings. A stream sends passages, text and figures, in this order.
 
-    explain: also what each token of the prompt started from, and why; streamed, as soon as the prefill is done.
+    explain: also how the KV of each prompt token was obtained, and why; a stream sends it after the prefill.
     """
     ask = make_ask(service, body.question, body, body)
     shape = _Shape(service.tokenizer, body.explain, service.notices.in_extras(body))
@@ -37,7 +37,7 @@ async def query(body: RagRequest, request: Request, service: AskingArg, tenant: 
 
 @router.get("/settings")
 async def settings(service: AskingArg, tenant: TenantArg) -> dict[str, Any]:
-    """What holds where a request says nothing else, what it may choose from, and what this key may do."""
+    """The server's defaults, the values that a request may choose, and the rights of this key."""
     config = service.config
     return {
         "version": blendserve.__version__,

@@ -1,4 +1,4 @@
-"""Responses: whole or streamed, errors in OpenAI's shape, events as SSE, and requests whose client has gone."""
+"""Responses: complete or streamed, errors in OpenAI's format, and requests whose client disconnected."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ T = TypeVar("T")
 Whole = Callable[[Answering, Answer], dict[str, Any]]
 Events = Callable[[Answering], AsyncIterator["dict[str, Any] | str"]]
 
-# error -> status and OpenAI's type and code; the first that fits; what is not here is the request's fault
+# error -> status, OpenAI's type and code; the first match counts
 STATUS: tuple[tuple[type[Exception], int, str, str | None], ...] = (
     (NotAuthenticated, 401, "authentication_error", "invalid_api_key"),
     (NotAllowed, 403, "permission_error", None),
@@ -57,7 +57,7 @@ log = logging.getLogger(__name__)
 
 
 class ClientGone(Exception):
-    """The client has closed the connection."""
+    """The client closed the connection."""
 
 
 def make_ask(
@@ -79,7 +79,7 @@ def make_ask(
 async def reply(
     request: Request, service: Asking, tenant: Tenant, ask: Ask, whole: Whole, events: Events | None
 ) -> Response:
-    """Ask, and answer by `whole`, or by `events` where they are given. Raises BlendserveErrors and ClientGone.
+    """Run a request and respond with `whole`, or with `events` if given. Raises BlendserveErrors and ClientGone.
 
     Events begin as soon as the request is queued: its passages are sent before its prefill ends.
     """
@@ -95,17 +95,17 @@ async def reply(
 
 
 def error_body(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """OpenAI's shape."""
+    """An error in OpenAI's format."""
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def described(error: Exception) -> tuple[int, dict[str, Any]]:
-    """Status and body of an error. What is not ours is a bug: it goes to the log, not to the client."""
+    """Status and body of an error. An unexpected error is a bug: the log has its traceback, the client does not."""
     for kind, status, name, code in STATUS:
         if isinstance(error, kind):
             return status, error_body(str(error), name, code=code)
     log.error("a request failed", exc_info=error)
-    return 500, error_body("the server made a mistake: its log has more", "server_error")
+    return 500, error_body("internal server error: see the server's log", "server_error")
 
 
 def refused(error: Exception) -> JSONResponse:
@@ -115,7 +115,7 @@ def refused(error: Exception) -> JSONResponse:
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     if status == 408:
-        headers["Connection"] = "close"  # or the rest of the body would be waited for
+        headers["Connection"] = "close"  # else the server would wait for the rest of the body
     return JSONResponse(body, status, headers)
 
 
@@ -156,11 +156,14 @@ async def _lines(events: AsyncIterator[dict[str, Any] | str], ping_s: float) -> 
         yield f"data: {json.dumps(described(error)[1])}\n\n"
     finally:
         if following:
+            following.add_done_callback(
+                lambda ended: ended.cancelled() or ended.exception()
+            )  # counts as handled
             following.cancel()
 
 
 async def while_connected(request: Request, job: Coroutine[Any, Any, T]) -> T:
-    """Await `job`, unless the client goes first. Raises ClientGone."""
+    """Await `job`. Raises ClientGone if the client disconnects first."""
     task, watch = asyncio.ensure_future(job), asyncio.ensure_future(_disconnected(request))
     try:
         await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)

@@ -127,7 +127,7 @@ def test_models(server: Server) -> None:
 
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"messages": []}, "messages"),
-    ({"messages": [{"role": "assistant", "content": "Hm."}]}, "end with one of role 'user'"),
+    ({"messages": [{"role": "assistant", "content": "Hm."}]}, "it must have role 'user'"),
     ({"messages": [{"role": "user", "content": "  "}]}, "question is empty"),
     ({"messages": [{"role": "user", "content": "a \ud800 b"}]}, "surrogate"),
     ({"n": 2}, "n:"),
@@ -185,7 +185,8 @@ def test_bodies_that_are_no_requests(server: Server, content: bytes, status: int
         error = answer.json()["error"]
         assert error["type"] == "invalid_request_error"
         assert any(
-            part in error["message"] for part in ("JSON object", "parsing the body", "larger than", "parts")
+            part in error["message"]
+            for part in ("JSON object", "parsing the body", "larger than", "elements")
         )
 
 

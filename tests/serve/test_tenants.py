@@ -113,7 +113,7 @@ def test_a_rate_is_kept() -> None:
     limits, tenant = Limits(10, 60), Tenant("t", max_per_minute=3)
     for _ in range(3):
         limits.pay(tenant)
-    with pytest.raises(Busy, match="3 requests a minute: try again in 20 s") as error:
+    with pytest.raises(Busy, match="3 requests per minute: try again in 20 s") as error:
         limits.pay(tenant)
     assert error.value.retry_after == 20
     limits.pay(Tenant("other"))
