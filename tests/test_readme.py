@@ -6,9 +6,11 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from blendserve.serve.config import Config, load_settings
 from tests.pages import DOCS, README, RECIPES, ROOT, WRITTEN, anchors, blocks, links, name, options
 
 EXPLANATION = sorted(DOCS.glob("explanation/*.md"))
@@ -85,8 +87,33 @@ def test_every_page_is_in_the_table_of_contents() -> None:
     assert {name(page) for page in pages - listed} == set()
 
 
-def test_configs_load() -> None:
-    from blendserve.serve.config import load_settings
+def is_setting(path: str) -> bool:
+    section: Any = Config
+    for part in path.split("."):
+        field = getattr(section, "model_fields", {}).get(part)
+        if field is None:
+            return False
+        section = field.annotation
+    return True
 
+
+@pytest.mark.parametrize("page", [*WRITTEN, *EXPLANATION], ids=name)
+def test_settings_that_are_named_exist(page: Path) -> None:
+    sections = "|".join(Config.model_fields)
+    named = re.findall(
+        rf"`((?:{sections})\.[a-z_.]+)", re.sub(r"`[a-z_/]+\.(?:py|yaml)`", "", page.read_text())
+    )
+    assert [path for path in named if not is_setting(path)] == []
+
+
+@pytest.mark.parametrize("page", RECIPES, ids=name)
+def test_settings_files_of_pages_load(page: Path, tmp_path: Path) -> None:
+    for number, block in enumerate(blocks(page, "yaml")):
+        file = tmp_path / f"{number}.yaml"
+        file.write_text(block)
+        load_settings(file)
+
+
+def test_configs_load() -> None:
     for file in (ROOT / "configs").glob("*.yaml"):
         load_settings(file)

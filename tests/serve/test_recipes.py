@@ -115,6 +115,13 @@ def test_commands_parse(page: Path, words: list[str], monkeypatch: pytest.Monkey
             assert Path(word).exists(), word
 
 
+def test_metrics_that_are_named_exist(server: Server) -> None:
+    named = {metric for page in RECIPES for metric in re.findall(r"\bblendserve_[a-z_]+", page.read_text())}
+    known = set(re.findall(r"^# HELP (\S+)", server.get("/metrics").text, flags=re.MULTILINE))
+    assert named
+    assert named - known == set()
+
+
 def test_recipes_are_found() -> None:
     assert len(EXAMPLES) >= 5
     assert len(CURLS) >= 3
