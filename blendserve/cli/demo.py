@@ -19,14 +19,14 @@ def demo(
         bool,
         typer.Option(
             "--page",
-            help="Serve the index with a page to ask it in, instead of asking here (extra: serve). Ctrl-C ends it.",
+            help="Serve the index with a web page instead of asking in the terminal. Ctrl-C stops it.",
         ),
     ] = False,
 ) -> None:
     """Build a small index, ask it, and compare the methods.
 
-    The index is of Python's language reference. Its KV is precomputed, three questions are answered, and one prompt is
-    prefilled by every method, for a table of times and answers. With --page all that happens in a browser.
+    The index holds Python's language reference. The questions are answered by full prefill and from precomputed KV,
+    and each method prefills the same prompt. With --page, you ask in a web page instead.
     """
     from blendserve.demo import run, serve_page  # torch and all the rest: seconds
 

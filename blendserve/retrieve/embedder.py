@@ -18,6 +18,7 @@ import xxhash
 
 from blendserve.core import Passage
 from blendserve.errors import ModelError
+from blendserve.extras import install_hint
 from blendserve.retrieve.bert_folder import BertFolder, is_plain_bert
 from blendserve.retrieve.encoder import Encoder, Window
 from blendserve.retrieve.kept import KeptVectors
@@ -233,7 +234,12 @@ def _unit(vectors: np.ndarray) -> np.ndarray:
 def _encoder(folder: Path, fingerprint: str, device: str, by_library: bool) -> Encoder:
     if device == "cpu" and not by_library and is_plain_bert(folder):
         return fastest(BertFolder(folder), fingerprint)
-    from blendserve.retrieve.library import Library  # start-up: sentence-transformers takes seconds
+    try:
+        from blendserve.retrieve.library import Library  # start-up: sentence-transformers takes seconds
+    except ModuleNotFoundError as error:
+        raise ModelError(
+            f"this embedder needs the package sentence-transformers: {install_hint('embedders')} ({error})"
+        ) from None
 
     with _quiet():
         return Library(folder, device)

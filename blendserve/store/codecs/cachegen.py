@@ -30,6 +30,7 @@ from torch import Tensor
 
 from blendserve.core import ChunkKV
 from blendserve.errors import InputError, StoreError
+from blendserve.extras import install_hint
 from blendserve.models.adapter import Adapter
 from blendserve.store.codecs.base import (
     Buffer,
@@ -47,9 +48,7 @@ from blendserve.store.codecs.raw import aligned
 try:
     import constriction
 except ImportError as error:
-    raise ImportError(
-        "codec 'cachegen' takes the library constriction: pip install 'blendserve[codecs]'"
-    ) from error
+    raise ImportError(f"codec 'cachegen' needs the package constriction: {install_hint('codecs')}") from error
 
 BINS = (32, 16, 8)  # that any level may use, in the order of the tables
 FEWEST = 64  # tokens to learn distributions from
