@@ -170,7 +170,7 @@ def embed(config: EmbedConfig, json: JsonOpt = False) -> None:
 def scaling(
     config: ScalingConfig,
     runs: Annotated[Path, typer.Option(help="Folder for measured cells.")] = Path("runs/bench_scaling"),
-    plots: Annotated[Path, typer.Option(help="Folder for the plots.")] = Path("docs"),
+    plots: Annotated[Path, typer.Option(help="Folder for the plots.")] = Path("docs/pictures"),
     json: JsonOpt = False,
 ) -> None:
     """Measure how cost scales, against the limit of this machine.

@@ -14,7 +14,7 @@ LONGEST = 8  # tokens of one character; a longer incomplete sequence is shown as
 
 
 def explained(tokenizer: Any, ids: Sequence[int], explanation: Explanation) -> dict[str, Any]:
-    """As `POST /v1/rag/query` tells it; docs/serving.md has the fields."""
+    """As `POST /v1/rag/query` tells it; docs/reference/http-api.md has the fields."""
     return {
         "tokens": list(token_texts(tokenizer, ids)),
         "states": explanation.runs,
