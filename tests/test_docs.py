@@ -6,7 +6,7 @@ import inspect
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,7 @@ DOCS = ROOT / "docs"
 GUIDES = [page for part in ("tutorial", "how-to", "reference") for page in sorted((DOCS / part).glob("*.md"))]
 GENERATED = {"cli-user.md", "cli-research.md", "settings.md"}
 LINKED = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
-TREE = ("tutorial", "how-to", "explanation", "research")  # folders of docs/ that a checkout may not have yet
 # Texts still to be rewritten; their tests fail once they have been, so that they are removed here.
-PRIVATE_YET = set[str]()
-WIDE_YET = {"README.md"}
 MOST_WORDS, WIDTH = 900, 100
 PRIVATE = re.compile(
     r"\b(took|whoever|nobody|somebody|anybody|in company|how chunks move|what is there|what is here|to be had"
@@ -39,12 +36,6 @@ PRIVATE = re.compile(
 
 def named(page: Path) -> str:
     return str(page.relative_to(ROOT))
-
-
-def with_open(texts: Iterable[Any], still: set[str], name: Callable[[Any], str] = str) -> list[Any]:
-    """Parameters of a test; those named in `still` have to fail."""
-    failing = pytest.mark.xfail(strict=True, reason="its text is still to be rewritten")
-    return [pytest.param(x, marks=[failing] if name(x) in still else [], id=name(x)) for x in texts]
 
 
 def without_code(text: str) -> str:
@@ -87,27 +78,24 @@ def test_links_resolve(page: Path) -> None:
             continue
         file, _, anchor = link.partition("#")
         target = (page.parent / file).resolve() if file else page
-        inside = target.is_relative_to(DOCS) and target.relative_to(DOCS).parts[0] in TREE
-        if inside and not (DOCS / target.relative_to(DOCS).parts[0]).is_dir():
-            continue
         if not target.exists() or (anchor and target.suffix == ".md" and anchor not in anchors(target)):
             broken.append(link)
     assert broken == []
 
 
-@pytest.mark.parametrize("page", with_open([ROOT / "README.md", *GUIDES], PRIVATE_YET, named))
+@pytest.mark.parametrize("page", [ROOT / "README.md", *GUIDES], ids=named)
 def test_pages_use_no_private_word(page: Path) -> None:
     assert PRIVATE.findall(page.read_text()) == []
 
 
-@pytest.mark.parametrize("name", with_open(COMMANDS, PRIVATE_YET))
+@pytest.mark.parametrize("name", COMMANDS)
 def test_help_uses_no_private_word(name: str) -> None:
     command = COMMANDS[name]
     texts = [command.help or "", *(getattr(p, "help", None) or "" for p in command.params)]
     assert PRIVATE.findall("\n".join(texts)) == []
 
 
-@pytest.mark.parametrize("page", with_open([ROOT / "README.md", *GUIDES], WIDE_YET, named))
+@pytest.mark.parametrize("page", [ROOT / "README.md", *GUIDES], ids=named)
 def test_prose_is_wrapped(page: Path) -> None:
     lines = without_tables(without_code(page.read_text())).splitlines()
     assert [line for line in lines if len(line) > WIDTH and "](" not in line and "<!--" not in line] == []

@@ -53,6 +53,7 @@ and `kdn` of `store`.
 VARIABLES = (
     ("BLENDSERVE_API_KEY", "API key that `blendserve serve` requires from its clients"),
     ("BLENDSERVE_DEMO_HOST", "address of the server of `blendserve demo --page`"),
+    ("BLENDSERVE_DEMO_BEGAN", "start of `make demo`, seconds since 1970; the demo counts from there"),
     ("BLENDSERVE_VALKEY_PASSWORD", "password for the server in `store.valkey`"),
     ("BLENDSERVE_KDN_KEY", "API key for the delivery service in `store.kdn`"),
     ("BLENDSERVE_NODE_KEY", "API key for the engines of `blendserve kdn warm`"),
