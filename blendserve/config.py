@@ -51,6 +51,13 @@ def _codec(word: str) -> str:
     return word
 
 
+def _separator(text: str) -> str:
+    """Raises ValueError for white space alone, which ordinary text is full of."""
+    if text and not text.strip():
+        raise ValueError("a separator of white space alone would cut ordinary text: add other characters")
+    return text
+
+
 SECURE = {"valkeys", "rediss"}  # schemes with TLS
 
 
@@ -195,6 +202,11 @@ class PromptConfig(Section):
     kv_context: KVContext = Field(
         "prefix",
         description="Compute a chunk's KV behind this; only behind the prefix is the first chunk of a prompt exact.",
+    )
+    separator: Annotated[str, AfterValidator(_separator)] = Field(
+        "",
+        description="Text that separates chunks inside a question, such as ' # # ': each part before the last is a "
+        "chunk, the last part is the question; empty turns this off.",
     )
 
 

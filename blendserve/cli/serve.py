@@ -21,6 +21,7 @@ app = make_app()
         "reader.model",
         "blend.method",
         "blend.near",
+        "prompt.separator",
         "serve.host",
         "serve.port",
         "serve.keys",

@@ -30,7 +30,7 @@ from blendserve.errors import (
 )
 from blendserve.serve.asking import Answering, Ask, Asking
 from blendserve.serve.keys import Tenant
-from blendserve.serve.schema import Extras, Sampling
+from blendserve.serve.schema import Extras, Question
 
 T = TypeVar("T")
 Whole = Callable[[Answering, Answer], dict[str, Any]]
@@ -59,12 +59,12 @@ class ClientGone(Exception):
     """The client has closed the connection."""
 
 
-def make_ask(question: str, body: Sampling, extras: Extras, turns: tuple[Turn, ...] = ()) -> Ask:
+def make_ask(question: str, body: Question, extras: Extras, turns: tuple[Turn, ...] = ()) -> Ask:
     """What a body asks for."""
     return Ask(
         question=question,
         turns=turns,
-        passages=extras.own_passages(),
+        passages=body.passages_of(extras),
         collections=None if extras.collections is None else tuple(extras.collections),
         top_k=extras.top_k,
         blend=body.blend(extras),
@@ -82,7 +82,7 @@ async def reply(
     with ExitStack() as stack:
         stack.enter_context(service.limits.one(tenant))
         if service.serve.log_text:
-            request.state.text = ask.question
+            request.state.text = ask.split(service.config.prompt.separator).question
         answering = await while_connected(request, service.ask(tenant, ask))
         stack.callback(answering.cancel)
         if events is None:

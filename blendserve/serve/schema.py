@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field
 
 from blendserve.config import BlendConfig, CorrectionName, DecodeConfig, Method, PolicyName, Ratio
 from blendserve.core import Document, Passage
+from blendserve.errors import InputError
 
 MAX_ITEMS = 1000
 MAX_TOKENS = 10**6
@@ -36,11 +37,14 @@ class Body(BaseModel):
 
 
 class PassageIn(Body):
-    """A passage that the client brings."""
+    """A passage that the client sends. Hugging Face's name for its text is `contents`."""
 
-    text: Text
+    text: Text = Field(validation_alias=AliasChoices("text", "contents", "content"))
     title: Text = ""
     id: Label = ""
+
+
+Passages = Annotated[list[PassageIn], Field(max_length=MAX_ITEMS)]
 
 
 class Extras(Body):
@@ -48,21 +52,20 @@ class Extras(Body):
 
     top_k: Count | None = None
     collections: Annotated[list[Name], Field(max_length=MAX_ITEMS)] | None = None
-    passages: Annotated[list[PassageIn], Field(max_length=MAX_ITEMS)] | None = None
+    passages: Passages | None = None
     method: Method | None = None
     policy: PolicyName | None = None
     ratio: Ratio | None = None
     correction: CorrectionName | None = None
 
-    def own_passages(self) -> tuple[Passage, ...] | None:
-        if self.passages is None:
-            return None
-        return tuple(Passage(p.text, p.title, p.id) for p in self.passages)
 
+class Question(Body):
+    """What every request for an answer may hold: documents and sampling parameters.
 
-class Sampling(Body):
-    """How the answer is written."""
+    documents: chunks of the prompt, in this order; the field of vLLM and Hugging Face. The same as `passages`.
+    """
 
+    documents: Passages | None = None
     temperature: Annotated[float, Field(ge=0.0, le=100.0)] | None = None
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
     max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
@@ -83,13 +86,19 @@ class Sampling(Body):
         assert values.keys() <= DecodeConfig.model_fields.keys()
         return values
 
-    def blend(self, extras: Extras | None) -> dict[str, Any]:
-        """As BlendConfig's fields; a seed serves whatever is random."""
-        values: dict[str, Any] = {"seed": self.seed}
-        if extras:
-            values |= {name: getattr(extras, name) for name in ("method", "policy", "ratio", "correction")}
+    def blend(self, extras: Extras) -> dict[str, Any]:
+        """As BlendConfig's fields; the seed also sets that of random policies."""
+        names = ("method", "policy", "ratio", "correction")
+        values: dict[str, Any] = {"seed": self.seed, **{name: getattr(extras, name) for name in names}}
         assert values.keys() <= BlendConfig.model_fields.keys()
         return values
+
+    def passages_of(self, extras: Extras) -> tuple[Passage, ...] | None:
+        """The client's passages, None to retrieve some. Raises InputError if both fields are given."""
+        if self.documents is not None and extras.passages is not None:
+            raise InputError("documents and passages mean the same: send one of these fields")
+        given = extras.passages if self.documents is None else self.documents
+        return None if given is None else tuple(Passage(p.text, p.title, p.id) for p in given)
 
 
 class StreamOptions(Body):
@@ -97,7 +106,7 @@ class StreamOptions(Body):
     include_obfuscation: bool | None = None
 
 
-class Neutral(Sampling):
+class Neutral(Question):
     """OpenAI's fields that change nothing here: taken at the values that ask for nothing, and labels at any."""
 
     model: Name
@@ -173,7 +182,7 @@ class CompletionRequest(Neutral):
         return self.prompt if isinstance(self.prompt, str) else self.prompt[0]
 
 
-class RagRequest(Sampling, Extras):
+class RagRequest(Question, Extras):
     """POST /v1/rag/query"""
 
     question: Annotated[Text, Field(pattern=r"\S")]
@@ -199,7 +208,7 @@ class DocumentsRequest(Body):
 class CacheRequest(Body):
     """POST /v1/cache/...: which chunks. Own passages, or a collection's, all or those of some documents or ids."""
 
-    passages: Annotated[list[PassageIn], Field(max_length=MAX_ITEMS)] | None = None
+    passages: Passages | None = None
     collection: Name | None = None
     documents: Annotated[list[Name], Field(max_length=MAX_ITEMS)] | None = None
     ids: Annotated[list[Name], Field(max_length=MAX_ITEMS)] | None = None
