@@ -11,7 +11,7 @@ from langchain_core.language_models import LangSmithParams, LanguageModelInput
 from langchain_core.outputs import ChatGenerationChunk, ChatResult
 from langchain_core.utils import from_env, secret_from_env
 from langchain_openai import ChatOpenAI
-from pydantic import Field, SecretStr
+from pydantic import Field, InstanceOf, SecretStr
 
 EXTRA = "x_blendserve"  # the block of a request and of a response that OpenAI's protocol has no field for
 BASE_URL = "http://127.0.0.1:8000/v1"
@@ -53,17 +53,12 @@ class ChatBlendserve(ChatOpenAI):
     )
     stream_usage: bool | None = True
     use_responses_api: bool | None = False
-    documents: Sequence[DocumentLike] | None = None
-
-    @property
-    def lc_secrets(self) -> dict[str, str]:
-        """The environment variable that replaces the key in a serialised model."""
-        return {"openai_api_key": "BLENDSERVE_API_KEY"}
+    documents: Sequence[InstanceOf[Document] | Mapping[str, Any]] | None = None
 
     @classmethod
-    def get_lc_namespace(cls) -> list[str]:
-        """The namespace of a serialised model."""
-        return ["langchain_blendserve", "chat_models"]
+    def is_lc_serializable(cls) -> bool:
+        """LangChain loads serialised models of the packages that it lists, which this one is not."""
+        return False
 
     @property
     def _llm_type(self) -> str:
@@ -74,17 +69,19 @@ class ChatBlendserve(ChatOpenAI):
         params["ls_provider"] = "blendserve"
         return params
 
+    @property
+    def _default_params(self) -> dict[str, Any]:
+        """With the documents: they are part of what a cached answer is found by."""
+        given = {} if self.documents is None else {"documents": self.documents}
+        return {**super()._default_params, **given}
+
     def _get_request_payload(
         self, input_: LanguageModelInput, *, stop: list[str] | None = None, **kwargs: Any
     ) -> dict[str, Any]:
-        documents = kwargs.pop("documents", None)
-        documents = self.documents if documents is None else documents
         payload: dict[str, Any] = super()._get_request_payload(input_, stop=stop, **kwargs)
-        if documents is not None:
-            payload["extra_body"] = {
-                **(payload.get("extra_body") or {}),
-                "documents": to_request(documents),
-            }
+        if (documents := payload.pop("documents", None)) is not None:
+            body = {"documents": to_request(documents)}
+            payload["extra_body"] = {**(payload.get("extra_body") or {}), **body}
         return payload
 
     def _create_chat_result(
