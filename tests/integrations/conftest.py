@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,8 +12,10 @@ import pytest
 
 from blendserve.serve.config import ServeConfig
 from tests.engine.helpers import PASSAGES
+from tests.integrations.helpers import UNTITLED
 from tests.serve.helpers import Server
 
+os.environ["HAYSTACK_TELEMETRY_ENABLED"] = "False"  # read when haystack is first imported
 INTEGRATIONS = Path(__file__).parents[2] / "integrations"
 for folder in ("langchain", "llama_index", "haystack/src"):
     sys.path.append(str(INTEGRATIONS / folder))
@@ -21,7 +24,7 @@ for folder in ("langchain", "llama_index", "haystack/src"):
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     made = Server(tmp_path_factory.mktemp("integrations"), ServeConfig())
-    made.engine.precompute(PASSAGES)
+    made.engine.precompute([*PASSAGES, *UNTITLED])
     yield made
     made.close()
 

@@ -6,7 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from blendserve.core import Passage
+from tests.engine.helpers import PASSAGES
 from tests.serve.helpers import Server
+
+UNTITLED = [Passage(p.text) for p in PASSAGES]
 
 
 def own_answer(server: Server, question: str, passages: Sequence[Passage], **options: Any) -> dict[str, Any]:
