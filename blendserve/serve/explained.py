@@ -10,7 +10,7 @@ from torch import Tensor
 from blendserve.core import Explanation
 
 DIGITS = 4  # of a score: it is to be read and ranked
-LONGEST = 8  # tokens that may make one character; what is none after so many is shown as it is
+LONGEST = 8  # tokens of one character; a longer incomplete sequence is shown as it is
 
 
 def explained(tokenizer: Any, ids: Sequence[int], explanation: Explanation) -> dict[str, Any]:

@@ -1,10 +1,19 @@
-"""The bodies of requests. OpenAI's fields where OpenAI has them; what is not known is refused, not ignored."""
+"""The bodies of requests: OpenAI's fields where OpenAI has them.
+
+Three kinds of fields that this server does not implement:
+- A field of OpenAI's that changes the answer or its form (n > 1, logprobs, JSON formats, forced tools, penalties) is
+  declared here with its neutral values only. Any other value is an error that names the field.
+- Any other unknown field is ignored, and the response names it (notices.py). This includes the sampling parameters of
+  other servers (top_k, min_p, repetition_penalty, guided_json, chat_template_kwargs): their clients send them to every
+  server. It also includes `tools`, which a model may always leave unused.
+- LABELS and NEUTRAL list unknown fields that cannot change an answer. They are not named.
+"""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field
 
 from blendserve.config import BlendConfig, CorrectionName, DecodeConfig, Method, PolicyName, Ratio
 from blendserve.core import Document, Passage
@@ -12,6 +21,25 @@ from blendserve.errors import InputError
 
 MAX_ITEMS = 1000
 MAX_TOKENS = 10**6
+
+LABELS = frozenset(
+    {
+        *("user", "name", "metadata", "store", "service_tier", "safety_identifier"),
+        *(
+            "prompt_cache_key",
+            "prompt_cache_retention",
+            "prediction",
+            "parallel_tool_calls",
+            "include_obfuscation",
+        ),
+    }
+)
+NEUTRAL: dict[str, tuple[Any, ...]] = {"top_k": (0, -1), "min_p": (0,), "repetition_penalty": (1,)}
+
+
+def has_effect(name: str, value: Any) -> bool:
+    """Whether an unknown field asks for something: null and empty values do not."""
+    return not (value is None or value in ({}, []) or name in LABELS or value in NEUTRAL.get(name, ()))
 
 
 def _whole(text: str) -> str:
@@ -33,7 +61,7 @@ Stops = Annotated[list[Stop], Field(max_length=4)]
 
 
 class Body(BaseModel):
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
 
 
 class PassageIn(Body):
@@ -103,24 +131,17 @@ class Question(Body):
 
 class StreamOptions(Body):
     include_usage: bool | None = None
-    include_obfuscation: bool | None = None
 
 
-class Neutral(Question):
-    """OpenAI's fields that change nothing here: taken at the values that ask for nothing, and labels at any."""
+class OpenAIRequest(Question):
+    """What chat and plain completions have in common."""
 
     model: Name
-    n: Literal[1] | None = None
     stream_options: StreamOptions | None = None
+    n: Literal[1] | None = None
     frequency_penalty: Literal[0, 0.0] | None = None  # type: ignore[valid-type]
     presence_penalty: Literal[0, 0.0] | None = None  # type: ignore[valid-type]
     logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
-    user: Label | None = None
-    metadata: Annotated[dict[Label, Label], Field(max_length=16)] | None = None
-    store: bool | None = None
-    service_tier: Label | None = None
-    safety_identifier: Label | None = None
-    prompt_cache_key: Label | None = None
     x_blendserve: Extras | None = None
 
 
@@ -129,15 +150,22 @@ class TextPart(Body):
     text: Text
 
 
+def _no_tool_role(role: Any) -> Any:
+    if role in ("tool", "function"):
+        raise ValueError(f"role {role!r} is not supported: send tool results in a message of role 'user'")
+    return role
+
+
+def _no_tool_calls(calls: Any) -> None:
+    if calls:
+        raise ValueError("tool calls are not supported: send their results in a message of role 'user'")
+
+
 class Message(Body):
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Annotated[Literal["system", "developer", "user", "assistant"], BeforeValidator(_no_tool_role)]
+    tool_calls: Annotated[None, BeforeValidator(_no_tool_calls)] = None
+    function_call: Annotated[None, BeforeValidator(_no_tool_calls)] = None
     content: Text | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_ITEMS)]
-    name: Label | None = None
-    refusal: None = None
-    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
-    audio: None = None
-    function_call: None = None
-    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
 
     @property
     def said(self) -> str:
@@ -150,32 +178,32 @@ class TextFormat(Body):
     type: Literal["text"]
 
 
-class ChatRequest(Neutral):
+class ChatRequest(OpenAIRequest):
     """POST /v1/chat/completions"""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_ITEMS)]
     max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
     logprobs: Literal[False] | None = None
-    top_logprobs: None = None
+    top_logprobs: Literal[0] | None = None
     response_format: TextFormat | None = None
-    tools: Annotated[list[Any], Field(max_length=0)] | None = None
     tool_choice: Literal["none", "auto"] | None = None
-    parallel_tool_calls: bool | None = None
-    reasoning_effort: None = None
+    function_call: Literal["none", "auto"] | None = None
+    modalities: list[Literal["text"]] | None = None
+    audio: None = None
 
     def decode(self) -> dict[str, Any]:
         values = super().decode()
         return values | {"max_new_tokens": self.max_completion_tokens or values["max_new_tokens"]}
 
 
-class CompletionRequest(Neutral):
-    """POST /v1/completions: the prompt is taken for the question."""
+class CompletionRequest(OpenAIRequest):
+    """POST /v1/completions: the prompt is the question."""
 
     prompt: Text | Annotated[list[Text], Field(min_length=1, max_length=1)]
     best_of: Literal[1] | None = None
     echo: Literal[False] | None = None
     logprobs: None = None
-    suffix: None = None
+    suffix: Literal[""] | None = None
 
     @property
     def question(self) -> str:
@@ -206,7 +234,7 @@ class DocumentsRequest(Body):
 
 
 class CacheRequest(Body):
-    """POST /v1/cache/...: which chunks. Own passages, or a collection's, all or those of some documents or ids."""
+    """POST /v1/cache/...: the request's own passages, or a collection's: all, or by document or passage id."""
 
     passages: Passages | None = None
     collection: Name | None = None
