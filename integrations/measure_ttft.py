@@ -66,6 +66,7 @@ Passage = dict[str, Any]  # of the server's JSON: text, title, id
 Ask = Callable[
     [str, Callable[[str], None]], None
 ]  # a question, and what is called with each piece of its answer
+Make = Callable[["Target", Mapping[str, Any]], Ask]  # further fields of x_blendserve
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +219,7 @@ def haystack(target: Target, extra: Mapping[str, Any]) -> Ask:
     return ask
 
 
-FRAMEWORKS: dict[str, tuple[Callable[[Target, Mapping[str, Any]], Ask], str]] = {
+FRAMEWORKS: dict[str, tuple[Make, str]] = {
     "LangChain": (langchain, "langchain"),  # its folder in integrations/
     "LlamaIndex": (llama_index, "llama_index"),
     "Haystack": (haystack, "haystack"),
@@ -229,7 +230,7 @@ def applications(target: Target) -> dict[str, dict[str, Ask]]:
     """By name, then by method. A framework that is not installed is left out and named."""
     for folder in ("langchain", "llama_index", "haystack/src"):
         sys.path.append(str(HERE / folder))  # an installed integration comes first
-    makers = {OWN: own_api}
+    makers: dict[str, Make] = {OWN: own_api}
     for name, (make, folder) in FRAMEWORKS.items():
         try:
             make(target, BLENDED)

@@ -168,7 +168,7 @@ def test_a_pipeline(server: Server) -> None:
     assert answer.data == own["text"]
     assert answer.meta["x_blendserve"]["report"] == own["report"]
     again = Pipeline.loads(made.dumps())
-    assert again.get_component("generator").to_dict() == made.get_component("generator").to_dict()
+    assert again.to_dict()["components"]["generator"] == made.to_dict()["components"]["generator"]
 
 
 async def test_an_asynchronous_pipeline(server: Server) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -184,16 +183,8 @@ def test_an_error_of_the_server_is_openais(server: Server) -> None:
         chat.invoke(QUESTION)
 
 
-@pytest.fixture
-def stuffed(chat: ChatBlendserve) -> Iterator[Any]:
-    """What an application has before: the question and its documents in one prompt."""
-    return ChatPromptTemplate.from_messages(
-        [("system", "Answer from the context:\n\n{context}"), ("human", "{input}")]
-    )
-
-
 async def test_a_chain_has_the_shape_of_langchains_own(server: Server, chat: ChatBlendserve) -> None:
-    retriever = RunnableLambda(lambda _: DOCUMENTS[::-1])
+    retriever = RunnableLambda[Any, list[Document]](lambda _: DOCUMENTS[::-1])
     own = own_answer(server, QUESTION, PASSAGES[::-1])["text"]
     chain = create_blend_chain(chat, retriever)
     result = {"input": QUESTION, "context": DOCUMENTS[::-1], "answer": own}

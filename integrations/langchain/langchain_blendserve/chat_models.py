@@ -44,7 +44,7 @@ class ChatBlendserve(ChatOpenAI):
     server's own options: `extra_body={"x_blendserve": {"method": "full"}}`.
     """
 
-    model_name: str = Field(alias="model")
+    model_name: str = Field(default="", alias="model", min_length=1, validate_default=True)  # required
     openai_api_base: str | None = Field(
         default_factory=from_env("BLENDSERVE_BASE_URL", default=BASE_URL), alias="base_url"
     )
