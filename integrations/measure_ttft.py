@@ -328,7 +328,9 @@ def choose(
         chosen = dict[str, list[Passage]]()
         for n, (question, near) in enumerate(found.items()):
             first = {p["id"]: p for p in near if p["id"] in long}
-            chosen[question] = list({**first, **known}.values())[:chunks]
+            chosen[question] = list({**first, **{i: p for i, p in known.items() if i not in first}}.values())[
+                :chunks
+            ]
             random.Random(seed + n).shuffle(chosen[question])
         ids = sorted({p["id"] for passages in chosen.values() for p in passages})
         _wait_for_job(client, _json(client.post("/cache/warm", json={**only, "ids": ids})))
