@@ -22,7 +22,8 @@ class BlendserveRetriever(BaseRetriever):
     """Searches the collections of a blendserve server -> documents with id, and title and score as metadata.
 
     It reads the first event of a streamed POST /v1/rag/query, which holds the passages, and closes the connection: the
-    server then cancels the prefill, which begins meanwhile. Raises httpx.HTTPStatusError with the server's message.
+    server then cancels the prefill, which begins meanwhile. So `k` passages must fit a prompt.
+    Raises httpx.HTTPStatusError with the server's message.
     """
 
     base_url: str = Field(default_factory=from_env("BLENDSERVE_BASE_URL", default=BASE_URL))
