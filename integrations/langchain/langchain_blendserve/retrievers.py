@@ -1,0 +1,93 @@
+"""Retriever over the collections of a blendserve server."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import httpx
+from langchain_core.callbacks import AsyncCallbackManagerForRetrieverRun, CallbackManagerForRetrieverRun
+from langchain_core.documents import Document
+from langchain_core.retrievers import BaseRetriever
+from langchain_core.utils import from_env, secret_from_env
+from pydantic import Field, SecretStr
+
+from langchain_blendserve.chat_models import BASE_URL
+
+DATA = "data: "  # the start of a server-sent event's line
+
+
+class BlendserveRetriever(BaseRetriever):
+    """Searches the collections of a blendserve server -> documents with id, and title and score as metadata.
+
+    It reads the first event of a streamed POST /v1/rag/query, which holds the passages, and closes the connection: the
+    server then cancels the prefill, which begins meanwhile. So `k` passages must fit a prompt.
+    Raises httpx.HTTPStatusError with the server's message.
+    """
+
+    base_url: str = Field(default_factory=from_env("BLENDSERVE_BASE_URL", default=BASE_URL))
+    api_key: SecretStr = Field(default_factory=secret_from_env("BLENDSERVE_API_KEY", default="none"))
+    k: int = 4
+    collections: list[str] | None = None  # None: all that the key may read
+    timeout_s: float = 60.0
+
+    def _get_relevant_documents(
+        self, query: str, *, run_manager: CallbackManagerForRetrieverRun, k: int | None = None
+    ) -> list[Document]:
+        request = self._request(query, k)
+        with httpx.Client(timeout=self.timeout_s) as client, client.stream("POST", **request) as response:
+            if response.is_error:
+                response.read()
+            _check(response)
+            line = next(line for line in response.iter_lines() if line.startswith(DATA))
+        return _documents(line)
+
+    async def _aget_relevant_documents(
+        self, query: str, *, run_manager: AsyncCallbackManagerForRetrieverRun, k: int | None = None
+    ) -> list[Document]:
+        request = self._request(query, k)
+        async with (
+            httpx.AsyncClient(timeout=self.timeout_s) as client,
+            client.stream("POST", **request) as response,
+        ):
+            if response.is_error:
+                await response.aread()
+            _check(response)
+            line = await anext(line async for line in response.aiter_lines() if line.startswith(DATA))
+        return _documents(line)
+
+    def _request(self, query: str, k: int | None) -> dict[str, Any]:
+        body = {"question": query, "top_k": k or self.k, "stream": True, "max_tokens": 1}
+        if self.collections is not None:
+            body["collections"] = self.collections
+        headers = {"Authorization": f"Bearer {self.api_key.get_secret_value()}"}
+        return {"url": f"{self.base_url.rstrip('/')}/rag/query", "json": body, "headers": headers}
+
+
+def _check(response: httpx.Response) -> None:
+    """Raise the server's message for a response that is an error."""
+    if response.is_error:
+        message = f"{response.status_code} from {response.url}: {_message(response.text)}"
+        raise httpx.HTTPStatusError(message, request=response.request, response=response)
+
+
+def _message(text: str) -> str:
+    """The message of an error in OpenAI's shape, or the text as it is."""
+    try:
+        return str(json.loads(text)["error"]["message"])
+    except (ValueError, LookupError, TypeError):
+        return text
+
+
+def _documents(line: str) -> list[Document]:
+    """The documents of the first event. Raises RuntimeError for an event that is an error."""
+    event = json.loads(line.removeprefix(DATA))
+    if "passages" not in event:
+        raise RuntimeError(f"the server sent no passages: {_message(json.dumps(event))}")
+    return [_document(passage) for passage in event["passages"]]
+
+
+def _document(passage: Mapping[str, Any]) -> Document:
+    metadata = {name: passage[name] for name in ("title", "doc_id", "score") if passage.get(name) is not None}
+    return Document(id=passage["id"] or None, page_content=passage["text"], metadata=metadata)

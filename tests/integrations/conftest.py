@@ -1,0 +1,36 @@
+"""A toy server for the frameworks' integrations, which are imported from this checkout, and their asynchronous tests."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from blendserve.serve.config import ServeConfig
+from tests.engine.helpers import PASSAGES
+from tests.integrations.helpers import UNTITLED
+from tests.serve.helpers import Server
+
+os.environ["HAYSTACK_TELEMETRY_ENABLED"] = "False"  # read when haystack is first imported
+INTEGRATIONS = Path(__file__).parents[2] / "integrations"
+for folder in ("langchain", "llama_index", "haystack/src"):
+    sys.path.append(str(INTEGRATIONS / folder))
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    made = Server(tmp_path_factory.mktemp("integrations"), ServeConfig())
+    made.engine.precompute([*PASSAGES, *UNTITLED])
+    yield made
+    made.close()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pycollect_makeitem(collector: pytest.Collector, name: str, obj: object) -> None:
+    """Mark coroutine tests, those of langchain-tests too, for pytest-asyncio."""
+    if name.startswith("test_") and inspect.iscoroutinefunction(obj):
+        pytest.mark.asyncio(loop_scope="module")(obj)  # clients keep connections, which belong to a loop
