@@ -1,7 +1,7 @@
 """All settings: one frozen section per stage inside one Config. Every default of the project is written here, once.
 
-The command line takes defaults, choices and help from these fields (cli/options.py), and so does docs/cli.md; a YAML file
-names only what it changes. A wrong value is refused here, before anything is loaded.
+Commands take defaults, choices and help from these fields (cli/options.py), as does docs/reference/settings.md. A YAML
+file names only the settings that it changes. A wrong value is refused here, before anything is loaded.
 """
 
 from __future__ import annotations
@@ -49,6 +49,13 @@ AdmissionName = Annotated[
 def _codec(word: str) -> str:
     parse_codec(word)
     return word
+
+
+def _separator(text: str) -> str:
+    """Raises ValueError for white space alone, which ordinary text is full of."""
+    if text and not text.strip():
+        raise ValueError("a separator of white space alone would cut ordinary text: add other characters")
+    return text
 
 
 SECURE = {"valkeys", "rediss"}  # schemes with TLS
@@ -150,17 +157,19 @@ class ReaderConfig(Section):
 
     model: str = Field(
         "smollm2-135m",
-        description="Answer with this model: a bundled name, a folder, a hub id, or random:SHAPE for random weights.",
+        description="Model: a bundled name, a folder, a Hugging Face id, or random:SHAPE for random weights.",
     )
     dtype: Dtype = Field(
-        "auto", description="Compute and store in this number format; auto is what the device computes well."
+        "auto",
+        description="Number format of weights, computation and KV; auto chooses the fastest one of the "
+        "device.",
     )
     device: str = Field(
-        "auto", description="Run on this device, such as cpu or cuda:1; auto is a GPU where there is one."
+        "auto", description="Device to run on, such as cpu or cuda:1; auto chooses a GPU if there is one."
     )
     threads: Positive | None = Field(
         None,
-        description="Use so many CPU threads; as many as this process may use CPUs if no number is given.",
+        description="Number of CPU threads; all CPUs that the process may use if not set.",
     )
 
 
@@ -168,16 +177,16 @@ class RetrieveConfig(Section):
     """Documents to passages to nearest passages."""
 
     embedder: str = Field(
-        "minilm-l6", description="Embed texts with this model: a bundled name, a folder or a hub id."
+        "minilm-l6", description="Embedding model: a bundled name, a folder or a Hugging Face id."
     )
     chunk_tokens: Positive = Field(
         512,
-        description="Cut documents into passages of at most so many of the reader's tokens, title line included.",
+        description="Maximum length of a passage, in tokens of the model, title line included.",
     )
-    top_k: Positive = Field(6, description="Retrieve so many passages for a question.")
+    top_k: Positive = Field(6, description="Number of passages to retrieve for a question.")
     index: Literal["flat", "hnsw"] = Field(
         "flat",
-        description="Search vectors exactly (flat), or approximately, which is faster on large corpora (hnsw).",
+        description="Vector search: flat is exact, hnsw is approximate and faster on large corpora.",
     )
 
 
@@ -186,15 +195,21 @@ class PromptConfig(Section):
 
     system: str = Field(
         "You answer questions from the given passages, briefly and in your own words.",
-        description="Give the reader this system message.",
+        description="System message.",
     )
     instruction: str = Field(
         "Read the passages, then answer the question.",
-        description="Put this instruction before the passages.",
+        description="Instruction before the passages.",
     )
     kv_context: KVContext = Field(
         "prefix",
-        description="Compute a chunk's KV behind this; only behind the prefix is the first chunk of a prompt exact.",
+        description="Text that chunk KV is computed after; with prefix, the first chunk of a prompt is "
+        "exact.",
+    )
+    separator: Annotated[str, AfterValidator(_separator)] = Field(
+        "",
+        description="Text that separates chunks inside a question, such as ' # # ': each part before the last is a "
+        "chunk, the last part is the question; empty turns this off.",
     )
 
 
@@ -204,29 +219,29 @@ class ValkeyConfig(Section):
     inside = "store."
     url: ServerUrl = Field(
         "valkey://127.0.0.1:6379",
-        description="Share chunk KV on this Valkey or Redis server, or on the cluster that it belongs to: "
+        description="Address of the Valkey or Redis server, or of any node of a cluster: "
         "valkey://HOST:PORT/DATABASE, valkeys:// for TLS, or unix:///PATH.",
     )
-    username: str = Field(
-        "", description="Log in to the server as this user; the default user if it is empty."
-    )
+    username: str = Field("", description="User name for the server; the server's default user if empty.")
     password_file: Path | None = Field(
         None,
-        description="Log in to the server with the password in this file; with BLENDSERVE_VALKEY_PASSWORD of the "
-        "environment if none is given.",
+        description="File with the password for the server; the environment variable "
+        "BLENDSERVE_VALKEY_PASSWORD if not set.",
     )
     ca_file: Path | None = Field(
         None,
-        description="Trust the certificate authorities in this file for TLS; those of the system if none is given.",
+        description="File with the certificate authorities trusted for TLS; the system's if not set.",
     )
     deadline_s: float = Field(
         1.0,
         gt=0,
         le=60,
-        description="Wait no longer than so many seconds for the server, in all of a request.",
+        description="Maximum time that a request waits for the server in total, in seconds.",
     )
     in_flight_mb: Positive = Field(
-        256, description="Have about so many MB (10^6 bytes) of chunks under way from the server at a time."
+        256,
+        description="Approximate size of the chunks in transfer from the server at a time, in MB (10^6 "
+        "bytes).",
     )
 
     @property
@@ -268,47 +283,49 @@ class KdnConfig(Section):
     inside = "store."
     url: HttpUrl = Field(
         "http://127.0.0.1:8010",
-        description="Have chunk KV delivered by the service at this address; https:// for TLS.",
+        description="Address of the delivery service, http://HOST:PORT or https:// for TLS.",
     )
-    collection: str = Field("", description="Have the chunks of this collection delivered.")
+    collection: str = Field("", description="Name of the collection to fetch chunks from.")
     level: str = Field(
         "auto",
-        description="Have chunks delivered at this level of the collection, such as raw or predict@2; auto chooses for "
-        "each chunk by how fast the link, decoding and computing are.",
+        description="Codec and level to fetch chunks at, such as raw or predict@2; auto chooses for each "
+        "chunk from the speed of the link, decoding and prefill.",
     )
     ttft_ms: float = Field(
         0.0,
         ge=0,
-        description="Choose the finest level by which a request's chunks are here, decoded, after so many milliseconds; "
-        "0 chooses what is quickest.",
+        description="Time limit for fetching and decoding a request's chunks at level auto, in "
+        "milliseconds: the finest level that meets it is chosen; 0 chooses the fastest level.",
     )
     relay: str = Field(
         "",
-        description="Have chunks from the MoQ relay at this URL, https://HOST:PORT, and what does not come from there "
-        "from the service.",
+        description="URL of a MoQ relay to fetch chunks from, https://HOST:PORT; chunks that it does not "
+        "deliver come from the service.",
     )
     relay_fingerprint: str = Field(
         "",
-        description="Trust the relay whose certificate has this SHA-256, in hex; without one, those that "
-        "authorities vouch for.",
+        description="SHA-256 of the relay's certificate, in hex; without it, the certificate must be "
+        "signed by a trusted authority.",
     )
     key_file: Path | None = Field(
         None,
-        description="Bring the API key in this file; the one in BLENDSERVE_KDN_KEY of the environment if none is given.",
+        description="File with the API key for the service; the environment variable BLENDSERVE_KDN_KEY "
+        "if not set.",
     )
     ca_file: Path | None = Field(
         None,
-        description="Trust the certificate authorities in this file for TLS; those of the system if none is given.",
+        description="File with the certificate authorities trusted for TLS; the system's if not set.",
     )
     deadline_s: float = Field(
         5.0,
         gt=0,
         le=60,
-        description="Wait no longer than so many seconds for the service, in all of a request.",
+        description="Deadline for the delivery service per request, in seconds.",
     )
     in_flight_mb: Positive = Field(
         256,
-        description="Refuse chunks that would take more than so many MB (10^6 bytes) together on their way.",
+        description="Maximum size of the chunks in one transfer from the service, in MB (10^6 bytes); "
+        "larger chunks are refused.",
     )
 
     @property
@@ -325,23 +342,25 @@ class KdnConfig(Section):
 class PlaceConfig(Section):
     """Where one store of chunk KV is, and what it may hold."""
 
-    kind: StoreKindName = Field(STORES.default, description="Keep chunk KV in a store of this kind.")
+    kind: StoreKindName = Field(STORES.default, description="Kind of KV store.")
     path: Path | None = Field(
-        None, description="Keep chunk KV in this folder; it is the index's own kv/ if none is given."
+        None, description="Folder of the KV store; kv/ in the folder of the index if not set."
     )
     cap_gb: float = Field(
         32.0,
         gt=0,
-        description="Keep at most so many GB (10^9 bytes) of KV, of each namespace on a shared server; a store's file is "
-        "a little larger.",
+        description="Maximum size of the KV store, in GB (10^9 bytes); of each namespace on a shared "
+        "server. The files are slightly larger.",
     )
     eviction: EvictionName = Field(
         EVICTIONS.default,
-        description="Make room at the cap by giving up the least recently used chunks that are not pinned, or refuse.",
+        description="What happens when the store is full: lru evicts the least recently used unpinned "
+        "chunks, refuse stores nothing more.",
     )
     admission: AdmissionName = Field(
         ADMISSIONS.default,
-        description="Let in at the cap only what is asked for more often than what it displaces (tinylfu), or all.",
+        description="Which new chunks a full store admits: tinylfu those used more often than the chunks "
+        "they would replace, always all.",
     )
 
     valkey: ValkeyConfig = ValkeyConfig()
@@ -365,29 +384,34 @@ class TiersConfig(Section):
     device_bytes: int = Field(
         0,
         ge=0,
-        description="Keep hot chunks in so many bytes of the GPU's own memory; 0 keeps none.",
+        description="Size of the cache of hot chunks in GPU memory, in bytes; 0 turns it off.",
     )
     host_bytes: int = Field(
-        0, ge=0, description="Keep hot chunks in so many bytes of pinned host memory; 0 keeps none."
+        0,
+        ge=0,
+        description="Size of the cache of hot chunks in pinned host memory, in bytes; 0 turns it off.",
     )
     memory_bytes: int = Field(
-        0, ge=0, description="Keep hot chunks decoded in so many bytes of the process's memory; 0 keeps none."
+        0,
+        ge=0,
+        description="Size of the cache of decoded hot chunks in process memory, in bytes; 0 turns it off.",
     )
     remote: RemoteConfig | None = Field(
         None,
-        description="Look in this store, which other machines use, too, for what the own one lacks, and store there "
-        "what is computed here; it has the settings kind, path, cap_gb, eviction, admission, valkey and kdn, as "
-        "`store` does.",
+        description="Store shared with other machines: read for chunks that the own store lacks, written "
+        "with the chunks computed here. It has the settings kind, path, cap_gb, eviction, admission, "
+        "valkey and kdn of `store`.",
     )
     write: Literal["back", "through"] = Field(
         "back",
-        description="Write to the remote store in the background (back), or before a chunk counts as stored (through).",
+        description="When to write to the remote store: back writes in the background, through before a "
+        "chunk counts as stored.",
     )
     prefetch_bytes: int = Field(
         500_000_000,
         ge=0,
-        description="Read from a store on another machine ahead of requests that wait for their turn, at most so many "
-        "bytes; 0 reads none.",
+        description="Maximum size of the chunks prefetched from a store on another machine for queued "
+        "requests, in bytes; 0 turns it off.",
     )
 
 
@@ -396,14 +420,15 @@ class StoreConfig(PlaceConfig):
 
     codec: CodecWord = Field(
         CODECS.default,
-        description="Store KV by this codec, written name or name@level; what is stored already is read by its own. "
+        description="Codec of newly stored KV, written name or name@level; stored chunks keep theirs. "
         f"One of {', '.join(CODECS.names)}.",
     )
     write_back: bool = Field(
-        True, description="Store the chunks that a request found missing or damaged, after its answer."
+        True, description="Store the chunks that a request had to compute, after its answer."
     )
     namespace: str = Field(
-        "", description="Make this a part of every chunk's key, so that other tenants find none of the KV."
+        "",
+        description="Namespace of the KV: part of every chunk's key, so tenants cannot read each other's KV.",
     )
     tiers: TiersConfig = TiersConfig()
 
@@ -413,28 +438,27 @@ class BlendConfig(Section):
 
     method: Method = Field(
         "auto",
-        description="Use stored KV in this way; auto takes the one that is cheapest on this machine for the prompt.",
+        description="How cached KV is used; auto chooses the fastest method for the prompt on this machine.",
     )
-    policy: PolicyName = Field(
-        POLICIES.default, description="Choose the tokens that are recomputed by this rule."
-    )
+    policy: PolicyName = Field(POLICIES.default, description="Policy that selects the tokens to recompute.")
     ratio: Ratio | Literal["auto"] = Field(
         0.05,
-        description="Recompute this share of the context's tokens; auto takes as many as loading hides.",
+        description="Fraction of the context tokens to recompute; auto recomputes as many as fit into "
+        "the loading time.",
     )
-    floor: Ratio = Field(0.05, description="Recompute at least this share where the ratio is auto.")
+    floor: Ratio = Field(0.05, description="Minimum fraction of tokens to recompute when the ratio is auto.")
     correction: CorrectionName = Field(
-        CORRECTIONS.default, description="Correct the KV of tokens that are not recomputed in this way."
+        CORRECTIONS.default, description="Correction of the KV of tokens that are not recomputed."
     )
     check_layers: tuple[Annotated[int, Field(ge=1)], ...] = Field(
         (1,),
-        description="Choose at these layers, by a policy that looks at layers; several narrow its choice step by step.",
+        description="Layers at which a policy that compares layers selects tokens; several layers narrow "
+        "the selection step by step.",
     )
-    seed: int = Field(0, description="Draw by this seed where the policy is random.")
+    seed: int = Field(0, description="Random seed of the policy.")
     near: bool = Field(
         False,
-        description="Reuse, of a chunk that is not stored, what stored chunks have word for word: of an edited page, all "
-        "but the edits.",
+        description="Reuse the KV of identical text in similar cached chunks (near-duplicates).",
     )
 
     @property
@@ -446,15 +470,16 @@ class BlendConfig(Section):
 class DecodeConfig(Section):
     """How the answer is written."""
 
-    max_new_tokens: Positive = Field(64, description="End an answer after so many tokens.")
-    temperature: float = Field(
-        0.0, ge=0.0, description="Draw tokens this freely; 0 always takes the likeliest one."
-    )
+    max_new_tokens: Positive = Field(64, description="Maximum length of an answer, in tokens.")
+    temperature: float = Field(0.0, ge=0.0, description="Sampling temperature; 0 is greedy decoding.")
     top_p: float = Field(
-        1.0, gt=0.0, le=1.0, description="Draw from the likeliest tokens that together have this probability."
+        1.0,
+        gt=0.0,
+        le=1.0,
+        description="Nucleus sampling: draw from the likeliest tokens whose probabilities sum to this.",
     )
-    seed: int = Field(0, description="Draw tokens by this seed.")
-    stop: tuple[str, ...] = Field((), description="End the answer before any of these texts.")
+    seed: int = Field(0, description="Random seed of sampling.")
+    stop: tuple[str, ...] = Field((), description="Texts that end the answer.")
 
 
 class Config(Section):

@@ -22,6 +22,7 @@ from blendserve.engine.library import Library
 from blendserve.errors import IndexMismatch, IndexMissing
 from blendserve.models.loader import Reader, load_reader
 from blendserve.models.own_forward import model_logits
+from blendserve.registry import PLAIN_CODECS
 from blendserve.retrieve import language_reference
 
 INDEX = Path("indexes") / "demo"
@@ -38,7 +39,7 @@ METHODS = {
     "reuse": "full reuse, nothing recomputed",
     "blend": "blending, the default",
 }
-CODEC = "int8"  # what the size of raw KV is compared with
+CODEC = PLAIN_CODECS[-1]  # what the size of raw KV is compared with
 SHOWN = 140  # characters of an answer
 # The corpus takes 0.4 GB of KV; the cap keeps the demo's promise of half a gigabyte of disk.
 CONFIG = Config(

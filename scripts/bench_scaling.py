@@ -4,7 +4,7 @@
     python scripts/bench_scaling.py --model random:Qwen2.5-0.5B --contexts 512,1024,3072 --plots runs/plots
 
 Cells are kept in runs/bench_scaling/<model>/cells.jsonl as they are measured; the same command goes on from there. Draws
-ttft_context.svg and ttft_ratio.svg into docs/. docs/benchmarks.md tells what the limit is.
+ttft_context.svg and ttft_ratio.svg into docs/pictures/. docs/research/benchmarks.md tells what the limit is.
 """
 
 from blendserve.cli import main

@@ -4,7 +4,7 @@
     python scripts/evaluate_2wikimqa.py --dataset 2wikimqa         # LongBench's 200 questions, from the hub
     python scripts/evaluate_2wikimqa.py --dataset questions.json --setting open --ratios 0.05,0.15
 
-Resumable after any kill; docs/evaluation.md says what comes out.
+Resumable after any kill; docs/research/evaluation.md says what comes out.
 """
 
 from blendserve.cli import main

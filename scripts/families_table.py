@@ -1,10 +1,11 @@
-"""Print docs/models.md, made from the table in blendserve/models/families.py.
+"""Print docs/reference/models.md, made from the table in blendserve/models/families.py.
 
-python scripts/families_table.py > docs/models.md
+python scripts/families_table.py > docs/reference/models.md
 """
 
 from __future__ import annotations
 
+import textwrap
 from collections import defaultdict
 
 from blendserve.models.families import FAMILIES, MOVABLE_ROPE, REFUSED, Family
@@ -14,18 +15,35 @@ HEAD = """\
 
 <!-- Printed by scripts/families_table.py from blendserve/models/families.py; a test compares. -->
 
-A model is known by the `model_type` of its configuration. Each family below is held against its own `model.forward` on
-tiny random models, layer by layer (tests/models/test_adapter.py), and every reader passes the gate on its real weights
-before it may blend: `python -m blendserve doctor --model ...` prints the checks; blendserve/engine/gate.py says what they
-mean. A reader that fails is refused with the failed check and its numbers; `method="full"` still answers, by the model's
-own forward.
+Which models can blendserve run? `--model` (or `reader.model`) takes four forms:
+
+| form | example |
+|---|---|
+| bundled name | `smollm2-135m` |
+| Hugging Face id | `Qwen/Qwen2.5-0.5B-Instruct` |
+| folder | `./my-model`, with `config.json`, weights and tokenizer |
+| shape with random weights | `random:Qwen2.5-0.5B`, for benchmarks |
+
+The `model_type` in the model's `config.json` decides whether blendserve supports it. The test suite
+compares each family below with its own `model.forward` in transformers, layer by layer, on tiny
+models with random weights (`tests/models/test_adapter.py`).
+
+Before a model blends, blendserve checks it once on its real weights. The command
+`blendserve doctor --model MODEL` prints these checks. A model that fails one cannot blend: the
+message names the failed check. Method `auto` and method `full` then answer by full prefill with the
+model's own forward.
+
+To add a family, see [Bring a model](../how-to/bring-a-model.md).
 
 ## Supported
+
+The column "layers" names the differences from plain Llama layers.
+
 """
 PLAN = {
     "experts": "mixture of experts",
     "fused_qkv": "fused qkv",
-    "parallel": "attention and MLP side by side",
+    "parallel": "parallel attention and MLP",
     "softcap": "capped scores",
     "logits_softcap": "capped logits",
     "typed_rope": "RoPE by layer type",
@@ -44,7 +62,7 @@ QK_NORM = {"head": "q and k norms", "width": "q and k norms over all heads"}
 
 
 def plan(family: Family) -> str:
-    """What a family does beside plain Llama layers, in words."""
+    """The differences of a family from plain Llama layers, in words."""
     words = [NORMS[family.before_attention is not None, family.after_attention is not None]]
     words += [QK_NORM[family.qk_norm]] if family.qk_norm in QK_NORM else []
     words += [WINDOWS[family.windows]] if family.windows in WINDOWS else []
@@ -55,31 +73,20 @@ def plan(family: Family) -> str:
 
 def page() -> str:
     """The whole document."""
-    lines = [HEAD, "| `model_type` | models | layers |", "|---|---|---|"]
+    lines = [HEAD + "| `model_type` | models | layers |", "|---|---|---|"]
     lines += [f"| `{kind}` | {family.models} | {plan(family)} |" for kind, family in sorted(FAMILIES.items())]
-    lines += [
-        "",
-        f"RoPE of type {', '.join(f'`{rope}`' for rope in sorted(MOVABLE_ROPE))}, over all or a part of each head.",
-    ]
-    lines += [
-        "`dynamic` and `longrope` are refused: their angles change with the sequence length, so that a stored key"
-    ]
-    lines += [
-        "would be right for one length only.",
-        "",
-        "## Refused by name",
-        "",
-        "| why | `model_type` |",
-        "|---|---|",
-    ]
+    ropes = ", ".join(f"`{rope}`" for rope in sorted(MOVABLE_ROPE))
+    rope_text = (
+        f"Supported RoPE types: {ropes}, over the whole head or a part of it. `dynamic` and `longrope` are rejected: "
+        "their angles change with the sequence length, so a cached key would be correct for one length only."
+    )
+    lines += ["", "## RoPE", "", textwrap.fill(rope_text, 100, break_on_hyphens=False)]
+    lines += ["", "## Rejected by name", "", "| reason | `model_type` |", "|---|---|"]
     reasons: dict[str, list[str]] = defaultdict(list)
     for kind, reason in REFUSED.items():
         reasons[reason].append(f"`{kind}`")
     lines += [f"| {reason} | {', '.join(sorted(kinds))} |" for reason, kinds in sorted(reasons.items())]
-    lines += [
-        "",
-        "Any other type is refused too: nobody has proven blending right on it. docs/extending.md tells how.",
-    ]
+    lines += ["", "Any other type is rejected, too: no test has shown that blending is correct with it."]
     return "\n".join(lines) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""Write docs/page_light.png, docs/page_dark.png and docs/page_race.png: the page on the demo's index, in a real browser.
+"""Write docs/pictures/page_light.png, page_dark.png and page_race.png: the page on the demo's index, in a browser.
 
 python scripts/make_screenshots.py
 
@@ -17,7 +17,7 @@ from playwright.sync_api import Browser, Page, sync_playwright
 from blendserve.demo import INDEX, QUESTIONS, open_demo
 from blendserve.serve.child import Child, serve_command
 
-DOCS = Path(__file__).parents[1] / "docs"
+PICTURES = Path(__file__).parents[1] / "docs" / "pictures"
 SIZE = {"width": 1280, "height": 860}
 PATIENCE_MS = 300_000
 
@@ -34,11 +34,11 @@ def main() -> None:
             for scheme in ("light", "dark"):
                 page = visit(browser, server.url, scheme)
                 ask(page)
-                page.screenshot(path=DOCS / f"page_{scheme}.png")
+                page.screenshot(path=PICTURES / f"page_{scheme}.png")
                 page.close()
             page = visit(browser, server.url, "light")
             race(page)
-            page.screenshot(path=DOCS / "page_race.png")
+            page.screenshot(path=PICTURES / "page_race.png")
         browser.close()
 
 

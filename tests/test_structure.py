@@ -17,6 +17,7 @@ FLOORS = (  # from the ground up; a file imports from its own floor and those be
     {
         "core",
         "errors",
+        "extras",
         "config",
         "registry",
         "timing",

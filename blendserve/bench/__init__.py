@@ -2,5 +2,5 @@
 
     settings -> reader -> workload (a prompt of real text) -> contest (who runs it, over a store) -> figures -> tables
 
-docs/benchmarks.md tells how each figure is measured.
+docs/research/benchmarks.md tells how each figure is measured.
 """

@@ -33,10 +33,10 @@ from blendserve.registry import (
 class BenchConfig(ReaderConfig):
     """What all benches share: a reader, and how it is measured."""
 
-    repeats: Positive = Field(5, description="Measure so many rounds.")
-    seed: int = Field(0, description="Draw the text by this seed, and tokens where a policy draws.")
+    repeats: Positive = Field(5, description="Number of measured rounds.")
+    seed: int = Field(0, description="Random seed of the text, and of policies that sample.")
     folder: Path | None = Field(
-        None, description="Put stores here while it runs; the system's temporary folder if none is given."
+        None, description="Folder for temporary stores; the system's temporary folder if not set."
     )
 
     @property
@@ -47,19 +47,18 @@ class BenchConfig(ReaderConfig):
 class TtftConfig(BenchConfig):
     """One prompt, from text to first token."""
 
-    chunks: Positive = Field(6, description="Give the prompt so many chunks.")
-    chunk_tokens: Positive = Field(512, description="Give a chunk so many tokens.")
-    suffix_tokens: Positive = Field(40, description="Put so many tokens behind the chunks.")
+    chunks: Positive = Field(6, description="Number of chunks in the prompt.")
+    chunk_tokens: Positive = Field(512, description="Length of a chunk, in tokens.")
+    suffix_tokens: Positive = Field(40, description="Length of the prompt after the chunks, in tokens.")
     methods: tuple[str, ...] = Field(
         BENCHED,
-        description="Compare these, in words as `evaluate` has them, beside transformers, full, prefix and reuse.",
+        description="Methods to compare, written as for `evaluate`, with transformers, full, prefix and "
+        "reuse.",
     )
-    ratios: tuple[Ratio, ...] = Field(
-        (0.05, 0.15), description="Give methods that name no ratio each of these."
-    )
+    ratios: tuple[Ratio, ...] = Field((0.05, 0.15), description="Recompute ratios of methods that name none.")
     cold: bool = Field(False, description="Measure from a cold page cache, too.")
     throttle: tuple[Annotated[float, Field(gt=0)], ...] = Field(
-        (), description="Measure from a store that gives so many GB/s, too."
+        (), description="Read rates of a throttled store to measure, too, in GB/s."
     )
     memory: bool = Field(False, description="Measure the peak memory of a request, too.")
 
@@ -74,10 +73,10 @@ class TtftConfig(BenchConfig):
 class DocumentConfig(BenchConfig):
     """A long document that was read before, and a question about it."""
 
-    document_tokens: Positive = Field(5000, description="Give the document so many tokens.")
-    question_tokens: Positive = Field(100, description="Put so many tokens behind it.")
-    manual: bool = Field(True, description="Measure a document as long as the reader's context allows, too.")
-    repeats: Positive = Field(3, description="Measure so many rounds.")
+    document_tokens: Positive = Field(5000, description="Length of the document, in tokens.")
+    question_tokens: Positive = Field(100, description="Length of the question, in tokens.")
+    manual: bool = Field(True, description="Measure a document as long as the model's context, too.")
+    repeats: Positive = Field(3, description="Number of measured rounds.")
 
     @property
     def variants(self) -> tuple[Variant, ...]:
@@ -89,28 +88,28 @@ class ScalingConfig(BenchConfig):
     """How cost grows with context, ratio and chunk count."""
 
     contexts: tuple[Positive, ...] = Field(
-        (512, 1024, 2048, 3072, 4096, 6144, 7680), description="Vary the context over so many tokens."
+        (512, 1024, 2048, 3072, 4096, 6144, 7680), description="Context lengths to measure, in tokens."
     )
     chunk_tokens: Positive = Field(
-        512, description="Give a chunk so many tokens where their number is not varied."
+        512, description="Length of a chunk where the number of chunks is not varied, in tokens."
     )
     ratios: tuple[Ratio, ...] = Field(
-        (0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0), description="Vary the ratio over these."
+        (0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0), description="Recompute ratios to measure."
     )
-    counts: tuple[Positive, ...] = Field(
-        (3, 6, 12, 24, 48), description="Vary the number of chunks over these."
-    )
+    counts: tuple[Positive, ...] = Field((3, 6, 12, 24, 48), description="Numbers of chunks to measure.")
     context: Positive = Field(
-        3072, description="Give the context so many tokens where ratio or number of chunks is varied."
+        3072, description="Context length where ratio or number of chunks is varied, in tokens."
     )
     usual: tuple[Ratio, ...] = Field(
-        (0.05, 0.15), description="Use these ratios where the ratio is not varied."
+        (0.05, 0.15), description="Recompute ratios where the ratio is not varied."
     )
     methods: tuple[str, ...] = Field(
-        BENCHED, description="Compare these, in words as `evaluate` has them, beside the usual ones."
+        BENCHED,
+        description="Methods to compare, written as for `evaluate`, with transformers, full, prefix and "
+        "reuse.",
     )
-    suffix_tokens: Positive = Field(40, description="Put so many tokens behind the chunks.")
-    repeats: Positive = Field(3, description="Measure so many rounds of a cell.")
+    suffix_tokens: Positive = Field(40, description="Length of the prompt after the chunks, in tokens.")
+    repeats: Positive = Field(3, description="Number of measured rounds of a cell.")
 
     @property
     def cells(self) -> list[tuple[dict[str, str], TtftConfig]]:
@@ -146,46 +145,49 @@ class ScalingConfig(BenchConfig):
 class DecodeBenchConfig(BenchConfig):
     """Tokens behind a long context."""
 
-    context: Positive = Field(3072, description="Decode behind so many tokens.")
+    context: Positive = Field(3072, description="Context length, in tokens.")
     new_tokens: int = Field(
-        64, ge=2, description="Decode so many tokens; what is timed lies between the first and the last."
+        64, ge=2, description="Number of tokens to decode; the time from the first to the last is measured."
     )
-    repeats: Positive = Field(3, description="Measure so many rounds.")
+    repeats: Positive = Field(3, description="Number of measured rounds.")
 
 
 class PrecomputeConfig(BenchConfig):
     """Chunks into a store."""
 
-    chunks: Positive = Field(12, description="Store so many chunks.")
-    chunk_tokens: Positive = Field(512, description="Give a chunk so many tokens.")
-    repeats: Positive = Field(3, description="Measure so many rounds.")
+    chunks: Positive = Field(12, description="Number of chunks to store.")
+    chunk_tokens: Positive = Field(512, description="Length of a chunk, in tokens.")
+    repeats: Positive = Field(3, description="Number of measured rounds.")
 
 
 class StoreBenchConfig(BenchConfig):
     """Records of chunk KV, written and read."""
 
-    chunks: Positive = Field(24, description="Put and get so many chunks.")
-    chunk_tokens: Positive = Field(512, description="Give a chunk so many tokens.")
+    chunks: Positive = Field(24, description="Number of chunks to write and read.")
+    chunk_tokens: Positive = Field(512, description="Length of a chunk, in tokens.")
 
 
 class CodecBenchConfig(BenchConfig):
     """One prompt's chunks by every codec."""
 
     codecs: tuple[str, ...] = Field(
-        (), description="Measure these, written name or name@level; all codecs and levels if none is given."
+        (), description="Codecs to measure, written name or name@level; all codecs and levels if not set."
     )
-    chunks: Positive = Field(6, description="Give the prompt so many chunks.")
-    chunk_tokens: Positive = Field(512, description="Give a chunk so many tokens.")
-    suffix_tokens: Positive = Field(40, description="Put so many tokens behind the chunks.")
+    chunks: Positive = Field(6, description="Number of chunks in the prompt.")
+    chunk_tokens: Positive = Field(512, description="Length of a chunk, in tokens.")
+    suffix_tokens: Positive = Field(40, description="Length of the prompt after the chunks, in tokens.")
     method: str = Field(
         f"{BENCHED[0]}@0.15",
-        description="Measure the time to the first token by this method, in a word as `evaluate` has it.",
+        description="Method for the time to first token, written as for `evaluate`.",
     )
     text: Path | None = Field(
         None,
-        description="Fit tables on this text, a file or folder; on what the reader says by itself, if none.",
+        description="File or folder with the text that tables are fitted on; text sampled from the model "
+        "if not set.",
     )
-    fit_tokens: Positive = Field(16_384, description="Fit tables on so many tokens.")
+    fit_tokens: Positive = Field(
+        16_384, description="Length of the text that tables are fitted on, in tokens."
+    )
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -201,22 +203,26 @@ class CodecBenchConfig(BenchConfig):
 class CrowdedConfig(BenchConfig):
     """One prompt and its decoding beside other work."""
 
-    chunks: Positive = Field(6, description="Give the prompt so many chunks.")
-    chunk_tokens: Positive = Field(512, description="Give a chunk so many tokens.")
-    suffix_tokens: Positive = Field(40, description="Put so many tokens behind the chunks.")
-    new_tokens: int = Field(32, ge=2, description="Decode so many tokens.")
+    chunks: Positive = Field(6, description="Number of chunks in the prompt.")
+    chunk_tokens: Positive = Field(512, description="Length of a chunk, in tokens.")
+    suffix_tokens: Positive = Field(40, description="Length of the prompt after the chunks, in tokens.")
+    new_tokens: int = Field(32, ge=2, description="Number of tokens to decode.")
     methods: tuple[str, ...] = Field(
-        BENCHED, description="Compare these, in words as `evaluate` has them, beside transformers and full."
+        BENCHED, description="Methods to compare, written as for `evaluate`, with transformers and full."
     )
-    ratios: tuple[Ratio, ...] = Field((0.15,), description="Give methods that name no ratio each of these.")
-    busy: tuple[Positive, ...] = Field((1, 2, 4), description="Run beside so many busy processes.")
+    ratios: tuple[Ratio, ...] = Field((0.15,), description="Recompute ratios of methods that name none.")
+    busy: tuple[Positive, ...] = Field(
+        (1, 2, 4), description="Numbers of busy processes to run at the same time."
+    )
     environments: tuple[Annotated[str, Field(pattern=r"^\w+=\S*( \w+=\S*)*$")], ...] = Field(
-        (), description='Measure another way to wait, too, such as "OMP_WAIT_POLICY=passive".'
+        (),
+        description="Environment variables of a further wait policy to measure, such as "
+        '"OMP_WAIT_POLICY=passive".',
     )
     ours_alone: bool = Field(
-        False, description="Leave out libgomp's own way to wait, which takes most of the time."
+        False, description="Skip libgomp's default wait policy, which takes most of the time."
     )
-    repeats: Positive = Field(3, description="Measure so many rounds.")
+    repeats: Positive = Field(3, description="Number of measured rounds.")
 
     @property
     def variants(self) -> tuple[Variant, ...]:
@@ -228,78 +234,87 @@ class EmbedConfig(BenchConfig):
     """Passages to vectors."""
 
     embedder: str = Field(
-        RetrieveConfig().embedder, description="Embed with this model: a bundled name, a folder or a hub id."
+        RetrieveConfig().embedder,
+        description="Embedding model: a bundled name, a folder or a Hugging Face id.",
     )
-    passages: Positive = Field(200, description="Embed so many passages a round, where there is no data set.")
-    passage_tokens: Positive = Field(120, description="Cut them to so many tokens of the embedder, at most.")
+    passages: Positive = Field(200, description="Number of passages per round if there is no data set.")
+    passage_tokens: Positive = Field(
+        120, description="Maximum length of these passages, in tokens of the embedding model."
+    )
     dataset: Path | None = Field(
-        None, description="Embed the corpus of this data set, an equal part a round, and measure recall, too."
+        None,
+        description="Data set whose corpus is embedded, an equal part per round; recall is measured, too.",
     )
-    corpus: Path | None = Field(None, description="Read the data set's corpus from this file.")
-    top_k: Positive = Field(10, description="Count what a question needs among so many nearest passages.")
-    repeats: Positive = Field(5, description="Measure so many rounds.")
+    corpus: Path | None = Field(None, description="Corpus file of the data set.")
+    top_k: Positive = Field(10, description="Number of retrieved passages that recall is measured over.")
+    repeats: Positive = Field(5, description="Number of measured rounds.")
 
 
 class AutoBenchConfig(BenchConfig):
     """Method auto against every fixed one."""
 
-    repeats: Positive = Field(3, description="Measure so many rounds of a cell; one in doubt gets more.")
-    tolerance: float = Field(0.10, ge=0.0, description="Let auto be slower than the best by this share.")
+    repeats: Positive = Field(3, description="Number of measured rounds of a cell; doubtful cells get more.")
+    tolerance: float = Field(
+        0.10, ge=0.0, description="Fraction that auto may be slower than the best fixed method."
+    )
 
 
 class NearConfig(BenchConfig):
     """Prompts with edited passages."""
 
-    chunks: Positive = Field(6, description="Give the prompt so many chunks.")
-    chunk_tokens: Positive = Field(512, description="Give a chunk so many tokens.")
-    suffix_tokens: Positive = Field(40, description="Put so many tokens behind the chunks.")
+    chunks: Positive = Field(6, description="Number of chunks in the prompt.")
+    chunk_tokens: Positive = Field(512, description="Length of a chunk, in tokens.")
+    suffix_tokens: Positive = Field(40, description="Length of the prompt after the chunks, in tokens.")
     share: Annotated[float, Field(gt=0, le=1)] = Field(
-        0.05, description="Edit this share of a passage's words."
+        0.05, description="Fraction of a passage's words to edit."
     )
     ratio: Ratio = Field(
-        BlendConfig().share, description="Recompute this share of the context's tokens that were found."
+        BlendConfig().share, description="Fraction of the cached context tokens to recompute."
     )
-    signatures: Positive = Field(1_000_000, description="Look among so many synthetic chunks.")
+    signatures: Positive = Field(1_000_000, description="Number of synthetic chunks to search.")
 
 
 class FaultsConfig(BenchConfig):
     """Requests over a shared store whose server fails."""
 
-    requests: Positive = Field(100, description="Ask so many times under each fault.")
-    chunks: Positive = Field(4, description="Give the prompt so many chunks.")
-    chunk_tokens: Positive = Field(64, description="Give a chunk so many tokens.")
-    pool: Positive = Field(12, description="Draw a prompt's chunks from so many.")
-    deadline_s: float = Field(0.5, gt=0, description="Wait no longer than so many seconds for the server.")
-    kinds: tuple[str, ...] = Field((), description="Try these faults; all, if none is named.")
+    requests: Positive = Field(100, description="Number of requests under each fault.")
+    chunks: Positive = Field(4, description="Number of chunks in the prompt.")
+    chunk_tokens: Positive = Field(64, description="Length of a chunk, in tokens.")
+    pool: Positive = Field(12, description="Number of chunks that prompts are drawn from.")
+    deadline_s: float = Field(0.5, gt=0, description="Deadline for the server per request, in seconds.")
+    kinds: tuple[str, ...] = Field((), description="Faults to test; all if not set.")
 
 
 class LinkConfig(BenchConfig):
     """A prompt whose chunks lie on a server behind a network."""
 
     round_trips_ms: tuple[Annotated[float, Field(ge=0)], ...] = Field(
-        (0.0, 5.0, 50.0), description="Measure round trips of so many milliseconds."
+        (0.0, 5.0, 50.0), description="Round-trip times to measure, in milliseconds."
     )
     rates_gbit: tuple[Annotated[float, Field(gt=0)], ...] = Field(
-        (0.1, 1.0, 10.0), description="Measure networks of so many Gbit/s."
+        (0.1, 1.0, 10.0), description="Link rates to measure, in Gbit/s."
     )
     codecs: tuple[str, ...] = Field(
         SENT_CODECS,
-        description="Store the chunks by these codecs, written name or name@level.",
+        description="Codecs of the stored chunks, written name or name@level.",
     )
-    chunks: Positive = Field(6, description="Give the prompt so many chunks.")
-    chunk_tokens: Positive = Field(256, description="Give a chunk so many tokens.")
-    suffix_tokens: Positive = Field(40, description="Put so many tokens behind the chunks.")
-    method: str = Field(
-        f"{BENCHED[0]}@0.15", description="Blend by this method, in a word as `evaluate` has it."
-    )
+    chunks: Positive = Field(6, description="Number of chunks in the prompt.")
+    chunk_tokens: Positive = Field(256, description="Length of a chunk, in tokens.")
+    suffix_tokens: Positive = Field(40, description="Length of the prompt after the chunks, in tokens.")
+    method: str = Field(f"{BENCHED[0]}@0.15", description="Blending method, written as for `evaluate`.")
     text: Path | None = Field(
         None,
-        description="Fit tables on this text, a file or folder; on what the reader says by itself, if none.",
+        description="File or folder with the text that tables are fitted on; text sampled from the model "
+        "if not set.",
     )
-    fit_tokens: Positive = Field(16_384, description="Fit tables on so many tokens.")
-    in_flight: Positive = Field(3, description="Let so many requests be known ahead, to measure throughput.")
-    requests: Positive = Field(8, description="Measure throughput over so many requests.")
-    repeats: Positive = Field(3, description="Measure so many rounds.")
+    fit_tokens: Positive = Field(
+        16_384, description="Length of the text that tables are fitted on, in tokens."
+    )
+    in_flight: Positive = Field(
+        3, description="Number of requests announced ahead of time when throughput is measured."
+    )
+    requests: Positive = Field(8, description="Number of requests that throughput is measured over.")
+    repeats: Positive = Field(3, description="Number of measured rounds.")
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -316,27 +331,27 @@ class DeliveryConfig(BenchConfig):
     """A prompt whose chunks a service delivers, over a link whose rate changes."""
 
     rates_gbit: tuple[Annotated[float, Field(gt=0)], ...] = Field(
-        (0.1, 0.3, 1.0, 3.0, 10.0), description="Replay constant links of so many Gbit/s."
+        (0.1, 0.3, 1.0, 3.0, 10.0), description="Rates of constant links to replay, in Gbit/s."
     )
     traces: tuple[str, ...] = Field(
-        ("down", "up", "sawtooth", "mobile", "dead"), description="Replay these links that change, too."
+        ("down", "up", "sawtooth", "mobile", "dead"), description="Traces of changing links to replay, too."
     )
-    round_trip_ms: float = Field(1.0, ge=0, description="Give the link a round trip of so many milliseconds.")
+    round_trip_ms: float = Field(1.0, ge=0, description="Round-trip time of the link, in milliseconds.")
     codecs: tuple[str, ...] = Field(
         DELIVERED_CODECS,
-        description="Publish the chunks at these levels, written name or name@level, uncoded first.",
+        description="Levels that the chunks are published at, written name or name@level, uncoded first.",
     )
-    chunks: Positive = Field(6, description="Give the prompt so many chunks.")
-    chunk_tokens: Positive = Field(512, description="Give a chunk so many tokens.")
-    suffix_tokens: Positive = Field(40, description="Put so many tokens behind the chunks.")
+    chunks: Positive = Field(6, description="Number of chunks in the prompt.")
+    chunk_tokens: Positive = Field(512, description="Length of a chunk, in tokens.")
+    suffix_tokens: Positive = Field(40, description="Length of the prompt after the chunks, in tokens.")
     deadline_s: float = Field(
-        10.0, gt=0, le=60, description="Wait no longer than so many seconds for the chunks of a request."
+        10.0, gt=0, le=60, description="Deadline for the delivery service per request, in seconds."
     )
-    method: str = Field(
-        f"{BENCHED[0]}@0.15", description="Blend by this method, in a word as `evaluate` has it."
+    method: str = Field(f"{BENCHED[0]}@0.15", description="Blending method, written as for `evaluate`.")
+    fit_tokens: Positive = Field(
+        2_048, description="Length of the text, sampled from the model, that tables are fitted on, in tokens."
     )
-    fit_tokens: Positive = Field(2_048, description="Fit tables on so many tokens of the reader's own words.")
-    repeats: Positive = Field(3, description="Measure so many rounds.")
+    repeats: Positive = Field(3, description="Number of measured rounds.")
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -352,37 +367,35 @@ class DeliveryConfig(BenchConfig):
 class ServingConfig(Section):
     """Load on a server."""
 
-    out: Path = Field(Path("runs/serving"), description="Put results into this folder.")
-    url: str | None = Field(
-        None, description="Send requests to the server at this URL; one is started if none is given."
+    out: Path = Field(Path("runs/serving"), description="Folder for results.")
+    url: str | None = Field(None, description="URL of a running server; a server is started if not set.")
+    key: str | None = Field(None, description="API key for the server at the URL.")
+    index: Path = Field(
+        Path("indexes/demo"), description="Folder of the index whose passages are asked about."
     )
-    key: str | None = Field(None, description="Send this API key, where the server at the URL has keys.")
-    index: Path = Field(Path("indexes/demo"), description="Ask about passages of the index in this folder.")
-    pool: Positive = Field(20, description="Draw passages from so many of the index's longest ones.")
+    pool: Positive = Field(
+        20, description="Number of the index's longest passages that prompts are drawn from."
+    )
     dataset: Path | None = Field(
         None,
-        description="Ask these questions, with a corpus beside them, over an index of it that is built in OUT.",
+        description="Questions file with a corpus in the same folder; an index of the corpus is built in "
+        "OUT.",
     )
-    questions: Positive = Field(56, description="Ask the first so many questions of the data set.")
-    corpus_passages: Positive = Field(
-        500, description="Build the data set's index of so many of its passages."
-    )
-    prepare: bool = Field(
-        False, description="Build and precompute the data set's index, and measure nothing."
-    )
-    passages: Positive = Field(6, description="Give a prompt so many passages.")
-    ratio: Ratio | None = Field(
-        None, description="Let blending recompute this share; the server's own ratio if none is given."
-    )
-    new_tokens: Positive = Field(16, description="Ask for answers of so many tokens.")
-    clients: Positive = Field(8, description="Let so many clients ask at once to find saturation.")
-    seconds: float = Field(60.0, gt=0, description="Measure a cell for so many seconds.")
+    questions: Positive = Field(56, description="Number of questions from the data set.")
+    corpus_passages: Positive = Field(500, description="Number of the data set's passages in its index.")
+    prepare: bool = Field(False, description="Build and precompute the data set's index without measuring.")
+    passages: Positive = Field(6, description="Number of passages in a prompt.")
+    ratio: Ratio | None = Field(None, description="Recompute ratio of blending; the server's own if not set.")
+    new_tokens: Positive = Field(16, description="Length of an answer, in tokens.")
+    clients: Positive = Field(8, description="Number of concurrent clients that saturate the server.")
+    seconds: float = Field(60.0, gt=0, description="Duration of a cell, in seconds.")
     shares: tuple[Annotated[float, Field(gt=0)], ...] = Field(
-        (0.5, 1.0, 2.0, 4.0), description="Offer loads of these shares of full prefill's saturation."
+        (0.5, 1.0, 2.0, 4.0),
+        description="Offered loads, as fractions of full prefill's saturation throughput.",
     )
-    minutes: float = Field(60.0, gt=0, description="Begin no cell after so many minutes.")
+    minutes: float = Field(60.0, gt=0, description="Time after which no further cell starts, in minutes.")
     timeout: float = Field(
-        120.0, gt=0, description="Count a request as failed after so many seconds without an event."
+        120.0, gt=0, description="Time without an event after which a request counts as failed, in seconds."
     )
 
 
@@ -391,59 +404,61 @@ class HostileConfig(Section):
 
     index: Path = Field(
         Path("indexes/demo"),
-        description="Ask about a copy of the index in this folder; about one of bundled text if there is none.",
+        description="Folder of the index to copy; an index of bundled text is built if it does not exist.",
     )
-    clients: Positive = Field(3, description="Let so many ordinary clients ask.")
+    clients: Positive = Field(3, description="Number of ordinary clients.")
     share: float = Field(
-        0.4, gt=0, lt=1, description="Let them ask for this share of what the server answers one by one."
+        0.4,
+        gt=0,
+        lt=1,
+        description="Load of the ordinary clients, as a fraction of the server's sequential throughput.",
     )
-    passages: Positive = Field(3, description="Retrieve so many passages for a question.")
-    new_tokens: Positive = Field(4, description="Ask for answers of so many tokens.")
-    seconds: float = Field(20.0, gt=0, description="Measure a window for so many seconds.")
+    passages: Positive = Field(3, description="Number of passages to retrieve for a question.")
+    new_tokens: Positive = Field(4, description="Length of an answer, in tokens.")
+    seconds: float = Field(20.0, gt=0, description="Duration of a window, in seconds.")
     rounds: Positive = Field(
-        3, description="Measure so many pairs of windows, without the hostile client and with it."
+        3, description="Number of pairs of windows, without and with the hostile client."
     )
     kinds: tuple[str, ...] = Field(
-        (), description="Let the hostile client send these kinds of requests in turns; all if none is given."
+        (), description="Kinds of requests that the hostile client sends in turn; all if not set."
     )
-    connections: Positive = Field(4, description="Let the hostile client send so many requests at a time.")
+    connections: Positive = Field(4, description="Number of concurrent requests of the hostile client.")
     timeout: float = Field(
-        120.0, gt=0, description="Count a request as failed after so many seconds without an event."
+        120.0, gt=0, description="Time without an event after which a request counts as failed, in seconds."
     )
     folder: Path | None = Field(
-        None, description="Put indexes here while it runs; the system's temporary folder if none is given."
+        None, description="Folder for temporary indexes; the system's temporary folder if not set."
     )
 
 
 class SharingConfig(BenchConfig):
     """Users with overlapping questions, and their caches."""
 
-    users: Positive = Field(4, description="Let so many users ask.")
-    engines: Positive = Field(2, description="Answer them by so many engine processes.")
-    questions: Positive = Field(20, description="Let each user ask so many questions.")
-    passages: Positive = Field(4, description="Give a prompt so many passages.")
-    chunk_tokens: Positive = Field(256, description="Give a chunk so many tokens.")
-    pool: Positive = Field(32, description="Draw passages from so many.")
+    users: Positive = Field(4, description="Number of users.")
+    engines: Positive = Field(2, description="Number of engine processes that serve them.")
+    questions: Positive = Field(20, description="Number of questions per user.")
+    passages: Positive = Field(4, description="Number of passages in a prompt.")
+    chunk_tokens: Positive = Field(256, description="Length of a chunk, in tokens.")
+    pool: Positive = Field(32, description="Number of passages that prompts are drawn from.")
     zipf: float = Field(
         1.0,
         ge=0.0,
-        description="Draw the n-th most popular passage 1 / n to this power as often as the first.",
+        description="Zipf exponent of the passages' popularity; 0 makes all equally popular.",
     )
     overlap: Ratio = Field(
         0.7,
-        description="Draw this share of passages by what all users ask for, the rest by a user's own taste.",
+        description="Fraction of passages drawn by the popularity that all users share; the rest by a "
+        "user's own.",
     )
     memory: float = Field(
-        0.75, gt=0, description="Let all caches together hold this share of the KV of the pool."
+        0.75, gt=0, description="Total capacity of the caches, as a fraction of the pool's KV."
     )
     store: StoreKindName = Field(
         SHARED_STORE,
-        description="Keep the caches in stores of this kind; a server is started for them if it takes one.",
+        description="Kind of store of the caches; a server is started for a kind that needs one.",
     )
-    method: str = Field(
-        f"{BENCHED[0]}@0.15", description="Answer by this method, in a word as `evaluate` has it."
-    )
-    threads: Positive | None = Field(1, description="Use so many CPU threads in each process.")
+    method: str = Field(f"{BENCHED[0]}@0.15", description="Method, written as for `evaluate`.")
+    threads: Positive | None = Field(1, description="Number of CPU threads per process.")
 
     @property
     def variant(self) -> Variant:
@@ -454,10 +469,10 @@ class SharingConfig(BenchConfig):
 class StartConfig(BenchConfig):
     """Whole processes, from start to exit."""
 
-    passages: Positive = Field(3, description="Retrieve so many passages for the question.")
-    chunk_tokens: Positive = Field(512, description="Give a chunk at most so many tokens.")
-    new_tokens: Positive = Field(16, description="Answer with so many tokens, at most.")
-    repeats: Positive = Field(3, description="Measure so many rounds.")
+    passages: Positive = Field(3, description="Number of passages to retrieve for the question.")
+    chunk_tokens: Positive = Field(512, description="Maximum length of a chunk, in tokens.")
+    new_tokens: Positive = Field(16, description="Maximum length of an answer, in tokens.")
+    repeats: Positive = Field(3, description="Number of measured rounds.")
 
 
 def _codec_words(words: tuple[str, ...]) -> tuple[str, ...]:

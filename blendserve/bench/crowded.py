@@ -40,7 +40,7 @@ def measure(
     with scratch(config.folder) as folder, one_core() as limited, ExitStack() as started:
         whole, limit = {}, {}
         for name, environment in _environments(config).items():
-            say(f"Starting a process to measure: {name}")
+            say(f"Starting the measured process: {name}")
             whole[name] = started.enter_context(_subject(config, folder, environment, start))
             limit[name] = started.enter_context(_subject(config, folder, environment, limited.popen))
         situations = [

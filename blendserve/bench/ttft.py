@@ -55,7 +55,7 @@ def measure(
         if config.throttle:
             figures["throttled"] = [_throttled(contest, config, rate, say) for rate in config.throttle]
         if config.memory:
-            say("Measuring memory, each method in a process of its own")
+            say("Measuring memory, one process per method")
             figures["memory"] = {v.name: peak_of(config, v.name, folder) for v in variants}
     return figures
 

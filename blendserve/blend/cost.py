@@ -130,7 +130,7 @@ def calibrated(
             return CostModel(**json.loads(file.read_text()))
     except (OSError, ValueError, TypeError):
         pass  # none yet, or a damaged one
-    say("Measuring how fast this machine prefills and blends (once, a few seconds)")
+    say("Measuring the prefill and blending speed of this machine (once, a few seconds)")
     model = measure(adapter)
     with suppress(OSError):  # a read-only home costs a few seconds a start, not an answer
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""`blendserve`: which command is in which file, what an error does to the exit code, and the version."""
+"""`blendserve`: the file of each command, exit codes of errors, and the version."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ COMMANDS = Registry(
 
 
 class Commands(TyperGroup):
-    """Imports a command's file when it is asked for: `ask` need not wait for what others take."""
+    """Imports a command's file on first use, so `ask` does not wait for the imports of others."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(COMMANDS.names)
@@ -66,21 +66,23 @@ def options(
         ),
     ] = False,
 ) -> None:
-    """Answer questions over documents, several times faster, because nothing is read twice.
+    """Answer questions over documents with cached KV of text chunks.
 
-    `blendserve COMMAND --help` tells what a command does and takes. Results go to stdout, progress and remarks to
-    stderr. The exit code is 0 when all is done, 1 when it is done but something is missing or bad, 2 for an error of the
-    input, which one line explains, and 130 after Ctrl-C.
+    The KV cache of a chunk is reused wherever the chunk stands in the prompt, which cuts the time to first token.
+
+    `blendserve COMMAND --help` describes a command and its options. Results go to stdout, progress and messages to
+    stderr. Exit codes: 0 success, 1 done but something is missing or bad, 2 invalid input or settings (one line
+    says what), 130 after Ctrl-C.
     """
 
 
 def main(command: Sequence[str] = ()) -> None:
-    """Entry point, and that of one command for a script."""
+    """Entry point of the command line; `command` is the command of a script."""
     run(app, command)
 
 
 def run(commands: typer.Typer, command: Sequence[str] = ()) -> None:
-    """Do what the arguments say: an error of ours is one line and exit code 2; Ctrl-C is 130."""
+    """Run the command; a BlendserveError is one line and exit code 2, Ctrl-C is 130."""
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     try:
         commands([*command, *sys.argv[1:]])

@@ -37,16 +37,14 @@ app = make_app()
     )
 )
 def ask(
-    question: Annotated[
-        str, typer.Argument(help="The question is answered from the passages nearest to it.")
-    ],
+    question: Annotated[str, typer.Argument(help="Question to answer from the retrieved passages.")],
     settings: Config,
     index: IndexOpt = "indexes/demo",
     json: JsonOpt = False,
 ) -> None:
     """Answer a question from an index.
 
-    The text is streamed; behind it come its sources, what was recomputed, and the time to the first token.
+    The answer is streamed. Its sources, the numbers of reused and recomputed tokens, and the time to first token follow.
     """
     if not question.strip():
         raise InputError("the question is empty: ask something")

@@ -1,4 +1,4 @@
-"""`blendserve bench ...`: tables for people, and one JSON object as the last line of stdout."""
+"""`blendserve bench ...`: prints tables, and one JSON object as the last line of stdout."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from blendserve.cli.options import Options, make_app, with_options
 from blendserve.config import Section
 from blendserve.errors import InputError
 
-app = make_app("Measure how fast it is, against transformers and the machine.")
+app = make_app("Measure speed against transformers and hardware limits.")
 
 READER = ("model", "dtype", "device", "threads", "seed")  # for benches that store nothing on disk
-JsonOpt = Annotated[bool, typer.Option("--json", help="Print the JSON object without the tables.")]
+JsonOpt = Annotated[bool, typer.Option("--json", help="Print only the JSON object, without tables.")]
 
 
 @app.command()
@@ -44,14 +44,14 @@ JsonOpt = Annotated[bool, typer.Option("--json", help="Print the JSON object wit
 def ttft(config: TtftConfig, json: JsonOpt = False) -> None:
     """Prefill one prompt by every method.
 
-    Prefill, time to first token, and where it goes:
+    Prefill time, time to first token, and its stages:
 
     \b
         blendserve bench ttft
         blendserve bench ttft --methods deviation,query --ratio 0.1,0.3 --cold --memory
         blendserve bench ttft --model random:Qwen2.5-0.5B --threads 2    # a shape with random weights
     """
-    config.variants  # noqa: B018  a wrong word is told before a model is loaded
+    config.variants  # noqa: B018  report a wrong word before a model is loaded
     from blendserve.bench.tables import ttft as tables
     from blendserve.bench.ttft import measure  # torch and all the rest: seconds
 
@@ -61,11 +61,11 @@ def ttft(config: TtftConfig, json: JsonOpt = False) -> None:
 @app.command()
 @with_options(config=Options(CrowdedConfig(), names={"ratios": "ratio", "environments": "environment"}))
 def crowded(config: CrowdedConfig, json: JsonOpt = False) -> None:
-    """Prefill and decode beside busy processes.
+    """Prefill and decode while other processes use the CPUs.
 
-    Alone, beside busy processes, and under a quota of one core, with threads that wait in several ways.
+    Measures an idle machine, busy processes, and a quota of one core, with several wait policies of the threads.
     """
-    config.variants  # noqa: B018  a wrong word is told before a process is started
+    config.variants  # noqa: B018  report a wrong word before a process starts
     from blendserve.bench.crowded import measure  # torch and all the rest: seconds
     from blendserve.bench.tables import crowded as tables
 
@@ -75,7 +75,7 @@ def crowded(config: CrowdedConfig, json: JsonOpt = False) -> None:
 @app.command()
 @with_options(config=Options(DecodeBenchConfig(), "context", "new_tokens", "repeats", *READER))
 def decode(config: DecodeBenchConfig, json: JsonOpt = False) -> None:
-    """Decode behind a long context, against transformers' generate."""
+    """Decode after a long context, against transformers' generate."""
     from blendserve.bench.decode import measure  # torch and all the rest: seconds
     from blendserve.bench.tables import decode as tables
 
@@ -89,10 +89,10 @@ def decode(config: DecodeBenchConfig, json: JsonOpt = False) -> None:
     )
 )
 def document(config: DocumentConfig, json: JsonOpt = False) -> None:
-    """Ask about a document that was read before.
+    """Ask about a long document that is cached.
 
-    The document's stored KV is exact, as it stands right behind the prefix: time to the first token against full prefill,
-    by transformers and by blendserve; the same for one as long as the reader's context allows.
+    The document is the first chunk after the prefix, so its cached KV is exact. Time to first token against full
+    prefill by transformers and by blendserve; also for a document as long as the model's context.
     """
     from blendserve.bench.document import measure, tables  # torch and all the rest: seconds
 
@@ -102,9 +102,9 @@ def document(config: DocumentConfig, json: JsonOpt = False) -> None:
 @app.command()
 @with_options(config=Options(PrecomputeConfig()))
 def precompute(config: PrecomputeConfig, json: JsonOpt = False) -> None:
-    """Fill a store, against transformers' prefill of the same chunks.
+    """Precompute chunks, against transformers' prefill of the same.
 
-    Tokens a second into LMDB, every write included; transformers stores nothing.
+    Tokens per second into LMDB, including all writes; transformers stores nothing.
     """
     from blendserve.bench.precompute import measure  # torch and all the rest: seconds
     from blendserve.bench.tables import precompute as tables
@@ -115,9 +115,9 @@ def precompute(config: PrecomputeConfig, json: JsonOpt = False) -> None:
 @app.command()
 @with_options(config=Options(StoreBenchConfig()))
 def store(config: StoreBenchConfig, json: JsonOpt = False) -> None:
-    """Put chunk KV into LMDB and get it back, warm and cold.
+    """Write and read chunk KV in LMDB, warm and cold.
 
-    Gigabytes and records a second, checksums verified.
+    GB per second and records per second, with checksum verification.
     """
     from blendserve.bench.store import measure  # torch and all the rest: seconds
     from blendserve.bench.tables import store as tables
@@ -128,16 +128,16 @@ def store(config: StoreBenchConfig, json: JsonOpt = False) -> None:
 @app.command()
 @with_options(config=Options(CodecBenchConfig()))
 def codec(config: CodecBenchConfig, json: JsonOpt = False) -> None:
-    """Measure codecs: size, speed, and the first token with each.
+    """Measure codecs: size, speed, and time to first token.
 
-    Bytes a token with every byte of a record counted, tables apart; coding and decoding; the time to the first token from
-    a local store, against the one that is not coded:
+    Bytes per token of whole records, without tables; coding and decoding rates; time to first token from a local
+    store, against uncoded KV:
 
     \b
         blendserve bench codec
         blendserve bench codec --codecs int8,cachegen@1 --chunks 12 --chunk-tokens 256 --text corpus.jsonl
     """
-    config.words, config.variant  # noqa: B018  a wrong word is told before a model is loaded
+    config.words, config.variant  # noqa: B018  report a wrong word before a model is loaded
     from blendserve.bench.codec import measure  # torch and all the rest: seconds
     from blendserve.bench.tables import codec as tables
 
@@ -154,11 +154,11 @@ def codec(config: CodecBenchConfig, json: JsonOpt = False) -> None:
 def embed(config: EmbedConfig, json: JsonOpt = False) -> None:
     """Embed passages, against sentence-transformers in fp32.
 
-    Passages a second of both; over a data set also the recall of both, and of their mixture:
+    Passages per second of both; with a data set also the recall of both, and of their queries over our vectors:
 
     \b
         blendserve bench embed
-        blendserve bench embed --dataset 2wikimqa/questions.json    # with corpus.json beside it
+        blendserve bench embed --dataset 2wikimqa/questions.json    # with corpus.json in the same folder
     """
     from blendserve.bench.embed import measure, tables  # torch and all the rest: seconds
 
@@ -169,13 +169,13 @@ def embed(config: EmbedConfig, json: JsonOpt = False) -> None:
 @with_options(config=Options(ScalingConfig()))
 def scaling(
     config: ScalingConfig,
-    runs: Annotated[Path, typer.Option(help="Keep cells in this folder.")] = Path("runs/bench_scaling"),
-    plots: Annotated[Path, typer.Option(help="Draw the plots into this folder.")] = Path("docs"),
+    runs: Annotated[Path, typer.Option(help="Folder for measured cells.")] = Path("runs/bench_scaling"),
+    plots: Annotated[Path, typer.Option(help="Folder for the plots.")] = Path("docs/pictures"),
     json: JsonOpt = False,
 ) -> None:
-    """Show how cost grows, against the limit of this machine.
+    """Measure how cost scales, against the limit of this machine.
 
-    Context, ratio and chunk count are varied. After a stop or a kill, the same command goes on. It draws
+    Varies context length, recompute ratio and number of chunks. A stopped run resumes with the same command. Plots:
     ttft_context.svg and ttft_ratio.svg.
     """
     from blendserve.bench.scaling import run  # torch and all the rest: seconds
@@ -185,7 +185,7 @@ def scaling(
         with console.progress("Grid", "cells") as update:
             done = run(config, runs, plots, console.say, update)
     except KeyboardInterrupt:
-        console.say("stopped: the cells that were measured are kept; the same command goes on from there")
+        console.say("stopped: measured cells are saved; run the same command to resume")
         raise typer.Exit(130) from None
     _print(done, [] if json else tables(done))
 
@@ -195,9 +195,9 @@ def scaling(
 def auto(config: AutoBenchConfig, json: JsonOpt = False) -> None:
     """Compare method auto with the best fixed method.
 
-    A grid of chunk counts, chunk sizes and hit rates; full reuse is left out: it is always the fastest, and wrong. The
-    exit code is 1 if anywhere auto is slower than the best fixed method by more than the tolerance, and the method that
-    it chose is so too when run as a fixed one (else it was noise).
+    A grid of chunk counts, chunk sizes and hit rates, without full reuse, which is always the fastest, and wrong.
+    The exit code is 1 if, in any cell, auto and the method that it chose, run as a fixed method, are both slower
+    than the best fixed method by more than the tolerance (if only auto is, it was noise).
     """
     from blendserve.bench.auto import measure, tables  # torch and all the rest: seconds
 
@@ -221,10 +221,11 @@ def auto(config: AutoBenchConfig, json: JsonOpt = False) -> None:
     )
 )
 def near(config: NearConfig, json: JsonOpt = False) -> None:
-    """Ask about passages that were edited since they were stored.
+    """Ask about passages that were edited after they were cached.
 
-    Time to the first token with one of them edited, and with all, against exact hits and full prefill; what looking for
-    near-duplicates costs prompts that have none; and looking among a million synthetic chunks: time and memory.
+    Time to first token with one passage edited, and with all, against exact hits and full prefill; the cost of the
+    near-duplicate search for prompts without near-duplicates; time and memory of a search over a million synthetic
+    chunks.
     """
     from blendserve.bench.near import measure, tables  # torch and all the rest: seconds
 
@@ -238,10 +239,10 @@ def near(config: NearConfig, json: JsonOpt = False) -> None:
     )
 )
 def faults(config: FaultsConfig, json: JsonOpt = False) -> None:
-    """Ask while a shared store's server fails in every way.
+    """Send requests while a shared store's server fails.
 
-    A real Valkey server is started, killed, stopped, filled, emptied, slowed down, cut off and made to lie. The exit code
-    is 1 if an answer was wrong, a request hung, or chunks were never found again:
+    A real Valkey server is started, killed, stopped, filled, emptied, slowed down, cut off and made to return wrong
+    data. The exit code is 1 if an answer was wrong, a request hung, or chunks were never found again:
 
     \b
         blendserve bench faults
@@ -262,16 +263,17 @@ def faults(config: FaultsConfig, json: JsonOpt = False) -> None:
     )
 )
 def link(config: LinkConfig, json: JsonOpt = False) -> None:
-    """Load KV from a server over networks, against computing it.
+    """Load KV over networks, against recomputing it.
 
-    A real Valkey server behind a link of each round trip and rate: the time to the first token of a prompt whose chunks
-    are all there, by codec, and of the same prompt computed without a server. It waits a minute for chunks:
+    A real Valkey server behind a link of each round trip and rate: time to first token of a prompt whose chunks are
+    all cached there, by codec, and of the same prompt computed without a server. The deadline for chunks is a
+    minute:
 
     \b
         blendserve bench link
         blendserve bench link --round-trips-ms 20 --rates-gbit 0.5,1 --codecs raw,int8,predict@2 --text docs
     """
-    config.words, config.variant  # noqa: B018  a wrong word is told before a model is loaded
+    config.words, config.variant  # noqa: B018  report a wrong word before a model is loaded
     from blendserve.bench.remote import measure, tables  # torch and all the rest: seconds
 
     _run(measure, config, tables, json)
@@ -287,20 +289,20 @@ def link(config: LinkConfig, json: JsonOpt = False) -> None:
 )
 def delivery(
     config: DeliveryConfig,
-    plot: Annotated[Path | None, typer.Option(help="Draw TTFT by link and contestant, an SVG.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="SVG file for a plot of TTFT by link and method.")] = None,
     json: JsonOpt = False,
 ) -> None:
-    """Have KV delivered over links that change, by every rule.
+    """Deliver KV over changing links, by every method.
 
-    A service in a process of its own behind a link that plays a trace: constant rates, a step down and up, a sawtooth,
-    one like a mobile network's, and one that dies. Text, every fixed level, CacheGen's rule, ours, and what would have
-    been best in hindsight:
+    A service in its own process behind a link that replays a trace: constant rates, a step down and up, a sawtooth,
+    a mobile network, and a link that dies. Methods: recompute from text, every fixed level, CacheGen's rule, ours,
+    and the best choice in hindsight:
 
     \b
         blendserve bench delivery --plot delivery.svg
         blendserve bench delivery --rates-gbit 0.5 --traces down,dead --chunks 4
     """
-    config.words, config.variant  # noqa: B018  a wrong word is told before a model is loaded
+    config.words, config.variant  # noqa: B018  report a wrong word before a model is loaded
     from blendserve.bench.delivery import measure, tables, traces_of  # torch and all the rest: seconds
 
     traces_of(config)
@@ -314,12 +316,12 @@ def delivery(
 @app.command()
 @with_options(config=Options(ServingConfig()))
 def serving(config: ServingConfig) -> None:
-    """Put load on a server, by method.
+    """Load a server, by method.
 
-    First its throughput at saturation, then TTFT and the time between tokens against the offered load.
+    First the throughput at saturation, then TTFT and time between tokens by offered load.
 
-    Cells are kept in OUT/cells.jsonl, and the same command measures those that are missing; OUT/serving.json and
-    OUT/serving.png show them all. The exit code is 1 if a target is missed, 3 if cells are missing:
+    Measured cells are kept in OUT/cells.jsonl, and the same command measures the missing ones. Results:
+    OUT/serving.json and OUT/serving.png. The exit code is 1 if a target is missed, 3 if cells are missing:
 
     \b
         blendserve bench serving --out runs/serving                  # over indexes/demo, see `blendserve demo`
@@ -344,19 +346,19 @@ def serving(config: ServingConfig) -> None:
 )
 def sharing(
     config: SharingConfig,
-    plot: Annotated[Path | None, typer.Option(help="Draw what share of TTFTs is how low, an SVG.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="SVG file for a plot of the TTFT distribution.")] = None,
     json: JsonOpt = False,
 ) -> None:
-    """Compare a cache for each user with one for all.
+    """Compare a cache per user with one shared cache.
 
-    Users with overlapping questions ask several engine processes, first with a cache each, then with one for all that has
-    as much memory as those together: hit rate, TTFT, bytes stored, and chunks computed more than once:
+    Users with overlapping questions ask several engine processes, first with a cache per user, then with one shared
+    cache of the same total capacity: hit rate, TTFT, stored bytes, and chunks computed more than once:
 
     \b
         blendserve bench sharing --plot sharing.svg
         blendserve bench sharing --users 8 --overlap 0.3 --store lmdb
     """
-    config.variant  # noqa: B018  a wrong word is told before a process is started
+    config.variant  # noqa: B018  report a wrong word before a process starts
     from blendserve.bench.sharing import measure, tables  # torch and all the rest: seconds
 
     figures = _run(measure, config, tables, json)
@@ -369,16 +371,16 @@ def sharing(
 @app.command()
 @with_options(config=Options(HostileConfig()))
 def hostile(config: HostileConfig, json: JsonOpt = False) -> None:
-    """Put one hostile client beside ordinary ones.
+    """Run one hostile client against ordinary ones.
 
-    Ordinary clients ask a server at a moderate, steady load, in windows without a hostile client and with one, in turns:
-    it sends very long questions, the largest body and a larger one, very many messages and passages, long documents,
-    a huge stop list and deep JSON, as fast as it can. The exit code is 1 if the others' p95 TTFT is more than 1.5 times
-    that without it, or one of them fails:
+    Ordinary clients send a moderate, steady load, in alternating windows without and with a hostile client. It
+    sends very long questions, the largest body and a larger one, very many messages and passages, long documents, a
+    huge stop list and deep JSON, as fast as it can. The exit code is 1 if the p95 TTFT of the ordinary clients is
+    more than 1.5 times that without it, or one of their requests fails:
 
     \b
         blendserve bench hostile
-        blendserve bench hostile --kinds question,document --seconds 60    # which of them is it?
+        blendserve bench hostile --kinds question,document --seconds 60    # two kinds only
     """
     from blendserve.bench.hostile import measure  # torch and all the rest: seconds
     from blendserve.bench.tables import hostile as tables
@@ -407,8 +409,7 @@ def hostile(config: HostileConfig, json: JsonOpt = False) -> None:
 def start(config: StartConfig, json: JsonOpt = False) -> None:
     """Time whole commands, and the first answer of a process.
 
-    `blendserve --help` and `blendserve ask`, from start to exit; then the first answer of a process against those after
-    it.
+    `blendserve --help` and `blendserve ask` from start to exit; then the first answer of a process against later ones.
     """
     from blendserve.bench.start import measure  # torch and all the rest: seconds
     from blendserve.bench.tables import start as tables
@@ -418,26 +419,28 @@ def start(config: StartConfig, json: JsonOpt = False) -> None:
 
 @app.command()
 def gpu(
-    out: Annotated[Path, typer.Option(help="Write figures to this file, after every step.")] = Path(
+    out: Annotated[Path, typer.Option(help="File for figures, written after every step.")] = Path(
         "runs/bench_gpu.json"
     ),
     minutes: Annotated[
-        float, typer.Option(help="Leave out the steps that do not fit into so many minutes.")
+        float, typer.Option(help="Time limit, in minutes; steps that do not fit are skipped.")
     ] = 9.0,
     rehearse: Annotated[
-        bool, typer.Option("--rehearse", help="Run the same steps on a CPU with a toy, to see that they run.")
+        bool,
+        typer.Option(
+            "--rehearse", help="Run the same steps on a CPU with a tiny model, as a test of the bench."
+        ),
     ] = False,
     folder: Annotated[
         Path | None,
-        typer.Option(help="Put stores here meanwhile; the system's temporary folder if none is given."),
+        typer.Option(help="Folder for temporary stores; the system's temporary folder if not set."),
     ] = None,
 ) -> None:
     """Check and measure everything on a CUDA GPU.
 
-    Is it right, how fast, and how far from what the machine can do?
-
-    One run, the most important steps first; what does not fit into the minutes is left out and named. The exit code is 1
-    if a step failed or something did not agree, 2 without a GPU.
+    Correctness, speed, and distance from the hardware's limits, in one run, the most important steps first. Steps
+    that do not fit into the time limit are skipped and named. The exit code is 1 if a step or a comparison failed,
+    2 without a GPU.
     """
     import torch  # a second
 
@@ -447,8 +450,8 @@ def gpu(
 
     if not rehearse and not torch.cuda.is_available():
         raise InputError(
-            "no CUDA GPU is to be seen here: run this on a machine with one (16-bit readers of 8B need 40 GB), and a "
-            "torch built for CUDA; --rehearse tries the steps on a CPU"
+            "no CUDA GPU found: run this on a machine with one (a 16-bit 8B model needs 40 GB) and a torch built for "
+            "CUDA; --rehearse runs the steps on a CPU"
         )
     plan = rehearsal() if rehearse else real(torch.device("cuda", torch.cuda.current_device()))
     bench = Bench(plan, minutes, out, folder, console.say)

@@ -11,9 +11,10 @@ from blendserve import console
 from blendserve.cli.options import IndexArg, JsonOpt, Options, make_app, with_options
 from blendserve.config import Config
 from blendserve.errors import ConfigError, InputError
+from blendserve.extras import install_hint
 from blendserve.registry import CODECS, DELIVERED
 
-app = make_app("Show codecs of stored KV, and fit the tables that some need.")
+app = make_app("List codecs of stored KV, and fit their tables.")
 
 READER = Options(
     Config(),
@@ -45,7 +46,10 @@ def list_codecs(json: JsonOpt = False) -> None:
 @app.command()
 @with_options(settings=STORE)
 def show(index: IndexArg, settings: Config, json: JsonOpt = False) -> None:
-    """Show the tables that an index's store holds. Those that are current are what is written uses."""
+    """Show the codec tables in an index's store.
+
+    New chunks are coded with the current tables.
+    """
     from blendserve.paths import index_folder
     from blendserve.store import open_store  # torch: a second
 
@@ -71,7 +75,7 @@ def show(index: IndexArg, settings: Config, json: JsonOpt = False) -> None:
         (i.hash.hex(), i.codec, f"{i.n_bytes:,}", "yes" if now else "no", i.fingerprint)
         for i, now in zip(infos, current, strict=True)
     ]
-    console.table("Tables", ("hash", "codec", "bytes", "current", "for the reader"), rows)
+    console.table("Tables", ("hash", "codec", "bytes", "current", "model fingerprint"), rows)
 
 
 @app.command("fit")
@@ -81,24 +85,28 @@ def fit_tables(
     settings: Config,
     codec: Annotated[
         list[str] | None,
-        typer.Option(help="Fit tables of this codec; of every codec that needs some if none is given."),
+        typer.Option(
+            help="Codec to fit tables of, repeatable; every installed codec that needs tables if not given."
+        ),
     ] = None,
     text: Annotated[
         list[Path] | None,
         typer.Option(
-            help="Fit on this text, a file or folder as `index build` takes it; may be given again. What the reader "
-            "says by itself is taken if none is given."
+            help="File or folder with text to fit on, as for `index build`, repeatable; text "
+            "sampled from the model if not given."
         ),
     ] = None,
     tokens: Annotated[
-        int, typer.Option(min=1, help="Fit on so many tokens of it, taken from all files.")
+        int,
+        typer.Option(min=1, help="Length of the text to fit on, in tokens, taken from all files in turn."),
     ] = 16_384,
     json: JsonOpt = False,
 ) -> None:
-    """Fit a codec's tables for a reader, into an index's store.
+    """Fit a codec's tables for a model, into an index's store.
 
-    What is written from then on uses them; what was written before keeps its own. Tables are shared by all tenants, so
-    give text whose statistics all of them may see. The nearer the text is to what will be stored, the smaller is its KV.
+    New chunks are coded with the new tables; stored chunks keep theirs. All tenants of the store share the tables,
+    so fit on text whose statistics all of them may see. The closer the text is to the stored documents, the smaller
+    is their KV.
 
     \b
         blendserve codec fit docs                               # every codec that needs tables
@@ -115,14 +123,14 @@ def fit_tables(
     from blendserve.store import open_store
 
     if not settings.store.path:
-        read_manifest(index_folder(index))  # a mistyped name is told before minutes of work
+        read_manifest(index_folder(index))  # report a mistyped name before minutes of work
     documents = [list(read_documents(path)) for path in text or []]
     reader = load_reader(settings.reader, console.say)
     prompts = PromptBuilder(reader.tokenizer, settings.prompt)
     if documents:
         chunks = chunks_of(_mixed(documents), tokens, settings, prompts)
     else:
-        with console.progress("Drawing the reader's own words", "tokens") as drawing:
+        with console.progress("Sampling text from the model", "tokens") as drawing:
             chunks = own_words(reader, tokens, drawing)
     raw = settings.store.model_copy(update={"codec": CODECS.default})
     with open_store(raw, index_folder(index) / "kv", persistent=True) as store:
@@ -166,10 +174,10 @@ def _fitted(names: list[str]) -> list[str]:
         if "problem" in described:
             raise ConfigError(described["problem"])
         if not described["needs_tables"]:
-            raise InputError(f"codec {name!r} needs no tables: set store.codec to it, and that is all")
+            raise InputError(f"codec {name!r} needs no tables: set store.codec to it")
     known = [d["codec"] for d in map(_described, CODECS.names) if d["needs_tables"] and "problem" not in d]
     if not (names or known):
-        raise InputError("no codec that is installed here needs tables: pip install 'blendserve[codecs]'")
+        raise InputError(f"no installed codec needs tables: {install_hint('codecs')}")
     return names or known
 
 

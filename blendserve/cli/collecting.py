@@ -1,7 +1,7 @@
-"""Python's garbage collector, held back while a program starts.
+"""Turn Python's garbage collector off while a program starts.
 
-It looks at every object again and again while modules are imported and models made, a seventh of the time, and finds
-nothing: all of that stays. Afterwards it need not look at any of it, at exit neither.
+Imports and models create many objects that live until exit. Scanning them costs a seventh of the start time and frees
+nothing, so they are frozen afterwards.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def collecting_later() -> Iterator[None]:
-    """Nothing is collected inside; what was made inside is never looked at again. For the start of a program only."""
+    """Collect nothing inside, and freeze the objects made inside. For the start of a program only."""
     if not gc.isenabled():
         yield
         return

@@ -1,4 +1,4 @@
-"""`blendserve cost`: store KV, or compute it again?"""
+"""`blendserve cost`: storing KV against recomputing it."""
 
 from __future__ import annotations
 
@@ -37,24 +37,24 @@ def cost(
     config: CostConfig,
     prices: Annotated[
         Path | None,
-        typer.Option(help="Take machine_hour and tiers from this YAML file, in place of those of --config."),
+        typer.Option(help="YAML file with machine_hour and tiers; they replace those of --config."),
     ] = None,
     index: Annotated[
         str | None,
         typer.Option(
-            "--index", "-i", help="Take the bytes of a token from this index's store, as a level more."
+            "--index", "-i", help="Index whose store is measured; adds a level with its bytes per token."
         ),
     ] = None,
     bench: Annotated[
         Path | None,
-        typer.Option(help="Take levels and prefilling from this output of `blendserve bench codec --json`."),
+        typer.Option(help="Output of `blendserve bench codec --json`; sets the levels and the prefill time."),
     ] = None,
     json: JsonOpt = False,
 ) -> None:
-    """Weigh storing KV against computing it again.
+    """Compare the costs of storing and recomputing KV.
 
-    Break-even reuses a month, and what a workload saves, for each level of each codec in each place; numbers that are
-    missing are named, never guessed. Prices are yours: copy configs/cost/prices.yaml and edit it:
+    For each level of each codec in each place: break-even reuses per month, and the savings of a workload. Missing
+    numbers are named, never guessed. Prices are your own: copy configs/cost/prices.yaml and edit it:
 
     \b
         blendserve cost -c configs/cost/h100_8b.yaml --prices configs/cost/prices.yaml --reuses 30
@@ -90,8 +90,8 @@ def _show(found: dict[str, Any]) -> None:
     rows = [_row(verdict) for verdict in found["verdicts"] if not verdict["missing"]]
     console.table(
         f"{settings['tokens']:,.0f} tokens, each used {settings['reuses']:g} times a month for {settings['months']:g} "
-        f"months; {settings['ratio']:.0%} recomputed.\nA million tokens in {money}: kept for a month, reused once, "
-        f"computed again once. Break-even, and where keeping alone is {CLAIM:g} times cheaper: reuses a month",
+        f"months; {settings['ratio']:.0%} recomputed.\nPrices in {money} per million tokens: stored for a month, reused "
+        f"once, recomputed once. Reuses per month at break-even, and where storing alone is {CLAIM:g} times cheaper",
         (
             *("place, level", "a month", "a reuse", "recomputed"),
             *("break-even", "times cheaper", f"{CLAIM:g} times at", "saves a month"),
@@ -99,9 +99,9 @@ def _show(found: dict[str, Any]) -> None:
         rows,
     )
     for tier, level in found["keep"].items():
-        console.out.print(f"{tier}: {'keep ' + level if level else 'compute again'}", markup=False)
+        console.out.print(f"{tier}: {'store ' + level if level else 'recompute'}", markup=False)
     if found["missing"]:
-        console.out.print(f"missing, so left out: {', '.join(found['missing'])}", markup=False)
+        console.out.print(f"left out, numbers missing: {', '.join(found['missing'])}", markup=False)
 
 
 def _row(verdict: dict[str, Any]) -> list[str]:

@@ -35,8 +35,9 @@ def demo(
 ) -> None:
     """Ask about Python without and with a cache, and compare methods.
 
-    The index is of Python's language reference. With --page it is served to a browser. Another model needs an index folder of its own, or replaces the
-    index.
+    The index holds Python's language reference. The questions are answered by full prefill and from precomputed KV,
+    and each method prefills the same prompt. With --page, you ask in a web page instead.
+    Another model needs an index folder of its own, or replaces the index.
     """
     from blendserve.config import Config
     from blendserve.demo import run, serve_page  # torch and all the rest: seconds

@@ -19,10 +19,10 @@ app = make_app()
 @app.command()
 @with_options(settings=Options(Config(), "reader.model", load=Config.load))
 def doctor(settings: Config, json: JsonOpt = False) -> None:
-    """Check that blending is right with a reader, here.
+    """Check that blending is correct with a model on this machine.
 
-    The checks run on the reader's real weights. The costs that method auto reckons with are measured anew, too, and what
-    computes on this machine is named. The exit code is 1 if blending is not right.
+    The checks run on the model's real weights. The command also measures the costs that method auto decides by, and
+    shows the kernels in use. The exit code is 1 if a check fails.
     """
     from blendserve.blend.cost import calibrated  # with torch: seconds
     from blendserve.engine.gate import check
@@ -54,26 +54,27 @@ def doctor(settings: Config, json: JsonOpt = False) -> None:
     else:
         where = f"{reader.adapter.device}, {str(reader.adapter.dtype).removeprefix('torch.')}"
         rows = [_row(row) for row in report.rows]
-        console.table(f"{reader.name} on {where}", ("check", "measured", "wanted", ""), rows)
+        console.table(f"{reader.name} on {where}", ("check", "measured", "bound", ""), rows)
         console.out.print(
-            "blending is right on this reader" if report.passed else f"cannot blend: {report.failure}"
+            "blending is correct with this model" if report.passed else f"cannot blend: {report.failure}"
         )
         console.out.print(
-            f"method auto reckons with {costs.per_row * 1e3:.3g} ms a computed token, {costs.per_loaded * 1e6:.3g} us a "
-            f"loaded one, {costs.per_pair * 1e9:.3g} ns a pair attended and {costs.per_pass * 1e3:.3g} ms a pass"
+            f"costs for method auto: {costs.per_row * 1e3:.3g} ms per computed token, "
+            f"{costs.per_loaded * 1e6:.3g} us per loaded token, {costs.per_pair * 1e9:.3g} ns per attention pair, "
+            f"{costs.per_pass * 1e3:.3g} ms per pass"
         )
         console.out.print(f"this machine: {describe(here)}", markup=False)
         for level in LEVELS.values():
             console.out.print(f"kernels for {level.title} ({level.dtype}): {cpu_status(level).reason}")
         console.out.print(f"threads: {SETTLED}; {pace.RULE}", markup=False)
-        console.table("who computes", ("operation", "shapes", "by", "ms", ""), _raced(ops.measured()))
-        console.out.print(f"attention: rows side by side by {together}, others by {anywhere}")
+        console.table("kernels in use", ("operation", "shapes", "kernel", "ms", ""), _raced(ops.measured()))
+        console.out.print(f"attention: {together} for contiguous rows, {anywhere} for others")
     if not report.passed:
         raise typer.Exit(1)
 
 
 def _raced(rows: Iterable[Any]) -> list[tuple[str, ...]]:
-    """Each class of shapes named once. Nothing is measured on a GPU, nor where a switch says so."""
+    """Table rows; each class of shapes is named once. On a GPU, or with the switch off, nothing is measured."""
     named, before = [], None
     for row in rows:
         shapes = row.operation, row.shapes

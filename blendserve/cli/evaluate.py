@@ -33,15 +33,15 @@ def evaluate(
     settings: Config,
     name: Annotated[
         str | None,
-        typer.Option(help="Call the run so; it is called after data set and setting if no name is given."),
+        typer.Option(help="Name of the run; made from data set and setting if not given."),
     ] = None,
-    runs: Annotated[Path, typer.Option(help="Keep runs in this folder.")] = Path("runs"),
+    runs: Annotated[Path, typer.Option(help="Folder for runs.")] = Path("runs"),
     json: JsonOpt = False,
 ) -> None:
-    """Compare methods over the questions of a data set.
+    """Compare methods on the questions of a data set.
 
-    What comes out: fidelity to full prefill, scores against the labels, times, and a report to read. The KV of all runs
-    is kept in one store unless --store names another. After a stop or a kill, the same command goes on.
+    Prints fidelity to full prefill, scores against the labels, and times, and writes a report. The KV of all runs
+    shares one store unless --store names another. A stopped run resumes with the same command.
     """
     from blendserve.evaluate.job import evaluate as job  # torch and all the rest: seconds
     from blendserve.evaluate.tables import asked, brief, brief_tail, edits, headline
@@ -49,7 +49,7 @@ def evaluate(
     try:
         done = job(plan, settings, name, runs, console.say)
     except KeyboardInterrupt:
-        console.say("stopped: what was predicted is kept; the same command goes on from there")
+        console.say("stopped: predictions are saved; run the same command to resume")
         raise typer.Exit(130) from None
     if json:
         console.print_json({"folder": str(done.folder), **done.figures})
@@ -57,7 +57,7 @@ def evaluate(
     console.table(asked(done.figures), *brief(done.figures))
     columns, tails = brief_tail(done.figures)
     if tails:
-        floor = f"KLs below {done.figures['kl_floor']:g} nats count as that"
+        floor = f"KLs below {done.figures['kl_floor']:g} nats count as {done.figures['kl_floor']:g}"
         console.table(f"Single prompts, mean KL / another method's ({floor})", columns, tails)
     for sheet in edits(done.figures["methods"]):
         rows = [

@@ -1,4 +1,4 @@
-"""`blendserve index ...`: documents -> passages -> vectors."""
+"""`blendserve index ...`: documents to passages to vectors."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from blendserve.cli.options import IndexArg, JsonOpt, Options, make_app, with_op
 from blendserve.cli.show import as_dict
 from blendserve.config import Config
 
-app = make_app("Turn documents into passages and vectors.")
+app = make_app("Build and update indexes of documents.")
 
 CorpusArg = Annotated[
     Path,
     typer.Argument(
-        help="The corpus is a JSONL file with a text, and maybe a title and an id, in each line; a folder of .txt and "
-        ".md files; or one such file."
+        help="Corpus: a JSONL file with `text` and optional `title` and `id` per line, a folder "
+        "of .txt and .md files, or one such file."
     ),
 ]
 READER = Options(Config(), "reader.model", load=Config.load)
@@ -37,7 +37,10 @@ READER = Options(Config(), "reader.model", load=Config.load)
     )
 )
 def build(corpus: CorpusArg, index: IndexArg, settings: Config, json: JsonOpt = False) -> None:
-    """Build an index of a corpus, in place of any that is there."""
+    """Build an index of a corpus.
+
+    An existing index of the same name is replaced.
+    """
     from blendserve.engine.engine import Engine  # torch and all the rest: seconds
     from blendserve.retrieve import read_documents
 
@@ -51,9 +54,9 @@ def build(corpus: CorpusArg, index: IndexArg, settings: Config, json: JsonOpt = 
 @app.command()
 @with_options(settings=READER)
 def add(corpus: CorpusArg, index: IndexArg, settings: Config, json: JsonOpt = False) -> None:
-    """Add what is new in a corpus to an index.
+    """Add the new documents of a corpus to an index.
 
-    A document with a known id and a new text replaces the old one; a document that is there already adds nothing.
+    A document with a known id and new text replaces the old one. Unchanged documents are skipped.
     """
     from blendserve.engine.engine import Engine  # torch and all the rest: seconds
     from blendserve.retrieve import read_documents
@@ -69,13 +72,13 @@ def add(corpus: CorpusArg, index: IndexArg, settings: Config, json: JsonOpt = Fa
 @with_options(settings=READER)
 def delete(
     index: IndexArg,
-    doc_ids: Annotated[list[str], typer.Argument(help="Documents with these ids are removed.")],
+    doc_ids: Annotated[list[str], typer.Argument(help="Ids of the documents to remove.")],
     settings: Config,
     json: JsonOpt = False,
 ) -> None:
     """Remove documents with their passages, vectors and KV.
 
-    The exit code is 1 if none of them was there.
+    The exit code is 1 if the index had none of them.
     """
     from blendserve.engine.engine import Engine  # torch and all the rest: seconds
 

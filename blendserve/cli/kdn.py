@@ -1,4 +1,4 @@
-"""`blendserve kdn ...`: knowledge published, delivered, pinned, warmed and retired."""
+"""`blendserve kdn ...`: publish, deliver, pin, prefetch and unpublish collections."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import typer
 from blendserve import console
 from blendserve.cli.options import IndexArg, JsonOpt, Options, make_app, with_options
 from blendserve.cli.show import as_dict
-from blendserve.errors import ConfigError, InputError
+from blendserve.errors import InputError
 from blendserve.serve.config import Config, load_settings
 
-app = make_app("Publish knowledge, and deliver it to engines elsewhere.")
+app = make_app("Publish collections and deliver them to remote engines.")
 
 NODE_KEY = "BLENDSERVE_NODE_KEY"
-NameArg = Annotated[str, typer.Argument(help="The collection has this name.")]
+NameArg = Annotated[str, typer.Argument(help="Name of the collection.")]
 STORE = Options(Config(), "store.path", load=load_settings, names={"store.path": "store"})
 
 
@@ -42,18 +42,15 @@ STORE = Options(Config(), "store.path", load=load_settings, names={"store.path":
 def serve(settings: Config) -> None:
     """Deliver the collections of a store over HTTP.
 
-    All state is in the store: any number of these may run on one, behind any balancer. Who may read what is said by API
-    keys (`blendserve keys create NAME --collection ...`). --config reads the service's section, `deliver`, too:
+    All state is in the store: any number of these services can run on one, behind any load balancer. API keys
+    decide who may read which collection (`blendserve keys create NAME --collection ...`). --config also reads the
+    service's section, `deliver`:
 
     \b
         blendserve kdn serve -c configs/kdn.yaml
     """
-    try:
-        from blendserve.serve.kdn.running import serve as run
-    except ImportError as error:
-        raise ConfigError(
-            f"the service needs more packages: pip install 'blendserve[serve]' ({error})"
-        ) from None
+    from blendserve.serve.kdn.running import serve as run  # with torch: seconds
+
     run(settings, console.say)
 
 
@@ -70,21 +67,23 @@ def publish(
     level: Annotated[
         list[str] | None,
         typer.Option(
-            help="Store every chunk by this codec, too, written name or name@level, for engines behind slower links. It "
-            "may be given again; it is coded from what store.codec stores."
+            help="Further codec to store every chunk with, written name or name@level, for "
+            "engines behind slower links. Repeatable; it codes what store.codec stores."
         ),
     ] = None,
     workers: Annotated[
         int,
-        typer.Option(min=0, help="Start so many more processes that precompute, for as long as it takes."),
+        typer.Option(
+            min=0, help="Number of further processes that precompute until the collection is complete."
+        ),
     ] = 0,
     json: JsonOpt = False,
 ) -> None:
     """Publish an index as a collection.
 
-    Its texts, vectors and KV are all in the store that the settings name. What is not computed yet is, by this process,
-    by those that it starts, and by every `blendserve precompute` that runs on the same index and store anywhere.
-    Publishing again changes what has changed:
+    Texts, vectors and KV go to the store in the settings. Missing KV is computed by this process, by its worker
+    processes, and by every `blendserve precompute` on the same index and store. Publishing again updates what
+    changed:
 
     \b
         blendserve index build corpus.jsonl docs
@@ -112,7 +111,7 @@ def publish(
 @app.command("list")
 @with_options(settings=STORE)
 def list_collections(settings: Config, json: JsonOpt = False) -> None:
-    """Show what is published in a store."""
+    """List the collections in a store."""
     with _catalogue(settings) as (_, catalogue):
         found = [_summary(as_dict(collection)) for collection in catalogue.collections().values()]
     if json:
@@ -138,16 +137,16 @@ def list_collections(settings: Config, json: JsonOpt = False) -> None:
 @app.command()
 @with_options(settings=STORE)
 def pin(name: NameArg, settings: Config) -> None:
-    """Keep a collection's chunks from being evicted."""
+    """Protect a collection's chunks from eviction."""
     _set_pins(name, settings, True)
 
 
 @app.command()
 @with_options(settings=STORE)
 def unpin(name: NameArg, settings: Config) -> None:
-    """Let a collection's chunks be evicted.
+    """Allow eviction of a collection's chunks.
 
-    Those that another pinned collection has stay.
+    Chunks of other pinned collections stay pinned.
     """
     _set_pins(name, settings, False)
 
@@ -158,12 +157,12 @@ def retire(
     name: NameArg,
     settings: Config,
     delete: Annotated[
-        bool, typer.Option("--delete", help="Delete its chunks at once, but for those that others have.")
+        bool, typer.Option("--delete", help="Delete its chunks at once, except those of other collections.")
     ] = False,
 ) -> None:
-    """Withdraw a collection.
+    """Unpublish a collection.
 
-    Services stop to deliver it within seconds, and its chunks may be evicted.
+    Services stop delivering it within seconds, and its chunks can be evicted.
     """
     from blendserve.delivery.publish import retire as run  # with torch: seconds
 
@@ -177,14 +176,13 @@ def warm(
     name: NameArg,
     node: Annotated[
         list[str],
-        typer.Option(help="Warm this engine, the URL of a `blendserve serve`. It may be given again."),
+        typer.Option(help="URL of an engine to prefetch into, a `blendserve serve`. Repeatable."),
     ],
 ) -> None:
-    """Have engines fetch a collection's KV before anybody asks.
+    """Prefetch a collection's KV into the stores of engines.
 
-    They keep it in their own stores. The engines serve the collection, `-i kdn:URL/NAME`, and have a store of their own
-    in front. The API key for them, where they have keys, is read from BLENDSERVE_NODE_KEY. The exit code is 1 if one of
-    them does not take the order.
+    The engines must serve the collection (`-i kdn:URL/NAME`) and have a store of their own in front of it. If they
+    have API keys, the key is read from BLENDSERVE_NODE_KEY. The exit code is 1 if an engine rejects the request.
     """
     import httpx  # a tenth of a second, and an extra
 
@@ -208,16 +206,14 @@ def warm(
 @app.command()
 @with_options(settings=Options(Config(), "store.namespace", load=load_settings))
 def pull(
-    source: Annotated[str, typer.Argument(help="The collection is this one, written kdn:URL/NAME.")],
-    folder: Annotated[
-        str, typer.Argument(help="The index becomes this folder, or has this name in indexes/.")
-    ],
+    source: Annotated[str, typer.Argument(help="Collection, written kdn:URL/NAME.")],
+    folder: Annotated[str, typer.Argument(help="Folder for the index, or its name in indexes/.")],
     settings: Config,
 ) -> None:
     """Fetch a collection's index, without KV, into a folder.
 
-    Commands that take `-i kdn:URL/NAME` do the same into the user's cache. The API key, where the service has keys, is
-    read from BLENDSERVE_KDN_KEY.
+    Commands with `-i kdn:URL/NAME` do the same into the user's cache. If the service has API keys, the key is read
+    from BLENDSERVE_KDN_KEY.
     """
     from blendserve.config import KdnConfig
     from blendserve.delivery.pull import SCHEME
@@ -226,7 +222,7 @@ def pull(
 
     url, _, name = source.removeprefix(SCHEME).rstrip("/").rpartition("/")
     if not source.startswith(SCHEME) or not url:
-        raise InputError(f"{source!r} is no collection: give kdn:http://HOST:8010/NAME")
+        raise InputError(f"{source!r} is not a collection: give kdn:http://HOST:8010/NAME")
     found = run(
         KdnConfig(url=url, collection=name), index_folder(folder), console.say, settings.store.namespace
     )
@@ -235,13 +231,15 @@ def pull(
 
 @app.command()
 def relay(
-    bind: Annotated[str, typer.Option(help="Listen at this address, HOST:PORT.")] = "127.0.0.1:4443",
-    cache_mb: Annotated[int, typer.Option(min=1, help="Keep so many MB of what was sent last.")] = 1024,
+    bind: Annotated[str, typer.Option(help="Address to listen on, HOST:PORT.")] = "127.0.0.1:4443",
+    cache_mb: Annotated[
+        int, typer.Option(min=1, help="Size of the cache of delivered chunks, in MB (10^6 bytes).")
+    ] = 1024,
 ) -> None:
-    """Run a MoQ relay, which many engines have chunks from.
+    """Run a MoQ relay that delivers chunks to many engines.
 
     It prints its URL and its certificate's fingerprint, for `kdn feed` and the settings store.kdn.relay and
-    relay_fingerprint. It has no API keys: bind it where only your engines reach it (docs/moq.md).
+    relay_fingerprint. It has no API keys: bind it where only your engines can reach it (docs/reference/moq.md).
     """
     import asyncio
 
@@ -258,15 +256,19 @@ def relay(
 @app.command()
 @with_options(settings=STORE)
 def feed(
-    url: Annotated[str, typer.Argument(help="The relay is at this URL, https://HOST:PORT.")],
+    url: Annotated[str, typer.Argument(help="URL of the relay, https://HOST:PORT.")],
     settings: Config,
     fingerprint: Annotated[
-        str, typer.Option(help="Its certificate has this SHA-256, in hex; else authorities vouch for it.")
+        str,
+        typer.Option(
+            help="SHA-256 of the relay's certificate, in hex; without it, the certificate must be "
+            "signed by a trusted authority."
+        ),
     ] = "",
 ) -> None:
     """Publish a store's collections on a MoQ relay.
 
-    A chunk is sent to it once, when the first engine asks, however many ask then.
+    A chunk is sent to the relay once, when the first engine asks for it, for any number of engines.
     """
     import asyncio
 
@@ -297,7 +299,7 @@ def _catalogue(settings: Config) -> Iterator[tuple[Any, Any]]:
 
 @contextmanager
 def _workers(n: int, index: str, settings: Config) -> Iterator[None]:
-    """Processes that precompute the same index into the same store. They end by themselves, or with this one."""
+    """Processes that precompute the same index into the same store. They exit when done, or with this one."""
     import tempfile
 
     with tempfile.TemporaryDirectory(prefix="blendserve-workers-") as folder:
@@ -316,5 +318,5 @@ def _workers(n: int, index: str, settings: Config) -> Iterator[None]:
 
 
 def _summary(values: dict[str, Any]) -> dict[str, Any]:
-    """Without what only a client's program wants."""
+    """Leave out the fields that only client programs need."""
     return {k: v for k, v in values.items() if k not in ("files", "directory", "tables")}

@@ -1,4 +1,4 @@
-"""`blendserve keys ...`: who may use the server."""
+"""`blendserve keys ...`: the API keys of the server."""
 
 from __future__ import annotations
 
@@ -10,44 +10,44 @@ import typer
 from blendserve import console
 from blendserve.cli.options import make_app
 
-app = make_app("Make, list and revoke API keys of the server.")
+app = make_app("Create, list and revoke API keys of the server.")
 
 KEYS = Path("keys.json")
-FileOpt = Annotated[
-    Path, typer.Option("--file", help="Keep the keys in this file, which `serve --keys` reads.")
-]
+FileOpt = Annotated[Path, typer.Option("--file", help="Key file, as given to `serve --keys`.")]
 
 
 @app.command()
 def create(
-    name: Annotated[
-        str, typer.Argument(help="The key belongs to the tenant of this name, who has no other.")
-    ],
+    name: Annotated[str, typer.Argument(help="Name of the key's owner; each name has one key.")],
     file: FileOpt = KEYS,
     namespace: Annotated[
         str | None,
-        typer.Option(help="Keep their KV under this name, which nobody else's hits. [default: NAME]"),
+        typer.Option(
+            help="Namespace of the KV cache; keys of other namespaces never hit it. [default: NAME]"
+        ),
     ] = None,
     collection: Annotated[
         list[str] | None,
         typer.Option(
-            help="They may use this index only. It may be given again; without it, they may use all."
+            help="Collection that the key may use; repeat it for several. [default: all collections]"
         ),
     ] = None,
     read_only: Annotated[
-        bool, typer.Option("--read-only", help="They may not add or delete documents.")
+        bool, typer.Option("--read-only", help="Refuse adding and deleting documents.")
     ] = False,
-    admin: Annotated[bool, typer.Option("--admin", help="They may read /metrics.")] = False,
+    admin: Annotated[
+        bool, typer.Option("--admin", help="Allow access to /metrics and to other admin routes.")
+    ] = False,
     max_concurrent: Annotated[
-        int | None, typer.Option(min=1, help="They may have so many requests at a time.")
+        int | None, typer.Option(min=1, help="Concurrent requests. [default: the server's limit]")
     ] = None,
     max_per_minute: Annotated[
-        int | None, typer.Option(min=1, help="They may send so many requests a minute.")
+        int | None, typer.Option(min=1, help="Requests per minute. [default: the server's limit]")
     ] = None,
 ) -> None:
-    """Make a key and print it, once.
+    """Create a key and print it once.
 
-    The file holds only the key's hash. Limits that are not given are the server's.
+    The file stores only the key's hash.
     """
     from blendserve.serve.keys import KeyFile, Tenant
 
@@ -65,7 +65,7 @@ def create(
 
 @app.command("list")
 def list_keys(file: FileOpt = KEYS) -> None:
-    """Show who has a key."""
+    """List the owners of keys and their rights."""
     from blendserve.serve.keys import KeyFile
 
     rows = [
@@ -82,9 +82,9 @@ def list_keys(file: FileOpt = KEYS) -> None:
 
 @app.command()
 def revoke(
-    name: Annotated[str, typer.Argument(help="The key of this tenant is removed.")], file: FileOpt = KEYS
+    name: Annotated[str, typer.Argument(help="Name of the key's owner.")], file: FileOpt = KEYS
 ) -> None:
-    """Remove a key; a running server refuses it at once."""
+    """Revoke a key. A running server refuses it at once."""
     from blendserve.serve.keys import KeyFile
 
     KeyFile(file).revoke(name)

@@ -22,13 +22,13 @@ from pydantic.fields import FieldInfo
 from blendserve.config import Section, changed
 from blendserve.evaluate.variants import split_list
 
-IndexArg = Annotated[str, typer.Argument(help="The index is this folder, or has this name in indexes/.")]
+IndexArg = Annotated[str, typer.Argument(help="Index: a folder, or a name in indexes/.")]
 IndexOpt = Annotated[
     str,
     typer.Option(
         "--index",
         "-i",
-        help="The index is this folder, or has this name in indexes/; or a published collection, kdn:URL/NAME.",
+        help="Index: a folder, a name in indexes/, or a published collection, kdn:URL/NAME.",
     ),
 ]
 RayOpt = Annotated[
@@ -36,8 +36,8 @@ RayOpt = Annotated[
     typer.Option(
         "--ray",
         metavar="ADDRESS",
-        help="Join the Ray cluster at this address, such as auto or HOST:6379. [default: that of RAY_ADDRESS, or one on "
-        "this machine that ends with the command]",
+        help="Address of the Ray cluster to join, such as auto or HOST:6379. [default: "
+        "RAY_ADDRESS, or a new cluster on this machine that ends with the command]",
     ),
 ]
 JsonOpt = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
@@ -46,7 +46,7 @@ Load = Callable[[Path], Section]
 
 
 def make_app(help: str | None = None) -> typer.Typer:
-    """A group of commands, or the place of a single one. Help is plain text: brackets in it are meant."""
+    """A group of commands, or a single one. Help is plain text: brackets are printed as they are."""
     app = typer.Typer(
         no_args_is_help=True,
         add_completion=False,
@@ -72,8 +72,8 @@ class Options:
     ) -> None:
         """paths: dotted fields of `base`, whose values are the defaults; none = all, its own class's first.
 
-        load: reads the file of --config; None = there is no such option. names: path -> option, where that is not the
-        path's last part; two paths of one option are set together. verbatim: options whose texts may hold commas.
+        load: reads the file of --config; None = no such option. names: path -> option, where that is not the path's
+        last part; two paths of one option are set together. verbatim: options whose texts may hold commas.
         """
         self._base, self._load, self._verbatim = base, load, verbatim
         self._paths: dict[str, list[str]] = {}
@@ -85,7 +85,7 @@ class Options:
     def parameters(self) -> list[inspect.Parameter]:
         """One for each option, as typer reads them."""
         shown = [self._parameter(name, paths[0]) for name, paths in self._paths.items()]
-        about = typer.Option("--config", "-c", help="Read settings from this YAML file.")
+        about = typer.Option("--config", "-c", help="YAML file with settings.")
         return [*([_parameter("config", Path, about)] if self._load else []), *shown]
 
     def make(self, given: dict[str, Any]) -> Section:
@@ -108,7 +108,7 @@ class Options:
         info = type(owner).model_fields[field]
         kind, value = _kind(info.annotation), getattr(owner, field)
         plain = kind is bool and not (value or self._load)  # else --no-... can switch off what was on
-        several = "It may be given again." if name in self._verbatim else "Separate several by commas."
+        several = "Repeatable." if name in self._verbatim else "Separate several by commas."
         words = [
             info.description or "",
             *([f"One of {', '.join(choices)}."] if (choices := choices_of(info)) else []),

@@ -29,13 +29,13 @@ def precompute(
     index: IndexArg,
     settings: Config,
     shard: Annotated[
-        str, typer.Option(help="Do this share of the work, i/n with i from 0; a store may be shared.")
+        str, typer.Option(help="Share of the work to do, i/n with i from 0; shards may use one store.")
     ] = "0/1",
     workers: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="Compute by so many actors of a Ray cluster, each with a reader; without it, in this process.",
+            help="Number of actors on a Ray cluster, each with a model; without it, this process computes.",
         ),
     ] = None,
     ray: RayOpt = None,
@@ -43,32 +43,32 @@ def precompute(
 ) -> None:
     """Compute and store the KV of an index's chunks.
 
-    What is stored already is left alone: stop it and start it again at any time. The exit code is 1 if a chunk is
-    missing at the end. A store that does not know yet how this corpus's chunks move in company learns it then, from some
-    of them; correction `prior` uses it.
+    Stored chunks are skipped, so the command can be stopped and run again at any time. Afterwards a correction
+    prior is fitted on a sample of the chunks, if the store has none. The exit code is 1 if a chunk is missing at
+    the end.
 
-    Over several processes or machines on one store, a file or a server: run the same command in each. A chunk that one is
-    computing is left to it by the others, who come back to it at the end:
-
-    \b
-        blendserve precompute docs -c configs/precompute_worker.yaml      # here and there
-
-    Over several machines, into a store each, which are merged afterwards:
+    Several processes or machines with one store (a file or a server): run the same command in each. A chunk that
+    one process computes is leased to it; the others skip it and check it again at the end:
 
     \b
-        blendserve precompute docs --shard 0/2 --store kv-0      # here
-        blendserve precompute docs --shard 1/2 --store kv-1      # there
+        blendserve precompute docs -c configs/precompute_worker.yaml      # on each machine
+
+    Several machines with a store each, merged afterwards:
+
+    \b
+        blendserve precompute docs --shard 0/2 --store kv-0      # first machine
+        blendserve precompute docs --shard 1/2 --store kv-1      # second machine
         blendserve store merge docs kv-0 kv-1
 
-    Over the GPUs of one machine, into one store:
+    The GPUs of one machine, into one store:
 
     \b
         CUDA_VISIBLE_DEVICES=0 blendserve precompute docs &
         CUDA_VISIBLE_DEVICES=1 blendserve precompute docs &
         wait
 
-    Over the machines of a Ray cluster, or the GPUs or cores of this one, by actors into one store that all of them reach
-    (docs/cluster.md). An actor or machine that dies loses no stored chunk:
+    The machines of a Ray cluster, or the GPUs or cores of this one: actors write to one store that all of them can
+    reach (docs/how-to/ray-cluster.md). If an actor or machine dies, its stored chunks remain:
 
     \b
         blendserve precompute docs -c configs/precompute_worker.yaml --workers 4
@@ -78,16 +78,14 @@ def precompute(
 
     part = _shard(shard)
     if ray and not workers:
-        raise InputError("--ray says where workers run: give --workers, too")
+        raise InputError("--ray names the cluster of the workers: give --workers, too")
     if workers and part != (0, 1):
-        raise InputError(
-            "--shard is for processes that know nothing of each other: leave it out with --workers"
-        )
+        raise InputError("--shard is for independent processes: leave it out with --workers")
     with Engine.open(index, settings, console.say) as engine:
         per_token = engine.reader.adapter.kv_bytes_per_token
         try:
             with console.progress_twice(
-                "Precomputing", "Learning how chunks move", ("tokens", "tokens"), per_token
+                "Precomputing", "Fitting the correction prior", ("tokens", "tokens"), per_token
             ) as bars:
                 if workers:
                     from blendserve.workers.precompute import precompute_index
@@ -96,7 +94,7 @@ def precompute(
                 else:
                     report = engine.precompute(None, part, *bars)
         except KeyboardInterrupt:
-            console.say("stopped: what was computed is stored; the same command goes on from there")
+            console.say("stopped: computed chunks are stored; run the same command to resume")
             raise typer.Exit(130) from None
         console.say(learnt(engine))
         missing = engine.missing(shard=part)
@@ -106,20 +104,20 @@ def precompute(
         else:
             console.out.print(
                 f"{report.chunks} chunks: {report.computed} computed ({report.tokens:,} tokens, {rate:,.0f} tokens/s, "
-                f"{report.bytes / 1e6:,.0f} MB), {report.skipped} there already, {missing} missing"
+                f"{report.bytes / 1e6:,.0f} MB), {report.skipped} already stored, {missing} missing"
             )
         if missing:
             raise typer.Exit(1)
 
 
 def learnt(engine: Engine) -> str:
-    """What the store knows of how the corpus's chunks move."""
+    """The correction prior of the store, in a sentence."""
     if (priors := engine.blender.known.current()) is None:
-        return "how chunks move in company is not known: the corpus is too small, or no correction uses it"
+        return "no correction prior: the corpus is too small, or the correction uses none"
     keys, values = priors.explained
     return (
-        f"of how chunks move in company {keys:.0%} (keys) and {values:.0%} (values) is known beforehand, as a share of "
-        "the variance"
+        f"the correction prior explains {keys:.0%} (keys) and {values:.0%} (values) of the variance of the KV's change "
+        "in a prompt"
     )
 
 

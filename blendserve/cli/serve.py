@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from blendserve import console
 from blendserve.cli.options import Options, RayOpt, make_app, with_options
-from blendserve.errors import ConfigError, InputError
-from blendserve.serve.config import Config, effective, load_settings
+from blendserve.errors import InputError
+from blendserve.serve.config import Config, effective, load_settings, with_environment_key
 
 app = make_app()
 
@@ -19,11 +19,15 @@ app = make_app()
     settings=Options(
         Config(),
         "reader.model",
+        "serve.served_model_name",
         "blend.method",
         "blend.near",
+        "prompt.separator",
         "serve.host",
         "serve.port",
         "serve.keys",
+        "serve.api_key",
+        "serve.cors_origins",
         "serve.slots",
         "serve.slot_tokens",
         "serve.queue",
@@ -39,50 +43,42 @@ def serve(
         typer.Option(
             "--index",
             "-i",
-            help="Serve this index, a folder, a name in indexes/, or a published collection, kdn:URL/NAME. Given again, "
-            "it serves more collections, with the first one's store. [default: indexes/demo]",
+            help="Index to serve: a folder, a name in indexes/, or a published collection, kdn:URL/NAME. Repeat it to "
+            "serve several collections; they share the first one's store. [default: indexes/demo]",
         ),
     ] = None,
     replicas: Annotated[
         str | None,
         typer.Option(
-            metavar="N|LEAST-MOST",
-            help="Run so many replicas of the engine on a Ray cluster, or as many between two numbers as there is work "
-            "for; without it, one in this process.",
+            metavar="N|MIN-MAX",
+            help="Number of engine replicas on a Ray cluster, or a range in which Ray Serve scales them. Without it, "
+            "one engine runs in this process.",
         ),
     ] = None,
     ray: RayOpt = None,
 ) -> None:
-    """Serve indexes over HTTP, to OpenAI's clients and others.
+    """Serve indexes over an HTTP API that OpenAI clients can use.
 
-    Options hold where a request says nothing else. --config reads the server's own section, too (docs/serving.md).
+    Options are defaults: a request can override them. --config also reads the server's own section, `serve`.
 
-    With --replicas, this process searches and answers over HTTP, and engines on a Ray cluster run the reader, behind one
-    shared store. A request goes to the replica that has most of its chunks in memory, unless that one has too much to do
-    (docs/cluster.md):
+    With --replicas, this process retrieves passages and handles HTTP, and engines on a Ray cluster run the model. They
+    share one store. A request goes to the replica that has most of its chunks in memory, unless that replica is
+    overloaded:
 
     \b
         blendserve serve -i docs -c configs/cluster.yaml --replicas 2
-        blendserve serve -i docs -c configs/cluster.yaml --replicas 1-4      # Ray Serve adds and takes away
+        blendserve serve -i docs -c configs/cluster.yaml --replicas 1-4      # Ray Serve scales between 1 and 4
     """
     indexes = index or ["indexes/demo"]
     if ray and not replicas:
-        raise InputError("--ray says where replicas run: give --replicas, too")
-    running = _running()
-    count = running.ReplicaCount.parse(replicas) if replicas is not None else None
+        raise InputError("--ray is the cluster for --replicas: give --replicas, too")
+    settings = with_environment_key(settings)
+    from blendserve.serve import running  # not at the top: it imports torch and FastAPI
+    from blendserve.workers.replicas import ReplicaCount
+
+    count = ReplicaCount.parse(replicas) if replicas is not None else None
     console.say(effective(settings, indexes))
     if count:
         running.serve_cluster(settings, indexes, count, ray, console.say)
     else:
         running.serve(settings, indexes, console.say)
-
-
-def _running() -> Any:
-    """The server's own imports, which are an extra. Raises ConfigError when they are not installed."""
-    try:
-        from blendserve.serve import running
-    except ImportError as error:
-        raise ConfigError(
-            f"the server needs more packages: pip install 'blendserve[serve]' ({error})"
-        ) from None
-    return running

@@ -9,7 +9,7 @@ from blendserve import console
 
 
 def as_dict(report: Any) -> dict[str, Any]:
-    """A dataclass by the names of its fields."""
+    """A dataclass as a dictionary of its fields."""
     return asdict(report)
 
 

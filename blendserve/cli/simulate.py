@@ -1,4 +1,4 @@
-"""`blendserve simulate`: a cluster that is not there, by several ways of routing."""
+"""`blendserve simulate`: a simulated cluster under several routing methods."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ def simulate(
     measure: Annotated[
         Path | None,
         typer.Option(
-            help="Measure what computing and fetching take on this machine, write settings to this file, and end."
+            help="Measure the compute and fetch times of this machine, write settings to this file, and exit."
         ),
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option(help="Draw TTFT and hit rate by the number of nodes, an SVG.")
+        Path | None, typer.Option(help="SVG file for a plot of TTFT and hit rate by number of nodes.")
     ] = None,
     json: JsonOpt = False,
 ) -> None:
-    """Simulate a cluster, by every way of routing.
+    """Simulate a cluster under several routing methods.
 
-    Nodes with tiers over a shared store, a corpus by Zipf's law, and requests that come by chance: hit rates by tier,
-    TTFT, throughput, bytes moved. Settings files in configs/simulate say what a machine takes:
+    Nodes with cache tiers over a shared store, a corpus with Zipf popularity, and Poisson arrivals: hit rates by
+    tier, TTFT, throughput and bytes moved. The files in configs/simulate hold the costs of a machine:
 
     \b
         blendserve simulate --nodes 1,2,4,8,16 --plot nodes.svg

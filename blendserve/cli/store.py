@@ -13,7 +13,7 @@ from blendserve.cli.show import print_dict
 from blendserve.config import Config, changed
 from blendserve.registry import SHARED_STORE, STORES
 
-app = make_app("Look into the KV store of an index, mend it or fill it.")
+app = make_app("Inspect, repair and merge KV stores.")
 
 STORE = Options(Config(), "store.path", load=Config.load, names={"store.path": "store"})
 
@@ -21,7 +21,7 @@ STORE = Options(Config(), "store.path", load=Config.load, names={"store.path": "
 @app.command()
 @with_options(settings=STORE)
 def stats(index: IndexArg, settings: Config, json: JsonOpt = False) -> None:
-    """Show chunks, bytes, the cap and the traffic."""
+    """Show chunks, bytes, capacity and traffic of the store."""
     with _open(index, settings) as store:
         print_dict(store.stats().to_dict(), json)
 
@@ -35,14 +35,14 @@ def verify(
         bool,
         typer.Option(
             "--repair",
-            help="Delete bad chunks, which precompute brings back, and damaged tables, which codec fit does.",
+            help="Delete bad chunks and tables; `precompute` and `codec fit` restore them.",
         ),
     ] = False,
     json: JsonOpt = False,
 ) -> None:
-    """Read and check every chunk, and the tables of codecs.
+    """Verify every chunk and the codec tables of the store.
 
-    The exit code is 1 if any chunk is bad and stays.
+    The exit code is 1 if a bad chunk or table remains.
     """
     with _open(index, settings, read_only=not repair) as store:
         with console.progress("Verifying", "chunks") as update:
@@ -72,16 +72,14 @@ def merge(
     index: IndexArg,
     sources: Annotated[
         list[str],
-        typer.Argument(
-            help="Chunks are copied from the stores in these folders, or on the servers at these URLs."
-        ),
+        typer.Argument(help="Stores to copy from: folders, or URLs of servers."),
     ],
     settings: Config,
     json: JsonOpt = False,
 ) -> None:
-    """Copy chunks from other stores into the index's own.
+    """Copy chunks from other stores into the index's store.
 
-    A server is logged in to, and waited for, as store.valkey says. The exit code is 1 if any of them was damaged.
+    Credentials and deadline for servers come from store.valkey. The exit code is 1 if a source chunk is damaged.
     """
     from blendserve.store.merge import merge  # torch: a second
 
@@ -97,7 +95,7 @@ def merge(
 
 
 def _source(name: str, settings: Config) -> Any:
-    """A folder's store, or a server's. Raises ConfigError, StoreError."""
+    """The store in a folder or on a server. Raises ConfigError, StoreError."""
     from blendserve.store import open_store  # torch: a second
 
     about = settings.store

@@ -18,9 +18,9 @@ class TierConfig(Section):
     """What it costs to keep KV in one place, and to read it from there."""
 
     inside = "cost.tiers."
-    gb_month: Price | None = Field(None, description="Keeping a GB (10^9 bytes) for a month costs so much.")
-    gb_read: Price | None = Field(None, description="Reading a GB costs so much: egress, network.")
-    thousand_reads: Price | None = Field(None, description="A thousand requests for a chunk cost so much.")
+    gb_month: Price | None = Field(None, description="Price of storing a GB (10^9 bytes) for a month.")
+    gb_read: Price | None = Field(None, description="Price of reading a GB (egress, network).")
+    thousand_reads: Price | None = Field(None, description="Price of a thousand requests for a chunk.")
 
 
 class LevelConfig(Section):
@@ -28,34 +28,30 @@ class LevelConfig(Section):
 
     inside = "cost.levels."
     bytes_per_token: Price | None = Field(
-        None, description="A token's keys and values take so many bytes, headers and checksums included."
+        None, description="Size of a token's KV, in bytes, headers and checksums included."
     )
-    decode_seconds: Price | None = Field(
-        None, description="Decoding a token takes so many seconds of the machine."
-    )
+    decode_seconds: Price | None = Field(None, description="Machine time to decode a token's KV, in seconds.")
 
 
 class CostConfig(Section):
     """Everything that a comparison rests on."""
 
-    currency: str = Field("USD", description="Prices are in this currency.")
+    currency: str = Field("USD", description="Currency of the prices.")
     machine_hour: Price | None = Field(
-        None, description="An hour of the machine that the reader runs on costs so much."
+        None, description="Price of an hour of the machine that runs the model."
     )
-    tiers: dict[str, TierConfig] = Field({}, description="KV may be kept in these places.")
-    levels: dict[str, LevelConfig] = Field({}, description="KV may be written in these ways.")
-    prefill_seconds: Price | None = Field(
-        None, description="Prefilling a token takes so many seconds of the machine."
-    )
-    ratio: Ratio = Field(0.05, description="Recompute this share of the tokens that are found.")
+    tiers: dict[str, TierConfig] = Field({}, description="Places to store KV, with their prices.")
+    levels: dict[str, LevelConfig] = Field({}, description="Codecs and levels, with their sizes.")
+    prefill_seconds: Price | None = Field(None, description="Machine time to prefill a token, in seconds.")
+    ratio: Ratio = Field(0.05, description="Fraction of the cached tokens to recompute.")
     load_seconds: Price | None = Field(
         None,
-        description="Reading a stored token, rotating and placing it takes so many seconds of the machine, where they do "
-        "not hide behind anything.",
+        description="Machine time to read, rotate and place a cached token, in seconds, where it does "
+        "not overlap with computation.",
     )
-    chunk_tokens: Positive = Field(512, description="Let a chunk have so many tokens.")
-    tokens: Price = Field(1e9, description="Keep a corpus of so many tokens.")
-    reuses: Price = Field(10.0, description="Use each of its tokens so many times a month, on average.")
+    chunk_tokens: Positive = Field(512, description="Length of a chunk, in tokens.")
+    tokens: Price = Field(1e9, description="Size of the corpus, in tokens.")
+    reuses: Price = Field(10.0, description="Average number of uses of a token per month.")
     months: float = Field(
-        6.0, gt=0.0, description="Use a chunk for so many months before it is computed anew or given up."
+        6.0, gt=0.0, description="Number of months that a chunk is used before it is recomputed or dropped."
     )

@@ -1,4 +1,4 @@
-"""Collections over MoQ: a relay, and a publisher that sends a chunk to it once, however many subscribe (docs/moq.md).
+"""Collections over MoQ: a relay, and a publisher that sends each chunk to it once (docs/reference/moq.md).
 
     engines --fetch track--> relay --if it has none--> publisher --> the store
             <-- frames ----        <-- frames -------

@@ -76,7 +76,7 @@ def pull(
         trouble = why if isinstance(why, Exception) else StoreUnavailable(f"{settings.server} {why}")
         if manifest_digest(folder) is None or isinstance(error, NotThere):
             raise trouble from None
-        say(f"{trouble}; the index of {settings.collection!r} is used as it was fetched last")
+        say(f"{trouble}; using the last fetched index of {settings.collection!r}")
     finally:
         if client:
             client.cut()

@@ -34,7 +34,7 @@ def writing_codec(
     if (codec := _at_level(made, level, store, store.current_tables(name, reader.fingerprint))) is not None:
         return codec
     if reader.name in BUNDLED:
-        say(f"Fitting tables of codec {name} for {reader.name} on its own words; they are kept in the store")
+        say(f"Fitting tables of codec {name} for {reader.name} on text sampled from it; the store keeps them")
         hash = fit(name, own_words(reader, FIT_TOKENS), reader, prompts, store)
         codec = _at_level(made, level, store, hash)
     if codec is None:
@@ -70,7 +70,7 @@ def fit(
     """
     if not chunks:
         raise InputError(
-            "there is no text to fit tables on: give some with --text, or leave that out for the reader's own words"
+            "the text to fit tables on is empty: give another --text, or leave it out to sample text from the model"
         )
     made: type[Codec] = CODECS.load(name)
     raw = made.fit(samples(chunks, reader, prompts, computing), reader.adapter, fitting)

@@ -185,7 +185,8 @@ class Engine:
     ) -> AnswerStream:
         """Answer a question piece by piece.
 
-        question: text. passages: the caller's own, in their order; default: the index's `top_k` nearest.
+        question: text; with `prompt.separator`, chunks and a question (Request.split). passages: the caller's own, in
+        their order; default: the index's `top_k` nearest.
         options: any field of BlendConfig (method, policy, ratio, correction, ...) or DecodeConfig (max_new_tokens,
         temperature, top_p, seed, stop), for this question only.
 

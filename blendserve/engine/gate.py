@@ -121,7 +121,7 @@ def verdict(reader: Reader, say: Say = lambda _: None) -> GateReport:
     try:
         rows = tuple(GateRow(**row) for row in json.loads(file.read_text()))
     except (OSError, ValueError, TypeError):
-        say(f"Checking that blending is right on {reader.name} (once, a few seconds)")
+        say(f"Checking that blending is correct with {reader.name} (once, a few seconds)")
         report = check(reader)
         _keep(file, report)
         return report

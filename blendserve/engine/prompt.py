@@ -80,7 +80,7 @@ class PromptBuilder:
     def at_least(self, texts: Iterable[str], limit: int) -> int:
         """Tokens that these texts have at least, if that is seen to be more than `limit` (>= 0), else 0.
 
-        It is seen by their characters; of a text that is long for so many tokens, the beginning is tokenised.
+        Estimated by characters; of a text that is long for `limit` tokens, only the beginning is tokenised.
         """
         stripped = [text.strip() for text in texts]
         characters = sum(map(len, stripped))
@@ -148,11 +148,11 @@ class PromptBuilder:
                 return head, tail
         if not turns:
             raise ModelUnsupported(
-                "the reader's chat template loses parts of the prompt: give its tokenizer another chat_template, or none"
+                "the model's chat template loses parts of the prompt: give its tokenizer another chat_template, or none"
             )
         roles = ", ".join(m["role"] for m in messages)
         raise InputError(
-            f"the reader's chat template cannot hold these turns ({roles}): "
+            f"the model's chat template cannot hold these turns ({roles}): "
             "begin with at most one system message, then let user and assistant alternate"
         )
 
@@ -163,7 +163,7 @@ class PromptBuilder:
             if not names_roles:
                 return f"{bos}{' '.join(m['content'] for m in messages)}\nAnswer:"
             return bos + "".join(f"{m['role'].title()}: {m['content']}\n" for m in messages) + "Assistant:"
-        from jinja2 import TemplateError  # an optional package, which only chat templates need
+        from jinja2 import TemplateError  # not at the top: only chat templates need it
 
         try:
             return str(

@@ -7,8 +7,8 @@ the frame (turns and question) before anything is searched for.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, TypeVar
 
 from blendserve.blend.policies.base import make_policy
 from blendserve.config import BlendConfig, Config, DecodeConfig, changed
@@ -20,12 +20,16 @@ from blendserve.timing import Clock
 
 Options = Mapping[str, Any]
 Search = Callable[[str, int], Sequence[Passage]]
-"""The passages nearest to a question, so many at most."""
+"""(question, top_k) -> the `top_k` nearest passages."""
+
+AnyRequest = TypeVar("AnyRequest", bound="Request")
+
+MAX_PARTS = 1000  # chunks that a separator may cut one question into
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What somebody wants to know. None = as the engine is set up."""
+    """A question and its options. None = the engine's setting."""
 
     question: str
     passages: tuple[Passage, ...] | None = None  # the asker's own; None = retrieved
@@ -33,6 +37,25 @@ class Request:
     turns: tuple[Turn, ...] = ()  # before the question
     blend: Options = field(default_factory=dict)  # fields of BlendConfig
     decode: Options = field(default_factory=dict)  # fields of DecodeConfig
+
+    def split(self: AnyRequest, separator: str) -> AnyRequest:
+        """Cut a question that contains `prompt.separator`: its last part is the question, the others are passages.
+
+        Parts that hold only white space are dropped. The others follow the request's own passages, in order, and
+        nothing is retrieved. A second call changes nothing: the last part contains no separator. Earlier turns are
+        not cut. Raises InputError for an empty last part and for more than MAX_PARTS parts.
+        """
+        if not separator or separator not in self.question:
+            return self
+        *parts, question = self.question.split(separator, MAX_PARTS)
+        if separator in question:
+            raise InputError(
+                f"the separator {separator!r} cuts the question into more than {MAX_PARTS} chunks"
+            )
+        if not question.strip():
+            raise InputError(f"the question is empty: put it behind the last separator {separator!r}")
+        passages = tuple(Passage(part.strip()) for part in parts if part.strip())
+        return replace(self, question=question, passages=(*(self.passages or ()), *passages))
 
 
 class Limits(Protocol):
@@ -79,6 +102,7 @@ def make_plan(
     Raises ConfigError, InputError, PromptTooLong, and what `search` raises.
     """
     blend, decode = changed(config.blend, **request.blend), changed(config.decode, **request.decode)
+    request = request.split(config.prompt.separator)
     make_policy(blend).validate(reader.n_layers)
     if not request.question.strip():
         raise InputError("the question is empty: ask something")

@@ -29,48 +29,47 @@ class EvaluateConfig(Section):
 
     dataset: str = Field(
         "generated",
-        description="Ask questions from generated, facts, lines, reference, 2wikimultihopqa, a task of LongBench "
-        "such as 2wikimqa or samsum, or a file: questions in a known form, or a .txt to go on with.",
+        description="Questions: generated, facts, lines, reference, 2wikimultihopqa, a LongBench task "
+        "such as 2wikimqa or samsum, a file of questions in a known format, or a .txt file to continue.",
     )
     corpus: Path | None = Field(
         None,
-        description="Take passages from this file; it is corpus.json beside the questions if none is given.",
+        description="File of passages; corpus.json in the folder of the questions if not set.",
     )
     setting: Literal["closed", "open", "edited"] = Field(
         "closed",
-        description="Give a question the passages that come with it (closed), retrieve them (open), or give it those "
-        "that come with it where earlier revisions of them are stored, by every kind of edit (edited).",
+        description="Passages of a question: closed uses the data set's own, open retrieves them, edited uses the "
+        "data set's own while the store holds earlier revisions of them, by every kind of edit.",
     )
     window: Positive | None = Field(
         None,
-        description="Cut the joined passages into chunks of so many tokens; without it a chunk is a passage.",
+        description="Length of the chunks that the joined passages are cut into, in tokens; a chunk per "
+        "passage if not set.",
     )
-    chunks: Positive | None = Field(
-        None, description="Give a prompt so many chunks at most; all if none is given."
+    chunks: Positive | None = Field(None, description="Maximum number of chunks in a prompt; all if not set.")
+    top_k: Positive = Field(10, description="Number of passages to retrieve in the open setting.")
+    limit: Positive | None = Field(
+        None, description="Number of questions, from the first on; all if not set."
     )
-    top_k: Positive = Field(10, description="Retrieve so many passages in the open setting.")
-    limit: Positive | None = Field(None, description="Ask the first so many questions; all if none is given.")
     half: Literal["both", "first", "second"] = Field(
-        "both", description="Ask every other question, to choose on one half and to confirm on the other."
+        "both", description="Half of the questions (every other one): tune on one half, confirm on the other."
     )
     shuffles: int = Field(
         0,
         ge=0,
-        description="Ask each question so many times more, with its passages in other orders.",
+        description="Number of further prompts per question, with its passages in other orders.",
     )
     seed: int = Field(
         0,
-        description="Draw by this seed: distractors, where a data set has none, the orders of shuffles, and tokens, "
-        "where a policy draws.",
+        description="Random seed of distractors (for data sets that have none), shuffles, and policies "
+        "that sample.",
     )
     methods: tuple[str, ...] = Field(
         ("full", "prefix", "reuse", *EVALUATED),
-        description="Compare these methods, in words such as prefix, query+shift, deviation[1,2]@0.15, query/bos or "
+        description="Methods to compare, such as prefix, query+shift, deviation[1,2]@0.15, query/bos or "
         "exact/int8.",
     )
-    ratios: tuple[Ratio, ...] = Field(
-        (0.05, 0.15), description="Give methods that name no ratio each of these."
-    )
+    ratios: tuple[Ratio, ...] = Field((0.05, 0.15), description="Recompute ratios of methods that name none.")
 
     @property
     def variants(self) -> tuple[Variant, ...]:

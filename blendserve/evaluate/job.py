@@ -25,6 +25,7 @@ from blendserve.evaluate.runner import Runner
 from blendserve.evaluate.shuffles import with_shuffles
 from blendserve.evaluate.summary import Table, summarise
 from blendserve.evaluate.tasks import PERPLEXITY, Task
+from blendserve.extras import install_hint
 from blendserve.provenance import environment
 
 RUNS = Path("runs")
@@ -64,7 +65,7 @@ def evaluate(
     where = environment()
     folder = RunFolder(runs / (name or plan.name), plan, settings, where)
     if folder.predictions:
-        say(f"Going on with {folder.path}: {len(folder.predictions)} predictions are there")
+        say(f"Resuming {folder.path}: {len(folder.predictions)} predictions done")
     with engine or open_engine(plan, dataset, settings, runs / WORK, say) as engine, folder:
         setting = Setting(engine, plan)
         runner = Runner(engine, setting, variants, makes_room, say)
@@ -149,5 +150,5 @@ def _check_drawing() -> None:
     """Hours of measuring should not end in an ImportError."""
     if importlib.util.find_spec("matplotlib") is None:
         raise InputError(
-            "evaluation draws with matplotlib, which is not there: pip install 'blendserve[evaluate]'"
+            f"evaluation plots with matplotlib, which is not installed: {install_hint('evaluate')}"
         )

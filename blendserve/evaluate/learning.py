@@ -47,7 +47,7 @@ def teach(blender: Blender, name: str, chunks: Sequence[TokenIds], folder: Path)
     """Have a blender know what these chunks show, or what the folder has of it under this name."""
     path, adapter = folder / f"priors-{name}.safetensors", blender.adapter
     if not _readable(path, adapter):
-        with console.progress("Learning how chunks move", "tokens") as update:
+        with console.progress("Fitting the correction prior", "tokens") as update:
             made = blender.known.fit(chunks, update)
         if made is None:
             blender.known.use(None)

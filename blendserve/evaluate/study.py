@@ -204,7 +204,7 @@ def run(experiment: str, plan: EvaluateConfig, model: str, others: int) -> Line:
         wanted = [e.id for e in data.examples[: plan.limit][plan.part]]
         fits = engine.reader.adapter.context_limit - settings.decode.max_new_tokens
         asked = [id for id in wanted if len(prompts[id]) <= fits]
-        console.say(f"{len(asked)} questions, {len(wanted) - len(asked)} left out as too long for the reader")
+        console.say(f"{len(asked)} questions, {len(wanted) - len(asked)} left out as too long for the model")
         with console.progress("Questions", "questions") as update:
             for n, id in enumerate(asked):
                 left = [case for case in cases if (id, case.name) not in folder.predictions]

@@ -301,7 +301,7 @@ def attention_trouble(attends: tuple[Attend, ...], kind: Kind, rows: tuple[tuple
 def triton_trouble(attends: tuple[Attend, ...], kind: Kind, rows: tuple[tuple[int, ...], ...]) -> str:
     """The same for what needs triton."""
     if not has_triton():
-        return "triton is not installed: pip install 'blendserve[gpu]'"
+        return "triton is not installed: pip install triton"
     return attention_trouble(attends, kind, rows)
 
 

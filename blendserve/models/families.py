@@ -222,7 +222,7 @@ def check_supported(config: Any) -> Family:
     if reason:
         raise ModelUnsupported(
             f"model type {kind!r} cannot be blended: {reason}. Supported are {', '.join(sorted(FAMILIES))}; "
-            "docs/extending.md tells how to add a family"
+            "docs/how-to/extend.md tells how to add a family"
         )
     return FAMILIES[kind]
 

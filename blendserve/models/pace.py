@@ -33,8 +33,8 @@ WORKED = 0.85  # of a window's time: a caller that computes for less of it was k
 PAUSE = 0.25  # seconds between trials that nothing called for
 
 RULE = (
-    f"passes of up to {ROWS} rows take fewer where others' work makes that faster, tried every {PAUSE:g} s "
-    "while it lasts"
+    f"passes of up to {ROWS} rows use fewer threads while other processes make that faster, tried every "
+    f"{PAUSE:g} s"
 )
 
 

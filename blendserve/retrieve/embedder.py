@@ -18,6 +18,7 @@ import xxhash
 
 from blendserve.core import Passage
 from blendserve.errors import ModelError
+from blendserve.extras import install_hint
 from blendserve.retrieve.bert_folder import BertFolder, is_plain_bert
 from blendserve.retrieve.encoder import Encoder, Window
 from blendserve.retrieve.kept import KeptVectors
@@ -237,9 +238,9 @@ def _encoder(folder: Path, fingerprint: str, device: str, by_library: bool) -> E
         return fastest(BertFolder(folder), fingerprint)
     try:
         from blendserve.retrieve.library import Library  # start-up: sentence-transformers takes seconds
-    except ImportError as error:
+    except ModuleNotFoundError as error:
         raise ModelError(
-            f"this embedder needs sentence-transformers: pip install sentence-transformers ({error})"
+            f"this embedder needs the package sentence-transformers: {install_hint('embedders')} ({error})"
         ) from None
 
     with _quiet():

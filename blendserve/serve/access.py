@@ -1,4 +1,4 @@
-"""Who asks, and whether they may: for every route that is not about the server's health."""
+"""Authentication and request limits of every route except the health checks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from blendserve.serve.front import Front
 from blendserve.serve.keys import Tenant
 from blendserve.serve.service import Service
 
-_bearer = HTTPBearer(auto_error=False, description="An API key, where the server has keys")
+_bearer = HTTPBearer(auto_error=False, description="An API key, if the server has keys")
 
 
 def service(request: Request) -> Service:
@@ -26,13 +26,13 @@ def service(request: Request) -> Service:
 
 
 def asking(request: Request) -> Asking:
-    """The server's parts, wherever its model runs."""
+    """The same, for routes that also run on a cluster's ingress."""
     found: Asking = request.app.state.service
     return found
 
 
 def admit(connection: HTTPConnection, service: Front) -> Tenant:
-    """Whose request it is; counts it, once. Raises NotAuthenticated, Busy."""
+    """The tenant of a request, which is counted once. Raises NotAuthenticated, Busy."""
     state = connection.state
     if not hasattr(state, "admitted"):
         state.admitted = who = _who(connection, service)
@@ -43,9 +43,9 @@ def admit(connection: HTTPConnection, service: Front) -> Tenant:
 
 
 def _who(connection: HTTPConnection, service: Front) -> Tenant:
-    """By key, or by address where there are no keys."""
+    """The tenant by API key, or by address on a server without keys."""
     if service.keys is None:
-        return service.anybody(connection.client.host if connection.client else "")
+        return service.anonymous(connection.client.host if connection.client else "")
     scheme, key = get_authorization_scheme_param(connection.headers.get("Authorization"))
     if scheme.lower() != "bearer" or not key:
         raise NotAuthenticated("no API key: send one as `Authorization: Bearer ...`")
@@ -53,7 +53,7 @@ def _who(connection: HTTPConnection, service: Front) -> Tenant:
 
 
 def front(request: Request) -> Front:
-    """What stands before them."""
+    """The part that every server has."""
     found: Front = request.app.state.service
     return found
 
@@ -63,14 +63,14 @@ def tenant(
     service: Annotated[Front, Depends(front)],
     _: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)],  # for the API's description
 ) -> Tenant:
-    """Whose request it is. Raises NotAuthenticated, Busy."""
+    """The tenant of a request. Raises NotAuthenticated, Busy."""
     return admit(request, service)
 
 
 async def counted_tenant(
     service: Annotated[Front, Depends(front)], who: Annotated[Tenant, Depends(tenant)]
 ) -> AsyncIterator[Tenant]:
-    """The same for what keeps a thread busy: so many at a time. Raises Busy, too."""
+    """The same for routes that occupy a thread: they count as concurrent requests."""
     with service.limits.one(who):
         yield who
 

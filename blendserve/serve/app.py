@@ -1,4 +1,4 @@
-"""The HTTP application: routes, errors, and a log line a request."""
+"""The HTTP application: routes, errors, CORS, and one log line per request."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Lifespan, Message, Receive, Scope, Send
 
@@ -36,7 +37,7 @@ def make_app(service: Service) -> FastAPI:
 
 
 def make_cluster_app(service: Asking) -> FastAPI:
-    """The same where the model runs elsewhere: questions alone, as one replica's store is not the others'."""
+    """The same for a cluster's ingress: without documents and cache, as every replica has a store of its own."""
     return _app(service, openai_api, rag_api, status_api)
 
 
@@ -49,12 +50,20 @@ def _app(service: Asking, *apis: ModuleType) -> FastAPI:
         service.close()
 
     app = app_behind(service, life, [api.router for api in apis])
-    app.openapi = partial(_described, app, service.reader_name)  # type: ignore[method-assign]
+    if service.serve.cors_origins:  # outermost, so that errors have its headers, too
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=service.serve.cors_origins,
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id", "Retry-After"],
+        )
+    app.openapi = partial(_described, app, service.model_names)  # type: ignore[method-assign]
     return app
 
 
 def app_behind(front: Front, life: Lifespan[FastAPI], routers: Sequence[APIRouter]) -> FastAPI:
-    """Routes behind what stands before every service: bodies, errors, and the log of requests."""
+    """Routes with what every server has: body limits, error responses, and the request log."""
     app = FastAPI(title="blendserve", version=blendserve.__version__, lifespan=life)
     app.state.service = front
     for router in routers:
@@ -68,13 +77,13 @@ def app_behind(front: Front, life: Lifespan[FastAPI], routers: Sequence[APIRoute
     return app
 
 
-def _described(app: FastAPI, model: str) -> dict[str, Any]:
-    """The API's description, with the one model that there is: tools that send by it then get answers."""
+def _described(app: FastAPI, models: tuple[str, ...]) -> dict[str, Any]:
+    """The OpenAPI schema, with the names of the served model: tools that generate requests from it get answers."""
     if app.openapi_schema is None:
         app.openapi_schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
         for schema in app.openapi_schema["components"]["schemas"].values():
             if "messages" in schema.get("properties", {}) or "prompt" in schema.get("properties", {}):
-                schema["properties"]["model"]["enum"] = [model]
+                schema["properties"]["model"]["enum"] = list(models)
     return app.openapi_schema
 
 
@@ -87,26 +96,27 @@ async def _gone(_: Request, error: Exception) -> Response:
 
 
 async def _invalid(_: Request, error: Exception) -> Response:
-    """The first thing that is wrong with a body, without repeating what it says."""
+    """The first validation error of a body, without its value."""
     assert isinstance(error, RequestValidationError)
     problem = error.errors()[0]
     where = ".".join(str(part) for part in problem["loc"][1:] if isinstance(part, str | int))
     if problem["type"] == "json_invalid" or problem["loc"] == ("body",):
-        where, message = "", "the body is no JSON object: send one, with `Content-Type: application/json`"
+        where, message = "", "the body is not a JSON object: send one, with `Content-Type: application/json`"
     else:
-        message = f"{where or problem['loc'][0]}: {problem['msg'][0].lower()}{problem['msg'][1:]}"
+        why = problem["msg"].removeprefix("Value error, ")
+        message = f"{where or problem['loc'][0]}: {why[0].lower()}{why[1:]}"
     return JSONResponse(error_body(message, "invalid_request_error", where or None, problem["type"]), 400)
 
 
 async def _http(_: Request, error: Exception) -> Response:
-    """What the framework refuses by itself: no such route, a wrong verb, a body that is not JSON."""
+    """An error of the framework: an unknown route, a wrong method, a body that is not JSON."""
     assert isinstance(error, HTTPException)
     kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
     return JSONResponse(error_body(str(error.detail), kind), error.status_code, error.headers)
 
 
 class AccessLog:
-    """One line a request, with an id that the response carries, too; no text and no key."""
+    """One log line per request, with the id that the response carries; without texts and keys."""
 
     def __init__(self, app: ASGIApp, service: Front) -> None:
         self._app, self._service = app, service
@@ -126,7 +136,7 @@ class AccessLog:
 
         try:
             await self._app(scope, receive, noted)
-        except Exception as error:  # a bug: what is meant has its handler
+        except Exception as error:  # a bug: expected errors have handlers
             response = refused(error)
             if not status:
                 await response(scope, receive, noted)

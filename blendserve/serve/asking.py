@@ -1,4 +1,4 @@
-"""What answers questions over collections has in common, wherever its model runs: who may ask what, and the search."""
+"""What the services with a local model and with a cluster share: collections, access to them, and retrieval."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from blendserve.config import Config as EngineConfig
@@ -26,23 +27,23 @@ from blendserve.serve.metrics import HttpMetrics
 
 @dataclass(frozen=True, slots=True)
 class Ask(Request):
-    """What a client wants to know."""
+    """A client's request."""
 
     collections: tuple[str, ...] | None = None  # None = all that the client may use
 
     def seeded(self) -> Ask:
-        """Sampling without a seed is to differ from time to time."""
+        """The request with a random seed unless it has one, so that repeated sampling differs."""
         given = {k: v for k, v in self.decode.items() if v is not None}
         return replace(self, decode={"seed": secrets.randbits(31)} | given)
 
 
 class Answering:
-    """A question on its way; `cancel` it when nobody waits any more."""
+    """A queued or running request; call `cancel` when its client disconnects."""
 
     def __init__(self, plan: Plan, events: AsyncIterator[Event], cancel: Callable[[], None]) -> None:
         self._events, self.cancel = events, cancel
         self.passages, self.ids = plan.passages, plan.prompt.ids
-        self.prompt_tokens = len(self.ids)
+        self.prompt_tokens, self.question_tokens = len(self.ids), len(plan.prompt.suffix)
         self.cached_tokens = 0  # of the prompt; known when prefill is done
 
     async def events(self) -> AsyncIterator[Event]:
@@ -64,6 +65,13 @@ class Answering:
         raise AssertionError("events end with Finished")
 
 
+def served_names(reader: str, served: str | None) -> tuple[str, ...]:
+    """The model names that requests may use, the public one first: `served`, or else a folder's last part."""
+    folder = Path(reader)
+    public = served or (folder.resolve().name if folder.is_dir() else reader)
+    return tuple(dict.fromkeys((public, reader)))
+
+
 class Asking(Front, ABC):
     """A service that takes questions."""
 
@@ -75,7 +83,8 @@ class Asking(Front, ABC):
         """reader: its `name` and `tokenizer` are used."""
         super().__init__(serve, metrics, config.store.namespace)
         self.config, self.library, self.serve = config, library, serve
-        self.reader_name: str = reader.name
+        self.model_names = served_names(reader.name, serve.served_model_name)
+        self.model_name = self.model_names[0]  # in responses
         self.tokenizer: Any = reader.tokenizer
         self.retrieval = self._retrieval()
         self.storage = FairThread("storage", serve.queue)  # counts, pins and looks things up in the store
@@ -87,7 +96,7 @@ class Asking(Front, ABC):
     @property
     @abstractmethod
     def alive(self) -> bool:
-        """Whether questions are taken."""
+        """Whether the service accepts questions."""
 
     @abstractmethod
     async def ask(self, tenant: Tenant, ask: Ask) -> Answering:
@@ -95,11 +104,11 @@ class Asking(Front, ABC):
 
     @abstractmethod
     def start(self) -> None:
-        """Begin to take questions."""
+        """Begin to accept questions."""
 
     @abstractmethod
     def drain(self) -> None:
-        """Take no more questions; those that were taken go on."""
+        """Refuse new questions; accepted ones are answered."""
 
     def stopping(self) -> None:
         """On the event loop, before `close`."""
@@ -123,14 +132,14 @@ class Asking(Front, ABC):
         return await asyncio.wrap_future(self.storage.submit(tenant.name, partial(call, *args)))
 
     def collections(self, tenant: Tenant) -> list[str]:
-        """Those that a tenant may use."""
+        """The names of the collections that a tenant may use."""
         return [name for name in self.library.collections if tenant.may_use(name)]
 
     def collection(self, tenant: Tenant, name: str | None) -> tuple[str, VectorIndex]:
         """A collection by name, or the tenant's only one. Raises InputError; NotFound, also for another tenant's."""
         theirs = self.collections(tenant)
         if name is None and len(theirs) != 1:
-            raise InputError(f"name a collection: {', '.join(theirs) or 'this API key has none'}")
+            raise InputError(f"set `collection`: this API key has {', '.join(theirs) or 'none'}")
         name = theirs[0] if name is None else name
         if name not in theirs:
             raise NotFound(f"there is no collection {name!r}: this API key has {', '.join(theirs) or 'none'}")

@@ -1,7 +1,7 @@
-"""Bodies of requests: taken in full before anything is done with them, within bounds of size, time and shape.
+"""Request bodies: read completely before a route runs, within limits of size, time and JSON complexity.
 
-Whoever sends one says first who they are: a caller over their rate or concurrency is refused before it is read. Until
-all of it is there, a request holds its connection and what it has sent, and nothing else.
+The API key is checked first: a request above its tenant's rate or concurrency is refused before its body is read. While
+its body arrives, a request occupies its connection and its bytes, nothing else.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from blendserve.serve.front import Front
 from blendserve.serve.keys import Tenant
 from blendserve.serve.replies import GONE, ClientGone, refused
 
-MAX_DEPTH = 32  # of JSON; what is asked here needs six
+MAX_DEPTH = 32  # of JSON; the API's own bodies need six
 MAX_MARKS = (
     20_000  # brackets, commas and colons of JSON; a thousand passages with all their fields have 7,000
 )
 
 
 class Bodies:
-    """Middleware that reads bodies. What is inside of it gets each in one piece."""
+    """Middleware that reads bodies; the inner application receives each as one message."""
 
     def __init__(self, app: ASGIApp, service: Front) -> None:
         self._app, self._service = app, service
@@ -44,7 +44,7 @@ class Bodies:
         return await self._app(scope, _replayed(body, receive), send)
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes:
-        """All of it. Raises NotAuthenticated, Busy, BodyTooLarge, BodyTooSlow, InputError and ClientGone."""
+        """The whole body. Raises NotAuthenticated, Busy, BodyTooLarge, BodyTooSlow, InputError and ClientGone."""
         length = Headers(scope=scope).get("content-length", "0")
         if not (length.isascii() and length.isdigit()) or len(length) > 15 or int(length) > self._max:
             raise self._too_large()
@@ -54,7 +54,7 @@ class Bodies:
             try:
                 body = await asyncio.wait_for(self._read(tenant, receive), patience)
             except asyncio.TimeoutError:
-                raise BodyTooSlow(f"the body was not there after {patience:g} s: send it faster") from None
+                raise BodyTooSlow(f"the body did not arrive within {patience:g} s: send it faster") from None
         check_shape(body)
         return body
 
@@ -78,12 +78,12 @@ class Bodies:
 
 
 def check_shape(body: bytes) -> None:
-    """Raises InputError for JSON that would cost much more than its bytes: nested deeply, or of very many small parts.
+    """Raises InputError for JSON that is expensive to parse for its size: nested deeply, or of very many elements.
 
-    Strings count as they are; what is no JSON at all is left to whoever parses it.
+    The contents of strings do not count. Invalid JSON is left to the parser.
     """
     if b"\0" in body:
-        raise InputError("the body is no JSON object in UTF-8: send one")
+        raise InputError("the body is not a JSON object in UTF-8: send one")
     bare = body.replace(rb"\\", b"").replace(rb"\"", b"")
     if bare.count(b'"') > 4 * MAX_MARKS:
         raise _too_many()
@@ -94,11 +94,15 @@ def check_shape(body: bytes) -> None:
     for mark in frame:
         depth += (mark in b"[{") - (mark in b"]}")
         if depth > MAX_DEPTH:
-            raise InputError(f"the body is nested more than {MAX_DEPTH} deep: send a flatter JSON object")
+            raise InputError(
+                f"the body is nested more than {MAX_DEPTH} levels deep: send a flatter JSON object"
+            )
 
 
 def _too_many() -> InputError:
-    return InputError(f"the body has more than {MAX_MARKS:,} parts: send fewer passages, messages or fields")
+    return InputError(
+        f"the body has more than {MAX_MARKS:,} JSON elements: send fewer passages, messages or fields"
+    )
 
 
 def _announced(scope: Scope) -> bool:
@@ -107,7 +111,7 @@ def _announced(scope: Scope) -> bool:
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:
-    """The body, once; then what comes behind it."""
+    """The body as one message, then the messages after it."""
     left: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def replay() -> Message:

@@ -1,79 +1,113 @@
-"""What the server is told: read from the `serve` section of a YAML file and from flags."""
+"""Settings of the servers: sections `serve` and `deliver` of a YAML file, and flags."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 import yaml
-from pydantic import Field
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr
+from pydantic_core import PydanticCustomError
 
 from blendserve.config import Config as EngineConfig
-from blendserve.config import Positive, Section
+from blendserve.config import Positive, Section, changed
 from blendserve.engine.standby import SHARE
 from blendserve.errors import ConfigError
+from blendserve.setting_errors import SECRET
 
 NotNegative = Annotated[float, Field(ge=0.0)]
 Seconds = Annotated[float, Field(gt=0.0)]
 
 
+def _api_key(key: Any) -> SecretStr:
+    """Raises an error that does not repeat the key."""
+    text = key.get_secret_value() if isinstance(key, SecretStr) else key
+    if not isinstance(text, str) or not text or not all("!" <= c <= "~" for c in text):
+        raise PydanticCustomError(SECRET, "must be one or more printable ASCII characters without spaces")
+    return SecretStr(text)
+
+
+def _origin(text: str) -> str:
+    """Raises ValueError."""
+    parts = urlsplit(text)
+    if text == "*" or (parts.scheme and parts.netloc and text.count("/") == 2 and not parts.query):
+        return text
+    raise ValueError("an origin looks like https://app.example.org or http://localhost:3000; * allows all")
+
+
 class HttpConfig(Section):
-    """Who may ask, and how much. Limits hold for each API key that has none of its own, and for each address where there
-    are no keys."""
+    """Address, API keys and limits. Limits hold for each API key without limits of its own; without keys, for each
+    client address."""
 
     host: str = Field(
-        "127.0.0.1", description="Bind to this address; one that others can reach needs API keys."
+        "127.0.0.1", description="Address to listen on; an address that others can reach needs API keys."
     )
-    port: int = Field(8000, ge=0, le=65535, description="Listen on this port; 0 takes any free one.")
+    port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 chooses a free one.")
     keys: Path | None = Field(
         None,
-        description="Read API keys from this file (`blendserve keys create`); without it nobody needs one.",
+        description="File with API keys (`blendserve keys create`). Without keys, requests need none.",
     )
-    max_body_kb: Positive = Field(1024, description="Refuse requests whose body has more than so many KB.")
-    body_s: Seconds = Field(
-        30.0, description="Refuse requests whose body is not there after so many seconds."
+    api_key: Annotated[SecretStr, BeforeValidator(_api_key)] | None = Field(
+        None,
+        description="A single API key with full access, in addition to those of `keys`. `blendserve serve` also reads "
+        "it from BLENDSERVE_API_KEY, which keeps it out of the process list.",
     )
-    max_concurrent: Positive = Field(64, description="Let one API key have so many requests at a time.")
-    max_per_minute: Positive = Field(6000, description="Let one API key send so many requests a minute.")
+    max_body_kb: Positive = Field(1024, description="Largest request body, in KB.")
+    body_s: Seconds = Field(30.0, description="Longest time to receive a request body, in seconds.")
+    max_concurrent: Positive = Field(64, description="Concurrent requests per API key.")
+    max_per_minute: Positive = Field(6000, description="Requests per minute and API key.")
     drain_s: NotNegative = Field(
-        30.0, description="Give running requests so many seconds to end after SIGTERM."
+        30.0, description="Time for running requests to end after SIGTERM, in seconds."
     )
 
 
 class ServeConfig(HttpConfig):
     """The server."""
 
-    slots: Positive = Field(8, description="Let so many requests decode together.")
+    served_model_name: Annotated[str, Field(min_length=1, max_length=512)] | None = Field(
+        None,
+        description="Model name in /v1/models and in responses; requests may use it. By default the name given as "
+        "`--model`, of a folder its last part.",
+    )
+    cors_origins: tuple[Annotated[str, AfterValidator(_origin)], ...] = Field(
+        (),
+        description="Web origins whose pages may call the API from a browser, such as http://localhost:3000; * allows "
+        "all. Without any, browsers block such calls.",
+    )
+    slots: Positive = Field(8, description="Requests that decode in one batch.")
     slot_tokens: Positive | None = Field(
         None,
-        description="Give prompt and answer of a request so many tokens; the reader's context if none is given.",
+        description="Tokens reserved for prompt and answer of a request; by default the model's context length.",
     )
-    queue: Positive = Field(
-        64, description="Let so many requests of one API key wait for their prefill, and refuse more."
-    )
+    queue: Positive = Field(64, description="Queued requests per API key; further requests get status 429.")
     gap_ms: NotNegative = Field(
-        50.0, description="Let the running answers take a step after so many milliseconds of a prefill."
+        50.0, description="Prefill time after which running answers decode one step, in milliseconds."
     )
     prefill_share: float = Field(
-        0.75, ge=0.0, lt=1.0, description="Leave a prefill this share of the time while answers are running."
+        0.75, ge=0.0, lt=1.0, description="Share of time for a prefill while answers are decoded."
     )
     job_share: float = Field(
         SHARE,
         gt=0.0,
         le=1.0,
-        description="Leave added documents and chunks to be stored this share of the time while requests are in flight.",
+        description="Share of time for background jobs (new documents, write-back) while requests run.",
     )
     share_mb: NotNegative = Field(
-        256.0, description="Keep so many MB of stored KV in memory while other waiting requests want it, too."
+        256.0, description="Memory for KV that several queued requests load from the store, in MB."
     )
     conversations_mb: NotNegative = Field(
-        256.0, description="Keep so many MB of KV of conversations' earlier turns."
+        256.0, description="Memory for the KV of earlier conversation turns, in MB."
+    )
+    ping_s: Seconds = Field(
+        15.0, description="Silent time of a stream after which it sends a comment line, in seconds."
     )
     log_text: bool = Field(False, description="Write questions to the log.")
 
     @property
     def batching(self) -> dict[str, Any]:
-        """As BatchEngine takes it."""
+        """The arguments of BatchEngine."""
         return {
             "slots": self.slots,
             "slot_tokens": self.slot_tokens,
@@ -87,33 +121,31 @@ class ServeConfig(HttpConfig):
 
 
 class DeliverConfig(HttpConfig):
-    """The service that delivers knowledge: `blendserve kdn serve`."""
+    """The service that delivers the chunk KV of collections: `blendserve kdn serve`."""
 
-    port: int = Field(8010, ge=0, le=65535, description="Listen on this port; 0 takes any free one.")
-    memory_mb: NotNegative = Field(
-        256.0, description="Keep so many MB of what was delivered last in memory, for who asks for it next."
+    port: int = Field(8010, ge=0, le=65535, description="Port to listen on; 0 chooses a free one.")
+    memory_mb: NotNegative = Field(256.0, description="Memory for recently delivered chunks, in MB.")
+    queue: Positive = Field(64, description="Queued look-ups per API key; further ones get status 429.")
+    send_s: Seconds = Field(
+        30.0, description="Time without progress after which a client is disconnected, in seconds."
     )
-    queue: Positive = Field(64, description="Let so many look-ups of one API key wait, and refuse more.")
-    send_s: Seconds = Field(30.0, description="Cut readers that have taken nothing for so many seconds.")
-    mb_per_minute: NotNegative = Field(
-        0.0, description="Send one API key so many MB a minute, and refuse more; 0 sends any number."
-    )
+    mb_per_minute: NotNegative = Field(0.0, description="MB sent per minute and API key; 0 sets no limit.")
 
 
 class Config(EngineConfig):
-    """The engine's settings and the servers'."""
+    """The settings of the engine and of both servers."""
 
     serve: ServeConfig = ServeConfig()
     deliver: DeliverConfig = DeliverConfig()
 
     @property
     def engine(self) -> EngineConfig:
-        """The engine's alone."""
+        """The settings of the engine only."""
         return EngineConfig(**self.model_dump(include=set(EngineConfig.model_fields)))
 
 
 def load_settings(path: Path | None) -> Config:
-    """A YAML file of the engine's sections and `serve`; None = the defaults. Raises ConfigError."""
+    """Read a YAML file; None = the defaults. Raises ConfigError."""
     if path is None:
         return Config()
     loaded = Config.load(path)
@@ -122,16 +154,25 @@ def load_settings(path: Path | None) -> Config:
 
 
 def effective(settings: Config, indexes: list[str]) -> str:
-    """What is printed at the start: everything that is in force, as YAML."""
-    values: dict[str, Any] = {"indexes": indexes, **settings.model_dump(mode="json")}
+    """All settings in force, as YAML, without API keys. The server prints them when it starts."""
+    secret = {section: {"api_key"} for section in ("serve", "deliver")}
+    values: dict[str, Any] = {"indexes": indexes, **settings.model_dump(mode="json", exclude=secret)}
     text: str = yaml.safe_dump(values, sort_keys=False)
     return text
 
 
+def with_environment_key(settings: Config) -> Config:
+    """The settings with `serve.api_key` of BLENDSERVE_API_KEY, unless they have one. Raises ConfigError."""
+    key = os.environ.get("BLENDSERVE_API_KEY")
+    if key is None or settings.serve.api_key is not None:
+        return settings
+    return changed(settings, serve=changed(settings.serve, api_key=key).model_dump())
+
+
 def check_binding(serve: HttpConfig) -> None:
     """Raises ConfigError for an address that others can reach, without API keys."""
-    if serve.host not in {"127.0.0.1", "::1", "localhost"} and serve.keys is None:
+    if serve.host not in {"127.0.0.1", "::1", "localhost"} and serve.keys is None and serve.api_key is None:
         raise ConfigError(
-            f"serve.host {serve.host!r} can be reached by others, and no API keys are set: "
-            "make some with `blendserve keys create` and give serve.keys, or bind to 127.0.0.1"
+            f"serve.host {serve.host!r} can be reached by others, and no API keys are set: give --api-key, or --keys "
+            "with a file made by `blendserve keys create`, or bind to 127.0.0.1"
         )

@@ -10,11 +10,11 @@ from torch import Tensor
 from blendserve.core import Explanation
 
 DIGITS = 4  # of a score: it is to be read and ranked
-LONGEST = 8  # tokens that may make one character; what is none after so many is shown as it is
+LONGEST = 8  # tokens of one character; a longer incomplete sequence is shown as it is
 
 
 def explained(tokenizer: Any, ids: Sequence[int], explanation: Explanation) -> dict[str, Any]:
-    """As `POST /v1/rag/query` tells it; docs/serving.md has the fields."""
+    """As `POST /v1/rag/query` tells it; docs/reference/http-api.md has the fields."""
     return {
         "tokens": list(token_texts(tokenizer, ids)),
         "states": explanation.runs,

@@ -1,4 +1,4 @@
-"""Work that a client does not wait for: documents on their way into the index and the store."""
+"""Background jobs: adding documents, warming and fetching chunk KV."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from typing import Any
 
 from blendserve.errors import BlendserveError, Busy, NotFound
 
-MAX_JOBS = 1000  # remembered; and the most that may run at a time is a tenth
-MAX_RUNNING = 8  # of one namespace: each holds the body that it was started with
+MAX_JOBS = 1000  # remembered; at most a tenth of them run concurrently
+MAX_RUNNING = 8  # per namespace: each job holds the body of its request
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class Job:
-    """What `GET /v1/jobs/{id}` tells. Filled by whoever does it."""
+    """The state of a job, as `GET /v1/jobs/{id}` returns it. The job updates it."""
 
     id: str
     namespace: str
     kind: str
     state: str = "running"  # running | done | failed
-    given: int = 0  # documents to be added
+    given: int = 0  # documents to add
     documents: int = 0  # added so far
-    chunks: int = 0  # whose KV is wanted
-    computed: int = 0  # of those, how many are in the store
+    chunks: int = 0  # to compute or fetch
+    computed: int = 0  # chunks that are in the store
     error: str = ""
 
     def to_dict(self) -> dict[str, Any]:
@@ -39,17 +39,19 @@ class Job:
 
 
 class Jobs:
-    """The jobs of all tenants. Used by the event loop alone; they end with the process."""
+    """The jobs of all tenants. Used by the event loop only; they end with the process."""
 
     def __init__(self) -> None:
         self._jobs: OrderedDict[str, Job] = OrderedDict()
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self, namespace: str, kind: str, run: Callable[[Job], Awaitable[None]], given: int = 0) -> Job:
-        """Begin a job. Raises Busy when very many run, or some of this namespace."""
+        """Start a job. Raises Busy if too many run, in total or in this namespace."""
         theirs = sum(job.namespace == namespace and job.state == "running" for job in self._jobs.values())
         if theirs >= MAX_RUNNING or len(self._tasks) >= MAX_JOBS // 10:
-            raise Busy(f"{theirs} of your jobs and {len(self._tasks)} in all are running already", 10)
+            raise Busy(
+                f"too many jobs are running: {theirs} of this namespace, {len(self._tasks)} in total", 10
+            )
         job = Job(f"job-{uuid.uuid4().hex}", namespace, kind, given=given)
         self._jobs[job.id] = job
         while len(self._jobs) > MAX_JOBS:
@@ -60,18 +62,18 @@ class Jobs:
         return job
 
     def get(self, namespace: str, job_id: str) -> Job:
-        """Raises NotFound, also for another namespace's."""
+        """A job by id. Raises NotFound, also for a job of another namespace."""
         job = self._jobs.get(job_id)
         if job is None or job.namespace != namespace:
             raise NotFound(f"there is no job {job_id!r}")
         return job
 
     def of(self, namespace: str) -> list[Job]:
-        """A namespace's, the latest first."""
+        """The jobs of a namespace, newest first."""
         return [job for job in reversed(self._jobs.values()) if job.namespace == namespace]
 
     def cancel(self) -> None:
-        """End all that run."""
+        """Cancel all running jobs."""
         for task in self._tasks:
             task.cancel()
 
@@ -87,4 +89,4 @@ async def _supervised(job: Job, run: Callable[[Job], Awaitable[None]]) -> None:
         raise
     except Exception:
         log.exception("a job failed")
-        job.state, job.error = "failed", "the server made a mistake: its log has more"
+        job.state, job.error = "failed", "internal server error: see the server's log"

@@ -27,7 +27,7 @@ router = APIRouter(prefix="/v1", tags=["documents and cache"])
 
 @router.post("/documents", status_code=202)
 async def add(body: DocumentsRequest, service: ServiceArg, tenant: TenantArg) -> dict[str, Any]:
-    """Add documents to a collection, or replace those with the same id: chunked, embedded and precomputed by a job."""
+    """Add documents to a collection, or replace the ones with the same id. A job chunks, embeds and precomputes them."""
     tenant.require_writing()
     name, index = service.collection(tenant, body.collection)
 
@@ -35,18 +35,19 @@ async def add(body: DocumentsRequest, service: ServiceArg, tenant: TenantArg) ->
         await _add(service, tenant, index, body.documents, job)
 
     kind = f"documents into {name}"
-    return service.jobs.start(tenant.namespace, kind, run, given=len(body.documents)).to_dict()
+    job = service.jobs.start(tenant.namespace, kind, run, given=len(body.documents))
+    return {**job.to_dict(), **service.notices.in_extras(body)}
 
 
 @router.get("/jobs")
 async def jobs(service: ServiceArg, tenant: TenantArg) -> dict[str, Any]:
-    """The namespace's jobs that are remembered, the latest first."""
+    """The jobs of this key's namespace, newest first."""
     return {"data": [job.to_dict() for job in service.jobs.of(tenant.namespace)]}
 
 
 @router.get("/jobs/{job_id}")
 async def job(job_id: str, service: ServiceArg, tenant: TenantArg) -> dict[str, Any]:
-    """How far a job is."""
+    """The progress of a job."""
     return service.jobs.get(tenant.namespace, job_id).to_dict()
 
 
@@ -57,7 +58,7 @@ async def delete(
     tenant: CountedTenantArg,
     collection: Annotated[Name | None, Query()] = None,
 ) -> dict[str, Any]:
-    """Remove a document with its passages, vectors and KV."""
+    """Delete a document with its passages, vectors and KV."""
     tenant.require_writing()
     name, index = service.collection(tenant, collection)
     passages = await service.on_retrieval(tenant, _delete, service, index, doc_id, long=True)
@@ -66,22 +67,23 @@ async def delete(
 
 @router.post("/cache/warm", status_code=202)
 async def warm(body: CacheRequest, service: ServiceArg, tenant: CountedTenantArg) -> dict[str, Any]:
-    """Compute and pin the KV of chunks in this key's namespace, by a job."""
+    """Start a job that computes and pins the KV of chunks in this key's namespace."""
     passages = await service.on_retrieval(tenant, _chosen, service, tenant, body)
 
     async def run(job: Job) -> None:
         await _precompute(service, tenant, passages, job)
 
-    return service.jobs.start(tenant.namespace, "warm", run).to_dict()
+    job = service.jobs.start(tenant.namespace, "warm", run)
+    return {**job.to_dict(), **service.notices.in_extras(body)}
 
 
 @router.post("/cache/fetch", status_code=202)
 async def fetch(body: CacheRequest, service: ServiceArg, tenant: CountedTenantArg) -> dict[str, Any]:
-    """Copy the KV of chunks from the remote store into this server's own, by a job."""
+    """Start a job that copies the KV of chunks from the remote store into the local one."""
     keys, store = await _keys(service, tenant, body), service.engine.store
 
     def bring(some: Sequence[ChunkKey]) -> int:
-        with store.reading() as snapshot:  # what is read there is copied here
+        with store.reading() as snapshot:  # reading through the tiers copies a chunk into the local store
             snapshot.expect(some)
             return sum(snapshot.get(key) is not None for key in some)
 
@@ -90,27 +92,29 @@ async def fetch(body: CacheRequest, service: ServiceArg, tenant: CountedTenantAr
         for at in range(0, len(keys), AT_A_TIME):
             job.computed += await service.on_storage(tenant, bring, keys[at : at + AT_A_TIME])
 
-    return service.jobs.start(tenant.namespace, "fetch", run).to_dict()
+    job = service.jobs.start(tenant.namespace, "fetch", run)
+    return {**job.to_dict(), **service.notices.in_extras(body)}
 
 
 @router.post("/cache/pin")
 async def pin(body: CacheRequest, service: ServiceArg, tenant: CountedTenantArg) -> dict[str, Any]:
-    """Keep chunks from being evicted."""
+    """Pin chunks: they are not evicted."""
     keys = await _keys(service, tenant, body)
-    return {"chunks": len(keys), "pinned": await _in_slices(service, tenant, service.engine.store.pin, keys)}
+    pinned = await _in_slices(service, tenant, service.engine.store.pin, keys)
+    return {"chunks": len(keys), "pinned": pinned, **service.notices.in_extras(body)}
 
 
 @router.post("/cache/unpin")
 async def unpin(body: CacheRequest, service: ServiceArg, tenant: CountedTenantArg) -> dict[str, Any]:
-    """Undo that."""
+    """Unpin chunks."""
     keys = await _keys(service, tenant, body)
-    unpin = service.engine.store.unpin
-    return {"chunks": len(keys), "unpinned": await _in_slices(service, tenant, unpin, keys)}
+    unpinned = await _in_slices(service, tenant, service.engine.store.unpin, keys)
+    return {"chunks": len(keys), "unpinned": unpinned, **service.notices.in_extras(body)}
 
 
 @router.post("/cache/lookup")
 async def lookup(body: CacheRequest, service: ServiceArg, tenant: CountedTenantArg) -> dict[str, Any]:
-    """Whether chunks are in the store, in this key's namespace. Counts as no use of them."""
+    """Whether chunks are in the store, in this key's namespace. Does not count as a use of them."""
     keys, found = await _keys(service, tenant, body), list[bool]()
 
     def look_up(some: Sequence[ChunkKey]) -> int:
@@ -118,24 +122,25 @@ async def lookup(body: CacheRequest, service: ServiceArg, tenant: CountedTenantA
         return len(some)
 
     await _in_slices(service, tenant, look_up, keys)
-    return {"chunks": len(keys), "found": sum(found), "there": found}
+    return {"chunks": len(keys), "found": sum(found), "there": found, **service.notices.in_extras(body)}
 
 
 @router.post("/cache/delete")
 async def forget(body: CacheRequest, service: ServiceArg, tenant: CountedTenantArg) -> dict[str, Any]:
-    """Delete the KV of chunks from this key's namespace, pinned or not; documents stay, and it is computed on demand."""
+    """Delete the KV of chunks from this key's namespace, pinned or not. Documents stay; KV is computed on demand."""
     tenant.require_writing()
     keys, store = await _keys(service, tenant, body), service.engine.store
 
     def delete(some: Sequence[ChunkKey]) -> int:
         return sum(store.delete(key) for key in some)
 
-    return {"chunks": len(keys), "deleted": await _in_slices(service, tenant, delete, keys)}
+    deleted = await _in_slices(service, tenant, delete, keys)
+    return {"chunks": len(keys), "deleted": deleted, **service.notices.in_extras(body)}
 
 
 @router.get("/cache/stats")
 async def stats(service: ServiceArg, tenant: CountedTenantArg) -> dict[str, Any]:
-    """Of this key's namespace alone; for an admin's also of the whole store, as `store`."""
+    """Statistics of this key's namespace; for an admin's key also of the whole store, as `store`."""
     stats = service.engine.store.stats
     found = await service.on_storage(tenant, stats, tenant.namespace)
     values: dict[str, Any] = found.to_dict()
@@ -150,7 +155,7 @@ async def stats(service: ServiceArg, tenant: CountedTenantArg) -> dict[str, Any]
 async def _add(
     service: Service, tenant: Tenant, index: VectorIndex, documents: Sequence[DocumentIn], job: Job
 ) -> None:
-    """One document at a time; questions go between its parts. Saved once, at the end, unless the server ends before."""
+    """Add one document at a time; questions run between its parts. The index is saved once, at the end."""
     new, gone = list[Passage](), list[Passage]()
 
     def put(document: DocumentIn) -> None:
@@ -175,7 +180,7 @@ def _delete(service: Service, index: VectorIndex, doc_id: str) -> list[Passage]:
 
 
 async def _precompute(service: Service, tenant: Tenant, passages: Sequence[Passage], job: Job) -> None:
-    """A few passages at a time: a collection's tokens are more than a job may hold."""
+    """A few passages at a time, as the tokens of a collection may not fit in memory."""
     distinct = list({text: p for p in passages if (text := shown(p))}.values())
     job.chunks = len(distinct)
     blender = service.batch.blender(tenant.namespace)
@@ -205,15 +210,15 @@ def _chunk_ids(service: Service, passages: Sequence[Passage]) -> list[TokenIds]:
 
 def _too_long(passage: Passage, most: int) -> InputError:
     return InputError(
-        f"the passage that begins with {shown(passage)[:40]!r} has more than {most} tokens: cut it"
+        f"the passage that begins with {shown(passage)[:40]!r} has more than {most} tokens: shorten it"
     )
 
 
 def _chosen(service: Service, tenant: Tenant, body: CacheRequest) -> list[Passage]:
-    """The passages that a cache request is about."""
+    """The passages that a cache request selects."""
     if body.passages is not None:
         if any(choice is not None for choice in (body.collection, body.documents, body.ids)):
-            raise InputError("give either passages of your own, or a collection and its documents or ids")
+            raise InputError("send either passages, or a collection with documents or ids")
         return [Passage(p.text, p.title, p.id) for p in body.passages]
     _, index = service.collection(tenant, body.collection)
     found = index.passages
@@ -227,7 +232,7 @@ def _chosen(service: Service, tenant: Tenant, body: CacheRequest) -> list[Passag
 
 
 async def _keys(service: Service, tenant: Tenant, body: CacheRequest) -> list[ChunkKey]:
-    """Of the chunks that a cache request is about, where their passages have any text."""
+    """The keys of the chunks that a cache request selects, without empty passages."""
     blender, prompts = service.batch.blender(tenant.namespace), service.engine.prompts
 
     def keys() -> list[ChunkKey]:
@@ -241,6 +246,6 @@ async def _keys(service: Service, tenant: Tenant, body: CacheRequest) -> list[Ch
 async def _in_slices(
     service: Service, tenant: Tenant, call: Callable[[Sequence[ChunkKey]], int], keys: Sequence[ChunkKey]
 ) -> int:
-    """What `call` says of all keys together; others have their turn between slices."""
+    """The sum of `call` over slices of the keys; other tenants have their turn between slices."""
     starts = range(0, len(keys), SLICE)
     return sum([await service.on_storage(tenant, call, keys[at : at + SLICE]) for at in starts])

@@ -1,4 +1,4 @@
-"""What there is, a page at a time: GET /v1/documents and GET /v1/cache/chunks."""
+"""Paged lists: GET /v1/documents and GET /v1/cache/chunks."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from blendserve.serve.service import Service
 from blendserve.store import ChunkInfo, ChunkKey
 
 SHOWN = 240  # characters of a passage
-MOST = 200  # entries of a page
-AT_A_TIME = 500  # passages that are looked through
+MOST = 200  # entries per page
+AT_A_TIME = 500  # passages searched between two pauses
 
 router = APIRouter(prefix="/v1", tags=["documents and cache"])
 
-CollectionArg = Annotated[Name | None, Query(description="A collection; may be left out where there is one.")]
+CollectionArg = Annotated[Name | None, Query(description="Collection; optional if there is only one.")]
 SearchArg = Annotated[
-    str, Query(max_length=512, description="Only those with this text, in capitals or not.")
+    str, Query(max_length=512, description="Text that entries must contain; case does not matter.")
 ]
-OffsetArg = Annotated[int, Query(ge=0, le=10**9, description="Leave out so many.")]
-LimitArg = Annotated[int, Query(ge=1, le=MOST, description="Give so many at most.")]
+OffsetArg = Annotated[int, Query(ge=0, le=10**9, description="Number of entries to skip.")]
+LimitArg = Annotated[int, Query(ge=1, le=MOST, description="Largest number of entries to return.")]
 
 
 @router.get("/documents")
@@ -39,7 +39,7 @@ async def documents(
     offset: OffsetArg = 0,
     limit: LimitArg = 50,
 ) -> dict[str, Any]:
-    """The documents of a collection whose id or title has the text, each with how many passages it has."""
+    """The documents of a collection whose id or title contains the text, with their numbers of passages."""
     name, index = service.collection(tenant, collection)
 
     def look() -> tuple[int, list[dict[str, Any]]]:
@@ -62,7 +62,7 @@ async def chunks(
     offset: OffsetArg = 0,
     limit: LimitArg = 50,
 ) -> dict[str, Any]:
-    """The passages of a collection that have the text, each with what this key's namespace has stored of it."""
+    """The passages of a collection that contain the text, with the state of their KV in this key's namespace."""
     name, index = service.collection(tenant, collection)
 
     def look() -> tuple[int, list[tuple[Passage, ChunkKey, int]]]:
@@ -101,7 +101,7 @@ def _entry(passage: Passage, n_tokens: int, info: ChunkInfo | None) -> dict[str,
 def _matching(
     service: Service, index: VectorIndex, search: str, texts: Callable[[Passage], tuple[str, ...]]
 ) -> Iterator[Passage]:
-    """The passages one of whose texts has it. Others' questions go between."""
+    """The passages with the text in one of their fields. Questions run in between."""
     wanted = search.strip().casefold()
     for n, passage in enumerate(index.passages):
         if n % AT_A_TIME == 0:

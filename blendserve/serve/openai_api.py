@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions, POST /v1/completions, GET /v1/models: what OpenAI's clients speak."""
+"""POST /v1/chat/completions, POST /v1/completions, GET /v1/models: the routes of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -11,26 +11,30 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from blendserve.core import Answer, Passage
+from blendserve.core import Answer
 from blendserve.engine.prompt import Turn
 from blendserve.engine.queued import Finished, Piece
 from blendserve.errors import InputError, NotFound
 from blendserve.serve.access import AskingArg, TenantArg
 from blendserve.serve.asking import Answering, Ask, Asking
 from blendserve.serve.replies import make_ask, reply
-from blendserve.serve.schema import ChatRequest, CompletionRequest, Extras, Message, Neutral
+from blendserve.serve.schema import ChatRequest, CompletionRequest, Extras, Message, OpenAIRequest
 
 router = APIRouter(prefix="/v1", tags=["OpenAI"])
 
 
 @router.post("/chat/completions")
 async def chat(body: ChatRequest, request: Request, service: AskingArg, tenant: TenantArg) -> Response:
-    """Answer the last user message from passages; earlier turns stay in the prompt."""
+    """Answer the last user message from passages; earlier turns stay in the prompt.
+
+    The passages are `documents`, in their order, and the parts of the message before the last `prompt.separator`.
+    Without either, the message is the query that retrieves them.
+    """
     *before, last = body.messages
     if last.role != "user":
-        raise InputError(f"the last message is of role {last.role!r}: end with one of role 'user'")
+        raise InputError(f"the last message has role {last.role!r}: it must have role 'user'")
     ask = _ask(service, body, last.said, tuple(_turn(m) for m in before))
-    shape = _Chat(body)
+    shape = _Chat(service, body, ask)
     return await reply(request, service, tenant, ask, shape.whole, shape.events if body.stream else None)
 
 
@@ -38,53 +42,55 @@ async def chat(body: ChatRequest, request: Request, service: AskingArg, tenant: 
 async def complete(
     body: CompletionRequest, request: Request, service: AskingArg, tenant: TenantArg
 ) -> Response:
-    """Answer the prompt, taken for a question, from passages."""
-    shape = _Completion(body)
+    """Answer the prompt from passages, as the last message of a chat."""
     ask = _ask(service, body, body.question)
+    shape = _Completion(service, body, ask)
     return await reply(request, service, tenant, ask, shape.whole, shape.events if body.stream else None)
 
 
 @router.get("/models")
 async def models(service: AskingArg, tenant: TenantArg) -> dict[str, Any]:
-    """The reader, and the collections that this key may use."""
+    """The served model, and the collections that this key may use."""
     return {"object": "list", "data": [_model(service, service.collections(tenant))]}
 
 
 @router.get("/models/{model:path}")
 async def model(model: str, service: AskingArg, tenant: TenantArg) -> dict[str, Any]:
-    """The reader."""
+    """The served model, by any of its names."""
     _check_model(service, model)
     return _model(service, service.collections(tenant))
 
 
 def _model(service: Asking, collections: list[str]) -> dict[str, Any]:
     extras = {"collections": collections, "slot_tokens": service.slot_tokens}
-    names = {"id": service.reader_name, "object": "model", "created": 0, "owned_by": "blendserve"}
+    names = {"id": service.model_name, "object": "model", "created": 0, "owned_by": "blendserve"}
     return {**names, "x_blendserve": extras}
 
 
 def _check_model(service: Asking, name: str) -> None:
-    if name != service.reader_name:
-        raise NotFound(f"there is no model {name!r} here: this server runs {service.reader_name!r}")
+    if name not in service.model_names:
+        raise NotFound(f"there is no model {name!r} here: this server runs {service.model_name!r}")
 
 
 def _turn(message: Message) -> Turn:
     return Turn("system" if message.role == "developer" else message.role, message.said)
 
 
-def _ask(service: Asking, body: Neutral, question: str, turns: tuple[Turn, ...] = ()) -> Ask:
+def _ask(service: Asking, body: OpenAIRequest, question: str, turns: tuple[Turn, ...] = ()) -> Ask:
     _check_model(service, body.model)
-    return make_ask(question, body, body.x_blendserve or Extras(), turns)
+    return make_ask(service, question, body, body.x_blendserve or Extras(), turns)
 
 
 class _Shape:
-    """One response in OpenAI's words; what chat and plain completions have in common."""
+    """One response in OpenAI's format: what chat and plain completions have in common."""
 
     kind, chunk_kind, prefix = "", "", ""
 
-    def __init__(self, body: Neutral) -> None:
+    def __init__(self, service: Asking, body: OpenAIRequest, ask: Ask) -> None:
+        self._service, self._retrieves = service, ask.passages is None
+        self._ignored = service.notices.ignored(body)
         self._id = f"{self.prefix}-{uuid.uuid4().hex}"
-        self._created, self._model = int(time.time()), body.model
+        self._created, self._model = int(time.time()), service.model_name
         self._usage = bool(body.stream_options and body.stream_options.include_usage)
 
     def said(self, text: str) -> dict[str, Any]:
@@ -97,12 +103,12 @@ class _Shape:
 
     def whole(self, answering: Answering, answer: Answer) -> dict[str, Any]:
         frame = self._frame(self.kind, self.said(answer.text), answer.finish_reason)
-        extras = {"passages": _passages(answer.passages), **_figures(answer)}
+        extras = {**self._context(answering), **_figures(answer)}
         return {**frame, "usage": _usage(answering, answer), "x_blendserve": extras}
 
     async def events(self, answering: Answering) -> AsyncIterator[dict[str, Any] | str]:
         first = self._frame(self.chunk_kind, self.piece("", first=True))
-        yield {**first, "x_blendserve": {"passages": _passages(answering.passages)}}
+        yield {**first, "x_blendserve": self._context(answering)}
         async for event in answering.events():
             if isinstance(event, Piece):
                 yield self._frame(self.chunk_kind, self.piece(event.text, first=False))
@@ -113,6 +119,14 @@ class _Shape:
                 if self._usage:
                     yield {**last, "choices": [], "usage": _usage(answering, event.answer)}
         yield "[DONE]"
+
+    def _context(self, answering: Answering) -> dict[str, Any]:
+        """The passages of the prompt, and notices about the request."""
+        values = {"passages": [asdict(p) for p in answering.passages], **self._ignored}
+        if self._retrieves:
+            chunk_tokens = self._service.config.retrieve.chunk_tokens
+            values |= self._service.notices.long_question(answering.question_tokens, chunk_tokens)
+        return values
 
     def _frame(self, kind: str, said: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
         choice = {"index": 0, **said, "finish_reason": reason, "logprobs": None}
@@ -139,10 +153,6 @@ class _Completion(_Shape):
 
     def piece(self, text: str | None, first: bool) -> dict[str, Any]:
         return {"text": text or ""}
-
-
-def _passages(passages: tuple[Passage, ...]) -> list[dict[str, Any]]:
-    return [asdict(p) for p in passages]
 
 
 def _figures(answer: Answer) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""POST /v1/rag/query: a question, with everything that can be said about it and its answer."""
+"""POST /v1/rag/query: an answer with passages, report, timings and, on request, an explanation of every token."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ router = APIRouter(prefix="/v1/rag", tags=["RAG"])
 
 @router.post("/query")
 async def query(body: RagRequest, request: Request, service: AskingArg, tenant: TenantArg) -> Response:
-    """Text, passages, report and timings; streamed: the passages first, then text, at last the figures.
+    """Answer a question: text, passages, report and timings. A stream sends passages, text and figures, in this order.
 
-    explain: also what each token of the prompt started from, and why; streamed, as soon as the prefill is done.
+    explain: also how the KV of each prompt token was obtained, and why; a stream sends it after the prefill.
     """
-    ask = make_ask(body.question, body, body)
-    shape = _Shape(service.tokenizer, body.explain)
+    ask = make_ask(service, body.question, body, body)
+    shape = _Shape(service.tokenizer, body.explain, service.notices.in_extras(body))
     return await reply(request, service, tenant, ask, shape.whole, shape.events if body.stream else None)
 
 
 @router.get("/settings")
 async def settings(service: AskingArg, tenant: TenantArg) -> dict[str, Any]:
-    """What holds where a request says nothing else, what it may choose from, and what this key may do."""
+    """The server's defaults, the values that a request may choose, and the rights of this key."""
     config = service.config
     return {
         "version": blendserve.__version__,
-        "model": service.reader_name,
+        "model": service.model_name,
         "defaults": {
             **config.blend.model_dump(include={"method", "policy", "ratio", "correction"}),
             "top_k": config.retrieve.top_k,
@@ -64,17 +64,17 @@ async def settings(service: AskingArg, tenant: TenantArg) -> dict[str, Any]:
 class _Shape:
     """One response: whole, or as events."""
 
-    def __init__(self, tokenizer: Any, explain: bool) -> None:
-        self._tokenizer, self._explain = tokenizer, explain
+    def __init__(self, tokenizer: Any, explain: bool, notices: dict[str, Any]) -> None:
+        self._tokenizer, self._explain, self._notices = tokenizer, explain, notices
 
     def whole(self, answering: Answering, answer: Answer) -> dict[str, Any]:
-        values = {**answer.to_dict(), "cached_tokens": answering.cached_tokens}
+        values = {**answer.to_dict(), "cached_tokens": answering.cached_tokens, **self._notices}
         if self._explain and answer.explanation:
             values["explanation"] = explained(self._tokenizer, answering.ids, answer.explanation)
         return values
 
     async def events(self, answering: Answering) -> AsyncIterator[dict[str, Any] | str]:
-        yield {"event": "passages", "passages": [asdict(p) for p in answering.passages]}
+        yield {"event": "passages", "passages": [asdict(p) for p in answering.passages], **self._notices}
         async for event in answering.events():
             if isinstance(event, Started) and self._explain:
                 # On a thread: of a long prompt it takes a while, in which others' tokens are to be sent.

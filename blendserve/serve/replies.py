@@ -1,4 +1,4 @@
-"""Responses: whole or streamed, errors in OpenAI's shape, events as SSE, and requests whose client has gone."""
+"""Responses: complete or streamed, errors in OpenAI's format, and requests whose client disconnected."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from blendserve.errors import (
 )
 from blendserve.serve.asking import Answering, Ask, Asking
 from blendserve.serve.keys import Tenant
-from blendserve.serve.schema import Extras, Sampling
+from blendserve.serve.schema import Extras, Question
 
 T = TypeVar("T")
 Whole = Callable[[Answering, Answer], dict[str, Any]]
 Events = Callable[[Answering], AsyncIterator["dict[str, Any] | str"]]
 
-# error -> status and OpenAI's type and code; the first that fits; what is not here is the request's fault
+# error -> status, OpenAI's type and code; the first match counts
 STATUS: tuple[tuple[type[Exception], int, str, str | None], ...] = (
     (NotAuthenticated, 401, "authentication_error", "invalid_api_key"),
     (NotAllowed, 403, "permission_error", None),
@@ -50,34 +50,38 @@ STATUS: tuple[tuple[type[Exception], int, str, str | None], ...] = (
     (VectorIndexError, 503, "server_error", "index_unavailable"),
     (BlendserveError, 400, "invalid_request_error", None),
 )
-GONE = 499  # nobody reads it
+GONE = 499  # nginx's status for a closed connection; only the log and the metrics show it
+PING = ": ping\n\n"  # a comment: clients of server-sent events skip it
 
 log = logging.getLogger(__name__)
 
 
 class ClientGone(Exception):
-    """The client has closed the connection."""
+    """The client closed the connection."""
 
 
-def make_ask(question: str, body: Sampling, extras: Extras, turns: tuple[Turn, ...] = ()) -> Ask:
-    """What a body asks for."""
-    return Ask(
+def make_ask(
+    service: Asking, question: str, body: Question, extras: Extras, turns: tuple[Turn, ...] = ()
+) -> Ask:
+    """A body as a request to the engine, its question cut at the separator. Raises InputError."""
+    ask = Ask(
         question=question,
         turns=turns,
-        passages=extras.own_passages(),
+        passages=body.passages_of(extras),
         collections=None if extras.collections is None else tuple(extras.collections),
         top_k=extras.top_k,
         blend=body.blend(extras),
         decode=body.decode(),
     )
+    return ask.split(service.config.prompt.separator)
 
 
 async def reply(
     request: Request, service: Asking, tenant: Tenant, ask: Ask, whole: Whole, events: Events | None
 ) -> Response:
-    """Ask, and answer by `whole`, or by `events` where they are given. Raises BlendserveErrors and ClientGone.
+    """Run a request and respond with `whole`, or with `events` if given. Raises BlendserveErrors and ClientGone.
 
-    Events begin as soon as the request is queued, so that its passages are seen while it waits and is prefilled.
+    Events begin as soon as the request is queued: its passages are sent before its prefill ends.
     """
     with ExitStack() as stack:
         stack.enter_context(service.limits.one(tenant))
@@ -87,21 +91,21 @@ async def reply(
         stack.callback(answering.cancel)
         if events is None:
             return JSONResponse(whole(answering, await while_connected(request, answering.answer())))
-        return EventStream(events(answering), stack.pop_all().close)
+        return EventStream(events(answering), stack.pop_all().close, service.serve.ping_s)
 
 
 def error_body(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """OpenAI's shape."""
+    """An error in OpenAI's format."""
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def described(error: Exception) -> tuple[int, dict[str, Any]]:
-    """Status and body of an error. What is not ours is a bug: it goes to the log, not to the client."""
+    """Status and body of an error. An unexpected error is a bug: the log has its traceback, the client does not."""
     for kind, status, name, code in STATUS:
         if isinstance(error, kind):
             return status, error_body(str(error), name, code=code)
     log.error("a request failed", exc_info=error)
-    return 500, error_body("the server made a mistake: its log has more", "server_error")
+    return 500, error_body("internal server error: see the server's log", "server_error")
 
 
 def refused(error: Exception) -> JSONResponse:
@@ -111,16 +115,21 @@ def refused(error: Exception) -> JSONResponse:
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     if status == 408:
-        headers["Connection"] = "close"  # or the rest of the body would be waited for
+        headers["Connection"] = "close"  # else the server would wait for the rest of the body
     return JSONResponse(body, status, headers)
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events. `at_end` is called in any case, even when the client has gone before the first event."""
+    """Server-sent events, and a comment every `ping_s` seconds without one, so that no proxy ends a silent stream.
 
-    def __init__(self, events: AsyncIterator[dict[str, Any] | str], at_end: Callable[[], None]) -> None:
+    `at_end` is called in any case, even if the client disconnects before the first event.
+    """
+
+    def __init__(
+        self, events: AsyncIterator[dict[str, Any] | str], at_end: Callable[[], None], ping_s: float
+    ) -> None:
         super().__init__(
-            _lines(events), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
+            _lines(events, ping_s), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
         )
         self._at_end = at_end
 
@@ -131,18 +140,30 @@ class EventStream(StreamingResponse):
             self._at_end()
 
 
-async def _lines(events: AsyncIterator[dict[str, Any] | str]) -> AsyncIterator[str]:
-    """An error in the middle is the last event."""
+async def _lines(events: AsyncIterator[dict[str, Any] | str], ping_s: float) -> AsyncIterator[str]:
+    """Events and pings as text; an error is the last event."""
+    following: asyncio.Future[dict[str, Any] | str | None] | None = None
     try:
-        async for event in events:
+        while True:
+            following = asyncio.ensure_future(anext(events, None))
+            while not (await asyncio.wait({following}, timeout=ping_s))[0]:
+                yield PING
+            if (event := following.result()) is None:
+                return
             data = event if isinstance(event, str) else json.dumps(event, ensure_ascii=False)
             yield f"data: {data}\n\n"
     except Exception as error:
         yield f"data: {json.dumps(described(error)[1])}\n\n"
+    finally:
+        if following:
+            following.add_done_callback(
+                lambda ended: ended.cancelled() or ended.exception()
+            )  # counts as handled
+            following.cancel()
 
 
 async def while_connected(request: Request, job: Coroutine[Any, Any, T]) -> T:
-    """Await `job`, unless the client goes first. Raises ClientGone."""
+    """Await `job`. Raises ClientGone if the client disconnects first."""
     task, watch = asyncio.ensure_future(job), asyncio.ensure_future(_disconnected(request))
     try:
         await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)

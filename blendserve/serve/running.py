@@ -34,7 +34,7 @@ from blendserve.workers.replicas import ReplicaCount, Replicas
 # A pass gives the GIL back and wants it again hundreds of times; beside a thread that parses, it waits so long each time.
 SWITCH_S = 5e-4
 
-# A proxy in front keeps idle connections for 60 s as a rule. Were ours closed first, a request on its way would be lost.
+# A proxy in front keeps idle connections for 60 s as a rule. If ours closed first, a request in flight would be lost.
 KEEP_ALIVE_S = 75
 
 
@@ -52,7 +52,7 @@ def serve(settings: Config, indexes: Sequence[str], say: Say) -> None:
 def serve_cluster(
     settings: Config, indexes: Sequence[str], replicas: ReplicaCount, address: str | None, say: Say
 ) -> None:
-    """The same with so many replicas of the engine on a Ray cluster, which is joined or started (workers/cluster.py).
+    """The same with replicas of the engine on a Ray cluster, which is joined or started (workers/cluster.py).
 
     Raises ClusterUnavailable, too.
     """

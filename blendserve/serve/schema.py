@@ -1,16 +1,45 @@
-"""The bodies of requests. OpenAI's fields where OpenAI has them; what is not known is refused, not ignored."""
+"""The bodies of requests: OpenAI's fields where OpenAI has them.
+
+Three kinds of fields that this server does not implement:
+- A field of OpenAI's that changes the answer or its form (n > 1, logprobs, JSON formats, forced tools, penalties) is
+  declared here with its neutral values only. Any other value is an error that names the field.
+- Any other unknown field is ignored, and the response names it (notices.py). This includes the sampling parameters of
+  other servers (top_k, min_p, repetition_penalty, guided_json, chat_template_kwargs): their clients send them to every
+  server. It also includes `tools`, which a model may always leave unused.
+- LABELS and NEUTRAL list unknown fields that cannot change an answer. They are not named.
+"""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field
 
 from blendserve.config import BlendConfig, CorrectionName, DecodeConfig, Method, PolicyName, Ratio
 from blendserve.core import Document, Passage
+from blendserve.errors import InputError
 
 MAX_ITEMS = 1000
 MAX_TOKENS = 10**6
+
+LABELS = frozenset(
+    {
+        *("user", "name", "metadata", "store", "service_tier", "safety_identifier"),
+        *(
+            "prompt_cache_key",
+            "prompt_cache_retention",
+            "prediction",
+            "parallel_tool_calls",
+            "include_obfuscation",
+        ),
+    }
+)
+NEUTRAL: dict[str, tuple[Any, ...]] = {"top_k": (0, -1), "min_p": (0,), "repetition_penalty": (1,)}
+
+
+def has_effect(name: str, value: Any) -> bool:
+    """Whether an unknown field asks for something: null and empty values do not."""
+    return not (value is None or value in ({}, []) or name in LABELS or value in NEUTRAL.get(name, ()))
 
 
 def _whole(text: str) -> str:
@@ -32,15 +61,18 @@ Stops = Annotated[list[Stop], Field(max_length=4)]
 
 
 class Body(BaseModel):
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
 
 
 class PassageIn(Body):
-    """A passage that the client brings."""
+    """A passage that the client sends. Hugging Face's name for its text is `contents`."""
 
-    text: Text
+    text: Text = Field(validation_alias=AliasChoices("text", "contents", "content"))
     title: Text = ""
     id: Label = ""
+
+
+Passages = Annotated[list[PassageIn], Field(max_length=MAX_ITEMS)]
 
 
 class Extras(Body):
@@ -48,21 +80,20 @@ class Extras(Body):
 
     top_k: Count | None = None
     collections: Annotated[list[Name], Field(max_length=MAX_ITEMS)] | None = None
-    passages: Annotated[list[PassageIn], Field(max_length=MAX_ITEMS)] | None = None
+    passages: Passages | None = None
     method: Method | None = None
     policy: PolicyName | None = None
     ratio: Ratio | None = None
     correction: CorrectionName | None = None
 
-    def own_passages(self) -> tuple[Passage, ...] | None:
-        if self.passages is None:
-            return None
-        return tuple(Passage(p.text, p.title, p.id) for p in self.passages)
 
+class Question(Body):
+    """What every request for an answer may hold: documents and sampling parameters.
 
-class Sampling(Body):
-    """How the answer is written."""
+    documents: chunks of the prompt, in this order; the field of vLLM and Hugging Face. The same as `passages`.
+    """
 
+    documents: Passages | None = None
     temperature: Annotated[float, Field(ge=0.0, le=100.0)] | None = None
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
     max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
@@ -83,35 +114,34 @@ class Sampling(Body):
         assert values.keys() <= DecodeConfig.model_fields.keys()
         return values
 
-    def blend(self, extras: Extras | None) -> dict[str, Any]:
-        """As BlendConfig's fields; a seed serves whatever is random."""
-        values: dict[str, Any] = {"seed": self.seed}
-        if extras:
-            values |= {name: getattr(extras, name) for name in ("method", "policy", "ratio", "correction")}
+    def blend(self, extras: Extras) -> dict[str, Any]:
+        """As BlendConfig's fields; the seed also sets that of random policies."""
+        names = ("method", "policy", "ratio", "correction")
+        values: dict[str, Any] = {"seed": self.seed, **{name: getattr(extras, name) for name in names}}
         assert values.keys() <= BlendConfig.model_fields.keys()
         return values
+
+    def passages_of(self, extras: Extras) -> tuple[Passage, ...] | None:
+        """The client's passages, None to retrieve some. Raises InputError if both fields are given."""
+        if self.documents is not None and extras.passages is not None:
+            raise InputError("documents and passages mean the same: send one of these fields")
+        given = extras.passages if self.documents is None else self.documents
+        return None if given is None else tuple(Passage(p.text, p.title, p.id) for p in given)
 
 
 class StreamOptions(Body):
     include_usage: bool | None = None
-    include_obfuscation: bool | None = None
 
 
-class Neutral(Sampling):
-    """OpenAI's fields that change nothing here: taken at the values that ask for nothing, and labels at any."""
+class OpenAIRequest(Question):
+    """What chat and plain completions have in common."""
 
     model: Name
-    n: Literal[1] | None = None
     stream_options: StreamOptions | None = None
+    n: Literal[1] | None = None
     frequency_penalty: Literal[0, 0.0] | None = None  # type: ignore[valid-type]
     presence_penalty: Literal[0, 0.0] | None = None  # type: ignore[valid-type]
     logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
-    user: Label | None = None
-    metadata: Annotated[dict[Label, Label], Field(max_length=16)] | None = None
-    store: bool | None = None
-    service_tier: Label | None = None
-    safety_identifier: Label | None = None
-    prompt_cache_key: Label | None = None
     x_blendserve: Extras | None = None
 
 
@@ -120,15 +150,22 @@ class TextPart(Body):
     text: Text
 
 
+def _no_tool_role(role: Any) -> Any:
+    if role in ("tool", "function"):
+        raise ValueError(f"role {role!r} is not supported: send tool results in a message of role 'user'")
+    return role
+
+
+def _no_tool_calls(calls: Any) -> None:
+    if calls:
+        raise ValueError("tool calls are not supported: send their results in a message of role 'user'")
+
+
 class Message(Body):
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Annotated[Literal["system", "developer", "user", "assistant"], BeforeValidator(_no_tool_role)]
+    tool_calls: Annotated[None, BeforeValidator(_no_tool_calls)] = None
+    function_call: Annotated[None, BeforeValidator(_no_tool_calls)] = None
     content: Text | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_ITEMS)]
-    name: Label | None = None
-    refusal: None = None
-    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
-    audio: None = None
-    function_call: None = None
-    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
 
     @property
     def said(self) -> str:
@@ -141,39 +178,39 @@ class TextFormat(Body):
     type: Literal["text"]
 
 
-class ChatRequest(Neutral):
+class ChatRequest(OpenAIRequest):
     """POST /v1/chat/completions"""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_ITEMS)]
     max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
     logprobs: Literal[False] | None = None
-    top_logprobs: None = None
+    top_logprobs: Literal[0] | None = None
     response_format: TextFormat | None = None
-    tools: Annotated[list[Any], Field(max_length=0)] | None = None
     tool_choice: Literal["none", "auto"] | None = None
-    parallel_tool_calls: bool | None = None
-    reasoning_effort: None = None
+    function_call: Literal["none", "auto"] | None = None
+    modalities: list[Literal["text"]] | None = None
+    audio: None = None
 
     def decode(self) -> dict[str, Any]:
         values = super().decode()
         return values | {"max_new_tokens": self.max_completion_tokens or values["max_new_tokens"]}
 
 
-class CompletionRequest(Neutral):
-    """POST /v1/completions: the prompt is taken for the question."""
+class CompletionRequest(OpenAIRequest):
+    """POST /v1/completions: the prompt is the question."""
 
     prompt: Text | Annotated[list[Text], Field(min_length=1, max_length=1)]
     best_of: Literal[1] | None = None
     echo: Literal[False] | None = None
     logprobs: None = None
-    suffix: None = None
+    suffix: Literal[""] | None = None
 
     @property
     def question(self) -> str:
         return self.prompt if isinstance(self.prompt, str) else self.prompt[0]
 
 
-class RagRequest(Sampling, Extras):
+class RagRequest(Question, Extras):
     """POST /v1/rag/query"""
 
     question: Annotated[Text, Field(pattern=r"\S")]
@@ -197,9 +234,9 @@ class DocumentsRequest(Body):
 
 
 class CacheRequest(Body):
-    """POST /v1/cache/...: which chunks. Own passages, or a collection's, all or those of some documents or ids."""
+    """POST /v1/cache/...: the request's own passages, or a collection's: all, or by document or passage id."""
 
-    passages: Annotated[list[PassageIn], Field(max_length=MAX_ITEMS)] | None = None
+    passages: Passages | None = None
     collection: Name | None = None
     documents: Annotated[list[Name], Field(max_length=MAX_ITEMS)] | None = None
     ids: Annotated[list[Name], Field(max_length=MAX_ITEMS)] | None = None

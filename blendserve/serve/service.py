@@ -1,4 +1,4 @@
-"""A server's parts, and the way of a question through them; HTTP only translates to and from this."""
+"""The service with a model in this process: retrieval, queueing and answering, independent of HTTP."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Service(Asking):
         loop, events = asyncio.get_running_loop(), asyncio.Queue[Event]()
 
         def emit(event: Event) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody listens
+            with contextlib.suppress(RuntimeError):  # the event loop has ended
                 loop.call_soon_threadsafe(events.put_nowait, event)
 
         clock = Clock()

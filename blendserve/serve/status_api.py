@@ -1,4 +1,4 @@
-"""GET /health, /ready and /metrics: for whoever runs the server."""
+"""GET /health, /ready and /metrics: for the operator of the server."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ router = APIRouter(tags=["operations"])
 
 @router.get("/health")
 async def health() -> dict[str, Any]:
-    """The process lives."""
+    """The process is running."""
     return {"status": "ok"}
 
 
 @router.get("/ready")
 async def ready(service: AskingArg) -> JSONResponse:
-    """Questions are taken; 503 while the server shuts down."""
+    """The server accepts questions; 503 while it shuts down."""
     alive = service.alive
     return JSONResponse({"status": "ready" if alive else "stopping"}, 200 if alive else 503)
 
 
 @router.get("/metrics")
 async def metrics(service: AskingArg, tenant: TenantArg) -> Response:
-    """For Prometheus. About all tenants: with keys, an admin's is needed."""
+    """Metrics of all tenants for Prometheus. A server with keys requires an admin's."""
     if not tenant.admin:
-        raise NotAllowed("the metrics are about all tenants: use the key of an admin")
+        raise NotAllowed("the metrics cover all tenants: use an admin's key")
     return Response(await service.on_storage(tenant, service.metrics.text), media_type=CONTENT_TYPE_LATEST)

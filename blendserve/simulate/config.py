@@ -34,24 +34,25 @@ class CorpusConfig(Section):
     """Chunks, and how often each is asked for."""
 
     inside = "simulate."
-    chunks: Positive = Field(1_000_000, description="Let the corpus have so many chunks.")
-    chunk_tokens: Positive = Field(512, description="Let a chunk have so many tokens.")
+    chunks: Positive = Field(1_000_000, description="Number of chunks in the corpus.")
+    chunk_tokens: Positive = Field(512, description="Length of a chunk, in tokens.")
     zipf: float = Field(
         1.0,
         ge=0.0,
-        description="Ask for topics, and for chunks of a topic, by this exponent of Zipf's law; 0 asks for all alike.",
+        description="Zipf exponent of the popularity of topics and of a topic's chunks; 0 makes all "
+        "equally popular.",
     )
-    topic_chunks: Positive = Field(
-        64, description="Let so many chunks belong to a topic; 1 makes every chunk one of its own."
-    )
+    topic_chunks: Positive = Field(64, description="Number of chunks per topic; 1 makes every chunk a topic.")
     coherence: Ratio = Field(
         0.8,
-        description="Draw this share of a request's chunks from one topic, and the others from the whole corpus.",
+        description="Fraction of a request's chunks drawn from one topic; the others come from the whole "
+        "corpus.",
     )
     lifetime: int = Field(
         0,
         ge=0,
-        description="Give what is popular to another topic after so many requests, each at its own time; 0 lets it be.",
+        description="Number of requests after which a rank of popularity moves to another topic, each at "
+        "its own time; 0 means never.",
     )
 
 
@@ -59,41 +60,43 @@ class RequestsConfig(Section):
     """What is asked, and when."""
 
     inside = "simulate."
-    number: Positive = Field(20_000, description="Simulate so many requests.")
+    number: Positive = Field(20_000, description="Number of requests.")
     warm_up: float = Field(
-        0.5, ge=0.0, lt=1.0, description="Leave this share of the requests, the first, out of all figures."
+        0.5, ge=0.0, lt=1.0, description="Fraction of the requests, the first ones, that no figure counts."
     )
     rate: Amount = Field(
         0.5,
-        description="Let so many requests a second and node come by a Poisson process; 0 is a closed loop of clients.",
+        description="Arrival rate of the Poisson process, in requests per second and node; 0 simulates a "
+        "closed loop of clients.",
     )
-    clients: Positive = Field(
-        2, description="In a closed loop, let so many clients a node ask again as soon as they are answered."
-    )
-    chunks: Positive = Field(6, description="Give a request so many different chunks.")
-    prefix_tokens: int = Field(32, ge=0, description="Begin every prompt with so many stored tokens.")
-    question_tokens: Positive = Field(32, description="End every prompt with so many tokens of its own.")
-    answer_tokens: int = Field(32, ge=0, description="Answer with so many tokens.")
+    clients: Positive = Field(2, description="Number of clients per node in a closed loop.")
+    chunks: Positive = Field(6, description="Number of different chunks in a request.")
+    prefix_tokens: int = Field(32, ge=0, description="Length of the cached prefix of a prompt, in tokens.")
+    question_tokens: Positive = Field(32, description="Length of the question, in tokens.")
+    answer_tokens: int = Field(32, ge=0, description="Length of an answer, in tokens.")
 
 
 class TiersConfig(Section):
     """What a node keeps, and what all of them share."""
 
     inside = "simulate."
-    memory_bytes: Amount = Field(2e9, description="Keep decoded chunks in so many bytes of a node's memory.")
+    memory_bytes: Amount = Field(
+        2e9, description="Size of a node's cache of decoded chunks in memory, in bytes."
+    )
     disk_bytes: Amount = Field(
-        0.0, description="Keep chunks, as stored, on so many bytes of a node's own disk."
+        0.0, description="Size of a node's cache of coded chunks on its own disk, in bytes."
     )
     remote_bytes: Amount | Literal["all"] = Field(
         "all",
-        description="Share a store of so many bytes; all keeps whatever was ever computed, 0 shares nothing.",
+        description="Size of the shared store, in bytes; all keeps every computed chunk, 0 means no "
+        "shared store.",
     )
     precomputed: bool = Field(
-        True, description="Begin with the whole corpus in the shared store, which has to hold all."
+        True, description="Start with the whole corpus in the shared store, which must hold all of it."
     )
     admission: AdmissionName = Field(
         "always",
-        description="Let into a node's full tiers whatever comes, by LRU (always), or by the engine's own rule.",
+        description="Admission policy of a node's full caches: always (plain LRU) or the engine's own.",
     )
 
 
@@ -101,52 +104,58 @@ class LinksConfig(Section):
     """How chunks move. A rate of 0 is no limit."""
 
     inside = "simulate."
-    disk_rate: Amount = Field(1e9, description="Read a node's own disk at so many bytes a second.")
-    disk_delay: Amount = Field(1e-4, description="Wait so long for its first byte.")
-    node_rate: Amount = Field(1.25e9, description="Bring so many bytes a second to a node, at most.")
-    store_rate: Amount = Field(
-        0.0, description="Take so many bytes a second from the shared store for all nodes together."
+    disk_rate: Amount = Field(
+        1e9, description="Read rate of a node's own disk, in bytes per second; 0 is unlimited."
     )
-    delay: Amount = Field(1e-3, description="Wait so long for the shared store's first byte.")
+    disk_delay: Amount = Field(1e-4, description="Latency of a node's own disk, in seconds.")
+    node_rate: Amount = Field(
+        1.25e9, description="Network rate of a node, in bytes per second; 0 is unlimited."
+    )
+    store_rate: Amount = Field(
+        0.0,
+        description="Rate of the shared store for all nodes together, in bytes per second; 0 is unlimited.",
+    )
+    delay: Amount = Field(1e-3, description="Latency of the shared store, in seconds.")
 
 
 class ComputeConfig(Section):
     """Seconds of a node's work: of a prefill as the engine's cost model counts them, and of what is around it."""
 
     inside = "simulate."
-    per_pass: Amount = Field(0.05, description="For a pass over the layers.")
-    per_row: Amount = Field(1.2e-3, description="For a token row through all layers.")
-    per_pair: Amount = Field(3.8e-7, description="For a row and a key that it attends to.")
-    per_loaded: Amount = Field(
-        1.2e-5, description="For a stored token that is read from memory, rotated and placed."
+    per_pass: Amount = Field(0.05, description="Time of a pass over the layers, in seconds.")
+    per_row: Amount = Field(1.2e-3, description="Time per token row through all layers, in seconds.")
+    per_pair: Amount = Field(
+        3.8e-7, description="Time per pair of a row and a key that it attends to, in seconds."
     )
-    per_decoded: Amount = Field(0.0, description="For a stored token of a codec that is decoded.")
+    per_loaded: Amount = Field(
+        1.2e-5, description="Time per cached token to read, rotate and place its KV, in seconds."
+    )
+    per_decoded: Amount = Field(0.0, description="Time per cached token to decode its KV, in seconds.")
     per_fetched: Amount = Field(
         0.0,
-        description="For a stored token that comes from the shared store: what a node's cores do for it while it is on "
-        "its way.",
+        description="CPU time per token fetched from the shared store during its transfer, in seconds.",
     )
-    fixed: Amount = Field(0.008, description="For tokenising, searching and routing a request.")
+    fixed: Amount = Field(
+        0.008, description="Time per request for tokenization, retrieval and routing, in seconds."
+    )
     per_answer_token: Amount = Field(
-        0.0, description="For an answer's token, as the share of a step that its request has in a batch."
+        0.0, description="Time per answer token, in seconds: the request's share of a batched decoding step."
     )
     per_stored: Amount = Field(
         4.5e-4,
-        description="For a token of a missing chunk that is computed alone and stored behind an answer, beside the pass "
-        "that all of an answer's missing chunks share.",
+        description="Time per token of a missing chunk computed and stored after an answer, in seconds, "
+        "without the pass that an answer's missing chunks share.",
     )
     slowdown: Annotated[tuple[float, ...], AfterValidator(_slower)] = Field(
         (1.0,),
-        description="Let so many nodes share a machine as there are numbers here; while n of them compute, let the work "
-        "of each take the n-th number times as long.",
+        description="Slowdown of the nodes that share a machine: the n-th number is the factor while n "
+        "of them compute. The number of values is the number of nodes per machine.",
     )
-    raw_bytes: Positive = Field(
-        23_040, description="Let a token's keys and values take so many bytes uncoded."
-    )
-    stored_bytes: Positive = Field(23_040, description="Let them take so many as they are stored and sent.")
-    ratio: Ratio = Field(0.05, description="Recompute this share of the found tokens.")
+    raw_bytes: Positive = Field(23_040, description="Size of a token's uncoded KV, in bytes.")
+    stored_bytes: Positive = Field(23_040, description="Size of a token's KV as stored and sent, in bytes.")
+    ratio: Ratio = Field(0.05, description="Fraction of the cached tokens to recompute.")
     scoring_pass: bool = Field(
-        True, description="Run the question's rows once more, to choose what is recomputed."
+        True, description="Run the question's rows once more to select the tokens to recompute."
     )
 
 
@@ -154,16 +163,16 @@ class SimulateConfig(Section):
     """One cluster, by every way of routing."""
 
     nodes: Annotated[tuple[Positive, ...], AfterValidator(_some)] = Field(
-        (4,), description="Simulate clusters of so many nodes."
+        (4,), description="Numbers of nodes to simulate."
     )
-    routing: tuple[Routing, ...] = Field(ROUTINGS, description="Compare these ways of routing.")
+    routing: tuple[Routing, ...] = Field(ROUTINGS, description="Routing methods to compare.")
     bound: float = Field(
         1.5,
         gt=1.0,
-        description="By prefix and by chunks, give a node at most so many times its fair share of requests, rounded "
-        "down, or one more than the least loaded has.",
+        description="Maximum load of a node under routing by prefix and by chunks, as a multiple of the "
+        "average number of requests, rounded down; one more than the least loaded node is always allowed.",
     )
-    seed: int = Field(0, description="Draw by this seed.")
+    seed: int = Field(0, description="Random seed.")
     corpus: CorpusConfig = CorpusConfig()
     requests: RequestsConfig = RequestsConfig()
     tiers: TiersConfig = TiersConfig()

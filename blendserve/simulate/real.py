@@ -65,13 +65,13 @@ class RealConfig(Section):
 def compare(config: RealConfig, say: Say) -> Figures:
     """Runs of the plan, and a single node over a full and an empty store; each real and simulated."""
     with nodes_of(config) as nodes:
-        say("Measuring what one process takes")
+        say("Measuring one process")
         constants = nodes[0].take(["measure"])
         base = settings(config, constants, nodes[0].about)
         nodes[0].take(["precompute", "full"])
         alone: Figures = {}
         for store in ("full", "empty") if "alone" in config.runs else ():
-            say(f"One node, one by one, {store} store")
+            say(f"One node, sequential requests, {store} store")
             alone[store] = one_by_one(nodes[0], over(base, store), store)
         runs: list[Figures] = []
         before = slowdown(nodes, config, constants["hot"])

@@ -17,6 +17,7 @@ from typing import Any
 
 from blendserve.config import Config, changed
 from blendserve.errors import ClusterUnavailable, ConfigError
+from blendserve.extras import install_hint
 
 OBJECT_STORE_BYTES = (
     100_000_000  # of a cluster of our own: what goes through it is token ids and pieces of answers
@@ -162,7 +163,7 @@ def import_ray() -> Any:
     try:
         import ray
     except ImportError as error:
-        raise ConfigError(f"workers need Ray: pip install 'blendserve[ray]' ({error})") from None
+        raise ConfigError(f"workers need Ray: {install_hint('ray')} ({error})") from None
     return ray
 
 

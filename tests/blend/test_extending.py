@@ -1,4 +1,4 @@
-"""A policy and a correction are one file and one line in the registry each, as docs/extending.md tells it."""
+"""A policy and a correction are one file and one line in the registry each, as docs/how-to/extend.md tells it."""
 
 from __future__ import annotations
 

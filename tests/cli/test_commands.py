@@ -180,7 +180,7 @@ def test_doctor_prints_who_computes(run: Run, tiny: str, monkeypatch: pytest.Mon
             "serves"
         ) == 1
     assert "ok" in shown
-    assert "who computes" in shown
+    assert "kernels in use" in shown
     assert "plain torch" in shown
 
 
@@ -268,7 +268,7 @@ def test_stopped_in_the_middle_then_precompute_again(run: Run, toy: None, tmp_pa
     assert report["computed"] + report["skipped"] == report["chunks"] == 25
     assert report["computed"] > 0
     assert stopped.exitcode == 130
-    assert "goes on from there" in (tmp_path / "log").read_text()
+    assert "to resume" in (tmp_path / "log").read_text()
     assert report["skipped"] >= STORED  # what was computed when it was stopped is stored before it ends
     verified = one_json(run("store", "verify", tmp_path / "index", "--store", store, "--json")[1])
     assert (verified["good"], verified["bad"]) == (25, [])

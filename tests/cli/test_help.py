@@ -1,4 +1,4 @@
-"""What --help, --version and docs/cli.md say, and how soon."""
+"""What --help, --version and the generated pages of docs/reference say, and how soon."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import typer
 import blendserve
 from blendserve.cli.app import COMMANDS, app
 from blendserve.cli.options import Options, choices_of, make_app, shown, with_options
-from blendserve.cli.reference import page
+from blendserve.cli.reference import pages
 from blendserve.config import BlendConfig, Config, DecodeConfig, Section, changed
 
 ROOT = Path(__file__).parents[2]
@@ -32,8 +32,14 @@ def commands(name: str = "blendserve", command: Any = None) -> Iterator[tuple[st
 ALL = dict(commands())
 
 
-def test_the_page_is_current() -> None:
-    assert (ROOT / "docs" / "cli.md").read_text() == page(), "run scripts/make_cli_docs.py > docs/cli.md"
+@pytest.mark.parametrize(("name", "text"), pages().items(), ids=pages())
+def test_generated_pages_are_current(name: str, text: str) -> None:
+    assert (ROOT / "docs" / "reference" / name).read_text() == text, "run scripts/make_reference.py"
+
+
+def test_every_command_has_a_page() -> None:
+    told = pages()["cli-user.md"] + pages()["cli-research.md"]
+    assert [name for name in COMMANDS.names if f"## `blendserve {name}" not in told] == []
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -179,7 +179,7 @@ def test_an_index_that_was_fetched_is_used_while_the_service_is_away(
         with pytest.raises(InputError, match="namespace"):
             pull(options, tmp_path / "other", namespace="someone's")
     assert pull(options, tmp_path / "index", said.append) == tmp_path / "index"
-    assert "used as it was fetched last" in said[0]
+    assert "using the last fetched index" in said[0]
     with pytest.raises(StoreUnavailable, match="cannot be reached"):
         pull(options, tmp_path / "none")
 

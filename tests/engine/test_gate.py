@@ -278,4 +278,4 @@ def test_an_engine_asks_the_gate_when_it_opens(home: Path, monkeypatch: pytest.M
     told: list[str] = []
     monkeypatch.setattr("blendserve.engine.engine.load_reader", lambda *_: tiny_reader())
     Engine.open(CONFIG, say=told.append).close()
-    assert [text.split(" (")[0] for text in told] == ["Checking that blending is right on tiny"]
+    assert [text.split(" (")[0] for text in told] == ["Checking that blending is correct with tiny"]

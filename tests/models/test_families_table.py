@@ -1,4 +1,4 @@
-"""docs/models.md says what the code does."""
+"""docs/reference/models.md says what the code does."""
 
 from __future__ import annotations
 
@@ -10,4 +10,5 @@ ROOT = Path(__file__).parents[2]
 
 def test_the_page_is_current() -> None:
     page = runpy.run_path(str(ROOT / "scripts" / "families_table.py"))["page"]()
-    assert (ROOT / "docs" / "models.md").read_text() == page, "run scripts/families_table.py > docs/models.md"
+    told = "run scripts/families_table.py > docs/reference/models.md"
+    assert (ROOT / "docs" / "reference" / "models.md").read_text() == page, told

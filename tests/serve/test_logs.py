@@ -69,7 +69,7 @@ def shop(tmp_path: Path) -> Iterator[Shop]:
 
 def test_a_line_a_request_without_text_and_key(shop: Shop, lines: Lines) -> None:
     answer = shop.ask()
-    shop.ask(**{"secret-field": SECRET})
+    shop.ask(**{"top_k": SECRET})
     good, bad = lines.next(2)
     assert good["request"] == answer.headers["X-Request-Id"] != bad["request"]
     assert (good["route"], good["status"], good["tenant"]) == ("POST /v1/rag/query", 200, "root")

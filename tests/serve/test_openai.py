@@ -127,7 +127,7 @@ def test_models(server: Server) -> None:
 
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"messages": []}, "messages"),
-    ({"messages": [{"role": "assistant", "content": "Hm."}]}, "end with one of role 'user'"),
+    ({"messages": [{"role": "assistant", "content": "Hm."}]}, "it must have role 'user'"),
     ({"messages": [{"role": "user", "content": "  "}]}, "question is empty"),
     ({"messages": [{"role": "user", "content": "a \ud800 b"}]}, "surrogate"),
     ({"n": 2}, "n:"),
@@ -136,9 +136,23 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": 10**30}, "max_tokens"),
     ({"max_tokens": 5000}, "5000 are reserved"),
     ({"seed": 2**63}, "seed"),
-    ({"tools": [{"type": "function"}]}, "tools"),
     ({"frequency_penalty": 0.5}, "frequency_penalty"),
-    ({"temprature": 0.5}, "temprature"),
+    ({"presence_penalty": 0.5}, "presence_penalty"),
+    ({"logit_bias": {"7": 1}}, "logit_bias"),
+    ({"logprobs": True}, "logprobs"),
+    ({"top_logprobs": 3}, "top_logprobs"),
+    ({"response_format": {"type": "json_object"}}, "response_format.type"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+    ({"function_call": {"name": "f"}}, "function_call"),
+    ({"modalities": ["text", "audio"]}, "modalities.1"),
+    ({"audio": {"voice": "alloy"}}, "audio"),
+    ({"messages": [{"role": "tool", "content": "4"}]}, "messages.0.role: role 'tool' is not supported"),
+    (
+        {"messages": [{"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}]},
+        "messages.0.tool_calls: tool calls are not supported",
+    ),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content"),
     ({"x_blendserve": {"ratio": 2}}, "ratio"),
     ({"x_blendserve": {"method": "both"}}, "method"),
     ({"x_blendserve": {"passages": [{"text": "word " * 3000}]}}, "too many for a context"),
@@ -171,7 +185,8 @@ def test_bodies_that_are_no_requests(server: Server, content: bytes, status: int
         error = answer.json()["error"]
         assert error["type"] == "invalid_request_error"
         assert any(
-            part in error["message"] for part in ("JSON object", "parsing the body", "larger than", "parts")
+            part in error["message"]
+            for part in ("JSON object", "parsing the body", "larger than", "elements")
         )
 
 

@@ -106,7 +106,7 @@ def compile_level(level: Level, compiler: str, target: Path) -> None:
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Hold an exclusive lock on `path` between processes. Raises TimeoutError after WAIT_SECONDS."""
-    import fcntl  # Unix alone; `missing` has refused every other system before
+    import fcntl  # start-up: Unix alone, and `missing` has refused every other system before
 
     deadline = time.monotonic() + WAIT_SECONDS
     with path.open("a") as file:

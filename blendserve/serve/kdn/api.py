@@ -1,7 +1,7 @@
-"""GET /v1/kdn/...: what a client needs to find passages in a collection, and to have their KV.
+"""GET /v1/kdn/...: the index of a collection and the KV of its chunks.
 
-Bodies of chunks, tables and parts of an index never change under their names: each has an ETag, and any part of one can
-be asked for, so that whoever was cut off goes on where that was.
+Bodies of chunks, tables and parts of an index never change under their names. Each has an ETag and supports Range
+requests, so that a client can resume a transfer.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ async def collections(service: ServiceArg, tenant: TenantArg) -> dict[str, Any]:
 
 @router.get("/collections/{name}")
 async def collection(name: str, service: ServiceArg, tenant: TenantArg) -> dict[str, Any]:
-    """All that is known of one."""
+    """A collection's description."""
     return asdict(await service.collection(tenant, name))
 
 
@@ -68,7 +68,7 @@ async def chunk(
     service: ServiceArg,
     tenant: TenantArg,
     level: Annotated[
-        str, Query(max_length=32, description="One of its levels; the first if it is left out.")
+        str, Query(max_length=32, description="One of the collection's levels. [default: the first]")
     ] = "",
 ) -> Response:
     """A chunk's KV: length of the header (4 bytes), header, and a segment for each layer, in order."""
@@ -81,7 +81,9 @@ async def layers(
     request: Request,
     service: ServiceArg,
     tenant: TenantArg,
-    chunks: Annotated[str, Query(max_length=1 << 13, description="KEY:LEVEL of each, with commas between.")],
+    chunks: Annotated[
+        str, Query(max_length=1 << 13, description="KEY:LEVEL of each chunk, separated by commas.")
+    ],
 ) -> Response:
     """Several chunks in step: length of the header and header of each, then layer by layer a segment of each."""
     return await _sent(request, service, tenant, lambda: service.layers(tenant, name, chunks.split(",")))
@@ -89,13 +91,13 @@ async def layers(
 
 @router.post("/collections/{name}/pin")
 async def pin(name: str, service: ServiceArg, tenant: TenantArg) -> dict[str, Any]:
-    """Keep its chunks from being evicted. For admins."""
+    """Pin its chunks: they are not evicted. For admins."""
     return {"collection": name, "pinned": await service.set_pins(tenant, name, True)}
 
 
 @router.post("/collections/{name}/unpin")
 async def unpin(name: str, service: ServiceArg, tenant: TenantArg) -> dict[str, Any]:
-    """Undo that, but for chunks that another pinned collection has. For admins."""
+    """Unpin its chunks, except the ones of another pinned collection. For admins."""
     return {"collection": name, "unpinned": await service.set_pins(tenant, name, False)}
 
 
@@ -104,7 +106,9 @@ async def retire(
     name: str,
     service: ServiceArg,
     tenant: TenantArg,
-    chunks: Annotated[bool, Query(description="Delete the chunks that no other collection has.")] = False,
+    chunks: Annotated[
+        bool, Query(description="Whether to delete the chunks that no other collection has.")
+    ] = False,
 ) -> dict[str, Any]:
     """Withdraw it. For admins."""
     return {"collection": name, "retired": True, "chunks": await service.retire(tenant, name, chunks)}
@@ -112,15 +116,15 @@ async def retire(
 
 @operations.get("/health")
 async def health() -> dict[str, Any]:
-    """The process lives."""
+    """The process is running."""
     return {"status": "ok"}
 
 
 @operations.get("/metrics")
 async def metrics(service: ServiceArg, tenant: TenantArg) -> Response:
-    """For Prometheus. About all tenants: with keys, an admin's is needed."""
+    """Metrics of all tenants for Prometheus. A server with keys requires an admin's."""
     if not tenant.admin:
-        raise NotAllowed("the metrics are about all tenants: use the key of an admin")
+        raise NotAllowed("the metrics cover all tenants: use an admin's key")
     return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
 

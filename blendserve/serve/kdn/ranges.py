@@ -76,7 +76,7 @@ class PartialBody(Response):
                     message = {"type": "http.response.body", "body": piece, "more_body": True}
                     await asyncio.wait_for(send(message), self._patience)
                 except asyncio.TimeoutError:
-                    raise BodyTooSlow(f"the reader has taken nothing for {self._patience:g} s") from None
+                    raise BodyTooSlow(f"the client received nothing for {self._patience:g} s") from None
             await send({"type": "http.response.body", "body": b""})
         finally:
             self.at_end()

@@ -66,7 +66,7 @@ class DeliveryService(Front):
         self._storage.stop()
 
     async def collections(self, tenant: Tenant) -> list[Collection]:
-        """Those that a tenant may have. Raises StoreError, Busy."""
+        """The collections that a tenant may use. Raises StoreError, Busy."""
         found = await self._run(tenant, self.catalogue.collections)
         return [collection for name, collection in found.items() if tenant.may_use(name)]
 
@@ -99,7 +99,7 @@ class DeliveryService(Front):
     async def layers(self, tenant: Tenant, name: str, chunks: Sequence[str]) -> Sendable:
         """Several chunks in step, KEY:LEVEL each. Raises InputError for too many, NotFound, StoreErrors."""
         if not 0 < len(chunks) <= MOST_IN_STEP:
-            raise InputError(f"1 to {MOST_IN_STEP} chunks come in step, these are {len(chunks)}")
+            raise InputError(f"a request returns 1 to {MOST_IN_STEP} chunks, not {len(chunks)}")
         return await self._run(tenant, self._layers, tenant, name, chunks)
 
     async def set_pins(self, tenant: Tenant, name: str, pinned: bool) -> int:
@@ -121,7 +121,7 @@ class DeliveryService(Front):
         owed = max(0.0, owed - since.elapsed() * most / 60)
         self._sent[tenant.name] = owed, Clock()
         if owed >= most:
-            raise Busy(f"you may have {most:g} MB a minute", max(1, round((owed - most) * 60 / most)))
+            raise Busy(f"transfer limit of {most:g} MB per minute", max(1, round((owed - most) * 60 / most)))
         self._sent[tenant.name] = owed + n_bytes / 1e6, Clock()
 
     async def _run(self, tenant: Tenant, call: Callable[..., T], *args: object) -> T:
@@ -131,7 +131,7 @@ class DeliveryService(Front):
         await self.collection(tenant, name)
         tenant.require_writing()
         if not tenant.admin:
-            raise NotAllowed("collections are for admins to pin and retire: use the key of one")
+            raise NotAllowed("pinning and retiring collections requires an admin's key")
         return await self._run(tenant, call)
 
     def _collection(self, tenant: Tenant, name: str) -> Collection:
@@ -178,4 +178,4 @@ class DeliveryService(Front):
 
 
 def _not_found() -> NotFound:
-    return NotFound("there is no such thing here, or it is not for this API key")
+    return NotFound("not found, or not accessible with this API key")

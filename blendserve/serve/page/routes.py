@@ -1,6 +1,6 @@
 """The page: its files, as they lie in static/, from memory. Nothing of it waits for the model or asks for a key.
 
-All figures that it shows come from the API that other clients use, too (docs/serving.md).
+All figures that it shows come from the API that other clients use, too (docs/reference/http-api.md).
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ Where this differs: keys are those before RoPE, as everything here; the distribu
 the paper, while the released code sends some with every chunk, which costs more; ANS of the library `constriction` takes
 the place of arithmetic coding, at the same length to a word a layer; nothing is pickled. The paper codes tokens as
 differences from the first of their ten; the released code does not, and neither does this: of keys before RoPE and of
-values, differences at the same step take more bits (docs/log.md).
+values, differences at the same step take more bits (docs/research/log.md).
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from torch import Tensor
 
 from blendserve.core import ChunkKV
 from blendserve.errors import InputError, StoreError
+from blendserve.extras import install_hint
 from blendserve.models.adapter import Adapter
 from blendserve.store.codecs.base import (
     Buffer,
@@ -47,9 +48,7 @@ from blendserve.store.codecs.raw import aligned
 try:
     import constriction
 except ImportError as error:
-    raise ImportError(
-        "codec 'cachegen' takes the library constriction: pip install 'blendserve[codecs]'"
-    ) from error
+    raise ImportError(f"codec 'cachegen' needs the package constriction: {install_hint('codecs')}") from error
 
 BINS = (32, 16, 8)  # that any level may use, in the order of the tables
 FEWEST = 64  # tokens to learn distributions from

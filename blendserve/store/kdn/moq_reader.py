@@ -1,4 +1,4 @@
-"""Chunks from a MoQ relay: subscribed to by many, sent to it once (delivery/moq.py publishes, docs/moq.md has the names).
+"""Chunks from a MoQ relay, which the publisher sends each chunk to once (delivery/moq.py, docs/reference/moq.md).
 
 What does not come from there, for whatever reason, is asked of the service by HTTP: a relay that is slow, gone or lying
 costs time, and is left alone for a while. Every frame is checked as a segment from anywhere is.
@@ -16,6 +16,7 @@ from contextlib import AsyncExitStack, suppress
 from typing import Any
 
 from blendserve.errors import CorruptRecord, StoreUnavailable
+from blendserve.extras import install_hint
 from blendserve.store import record
 from blendserve.store.codecs.base import Buffer
 from blendserve.store.kdn.collection import MOST_HEADER, Collection
@@ -35,7 +36,7 @@ def library() -> Any:
         import moq
     except ImportError:
         raise StoreUnavailable(
-            "chunks from a MoQ relay need the package moq-rs: pip install 'blendserve[moq]', or set no relay"
+            f"chunks from a MoQ relay need the package moq-rs: {install_hint('moq')}, or set no relay"
         ) from None
     return moq
 

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 from blendserve.config import ValkeyConfig
 from blendserve.errors import StoreError, StoreFull, StoreUnavailable
+from blendserve.extras import install_hint
 
 PASSWORD = "BLENDSERVE_VALKEY_PASSWORD"
 BESIDE = "beside its url in the settings"
@@ -59,7 +60,7 @@ def library() -> Any:
         import valkey
     except ImportError:
         raise StoreUnavailable(
-            "a store on a Valkey server needs the package valkey: pip install 'blendserve[valkey]'"
+            f"a store on a Valkey server needs the package valkey: {install_hint('valkey')}"
         ) from None
     return valkey
 

@@ -76,7 +76,7 @@ def test_without_the_package_the_way_out_is_told(monkeypatch: pytest.MonkeyPatch
         return real(name, *args)
 
     monkeypatch.setattr(builtins, "__import__", missing)
-    with pytest.raises(StoreUnavailable, match=r"pip install 'blendserve\[valkey\]'"):
+    with pytest.raises(StoreUnavailable, match=r"pip install 'valkey>="):
         store("valkey://127.0.0.1:1")
 
 

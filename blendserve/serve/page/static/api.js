@@ -46,7 +46,7 @@ export async function* events(path, body, signal) {
       if (done) throw broken();
       const whole = (rest + value).split("\n\n");
       rest = whole.pop();
-      for (const line of whole) {
+      for (const line of whole.filter((line) => !line.startsWith(":"))) { // a comment keeps the connection open
         const event = JSON.parse(line.slice("data: ".length));
         if (event.error) throw new Refused(500, event.error.message);
         yield event;
