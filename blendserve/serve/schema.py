@@ -145,8 +145,14 @@ class OpenAIRequest(Question):
     x_blendserve: Extras | None = None
 
 
+def _only_text(kind: Any) -> Any:
+    if isinstance(kind, str) and kind != "text":
+        raise ValueError(f"content of type {kind!r} is not supported: models run on text alone")
+    return kind
+
+
 class TextPart(Body):
-    type: Literal["text"]
+    type: Annotated[Literal["text"], BeforeValidator(_only_text)]
     text: Text
 
 
