@@ -8,20 +8,22 @@ from __future__ import annotations
 import textwrap
 from collections import defaultdict
 
-from blendserve.models.families import FAMILIES, MOVABLE_ROPE, REFUSED, Family
+from blendserve.models.families import FAMILIES, MOVABLE_ROPE, REFUSED, REFUSED_SETTINGS, TOWERS, Family
+from blendserve.models.loader import BUNDLED
 
 HEAD = """\
 # Models
 
 <!-- Printed by scripts/families_table.py from blendserve/models/families.py; a test compares. -->
 
-Which models can blendserve run? `--model` (or `reader.model`) takes four forms:
+Which models can blendserve run? `--model` (or `reader.model`) takes five forms:
 
 | form | example |
 |---|---|
-| bundled name | `smollm2-135m` |
+| bundled name | BUNDLED |
 | Hugging Face id | `Qwen/Qwen2.5-0.5B-Instruct` |
 | folder | `./my-model`, with `config.json`, weights and tokenizer |
+| GGUF file of llama.cpp or Ollama | `./my-model.Q4_K_M.gguf`, dequantised to bf16 once |
 | shape with random weights | `random:Qwen2.5-0.5B`, for benchmarks |
 
 The `model_type` in the model's `config.json` decides whether blendserve supports it. The test suite
@@ -37,9 +39,20 @@ To add a family, see [Bring a model](../how-to/bring-a-model.md).
 
 ## Supported
 
-The column "layers" names the differences from plain Llama layers.
+The column "layers" names the differences from plain Llama layers. The column "run with" names the
+real weights on which the checks passed; elsewhere the evidence is tiny models.
 
 """
+GGUF = """\
+## GGUF files
+
+blendserve has its own reader for the architecture `llama` with byte-level BPE. For other
+architectures it uses transformers, which needs two more packages: `pip install gguf accelerate`.
+
+It refuses files that scale their RoPE (Llama 3.1 and later, Gemma 3 from 4B), because transformers'
+conversion drops the scale. Use the Hugging Face folder of these models.
+"""
+REAL = {"llama": "SmolLM2 135M", "gemma3_text": "Gemma 3 270M"}
 PLAN = {
     "experts": "mixture of experts",
     "fused_qkv": "fused qkv",
@@ -73,19 +86,38 @@ def plan(family: Family) -> str:
 
 def page() -> str:
     """The whole document."""
-    lines = [HEAD + "| `model_type` | models | layers |", "|---|---|---|"]
-    lines += [f"| `{kind}` | {family.models} | {plan(family)} |" for kind, family in sorted(FAMILIES.items())]
+    head = HEAD.replace("BUNDLED", ", ".join(f"`{name}`" for name in BUNDLED))
+    lines = [head + "| `model_type` | models | layers | run with |", "|---|---|---|---|"]
+    lines += [
+        f"| `{kind}` | {family.models} | {plan(family)} | {REAL.get(kind, '')} |"
+        for kind, family in sorted(FAMILIES.items())
+    ]
+    towers = ", ".join(f"`{kind}`" for kind in sorted(TOWERS))
+    tower_text = (
+        f"Checkpoints that also read pictures: {towers}. blendserve runs their text model, if its type is in the table, "
+        "and drops the vision modules. A request with an image is refused."
+    )
+    lines += [
+        "",
+        "## Vision checkpoints",
+        "",
+        textwrap.fill(tower_text, 100, break_on_hyphens=False),
+        "",
+        GGUF,
+    ]
     ropes = ", ".join(f"`{rope}`" for rope in sorted(MOVABLE_ROPE))
     rope_text = (
         f"Supported RoPE types: {ropes}, over the whole head or a part of it. `dynamic` and `longrope` are rejected: "
         "their angles change with the sequence length, so a cached key would be correct for one length only."
     )
-    lines += ["", "## RoPE", "", textwrap.fill(rope_text, 100, break_on_hyphens=False)]
+    lines += ["## RoPE", "", textwrap.fill(rope_text, 100, break_on_hyphens=False)]
     lines += ["", "## Rejected by name", "", "| reason | `model_type` |", "|---|---|"]
     reasons: dict[str, list[str]] = defaultdict(list)
     for kind, reason in REFUSED.items():
         reasons[reason].append(f"`{kind}`")
     lines += [f"| {reason} | {', '.join(sorted(kinds))} |" for reason, kinds in sorted(reasons.items())]
+    lines += ["", "## Rejected by setting", "", "| reason | setting |", "|---|---|"]
+    lines += [f"| {reason} | `{setting}` |" for setting, reason in sorted(REFUSED_SETTINGS.items())]
     lines += ["", "Any other type is rejected, too: no test has shown that blending is correct with it."]
     return "\n".join(lines) + "\n"
 

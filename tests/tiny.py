@@ -10,6 +10,8 @@ import torch
 import transformers as tf
 
 from blendserve.models.adapter import Adapter
+from blendserve.models.families import TOWERS
+from blendserve.models.text_tower import TextTower
 
 CONTEXT, WINDOW = 256, 24
 BASE: dict[str, Any] = {
@@ -56,6 +58,24 @@ GRANITE = {
     "attention_multiplier": 0.2,
     "logits_scaling": 2.0,
 }
+BIASED = {"attention_bias": True, "mlp_bias": True}
+PARTIAL = rope(rope_type="default", partial_rotary_factor=0.5)
+GROUPED = {
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+SCALED = rope(
+    rope_type="yarn", factor=2.0, original_max_position_embeddings=CONTEXT // 2, llama_4_scaling_beta=0.5
+)
+MROPE = rope(rope_type="default", mrope_section=[4, 2, 2])
+EYES = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
+SIGLIP = {**EYES, "image_size": 16, "patch_size": 8}
+PIXTRAL = {**SIGLIP, "model_type": "pixtral", "head_dim": 8}
+QWEN_EYES = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64}
+QWEN3_EYES = {**QWEN_EYES, "deepstack_visual_indexes": [0]}
 
 
 def config(cls: Any, *parts: dict[str, Any], **changes: Any) -> Any:
@@ -63,6 +83,14 @@ def config(cls: Any, *parts: dict[str, Any], **changes: Any) -> Any:
     for part in (*parts, changes):
         values.update(part)
     return cls(**values)
+
+
+def tower(cls: Any, eyes: dict[str, Any], *parts: dict[str, Any], **changes: Any) -> Any:
+    """The configuration of a checkpoint that reads pictures too."""
+    values = dict(BASE)
+    for part in (*parts, changes):
+        values.update(part)
+    return cls(text_config=values, vision_config=dict(eyes))
 
 
 # name -> its config; what stands in front of the first "-" is the family's model_type
@@ -117,6 +145,66 @@ TINY: dict[str, Callable[[], Any]] = {
     "glm": lambda: config(tf.GlmConfig),
     "glm4": lambda: config(tf.Glm4Config),
     "apertus": lambda: config(tf.ApertusConfig),
+    "aria_text": lambda: config(
+        tf.AriaTextConfig, BIASED, moe_num_experts=4, moe_topk=2, moe_num_shared_experts=1
+    ),
+    "cohere2_moe": lambda: config(
+        tf.Cohere2MoeConfig, EXPERTS, SLIDES, BIASED, logit_scale=0.3, num_shared_experts=1
+    ),
+    "cohere2_moe-dense": lambda: config(
+        tf.Cohere2MoeConfig,
+        EXPERTS,
+        SLIDES,
+        rms_norm_eps=1e-5,
+        expert_selection_fn="sigmoid",
+        mlp_layer_types=["sparse", "dense", "sparse", "sparse"],  # a dense layer without a window has RoPE
+        prefix_dense_intermediate_size=40,
+    ),
+    "cwm": lambda: config(tf.CwmConfig, SLIDES, LLAMA3),
+    "dots1": lambda: config(tf.Dots1Config, EXPERTS, GROUPED, SLIDES, BIASED),
+    "ernie4_5": lambda: config(tf.Ernie4_5Config, use_bias=True),
+    "ernie4_5_moe": lambda: config(
+        tf.Ernie4_5_MoeConfig,
+        use_bias=True,
+        moe_intermediate_size=48,
+        moe_k=2,
+        moe_num_experts=4,
+        moe_num_shared_experts=1,
+        moe_layer_end_index=2,
+    ),
+    "exaone_moe": lambda: config(tf.ExaoneMoeConfig, EXPERTS, SLIDES, num_shared_experts=1),
+    "flex_olmo": lambda: config(tf.FlexOlmoConfig, EXPERTS, BIASED, norm_topk_prob=True),
+    "glm4_moe": lambda: config(tf.Glm4MoeConfig, EXPERTS, GROUPED, BIASED, PARTIAL, use_qk_norm=True),
+    "glm4_moe-unnormed": lambda: config(tf.Glm4MoeConfig, EXPERTS, GROUPED, use_qk_norm=False),
+    "hy_v3": lambda: config(
+        tf.HYV3Config, EXPERTS, BIASED, mlp_layer_types=["dense", "sparse", "sparse", "dense"]
+    ),
+    "internlm3": lambda: config(tf.InternLM3Config, BIASED),
+    "iquestcoder": lambda: config(tf.IQuestCoderConfig, BIASED),
+    "jais2": lambda: config(tf.Jais2Config),
+    "mellum": lambda: config(tf.MellumConfig, EXPERTS, SLIDES, TYPED_ROPE, BIASED),
+    "minimax_m2": lambda: config(tf.MiniMaxM2Config, EXPERTS, PARTIAL),
+    "ministral3": lambda: config(tf.Ministral3Config, SCALED, sliding_window=WINDOW),
+    "nemotron": lambda: config(tf.NemotronConfig, BIASED, PARTIAL),
+    "olmo": lambda: config(tf.OlmoConfig, BIASED),
+    "olmoe": lambda: config(tf.OlmoeConfig, EXPERTS, BIASED, norm_topk_prob=True),
+    "phimoe": lambda: config(tf.PhimoeConfig, EXPERTS, BIASED, lm_head_bias=True, sliding_window=WINDOW),
+    "qwen2_5_vl_text": lambda: tower(
+        tf.Qwen2_5_VLConfig, QWEN_EYES, MROPE, SLIDES, use_sliding_window=True, max_window_layers=0
+    ),
+    "qwen3_vl_text": lambda: tower(tf.Qwen3VLConfig, QWEN3_EYES, MROPE, BIASED),
+    "qwen3_vl_moe_text": lambda: tower(tf.Qwen3VLMoeConfig, QWEN3_EYES, MROPE, EXPERTS, BIASED),
+    "gemma3_text-tower": lambda: tower(tf.Gemma3Config, SIGLIP, GEMMA, TYPED_ROPE),
+    "mistral-tower": lambda: tower(
+        tf.Mistral3Config, PIXTRAL, {"model_type": "mistral"}, sliding_window=WINDOW
+    ),
+    "ministral3-tower": lambda: tower(
+        tf.Mistral3Config, PIXTRAL, {"model_type": "ministral3"}, SCALED, sliding_window=None
+    ),
+    "solar_open": lambda: config(tf.SolarOpenConfig, EXPERTS, GROUPED, BIASED),
+    "stablelm": lambda: config(
+        tf.StableLmConfig, PARTIAL, use_qkv_bias=True, qk_layernorm=False, use_parallel_residual=False
+    ),
 }
 # One of each kind of difference, for properties that take many examples.
 KINDS = [
@@ -135,14 +223,17 @@ KINDS = [
 def tiny_model(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
     """A random model; the same object every time, so tests must not change it."""
     torch.manual_seed(seed)
-    model: Any = tf.AutoModelForCausalLM.from_config(TINY[name](), attn_implementation="eager")
+    made = TINY[name]()
+    auto: Any = tf.AutoModelForImageTextToText if made.model_type in TOWERS else tf.AutoModelForCausalLM
+    model = auto.from_config(made, attn_implementation="eager")
     with torch.no_grad():
         for parameter in model.parameters():
             if (
                 parameter.dim() == 1
             ):  # norms and biases start as ones and zeros, where many mistakes would not show
                 parameter += 0.3 * torch.rand_like(parameter)
-    return model.to(dtype).eval()
+    model.to(dtype).eval()
+    return TextTower(model).eval() if made.model_type in TOWERS else model
 
 
 @cache

@@ -1,7 +1,8 @@
 """Is blending right on this reader? Checked on its real weights before it may blend; the verdict is kept.
 
 A short prompt of real text, in three chunks, goes through the engine in every way that has a known result, and is held
-against the model's own forward:
+against the model's own forward. For a model with sliding windows the chunks are made longer, until the prompt is longer
+than every window or LONGEST is reached.
 
     turned        a key rotated to one place, to another and back is the same key
     moved         a stored layer-0 key, rotated to its place, is the key that forward has there
@@ -49,9 +50,10 @@ from blendserve.paths import cache_folder
 from blendserve.registry import REUSE
 from blendserve.store.memory import MemoryChunk
 
-FORMAT = 1  # of the checks: raise it when one is added, or when the engine changes in a way that they should look at
+FORMAT = 2  # of the checks: raise it when one is added, or when the engine changes in a way that they should look at
 SLACK = 3.0
 FLOOR = 1e-4
+LONGEST = 2048  # tokens of the prompt
 TINY = 1e-30  # keeps 0 / 0 from being NaN
 
 PREFIX = "The following notes were taken on a walk through the old town."
@@ -128,14 +130,32 @@ def verdict(reader: Reader, say: Say = lambda _: None) -> GateReport:
 
 def check(reader: Reader) -> GateReport:
     """Run every check, in seconds on a small reader."""
-    tokenizer = reader.tokenizer
+    following = reader.tokenizer(NEXT, add_special_tokens=False)["input_ids"][0]
+    return GateReport(reader.name, examine(reader.adapter, _prompt(reader), following))
+
+
+def _prompt(reader: Reader) -> Prompt:
+    """The shortest prompt that is longer than every window of the model, within LONGEST and the model's context."""
+    config: Any = reader.adapter.model.config  # its word, too: the plan that is checked may lack the window
+    window = max(filter(None, (*reader.adapter.windows, getattr(config, "sliding_window", None))), default=0)
+    limit = min(LONGEST, reader.adapter.context_limit - 1)
+    prompt, n_notes = _of_notes(reader.tokenizer, 1), 1
+    while len(prompt) <= window and len(longer := _of_notes(reader.tokenizer, n_notes + 1)) <= limit:
+        prompt, n_notes = longer, n_notes + 1
+    return prompt
+
+
+def _of_notes(tokenizer: Any, n_notes: int) -> Prompt:
+    """Three chunks, each of its own text and of n_notes - 1 more."""
 
     def ids(text: str, start: bool = False) -> TokenIds:
         return tuple(tokenizer(text, add_special_tokens=start)["input_ids"])
 
-    chunks = tuple(Chunk(ids(text)) for text in CHUNKS)
-    prompt = Prompt(ids(PREFIX, start=True), chunks, ids(QUESTION))
-    return GateReport(reader.name, examine(reader.adapter, prompt, ids(NEXT)[0]))
+    def chunk(i: int) -> Chunk:
+        more = (f" Note {n}:{CHUNKS[(i + n) % len(CHUNKS)]}" for n in range(1, n_notes))
+        return Chunk(ids(CHUNKS[i] + "".join(more)))
+
+    return Prompt(ids(PREFIX, start=True), tuple(map(chunk, range(len(CHUNKS)))), ids(QUESTION))
 
 
 def examine(adapter: Adapter, prompt: Prompt, following: int) -> tuple[GateRow, ...]:

@@ -24,7 +24,7 @@ from blendserve.kernels.norm import Norm
 from blendserve.kernels.ops import attention_backends, rotate
 from blendserve.kernels.rotary import OwnFunction, Rotary
 from blendserve.kernels.types import AttentionSpec, Rope, Ropes
-from blendserve.models.families import Family, check_supported
+from blendserve.models.families import Family, check_supported, context_limit
 from blendserve.models.linear_layers import call_linear, call_module
 from blendserve.models.mlp import GatedMLPs
 from blendserve.models.norms import Norms, call_norm, norm_heads
@@ -57,7 +57,7 @@ class Adapter:
         self.n_heads: int = config.num_attention_heads
         self.n_kv_heads: int = config.num_key_value_heads
         self.head_dim: int = layers[0].self_attn.head_dim
-        self.context_limit: int = config.max_position_embeddings
+        self.context_limit: int = context_limit(config)
         self.vocab_size: int = config.vocab_size
         self.specs = [_attention_spec(config, family, l, layer.self_attn) for l, layer in enumerate(layers)]
         norms, mlps, scale = Norms(), GatedMLPs(), _setting(config, family.residual_scale)

@@ -64,6 +64,12 @@ GRANITE: dict[str, Any] = {
     "logits_divisor": "logits_scaling",
 }
 COHERE: dict[str, Any] = {"parallel": True, "logits_scale": "logit_scale"}
+NORMED_EXPERTS: dict[str, Any] = {"qk_norm": "head", "experts": True}
+
+
+def _rotates_in_windows(attn: Any) -> bool:
+    return attn.sliding_window is None or bool(attn.is_sliding)
+
 
 FAMILIES: dict[str, Family] = {
     "llama": Family("Llama 1-3, SmolLM 1-2, TinyLlama, Yi, DeepSeek-LLM"),
@@ -108,7 +114,7 @@ FAMILIES: dict[str, Family] = {
         **POST_NORM,
         windows="typed",
         qk_norm="head",
-        rotates=lambda attn: attn.sliding_window is None or attn.is_sliding,
+        rotates=_rotates_in_windows,
     ),
     "starcoder2": Family("StarCoder2", windows="all"),
     "seed_oss": Family("Seed-OSS"),
@@ -119,15 +125,49 @@ FAMILIES: dict[str, Family] = {
     "apertus": Family(
         "Apertus", before_attention="attention_layernorm", before_mlp="feedforward_layernorm", qk_norm="head"
     ),
+    "aria_text": Family("Aria, text checkpoints", experts=True),
+    "cohere2_moe": Family(
+        "Command A MoE",
+        **COHERE,
+        windows="typed",
+        experts=True,
+        rotates=lambda attn: attn.sliding_window is not None or attn.force_rope,
+    ),
+    "cwm": Family("Code World Model", windows="typed"),
+    "dots1": Family("dots.llm1", **NORMED_EXPERTS, windows="typed"),
+    "ernie4_5": Family("ERNIE 4.5"),
+    "ernie4_5_moe": Family("ERNIE 4.5 MoE", experts=True),
+    "exaone_moe": Family("K-EXAONE", **NORMED_EXPERTS, windows="typed", rotates=_rotates_in_windows),
+    "flex_olmo": Family("FlexOlmo", **POST_NORM, qk_norm="width", experts=True),
+    "glm4_moe": Family("GLM-4.5, 4.6, GLM-4.5-Air", **NORMED_EXPERTS),
+    "hy_v3": Family("Hunyuan 3", **NORMED_EXPERTS),
+    "internlm3": Family("InternLM 3"),
+    "iquestcoder": Family("IQuest-Coder"),
+    "jais2": Family("Jais 2"),
+    "mellum": Family("Mellum 2", **NORMED_EXPERTS, windows="typed", typed_rope=True),
+    "minimax_m2": Family("MiniMax M2", qk_norm="width", experts=True),
+    "ministral3": Family("Ministral 3, to the length at which it begins to scale queries", windows="all"),
+    "nemotron": Family("Nemotron, Minitron"),
+    "olmo": Family("OLMo 1"),
+    "olmoe": Family("OLMoE", qk_norm="width", experts=True),
+    "phimoe": Family("Phi-3.5-MoE with default RoPE", windows="all", experts=True),
+    "qwen2_5_vl_text": Family("Qwen2.5-VL, text only", windows="typed"),
+    "qwen3_vl_text": Family("Qwen3-VL, text only", qk_norm="head"),
+    "qwen3_vl_moe_text": Family("Qwen3-VL-MoE, text only", **NORMED_EXPERTS),
+    "solar_open": Family("Solar Open", experts=True),
+    "stablelm": Family("StableLM 2 1.6B, Zephyr 3B"),
 }
 
-MLA = "it stores compressed keys (multi-head latent attention), of which only a part carries a position"
-RECURRENT = "it has recurrent layers: their state sums up everything before it and cannot be cut into chunks"
+# Checkpoints that read pictures too: their text model is used, whose own type must be in FAMILIES.
+TOWERS = {"gemma3", "mistral3", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"}
+
+MLA = "it stores compressed keys (multi-head latent attention), which is not built in"
+RECURRENT = "it has recurrent layers: a chunk's state is not built in"
 LEARNED = "its positions are added to the input, so that a key cannot be moved"
 ALIBI = "its positions are a bias on attention scores (ALiBi), which is not built in"
-SHARED = "its later layers read the KV of earlier ones"
-SCALED = "it scales queries by their position"
-PICTURES = "it reads pictures too: use a text-only checkpoint of the family"
+SHARED = "its later layers read the KV of earlier ones, which is not built in"
+SCALED = "it scales queries by their position in layers without RoPE, which is not built in"
+PICTURES = "it reads pictures too, and its text model is not proven: use a text-only checkpoint of the family"
 ENCODER = "it is not a decoder alone: what it reads is not causal"
 
 REFUSED: dict[str, str] = {
@@ -146,15 +186,21 @@ REFUSED: dict[str, str] = {
     **dict.fromkeys(["gpt2", "gpt_neo", "gpt_bigcode", "opt", "xglm", "biogpt", "openai-gpt"], LEARNED),
     **dict.fromkeys(["bloom", "mpt"], ALIBI),
     **dict.fromkeys(["gemma3n", "gemma3n_text", "gemma4", "gemma4_text"], SHARED),
-    **dict.fromkeys(["llama4", "llama4_text", "ministral3"], SCALED),
-    **dict.fromkeys(
-        ["gemma3", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "mllama", "llava"], PICTURES
-    ),
+    **dict.fromkeys(["llama4", "llama4_text"], SCALED),
+    **dict.fromkeys(["qwen2_vl", "mllama", "llava"], PICTURES),
     **dict.fromkeys(["bert", "roberta", "t5", "bart", "whisper"], ENCODER),
     "gpt_oss": "its attention has learned sinks, which are not built in",
     "hunyuan_v1_dense": "it norms keys after RoPE, so that moving one is more than a rotation",
     "diffllama": "it subtracts one attention from another, which is not built in",
     "doge": "it masks keys by their values",
+}
+
+# Settings that some checkpoints of a supported type have, and why these are refused.
+REFUSED_SETTINGS = {
+    "use_bidirectional_attention": "its attention is not causal",
+    "clip_qkv": "it clips queries, keys and values, which is not built in",
+    "qk_layernorm": "each of its heads has a norm of its own, which is not built in",
+    "use_parallel_residual": "its attention and MLP read the same input, which is not built in for this type",
 }
 
 # RoPE variants whose angles depend on the position alone, so that a key can be moved. Dynamic NTK and longrope change
@@ -167,10 +213,12 @@ LAYER_TYPES = {"full_attention", "sliding_attention"}
 def check_supported(config: Any) -> Family:
     """The family of a model's configuration. Raises ModelUnsupported with the reason."""
     kind = str(getattr(config, "model_type", "?"))
+    if kind in TOWERS:
+        return check_supported(config.get_text_config())
     if kind in FAMILIES:
         reason = _unlike_its_family(config)
     else:
-        reason = REFUSED.get(kind) or _foreign(config) or "nobody has proven blending right on it"
+        reason = REFUSED.get(kind) or _foreign(config) or "blending is not proven right on it"
     if reason:
         raise ModelUnsupported(
             f"model type {kind!r} cannot be blended: {reason}. Supported are {', '.join(sorted(FAMILIES))}; "
@@ -190,9 +238,7 @@ def _unlike_its_family(config: Any) -> str:
     others = set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES
     if others:
         return f"it has layers of type {', '.join(sorted(others))}"
-    if getattr(config, "use_bidirectional_attention", False):
-        return "its attention is not causal"
-    return ""
+    return next((why for name, why in REFUSED_SETTINGS.items() if getattr(config, name, None)), "")
 
 
 def _foreign(config: Any) -> str:
@@ -204,6 +250,14 @@ def _foreign(config: Any) -> str:
     if set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES or hasattr(config, "ssm_cfg"):
         return RECURRENT
     return ""
+
+
+def context_limit(config: Any) -> int:
+    """Tokens of the longest prompt: for a model that scales later queries by their position, those before the first."""
+    limit = int(config.max_position_embeddings)
+    rope = getattr(config, "rope_parameters", None) or {}
+    scaled = rope.get("llama_4_scaling_beta")
+    return min(limit, int(rope["original_max_position_embeddings"])) if scaled else limit
 
 
 def _rope_types(parameters: Mapping[str, Any]) -> set[str]:

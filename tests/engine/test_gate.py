@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as tf
 
 from blendserve.blend import prefill as prefill_module
 from blendserve.config import BlendConfig
+from blendserve.core import Prompt
 from blendserve.engine import gate
 from blendserve.engine.engine import Engine
 from blendserve.engine.gate import GateReport, GateRow, check, examine, verdict
@@ -23,11 +25,12 @@ from blendserve.models.adapter import Adapter, Projected
 from blendserve.models.families import FAMILIES
 from blendserve.models.kv_cache import KVCache
 from blendserve.models.loader import Reader
+from blendserve.models.random_model import Folded
 from tests.blend.helpers import some_prompt
 from tests.blend.test_prefill import OneOff
 from tests.engine.test_engine import CONFIG, PASSAGES, QUESTION, engine, plain, tiny_reader
-from tests.tiny import KINDS, TINY, tiny_adapter, tiny_model
-from tests.tokenizers import bundled_reader
+from tests.tiny import KINDS, TINY, config, tiny_adapter, tiny_model
+from tests.tokenizers import bundled_reader, bundled_tokenizer
 
 PROMPT = some_prompt([26, 24, 25], prefix=16, suffix=12)
 
@@ -140,6 +143,42 @@ def test_sees_a_family_plan_that_lacks_something(
     lacking = dataclasses.replace(FAMILIES[kind], **{field: getattr(FAMILIES["llama"], field)})
     monkeypatch.setitem(FAMILIES, kind, lacking)
     assert SAME & failed(Adapter(tiny_model(name)))
+
+
+def windowed(window: int, context: int = 1024) -> Reader:
+    """A tiny model with a window, and a real tokenizer."""
+    torch.manual_seed(0)
+    made = config(tf.MistralConfig, sliding_window=window, max_position_embeddings=context)
+    model: Any = tf.AutoModelForCausalLM.from_config(made, attn_implementation="eager")
+    return Reader("windowed", Adapter(model.eval()), Folded(bundled_tokenizer(), 97), "windowed", frozenset())
+
+
+def test_the_prompt_is_longer_than_every_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a plan without the window would pass on the real weights."""
+    reader = windowed(200)
+    assert check(reader).passed
+    lacking = dataclasses.replace(FAMILIES["mistral"], windows="no")
+    monkeypatch.setitem(FAMILIES, "mistral", lacking)
+    without = Reader("wrong", Adapter(reader.adapter.model), reader.tokenizer, "wrong", frozenset())
+    assert not check(without).passed
+
+
+@pytest.mark.parametrize(
+    ("window", "context", "least", "most"),
+    [(20, 1024, 21, 200), (600, 1024, 601, 850), (900, 300, 100, 299), (5000, 8192, 1800, gate.LONGEST)],
+)
+def test_the_prompt_keeps_within_a_cap_and_the_context(
+    window: int, context: int, least: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts: list[Prompt] = []
+
+    def examined(adapter: Adapter, prompt: Prompt, following: int) -> tuple[GateRow, ...]:
+        prompts.append(prompt)
+        return ()
+
+    monkeypatch.setattr(gate, "examine", examined)
+    check(windowed(window, context))
+    assert least <= len(prompts[0]) <= most
 
 
 def test_sees_checks_that_could_not_fail(monkeypatch: pytest.MonkeyPatch) -> None:

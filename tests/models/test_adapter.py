@@ -16,8 +16,20 @@ from blendserve.kernels.ops import attend
 from blendserve.kernels.rows import plan_rows
 from blendserve.models.adapter import Adapter
 from blendserve.models.families import FAMILIES, REFUSED, Family, check_supported
+from blendserve.models.text_tower import TextTower
 from tests.blend.helpers import assert_near, distance, model_says, some_ids
-from tests.tiny import CONTEXT, TINY, TYPED_ROPE, TYPES, config, rope, tiny_adapter, tiny_model
+from tests.tiny import (
+    CONTEXT,
+    PIXTRAL,
+    TINY,
+    TYPED_ROPE,
+    TYPES,
+    config,
+    rope,
+    tiny_adapter,
+    tiny_model,
+    tower,
+)
 
 IDS = some_ids(40)
 
@@ -61,7 +73,8 @@ def peculiarities() -> list[tuple[str, str]]:
         (kind, field.name)
         for kind, family in FAMILIES.items()
         for field in dataclasses.fields(Family)
-        if field.name != "models" and getattr(family, field.name) != getattr(llama, field.name)
+        if field.name not in {"models", "experts"}
+        and getattr(family, field.name) != getattr(llama, field.name)
     ]
 
 
@@ -83,13 +96,42 @@ def test_each_peculiarity_of_a_family_is_needed(
 
 
 @pytest.mark.parametrize("name", TINY)
+def test_a_mixture_of_experts_is_known_as_one(name: str) -> None:
+    """Some such modules take rows without a batch, so that the check above would not notice."""
+    model, kind = tiny_model(name), name.partition("-")[0]
+    routed = any(part.endswith("experts") for part, _ in model.named_modules() if "shared" not in part)
+    assert FAMILIES[kind].experts == routed
+
+
+@pytest.mark.parametrize("name", TINY)
 def test_says_what_the_model_is(name: str) -> None:
     adapter = tiny_adapter(name)
     cache = model_says(adapter, IDS).past_key_values.layers
     assert len(cache) == adapter.n_layers == len(adapter.specs)
     assert cache[0].keys.shape == (1, adapter.n_kv_heads, len(IDS), adapter.head_dim)
     assert adapter.kv_bytes_per_token == sum(2 * x.keys[0, :, 0].numel() * 4 for x in cache)
-    assert (adapter.context_limit, adapter.vocab_size) == (CONTEXT, 97)
+    scaled = name.startswith("ministral3")  # exact to where it begins to scale queries
+    assert (adapter.context_limit, adapter.vocab_size) == (CONTEXT // 2 if scaled else CONTEXT, 97)
+
+
+def test_a_model_that_scales_queries_is_exact_to_the_first_scaled_one() -> None:
+    adapter = tiny_adapter("ministral3")
+    ids = some_ids(adapter.context_limit + 2)
+    said, ours = model_says(adapter, ids).logits[0], dense(adapter, ids)[1]
+    exact = adapter.context_limit
+    assert_near(ours[:exact], said[:exact])
+    assert distance(ours[exact], said[exact]) > 1e-3
+
+
+def test_a_text_tower_is_the_checkpoint_s_own_text_model() -> None:
+    for name in [name for name in TINY if name.endswith(("-tower", "vl_text", "vl_moe_text"))]:
+        torch.manual_seed(0)
+        checkpoint: Any = tf.AutoModelForImageTextToText.from_config(
+            TINY[name](), attn_implementation="eager"
+        )
+        ids = torch.tensor([IDS])
+        with torch.inference_mode():
+            assert_near(TextTower(checkpoint.eval())(input_ids=ids).logits, checkpoint(input_ids=ids).logits)
 
 
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "factor": 2.0}
@@ -129,10 +171,22 @@ LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [
         (lambda: tf.GPT2Config(), "'gpt2'.*added to the input"),
         (lambda: tf.BloomConfig(), "'bloom'.*ALiBi"),
         (lambda: tf.GptOssConfig(), "'gpt_oss'.*sinks"),
-        (lambda: tf.Gemma3Config(), "'gemma3'.*text-only"),
+        (lambda: tf.MllamaConfig(), "'mllama'.*text-only"),
+        (lambda: tower(tf.Mistral3Config, PIXTRAL, {"model_type": "gpt_oss"}), "'gpt_oss'.*sinks"),
+        (lambda: config(tf.OlmoConfig, clip_qkv=8.0), "'olmo'.*clips queries, keys and values"),
+        (lambda: config(tf.OlmoeConfig, clip_qkv=8.0), "'olmoe'.*clips queries, keys and values"),
+        (lambda: config(tf.StableLmConfig, use_parallel_residual=True), "'stablelm'.*read the same input"),
+        (lambda: config(tf.StableLmConfig, qk_layernorm=True), "'stablelm'.*a norm of its own"),
+        (
+            lambda: config(
+                tf.PhimoeConfig,
+                rope(**LONGROPE, original_max_position_embeddings=64, short_mscale=1.1, long_mscale=1.2),
+            ),
+            "'phimoe'.*'longrope' changes with",
+        ),
         (lambda: tf.T5Config(), "'t5'.*not causal"),
         (lambda: tf.PegasusConfig(), "'pegasus'.*not causal"),  # known by its settings alone
-        (lambda: tf.PersimmonConfig(), "'persimmon'.*nobody has proven.*Supported are apertus, arcee"),
+        (lambda: tf.PersimmonConfig(), "'persimmon'.*is not proven.*Supported are apertus, arcee"),
     ],
 )
 def test_what_cannot_be_blended_is_refused_by_name(made: Any, reason: str) -> None:

@@ -45,6 +45,11 @@ CHAT = [
     {"role": "user", "content": "Why?"},
 ]
 HIDDEN, INNER, HEADS, KV_HEADS, DIM, LAYERS = 64, 96, 4, 2, 16, 2
+BIASES = {
+    f"blk.{l}.attn_{part}.bias": (heads * DIM,)
+    for l in range(LAYERS)
+    for part, heads in {"q": HEADS, "k": KV_HEADS, "v": KV_HEADS}.items()
+}
 
 
 def theirs(file: Path, folder: Path) -> Path:
@@ -104,7 +109,7 @@ def check_equal_tokenizers(mine: Any, wanted: Any) -> None:
 
 def write_tiny(file: Path, kind: str = "F32", **changed: Any) -> Path:
     """A llama of two layers with random weights, by the gguf package. changed: settings that differ."""
-    writer = gguf.GGUFWriter(file, "llama")
+    writer = gguf.GGUFWriter(file, changed.get("architecture", "llama"))
     writer.add_name("tiny")
     writer.add_block_count(LAYERS)
     writer.add_context_length(256)
@@ -115,6 +120,8 @@ def write_tiny(file: Path, kind: str = "F32", **changed: Any) -> Path:
     writer.add_rope_freq_base(10000.0)
     writer.add_rope_dimension_count(DIM)
     writer.add_layer_norm_rms_eps(1e-5)
+    if "scaling" in changed:
+        writer.add_rope_scaling_type(gguf.RopeScalingType(changed["scaling"]))
     letters = list("abcdefghijklmnopqrstuvwxyz \n")
     tokens = [
         "<|endoftext|>",
@@ -155,7 +162,8 @@ def write_tiny(file: Path, kind: str = "F32", **changed: Any) -> Path:
         values = rng.standard_normal(shape).astype(np.float32)
         one = len(shape) == 1
         data = values if one else gguf.quantize(values, quantised)
-        writer.add_tensor(f"{name}.weight", data, raw_dtype=None if one or kind == "F32" else quantised)
+        full = name if name.endswith(".bias") else f"{name}.weight"
+        writer.add_tensor(full, data, raw_dtype=None if one or kind == "F32" else quantised)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -229,6 +237,68 @@ def test_a_small_llama_is_converted_as_transformers_converts_it(
 ) -> None:
     file = write_tiny(tmp_path / "tiny.gguf", kind, **changed)
     check_equal(ours(file, tmp_path / "ours"), theirs(file, tmp_path / "theirs"))
+
+
+def test_a_user_s_file_is_converted_once_and_known_by_its_content(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own_cache(tmp_path / "cache", monkeypatch)
+    file, told = write_tiny(tmp_path / "mine.gguf"), list[str]()
+    config = ReaderConfig(model=str(file), dtype="float32", device="cpu")
+    first = load_reader(config, told.append)
+    assert first.name == str(file)
+    assert len(told) == 1
+    file.rename(tmp_path / "moved.GGUF")
+    moved = load_reader(ReaderConfig(model=str(tmp_path / "moved.GGUF"), dtype="float32"), told.append)
+    assert (moved.fingerprint, len(told)) == (first.fingerprint, 1)
+    write_tiny(file, untied=True)
+    assert load_reader(config, told.append).fingerprint != first.fingerprint
+    assert len(told) == 2
+
+
+def test_the_bundled_file_by_its_path_is_the_bundled_model(
+    bundled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own_cache(tmp_path / "cache", monkeypatch)
+    by_path, by_name = (
+        load_reader(ReaderConfig(model=model, dtype="bfloat16", device="cpu"))
+        for model in (str(bundled), "smollm2-135m")
+    )
+    assert by_path.fingerprint == by_name.fingerprint
+    assert isinstance(by_path.tokenizer, PlainTokenizer)
+
+
+def test_another_architecture_is_converted_by_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own_cache(tmp_path / "cache", monkeypatch)
+    file = write_tiny(tmp_path / "qwen.gguf", architecture="qwen2", shapes=BIASES)
+    reader = load_reader(ReaderConfig(model=str(file), dtype="float32", device="cpu"))
+    model: Any = reader.adapter.model
+    assert model.config.model_type == "qwen2"
+    assert torch.equal(
+        model.model.embed_tokens.weight, Gguf(file).tensor("token_embd.weight", torch.bfloat16).float()
+    )
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"architecture": "gpt2"}, "transformers cannot convert .*tiny.gguf|'gpt2' cannot be blended"),
+        ({"architecture": "deepseek2"}, "transformers cannot convert .*tiny.gguf"),
+        ({"shapes": {"rope_freqs": (DIM // 2,)}}, "scales its RoPE"),
+        ({"architecture": "qwen2", "scaling": "yarn"}, "scales its RoPE"),
+    ],
+)
+def test_files_that_cannot_be_used(
+    changed: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own_cache(tmp_path / "cache", monkeypatch)
+    file = write_tiny(tmp_path / "tiny.gguf", **changed)
+    with pytest.raises(ModelError, match=message):
+        load_reader(ReaderConfig(model=str(file), device="cpu"))
+    with pytest.raises(ModelError, match=r"there is no file .*absent\.gguf"):
+        load_reader(ReaderConfig(model=str(tmp_path / "absent.gguf")))
 
 
 @pytest.mark.parametrize("kind", QUANTISATIONS)

@@ -152,7 +152,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
         {"messages": [{"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}]},
         "messages.0.tool_calls: tool calls are not supported",
     ),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        "content of type 'image_url' is not",
+    ),
     ({"x_blendserve": {"ratio": 2}}, "ratio"),
     ({"x_blendserve": {"method": "both"}}, "method"),
     ({"x_blendserve": {"passages": [{"text": "word " * 3000}]}}, "too many for a context"),
