@@ -215,7 +215,7 @@ class Soak:
         bodies = (
             json.dumps({**ask, "ratio": 7}),
             json.dumps({**ask, "question": None}),
-            json.dumps({**ask, "passagse": []}),
+            json.dumps({**ask, "passages": "none"}),
             json.dumps(ask)[:-5],
             '"\\ud800"',
         )
@@ -233,7 +233,9 @@ class Soak:
         async with self.http.stream("POST", path, json={**body, "stream": True}) as answer:
             _require(answer.status_code == 200, f"status {answer.status_code}")
             async for line in answer.aiter_lines():
-                if line and line != "data: [DONE]":
+                if line.startswith(
+                    "data: {"
+                ):  # neither the end nor a comment that keeps the connection alive
                     yield json.loads(line.removeprefix("data: "))
 
 

@@ -120,5 +120,5 @@ def test_chunks_to_fit_on_are_whole_passages_up_to_the_tokens_asked_for() -> Non
     for (ids, kv), expected in zip(samples(chunks, made.reader, made.prompts), chunks, strict=True):
         assert ids == expected
         assert kv.n_tokens == len(ids)
-    with pytest.raises(InputError, match="no text"):
+    with pytest.raises(InputError):
         fit("int8", [], made.reader, made.prompts, made.store)
