@@ -88,7 +88,7 @@ class LeakySnapshot:
         self.undecodable = snapshot.undecodable
         self.expected: list[bytes] = []
 
-    def expect(self, keys: Sequence[bytes], meanwhile: Any = None) -> None:
+    def expect(self, keys: Sequence[bytes], meanwhile: Any = None, saved: Any = None) -> None:
         self.expected += keys
 
     def tier(self, key: bytes) -> str:
