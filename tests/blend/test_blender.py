@@ -21,8 +21,8 @@ from blendserve.store import KVStore, LMDBStore, MemoryStore
 from blendserve.store.codecs.base import Coding
 from blendserve.store.memory import MemoryChunk
 from blendserve.store.record import Coded
-from tests.blend.helpers import assert_near, distance, model_logits, some_ids, some_prompt
-from tests.tiny import tiny_adapter
+from tests.support.blending import assert_near, distance, model_logits, some_ids, some_prompt
+from tests.support.models import tiny_adapter
 
 GIB = 2**30
 PREFIX = some_ids(5)

@@ -32,8 +32,8 @@ from blendserve.kernels.types import CorrectionParams, Ropes
 from blendserve.models.adapter import Adapter
 from blendserve.models.kv_cache import KVCache
 from blendserve.registry import CORRECTIONS
-from tests.blend.helpers import assert_near, blend, distance, lay, some_prompt
-from tests.tiny import KINDS, tiny_adapter
+from tests.support.blending import assert_near, blend, distance, lay, some_prompt
+from tests.support.models import KINDS, tiny_adapter
 
 SCALES = KEY_SCALE, VALUE_SCALE
 

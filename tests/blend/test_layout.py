@@ -13,8 +13,8 @@ from blendserve.core import ChunkKV, Prompt
 from blendserve.errors import CorruptRecord
 from blendserve.models.kv_cache import KVCache
 from blendserve.store.memory import MemoryChunk
-from tests.blend.helpers import lay, some_prompt
-from tests.tiny import tiny_adapter
+from tests.support.blending import lay, some_prompt
+from tests.support.models import tiny_adapter
 
 LENGTHS = st.lists(st.sampled_from([0, 1, 2, 9]), max_size=6)
 

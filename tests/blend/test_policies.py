@@ -20,9 +20,9 @@ from blendserve.config import BlendConfig
 from blendserve.core import Prompt
 from blendserve.models.adapter import Adapter
 from blendserve.models.kv_cache import KVCache
-from tests.blend.helpers import assert_near, blend, distance, lay, model_kv, model_says, some_prompt
-from tests.blend.reference import scatter_forward
-from tests.tiny import KINDS, TINY, tiny_adapter
+from tests.support.blending import assert_near, blend, distance, lay, model_kv, model_says, some_prompt
+from tests.support.models import KINDS, TINY, tiny_adapter
+from tests.support.scatter import scatter_forward
 
 
 def chosen(layout: Layout, **options: Any) -> list[int]:

@@ -23,9 +23,9 @@ from blendserve.kernels.types import Ropes
 from blendserve.models.adapter import Adapter
 from blendserve.models.kv_cache import KVCache
 from blendserve.timing import Clock
-from tests.blend.helpers import assert_near, blend, distance, lay, model_kv, model_logits, some_prompt
-from tests.blend.reference import scatter_forward
-from tests.tiny import KINDS, TINY, tiny_adapter
+from tests.support.blending import assert_near, blend, distance, lay, model_kv, model_logits, some_prompt
+from tests.support.models import KINDS, TINY, tiny_adapter
+from tests.support.scatter import scatter_forward
 
 POLICIES = ["query", "deviation", "chunk_head", "random", "none", "all"]
 FAMILIES = pytest.mark.parametrize("name", TINY)

@@ -22,8 +22,8 @@ from blendserve.store import ChunkKey, ChunkView, KVStore, LayeredStore, MemoryS
 from blendserve.store.base import LOCAL, REMOTE, Sample
 from blendserve.store.codecs.base import SLOW
 from blendserve.store.wrapped import WrappedStore
-from tests.blend.helpers import some_prompt
-from tests.tiny import tiny_adapter
+from tests.support.blending import some_prompt
+from tests.support.models import tiny_adapter
 
 CAP = 1 << 30
 PROMPT = some_prompt([14, 9, 0, 20, 1, 9])

@@ -16,8 +16,8 @@ from blendserve.kernels.ops import attend
 from blendserve.kernels.rows import plan_rows
 from blendserve.models.adapter import Adapter
 from blendserve.models.families import FAMILIES, REFUSED, Family, check_supported
-from tests.blend.helpers import assert_near, distance, model_says, some_ids
-from tests.tiny import CONTEXT, TINY, TYPED_ROPE, TYPES, config, rope, tiny_adapter, tiny_model
+from tests.support.blending import assert_near, distance, model_says, some_ids
+from tests.support.models import CONTEXT, TINY, TYPED_ROPE, TYPES, config, rope, tiny_adapter, tiny_model
 
 IDS = some_ids(40)
 
