@@ -20,8 +20,7 @@ from blendserve.engine.prompt import PromptBuilder
 from blendserve.models.adapter import Adapter
 from blendserve.models.forward import append
 from blendserve.store import MemoryStore
-from tests.blend.test_prefill import OneOff
-from tests.support.blending import assert_near, distance, lay, model_says
+from tests.support.blending import OneOff, assert_near, distance, lay, model_says
 from tests.support.tokenizers import bundled_reader, bundled_tokenizer
 
 NAMES = ("with", "for", "lambda", "try")

@@ -15,17 +15,15 @@ from torch import Tensor
 
 from blendserve.blend import prefill as module
 from blendserve.blend.blender import Blended, Blender
-from blendserve.blend.loader import KVLoader
 from blendserve.blend.priors import Priors
 from blendserve.config import BlendConfig
 from blendserve.core import Chunk, Prompt, Span, TokenIds
-from blendserve.kernels.types import Ropes
 from blendserve.models.adapter import Adapter
 from blendserve.models.kv_cache import KVCache
 from blendserve.registry import CORRECTIONS, POLICIES
 from blendserve.store import MemoryStore
-from blendserve.timing import Clock
 from tests.support.blending import (
+    OneOff,
     assert_near,
     blend,
     check_report,
@@ -336,13 +334,6 @@ def test_the_twin_over_stored_chunks_is_the_models_forward_over_a_scattered_cach
     assert_near(twin.logits, said.logits[0, -1])
     assert_near(twin.keys, cache.stored_keys)
     assert_near(twin.values, cache.stored_values)
-
-
-class OneOff(KVLoader):
-    """Rotates every stored key to the position after its own."""
-
-    def __init__(self, adapter: Adapter, cache: KVCache, pieces: Any, ropes: Ropes, clock: Clock) -> None:
-        super().__init__(adapter, cache, pieces, adapter.rope(torch.arange(1, cache.capacity + 1)), clock)
 
 
 @contextmanager

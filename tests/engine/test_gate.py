@@ -23,9 +23,8 @@ from blendserve.models.adapter import Adapter, Projected
 from blendserve.models.families import FAMILIES
 from blendserve.models.kv_cache import KVCache
 from blendserve.models.loader import Reader
-from tests.blend.test_prefill import OneOff
 from tests.engine.test_engine import CONFIG, PASSAGES, QUESTION, engine, plain, tiny_reader
-from tests.support.blending import some_prompt
+from tests.support.blending import OneOff, some_prompt
 from tests.support.models import KINDS, TINY, tiny_adapter, tiny_model
 from tests.support.tokenizers import bundled_reader
 

@@ -18,9 +18,8 @@ from blendserve.config import BlendConfig
 from blendserve.core import Prompt
 from blendserve.evaluate.fidelity import agreement, forced, kl
 from blendserve.models.forward import append
-from tests.blend.test_prefill import OneOff
 from tests.evaluate.helpers import run, write_dataset
-from tests.support.blending import assert_near, lay, model_says, some_ids, some_prompt
+from tests.support.blending import OneOff, assert_near, lay, model_says, some_ids, some_prompt
 from tests.support.models import KINDS, tiny_adapter
 
 ANSWER = some_ids(9, seed=7)

@@ -11,13 +11,19 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from blendserve.blend.layout import Layout, lay_out
+from blendserve.blend.loader import KVLoader
+from blendserve.blend.policies.base import Scene
+from blendserve.blend.policies.query import suffix_scores
 from blendserve.blend.precompute import ChunkComputer
 from blendserve.blend.prefill import Prefilled, prefill
 from blendserve.blend.priors import Priors
 from blendserve.config import BlendConfig
 from blendserve.core import BlendReport, Chunk, Prompt, TokenIds
+from blendserve.kernels.types import Ropes
 from blendserve.models.adapter import Adapter
+from blendserve.models.kv_cache import KVCache
 from blendserve.store.memory import MemoryChunk
+from blendserve.timing import Clock
 
 VOCAB = 97  # of the tiny models; ids below 3 are special
 
@@ -69,6 +75,24 @@ def model_kv(adapter: Adapter, ids: TokenIds) -> tuple[Tensor, Tensor]:
 def distance(a: Tensor, b: Tensor) -> float:
     """Largest difference of two tensors; NaN counts as infinite."""
     return float((a.float() - b.float()).abs().nan_to_num(float("inf")).max().detach()) if a.numel() else 0.0
+
+
+class OneOff(KVLoader):
+    """Rotates every stored key to the position after its own."""
+
+    def __init__(self, adapter: Adapter, cache: KVCache, pieces: Any, ropes: Ropes, clock: Clock) -> None:
+        super().__init__(adapter, cache, pieces, adapter.rope(torch.arange(1, cache.capacity + 1)), clock)
+
+
+def probe(adapter: Adapter, prompt: Prompt, layout: Layout) -> Tensor:
+    """The question's score of each position, over a cache that holds NaN where nothing is stored."""
+    rope = adapter.rope(torch.arange(len(prompt)))
+    cache = KVCache(adapter, len(prompt))
+    cache.keys.fill_(float("nan"))
+    cache.values.fill_(float("nan"))
+    loader = KVLoader(adapter, cache, layout.placements, rope)
+    with torch.inference_mode():
+        return suffix_scores(Scene(adapter, torch.tensor(prompt.ids), layout, cache, loader, rope))
 
 
 def some_priors(adapter: Adapter, seed: int) -> Priors:

@@ -21,8 +21,7 @@ from blendserve.kernels.ops import ATTEND, attend
 from blendserve.kernels.reference import attend_reference, formula
 from blendserve.kernels.rows import RowPlan, plan_rows
 from blendserve.kernels.types import AttentionSpec
-from tests.blend.test_policies import probe
-from tests.support.blending import assert_near, lay, some_prompt
+from tests.support.blending import assert_near, lay, probe, some_prompt
 from tests.support.models import tiny_adapter
 
 OPERATION = "attend"
