@@ -20,9 +20,8 @@ from blendserve.engine.prompt import PromptBuilder
 from blendserve.models.adapter import Adapter
 from blendserve.models.forward import append
 from blendserve.store import MemoryStore
-from tests.blend.helpers import assert_near, distance, lay, model_says
-from tests.blend.test_prefill import OneOff
-from tests.tokenizers import bundled_reader, bundled_tokenizer
+from tests.support.blending import OneOff, assert_near, distance, lay, model_says
+from tests.support.tokenizers import bundled_reader, bundled_tokenizer
 
 NAMES = ("with", "for", "lambda", "try")
 PASSAGES = [Passage(topics[name][:520], name) for name in NAMES]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiny import BASE
+from tests.support.models import BASE
 
 PROGRAM = """
 import sys

@@ -11,7 +11,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from blendserve.store import ChunkKey, ChunkView, KVStore, Snapshot
-from blendserve.store.base import Meanwhile
+from blendserve.store.base import Meanwhile, TimeSaved
 from blendserve.store.codecs.base import Undecodable
 
 
@@ -45,8 +45,10 @@ class _Snapshot:
     def undecodable(self) -> Mapping[ChunkKey, Undecodable]:
         return self.snapshot.undecodable
 
-    def expect(self, keys: Sequence[ChunkKey], meanwhile: Meanwhile | None = None) -> None:
-        self.snapshot.expect(keys, meanwhile)
+    def expect(
+        self, keys: Sequence[ChunkKey], meanwhile: Meanwhile | None = None, saved: TimeSaved | None = None
+    ) -> None:
+        self.snapshot.expect(keys, meanwhile, saved)
 
     def tier(self, key: ChunkKey) -> str:
         return self.snapshot.tier(key)

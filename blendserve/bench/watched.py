@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 from blendserve.store import ChunkKey, ChunkView, KVStore, Snapshot
-from blendserve.store.base import Meanwhile
+from blendserve.store.base import Meanwhile, TimeSaved
 from blendserve.store.wrapped import WrappedStore
 
 
@@ -29,9 +29,11 @@ class _Watched:
     def __init__(self, snapshot: Snapshot, store: Watched) -> None:
         self._snapshot, self._store = snapshot, store
 
-    def expect(self, keys: Sequence[ChunkKey], meanwhile: Meanwhile | None = None) -> None:
+    def expect(
+        self, keys: Sequence[ChunkKey], meanwhile: Meanwhile | None = None, saved: TimeSaved | None = None
+    ) -> None:
         with self._watching():
-            self._snapshot.expect(keys, meanwhile)
+            self._snapshot.expect(keys, meanwhile, saved)
 
     def get(self, key: ChunkKey) -> ChunkView | None:
         with self._watching():

@@ -37,6 +37,7 @@ from blendserve.models.kv_cache import KVCache
 from blendserve.paths import cache_folder
 from blendserve.registry import CORRECTIONS, REUSE
 from blendserve.store import ChunkKey, KVStore, Snapshot, chunk_key
+from blendserve.store.base import TimeSaved
 from blendserve.store.codecs.base import SLOW, UNREACHABLE
 from blendserve.store.memory import MemoryChunk
 from blendserve.store.write_behind import write_behind
@@ -137,10 +138,12 @@ class Blender:
         if which:
             with suppress(StoreError):
                 # Where costs are not known yet, measuring them is not for this thread.
-                slow = self._slow(prompt, blend, which) if self._costs else {}
+                measured = self._costs is not None
+                slow = self._slow(prompt, blend, which) if measured else {}
+                saved = self._compared(prompt, blend, which) if measured else None
                 # One by one, as most stores have no use for them, and a key is a hash of all ids.
                 keys = chain([self.key(prompt.prefix, ())], (self.key(prompt.chunks[i].ids) for i in which))
-                self.store.prefetch(key for key in keys if key not in slow)
+                self.store.prefetch((key for key in keys if key not in slow), saved)
 
     def run(
         self,
@@ -190,11 +193,12 @@ class Blender:
         """Look chunks up and finish; once more where one was left behind, and nothing that is here is asked for again."""
         which, n_layers = wanted(prompt, blend.method, self._exact_first(prompt)), self.adapter.n_layers
         slow, prefix_key = self._slow(prompt, blend, which), self.key(prompt.prefix, ())
+        saved = self._compared(prompt, blend, which)
         prefix = self._prefix_here(prompt) if prefix_kv is None else MemoryChunk(prefix_kv)
         start = time.perf_counter()
         while True:
             found = look_up(
-                snapshot, prompt, which, self.key, prefix_key, n_layers, corrupt, slow, waiting, prefix
+                snapshot, prompt, which, self.key, prefix_key, n_layers, corrupt, slow, waiting, prefix, saved
             )
             found = replace(found, seconds=time.perf_counter() - start)
             if blend.near and blend.method != "prefix":
@@ -211,9 +215,13 @@ class Blender:
         """Where the store is another machine's, what is kept of it."""
         return self._own_prefix.view if self.store.far and prompt.prefix == self._prefix else None
 
-    def _weighs(self, blend: BlendConfig) -> bool:
-        """Whether the store sees by itself what is worth bringing from another machine, and may."""
-        return blend.method == "auto" and self.store.far and self.store.weighs
+    def _store_compares(self, blend: BlendConfig) -> bool:
+        """Whether the store decides which chunks to fetch from another machine, and may."""
+        return blend.method == "auto" and self.store.far and self.store.compares_cost
+
+    def _compared(self, prompt: Prompt, blend: BlendConfig, which: Sequence[int]) -> TimeSaved | None:
+        """What the store compares the time of fetching with; None where this request waits for every chunk."""
+        return self.saved(prompt, blend, which) if self._store_compares(blend) else None
 
     def _while_waiting(self, prompt: Prompt, blend: BlendConfig) -> WhileWaiting:
         """Where it is weighed what to fetch, any chunk may be computed alone, as precompute does, in this thread."""
@@ -222,16 +230,13 @@ class Blender:
         def seconds(n: int) -> float:
             return self.calibrate().seconds(chunk_work(n, len(context), context not in self._computers))
 
-        may = prompt.chunks if self._weighs(blend) else ()
+        may = prompt.chunks if self._store_compares(blend) else ()
         chunks = {self.key(chunk.ids): chunk.ids for chunk in may if len(chunk)}
         return WhileWaiting(chunks, seconds, partial(self.computer, context), n_layers)
 
     def _slow(self, prompt: Prompt, blend: BlendConfig, which: list[int]) -> dict[ChunkKey, str]:
         """What method "auto" leaves on another machine, as computing it would be quicker, and why. Raises StoreError."""
-        if blend.method != "auto" or not self.store.far:
-            return {}
-        if self._weighs(blend):
-            self.store.weigh(*self.saved(prompt, blend, which))
+        if blend.method != "auto" or not self.store.far or self._store_compares(blend):
             return {}
         if self._link.seconds(1) is None:
             return {}
@@ -261,13 +266,11 @@ class Blender:
         near = self.store.present(donors, remote=False)
         tokens = sum(n for key, n in donors.items() if key not in near)
         fetching = self._link.seconds(tokens) if tokens else None
-        if fetching is None or fetching < tokens * self.saved(prompt, blend, which)[0]:
+        if fetching is None or fetching < tokens * self.saved(prompt, blend, which).per_token:
             return donors
         return near
 
-    def saved(
-        self, prompt: Prompt, blend: BlendConfig, which: Sequence[int]
-    ) -> tuple[float, dict[ChunkKey, float]]:
+    def saved(self, prompt: Prompt, blend: BlendConfig, which: Sequence[int]) -> TimeSaved:
         """Seconds that the stored KV of a token is expected to save, where that of all these chunks is used; and of what
         is worth something else: without the prefix the chunk behind it is not exact either.
         """
@@ -277,7 +280,7 @@ class Blender:
             for found in (supposed(prompt, which), supposed(prompt, ()), supposed(prompt, which, False))
         )
         prefix = {self.key(prompt.prefix, ()): max(0.0, no_prefix - with_them)} if prompt.prefix else {}
-        return max(0.0, alone - with_them) / max(1, tokens), prefix
+        return TimeSaved(max(0.0, alone - with_them) / max(1, tokens), prefix)
 
     def _least(self, prompt: Prompt, blend: BlendConfig, found: Found) -> float:
         """Seconds that the best method is expected to take."""

@@ -14,7 +14,7 @@ from blendserve.config import Method
 from blendserve.core import ChunkKV, Prompt, TokenIds, Unusable
 from blendserve.errors import CorruptRecord, StoreVersion
 from blendserve.store import ChunkKey, ChunkView, Snapshot
-from blendserve.store.base import LOCAL, REMOTE
+from blendserve.store.base import LOCAL, REMOTE, TimeSaved
 from blendserve.store.codecs.base import SLOW
 from blendserve.store.memory import MemoryChunk
 
@@ -92,11 +92,13 @@ def look_up(
     slow: Mapping[ChunkKey, str],
     waiting: WhileWaiting | None = None,
     prefix: ChunkView | None = None,
+    saved: TimeSaved | None = None,
 ) -> Found:
     """Look for the prefix and the chunks `which`, but not for `slow` ones, which says why.
 
     waiting: computes some of them while others are on their way; None = nobody does. prefix: where the caller has its KV;
-    the store is not asked for it then. What is found damaged is added to `corrupt`, which says why.
+    the store is not asked for it then. saved: what the chunks save, where the store compares that with fetching them.
+    What is found damaged is added to `corrupt`, which says why.
     """
 
     computed = waiting.computed if waiting else {}
@@ -114,7 +116,7 @@ def look_up(
     keys = {i: key_of(prompt.chunks[i].ids) for i in which}
     # The prefix in front: what is asked for last is still coming when the prefill begins, and is to be worth that.
     wanted = keys.values() if prefix else (prefix_key, *keys.values())
-    snapshot.expect([key for key in dict.fromkeys(wanted) if asked(key)], waiting)
+    snapshot.expect([key for key in dict.fromkeys(wanted) if asked(key)], waiting, saved)
     chunks: list[ChunkView | None] = [None] * len(prompt.chunks)
     for i in which:
         chunks[i] = view(keys[i], len(prompt.chunks[i]))

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 
 from blendserve.store import ChunkKey, ChunkView, KVStore, Snapshot
-from blendserve.store.base import Meanwhile
+from blendserve.store.base import Meanwhile, TimeSaved
 from blendserve.store.codecs.base import Undecodable
 from blendserve.store.wrapped import WrappedStore
 
@@ -76,8 +76,10 @@ class _SharedSnapshot:
     def undecodable(self) -> Mapping[ChunkKey, Undecodable]:
         return self._snapshot.undecodable
 
-    def expect(self, keys: Sequence[ChunkKey], meanwhile: Meanwhile | None = None) -> None:
-        self._snapshot.expect(keys, meanwhile)
+    def expect(
+        self, keys: Sequence[ChunkKey], meanwhile: Meanwhile | None = None, saved: TimeSaved | None = None
+    ) -> None:
+        self._snapshot.expect(keys, meanwhile, saved)
 
     def tier(self, key: ChunkKey) -> str:
         return self._snapshot.tier(key)

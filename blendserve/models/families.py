@@ -1,8 +1,8 @@
 """Which models can be blended, as a table: how a decoder layer of each family differs from Llama's, and who is refused.
 
 A layer is   x + attention(norm(x)),  then  x + mlp(norm(x)),   with norms, scales and windows that differ by family.
-To support one more, add a line to FAMILIES and a tiny model of it to tests/tiny.py: the tests compare every layer with
-the model's own, and the gate does it again on the real weights.
+To support one more, add a line to FAMILIES and a tiny model of it to tests/support/models.py: the tests compare every
+layer with the model's own, and the gate does it again on the real weights.
 """
 
 from __future__ import annotations

@@ -13,10 +13,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from blendserve.errors import StoreError, unraised
-from blendserve.store.base import REMOTE, ChunkView, KVStore, Meanwhile, Snapshot
+from blendserve.store.base import REMOTE, ChunkView, KVStore, Meanwhile, Snapshot, TimeSaved
 from blendserve.store.chunk import StoredChunk
 from blendserve.store.codecs.base import Undecodable
-from blendserve.store.fetching import Fetched, Fetcher
+from blendserve.store.fetching import Fetched, Fetcher, was_left
 from blendserve.store.key import ChunkKey
 from blendserve.store.record import Coded, seal
 from blendserve.store.wrapped import WrappedStore
@@ -34,8 +34,8 @@ class ReadAhead(WrappedStore):
         with self._store.reading() as snapshot:
             yield _Ahead(snapshot, self._fetcher, self._store)
 
-    def prefetch(self, keys: Iterable[ChunkKey]) -> None:
-        self._fetcher.start(keys)
+    def prefetch(self, keys: Iterable[ChunkKey], saved: TimeSaved | None = None) -> None:
+        self._fetcher.start(keys, saved)
 
     def delete(self, key: ChunkKey) -> bool:
         self._fetcher.forget(key)
@@ -58,12 +58,17 @@ class _Ahead:
     def undecodable(self) -> Mapping[ChunkKey, Undecodable]:
         return {**self._snapshot.undecodable, **self._lacking}
 
-    def expect(self, keys: Sequence[ChunkKey], meanwhile: Meanwhile | None = None) -> None:
+    def expect(
+        self, keys: Sequence[ChunkKey], meanwhile: Meanwhile | None = None, saved: TimeSaved | None = None
+    ) -> None:
         new = [key for key in keys if key not in self._ahead]
         ahead = self._fetcher.begun(new, shared=True)
         left = [key for key in new if key not in ahead]
-        self._snapshot.expect(left, meanwhile)  # under way while those are waited for
-        self._ahead |= {key: fetched() for key, fetched in ahead.items()}
+        self._snapshot.expect(left, meanwhile, saved)  # under way while those are waited for
+        came = {key: fetched() for key, fetched in ahead.items()}
+        self._ahead |= {key: fetched for key, fetched in came.items() if not was_left(fetched)}
+        if again := [key for key, fetched in came.items() if was_left(fetched)]:
+            self._snapshot.expect(again, None if left else meanwhile, saved)
 
     def tier(self, key: ChunkKey) -> str:
         return REMOTE

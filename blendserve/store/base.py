@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -97,6 +97,18 @@ class Coming(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class TimeSaved:
+    """Seconds that stored KV saves one request: what fetching a chunk must not exceed."""
+
+    per_token: float
+    by_chunk: Mapping[ChunkKey, float] = field(default_factory=dict)  # of chunks that save another time
+
+    def of(self, key: ChunkKey, n_tokens: int) -> float:
+        """For this chunk of `n_tokens` tokens."""
+        return self.by_chunk.get(key, self.per_token * n_tokens)
+
+
 Meanwhile = Callable[
     [Coming], None
 ]  # what who waits for chunks does, in their own thread, until there is nothing to do
@@ -114,8 +126,13 @@ class Snapshot(Protocol):
         """Of the chunks that `get` was asked for: those that count as missing though they may be there, and why."""
         ...
 
-    def expect(self, keys: Sequence[ChunkKey], meanwhile: Meanwhile | None = None) -> None:
+    def expect(
+        self, keys: Sequence[ChunkKey], meanwhile: Meanwhile | None = None, saved: TimeSaved | None = None
+    ) -> None:
         """`get` will be asked for these: read them in one go where that is cheaper.
+
+        saved: lets a store that compares (`compares_cost`) leave chunks that are quicker to compute. It holds for the
+        snapshot, until the next `saved`; without it every chunk is fetched.
 
         A hint: it raises nothing, and `get` gives the same with it and without, but for what `meanwhile` withdraws.
         That is called where they come from afar, at the latest within the first `get` of one that does.
@@ -385,8 +402,11 @@ class KVStore(ABC):
         """
         return self.keys(namespace)
 
-    def prefetch(self, keys: Iterable[ChunkKey]) -> None:
-        """A request for these is on its way: begin to bring near what is far. A hint; it waits for nothing."""
+    def prefetch(self, keys: Iterable[ChunkKey], saved: TimeSaved | None = None) -> None:
+        """Start to fetch the remote chunks of a queued prompt. A hint; it waits for nothing.
+
+        saved: as for `Snapshot.expect`.
+        """
         return
 
     @property
@@ -402,13 +422,9 @@ class KVStore(ABC):
         return None
 
     @property
-    def weighs(self) -> bool:
-        """Whether it sees by itself what is worth bringing from another machine, once told what that saves."""
+    def compares_cost(self) -> bool:
+        """Whether it leaves chunks that take longer to fetch than they save a request, where `expect` says what."""
         return False
-
-    def weigh(self, seconds_per_token: float, of: Mapping[ChunkKey, float]) -> None:
-        """What using stored KV saves here for a token; of: seconds, of whole chunks where it is something else."""
-        return
 
     @abstractmethod
     def delete(self, key: ChunkKey) -> bool:

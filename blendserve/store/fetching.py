@@ -22,9 +22,9 @@ import torch
 
 from blendserve.core import ChunkKV
 from blendserve.errors import CorruptRecord, StoreError, StoreVersion, unraised
-from blendserve.store.base import ChunkView, Coming, KVStore, Meanwhile, Snapshot
+from blendserve.store.base import ChunkView, Coming, KVStore, Meanwhile, Snapshot, TimeSaved
 from blendserve.store.chunk import StoredChunk
-from blendserve.store.codecs.base import UNREACHABLE, ChunkShape, Undecodable
+from blendserve.store.codecs.base import SLOW, UNREACHABLE, ChunkShape, Undecodable
 from blendserve.store.codecs.raw import Raw
 from blendserve.store.key import ChunkKey
 from blendserve.store.record import Coded
@@ -58,7 +58,7 @@ class Fetcher:
         self._pool = ThreadPoolExecutor(max_workers=READERS, thread_name_prefix="blendserve-fetch")
         self._trouble, self._rest_until = "", 0.0
 
-    def start(self, keys: Iterable[ChunkKey]) -> None:
+    def start(self, keys: Iterable[ChunkKey], saved: TimeSaved | None = None) -> None:
         """Read these ahead, if there is room."""
         with self._lock:
             self._trim()
@@ -68,17 +68,24 @@ class Fetcher:
                 self._wanted.pop(key, None)
             self._wanted.update(asked)
             if new and self._held() < self._cap:
-                batch = _Batch(self._pool.submit(self.read, new), time.monotonic())
+                batch = _Batch(self._pool.submit(self.read, new, None, saved), time.monotonic())
                 self._ahead.update(dict.fromkeys(new, batch))
 
-    def take(self, keys: Sequence[ChunkKey], meanwhile: Meanwhile | None = None) -> dict[ChunkKey, Fetched]:
-        """These chunks, as far as the remote store has them, and `meanwhile` lets it give them."""
+    def take(
+        self, keys: Sequence[ChunkKey], meanwhile: Meanwhile | None = None, saved: TimeSaved | None = None
+    ) -> dict[ChunkKey, Fetched]:
+        """These chunks, as far as the remote store has them, and `meanwhile` lets it give them.
+
+        A chunk that was left when it was read ahead, as computing it saved more, is asked for again with this `saved`.
+        """
         begun = self.begun(keys)
         now = [key for key in keys if key not in begun]
         found = (
-            self.read(now, meanwhile) if now else {}
+            self.read(now, meanwhile, saved) if now else {}
         )  # first: what is read ahead arrives meanwhile, not after it
-        return found | {key: fetched for key, wait in begun.items() if (fetched := wait())}
+        found |= {key: fetched for key, wait in begun.items() if (fetched := wait())}
+        left = [key for key in begun if was_left(found.get(key))]
+        return found | (self.read(left, None if now else meanwhile, saved) if left else {})
 
     def begun(
         self, keys: Sequence[ChunkKey], shared: bool = False
@@ -105,13 +112,15 @@ class Fetcher:
             self._ahead.pop(key, None)
             self._wanted.pop(key, None)
 
-    def read(self, keys: Sequence[ChunkKey], meanwhile: Meanwhile | None = None) -> dict[ChunkKey, Fetched]:
+    def read(
+        self, keys: Sequence[ChunkKey], meanwhile: Meanwhile | None = None, saved: TimeSaved | None = None
+    ) -> dict[ChunkKey, Fetched]:
         """From the remote store, now and in one go. What cannot be reached is told as such."""
         found: dict[ChunkKey, Fetched] = {}
         if time.monotonic() >= self._rest_until:
             try:
                 with self._remote.reading() as snapshot:
-                    snapshot.expect(keys, _undecoded(meanwhile))
+                    snapshot.expect(keys, _undecoded(meanwhile), saved)
                     for key in keys:
                         found |= _fetched(snapshot, key)
                 self.failures += any(
@@ -178,6 +187,11 @@ class _Undecoded:
 
 def _undecoded(meanwhile: Meanwhile | None) -> Meanwhile | None:
     return meanwhile and (lambda coming: meanwhile(_Undecoded(coming)))
+
+
+def was_left(fetched: Fetched | None) -> bool:
+    """Whether a request's `saved` was too little to fetch this chunk; another request's may be enough."""
+    return isinstance(fetched, Undecodable) and fetched.kind == SLOW
 
 
 def _of(read: Future[dict[ChunkKey, Fetched]], key: ChunkKey) -> Fetched | None:

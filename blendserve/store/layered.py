@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -34,6 +34,7 @@ from blendserve.store.base import (
     Sample,
     Snapshot,
     StoreStats,
+    TimeSaved,
 )
 from blendserve.store.chunk import StoredChunk
 from blendserve.store.codecs.base import NO_TABLES, ChunkShape, Codec, Undecodable
@@ -106,8 +107,10 @@ class LayeredStore(WrappedStore):
     def arriving(self, key: ChunkKey) -> Coded | None:
         return self._arriving.get(key)
 
-    def fetch(self, keys: Sequence[ChunkKey], meanwhile: Meanwhile | None) -> dict[ChunkKey, Fetched]:
-        return self._fetcher.take(keys, meanwhile)
+    def fetch(
+        self, keys: Sequence[ChunkKey], meanwhile: Meanwhile | None, saved: TimeSaved | None
+    ) -> dict[ChunkKey, Fetched]:
+        return self._fetcher.take(keys, meanwhile, saved)
 
     def view(self, key: ChunkKey, coded: Coded) -> ChunkView:
         chunk = StoredChunk(key, seal(key, coded), coded.segments.__getitem__, self.tables)
@@ -119,24 +122,21 @@ class LayeredStore(WrappedStore):
 
     # Reading ahead, and what is there
 
-    def prefetch(self, keys: Iterable[ChunkKey]) -> None:
+    def prefetch(self, keys: Iterable[ChunkKey], saved: TimeSaved | None = None) -> None:
         far = [
             key for key in keys if key not in self._arriving and not any(key in tier for tier in self._tiers)
         ]
         with suppress(StoreError):
             far = [key for key in far if key not in self._near]
-        self._fetcher.start(far)
+        self._fetcher.start(far, saved)
 
     @property
     def far(self) -> bool:
         return True
 
     @property
-    def weighs(self) -> bool:
-        return self._far.weighs
-
-    def weigh(self, seconds_per_token: float, of: Mapping[ChunkKey, float]) -> None:
-        self._far.weigh(seconds_per_token, of)
+    def compares_cost(self) -> bool:
+        return self._far.compares_cost
 
     def sample(self, keys: Sequence[ChunkKey], n_bytes: int) -> Sample | None:
         """Of a remote store that cannot give a part of a chunk, a whole one."""

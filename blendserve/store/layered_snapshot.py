@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from blendserve.errors import CorruptRecord, StoreError, StoreVersion, unraised
-from blendserve.store.base import REMOTE, ChunkView, Meanwhile, Snapshot
+from blendserve.store.base import REMOTE, ChunkView, Meanwhile, Snapshot, TimeSaved
 from blendserve.store.codecs.base import Undecodable
 from blendserve.store.fetching import Fetched
 from blendserve.store.key import ChunkKey
@@ -24,7 +24,9 @@ class Source(Protocol):
         """A chunk that was fetched, and is not in the own store yet."""
         ...
 
-    def fetch(self, keys: Sequence[ChunkKey], meanwhile: Meanwhile | None) -> dict[ChunkKey, Fetched]:
+    def fetch(
+        self, keys: Sequence[ChunkKey], meanwhile: Meanwhile | None, saved: TimeSaved | None
+    ) -> dict[ChunkKey, Fetched]:
         """Chunks of the remote store, in one go; those that were read ahead at once."""
         ...
 
@@ -46,6 +48,7 @@ class LayeredSnapshot:
         self.fetched: dict[ChunkKey, Coded] = {}  # that were found there
         self._expected: list[ChunkKey] = []
         self._meanwhile: Meanwhile | None = None
+        self._saved: TimeSaved | None = None
         self._looked: dict[ChunkKey, ChunkView | None] = {}  # up here: once, also for who asks again
         self._answers: dict[ChunkKey, Fetched] = {}  # of the remote store
         self._asked: set[ChunkKey] = set()  # of it
@@ -58,8 +61,10 @@ class LayeredSnapshot:
         here = self._near.undecodable if self._near else {}
         return {key: why for key, why in {**here, **self._lacking}.items() if key not in self._from}
 
-    def expect(self, keys: Sequence[ChunkKey], meanwhile: Meanwhile | None = None) -> None:
-        self._expected, self._meanwhile = list(keys), meanwhile
+    def expect(
+        self, keys: Sequence[ChunkKey], meanwhile: Meanwhile | None = None, saved: TimeSaved | None = None
+    ) -> None:
+        self._expected, self._meanwhile, self._saved = list(keys), meanwhile, saved or self._saved
         if self._near:
             self._near.expect(keys)
 
@@ -102,7 +107,7 @@ class LayeredSnapshot:
             keys = [k for k in dict.fromkeys((*self._expected, key)) if k not in self._asked]
             lacking = [k for k in keys if k == key or self._here(k) is None]
             self._asked.update(lacking)
-            self._answers |= self._source.fetch(lacking, self._meanwhile)
+            self._answers |= self._source.fetch(lacking, self._meanwhile, self._saved)
         answer = self._answers.get(key)
         view = self._view(key, answer) if isinstance(answer, Coded) else None
         self._source.count("hits" if view else "misses")

@@ -25,6 +25,7 @@ from blendserve.store.base import (
     KVStore,
     Meanwhile,
     StoreStats,
+    TimeSaved,
     VerifyReport,
     full,
     stats_of,
@@ -98,7 +99,9 @@ class MemorySnapshot:
     tables: dict[bytes, bytes]
     undecodable: dict[ChunkKey, Undecodable] = field(default_factory=dict)
 
-    def expect(self, keys: Sequence[ChunkKey], meanwhile: Meanwhile | None = None) -> None:
+    def expect(
+        self, keys: Sequence[ChunkKey], meanwhile: Meanwhile | None = None, saved: TimeSaved | None = None
+    ) -> None:
         """Nothing to do: it is all here."""
 
     def tier(self, key: ChunkKey) -> str:

@@ -34,6 +34,7 @@ from blendserve.store.base import (
     Snapshot,
     StoreStats,
     TierStats,
+    TimeSaved,
 )
 from blendserve.store.codecs.base import Pair, Undecodable
 from blendserve.store.key import ChunkKey
@@ -247,8 +248,10 @@ class _TieredSnapshot:
     def undecodable(self) -> Mapping[ChunkKey, Undecodable]:
         return self._snapshot.undecodable
 
-    def expect(self, keys: Sequence[ChunkKey], meanwhile: Meanwhile | None = None) -> None:
-        self._snapshot.expect(keys, meanwhile)
+    def expect(
+        self, keys: Sequence[ChunkKey], meanwhile: Meanwhile | None = None, saved: TimeSaved | None = None
+    ) -> None:
+        self._snapshot.expect(keys, meanwhile, saved)
 
     def get(self, key: ChunkKey) -> ChunkView | None:
         view = self._snapshot.get(key)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from blendserve.core import ChunkKV, TokenIds
-from blendserve.store.base import ChunkInfo, KVStore, Lease, Sample, StoreStats, VerifyReport
+from blendserve.store.base import ChunkInfo, KVStore, Lease, Sample, StoreStats, TimeSaved, VerifyReport
 from blendserve.store.codecs.base import Codec
 from blendserve.store.key import ChunkKey
 from blendserve.store.record import Coded
@@ -79,8 +79,8 @@ class WrappedStore(KVStore):
     def donor_keys(self, namespace: str) -> Iterator[ChunkKey]:
         return self._store.donor_keys(namespace)
 
-    def prefetch(self, keys: Iterable[ChunkKey]) -> None:
-        self._store.prefetch(keys)
+    def prefetch(self, keys: Iterable[ChunkKey], saved: TimeSaved | None = None) -> None:
+        self._store.prefetch(keys, saved)
 
     @property
     def far(self) -> bool:
@@ -90,11 +90,8 @@ class WrappedStore(KVStore):
         return self._store.sample(keys, n_bytes)
 
     @property
-    def weighs(self) -> bool:
-        return self._store.weighs
-
-    def weigh(self, seconds_per_token: float, of: Mapping[ChunkKey, float]) -> None:
-        self._store.weigh(seconds_per_token, of)
+    def compares_cost(self) -> bool:
+        return self._store.compares_cost
 
     def delete(self, key: ChunkKey) -> bool:
         return self._store.delete(key)

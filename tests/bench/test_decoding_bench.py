@@ -13,7 +13,7 @@ from blendserve.models.adapter import Adapter
 from blendserve.models.forward import append
 from blendserve.models.kv_cache import KVCache
 from blendserve.models.replay import EAGER, replayed_steps
-from tests.tiny import tiny_adapter
+from tests.support.models import tiny_adapter
 
 
 def test_both_ways_of_decoding_agree_and_are_timed() -> None:

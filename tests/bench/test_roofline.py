@@ -20,7 +20,7 @@ from blendserve.errors import ModelUnsupported
 from blendserve.evaluate.variants import variants
 from blendserve.models.adapter import Adapter
 from blendserve.models.loader import Reader
-from tests.tiny import tiny_adapter
+from tests.support.models import tiny_adapter
 
 WORDS = ("full", "prefix", "reuse", "query@0.2", "deviation@0.2", "chunk_head@0.5", "query@1", "random@0")
 

@@ -13,7 +13,7 @@ from blendserve.models.loader import Reader, load_reader, read_configuration
 from blendserve.models.random_model import TILE, Folded, random_model
 from blendserve.models.shapes import SHAPES, shape_config
 from tests.bench.conftest import write_shape
-from tests.tokenizers import bundled_tokenizer
+from tests.support.tokenizers import bundled_tokenizer
 
 # Parameters in millions as the model cards have them, embeddings once where they are tied.
 MILLIONS = {

@@ -21,8 +21,8 @@ from blendserve.store import KVStore, LMDBStore, MemoryStore
 from blendserve.store.codecs.base import Coding
 from blendserve.store.memory import MemoryChunk
 from blendserve.store.record import Coded
-from tests.blend.helpers import assert_near, distance, model_logits, some_ids, some_prompt
-from tests.tiny import tiny_adapter
+from tests.support.blending import assert_near, check_report, distance, model_logits, some_ids, some_prompt
+from tests.support.models import tiny_adapter
 
 GIB = 2**30
 PREFIX = some_ids(5)
@@ -45,20 +45,6 @@ def ids(prompt: Prompt = PROMPT) -> list[TokenIds]:
 
 def found(report: BlendReport) -> tuple[int, int, int]:
     return report.chunks_hit, report.chunks_missing, report.chunks_corrupt
-
-
-def assert_adds_up(report: BlendReport, prompt: Prompt) -> None:
-    kinds = (
-        report.tokens_exact,
-        report.tokens_reused,
-        report.tokens_recomputed,
-        report.tokens_computed,
-        report.tokens_suffix,
-    )
-    assert min(kinds) >= 0
-    assert sum(kinds) == report.tokens_prompt == len(prompt)
-    assert report.blended == (report.reason == "")
-    assert sum(found(report)) <= report.chunks == len(prompt.chunks)
 
 
 class Leaky(MemoryStore):
@@ -88,7 +74,7 @@ class LeakySnapshot:
         self.undecodable = snapshot.undecodable
         self.expected: list[bytes] = []
 
-    def expect(self, keys: Sequence[bytes], meanwhile: Any = None) -> None:
+    def expect(self, keys: Sequence[bytes], meanwhile: Any = None, saved: Any = None) -> None:
         self.expected += keys
 
     def tier(self, key: bytes) -> str:
@@ -133,7 +119,7 @@ def test_every_request_is_answered_and_accounted_for(
     store.broken = {maker.key(PROMPT.chunks[i].ids) for i in stored & broken}
     blended = maker.run(prompt, BlendConfig(method=method, policy=policy))
     report = blended.report
-    assert_adds_up(report, prompt)
+    check_report(report, prompt)
     assert torch.isfinite(blended.prefilled.logits).all()
     if method in {"full", "prefix"}:
         assert not report.blended
@@ -184,7 +170,7 @@ def test_a_corrupt_chunk_is_recomputed_reported_and_replaced() -> None:
     hurt = maker.run(PROMPT, BlendConfig(method="blend"))
     assert found(hurt.report) == (4, 0, 1)
     assert hurt.absent == ((), ids()[1])
-    assert_adds_up(hurt.report, PROMPT)
+    check_report(hurt.report, PROMPT)
     as_if_missing = MemoryStore(GIB)
     filled(as_if_missing)
     as_if_missing.delete(maker.key(ids()[1]))
@@ -258,7 +244,7 @@ def test_a_chunk_that_cannot_be_decoded_here_is_missing_with_its_reason_and_repl
     assert "layer 2 fails its checksum" in hurt.report.unusable[0].reason
     assert "no codec 'alien'" in hurt.report.unusable[1].reason
     assert hurt.report.to_dict()["unusable"][1]["kind"] == "codec"
-    assert_adds_up(hurt.report, PROMPT)
+    check_report(hurt.report, PROMPT)
     assert maker.remember(hurt.absent) == 2
     assert maker.run(PROMPT, BlendConfig(method="blend")).report.unusable == ()
 
@@ -277,7 +263,7 @@ def test_without_its_store_a_request_is_full_prefill_and_says_why() -> None:
     blended = maker.run(PROMPT, BlendConfig(method="blend"))
     assert_near(blended.prefilled.logits, model_logits(maker.adapter, PROMPT))
     assert "the disk has gone" in blended.report.reason
-    assert_adds_up(blended.report, PROMPT)
+    check_report(blended.report, PROMPT)
 
 
 @pytest.mark.parametrize(
@@ -299,7 +285,7 @@ def test_the_report_says_why_nothing_was_blended(
     report = filled(MemoryStore(GIB), prompt).run(prompt, BlendConfig(method=method, ratio=ratio)).report
     assert report.reason.startswith(reason)
     assert bool(report.reason) == bool(reason)
-    assert_adds_up(report, prompt)
+    check_report(report, prompt)
 
 
 def test_share_recomputed_is_the_ratio_asked_for() -> None:

@@ -13,7 +13,7 @@ from blendserve.config import BlendConfig
 from blendserve.store import MemoryStore
 from blendserve.store.memory import MemoryChunk
 from tests.blend.test_blender import GIB, PREFIX, PROMPT, Leaky, ids
-from tests.tiny import fresh_model
+from tests.support.models import fresh_model
 
 
 def state_of(model: Any) -> dict[str, Any]:

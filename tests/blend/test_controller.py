@@ -12,8 +12,8 @@ from blendserve.blend.cost import HIDDEN, MEMORY, CostModel, LoadRate, free_rati
 from blendserve.blend.policies.base import make_policy
 from blendserve.blend.work import work_of
 from blendserve.config import BlendConfig, changed
-from tests.blend.helpers import blend, lay, some_prompt
-from tests.tiny import tiny_adapter
+from tests.support.blending import blend, lay, some_prompt
+from tests.support.models import tiny_adapter
 
 COSTS = CostModel(per_pass=1e-3, per_row=1e-3, per_pair=1e-6, per_loaded=1e-4)
 LAYOUT = lay(tiny_adapter("llama"), some_prompt([30, 300, 300]))

@@ -1,4 +1,4 @@
-"""Each correction against loops over chunks, heads and tokens; the ridge by least squares over added rows."""
+"""What the corrections are for; their values are in test_differential.py."""
 
 from __future__ import annotations
 
@@ -7,23 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
-from blendserve.blend.corrections.base import WEIGHT, Correction
+from blendserve.blend.corrections.base import Correction
 from blendserve.blend.corrections.prior import (
     BEYOND,
-    FIRST_KEYS,
-    LAST_KEYS,
-    LEAST,
-    TRUST,
-    VALUES,
-    WHOLE,
     PriorRidge,
 )
-from blendserve.blend.corrections.ridge import KEY_SCALE, PENALTY, VALUE_SCALE, ZERO_PRIOR, Ridge
-from blendserve.blend.corrections.shift import SCALE, Shift
+from blendserve.blend.corrections.ridge import Ridge
+from blendserve.blend.corrections.shift import Shift
 from blendserve.blend.loader import KVLoader
 from blendserve.blend.priors import Priors
 from blendserve.core import Span
@@ -32,26 +24,8 @@ from blendserve.kernels.types import CorrectionParams, Ropes
 from blendserve.models.adapter import Adapter
 from blendserve.models.kv_cache import KVCache
 from blendserve.registry import CORRECTIONS
-from tests.blend.helpers import assert_near, blend, distance, lay, some_prompt
-from tests.tiny import KINDS, tiny_adapter
-
-SCALES = KEY_SCALE, VALUE_SCALE
-
-
-def shifted(stored: Tensor, fresh: Tensor, rows: list[int], spans: list[Span]) -> Tensor:
-    """stored [K, T, D], fresh [K, S, D] at `rows`, both before RoPE -> stored with each span moved by its shift."""
-    difference = {at: fresh[:, i] - stored[:, at] for i, at in enumerate(rows)}
-    inside = [at for at in rows if any(s.start <= at < s.stop for s in spans)]
-    if not inside:
-        return stored.clone()
-    overall = torch.stack([difference[at] for at in inside]).mean(0)
-    out = stored.clone()
-    for span in spans:
-        mine = [difference[at] for at in inside if span.start <= at < span.stop]
-        shift = (sum(mine, torch.zeros_like(overall)) + WEIGHT * overall) / (len(mine) + WEIGHT)
-        for at in set(range(span.start, span.stop)) - set(inside):
-            out[:, at] += SCALE * shift
-    return out
+from tests.support.blending import assert_near, blend, distance, lay, some_priors, some_prompt
+from tests.support.models import tiny_adapter
 
 
 @dataclass(frozen=True)
@@ -75,11 +49,6 @@ class Case:
         )
         return done
 
-    def check(self, keys: Tensor, values: Tensor) -> None:
-        """What the cache must hold now: keys before RoPE and values."""
-        assert_near(self.cache.values[1], values, 1e-4)
-        assert_near(self.cache.keys[1], self.adapter.rotate(keys, self.ropes[1]), 1e-4)
-
 
 def some_case(name: str, lengths: list[int], picks: int, seed: int) -> Case:
     adapter, prompt = tiny_adapter(name), some_prompt([2, *lengths])
@@ -100,21 +69,6 @@ def some_case(name: str, lengths: list[int], picks: int, seed: int) -> Case:
     return Case(adapter, cache, ropes, list(layout.reusable_spans), rows, (keys, values), fresh)
 
 
-cases = given(
-    st.lists(st.sampled_from([1, 3, 8]), min_size=1, max_size=4), st.integers(0, 2**20), st.integers(0, 99)
-)
-
-
-@pytest.mark.parametrize("name", KINDS)
-@settings(max_examples=30)
-@cases
-def test_shift_equals_the_loop(name: str, lengths: list[int], picks: int, seed: int) -> None:
-    case = some_case(name, lengths, picks, seed)
-    case.apply(Shift)
-    pairs = zip(case.stored, case.fresh, strict=True)
-    case.check(*(shifted(stored, fresh, case.rows, case.spans) for stored, fresh in pairs))
-
-
 def expectations(case: Case, known: Priors) -> Tensor:
     """What priors expect of every token, [K, T, 2D]: each is the sum of its numbers' rows."""
     weights, constant = known.layer(1)
@@ -122,110 +76,6 @@ def expectations(case: Case, known: Priors) -> Tensor:
     for j, column in enumerate(torch.cat(case.stored, dim=-1).unbind(dim=-1)):
         out += column[..., None] * weights[:, j, None]
     return out
-
-
-def shares(expected: Tensor, moved: Tensor) -> Tensor:
-    """[n, 2D] of one head -> by how much of it to go, [2D]: the slope as if TRUST more tokens had moved as expected."""
-    found = []
-    for e, m in zip(expected.chunk(2, dim=-1), moved.chunk(2, dim=-1), strict=True):
-        typical = float(e.pow(2).sum() / max(1, len(e)))
-        top, bottom = float((e * m).sum()) + TRUST * typical, float(e.pow(2).sum()) + TRUST * typical
-        found += [min(1.0, max(0.0, top / bottom)) if bottom else 1.0] * e.shape[-1]
-    return torch.tensor(found)
-
-
-def ridged(case: Case, known: Priors | None = None) -> tuple[Tensor, Tensor]:
-    """What `ridge` makes of it, head by head: ridge regression is least squares with sqrt(penalty) rows added.
-
-    known: what `prior` makes of it.
-    """
-    kept = [(i, at) for i, at in enumerate(case.rows) if any(s.start <= at < s.stop for s in case.spans)]
-    some = min(1.0, len(kept) / sum(map(len, case.spans)) / WHOLE)
-    dare, last = some + (1 - some) * LEAST, case.adapter.n_layers - 1
-    learnt = SCALES if known is None else tuple(dare * scale for scale in BEYOND)
-    of_expected = dare * ((last - 1) * FIRST_KEYS + LAST_KEYS) / last, dare * VALUES  # in layer 1
-    expected = torch.zeros(*case.stored[0].shape[:2], 2 * case.stored[0].shape[2])
-    other = torch.ones(case.spans[-1].stop)  # how much of what a token could look at is no text of its chunk
-    if known is not None:
-        for span in case.spans:
-            other[span.start : span.stop] = span.start / span.stop
-        expected = expectations(case, known)
-        expected[:, : len(other)] *= other[:, None]
-    out = [part.clone() for part in case.stored]
-    if not kept:
-        for span in case.spans:
-            here = slice(span.start, span.stop)
-            for part, half, scale in zip(out, expected.chunk(2, dim=-1), of_expected, strict=True):
-                part[:, here] += scale * half[:, here]
-        return out[0], out[1]
-    which = [next(n for n, s in enumerate(case.spans) if s.start <= at < s.stop) for _, at in kept]
-    for head in range(case.adapter.n_kv_heads):
-        old = [part[head] for part in case.stored]
-        moved = torch.stack(
-            [torch.cat([f[head, i] - o[at] for f, o in zip(case.fresh, old, strict=True)]) for i, at in kept]
-        )
-        told = expected[head, [at for _, at in kept]]
-        share = shares(told, moved)
-        moved = moved - share * told
-        overall = moved.sum(0) / (len(kept) + ZERO_PRIOR)
-        means = []
-        for n in range(len(case.spans)):
-            mine = [m - overall for m, w in zip(moved, which, strict=True) if w == n]
-            means.append(overall + sum(mine, torch.zeros_like(overall)) / (len(mine) + WEIGHT))
-        where = [at for _, at in kept]
-        centre = [o[where].mean(0) for o in old]
-        sample = [(o[where] - c) * other[where, None] for o, c in zip(old, centre, strict=True)]
-        size = [x.pow(2).mean().sqrt().clamp(min=1e-6) for x in sample]
-
-        def features(at: list[int]) -> Tensor:
-            scaled = [(o[at] - c) * other[at, None] / s for o, c, s in zip(old, centre, size, strict=True)]  # noqa: B023
-            return torch.cat(scaled, dim=-1)
-
-        x, y = (
-            features([at for _, at in kept]),
-            torch.stack([m - means[w] for m, w in zip(moved, which, strict=True)]),
-        )
-        width = x.shape[1]
-        added = (PENALTY * width) ** 0.5 * torch.eye(width)
-        solved = torch.linalg.lstsq(torch.cat([x, added]), torch.cat([y, torch.zeros(width, width)])).solution
-        for n, span in enumerate(case.spans):
-            for at in set(range(span.start, span.stop)) - {at for _, at in kept}:
-                beyond = means[n] + features([at])[0] @ solved
-                for said, scales in ((beyond, learnt), (share * expected[head, at], of_expected)):
-                    for part, delta, scale in zip(out, said.chunk(2), scales, strict=True):
-                        part[head, at] += scale * delta
-    return out[0], out[1]
-
-
-@pytest.mark.parametrize("name", KINDS)
-@settings(max_examples=15)
-@cases
-def test_ridge_equals_least_squares(name: str, lengths: list[int], picks: int, seed: int) -> None:
-    case = some_case(name, lengths, picks, seed)
-    wanted = ridged(case)
-    case.apply(Ridge)
-    case.check(*wanted)
-
-
-def some_priors(adapter: Adapter, seed: int) -> Priors:
-    size, generator = 2 * adapter.head_dim, torch.Generator().manual_seed(seed)
-    shape = adapter.n_layers - 1, adapter.n_kv_heads, size
-    weights = 0.3 * torch.randn(*shape, size, generator=generator) / size**0.5
-    return Priors(weights, 0.3 * torch.randn(shape, generator=generator))
-
-
-@pytest.mark.parametrize("name", ["llama", "qwen2"])
-@settings(max_examples=15)
-@cases
-@example(lengths=[30, 20], picks=0b1000010, seed=0)  # few of many: moves are smaller
-def test_prior_equals_what_is_expected_and_least_squares_on_the_rest(
-    name: str, lengths: list[int], picks: int, seed: int
-) -> None:
-    case = some_case(name, lengths, picks, seed)
-    known = some_priors(case.adapter, seed)
-    wanted = ridged(case, known)
-    assert case.apply(PriorRidge, known=known)
-    case.check(*wanted)
 
 
 class WholeMoves(Ridge):

@@ -20,8 +20,8 @@ from blendserve.blend.prefill import prefill
 from blendserve.blend.work import Work, work_of
 from blendserve.config import BlendConfig, Method
 from blendserve.core import Prompt
-from tests.blend.helpers import lay, some_prompt
-from tests.tiny import tiny_adapter
+from tests.support.blending import lay, some_prompt
+from tests.support.models import tiny_adapter
 
 LAYERS = 4
 MODEL = CostModel(per_pass=0.01, per_row=1e-3, per_pair=1e-6, per_loaded=1e-5)

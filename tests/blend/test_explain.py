@@ -14,9 +14,9 @@ from blendserve.blend.blender import Blended, Blender
 from blendserve.config import BlendConfig
 from blendserve.core import Explanation
 from blendserve.store import LMDBStore, MemoryStore
-from tests.blend.helpers import some_ids, some_prompt
 from tests.store.helpers import CAP, flip
-from tests.tiny import tiny_adapter
+from tests.support.blending import some_ids, some_prompt
+from tests.support.models import tiny_adapter
 
 PREFIX = some_ids(5)
 PROMPT = some_prompt([14, 9, 0, 20, 1, 9])

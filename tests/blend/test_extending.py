@@ -12,8 +12,8 @@ from blendserve.config import BlendConfig, Config
 from blendserve.errors import ConfigError
 from blendserve.evaluate.variants import variants
 from blendserve.registry import CORRECTIONS, POLICIES
-from tests.blend.helpers import assert_near, blend, distance, lay, model_logits, some_prompt
-from tests.tiny import tiny_adapter
+from tests.support.blending import assert_near, blend, distance, lay, model_logits, some_prompt
+from tests.support.models import tiny_adapter
 
 LAST = '''
 """The last tokens of everything that is reused."""

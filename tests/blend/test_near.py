@@ -21,10 +21,10 @@ from blendserve.store import near as near_index
 from blendserve.store.codecs.base import forget_ready
 from blendserve.store.codecs.int8 import Int8
 from blendserve.store.near import SURE, NearIndex, fingerprints
-from tests.blend.helpers import distance, model_kv, some_ids
 from tests.store.helpers import flip, tamper
 from tests.store.toy_codec import Toy
-from tests.tiny import tiny_adapter
+from tests.support.blending import distance, model_kv, some_ids
+from tests.support.models import tiny_adapter
 
 GIB = 1 << 30
 PREFIX, SUFFIX = some_ids(5), some_ids(4, 1)

@@ -16,8 +16,8 @@ from blendserve.config import BlendConfig
 from blendserve.store import ChunkKey, ChunkView, KVStore, MemoryStore, Snapshot
 from blendserve.store.base import LOCAL, REMOTE
 from blendserve.store.wrapped import WrappedStore
-from tests.blend.helpers import some_prompt
-from tests.tiny import tiny_adapter
+from tests.support.blending import some_prompt
+from tests.support.models import tiny_adapter
 
 PROMPT = some_prompt([9, 14])
 BLEND = BlendConfig(method="blend", ratio=0.2)

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blendserve.blend.precompute import STACK_TOKENS, ChunkComputer
-from tests.blend.helpers import assert_near, model_kv, some_ids
-from tests.tiny import TINY, tiny_adapter
+from tests.support.blending import assert_near, model_kv, some_ids
+from tests.support.models import TINY, tiny_adapter
 
 
 @pytest.mark.parametrize("name", TINY)

@@ -13,8 +13,8 @@ from blendserve.core import TokenIds
 from blendserve.errors import StoreUnavailable
 from blendserve.models.adapter import Adapter
 from blendserve.store.memory import MemoryStore
-from tests.blend.helpers import assert_near, distance, model_kv, some_ids, some_prompt
-from tests.tiny import tiny_adapter
+from tests.support.blending import assert_near, distance, model_kv, some_ids, some_prompt
+from tests.support.models import tiny_adapter
 
 CORPUS = [some_ids(60, seed) for seed in range(60)]
 PREFIX = some_ids(5, 999)

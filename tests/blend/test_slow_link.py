@@ -22,8 +22,8 @@ from blendserve.store import ChunkKey, ChunkView, KVStore, LayeredStore, MemoryS
 from blendserve.store.base import LOCAL, REMOTE, Sample
 from blendserve.store.codecs.base import SLOW
 from blendserve.store.wrapped import WrappedStore
-from tests.blend.helpers import some_prompt
-from tests.tiny import tiny_adapter
+from tests.support.blending import some_prompt
+from tests.support.models import tiny_adapter
 
 CAP = 1 << 30
 PROMPT = some_prompt([14, 9, 0, 20, 1, 9])
@@ -63,7 +63,7 @@ class _Far:
     def __init__(self, snapshot: Snapshot, store: Far) -> None:
         self._snapshot, self._store = snapshot, store
 
-    def expect(self, keys: Sequence[ChunkKey], meanwhile: Any = None) -> None:
+    def expect(self, keys: Sequence[ChunkKey], meanwhile: Any = None, saved: Any = None) -> None:
         self._store.asked += len(keys)
         if keys:
             time.sleep(self._store.seconds)
@@ -126,16 +126,16 @@ def test_what_is_slower_to_fetch_than_to_compute_is_computed(far: Far) -> None:
 def test_what_stored_kv_saves_is_told_by_the_token_and_the_prefix_apart(far: Far) -> None:
     """Without the prefix its rows run, and the chunk behind it is one more of which some are recomputed."""
     made, blend = precomputed(far, seconds_per_row=1.0), BlendConfig(method="blend", ratio=0.5)
-    per_token, of = made.saved(PROMPT, blend, range(len(PROMPT.chunks)))
+    saved = made.saved(PROMPT, blend, range(len(PROMPT.chunks)))
     prefix_key = made.key(PROMPT.prefix, ())
     whole = made.run(PROMPT, blend).prefilled.cost
     far.delete(prefix_key)
-    assert list(of) == [prefix_key]
+    assert list(saved.by_chunk) == [prefix_key]
     made = blender(far, seconds_per_row=1.0)  # that has not kept it
     more = (made.run(PROMPT, blend).prefilled.cost - whole) * len(PROMPT)
     assert more > len(PROMPT.prefix)
-    assert of[prefix_key] == pytest.approx(more)
-    assert 0 < per_token < 1
+    assert saved.by_chunk[prefix_key] == pytest.approx(more)
+    assert 0 < saved.per_token < 1
 
 
 def test_over_a_quick_link_chunks_are_loaded(far: Far) -> None:

@@ -17,6 +17,7 @@ from blendserve.config import BlendConfig
 from blendserve.core import Prompt
 from blendserve.engine.engine import Engine
 from blendserve.store import ChunkKey, KVStore, MemoryStore
+from blendserve.store.base import TimeSaved
 from blendserve.store.kdn.collection import LENGTH
 from blendserve.store.kdn.store import KdnStore
 from blendserve.store.record import decode_header
@@ -75,10 +76,14 @@ def parts_of(keys: list[ChunkKey], body: bytes) -> Iterator[tuple[ChunkKey, int,
 
 @contextmanager
 def delivered(
-    service: Service, before: Before, rule: Any = None, early: bool = True
+    service: Service,
+    before: Before,
+    rule: Any = None,
+    early: bool = True,
+    saved: TimeSaved | None = None,
 ) -> Iterator[tuple[KdnStore, Paced]]:
     paced = Paced(service, before)
-    with Liar(paced) as peer, KdnStore(settings(peer.url), rule, early=early) as store:
+    with Liar(paced) as peer, KdnStore(settings(peer.url), rule, early=early, saved=saved) as store:
         list(store.keys())  # description and directory are here
         yield store, paced
 

@@ -19,6 +19,7 @@ from blendserve.delivery.pull import pull
 from blendserve.engine.engine import Engine
 from blendserve.errors import StoreError, StoreUnavailable
 from blendserve.store import MemoryStore
+from blendserve.store.base import TimeSaved
 from blendserve.store.codecs.base import tables_hash
 from blendserve.store.kdn.adapt import quickest
 from blendserve.store.kdn.client import API, Client
@@ -164,9 +165,11 @@ def test_a_lie_about_several_chunks_is_bounded_and_each_is_asked_for(honest: Ser
             body = lies.truth(path)
             line.sendall(head(len(body)) + body)
 
-    with Liar(speak) as liar, KdnStore(settings(liar.url), quickest, pace=Known(1e9)) as store:
+    with (
+        Liar(speak) as liar,
+        KdnStore(settings(liar.url), quickest, pace=Known(1e9), saved=TimeSaved(1.0)) as store,
+    ):
         list(store.keys())
-        store.weigh(1.0, {})
         done = blended(store)
     assert any("/layers" in asked for asked in liar.requests)
     assert lies.sent < MOST_SENT

@@ -14,7 +14,7 @@ from blendserve.bench.link import Link, Weather
 from blendserve.core import Prompt
 from blendserve.delivery.catalogue import Catalogue
 from blendserve.store import ChunkKey, KVStore
-from blendserve.store.base import REMOTE, Coming
+from blendserve.store.base import REMOTE, Coming, TimeSaved
 from blendserve.store.kdn.adapt import quickest
 from blendserve.store.kdn.client import Client
 from blendserve.store.kdn.collection import MOST_IN_STEP, Collection, Entry
@@ -31,6 +31,8 @@ from tests.delivery.paced import (
     late_key,
     whole,
 )
+
+SAVED = TimeSaved(1e6)  # so long that no silence is worth noticing
 
 
 class Asked:
@@ -58,7 +60,7 @@ def test_all_chunks_come_in_step_with_the_prefill(service: Service, prompt: Prom
         if l >= 0:
             in_time.append(asked.all.wait(PATIENT_S / 2) and steps.reached(l))
 
-    with delivered(service, before, quickest) as (store, paced):
+    with delivered(service, before, quickest, saved=SAVED) as (store, paced):
         weighed(store, 1.0)
         done = blender(store, steps).run(prompt, BLEND)
     assert in_time == [True] * (len(prompt.chunks) + 1) * LAYERS
@@ -74,7 +76,7 @@ def test_over_a_slow_link_two_are_under_way(service: Service, prompt: Prompt) ->
         asked(key, l)
         assert l == HEADER or asked.all.wait(PATIENT_S / 2)
 
-    with delivered(service, before, quickest) as (store, _):
+    with delivered(service, before, quickest, saved=SAVED) as (store, _):
         weighed(store, 5.0)
         done = blender(store).run(prompt, BLEND)
     assert asked.most == 2
@@ -83,7 +85,10 @@ def test_over_a_slow_link_two_are_under_way(service: Service, prompt: Prompt) ->
 
 def test_what_is_cut_goes_on_where_that_was(service: Service, prompt: Prompt) -> None:
     """Every connection lets through less than all of them."""
-    with Link(service.port) as link, KdnStore(settings(f"http://127.0.0.1:{link.port}"), quickest) as store:
+    with (
+        Link(service.port) as link,
+        KdnStore(settings(f"http://127.0.0.1:{link.port}"), quickest, saved=SAVED) as store,
+    ):
         list(store.keys())
         weighed(store, 1.0)
         before, whole_bytes = link.down.n_bytes, in_all(store, prompt)
@@ -109,7 +114,7 @@ def test_what_does_not_come_right_is_asked_for_again(
                 raise ConnectionError
             part[-1] ^= 1
 
-    with delivered(service, before, quickest) as (store, paced):
+    with delivered(service, before, quickest, saved=SAVED) as (store, paced):
         weighed(store, 1.0)
         done = blender(store).run(prompt, BLEND)
     assert max(paced.asked.values()) > 1
@@ -146,7 +151,7 @@ def test_they_are_what_each_is_alone_and_none_where_one_is_to_come_otherwise(
 def test_none_is_withdrawn_of_a_call_that_is_for_all(service: Service, prompt: Prompt, times: float) -> None:
     """Even one that has not begun, as others' have all connections."""
     withdrawn = list[ChunkKey | None]()
-    with KdnStore(settings(service.url), quickest, workers=1) as store:
+    with KdnStore(settings(service.url), quickest, workers=1, saved=SAVED) as store:
         keys = list(store.keys())
         weighed(store, times)
 
@@ -170,7 +175,7 @@ def test_a_service_that_does_not_do_it_is_asked_for_each(service: Service, promp
         line.sendall(f"HTTP/1.1 {reply.status_code} x\r\nContent-Length: {length}\r\n\r\n".encode())
         line.sendall(reply.content)
 
-    with Liar(speak) as peer, KdnStore(settings(peer.url), quickest) as store:
+    with Liar(speak) as peer, KdnStore(settings(peer.url), quickest, saved=SAVED) as store:
         list(store.keys())
         weighed(store, 1.0)
         done = blender(store).run(prompt, BLEND)
@@ -189,8 +194,7 @@ def weighed(store: KdnStore, times: float) -> None:
     """All chunks take so many times as long to come as one takes to be computed, and none is worth that."""
     entries = store._known[1].values() if store._known else []
     n_bytes, tokens = sum(e.bodies[-1] for e in entries), max(e.n_tokens for e in entries)
-    store._pace = Known(1.0)
-    store.weigh(n_bytes / tokens / times, {})
+    store._pace = Known(n_bytes / (times * tokens * SAVED.per_token))
 
 
 def in_all(store: KdnStore, prompt: Prompt) -> int:

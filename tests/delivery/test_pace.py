@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from blendserve.store import ChunkKey
+from blendserve.store.base import TimeSaved
 from blendserve.store.chunk import StoredChunk
 from blendserve.store.codecs.base import SLOW
 from blendserve.store.kdn.client import Client
@@ -108,11 +109,9 @@ def test_what_a_chunk_is_worth_is_its_own_where_it_is_told(
     pace = Pace()
     with pace.transfer():  # so that something is known of the link
         pace.arrived(10**6)
-    with KdnStore(settings(service.url, level="auto"), pace=pace) as store:
-        store.weigh(everything, {one: of_one})
-        with store.reading() as snapshot:
-            snapshot.expect([one, *others])
-            came = {key for key in (one, *others) if snapshot.get(key)}
-            left = {key for key, why in snapshot.undecodable.items() if why.kind == SLOW}
+    with KdnStore(settings(service.url, level="auto"), pace=pace) as store, store.reading() as snapshot:
+        snapshot.expect([one, *others], saved=TimeSaved(everything, {one: of_one}))
+        came = {key for key in (one, *others) if snapshot.get(key)}
+        left = {key for key, why in snapshot.undecodable.items() if why.kind == SLOW}
     assert came == ({one} if of_one else {*others})
     assert left == {one, *others} - came

@@ -19,7 +19,7 @@ from blendserve.config import BlendConfig, KdnConfig, changed
 from blendserve.core import Prompt
 from blendserve.delivery.publish import publish
 from blendserve.engine.engine import Engine
-from blendserve.store import ChunkKey, KVStore, LayeredStore, LMDBStore, MemoryStore
+from blendserve.store import ChunkKey, KVStore, LayeredStore, LMDBStore, MemoryStore, ReadAhead
 from blendserve.store.base import REMOTE
 from blendserve.store.kdn.collection import Collection
 from blendserve.store.kdn.store import WORKERS, KdnStore
@@ -196,6 +196,60 @@ def test_a_link_that_brings_nothing_is_asked_for_a_chunk_a_request_until_it_brin
 def test_a_fixed_method_waits(service: Service, prompt: Prompt, method: Any) -> None:
     with behind_a_link(service, rate()) as (store, _):
         done = blender(store).run(prompt, changed(AUTO, method=method))
+    assert done.report.tiers == {REMOTE: len(prompt.chunks)}
+
+
+@pytest.mark.parametrize("method", ["blend", "reuse"])
+def test_a_fixed_method_fetches_after_an_auto_request_that_left_every_chunk(
+    service: Service, prompt: Prompt, method: Any
+) -> None:
+    """What one request weighs is no other request's: docs/delivery.md says that a fixed method waits for its chunks."""
+    with behind_a_link(service, rate(5.0)) as (store, _):
+        of = blender(store)
+        assert REMOTE not in of.run(prompt, AUTO).report.tiers
+        of.wait_for_sample()
+        done = of.run(prompt, changed(AUTO, method=method))
+    assert done.report.tiers == {REMOTE: len(prompt.chunks)}
+    assert not done.report.unusable
+
+
+def test_a_prefetch_for_a_queued_prompt_leaves_the_request_in_flight_alone(
+    service: Service, prompt: Prompt
+) -> None:
+    """With ratio 1 stored KV saves nothing, so the queued request fetches no chunk; the one in flight does."""
+    queued, expected, prefetched = changed(AUTO, ratio=1.0), meeting(prompt), list[int]()
+    with behind_a_link(service, rate()) as (store, link):
+        link.weather = Weather(dead=True)
+
+        def prefetch(passes: int) -> None:
+            if passes == 1 + expected:
+                of.prefetch(prompt, queued)
+                prefetched.append(passes)
+                link.weather = Weather()
+
+        of = blender(store, prefetch)
+        done = of.run(prompt, AUTO)
+        assert prefetched
+        assert tiers(done) == [REMOTE] * (len(prompt.chunks) - expected) + [COMPUTED] * expected
+        assert REMOTE not in of.run(prompt, queued).report.tiers
+        of.wait_for_sample()
+
+
+@pytest.mark.parametrize("kind", ["ahead", "layered"])
+def test_a_fixed_method_fetches_what_a_prefetch_for_auto_left(
+    service: Service, prompt: Prompt, tmp_path: Path, kind: str
+) -> None:
+    with behind_a_link(service, rate(5.0)) as (far, _):
+        here = LMDBStore(tmp_path / "kv", 2**28)
+        with (
+            here,
+            ReadAhead(far, 2**28)
+            if kind == "ahead"
+            else LayeredStore(here, far, prefetch_bytes=2**28) as store,
+        ):
+            of = blender(store)
+            of.prefetch(prompt, AUTO)
+            done = of.run(prompt, BlendConfig(method="blend"))
     assert done.report.tiers == {REMOTE: len(prompt.chunks)}
 
 

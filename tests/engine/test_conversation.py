@@ -14,7 +14,7 @@ from blendserve.engine.prompt import PromptBuilder, Turn
 from blendserve.errors import InputError
 from blendserve.models.own_forward import model_logits
 from tests.engine.helpers import CONFIG, PASSAGES, QUESTIONS, engine, reader
-from tests.tokenizers import spaced_tokenizer
+from tests.support.tokenizers import spaced_tokenizer
 
 
 def passages_of(turn: int) -> list[Passage]:

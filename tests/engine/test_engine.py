@@ -24,9 +24,9 @@ from blendserve.models.adapter import Adapter
 from blendserve.models.loader import Reader, end_tokens, fingerprint
 from blendserve.paths import index_folder
 from blendserve.store import KVStore, LMDBStore, MemoryStore
-from tests.blend.helpers import assert_near, model_logits
-from tests.tiny import BASE
-from tests.tokenizers import bundled_tokenizer
+from tests.support.blending import assert_near, model_logits
+from tests.support.models import BASE
+from tests.support.tokenizers import bundled_tokenizer
 
 LIMIT = 512
 CONFIG = Config(

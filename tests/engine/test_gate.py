@@ -26,11 +26,10 @@ from blendserve.models.families import FAMILIES
 from blendserve.models.kv_cache import KVCache
 from blendserve.models.loader import Reader
 from blendserve.models.random_model import Folded
-from tests.blend.helpers import some_prompt
-from tests.blend.test_prefill import OneOff
 from tests.engine.test_engine import CONFIG, PASSAGES, QUESTION, engine, plain, tiny_reader
-from tests.tiny import KINDS, TINY, config, tiny_adapter, tiny_model
-from tests.tokenizers import bundled_reader, bundled_tokenizer
+from tests.support.blending import OneOff, some_prompt
+from tests.support.models import KINDS, TINY, config, tiny_adapter, tiny_model
+from tests.support.tokenizers import bundled_reader, bundled_tokenizer
 
 PROMPT = some_prompt([26, 24, 25], prefix=16, suffix=12)
 

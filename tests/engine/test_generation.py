@@ -14,9 +14,9 @@ from blendserve.blend.prefill import Prefilled, prefill
 from blendserve.config import BlendConfig, DecodeConfig
 from blendserve.engine.generation import Sampler, TextStream, generate
 from blendserve.models.forward import append
-from tests.blend.helpers import assert_near, lay, model_says, some_ids, some_prompt
-from tests.tiny import KINDS, TINY, tiny_adapter
-from tests.tokenizers import bundled_tokenizer, spaced_tokenizer
+from tests.support.blending import assert_near, lay, model_says, some_ids, some_prompt
+from tests.support.models import KINDS, TINY, tiny_adapter
+from tests.support.tokenizers import bundled_tokenizer, spaced_tokenizer
 
 PROMPT, NEW = some_prompt([9, 14]), 24
 

@@ -14,7 +14,7 @@ from blendserve.core import Passage
 from blendserve.engine.prompt import PromptBuilder, Turn
 from blendserve.engine.tokens import without_control
 from blendserve.errors import ModelUnsupported
-from tests.tokenizers import bundled_tokenizer
+from tests.support.tokenizers import bundled_tokenizer
 
 PASSAGES = [Passage("Grass is green.", "Grass"), Passage("The sky is blue.")]
 QUESTION = "What is green?"

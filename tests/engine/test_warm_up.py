@@ -9,7 +9,7 @@ import pytest
 from blendserve.blend import prefill
 from blendserve.config import BlendConfig, Config, Method
 from blendserve.engine import warm_up as warm
-from tests.tiny import tiny_adapter
+from tests.support.models import tiny_adapter
 
 
 @pytest.mark.parametrize("method", ["auto", "blend", "reuse", "full"])

@@ -17,8 +17,8 @@ from blendserve.evaluate.job import Outcome, evaluate
 from blendserve.models.adapter import Adapter
 from blendserve.models.loader import Reader, end_tokens, fingerprint
 from blendserve.store import KVStore, MemoryStore
-from tests.tiny import BASE
-from tests.tokenizers import bundled_tokenizer
+from tests.support.models import BASE
+from tests.support.tokenizers import bundled_tokenizer
 
 LIMIT = 700  # tokens of the reader's context
 CONFIG = Config(

@@ -18,10 +18,9 @@ from blendserve.config import BlendConfig
 from blendserve.core import Prompt
 from blendserve.evaluate.fidelity import agreement, forced, kl
 from blendserve.models.forward import append
-from tests.blend.helpers import assert_near, lay, model_says, some_ids, some_prompt
-from tests.blend.test_prefill import OneOff
 from tests.evaluate.helpers import run, write_dataset
-from tests.tiny import KINDS, tiny_adapter
+from tests.support.blending import OneOff, assert_near, lay, model_says, some_ids, some_prompt
+from tests.support.models import KINDS, tiny_adapter
 
 ANSWER = some_ids(9, seed=7)
 

@@ -24,7 +24,7 @@ from blendserve.retrieve import Embedder, VectorIndex
 from blendserve.store import MemoryStore
 from blendserve.store.policies import LRU
 from tests.evaluate.helpers import CONFIG, METHODS, predictions, run, tiny_engine, untimed, write_dataset
-from tests.tokenizers import bundled_tokenizer
+from tests.support.tokenizers import bundled_tokenizer
 
 QUESTIONS = 3
 

@@ -18,9 +18,9 @@ from blendserve.evaluate import study
 from blendserve.evaluate.config import EvaluateConfig
 from blendserve.models.kv_cache import KVCache
 from blendserve.retrieve import Embedder
-from tests.blend.helpers import lay, some_prompt
 from tests.evaluate.helpers import passage, tiny_engine, write_dataset
-from tests.tiny import tiny_adapter
+from tests.support.blending import lay, some_prompt
+from tests.support.models import tiny_adapter
 
 
 def test_fronts_are_those_of_brute_force() -> None:

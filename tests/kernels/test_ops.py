@@ -21,9 +21,9 @@ from blendserve.kernels.reference import attend_reference, formula
 from blendserve.kernels.rows import RowPlan, plan_rows
 from blendserve.kernels.types import AttentionSpec
 from blendserve.kernels.verify import KEYS, SWITCH, Kind, attention_trouble
-from tests.blend.helpers import assert_near
 from tests.kernels.cuda.helpers import Case, make_case, rows_of
-from tests.tiny import tiny_adapter
+from tests.support.blending import assert_near
+from tests.support.models import tiny_adapter
 
 CPU = Kind(torch.device("cpu"), torch.float32, 2, 16, False, False)
 POSITIONS = (tuple(range(1, KEYS - 2, 3)),)

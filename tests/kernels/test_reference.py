@@ -14,7 +14,7 @@ from torch import Tensor
 from blendserve.kernels.ops import attend
 from blendserve.kernels.rows import SCORE_BUDGET, plan_rows
 from blendserve.kernels.types import AttentionSpec
-from tests.blend.helpers import assert_near
+from tests.support.blending import assert_near
 
 
 def formula(q: Tensor, keys: Tensor, values: Tensor, positions: list[int], spec: AttentionSpec) -> Tensor:

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from blendserve.blend.precompute import ChunkComputer
 from blendserve.kernels.types import Rope
-from tests.blend.helpers import assert_near, distance, model_kv, some_prompt
-from tests.tiny import KINDS, TINY, tiny_adapter
+from tests.support.blending import assert_near, distance, model_kv, some_prompt
+from tests.support.models import KINDS, TINY, tiny_adapter
 
 FAMILIES = pytest.mark.parametrize("name", TINY)
 

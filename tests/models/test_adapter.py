@@ -17,8 +17,8 @@ from blendserve.kernels.rows import plan_rows
 from blendserve.models.adapter import Adapter
 from blendserve.models.families import FAMILIES, REFUSED, Family, check_supported
 from blendserve.models.text_tower import TextTower
-from tests.blend.helpers import assert_near, distance, model_says, some_ids
-from tests.tiny import (
+from tests.support.blending import assert_near, distance, model_says, some_ids
+from tests.support.models import (
     CONTEXT,
     PIXTRAL,
     TINY,

@@ -16,7 +16,7 @@ import transformers as tf
 
 from blendserve.models.adapter import Adapter
 from blendserve.models.loader import fingerprint
-from tests.tiny import TINY
+from tests.support.models import TINY
 
 STORED = json.loads(Path(__file__).with_name("fingerprints.json").read_text("utf-8"))
 pytestmark = pytest.mark.skipif(

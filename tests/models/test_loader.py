@@ -15,9 +15,9 @@ from blendserve.errors import ConfigError, ModelError, ModelUnsupported
 from blendserve.kernels.cpu import isa
 from blendserve.models import loader
 from blendserve.models.loader import end_tokens, fingerprint, load_reader
-from tests.blend.helpers import assert_near, blend, model_logits, some_prompt
-from tests.tiny import tiny_adapter, tiny_model
-from tests.tokenizers import bundled_tokenizer, spaced_tokenizer
+from tests.support.blending import assert_near, blend, model_logits, some_prompt
+from tests.support.models import tiny_adapter, tiny_model
+from tests.support.tokenizers import bundled_tokenizer, spaced_tokenizer
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from blendserve.kernels.norm import FORMS
 from blendserve.models.linear_layers import Linears
 from blendserve.models.mlp import GatedMLPs
 from blendserve.models.norms import Norms, call_norm, norm_heads
-from tests.tiny import KINDS, tiny_model
+from tests.support.models import KINDS, tiny_model
 
 DTYPES = [torch.float32, torch.bfloat16]
 

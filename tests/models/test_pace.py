@@ -13,8 +13,8 @@ from blendserve.kernels import team
 from blendserve.models import forward, pace
 from blendserve.models.kv_cache import KVCache
 from blendserve.models.pace import PAUSE, ROWS, WINDOW, Pacer
-from tests.tiny import tiny_adapter
-from tests.tokenizers import bundled_reader
+from tests.support.models import tiny_adapter
+from tests.support.tokenizers import bundled_reader
 
 ALL = 4
 LAYERS = 30

@@ -24,8 +24,8 @@ from blendserve.models.adapter import Adapter
 from blendserve.models.forward import append, append_captured
 from blendserve.models.kv_cache import KVCache
 from blendserve.models.replay import EAGER, WORTH, ReplayedSteps, is_worthwhile
-from tests.blend.helpers import assert_near, lay, some_ids, some_prompt
-from tests.tiny import KINDS, TINY, fresh_model, tiny_adapter
+from tests.support.blending import assert_near, lay, some_ids, some_prompt
+from tests.support.models import KINDS, TINY, fresh_model, tiny_adapter
 
 PROMPT, NEW = some_prompt([9, 14]), 24
 LENGTH = len(PROMPT)

@@ -20,8 +20,8 @@ from blendserve.models.adapter import Adapter
 from blendserve.models.forward import Row, append_captured, append_each
 from blendserve.models.kv_cache import KVCache
 from blendserve.models.replay import EAGER, MOST_CACHES, WORTH, ReplayedSteps, is_worthwhile
-from tests.blend.helpers import assert_near
-from tests.tiny import KINDS, fresh_model, tiny_adapter
+from tests.support.blending import assert_near
+from tests.support.models import KINDS, fresh_model, tiny_adapter
 
 SLOTS, ROOM = 4, 40
 

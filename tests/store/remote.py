@@ -9,7 +9,7 @@ from typing import Any
 
 from blendserve.errors import StoreUnavailable
 from blendserve.store import KVStore, Lease, Snapshot
-from blendserve.store.base import Meanwhile
+from blendserve.store.base import Meanwhile, TimeSaved
 from blendserve.store.key import ChunkKey
 from blendserve.store.record import Coded
 from blendserve.store.wrapped import WrappedStore
@@ -76,7 +76,9 @@ class _Counted:
     def __init__(self, snapshot: Snapshot, store: RemoteStore) -> None:
         self._snapshot, self._store = snapshot, store
 
-    def expect(self, keys: Sequence[ChunkKey], meanwhile: Meanwhile | None = None) -> None:
+    def expect(
+        self, keys: Sequence[ChunkKey], meanwhile: Meanwhile | None = None, saved: TimeSaved | None = None
+    ) -> None:
         self._store.trips.append(len(keys))
 
     def __getattr__(self, name: str) -> Any:

@@ -20,11 +20,11 @@ from blendserve.store.key import ChunkKey
 from blendserve.store.network.connection import Connection
 from blendserve.store.valkey.names import HEADER, chunk_name
 from blendserve.store.valkey.store import ValkeyStore
-from tests.blend.helpers import some_ids
 from tests.store.helpers import CAP, chunk, key_of
 from tests.store.remote import RemoteStore
 from tests.store.valkey.servers import needs_server, settings
-from tests.tiny import tiny_adapter
+from tests.support.blending import some_ids
+from tests.support.models import tiny_adapter
 
 PREFIX, SUFFIX = some_ids(5), some_ids(4, 1)
 OLD, OTHER = some_ids(90, 2), some_ids(80, 3)

@@ -20,7 +20,7 @@ from blendserve.store.codecs.predict.sensitivity import CHUNK, WINDOW, first_lay
 from blendserve.store.codecs.predict.symbols import BIT, quantised
 from blendserve.store.codecs.predict.tables import Tables
 from tests.store.helpers import chunk
-from tests.tiny import tiny_adapter
+from tests.support.models import tiny_adapter
 
 SHAPE: dict[str, Any] = {"layers": 4, "kv_heads": 2, "head_dim": 8}
 

@@ -11,6 +11,7 @@ from typing import TypeAlias
 
 from blendserve.config import KdnConfig
 from blendserve.errors import CorruptRecord, StoreVersion, unraised
+from blendserve.store.base import TimeSaved
 from blendserve.store.codecs.base import SLOW, UNREACHABLE, Buffer, Undecodable
 from blendserve.store.kdn.adapt import TEXT, Offer, Rule, Situation, comes_in_step, outlasts, overtakes
 from blendserve.store.kdn.client import Client
@@ -44,13 +45,14 @@ class Fetch:
         relay: MoqReader | None = None,
         early: bool = True,
         known: Callable[[], tuple[Collection, Directory] | None] = lambda: None,
+        saved: TimeSaved | None = None,
     ) -> None:
         """relay: asked first, where there is one. early: let layers be used before all of a chunk is here. known: what
-        `look` would find, where it needs no call."""
+        `look` would find, where it needs no call. saved: until `expect` says otherwise."""
         self._relay, self._early, self._known = relay, early, known
         self._arrivals: dict[ChunkKey, Arrival] = {}
         self._config, self._rule, self._pace, self._look = config, rule, pace, look
-        self.tables = tables
+        self.tables, self._saved = tables, saved
         self._start = time.monotonic()
         self._levels: tuple[str, ...] = ()
         self._entries: dict[ChunkKey, Entry] = {}  # of chunks that are still to come
@@ -64,9 +66,10 @@ class Fetch:
         self._watch = Watch(pace.transfer, pace.arrived, config.deadline_s)
         self._lock = threading.Lock()
 
-    def expect(self, keys: Sequence[ChunkKey]) -> None:
+    def expect(self, keys: Sequence[ChunkKey], saved: TimeSaved | None) -> None:
         """These are asked for together."""
         with self._lock:
+            self._saved = saved or self._saved
             self._expected += keys
 
     def read(self, client: Client, keys: Sequence[ChunkKey]) -> list[Reply]:
@@ -84,12 +87,12 @@ class Fetch:
             self._expected = []
 
     def in_step(self) -> bool:
-        known, computing = self._known(), self._pace.computing
-        if known is None or computing is None or self._relay or not self._early or self._wary:
+        known, saved = self._known(), self._saved
+        if known is None or saved is None or self._relay or not self._early or self._wary:
             return False
         self._take(*known)
         with self._lock:
-            seconds = [computing * entry.n_tokens for entry in self._entries.values()]
+            seconds = [saved.per_token * entry.n_tokens for entry in self._entries.values()]
         rate = self._pace.bytes_per_s()
         fits = 0 < len(seconds) <= MOST_IN_STEP
         self._one_call = fits and comes_in_step(self._left()[0], rate, max(seconds))
@@ -215,10 +218,8 @@ class Fetch:
     def _choose(self, key: ChunkKey, entry: Entry, sizes: dict[str, int], going_on: str | None) -> str:
         if self._guard.silent:
             return TEXT
-        tokens, computing = entry.n_tokens, self._pace.computing
-        text = []
-        if computing is not None:
-            text = [Offer(TEXT, 0, self._pace.computing_of.get(key, computing * tokens))]
+        tokens, saved = entry.n_tokens, self._saved
+        text = [Offer(TEXT, 0, saved.of(key, tokens))] if saved else []
         offers = [*text, *(Offer(w, n, self._pace.decoding(w) * tokens) for w, n in sizes.items())]
         now = Situation(
             bytes_per_s=self._pace.bytes_per_s(),
@@ -236,13 +237,13 @@ class Fetch:
             self._pace.silence()
             client.cut()
 
-        return nullcontext() if self._pace.computing is None else self._guard.transfer(give_up)
+        return nullcontext() if self._saved is None else self._guard.transfer(give_up)
 
     def _patience(self) -> float:
         """Seconds of silence: a small part of what computing all would take, where that is known."""
-        if self._pace.computing is None:
+        if self._saved is None:
             return self._config.deadline_s
-        worth = max(LEAST_SILENCE_S, SILENCE * self._pace.computing * self._tokens_left)
+        worth = max(LEAST_SILENCE_S, SILENCE * self._saved.per_token * self._tokens_left)
         return min(self._config.deadline_s, worth + 2 * self._pace.round_trip)
 
     @property

@@ -1,4 +1,4 @@
-"""What is known of link, decoding and computing: what a choice of levels rests on, of a store, over its requests.
+"""What is known of link and decoding: what a choice of levels rests on, of a store, over its requests.
 
 The link's rate leaves out the round trip, in which nothing can come: a small body that took mostly the way there and
 back would say little of how fast a large one comes.
@@ -31,8 +31,6 @@ class Pace:
     """Safe to share between threads."""
 
     def __init__(self) -> None:
-        self.computing: float | None = None  # seconds a token
-        self.computing_of: Mapping[ChunkKey, float] = {}  # seconds, of chunks that it is not so for
         self.last_bytes_per_s: float | None = None  # of the last chunk that came whole
         self.round_trip = 0.0  # seconds
         self._decoding: dict[str, float] = {}  # seconds a token, by level

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,7 @@ from blendserve.store.base import (
     KVStore,
     Sample,
     StoreStats,
+    TimeSaved,
     VerifyReport,
     stats_of,
 )
@@ -73,9 +74,10 @@ class KdnStore(KVStore):
         workers: int = WORKERS,
         pace: Pace | None = None,
         early: bool = True,
+        saved: TimeSaved | None = None,
     ) -> None:
         """rule: chooses levels, in place of the settings'. pace: what another store has learnt of the link. early: let
-        a prefill begin before all chunks are here."""
+        a prefill begin before all chunks are here. saved: of requests that do not say what stored KV saves them."""
         if not config.collection:
             raise ConfigError(
                 "setting 'store.kdn.collection' is missing: name the collection that is to be delivered, see `blendserve "
@@ -83,7 +85,7 @@ class KdnStore(KVStore):
             )
         self.config = config
         self._rule = rule or (quickest if config.level == AUTO else fixed(config.level))
-        self._early = early
+        self._early, self._saved = early, saved
         self._connection = Connection(KdnPeer(config), workers)
         self._traffic = Traffic(Always())
         self._failed = Failed()
@@ -115,7 +117,9 @@ class KdnStore(KVStore):
             self._read_tables,
             self._relay,
             self._early,
-            self._fresh if self.weighs else lambda: None,  # other rules go by one chunk after the other
+            # Other rules choose for one chunk after the other.
+            self._fresh if self.compares_cost else lambda: None,
+            self._saved,
         )
         snapshot = NetworkSnapshot(self._connection, fetch, self._traffic, self._failed, OneByOne())
         try:
@@ -134,11 +138,8 @@ class KdnStore(KVStore):
         return self._ask(self._look)[0]
 
     @property
-    def weighs(self) -> bool:
+    def compares_cost(self) -> bool:
         return self._rule is quickest
-
-    def weigh(self, seconds_per_token: float, of: Mapping[ChunkKey, float]) -> None:
-        self._pace.computing, self._pace.computing_of = seconds_per_token, of
 
     def sample(self, keys: Sequence[ChunkKey], n_bytes: int) -> Sample | None:
         """Of a typical chunk of the collection. Learns what decoding takes as well, the first time.
@@ -154,7 +155,7 @@ class KdnStore(KVStore):
                 return None
             typical = sorted(directory, key=lambda key: directory[key].n_tokens)[len(directory) // 2]
             sample = self._sample(client, typical, directory[typical], n_bytes)
-            if self.weighs:
+            if self.compares_cost:
                 with contextlib.suppress(CorruptRecord, StoreVersion, Undecodable):  # a request will say it
                     self._learn_decoding(client, typical, collection, directory[typical])
             return sample if any(key in directory for key in keys) else None

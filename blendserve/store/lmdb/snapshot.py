@@ -14,7 +14,7 @@ from pathlib import Path
 
 from blendserve.errors import CorruptRecord, StoreError, StoreUnavailable, unraised
 from blendserve.store import record
-from blendserve.store.base import LOCAL, Meanwhile
+from blendserve.store.base import LOCAL, Meanwhile, TimeSaved
 from blendserve.store.chunk import StoredChunk
 from blendserve.store.codecs.base import Undecodable
 from blendserve.store.key import ChunkKey
@@ -44,7 +44,9 @@ class LMDBSnapshot:
         self._ended = False
         self.undecodable: dict[ChunkKey, Undecodable] = {}
 
-    def expect(self, keys: Sequence[ChunkKey], meanwhile: Meanwhile | None = None) -> None:
+    def expect(
+        self, keys: Sequence[ChunkKey], meanwhile: Meanwhile | None = None, saved: TimeSaved | None = None
+    ) -> None:
         """Nothing to do: it is all here."""
 
     def tier(self, key: ChunkKey) -> str:

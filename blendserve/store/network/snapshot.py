@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from blendserve.errors import CorruptRecord, LeftBehind, StoreError, unraised
-from blendserve.store.base import REMOTE, Meanwhile
+from blendserve.store.base import REMOTE, Meanwhile, TimeSaved
 from blendserve.store.chunk import StoredChunk
 from blendserve.store.codecs.base import SLOW, Buffer, Undecodable
 from blendserve.store.key import ChunkKey
@@ -38,8 +38,8 @@ WAITING = 0.9  # of the deadline; the rest is for giving up, and for what arrive
 class Source(Protocol):
     """What a server is asked for, in its own words."""
 
-    def expect(self, keys: Sequence[ChunkKey]) -> None:
-        """These are about to be read."""
+    def expect(self, keys: Sequence[ChunkKey], saved: TimeSaved | None) -> None:
+        """These are about to be read. saved: as for base.Snapshot."""
         ...
 
     def read(self, client: Client, keys: Sequence[ChunkKey]) -> list[Any]:
@@ -136,7 +136,9 @@ class NetworkSnapshot:
         self._lock = threading.RLock()
         self.undecodable: dict[ChunkKey, Undecodable] = {}
 
-    def expect(self, keys: Sequence[ChunkKey], meanwhile: Meanwhile | None = None) -> None:
+    def expect(
+        self, keys: Sequence[ChunkKey], meanwhile: Meanwhile | None = None, saved: TimeSaved | None = None
+    ) -> None:
         with self._lock:
             known = {*self._calls, *self._troubles, *self._withdrawn}
             todo = [key for key in dict.fromkeys(keys) if key not in known]
@@ -144,7 +146,7 @@ class NetworkSnapshot:
                 if why := self._failed.why(key):
                     self._troubles[key] = why
             todo = [key for key in todo if key not in self._troubles]
-            self._source.expect(todo)
+            self._source.expect(todo, saved)
             in_step = meanwhile is not None and len(todo) > 1 and self._source.in_step()
             size = len(todo) if in_step else self._sizes.batch
             for batch in (todo[at : at + size] for at in range(0, len(todo), size)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from blendserve.store import record
+from blendserve.store.base import TimeSaved
 from blendserve.store.codecs.base import Buffer
 from blendserve.store.key import ChunkKey
 from blendserve.store.valkey import chunks
@@ -18,7 +19,7 @@ class Source:
     def __init__(self, tables: ServerTables) -> None:
         self.tables = tables.read
 
-    def expect(self, keys: Sequence[ChunkKey]) -> None:
+    def expect(self, keys: Sequence[ChunkKey], saved: TimeSaved | None) -> None:
         """Nothing is prepared for them."""
 
     def in_step(self) -> bool:

@@ -25,9 +25,9 @@ from blendserve.kernels.cpu.isa import LEVELS, Level, missing
 from blendserve.kernels.cpu.library import loaded
 from blendserve.kernels.types import CorrectionParams
 from blendserve.kernels.verify import PLAIN_HALVES
-from tests.blend.helpers import assert_near
 from tests.kernels.cpu import test_correct, test_linear
 from tests.kernels.cpu.test_attend import Case, looked_at, some_case, threads
+from tests.support.blending import assert_near
 
 AMX, BF16 = LEVELS["amx"], LEVELS["avx512_bf16"]
 EMULATED = "-DBLENDSERVE_EMULATED_TILES"

@@ -21,9 +21,8 @@ from blendserve.kernels.ops import ATTEND, attend
 from blendserve.kernels.reference import attend_reference, formula
 from blendserve.kernels.rows import RowPlan, plan_rows
 from blendserve.kernels.types import AttentionSpec
-from tests.blend.helpers import assert_near, lay, some_prompt
-from tests.blend.test_policies import probe
-from tests.tiny import tiny_adapter
+from tests.support.blending import assert_near, lay, probe, some_prompt
+from tests.support.models import tiny_adapter
 
 OPERATION = "attend"
 EDGES = (1, 2, 15, 16, 17, 63, 64, 65, 255, 256, 257, 300, 600)  # vectors, strips and blocks end here

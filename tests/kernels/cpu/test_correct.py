@@ -17,7 +17,7 @@ from blendserve.kernels.reference import correct_reference
 from blendserve.kernels.rotary import Rotary
 from blendserve.kernels.types import CorrectionParams, Prior, RecomputedTokens, Rope
 from blendserve.kernels.verify import PLAIN_HALVES, some_rope
-from tests.blend.helpers import assert_near
+from tests.support.blending import assert_near
 
 OPERATION = "correct"
 BOUNDS = {torch.bfloat16: 0.04, torch.float32: 2e-4}

@@ -24,7 +24,7 @@ from blendserve.kernels.reference import attend_reference
 from blendserve.kernels.rows import plan_rows
 from blendserve.kernels.types import AttentionSpec
 from blendserve.models.loader import fast_dtype
-from tests.blend.helpers import assert_near
+from tests.support.blending import assert_near
 
 BOTH = LEVELS["avx512_bf16"], LEVELS["avx2"]
 HERE = next((level for level in BOTH if verify.cpu_status(level).active), LEVELS["avx2"])

@@ -18,7 +18,7 @@ from blendserve.kernels.cpu.linear import FEW, fits
 from blendserve.kernels.ops import linear
 from blendserve.models.linear_layers import Linears, call_linear
 from tests.kernels.cpu.test_attend import threads
-from tests.tiny import tiny_adapter
+from tests.support.models import tiny_adapter
 
 OPERATION = "linear"
 Case = tuple[Tensor, Tensor, Tensor | None]

@@ -14,7 +14,7 @@ from blendserve.kernels.cpu.library import dtype_of
 from blendserve.kernels.rotary import HALVES
 from blendserve.kernels.types import Rope
 from blendserve.kernels.verify import PLAIN_HALVES, some_rope
-from tests.tiny import KINDS, tiny_adapter
+from tests.support.models import KINDS, tiny_adapter
 
 OPERATION = "place"
 

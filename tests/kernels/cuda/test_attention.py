@@ -16,8 +16,8 @@ from blendserve.kernels.cuda import scattered
 from blendserve.kernels.cuda.scattered import FEW, MOST_SPLITS, Tile, run, splits_for, tile_for
 from blendserve.kernels.rows import RowPlan
 from blendserve.kernels.verify import KEYS, Kind, attention_trouble
-from tests.blend.helpers import assert_near
 from tests.kernels.cuda.helpers import Case, bf16_products, make_case, rows_of
+from tests.support.blending import assert_near
 
 SMALL, WIDE = Tile(16, 16, 4, 1), Tile(32, 32, 4, 1)
 

@@ -23,8 +23,8 @@ from blendserve.kernels.reference import formula
 from blendserve.kernels.types import AttentionSpec
 from blendserve.kernels.verify import Kind, attention_trouble
 from blendserve.models.adapter import Adapter
-from tests.blend.helpers import assert_near, some_ids
-from tests.tiny import KINDS, tiny_adapter
+from tests.support.blending import assert_near, some_ids
+from tests.support.models import KINDS, tiny_adapter
 
 ALWAYS_PACKED = Operation(replace(ATTEND_CHUNKS.backends[0], fits=lambda *_: True, trouble=lambda *_: ""))
 DENSE = verify.ONE_ROW + verify.SIDE_BY_SIDE

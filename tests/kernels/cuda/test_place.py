@@ -12,7 +12,7 @@ from blendserve.kernels.rotary import FORMS, HALVES, Rotary, RotaryForm
 from blendserve.kernels.types import Rope
 from blendserve.kernels.verify import placing_trouble
 from blendserve.models.adapter import Adapter
-from tests.tiny import TINY, tiny_adapter
+from tests.support.models import TINY, tiny_adapter
 
 FAMILIES = [
     "llama",

@@ -217,6 +217,8 @@ KINDS = [
     "smollm3",
     "cohere",
 ]
+# With experts, multipliers, layers without RoPE next to windows, and interleaved halves.
+BLEND_KINDS = [*KINDS, "qwen3_moe-window", "granite", "cohere2", "glm4"]
 
 
 @cache

@@ -11,12 +11,19 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from blendserve.blend.layout import Layout, lay_out
+from blendserve.blend.loader import KVLoader
+from blendserve.blend.policies.base import Scene
+from blendserve.blend.policies.query import suffix_scores
 from blendserve.blend.precompute import ChunkComputer
 from blendserve.blend.prefill import Prefilled, prefill
+from blendserve.blend.priors import Priors
 from blendserve.config import BlendConfig
-from blendserve.core import Chunk, Prompt, TokenIds
+from blendserve.core import BlendReport, Chunk, Prompt, TokenIds
+from blendserve.kernels.types import Ropes
 from blendserve.models.adapter import Adapter
+from blendserve.models.kv_cache import KVCache
 from blendserve.store.memory import MemoryChunk
+from blendserve.timing import Clock
 
 VOCAB = 97  # of the tiny models; ids below 3 are special
 
@@ -68,6 +75,55 @@ def model_kv(adapter: Adapter, ids: TokenIds) -> tuple[Tensor, Tensor]:
 def distance(a: Tensor, b: Tensor) -> float:
     """Largest difference of two tensors; NaN counts as infinite."""
     return float((a.float() - b.float()).abs().nan_to_num(float("inf")).max().detach()) if a.numel() else 0.0
+
+
+class OneOff(KVLoader):
+    """Rotates every stored key to the position after its own."""
+
+    def __init__(self, adapter: Adapter, cache: KVCache, pieces: Any, ropes: Ropes, clock: Clock) -> None:
+        super().__init__(adapter, cache, pieces, adapter.rope(torch.arange(1, cache.capacity + 1)), clock)
+
+
+def probe(adapter: Adapter, prompt: Prompt, layout: Layout) -> Tensor:
+    """The question's score of each position, over a cache that holds NaN where nothing is stored."""
+    rope = adapter.rope(torch.arange(len(prompt)))
+    cache = KVCache(adapter, len(prompt))
+    cache.keys.fill_(float("nan"))
+    cache.values.fill_(float("nan"))
+    loader = KVLoader(adapter, cache, layout.placements, rope)
+    with torch.inference_mode():
+        return suffix_scores(Scene(adapter, torch.tensor(prompt.ids), layout, cache, loader, rope))
+
+
+def some_priors(adapter: Adapter, seed: int) -> Priors:
+    """Random linear maps, of a size that moves stored tokens visibly."""
+    size, generator = 2 * adapter.head_dim, torch.Generator().manual_seed(seed)
+    shape = adapter.n_layers - 1, adapter.n_kv_heads, size
+    weights = 0.3 * torch.randn(*shape, size, generator=generator) / size**0.5
+    return Priors(weights, 0.3 * torch.randn(shape, generator=generator))
+
+
+def check_report(report: BlendReport, prompt: Prompt) -> None:
+    """Every invariant of a report."""
+    kinds = (
+        report.tokens_exact,
+        report.tokens_reused,
+        report.tokens_recomputed,
+        report.tokens_computed,
+        report.tokens_suffix,
+    )
+    assert min(kinds) >= 0
+    assert sum(kinds) == report.tokens_prompt == len(prompt)
+    assert 0 <= report.tokens_first <= report.tokens_exact
+    assert report.blended == (report.reason == "")
+    counts = (report.chunks_hit, report.chunks_missing, report.chunks_corrupt)
+    assert min(counts) >= 0
+    assert sum(counts) <= report.chunks == len(prompt.chunks)
+    assert sum(report.tiers.values()) == report.chunks_hit
+    assert all(
+        near.tokens_stored + near.tokens_fresh == len(prompt.chunks[near.chunk]) for near in report.near
+    )
+    assert 0 <= report.share_recomputed <= 1
 
 
 def assert_near(a: Tensor, b: Tensor, bound: float = 1e-4) -> None:

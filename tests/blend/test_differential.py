@@ -1,0 +1,356 @@
+"""The blending prefill against its naive twin: any prompt, store, policy, correction, check layers and prefix."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, event, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from blendserve.blend import prefill as module
+from blendserve.blend.blender import Blended, Blender
+from blendserve.blend.priors import Priors
+from blendserve.config import BlendConfig
+from blendserve.core import Chunk, Prompt, Span, TokenIds
+from blendserve.models.adapter import Adapter
+from blendserve.models.kv_cache import KVCache
+from blendserve.registry import CORRECTIONS, POLICIES
+from blendserve.store import MemoryStore
+from tests.support.blending import (
+    OneOff,
+    assert_near,
+    blend,
+    check_report,
+    distance,
+    lay,
+    model_kv,
+    model_logits,
+    some_ids,
+    some_priors,
+    some_prompt,
+)
+from tests.support.models import BLEND_KINDS, tiny_adapter
+from tests.support.scatter import scatter_forward
+from tests.support.twin import Correct, Piece, Start, naive_prefill, question_scores, ridge, shift, start_from
+
+DONOR = some_ids(45, 99)  # stored, where a chunk of the prompt is an edited copy of it
+BOUND = 3e-4
+EVERY_KIND = pytest.mark.parametrize("kind", BLEND_KINDS)
+
+
+class TracedCache(KVCache):
+    """Holds NaN until it is written, and keeps which rows the prefill wrote in each layer.
+
+    The pass that scores tokens for the question writes its rows as a slice; those are no rows of the prefill.
+    """
+
+    def __init__(self, adapter: Adapter, capacity: int) -> None:
+        super().__init__(adapter, capacity)
+        self.keys.fill_(float("nan"))
+        self.values.fill_(float("nan"))
+        self.rows: list[Tensor] = []
+
+    def write(self, l: int, at: Tensor | slice, keys: Tensor, values: Tensor) -> None:
+        if isinstance(at, Tensor):
+            assert l == len(self.rows)
+            self.rows.append(at.clone())
+        super().write(l, at, keys, values)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A request, and what the store holds for it."""
+
+    kind: str
+    prompt: Prompt
+    stored: tuple[TokenIds, ...]
+    has_prefix: bool
+    context: TokenIds  # what stored chunks were computed behind
+    edited: int | None  # the position of the token in which the prompt's copy of DONOR differs
+    blend: BlendConfig
+    has_prior: bool
+
+    def pieces(self) -> Iterator[Piece]:
+        """Where the KV of the prompt's tokens is stored."""
+        prompt = self.prompt
+        if self.has_prefix and prompt.prefix:
+            yield Piece(Span(0, len(prompt.prefix)), prompt.prefix, 0, ())
+        for span, chunk in zip(prompt.spans, prompt.chunks, strict=True):
+            if chunk.ids in self.stored:
+                runs = [(0, len(chunk))] if len(chunk) else []
+            else:
+                runs = list(self._near_runs()) if self.blend.near and self._is_copy(chunk) else []
+            source = DONOR if self._is_copy(chunk) else chunk.ids
+            for first, last in runs:
+                yield Piece(Span(span.start + first, span.start + last), source, first, self.context)
+
+    def _is_copy(self, chunk: Chunk) -> bool:
+        return self.edited is not None and chunk.ids == edited_copy(self.edited)
+
+    def _near_runs(self) -> Iterator[tuple[int, int]]:
+        """At least 16 tokens before the edit, or behind it without the 8 next to it."""
+        assert self.edited is not None
+        if self.edited >= 16:
+            yield 0, self.edited
+        if len(DONOR) - self.edited - 1 >= 16 + 8:
+            yield self.edited + 1 + 8, len(DONOR)
+
+
+def edited_copy(at: int) -> TokenIds:
+    """DONOR with another token at this position."""
+    return (*DONOR[:at], 3 + (DONOR[at] - 2) % 94, *DONOR[at + 1 :])
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    pool = draw(st.lists(st.sampled_from([0, 1, 2, 7, 12]), min_size=1, max_size=4))
+    base = some_prompt(pool, draw(st.sampled_from([0, 1, 3])), draw(st.sampled_from([1, 2, 5])))
+    order = draw(st.lists(st.integers(0, len(pool) - 1), min_size=1, max_size=4))
+    chunks = [base.chunks[i] for i in order]
+    absent = draw(st.sets(st.sampled_from(order), max_size=2))
+    stored = tuple(chunk.ids for i, chunk in enumerate(base.chunks) if i not in absent and len(chunk))
+    edited = draw(st.sampled_from([None, None, 5, 20, 36]))
+    if edited is not None:
+        chunks.insert(draw(st.integers(0, len(chunks))), Chunk(edited_copy(edited)))
+        stored = (*stored, DONOR)
+    blend_config = BlendConfig(
+        method="blend",
+        policy=draw(st.sampled_from(POLICIES.names)),
+        ratio=draw(st.sampled_from([0.3, 0.1, 0.6, 0.0, 1.0])),
+        correction=draw(st.sampled_from(CORRECTIONS.names)),
+        check_layers=draw(st.sampled_from([(1, 2), (1,), (2, 3), (1, 2, 3)])),
+        near=draw(st.booleans()),
+    )
+    return Case(
+        kind=draw(st.sampled_from(BLEND_KINDS)),
+        prompt=Prompt(base.prefix, tuple(chunks), base.suffix),
+        stored=stored,
+        has_prefix=draw(st.booleans()),
+        context=draw(st.sampled_from([base.prefix, base.prefix, base.prefix[:1], ()])),
+        edited=edited,
+        blend=blend_config,
+        has_prior=draw(st.booleans()),
+    )
+
+
+def priors_of(case: Case) -> Priors | None:
+    return some_priors(tiny_adapter(case.kind), 0) if case.has_prior else None
+
+
+def run(case: Case) -> tuple[Blended, TracedCache]:
+    """The request as the package computes it, over a store that holds what the case says."""
+    adapter = tiny_adapter(case.kind)
+    maker = Blender(adapter, "fingerprint", MemoryStore(2**30), case.prompt.prefix, case.context)
+    maker.known.use(priors_of(case))
+    maker.precompute(case.stored)
+    if not case.has_prefix:
+        maker.store.delete(maker.key(case.prompt.prefix, ()))
+    maker.donors.refresh()
+    cache = TracedCache(adapter, len(case.prompt))
+    return maker.run(case.prompt, case.blend, cache=cache), cache
+
+
+def check(case: Case) -> None:
+    """Everything that the prefill computed is what its twin computes from the same selections, which are right."""
+    adapter, prompt = tiny_adapter(case.kind), case.prompt
+    done, cache = run(case)
+    start = start_from(adapter, prompt, list(case.pieces()))
+    left = torch.cat([(~start.known).nonzero()[:, 0], done.prefilled.recomputed]).sort().values
+    rows = [*cache.rows, left]
+    assert len(rows) == adapter.n_layers + 1
+    twin = naive_prefill(adapter, prompt, start, rows, correction_of(case, start, rows))
+    assert_near(cache.keys, twin.keys, BOUND)
+    assert_near(cache.values, twin.values, BOUND)
+    assert_near(done.prefilled.logits, twin.logits, BOUND)
+    check_selection(case, start, rows, twin.deviations)
+    report, n_scored = done.report, 0
+    check_report(report, prompt)
+    assert (report.tokens_exact, report.tokens_suffix) == (int(start.exact.sum()), len(prompt.suffix))
+    assert report.tokens_recomputed == int(start.reusable[left].sum())
+    assert report.tokens_computed == int((~start.known).sum()) - len(prompt.suffix)
+    if case.blend.policy == "query" and 0 < budget(case, start, case.blend.share) < int(start.reusable.sum()):
+        n_scored = len(prompt.suffix)
+    row_layers = sum(map(len, cache.rows)) + n_scored * adapter.n_layers
+    assert report.cost == pytest.approx(row_layers / (len(prompt) * adapter.n_layers))
+
+
+def budget(case: Case, start: Start, share: float) -> int:
+    """The share of the stored tokens of chunks, exact ones included, as far as others can be recomputed."""
+    n_found = int(start.known[len(case.prompt.prefix) :].sum())
+    return min(round(min(1.0, share) * n_found), int(start.reusable.sum()))
+
+
+def narrows(case: Case, start: Start, l: int, rows: Sequence[Tensor]) -> bool:
+    """Whether rows are dropped in this layer."""
+    return (
+        case.blend.policy == "deviation"
+        and l in case.blend.check_layers
+        and bool(start.reusable[rows[l]].any())
+    )
+
+
+def correction_of(case: Case, start: Start, rows: Sequence[Tensor]) -> Correct | None:
+    """The correction's formula in the layers where no row is about to be dropped."""
+    name, n_layers, known = case.blend.correction, tiny_adapter(case.kind).n_layers, priors_of(case)
+    if name == "none" or not start.spans:
+        return None
+    if name == "shift":
+        formula = shift(start.spans)
+    else:
+        formula = ridge(start.spans, n_layers, known.layer if known and name == "prior" else None)
+
+    def correct(l: int, stored: Any, fresh: Any, at: list[int]) -> Any:
+        return stored if narrows(case, start, l, rows) else formula(l, stored, fresh, at)
+
+    return correct
+
+
+def check_selection(case: Case, start: Start, rows: Sequence[Tensor], deviations: Sequence[Tensor]) -> None:
+    """Rows that must be computed are never dropped; others are as many as the policy's formula says, and the best."""
+    blend_config, n_layers = case.blend, len(rows) - 1
+    n, n_reusable = budget(case, start, blend_config.share), int(start.reusable.sum())
+    chosen = [at[start.reusable[at]] for at in rows]
+    for at in rows:
+        assert at.tolist() == sorted(set(at.tolist()))
+        assert not start.exact[at].any()
+        assert int((~start.known[at]).sum()) == int((~start.known).sum())
+    if blend_config.policy == "deviation":
+        sizes = [n_reusable if n else 0]
+        checks = sorted(blend_config.check_layers)
+        for l in range(n_layers):
+            share = (
+                blend_config.share * (2 - checks.index(l) / max(1, len(checks) - 1)) if l in checks else 1.0
+            )
+            if l in checks and len(checks) == 1:
+                share = blend_config.share
+            narrow = narrows(case, start, l, rows)
+            sizes.append(min(sizes[-1], budget(case, start, share)) if narrow else sizes[-1])
+            if narrow:
+                scores = deviations[l][start.reusable[rows[l]]]
+                check_best(torch.isin(chosen[l], chosen[l + 1]), scores)
+        assert [len(at) for at in chosen] == sizes
+        return
+    expected = {"none": 0, "all": n_reusable}.get(blend_config.policy, n)
+    assert [len(at) for at in chosen] == [expected] * (n_layers + 1)
+    assert all(torch.equal(at, chosen[0]) for at in chosen)
+    candidates = start.reusable.nonzero()[:, 0]
+    if blend_config.policy == "chunk_head":
+        heads = [(at - span.start, at) for span in start.spans for at in range(span.start, span.stop)]
+        assert chosen[0].tolist() == sorted(at for _, at in sorted(heads)[:n])
+    if blend_config.policy == "query" and 0 < n < n_reusable:
+        scores = question_scores(tiny_adapter(case.kind), case.prompt, start)
+        check_best(torch.isin(candidates, chosen[0]), scores[candidates])
+
+
+def check_best(kept: Tensor, scores: Tensor) -> None:
+    """No dropped token has a larger score than one that is kept, but for rounding."""
+    if kept.any() and not kept.all():
+        assert float(scores[kept].min()) >= float(scores[~kept].max()) * (1 - 1e-4) - 1e-6
+
+
+@settings(max_examples=150)
+@given(cases())
+def test_blending_is_what_the_formulas_say(case: Case) -> None:
+    event(f"policy {case.blend.policy}")
+    event(f"correction {case.blend.correction}")
+    assume(
+        case.blend.correction not in {"ridge", "prior"}
+        or len({chunk.ids for chunk in case.prompt.chunks}) > 1
+    )
+    check(case)
+
+
+@pytest.mark.xfail(reason="the ridge divides rounding errors by the spread of equal tokens, which is 0")
+def test_a_prompt_of_one_chunk_many_times() -> None:
+    """Three recomputed tokens are the same token of the same chunk, so they show nothing of how others move."""
+    chunk, blend_config = (40, 52), BlendConfig(method="blend", ratio=0.3, correction="ridge")
+    prompt = Prompt((), (Chunk(chunk),) * 4, (78,))
+    check(Case("llama-yarn", prompt, (chunk,), False, (), None, blend_config, False))
+
+
+def example(kind: str = "llama-yarn", **options: Any) -> Case:
+    """Three stored chunks, one missing chunk, and an edited copy, of which 16 tokens behind the edit are reused."""
+    base = some_prompt([9, 7, 12, 8], prefix=3, suffix=4)
+    chunks = [*base.chunks[:2], Chunk(edited_copy(20)), *base.chunks[2:]]
+    prompt = Prompt(base.prefix, tuple(chunks), base.suffix)
+    stored = (*(base.chunks[i].ids for i in (0, 1, 3)), DONOR)
+    settings_ = BlendConfig(**{"method": "blend", "ratio": 0.3, "near": True, **options})
+    return Case(kind, prompt, stored, True, prompt.prefix, 20, settings_, True)
+
+
+@EVERY_KIND
+@pytest.mark.parametrize("correction", CORRECTIONS.names)
+def test_several_check_layers_with_a_correction(kind: str, correction: str) -> None:
+    """Rows that are about to be dropped are no sample to correct by."""
+    check(example(kind, policy="deviation", check_layers=(1, 2), correction=correction))
+
+
+@EVERY_KIND
+def test_the_question_scores_stored_tokens_alone(kind: str) -> None:
+    check(example(kind, policy="query", correction="ridge"))
+
+
+@pytest.mark.parametrize("context", [0, 1, 3])
+def test_the_first_chunk_is_exact_only_behind_its_own_prefix(context: int) -> None:
+    case = example(policy="none", correction="none")
+    check(replace(case, context=case.prompt.prefix[:context]))
+
+
+# The twin itself
+
+
+@EVERY_KIND
+def test_the_twin_of_full_prefill_is_the_models_forward(kind: str) -> None:
+    adapter, prompt = tiny_adapter(kind), some_prompt([14, 1, 20, 9])
+    every_row = [torch.arange(len(prompt))] * (adapter.n_layers + 1)
+    twin = naive_prefill(adapter, prompt, start_from(adapter, prompt, []), every_row)
+    keys, values = model_kv(adapter, prompt.ids)
+    assert_near(twin.logits, model_logits(adapter, prompt))
+    assert_near(twin.keys, keys)
+    assert_near(twin.values, values)
+
+
+@EVERY_KIND
+@pytest.mark.parametrize("found", [[True, True, True], [True, False, True]])
+def test_the_twin_over_stored_chunks_is_the_models_forward_over_a_scattered_cache(
+    kind: str, found: list[bool]
+) -> None:
+    adapter, prompt = tiny_adapter(kind), some_prompt([12, 14, 16])
+    layout = lay(adapter, prompt, found)
+    rows = torch.cat([layout.fresh.nonzero()[:, 0], layout.reusable.nonzero()[::3, 0]]).sort().values
+    pieces = [Piece(Span(0, len(prompt.prefix)), prompt.prefix, 0, ())]
+    for span, chunk, here in zip(prompt.spans, prompt.chunks, found, strict=True):
+        pieces += [Piece(span, chunk.ids, 0, prompt.prefix)] if here else []
+    twin = naive_prefill(
+        adapter, prompt, start_from(adapter, prompt, pieces), [rows] * (adapter.n_layers + 1)
+    )
+    said, cache = scatter_forward(adapter, prompt, layout, rows)
+    assert_near(twin.logits, said.logits[0, -1])
+    assert_near(twin.keys, cache.stored_keys)
+    assert_near(twin.values, cache.stored_values)
+
+
+@contextmanager
+def off_by_one_loader() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "KVLoader", OneOff)
+        yield
+
+
+def test_the_check_sees_a_rotation_that_is_one_position_off() -> None:
+    case = example(policy="random", correction="none")
+    check(case)
+    with off_by_one_loader(), pytest.raises(AssertionError):
+        check(case)
+
+
+def test_full_reuse_is_not_full_prefill() -> None:
+    adapter, prompt = tiny_adapter("llama"), some_prompt([12, 14, 16])
+    done = blend(adapter, prompt, policy="none", correction="none")
+    assert distance(done.logits, model_logits(adapter, prompt)) > 0.05
