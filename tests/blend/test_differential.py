@@ -291,6 +291,11 @@ def test_several_check_layers_with_a_correction(kind: str, correction: str) -> N
     check(example(kind, policy="deviation", check_layers=(1, 2), correction=correction))
 
 
+@pytest.mark.parametrize("ratio", [0.0, 0.05, 0.1])
+def test_a_prior_moves_tokens_less_where_few_are_recomputed(ratio: float) -> None:
+    check(example(policy="random", ratio=ratio, correction="prior"))
+
+
 @EVERY_KIND
 def test_the_question_scores_stored_tokens_alone(kind: str) -> None:
     check(example(kind, policy="query", correction="ridge"))

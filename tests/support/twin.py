@@ -48,7 +48,7 @@ class Piece:
 
 
 def start_from(adapter: Adapter, prompt: Prompt, pieces: Sequence[Piece]) -> Start:
-    """A piece is exact if the tokens before it are those that its KV was computed behind."""
+    """A piece is exact if its KV was computed behind the same tokens."""
     n, ids = len(prompt), prompt.ids
     keys = torch.zeros(adapter.n_layers, adapter.n_kv_heads, n, adapter.head_dim)
     values, known, exact = keys.clone(), torch.zeros(n, dtype=torch.bool), torch.zeros(n, dtype=torch.bool)
@@ -84,7 +84,7 @@ class Twin:
 def naive_prefill(
     adapter: Adapter, prompt: Prompt, start: Start, rows: Sequence[Tensor], correct: Correct | None = None
 ) -> Twin:
-    """rows: positions that enter each layer, ascending, and after the last layer those that are left."""
+    """rows: positions that enter each layer, ascending, and the rows that leave the last one."""
     n, all_known = len(prompt), torch.ones(len(prompt), dtype=torch.bool)
     ropes = adapter.rope(torch.arange(n))
     hidden = adapter.embed(torch.tensor(prompt.ids)[rows[0]])
