@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from blendserve.store.clock import Clock
 from blendserve.store.key import TAG_BYTES, ChunkKey
 from blendserve.store.network.connection import Connection
 from blendserve.store.policies import Candidate
@@ -161,8 +162,8 @@ class Entered:
 class Ledger:
     """The entries of all namespaces. Every method raises StoreUnavailable; those that write, StoreFull."""
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
+    def __init__(self, connection: Connection, clock: Clock = time) -> None:
+        self._connection, self._clock = connection, clock
 
     def enter(
         self,
@@ -263,7 +264,7 @@ class Ledger:
 
     def strike_lost(self, tag: bytes) -> None:
         """Strike out the entries whose chunks the server has evicted, or nobody ever wrote."""
-        settled = time.time_ns() // 1000 - round(GRACE_S * 1e6)
+        settled = self._clock.time_ns() // 1000 - round(GRACE_S * 1e6)
         for _, keys in _by_namespace(self.entries(tag)):
             found = self._connection.ask(partial(chunks.there, keys=keys))
             lost = [key for key, is_there in zip(keys, found, strict=True) if not is_there]
