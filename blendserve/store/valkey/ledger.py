@@ -215,6 +215,8 @@ class Ledger:
 
         def count(client: Client) -> None:
             pipeline = client.pipeline(transaction=False)
+            if notes.counts:  # a namespace whose look-ups all missed has stored nothing
+                pipeline.sadd(NAMESPACES, *{tag for tag, _ in notes.counts})
             for (tag, counter), n in notes.counts.items():
                 pipeline.hincrby(namespace_name(tag, "counts"), counter, n)
             pipeline.execute()
