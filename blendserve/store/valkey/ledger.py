@@ -117,7 +117,9 @@ _USE = (
 local free = {}
 for i = 1, #ARGV, 2 do
     if redis.call('HEXISTS', entries, ARGV[i]) == 1 then
-        redis.call('ZADD', used, ARGV[i + 1], ARGV[i])
+        if tonumber(ARGV[i + 1]) > tonumber(redis.call('ZSCORE', used, ARGV[i]) or '0') then
+            redis.call('ZADD', used, ARGV[i + 1], ARGV[i])  -- another process may have written a later use
+        end
         if redis.call('SISMEMBER', pins, ARGV[i]) == 0 then free[#free + 1] = ARGV[i] end
     end
 end
