@@ -278,7 +278,7 @@ class StoreModel:
 
 
 class Place:
-    """Where one store keeps its chunks, on a manual clock; made anew for every example."""
+    """Where one store keeps its chunks, on a manual clock; made anew for every example. cap: in bytes."""
 
     frozen = True  # whether a snapshot is of the moment when it was opened
     reopens = True  # whether chunks outlive the store's object
@@ -293,11 +293,11 @@ class Place:
     codec: Codec = Raw()
     longest_pause_s = 100.0
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.clock = folder, ManualClock()
+    def __init__(self, folder: Path, cap: int = CAP) -> None:
+        self.folder, self.cap, self.clock = folder, cap, ManualClock()
 
     def model(self) -> StoreModel:
-        return StoreModel(CAP, self.clock, lambda key: b"", notes_with_writes=True)
+        return StoreModel(self.cap, self.clock, lambda key: b"", notes_with_writes=True)
 
     def open(self) -> KVStore:
         raise NotImplementedError
@@ -333,12 +333,12 @@ class InMemory(Place):
     reopens = shared = leases = damageable = False
 
     def open(self) -> KVStore:
-        return MemoryStore(CAP, LRU(), clock=self.clock)
+        return MemoryStore(self.cap, LRU(), clock=self.clock)
 
 
 class OnDisk(Place):
     def open(self) -> KVStore:
-        return LMDBStore(self.folder / "kv", CAP, eviction=LRU(), codec=self.codec, clock=self.clock)
+        return LMDBStore(self.folder / "kv", self.cap, eviction=LRU(), codec=self.codec, clock=self.clock)
 
     def damage(self, key: ChunkKey, damage: Damage) -> None:
         folder = self.folder / "kv"
@@ -354,8 +354,8 @@ class OnDisk(Place):
 class Coded(OnDisk):
     damages = BYTES
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
+    def __init__(self, folder: Path, cap: int = CAP) -> None:
+        super().__init__(folder, cap)
         self.codec = Toy(level=6)
 
 
@@ -375,17 +375,17 @@ class OnServer(Place):
     ends_any_lease = leases_end_by_clock = False
     longest_pause_s = 1.0  # after a minute another thread writes notes
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
+    def __init__(self, folder: Path, cap: int = CAP) -> None:
+        super().__init__(folder, cap)
         self._settings: ValkeyConfig = valkey_settings(folder.parent)
         self._client = library().Valkey.from_url(self._settings.url)
         self._client.flushdb()
 
     def model(self) -> StoreModel:
-        return StoreModel(CAP, self.clock, lambda key: key[:TAG_BYTES], notes_with_writes=False)
+        return StoreModel(self.cap, self.clock, lambda key: key[:TAG_BYTES], notes_with_writes=False)
 
     def open(self) -> KVStore:
-        return ValkeyStore(self._settings, CAP, eviction=LRU(), clock=self.clock)
+        return ValkeyStore(self._settings, self.cap, eviction=LRU(), clock=self.clock)
 
     def damage(self, key: ChunkKey, damage: Damage) -> None:
         name, fields = chunk_name(key), [HEADER, *map(segment_name, range(LAYERS + 1))]
@@ -412,7 +412,7 @@ class Layered(Place):
         return LMDBStore(self.folder / "far", ROOMY, eviction=LRU(), clock=self.clock)
 
     def own(self) -> KVStore:
-        return LMDBStore(self.folder / "near", 3 * UNIT, eviction=LRU(), clock=self.clock)
+        return LMDBStore(self.folder / "near", self.cap * 3 // 5, eviction=LRU(), clock=self.clock)
 
     def _far(self) -> FaultyStore:
         before, self.far = self.far, FaultyStore(self.other(), self.clock)
@@ -428,7 +428,7 @@ class Behind(Layered):
     write = "back"
 
     def own(self) -> KVStore:
-        return MemoryStore(3 * UNIT, LRU(), clock=self.clock)
+        return MemoryStore(self.cap * 3 // 5, LRU(), clock=self.clock)
 
 
 class Ahead(Layered):
