@@ -46,6 +46,7 @@ FAILED_S = 10.0  # a damaged chunk of a server is not read again for it
 
 Put = tuple[ChunkKey, int, int, bool, str]  # chunk, tokens, revision, pin, way
 EXAMPLES = settings().max_examples * 2 // 5  # 40 on every push
+DAMAGED = st.sampled_from(BYTES) | st.just(next(d for d in BYTES if d.name == "layers swapped"))
 keys, handles = st.sampled_from(KEYS), st.sampled_from([SELF, SELF, OTHER])
 PUTS = st.tuples(
     keys,
@@ -147,6 +148,16 @@ class StoreMachine(RuleBasedStateMachine):
         key = sorted(self.model.chunks)[n % len(self.model.chunks)]
         kv = content(key, self.model.chunks[key].n_tokens, revision)
         self.put_one(self.handle(who), key, kv, False, "put")
+
+    @precondition(lambda self: self.model.chunks)
+    @rule(n=st.integers(0, 5))
+    def replace_between_reads(self, n: int) -> None:
+        """Another process replaces a chunk that was read, and may be held in a tier."""
+        key = sorted(self.model.chunks)[n % len(self.model.chunks)]
+        n_tokens = self.model.chunks[key].n_tokens
+        for revision in (2, 3):
+            self.put_one(self.handle(OTHER), key, content(key, n_tokens, revision), False, "put")
+            self.read([key], SELF)
 
     def put_one(self, who: int, key: ChunkKey, kv: ChunkKV, pin: bool, how: str) -> None:
         if self.has_far:
@@ -397,12 +408,13 @@ class StoreMachine(RuleBasedStateMachine):
     def damage(self, n: int, data: st.DataObject) -> None:
         """Another program changes the records of a chunk."""
         key = self.undamaged[n % len(self.undamaged)]
-        damage = data.draw(st.sampled_from(BYTES) | st.sampled_from(self.place.damages), "damage")
+        damage = data.draw(DAMAGED | st.sampled_from(self.place.damages), "damage")
         self.close()
         self.place.damage(key, damage)
         self.damaged[key], self.ever_damaged = damage, True
         self.doubtful.clear()
         self.open()
+        self.verify()
 
     @property
     def undamaged(self) -> list[ChunkKey]:
