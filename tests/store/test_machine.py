@@ -34,7 +34,7 @@ from blendserve.store.record import Coded
 from blendserve.store.write_behind import write_behind
 from tests.store.helpers import chunk, key_of, same
 from tests.store.valkey.servers import needs_server
-from tests.support.stores import BYTES, LAYERS, STORES, Damage, FaultyStore, LookUp, Place, look_up
+from tests.support.stores import BYTES, LAYERS, STORES, SWAPPED, Damage, FaultyStore, LookUp, Place, look_up
 from tests.support.waiting import eventually, is_blocked
 
 SELF, OTHER = 0, 1  # handles: the store under test, and another process's
@@ -46,7 +46,7 @@ FAILED_S = 10.0  # a damaged chunk of a server is not read again for it
 
 Put = tuple[ChunkKey, int, int, bool, str]  # chunk, tokens, revision, pin, way
 EXAMPLES = settings().max_examples * 2 // 5  # 40 on every push
-DAMAGED = st.sampled_from(BYTES) | st.just(next(d for d in BYTES if d.name == "layers swapped"))
+DAMAGED = st.sampled_from(BYTES) | st.just(SWAPPED)
 keys, handles = st.sampled_from(KEYS), st.sampled_from([SELF, SELF, OTHER])
 PUTS = st.tuples(
     keys,

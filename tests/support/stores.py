@@ -190,8 +190,18 @@ BYTES: list[Damage] = [  # of the bytes of any record, in any format
     Damage("all layers missing", lambda key, records: [records[0], *[None] * (len(records) - 1)], 0),
     Damage("layers swapped", lambda key, records: [records[0], records[2], records[1], *records[3:]], 0),
 ]
+
+
+def _swap_all(key: ChunkKey, records: Records) -> Records:
+    body = (records[0] or b"")[:-8]
+    header = sealed(key, body[:52] + body[68:84] + body[52:68] + body[84:])
+    return [header, records[2], records[1], *records[3:]]
+
+
+SWAPPED = Damage("layers swapped with their lengths and checksums", _swap_all, 0)
 DAMAGES: list[Damage] = [
     *BYTES,
+    SWAPPED,
     *(lie(offset, kind, value) for offset, kind, values in LIES[3] for value in values),
     Damage("one layer more", lambda key, records: [*records, b"x"], None, readable=True),
 ]
