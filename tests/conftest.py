@@ -1,6 +1,6 @@
 """Nothing here goes online; a run's examples are the same every time.
 
-`pytest --hypothesis-profile=search` looks for new ones.
+`pytest --hypothesis-profile=search` looks for new ones, `nightly` does so for the whole suite.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ settings.register_profile(
     "suite", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.register_profile("search", settings.get_profile("suite"), derandomize=False, max_examples=1000)
+settings.register_profile("nightly", settings.get_profile("suite"), derandomize=False, max_examples=1000)
 settings.load_profile("suite")
 
 

@@ -9,12 +9,14 @@ may wait.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from blendserve.errors import StoreError, unraised
 from blendserve.store.base import REMOTE, ChunkView, KVStore, Meanwhile, Snapshot, TimeSaved
 from blendserve.store.chunk import StoredChunk
+from blendserve.store.clock import Clock
 from blendserve.store.codecs.base import Undecodable
 from blendserve.store.fetching import Fetched, Fetcher, was_left
 from blendserve.store.key import ChunkKey
@@ -25,9 +27,9 @@ from blendserve.store.wrapped import WrappedStore
 class ReadAhead(WrappedStore):
     """Only reading differs."""
 
-    def __init__(self, store: KVStore, prefetch_bytes: int) -> None:
+    def __init__(self, store: KVStore, prefetch_bytes: int, clock: Clock = time) -> None:
         super().__init__(store)
-        self._fetcher = Fetcher(store, prefetch_bytes)
+        self._fetcher = Fetcher(store, prefetch_bytes, clock)
 
     @contextmanager
     def reading(self) -> Iterator[Snapshot]:

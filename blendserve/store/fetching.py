@@ -24,6 +24,7 @@ from blendserve.core import ChunkKV
 from blendserve.errors import CorruptRecord, StoreError, StoreVersion, unraised
 from blendserve.store.base import ChunkView, Coming, KVStore, Meanwhile, Snapshot, TimeSaved
 from blendserve.store.chunk import StoredChunk
+from blendserve.store.clock import Clock
 from blendserve.store.codecs.base import SLOW, UNREACHABLE, ChunkShape, Undecodable
 from blendserve.store.codecs.raw import Raw
 from blendserve.store.key import ChunkKey
@@ -48,9 +49,9 @@ class _Batch:
 class Fetcher:
     """Reads from one remote store. Safe to share between threads."""
 
-    def __init__(self, remote: KVStore, cap_bytes: int) -> None:
+    def __init__(self, remote: KVStore, cap_bytes: int, clock: Clock = time) -> None:
         """cap_bytes: of what is read ahead and not taken yet; what is just being read comes on top."""
-        self._remote, self._cap = remote, cap_bytes
+        self._remote, self._cap, self._clock = remote, cap_bytes, clock
         self.failures = 0
         self._ahead: OrderedDict[ChunkKey, _Batch] = OrderedDict()  # the oldest first
         self._wanted: Counter[ChunkKey] = Counter()  # requests that are to come, of each
@@ -68,7 +69,7 @@ class Fetcher:
                 self._wanted.pop(key, None)
             self._wanted.update(asked)
             if new and self._held() < self._cap:
-                batch = _Batch(self._pool.submit(self.read, new, None, saved), time.monotonic())
+                batch = _Batch(self._pool.submit(self.read, new, None, saved), self._clock.monotonic())
                 self._ahead.update(dict.fromkeys(new, batch))
 
     def take(
@@ -117,7 +118,7 @@ class Fetcher:
     ) -> dict[ChunkKey, Fetched]:
         """From the remote store, now and in one go. What cannot be reached is told as such."""
         found: dict[ChunkKey, Fetched] = {}
-        if time.monotonic() >= self._rest_until:
+        if self._clock.monotonic() >= self._rest_until:
             try:
                 with self._remote.reading() as snapshot:
                     snapshot.expect(keys, _undecoded(meanwhile), saved)
@@ -135,12 +136,12 @@ class Fetcher:
     def failed(self, error: StoreError) -> None:
         """Rest for a moment."""
         self.failures += 1
-        self._trouble, self._rest_until = str(error), time.monotonic() + REST_S
+        self._trouble, self._rest_until = str(error), self._clock.monotonic() + REST_S
 
     @property
     def resting(self) -> bool:
         """Whether the remote store has just failed."""
-        return time.monotonic() < self._rest_until
+        return self._clock.monotonic() < self._rest_until
 
     def close(self) -> None:
         """Wait for what is being read."""
@@ -149,7 +150,7 @@ class Fetcher:
 
     def _trim(self) -> None:
         """Drop what is too old, and the oldest that is too much."""
-        oldest_kept = time.monotonic() - KEPT_S
+        oldest_kept = self._clock.monotonic() - KEPT_S
         for key, batch in list(self._ahead.items()):
             if batch.since < oldest_kept or (batch.read.done() and self._held() > self._cap):
                 del self._ahead[key], self._wanted[key]

@@ -37,6 +37,7 @@ from blendserve.store.base import (
     TimeSaved,
 )
 from blendserve.store.chunk import StoredChunk
+from blendserve.store.clock import Clock
 from blendserve.store.codecs.base import NO_TABLES, ChunkShape, Codec, Undecodable
 from blendserve.store.codecs.raw import Raw
 from blendserve.store.fetching import Fetched, Fetcher
@@ -64,13 +65,14 @@ class LayeredStore(WrappedStore):
         write: Write = "back",
         prefetch_bytes: int = 0,
         waiting_bytes: int = WAITING_BYTES,
+        clock: Clock = time,
     ) -> None:
         """prefetch_bytes: of chunks that are read ahead of requests. waiting_bytes: of what is to be written."""
         super().__init__(TieredStore(near, tiers))
         self._near, self._far, self._tiers, self._write = near, far, tuple(tiers), write
         self.tells_ids = near.tells_ids or far.tells_ids
         self._codec: Codec = Raw()
-        self._fetcher = Fetcher(far, prefetch_bytes)
+        self._fetcher = Fetcher(far, prefetch_bytes, clock)
         self._backlog = Backlog(waiting_bytes)
         self._arriving: dict[ChunkKey, Coded] = {}  # fetched, and not copied here yet
         self._deletions: dict[ChunkKey, int] = {}  # chunk -> the number of its last one

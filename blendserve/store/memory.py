@@ -6,6 +6,7 @@ Uncoded chunks are kept as tensors, coded ones as their segments, which are deco
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -31,6 +32,7 @@ from blendserve.store.base import (
     stats_of,
 )
 from blendserve.store.chunk import StoredChunk
+from blendserve.store.clock import Clock
 from blendserve.store.codecs.base import Buffer, ChunkShape, Codec, Undecodable, tables_hash
 from blendserve.store.codecs.raw import Raw
 from blendserve.store.key import ChunkKey, namespace_tag
@@ -138,6 +140,7 @@ class MemoryStore(KVStore):
         eviction: Eviction | None = None,
         admission: Admission | None = None,
         codec: Codec | None = None,
+        clock: Clock = time,
     ) -> None:
         """codec: of what is written; whatever is there is read by its own."""
         self.cap_bytes = cap_bytes
@@ -145,7 +148,7 @@ class MemoryStore(KVStore):
         self._tables: dict[bytes, tuple[TablesInfo, bytes]] = {}
         self._eviction = eviction or Refuse()
         self._admission = admission or Always()
-        self._traffic = Traffic(self._admission)
+        self._traffic = Traffic(self._admission, clock)
         self._chunks: dict[ChunkKey, Kept] = {}
         self._used: dict[ChunkKey, int] = {}
         self._pins: set[ChunkKey] = set()

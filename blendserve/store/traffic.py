@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 
+from blendserve.store.clock import Clock
 from blendserve.store.key import TAG_BYTES, ChunkKey
 from blendserve.store.policies import Admission
 
@@ -41,8 +42,8 @@ class Notes:
 class Traffic:
     """Takes notes; safe to share between threads."""
 
-    def __init__(self, admission: Admission) -> None:
-        self._admission = admission
+    def __init__(self, admission: Admission, clock: Clock = time) -> None:
+        self._admission, self._time = admission, clock
         self._notes = Notes()
         self._logged: set[str] = set()
         self._clock = 0
@@ -100,7 +101,7 @@ class Traffic:
             return add_up(self._notes.counts, tag)
 
     def _tick(self) -> int:
-        self._clock = max(self._clock + 1, time.time_ns())
+        self._clock = max(self._clock + 1, self._time.time_ns())
         return self._clock
 
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from blendserve.errors import CorruptRecord
 from blendserve.store import MemoryStore, ReadAhead
 from blendserve.store.base import REMOTE
 from tests.store.helpers import CAP, chunk, key_of
@@ -96,19 +95,3 @@ def test_a_chunk_that_was_deleted_meanwhile_is_not_used(ahead: ReadAhead, remote
     assert ahead.delete(key_of(0))
     with ahead.reading() as snapshot:
         assert snapshot.get(key_of(0)) is None
-
-
-def test_damage_is_told_as_such(
-    ahead: ReadAhead, remote: RemoteStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("blendserve.store.fetching.coded_of", _damaged)
-    ahead.prefetch([key_of(0)])
-    wait_for(lambda: remote.trips == [1])
-    with ahead.reading() as snapshot:
-        snapshot.expect([key_of(0)])
-        with pytest.raises(CorruptRecord):
-            snapshot.get(key_of(0))
-
-
-def _damaged(view: object) -> None:
-    raise CorruptRecord(key_of(0), "is damaged")

@@ -18,7 +18,6 @@ from blendserve.registry import CODECS
 from blendserve.store import KVStore, LMDBStore, VerifyReport, record
 from blendserve.store.chunk import StoredChunk
 from blendserve.store.codecs.base import Buffer
-from blendserve.store.policies import LRU
 from tests.store.helpers import BIG, CAP, chunk, flip, key_of, layer_name, read, same, tamper, tiered
 from tests.store.toy_codec import Toy
 
@@ -118,31 +117,6 @@ def test_a_segment_that_is_whole_and_no_segment_is_damage() -> None:
     )
     with pytest.raises(CorruptRecord, match="layer 0 cannot be decoded"):
         records.view().layer(0)
-
-
-def test_what_counts_is_what_is_stored(store: LMDBStore) -> None:
-    kv = smooth(100)
-    store.put(KEY, kv)
-    with store.reading() as snapshot:
-        view = snapshot.get(KEY)
-        assert view is not None
-        stats = store.stats()
-        assert stats.bytes == view.n_bytes < kv.n_bytes / 3
-        assert stats.raw_bytes == view.raw_bytes == kv.n_bytes
-        assert len(set(view.version.lengths)) > 2
-    assert store.verify() == VerifyReport(1, ())
-
-
-def test_the_cap_holds_as_many_coded_chunks_as_fit(path: Path) -> None:
-    """Also where uncoded not one of them would."""
-    kv = smooth(100)
-    with LMDBStore(path, kv.n_bytes - 1, eviction=LRU(), codec=Toy(level=6)) as store:
-        assert store.wants(KEY, kv.n_bytes)  # expected at half of that
-        for n in range(9):
-            assert store.put(key_of(n), smooth(100, seed=n))
-            assert store.stats().bytes <= store.cap_bytes
-        assert 2 < store.stats().chunks < 9
-        assert same(read(store, key_of(8)), smooth(100, seed=8))
 
 
 def test_tiers_hold_decoded_chunks_and_count_them_so(store: LMDBStore) -> None:

@@ -8,16 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from blendserve.config import Config, StoreConfig
-from blendserve.errors import ConfigError, CorruptRecord, StoreFull, StoreUnavailable
+from blendserve.errors import ConfigError, StoreFull, StoreUnavailable
 from blendserve.store import KVStore, LayeredStore, LMDBStore, MemoryStore, open_store
 from blendserve.store import fetching as fetching_module
 from blendserve.store.policies import Always
 from blendserve.store.tiers import Tier
-from tests.store.helpers import BIG, CAP, chunk, flip, key_of, layer_name, read, same, tamper
+from tests.store.helpers import BIG, CAP, chunk, flip, key_of, read, same, tamper
 from tests.store.remote import RemoteStore
 from tests.store.toy_codec import Toy
 
@@ -95,19 +93,6 @@ def test_what_is_hot_is_served_from_memory_without_asking_anybody(remote: Remote
         store.flush()
         assert ask(store, 0, 1) == ["memory", "memory"]
         assert remote.trips == [2]
-
-
-@pytest.mark.parametrize("write", ["back", "through"])
-def test_what_is_computed_here_is_there_for_the_others(
-    write: str, shared: MemoryStore, disk: LMDBStore
-) -> None:
-    with LayeredStore(disk, shared, write=write) as store:  # type: ignore[arg-type]
-        assert store.put(key_of(7), chunk(10, seed=7), pin=True)
-        assert write == "back" or key_of(7) in shared
-        store.flush()
-        assert same(read(shared, key_of(7)), chunk(10, seed=7))
-        assert shared.stats().pins == 1
-        assert same(read(disk, key_of(7)), chunk(10, seed=7))
 
 
 def test_what_waits_to_be_written_is_bounded_dropped_by_name_and_finished_at_the_end(
@@ -198,17 +183,6 @@ def test_damage_here_is_mended_from_there(tmp_path: Path, shared: MemoryStore) -
         assert same(read(store._near, key_of(0)), chunk(BIG))
 
 
-def test_damage_there_is_told_as_such_and_replaced(tmp_path: Path, disk: LMDBStore) -> None:
-    with LMDBStore(tmp_path / "far", CAP) as far:
-        far.put(key_of(0), chunk(BIG))
-    tamper(tmp_path / "far", flip(layer_name(0, 1), 9))
-    with LayeredStore(disk, LMDBStore(tmp_path / "far", CAP), write="through") as store:
-        with pytest.raises(CorruptRecord):
-            read(store, key_of(0))
-        store.put(key_of(0), chunk(BIG))
-        assert same(read(store._far, key_of(0)), chunk(BIG))
-
-
 def test_tables_come_along_both_ways(toy_codec: None, tmp_path: Path) -> None:
     shared = MemoryStore(CAP)
     hash = shared.put_tables("toy", "reader", TABLES)
@@ -297,44 +271,6 @@ def test_no_request_waits_for_a_chunk_that_it_does_not_want(disk: LMDBStore, rem
         store.prefetch([key_of(0)])
         assert ask(store, 20) == ["local"]
         remote.gate.set()
-
-
-@settings(max_examples=30, deadline=None)
-@given(
-    st.lists(
-        st.tuples(st.sampled_from(["ask", "put", "elsewhere", "delete", "down", "up"]), st.integers(0, 4)),
-        max_size=30,
-    )
-)
-def test_any_history_gives_right_chunks_or_none(steps: list[tuple[str, int]]) -> None:
-    """Own store too small for all, remote store failing at times: what is found is always the chunk of its key."""
-    shared, known = MemoryStore(CAP), set[int]()
-    remote = RemoteStore(shared)
-    memory = Tier("memory", UNIT, Always(), lambda pair: (pair[0].clone(), pair[1].clone()))
-    with LayeredStore(MemoryStore(2 * UNIT), remote, [memory], prefetch_bytes=UNIT) as store:
-        store._fetcher.failed = lambda error: None  # type: ignore[method-assign]  # no rest
-        for step, n in steps:
-            if step in ("down", "up"):
-                remote.down = step == "down"
-            elif step == "put":
-                known |= {n} if _put(store, n) else set()
-            elif step == "elsewhere":
-                shared.put(key_of(n), chunk(10, seed=n))
-                known.add(n)
-            elif step == "delete" and not remote.down:
-                store.flush()
-                store.delete(key_of(n))
-                known.discard(n)
-            (tier,) = ask(store, n)
-            assert tier == "" or n in known
-            assert tier or n not in known or remote.down or key_of(n) not in shared
-
-
-def _put(store: LayeredStore, n: int) -> bool:
-    try:
-        return store.put(key_of(n), chunk(10, seed=n))
-    except StoreFull:
-        return False
 
 
 def test_the_settings_make_it(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from blendserve.store.codecs.base import Coding, Undecodable
 from blendserve.store.codecs.raw import Raw
 from tests.store import format1
 from tests.store.helpers import chunk, key_of, same
+from tests.support.stores import BYTES, LIES, Damage
 
 KEY = key_of(1)
 Encode = Callable[[bytes, ChunkKV], "tuple[bytes, list[bytes]]"]
@@ -145,36 +146,25 @@ def test_a_header_under_another_key_and_swapped_layers_are_told(encode: Encode) 
         decode(KEY, header, layers[::-1])
 
 
-TOP32, TOP64 = 2**32 - 1, 2**64 - 1
-# format, offset in the header, struct format, values: each lies about one field, under a checksum that fits
-LIES: list[tuple[int, int, str, list[object]]] = [
-    (1, 0, "4s", [b"NOPE"]),
-    (1, 4, "H", [0, 2]),
-    (1, 6, "B", [0, 9, 1]),  # 1 = bfloat16: half the bytes
-    (1, 7, "B", [1]),
-    (1, 8, "I", [0, 2, TOP32]),
-    (1, 12, "I", [0, 3]),
-    (1, 16, "I", [0, TOP32]),
-    (1, 20, "I", [0, TOP32]),
-    (1, 24, "Q", [0, TOP64]),
-    (2, 0, "4s", [b"NOPE"]),
-    (2, 4, "H", [0, 1]),
-    (2, 6, "H", [0, 9, 1]),
-    (2, 8, "I", [0, 2, TOP32]),
-    (2, 12, "I", [0, 3]),
-    (2, 16, "I", [0, TOP32]),
-    (2, 20, "I", [0, TOP32]),
-    (2, 24, "8s", [bytes(8), b"\xff" * 8]),
-    (2, 32, "I", [1, TOP32]),
-    (2, 36, "B", [1]),
-    (2, 51, "B", [255]),
-    (2, 52, "Q", [0, 1, TOP64]),
-    (2, 84, "Q", [0, TOP64]),
-]
+@both_formats
+@pytest.mark.parametrize("damage", BYTES, ids=str)
+def test_damage_is_told_by_the_record_that_has_it(encode: Encode, damage: Damage) -> None:
+    header, layers = encode(KEY, chunk())
+    bad, *records = damage.change(KEY, [header, *layers])
+    if damage.layer is None:
+        with pytest.raises(CorruptRecord):
+            record.decode_header(KEY, bad or b"")
+        return
+    view = StoredChunk(KEY, record.decode_header(KEY, bad or b""), records.__getitem__)
+    for l in range(damage.layer):
+        view.layer(l)
+    with pytest.raises(CorruptRecord):
+        view.layer(damage.layer)
 
 
 @pytest.mark.parametrize(
-    ("version", "offset", "kind", "value"), [(*lie[:3], value) for lie in LIES for value in lie[3]]
+    ("version", "offset", "kind", "value"),
+    [(n, *lie[:2], value) for n in (1, 2) for lie in LIES[n] for value in lie[2]],
 )
 def test_a_field_that_fits_no_other_is_told(version: int, offset: int, kind: str, value: object) -> None:
     header, _ = FORMATS[version](KEY, chunk())

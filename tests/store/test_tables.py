@@ -159,27 +159,6 @@ def test_tables_of_another_codec_are_no_tables(store: KVStore) -> None:
         assert "none of codec 'toy'" in str(snapshot.undecodable[KEY])
 
 
-def test_a_record_of_one_namespace_is_none_under_another(path: Path) -> None:
-    """Filed by LMDB itself under another tenant's key, whole: header and segments carry the key in their checksums."""
-    mine, theirs = key_of(1, "a"), key_of(1, "b")
-    with LMDBStore(path, CAP) as store:
-        store.put_tables("toy", "reader", TABLE)
-        store.write_by(toy())
-        store.put(mine, chunk())
-        store.put(theirs, chunk(seed=1))
-
-    def swap_all(txn) -> None:  # type: ignore[no-untyped-def]
-        for name, raw in [(bytes(n), bytes(r)) for n, r in txn.cursor() if mine in bytes(n)]:
-            if name[:1] in b"hl":
-                txn.put(name.replace(mine, theirs), raw)
-
-    tamper(path, swap_all)
-    with LMDBStore(path, CAP) as store:
-        assert same(read(store, mine), chunk())
-        with pytest.raises(CorruptRecord):
-            read(store, theirs)
-
-
 def test_a_record_under_other_tables_or_another_level_is_none(path: Path) -> None:
     """The checksums cover codec, level and tables: a sealed header that names others fits no segment."""
     from tests.endurance.damages import seal

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from blendserve.store import KVStore, LMDBStore, MemoryStore, StoreStats, chunk_key
+from blendserve.store import KVStore, LMDBStore, MemoryStore, StoreStats
 from blendserve.store.policies import LRU, TinyLFU
 from tests.store.helpers import chunk, key_of, read, tiered
 
@@ -24,21 +24,6 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> KVStore:
 
 def seen(stats: StoreStats) -> dict[str, object]:
     return {k: v for k, v in stats.to_dict().items() if k not in {"path", "kind", "cap_bytes"}}
-
-
-def test_the_same_text_is_stored_once_per_tenant(store: KVStore) -> None:
-    for tenant in ("a", "b"):
-        store.put(chunk_key("m", (), (1, 2), "float32", tenant), chunk(10))
-    assert store.stats().chunks == 2
-    assert [len(list(store.keys(tenant))) for tenant in ("a", "b", "", "c")] == [1, 1, 0, 0]
-    assert set(store.keys("a")) | set(store.keys("b")) == set(store.keys())
-    assert set(store.keys("a")).isdisjoint(store.keys("b"))
-
-
-def test_a_tenant_does_not_hit_what_another_stored(store: KVStore) -> None:
-    store.put(key_of(1, "a"), chunk(10))
-    assert read(store, key_of(1, "b")) is None
-    assert key_of(1, "b") not in store
 
 
 def test_nothing_that_others_do_moves_a_tenants_counters(store: KVStore) -> None:
@@ -71,22 +56,6 @@ def test_tenants_add_up_to_the_whole(store: KVStore) -> None:
     total, one, other = store.stats(), store.stats("a"), store.stats("b")
     for name in ("chunks", "tokens", "bytes", "pins", "hits", "misses"):
         assert getattr(total, name) == getattr(one, name) + getattr(other, name) > 0 or name == "misses"
-
-
-def test_counters_survive_a_restart(tmp_path: Path) -> None:
-    with LMDBStore(tmp_path, 2 * UNIT, eviction=LRU()) as store:
-        store.put(key_of(1, "a"), chunk(10))
-        read(store, key_of(1, "a"))
-        read(store, key_of(1, "b"))
-        before = store.stats()
-        assert (before.hits, before.misses) == (1, 1)
-    with LMDBStore(tmp_path, 2 * UNIT, eviction=LRU()) as store:
-        assert store.stats() == before
-        for n in (2, 3):
-            store.put(key_of(n, "b"), chunk(10))
-        assert store.stats().evictions == 1
-        read(store, key_of(3, "b"))
-        assert (store.stats("a").hits, store.stats("b").hits, store.stats("b").misses) == (1, 1, 1)
 
 
 def test_readers_that_may_not_write_still_count(tmp_path: Path) -> None:

@@ -7,19 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from blendserve.blend.loader import LayerReader
 from blendserve.config import Config, StoreConfig, TiersConfig
-from blendserve.core import ChunkKV
 from blendserve.errors import ConfigError, CorruptRecord
 from blendserve.store import KVStore, LMDBStore, MemoryStore, TieredStore, TierStats, open_store
 from blendserve.store.codecs.base import Pair
 from blendserve.store.policies import Always, TinyLFU
 from blendserve.store.tiers import Tier, tiers_for
 from tests.kernels.cuda.streams import LateCopyStream
-from tests.store.helpers import BIG, CAP, chunk, flip, key_of, layer_name, read, same, tamper
+from tests.store.helpers import BIG, CAP, chunk, key_of, layer_name, read, same
 
 LAYERS = 3
 UNIT = chunk(10).n_bytes
@@ -136,33 +133,6 @@ def test_deleted_and_replaced_chunks_leave_at_once(disk: LMDBStore) -> None:
     assert same(read(store, key_of(1)), chunk(10, seed=99))
 
 
-def test_what_others_do_to_the_store_is_seen(disk: LMDBStore) -> None:
-    """Another process deletes and replaces; here, another store on the same files."""
-    store = TieredStore(disk, [near(4)])
-    ask(store, 0, 1)
-    with LMDBStore(disk.path, CAP) as other:
-        other.delete(key_of(0))
-        other.put(key_of(1), chunk(10, seed=77))
-    assert read(store, key_of(0)) is None
-    assert same(read(store, key_of(1)), chunk(10, seed=77))
-    assert same(read(store, key_of(1)), chunk(10, seed=77))
-    assert hits(store) == [1]
-
-
-@pytest.mark.parametrize("kind", ["lmdb", "memory"])
-def test_an_old_snapshot_keeps_seeing_what_it_saw(kind: str, tmp_path: Path) -> None:
-    inner = LMDBStore(tmp_path, CAP) if kind == "lmdb" else MemoryStore(CAP)
-    with TieredStore(inner, [near(4)]) as store:
-        store.put(key_of(0), chunk(10))
-        with store.reading() as old:
-            store.put(key_of(0), chunk(10, seed=1))
-            for _ in range(2):
-                assert same(read(store, key_of(0)), chunk(10, seed=1))
-                view = old.get(key_of(0))
-                assert view is not None
-                assert torch.equal(view.layer(2)[1], chunk(10).values[2])
-
-
 def test_who_still_reads_an_evicted_chunk_reads_on(disk: LMDBStore) -> None:
     store = TieredStore(disk, [near(1)])
     with store.reading() as snapshot:
@@ -179,20 +149,6 @@ def test_who_still_reads_an_evicted_chunk_reads_on(disk: LMDBStore) -> None:
             view.layer(-1)
 
 
-def test_damage_is_told_and_mended(tmp_path: Path) -> None:
-    with LMDBStore(tmp_path, CAP) as disk:
-        disk.put(key_of(0), chunk(BIG))
-    tamper(tmp_path, flip(layer_name(0, 1), 9))
-    with TieredStore(LMDBStore(tmp_path, CAP), [near(1e3)]) as store:
-        for _ in range(2):
-            with pytest.raises(CorruptRecord):
-                read(store, key_of(0))
-        store.put(key_of(0), chunk(BIG))
-        assert same(read(store, key_of(0)), chunk(BIG))
-        assert store.stats().corrupt == 2
-        assert hits(store) == [0]
-
-
 def test_a_tenant_is_told_nothing_of_the_tiers(disk: LMDBStore) -> None:
     store = TieredStore(disk, [near(4)])
     ask(store, 0)
@@ -201,30 +157,6 @@ def test_a_tenant_is_told_nothing_of_the_tiers(disk: LMDBStore) -> None:
     figures = store.stats().to_dict()
     assert (figures["near_chunks"], figures["near_bytes"], figures["near_hits"]) == (1, UNIT, 0)
     assert "tiers" not in figures
-
-
-@settings(max_examples=40)
-@given(
-    st.lists(
-        st.tuples(st.sampled_from(["ask", "put", "delete"]), st.integers(0, 5), st.integers(1, 25)),
-        max_size=40,
-    )
-)
-def test_any_history_reads_as_without_tiers(steps: list[tuple[str, int, int]]) -> None:
-    plain, inner = MemoryStore(CAP), MemoryStore(CAP)
-    store = TieredStore(inner, [near(1.5), near(2.5)])
-    for step, n, tokens in steps:
-        if step == "put":
-            for one in (plain, store):
-                one.put(key_of(n), chunk(tokens, seed=n))
-        elif step == "delete":
-            assert plain.delete(key_of(n)) == store.delete(key_of(n))
-        wanted, found = read(plain, key_of(n)), read(store, key_of(n))
-        assert (found is None) == (wanted is None)
-        assert wanted is None or same(found, wanted)
-        for tier in store.stats().tiers:
-            assert tier.bytes <= tier.cap_bytes
-    assert store.stats().bytes == plain.stats().bytes
 
 
 def test_on_a_device_that_is_late_hot_chunks_are_sent_once(disk: LMDBStore) -> None:
@@ -309,12 +241,3 @@ def test_the_settings_are_checked() -> None:
         Config(store={"tiers": {"device_bytes": -1}})
     with pytest.raises(ConfigError, match="device_bytes"):
         Config(store={"tiers": {"device_byte": 1}})
-
-
-def test_a_whole_chunk_of_another_shape_under_the_same_key_is_not_mixed_up() -> None:
-    store = TieredStore(MemoryStore(CAP), [near(100)])
-    for layers, tokens in ((3, 10), (5, 4), (2, 10)):
-        kv = chunk(tokens, layers)
-        store.put(key_of(0), ChunkKV(kv.keys, kv.values))
-        assert same(read(store, key_of(0)), kv)
-        assert same(read(store, key_of(0)), kv)

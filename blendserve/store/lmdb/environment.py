@@ -101,19 +101,34 @@ class Environment:
                 self._lmdb.reader_check()
                 with self._lmdb.begin(write=True, buffers=True) as txn:
                     yield txn
+                self._extend()
         finally:
             release(self)
 
     def refuse_truncated(self) -> None:
         """Raise StoreUnavailable when the file was cut short: reading past its end would kill the process."""
         with contextlib.suppress(FileNotFoundError):  # deleted: the map still holds what it held
-            needed = (self._lmdb.info()["last_pgno"] + 1) * self._lmdb.stat()["psize"]
+            needed = self._needed_bytes()
             status = self._data.stat()  # after `needed`: a writer elsewhere makes the file grow first
             if (status.st_dev, status.st_ino) == self._identity and status.st_size < needed:
                 raise StoreUnavailable(
                     f"{self._data} was cut short, {status.st_size} bytes of {needed} are left: "
                     "delete it and precompute again"
                 )
+
+    def _needed_bytes(self) -> int:
+        """Size of the file up to its last page."""
+        return int((self._lmdb.info()["last_pgno"] + 1) * self._lmdb.stat()["psize"])
+
+    def _extend(self) -> None:
+        """Make the file as long as LMDB counts it.
+
+        LMDB does not write a page that the same transaction allocated and freed again. At the end of the file that looks
+        like a file that was cut short.
+        """
+        needed, status = self._needed_bytes(), self._data.stat()
+        if (status.st_dev, status.st_ino) == self._identity and status.st_size < needed:
+            os.truncate(self._data, needed)
 
     def _begin_read(self) -> lmdb.Transaction[memoryview]:
         try:

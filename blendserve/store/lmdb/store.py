@@ -23,6 +23,7 @@ from blendserve.core import ChunkKV, TokenIds
 from blendserve.errors import CorruptRecord, StoreError, StoreFull, StoreUnavailable, StoreVersion
 from blendserve.store import record
 from blendserve.store.base import LOCAL, ChunkInfo, KVStore, Lease, StoreStats, VerifyReport, full, stats_of
+from blendserve.store.clock import Clock
 from blendserve.store.codecs.base import Buffer, ChunkShape, Codec, tables_hash
 from blendserve.store.codecs.raw import Raw
 from blendserve.store.key import ChunkKey, namespace_tag
@@ -68,6 +69,7 @@ class LMDBStore(KVStore):
         eviction: Eviction | None = None,
         admission: Admission | None = None,
         codec: Codec | None = None,
+        clock: Clock = time,
     ) -> None:
         """codec: of what is written; whatever is there is read by its own."""
         self.path = Path(path)
@@ -77,8 +79,9 @@ class LMDBStore(KVStore):
         self._eviction = eviction or Refuse()
         self._admission = admission or Always()
         self._codec = codec or Raw()
-        self._traffic = Traffic(self._admission)
-        self._noted = time.monotonic()
+        self._clock = clock
+        self._traffic = Traffic(self._admission, clock)
+        self._noted = clock.monotonic()
         self._closed = False
         self._env = acquire(self.path, map_bytes(cap_bytes), read_only)
 
@@ -97,7 +100,7 @@ class LMDBStore(KVStore):
                 yield snapshot
             finally:
                 snapshot.end()
-        if time.monotonic() - self._noted > NOTE_EVERY_S:
+        if self._clock.monotonic() - self._noted > NOTE_EVERY_S:
             self._write_notes(wait_s=0.0)
 
     def put(self, key: ChunkKey, kv: ChunkKV, pin: bool = False) -> bool:
@@ -153,7 +156,7 @@ class LMDBStore(KVStore):
 
     def lease(self, key: ChunkKey, seconds: float) -> Lease | None:
         """Of all processes on the file. `put` ends it in its own transaction."""
-        now, owner = time.time_ns(), secrets.token_bytes(leases.OWNER_BYTES)
+        now, owner = self._clock.time_ns(), secrets.token_bytes(leases.OWNER_BYTES)
         try:
             with self._write(min(self._wait, LEASE_WAIT_S)) as txn:
                 taken = leases.take(txn, key, owner, now, now + round(seconds * 1e9))
@@ -293,7 +296,7 @@ class LMDBStore(KVStore):
 
     def _write_notes(self, wait_s: float) -> None:
         """Write what was noted of reads. Nothing is lost but recency and counts if that cannot be done."""
-        self._noted = time.monotonic()
+        self._noted = self._clock.monotonic()
         if self.read_only:
             self._traffic.put_back(
                 Notes(counts=self._traffic.take().counts)

@@ -17,6 +17,7 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, Timeo
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 from blendserve.errors import StoreError, StoreUnavailable, unraised
+from blendserve.store.clock import Clock
 from blendserve.store.network.breaker import Breaker
 
 WORKERS = 4
@@ -74,10 +75,10 @@ class Call(Generic[T]):
 class Connection:
     """To one server or cluster. Safe to share between threads."""
 
-    def __init__(self, peer: Peer, workers: int = WORKERS) -> None:
-        """Connects at the first call. workers: calls under way at a time."""
+    def __init__(self, peer: Peer, workers: int = WORKERS, clock: Clock = time) -> None:
+        """Connects at the first call. workers: calls under way at a time. clock: of the breaker's pauses."""
         self.peer, self.workers = peer, workers
-        self._breaker = Breaker(peer.server)
+        self._breaker = Breaker(peer.server, now=clock.monotonic)
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="blendserve-network")
         self._client: Client | None = None
         self._connecting = threading.Lock()

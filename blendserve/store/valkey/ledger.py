@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from blendserve.store.clock import Clock
 from blendserve.store.key import TAG_BYTES, ChunkKey
 from blendserve.store.network.connection import Connection
 from blendserve.store.policies import Candidate
@@ -116,7 +117,9 @@ _USE = (
 local free = {}
 for i = 1, #ARGV, 2 do
     if redis.call('HEXISTS', entries, ARGV[i]) == 1 then
-        redis.call('ZADD', used, ARGV[i + 1], ARGV[i])
+        if tonumber(ARGV[i + 1]) > tonumber(redis.call('ZSCORE', used, ARGV[i]) or '0') then
+            redis.call('ZADD', used, ARGV[i + 1], ARGV[i])  -- another process may have written a later use
+        end
         if redis.call('SISMEMBER', pins, ARGV[i]) == 0 then free[#free + 1] = ARGV[i] end
     end
 end
@@ -161,8 +164,8 @@ class Entered:
 class Ledger:
     """The entries of all namespaces. Every method raises StoreUnavailable; those that write, StoreFull."""
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
+    def __init__(self, connection: Connection, clock: Clock = time) -> None:
+        self._connection, self._clock = connection, clock
 
     def enter(
         self,
@@ -214,6 +217,8 @@ class Ledger:
 
         def count(client: Client) -> None:
             pipeline = client.pipeline(transaction=False)
+            if notes.counts:  # a namespace whose look-ups all missed has stored nothing
+                pipeline.sadd(NAMESPACES, *{tag for tag, _ in notes.counts})
             for (tag, counter), n in notes.counts.items():
                 pipeline.hincrby(namespace_name(tag, "counts"), counter, n)
             pipeline.execute()
@@ -263,7 +268,7 @@ class Ledger:
 
     def strike_lost(self, tag: bytes) -> None:
         """Strike out the entries whose chunks the server has evicted, or nobody ever wrote."""
-        settled = time.time_ns() // 1000 - round(GRACE_S * 1e6)
+        settled = self._clock.time_ns() // 1000 - round(GRACE_S * 1e6)
         for _, keys in _by_namespace(self.entries(tag)):
             found = self._connection.ask(partial(chunks.there, keys=keys))
             lost = [key for key, is_there in zip(keys, found, strict=True) if not is_there]

@@ -33,6 +33,7 @@ from blendserve.store.base import (
     full,
     stats_of,
 )
+from blendserve.store.clock import Clock
 from blendserve.store.codecs.base import Buffer, ChunkShape, Codec, tables_hash
 from blendserve.store.codecs.raw import Raw
 from blendserve.store.key import TAG_BYTES, ChunkKey, namespace_tag
@@ -73,20 +74,22 @@ class ValkeyStore(KVStore):
         eviction: Eviction | None = None,
         admission: Admission | None = None,
         codec: Codec | None = None,
+        clock: Clock = time,
     ) -> None:
         """codec: of what is written; whatever is there is read by its own."""
         self.config, self.cap_bytes, self.read_only = config, cap_bytes, read_only
         self._eviction = eviction or Refuse()
         self._codec = codec or Raw()
         self._admission = admission or Always()
-        self._traffic = Traffic(self._admission)
-        self._connection = Connection(ValkeyPeer(config))
-        self._ledger = Ledger(self._connection)
+        self._clock = clock
+        self._traffic = Traffic(self._admission, clock)
+        self._connection = Connection(ValkeyPeer(config), clock=clock)
+        self._ledger = Ledger(self._connection, clock)
         self._leases = Leases(self._connection)
         self._tables = ServerTables(self._connection)
-        self._failed = Failed()
+        self._failed = Failed(now=clock.monotonic)
         self._sizes = Sizes(config.in_flight_mb * 1_000_000, self._connection.workers)
-        self._noted, self._counted = time.monotonic(), float("-inf")
+        self._noted, self._counted = clock.monotonic(), float("-inf")
         self._closed = False
 
     @classmethod
@@ -108,8 +111,8 @@ class ValkeyStore(KVStore):
             yield snapshot
         finally:
             snapshot.end()
-        if time.monotonic() - self._noted > NOTE_EVERY_S:
-            self._noted = time.monotonic()
+        if self._clock.monotonic() - self._noted > NOTE_EVERY_S:
+            self._noted = self._clock.monotonic()
             threading.Thread(target=self._write_notes, daemon=True).start()  # no request waits for it
 
     def put(self, key: ChunkKey, kv: ChunkKV, pin: bool = False) -> bool:
@@ -225,7 +228,7 @@ class ValkeyStore(KVStore):
 
     def stats(self, namespace: str | None = None) -> StoreStats:
         """Of the entries. Those whose chunks the server has evicted are looked for once a minute, and by `verify`."""
-        if time.monotonic() - self._counted >= NOTE_EVERY_S:
+        if self._clock.monotonic() - self._counted >= NOTE_EVERY_S:
             self._strike_lost()
         sizes: list[tuple[int, int, int, bool]] = []
         counts = self._traffic.counts(namespace_tag(namespace))
@@ -346,7 +349,7 @@ class ValkeyStore(KVStore):
         if not self.read_only:
             for tag in self._tags(None):
                 self._ledger.strike_lost(tag)
-        self._counted = time.monotonic()
+        self._counted = self._clock.monotonic()
 
     def _write_notes(self) -> None:
         """Write what was noted of reads. Nothing is lost but recency and counts if that cannot be done."""

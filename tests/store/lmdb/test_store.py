@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from blendserve.config import StoreConfig
-from blendserve.errors import CorruptRecord, StoreUnavailable
-from blendserve.store import LMDBStore, MemoryStore, VerifyReport, open_store
+from blendserve.errors import StoreUnavailable
+from blendserve.store import LMDBStore, MemoryStore, open_store
 from blendserve.store.policies import LRU
 from tests.store import format1
 from tests.store.helpers import (
@@ -22,12 +22,9 @@ from tests.store.helpers import (
     CAP,
     chunk,
     filled,
-    flip,
     key_of,
-    layer_name,
     read,
     same,
-    tamper,
 )
 
 
@@ -167,17 +164,6 @@ def test_a_store_deleted_while_open_is_still_read(path: Path) -> None:
             assert (key_of(7) in store, key_of(0) in other) == (False, False)
 
 
-def test_notes_of_reads_are_written_once_in_a_while(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    filled(path)
-    with LMDBStore(path, CAP) as store:
-        read(store, key_of(0))
-        assert store._traffic
-        monkeypatch.setattr("blendserve.store.lmdb.store.NOTE_EVERY_S", 0.0)
-        read(store, key_of(0))
-        assert not store._traffic
-        assert store.stats().hits == 2
-
-
 def test_the_settings_choose_the_store(tmp_path: Path) -> None:
     with open_store(StoreConfig(kind="memory", cap_gb=0.5), tmp_path) as store:
         assert isinstance(store, MemoryStore)
@@ -222,14 +208,3 @@ def test_a_store_of_format_1_that_is_written_tells_an_older_blendserve(path: Pat
 def format_of(path: Path) -> int:
     with lmdb.open(str(path), readonly=True) as env, env.begin() as txn:
         return int.from_bytes((txn.get(b"m:format") or b"")[4:6], "little")
-
-
-def test_damage_in_format_1_is_told(path: Path) -> None:
-    format1.make_store(path, {key_of(n): chunk(BIG, seed=n) for n in range(2)})
-    tamper(path, flip(layer_name(1, 2), 77))
-    with LMDBStore(path, CAP) as store:
-        with pytest.raises(CorruptRecord, match="layer 2 fails"):
-            read(store, key_of(1))
-        assert [key for key, _ in store.verify().bad] == [key_of(1).hex()]
-        store.put(key_of(1), chunk(BIG, seed=1))
-        assert store.verify() == VerifyReport(2, ())

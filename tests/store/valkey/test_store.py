@@ -40,14 +40,6 @@ def client(path: Path) -> Client:
     return library().Valkey.from_url(database(path))
 
 
-def test_what_one_stores_another_finds(store: ValkeyStore, path: Path) -> None:
-    with store_at(path, CAP) as other:
-        other.put(key_of(1), chunk(), pin=True)
-        assert same(read(store, key_of(1)), chunk())
-        assert store.delete(key_of(1))
-        assert read(other, key_of(1)) is None
-
-
 def test_what_is_expected_is_read_in_one_go(store: ValkeyStore, monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[object] = []
     real = Connection.begin
@@ -157,27 +149,6 @@ def test_a_command_copies_from_a_server_by_its_url(
     assert not end.value.code
     with LMDBStore(tmp_path / "copy", CAP, read_only=True) as copy:
         assert same(read(copy, key_of(1)), chunk(seed=1))
-
-
-def test_a_quota_is_of_each_namespace(path: Path) -> None:
-    with store_at(path, 2 * chunk().n_bytes, eviction=LRU()) as store:
-        for n in range(4):
-            for name in ("one", "two"):
-                store.put(key_of(n, namespace=name), chunk())
-        assert set(store.keys("one")) == {key_of(n, namespace="one") for n in (2, 3)}
-        assert (store.stats().chunks, store.stats("two").chunks) == (4, 2)
-
-
-def test_engines_at_one_quota_stay_within_it_together(path: Path) -> None:
-    room = 3 * chunk().n_bytes
-    stores = [store_at(path, room, eviction=LRU()) for _ in range(3)]
-    for n in range(12):
-        assert stores[n % 3].put(key_of(n), chunk(seed=n))
-        assert stores[0].stats().bytes <= room
-    assert set(stores[1].keys()) == {key_of(n) for n in (9, 10, 11)}
-    for store in stores:
-        assert store.verify().good == 3
-        store.close()
 
 
 def test_damage_is_told_and_mended_by_storing_again(store: ValkeyStore, path: Path) -> None:

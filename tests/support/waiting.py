@@ -1,0 +1,52 @@
+"""Waiting in tests: one poll, and a clock that stands until a test advances it."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def eventually(condition: Callable[[], T], timeout_s: float = 60.0) -> T:
+    """The first true value of the condition. Raises AssertionError when none comes within the timeout."""
+    end = time.monotonic() + timeout_s
+    while not (value := condition()):
+        assert time.monotonic() < end, f"the condition stayed false for {timeout_s:g} s"
+        time.sleep(0.001)
+    return value
+
+
+def is_blocked(thread: threading.Thread) -> bool:
+    """Whether the thread waits for a condition, an event or another thread."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    return frame is not None and frame.f_code.co_filename == threading.__file__
+
+
+class ManualClock:
+    """A clock for any `clock` argument: called, it gives seconds; it has what stores read of `time`, too."""
+
+    def __init__(self, now_ns: int = 1_700_000_000_000_000_000) -> None:
+        self._now_ns = now_ns
+
+    @property
+    def now(self) -> float:
+        """Seconds since 1970."""
+        return self._now_ns / 1e9
+
+    def __call__(self) -> float:
+        return self.now
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def time_ns(self) -> int:
+        return self._now_ns
+
+    def advance(self, seconds: float) -> None:
+        self._now_ns += round(seconds * 1e9)
+
+    sleep = advance  # sleeping costs a test no time
