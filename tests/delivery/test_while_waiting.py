@@ -203,7 +203,7 @@ def test_a_fixed_method_waits(service: Service, prompt: Prompt, method: Any) -> 
 def test_a_fixed_method_fetches_after_an_auto_request_that_left_every_chunk(
     service: Service, prompt: Prompt, method: Any
 ) -> None:
-    """What one request weighs is no other request's: docs/delivery.md says that a fixed method waits for its chunks."""
+    """What one request weighs is no other request's: the how-to page says that a fixed method waits for its chunks."""
     with behind_a_link(service, rate(5.0)) as (store, _):
         of = blender(store)
         assert REMOTE not in of.run(prompt, AUTO).report.tiers
