@@ -20,7 +20,7 @@ BEGAN := $(shell date +%s)
 demo: $(DEMO)
 	BLENDSERVE_DEMO_BEGAN=$(BEGAN) $(BIN)/blendserve demo
 
-demo-kdn: $(DEMO)
+demo-kdn: $(DEV)
 	$(BIN)/python scripts/demo_kdn.py
 
 # Two workers of one thread each: torch's own threads would fight over the cores. Each has half of the tests in a row, so

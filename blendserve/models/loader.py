@@ -263,11 +263,11 @@ def _explaining(source: str, name: str) -> Iterator[None]:
         what = (
             "is not a model folder"
             if Path(source).is_dir()
-            else "is not a local folder, and the hub cannot be had"
+            else "is not a local folder, and the Hugging Face hub does not give it"
         )
         raise ModelError(
-            f"reader {name!r} {what}: {_first_line(error)}. Give a folder with config.json, weights and tokenizer, "
-            f"go online for a hub id, or use the bundled {next(iter(BUNDLED))!r}"
+            f"model {name!r} {what}: {_first_line(error)}. Give a folder with config.json, weights and tokenizer, "
+            f"a .gguf file, a hub id while online, or the bundled {next(iter(BUNDLED))!r}"
         ) from error
 
 
@@ -303,7 +303,7 @@ def bundled_folder(name: str, say: Say = lambda _: None) -> Path:
         return target
     folders = [_package_folder(package) for package in bundled.parts or (bundled.package,)]
     if None in folders:
-        raise ModelError(f"the bundled reader {name!r} is not installed: run {bundled.install}")
+        raise ModelError(f"the bundled model {name!r} is not installed: run {bundled.install}")
     files = [file for folder in folders for file in sorted(Path(str(folder)).rglob(f"{bundled.gguf}*"))]
     say(f"Converting the bundled model {name} (once) into {target}")
     if len(files) == 1:
