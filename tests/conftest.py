@@ -8,8 +8,10 @@ from __future__ import annotations
 import gc
 import os
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -20,6 +22,11 @@ os.environ.setdefault(
     "BLENDSERVE_RACE", "0"
 )  # who computes is the table's first, however fast the machine is today
 os.environ["TRITON_INTERPRET"] = "1"  # kernels on the CPU: read when triton is first imported, by whomever
+
+os.environ["HAYSTACK_TELEMETRY_ENABLED"] = "False"  # read when haystack is first imported
+INTEGRATIONS = Path(__file__).parents[1] / "integrations"
+for folder in ("langchain", "llama_index", "haystack/src"):  # imported from this checkout
+    sys.path.append(str(INTEGRATIONS / folder))
 
 settings.register_profile(
     "suite", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import os
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -14,11 +11,6 @@ from blendserve.serve.config import ServeConfig
 from tests.engine.helpers import PASSAGES
 from tests.integrations.helpers import UNTITLED
 from tests.serve.helpers import Server
-
-os.environ["HAYSTACK_TELEMETRY_ENABLED"] = "False"  # read when haystack is first imported
-INTEGRATIONS = Path(__file__).parents[2] / "integrations"
-for folder in ("langchain", "llama_index", "haystack/src"):
-    sys.path.append(str(INTEGRATIONS / folder))
 
 
 @pytest.fixture(scope="module")

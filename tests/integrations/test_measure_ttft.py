@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from tests.bench.conftest import write_shape
+from tests.conftest import INTEGRATIONS
 from tests.engine.helpers import QUESTIONS
-from tests.integrations.conftest import INTEGRATIONS
 from tests.serve.helpers import Server
 
 SCRIPT = INTEGRATIONS / "measure_ttft.py"

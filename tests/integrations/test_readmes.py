@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from tests.conftest import INTEGRATIONS
 from tests.engine.helpers import PASSAGES, QUESTIONS
-from tests.integrations.conftest import INTEGRATIONS
 from tests.serve.helpers import Server
 
 
