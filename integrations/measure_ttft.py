@@ -161,7 +161,7 @@ def llama_index(target: Target, extra: Mapping[str, Any]) -> Ask:
         def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
             found = target.passages[query_bundle.query_str]
             # As the server shows a passage: a node has no title.
-            texts = ["\n".join(filter(None, (p["title"], p["text"]))) for p in found]
+            texts = ["\n".join(filter(None, (p["title"].strip(), p["text"].strip()))) for p in found]
             return [NodeWithScore(node=TextNode(text=text)) for text in texts]
 
     synthesizer = BlendserveSynthesizer(
