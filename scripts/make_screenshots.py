@@ -19,7 +19,7 @@ from blendserve.serve.child import Child, serve_command
 
 PICTURES = Path(__file__).parents[1] / "docs" / "pictures"
 SIZE = {"width": 1280, "height": 860}
-PATIENCE_MS = 300_000
+PATIENCE_MS = 60_000
 
 
 def main() -> None:
@@ -51,16 +51,17 @@ def visit(browser: Browser, url: str, scheme: str) -> Page:
 
 
 def ask(page: Page) -> None:
-    """A first time to warm up, and once more; then the pointer on a token."""
+    """Ask once to warm up and once more; then point at a recomputed token."""
     for _ in range(2):
         page.get_by_role("button", name="Ask", exact=True).click()
         page.wait_for_selector("#ttft")
-    second = page.locator("#prompt .part").nth(2)
+    recomputed = ".s-recomputed [data-i]"
+    second = page.locator("#prompt .part").filter(has=page.locator(recomputed)).nth(1)
     page.evaluate("document.querySelector('.parts').scrollTop = 0")
     second.evaluate("part => part.parentElement.scrollTo(0, part.offsetTop - part.parentElement.offsetTop)")
     page.wait_for_function("document.querySelector('.parts').scrollTop > 0")
     page.mouse.move(1, 1)
-    second.locator(".s-recomputed [data-i]").nth(3).hover()
+    second.locator(recomputed).first.hover()
     page.wait_for_selector("#token-tip:visible")
 
 
