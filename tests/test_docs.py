@@ -63,7 +63,9 @@ def commands(name: str, command: Any) -> Iterator[tuple[str, Any]]:
 COMMANDS = dict(commands("blendserve", typer.main.get_command(app)))
 
 
-@pytest.mark.parametrize("page", [p for p in GUIDES if p.name not in GENERATED], ids=named)
+@pytest.mark.parametrize(
+    "page", [ROOT / "README.md", *(p for p in GUIDES if p.name not in GENERATED)], ids=named
+)
 def test_a_page_takes_five_minutes_to_read(page: Path) -> None:
     text = page.read_text()
     text = without_tables(text) if page.name == "models.md" else text  # its table is generated
