@@ -59,6 +59,7 @@ $(DEMO): setup.cfg pyproject.toml constraints.txt requirements-models.txt Makefi
 	$(PIP) --editable .; \
 	wait $$models; \
 	wait $$kernels || true
+	@du -sh .venv
 	@touch $(DEMO)
 
 # What the tests need beside it. Packages that cannot be installed here are named, and their tests skip.
@@ -68,6 +69,7 @@ $(DEV): $(DEMO)
 	@$(PIP) --editable '.[integrations]' || echo "The frameworks of integrations/ cannot be installed here: their tests are skipped"
 	@$(PIP) moq-rs || echo "moq-rs cannot be installed here: its tests are skipped"
 	@$(PIP) 'ray[data,serve]' || echo "Ray cannot be installed here: its tests are skipped"
+	@du -sh .venv
 	@touch $(DEV)
 
 clean:
