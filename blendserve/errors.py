@@ -41,7 +41,20 @@ Raised = TypeVar("Raised", bound=Exception)
 
 
 class BlendserveError(Exception):
-    """Base of the tree above."""
+    """Base of the tree above. The message is for people; code reads the class and the fields.
+
+    setting: the setting, option or JSON field with the wrong value, dotted as in a configuration file
+    path: the file or folder that cannot be used
+    line: the number of the line or record in `path`, from 1
+    """
+
+    def __init__(
+        self, message: str = "", *, setting: str | None = None, path: object = None, line: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.setting = setting
+        self.path = None if path is None else str(path)
+        self.line = line
 
     def __reduce__(self) -> tuple[Any, ...]:
         """For other processes as it is: some take other arguments than the message that they make of them."""

@@ -1,0 +1,85 @@
+"""Report what the rules for tests forbid (CONTRIBUTING.md): each finding would break a test when nothing is broken.
+
+    python scripts/check_tests.py [FOLDER ...] [--count]
+
+private   a private attribute or name of another object is read: test what a caller sees
+prose     a message is asserted: compare the error's class and fields; tests/cli/test_errors.py alone reads messages
+sleep     time.sleep: wait for a condition (`eventually`) or pass a `ManualClock`
+import    a test module imports from another: what two share belongs in tests/support
+
+A line that ends in `# allow: REASON` is left out, and `--allowed` lists those. Exits with 1 if anything is found.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+MESSAGES = {Path("tests/cli/test_errors.py")}  # the one table of what people read
+
+
+def findings(path: Path) -> Iterator[tuple[int, str, str]]:
+    """(line, rule, what was found) in one file."""
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        line = getattr(node, "lineno", 0)
+        if isinstance(node, ast.Attribute) and is_private(node.attr) and not is_own(node.value):
+            yield line, "private", f".{node.attr}"
+        elif isinstance(node, ast.ImportFrom):
+            module = node.module or ""
+            for name in node.names:
+                if is_private(name.name) and module.startswith("blendserve"):
+                    yield line, "private", f"import of {module}.{name.name}"
+            if any(part.startswith("test_") for part in module.split(".")):
+                yield line, "import", module
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            if node.value.startswith("blendserve.") and is_private(node.value.rsplit(".", 1)[1]):
+                yield line, "private", node.value
+        elif isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            if called in ("time.sleep", "sleep"):
+                yield line, "sleep", ast.unparse(node)
+            if path not in MESSAGES and called.endswith("raises"):
+                yield from ((line, "prose", ast.unparse(k.value)) for k in node.keywords if k.arg == "match")
+            if path not in MESSAGES and called == "str" and ast.unparse(node).endswith(".value)"):
+                yield line, "prose", ast.unparse(node)
+            if called in ("setattr", "monkeypatch.setattr", "getattr", "patch.object"):
+                for name in node.args[1:2]:
+                    if isinstance(name, ast.Constant) and is_private(str(name.value)):
+                        yield line, "private", f"{called} of {name.value}"
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def is_own(value: ast.expr) -> bool:
+    """A test's own class may have private attributes."""
+    return isinstance(value, ast.Name) and value.id in ("self", "cls")
+
+
+def main(arguments: list[str]) -> int:
+    folders = [Path(a) for a in arguments if not a.startswith("--")] or [Path("tests")]
+    counts: Counter[str] = Counter()
+    for path in sorted(
+        file for folder in folders for file in ([folder] if folder.is_file() else folder.rglob("*.py"))
+    ):
+        lines = path.read_text("utf-8").splitlines()
+        for line, rule, what in sorted(set(findings(path))):
+            if is_allowed := "# allow: " in lines[line - 1]:
+                counts["allowed"] += 1
+            if is_allowed == ("--allowed" in arguments):
+                counts[rule] += not is_allowed
+                if "--count" not in arguments:
+                    print(
+                        f"{path}:{line}: {rule}: {what}"
+                        + (lines[line - 1].split("# allow")[1] if is_allowed else "")
+                    )
+    print(", ".join(f"{n} {rule}" for rule, n in sorted(counts.items()) if n) or "The tests keep the rules.")
+    return 1 if any(n for rule, n in counts.items() if rule != "allowed") else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
