@@ -46,9 +46,9 @@ def findings(path: Path) -> Iterator[tuple[int, str, str]]:
             if path not in MESSAGES and called == "str" and ast.unparse(node).endswith(".value)"):
                 yield line, "prose", ast.unparse(node)
             if called in ("setattr", "monkeypatch.setattr", "getattr", "patch.object"):
-                for name in node.args[1:2]:
-                    if isinstance(name, ast.Constant) and is_private(str(name.value)):
-                        yield line, "private", f"{called} of {name.value}"
+                for argument in node.args[1:2]:
+                    if is_private(ast.unparse(argument).strip("'")):
+                        yield line, "private", f"{called} of {ast.unparse(argument)}"
 
 
 def is_private(name: str) -> bool:
