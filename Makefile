@@ -2,6 +2,10 @@
 # make test    the tests                                         make clean   all that these made
 # make wheel   dist/*.whl with kernels for every instruction set, for machines without a compiler
 #
+# make test-nightly   all tests over all model families with random examples, soak tests and mutations (an hour or two)
+# make test-gpu       the kernels on this machine's CUDA GPU
+# make coverage       branch coverage by package, beside the baseline's
+#
 # PYTHON=python3.12     another interpreter
 # PIP_FLAGS=...         further options of pip, such as another index (README: the CPU build of torch)
 PYTHON ?= python3
@@ -15,7 +19,9 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-com
 export PYTHONDONTWRITEBYTECODE :=
 BEGAN := $(shell date +%s)
 
-.PHONY: demo demo-kdn test check format wheel clean
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+
+.PHONY: demo demo-kdn test test-nightly test-gpu coverage check format wheel clean
 
 demo: $(DEMO)
 	BLENDSERVE_DEMO_BEGAN=$(BEGAN) $(BIN)/blendserve demo
@@ -26,7 +32,19 @@ demo-kdn: $(DEV)
 # Two workers of one thread each: torch's own threads would fight over the cores. Each has half of the tests in a row, so
 # that most of what tests share is made once, and takes from the other's when it is done.
 test: $(DEV)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+	$(PYTEST) --durations 20
+
+test-nightly: $(DEV)
+	$(PYTEST) --night --timeout 1800 --durations 50
+	$(BIN)/python -m tests.endurance
+	$(BIN)/python scripts/mutations.py run
+
+test-gpu: $(DEV)
+	$(BIN)/python -m pytest -m gpu
+
+coverage: $(DEV)
+	$(PYTEST) --timeout 300 --cov --cov-report json:build/coverage.json
+	$(BIN)/python scripts/coverage_by_package.py build/coverage.json --against docs/research/baseline/coverage.json
 
 check: $(DEV)
 	$(BIN)/ruff format --check .

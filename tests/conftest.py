@@ -1,6 +1,9 @@
-"""Nothing here goes online; a run's examples are the same every time.
+"""Nothing here goes online. Every push runs the same few examples; a night runs many random ones.
 
-`pytest --hypothesis-profile=search` looks for new ones, `nightly` does so for the whole suite.
+pytest                                        what `make test` runs: not `nightly`, not `gpu`
+pytest --night                                everything that runs on a CPU, over all model families
+pytest -m gpu                                 the kernels on this machine's GPU
+pytest --hypothesis-profile=nightly TEST      200 new examples of one property
 """
 
 from __future__ import annotations
@@ -21,19 +24,48 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault(
     "BLENDSERVE_RACE", "0"
 )  # who computes is the table's first, however fast the machine is today
-os.environ["TRITON_INTERPRET"] = "1"  # kernels on the CPU: read when triton is first imported, by whomever
-
 os.environ["HAYSTACK_TELEMETRY_ENABLED"] = "False"  # read when haystack is first imported
 INTEGRATIONS = Path(__file__).parents[1] / "integrations"
 for folder in ("langchain", "llama_index", "haystack/src"):  # imported from this checkout
     sys.path.append(str(INTEGRATIONS / folder))
 
-settings.register_profile(
-    "suite", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
-)
-settings.register_profile("search", settings.get_profile("suite"), derandomize=False, max_examples=1000)
-settings.register_profile("nightly", settings.get_profile("suite"), derandomize=False, max_examples=1000)
-settings.load_profile("suite")
+PUSH = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("push", **PUSH, derandomize=True, max_examples=25)
+settings.register_profile("nightly", **PUSH, derandomize=False, max_examples=200)
+settings.load_profile("push")
+
+# Tests that take long, each group on one worker: the other worker takes the short tests meanwhile.
+LONG_FIRST = ("tests/workers/", "tests/page/")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--night", action="store_true", help="run tests marked nightly, too, and every model family"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    on_gpu = config.option.markexpr == "gpu"
+    os.environ["TRITON_INTERPRET"] = "0" if on_gpu else "1"  # read when triton is first imported
+    if config.option.night:
+        from tests.support import models  # not before the variables above are set
+
+        models.KINDS[:] = models.BLEND_KINDS[:] = models.TINY
+        settings.load_profile("nightly")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what a push does not run, and put long tests at the head of each worker's half."""
+    left_out = {"gpu"} if config.option.night else {"gpu", "nightly"}
+    if not config.option.markexpr:
+        kept = [item for item in items if not left_out & {mark.name for mark in item.iter_markers()}]
+        config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+        items[:] = kept
+    groups = [[item for item in items if item.nodeid.startswith(path)] for path in LONG_FIRST]
+    rest = [item for item in items if not item.nodeid.startswith(LONG_FIRST)]
+    half = max(0, len(items) // 2 - len(groups[0]))  # xdist gives each of two workers half of the list
+    items[:] = [*groups[0], *rest[:half], *groups[1], *rest[half:]]
 
 
 @pytest.fixture(autouse=True)
