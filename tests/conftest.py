@@ -29,9 +29,9 @@ INTEGRATIONS = Path(__file__).parents[1] / "integrations"
 for folder in ("langchain", "llama_index", "haystack/src"):  # imported from this checkout
     sys.path.append(str(INTEGRATIONS / folder))
 
-PUSH = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
-settings.register_profile("push", **PUSH, derandomize=True, max_examples=25)
-settings.register_profile("nightly", **PUSH, derandomize=False, max_examples=200)
+COMMON = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("push", COMMON, derandomize=True, max_examples=25)
+settings.register_profile("nightly", COMMON, derandomize=False, max_examples=200)
 settings.load_profile("push")
 
 # Tests that take long, each group on one worker: the other worker takes the short tests meanwhile.
