@@ -87,7 +87,7 @@ def test_chunks_are_listed_as_the_store_has_them(server: Server, client: TenantC
         ids = server.engine.prompts.chunk(passage).ids
         known = store.info([blender.key(ids)]).get(blender.key(ids))
         assert (chunk["tokens"], chunk["bytes"]) == (len(ids), known.n_bytes if known else 0)
-        assert chunk["tier"] == ("local" if known else None)
+        assert (chunk["tier"], chunk["pinned"]) == (("local", True) if known else (None, False))
         assert chunk["text"] in passage.text
     found = client.get("/v1/cache/chunks?collection=a&search=MAT and").json()["data"]
     assert [chunk["title"] for chunk in found] == ["Cats"]

@@ -54,7 +54,7 @@ def test_reports_are_counted(server: Server) -> None:
         bytes_loaded=100,
         tiers={"local": 3, "remote": 1},
         unusable=(Unusable(0, "codec", ""),),
-        near=(NearChunk(0, ("aa",), 5, 2, ""), NearChunk(1, (), 0, 9, "")),
+        near=(NearChunk(0, ("aa",), 5, 2, ""), NearChunk(1, (), 0, 9, ""), NearChunk(2, (), 0, 9, "")),
     )
     tokens = {"exact": 7, "reused": report.tokens_reused, "recomputed": report.tokens_recomputed}
     tokens |= {"missing": report.tokens_computed, "suffix": report.tokens_suffix}
@@ -65,7 +65,7 @@ def test_reports_are_counted(server: Server) -> None:
         ("chunks", "found", {"hit": 4, "miss": report.chunks_missing, "corrupt": 2}),
         ("chunks_hit_by_tier", "tier", {"local": 3, "remote": 1}),
         ("chunks_unusable", "why", {"codec": 1}),
-        ("near_chunks", "found", {"donor": 1, "none": 1}),
+        ("near_chunks", "found", {"donor": 1, "none": 2}),
         ("near_tokens", "kind", {"stored": 5, "fresh": 2}),
         ("prompt_tokens", "kind", tokens),
         ("near_requests", "", {"": 1}),

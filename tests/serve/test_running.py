@@ -27,9 +27,10 @@ while True:
 """
 
 
+@pytest.mark.timeout(180)  # two processes that import the engine
 def test_sigterm_finishes_what_runs_and_sigkill_harms_no_store(tmp_path: Path) -> None:
     with ToyServer(tmp_path) as server, httpx.Client(base_url=server.url, timeout=300) as http:
-        with http.stream("POST", "/v1/rag/query", json={**ASK, "max_tokens": 300, "stream": True}) as stream:
+        with http.stream("POST", "/v1/rag/query", json={**ASK, "max_tokens": 150, "stream": True}) as stream:
             lines = stream.iter_lines()
             next(lines)
             server.terminate()
