@@ -47,7 +47,8 @@ class Child:
                 last = said.decode(errors="replace").strip().rpartition("\n")[2]
                 raise ServeError(
                     f"the server ended with {self._process.returncode} at its start: {last or 'it said nothing'} (all it "
-                    f"said is in {self._log})"
+                    f"said is in {self._log})",
+                    path=self._log,
                 )
             time.sleep(0.05)
 

@@ -111,33 +111,40 @@ class Replicas(AbstractContextManager["Replicas"]):
         found: ReaderFacts = self._handle.facts.remote().result()
         return found
 
-    async def answer(self, request: RoutedRequest, keys: frozenset[bytes]) -> AsyncIterator[Event]:
-        """Started, pieces, and at last Finished or Failed, once each, however many replicas it took.
+    def answer(self, request: RoutedRequest, keys: frozenset[bytes]) -> AsyncIterator[Event]:
+        """As `answer_from` gives it. keys: of the request's chunks."""
+        return answer_from(self._handle, self._ray.exceptions, request, keys)
 
-        keys: of its chunks. Where text was sent already and another replica says something else, that is an error, not a
-        second answer. Raises ClusterUnavailable.
-        """
-        clock, said, errors = Clock(), Said(), self._ray.exceptions
-        for attempt in range(ATTEMPTS):
-            if attempt > 1:
-                await asyncio.sleep(PAUSE_S * 2 ** (attempt - 2))
-            sent = replace(request, seconds=request.seconds + clock.elapsed())
-            stream = self._handle.options(stream=True).answer.remote(sent, keys=keys)
-            try:
-                async with aclosing(_events(stream)) as events:
-                    async for event in events:
-                        for new in said.new(event):
-                            yield new
-                return
-            except (errors.RayActorError, errors.NodeDiedError, errors.ObjectLostError):
-                continue
-            except errors.OutOfMemoryError as error:  # Ray ends a process where a machine's memory runs low
-                logging.getLogger(__name__).warning("A replica was ended while it answered: %s", error)
-            except errors.RayError as error:
-                # Ray's text names machines and processes, which is not for who asks.
-                logging.getLogger(__name__).error("A replica failed: %s", error)
-                raise own_error(error, "the replica failed: the server's log says why") from error
-        raise ClusterUnavailable(f"{ATTEMPTS} replicas ended while they answered: ask again")
+
+async def answer_from(
+    handle: Any, errors: Any, request: RoutedRequest, keys: frozenset[bytes]
+) -> AsyncIterator[Event]:
+    """Started, pieces, and at last Finished or Failed, once each, however many replicas ended.
+
+    handle: of the deployment. errors: Ray's exceptions. keys: of the request's chunks. Where text was sent already and
+    another replica says something else, that is an error, not a second answer. Raises ClusterUnavailable.
+    """
+    clock, said = Clock(), Said()
+    for attempt in range(ATTEMPTS):
+        if attempt > 1:
+            await asyncio.sleep(PAUSE_S * 2 ** (attempt - 2))
+        sent = replace(request, seconds=request.seconds + clock.elapsed())
+        stream = handle.options(stream=True).answer.remote(sent, keys=keys)
+        try:
+            async with aclosing(_events(stream)) as events:
+                async for event in events:
+                    for new in said.new(event):
+                        yield new
+            return
+        except (errors.RayActorError, errors.NodeDiedError, errors.ObjectLostError):
+            continue
+        except errors.OutOfMemoryError as error:  # Ray ends a process where a machine's memory runs low
+            logging.getLogger(__name__).warning("A replica was ended while it answered: %s", error)
+        except errors.RayError as error:
+            # Ray's text names machines and processes, which the client must not see.
+            logging.getLogger(__name__).error("A replica failed: %s", error)
+            raise own_error(error, "the replica failed: the server's log says why") from error
+    raise ClusterUnavailable(f"{ATTEMPTS} replicas ended while they answered: ask again")
 
 
 async def _events(stream: Any) -> AsyncGenerator[Event, None]:

@@ -1,28 +1,51 @@
-"""A toy server for the frameworks' integrations, which are imported from this checkout, and their asynchronous tests."""
+"""One toy server for the frameworks' integrations, which are imported from this checkout."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import redirect_stdout
+from io import StringIO
+from typing import Any
 
 import pytest
 
-from blendserve.serve.config import ServeConfig
-from tests.engine.helpers import PASSAGES
-from tests.integrations.helpers import UNTITLED
-from tests.serve.helpers import Server
+from blendserve.core import Passage
+from tests.conftest import INTEGRATIONS
+from tests.support.http import MODEL, PASSAGES, QUESTIONS, Server, TenantClient, serving
+
+UNTITLED = [Passage(p.text) for p in PASSAGES]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    made = Server(tmp_path_factory.mktemp("integrations"), ServeConfig())
-    made.engine.precompute([*PASSAGES, *UNTITLED])
-    yield made
-    made.close()
+    with serving(tmp_path_factory.mktemp("integrations")) as made:
+        made.engine.precompute([*PASSAGES, *UNTITLED])
+        yield made
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pycollect_makeitem(collector: pytest.Collector, name: str, obj: object) -> None:
     """Mark coroutine tests, those of langchain-tests too, for pytest-asyncio."""
     if name.startswith("test_") and inspect.iscoroutinefunction(obj):
-        pytest.mark.asyncio(loop_scope="module")(obj)  # clients keep connections, which belong to a loop
+        pytest.mark.asyncio(loop_scope="session")(obj)  # clients keep connections, which belong to a loop
+
+
+def own_answer(
+    server: Server, passages: Sequence[Passage], question: str = QUESTIONS[0], **options: Any
+) -> dict[str, Any]:
+    """The server's own answer over these passages."""
+    documents = [{"text": p.text, "title": p.title} for p in passages]
+    return TenantClient(server).ask(question, documents=documents, **options)
+
+
+def run_example(folder: str, server: Server, names: dict[str, Any]) -> None:
+    """Run the example of an integration's README, with names that an application has."""
+    readme = (INTEGRATIONS / folder / "README.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```python\n(.*?)```", readme, flags=re.DOTALL)
+    code = example.replace("http://127.0.0.1:8000", server.url).replace("smollm2-135m", MODEL)
+    assert code.count(server.url) == code.count(MODEL) == 1
+    with redirect_stdout(StringIO()) as printed:
+        exec(compile(code, readme, "exec"), names)
+    assert printed.getvalue().strip()

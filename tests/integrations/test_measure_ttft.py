@@ -1,4 +1,4 @@
-"""integrations/measure_ttft.py with a tiny model: its rows, and the answers of every framework."""
+"""integrations/measure_ttft.py with a tiny model: its rows, its exit code, and the answers of every framework."""
 
 from __future__ import annotations
 
@@ -13,57 +13,47 @@ import pytest
 
 from tests.bench.conftest import write_shape
 from tests.conftest import INTEGRATIONS
-from tests.engine.helpers import QUESTIONS
-from tests.serve.helpers import Server
+from tests.support.http import QUESTIONS, Server
 
 SCRIPT = INTEGRATIONS / "measure_ttft.py"
-FRAMEWORKS = ("langchain_openai", "llama_index.core", "haystack.version")
+spec: Any = importlib.util.spec_from_file_location("measure_ttft", SCRIPT)
+script: Any = importlib.util.module_from_spec(spec)
+sys.modules[spec.name] = script  # dataclasses look their module up
+spec.loader.exec_module(script)
 
 
-def load() -> Any:
-    """The script as a module."""
-    spec = importlib.util.spec_from_file_location("measure_ttft", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-script = load()
-
-
-def sample(application: str, method: str, question: str, ttft_s: float, text: str = "yes") -> Any:
-    return script.Sample(application, method, question, ttft_s, text)
+def samples(application: str, blended: tuple[float, ...], full: tuple[float, ...], text: str = "yes") -> Any:
+    """One question for each pair of times; `text` is the answer to the first one, blended."""
+    return [
+        script.Sample(application, method, str(n), ttft_s, "yes" if n or method == "full" else text)
+        for method, times in (("blended", blended), ("full", full))
+        for n, ttft_s in enumerate(times)
+    ]
 
 
 def test_a_row_holds_medians_extremes_and_equal_answers() -> None:
-    own = [sample("own API", m, q, 1.0) for q in "abc" for m in ("blended", "full")]
-    other = [
-        *(sample("other", "blended", q, t) for q, t in zip("abc", (0.1, 0.2, 0.5), strict=True)),
-        *(sample("other", "full", q, t) for q, t in zip("abc", (4.0, 2.0, 1.0), strict=True)),
-    ]
-    other[0] = sample("other", "blended", "a", 0.1, "no")
-    _, row = script.rows(own + other)
+    own = samples("own API", (1.0, 1.0, 1.0), (1.0, 1.0, 1.0))
+    _, row = script.rows(own + samples("other", (0.1, 0.2, 0.5), (4.0, 2.0, 1.0), "no"))
     assert (row.blended, row.full) == ((0.2, 0.1, 0.5), (2.0, 1.0, 4.0))
-    assert row.speedup == pytest.approx(10)
-    assert row.least_speedup == pytest.approx(2)
+    assert (row.speedup, row.least_speedup) == (pytest.approx(10), pytest.approx(2))
     assert (row.equal, row.answers) == (5, 6)
 
 
-def test_a_framework_that_is_not_installed_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("text", "at_least", "fails"), [("yes", None, False), ("no", None, True), ("yes", 5.0, True)]
+)
+def test_a_different_answer_or_a_low_speedup_is_the_exit_code(
+    server: Server, monkeypatch: pytest.MonkeyPatch, text: str, at_least: float | None, fails: bool
 ) -> None:
-    target = script.Target("http://127.0.0.1:1", "tiny", {})
-    for name in ("langchain_core", "langchain_openai", "langchain_blendserve", "llama_index", "haystack"):
-        monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(SystemExit, match="no framework"):
-        script.applications(target)
-    said = capsys.readouterr().err
-    for name, folder in (("LangChain", "langchain"), ("LlamaIndex", "llama_index"), ("Haystack", "haystack")):
-        assert f"{name} is skipped" in said
-        assert f"integrations/{folder}" in said
+    measured = samples("own API", (1.0,), (1.0,)) + samples("other", (1.0,), (1.0,), text)
+    monkeypatch.setattr(script, "measure", lambda target: measured)
+    options = {"url": server.url, "collection": "a", "questions": 1, "chunks": 3, "chunk_tokens": 16}
+    exit_code = 0
+    try:
+        script.main(**options, **({"at_least": at_least} if at_least else {}))
+    except script.typer.Exit as end:
+        exit_code = end.exit_code
+    assert (exit_code != 0) == fails
 
 
 def test_chunks_are_long_and_shuffled_and_stored(server: Server) -> None:
@@ -71,62 +61,52 @@ def test_chunks_are_long_and_shuffled_and_stored(server: Server) -> None:
     orders = {tuple(p["id"] for p in passages) for passages in target.passages.values()}
     assert {frozenset(order) for order in orders} == {frozenset({"cats:0", "snow:0", "ships:0"})}
     scores = [[p["score"] for p in passages] for passages in target.passages.values()]
-    assert any(row != sorted(row, reverse=True) for row in scores)  # the nearest first no more
+    assert any(row != sorted(row, reverse=True) for row in scores)  # the nearest is not always first
     assert script.choose(server.url, QUESTIONS, 3, 16, "a", 0) == target
-    found = server.post("/v1/cache/lookup", {"collection": "a"}).json()
-    assert found["found"] == 3
+    assert server.post("/v1/cache/lookup", {"collection": "a"}).json()["found"] == 3
+    for chunk_tokens, collection in ((400, "a"), (16, "nothing")):
+        with pytest.raises(SystemExit):
+            script.choose(server.url, QUESTIONS, 3, chunk_tokens, collection, 0)
 
 
-def test_too_few_long_passages_are_refused(server: Server) -> None:
-    with pytest.raises(SystemExit, match="lower --chunk-tokens"):
-        script.choose(server.url, QUESTIONS, 3, 400, "a", 0)
+def test_without_any_framework_there_is_nothing_to_measure(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("langchain_core", "langchain_openai", "langchain_blendserve", "llama_index", "haystack"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(SystemExit):
+        script.applications(script.Target("http://127.0.0.1:1", "tiny", {}))
 
 
-def test_an_error_of_the_server_ends_it(server: Server) -> None:
-    with pytest.raises(SystemExit, match="404"):
-        script.choose(server.url, QUESTIONS, 3, 16, "nothing", 0)
-
-
-def test_it_measures_every_framework_on_its_own_server(tmp_path: Path) -> None:
-    """As CI runs it: an index of real text, its KV, a server, and two questions through each framework."""
-    for package in FRAMEWORKS:
+@pytest.mark.parametrize(
+    "own_server", [False, pytest.param(True, marks=[pytest.mark.nightly, pytest.mark.timeout(300)])]
+)
+def test_it_measures_every_framework(
+    server: Server, own_server: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At night as a command, with an index of real text and a server of its own."""
+    for package in ("langchain_openai", "llama_index.core", "haystack.version"):
         pytest.importorskip(package)
-    model = write_shape(tmp_path / "shape", max_position_embeddings=4096)
-    options = ("--model", model, "--index", str(tmp_path / "index"), "--questions", "2", "--max-tokens", "4")
-    command = [sys.executable, str(SCRIPT), *options, "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    printed = json.loads(done.stdout)
+    if own_server:
+        model = write_shape(tmp_path / "shape", max_position_embeddings=4096)
+        options = [
+            "--model",
+            model,
+            "--index",
+            str(tmp_path / "index"),
+            "--questions",
+            "2",
+            "--max-tokens",
+            "4",
+        ]
+        command = [sys.executable, str(SCRIPT), *options, "--json"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        printed = json.loads(done.stdout)
+    else:
+        script.main(
+            url=server.url, collection="a", questions=2, chunks=3, chunk_tokens=16, max_tokens=4, as_json=True
+        )
+        printed = json.loads(capsys.readouterr().out)
     names = [row["application"] for row in printed["rows"]]
     assert names == ["own API", "LangChain", "LlamaIndex", "Haystack"]
     assert [(row["equal"], row["answers"]) for row in printed["rows"]] == [(4, 4)] * 4
     assert all(s["ttft_s"] > 0 and s["text"] for s in printed["samples"])
-
-
-def test_an_answer_that_differs_is_the_exit_code(
-    server: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """And a speedup below --at-least is, too."""
-    texts = {"same": "yes", "other": "yes"}
-
-    def measured(target: Any) -> list[Any]:
-        return [
-            sample(n, m, "a", 1.0, texts.get(n, "yes"))
-            for n in ("own API", "other")
-            for m in ("blended", "full")
-        ]
-
-    monkeypatch.setattr(script, "measure", measured)
-    options: dict[str, Any] = {
-        "url": server.url,
-        "collection": "a",
-        "questions": 1,
-        "chunks": 3,
-        "chunk_tokens": 16,
-    }
-    script.main(**options)
-    assert "2/2" in capsys.readouterr().out
-    for wrong, more in (("no", {}), ("yes", {"at_least": 5.0})):
-        texts["other"] = wrong
-        with pytest.raises(script.typer.Exit):
-            script.main(**options, **more)

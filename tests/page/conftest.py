@@ -1,4 +1,4 @@
-"""A real Chromium before toy servers. Where there is none, the tests are skipped, and the summary says so.
+"""A real Chromium in front of a toy server. Without one, the tests are skipped, and the summary says so.
 
 BLENDSERVE_CHROMIUM names one that is not on the path.
 """
@@ -10,24 +10,22 @@ import shutil
 from collections.abc import Iterator
 
 import pytest
-from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, sync_playwright
+from playwright.sync_api import Browser, ConsoleMessage, Page, sync_playwright
 
-from blendserve.serve.config import ServeConfig
-from tests.engine.helpers import PASSAGES
-from tests.serve.helpers import Server
+from tests.support.http import PASSAGES, Server, serving
 
-PATIENCE_MS = 60_000
+TIMEOUT_MS = 30_000
 
 
 def chromium() -> str | None:
-    """Debian's, or another one: playwright's own download is not looked for."""
+    """Debian's or another one; playwright's own download is not searched for."""
     names = (os.environ.get("BLENDSERVE_CHROMIUM", ""), "chromium", "chromium-browser", "google-chrome")
     return next(filter(None, map(shutil.which, filter(None, names))), None)
 
 
 @pytest.fixture(scope="package")
 def browser() -> Iterator[Browser]:
-    """One for all tests of a worker; playwright's event loop ends with it."""
+    """One for all tests of a process; playwright's event loop ends with it."""
     path = chromium()
     if path is None:
         pytest.skip("no Chromium is installed: apt-get install chromium, or set BLENDSERVE_CHROMIUM")
@@ -39,39 +37,19 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="package")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Two collections of three documents each, whose KV is stored."""
-    blend = {"method": "blend", "near": True}
-    made = Server(tmp_path_factory.mktemp("page"), ServeConfig(slots=4), blend=blend)
-    made.engine.precompute(PASSAGES)
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="package")
-def context(browser: Browser) -> Iterator[BrowserContext]:
-    """What tabs have in common: what the browser keeps. Tests that leave something there take one of their own."""
-    yield from opened(browser)
+    """Without keys: two collections of three documents each, whose KV is stored."""
+    engine = {"blend": {"method": "blend", "near": True}}
+    with serving(tmp_path_factory.mktemp("page"), slots=4, engine=engine) as made:
+        made.engine.precompute(PASSAGES)
+        yield made
 
 
 @pytest.fixture
-def own_context(browser: Browser) -> Iterator[BrowserContext]:
-    yield from opened(browser)
-
-
-@pytest.fixture
-def page(context: BrowserContext) -> Iterator[Page]:
-    """An empty page. What goes wrong in it, a violation of its own policy among that, fails the test."""
-    yield from watched(context)
-
-
-@pytest.fixture
-def own_page(own_context: BrowserContext) -> Iterator[Page]:
-    """The same in a context of its own."""
-    yield from watched(own_context)
-
-
-def watched(context: BrowserContext) -> Iterator[Page]:
-    made, wrong = context.new_page(), list[str]()
+def page(browser: Browser) -> Iterator[Page]:
+    """An empty page with its own storage. An error in it, also of its own policy, fails the test."""
+    context, wrong = browser.new_context(viewport={"width": 1280, "height": 900}), list[str]()
+    context.set_default_timeout(TIMEOUT_MS)
+    made = context.new_page()
 
     def heard(message: ConsoleMessage) -> None:
         expected = "Failed to load resource" in message.text  # a refusal that the page is to show
@@ -81,13 +59,5 @@ def watched(context: BrowserContext) -> Iterator[Page]:
     made.on("console", heard)
     made.on("pageerror", lambda error: wrong.append(str(error)))
     yield made
-    made.close()
+    context.close()
     assert not wrong
-
-
-def opened(browser: Browser) -> Iterator[BrowserContext]:
-    """What one person's tabs have in common, until it is closed."""
-    made = browser.new_context(viewport={"width": 1280, "height": 900})
-    made.set_default_timeout(PATIENCE_MS)
-    yield made
-    made.close()

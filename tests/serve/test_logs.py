@@ -1,4 +1,4 @@
-"""What an operator reads: a line of JSON for each request and each bug, tied by ids, without texts and keys."""
+"""The log: a line of JSON for each request and each bug, tied by request ids, without texts and keys."""
 
 from __future__ import annotations
 
@@ -11,18 +11,16 @@ from typing import Any
 import pytest
 
 from blendserve.blend.blender import Blender
-from blendserve.serve.config import ServeConfig
-from blendserve.serve.keys import KeyFile, Tenant
 from blendserve.serve.logs import JsonLines
-from tests.engine.helpers import PASSAGES, QUESTIONS, wait_for
-from tests.serve.helpers import Server
+from tests.support.http import OWN, QUESTIONS, Server, TenantClient, serving
+from tests.support.waiting import eventually
 
-ASK: dict[str, Any] = {"question": QUESTIONS[0], "passages": [{"text": PASSAGES[0].text}], "max_tokens": 2}
+ASK: dict[str, Any] = {"question": QUESTIONS[0], "passages": OWN[:1], "max_tokens": 2}
 SECRET = "secret-value"
 
 
 class Lines(logging.Handler):
-    """What would be written to stderr."""
+    """What the server would write to stderr."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +32,7 @@ class Lines(logging.Handler):
 
     def next(self, n: int) -> list[dict[str, Any]]:
         """The first n lines; one is written after its response."""
-        wait_for(lambda: len(self.text) >= n)
+        eventually(lambda: len(self.text) >= n)
         return [json.loads(line) for line in self.text[:n]]
 
 
@@ -49,62 +47,42 @@ def lines() -> Iterator[Lines]:
     root.removeHandler(handler)
 
 
-class Shop:
-    """A server with one key, and a client that sends it."""
-
-    def __init__(self, folder: Path, **settings: Any) -> None:
-        self.key = KeyFile(folder / "keys.json").create(Tenant("root", admin=True))
-        self.server = Server(folder, ServeConfig(keys=folder / "keys.json", **settings))
-
-    def ask(self, **changes: Any) -> Any:
-        return self.server.post("/v1/rag/query", {**ASK, **changes}, self.key)
-
-
-@pytest.fixture
-def shop(tmp_path: Path) -> Iterator[Shop]:
-    made = Shop(tmp_path)
-    yield made
-    made.server.close()
-
-
-def test_a_line_a_request_without_text_and_key(shop: Shop, lines: Lines) -> None:
-    answer = shop.ask()
-    shop.ask(**{"top_k": SECRET})
+def test_each_request_is_a_line_without_text_and_key(client: TenantClient, lines: Lines) -> None:
+    answer = client.post("/v1/rag/query", ASK)
+    client.post("/v1/rag/query", {**ASK, "top_k": SECRET})
     good, bad = lines.next(2)
     assert good["request"] == answer.headers["X-Request-Id"] != bad["request"]
-    assert (good["route"], good["status"], good["tenant"]) == ("POST /v1/rag/query", 200, "root")
+    assert (good["route"], good["status"], good["tenant"]) == ("POST /v1/rag/query", 200, client.namespace)
     assert (bad["status"], bad["level"]) == (400, "info")
-    for secret in (QUESTIONS[0], shop.key, SECRET, PASSAGES[0].text):
+    for secret in (QUESTIONS[0], client.key, SECRET, OWN[0]["text"]):
         assert secret not in "".join(lines.text)
 
 
-def test_questions_are_logged_when_asked_for(tmp_path: Path, lines: Lines) -> None:
-    shop = Shop(tmp_path, log_text=True)
-    try:
-        shop.ask()
+def test_log_text_adds_the_question(tmp_path: Path, lines: Lines) -> None:
+    with serving(tmp_path, log_text=True) as server:
+        server.post("/v1/rag/query", ASK)
         assert lines.next(1)[0]["text"] == QUESTIONS[0]
-        assert PASSAGES[0].text not in "".join(lines.text)
-    finally:
-        shop.server.close()
+        assert OWN[0]["text"] not in "".join(lines.text)
 
 
 def test_a_bug_is_one_500_with_the_id_of_its_traceback(
-    shop: Shop, lines: Lines, monkeypatch: pytest.MonkeyPatch
+    server: Server, client: TenantClient, lines: Lines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: Any) -> Any:
-        raise RuntimeError("broken")
+        raise RuntimeError(SECRET)
 
-    monkeypatch.setattr(shop.server.engine.store, "stats", broken)  # outside of the scheduler
-    monkeypatch.setattr(Blender, "run", broken)  # inside
-    answers = [shop.server.get("/v1/cache/stats", shop.key), shop.ask()]
+    with monkeypatch.context() as patch:
+        patch.setattr(server.engine.store, "stats", broken)  # outside of the scheduler
+        patch.setattr(Blender, "run", broken)  # inside
+        answers = [client.get("/v1/cache/stats"), client.post("/v1/rag/query", ASK)]
+        streamed = client.post("/v1/rag/query", {**ASK, "stream": True})
     for answer, (bug, access) in zip(answers, (lines.next(2), lines.next(4)[2:]), strict=True):
         assert answer.status_code == access["status"] == 500
         assert answer.json()["error"]["type"] == "server_error"
-        assert "broken" not in answer.text
+        assert SECRET not in answer.text
         assert answer.headers["X-Request-Id"] == bug["request"] == access["request"]
-        assert (bug["level"], bug["message"]) == ("error", "a request failed")
-        assert "RuntimeError: broken" in bug["trace"]
-    streamed = shop.ask(stream=True)
+        assert bug["level"] == "error"
+        assert f"RuntimeError: {SECRET}" in bug["trace"]
     *_, last = (line for line in streamed.text.splitlines() if line)
     assert json.loads(last.removeprefix("data: "))["error"]["type"] == "server_error"
     bug, access = lines.next(6)[4:]

@@ -1,8 +1,7 @@
-"""A stream without events sends comments, which the official client skips."""
+"""A silent stream sends comments, which OpenAI's client skips."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,74 +9,52 @@ import httpx
 import openai
 import pytest
 
-from blendserve.serve.config import ServeConfig
-from tests.engine.helpers import PASSAGES, QUESTIONS
-from tests.serve.helpers import Server, hold
+from tests.support.http import MODEL, OWN, QUESTIONS, Server, TenantClient, events, serving
 
-EXTRA: dict[str, Any] = {
-    "documents": [{"text": p.text} for p in PASSAGES],
+ASKED: dict[str, Any] = {
+    "model": MODEL,
+    "messages": [{"role": "user", "content": QUESTIONS[0]}],
+    "documents": OWN,
     "x_blendserve": {"method": "full"},
+    "stream": True,
 }
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    made = Server(tmp_path_factory.mktemp("pings"), ServeConfig(ping_s=0.02))
-    yield made
-    made.close()
-
-
-class Tapped(httpx.SyncByteStream):
-    """A response's bytes; `pinged` is set when the second ping has come."""
-
-    def __init__(self, inner: httpx.SyncByteStream, pinged: threading.Event) -> None:
-        self._inner, self._pinged = inner, pinged
-
-    def __iter__(self) -> Iterator[bytes]:
-        seen = b""
-        for part in self._inner:
-            seen += part
-            if seen.count(b": ping\n\n") >= 2:
-                self._pinged.set()
-            yield part
-
-    def close(self) -> None:
-        self._inner.close()
-
-
-class Tap(httpx.HTTPTransport):
-    def __init__(self, pinged: threading.Event) -> None:
-        super().__init__()
-        self._pinged = pinged
-
-    def handle_request(self, request: httpx.Request) -> httpx.Response:
-        answer = super().handle_request(request)
-        assert isinstance(answer.stream, httpx.SyncByteStream)
-        answer.stream = Tapped(answer.stream, self._pinged)
-        return answer
+    with serving(tmp_path_factory.mktemp("pings"), ping_s=0.02) as made:
+        yield made
 
 
 def test_a_waiting_stream_pings_and_then_says_the_same(server: Server) -> None:
-    asked: list[Any] = [{"role": "user", "content": QUESTIONS[0]}]
-    whole = server.client().chat.completions.create(model="tiny", messages=asked, extra_body=EXTRA)
-    pinged = threading.Event()
-    hold(server.service.scheduler, pinged)  # no prefill before two pings have come
-    with httpx.Client(transport=Tap(pinged), timeout=300) as http:
-        same: Any = http  # newer clients declare httpx2's class, and also take this one
-        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, http_client=same)
-        chunks = list(
-            client.chat.completions.create(model="tiny", messages=asked, stream=True, extra_body=EXTRA)
-        )
-    assert pinged.is_set()
-    assert "".join(c.choices[0].delta.content or "" for c in chunks) == whole.choices[0].message.content
+    whole = server.post("/v1/chat/completions", {**ASKED, "stream": False}).json()
+    lines: list[str] = []
+    with (
+        server.busy() as release,
+        server.http.stream("POST", "/v1/chat/completions", json=ASKED) as response,
+    ):
+        for line in response.iter_lines():
+            lines.append(line)
+            if lines.count(": ping") == 2:  # no prefill before two pings
+                release.set()
+    assert lines.count(": ping") >= 2
+    deltas = [event["choices"][0]["delta"] for event in events(lines)]
+    text = "".join(delta.get("content", "") for delta in deltas)
+    assert text == whole["choices"][0]["message"]["content"]
+
+    content, headers = "\n".join(lines) + "\n", {"Content-Type": "text/event-stream"}
+    replay = httpx.MockTransport(lambda _: httpx.Response(200, content=content, headers=headers))
+    http: Any = httpx.Client(transport=replay)  # newer clients declare another class, and accept this one
+    client: Any = openai.OpenAI(base_url="http://replay/v1", api_key="none", http_client=http)
+    chunks = client.chat.completions.create(model=MODEL, messages=ASKED["messages"], stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == text
 
 
-def test_a_client_that_goes_while_its_stream_pings_frees_its_place(server: Server) -> None:
-    let_go = threading.Event()
-    hold(server.service.scheduler, let_go)
-    asking = {"question": QUESTIONS[0], "passages": EXTRA["documents"], "stream": True, "max_tokens": 700}
-    with server.http.stream("POST", "/v1/rag/query", json=asking) as stream:
+def test_a_client_that_disconnects_from_a_pinging_stream_frees_its_place(server: Server) -> None:
+    with (
+        server.busy(),
+        server.http.stream("POST", "/v1/chat/completions", json={**ASKED, "max_tokens": 700}) as stream,
+    ):
         assert any(line == ": ping" for line in stream.iter_lines())
-    let_go.set()
-    done = server.post("/v1/rag/query", {**asking, "stream": False, "max_tokens": 2})
-    assert done.status_code == 200
+    TenantClient(server).ask(passages=OWN, max_tokens=2)
+    assert server.is_idle

@@ -6,50 +6,42 @@ import ast
 import importlib.util
 import re
 from collections.abc import Iterator
-from pathlib import Path
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from blendserve.serve.config import ServeConfig
-from tests.engine.helpers import PASSAGES
 from tests.pages import RECIPES, ROOT, SERVER, blocks, commands, name, parse
-from tests.serve.helpers import Server
+from tests.support.http import PASSAGES, Server, serving
 
 
-def needed(example: str) -> set[str]:
-    """Modules that the example imports."""
+def imports(example: str) -> set[str]:
     nodes = list(ast.walk(ast.parse(example)))
     names = {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
     return names | {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
 
 
-def is_client(example: str) -> bool:
-    return not any(module.partition(".")[0] == "blendserve" for module in needed(example))
-
-
-def installed(module: str) -> bool:
-    try:
+def is_installed(module: str) -> bool:
+    with suppress(ModuleNotFoundError):
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False
+    return False
 
 
-class Retriever:
-    """What the pages call `retriever`, as LangChain's are asked."""
+def of_client(example: str) -> bool:
+    return not any(module.partition(".")[0] == "blendserve" for module in imports(example))
 
-    def invoke(self, question: str) -> list[Any]:
-        return [
-            SimpleNamespace(page_content=p.text, id=None, metadata={"title": p.title}) for p in PASSAGES[:2]
-        ]
+
+PYTHON = [(name(page), e) for page in RECIPES for e in blocks(page, "python") if of_client(e)]
+WORDS = [(name(page), words) for page in RECIPES for words in commands(page)]
+CURL, COMMANDS = ([(p, w) for p, w in WORDS if w[0] == program] for program in ("curl", "blendserve"))
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    made = Server(tmp_path_factory.mktemp("recipes"), ServeConfig())
-    yield made
-    made.close()
+    """One without keys."""
+    with serving(tmp_path_factory.mktemp("recipes")) as made:
+        yield made
 
 
 def for_toy(text: str, server: Server) -> str:
@@ -58,26 +50,22 @@ def for_toy(text: str, server: Server) -> str:
     return text.replace('"docs"', '"a"').replace("collection=docs", "collection=a")
 
 
-EXAMPLES = [(page, i) for page in RECIPES for i, e in enumerate(blocks(page, "python")) if is_client(e)]
-
-
-@pytest.mark.parametrize(("page", "number"), EXAMPLES, ids=[f"{name(p)}-{i}" for p, i in EXAMPLES])
-def test_python_against_a_server(
-    server: Server, page: Path, number: int, capsys: pytest.CaptureFixture[str]
-) -> None:
-    example = blocks(page, "python")[number]
-    for module in sorted(needed(example)):
-        if not installed(module):
+@pytest.mark.parametrize(("page", "example"), PYTHON, ids=[f"{p}-{i}" for i, (p, _) in enumerate(PYTHON)])
+def test_python(server: Server, page: str, example: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for module in sorted(imports(example)):
+        if not is_installed(module):
             pytest.skip(f"{module} is not installed")
-    names: dict[str, Any] = {"retriever": Retriever(), "question": "Who sat on the mat?"}
-    exec(compile(for_toy(example, server), name(page), "exec"), names)
+    found = [SimpleNamespace(page_content=p.text, id=None, metadata={"title": p.title}) for p in PASSAGES[:2]]
+    retriever = SimpleNamespace(invoke=lambda question: found)
+    names: dict[str, Any] = {"retriever": retriever, "question": "Who sat on the mat?"}
+    exec(compile(for_toy(example, server), page, "exec"), names)
     assert capsys.readouterr().out.strip()
 
 
-def request(words: list[str]) -> tuple[str, str, dict[str, str], str | None]:
-    """Method, URL, headers and body of a curl command."""
+@pytest.mark.parametrize(("page", "words"), CURL, ids=[f"{p}-{i}" for i, (p, _) in enumerate(CURL)])
+def test_curl(server: Server, page: str, words: list[str]) -> None:
     method, url, headers, body = "", "", {}, None
-    rest = iter(words[1:])
+    rest = iter([for_toy(word, server) for word in words[1:]])
     for word in rest:
         if word in ("-X", "--request"):
             method = next(rest)
@@ -88,31 +76,19 @@ def request(words: list[str]) -> tuple[str, str, dict[str, str], str | None]:
             body = next(rest)
         elif not word.startswith("-"):
             url = word
-    return method or ("GET" if body is None else "POST"), url, headers, body
-
-
-CURLS = [(page, words) for page in RECIPES for words in commands(page) if words[0] == "curl"]
-
-
-@pytest.mark.parametrize(("page", "words"), CURLS, ids=[f"{name(p)}-{i}" for i, (p, _) in enumerate(CURLS)])
-def test_curl(server: Server, page: Path, words: list[str]) -> None:
-    method, url, headers, body = request([for_toy(word, server) for word in words])
     if not url.startswith(server.url):
         pytest.skip(f"{url} is another service")
+    method = method or ("GET" if body is None else "POST")
     answer = server.http.request(method, url, headers=headers, content=body)
     assert answer.status_code < 300, answer.text
 
 
-COMMANDS = [(page, words) for page in RECIPES for words in commands(page) if words[0] == "blendserve"]
-
-
-@pytest.mark.parametrize(("page", "words"), COMMANDS, ids=[f"{name(p)}-{' '.join(w)}" for p, w in COMMANDS])
-def test_commands_parse(page: Path, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
+@pytest.mark.parametrize(("page", "words"), COMMANDS, ids=[f"{p}-{' '.join(w)}" for p, w in COMMANDS])
+def test_commands_parse(page: str, words: list[str]) -> None:
     parse(words)
     for word in words:
         if re.match(r"configs/.*\.yaml", word):
-            assert Path(word).exists(), word
+            assert (ROOT / word).exists(), word
 
 
 def test_metrics_that_are_named_exist(server: Server) -> None:
@@ -123,6 +99,4 @@ def test_metrics_that_are_named_exist(server: Server) -> None:
 
 
 def test_recipes_are_found() -> None:
-    assert len(EXAMPLES) >= 5
-    assert len(CURLS) >= 3
-    assert len(COMMANDS) >= 30
+    assert (len(PYTHON) >= 5, len(CURL) >= 3, len(COMMANDS) >= 30) == (True, True, True)

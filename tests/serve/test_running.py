@@ -1,45 +1,49 @@
-"""A server as its operator sees it: a process that is started, told to stop, and killed."""
+"""A server as its operator sees it: a process that is started, stopped and killed."""
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
-import yaml
 
 from blendserve.cli import main
-from blendserve.errors import ConfigError
-from blendserve.serve.config import Config, effective, load_settings
+from blendserve.errors import ServeError
+from blendserve.serve.child import Child
 from blendserve.store import LMDBStore
-from tests.engine.helpers import PASSAGES, QUESTIONS
-from tests.serve.toy_server import ToyServer
+from tests.support.http import OWN, QUESTIONS, ToyServer, events
 
-OWN = [{"text": p.text, "title": p.title} for p in PASSAGES]
 ASK: dict[str, Any] = {"question": QUESTIONS[0], "passages": OWN}
+CHILD = """
+import signal, sys
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
+held = bytearray(b"x") * 30_000_000
+print("Listening on nothing at all", file=sys.stderr)
+print("Listening on http://here:" + sys.argv[1], flush=True)
+while True:
+    signal.pause()
+"""
 
 
-def test_sigterm_finishes_what_runs_and_kill_9_harms_no_store(tmp_path: Path) -> None:
+@pytest.mark.timeout(180)  # two processes that import the engine
+def test_sigterm_finishes_what_runs_and_sigkill_harms_no_store(tmp_path: Path) -> None:
     with ToyServer(tmp_path) as server, httpx.Client(base_url=server.url, timeout=300) as http:
-        with http.stream("POST", "/v1/rag/query", json={**ASK, "max_tokens": 300, "stream": True}) as stream:
+        with http.stream("POST", "/v1/rag/query", json={**ASK, "max_tokens": 150, "stream": True}) as stream:
             lines = stream.iter_lines()
             next(lines)
             server.terminate()
-            events = [json.loads(line[6:]) for line in lines if line]
-        assert events[-1]["event"] == "done"
-        assert "".join(e["text"] for e in events[:-1]) == events[-1]["text"]
+            told = events([*lines])
+        assert told[-1]["event"] == "done"
+        assert "".join(e["text"] for e in told[:-1]) == told[-1]["text"]
         assert server.wait() == 0
     assert "Traceback" not in (tmp_path / "log").read_text()
-    with ToyServer(tmp_path) as server:
-        kept = httpx.post(f"{server.url}/v1/rag/query", json={**ASK, "max_tokens": 4}, timeout=300).json()
+    with ToyServer(tmp_path) as server, httpx.Client(base_url=server.url, timeout=300) as http:
+        kept = http.post("/v1/rag/query", json={**ASK, "max_tokens": 4}).json()
         assert kept["report"]["chunks_hit"] == len(OWN)  # what the first process stored
-        more = [{"text": f"{p['text']} {i}"} for i in range(20) for p in OWN]
-        with httpx.stream(
-            "POST", f"{server.url}/v1/rag/query", json={**ASK, "passages": more[:30], "stream": True}
-        ) as stream:
+        more = [{"text": f"{p['text']} {i}"} for i in range(5) for p in OWN]
+        with http.stream("POST", "/v1/rag/query", json={**ASK, "passages": more, "stream": True}) as stream:
             next(stream.iter_lines())
             server.kill()
     with LMDBStore(tmp_path / "kv", 2**27, read_only=True) as store:
@@ -47,43 +51,67 @@ def test_sigterm_finishes_what_runs_and_kill_9_harms_no_store(tmp_path: Path) ->
         assert store.stats().chunks >= len(OWN) + 1
 
 
-def test_settings_by_file_and_the_effective_ones(tmp_path: Path) -> None:
-    file = tmp_path / "serve.yaml"
-    file.write_text("blend: {ratio: 0.05}\nserve: {slots: 3}\n")
-    settings = load_settings(file)
-    assert (settings.serve.slots, settings.blend.ratio) == (3, 0.05)
-    shown = yaml.safe_load(effective(settings, ["indexes/demo"]))
-    assert shown.pop("indexes") == ["indexes/demo"]
-    assert Config(**shown) == settings
-    file.write_text("serve: {slot: 3}\n")
-    with pytest.raises(ConfigError, match=r"'serve.slot': did you mean 'slots'"):
-        load_settings(file)
-    file.write_text("srve: {slots: 3}\n")
-    with pytest.raises(ConfigError, match="unknown setting 'srve': did you mean 'serve'"):
-        load_settings(file)
+def test_a_child_says_where_it_listens_and_ends(tmp_path: Path) -> None:
+    def child(port: int) -> Child:
+        return Child([sys.executable, "-c", CHILD, str(port)], tmp_path / "log")
+
+    def runs(child: Child) -> bool:
+        return Path(f"/proc/{child.pid}").exists()
+
+    with child(1) as first:
+        assert first.url == "http://here:1"
+        assert 30 < first.memory_mb < 1000
+        assert first.stop() == 3
+    with child(2) as second:  # the log also has the first one's line
+        assert second.url == "http://here:2"
+        second.kill()
+        assert not runs(second)
+    with pytest.raises(KeyError), child(3) as third:
+        raise KeyError
+    assert not runs(third)
+    with pytest.raises(ServeError) as error:
+        Child([sys.executable, "-c", "raise SystemExit(5)"], tmp_path / "log")
+    assert error.value.path == str(tmp_path / "log")
 
 
-def test_keys_and_a_refusal_from_the_command_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = str(tmp_path / "keys.json")
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Runs a command -> its exit code and all that it prints."""
 
-    def run(*command: str) -> tuple[int, str, str]:
+    def run(*command: str) -> tuple[object, str]:
         monkeypatch.setattr(sys, "argv", ["blendserve"])
-        with pytest.raises(SystemExit) as end:
-            main(command)
-        return int(end.value.code or 0), *capsys.readouterr()
+        code, started = None, cast(Any, main)
+        try:
+            code = started(command)
+        except SystemExit as end:
+            code = end.code
+        return code or 0, "".join(capsys.readouterr())
 
-    code, key, _ = run("keys", "create", "ann", "--collection", "demo", "--file", file)
+    return run
+
+
+def test_keys_by_commands(run: Any, tmp_path: Path) -> None:
+    file = ("--file", str(tmp_path / "keys.json"))
+    code, printed = run("keys", "create", "ann", "--collection", "demo", *file)
     assert code == 0
-    assert key.startswith("bsk-")
-    assert "demo" in run("keys", "list", "--file", file)[1]
-    assert run("keys", "create", "ann", "--file", file)[0] == 2
-    assert run("keys", "revoke", "ann", "--file", file)[0] == 0
-    assert run("keys", "revoke", "ann", "--file", file)[0] == 2
-    code, _, err = run("serve", "--host", "0.0.0.0", "--index", str(tmp_path))
+    assert "bsk-" in printed
+    listed = run("keys", "list", *file)[1]
+    assert "ann" in listed
+    assert "demo" in listed
+    assert "bsk-" not in listed
+    for command, code in (("create", 2), ("revoke", 0), ("revoke", 2)):
+        assert run("keys", command, "ann", *file)[0] == code
+
+
+def test_serve_reads_the_key_of_the_environment(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serve = ("serve", "--host", "0.0.0.0", "--index", str(tmp_path / "missing"))
+    monkeypatch.delenv("BLENDSERVE_API_KEY", raising=False)
+    code, without = run(*serve)
     assert code == 2
-    assert "no API keys are set" in err
-    code, _, err = run("serve", "--index", str(tmp_path / "nothing"))
-    assert code == 2
-    assert "Traceback" not in err
+    for option in (("--api-key", "sk-one-key"), ()):
+        code, printed = run(*serve, *option)
+        assert (code, "sk-one-key" in printed) == (2, False)
+        assert printed != without  # the index is missing, not a key
+        monkeypatch.setenv("BLENDSERVE_API_KEY", "sk-one-key")

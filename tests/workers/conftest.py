@@ -1,4 +1,4 @@
-"""One small Ray cluster for all of it, and a second node for who wants to kill one."""
+"""One small Ray cluster for all tests, and a second node for those that kill one."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import importlib.util
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 
 import pytest
 
 from blendserve.workers.cluster import Share, cluster
+from tests.support.waiting import eventually
 from tests.workers.engines import SECOND_NODE
 
 # A dead node refuses a connection and is known to be dead in a second; one that stalls has ten, five times.
@@ -27,9 +27,7 @@ RAY_ON_LOOPBACK = (
 @pytest.fixture(scope="session")
 def share() -> Iterator[Share]:
     """Of each of two workers."""
-    if (
-        importlib.util.find_spec("ray") is None
-    ):  # not imported here: what is set before that keeps it on loopback
+    if importlib.util.find_spec("ray") is None:  # an import here would come before the cluster's settings
         pytest.skip("Ray is not installed: pip install 'blendserve[ray]'")
     with pytest.MonkeyPatch.context() as patch:
         for name, value in NODE_DEATH.items():
@@ -44,17 +42,15 @@ def second_node(share: Share) -> Iterator[None]:
     import ray
 
     here = os.environ | {SECOND_NODE: "1", "RAY_AUTH_MODE": "token", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1"}
-    address = ray.get_runtime_context().gcs_address
-    where = ["--address", address, "--node-ip-address", "127.0.0.1"]
+    where = ["--address", ray.get_runtime_context().gcs_address, "--node-ip-address", "127.0.0.1"]
     options = [*where, "--num-cpus", "1", "--object-store-memory", "80000000", "--block"]
     command = [sys.executable, "-c", RAY_ON_LOOPBACK, "start", *options]
     before = alive()
     with subprocess.Popen(command, env=here, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as node:
-        while alive() == before:
-            assert node.poll() is None, "the second node ended"
-            time.sleep(0.05)
+        eventually(lambda: node.poll() is not None or alive() != before)
+        assert node.poll() is None, "the second node ended"
         yield
-        node.terminate()  # and with it, where it was not killed, what belongs to it
+        node.terminate()
 
 
 def alive() -> set[str]:

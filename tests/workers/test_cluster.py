@@ -1,4 +1,4 @@
-"""A cluster of our own, and what is said where there is none."""
+"""A real Ray cluster: precompute by actors, and replicas behind one endpoint, while processes and nodes are killed."""
 
 from __future__ import annotations
 
@@ -7,102 +7,224 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import httpx
+import openai
 import pytest
+import torch
 
-from blendserve.config import Config
-from blendserve.errors import ClusterUnavailable, ConfigError
-from blendserve.workers.cluster import Share, cpus_each, has_room, require, worker_config
-from blendserve.workers.precompute import PROBE, PrecomputeActor, precompute_index
-from tests.engine.helpers import engine
+from blendserve.engine.engine import Engine
+from blendserve.errors import ClusterUnavailable
+from blendserve.serve.app import make_cluster_app
+from blendserve.serve.config import ServeConfig
+from blendserve.serve.routed import RemoteReader, RoutedService
+from blendserve.store import ChunkKey, MemoryStore
+from blendserve.workers.cluster import Share, has_room, require
+from blendserve.workers.precompute import precompute
+from blendserve.workers.replicas import ReplicaCount, Replicas
+from tests.store.valkey.servers import needs_server, settings
+from tests.support.http import CONFIG, MODEL, QUESTIONS, Listener, library, reader
+from tests.workers.engines import CHUNKS, OF_REPLICAS, OpenToy
+
+pytestmark = [needs_server, pytest.mark.timeout(300)]  # starting a cluster counts
+SERVE = ServeConfig(slots=4, slot_tokens=512, max_concurrent=8)
+MOST_TRIES = 12
 
 
-def test_it_is_reached_from_this_machine_alone(share: Share) -> None:
+class Ingress:
+    """Replicas, and the endpoint in front of them, in this process."""
+
+    def __init__(self, folder: Path, share: Share, n: int) -> None:
+        self.opener = OpenToy(settings(folder), folder / "opened", replica=True)
+        self.replicas = Replicas(self.opener, SERVE.batching, ReplicaCount(n, n), share)
+        self.here = Engine(OF_REPLICAS, reader(), MemoryStore(2**30))
+        found, prompts = library(folder, self.here), self.here.prompts
+        chunks = prompts.chunk_ids([p for index in found.collections.values() for p in index.passages])
+        with replace(self.opener, log=folder / "here")() as shared:
+            for one in (self.here, shared):
+                one.blender.precompute(chunks)
+        remote = RemoteReader(self.replicas.facts(), self.here.reader.tokenizer)
+        self.service = RoutedService(self.here.config, found, SERVE, remote, prompts, self.replicas)
+        self.listener = Listener(make_cluster_app(self.service))
+        self.client = openai.OpenAI(base_url=f"{self.listener.url}/v1", api_key="none", max_retries=0)
+
+    def ask(self, question: str, **options: Any) -> Any:
+        message: Any = [{"role": "user", "content": question}]
+        return self.client.chat.completions.create(model=MODEL, messages=message, **options)
+
+    def expected(self, question: str) -> str:
+        """One engine's own answer over the same passages."""
+        passages = self.service.library.search(["a", "b"], question, CONFIG.retrieve.top_k)
+        return self.here.answer(question, passages).text
+
+    def close(self) -> None:
+        self.listener.close()
+        self.replicas.__exit__()
+        self.here.close()
+
+
+def test_a_cluster_of_our_own_is_reached_from_this_machine_alone(share: Share) -> None:
     import ray
 
     assert share == Share(max(1, share.cpus), 0)
-    assert has_room(share)
-    assert not has_room(Share(99, 0))
-    assert not has_room(Share(1, 99))
+    assert [has_room(asked) for asked in (share, Share(99, 0), Share(1, 99))] == [True, False, False]
     assert all(ipaddress.ip_address(node["NodeManagerAddress"]).is_loopback for node in ray.nodes())
 
 
-@pytest.mark.parametrize(
-    ("cpus", "free", "workers", "each"),
-    [
-        ([8], 8, 2, 4),
-        ([0, 4], 4, 2, 2),  # a head that is told to compute nothing
-        ([4, 3], 7, 3, 2),  # 4 would be 2 and 2; 3, one
-        ([2, 2], 4, 3, 1),
-        ([8, 8], 3, 2, 1),  # the others are in use
-        ([2], 2, 3, 0),
-        ([8], 1, 2, 0),
-    ],
-)
-def test_workers_get_what_they_can_all_have(cpus: list[int], free: int, workers: int, each: int) -> None:
-    assert cpus_each(cpus, free, workers) == each
+@pytest.mark.usefixtures("share")
+def test_addresses_without_this_cluster_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In seconds: Ray itself tries for minutes."""
+    import ray
 
-
-def test_where_nothing_listens_that_is_said_in_seconds() -> None:
+    require(address := ray.get_runtime_context().gcs_address)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # and does not listen
-        address = f"127.0.0.1:{taken.getsockname()[1]}"
-        with pytest.raises(
-            ClusterUnavailable, match=rf"no Ray cluster answers at {address} .*: start one there"
-        ):
+        silent = f"127.0.0.1:{taken.getsockname()[1]}"
+        for wrong in (silent, "nonsense", "ray://127.0.0.1:10001"):
+            with pytest.raises(ClusterUnavailable):
+                require(wrong)
+    with monkeypatch.context() as patch:
+        patch.setattr(ray, "__version__", "1.0")
+        with pytest.raises(ClusterUnavailable):
             require(address)
 
 
-@pytest.mark.parametrize("address", ["nonsense", "ray://127.0.0.1:10001"])
-def test_what_is_no_address_is_said(address: str) -> None:
-    with pytest.raises(ClusterUnavailable, match=r"auto or HOST:"):
-        require(address)
-
-
-def test_another_version_is_said(share: Share, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.nightly
+def test_another_process_joins_a_cluster_that_is_large_enough(share: Share) -> None:
     import ray
 
-    address = ray.get_runtime_context().gcs_address
-    require(address)
-    monkeypatch.setattr(ray, "__version__", "1.0")
-    with pytest.raises(ClusterUnavailable, match=r"runs Ray 2.*and this is Ray 1.0"):
-        require(address)
-
-
-def test_a_cluster_that_is_there_is_joined_and_one_that_is_too_small_says_so(share: Share) -> None:
-    """By another process, as one process joins one cluster."""
-    import ray
-
-    code = (
-        "import sys\nfrom blendserve.workers.cluster import cluster\n"
-        "for n in (1, 99):\n    with cluster(sys.argv[1], n) as share:\n        print(share)\n"
-    )
+    code = "import sys\nfrom blendserve.workers.cluster import *\nwith cluster(sys.argv[1], int(sys.argv[2])): ..."
     command = [sys.executable, "-c", code, ray.get_runtime_context().gcs_address]
-    told = subprocess.run(
-        command, env={**os.environ, "RAY_AUTH_MODE": "token"}, capture_output=True, text=True
-    )
-    assert "Share(cpus=" in told.stdout
-    assert "99 workers need a CPU each" in told.stderr
-    refused = subprocess.run(
-        command, env={**os.environ, "RAY_AUTH_MODE": "disabled"}, capture_output=True, text=True
-    )
-    assert "wants its token: set RAY_AUTH_MODE=token" in refused.stderr
+    for workers, mode, failed in (("1", "token", False), ("99", "token", True), ("1", "disabled", True)):
+        environment = {**os.environ, "RAY_AUTH_MODE": mode}
+        done = subprocess.run([*command, workers], env=environment, capture_output=True, check=False)
+        assert (done.returncode != 0, b"ClusterUnavailable" in done.stderr) == (failed, failed), done.stderr
 
 
-def test_workers_refuse_a_store_that_they_cannot_share() -> None:
-    with engine() as alone, pytest.raises(ConfigError, match="cannot share a store of kind 'memory'"):
-        precompute_index(alone, Path("there"), 2)
+def contents(engine: Engine) -> dict[ChunkKey, list[torch.Tensor]]:
+    """Keys, and per layer [2, K, C, D]."""
+    with engine.store.reading() as snapshot:
+        found = {key: snapshot.get(key) for key in sorted(engine.store.keys(None))}
+        return {k: [torch.stack(v.layer(l)) for l in range(v.n_layers)] for k, v in found.items() if v}
 
 
-def test_a_worker_with_another_reader_is_refused() -> None:
-    with engine() as alone:
-        PrecomputeActor(lambda: alone, alone.blender.key(PROBE))
-        with pytest.raises(ConfigError, match="other weights or another number format"):
-            PrecomputeActor(lambda: alone, alone.blender.key(PROBE, ()))
+@pytest.fixture(params=[False, pytest.param(True, marks=pytest.mark.nightly)], ids=["one node", "two nodes"])
+def two_nodes(share: Share, request: pytest.FixtureRequest) -> bool:
+    if request.param:
+        request.getfixturevalue("second_node")
+    return bool(request.param)
 
 
-def test_a_worker_finds_the_index_s_store_from_any_folder(tmp_path: Path) -> None:
-    assert worker_config(Config(), tmp_path / "index").store.path == tmp_path / "index" / "kv"
-    named = Config(store={"path": "kv-0"})
-    assert worker_config(named, tmp_path / "index").store.path == Path.cwd() / "kv-0"
+def test_actors_make_the_same_store_as_one_process(share: Share, tmp_path: Path, two_nodes: bool) -> None:
+    """One of them is killed, and before it the second node with its actor, if there is one."""
+    opener, seen = OpenToy(settings(tmp_path), tmp_path / "opened"), list[tuple[int, int]]()
+    victims, workers = ([True, False], 3) if two_nodes else ([False], 2)
+
+    def progress(done: int, total: int) -> None:
+        seen.append((done, total))
+        if victims:
+            opener.kill(victims.pop(0))
+
+    with pytest.MonkeyPatch.context() as patch, replace(opener, log=tmp_path / "here")() as engine:
+        patch.setattr("blendserve.workers.precompute.STACK_TOKENS", 80)  # enough stacks for all workers
+        report = precompute(engine, opener, CHUNKS, workers, share, progress)
+        assert not victims
+        assert (report.chunks, report.left, engine.blender.missing(CHUNKS)) == (len(CHUNKS) + 1, 0, [])
+        assert {total for _, total in seen} == {40 * len(CHUNKS)}
+        with Engine(CONFIG, reader(), MemoryStore(2**30)) as alone:
+            alone.blender.precompute(CHUNKS)
+            one, other = contents(alone), contents(engine)
+        assert one.keys() == other.keys()
+        for key in one:  # to rounding, as stacks differ
+            torch.testing.assert_close(one[key], other[key], rtol=1e-4, atol=1e-5)
+        again = precompute(engine, opener, CHUNKS, workers, share)
+        assert (again.computed, again.skipped) == (0, len(CHUNKS) + 1)
+
+
+@pytest.fixture(scope="module")
+def made(share: Share, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ingress]:
+    with closing(Ingress(tmp_path_factory.mktemp("ingress"), share, 2)) as made:
+        yield made
+
+
+def test_replicas_are_reached_from_this_machine_alone(made: Ingress) -> None:
+    for line in made.opener.log.read_text().splitlines():
+        assert (open_to := listening(int(line.split()[1])))
+        assert all(address.is_loopback for address in open_to), open_to
+
+
+def listening(pid: int) -> list[ipaddress.IPv4Address]:
+    """Addresses that a process listens on; those of IPv6 as what they map to, 0.0.0.0 for any."""
+    links = (os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir() if entry.is_symlink())
+    sockets = {link.removeprefix("socket:[").rstrip("]") for link in links if link.startswith("socket:[")}
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *_, inode = line.split()[:10]
+            if state == "0A" and inode in sockets:
+                found.append(ipaddress.IPv4Address(bytes.fromhex(local.partition(":")[0][-8:])[::-1]))
+    return found
+
+
+def test_answers_are_those_of_one_engine_whole_or_streamed(made: Ingress) -> None:
+    for question in QUESTIONS:
+        whole, stream = made.ask(question), made.ask(question, stream=True)
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
+        assert whole.choices[0].message.content == text == made.expected(question)
+        assert whole.x_blendserve["timings"]["ttft"] > whole.x_blendserve["timings"]["retrieve"] > 0
+
+
+def test_the_same_question_finds_its_chunks_in_memory(made: Ingress) -> None:
+    found_in_memory(made, QUESTIONS[0])
+
+
+def found_in_memory(made: Ingress, question: str) -> None:
+    """Three times in a row, sooner or later: a replica that is slow to accept a request is passed over once."""
+    in_a_row = 0
+    for _ in range(MOST_TRIES):
+        report = made.ask(question).x_blendserve["report"]
+        in_a_row = in_a_row + 1 if report["tiers"] == {"local": report["chunks_hit"]} else 0
+        if in_a_row == 3:
+            return
+    raise AssertionError(f"after {MOST_TRIES} requests the report is {report}")
+
+
+def test_an_error_of_a_request_has_its_own_status(made: Ingress) -> None:
+    with pytest.raises(openai.BadRequestError):
+        made.ask("cat " * 600)
+    with pytest.raises(openai.NotFoundError):
+        made.client.models.retrieve("another")
+    assert httpx.get(f"{made.listener.url}/ready").status_code == 200
+
+
+def test_no_request_fails_when_a_replica_dies(made: Ingress, two_nodes: bool) -> None:
+    """And before it the second node with its replica, if there is one."""
+    if two_nodes:
+        made.replicas.scale(3)
+    asked = [QUESTIONS[i % len(QUESTIONS)] for i in range(24)]
+    with ThreadPoolExecutor(8) as pool:
+        answers = [pool.submit(made.ask, question) for question in asked]
+        for n, victim in ((2, True), (9, False)):
+            answers[n].result()
+            if two_nodes or not victim:
+                made.opener.kill(victim)
+        texts = [answer.result().choices[0].message.content for answer in answers]
+    assert texts == [made.expected(question) for question in asked]
+
+
+def test_no_request_fails_while_a_replica_stops(made: Ingress) -> None:
+    right = [made.expected(question) for question in QUESTIONS]
+    with ThreadPoolExecutor(4) as pool:
+        scaling = pool.submit(made.replicas.scale, 1)
+        while not scaling.done():
+            answers = pool.map(made.ask, QUESTIONS)
+            assert [answer.choices[0].message.content for answer in answers] == right
+        scaling.result()
+    for question in QUESTIONS:
+        found_in_memory(made, question)
