@@ -73,8 +73,15 @@ class Blender:
         context: TokenIds,
         namespace: str = "",
         before_layer: BeforeLayer | None = None,
+        *,
+        costs: CostModel | None = None,
+        link: Link | None = None,
     ) -> None:
-        """context: what chunks are computed behind. before_layer: called in every pass, before each of its layers."""
+        """context: what chunks are computed behind. before_layer: called in every pass, before each of its layers.
+
+        costs: of this machine and reader; default: measured when they are first needed. link: the rate of the store's
+        link; default: measured from now on.
+        """
         self.adapter, self.store = adapter, store
         self._fingerprint, self._namespace = fingerprint, namespace
         self._prefix, self._context = prefix, context
@@ -82,9 +89,9 @@ class Blender:
         self.known = Known(adapter, fingerprint, store, prefix, context)  # how the corpus's chunks move
         self.donors = Donors(store, self.key, namespace)  # for chunks that are nearly there
         self._computers: dict[TokenIds, ChunkComputer] = {}
-        self._costs: CostModel | None = None
+        self._costs = costs
         self._load_rate = LoadRate()
-        self._link = Link()
+        self._link = link or Link()
         self._own_prefix = OwnPrefix()
         self._flight = SingleFlight()
         self._damaged: set[ChunkKey] = set()  # records that are there and are to be replaced
@@ -98,11 +105,23 @@ class Blender:
     def like(self, store: KVStore, namespace: str, before_layer: BeforeLayer | None = None) -> Blender:
         """The same reader, prompt and measured costs for another namespace of a store."""
         other = Blender(
-            self.adapter, self._fingerprint, store, self._prefix, self._context, namespace, before_layer
+            self.adapter,
+            self._fingerprint,
+            store,
+            self._prefix,
+            self._context,
+            namespace,
+            before_layer,
+            costs=self._costs,
+            link=self._link,
         )
-        other._costs, other._flight, other._link = self._costs, self._flight, self._link
-        other.known, other._own_prefix = self.known, self._own_prefix
+        other._flight, other.known, other._own_prefix = self._flight, self.known, self._own_prefix
         return other
+
+    @property
+    def load_s_per_token(self) -> float | None:
+        """Seconds to read a stored token's KV, without waiting for a link; None before the first request."""
+        return self._load_rate.seconds_per_token
 
     def forget(self, chunks: Sequence[TokenIds], kept: Sequence[TokenIds]) -> int:
         """Delete chunks from the store, except those that are in `kept` too -> how many were there.

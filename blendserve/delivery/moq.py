@@ -89,7 +89,7 @@ class Publisher:
         """Each track that somebody asks for."""
         async for request in requests:
             wanted = request.name  # an accepted request has none any more
-            frames = await asyncio.to_thread(self._frames, name, wanted)
+            frames = await asyncio.to_thread(self.frames, name, wanted)
             if frames is None:
                 request.abort(NOT_FOUND)
                 continue
@@ -102,7 +102,7 @@ class Publisher:
                 self.sent += len(frame)
             group.finish()
 
-    def _frames(self, name: str, track: str) -> list[bytes] | None:
+    def frames(self, name: str, track: str) -> list[bytes] | None:
         """Header, then a segment a layer; None for what the collection does not have."""
         key_hex, _, word = track.partition("@")
         try:

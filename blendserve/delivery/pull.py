@@ -124,5 +124,6 @@ def _check_namespace(collection: Collection, namespace: str | None) -> None:
     if namespace is not None and namespace_tag(namespace).hex() != collection.namespace:
         raise InputError(
             f"collection {collection.name!r} was published under another namespace than {namespace!r}, so none of its "
-            "chunks would be found: set store.namespace as its publisher did"
+            "chunks would be found: set store.namespace as its publisher did",
+            setting="store.namespace",
         )

@@ -21,7 +21,7 @@ from blendserve.blend.cost import CostModel
 from blendserve.errors import ConfigError
 from blendserve.serve.config import load_settings
 from blendserve.store import open_store
-from tests.delivery.helpers import Service
+from tests.support.peers import Service
 
 
 def test_a_trace_is_its_steps() -> None:

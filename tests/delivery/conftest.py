@@ -1,30 +1,37 @@
-"""A published collection, the service that delivers it, and a prompt whose chunks it has; a file may have its own."""
+"""One published store, the service that delivers it, and a prompt over its chunks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from blendserve.core import Prompt
-from blendserve.engine.engine import Engine
-from blendserve.store import KVStore, MemoryStore
+from blendserve.delivery.publish import publish
+from blendserve.store import KVStore
 from blendserve.store.kdn.collection import Collection
-from tests.delivery.helpers import Service, published
-from tests.engine.helpers import CONFIG, PASSAGES, reader
+from tests.support.peers import PLAIN, Service, published, publisher, question
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[KVStore, Collection]:
-    return published(tmp_path_factory.mktemp("published"))
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("published")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
+def made(folder: Path) -> tuple[KVStore, Collection]:
+    store, collection = published(folder)
+    publish(publisher(folder, store), PLAIN)
+    return store, collection
+
+
+@pytest.fixture(scope="session")
 def service(made: tuple[KVStore, Collection]) -> Iterator[Service]:
     with Service(made[0]) as running:
         yield running
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def prompt() -> Prompt:
-    return Engine(CONFIG, reader(), MemoryStore(2**30)).prompts.build("Who sat on the mat?", PASSAGES)
+    return question()

@@ -1,11 +1,11 @@
-"""A service that lies: every lie is a miss with a reason, costs a bounded number of bytes, and never a wrong answer."""
+"""A service that lies: each lie is a miss with a reason, costs a bounded number of bytes, and never a wrong answer."""
 
 from __future__ import annotations
 
 import json
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -13,250 +13,170 @@ from typing import Any
 import pytest
 import torch
 
-from blendserve.blend.blender import Blended
-from blendserve.config import BlendConfig
 from blendserve.delivery.pull import pull
-from blendserve.engine.engine import Engine
 from blendserve.errors import StoreError, StoreUnavailable
-from blendserve.store import MemoryStore
+from blendserve.store import KVStore, MemoryStore
 from blendserve.store.base import TimeSaved
 from blendserve.store.codecs.base import tables_hash
 from blendserve.store.kdn.adapt import quickest
-from blendserve.store.kdn.client import API, Client
-from blendserve.store.kdn.pace import Pace
+from blendserve.store.kdn.client import API
+from blendserve.store.kdn.collection import Collection
 from blendserve.store.kdn.store import KdnStore
-from tests.delivery.helpers import NAME, Known, Liar, Service, published, settings
-from tests.engine.helpers import CONFIG, PASSAGES, reader
+from tests.support.peers import NAME, Known, Peer, Service, answered, head, settings, some_key
+from tests.support.waiting import ManualClock, eventually
 
-MOST_SENT = 16 << 20  # what sockets may hold between two processes, and a read
-
+MOST_SENT = 16 << 20  # bytes that sockets may hold between two processes, and a read
 MOST_TRIES = (
     4 * 2 * 2 * 2
-)  # chunks; a second connection; others' ends, as one liar's connections end together; again
+)  # chunks; a second connection; other chunks' ends, as all connections end together; again
+ASKED = 3  # passages
+
+ZEROS = bytes(1 << 16)
+Lie = Callable[[bytes], tuple[bytes, "bytes | None"]]
+"""the true body -> what is sent, and what is then sent for ever; None = the connection ends"""
+LIES: dict[str, Lie] = {
+    "flipped": lambda body: (head(len(body)) + body[:-9] + bytes([body[-9] ^ 4]) + body[-8:], b""),
+    "longer": lambda body: (head(1 << 40), ZEROS),
+    "no length": lambda body: (head(None), ZEROS),
+    "pieces": lambda body: (
+        head(None, more="Transfer-Encoding: chunked\r\n"),
+        b"10000\r\n" + ZEROS + b"\r\n",
+    ),
+    "headers": lambda body: (b"HTTP/1.1 200 OK\r\n", b"X: y\r\n" * 1000),
+    "large header": lambda body: (head(len(body)) + b"\xff\xff\xff\x7f" + body[4:], b""),
+    "short": lambda body: (head(len(body)) + body[:10], None),
+    "another part": lambda body: (
+        head(10, "206 Partial Content", f"Content-Range: bytes 7-16/{len(body)}\r\n") + body[:10],
+        b"",
+    ),
+    "no http": lambda body: (b"+PONG\r\n" * 100, b""),
+}
+each_lie = pytest.mark.parametrize("lie", LIES.values(), ids=LIES)
+
+
+def honest(body: bytes) -> tuple[bytes, bytes]:
+    return head(len(body)) + body, b""
+
+
+def absent(body: bytes) -> tuple[bytes, bytes]:
+    """A service that sends one chunk a request."""
+    return head(0, "404 x"), b""
+
+
+class Liar(Peer):
+    """Tells the truth about the collection, and lies where the path has this part. `about`: whose body it sends."""
+
+    def __init__(self, service: Service, lie: Lie, where: str = "/chunks/", about: str = "") -> None:
+        self.sent, self._lock = 0, threading.Lock()
+
+        def speak(connection: socket.socket, path: str) -> None:
+            is_lie = where in path
+            told = f"{path.rpartition('/')[0]}/{about}" if is_lie and about else path
+            said, then = (lie if is_lie else honest)(service.http.get(service.url + told).content)
+            connection.sendall(said)
+            if then is None:
+                connection.shutdown(socket.SHUT_RDWR)
+            while then:
+                connection.sendall(then)
+                with self._lock:
+                    self.sent += len(then)
+
+        super().__init__(speak)
 
 
 @pytest.fixture(scope="module")
-def honest(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    store, _ = published(tmp_path_factory.mktemp("published"))
-    with Service(store) as running:
-        yield running
+def plain() -> torch.Tensor:
+    """The logits without a store."""
+    return answered(MemoryStore(2**30), ASKED).prefilled.logits
 
 
-def blended(store: Any) -> Blended:
-    engine = Engine(CONFIG, reader(), store)
-    prompt = engine.prompts.build("Who sat on the mat?", PASSAGES[:3])
-    return engine.blender.run(prompt, BlendConfig(method="blend"))
-
-
-def head(length: int | None, status: str = "200 OK", more: str = "") -> bytes:
-    said = f"Content-Length: {length}\r\n" if length is not None else ""
-    return f"HTTP/1.1 {status}\r\n{said}{more}\r\n".encode()
-
-
-def endless(line: socket.socket, count: Callable[[int], None]) -> None:
-    while True:
-        line.sendall(bytes(1 << 16))
-        count(1 << 16)
-
-
-def chunked(line: socket.socket, count: Callable[[int], None]) -> None:
-    line.sendall(head(None, more="Transfer-Encoding: chunked\r\n"))
-    while True:
-        line.sendall(b"10000\r\n" + bytes(1 << 16) + b"\r\n")
-        count(1 << 16)
-
-
-class Lies:
-    """The truth about the collection, and about chunks what each lie says."""
-
-    def __init__(self, honest: Service) -> None:
-        self.honest, self.sent = honest, 0
-        self._lock = threading.Lock()
-
-    def count(self, n: int) -> None:
-        with self._lock:
-            self.sent += n
-
-    def truth(self, path: str) -> bytes:
-        return self.honest.http.get(self.honest.url + path).content
-
-    def other_chunk(self, line: socket.socket, path: str) -> None:
-        directory = self.truth(f"{API}/{NAME}/directory")
-        rows = [directory[at : at + 48] for at in range(0, len(directory), 48)]
-        other = next(row[:28].hex() for row in rows if row[:28].hex() not in path)
-        body = self.truth(f"{path.rpartition('/')[0]}/{other}")
-        line.sendall(head(len(body)) + body)
-
-    def flipped(self, line: socket.socket, path: str) -> None:
-        body = bytearray(self.truth(path))
-        body[-9] ^= 4
-        line.sendall(head(len(body)) + body)
-
-    def longer(self, line: socket.socket, path: str) -> None:
-        line.sendall(head(1 << 40))
-        endless(line, self.count)
-
-    def no_length(self, line: socket.socket, path: str) -> None:
-        line.sendall(head(None))
-        endless(line, self.count)
-
-    def in_pieces_without_end(self, line: socket.socket, path: str) -> None:
-        chunked(line, self.count)
-
-    def large_header(self, line: socket.socket, path: str) -> None:
-        body = self.truth(path)
-        line.sendall(head(len(body)) + b"\xff\xff\xff\x7f" + body[4:])
-
-    def short(self, line: socket.socket, path: str) -> None:
-        body = self.truth(path)
-        line.sendall(head(len(body)) + body[:10])
-        line.shutdown(socket.SHUT_RDWR)
-
-    def another_part(self, line: socket.socket, path: str) -> None:
-        body = self.truth(path)
-        line.sendall(
-            head(10, "206 Partial Content", f"Content-Range: bytes 7-16/{len(body)}\r\n") + body[:10]
-        )
-
-    def no_http(self, line: socket.socket, path: str) -> None:
-        line.sendall(b"+PONG\r\n" * 100)
-
-    def endless_headers(self, line: socket.socket, path: str) -> None:
-        line.sendall(b"HTTP/1.1 200 OK\r\n")
-        while True:
-            line.sendall(b"X: y\r\n" * 1000)
-            self.count(6000)
-
-    def speak(self, lie: str) -> Callable[[socket.socket, str], None]:
-        def say(line: socket.socket, path: str) -> None:
-            if "/chunks/" in path:
-                getattr(self, lie)(line, path)
-            else:
-                body = self.truth(path)
-                line.sendall(head(len(body)) + body)
-
-        return say
-
-
-LIES = [name for name in vars(Lies) if name not in ("count", "truth", "speak") and not name.startswith("_")]
-
-
-@pytest.mark.parametrize("lie", LIES)
-def test_a_lie_is_a_miss_and_bounded(honest: Service, lie: str) -> None:
-    lies = Lies(honest)
-    with Liar(lies.speak(lie)) as liar, KdnStore(settings(liar.url)) as store:
-        done = blended(store)
-    plain = blended(MemoryStore(2**30))
-    assert torch.equal(done.prefilled.logits, plain.prefilled.logits)
+@each_lie
+def test_a_lie_about_a_chunk_is_a_miss_and_bounded(service: Service, plain: torch.Tensor, lie: Lie) -> None:
+    """So is one about a sample of the link, and of what decoding needs."""
+    clock = ManualClock()
+    with Liar(service, lie) as liar, KdnStore(settings(liar.url), clock=clock) as store:
+        done = answered(store, ASKED)
+        tries = sum("/chunks/" in path for path in liar.paths)
+        clock.advance(600)  # after a failure the service is left alone
+        with suppress(StoreError):
+            store.sample(list(store.keys()), 1 << 12)
+    assert torch.equal(done.prefilled.logits, plain)
     assert done.report.chunks_hit == 0
     assert done.report.unusable or done.report.chunks_corrupt
-    assert lies.sent < MOST_SENT
-    assert len([r for r in liar.requests if "/chunks/" in r]) <= MOST_TRIES
+    assert liar.sent < 2 * MOST_SENT
+    assert tries <= MOST_TRIES
+    assert sum("/chunks/" in path for path in liar.paths) > tries
 
 
-@pytest.mark.parametrize("lie", [lie for lie in LIES if lie != "other_chunk"])
-def test_a_lie_about_several_chunks_is_bounded_and_each_is_asked_for(honest: Service, lie: str) -> None:
-    lies = Lies(honest)
+def test_another_chunk_is_no_answer_and_the_truth_is(service: Service, plain: torch.Tensor) -> None:
+    """The liar sends one chunk for all; the second half shows that the test above can fail."""
+    with Liar(service, honest, about=some_key().hex()) as liar, KdnStore(settings(liar.url)) as store:
+        assert answered(store, ASKED).report.chunks_hit == 1
+    with Liar(service, honest) as peer, KdnStore(settings(peer.url)) as store:
+        done = answered(store, ASKED)
+        assert done.report.chunks_hit == ASKED
+        assert not torch.equal(done.prefilled.logits, plain)
 
-    def speak(line: socket.socket, path: str) -> None:
-        if "/layers" in path:
-            getattr(lies, lie)(line, path)
-        else:
-            body = lies.truth(path)
-            line.sendall(head(len(body)) + body)
 
+@pytest.mark.parametrize("lie", [*LIES.values(), absent], ids=[*LIES, "absent"])
+def test_a_lie_about_several_chunks_is_bounded_and_each_is_asked_for(service: Service, lie: Lie) -> None:
     with (
-        Liar(speak) as liar,
+        Liar(service, lie, "/layers") as liar,
         KdnStore(settings(liar.url), quickest, pace=Known(1e9), saved=TimeSaved(1.0)) as store,
     ):
         list(store.keys())
-        done = blended(store)
-    assert any("/layers" in asked for asked in liar.requests)
-    assert lies.sent < MOST_SENT
-    assert done.report.chunks_hit + done.report.chunks_missing == 3
-    plain = blended(MemoryStore(2**30))
-    assert done.report.chunks_hit == 3 or torch.equal(done.prefilled.logits, plain.prefilled.logits)
+        done = answered(store, ASKED)
+    assert any("/layers" in path for path in liar.paths)
+    assert liar.sent < MOST_SENT
+    assert done.report.chunks_hit == ASKED
 
 
-def test_the_truth_is_no_miss(honest: Service) -> None:
-    """Or the test above could not fail."""
-    lies = Lies(honest)
-    lies.no_http = lambda line, path: line.sendall(head(len(lies.truth(path))) + lies.truth(path))  # type: ignore[method-assign]
-    with Liar(lies.speak("no_http")) as liar, KdnStore(settings(liar.url)) as store:
-        assert blended(store).report.chunks_hit == 3
+@pytest.mark.parametrize("lie", [*LIES.values()][1:], ids=[*LIES][1:])
+def test_a_lie_about_the_collection_is_an_error_and_bounded(service: Service, lie: Lie) -> None:
+    liar = Liar(service, lie, "/collections/")
+    with liar, KdnStore(settings(liar.url)) as store, pytest.raises(StoreUnavailable):
+        store.collection  # noqa: B018
+    assert liar.sent < MOST_SENT
 
 
-def test_silence_is_given_up_at_the_deadline_and_then_nobody_waits(honest: Service) -> None:
-    quiet, lies = threading.Event(), Lies(honest)
-    setattr(lies, "no_http", lambda line, path: quiet.wait(60))  # noqa: B010
-    with Liar(lies.speak("no_http")) as liar, KdnStore(settings(liar.url, deadline_s=0.5)) as store:
-        assert {why.kind for why in blended(store).report.unusable} == {"unreachable"}
+def test_silence_ends_at_the_deadline(service: Service) -> None:
+    quiet = threading.Event()
+
+    def silent(body: bytes) -> tuple[bytes, bytes]:
+        quiet.wait(60)
+        return b"", b""
+
+    with Liar(service, silent) as liar, KdnStore(settings(liar.url, deadline_s=0.5)) as store:
+        assert {why.kind for why in answered(store, ASKED).report.unusable} == {"unreachable"}
         quiet.set()
 
 
-@pytest.mark.parametrize("speak", [chunked, endless], ids=["pieces", "bytes"])
-def test_a_description_without_end_is_none(speak: Any, tmp_path: Path) -> None:
-    sent = [0]
-
-    def count(n: int) -> None:
-        sent[0] += n
-
-    with Liar(lambda line, path: speak(line, count)) as liar, KdnStore(settings(liar.url)) as store:
-        with pytest.raises(StoreUnavailable, match="no answer"):
-            store.collection  # noqa: B018
-        assert sent[0] < MOST_SENT
-
-
-def test_a_reader_that_takes_nothing_is_cut(tmp_path: Path) -> None:
+def test_a_client_that_reads_nothing_is_cut(made: tuple[KVStore, Collection]) -> None:
     """What it had asked for counts no longer among its requests."""
-    store, _ = published(tmp_path)
-    with Service(store, send_s=0.2, max_concurrent=1) as service:
-        key = service.http.get(f"/collections/{NAME}/directory").content[:28].hex()
-        with socket.create_connection(("127.0.0.1", service.port)) as line:
-            line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            ask = f"GET {API}/{NAME}/chunks/{key} HTTP/1.1\r\nHost: x\r\n\r\n".encode()
-            line.sendall(ask * 400)  # more than sockets hold
-            while service.http.get(f"/collections/{NAME}/chunks/{key}").status_code != 200:
-                pass
+    path = f"chunks/{some_key().hex()}"
+    asks = f"GET {API}/{NAME}/{path} HTTP/1.1\r\nHost: x\r\n\r\n".encode() * 400  # more than sockets hold
+    service = Service(made[0], send_s=0.2, max_concurrent=1)
+    with service, socket.create_connection(("127.0.0.1", service.port)) as line:
+        line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        line.sendall(asks)
+        eventually(lambda: service.get(path).status_code == 200)
 
 
 @pytest.mark.parametrize("name", ["../outside", "/tmp/outside", "another"])
-def test_an_index_names_no_files_of_its_own(honest: Service, tmp_path: Path, name: str) -> None:
-    real = honest.http.get(f"/collections/{NAME}").json()
-    manifest = honest.http.get(
-        f"/collections/{NAME}/pieces/{real['files']['manifest.json']['pieces'][0]}"
-    ).json()
+def test_an_index_names_no_files_of_its_own(service: Service, tmp_path: Path, name: str) -> None:
+    real: Any = service.get("").json()
+    manifest = service.get(f"pieces/{real['files']['manifest.json']['pieces'][0]}").json()
     manifest["files"][name] = manifest["files"]["passages.jsonl"]
     forged = json.dumps(manifest).encode()
     hash = tables_hash(forged).hex()
     real["files"][name] = real["files"]["passages.jsonl"]
     real["files"]["manifest.json"] = {"n_bytes": len(forged), "pieces": [hash]}
+    lies = {f"{API}/{NAME}": json.dumps(real).encode(), f"{API}/{NAME}/pieces/{hash}": forged}
 
     def speak(line: socket.socket, path: str) -> None:
-        lies = {f"{API}/{NAME}": json.dumps(real).encode(), f"{API}/{NAME}/pieces/{hash}": forged}
-        body = lies.get(path) or honest.http.get(honest.url + path).content
-        line.sendall(head(len(body)) + body)
+        line.sendall(honest(lies.get(path) or service.http.get(service.url + path).content)[0])
 
-    with Liar(speak) as liar, pytest.raises(StoreUnavailable, match="other files"):
-        pull(settings(liar.url), tmp_path / "index")
+    with Peer(speak) as peer, pytest.raises(StoreUnavailable):
+        pull(settings(peer.url), tmp_path / "index")
     assert not (tmp_path / "outside").exists()
     assert not (tmp_path / "index").exists()
-
-
-@pytest.mark.parametrize("lie", LIES)
-def test_a_lie_before_the_first_request_is_bounded(honest: Service, lie: str) -> None:
-    """A sample of the link, and of what decoding takes."""
-    lies = Lies(honest)
-    with Liar(lies.speak(lie)) as liar, KdnStore(settings(liar.url, level="auto")) as store:
-        keys = list(store.keys())
-        with suppress(StoreError):
-            store.sample(keys, 1 << 12)
-    assert lies.sent < MOST_SENT
-
-
-def test_decoding_is_not_measured_on_what_would_take_more_memory_than_is_allowed(honest: Service) -> None:
-    pace = Pace()
-    with KdnStore(settings(honest.url, level="auto", in_flight_mb=1), pace=pace) as store:
-        client, key = Client(store.config), next(iter(store.keys()))
-        pace.learn_decoding(client, key, {"int8": 1 << 40}, 1 << 20, 10.0, lambda hash: None)
-    assert pace.decoding("int8") == 0

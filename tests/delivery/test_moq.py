@@ -4,29 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 
-from blendserve.config import BlendConfig
 from blendserve.delivery.catalogue import Catalogue
 from blendserve.delivery.moq import Publisher, relay
-from blendserve.engine.engine import Engine
 from blendserve.store import KVStore
-from blendserve.store.kdn import moq_reader
+from blendserve.store.kdn import fetch, moq_reader
 from blendserve.store.kdn.collection import Collection
 from blendserve.store.kdn.pace import Pace
 from blendserve.store.kdn.store import KdnStore
-from tests.delivery.helpers import Service, settings
-from tests.engine.helpers import CONFIG, PASSAGES, reader
+from tests.support.peers import Service, answered, blender, question, settings
 
 moq = pytest.importorskip("moq", reason="moq-rs is not installed: pip install 'blendserve[moq]'")
 
 READERS = 8
+Made = tuple[KVStore, Collection]
+Frames = list[bytes]
 
 
 class Relay:
@@ -42,8 +40,11 @@ class Relay:
 
     async def _run(self) -> None:
         async with relay("127.0.0.1:0") as server:
-            self.url, self.fingerprint = f"https://{server.local_addr}", server.cert_fingerprints()[0]
-            self.publisher = Publisher(self._store, self.url, self.fingerprint)
+            self.options = {
+                "relay": f"https://{server.local_addr}",
+                "relay_fingerprint": server.cert_fingerprints()[0],
+            }
+            self.publisher = Publisher(self._store, *self.options.values())
             feeding = asyncio.create_task(self.publisher.run(self._ready.set))
             await self._over.wait()
             feeding.cancel()
@@ -64,129 +65,107 @@ class Relay:
 
 
 @pytest.fixture
-def service(made: tuple[KVStore, Collection]) -> Iterator[Service]:
-    with Service(made[0]) as running:
-        yield running
+def by_http(service: Service) -> Callable[[], float]:
+    """Counts the chunks that the service has delivered by HTTP from now on."""
+
+    def served() -> float:
+        (metric,) = service.inner.delivered.chunks.collect()
+        return sum(sample.value for sample in metric.samples if sample.name.endswith("_total"))
+
+    before = served()
+    return lambda: served() - before
 
 
-def answered(store: Any, passages: int = 3) -> Any:
-    engine = Engine(CONFIG, reader(), store)
-    prompt = engine.prompts.build("Who sat on the mat?", PASSAGES[:passages])
-    return engine.blender.run(prompt, BlendConfig(method="blend"))
-
-
-def chunks_served(service: Service) -> float:
-    found = service.inner.metrics.registry.get_sample_value
-    return sum(
-        found("blendserve_delivered_chunks_total", {"source": s}) or 0.0
-        for s in ("memory", "store", "missing")
+def changed_frames(monkeypatch: pytest.MonkeyPatch, change: Callable[[Frames], Frames]) -> None:
+    """The publisher sends these in place of a chunk's frames."""
+    frames = Publisher.frames
+    monkeypatch.setattr(
+        Publisher,
+        "frames",
+        lambda publisher, name, track: (found := frames(publisher, name, track)) and change(found),
     )
 
 
-def test_many_engines_have_a_chunk_that_was_sent_once(
-    made: tuple[KVStore, Collection], service: Service
-) -> None:
-    store, collection = made
-    local = answered(store)
-    with Relay(store) as there:
-        options = settings(service.url, relay=there.url, relay_fingerprint=there.fingerprint)
-        stores = [KdnStore(options) for _ in range(READERS)]
+def is_right(done: Any, made: Made, passages: int = 3) -> bool:
+    here = answered(made[0], passages)
+    return torch.equal(done.prefilled.logits, here.prefilled.logits) and done.report.chunks_hit == passages
+
+
+def test_many_engines_have_a_chunk_that_was_sent_once(made: Made, service: Service, by_http: Any) -> None:
+    with Relay(made[0]) as there:
+        stores = [KdnStore(settings(service.url, **there.options)) for _ in range(READERS)]
         try:
             with ThreadPoolExecutor(READERS) as pool:
-                done = list(pool.map(answered, stores))
+                done = list(pool.map(lambda store: answered(store, 3), stores))
         finally:
             for each in stores:
                 each.close()
-    assert all(torch.equal(d.prefilled.logits, local.prefilled.logits) for d in done)
-    assert all(d.report.chunks_hit == 3 for d in done)
-    assert chunks_served(service) == 0  # all of them by the relay
-    directory = Catalogue(store).directory(collection)
-    engine = Engine(CONFIG, reader(), store)
-    prompt = engine.prompts.build("Who sat on the mat?", PASSAGES[:3])
-    keys = {engine.blender.key(c.ids) for c in prompt.chunks} | {engine.blender.key(prompt.prefix, ())}
+    assert all(is_right(d, made) for d in done)
+    assert by_http() == 0
+    directory, of, prompt = Catalogue(made[0]).directory(made[1]), blender(made[0]), question(3)
+    keys = {of.key(chunk.ids) for chunk in prompt.chunks} | {of.key(prompt.prefix, ())}
     assert there.publisher.sent == sum(directory[key].bodies[0] - 4 for key in keys)
 
 
-def test_without_the_relay_chunks_come_from_the_service(
-    made: tuple[KVStore, Collection], service: Service
+def test_a_chunk_that_is_published_late_is_asked_for_again(
+    made: Made, service: Service, by_http: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    local = answered(made[0], 5)
-    with Relay(made[0]) as there:
-        options = settings(service.url, relay=there.url, relay_fingerprint=there.fingerprint, deadline_s=10.0)
-        with KdnStore(options) as store:
-            answered(store)
-            assert chunks_served(service) == 0
-            there.kill()
-            done = answered(store, 5)
-            assert torch.equal(done.prefilled.logits, local.prefilled.logits)
-            assert chunks_served(service) > 0
+    """The publisher makes a track's group after the reader was told that it is not there."""
+    create, told = moq.TrackProducer.create_group, threading.Event()
 
+    class Later:
+        def __iter__(self) -> Iterator[float]:
+            while True:
+                told.set()
+                yield 0.02
 
-def test_what_is_there_a_moment_later_is_asked_for_again(
-    made: tuple[KVStore, Collection], service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    create = moq.TrackProducer.create_group
-
-    def later(track: Any, *args: Any) -> Any:
-        time.sleep(0.05)
+    def late(track: Any, *args: Any) -> Any:
+        assert told.wait(60)
         return create(track, *args)
 
-    monkeypatch.setattr(moq.TrackProducer, "create_group", later)
-    monkeypatch.setattr(moq_reader, "LATER_S", (0.02,) * 1000)
-    with Relay(made[0]) as there:
-        options = settings(service.url, relay=there.url, relay_fingerprint=there.fingerprint, deadline_s=60.0)
-        with KdnStore(options) as store:
-            assert answered(store).report.chunks_hit == 3
-    assert chunks_served(service) == 0
+    monkeypatch.setattr(moq_reader, "LATER_S", Later())
+    monkeypatch.setattr(moq.TrackProducer, "create_group", late)
+    options = {"deadline_s": 60.0}
+    with Relay(made[0]) as there, KdnStore(settings(service.url, **there.options, **options)) as store:
+        assert is_right(answered(store, 3), made)
+    assert by_http() == 0
 
 
-def test_a_relay_that_dies_in_the_middle_of_a_chunk_costs_time_alone(
-    made: tuple[KVStore, Collection], service: Service, monkeypatch: pytest.MonkeyPatch
+def test_a_relay_that_dies_between_requests_or_in_the_middle_of_a_chunk_costs_time_alone(
+    made: Made, service: Service, by_http: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    frames, arrived, some = Publisher._frames, Pace.arrived, threading.Event()
+    arrived, some, halved = Pace.arrived, threading.Event(), threading.Event()
 
-    class Half(list[bytes]):
+    class Half(Frames):
         def __iter__(self) -> Iterator[bytes]:
             yield from self[: len(self) // 2]
-            raise ConnectionError  # the publisher is gone, too
-
-    def halves(publisher: Publisher, name: str, track: str) -> list[bytes] | None:
-        return (found := frames(publisher, name, track)) and Half(found)
+            raise ConnectionError  # the publisher ends, too
 
     def seen(pace: Pace, n_bytes: int) -> None:
         arrived(pace, n_bytes)
         some.set()
 
-    monkeypatch.setattr(Publisher, "_frames", halves)
+    changed_frames(monkeypatch, lambda frames: Half(frames) if halved.is_set() else frames)
     monkeypatch.setattr(Pace, "arrived", seen)
-    local = answered(made[0])
-    with Relay(made[0]) as there, ThreadPoolExecutor(1) as pool:
-        options = settings(service.url, relay=there.url, relay_fingerprint=there.fingerprint)
-        with KdnStore(options) as store:
-            asked = pool.submit(answered, store)
-            assert some.wait(60)  # a part of a chunk is here
-            there.kill()
-            done = asked.result(120)
-    assert torch.equal(done.prefilled.logits, local.prefilled.logits)
-    assert done.report.chunks_hit == 3
-    assert chunks_served(service) > 0
+    there = Relay(made[0])
+    with there, ThreadPoolExecutor(1) as pool, KdnStore(settings(service.url, **there.options)) as store:
+        assert is_right(answered(store, 3), made)
+        assert by_http() == 0
+        some.clear()
+        halved.set()
+        monkeypatch.setattr(fetch, "RELAY", 0.05)  # of the deadline: how long the relay is waited for
+        asked = pool.submit(answered, store, 5)
+        assert some.wait(60)  # a part of a chunk is here
+        there.kill()
+        assert is_right(asked.result(120), made, 5)
+        assert by_http() > 0
+        assert is_right(answered(store, 5), made, 5)
 
 
 def test_what_a_relay_sends_is_checked(
-    made: tuple[KVStore, Collection], service: Service, monkeypatch: pytest.MonkeyPatch
+    made: Made, service: Service, by_http: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    frames = Publisher._frames
-
-    def damaged(publisher: Publisher, name: str, track: str) -> list[bytes] | None:
-        found = frames(publisher, name, track)
-        return found and [*found[:-1], found[-1][:-1] + bytes([found[-1][-1] ^ 4])]
-
-    monkeypatch.setattr(Publisher, "_frames", damaged)
-    local = answered(made[0])
-    with Relay(made[0]) as there:
-        options = settings(service.url, relay=there.url, relay_fingerprint=there.fingerprint)
-        with KdnStore(options) as store:
-            done = answered(store)
-    assert torch.equal(done.prefilled.logits, local.prefilled.logits)
-    assert done.report.chunks_hit == 3
-    assert chunks_served(service) > 0
+    changed_frames(monkeypatch, lambda frames: [*frames[:-1], frames[-1][:-1] + bytes([frames[-1][-1] ^ 4])])
+    with Relay(made[0]) as there, KdnStore(settings(service.url, **there.options)) as store:
+        assert is_right(answered(store, 3), made)
+    assert by_http() > 0

@@ -1,13 +1,12 @@
-"""What a request had in hand is free when its answer is: no error that somebody keeps holds it until the garbage
-collector comes by, nor do views of chunks that came."""
+"""A finished request holds no memory: no kept error nor view keeps its KV cache until the garbage collector runs."""
 
 from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,111 +18,110 @@ from blendserve.registry import CODECS
 from blendserve.store import ChunkKey, KVStore, LMDBStore, MemoryStore
 from blendserve.store.ahead import ReadAhead
 from blendserve.store.chunk import StoredChunk
-from blendserve.store.codecs.base import Undecodable, forget_ready
+from blendserve.store.codecs.base import SLOW, Undecodable, forget_ready
 from blendserve.store.kdn.adapt import TEXT, Offer, Situation
 from blendserve.store.layered import LayeredStore
 from blendserve.store.network.arrival import Arrival
-from tests.delivery.helpers import Service
-from tests.delivery.paced import BLEND, blender, delivered, last_two
-from tests.engine.helpers import wait_for
 from tests.store.helpers import flip, tamper
 from tests.store.toy_codec import Toy
+from tests.support.peers import BLEND, Service, blender, delivered, last_two
+from tests.support.waiting import eventually
 
 CAP = 2**26
-HELD = (KVCache, Arrival, StoredChunk)
+HELD: list[Any] = [KVCache, Arrival, StoredChunk]
+Made = list["weakref.ref[Any]"]
 
 
-@contextmanager
-def nothing_left() -> Iterator[None]:
-    """Of what is made inside, once threads have put down what they had in hand; the collector does not run."""
-    gc.collect()
+@pytest.fixture
+def tracked(monkeypatch: pytest.MonkeyPatch) -> Iterator[Made]:
+    """Every object of these classes that is made from now on. The collector does not run."""
+    found: Made = []
+
+    def note(cls: Any) -> None:
+        begin = cls.__init__
+
+        def noted(self: Any, *args: Any, **options: Any) -> None:
+            found.append(weakref.ref(self))
+            begin(self, *args, **options)
+
+        monkeypatch.setattr(cls, "__init__", noted)
+
+    for cls in HELD:
+        note(cls)
     gc.disable()
-    try:
-        before = {id(held) for held in gc.get_objects() if type(held) in HELD}
-        yield
-        left = [
-            weakref.ref(held) for held in gc.get_objects() if type(held) in HELD and id(held) not in before
-        ]
-        wait_for(lambda: not any(of() for of in left))
-    finally:
-        gc.enable()
+    yield found
+    gc.enable()
 
 
-def asked(store: KVStore, prompt: Prompt, blend: BlendConfig = BLEND) -> list[str]:
-    """What was wrong with chunks."""
-    return [why.kind for why in blender(store).run(prompt, blend).report.unusable]
+def become_free(tracked: Made) -> None:
+    assert tracked
+    eventually(lambda: not any(ref() for ref in tracked))
 
 
-def changed(part: bytearray) -> None:
-    part[-1] ^= 1
+def troubles(store: KVStore, prompt: Prompt, blend: BlendConfig = BLEND) -> set[str]:
+    return {why.kind for why in blender(store).run(prompt, blend).report.unusable}
 
 
-def cut(part: bytearray) -> None:
-    raise ConnectionError
-
-
-TROUBLES: dict[str, Callable[[bytearray], None]] = {"corrupt": changed, "unreachable": cut}
-
-
-@pytest.mark.parametrize("kind", ["", "slow link", *TROUBLES])
+@pytest.mark.parametrize("kind", ["", SLOW, "corrupt", "unreachable"])
 @pytest.mark.parametrize("method", ["blend", "auto"])
-def test_of_what_a_service_delivers(service: Service, prompt: Prompt, kind: str, method: str) -> None:
+def test_of_a_delivered_chunk(
+    service: Service, prompt: Prompt, kind: str, method: str, tracked: Made
+) -> None:
     late = last_two(prompt)
 
     def before(key: ChunkKey, l: int, part: bytearray) -> None:
-        if kind in TROUBLES and key in late:
-            TROUBLES[kind](part)
+        if key in late and kind == "unreachable":
+            raise ConnectionError
+        part[-1] ^= key in late and kind == "corrupt"
 
     def rule(offers: Sequence[Offer], now: Situation, going_on: str | None = None) -> str:
-        return TEXT if kind == "slow link" else "raw"
+        return TEXT if kind == SLOW else "raw"
 
     with delivered(service, before, rule) as (store, _):
-        blender(store).run(prompt, BlendConfig(method="full"))
-        with nothing_left():
-            kinds = set(asked(store, prompt, BlendConfig.model_validate({"method": method})))
-        assert kinds == ({kind} if kind else set())
-
-
-@contextmanager
-def stored(folder: Path, prompt: Prompt, kind: str) -> Iterator[KVStore]:
-    """In a folder, one chunk of it damaged or of a codec that is not there."""
-    with LMDBStore(folder, CAP) as store:
-        blender(store).precompute([chunk.ids for chunk in prompt.chunks])
-        key: ChunkKey = blender(store).key(prompt.chunks[1].ids)
-        if kind == "codec":
-            store.delete(key)
-            store.write_by(Toy())
-            blender(store).precompute([prompt.chunks[1].ids])
-    if kind == "corrupt":
-        tamper(folder, flip(b"h" + key, 20))
-    with LMDBStore(folder, CAP) as store:
-        yield store
+        kinds = troubles(store, prompt, BlendConfig.model_validate({"method": method}))
+        become_free(tracked)
+    assert kinds == ({kind} if kind else set())
 
 
 @pytest.mark.parametrize("kind", ["", "corrupt", "codec"])
-@pytest.mark.parametrize("place", ["here", "there", "read ahead"])
-def test_of_a_store(tmp_path: Path, prompt: Prompt, toy_codec: None, kind: str, place: str) -> None:
-    with ExitStack() as stack:
-        store: KVStore = stack.enter_context(stored(tmp_path, prompt, kind))
-        if place == "there":
-            store = stack.enter_context(LayeredStore(MemoryStore(CAP), store))
-        if place == "read ahead":
-            store = stack.enter_context(ReadAhead(store, CAP))
+@pytest.mark.parametrize("place", ["here", "layered", "read ahead"])
+def test_of_a_stored_chunk(
+    tmp_path: Path, prompt: Prompt, toy_codec: None, kind: str, place: str, tracked: Made
+) -> None:
+    """One chunk is damaged, or of a codec that is not installed."""
+    with LMDBStore(tmp_path, CAP) as store:
+        of = blender(store)
+        of.precompute([chunk.ids for chunk in prompt.chunks])
+        key = of.key(prompt.chunks[1].ids)
+        if kind == "codec":
+            store.delete(key)
+            store.write_by(Toy())
+            of.precompute([prompt.chunks[1].ids])
+    if kind == "corrupt":
+        tamper(tmp_path, flip(b"h" + key, 20))
+    tracked.clear()
+    opened: KVStore = LMDBStore(tmp_path, CAP)
+    if place != "here":
+        opened = LayeredStore(MemoryStore(CAP), opened) if place == "layered" else ReadAhead(opened, CAP)
+    with opened:
         if kind == "codec":
             CODECS.remove("toy")
             forget_ready()
-            stack.callback(CODECS.add, "toy", "tests.store.toy_codec:Toy")
-        with nothing_left():
-            blender(store).prefetch(prompt, BLEND)
-            kinds = asked(store, prompt)
-        assert kinds == ([kind] if kind else [])
+        try:
+            blender(opened).prefetch(prompt, BLEND)
+            kinds = troubles(opened, prompt)
+            become_free(tracked)
+        finally:
+            if kind == "codec":
+                CODECS.add("toy", "tests.store.toy_codec:Toy")
+    assert kinds == ({kind} if kind else set())
 
 
-def test_an_error_that_is_kept_says_what_it_said_and_holds_nobody() -> None:
+def test_an_error_that_is_kept_says_the_same_and_holds_no_frame() -> None:
     for error in (CorruptRecord(b"key", "it is torn"), Undecodable("no tables", "codec")):
         try:
             raise error from ValueError("why")
         except Exception as raised:
             kept = unraised(raised)
-        assert (type(kept), str(kept), vars(kept)) == (type(error), str(error), vars(error))
+        assert (type(kept), kept.args, vars(kept)) == (type(error), error.args, vars(error))
         assert (kept.__traceback__, kept.__cause__, kept.__context__) == (None, None, None)

@@ -161,7 +161,7 @@ def test_tables_of_another_codec_are_no_tables(store: KVStore) -> None:
 
 def test_a_record_under_other_tables_or_another_level_is_none(path: Path) -> None:
     """The checksums cover codec, level and tables: a sealed header that names others fits no segment."""
-    from tests.endurance.damages import seal
+    from tests.support.stores import sealed as seal
 
     with LMDBStore(path, CAP) as store:
         store.put_tables("toy", "reader", TABLE)

@@ -6,6 +6,7 @@ It has no state of its own but what it may lose: any number of services on one s
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from blendserve.serve.front import Front
 from blendserve.serve.keys import Tenant
 from blendserve.serve.metrics import HttpMetrics
 from blendserve.store import ChunkKey, KVStore
+from blendserve.store.clock import Clock as StoreClock
 from blendserve.store.codecs.base import Buffer
 from blendserve.store.kdn.collection import MOST_IN_STEP, Collection, body, in_step, level_key
 from blendserve.timing import Clock
@@ -53,10 +55,11 @@ class DeliveryMetrics(HttpMetrics):
 class DeliveryService(Front):
     """What a store's collections are delivered by. The store is its opener's to close."""
 
-    def __init__(self, store: KVStore, config: DeliverConfig) -> None:
+    def __init__(self, store: KVStore, config: DeliverConfig, clock: StoreClock = time) -> None:
+        """clock: of how long the catalogue is believed."""
         self.delivered = DeliveryMetrics()
         super().__init__(config, self.delivered)
-        self.store, self.config, self.catalogue = store, config, Catalogue(store)
+        self.store, self.config, self.catalogue = store, config, Catalogue(store, now=clock.monotonic)
         self._storage = FairThread("delivery", config.queue)  # the one that reads the store
         self._recent: OrderedDict[tuple[ChunkKey, ChunkKey], Sendable] = OrderedDict()
         self._recent_bytes = 0

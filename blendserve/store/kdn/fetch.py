@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -53,7 +52,8 @@ class Fetch:
         self._arrivals: dict[ChunkKey, Arrival] = {}
         self._config, self._rule, self._pace, self._look = config, rule, pace, look
         self.tables, self._saved = tables, saved
-        self._start = time.monotonic()
+        self._now = pace.clock.monotonic
+        self._start = self._now()
         self._levels: tuple[str, ...] = ()
         self._entries: dict[ChunkKey, Entry] = {}  # of chunks that are still to come
         self._expected: list[ChunkKey] = []  # that are not among them yet
@@ -116,7 +116,7 @@ class Fetch:
         if self._one_call or key not in self._entries:
             return False
         if self._wary:
-            return self._came or time.monotonic() - self._start > MOMENT_S
+            return self._came or self._now() - self._start > MOMENT_S
         n_bytes, decoding = self._left()
         return outlasts(n_bytes, self._pace.bytes_per_s(), seconds + decoding)
 
@@ -182,7 +182,7 @@ class Fetch:
         if wanted.n_bytes > self._config.in_flight_mb * 1e6:
             return Undecodable("it is larger than in_flight_mb beside the service's url", UNREACHABLE)
         self._bytes_left[key] = wanted.n_bytes
-        start = time.monotonic()
+        start = self._now()
         try:
             reply = self._from_relay(collection, key, wanted.word, wanted.n_bytes)
             if reply is None:
@@ -194,7 +194,7 @@ class Fetch:
             self._done(key)
         if isinstance(reply, Delivered):
             self._came = True
-            self._pace.last_bytes_per_s = sizes[reply.word] / max(1e-9, time.monotonic() - start)
+            self._pace.last_bytes_per_s = sizes[reply.word] / max(1e-9, self._now() - start)
         return reply
 
     def _wanted(self, key: ChunkKey, entry: Entry) -> Wanted:
@@ -226,7 +226,7 @@ class Fetch:
             last_bytes_per_s=self._pace.last_bytes_per_s,
             wanted=self._config.ttft_ms / 1e3,
             share=tokens / max(tokens, self._tokens_left),
-            spent=time.monotonic() - self._start,
+            spent=self._now() - self._start,
         )
         return self._rule(offers, now, going_on)
 

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 import torch
 
 from blendserve.store.chunk import StoredChunk
+from blendserve.store.clock import Clock
 from blendserve.store.codecs.base import Tables
 from blendserve.store.kdn.adapt import Meter
 from blendserve.store.kdn.client import Client
@@ -30,7 +31,8 @@ BESIDE = 1.2  # times what it takes alone: decoding beside a request that keeps 
 class Pace:
     """Safe to share between threads."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock = time) -> None:
+        self.clock = clock
         self.last_bytes_per_s: float | None = None  # of the last chunk that came whole
         self.round_trip = 0.0  # seconds
         self._decoding: dict[str, float] = {}  # seconds a token, by level
@@ -43,23 +45,23 @@ class Pace:
     def transfer(self) -> Iterator[None]:
         """From the question for a body on, to its end."""
         with self._lock:
-            self._meter.begin(time.monotonic(), self.round_trip)
+            self._meter.begin(self.clock.monotonic(), self.round_trip)
         try:
             yield
         finally:
             with self._lock:
-                self._meter.end(time.monotonic())
+                self._meter.end(self.clock.monotonic())
 
     def arrived(self, n_bytes: int) -> None:
         with self._lock:
             self.n_bytes += n_bytes
-            self._meter.arrived(n_bytes, time.monotonic())
+            self._meter.arrived(n_bytes, self.clock.monotonic())
 
     def silence(self) -> None:
         """The link stood still: whatever was known of it is so no more."""
         with self._lock:
             self.wary = True
-            self._meter.forget(time.monotonic())
+            self._meter.forget(self.clock.monotonic())
 
     def came_through(self) -> None:
         """A request had from it what it asked for."""
@@ -68,7 +70,7 @@ class Pace:
     def bytes_per_s(self) -> float | None:
         """Of the link, None while nothing is known of it."""
         with self._lock:
-            return self._meter.bytes_per_s(time.monotonic())
+            return self._meter.bytes_per_s(self.clock.monotonic())
 
     def decoding(self, word: str) -> float:
         """Seconds a token; 0 where it was not measured."""
@@ -95,16 +97,16 @@ class Pace:
             if header.shape.n_bytes <= most:
                 # twice, as what each layer of a codec's tables needs is made by its first chunk
                 chunks = [StoredChunk(key, header, segments.__getitem__, tables) for _ in range(2)]
-                seconds = min(_seconds(chunk, len(segments)) for chunk in chunks)
+                seconds = min(_seconds(chunk, len(segments), self.clock) for chunk in chunks)
                 alone = seconds / max(1, header.shape.n_tokens)
                 self._decoding[word] = BESIDE * alone / torch.get_num_threads()  # all cores have work
 
 
-def _seconds(chunk: StoredChunk, layers: int) -> float:
+def _seconds(chunk: StoredChunk, layers: int, clock: Clock) -> float:
     """Of decoding all of it: the least that one of these layers took, times all layers."""
-    took = []
+    elapsed_s = []
     for l in range(layers):
-        began = time.perf_counter()
+        began = clock.monotonic()
         chunk.layer(l)
-        took.append(time.perf_counter() - began)
-    return min(took[1:] or took) * chunk.n_layers
+        elapsed_s.append(clock.monotonic() - began)
+    return min(elapsed_s[1:] or elapsed_s) * chunk.n_layers

@@ -30,6 +30,7 @@ from blendserve.store.base import (
     VerifyReport,
     stats_of,
 )
+from blendserve.store.clock import Clock
 from blendserve.store.codecs.base import Codec, Tables, Undecodable
 from blendserve.store.kdn.adapt import Rule, fixed, quickest
 from blendserve.store.kdn.client import Client, KdnPeer, NotThere, WrongReply, fill
@@ -75,9 +76,11 @@ class KdnStore(KVStore):
         pace: Pace | None = None,
         early: bool = True,
         saved: TimeSaved | None = None,
+        clock: Clock = time,
     ) -> None:
         """rule: chooses levels, in place of the settings'. pace: what another store has learnt of the link. early: let
-        a prefill begin before all chunks are here. saved: of requests that do not say what stored KV saves them."""
+        a prefill begin before all chunks are here. saved: of requests that do not say what stored KV saves them.
+        clock: of pauses, of the deadline and of the link's rate."""
         if not config.collection:
             raise ConfigError(
                 "setting 'store.kdn.collection' is missing: name the collection that is to be delivered, see `blendserve "
@@ -86,10 +89,11 @@ class KdnStore(KVStore):
         self.config = config
         self._rule = rule or (quickest if config.level == AUTO else fixed(config.level))
         self._early, self._saved = early, saved
-        self._connection = Connection(KdnPeer(config), workers)
-        self._traffic = Traffic(Always())
-        self._failed = Failed()
-        self._pace = pace or Pace()
+        self._connection = Connection(KdnPeer(config), workers, clock)
+        self._traffic = Traffic(Always(), clock)
+        self._failed = Failed(now=clock.monotonic)
+        self.pace = pace or Pace(clock)
+        self._clock = clock
         self._relay = MoqReader(config.relay, config.relay_fingerprint) if config.relay else None
         self._known: tuple[Collection, Directory] | None = None
         self._looked = float("-inf")
@@ -112,7 +116,7 @@ class KdnStore(KVStore):
         fetch = Fetch(
             self.config,
             self._rule,
-            self._pace,
+            self.pace,
             self._look,
             self._read_tables,
             self._relay,
@@ -121,7 +125,9 @@ class KdnStore(KVStore):
             self._fresh if self.compares_cost else lambda: None,
             self._saved,
         )
-        snapshot = NetworkSnapshot(self._connection, fetch, self._traffic, self._failed, OneByOne())
+        snapshot = NetworkSnapshot(
+            self._connection, fetch, self._traffic, self._failed, OneByOne(), self._clock
+        )
         try:
             yield snapshot
         finally:
@@ -146,7 +152,7 @@ class KdnStore(KVStore):
 
         None of a link that stood still: the next request asks it for a chunk.
         """
-        if self._pace.wary:
+        if self.pace.wary:
             return None
 
         def job(client: Client) -> Sample | None:
@@ -166,25 +172,25 @@ class KdnStore(KVStore):
         """At every level but the first."""
         sizes = dict(zip(collection.levels[1:], entry.bodies[1:], strict=True))
         most, deadline = self.config.in_flight_mb * 1e6, self.config.deadline_s
-        self._pace.learn_decoding(client, key, sizes, most, deadline, self._tables_by(client))
+        self.pace.learn_decoding(client, key, sizes, most, deadline, self._tables_by(client))
 
     def _sample(self, client: Client, key: ChunkKey, entry: Entry, n_bytes: int) -> Sample:
         """At least so many bytes, and more where they come too quickly to tell a rate."""
         path, body = client.path("chunks", key.hex()), entry.bodies[0]
         round_trips = []
         for _ in range(ROUND_TRIPS):
-            start = time.perf_counter()
+            start = self._clock.monotonic()
             client.get(path, body, {"Range": "bytes=0-0"})
-            round_trips.append(time.perf_counter() - start)
-        round_trip = self._pace.round_trip = min(round_trips)
+            round_trips.append(self._clock.monotonic() - start)
+        round_trip = self.pace.round_trip = min(round_trips)
         while True:
             got = bytearray(max(1, min(n_bytes, body)))
             some = {"Range": f"bytes=0-{len(got) - 1}"}
-            start = time.perf_counter()
-            with self._pace.transfer(), client.asked(path, some) as reply:
+            start = self._clock.monotonic()
+            with self.pace.transfer(), client.asked(path, some) as reply:
                 fill(reply, memoryview(got))
-                self._pace.arrived(len(got))
-            seconds = time.perf_counter() - start
+                self.pace.arrived(len(got))
+            seconds = self._clock.monotonic() - start
             if seconds - round_trip >= TELLING_S or len(got) == body:
                 return Sample(round_trip, seconds, len(got) / body, entry.n_tokens)
             n_bytes *= 2
@@ -208,7 +214,7 @@ class KdnStore(KVStore):
 
     def coded(self, key: ChunkKey) -> Coded | None:
         self._refuse_closed()
-        fetch = Fetch(self.config, self._rule, self._pace, self._look, self._read_tables, self._relay)
+        fetch = Fetch(self.config, self._rule, self.pace, self._look, self._read_tables, self._relay)
         reply = self._connection.ask(lambda client: fetch.read(client, [key]))[0]
         if reply is None:
             return None
@@ -223,8 +229,9 @@ class KdnStore(KVStore):
         return iter(sorted(key for key in self._ask(self._look)[1] if key.startswith(tag)))
 
     def stats(self, namespace: str | None = None) -> StoreStats:
-        """Of the collection; look-ups are those of this process."""
-        collection, directory = self._ask(self._look)
+        """Of the collection, without a call while what is known is fresh; look-ups are those of this process."""
+        self._refuse_closed()
+        collection, directory = self._fresh() or self._ask(self._look)
         tag = namespace_tag(namespace)
         sizes = [
             (entry.n_tokens, entry.bodies[0], entry.bodies[0], collection.pinned)
@@ -297,7 +304,7 @@ class KdnStore(KVStore):
 
     def _fresh(self) -> tuple[Collection, Directory] | None:
         """What is known and not old."""
-        return self._known if time.monotonic() - self._looked < FRESH_S else None
+        return self._known if self._clock.monotonic() - self._looked < FRESH_S else None
 
     def _look(self, client: Client) -> tuple[Collection, Directory]:
         """Description and directory, read anew when they are old. Raises what the client does."""
@@ -305,7 +312,7 @@ class KdnStore(KVStore):
             known = self._fresh()
             if known is None:
                 known = self._known = _read(client, self._known)
-                self._looked = time.monotonic()
+                self._looked = self._clock.monotonic()
             return known
 
     def _read_tables(self, hash: bytes, seconds: float) -> bytes | None:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
 class Deadline:
     """So many seconds of waiting. Safe to share between threads."""
 
-    def __init__(self, seconds: float) -> None:
-        self._seconds, self._waited = seconds, 0.0
+    def __init__(self, seconds: float, now: Callable[[], float] | None = None) -> None:
+        """now: a clock; default: time.monotonic."""
+        self._seconds, self._waited, self._now = seconds, 0.0, now or time.monotonic
         self._waiting, self._since = 0, 0.0  # threads, and when the first of them began
         self._lock = threading.Lock()
 
@@ -20,7 +21,7 @@ class Deadline:
     def waited(self) -> float:
         """Seconds in which somebody waited."""
         with self._lock:
-            return self._waited + (time.monotonic() - self._since if self._waiting else 0.0)
+            return self._waited + (self._now() - self._since if self._waiting else 0.0)
 
     @property
     def left(self) -> float:
@@ -32,7 +33,7 @@ class Deadline:
         """This thread waits, inside."""
         with self._lock:
             if not self._waiting:
-                self._since = time.monotonic()
+                self._since = self._now()
             self._waiting += 1
         try:
             yield
@@ -40,4 +41,4 @@ class Deadline:
             with self._lock:
                 self._waiting -= 1
                 if not self._waiting:
-                    self._waited += time.monotonic() - self._since
+                    self._waited += self._now() - self._since

@@ -13,6 +13,7 @@ coming are given, too: the first of them that a layer fails to come of ends that
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from contextlib import suppress
@@ -22,6 +23,7 @@ from typing import Any, Protocol
 from blendserve.errors import CorruptRecord, LeftBehind, StoreError, unraised
 from blendserve.store.base import REMOTE, Meanwhile, TimeSaved
 from blendserve.store.chunk import StoredChunk
+from blendserve.store.clock import Clock
 from blendserve.store.codecs.base import SLOW, Buffer, Undecodable
 from blendserve.store.key import ChunkKey
 from blendserve.store.network.arrival import Arrival
@@ -118,11 +120,18 @@ class NetworkSnapshot:
     """
 
     def __init__(
-        self, connection: Connection, source: Source, traffic: Traffic, failed: Failed, sizes: Batching
+        self,
+        connection: Connection,
+        source: Source,
+        traffic: Traffic,
+        failed: Failed,
+        sizes: Batching,
+        clock: Clock = time,
     ) -> None:
+        """clock: of the deadline."""
         self._connection, self._source, self._traffic = connection, source, traffic
         self._failed, self._sizes = failed, sizes
-        self._deadline = Deadline(WAITING * connection.peer.deadline_s)
+        self._deadline = Deadline(WAITING * connection.peer.deadline_s, clock.monotonic)
         self._calls: dict[ChunkKey, tuple[Call[list[Any]], int]] = {}  # and the chunk's place in its batch
         self._arrivals: dict[ChunkKey, Arrival] = {}
         self._coming: set[ChunkKey] = set()  # that are given while they come

@@ -1,0 +1,395 @@
+"""A prefill uses layers while they come. A peer sends each when a test lets it: events order everything, never times."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+
+from blendserve.blend.slow_link import Link
+from blendserve.config import BlendConfig, TiersConfig
+from blendserve.core import Prompt
+from blendserve.delivery.catalogue import Catalogue
+from blendserve.errors import LeftBehind
+from blendserve.store import ChunkKey, KVStore, MemoryStore
+from blendserve.store.base import REMOTE, Coming, TimeSaved
+from blendserve.store.codecs.base import SLOW
+from blendserve.store.kdn.adapt import TEXT, Offer, Situation, quickest
+from blendserve.store.kdn.client import Client
+from blendserve.store.kdn.collection import Collection, Entry
+from blendserve.store.kdn.download import Wanted, Watch, download, download_in_step
+from blendserve.store.network.connection import Call, Connection
+from blendserve.store.network.deadline import Deadline
+from blendserve.store.policies import Always
+from blendserve.store.tiers import TieredStore, tiers_for
+from tests.engine.helpers import reader
+from tests.support import peers
+from tests.support.peers import LAYERS, PATIENT_S, Service, Steps, blender, check, delivered, last_two
+from tests.support.waiting import ManualClock, eventually
+
+SAVED = TimeSaved(1e6)  # seconds a token: no silence is worth noticing
+Published = tuple[KVStore, Collection]
+
+
+@pytest.fixture(scope="module")
+def late(prompt: Prompt) -> ChunkKey:
+    """The last chunk."""
+    return last_two(prompt)[1]
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[Call[Any]]:
+    """Every transfer that was begun."""
+    found: list[Call[Any]] = []
+    begin = Connection.begin
+
+    def noted(self: Connection, job: Any, reading: bool = False) -> Call[Any]:
+        call: Call[Any] = begin(self, job, reading)
+        found.extend([call] * reading)
+        return call
+
+    monkeypatch.setattr(Connection, "begin", noted)
+    return found
+
+
+def all_but_one(calls: Sequence[Call[Any]]) -> None:
+    eventually(lambda: sum(call.future.done() for call in calls) >= len(calls) - 1)
+
+
+@pytest.mark.parametrize("policy", ["query", "deviation"])
+def test_a_prefill_reaches_a_layer_before_the_peer_sends_it(
+    service: Service, prompt: Prompt, policy: Any
+) -> None:
+    blend, late, steps, in_time = BlendConfig(method="blend", policy=policy), last_two(prompt), Steps(), []
+
+    def before(key: ChunkKey, l: int, part: bytearray) -> None:
+        if key in late and l >= 0:
+            in_time.append(steps.reached(l))
+
+    with delivered(service, before) as (store, paced):
+        done = blender(store, steps).run(prompt, blend)
+        assert store.stats().hits == len(prompt.chunks) + 1
+    assert in_time == [True] * 2 * LAYERS
+    check(done, prompt, blend)
+    assert (done.report.tiers, done.report.unusable) == ({REMOTE: len(prompt.chunks)}, ())
+    assert set(paced.asked.values()) == {1}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_layers_may_come_in_any_order(service: Service, prompt: Prompt, seed: int) -> None:
+    turns = [key for key in last_two(prompt) for _ in range(LAYERS)]
+    random.Random(seed).shuffle(turns)
+    at, turn = [0], threading.Condition()
+
+    def before(key: ChunkKey, l: int, part: bytearray) -> None:
+        if key in turns and l >= 0:
+            with turn:
+                turn.wait_for(lambda: turns[at[0]] == key, PATIENT_S)
+                at[0] += 1
+                turn.notify_all()
+
+    with delivered(service, before) as (store, _):
+        done = blender(store).run(prompt, peers.BLEND)
+    check(done, prompt)
+    assert done.report.tiers == {REMOTE: len(prompt.chunks)}
+
+
+@pytest.mark.parametrize("trouble", ["cut", "damaged", "slow", "level", "deadline"])
+def test_a_chunk_that_fails_in_the_middle_of_a_prefill_costs_no_other(
+    service: Service,
+    prompt: Prompt,
+    late: ChunkKey,
+    trouble: str,
+    calls: list[Call[Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Layer 0 of the last chunk was used, and all other chunks are here: none of them is fetched again."""
+    n, steps = len(prompt.chunks), Steps()
+    troubled, over = threading.Event(), threading.Event()
+    left: Any = Deadline.left
+    if trouble == "deadline":
+        monkeypatch.setattr(
+            Deadline, "left", property(lambda self: 0.0 if troubled.is_set() else left.fget(self))
+        )
+
+    def before(key: ChunkKey, l: int, part: bytearray) -> None:
+        if key != late or (l < 1 and not troubled.is_set()):
+            return
+        if trouble == "deadline":
+            over.wait()
+        elif not troubled.is_set():
+            assert steps.reached(1)
+            all_but_one(calls)
+            troubled.set()
+        if trouble == "cut":
+            raise ConnectionError
+        part[-1] ^= trouble == "damaged" and l == 1
+
+    def before_layer(l: int) -> None:
+        if trouble == "deadline" and not troubled.is_set():
+            all_but_one(calls)
+            troubled.set()
+        steps(l)
+
+    def rule(offers: Sequence[Offer], now: Situation, going_on: str | None = None) -> str:
+        return {"slow": TEXT, "level": "int8"}.get(trouble, "raw") if troubled.is_set() else "raw"
+
+    with delivered(service, before, rule) as (store, paced):
+        done = blender(store, before_layer).run(prompt, peers.BLEND)
+        over.set()
+        came = n - (trouble != "level")
+        assert store.stats().hits == came + 1
+    assert troubled.is_set()
+    assert {times for key, times in paced.asked.items() if key != late} == {1}
+    check(done, prompt, late="int8" if trouble == "level" else "")
+    assert done.report.tiers == {REMOTE: came}
+    kinds = {"damaged": ["corrupt"], "slow": [SLOW], "level": []}.get(trouble, ["unreachable"])
+    assert [why.kind for why in done.report.unusable] == kinds
+    assert (done.report.chunks_corrupt, len(done.absent)) == (trouble == "damaged", n - came)
+
+
+def test_a_link_that_brought_nothing_is_sampled_again(service: Service, prompt: Prompt) -> None:
+    """A busy machine may have caused that: the next request must not count the link as dead."""
+
+    def before(key: ChunkKey, l: int, part: bytearray) -> None:
+        if l == 1:
+            raise ConnectionError
+
+    with delivered(service, before) as (store, _):
+        of = blender(store)
+        done = of.run(prompt, peers.BLEND)
+        of.wait_for_sample()
+        assert {why.kind for why in done.report.unusable} == {"unreachable"}
+        assert store.sampled == [of.key(chunk.ids) for chunk in prompt.chunks]
+
+
+def test_a_tier_keeps_no_more_than_what_came(service: Service, prompt: Prompt, late: ChunkKey) -> None:
+    """Request 1 loses the last chunk in its middle, request 2 gets it, request 3 finds everything in memory."""
+    steps, again, clock = Steps(), threading.Event(), ManualClock()
+
+    def before(key: ChunkKey, l: int, part: bytearray) -> None:
+        if key == late and l == 2 and not again.is_set():
+            assert steps.reached(2)
+            part[0] ^= 1
+
+    with delivered(service, before, clock=clock) as (inner, _):
+        tiers = tiers_for(TiersConfig(memory_bytes=2**28), Always(), reader().adapter.device)
+        with TieredStore(inner, tiers) as store:
+            of = blender(store, steps)
+            assert of.run(prompt, peers.BLEND).report.chunks_corrupt == 1
+            again.set()
+            clock.advance(60)  # after a failure, a chunk is not asked for at once
+            for tier in (REMOTE, "memory"):
+                done = of.run(prompt, peers.BLEND)
+                check(done, prompt)
+                assert done.report.tiers[tier] == (1 if tier == REMOTE else len(prompt.chunks))
+
+
+def begun(coming: Coming) -> None:
+    while coming.wait(0.002) and not coming.begin():
+        pass
+
+
+@pytest.mark.parametrize("how", ["the snapshot ends", "another chunk is too slow"])
+def test_a_thread_that_waits_for_a_layer_is_released_when(
+    service: Service, prompt: Prompt, late: ChunkKey, how: str
+) -> None:
+    prefix = blender(MemoryStore(1)).key(prompt.prefix, ())
+    slow, over = threading.Event(), threading.Event()
+
+    def before(key: ChunkKey, l: int, part: bytearray) -> None:
+        if l == 2:
+            (over if key == late else slow).wait()
+
+    def rule(offers: Sequence[Offer], now: Situation, going_on: str | None = None) -> str:
+        return TEXT if slow.is_set() else "raw"
+
+    with delivered(service, before, rule) as (store, _), ThreadPoolExecutor(1) as pool:
+        with store.reading() as snapshot:
+            snapshot.expect([late, prefix], begun)
+            view, other = snapshot.get(late), snapshot.get(prefix)
+            view.layer(1)
+            waits = pool.submit(view.layer, 2)
+            if how != "the snapshot ends":
+                slow.set()
+                with pytest.raises(LeftBehind):
+                    other.layer(LAYERS - 1)
+                with pytest.raises(LeftBehind):
+                    waits.result(PATIENT_S / 2)
+                assert snapshot.get(prefix) is None
+                assert snapshot.undecodable[prefix].kind == SLOW
+        with pytest.raises(LeftBehind):
+            waits.result(PATIENT_S / 2)
+        over.set()
+        slow.set()
+        assert store.stats().hits == 0
+
+
+def test_two_threads_read_the_same_layers(service: Service, prompt: Prompt, late: ChunkKey) -> None:
+    here, both = peers.local(prompt), threading.Barrier(2)
+    keys = [late, here.key(prompt.prefix, ())]
+
+    def before(key: ChunkKey, l: int, part: bytearray) -> None:
+        if l >= 0:
+            both.wait(PATIENT_S)  # in turns: both chunks are coming
+
+    with (
+        delivered(service, before) as (store, _),
+        here.store.reading() as near,
+        ThreadPoolExecutor(2) as pool,
+        store.reading() as snapshot,
+    ):
+        snapshot.expect(keys, begun)
+        pairs: list[Any] = [(snapshot.get(key), near.get(key)) for key in keys]
+
+        def is_same(_: int) -> bool:
+            layers = [(coming.layer(l), stored.layer(l)) for l in range(LAYERS) for coming, stored in pairs]
+            return all(torch.equal(a, b) for one, other in layers for a, b in zip(one, other, strict=True))
+
+        assert list(pool.map(is_same, range(2))) == [True, True]
+
+
+def test_waiting_for_a_layer_counts_for_the_link_and_not_for_reading(
+    service: Service, prompt: Prompt, late: ChunkKey
+) -> None:
+    """The clock advances while the prefill waits for the last layer, by more than the prefill takes."""
+    steps, clock, rate, held_s = Steps(), ManualClock(), Link(), PATIENT_S / 2
+
+    def has_waited() -> bool:
+        clock.advance(0.1)
+        return bool(store.snapshot.waited >= held_s)
+
+    def before(key: ChunkKey, l: int, part: bytearray) -> None:
+        if key == late and l == LAYERS - 1:
+            assert steps.reached(l)
+            eventually(has_waited)
+
+    with delivered(service, before, clock=clock) as (store, _):
+        of = blender(store, steps, link=rate)
+        check(of.run(prompt, peers.BLEND), prompt)
+    assert of.load_s_per_token == 0.0
+    assert (rate.seconds(sum(map(len, prompt.chunks))) or 0.0) >= held_s
+
+
+# All chunks in step, over one connection
+
+
+class Going:
+    """Chunks that were begun and not sent whole: the most at one time."""
+
+    def __init__(self, n: int) -> None:
+        """n: `all` is set once n chunks are begun."""
+        self._going, self.most, self._n = set[ChunkKey](), 0, n
+        self._lock, self.all = threading.Lock(), threading.Event()
+
+    def __call__(self, key: ChunkKey, l: int) -> None:
+        with self._lock:
+            (self._going.discard if l == LAYERS - 1 else self._going.add)(key)
+            self.most = max(self.most, len(self._going))
+        if self.most >= self._n:
+            self.all.set()
+
+
+def link(made: Published, times: float = 1.0) -> dict[str, Any]:
+    """A link over which all chunks need `times` the seconds that computing one of them needs."""
+    entries = Catalogue(made[0]).directory(made[1]).values()
+    n_bytes, tokens = sum(e.bodies[-1] for e in entries), max(e.n_tokens for e in entries)
+    pace = peers.Known(n_bytes / (times * tokens * SAVED.per_token))
+    return {"rule": quickest, "saved": SAVED, "pace": pace}
+
+
+@pytest.mark.parametrize(("times", "together"), [(1.0, True), (5.0, False)])
+def test_over_a_quick_link_all_chunks_come_in_step_with_the_prefill_and_over_a_slow_one_two_at_a_time(
+    service: Service, made: Published, prompt: Prompt, times: float, together: bool
+) -> None:
+    n = len(prompt.chunks) + 1 if together else 2
+    steps, going, in_time = Steps(), Going(n), list[bool]()
+
+    def before(key: ChunkKey, l: int, part: bytearray) -> None:
+        going(key, l)
+        if l >= 0:
+            in_time.append(going.all.wait(PATIENT_S / 2) and (not together or steps.reached(l)))
+
+    with delivered(service, before, **link(made, times)) as (store, paced):
+        done = blender(store, steps).run(prompt, peers.BLEND)
+    assert all(in_time)
+    assert (going.most, set(paced.asked.values())) == (n, {1})
+    assert done.report.tiers == {REMOTE: len(prompt.chunks)}
+    check(done, prompt, level="int8")
+
+
+@pytest.mark.parametrize("trouble", ["damaged", "cut"])
+@pytest.mark.parametrize("at", [peers.HEADER, 0, LAYERS - 1])
+def test_a_chunk_in_step_that_fails_is_asked_for_again(
+    service: Service, made: Published, prompt: Prompt, late: ChunkKey, trouble: str, at: int
+) -> None:
+    """In the middle of a prefill, too, which starts anew. A cut connection is resumed once; that is cut as well."""
+    troubled = list[int]()
+
+    def before(key: ChunkKey, l: int, part: bytearray) -> None:
+        if key == late and l == at and len(troubled) < (2 if trouble == "cut" else 1):
+            troubled.append(l)
+            if trouble == "cut":
+                raise ConnectionError
+            part[-1] ^= 1
+
+    with delivered(service, before, **link(made)) as (store, paced):
+        done = blender(store).run(prompt, peers.BLEND)
+    assert max(paced.asked.values()) > 1
+    assert done.report.tiers == {REMOTE: len(prompt.chunks)}
+    check(done, prompt, level="int8")
+
+
+def test_chunks_in_step_are_what_each_is_alone_and_none_where_one_changes_its_level(
+    service: Service, made: Published
+) -> None:
+    entries = Catalogue(made[0]).directory(made[1])
+    watch, client = Watch(nullcontext, lambda n: None, PATIENT_S), Client(peers.settings(service.url))
+    looks = list[str]()
+
+    def wanted(key: ChunkKey, entry: Entry, n: int, then: str = "") -> Wanted:
+        def next_word(word: str, left: int) -> str:
+            looks.append(word)
+            return then or word
+
+        return Wanted(key, peers.LEVELS[n % 2], entry.bodies[n % 2], next_word)
+
+    several = [wanted(key, entry, n) for n, (key, entry) in enumerate(entries.items())]
+    alone = [download(client, one, {one.word: one.n_bytes}, watch) for one in several]
+    assert download_in_step(client, several, watch) == alone
+    looks.clear()
+    several[1] = wanted(several[1].key, entries[several[1].key], 1, "raw")
+    assert download_in_step(client, several, watch) is None
+    assert len(looks) == len(several)  # after the first layer
+
+
+@pytest.mark.parametrize("times", [1.0, 5.0])
+def test_no_chunk_of_a_common_call_is_withdrawn(service: Service, made: Published, times: float) -> None:
+    """Not even of a call that has not begun, while another request has the only connection."""
+    withdrawn, busy, go_on = list[ChunkKey | None](), threading.Event(), threading.Event()
+
+    def before(key: ChunkKey, l: int, part: bytearray) -> None:
+        busy.set()
+        assert go_on.wait(PATIENT_S)
+
+    with delivered(service, before, **link(made, times), workers=1) as (store, _):
+        keys = list(store.keys())
+
+        def meanwhile(coming: Coming) -> None:
+            withdrawn.append(coming.withdraw(dict.fromkeys(keys, 0.0)))
+            go_on.set()
+
+        with ThreadPoolExecutor(1) as pool, store.reading() as snapshot:
+            other = pool.submit(store.coded, keys[0])
+            assert busy.wait(PATIENT_S)
+            snapshot.expect(keys, meanwhile)
+            came = [key for key in keys if snapshot.get(key)]
+            assert other.result(PATIENT_S)
+    assert withdrawn == [None if times == 1.0 else keys[-1]]
+    assert (came == keys) is (times == 1.0)

@@ -1,0 +1,252 @@
+"""Chunks that are computed while others come. The peer sends when a test lets it, and estimates are given: no clock."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from blendserve.blend.blender import Blended, Blender
+from blendserve.blend.cost import CostModel
+from blendserve.blend.while_waiting import COMPUTED
+from blendserve.config import BlendConfig, changed
+from blendserve.core import Prompt
+from blendserve.engine.engine import Engine
+from blendserve.store import ChunkKey, KVStore, LayeredStore, LMDBStore, ReadAhead
+from blendserve.store.base import REMOTE
+from blendserve.store.kdn.store import WORKERS
+from tests.engine.helpers import CONFIG, PASSAGES, reader
+from tests.support import peers
+from tests.support.peers import LAYERS, PATIENT_S, Known, Paced, Service, Watched, check, delivered
+
+AUTO = BlendConfig(method="auto")
+SLOW, INSTANT = CostModel(0.0, 100.0, 0.0, 0.0), CostModel(0.0, 1e-6, 0.0, 0.0)  # seconds a row
+SHARE = 0.3  # seconds on the link / seconds of computing
+
+
+def rate(share: float = SHARE) -> float:
+    """Bytes a second at which a token's KV takes this share of the seconds that computing it takes."""
+    return reader().adapter.kv_bytes_per_token / (share * 100.0)
+
+
+class Gate(threading.Event):
+    """Pieces of chunks wait until it is open; where it is cut, each connection ends instead."""
+
+    is_cut = False
+
+    def __call__(self, key: ChunkKey, l: int, part: bytearray) -> None:
+        assert self.wait(2 * PATIENT_S)
+        if self.is_cut:
+            raise ConnectionError
+
+    def open(self, _: int = 0) -> None:
+        self.set()
+
+    def cut(self, _: int = 0) -> None:
+        self.is_cut = True
+        self.set()
+
+
+@contextmanager
+def link(
+    service: Service, gate: Gate | None = None, share: float = SHARE, workers: int = 1
+) -> Iterator[tuple[Watched, Paced]]:
+    """Open without a gate; of an unknown rate for share 0."""
+    before, config = gate or peers.anything, {"collection": peers.PLAIN, "level": "auto"}
+    pace = Known(rate(share)) if share else None
+    with delivered(service, before, config=config, workers=workers, pace=pace) as found:
+        yield found
+        (gate or Gate()).open()
+
+
+def blender(
+    store: KVStore,
+    at_end: dict[int, Callable[[int], Any]] | None = None,
+    at_start: dict[int, Callable[[int], Any]] | None = None,
+    costs: CostModel = SLOW,
+) -> Blender:
+    """at_end, at_start: called before the last and the first layer of a pass; pass 1 is the prefix's."""
+    passes = [0]
+
+    def before_layer(l: int) -> None:
+        passes[0] += l == 0
+        for layer, actions in ((0, at_start), (LAYERS - 1, at_end)):
+            if l == layer and actions and passes[0] in actions:
+                actions[passes[0]](passes[0])
+
+    return peers.blender(store, before_layer, costs=costs)
+
+
+def tiers(done: Blended) -> list[str]:
+    return [part.tier for part in done.explanation.parts if part.kind == "passage"]
+
+
+@pytest.fixture(scope="module")
+def meeting(prompt: Prompt) -> int:
+    """The number of chunks to compute, by hand: from the last one on, while the rest takes longer to come."""
+    sizes = [len(chunk) for chunk in prompt.chunks]
+    before, n = len(prompt.prefix), 0  # the prefix is computed before the first one
+    while sizes and (sizes[-1] + before) < 0.9 * SHARE * (sum(sizes) + len(prompt.prefix)):
+        sizes.pop()
+        before, n = 0, n + 1
+    assert 2 <= n <= len(prompt.chunks) - 2
+    return n
+
+
+def test_link_and_reader_meet(service: Service, prompt: Prompt, meeting: int) -> None:
+    gate, fetched = Gate(), len(prompt.chunks) - meeting
+    with link(service, gate) as (store, paced):
+        done = blender(store, {1 + meeting: gate.open}).run(prompt, AUTO)
+    assert tiers(done) == [REMOTE] * fetched + [COMPUTED] * meeting
+    assert sum(paced.asked.values()) == fetched + 1  # the prefix, and no chunk twice
+    assert (done.report.method, dict(done.report.tiers)) == ("blend", {REMOTE: fetched, COMPUTED: meeting})
+    assert not done.report.unusable
+    assert list(done.computed) == [chunk.ids for chunk in prompt.chunks[fetched:]] == list(done.absent)
+    check(done, prompt)
+
+
+def test_a_prefetch_for_a_queued_prompt_leaves_the_request_in_flight_alone(
+    service: Service, prompt: Prompt, meeting: int
+) -> None:
+    """With ratio 1 stored KV saves nothing, so the queued request fetches no chunk; the one in flight does."""
+    queued, gate, prefetched = changed(AUTO, ratio=1.0), Gate(), list[int]()
+
+    def prefetch(passes: int) -> None:
+        of.prefetch(prompt, queued)
+        prefetched.append(passes)
+        gate.open()
+
+    with link(service, gate) as (store, _):
+        of = blender(store, {1 + meeting: prefetch})
+        assert tiers(of.run(prompt, AUTO)).count(COMPUTED) == meeting
+        assert prefetched
+        assert REMOTE not in of.run(prompt, queued).report.tiers
+
+
+def test_over_a_quick_link_nothing_is_computed(service: Service, prompt: Prompt) -> None:
+    with link(service, share=0.01) as (store, _):
+        done = blender(store).run(prompt, AUTO)
+    assert done.report.tiers == {REMOTE: len(prompt.chunks)}
+    assert (done.absent, done.computed) == ((), {})
+
+
+def test_after_a_silence_chunks_come_one_at_a_time_until_a_request_came_through(
+    service: Service, prompt: Prompt
+) -> None:
+    gate, early = Gate(), list[int]()
+
+    def heal(_: int) -> None:  # two chunks are computed, and the prefix
+        early.append(sum(paced.asked.values()))
+        gate.open()
+
+    with link(service, gate, 0.01, workers=2) as (store, paced):
+        store.pace.silence()
+        of = blender(store, {3: heal})
+        done, again = of.run(prompt, AUTO), of.run(prompt, AUTO)
+    assert early[0] <= 1
+    fetched = done.report.tiers[REMOTE]
+    assert 1 <= fetched <= len(prompt.chunks) - 2
+    assert tiers(done) == [REMOTE] * fetched + [COMPUTED] * (len(prompt.chunks) - fetched)
+    check(done, prompt)
+    assert again.report.tiers == {REMOTE: len(prompt.chunks)}
+
+
+def test_a_silent_link_is_asked_for_one_chunk_a_request_until_it_answers(
+    service: Service, prompt: Prompt
+) -> None:
+    gate = Gate()
+    with link(service, gate, 0.0, WORKERS) as (store, paced):
+        impatient = blender(store, costs=INSTANT)  # computing is quick: silence is soon noticed
+        for _ in range(3):
+            assert REMOTE not in impatient.run(prompt, AUTO).report.tiers
+            assert store.pace.wary
+        assert sum(paced.asked.values()) <= WORKERS + 2  # two by the first request, one by each that knew
+        gate.open()
+        of = blender(store)
+        of.run(prompt, AUTO)
+        assert not store.pace.wary
+        assert of.run(prompt, AUTO).report.tiers == {REMOTE: len(prompt.chunks)}
+
+
+@pytest.mark.parametrize("before", ["", "run", "ahead", "layered"])
+@pytest.mark.parametrize("method", ["blend", "reuse"])
+def test_a_fixed_method_waits_for_every_chunk_whatever_auto_left(
+    service: Service, prompt: Prompt, tmp_path: Path, before: str, method: Any
+) -> None:
+    """before: what an `auto` request did that left every chunk on the slow link."""
+    with link(service, share=5.0) as (far, _), LMDBStore(tmp_path / "kv", 2**28) as here:
+        store: KVStore = far
+        if before == "ahead":
+            store = ReadAhead(far, 2**28)
+        elif before == "layered":
+            store = LayeredStore(here, far, prefetch_bytes=2**28)
+        of = blender(store)
+        if before == "run":
+            assert REMOTE not in of.run(prompt, AUTO).report.tiers
+        elif before:
+            of.prefetch(prompt, AUTO)
+        done = of.run(prompt, changed(AUTO, method=method))
+        store.close()
+    assert done.report.tiers == {REMOTE: len(prompt.chunks)}
+    assert not done.report.unusable
+
+
+def test_over_a_link_that_becomes_quick_a_chunk_is_fetched_after_all(
+    service: Service, prompt: Prompt
+) -> None:
+    gate = Gate()
+
+    def rise(_: int) -> None:
+        store.pace.rate = rate(1e-6)  # type: ignore[attr-defined]
+        gate.open()
+
+    with link(service, gate) as (store, paced):
+        done = blender(store, at_start={2: rise}).run(prompt, AUTO)
+    assert (done.report.tiers, done.computed) == ({REMOTE: len(prompt.chunks)}, {})
+    assert sum(paced.asked.values()) == len(prompt.chunks) + 1
+    check(done, prompt)
+
+
+def test_when_the_link_dies_computed_chunks_are_used_and_the_rest_is_fresh(
+    service: Service, prompt: Prompt, meeting: int
+) -> None:
+    gate = Gate()
+    with link(service, gate) as (store, _):
+        done = blender(store, {1 + meeting: gate.cut}).run(prompt, AUTO)
+    assert tiers(done) == [""] * (len(prompt.chunks) - meeting) + [COMPUTED] * meeting
+    assert {unusable.kind for unusable in done.report.unusable} == {"unreachable"}
+    same = peers.local(prompt, done).run(prompt, changed(AUTO, method=done.report.method))
+    torch.testing.assert_close(  # computed alone, not in a stack: products of fewer rows may round otherwise
+        done.prefilled.logits, same.prefilled.logits, rtol=1e-5, atol=1e-5
+    )
+
+
+def test_an_engine_stores_what_it_computed_and_does_not_compute_it_again(
+    service: Service, prompt: Prompt, meeting: int, tmp_path: Path
+) -> None:
+    gate, config = Gate(), changed(CONFIG, blend=AUTO.model_dump())
+    passes = list[int]()
+    with (
+        link(service, gate) as (far, _),
+        LayeredStore(LMDBStore(tmp_path / "kv", 2**28), far) as store,
+    ):
+        engine = Engine(config, reader(), store)
+        engine.blender = of = blender(
+            store, {1 + meeting: gate.open}, dict.fromkeys(range(1, 20), passes.append)
+        )
+        report = engine.answer("Who sat on the mat?", PASSAGES).report
+        assert report.tiers == {REMOTE: len(PASSAGES) - meeting, COMPUTED: meeting}
+        store.flush()
+        keys = {of.key(chunk.ids) for chunk in prompt.chunks}
+        assert store.present(keys, remote=False) == keys
+        n_passes = len(passes)
+        assert tiers(of.run(prompt, AUTO)) == ["local"] * len(prompt.chunks)
+        assert len(passes) - n_passes <= 2  # a prefill, and the policy's
+        remote = store.stats().remote
+        assert remote
+        assert remote.misses == 0

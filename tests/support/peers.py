@@ -1,0 +1,326 @@
+"""Delivery over real sockets: a published toy collection, a service, peers that pace or lie, and what a request must say.
+
+A test lets each piece of a chunk pass (`Before`), so that events order everything. `check` compares an answer with that
+of a local store that holds what the request used.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import parse_qs, urlsplit
+
+import httpx
+import torch
+import uvicorn
+
+from blendserve.blend.blender import Blended, Blender
+from blendserve.config import BlendConfig, KdnConfig, changed
+from blendserve.core import Prompt
+from blendserve.delivery.publish import publish
+from blendserve.engine.engine import Engine
+from blendserve.serve.config import DeliverConfig
+from blendserve.serve.kdn.running import make_app
+from blendserve.serve.kdn.service import DeliveryService
+from blendserve.store import ChunkKey, KVStore, MemoryStore
+from blendserve.store.clock import Clock
+from blendserve.store.codecs.int8 import Int8
+from blendserve.store.kdn.adapt import Rule
+from blendserve.store.kdn.collection import LENGTH, Collection
+from blendserve.store.kdn.pace import Pace
+from blendserve.store.kdn.store import KdnStore
+from blendserve.store.record import decode_header
+from tests.engine.helpers import CONFIG, PASSAGES, reader
+from tests.serve.helpers import DOCUMENTS, index
+from tests.support.blending import check_report
+from tests.support.waiting import eventually
+
+HEADER = -1
+SomePeer = TypeVar("SomePeer", bound="Peer")
+Before = Callable[[ChunkKey, int, bytearray], None]
+"""Called before a piece is sent: chunk, layer or HEADER, bytes. It may wait, change the bytes, or raise to cut."""
+
+
+def anything(key: ChunkKey, l: int, part: bytearray) -> None:
+    """Let every piece pass."""
+
+
+def head(length: int | None, status: str = "200 OK", more: str = "") -> bytes:
+    """The head of a reply. length: of the body; None = not announced."""
+    announced = f"Content-Length: {length}\r\n" if length is not None else ""
+    return f"HTTP/1.1 {status}\r\n{announced}{more}\r\n".encode()
+
+
+class Peer:
+    """Answers each connection as `speak(connection, path of the request)` does. A context manager."""
+
+    def __init__(self, speak: Callable[[socket.socket, str], None]) -> None:
+        self._listener, self._speak = socket.create_server(("127.0.0.1", 0)), speak
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self.paths: list[str] = []  # of all requests
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def __enter__(self: SomePeer) -> SomePeer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    def _accept(self) -> None:
+        with suppress(OSError):  # until the listener is closed
+            while True:
+                connection, _ = self._listener.accept()
+                threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)  # sent is nearly received
+        with suppress(OSError), connection, connection.makefile("rb") as lines:
+            while first := lines.readline().decode():
+                while lines.readline().strip():
+                    pass
+                self.paths.append(first.split()[1])
+                self._speak(connection, self.paths[-1])
+
+
+class Paced:
+    """Speaks as the service at `url` does, and sends chunks piece by piece: whole ones, whatever range is asked for."""
+
+    def __init__(self, url: str, before: Before = anything) -> None:
+        self.url, self.before = url, before
+        self.asked: Counter[ChunkKey] = Counter()
+        self.n_bytes = 0  # of chunks
+
+    def truth(self, path: str) -> httpx.Response:
+        return httpx.get(self.url + path, timeout=300)
+
+    def __call__(self, connection: socket.socket, path: str) -> None:
+        reply = self.truth(path)
+        body, keys = reply.content, keys_in(path)
+        self.asked.update(keys)
+        connection.sendall(head(len(body), f"{reply.status_code} x"))
+        if not keys or not reply.is_success:
+            connection.sendall(body)
+            return
+        for key, l, n_bytes in pieces(keys, body):
+            part, body = bytearray(body[:n_bytes]), body[n_bytes:]
+            self.before(key, l, part)
+            self.n_bytes += len(part)
+            connection.sendall(part)
+
+
+def keys_in(path: str) -> list[ChunkKey]:
+    """The chunks that a request names."""
+    split: Any = urlsplit(path)
+    if "/chunks/" in split.path:
+        return [bytes.fromhex(split.path.rpartition("/")[2])]
+    chunks = parse_qs(split.query).get("chunks", [""])[0] if split.path.endswith("/layers") else ""
+    return [bytes.fromhex(one.partition(":")[0]) for one in chunks.split(",") if one]
+
+
+def pieces(keys: list[ChunkKey], body: bytes) -> Iterator[tuple[ChunkKey, int, int]]:
+    """The parts of a body in order: chunk, layer or HEADER, number of bytes."""
+    lengths = []
+    for key in keys:
+        end = LENGTH.size + LENGTH.unpack_from(body)[0]
+        lengths.append(decode_header(key, body[LENGTH.size : end]).lengths)
+        yield key, HEADER, end
+        body = body[end:]
+    for l, layer in enumerate(zip(*lengths, strict=True)):
+        yield from ((key, l, n) for key, n in zip(keys, layer, strict=True))
+
+
+# A published collection, and requests over it
+
+NAME, PLAIN = "manual", "plain"  # a collection of two levels, and one of the first alone
+PATIENT_S = 30.0  # where nothing may fail: a test machine may stop for a while
+LEVELS = ("raw", "int8")
+BLEND = BlendConfig(method="blend")
+LAYERS = reader().adapter.n_layers
+
+
+def publisher(folder: Path, store: KVStore, **changes: Any) -> Engine:
+    """An engine with an index of the toy documents, over this store."""
+    engine = Engine(changed(CONFIG, **changes), reader(), store)
+    engine.index = index(folder / NAME, engine.prompts, DOCUMENTS)
+    return engine
+
+
+def published(folder: Path, name: str = NAME) -> tuple[KVStore, Collection]:
+    """A store with the toy collection in it."""
+    store = MemoryStore(2**30)
+    return store, publish(publisher(folder, store), name, LEVELS[1:])
+
+
+class Service:
+    """A delivery service behind a real socket. A context manager."""
+
+    def __init__(
+        self,
+        store: KVStore,
+        certificate: tuple[Path, Path] | None = None,
+        clock: Clock = time,
+        **settings: Any,
+    ) -> None:
+        """certificate: for TLS, with its key."""
+        self.inner = DeliveryService(store, DeliverConfig(**settings), clock)
+        config = uvicorn.Config(make_app(self.inner), port=0, log_level="critical", lifespan="on")
+        if certificate:
+            config.ssl_certfile, config.ssl_keyfile = certificate
+        self._uvicorn = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._uvicorn.run)
+        self._thread.start()
+        eventually(lambda: self._uvicorn.started)
+        self.port = self._uvicorn.servers[0].sockets[0].getsockname()[1]
+        self.url = f"{'https' if certificate else 'http'}://127.0.0.1:{self.port}"
+        self.http = httpx.Client(base_url=f"{self.url}/v1/kdn", timeout=300)
+
+    def get(self, path: str, **headers: str) -> httpx.Response:
+        return self.http.get(f"/collections/{NAME}/{path}".rstrip("/"), headers=headers)
+
+    def stop(self) -> None:
+        self.http.close()
+        self._uvicorn.should_exit = True
+        self._uvicorn.force_exit = True
+        self._thread.join()
+
+    def __enter__(self) -> Service:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+def settings(url: str, **options: Any) -> KdnConfig:
+    return KdnConfig(url=url, **{"collection": NAME, "level": "raw", "deadline_s": PATIENT_S, **options})
+
+
+class Known(Pace):
+    """A link of a known rate."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.rate = rate
+
+    def bytes_per_s(self) -> float | None:
+        return self.rate
+
+
+class Watched(KdnStore):
+    """Notes what it is asked to sample, and keeps its last snapshot."""
+
+    @contextmanager
+    def reading(self) -> Iterator[Any]:
+        with super().reading() as self.snapshot:
+            yield self.snapshot
+
+    def sample(self, keys: Any, n_bytes: int) -> None:
+        self.sampled = list(keys)
+
+
+@contextmanager
+def delivered(
+    service: Service,
+    before: Before = anything,
+    rule: Rule | None = None,
+    config: dict[str, Any] | None = None,
+    **options: Any,
+) -> Iterator[tuple[Watched, Paced]]:
+    """A store over a paced peer, which has read the description and the directory."""
+    paced = Paced(service.url, before)
+    with (
+        Peer(paced) as peer,
+        Watched(settings(peer.url, **(config or {})), rule, **options) as store,
+    ):
+        list(store.keys())
+        yield store, paced
+
+
+def blender(store: KVStore, before_layer: Callable[[int], None] = lambda l: None, **options: Any) -> Blender:
+    prompts = Engine(CONFIG, reader(), store).prompts
+    return Blender(
+        reader().adapter,
+        reader().fingerprint,
+        store,
+        prompts.prefix,
+        prompts.kv_context,
+        "",
+        before_layer,
+        **options,
+    )
+
+
+def question(passages: int = len(PASSAGES)) -> Prompt:
+    prompts = Engine(CONFIG, reader(), MemoryStore(1)).prompts
+    return prompts.build("Who sat on the mat?", PASSAGES[:passages])
+
+
+def some_key() -> ChunkKey:
+    """The first passage's."""
+    return blender(MemoryStore(1)).key(question().chunks[0].ids)
+
+
+def answered(store: KVStore, passages: int = 4) -> Blended:
+    return blender(store).run(question(passages), BLEND)
+
+
+def last_two(prompt: Prompt) -> list[ChunkKey]:
+    """The chunks that are under way when all others have come."""
+    return [blender(MemoryStore(1)).key(chunk.ids) for chunk in prompt.chunks[-2:]]
+
+
+@cache
+def truth(level: str = "raw") -> Blender:
+    """Over a local store that has the KV of every passage at this level."""
+    of = blender(MemoryStore(2**30, codec=None if level == "raw" else Int8()))
+    of.precompute([chunk.ids for chunk in question().chunks])
+    return of
+
+
+def local(prompt: Prompt, done: Blended | None = None, level: str = "raw", late: str = "") -> Blender:
+    """Over a local store that holds what this request used, and nothing else; everything for None.
+
+    level: of all chunks but the last, which has the level `late`.
+    """
+    here = MemoryStore(2**30)
+    absent = set(done.absent) - set(done.computed) if done else set()
+    parts = [(chunk.ids, truth(level)) for chunk in prompt.chunks]
+    parts[-1] = parts[-1][0], truth(late or level)
+    of = blender(here)
+    for key, by in [(of.key(ids), by) for ids, by in parts if ids not in absent] + (
+        [(of.key(prompt.prefix, ()), truth())] if () not in absent else []
+    ):
+        coded = by.store.coded(key)
+        assert coded is not None
+        here.put_coded(key, coded)
+    return of
+
+
+def check(
+    done: Blended, prompt: Prompt, blend: BlendConfig = BLEND, level: str = "raw", late: str = ""
+) -> None:
+    """The report adds up, and the logits are those of a local store, to the bit."""
+    check_report(done.report, prompt)
+    here = local(prompt, done, level, late)
+    assert torch.equal(done.prefilled.logits, here.run(prompt, blend).prefilled.logits)
+
+
+class Steps:
+    """The layers that a prefill has reached."""
+
+    def __init__(self) -> None:
+        self._reached = [threading.Event() for _ in range(LAYERS)]
+
+    def __call__(self, l: int) -> None:
+        self._reached[l].set()
+
+    def reached(self, l: int) -> bool:
+        return self._reached[l].wait(PATIENT_S / 2)
