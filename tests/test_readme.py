@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from blendserve.serve.config import Config, load_settings
-from tests.pages import DOCS, README, RECIPES, ROOT, WRITTEN, anchors, blocks, links, name, options
+from tests.support.pages import DOCS, README, RECIPES, ROOT, WRITTEN, anchors, blocks, links, name, options
 
 EXPLANATION = sorted(DOCS.glob("explanation/*.md"))
 LINKED = sorted({*WRITTEN, *EXPLANATION, *DOCS.glob("re*/*.md"), ROOT / "CONTRIBUTING.md"})

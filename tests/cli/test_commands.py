@@ -18,9 +18,9 @@ from blendserve.store import LMDBStore
 from tests.bench.conftest import write_shape
 from tests.cli import stops_itself
 from tests.cli.stand_in import stand_in
-from tests.files import copied_model
-from tests.forked import process
 from tests.store.helpers import tamper
+from tests.support.files import copied_model
+from tests.support.forked import process
 
 Run = Callable[..., tuple[int, str, str]]
 
