@@ -47,15 +47,8 @@ def cli(*argv: object, stdin: str = "", env: Mapping[str, str] | None = None) ->
         redirect_stdout(out),
         redirect_stderr(err),
     ):
-        code = _run([str(word) for word in argv])
+        code = main([str(word) for word in argv])
     return Result(code, out.getvalue(), err.getvalue())
-
-
-def _run(argv: list[str]) -> int:
-    try:
-        return int(main(argv) or 0)  # type: ignore[func-returns-value]  # it returns the code from the next step on
-    except SystemExit as end:
-        return int(end.code or 0)
 
 
 def stand_in(put: Callable[[str, object], None]) -> None:
