@@ -147,19 +147,19 @@ def echoed(line: socket.socket, sent: bytes) -> tuple[bytes, float]:
     return bytes(got), time.monotonic() - start
 
 
-def test_a_link_passes_everything_on_and_counts_it() -> None:
+def test_a_link_passes_everything_on_delays_it_once_and_cuts_it() -> None:
     sent = bytes(range(256)) * 4 * KB
-    with echo() as port, Link(port) as link, dial(link) as line:
-        assert echoed(line, sent)[0] == sent
-        assert link.up.n_bytes == link.down.n_bytes == len(sent)
-
-
-def test_a_link_delays_once_however_much_is_sent() -> None:
-    """A thousand pieces that each waited would need four minutes."""
-    with echo() as port, Link(port) as link, dial(link) as line:
-        link.weather = Weather(delay_s=0.125)
-        assert echoed(line, b"ping")[1] >= 0.25
-        assert 0.25 <= echoed(line, bytes(64 * KB * 1_000))[1] < 60
+    with echo() as port, Link(port) as link:
+        with dial(link) as line:
+            assert echoed(line, sent)[0] == sent
+            assert link.up.n_bytes == link.down.n_bytes == len(sent)
+            link.weather = Weather(delay_s=0.125)
+            assert echoed(line, b"ping")[1] >= 0.25
+            # A thousand pieces that each waited would need four minutes.
+            assert 0.25 <= echoed(line, bytes(64 * KB * 1_000))[1] < 60
+        link.weather = Weather(cut_after=1_000, delay_s=0.01)
+        with dial(link) as line:
+            assert len(echoed(line, bytes(10 * KB))[0]) == 1_000
 
 
 def test_a_rate_is_that_of_all_connections_together() -> None:
@@ -170,12 +170,6 @@ def test_a_rate_is_that_of_all_connections_together() -> None:
             seconds = pool.map(lambda line: echoed(line, sent)[1], (one, other))
         assert max(seconds) >= 2 * len(sent) / rate - 0.01  # what a burst may save
     assert weather(50.0, 1.0) == Weather(bytes_per_s=125e6, delay_s=0.025)
-
-
-def test_a_cut_ends_both_sides_after_some_bytes() -> None:
-    with echo() as port, Link(port) as link, dial(link) as line:
-        link.weather = Weather(cut_after=1_000, delay_s=0.01)
-        assert len(echoed(line, bytes(10 * KB))[0]) == 1_000
 
 
 def test_a_link_process_holds_bytes_while_it_is_dead_and_ends_with_its_block() -> None:

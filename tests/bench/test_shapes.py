@@ -18,13 +18,8 @@ from tests.bench.conftest import write_shape
 from tests.support.tokenizers import bundled_tokenizer
 
 # Parameters in millions as the model cards have them, embeddings once where they are tied.
-MILLIONS = {
-    "Qwen2.5-0.5B": 494,
-    "Qwen2.5-7B": 7616,
-    "Llama-3.2-1B": 1236,
-    "Llama-3.1-8B": 8030,
-    "Mistral-7B": 7248,
-}
+QWEN = {"Qwen2.5-0.5B": 494, "Qwen2.5-7B": 7616}
+MILLIONS = QWEN | {"Llama-3.2-1B": 1236, "Llama-3.1-8B": 8030, "Mistral-7B": 7248}
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -57,13 +52,8 @@ def test_weights_are_noise_that_follows_from_the_seed_alone(
 
 
 def test_a_matrix_larger_than_the_tile_has_no_equal_rows() -> None:
-    config = LlamaConfig(
-        vocab_size=TILE // 64 + 100,
-        hidden_size=64,
-        intermediate_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-    )
+    sizes = {"hidden_size": 64, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    config = LlamaConfig(vocab_size=TILE // 64 + 100, **sizes)
     weights = random_model(config, torch.float32).model.embed_tokens.weight
     assert len(weights[-2000:].unique(dim=0)) == 2000
     assert not torch.equal(weights[:100], weights[-100:])

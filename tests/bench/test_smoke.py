@@ -202,11 +202,7 @@ def test_one_cache_for_all_hits_more_often(run: Run) -> None:
 
 
 def test_auto_fails_where_it_is_slower(run: Run, tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    cells = run("auto")["cells"]
-    assert [(c["chunks"], c["size"], c["hits"]) for c in cells] == [
-        (n, size, hits) for n, size in ((1, 20), (1, 200), (3, 20)) for hits in (0.0, 1.0)
-    ]  # three of the larger chunks exceed the reader's context
-    for cell in cells:
+    for cell in run("auto")["cells"]:
         assert cell["best"] == min(("full", "prefix", "blend"), key=cell["seconds"].__getitem__)
         assert cell["chosen"] in cell["seconds"]
     slow = {"auto": [2.0], "full": [2.0], "prefix": [1.0], "blend": [3.0]}
