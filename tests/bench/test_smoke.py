@@ -31,7 +31,8 @@ from tests.support.commands import cli
 
 FILE = yaml.safe_load(Path(__file__).with_name("benches.yaml").read_text())
 BENCHES: dict[str, Any] = FILE["benches"] | FILE["nightly"]
-NAMES = [pytest.param(name, marks=[pytest.mark.nightly] * (name in FILE["nightly"])) for name in BENCHES]
+SLOW = [pytest.mark.nightly, pytest.mark.timeout(600)]
+NAMES = [pytest.param(name, marks=SLOW * (name in FILE["nightly"])) for name in BENCHES]
 SPREAD = {"median": "float", "least": "float", "most": "float", "rounds": ["float"]}
 TYPES: dict[str, Any] = {"any": object, "float": (float, int), "null": type(None)}
 TYPES |= {kind.__name__: kind for kind in (bool, int, str)}
