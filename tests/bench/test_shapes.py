@@ -52,7 +52,7 @@ def test_weights_are_noise_that_follows_from_the_seed_alone(
 
 
 def test_a_matrix_larger_than_the_tile_has_no_equal_rows() -> None:
-    sizes = {"hidden_size": 64, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    sizes: Any = {"hidden_size": 64, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     config = LlamaConfig(vocab_size=TILE // 64 + 100, **sizes)
     weights = random_model(config, torch.float32).model.embed_tokens.weight
     assert len(weights[-2000:].unique(dim=0)) == 2000
