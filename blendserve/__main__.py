@@ -1,6 +1,8 @@
 """python -m blendserve"""
 
+import sys
+
 from blendserve.cli import main
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

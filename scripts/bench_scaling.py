@@ -7,7 +7,9 @@ Cells are kept in runs/bench_scaling/<model>/cells.jsonl as they are measured; t
 ttft_context.svg and ttft_ratio.svg into docs/pictures/. docs/research/benchmarks.md tells what the limit is.
 """
 
+import sys
+
 from blendserve.cli import main
 
 if __name__ == "__main__":
-    main(["bench", "scaling"])
+    sys.exit(main(["bench", "scaling", *sys.argv[1:]]))

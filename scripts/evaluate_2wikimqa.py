@@ -7,7 +7,9 @@
 Resumable after any kill; docs/research/evaluation.md says what comes out.
 """
 
+import sys
+
 from blendserve.cli import main
 
 if __name__ == "__main__":
-    main(["evaluate"])
+    sys.exit(main(["evaluate", *sys.argv[1:]]))

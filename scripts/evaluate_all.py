@@ -6,6 +6,7 @@ python scripts/evaluate_all.py wiki.test.txt musique.json --limit 10          # 
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -43,4 +44,4 @@ def main(
 
 
 if __name__ == "__main__":
-    run(app)
+    sys.exit(run(app))

@@ -6,7 +6,9 @@
 Resumable after any kill; exits with 1 when a chunk is missing at the end.
 """
 
+import sys
+
 from blendserve.cli import main
 
 if __name__ == "__main__":
-    main(["precompute"])
+    sys.exit(main(["precompute", *sys.argv[1:]]))

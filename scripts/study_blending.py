@@ -6,6 +6,7 @@ python scripts/study_blending.py --experiment deviation --dataset musique.json -
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated
 
 import typer
@@ -42,4 +43,4 @@ def main(
 
 
 if __name__ == "__main__":
-    run(app)
+    sys.exit(run(app))

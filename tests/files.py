@@ -1,35 +1,5 @@
-"""Files of a test's own, without what is large and only read."""
+"""Moved to tests/support/files.py; this goes when all tests import from there."""
 
-from __future__ import annotations
+from tests.support.files import copied_model, own_cache
 
-import shutil
-from pathlib import Path
-
-import pytest
-
-from blendserve.paths import cache_folder
-
-
-def own_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A user's cache, in which the kernels are those that this machine has compiled already.
-
-    Compiling them again takes half a minute, and proves nothing about what else is kept.
-    """
-    compiled = cache_folder() / "native"
-    compiled.mkdir(parents=True, exist_ok=True)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
-    cache_folder().mkdir(parents=True, exist_ok=True)
-    (cache_folder() / "native").symlink_to(compiled)
-
-
-def copied_model(folder: Path, copy: Path) -> Path:
-    """A model's folder to change files in; its weights are a link, and must not be written to."""
-
-    def put(source: str, target: str) -> None:
-        if source.endswith(".safetensors"):
-            Path(target).symlink_to(Path(source).resolve())
-        else:
-            shutil.copy2(source, target)
-
-    shutil.copytree(folder, copy, copy_function=put)
-    return copy
+__all__ = ["copied_model", "own_cache"]

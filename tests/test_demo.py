@@ -1,61 +1,38 @@
-"""The demo goes through its steps in order, on a tiny random model, and uses nothing that it does not need."""
+"""The demo on a tiny random model: its five steps in order, both methods, and no optional package."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-from tests.support.models import BASE
+from tests.bench.conftest import write_shape
 
 PROGRAM = """
 import sys
+from functools import partial
 from pathlib import Path
 from blendserve import demo
+demo.language_reference = partial(demo.language_reference, limit=20_000)
 rows = demo.run(Path("index"), sys.argv[1])
 print("rows:", *(row.tokens_run for row in rows))
 print("imported:", *(name for name in ("ray", "constriction", "sentence_transformers") if name in sys.modules))
 """
 
 
-@pytest.fixture(scope="module")
-def printed(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What the demo prints, in a process of its own."""
-    folder = tmp_path_factory.mktemp("demo")
-    shape = {**BASE, "model_type": "llama", "vocab_size": 49_152, "max_position_embeddings": 8192}
-    shape["rope_parameters"] = {"rope_type": "default", "rope_theta": 10_000.0}
-    (folder / "config.json").write_text(json.dumps(shape))
-    command = [sys.executable, "-c", PROGRAM, f"random:{folder}"]
+def test_the_demo_compares_both_methods_step_by_step(tmp_path: Path) -> None:
+    model = write_shape(tmp_path, vocab_size=49_152, max_position_embeddings=8192)
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-c", PROGRAM, model]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def test_steps_come_in_order_and_the_baseline_before_the_cache(printed: str) -> None:
-    assert re.findall(r"^(\d)/5", printed, flags=re.MULTILINE) == list("12345")
-    first = [
-        printed.index(part)
-        for part in ("3/5", "full prefill:", "4/5", "5/5", "blended:", "First blended answer")
-    ]
-    assert first == sorted(first)
-
-
-def test_every_question_is_answered_by_both_methods(printed: str) -> None:
-    assert len(re.findall(r"^ +full prefill:", printed, flags=re.MULTILINE)) == 3
-    assert len(re.findall(r"^ +blended:", printed, flags=re.MULTILINE)) == 3
-    assert len(re.findall(r"times sooner; [\d,]+ of [\d,]+ tokens recomputed", printed)) == 3
-
-
-def test_fewer_tokens_run_where_more_is_reused(printed: str) -> None:
-    transformers, full, prefix, reuse, blend = map(int, re.findall(r"rows: (.*)", printed)[0].split())
-    assert transformers == full > prefix > blend > reuse > 0
-
-
-def test_it_needs_no_optional_package(printed: str) -> None:
-    assert re.findall(r"imported:(.*)", printed) == [""]
+    steps = re.findall(r"^(\d)/5|^ +(full prefill|blended):", done.stdout, flags=re.MULTILINE)
+    full, blended = ("", "full prefill"), ("", "blended")
+    asked = [("3", ""), full, ("4", ""), ("5", ""), blended, full, blended, full, blended]
+    assert steps == [("1", ""), ("2", ""), *asked]
+    (rows,) = re.findall(r"^rows: (.*)", done.stdout, flags=re.MULTILINE)
+    transformers, full_prefill, prefix, reuse, blend = map(int, rows.split())
+    assert transformers == full_prefill > prefix > blend > reuse > 0
+    assert re.findall(r"^imported:(.*)", done.stdout, flags=re.MULTILINE) == [""]

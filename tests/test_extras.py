@@ -1,8 +1,9 @@
-"""Messages that ask for an extra name its packages."""
+"""The hint of an error names the packages of a missing extra."""
 
 from __future__ import annotations
 
 from importlib import metadata
+from unittest.mock import Mock
 
 import pytest
 
@@ -18,12 +19,6 @@ REQUIRES = [
 ]
 
 
-@pytest.fixture
-def requires(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metadata, "requires", {"blendserve": REQUIRES}.get)
-
-
-@pytest.mark.usefixtures("requires")
 @pytest.mark.parametrize(
     ("extra", "hint"),
     [
@@ -32,18 +27,18 @@ def requires(monkeypatch: pytest.MonkeyPatch) -> None:
         ("unknown", "install the extra 'unknown' of blendserve"),
     ],
 )
-def test_the_hint_names_the_packages_of_this_platform(extra: str, hint: str) -> None:
+def test_the_hint_names_the_packages_of_this_platform(
+    extra: str, hint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metadata, "requires", {"blendserve": REQUIRES}.get)
     assert install_hint(extra) == hint
 
 
 def test_without_metadata_it_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> list[str]:
-        raise metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(metadata, "requires", missing)
+    monkeypatch.setattr(metadata, "requires", Mock(side_effect=metadata.PackageNotFoundError))
     assert install_hint("moq") == "install the extra 'moq' of blendserve"
 
 
 @pytest.mark.parametrize("extra", ["evaluate", "codecs", "valkey", "moq", "ray"])
-def test_every_extra_that_messages_name_is_declared(extra: str) -> None:
+def test_every_extra_that_errors_name_is_declared(extra: str) -> None:
     assert install_hint(extra).startswith("pip install '")

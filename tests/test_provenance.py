@@ -1,4 +1,4 @@
-"""Where figures come from: what a system says of its CPU, whichever it is, and the commit that runs."""
+"""Where figures come from: the CPU, the versions, and the commit that runs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 
 from blendserve import provenance
 
@@ -18,82 +19,66 @@ model name\t: another
 flags\t\t: none
 """
 ARM = "processor\t: 0\nFeatures\t: fp asimd i8mm bf16 sve\n"
+AMX = ("avx2", "avx512f", "avx512_bf16", "amx_tile", "amx_int8", "amx_bf16")
 
 
 @pytest.mark.parametrize(
-    ("text", "name", "sets"),
+    ("text", "cpu", "sets"),
     [
-        (
-            XEON,
-            "Intel(R) Xeon(R) 6975P-C",
-            ("avx2", "avx512f", "avx512_bf16", "amx_tile", "amx_int8", "amx_bf16"),
-        ),
-        (ARM, None, ("asimd", "i8mm", "bf16", "sve")),
-        ("", None, ()),
+        (XEON, "Intel(R) Xeon(R) 6975P-C", AMX),
+        (ARM, "", ("asimd", "i8mm", "bf16", "sve")),
+        ("", "", ()),
+        (None, "", ()),
     ],
+    ids=["xeon", "arm", "empty", "no file"],
 )
-def test_the_cpu_is_what_the_system_says(
-    text: str, name: str | None, sets: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_cpu_is_the_one_the_system_names(
+    text: str | None, cpu: str, sets: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(provenance, "CPUINFO", tmp_path / "cpuinfo")
-    for content in (text, None):
-        if content is None:
-            (tmp_path / "cpuinfo").unlink()
-            name, sets = None, ()
-        else:
-            (tmp_path / "cpuinfo").write_text(content)
-        assert provenance.instruction_sets() == sets
-        assert provenance.cpu_name()  # of something else, where the system does not say
-        if name:
-            assert provenance.cpu_name() == name
+    if text is not None:
+        (tmp_path / "cpuinfo").write_text(text)
+    assert provenance.instruction_sets() == sets
+    assert provenance.cpu_name()  # of another source if the file has none
+    assert cpu in provenance.cpu_name()
 
 
-def test_a_machine_is_told_in_one_line() -> None:
+def test_a_machine_is_described_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     facts = provenance.machine()
     line = provenance.describe(facts)
-    assert facts["cpu"] in line
-    assert all(name in line for name in facts["instruction_sets"])
+    assert all(part in line for part in (facts["cpu"], *facts["instruction_sets"]))
     assert "\n" not in line
     assert provenance.environment()["machine"] == line
-
-
-def test_versions_are_those_that_are_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
     monkeypatch.setattr(provenance, "PACKAGES", ("torch", "no-such-package"))
     found = provenance.versions()
-    assert (
-        torch.__version__.split("+")[0] == found["torch"].split("+")[0]
-    )  # what it was built for need not be told
+    assert found["torch"].split("+")[0] == torch.__version__.split("+")[0]
     assert found["no-such-package"] == ""
 
 
 def test_the_commit_is_of_this_code_and_of_no_checkout_around_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def commit_of(file: Path) -> str:
-        monkeypatch.setattr(provenance, "__file__", str(file))
+    def commit() -> str:
         provenance.commit.cache_clear()
         return provenance.commit()
 
     def git(*command: str) -> str:
-        who = ("-c", "user.name=a", "-c", "user.email=a@b.c")
-        done = subprocess.run(
-            ["git", "-C", str(tmp_path), *who, *command], check=True, capture_output=True, text=True
-        )
-        return done.stdout.strip()
+        author = ("-c", "user.name=a", "-c", "user.email=a@b.c")
+        line = ["git", "-C", str(tmp_path), *author, *command]
+        return subprocess.run(line, check=True, capture_output=True, text=True).stdout.strip()
 
     file = tmp_path / "provenance.py"
     file.write_text("")
+    monkeypatch.setattr(provenance, "__file__", str(file))
     try:
-        assert commit_of(file) == ""
+        assert commit() == ""
         git("init", "--quiet")
         git("commit", "--allow-empty", "--quiet", "-m", "of something else")
-        assert commit_of(file) == ""
+        assert commit() == ""
         git("add", ".")
         git("commit", "--quiet", "-m", "this")
-        assert commit_of(file) == git("rev-parse", "--short=12", "HEAD")
+        assert commit() == git("rev-parse", "--short=12", "HEAD")
         file.write_text("changed")
-        assert commit_of(file).endswith("+")
+        assert commit().endswith("+")
     finally:
         provenance.commit.cache_clear()

@@ -78,10 +78,10 @@ def measure(
         for hits in HITS
         if PREFIX + n * size + SUFFIX <= reader.adapter.context_limit
     ]
-    _cell(reader, rng, 2, 128, 1.0, 1)  # warms up, and measures the machine if need be
+    measure_cell(reader, rng, 2, 128, 1.0, 1)  # warms up, and measures the machine if need be
     cells: list[Cell] = []
     for n, size, hits in fits:
-        cells.append(_cell(reader, rng, n, size, hits, config.repeats))
+        cells.append(measure_cell(reader, rng, n, size, hits, config.repeats))
         update(len(cells), len(fits))
     failed = [c for c in cells if c.excess > config.tolerance and c.slip > config.tolerance]
     return {
@@ -106,7 +106,9 @@ def tables(figures: Figures) -> list[Table]:
     return [("Prefill, median ms", columns, rows)]
 
 
-def _cell(reader: Reader, rng: np.random.Generator, n: int, size: int, hits: float, repeats: int) -> Cell:
+def measure_cell(
+    reader: Reader, rng: np.random.Generator, n: int, size: int, hits: float, repeats: int
+) -> Cell:
     prompt = Prompt(
         _ids(reader, rng, PREFIX),
         tuple(Chunk(_ids(reader, rng, size)) for _ in range(n)),

@@ -39,7 +39,7 @@ def measure(
     taken: Taken = {}
     with scratch(config.folder) as folder, one_core() as limited, ExitStack() as started:
         whole, limit = {}, {}
-        for name, environment in _environments(config).items():
+        for name, environment in environments(config).items():
             say(f"Starting the measured process: {name}")
             whole[name] = started.enter_context(_subject(config, folder, environment, start))
             limit[name] = started.enter_context(_subject(config, folder, environment, limited.popen))
@@ -129,7 +129,7 @@ def _subject(
         process.stdout.close()
 
 
-def _environments(config: CrowdedConfig) -> dict[str, dict[str, str]]:
+def environments(config: CrowdedConfig) -> dict[str, dict[str, str]]:
     """Subject -> what its environment has beside this process's own."""
     cores = str(SETTLED.cpus.affinity)
     asked = {words: dict(word.split("=", 1) for word in words.split()) for words in config.environments}

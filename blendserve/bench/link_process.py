@@ -18,6 +18,7 @@ class LinkProcess:
     def __init__(self, to_port: int, seed: int = 0) -> None:
         command = [sys.executable, "-m", __name__, str(to_port), str(seed)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.pid = self._process.pid
         self.port = int(self._told())
 
     @property

@@ -48,9 +48,9 @@ def measure(
         ours, there = [sys.executable, "-m"], (str(index), str(file))
         ask = ("blendserve", "ask", QUESTION, "--index", there[0], "--config", there[1], "--json")
         calls = {
-            "blendserve --help": partial(_process, (*ours, "blendserve", "--help")),
-            "blendserve ask": partial(_process, (*ours, *ask), json.loads),
-            f"{ANSWERS} answers": partial(_process, (*ours, "blendserve.bench.answers", *there), json.loads),
+            "blendserve --help": partial(timed, (*ours, "blendserve", "--help")),
+            "blendserve ask": partial(timed, (*ours, *ask), json.loads),
+            f"{ANSWERS} answers": partial(timed, (*ours, "blendserve.bench.answers", *there), json.loads),
         }
         taken = interleaved(calls, config.repeats, update)
     return {"bench": "start", **known, **_figures(*taken.values(), names=list(taken))}
@@ -65,7 +65,7 @@ def _settings(config: StartConfig) -> Config:
     )
 
 
-def _process(command: Sequence[str], read: Callable[[str], Any] = len) -> tuple[float, Any]:
+def timed(command: Sequence[str], read: Callable[[str], Any] = len) -> tuple[float, Any]:
     """Seconds from start to exit, and what it printed. Raises InputError when it fails."""
     given = {name: value for name, value in os.environ.items() if name not in SETTLED.ours}
     clock = Clock()

@@ -76,21 +76,24 @@ def options(
     """
 
 
-def main(command: Sequence[str] = ()) -> None:
-    """Entry point of the command line; `command` is the command of a script."""
-    run(app, command)
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line, the process's own for None, and return its exit code."""
+    return run(app, argv)
 
 
-def run(commands: typer.Typer, command: Sequence[str] = ()) -> None:
-    """Run the command; a BlendserveError is one line and exit code 2, Ctrl-C is 130."""
+def run(commands: typer.Typer, argv: Sequence[str] | None = None) -> int:
+    """Run `commands`: a BlendserveError prints one line and returns 2, Ctrl-C returns 130."""
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     try:
-        commands([*command, *sys.argv[1:]])
+        commands(list(sys.argv[1:] if argv is None else argv))
+    except SystemExit as end:  # typer's way to end a command
+        return int(end.code or 0)
     except BlendserveError as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        return 2
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
-        sys.exit(130)
+        return 130
     except BrokenPipeError:
-        sys.exit(141)
+        return 141
+    return 0

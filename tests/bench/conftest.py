@@ -1,4 +1,4 @@
-"""A shape small enough for every bench to run in a second."""
+"""A reader small enough for every bench to run in a second."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHAPE: dict[str, Any] = {
 
 
 def write_shape(folder: Path, **changes: Any) -> str:
-    """A folder with nothing but a config.json -> what --model takes."""
+    """Write a folder with nothing but a config.json, and return what --model takes."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps({**SHAPE, **changes}))
     return f"random:{folder}"

@@ -1,7 +1,4 @@
-"""Runs a script over the real store and a random reader, and sends itself a SIGINT as soon as so many chunks are stored.
-
-Where it stops does not depend on the speed of the machine.
-"""
+"""Runs a script over a random reader and sends itself a SIGINT after some chunks, however fast the machine is."""
 
 from __future__ import annotations
 
@@ -18,11 +15,11 @@ from typing import Any
 import pytest
 
 from blendserve.store import LMDBStore
-from tests.cli.stand_in import stand_in
+from tests.support.commands import stand_in
 
 
-def stop_after(puts: int) -> None:
-    """From now on, the put of this number is the last one before SIGINT, which the main thread receives."""
+def run(line: Connection, log: Path, puts: int, script: Path, *arguments: str) -> None:
+    """In its own process, whose stderr goes to `log`; the put of number `puts` is the last one before SIGINT."""
     done = 0
 
     def counting(put: Callable[..., bool]) -> Callable[..., bool]:
@@ -36,17 +33,12 @@ def stop_after(puts: int) -> None:
 
         return counted
 
-    LMDBStore.put = counting(LMDBStore.put)  # type: ignore[method-assign]
-    LMDBStore.put_uncoded = counting(LMDBStore.put_uncoded)  # type: ignore[method-assign]
-
-
-def run(line: Connection, log: Path, puts: int, script: Path, *arguments: str) -> None:
-    """In a process of its own, whose errors go to `log`."""
-    with log.open("wb") as told:
-        os.dup2(told.fileno(), 2)
-    # A shell's background jobs ignore it, and all they start.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    stand_in(pytest.MonkeyPatch().setattr)
-    stop_after(puts)
+    with log.open("wb") as stderr:
+        os.dup2(stderr.fileno(), 2)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
+    patch = pytest.MonkeyPatch()
+    stand_in(patch.setattr)
+    for name in ("put", "put_uncoded"):
+        patch.setattr(LMDBStore, name, counting(getattr(LMDBStore, name)))
     sys.argv = [str(script), *arguments]
     runpy.run_path(str(script), run_name="__main__")

@@ -6,7 +6,6 @@ import base64
 import importlib.util
 import json
 import re
-import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -242,11 +241,7 @@ def test_without_matplotlib_it_is_said_before_hours_of_measuring(
 
 
 def command(*words: object) -> int:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["blendserve"])
-        with pytest.raises(SystemExit) as end:
-            main([str(word) for word in words])
-    return int(end.value.code or 0)
+    return main([str(word) for word in words])
 
 
 def test_evaluate_with_the_bundled_reader(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

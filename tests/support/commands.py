@@ -1,0 +1,68 @@
+"""Runs a command line in this process, over a random reader where the answer is not tested."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections.abc import Callable, Mapping
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+from unittest import mock
+
+import torch
+
+from blendserve.cli import main
+from blendserve.config import ReaderConfig
+from blendserve.models import loader
+from blendserve.models.adapter import Adapter
+from blendserve.models.loader import BUNDLED, DTYPES, Reader, Say, fingerprint
+from blendserve.models.toy import toy_reader
+
+load_reader = loader.load_reader
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a command returned and printed."""
+
+    code: int
+    out: str
+    err: str
+
+    def json(self) -> Any:
+        """The object on the last line of stdout: all that a command prints with --json."""
+        return json.loads(self.out.strip().splitlines()[-1])
+
+
+def cli(*argv: object, stdin: str = "", env: Mapping[str, str] | None = None) -> Result:
+    """Run `blendserve ARGV`; `env` is added to the environment. An error that is a bug is raised."""
+    out, err = io.StringIO(), io.StringIO()
+    with (
+        mock.patch.dict(os.environ, env or {}),
+        mock.patch("sys.stdin", io.StringIO(stdin)),
+        mock.patch("sys.argv", ["blendserve"]),
+        redirect_stdout(out),
+        redirect_stderr(err),
+    ):
+        code = main([str(word) for word in argv])
+    return Result(code, out.getvalue(), err.getvalue())
+
+
+def stand_in(put: Callable[[str, object], None]) -> None:
+    """Commands load a random reader in place of the bundled one; put(dotted name, value), as monkeypatch.setattr."""
+    for module in ("blendserve.engine.engine", "blendserve.models.loader"):
+        put(f"{module}.load_reader", _load)
+
+
+def _load(config: ReaderConfig, say: Say = lambda _: None) -> Reader:
+    return _toy(config.model, config.dtype) if config.model in BUNDLED else load_reader(config, say)
+
+
+@cache
+def _toy(name: str, dtype: str) -> Reader:
+    made = toy_reader(8192)  # the context of the bundled reader
+    model = made.adapter.model.to(DTYPES.get(dtype, torch.float32))
+    return replace(made, name=name, adapter=Adapter(model), fingerprint=fingerprint(model))
