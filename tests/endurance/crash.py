@@ -37,7 +37,7 @@ from blendserve.models.adapter import Adapter
 from blendserve.models.toy import toy_llama
 from blendserve.store import ChunkKey, KVStore, LMDBStore, Snapshot
 from tests.endurance.driver import Figures, Promises, main, none
-from tests.forked import process
+from tests.support.forked import process
 from tests.support.killing import run_and_kill
 
 VOCABULARY = 500

@@ -32,7 +32,7 @@ from blendserve.store import MemoryStore
 from blendserve.store.policies import LRU
 from blendserve.store.valkey.store import ValkeyStore
 from tests.endurance.driver import Figures, Promises, main, none
-from tests.forked import process
+from tests.support.forked import process
 
 VOCABULARY = 500
 PREFIX, SUFFIX = tuple(range(12)), tuple(range(20, 32))

@@ -14,7 +14,7 @@ from blendserve.core import Passage
 from blendserve.engine.engine import Engine
 from blendserve.models.toy import toy_reader
 from blendserve.store import LMDBStore, share_of
-from tests.forked import process
+from tests.support.forked import process
 from tests.store.helpers import read
 from tests.support.blending import assert_near
 

@@ -15,7 +15,7 @@ from blendserve.kernels.operation import Backend, Operation, Racing, Row
 from blendserve.kernels.race import Times
 from blendserve.kernels.rows import plan_rows
 from blendserve.kernels.types import AttentionSpec
-from tests.files import own_cache
+from tests.support.files import own_cache
 from tests.kernels.cpu.test_attend import threads
 
 ASKED: list[list[str]] = []  # who was raced, a list each time

@@ -26,7 +26,7 @@ from blendserve.models.gguf import QUANTISATIONS, Gguf, UnsupportedGguf
 from blendserve.models.gguf_folder import write_folder
 from blendserve.models.loader import BUNDLED, VOLATILE, bundled_folder, fingerprint, load_reader
 from blendserve.models.plain_tokenizer import PlainTokenizer
-from tests.files import own_cache
+from tests.support.files import own_cache
 
 gguf = pytest.importorskip("gguf", reason="the reference is the package gguf")
 pytest.importorskip("accelerate", reason="transformers needs accelerate to read GGUF files")

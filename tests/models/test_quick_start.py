@@ -19,7 +19,7 @@ from blendserve.config import ReaderConfig
 from blendserve.models import plain_llama, quick_start
 from blendserve.models.loader import Reader, load_reader
 from blendserve.models.plain_tokenizer import PlainTokenizer, about
-from tests.files import own_cache
+from tests.support.files import own_cache
 from tests.support.blending import blend, model_logits, some_prompt
 from tests.support.models import tiny_model
 from tests.support.tokenizers import bundled_tokenizer, spaced_tokenizer

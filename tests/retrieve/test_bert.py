@@ -19,7 +19,7 @@ from blendserve.retrieve import Embedder, precision
 from blendserve.retrieve.bert import Bert
 from blendserve.retrieve.bert_folder import BertFolder, is_plain_bert
 from blendserve.retrieve.encoder import Window
-from tests.files import copied_model
+from tests.support.files import copied_model
 
 TEXTS = [
     "The cat sat.", "", "Who?", "naïve façade, 漢字 and 🙂; [SEP] taken as it is", "A dog ran in the park.", "A cat ran.",

@@ -16,7 +16,7 @@ from blendserve.core import Passage
 from blendserve.errors import ModelError
 from blendserve.retrieve import Embedder
 from blendserve.retrieve.embedder import BUNDLED, QUESTION_WINDOWS, _folder
-from tests.files import copied_model
+from tests.support.files import copied_model
 
 pieces = st.sampled_from(
     ["word ", "antidisestablishmentarianism ", "naïve,", "漢字", "🙂", "\n\n", "x" * 120, "1.5e-3 ", "[SEP]"]

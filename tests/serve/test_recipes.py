@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.pages import RECIPES, ROOT, SERVER, blocks, commands, name, parse
+from tests.support.pages import RECIPES, ROOT, SERVER, blocks, commands, name, parse
 from tests.support.http import PASSAGES, Server, serving
 
 

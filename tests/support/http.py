@@ -34,7 +34,7 @@ from blendserve.serve.keys import KeyFile, Tenant
 from blendserve.serve.running import run
 from blendserve.serve.service import Service
 from blendserve.store import LMDBStore, MemoryStore
-from tests.forked import process
+from tests.support.forked import process
 from tests.support.waiting import eventually
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from tests.forked import process
+from tests.support.forked import process
 
 
 def run_and_kill(

@@ -10,7 +10,7 @@ from pathlib import Path
 from blendserve.blend.single_flight import SingleFlight
 from blendserve.store import LMDBStore
 from blendserve.store.lmdb import leases
-from tests.forked import process
+from tests.support.forked import process
 from tests.store.helpers import CAP, chunk, key_of
 
 

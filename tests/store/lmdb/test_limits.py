@@ -15,7 +15,7 @@ import pytest
 from blendserve.errors import StoreFull, StoreUnavailable
 from blendserve.store import LMDBStore
 from blendserve.store.policies import LRU
-from tests.forked import run
+from tests.support.forked import run
 from tests.store.helpers import (
     BIG,
     CAP,

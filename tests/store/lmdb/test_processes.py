@@ -13,7 +13,7 @@ import pytest
 from blendserve.errors import StoreUnavailable
 from blendserve.store import LMDBStore
 from blendserve.store.policies import LRU
-from tests.forked import process, run
+from tests.support.forked import process, run
 from tests.store.helpers import chunk, key_of, read, same
 from tests.store.lmdb.processes import CAP, fill, hold, read_all, tokens_of, write
 

@@ -17,7 +17,7 @@ from blendserve.models.toy import toy_reader
 from blendserve.store import KVStore, MemoryStore
 from blendserve.store.policies import LRU
 from blendserve.store.valkey.store import ValkeyStore
-from tests.forked import process
+from tests.support.forked import process
 from tests.store.valkey.servers import needs_server, settings
 
 CAP = 1 << 30
