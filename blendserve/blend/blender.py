@@ -73,8 +73,15 @@ class Blender:
         context: TokenIds,
         namespace: str = "",
         before_layer: BeforeLayer | None = None,
+        *,
+        costs: CostModel | None = None,
+        link: Link | None = None,
     ) -> None:
-        """context: what chunks are computed behind. before_layer: called in every pass, before each of its layers."""
+        """context: what chunks are computed behind. before_layer: called in every pass, before each of its layers.
+
+        costs: of this machine and reader; default: measured when they are first needed. link: the rate of the store's
+        link; default: measured from now on.
+        """
         self.adapter, self.store = adapter, store
         self._fingerprint, self._namespace = fingerprint, namespace
         self._prefix, self._context = prefix, context
@@ -82,9 +89,9 @@ class Blender:
         self.known = Known(adapter, fingerprint, store, prefix, context)  # how the corpus's chunks move
         self.donors = Donors(store, self.key, namespace)  # for chunks that are nearly there
         self._computers: dict[TokenIds, ChunkComputer] = {}
-        self._costs: CostModel | None = None
+        self._costs = costs
         self._load_rate = LoadRate()
-        self._link = Link()
+        self._link = link or Link()
         self._own_prefix = OwnPrefix()
         self._flight = SingleFlight()
         self._damaged: set[ChunkKey] = set()  # records that are there and are to be replaced
@@ -98,10 +105,17 @@ class Blender:
     def like(self, store: KVStore, namespace: str, before_layer: BeforeLayer | None = None) -> Blender:
         """The same reader, prompt and measured costs for another namespace of a store."""
         other = Blender(
-            self.adapter, self._fingerprint, store, self._prefix, self._context, namespace, before_layer
+            self.adapter,
+            self._fingerprint,
+            store,
+            self._prefix,
+            self._context,
+            namespace,
+            before_layer,
+            costs=self._costs,
+            link=self._link,
         )
-        other._costs, other._flight, other._link = self._costs, self._flight, self._link
-        other.known, other._own_prefix = self.known, self._own_prefix
+        other._flight, other.known, other._own_prefix = self._flight, self.known, self._own_prefix
         return other
 
     def forget(self, chunks: Sequence[TokenIds], kept: Sequence[TokenIds]) -> int:
@@ -195,12 +209,12 @@ class Blender:
         slow, prefix_key = self._slow(prompt, blend, which), self.key(prompt.prefix, ())
         saved = self._compared(prompt, blend, which)
         prefix = self._prefix_here(prompt) if prefix_kv is None else MemoryChunk(prefix_kv)
-        start = time.perf_counter()
+        start = self._link.clock()
         while True:
             found = look_up(
                 snapshot, prompt, which, self.key, prefix_key, n_layers, corrupt, slow, waiting, prefix, saved
             )
-            found = replace(found, seconds=time.perf_counter() - start)
+            found = replace(found, seconds=self._link.clock() - start)
             if blend.near and blend.method != "prefix":
                 worth = partial(self._worth_reading, prompt, blend, found.looked_for)
                 found = look_near(snapshot, prompt, found, self.donors, n_layers, corrupt, worth)
