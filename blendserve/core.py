@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from enum import Enum
 from itertools import groupby
 from typing import Any, ClassVar
 
@@ -180,6 +181,22 @@ class BlendReport:
         return {**derived, **asdict(self), **listed}
 
 
+class Reason(str, Enum):
+    """Why a part of a prompt starts from what it does; `Part.reason` says it in a sentence."""
+
+    SUFFIX = "suffix"  # computed for every request
+    STORED = "stored"  # used where it was computed
+    MOVED = "moved"  # stored, and used in another place
+    COMPUTED = "computed"  # alone, in this request, while other chunks came from another machine
+    NEAR = "near"  # stored chunks have text of it, which is used
+    NO_DONOR = "no donor"  # not stored, nor is any text of it
+    DONOR_UNUSABLE = "donor unusable"  # not stored; a chunk that has text of it could not be used
+    UNUSABLE = "unusable"  # stored, and damaged or not decodable here
+    UNUSED = "unused"  # stored, but the method does not use it in this place
+    NOT_STORED = "not stored"
+    NOT_LOOKED_UP = "not looked up"
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """A stretch of a prompt: its prefix, a passage, or its suffix. Filled by blend/explain.py."""
@@ -188,7 +205,8 @@ class Part:
     passage: int | None  # its number, of a passage
     span: Span
     tier: str  # where its KV was read from; "" where none was used
-    reason: str  # a sentence: why its KV was used, or why not
+    code: Reason  # why its KV was used, or why not
+    reason: str  # the same as a sentence
     donors: tuple[
         tuple[Span, str], ...
     ] = ()  # stretches of the prompt that came from other chunks, and their keys in hex

@@ -26,6 +26,9 @@ Which models can blendserve run? `--model` (or `reader.model`) takes five forms:
 | GGUF file of llama.cpp or Ollama | `./my-model.Q4_K_M.gguf`, dequantised to bf16 once |
 | shape with random weights | `random:Qwen2.5-0.5B`, for benchmarks |
 
+The packages of `gemma3-270m` (253 MB) are optional, and under the
+[Gemma Terms of Use](https://ai.google.dev/gemma/terms).
+
 The `model_type` in the model's `config.json` decides whether blendserve supports it. The test suite
 compares each family below with its own `model.forward` in transformers, layer by layer, on tiny
 models with random weights (`tests/models/test_adapter.py`).

@@ -214,12 +214,12 @@ class Blender:
         slow, prefix_key = self._slow(prompt, blend, which), self.key(prompt.prefix, ())
         saved = self._compared(prompt, blend, which)
         prefix = self._prefix_here(prompt) if prefix_kv is None else MemoryChunk(prefix_kv)
-        start = time.perf_counter()
+        start = self._link.clock()
         while True:
             found = look_up(
                 snapshot, prompt, which, self.key, prefix_key, n_layers, corrupt, slow, waiting, prefix, saved
             )
-            found = replace(found, seconds=time.perf_counter() - start)
+            found = replace(found, seconds=self._link.clock() - start)
             if blend.near and blend.method != "prefix":
                 worth = partial(self._worth_reading, prompt, blend, found.looked_for)
                 found = look_near(snapshot, prompt, found, self.donors, n_layers, corrupt, worth)

@@ -138,7 +138,7 @@ def calibrated(
     return model
 
 
-def measure(adapter: Adapter, repeats: int = 3) -> CostModel:
+def measure(adapter: Adapter, repeats: int = 3, clock: Callable[[], float] = time.perf_counter) -> CostModel:
     """Fit the four constants from timed prefills of random tokens.
 
     Dense prompts tell what a row costs, few rows behind much stored KV what loading costs, more rows behind the same KV
@@ -151,7 +151,9 @@ def measure(adapter: Adapter, repeats: int = 3) -> CostModel:
         (room * rows // 2400, room * keys // 2400) for rows, keys in ((32, 512), (32, 2048), (256, 2048))
     ]
     cases = [case for case in dense + behind if case[0] > 0]
-    rounds = [[part for case in cases for part in _timed(adapter, *case, room)] for _ in range(repeats)]
+    rounds = [
+        [part for case in cases for part in _timed(adapter, *case, room, clock)] for _ in range(repeats)
+    ]
     works = [work for work, _ in rounds[0]]
     took = np.min([[seconds for _, seconds in parts] for parts in rounds], axis=0)
     constants = nonnegative_least_squares(
@@ -197,11 +199,13 @@ def made_up_case(adapter: Adapter, n_suffix: int, n_stored: int) -> tuple[Prompt
     return prompt, lay_out(prompt, prefix, [noise(n) for n in sizes], behind_prefix=True)
 
 
-def _timed(adapter: Adapter, rows: int, keys: int, room: int) -> Iterator[tuple[list[float], float]]:
+def _timed(
+    adapter: Adapter, rows: int, keys: int, room: int, clock: Callable[[], float]
+) -> Iterator[tuple[list[float], float]]:
     """Work and seconds of a case: without choosing, and with it where few rows stand behind much."""
     prompt, layout = made_up_case(adapter, rows, keys)
     plain, scored = BlendConfig(**REUSE), BlendConfig(policy=POLICIES.default, ratio=0.15)
     for blend in (plain, scored) if keys and rows < room // 20 else (plain,):
-        start = time.perf_counter()
+        start = clock()
         float(prefill(adapter, prompt, layout, blend).logits[0])  # reading a number waits for the device
-        yield work_of(layout, make_policy(blend), adapter.n_layers).row(), time.perf_counter() - start
+        yield work_of(layout, make_policy(blend), adapter.n_layers).row(), clock() - start

@@ -13,11 +13,12 @@ from blendserve.blend.prefill import Prefilled
 from blendserve.blend.report import near_chunks
 from blendserve.blend.while_waiting import COMPUTED
 from blendserve.config import Method
-from blendserve.core import Explanation, Part, Prompt, Span
+from blendserve.core import Explanation, Part, Prompt, Reason, Span
 
 STATE = {name: n for n, name in enumerate(Explanation.STATES)}
 NEAR = "near"  # in place of a tier: read from other chunks
 ALWAYS = "It is the question and the end of the prompt, which are computed for every request."
+MISSING = "It was not in the store."
 
 
 def explain(
@@ -33,9 +34,9 @@ def explain(
 
 def explain_plain(prompt: Prompt, why: str) -> Explanation:
     """Of a prompt that the borrowed model ran by itself, because of `why`."""
-    reason = _sentence(f"Nothing was looked for: {why}")
-    prefix = Part("prefix", None, Span(0, len(prompt.prefix)), "", reason)
-    passages = (Part("passage", i, span, "", reason) for i, span in enumerate(prompt.spans))
+    because = Reason.NOT_LOOKED_UP, _sentence(f"Nothing was looked for: {why}")
+    prefix = Part("prefix", None, Span(0, len(prompt.prefix)), "", *because)
+    passages = (Part("passage", i, span, "", *because) for i, span in enumerate(prompt.spans))
     states = torch.full((len(prompt),), STATE["fresh"], dtype=torch.uint8)
     parts = (prefix, *passages, _suffix(prompt))
     return Explanation(tuple(part for part in parts if len(part.span)), states, None)
@@ -58,30 +59,34 @@ def _parts(prompt: Prompt, method: Method, layout: Layout, found: Found, why: st
     """Empty passages among them."""
     used = {placement.span.start for placement in layout.placements}
     not_asked = _sentence(f"Nothing was looked for: {why or f'method {method!r} reuses nothing of it'}")
+    missing, not_looked_up = (Reason.NOT_STORED, MISSING), (Reason.NOT_LOOKED_UP, not_asked)
     prefix = Span(0, len(prompt.prefix))
     if 0 in used:
-        yield Part("prefix", None, prefix, found.prefix_tier, "It was stored, computed as it stands here.")
+        said = "It was stored, computed as it stands here."
+        yield Part("prefix", None, prefix, found.prefix_tier, Reason.STORED, said)
     else:
-        yield Part("prefix", None, prefix, "", "It was not in the store." if found.looked_for else not_asked)
+        yield Part("prefix", None, prefix, "", *(missing if found.looked_for else not_looked_up))
     trouble = {unusable.chunk: unusable.reason for unusable in found.unusable}
     near = {chunk.chunk: chunk for chunk in near_chunks(prompt, layout, found)}
     for i, span in enumerate(prompt.spans):
         if i in near and near[i].donors:
-            yield Part("passage", i, span, NEAR, _said(near[i].reason), _donors(found.near[i], span))
+            said = _said(near[i].reason)
+            yield Part("passage", i, span, NEAR, Reason.NEAR, said, _donors(found.near[i], span))
         elif span.start in used and len(span):
             tier = found.tier_of.get(i, "")
-            yield Part("passage", i, span, tier, _reused(span == layout.first, tier))
+            yield Part("passage", i, span, tier, *_reused(span == layout.first, tier))
         elif i in trouble:
-            yield Part("passage", i, span, "", _sentence(f"Its stored KV was of no use: {trouble[i]}"))
+            said = _sentence(f"Its stored KV was of no use: {trouble[i]}")
+            yield Part("passage", i, span, "", Reason.UNUSABLE, said)
         elif found.chunks[i] is not None:
             because = why or f"method {method!r} does not use it in this place"
-            yield Part("passage", i, span, "", _sentence(f"It was stored, and left alone: {because}"))
+            said = _sentence(f"It was stored, and left alone: {because}")
+            yield Part("passage", i, span, "", Reason.UNUSED, said)
         elif i in near:
-            yield Part("passage", i, span, "", _said(near[i].reason))
+            code = Reason.DONOR_UNUSABLE if found.looked_near[i] else Reason.NO_DONOR
+            yield Part("passage", i, span, "", code, _said(near[i].reason))
         else:
-            yield Part(
-                "passage", i, span, "", "It was not in the store." if i in found.looked_for else not_asked
-            )
+            yield Part("passage", i, span, "", *(missing if i in found.looked_for else not_looked_up))
     yield _suffix(prompt)
 
 
@@ -91,16 +96,19 @@ def _donors(runs: Sequence[Run], chunk: Span) -> tuple[tuple[Span, str], ...]:
     return tuple((Span(at + run.span.start, at + run.span.stop), run.donor.hex()) for run in runs)
 
 
-def _reused(first: bool, tier: str) -> str:
+def _reused(first: bool, tier: str) -> tuple[Reason, str]:
     if tier == COMPUTED:
-        return "It was computed here, without the passages before it, while others were on their way."
+        said = "It was computed here, without the passages before it, while others were on their way."
+        return Reason.COMPUTED, said
     if first:
-        return "It was stored, and stands right behind the prefix, as it did when its KV was computed."
-    return "It was stored, computed without the passages before it, and moved to its place."
+        said = "It was stored, and stands right behind the prefix, as it did when its KV was computed."
+        return Reason.STORED, said
+    return Reason.MOVED, "It was stored, computed without the passages before it, and moved to its place."
 
 
 def _suffix(prompt: Prompt) -> Part:
-    return Part("suffix", None, Span(len(prompt) - len(prompt.suffix), len(prompt)), "", ALWAYS)
+    span = Span(len(prompt) - len(prompt.suffix), len(prompt))
+    return Part("suffix", None, span, "", Reason.SUFFIX, ALWAYS)
 
 
 def _said(reason: str) -> str:

@@ -61,12 +61,17 @@ class LayerReader:
             return []
         self._start(l)
         due = self._ahead.pop(l)
-        in_time = due.done() and all(sent.done() for sent in self._ahead.values())
+        in_time = due.done() and self.is_ahead
         team.leave(0 if in_time else self._decoding)
         sent = due.result()
         for after in range(l + 1, l + 1 + self._way.ahead):
             self._start(after)
         return self._way.hand_over(sent)
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether every layer that was started is read."""
+        return all(sent.done() for sent in self._ahead.values())
 
     @property
     def seconds(self) -> float:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from blendserve.blend.cost import EXACT_FAVOUR, LoadRate
@@ -30,7 +30,9 @@ LEAST_BYTES, MOST_BYTES = 1 << 19, 1 << 24  # of a sample
 class Link:
     """How fast chunks come from a store's remote part. Safe to share between threads."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """clock: seconds."""
+        self.clock = clock
         self._rate, self._decoding = LoadRate(), LoadRate()
         self._round_trip = 0.0
         self._next_probe = 0.0
@@ -56,9 +58,9 @@ class Link:
     def probe(self, store: KVStore, keys: Sequence[ChunkKey]) -> None:
         """Take a sample of these, in a thread of its own, unless that was done a moment ago."""
         with self._lock:
-            if not keys or time.monotonic() < self._next_probe:
+            if not keys or self.clock() < self._next_probe:
                 return
-            self._next_probe = time.monotonic() + PROBE_S
+            self._next_probe = self.clock() + PROBE_S
             self._probing = threading.Thread(target=self._probed, args=(store, keys), daemon=True)
         self._probing.start()
 
@@ -78,11 +80,11 @@ class Link:
         return False
 
     def _probed(self, store: KVStore, keys: Sequence[ChunkKey]) -> None:
-        start = time.monotonic()
+        start = self.clock()
         came = self.sample(store, keys)
-        took = time.monotonic() - start
+        elapsed_s = self.clock() - start
         with self._lock:
-            self._next_probe = start + max(PROBE_S, PEACE * took if came else DEAD_S)
+            self._next_probe = start + max(PROBE_S, PEACE * elapsed_s if came else DEAD_S)
             self._sample_bytes = min(2 * self._sample_bytes, MOST_BYTES)
 
 

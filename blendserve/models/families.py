@@ -216,29 +216,31 @@ def check_supported(config: Any) -> Family:
     if kind in TOWERS:
         return check_supported(config.get_text_config())
     if kind in FAMILIES:
-        reason = _unlike_its_family(config)
+        setting, reason = _unlike_its_family(config)
     else:
+        setting = "model_type"
         reason = REFUSED.get(kind) or _foreign(config) or "blending is not proven right on it"
     if reason:
         raise ModelUnsupported(
             f"model type {kind!r} cannot be blended: {reason}. Supported are {', '.join(sorted(FAMILIES))}; "
-            "docs/how-to/extend.md tells how to add a family"
+            "docs/how-to/extend.md tells how to add a family",
+            setting=setting,
         )
     return FAMILIES[kind]
 
 
-def _unlike_its_family(config: Any) -> str:
-    """What in this model's settings goes beyond its family's plan, "" if nothing."""
+def _unlike_its_family(config: Any) -> tuple[str, str]:
+    """The first setting that the family's plan does not cover, and why; ("", "") if there is none."""
     for rope in _rope_types(getattr(config, "rope_parameters", None) or {}):
         if rope not in MOVABLE_ROPE:
-            return (
+            return "rope_parameters", (
                 f"its RoPE of type {rope!r} changes with the sequence length, so that a stored key cannot be moved "
                 f"(those of type {', '.join(sorted(MOVABLE_ROPE))} can)"
             )
     others = set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES
     if others:
-        return f"it has layers of type {', '.join(sorted(others))}"
-    return next((why for name, why in REFUSED_SETTINGS.items() if getattr(config, name, None)), "")
+        return "layer_types", f"it has layers of type {', '.join(sorted(others))}"
+    return next((found for found in REFUSED_SETTINGS.items() if getattr(config, found[0], None)), ("", ""))
 
 
 def _foreign(config: Any) -> str:

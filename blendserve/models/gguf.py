@@ -63,7 +63,7 @@ class Gguf:
             with path.open("rb") as file:
                 self._read(_Cursor(self, file))
         except OSError as error:
-            raise ModelError(f"{path} cannot be read: {error.strerror}") from error
+            raise ModelError(f"{path} cannot be read: {error.strerror}", path=path) from error
         except UnicodeDecodeError as error:
             raise self.damaged("its metadata has text that is not UTF-8") from error
 
@@ -74,7 +74,7 @@ class Gguf:
         return "rope_freqs.weight" in self.tensors or bool(kinds - {"none"})
 
     def damaged(self, what: str) -> ModelError:
-        return ModelError(f"the GGUF file {self.path} is damaged: {what}. Download it again")
+        return ModelError(f"the GGUF file {self.path} is damaged: {what}. Download it again", path=self.path)
 
     def number(self, key: str, default: float | None = None) -> Any:
         """A positive number of the metadata. Raises ModelError where it is missing or anything else."""
@@ -110,7 +110,7 @@ class Gguf:
 
     def _read(self, cursor: _Cursor) -> None:
         if cursor.take(4) != b"GGUF":
-            raise ModelError(f"{self.path} is not a GGUF file: it does not begin with 'GGUF'")
+            raise ModelError(f"{self.path} is not a GGUF file: it does not begin with 'GGUF'", path=self.path)
         version, n_tensors, n_values = cursor.numbers("IQQ")
         if version not in {2, 3}:
             raise UnsupportedGguf(f"{self.path} has GGUF version {version}; versions 2 and 3 are supported")

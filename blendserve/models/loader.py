@@ -217,13 +217,18 @@ def _device(name: str) -> torch.device:
             else torch.device(name)
         )
     except RuntimeError:
-        raise ConfigError(f"setting 'reader.device' cannot be {name!r}: use auto, cpu or cuda[:n]") from None
+        raise ConfigError(
+            f"setting 'reader.device' cannot be {name!r}: use auto, cpu or cuda[:n]", setting="reader.device"
+        ) from None
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
-            "setting 'reader.device' is 'cuda', but torch sees no CUDA device here: use auto or cpu"
+            "setting 'reader.device' is 'cuda', but torch sees no CUDA device here: use auto or cpu",
+            setting="reader.device",
         )
     if device.type not in {"cpu", "cuda"}:
-        raise ConfigError(f"setting 'reader.device' cannot be {name!r}: use auto, cpu or cuda[:n]")
+        raise ConfigError(
+            f"setting 'reader.device' cannot be {name!r}: use auto, cpu or cuda[:n]", setting="reader.device"
+        )
     return device
 
 
@@ -267,7 +272,9 @@ def _explaining(source: str, name: str) -> Iterator[None]:
         )
         raise ModelError(
             f"model {name!r} {what}: {_first_line(error)}. Give a folder with config.json, weights and tokenizer, "
-            f"a .gguf file, a hub id while online, or the bundled {next(iter(BUNDLED))!r}"
+            f"a .gguf file, a hub id while online, or the bundled {next(iter(BUNDLED))!r}",
+            setting="reader.model",
+            path=source,
         ) from error
 
 
@@ -303,7 +310,9 @@ def bundled_folder(name: str, say: Say = lambda _: None) -> Path:
         return target
     folders = [_package_folder(package) for package in bundled.parts or (bundled.package,)]
     if None in folders:
-        raise ModelError(f"the bundled model {name!r} is not installed: run {bundled.install}")
+        raise ModelError(
+            f"the bundled model {name!r} is not installed: run {bundled.install}", setting="reader.model"
+        )
     files = [file for folder in folders for file in sorted(Path(str(folder)).rglob(f"{bundled.gguf}*"))]
     say(f"Converting the bundled model {name} (once) into {target}")
     if len(files) == 1:
@@ -321,7 +330,9 @@ def bundled_folder(name: str, say: Say = lambda _: None) -> Path:
 def gguf_folder(file: Path, say: Say = lambda _: None) -> Path:
     """The model folder of a user's GGUF file, by its content; converted first if need be."""
     if not file.is_file():
-        raise ModelError(f"there is no file {file}: give the path of a GGUF file, a folder or a hub id")
+        raise ModelError(
+            f"there is no file {file}: give the path of a GGUF file, a folder or a hub id", path=file
+        )
     digest = _sha256(file)
     target = cache_folder() / "readers" / f"gguf-{digest[:24]}"
     if (target / "config.json").exists():
@@ -361,7 +372,8 @@ def _convert(file: Path, into: Path) -> Converted | None:
         if gguf.scales_rope:
             raise ModelError(
                 f"{file} scales its RoPE, which transformers' conversion of GGUF files leaves out: "
-                "use the model's Hugging Face folder instead"
+                "use the model's Hugging Face folder instead",
+                path=file,
             )
         return write_folder(gguf, into)
     except UnsupportedGguf as error:
@@ -382,7 +394,7 @@ def _convert(file: Path, into: Path) -> Converted | None:
             f"converting {file} needs the packages gguf and accelerate: pip install gguf accelerate ({error})"
         ) from error
     except (ValueError, KeyError, RuntimeError) as error:
-        raise ModelError(f"transformers cannot convert {file}: {_first_line(error)}") from error
+        raise ModelError(f"transformers cannot convert {file}: {_first_line(error)}", path=file) from error
     return None
 
 

@@ -91,7 +91,7 @@ def _keep(
     backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
     backend.encode_special_tokens = False
     ours = PlainTokenizer(backend, about(tokenizer))
-    if not (_same_steps(Adapter(model), adapter) and _same_texts(ours, tokenizer)):
+    if not (_same_steps(Adapter(model), adapter) and same_texts(ours, tokenizer)):
         return
     store(folder, adapter.dtype, config, ours, end_tokens, fingerprint)
 
@@ -139,7 +139,7 @@ def _computed(adapter: Adapter) -> list[Tensor]:
     return [logits, cache.keys, cache.values, *(part for rope in ropes for part in (rope.cos, rope.sin))]
 
 
-def _same_texts(ours: PlainTokenizer, theirs: Any) -> bool:
+def same_texts(ours: PlainTokenizer, theirs: Any) -> bool:
     special = "".join(map(str, ours.about["special_tokens"].values()))
     for text in (*TEXTS, special, f"a {special} b"):
         for options in ({"add_special_tokens": True}, {"add_special_tokens": False}):

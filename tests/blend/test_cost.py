@@ -1,113 +1,99 @@
-"""The cost model: what it counts, what it chooses, and that a kept one is kept."""
+"""The cost model: what it counts and chooses, the ratio that loading hides, and its measurement, which is kept."""
 
 from __future__ import annotations
 
 import json
-import time
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from blendserve.blend import cost
-from blendserve.blend.cost import CostModel, calibrated, choose, measure, nonnegative_least_squares
+from blendserve.blend.cost import HIDDEN, MEMORY, CostModel, LoadRate, calibrated, choose, free_ratio, measure
 from blendserve.blend.layout import Layout
 from blendserve.blend.policies.base import make_policy
-from blendserve.blend.prefill import prefill
 from blendserve.blend.work import Work, work_of
-from blendserve.config import BlendConfig, Method
+from blendserve.config import BlendConfig, Method, changed
 from blendserve.core import Prompt
-from tests.support.blending import lay, some_prompt
+from tests.support.blending import blend, lay, some_prompt
 from tests.support.models import tiny_adapter
 
 LAYERS = 4
 MODEL = CostModel(per_pass=0.01, per_row=1e-3, per_pair=1e-6, per_loaded=1e-5)
+PROMPT = some_prompt([30, 40, 20])
+FOUND = lay(tiny_adapter("llama"), PROMPT)
+ABSENT = lay(tiny_adapter("llama"), PROMPT, [False] * 3, prefix=False)
+LONG = lay(tiny_adapter("llama"), some_prompt([30, 300, 300]))
 
 
-def layout(sizes: list[int], found: bool = True) -> tuple[Prompt, Layout]:
-    prompt = some_prompt(sizes)
-    return prompt, lay(tiny_adapter("llama"), prompt, [found] * len(sizes), prefix=found)
+def work(layout: Layout, **options: Any) -> Work:
+    return work_of(layout, make_policy(BlendConfig(**options)), LAYERS)
 
 
 @pytest.mark.parametrize("policy", ["none", "all", "random", "chunk_head", "query", "deviation"])
 @pytest.mark.parametrize("ratio", [0.0, 0.15, 1.0])
 def test_counts_the_rows_that_a_prefill_runs(policy: str, ratio: float) -> None:
-    """Against the prefill's own count of row-layers, which is what `report.cost` is made of."""
-    prompt, found = layout([30, 40, 20])
-    blend = BlendConfig(policy=policy, ratio=ratio)
-    ran = prefill(tiny_adapter("llama"), prompt, found, blend).cost * len(prompt)
-    # the check layer runs all rows through its projection only: the prefill counts them there, the cost model does not
-    tolerance = int(found.reusable.sum()) / LAYERS if policy == "deviation" else 1e-9
-    assert work_of(found, make_policy(blend), LAYERS).rows == pytest.approx(ran, abs=tolerance)
+    ran = blend(tiny_adapter("llama"), PROMPT, FOUND, policy=policy, ratio=ratio).cost * len(PROMPT)
+    # The check layer runs all rows through its projection only: the prefill counts them there, the model does not.
+    tolerance = int(FOUND.reusable.sum()) / LAYERS if policy == "deviation" else 1e-9
+    assert work(FOUND, policy=policy, ratio=ratio).rows == pytest.approx(ran, abs=tolerance)
 
 
 def test_counts_pairs_and_loads() -> None:
-    _, none = layout([30, 40, 20], found=False)
-    n = none.n_tokens
-    assert work_of(none, make_policy(BlendConfig()), LAYERS) == Work(1, n, n * (n + 1) / 2, 0)
-    _, all_found = layout([30, 40, 20])
-    assert (
-        work_of(all_found, make_policy(BlendConfig(policy="none")), LAYERS).loaded == n - all_found.n_suffix
-    )
+    n = len(PROMPT)
+    assert work(ABSENT) == Work(1, n, n * (n + 1) / 2, 0)
+    assert work(FOUND, policy="none").loaded == n - len(PROMPT.suffix)
 
 
-def test_chooses_the_cheapest_and_favours_exactness() -> None:
-    _, full = layout([90, 90], found=False)
-    _, blended = layout([90, 90])
-    layouts: dict[Method, Layout] = {"full": full, "prefix": full, "blend": blended}
-    assert choose(MODEL, layouts, BlendConfig(), LAYERS) == ("blend", "")
-    dear_loading = CostModel(0.01, 1e-3, 1e-6, 1.0)
-    method, why = choose(dear_loading, layouts, BlendConfig(), LAYERS)
-    assert method in {"full", "prefix"}
-    assert "was estimated to take" in why
-    level = CostModel(1.0, 0.0, 0.0, 0.0)  # nothing to gain: blending may not win on a tie
-    assert choose(level, layouts, BlendConfig(policy="none"), LAYERS)[0] != "blend"
+def test_chooses_the_cheapest_and_the_exact_method_on_a_tie() -> None:
+    layouts: dict[Method, Layout] = {"full": ABSENT, "prefix": ABSENT, "blend": FOUND}
+
+    def chosen(model: CostModel, **options: Any) -> str:
+        return choose(model, layouts, BlendConfig(**options), LAYERS)[0]
+
+    assert chosen(MODEL) == "blend"
+    assert chosen(CostModel(0.01, 1e-3, 1e-6, 1.0)) != "blend"  # loading is expensive
+    assert chosen(CostModel(1.0, 0.0, 0.0, 0.0), policy="none") != "blend"
 
 
-def test_measures_costs_that_are_not_negative() -> None:
-    model = measure(tiny_adapter("llama"), repeats=1)
-    assert min(model.per_pass, model.per_row, model.per_pair, model.per_loaded) >= 0
-    assert model.seconds(Work(1, 200, 20_000, 0)) > 0
+def test_a_slow_second_changes_no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock by which one stretch of prefills, wherever it lies, takes three times as long as the model says."""
+    calls, now, n_prefills, slow_from = 9, 0.0, 0, 0  # calls: of each round
+
+    def timed(adapter: Any, prompt: Prompt, found: Layout, blend: BlendConfig) -> Any:
+        nonlocal now, n_prefills
+        is_slow = slow_from <= n_prefills < slow_from + calls
+        n_prefills += 1
+        now += MODEL.seconds(work_of(found, make_policy(blend), LAYERS)) * (3 if is_slow else 1)
+        return SimpleNamespace(logits=[0.0])
+
+    monkeypatch.setattr(cost, "prefill", timed)
+    for first in range(0, 2 * calls, 4):
+        n_prefills, slow_from = 0, first
+        measured = measure(tiny_adapter("llama"), clock=lambda: now)
+        assert astuple(measured) == pytest.approx(astuple(MODEL), rel=1e-3)
+        assert n_prefills == 3 * calls
 
 
-def test_a_slow_second_spoils_no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A clock that knows what work takes, and says thrice as much for one stretch of prefills, wherever it lies."""
-    calls = 9  # of each round
-    for slow_from in range(0, 2 * calls, 4):
-        now, prefills = [0.0], [0]
-
-        def timed(adapter: Any, prompt: Prompt, found: Layout, blend: BlendConfig) -> Any:
-            slow = slow_from <= prefills[0] < slow_from + calls  # noqa: B023
-            prefills[0] += 1  # noqa: B023
-            seconds = MODEL.seconds(work_of(found, make_policy(blend), LAYERS))
-            now[0] += seconds * (3 if slow else 1)  # noqa: B023
-            return SimpleNamespace(logits=[0.0])
-
-        monkeypatch.setattr(cost, "prefill", timed)
-        monkeypatch.setattr(time, "perf_counter", lambda: now[0])  # noqa: B023
-        assert astuple(measure(tiny_adapter("llama"))) == pytest.approx(astuple(MODEL), rel=1e-3)
-        assert prefills[0] == 3 * calls
-
-
-def test_a_kept_model_is_read_a_damaged_one_is_measured_anew(tmp_path: Path) -> None:
-    said: list[str] = []
-    first = calibrated(tiny_adapter("llama"), "f", tmp_path, said.append)
+def test_a_kept_model_is_read_and_a_damaged_one_is_measured_again(tmp_path: Path) -> None:
+    told: list[str] = []
+    first = calibrated(tiny_adapter("llama"), "f", tmp_path, told.append)
+    assert min(astuple(first)) >= 0
+    assert first.seconds(Work(1, 200, 20_000, 0)) > 0
     (file,) = tmp_path.iterdir()
     file.write_text(json.dumps({**json.loads(file.read_text()), "per_row": 0.125}))
-    assert calibrated(tiny_adapter("llama"), "f", tmp_path, said.append).per_row == 0.125
-    assert len(said) == 1
+    assert calibrated(tiny_adapter("llama"), "f", tmp_path, told.append).per_row == 0.125
+    assert len(told) == 1
     file.write_text("{")
-    assert calibrated(tiny_adapter("llama"), "f", tmp_path, said.append).per_row != 0.125
-    assert calibrated(tiny_adapter("llama"), "other", tmp_path, said.append) != first
-    assert len(list(tmp_path.iterdir())) == 2
-
-
-def test_a_folder_that_cannot_be_written_costs_time_only(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    assert calibrated(tiny_adapter("llama"), "f", tmp_path / "file" / "below", lambda _: None).per_pass >= 0
+    assert calibrated(tiny_adapter("llama"), "f", tmp_path, told.append).per_row != 0.125
+    file.write_text("a file where the folder should be")
+    assert calibrated(tiny_adapter("llama"), "other", file / "below", told.append).per_pass >= 0
+    assert len(told) == 3
 
 
 def test_least_squares_without_negative_constants_meets_the_conditions_of_an_optimum() -> None:
@@ -115,8 +101,44 @@ def test_least_squares_without_negative_constants_meets_the_conditions_of_an_opt
     rng = np.random.default_rng(0)
     for _ in range(50):
         a, b = rng.normal(size=(9, 4)), rng.normal(size=9)
-        x = nonnegative_least_squares(a, b)
+        x = cost.nonnegative_least_squares(a, b)
         gradient = a.T @ (a @ x - b)
         assert (x >= 0).all()
         assert (gradient > -1e-9).all()
         assert np.abs(gradient[x > 0]).max(initial=0) < 1e-9
+
+
+@pytest.mark.parametrize("policy", ["deviation", "chunk_head", "random"])
+@given(st.floats(0, 0.01), st.floats(0.01, 0.5))
+def test_recomputing_takes_nearly_as_long_as_loading(policy: str, token_s: float, floor: float) -> None:
+    config = BlendConfig(policy=policy, ratio="auto", floor=floor)
+
+    def compute(ratio: float) -> float:
+        rows_alone = make_policy(changed(config, policy="random", ratio=ratio))
+        return MODEL.seconds(replace(work_of(LONG, rows_alone, LAYERS), loaded=0.0))
+
+    ratio, loading = free_ratio(MODEL, LONG, config, token_s), HIDDEN * token_s * LONG.n_loaded
+    highest = (int(LONG.reusable.sum()) - 1) / LONG.n_found
+    assert floor <= ratio <= highest
+    slack = 3 * (MODEL.per_row + MODEL.per_pair * LONG.n_tokens)  # the ratio becomes a whole number of rows
+    assert ratio == floor or compute(ratio) <= loading + slack
+    assert ratio == highest or compute(ratio) >= min(loading, compute(floor)) - slack
+
+
+def test_the_ratio_stays_at_its_floor_without_a_rate_or_with_a_scoring_pass() -> None:
+    for policy, token_s in (("random", None), ("query", 1.0)):
+        config = BlendConfig(policy=policy, ratio="auto", floor=0.07)
+        assert free_ratio(MODEL, LONG, config, token_s) == 0.07
+    auto = blend(tiny_adapter("llama"), PROMPT, FOUND, ratio="auto", floor=0.2)
+    fixed = blend(tiny_adapter("llama"), PROMPT, FOUND, ratio=0.2)
+    assert auto.recomputed.tolist() == fixed.recomputed.tolist()
+
+
+def test_rates_are_a_running_mean() -> None:
+    rate = LoadRate()
+    rate.record(1.0, 0)
+    assert rate.seconds_per_token is None
+    rate.record(2.0, 10)
+    assert rate.seconds_per_token == 0.2
+    rate.record(1.0, 10)
+    assert rate.seconds_per_token == pytest.approx(0.2 * (1 - MEMORY) + 0.1 * MEMORY)

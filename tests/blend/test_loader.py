@@ -1,204 +1,166 @@
-"""Layers come some ahead, each read once, and nothing is read any more once the reader is closed."""
+"""Stored layers are read ahead, each once, and placed; nothing is read after the reader is closed."""
 
 from __future__ import annotations
 
 import threading
-from concurrent.futures import wait
+from collections.abc import Iterator
 from contextlib import closing
 
 import pytest
 import torch
 
-from blendserve.blend.loader import LayerReader
+from blendserve.blend.loader import KVLoader, LayerReader
 from blendserve.core import ChunkKV
 from blendserve.errors import CorruptRecord
 from blendserve.kernels import team
 from blendserve.kernels.cuda.staging import InPlace
+from blendserve.models.kv_cache import KVCache
 from blendserve.store.memory import MemoryChunk
+from tests.support.blending import lay, some_prompt
+from tests.support.models import tiny_adapter
+from tests.support.waiting import eventually, is_blocked
 
 LAYERS = 5
 
 
 class Watched:
-    """Tells which layers were read, in which threads; `gate` holds every read back, `may_go_on` that of layer `slow`;
-    `damaged` fails one."""
+    """A chunk that notes its reads. `gate` holds every read while it is cleared, `slow_gate` that of layer `slow`."""
 
-    def __init__(self, damaged: int | None = None, slow: int | None = None) -> None:
+    def __init__(self, damaged: int | None = None, slow: int | None = None, coded: bool = False) -> None:
         self.chunk = MemoryChunk(ChunkKV(*torch.arange(2 * LAYERS * 6.0).view(2, LAYERS, 1, 3, 2)))
-        self.n_layers, self.n_tokens, self.n_bytes = LAYERS, self.chunk.n_tokens, self.chunk.n_bytes
-        self.raw_bytes, self.version = self.chunk.raw_bytes, self.chunk.version
+        self.n_layers, self.n_tokens, self.raw_bytes = LAYERS, self.chunk.n_tokens, self.chunk.raw_bytes
+        self.n_bytes, self.version = self.raw_bytes // (2 if coded else 1), self.chunk.version
+        self.damaged, self.slow = damaged, slow
         self.read: list[int] = []
         self.threads: set[str] = set()
         self.teams: set[int] = set()
-        self.damaged, self.slow, self.may_go_on = damaged, slow, threading.Event()
-        self.gate = threading.Event()
+        self.gate, self.slow_gate = threading.Event(), threading.Event()
         self.gate.set()
-        self.done = threading.Semaphore(0)
 
     def layer(self, l: int) -> tuple[torch.Tensor, torch.Tensor]:
-        self.gate.wait(10)
-        if l == self.slow:
-            self.may_go_on.wait(10)
-        self.read.append(l)
+        assert self.gate.wait(60)
+        assert l != self.slow or self.slow_gate.wait(60)
         self.threads.add(threading.current_thread().name)
         self.teams.add(torch.get_num_threads())
-        self.done.release()
+        self.read.append(l)
         if l == self.damaged:
             raise CorruptRecord(b"k", f"layer {l}")
         return self.chunk.layer(l)
 
 
-def test_gives_every_layer_and_reads_each_once_in_a_thread_of_its_own() -> None:
-    views = [Watched(), Watched()]
-    with closing(LayerReader(views, LAYERS)) as reader:
-        for l in range(LAYERS):
-            for view, (keys, values) in zip(views, reader.take(l), strict=True):
-                wanted = view.chunk.layer(l)
-                assert torch.equal(keys, wanted[0])
-                assert torch.equal(values, wanted[1])
-    for view in views:
-        assert view.read == list(range(LAYERS))
-        assert threading.current_thread().name not in view.threads
-
-
-@pytest.mark.parametrize("times_smaller", [1, 2])
-def test_threads_that_read_have_no_team(times_smaller: int) -> None:
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(3)
-    try:
-        views = [Watched(), Watched()]
-        for view in views:
-            view.n_bytes = view.raw_bytes // times_smaller  # what is smaller is decoded side by side
-        with closing(LayerReader(views, LAYERS)) as reader:
-            reader.take(0)
-        assert [view.teams for view in views] == [{1}, {1}]
-        side_by_side = {name for view in views for name in view.threads if "decode" in name}
-        assert bool(side_by_side) == (times_smaller > 1)
-        assert torch.get_num_threads() == 3
-        others: list[int] = []
-        later = threading.Thread(target=lambda: others.append(torch.get_num_threads()))
-        later.start()
-        later.join()
-        assert others == [3]
-    finally:
-        torch.set_num_threads(before)
+    yield
+    torch.set_num_threads(before)
 
 
-def test_the_next_layers_are_read_while_the_caller_is_busy() -> None:
-    view = Watched()
-    with closing(LayerReader([view], LAYERS)) as reader:
-        reader.take(0)
-        for _ in range(1 + InPlace.ahead):  # layers that nobody has asked for
-            assert view.done.acquire(timeout=300)
-        assert view.read == [*range(1 + InPlace.ahead)]
-        assert InPlace.ahead + 1 < LAYERS  # and not all of them
+def take_late(reader: LayerReader, l: int, view: Watched) -> int:
+    """Take a layer that is read only once it is waited for -> cores that the caller left meanwhile."""
+    caller, started = threading.current_thread(), list[bool]()
+
+    def release() -> None:
+        eventually(lambda: started and is_blocked(caller))
+        view.gate.set()
+
+    helper = threading.Thread(target=release)
+    helper.start()
+    started.append(True)  # not before, as starting a thread blocks, too
+    reader.take(l)
+    helper.join()
+    return team.leaves()
 
 
-def coded(view: Watched) -> Watched:
-    view.n_bytes = view.raw_bytes // 2
-    return view
+@pytest.mark.parametrize("coded", [False, True])
+def test_every_layer_is_read_once_ahead_by_threads_of_one_core(coded: bool) -> None:
+    """Chunks are decoded side by side."""
+    views = [Watched(coded=coded), Watched(coded=coded)]
+    with closing(LayerReader(views, LAYERS)) as reader:
+        for l in range(LAYERS):
+            for view, pair in zip(views, reader.take(l), strict=True):
+                assert all(map(torch.equal, pair, view.chunk.layer(l)))
+            eventually(lambda: reader.is_ahead)
+            assert len(views[0].read) == min(l + 1 + InPlace.ahead, LAYERS)
+    assert [view.read for view in views] == [list(range(LAYERS))] * 2
+    assert [view.teams for view in views] == [{1}, {1}]
+    names = views[0].threads | views[1].threads
+    assert threading.current_thread().name not in names
+    assert any("decode" in name for name in names) == coded
+    assert torch.get_num_threads() == 3
 
 
-def released(view: Watched, seconds: float = 0.05) -> None:
-    """Let what is being read go on, a moment after it is waited for."""
+def test_the_caller_leaves_a_core_to_decoding_until_layers_are_in_time() -> None:
+    view = Watched(coded=True)
     view.gate.clear()
-    threading.Timer(seconds, view.gate.set).start()
+    with closing(LayerReader([view], LAYERS)) as reader:
+        assert take_late(reader, 0, view) == 1
+        eventually(lambda: reader.is_ahead)
+        reader.take(1)
+        assert team.leaves() == 0
 
 
-def test_who_waits_for_decoding_leaves_a_core_to_it_until_layers_are_there_in_time() -> None:
-    view = coded(Watched())
-    released(view)
+def test_a_layer_is_not_in_time_while_the_next_one_is_late() -> None:
+    view = Watched(slow=2, coded=True)
     with closing(LayerReader([view], LAYERS)) as reader:
         reader.take(0)
+        eventually(lambda: 1 in view.read)
+        reader.take(1)
         assert team.leaves() == 1
-        for _ in range(1 + InPlace.ahead):
-            assert view.done.acquire(timeout=300)
-        wait_until_done(reader)
-        reader.take(1)
-        assert team.leaves() == 0
-        wait_until_done(reader)
-        released(view)  # the last layer is late, and another one would be
-        reader.take(2)
-        reader.take(3)
-        left = team.leaves()
-        reader.take(4)
-    assert left == 0
-    assert team.leaves() == 0
+        view.slow_gate.set()
 
 
-def test_a_layer_that_is_there_is_not_in_time_where_the_next_one_is_not() -> None:
-    view = coded(Watched(slow=2))
-    with closing(LayerReader([view], LAYERS)) as reader:
-        reader.take(0)
-        wait([reader._ahead[1]], timeout=300)
-        reader.take(1)
-        left = team.leaves()
-        view.may_go_on.set()
-    assert left == 1
-
-
-def wait_until_done(reader: LayerReader) -> None:
-    wait([*reader._ahead.values()], timeout=300)
-
-
-def test_raw_layers_are_waited_for_with_all_threads() -> None:
-    view = Watched()
-    released(view)
-    with closing(LayerReader([view], LAYERS)) as reader:
-        reader.take(0)
-        assert team.leaves() == 0
-
-
-def test_a_closed_reader_leaves_no_cores() -> None:
-    view = coded(Watched(damaged=0))
-    released(view)
-    reader = LayerReader([view], LAYERS)
-    with pytest.raises(CorruptRecord):
-        reader.take(0)
-    assert team.leaves() == 1
-    reader.close()
-    assert team.leaves() == 0
-
-
-@pytest.mark.parametrize(("threads", "views", "left"), [(1, 3, 1), (2, 3, 1), (4, 2, 2), (4, 9, 3)])
-def test_as_many_threads_decode_as_chunks_and_other_cores(threads: int, views: int, left: int) -> None:
-    before = torch.get_num_threads()
+@pytest.mark.parametrize(
+    ("threads", "views", "coded", "left"),
+    [(1, 3, True, 1), (2, 3, True, 1), (4, 2, True, 2), (4, 9, True, 3), (4, 9, False, 0)],
+)
+def test_as_many_cores_are_left_as_chunks_can_be_decoded_on(
+    threads: int, views: int, coded: bool, left: int
+) -> None:
     torch.set_num_threads(threads)
-    try:
-        all_coded = [coded(Watched()) for _ in range(views)]
-        released(all_coded[0])
-        with closing(LayerReader(all_coded, LAYERS)) as reader:
-            reader.take(0)
-            assert team.leaves() == left
-    finally:
-        torch.set_num_threads(before)
+    all_views = [Watched(coded=coded) for _ in range(views)]
+    all_views[0].gate.clear()
+    with closing(LayerReader(all_views, LAYERS)) as reader:
+        assert take_late(reader, 0, all_views[0]) == left
 
 
-def test_a_layer_out_of_turn_is_read_too() -> None:
-    view = Watched()
+def test_a_damaged_layer_fails_where_it_is_taken_and_any_layer_may_be_taken_first() -> None:
+    view = Watched(damaged=2, coded=True)
     with closing(LayerReader([view], LAYERS)) as reader:
-        assert torch.equal(reader.take(3)[0][0], view.chunk.layer(3)[0])
-        assert torch.equal(reader.take(4)[0][0], view.chunk.layer(4)[0])
-
-
-def test_damage_is_told_to_who_takes_that_layer() -> None:
-    with closing(LayerReader([Watched(damaged=2)], LAYERS)) as reader:
         reader.take(0)
-        reader.take(1)
         with pytest.raises(CorruptRecord):
             reader.take(2)
+        for l in (3, 4):
+            assert torch.equal(reader.take(l)[0][0], view.chunk.layer(l)[0])
+    assert team.leaves() == 0
 
 
-def test_closing_waits_for_what_is_being_read_and_starts_nothing_more() -> None:
-    view = Watched()
-    view.gate.clear()
+def test_closing_waits_for_the_read_that_runs_and_starts_no_other() -> None:
+    view = Watched(slow=0)
     reader = LayerReader([view], LAYERS)
     closer = threading.Thread(target=reader.close)
     closer.start()
-    closer.join(0.1)
-    held = closer.is_alive()  # unless the read had not begun: then there is nothing to wait for
-    view.gate.set()
-    closer.join(10)
+    eventually(lambda: is_blocked(closer) or not closer.is_alive())
+    view.slow_gate.set()
+    closer.join(60)
     assert not closer.is_alive()
-    assert view.read == ([0] if held else [])
+    assert view.read in ([0], [])  # [] where the read had not begun
     reader.close()
+
+
+def test_each_stored_chunk_is_placed_once_rotated_to_its_span() -> None:
+    adapter, prompt = tiny_adapter("llama-yarn"), some_prompt([4, 0, 7])
+    placements, cache = lay(adapter, prompt).placements, KVCache(adapter, len(prompt))
+    ropes = adapter.rope(torch.arange(len(prompt)))
+    with closing(KVLoader(adapter, cache, placements, ropes)) as loader:
+        loader.place(2)
+        for piece in placements:
+            keys, values = piece.view.layer(2)
+            here = slice(piece.span.start, piece.span.stop)
+            at = torch.arange(here.start, here.stop)
+            assert torch.equal(cache.keys[2][:, here], adapter.rotate(keys, adapter.rope(at)[2]))
+            assert torch.equal(cache.values[2][:, here], values)
+        assert loader.bytes_loaded == sum(p.view.n_bytes for p in placements) // adapter.n_layers
+        cache.keys.zero_()
+        loader.place(2)
+        assert not cache.keys.any()

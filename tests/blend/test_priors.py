@@ -1,4 +1,4 @@
-"""Priors: what is learnt is what is there, what a store keeps comes back, and what cannot be used is as none."""
+"""Priors: fitted by least squares, kept by a store for their reader and context, and ignored where they are unusable."""
 
 from __future__ import annotations
 
@@ -10,145 +10,117 @@ from blendserve.blend.blender import Blender
 from blendserve.blend.priors import NAME, Known, Priors, fit_priors, prompts_of
 from blendserve.config import BlendConfig
 from blendserve.core import TokenIds
-from blendserve.errors import StoreUnavailable
-from blendserve.models.adapter import Adapter
 from blendserve.store.memory import MemoryStore
-from tests.support.blending import assert_near, distance, model_kv, some_ids, some_prompt
+from tests.support.blending import assert_near, check_report, distance, model_kv, some_ids, some_prompt
 from tests.support.models import tiny_adapter
+from tests.support.stores import ROOMY, FaultyStore
 
 CORPUS = [some_ids(60, seed) for seed in range(60)]
 PREFIX = some_ids(5, 999)
+ADAPTER = tiny_adapter("llama")
 
 
-def learnt(adapter: Adapter, context: TokenIds = PREFIX) -> Priors:
-    found = fit_priors(adapter, PREFIX, context, CORPUS)
+def known(store: MemoryStore | FaultyStore, fingerprint: str = "reader", context: TokenIds = PREFIX) -> Known:
+    return Known(ADAPTER, fingerprint, store, PREFIX, context)
+
+
+@pytest.fixture(scope="module")
+def fitted() -> Priors:
+    found = fit_priors(ADAPTER, PREFIX, PREFIX, CORPUS)
     assert found is not None
     return found
 
 
-def test_what_is_learnt_is_least_squares_over_the_models_own_kv() -> None:
-    """By the borrowed model's own forward, and rows added for the penalty; of one head of the last layer."""
-    adapter, l, head = tiny_adapter("llama"), tiny_adapter("llama").n_layers - 1, 1
+@pytest.fixture(scope="module")
+def learnt() -> MemoryStore:
+    """A store that holds the corpus's priors."""
+    store, calls = MemoryStore(ROOMY), list[tuple[int, int]]()
+    first = known(store)
+    assert first.current() is None
+    assert first.learn(CORPUS, lambda done, total: calls.append((done, total)))
+    assert calls[-1][0] == calls[-1][1] > 0
+    assert first.learn(CORPUS, lambda done, total: pytest.fail("fitted twice"))
+    return store
+
+
+def test_the_fit_is_least_squares_over_the_models_own_kv(fitted: Priors) -> None:
+    """By the model's own forward, with rows added for the penalty; of one head of the last layer."""
+    l, head = ADAPTER.n_layers - 1, 1
     xs, ys, places = [], [], []
-    for prompt in prompts_of(CORPUS, PREFIX, adapter.context_limit):
-        keys, values = model_kv(adapter, prompt.ids)
-        rope = adapter.rope(torch.arange(len(prompt)))[l]
-        whole = torch.cat([adapter.rotate(keys[l], rope.inverse), values[l]], dim=-1)[head]
+    for prompt in prompts_of(CORPUS, PREFIX, ADAPTER.context_limit):
+        keys, values = model_kv(ADAPTER, prompt.ids)
+        rope = ADAPTER.rope(torch.arange(len(prompt)))[l]
+        whole = torch.cat([ADAPTER.rotate(keys[l], rope.inverse), values[l]], dim=-1)[head]
         for chunk, span in list(zip(prompt.chunks, prompt.spans, strict=True))[1:]:  # the first is exact
             at, n = len(PREFIX), len(PREFIX) + len(chunk)
-            keys, values = model_kv(adapter, (*PREFIX, *chunk.ids))
-            turned = adapter.rotate(keys[l], adapter.rope(torch.arange(n))[l].inverse)
-            alone = torch.cat([turned, values[l]], dim=-1)[head, at:]
+            keys, values = model_kv(ADAPTER, (*PREFIX, *chunk.ids))
+            rotated = ADAPTER.rotate(keys[l], ADAPTER.rope(torch.arange(n))[l].inverse)
+            alone = torch.cat([rotated, values[l]], dim=-1)[head, at:]
             xs.append(alone)
             ys.append(whole[span.start : span.stop] - alone)
-            places.append(
-                torch.full((len(span), 1), span.start / span.stop)
-            )  # of all text up to its end, what is not it
+            places.append(torch.full((len(span), 1), span.start / span.stop))  # the share that precedes it
     x, y, by = (torch.cat(parts).double() for parts in (xs, ys, places))
-    dim, total = adapter.head_dim, (by**2).sum()
+    dim, total = ADAPTER.head_dim, (by**2).sum()
     spread = ((by * (x - (by**2 * x).sum(0) / total)) ** 2).sum(0) / total
     size = torch.cat([part.mean().sqrt().expand(dim) for part in spread.chunk(2)])
     added = torch.cat([priors.PENALTY**0.5 * torch.diag(size), torch.zeros(2 * dim, 1)], dim=1)
     rows = torch.cat([by * torch.cat([x, torch.ones(len(x), 1)], dim=1), added])
-    wanted = torch.linalg.lstsq(rows, torch.cat([y, torch.zeros(2 * dim, 2 * dim)])).solution
-    weights, constant = learnt(adapter).layer(l)
-    assert_near(weights[head].double(), wanted[:-1], 1e-3)
-    assert_near(constant[head].double(), wanted[-1], 1e-3)
+    expected = torch.linalg.lstsq(rows, torch.cat([y, torch.zeros(2 * dim, 2 * dim)])).solution
+    weights, constant = fitted.layer(l)
+    assert_near(weights[head].double(), expected[:-1], 1e-3)
+    assert_near(constant[head].double(), expected[-1], 1e-3)
 
 
-def test_every_chunk_stands_in_one_prompt_and_none_is_too_long() -> None:
+def test_every_chunk_is_in_one_prompt_and_no_prompt_is_too_long() -> None:
     found = prompts_of([*CORPUS, (), some_ids(900, 1)], PREFIX, 500)
     assert all(len(prompt) <= 500 and len(prompt.chunks) > 1 for prompt in found)
-    stood = [chunk.ids for prompt in found for chunk in prompt.chunks]
-    assert len(stood) == len(set(stood))
-    assert set(stood) <= set(CORPUS)
-    assert len(stood) >= len(CORPUS) - 1  # one may be left over, alone
+    used = [chunk.ids for prompt in found for chunk in prompt.chunks]
+    assert len(used) == len(set(used)) >= len(CORPUS) - 1  # one may be left over, alone
+    assert set(used) <= set(CORPUS)
     assert prompts_of(CORPUS, PREFIX, 500) == prompts_of(CORPUS, PREFIX, 500)
+    assert fit_priors(ADAPTER, PREFIX, PREFIX, CORPUS[:3]) is None  # too little text
 
 
-def test_too_little_text_teaches_nothing() -> None:
-    assert fit_priors(tiny_adapter("llama"), PREFIX, PREFIX, CORPUS[:3]) is None
+def test_a_store_gives_them_to_the_same_reader_and_context_once_it_is_reachable(
+    learnt: MemoryStore, fitted: Priors
+) -> None:
+    store = FaultyStore(learnt)
+    later, store.down = known(store), True
+    assert later.current() is None
+    store.down = False
+    found = later.current()
+    assert found is not None
+    for mine, kept in zip(fitted.layer(1), found.layer(1), strict=True):
+        assert distance(mine, kept) < 2**-7 * float(mine.abs().max())  # weights are kept as bf16
+    assert known(learnt, "another").current() is None
+    assert known(learnt, context=(*PREFIX, 7)).current() is None
 
 
-def test_learnt_once_and_found_by_the_next_engine() -> None:
-    adapter, store = tiny_adapter("llama"), MemoryStore(1 << 30)
-    calls = []
-    first = Known(adapter, "reader", store, PREFIX, PREFIX)
-    assert first.current() is None
-    assert first.learn(CORPUS, lambda done, total: calls.append((done, total)))
-    assert calls[-1][0] == calls[-1][1] > 0
-    for _ in range(2):
-        assert first.learn(CORPUS, lambda done, total: pytest.fail("learnt twice"))
-    there = Known(adapter, "reader", store, PREFIX, PREFIX).current()
-    assert there is not None
-    for mine, found in zip(learnt(adapter).layer(1), there.layer(1), strict=True):
-        assert distance(mine, found) < 2**-7 * float(mine.abs().max())  # weights are kept as bf16
+def test_unusable_ones_are_ignored(learnt: MemoryStore, fitted: Priors) -> None:
+    weights, constant = fitted.layer(1)
+    other_shape = Priors(weights[None, :1], constant[None, :1]).to_bytes()
+    with pytest.raises(ValueError):  # noqa: PT011
+        Priors.from_bytes(other_shape, ADAPTER)
+    (info,) = learnt.all_tables()
+    for raw in (b"", b"no safetensors", b"\xff" * 64, other_shape):
+        store = MemoryStore(ROOMY)
+        store.put_tables(NAME, info.fingerprint, raw)
+        assert known(store).current() is None
 
 
-@pytest.mark.parametrize(
-    ("fingerprint", "context"), [("another", PREFIX), ("reader", (*PREFIX, 7))], ids=["reader", "context"]
-)
-def test_anothers_are_not_used(fingerprint: str, context: TokenIds) -> None:
-    adapter, store = tiny_adapter("llama"), MemoryStore(1 << 30)
-    Known(adapter, "reader", store, PREFIX, PREFIX).learn(CORPUS)
-    assert Known(adapter, fingerprint, store, PREFIX, context).current() is None
-
-
-@pytest.mark.parametrize("raw", [b"", b"no safetensors", b"\xff" * 64])
-def test_what_is_none_is_as_if_it_were_not_there(raw: bytes) -> None:
-    adapter, store = tiny_adapter("llama"), MemoryStore(1 << 30)
-    Known(adapter, "reader", store, PREFIX, PREFIX).learn(CORPUS)
-    (info,) = store.all_tables()
-    store.put_tables(NAME, info.fingerprint, raw)
-    assert Known(adapter, "reader", store, PREFIX, PREFIX).current() is None
-
-
-def test_a_prior_of_another_shape_is_refused() -> None:
-    made = learnt(tiny_adapter("llama"))
-    with pytest.raises(ValueError, match="another shape"):
-        Priors.from_bytes(
-            Priors(made.layer(1).weights[None, :1], made.layer(1).constant[None, :1]).to_bytes(),
-            tiny_adapter("llama"),
-        )
-
-
-def test_the_report_says_whether_it_was_used_and_without_it_prior_is_ridge() -> None:
-    adapter, prompt = tiny_adapter("llama"), some_prompt([30, 30, 30])
-    found = {}
-    for correction in ("prior", "ridge"):
-        store = MemoryStore(1 << 30)
-        blender = Blender(adapter, "reader", store, prompt.prefix, prompt.prefix)
-        blender.precompute([chunk.ids for chunk in prompt.chunks])
-        blend = BlendConfig(method="blend", correction=correction, ratio=0.2)
-        found[correction] = blender.run(prompt, blend)
-        if correction == "prior":
-            blender.known.learn([some_ids(60, seed) for seed in range(60)])
-            found["learnt"] = blender.run(prompt, blend)
-            found["reuse"] = blender.run(prompt, without_recomputing(blend))
-    assert torch.equal(found["prior"].prefilled.logits, found["ridge"].prefilled.logits)
-    assert not torch.equal(found["prior"].prefilled.logits, found["learnt"].prefilled.logits)
-    assert [found[name].report.prior for name in ("prior", "ridge", "learnt", "reuse")] == [
-        False,
-        False,
-        True,
-        True,
-    ]
-
-
-def without_recomputing(blend: BlendConfig) -> BlendConfig:
-    """With nothing recomputed: what is expected is all there is."""
-    return blend.model_copy(update={"policy": "none", "ratio": 0.0})
-
-
-def test_a_store_out_of_reach_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    adapter, store = tiny_adapter("llama"), MemoryStore(1 << 30)
-    Known(adapter, "reader", store, PREFIX, PREFIX).learn(CORPUS)
-    there = Known(adapter, "reader", store, PREFIX, PREFIX)
-
-    def gone(*_: object) -> bytes:
-        raise StoreUnavailable("nobody answers")
-
-    with monkeypatch.context() as cut:
-        cut.setattr(store, "tables", gone)
-        assert there.current() is None
-    assert there.current() is not None
+def test_the_report_says_whether_a_prior_was_used_and_without_it_the_correction_is_ridge() -> None:
+    prompt = some_prompt([30, 30, 30])
+    made = Blender(ADAPTER, "reader", MemoryStore(ROOMY), prompt.prefix, prompt.prefix)
+    made.precompute([chunk.ids for chunk in prompt.chunks])
+    logits, used = [], []
+    for correction, policy in (("prior", "query"), ("ridge", "query"), ("prior", "query"), ("prior", "none")):
+        blend = BlendConfig(method="blend", correction=correction, policy=policy, ratio=0.2)
+        done = made.run(prompt, blend)
+        check_report(done.report, prompt)
+        logits.append(done.prefilled.logits)
+        used.append(done.report.prior)
+        if correction == "ridge":
+            made.known.learn(CORPUS)
+    assert torch.equal(logits[0], logits[1])
+    assert not torch.equal(logits[0], logits[2])
+    assert used == [False, False, True, True]

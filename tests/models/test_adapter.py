@@ -1,8 +1,10 @@
-"""Every family against its own `model.forward`, step by step; every other model refused by name."""
+"""Every family against its own `model.forward`, layer by layer; every other model is refused."""
 
 from __future__ import annotations
 
 import dataclasses
+import runpy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,6 +34,7 @@ from tests.support.models import (
 )
 
 IDS = some_ids(40)
+ROOT = Path(__file__).parents[2]
 
 
 @torch.inference_mode()
@@ -47,23 +50,29 @@ def dense(adapter: Adapter, ids: TokenIds) -> tuple[list[torch.Tensor], torch.Te
     return states, adapter.logits(states[-1])
 
 
-def check_every_layer(adapter: Adapter) -> None:
+def check_every_layer(adapter: Adapter) -> Any:
     said = model_says(adapter, IDS, output_hidden_states=True)
     states, logits = dense(adapter, IDS)
     for own, ours in zip(said.hidden_states[:-1], states[:-1], strict=True):  # the last one is normed
         assert_near(ours, own[0])
     assert_near(logits, said.logits[0])
+    return said
 
 
 @pytest.mark.parametrize("name", TINY)
 def test_every_layer_is_the_models_own(name: str) -> None:
-    check_every_layer(tiny_adapter(name))
-    logits = model_says(tiny_adapter(name), IDS).logits[0]
-    assert distance(logits[1:], logits[:-1]) > 0.1
-
-
-def test_every_family_has_a_tiny_model() -> None:
-    assert {name.partition("-")[0] for name in TINY} == set(FAMILIES)
+    adapter, kind = tiny_adapter(name), name.partition("-")[0]
+    said = check_every_layer(adapter)
+    assert distance(said.logits[0, 1:], said.logits[0, :-1]) > 0.1
+    layers = said.past_key_values.layers
+    assert len(layers) == adapter.n_layers == len(adapter.specs)
+    assert layers[0].keys.shape == (1, adapter.n_kv_heads, len(IDS), adapter.head_dim)
+    assert adapter.kv_bytes_per_token == sum(2 * x.keys[0, :, 0].numel() * 4 for x in layers)
+    # A model that scales later queries is exact up to the first of them.
+    assert adapter.context_limit == (CONTEXT // 2 if kind == "ministral3" else CONTEXT)
+    assert adapter.vocab_size == 97
+    parts = (part for part, _ in tiny_model(name).named_modules() if "shared" not in part)
+    assert FAMILIES[kind].experts == any(part.endswith("experts") for part in parts)
 
 
 def peculiarities() -> list[tuple[str, str]]:
@@ -82,7 +91,7 @@ def peculiarities() -> list[tuple[str, str]]:
 def test_each_peculiarity_of_a_family_is_needed(
     kind: str, field: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without it the check above must fail on at least one of the family's tiny models."""
+    """Without it the check above fails on at least one of the family's tiny models."""
     plain = dataclasses.replace(FAMILIES[kind], **{field: getattr(FAMILIES["llama"], field)})
     monkeypatch.setitem(FAMILIES, kind, plain)
     noticed = []
@@ -95,30 +104,11 @@ def test_each_peculiarity_of_a_family_is_needed(
     assert noticed
 
 
-@pytest.mark.parametrize("name", TINY)
-def test_a_mixture_of_experts_is_known_as_one(name: str) -> None:
-    """Some such modules take rows without a batch, so that the check above would not notice."""
-    model, kind = tiny_model(name), name.partition("-")[0]
-    routed = any(part.endswith("experts") for part, _ in model.named_modules() if "shared" not in part)
-    assert FAMILIES[kind].experts == routed
-
-
-@pytest.mark.parametrize("name", TINY)
-def test_says_what_the_model_is(name: str) -> None:
-    adapter = tiny_adapter(name)
-    cache = model_says(adapter, IDS).past_key_values.layers
-    assert len(cache) == adapter.n_layers == len(adapter.specs)
-    assert cache[0].keys.shape == (1, adapter.n_kv_heads, len(IDS), adapter.head_dim)
-    assert adapter.kv_bytes_per_token == sum(2 * x.keys[0, :, 0].numel() * 4 for x in cache)
-    scaled = name.startswith("ministral3")  # exact to where it begins to scale queries
-    assert (adapter.context_limit, adapter.vocab_size) == (CONTEXT // 2 if scaled else CONTEXT, 97)
-
-
-def test_a_model_that_scales_queries_is_exact_to_the_first_scaled_one() -> None:
+def test_a_model_that_scales_queries_differs_after_its_context() -> None:
     adapter = tiny_adapter("ministral3")
-    ids = some_ids(adapter.context_limit + 2)
-    said, ours = model_says(adapter, ids).logits[0], dense(adapter, ids)[1]
     exact = adapter.context_limit
+    ids = some_ids(exact + 2)
+    said, ours = model_says(adapter, ids).logits[0], dense(adapter, ids)[1]
     assert_near(ours[:exact], said[:exact])
     assert distance(ours[exact], said[exact]) > 1e-3
 
@@ -134,75 +124,69 @@ def test_a_text_tower_is_the_checkpoint_s_own_text_model() -> None:
             assert_near(TextTower(checkpoint.eval())(input_ids=ids).logits, checkpoint(input_ids=ids).logits)
 
 
-LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "factor": 2.0}
+def test_a_setting_that_a_family_does_not_know_changes_nothing() -> None:
+    """A Llama whose configuration names a window has none in transformers either."""
+    made = config(tf.LlamaConfig, sliding_window=4)
+    torch.manual_seed(0)
+    model: Any = tf.AutoModelForCausalLM.from_config(made, attn_implementation="eager").eval()
+    check_every_layer(Adapter(model))
+
+
+LONGROPE = rope(
+    rope_type="longrope",
+    short_factor=[1.0] * 8,
+    long_factor=[2.0] * 8,
+    factor=2.0,
+    original_max_position_embeddings=64,
+)
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+MIXED = {"rope_parameters": {**TYPED_ROPE["rope_parameters"], "full_attention": DYNAMIC}}
+REFUSED_BY: dict[str, list[Any]] = {
+    "rope_parameters": [
+        lambda: config(tf.LlamaConfig, rope(**DYNAMIC)),
+        lambda: config(tf.Phi3Config, LONGROPE),
+        lambda: config(
+            tf.PhimoeConfig, rope(**LONGROPE["rope_parameters"], short_mscale=1.1, long_mscale=1.2)
+        ),
+        lambda: config(tf.Gemma3TextConfig, MIXED, layer_types=TYPES),
+    ],
+    "use_bidirectional_attention": [lambda: config(tf.Gemma3TextConfig, use_bidirectional_attention=True)],
+    "layer_types": [lambda: config(tf.Qwen2Config, layer_types=["chunked_attention"] * 4)],
+    "clip_qkv": [lambda: config(tf.OlmoConfig, clip_qkv=8.0), lambda: config(tf.OlmoeConfig, clip_qkv=8.0)],
+    "use_parallel_residual": [lambda: config(tf.StableLmConfig, use_parallel_residual=True)],
+    "qk_layernorm": [lambda: config(tf.StableLmConfig, qk_layernorm=True)],
+    "model_type": [
+        *(tf.DeepseekV3Config, tf.MambaConfig, tf.JambaConfig, tf.Qwen3NextConfig, tf.GPT2Config),
+        *(
+            tf.BloomConfig,
+            tf.GptOssConfig,
+            tf.MllamaConfig,
+            tf.T5Config,
+            tf.PegasusConfig,
+            tf.PersimmonConfig,
+        ),
+        lambda: tower(tf.Mistral3Config, PIXTRAL, {"model_type": "gpt_oss"}),
+    ],
+}
 
 
 @pytest.mark.parametrize(
-    ("made", "reason"),
-    [
-        (
-            lambda: config(tf.LlamaConfig, rope(rope_type="dynamic", factor=2.0)),
-            "'llama'.*'dynamic' changes with",
-        ),
-        (
-            lambda: config(tf.Phi3Config, rope(**LONGROPE, original_max_position_embeddings=64)),
-            "'phi3'.*'longrope' changes with",
-        ),
-        (
-            lambda: config(
-                tf.Gemma3TextConfig,
-                layer_types=TYPES,
-                rope_parameters={
-                    **TYPED_ROPE["rope_parameters"],
-                    "full_attention": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
-                },
-            ),
-            "'gemma3_text'.*'dynamic' changes with",
-        ),
-        (lambda: config(tf.Gemma3TextConfig, use_bidirectional_attention=True), "is not causal"),
-        (
-            lambda: config(tf.Qwen2Config, layer_types=["chunked_attention"] * 4),
-            "layers of type chunked_attention",
-        ),
-        (lambda: tf.DeepseekV3Config(), "'deepseek_v3'.*compressed keys"),
-        (lambda: tf.MambaConfig(), "'mamba'.*recurrent"),
-        (lambda: tf.JambaConfig(), "'jamba'.*recurrent"),
-        (lambda: tf.Qwen3NextConfig(), "'qwen3_next'.*recurrent"),
-        (lambda: tf.GPT2Config(), "'gpt2'.*added to the input"),
-        (lambda: tf.BloomConfig(), "'bloom'.*ALiBi"),
-        (lambda: tf.GptOssConfig(), "'gpt_oss'.*sinks"),
-        (lambda: tf.MllamaConfig(), "'mllama'.*text-only"),
-        (lambda: tower(tf.Mistral3Config, PIXTRAL, {"model_type": "gpt_oss"}), "'gpt_oss'.*sinks"),
-        (lambda: config(tf.OlmoConfig, clip_qkv=8.0), "'olmo'.*clips queries, keys and values"),
-        (lambda: config(tf.OlmoeConfig, clip_qkv=8.0), "'olmoe'.*clips queries, keys and values"),
-        (lambda: config(tf.StableLmConfig, use_parallel_residual=True), "'stablelm'.*read the same input"),
-        (lambda: config(tf.StableLmConfig, qk_layernorm=True), "'stablelm'.*a norm of its own"),
-        (
-            lambda: config(
-                tf.PhimoeConfig,
-                rope(**LONGROPE, original_max_position_embeddings=64, short_mscale=1.1, long_mscale=1.2),
-            ),
-            "'phimoe'.*'longrope' changes with",
-        ),
-        (lambda: tf.T5Config(), "'t5'.*not causal"),
-        (lambda: tf.PegasusConfig(), "'pegasus'.*not causal"),  # known by its settings alone
-        (lambda: tf.PersimmonConfig(), "'persimmon'.*is not proven.*Supported are apertus, arcee"),
-    ],
+    ("setting", "made"), [(setting, made) for setting, all_made in REFUSED_BY.items() for made in all_made]
 )
-def test_what_cannot_be_blended_is_refused_by_name(made: Any, reason: str) -> None:
-    with pytest.raises(ModelUnsupported, match=reason):
+def test_models_that_cannot_be_blended_are_refused_by_the_setting(setting: str, made: Any) -> None:
+    with pytest.raises(ModelUnsupported) as error:
         check_supported(made())
+    assert error.value.setting == setting
 
 
-def test_refused_names_are_real_and_not_supported_too() -> None:
+def test_every_family_has_a_tiny_model_and_refused_names_are_real_and_no_family() -> None:
+    assert {name.partition("-")[0] for name in TINY} == set(FAMILIES)
     assert set(REFUSED) - set(CONFIG_MAPPING) == set()
     assert not set(REFUSED) & set(FAMILIES)
     assert set(FAMILIES) <= set(CONFIG_MAPPING)
 
 
-def test_a_setting_that_a_family_does_not_know_changes_nothing() -> None:
-    """A Llama whose configuration speaks of a window has none in transformers either."""
-    made = config(tf.LlamaConfig, sliding_window=4)
-    torch.manual_seed(0)
-    model: Any = tf.AutoModelForCausalLM.from_config(made, attn_implementation="eager").eval()
-    check_every_layer(Adapter(model))
+def test_the_page_of_families_is_printed_from_the_table() -> None:
+    page = runpy.run_path(str(ROOT / "scripts" / "families_table.py"))["page"]()
+    told = "run scripts/families_table.py > docs/reference/models.md"
+    assert (ROOT / "docs" / "reference" / "models.md").read_text() == page, told

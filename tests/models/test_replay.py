@@ -1,50 +1,38 @@
-"""Steps as they are captured: equal to decode's own, with nothing baked in that changes from token to token."""
+"""Decoding steps as they are captured in a graph: equal to plain steps, with nothing fixed that changes by token."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from blendserve.blend.prefill import Prefilled, prefill
-from blendserve.config import BlendConfig, DecodeConfig
-from blendserve.engine.generation import generate, sample
-from blendserve.kernels.reference import attend_at_reference, formula
-from blendserve.kernels.types import AttentionSpec
+from blendserve.engine import steps as steps_module
+from blendserve.engine.slots import Slots
+from blendserve.engine.steps import BatchDecoder
 from blendserve.kernels.verify import SWITCH
-from blendserve.models import replay
 from blendserve.models.adapter import Adapter
-from blendserve.models.forward import append, append_captured
+from blendserve.models.forward import Row, append_captured, append_each
 from blendserve.models.kv_cache import KVCache
-from blendserve.models.replay import EAGER, WORTH, ReplayedSteps, is_worthwhile
-from tests.support.blending import assert_near, lay, some_ids, some_prompt
-from tests.support.models import KINDS, TINY, fresh_model, tiny_adapter
+from blendserve.models.replay import EAGER, MOST_CACHES, WORTH, ReplayedSteps, is_worthwhile
+from tests.support.blending import assert_near
+from tests.support.models import KINDS, fresh_model, tiny_adapter
 
-PROMPT, NEW = some_prompt([9, 14]), 24
-LENGTH = len(PROMPT)
-CAPTURABLE = [name for name in TINY if not tiny_adapter(name).family.experts]
-
-
-def prefilled(adapter: Adapter) -> Prefilled:
-    """With memory behind the prompt as torch.empty may leave it."""
-    done = prefill(adapter, PROMPT, lay(adapter, PROMPT), BlendConfig(policy="all"), NEW)
-    keys, values = done.cache.keys.clone(), done.cache.values.clone()
-    for part in (keys, values):
-        part[:, :, LENGTH:] = float("nan")
-    return replace(done, cache=KVCache.over(keys, values))
+SLOTS, ROOM = 4, 40
+EVERY_KIND = pytest.mark.parametrize(
+    "name", [name for name in ("llama", *KINDS) if not tiny_adapter(name).family.experts]
+)
 
 
 class Replay:
     """A graph's double: the work itself, once for the capture and once for every call, into the same memory."""
 
-    def __init__(self, work: Callable[[], Tensor], device: torch.device) -> None:
+    def __init__(self, work: Callable[[], Tensor]) -> None:
         self.work, self.out, self.calls = work, work().clone(), 0
 
     def __call__(self) -> Tensor:
@@ -52,114 +40,89 @@ class Replay:
         return self.out.copy_(self.work())
 
 
-def tokens(adapter: Adapter, capture: Any = Replay, n: int = NEW) -> tuple[list[int], ReplayedSteps]:
-    """Greedily, by steps that are captured as soon as they may be."""
-    done = prefilled(adapter)
-    steps = ReplayedSteps(adapter, done.cache.keys[None], done.cache.values[None], LENGTH, capture)
-    config = DecodeConfig(max_new_tokens=n)
-
-    def step(made: int, token: int) -> Tensor:
-        at = LENGTH + made
-        return steps([(0, at, token)], lambda: append(adapter, done.cache, at, (token,)))[0]
-
-    said = sample(done.logits, config, set(), step)
-    return list(said), steps
-
-
-def plainly(adapter: Adapter) -> list[int]:
-    done = prefilled(adapter)
-    config = DecodeConfig(max_new_tokens=NEW)
-    return list(generate(adapter, done.cache, LENGTH, done.logits, config, set()))
-
-
-@pytest.mark.parametrize("name", ["llama", *KINDS])
-def test_token_for_token_as_the_plain_loop(name: str) -> None:
-    adapter = tiny_adapter(name)
-    said, steps = tokens(adapter)
-    assert said == plainly(adapter)
-    assert isinstance(steps._graph, Replay)
-    assert steps._graph.calls == NEW - 1 - EAGER
-
-
-@pytest.mark.parametrize("name", CAPTURABLE)
-def test_each_step_has_the_same_logits_and_leaves_the_same_kv(name: str) -> None:
-    adapter = tiny_adapter(name)
-    one, other = prefilled(adapter).cache, prefilled(adapter).cache
-    for part in (other.keys, other.values):
-        part[:, :, LENGTH:] = 0
-    for i, token in enumerate(some_ids(NEW, 7)):
-        at = torch.tensor([LENGTH + i])
-        logits = append_captured(adapter, other.keys[None], other.values[None], torch.tensor([token]), at, at)
-        assert_near(logits, append(adapter, one, LENGTH + i, (token,)), 1e-4)
-    assert_near(other.keys, one.keys, 1e-4)
-    assert_near(other.values, one.values, 1e-4)
-
-
-@pytest.mark.parametrize("name", ["llama", *KINDS])
-def test_what_is_recorded_at_one_token_serves_all_others(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a capture does, tracing keeps what was launched and forgets why: here it is replayed for other tokens.
-
-    Where a GPU would be captured there are no kernels of the CPU, whose calls tracing does not see.
-    """
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "cohere"])
+def test_a_step_recorded_once_serves_all_tokens_and_all_sets_of_slots(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a capture does, tracing keeps what was launched and forgets why; it does not see the kernels of a CPU."""
     monkeypatch.setenv(SWITCH, "0")
     adapter = tiny_adapter(name)
-    cache, wanted = prefilled(adapter).cache, prefilled(adapter).cache
-    for part in (cache.keys, cache.values):
-        part[:, :, LENGTH:] = 0
+    shape = (SLOTS, adapter.n_layers, adapter.n_kv_heads, ROOM, adapter.head_dim)
+    keys, values = (torch.randn(shape, generator=torch.Generator().manual_seed(i)) for i in range(2))
+    before, plain = keys[0].clone(), [KVCache.over(keys[b].clone(), values[b].clone()) for b in range(SLOTS)]
 
-    def work(keys: Tensor, values: Tensor, token: Tensor, at: Tensor) -> Tensor:
-        plain: Any = append_captured
-        caught: Tensor = plain.__wrapped__(adapter, keys[None], values[None], token, at, at)
-        return caught
+    def work(keys: Tensor, values: Tensor, rows: Tensor) -> Tensor:
+        caught: Any = append_captured
+        out: Tensor = caught.__wrapped__(adapter, keys, values, *rows)
+        return out
 
-    with torch.no_grad():
-        graph = make_fx(work)(cache.keys.clone(), cache.values.clone(), torch.tensor([5]), torch.tensor([3]))
-        for i, token in enumerate(some_ids(8, 8)):
-            logits = graph(cache.keys, cache.values, torch.tensor([token]), torch.tensor([LENGTH + i]))
-            assert_near(logits, append(adapter, wanted, LENGTH + i, (token,)), 1e-4)
-
-
-def test_an_answer_of_few_tokens_is_not_captured() -> None:
-    _, steps = tokens(tiny_adapter("llama"), n=EAGER + 1)
-    assert steps._graph is None
+    recorded_at = torch.tensor([[3, 4, 5, 6], [9, 1, 0, 2], [9, 1, 39, 2]])
+    graph = make_fx(work)(keys.clone(), values.clone(), recorded_at)
+    for i in range(3):
+        rows = torch.tensor([[0, 8 + i, 0, 7], [0, 20 + i, 0, 33 + i], [39, 20 + i, 39, 33 + i]])
+        logits = graph(keys, values, rows)
+        expected = append_each(adapter, [Row(plain[1], 20 + i, 8 + i), Row(plain[3], 33 + i, 7)])
+        assert_near(logits[[1, 3]], expected, 1e-4)
+    assert_near(keys[0][:, :, :39], before[:, :, :39], 1e-9)  # a slot that has no row keeps its KV
 
 
-def test_what_cannot_be_captured_goes_on_plainly_and_is_not_tried_again() -> None:
-    adapter, tried = fresh_model("llama"), []
+@EVERY_KIND
+def test_any_of_the_slots_step_as_they_do_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plainly for the first steps, and replayed from then on."""
+    adapter, lengths, dice, captured = tiny_adapter(name), [5, 30, 17], random.Random(3), list[Replay]()
+
+    def capture(work: Callable[[], Tensor], device: torch.device) -> Replay:
+        captured.append(Replay(work))
+        return captured[-1]
+
+    monkeypatch.setattr(steps_module, "is_worthwhile", lambda *_: True)
+    monkeypatch.setattr(steps_module, "ReplayedSteps", partial(ReplayedSteps, capture=capture))
+    slots, others = Slots(adapter, SLOTS, ROOM), Slots(adapter, SLOTS, ROOM)
+    for part in (slots.keys, slots.values, others.keys, others.values):
+        part.fill_(float("nan"))
+    decoder, at, pairs = (
+        BatchDecoder(adapter, slots),
+        list(lengths),
+        [(slots.take(), others.take()) for _ in lengths],
+    )
+    for (one, other), n in zip(pairs, lengths, strict=True):
+        for mine, same in ((one.keys, other.keys), (one.values, other.values)):
+            mine[:, :, :n] = torch.randn(mine[:, :, :n].shape, generator=torch.Generator().manual_seed(n))
+            same[:, :, :n] = mine[:, :, :n]
+    for made in range(EAGER + 8):
+        rows = sorted(dice.sample(range(3), dice.randint(1, 3)), key=lambda _: dice.random())
+        tokens = [dice.randrange(3, 97) for _ in rows]
+        got = decoder.step([Row(pairs[b][0], at[b], t) for b, t in zip(rows, tokens, strict=True)])
+        plain = [Row(pairs[b][1], at[b], t) for b, t in zip(rows, tokens, strict=True)]
+        assert_near(got, append_each(adapter, plain), 1e-4)
+        assert [graph.calls for graph in captured] == [made - EAGER + 1] * (made >= EAGER)
+        for b in rows:
+            at[b] = min(at[b] + 1, ROOM - 2)  # the last place is for slots without a row
+    for (one, other), n in zip(pairs, at, strict=True):
+        assert_near(one.keys[:, :, :n], other.keys[:, :, :n], 1e-4)
+        assert_near(one.values[:, :, :n], other.values[:, :, :n], 1e-4)
+
+
+def test_which_models_are_captured_and_a_failure_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    dense, experts, tried = fresh_model("llama"), fresh_model("mixtral"), list[Tensor]()
 
     def fails(work: Callable[[], Tensor], device: torch.device) -> Replay:
-        tried.append(work())  # CUDA finds out in the middle of it
+        tried.append(work())  # CUDA fails in the middle
         raise RuntimeError("operation not permitted when stream is capturing\nand more")
 
-    wanted = plainly(adapter)
-    assert tokens(adapter, fails)[0] == wanted
-    assert tokens(adapter, fails)[0] == wanted
-    assert len(tried) == 1
-
-
-def test_who_may_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    dense, experts = fresh_model("llama"), fresh_model("mixtral")
-    assert not is_worthwhile(dense, 1000)  # on a CPU
+    assert not is_worthwhile(dense, WORTH)  # on a CPU
     monkeypatch.setattr(Adapter, "device", torch.device("cuda", 0))
-    assert is_worthwhile(dense, WORTH)
+    assert is_worthwhile(dense, WORTH, MOST_CACHES)
+    assert not is_worthwhile(dense, WORTH, MOST_CACHES + 1)
     assert not is_worthwhile(dense, WORTH - 1)
-    assert not is_worthwhile(experts, 1000)
-    replay._failed.add(dense)
-    assert not is_worthwhile(dense, 1000)
-
-
-@given(
-    kv_heads=st.integers(1, 3),
-    group=st.integers(1, 4),
-    n_keys=st.integers(1, 40),
-    part=st.floats(0, 1),
-    window=st.none() | st.integers(1, 45),
-    softcap=st.none() | st.just(2.0),
-)
-def test_one_row_by_a_position_on_the_device(
-    kv_heads: int, group: int, n_keys: int, part: float, window: int | None, softcap: float | None
-) -> None:
-    at = torch.tensor([round(part * (n_keys - 1))])
-    q, keys, values = (torch.randn(n, m, 8) for n, m in ((kv_heads * group, 1), *[(kv_heads, n_keys)] * 2))
-    spec = AttentionSpec(0.4, window, softcap)
-    assert_near(attend_at_reference(q, keys, values, spec, at), formula(q, keys, values, at, spec), 1e-5)
+    assert not is_worthwhile(experts, WORTH)
+    monkeypatch.undo()
+    slots = Slots(dense, SLOTS, ROOM)
+    for _ in range(2):
+        steps = ReplayedSteps(dense, slots.keys, slots.values, capture=fails)
+        for _ in range(EAGER + 3):
+            assert float(steps([(0, 3, 5)], lambda: torch.ones(1, 1))) == 1
+    assert len(tried) == 1
+    monkeypatch.setattr(Adapter, "device", torch.device("cuda", 0))
+    assert not is_worthwhile(dense, WORTH)

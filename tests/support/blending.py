@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,10 +20,11 @@ from blendserve.blend.prefill import Prefilled, prefill
 from blendserve.blend.priors import Priors
 from blendserve.config import BlendConfig
 from blendserve.core import BlendReport, Chunk, Prompt, TokenIds
+from blendserve.errors import CorruptRecord
 from blendserve.kernels.types import Ropes
 from blendserve.models.adapter import Adapter
 from blendserve.models.kv_cache import KVCache
-from blendserve.store.memory import MemoryChunk
+from blendserve.store.memory import MemoryChunk, MemoryStore
 from blendserve.timing import Clock
 
 VOCAB = 97  # of the tiny models; ids below 3 are special
@@ -95,12 +97,12 @@ def probe(adapter: Adapter, prompt: Prompt, layout: Layout) -> Tensor:
         return suffix_scores(Scene(adapter, torch.tensor(prompt.ids), layout, cache, loader, rope))
 
 
-def some_priors(adapter: Adapter, seed: int) -> Priors:
-    """Random linear maps, of a size that moves stored tokens visibly."""
-    size, generator = 2 * adapter.head_dim, torch.Generator().manual_seed(seed)
+def some_priors(adapter: Adapter, scale: float) -> Priors:
+    """Random linear maps; at a scale of 0.3 they move stored tokens visibly."""
+    size, generator = 2 * adapter.head_dim, torch.Generator().manual_seed(0)
     shape = adapter.n_layers - 1, adapter.n_kv_heads, size
-    weights = 0.3 * torch.randn(*shape, size, generator=generator) / size**0.5
-    return Priors(weights, 0.3 * torch.randn(shape, generator=generator))
+    weights = scale * torch.randn(*shape, size, generator=generator) / size**0.5
+    return Priors(weights, scale * torch.randn(shape, generator=generator))
 
 
 def check_report(report: BlendReport, prompt: Prompt) -> None:
@@ -129,3 +131,75 @@ def check_report(report: BlendReport, prompt: Prompt) -> None:
 def assert_near(a: Tensor, b: Tensor, bound: float = 1e-4) -> None:
     assert a.shape == b.shape
     assert distance(a, b) < bound, f"max difference {distance(a, b):.3g}, allowed {bound:.3g}"
+
+
+class LeakyStore(MemoryStore):
+    """Layer 2 of the chunks in `broken` fails its check until they are stored again; every `get` must be expected."""
+
+    def __init__(self) -> None:
+        super().__init__(1 << 30)
+        self.broken: set[bytes] = set()
+
+    def put(self, key: bytes, *args: Any, **options: Any) -> Any:
+        self.broken.discard(key)
+        return super().put(key, *args, **options)
+
+    def put_uncoded(self, key: bytes, *args: Any, **options: Any) -> Any:
+        self.broken.discard(key)
+        return super().put_uncoded(key, *args, **options)
+
+    @contextmanager
+    def reading(self) -> Iterator[Any]:
+        with super().reading() as snapshot:
+            yield _LeakySnapshot(snapshot, self.broken)
+
+
+class _LeakySnapshot:
+    def __init__(self, snapshot: Any, broken: set[bytes]) -> None:
+        self._snapshot, self._broken = snapshot, broken
+        self._expected: set[bytes] = set()
+
+    def expect(self, keys: Sequence[bytes], meanwhile: Any = None, saved: Any = None) -> None:
+        self._expected |= set(keys)
+
+    def get(self, key: bytes) -> Any:
+        assert key in self._expected
+        view = self._snapshot.get(key)
+        return _LeakyChunk(key, view) if view is not None and key in self._broken else view
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._snapshot, name)
+
+
+class _LeakyChunk:
+    def __init__(self, key: bytes, view: Any) -> None:
+        self._key, self._view = key, view
+
+    def layer(self, l: int) -> tuple[Tensor, Tensor]:
+        if l == 2:
+            raise CorruptRecord(self._key, "layer 2 fails its checksum")
+        pair: tuple[Tensor, Tensor] = self._view.layer(l)
+        return pair
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._view, name)
+
+
+class TracedCache(KVCache):
+    """Holds NaN until it is written, and keeps which rows the prefill wrote in each layer.
+
+    The pass that scores tokens for the question writes its rows as a slice; those are no rows of the prefill.
+    """
+
+    def __init__(self, adapter: Adapter, capacity: int) -> None:
+        super().__init__(adapter, capacity)
+        self.keys.fill_(float("nan"))
+        self.values.fill_(float("nan"))
+        self.rows: list[Tensor] = []
+
+    def write(self, l: int, at: Tensor | slice, keys: Tensor, values: Tensor) -> None:
+        if isinstance(at, Tensor):
+            self.rows = self.rows if l else []  # a pass that a damaged layer ends begins again
+            assert l == len(self.rows)
+            self.rows.append(at.clone())
+        super().write(l, at, keys, values)

@@ -24,7 +24,8 @@ class DeviationPolicy(Policy):
         if not 0 < max(layers, default=0) < n_layers:
             raise ConfigError(
                 f"setting 'blend.check_layers' cannot be {list(layers)}: name at least one layer, "
-                f"from 1 to the reader's last, {n_layers - 1}"
+                f"from 1 to the reader's last, {n_layers - 1}",
+                setting="blend.check_layers",
             )
 
     @property

@@ -1,0 +1,154 @@
+"""Golden files of blending, to compare two commits on one machine, or one commit with the committed file.
+
+    PYTHONPATH=OLD python scripts/golden_blend.py record FILE     every case of the checkout OLD, to the bit
+    PYTHONPATH=NEW python scripts/golden_blend.py compare FILE    names the cases that differ
+    PYTHONPATH=. python scripts/golden_blend.py sample tests/golden/blend.json   what holds on any machine
+
+A case is a request to a tiny model, on plain PyTorch in fp32. Weights are made of integers: equal bits on any machine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Iterator
+from functools import cache
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+os.environ["BLENDSERVE_NATIVE"] = "0"
+
+import numpy as np
+import torch
+import transformers
+
+from blendserve.blend.blender import Blended, Blender
+from blendserve.blend.priors import Priors
+from blendserve.config import BlendConfig
+from blendserve.core import Chunk, Prompt, TokenIds
+from blendserve.models.adapter import Adapter
+from blendserve.models.loader import fingerprint
+from blendserve.registry import CORRECTIONS, POLICIES
+from tests.support.blending import LeakyStore
+from tests.support.models import BLEND_KINDS, TINY, tiny_model
+
+Case = dict[str, Any]
+
+
+def ids(n: int, seed: int) -> TokenIds:
+    return tuple(np.random.default_rng(seed).integers(3, 97, n).tolist())
+
+
+def digest(*parts: Any) -> str:
+    return hashlib.sha256(b"".join(map(bytes, parts))).hexdigest()
+
+
+PREFIX, PRIMER, QUESTION = (1, 5, 9, 13, 17), ids(30, 7), ids(6, 50)
+A, B, C, NONE, DONOR = (ids(n, seed) for seed, n in enumerate((14, 9, 20, 12, 45)))
+EDIT = (*DONOR[:20], 3 + (DONOR[20] - 2) % 94, *DONOR[21:])  # like NONE it is not stored, and DONOR is
+PROMPTS = {"stored": (A, B, C), "hole": (A, NONE, B, (), C, A), "near": (B, EDIT, C), "damaged": (C, B, A)}
+
+
+def options() -> Iterator[tuple[str, Case]]:
+    policies: list[tuple[str, Case]] = [(name, {"policy": name}) for name in sorted(POLICIES.names)]
+    policies += [("gradual", {"policy": "deviation", "check_layers": (1, 2)})]
+    for (name, policy), correction in product(policies, sorted(CORRECTIONS.names)):
+        yield f"{name} {correction}", {**policy, "correction": correction}
+    yield from ((method, {"method": method}) for method in ("full", "prefix", "reuse"))
+    yield from ((f"ratio {ratio}", {"ratio": ratio}) for ratio in (0.0, 1.0))
+
+
+@torch.no_grad()
+def model(kind: str) -> Any:
+    made, draw = tiny_model.__wrapped__(kind), np.random.default_rng(0)
+    for name, weights in sorted(made.named_parameters()):
+        drawn = torch.from_numpy(draw.integers(-(2**15), 2**15, tuple(weights.shape)).astype(np.float32))
+        is_norm = weights.dim() == 1 and not name.endswith("bias")
+        weights.copy_(is_norm + drawn * 2.0**-17)
+    return made
+
+
+def priors(made: Adapter) -> Priors:
+    shape, draw = (made.n_layers - 1, made.n_kv_heads, 2 * made.head_dim), np.random.default_rng(1)
+    weights, constant = (draw.integers(-256, 256, s) / 4096 for s in ((*shape, shape[-1]), shape))
+    return Priors(torch.from_numpy(weights).float(), torch.from_numpy(constant).float())
+
+
+@cache
+def blender(kind: str, name: str) -> Blender:
+    """With a store for this prompt. Chunks of the damaged one are computed behind a primer, too."""
+    store, made = LeakyStore(), Adapter(model(kind))
+    context = (*PREFIX, *PRIMER) if name == "damaged" else PREFIX
+    maker = Blender(made, "golden", store, PREFIX, context)
+    maker.precompute([chunk for chunk in (*PROMPTS[name], DONOR) if chunk not in (NONE, EDIT)])
+    maker.known.use(priors(made))
+    maker.donors.refresh()
+    store.broken = {maker.key(B)} if name == "damaged" else set()
+    return maker
+
+
+def run(kind: str, name: str, changes: Case) -> Blended:
+    prompt = Prompt(PREFIX, tuple(map(Chunk, PROMPTS[name])), QUESTION)
+    blend = BlendConfig(**{"method": "blend", "ratio": 0.3, "near": name == "near", **changes})
+    return blender(kind, name).run(prompt, blend)
+
+
+def everything() -> Case:
+    found: Case = {f"fingerprint {kind}": digits for kind, digits in fingerprints().items()}
+    for kind in BLEND_KINDS:
+        maker = blender(kind, "stored")
+        found[f"{kind}: stored bytes"] = digest(*getattr(maker.store.coded(maker.key(A)), "segments", ()))
+        for name, (said, changes) in product(PROMPTS, options()):
+            done = run(kind, name, changes)
+            cache, parts, scores = done.prefilled.cache, done.explanation.parts, done.explanation.scores
+            found[f"{kind}, {name}: {said}"] = {
+                "logits": digest(done.prefilled.logits.numpy()),
+                "kv": digest(cache.keys.numpy(), cache.values.numpy()),
+                "recomputed": done.prefilled.recomputed.tolist(),
+                "report": done.report.to_dict(),
+                "parts": [[p.kind, p.passage, p.span.start, p.span.stop, p.tier, p.reason] for p in parts],
+                "states": done.explanation.runs,
+                "scores": scores is not None and digest(scores.numpy()),
+                "absent": done.absent,
+            }
+    return dict(json.loads(json.dumps(found)))
+
+
+def sample(kind: str) -> Iterator[tuple[str, list[Any]]]:
+    """A fifth of the cases, as far as they hold on any machine; logits are last."""
+    for at, (name, (said, changes)) in enumerate(product(PROMPTS, options())):
+        if at % 5 == 0:
+            done = run(kind, name, changes)
+            report = sorted(done.report.to_dict().items())
+            numbers = [value for _, value in report if type(value) in (int, bool)]
+            codes = " ".join(part.code.value for part in done.explanation.parts)
+            logits = [round(x, 5) for x in done.prefilled.logits[:94:31].tolist()]
+            exact = done.prefilled.recomputed.tolist(), numbers, round(done.report.cost, 6), codes
+            yield f"{name}: {said}", [*exact, logits]
+
+
+def fingerprints() -> dict[str, str]:
+    return {kind: fingerprint(model(kind)) for kind in TINY}
+
+
+def main(command: str, path: str) -> int:
+    torch.set_num_threads(1)
+    if command == "sample":
+        cases = {f"{kind}, {case}": values for kind in BLEND_KINDS for case, values in sample(kind)}
+        made = {"transformers": transformers.__version__, "fingerprints": fingerprints(), "cases": cases}
+        Path(path).write_text(json.dumps(made).replace('], "', '],\n"') + "\n", "utf-8")
+        return 0
+    now = everything()
+    if command == "record":
+        Path(path).write_text(json.dumps(now), "utf-8")
+    before = json.loads(Path(path).read_text("utf-8"))
+    others = [case for case in sorted(before.keys() | now.keys()) if before.get(case) != now.get(case)]
+    print("\n".join(f"differs: {case}" for case in others) or f"All {len(now)} cases are equal.")
+    return 1 if others else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

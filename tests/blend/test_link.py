@@ -1,0 +1,198 @@
+"""A store on another machine: method "auto" fetches over a fast link and computes over a slow one; the prefix is kept."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from blendserve.blend.blender import Blended, Blender
+from blendserve.blend.cost import CostModel
+from blendserve.blend.slow_link import DEAD_S, PEACE, PROBE_S, Link
+from blendserve.config import BlendConfig
+from blendserve.store import KVStore, LayeredStore, MemoryStore
+from blendserve.store.base import LOCAL, REMOTE
+from blendserve.store.codecs.base import SLOW
+from tests.support.blending import check_report, some_prompt
+from tests.support.links import FarStore
+from tests.support.models import tiny_adapter
+
+CAP = 1 << 30
+PROMPT = some_prompt([14, 9, 0, 20, 1, 9])
+CHUNKS = [chunk.ids for chunk in PROMPT.chunks]
+FILLED, TOKENS = 5, sum(map(len, CHUNKS))  # chunks that are not empty, and their tokens
+AUTO, BLEND = BlendConfig(method="auto"), BlendConfig(method="blend", ratio=0.2)
+ROW_S = 1e-3  # computing the whole prompt takes 62 ms
+SLOW_S = 1.0  # a token, over a slow link
+
+
+def blender(store: KVStore, row_s: float = ROW_S, link: Link | None = None) -> Blender:
+    clock = store.clock if isinstance(store, FarStore) else None
+    made = link or (Link(clock) if clock else Link())
+    costs = CostModel(0.0, row_s, 0.0, 0.0)
+    adapter, prefix = tiny_adapter("llama"), PROMPT.prefix
+    return Blender(adapter, "fingerprint", store, prefix, prefix, costs=costs, link=made)
+
+
+@pytest.fixture
+def far() -> FarStore:
+    """Holds every chunk."""
+    store = FarStore(MemoryStore(CAP))
+    blender(store).precompute(CHUNKS)
+    return store
+
+
+def run(by: Blender, blend: BlendConfig = AUTO) -> Blended:
+    done = by.run(PROMPT, blend)
+    check_report(done.report, PROMPT)
+    return done
+
+
+def kinds(done: Blended) -> list[str]:
+    return [unusable.kind for unusable in done.report.unusable]
+
+
+def test_chunks_that_are_slower_to_fetch_than_to_compute_are_computed(far: FarStore) -> None:
+    made, far.token_s = blender(far), SLOW_S
+    first = run(made).report  # the rate of the link is not known yet
+    assert (first.method, first.chunks_hit) == ("blend", FILLED)
+    asked = far.expected
+    done = run(made)
+    made.wait_for_sample()
+    assert far.expected == asked
+    assert kinds(done) == [SLOW] * FILLED
+    assert (done.report.method, done.report.chunks_hit, done.report.chunks_missing) == ("prefix", 0, FILLED)
+    here = MemoryStore(CAP)
+    blender(here).precompute([])
+    fresh = blender(here).run(PROMPT, BlendConfig())
+    assert torch.equal(done.prefilled.logits, fresh.prefilled.logits)
+    assert made.remember(done.absent) == 0  # they are stored there
+
+
+def test_a_fixed_method_fetches_over_any_link_and_a_local_store_has_none(far: FarStore) -> None:
+    far.token_s = SLOW_S
+    made = blender(far)
+    made.sample_link()
+    assert kinds(run(made)) == [SLOW] * FILLED
+    done = run(made, BlendConfig(method="blend"))
+    made.wait_for_sample()
+    assert (done.report.chunks_hit, kinds(done)) == (FILLED, [])
+    far.is_far = False
+    assert kinds(run(made)) == []
+
+
+def test_the_time_that_stored_kv_saves(far: FarStore) -> None:
+    """By the token, and of the prefix: without it its rows run, and the first chunk is not exact."""
+    made, blend = blender(far, row_s=1.0), BlendConfig(method="blend", ratio=0.5)
+    saved = made.saved(PROMPT, blend, range(len(CHUNKS)))
+    prefix_key = made.key(PROMPT.prefix, ())
+    whole = run(made, blend).prefilled.cost
+    far.delete(prefix_key)
+    more = (run(blender(far, row_s=1.0), blend).prefilled.cost - whole) * len(PROMPT)
+    assert list(saved.by_chunk) == [prefix_key]
+    assert saved.by_chunk[prefix_key] == pytest.approx(more)
+    assert more > len(PROMPT.prefix)
+    assert 0 < saved.per_token < 1
+
+
+def test_chunks_of_this_machine_are_used_over_a_slow_link_too(far: FarStore) -> None:
+    near = MemoryStore(CAP)
+    blender(near).precompute([ids for ids in CHUNKS if ids != CHUNKS[3]])
+    far.token_s = SLOW_S
+    with LayeredStore(near, far) as both:
+        made = blender(both, link=Link(far.clock))
+        made.sample_link()
+        done = run(made)
+        made.wait_for_sample()
+    assert [(unusable.chunk, unusable.kind) for unusable in done.report.unusable] == [(3, SLOW)]
+    assert (done.report.chunks_hit, done.report.tiers) == (FILLED - 1, {LOCAL: FILLED - 1})
+
+
+def test_chunks_that_no_machine_has_are_stored_over_a_slow_link_too() -> None:
+    far = FarStore(MemoryStore(CAP))
+    far.latency_s = 100.0
+    made = blender(far)
+    made.sample_link()
+    assert made.remember(run(made).absent) == FILLED + 1  # with the prefix
+    assert len(list(far.keys())) == FILLED + 1
+
+
+def test_a_link_that_became_fast_is_used_again(far: FarStore) -> None:
+    """Each request over a slow link starts a sample, once the last one is old enough."""
+    made, far.token_s = blender(far), SLOW_S
+    made.sample_link()
+    assert kinds(run(made)) == [SLOW] * FILLED
+    far.token_s = 0.0
+    for _ in range(30):
+        made.wait_for_sample()
+        far.clock.advance(PEACE)
+        done = run(made)
+    assert (done.report.chunks_hit, kinds(done)) == (FILLED, [])
+
+
+@pytest.mark.parametrize(
+    ("latency_s", "down", "pause_s"), [(0.0, False, PROBE_S), (4.0, False, 4.0 * PEACE), (4.0, True, DEAD_S)]
+)
+def test_samples_use_a_fiftieth_of_a_link_and_a_dead_one_is_tried_each_minute(
+    far: FarStore, latency_s: float, down: bool, pause_s: float
+) -> None:
+    far.latency_s, far.down, began = latency_s, down, far.clock.now
+    link, keys = Link(far.clock), [blender(far).key(CHUNKS[0])]
+    for later_s, n in ((0.0, 1), (pause_s - 0.5, 1), (pause_s + 0.5, 2)):
+        far.clock.advance(began + later_s - far.clock.now)
+        link.probe(far, keys)
+        link.wait()
+        assert len(far.sampled) == n
+    assert far.sampled[1] == 2 * far.sampled[0]
+    assert far.expected == 0
+
+
+def test_a_round_trip_counts_once_a_request(far: FarStore) -> None:
+    link, far.latency_s = Link(far.clock), 0.01
+    assert link.seconds(1) is None
+    blender(far, link=link).sample_link()
+    assert link.seconds(TOKENS) == pytest.approx(0.01)
+    link.record(0.01 + 2.0, TOKENS)
+    assert link.seconds(TOKENS) == pytest.approx(0.01 + 2.0 / 2)  # the mean of both rates
+    link.decoded(3.0, TOKENS)
+    assert link.seconds(TOKENS) == pytest.approx(0.01 + 2.0 / 2 + 3.0)
+
+
+# The prefix of every prompt
+
+
+@pytest.mark.parametrize("first", [REMOTE, LOCAL])  # a copy here says nothing of the next copy
+def test_the_prefix_is_fetched_by_the_first_request_alone(far: FarStore, first: str) -> None:
+    expected = blender(MemoryStore(CAP))
+    expected.precompute(CHUNKS)
+    whole, made, far.tier = run(expected, BLEND), blender(far), first
+    for tier in (first, LOCAL, LOCAL):
+        done = run(made, BLEND)
+        assert torch.equal(done.prefilled.logits, whole.prefilled.logits)
+        assert done.report.tokens_exact == whole.report.tokens_exact
+        assert done.explanation.parts[0].tier == tier
+    assert far.fetched[made.key(PROMPT.prefix, ())] == 1
+    assert far.fetched[made.key(CHUNKS[0])] == 3
+
+
+def test_an_engine_that_opens_fetches_the_prefix_for_all_namespaces(far: FarStore) -> None:
+    made = blender(far)
+    made.sample_link()
+    run(made.like(far, "another"), BLEND)
+    run(made, BLEND)
+    assert far.fetched[made.key(PROMPT.prefix, ())] == 1
+
+
+def test_other_prefixes_and_those_of_this_machine_are_looked_up_each_time(far: FarStore) -> None:
+    made, other = blender(far), replace(PROMPT, prefix=PROMPT.prefix[::-1])
+    run(made, BLEND)
+    done = made.run(other, BLEND)
+    assert far.fetched[made.key(other.prefix, ())] == 1
+    assert done.absent[0] == ()
+    far.is_far = False
+    for _ in range(2):
+        run(blender(far), BLEND)
+    assert far.fetched[made.key(PROMPT.prefix, ())] == 3
+    far.delete(made.key(PROMPT.prefix, ()))
+    assert [run(blender(far), BLEND).absent for _ in range(2)] == [((),)] * 2
