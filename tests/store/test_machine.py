@@ -34,7 +34,8 @@ from blendserve.store.record import Coded
 from blendserve.store.write_behind import write_behind
 from tests.store.helpers import chunk, key_of, same
 from tests.store.valkey.servers import needs_server
-from tests.support.stores import BYTES, LAYERS, STORES, SWAPPED, Damage, FaultyStore, LookUp, Place, look_up
+from tests.support.damages import BYTES, SWAPPED, Damage
+from tests.support.stores import LAYERS, STORES, FaultyStore, LookUp, Place, look_up
 from tests.support.waiting import eventually, is_blocked
 
 SELF, OTHER = 0, 1  # handles: the store under test, and another process's

@@ -21,7 +21,7 @@ from blendserve.store.codecs.base import Coding, Undecodable
 from blendserve.store.codecs.raw import Raw
 from tests.store import format1
 from tests.store.helpers import chunk, key_of, same
-from tests.support.stores import BYTES, LIES, Damage
+from tests.support.damages import BYTES, LIES, Damage
 
 KEY = key_of(1)
 Encode = Callable[[bytes, ChunkKV], "tuple[bytes, list[bytes]]"]

@@ -18,7 +18,6 @@ from typing import Any
 
 import lmdb
 import torch
-import xxhash
 
 from blendserve.config import ValkeyConfig
 from blendserve.core import ChunkKV
@@ -38,6 +37,7 @@ from blendserve.store.wrapped import WrappedStore
 from tests.store.helpers import chunk
 from tests.store.toy_codec import Toy
 from tests.store.valkey.servers import settings as valkey_settings
+from tests.support.damages import BYTES, DAMAGES, Damage
 from tests.support.waiting import ManualClock
 
 UNIT = chunk(10).n_bytes
@@ -121,92 +121,6 @@ class _FaultySnapshot:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._snapshot, name)
-
-
-# Damage
-
-Records = list["bytes | None"]  # the header record, then the segment of each layer; None = missing
-
-
-@dataclass(frozen=True)
-class Damage:
-    """A change to the records of a chunk of at least two layers that `verify` must report."""
-
-    name: str
-    change: Callable[[ChunkKey, Records], Records]
-    layer: int | None  # the first layer that fails its check; None = the header does
-    readable: bool = False  # whether reading the chunk shows nothing of it
-
-    def __str__(self) -> str:
-        return self.name
-
-
-def sealed(key: ChunkKey, body: bytes) -> bytes:
-    """A header record whose own checksum fits the key."""
-    return body + struct.pack("<Q", xxhash.xxh3_64_intdigest(key + body))
-
-
-def _at(n: int, change: Callable[[bytes], bytes | None], name: str) -> Damage:
-    def damage(_: ChunkKey, records: Records) -> Records:
-        return [change(raw or b"") if i == n else raw for i, raw in enumerate(records)]
-
-    return Damage(name, damage, n - 1 if n else None)
-
-
-def _flip(at: int) -> Callable[[bytes], bytes]:
-    return lambda raw: raw[:at] + bytes([raw[at] ^ 4]) + raw[at + 1 :]
-
-
-def lie(offset: int, kind: str, value: object) -> Damage:
-    """Another value in a field of the header, under a checksum that fits: no other field agrees with it."""
-
-    def change(key: ChunkKey, records: Records) -> Records:
-        body = bytearray((records[0] or b"")[:-8])
-        struct.pack_into("<" + kind, body, offset, value)
-        return [sealed(key, bytes(body)), *records[1:]]
-
-    return Damage(f"header says {value!r} at {offset}", change, None)
-
-
-TOP32, TOP64 = 2**32 - 1, 2**64 - 1
-LIES: dict[int, list[tuple[int, str, list[Any]]]] = {  # by format: offset in the header, struct format, values
-    1: [(0, "4s", [b"NOPE"]), (4, "H", [0, 2]), (6, "B", [0, 9, 1]), (7, "B", [1]), (8, "I", [0, 2, TOP32]),
-        (12, "I", [0, 3]), (16, "I", [0, TOP32]), (20, "I", [0, TOP32]), (24, "Q", [0, TOP64])],
-    3: [(0, "4s", [b"NOPE"]), (4, "H", [0, 1]), (6, "H", [0, 9, 1]), (8, "I", [0, 2, TOP32]), (12, "I", [0, 3]),
-        (16, "I", [0, TOP32]), (20, "I", [0, TOP32]), (24, "8s", [bytes(8), b"\xff" * 8]), (32, "I", [1, TOP32]),
-        (36, "B", [1]), (51, "B", [255]), (52, "Q", [0, 1, TOP64]), (84, "Q", [0, TOP64])],
-}  # fmt: skip
-LIES[2] = LIES[3]
-
-BYTES: list[Damage] = [  # of the bytes of any record, in any format
-    _at(0, _flip(9), "flipped header"),
-    _at(0, lambda raw: raw[:-3], "header cut short"),
-    _at(0, lambda raw: raw + b"\0", "header with a byte more"),
-    _at(0, lambda raw: b"", "empty header"),
-    _at(1, _flip(3), "flipped layer 0"),
-    _at(2, _flip(5), "flipped layer 1"),
-    _at(1, lambda raw: raw[:2], "layer 0 cut short"),
-    _at(1, lambda raw: raw + b"\0", "layer 0 with a byte more"),
-    _at(2, lambda raw: bytes(len(raw)), "layer 1 of zeros"),
-    _at(2, lambda raw: None, "layer 1 missing"),
-    Damage("all layers missing", lambda key, records: [records[0], *[None] * (len(records) - 1)], 0),
-    Damage("layers swapped", lambda key, records: [records[0], records[2], records[1], *records[3:]], 0),
-]
-
-
-def _swap_all(key: ChunkKey, records: Records) -> Records:
-    body = (records[0] or b"")[:-8]
-    header = sealed(key, body[:52] + body[68:84] + body[52:68] + body[84:])
-    return [header, records[2], records[1], *records[3:]]
-
-
-SWAPPED = Damage("layers swapped with their lengths and checksums", _swap_all, 0)
-DAMAGES: list[Damage] = [
-    *BYTES,
-    SWAPPED,
-    *(lie(offset, kind, value) for offset, kind, values in LIES[3] for value in values),
-    Damage("one layer more", lambda key, records: [*records, b"x"], None, readable=True),
-]
 
 
 # The contract
