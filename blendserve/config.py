@@ -25,7 +25,7 @@ from blendserve.registry import (
     STORES,
     parse_codec,
 )
-from blendserve.setting_errors import SECRET, explained
+from blendserve.setting_errors import SECRET, config_error
 
 Method = Literal["auto", "blend", "full", "prefix", "reuse"]
 PolicyName = Annotated[
@@ -127,7 +127,7 @@ class Section(BaseModel):
         except ValidationError as error:
             if outermost is None:
                 raise  # the section that this one is a part of knows where it stands
-            raise ConfigError(explained(type(self), self.inside, error)) from None
+            raise config_error(type(self), self.inside, error) from None
         finally:
             if outermost is not None:
                 _checking.reset(outermost)
@@ -139,17 +139,20 @@ class Section(BaseModel):
         try:
             values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
         except OSError as error:
-            raise ConfigError(f"config file {path} cannot be read: {error.strerror}") from None
+            raise ConfigError(f"config file {path} cannot be read: {error.strerror}", path=path) from None
         except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise ConfigError(f"config file {path} is not YAML: {str(error).splitlines()[0]}") from None
+            raise ConfigError(
+                f"config file {path} is not YAML: {str(error).splitlines()[0]}", path=path
+            ) from None
         if not isinstance(values, dict):
             raise ConfigError(
-                f"config file {path} must hold sections ({', '.join(cls.model_fields)}), not {values!r}"
+                f"config file {path} must hold sections ({', '.join(cls.model_fields)}), not {values!r}",
+                path=path,
             )
         try:
             return cls(**values)
         except ConfigError as error:
-            raise ConfigError(f"config file {path}: {error}") from None
+            raise ConfigError(f"config file {path}: {error}", setting=error.setting, path=path) from None
 
 
 class ReaderConfig(Section):

@@ -1,4 +1,4 @@
-"""What is wrong with a setting, in one line that names it and the nearest one that there is."""
+"""Turns a validation error into a ConfigError that names the setting, and the nearest known one."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
+from blendserve.errors import ConfigError
 from blendserve.registry import nearest
 
 SECRET = "secret"  # the type of a problem whose value is not to be repeated
 
 
-def explained(root: type[BaseModel], inside: str, error: ValidationError) -> str:
-    """One line for a validation error's first problem."""
+def config_error(root: type[BaseModel], inside: str, error: ValidationError) -> ConfigError:
+    """The first problem of a validation error: its message is one line, its `setting` the dotted name."""
     problem = error.errors()[0]
     # Of a setting that takes several types, pydantic adds the type that it tried: no setting has such a name.
     tried = {"constrained-float", "float", "literal['auto']"}
@@ -22,14 +23,16 @@ def explained(root: type[BaseModel], inside: str, error: ValidationError) -> str
     section = inside + root.__name__.removesuffix("Config").lower()
     before = f"{section}." if section else ""
     where = before + ".".join([*parents, name])
-    if problem["type"] == "extra_forbidden":
-        return f"unknown setting {where!r}: {_hint(root, before, parents, name)}"
-    if problem["type"] == "model_type" and (known := _fields_at(root, [*parents, name])):
-        return f"setting {where!r} cannot be {problem['input']!r}: it has settings of its own: {', '.join(known)}"
     why = problem["msg"].removeprefix("Value error, ")
-    if problem["type"] == SECRET:
-        return f"setting {where!r} {why}"
-    return f"setting {where!r} cannot be {problem['input']!r}: {why[0].lower()}{why[1:]}"
+    if problem["type"] == "extra_forbidden":
+        message = f"unknown setting {where!r}: {_hint(root, before, parents, name)}"
+    elif problem["type"] == "model_type" and (known := _fields_at(root, [*parents, name])):
+        message = f"setting {where!r} cannot be {problem['input']!r}: it has settings of its own: {', '.join(known)}"
+    elif problem["type"] == SECRET:
+        message = f"setting {where!r} {why}"
+    else:
+        message = f"setting {where!r} cannot be {problem['input']!r}: {why[0].lower()}{why[1:]}"
+    return ConfigError(message, setting=where)
 
 
 def _hint(root: type[BaseModel], before: str, parents: Sequence[str], name: str) -> str:
