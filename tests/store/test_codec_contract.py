@@ -30,7 +30,6 @@ HERE = [name for name in CODECS.names if known_codec(name)]  # some need the ext
 ALL = [(name, level) for name in HERE for level in CODECS.load(name).levels]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 RESOLUTION = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-24}  # of a rounded value
-codecs = st.sampled_from(ALL).map(lambda pair: codec_of(*pair))
 dtypes = st.sampled_from(DTYPES)
 
 
@@ -50,6 +49,9 @@ def codec_of(name: str, level: int) -> Codec:
 def tables_of(made: type[Codec]) -> bytes:
     chunks = [chunk(40, **SHAPE, seed=100 + n) for n in range(6)]
     return made.fit((tuple(range(kv.n_tokens)), kv) for kv in chunks)
+
+
+codecs = st.sampled_from(ALL).map(lambda pair: codec_of(*pair))
 
 
 @st.composite

@@ -77,6 +77,7 @@ def test_one_process_holds_a_lease_until_it_is_released_or_expires(kind: str, tm
         assert short is not None
         place.clock.advance(1)
         late = eventually(lambda: store.lease(key_of(1), 60))
+        assert late is not None
         short.release()  # it has expired, so it does not end the new one
         assert other.lease(key_of(1), 60) is None
         late.release()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,14 @@ from typing import Any
 import pytest
 
 from blendserve.blend.blender import Blender
-from blendserve.config import BlendConfig
+from blendserve.blend.cost import CostModel
+from blendserve.config import BlendConfig, Method
 from blendserve.core import Chunk, Prompt, TokenIds
 from blendserve.errors import StoreUnavailable
 from blendserve.store import KVStore, LayeredStore, MemoryStore
-from blendserve.store.base import ID_BATCH
+from blendserve.store.base import ID_BATCH, Sample
 from blendserve.store.fetching import REST_S
+from blendserve.store.key import ChunkKey
 from blendserve.store.network.connection import Connection
 from tests.support.blending import some_ids
 from tests.support.damages import BYTES
@@ -100,3 +103,33 @@ def test_a_store_that_fails_has_no_donors_and_requests_are_answered() -> None:
     assert report.method == "blend"
     assert report.tokens_exact == report.tokens_reused == 0
     assert by.key(OLD) in by.donors.index
+
+
+class Far(FaultyStore):
+    """A store on another machine, at this many seconds a token."""
+
+    far, seconds_per_token = True, 0.0
+
+    def sample(self, keys: Sequence[ChunkKey], n_bytes: int) -> Sample | None:
+        return Sample(0.0, 100 * self.seconds_per_token, 1.0, 100)
+
+    def present(self, keys: Iterable[ChunkKey], remote: bool = True) -> set[ChunkKey]:
+        return super().present(keys) if remote else set()
+
+
+@pytest.mark.parametrize(("seconds", "method", "n"), [(0.1, "auto", 1), (9.0, "auto", 0), (9.0, "blend", 1)])
+def test_auto_leaves_donors_whose_fetching_takes_longer_than_computing(
+    seconds: float, method: Method, n: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    costs = CostModel(1e-6, 1.0, 0.0, 1e-6)  # a row costs a second
+    monkeypatch.setattr("blendserve.blend.blender.calibrated", lambda *_: costs)
+    store = Far(MemoryStore(CAP))
+    by = blender(store)
+    by.precompute([OLD])
+    by.donors.refresh()
+    by.calibrate()
+    store.seconds_per_token = seconds
+    by.sample_link()
+    blend = NEAR.model_copy(update={"method": method})
+    report = by.run(Prompt(PREFIX, (Chunk(NEW),), SUFFIX), blend).report
+    assert sum(len(found.donors) for found in report.near) == n

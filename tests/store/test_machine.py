@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from hypothesis.stateful import run_state_machine_as_test as run_machine
@@ -47,6 +47,7 @@ FAILED_S = 10.0  # a damaged chunk of a server is not read again for it
 
 Put = tuple[ChunkKey, int, int, bool, str]  # chunk, tokens, revision, pin, way
 EXAMPLES = max(40, settings().max_examples * 2 // 5)
+PHASES = tuple(Phase) if EXAMPLES > 40 else (Phase.generate,)  # shrinking a history takes minutes
 DAMAGED = st.sampled_from(BYTES) | st.just(SWAPPED)
 TENANTS = {key for key in KEYS if key.startswith(namespace_tag(TENANT))}
 keys, handles = st.sampled_from(KEYS), st.sampled_from([SELF, SELF, OTHER])
@@ -522,4 +523,5 @@ def test_any_history(kind: str, tmp_path: Path) -> None:
         made[-1].mkdir()
         return StoreMachine(STORES[kind], made[-1])
 
-    run_machine(machine, settings=settings(max_examples=EXAMPLES, stateful_step_count=30))  # type: ignore[arg-type]
+    options = settings(max_examples=EXAMPLES, stateful_step_count=30, phases=PHASES)
+    run_machine(machine, settings=options)  # type: ignore[arg-type]
