@@ -72,14 +72,6 @@ def test_a_small_answer_does_not_close_what_slow_chunks_opened(breaker: Breaker,
     assert [refused(breaker) for _ in range(3)] == [False] * 3
 
 
-def test_the_log_has_one_line_for_each_change(breaker: Breaker, caplog: pytest.LogCaptureFixture) -> None:
-    for _ in range(3):
-        breaker.failure("is away")
-    assert len(caplog.records) == 1
-    breaker.success()
-    assert len(caplog.records) == 2
-
-
 def test_failed_chunks_are_skipped_for_a_while_and_the_newest_are_kept(clock: ManualClock) -> None:
     failed = Failed(seconds=5.0, most=2, now=clock)
     for key in (b"a", b"b", b"c"):

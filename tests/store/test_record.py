@@ -64,23 +64,6 @@ def test_the_layout_is_the_documented_one() -> None:
 
 
 @every_format
-@given(data=st.data())
-def test_any_flip_or_cut_is_damage(encode: Encode, data: st.DataObject) -> None:
-    header, layers = encode(KEY, chunk(tokens=2, layers=2))
-    records = [header, *layers]
-    n = data.draw(st.integers(0, len(records) - 1), "record")
-    bad = bytearray(records[n])
-    if data.draw(st.booleans(), "flip"):
-        bit = data.draw(st.integers(0, 8 * len(bad) - 1), "bit")
-        bad[bit // 8] ^= 1 << bit % 8
-    else:
-        bad = bad[: data.draw(st.integers(0, len(bad) - 1), "length")]
-    records[n] = bytes(bad)
-    with pytest.raises(CorruptRecord):
-        decode(KEY, records[0], records[1:])
-
-
-@every_format
 @pytest.mark.parametrize("damage", BYTES, ids=str)
 def test_damage_is_reported_by_the_record_that_has_it(encode: Encode, damage: Damage) -> None:
     header, layers = encode(KEY, chunk())

@@ -6,10 +6,13 @@ import multiprocessing
 import os
 import shutil
 import struct
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
 from pathlib import Path
 
+import filelock
 import lmdb
 import pytest
 import torch
@@ -20,8 +23,10 @@ from blendserve.errors import StoreUnavailable, StoreVersion
 from blendserve.store import LMDBStore, MemoryStore, VerifyReport, open_store
 from blendserve.store.lmdb.opening import explained
 from blendserve.store.policies import LRU
+from tests.forked import process
 from tests.support.damages import make_store_of_format_1
 from tests.support.stores import BIG, CAP, Change, chunk, filled, flip, key_of, read, same, stored, tamper
+from tests.support.waiting import ManualClock
 
 
 def test_views_are_slices_of_the_map_while_the_snapshot_is_open(path: Path) -> None:
@@ -170,6 +175,46 @@ def test_a_store_of_format_1_is_read_unchanged_and_upgraded_by_a_writer(path: Pa
 def format_of(path: Path) -> int:
     with lmdb.open(str(path), readonly=True) as env, env.begin() as txn:
         return int.from_bytes((txn.get(b"m:format") or b"")[4:6], "little")
+
+
+def hold(line: Connection, path: Path) -> None:
+    """Stay the writer until a message comes."""
+    with filelock.FileLock(path / "writer.lock"):
+        line.send("held")
+        line.recv()
+
+
+@pytest.mark.parametrize("ends", ["killed", "done"])
+def test_a_second_writer_waits_and_is_refused_while_the_first_one_writes(path: Path, ends: str) -> None:
+    LMDBStore(path, CAP).close()
+    with (
+        process(hold, path) as (holder, held),
+        LMDBStore(path, CAP, writer_wait_s=0.05) as hasty,
+        LMDBStore(path, CAP, writer_wait_s=60) as patient,
+    ):
+        assert held.recv() == "held"
+        with pytest.raises(StoreUnavailable):
+            hasty.put(key_of(1), chunk())
+        assert key_of(1) not in hasty  # readers do not wait
+        holder.kill() if ends == "killed" else held.send("go on")
+        patient.put(key_of(1), chunk())
+        assert same(read(hasty, key_of(1)), chunk())
+
+
+def lease(line: Connection, path: Path) -> None:
+    with LMDBStore(path, CAP) as store:
+        line.send(store.lease(key_of(0), 600) is not None)
+        line.recv()
+
+
+def test_a_killed_process_keeps_its_lease_until_it_expires(path: Path) -> None:
+    clock = ManualClock(time.time_ns())
+    with LMDBStore(path, CAP, clock=clock) as store:
+        with process(lease, path) as (_, line):
+            assert line.recv()
+        assert store.lease(key_of(0), 10) is None
+        clock.advance(3600)
+        assert store.lease(key_of(0), 10) is not None
 
 
 # Damage to what LMDB alone keeps: the ledger, the byte count, the format. test_machine.py damages chunks.

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from blendserve.bench.config import FaultsConfig
-from blendserve.bench.faults import FAULTS, Scene, chosen, scene_of, suffer
-from blendserve.errors import ConfigError
+from blendserve.bench.faults import FAULTS, Scene, scene_of, suffer
 from blendserve.models.toy import toy_reader
 from tests.support.valkey import PATIENT_S, needs_server
 
@@ -56,8 +55,3 @@ def test_the_bench_sees_damaged_chunks_that_are_served(
     with monkeypatch.context() as patch:
         patch.setattr("blendserve.store.record.xxhash.xxh3_64_intdigest", lambda *args: 0)
         assert suffer(patient, name, 3).wrong > 0
-
-
-def test_an_unknown_fault_is_refused() -> None:
-    with pytest.raises(ConfigError):
-        chosen(["slow", "hanged"])
