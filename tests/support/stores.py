@@ -178,11 +178,11 @@ def _faulty(name: str) -> Callable[..., Any]:
     return method
 
 
-for _name in (
+for method_name in (
     *("put", "put_coded", "put_uncoded", "delete", "coded", "present", "wants", "info", "pin", "unpin"),
     *("lease", "leases", "ids", "keys", "tables", "all_tables", "put_tables", "__contains__"),
 ):
-    setattr(FaultyStore, _name, _faulty(_name))
+    setattr(FaultyStore, method_name, _faulty(method_name))
 
 
 class _FaultySnapshot:
