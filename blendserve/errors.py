@@ -151,11 +151,11 @@ class StoreFull(StoreError):
 
 
 class CorruptRecord(StoreError):
-    """A record fails its checksum; the request recomputes its chunk."""
+    """A record fails its checksum; the request recomputes its chunk. layer: None where the header fails."""
 
-    def __init__(self, key: bytes, what: str) -> None:
+    def __init__(self, key: bytes, what: str, layer: int | None = None) -> None:
         super().__init__(f"chunk {key.hex()}: {what}")
-        self.key, self.what = key, what
+        self.key, self.what, self.layer = key, what, layer
 
 
 class LeftBehind(StoreError):

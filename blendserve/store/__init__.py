@@ -97,7 +97,8 @@ def _remote(config: RemoteConfig, near: KVStore) -> KVStore:
         if kind.needs_folder and not config.path:
             raise ConfigError(
                 f"setting 'store.tiers.remote.path' is missing: a store of kind {config.kind!r} keeps files, so name a "
-                "folder that the machines share, or another kind"
+                "folder that the machines share, or another kind",
+                setting="store.tiers.remote.path",
             )
         return kind.from_config(config, config.path, False, policies)
     except BaseException:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+from blendserve.core import ChunkKV
 from blendserve.errors import StoreError, unraised
 from blendserve.store.base import REMOTE, ChunkView, KVStore, Meanwhile, Snapshot, TimeSaved
 from blendserve.store.chunk import StoredChunk
@@ -25,7 +26,7 @@ from blendserve.store.wrapped import WrappedStore
 
 
 class ReadAhead(WrappedStore):
-    """Only reading differs."""
+    """Reading differs, and what is stored or deleted is read anew."""
 
     def __init__(self, store: KVStore, prefetch_bytes: int, clock: Clock = time) -> None:
         super().__init__(store)
@@ -38,6 +39,21 @@ class ReadAhead(WrappedStore):
 
     def prefetch(self, keys: Iterable[ChunkKey], saved: TimeSaved | None = None) -> None:
         self._fetcher.start(keys, saved)
+
+    def put(self, key: ChunkKey, kv: ChunkKV, pin: bool = False) -> bool:
+        stored = self._store.put(key, kv, pin)
+        self._fetcher.forget(key)  # it may have been missing when it was read ahead
+        return stored
+
+    def put_coded(self, key: ChunkKey, coded: Coded, pin: bool = False) -> bool:
+        stored = self._store.put_coded(key, coded, pin)
+        self._fetcher.forget(key)
+        return stored
+
+    def put_uncoded(self, key: ChunkKey, kv: ChunkKV, pin: bool = False) -> bool:
+        stored = self._store.put_uncoded(key, kv, pin)
+        self._fetcher.forget(key)
+        return stored
 
     def delete(self, key: ChunkKey) -> bool:
         self._fetcher.forget(key)

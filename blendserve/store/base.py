@@ -504,5 +504,6 @@ def full(store: str, stored: int, more: int, cap_bytes: int) -> StoreFull:
     """The error of a chunk that does not fit under the cap."""
     return StoreFull(
         f"{store} is at its cap: {stored:,} bytes and {more:,} more exceed {cap_bytes:,}, and what is there may not be "
-        "evicted. Raise store.cap_gb, or unpin or delete chunks"
+        "evicted. Raise store.cap_gb, or unpin or delete chunks",
+        setting="store.cap_gb",
     )

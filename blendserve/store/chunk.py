@@ -108,7 +108,7 @@ class StoredChunk:
             raise
         except ValueError as error:
             self._count_damage()
-            raise CorruptRecord(self._key, f"layer {l} cannot be decoded: {error}") from error
+            raise CorruptRecord(self._key, f"layer {l} cannot be decoded: {error}", l) from error
 
     def _restart(self) -> None:
         self._decoder, self._next = self._codec.decoder(self._header.shape), 0

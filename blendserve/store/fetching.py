@@ -143,6 +143,12 @@ class Fetcher:
         """Whether the remote store has just failed."""
         return self._clock.monotonic() < self._rest_until
 
+    @property
+    def bytes(self) -> int:
+        """Bytes of chunks that were read ahead and not used yet."""
+        with self._lock:
+            return self._held()
+
     def close(self) -> None:
         """Wait for what is being read."""
         self._pool.shutdown(wait=True, cancel_futures=True)

@@ -109,6 +109,11 @@ class LayeredStore(WrappedStore):
     def arriving(self, key: ChunkKey) -> Coded | None:
         return self._arriving.get(key)
 
+    def drop_deleted(self, key: ChunkKey, deletions: int) -> None:
+        if self._deletions.get(key, 0) > deletions:
+            for tier in self._tiers:
+                tier.drop(key)
+
     def fetch(
         self, keys: Sequence[ChunkKey], meanwhile: Meanwhile | None, saved: TimeSaved | None
     ) -> dict[ChunkKey, Fetched]:
@@ -268,14 +273,7 @@ class LayeredStore(WrappedStore):
 
     def delete(self, key: ChunkKey) -> bool:
         """From both stores, and all that is on its way. Raises StoreUnavailable, saying which could not be reached."""
-        with self._lock:
-            self._n_deletions += 1
-            self._deletions[key] = self._n_deletions
-            self._arriving.pop(key, None)
-        self._backlog.forget(key)
-        self._fetcher.forget(key)
-        for tier in self._tiers:
-            tier.drop(key)
+        self._forget(key)
         there, unreached = False, []
         for name, store in ((LOCAL, self._near), (REMOTE, self._far)):
             if not store.writable:
@@ -284,12 +282,24 @@ class LayeredStore(WrappedStore):
                 there |= store.delete(key)
             except StoreError as error:
                 unreached.append(f"the {name} store ({error})")
+        self._forget(key)  # also what a request read in the meantime
         if unreached:
             raise StoreUnavailable(
                 f"chunk {key.hex()} could not be deleted from {' and '.join(unreached)}, and is gone elsewhere on this "
                 "machine: delete it again when that can be reached"
             )
         return there
+
+    def _forget(self, key: ChunkKey) -> None:
+        """Drop every copy that is not in a store; snapshots that are open now make no new one."""
+        with self._lock:
+            self._n_deletions += 1
+            self._deletions[key] = self._n_deletions
+            self._arriving.pop(key, None)
+        self._backlog.forget(key)
+        self._fetcher.forget(key)
+        for tier in self._tiers:
+            tier.drop(key)
 
     # Tables
 
@@ -374,6 +384,7 @@ class LayeredStore(WrappedStore):
             self._carry(coded.coding.tables, self._near, self._far, REMOTE)
             stored = self._far.put_coded(key, coded, pin)
         if stored:
+            self._fetcher.forget(key)  # it may have been missing when it was read ahead
             self.count("written")
         return stored
 

@@ -24,6 +24,10 @@ class Source(Protocol):
         """A chunk that was fetched, and is not in the own store yet."""
         ...
 
+    def drop_deleted(self, key: ChunkKey, deletions: int) -> None:
+        """Drop a chunk from the tiers if it was deleted after this number of deletions."""
+        ...
+
     def fetch(
         self, keys: Sequence[ChunkKey], meanwhile: Meanwhile | None, saved: TimeSaved | None
     ) -> dict[ChunkKey, Fetched]:
@@ -85,7 +89,9 @@ class LayeredSnapshot:
 
     def _near_view(self, key: ChunkKey) -> ChunkView | None:
         try:
-            return self._near.get(key) if self._near else None
+            view = self._near.get(key) if self._near else None
+            self._source.drop_deleted(key, self.deletions)  # a view of before would put it back into a tier
+            return view
         except StoreError as error:  # damaged or unreadable: the remote store may have it whole
             if isinstance(error, CorruptRecord | StoreVersion):
                 self._damage[key] = unraised(error)
@@ -121,7 +127,9 @@ class LayeredSnapshot:
 
     def _view(self, key: ChunkKey, coded: Coded) -> ChunkView | None:
         try:
-            return self._source.view(key, coded)
+            view = self._source.view(key, coded)
+            self._source.drop_deleted(key, self.deletions)
+            return view
         except Undecodable as error:
             self._lacking[key] = unraised(error)
             return None

@@ -123,11 +123,11 @@ def decode_header(key: bytes, raw: Buffer) -> Header:
 def check_segment(key: bytes, header: Header, l: int, raw: Buffer | None) -> Buffer:
     """Layer l's segment, if that is what these bytes are; None = there are none. Raises CorruptRecord."""
     if raw is None:
-        raise CorruptRecord(key, f"layer {l} is missing")
+        raise CorruptRecord(key, f"layer {l} is missing", l)
     if len(raw) != header.lengths[l]:
-        raise CorruptRecord(key, f"layer {l} has {len(raw)} bytes, its header says {header.lengths[l]}")
+        raise CorruptRecord(key, f"layer {l} has {len(raw)} bytes, its header says {header.lengths[l]}", l)
     if _segment_checksum(key, header.fields, l, raw) != header.checksums[l]:
-        raise CorruptRecord(key, f"layer {l} fails its checksum")
+        raise CorruptRecord(key, f"layer {l} fails its checksum", l)
     return raw
 
 

@@ -314,7 +314,8 @@ def tiers_for(
     if config.device_bytes > (free := way.free_bytes()):
         raise ConfigError(
             f"setting 'store.tiers.device_bytes' cannot be {config.device_bytes}: beside the reader the GPU has {free} "
-            "bytes free, and the caches of requests need some of them"
+            "bytes free, and the caches of requests need some of them",
+            setting="store.tiers.device_bytes",
         )
     if config.device_bytes:
         near.append(Tier("device", config.device_bytes, admission, lambda pair: _sent(way, pair)))
@@ -336,7 +337,8 @@ def _refuse_gpus(config: TiersConfig, device: torch.device) -> None:
         if size:
             raise ConfigError(
                 f"setting 'store.tiers.{name}' cannot be {size}: the reader runs on the {device.type.upper()}, where no "
-                "memory is nearer than the process's own; set store.tiers.memory_bytes, or reader.device to a GPU"
+                "memory is nearer than the process's own; set store.tiers.memory_bytes, or reader.device to a GPU",
+                setting=f"store.tiers.{name}",
             )
 
 

@@ -1,8 +1,8 @@
-"""What stores tell of their chunks' tokens, here and on other machines, and near-duplicates found by it."""
+"""Token ids that stores tell of their chunks, here and on other machines, and near-duplicates found by them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,17 +14,17 @@ from blendserve.blend.cost import CostModel
 from blendserve.config import BlendConfig, Method
 from blendserve.core import Chunk, Prompt, TokenIds
 from blendserve.errors import StoreUnavailable
-from blendserve.store import KVStore, LayeredStore, LMDBStore, MemoryStore
-from blendserve.store.base import ID_BATCH
+from blendserve.store import KVStore, LayeredStore, MemoryStore
+from blendserve.store.base import ID_BATCH, Sample
+from blendserve.store.fetching import REST_S
 from blendserve.store.key import ChunkKey
 from blendserve.store.network.connection import Connection
-from blendserve.store.valkey.names import HEADER, chunk_name
-from blendserve.store.valkey.store import ValkeyStore
-from tests.store.helpers import CAP, chunk, key_of
-from tests.store.remote import RemoteStore
-from tests.store.valkey.servers import needs_server, settings
 from tests.support.blending import some_ids
+from tests.support.damages import BYTES
 from tests.support.models import tiny_adapter
+from tests.support.stores import CAP, FaultyStore, OnServer, chunk, key_of
+from tests.support.valkey import needs_server
+from tests.support.waiting import ManualClock
 
 PREFIX, SUFFIX = some_ids(5), some_ids(4, 1)
 OLD, OTHER = some_ids(90, 2), some_ids(80, 3)
@@ -32,119 +32,66 @@ NEW, NEWER = (*OLD[:40], 96, *OLD[41:]), (*OTHER[:30], 96, *OTHER[31:])
 NEAR = BlendConfig(method="blend", policy="none", correction="none", near=True)
 
 
-class TellingStore(RemoteStore):
-    """Another machine's store whose records tell their tokens."""
-
-    def ids(self, keys: Iterable[ChunkKey]) -> Iterator[tuple[ChunkKey, TokenIds]]:
-        self._trip()
-        return self._store.ids(keys)
-
-    def keys(self, namespace: str | None = None) -> Iterator[ChunkKey]:
-        self._trip()
-        return self._store.keys(namespace)
-
-
 def blender(store: KVStore) -> Blender:
     return Blender(tiny_adapter("llama"), "fingerprint", store, PREFIX, PREFIX)
 
 
 def donors(by: Blender, *chunks: TokenIds) -> list[str]:
-    """Of a prompt of these chunks."""
+    """The donors of a prompt of these chunks."""
     report = by.run(Prompt(PREFIX, tuple(map(Chunk, chunks)), SUFFIX), NEAR).report
     return [donor for found in report.near for donor in found.donors]
 
 
-@pytest.fixture
-def store(path: Path) -> Iterator[ValkeyStore]:
-    with ValkeyStore(settings(path), CAP) as store:
-        yield store
-
-
 @needs_server
-def test_a_server_tells_what_was_put_a_batch_in_a_round_trip(
-    store: ValkeyStore, monkeypatch: pytest.MonkeyPatch
+def test_a_server_tells_whole_ids_a_batch_in_a_round_trip(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, damaged, silent = key_of(1), key_of(2), key_of(3)
-    for n, key in enumerate((whole, damaged, silent)):
-        kv = chunk(5, seed=n)
-        store.put(key, replace(kv, ids=() if key == silent else some_ids(5, n)))
-    raw = store._connection.ask(lambda client: client.hget(chunk_name(damaged), HEADER))
-    bad = raw[:30] + bytes([raw[30] ^ 1]) + raw[31:]
-    store._connection.ask(lambda client: client.hset(chunk_name(damaged), HEADER, bad))
-    trips, ask = [0], Connection.ask
+    place = OnServer(tmp_path, CAP)
+    with place.open() as store:
+        for n, key in enumerate((whole, damaged, silent)):
+            store.put(key, replace(chunk(5, seed=n), ids=() if key == silent else some_ids(5, n)))
+        place.damage(damaged, BYTES[0])
+        trips, ask = [0], Connection.ask
 
-    def counted(self: Connection, *args: Any) -> Any:
-        trips[0] += 1
-        return ask(self, *args)
+        def counted(self: Connection, *args: Any) -> Any:
+            trips[0] += 1
+            return ask(self, *args)
 
-    monkeypatch.setattr(Connection, "ask", counted)
-    many = [key_of(n) for n in range(ID_BATCH + 1)]
-    assert dict(store.ids(many)) == {whole: some_ids(5, 0)}
-    assert trips[0] == 2
-    assert sorted(store.keys("")) == sorted([whole, damaged, silent])
-
-
-@needs_server
-def test_what_one_machine_stored_is_another_ones_donor(
-    store: ValkeyStore, path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    blender(store).precompute([OLD, OTHER])
-    with ValkeyStore(settings(path), CAP) as mine:
-        by = blender(mine)
-        by.donors.refresh()
-        reads = [0]
-        begin = Connection.begin
-
-        def counted(self: Connection, *args: Any, **options: Any) -> Any:
-            reads[0] += 1
-            return begin(self, *args, **options)
-
-        monkeypatch.setattr(Connection, "begin", counted)
-        assert set(donors(by, NEW, NEWER)) == {by.key(OLD).hex(), by.key(OTHER).hex()}
-        few = reads[0]
-        donors(by, *(NEW[n:] for n in range(12)), NEWER)
-        assert reads[0] - few <= few  # as many round trips, however many chunks are nearly there
+        monkeypatch.setattr(Connection, "ask", counted)
+        assert dict(store.ids([key_of(n) for n in range(ID_BATCH + 1)])) == {whole: some_ids(5, 0)}
+        assert trips[0] == 2
+        assert sorted(store.keys("")) == sorted([whole, damaged, silent])
+    place.close()
 
 
-def _layered(tmp_path: Path) -> tuple[LayeredStore, TellingStore]:
-    remote = TellingStore(MemoryStore(CAP))
-    blender(remote._store).precompute([OTHER])
-    return LayeredStore(LMDBStore(tmp_path / "kv", CAP), remote), remote
-
-
-def test_donors_lie_here_and_on_the_other_machine(tmp_path: Path) -> None:
-    store, remote = _layered(tmp_path)
-    with store:
+def test_donors_come_from_both_stores_and_survive_the_loss_of_one() -> None:
+    clock, near, far = ManualClock(), MemoryStore(CAP), MemoryStore(CAP)
+    remote = FaultyStore(far, clock)
+    blender(far).precompute([OTHER])
+    blender(near).precompute([OLD])
+    with LayeredStore(near, remote, clock=clock) as store:
         by = blender(store)
-        by._store_prefix()
-        store._near.put_coded(by.key(OLD), _coded(by, OLD))
         by.donors.refresh()
-        assert donors(by, NEW, NEWER) == [by.key(OLD).hex(), by.key(OTHER).hex()]
-        remote.trips.clear()
+        here, there = by.key(OLD), by.key(OTHER)
+        assert donors(by, NEW, NEWER) == [here.hex(), there.hex()]
+        store.flush()
+        near.delete(there)  # the copy that the request left
+        remote.batches.clear()
         assert not donors(by, some_ids(90, 70), some_ids(90, 71))
-        assert len(remote.trips) <= 1  # for the chunks themselves
-
-
-def test_with_the_other_machine_down_what_is_here_still_serves_and_nothing_is_forgotten(
-    tmp_path: Path,
-) -> None:
-    store, remote = _layered(tmp_path)
-    with store:
-        by = blender(store)
-        store._near.put_coded(by.key(OLD), _coded(by, OLD))
-        by.donors.refresh()
+        assert len(remote.batches) <= 1  # for the chunks themselves
         known = by.donors.index.keys
         remote.down = True
-        assert donors(by, NEW, NEWER) == [by.key(OLD).hex()]
+        assert donors(by, NEW, NEWER) == [here.hex()]
         by.donors.refresh()
-        assert by.donors.index.keys == known == {by.key(OLD), by.key(OTHER)}
+        assert by.donors.index.keys == known == {here, there}
         remote.down = False
-        store._fetcher._rest_until = 0.0
-        assert donors(by, NEWER) == [by.key(OTHER).hex()]
+        clock.advance(REST_S)
+        assert donors(by, NEWER) == [there.hex()]
 
 
-def test_a_store_that_fails_tells_no_donors_and_costs_no_answer() -> None:
-    store = TellingStore(MemoryStore(CAP))
+def test_a_store_that_fails_has_no_donors_and_requests_are_answered() -> None:
+    store = FaultyStore(MemoryStore(CAP))
     by = blender(store)
     by.precompute([OLD])
     by.donors.refresh()
@@ -158,24 +105,31 @@ def test_a_store_that_fails_tells_no_donors_and_costs_no_answer() -> None:
     assert by.key(OLD) in by.donors.index
 
 
-def _coded(by: Blender, ids: TokenIds) -> Any:
-    scratch = MemoryStore(CAP)
-    scratch.put(by.key(ids), by.computer(PREFIX).compute([ids])[0])
-    return scratch.coded(by.key(ids))
+class Far(FaultyStore):
+    """A store on another machine, at this many seconds a token."""
+
+    far, seconds_per_token = True, 0.0
+
+    def sample(self, keys: Sequence[ChunkKey], n_bytes: int) -> Sample | None:
+        return Sample(0.0, 100 * self.seconds_per_token, 1.0, 100)
+
+    def present(self, keys: Iterable[ChunkKey], remote: bool = True) -> set[ChunkKey]:
+        return super().present(keys) if remote else set()
 
 
-@pytest.mark.parametrize(
-    ("seconds", "method", "read"), [(0.1, "auto", 1), (9.0, "auto", 0), (9.0, "blend", 1)]
-)
-def test_auto_leaves_donors_there_if_fetching_them_takes_longer_than_they_save(
-    seconds: float, method: Method, read: int
+@pytest.mark.parametrize(("seconds", "method", "n"), [(0.1, "auto", 1), (9.0, "auto", 0), (9.0, "blend", 1)])
+def test_auto_leaves_donors_whose_fetching_takes_longer_than_computing(
+    seconds: float, method: Method, n: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = TellingStore(MemoryStore(CAP))
-    store.present = lambda keys, remote=True: set()  # type: ignore[method-assign]
-    by, prompt = blender(store), Prompt(PREFIX, (Chunk(NEW),), SUFFIX)
-    by._costs = CostModel(1e-6, 1.0, 0.0, 1e-6)  # a row costs a second
-    by._link._rate.record(seconds * 100, 100)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TellingStore, "far", True)
-        blend = BlendConfig(method=method, near=True)
-        assert len(by._worth_reading(prompt, blend, (0,), {by.key(OLD): len(OLD)})) == read
+    costs = CostModel(1e-6, 1.0, 0.0, 1e-6)  # a row costs a second
+    monkeypatch.setattr("blendserve.blend.blender.calibrated", lambda *_: costs)
+    store = Far(MemoryStore(CAP))
+    by = blender(store)
+    by.precompute([OLD])
+    by.donors.refresh()
+    by.calibrate()
+    store.seconds_per_token = seconds
+    by.sample_link()
+    blend = NEAR.model_copy(update={"method": method})
+    report = by.run(Prompt(PREFIX, (Chunk(NEW),), SUFFIX), blend).report
+    assert sum(len(found.donors) for found in report.near) == n

@@ -8,45 +8,48 @@ from __future__ import annotations
 
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Collection
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import run_state_machine_as_test as run_machine
 
 from blendserve.core import ChunkKV
-from blendserve.errors import StoreFull, StoreUnavailable
-from blendserve.store import KVStore, Lease, Snapshot
-from blendserve.store.codecs.base import ChunkShape
-from blendserve.store.key import ChunkKey
+from blendserve.errors import StoreUnavailable
+from blendserve.store import Lease, Snapshot
+from blendserve.store.key import ChunkKey, namespace_tag
 from blendserve.store.layered import LayeredStore
-from blendserve.store.record import Coded
-from blendserve.store.write_behind import write_behind
-from tests.store.helpers import chunk, key_of, same
-from tests.store.valkey.servers import needs_server
-from tests.support.stores import BYTES, LAYERS, STORES, SWAPPED, Damage, FaultyStore, LookUp, Place, look_up
+from tests.support.damages import BYTES, SWAPPED, Damage
+from tests.support.stores import (
+    EVERY_KIND,
+    KEYS,
+    STORES,
+    TENANT,
+    FaultyStore,
+    LookUp,
+    Place,
+    content,
+    look_up,
+    put,
+    same,
+)
 from tests.support.waiting import eventually, is_blocked
 
 SELF, OTHER = 0, 1  # handles: the store under test, and another process's
-TENANT = "tenant"
-KEYS = [*(key_of(n) for n in range(4)), *(key_of(n, TENANT) for n in range(2))]
 REST_S = 1.0  # a far store that failed is left alone for it
 NOTE_S = 60.0  # uses are written after it
 FAILED_S = 10.0  # a damaged chunk of a server is not read again for it
 
 Put = tuple[ChunkKey, int, int, bool, str]  # chunk, tokens, revision, pin, way
-EXAMPLES = settings().max_examples * 2 // 5  # 40 on every push
+EXAMPLES = max(40, settings().max_examples * 2 // 5)
+PHASES = tuple(Phase) if EXAMPLES > 40 else (Phase.generate,)  # shrinking a history takes minutes
 DAMAGED = st.sampled_from(BYTES) | st.just(SWAPPED)
+TENANTS = {key for key in KEYS if key.startswith(namespace_tag(TENANT))}
 keys, handles = st.sampled_from(KEYS), st.sampled_from([SELF, SELF, OTHER])
 PUTS = st.tuples(
     keys,
@@ -57,33 +60,18 @@ PUTS = st.tuples(
 )
 
 
-def content(key: ChunkKey, tokens: int = 10, revision: int = 0) -> ChunkKV:
-    return chunk(tokens, LAYERS, seed=10 * KEYS.index(key) + revision)
-
-
-def put(store: KVStore, key: ChunkKey, kv: ChunkKV, pin: bool, how: str, place: Place) -> bool:
-    """Store a chunk in one of four ways; False when it does not fit."""
-    codec = place.codec
-    ways: dict[str, Callable[[], object]] = {
-        "put": lambda: store.put(key, kv, pin),
-        "uncoded": lambda: store.put_uncoded(key, kv, pin),
-        "coded": lambda: store.put_coded(key, Coded(ChunkShape.of(kv), codec.coding, codec.encode(kv)), pin),
-        "behind": lambda: list(write_behind(store, [(key, kv)], most_tokens=1)) == [kv.n_bytes],
-    }
-    try:
-        assert ways[how]()
-    except StoreFull:
-        return False
-    return True
-
-
+@dataclass
 class OpenSnapshot:
     """A snapshot that stays open over steps, and the model when it was opened."""
 
-    def __init__(self, snapshot: Snapshot, who: int, chunks: dict[ChunkKey, ChunkKV], since: int) -> None:
-        self.snapshot, self.who, self.chunks, self.since = snapshot, who, chunks, since
-        self.seen: dict[ChunkKey, ChunkKV | None] = {}
-        self.stack = ExitStack()
+    snapshot: Snapshot
+    stack: ExitStack
+    who: int
+    chunks: dict[ChunkKey, ChunkKV]
+    since: int  # changes before it
+    may: set[ChunkKey]  # of another machine's chunks, those that it may give
+    deleted: set[ChunkKey] = field(default_factory=set)  # here, since the opening
+    seen: dict[ChunkKey, ChunkKV | None] = field(default_factory=dict)
 
 
 class StoreMachine(RuleBasedStateMachine):
@@ -112,6 +100,11 @@ class StoreMachine(RuleBasedStateMachine):
             self.handles[who].close()
             self.model.write_notes(who)
 
+    def writes(self, who: int) -> None:
+        """A handle is about to write, its notes first if they are written with it."""
+        if self.model.notes_with_writes:
+            self.model.write_notes(who)
+
     def handle(self, who: int) -> int:
         self.clock.advance(0.001)
         return who if self.place.shared else SELF
@@ -120,10 +113,6 @@ class StoreMachine(RuleBasedStateMachine):
     def far(self) -> FaultyStore:
         assert self.place.far is not None
         return self.place.far
-
-    @property
-    def has_far(self) -> bool:
-        return self.place.far is not None
 
     @property
     def reachable(self) -> bool:
@@ -142,28 +131,24 @@ class StoreMachine(RuleBasedStateMachine):
             self.put_one(self.handle(who), key, content(key, tokens, revision), pin or how == "behind", how)
 
     @precondition(lambda self: self.model.chunks)
-    @rule(n=st.integers(0, 5), revision=st.integers(0, 1), who=handles)
-    def put_again(self, n: int, revision: int, who: int) -> None:
-        """Replace, or mend, a chunk that is stored, by one of its size."""
-        key = sorted(self.model.chunks)[n % len(self.model.chunks)]
-        kv = content(key, self.model.chunks[key].n_tokens, revision)
-        self.put_one(self.handle(who), key, kv, False, "put")
-
-    @precondition(lambda self: self.model.chunks)
-    @rule(n=st.integers(0, 5))
-    def replace_between_reads(self, n: int) -> None:
-        """Another process replaces a chunk that was read, and may be held in a tier."""
+    @rule(n=st.integers(0, 5), revisions=st.sampled_from([(0,), (1,), (2, 3)]), who=handles)
+    def put_again(self, n: int, revisions: tuple[int, ...], who: int) -> None:
+        """Replace, or mend, a chunk that is stored, and may be held in a tier, by one of its size."""
         key = sorted(self.model.chunks)[n % len(self.model.chunks)]
         n_tokens = self.model.chunks[key].n_tokens
-        for revision in (2, 3):
-            self.put_one(self.handle(OTHER), key, content(key, n_tokens, revision), False, "put")
+        for revision in revisions:
+            self.put_one(self.handle(who), key, content(key, n_tokens, revision), False, "put")
             self.read([key], SELF)
 
     def put_one(self, who: int, key: ChunkKey, kv: ChunkKV, pin: bool, how: str) -> None:
-        if self.has_far:
+        if self.place.far:
             self.put_far(key, pin, how, who)
             return
-        stored = self.model.put(who, key, kv, self.place.size(kv, how == "uncoded"), pin)
+        size = self.place.size(kv, how == "uncoded")
+        if self.model.notes_with_writes and how == "put" and not self.place.codec.coding.level:
+            is_wanted = key in self.model.chunks or self.model.victims(key, size) is not None
+            assert self.handles[who].wants(key, kv.n_bytes) == is_wanted
+        stored = self.model.put(who, key, kv, size, pin)
         assert put(self.handles[who], key, kv, pin, how, self.place) == stored
         if stored:
             self.is_stored(key, who)
@@ -200,11 +185,10 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(key=keys, who=handles)
     def delete(self, key: ChunkKey, who: int) -> None:
         who = self.handle(who)
-        if self.has_far:
+        if self.place.far:
             self.delete_far(key, who)
             return
-        if self.model.notes_with_writes:
-            self.model.write_notes(who)
+        self.writes(who)
         assert self.handles[who].delete(key) == self.model.delete(key)
         self.damaged.pop(key, None)
 
@@ -220,14 +204,15 @@ class StoreMachine(RuleBasedStateMachine):
             self.far.damaged.discard(key)
         if who == SELF:
             self.seen.discard(key)
+            for opened in self.snapshots:
+                opened.deleted.add(key)
             assert self.place.near is None or key not in self.place.near
 
-    @precondition(lambda self: not self.has_far)
+    @precondition(lambda self: not self.place.far)
     @rule(some=st.lists(keys, min_size=1, max_size=3, unique=True), pinned=st.booleans(), who=handles)
     def pin(self, some: list[ChunkKey], pinned: bool, who: int) -> None:
         who, found = self.handle(who), {key for key in some if key in self.model.chunks}
-        if self.model.notes_with_writes:
-            self.model.write_notes(who)
+        self.writes(who)
         store = self.handles[who]
         assert (store.pin if pinned else store.unpin)(some) == len(found)
         self.model.pins = self.model.pins | found if pinned else self.model.pins - found
@@ -237,7 +222,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(some=st.lists(keys, min_size=1, max_size=3, unique=True), who=handles)
     def read(self, some: list[ChunkKey], who: int) -> None:
         who = self.handle(who)
-        if self.has_far:
+        if self.place.far:
             self.read_far(some)
             return
         with self.handles[who].reading() as snapshot:
@@ -286,14 +271,16 @@ class StoreMachine(RuleBasedStateMachine):
             assert self.far.down
         self.flush()
 
-    def check_far(self, key: ChunkKey, got: LookUp, may: set[ChunkKey]) -> None:
+    def check_far(
+        self, key: ChunkKey, got: LookUp, may: set[ChunkKey], deleted: Collection[ChunkKey] = ()
+    ) -> None:
         if got.kv:
             assert key in may
             assert same(got.kv, content(key))
-        if got.kv and self.place.near:
+        if got.kv and self.place.near and key not in deleted:
             self.seen.add(key)
 
-    @precondition(lambda self: self.has_far and not self.far.down)
+    @precondition(lambda self: self.place.far and not self.far.down)
     @rule(
         some=st.lists(keys, min_size=1, max_size=3, unique=True),
         change=st.sampled_from(["", "put", "delete"]),
@@ -308,15 +295,30 @@ class StoreMachine(RuleBasedStateMachine):
             self.delete_far(some[0], OTHER)
         self.read_far(some, frozenset(some[:1] if change else ()))
 
-    @precondition(lambda self: len(self.snapshots) < 3 and not (self.has_far and self.far.down))
+    @precondition(lambda self: self.place.far and not self.far.down)
+    @rule(some=st.lists(keys, min_size=2, max_size=2, unique=True), first=st.booleans())
+    def delete_while_reading(self, some: list[ChunkKey], first: bool) -> None:
+        """A chunk that is deleted while a request reads it stays deleted."""
+        self.handle(SELF)
+        with self.store.reading() as snapshot:
+            snapshot.expect(some)
+            self.check_far(some[0], look_up(snapshot, some[0]), self.there | self.seen)
+            if first:
+                look_up(snapshot, some[1])
+            self.delete_far(some[1], SELF)
+            look_up(snapshot, some[1])
+        self.flush()
+        with self.store.reading() as snapshot:
+            assert look_up(snapshot, some[1]).kv is None
+
+    @precondition(lambda self: len(self.snapshots) < 3 and not (self.place.far and self.far.down))
     @rule(who=handles)
     def open_snapshot(self, who: int) -> None:
-        who = SELF if self.has_far else self.handle(who)
+        who = SELF if self.place.far else self.handle(who)
         stack = ExitStack()
         snapshot = stack.enter_context(self.handles[who].reading())
-        opened = OpenSnapshot(snapshot, who, dict(self.model.chunks), len(self.model.history))
-        opened.stack = stack
-        self.snapshots.append(opened)
+        chunks, since = dict(self.model.chunks), len(self.model.history)
+        self.snapshots.append(OpenSnapshot(snapshot, stack, who, chunks, since, self.there | self.seen))
 
     @precondition(lambda self: self.snapshots)
     @rule(n=st.integers(0, 2), key=keys)
@@ -324,9 +326,9 @@ class StoreMachine(RuleBasedStateMachine):
         """What it was at the opening, or, on another machine, at any moment since; the same when asked again."""
         self.clock.advance(0.001)
         opened = self.snapshots[n % len(self.snapshots)]
-        if self.has_far:
-            got = look_up(opened.snapshot, key)
-            assert got.kv is None or same(got.kv, content(key))
+        if self.place.far:
+            opened.may |= self.there | self.seen
+            self.check_far(key, look_up(opened.snapshot, key), opened.may, opened.deleted)
             return
         if self.place.frozen:
             self.check(look_up(opened.snapshot, key), opened.chunks.get(key), key, opened.who)
@@ -357,7 +359,7 @@ class StoreMachine(RuleBasedStateMachine):
     def lease(self, key: ChunkKey, seconds: float, who: int) -> None:
         """One handle gets it: until it is released, the chunk is stored, or its time is over."""
         who = self.handle(who)
-        far = self.has_far and who == SELF
+        far = self.place.far is not None and who == SELF
         if far and not self.far.down and not self.reachable:
             self.clock.advance(REST_S)
         if far and not self.reachable:
@@ -365,26 +367,25 @@ class StoreMachine(RuleBasedStateMachine):
                 assert self.store.lease(key, seconds) is not None  # others cannot be asked
             return
         seconds = seconds if self.place.leases_end_by_clock else 600.0
-        if self.model.notes_with_writes:
-            self.model.write_notes(who)
+        self.writes(who)
         owner = (self.handles[who], object())
         granted = self.handles[who].leases([key], seconds).get(key)
         assert (granted is not None) == self.model.lease(key, seconds, owner)
         if granted is not None:
-            there = key in (self.there if self.has_far else self.model.chunks)
+            there = key in (self.there if self.place.far else self.model.chunks)
             here = far and self.place.near is not None and key in self.place.near
             assert granted.stored == (there or here)
             self.held.append((key, granted))
             self.owners[id(granted)] = owner
 
-    @precondition(lambda self: self.held and not (self.has_far and self.far.down))
+    @precondition(lambda self: self.held and not (self.place.far and self.far.down))
     @rule(n=st.integers(0, 5))
     def release(self, n: int) -> None:
         self.clock.advance(0.001)
         key, lease = self.held[n % len(self.held)]
         owner = self.owners[id(lease)]
-        if self.model.notes_with_writes and self.model.leases.get(key, (0, None))[1] is owner:
-            self.model.write_notes(self.handles.index(owner[0]))  # type: ignore[index]
+        if self.model.leases.get(key, (0, None))[1] is owner:
+            self.writes(self.handles.index(owner[0]))  # type: ignore[index]
         for _ in range(2):
             lease.release()
         self.model.release(key, owner)
@@ -403,11 +404,12 @@ class StoreMachine(RuleBasedStateMachine):
         self.doubtful.clear()
         self.open()
 
-    @precondition(lambda self: self.place.damageable and self.undamaged)
-    @rule(n=st.integers(0, 5), data=st.data())
-    def damage(self, n: int, data: st.DataObject) -> None:
+    @precondition(lambda self: self.place.damageable)
+    @rule(key=keys, data=st.data())
+    def damage(self, key: ChunkKey, data: st.DataObject) -> None:
         """Another program changes the records of a chunk."""
-        key = self.undamaged[n % len(self.undamaged)]
+        if key in self.damaged or key not in self.model.chunks or not self.model.chunks[key].n_tokens:
+            return
         damage = data.draw(DAMAGED | st.sampled_from(self.place.damages), "damage")
         self.close()
         self.place.damage(key, damage)
@@ -416,24 +418,15 @@ class StoreMachine(RuleBasedStateMachine):
         self.open()
         self.verify()
 
-    @property
-    def undamaged(self) -> list[ChunkKey]:
-        found = self.model.chunks.items()
-        return sorted(key for key, kv in found if kv.n_tokens and key not in self.damaged)
-
-    @precondition(lambda self: self.has_far)
-    @rule(down=st.booleans(), latency_s=st.sampled_from([0.0, 0.2]))
-    def other_machine(self, down: bool, latency_s: float) -> None:
+    @precondition(lambda self: self.place.far)
+    @rule(down=st.booleans(), latency_s=st.sampled_from([0.0, 0.2]), damaged=st.sets(keys, max_size=1))
+    def far_changes(self, down: bool, latency_s: float, damaged: set[ChunkKey]) -> None:
         if self.far.down and not down:
             self.well_at = self.clock.now + REST_S
         self.far.down, self.far.latency_s = down, latency_s
+        self.far.damaged |= damaged & self.there
 
-    @precondition(lambda self: self.has_far)
-    @rule(key=keys)
-    def damage_far(self, key: ChunkKey) -> None:
-        self.far.damaged |= {key} & self.there
-
-    @precondition(lambda self: self.has_far and self.place.near and not self.far.down)
+    @precondition(lambda self: self.place.far and self.place.near and not self.far.down)
     @rule(some=st.permutations(KEYS), pin=st.booleans())
     def far_is_slow(self, some: list[ChunkKey], pin: bool) -> None:
         """A full write queue drops what a request leaves; a pinned chunk waits for room."""
@@ -444,9 +437,8 @@ class StoreMachine(RuleBasedStateMachine):
         self.far.gate.clear()
         for key in some[:2]:
             put(self.store, key, content(key), False, "put", self.place)
-        last = threading.Thread(
-            target=put, args=(self.store, some[2], content(some[2]), pin, "put", self.place)
-        )
+        arguments = self.store, some[2], content(some[2]), pin, "put", self.place
+        last = threading.Thread(target=put, args=arguments)
         last.start()
         eventually(lambda: is_blocked(last) or not last.is_alive())
         self.far.gate.set()
@@ -467,30 +459,29 @@ class StoreMachine(RuleBasedStateMachine):
 
     # What always holds
 
-    @precondition(lambda self: not self.has_far)
+    @precondition(lambda self: not self.place.far)
     @invariant()
-    def stats_are_the_models(self) -> None:
-        model, stats = self.model, self.store.stats()
-        assert set(self.store.keys()) == set(model.chunks)
-        assert (stats.chunks, stats.pins) == (len(model.chunks), len(model.pins))
-        assert stats.bytes == sum(model.sizes[key] for key in model.chunks)
-        assert stats.tokens == sum(kv.n_tokens for kv in model.chunks.values())
-        assert stats.raw_bytes == sum(kv.n_bytes for kv in model.chunks.values())
-        assert stats.evictions == model.counts[None, "evictions"]
-        if not self.ever_damaged:
-            for counter in ("hits", "misses"):
-                assert getattr(stats, counter) == model.counts[None, counter] + model.counts[SELF, counter]
-
-    @precondition(lambda self: not self.has_far)
-    @invariant()
-    def what_is_known_is_the_models(self) -> None:
-        found = self.store.info(KEYS)
-        assert {key: (known.n_tokens, known.n_bytes, known.pinned) for key, known in found.items()} == {
-            key: (kv.n_tokens, self.model.sizes[key], key in self.model.pins)
-            for key, kv in self.model.chunks.items()
+    def statistics_equal_the_model(self) -> None:
+        """Of the whole store, and of a tenant, who sees its own chunks and look-ups alone."""
+        model = self.model
+        for namespace, own in ((None, set(KEYS)), (TENANT, TENANTS)):
+            stats, chunks = self.store.stats(namespace), model.chunks.keys() & own
+            assert set(self.store.keys(namespace)) == chunks
+            assert (stats.chunks, stats.pins) == (len(chunks), len(model.pins & own))
+            assert stats.bytes == sum(model.sizes[key] for key in chunks)
+            assert stats.tokens == sum(model.chunks[key].n_tokens for key in chunks)
+            assert stats.raw_bytes == sum(model.chunks[key].n_bytes for key in chunks)
+            assert stats.evictions == (None if namespace else model.evictions)
+            assert not (namespace and stats.tiers)
+            if not self.ever_damaged:
+                for counter in ("hits", "misses"):
+                    assert getattr(stats, counter) == model.counted(SELF, counter, own)
+        found = {key: (x.n_tokens, x.n_bytes, x.pinned) for key, x in self.store.info(KEYS).items()}
+        assert found == {
+            key: (kv.n_tokens, model.sizes[key], key in model.pins) for key, kv in model.chunks.items()
         }
 
-    @precondition(lambda self: self.has_far)
+    @precondition(lambda self: self.place.far)
     @invariant()
     def own_store_keeps_its_cap(self) -> None:
         near = self.place.near
@@ -501,7 +492,7 @@ class StoreMachine(RuleBasedStateMachine):
             assert (remote.waiting_bytes, remote.dropped) == (0, self.dropped)
         assert set(self.handles[OTHER].keys()) == self.there
 
-    @precondition(lambda self: not self.has_far)
+    @precondition(lambda self: not self.place.far)
     @rule()
     def verify(self) -> None:
         report = self.store.verify()
@@ -511,7 +502,7 @@ class StoreMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         self.close_snapshots()
         self.clock.advance(FAILED_S + REST_S)
-        if self.has_far:
+        if self.place.far:
             self.read_far(KEYS)
         else:
             self.verify()
@@ -521,9 +512,7 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 @pytest.mark.usefixtures("toy_codec")
-@pytest.mark.parametrize(
-    "kind", [pytest.param(k, marks=needs_server if k == "valkey" else ()) for k in STORES]
-)
+@pytest.mark.parametrize("kind", EVERY_KIND)
 def test_any_history(kind: str, tmp_path: Path) -> None:
     made: list[Path] = []
 
@@ -534,5 +523,5 @@ def test_any_history(kind: str, tmp_path: Path) -> None:
         made[-1].mkdir()
         return StoreMachine(STORES[kind], made[-1])
 
-    options = settings(max_examples=EXAMPLES, stateful_step_count=30)
-    run_state_machine_as_test(machine, settings=options)  # type: ignore[arg-type]  # any factory does
+    options = settings(max_examples=EXAMPLES, stateful_step_count=30, phases=PHASES)
+    run_machine(machine, settings=options)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Tiers in front of a store: which chunks are in them, that they give what the store holds, and what they count."""
+"""Tiers in front of a store: which chunks they hold, and what they count. test_machine.py has any history."""
 
 from __future__ import annotations
 
@@ -10,39 +10,38 @@ import torch
 
 from blendserve.blend.loader import LayerReader
 from blendserve.config import Config, StoreConfig, TiersConfig
-from blendserve.errors import ConfigError, CorruptRecord
-from blendserve.store import KVStore, LMDBStore, MemoryStore, TieredStore, TierStats, open_store
+from blendserve.errors import ConfigError
+from blendserve.store import KVStore, LMDBStore, MemoryStore, TieredStore, open_store
 from blendserve.store.codecs.base import Pair
 from blendserve.store.policies import Always, TinyLFU
 from blendserve.store.tiers import Tier, tiers_for
 from tests.kernels.cuda.streams import LateCopyStream
-from tests.store.helpers import BIG, CAP, chunk, key_of, layer_name, read, same
+from tests.support.stores import CAP, LAYERS, UNIT, chunk, key_of, read, same, tier
 
-LAYERS = 3
-UNIT = chunk(10).n_bytes
 CUDA = torch.device("cuda", 0)
 
 
-def near(units: float, admission: Always | TinyLFU | None = None, name: str = "near") -> Tier:
-    return Tier(
-        name, round(units * UNIT), admission or Always(), lambda pair: (pair[0].clone(), pair[1].clone())
-    )
+@pytest.fixture
+def admission() -> TinyLFU:
+    """The store's and its tiers', as open_store gives both the same."""
+    return TinyLFU(seed=1)
 
 
 @pytest.fixture
-def disk(tmp_path: Path) -> Iterator[LMDBStore]:
-    with LMDBStore(tmp_path / "kv", CAP) as store:
+def disk(tmp_path: Path, admission: TinyLFU) -> Iterator[LMDBStore]:
+    with LMDBStore(tmp_path / "kv", CAP, admission=admission) as store:
         for n in range(8):
             store.put(key_of(n), chunk(10, seed=n))
         yield store
 
 
-def hits(store: KVStore) -> list[int]:
-    return [tier.hits for tier in store.stats().tiers]
+def tiered(disk: KVStore, *units: float, admission: TinyLFU | None = None) -> KVStore:
+    return TieredStore(disk, [tier(n * UNIT, admission) for n in units])
 
 
-def held(store: KVStore) -> list[tuple[int, int]]:
-    return [(tier.chunks, tier.bytes // UNIT) for tier in store.stats().tiers]
+def held(store: KVStore) -> list[tuple[int, int, int]]:
+    """Chunks, their bytes in units, and hits of each tier."""
+    return [(tier.chunks, tier.bytes // UNIT, tier.hits) for tier in store.stats().tiers]
 
 
 def ask(store: KVStore, *numbers: int) -> None:
@@ -50,23 +49,31 @@ def ask(store: KVStore, *numbers: int) -> None:
         assert same(read(store, key_of(n)), chunk(10, seed=n))
 
 
-def test_a_chunk_is_read_from_the_store_once(disk: LMDBStore) -> None:
-    store = TieredStore(disk, [near(4)])
-    ask(store, 0, 0, 0)
-    assert hits(store) == [2]
-    assert (disk.stats().hits, store.stats().hits) == (3, 3)  # the store is asked each time
+def test_a_tier_serves_its_copy_and_evicts_the_least_recently_used(disk: LMDBStore) -> None:
+    store, places = tiered(disk, 2), set()
+    for _ in range(3):
+        with store.reading() as snapshot:
+            view = snapshot.get(key_of(0))
+            assert view is not None
+            places.add(tuple(view.layer(l)[0].data_ptr() for l in range(LAYERS)))
+    assert len(places) == 1
+    assert held(store) == [(1, 1, 2)]
+    assert (disk.stats().hits, store.stats().hits) == (3, 3)  # the store counts all look-ups
+    ask(store, 1, 0, 2)
+    assert held(store) == [(2, 2, 3)]
+    ask(store, 0, 2, 1)
+    assert held(store) == [(2, 2, 5)]
+    assert store.stats().to_dict()["tier_hits"] == 5
 
 
-def test_hot_is_what_a_tier_or_a_store_in_memory_has_whole(disk: LMDBStore) -> None:
-    store = TieredStore(disk, [near(2)])
+def test_hot_chunks_are_those_that_memory_holds_whole(disk: LMDBStore) -> None:
+    store = tiered(disk, 2)
     ask(store, 0, 1, 2)
     with store.reading() as snapshot:
         view = snapshot.get(key_of(3))
         assert view
-        view.layer(0)
-        assert store.hot() == {
-            key_of(2)
-        }  # of the last one only a layer has been read, and it took the place of one
+        view.layer(0)  # one layer takes the place of a chunk
+        assert store.hot() == {key_of(2)}
     store.delete(key_of(2))
     assert store.hot() == disk.hot() == set()
     memory = MemoryStore(CAP)
@@ -74,131 +81,64 @@ def test_hot_is_what_a_tier_or_a_store_in_memory_has_whole(disk: LMDBStore) -> N
     assert TieredStore(memory, []).hot() == {key_of(0)}
 
 
-def test_what_a_tier_gives_is_not_read_from_the_store(tmp_path: Path) -> None:
-    with LMDBStore(tmp_path, CAP) as disk:
-        disk.put(key_of(0), chunk(BIG))
-    with LMDBStore(tmp_path, CAP) as disk:
-        store = TieredStore(disk, [near(1e3)])
-        assert same(read(store, key_of(0)), chunk(BIG))
-        tamper_open(disk, layer_name(0, 1))
-        assert same(read(store, key_of(0)), chunk(BIG))
-        with pytest.raises(CorruptRecord):
-            read(disk, key_of(0))
-
-
-def tamper_open(store: LMDBStore, name: bytes) -> None:
-    """Change a record's bytes, and leave its header as it is."""
-    with store._write() as txn:
-        raw = bytearray(txn.get(name) or b"")
-        raw[5] ^= 4
-        txn.put(name, bytes(raw))
-
-
-def test_the_least_recently_used_makes_room_and_the_cap_is_kept(disk: LMDBStore) -> None:
-    store = TieredStore(disk, [near(2)])
-    ask(store, 0, 1, 0, 2)
-    assert held(store) == [(2, 2)]
-    ask(store, 0, 2)
-    assert hits(store) == [3]
-    ask(store, 1)  # 0 goes
-    assert hits(store) == [3]
-
-
-def test_the_nearest_tier_that_wants_a_chunk_has_it_alone(disk: LMDBStore) -> None:
-    admission = TinyLFU(seed=1)
-    disk._traffic._admission = admission  # as open_store gives both the same
-    store = TieredStore(disk, [near(2, admission, "a"), near(3, admission, "b")])
-    ask(store, *range(8))
-    ask(store, *range(8))
-    assert held(store) == [(2, 2), (3, 3)]
-    assert hits(store) == [2, 3]  # equal popularity moves nothing
+def test_the_nearest_tier_that_admits_it_holds_a_chunk(disk: LMDBStore, admission: TinyLFU) -> None:
+    store = tiered(disk, 2, 3, admission=admission)
+    ask(store, *range(8), *range(8))
+    assert held(store) == [(2, 2, 2), (3, 3, 3)]  # equal frequencies move nothing
     ask(store, 7, 7, 7, 7)
-    assert hits(store)[0] == 2 + 3  # from the first of these on it is worth more than one of the first tier's
+    assert held(store)[0] == (2, 2, 2 + 3)  # from the second on, the first tier holds it
+    store = tiered(disk, 0.5, 1)
+    ask(store, 0, 0)  # too large for the first tier
+    assert held(store) == [(0, 0, 0), (1, 1, 1)]
 
 
-def test_a_chunk_too_large_for_a_tier_goes_to_the_next(disk: LMDBStore) -> None:
-    store = TieredStore(disk, [near(0.5), near(1)])
-    ask(store, 0, 0)
-    assert held(store) == [(0, 0), (1, 1)]
-    assert hits(store) == [0, 1]
-
-
-def test_deleted_and_replaced_chunks_leave_at_once(disk: LMDBStore) -> None:
-    store = TieredStore(disk, [near(4), near(4)])
-    ask(store, 0, 1, 2)
-    assert store.delete(key_of(0))
-    assert read(store, key_of(0)) is None
-    store.put(key_of(1), chunk(10, seed=99))
-    assert held(store)[0] == (1, 1)
-    assert same(read(store, key_of(1)), chunk(10, seed=99))
-
-
-def test_who_still_reads_an_evicted_chunk_reads_on(disk: LMDBStore) -> None:
-    store = TieredStore(disk, [near(1)])
+def test_a_view_of_an_evicted_chunk_stays_readable(disk: LMDBStore) -> None:
+    store = tiered(disk, 1)
     with store.reading() as snapshot:
         view = snapshot.get(key_of(0))
         assert view is not None
         view.layer(0)
         ask(store, 1)
-        assert torch.equal(view.layer(0)[0], chunk(10).keys[0])
-        assert torch.equal(view.layer(1)[0], chunk(10).keys[1])
-        assert held(store) == [(1, 1)]
-        with pytest.raises(IndexError):
-            view.layer(LAYERS)
-        with pytest.raises(IndexError):
-            view.layer(-1)
+        for l in (0, 1):
+            assert torch.equal(view.layer(l)[0], chunk(10).keys[l])
+        assert held(store) == [(1, 1, 0)]
+        for l in (LAYERS, -1):
+            with pytest.raises(IndexError):
+                view.layer(l)
 
 
-def test_a_tenant_is_told_nothing_of_the_tiers(disk: LMDBStore) -> None:
-    store = TieredStore(disk, [near(4)])
-    ask(store, 0)
-    assert store.stats("").tiers == ()
-    assert store.stats().tiers == (TierStats("near", 1, UNIT, 4 * UNIT, 0),)
-    figures = store.stats().to_dict()
-    assert (figures["near_chunks"], figures["near_bytes"], figures["near_hits"]) == (1, UNIT, 0)
-    assert "tiers" not in figures
-
-
-def test_on_a_device_that_is_late_hot_chunks_are_sent_once(disk: LMDBStore) -> None:
-    stream, config = LateCopyStream(), TiersConfig(device_bytes=2 * UNIT, host_bytes=1 << 20)
-    store = TieredStore(disk, tiers_for(config, Always(), CUDA, stream))
-    for _ in range(3):
-        layers = load(store, stream, (0, 1))
-        stream.finish()
-        for l, layer in enumerate(layers):
-            for n, (keys, values) in enumerate(layer):
-                assert torch.equal(keys, chunk(10, seed=n).keys[l])
-                assert torch.equal(values, chunk(10, seed=n).values[l])
-    assert len(stream.copies) == 2 * LAYERS  # of two chunks, once, keys and values together
-    assert [(t.name, t.chunks, t.hits) for t in store.stats().tiers] == [("device", 2, 4), ("host", 0, 0)]
-
-
-def test_the_host_tier_is_pinned_and_fetched_from(disk: LMDBStore) -> None:
-    stream = LateCopyStream()
-    store = TieredStore(disk, tiers_for(TiersConfig(host_bytes=1 << 20), Always(), CUDA, stream))
-    load(store, stream, (3,))
-    assert len(stream.buffers) == LAYERS  # nothing went through the ring, not even the first time
-    (layer, *_) = load(store, stream, (3,))
-    stream.finish()
-    assert len(stream.buffers) == LAYERS
-    assert torch.equal(layer[0][0], chunk(10, seed=3).keys[0])
-    (tier,) = store.stats().tiers
-    assert (tier.name, tier.hits) == ("host", 1)
-    assert tier.bytes == LAYERS * 1024  # a layer has 640 bytes; pinned memory comes in powers of two
-
-
-def load(
-    store: KVStore, stream: LateCopyStream, numbers: tuple[int, ...]
-) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
+def load(store: KVStore, stream: LateCopyStream, *numbers: int) -> None:
+    """Read chunks as a prefill does, and check them."""
     with store.reading() as snapshot:
         views = [snapshot.get(key_of(n)) for n in numbers]
         reader = LayerReader([view for view in views if view is not None], LAYERS, stream)
         layers = [reader.take(l) for l in range(LAYERS)]
         reader.close()
-        return layers
+    stream.finish()
+    for l, layer in enumerate(layers):
+        for n, (keys, values) in zip(numbers, layer, strict=True):
+            assert torch.equal(keys, chunk(10, seed=n).keys[l])
+            assert torch.equal(values, chunk(10, seed=n).values[l])
 
 
-def test_without_memory_for_it_a_tier_stays_as_it_is_and_requests_go_on(disk: LMDBStore) -> None:
+def test_a_chunk_is_copied_once_to_a_late_device_or_into_pinned_memory(disk: LMDBStore) -> None:
+    stream, config = LateCopyStream(), TiersConfig(device_bytes=2 * UNIT, host_bytes=1 << 20)
+    store = TieredStore(disk, tiers_for(config, Always(), CUDA, stream))
+    for _ in range(3):
+        load(store, stream, 0, 1)
+    assert len(stream.copies) == 2 * LAYERS  # keys and values together
+    assert [(t.name, t.chunks, t.hits) for t in store.stats().tiers] == [("device", 2, 4), ("host", 0, 0)]
+    stream = LateCopyStream()
+    store = TieredStore(disk, tiers_for(TiersConfig(host_bytes=1 << 20), Always(), CUDA, stream))
+    for _ in range(2):
+        load(store, stream, 3)
+    assert len(stream.buffers) == LAYERS  # no copy went through the ring
+    (host,) = store.stats().tiers
+    # A layer has 640 bytes; pinned memory comes in powers of two.
+    assert (host.name, host.hits, host.bytes) == ("host", 1, LAYERS * 1024)
+
+
+def test_a_tier_without_memory_keeps_its_size_and_requests_go_on(disk: LMDBStore) -> None:
     copies = list[None]()
 
     def copy(pair: Pair) -> Pair:
@@ -209,35 +149,24 @@ def test_without_memory_for_it_a_tier_stays_as_it_is_and_requests_go_on(disk: LM
 
     store = TieredStore(disk, [Tier("device", 5 * UNIT, Always(), copy)])
     ask(store, 0, 1, 2, 0, 1)
-    assert held(store) == [(2, 2)]
-    assert hits(store) == [2]
+    assert held(store) == [(2, 2, 2)]
     ask(store, 3, 3, 4, 4)
-    assert held(store) == [(2, 2)]
+    assert held(store) == [(2, 2, 4)]
     assert store.stats().tiers[0].cap_bytes == 2 * UNIT
 
 
-def test_more_than_the_device_has_free_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"device_bytes' cannot be 2000000000: .* 1073741824 bytes free"):
-        tiers_for(TiersConfig(device_bytes=2_000_000_000), Always(), CUDA, LateCopyStream())
-
-
 @pytest.mark.parametrize("name", ["device_bytes", "host_bytes"])
-def test_on_a_cpu_tiers_are_refused_by_name(name: str, tmp_path: Path) -> None:
+def test_tiers_that_cannot_be_are_refused(name: str, tmp_path: Path) -> None:
     config = StoreConfig(tiers={name: 1000})
-    with pytest.raises(ConfigError, match=rf"store\.tiers\.{name}.*runs on the CPU"):
-        open_store(config, tmp_path, device=torch.device("cpu"))
-    with open_store(config, tmp_path) as store:  # whoever only looks at the store has no reader
+    with open_store(config, tmp_path) as store:  # a command without a reader needs no device
         assert isinstance(store, LMDBStore)
-
-
-def test_no_tiers_by_default(tmp_path: Path) -> None:
-    assert tiers_for(TiersConfig(), Always(), CUDA, LateCopyStream()) == []
-    with open_store(StoreConfig(), tmp_path, device=torch.device("cpu")) as store:
-        assert isinstance(store, LMDBStore)
-
-
-def test_the_settings_are_checked() -> None:
-    with pytest.raises(ConfigError, match=r"store\.tiers\.device_bytes"):
-        Config(store={"tiers": {"device_bytes": -1}})
-    with pytest.raises(ConfigError, match="device_bytes"):
-        Config(store={"tiers": {"device_byte": 1}})
+    for call in (
+        lambda: open_store(config, tmp_path, device=torch.device("cpu")),
+        lambda: Config(store={"tiers": {name: -1}}),
+    ):
+        with pytest.raises(ConfigError) as error:
+            call()
+        assert error.value.setting == f"store.tiers.{name}"
+    with pytest.raises(ConfigError) as error:  # more than is free
+        tiers_for(TiersConfig(device_bytes=2_000_000_000), Always(), CUDA, LateCopyStream())
+    assert error.value.setting == "store.tiers.device_bytes"

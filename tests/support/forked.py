@@ -15,7 +15,7 @@ CONTEXT.set_forkserver_preload(
         "blendserve.engine.engine",
         "blendserve.serve.running",
         "transformers.models.llama.modeling_llama",  # takes longer than all others together
-        "tests.store.lmdb.processes",
+        "tests.support.stores",
     ]
 )
 

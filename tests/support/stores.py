@@ -10,24 +10,24 @@ import os
 import struct
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import lmdb
+import pytest
 import torch
-import xxhash
 
 from blendserve.config import ValkeyConfig
 from blendserve.core import ChunkKV
 from blendserve.errors import CorruptRecord, StoreFull, StoreUnavailable
-from blendserve.store import KVStore, LayeredStore, LMDBStore, MemoryStore, ReadAhead, Snapshot
+from blendserve.store import KVStore, LayeredStore, Lease, LMDBStore, MemoryStore, ReadAhead, Snapshot, record
 from blendserve.store.base import ChunkView, Meanwhile, TimeSaved
-from blendserve.store.codecs.base import Codec
+from blendserve.store.codecs.base import ChunkShape, Codec
 from blendserve.store.codecs.raw import Raw
-from blendserve.store.key import TAG_BYTES, ChunkKey
+from blendserve.store.key import TAG_BYTES, ChunkKey, chunk_key
 from blendserve.store.layered import Write
 from blendserve.store.policies import LRU, Admission, Always
 from blendserve.store.tiers import Tier, TieredStore
@@ -35,15 +35,94 @@ from blendserve.store.valkey.client import library
 from blendserve.store.valkey.names import HEADER, chunk_name, segment_name
 from blendserve.store.valkey.store import ValkeyStore
 from blendserve.store.wrapped import WrappedStore
-from tests.store.helpers import chunk
-from tests.store.toy_codec import Toy
-from tests.store.valkey.servers import settings as valkey_settings
+from blendserve.store.write_behind import write_behind
+from tests.support.codecs import Toy
+from tests.support.damages import BYTES, DAMAGES, Damage
+from tests.support.valkey import needs_server
+from tests.support.valkey import settings as valkey_settings
 from tests.support.waiting import ManualClock
 
-UNIT = chunk(10).n_bytes
-CAP = 5 * UNIT
-LAYERS = 3  # of every chunk
+LAYERS = 3
+CAP = 10_000_000
+BIG = 300  # tokens: a layer of 19,200 bytes, on pages of its own
 ROOMY = 1 << 30
+
+Change = Callable[[lmdb.Transaction], object]
+
+
+# Chunks
+
+
+def key_of(n: int, namespace: str = "") -> ChunkKey:
+    return chunk_key("model", (1, 2), (n,), "float32", namespace)
+
+
+def chunk(
+    tokens: int = 5,
+    layers: int = LAYERS,
+    kv_heads: int = 2,
+    head_dim: int = 4,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+) -> ChunkKV:
+    generator = torch.Generator().manual_seed(seed)
+    shape = (layers, kv_heads, tokens, head_dim)
+    keys, values = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
+    return ChunkKV(keys, values)
+
+
+def read(store: KVStore, key: ChunkKey) -> ChunkKV | None:
+    """A copy of the stored chunk. Raises CorruptRecord."""
+    with store.reading() as snapshot:
+        view = snapshot.get(key)
+        return None if view is None else copy_of(view)
+
+
+def copy_of(view: ChunkView) -> ChunkKV:
+    layers = [[part.clone() for part in view.layer(l)] for l in range(view.n_layers)]
+    return ChunkKV(*(torch.stack(parts) for parts in zip(*layers, strict=True)))
+
+
+def same(a: ChunkKV | None, b: ChunkKV) -> bool:
+    """Equal bit for bit, NaNs included."""
+    if a is None or a.keys.dtype != b.keys.dtype or a.keys.shape != b.keys.shape:
+        return False
+    return all(
+        torch.equal(x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8))
+        for x, y in ((a.keys, b.keys), (a.values, b.values))
+    )
+
+
+def stored(store: KVStore, most: int = 30) -> set[int]:
+    """The numbers of the keys in the store."""
+    return {n for n in range(most) if key_of(n) in store}
+
+
+def filled(path: Path, n: int = 3) -> None:
+    """Make an LMDB store of large chunks 0 to n - 1."""
+    with LMDBStore(path, CAP) as store:
+        for i in range(n):
+            store.put(key_of(i), chunk(BIG, seed=i))
+
+
+def tamper(path: Path, change: Change) -> None:
+    """Change the records of a closed LMDB store."""
+    with lmdb.open(str(path), map_size=0) as env, env.begin(write=True) as txn:
+        change(txn)
+
+
+def flip(name: bytes, at: int) -> Change:
+    """Flip a bit of a record."""
+
+    def change(txn: lmdb.Transaction) -> None:
+        raw = bytearray(txn.get(name) or b"")
+        raw[at] ^= 4
+        txn.put(name, bytes(raw))
+
+    return change
+
+
+UNIT = chunk(10).n_bytes
 
 
 def tier(n_bytes: float, admission: Admission | None = None, name: str = "tier") -> Tier:
@@ -78,11 +157,12 @@ class FaultyStore(WrappedStore):
             yield _FaultySnapshot(snapshot, self)
 
     def call(self, name: str) -> None:
-        """Count a call, wait for the gate. Raises StoreUnavailable while the store is down."""
+        """Wait for the gate, count the call. Raises StoreUnavailable while the store is down."""
         assert self.gate.wait(60)
-        self.calls[name] += 1
         self._clock.sleep(self.latency_s)
-        if self.down:
+        is_down = self.down
+        self.calls[name] += 1
+        if is_down:
             raise StoreUnavailable("the network is down")
 
 
@@ -98,11 +178,11 @@ def _faulty(name: str) -> Callable[..., Any]:
     return method
 
 
-for _name in (
+for method_name in (
     *("put", "put_coded", "put_uncoded", "delete", "coded", "present", "wants", "info", "pin", "unpin"),
     *("lease", "leases", "ids", "keys", "tables", "all_tables", "put_tables", "__contains__"),
 ):
-    setattr(FaultyStore, _name, _faulty(_name))
+    setattr(FaultyStore, method_name, _faulty(method_name))
 
 
 class _FaultySnapshot:
@@ -123,92 +203,6 @@ class _FaultySnapshot:
         return getattr(self._snapshot, name)
 
 
-# Damage
-
-Records = list["bytes | None"]  # the header record, then the segment of each layer; None = missing
-
-
-@dataclass(frozen=True)
-class Damage:
-    """A change to the records of a chunk of at least two layers that `verify` must report."""
-
-    name: str
-    change: Callable[[ChunkKey, Records], Records]
-    layer: int | None  # the first layer that fails its check; None = the header does
-    readable: bool = False  # whether reading the chunk shows nothing of it
-
-    def __str__(self) -> str:
-        return self.name
-
-
-def sealed(key: ChunkKey, body: bytes) -> bytes:
-    """A header record whose own checksum fits the key."""
-    return body + struct.pack("<Q", xxhash.xxh3_64_intdigest(key + body))
-
-
-def _at(n: int, change: Callable[[bytes], bytes | None], name: str) -> Damage:
-    def damage(_: ChunkKey, records: Records) -> Records:
-        return [change(raw or b"") if i == n else raw for i, raw in enumerate(records)]
-
-    return Damage(name, damage, n - 1 if n else None)
-
-
-def _flip(at: int) -> Callable[[bytes], bytes]:
-    return lambda raw: raw[:at] + bytes([raw[at] ^ 4]) + raw[at + 1 :]
-
-
-def lie(offset: int, kind: str, value: object) -> Damage:
-    """Another value in a field of the header, under a checksum that fits: no other field agrees with it."""
-
-    def change(key: ChunkKey, records: Records) -> Records:
-        body = bytearray((records[0] or b"")[:-8])
-        struct.pack_into("<" + kind, body, offset, value)
-        return [sealed(key, bytes(body)), *records[1:]]
-
-    return Damage(f"header says {value!r} at {offset}", change, None)
-
-
-TOP32, TOP64 = 2**32 - 1, 2**64 - 1
-LIES: dict[int, list[tuple[int, str, list[Any]]]] = {  # by format: offset in the header, struct format, values
-    1: [(0, "4s", [b"NOPE"]), (4, "H", [0, 2]), (6, "B", [0, 9, 1]), (7, "B", [1]), (8, "I", [0, 2, TOP32]),
-        (12, "I", [0, 3]), (16, "I", [0, TOP32]), (20, "I", [0, TOP32]), (24, "Q", [0, TOP64])],
-    3: [(0, "4s", [b"NOPE"]), (4, "H", [0, 1]), (6, "H", [0, 9, 1]), (8, "I", [0, 2, TOP32]), (12, "I", [0, 3]),
-        (16, "I", [0, TOP32]), (20, "I", [0, TOP32]), (24, "8s", [bytes(8), b"\xff" * 8]), (32, "I", [1, TOP32]),
-        (36, "B", [1]), (51, "B", [255]), (52, "Q", [0, 1, TOP64]), (84, "Q", [0, TOP64])],
-}  # fmt: skip
-LIES[2] = LIES[3]
-
-BYTES: list[Damage] = [  # of the bytes of any record, in any format
-    _at(0, _flip(9), "flipped header"),
-    _at(0, lambda raw: raw[:-3], "header cut short"),
-    _at(0, lambda raw: raw + b"\0", "header with a byte more"),
-    _at(0, lambda raw: b"", "empty header"),
-    _at(1, _flip(3), "flipped layer 0"),
-    _at(2, _flip(5), "flipped layer 1"),
-    _at(1, lambda raw: raw[:2], "layer 0 cut short"),
-    _at(1, lambda raw: raw + b"\0", "layer 0 with a byte more"),
-    _at(2, lambda raw: bytes(len(raw)), "layer 1 of zeros"),
-    _at(2, lambda raw: None, "layer 1 missing"),
-    Damage("all layers missing", lambda key, records: [records[0], *[None] * (len(records) - 1)], 0),
-    Damage("layers swapped", lambda key, records: [records[0], records[2], records[1], *records[3:]], 0),
-]
-
-
-def _swap_all(key: ChunkKey, records: Records) -> Records:
-    body = (records[0] or b"")[:-8]
-    header = sealed(key, body[:52] + body[68:84] + body[52:68] + body[84:])
-    return [header, records[2], records[1], *records[3:]]
-
-
-SWAPPED = Damage("layers swapped with their lengths and checksums", _swap_all, 0)
-DAMAGES: list[Damage] = [
-    *BYTES,
-    SWAPPED,
-    *(lie(offset, kind, value) for offset, kind, values in LIES[3] for value in values),
-    Damage("one layer more", lambda key, records: [*records, b"x"], None, readable=True),
-]
-
-
 # The contract
 
 
@@ -227,8 +221,19 @@ class StoreModel:
         self.used, self.pins = dict[ChunkKey, int](), set[ChunkKey]()
         self.history: list[tuple[ChunkKey, ChunkKV | None]] = []  # every change of a chunk
         self.notes: dict[int, dict[ChunkKey, int]] = {0: {}, 1: {}}
-        self.counts: Counter[tuple[int | None, str]] = Counter()  # by handle; None = written
+        self.counts: Counter[tuple[int | None, str, ChunkKey]] = Counter()  # by handle; None = written
+        self.evictions = 0
+        self._last = 0
         self.leases: dict[ChunkKey, tuple[int, object]] = {}  # end, owner
+
+    def _tick(self) -> int:
+        """Nanoseconds, later than ever before."""
+        self._last = max(self._last + 1, self.clock.time_ns())
+        return self._last
+
+    def _order(self, key: ChunkKey) -> tuple[int, ChunkKey]:
+        """The least recently used first; a server counts microseconds."""
+        return self.used[key] // (1 if self.notes_with_writes else 1000), key
 
     def write_notes(self, who: int) -> None:
         """A later use that another handle has written stays."""
@@ -236,19 +241,27 @@ class StoreModel:
             if key in self.chunks:
                 self.used[key] = max(used, self.used[key])
         self.notes[who] = {}
-        for counter in ("hits", "misses"):
-            self.counts[None, counter] += self.counts.pop((who, counter), 0)
+        for name in [name for name in self.counts if name[0] == who]:
+            self.counts[None, name[1], name[2]] += self.counts.pop(name)
 
     def note(self, who: int, key: ChunkKey, found: bool) -> None:
         if found:
-            self.notes[who][key] = self.clock.time_ns()
-        self.counts[who, "hits" if found else "misses"] += 1
+            self.notes[who][key] = self._tick()
+        self.counts[who, "hits" if found else "misses", key] += 1
+
+    def counted(self, who: int, counter: str, keys: Collection[ChunkKey]) -> int:
+        """What a handle sees: its own counts and those that are written."""
+        return sum(
+            n
+            for (handle, name, key), n in self.counts.items()
+            if handle in (who, None) and name == counter and key in keys
+        )
 
     def victims(self, key: ChunkKey, size: int) -> list[ChunkKey] | None:
         """The least recently used chunks that have to go, as few as possible; None when the rest is pinned."""
         others = [k for k in self.chunks if k != key and self._quota(k) == self._quota(key)]
         excess, victims = sum(self.sizes[k] for k in others) + size - self.cap, list[ChunkKey]()
-        for k in sorted(set(others) - self.pins, key=self.used.__getitem__):
+        for k in sorted(set(others) - self.pins, key=self._order):
             if excess > 0:
                 victims.append(k)
                 excess -= self.sizes[k]
@@ -261,10 +274,10 @@ class StoreModel:
             self.write_notes(who)
         for victim in (victims := self.victims(key, size)) or ():
             self.delete(victim)
-            self.counts[None, "evictions"] += 1
+            self.evictions += 1
         if victims is None:
             return False
-        self.chunks[key], self.sizes[key], self.used[key] = kv, size, self.clock.time_ns()
+        self.chunks[key], self.sizes[key], self.used[key] = kv, size, self._tick()
         self.pins |= {key} if pin else set()
         self.history.append((key, kv))
         return True
@@ -305,7 +318,7 @@ class Place:
     codec: Codec = Raw()
     longest_pause_s = 100.0
 
-    def __init__(self, folder: Path, cap: int = CAP) -> None:
+    def __init__(self, folder: Path, cap: int = 5 * UNIT) -> None:
         self.folder, self.cap, self.clock = folder, cap, ManualClock()
 
     def model(self) -> StoreModel:
@@ -317,6 +330,13 @@ class Place:
     def other(self) -> KVStore:
         """The store as another process opens it."""
         return self.open()
+
+    def open_to_read(self) -> KVStore:
+        raise NotImplementedError
+
+    def records(self) -> dict[bytes, bytes]:
+        """All that the place keeps, by name."""
+        raise NotImplementedError
 
     def damage(self, key: ChunkKey, damage: Damage) -> None:
         """Change a chunk's records; called while the place is closed."""
@@ -352,6 +372,13 @@ class OnDisk(Place):
     def open(self) -> KVStore:
         return LMDBStore(self.folder / "kv", self.cap, eviction=LRU(), codec=self.codec, clock=self.clock)
 
+    def open_to_read(self) -> KVStore:
+        return LMDBStore(self.folder / "kv", self.cap, read_only=True, clock=self.clock)
+
+    def records(self) -> dict[bytes, bytes]:
+        with lmdb.open(str(self.folder / "kv"), readonly=True) as env, env.begin() as txn:
+            return dict(txn.cursor())
+
     def damage(self, key: ChunkKey, damage: Damage) -> None:
         folder = self.folder / "kv"
         with lmdb.open(str(folder), map_size=0) as env:
@@ -366,7 +393,7 @@ class OnDisk(Place):
 class Coded(OnDisk):
     damages = BYTES
 
-    def __init__(self, folder: Path, cap: int = CAP) -> None:
+    def __init__(self, folder: Path, cap: int = 5 * UNIT) -> None:
         super().__init__(folder, cap)
         self.codec = Toy(level=6)
 
@@ -387,7 +414,7 @@ class OnServer(Place):
     ends_any_lease = leases_end_by_clock = False
     longest_pause_s = 1.0  # after a minute another thread writes notes
 
-    def __init__(self, folder: Path, cap: int = CAP) -> None:
+    def __init__(self, folder: Path, cap: int = 5 * UNIT) -> None:
         super().__init__(folder, cap)
         self._settings: ValkeyConfig = valkey_settings(folder.parent)
         self._client = library().Valkey.from_url(self._settings.url)
@@ -398,6 +425,12 @@ class OnServer(Place):
 
     def open(self) -> KVStore:
         return ValkeyStore(self._settings, self.cap, eviction=LRU(), clock=self.clock)
+
+    def open_to_read(self) -> KVStore:
+        return ValkeyStore(self._settings, self.cap, read_only=True, clock=self.clock)
+
+    def records(self) -> dict[bytes, bytes]:
+        return {name: self._client.dump(name) for name in self._client.scan_iter()}
 
     def damage(self, key: ChunkKey, damage: Damage) -> None:
         name, fields = chunk_name(key), [HEADER, *map(segment_name, range(LAYERS + 1))]
@@ -460,6 +493,8 @@ STORES: dict[str, type[Place]] = {
     "behind": Behind,
     "ahead": Ahead,
 }
+EVERY_KIND = [pytest.param(kind, marks=needs_server if kind == "valkey" else ()) for kind in STORES]
+SHARED_KINDS = [pytest.param("lmdb"), pytest.param("valkey", marks=needs_server)]  # between processes
 
 
 @dataclass(frozen=True)
@@ -481,9 +516,70 @@ def look_up(snapshot: Snapshot, key: ChunkKey) -> LookUp:
     if view is None:
         return LookUp(None)
     try:
-        layers = [[part.clone() for part in view.layer(l)] for l in range(view.n_layers)]
+        return LookUp(copy_of(view), True, tier=snapshot.tier(key))
     except CorruptRecord:
         return LookUp(None, True, True)
-    return LookUp(
-        ChunkKV(*(torch.stack(parts) for parts in zip(*layers, strict=True))), True, tier=snapshot.tier(key)
-    )
+
+
+# Histories
+
+TENANT = "tenant"
+KEYS = [*(key_of(n) for n in range(4)), *(key_of(n, TENANT) for n in range(2))]
+
+
+def content(key: ChunkKey, tokens: int = 10, revision: int = 0) -> ChunkKV:
+    """What a history stores under a key."""
+    return chunk(tokens, seed=10 * KEYS.index(key) + revision)
+
+
+def put(store: KVStore, key: ChunkKey, kv: ChunkKV, pin: bool, how: str, place: Place) -> bool:
+    """Store a chunk in one of four ways; False when it does not fit."""
+    codec = place.codec
+    ways: dict[str, Callable[[], object]] = {
+        "put": lambda: store.put(key, kv, pin),
+        "uncoded": lambda: store.put_uncoded(key, kv, pin),
+        "coded": lambda: store.put_coded(
+            key, record.Coded(ChunkShape.of(kv), codec.coding, codec.encode(kv)), pin
+        ),
+        "behind": lambda: list(write_behind(store, [(key, kv)], most_tokens=1)) == [kv.n_bytes],
+    }
+    try:
+        assert ways[how]()
+    except StoreFull:
+        return False
+    return True
+
+
+class RemoteStore(FaultyStore):
+    """A faulty store over one without leases; it has its own."""
+
+    def __init__(self, store: KVStore) -> None:
+        super().__init__(store)
+        self.trips, self.leased, self.refused = self.batches, set[ChunkKey](), 0
+
+    @property
+    def puts(self) -> int:
+        return self.calls["put_coded"]
+
+    def present(self, keys: Iterable[ChunkKey], remote: bool = True) -> set[ChunkKey]:
+        self.call("present")
+        return self._store.present(keys) if remote else set()
+
+    def lease(self, key: ChunkKey, seconds: float) -> Lease | None:
+        self.call("lease")
+        if key in self.leased:
+            self.refused += 1
+            return None
+        self.leased.add(key)
+        return _RemoteLease(self, key)
+
+    def leases(self, keys: Sequence[ChunkKey], seconds: float) -> dict[ChunkKey, Lease]:
+        return KVStore.leases(self, keys, seconds)
+
+
+class _RemoteLease(Lease):
+    def __init__(self, store: RemoteStore, key: ChunkKey) -> None:
+        self._store, self._key = store, key
+
+    def release(self) -> None:
+        self._store.leased.discard(self._key)

@@ -113,7 +113,8 @@ class Environment:
             if (status.st_dev, status.st_ino) == self._identity and status.st_size < needed:
                 raise StoreUnavailable(
                     f"{self._data} was cut short, {status.st_size} bytes of {needed} are left: "
-                    "delete it and precompute again"
+                    "delete it and precompute again",
+                    path=self.path,
                 )
 
     def _needed_bytes(self) -> int:
@@ -144,7 +145,9 @@ class Environment:
             raise self._busy(wait_s)
         try:
             if not self.is_at(self.path):
-                raise StoreUnavailable(f"the KV store {self.path} was removed or replaced: open it again")
+                raise StoreUnavailable(
+                    f"the KV store {self.path} was removed or replaced: open it again", path=self.path
+                )
             self._lock_file(wait_s)
             try:
                 yield
@@ -163,7 +166,8 @@ class Environment:
 
     def _busy(self, wait_s: float) -> StoreUnavailable:
         return StoreUnavailable(
-            f"another writer has held the KV store {self.path} for {wait_s:g} s: wait for it or stop it"
+            f"another writer has held the KV store {self.path} for {wait_s:g} s: wait for it or stop it",
+            path=self.path,
         )
 
 

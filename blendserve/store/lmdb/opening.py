@@ -32,24 +32,34 @@ def explained(error: lmdb.Error | OSError, path: Path) -> StoreError:
     code = error.errno if isinstance(error, OSError) else getattr(error, "code", 0)
     if isinstance(error, lmdb.MapFullError):
         return MapFull(
-            f"the file of the KV store {path} has no space left: raise store.cap_gb and open it again"
+            f"the file of the KV store {path} has no space left: raise store.cap_gb and open it again",
+            setting="store.cap_gb",
+            path=path,
         )
     if code in _DISK_FULL:
-        return StoreFull(f"the KV store {path} could not be written in full ({error}): free some disk space")
+        return StoreFull(
+            f"the KV store {path} could not be written in full ({error}): free some disk space", path=path
+        )
     if isinstance(error, lmdb.InvalidError | lmdb.VersionMismatchError):
         return StoreUnavailable(
-            f"{path} holds a data.mdb that is no LMDB file of a known version: move it, or set store.path"
+            f"{path} holds a data.mdb that is no LMDB file of a known version: move it, or set store.path",
+            path=path,
         )
     if isinstance(error, lmdb.CorruptedError | lmdb.PageNotFoundError):
         return StoreUnavailable(
-            f"the file of the KV store {path} is damaged ({error}): move its data.mdb away, and precompute again"
+            f"the file of the KV store {path} is damaged ({error}): move its data.mdb away, and precompute again",
+            path=path,
         )
     if isinstance(error, lmdb.MapResizedError):
-        return StoreUnavailable(f"the KV store {path} was enlarged by another process: open it again")
+        return StoreUnavailable(
+            f"the KV store {path} was enlarged by another process: open it again", path=path
+        )
     if isinstance(error, lmdb.ReadersFullError):
-        return StoreUnavailable(f"the KV store {path} has {MAX_READERS} open readers already: close some")
+        return StoreUnavailable(
+            f"the KV store {path} has {MAX_READERS} open readers already: close some", path=path
+        )
     return StoreUnavailable(
-        f"the KV store {path} cannot be used: {error}. Check that store.path is a writable folder"
+        f"the KV store {path} cannot be used: {error}. Check that store.path is a writable folder", path=path
     )
 
 
@@ -66,7 +76,9 @@ def open_lmdb(path: Path, map_size: int, read_only: bool) -> lmdb.Environment:
     """Open or create the files, with the largest map ever asked for; it is never resized while open."""
     if read_only:
         if not (path / "data.mdb").exists():
-            raise StoreUnavailable(f"there is no KV store at {path}: precompute one, or set store.path")
+            raise StoreUnavailable(
+                f"there is no KV store at {path}: precompute one, or set store.path", path=path
+            )
         return _open_for_reading(path)
     path.mkdir(parents=True, exist_ok=True)
     if (path / "data.mdb").exists():
@@ -106,18 +118,23 @@ def check_format(env: lmdb.Environment, path: Path, read_only: bool) -> None:
     with env.begin() as txn:
         record = txn.get(FORMAT_KEY)
     if record is None and env.stat()["entries"] == 0:
-        raise StoreUnavailable(f"there is no KV store at {path}: precompute one, or set store.path")
+        raise StoreUnavailable(
+            f"there is no KV store at {path}: precompute one, or set store.path", path=path
+        )
     if record is None:
-        raise StoreUnavailable(f"{path} is an LMDB file of another program: set store.path to another folder")
+        raise StoreUnavailable(
+            f"{path} is an LMDB file of another program: set store.path to another folder", path=path
+        )
     version = int.from_bytes(record[len(_STORE_MAGIC) :][:2], "little")
     if record != _format_record(version):
         raise StoreUnavailable(
-            f"the KV store {path} has a damaged format record: delete it, precompute again"
+            f"the KV store {path} has a damaged format record: delete it, precompute again", path=path
         )
     if version > FORMAT:
         raise StoreVersion(
             f"the KV store {path} has format {version}, this blendserve reads up to {FORMAT}: "
-            "upgrade blendserve, or set store.path to another folder"
+            "upgrade blendserve, or set store.path to another folder",
+            path=path,
         )
     if version < FORMAT and not read_only:  # what is written from now on, an older blendserve must not touch
         with env.begin(write=True) as txn:

@@ -1,16 +1,14 @@
-"""What a stranger can do wrong, and what servers are: told by name, with the way out, and never with the password."""
+"""Wrong settings, servers that are none, credentials and TLS: each is a StoreUnavailable, and no password is shown."""
 
 from __future__ import annotations
 
-import builtins
 import logging
-import re
-import socket
+import socketserver
 import ssl
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,14 +17,14 @@ import pytest
 
 from blendserve.bench.link import Link
 from blendserve.bench.servers import Server, free_port
-from blendserve.config import ValkeyConfig
+from blendserve.config import StoreConfig, ValkeyConfig
 from blendserve.errors import ConfigError, StoreUnavailable
 from blendserve.serve.metrics import Metrics
-from blendserve.store import LayeredStore, MemoryStore
+from blendserve.store import LayeredStore, MemoryStore, open_store
 from blendserve.store.valkey.client import PASSWORD
 from blendserve.store.valkey.store import ValkeyStore
-from tests.store.helpers import CAP, chunk, key_of, read, same
-from tests.store.valkey.servers import PATIENT_S, database, needs_server, shared_server
+from tests.support.stores import CAP, chunk, key_of, read, same
+from tests.support.valkey import PATIENT_S, database, needs_server, shared_server
 
 SECRET = "open sesame"
 
@@ -36,122 +34,81 @@ def store(url: str, **options: Any) -> ValkeyStore:
 
 
 @pytest.mark.parametrize(
-    ("url", "why"),
-    [
-        ("http://127.0.0.1:6379", "valkey://HOST:6379"),
-        ("127.0.0.1:6379", "valkey://HOST:6379"),
-        ("valkey://", "valkey://HOST:6379"),
-        ("valkey://host:port", "no URL"),
-        ("valkey://host/first", "database's number, not 'first'"),
-        ("valkey://host?ssl_cert_reqs=none", "valkey://HOST:6379"),
-        ("unix://", "unix:///PATH"),
-    ],
-)
-def test_a_url_that_is_none_is_refused(url: str, why: str) -> None:
-    with pytest.raises(ConfigError, match=f"store.valkey.url.*{why}"):
-        ValkeyConfig(url=url)
-
-
-@pytest.mark.parametrize(
     "url",
     [
-        f"valkey://me:{SECRET}@host",
-        f"valkeys://:{SECRET}@host:1/2",
-        f"valkey://:{SECRET}@host:port",
-        f"{SECRET}@host",
+        *(
+            "http://127.0.0.1:6379",
+            "127.0.0.1:6379",
+            "valkey://",
+            "valkey://host:port",
+            "valkey://host/first",
+        ),
+        *("valkey://host?ssl_cert_reqs=none", "unix://", f"valkey://me:{SECRET}@host", f"{SECRET}@host"),
+        *(f"valkeys://:{SECRET}@host:1/2", f"valkey://:{SECRET}@host:port"),
     ],
 )
-def test_a_password_in_a_url_is_refused_and_not_repeated(url: str) -> None:
-    with pytest.raises(ConfigError, match="password_file") as caught:
+def test_a_wrong_url_is_refused_and_its_password_not_repeated(url: str) -> None:
+    with pytest.raises(ConfigError) as error:
         ValkeyConfig(url=url)
-    assert SECRET not in str(caught.value)
+    assert error.value.setting == "store.valkey.url"
+    assert SECRET not in repr(error.value)
 
 
-def test_without_the_package_the_way_out_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = builtins.__import__
-
-    def missing(name: str, *args: Any) -> Any:
-        if name == "valkey":
-            raise ImportError(name)
-        return real(name, *args)
-
-    monkeypatch.setattr(builtins, "__import__", missing)
-    with pytest.raises(StoreUnavailable, match=r"pip install 'valkey>="):
+def test_a_missing_client_package_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "valkey", None)
+    with pytest.raises(StoreUnavailable):
         store("valkey://127.0.0.1:1")
 
 
 @pytest.mark.parametrize("url", ["valkey://127.0.0.1:{}", "valkeys://127.0.0.1:{}", "unix:///nowhere{}"])
-def test_where_nothing_answers_commands_fail_and_requests_miss(url: str) -> None:
-    with store(url.format(free_port())) as nobody:
-        with pytest.raises(StoreUnavailable, match="cannot be reached"):
-            nobody.stats()
-        with nobody.reading() as snapshot:
+def test_without_a_server_commands_fail_and_requests_miss(url: str) -> None:
+    figures = Metrics()
+    with store(url.format(free_port())) as away:
+        with pytest.raises(StoreUnavailable):
+            away.stats()
+        with away.reading() as snapshot:
             snapshot.expect([key_of(1), key_of(2)])
             assert snapshot.get(key_of(1)) is None
             assert snapshot.undecodable[key_of(1)].kind == "unreachable"
-        lease = nobody.lease(key_of(1), 9.0)
-        assert lease is not None  # better computed twice than not at all
+        lease = away.lease(key_of(1), 9.0)
+        assert lease is not None  # rather two computations than none
         lease.release()
-
-
-def test_an_engines_store_opens_without_its_server_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
-    from blendserve.config import StoreConfig
-    from blendserve.store import open_store
-
-    server = {"url": f"valkey://127.0.0.1:{free_port()}"}
-    with open_store(StoreConfig(kind="valkey", valkey=server), None) as kept:
-        for _ in range(3):
-            assert read(kept, key_of(1)) is None
-    assert ["cannot be reached" in record.message for record in caplog.records] == [True]
-
-
-def test_a_servers_figures_tell_that_its_store_is_away(path: Path) -> None:
-    figures = Metrics()
-    with store(f"valkey://127.0.0.1:{free_port()}") as nobody:
-        figures.watch(lambda: (0, 0), 1, nobody)
+        figures.watch(lambda: (0, 0), 1, away)
         assert b"blendserve_store_up 0.0" in figures.text()
 
 
 @contextmanager
 def answering(reply: bytes) -> Iterator[str]:
-    """Something at a port that says the same to everybody."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+    """A port that gives the same answer to everything."""
 
-        def serve() -> None:
-            while True:
-                try:
-                    line, _ = listener.accept()
-                except OSError:
-                    return
-                threading.Thread(target=talk, args=(line,), daemon=True).start()
+    class Handler(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            while self.request.recv(4096):
+                self.request.sendall(reply)
 
-        def talk(line: socket.socket) -> None:
-            with line:
-                while line.recv(4096):
-                    line.sendall(reply)
-
-        threading.Thread(target=serve, daemon=True).start()
-        yield f"valkey://127.0.0.1:{listener.getsockname()[1]}"
-        listener.shutdown(socket.SHUT_RDWR)
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler) as server:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"valkey://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
 
 
-def info(**fields: str) -> bytes:
-    body = "".join(f"{name}:{value}\r\n" for name, value in fields.items()).encode()
-    return b"$%d\r\n%s\r\n" % (len(body), body)
+def bulk(text: str) -> bytes:
+    return b"$%d\r\n%s\r\n" % (len(text), text.encode())
 
 
 @pytest.mark.parametrize(
-    ("reply", "why"),
+    "reply",
     [
-        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "sends what is no answer|cannot be reached"),
-        (info(redis_version="5.0.7"), "is redis 5.0.7, and Valkey 7 or Redis 6 is needed"),
-        (info(something="else"), "of no version"),
-        (b"-LOADING the dataset\r\n", "still loading"),
-        (b"-NOAUTH Authentication required.\r\n", f"credentials: set {PASSWORD}"),
+        b"HTTP/1.1 400 Bad Request\r\n\r\n",
+        bulk("redis_version:5.0.7\r\n"),
+        bulk("something:else\r\n"),
+        b"-LOADING the dataset\r\n",
+        b"-NOAUTH Authentication required.\r\n",
     ],
 )
-def test_what_is_no_server_for_us_is_named(reply: bytes, why: str) -> None:
-    with answering(reply) as url, store(url) as strange, pytest.raises(StoreUnavailable, match=why):
+def test_a_port_that_is_no_usable_server_is_unavailable(reply: bytes) -> None:
+    with answering(reply) as url, store(url) as strange, pytest.raises(StoreUnavailable):
         strange.stats()
 
 
@@ -162,13 +119,10 @@ def test_credentials_come_from_a_file_or_the_environment(
     caplog.set_level(logging.DEBUG)
     (tmp_path / "password").write_text(SECRET + "\n")
     with Server(requirepass=SECRET) as server:
-        for config in ({}, {"username": "nobody"}, {"password_file": tmp_path / "missing"}):
-            with (
-                store(server.url, **config) as locked,
-                pytest.raises(StoreUnavailable, match="password_file") as caught,
-            ):
+        for config in ({}, {"username": "unknown"}, {"password_file": tmp_path / "missing"}):
+            with store(server.url, **config) as locked, pytest.raises(StoreUnavailable) as error:
                 locked.stats()
-            assert SECRET not in str(caught.value)
+            assert SECRET not in repr(error.value)
         with store(server.url, password_file=tmp_path / "password") as opened:
             assert opened.stats().chunks == 0
         monkeypatch.setenv(PASSWORD, SECRET)
@@ -178,7 +132,7 @@ def test_credentials_come_from_a_file_or_the_environment(
 
 
 @needs_server
-def test_tls_goes_by_the_url_and_trusts_the_given_authority(tmp_path: Path) -> None:
+def test_tls_follows_the_url_and_trusts_the_given_authority(tmp_path: Path) -> None:
     cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
     made = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext subjectAltName=IP:127.0.0.1"
     try:
@@ -193,63 +147,33 @@ def test_tls_goes_by_the_url_and_trusts_the_given_authority(tmp_path: Path) -> N
         with store(url, ca_file=cert) as trusted:
             trusted.put(key_of(1), chunk())
             assert same(read(trusted, key_of(1)), chunk())
-        with store(url) as wary, pytest.raises(StoreUnavailable, match=r"cannot be reached.*certificate"):
+        with store(url) as wary, pytest.raises(StoreUnavailable):
             wary.stats()
 
 
 @needs_server
-def test_a_server_that_was_started_again_is_not_missed(tmp_path: Path) -> None:
-    with Server() as server, store(server.url) as kept:
-        kept.put(key_of(1), chunk())
-        server.restart()
-        with kept.reading() as snapshot:
-            assert snapshot.get(key_of(1)) is None
-            assert not snapshot.undecodable  # it is not there: that is known
-        kept.put(key_of(1), chunk())
-        assert same(read(kept, key_of(1)), chunk())
-
-
-@needs_server
-def test_a_reply_that_never_ends_is_given_up(tmp_path: Path) -> None:
-    """Bytes that keep coming keep a socket's own timeout from ever passing."""
-    with Link(shared_server().port) as link, store(f"{link.url}/9002", deadline_s=0.3) as slow:
-        with store(database(tmp_path).rpartition("/")[0] + "/9002") as direct:
-            direct.put(key_of(1), chunk(200))
-        link.weather.bytes_per_s = 2000
-        with slow.reading() as snapshot:
-            assert snapshot.get(key_of(1)) is None
-            assert "does not answer within 0.3 s" in str(snapshot.undecodable[key_of(1)])
-            assert snapshot.get(key_of(2)) is None
-
-
-@needs_server
-def test_more_threads_than_connections_all_get_their_answers(tmp_path: Path) -> None:
-    with store(database(tmp_path)) as busy, ThreadPoolExecutor(16) as pool:
-        busy.put(key_of(1), chunk())
-        assert all(pool.map(lambda _: same(read(busy, key_of(1)), chunk()), range(64)))
-
-
 @pytest.mark.parametrize(
-    ("scheme", "options", "why"),
+    ("scheme", "options"),
     [
-        (
-            "valkey",
-            {"password_file": Path("nowhere")},
-            "the file nowhere cannot be read .*correct password_file",
-        ),
-        ("valkeys", {"ca_file": Path("nowhere")}, "the file nowhere cannot be read .*correct ca_file"),
-        ("valkeys", {"deadline_s": 0.2}, "over TLS: where it speaks none, its url begins with valkey://"),
+        ("unix", {}),
+        ("valkey", {"password_file": Path("nowhere")}),
+        ("valkeys", {"ca_file": Path("nowhere")}),
+        ("valkeys", {"deadline_s": 0.2}),  # the server speaks no TLS
     ],
 )
-@needs_server
-def test_in_front_of_what_cannot_be_used_the_log_says_why_once(
-    scheme: str, options: dict[str, Any], why: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_requests_to_an_unusable_server_log_one_line(
+    scheme: str, options: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    url = database(tmp_path).replace("valkey://", f"{scheme}://")
-    with LayeredStore(MemoryStore(CAP), store(url, **options)) as both:
+    server = {
+        "url": database(tmp_path).replace("valkey://", f"{scheme}://"),
+        "deadline_s": PATIENT_S,
+        **options,
+    }
+    with (
+        open_store(StoreConfig(kind="valkey", valkey=server), None) as far,
+        LayeredStore(MemoryStore(CAP), far) as both,
+    ):
         for n in range(3):
-            with both.reading() as snapshot:
-                assert snapshot.get(key_of(n)) is None
+            assert read(both, key_of(n)) is None
         both.put(key_of(1), chunk(1), pin=True)
-    (said,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert re.search(why, said)
+    assert len([record for record in caplog.records if record.levelno >= logging.WARNING]) == 1

@@ -90,7 +90,7 @@ def sensitivity(
     total = torch.zeros(adapter.n_layers, 2, n, n)
     generator = torch.Generator().manual_seed(0)
     for start in starts:
-        flat = _behind_the_first(_gradients(adapter, ids[start : start + WINDOW], generator))
+        flat = _behind_the_first(gradients(adapter, ids[start : start + WINDOW], generator))
         weighed = flat * flat.square().sum(dim=(0, 1, 3), keepdim=True).clamp(min=TINY) ** -0.25
         total += weighed.transpose(-1, -2) @ weighed
         progress()
@@ -111,7 +111,7 @@ def first_layer(adapter: Adapter, ids: Sequence[int]) -> tuple[Tensor, Tensor]:
     return layers.kv[0]
 
 
-def _gradients(adapter: Adapter, ids: TokenIds, generator: torch.Generator) -> list[tuple[Tensor, ...]]:
+def gradients(adapter: Adapter, ids: TokenIds, generator: torch.Generator) -> list[tuple[Tensor, ...]]:
     """Of one window: by layer, those of keys and values [K, C, D]."""
     tokens = torch.tensor(ids, device=adapter.device)
     with torch.no_grad():
