@@ -24,7 +24,7 @@ def cap() -> str | None:
     """One of SETS; None = all that the CPU has. Raises ConfigError."""
     word = os.environ.get(SWITCH)
     if word and word not in SETS:
-        raise ConfigError(f"{SWITCH} cannot be {word!r}: use one of {', '.join(SETS)}")
+        raise ConfigError(f"{SWITCH} cannot be {word!r}: use one of {', '.join(SETS)}", setting=SWITCH)
     return word or None
 
 

@@ -95,7 +95,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         outcome: Counter(
             match[1]
             for report in terminalreporter.stats.get(outcome, [])
-            if (match := re.search(r"tests/kernels/cpu/.*\[(\w+)", report.nodeid)) and match[1] in LEVELS
+            if (match := re.search(r"tests/kernels/.*\[(\w+)", report.nodeid)) and match[1] in LEVELS
         )
         for outcome in ("passed", "skipped")
     }

@@ -74,12 +74,12 @@ class Operation(Generic[P, R]):
     """A row of the table. The last backend is the plain form, which can do everything."""
 
     def __init__(self, *backends: Backend[P, R], racing: Racing[P] | None = None) -> None:
-        self.backends, self._racing = backends, racing
+        self.backends, self.racing = backends, racing
         self._order: dict[object, list[Backend[P, R]]] = {}  # by class and threads: who serves first
         self._rows: dict[object, list[Row]] = {}
 
     def select_backend(self, *args: P.args, **kwargs: P.kwargs) -> Backend[P, R]:
-        shapes = self._racing.class_of(*args, **kwargs) if self._racing and race.is_on() else None
+        shapes = self.racing.class_of(*args, **kwargs) if self.racing and race.is_on() else None
         if shapes is None or verify.is_switched_off():
             return next(b for b in self.backends if b.serves(*args, **kwargs))
         found = shapes, torch.get_num_threads()
@@ -100,6 +100,8 @@ class Operation(Generic[P, R]):
         """As a new process would begin."""
         self._order.clear()
         self._rows.clear()
+        if self.racing is not None:
+            _unsettled.difference_update([about for about in _unsettled if about[0] == self.racing.operation])
 
     @torch.inference_mode()
     def _race(self, found: object, shapes: samples.Class, *args: P.args, **kwargs: P.kwargs) -> None:
@@ -126,10 +128,10 @@ class Operation(Generic[P, R]):
 
         Who has a time was proven when it was taken, on this machine; the winner is proven in each process.
         """
-        assert self._racing is not None
+        assert self.racing is not None
         notes = {b.name: _taking(b.trouble, call) for b in backends if b.is_ours}
         able = [b for b in backends if not notes.get(b.name)]
-        times = race_times.recall(self._racing.operation, str(shapes), [b.name for b in able])
+        times = race_times.recall(self.racing.operation, str(shapes), [b.name for b in able])
         ours = [b.name for b in able if b.is_ours]
         if times is None or (verdict := race.settle(times, ours)).winner not in ours:
             return False
@@ -145,27 +147,27 @@ class Operation(Generic[P, R]):
         self, able: Sequence[Any], shapes: samples.Class, *args: P.args, **kwargs: P.kwargs
     ) -> race.Times | None:
         """Kept ones, or measured and kept; None where the machine is too busy."""
-        assert self._racing is not None
-        about = self._racing.operation, str(shapes)
+        assert self.racing is not None
+        about = self.racing.operation, str(shapes)
         times = race_times.recall(*about, [b.name for b in able])
         if times is None and len(_unsettled) < TRIES:
-            times = _measured(able, self._racing.samples(*args, **kwargs))
+            times = _measured(able, self.racing.samples(*args, **kwargs))
             times = times and race_times.keep(*about, times)
         if times is None:
             _unsettled.add(about)
         return times
 
     def _row(self, shapes: samples.Class, backend: str, times: race.Times, note: str) -> Row:
-        assert self._racing is not None
+        assert self.racing is not None
         milliseconds = tuple(1e3 * seconds for seconds in times.get(backend, ()))
-        return Row(self._racing.operation, str(shapes), backend, milliseconds, note)
+        return Row(self.racing.operation, str(shapes), backend, milliseconds, note)
 
     def _usual(self, *args: P.args, **kwargs: P.kwargs) -> tuple[Any, ...]:
         """The call at hand where its tensors lie as our kernels want them, else a sample: an odd call settles nothing."""
         if not kwargs and any(b.is_ours and b.fits(*args, **kwargs) for b in self.backends):
             return args
-        assert self._racing is not None
-        return self._racing.samples(*args, **kwargs)[0][0]
+        assert self.racing is not None
+        return self.racing.samples(*args, **kwargs)[0][0]
 
 
 def _measured(

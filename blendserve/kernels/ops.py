@@ -379,3 +379,21 @@ def decode(
     expect of each axis. Raises ValueError for bytes that are no such symbols.
     """
     return DECODE(segment, below, means, model, layer, dim, dtype)
+
+
+# The table above, by name.
+OPERATIONS: dict[str, Operation[..., Any]] = {
+    "attend": ATTEND,
+    "attend_with_scores": ATTEND_WITH_SCORES,
+    "attend_at": ATTEND_AT,
+    "attend_chunks": ATTEND_CHUNKS,
+    "rotate": ROTATE,
+    "place": PLACE,
+    "linear": LINEAR,
+    "correct": CORRECT,
+    "add_norm": ADD_NORM,
+    "gated_activation": GATED_ACTIVATION,
+    "pack": PACK,
+    "reconstruct": RECONSTRUCT,
+    "decode": DECODE,
+}

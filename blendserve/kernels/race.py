@@ -97,7 +97,7 @@ class _Race:
         for name, works in self._runs.items():
             if not self._is_hopeless(name):
                 for work, found in zip(works, self._found[name], strict=True):
-                    found.extend(_timed(work))
+                    found.extend(timed(work))
 
     def times(self, needed: int) -> Times | None:
         """The least, if each has been timed so often, or has lost."""
@@ -116,7 +116,7 @@ class _Race:
         return sum(map(min, self._found[name]))
 
 
-def _timed(work: Work) -> list[float]:
+def timed(work: Work) -> list[float]:
     """The seconds that it takes; nothing where it had to wait for a core."""
     before = waited()
     start = time.perf_counter()

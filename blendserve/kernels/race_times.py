@@ -51,7 +51,7 @@ def _sources() -> list[Path]:
 
 def recall(operation: str, shapes: str, backends: Sequence[str]) -> Times | None:
     """What is kept of all these backends, in their order; None if anything is missing or no time."""
-    found = _read(_file()).get(operation)
+    found = _read(file_of_machine()).get(operation)
     times = found.get(shapes) if isinstance(found, dict) else None
     if not isinstance(times, dict) or not all(_are_times(times.get(name)) for name in backends):
         return None
@@ -61,7 +61,7 @@ def recall(operation: str, shapes: str, backends: Sequence[str]) -> Times | None
 
 def keep(operation: str, shapes: str, times: Times) -> Times:
     """Write it down, unless another process was first: then what that one found is returned instead."""
-    file = _file()
+    file = file_of_machine()
     with suppress(OSError, Timeout):
         file.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(file.with_suffix(".lock"), timeout=WAIT_SECONDS):
@@ -77,7 +77,8 @@ def keep(operation: str, shapes: str, times: Times) -> Times:
     return times
 
 
-def _file() -> Path:
+def file_of_machine() -> Path:
+    """Where the times of this machine are kept."""
     return cache_folder() / "kernels" / f"{machine()}.json"
 
 

@@ -21,6 +21,8 @@ from blendserve.kernels.types import (
     StoredChunk,
 )
 
+LEAST_SPREAD = 1 / 64  # of the size of stored keys and values, for the ridge regression
+
 
 def formula(q: Tensor, keys: Tensor, values: Tensor, at: Tensor, spec: AttentionSpec) -> Tensor:
     """softmax(softcap(scale * q k^T) + mask) v in float64, over a dense mask, for rows at `at` [S] -> [S, H * D]."""
@@ -234,13 +236,18 @@ def _means(moved: Tensor, sizes: Sequence[int], params: CorrectionParams) -> Ten
 def _fit(known: Tensor, foreign: Tensor, left: Tensor, penalty: float) -> Prior:
     """Ridge regression of `left` [K, S, 2D] on stored keys and values [K, S, 2D], centred, and of unit size each.
 
-    -> W and c such that foreign [1, S, 1] * (known W + c) predicts `left`.
+    -> W and c such that foreign [1, S, 1] * (known W + c) predicts `left`. The size is at least LEAST_SPREAD of the
+    numbers themselves: what equal tokens differ by is rounding, and says nothing of other tokens.
     """
     mean = known.mean(dim=1, keepdim=True)
     x = foreign * (known - mean)
-    key, value = (half.square().mean(dim=(1, 2), keepdim=True) for half in x.chunk(2, dim=-1))
+    spread, length = (
+        torch.cat([half.square().mean(dim=(1, 2), keepdim=True) for half in part.chunk(2, dim=-1)], dim=-1)
+        for part in (x, foreign * known)
+    )
     # All dims of keys are scaled alike, and all of values: [K, 1, 2] -> [K, 1, 2D]
-    size = torch.cat([key, value], dim=-1).sqrt().clamp(min=1e-6).repeat_interleave(x.shape[-1] // 2, dim=-1)
+    size = torch.maximum(spread, LEAST_SPREAD**2 * length).sqrt().clamp(min=1e-6)
+    size = size.repeat_interleave(x.shape[-1] // 2, dim=-1)
     weights = _ridge(x / size, left, penalty) / size.mT
     return Prior(weights, -(mean @ weights)[:, 0])
 

@@ -48,7 +48,7 @@ class Rotary:
     """A reader's rotation. `form` is None where its function is none of those that kernels know."""
 
     def __init__(self, own: OwnFunction, form: RotaryForm | None) -> None:
-        self._own, self.form = own, form
+        self.own, self.form = own, form
 
     @classmethod
     @torch.inference_mode()
@@ -66,7 +66,7 @@ class Rotary:
         """x [heads, S, D] turned by the family's own function, in its own dtype; dims beyond R stay."""
         width = rope.cos.shape[-1]
         if width == x.shape[-1]:
-            return self._own(x[None], x[None, :0], rope.cos[None], rope.sin[None])[0][0]
+            return self.own(x[None], x[None, :0], rope.cos[None], rope.sin[None])[0][0]
         if width == 0:
             return x
         return torch.cat([self.rotate(x[..., :width], rope), x[..., width:]], dim=-1)

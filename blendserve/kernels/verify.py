@@ -67,6 +67,12 @@ def cpu_status(level: Level) -> Status:
     return _cpu_status(level)
 
 
+def forget() -> None:
+    """Build, load and check anew when next asked, as a new process would."""
+    _cpu_status.cache_clear()
+    loaded.cache_clear()
+
+
 def is_switched_off() -> bool:
     return os.environ.get(SWITCH) == "0"
 

@@ -280,7 +280,6 @@ def test_blending_is_what_the_formulas_say(case: Case) -> None:
     check(case)
 
 
-@pytest.mark.xfail(reason="the ridge divides rounding errors by the spread of equal tokens, which is 0")
 def test_a_prompt_of_one_chunk_many_times() -> None:
     """Three recomputed tokens are the same token of the same chunk, so they show nothing of how others move."""
     prompt = Prompt((), (Chunk((40, 52)),) * 4, (78,))

@@ -241,7 +241,10 @@ def _learnt(
         mine = [r - overall for r, w in zip(rest, which, strict=True) if w == n]
         means.append(overall + sum(mine, torch.zeros_like(overall)) / (len(mine) + 16.0))
     centred = other[:, None] * (old - old[at].mean(0))
-    parts = [part / part[at].square().mean().sqrt().clamp(min=1e-6) for part in centred.chunk(2, dim=-1)]
+    parts = []
+    for part, whole in zip(centred.chunk(2, dim=-1), (other[:, None] * old).chunk(2, dim=-1), strict=True):
+        spread, size = (float(x[at].square().mean().sqrt()) for x in (part, whole))
+        parts.append(part / max(spread, size / 64, 1e-6))  # equal tokens differ by rounding alone
     features = torch.cat(parts, dim=-1).double()
     left = torch.stack([r - means[w] for r, w in zip(rest, which, strict=True)]).double()
     width = 2 * dim

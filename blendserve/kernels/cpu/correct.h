@@ -46,7 +46,8 @@ namespace {
 constexpr int BLOCK = 96;         // tokens of an item of work
 constexpr int SOME = 4;           // rows of a system taken together
 constexpr int MAX_DIM = 256;
-constexpr float LEAST = 1e-12f;  // mean square of features that do not vary
+constexpr float LEAST = 1e-12f;          // mean square of features that are 0
+constexpr float LEAST_SPREAD = 1 / 64.0f;  // of the size of features: what varies less is rounding (reference.py)
 
 thread_local Scratch move_scratch;
 
@@ -196,18 +197,22 @@ void take_means(const CorrectCall& c, int64_t offset, Head& h) {
 void centre(const CorrectCall& c, int64_t offset, Head& h) {
     int64_t f = 2 * c.dim;
     for (int64_t j = offset; j < offset + c.dim; ++j) h.centre[j] /= static_cast<float>(c.rows);
-    double squares = 0;
+    double squares = 0, lengths = 0;
     for (int64_t n = 0; n < c.chunks; ++n)
         for (int64_t s = c.first[n]; s < c.first[n + 1]; ++s) {
             add(h.left + s * f + offset, h.constants + n * f + offset, -1, c.dim);
-            Floats sum = all(0.0f);
+            Floats sum = all(0.0f), length = all(0.0f);
             for (int64_t j = offset; j < offset + c.dim; j += LANES) {
+                Floats stored = load(h.x + s * f + j) * all(c.foreign[n]);
                 Floats x = (load(h.x + s * f + j) - load(h.centre + j)) * all(c.foreign[n]);
                 store(h.x + s * f + j, x);
                 sum = fma(x, x, sum);
+                length = fma(stored, stored, length);
             }
             squares += sum_of(sum);
+            lengths += sum_of(length);
         }
+    squares = std::max(squares, lengths * LEAST_SPREAD * LEAST_SPREAD);
     h.square[offset / c.dim] = std::max(LEAST, static_cast<float>(squares / static_cast<double>(c.rows * c.dim)));
 }
 

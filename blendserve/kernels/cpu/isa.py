@@ -70,7 +70,7 @@ def missing(level: Level) -> str:
     capped = cap()
     if capped is not None and SETS.index(level.name) > SETS.index(capped):
         return f"capped to {capped}"
-    return "" if level.name != "amx" or _may_use_tiles() else "the kernel does not permit tiles"
+    return "" if level.name != "amx" or may_use_tiles() else "the kernel does not permit tiles"
 
 
 def allowed() -> tuple[str, ...]:
@@ -105,6 +105,6 @@ def _cpuinfo(field: str) -> str:
 
 
 @cache
-def _may_use_tiles() -> bool:
+def may_use_tiles() -> bool:
     """Asks Linux for them, once a process: arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA)."""
     return bool(ctypes.CDLL(None).syscall(158, 0x1023, 18) == 0)

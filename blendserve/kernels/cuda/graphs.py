@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -32,8 +33,8 @@ class CudaGraph:
     """
 
     def __init__(self, work: Callable[[], Tensor], device: torch.device) -> None:
-        with _capturing:  # one at a time in a process
-            stream, ours = _capture_stream(device), torch.cuda.current_stream(device)
+        with capturing:  # one at a time in a process
+            stream, ours = capture_stream(device), torch.cuda.current_stream(device)
             self._graph = torch.cuda.CUDAGraph()
             stream.wait_stream(ours)
             try:
@@ -58,18 +59,20 @@ class CudaGraph:
             finally:
                 self._graph.capture_end()
         except RuntimeError:
-            with suppress(
-                AttributeError, RuntimeError
-            ):  # left to itself, the allocator would go on waiting for the end
-                torch._C._cuda_endAllocateToPool(device.index, pool)
+            end_allocations(device, pool)
             raise
 
 
-_capturing = threading.Lock()
-_streams: dict[torch.device, torch.cuda.Stream] = {}
+capturing = threading.Lock()
 
 
-def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    if device not in _streams:
-        _streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    return _streams[device]
+@cache
+def capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream on which all work of a device is captured."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def end_allocations(device: torch.device, pool: tuple[int, int]) -> None:
+    """Tell the allocator that a capture has failed: without that, it waits for the capture's end."""
+    with suppress(AttributeError, RuntimeError):
+        torch._C._cuda_endAllocateToPool(device.index, pool)

@@ -2,7 +2,7 @@
 
 Tiles are chosen from a table and never tuned at run time: tuning would compile and time a dozen kernels in front of the
 first user, again for every dtype and head size. The table's tiles were compiled for sm_80, sm_86, sm_90, sm_100 and
-sm_120: their shared memory fits, and no or few registers are spilled (tests/gpu/test_compiled.py).
+sm_120: their shared memory fits, and no or few registers are spilled (tests/kernels/cuda/test_compiled.py).
 """
 
 from __future__ import annotations

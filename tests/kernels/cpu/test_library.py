@@ -1,4 +1,4 @@
-"""Kernels that cannot be had, are switched off or are wrong: plain torch serves, and status tells why."""
+"""Where kernels come from: compiled once, prebuilt, or not at all; then torch serves, and the status says why."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,169 +16,181 @@ import torch
 
 from blendserve import cpu_cap
 from blendserve.errors import ConfigError
-from blendserve.kernels import race, verify
-from blendserve.kernels.cpu import build, isa, library
-from blendserve.kernels.cpu.isa import LEVELS
-from blendserve.kernels.cpu.library import dtype_of
-from blendserve.kernels.ops import ATTEND, attend
-from blendserve.kernels.reference import attend_reference
-from blendserve.kernels.rows import plan_rows
-from blendserve.kernels.types import AttentionSpec
+from blendserve.kernels import ops, verify
+from blendserve.kernels.cpu import build, isa, prebuild
+from blendserve.kernels.cpu.isa import LEVELS, Level, in_use, missing
 from blendserve.models.loader import fast_dtype
-from tests.support.blending import assert_near
 
-BOTH = LEVELS["avx512_bf16"], LEVELS["avx2"]
-HERE = next((level for level in BOTH if verify.cpu_status(level).active), LEVELS["avx2"])
-needs_kernels = pytest.mark.skipif(not verify.cpu_status(HERE).active, reason=verify.cpu_status(HERE).reason)
+ROOT = Path(__file__).parents[3]
+HERE = [level for level in LEVELS.values() if not missing(level)]
+COMPILER = os.environ.get("CXX") or "g++"
+needs_compiler = pytest.mark.skipif(
+    not HERE or shutil.which(COMPILER) is None, reason="no kernels for this CPU, or no compiler to make them"
+)
+SOURCE = 'extern "C" void blendserve_gate(const void* call) {}\n'
 
 
 @pytest.fixture
-def anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[pytest.MonkeyPatch]:
-    """Kernels as a new process with an empty cache would look for them."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(build, "PREBUILT", tmp_path / "prebuilt")
+def level(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Level]:
+    """A level of one short source, as a new process with an empty cache would look for it; its check is a double."""
+    sources = tmp_path / "sources"
+    sources.mkdir()
+    (sources / "toy.cpp").write_text(SOURCE)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for name, value in (("SOURCES", sources), ("PREBUILT", tmp_path / "prebuilt")):
+        monkeypatch.setattr(build, name, value)
+    monkeypatch.setattr(prebuild, "PREBUILT", tmp_path / "prebuilt")
     monkeypatch.delenv(verify.SWITCH, raising=False)
-    library.loaded.cache_clear()
-    verify._cpu_status.cache_clear()
-    monkeypatch.setenv(race.SWITCH, "0")
-    yield monkeypatch
-    library.loaded.cache_clear()
-    verify._cpu_status.cache_clear()
+    monkeypatch.setattr(verify, "check_cpu", lambda level, library: None)
+    toy = replace(LEVELS["avx2"], sources={"gate": "toy.cpp"})
+    monkeypatch.setattr(prebuild, "LEVELS", {"avx2": toy})
+    verify.forget()
+    yield toy
+    verify.forget()
 
 
-def change_sources(anew: pytest.MonkeyPatch, folder: Path, name: str, old: str, new: str) -> None:
-    """Attention and linear layers will be built, quickly and alone, from sources in which `old` is `new`."""
-    shutil.copytree(build.SOURCES, folder)
-    for level in LEVELS.values():
-        for operation in level.sources.keys() - {"attend", "linear"}:
-            anew.delitem(level.sources, operation, raising=False)
-    text = (folder / name).read_text()
-    assert text.count(old) == 1
-    (folder / name).write_text(text.replace(old, new))
-    anew.setattr(build, "SOURCES", folder)
-    anew.setattr(build, "COMPILE", (*build.COMPILE, "-O1"))
+def is_refused(level: Level) -> bool:
+    status = verify.cpu_status(level)
+    assert status.reason
+    return not status.active
 
 
-def check_torch_serves(reason: str) -> None:
-    assert not verify.cpu_status(HERE).active
-    assert reason in verify.cpu_status(HERE).reason
-    q, keys = (torch.randn(shape).to(dtype_of(HERE)) for shape in ((4, 3, 64), (2, 9, 64)))
-    args = q, keys, keys, AttentionSpec(0.125), plan_rows(torch.tensor([1, 4, 8]), 2)
-    assert "kernel" not in ATTEND.select_backend(*args).name
-    assert_near(attend(*args), attend_reference(*args), 0.05)
+def made(folder: Path) -> list[Path]:
+    return list(folder.glob("cache/blendserve/native/*.so"))
 
 
-def test_switched_off(anew: pytest.MonkeyPatch) -> None:
-    anew.setenv(verify.SWITCH, "0")
-    check_torch_serves("BLENDSERVE_NATIVE=0")
-
-
-@needs_kernels
 def test_the_switch_works_at_any_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch serves while it is off."""
+    before = [verify.cpu_status(level).active for level in LEVELS.values()]
     monkeypatch.setenv(verify.SWITCH, "0")
-    check_torch_serves("BLENDSERVE_NATIVE=0")
+    assert all(map(is_refused, LEVELS.values()))
+    with torch.inference_mode():
+        assert not ops.LINEAR.select_backend(*(torch.zeros(2, 8).bfloat16(),) * 2, None).is_ours
     monkeypatch.delenv(verify.SWITCH)
-    assert verify.cpu_status(HERE).active
+    assert [verify.cpu_status(level).active for level in LEVELS.values()] == before
 
 
-@needs_kernels
-def test_no_compiler(anew: pytest.MonkeyPatch) -> None:
-    anew.setenv("CXX", "no-such-compiler")
-    check_torch_serves("no C++ compiler: 'no-such-compiler'")
+@needs_compiler
+def test_compiled_once_and_found_by_the_next_process(
+    level: Level, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert verify.cpu_status(level).active
+    (first,) = made(tmp_path)
+    monkeypatch.setattr(build, "compile_level", None)
+    verify.forget()
+    assert verify.cpu_status(level).active
+    assert build.build(level) == first
 
 
-@needs_kernels
-def test_a_compiler_that_fails(anew: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in HERE.sources.values():
-        (tmp_path / name).touch()
-    (tmp_path / "linear.cpp").write_text("this is not C++;")
-    anew.setattr(build, "SOURCES", tmp_path)
-    check_torch_serves("compiling failed")
-    assert not list((tmp_path / "blendserve" / "native").glob("*.so"))
+@needs_compiler
+@pytest.mark.parametrize(
+    "fault", ["old CPU", "no compiler", "broken source", "unwritable cache", "broken object", "refused"]
+)
+def test_without_kernels_the_reason_is_told(
+    fault: str, level: Level, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if fault == "old CPU":
+        monkeypatch.setattr(isa, "cpu_flags", lambda: level.needs - {"fma"})
+    elif fault == "no compiler":
+        monkeypatch.setenv("CXX", "no-such-compiler")
+    elif fault == "broken source":
+        (build.SOURCES / "toy.cpp").write_text("this is not C++;")
+    elif fault == "unwritable cache":
+        (tmp_path / "cache").mkdir()
+        (tmp_path / "cache" / "blendserve").write_text("a file where the folder should be")
+    elif fault == "broken object":
+        (tmp_path / "prebuilt").mkdir()
+        build.prebuilt(level).write_bytes(b"not a shared object")
+    else:
+
+        def refuse(level: Level, library: object) -> None:
+            raise build.Unavailable("gated activations are wrong here")
+
+        monkeypatch.setattr(verify, "check_cpu", refuse)
+    assert is_refused(level)
+    assert bool(made(tmp_path)) == (fault == "refused")
 
 
-@needs_kernels
-def test_a_cache_that_cannot_be_written(anew: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "blendserve").write_text("a file where the folder should be")
-    check_torch_serves("cannot be written")
-
-
-def test_a_cpu_without_the_instructions(anew: pytest.MonkeyPatch) -> None:
-    anew.setattr(isa, "cpu_flags", lambda: HERE.needs - {"fma"})
-    check_torch_serves("this CPU lacks fma" if platform.machine() == "x86_64" else "has kernels")
-
-
-def test_a_cap_leaves_wider_sets_alone(anew: pytest.MonkeyPatch) -> None:
-    anew.setattr(isa, "cpu_flags", lambda: frozenset().union(*(level.needs for level in LEVELS.values())))
-    anew.setattr(isa, "_may_use_tiles", lambda: True)
-    anew.delenv(cpu_cap.SWITCH, raising=False)
-    if platform.machine() != "x86_64":
-        pytest.skip("no instruction sets that are known")
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="no instruction sets that are known")
+def test_a_cap_leaves_wider_sets_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(isa, "cpu_flags", lambda: frozenset().union(*(x.needs for x in LEVELS.values())))
+    monkeypatch.setattr(isa, "may_use_tiles", lambda: True)
+    monkeypatch.delenv(cpu_cap.SWITCH, raising=False)
     assert isa.allowed() == cpu_cap.SETS
-    anew.setenv(cpu_cap.SWITCH, "avx512")
+    monkeypatch.setenv(cpu_cap.SWITCH, "avx512")
     assert isa.allowed() == ("avx2", "avx512")
-    assert isa.missing(LEVELS["amx"]) == "capped to avx512"
+    assert missing(LEVELS["amx"])
     assert fast_dtype() == torch.float32
-
-
-def test_an_unknown_cap_is_refused(anew: pytest.MonkeyPatch) -> None:
-    anew.setenv(cpu_cap.SWITCH, "avx1024")
-    with pytest.raises(ConfigError, match="cannot be 'avx1024': use one of avx2, avx512, avx512_bf16, amx"):
+    monkeypatch.setenv(cpu_cap.SWITCH, "avx1024")
+    with pytest.raises(ConfigError) as error:
         cpu_cap.cap()
+    assert error.value.setting == cpu_cap.SWITCH
 
 
-def test_a_cap_tells_torch_and_its_libraries_what_they_were_not_told() -> None:
-    program = """
-import blendserve, os, torch
-print(os.environ["ONEDNN_MAX_CPU_ISA"], os.environ["ATEN_CPU_CAPABILITY"], torch.backends.cpu.get_cpu_capability())
+def test_levels_in_use_are_the_widest_of_the_models_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(cpu_cap.SWITCH, raising=False)
+    monkeypatch.setattr(isa, "may_use_tiles", lambda: True)
+    for flags in LEVELS:
+        monkeypatch.setattr(isa, "cpu_flags", lambda flags=flags: LEVELS[flags].needs)
+        assert [level.name for level in in_use()] == (["avx512_bf16", "amx"] if flags == "amx" else [flags])
+
+
+# Prebuilt
+
+
+@needs_compiler
+def test_prebuilt_kernels_serve_without_a_compiler_if_they_are_of_these_sources(
+    level: Level, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert prebuild.prebuild() == [build.prebuilt(level)]
+    first = build.prebuilt(level).stat().st_mtime_ns
+    (build.PREBUILT / "avx2-0123.so").touch()
+    assert prebuild.prebuild() == [build.prebuilt(level)] == list(build.PREBUILT.glob("*.so"))
+    assert build.prebuilt(level).stat().st_mtime_ns == first
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert verify.cpu_status(level).active
+    assert not made(tmp_path)
+    (build.SOURCES / "toy.h").write_text("// another")
+    verify.forget()
+    assert is_refused(level)
+
+
+# Processes
+
+
+@needs_compiler
+def test_the_command_compiles_with_the_standard_library_alone(tmp_path: Path) -> None:
+    """As `make demo` runs it, while pip installs torch; a double stands for the compiler."""
+    compiler = tmp_path / "compiler"
+    compiler.write_text('#!/bin/sh\nwhile [ $# -gt 0 ]; do [ "$1" = -o ] && echo > "$2"; shift; done\n')
+    compiler.chmod(0o755)
+    code = "import runpy; runpy.run_module('blendserve.kernels.cpu.build', run_name='__main__')"
+    for cxx, names in (("no-such-compiler", set()), (str(compiler), {level.name for level in in_use()})):
+        environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(ROOT), "CXX": cxx}
+        done = subprocess.run([sys.executable, "-S", "-c", code], env=environment, capture_output=True)
+        assert done.returncode == (0 if names else 1)
+        found = (tmp_path / "blendserve" / "native").glob("*.so")
+        assert {path.name.partition("-")[0] for path in found} == names
+
+
+PROCESS = """
+import blendserve, os, pathlib, torch
+from blendserve.kernels.cpu.isa import LEVELS
+from blendserve.kernels.cpu.library import loaded
+loaded(LEVELS["avx2"])
+lines = pathlib.Path("/proc/self/maps").read_text().splitlines()
+runtimes = {line.split()[-1] for line in lines if any(x in line for x in ("libgomp", "libomp", "libiomp"))}
+told = os.environ["ONEDNN_MAX_CPU_ISA"], os.environ["ATEN_CPU_CAPABILITY"]
+print(len(runtimes), *told, torch.backends.cpu.get_cpu_capability())
 """
+
+
+@needs_compiler
+def test_a_process_under_a_cap() -> None:
+    """One OpenMP runtime serves torch and the kernels, and libraries are told the cap unless they have their own."""
     here = {**os.environ, cpu_cap.SWITCH: "avx2", "ATEN_CPU_CAPABILITY": "default"}
     here.pop("ONEDNN_MAX_CPU_ISA", None)
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, env=here
+        [sys.executable, "-c", PROCESS], capture_output=True, text=True, check=True, env=here
     )
-    assert done.stdout.split() == ["AVX2", "default", "DEFAULT"]
-
-
-@needs_kernels
-def test_a_kernel_with_a_broken_mask_is_not_used(anew: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    change_sources(anew, tmp_path / "wrong", "attend.h", "+ 1) : 0, at + 1}", "+ 1) : 0, at + 2}")
-    check_torch_serves("attention is wrong here")
-
-
-@needs_kernels
-def test_a_linear_layer_that_loses_an_input_is_not_used(anew: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    change_sources(
-        anew,
-        tmp_path / "wrong",
-        "linear.cpp",
-        "k < c.depth; k += PER_WORD",
-        "k < c.depth - PER_WORD; k += PER_WORD",
-    )
-    check_torch_serves("linear is wrong here")
-
-
-@needs_kernels
-def test_the_second_process_finds_what_the_first_compiled(anew: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    anew.setattr(build, "SOURCES", tmp_path)
-    for source in HERE.sources.values():
-        (tmp_path / source).write_text(f'extern "C" void {Path(source).stem}() {{}}')
-    first = build.build(HERE)
-    made = first.stat().st_mtime_ns
-    anew.setattr(build, "compile_level", None)
-    assert build.build(HERE) == first
-    assert first.stat().st_mtime_ns == made
-
-
-@needs_kernels
-def test_one_openmp_runtime_serves_torch_and_the_kernels() -> None:
-    program = """
-import pathlib, torch
-from blendserve.kernels import race, verify
-from blendserve.kernels.cpu.isa import LEVELS
-assert any(verify.cpu_status(level).active for level in LEVELS.values())
-lines = pathlib.Path("/proc/self/maps").read_text().splitlines()
-print(len({line.split()[-1] for line in lines if "libgomp" in line or "libomp" in line or "libiomp" in line}))
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "1"
+    assert done.stdout.split() == ["1", "AVX2", "default", "DEFAULT"]

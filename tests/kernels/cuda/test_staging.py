@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from contextlib import closing
 from functools import partial
 
@@ -42,6 +43,12 @@ class Unstable:
         return self.page
 
 
+def is_layer(layer: Sequence[tuple[torch.Tensor, torch.Tensor]], views: Sequence[Unstable], l: int) -> bool:
+    """Whether it is layer l of all chunks."""
+    pairs = zip(layer, (view.chunk.layer(l) for view in views), strict=True)
+    return all(torch.equal(a, b) for found, wanted in pairs for a, b in zip(found, wanted, strict=True))
+
+
 def unstable(*lengths: int, dtype: torch.dtype = torch.float32) -> list[Unstable]:
     return [Unstable(chunk(n, LAYERS, dtype=dtype, seed=i)) for i, n in enumerate(lengths)]
 
@@ -59,11 +66,7 @@ def test_every_layer_arrives_as_it_was_read_however_late_the_device_is(
     sent = [staging.send(partial(read, l)) for l in range(upto)]
     layers = [staging.hand_over(one) for one in sent]
     stream.finish()
-    for l, layer in enumerate(layers):
-        for view, (keys, values) in zip(views, layer, strict=True):
-            wanted = view.chunk.layer(l)
-            assert torch.equal(keys, wanted[0])
-            assert torch.equal(values, wanted[1])
+    assert all(is_layer(layer, views, l) for l, layer in enumerate(layers))
     assert len(stream.buffers) <= min(slots, upto)
     assert len(stream.copies) == upto  # all chunks of a layer at once
 
@@ -77,19 +80,12 @@ def test_a_layer_is_whole_as_soon_as_its_own_mark_has_passed(dtype: torch.dtype)
             mark = stream.handed[l]
             assert isinstance(mark, LateMark)
             stream.run(mark.upto)
-            for view, (keys, values) in zip(views, layer, strict=True):
-                assert torch.equal(keys, view.chunk.layer(l)[0])
-                assert torch.equal(values, view.chunk.layer(l)[1])
+            assert is_layer(layer, views, l)
     assert [view.read for view in views] == [list(range(LAYERS))] * 3
-
-
-def test_the_computing_thread_waits_for_nothing_but_the_loader() -> None:
-    stream = LateCopyStream()
-    with closing(LayerReader(unstable(5, 6), LAYERS, stream)) as reader:
-        for l in range(LAYERS):
-            reader.take(l)
-    assert len(stream.waited_in) == LAYERS - SLOTS
-    assert threading.current_thread().name not in stream.waited_in
+    assert len(stream.waited_in) == LAYERS - SLOTS  # a slot is written again when it was fetched
+    assert threading.current_thread().name not in stream.waited_in, (
+        "the computing thread waits for the loader alone"
+    )
 
 
 def test_what_is_pinned_is_fetched_from_where_it_lies() -> None:
@@ -124,11 +120,11 @@ def test_damage_is_told_to_who_takes_that_layer_and_the_ring_goes_on() -> None:
     with closing(LayerReader(views, LAYERS, stream)) as reader:
         for l in range(3):
             reader.take(l)
-        with pytest.raises(CorruptRecord, match="layer 3"):
+        with pytest.raises(CorruptRecord):
             reader.take(3)
         layer = reader.take(4)
         stream.finish()
-        assert torch.equal(layer[0][0], views[0].chunk.layer(4)[0])
+        assert is_layer(layer, views, 4)
 
 
 def test_closing_midway_waits_for_the_loader_and_reads_no_more() -> None:
@@ -137,7 +133,8 @@ def test_closing_midway_waits_for_the_loader_and_reads_no_more() -> None:
     reader.take(0)
     reader.close()
     read = list(view.read)
-    assert read in ([0, 1], [0, 1, 2], [0])
+    assert read == list(range(len(read)))
+    assert len(read) <= 1 + Staging.ahead
     view.page[0].zero_()  # the map is gone
     stream.finish()
     assert view.read == read

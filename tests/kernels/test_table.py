@@ -1,0 +1,282 @@
+"""Every kernel operation x backend x dtype x shape: the formula's numbers, nothing unseen, each row by itself.
+
+tests/support/kernels.py has the formulas, the shapes and the list of backends. A backend that this machine lacks is
+skipped and counted; one that it has and that verify.py refuses is a failure. `TRITON_INTERPRET=0 pytest -m gpu` runs
+the backends that a GPU can have on one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from torch import Tensor
+
+from blendserve.kernels import verify
+from blendserve.kernels.activation import Activation
+from blendserve.kernels.cpu import attend, coding, correct, gate, linear, norm, place
+from blendserve.kernels.cpu.build import Unavailable
+from blendserve.kernels.cpu.library import loaded
+from blendserve.kernels.cuda import scattered
+from blendserve.kernels.cuda.available import flash_attn
+from blendserve.kernels.norm import Norm
+from blendserve.kernels.ops import OPERATIONS
+from blendserve.kernels.rotary import Rotary
+from tests.support.kernels import (
+    DTYPES,
+    FORMULAS,
+    NAN,
+    TABLE,
+    Args,
+    Draw,
+    Options,
+    Way,
+    compare,
+    guarded,
+    one_off,
+    same,
+    threads,
+    ways,
+)
+
+WAYS = list(ways())
+NATIVE = [way for way in WAYS if way.is_native]
+ON_GPU = {"attend", "attend_at", "attend_chunks", "place"}  # what a GPU has backends of its own for
+
+
+def word(x: Any) -> str:
+    return f"{x.name}-{x.operation}" if isinstance(x, Way) else str(x).removeprefix("torch.")
+
+
+def cells(found: list[Way]) -> pytest.MarkDecorator:
+    both = [(way, dtype) for way in found for dtype in way.dtypes]
+    of_gpu = [
+        pytest.param(
+            replace(way, device="cuda"), dtype, marks=pytest.mark.gpu, id=f"cuda-{word(way)}-{word(dtype)}"
+        )
+        for way, dtype in both
+        if way.operation in ON_GPU and not way.is_native and way.name != "torch_s_sdpa"
+    ]
+    plain = [pytest.param(way, dtype, id=f"{word(way)}-{word(dtype)}") for way, dtype in both]
+    return pytest.mark.parametrize(("way", "dtype"), [*plain, *of_gpu])
+
+
+@pytest.fixture(autouse=True)
+def ready(request: pytest.FixtureRequest) -> None:
+    """Skips what this machine lacks; kernels that are there and compute something else are an error."""
+    way = request.node.callspec.params.get("way") if hasattr(request.node, "callspec") else None
+    if way is None:
+        return
+    if way.device == "cuda" and (not torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"):
+        pytest.skip("no GPU here, or Triton interprets")
+    if way.device == "cuda" and way.name.startswith("flash_attn") and flash_attn() is None:
+        pytest.skip("flash-attn is not installed")
+    if way.name.startswith("triton"):
+        pytest.importorskip("triton")
+    if way.level is not None and not (status := verify.cpu_status(way.level)).active:
+        try:
+            loaded(way.level)
+        except Unavailable:
+            pytest.skip(status.reason)
+        (pytest.skip if verify.is_switched_off() else pytest.fail)(status.reason)
+
+
+def each_case(way: Way, check: Callable[[Options], None]) -> None:
+    """Random shapes, fewer where a call is interpreted or emulated, and the large ones."""
+    n = settings.default.max_examples if settings.default else 25
+    few = max(4, n // {"flexattention": 12}.get(way.name, 4 if way.is_slow else 1))
+    settings(max_examples=min(n, few))(given(TABLE[way.operation].shapes(way))(check))()
+    for options in TABLE[way.operation].large if way.is_native and not way.is_slow else ():
+        check(options)
+
+
+def test_every_operation_is_in_the_table() -> None:
+    assert TABLE.keys() == FORMULAS.keys() == OPERATIONS.keys() == {way.operation for way in WAYS}
+
+
+@cells(WAYS)
+def test_equals_the_formula_and_reads_nothing_unseen(way: Way, dtype: torch.dtype) -> None:
+    """What may not be read is NaN, then 7: the outputs are the same to the bit."""
+    is_made_for = way.device == "cuda" or not way.is_for_gpu
+    row, plain = TABLE[way.operation], OPERATIONS[way.operation].backends[-1]
+
+    def check(options: Options) -> None:
+        args = way.args(dtype, options)
+        with torch.inference_mode():
+            assert way.backend.fits(*args) == is_made_for
+        with guarded() if way.name != "flexattention" else nullcontext():
+            got = way.run(args)
+        compare(way, dtype, args, got)
+        for a, b in zip(got, way.run(way.args(dtype, options, fill=7.0)), strict=True):
+            if isinstance(a, Tensor) and a.is_floating_point():
+                hole = a.isnan()
+                assert torch.equal(a[~hole], b[~hole])
+                assert bool((b[hole] == 7).all())
+        if row.is_exact and way.is_native:
+            assert all(map(same, got, replace(way, backend=plain, level=None).run(args)))
+
+    each_case(way, check)
+
+
+@cells(NATIVE)
+def test_a_row_is_the_same_alone_and_on_any_number_of_threads(way: Way, dtype: torch.dtype) -> None:
+    alone = TABLE[way.operation].alone
+
+    def check(options: Options) -> None:
+        args = way.args(dtype, options)
+        with threads(4):
+            together = way.run(args)
+        with threads(1):
+            assert all(map(same, way.run(args), together))
+            if alone:
+                n = together[0].shape[1 if way.operation == "rotate" else 0]
+                some, where = alone(args, Draw(dtype, "cpu", options.get("seed", 0), NAN).rows(n, 0.3))
+                assert torch.equal(way.run(some)[0], together[0][where])
+
+    each_case(way, check)
+
+
+SMALL: dict[str, Options] = {
+    "attend": {"at": [3, 4, 9, 20, 40]},
+    "attend_with_scores": {"at": [3, 4, 9, 20, 40], "absent": 0.2},
+    "attend_at": {"at": [9]},
+    "attend_chunks": {"lengths": [5, 9]},
+    "rotate": {"n": 9},
+    "place": {"lengths": [5, 9]},
+    "linear": {"rows": 3, "outs": 32, "depth": 32},
+    "correct": {"lengths": [20, 9], "n": 9},
+    "add_norm": {"rows": 3, "dim": 16},
+    "gated_activation": {"rows": 3, "width": 8},
+    "reconstruct": {"tokens": 9},
+    "decode": {"tokens": 9, "axes": 4, "spread": 1.0},
+}
+
+
+@pytest.mark.parametrize("operation", SMALL)
+def test_the_table_sees_what_is_one_position_off(operation: str) -> None:
+    """Its own check, on the plain form."""
+    way = [way for way in WAYS if way.operation == operation and not way.is_native][-1]
+    off, args = TABLE[operation].off, way.args(torch.float32, SMALL[operation])
+    compare(way, torch.float32, args, way.run(args))
+    assert off is not None
+    with pytest.raises(AssertionError):
+        compare(way, torch.float32, args, way.run(off(*args)))
+
+
+# What a backend cannot do
+
+
+def dims_apart(*at: int) -> Callable[..., Args]:
+    """These arguments with their innermost dims apart in memory."""
+    return lambda *args: tuple(
+        x.mT.contiguous().mT if i in at and isinstance(x, Tensor) else x for i, x in enumerate(args)
+    )
+
+
+def formless(*args: Any) -> Args:
+    """A reader's module of no form that kernels know."""
+    own = (Norm(x.own, x.weight, x.eps) if isinstance(x, Norm) else x for x in args)
+    return tuple(Rotary(x.own, None) if isinstance(x, Rotary) else x for x in own)
+
+
+REFUSED: dict[str, list[Options | Callable[..., Args]]] = {
+    "attend": [{"dim": 40}, {"dim": 320}, dims_apart(0, 1, 2), lambda q, *rest: (q.clone().requires_grad_(), *rest)],
+    "attend_with_scores": [{"dim": 40}, {"dim": 320}, dims_apart(0, 1, 2)],
+    "rotate": [{"width": 16}, {"dim": 288, "width": 32}, dims_apart(0), formless],
+    "place": [{"width": 16}, formless],
+    "linear": [lambda x, *rest: (x[None], *rest), dims_apart(1)],
+    "correct": [{"dim": 48, "width": 32}, {"width": 16}, dims_apart(0, 1), formless],
+    "add_norm": [{"dim": 7}, formless],
+    "gated_activation": [dims_apart(1), lambda gate, up, _: (gate, up, Activation(F.silu, False))],
+    "reconstruct": [{"heads": 3}, {"axes": 3}],
+    "decode": [{"heads": 3}],
+    "pack": [],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", NATIVE, ids=word)
+@torch.inference_mode()
+def test_says_what_it_cannot_do(way: Way) -> None:
+    """Another backend serves, and gives the formula's numbers."""
+    dtype, small = way.dtypes[0], SMALL.get(way.operation, {})
+    for refused in REFUSED[way.operation]:
+        args = way.args(dtype, {**small, **refused} if isinstance(refused, dict) else small)
+        args = args if isinstance(refused, dict) else refused(*args)
+        assert not way.backend.fits(*args)
+        other = replace(way, level=None, backend=OPERATIONS[way.operation].select_backend(*args))
+        assert other.backend.name != way.backend.name
+        if refused is not formless:
+            compare(other, dtype, args, other.run(args))
+    for wrong in set(DTYPES) - set(way.dtypes) if small else ():
+        assert not way.backend.fits(*way.args(wrong, small))
+    if way.operation == "linear" and dtype == torch.bfloat16:  # no whole words
+        for odd in ("outs", "depth"):
+            assert not way.backend.fits(*way.args(dtype, {**small, odd: 31}))
+    with torch.inference_mode(False):
+        if way.operation in {"rotate", "linear", "add_norm", "gated_activation"}:
+            assert not way.backend.fits(*way.args(dtype, small)), "gradients would be lost"
+
+
+def test_the_triton_kernel_says_what_it_cannot_do() -> None:
+    q, keys, values, *_ = WAYS[0].args(torch.float32, {"at": [5, 6], "dim": 16})
+    assert scattered.fits(q, keys, values)
+    assert not scattered.fits(q.half(), keys, values)
+    assert not scattered.fits(q, keys[..., ::2], values)
+    assert not scattered.fits(q.double(), keys.double(), values.double())
+    assert not scattered.fits(*(x.new_zeros(2, 2, 512) for x in (q, keys, values)))
+
+
+# verify.py refuses what is one position off
+
+WRONG: dict[str, tuple[Any, str, Callable[..., Args]]] = {
+    "attend": (attend, "run", lambda l, q, k, v, spec, at: (l, q, k, v, spec, (at - 1).clamp(min=0))),
+    "linear": (linear, "run", lambda l, x, w, b: (l, x[:, :-2], w[:, :-2], b)),
+    "place": (place, "run", lambda l, parts, k, v, rope: (l, parts, k, v, rope.at(torch.arange(len(rope.cos)).roll(1)))),
+    "correct": (correct, "run", lambda l, k, v, fresh, *rest: (l, k, v, one_off(fresh), *rest)),
+    "norm": (norm, "run", lambda l, x, add, weight, *rest: (l, x, add, weight.roll(1), *rest)),
+    "gate": (gate, "run", lambda l, gate, up: (l, gate, up.roll(1, 1))),
+    "pack": (coding, "run_pack", lambda l, values, *rest: (l, np.roll(values, 1, 0), *rest)),
+    "decode": (coding, "run_decode", lambda l, s, below, *rest: (l, s, (below[0], below[1].roll(1, 0)), *rest)),
+    "reconstruct": (coding, "run_reconstruct", lambda l, below, *rest: (l, below.roll(1, 0), *rest)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", {way.name: way for way in NATIVE}.values(), ids=lambda way: way.name)
+def test_verify_refuses_what_is_one_position_off(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert way.level is not None
+    verify.check_cpu(way.level, loaded(way.level))
+    for operation in way.level.sources:
+        module, name, off = WRONG[operation]
+        right = getattr(module, name)
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, lambda *args, right=right, off=off: right(*off(*args)))
+            with pytest.raises(Unavailable):
+                verify.check_cpu(way.level, loaded(way.level))
+
+
+# All of bf16
+
+
+@pytest.mark.parametrize("way", [way for way in NATIVE if way.operation == "gated_activation"], ids=word)
+@torch.inference_mode()
+def test_gates_are_torchs_over_all_numbers(way: Way) -> None:
+    """To the bit but for what becomes too small for bf16."""
+    (dtype,), generator = way.dtypes, torch.Generator().manual_seed(0)
+    x = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    x = x[x.isfinite() & ((x.abs() > 1e-30) | (x == 0)) & (x > -80)].to(dtype)
+    if dtype == torch.float32:
+        x = x * (1 + torch.rand(x.shape, generator=generator))
+    x = x[: len(x) // 60 * 60].view(-1, 60)
+    args = x, torch.randn(x.shape, generator=generator).to(dtype), Activation(F.silu, True)
+    assert torch.equal(way.run(args)[0], F.silu(x) * args[1])
+    edges = torch.tensor([[float("inf"), float("-inf"), NAN, -0.0, 0.0, 1e30, -1e30, -88.0]]).to(dtype)
+    got = way.run((edges, torch.ones_like(edges), args[2]))[0]
+    torch.testing.assert_close(got, F.silu(edges), rtol=0, atol=1e-36, equal_nan=True)
