@@ -82,7 +82,7 @@ def toy_codec() -> Iterator[None]:
     from blendserve.store.codecs.base import forget_ready
 
     forget_ready()
-    CODECS.add("toy", "tests.store.toy_codec:Toy")
+    CODECS.add("toy", "tests.support.codecs:Toy")
     yield
     CODECS.remove("toy")
 

@@ -26,8 +26,8 @@ from blendserve.blend.near import DONORS
 from blendserve.serve.config import ServeConfig
 from blendserve.store.codecs.base import known_codec
 from tests.engine.helpers import PASSAGES
-from tests.serve.helpers import Server
 from tests.support.commands import cli
+from tests.support.http import Server
 
 FILE = yaml.safe_load(Path(__file__).with_name("benches.yaml").read_text())
 BENCHES: dict[str, Any] = FILE["benches"] | FILE["nightly"]

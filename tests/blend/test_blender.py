@@ -19,8 +19,9 @@ from blendserve.store.codecs.base import Coding
 from blendserve.store.memory import MemoryChunk
 from blendserve.store.record import Coded
 from tests.support.blending import LeakyStore, assert_near, check_report, model_logits, some_ids, some_prompt
+from tests.support.damages import DAMAGES
 from tests.support.models import fresh_model, tiny_adapter
-from tests.support.stores import DAMAGES, ROOMY, FaultyStore, OnDisk
+from tests.support.stores import ROOMY, FaultyStore, OnDisk
 
 PREFIX = some_ids(5)
 PROMPT = some_prompt([14, 9, 0, 20, 1, 9])

@@ -22,8 +22,8 @@ from blendserve.store import near as near_index
 from blendserve.store.codecs.base import forget_ready
 from blendserve.store.codecs.int8 import Int8
 from blendserve.store.near import SURE, NearIndex, fingerprints
-from tests.store.toy_codec import Toy
 from tests.support.blending import LeakyStore, check_report, some_ids
+from tests.support.codecs import Toy
 from tests.support.models import tiny_adapter
 from tests.support.stores import ROOMY, FaultyStore
 

@@ -28,8 +28,8 @@ from blendserve.store.kdn.collection import Collection, level_key, read_director
 from blendserve.store.kdn.store import KdnStore
 from blendserve.store.key import KEY_BYTES, TAG_BYTES
 from tests.engine.helpers import CONFIG, PASSAGES
-from tests.serve.helpers import DOCUMENTS
 from tests.support import peers
+from tests.support.http import DOCUMENTS
 from tests.support.peers import NAME, Service, answered, blender, check, published, settings
 
 Made = tuple[KVStore, Collection]

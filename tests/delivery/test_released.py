@@ -22,9 +22,9 @@ from blendserve.store.codecs.base import SLOW, Undecodable, forget_ready
 from blendserve.store.kdn.adapt import TEXT, Offer, Situation
 from blendserve.store.layered import LayeredStore
 from blendserve.store.network.arrival import Arrival
-from tests.store.helpers import flip, tamper
-from tests.store.toy_codec import Toy
+from tests.support.codecs import Toy
 from tests.support.peers import BLEND, Service, blender, delivered, last_two
+from tests.support.stores import flip, tamper
 from tests.support.waiting import eventually
 
 CAP = 2**26
@@ -113,7 +113,7 @@ def test_of_a_stored_chunk(
             become_free(tracked)
         finally:
             if kind == "codec":
-                CODECS.add("toy", "tests.store.toy_codec:Toy")
+                CODECS.add("toy", "tests.support.codecs:Toy")
     assert kinds == ({kind} if kind else set())
 
 

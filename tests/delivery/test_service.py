@@ -11,7 +11,7 @@ import pytest
 from blendserve.serve.keys import KeyFile, Tenant
 from blendserve.store import KVStore
 from blendserve.store.kdn.collection import MOST_IN_STEP, Collection
-from tests.serve.helpers import bearer
+from tests.support.http import bearer
 from tests.support.peers import NAME, Service, some_key
 from tests.support.stores import FaultyStore
 from tests.support.waiting import ManualClock

@@ -40,9 +40,8 @@ from blendserve.store.codecs.predict.codec import Predict
 from blendserve.store.codecs.raw import Raw
 from blendserve.store.record import CODE_OF
 from tests.endurance.driver import Figures, Promises, main, none
-from tests.store import format1
-from tests.store.toy_codec import Toy
-from tests.support.stores import BYTES, DAMAGES, LIES, Records, lie
+from tests.support.codecs import Toy
+from tests.support.damages import BYTES, DAMAGES, LIES, Records, encode_1, lie
 
 CAP = 1 << 30
 BATCH = 100  # chunks in the store
@@ -70,7 +69,7 @@ class Target:
 def targets(seed: int) -> list[Target]:
     """Every format, codec and dtype, several shapes, none, one and many tokens."""
     if "toy" not in CODECS.names:
-        CODECS.add("toy", "tests.store.toy_codec:Toy")
+        CODECS.add("toy", "tests.support.codecs:Toy")
     generator, made = torch.Generator().manual_seed(seed), []
     for i in range(BATCH):
         dtype = list(CODE_OF)[i % 3]
@@ -182,7 +181,7 @@ class Fuzzer:
             self.records: list[Records] = [[txn.get(name) for name in t.names] for t in self.targets]
         for target, records in zip(self.targets, self.records, strict=True):
             if target.version == 1:
-                records[0] = format1.encode(target.key, target.put)[0]
+                records[0] = encode_1(target.key, target.put)[0]
         self._write(self.records)
 
     def __exit__(self, *_: object) -> None:

@@ -21,9 +21,8 @@ from blendserve.store import LMDBStore, MemoryStore
 from tests.endurance import crash, fuzz_records, soak, soak_serving, soak_sharing
 from tests.endurance.driver import Figures, Promises, Soak, main
 from tests.engine.helpers import CONFIG, PASSAGES, reader
-from tests.serve.helpers import Server
-from tests.serve.toy_server import ToyServer
-from tests.store.valkey.servers import needs_server
+from tests.support.http import Server, ToyServer
+from tests.support.valkey import needs_server
 
 BLOCK: Figures = dict.fromkeys(("warm_up", "above_cap", "below_cap", "wrong_books"), 0)
 BLOCK |= {"hit_rate": 0.6, "gain": 2.0, "reused": 0.4}

@@ -48,7 +48,7 @@ def test_a_wrong_codec_is_told_before_anything_is_loaded() -> None:
 
 
 def test_a_store_that_is_opened_writes_by_the_settings_codec(tmp_path: Path) -> None:
-    from tests.store.helpers import chunk, key_of
+    from tests.support.stores import chunk, key_of
 
     for kind in ("lmdb", "memory"):
         with open_store(StoreConfig(codec="int8", kind=kind), tmp_path / kind) as store:

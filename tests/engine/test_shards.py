@@ -14,9 +14,9 @@ from blendserve.core import Passage
 from blendserve.engine.engine import Engine
 from blendserve.models.toy import toy_reader
 from blendserve.store import LMDBStore, share_of
-from tests.support.forked import process
-from tests.store.helpers import read
 from tests.support.blending import assert_near
+from tests.support.forked import process
+from tests.support.stores import read
 
 CAP = 1 << 30
 PASSAGES = [Passage(f"Passage {n} says {n * n}, and nothing beside it.") for n in range(12)]

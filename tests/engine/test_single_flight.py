@@ -23,9 +23,8 @@ from blendserve.store import KVStore, LayeredStore, LMDBStore, MemoryStore
 from blendserve.store.base import Lease
 from blendserve.store.key import ChunkKey
 from tests.engine.helpers import CONFIG, PASSAGES, QUESTIONS, Listener, reader
-from tests.store.helpers import key_of
-from tests.store.remote import RemoteStore
-from tests.store.valkey.servers import needs_server, store_at
+from tests.support.stores import RemoteStore, key_of
+from tests.support.valkey import needs_server, store_at
 
 CAP = 1 << 30
 CORPUS = [Passage(f"Passage {n} says {n * n}, and nothing beside it.") for n in range(12)]

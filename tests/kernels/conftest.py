@@ -1,15 +1,10 @@
-"""Where kept times go while a test runs, and the marks of tests for a GPU and for the night."""
+"""Where kept times go while a test runs."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "nightly: too slow for every push")
-    config.addinivalue_line("markers", "gpu: runs on a CUDA device: TRITON_INTERPRET=0 pytest -m gpu")
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from blendserve.kernels.operation import BUSY, Backend, Operation, Racing
 from blendserve.kernels.race import ENOUGH, LEAST, MORE, ROUNDS, Times, measure, settle
 from blendserve.kernels.rows import plan_rows
 from blendserve.kernels.types import AttentionSpec
-from tests.files import own_cache
+from tests.support.files import own_cache
 from tests.support.kernels import NAN, TABLE, Draw, Options, threads
 
 OURS = ["tiles", "vectors"]

@@ -20,8 +20,8 @@ from blendserve.models import loader, quick_start
 from blendserve.models.loader import Reader, end_tokens, fingerprint, load_reader
 from blendserve.models.plain_llama import PlainConfig
 from blendserve.models.plain_tokenizer import PlainTokenizer, about
-from tests.support.files import own_cache
 from tests.support.blending import assert_near, blend, model_logits, some_prompt
+from tests.support.files import own_cache
 from tests.support.models import tiny_adapter, tiny_model
 from tests.support.tokenizers import bundled_tokenizer, spaced_tokenizer
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.pages import RECIPES, ROOT, SERVER, blocks, commands, name, parse
 from tests.support.http import PASSAGES, Server, serving
+from tests.support.pages import RECIPES, ROOT, SERVER, blocks, commands, name, parse
 
 
 def imports(example: str) -> set[str]:

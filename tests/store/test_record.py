@@ -19,8 +19,8 @@ from blendserve.store import record
 from blendserve.store.chunk import StoredChunk
 from blendserve.store.codecs.base import ChunkShape, Coding, Undecodable
 from blendserve.store.key import KEY_BYTES, TAG_BYTES, chunk_key, namespace_tag
-from tests.support.forked import run
 from tests.support.damages import BYTES, DTYPES, FORMATS, LIES, Damage, Encode, encode, relabelled, sealed
+from tests.support.forked import run
 from tests.support.stores import chunk, copy_of, key_of, same
 
 KEY = key_of(1)

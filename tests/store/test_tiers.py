@@ -15,8 +15,8 @@ from blendserve.store import KVStore, LMDBStore, MemoryStore, TieredStore, open_
 from blendserve.store.codecs.base import Pair
 from blendserve.store.policies import Always, TinyLFU
 from blendserve.store.tiers import Tier, tiers_for
-from tests.kernels.cuda.streams import LateCopyStream
 from tests.support.stores import CAP, LAYERS, UNIT, chunk, key_of, read, same, tier
+from tests.support.streams import LateCopyStream
 
 CUDA = torch.device("cuda", 0)
 

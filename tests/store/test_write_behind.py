@@ -16,8 +16,8 @@ from blendserve.store import MemoryStore
 from blendserve.store.codecs.base import Buffer
 from blendserve.store.codecs.int8 import Int8
 from blendserve.store.write_behind import write_behind
-from tests.kernels.cuda.streams import LateCopyStream
 from tests.support.stores import CAP, UNIT, chunk, key_of, read, same
+from tests.support.streams import LateCopyStream
 from tests.support.waiting import eventually, is_blocked
 
 WRITER = "blendserve-write_0"

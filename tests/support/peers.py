@@ -38,8 +38,8 @@ from blendserve.store.kdn.pace import Pace
 from blendserve.store.kdn.store import KdnStore
 from blendserve.store.record import decode_header
 from tests.engine.helpers import CONFIG, PASSAGES, reader
-from tests.serve.helpers import DOCUMENTS, index
 from tests.support.blending import check_report
+from tests.support.http import DOCUMENTS, index
 from tests.support.waiting import eventually
 
 HEADER = -1

@@ -28,8 +28,8 @@ from blendserve.store import ChunkKey, MemoryStore
 from blendserve.workers.cluster import Share, has_room, require
 from blendserve.workers.precompute import precompute
 from blendserve.workers.replicas import ReplicaCount, Replicas
-from tests.store.valkey.servers import needs_server, settings
 from tests.support.http import CONFIG, MODEL, QUESTIONS, Listener, library, reader
+from tests.support.valkey import needs_server, settings
 from tests.workers.engines import CHUNKS, OF_REPLICAS, OpenToy
 
 pytestmark = [needs_server, pytest.mark.timeout(300)]  # starting a cluster counts

@@ -14,7 +14,7 @@ from torch import Tensor
 from blendserve.kernels.cuda import graphs
 from blendserve.kernels.cuda.graphs import CudaGraph
 from blendserve.kernels.cuda.staging import CudaCopyStream, HostCopy, Staging
-from tests.store.helpers import chunk
+from tests.support.stores import chunk
 
 CPU = torch.device("cpu")  # stands for the GPU: what is "sent" to it is there already
 

@@ -17,8 +17,8 @@ from blendserve.core import ChunkKV
 from blendserve.errors import CorruptRecord
 from blendserve.kernels.cuda.staging import SLOTS, Staging, apart, copy_stream_to, joined
 from blendserve.store.memory import MemoryChunk
-from tests.kernels.cuda.streams import LateCopyStream, LateMark
-from tests.store.helpers import chunk
+from tests.support.stores import chunk
+from tests.support.streams import LateCopyStream, LateMark
 
 LAYERS = 9
 

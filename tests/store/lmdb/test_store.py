@@ -23,8 +23,8 @@ from blendserve.errors import StoreUnavailable, StoreVersion
 from blendserve.store import LMDBStore, MemoryStore, VerifyReport, open_store
 from blendserve.store.lmdb.opening import explained
 from blendserve.store.policies import LRU
-from tests.support.forked import process
 from tests.support.damages import make_store_of_format_1
+from tests.support.forked import process
 from tests.support.stores import BIG, CAP, Change, chunk, filled, flip, key_of, read, same, stored, tamper
 from tests.support.waiting import ManualClock
 
