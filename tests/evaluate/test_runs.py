@@ -124,10 +124,6 @@ def test_kv_is_computed_once_and_makes_room_for_the_next_question(tmp_path: Path
     assert tight.stats().evictions
 
 
-def never(*_: Any) -> None:
-    raise AssertionError("measured again")
-
-
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.999, 1.0])
 def test_a_killed_run_goes_on_and_ends_with_the_same_metrics(
     toy: Toy, share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -142,7 +138,7 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_metrics(
     for name in ("metrics.json", "report.html"):
         (folder / name).unlink()
     if share == 1:
-        monkeypatch.setattr(runner_module, "answer", never)
+        monkeypatch.setattr(runner_module, "answer", lambda *_: pytest.fail("measured again"))
     again = predictions(run(tmp_path, done.folder.parents[1] / "tiny.json"))
     assert untimed(json.loads((folder / "metrics.json").read_text())) == untimed(done.figures)
     assert kept.items() <= {(p["id"], p["method"]): p for p in again}.items()

@@ -52,7 +52,7 @@ def evaluation(outcome: Outcome) -> dict[str, Any]:
     """Every prediction, and every method's means with their intervals and tails; of permuted prompts the means alone."""
     with_bounds = outcome.figures["prompts"] == outcome.figures["questions"]
     answers = {
-        f"{line['id']} {line['method']}": {name: line[name] for name in ANSWER if line.get(name)}
+        f"{line['id']} {line['method']}": {name: line[name] for name in ANSWER}
         for line in predictions(outcome)
     }
     methods = {
