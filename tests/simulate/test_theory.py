@@ -96,6 +96,8 @@ SLOW_LINK = {"links": {"node_rate": float(CHUNK)}}  # a second a chunk
     [
         # The first has half of its second before the other comes, which is alone for its last half.
         ([0.0, 0.5], {"fixed": 1.0, "slowdown": (1.0, 2.0)}, {}, [1.5, 1.5]),
+        # Two have half of theirs before the third comes, and all three a third of a machine until the two are done.
+        ([0.0, 0.0, 1.0], {"fixed": 1.0, "slowdown": (1.0, 2.0, 3.0)}, {}, [2.5, 2.5, 2.0]),
         # A node that waits for bytes slows no other down.
         ([0.0, 1.0], {"fixed": 1.0, "slowdown": (1.0, 3.0)}, SLOW_LINK, [2.0, 2.0]),
         # Work on bytes that come is hidden alone, and not beside another node's.
