@@ -19,7 +19,8 @@ def with_store(config: CostConfig, store: KVStore) -> CostConfig:
     stats = store.stats()
     if not stats.tokens:
         raise InputError(
-            f"the store at {stats.path} holds no chunk to measure: run `blendserve precompute` first"
+            f"the store at {stats.path} holds no chunk to measure: run `blendserve precompute` first",
+            path=stats.path,
         )
     level = {"bytes_per_token": stats.bytes / stats.tokens, "decode_seconds": None}
     if stats.bytes == stats.raw_bytes:
@@ -42,9 +43,11 @@ def with_bench(config: CostConfig, file: Path) -> CostConfig:
         tokens = settings["chunks"] * settings["chunk_tokens"] + settings["suffix_tokens"]
         prefill = figures["prefill"]["median"] / tokens
     except OSError as error:
-        raise InputError(f"the file {file} cannot be read: {error.strerror}") from None
+        raise InputError(f"the file {file} cannot be read: {error.strerror}", path=file) from None
     except (ValueError, KeyError, IndexError, TypeError):
-        raise InputError(f"the file {file} is no output of `blendserve bench codec --json`") from None
+        raise InputError(
+            f"the file {file} is no output of `blendserve bench codec --json`", path=file
+        ) from None
     return changed(
         config,
         levels={**_levels(config), **levels},

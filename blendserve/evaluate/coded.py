@@ -74,7 +74,8 @@ def coded_store(engine: Engine, word: str, say: Say = lambda text: None) -> Code
     if engine.config.store.codec != CODECS.default:
         raise ConfigError(
             f"methods that name a codec need uncoded KV to begin with: set store.codec to {CODECS.default}, "
-            f"not {engine.config.store.codec}"
+            f"not {engine.config.store.codec}",
+            setting="store.codec",
         )
     config = changed(engine.config, store=changed(engine.config.store, codec=word).model_dump())
     codec = writing_codec(config, engine.reader, engine.prompts, engine.store, say)

@@ -86,7 +86,7 @@ def load(
     path = _resolve(source)
     records = _records(path)
     if not records:
-        raise CorpusError(f"dataset {path} holds no questions: bring one with at least one record")
+        raise CorpusError(f"dataset {path} holds no questions: bring one with at least one record", path=path)
     read = reader_for(records[0])
     passages = _corpus(path, Path(corpus) if corpus else None, needed=read is from_corpus)
     by_title: dict[str, list[Passage]] = {}
@@ -103,7 +103,9 @@ def _dataset(source: str | Path, examples: Sequence[Example], corpus: Sequence[P
     if len(tasks) > 1:
         raise CorpusError(
             f"dataset {source} has questions of several tasks ({', '.join(tasks)}), which are asked and scored apart: "
-            "bring a file for each"
+            "bring a file for each",
+            setting="dataset",
+            path=source,
         )
     pool = corpus or {(p.title, p.text): p for e in examples for p in e.contexts}.values()
     return Dataset(str(source), tuple(examples), tuple(pool))
@@ -137,7 +139,7 @@ def continuations(text: str, name: str) -> list[Example]:
         for n, (parts, lead, continuation) in enumerate(excerpts(text), 1)
     ]
     if not found:
-        raise CorpusError(f"text {name} is too short: bring at least 1,700 words")
+        raise CorpusError(f"text {name} is too short: bring at least 1,700 words", path=name)
     return found
 
 
@@ -172,7 +174,8 @@ def _resolve(source: str | Path) -> Path:
     if name in HOSTED:
         return _hosted(name, HOSTED[name])
     raise CorpusError(
-        f"dataset {name!r} is no file and none of the known names: {', '.join([*BUNDLED, *MADE, *HOSTED])}"
+        f"dataset {name!r} is no file and none of the known names: {', '.join([*BUNDLED, *MADE, *HOSTED])}",
+        setting="evaluate.dataset",
     )
 
 
@@ -201,7 +204,8 @@ def _hosted(name: str, hosted: Hosted) -> Path:
         what = f"{hosted.member} out of its {hosted.file}" if hosted.member else hosted.file
         raise CorpusError(
             f"dataset {name!r} cannot be fetched ({reason}): get {what} from the hub's dataset {hosted.repository} "
-            f"elsewhere and put it here as {target}; or use 'generated', which needs nothing"
+            f"elsewhere and put it here as {target}; or use 'generated', which needs nothing",
+            path=target,
         ) from error
     _place(Path(fetched), hosted.member, target)
     return target
@@ -227,7 +231,9 @@ def _corpus(path: Path, given: Path | None, needed: bool) -> list[Passage]:
     beside = [p for name in names if (p := path.with_name(name)) != path and p.is_file()]
     if given is None and not beside:
         raise CorpusError(
-            f"dataset {path} names passages of a corpus that is not there: give it, or put it beside as corpus.json"
+            f"dataset {path} names passages of a corpus that is not there: give it, or put it beside as corpus.json",
+            setting="evaluate.corpus",
+            path=path,
         )
     found = given or beside[0]
     return [
@@ -240,7 +246,11 @@ def _check_ids(examples: Sequence[Example], path: Path) -> None:
     seen: set[str] = set()
     for example in examples:
         if example.id in seen:
-            raise CorpusError(f"dataset {path}: two questions have the id {example.id!r}: give each its own")
+            raise CorpusError(
+                f"dataset {path}: two questions have the id {example.id!r}: give each its own",
+                setting="id",
+                path=path,
+            )
         seen.add(example.id)
 
 
@@ -248,29 +258,36 @@ def _records(path: Path) -> list[Record]:
     """The objects of a JSON array or of JSON lines."""
     text = _text(path)
     if text.lstrip().startswith("["):
-        values = [(f"{path}, record {n}", value) for n, value in enumerate(_parsed(text, str(path)), 1)]
+        unit, values = "record", list(enumerate(_parsed(text, path), 1))
     else:
-        lines = [(f"{path}, line {n}", line) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
-        values = [(where, _parsed(line, where)) for where, line in lines]
-    for where, value in values:
+        lines = [(n, line) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
+        unit, values = "line", [(n, _parsed(line, path, n)) for n, line in lines]
+    for n, value in values:
         if not isinstance(value, dict):
             raise CorpusError(
-                f"{where}: is no object but {value!r:.40}: bring an array of objects, or one a line"
+                f"{path}, {unit} {n}: is no object but {value!r:.40}: bring an array of objects, or one a line",
+                path=path,
+                line=n,
             )
-    return [Record(value, where) for where, value in values]
+    return [Record(value, path, n, f"{path}, {unit} {n}") for n, value in values]
 
 
 def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
     except OSError as error:
-        raise CorpusError(f"{path} cannot be read ({error.strerror}): check path and permissions") from None
+        raise CorpusError(
+            f"{path} cannot be read ({error.strerror}): check path and permissions", path=path
+        ) from None
     except UnicodeDecodeError as error:
-        raise CorpusError(f"{path} is not UTF-8 (byte {error.start}): save it as UTF-8") from None
+        raise CorpusError(f"{path} is not UTF-8 (byte {error.start}): save it as UTF-8", path=path) from None
 
 
-def _parsed(text: str, where: str) -> Any:
+def _parsed(text: str, path: Path, line: int | None = None) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise CorpusError(f"{where}: not JSON ({error}): bring an array of objects, or one a line") from None
+        where = path if line is None else f"{path}, line {line}"
+        raise CorpusError(
+            f"{where}: not JSON ({error}): bring an array of objects, or one a line", path=path, line=line
+        ) from None

@@ -79,7 +79,8 @@ class RunFolder:
         elif known != line:
             raise InputError(
                 f"{self.path} was begun with another prompt for question {line['id']!r}: the data set, the index or the "
-                "reader has changed since. Give this run another name, or delete that folder"
+                "reader has changed since. Give this run another name, or delete that folder",
+                path=self.path,
             )
 
     def add_prediction(self, line: Line) -> None:
@@ -110,7 +111,9 @@ def _recover(path: Path) -> Iterator[Line]:
             yield json.loads(line)
         except ValueError:
             raise InputError(
-                f"{path}, line {n}: not JSON; delete that line, and the run goes on with what it lost"
+                f"{path}, line {n}: not JSON; delete that line, and the run goes on with what it lost",
+                path=path,
+                line=n,
             ) from None
 
 
@@ -133,7 +136,9 @@ def _check_same(path: Path, before: Line, asked: Line) -> None:
             if name.split(".")[0] not in EXTENSIBLE and old.get(name) != new.get(name):
                 raise ConfigError(
                     f"{path} holds a run with {name} = {old.get(name)!r}, not {new.get(name)!r}: "
-                    "give this one another name, or delete that folder"
+                    "give this one another name, or delete that folder",
+                    setting=name,
+                    path=path,
                 )
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from blendserve.core import Passage
@@ -50,7 +51,9 @@ class Record:
     """A JSON object that says which field of which line is wrong."""
 
     values: Mapping[str, Any]
-    where: str
+    path: Path
+    line: int  # of a file of lines, else the number of the record in its array, from 1
+    where: str  # both, for messages
 
     def text(self, field: str, default: str | None = None) -> str:
         """A string with something in it; the default stands in for a missing, null or empty field."""
@@ -82,7 +85,8 @@ class Record:
 
     def wrong(self, field: str, expected: str) -> CorpusError:
         found = "missing" if field not in self.values else f"{self.values[field]!r:.60}"
-        return CorpusError(f"{self.where}: field `{field}` must be {expected}, but is {found}")
+        problem = f"{self.where}: field `{field}` must be {expected}, but is {found}"
+        return CorpusError(problem, setting=field, path=self.path, line=self.line)
 
 
 def reader_for(record: Record) -> Reader:
@@ -98,7 +102,9 @@ def reader_for(record: Record) -> Reader:
         return from_corpus
     raise CorpusError(
         f"{record.where}: has the fields {', '.join(values) or '(none)'} and is of no known form: bring `context` "
-        f"(2WikiMultihopQA or LongBench), `ctxs` (CacheBlend), or `mentioned_titles` and a corpus"
+        f"(2WikiMultihopQA or LongBench), `ctxs` (CacheBlend), or `mentioned_titles` and a corpus",
+        path=record.path,
+        line=record.line,
     )
 
 

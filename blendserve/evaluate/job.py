@@ -59,7 +59,7 @@ def evaluate(
     makes_room = settings.store.path is None  # in a store of the user's, nothing is given up
     variants = plan.variants
     dataset = load(plan.dataset, corpus=plan.corpus, limit=plan.limit, seed=plan.seed)
-    settings = _settled(_asking(settings, dataset.task, say), runs)
+    settings = _settled(with_task_prompt(settings, dataset.task, say), runs)
     retrieved = min(plan.top_k, len(dataset.corpus)) if plan.setting == "open" else None
     examples = with_shuffles(dataset.examples[plan.part], plan.shuffles, retrieved)
     where = environment()
@@ -125,7 +125,7 @@ def _about(engine: Engine) -> dict[str, Any]:
     }
 
 
-def _asking(settings: Config, task: Task, say: Say) -> Config:
+def with_task_prompt(settings: Config, task: Task, say: Say) -> Config:
     """With the task's own words around the passages, unless the user has given others."""
     if settings.decode.max_new_tokens < task.answer_tokens and task.metric != PERPLEXITY:
         say(

@@ -57,7 +57,8 @@ class Runner:
         """
         if engine.config.decode.temperature or engine.config.decode.stop:
             raise ConfigError(
-                "evaluation compares whole greedy answers: set decode.temperature to 0 and decode.stop to []"
+                "evaluation compares whole greedy answers: set decode.temperature to 0 and decode.stop to []",
+                setting="decode.temperature" if engine.config.decode.temperature else "decode.stop",
             )
         for variant in variants:
             make_policy(variant.blend).validate(engine.reader.adapter.n_layers)

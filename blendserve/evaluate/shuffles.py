@@ -39,7 +39,8 @@ def with_shuffles(examples: Sequence[Example], shuffles: int, passages: int | No
         if example.shuffle and example.id in known:
             raise CorpusError(
                 f"the data has a question {example.id!r}, which is what a shuffle of {example.shuffled!r} is called: "
-                "rename it, or ask for fewer shuffles"
+                "rename it, or ask for fewer shuffles",
+                setting="evaluate.shuffles",
             )
     return made
 

@@ -63,7 +63,7 @@ class Bert:
         self.between: Callable[[], None] = lambda: None
         self._eps, self._pooling = float(folder.config["layer_norm_eps"]), folder.pooling
         self._attend = self._attend_by_kernels if by_kernels else self._attend_by_torch
-        linear = _packed if packed else partial(_plain, ops.linear if by_kernels else F.linear)
+        linear = packed_linear if packed else partial(_plain, ops.linear if by_kernels else F.linear)
         self._read(folder.weights(), int(folder.config["num_hidden_layers"]), dtype, linear)
 
     @property
@@ -169,7 +169,7 @@ def _plain(run: Callable[..., Tensor], weight: Tensor, bias: Tensor, gelu: bool 
     return (lambda x: torch.ops.aten.gelu_(layer(x))) if gelu else layer
 
 
-def _packed(weight: Tensor, bias: Tensor, gelu: bool = False) -> Map:
+def packed_linear(weight: Tensor, bias: Tensor, gelu: bool = False) -> Map:
     """A linear layer by oneDNN over weights in its own order: private to torch, hence one form of several."""
     operations = torch.ops.mkldnn
     run, ordered = operations._linear_pointwise, operations._reorder_linear_weight(weight)

@@ -115,5 +115,6 @@ class _Splitter:
     def _no_room(self) -> ConfigError:
         return ConfigError(
             f"chunk_tokens={self.max_tokens} leaves no room for text: the title and separators of document "
-            f"{self.doc_id!r} take {self.overhead} tokens: raise chunk_tokens or shorten the title"
+            f"{self.doc_id!r} take {self.overhead} tokens: raise chunk_tokens or shorten the title",
+            setting="retrieve.chunk_tokens",
         )

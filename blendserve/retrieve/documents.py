@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from blendserve.core import Document
 from blendserve.errors import CorpusError
@@ -26,6 +26,19 @@ _HEADING = re.compile(r"^#{1,6}\s+(.+?)\s*#*\s*$", re.MULTILINE)
 _FENCED = re.compile(r"^(```|~~~).*?^\1", re.MULTILINE | re.DOTALL)
 
 
+class _Place(NamedTuple):
+    """Where a document comes from: a line of a file, or a position in a list."""
+
+    path: Path | None
+    n: int  # from 1
+
+    def __str__(self) -> str:
+        return f"{self.path}, line {self.n}" if self.path else f"documents[{self.n - 1}]"
+
+    def error(self, problem: str, field: str | None = None) -> CorpusError:
+        return CorpusError(f"{self}: {problem}", setting=field, path=self.path, line=self.n)
+
+
 def read_documents(source: str | Path) -> Iterator[Document]:
     """The documents of a JSONL file, of a folder of .txt and .md files (recursive, by name), or of one.
 
@@ -38,14 +51,16 @@ def read_documents(source: str | Path) -> Iterator[Document]:
         return _not_empty(_read_folder(path), path, f"it holds no {', '.join(TEXT)} file with text in it")
     if not path.exists():
         raise CorpusError(
-            f"corpus {path} does not exist: give a .jsonl file or a folder of .txt and .md files"
+            f"corpus {path} does not exist: give a .jsonl file or a folder of .txt and .md files", path=path
         )
     if path.suffix.lower() in JSONL:
         return _not_empty(_read_jsonl(path), path, _LINE_FORM)
     if path.suffix.lower() in TEXT:
         return _not_empty(_read_text(path, path.name), path, "write some text into it")
     kinds = ", ".join((*JSONL, *TEXT))
-    raise CorpusError(f"corpus {path} is of a kind that is not read: bring {kinds}, or a folder of texts")
+    raise CorpusError(
+        f"corpus {path} is of a kind that is not read: bring {kinds}, or a folder of texts", path=path
+    )
 
 
 def as_documents(objects: Iterable[Document | str | Mapping[str, Any]]) -> Iterator[Document]:
@@ -55,8 +70,8 @@ def as_documents(objects: Iterable[Document | str | Mapping[str, Any]]) -> Itera
     """
     if isinstance(objects, str | Mapping | Document):
         objects = [objects]
-    for n, item in enumerate(objects):
-        where = f"documents[{n}]"
+    for n, item in enumerate(objects, 1):
+        where = _Place(None, n)
         if isinstance(item, Document):
             item = {"text": item.text, "title": item.title, "id": item.id}
         elif isinstance(item, str):
@@ -107,8 +122,8 @@ def _read_jsonl(path: Path) -> Iterator[Document]:
         try:
             value = json.loads(line)
         except (ValueError, RecursionError):
-            raise CorpusError(f"{path}, line {n}: not JSON ({_start(line)}): {_LINE_FORM}") from None
-        yield _document(value, f"{path}, line {n}")
+            raise _Place(path, n).error(f"not JSON ({_start(line)}): {_LINE_FORM}") from None
+        yield _document(value, _Place(path, n))
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -118,7 +133,9 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
             for n, line in enumerate(file, 1):
                 yield n, line.removesuffix(b"\n")
     except OSError as error:
-        raise CorpusError(f"{path} cannot be read ({error.strerror}): check its permissions") from None
+        raise CorpusError(
+            f"{path} cannot be read ({error.strerror}): check its permissions", path=path
+        ) from None
 
 
 def _decode(line: bytes, path: Path, n: int) -> str:
@@ -126,31 +143,29 @@ def _decode(line: bytes, path: Path, n: int) -> str:
         return line.decode("utf-8-sig" if n == 1 else "utf-8")
     except UnicodeDecodeError as error:
         bad = line[error.start]
-        raise CorpusError(f"{path}, line {n}: not UTF-8 (byte 0x{bad:02x}): save the file as UTF-8") from None
+        raise _Place(path, n).error(f"not UTF-8 (byte 0x{bad:02x}): save the file as UTF-8") from None
 
 
-def _document(value: object, where: str) -> Document:
+def _document(value: object, where: _Place) -> Document:
     if not isinstance(value, Mapping):
-        raise CorpusError(f"{where}: {_start(repr(value))} is not an object: {_LINE_FORM}")
+        raise where.error(f"{_start(repr(value))} is not an object: {_LINE_FORM}")
     if value.get("text") is None:
-        raise CorpusError(f"{where}: has no `text`: {_LINE_FORM}")
+        raise where.error(f"has no `text`: {_LINE_FORM}", "text")
     fields = {name: _string(value.get(name), name, where) for name in ("text", "title", "id")}
     if not fields["text"].strip():
-        raise CorpusError(f"{where}: its `text` is blank: give it text or remove it")
+        raise where.error("its `text` is blank: give it text or remove it", "text")
     return Document(text=fields["text"], title=fields["title"].strip(), id=fields["id"])
 
 
-def _string(value: object, name: str, where: str) -> str:
+def _string(value: object, name: str, where: _Place) -> str:
     if value is None:
         return ""
     if name == "id" and isinstance(value, int) and not isinstance(value, bool):
         return str(value)
     if not isinstance(value, str):
-        raise CorpusError(f"{where}: its `{name}` must be a string, not {_start(repr(value))}")
+        raise where.error(f"its `{name}` must be a string, not {_start(repr(value))}", name)
     if any("\ud800" <= char <= "\udfff" for char in value):
-        raise CorpusError(
-            f"{where}: its `{name}` holds half a character (a lone surrogate): write it as UTF-8"
-        )
+        raise where.error(f"its `{name}` holds half a character (a lone surrogate): write it as UTF-8", name)
     return value
 
 
@@ -160,7 +175,7 @@ def _not_empty(documents: Iterator[Document], path: Path, advice: str) -> Iterat
         empty = False
         yield document
     if empty:
-        raise CorpusError(f"corpus {path} is empty: {advice}")
+        raise CorpusError(f"corpus {path} is empty: {advice}", path=path)
 
 
 def _start(text: str, n: int = 40) -> str:

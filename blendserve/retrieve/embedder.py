@@ -43,7 +43,8 @@ class Embedder:
     """A sentence encoder for texts of any length. Make one with `load`."""
 
     def __init__(self, encoder: Encoder, name: str, fingerprint: str) -> None:
-        self._encoder, self._tokenizer = encoder, encoder.tokenizer
+        self.encoder = encoder
+        self._tokenizer = encoder.tokenizer
         self.name = name
         self.fingerprint = fingerprint  # digest of weights and configuration
         self.dimension, self.max_tokens = encoder.dimension, encoder.max_tokens
@@ -52,7 +53,7 @@ class Embedder:
 
     def let_others(self, go_between: Callable[[], None]) -> None:
         """Call this between small parts of all that is embedded from now on."""
-        self._encoder.between = go_between
+        self.encoder.between = go_between
 
     @classmethod
     def load(cls, name: str = DEFAULT, device: str = "cpu", by_library: bool = False) -> Embedder:
@@ -62,13 +63,13 @@ class Embedder:
 
         Raises ModelError when it cannot be had, or is no sentence-transformers model.
         """
-        folder = _folder(name)
+        folder = model_folder(name)
         if not (folder / "modules.json").is_file():
             raise ModelError(
                 f"embedder {name!r}: {folder} holds no sentence-transformers model (no modules.json): "
                 f"bring one, or use the bundled {DEFAULT!r}"
             )
-        fingerprint = _fingerprint(folder)
+        fingerprint = fingerprint_of(folder)
         try:
             return cls(_encoder(folder, fingerprint, device, by_library), name, fingerprint)
         except Exception as error:  # the libraries raise whatever their parts raise
@@ -127,7 +128,7 @@ class Embedder:
     def _cut(self, texts: Sequence[tuple[str, str]]) -> Iterator[list[Window]]:
         """Titles and texts -> the windows of each; all are tokenised once, the long ones in pieces once more."""
         for start in range(0, len(texts), _TOKENISED):
-            self._encoder.between()
+            self.encoder.between()
             block = texts[start : start + _TOKENISED]
             whole = [_head(title) + text for title, text in block]
             encodings = self._tokenizer.encode_batch_fast(whole, add_special_tokens=False)
@@ -187,7 +188,7 @@ class Embedder:
             if progress:
                 progress(done, len(windows))
             for rows in self._batches(todo, windows):
-                vectors[rows] = _unit(self._encoder.encode([windows[n] for n in rows], of_question))
+                vectors[rows] = _unit(self.encoder.encode([windows[n] for n in rows], of_question))
                 kept.append(rows)
                 done += len(rows)
                 if progress:
@@ -199,8 +200,8 @@ class Embedder:
         batch: list[int] = []
         tokens = 0
         for n in rows:
-            size = len(windows[n].ids) + self._encoder.overhead
-            if batch and tokens + size > self._encoder.batch_tokens:
+            size = len(windows[n].ids) + self.encoder.overhead
+            if batch and tokens + size > self.encoder.batch_tokens:
                 yield batch
                 batch, tokens = [], 0
             batch.append(n)
@@ -247,7 +248,7 @@ def _encoder(folder: Path, fingerprint: str, device: str, by_library: bool) -> E
         return Library(folder, device)
 
 
-def _folder(name: str) -> Path:
+def model_folder(name: str) -> Path:
     """Where the model's files are: in its package, in the folder named, or in the hub's cache."""
     if package := BUNDLED.get(name):
         if find_spec(package) is None:
@@ -276,7 +277,7 @@ def _from_hub(name: str) -> Path:
         ) from error
 
 
-def _fingerprint(folder: Path) -> str:
+def fingerprint_of(folder: Path) -> str:
     """16 hex digits over the files that decide what the embedder computes, wherever the folder lies."""
     files = sorted(p for p in folder.rglob("*") if p.name in _IDENTITY or p.suffix == ".safetensors")
     if not any(p.suffix == ".safetensors" for p in files):

@@ -129,11 +129,13 @@ class VectorIndex:
         IndexMissing when nothing has been added yet.
         """
         if not question.strip():
-            raise InputError("the question is empty: ask something")
+            raise InputError("the question is empty: ask something", setting="question")
         if top_k < 1:
-            raise InputError(f"top_k={top_k} asks for no passage: give 1 or more")
+            raise InputError(f"top_k={top_k} asks for no passage: give 1 or more", setting="top_k")
         if not self._passages:
-            raise IndexMissing(f"index {self.path} is empty: add documents with `blendserve index add`")
+            raise IndexMissing(
+                f"index {self.path} is empty: add documents with `blendserve index add`", path=self.path
+            )
         best = self._best(self.embedder.embed_question(question), min(top_k, len(self._passages)))
         found = [replace(self._passages[n], score=score) for n, score in best.items()]
         return sorted(found, key=lambda p: (-(p.score or 0.0), p.id))[:top_k]
@@ -211,7 +213,9 @@ class VectorIndex:
         for document in documents:
             doc_id, digest = document_id(document), content_digest(document)
             if seen.setdefault(doc_id, digest) != digest:
-                raise CorpusError(f"two different documents have the id {doc_id!r}: give each its own")
+                raise CorpusError(
+                    f"two different documents have the id {doc_id!r}: give each its own", setting="id"
+                )
             if self._digests.get(doc_id) != digest:
                 new[doc_id] = document
         return new

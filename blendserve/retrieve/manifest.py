@@ -61,7 +61,9 @@ class Manifest:
             if built[role][1] != given[1]:
                 raise IndexMismatch(
                     f"index {folder} was built with {role} {_shown(built[role])}, not with {_shown(given)}: "
-                    f"open it with the {role} it was built with, or rebuild it with `blendserve index build`"
+                    f"open it with the {role} it was built with, or rebuild it with `blendserve index build`",
+                    setting=role,
+                    path=folder,
                 )
 
 
@@ -87,7 +89,7 @@ def read_manifest(folder: Path) -> tuple[Manifest, str]:
         raw = (folder / MANIFEST).read_bytes()
     except FileNotFoundError:
         raise IndexMissing(
-            f"there is no index at {folder}: build one with `blendserve index build`"
+            f"there is no index at {folder}: build one with `blendserve index build`", path=folder
         ) from None
     except OSError as error:
         raise VectorIndexError(
@@ -115,7 +117,8 @@ def write(folder: Path, manifest: Manifest, files: Mapping[str, bytes], base: st
     with _writing(folder):
         if manifest_digest(folder) != base:
             raise VectorIndexError(
-                f"index {folder} was changed by another process meanwhile: open it again and repeat"
+                f"index {folder} was changed by another process meanwhile: open it again and repeat",
+                path=folder / MANIFEST,
             )
         _finish(folder)
         for name, content in files.items():
@@ -154,7 +157,8 @@ def _writing(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise VectorIndexError(
             f"index {folder} cannot be written ({error.strerror}), what was there is unchanged: "
-            f"make room or choose another folder"
+            f"make room or choose another folder",
+            path=folder,
         ) from None
 
 
@@ -173,7 +177,8 @@ def _content(folder: Path, name: str, manifest: Manifest) -> bytes:
             return content
     raise IndexDamaged(
         f"index {folder}: {name} is missing or not the file its manifest describes: "
-        f"put the file back, or rebuild with `blendserve index build`"
+        f"put the file back, or rebuild with `blendserve index build`",
+        path=folder / name,
     )
 
 
@@ -184,13 +189,16 @@ def _parse(raw: bytes, folder: Path) -> Manifest:
         if version > FORMAT:
             raise IndexMismatch(
                 f"index {folder} has format {version}, this blendserve reads up to {FORMAT}: "
-                f"update blendserve, or rebuild with `blendserve index build`"
+                f"update blendserve, or rebuild with `blendserve index build`",
+                setting="format",
+                path=folder,
             )
         asked = (field.name for field in fields(Manifest) if field.name in values or field.default is MISSING)
         return Manifest(**{name: values[name] for name in asked})
     except (ValueError, TypeError, KeyError):
         raise IndexDamaged(
-            f"index {folder}: {MANIFEST} cannot be understood: rebuild with `blendserve index build`"
+            f"index {folder}: {MANIFEST} cannot be understood: rebuild with `blendserve index build`",
+            path=folder / MANIFEST,
         ) from None
 
 

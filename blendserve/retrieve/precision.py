@@ -60,7 +60,7 @@ def fastest(folder: BertFolder, fingerprint: str) -> Bert:
     try:
         return Bert(folder, *FORMS[json.loads(file.read_text())["form"]])
     except (OSError, ValueError, LookupError, TypeError, *NO_PACKING):
-        encoders = _made(folder)
+        encoders = available_forms(folder)
     seconds, alike = compare(encoders)
     able = [name for name in encoders if alike[name] >= ALIKE]
     best = min(able, key=lambda name: seconds[name]) if seconds else able[0]
@@ -89,7 +89,7 @@ def compare(encoders: Mapping[str, Bert]) -> tuple[dict[str, float], dict[str, f
     return {name: min(took) for name, took in (times or {}).items()}, alike
 
 
-def _made(folder: BertFolder) -> dict[str, Bert]:
+def available_forms(folder: BertFolder) -> dict[str, Bert]:
     """Every form that can be had here, in order."""
     found = {}
     for name, form in FORMS.items():

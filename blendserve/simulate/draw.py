@@ -18,6 +18,7 @@ from blendserve.simulate.config import SimulateConfig
 Numbers = NDArray[np.int64]
 Reals = NDArray[np.float64]
 BLOCK = 1 << 14  # requests drawn at a time
+PATIENCE = 64  # draws by the law for a chunk that the request does not have yet
 
 
 class Zipf:
@@ -98,7 +99,10 @@ class _Law:
             # A topic may have too few chunks for a request: what cannot be found there comes from anywhere.
             coherent = (rng.random(len(row)) < self._coherence) & (patience < 8)
             topics = np.where(coherent, main[row], self._which.draw(rng, len(row)))
-            chunks[row, column] = self._chunk(topics, self._within.draw(rng, len(row)), at[row], rng)
+            drawn = self._chunk(topics, self._within.draw(rng, len(row)), at[row], rng)
+            if patience >= PATIENCE:  # with a lifetime, two ranks may share a topic and others have none
+                drawn = rng.integers(0, self._chunks, len(row))
+            chunks[row, column] = drawn
             places = _repeated(chunks)
         return chunks
 

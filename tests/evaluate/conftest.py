@@ -1,11 +1,17 @@
-"""Runs whose plots nobody looks at."""
+"""Evaluations that many tests read, each run once."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
+
 import pytest
 
+from blendserve.evaluate.job import Outcome
+from tests.support.evaluations import toy_run
 
-@pytest.fixture
-def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawing takes longer than a run of a tiny reader does; test_report.py and test_coded.py look at what is drawn."""
-    monkeypatch.setattr("blendserve.evaluate.plots._image", lambda figure, format: b"<svg/>")
+
+@pytest.fixture(scope="session")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Outcome]:
+    """One of support.evaluations.RUNS; `raw` and `coded` with their plots."""
+    return cache(lambda kind: toy_run(kind, tmp_path_factory.mktemp(kind), draws=kind in ("raw", "coded")))

@@ -1,9 +1,12 @@
-"""Four forms, one Example; what is broken is named with record and field; names work offline or say what to fetch."""
+"""Data sets: files of every form, names, what is made; what is broken is named by its place."""
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Sequence
+import re
+import shutil
+from collections import Counter
 from pathlib import Path
 from typing import Any
 from zipfile import ZipFile
@@ -14,112 +17,52 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blendserve.core import Passage
-from blendserve.errors import CorpusError
-from blendserve.evaluate import datasets
-from blendserve.evaluate.datasets import load, with_distractors
+from blendserve.errors import ConfigError, CorpusError, InputError
+from blendserve.evaluate import datasets, edits, lines, words
+from blendserve.evaluate.datasets import BUNDLED, continuations, load, with_distractors
+from blendserve.evaluate.edits import ANSWER, EDITS, WINDOW, Fact, before, cut_elsewhere
 from blendserve.evaluate.formats import Example
+from blendserve.evaluate.generated import facts, make
 from blendserve.evaluate.tasks import LONGBENCH as LONGBENCH_TASKS
+from blendserve.evaluate.workload import zipf_blocks
 
-OFFICIAL = {
-    "_id": "a1",
-    "type": "compositional",
-    "question": "Who is the mother of the director of film Polish-Russian War?",
-    "context": [
-        ["Polish-Russian War (film)", ["It is a 2009 film", " directed by Xawery. "]],
-        ["Empty", []],
-        ["Xawery", ["He is the son of Małgorzata."]],
-    ],
-    "supporting_facts": [["Polish-Russian War (film)", 1], ["Xawery", 0], ["Xawery", 1]],
-    "evidences": [["Xawery", "mother", "Małgorzata"]],
-    "answer": "Małgorzata Braunek",
-}
-LONGBENCH = {
-    "input": "Where was he born?",
-    "context": "Passage 1:\nFirst title\nLine one, see Passage 9:\nas said.\n\nPassage 2:\nOnly a text without a title\n",
-    "answers": ["Warsaw", "Warszawa"],
-    "length": 12,
-    "_id": "lb",
-}
-CACHEBLEND = {
-    "question": "Who?",
-    "answers": [["Jane", "J. Doe"], ["Jane"]],
-    "ctxs": [{"title": "", "text": " one "}, {"title": "T", "text": "two", "score": 1}, {"text": "three"}],
-}
-CORPUS = [{"title": f"Title {n}", "text": f"Text {n}."} for n in range(25)]
-QUESTION = {"id": "q1", "question": "Which?", "answers": ["This"], "mentioned_titles": ["Title 3", "Title 7"]}
+DATA = Path(__file__).parent / "data"  # a small file of each form, and what is to be read of it
+EXPECTED = json.loads((DATA / "expected.json").read_text("utf-8"))
+OFFICIAL, LONGBENCH, CACHEBLEND, QUESTION = (
+    json.loads((DATA / file).read_text("utf-8"))[0]
+    for file in ("official.json", "longbench.json", "cacheblend.json", "questions.json")
+)
 
 
 def written(path: Path, records: Any, lines: bool = False) -> Path:
-    text = "\n".join(json.dumps(r, ensure_ascii=False) for r in records) if lines else json.dumps(records)
-    path.write_text(text, encoding="utf-8")
+    path.write_text("\n".join(map(json.dumps, records)) if lines else json.dumps(records))
     return path
 
 
-def shown(passages: Sequence[Passage]) -> list[tuple[str, str]]:
-    return [(p.title, p.text) for p in passages]
-
-
-@pytest.mark.parametrize("lines", [False, True])
-def test_official_form(tmp_path: Path, lines: bool) -> None:
-    dataset = load(written(tmp_path / "dev.json", [OFFICIAL], lines))
-    example = dataset.examples[0]
-    assert (example.id, example.type, example.question) == ("a1", "compositional", OFFICIAL["question"])
-    assert example.answers == ("Małgorzata Braunek",)
-    assert example.supporting == ("Polish-Russian War (film)", "Xawery")
-    assert shown(example.contexts) == [
-        ("Polish-Russian War (film)", "It is a 2009 film directed by Xawery."),
-        ("Xawery", "He is the son of Małgorzata."),
+@pytest.mark.parametrize("file", EXPECTED)
+def test_every_form_is_read(file: str) -> None:
+    dataset = load(DATA / file)
+    found = [
+        {
+            **{name: getattr(e, name) for name in ("id", "question", "type", "task")},
+            **{"answers": [*e.answers], "supporting": [*e.supporting]},
+            "contexts": [[p.title, p.text] for p in e.contexts],
+        }
+        for e in dataset.examples
     ]
-    assert dataset.corpus == example.contexts
+    assert found == EXPECTED[file]
+    assert len(dataset.corpus) == len(dataset.examples[0].contexts)  # each passage once
+    assert len(load(DATA / file, corpus=DATA / "corpus.json").corpus) == 12
 
 
-def test_longbench_form(tmp_path: Path) -> None:
-    example = load(written(tmp_path / "2wikimqa.jsonl", [LONGBENCH], lines=True)).examples[0]
-    assert (example.id, example.question, example.answers) == (
-        "lb",
-        "Where was he born?",
-        ("Warsaw", "Warszawa"),
-    )
-    assert shown(example.contexts) == [
-        ("First title", "Line one, see Passage 9:\nas said."),
-        ("", "Only a text without a title"),
-    ]
-    assert (example.type, example.supporting) == ("", ())
-
-
-def test_cacheblend_form(tmp_path: Path) -> None:
-    dataset = load(written(tmp_path / "musique_s.json", [CACHEBLEND, {**CACHEBLEND, "answers": ["flat"]}]))
-    assert [e.answers for e in dataset.examples] == [("Jane", "J. Doe"), ("flat",)]
-    assert [e.id for e in dataset.examples] == ["musique_s-1", "musique_s-2"]
-    assert shown(dataset.examples[0].contexts) == [("", "one"), ("T", "two"), ("", "three")]
-    assert len(dataset.corpus) == 3  # each passage once, though two questions have it
-
-
-@pytest.mark.parametrize(
-    ("questions", "corpus"), [("questions.json", "corpus.json"), ("my_questions.jsonl", "my_corpus.jsonl")]
-)
-def test_questions_find_their_corpus_beside_them(tmp_path: Path, questions: str, corpus: str) -> None:
-    written(tmp_path / corpus, CORPUS, lines=corpus.endswith("l"))
-    dataset = load(written(tmp_path / questions, [QUESTION], lines=questions.endswith("l")))
-    example = dataset.examples[0]
-    assert len(dataset.corpus) == 25
-    assert len({p.title for p in example.contexts}) == 10
-    assert {"Title 3", "Title 7"} <= {p.title for p in example.contexts}
-    assert example.supporting == ("Title 3", "Title 7")
-
-
-def test_contexts_given_by_title_keep_their_order(tmp_path: Path) -> None:
-    elsewhere = written(tmp_path / "passages.json", CORPUS)
-    record = {**QUESTION, "contexts": ["Title 9", "Title 7", "Title 3"], "type": "comparison"}
-    dataset = load(written(tmp_path / "q.json", [record]), corpus=elsewhere)
-    assert [p.title for p in dataset.examples[0].contexts] == ["Title 9", "Title 7", "Title 3"]
-    assert dataset.examples[0].type == "comparison"
-
-
-def test_a_corpus_can_be_searched_behind_closed_contexts(tmp_path: Path) -> None:
-    dataset = load(written(tmp_path / "dev.json", [OFFICIAL]), corpus=written(tmp_path / "all.json", CORPUS))
-    assert len(dataset.corpus) == 25
-    assert len(dataset.examples[0].contexts) == 2
+def test_questions_find_their_corpus_in_the_same_folder() -> None:
+    dataset = load(DATA / "questions.json")
+    filled, given = dataset.examples
+    assert len(dataset.corpus) == 12
+    assert len({p.title for p in filled.contexts}) == 10
+    assert filled.supporting == ("Title 3", "Title 7")
+    assert {*filled.supporting} <= {p.title for p in filled.contexts}
+    assert [p.title for p in given.contexts] == ["Title 9", "Title 7", "Title 3"]
 
 
 POOL = [Passage(f"Text {n}.", f"Title {n}", id=str(n)) for n in range(40)]
@@ -139,14 +82,10 @@ def test_distractors_fill_up_and_follow_seed_and_question_alone(seed: int, total
     assert with_distractors(example, POOL, total=1, seed=seed).contexts  # what is needed stays
 
 
-def test_seed_and_question_change_the_draw() -> None:
-    first, other = with_distractors(ASKING[0], POOL), with_distractors(ASKING[0], POOL, seed=1)
-    assert first.contexts != other.contexts
+def test_distractors_are_drawn_to_any_place_or_retrieved() -> None:
+    assert with_distractors(ASKING[0], POOL).contexts != with_distractors(ASKING[0], POOL, seed=1).contexts
     places = {[p.title for p in with_distractors(e, POOL).contexts].index(e.supporting[0]) for e in ASKING}
-    assert len(places) > 3  # what is needed does not stand in a fixed place
-
-
-def test_distractors_can_be_retrieved() -> None:
+    assert len(places) > 3
     asked = []
 
     def nearest(question: str, n: int) -> list[Passage]:
@@ -155,123 +94,213 @@ def test_distractors_can_be_retrieved() -> None:
 
     example = with_distractors(ASKING[2], POOL, nearest=nearest)
     assert asked == [("Question 2?", 12)]
-    assert {p.title for p in example.contexts} == {f"Title {n}" for n in range(10)}
-    assert [p.title for p in example.contexts] != [f"Title {n}" for n in range(10)]
+    titles = [f"Title {n}" for n in range(10)]
+    assert sorted(p.title for p in example.contexts) == titles != [p.title for p in example.contexts]
 
 
+@pytest.mark.parametrize("lines", [False, True])
 @pytest.mark.parametrize(
-    ("record", "problem"),
+    ("good", "broken", "field"),
     [
-        ({**OFFICIAL, "answer": ""}, r"field `answer` must be a string with something in it, but is ''"),
-        ({k: v for k, v in OFFICIAL.items() if k != "question"}, r"field `question` .* but is missing"),
-        (
-            {**OFFICIAL, "context": [["Title", "no list"]]},
-            r"field `context` must be a list of \[title, \[sentence",
-        ),
-        ({**OFFICIAL, "context": [["Title", []]]}, r"field `context` must be passages with text"),
-        ({**OFFICIAL, "context": None}, r"field `context` must be a list, but is None"),
-        ({**OFFICIAL, "supporting_facts": ["x"]}, r"field `supporting_facts` must be"),
-        ({**OFFICIAL, "type": 5}, r"field `type` must be a string"),
+        (OFFICIAL, {**OFFICIAL, "answer": ""}, "answer"),
+        (OFFICIAL, {**OFFICIAL, "question": None}, "question"),
+        (OFFICIAL, {**OFFICIAL, "context": [["Title", "no list"]]}, "context"),
+        (OFFICIAL, {**OFFICIAL, "context": [["Title", []]]}, "context"),
+        (OFFICIAL, {**OFFICIAL, "context": None}, "context"),
+        (OFFICIAL, {**OFFICIAL, "supporting_facts": ["x"]}, "supporting_facts"),
+        (OFFICIAL, {**OFFICIAL, "type": 5}, "type"),
+        (LONGBENCH, {**LONGBENCH, "context": "no passages"}, "context"),
+        (LONGBENCH, {**LONGBENCH, "answers": []}, "answers"),
+        (LONGBENCH, {**LONGBENCH, "input": "", "dataset": "hotpotqa"}, "input"),
+        (LONGBENCH, {**LONGBENCH, "dataset": "lcc"}, "dataset"),
+        (LONGBENCH, {**LONGBENCH, "dataset": "triviaqa"}, "context"),
+        (LONGBENCH, {**LONGBENCH, "dataset": "samsum"}, "context"),
+        (LONGBENCH, 7, None),
+        (CACHEBLEND, {**CACHEBLEND, "answers": "Jane"}, "answers"),
+        (CACHEBLEND, {**CACHEBLEND, "answers": [["Jane"], [5]]}, "answers"),
+        (CACHEBLEND, {**CACHEBLEND, "ctxs": [{"title": "no text"}]}, "ctxs"),
+        (QUESTION, {**QUESTION, "mentioned_titles": ["Nowhere"]}, "mentioned_titles"),
+        (QUESTION, {**QUESTION, "contexts": ["Nowhere"]}, "contexts"),
     ],
 )
-def test_a_broken_official_record_is_named(tmp_path: Path, record: dict[str, Any], problem: str) -> None:
-    for lines, where in ((False, "record"), (True, "line")):
-        path = written(tmp_path / "dev.json", [{**OFFICIAL, "_id": "fine"}, record], lines)
-        with pytest.raises(CorpusError, match=rf"dev\.json, {where} 2: {problem}"):
-            load(path)
-        assert len(load(path, limit=1).examples) == 1
-
-
-@pytest.mark.parametrize(
-    ("record", "problem"),
-    [
-        (
-            {**LONGBENCH, "context": "no passages"},
-            "field `context` must be passages that start with `Passage 1:`",
-        ),
-        ({**LONGBENCH, "answers": []}, "field `answers` must be a list of at least one string, but is "),
-        ({**CACHEBLEND, "answers": "Jane"}, "field `answers` must be a list"),
-        ({**CACHEBLEND, "answers": [["Jane"], [5]]}, "field `answers` must be a list"),
-        ({**CACHEBLEND, "ctxs": [{"title": "no text"}]}, "field `ctxs` must be a list of"),
-        (
-            {"question": "x", "answers": ["y"]},
-            "has the fields question, answers and is of no known form: bring",
-        ),
-        ({}, r"has the fields \(none\) and is of no known form"),
-    ],
-)
-def test_other_broken_records_are_named(tmp_path: Path, record: dict[str, Any], problem: str) -> None:
-    with pytest.raises(CorpusError, match=f"record 1: {problem}"):
-        load(written(tmp_path / "data.json", [record]))
-
-
-def test_titles_must_be_in_the_corpus(tmp_path: Path) -> None:
-    written(tmp_path / "corpus.json", CORPUS)
-    for field in ("mentioned_titles", "contexts"):
-        path = written(
-            tmp_path / "questions.json", [{**QUESTION, "contexts": ["Title 1"], field: ["Nowhere"]}]
-        )
-        with pytest.raises(
-            CorpusError, match=rf"record 1: field `{field}` must be titles .*'Nowhere' is none"
-        ):
-            load(path)
-    (tmp_path / "corpus.json").unlink()
-    with pytest.raises(
-        CorpusError, match="passages of a corpus that is not there: give it, or put it beside"
-    ):
+def test_a_broken_record_is_named(
+    tmp_path: Path, good: Any, broken: Any, field: str | None, lines: bool
+) -> None:
+    shutil.copy(DATA / "corpus.json", tmp_path)
+    path = written(tmp_path / "dev.json", [good, broken], lines)
+    with pytest.raises(CorpusError) as error:
         load(path)
+    assert (error.value.path, error.value.line, error.value.setting) == (str(path), 2, field)
+    assert broken == 7 or len(load(path, limit=1).examples) == 1
 
 
 @pytest.mark.parametrize(
-    ("text", "problem"),
+    ("content", "line"),
     [
-        (b"", "holds no questions"),
-        (b"[]", "holds no questions"),
-        (b'{"a": 1}\n{broken', "line 2: not JSON"),
-        (b'[{"a": 1}, ', "not JSON"),
-        (b'[{"a": 1}, 7]', "record 2: is no object but 7"),
-        (b"\xff\xfe", "not UTF-8"),
+        (b"", None),
+        (b"[]", None),
+        (b"\xff\xfe", None),
+        (b'{"question": "x"}\n{broken', 2),
+        (b'[{"question": "x"}, ', None),
+        (b'{"question": "x", "answers": ["y"]}', 1),  # of no known form
+        (b"{}", 1),
+        (json.dumps(QUESTION).encode(), None),  # its corpus is missing
+        (json.dumps([OFFICIAL, OFFICIAL]).encode(), None),  # two questions with one id
+        (json.dumps([{**LONGBENCH, "dataset": d, "_id": d} for d in ("hotpotqa", "musique")]).encode(), None),
     ],
 )
-def test_files_that_are_no_datasets_are_refused(tmp_path: Path, text: bytes, problem: str) -> None:
-    (tmp_path / "x.json").write_bytes(text)
-    with pytest.raises(CorpusError, match=problem):
+def test_files_that_are_no_datasets_are_refused(tmp_path: Path, content: bytes, line: int | None) -> None:
+    (tmp_path / "x.json").write_bytes(content)
+    with pytest.raises(CorpusError) as error:
         load(tmp_path / "x.json")
+    assert (error.value.path, error.value.line) == (str(tmp_path / "x.json"), line)
 
 
-def test_ids_must_differ(tmp_path: Path) -> None:
-    with pytest.raises(CorpusError, match="two questions have the id 'a1'"):
-        load(written(tmp_path / "x.json", [OFFICIAL, OFFICIAL]))
-
-
-def test_an_unknown_name_lists_the_known_ones() -> None:
-    with pytest.raises(
-        CorpusError, match="known names: generated, lines, facts, reference, 2wikimqa, hotpotqa, musique"
-    ):
+def test_a_name_is_fetched_once_or_the_file_to_bring_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind the hub's two calls everything is real."""
+    assert set(datasets.HOSTED) == {*LONGBENCH_TASKS, "2wikimultihopqa"}
+    with pytest.raises(CorpusError) as unknown:
         load("2wikimq")
-
-
-def test_offline_a_name_says_which_file_to_put_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert unknown.value.setting == "evaluate.dataset"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     here = tmp_path / "blendserve" / "datasets" / "2wikimqa.jsonl"
-    with pytest.raises(
-        CorpusError, match=rf"get data/2wikimqa\.jsonl out of its data\.zip .* put it here as {here}"
-    ):
+    with pytest.raises(CorpusError) as offline:
         load("2wikimqa")
-    here.parent.mkdir(parents=True)
-    written(here, [LONGBENCH], lines=True)
-    assert load("2wikimqa").examples[0].id == "lb"  # and having done that, it works
-
-
-def test_online_the_member_of_the_archive_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The hub stands still here; everything behind its two calls is real."""
+    assert offline.value.path == str(here)
     with ZipFile(tmp_path / "data.zip", "w") as archive:
         archive.writestr("data/2wikimqa.jsonl", json.dumps(LONGBENCH))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *_, **__: None)
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *_, **__: str(tmp_path / "data.zip"))
-    assert load("2wikimqa").examples[0].id == "lb"
-    (tmp_path / "data.zip").unlink()
-    assert load("2wikimqa").examples[0].id == "lb"
-    assert [p.name for p in (tmp_path / "blendserve" / "datasets").iterdir()] == ["2wikimqa.jsonl"]
-    assert set(datasets.HOSTED) == {*LONGBENCH_TASKS, "2wikimultihopqa"}
+    with monkeypatch.context() as online:
+        online.setattr(huggingface_hub.HfApi, "dataset_info", lambda *_, **__: None)
+        online.setattr(huggingface_hub, "hf_hub_download", lambda *_, **__: str(tmp_path / "data.zip"))
+        assert load("2wikimqa").examples[0].id == "lb"
+    assert load("2wikimqa").examples[0].id == "lb"  # as if the file had been put there by hand
+    assert [p.name for p in here.parent.iterdir()] == ["2wikimqa.jsonl"]
+
+
+def test_every_made_line_is_in_its_record_once() -> None:
+    examples = load("lines").examples
+    assert len(examples) == lines.RECORDS
+    places = set()
+    for example in examples:
+        name = re.fullmatch(
+            r"What is the REGISTER_CONTENT in line ([a-z]+-[a-z]+)\? Give the number\.", example.question
+        )
+        assert name
+        line = f"line {name[1]}: REGISTER_CONTENT is <{example.answers[0]}>"
+        (place,) = [n for n, p in enumerate(example.contexts) if line in p.text.split("\n")]
+        places.add(place)
+        record = "\n".join(p.text for p in example.contexts)
+        assert record.count(f"line {name[1]}:") == 1
+        assert len(record.split("\n")) == lines.CHUNKS * lines.PER_CHUNK
+    assert places == set(range(lines.CHUNKS))
+    assert load("lines", limit=2) == load("lines", limit=2)
+    assert load("lines", limit=2, seed=1).examples != load("lines", limit=2).examples
+
+
+@given(st.lists(st.sampled_from(["a", "bc", " ", "\n", "\t\n", "d.", "é"]), max_size=40), st.integers(1, 7))
+def test_pieces_lose_nothing(parts: list[str], n: int) -> None:
+    text = "".join(parts)
+    found = words.pieces(text, n)
+    assert "".join(found) == text.rstrip()
+    assert [len(piece.split()) for piece in found[:-1]] == [n] * (len(found) - 1)
+
+
+def test_excerpts_follow_each_other_and_a_rest_is_left() -> None:
+    whole = words.PIECES * words.PIECE + words.LEAD + words.CONTINUATION
+    text = " ".join(f"w{i}" + ("\n\n" if i % 50 == 49 else "") for i in range(2 * whole + 5))
+    found = words.excerpts(text)
+    joined = "".join("".join([*pieces, lead, answer]) for pieces, lead, answer in found)
+    assert text.startswith(joined)
+    assert len(joined.split()) == 2 * whole
+    for pieces, lead, answer in found:
+        assert [len(p.split()) for p in pieces] == [words.PIECE] * words.PIECES
+        assert (len(lead.split()), len(answer.split())) == (words.LEAD, words.CONTINUATION)
+    with pytest.raises(CorpusError):
+        continuations("few words", "short")
+    dataset = load("reference", limit=3)  # the bundled text is long enough
+    assert (len(dataset.examples), dataset.task.metric) == (3, "perplexity")
+
+
+PASSAGES = list(load("generated", limit=1).examples[0].contexts)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in EDITS if kind != WINDOW])
+def test_an_edit_follows_its_seed_and_changes_what_it_says(kind: str) -> None:
+    old = before(kind, PASSAGES, "0:q")
+    assert old == before(kind, PASSAGES, "0:q") != before(kind, PASSAGES, "1:q")
+    assert [p.title for p in old] == [p.title for p in PASSAGES]
+    assert sum(a.text != b.text for a, b in zip(old, PASSAGES, strict=True)) >= len(PASSAGES) - 1
+    digits = [[re.sub(r"\d+", "#", p.text) for p in passages] for passages in (old, PASSAGES)]
+    assert (digits[0] == digits[1]) == (kind == "numbers")
+    was, now = (Counter(word for p in passages for word in p.text.split()) for passages in (old, PASSAGES))
+    if kind == "moved":
+        assert was == now
+    if kind == "negations":
+        assert {*(was - now), *(now - was)} == {"not"}
+    if kind.startswith(edits.REVISED):
+        share = float(kind.partition("@")[2])
+        assert 0 < (now - was).total() <= share * now.total() + len(PASSAGES)
+
+
+def test_another_window_has_the_same_tokens() -> None:
+    chunks = [tuple(range(n, n + length)) for n, length in ((0, 10), (20, 7), (40, 1), (50, 12))]
+    cut = cut_elsewhere(chunks)
+    assert [i for ids in cut for i in ids] == [i for ids in chunks for i in ids]
+    assert not set(cut) & set(chunks)
+    assert cut_elsewhere([]) == []
+
+
+def test_every_fact_has_one_place_and_another_value_that_the_prompt_lacks() -> None:
+    examples = load("facts").examples
+    assert len(examples) == facts.FACTS >= 300
+    assert load("facts", seed=1).examples != examples
+    for example in examples:
+        (own,) = [p for p in example.contexts if p.title in example.supporting]
+        assert own.text.count(example.question + example.answers[0]) == 1
+        assert example.rival not in " ".join(p.text for p in example.contexts)
+        fact = Fact(own.title, example.answers[0].strip(), example.rival)
+        old = before(ANSWER, example.contexts, "0", fact)
+        changed = [p for p, q in zip(old, example.contexts, strict=True) if p != q]
+        assert [(p.title, p.text) for p in changed] == [(own.title, own.text.replace(fact.now, fact.before))]
+    forms = Counter(e.type for e in examples)
+    assert set(forms) == set(facts.FORMS)
+    assert min(forms.values()) >= 25
+    with pytest.raises(ConfigError):
+        before(ANSWER, PASSAGES, "0")
+
+
+def test_the_generated_set_is_the_one_that_was_solved_and_has_the_shape_of_2wikimqa() -> None:
+    """By its digest: a solver that reads the passages alone answered every question of it."""
+    corpus, questions = make()
+    path = BUNDLED["generated"]
+    shipped = path.read_bytes(), path.with_name("generated_corpus.jsonl").read_bytes()
+    for content, made in zip(shipped, (questions, corpus), strict=True):
+        assert [json.loads(line) for line in content.decode().splitlines()] == made
+    assert hashlib.sha256(b"".join(shipped)).hexdigest().startswith("a9e8448bdce5092d")
+    examples = load("generated").examples
+    assert set(Counter(e.type for e in examples).values()) == {len(examples) // 4}
+    for example in examples:
+        titles = [p.title for p in example.contexts]
+        assert len(set(titles)) == len(titles) == 10
+        assert len(example.supporting) == (4 if example.type == "bridge_comparison" else 2)
+        assert set(example.supporting) < set(titles)
+    yes_no = Counter(e.answers[0] for e in examples if e.answers[0] in ("yes", "no"))
+    assert abs(yes_no["yes"] - yes_no["no"]) <= 2
+    places = Counter(n for e in examples for n, p in enumerate(e.contexts) if p.title in e.supporting)
+    assert min(places[n] for n in range(10)) > 0.6 * places.total() / 10
+
+
+def test_blocks_have_one_mix_and_no_query_twice() -> None:
+    blocks = zipf_blocks(400, 10, 50, 6, seed=3)
+    queries = [query for block in blocks for query in block]
+    assert all(len(set(query)) == len(query) == 6 for query in queries)
+    assert len(set(queries)) == len(queries) == 500
+    assert len({chunk for query in queries for chunk in query}) > 380
+    mixes = [Counter(chunk for query in block for chunk in query) for block in blocks]
+    assert all(abs(mixes[0][n] - mix[n]) <= 1 for mix in mixes for n in range(400))
+    assert blocks == zipf_blocks(400, 10, 50, 6, seed=3) != zipf_blocks(400, 10, 50, 6, seed=4)
+    assert len(set(zipf_blocks(3, 1, 6, 3, s=0.0)[0])) == 6  # every order of three, once
+    with pytest.raises(InputError):
+        zipf_blocks(20, 1, 10, 6, s=2.0)  # too short for its most popular chunk

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,63 +16,50 @@ from torch import Tensor
 from blendserve.blend import prefill as module
 from blendserve.blend.prefill import Prefilled, prefill
 from blendserve.config import BlendConfig
-from blendserve.core import Prompt
-from blendserve.evaluate.fidelity import agreement, forced, kl
+from blendserve.evaluate.fidelity import agreement, forced, kl, nll
+from blendserve.evaluate.job import Outcome
 from blendserve.models.forward import append
-from tests.evaluate.helpers import run, write_dataset
 from tests.support.blending import OneOff, assert_near, lay, model_says, some_ids, some_prompt
+from tests.support.evaluations import run, write_dataset
 from tests.support.models import KINDS, tiny_adapter
 
-ANSWER = some_ids(9, seed=7)
+ANSWER, PROMPT = some_ids(9, seed=7), some_prompt([12, 9, 14])
 
 
-def prefilled(name: str, prompt: Prompt, room: int, **options: Any) -> Prefilled:
+def prefilled(name: str, **options: Any) -> Prefilled:
     adapter = tiny_adapter(name)
-    return prefill(adapter, prompt, lay(adapter, prompt), BlendConfig(**options), room)
+    return prefill(adapter, PROMPT, lay(adapter, PROMPT), BlendConfig(**options), len(ANSWER))
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_one_pass_is_what_single_steps_are(name: str) -> None:
-    adapter, prompt = tiny_adapter(name), some_prompt([12, 9, 14])
-    one, many = (prefilled(name, prompt, len(ANSWER), ratio=0.3) for _ in range(2))
-    at_once = append(adapter, one.cache, len(prompt), ANSWER)
-    singly = torch.stack(
-        [append(adapter, many.cache, len(prompt) + i, (t,))[0] for i, t in enumerate(ANSWER)]
-    )
-    assert_near(at_once, singly)
+def test_one_pass_is_single_steps_and_over_full_prefill_the_model_s_forward(name: str) -> None:
+    adapter, at = tiny_adapter(name), len(PROMPT)
+    one, many = (prefilled(name, ratio=0.3) for _ in range(2))
+    singly = torch.stack([append(adapter, many.cache, at + i, (t,))[0] for i, t in enumerate(ANSWER)])
+    assert_near(append(adapter, one.cache, at, ANSWER), singly)
     assert_near(one.cache.keys, many.cache.keys)
     assert_near(one.cache.values, many.cache.values)
+    done = prefilled(name, ratio=1.0)
+    own = model_says(adapter, (*PROMPT.ids, *ANSWER[:-1])).logits[0, at - 1 :]
+    assert_near(forced(adapter, done.cache, at, done.logits, ANSWER), own)
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_over_full_prefill_it_is_forward(name: str) -> None:
-    adapter, prompt = tiny_adapter(name), some_prompt([12, 9, 14])
-    done = prefilled(name, prompt, len(ANSWER), ratio=1.0)
-    own = model_says(adapter, (*prompt.ids, *ANSWER[:-1])).logits[0, len(prompt) - 1 :]
-    assert_near(forced(adapter, done.cache, len(prompt), done.logits, ANSWER), own)
+def test_what_decoding_left_in_the_cache_does_not_matter() -> None:
+    adapter, at = tiny_adapter("llama"), len(PROMPT)
+    clean, used = (prefilled("llama", ratio=0.3) for _ in range(2))
+    append(adapter, used.cache, at, some_ids(len(ANSWER), seed=8))
+    assert torch.equal(*(forced(adapter, d.cache, at, d.logits, ANSWER) for d in (clean, used)))
+    for answer in ([], [3]):  # of one decision: no pass is needed
+        assert torch.equal(forced(adapter, clean.cache, at, clean.logits, answer), clean.logits[None])
 
 
-def test_what_decoding_left_behind_does_not_matter() -> None:
-    adapter, prompt = tiny_adapter("llama"), some_prompt([12, 9])
-    clean, used = (prefilled("llama", prompt, len(ANSWER), ratio=0.3) for _ in range(2))
-    append(adapter, used.cache, len(prompt), some_ids(len(ANSWER), seed=8))
-    logits = [forced(adapter, d.cache, len(prompt), d.logits, ANSWER) for d in (clean, used)]
-    assert torch.equal(*logits)
-
-
-def test_an_answer_of_one_decision_needs_no_pass() -> None:
-    first = torch.rand(5)
-    for answer in ([], [3]):
-        assert torch.equal(forced(tiny_adapter("llama"), None, 4, first, answer), first[None])  # type: ignore[arg-type]
-
-
-def _logits(seed: int, rows: int = 3) -> Tensor:
-    return 3 * torch.randn(rows, 11, generator=torch.Generator().manual_seed(seed))
+def some_logits(seed: int) -> Tensor:
+    return 3 * torch.randn(3, 11, generator=torch.Generator().manual_seed(seed))
 
 
 @given(st.integers(0, 99), st.integers(0, 99), st.floats(-50, 50))
 def test_kl_is_its_sum(a: int, b: int, moved: float) -> None:
-    p, q = _logits(a), _logits(b)
+    p, q = some_logits(a), some_logits(b)
     for row, value in enumerate(kl(p, q + moved)):
         ps, qs = ([math.exp(x) for x in logits[row].tolist()] for logits in (p, q))
         wanted = sum(x / sum(ps) * math.log(x / sum(ps) / (y / sum(qs))) for x, y in zip(ps, qs, strict=True))
@@ -80,26 +68,30 @@ def test_kl_is_its_sum(a: int, b: int, moved: float) -> None:
     assert kl(p, p) == [0.0] * 3
 
 
-def test_agreement_is_f1_with_the_reference_as_gold() -> None:
+def test_likelihood_and_agreement_by_hand() -> None:
+    logits = torch.tensor([[0.0, math.log(3.0)], [0.0, 0.0]])
+    assert nll(logits, [1, 0]) == pytest.approx((math.log(4 / 3) + math.log(2)) / 2)
     assert agreement("the river Main", "River Rhine") == pytest.approx(0.5)
-    assert (agreement("", ""), agreement("", "x"), agreement("x", "")) == (1.0, 0.0, 0.0)
-    assert agreement("...", "...") == 1.0
+    assert (agreement("", ""), agreement("", "x"), agreement("x", ""), agreement("...", "...")) == (
+        1,
+        0,
+        0,
+        1,
+    )
 
 
-def fidelity_of(broken: bool, folder: Path) -> dict[str, float]:
-    """Mean KL of each method, with keys rotated to their places or to the places after."""
-    with pytest.MonkeyPatch.context() as patch:
-        if broken:
-            patch.setattr(module, "KVLoader", OneOff)
-        outcome = run(
-            folder, write_dataset(folder), name=f"broken-{broken}", methods=("prefix", "query+shift", "all")
-        )
-    return {name: found["mean_kl"]["mean"] for name, found in outcome.figures["methods"].items()}
-
-
-def test_a_wrong_rotation_collapses_fidelity(tmp_path: Path) -> None:
-    right, wrong = fidelity_of(False, tmp_path), fidelity_of(True, tmp_path)
+def test_a_wrong_rotation_collapses_fidelity(
+    toy: Callable[[str], Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys that are rotated to the position after their own."""
+    good = toy("raw")
+    monkeypatch.setattr(module, "KVLoader", OneOff)
+    broken = run(tmp_path, write_dataset(tmp_path), methods=("prefix", "query+shift", "all"))
+    right, wrong = (
+        {name: found["mean_kl"]["mean"] for name, found in outcome.figures["methods"].items()}
+        for outcome in (good, broken)
+    )
     for exact in ("prefix", "all"):  # both rest on the stored prefix and first chunk
         assert right[exact] < 1e-9
         assert wrong[exact] > 1e-5
-    assert wrong["query+shift@0.25"] > 1.2 * right["query+shift@0.25"], (right, wrong)
+    assert wrong["query+shift@0.25"] > 1.2 * right["query+shift@0.25"]

@@ -1,49 +1,68 @@
-"""The bundled embedder, loaded once in fp32 and once as this machine has it, and two ways of counting tokens."""
+"""The bundled embedder, and one of toy vectors for what does not depend on the model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
+import tokenizers as tk
 import torch
 
 from blendserve.core import Passage
 from blendserve.retrieve import Embedder
 from blendserve.retrieve.bert import Bert
 from blendserve.retrieve.bert_folder import BertFolder
-from blendserve.retrieve.embedder import DEFAULT, _fingerprint, _folder
+from blendserve.retrieve.embedder import DEFAULT, fingerprint_of, model_folder
+from blendserve.retrieve.encoder import Window
 
 
 @pytest.fixture(scope="session")
-def model_folder() -> Path:
-    return _folder(DEFAULT)
+def folder() -> Path:
+    return model_folder(DEFAULT)
 
 
 @pytest.fixture(scope="session")
-def embedder(model_folder: Path) -> Embedder:
-    """In fp32, whose rounding no assertion here sees."""
-    encoder = Bert(BertFolder(model_folder), torch.float32, by_kernels=False)
-    return Embedder(encoder, DEFAULT, _fingerprint(model_folder))
-
-
-@pytest.fixture(scope="session")
-def fast_embedder() -> Embedder:
-    """As a user gets it: in bf16 where this CPU is faster with it."""
-    return Embedder.load(DEFAULT)
+def embedder(folder: Path) -> Embedder:
+    """The bundled model in fp32, whose rounding no assertion sees."""
+    encoder = Bert(BertFolder(folder), torch.float32, by_kernels=False)
+    return Embedder(encoder, DEFAULT, fingerprint_of(folder))
 
 
 @pytest.fixture(scope="session")
 def word_pieces(embedder: Embedder) -> Callable[[Passage], int]:
-    """A real tokenizer's count of a passage as a prompt would show it."""
-
-    def count(passage: Passage) -> int:
-        text = f"{passage.title}\n{passage.text}\n\n"
-        return len(embedder._tokenizer.encode(text, add_special_tokens=False).ids)
-
-    return count
+    """A real tokenizer's count of a passage as a prompt shows it."""
+    return lambda passage: embedder.count_tokens(f"{passage.title}\n{passage.text}\n\n")
 
 
 def words(passage: Passage) -> int:
     """One token a word, and one for the separator."""
     return 1 + len(passage.title.split()) + len(passage.text.split())
+
+
+@cache
+def word_vector(word: str) -> np.ndarray:
+    return np.random.default_rng(list(word.encode())).normal(size=WordEncoder.dimension)
+
+
+class WordEncoder:
+    """An encoder whose vector of a text is the sum of its words'; it counts the windows that it reads."""
+
+    dimension, max_tokens, overhead, batch_tokens, dtype = 16, 12, 2, 60, "float32"
+
+    def __init__(self) -> None:
+        self.tokenizer = tk.Tokenizer(tk.models.WordLevel({"[UNK]": 0}, unk_token="[UNK]"))
+        self.tokenizer.pre_tokenizer = tk.pre_tokenizers.WhitespaceSplit()
+        self.between: Callable[[], None] = lambda: None
+        self.windows = 0
+
+    def encode(self, windows: Sequence[Window], of_question: bool) -> np.ndarray:
+        self.windows += len(windows)
+        none = np.zeros(self.dimension)
+        return np.array([sum(map(word_vector, w.text.split()), none) for w in windows], np.float32)
+
+
+def toy_embedder(name: str = "toy", fingerprint: str = "toy") -> Embedder:
+    return Embedder(WordEncoder(), name, fingerprint)

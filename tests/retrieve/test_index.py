@@ -1,188 +1,360 @@
-"""Search equals a plain loop over all windows; growing and shrinking equal building anew."""
+"""An index over any history, with kills in the middle of saving, against a dictionary and a loop over all windows."""
 
 from __future__ import annotations
 
 import itertools
-import random
+import json
+import os
+import stat
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Any, Literal
 
-import numpy as np
 import pytest
-from hypothesis import given, settings
+from filelock import FileLock
+from hypothesis import settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from blendserve.core import Document, Passage
-from blendserve.errors import ConfigError, CorpusError, IndexMissing, InputError
-from blendserve.retrieve import Embedder, VectorIndex, language_reference
-from tests.retrieve.conftest import words
+from blendserve.errors import (
+    CorpusError,
+    IndexDamaged,
+    IndexMismatch,
+    IndexMissing,
+    InputError,
+    VectorIndexError,
+)
+from blendserve.retrieve import Embedder, VectorIndex, kept, language_reference, read_manifest, split
+from blendserve.retrieve.index import EMBEDDING
+from tests.retrieve.conftest import WordEncoder, toy_embedder, words
 
-READER = {"reader": "tiny", "reader_fingerprint": "abc"}
-SUBJECTS = ["cat", "ship", "violin", "mountain", "bread"]
-FACTS = [
-    Document(f"The {a} belongs to the {b}.", id=f"{a}-{b}") for a, b in itertools.permutations(SUBJECTS, 2)
+READER: dict[str, Any] = {"reader": "tiny", "reader_fingerprint": "abcdefghij"}
+FILES = ["manifest.json", "passages.jsonl", "vectors.faiss"]
+TOKENS = 20
+EMBEDDER = toy_embedder()
+# Documents of one, two and four passages, some of several windows; each in two versions.
+DOCUMENTS = [
+    Document(" ".join(f"w{(n * k + version) % 23}" for k in range(1, size)) + ".", f"T{n}", f"doc{n}")
+    for n, size in enumerate((4, 9, 16, 30, 5, 70))
+    for version in (0, 1)
 ]
+DOCUMENTS += [Document("w3 w5 of twins", id=name) for name in ("twin2", "twin1", "twin3")]  # of equal scores
+NAMES = sorted({document.id for document in DOCUMENTS})
 
 
-def index_of(
-    path: Path, embedder: Embedder, documents: list[Any], kind: Any = "flat", tokens: int = 60
-) -> VectorIndex:
-    index = VectorIndex.create(path, embedder, chunk_tokens=tokens, count=words, kind=kind, **READER)
-    index.add(documents)
-    return index
+def create(path: Path, kind: Literal["flat", "hnsw"] = "flat", tokens: int = TOKENS) -> VectorIndex:
+    return VectorIndex.create(path, EMBEDDER, chunk_tokens=tokens, count=words, kind=kind, **READER)
 
 
-def plainly(index: VectorIndex, question: str, k: int) -> list[tuple[str, float]]:
-    """The definition: best window of every passage, sorted."""
-    query = index.embedder.embed_question(question)
-    scored = [
-        (p.id, round(float(max(index.embedder.embed(index.embedder.windows(p.text, p.title)) @ query)), 6))
-        for p in index.passages
-    ]
-    return sorted(scored, key=lambda s: (-s[1], s[0]))[:k]
+def reopen(path: Path, **changes: Any) -> VectorIndex:
+    return VectorIndex.open(path, changes.pop("embedder", EMBEDDER), count=words, **{**READER, **changes})
 
 
-def found(index: VectorIndex, question: str, k: int) -> list[tuple[str, float]]:
-    return [(p.id, p.score or 0.0) for p in index.search(question, k)]
+class Killed(BaseException):
+    """Stands for kill -9: nothing of the package catches it."""
 
 
-def assert_same(a: list[tuple[str, float]], b: list[tuple[str, float]]) -> None:
-    assert [name for name, _ in a] == [name for name, _ in b]
-    np.testing.assert_allclose([s for _, s in a], [s for _, s in b], atol=3e-6)
+@contextmanager
+def killed_at(step: int) -> Iterator[None]:
+    """Die in the middle of a write or before a rename, whichever is the step-th of both."""
+    steps, rename = count(1), os.replace
+
+    def dying_sync(handle: int) -> None:
+        if stat.S_ISREG(os.fstat(handle).st_mode) and next(steps) == step:
+            os.ftruncate(handle, os.fstat(handle).st_size // 2)
+            raise Killed
+
+    def dying_rename(source: Path, target: Path) -> None:
+        if next(steps) == step:
+            raise Killed
+        rename(source, target)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", dying_sync)
+        patch.setattr(os, "replace", dying_rename)
+        yield
 
 
-@pytest.fixture(scope="module")
-def reference(embedder: Embedder, tmp_path_factory: pytest.TempPathFactory) -> VectorIndex:
-    """Passages of up to 350 words: several windows each."""
-    return index_of(
-        tmp_path_factory.mktemp("i"),
-        embedder,
-        language_reference(["with", "try"]),
-        tokens=350,
-    )
+def assert_search(index: VectorIndex, question: str, *counts: int) -> None:
+    """By the definition: the best window of every passage, sorted."""
+    passages, embed = index.passages, index.embedder.embed
+    query, windows = embed([question])[0], [index.embedder.windows(p.text, p.title) for p in passages]
+    best = [round(float((embed(w) @ query).max()), 6) for w in windows]
+    wanted = sorted((-score, p.id) for score, p in zip(best, passages, strict=True))
+    for k in counts:
+        found = index.search(question, k)
+        assert [p.id for p in found] == [name for _, name in wanted[:k]]
+        assert [-(p.score or 0) for p in found] == pytest.approx([s for s, _ in wanted[:k]], abs=3e-6)
 
 
-def test_search_is_the_plain_loop(reference: VectorIndex) -> None:
-    assert reference.manifest.vectors > 1.5 * len(reference)
-    everything = plainly(reference, "How are exceptions handled?", 100)
-    for k in (1, 3, 6, 100):
-        assert_same(found(reference, "How are exceptions handled?", k), everything[:k])
+class IndexMachine(RuleBasedStateMachine):
+    """`held` is what the index in memory has, `saved` what is on disk: documents in the order of their passages."""
+
+    @initialize(kind=st.sampled_from(["flat", "hnsw"]), step=st.integers(1, 7))
+    def begin(self, kind: Literal["flat", "hnsw"], step: int) -> None:
+        self.folder = TemporaryDirectory()
+        self.path, self.kind, self.others = Path(self.folder.name) / "index", kind, count()
+        self.index = create(self.path, kind)
+        self.held: dict[str, Document] = {}
+        with suppress(Killed), killed_at(step):
+            self.index.save()
+        with suppress(IndexMissing):  # as it must be until the manifest is there
+            assert reopen(self.path).passages == []
+        self.index = create(self.path, kind)
+        self.save()
+
+    @rule(documents=st.lists(st.sampled_from(DOCUMENTS), max_size=5, unique_by=lambda d: d.id))
+    def add(self, documents: list[Document]) -> None:
+        new = {d.id: d for d in documents if self.held.get(d.id) != d}
+        assert self.index.add(documents) == len(new)
+        self.held = {name: d for name, d in self.held.items() if name not in new} | new
+
+    @rule(names=st.lists(st.sampled_from(NAMES), max_size=3, unique=True))
+    def delete(self, names: list[str]) -> None:
+        assert self.index.delete(*names) == sum(name in self.held for name in names)
+        self.held = {name: d for name, d in self.held.items() if name not in names}
+
+    @rule(document=st.sampled_from(DOCUMENTS))
+    def fail_to_add(self, document: Document) -> None:
+        def interrupt(done: int, total: int) -> None:
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            self.index.add([document, Document("never added before", id="interrupted")], interrupt)
+        with pytest.raises(CorpusError):
+            self.index.add([Document("one", id=document.id), Document("two", id=document.id)])
+
+    @rule()
+    def save(self) -> None:
+        self.index.save()
+        self.saved = dict(self.held)
+        assert sorted(p.name for p in self.path.iterdir()) == [".lock", *FILES]
+
+    @rule()
+    def reopen(self) -> None:
+        self.index, self.held = reopen(self.path), dict(self.saved)
+
+    @rule(step=st.integers(1, 9))
+    def die_while_saving(self, step: int) -> None:
+        outcomes = [self.saved, self.held]
+        with suppress(Killed), killed_at(step):
+            self.index.save()
+            outcomes = [self.held]
+        self.index = reopen(self.path)
+        on_disk = [d for d in outcomes if passages_of(d) == self.index.passages]
+        assert on_disk, "neither the old index nor the new one"
+        self.saved = self.held = dict(on_disk[0])
+
+    @rule()
+    def save_after_another_writer(self) -> None:
+        other, added = reopen(self.path), Document("w1 from elsewhere", id=f"other{next(self.others)}")
+        other.add([added])
+        other.save()
+        with pytest.raises(VectorIndexError):
+            self.index.save()
+        self.saved |= {added.id: added}
+        self.reopen()
+
+    @precondition(lambda self: self.held)
+    @rule()
+    def search(self) -> None:
+        assert_search(self.index, "w3 w5 w7", 1, 3, 99)
+
+    @invariant()
+    def holds_what_was_added(self) -> None:
+        assert self.index.passages == passages_of(self.held)
+        assert [name in self.index for name in NAMES] == [name in self.held for name in NAMES]
+
+    def teardown(self) -> None:
+        if hasattr(self, "index"):
+            anew = create(self.path / "anew", self.kind)
+            anew.add(list(self.held.values()))
+            about, wanted = self.index.manifest, anew.manifest
+            assert (about.corpus, about.documents) == (wanted.corpus, len(self.held))
+            assert (about.passages, about.vectors) == (wanted.passages, wanted.vectors)
+            self.folder.cleanup()
 
 
-def test_the_best_window_counts(embedder: Embedder, tmp_path: Path) -> None:
-    """A needle behind the embedder's limit is found at the score that it has alone."""
-    needle, hay = "The violin was made in Cremona.", "Rain fell on the hills. " * 90
-    index = index_of(
-        tmp_path, embedder, [Document(hay + needle, id="deep"), Document(hay, id="hay")], tokens=2000
-    )
-    assert len(index) == 2
-    best, other = index.search("Where was the violin made?", 2)
-    assert best.id == "deep:0"
-    assert (best.score or 0) > (other.score or 0) + 0.1
+def passages_of(documents: dict[str, Document]) -> list[Passage]:
+    return [passage for document in documents.values() for passage in split(document, TOKENS, words)]
+
+
+TestIndexMachine: Any = IndexMachine.TestCase
+TestIndexMachine.settings = settings(stateful_step_count=20)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    index = create(tmp_path / "index")
+    index.add([Document("Old text one.", "Title", "a"), Document("Line\u2028separator, \x85.\nNew.", id="b")])
+    index.save()
+    return index.path
+
+
+def texts(path: Path) -> list[str]:
+    return [p.text for p in reopen(path).passages]
+
+
+def test_the_manifest_says_what_the_index_was_built_with(saved: Path) -> None:
+    found, _ = read_manifest(saved)
+    assert found == reopen(saved).manifest
+    assert (found.embedder, found.embedder_fingerprint, found.dimension) == ("toy", "toy", 16)
+    assert (found.reader, found.chunk_tokens, found.documents) == ("tiny", TOKENS, 2)
+    assert len(reopen(saved, reader="renamed")) == 2  # the fingerprint decides
+    for role, other in (
+        ("reader", {"reader_fingerprint": "zyx"}),
+        ("embedder", {"embedder": toy_embedder("other", "0123456789")}),
+    ):
+        with pytest.raises(IndexMismatch) as error:
+            reopen(saved, **other)
+        assert error.value.setting == role
+    values = json.loads((saved / "manifest.json").read_text())
+    (saved / "manifest.json").write_text(json.dumps({**values, "format": 2, "kind": "quantum"}))
+    with pytest.raises(IndexMismatch) as error:
+        reopen(saved)
+    assert error.value.setting == "format"
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        *itertools.product(FILES, ["missing", "truncated"]),
+        *((name, "flipped") for name in FILES[1:]),
+        *((FILES[0], raw) for raw in (b"", b"[]", b"{}", b'{"format": "x"}', b'{"format": 1}', b"\xff")),
+    ],
+)
+def test_damage_is_noticed(saved: Path, name: str, damage: str | bytes) -> None:
+    path = saved / name
+    content = path.read_bytes()
+    if damage == "missing":
+        path.unlink()
+    elif isinstance(damage, bytes):
+        path.write_bytes(damage)
+    else:
+        path.write_bytes(content[:-9] if damage == "truncated" else bytes([content[0] ^ 1]) + content[1:])
+    is_missing = (name, damage) == ("manifest.json", "missing")
+    with pytest.raises(IndexMissing if is_missing else IndexDamaged) as error:
+        reopen(saved)
+    assert error.value.path == str(saved if is_missing else path)
+    index = create(saved)  # can be built over
+    index.add(["fresh"])
+    index.save()
+    assert texts(saved) == ["fresh"]
+
+
+def test_readers_never_see_a_half_written_index(saved: Path) -> None:
+    writer, seen = reopen(saved), set[str]()
+
+    def rewrite() -> None:
+        for n in range(25):
+            writer.add([Document(f"Version {n}.", id="changing")])
+            writer.save()
+
+    thread = threading.Thread(target=rewrite)
+    thread.start()
+    while thread.is_alive():
+        seen.add(texts(saved)[-1])
+    thread.join()
+    assert texts(saved)[-1] == "Version 24."
+    assert len(seen) > 3
+
+
+def test_a_disk_that_refuses_leaves_the_old_index(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(VectorIndexError) as error:
+        create(saved / "passages.jsonl" / "below").save()
+    assert error.value.path == str(saved / "passages.jsonl" / "below")
+    index = reopen(saved)
+    index.add(["too much"])
+
+    def full(handle: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(VectorIndexError):
+            index.save()
+    assert len(texts(saved)) == 2
+    assert not list(saved.glob("*.new"))
+    index.save()
+    assert len(texts(saved)) == 3
 
 
 @pytest.mark.parametrize("kind", ["flat", "hnsw"])
-def test_both_kinds_give_k_distinct_passages(embedder: Embedder, tmp_path: Path, kind: str) -> None:
-    index = index_of(tmp_path, embedder, FACTS, kind)
-    everything = plainly(index, "Who owns the ship?", 100)
-    for k in (1, 5, 19, 20, 21):
-        got = found(index, "Who owns the ship?", k)
-        assert len({name for name, _ in got}) == len(got) == min(k, len(FACTS))
-        assert_same(got, everything[:k])
+def test_search_is_the_loop_over_all_windows(embedder: Embedder, tmp_path: Path, kind: Any) -> None:
+    """With the bundled model, on real text whose passages have several windows each."""
+    index = VectorIndex.create(tmp_path, embedder, chunk_tokens=350, count=words, kind=kind, **READER)
+    index.add(language_reference(["with", "try"]))
+    assert index.manifest.vectors > 1.5 * len(index)
+    assert_search(index, "How are exceptions handled?", 1, 3, 100)
 
 
-def test_ties_are_ordered_by_id_whatever_the_order_of_adding(embedder: Embedder, tmp_path: Path) -> None:
-    twins = [Document("The same sentence.", id=f"twin{n:02}") for n in range(30)]
-    shuffled = random.Random(0).sample(twins + FACTS, k=len(twins) + len(FACTS))
-    index = index_of(tmp_path, embedder, shuffled)
-    assert [p.doc_id for p in index.search("The same sentence.", 7)] == [f"twin{n:02}" for n in range(7)]
+def test_bad_questions_are_refused(tmp_path: Path) -> None:
+    index = create(tmp_path)
+    for question, k, setting in (("  \n", 3, "question"), ("x", 0, "top_k")):
+        with pytest.raises(InputError) as error:
+            index.search(question, k)
+        assert error.value.setting == setting
+    with pytest.raises(IndexMissing):
+        index.search("x", 3)
 
 
-def test_adding_again_adds_nothing_and_changes_replace(embedder: Embedder, tmp_path: Path) -> None:
-    index = index_of(tmp_path, embedder, FACTS)
-    before = index.manifest
-    assert index.add(FACTS) == 0
-    assert index.add(reversed(FACTS[:3])) == 0
-    assert index.manifest == before
-    assert index.add([Document("A lighthouse keeper.", id="cat-ship"), "new one", "new one"]) == 2
-    assert len(index) == len(FACTS) + 1
-    assert [p.text for p in index.passages if p.doc_id == "cat-ship"] == ["A lighthouse keeper."]
-    assert index.search("lighthouse", 1)[0].doc_id == "cat-ship"
+@pytest.fixture
+def encoder(monkeypatch: pytest.MonkeyPatch) -> WordEncoder:
+    monkeypatch.setattr(kept, "LEAST", 20)
+    return WordEncoder()
 
 
-@settings(max_examples=12, deadline=None)
-@given(
-    st.lists(
-        st.tuples(st.sampled_from(["add", "delete", "change", "reopen"]), st.integers(0, 7)), max_size=10
-    ),
-    st.sampled_from(["flat", "hnsw"]),
-)
-def test_any_history_equals_building_anew(
-    embedder: Embedder, tmp_path_factory: pytest.TempPathFactory, history: list[tuple[str, int]], kind: str
+def fill(path: Path, encoder: WordEncoder, stop: int = 999, model: str = "toy") -> tuple[VectorIndex, int]:
+    """An index of 60 texts, perhaps killed after `stop` windows; and how many windows were read for it."""
+
+    def progress(done: int, total: int) -> None:
+        if done >= stop:
+            raise Killed
+
+    embedder, before = Embedder(encoder, "toy", model), encoder.windows
+    index = VectorIndex.create(path, embedder, chunk_tokens=60, count=words, **READER)
+    with suppress(Killed):
+        index.add([f"text number {n}" + " and on" * (n % 4) for n in range(60)], progress)
+    return index, encoder.windows - before
+
+
+def test_a_killed_embedding_goes_on_until_it_is_saved_and_trusts_no_damaged_record(
+    encoder: WordEncoder, tmp_path: Path
 ) -> None:
-    index = index_of(tmp_path_factory.mktemp("i"), embedder, [], kind)
+    whole, n = fill(tmp_path / "whole", encoder)
+    path, file = tmp_path / "i", tmp_path / "i" / EMBEDDING
+    first, second, rest, again = (fill(path, encoder, stop)[1] for stop in (15, 40, 999, 999))
+    assert 15 <= first < first + second < n == first + second + rest
+    assert again == 0
+    assert fill(path, encoder, model="another model")[1] == n
+    file.unlink()
+    fill(path, encoder)
+    raw = bytearray(file.read_bytes())
+    size = len(raw) // n
+    for record, byte in ((5, 30), (9, 3), (11, 17)):  # in a vector, in a key, in a check
+        raw[record * size + byte] ^= 1
+    file.write_bytes(raw[: -size // 2])  # and half of the last one is missing
+    index, again = fill(path, encoder)
+    assert again == 4
     index.save()
-    holds: dict[str, Document] = {}
-    for step, n in history:
-        document = FACTS[n]
-        if step == "change":
-            document = Document(document.text + " It is old.", id=document.id)
-        if step in ("add", "change"):
-            assert index.add([document]) == int(holds.get(document.id) != document)
-            holds[document.id] = document
-        elif step == "delete":
-            assert index.delete(document.id) == int(document.id in holds)
-            holds.pop(document.id, None)
-        else:
-            index.save()
-            index = VectorIndex.open(index.path, embedder, count=words, **READER)
-    anew = index_of(tmp_path_factory.mktemp("i"), embedder, list(holds.values()), kind)
-    assert index.manifest.corpus == anew.manifest.corpus
-    assert {p.id for p in index.passages} == {p.id for p in anew.passages}
-    assert (len(index), index.manifest.vectors) == (anew.manifest.passages, anew.manifest.vectors)
-    if holds:
-        assert_same(
-            found(index, "What does the ship belong to?", 4), found(anew, "What does the ship belong to?", 4)
-        )
+    whole.save()
+    assert (path / "vectors.faiss").read_bytes() == (whole.path / "vectors.faiss").read_bytes()
+    assert not list(path.glob("*embedding*"))
 
 
-def test_bad_questions_are_refused(embedder: Embedder, tmp_path: Path, reference: VectorIndex) -> None:
-    with pytest.raises(InputError, match="question is empty"):
-        reference.search("  \n", 3)
-    with pytest.raises(InputError, match="top_k=0"):
-        reference.search("x", 0)
-    with pytest.raises(IndexMissing, match="is empty: add documents"):
-        index_of(tmp_path, embedder, []).search("x", 3)
-
-
-def test_a_failed_add_changes_nothing(embedder: Embedder, tmp_path: Path) -> None:
-    index = index_of(tmp_path, embedder, FACTS[:3])
-    before = index.manifest
-    with pytest.raises(CorpusError, match="two different documents have the id 'twice'"):
-        index.add([Document("one", id="twice"), Document("one", id="twice"), Document("other", id="twice")])
-    with pytest.raises(CorpusError, match="blank"):
-        index.add([FACTS[5], " "])
-    with pytest.raises(ConfigError, match="leaves no room"):
-        index.add([FACTS[5], Document("text", title="word " * 70)])
-
-    def interrupted(done: int, total: int) -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        index.add([Document("changed", id=FACTS[0].id), FACTS[7]], interrupted)
-    assert index.manifest == before
-    assert {p.doc_id for p in index.search("x", 9)} == {d.id for d in FACTS[:3]}
-
-
-def test_progress_counts_to_the_end(embedder: Embedder, tmp_path: Path) -> None:
-    index, seen = index_of(tmp_path, embedder, []), []
-    index.add([Document(f"text {n}") for n in range(70)], lambda done, total: seen.append((done, total)))
-    assert seen[-1] == (70, 70)
-    assert seen == sorted(seen)
-
-
-def test_passages_keep_the_order_of_adding(embedder: Embedder, tmp_path: Path) -> None:
-    index = index_of(tmp_path, embedder, [Document("b c d. E f g.", id="z"), Document("a", id="a")], tokens=5)
-    expected = [("z:0", "b c d."), ("z:1", "E f g."), ("a:0", "a")]
-    assert [(p.id, p.text) for p in index.passages] == expected
-    assert index.passages[0] == Passage(text="b c d.", id="z:0", doc_id="z")
+def test_vectors_that_cannot_be_kept_are_computed_all_the_same(
+    encoder: WordEncoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    with FileLock(tmp_path / f".{EMBEDDING}.lock"):  # another process embeds into it
+        for path in (tmp_path, tmp_path / "file" / "index"):  # no folder can be made there
+            index, n = fill(path, encoder)
+            assert n == index.manifest.vectors
+    monkeypatch.setattr(kept, "LEAST", 1000)
+    fill(tmp_path, encoder)
+    assert not (tmp_path / EMBEDDING).exists()  # too few to be worth it

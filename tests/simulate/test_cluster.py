@@ -1,84 +1,46 @@
-"""A simulated cluster, against queueing theory, Che's approximation of LRU, counts by hand and what must not matter."""
+"""A simulated cluster by what must not matter, its router and work against the engine's, and against a real node."""
 
 from __future__ import annotations
 
-from typing import Any
+import threading
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, ClassVar
 
-import numpy as np
 import pytest
+import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from blendserve.bench.servers import Server, binary
+from blendserve.blend.layout import lay_out
+from blendserve.blend.policies.base import make_policy
+from blendserve.blend.work import work_of
+from blendserve.config import BlendConfig
+from blendserve.core import Chunk, ChunkKV, Prompt
 from blendserve.routing import Replica, choose
-from blendserve.simulate import draw
+from blendserve.simulate import draw, real
 from blendserve.simulate.cache import Cache, key_of
-from blendserve.simulate.cluster import Cluster, Trace
-from blendserve.simulate.config import ROUTINGS, LinksConfig, Routing, SimulateConfig
-from blendserve.simulate.figures import simulate, summary
-from blendserve.simulate.link import Link
+from blendserve.simulate.cluster import Cluster
+from blendserve.simulate.config import ROUTINGS, ComputeConfig, CorpusConfig, RequestsConfig, Routing
+from blendserve.simulate.figures import summary
+from blendserve.simulate.node import Node
+from blendserve.simulate.real import RealConfig
 from blendserve.simulate.routing import ROUTERS, Holders, Loads, name_of
-
-CHUNK = 1000  # bytes: a token has ten
-FREE = dict.fromkeys(("per_pass", "per_row", "per_pair", "per_loaded", "fixed", "per_answer_token"), 0.0)
-
-
-def config(**parts: Any) -> SimulateConfig:
-    """Small, without any cost but those named."""
-    compute = {**FREE, "raw_bytes": 10, "stored_bytes": 10, **parts.pop("compute", {})}
-    corpus = {"chunks": 500, "chunk_tokens": 100, "topic_chunks": 1, **parts.pop("corpus", {})}
-    requests = {"number": 400, "chunks": 3, **parts.pop("requests", {})}
-    return SimulateConfig(
-        corpus=corpus,
-        requests=requests,
-        tiers={"memory_bytes": 20 * CHUNK, **parts.pop("tiers", {})},
-        links={"delay": 0.0, "node_rate": 0.0, **parts.pop("links", {})},
-        compute=compute,
-        **parts,
-    )
+from blendserve.simulate.work import Work
+from blendserve.store.memory import MemoryChunk
+from tests.bench.conftest import write_shape
+from tests.golden import research
+from tests.simulate.conftest import CHUNK, config, run
 
 
-def run(settings: SimulateConfig, nodes: int, routing: Routing) -> Trace:
-    return Cluster(settings, nodes, routing).run(draw.requests(settings, nodes), settings.requests.number)
-
-
-@pytest.mark.parametrize("busy", [0.3, 0.8])
-def test_waiting_is_that_of_a_queue_with_one_server(busy: float) -> None:
-    """M/D/1 (Pollaczek and Khinchine): a request waits busy / (2 (1 - busy)) of a service on average."""
-    settings = config(compute={"fixed": 1.0}, requests={"number": 60_000, "rate": busy, "warm_up": 0.1})
-    mean = summary(settings, run(settings, 1, "round_robin"), 1)["ttft"]["mean"]
-    assert mean == pytest.approx(1 + busy / (2 * (1 - busy)), rel=0.06)
-
-
-def test_a_closed_loop_does_what_its_slowest_part_can() -> None:
-    settings = config(compute={"fixed": 0.5}, requests={"rate": 0.0, "clients": 2, "warm_up": 0.0})
-    figures = summary(settings, run(settings, 2, "least_loaded"), 2)
-    assert figures["throughput"] == pytest.approx(2 / 0.5, rel=0.02)
-    assert figures["ttft"]["worst"] == pytest.approx(2 * 0.5)  # behind the other client of its node
-
-
-@pytest.mark.parametrize("zipf", [0.6, 1.0])
-def test_hits_are_those_of_che_s_approximation(zipf: float) -> None:
-    """Under independent requests LRU of C places hits chunk i with 1 - exp(-p_i T), where those add up to C."""
-    places, n = 60, 500
-    settings = config(
-        corpus={"zipf": zipf, "coherence": 0.0},
-        requests={"number": 40_000, "chunks": 1, "warm_up": 0.2},
-        tiers={"memory_bytes": places * CHUNK},
-    )
-    p = np.arange(1, n + 1) ** -zipf
-    p /= p.sum()
-    low, high = 0.0, 1e6
-    for _ in range(80):
-        middle = (low + high) / 2
-        low, high = (middle, high) if (1 - np.exp(-p * middle)).sum() < places else (low, middle)
-    wanted = float((p * (1 - np.exp(-p * low))).sum())
-    hits = summary(settings, run(settings, 1, "round_robin"), 1)["hit_rates"]["memory"]
-    assert hits == pytest.approx(wanted, abs=0.012)
+def test_the_numbers_are_the_recorded_ones() -> None:
+    """To the last digits, which sums of many numbers may differ in by CPU."""
+    assert research.same(research.simulation(), research.golden("simulate"), 1e-12)
 
 
 @given(chunks=st.lists(st.integers(0, 9), max_size=60), places=st.integers(0, 6))
-def test_a_tier_is_lru(chunks: list[int], places: int) -> None:
-    """Against a list, and who is told of what comes and goes knows what is there."""
+def test_a_tier_is_lru_and_tells_what_comes_and_goes(chunks: list[int], places: int) -> None:
     told: set[int] = set()
     tier = Cache(places, None, 0, lambda _, c: told.add(c), lambda _, c: told.remove(c))
     plain: list[int] = []
@@ -90,34 +52,28 @@ def test_a_tier_is_lru(chunks: list[int], places: int) -> None:
         assert len(tier) == len(plain)
 
 
+TIERS: dict[str, list[Any]] = {
+    "memory_bytes": [5 * CHUNK],
+    "disk_bytes": [0, 8 * CHUNK],
+    "remote_bytes": ["all", 0, 30 * CHUNK],
+    "precomputed": [True, False],
+    "admission": ["always", "tinylfu"],
+}
+
+
 @given(
     nodes=st.integers(1, 4),
     routing=st.sampled_from(ROUTINGS),
-    disk=st.sampled_from([0, 8]),
-    remote=st.sampled_from(["all", 0, 30]),
-    full=st.booleans(),
-    admission=st.sampled_from(["always", "tinylfu"]),
+    tiers=st.fixed_dictionaries({name: st.sampled_from(values) for name, values in TIERS.items()}),
     rate=st.sampled_from([0.0, 5.0]),
     slowdown=st.sampled_from([(1.0,), (1.0, 1.7)]),
     seed=st.integers(0, 3),
 )
 def test_nothing_is_lost_and_the_same_seed_is_the_same(
-    nodes: int,
-    routing: Routing,
-    disk: int,
-    remote: Any,
-    full: bool,
-    admission: str,
-    rate: float,
-    slowdown: tuple[float, ...],
-    seed: int,
+    nodes: int, routing: Routing, tiers: Any, rate: float, slowdown: tuple[float, ...], seed: int
 ) -> None:
-    tiers = {
-        **{"memory_bytes": 5 * CHUNK, "disk_bytes": disk * CHUNK, "precomputed": full},
-        "remote_bytes": remote if remote == "all" else remote * CHUNK,
-    }
     settings = config(
-        tiers={**tiers, "admission": admission},
+        tiers=tiers,
         corpus={"chunks": 60},
         requests={"number": 120, "rate": rate, "warm_up": 0.0},
         compute={"fixed": 0.1, "per_row": 0.001, "slowdown": slowdown},
@@ -128,14 +84,12 @@ def test_nothing_is_lost_and_the_same_seed_is_the_same(
     assert (trace.found.sum(axis=1) == settings.requests.chunks).all()
     assert (trace.ttft >= 0.1 - 1e-9).all()
     assert (trace.left >= trace.came + trace.ttft - 1e-9).all()
-    figures = summary(settings, trace, nodes)
-    assert sum(figures["hit_rates"].values()) == pytest.approx(1.0)
-    assert figures["bytes"]["from_store"] == trace.found[:, 2].sum() * CHUNK
-    if full and remote == "all":
+    found = summary(settings, trace, nodes)
+    assert sum(found["hit_rates"].values()) == pytest.approx(1.0)
+    assert found["bytes"]["from_store"] == trace.found[:, 2].sum() * CHUNK
+    assert trace.sent <= trace.found[:, 3].sum()
+    if tiers["precomputed"] and tiers["remote_bytes"] == "all":
         assert not trace.found[:, 3].any()
-        assert not trace.sent
-    else:
-        assert trace.sent <= trace.found[:, 3].sum()
     for part in ("came", "ttft", "left", "node", "found"):
         assert (getattr(trace, part) == getattr(again, part)).all()
 
@@ -144,25 +98,6 @@ def test_one_node_is_one_node_however_it_is_routed_to() -> None:
     settings = config(compute={"fixed": 0.1}, requests={"rate": 6.0}, links={"node_rate": 1e5})
     first, *others = (run(settings, 1, routing) for routing in ROUTINGS)
     assert all((first.ttft == other.ttft).all() and (first.found == other.found).all() for other in others)
-
-
-def test_a_shared_store_is_a_limit_that_more_nodes_do_not_lift() -> None:
-    settings = config(
-        tiers={"memory_bytes": 0},
-        links={"store_rate": 10.0 * CHUNK},
-        requests={"rate": 0.0, "warm_up": 0.2},
-    )
-    per_second = [
-        summary(settings, run(settings, nodes, "least_loaded"), nodes)["throughput"] for nodes in (1, 4)
-    ]
-    assert per_second == pytest.approx([10 / 3, 10 / 3], rel=0.05)
-
-
-def test_a_link_gives_each_its_turn() -> None:
-    link = Link(LinksConfig(store_rate=100.0, node_rate=50.0, delay=1.0))
-    assert link.fetch(0.0, 100.0) == pytest.approx(3.0)  # a second of delay, and the node takes it slower
-    assert link.fetch(0.0, 100.0) == pytest.approx(4.0)  # begins when the store has sent the first
-    assert link.fetch(10.0, 100.0) == pytest.approx(3.0)
 
 
 @example(hot=[{0}, set(), {0, 1}], loads=[0, 2, 1, 0, 0, 0], chunks={0, 1})  # told apart by the bound alone
@@ -174,7 +109,7 @@ def test_a_link_gives_each_its_turn() -> None:
 def test_chunk_affinity_is_the_rule_that_replicas_are_chosen_by(
     hot: list[set[int]], loads: list[int], chunks: set[int]
 ) -> None:
-    """By an index from chunks, and by looking at every replica. Where nobody may or has any, only the bound is common."""
+    """By an index from chunks, and by looking at every replica; where no replica has any, only the bound is common."""
     n = len(hot)
     known, holders = Loads(n, 1.25), Holders()
     for node in range(n):
@@ -188,24 +123,8 @@ def test_chunk_affinity_is_the_rule_that_replicas_are_chosen_by(
         assert name_of(chosen) == choose([key_of(c) for c in chunks], replicas, slack=1.25)
 
 
-@pytest.mark.parametrize("routing", ["prefix", "chunks"])
-def test_what_belongs_together_meets_where_it_is(routing: Routing) -> None:
-    """Topics that one node's memory holds a share of: affinity finds more than taking turns."""
-    settings = config(
-        corpus={"chunks": 400, "topic_chunks": 4, "coherence": 1.0, "zipf": 0.5},
-        requests={"number": 3000, "rate": 0.5},
-        compute={"fixed": 0.5},
-        tiers={"memory_bytes": 60 * CHUNK},
-    )
-    hits = {
-        name: summary(settings, run(settings, 8, name), 8)["hit_rates"]["memory"]
-        for name in ("round_robin", routing)
-    }
-    assert hits[routing] > 1.5 * hits["round_robin"]
-
-
 @given(moves=st.lists(st.tuples(st.integers(0, 4), st.booleans()), max_size=60))
-def test_least_loaded_is(moves: list[tuple[int, bool]]) -> None:
+def test_the_least_loaded_node_is_found(moves: list[tuple[int, bool]]) -> None:
     loads = Loads(5, 1.25)
     for node, comes in moves:
         loads.add(node, 1 if comes or not loads.at[node] else -1)
@@ -213,15 +132,96 @@ def test_least_loaded_is(moves: list[tuple[int, bool]]) -> None:
         assert loads.total == sum(loads.at)
 
 
-def test_figures_of_every_cluster(capsys: pytest.CaptureFixture[str]) -> None:
-    from blendserve.simulate.figures import show
+@given(
+    found=st.lists(st.booleans(), min_size=1, max_size=6),
+    size=st.integers(1, 40),
+    prefix=st.integers(1, 9),
+    question=st.integers(1, 9),
+    ratio=st.sampled_from([0.0, 0.05, 0.3, 1.0]),
+)
+def test_work_is_counted_as_the_engine_counts_it(
+    found: list[bool], size: int, prefix: int, question: int, ratio: float
+) -> None:
+    """The engine looks at a layout token by token."""
+    stored = {
+        n: MemoryChunk(ChunkKV(torch.zeros(1, 1, n, 2), torch.zeros(1, 1, n, 2))) for n in (prefix, size)
+    }
+    prompt = Prompt((1,) * prefix, tuple(Chunk((2,) * size) for _ in found), (3,) * question)
+    views = [stored[size] if there else None for there in found]
+    layout = lay_out(prompt, stored[prefix], views, behind_prefix=True)
+    wanted = work_of(layout, make_policy(BlendConfig(ratio=ratio)), 1).row()
+    requests = RequestsConfig(prefix_tokens=prefix, question_tokens=question, chunks=len(found))
+    work = Work(ComputeConfig(ratio=ratio), CorpusConfig(chunk_tokens=size), requests)
+    assert torch.allclose(torch.tensor(work.counts(found)).double(), torch.tensor(wanted).double(), rtol=1e-6)
 
-    settings = config(nodes=(1, 3), routing=("round_robin", "chunks"))
-    seen: list[tuple[int, int]] = []
-    figures = simulate(settings, lambda done, total: seen.append((done, total)))
-    assert [(cell["nodes"], cell["routing"]) for cell in figures["cells"]] == [
-        *((1, "round_robin"), (1, "chunks"), (3, "round_robin"), (3, "chunks"))
-    ]
-    assert seen[-1] == (1600, 1600)
-    show(figures)
-    assert "3 chunks" in capsys.readouterr().out
+
+NAMES = ("pass", "row", "pair", "loaded", "fetched", "answer_token", "stored")
+CONSTANTS = {**dict.fromkeys((*(f"per_{name}" for name in NAMES), "fixed", "delay"), 1e-5), "node_rate": 1e9}
+
+
+@pytest.mark.skipif(binary() is None, reason="there is no valkey-server here")
+def test_a_real_node_finds_what_a_simulated_one_finds(tmp_path: Path) -> None:
+    """Each of 25 requests, over a store that has all and over one that has nothing."""
+    sizes = {"pool": 16, "chunk_tokens": 16, "request_chunks": 3, "memory": 4, "near": 7, "requests": 25}
+    config = RealConfig(model=write_shape(tmp_path), nodes=1, **sizes)
+    with Server() as server:
+        node = Node({**config.model_dump(mode="json"), "url": server.url})
+        base = real.settings(config, CONSTANTS, node.about())
+        node.precompute("full")
+        for store in ("full", "empty"):
+            known = real.over(base, store)
+            ((_, chunks),) = draw.requests(known, 1)
+            node.open(store)
+            found = []
+            for asked in chunks.tolist():
+                found.append(node.ask(asked)["found"])
+                node.flush()  # copies are made in the background: here, before the next request
+            simulated = Cluster(known, 1, "round_robin").run(draw.requests(known, 1), config.requests)
+            assert found == simulated.found.tolist()
+        node.close()
+
+
+class FakeNode:
+    """A node that has every chunk in its own store, and needs half a second for each request."""
+
+    about: ClassVar[Any] = {"prefix_tokens": 8, "question_tokens": 4, "raw_bytes": 10}
+
+    def take(self, order: list[Any]) -> dict[str, Any]:
+        told = {"ttft": 0.5, "behind": 0.1, "waited": 0.25, "hot": []}
+        return (
+            {**CONSTANTS, "hot": 0.25}
+            if order == ["measure"]
+            else {**told, "found": [0, len(order[1]), 0, 0]}
+        )
+
+
+def test_a_node_is_compared_with_the_simulated_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone and in every run of the plan: it needs twice its least time."""
+    monkeypatch.setattr(real, "nodes_of", lambda _: nullcontext([FakeNode()]))
+    found = real.compare(RealConfig(nodes=1, pool=20, chunk_tokens=10, memory=5, near=9, requests=40), print)
+    for alone in found["alone"].values():
+        assert (alone["same_places"], alone["ttft_real"]) == (0.0, 0.5)
+        assert alone["error_of_mean"] == pytest.approx(alone["ttft_simulated"] / 0.5 - 1)
+    runs = [(told["store"], told["routing"]) for told in found["runs"]]
+    every = [("full", routing) for routing in ("round_robin", "prefix", "chunks")]
+    assert runs == [*every, ("empty", "round_robin"), ("closed", "chunks")]
+    for told in found["runs"]:
+        assert (told["waited"], told["slowdown"]) == (0.25, (2.0,))
+        hits = told["simulated"]["hit_rates"]
+        assert told["error_simulated"]["hit_rates"] == {**hits, "disk": hits["disk"] - 1}
+        mean = {name: told[name]["ttft"]["mean"] for name in ("real", "simulated", "apart")}
+        assert told["error_apart"]["ttft"]["mean"] == pytest.approx(mean["apart"] / mean["real"] - 1)
+        assert mean["apart"] < mean["simulated"] < mean["real"]
+
+
+def test_a_node_that_fails_ends_the_run_and_its_threads() -> None:
+    class Broken(FakeNode):
+        def take(self, order: list[Any]) -> dict[str, Any]:
+            raise ZeroDivisionError
+
+    config = real.settings(RealConfig(nodes=1, pool=20, requests=40), CONSTANTS, FakeNode.about)
+    nodes: list[Any] = [Broken()]
+    before = threading.active_count()
+    with pytest.raises(ZeroDivisionError):
+        real.serve(nodes, config, "round_robin", *next(draw.requests(config, 1)))
+    assert threading.active_count() == before

@@ -1,0 +1,393 @@
+"""Whole runs of a tiny reader: every method on the same prompts, and a kill at any byte changes nothing."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from blendserve.blend import priors
+from blendserve.blend.precompute import ChunkComputer
+from blendserve.config import StoreConfig, changed
+from blendserve.core import ChunkKV, Document
+from blendserve.engine.calibration import chunks_of, fit
+from blendserve.engine.engine import Engine
+from blendserve.errors import ConfigError, InputError, ModelUnsupported, TablesMissing
+from blendserve.evaluate import overview, study, words
+from blendserve.evaluate import runner as runner_module
+from blendserve.evaluate.coded import coded_store, size
+from blendserve.evaluate.config import PROMPT, EvaluateConfig, settings_from
+from blendserve.evaluate.datasets import load
+from blendserve.evaluate.edits import ANSWER, EDITS
+from blendserve.evaluate.job import Outcome
+from blendserve.evaluate.learning import corpus_of
+from blendserve.evaluate.prompts import Setting, open_engine
+from blendserve.retrieve import Embedder
+from blendserve.store import MemoryStore, record
+from blendserve.store.codecs.int8 import Int8
+from blendserve.store.policies import LRU
+from tests.golden import research
+from tests.support.evaluations import (
+    CONFIG,
+    QUESTIONS,
+    RUNS,
+    passage,
+    predictions,
+    run,
+    tiny_engine,
+    tiny_reader,
+    untimed,
+    write_dataset,
+)
+
+Toy = Callable[[str], Outcome]
+NAMES = [
+    *("full", "reuse", "prefix", "transformers", "all", "query+shift@0.25", "deviation[1,2]@0.25"),
+    "random@0.25/bos",
+]
+
+
+@pytest.mark.parametrize("kind", RUNS)
+def test_the_numbers_are_the_recorded_ones(toy: Toy, kind: str) -> None:
+    """Within what the kernels of other CPUs round differently."""
+    found, wanted = research.evaluation(toy(kind)), research.golden("evaluate")[kind]
+    for part in wanted:
+        assert found[part].keys() == wanted[part].keys()
+        for name in wanted[part]:
+            assert research.same(found[part][name], wanted[part][name], 2e-3, 1e-7), (name, found[part][name])
+
+
+def test_every_question_meets_every_method_in_another_order(toy: Toy) -> None:
+    done = toy("raw")
+    lines = predictions(done)
+    assert sorted((p["id"], p["method"]) for p in lines) == sorted(
+        (f"q{n}", name) for n in range(QUESTIONS) for name in NAMES
+    )
+    assert (list(done.figures["methods"]), done.figures["questions"]) == (NAMES, QUESTIONS)
+    order = [[p["method"] for p in lines if p["id"] == f"q{n}"] for n in range(QUESTIONS)]
+    assert all(methods[0] == "full" for methods in order)
+    assert len({methods[1] for methods in order}) == QUESTIONS
+
+
+def test_what_must_equal_full_prefill_does_and_reuse_does_not(toy: Toy) -> None:
+    methods = toy("raw").figures["methods"] | toy("coded").figures["methods"]
+    for name in ("full", "prefix", "all", "transformers", "exact"):
+        assert methods[name]["mean_kl"]["mean"] < 1e-9, name
+        assert methods[name]["identical"]["mean"] == methods[name]["agreement"]["mean"] == 1.0
+        assert methods[name]["against_full"]["f1"] == {"mean": 0.0, "low": 0.0, "high": 0.0, "n": QUESTIONS}
+    assert methods["reuse"]["mean_kl"]["mean"] > 1e-4
+    assert methods["reuse"]["mean_kl_share"]["mean"] == 1.0
+    assert 0 < methods["query+shift@0.25"]["mean_kl_share"]["mean"] < 1
+
+
+def test_a_codec_alone_differs_and_its_loss_is_small(toy: Toy) -> None:
+    methods = toy("coded").figures["methods"]
+    kl = {name: found["mean_kl"]["mean"] for name, found in methods.items()}
+    assert 1e-9 < kl["exact/int8"] < 0.01 * kl["reuse"]
+    assert kl["prefix/int8"] > 1e-9
+    for name, uncoded in (("query@0.25/int8", "query@0.25"), ("reuse/int8", "reuse")):
+        assert kl[uncoded] != kl[name] == pytest.approx(kl[uncoded], rel=0.05)
+        assert methods[name]["uncoded"] == uncoded
+    assert 3 < methods["exact/int8"]["kv_smaller"] < 4  # of 32 bits
+    kv = ChunkKV(torch.randn(2, 2, 9, 8), torch.randn(2, 2, 9, 8))
+    header, segments = record.encode(bytes(28), kv, Int8())
+    coded = record.Coded(header.shape, header.coding, segments)
+    assert size(coded)["bytes"] == sum(map(len, segments)) + len(record.encode_header(bytes(28), header))
+
+
+def test_kv_is_computed_once_and_makes_room_for_the_next_question(tmp_path: Path) -> None:
+    """A store that holds a question's four passages and the prefix, but not six, gives the same numbers."""
+    puts: Counter[bytes] = Counter()
+
+    class Counting(MemoryStore):
+        def put_uncoded(self, key: Any, kv: Any, pin: bool = False) -> bool:
+            puts[key] += 1  # `put` of an uncoded store comes here, too
+            return super().put_uncoded(key, kv, pin)
+
+    dataset, methods = write_dataset(tmp_path, 6), ("query", "prefix")
+    tight = MemoryStore(260 * tiny_engine().reader.adapter.kv_bytes_per_token, LRU())
+    free, at_cap = (
+        run(tmp_path, dataset, tiny_engine(store), name, methods=methods)
+        for name, store in (("free", Counting(2**30)), ("tight", tight))
+    )
+    assert sorted(puts.values()) == [1] * (9 + 1)  # nine passages, and the prefix
+    assert untimed(at_cap.figures) == untimed(free.figures)
+    assert tight.stats().evictions
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.999, 1.0])
+def test_a_killed_run_goes_on_and_ends_with_the_same_metrics(
+    toy: Toy, share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = toy("raw")
+    folder = tmp_path / "runs" / done.folder.name
+    shutil.copytree(done.folder, folder)
+    path = folder / "predictions.jsonl"
+    whole = path.read_bytes()
+    path.write_bytes(whole[: int(share * len(whole))])
+    kept = {(p["id"], p["method"]): p for p in map(json.loads, path.read_bytes().split(b"\n")[:-1])}
+    for name in ("metrics.json", "report.html"):
+        (folder / name).unlink()
+    if share == 1:
+        monkeypatch.setattr(runner_module, "answer", lambda *_: pytest.fail("measured again"))
+    again = predictions(run(tmp_path, done.folder.parents[1] / "tiny.json"))
+    assert untimed(json.loads((folder / "metrics.json").read_text())) == untimed(done.figures)
+    assert kept.items() <= {(p["id"], p["method"]): p for p in again}.items()
+    assert len(again) == QUESTIONS * len(NAMES)
+    assert (folder / "report.html").exists()
+
+
+def test_a_run_is_extended_by_halves_and_permutations(toy: Toy, tmp_path: Path) -> None:
+    """Predictions are kept, prompts of one question count as one, and the whole is the run in one piece."""
+    dataset, methods = write_dataset(tmp_path), ("query", "query+shift")
+    plans: tuple[dict[str, Any], ...] = (
+        {"limit": 1, "methods": ("query",)},
+        {"half": "first", "methods": ("query",), "shuffles": 1},
+        {"half": "second", "methods": methods, "shuffles": 1},
+        {"methods": methods, "shuffles": 2},
+    )
+    parts = [(run(tmp_path, dataset, name="tiny-closed", **plan).figures, plan) for plan in plans]
+    assert [(f["questions"], f["prompts"]) for f, _ in parts] == [(1, 1), (2, 4), (1, 2), (3, 9)]
+    lines = predictions(toy("permuted"))
+    assert untimed(parts[-1][0]["methods"]) == untimed(toy("permuted").figures["methods"])
+    assert (
+        len({line["mean_kl"] for line in lines if line["method"] == "reuse"}) == 9
+    )  # each is another prompt
+    found = toy("permuted").figures["methods"]["query+shift@0.25"]
+    assert found["mean_kl"]["n"] == found["tails"][1]["worse"]["n"] == 3
+    assert [tail["against"] for tail in found["tails"]] == ["reuse", "query@0.25"]
+
+
+def test_a_run_over_other_prompts_is_not_gone_on_with(tmp_path: Path) -> None:
+    dataset = write_dataset(tmp_path, 1)
+    outcome = run(tmp_path, dataset, methods=("none",), name="mine")
+    other = tiny_engine(config=changed(CONFIG, decode={"max_new_tokens": 7}))
+    for engine, window, setting in ((None, 16, "window"), (other, None, "decode.max_new_tokens")):
+        with pytest.raises(ConfigError) as error:
+            run(tmp_path, dataset, engine, methods=("none",), name="mine", window=window)
+        assert error.value.setting == setting
+    asked = yaml.safe_load((outcome.folder / "config.yaml").read_text())
+    assert asked["run"]["methods"] == ["none"]
+    assert asked["environment"]["torch"]
+    text = dataset.read_text()
+    dataset.write_text(text.replace("painted", "sank"))
+    with pytest.raises(InputError) as changed_data:
+        run(tmp_path, dataset, methods=("none", "query"), name="mine")
+    assert changed_data.value.path == str(outcome.folder)
+    dataset.write_text(text)
+    path = outcome.folder / "predictions.jsonl"
+    path.write_text("{half\n" + path.read_text())
+    with pytest.raises(InputError) as damaged:
+        run(tmp_path, dataset, methods=("none",), name="mine")
+    assert (damaged.value.path, damaged.value.line) == (str(path), 1)
+
+
+def test_a_question_that_does_not_fit_is_left_out(tmp_path: Path) -> None:
+    outcome = run(tmp_path, write_dataset(tmp_path, 2, long=1), methods=("query",))
+    assert list(outcome.figures["left_out"]) == ["q1"]
+    assert outcome.figures["questions"] == 1
+    with pytest.raises(InputError):
+        run(tmp_path, write_dataset(tmp_path, 1, long=0), methods=("query",), name="none")
+
+
+def test_a_run_that_cannot_compare_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sampling, check layers that the reader lacks, and a reader whose full prefill is no reference."""
+
+    class Failing:
+        def require(self) -> None:
+            raise ModelUnsupported
+
+    dataset = write_dataset(tmp_path, 1)
+    hot = tiny_engine(config=changed(CONFIG, decode={"temperature": 0.5}))
+    with pytest.raises(ConfigError) as error:
+        run(tmp_path, dataset, hot, methods=("none",))
+    assert error.value.setting == "decode.temperature"
+    with pytest.raises(ConfigError):
+        run(tmp_path, dataset, methods=("deviation[9]",), name="layers")
+    engine = tiny_engine()
+    engine.__dict__["gate"] = Failing()
+    monkeypatch.setattr(Engine, "open", lambda *_, **__: engine)
+    with pytest.raises(ModelUnsupported):
+        open_engine(EvaluateConfig(), load(dataset), CONFIG, tmp_path, print)
+
+
+def test_evaluations_own_defaults_give_way_to_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("decode: {max_new_tokens: 5}\nblend: {ratio: 0.3}")
+    settings = settings_from(file)
+    assert settings.decode.max_new_tokens == 5
+    assert settings.prompt == settings_from().prompt == PROMPT
+    file.write_text("prompt: {instruction: Read.}")
+    assert settings_from(file).prompt.instruction == "Read."
+
+
+# Codecs
+
+
+def test_codecs_begin_with_uncoded_kv_and_the_store_s_tables() -> None:
+    pytest.importorskip("constriction")
+    coded = changed(CONFIG, store=StoreConfig(codec="int8").model_dump())
+    with pytest.raises(ConfigError) as error:
+        coded_store(tiny_engine(config=coded), "int8")
+    assert error.value.setting == "store.codec"
+    engine = tiny_engine(MemoryStore(2**30))
+    with pytest.raises(TablesMissing):
+        coded_store(engine, "cachegen@1")
+    document = Document(" ".join(passage(n)["text"] for n in range(40)))
+    chunks = chunks_of([document], 300, engine.config, engine.prompts)
+    fit("cachegen", chunks, engine.reader, engine.prompts, engine.store)
+    by = coded_store(engine, "cachegen@2")
+    (kv,) = ChunkComputer(engine.reader.adapter, ()).compute([chunks[0][:50]])
+    assert by.through(kv)[1]["bytes"] < kv.n_bytes / 8
+    assert by.store.stats().tables == 1
+
+
+# Corrections that are fitted
+
+
+def test_nothing_is_fitted_on_the_half_that_is_asked(tmp_path: Path) -> None:
+    path = write_dataset(tmp_path, 4)
+    engine, data = tiny_engine(), load(str(path))
+
+    def corpus(half: Any) -> list[Any]:
+        plan = EvaluateConfig(dataset=str(path), half=half)
+        return corpus_of(plan, data, Setting(engine, plan), engine)
+
+    setting = Setting(engine, EvaluateConfig())
+    chunks = [[c.ids for c in setting.prompt(e.question, setting.context(e)).chunks] for e in data.examples]
+    assert corpus("first") == [*chunks[1], *chunks[3]]
+    assert corpus("second") == [*chunks[0], *chunks[2]]
+    assert corpus("both") == [ids for prompt in chunks for ids in prompt]
+
+
+def test_priors_are_fitted_once_for_each_context_and_kept_with_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(priors, "LEAST_TOKENS", 1)
+    path, methods = write_dataset(tmp_path, 1), ("query", "query+prior", "none+prior/bos")
+
+    def files() -> dict[str, tuple[int, bytes]]:
+        return {f.name: (f.stat().st_mtime_ns, f.read_bytes()) for f in outcome.folder.glob("priors-*")}
+
+    outcome = run(tmp_path, path, methods=("query+ridge",))
+    assert not files()  # a correction without priors
+    outcome = run(tmp_path, path, methods=methods)
+    kept = files()
+    assert sorted(kept) == ["priors-bos-both.safetensors", "priors-run-both.safetensors"]
+    kls = {line["method"]: line["mean_kl"] for line in predictions(outcome)}
+    assert kls["query+prior@0.25"] != kls["query@0.25"]
+    (outcome.folder / min(kept)).write_bytes(b"of another version, or damaged")
+    run(tmp_path, path, methods=(*methods, "query+prior@0.5"))
+    assert {name: content for name, (_, content) in files().items()} == {n: c for n, (_, c) in kept.items()}
+    assert [files()[name][0] == kept[name][0] for name in sorted(kept)] == [False, True]
+
+
+# Other data: edits, continuations, several data sets
+
+
+def test_a_run_compares_every_edit_with_exact_hits(toy: Toy) -> None:
+    plan = EvaluateConfig(dataset="facts", setting="edited")
+    assert [v.name for v in plan.variants][2:] == ["query+prior@0.05", "query+prior@0.05/answer"]
+    assert {v.edit for v in plan.model_copy(update={"dataset": "lines"}).variants} == {None, *EDITS}
+    done, (exact, edited) = toy("edited"), ("query+shift@0.25", "query+shift@0.25/answer")
+    rows = {row["method"]: row for row in predictions(done)}
+    assert list(rows) == ["full", "reuse", exact, edited]
+    assert all({"says_gold", "says_rival"} <= set(row) for row in rows.values())
+    assert rows["reuse"]["tokens_computed"] == rows[exact]["tokens_computed"] == 0
+    assert 0 < rows[edited]["tokens_computed"] < 80  # the edit, and a margin behind it
+    assert done.figures["methods"][edited]["edited"]["kind"] == ANSWER
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Excerpts that the tiny reader has room for: 75 words."""
+    for name, value in {"PIECES": 3, "PIECE": 20, "LEAD": 6, "CONTINUATION": 9}.items():
+        monkeypatch.setattr(words, name, value)
+
+
+def text_of(n: int) -> str:
+    return " ".join(f"w{i}" + ("\n\n" if i % 50 == 49 else "") for i in range(n))
+
+
+def test_perplexity_is_that_of_the_models_own_forward(tmp_path: Path, small: None) -> None:
+    path = tmp_path / "book.txt"
+    path.write_text(text_of(2 * 75))
+    outcome = run(tmp_path, path, methods=("prefix", "transformers", "exact/int8"), window=16)
+    engine, plan = tiny_engine(), EvaluateConfig(window=16)
+    setting, model, nlls = Setting(engine, plan), tiny_reader().adapter.model, []
+    for example in load(path).examples:
+        prompt = setting.prompt(example.question, setting.context(example), goes_on=True)
+        text = engine.reader.tokenizer.decode([i for c in prompt.chunks for i in c.ids])
+        assert text == "".join(p.text for p in example.contexts)
+        ids = engine.prompts.text_ids(example.answers[0])
+        assert len(ids) > CONFIG.decode.max_new_tokens  # longer than what is decoded
+        logits = model(torch.tensor([[*prompt.ids, *ids]])).logits[0].detach().double().log_softmax(-1)
+        nlls.append(-sum(float(logits[len(prompt) + n - 1, t]) for n, t in enumerate(ids)) / len(ids))
+    methods = outcome.figures["methods"]
+    for name in ("full", "prefix", "transformers"):
+        assert methods[name]["score"]["mean"] == pytest.approx(math.exp(sum(nlls) / len(nlls)), rel=1e-4)
+        assert methods[name]["score_against_full"]["mean"] == pytest.approx(1.0, rel=1e-4)
+    coded, ratio = (methods[name]["score_against_full"] for name in ("exact/int8", "reuse"))
+    assert coded["mean"] != 1.0
+    assert coded["mean"] == pytest.approx(1.0, abs=0.02)
+    assert methods["reuse"]["score"]["mean"] == pytest.approx(
+        ratio["mean"] * methods["full"]["score"]["mean"]
+    )
+    assert ratio["low"] < ratio["mean"] < ratio["high"]
+
+
+def test_one_table_over_all_data_that_is_available(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: None
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(overview, "BUNDLED", {})
+    monkeypatch.setattr(overview, "MADE", ("lines",))
+    monkeypatch.setattr(Engine, "open", lambda settings, say: tiny_engine(config=settings))
+    files = [tmp_path / "book.txt", tmp_path / "broken.json"]
+    files[0].write_text(text_of(75))
+    files[1].write_text("[")
+    plan = EvaluateConfig(methods=("query",), ratios=(0.25,), limit=1, chunks=2)
+    settings = changed(CONFIG, decode={"max_new_tokens": 4})
+    workloads = overview.run_all(plan, settings, tmp_path / "runs", files)
+    figures = {Path(w.source).name: w.figures for w in workloads}
+    ran = {name: found for name, found in figures.items() if found}
+    assert {name: f["metric"] for name, f in ran.items()} == {
+        "lines": "number found",
+        "book.txt": "perplexity",
+    }
+    assert {"samsum", "2wikimultihopqa", "broken.json"} <= figures.keys() - ran.keys()
+    assert all(w.why_not for w in workloads if not w.figures)
+    columns, rows = overview.table(workloads)
+    assert [len(row) for row in rows] == [len(columns)] * len(workloads)
+
+
+class Lengths:
+    """In place of the embedder: texts of like length are near."""
+
+    fingerprint = "lengths"
+
+    def embed(self, texts: list[str], _: Any) -> np.ndarray:
+        return np.array([(np.cos(len(text)), np.sin(len(text))) for text in texts])
+
+
+def test_a_run_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(study, "open_engine", lambda *_: tiny_engine())
+    monkeypatch.setattr(Embedder, "load", lambda _: Lengths())
+    data = str(write_dataset(tmp_path))
+    for limit in (1, 2):
+        result = study.run("enrich", EvaluateConfig(dataset=data, limit=limit), "tiny", others=1)
+        lines = (Path(result["folder"]) / "predictions.jsonl").read_text().splitlines()
+        assert len(lines) == limit * len(result["cases"]) == limit * len(study.CASES["enrich"]())
+    unit = result["cases"][study.UNIT]
+    assert unit["mean"] == {"mean": 1.0, "low": 1.0, "high": 1.0, "n": 2} == unit["of_plain"]
+    assert len(study.table(result["cases"])) == len(result["cases"])

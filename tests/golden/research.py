@@ -1,0 +1,137 @@
+"""Numbers that a rewrite must not change: toy evaluations, the simulator, the cost model. Times are left out.
+
+    python -m tests.golden.research record    writes evaluate.json, simulate.json and cost.json here anew
+
+Names in the files are this module's own: after a rewrite only the functions below change.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping
+from math import isclose
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from blendserve.config import changed
+from blendserve.cost.config import CostConfig
+from blendserve.cost.model import report
+from blendserve.evaluate.job import Outcome
+from blendserve.simulate.config import ROUTINGS, SimulateConfig
+from blendserve.simulate.figures import simulate
+from tests.support.evaluations import RUNS, predictions, toy_run
+
+FOLDER = Path(__file__).parent
+EXAMPLES = FOLDER.parents[1] / "configs" / "cost"
+ANSWER = (
+    *(
+        "tokens",
+        "recomputed",
+        "tokens_prompt",
+        "tokens_exact",
+        "tokens_computed",
+        "bytes_loaded",
+        "kv",
+        "cost",
+    ),
+    *("first_kl", "mean_kl", "score", "agreement"),
+)
+INTERVALS = (
+    *("mean_kl", "mean_kl_share", "first_kl_share", "f1", "em", "rouge_l", "agreement", "identical"),
+    *("score", "score_against_full"),
+)
+
+
+def golden(name: str) -> Any:
+    return json.loads((FOLDER / f"{name}.json").read_text("utf-8"))
+
+
+def evaluation(outcome: Outcome) -> dict[str, Any]:
+    """Every prediction, and every method's means with their intervals and tails; of permuted prompts the means alone."""
+    with_bounds = outcome.figures["prompts"] == outcome.figures["questions"]
+    answers = {
+        f"{line['id']} {line['method']}": {name: line[name] for name in ANSWER}
+        for line in predictions(outcome)
+    }
+    methods = {
+        name: {
+            **{i: _interval(found[i], with_bounds) for i in INTERVALS},
+            "tails": [{part: tail[part] for part in ("against", "p95", "worst")} for tail in found["tails"]],
+            "kv_smaller": found["kv_smaller"],
+            "facts": found.get("facts"),
+        }
+        for name, found in outcome.figures["methods"].items()
+    }
+    return {"answers": answers, "methods": methods}
+
+
+def simulation() -> list[dict[str, Any]]:
+    """Four ways of routing over tiers that evict, at a rate and in a closed loop."""
+    config = SimulateConfig(
+        nodes=(3,),
+        corpus={"chunks": 3_000, "topic_chunks": 20, "lifetime": 900},
+        requests={"number": 2_000, "warm_up": 0.25, "answer_tokens": 4},
+        tiers={"memory_bytes": 2e9, "disk_bytes": 4e9, "remote_bytes": 2e10, "precomputed": False},
+        compute={"per_answer_token": 0.01, "slowdown": (1.0, 1.4, 1.9)},
+    )
+    loops = (config, changed(config, requests=changed(config.requests, rate=0.0).model_dump()))
+    cells = [cell for loop in loops for cell in simulate(loop)["cells"]]
+    assert len(cells) == 2 * len(ROUTINGS)
+    return [
+        {n: value for n, value in cell.items() if n not in ("took_seconds", "cpu_seconds")} for cell in cells
+    ]
+
+
+def costs() -> dict[str, Any]:
+    """The examples with the example prices."""
+    prices = CostConfig.load(EXAMPLES / "prices.yaml").model_dump(include={"tiers"})
+    examples = {name: CostConfig.load(EXAMPLES / f"{name}.yaml") for name in ("smollm_cpu", "h100_8b")}
+    found = {name: report(changed(config, **prices)) for name, config in examples.items()}
+    parts = {n: {part: f[part] for part in ("verdicts", "missing", "keep")} for n, f in found.items()}
+    return json.loads(json.dumps(parts))  # type: ignore[no-any-return]
+
+
+def evaluations() -> Any:
+    found = {}
+    for kind in RUNS:
+        with TemporaryDirectory() as folder:
+            found[kind] = evaluation(toy_run(kind, Path(folder)))
+    return _rounded(found)
+
+
+def _rounded(value: Any) -> Any:
+    """Five digits: what a CPU computes differs behind them."""
+    if isinstance(value, dict):
+        return {name: _rounded(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_rounded(part) for part in value]
+    return float(f"{value:.5g}") if isinstance(value, float) else value
+
+
+def same(found: Any, wanted: Any, rel: float, abs: float = 0.0) -> bool:
+    """Whether these are equal, floats within bounds."""
+    if isinstance(wanted, dict):
+        return found.keys() == wanted.keys() and all(same(found[k], wanted[k], rel, abs) for k in wanted)
+    if isinstance(wanted, list):
+        return len(found) == len(wanted) and all(
+            same(*pair, rel, abs) for pair in zip(found, wanted, strict=True)
+        )
+    return bool(
+        found == wanted or (isinstance(wanted, float) and isclose(found, wanted, rel_tol=rel, abs_tol=abs))
+    )
+
+
+def _interval(found: Mapping[str, Any] | None, with_bounds: bool) -> Any:
+    return found and [
+        found[part] for part in (("mean", "low", "high", "n") if with_bounds else ("mean", "n"))
+    ]
+
+
+GOLDEN: dict[str, Callable[[], Any]] = {"evaluate": evaluations, "simulate": simulation, "cost": costs}
+
+if __name__ == "__main__":
+    assert sys.argv[1:] == ["record"], __doc__
+    for file, make in GOLDEN.items():
+        (FOLDER / f"{file}.json").write_text(json.dumps(make(), separators=(",", ":")) + "\n", "utf-8")
