@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -17,12 +17,15 @@ class Clock:
     seconds are asked for.
     """
 
-    def __init__(self, device: torch.device | None = None) -> None:
+    def __init__(
+        self, device: torch.device | None = None, now: Callable[[], float] = time.perf_counter
+    ) -> None:
         self._cuda = device is not None and device.type == "cuda"
         self._device = device
         self._seconds: dict[str, float] = defaultdict(float)
         self._marked: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []  # not added up yet
-        self._start = time.perf_counter()
+        self._now = now
+        self._start = now()
 
     def set_back(self, seconds: float, **stages: float) -> None:
         """So much had gone by elsewhere when this was made; of it, so much in these stages."""
@@ -40,11 +43,11 @@ class Clock:
             finally:
                 self._marked.append((name, start, self._mark()))
         else:
-            began = time.perf_counter()
+            began = self._now()
             try:
                 yield
             finally:
-                self._seconds[name] += time.perf_counter() - began
+                self._seconds[name] += self._now() - began
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -59,7 +62,7 @@ class Clock:
         """Seconds since the clock was made, the device's work included."""
         if self._cuda:
             torch.cuda.synchronize(self._device)
-        return time.perf_counter() - self._start
+        return self._now() - self._start
 
     def _mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

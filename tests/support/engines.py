@@ -15,18 +15,30 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from blendserve.config import BlendConfig, Config, DecodeConfig, PromptConfig, StoreConfig, changed
-from blendserve.core import Answer, BlendReport, Passage
+import torch
+
+from blendserve.blend.blender import Blender
+from blendserve.config import BlendConfig, Config, DecodeConfig, Method, PromptConfig, StoreConfig, changed
+from blendserve.core import Answer, BlendReport, Chunk, Passage, Prompt
 from blendserve.engine.batching import BatchEngine
 from blendserve.engine.engine import Engine
+from blendserve.engine.generation import AnswerStream, Generation
+from blendserve.engine.prefill import prefill
+from blendserve.engine.prefix_cache import PrefixKV
 from blendserve.engine.queued import Event, Failed, Finished, Piece, QueuedRequest
-from blendserve.engine.request import Request, split_options
+from blendserve.engine.request import Plan, Request, split_options
+from blendserve.models.adapter import Adapter
+from blendserve.models.forward import BeforeLayer
 from blendserve.models.loader import Reader
 from blendserve.models.toy import toy_reader as load_toy_reader
 from blendserve.store import KVStore, MemoryStore
+from blendserve.timing import Clock
+from tests.support.blending import some_ids
+from tests.support.models import tiny_adapter, tiny_model
 
 CONTEXT = 1024  # tokens
 CONFIG = Config(
@@ -65,14 +77,30 @@ def toy_reader() -> Reader:
     return load_toy_reader(CONTEXT)
 
 
-def toy_engine(store: KVStore | None = None, config: Config = CONFIG, **sections: Any) -> Engine:
+def toy_engine(kv_store: KVStore | None = None, config: Config = CONFIG, **sections: Any) -> Engine:
     """An engine without an index; `sections` change the configuration: `blend={"ratio": 0.5}`."""
     merged = {name: {**getattr(config, name).model_dump(), **part} for name, part in sections.items()}
-    return Engine(changed(config, **merged), toy_reader(), store or MemoryStore(2**30))
+    return Engine(changed(config, **merged), toy_reader(), kv_store or MemoryStore(2**30))
 
 
 def seen(answer: Answer) -> dict[str, Any]:
     return {k: v for k, v in answer.to_dict().items() if k != "timings"} | {"ids": answer.token_ids}
+
+
+@cache
+def generated(passages: tuple[Passage, ...], max_new_tokens: int) -> tuple[int, ...]:
+    """To the first of QUESTIONS; without the end token."""
+    reader = toy_reader()
+    prompt = torch.tensor([toy_engine().prompts.build(QUESTIONS[0], passages).ids])
+    model: Any = reader.adapter.model
+    ids = model.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        eos_token_id=sorted(reader.end_tokens),
+    )
+    return tuple(i for i in ids[0, prompt.shape[1] :].tolist() if i not in reader.end_tokens)
 
 
 class Silent:
@@ -160,3 +188,75 @@ def submit(
     request, listener = queued(batch, question, passages, tenant, **options)
     batch.scheduler.submit(request)
     return listener
+
+
+# A tiny model
+
+PREFIX, SUFFIX = some_ids(5), some_ids(4, 1)
+CHUNKS = [Chunk(some_ids(n, 2)) for n in (9, 3, 14, 6)]
+
+
+class WordTokenizer:
+    """A word for every token."""
+
+    def decode(self, ids: list[int], **_: Any) -> str:
+        return " ".join(f"w{i}" for i in ids)
+
+
+class FaultyAdapter(Adapter):
+    """A model whose next forward raises `fault`."""
+
+    fault: Exception | None = None
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        fault, self.fault = self.fault, None
+        if fault:
+            raise fault
+        return super().embed(ids)
+
+
+@cache
+def tiny_reader() -> Reader:
+    return Reader("tiny", FaultyAdapter(tiny_model("llama")), WordTokenizer(), "tiny", frozenset({2}))
+
+
+@cache
+def tiny_store() -> MemoryStore:
+    made = MemoryStore(2**26)
+    tiny_blender(made).precompute([chunk.ids for chunk in CHUNKS])
+    return made
+
+
+def tiny_blender(
+    store: KVStore | None = None, before_layer: BeforeLayer | None = None, adapter: Adapter | None = None
+) -> Blender:
+    adapter, store = adapter or tiny_adapter("llama"), store or tiny_store()
+    return Blender(adapter, "tiny", store, PREFIX, PREFIX, before_layer=before_layer)
+
+
+@cache
+def tiny_prefix_kv() -> PrefixKV:
+    return PrefixKV(tiny_blender().computer(()).compute([PREFIX])[0], len(PREFIX))
+
+
+@dataclass(frozen=True)
+class Question:
+    """Equal questions have equal answers."""
+
+    chunks: tuple[int, ...] = (0, 1)
+    method: Method = "blend"
+    max_new_tokens: int = 3
+    temperature: float = 0.0
+
+    def plan(self, clock: Clock) -> Plan:
+        prompt = Prompt(PREFIX, tuple(CHUNKS[i] for i in self.chunks), SUFFIX)
+        decode = DecodeConfig(max_new_tokens=self.max_new_tokens, temperature=self.temperature, seed=7)
+        return Plan(prompt, (), BlendConfig(method=self.method, ratio=0.5), decode, clock)
+
+
+@cache
+def alone(question: Question) -> Answer:
+    reader, plan = tiny_reader(), question.plan(Clock())
+    done = prefill(plan, tiny_blender(), prefix_kv=tiny_prefix_kv)
+    generation = Generation(plan, done.report, done.explanation, reader.tokenizer, reader.end_tokens)
+    return AnswerStream(generation, done.logits, done.run, lambda: None).answer()
