@@ -8,8 +8,8 @@ import pytest
 
 from blendserve.serve.config import ServeConfig
 from tests.engine.helpers import PASSAGES, QUESTIONS
-from tests.engine.test_conversation import passages_of
 from tests.serve.helpers import Server
+from tests.support.engines import passages_of
 
 
 @pytest.fixture(scope="module")
