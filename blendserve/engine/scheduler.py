@@ -42,6 +42,7 @@ from blendserve.errors import BlendserveError, Busy, Stopping
 from blendserve.models.forward import Row
 from blendserve.models.kv_cache import KVCache
 from blendserve.models.loader import Reader
+from blendserve.store import ChunkKey
 
 MAX_BACKGROUND = 1000  # tasks of one tenant; write-backs beyond that are dropped: they are an optimisation
 # However many requests wait: else a server that misses chunks stays slow because it misses them.
@@ -170,6 +171,7 @@ class Scheduler:
         with self._wake:
             request.cancelled = True
             self._waiting.remove(request)
+            self._expect()  # KV kept for this request alone is freed
             self._wake.notify()
 
     def in_background(self, task: Callable[[], None], tenant: str = "") -> bool:
@@ -221,6 +223,7 @@ class Scheduler:
             self._drop(running, Stopping("the server has shut down before the answer was complete"))
         with self._wake:
             waiting = list(iter(self._waiting.pop, None))
+            self._expect()
         for request in waiting:
             self._fail(request, Stopping("the server has shut down before the question's turn came"))
 
@@ -248,10 +251,9 @@ class Scheduler:
         if self._shared:
             with self._wake:
                 later = {key for other in self._waiting.all() for key in other.keys}
-            *paused, now = [p.request.keys if p.request else frozenset() for p in self._passes] or [
-                frozenset()
-            ]
-            self._shared.expect(now, later.union(*paused))
+                none = frozenset[ChunkKey]()
+                *paused, now = [p.request.keys if p.request else none for p in self._passes] or [none]
+                self._shared.expect(now, later.union(*paused))
 
     def _do_task(self) -> None:
         """The next background task, if it is its turn."""

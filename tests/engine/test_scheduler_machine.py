@@ -228,6 +228,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.scheduler.stop()
             self.cancelled.clear()
             assert not self.scheduler.in_flight
+            assert self.shared.n_bytes == 0
 
     def teardown(self) -> None:
         if hasattr(self, "scheduler") and not self.stopped:
@@ -379,6 +380,29 @@ def test_a_short_request_of_another_tenant_is_prefilled_within_a_long_prefill() 
     machine.scheduler.step()
     assert [sent.state for sent in machine.sent] == ["runs", "waits", "waits", "runs"]
     machine.run()
+
+
+def test_one_tenant_alone_has_all_slots_and_a_decoding_step_fails_for_all_that_are_not_cancelled() -> None:
+    machine = opened(slots=3)
+    for _ in range(3):
+        machine.submit(Question((2, 3), max_new_tokens=20))
+    machine.step(3)
+    assert [sent.state for sent in machine.sent] == ["runs"] * 3
+    machine.cancel(machine.sent[0])
+    machine.step()
+    machine.arm(RuntimeError("out of memory"))
+    machine.step()
+    assert [sent.state for sent in machine.sent] == ["ended"] * 3
+
+
+def test_kv_kept_for_a_request_is_freed_when_it_is_cancelled() -> None:
+    machine = opened(slots=1)
+    machine.submit(ANY)
+    waiting = machine.submit(ANY)
+    machine.step()
+    assert machine.shared.n_bytes > 0
+    machine.cancel(waiting)
+    assert machine.shared.n_bytes == 0
 
 
 def test_a_task_is_run_after_so_many_requests_however_many_wait() -> None:
