@@ -20,12 +20,11 @@ class Clock:
     def __init__(
         self, device: torch.device | None = None, now: Callable[[], float] = time.perf_counter
     ) -> None:
-        """now: gives seconds; not used for stages on a GPU."""
-        self._now = now
         self._cuda = device is not None and device.type == "cuda"
         self._device = device
         self._seconds: dict[str, float] = defaultdict(float)
         self._marked: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []  # not added up yet
+        self._now = now
         self._start = now()
 
     def set_back(self, seconds: float, **stages: float) -> None:

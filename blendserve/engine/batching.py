@@ -48,7 +48,7 @@ class BatchEngine:
             reader, self.slots, queue, gap_s, prefill_share, observer, self.store, Standby(job_share)
         )
         self.background = BackgroundTasks(self.scheduler)
-        self._engine = engine
+        self.engine = engine
         self._prefixes = PrefixCache(reader.adapter, self.scheduler.pause, prefix_bytes)
         self._base: ChunkKV | None = None  # of the prefix that all prompts without turns have
         self._blenders: dict[str, Blender] = {}
@@ -56,12 +56,12 @@ class BatchEngine:
     @property
     def namespaces(self) -> set[str]:
         """All that were asked for, and the engine's own."""
-        return {self._engine.config.store.namespace, *self._blenders}
+        return {self.engine.config.store.namespace, *self._blenders}
 
     def blender(self, namespace: str) -> Blender:
         """Reads and writes one namespace of the store. Its passes are for the model's thread."""
         if namespace not in self._blenders:
-            like = self._engine.blender.like(self.store, namespace, self.scheduler.pause)
+            like = self.engine.blender.like(self.store, namespace, self.scheduler.pause)
             self._blenders[namespace] = like
         return self._blenders[namespace]
 
@@ -71,7 +71,7 @@ class BatchEngine:
         """A plan as the scheduler takes it: `scheduler.submit` and `scheduler.cancel` are next."""
         prompt, blender = plan.prompt, self.blender(namespace)
         blender.prefetch(prompt, plan.blend)
-        own_prefix = prompt.prefix != self._engine.prompts.prefix and plan.blend.method != "full"
+        own_prefix = prompt.prefix != self.engine.prompts.prefix and plan.blend.method != "full"
         remember = partial(self.background.remember, blender, tenant)
         return QueuedRequest(
             tenant=tenant,
@@ -81,12 +81,12 @@ class BatchEngine:
             keys=frozenset(blender.key(chunk.ids) for chunk in prompt.chunks if len(chunk)),
             cost=self._cost(plan, blender),
             prefix_kv=partial(self._prefix_kv, namespace, prompt.prefix) if own_prefix else None,
-            missed=remember if self._engine.config.store.write_back else None,
+            missed=remember if self.engine.config.store.write_back else None,
         )
 
     def _cost(self, plan: Plan, blender: Blender) -> float:
         """Tokens that are expected to run through the model: what is not stored, and a share of what is."""
-        prompt, base = plan.prompt, self._engine.prompts.prefix
+        prompt, base = plan.prompt, self.engine.prompts.prefix
         known = len(base) if prompt.prefix == base and plan.blend.method != "full" else 0
         stored = 0
         if plan.blend.method in ("auto", "blend", "reuse"):
@@ -99,7 +99,7 @@ class BatchEngine:
 
     def _prefix_kv(self, namespace: str, ids: TokenIds) -> PrefixKV:
         """KV of a conversation so far. On the model's thread."""
-        base = self._engine.prompts.prefix
+        base = self.engine.prompts.prefix
         if self._base is None:
             self._base = self.blender("").computer(()).compute([base])[0]
         return self._prefixes.get(namespace, ids, base, self._base)

@@ -40,7 +40,8 @@ def writing_codec(
     if codec is None:
         raise TablesMissing(
             f"codec {name!r} needs tables for {reader.name}, and the store has none for this version: fit some by "
-            f"`blendserve codec fit INDEX --codec {name}`, or set store.codec to one that needs none"
+            f"`blendserve codec fit INDEX --codec {name}`, or set store.codec to one that needs none",
+            setting="store.codec",
         )
     return codec
 

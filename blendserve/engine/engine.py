@@ -269,7 +269,8 @@ class Engine:
             raise ConfigError(
                 f"setting 'blend.near' is of no use with store.kind: {self.config.store.kind}, which does not tell the "
                 "tokens that near-duplicates are found by: leave it out, or keep chunks on this machine, too "
-                f"(store.kind: lmdb, with {self.config.store.kind} as store.tiers.remote)"
+                f"(store.kind: lmdb, with {self.config.store.kind} as store.tiers.remote)",
+                setting="blend.near",
             )
 
     @cached_property
@@ -298,7 +299,8 @@ class Engine:
     def _index(self) -> VectorIndex:
         if self.index is None:
             raise InputError(
-                "this engine has no index: pass `passages`, or open one with Engine.open('indexes/<name>')"
+                "this engine has no index: pass `passages`, or open one with Engine.open('indexes/<name>')",
+                setting="passages",
             )
         return self.index
 
@@ -309,7 +311,7 @@ class Engine:
         i, n = shard
         if not 0 <= i < n:
             shares = f"count from 0/{n} to {n - 1}/{n}" if n > 0 else "there is at least one, 0/1"
-            raise InputError(f"shard {i}/{n} does not exist: {shares}")
+            raise InputError(f"shard {i}/{n} does not exist: {shares}", setting="shard")
         chunks = self.prompts.chunk_ids(self._index().passages if passages is None else passages)
         return [ids for ids in chunks if share_of(ids, n) == i]
 

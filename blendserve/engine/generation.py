@@ -20,7 +20,6 @@ from blendserve.engine.request import Plan
 from blendserve.models.adapter import Adapter
 from blendserve.models.kv_cache import KVCache
 from blendserve.models.replay import Step, decoding_steps
-from blendserve.timing import Clock
 
 
 class Generation:
@@ -38,7 +37,7 @@ class Generation:
         self._text = TextStream(tokenizer, plan.decode.stop)
         self._said = ""
         self._tokens: list[int] = []
-        self._since_token: Clock | None = None
+        self._token_at: float | None = None  # of the last one, in seconds since the request came
 
     @property
     def last(self) -> tuple[int, int]:
@@ -61,11 +60,12 @@ class Generation:
         return piece
 
     def _note_time(self) -> None:
-        if self._since_token is None:
-            self.ttft = self.plan.clock.elapsed()
+        now = self.plan.clock.elapsed()
+        if self._token_at is None:
+            self.ttft = now
         else:
-            self.gap = self._since_token.elapsed()
-        self._since_token = Clock()
+            self.gap = now - self._token_at
+        self._token_at = now
 
     def _close(self, piece: str, reason: str) -> str:
         piece += self._text.flush()

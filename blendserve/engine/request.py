@@ -50,10 +50,12 @@ class Request:
         *parts, question = self.question.split(separator, MAX_PARTS)
         if separator in question:
             raise InputError(
-                f"the separator {separator!r} cuts the question into more than {MAX_PARTS} chunks"
+                f"the separator {separator!r} cuts the question into more than {MAX_PARTS} chunks",
+                setting="question",
             )
         if not question.strip():
-            raise InputError(f"the question is empty: put it behind the last separator {separator!r}")
+            message = f"the question is empty: put it behind the last separator {separator!r}"
+            raise InputError(message, setting="question")
         passages = tuple(Passage(part.strip()) for part in parts if part.strip())
         return replace(self, question=question, passages=(*(self.passages or ()), *passages))
 
@@ -105,7 +107,7 @@ def make_plan(
     request = request.split(config.prompt.separator)
     make_policy(blend).validate(reader.n_layers)
     if not request.question.strip():
-        raise InputError("the question is empty: ask something")
+        raise InputError("the question is empty: ask something", setting="question")
     space = _Space(room or reader.context_limit, decode.max_new_tokens)
     if least := prompts.at_least(_texts(request), max(0, space.left)):
         space.require(least, at_least=True)
@@ -163,6 +165,6 @@ def split_options(options: Options) -> tuple[Options, Options]:
     known = sorted({name for fields in sections for name in fields})
     for name in options:
         if name not in known:
-            raise ConfigError(f"unknown option {name!r}: {nearest(name, known)}")
+            raise ConfigError(f"unknown option {name!r}: {nearest(name, known)}", setting=name)
     blend, decode = ({k: v for k, v in options.items() if k in fields} for fields in sections)
     return blend, decode

@@ -1,6 +1,6 @@
 """Continuous batching: one thread runs the model, and at every step decides anew who runs.
 
-    turn:   a waiting request gets a free slot and is prefilled
+    step:   a waiting request gets a free slot and is prefilled
             when none waits, or after every BACKGROUND_EVERY requests, a background task is done
             then all running requests make one token together
 
@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -41,7 +42,7 @@ from blendserve.errors import BlendserveError, Busy, Stopping
 from blendserve.models.forward import Row
 from blendserve.models.kv_cache import KVCache
 from blendserve.models.loader import Reader
-from blendserve.timing import Clock
+from blendserve.store import ChunkKey
 
 MAX_BACKGROUND = 1000  # tasks of one tenant; write-backs beyond that are dropped: they are an optimisation
 # However many requests wait: else a server that misses chunks stays slow because it misses them.
@@ -67,8 +68,9 @@ class Scheduler:
         observer: Observer,
         shared: SharedLoads | None = None,
         standby: Standby | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """standby: of background tasks."""
+        """standby: of background tasks. clock: gives seconds; decides when running requests decode."""
         self._reader, self._slots, self._observer = reader, slots, observer
         self._decoder = BatchDecoder(reader.adapter, slots)
         self._gap_s, self._patience = gap_s, prefill_share / (1 - prefill_share)  # the latter in steps
@@ -81,8 +83,9 @@ class Scheduler:
         self._running: list[Running] = []
         self._passes: list[Pass] = []  # the last one runs, the one before it pauses
         self._tenants: set[str] = set()  # the first two
-        self._since_step, self._step_s = Clock(), 0.0  # since the last one's end; how long it took
-        self._request_s = 1.0  # of a request, lately: what Retry-After is made of
+        self._clock = clock
+        self._decoded_at, self._decode_s = clock(), 0.0  # the end of the last decoding step, its duration
+        self._request_s = 1.0  # recent mean duration of a request: what Retry-After is made of
         self._wake = threading.Condition()
         self._draining = self._stopped = False
         self._thread = threading.Thread(target=self._loop, name="model", daemon=True)
@@ -99,6 +102,11 @@ class Scheduler:
         return self._thread.is_alive() and not self._draining
 
     @property
+    def has_work(self) -> bool:
+        """Whether `step` would do anything now."""
+        return bool(self._running or len(self._background) or (len(self._waiting) and self._slots.free))
+
+    @property
     def load(self) -> tuple[int, int]:
         """Requests that wait, and slots in use."""
         return len(self._waiting), self._slots.n - self._slots.free
@@ -112,7 +120,12 @@ class Scheduler:
             if self._draining:
                 raise Stopping("the server is shutting down: ask another one")
             if self._waiting.of(tenant) + more >= self._queue:
-                raise Busy(f"{self._queue} requests are waiting already", self._retry_after(tenant))
+                raise Busy(f"{self._queue} requests are waiting already", self.retry_after(tenant))
+
+    def retry_after(self, tenant: str) -> int:
+        """Seconds until a slot is expected to be free for one more request of this tenant, from 1 to 60."""
+        waves = (self._waiting.of(tenant) + 1) / self._slots.n
+        return max(1, min(60, round(waves * self._request_s)))
 
     @property
     def in_flight(self) -> bool:
@@ -158,6 +171,7 @@ class Scheduler:
         with self._wake:
             request.cancelled = True
             self._waiting.remove(request)
+            self._expect()  # KV kept for this request alone is freed
             self._wake.notify()
 
     def in_background(self, task: Callable[[], None], tenant: str = "") -> bool:
@@ -175,47 +189,50 @@ class Scheduler:
             self._draining = True
 
     def stop(self) -> None:
-        """End the thread; what still runs fails. Idempotent."""
+        """End the thread; requests that run or wait fail. Idempotent."""
         with self._wake:
             self._draining = self._stopped = True
             self._wake.notify()
         if self._thread.is_alive():
             self._thread.join()
-
-    def _retry_after(self, tenant: str) -> int:
-        waves = (self._waiting.of(tenant) + 1) / self._slots.n
-        return max(1, min(60, round(waves * self._request_s)))
+        else:
+            self._fail_all()
 
     # On the model's thread
+
+    def step(self) -> None:
+        """One iteration: admit a request, run a background task if one is due, decode a token of each running request.
+
+        The thread of `start` calls this while there is work. Without `start`, the caller's thread is the model's.
+        """
+        if request := self._next(lambda _: True):
+            self._admit(request)
+        self._do_task()
+        self._decode()
 
     def _loop(self) -> None:
         while self._wait():
             try:
-                self._turn()
-            except Exception:  # a bug in one turn must not end the server
-                log.exception("a scheduling turn failed")
+                self.step()
+            except Exception:  # a bug in one step must not end the server
+                log.exception("a scheduling step failed")
+        self._fail_all()
+
+    def _fail_all(self) -> None:
         for running in list(self._running):
             self._drop(running, Stopping("the server has shut down before the answer was complete"))
-        for request in self._waiting.all():
-            request.emit(Failed(Stopping("the server has shut down before the question's turn came")))
+        with self._wake:
+            waiting = list(iter(self._waiting.pop, None))
+            self._expect()
+        for request in waiting:
+            self._fail(request, Stopping("the server has shut down before the question's turn came"))
 
     def _wait(self) -> bool:
         """Sleep until there is something to do -> False when there will not be."""
         with self._wake:
-            while not (
-                self._stopped
-                or self._running
-                or self._background
-                or (len(self._waiting) and self._slots.free)
-            ):
+            while not (self._stopped or self.has_work):
                 self._wake.wait()
             return not self._stopped
-
-    def _turn(self) -> None:
-        if request := self._next(lambda _: True):
-            self._admit(request)
-        self._do_task()
-        self._step()
 
     def _next(self, wanted: Callable[[QueuedRequest], bool]) -> QueuedRequest | None:
         """The next request that may have a slot and is wanted now."""
@@ -234,10 +251,9 @@ class Scheduler:
         if self._shared:
             with self._wake:
                 later = {key for other in self._waiting.all() for key in other.keys}
-            *paused, now = [p.request.keys if p.request else frozenset() for p in self._passes] or [
-                frozenset()
-            ]
-            self._shared.expect(now, later.union(*paused))
+                none = frozenset[ChunkKey]()
+                *paused, now = [p.request.keys if p.request else none for p in self._passes] or [none]
+                self._shared.expect(now, later.union(*paused))
 
     def _do_task(self) -> None:
         """The next background task, if it is its turn."""
@@ -272,11 +288,10 @@ class Scheduler:
             generation, logits = self._prefill(request, cache)
         except Cancelled:
             self._slots.give_back(cache)
-            if not request.cancelled:
-                request.emit(Failed(Stopping("the server has shut down before the answer began")))
+            self._fail(request, Stopping("the server has shut down before the answer began"))
         except Exception as error:  # of this request alone
             self._slots.give_back(cache)
-            request.emit(Failed(error))
+            self._fail(request, error)
         else:
             self._take(Running(request, cache, generation), logits)
         finally:
@@ -304,8 +319,8 @@ class Scheduler:
 
     def _let_go_on(self, l: int) -> None:
         """Within a prefill: a step of what runs, and a request that is much shorter."""
-        if self._since_step.elapsed() >= max(self._gap_s, self._patience * self._step_s):
-            self._step()
+        if self._clock() - self._decoded_at >= max(self._gap_s, self._patience * self._decode_s):
+            self._decode()
         prefills = [p for p in self._passes if p.request]
         if len(prefills) == 1 and len(self._waiting):
             done = l / self._reader.adapter.n_layers
@@ -320,7 +335,7 @@ class Scheduler:
             if request := self._next(lambda _: True):
                 self._admit(request)
             elif self._running:
-                self._step()
+                self._decode()
             else:
                 with self._wake:
                     if not len(self._waiting):
@@ -333,17 +348,17 @@ class Scheduler:
         if self._stopped or (request and request.cancelled):
             raise Cancelled
 
-    def _step(self) -> None:
+    def _decode(self) -> None:
         """One token for every running request."""
         for running in [r for r in self._running if r.request.cancelled]:
             self._leave(running)
         if batch := list(self._running):
-            clock = Clock()
-            self._step_of(batch)
-            self._step_s = clock.elapsed()
-        self._since_step = Clock()
+            began = self._clock()
+            self._decode_batch(batch)
+            self._decode_s = self._clock() - began
+        self._decoded_at = self._clock()
 
-    def _step_of(self, batch: list[Running]) -> None:
+    def _decode_batch(self, batch: list[Running]) -> None:
         self._observer.step(len(batch))
         try:
             logits = self._decoder.step([Row(r.cache, *r.generation.last) for r in batch])
@@ -381,4 +396,9 @@ class Scheduler:
 
     def _drop(self, running: Running, error: Exception) -> None:
         self._leave(running)
-        running.request.emit(Failed(error))
+        self._fail(running.request, error)
+
+    def _fail(self, request: QueuedRequest, error: Exception) -> None:
+        """End a request, unless it was cancelled."""
+        if not request.cancelled:
+            request.emit(Failed(error))

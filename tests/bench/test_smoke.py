@@ -25,8 +25,8 @@ from blendserve.blend.cost import CostModel
 from blendserve.blend.near import DONORS
 from blendserve.serve.config import ServeConfig
 from blendserve.store.codecs.base import known_codec
-from tests.engine.helpers import PASSAGES
 from tests.support.commands import cli
+from tests.support.engines import PASSAGES
 from tests.support.http import Server
 
 FILE = yaml.safe_load(Path(__file__).with_name("benches.yaml").read_text())

@@ -28,8 +28,8 @@ from blendserve.store.network.connection import Call, Connection
 from blendserve.store.network.deadline import Deadline
 from blendserve.store.policies import Always
 from blendserve.store.tiers import TieredStore, tiers_for
-from tests.engine.helpers import reader
 from tests.support import peers
+from tests.support.engines import toy_reader as reader
 from tests.support.peers import LAYERS, PATIENT_S, Service, Steps, blender, check, delivered, last_two
 from tests.support.waiting import ManualClock, eventually
 

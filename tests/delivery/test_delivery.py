@@ -27,8 +27,8 @@ from blendserve.store.kdn.adapt import quickest
 from blendserve.store.kdn.collection import Collection, level_key, read_directory, valid_name
 from blendserve.store.kdn.store import KdnStore
 from blendserve.store.key import KEY_BYTES, TAG_BYTES
-from tests.engine.helpers import CONFIG, PASSAGES
 from tests.support import peers
+from tests.support.engines import CONFIG, PASSAGES
 from tests.support.http import DOCUMENTS
 from tests.support.peers import NAME, Service, answered, blender, check, published, settings
 

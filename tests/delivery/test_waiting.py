@@ -20,8 +20,9 @@ from blendserve.engine.engine import Engine
 from blendserve.store import ChunkKey, KVStore, LayeredStore, LMDBStore, ReadAhead
 from blendserve.store.base import REMOTE
 from blendserve.store.kdn.store import WORKERS
-from tests.engine.helpers import CONFIG, PASSAGES, reader
 from tests.support import peers
+from tests.support.engines import CONFIG, PASSAGES
+from tests.support.engines import toy_reader as reader
 from tests.support.peers import LAYERS, PATIENT_S, Known, Paced, Service, Watched, check, delivered
 
 AUTO = BlendConfig(method="auto")

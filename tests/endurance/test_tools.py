@@ -20,7 +20,8 @@ from blendserve.serve.config import ServeConfig
 from blendserve.store import LMDBStore, MemoryStore
 from tests.endurance import crash, fuzz_records, soak, soak_serving, soak_sharing
 from tests.endurance.driver import Figures, Promises, Soak, main
-from tests.engine.helpers import CONFIG, PASSAGES, reader
+from tests.support.engines import CONFIG, PASSAGES
+from tests.support.engines import toy_reader as reader
 from tests.support.http import Server, ToyServer
 from tests.support.valkey import needs_server
 

@@ -1,91 +1,50 @@
-"""Questions through the whole engine: what a tiny reader says does not depend on where KV lay or who else asks."""
+"""Questions through the whole engine: an answer does not depend on where KV lies or on what else is asked."""
 
 from __future__ import annotations
 
 import gc
+import logging
+import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import transformers as tf
 from hypothesis import given
 from hypothesis import strategies as st
 
 from blendserve.blend import priors
-from blendserve.config import BlendConfig, Config, PromptConfig, changed
-from blendserve.core import Answer, Passage
+from blendserve.core import Passage
 from blendserve.engine.engine import Engine
-from blendserve.errors import ConfigError, InputError, PromptTooLong
-from blendserve.models.adapter import Adapter
-from blendserve.models.loader import Reader, end_tokens, fingerprint
-from blendserve.paths import index_folder
-from blendserve.store import KVStore, LMDBStore, MemoryStore
-from tests.support.blending import assert_near, model_logits
-from tests.support.models import BASE
-from tests.support.tokenizers import bundled_tokenizer
-
-LIMIT = 512
-CONFIG = Config(
-    prompt=PromptConfig(system="Be brief.", instruction="Read."),
-    blend=BlendConfig(method="blend"),  # "auto" would time this machine first
+from blendserve.errors import BlendserveError, ConfigError, InputError, PromptTooLong
+from blendserve.store import LMDBStore, MemoryStore, share_of
+from tests.support.engines import (
+    CONFIG,
+    EMPTY_PASSAGES,
+    PASSAGES,
+    QUESTIONS,
+    generated,
+    seen,
+    toy_engine,
+    toy_reader,
 )
-PASSAGES = [
-    Passage("The cat sat on the mat and looked at the moon.", "Cats"),
-    Passage("A dog barked at the mailman all morning long."),
-    Passage("", "Empty but for its title"),
-    Passage("Snow fell on the hills, and nobody came to the house by the river."),
-]
-QUESTION = "Who sat on the mat?"
 
-
-@cache
-def tiny_reader() -> Reader:
-    torch.manual_seed(0)
-    model: Any = tf.LlamaForCausalLM(
-        tf.LlamaConfig(**{**BASE, "vocab_size": 49152, "max_position_embeddings": LIMIT})
-    ).eval()
-    tokenizer = bundled_tokenizer()
-    return Reader("tiny", Adapter(model), tokenizer, fingerprint(model), end_tokens(model, tokenizer))
-
-
-def engine(store: KVStore | None = None, config: Config = CONFIG) -> Engine:
-    return Engine(config, tiny_reader(), store or MemoryStore(2**30))
+QUESTION = QUESTIONS[0]
+SOME = [*PASSAGES[:3], *EMPTY_PASSAGES]  # the last one has no tokens
 
 
 @pytest.fixture
 def warm() -> Iterator[Engine]:
-    with engine() as made:
-        made.precompute(PASSAGES)
+    with toy_engine() as made:
+        made.precompute(SOME)
         yield made
 
 
-def seen(answer: Answer) -> dict[str, Any]:
-    """An answer without its timings."""
-    return {k: v for k, v in answer.to_dict().items() if k != "timings"} | {"ids": answer.token_ids}
-
-
-def test_memory_warm_and_cold_stores_give_one_answer(warm: Engine, tmp_path: Path) -> None:
-    in_memory = seen(warm.answer(QUESTION, PASSAGES))
-    with engine(LMDBStore(tmp_path / "kv", 2**30)) as made:
-        made.precompute(PASSAGES)
-        assert seen(made.answer(QUESTION, PASSAGES)) == in_memory
-    with engine(LMDBStore(tmp_path / "kv", 2**30, read_only=True)) as made:
-        assert seen(made.answer(QUESTION, PASSAGES)) == in_memory
-    assert in_memory["report"]["blended"]
-    assert in_memory["report"]["chunks_hit"] == 4
-
-
-METHODS = ["blend", "full", "prefix", "reuse"]
-
-
 @given(
-    order=st.lists(st.integers(0, 3), max_size=6),
-    stored=st.sets(st.integers(0, 3)),
-    method=st.sampled_from(METHODS),
+    order=st.lists(st.integers(0, 4), max_size=6),
+    stored=st.sets(st.integers(0, 4)),
+    method=st.sampled_from(["blend", "full", "prefix", "reuse"]),
     ratio=st.sampled_from([0.0, 0.15, 1.0]),
     policy=st.sampled_from(["query", "deviation", "chunk_head"]),
     temperature=st.sampled_from([0.0, 1.0]),
@@ -93,191 +52,212 @@ METHODS = ["blend", "full", "prefix", "reuse"]
 def test_any_passages_in_any_order_get_an_answer(
     order: list[int], stored: set[int], method: str, ratio: float, policy: str, temperature: float
 ) -> None:
-    passages = [*PASSAGES[:3], Passage("  ")]
-    with engine() as made:
-        made.precompute([passages[i] for i in stored])
-        given_ = [passages[i] for i in order]
+    passages, chunks = [SOME[i] for i in order], sum(i < 4 for i in order)
+    with toy_engine() as made:
+        made.precompute([SOME[i] for i in stored])
         options: dict[str, Any] = {"method": method, "ratio": ratio, "policy": policy}
-        answer = made.answer(QUESTION, given_, **options, temperature=temperature, max_new_tokens=3)
+        answer = made.answer(QUESTION, passages, **options, temperature=temperature, max_new_tokens=3)
+        n_tokens = len(made.prompts.build(QUESTION, passages))
     report = answer.report
-    assert answer.passages == tuple(given_)
+    assert answer.passages == tuple(passages)
     assert 1 <= len(answer.token_ids) <= 3
-    assert report.tokens_prompt == len(made.prompts.build(QUESTION, given_))
-    assert report.chunks_hit + report.chunks_missing == (
-        {"full": 0, "prefix": min(1, sum(i < 3 for i in order))}.get(method, sum(i < 3 for i in order))
-    )
+    assert report.tokens_prompt == n_tokens
+    looked_for = {"full": 0, "prefix": min(1, chunks)}.get(method, chunks)
+    assert report.chunks_hit + report.chunks_missing == looked_for
     if temperature == 0.0 and (method in {"full", "prefix"} or (ratio == 1.0 and method == "blend")):
-        assert answer.token_ids == plain(tuple(given_), 3)
+        assert answer.token_ids == generated(tuple(passages), 3)
 
 
-@cache
-def plain(passages: tuple[Passage, ...], new_tokens: int) -> tuple[int, ...]:
-    """transformers' own greedy answer."""
-    reader, made = tiny_reader(), engine()
-    prompt = torch.tensor([made.prompts.build(QUESTION, passages).ids])
-    model: Any = reader.adapter.model
-    said = model.generate(
-        prompt,
-        attention_mask=torch.ones_like(prompt),
-        max_new_tokens=new_tokens,
-        do_sample=False,
-        eos_token_id=sorted(reader.end_tokens),
-    )
-    return tuple(i for i in said[0, prompt.shape[1] :].tolist() if i not in reader.end_tokens)
-
-
-def test_full_is_transformers_generate() -> None:
-    assert engine().answer(QUESTION, PASSAGES, method="full", max_new_tokens=20).token_ids == plain(
-        tuple(PASSAGES), 20
-    )
-
-
-def test_streamed_pieces_join_to_the_answer(warm: Engine) -> None:
-    stream = warm.stream(QUESTION, PASSAGES, max_new_tokens=12)
+def test_a_stream_is_the_answer_in_pieces(warm: Engine) -> None:
+    stream = warm.stream(QUESTION, SOME)
     pieces = list(stream)
     answer = stream.answer()
-    assert "".join(pieces) == answer.text == warm.answer(QUESTION, PASSAGES, max_new_tokens=12).text
+    assert "".join(pieces) == answer.text == warm.answer(QUESTION, SOME).text
     assert list(stream) == []
     assert answer.finish_reason == "length"
     timings = answer.timings
-    assert timings.ttft >= timings.prefill >= timings.load > 0
+    assert min(timings.load, timings.select, timings.correct) > 0
+    assert timings.load + timings.select + timings.correct < timings.prefill < timings.ttft
+    stop = answer.text[len(answer.text) // 2 :][:3]
+    cut = warm.answer(QUESTION, SOME, stop=(stop,))
+    assert (cut.text, cut.finish_reason) == (answer.text[: answer.text.index(stop)], "stop")
 
 
-def test_interleaved_streams_say_what_each_says_alone(warm: Engine) -> None:
-    orders = [PASSAGES, PASSAGES[::-1], PASSAGES[1:], PASSAGES[:1]]
-    alone = [warm.answer(QUESTION, order, max_new_tokens=10).token_ids for order in orders]
-    streams = [warm.stream(QUESTION, order, max_new_tokens=10) for order in orders]
+def test_streams_of_one_thread_and_of_many_do_not_disturb_each_other(warm: Engine) -> None:
+    orders = [SOME, SOME[::-1], SOME[1:], SOME[:1]]
+
+    def ask(order: list[Any]) -> tuple[int, ...]:
+        next(iter(warm.stream(QUESTION, order)), None)  # dropped after its first piece
+        gc.collect(0)
+        return warm.answer(QUESTION, order, max_new_tokens=6).token_ids
+
+    alone = [warm.answer(QUESTION, order, max_new_tokens=6).token_ids for order in orders]
+    assert len(set(alone)) == len(alone)
+    streams = [warm.stream(QUESTION, order, max_new_tokens=6) for order in orders]
     sources = [iter(stream) for stream in streams]
-    for _ in range(12):
+    for _ in range(8):
         for source in sources:
             next(source, None)
     assert [stream.answer().token_ids for stream in streams] == alone
-    assert len(set(alone)) == len(alone)
-
-
-def test_threads_and_a_cancelled_stream_disturb_nobody(warm: Engine) -> None:
-    orders = [PASSAGES[i:] + PASSAGES[:i] for i in range(4)] * 3
-
-    def ask(order: list[Passage]) -> tuple[int, ...]:
-        next(iter(warm.stream(QUESTION, order)), None)  # dropped after its first piece
-        gc.collect()
-        return warm.answer(QUESTION, order, max_new_tokens=8).token_ids
-
-    alone = [warm.answer(QUESTION, order, max_new_tokens=8).token_ids for order in orders]
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(ask, orders)) == alone
 
 
-def test_what_a_request_misses_is_stored_after_its_answer() -> None:
-    with engine() as made:
-        stream = made.stream(QUESTION, PASSAGES)
-        assert stream.report.chunks_missing == 4
-        assert made.missing(PASSAGES) == 4
+@pytest.mark.parametrize("write_back", [True, False])
+def test_what_a_request_misses_is_stored_after_its_answer(write_back: bool) -> None:
+    with toy_engine(store={"write_back": write_back}) as made:
+        stream = made.stream(QUESTION, SOME)
+        assert stream.report.chunks_missing == made.missing(SOME) == 4
         stream.answer()
-        assert made.missing(PASSAGES) == 0
-        again = made.answer(QUESTION, PASSAGES)
-        assert (again.report.chunks_hit, again.report.blended) == (4, True)
+        assert made.missing(SOME) == (0 if write_back else 4)
 
 
-def test_without_write_back_the_store_stays_as_it_is() -> None:
-    with engine(config=changed(CONFIG, store={"write_back": False})) as made:
-        made.answer(QUESTION, PASSAGES)
-        assert made.missing(PASSAGES) == 4
-
-
-def test_a_prompt_that_fits_to_the_token_and_one_that_does_not(warm: Engine) -> None:
-    n = len(warm.prompts.build(QUESTION, PASSAGES))
-    answer = warm.answer(QUESTION, PASSAGES, max_new_tokens=LIMIT - n, temperature=1.0)
-    assert answer.report.tokens_prompt + len(answer.token_ids) <= LIMIT
-    with pytest.raises(
-        PromptTooLong, match=rf"{n} tokens and {LIMIT - n + 1} are reserved .* 1 too many"
-    ) as e:
-        warm.answer(QUESTION, PASSAGES, max_new_tokens=LIMIT - n + 1)
-    assert e.value.over == 1
-
-
-def test_ratio_1_has_the_models_logits(warm: Engine) -> None:
-    prompt = warm.prompts.build(QUESTION, PASSAGES)
-    done = warm.blender.run(prompt, BlendConfig(ratio=1.0)).prefilled
-    assert_near(done.logits, model_logits(tiny_reader().adapter, prompt))
-
-
-def test_a_stop_string_ends_the_answer(warm: Engine) -> None:
-    free = warm.answer(QUESTION, PASSAGES, max_new_tokens=12)
-    stop = free.text[len(free.text) // 2 :][:3]
-    cut = warm.answer(QUESTION, PASSAGES, max_new_tokens=12, stop=(stop,))
-    assert cut.text == free.text[: free.text.index(stop)]
-    assert cut.finish_reason == "stop"
+def test_a_prompt_that_fits_to_the_token_and_one_that_does_not(
+    warm: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    n = len(warm.prompts.build(QUESTION, SOME))
+    monkeypatch.setattr(warm.reader.adapter, "context_limit", n + 20)
+    answer = warm.answer(QUESTION, SOME, max_new_tokens=20, temperature=1.0)
+    assert answer.report.tokens_prompt == n
+    with pytest.raises(PromptTooLong) as error:
+        warm.answer(QUESTION, SOME, max_new_tokens=21)
+    assert error.value.over == 1
 
 
 @pytest.mark.parametrize(
-    ("question", "options", "error", "message"),
+    ("options", "error", "setting"),
     [
-        ("  ", {}, InputError, "question is empty"),
-        (QUESTION, {"ratoi": 0.5}, ConfigError, "unknown option 'ratoi': did you mean 'ratio'"),
-        (QUESTION, {"ratio": 1.5}, ConfigError, "'blend.ratio' cannot be 1.5"),
-        (QUESTION, {"method": "both"}, ConfigError, "'blend.method' cannot be 'both'"),
-        (QUESTION, {"passages": None}, InputError, "this engine has no index"),
+        ({"question": "  "}, InputError, "question"),
+        ({"ratoi": 0.5}, ConfigError, "ratoi"),
+        ({"passages": None}, InputError, "passages"),
+        ({"ratio": 1.5}, ConfigError, None),
+        ({"method": "both"}, ConfigError, None),
     ],
 )
 def test_bad_input_is_refused_by_name(
-    question: str, options: dict[str, Any], error: type[Exception], message: str, warm: Engine
+    options: dict[str, Any], error: type[BlendserveError], setting: str | None, warm: Engine
 ) -> None:
-    with pytest.raises(error, match=message):
-        warm.stream(question, **{"passages": PASSAGES, **options})
+    with pytest.raises(error) as raised:
+        warm.stream(**{"question": QUESTION, "passages": SOME, **options})
+    assert setting in (None, raised.value.setting)
+
+
+def test_near_duplicates_are_refused_where_the_store_never_finds_any(
+    warm: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(MemoryStore, "tells_ids", False)
+    with pytest.raises(ConfigError) as error:
+        warm.answer(QUESTION, SOME, near=True)
+    assert error.value.setting == "blend.near"
 
 
 def test_a_seed_serves_policy_and_sampling(warm: Engine) -> None:
     options: dict[str, Any] = {"policy": "random", "temperature": 1.0, "max_new_tokens": 10}
-    texts = [warm.answer(QUESTION, PASSAGES, seed=s, **options).token_ids for s in (1, 1, 2)]
-    assert texts[0] == texts[1] != texts[2]
+    ids = [warm.answer(QUESTION, SOME, seed=s, **options).token_ids for s in (1, 1, 2)]
+    assert ids[0] == ids[1] != ids[2]
+
+
+def test_precompute_fits_the_prior_once_and_the_next_engine_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(priors, "LEAST_TOKENS", 1)
+    steps, store = list[tuple[int, int]](), MemoryStore(2**30)
+
+    def fail(done: int, total: int) -> None:
+        pytest.fail("a prior was fitted")
+
+    with toy_engine(store) as first:
+        assert not first.answer(QUESTION, SOME).report.prior
+        first.blender.known.use(None)
+        first.precompute(SOME, learning=lambda done, total: steps.append((done, total)))
+        assert steps[-1][0] == steps[-1][1] > 0
+        answer = seen(first.answer(QUESTION, SOME))
+        assert answer["report"]["prior"]
+    with toy_engine(store) as second:
+        second.precompute(SOME, learning=fail)
+        assert seen(second.answer(QUESTION, SOME)) == answer
+    with toy_engine(blend={"correction": "ridge"}) as without:
+        without.precompute(SOME, learning=fail)
+
+
+# Shards
+
+
+def test_shares_are_about_equal_and_never_move() -> None:
+    shares = [share_of((n, n + 1, 7), 4) for n in range(4000)]
+    assert all(900 < shares.count(i) < 1100 for i in range(4))
+    assert "".join(map(str, shares[:8])) == "02212122"  # a later version goes on with the same shares
+    assert share_of([3, 4, 7], 4) == shares[3]
+
+
+def test_a_shard_that_was_begun_goes_on_and_shards_cover_everything() -> None:
+    passages = [Passage(f"Passage {n} says {n * n}, and nothing else.") for n in range(12)]
+    with toy_engine() as made:
+        mine = [p for p in passages if share_of(made.prompts.chunk(p).ids, 3) == 1]
+        made.precompute(mine[:1])
+        assert made.missing(passages[::-1], (1, 3)) == len(mine) - 1
+        assert made.precompute([*passages[::-1], *passages], (1, 3)).computed == len(mine) - 1
+        others = [made.precompute(passages, (i, 3)).computed for i in (0, 2)]
+        assert sum(others) + len(mine) == len(passages)
+        assert made.missing(passages) == 0
 
 
 @pytest.mark.parametrize("shard", [(2, 2), (-1, 2), (0, 0)])
 def test_a_shard_that_does_not_exist(shard: tuple[int, int], warm: Engine) -> None:
-    with pytest.raises(InputError, match="does not exist"):
-        warm.precompute(PASSAGES, shard)
+    with pytest.raises(InputError) as error:
+        warm.precompute(SOME, shard)
+    assert error.value.setting == "shard"
 
 
-def test_shards_are_disjoint_and_cover_everything() -> None:
-    with engine() as made:
-        done = [made.precompute(PASSAGES, (i, 3)).computed for i in range(3)]
-        assert sum(done) == len(PASSAGES) + 1  # and the prefix, once
-        assert made.missing(PASSAGES) == 0
+# Stores that fail, and tenants
 
 
-def test_a_bare_name_is_an_index_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "here").mkdir()
-    assert index_folder("demo") == Path("indexes/demo")
-    assert index_folder("here") == Path("here")
-    assert index_folder("a/b") == Path("a/b")
+@pytest.fixture
+def on_disk(tmp_path: Path) -> Iterator[Engine]:
+    with toy_engine(LMDBStore(tmp_path / "kv", 2**30)) as made:
+        made.precompute(SOME)
+        yield made
 
 
-def test_precompute_learns_how_chunks_move_once_and_the_next_engine_knows(
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_store_whose_folder_is_deleted_is_read_on(on_disk: Engine, tmp_path: Path) -> None:
+    before = on_disk.answer(QUESTION, SOME)
+    shutil.rmtree(tmp_path / "kv")
+    assert before.report.chunks_hit == 4
+    assert seen(on_disk.answer(QUESTION, SOME)) == seen(before)
+
+
+def test_a_store_that_refuses_writes_costs_a_warning(
+    on_disk: Engine, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(priors, "LEAST_TOKENS", 1)
-    steps, store = list[tuple[int, int]](), MemoryStore(2**30)
-    with engine(store) as first:
-        assert not first.answer(QUESTION, PASSAGES).report.prior
-        first.blender.known.use(None)
-        first.precompute(PASSAGES, learning=lambda done, total: steps.append((done, total)))
-        assert steps[-1][0] == steps[-1][1] > 0
-        said = seen(first.answer(QUESTION, PASSAGES))
-        assert said["report"]["prior"]
-    with engine(store) as second:
-        second.precompute(PASSAGES, learning=lambda done, total: pytest.fail("learnt twice"))
-        assert seen(second.answer(QUESTION, PASSAGES)) == said
+    on_disk.store.close()
+    on_disk.store = on_disk.blender.store = LMDBStore(tmp_path / "kv", 2**30, read_only=True)
+    answer = on_disk.answer(QUESTION, [*SOME, Passage("Item 99 lies under the stairs.")])
+    assert answer.report.blended
+    assert answer.report.chunks_missing == 1
+    assert [r.levelno for r in caplog.records if r.name == "blendserve.engine.engine"] == [logging.WARNING]
 
 
-def test_a_correction_that_knows_nothing_beforehand_has_nothing_learnt() -> None:
-    blend = BlendConfig(method="blend", correction="ridge")
-    with engine(config=Config(prompt=CONFIG.prompt, blend=blend)) as made:
-        made.precompute(PASSAGES, learning=lambda done, total: pytest.fail("learnt"))
+def test_a_tenant_neither_hits_nor_lists_nor_counts_what_another_stored(on_disk: Engine) -> None:
+    other, n = on_disk.tenant("other"), 4
+    before = on_disk.store.stats("")
+    first = other.answer(QUESTION, SOME)
+    assert (first.report.chunks_hit, first.report.tokens_reused, first.report.bytes_loaded) == (0, 0, 0)
+    assert first.token_ids == on_disk.answer(QUESTION, SOME, method="full").token_ids
+    assert other.answer(QUESTION, SOME).report.chunks_hit == n  # under its own keys
+    keys = [set(on_disk.store.keys(namespace)) for namespace in ("", "other")]
+    assert keys[0].isdisjoint(keys[1])
+    assert list(map(len, keys)) == [n + 1, n + 1]  # and the prefix
+    after = on_disk.store.stats("")
+    assert (after.chunks, after.bytes, after.misses) == (before.chunks, before.bytes, before.misses)
+    assert (after.evictions, after.admissions_refused) == (None, None)
+    assert other.blender.forget(other.prompts.chunk_ids(SOME), []) == n
+    assert (other.missing(SOME), on_disk.missing(SOME)) == (n, 0)
 
 
-def test_near_duplicates_are_refused_where_the_store_never_finds_any(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MemoryStore, "tells_ids", False)
-    with engine() as made, pytest.raises(ConfigError, match="does not tell the tokens"):
-        made.answer(QUESTION, PASSAGES, near=True)
+def test_an_index_that_is_built_anew_unpins_what_the_old_one_had(tmp_path: Path) -> None:
+    documents = [{"id": f"d{n}", "text": p.text} for n, p in enumerate(PASSAGES[:4])]
+    config = CONFIG.model_copy(update={"store": CONFIG.store.model_copy(update={"kind": "lmdb"})})
+    with Engine.build(tmp_path / "index", documents, config, reader=toy_reader()) as made:
+        made.precompute()
+        assert (made.store.stats().chunks, made.store.stats().pins) == (5, 5)  # and the prefix
+    with Engine.build(tmp_path / "index", documents[1:2], config, reader=toy_reader()) as made:
+        assert made.missing() == 0
+        assert (made.store.stats().chunks, made.store.stats().pins) == (5, 2)

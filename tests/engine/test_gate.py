@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,48 +25,26 @@ from blendserve.models.families import FAMILIES
 from blendserve.models.kv_cache import KVCache
 from blendserve.models.loader import Reader
 from blendserve.models.random_model import Folded
-from tests.engine.test_engine import CONFIG, PASSAGES, QUESTION, engine, plain, tiny_reader
 from tests.support.blending import OneOff, some_prompt
+from tests.support.engines import CONFIG, PASSAGES, QUESTIONS, generated, toy_engine, toy_reader
 from tests.support.models import KINDS, TINY, config, tiny_adapter, tiny_model
 from tests.support.tokenizers import bundled_reader, bundled_tokenizer
 
 PROMPT = some_prompt([26, 24, 25], prefix=16, suffix=12)
+SAME = {"nothing stored", "ratio 1.0", "one chunk in front"}
+FP32, BF16 = torch.float32, torch.bfloat16
 
 
 def failed(adapter: Adapter) -> set[str]:
-    """What the gate finds wrong, by the first words of each check."""
+    """The checks that find something wrong, by the first words of each."""
     return {row.check.partition(":")[0] for row in examine(adapter, PROMPT, 9) if not row.passed}
 
 
-@pytest.mark.parametrize("name", TINY)
-def test_every_family_passes(name: str) -> None:
-    assert failed(tiny_adapter(name)) == set()
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_in_bf16_too(name: str) -> None:
-    assert failed(tiny_adapter(name, torch.bfloat16)) == set()
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_bundled_reader_passes_and_is_well_within_its_bounds(dtype: str) -> None:
-    report = check(bundled_reader(dtype))
-    assert report.passed, report.failure
-    rows = {row.check: row for row in report.rows}
-    assert rows["moved: layer-0 keys are forward's"].value == 0.0
-    for row in report.rows:
-        room = row.value / row.bound if row.above else row.bound / row.value if row.value else 1e9
-        assert room > 1.5, str(row)
-
-
-SAME = {"nothing stored", "ratio 1.0", "one chunk in front"}
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-
-
-@DTYPES
-def test_sees_stored_keys_one_position_off(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
-    monkeypatch.setattr(prefill_module, "KVLoader", OneOff)
-    assert failed(tiny_adapter("llama", dtype)) == {"ratio 1.0", "one chunk in front"}
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*((name, FP32) for name in TINY), *((name, BF16) for name in KINDS)]
+)
+def test_every_family_passes(name: str, dtype: torch.dtype) -> None:
+    assert failed(tiny_adapter(name, dtype)) == set()
 
 
 class Lopsided(Adapter):
@@ -77,34 +54,13 @@ class Lopsided(Adapter):
         return super().rotate(x, Rope(rope.cos, rope.sin.abs()))
 
 
-@DTYPES
-def test_sees_a_rotation_that_cannot_be_undone(dtype: torch.dtype) -> None:
-    assert {"turned", "moved"} | SAME <= failed(Lopsided(tiny_model("llama", dtype)))
-
-
 class Rotated(Adapter):
-    """Hands out keys that carry a rotation already."""
+    """Its keys before RoPE carry a rotation already."""
 
     def project(self, l: int, hidden: torch.Tensor) -> Projected:
         rows = super().project(l, hidden)
         spin = self.rope(torch.arange(hidden.shape[0]))[l]
         return Projected(rows.q, self.rotate(rows.k, spin), rows.v)
-
-
-@DTYPES
-def test_sees_keys_that_are_not_before_rope(dtype: torch.dtype) -> None:
-    assert {"moved"} | SAME <= failed(Rotated(tiny_model("llama", dtype)))
-
-
-@DTYPES
-def test_sees_rows_that_look_one_position_too_far(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
-) -> None:
-    def far(positions: torch.Tensor, n_heads: int, window: int | None, known: torch.Tensor) -> RowPlan:
-        return plan_rows((positions + 1).clamp(max=len(PROMPT) - 1), n_heads, window)
-
-    monkeypatch.setattr(rows, "plan_rows", far)
-    assert failed(tiny_adapter("llama", dtype)) >= SAME
 
 
 class Forgetful(KVCache):
@@ -116,31 +72,60 @@ class Forgetful(KVCache):
         self.values[l][:, self.capacity - 4] = 0
 
 
-def test_sees_a_dropped_suffix_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    bf16 = bundled_reader("bfloat16")  # a tiny random model in bf16 is too noisy for one row of a hundred
+def one_row_too_far(positions: torch.Tensor, n_heads: int, window: int | None, known: Any) -> RowPlan:
+    return plan_rows((positions + 1).clamp(max=len(PROMPT) - 1), n_heads, window)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize(
+    ("made", "module", "name", "broken", "checks"),
+    [
+        (Adapter, prefill_module, "KVLoader", OneOff, {"ratio 1.0", "one chunk in front"}),
+        (Adapter, rows, "plan_rows", one_row_too_far, SAME),
+        (Lopsided, None, "", None, {"turned", "moved"} | SAME),
+        (Rotated, None, "", None, {"moved"} | SAME),
+    ],
+)
+def test_a_mistake_fails_its_checks(
+    made: type[Adapter],
+    module: Any,
+    name: str,
+    broken: Any,
+    checks: set[str],
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if module:
+        monkeypatch.setattr(module, name, broken)
+    assert failed(made(tiny_model("llama", dtype))) >= checks
+
+
+def test_the_bundled_reader_passes_well_within_its_bounds_and_sees_a_lost_row(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In bf16; a tiny random model is too noisy there for one row of a hundred."""
+    reader = bundled_reader("bfloat16")
+    for row in check(reader).rows:
+        assert row.passed, str(row)
+        assert (row.value / row.bound if row.above else row.bound / max(row.value, 1e-9)) > 1.5, str(row)
     monkeypatch.setattr(prefill_module, "KVCache", Forgetful)
     assert failed(tiny_adapter("llama")) >= SAME
-    assert {row.check.partition(":")[0] for row in check(bf16).rows if not row.passed} >= SAME
+    assert {row.check.partition(":")[0] for row in check(reader).rows if not row.passed} >= SAME
 
 
 @pytest.mark.parametrize(
-    ("kind", "name", "field"),
+    ("name", "field"),
     [
-        ("gemma2", "gemma2", "softcap"),
-        ("gemma2", "gemma2", "logits_softcap"),
-        ("gemma3_text", "gemma3_text", "windows"),
-        ("mistral", "mistral-window", "windows"),
-        ("qwen3", "qwen3", "qk_norm"),
-        ("granite", "granite", "residual_scale"),
-        ("granite", "granite", "logits_divisor"),
-        ("smollm3", "smollm3", "rotates"),
+        *(("gemma2", "softcap"), ("gemma2", "logits_softcap"), ("gemma3_text", "windows")),
+        *(("qwen3", "qk_norm"), ("granite", "residual_scale"), ("granite", "logits_divisor")),
+        ("smollm3", "rotates"),
     ],
 )
-def test_sees_a_family_plan_that_lacks_something(
-    kind: str, name: str, field: str, monkeypatch: pytest.MonkeyPatch
+def test_a_family_plan_that_lacks_something_fails(
+    name: str, field: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lacking = dataclasses.replace(FAMILIES[kind], **{field: getattr(FAMILIES["llama"], field)})
-    monkeypatch.setitem(FAMILIES, kind, lacking)
+    lacking = dataclasses.replace(FAMILIES[name], **{field: getattr(FAMILIES["llama"], field)})
+    monkeypatch.setitem(FAMILIES, name, lacking)
     assert SAME & failed(Adapter(tiny_model(name)))
 
 
@@ -152,21 +137,18 @@ def windowed(window: int, context: int = 1024) -> Reader:
     return Reader("windowed", Adapter(model.eval()), Folded(bundled_tokenizer(), 97), "windowed", frozenset())
 
 
-def test_the_prompt_is_longer_than_every_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise a plan without the window would pass on the real weights."""
+def test_a_plan_without_the_window_fails_on_real_text(monkeypatch: pytest.MonkeyPatch) -> None:
     reader = windowed(200)
     assert check(reader).passed
-    lacking = dataclasses.replace(FAMILIES["mistral"], windows="no")
-    monkeypatch.setitem(FAMILIES, "mistral", lacking)
-    without = Reader("wrong", Adapter(reader.adapter.model), reader.tokenizer, "wrong", frozenset())
-    assert not check(without).passed
+    monkeypatch.setitem(FAMILIES, "mistral", dataclasses.replace(FAMILIES["mistral"], windows="no"))
+    assert not check(dataclasses.replace(reader, adapter=Adapter(reader.adapter.model))).passed
 
 
 @pytest.mark.parametrize(
     ("window", "context", "least", "most"),
     [(20, 1024, 21, 200), (600, 1024, 601, 850), (900, 300, 100, 299), (5000, 8192, 1800, gate.LONGEST)],
 )
-def test_the_prompt_keeps_within_a_cap_and_the_context(
+def test_the_prompt_is_longer_than_the_window_within_a_cap_and_the_context(
     window: int, context: int, least: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts: list[Prompt] = []
@@ -180,101 +162,61 @@ def test_the_prompt_keeps_within_a_cap_and_the_context(
     assert least <= len(prompts[0]) <= most
 
 
-def test_sees_checks_that_could_not_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine that recomputes everything, whatever it is told, would pass all the others."""
-    monkeypatch.setattr(gate, "BlendConfig", lambda **options: BlendConfig(**{**options, "ratio": 1.0}))
-    assert failed(tiny_adapter("llama")) == {"full reuse"}
-
-
-def test_nan_passes_nothing() -> None:
+def test_nothing_passes_that_cannot_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that recomputes everything, and NaN, pass no check."""
     nan = float("nan")
-    assert not GateRow("x", nan, 1.0).passed
-    assert not GateRow("x", nan, 1.0, above=True).passed
-    assert GateRow("x", 1.0, 1.0).passed
+    assert [GateRow("x", v, 1.0, above).passed for v, above in ((nan, False), (nan, True), (1.0, False))] == [
+        *(False, False, True)
+    ]
     model = tiny_model.__wrapped__("llama")
     with torch.no_grad():
         model.model.layers[2].mlp.down_proj.weight[0, 0] = nan
     assert SAME | {"full reuse"} <= failed(Adapter(model))
+    monkeypatch.setattr(gate, "BlendConfig", lambda **options: BlendConfig(**{**options, "ratio": 1.0}))
+    assert failed(tiny_adapter("llama")) == {"full reuse"}
 
 
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache folder of its own, and a tiny reader loaded before it was there."""
-    tiny_reader()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return tmp_path
-
-
-def no_more(reader: Reader) -> GateReport:
-    raise AssertionError("the gate was asked again")
-
-
-def test_the_verdict_is_kept_by_fingerprint(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
-    first = verdict(tiny_reader(), told.append)
-    assert first.passed
-    assert len(told) == 1
-    with monkeypatch.context() as patch:
-        patch.setattr(gate, "check", no_more)
-        assert verdict(tiny_reader(), told.append) == first
-        with pytest.raises(AssertionError, match="asked again"):
-            verdict(dataclasses.replace(tiny_reader(), fingerprint="other"))
-        patch.setattr(gate, "FORMAT", gate.FORMAT + 1)
-        with pytest.raises(AssertionError, match="asked again"):
-            verdict(tiny_reader())
-    assert len(told) == 1
-
-
-def test_a_damaged_verdict_is_made_again(home: Path) -> None:
-    first = verdict(tiny_reader())
-    (file,) = (home / "blendserve" / "gate").iterdir()
-    for damage in ("", "[1]", '[{"check": "x"}]', "{"):
-        file.write_text(damage)
-        assert verdict(tiny_reader()) == first
-
-
-def test_a_verdict_that_cannot_be_kept_is_still_given(home: Path) -> None:
-    (home / "blendserve").write_text("a file where the folder should be")
-    assert verdict(tiny_reader()).passed
-
-
-def failing() -> GateReport:
-    return GateReport("tiny", (GateRow("moved: x", 0.5, 0.01), GateRow("turned: y", 0.0, 0.01)))
-
-
-@pytest.fixture
-def barred() -> Iterator[Engine]:
-    with engine() as made:
-        made.gate = failing()
-        yield made
-
-
-@pytest.mark.parametrize("method", ["blend", "reuse", "prefix"])
-def test_a_failing_reader_is_refused_with_the_check_and_its_numbers(barred: Engine, method: str) -> None:
-    with pytest.raises(
-        ModelUnsupported, match=r"'tiny' cannot blend.*moved: x: 0\.5, at most 0\.01 wanted\. Use"
-    ):
-        barred.answer(QUESTION, PASSAGES, method=method)
-    with pytest.raises(ModelUnsupported, match="cannot blend"):
-        barred.precompute(PASSAGES)
-
-
-@pytest.mark.parametrize("method", ["full", "auto"])
-def test_a_failing_reader_still_answers_by_its_own_forward(
-    barred: Engine, method: str, monkeypatch: pytest.MonkeyPatch
+def test_the_verdict_is_kept_by_fingerprint_and_format(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = plain(tuple(PASSAGES), 12)
-    monkeypatch.setattr(Adapter, "project", None)  # ours is not to be used at all
-    answer = barred.answer(QUESTION, PASSAGES, method=method, max_new_tokens=12)
-    assert answer.token_ids == expected
-    assert answer.report.method == "full"
-    assert "moved: x: 0.5" in answer.report.reason
-    assert answer.report.tokens_computed + answer.report.tokens_suffix == answer.report.tokens_prompt
-    assert answer.timings.ttft >= answer.timings.prefill > 0
+    checked, kept = list[str](), tmp_path / "blendserve" / "gate"
+
+    def counted(reader: Reader) -> GateReport:
+        checked.append(reader.fingerprint)
+        return GateReport(reader.name, (GateRow("turned: x", 0.0, 1.0),))
+
+    reader, other = toy_reader(), dataclasses.replace(toy_reader(), fingerprint="other")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(gate, "check", counted)
+    first = verdict(reader)
+    Engine.open(CONFIG, reader=reader).close()
+    assert [verdict(r) for r in (reader, other, other)] == [first] * 3
+    assert checked == [reader.fingerprint, "other"]
+    monkeypatch.setattr(gate, "FORMAT", gate.FORMAT + 1)
+    verdict(reader)
+    for n, damage in enumerate(("", "[1]", '[{"check": "x"}]', "{"), 4):
+        for file in kept.iterdir():
+            file.write_text(damage)
+        assert verdict(reader) == first
+        assert len(checked) == n
+    monkeypatch.setenv("XDG_CACHE_HOME", str(next(kept.iterdir())))  # where nothing can be kept
+    assert verdict(reader) == first
 
 
-def test_an_engine_asks_the_gate_when_it_opens(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
-    monkeypatch.setattr("blendserve.engine.engine.load_reader", lambda *_: tiny_reader())
-    Engine.open(CONFIG, say=told.append).close()
-    assert [text.split(" (")[0] for text in told] == ["Checking that blending is correct with tiny"]
+def test_a_failing_reader_is_refused_or_answers_by_its_own_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    with toy_engine() as made:
+        made.gate = GateReport("tiny", (GateRow("moved: x", 0.5, 0.01), GateRow("turned: y", 0.0, 0.01)))
+        for method in ("blend", "reuse", "prefix"):
+            with pytest.raises(ModelUnsupported):
+                made.answer(QUESTIONS[0], PASSAGES, method=method)
+        with pytest.raises(ModelUnsupported):
+            made.precompute(PASSAGES)
+        expected = generated(PASSAGES, 12)
+        monkeypatch.setattr(Adapter, "project", None)  # ours is not to be used at all
+        for method in ("full", "auto"):
+            answer = made.answer(QUESTIONS[0], PASSAGES, method=method)
+            report = answer.report
+            assert (answer.token_ids, report.method) == (expected, "full")
+            assert made.gate.failure in report.reason
+            assert report.tokens_computed + report.tokens_suffix == report.tokens_prompt
+            assert answer.timings.ttft >= answer.timings.prefill > 0

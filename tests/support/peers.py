@@ -37,8 +37,9 @@ from blendserve.store.kdn.collection import LENGTH, Collection
 from blendserve.store.kdn.pace import Pace
 from blendserve.store.kdn.store import KdnStore
 from blendserve.store.record import decode_header
-from tests.engine.helpers import CONFIG, PASSAGES, reader
 from tests.support.blending import check_report
+from tests.support.engines import CONFIG, PASSAGES
+from tests.support.engines import toy_reader as reader
 from tests.support.http import DOCUMENTS, index
 from tests.support.waiting import eventually
 

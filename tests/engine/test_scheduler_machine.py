@@ -1,0 +1,475 @@
+"""The scheduler on a manual clock: any history of requests, faults and background tasks keeps its promises.
+
+The model is real. On the clock, a layer of a prefill or of a task takes LAYER_S, a decoding step `decode_s`, and nothing
+else takes time.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    multiple,
+    precondition,
+    rule,
+)
+
+from blendserve.engine.fair_queue import FairQueue
+from blendserve.engine.prefix_cache import PrefixKV
+from blendserve.engine.queued import Event, Finished, Piece, QueuedRequest, Started
+from blendserve.engine.scheduler import BACKGROUND_EVERY, MAX_BACKGROUND, Scheduler
+from blendserve.engine.shared_loads import SharedLoads
+from blendserve.engine.slots import Slots
+from blendserve.engine.standby import Standby
+from blendserve.errors import Busy, PromptTooLong, Stopping, StoreFull
+from blendserve.timing import Clock
+from tests.support.engines import (
+    PASSAGES,
+    QUESTIONS,
+    FaultyAdapter,
+    Question,
+    Silent,
+    alone,
+    seen,
+    submit,
+    tiny_blender,
+    tiny_prefix_kv,
+    tiny_reader,
+    tiny_store,
+    toy_batch,
+    toy_engine,
+)
+from tests.support.waiting import ManualClock, eventually
+
+LAYER_S, SLOT_TOKENS, SHARED_BYTES = 1.0, 96, 30_000
+TENANTS = "abc"
+ANY = Question((2, 3))  # its answer has as many tokens as asked for
+
+
+@dataclass(eq=False)
+class Sent:
+    """A submitted request."""
+
+    tenant: str
+    question: Question
+    cost: float
+    cancel_at: int | None  # the layer of its prefill before which it is cancelled
+    turn: int  # the number of admissions before it was submitted
+    request: QueuedRequest = field(init=False)
+    state: Literal["waits", "prefills", "runs", "ended"] = "waits"
+    preempted_cost: float = 0.0  # of requests that were prefilled within its prefill
+    text: str = ""
+
+
+QUESTION = st.builds(
+    Question,
+    st.lists(st.integers(0, 3), max_size=3, unique=True).map(tuple),
+    st.sampled_from(["blend", "full", "reuse"]),
+    st.integers(1, 5) | st.just(SLOT_TOKENS),
+    st.sampled_from([0.0, 1.0]),
+)
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """A scheduler without a thread; its promises are asserted at every event. Examples call `opened` and the rules."""
+
+    requests = Bundle("requests")
+
+    @initialize(
+        slots=st.integers(1, 4),
+        queue=st.sampled_from([2, 20]),
+        gap_s=st.sampled_from([0.0, 2.5]),
+        prefill_share=st.sampled_from([0.0, 0.5, 0.75]),
+        decode_s=st.sampled_from([0.5, 2.0]),
+        background_share=st.sampled_from([0.2, 1.0]),
+    )
+    def open(
+        self,
+        slots: int = 2,
+        queue: int = 100,
+        gap_s: float = 0.0,
+        prefill_share: float = 0.0,
+        decode_s: float = 1.0,
+        background_share: float = 0.5,
+    ) -> None:
+        self.clock, self.decode_s, self.gap_s, self.share = ManualClock(), decode_s, gap_s, prefill_share
+        self.slots, self.queue = Slots(tiny_reader().adapter, slots, SLOT_TOKENS), queue
+        self.shared, standby = SharedLoads(tiny_store(), SHARED_BYTES), Standby(background_share, self.clock)
+        observer = Silent()
+        observer.step = self.decode  # type: ignore[method-assign]
+        self.scheduler = Scheduler(
+            tiny_reader(), self.slots, queue, gap_s, prefill_share, observer, self.shared, standby, self.clock
+        )
+        self.sent: list[Sent] = []
+        self.cancelled: set[Sent] = set()  # since the last step, while they had a slot
+        self.prefilling: list[Sent] = []  # the last one runs
+        self.last_turn: dict[str, int] = {}  # by tenant: the number of its last admission
+        self.turn = self.tasks = 0
+        self.timeline: list[float] = []  # within a prefill: seconds of a layer, or less 0 of a decoding step
+        self.since_decode = 0.0  # seconds of prefill while requests run
+        self.batch: list[Sent] = []  # of the last decoding step
+        self.failing: list[Sent] = []  # of one that failed: those that do not know yet
+        self.closed = self.stopped = False
+        self.log: list[str] = []
+        self.arm(None)
+
+    # What happens to it
+
+    @rule(
+        target=requests,
+        question=QUESTION,
+        tenant=st.sampled_from(TENANTS),
+        cost=st.sampled_from([1.0, 4.0, 16.0]),
+        cancel_at=st.none() | st.integers(0, 3),
+    )
+    def submit(
+        self, question: Question = ANY, tenant: str = "a", cost: float = 8.0, cancel_at: int | None = None
+    ) -> Any:
+        """Submit a request, which may rightly be refused."""
+        sent, plan = Sent(tenant, question, cost, cancel_at, self.turn), question.plan(Clock(now=self.clock))
+        blender = tiny_blender(self.shared, partial(self.layer, sent), tiny_reader().adapter)
+        keys = frozenset(blender.key(chunk.ids) for chunk in plan.prompt.chunks)
+        receive, admit = partial(self.receive, sent), partial(self.admit, sent)
+        sent.request = QueuedRequest(
+            tenant, plan, blender, receive, keys, cost, admit, queued=Clock(now=self.clock)
+        )
+        over, before = plan.tokens - SLOT_TOKENS, self.retry_after()
+        full = len(self.waiting(tenant)) == self.queue
+        refusal = PromptTooLong if over > 0 else Stopping if self.closed else Busy if full else None
+        if refusal:
+            with pytest.raises(refusal) as error:
+                self.scheduler.submit(sent.request)
+            assert getattr(error.value, "over", over) == over
+            assert getattr(error.value, "retry_after", before[tenant]) == before[tenant]
+            return multiple()
+        self.scheduler.submit(sent.request)
+        self.sent.append(sent)
+        assert all(1 <= before[t] <= after <= 60 for t, after in self.retry_after().items())
+        return sent
+
+    @rule(long=st.sampled_from(TENANTS), max_new_tokens=st.integers(1, 2))
+    def submit_a_long_one_and_short_ones(self, long: str, max_new_tokens: int) -> None:
+        """In both passes over its four layers the long one has room for one of the others before each."""
+        self.submit(Question((0, 1, 2)), long, 16.0)
+        for cost in [4.0, 3.0, 2.0, 1.0] * 2:
+            short = Question((3,), "reuse", max_new_tokens)
+            self.submit(short, TENANTS[TENANTS.index(long) - 1], cost)
+
+    @rule(sent=requests)
+    def cancel(self, sent: Sent) -> None:
+        if sent.state == "runs":
+            self.cancelled.add(sent)
+        sent.state = "ended"
+        self.scheduler.cancel(sent.request)
+
+    @rule(error=st.builds(RuntimeError))
+    def arm(self, error: Exception | None) -> None:
+        """The next forward raises the error, of a prefill or of a decoding step."""
+        adapter = tiny_reader().adapter
+        assert isinstance(adapter, FaultyAdapter)
+        self.fault = adapter.fault = error
+
+    @rule(layers=st.integers(0, 3), tenant=st.sampled_from(TENANTS), error=st.none() | st.builds(StoreFull))
+    def in_background(self, layers: int = 1, tenant: str = "", error: Exception | None = None) -> None:
+        def task() -> None:
+            self.tasks -= 1
+            for l in range(layers):
+                self.scheduler.pause(l)
+                self.log.append("layer")
+                self.clock.advance(LAYER_S)
+            if error:
+                raise error
+
+        assert self.scheduler.in_background(task, tenant)
+        self.tasks += 1
+
+    @rule(seconds=st.sampled_from([0.5, 100.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.clock.advance(seconds)
+
+    @precondition(lambda self: not self.stopped)
+    @rule(n=st.integers(1, 4))
+    def step(self, n: int = 1) -> None:
+        for _ in range(n):
+            self.scheduler.step()
+            self.cancelled.clear()
+            assert self.prefilling == self.failing == []
+            self.check()
+
+    def run(self) -> None:
+        """To the end of all that there is."""
+        for n in count():
+            if not self.scheduler.has_work:
+                break
+            self.step()
+            assert n < 50 + 5 * len(self.sent), "it makes no progress"
+        assert self.tasks == 0
+        assert not self.scheduler.in_flight
+
+    @rule(stops=st.sampled_from([False, False, True]))
+    def drain(self, stops: bool = False) -> None:
+        """Take no more requests; those that are here go on, unless it stops."""
+        self.closed = True
+        self.scheduler.drain()
+        if stops:
+            self.stopped = True
+            self.scheduler.stop()
+            self.cancelled.clear()
+            assert not self.scheduler.in_flight
+            assert self.shared.n_bytes == 0
+
+    def teardown(self) -> None:
+        if hasattr(self, "scheduler") and not self.stopped:
+            self.run()
+            self.drain(stops=True)
+
+    # What the scheduler does
+
+    def waiting(self, tenant: str) -> list[Sent]:
+        return [s for s in self.sent if s.state == "waits" and s.tenant == tenant]
+
+    def having(self) -> list[Sent]:
+        """Requests with a slot."""
+        return [s for s in self.sent if s.state in ("prefills", "runs") or s in self.cancelled]
+
+    def retry_after(self) -> dict[str, int]:
+        return {tenant: self.scheduler.retry_after(tenant) for tenant in TENANTS}
+
+    def admit(self, sent: Sent) -> PrefixKV:
+        """A request has a slot, and its prefill begins."""
+        self.log.append("prefill")
+        assert sent is self.waiting(sent.tenant)[0], "first come, first served within a tenant"
+        is_last = self.slots.free == 0 and self.slots.n > 1 and len({s.tenant for s in self.sent}) > 1
+        having = {s.tenant for s in self.having()} if is_last else set()
+        assert sent.tenant not in having - {s.tenant for s in self.cancelled}, "it is for tenants without one"
+        if self.prefilling:
+            (paused,) = self.prefilling
+            paused.preempted_cost += sent.cost
+            assert paused.tenant != sent.tenant
+            assert sent.cost <= paused.cost / 4
+            assert paused.preempted_cost <= paused.cost, "a long prefill takes at most twice as long"
+        else:
+            self.timeline = []
+            before = self.last_turn.get(sent.tenant, -1)
+            for tenant in {s.tenant for s in self.sent} - having:
+                passed_over = [s for s in self.waiting(tenant)[:1] if s.turn <= before]
+                assert not passed_over or self.last_turn.get(tenant, -1) >= before, "tenants take turns"
+        self.last_turn[sent.tenant] = self.turn
+        self.turn += 1
+        sent.state = "prefills"
+        self.prefilling.append(sent)
+        return tiny_prefix_kv()
+
+    def layer(self, sent: Sent, l: int) -> None:
+        """Before each layer of a prefill."""
+        assert self.prefilling[-1] is sent
+        if sent.cancel_at == l:
+            self.cancel(sent)
+        try:
+            self.scheduler.pause(l)
+        except BaseException:
+            self.prefilling.remove(sent)
+            raise
+        assert sent.state == "prefills"
+        at_most = max(self.gap_s, self.share / (1 - self.share) * self.decode_s) + LAYER_S
+        assert self.since_decode <= at_most, "running requests decode within a prefill"
+        running = any(s.state == "runs" for s in self.sent)
+        self.since_decode = self.since_decode + LAYER_S if running else 0.0
+        self.clock.advance(LAYER_S)
+        self.timeline.append(LAYER_S)
+
+    def decode(self, batch: int) -> None:
+        """A decoding step begins."""
+        self.log.append("decode")
+        self.batch = [s for s in self.sent if s.state == "runs"]
+        assert batch == len(self.batch) > 0
+        self.since_decode = 0.0
+        self.clock.advance(self.decode_s)
+        if self.prefilling:
+            self.timeline.append(-self.decode_s)
+            last = self.timeline[-50:]
+            prefilling = sum(s for s in last if s > 0)
+            decoding = prefilling - sum(last) - self.decode_s  # the first one may follow what was before
+            assert prefilling >= self.share * (prefilling + decoding) - 1e-6, "prefill has its share"
+
+    def receive(self, sent: Sent, event: Event) -> None:
+        assert sent.state != "ended"
+        if sent.state == "prefills":
+            assert self.prefilling.pop() is sent
+        if isinstance(event, Started):
+            sent.state = "runs"
+        elif isinstance(event, Piece):
+            sent.text += event.text
+        elif isinstance(event, Finished):
+            sent.state = "ended"
+            ours, expected = event.answer, alone(sent.question)
+            assert (ours.token_ids, ours.finish_reason) == (expected.token_ids, expected.finish_reason)
+            assert ours.text == expected.text == sent.text
+            assert ours.report == expected.report
+        elif self.stopped:
+            sent.state = "ended"
+            assert isinstance(event.error, Stopping)
+        else:  # a prefill fails alone, a decoding step for all of its requests
+            assert event.error is self.fault
+            if sent.state == "runs":
+                self.failing = [s for s in self.batch if s.state == "runs" and s is not sent]
+            sent.state = "ended"
+
+    @invariant()
+    def check(self) -> None:
+        """What holds between any two steps."""
+        waiting, having = [s for s in self.sent if s.state == "waits"], self.having()
+        assert self.scheduler.load == (len(waiting), len(having))
+        assert self.slots.n - self.slots.free == len(having)
+        in_flight = {s.tenant for s in (*waiting, *having)}
+        assert self.scheduler.in_flight == bool(in_flight)
+        for tenant in TENANTS:
+            assert self.scheduler.others_in_flight(tenant) == bool(in_flight - {tenant})
+        assert self.shared.n_bytes <= (SHARED_BYTES if in_flight else 0)
+
+
+TestScheduler = SchedulerMachine.TestCase
+TestScheduler.settings = settings(stateful_step_count=30)
+
+
+def opened(**options: Any) -> SchedulerMachine:
+    machine = SchedulerMachine()
+    machine.open(**options)
+    return machine
+
+
+def test_tenants_take_turns() -> None:
+    waiting: FairQueue[Any] = FairQueue()
+    for tenant in "aaaaabbc":
+        waiting.put(SimpleNamespace(tenant=tenant))
+    assert "".join(item.tenant for item in iter(waiting.pop, None)) == "abcabaaa"
+
+
+@pytest.mark.parametrize("seconds", [2.0, 10.0])
+def test_retry_after_is_the_expected_wait(seconds: float) -> None:
+    machine, start, expected = opened(slots=2, decode_s=seconds), 0.0, []
+    for _ in range(20):
+        start = machine.clock.now
+        machine.submit()
+        machine.run()
+    each = machine.clock.now - start
+    for n in range(1, 40):
+        expected.append(min(60.0, n * each / 2))
+        assert machine.scheduler.retry_after("a") == pytest.approx(expected[-1], abs=1)
+        machine.submit()
+    assert expected[-1] == 60
+    assert machine.scheduler.retry_after("b") == pytest.approx(each / 2, abs=1)
+
+
+def test_a_short_request_of_another_tenant_is_prefilled_within_a_long_prefill() -> None:
+    machine = opened(slots=3)
+    for tenant, cost in (("a", 16.0), ("a", 1.0), ("b", 5.0), ("c", 4.0)):
+        machine.submit(Question((2, 3), max_new_tokens=20), tenant, cost)
+    machine.scheduler.step()
+    assert [sent.state for sent in machine.sent] == ["runs", "waits", "waits", "runs"]
+    machine.run()
+
+
+def test_one_tenant_alone_has_all_slots_and_a_decoding_step_fails_for_all_that_are_not_cancelled() -> None:
+    machine = opened(slots=3)
+    for _ in range(3):
+        machine.submit(Question((2, 3), max_new_tokens=20))
+    machine.step(3)
+    assert [sent.state for sent in machine.sent] == ["runs"] * 3
+    machine.cancel(machine.sent[0])
+    machine.step()
+    machine.arm(RuntimeError("out of memory"))
+    machine.step()
+    assert [sent.state for sent in machine.sent] == ["ended"] * 3
+
+
+def test_kv_kept_for_a_request_is_freed_when_it_is_cancelled() -> None:
+    machine = opened(slots=1)
+    machine.submit(ANY)
+    waiting = machine.submit(ANY)
+    machine.step()
+    assert machine.shared.n_bytes > 0
+    machine.cancel(waiting)
+    assert machine.shared.n_bytes == 0
+
+
+def test_a_task_is_run_after_so_many_requests_however_many_wait() -> None:
+    machine = opened(slots=1, background_share=1.0)
+    for _ in range(3):
+        machine.in_background(1)
+    for _ in range(3 * BACKGROUND_EVERY):
+        machine.submit(Question((2, 3), max_new_tokens=1))
+    machine.run()
+    assert machine.log == [*["prefill"] * BACKGROUND_EVERY, "layer"] * 3
+
+
+def test_a_tenant_has_so_many_tasks_at_most() -> None:
+    scheduler = opened().scheduler
+    assert all(scheduler.in_background(lambda: None) for _ in range(MAX_BACKGROUND))
+    assert not scheduler.in_background(lambda: None)
+    assert scheduler.in_background(lambda: None, "another tenant")
+
+
+def test_a_task_keeps_its_share_of_the_time_while_requests_run() -> None:
+    machine = opened(background_share=0.2)
+    machine.submit(Question((2, 3), max_new_tokens=30))
+    machine.step()
+    machine.in_background(4)
+    machine.step()
+    assert machine.log == ["prefill", "decode", *["layer", *["decode"] * 4] * 3, "layer", "decode"]
+    machine.run()
+
+
+@pytest.mark.parametrize("stops", [True, False])
+def test_a_task_rests_while_a_request_is_planned_and_ends_with_the_scheduler(stops: bool) -> None:
+    machine = opened(background_share=0.1)
+    with machine.scheduler.planning("a"):
+        assert machine.scheduler.in_flight
+        assert [machine.scheduler.others_in_flight(t) for t in "ab"] == [False, True]
+        machine.in_background(2)
+        machine.scheduler.start()
+        eventually(lambda: machine.log)
+        if stops:
+            machine.scheduler.stop()
+        assert machine.log == ["layer"]
+    if not stops:
+        eventually(lambda: machine.log == ["layer"] * 2)
+        machine.drain(stops=True)
+    assert machine.log == ["layer"] * (1 if stops else 2)
+
+
+def test_threads_get_the_answers_that_each_gets_alone() -> None:
+    with toy_engine() as engine:
+        engine.precompute(PASSAGES)
+        batch = toy_batch(engine)
+        batch.scheduler.start()
+
+        def ask(n: int) -> None:
+            options: dict[str, Any] = {"max_new_tokens": 2 + n // 3, "seed": n, "temperature": n % 2}
+            question, passages = QUESTIONS[n % 4], PASSAGES[n % 3 :]
+            answer = submit(batch, question, passages, str(n % 3), **options).answer()
+            assert seen(answer) == seen(engine.answer(question, passages, **options))
+            assert answer.timings.ttft >= answer.timings.prefill > 0
+
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(ask, range(12)))
+        listeners = [submit(batch, QUESTIONS[0], PASSAGES, max_new_tokens=600) for _ in range(3)]
+        for listener in listeners[:2]:  # the last slot is another tenant's
+            listener.next()
+        batch.scheduler.stop()
+        for listener in listeners:
+            with pytest.raises(Stopping):
+                listener.answer()
+        assert (batch.scheduler.load, batch.slots.free, batch.scheduler.alive) == ((0, 0), 3, False)

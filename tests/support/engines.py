@@ -1,0 +1,262 @@
+"""Engines and requests over a random toy model behind the bundled tokenizer: what tests above the blender start from.
+
+toy_reader()            the model and its tokenizer, loaded once for each process; tests must not change it
+toy_engine()            an Engine over it, with KV in memory; `with` closes its store
+toy_batch(engine)       a BatchEngine over an engine, whose scheduler is not started
+queued(batch, ...)      a question as the scheduler takes it, and the Listener that collects its events
+submit(batch, ...)      the same, submitted
+seen(answer)            an answer as a dictionary, without its timings
+CONFIG                  of every toy engine unless told otherwise: method `blend`, as `auto` measures the machine first
+PASSAGES, QUESTIONS     six titled passages, four questions; `passages_of(turn)` are those of a conversation's turn
+EMPTY_PASSAGES          passages without text: one has a title
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from blendserve.blend.blender import Blender
+from blendserve.config import BlendConfig, Config, DecodeConfig, Method, PromptConfig, StoreConfig, changed
+from blendserve.core import Answer, BlendReport, Chunk, Passage, Prompt
+from blendserve.engine.batching import BatchEngine
+from blendserve.engine.engine import Engine
+from blendserve.engine.generation import AnswerStream, Generation
+from blendserve.engine.prefill import prefill
+from blendserve.engine.prefix_cache import PrefixKV
+from blendserve.engine.queued import Event, Failed, Finished, Piece, QueuedRequest
+from blendserve.engine.request import Plan, Request, split_options
+from blendserve.models.adapter import Adapter
+from blendserve.models.forward import BeforeLayer
+from blendserve.models.loader import Reader
+from blendserve.models.toy import toy_reader as load_toy_reader
+from blendserve.store import KVStore, MemoryStore
+from blendserve.timing import Clock
+from tests.support.blending import some_ids
+from tests.support.models import tiny_adapter, tiny_model
+
+CONTEXT = 1024  # tokens
+CONFIG = Config(
+    prompt=PromptConfig(system="Be brief.", instruction="Read."),
+    store=StoreConfig(kind="memory"),
+    blend=BlendConfig(method="blend"),
+    decode=DecodeConfig(max_new_tokens=12),
+)
+PASSAGES = tuple(
+    Passage(text, title)
+    for title, text in (
+        ("Cats", "The cat sat on the mat and looked at the moon, which was round."),
+        ("Dogs", "A dog barked at the mailman all morning long, and then it slept."),
+        ("Snow", "Snow fell on the hills, and nobody came to the house by the river."),
+        ("Bread", "Bread is made of flour, water and salt; it rises when yeast is at work."),
+        ("Ships", "The ship left the harbour with nine sailors and a load of timber."),
+        ("Clocks", "A clock that has stopped is right twice a day, or so they say."),
+    )
+)
+EMPTY_PASSAGES = (Passage("", "Empty but for its title"), Passage("  "))
+QUESTIONS = (
+    "Who sat on the mat?",
+    "What did the dog do in the morning?",
+    "Where did the snow fall, and who came?",
+    "What is bread made of?",
+)
+
+
+def passages_of(turn: int) -> list[Passage]:
+    """Two passages for a turn of a conversation, of which no two of six turns have the same."""
+    return [PASSAGES[turn % 6], PASSAGES[(turn + 2) % 6]]
+
+
+@cache
+def toy_reader() -> Reader:
+    return load_toy_reader(CONTEXT)
+
+
+def toy_engine(kv_store: KVStore | None = None, config: Config = CONFIG, **sections: Any) -> Engine:
+    """An engine without an index; `sections` change the configuration: `blend={"ratio": 0.5}`."""
+    merged = {name: {**getattr(config, name).model_dump(), **part} for name, part in sections.items()}
+    return Engine(changed(config, **merged), toy_reader(), kv_store or MemoryStore(2**30))
+
+
+def seen(answer: Answer) -> dict[str, Any]:
+    return {k: v for k, v in answer.to_dict().items() if k != "timings"} | {"ids": answer.token_ids}
+
+
+@cache
+def generated(passages: tuple[Passage, ...], max_new_tokens: int) -> tuple[int, ...]:
+    """To the first of QUESTIONS; without the end token."""
+    reader = toy_reader()
+    prompt = torch.tensor([toy_engine().prompts.build(QUESTIONS[0], passages).ids])
+    model: Any = reader.adapter.model
+    ids = model.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        eos_token_id=sorted(reader.end_tokens),
+    )
+    return tuple(i for i in ids[0, prompt.shape[1] :].tolist() if i not in reader.end_tokens)
+
+
+class Silent:
+    """An Observer of a scheduler that keeps nothing."""
+
+    def dequeued(self, method: str, seconds: float) -> None: ...
+
+    def prefilled(self, report: BlendReport, loading: float) -> None: ...
+
+    def step(self, batch: int) -> None: ...
+
+    def token(self, method: str, seconds: float, first: bool) -> None: ...
+
+
+def toy_batch(engine: Engine, **options: Any) -> BatchEngine:
+    """options: arguments of BatchEngine, in place of these."""
+    ours: dict[str, Any] = {
+        "observer": Silent(),
+        "slots": 3,
+        "slot_tokens": None,
+        "queue": 100,
+        "gap_s": 0.0,
+        "prefill_share": 0.0,
+        "share_bytes": 2**20,
+        "prefix_bytes": 2**20,
+        "job_share": 0.5,
+    }
+    return BatchEngine(engine, **{**ours, **options})
+
+
+class Listener:
+    """Collects the events of one request."""
+
+    def __init__(self) -> None:
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self.seen: list[Event] = []
+
+    def __call__(self, event: Event) -> None:
+        self._events.put(event)
+
+    def next(self) -> Event:
+        """The next event; waits for it."""
+        self.seen.append(self._events.get(timeout=300))
+        return self.seen[-1]
+
+    def so_far(self) -> list[Event]:
+        """All events until now."""
+        while not self._events.empty():
+            self.next()
+        return self.seen
+
+    def answer(self) -> Answer:
+        """The whole answer; waits for it. Raises the error of a request that failed."""
+        while True:
+            event = self.next()
+            if isinstance(event, Failed):
+                raise event.error
+            if isinstance(event, Finished):
+                pieces = "".join(e.text for e in self.seen if isinstance(e, Piece))
+                assert pieces == event.answer.text
+                return event.answer
+
+
+def queued(
+    batch: BatchEngine,
+    question: str,
+    passages: Sequence[Passage],
+    tenant: str = "",
+    **options: Any,
+) -> tuple[QueuedRequest, Listener]:
+    """options: fields of BlendConfig and DecodeConfig."""
+    blend, decode = split_options(options)
+    plan = batch.engine.plan(Request(question, tuple(passages), blend=blend, decode=decode))
+    listener = Listener()
+    return batch.queued(plan, listener, tenant), listener
+
+
+def submit(
+    batch: BatchEngine,
+    question: str,
+    passages: Sequence[Passage],
+    tenant: str = "",
+    **options: Any,
+) -> Listener:
+    request, listener = queued(batch, question, passages, tenant, **options)
+    batch.scheduler.submit(request)
+    return listener
+
+
+# A tiny model
+
+PREFIX, SUFFIX = some_ids(5), some_ids(4, 1)
+CHUNKS = [Chunk(some_ids(n, 2)) for n in (9, 3, 14, 6)]
+
+
+class WordTokenizer:
+    """A word for every token."""
+
+    def decode(self, ids: list[int], **_: Any) -> str:
+        return " ".join(f"w{i}" for i in ids)
+
+
+class FaultyAdapter(Adapter):
+    """A model whose next forward raises `fault`."""
+
+    fault: Exception | None = None
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        fault, self.fault = self.fault, None
+        if fault:
+            raise fault
+        return super().embed(ids)
+
+
+@cache
+def tiny_reader() -> Reader:
+    return Reader("tiny", FaultyAdapter(tiny_model("llama")), WordTokenizer(), "tiny", frozenset({2}))
+
+
+@cache
+def tiny_store() -> MemoryStore:
+    made = MemoryStore(2**26)
+    tiny_blender(made).precompute([chunk.ids for chunk in CHUNKS])
+    return made
+
+
+def tiny_blender(
+    store: KVStore | None = None, before_layer: BeforeLayer | None = None, adapter: Adapter | None = None
+) -> Blender:
+    adapter, store = adapter or tiny_adapter("llama"), store or tiny_store()
+    return Blender(adapter, "tiny", store, PREFIX, PREFIX, before_layer=before_layer)
+
+
+@cache
+def tiny_prefix_kv() -> PrefixKV:
+    return PrefixKV(tiny_blender().computer(()).compute([PREFIX])[0], len(PREFIX))
+
+
+@dataclass(frozen=True)
+class Question:
+    """Equal questions have equal answers."""
+
+    chunks: tuple[int, ...] = (0, 1)
+    method: Method = "blend"
+    max_new_tokens: int = 3
+    temperature: float = 0.0
+
+    def plan(self, clock: Clock) -> Plan:
+        prompt = Prompt(PREFIX, tuple(CHUNKS[i] for i in self.chunks), SUFFIX)
+        decode = DecodeConfig(max_new_tokens=self.max_new_tokens, temperature=self.temperature, seed=7)
+        return Plan(prompt, (), BlendConfig(method=self.method, ratio=0.5), decode, clock)
+
+
+@cache
+def alone(question: Question) -> Answer:
+    reader, plan = tiny_reader(), question.plan(Clock())
+    done = prefill(plan, tiny_blender(), prefix_kv=tiny_prefix_kv)
+    generation = Generation(plan, done.report, done.explanation, reader.tokenizer, reader.end_tokens)
+    return AnswerStream(generation, done.logits, done.run, lambda: None).answer()
