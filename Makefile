@@ -49,6 +49,7 @@ coverage: $(DEV)
 check: $(DEV)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/python scripts/check_tests.py
 	$(BIN)/mypy
 	@if $(BIN)/python -c 'import langchain_openai, llama_index.core, haystack' 2> /dev/null; then \
 	    $(BIN)/mypy --config-file integrations/mypy.ini --cache-dir .mypy_cache/integrations; else echo "integrations/: types not checked, a framework is missing"; fi
