@@ -17,13 +17,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blendserve.core import Passage
-from blendserve.errors import ConfigError, CorpusError, InputError
-from blendserve.evaluate import datasets, edits, lines, words
+from blendserve.errors import ConfigError, CorpusError
+from blendserve.evaluate import edits, lines, words
 from blendserve.evaluate.datasets import BUNDLED, continuations, load, with_distractors
 from blendserve.evaluate.edits import ANSWER, EDITS, WINDOW, Fact, before, cut_elsewhere
 from blendserve.evaluate.formats import Example
 from blendserve.evaluate.generated import facts, make
-from blendserve.evaluate.tasks import LONGBENCH as LONGBENCH_TASKS
 from blendserve.evaluate.workload import zipf_blocks
 
 DATA = Path(__file__).parent / "data"  # a small file of each form, and what is to be read of it
@@ -32,11 +31,6 @@ OFFICIAL, LONGBENCH, CACHEBLEND, QUESTION = (
     json.loads((DATA / file).read_text("utf-8"))[0]
     for file in ("official.json", "longbench.json", "cacheblend.json", "questions.json")
 )
-
-
-def written(path: Path, records: Any, lines: bool = False) -> Path:
-    path.write_text("\n".join(map(json.dumps, records)) if lines else json.dumps(records))
-    return path
 
 
 @pytest.mark.parametrize("file", EXPECTED)
@@ -56,12 +50,11 @@ def test_every_form_is_read(file: str) -> None:
 
 
 def test_questions_find_their_corpus_in_the_same_folder() -> None:
-    dataset = load(DATA / "questions.json")
-    filled, given = dataset.examples
-    assert len(dataset.corpus) == 12
-    assert len({p.title for p in filled.contexts}) == 10
+    filled, given = load(DATA / "questions.json").examples
+    titles = {p.title for p in filled.contexts}
+    assert len(titles) == 10
     assert filled.supporting == ("Title 3", "Title 7")
-    assert {*filled.supporting} <= {p.title for p in filled.contexts}
+    assert {*filled.supporting} <= titles
     assert [p.title for p in given.contexts] == ["Title 9", "Title 7", "Title 3"]
 
 
@@ -86,19 +79,12 @@ def test_distractors_are_drawn_to_any_place_or_retrieved() -> None:
     assert with_distractors(ASKING[0], POOL).contexts != with_distractors(ASKING[0], POOL, seed=1).contexts
     places = {[p.title for p in with_distractors(e, POOL).contexts].index(e.supporting[0]) for e in ASKING}
     assert len(places) > 3
-    asked = []
-
-    def nearest(question: str, n: int) -> list[Passage]:
-        asked.append((question, n))
-        return POOL[:n]
-
-    example = with_distractors(ASKING[2], POOL, nearest=nearest)
-    assert asked == [("Question 2?", 12)]
+    near = {"Question 2?": POOL}
+    example = with_distractors(ASKING[2], POOL, nearest=lambda question, n: near[question][:n])
     titles = [f"Title {n}" for n in range(10)]
     assert sorted(p.title for p in example.contexts) == titles != [p.title for p in example.contexts]
 
 
-@pytest.mark.parametrize("lines", [False, True])
 @pytest.mark.parametrize(
     ("good", "broken", "field"),
     [
@@ -123,15 +109,15 @@ def test_distractors_are_drawn_to_any_place_or_retrieved() -> None:
         (QUESTION, {**QUESTION, "contexts": ["Nowhere"]}, "contexts"),
     ],
 )
-def test_a_broken_record_is_named(
-    tmp_path: Path, good: Any, broken: Any, field: str | None, lines: bool
-) -> None:
+def test_a_broken_record_is_named(tmp_path: Path, good: Any, broken: Any, field: str | None) -> None:
     shutil.copy(DATA / "corpus.json", tmp_path)
-    path = written(tmp_path / "dev.json", [good, broken], lines)
-    with pytest.raises(CorpusError) as error:
-        load(path)
-    assert (error.value.path, error.value.line, error.value.setting) == (str(path), 2, field)
-    assert broken == 7 or len(load(path, limit=1).examples) == 1
+    path = tmp_path / "dev.json"
+    for text in (json.dumps([good, broken]), f"{json.dumps(good)}\n{json.dumps(broken)}"):
+        path.write_text(text)
+        with pytest.raises(CorpusError) as error:
+            load(path)
+        assert (error.value.path, error.value.line, error.value.setting) == (str(path), 2, field)
+        assert broken == 7 or len(load(path, limit=1).examples) == 1
 
 
 @pytest.mark.parametrize(
@@ -160,10 +146,6 @@ def test_a_name_is_fetched_once_or_the_file_to_bring_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Behind the hub's two calls everything is real."""
-    assert set(datasets.HOSTED) == {*LONGBENCH_TASKS, "2wikimultihopqa"}
-    with pytest.raises(CorpusError) as unknown:
-        load("2wikimq")
-    assert unknown.value.setting == "evaluate.dataset"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     here = tmp_path / "blendserve" / "datasets" / "2wikimqa.jsonl"
     with pytest.raises(CorpusError) as offline:
@@ -184,39 +166,26 @@ def test_every_made_line_is_in_its_record_once() -> None:
     assert len(examples) == lines.RECORDS
     places = set()
     for example in examples:
-        name = re.fullmatch(
-            r"What is the REGISTER_CONTENT in line ([a-z]+-[a-z]+)\? Give the number\.", example.question
-        )
-        assert name
-        line = f"line {name[1]}: REGISTER_CONTENT is <{example.answers[0]}>"
-        (place,) = [n for n, p in enumerate(example.contexts) if line in p.text.split("\n")]
-        places.add(place)
+        name = example.question.partition(" in line ")[2].partition("?")[0]
         record = "\n".join(p.text for p in example.contexts)
-        assert record.count(f"line {name[1]}:") == 1
+        assert record.count(f"line {name}:") == 1
         assert len(record.split("\n")) == lines.CHUNKS * lines.PER_CHUNK
+        line = f"line {name}: REGISTER_CONTENT is <{example.answers[0]}>"
+        places |= {n for n, p in enumerate(example.contexts) if line in p.text.split("\n")}
     assert places == set(range(lines.CHUNKS))
     assert load("lines", limit=2) == load("lines", limit=2)
     assert load("lines", limit=2, seed=1).examples != load("lines", limit=2).examples
-
-
-@given(st.lists(st.sampled_from(["a", "bc", " ", "\n", "\t\n", "d.", "é"]), max_size=40), st.integers(1, 7))
-def test_pieces_lose_nothing(parts: list[str], n: int) -> None:
-    text = "".join(parts)
-    found = words.pieces(text, n)
-    assert "".join(found) == text.rstrip()
-    assert [len(piece.split()) for piece in found[:-1]] == [n] * (len(found) - 1)
 
 
 def test_excerpts_follow_each_other_and_a_rest_is_left() -> None:
     whole = words.PIECES * words.PIECE + words.LEAD + words.CONTINUATION
     text = " ".join(f"w{i}" + ("\n\n" if i % 50 == 49 else "") for i in range(2 * whole + 5))
     found = words.excerpts(text)
-    joined = "".join("".join([*pieces, lead, answer]) for pieces, lead, answer in found)
-    assert text.startswith(joined)
-    assert len(joined.split()) == 2 * whole
-    for pieces, lead, answer in found:
-        assert [len(p.split()) for p in pieces] == [words.PIECE] * words.PIECES
-        assert (len(lead.split()), len(answer.split())) == (words.LEAD, words.CONTINUATION)
+    assert text.startswith("".join("".join([*pieces, lead, answer]) for pieces, lead, answer in found))
+    sizes = ([words.PIECE] * words.PIECES, words.LEAD, words.CONTINUATION)
+    assert [([len(p.split()) for p in ps], len(l.split()), len(a.split())) for ps, l, a in found] == [
+        sizes
+    ] * 2
     with pytest.raises(CorpusError):
         continuations("few words", "short")
     dataset = load("reference", limit=3)  # the bundled text is long enough
@@ -254,7 +223,7 @@ def test_another_window_has_the_same_tokens() -> None:
 
 def test_every_fact_has_one_place_and_another_value_that_the_prompt_lacks() -> None:
     examples = load("facts").examples
-    assert len(examples) == facts.FACTS >= 300
+    assert {e.type for e in examples} == set(facts.FORMS)
     assert load("facts", seed=1).examples != examples
     for example in examples:
         (own,) = [p for p in example.contexts if p.title in example.supporting]
@@ -264,14 +233,11 @@ def test_every_fact_has_one_place_and_another_value_that_the_prompt_lacks() -> N
         old = before(ANSWER, example.contexts, "0", fact)
         changed = [p for p, q in zip(old, example.contexts, strict=True) if p != q]
         assert [(p.title, p.text) for p in changed] == [(own.title, own.text.replace(fact.now, fact.before))]
-    forms = Counter(e.type for e in examples)
-    assert set(forms) == set(facts.FORMS)
-    assert min(forms.values()) >= 25
     with pytest.raises(ConfigError):
         before(ANSWER, PASSAGES, "0")
 
 
-def test_the_generated_set_is_the_one_that_was_solved_and_has_the_shape_of_2wikimqa() -> None:
+def test_the_generated_set_is_the_one_that_was_solved() -> None:
     """By its digest: a solver that reads the passages alone answered every question of it."""
     corpus, questions = make()
     path = BUNDLED["generated"]
@@ -279,28 +245,13 @@ def test_the_generated_set_is_the_one_that_was_solved_and_has_the_shape_of_2wiki
     for content, made in zip(shipped, (questions, corpus), strict=True):
         assert [json.loads(line) for line in content.decode().splitlines()] == made
     assert hashlib.sha256(b"".join(shipped)).hexdigest().startswith("a9e8448bdce5092d")
-    examples = load("generated").examples
-    assert set(Counter(e.type for e in examples).values()) == {len(examples) // 4}
-    for example in examples:
-        titles = [p.title for p in example.contexts]
-        assert len(set(titles)) == len(titles) == 10
-        assert len(example.supporting) == (4 if example.type == "bridge_comparison" else 2)
-        assert set(example.supporting) < set(titles)
-    yes_no = Counter(e.answers[0] for e in examples if e.answers[0] in ("yes", "no"))
-    assert abs(yes_no["yes"] - yes_no["no"]) <= 2
-    places = Counter(n for e in examples for n, p in enumerate(e.contexts) if p.title in e.supporting)
-    assert min(places[n] for n in range(10)) > 0.6 * places.total() / 10
 
 
 def test_blocks_have_one_mix_and_no_query_twice() -> None:
     blocks = zipf_blocks(400, 10, 50, 6, seed=3)
-    queries = [query for block in blocks for query in block]
-    assert all(len(set(query)) == len(query) == 6 for query in queries)
-    assert len(set(queries)) == len(queries) == 500
-    assert len({chunk for query in queries for chunk in query}) > 380
+    queries = {query for block in blocks for query in block}
+    assert {len(set(query)) for query in queries} == {6}
+    assert len(queries) == 500
     mixes = [Counter(chunk for query in block for chunk in query) for block in blocks]
     assert all(abs(mixes[0][n] - mix[n]) <= 1 for mix in mixes for n in range(400))
     assert blocks == zipf_blocks(400, 10, 50, 6, seed=3) != zipf_blocks(400, 10, 50, 6, seed=4)
-    assert len(set(zipf_blocks(3, 1, 6, 3, s=0.0)[0])) == 6  # every order of three, once
-    with pytest.raises(InputError):
-        zipf_blocks(20, 1, 10, 6, s=2.0)  # too short for its most popular chunk

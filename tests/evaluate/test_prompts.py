@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -17,13 +18,11 @@ from blendserve.evaluate.config import EvaluateConfig, settings_from
 from blendserve.evaluate.formats import Example
 from blendserve.evaluate.job import with_task_prompt
 from blendserve.evaluate.prompts import Setting
-from blendserve.evaluate.runner import pieces, ranges
 from blendserve.evaluate.shuffles import in_order, with_shuffles
 from blendserve.evaluate.tasks import LONGBENCH, QUESTIONS
 from blendserve.evaluate.variants import split_list, variants
 from blendserve.retrieve import Embedder, VectorIndex
 from tests.support.evaluations import tiny_engine
-from tests.support.tokenizers import bundled_tokenizer
 
 PASSAGES = tuple(Passage(f"Some text of passage {n}.", f"T{n}") for n in range(5))
 EXAMPLE = Example("e", "Who?", ("x",), PASSAGES)
@@ -77,8 +76,7 @@ def test_orders_are_all_different_and_no_more_than_possible(n: int, shuffles: in
     assert len(set(orders)) == len(orders) == min(shuffles + 1, math.factorial(n))
     assert orders[0] == example.contexts
     assert all(sorted(o, key=lambda p: p.title) == list(example.contexts) for o in orders)
-    assert [e.id for e in asked] == ["e", *(f"e~{k}" for k in range(1, len(asked)))]
-    assert {e.shuffled for e in asked[1:]} <= {"e"}
+    assert [(e.id, e.shuffled) for e in asked[1:]] == [(f"e~{k}", "e") for k in range(1, len(asked))]
     more = with_shuffles([example, replace(example, id="f")], shuffles + 2)
     assert [in_order(e.contexts, e, seed) for e in more[: len(asked)]] == orders
 
@@ -118,41 +116,20 @@ def test_windows_are_the_passages_joined_and_cut(
 
 def test_open_retrieves_and_reports_recall(tmp_path: Path) -> None:
     engine = tiny_engine()
-    engine.index = VectorIndex.create(
-        tmp_path,
-        Embedder.load("minilm-l6"),
-        reader="tiny",
-        reader_fingerprint="",
-        chunk_tokens=64,
-        count=lambda _: 1,
-    )
-    texts = {
-        "Lund": "Maria Lund built the lighthouse.",
-        "Bees": "Bees dance.",
-        "Tea": "Tea is grown in Assam.",
-    }
-    engine.index.add([{"text": text, "title": title} for title, text in texts.items()])
+    about: Any = {"reader": "tiny", "reader_fingerprint": "", "chunk_tokens": 64}
+    engine.index = VectorIndex.create(tmp_path, Embedder.load("minilm-l6"), count=lambda _: 1, **about)
+    texts = ("Maria Lund built the lighthouse.", "Bees dance.", "Tea is grown in Assam.")
+    engine.index.add([{"text": text, "title": text.split()[0]} for text in texts])
     setting = Setting(engine, EvaluateConfig(setting="open", top_k=1))
-    asked = Example("e", "Who built the lighthouse?", ("Lund",), (), supporting=("Lund", "Tea"))
+    asked = Example("e", "Who built the lighthouse?", ("Lund",), (), supporting=("Maria", "Tea"))
     found = setting.context(asked)
-    assert ([p.title for p in found.passages], found.recall, found.seconds > 0) == (["Lund"], 0.5, True)
+    assert ([p.title for p in found.passages], found.recall, found.seconds > 0) == (["Maria"], 0.5, True)
     assert setting.context(replace(asked, supporting=())).recall is None
 
 
 def test_a_task_asks_in_its_own_words_unless_the_user_has_others() -> None:
-    warned: list[str] = []
-    ours = with_task_prompt(settings_from(), LONGBENCH["samsum"], warned.append)
+    ours = with_task_prompt(settings_from(), LONGBENCH["samsum"], print)
     assert ours.prompt.instruction == LONGBENCH["samsum"].prompt.instruction
-    assert len(warned) == 1  # its answers may need more tokens than these may have
     theirs = changed(settings_from(), prompt={"instruction": "Read."})
-    assert with_task_prompt(theirs, LONGBENCH["triviaqa"], warned.append) == theirs
-    assert with_task_prompt(settings_from(), QUESTIONS, warned.append) == settings_from()
-    assert len(warned) == 1
-
-
-def test_ranges_and_pieces_lose_nothing() -> None:
-    assert ranges([3, 4, 5, 9, 11, 12]) == [[3, 6], [9, 10], [11, 13]]
-    text, tokenizer = " Zoë said “žluťoučký kůň” 🐎 twice.\n\n", bundled_tokenizer()
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    found = pieces(tokenizer, ids)
-    assert (len(found), "".join(found)) == (len(ids), text)
+    assert with_task_prompt(theirs, LONGBENCH["triviaqa"], print) == theirs
+    assert with_task_prompt(settings_from(), QUESTIONS, print) == settings_from()

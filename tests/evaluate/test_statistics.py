@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from itertools import combinations
 from pathlib import Path
 
 import numpy as np
 import pytest
 import yaml
-from hypothesis import given
-from hypothesis import strategies as st
 
-from blendserve.errors import InputError
 from blendserve.evaluate import longbench_rouge
 from blendserve.evaluate.intervals import bootstrap, by_group, paired_difference, share, times
 from blendserve.evaluate.metrics import exact_match, f1, normalise, rouge_l
-from blendserve.evaluate.tail import FLOOR, WORST, opponents, rounding, tail
+from blendserve.evaluate.tail import FLOOR, opponents, rounding, tail
 from blendserve.evaluate.tasks import TASKS
 from blendserve.evaluate.variants import variants
 
@@ -33,6 +28,7 @@ def test_the_interval_is_that_of_the_normal_approximation() -> None:
         (interval.mean - half, interval.mean + half), rel=0.03
     )
     assert (interval.n, interval.significant) == (400, True)
+    assert interval == bootstrap(values) != bootstrap(values, seed=1)
 
 
 def test_intervals_cover_the_truth_about_as_often_as_they_say() -> None:
@@ -48,18 +44,9 @@ def test_intervals_cover_the_truth_about_as_often_as_they_say() -> None:
     assert 0.88 * 150 <= ratios < 150
 
 
-def test_intervals_repeat_with_their_seed() -> None:
-    values = [0.0, 1.0, 0.5, 0.25] * 5
-    assert bootstrap(values) == bootstrap(values) != bootstrap(values, seed=1)
-    many = np.random.default_rng(0).random(5_000).tolist()  # drawn in several rounds
-    assert bootstrap(many).low < bootstrap(many).mean < bootstrap(many).high
-
-
 def test_pairing_finds_what_two_intervals_hide() -> None:
     hard = np.random.default_rng(3).random(60)
-    better = hard + 0.02
-    assert bootstrap(better.tolist()).low < bootstrap(hard.tolist()).high  # they overlap
-    difference = paired_difference(better.tolist(), hard.tolist())
+    difference = paired_difference((hard + 0.02).tolist(), hard.tolist())
     assert difference.significant
     assert difference.low == pytest.approx(0.02)
     assert not paired_difference([0.0, 1.0] * 20, [1.0, 0.0] * 20).significant
@@ -77,13 +64,6 @@ def test_ratios_by_hand() -> None:
         assert found
         assert (found.mean, found.low, found.high) == pytest.approx(wanted)
     assert share([1.0], [0.0]) is None
-    for statistic, columns in (
-        (bootstrap, ([],)),
-        (paired_difference, ([1, 2], [1])),
-        (share, ([1.0], [1.0, 2.0])),
-    ):
-        with pytest.raises(InputError):
-            statistic(*columns)
 
 
 def test_prompts_of_one_question_are_drawn_together() -> None:
@@ -128,9 +108,6 @@ def test_a_tail_by_hand() -> None:
     assert (found["prompts"][2]["ratio"], found["prompts"][2]["mean_kl"]) == (1.0, FLOOR / 5)
     above = tail("x", ["a"], ["a"], [3 * FLOOR], [1e-9])
     assert above["worst"] == pytest.approx(3.0)  # above the floor everything counts
-    many = [f"{n:02}" for n in range(20)]
-    listed = tail("x", many, many, [0.01 * (n + 1) for n in range(20)], [0.01] * 20)["prompts"]
-    assert [prompt["id"] for prompt in listed] == many[::-1][:WORST]
 
 
 def test_methods_are_set_against_full_reuse_and_themselves_without_correction() -> None:
@@ -163,35 +140,3 @@ def test_scores_are_those_worked_by_hand() -> None:
     for task, answer, gold, score in SCORES["tasks"]:
         for golds in ([gold], ["13", gold]):  # the best gold counts
             assert TASKS[task].score(answer, golds) == pytest.approx(score, abs=1e-7), (task, answer)
-
-
-WORDS = ["the", "cat", "a", "dog", "sat", "yes", "no", "1931"]
-sentences = st.lists(st.sampled_from(WORDS), max_size=7).map(" ".join)
-
-
-def longest_common(a: list[str], b: list[str]) -> int:
-    """All subsequences of the one, the longest first, looked for in the other."""
-    for n in range(len(a), 0, -1):
-        for chosen in combinations(a, n):
-            rest = iter(b)
-            if all(token in rest for token in chosen):
-                return n
-    return 0
-
-
-@given(sentences, sentences)
-def test_rouge_l_is_the_longest_common_subsequence(a: str, b: str) -> None:
-    one, two = normalise(a).split(), normalise(b).split()
-    common = longest_common(one, two)
-    precision, recall = (common / len(one), common / len(two)) if common else (0, 0)
-    assert rouge_l(a, [b]) == pytest.approx(2 * precision * recall / (precision + recall) if common else 0)
-
-
-@pytest.mark.parametrize("score", [exact_match, f1, rouge_l])
-@given(a=sentences, golds=st.lists(sentences, min_size=1, max_size=4))
-def test_scores_are_between_0_and_1_and_more_golds_never_hurt(
-    score: Callable[[str, list[str]], float], a: str, golds: list[str]
-) -> None:
-    assert 0 <= score(a, golds[:1]) <= score(a, golds) <= 1
-    assert score(a, golds) == score(a, golds[::-1]) == score(f" {a.upper()}! ", golds)
-    assert score(a, [a]) == (1 if score is exact_match else float(bool(normalise(a))))
