@@ -1,12 +1,14 @@
-"""Data sets: files of every form, names, what is made; what is broken is named by its place."""
+"""Data sets of every form, what is made, and their prompts: methods, orders, windows, retrieval, a task's own words."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 import shutil
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from zipfile import ZipFile
@@ -16,15 +18,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from blendserve.config import changed
 from blendserve.core import Passage
-from blendserve.errors import ConfigError, CorpusError, InputError
-from blendserve.evaluate import datasets, edits, lines, words
+from blendserve.errors import ConfigError, CorpusError
+from blendserve.evaluate import edits, lines, tasks, words
+from blendserve.evaluate.config import EvaluateConfig, settings_from
 from blendserve.evaluate.datasets import BUNDLED, continuations, load, with_distractors
 from blendserve.evaluate.edits import ANSWER, EDITS, WINDOW, Fact, before, cut_elsewhere
 from blendserve.evaluate.formats import Example
 from blendserve.evaluate.generated import facts, make
-from blendserve.evaluate.tasks import LONGBENCH as LONGBENCH_TASKS
+from blendserve.evaluate.job import with_task_prompt
+from blendserve.evaluate.prompts import Setting
+from blendserve.evaluate.shuffles import in_order, with_shuffles
+from blendserve.evaluate.variants import split_list, variants
 from blendserve.evaluate.workload import zipf_blocks
+from blendserve.retrieve import Embedder, VectorIndex
+from tests.support.evaluations import tiny_engine
 
 DATA = Path(__file__).parent / "data"  # a small file of each form, and what is to be read of it
 EXPECTED = json.loads((DATA / "expected.json").read_text("utf-8"))
@@ -32,11 +41,6 @@ OFFICIAL, LONGBENCH, CACHEBLEND, QUESTION = (
     json.loads((DATA / file).read_text("utf-8"))[0]
     for file in ("official.json", "longbench.json", "cacheblend.json", "questions.json")
 )
-
-
-def written(path: Path, records: Any, lines: bool = False) -> Path:
-    path.write_text("\n".join(map(json.dumps, records)) if lines else json.dumps(records))
-    return path
 
 
 @pytest.mark.parametrize("file", EXPECTED)
@@ -56,12 +60,11 @@ def test_every_form_is_read(file: str) -> None:
 
 
 def test_questions_find_their_corpus_in_the_same_folder() -> None:
-    dataset = load(DATA / "questions.json")
-    filled, given = dataset.examples
-    assert len(dataset.corpus) == 12
-    assert len({p.title for p in filled.contexts}) == 10
+    filled, given = load(DATA / "questions.json").examples
+    titles = {p.title for p in filled.contexts}
+    assert len(titles) == 10
     assert filled.supporting == ("Title 3", "Title 7")
-    assert {*filled.supporting} <= {p.title for p in filled.contexts}
+    assert {*filled.supporting} <= titles
     assert [p.title for p in given.contexts] == ["Title 9", "Title 7", "Title 3"]
 
 
@@ -80,25 +83,15 @@ def test_distractors_fill_up_and_follow_seed_and_question_alone(seed: int, total
     assert set(ASKING[n].supporting) <= set(titles)
     assert with_distractors(example, POOL, total=total, seed=seed) == example
     assert with_distractors(example, POOL, total=1, seed=seed).contexts  # what is needed stays
+    near = with_distractors(ASKING[n], POOL, total=total, seed=seed, nearest=lambda _, k: POOL[:k])
+    assert {p.title for p in near.contexts} <= {*ASKING[n].supporting, *(p.title for p in POOL[: total + 2])}
 
 
-def test_distractors_are_drawn_to_any_place_or_retrieved() -> None:
-    assert with_distractors(ASKING[0], POOL).contexts != with_distractors(ASKING[0], POOL, seed=1).contexts
-    places = {[p.title for p in with_distractors(e, POOL).contexts].index(e.supporting[0]) for e in ASKING}
-    assert len(places) > 3
-    asked = []
-
-    def nearest(question: str, n: int) -> list[Passage]:
-        asked.append((question, n))
-        return POOL[:n]
-
-    example = with_distractors(ASKING[2], POOL, nearest=nearest)
-    assert asked == [("Question 2?", 12)]
-    titles = [f"Title {n}" for n in range(10)]
-    assert sorted(p.title for p in example.contexts) == titles != [p.title for p in example.contexts]
+def test_distractors_come_in_any_place() -> None:
+    drawn = [[p.title for p in with_distractors(ASKING[0], POOL, seed=seed).contexts] for seed in range(9)]
+    assert len({titles.index("Title 0") for titles in drawn}) > 3
 
 
-@pytest.mark.parametrize("lines", [False, True])
 @pytest.mark.parametrize(
     ("good", "broken", "field"),
     [
@@ -123,15 +116,15 @@ def test_distractors_are_drawn_to_any_place_or_retrieved() -> None:
         (QUESTION, {**QUESTION, "contexts": ["Nowhere"]}, "contexts"),
     ],
 )
-def test_a_broken_record_is_named(
-    tmp_path: Path, good: Any, broken: Any, field: str | None, lines: bool
-) -> None:
+def test_a_broken_record_is_named(tmp_path: Path, good: Any, broken: Any, field: str | None) -> None:
     shutil.copy(DATA / "corpus.json", tmp_path)
-    path = written(tmp_path / "dev.json", [good, broken], lines)
-    with pytest.raises(CorpusError) as error:
-        load(path)
-    assert (error.value.path, error.value.line, error.value.setting) == (str(path), 2, field)
-    assert broken == 7 or len(load(path, limit=1).examples) == 1
+    path = tmp_path / "dev.json"
+    for text in (json.dumps([good, broken]), f"{json.dumps(good)}\n{json.dumps(broken)}"):
+        path.write_text(text)
+        with pytest.raises(CorpusError) as error:
+            load(path)
+        assert (error.value.path, error.value.line, error.value.setting) == (str(path), 2, field)
+        assert broken == 7 or len(load(path, limit=1).examples) == 1
 
 
 @pytest.mark.parametrize(
@@ -160,10 +153,6 @@ def test_a_name_is_fetched_once_or_the_file_to_bring_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Behind the hub's two calls everything is real."""
-    assert set(datasets.HOSTED) == {*LONGBENCH_TASKS, "2wikimultihopqa"}
-    with pytest.raises(CorpusError) as unknown:
-        load("2wikimq")
-    assert unknown.value.setting == "evaluate.dataset"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     here = tmp_path / "blendserve" / "datasets" / "2wikimqa.jsonl"
     with pytest.raises(CorpusError) as offline:
@@ -184,39 +173,24 @@ def test_every_made_line_is_in_its_record_once() -> None:
     assert len(examples) == lines.RECORDS
     places = set()
     for example in examples:
-        name = re.fullmatch(
-            r"What is the REGISTER_CONTENT in line ([a-z]+-[a-z]+)\? Give the number\.", example.question
-        )
-        assert name
-        line = f"line {name[1]}: REGISTER_CONTENT is <{example.answers[0]}>"
-        (place,) = [n for n, p in enumerate(example.contexts) if line in p.text.split("\n")]
-        places.add(place)
+        name = example.question.partition(" in line ")[2].partition("?")[0]
         record = "\n".join(p.text for p in example.contexts)
-        assert record.count(f"line {name[1]}:") == 1
+        assert record.count(f"line {name}:") == 1
         assert len(record.split("\n")) == lines.CHUNKS * lines.PER_CHUNK
+        line = f"line {name}: REGISTER_CONTENT is <{example.answers[0]}>"
+        places |= {n for n, p in enumerate(example.contexts) if line in p.text.split("\n")}
     assert places == set(range(lines.CHUNKS))
     assert load("lines", limit=2) == load("lines", limit=2)
     assert load("lines", limit=2, seed=1).examples != load("lines", limit=2).examples
-
-
-@given(st.lists(st.sampled_from(["a", "bc", " ", "\n", "\t\n", "d.", "é"]), max_size=40), st.integers(1, 7))
-def test_pieces_lose_nothing(parts: list[str], n: int) -> None:
-    text = "".join(parts)
-    found = words.pieces(text, n)
-    assert "".join(found) == text.rstrip()
-    assert [len(piece.split()) for piece in found[:-1]] == [n] * (len(found) - 1)
 
 
 def test_excerpts_follow_each_other_and_a_rest_is_left() -> None:
     whole = words.PIECES * words.PIECE + words.LEAD + words.CONTINUATION
     text = " ".join(f"w{i}" + ("\n\n" if i % 50 == 49 else "") for i in range(2 * whole + 5))
     found = words.excerpts(text)
-    joined = "".join("".join([*pieces, lead, answer]) for pieces, lead, answer in found)
-    assert text.startswith(joined)
-    assert len(joined.split()) == 2 * whole
-    for pieces, lead, answer in found:
-        assert [len(p.split()) for p in pieces] == [words.PIECE] * words.PIECES
-        assert (len(lead.split()), len(answer.split())) == (words.LEAD, words.CONTINUATION)
+    assert text.startswith("".join("".join([*pieces, lead, answer]) for pieces, lead, answer in found))
+    sizes = [[len(part.split()) for part in (*pieces, lead, answer)] for pieces, lead, answer in found]
+    assert sizes == [[words.PIECE] * words.PIECES + [words.LEAD, words.CONTINUATION]] * 2
     with pytest.raises(CorpusError):
         continuations("few words", "short")
     dataset = load("reference", limit=3)  # the bundled text is long enough
@@ -254,7 +228,7 @@ def test_another_window_has_the_same_tokens() -> None:
 
 def test_every_fact_has_one_place_and_another_value_that_the_prompt_lacks() -> None:
     examples = load("facts").examples
-    assert len(examples) == facts.FACTS >= 300
+    assert {e.type for e in examples} == set(facts.FORMS)
     assert load("facts", seed=1).examples != examples
     for example in examples:
         (own,) = [p for p in example.contexts if p.title in example.supporting]
@@ -264,14 +238,11 @@ def test_every_fact_has_one_place_and_another_value_that_the_prompt_lacks() -> N
         old = before(ANSWER, example.contexts, "0", fact)
         changed = [p for p, q in zip(old, example.contexts, strict=True) if p != q]
         assert [(p.title, p.text) for p in changed] == [(own.title, own.text.replace(fact.now, fact.before))]
-    forms = Counter(e.type for e in examples)
-    assert set(forms) == set(facts.FORMS)
-    assert min(forms.values()) >= 25
     with pytest.raises(ConfigError):
         before(ANSWER, PASSAGES, "0")
 
 
-def test_the_generated_set_is_the_one_that_was_solved_and_has_the_shape_of_2wikimqa() -> None:
+def test_the_generated_set_is_the_one_that_was_solved() -> None:
     """By its digest: a solver that reads the passages alone answered every question of it."""
     corpus, questions = make()
     path = BUNDLED["generated"]
@@ -279,28 +250,120 @@ def test_the_generated_set_is_the_one_that_was_solved_and_has_the_shape_of_2wiki
     for content, made in zip(shipped, (questions, corpus), strict=True):
         assert [json.loads(line) for line in content.decode().splitlines()] == made
     assert hashlib.sha256(b"".join(shipped)).hexdigest().startswith("a9e8448bdce5092d")
-    examples = load("generated").examples
-    assert set(Counter(e.type for e in examples).values()) == {len(examples) // 4}
-    for example in examples:
-        titles = [p.title for p in example.contexts]
-        assert len(set(titles)) == len(titles) == 10
-        assert len(example.supporting) == (4 if example.type == "bridge_comparison" else 2)
-        assert set(example.supporting) < set(titles)
-    yes_no = Counter(e.answers[0] for e in examples if e.answers[0] in ("yes", "no"))
-    assert abs(yes_no["yes"] - yes_no["no"]) <= 2
-    places = Counter(n for e in examples for n, p in enumerate(e.contexts) if p.title in e.supporting)
-    assert min(places[n] for n in range(10)) > 0.6 * places.total() / 10
 
 
 def test_blocks_have_one_mix_and_no_query_twice() -> None:
     blocks = zipf_blocks(400, 10, 50, 6, seed=3)
-    queries = [query for block in blocks for query in block]
-    assert all(len(set(query)) == len(query) == 6 for query in queries)
-    assert len(set(queries)) == len(queries) == 500
-    assert len({chunk for query in queries for chunk in query}) > 380
+    queries = {query for block in blocks for query in block}
+    assert {len(set(query)) for query in queries} == {6}
+    assert len(queries) == 500
     mixes = [Counter(chunk for query in block for chunk in query) for block in blocks]
     assert all(abs(mixes[0][n] - mix[n]) <= 1 for mix in mixes for n in range(400))
     assert blocks == zipf_blocks(400, 10, 50, 6, seed=3) != zipf_blocks(400, 10, 50, 6, seed=4)
-    assert len(set(zipf_blocks(3, 1, 6, 3, s=0.0)[0])) == 6  # every order of three, once
-    with pytest.raises(InputError):
-        zipf_blocks(20, 1, 10, 6, s=2.0)  # too short for its most popular chunk
+
+
+FIVE = tuple(Passage(f"Some text of passage {n}.", f"T{n}") for n in range(5))
+EXAMPLE = Example("e", "Who?", ("x",), FIVE)
+
+
+def test_method_strings_become_variants_and_back() -> None:
+    text = "query+shift, deviation[1,2]@0.1,query@.05/bos,reuse/none, none+shift,full,exact/int8,query@0.1/bos/int8"
+    found = variants(split_list(f"{text},query+shift@0.1/revised@0.05"), (0.05, 0.3), seed=7, coded=True)
+    names = [v.name for v in found]
+    assert names == [
+        "full", "reuse", "query+shift@0.05", "query+shift@0.3", "deviation[1,2]@0.1", "query@0.05/bos", "reuse/none",
+        "none+shift", "exact/int8", "query@0.1/bos/int8", "query+shift@0.1/revised@0.05",
+    ]  # fmt: skip
+    assert [v.name for v in variants(names, (0.9,), seed=7, coded=True)] == names
+    assert [v.curve for v in found][2:6] == ["query+shift", "query+shift", "deviation[1,2]", "query/bos"]
+    by_name = dict(zip(names, found, strict=True))
+    layers = by_name["deviation[1,2]@0.1"].blend
+    assert (layers.policy, layers.check_layers, layers.ratio, layers.seed) == ("deviation", (1, 2), 0.1, 7)
+    assert by_name["query@0.1/bos/int8"].uncoded == "query@0.1/bos"
+    edited = by_name["query+shift@0.1/revised@0.05"]
+    assert (edited.edit, edited.blend.near) == ("revised@0.05", True)
+    assert (edited.unedited, edited.uncorrected) == ("query+shift@0.1", "query@0.1/revised@0.05")
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        *("query@", "query", "qeury@0.1", "query+shfit@0.1", "query@1.5", "query@0.1/boss", "full@0.1"),
+        *("query[1]@0.1", "deviation[0]@0.1", "full/int8", "query@0.1/int8@4", "query@0.1/int8/bos"),
+        *("query@0.1/int9", "exact@0.1", "full/numbers", "query@0.1/numbrs"),
+    ],
+)
+def test_a_word_that_is_no_method(word: str) -> None:
+    with pytest.raises(ConfigError):
+        variants([word], (), coded=True)
+    for of_evaluations in ("reuse/int8", "reuse/numbers", "exact"):  # codecs and edits are not for benches
+        with pytest.raises(ConfigError):
+            variants([of_evaluations], ())
+
+
+@given(st.integers(1, 5), st.integers(0, 30), st.integers(0, 9))
+def test_orders_are_all_different_and_no_more_than_possible(n: int, shuffles: int, seed: int) -> None:
+    """More shuffles leave the first ones as they are."""
+    example = replace(EXAMPLE, contexts=FIVE[:n])
+    asked = with_shuffles([example], shuffles)
+    orders = [in_order(e.contexts, e, seed) for e in asked]
+    assert len(set(orders)) == len(orders) == min(shuffles + 1, math.factorial(n))
+    assert orders[0] == example.contexts
+    assert all(sorted(o, key=lambda p: p.title) == list(example.contexts) for o in orders)
+    assert [(e.id, e.shuffled) for e in asked[1:]] == [(f"e~{k}", "e") for k in range(1, len(asked))]
+    more = with_shuffles([example, replace(example, id="f")], shuffles + 2)
+    assert [in_order(e.contexts, e, seed) for e in more[: len(asked)]] == orders
+
+
+def test_orders_follow_question_and_seed() -> None:
+    one, other = with_shuffles([EXAMPLE, replace(EXAMPLE, id="f")], 1)[1::2]
+    assert len({in_order(FIVE, e, seed) for e in (one, other) for seed in range(4)}) > 4
+    retrieved = replace(EXAMPLE, contexts=())
+    assert [len(with_shuffles([retrieved], 9, passages=n)) for n in (2, 10)] == [2, 10]
+    with pytest.raises(CorpusError):
+        with_shuffles([EXAMPLE, replace(EXAMPLE, id="e~1")], 1)  # called as a shuffle is
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+@pytest.mark.parametrize(("window", "chunks"), [(None, None), (None, 2), (7, None), (7, 3), (1000, None)])
+def test_windows_are_the_passages_joined_and_cut(
+    window: int | None, chunks: int | None, goes_on: bool
+) -> None:
+    """After the passages have been shuffled; of a text to go on with, the last chunks are kept."""
+    engine = tiny_engine()
+    setting = Setting(engine, EvaluateConfig(window=window, chunks=chunks, seed=3))
+    shuffled = with_shuffles([EXAMPLE], 1)[1]
+    context = setting.context(shuffled)
+    assert context.passages == in_order(FIVE, shuffled, 3) != FIVE
+    prompt = setting.prompt("Who?", context, goes_on)
+    whole = Setting(engine, EvaluateConfig()).prompt("Who?", context, goes_on)
+    if not goes_on:
+        assert whole == engine.prompts.build("Who?", context.passages)
+    assert (prompt.prefix, prompt.suffix) == (whole.prefix, whole.suffix)
+    cut = [chunk.ids for chunk in whole.chunks]
+    if window is not None:
+        joined = tuple(i for ids in cut for i in ids)
+        cut = [joined[at : at + window] for at in range(0, len(joined), window)]
+    kept = slice(-(chunks or 0), None) if goes_on else slice(chunks)
+    assert [chunk.ids for chunk in prompt.chunks] == cut[kept]
+
+
+def test_open_retrieves_and_reports_recall(tmp_path: Path) -> None:
+    engine = tiny_engine()
+    about: Any = {"reader": "tiny", "reader_fingerprint": "", "chunk_tokens": 64}
+    engine.index = VectorIndex.create(tmp_path, Embedder.load("minilm-l6"), count=lambda _: 1, **about)
+    texts = ("Maria Lund built the lighthouse.", "Bees dance.", "Tea is grown in Assam.")
+    engine.index.add([{"text": text, "title": text.split()[0]} for text in texts])
+    setting = Setting(engine, EvaluateConfig(setting="open", top_k=1))
+    asked = Example("e", "Who built the lighthouse?", ("Lund",), (), supporting=("Maria", "Tea"))
+    found = setting.context(asked)
+    assert ([p.title for p in found.passages], found.recall, found.seconds > 0) == (["Maria"], 0.5, True)
+    assert setting.context(replace(asked, supporting=())).recall is None
+
+
+def test_a_task_asks_in_its_own_words_unless_the_user_has_others() -> None:
+    ours = with_task_prompt(settings_from(), tasks.LONGBENCH["samsum"], print)
+    assert ours.prompt.instruction == tasks.LONGBENCH["samsum"].prompt.instruction
+    theirs = changed(settings_from(), prompt={"instruction": "Read."})
+    assert with_task_prompt(theirs, tasks.LONGBENCH["triviaqa"], print) == theirs
+    assert with_task_prompt(settings_from(), tasks.QUESTIONS, print) == settings_from()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 from blendserve.core import Document, Passage
 from blendserve.errors import ConfigError, CorpusError
 from blendserve.retrieve import as_documents, document_id, read_documents, split
-from blendserve.retrieve.reference import DEMO_CHARACTERS, DEMO_TOPICS, language_reference, unwrap
+from blendserve.retrieve.reference import DEMO_CHARACTERS, language_reference
 from tests.retrieve.conftest import words
 
 some_text = st.text(st.characters(codec="utf-8"), min_size=1).filter(str.strip)
@@ -103,26 +102,13 @@ def test_ids_follow_title_and_text(title: str, text: str, other_title: str, othe
     assert document_id(Document(text + "b", title)) != document_id(Document(text, title + "b"))
 
 
-def test_it_holds_its_topics_and_fits() -> None:
+def test_the_language_reference_holds_its_topics_and_fits() -> None:
     documents = {d.id: d for d in language_reference()}
     assert len(documents) > 20
     assert sum(len(d.text) for d in documents.values()) <= DEMO_CHARACTERS
     assert documents["with"].title == "The with statement"
+    assert "\n   manager = (EXPRESSION)\n   enter = type(manager).__enter__\n" in documents["with"].text
     assert [d.id for d in language_reference(["if", "no such topic", "else", "while"])] == ["if", "while"]
-    smallest = language_reference(["pass"])[0]
-    assert [d.id for d in language_reference(DEMO_TOPICS, limit=len(smallest.text))][-1] in ("pass", "await")
-
-
-def test_code_and_grammar_keep_their_lines() -> None:
-    text = language_reference(["with"])[0].text
-    assert "\n   manager = (EXPRESSION)\n   enter = type(manager).__enter__\n" in text
-    assert "\n   with_item          ::= expression" in text
-
-
-@given(st.lists(st.text("abcdefg", min_size=1, max_size=12), min_size=1, max_size=60), st.integers(0, 6))
-def test_unwrap_undoes_wrapping(words: list[str], indent: int) -> None:
-    paragraph = " " * indent + " ".join(words)
-    assert unwrap(textwrap.fill(paragraph, 70, subsequent_indent=" " * indent)) == paragraph
 
 
 PIECES = "word|Two words.|Ends here! |\n\n|\n|   |    code()|naïve|漢字。|🙂🏽|\u2028|\x85|\t|" + "x" * 90
@@ -131,13 +117,11 @@ texts = st.lists(st.sampled_from(PIECES.split("|")) | st.text(max_size=8), max_s
 
 def skips_only_white_space(text: str, passages: list[Passage]) -> bool:
     """Second derivation of `nothing lost`: walk through the text, passage by passage."""
-    at = 0
     for passage in passages:
-        found = text.find(passage.text, at)
-        if not passage.text or found < 0 or text[at:found].strip():
+        skipped, found, text = text.partition(passage.text)
+        if not passage.text or not found or skipped.strip():
             return False
-        at = found + len(passage.text)
-    return not text[at:].strip()
+    return not text.strip()
 
 
 def utf8(passage: Passage) -> int:
@@ -145,12 +129,7 @@ def utf8(passage: Passage) -> int:
     return len(f"{passage.title}\n{passage.text}".encode())
 
 
-def odd(passage: Passage) -> int:
-    """Not additive, nor growing with the text: like BPE, but more so."""
-    return 2 + len(passage.text) // 3 + hash(passage.text) % 3
-
-
-@given(texts, st.integers(8, 60), st.sampled_from([words, utf8, odd]), st.integers(20, 200))
+@given(texts, st.integers(8, 60), st.sampled_from([words, utf8]), st.integers(20, 200))
 def test_passages_fit_and_nothing_is_lost(
     word_pieces: Callable[[Passage], int], text: str, limit: int, count: Callable[[Passage], int], real: int
 ) -> None:
@@ -174,11 +153,7 @@ def test_real_text_fills_its_passages(word_pieces: Callable[[Passage], int]) -> 
 @pytest.mark.parametrize(
     ("text", "limit", "passages"),
     [
-        (
-            "One two. Four five.\n\nOne two. Six seven. Nine",
-            5,
-            "One two. Four five.|One two. Six seven.|Nine",
-        ),
+        ("One two. Six.\n\nOne two. Six seven. Nine", 5, "One two. Six.|One two. Six seven.|Nine"),
         ("a b c d. E f g h i j k l", 7, "a b c d.|E f g h i j|k l"),
         ("Dr. who said e.g. this and that", 5, "Dr. who said e.g.|this and that"),
         ("if a:\n    b c\n    d e f g h", 6, "if a:\n    b c|    d e f g h"),
@@ -188,12 +163,6 @@ def test_real_text_fills_its_passages(word_pieces: Callable[[Passage], int]) -> 
 )
 def test_a_passage_ends_at_the_coarsest_end_that_fills_it(text: str, limit: int, passages: str) -> None:
     assert [p.text for p in split(Document(text), limit, words)] == [p for p in passages.split("|") if p]
-
-
-def test_a_word_longer_than_a_passage_is_cut_inside() -> None:
-    passages = split(Document("x" * 10_000 + " end"), 100, utf8)
-    assert [len(p.text) for p in passages[:100]] == [99] * 100
-    assert "".join(p.text for p in passages).replace(" ", "") == "x" * 10_000 + "end"
 
 
 def test_cost_is_linear() -> None:

@@ -1,33 +1,30 @@
-"""Vectors are of unit length, windows fit and lose nothing, and a question costs no more than a few windows."""
+"""The embedder: windows that fit and lose nothing, unit vectors, and our own BERT beside sentence-transformers'."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from blendserve.core import Passage
 from blendserve.errors import ModelError
-from blendserve.retrieve import Embedder
+from blendserve.kernels.verify import Status
+from blendserve.retrieve import Embedder, precision
+from blendserve.retrieve.bert import Bert
+from blendserve.retrieve.bert_folder import BertFolder, is_plain_bert
 from blendserve.retrieve.embedder import BUNDLED, QUESTION_WINDOWS, fingerprint_of
 from tests.support.files import copied_model
 
-WORDS = [
-    "word ",
-    "antidisestablishmentarianism ",
-    "naïve,",
-    "漢字",
-    "🙂",
-    "\n\n",
-    "x" * 120,
-    "1.5e-3 ",
-    "[SEP]",
-]
+WORDS = ["antidisestablishmentarianism ", "naïve,", "漢字", "🙂", "\n\n", "x" * 120, "1.5e-3 ", "[SEP]"]
 long_texts = st.lists(st.sampled_from(WORDS) | st.text(max_size=5), min_size=60, max_size=250).map("".join)
 
 
@@ -61,7 +58,6 @@ def test_vectors_are_unit_ones_in_the_order_of_the_texts(embedder: Embedder) -> 
     texts = ["The cat sat.", "", "A dog ran in the park.", "The cat sat.", "word " * 600]
     seen: list[tuple[int, int]] = []
     vectors = embedder.embed(texts, lambda done, total: seen.append((done, total)))
-    assert vectors.shape == (5, embedder.dimension)
     np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-6)
     alone = np.concatenate([embedder.embed([text]) for text in texts])
     np.testing.assert_allclose(vectors, alone, atol=1e-6)
@@ -74,20 +70,17 @@ def test_vectors_are_unit_ones_in_the_order_of_the_texts(embedder: Embedder) -> 
 
 
 class Counting:
-    """An encoder and its tokenizer that count what they are given."""
+    """An encoder that counts the tokens that it is given."""
 
     def __init__(self, encoder: Any) -> None:
-        self.encoder, self.tokens, self.characters, self.tokenizer = encoder, 0, 0, self
+        self.encoder, self.tokens = encoder, 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.encoder, name)
 
-    def encode(self, given: Any, of_question: bool = False, **options: Any) -> Any:
-        if isinstance(given, str):
-            self.characters += len(given)
-            return self.encoder.tokenizer.encode(given, **options)
-        self.tokens += sum(len(window.ids) + self.encoder.overhead for window in given)
-        return self.encoder.encode(given, of_question)
+    def encode(self, windows: Any, of_question: bool) -> Any:
+        self.tokens += sum(len(window.ids) + self.encoder.overhead for window in windows)
+        return self.encoder.encode(windows, of_question)
 
 
 @pytest.mark.parametrize("unit", ["What did the author say about it? ", "漢", " ", "a\n", "x"])
@@ -96,7 +89,6 @@ def test_no_question_costs_more_than_a_few_windows(embedder: Embedder, unit: str
     vector = Embedder(counting, "counting", "").embed_question(unit * (300_000 // len(unit)) + "x")
     assert np.linalg.norm(vector) == pytest.approx(1, abs=1e-5)
     assert counting.tokens <= QUESTION_WINDOWS * embedder.max_tokens
-    assert counting.characters <= 10 * QUESTION_WINDOWS * embedder.max_tokens * 8
 
 
 def test_a_long_question_counts_by_its_beginning_and_its_end(embedder: Embedder) -> None:
@@ -131,6 +123,163 @@ def test_models_that_cannot_be_loaded_are_refused(
     (damaged / "model.safetensors").unlink()
     (damaged / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:1000])
     monkeypatch.setitem(BUNDLED, "other", "gt_not_installed")
-    for name in ("no-such-model", "some/model", str(tmp_path), str(damaged), "other"):
+    for name in ("some/model", str(tmp_path), str(damaged), "other"):
         with pytest.raises(ModelError):
             Embedder.load(name)
+
+
+TEXTS = [
+    "The cat sat.", "", "Who?", "naïve façade, 漢字 and 🙂; [SEP] taken as it is", "A dog ran in the park.", "A cat ran.",
+    "x" * 300, "  spaces \t and\n\nlines  ", *(" ".join(f"number{n}" for n in range(m)) for m in range(3, 90, 7)),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def library(folder: Path) -> Any:
+    from sentence_transformers import SentenceTransformer
+
+    return SentenceTransformer(str(folder), device="cpu", local_files_only=True)
+
+
+@pytest.fixture
+def copy(folder: Path, tmp_path: Path) -> Path:
+    return copied_model(folder, tmp_path / "copy")
+
+
+def edit(file: Path, **values: Any) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
+
+
+@pytest.mark.parametrize(("by_kernels", "packed"), [(False, False), (True, False), (False, True)])
+def test_vectors_are_the_library_s(folder: Path, library: Any, by_kernels: bool, packed: bool) -> None:
+    encoder = Bert(BertFolder(folder), torch.float32, by_kernels, packed)
+    expected = library.encode(TEXTS, normalize_embeddings=True, show_progress_bar=False)
+    np.testing.assert_allclose(Embedder(encoder, "", "").embed(TEXTS), expected, atol=1e-5)
+    assert encoder.max_tokens == library.max_seq_length
+
+
+@given(st.text(max_size=60))
+def test_tokens_are_the_library_s(embedder: Embedder, library: Any, text: str) -> None:
+    ids = embedder.encoder.tokenizer.encode(text).ids
+    assert ids == library.tokenizer(text, truncation=False, verbose=False).input_ids
+
+
+def test_cls_pooling_and_a_folder_as_the_library_saves_it_today(copy: Path, library: Any) -> None:
+    from sentence_transformers import SentenceTransformer
+
+    edit(copy / "1_Pooling/config.json", pooling_mode_mean_tokens=False, pooling_mode_cls_token=True)
+    theirs = SentenceTransformer(str(copy), device="cpu", local_files_only=True)
+    theirs.save(str(copy / "saved"))
+    expected = theirs.encode(TEXTS, normalize_embeddings=True, show_progress_bar=False)
+    for folder in (copy, copy / "saved"):
+        assert is_plain_bert(folder)
+        encoder = Bert(BertFolder(folder), torch.float32, False)
+        np.testing.assert_allclose(Embedder(encoder, "", "").embed(TEXTS), expected, atol=1e-5)
+
+
+def test_half_precision_is_alike_and_does_not_depend_on_the_batch(embedder: Embedder) -> None:
+    """As a user gets it: in bf16 where this CPU is faster with it."""
+    fast_embedder = Embedder.load()
+    fast = fast_embedder.embed(TEXTS)
+    assert (fast * embedder.embed(TEXTS)).sum(1).min() > 0.999
+    alone = np.concatenate([fast_embedder.embed([text]) for text in TEXTS])
+    assert (fast * alone).sum(1).min() > 0.9999
+
+
+def add_module(folder: Path) -> None:
+    modules = json.loads((folder / "modules.json").read_text())
+    (folder / "modules.json").write_text(json.dumps([*modules, {"idx": 3, "path": "3", "type": "x.Dense"}]))
+
+
+UNKNOWN: dict[str, Callable[[Path], object]] = {
+    "another model": lambda f: edit(f / "config.json", model_type="distilbert"),
+    "another activation": lambda f: edit(f / "config.json", hidden_act="relu"),
+    "relative positions": lambda f: edit(f / "config.json", position_embedding_type="relative_key"),
+    "another pooling": lambda f: edit(f / "1_Pooling/config.json", pooling_mode_max_tokens=True),
+    "a prompt": lambda f: edit(f / "config_sentence_transformers.json", prompts={"query": "query: "}),
+    "another tokenizer": lambda f: edit(f / "tokenizer_config.json", do_lower_case=False),
+    "its own lower-casing": lambda f: edit(f / "sentence_bert_config.json", do_lower_case=True),
+    "one module more": add_module,
+    "weights in another file": lambda f: (f / "model.safetensors").unlink(),
+    "no JSON": lambda f: (f / "config.json").write_text("{"),
+    "no such file": lambda f: (f / "tokenizer.json").unlink(),
+}
+
+
+@pytest.mark.parametrize("change", UNKNOWN.values(), ids=UNKNOWN)
+def test_what_is_not_known_is_the_library_s(copy: Path, change: Callable[[Path], object]) -> None:
+    assert is_plain_bert(copy)
+    change(copy)
+    assert not is_plain_bert(copy)
+
+
+def test_the_library_serves_what_we_do_not(
+    copy: Path, library: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A prompt, which counts against the limit; loading prints nothing."""
+    edit(copy / "config_sentence_transformers.json", prompts={"query": "query: ", "document": ""})
+    embedder = Embedder.load(str(copy))
+    assert capfd.readouterr() == ("", "")
+    expected = library.encode(["query: Who?"], normalize_embeddings=True, show_progress_bar=False)[0]
+    np.testing.assert_allclose(embedder.embed_question("Who?"), expected, atol=1e-5)
+    for window in embedder.windows("word " * 600):
+        assert len(library.tokenizer("query: " + window, truncation=False, verbose=False).input_ids) <= 256
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache, on a CPU that multiplies bf16."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(precision, "fast_dtype", lambda: torch.bfloat16)
+    return tmp_path / "cache"
+
+
+def test_the_form_is_measured_once_and_kept(
+    folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, (seconds, bad) = list[int](), (dict[str, float](), set[str]())
+
+    def compare(encoders: Mapping[str, Bert]) -> tuple[dict[str, float], dict[str, float]]:
+        asked.append(len(encoders))
+        return seconds, {name: float("nan") if name in bad else 1.0 for name in encoders}
+
+    monkeypatch.setattr(precision, "compare", compare)
+    halves = set(precision.FORMS) - {"fp32"}
+    cases = (("bf16", set[str](), "bfloat16"), ("bf16", halves, "float32"), ("fp32", set[str](), "float32"))
+    for quick, bad, dtype in cases:
+        seconds = dict.fromkeys(precision.FORMS, 0.2) | {quick: 0.1}
+        for _ in range(2):
+            assert precision.fastest(BertFolder(folder), f"{quick} {bad}").dtype == dtype
+    assert len(asked) == 3
+    for file in cache.rglob("*.json"):
+        file.write_text("[1")  # a damaged one is none
+    precision.fastest(BertFolder(folder), "fp32 set()")
+    assert len(asked) == 4
+
+
+def test_on_a_machine_too_busy_to_measure_the_order_decides_and_nothing_is_kept(
+    folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here without packing."""
+    monkeypatch.setattr(precision, "cpu_status", lambda _: Status(False, "not compiled here"))
+    monkeypatch.setattr(precision, "measure", lambda runs, ours: None)
+    monkeypatch.setattr("blendserve.retrieve.bert.packed_linear", Mock(side_effect=RuntimeError))
+    assert list(precision.available_forms(BertFolder(folder))) == ["bf16, kernels", "bf16", "fp32"]
+    assert precision.fastest(BertFolder(folder), "x").dtype == "bfloat16"
+    assert not list(cache.rglob("*.json"))
+
+
+def test_a_form_is_compared_by_its_vectors_and_its_least_time(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Reversed(Bert):
+        def encode(self, windows: Any, of_question: bool) -> np.ndarray:
+            return np.flip(super().encode(windows, of_question), 0)
+
+    monkeypatch.setattr(precision, "measure", lambda runs, ours: {n: [3.0, 1.0 + len(n)] for n in runs})
+    forms = {
+        n: kind(BertFolder(folder), torch.float32, False) for n, kind in (("fp32", Bert), ("x", Reversed))
+    }
+    seconds, alike = precision.compare(forms)
+    assert seconds == {"fp32": 3.0, "x": 2.0}
+    assert alike["x"] < precision.ALIKE < alike["fp32"] == pytest.approx(1, abs=1e-5)

@@ -6,8 +6,8 @@ import itertools
 import json
 import os
 import stat
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
@@ -18,7 +18,7 @@ import pytest
 from filelock import FileLock
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from blendserve.core import Document, Passage
 from blendserve.errors import (
@@ -26,10 +26,9 @@ from blendserve.errors import (
     IndexDamaged,
     IndexMismatch,
     IndexMissing,
-    InputError,
     VectorIndexError,
 )
-from blendserve.retrieve import Embedder, VectorIndex, kept, language_reference, read_manifest, split
+from blendserve.retrieve import Embedder, VectorIndex, kept, read_manifest, split
 from blendserve.retrieve.index import EMBEDDING
 from tests.retrieve.conftest import WordEncoder, toy_embedder, words
 
@@ -160,10 +159,13 @@ class IndexMachine(RuleBasedStateMachine):
         self.saved |= {added.id: added}
         self.reopen()
 
-    @precondition(lambda self: self.held)
     @rule()
     def search(self) -> None:
-        assert_search(self.index, "w3 w5 w7", 1, 3, 99)
+        if self.held:
+            assert_search(self.index, "w3 w5 w7", 1, 3, 99)
+        else:
+            with pytest.raises(IndexMissing):
+                self.index.search("w3", 3)
 
     @invariant()
     def holds_what_was_added(self) -> None:
@@ -200,11 +202,8 @@ def texts(path: Path) -> list[str]:
     return [p.text for p in reopen(path).passages]
 
 
-def test_the_manifest_says_what_the_index_was_built_with(saved: Path) -> None:
-    found, _ = read_manifest(saved)
-    assert found == reopen(saved).manifest
-    assert (found.embedder, found.embedder_fingerprint, found.dimension) == ("toy", "toy", 16)
-    assert (found.reader, found.chunk_tokens, found.documents) == ("tiny", TOKENS, 2)
+def test_an_index_of_another_model_or_format_is_refused(saved: Path) -> None:
+    assert read_manifest(saved)[0] == reopen(saved).manifest
     assert len(reopen(saved, reader="renamed")) == 2  # the fingerprint decides
     for role, other in (
         ("reader", {"reader_fingerprint": "zyx"}),
@@ -255,19 +254,15 @@ def test_readers_never_see_a_half_written_index(saved: Path) -> None:
             writer.add([Document(f"Version {n}.", id="changing")])
             writer.save()
 
-    thread = threading.Thread(target=rewrite)
-    thread.start()
-    while thread.is_alive():
-        seen.add(texts(saved)[-1])
-    thread.join()
+    with ThreadPoolExecutor(1) as pool:
+        writing = pool.submit(rewrite)
+        while not writing.done():
+            seen.add(texts(saved)[-1])
     assert texts(saved)[-1] == "Version 24."
     assert len(seen) > 3
 
 
 def test_a_disk_that_refuses_leaves_the_old_index(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(VectorIndexError) as error:
-        create(saved / "passages.jsonl" / "below").save()
-    assert error.value.path == str(saved / "passages.jsonl" / "below")
     index = reopen(saved)
     index.add(["too much"])
 
@@ -282,25 +277,6 @@ def test_a_disk_that_refuses_leaves_the_old_index(saved: Path, monkeypatch: pyte
     assert not list(saved.glob("*.new"))
     index.save()
     assert len(texts(saved)) == 3
-
-
-@pytest.mark.parametrize("kind", ["flat", "hnsw"])
-def test_search_is_the_loop_over_all_windows(embedder: Embedder, tmp_path: Path, kind: Any) -> None:
-    """With the bundled model, on real text whose passages have several windows each."""
-    index = VectorIndex.create(tmp_path, embedder, chunk_tokens=350, count=words, kind=kind, **READER)
-    index.add(language_reference(["with", "try"]))
-    assert index.manifest.vectors > 1.5 * len(index)
-    assert_search(index, "How are exceptions handled?", 1, 3, 100)
-
-
-def test_bad_questions_are_refused(tmp_path: Path) -> None:
-    index = create(tmp_path)
-    for question, k, setting in (("  \n", 3, "question"), ("x", 0, "top_k")):
-        with pytest.raises(InputError) as error:
-            index.search(question, k)
-        assert error.value.setting == setting
-    with pytest.raises(IndexMissing):
-        index.search("x", 3)
 
 
 @pytest.fixture
@@ -347,14 +323,9 @@ def test_a_killed_embedding_goes_on_until_it_is_saved_and_trusts_no_damaged_reco
     assert not list(path.glob("*embedding*"))
 
 
-def test_vectors_that_cannot_be_kept_are_computed_all_the_same(
-    encoder: WordEncoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_vectors_that_cannot_be_kept_are_computed_all_the_same(encoder: WordEncoder, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with FileLock(tmp_path / f".{EMBEDDING}.lock"):  # another process embeds into it
         for path in (tmp_path, tmp_path / "file" / "index"):  # no folder can be made there
             index, n = fill(path, encoder)
             assert n == index.manifest.vectors
-    monkeypatch.setattr(kept, "LEAST", 1000)
-    fill(tmp_path, encoder)
-    assert not (tmp_path / EMBEDDING).exists()  # too few to be worth it

@@ -1,0 +1,361 @@
+"""A simulated cluster against queueing theory, Che's approximation of LRU, Zipf's law, the engine, and a real node."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from blendserve.bench.servers import Server, binary
+from blendserve.blend.layout import lay_out
+from blendserve.blend.policies.base import make_policy
+from blendserve.blend.work import work_of
+from blendserve.config import BlendConfig
+from blendserve.core import Chunk, ChunkKV, Prompt
+from blendserve.routing import Replica, choose
+from blendserve.simulate import draw, real
+from blendserve.simulate.cache import key_of
+from blendserve.simulate.cluster import Cluster, Trace
+from blendserve.simulate.config import (
+    ROUTINGS,
+    ComputeConfig,
+    CorpusConfig,
+    LinksConfig,
+    RequestsConfig,
+    Routing,
+    SimulateConfig,
+)
+from blendserve.simulate.figures import summary
+from blendserve.simulate.link import Link
+from blendserve.simulate.node import Node
+from blendserve.simulate.real import RealConfig
+from blendserve.simulate.routing import ROUTERS, Holders, Loads, name_of
+from blendserve.simulate.work import Work
+from blendserve.store.memory import MemoryChunk
+from tests.bench.conftest import write_shape
+from tests.golden import research
+
+CHUNK = 1000  # bytes: a token has ten
+FREE = dict.fromkeys(("per_pass", "per_row", "per_pair", "per_loaded", "fixed", "per_answer_token"), 0.0)
+
+
+def config(**parts: Any) -> SimulateConfig:
+    defaults: dict[str, dict[str, Any]] = {
+        "compute": {**FREE, "raw_bytes": 10, "stored_bytes": 10},
+        "corpus": {"chunks": 500, "chunk_tokens": 100, "topic_chunks": 1},
+        "requests": {"number": 400, "chunks": 3},
+        "tiers": {"memory_bytes": 20 * CHUNK},
+        "links": {"delay": 0.0, "node_rate": 0.0},
+    }
+    return SimulateConfig(**{n: {**part, **parts.pop(n, {})} for n, part in defaults.items()}, **parts)
+
+
+def run(settings: SimulateConfig, nodes: int, routing: Routing) -> Trace:
+    return Cluster(settings, nodes, routing).run(draw.requests(settings, nodes), settings.requests.number)
+
+
+def figures(settings: SimulateConfig, nodes: int, routing: Routing) -> dict[str, Any]:
+    return summary(settings, run(settings, nodes, routing), nodes)
+
+
+def at(times: list[float], nodes: int, **parts: Any) -> Trace:
+    """Requests for one chunk each, at these times, one node after the other."""
+    parts.setdefault("requests", {"rate": 1.0})
+    chunks = np.arange(len(times))[:, None]
+    return Cluster(config(**parts), nodes, "round_robin").run([(np.array(times), chunks)], len(times))
+
+
+@pytest.mark.parametrize(("rate", "places", "hits"), [(0.3, 0, 0.0), (0.8, 0, 0.0), (0.8, 200, 0.5)])
+def test_one_server_is_an_m_d_1_queue_and_with_hits_and_misses_an_m_g_1_queue(
+    rate: float, places: int, hits: float
+) -> None:
+    """Pollaczek and Khinchine: waiting is rate E[S^2] / 2 (1 - rate E[S]); here a miss needs 1 s and a hit 0.1 s."""
+    settings = config(
+        compute={"fixed": 0.1, "per_fetched": 0.009},
+        corpus={"chunks": 400, "zipf": 0.0},
+        requests={"number": 40_000, "rate": rate, "chunks": 1, "warm_up": 0.1},
+        tiers={"memory_bytes": places * CHUNK},
+    )
+    found = figures(settings, 1, "round_robin")
+    assert found["hit_rates"]["memory"] == pytest.approx(hits, abs=0.02)
+    mean, second = (hits * 0.1**n + (1 - hits) for n in (1, 2))
+    assert found["ttft"]["mean"] == pytest.approx(mean + rate * second / (2 * (1 - rate * mean)), rel=0.06)
+
+
+@pytest.mark.parametrize("busy", [0.3, 0.7])
+def test_one_core_for_all_nodes_is_an_m_m_1_queue_with_processor_sharing(busy: float) -> None:
+    """A request stays 1 / (1 - busy) of its work on average, where no node ever has two of them."""
+    nodes = 24
+    settings = config(
+        compute={"fixed": 1.0, "slowdown": tuple(range(1, nodes + 1))},
+        requests={"number": 12_000, "rate": busy / nodes, "chunks": 1, "warm_up": 0.1},
+        corpus={"chunks": 1},
+    )
+    assert figures(settings, nodes, "least_loaded")["ttft"]["mean"] == pytest.approx(1 / (1 - busy), rel=0.05)
+
+
+@pytest.mark.parametrize("zipf", [0.6, 1.0])
+def test_hits_are_those_of_che_s_approximation(zipf: float) -> None:
+    """Under independent requests LRU of C places hits chunk i with 1 - exp(-p_i T), where those add up to C."""
+    places, n = 60, 500
+    settings = config(
+        corpus={"zipf": zipf, "coherence": 0.0},
+        requests={"number": 40_000, "chunks": 1, "warm_up": 0.2},
+        tiers={"memory_bytes": places * CHUNK},
+    )
+    p = np.arange(1, n + 1) ** -zipf
+    p /= p.sum()
+    times = np.geomspace(1.0, 1e6, 5_000)
+    time = np.interp(places, [(1 - np.exp(-p * t)).sum() for t in times], times)
+    wanted = float((p * (1 - np.exp(-p * time))).sum())
+    assert figures(settings, 1, "round_robin")["hit_rates"]["memory"] == pytest.approx(wanted, abs=0.012)
+
+
+@pytest.mark.parametrize("slowdown", [(1.0,), (1.0, 1.6)])
+def test_a_closed_loop_does_what_its_slowest_part_can(slowdown: tuple[float, ...]) -> None:
+    compute, requests = {"fixed": 0.5, "slowdown": slowdown}, {"rate": 0.0, "clients": 2, "warm_up": 0.1}
+    found = figures(config(compute=compute, requests=requests), 2, "least_loaded")
+    seconds = 0.5 * slowdown[-1]
+    assert found["throughput"] == pytest.approx(2 / seconds, rel=0.02)
+    assert found["ttft"]["mean"] == pytest.approx(2 * seconds, rel=0.02)  # behind the node's other client
+
+
+def test_a_shared_store_is_a_limit_that_more_nodes_do_not_lift() -> None:
+    rates: Any = {"links": {"store_rate": 10.0 * CHUNK}, "requests": {"rate": 0.0, "warm_up": 0.2}}
+    settings = config(tiers={"memory_bytes": 0}, **rates)
+    found = [figures(settings, nodes, "least_loaded")["throughput"] for nodes in (1, 4)]
+    assert found == pytest.approx([10 / 3, 10 / 3], rel=0.05)
+    link = Link(LinksConfig(store_rate=100.0, node_rate=50.0, delay=1.0))
+    # A second of delay, and the node receives more slowly; the next begins when the store has sent the first.
+    assert [link.fetch(at, 100.0) for at in (0.0, 0.0, 10.0)] == pytest.approx([3.0, 4.0, 3.0])
+
+
+SLOW_LINK = {"links": {"node_rate": float(CHUNK)}}  # a second a chunk
+
+
+@pytest.mark.parametrize(
+    ("times", "compute", "parts", "ttft"),
+    [
+        # The first has half of its second before the other comes, which is alone for its last half.
+        ([0.0, 0.5], {"fixed": 1.0, "slowdown": (1.0, 2.0)}, {}, [1.5, 1.5]),
+        # Two have half of theirs before the third comes, and all three a third of a machine until the two are done.
+        ([0.0, 0.0, 1.0], {"fixed": 1.0, "slowdown": (1.0, 2.0, 3.0)}, {}, [2.5, 2.5, 2.0]),
+        # A node that waits for bytes slows no other down.
+        ([0.0, 1.0], {"fixed": 1.0, "slowdown": (1.0, 3.0)}, SLOW_LINK, [2.0, 2.0]),
+        # Work on bytes that come is hidden alone, and not beside another node's.
+        ([0.0, 9.0], {"per_fetched": 0.005, "slowdown": (1.0, 3.0)}, SLOW_LINK, [1.0, 1.0]),
+        ([0.0, 0.0], {"per_fetched": 0.005, "slowdown": (1.0, 3.0)}, SLOW_LINK, [1.5, 1.5]),
+        # Machines of two nodes do not slow each other down; a single node may be slower than its settings.
+        ([0.0, 0.0, 0.0], {"fixed": 1.0, "slowdown": (1.0, 1.5)}, {}, [1.5, 1.5, 1.0]),
+        ([0.0, 9.0], {"fixed": 1.0, "slowdown": (1.2,)}, {}, [1.2, 1.2]),
+    ],
+)
+def test_work_is_shared_by_hand(times: list[float], compute: Any, parts: Any, ttft: list[float]) -> None:
+    nodes = 1 if len(compute["slowdown"]) == 1 else len(times)
+    assert at(times, nodes, compute=compute, **parts).ttft.tolist() == pytest.approx(ttft)
+
+
+@pytest.mark.parametrize(("n", "s"), [(1, 1.0), (2, 0.0), (7, 0.5), (50, 1.0), (50, 1.7)])
+def test_zipf_is_zipf(n: int, s: float) -> None:
+    law = np.arange(1, n + 1) ** -s
+    law /= law.sum()
+    draws = 200_000
+    drawn = np.bincount(draw.Zipf(n, s).draw(np.random.default_rng(0), draws), minlength=n) / draws
+    assert len(drawn) == n
+    assert (np.abs(drawn - law) < 5 * np.sqrt(law / draws)).all()  # five standard deviations
+
+
+def test_a_corpus_of_a_billion_needs_no_table() -> None:
+    """The share of the first thousand: harmonic numbers, by Euler's constant."""
+    drawn = draw.Zipf(10**9, 1.0).draw(np.random.default_rng(0), 40_000)
+    assert 0 <= drawn.min() <= drawn.max() < 10**9
+    wanted = (np.log(1000) + 0.5772) / (np.log(1e9) + 0.5772)
+    assert abs((drawn < 1000).mean() - wanted) < 0.012
+
+
+@given(
+    chunks=st.integers(1, 40),
+    wanted=st.integers(1, 12),
+    topic=st.integers(1, 50),
+    coherence=st.sampled_from([0.0, 0.5, 1.0]),
+    zipf=st.sampled_from([0.0, 1.0, 1.4]),
+    lifetime=st.sampled_from([0, 7]),
+)
+def test_requests_have_different_chunks_of_the_corpus(
+    chunks: int, wanted: int, topic: int, **law: Any
+) -> None:
+    size, corpus = min(chunks, wanted), {"chunks": chunks, "topic_chunks": topic, **law}
+    settings = SimulateConfig(corpus=corpus, requests={"number": 20, "chunks": size})
+    ((times, asked),) = draw.requests(settings, 3)
+    assert asked.shape == (20, size)
+    assert 0 <= asked.min() <= asked.max() < chunks
+    assert all(len(set(row)) == len(row) for row in asked.tolist())
+    assert (np.diff(times) >= 0).all()
+    ((again, same),) = draw.requests(settings, 5)
+    assert (same == asked).all()  # whatever the number of nodes
+    assert np.allclose(again * 5, times * 3)
+
+
+def test_the_numbers_are_the_recorded_ones() -> None:
+    """To the last digits, which sums of many numbers may differ in by CPU."""
+    assert research.same(research.simulation(), research.golden("simulate"), 1e-12)
+
+
+TIERS: dict[str, list[Any]] = {
+    "memory_bytes": [5 * CHUNK],
+    "disk_bytes": [0, 8 * CHUNK],
+    "remote_bytes": ["all", 0, 30 * CHUNK],
+    "precomputed": [True, False],
+    "admission": ["always", "tinylfu"],
+}
+
+
+@given(
+    nodes=st.integers(1, 4),
+    routing=st.sampled_from(ROUTINGS),
+    tiers=st.fixed_dictionaries({name: st.sampled_from(values) for name, values in TIERS.items()}),
+    rate=st.sampled_from([0.0, 5.0]),
+    slowdown=st.sampled_from([(1.0,), (1.0, 1.7)]),
+    seed=st.integers(0, 3),
+)
+def test_nothing_is_lost(
+    nodes: int, routing: Routing, tiers: Any, rate: float, slowdown: tuple[float, ...], seed: int
+) -> None:
+    settings = config(
+        tiers=tiers,
+        corpus={"chunks": 60},
+        requests={"number": 120, "rate": rate, "warm_up": 0.0},
+        compute={"fixed": 0.1, "per_row": 0.001, "slowdown": slowdown},
+        links={"store_rate": 1e5, "node_rate": 2e5},
+        seed=seed,
+    )
+    trace = run(settings, nodes, routing)
+    assert (trace.found.sum(axis=1) == settings.requests.chunks).all()
+    assert (trace.ttft >= 0.1 - 1e-9).all()
+    assert (trace.left >= trace.came + trace.ttft - 1e-9).all()
+    found = summary(settings, trace, nodes)
+    assert sum(found["hit_rates"].values()) == pytest.approx(1.0)
+    assert found["bytes"]["from_store"] == trace.found[:, 2].sum() * CHUNK
+    assert trace.sent <= trace.found[:, 3].sum()
+    if tiers["precomputed"] and tiers["remote_bytes"] == "all":
+        assert not trace.found[:, 3].any()
+
+
+@example(hot=[{0}, set(), {0, 1}], loads=[0, 2, 1, 0, 0, 0], chunks={0, 1})  # told apart by the bound alone
+@given(
+    hot=st.lists(st.sets(st.integers(0, 11)), min_size=1, max_size=6),
+    loads=st.lists(st.integers(0, 4), min_size=6, max_size=6),
+    chunks=st.sets(st.integers(0, 11), min_size=1, max_size=5),
+)
+def test_chunk_affinity_is_the_rule_that_replicas_are_chosen_by(
+    hot: list[set[int]], loads: list[int], chunks: set[int]
+) -> None:
+    """By an index from chunks, and by looking at every replica; where no replica has any, only the bound is common."""
+    n = len(hot)
+    known, holders = Loads(n, 1.25), Holders()
+    for node in range(n):
+        known.add(node, loads[node])
+        for chunk in hot[node]:
+            holders.came(node, chunk)
+    chosen = ROUTERS["chunks"](known, holders).choose(sorted(chunks))
+    replicas = [Replica(name_of(i), {key_of(c) for c in hot[i]}, loads[i]) for i in range(n)]
+    assert loads[chosen] < known.bound()
+    if any(hot[i] & chunks and loads[i] < known.bound() for i in range(n)):
+        assert name_of(chosen) == choose([key_of(c) for c in chunks], replicas, slack=1.25)
+
+
+@given(
+    found=st.lists(st.booleans(), min_size=1, max_size=6),
+    size=st.integers(1, 40),
+    prefix=st.integers(1, 9),
+    question=st.integers(1, 9),
+    ratio=st.sampled_from([0.0, 0.05, 0.3, 1.0]),
+)
+def test_work_is_counted_as_the_engine_counts_it(
+    found: list[bool], size: int, prefix: int, question: int, ratio: float
+) -> None:
+    """The engine looks at a layout token by token."""
+    stored = {
+        n: MemoryChunk(ChunkKV(torch.zeros(1, 1, n, 2), torch.zeros(1, 1, n, 2))) for n in (prefix, size)
+    }
+    prompt = Prompt((1,) * prefix, tuple(Chunk((2,) * size) for _ in found), (3,) * question)
+    views = [stored[size] if there else None for there in found]
+    layout = lay_out(prompt, stored[prefix], views, behind_prefix=True)
+    wanted = work_of(layout, make_policy(BlendConfig(ratio=ratio)), 1).row()
+    requests = RequestsConfig(prefix_tokens=prefix, question_tokens=question, chunks=len(found))
+    work = Work(ComputeConfig(ratio=ratio), CorpusConfig(chunk_tokens=size), requests)
+    assert torch.allclose(torch.tensor(work.counts(found)).double(), torch.tensor(wanted).double(), rtol=1e-6)
+
+
+NAMES = ("pass", "row", "pair", "loaded", "fetched", "answer_token", "stored")
+CONSTANTS = {**dict.fromkeys((*(f"per_{name}" for name in NAMES), "fixed", "delay"), 1e-5), "node_rate": 1e9}
+
+
+@pytest.mark.skipif(binary() is None, reason="there is no valkey-server here")
+def test_a_real_node_finds_what_a_simulated_one_finds(tmp_path: Path) -> None:
+    """Each of 25 requests, over a store that has all and over one that has nothing."""
+    sizes = {"pool": 16, "chunk_tokens": 16, "request_chunks": 3, "memory": 4, "near": 7, "requests": 25}
+    config = RealConfig(model=write_shape(tmp_path), nodes=1, **sizes)
+    with Server() as server:
+        node = Node({**config.model_dump(mode="json"), "url": server.url})
+        base = real.settings(config, CONSTANTS, node.about())
+        node.precompute("full")
+        for store in ("full", "empty"):
+            known = real.over(base, store)
+            ((_, chunks),) = draw.requests(known, 1)
+            node.open(store)
+            found = []
+            for asked in chunks.tolist():
+                found.append(node.ask(asked)["found"])
+                node.flush()  # copies are made in the background: here, before the next request
+            simulated = Cluster(known, 1, "round_robin").run(draw.requests(known, 1), config.requests)
+            assert found == simulated.found.tolist()
+        node.close()
+
+
+class FakeNode:
+    """A node that has every chunk in its own store, and needs half a second for each request."""
+
+    about: ClassVar[Any] = {"prefix_tokens": 8, "question_tokens": 4, "raw_bytes": 10}
+
+    def take(self, order: list[Any]) -> dict[str, Any]:
+        if order == ["measure"]:
+            return {**CONSTANTS, "hot": 0.25}
+        return {"ttft": 0.5, "behind": 0.1, "waited": 0.25, "hot": [], "found": [0, len(order[1]), 0, 0]}
+
+
+def test_a_node_is_compared_with_the_simulated_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone and in every run of the plan: it needs twice its least time."""
+    monkeypatch.setattr(real, "nodes_of", lambda _: nullcontext([FakeNode()]))
+    found = real.compare(RealConfig(nodes=1, pool=20, chunk_tokens=10, memory=5, near=9, requests=40), print)
+    assert {(alone["same_places"], alone["ttft_real"]) for alone in found["alone"].values()} == {(0.0, 0.5)}
+    runs = [(told["store"], told["routing"]) for told in found["runs"]]
+    every = [("full", routing) for routing in ("round_robin", "prefix", "chunks")]
+    assert runs == [*every, ("empty", "round_robin"), ("closed", "chunks")]
+    for told in found["runs"]:
+        assert (told["waited"], told["slowdown"]) == (0.25, (2.0,))
+        hits = told["simulated"]["hit_rates"]
+        assert told["error_simulated"]["hit_rates"] == {**hits, "disk": hits["disk"] - 1}
+        mean = {name: told[name]["ttft"]["mean"] for name in ("real", "simulated", "apart")}
+        assert told["error_apart"]["ttft"]["mean"] == pytest.approx(mean["apart"] / mean["real"] - 1)
+        assert mean["apart"] < mean["simulated"] < mean["real"]
+
+
+def test_a_node_that_fails_ends_the_run_and_its_threads() -> None:
+    class Broken(FakeNode):
+        def take(self, order: list[Any]) -> dict[str, Any]:
+            raise ZeroDivisionError
+
+    config = real.settings(RealConfig(nodes=1, pool=20, requests=40), CONSTANTS, FakeNode.about)
+    nodes: list[Any] = [Broken()]
+    before = threading.active_count()
+    with pytest.raises(ZeroDivisionError):
+        real.serve(nodes, config, "round_robin", *next(draw.requests(config, 1)))
+    assert threading.active_count() == before
