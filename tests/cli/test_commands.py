@@ -28,9 +28,7 @@ def test_ask_blends_with_the_given_ratio_and_streams(index: Path) -> None:
     assert report["share_recomputed"] == pytest.approx(0.2, abs=0.005)
     assert answer["timings"]["ttft"] > 0
     streamed = cli(*question)
-    assert streamed.code == 0
-    assert streamed.out.strip()
-    assert "bee 1" in streamed.out  # the title of a source
+    assert (streamed.code, "bee 1" in streamed.out) == (0, True)  # the title of a source
 
 
 def test_index_and_store_commands_add_up(index: Path, tmp_path: Path) -> None:
@@ -65,9 +63,7 @@ def test_shards_merge_into_one_store(index: Path, tmp_path: Path) -> None:
 def test_doctor_reports_every_check() -> None:
     done = cli("doctor", "--json")
     report = done.json()
-    assert done.code == 0
-    assert report["passed"]
-    assert len(report["rows"]) > 5
+    assert (done.code, report["passed"], len(report["rows"]) > 5) == (0, True, True)
     assert report["kernels"]["measured"] == []  # the suite turns measuring off
     assert min(report["kv_bytes_per_token"], report["context_tokens"]) > 0
     assert report["exact"]
@@ -96,8 +92,7 @@ def test_results_are_tables_without_json(index: Path) -> None:
     assert [c["codec"] for c in cli("codec", "list", "--json").json()["codecs"]] == list(CODECS.names)
     for command in (("codec", "list"), ("codec", "show", index), ("store", "stats", index), ("doctor",)):
         done = cli(*command)
-        assert done.code == 0
-        assert len(done.out.splitlines()) > 3
+        assert (done.code, done.out.count("\n") > 3) == (0, True), command
 
 
 def test_ctrl_c_ends_precompute_cleanly_and_the_next_run_resumes(tmp_path: Path) -> None:
@@ -111,9 +106,7 @@ def test_ctrl_c_ends_precompute_cleanly_and_the_next_run_resumes(tmp_path: Path)
     assert "Traceback" not in (tmp_path / "log").read_text()
     done = cli("precompute", index, "--store", store, "--json")
     report = done.json()
-    assert done.code == 0
     assert report["computed"] + report["skipped"] == report["chunks"] == 25
-    assert report["computed"] > 0
-    assert report["skipped"] >= STORED  # the chunks of the stopped batch are stored before the exit
+    assert STORED <= report["skipped"] < 25  # the chunks of the stopped batch are stored before the exit
     verified = cli("store", "verify", index, "--store", store, "--json").json()
     assert (verified["good"], verified["bad"]) == (25, [])

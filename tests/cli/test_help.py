@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,6 +20,7 @@ from blendserve.cli.options import Options, make_app, with_options
 from blendserve.cli.reference import pages
 from blendserve.config import BlendConfig, Config, DecodeConfig
 from tests.support.commands import cli
+from tests.support.pages import walk
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
 FRESH = """
@@ -31,19 +32,13 @@ print(json.dumps({"codes": codes, "heavy": sorted(heavy)}))
 """
 
 
-def commands(words: tuple[str, ...], command: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
-    yield words, command
-    for part in command.list_commands(None) if hasattr(command, "list_commands") else ():
-        yield from commands((*words, part), command.get_command(None, part))
-
-
 @pytest.mark.parametrize(("name", "text"), pages().items(), ids=pages())
 def test_generated_pages_are_current(name: str, text: str) -> None:
     assert (REFERENCE / name).read_text() == text, "run scripts/make_reference.py"
 
 
 def test_every_command_and_option_has_help() -> None:
-    found = dict(commands((), typer.main.get_command(app)))
+    found = dict(walk(typer.main.get_command(app)))
     assert {words[0] for words in found if words} == set(COMMANDS.names)
     for words, command in found.items():
         assert command.help, words
@@ -55,11 +50,11 @@ def test_every_command_and_option_has_help() -> None:
 
 def test_help_and_version_import_nothing_heavy() -> None:
     done = subprocess.run([sys.executable, "-c", FRESH], capture_output=True, text=True, check=True)
-    *shown_help, line, told = done.stdout.splitlines()
+    *_, line, told = done.stdout.splitlines()
     assert json.loads(told) == {"codes": [0, 0], "heavy": []}
-    assert all(f"  {name} " in "\n".join(shown_help) for name in COMMANDS.names)
-    torch, python = version("torch"), platform.python_version()
-    assert line == f"blendserve {blendserve.__version__}, torch {torch}, Python {python}"
+    assert {blendserve.__version__, version("torch"), platform.python_version()} <= set(
+        re.split("[ ,]", line)
+    )
 
 
 def called(options: Options, *words: str) -> Any:
@@ -83,8 +78,8 @@ def test_options_set_the_fields_they_are_named_after() -> None:
     options = Options(Config(), *fields, names={"store.path": "folder"}, load=Config.load)
     words = "--ratio auto --check-layers 1,3 --check-layers 5 --folder here --host-bytes 8 --no-write-back"
     got = called(options, *words.split())
-    assert (got.blend.ratio, got.blend.check_layers, got.store.path) == ("auto", (1, 3, 5), Path("here"))
-    assert (got.store.tiers.host_bytes, got.store.write_back) == (8, False)
+    assert (got.blend.ratio, got.blend.check_layers) == ("auto", (1, 3, 5))
+    assert (got.store.path, got.store.tiers.host_bytes, got.store.write_back) == (Path("here"), 8, False)
     options = Options(Config(), "decode.seed", "blend.seed", "decode.stop", verbatim=("stop",))
     got = called(options, "--seed", "3", "--stop", "a, b", "--stop", "c")
     assert (got.decode.seed, got.blend.seed, got.decode.stop) == (3, 3, ("a, b", "c"))

@@ -21,8 +21,8 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from blendserve import errors
-from blendserve.serve.config import ServeConfig
-from tests.support.http import MODEL, QUESTIONS, Server, TenantClient, bearer
+from tests.support.engines import QUESTIONS
+from tests.support.http import MODEL, Client, Server, asked, bearer, serving
 from tests.support.waiting import eventually
 
 ORIGIN = "http://a.page"
@@ -38,8 +38,7 @@ OWN = [
     {"text": "A cat sat on the mat.", "title": "Cats", "id": "cats"},
     {"text": "A dog slept all morning long.", "title": "Dogs", "id": "dogs"},
 ]
-ASKED = {"model": MODEL, "messages": [{"role": "user", "content": QUESTIONS[0]}]}
-CHAT: dict[str, Any] = {**ASKED, "documents": OWN, "max_tokens": 3, "foo": 1}
+CHAT: dict[str, Any] = {"model": MODEL, "messages": asked(), "documents": OWN, "max_tokens": 3, "foo": 1}
 COMPLETION: dict[str, Any] = {**CHAT, "prompt": "What?"}
 QUERY: dict[str, Any] = {"question": QUESTIONS[0], "documents": OWN, "max_tokens": 3, "foo": 1}
 STREAM = {"stream": True, "stream_options": {"include_usage": True}}
@@ -142,14 +141,9 @@ ERRORS: dict[str, Exception] = {  # each kind, raised by the store
 def transcript() -> dict[str, Any]:
     """All of it, of a server with keys that is started for this."""
     with tempfile.TemporaryDirectory() as folder:
-        keys = Path(folder) / "keys.json"
-        server = Server(
-            Path(folder) / "served", ServeConfig(keys=keys, max_body_kb=64, cors_origins=(ORIGIN,))
-        )
-        try:
+        settings: dict[str, Any] = {"keys": Path(folder) / "keys.json", "max_body_kb": 64}
+        with serving(Path(folder) / "served", cors_origins=(ORIGIN,), **settings) as server:
             return dict(_recorded(server))
-        finally:
-            server.close()
 
 
 def _recorded(server: Server) -> Iterator[tuple[str, Any]]:
@@ -166,7 +160,7 @@ def _recorded(server: Server) -> Iterator[tuple[str, Any]]:
         with mock.patch.object(server.engine.store, "stats", side_effect=error):
             yield f"error: {name}", _exchange(root, "GET", "/v1/cache/stats", None)
     for key in ("", "wrong"):
-        yield f"key: {key or 'none'}", _exchange(TenantClient(server, key), "GET", "/v1/models", None)
+        yield f"key: {key or 'none'}", _exchange(server.with_key(key), "GET", "/v1/models", None)
     for method, path, body in (
         ("GET", "/metrics", None),
         ("GET", "/v1/cache/stats", None),
@@ -190,12 +184,10 @@ def _recorded(server: Server) -> Iterator[tuple[str, Any]]:
     yield "openapi", _described(root.get("/openapi.json").json())
 
 
-def _exchange(client: TenantClient, method: str, path: str, body: Any) -> dict[str, Any]:
+def _exchange(client: Client, method: str, path: str, body: Any) -> dict[str, Any]:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     headers = {"Content-Type": "application/json", "Origin": ORIGIN, **bearer(client.key)}
-    response = client.server.http.request(
-        method, path, headers=headers, content=None if body is None else content
-    )
+    response = client.http.request(method, path, headers=headers, content=None if body is None else content)
     return {"request": f"{method} {path}", **_response(response)}
 
 

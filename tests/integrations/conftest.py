@@ -13,7 +13,8 @@ import pytest
 
 from blendserve.core import Passage
 from tests.conftest import INTEGRATIONS
-from tests.support.http import MODEL, PASSAGES, QUESTIONS, Server, TenantClient, serving
+from tests.support.engines import PASSAGES, QUESTIONS
+from tests.support.http import MODEL, Server, serving
 
 UNTITLED = [Passage(p.text) for p in PASSAGES]
 
@@ -37,7 +38,7 @@ def own_answer(
 ) -> dict[str, Any]:
     """The server's own answer over these passages."""
     documents = [{"text": p.text, "title": p.title} for p in passages]
-    return TenantClient(server).ask(question, documents=documents, **options)
+    return server.ask(question, documents=documents, **options)
 
 
 def run_example(folder: str, server: Server, names: dict[str, Any]) -> None:

@@ -11,7 +11,8 @@ import pytest
 
 from blendserve.core import Passage
 from tests.integrations.conftest import UNTITLED, own_answer
-from tests.support.http import MODEL, QUESTIONS, Server
+from tests.support.engines import QUESTIONS
+from tests.support.http import MODEL, Server
 
 pytest.importorskip("pytest_asyncio")
 
@@ -62,23 +63,19 @@ async def haystack(case: Case) -> tuple[list[str], Any]:
     from haystack import Document
     from haystack_integrations.components.generators.blendserve import BlendserveGenerator
 
-    documents, pieces = (
-        [Document(id=f"id-{n}", content=p.text) for n, p in enumerate(case.passages)],
-        list[str](),
-    )
+    documents = [Document(id=f"id-{n}", content=p.text) for n, p in enumerate(case.passages)]
+    pieces: list[str] = []
 
     def on_piece(chunk: Any) -> None:
         pieces.append(chunk.content)
 
     async def on_piece_later(chunk: Any) -> None:
-        pieces.append(chunk.content)
+        on_piece(chunk)
 
     made: Any = BlendserveGenerator(case.model, case.url, max_retries=0, generation_kwargs=case.options)
-    if case.later:
-        callback: Any = on_piece_later if case.stream else None
-        said = await made.run_async(QUESTION, documents, streaming_callback=callback)
-    else:
-        said = made.run(QUESTION, documents, streaming_callback=on_piece if case.stream else None)
+    callback: Any = (on_piece_later if case.later else on_piece) if case.stream else None
+    asked: Any = {"query": QUESTION, "documents": documents, "streaming_callback": callback}
+    said = await made.run_async(**asked) if case.later else made.run(**asked)
     assert not case.stream or "".join(pieces) == said["replies"][0]
     return pieces or said["replies"], said["meta"][0]
 

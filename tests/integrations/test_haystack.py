@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from tests.integrations.conftest import own_answer, run_example
-from tests.support.http import MODEL, PASSAGES, QUESTIONS, Server, TenantClient
+from tests.support.engines import PASSAGES, QUESTIONS
+from tests.support.http import MODEL, Server
 
 pytest.importorskip("haystack.version")
 pytest.importorskip("pytest_asyncio")
@@ -31,42 +32,20 @@ def generator(server: Server, **options: Any) -> BlendserveGenerator:
 
 
 def test_serialisation() -> None:
-    made = BlendserveGenerator(
-        MODEL,
-        "https://base.url/v1",
-        api_key=Secret.from_env_var("KEY"),
-        streaming_callback=print_streaming_chunk,
-        generation_kwargs={"max_tokens": 5},
-        timeout=7.0,
-    )
+    secret, callback = Secret.from_env_var("KEY"), print_streaming_chunk
+    more: dict[str, Any] = {"generation_kwargs": {"max_tokens": 5}, "timeout": 7.0}
+    made = BlendserveGenerator(MODEL, "https://a/v1", api_key=secret, streaming_callback=callback, **more)
     data = made.to_dict()
-    assert data == {
-        "type": TYPE,
-        "init_parameters": {
-            "model": MODEL,
-            "api_base_url": "https://base.url/v1",
-            "api_key": {"type": "env_var", "env_vars": ["KEY"], "strict": True},
-            "streaming_callback": "haystack.components.generators.utils.print_streaming_chunk",
-            "generation_kwargs": {"max_tokens": 5},
-            "timeout": 7.0,
-            "max_retries": 2,
-        },
-    }
+    assert data["type"] == TYPE
+    assert data["init_parameters"].items() >= {"model": MODEL, "api_base_url": "https://a/v1", **more}.items()
     again = BlendserveGenerator.from_dict(made.to_dict())
-    assert again.streaming_callback is print_streaming_chunk
-    assert again.api_key == Secret.from_env_var("KEY")
-    for same in (made, BlendserveGenerator(MODEL)):
-        assert BlendserveGenerator.from_dict(same.to_dict()).to_dict() == same.to_dict()
+    assert (again.streaming_callback, again.api_key, again.to_dict()) == (callback, secret, data)
     with pytest.raises(ValueError):  # noqa: PT011  a key is never serialised
         BlendserveGenerator(MODEL, api_key=Secret.from_token("secret")).to_dict()
 
 
-def test_usage_and_retrieval_are_the_servers(server: Server) -> None:
-    for documents, own in (
-        (DOCUMENTS, own_answer(server, PASSAGES)),
-        ([], own_answer(server, [])),
-        (None, TenantClient(server).ask(QUESTION)),
-    ):
+def test_without_documents_there_are_none_or_the_servers(server: Server) -> None:
+    for documents, own in (([], own_answer(server, [])), (None, server.ask(QUESTION))):
         said = generator(server).run(QUESTION, documents)
         (meta,) = said["meta"]
         assert said["replies"] == [own["text"]]

@@ -1,4 +1,4 @@
-"""llama-index-response-synthesizers-blendserve: the checks of LlamaIndex's template, nodes and query engines."""
+"""llama-index-response-synthesizers-blendserve: nodes and query engines."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ import pytest
 
 from blendserve.core import Passage
 from tests.integrations.conftest import UNTITLED, own_answer, run_example
-from tests.support.http import MODEL, PASSAGES, QUESTIONS, Server
+from tests.support.engines import PASSAGES, QUESTIONS
+from tests.support.http import MODEL, Server
 
 pytest.importorskip("llama_index.core")
 
 from llama_index.core import MockEmbedding, Settings, VectorStoreIndex
-from llama_index.core.base.response.schema import Response, StreamingResponse
 from llama_index.core.llms import MockLLM
 from llama_index.core.query_engine import RetrieverQueryEngine
-from llama_index.core.response_synthesizers import BaseSynthesizer
 from llama_index.core.schema import NodeWithScore, TextNode
 from llama_index.response_synthesizers.blendserve import BlendserveSynthesizer
 
@@ -28,19 +27,9 @@ def synthesizer(server: Server, **options: Any) -> BlendserveSynthesizer:
     return BlendserveSynthesizer(MODEL, f"{server.url}/v1", max_retries=0, **options)
 
 
-def test_classes(server: Server) -> None:
-    """As LlamaIndex's template for integrations asks for."""
-    assert BaseSynthesizer.__name__ in [base.__name__ for base in BlendserveSynthesizer.__mro__]
-    assert isinstance(synthesizer(server).synthesize(QUESTION, NODES), Response)
-    streamed = synthesizer(server, streaming=True).synthesize(QUESTION, NODES)
-    assert isinstance(streamed, StreamingResponse)
-    assert list(streamed.response_gen)
-
-
 def test_a_node_is_shown_with_its_metadata(server: Server) -> None:
-    node = TextNode(
-        text="It is round.", metadata={"title": "Moon", "page": 7}, excluded_llm_metadata_keys=["page"]
-    )
+    known = {"title": "Moon", "page": 7}
+    node = TextNode(text="It is round.", metadata=known, excluded_llm_metadata_keys=["page"])
     response = synthesizer(server).synthesize(QUESTION, [NodeWithScore(node=node)])
     assert response.metadata is not None
     shown = [p["text"] for p in response.metadata["x_blendserve"]["passages"]]

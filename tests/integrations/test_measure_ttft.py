@@ -6,6 +6,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ import pytest
 
 from tests.bench.conftest import write_shape
 from tests.conftest import INTEGRATIONS
-from tests.support.http import QUESTIONS, Server
+from tests.support.engines import QUESTIONS
+from tests.support.http import Server
 
+SMALL = {"collection": "a", "questions": 1, "chunks": 3, "chunk_tokens": 16}
 SCRIPT = INTEGRATIONS / "measure_ttft.py"
 spec: Any = importlib.util.spec_from_file_location("measure_ttft", SCRIPT)
 script: Any = importlib.util.module_from_spec(spec)
@@ -47,13 +50,9 @@ def test_a_different_answer_or_a_low_speedup_is_the_exit_code(
 ) -> None:
     measured = samples("own API", (1.0,), (1.0,)) + samples("other", (1.0,), (1.0,), text)
     monkeypatch.setattr(script, "measure", lambda target: measured)
-    options = {"url": server.url, "collection": "a", "questions": 1, "chunks": 3, "chunk_tokens": 16}
-    exit_code = 0
-    try:
-        script.main(**options, **({"at_least": at_least} if at_least else {}))
-    except script.typer.Exit as end:
-        exit_code = end.exit_code
-    assert (exit_code != 0) == fails
+    options = {"url": server.url, **SMALL, **({"at_least": at_least} if at_least else {})}
+    with pytest.raises(script.typer.Exit) if fails else nullcontext():
+        script.main(**options)
 
 
 def test_chunks_are_long_and_shuffled_and_stored(server: Server) -> None:
@@ -87,24 +86,13 @@ def test_it_measures_every_framework(
         pytest.importorskip(package)
     if own_server:
         model = write_shape(tmp_path / "shape", max_position_embeddings=4096)
-        options = [
-            "--model",
-            model,
-            "--index",
-            str(tmp_path / "index"),
-            "--questions",
-            "2",
-            "--max-tokens",
-            "4",
-        ]
-        command = [sys.executable, str(SCRIPT), *options, "--json"]
+        options = f"--model {model} --index {tmp_path / 'index'} --questions 2 --max-tokens 4 --json"
+        command = [sys.executable, str(SCRIPT), *options.split()]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         printed = json.loads(done.stdout)
     else:
-        script.main(
-            url=server.url, collection="a", questions=2, chunks=3, chunk_tokens=16, max_tokens=4, as_json=True
-        )
+        script.main(url=server.url, **{**SMALL, "questions": 2}, max_tokens=4, as_json=True)
         printed = json.loads(capsys.readouterr().out)
     names = [row["application"] for row in printed["rows"]]
     assert names == ["own API", "LangChain", "LlamaIndex", "Haystack"]

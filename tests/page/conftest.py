@@ -12,7 +12,8 @@ from collections.abc import Iterator
 import pytest
 from playwright.sync_api import Browser, ConsoleMessage, Page, sync_playwright
 
-from tests.support.http import PASSAGES, Server, serving
+from tests.support.engines import PASSAGES
+from tests.support.http import Server, serving
 
 TIMEOUT_MS = 30_000
 
@@ -38,8 +39,7 @@ def browser() -> Iterator[Browser]:
 @pytest.fixture(scope="package")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Without keys: two collections of three documents each, whose KV is stored."""
-    engine = {"blend": {"method": "blend", "near": True}}
-    with serving(tmp_path_factory.mktemp("page"), slots=4, engine=engine) as made:
+    with serving(tmp_path_factory.mktemp("page"), slots=4, engine={"blend": {"near": True}}) as made:
         made.engine.precompute(PASSAGES)
         yield made
 

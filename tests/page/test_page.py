@@ -13,7 +13,8 @@ from playwright.sync_api import Page, Route, expect
 
 from blendserve.core import Passage
 from tests.page.conftest import TIMEOUT_MS
-from tests.support.http import OWN, PASSAGES, QUESTIONS, Server, TenantClient, serving
+from tests.support.engines import PASSAGES, QUESTIONS
+from tests.support.http import OWN, Server, serving
 from tests.support.waiting import eventually
 
 expect.set_options(timeout=TIMEOUT_MS)
@@ -35,13 +36,8 @@ def ask(page: Page, question: str = QUESTIONS[0], wait: bool = True) -> None:
 
 def states_shown(page: Page) -> Counter[str]:
     """Tokens by the state that their run is drawn in."""
-    runs = page.eval_on_selector_all(
-        "#prompt .run", "runs => runs.map(run => [run.className, run.children.length])"
-    )
-    found: Counter[str] = Counter()
-    for name, tokens in runs:
-        found[name.removeprefix("run s-")] += tokens
-    return found
+    found = "runs => runs.flatMap(run => Array(run.children.length).fill(run.className))"
+    return Counter(name.removeprefix("run s-") for name in page.eval_on_selector_all("#prompt .run", found))
 
 
 def states_of(report: dict[str, Any]) -> Counter[str]:
@@ -59,7 +55,7 @@ def rows(page: Page, view: str) -> Any:
 
 
 def test_a_question_is_answered_and_explained_token_by_token(page: Page, server: Server) -> None:
-    whole = TenantClient(server).ask(explain=True)
+    whole = server.ask(explain=True)
     visit(page, server)
     page.evaluate(
         """() => {
@@ -83,7 +79,7 @@ def test_a_question_is_answered_and_explained_token_by_token(page: Page, server:
 
 
 def test_a_tokens_tip_opens_by_pointer_and_by_keys(page: Page, server: Server) -> None:
-    explanation = TenantClient(server).ask(explain=True)["explanation"]
+    explanation = server.ask(explain=True)["explanation"]
     visit(page, server)
     ask(page)
     tip, token = page.locator("#token-tip"), page.locator('#prompt [data-i][tabindex="0"]')
@@ -137,7 +133,7 @@ def test_the_slider_is_the_ratio(page: Page, server: Server) -> None:
     ask(page)
     for ratio in ("0.5", "0.04"):
         page.locator("#ratio").fill(ratio)
-        want = states_of(TenantClient(server).ask(ratio=float(ratio), max_tokens=1)["report"])
+        want = states_of(server.ask(ratio=float(ratio), max_tokens=1)["report"])
         eventually(lambda want=want: page.locator("#ttft").count() and states_shown(page) == want)  # type: ignore[misc]
     page.select_option("#method", "full")
     expect(page.locator("#ratio")).to_be_disabled()
@@ -152,11 +148,11 @@ def test_methods_race_on_the_same_question(page: Page, server: Server) -> None:
     lanes, methods = page.locator(".lane"), ["full", "prefix", "reuse", "blend"]
     assert lanes.evaluate_all("all => all.map(lane => lane.dataset.method)") == methods
     for n, method in enumerate(methods):
-        whole = TenantClient(server).ask(method=method)
-        report = whole["report"]
-        run = report["tokens_computed"] + report["tokens_recomputed"] + report["tokens_suffix"]
+        whole = server.ask(method=method)
+        states, n_tokens = states_of(whole["report"]), whole["report"]["tokens_prompt"]
         expect(lanes.nth(n).locator(".said")).to_have_text(whole["text"])
-        expect(lanes.nth(n)).to_contain_text(f"{run} of {report['tokens_prompt']} tokens computed")
+        run = states["recomputed"] + states["fresh"]
+        expect(lanes.nth(n)).to_contain_text(f"{run} of {n_tokens} tokens computed")
     expect(lanes.nth(0).locator(".speed")).to_have_text("1.0×")
     clocks = page.locator(".clock").all_text_contents()
     replay.click()
@@ -164,9 +160,9 @@ def test_methods_race_on_the_same_question(page: Page, server: Server) -> None:
 
 
 def test_a_passage_with_markup_is_text_everywhere(page: Page, server: Server) -> None:
-    client, title = TenantClient(server), f"<b>Heron</b> {MARKUP}"[:200]
+    title = f"<b>Heron</b> {MARKUP}"[:200]
     body = {"collection": "a", "documents": [{"id": "<i>x</i>", "title": title, "text": MARKUP}]}
-    assert client.job("/v1/documents", body)["state"] == "done"
+    assert server.job("/v1/documents", body)["state"] == "done"
     visit(page, server)
     ask(page, "Where is the heron?")
     assert "<script>window.harmed=1</script>" in (page.locator("#prompt").text_content() or "")
@@ -176,7 +172,7 @@ def test_a_passage_with_markup_is_text_everywhere(page: Page, server: Server) ->
         expect(page.locator(f"#{view} tbody")).to_contain_text("<b>Heron</b>")
     assert page.evaluate("window.harmed") is None
     assert page.locator("main :is(img, script, i:not(.swatch))").count() == 0
-    client.delete("/v1/documents/%3Ci%3Ex%3C%2Fi%3E", collection="a").raise_for_status()
+    server.delete("/v1/documents/%3Ci%3Ex%3C%2Fi%3E", collection="a").raise_for_status()
 
 
 def test_chunks_are_searched_pinned_deleted_and_warmed(page: Page, server: Server) -> None:
@@ -236,7 +232,7 @@ def test_documents_are_dropped_in_followed_listed_and_deleted(
     page.set_input_files("#files", picture)
     expect(page.locator("#documents .problem")).to_contain_text("picture.png")
     for n in range(3):
-        TenantClient(server).delete(f"/v1/documents/line {n}", collection="a").raise_for_status()
+        server.delete(f"/v1/documents/line {n}", collection="a").raise_for_status()
 
 
 def test_the_page_works_while_the_model_is_busy(page: Page, server: Server) -> None:
@@ -262,7 +258,7 @@ def test_charts_show_the_servers_metrics(page: Page, server: Server) -> None:
     stored = server.engine.store.stats().bytes
     said = page.evaluate('async n => (await import("/page/format.js")).bytes(n)', stored)
     expect(page.locator(".chart", has_text="KV in the store")).to_contain_text(said)
-    TenantClient(server).ask(QUESTIONS[1], max_tokens=8)
+    server.ask(QUESTIONS[1], max_tokens=8)
     expect(page.locator(".chart", has_text="Time to first token").locator("b").first).not_to_have_text("–")
     assert page.locator(".chart path.line").first.get_attribute("d")
     # By hand: 4 in (0, 1], 4 in (1, 3]; half are below the first bucket's end, 3/4 below the second's middle.

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
-from tests.support.http import Server, TenantClient, shared_server
+from tests.support.http import CHUNK_TOKENS, KEY, ORIGIN, SEPARATOR, Client, Server, serving
 
 
 @pytest.fixture(scope="session")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with shared_server(tmp_path_factory.mktemp("serve")) as made:
+    """At the end it must be as empty as at its start."""
+    folder = tmp_path_factory.mktemp("serve")
+    engine = {"prompt": {"separator": SEPARATOR}, "retrieve": {"chunk_tokens": CHUNK_TOKENS}}
+    access: dict[str, Any] = {"keys": folder / "keys.json", "api_key": KEY, "cors_origins": (ORIGIN,)}
+    limits = {"max_body_kb": 64, "slots": 2, "queue": 12}
+    with serving(folder, served_model_name="public", engine=engine, **access, **limits) as made:
         yield made
+        root = made.with_key(KEY)
+        store = root.get("/v1/cache/stats").json()["store"]
+        documents = [root.get(f"/v1/documents?collection={name}").json()["total"] for name in "ab"]
+    assert (store["chunks"], store["pins"], documents) == (0, 0, [3, 3])
 
 
 @pytest.fixture
@@ -22,6 +32,6 @@ def server(shared: Server) -> Iterator[Server]:
 
 
 @pytest.fixture
-def client(server: Server) -> TenantClient:
+def client(server: Server) -> Client:
     """An admin with a namespace of its own."""
     return server.tenant(admin=True)

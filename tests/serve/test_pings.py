@@ -9,25 +9,19 @@ import httpx
 import openai
 import pytest
 
-from tests.support.http import MODEL, OWN, QUESTIONS, Server, TenantClient, events, serving
+from tests.support.http import MODEL, OWN, Server, asked, events, serving
 
-ASKED: dict[str, Any] = {
-    "model": MODEL,
-    "messages": [{"role": "user", "content": QUESTIONS[0]}],
-    "documents": OWN,
-    "x_blendserve": {"method": "full"},
-    "stream": True,
-}
+ASKED: dict[str, Any] = {"model": MODEL, "messages": asked(), "documents": OWN, "stream": True}
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving(tmp_path_factory.mktemp("pings"), ping_s=0.02) as made:
+    with serving(tmp_path_factory.mktemp("pings"), ping_s=0.02, engine={"blend": {"method": "full"}}) as made:
         yield made
 
 
 def test_a_waiting_stream_pings_and_then_says_the_same(server: Server) -> None:
-    whole = server.post("/v1/chat/completions", {**ASKED, "stream": False}).json()
+    whole = server.ask(passages=OWN)["text"]
     lines: list[str] = []
     with (
         server.busy() as release,
@@ -39,15 +33,14 @@ def test_a_waiting_stream_pings_and_then_says_the_same(server: Server) -> None:
                 release.set()
     assert lines.count(": ping") >= 2
     deltas = [event["choices"][0]["delta"] for event in events(lines)]
-    text = "".join(delta.get("content", "") for delta in deltas)
-    assert text == whole["choices"][0]["message"]["content"]
+    assert "".join(delta.get("content", "") for delta in deltas) == whole
 
     content, headers = "\n".join(lines) + "\n", {"Content-Type": "text/event-stream"}
     replay = httpx.MockTransport(lambda _: httpx.Response(200, content=content, headers=headers))
     http: Any = httpx.Client(transport=replay)  # newer clients declare another class, and accept this one
     client: Any = openai.OpenAI(base_url="http://replay/v1", api_key="none", http_client=http)
-    chunks = client.chat.completions.create(model=MODEL, messages=ASKED["messages"], stream=True)
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == text
+    chunks = client.chat.completions.create(model=MODEL, messages=asked(), stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole
 
 
 def test_a_client_that_disconnects_from_a_pinging_stream_frees_its_place(server: Server) -> None:
@@ -56,5 +49,5 @@ def test_a_client_that_disconnects_from_a_pinging_stream_frees_its_place(server:
         server.http.stream("POST", "/v1/chat/completions", json={**ASKED, "max_tokens": 700}) as stream,
     ):
         assert any(line == ": ping" for line in stream.iter_lines())
-    TenantClient(server).ask(passages=OWN, max_tokens=2)
+    server.ask(passages=OWN, max_tokens=2)
     assert server.is_idle

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import re
 from collections.abc import Iterator
-from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.support.http import PASSAGES, Server, serving
+from tests.support.engines import PASSAGES
+from tests.support.http import Server, serving
 from tests.support.pages import RECIPES, ROOT, SERVER, blocks, commands, name, parse
 
 
@@ -20,12 +19,6 @@ def imports(example: str) -> set[str]:
     nodes = list(ast.walk(ast.parse(example)))
     names = {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
     return names | {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-
-
-def is_installed(module: str) -> bool:
-    with suppress(ModuleNotFoundError):
-        return importlib.util.find_spec(module) is not None
-    return False
 
 
 def of_client(example: str) -> bool:
@@ -53,8 +46,7 @@ def for_toy(text: str, server: Server) -> str:
 @pytest.mark.parametrize(("page", "example"), PYTHON, ids=[f"{p}-{i}" for i, (p, _) in enumerate(PYTHON)])
 def test_python(server: Server, page: str, example: str, capsys: pytest.CaptureFixture[str]) -> None:
     for module in sorted(imports(example)):
-        if not is_installed(module):
-            pytest.skip(f"{module} is not installed")
+        pytest.importorskip(module)
     found = [SimpleNamespace(page_content=p.text, id=None, metadata={"title": p.title}) for p in PASSAGES[:2]]
     retriever = SimpleNamespace(invoke=lambda question: found)
     names: dict[str, Any] = {"retriever": retriever, "question": "Who sat on the mat?"}

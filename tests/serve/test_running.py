@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import httpx
 import pytest
 
-from blendserve.cli import main
 from blendserve.errors import ServeError
 from blendserve.serve.child import Child
 from blendserve.store import LMDBStore
-from tests.support.http import OWN, QUESTIONS, ToyServer, events
+from tests.support.commands import cli
+from tests.support.engines import QUESTIONS
+from tests.support.http import OWN, ToyServer, events
 
 ASK: dict[str, Any] = {"question": QUESTIONS[0], "passages": OWN}
 CHILD = """
@@ -74,44 +75,17 @@ def test_a_child_says_where_it_listens_and_ends(tmp_path: Path) -> None:
     assert error.value.path == str(tmp_path / "log")
 
 
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    """Runs a command -> its exit code and all that it prints."""
-
-    def run(*command: str) -> tuple[object, str]:
-        monkeypatch.setattr(sys, "argv", ["blendserve"])
-        code, started = None, cast(Any, main)
-        try:
-            code = started(command)
-        except SystemExit as end:
-            code = end.code
-        return code or 0, "".join(capsys.readouterr())
-
-    return run
+def test_keys_by_commands(tmp_path: Path) -> None:
+    file = ("--file", tmp_path / "keys.json")
+    created, listed = cli("keys", "create", "ann", "--collection", "demo", *file), cli("keys", "list", *file)
+    assert ["bsk-" in created.out, "demo" in listed.out, "bsk-" in listed.out] == [True, True, False]
+    assert [cli("keys", "revoke", "ann", *file).code for _ in range(2)] == [0, 2]
 
 
-def test_keys_by_commands(run: Any, tmp_path: Path) -> None:
-    file = ("--file", str(tmp_path / "keys.json"))
-    code, printed = run("keys", "create", "ann", "--collection", "demo", *file)
-    assert code == 0
-    assert "bsk-" in printed
-    listed = run("keys", "list", *file)[1]
-    assert "ann" in listed
-    assert "demo" in listed
-    assert "bsk-" not in listed
-    for command, code in (("create", 2), ("revoke", 0), ("revoke", 2)):
-        assert run("keys", command, "ann", *file)[0] == code
-
-
-def test_serve_reads_the_key_of_the_environment(
-    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    serve = ("serve", "--host", "0.0.0.0", "--index", str(tmp_path / "missing"))
-    monkeypatch.delenv("BLENDSERVE_API_KEY", raising=False)
-    code, without = run(*serve)
-    assert code == 2
-    for option in (("--api-key", "sk-one-key"), ()):
-        code, printed = run(*serve, *option)
-        assert (code, "sk-one-key" in printed) == (2, False)
-        assert printed != without  # the index is missing, not a key
-        monkeypatch.setenv("BLENDSERVE_API_KEY", "sk-one-key")
+def test_serve_reads_the_key_of_the_environment_and_prints_none(tmp_path: Path) -> None:
+    serve = ("serve", "--host", "0.0.0.0", "--index", tmp_path / "missing")
+    by_option = cli(*serve, "--api-key", "sk-one-key")
+    by_environment = cli(*serve, env={"BLENDSERVE_API_KEY": "sk-one-key"})
+    for done in (by_option, by_environment):
+        assert (done.code, "sk-one-key" in done.out + done.err) == (2, False)
+        assert str(tmp_path / "missing") in done.err  # the index is missing, not a key

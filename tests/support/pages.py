@@ -17,11 +17,7 @@ ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 DOCS = ROOT / "docs"
 RECIPES = [README, *sorted(DOCS.glob("tutorial/*.md")), *sorted(DOCS.glob("how-to/*.md"))]
-WRITTEN = [
-    README,
-    DOCS / "index.md",
-    *(page for part in ("tutorial", "how-to") for page in DOCS.glob(f"{part}/*.md")),
-]
+WRITTEN = [*RECIPES, DOCS / "index.md"]
 SERVER = "http://127.0.0.1:8000"
 
 
@@ -70,17 +66,19 @@ def parse(words: list[str]) -> None:
         context = command.make_context(command.name, list(rest), parent=context)
 
 
+def walk(command: Any, *words: str) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """The words and the command, and those of all commands below it."""
+    yield words, command
+    for part in command.list_commands(None) if hasattr(command, "list_commands") else ():
+        yield from walk(command.get_command(None, part), *words, part)
+
+
 @cache
 def options() -> frozenset[str]:
     """All long options of all commands."""
-
-    def walk(command: Any) -> Iterator[str]:
-        for parameter in command.params:
-            yield from (o for o in (*parameter.opts, *parameter.secondary_opts) if o.startswith("--"))
-        for part in command.list_commands(None) if hasattr(command, "list_commands") else ():
-            yield from walk(command.get_command(None, part))
-
-    return frozenset(walk(typer.main.get_command(app))) | {"--help", "--version"}
+    known = (p for _, command in walk(typer.main.get_command(app)) for p in command.params)
+    found = {o for p in known for o in (*p.opts, *p.secondary_opts) if o.startswith("--")}
+    return frozenset(found) | {"--help", "--version"}
 
 
 def links(page: Path) -> list[str]:

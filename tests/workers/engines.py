@@ -13,7 +13,7 @@ from blendserve.engine.engine import Engine
 from blendserve.store import KVStore, LayeredStore, MemoryStore
 from blendserve.store.policies import LRU
 from blendserve.store.valkey.store import ValkeyStore
-from tests.support.http import CONFIG, reader
+from tests.support.engines import CONFIG, toy_engine
 
 CAP = 1 << 28
 CHUNKS: list[TokenIds] = [tuple(range(i, i + 40)) for i in range(60)]
@@ -35,7 +35,7 @@ class OpenToy:
         store: KVStore = ValkeyStore(self.server, CAP)
         if self.replica:
             store = LayeredStore(MemoryStore(CAP, eviction=LRU()), store)
-        return Engine(OF_REPLICAS, reader(), store)
+        return toy_engine(store, OF_REPLICAS)
 
     def kill(self, second_node: bool = False) -> None:
         """SIGKILL to the latest of the processes; on the second node to its node first, so that it cannot report it."""

@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import httpx
 import openai
@@ -24,11 +23,12 @@ from blendserve.errors import ClusterUnavailable
 from blendserve.serve.app import make_cluster_app
 from blendserve.serve.config import ServeConfig
 from blendserve.serve.routed import RemoteReader, RoutedService
-from blendserve.store import ChunkKey, MemoryStore
+from blendserve.store import ChunkKey
 from blendserve.workers.cluster import Share, has_room, require
 from blendserve.workers.precompute import precompute
 from blendserve.workers.replicas import ReplicaCount, Replicas
-from tests.support.http import CONFIG, MODEL, QUESTIONS, Listener, library, reader
+from tests.support.engines import CONFIG, QUESTIONS, toy_engine
+from tests.support.http import Client, Listener, library
 from tests.support.valkey import needs_server, settings
 from tests.workers.engines import CHUNKS, OF_REPLICAS, OpenToy
 
@@ -37,13 +37,13 @@ SERVE = ServeConfig(slots=4, slot_tokens=512, max_concurrent=8)
 MOST_TRIES = 12
 
 
-class Ingress:
+class Ingress(Client):
     """Replicas, and the endpoint in front of them, in this process."""
 
     def __init__(self, folder: Path, share: Share, n: int) -> None:
         self.opener = OpenToy(settings(folder), folder / "opened", replica=True)
         self.replicas = Replicas(self.opener, SERVE.batching, ReplicaCount(n, n), share)
-        self.here = Engine(OF_REPLICAS, reader(), MemoryStore(2**30))
+        self.here = toy_engine(config=OF_REPLICAS)
         found, prompts = library(folder, self.here), self.here.prompts
         chunks = prompts.chunk_ids([p for index in found.collections.values() for p in index.passages])
         with replace(self.opener, log=folder / "here")() as shared:
@@ -52,11 +52,7 @@ class Ingress:
         remote = RemoteReader(self.replicas.facts(), self.here.reader.tokenizer)
         self.service = RoutedService(self.here.config, found, SERVE, remote, prompts, self.replicas)
         self.listener = Listener(make_cluster_app(self.service))
-        self.client = openai.OpenAI(base_url=f"{self.listener.url}/v1", api_key="none", max_retries=0)
-
-    def ask(self, question: str, **options: Any) -> Any:
-        message: Any = [{"role": "user", "content": question}]
-        return self.client.chat.completions.create(model=MODEL, messages=message, **options)
+        super().__init__(self.listener.url, httpx.Client(base_url=self.listener.url, timeout=300))
 
     def expected(self, question: str) -> str:
         """One engine's own answer over the same passages."""
@@ -64,6 +60,7 @@ class Ingress:
         return self.here.answer(question, passages).text
 
     def close(self) -> None:
+        self.http.close()
         self.listener.close()
         self.replicas.__exit__()
         self.here.close()
@@ -137,7 +134,7 @@ def test_actors_make_the_same_store_as_one_process(share: Share, tmp_path: Path,
         assert not victims
         assert (report.chunks, report.left, engine.blender.missing(CHUNKS)) == (len(CHUNKS) + 1, 0, [])
         assert {total for _, total in seen} == {40 * len(CHUNKS)}
-        with Engine(CONFIG, reader(), MemoryStore(2**30)) as alone:
+        with toy_engine() as alone:
             alone.blender.precompute(CHUNKS)
             one, other = contents(alone), contents(engine)
         assert one.keys() == other.keys()
@@ -174,33 +171,18 @@ def listening(pid: int) -> list[ipaddress.IPv4Address]:
 
 def test_answers_are_those_of_one_engine_whole_or_streamed(made: Ingress) -> None:
     for question in QUESTIONS:
-        whole, stream = made.ask(question), made.ask(question, stream=True)
+        whole, stream = made.chat(question), made.chat(question, stream=True)
         text = "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
         assert whole.choices[0].message.content == text == made.expected(question)
         assert whole.x_blendserve["timings"]["ttft"] > whole.x_blendserve["timings"]["retrieve"] > 0
 
 
-def test_the_same_question_finds_its_chunks_in_memory(made: Ingress) -> None:
-    found_in_memory(made, QUESTIONS[0])
-
-
-def found_in_memory(made: Ingress, question: str) -> None:
-    """Three times in a row, sooner or later: a replica that is slow to accept a request is passed over once."""
-    in_a_row = 0
-    for _ in range(MOST_TRIES):
-        report = made.ask(question).x_blendserve["report"]
-        in_a_row = in_a_row + 1 if report["tiers"] == {"local": report["chunks_hit"]} else 0
-        if in_a_row == 3:
-            return
-    raise AssertionError(f"after {MOST_TRIES} requests the report is {report}")
-
-
 def test_an_error_of_a_request_has_its_own_status(made: Ingress) -> None:
     with pytest.raises(openai.BadRequestError):
-        made.ask("cat " * 600)
+        made.chat("cat " * 600)
     with pytest.raises(openai.NotFoundError):
-        made.client.models.retrieve("another")
-    assert httpx.get(f"{made.listener.url}/ready").status_code == 200
+        made.openai.models.retrieve("another")
+    assert made.get("/ready").status_code == 200
 
 
 def test_no_request_fails_when_a_replica_dies(made: Ingress, two_nodes: bool) -> None:
@@ -209,7 +191,7 @@ def test_no_request_fails_when_a_replica_dies(made: Ingress, two_nodes: bool) ->
         made.replicas.scale(3)
     asked = [QUESTIONS[i % len(QUESTIONS)] for i in range(24)]
     with ThreadPoolExecutor(8) as pool:
-        answers = [pool.submit(made.ask, question) for question in asked]
+        answers = [pool.submit(made.chat, question) for question in asked]
         for n, victim in ((2, True), (9, False)):
             answers[n].result()
             if two_nodes or not victim:
@@ -223,8 +205,10 @@ def test_no_request_fails_while_a_replica_stops(made: Ingress) -> None:
     with ThreadPoolExecutor(4) as pool:
         scaling = pool.submit(made.replicas.scale, 1)
         while not scaling.done():
-            answers = pool.map(made.ask, QUESTIONS)
+            answers = pool.map(made.chat, QUESTIONS)
             assert [answer.choices[0].message.content for answer in answers] == right
         scaling.result()
-    for question in QUESTIONS:
-        found_in_memory(made, question)
+    for question in QUESTIONS:  # finds its chunks in memory, sooner or later
+        reports = [made.chat(question).x_blendserve["report"] for _ in range(MOST_TRIES)]
+        hits = [report["tiers"] == {"local": report["chunks_hit"]} for report in reports]
+        assert any(all(hits[n : n + 3]) for n in range(MOST_TRIES - 2)), reports  # a slow one is passed over
