@@ -1,4 +1,4 @@
-"""The circuit breaker of a server, the negative cache of chunks, the deadline and the arrival of layers."""
+"""The circuit breaker of a server, the deadline and the arrival of layers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from blendserve.errors import StoreLeftAlone
 from blendserve.store.network.arrival import Arrival
 from blendserve.store.network.breaker import Breaker
 from blendserve.store.network.deadline import Deadline
-from blendserve.store.network.failed import Failed
 from blendserve.store.record import encode
 from tests.support.codecs import Toy
 from tests.support.stores import chunk, key_of
@@ -59,28 +58,16 @@ def test_pauses_double_up_to_the_longest_and_a_success_ends_them(
 
 def test_a_small_answer_does_not_close_what_slow_chunks_opened(breaker: Breaker, clock: ManualClock) -> None:
     breaker.failure("is slow", reading=True)
-    for pause in (1.0, 2.0):
-        clock.advance(pause + 0.01)
-        assert not refused(breaker)
-        breaker.success()
-        assert not refused(breaker)  # it is still half open
-        breaker.failure("is slow", reading=True)
-        assert refused(breaker)
-    clock.advance(4.01)
+    clock.advance(1.01)
+    assert not refused(breaker)
+    breaker.success()
+    assert not refused(breaker)  # it is still half open
+    breaker.failure("is slow", reading=True)
+    assert refused(breaker)
+    clock.advance(2.01)
     breaker.enter()
     breaker.success(reading=True)
     assert [refused(breaker) for _ in range(3)] == [False] * 3
-
-
-def test_failed_chunks_are_skipped_for_a_while_and_the_newest_are_kept(clock: ManualClock) -> None:
-    failed = Failed(seconds=5.0, most=2, now=clock)
-    for key in (b"a", b"b", b"c"):
-        failed.add(key, "damaged")
-    assert [failed.why(key) for key in (b"a", b"b", b"c")] == ["", "damaged", "damaged"]
-    failed.forget(b"b")
-    assert not failed.why(b"b")
-    clock.advance(5.01)
-    assert not failed.why(b"c")
 
 
 @pytest.mark.parametrize("how", ["end", "begin"])
@@ -99,18 +86,16 @@ def test_a_waiting_reader_continues_when_the_layer_does_not_come(how: str) -> No
     assert arrival.segment(header, 2, 0.0) is None
 
 
-def test_threads_that_wait_concurrently_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = ManualClock(0)
-    monkeypatch.setattr("blendserve.store.network.deadline.time.monotonic", clock)
-    allowed = Deadline(10.0)
+def test_threads_that_wait_concurrently_count_once(clock: ManualClock) -> None:
+    allowed = Deadline(10.0, clock)
     with allowed.waiting():
         clock.advance(1.0)
         with allowed.waiting():
             clock.advance(2.0)
-            assert (allowed.waited, allowed.left) == (3.0, 7.0)
+            assert (allowed.waited, allowed.left) == pytest.approx((3.0, 7.0))
         clock.advance(1.0)
     clock.advance(96.0)
-    assert (allowed.waited, allowed.left) == (4.0, 6.0)
+    assert (allowed.waited, allowed.left) == pytest.approx((4.0, 6.0))
     with allowed.waiting():
         clock.advance(7.0)
-    assert (allowed.waited, allowed.left) == (11.0, 0.0)
+        assert allowed.left == 0.0
