@@ -1,9 +1,7 @@
-"""Token ids that stores tell of their chunks, here and on other machines, and near-duplicates found by them."""
+"""Near-duplicates found by the token ids that stores tell of their chunks, here and on other machines."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,15 +12,11 @@ from blendserve.config import BlendConfig, Method
 from blendserve.core import BlendReport, Chunk, Prompt, TokenIds
 from blendserve.errors import StoreUnavailable
 from blendserve.store import KVStore, LayeredStore, MemoryStore
-from blendserve.store.base import ID_BATCH
 from blendserve.store.fetching import REST_S
-from blendserve.store.network.connection import Connection
 from tests.support.blending import some_ids
-from tests.support.damages import BYTES
 from tests.support.links import FarStore
 from tests.support.models import tiny_adapter
-from tests.support.stores import CAP, FaultyStore, OnServer, chunk, key_of
-from tests.support.valkey import needs_server
+from tests.support.stores import CAP, FaultyStore
 from tests.support.waiting import ManualClock
 
 PREFIX, SUFFIX = some_ids(5), some_ids(4, 1)
@@ -47,27 +41,6 @@ def ask(by: Blender, *chunks: TokenIds, method: Method = "blend") -> BlendReport
 def donors(by: Blender, *chunks: TokenIds, method: Method = "blend") -> list[str]:
     """The donors of a prompt of these chunks."""
     return [donor for found in ask(by, *chunks, method=method).near for donor in found.donors]
-
-
-@needs_server
-def test_a_server_tells_whole_ids_a_batch_in_a_round_trip(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    place, whole, damaged, silent = OnServer(tmp_path, CAP), key_of(1), key_of(2), key_of(3)
-    with place.open() as store:
-        for n, key in enumerate((whole, damaged, silent)):
-            store.put(key, replace(chunk(5, seed=n), ids=() if key == silent else some_ids(5, n)))
-        place.damage(damaged, BYTES[0])
-        trips, ask = [0], Connection.ask
-
-        def counted(self: Connection, *args: Any) -> Any:
-            trips[0] += 1
-            return ask(self, *args)
-
-        monkeypatch.setattr(Connection, "ask", counted)
-        assert dict(store.ids([key_of(n) for n in range(ID_BATCH + 1)])) == {whole: some_ids(5, 0)}
-        assert trips[0] == 2
-    place.close()
 
 
 def test_donors_come_from_both_stores_and_survive_the_loss_of_one() -> None:

@@ -24,7 +24,7 @@ from blendserve.config import ValkeyConfig
 from blendserve.core import ChunkKV
 from blendserve.errors import CorruptRecord, StoreFull, StoreUnavailable
 from blendserve.store import KVStore, LayeredStore, LMDBStore, MemoryStore, ReadAhead, Snapshot, record
-from blendserve.store.base import ChunkView, Meanwhile, TimeSaved
+from blendserve.store.base import ChunkView
 from blendserve.store.codecs.base import ChunkShape, Codec
 from blendserve.store.codecs.raw import Raw
 from blendserve.store.key import TAG_BYTES, ChunkKey, chunk_key
@@ -187,9 +187,7 @@ class _FaultySnapshot:
     def __init__(self, snapshot: Snapshot, store: FaultyStore) -> None:
         self._snapshot, self._store = snapshot, store
 
-    def expect(
-        self, keys: Sequence[ChunkKey], meanwhile: Meanwhile | None = None, saved: TimeSaved | None = None
-    ) -> None:
+    def expect(self, keys: Sequence[ChunkKey], *_: object, **options: object) -> None:
         self._store.batches.append(len(keys))
 
     def get(self, key: ChunkKey) -> ChunkView | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from blendserve.engine.engine import Engine
 from blendserve.errors import StoreFull
 from blendserve.models.toy import toy_reader
 from blendserve.store import KVStore, LMDBStore, VerifyReport
+from blendserve.store.base import ID_BATCH
 from blendserve.store.key import TAG_BYTES
 from blendserve.store.network.connection import Connection
 from blendserve.store.policies import LRU
@@ -24,7 +27,8 @@ from blendserve.store.valkey.client import Client, library
 from blendserve.store.valkey.names import CHUNK, namespace_name
 from blendserve.store.valkey.store import ValkeyStore
 from tests.support.commands import cli
-from tests.support.stores import CAP, chunk, copy_of, key_of, read, same, stored
+from tests.support.damages import BYTES
+from tests.support.stores import CAP, OnServer, chunk, copy_of, key_of, read, same, stored
 from tests.support.valkey import PATIENT_S, database, needs_server, settings, store_at
 from tests.support.waiting import eventually
 
@@ -81,6 +85,19 @@ def test_large_chunks_are_read_in_small_batches(path: Path, monkeypatch: pytest.
                 snapshot.expect(keys)
                 assert all(snapshot.get(key) for key in keys)
     assert sorted(sizes) == [1] * 6 + [2] * 3
+
+
+def test_token_ids_of_whole_chunks_are_told_a_batch_in_a_round_trip(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, whole, damaged, silent = OnServer(tmp_path, CAP), key_of(1), key_of(2), key_of(3)
+    with closing(place), place.open() as store:
+        for n, key in enumerate((whole, damaged, silent)):
+            store.put(key, replace(chunk(seed=n), ids=() if key == silent else tuple(range(n, n + 5))))
+        place.damage(damaged, BYTES[0])
+        trips = counted(monkeypatch, "ask")
+        assert dict(store.ids([key_of(n) for n in range(ID_BATCH + 1)])) == {whole: tuple(range(5))}
+        assert len(trips) == 2
 
 
 def test_leases_of_a_request_take_one_round_trip_and_are_released_with_its_writes(
