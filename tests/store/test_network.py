@@ -1,4 +1,4 @@
-"""The circuit breaker of a server, the deadline and the arrival of layers."""
+"""The circuit breaker of a server, the negative cache of chunks, the deadline and the arrival of layers."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from blendserve.errors import StoreLeftAlone
 from blendserve.store.network.arrival import Arrival
 from blendserve.store.network.breaker import Breaker
 from blendserve.store.network.deadline import Deadline
+from blendserve.store.network.failed import Failed
 from blendserve.store.record import encode
 from tests.support.codecs import Toy
 from tests.support.stores import chunk, key_of
@@ -68,6 +69,15 @@ def test_a_small_answer_does_not_close_what_slow_chunks_opened(breaker: Breaker,
     breaker.enter()
     breaker.success(reading=True)
     assert [refused(breaker) for _ in range(3)] == [False] * 3
+
+
+def test_failed_chunks_are_skipped_for_a_while_and_the_newest_are_kept(clock: ManualClock) -> None:
+    failed = Failed(seconds=5.0, most=2, now=clock)
+    for key in (b"a", b"b", b"c"):
+        failed.add(key, "damaged")
+    assert [failed.why(key) for key in (b"a", b"b", b"c")] == ["", "damaged", "damaged"]
+    clock.advance(5.01)
+    assert not failed.why(b"c")
 
 
 def test_who_waits_for_a_layer_is_given_none_of_another_record() -> None:
