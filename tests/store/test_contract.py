@@ -19,6 +19,7 @@ from blendserve.store import KVStore, LayeredStore, LMDBStore, MemoryStore, Veri
 from tests.store.toy_store import ToyStore
 from tests.support.stores import CAP, EVERY_KIND, ROOMY, SHARED_KINDS, STORES, chunk, key_of, read, same
 from tests.support.valkey import store_at
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.usefixtures("toy_codec")
 
@@ -49,6 +50,20 @@ def test_the_store_keeps_its_own_copy_of_strided_tensors(store: KVStore) -> None
     store.put(key_of(1), kv)
     long.keys.detach().zero_()
     assert same(read(store, key_of(1)), ChunkKV(chunk(12).keys[:, :, 2:9], chunk(12).values[:, :, 2:9]))
+
+
+@pytest.mark.parametrize("kind", SHARED_KINDS)
+def test_a_lease_ends_with_its_time_and_its_release_does_not_end_the_next_one(
+    kind: str, tmp_path: Path
+) -> None:
+    place = STORES[kind](tmp_path)
+    with place.open() as store, place.other() as other:
+        short = other.lease(key_of(1), 0.001)
+        assert short is not None
+        place.clock.advance(1)
+        assert eventually(lambda: store.lease(key_of(1), 60))
+        short.release()
+        assert other.lease(key_of(1), 60) is None
 
 
 @pytest.mark.parametrize("kind", SHARED_KINDS)
