@@ -16,12 +16,12 @@ from torch import Tensor
 
 from blendserve.core import ChunkKV
 from blendserve.errors import CorruptRecord, InputError, StoreError
-from blendserve.registry import CODECS, parse_codec
+from blendserve.registry import CODECS
 from blendserve.store import record
 from blendserve.store.chunk import StoredChunk
-from blendserve.store.codecs.base import Buffer, ChunkShape, Codec, Coding, Undecodable, known_codec
+from blendserve.store.codecs.base import Buffer, ChunkShape, Codec, Undecodable, known_codec
 from tests.support.codecs import decoded, refuses
-from tests.support.damages import LIES, TOP64, relabelled
+from tests.support.damages import TOP64
 from tests.support.stores import chunk, key_of, same
 
 KEY = key_of(1)
@@ -31,12 +31,6 @@ ALL = [(name, level) for name in HERE for level in CODECS.load(name).levels]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 RESOLUTION = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-24}  # of a rounded value
 dtypes = st.sampled_from(DTYPES)
-
-
-def test_the_optional_codecs_are_installed() -> None:
-    """Else the tests below leave some out without a word."""
-    if list(CODECS.names) != HERE:
-        pytest.skip("constriction is not installed: pip install 'blendserve[codecs]'")
 
 
 @cache
@@ -123,30 +117,12 @@ def test_a_random_access_codec_decodes_layers_and_tokens_independently(
         assert back.values.isfinite().all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_int8_rounds_the_exact_product_once(dtype: torch.dtype) -> None:
-    """By a second derivation: in 64 bits, rounded to the dtype."""
-    kv = chunk(19, **SHAPE, dtype=dtype)
-    codec, n = codec_of("int8", 0), 2 * 2 * 19 * 8
-    raw = codec.encode(kv)[2]
-    integers = torch.frombuffer(bytearray(raw[:n]), dtype=torch.int8).view(2, 2, 19, 8).double()
-    rest = torch.frombuffer(bytearray(raw[n:]), dtype=torch.bfloat16).double()
-    scales, centres = rest[: 2 * 2 * 19].view(2, 2, 19, 1), rest[2 * 2 * 19 :].view(2, 2, 1, 8)
-    keys, values = (centres + integers * scales).to(dtype)
-    back = decoded(codec, kv)
-    assert torch.equal(back.keys[2], keys)
-    assert torch.equal(back.values[2], values)
-
-
-def view_of(codec: Codec, kv: ChunkKV, segments: Sequence[Buffer], header: bytes = b"") -> StoredChunk:
-    """Segments under checksums that fit them, and under this header record where one is given."""
+def view_of(codec: Codec, kv: ChunkKV, segments: Sequence[Buffer]) -> StoredChunk:
+    """Segments under checksums that fit them."""
     tables = tables_of(type(codec)) if type(codec).needs_tables else b""
-    sealed = record.encode_header(
-        KEY, record.seal(KEY, record.Coded(ChunkShape.of(kv), codec.coding, list(segments)))
-    )
-    return StoredChunk(
-        KEY, record.decode_header(KEY, header or sealed), segments.__getitem__, lambda hash: tables
-    )
+    header = record.seal(KEY, record.Coded(ChunkShape.of(kv), codec.coding, list(segments)))
+    read = record.decode_header(KEY, record.encode_header(KEY, header))
+    return StoredChunk(KEY, read, segments.__getitem__, lambda hash: tables)
 
 
 @given(codecs, st.integers(0, 3), st.data())
@@ -171,20 +147,6 @@ def test_a_false_segment_is_damage_or_has_the_right_shape(codec: Codec, l: int, 
             assert keys.shape == values.shape == kv.keys.shape[1:]
     except CorruptRecord:
         pass
-
-
-HEADER_LIES = [(at, kind, value) for at, kind, values in LIES[3] for value in values if at != 84]
-
-
-@given(codecs, st.sampled_from(HEADER_LIES))
-def test_a_header_that_lies_is_refused(codec: Codec, lie: tuple[int, str, object]) -> None:
-    """Under a checksum that fits: by its fields, by the codec, or by the checksum of a layer."""
-    kv = chunk(9, **SHAPE, dtype=torch.float16)
-    header, segments = record.encode(KEY, kv, codec)
-    raw = record.encode_header(KEY, header)
-    if (false := relabelled(KEY, raw, lie)) != raw:
-        with pytest.raises((CorruptRecord, Undecodable)):
-            view_of(codec, kv, segments, false).layer(0)
 
 
 @every_codec
@@ -217,14 +179,10 @@ def test_no_header_causes_a_large_allocation(codec: Codec, data: st.DataObject) 
 
 
 @every_codec
-def test_other_lengths_levels_tables_and_shapes_are_refused(name: str, level: int) -> None:
+def test_other_levels_tables_and_shapes_are_refused(name: str, level: int) -> None:
     codec = codec_of(name, level)
     made, coding = type(codec), codec.coding
     assert (coding.codec, coding.level) == (name, level)
-    kv = chunk(9, **SHAPE)
-    first, *others = codec.encode(kv)
-    with pytest.raises(CorruptRecord):  # a word too many
-        view_of(codec, kv, [bytes(first) + b"word", *others]).layer(0)
     with pytest.raises(Undecodable) as error:
         made.for_reading(replace(coding, level=77), lambda hash: b"")
     assert error.value.kind == "level"
@@ -245,13 +203,3 @@ def test_other_lengths_levels_tables_and_shapes_are_refused(name: str, level: in
         codec.decoder(ChunkShape.of(other))
     with pytest.raises(InputError):
         made.fit([])
-
-
-def test_names_of_codecs_are_parsed() -> None:
-    assert [parse_codec(word) for word in ("raw", "int8")] == [("raw", 0), ("int8", 0)]
-    for word in ("int8@3", "int", "int8@", "int8@x", "int8@-1", "cachegen@7"):
-        assert refuses(parse_codec, word)
-    if "cachegen" in HERE:
-        assert [parse_codec(w) for w in ("cachegen", "cachegen@2")] == [("cachegen", 1), ("cachegen", 2)]
-    for name, tables in (("", bytes(16)), ("ninechars", bytes(16)), ("raw", b"short")):
-        assert refuses(Coding, name, 0, tables)

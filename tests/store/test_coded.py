@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blendserve.errors import CorruptRecord, StoreFull
-from blendserve.registry import CODECS
-from blendserve.store import KVStore, LMDBStore, MemoryStore, TieredStore, VerifyReport, record
+from blendserve.store import KVStore, LMDBStore, MemoryStore, TieredStore, record
 from blendserve.store.chunk import StoredChunk
 from blendserve.store.codecs.base import Buffer, forget_ready, tables_hash
-from blendserve.store.codecs.raw import Raw
 from blendserve.store.merge import merge
 from tests.support.codecs import Toy
 from tests.support.stores import CAP, Change, chunk, flip, key_of, read, same, tamper, tier
@@ -59,95 +58,62 @@ LAYERS = 6
 KV = chunk(5, layers=LAYERS)
 
 
-class Records:
-    """A coded chunk's records, and which of them were read."""
-
-    def __init__(self) -> None:
-        self.header, self.segments = record.encode(KEY, KV, Toy(level=6))
-        self.read: list[int] = []
-        self.view = StoredChunk(KEY, self.header, self._read)
-
-    def _read(self, l: int) -> Buffer:
-        self.read.append(l)
-        return self.segments[l]
+def view_of(change: Callable[[int, Buffer], Buffer] = lambda l, raw: raw) -> StoredChunk:
+    """A view of a coded chunk, each layer the difference from the one below; change: of what is read."""
+    header, segments = record.encode(KEY, KV, Toy(level=6))
+    return StoredChunk(KEY, header, lambda l: change(l, segments[l]))
 
 
-@given(asked=st.lists(st.integers(0, LAYERS - 1), max_size=12))
+def is_right(view: StoredChunk, l: int) -> bool:
+    keys, values = view.layer(l)
+    return torch.equal(keys, KV.keys[l]) and torch.equal(values, KV.values[l])
+
+
+@given(st.lists(st.integers(0, LAYERS - 1), max_size=12))
 def test_layers_are_decoded_in_any_order_and_in_order_once(asked: list[int]) -> None:
-    """Each layer is coded as the difference from the one below."""
-    records = Records()
-    for l in range(LAYERS):
-        records.view.layer(l)
-    assert records.read == list(range(LAYERS))
-    for l in asked:
-        assert torch.equal(records.view.layer(l)[0], KV.keys[l])
-        assert torch.equal(records.view.layer(l)[1], KV.values[l])
+    reads = list[int]()
+
+    def noted(l: int, raw: Buffer) -> Buffer:
+        reads.append(l)
+        return raw
+
+    view, other = view_of(noted), view_of()
+    assert all(is_right(view, l) for l in range(LAYERS))
+    assert reads == list(range(LAYERS))
+    assert all(is_right(by, l) for by in (view, other) for l in asked)
     for wrong in (-1, LAYERS):
         with pytest.raises(IndexError):
-            records.view.layer(wrong)
+            view.layer(wrong)
 
 
 def test_threads_share_a_view() -> None:
-    view = Records().view
-
-    def look(l: int) -> bool:
-        return all(torch.equal(view.layer(m)[0], KV.keys[m]) for m in (l, LAYERS - 1, 0))
-
     with ThreadPoolExecutor(4) as pool:
-        assert all(pool.map(look, [0, 1, 2, 3, 4, 5] * 20))
+        assert all(pool.map(partial(is_right, view_of()), [0, 5, 1, 4, 2, 3, 5, 0] * 20))
 
 
 def test_damage_stops_the_layers_above_it_alone() -> None:
-    records = Records()
-    records.segments[1] = bytes(records.segments[1])[:-1] + b"?"
+    view = view_of(lambda l, raw: bytes(raw)[:-1] + b"?" if l == 1 else raw)
     for l in (2, 1):
         with pytest.raises(CorruptRecord) as error:
-            records.view.layer(l)
+            view.layer(l)
         assert error.value.layer == 1
-    assert torch.equal(records.view.layer(0)[0], KV.keys[0])
+    assert is_right(view, 0)
 
 
-def test_a_chunk_of_an_unknown_codec_is_a_miss_logged_once_and_can_be_replaced(
-    store: KVStore, caplog: pytest.LogCaptureFixture
-) -> None:
-    coded_store(store)
-    store.pin([KEY])
-    CODECS.remove("toy")
-    try:
-        for _ in range(2):
-            assert read(store, KEY) is None
-        stats = store.stats()
-        assert (stats.misses, stats.undecodable, stats.corrupt, stats.hits) == (2, 2, 0, 0)
-        assert len(caplog.records) == 1
-        assert store.verify() == VerifyReport(1, ())  # the record is whole
-        store.write_by(Raw())
-        store.put(KEY, chunk(seed=1))
-        assert same(read(store, KEY), chunk(seed=1))
-        assert store.stats().pins == 1
-    finally:
-        CODECS.add("toy", "tests.support.codecs:Toy")
-
-
-def test_tables_are_found_by_hash_and_count_apart_from_chunks(store: KVStore) -> None:
-    assert store.put_tables("toy", "reader", TABLE) == HASH
-    assert (store.tables(HASH), store.tables(bytes(16))) == (TABLE, None)
-    stats = store.stats()
-    assert (stats.tables, stats.tables_bytes, stats.bytes, stats.chunks) == (1, 256, 0, 0)
-    assert store.stats("a tenant").tables_bytes is None
-    assert list(store.keys()) == []
-    assert [store.delete_tables(HASH), store.delete_tables(HASH), store.tables(HASH)] == [True, False, None]
-
-
-def test_the_latest_tables_of_a_codec_and_reader_are_current(store: KVStore) -> None:
+def test_tables_are_found_by_hash_the_latest_are_current_and_no_tenant_sees_them(store: KVStore) -> None:
     assert store.current_tables("toy", "reader") is None
     copied = store.put_tables("toy", "reader", OTHER, current=False)
     assert store.current_tables("toy", "reader") == copied  # there are no others
-    first, second = (store.put_tables("toy", "reader", table) for table in (TABLE, THIRD))
+    second = [store.put_tables("toy", "reader", table) for table in (TABLE, THIRD)][1]
     assert store.current_tables("toy", "reader") == second
-    assert store.put_tables("toy", "reader", TABLE) == first
-    assert store.current_tables("toy", "reader") == first
+    assert store.put_tables("toy", "reader", TABLE) == store.current_tables("toy", "reader") == HASH
     assert store.current_tables("toy", "another reader") is store.current_tables("raw", "reader") is None
-    assert len(store.all_tables()) == 3
+    assert (store.tables(HASH), store.tables(bytes(16))) == (TABLE, None)
+    stats = store.stats()
+    assert (stats.tables, stats.tables_bytes, stats.bytes, stats.chunks) == (3, 3 * 256, 0, 0)
+    assert store.stats("a tenant").tables_bytes is None
+    assert list(store.keys()) == []
+    assert [store.delete_tables(HASH), store.delete_tables(HASH), store.tables(HASH)] == [True, False, None]
 
 
 @pytest.mark.parametrize(

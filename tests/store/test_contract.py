@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +15,10 @@ from blendserve.config import Config, StoreConfig
 from blendserve.core import ChunkKV
 from blendserve.errors import ConfigError, StoreError, StoreUnavailable
 from blendserve.registry import STORES as KINDS
-from blendserve.store import KVStore, open_store
+from blendserve.store import KVStore, LayeredStore, LMDBStore, MemoryStore, VerifyReport, open_store
 from tests.store.toy_store import ToyStore
-from tests.support.stores import EVERY_KIND, ROOMY, SHARED_KINDS, STORES, chunk, key_of, read, same
+from tests.support.stores import CAP, EVERY_KIND, ROOMY, SHARED_KINDS, STORES, chunk, key_of, read, same
+from tests.support.valkey import store_at
 from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.usefixtures("toy_codec")
@@ -28,31 +30,18 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[KVStore]:
         yield store
 
 
-def test_a_chunk_of_any_dtype_and_length_is_read_bit_for_bit(store: KVStore) -> None:
+def test_a_chunk_of_any_dtype_and_shape_replaces_another_and_is_read_bit_for_bit(store: KVStore) -> None:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        for tokens in (0, 1, 7, 300):
-            kv = chunk(tokens, dtype=dtype)
+        for tokens, layers, head_dim in ((0, 3, 4), (1, 6, 4), (7, 2, 16), (300, 3, 4)):
+            kv = chunk(tokens, layers, head_dim=head_dim, dtype=dtype)
             store.put(key_of(1), kv)
+            assert store.verify() == VerifyReport(1, ())
             assert same(read(store, key_of(1)), kv)
             with store.reading() as snapshot:
                 view = snapshot.get(key_of(1))
                 assert view is not None
                 assert (view.n_tokens, view.raw_bytes) == (tokens, kv.n_bytes)
                 assert view.n_bytes == store.stats().bytes
-
-
-def test_put_replaces_the_whole_chunk_and_verify_counts_what_is_stored(store: KVStore) -> None:
-    store.put(key_of(1), chunk(50, layers=6))
-    chunks = {key_of(1): chunk(4, layers=2, seed=1), key_of(2): chunk(9, layers=5, kv_heads=1, head_dim=16)}
-    for key, kv in chunks.items():
-        store.put(key, kv)
-    assert all(same(read(store, key), kv) for key, kv in chunks.items())
-    assert sorted(store.keys()) == sorted(chunks)
-    stats, seen = store.stats(), list[tuple[int, int]]()
-    assert (stats.chunks, stats.tokens) == (2, 13)
-    assert stats.raw_bytes == sum(kv.n_bytes for kv in chunks.values())
-    report = store.verify(lambda done, total: seen.append((done, total)))
-    assert (report.good, report.bad, seen[-1]) == (2, (), (2, 2))
 
 
 def test_the_store_keeps_its_own_copy_of_strided_tensors(store: KVStore) -> None:
@@ -64,35 +53,28 @@ def test_the_store_keeps_its_own_copy_of_strided_tensors(store: KVStore) -> None
 
 
 @pytest.mark.parametrize("kind", SHARED_KINDS)
-def test_one_process_holds_a_lease_until_it_is_released_or_expires(kind: str, tmp_path: Path) -> None:
+def test_a_lease_ends_with_its_time_and_its_release_does_not_end_the_next_one(
+    kind: str, tmp_path: Path
+) -> None:
     place = STORES[kind](tmp_path)
     with place.open() as store, place.other() as other:
-        lease = store.lease(key_of(1), 60)
-        assert lease is not None
-        assert other.lease(key_of(1), 60) is None
-        assert store.lease(key_of(1), 60) is None  # also in the same process
-        assert other.lease(key_of(2), 60) is not None
-        lease.release()
         short = other.lease(key_of(1), 0.001)
         assert short is not None
         place.clock.advance(1)
-        late = eventually(lambda: store.lease(key_of(1), 60))
-        assert late is not None
-        short.release()  # it has expired, so it does not end the new one
+        assert eventually(lambda: store.lease(key_of(1), 60))
+        short.release()
         assert other.lease(key_of(1), 60) is None
-        late.release()
-        assert other.lease(key_of(1), 60) is not None
 
 
 @pytest.mark.parametrize("kind", SHARED_KINDS)
 def test_a_read_only_store_changes_nothing(kind: str, tmp_path: Path) -> None:
-    place = STORES[kind](tmp_path)
-    with place.open() as store:
+    opened = LMDBStore if kind == "lmdb" else store_at
+    with opened(tmp_path, CAP) as store:
         store.put(key_of(1), chunk())
-    before = place.records()
-    with place.open_to_read() as store:
+        before = store.stats(), store.info([key_of(1)])
+    with opened(tmp_path, CAP, read_only=True) as store:
         assert same(read(store, key_of(1)), chunk())
-        assert store.stats().hits == 1
+        assert (store.stats().hits, store.verify().good) == (1, 1)
         for change in (
             lambda: store.put(key_of(2), chunk()),
             lambda: store.delete(key_of(1)),
@@ -101,25 +83,22 @@ def test_a_read_only_store_changes_nothing(kind: str, tmp_path: Path) -> None:
         ):
             with pytest.raises(StoreUnavailable):
                 change()
-        assert store.verify().good == 1
-    assert place.records() == before
+    with opened(tmp_path, CAP) as store:
+        assert (store.stats(), store.info([key_of(1)])) == before
 
 
-@pytest.mark.parametrize(
-    "kv",
-    [
-        ChunkKV(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 4, 4)),
-        ChunkKV(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4).half()),
-        ChunkKV(torch.zeros(1, 2, 3, 4).char(), torch.zeros(1, 2, 3, 4).char()),
-        ChunkKV(torch.zeros(2, 3, 4), torch.zeros(2, 3, 4)),
-        ChunkKV(torch.zeros(0, 2, 3, 4), torch.zeros(0, 2, 3, 4)),
-        ChunkKV(torch.zeros(1, 2, 3, 0), torch.zeros(1, 2, 3, 0)),
-        ChunkKV(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4), ids=(1,)),
-    ],
-)
-def test_tensors_that_are_no_chunk_are_refused(store: KVStore, kv: ChunkKV) -> None:
-    with pytest.raises(StoreError):
-        store.put(key_of(1), kv)
+def test_tensors_that_are_no_chunk_are_refused(store: KVStore) -> None:
+    for keys, values, ids in (
+        (torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 4, 4), ()),
+        (torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4).half(), ()),
+        (torch.zeros(1, 2, 3, 4).char(), torch.zeros(1, 2, 3, 4).char(), ()),
+        (torch.zeros(2, 3, 4), torch.zeros(2, 3, 4), ()),
+        (torch.zeros(0, 2, 3, 4), torch.zeros(0, 2, 3, 4), ()),
+        (torch.zeros(1, 2, 3, 0), torch.zeros(1, 2, 3, 0), ()),
+        (torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4), (1,)),
+    ):
+        with pytest.raises(StoreError):
+            store.put(key_of(1), ChunkKV(keys, values, ids=ids))
     assert list(store.keys()) == []
 
 
@@ -149,7 +128,7 @@ def test_a_store_kind_is_one_file_and_one_line_in_the_registry(tmp_path: Path) -
             store.put(key_of(1), chunk())
             assert same(read(store, key_of(1)), chunk())
             assert isinstance(store, ToyStore)
-            assert (store.snapshots, store.stats().cap_bytes) == (1, 1_000_000)
+            assert store.stats().cap_bytes == 1_000_000
         (tmp_path / "config.yaml").write_text(config.to_yaml())
         assert Config.load(tmp_path / "config.yaml") == config
     finally:
@@ -157,3 +136,30 @@ def test_a_store_kind_is_one_file_and_one_line_in_the_registry(tmp_path: Path) -
     with pytest.raises(ConfigError) as error:
         StoreConfig(kind="toy")
     assert error.value.setting == "store.kind"
+
+
+def test_the_settings_choose_the_store(tmp_path: Path) -> None:
+    remote = {"kind": "lmdb", "path": tmp_path / "far", "cap_gb": 0.01}
+    tiers = {"memory_bytes": 10_000, "remote": remote, "write": "through"}
+    default, cpu = tmp_path / "default", torch.device("cpu")
+    rows: list[tuple[dict[str, Any], Path | None, type[KVStore]]] = [
+        ({"kind": "memory"}, default, MemoryStore),
+        ({}, None, MemoryStore),  # no folder for the default kind
+        ({}, default, LMDBStore),
+        ({"path": tmp_path / "own"}, default, LMDBStore),
+        ({"tiers": tiers}, tmp_path / "near", LayeredStore),
+    ]
+    for settings, folder, kind in rows:
+        with open_store(StoreConfig(cap_gb=0.001, **settings), folder, device=cpu) as store:
+            assert type(store) is kind
+            assert (store.put(key_of(1), chunk()), store.stats().cap_bytes) == (True, 1_000_000)
+    for name in ("default", "own", "near", "far"):
+        with LMDBStore(tmp_path / name, ROOMY, read_only=True) as store:
+            assert key_of(1) in store
+    with open_store(StoreConfig(kind="memory"), tmp_path / "kept", persistent=True) as store:
+        assert type(store) is LMDBStore
+    with open_store(StoreConfig(tiers=tiers), tmp_path / "near", read_only=True) as store:
+        assert type(store) is LMDBStore
+    with pytest.raises(ConfigError) as error:
+        open_store(StoreConfig(tiers={"remote": {"kind": "lmdb"}}), tmp_path / "other")
+    assert error.value.setting == "store.tiers.remote.path"

@@ -1,10 +1,7 @@
-"""Token ids that stores tell of their chunks, here and on other machines, and near-duplicates found by them."""
+"""Near-duplicates found by the token ids that stores tell of their chunks, here and on other machines."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,67 +9,47 @@ import pytest
 from blendserve.blend.blender import Blender
 from blendserve.blend.cost import CostModel
 from blendserve.config import BlendConfig, Method
-from blendserve.core import Chunk, Prompt, TokenIds
+from blendserve.core import BlendReport, Chunk, Prompt, TokenIds
 from blendserve.errors import StoreUnavailable
 from blendserve.store import KVStore, LayeredStore, MemoryStore
-from blendserve.store.base import ID_BATCH, Sample
 from blendserve.store.fetching import REST_S
-from blendserve.store.key import ChunkKey
-from blendserve.store.network.connection import Connection
 from tests.support.blending import some_ids
-from tests.support.damages import BYTES
+from tests.support.links import FarStore
 from tests.support.models import tiny_adapter
-from tests.support.stores import CAP, FaultyStore, OnServer, chunk, key_of
-from tests.support.valkey import needs_server
+from tests.support.stores import CAP, FaultyStore
 from tests.support.waiting import ManualClock
 
 PREFIX, SUFFIX = some_ids(5), some_ids(4, 1)
 OLD, OTHER = some_ids(90, 2), some_ids(80, 3)
 NEW, NEWER = (*OLD[:40], 96, *OLD[41:]), (*OTHER[:30], 96, *OTHER[31:])
-NEAR = BlendConfig(method="blend", policy="none", correction="none", near=True)
 
 
-def blender(store: KVStore) -> Blender:
-    return Blender(tiny_adapter("llama"), "fingerprint", store, PREFIX, PREFIX)
+def blender(store: KVStore, *known: TokenIds, **options: Any) -> Blender:
+    """Has stored these chunks."""
+    by = Blender(tiny_adapter("llama"), "fingerprint", store, PREFIX, PREFIX, **options)
+    if known:
+        by.precompute(known)
+    by.donors.refresh()
+    return by
 
 
-def donors(by: Blender, *chunks: TokenIds) -> list[str]:
+def ask(by: Blender, *chunks: TokenIds, method: Method = "blend") -> BlendReport:
+    blend = BlendConfig(method=method, policy="none", correction="none", near=True)
+    return by.run(Prompt(PREFIX, tuple(map(Chunk, chunks)), SUFFIX), blend).report
+
+
+def donors(by: Blender, *chunks: TokenIds, method: Method = "blend") -> list[str]:
     """The donors of a prompt of these chunks."""
-    report = by.run(Prompt(PREFIX, tuple(map(Chunk, chunks)), SUFFIX), NEAR).report
-    return [donor for found in report.near for donor in found.donors]
-
-
-@needs_server
-def test_a_server_tells_whole_ids_a_batch_in_a_round_trip(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole, damaged, silent = key_of(1), key_of(2), key_of(3)
-    place = OnServer(tmp_path, CAP)
-    with place.open() as store:
-        for n, key in enumerate((whole, damaged, silent)):
-            store.put(key, replace(chunk(5, seed=n), ids=() if key == silent else some_ids(5, n)))
-        place.damage(damaged, BYTES[0])
-        trips, ask = [0], Connection.ask
-
-        def counted(self: Connection, *args: Any) -> Any:
-            trips[0] += 1
-            return ask(self, *args)
-
-        monkeypatch.setattr(Connection, "ask", counted)
-        assert dict(store.ids([key_of(n) for n in range(ID_BATCH + 1)])) == {whole: some_ids(5, 0)}
-        assert trips[0] == 2
-        assert sorted(store.keys("")) == sorted([whole, damaged, silent])
-    place.close()
+    return [donor for found in ask(by, *chunks, method=method).near for donor in found.donors]
 
 
 def test_donors_come_from_both_stores_and_survive_the_loss_of_one() -> None:
     clock, near, far = ManualClock(), MemoryStore(CAP), MemoryStore(CAP)
     remote = FaultyStore(far, clock)
-    blender(far).precompute([OTHER])
-    blender(near).precompute([OLD])
+    blender(far, OTHER)
+    blender(near, OLD)
     with LayeredStore(near, remote, clock=clock) as store:
         by = blender(store)
-        by.donors.refresh()
         here, there = by.key(OLD), by.key(OTHER)
         assert donors(by, NEW, NEWER) == [here.hex(), there.hex()]
         store.flush()
@@ -80,11 +57,10 @@ def test_donors_come_from_both_stores_and_survive_the_loss_of_one() -> None:
         remote.batches.clear()
         assert not donors(by, some_ids(90, 70), some_ids(90, 71))
         assert len(remote.batches) <= 1  # for the chunks themselves
-        known = by.donors.index.keys
         remote.down = True
         assert donors(by, NEW, NEWER) == [here.hex()]
         by.donors.refresh()
-        assert by.donors.index.keys == known == {here, there}
+        assert by.donors.index.keys == {here, there}
         remote.down = False
         clock.advance(REST_S)
         assert donors(by, NEWER) == [there.hex()]
@@ -92,44 +68,22 @@ def test_donors_come_from_both_stores_and_survive_the_loss_of_one() -> None:
 
 def test_a_store_that_fails_has_no_donors_and_requests_are_answered() -> None:
     store = FaultyStore(MemoryStore(CAP))
-    by = blender(store)
-    by.precompute([OLD])
-    by.donors.refresh()
+    by = blender(store, OLD)
     assert donors(by, NEW)
     store.down = True
     with pytest.raises(StoreUnavailable):
         dict(store.ids([by.key(OLD)]))
-    report = by.run(Prompt(PREFIX, (Chunk(NEW),), SUFFIX), NEAR).report
-    assert report.method == "blend"
-    assert report.tokens_exact == report.tokens_reused == 0
+    report = ask(by, NEW)
+    assert (report.method, report.tokens_exact, report.tokens_reused) == ("blend", 0, 0)
     assert by.key(OLD) in by.donors.index
-
-
-class Far(FaultyStore):
-    """A store on another machine, at this many seconds a token."""
-
-    far, seconds_per_token = True, 0.0
-
-    def sample(self, keys: Sequence[ChunkKey], n_bytes: int) -> Sample | None:
-        return Sample(0.0, 100 * self.seconds_per_token, 1.0, 100)
-
-    def present(self, keys: Iterable[ChunkKey], remote: bool = True) -> set[ChunkKey]:
-        return super().present(keys) if remote else set()
 
 
 @pytest.mark.parametrize(("seconds", "method", "n"), [(0.1, "auto", 1), (9.0, "auto", 0), (9.0, "blend", 1)])
 def test_auto_leaves_donors_whose_fetching_takes_longer_than_computing(
-    seconds: float, method: Method, n: int, monkeypatch: pytest.MonkeyPatch
+    seconds: float, method: Method, n: int
 ) -> None:
-    costs = CostModel(1e-6, 1.0, 0.0, 1e-6)  # a row costs a second
-    monkeypatch.setattr("blendserve.blend.blender.calibrated", lambda *_: costs)
-    store = Far(MemoryStore(CAP))
-    by = blender(store)
-    by.precompute([OLD])
-    by.donors.refresh()
-    by.calibrate()
-    store.seconds_per_token = seconds
+    store = FarStore(MemoryStore(CAP))
+    by = blender(store, OLD, costs=CostModel(1e-6, 1.0, 0.0, 1e-6))  # a row costs a second
+    store.token_s = seconds
     by.sample_link()
-    blend = NEAR.model_copy(update={"method": method})
-    report = by.run(Prompt(PREFIX, (Chunk(NEW),), SUFFIX), blend).report
-    assert sum(len(found.donors) for found in report.near) == n
+    assert len(donors(by, NEW, method=method)) == n

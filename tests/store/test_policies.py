@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -13,31 +12,19 @@ from hypothesis import strategies as st
 from blendserve.config import StoreConfig
 from blendserve.errors import StoreFull
 from blendserve.store import KVStore, LMDBStore, MemoryStore, open_store
-from blendserve.store.policies import LRU, Admission, Always, Eviction, Refuse, TinyLFU
+from blendserve.store.policies import LRU, Refuse, TinyLFU
 from tests.support.stores import SHARED_KINDS, STORES, UNIT, chunk, key_of, read, stored
 from tests.support.valkey import store_at
 
-Make = Callable[..., KVStore]
+every_kind = pytest.mark.parametrize("kind", ["memory", *SHARED_KINDS])
 
 
-@pytest.fixture(params=[pytest.param("memory"), *SHARED_KINDS])
-def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
-    """Opens a store for this many chunks of 10 tokens, at one place."""
-    stores: list[KVStore] = []
-
-    def build(units: int, eviction: Eviction | None = None, admission: Admission | None = None) -> KVStore:
-        cap, eviction = units * UNIT, eviction or LRU()
-        if request.param == "memory":
-            stores.append(MemoryStore(cap, eviction, admission))
-        else:
-            of: Make = LMDBStore if request.param == "lmdb" else store_at
-            stores.append(of(tmp_path, cap, eviction=eviction, admission=admission))
-        return stores[-1]
-
-    yield build
-    for store in stores:
-        assert store.verify().bad == ()
-        store.close()
+def opened(kind: str, path: Path, units: int, **policies: Any) -> KVStore:
+    """A store for this many chunks of 10 tokens."""
+    policies, cap = {"eviction": LRU(), **policies}, units * UNIT
+    if kind == "memory":
+        return MemoryStore(cap, **policies)
+    return LMDBStore(path, cap, **policies) if kind == "lmdb" else store_at(path, cap, **policies)
 
 
 def ask(store: KVStore, *numbers: int) -> None:
@@ -49,50 +36,42 @@ def put(store: KVStore, *numbers: int) -> bool:
     return False not in [store.put(key_of(n), chunk(10)) for n in numbers]
 
 
-def test_a_full_store_without_eviction_refuses_chunks(make: Make) -> None:
-    store = make(2, eviction=Refuse())
-    assert put(store, 0, 1)
-    with pytest.raises(StoreFull) as error:
-        put(store, 2)
-    assert error.value.setting == "store.cap_gb"
-    assert not store.wants(key_of(2), UNIT)
-    assert stored(store) == {0, 1}
+@every_kind
+def test_a_full_store_without_eviction_refuses_chunks(kind: str, tmp_path: Path) -> None:
+    with opened(kind, tmp_path, 2, eviction=Refuse()) as store:
+        assert put(store, 0, 1)
+        with pytest.raises(StoreFull) as error:
+            put(store, 2)
+        assert error.value.setting == "store.cap_gb"
+        assert not store.wants(key_of(2), UNIT)
+        assert stored(store) == {0, 1}
 
 
-def test_a_new_chunk_needs_more_requests_than_its_victims(make: Make) -> None:
-    store = make(2, admission=TinyLFU(seed=1))
-    assert put(store, 0, 1)
-    ask(store, 0, 1, 1, 5)  # one request each for 0 and 5: the stored one stays
-    assert not store.wants(key_of(5), UNIT)
-    assert not put(store, 5)
-    ask(store, 5)
-    assert store.wants(key_of(5), UNIT)
-    assert put(store, 5)
-    assert stored(store) == {1, 5}
-    assert store.stats().admissions_refused == 2
-    assert store.put(key_of(1), chunk(10, seed=3))  # replacing needs no admission
-    assert store.put(key_of(9), chunk(20), pin=True)  # nor does pinning
-    assert stored(store) == {9}
+@every_kind
+def test_a_new_chunk_needs_more_requests_than_its_victims(kind: str, tmp_path: Path) -> None:
+    with opened(kind, tmp_path, 2, admission=TinyLFU(seed=1)) as store:
+        assert put(store, 0, 1)
+        ask(store, 0, 1, 1, 5)  # one request each for 0 and 5: the stored one stays
+        assert not store.wants(key_of(5), UNIT)
+        assert not put(store, 5)
+        ask(store, 5)
+        assert store.wants(key_of(5), UNIT)
+        assert put(store, 5)
+        assert stored(store) == {1, 5}
+        assert store.stats().admissions_refused == 2
+        assert store.put(key_of(1), chunk(10, seed=3))  # replacing needs no admission
+        assert store.put(key_of(9), chunk(20), pin=True)  # nor does pinning
+        assert stored(store) == {9}
 
 
-def test_requests_are_weighted_by_bytes(make: Make) -> None:
-    store = make(3, admission=TinyLFU(seed=1))
-    assert put(store, 0, 1, 2)
-    ask(store, 0, 1, 2, 7, 7)
-    assert store.wants(key_of(7), UNIT)
-    ask(store, 0)
-    assert store.wants(key_of(7), 3 * UNIT)  # 2 x 3 against 2 + 1 + 1
-    ask(store, 0, 1)
-    assert not store.wants(key_of(7), 3 * UNIT)  # 2 x 3 against 3 + 2 + 1
-
-
-def test_uses_count_before_they_are_written(make: Make) -> None:
-    """Chunk 0 is the oldest, but has been read: the victim is 1, which has no requests."""
-    store = make(2, admission=TinyLFU(seed=1))
-    assert put(store, 0, 1)
-    ask(store, 0, 0, 0, 5)
-    assert put(store, 5)
-    assert stored(store) == {0, 5}
+@every_kind
+def test_requests_are_weighted_by_bytes(kind: str, tmp_path: Path) -> None:
+    with opened(kind, tmp_path, 3, admission=TinyLFU(seed=1)) as store:
+        assert put(store, 0, 1, 2)
+        ask(store, 0, 0, 1, 2, 7, 7)
+        assert store.wants(key_of(7), 3 * UNIT)  # 2 x 3 against 2 + 1 + 1
+        ask(store, 0, 1)
+        assert not store.wants(key_of(7), 3 * UNIT)  # 2 x 3 against 3 + 2 + 1
 
 
 @pytest.mark.parametrize("kind", SHARED_KINDS)
@@ -112,18 +91,6 @@ def test_a_later_use_written_by_another_process_stays(kind: str, tmp_path: Path)
         assert stored(store) == {0, 2, 3, 4, 5}
 
 
-@pytest.mark.parametrize("make", SHARED_KINDS, indirect=True)
-def test_each_process_counts_its_own_requests(make: Make) -> None:
-    """A process that has seen no request for the victim admits a chunk after one request."""
-    here, elsewhere = (make(1, admission=TinyLFU(seed=1)) for _ in range(2))
-    put(here, 0)
-    ask(here, 0, 0, 5)
-    assert not put(here, 5)
-    ask(elsewhere, 5)
-    assert put(elsewhere, 5)
-    assert stored(here) == {5}
-
-
 @given(st.lists(st.integers(0, 40), max_size=300))
 def test_the_sketch_never_underestimates_until_it_ages(asked: list[int]) -> None:
     """And up to the limit of its counters."""
@@ -137,19 +104,6 @@ def test_the_sketch_never_underestimates_until_it_ages(asked: list[int]) -> None
     for n in (*[0] * 12, *range(1, 1000)):
         policy.record_access(key_of(n))
     assert policy.frequency(key_of(0)) == 5  # 11 behind the doorkeeper, halved
-
-
-def test_admission_keeps_popular_chunks_under_a_scan() -> None:
-    """Zipf over 300 chunks, and as many requests for chunks that never return; room for 30."""
-    hits = []
-    for admission in (Always(), TinyLFU(seed=3)):
-        dice, store = random.Random(5), MemoryStore(30 * UNIT, LRU(), admission)
-        for i, n in enumerate(dice.choices(range(300), [1 / (n + 1) for n in range(300)], k=1000)):
-            for key in (key_of(n), key_of(1000 + i)):
-                if read(store, key) is None:
-                    store.put(key, chunk(10))
-        hits.append(store.stats().hits)
-    assert hits[1] > 1.4 * hits[0], hits
 
 
 def test_the_settings_choose_the_policies(tmp_path: Path) -> None:

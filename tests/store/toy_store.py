@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from blendserve.config import PlaceConfig
@@ -13,10 +12,9 @@ from blendserve.store.wrapped import WrappedStore
 
 
 class ToyStore(WrappedStore):
-    """Chunks in memory, and a count of how often they were looked for."""
+    """Chunks in memory."""
 
     persistent = needs_folder = False
-    snapshots = 0
 
     @classmethod
     def from_config(
@@ -24,8 +22,5 @@ class ToyStore(WrappedStore):
     ) -> ToyStore:
         return cls(MemoryStore(config.cap_bytes, *policies))
 
-    @contextmanager
-    def reading(self) -> Iterator[Snapshot]:
-        self.snapshots += 1
-        with self._store.reading() as snapshot:
-            yield snapshot
+    def reading(self) -> AbstractContextManager[Snapshot]:
+        return self._store.reading()

@@ -1,15 +1,7 @@
 """Records of chunks as bytes: how older formats wrote them, and every damage that `verify` and reading must report.
 
-The interface that tests of records, LMDB, Valkey and the fuzzer share:
-
-    DAMAGES   damages of a chunk in today's format, by any codec that stores raw layers
-    BYTES     those that hold for every format and codec: they change bytes and know no field
-    LIES      {format: [(offset in the header, struct format, values)]}: a field that agrees with no other
-    FORMATS   {format: writer(key, kv) -> (header record, segments)}
-
-    damage.change(key, records) -> records      [header, segment of each layer]; None = the record is missing
-    damage.layer                                the first layer that fails its check; None = the header fails
-    damage.readable                             reading shows nothing of it, `verify` does
+DAMAGES are those of a chunk in today's format, by any codec that stores raw layers; BYTES know no field of a header and
+hold for every format and codec; LIES are fields that agree with no other, by format; FORMATS has its writer.
 """
 
 from __future__ import annotations
@@ -38,9 +30,9 @@ class Damage:
     """A change to the records of a chunk of at least two layers that `verify` must report."""
 
     name: str
-    change: Callable[[ChunkKey, Records], Records]
-    layer: int | None
-    readable: bool = False
+    change: Callable[[ChunkKey, Records], Records]  # None = the record is missing
+    layer: int | None  # the first that fails its check; None = the header fails
+    readable: bool = False  # reading shows nothing of it
 
     def __str__(self) -> str:
         return self.name

@@ -10,7 +10,7 @@ import os
 import struct
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,8 +23,8 @@ import torch
 from blendserve.config import ValkeyConfig
 from blendserve.core import ChunkKV
 from blendserve.errors import CorruptRecord, StoreFull, StoreUnavailable
-from blendserve.store import KVStore, LayeredStore, Lease, LMDBStore, MemoryStore, ReadAhead, Snapshot, record
-from blendserve.store.base import ChunkView, Meanwhile, TimeSaved
+from blendserve.store import KVStore, LayeredStore, LMDBStore, MemoryStore, ReadAhead, Snapshot, record
+from blendserve.store.base import ChunkView
 from blendserve.store.codecs.base import ChunkShape, Codec
 from blendserve.store.codecs.raw import Raw
 from blendserve.store.key import TAG_BYTES, ChunkKey, chunk_key
@@ -138,7 +138,7 @@ class FaultyStore(WrappedStore):
     """A store that stands for another machine's. A test sets its faults at any time.
 
     down: every call fails. gate: while cleared, every call waits. latency_s: of every call, on the clock.
-    damaged: chunks whose reading fails until they are stored again. refuses: chunks that do not fit.
+    damaged: chunks whose reading fails until they are stored again.
     """
 
     def __init__(self, store: KVStore, clock: ManualClock | None = None) -> None:
@@ -146,7 +146,7 @@ class FaultyStore(WrappedStore):
         self._clock = clock or ManualClock()
         self.down, self.latency_s, self.gate = False, 0.0, threading.Event()
         self.gate.set()
-        self.damaged, self.refuses = set[ChunkKey](), set[ChunkKey]()
+        self.damaged = set[ChunkKey]()
         self.calls: Counter[str] = Counter()
         self.batches: list[int] = []  # the number of chunks in each `expect`
 
@@ -169,8 +169,6 @@ class FaultyStore(WrappedStore):
 def _faulty(name: str) -> Callable[..., Any]:
     def method(self: FaultyStore, *args: Any, **options: Any) -> Any:
         self.call(name)
-        if name.startswith("put") and args[0] in self.refuses:
-            raise StoreFull("the store is full")
         if name in {"put", "put_coded", "put_uncoded", "delete"}:
             self.damaged.discard(args[0])
         return getattr(WrappedStore, name)(self, *args, **options)
@@ -189,9 +187,7 @@ class _FaultySnapshot:
     def __init__(self, snapshot: Snapshot, store: FaultyStore) -> None:
         self._snapshot, self._store = snapshot, store
 
-    def expect(
-        self, keys: Sequence[ChunkKey], meanwhile: Meanwhile | None = None, saved: TimeSaved | None = None
-    ) -> None:
+    def expect(self, keys: Sequence[ChunkKey], *_: object, **options: object) -> None:
         self._store.batches.append(len(keys))
 
     def get(self, key: ChunkKey) -> ChunkView | None:
@@ -331,13 +327,6 @@ class Place:
         """The store as another process opens it."""
         return self.open()
 
-    def open_to_read(self) -> KVStore:
-        raise NotImplementedError
-
-    def records(self) -> dict[bytes, bytes]:
-        """All that the place keeps, by name."""
-        raise NotImplementedError
-
     def damage(self, key: ChunkKey, damage: Damage) -> None:
         """Change a chunk's records; called while the place is closed."""
         raise NotImplementedError
@@ -372,13 +361,6 @@ class OnDisk(Place):
     def open(self) -> KVStore:
         return LMDBStore(self.folder / "kv", self.cap, eviction=LRU(), codec=self.codec, clock=self.clock)
 
-    def open_to_read(self) -> KVStore:
-        return LMDBStore(self.folder / "kv", self.cap, read_only=True, clock=self.clock)
-
-    def records(self) -> dict[bytes, bytes]:
-        with lmdb.open(str(self.folder / "kv"), readonly=True) as env, env.begin() as txn:
-            return dict(txn.cursor())
-
     def damage(self, key: ChunkKey, damage: Damage) -> None:
         folder = self.folder / "kv"
         with lmdb.open(str(folder), map_size=0) as env:
@@ -408,9 +390,7 @@ class Tiered(OnDisk):
 
 class OnServer(Place):
     frozen = False
-    damages = tuple(
-        damage for damage in DAMAGES if not damage.readable
-    )  # storing again leaves a layer too many
+    damages = tuple(damage for damage in DAMAGES if not damage.readable)  # a layer too many stays
     ends_any_lease = leases_end_by_clock = False
     longest_pause_s = 1.0  # after a minute another thread writes notes
 
@@ -425,12 +405,6 @@ class OnServer(Place):
 
     def open(self) -> KVStore:
         return ValkeyStore(self._settings, self.cap, eviction=LRU(), clock=self.clock)
-
-    def open_to_read(self) -> KVStore:
-        return ValkeyStore(self._settings, self.cap, read_only=True, clock=self.clock)
-
-    def records(self) -> dict[bytes, bytes]:
-        return {name: self._client.dump(name) for name in self._client.scan_iter()}
 
     def damage(self, key: ChunkKey, damage: Damage) -> None:
         name, fields = chunk_name(key), [HEADER, *map(segment_name, range(LAYERS + 1))]
@@ -504,7 +478,6 @@ class LookUp:
     kv: ChunkKV | None  # a copy of the chunk
     found: bool = False  # whether the snapshot gave a view
     corrupt: bool = False  # whether it raised CorruptRecord
-    tier: str = ""  # where the view read from
 
 
 def look_up(snapshot: Snapshot, key: ChunkKey) -> LookUp:
@@ -516,7 +489,7 @@ def look_up(snapshot: Snapshot, key: ChunkKey) -> LookUp:
     if view is None:
         return LookUp(None)
     try:
-        return LookUp(copy_of(view), True, tier=snapshot.tier(key))
+        return LookUp(copy_of(view), True)
     except CorruptRecord:
         return LookUp(None, True, True)
 
@@ -548,38 +521,3 @@ def put(store: KVStore, key: ChunkKey, kv: ChunkKV, pin: bool, how: str, place: 
     except StoreFull:
         return False
     return True
-
-
-class RemoteStore(FaultyStore):
-    """A faulty store over one without leases; it has its own."""
-
-    def __init__(self, store: KVStore) -> None:
-        super().__init__(store)
-        self.trips, self.leased, self.refused = self.batches, set[ChunkKey](), 0
-
-    @property
-    def puts(self) -> int:
-        return self.calls["put_coded"]
-
-    def present(self, keys: Iterable[ChunkKey], remote: bool = True) -> set[ChunkKey]:
-        self.call("present")
-        return self._store.present(keys) if remote else set()
-
-    def lease(self, key: ChunkKey, seconds: float) -> Lease | None:
-        self.call("lease")
-        if key in self.leased:
-            self.refused += 1
-            return None
-        self.leased.add(key)
-        return _RemoteLease(self, key)
-
-    def leases(self, keys: Sequence[ChunkKey], seconds: float) -> dict[ChunkKey, Lease]:
-        return KVStore.leases(self, keys, seconds)
-
-
-class _RemoteLease(Lease):
-    def __init__(self, store: RemoteStore, key: ChunkKey) -> None:
-        self._store, self._key = store, key
-
-    def release(self) -> None:
-        self._store.leased.discard(self._key)

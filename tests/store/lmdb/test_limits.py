@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import resource
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -88,28 +86,22 @@ def test_a_full_disk_is_the_error_of_one_chunk(path: Path) -> None:
 
 def read_without_permission(_: Connection, path: Path) -> None:
     LMDBStore(path.with_name("other"), CAP).close()  # imports what is unreadable where packages are private
-    with as_owner(path), LMDBStore(path, CAP) as store:
-        for place in (*path.iterdir(), path):
+    places = (*path.iterdir(), path)
+    if os.getuid() == 0:  # who may write anywhere: become another user, the owner of the store
+        for place in places:
+            os.chown(place, 65534, 65534)
+        os.setgid(65534)
+        os.setuid(65534)
+    with LMDBStore(path, CAP) as store:
+        for place in places:
             place.chmod(0o555 if place.is_dir() else 0o444)
         with pytest.raises(StoreUnavailable):
             store.put(key_of(5), chunk())
         assert store.verify().good == 3
     with LMDBStore(path, CAP, read_only=True) as store:
         assert same(read(store, key_of(1)), chunk(BIG, seed=1))
-        assert store.verify().good == 3
     with pytest.raises(StoreUnavailable):
         LMDBStore(path, CAP)
-
-
-@contextmanager
-def as_owner(path: Path) -> Iterator[None]:
-    """Root may write anywhere, so become another user, the owner of the store."""
-    if os.getuid() == 0:
-        for place in (path, *path.iterdir()):
-            os.chown(place, 65534, 65534)
-        os.setgid(65534)
-        os.setuid(65534)
-    yield
 
 
 def test_a_store_without_write_permission_can_be_read(path: Path) -> None:

@@ -17,14 +17,13 @@ import pytest
 
 from blendserve.bench.link import Link
 from blendserve.bench.servers import Server, free_port
-from blendserve.config import StoreConfig, ValkeyConfig
+from blendserve.config import ValkeyConfig
 from blendserve.errors import ConfigError, StoreUnavailable
 from blendserve.serve.metrics import Metrics
-from blendserve.store import LayeredStore, MemoryStore, open_store
 from blendserve.store.valkey.client import PASSWORD
 from blendserve.store.valkey.store import ValkeyStore
 from tests.support.stores import CAP, chunk, key_of, read, same
-from tests.support.valkey import PATIENT_S, database, needs_server, shared_server
+from tests.support.valkey import PATIENT_S, needs_server, shared_server
 
 SECRET = "open sesame"
 
@@ -60,10 +59,18 @@ def test_a_missing_client_package_is_unavailable(monkeypatch: pytest.MonkeyPatch
         store("valkey://127.0.0.1:1")
 
 
-@pytest.mark.parametrize("url", ["valkey://127.0.0.1:{}", "valkeys://127.0.0.1:{}", "unix:///nowhere{}"])
-def test_without_a_server_commands_fail_and_requests_miss(url: str) -> None:
-    figures = Metrics()
-    with store(url.format(free_port())) as away:
+@pytest.mark.parametrize(
+    ("url", "options"),
+    [
+        ("valkey://127.0.0.1:{}", {}),
+        ("valkeys://127.0.0.1:{}", {}),
+        ("unix:///nowhere{}", {}),
+        ("valkey://127.0.0.1:{}", {"password_file": Path("nowhere")}),
+        ("valkeys://127.0.0.1:{}", {"ca_file": Path("nowhere")}),
+    ],
+)
+def test_without_a_server_commands_fail_and_requests_miss(url: str, options: dict[str, Path]) -> None:
+    with store(url.format(free_port()), **options) as away:
         with pytest.raises(StoreUnavailable):
             away.stats()
         with away.reading() as snapshot:
@@ -73,6 +80,7 @@ def test_without_a_server_commands_fail_and_requests_miss(url: str) -> None:
         lease = away.lease(key_of(1), 9.0)
         assert lease is not None  # rather two computations than none
         lease.release()
+        figures = Metrics()
         figures.watch(lambda: (0, 0), 1, away)
         assert b"blendserve_store_up 0.0" in figures.text()
 
@@ -149,31 +157,3 @@ def test_tls_follows_the_url_and_trusts_the_given_authority(tmp_path: Path) -> N
             assert same(read(trusted, key_of(1)), chunk())
         with store(url) as wary, pytest.raises(StoreUnavailable):
             wary.stats()
-
-
-@needs_server
-@pytest.mark.parametrize(
-    ("scheme", "options"),
-    [
-        ("unix", {}),
-        ("valkey", {"password_file": Path("nowhere")}),
-        ("valkeys", {"ca_file": Path("nowhere")}),
-        ("valkeys", {"deadline_s": 0.2}),  # the server speaks no TLS
-    ],
-)
-def test_requests_to_an_unusable_server_log_one_line(
-    scheme: str, options: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    server = {
-        "url": database(tmp_path).replace("valkey://", f"{scheme}://"),
-        "deadline_s": PATIENT_S,
-        **options,
-    }
-    with (
-        open_store(StoreConfig(kind="valkey", valkey=server), None) as far,
-        LayeredStore(MemoryStore(CAP), far) as both,
-    ):
-        for n in range(3):
-            assert read(both, key_of(n)) is None
-        both.put(key_of(1), chunk(1), pin=True)
-    assert len([record for record in caplog.records if record.levelno >= logging.WARNING]) == 1

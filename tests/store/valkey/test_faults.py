@@ -28,20 +28,14 @@ PATIENT = CONFIG.model_copy(update={"deadline_s": PATIENT_S})
 
 
 @pytest.fixture(scope="module")
-def hasty() -> Iterator[Scene]:
-    with scene_of(toy_reader(), CONFIG) as scene:
-        yield scene
-
-
-@pytest.fixture(scope="module")
-def patient() -> Iterator[Scene]:
-    with scene_of(toy_reader(), PATIENT) as scene:
-        yield scene
+def scenes() -> Iterator[dict[str, Scene]]:
+    with scene_of(toy_reader(), CONFIG) as hasty, scene_of(toy_reader(), PATIENT) as patient:
+        yield {name: hasty if name in SLOW else patient for name in FAULTS}
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_costs_no_answer_and_ends(hasty: Scene, patient: Scene, name: str) -> None:
-    outcome = suffer(hasty if name in SLOW else patient, name, CONFIG.requests)
+def test_a_fault_costs_no_answer_and_ends(scenes: dict[str, Scene], name: str) -> None:
+    outcome = suffer(scenes[name], name, CONFIG.requests)
     assert (outcome.wrong, outcome.hung) == (0, 0)
     assert len(outcome.extra) == CONFIG.requests
     assert outcome.recovery_s is not None
@@ -50,8 +44,7 @@ def test_a_fault_costs_no_answer_and_ends(hasty: Scene, patient: Scene, name: st
 
 @pytest.mark.parametrize("name", ["damaged where stored", "another chunk's bytes"])
 def test_the_bench_sees_damaged_chunks_that_are_served(
-    patient: Scene, name: str, monkeypatch: pytest.MonkeyPatch
+    scenes: dict[str, Scene], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr("blendserve.store.record.xxhash.xxh3_64_intdigest", lambda *args: 0)
-        assert suffer(patient, name, 3).wrong > 0
+    monkeypatch.setattr("blendserve.store.record.xxhash.xxh3_64_intdigest", lambda *args: 0)
+    assert suffer(scenes[name], name, 3).wrong > 0

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import sys
 from collections import deque
 from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from blendserve.bench.servers import Server, cluster
-from blendserve.cli import main
 from blendserve.config import BlendConfig, Config, ValkeyConfig
 from blendserve.engine.engine import Engine
 from blendserve.errors import StoreFull
 from blendserve.models.toy import toy_reader
-from blendserve.store import KVStore, LMDBStore
+from blendserve.store import KVStore, LMDBStore, VerifyReport
+from blendserve.store.base import ID_BATCH
 from blendserve.store.key import TAG_BYTES
 from blendserve.store.network.connection import Connection
 from blendserve.store.policies import LRU
@@ -24,7 +26,9 @@ from blendserve.store.valkey import chunks, ledger
 from blendserve.store.valkey.client import Client, library
 from blendserve.store.valkey.names import CHUNK, namespace_name
 from blendserve.store.valkey.store import ValkeyStore
-from tests.support.stores import CAP, chunk, key_of, read, same, stored
+from tests.support.commands import cli
+from tests.support.damages import BYTES
+from tests.support.stores import CAP, OnServer, chunk, copy_of, key_of, read, same, stored
 from tests.support.valkey import PATIENT_S, database, needs_server, settings, store_at
 from tests.support.waiting import eventually
 
@@ -66,7 +70,7 @@ def test_expected_chunks_are_read_in_one_round_trip(store: KVStore, monkeypatch:
 
 
 def test_large_chunks_are_read_in_small_batches(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes, real = list[int](), chunks.read
+    sizes, real, keys = list[int](), chunks.read, [key_of(n) for n in range(6)]
 
     def noted(client: object, keys: list[bytes]) -> list[chunks.Fields]:
         sizes.append(len(keys))
@@ -74,7 +78,6 @@ def test_large_chunks_are_read_in_small_batches(path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(chunks, "read", noted)
     with ValkeyStore(settings(path, in_flight_mb=1), CAP) as store:
-        keys = [key_of(n) for n in range(6)]
         for key in keys:
             store.put(key, chunk(600))  # 115,200 bytes; a quarter of a megabyte at a time
         for _ in range(2):
@@ -82,6 +85,19 @@ def test_large_chunks_are_read_in_small_batches(path: Path, monkeypatch: pytest.
                 snapshot.expect(keys)
                 assert all(snapshot.get(key) for key in keys)
     assert sorted(sizes) == [1] * 6 + [2] * 3
+
+
+def test_token_ids_of_whole_chunks_are_told_a_batch_in_a_round_trip(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, whole, damaged, silent = OnServer(tmp_path, CAP), key_of(1), key_of(2), key_of(3)
+    with closing(place), place.open() as store:
+        for n, key in enumerate((whole, damaged, silent)):
+            store.put(key, replace(chunk(seed=n), ids=() if key == silent else tuple(range(n, n + 5))))
+        place.damage(damaged, BYTES[0])
+        trips = counted(monkeypatch, "ask")
+        assert dict(store.ids([key_of(n) for n in range(ID_BATCH + 1)])) == {whole: tuple(range(5))}
+        assert len(trips) == 2
 
 
 def test_leases_of_a_request_take_one_round_trip_and_are_released_with_its_writes(
@@ -109,16 +125,11 @@ def test_leases_of_a_request_take_one_round_trip_and_are_released_with_its_write
         assert other.lease(keys[2], 60) is not None
 
 
-def test_store_merge_copies_from_a_server_by_its_url(
-    store: ValkeyStore, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_store_merge_copies_from_a_server_by_its_url(store: ValkeyStore, path: Path, tmp_path: Path) -> None:
     store.put(key_of(1), chunk(seed=1))
     config = tmp_path / "patient.yaml"
     config.write_text(f"store: {{path: {tmp_path / 'copy'}, valkey: {{deadline_s: {PATIENT_S}}}}}\n")
-    monkeypatch.setattr(sys, "argv", ["blendserve"])
-    with pytest.raises(SystemExit) as end:
-        main(["store", "merge", str(tmp_path / "index"), database(path), "-c", str(config)])
-    assert not end.value.code
+    assert cli("store", "merge", tmp_path / "index", database(path), "-c", config).code == 0
     with LMDBStore(tmp_path / "copy", CAP, read_only=True) as copy:
         assert same(read(copy, key_of(1)), chunk(seed=1))
 
@@ -154,38 +165,34 @@ def test_verify_counts_chunks_without_entries_and_with_wrong_ones(store: ValkeyS
     assert store.stats().bytes == chunk(50).n_bytes + chunk(1).n_bytes
 
 
-@pytest.fixture
-def small() -> Iterator[tuple[Server, KVStore]]:
-    """A server of its own with room for some thirty chunks; it evicts keys that may expire."""
-    with Server(maxmemory="8mb", maxmemory_policy="volatile-lru") as server:
-        config = ValkeyConfig(url=server.url, deadline_s=PATIENT_S)
-        with ValkeyStore(config, 1 << 40, eviction=LRU()) as store:
-            yield server, store
+def opened(node: Server, cap: int = CAP, deadline_s: float = PATIENT_S) -> ValkeyStore:
+    return ValkeyStore(ValkeyConfig(url=node.url, deadline_s=deadline_s), cap, eviction=LRU())
 
 
 def test_a_full_server_evicts_whole_unpinned_chunks_or_is_a_full_store(
-    small: tuple[Server, KVStore], monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    server, store = small
+    """It has room for some thirty chunks, and evicts keys that may expire."""
     monkeypatch.setattr(ledger, "GRACE_S", 0.0)
-    for n in range(60):
-        store.put(key_of(n), chunk(1000, seed=n), pin=n < 5)
-    library().Valkey(port=server.port).config_set("maxmemory", "64mb")  # or buffers of replies evict more
-    left = stored(store, 60)
-    assert left >= {0, 1, 2, 3, 4}
-    assert 10 < len(left) < 60
-    assert all(same(read(store, key_of(n)), chunk(1000, seed=n)) for n in left)
-    report = store.verify()  # which also drops the entries of evicted chunks
-    assert (report.good, report.bad) == (len(left), ())
-    stats = store.stats()
-    assert (stats.chunks, stats.pins) == (len(left), 5)
-    assert stats.bytes == len(left) * chunk(1000).n_bytes
-    library().Valkey(port=server.port).config_set("maxmemory", "8mb")
-    with pytest.raises(StoreFull):
-        deque((store.put(key_of(n), chunk(1000), pin=True) for n in range(5, 60)), maxlen=0)
-    assert same(read(store, key_of(0)), chunk(1000))
-    library().Valkey(port=server.port).config_set("maxmemory", "0")
-    assert store.put(key_of(60), chunk(1000))
+    with Server(maxmemory="8mb", maxmemory_policy="volatile-lru") as server, opened(server, 1 << 40) as store:
+        for n in range(60):
+            store.put(key_of(n), chunk(1000, seed=n), pin=n < 5)
+        limit = partial(library().Valkey(port=server.port).config_set, "maxmemory")
+        limit("64mb")  # or buffers of replies evict more
+        left = stored(store, 60)
+        assert left >= {0, 1, 2, 3, 4}
+        assert 10 < len(left) < 60
+        assert all(same(read(store, key_of(n)), chunk(1000, seed=n)) for n in left)
+        assert store.verify() == VerifyReport(len(left), ())  # and the entries of evicted chunks are dropped
+        stats = store.stats()
+        assert (stats.chunks, stats.pins) == (len(left), 5)
+        assert stats.bytes == len(left) * chunk(1000).n_bytes
+        limit("8mb")
+        with pytest.raises(StoreFull):
+            deque((store.put(key_of(n), chunk(1000), pin=True) for n in range(5, 60)), maxlen=0)
+        assert same(read(store, key_of(0)), chunk(1000))
+        limit("0")
+        assert store.put(key_of(60), chunk(1000))
 
 
 # Three nodes of cluster mode
@@ -194,51 +201,40 @@ N = 24
 
 
 @pytest.fixture(scope="module")
-def nodes() -> Iterator[list[Server]]:
+def three_nodes() -> Iterator[list[Server]]:
     with cluster(3) as servers:
         yield servers
 
 
 @pytest.fixture
-def cluster_store(nodes: list[Server]) -> Iterator[ValkeyStore]:
-    for node in nodes:
+def nodes(three_nodes: list[Server]) -> list[Server]:
+    for node in three_nodes:
         library().Valkey(port=node.port).flushall()
+    return three_nodes
+
+
+def test_chunks_lie_on_every_node_and_are_read_counted_and_verified_together(nodes: list[Server]) -> None:
+    keys = [key_of(n, namespace=str(n % 2)) for n in range(N)]
     with opened(nodes[1]) as store:
-        yield store
+        for n, key in enumerate(keys):
+            assert store.put(key, chunk(seed=n), pin=n < 4)
+        assert all(library().Valkey(port=node.port).dbsize() > 2 for node in nodes)
+        with store.reading() as snapshot:
+            snapshot.expect([*keys, key_of(99)])
+            views = [snapshot.get(key) for key in keys]
+            assert all(view and same(copy_of(view), chunk(seed=n)) for n, view in enumerate(views))
+            assert (snapshot.get(key_of(99)), dict(snapshot.undecodable)) == (None, {})
+        stats = store.stats()
+        assert (stats.chunks, stats.pins, stats.tokens, store.stats("1").chunks) == (N, 4, 5 * N, N // 2)
+        assert store.verify() == VerifyReport(N, ())
+        assert (store.delete(keys[0]), store.unpin(keys[:4])) == (True, 3)
+        assert set(store.keys()) == set(keys[1:])
+        hash = store.put_tables("toy", "reader", b"tables")
+        assert (store.tables(hash), [info.hash for info in store.all_tables()]) == (b"tables", [hash])
 
 
-def opened(node: Server, cap: int = CAP, deadline_s: float = PATIENT_S) -> ValkeyStore:
-    return ValkeyStore(ValkeyConfig(url=node.url, deadline_s=deadline_s), cap, eviction=LRU())
-
-
-def test_chunks_lie_on_every_node_and_are_read_counted_and_verified_together(
-    cluster_store: ValkeyStore, nodes: list[Server]
-) -> None:
-    store, keys = cluster_store, [key_of(n, namespace=str(n % 2)) for n in range(N)]
-    for n, key in enumerate(keys):
-        assert store.put(key, chunk(seed=n), pin=n < 4)
-    assert all(library().Valkey(port=node.port).dbsize() > 2 for node in nodes)
-    with store.reading() as snapshot:
-        snapshot.expect([*keys, key_of(99)])
-        views = [snapshot.get(key) for key in keys]
-        assert all(view is not None and view.n_tokens == 5 for view in views)
-        assert snapshot.get(key_of(99)) is None
-        assert not snapshot.undecodable
-    assert all(same(read(store, key), chunk(seed=n)) for n, key in enumerate(keys))
-    stats = store.stats()
-    assert (stats.chunks, stats.pins, stats.tokens) == (N, 4, 5 * N)
-    assert store.stats("1").chunks == N // 2
-    assert (store.verify().good, store.verify().bad) == (N, ())
-    assert store.delete(keys[0])
-    assert store.unpin(keys[:4]) == 3
-    assert set(store.keys()) == set(keys[1:])
-    hash = store.put_tables("toy", "reader", b"tables")
-    assert store.tables(hash) == b"tables"
-    assert [info.hash for info in store.all_tables()] == [hash]
-
-
-def test_the_cap_and_leases_hold_over_all_nodes(nodes: list[Server], cluster_store: ValkeyStore) -> None:
-    with opened(nodes[0], 3 * chunk().n_bytes) as small:
+def test_the_cap_and_leases_hold_over_all_nodes(nodes: list[Server]) -> None:
+    with opened(nodes[0], 3 * chunk().n_bytes) as small, opened(nodes[1]) as other:
         small.put(key_of(0), chunk(), pin=True)
         for n in range(1, N):
             assert small.put(key_of(n), chunk(seed=n))
@@ -246,19 +242,16 @@ def test_the_cap_and_leases_hold_over_all_nodes(nodes: list[Server], cluster_sto
         assert small.stats().evictions == N - 3
         with pytest.raises(StoreFull):
             small.put(key_of(99), chunk(50))
-        lease = cluster_store.lease(key_of(1), 60)
+        lease = other.lease(key_of(1), 60)
         assert lease is not None
         assert small.lease(key_of(1), 60) is None
         lease.release()
         assert small.lease(key_of(1), 60) is not None
-    assert cluster_store.verify().good == 3
 
 
-def test_a_node_that_hangs_costs_hits_until_it_returns(
-    nodes: list[Server], cluster_store: ValkeyStore
-) -> None:
-    with opened(nodes[0], deadline_s=0.5) as hasty:
-        assert cluster_store.put(key_of(1), chunk())
+def test_a_node_that_hangs_costs_hits_until_it_returns(nodes: list[Server]) -> None:
+    with opened(nodes[1]) as patient, opened(nodes[0], deadline_s=0.5) as hasty:
+        assert patient.put(key_of(1), chunk())
         nodes[2].hang()
         try:
             with hasty.reading() as snapshot:
