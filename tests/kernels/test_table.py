@@ -96,6 +96,8 @@ def each_case(way: Way, check: Callable[[Options], None]) -> None:
     settings(max_examples=min(n, few))(given(TABLE[way.operation].shapes(way))(check))()
     for options in TABLE[way.operation].large if way.is_native and not way.is_slow else ():
         check(options)
+    if (way.name, way.operation) == ("triton", "attend"):
+        check({"at": [3, 9, 40, 63], "window": 7})
 
 
 def test_every_operation_is_in_the_table() -> None:
