@@ -1,4 +1,4 @@
-"""The demo on a tiny random model: its five steps in order, both methods, and no optional package."""
+"""The demo on a tiny random model: what each method computes, and no optional package."""
 
 from __future__ import annotations
 
@@ -22,16 +22,12 @@ print("imported:", *(name for name in ("ray", "constriction", "sentence_transfor
 """
 
 
-def test_the_demo_compares_both_methods_step_by_step(tmp_path: Path) -> None:
+def test_the_demo_compares_both_methods(tmp_path: Path) -> None:
     model = write_shape(tmp_path, vocab_size=49_152, max_position_embeddings=8192)
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
     command = [sys.executable, "-c", PROGRAM, model]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    steps = re.findall(r"^(\d)/5|^ +(full prefill|blended):", done.stdout, flags=re.MULTILINE)
-    full, blended = ("", "full prefill"), ("", "blended")
-    asked = [("3", ""), full, ("4", ""), ("5", ""), blended, full, blended, full, blended]
-    assert steps == [("1", ""), ("2", ""), *asked]
     (rows,) = re.findall(r"^rows: (.*)", done.stdout, flags=re.MULTILINE)
     transformers, full_prefill, prefix, reuse, blend = map(int, rows.split())
     assert transformers == full_prefill > prefix > blend > reuse > 0

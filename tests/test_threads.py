@@ -17,6 +17,7 @@ from blendserve.config import ReaderConfig
 from blendserve.models.loader import load_reader
 from blendserve.threads import COUNT, POLICY, SPIN, SPINS, Cpus, Settled, find_cpus, settle
 from tests.bench.conftest import write_shape
+from tests.support.kernels import threads as limited
 
 V1 = {"cpu.cfs_quota_us": "50000", "cpu.cfs_period_us": "100000"}
 FREE_V1 = {"cpu.cfs_quota_us": "-1", "cpu.cfs_period_us": "100000"}
@@ -123,21 +124,11 @@ def test_a_fresh_process_settles_before_torch_and_follows_a_quota(tmp_path: Path
 @pytest.mark.parametrize(
     ("asked", "theirs", "expected"),
     [(None, {}, 1), (3, {}, 3), (None, {COUNT: "2"}, 2)],
-    ids=["quota", "setting", "environment"],
 )
 def test_a_reader_sets_the_count_for_threads_to_come(
-    asked: int | None,
-    theirs: dict[str, str],
-    expected: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    asked: int | None, theirs: dict[str, str], expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(threads, "SETTLED", Settled(Cpus(2, 1.0), {}, theirs, too_late=True))
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
+    with limited(2), ThreadPoolExecutor(1) as pool:
         load_reader(ReaderConfig(model=write_shape(tmp_path), dtype="float32", threads=asked))
-        with ThreadPoolExecutor(1) as pool:
-            assert torch.get_num_threads() == pool.submit(torch.get_num_threads).result() == expected
-    finally:
-        torch.set_num_threads(before)
+        assert torch.get_num_threads() == pool.submit(torch.get_num_threads).result() == expected

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blendserve.kernels import coding, verify
-from blendserve.kernels.coding import CONTEXTS, ESCAPE, ONE, STREAMS, SymbolModel, pack_reference
+from blendserve.kernels.coding import CONTEXTS, ESCAPE, SymbolModel
 from tests.support.kernels import MODEL, TABLE, Options, Way, ways
 
 DECODERS = [way for way in ways() if way.operation == "decode"]
@@ -41,18 +41,6 @@ def test_other_bytes_are_refused_or_are_other_symbols(
     found, plain = judged(way), judged(DECODERS[-1])
     assert (found is None) == (plain is None)
     assert found is None or (np.array_equal(found, plain) and not np.array_equal(found, right))
-
-
-def test_size_follows_the_entropy() -> None:
-    """At most 3% and the states above the cross-entropy of one class, of which the symbols are drawn."""
-    share = MODEL.width[40] / 4096
-    generator = np.random.default_rng(0)
-    drawn = generator.choice(ESCAPE, size=(400, 16), p=share[:ESCAPE] / share[:ESCAPE].sum())
-    values = np.where(drawn % 2, (drawn + 1) // 2, -(drawn // 2)).astype(np.int8)
-    model = SymbolModel(np.full_like(MODEL.classes, 40), MODEL.width)
-    segment = pack_reference(values, np.zeros(400, np.uint8), np.full(16, ONE), model)
-    bits = -np.log2(share[drawn]).sum()
-    assert bits / 8 <= len(segment) <= 1.03 * bits / 8 + 4 * STREAMS
 
 
 def test_a_model_that_does_not_add_up_is_refused() -> None:

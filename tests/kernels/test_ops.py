@@ -12,18 +12,18 @@ import torch
 from torch import Tensor
 
 from blendserve.kernels import ops, verify
-from blendserve.kernels.cuda import masked
+from blendserve.kernels.cuda import masked, packed
 from blendserve.kernels.operation import Operation
-from blendserve.kernels.reference import attend_reference, formula
-from blendserve.kernels.rows import SCORE_BUDGET, RowPlan, plan_rows
+from blendserve.kernels.reference import attend_reference
+from blendserve.kernels.rows import RowPlan, plan_rows
 from blendserve.kernels.types import AttentionSpec
 from blendserve.kernels.verify import Kind, attention_trouble
-from tests.support.kernels import compare, ways
-from tests.support.models import tiny_adapter
+from tests.support.kernels import FlashAttn, compare, ways
 
 ATTENTION = {way.name: way for way in ways() if way.operation == "attend"}
 PLAIN = ATTENTION["plain_torch"]
 CPU = Kind(torch.device("cpu"), torch.float32, 2, 16, False, False)
+DENSE = verify.ONE_ROW + verify.SIDE_BY_SIDE
 POSITIONS = (tuple(range(1, verify.KEYS - 2, 3)),)
 
 
@@ -42,14 +42,6 @@ def test_the_first_that_serves_does_it() -> None:
         assert table.select_backend(*args).name == names[first]
 
 
-def test_switched_off_means_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(verify.SWITCH, "0")
-    assert tiny_adapter("llama").attention_backends == ("plain torch", "plain torch")
-    with torch.inference_mode():
-        x = torch.randn(3, 8)
-        assert ops.LINEAR.select_backend(x, x, None).name == "torch"
-
-
 def test_a_row_without_its_key_is_refused() -> None:
     q, keys, values, spec, plan = PLAIN.args(torch.float32, {"at": [3, 63]})
     with pytest.raises(ValueError):  # noqa: PT011
@@ -61,13 +53,6 @@ def test_dense_means_side_by_side_and_known() -> None:
     assert not plan_rows(torch.tensor([3, 5]), 1).dense
     assert not plan_rows(torch.empty(0, dtype=torch.long), 1).dense
     assert not RowPlan(torch.arange(3), 1, None).dense
-
-
-def test_blocks_stay_within_the_budget() -> None:
-    plan = plan_rows(torch.arange(4096), group=32)
-    assert [b.start for b in plan.blocks[1:]] == [b.stop for b in plan.blocks[:-1]]
-    assert (plan.blocks[0].start, plan.blocks[-1].stop) == (0, 4096)
-    assert all(32 * (b.stop - b.start) * (b.hi - b.lo) < 2 * SCORE_BUDGET for b in plan.blocks)
 
 
 def test_masks_are_cut_to_their_budget(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,6 +87,29 @@ def test_a_kernel_that_is_wrong_does_not_serve() -> None:
     assert attention_trouble((without_window,), windowed, POSITIONS)
 
 
+@pytest.mark.parametrize(("windowed", "softcapped"), [(False, False), (True, False), (False, True)])
+def test_packed_chunks_that_are_wrong_are_not_served(
+    windowed: bool, softcapped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed, "flash_attn", lambda: FlashAttn)
+    kind = Kind(torch.device("cpu"), torch.float32, 3, 16, windowed, softcapped)
+    attention_trouble.cache_clear()
+    assert attention_trouble((packed.packed_twice,), kind, DENSE) == ""
+
+    class TopLeft(FlashAttn):
+        """Right only where there is no front, as flash-attn before 2.1."""
+
+        @classmethod
+        def flash_attn_varlen_func(cls, *args: Any, **options: Any) -> Tensor:
+            out = FlashAttn.flash_attn_varlen_func(*args, **options)
+            return out.roll(1, 0) if (options["cu_seqlens_k"] - options["cu_seqlens_q"]).any() else out
+
+    monkeypatch.setattr(packed, "flash_attn", lambda: TopLeft)
+    attention_trouble.cache_clear()
+    assert attention_trouble((packed.packed_twice,), kind, DENSE)
+    attention_trouble.cache_clear()
+
+
 BLOCKED = """
 import sys
 sys.modules.update(dict.fromkeys(("triton", "flash_attn")))  # not to be found, and not to be imported
@@ -124,10 +132,3 @@ def test_everything_imports_and_runs_without_triton_and_flash_attn() -> None:
     done = subprocess.run([sys.executable, "-c", BLOCKED], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "(4, 32) True None"
-
-
-def test_the_formula_of_verify_is_the_mask_written_out() -> None:
-    """Two rows by hand."""
-    x = torch.eye(3)[None]
-    got = formula(x[:, :2], x, x, torch.tensor([0, 2]), AttentionSpec(0.0))
-    assert torch.allclose(got, torch.tensor([[1.0, 0, 0], [1 / 3, 1 / 3, 1 / 3]], dtype=torch.float64))

@@ -157,14 +157,8 @@ REFUSED_BY: dict[str, list[Any]] = {
     "qk_layernorm": [lambda: config(tf.StableLmConfig, qk_layernorm=True)],
     "model_type": [
         *(tf.DeepseekV3Config, tf.MambaConfig, tf.JambaConfig, tf.Qwen3NextConfig, tf.GPT2Config),
-        *(
-            tf.BloomConfig,
-            tf.GptOssConfig,
-            tf.MllamaConfig,
-            tf.T5Config,
-            tf.PegasusConfig,
-            tf.PersimmonConfig,
-        ),
+        *(tf.BloomConfig, tf.GptOssConfig, tf.MllamaConfig, tf.T5Config),
+        *(tf.PegasusConfig, tf.PersimmonConfig),
         lambda: tower(tf.Mistral3Config, PIXTRAL, {"model_type": "gpt_oss"}),
     ],
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 from contextlib import suppress
@@ -20,11 +19,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from blendserve.config import ReaderConfig
 from blendserve.errors import ModelError, ModelUnsupported
-from blendserve.models import quick_start
 from blendserve.models.gguf import QUANTISATIONS, Gguf, UnsupportedGguf
 from blendserve.models.gguf_folder import write_folder
-from blendserve.models.loader import BUNDLED, VOLATILE, Reader, bundled_folder, fingerprint, load_reader
-from blendserve.models.plain_tokenizer import PlainTokenizer
+from blendserve.models.loader import BUNDLED, Reader, fingerprint, load_reader
 from tests.support.files import own_cache
 
 gguf = pytest.importorskip("gguf", reason="the reference is the package gguf")
@@ -154,33 +151,6 @@ def load(model: Path | str, dtype: str = "float32", say: Any = lambda _: None) -
 @pytest.mark.nightly  # twenty seconds; each part of a conversion is compared below
 def test_the_bundled_model_is_converted_as_transformers_converts_it(bundled: Path, tmp_path: Path) -> None:
     check_equal(ours(bundled, tmp_path / "ours"), theirs(bundled, tmp_path / "theirs"))
-
-
-def test_a_quick_start_is_stored_for_the_bundled_model_as_a_comparison_stores_it(
-    tmp_path: Path, bundled: Path
-) -> None:
-    """The comparison with transformers' model and tokenizer (`quick_start.keep`), in both dtypes of a CPU."""
-    bundled_folder("smollm2-135m")
-    starts = tmp_path / "cache" / "blendserve" / "starts"
-    stored = {entry.name: known(entry) for entry in starts.iterdir()}
-    assert len(stored) == 2
-    by_path = load(bundled, "bfloat16")
-    assert isinstance(by_path.tokenizer, PlainTokenizer)
-    shutil.rmtree(starts)
-    for dtype in ("bfloat16", "float32"):
-        compared, quick = load("smollm2-135m", dtype), load("smollm2-135m", dtype)
-        assert isinstance(quick.tokenizer, PlainTokenizer)
-        assert not isinstance(compared.tokenizer, PlainTokenizer)
-        assert quick.fingerprint == compared.fingerprint
-        assert dtype == "float32" or by_path.fingerprint == quick.fingerprint
-    assert {entry.name: known(entry) for entry in starts.iterdir()} == stored
-
-
-def known(entry: Path) -> tuple[Any, ...]:
-    about = json.loads((entry / quick_start.ABOUT).read_text("utf-8"))
-    config = {name: value for name, value in about["config"].items() if name not in VOLATILE}
-    tokenizer = json.loads((entry / quick_start.TOKENIZER).read_text("utf-8"))
-    return config, about["tokenizer"], about["end_tokens"], tokenizer
 
 
 SLOW_IMPORTS = {"transformers", "torch._dynamo", "gguf", "accelerate", "scipy", "sympy"}

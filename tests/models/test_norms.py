@@ -1,4 +1,4 @@
-"""A model's norms, MLPs and cache memory: equal to its own modules to the bit, and memory is reused."""
+"""A model's norms, MLPs and linear layers equal its own modules; the memory of a cache is reused."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from blendserve.kernels.norm import FORMS
-from blendserve.models.linear_layers import Linears
+from blendserve.models import linear_layers
+from blendserve.models.linear_layers import Linears, call_linear
 from blendserve.models.mlp import GatedMLPs
 from blendserve.models.norms import Norms, call_norm, norm_heads
 from blendserve.models.pool import ALIGNED, pooled_empty
@@ -71,11 +73,23 @@ def test_the_memory_of_a_cache_is_reused_once_no_view_of_it_is_left() -> None:
     assert cache_memory(0).shape == (2, 0, 3)
 
 
-@pytest.mark.parametrize("n", [100, 100_000])
-def test_far_smaller_and_larger_caches_get_memory_of_their_own(n: int) -> None:
-    first = cache_memory()
-    at = first.data_ptr()
-    del first
-    other = cache_memory(n)
-    assert other.shape == (2, n, 3)
-    assert other.data_ptr() != at
+@torch.inference_mode()
+def test_a_hook_on_a_borrowed_module_is_still_called() -> None:
+    module, calls = nn.Linear(32, 32, dtype=torch.bfloat16), list[int]()
+    module.register_forward_hook(lambda *_: calls.append(1))
+    call_linear(module, torch.randn(3, 32).bfloat16())
+    assert calls
+
+
+@torch.inference_mode()
+def test_modules_of_a_borrowed_model_use_kernels_only_while_the_mode_is_entered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    mlp, x, calls = tiny_model("llama").model.layers[0].mlp, torch.randn(5, 64), list[Tensor]()
+    monkeypatch.setattr(linear_layers, "linear", lambda x, *rest: calls.append(x) or F.linear(x, *rest))  # type: ignore[func-returns-value]
+    with Linears():
+        inside = mlp(x)
+    with pytest.raises(RuntimeError), Linears():
+        torch.zeros(2) + torch.zeros(3)
+    assert torch.equal(mlp(x), inside)
+    assert len(calls) == 3

@@ -100,7 +100,7 @@ def attention(
 def make_attend(
     draw: Draw, at: list[int] | None = None, total: int = 1, share: float = 1.0, side_by_side: bool = False,
     n_kv: int = 2, group: int = 2, dim: int = 64, window: int | None = None, softcap: float | None = None,
-    size: float = 1.0, absent: float | None = None, known: bool = True,
+    size: float = 1.0, absent: float | None = None,
 ) -> Args:  # fmt: skip
     """Rows over a slice of a larger cache. `absent`: the share of keys that no row may see."""
     at = at or (list(range(int(total * (1 - share)), total)) if side_by_side else draw.rows(total, share))
@@ -120,8 +120,7 @@ def make_attend(
     keys, values = cache.to(draw.device, draw.dtype)
     q = draw(len(at), n_kv * group, dim, scale=size).transpose(0, 1)
     spec, here = AttentionSpec(1 / math.sqrt(dim), window, softcap), torch.tensor(at)
-    plan = plan_rows(here.to(draw.device), group, window, here, hidden)
-    return q, keys, values, spec, plan if known else RowPlan(plan.positions, group, window, None)
+    return q, keys, values, spec, plan_rows(here.to(draw.device), group, window, here, hidden)
 
 
 def attend_formula(
@@ -149,12 +148,6 @@ def make_attend_at(draw: Draw, **options: Any) -> Args:
     finite.generator = draw.generator
     q, keys, values, spec, plan = make_attend(finite, **options)
     return q[:, -1:], keys, values, spec, plan.positions[-1:]
-
-
-def attend_at_formula(
-    q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, at: Tensor
-) -> list[Tensor]:
-    return attention(q, keys, values, spec, visible_keys(at.tolist(), spec.window))[:1]
 
 
 def make_attend_chunks(
@@ -355,6 +348,7 @@ def add_norm_formula(x: Tensor, add: Tensor | None, norm: Norm) -> list[Tensor]:
 
 def make_gate(draw: Draw, rows: int, width: int, apart: int = 0) -> Args:
     gate, up = draw(rows, width, apart=apart, scale=9), draw(rows, width, apart=apart)
+    gate[:, ::5] *= 20  # as far as the exponential overflows
     return gate, up, Activation(F.silu, True)
 
 
@@ -460,7 +454,7 @@ class Operation:
     bounds: Callable[[float], tuple[float, float]]  # a dtype's eps -> relative, absolute
     large: Sequence[Options] = ()
     alone: Callable[[Args, list[int]], tuple[Args, Any]] | None = (
-        None  # some rows, and where they are in the output
+        None  # some rows, their places in the output
     )
     off: Callable[..., Args] | None = None  # a call that is one position off
     changes: Sequence[int] = ()  # arguments that are written to, and are the result unless there is one
@@ -709,9 +703,7 @@ def correction_shapes(way: Way) -> st.SearchStrategy[Options]:
 
 
 def linear_shapes(way: Way) -> st.SearchStrategy[Options]:
-    whole = (
-        2 if way.is_native and dtype_of(way.level or LEVELS["avx2"]).itemsize == 2 else 1
-    )  # words of 4 bytes
+    whole = 4 // way.dtypes[0].itemsize if way.is_native else 1  # words of 4 bytes
     rows = st.integers(1, cpu_linear.FEW + 4) | st.sampled_from([16, 17, 40, 63, 64, 65, 130])
     sizes = st.integers(1, 70).map(lambda n: n * whole)
     return options(rows=rows, outs=sizes, depth=sizes, bias=st.booleans(), apart=st.sampled_from([0, 2, 6]))
@@ -766,16 +758,15 @@ TABLE: dict[str, Operation] = {
         make_attend, attend_formula, attention_shapes, attention_bounds, LARGE, some_rows, moved_rows
     ),
     "attend_with_scores": Operation(
-        make_attend,
-        attend_formula,
-        partial(attention_shapes, absent=st.sampled_from([0.0, 0.3])),
+        make_attend, attend_formula, partial(attention_shapes, absent=st.sampled_from([0.0, 0.3])),
         lambda eps: (1.3 * eps + 1e-5, 5 * eps + 1e-5),
         [{"at": list(range(900, 1031)), "absent": 0.4}],  # more rows than are watched at once
-        some_rows,
-        moved_rows,
+        some_rows, moved_rows,
     ),
     "attend_at": Operation(
-        make_attend_at, attend_at_formula, attention_shapes, attention_bounds,
+        make_attend_at,
+        lambda q, k, v, spec, at: attention(q, k, v, spec, visible_keys(at.tolist(), spec.window))[:1],
+        attention_shapes, attention_bounds,
         off=lambda *args: (*args[:4], args[4] - 1),
     ),
     "attend_chunks": Operation(
@@ -845,12 +836,8 @@ def one_off(fresh: RecomputedTokens) -> RecomputedTokens:
 
 
 BF16 = LEVELS["avx512_bf16"]
-EMULATED = replace(
-    BF16,
-    title="AMX, emulated",
-    compile=(*BF16.compile, "-DBLENDSERVE_EMULATED_TILES"),
-    sources=LEVELS["amx"].sources,
-)
+TILES = (*BF16.compile, "-DBLENDSERVE_EMULATED_TILES")
+EMULATED = replace(BF16, title="AMX, emulated", compile=TILES, sources=LEVELS["amx"].sources)
 
 
 def ways() -> Iterator[Way]:

@@ -127,14 +127,6 @@ def test_a_cap_leaves_wider_sets_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert error.value.setting == cpu_cap.SWITCH
 
 
-def test_levels_in_use_are_the_widest_of_the_models_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(cpu_cap.SWITCH, raising=False)
-    monkeypatch.setattr(isa, "may_use_tiles", lambda: True)
-    for flags in LEVELS:
-        monkeypatch.setattr(isa, "cpu_flags", lambda flags=flags: LEVELS[flags].needs)
-        assert [level.name for level in in_use()] == (["avx512_bf16", "amx"] if flags == "amx" else [flags])
-
-
 # Prebuilt
 
 
