@@ -200,6 +200,7 @@ def test_no_request_fails_when_a_replica_dies(made: Ingress, two_nodes: bool) ->
     assert texts == [made.expected(question) for question in asked]
 
 
+@pytest.mark.nightly
 def test_no_request_fails_while_a_replica_stops(made: Ingress) -> None:
     right = [made.expected(question) for question in QUESTIONS]
     with ThreadPoolExecutor(4) as pool:
