@@ -68,14 +68,11 @@ class Serving:
     def __init__(self, start: Start, store: Path, asks: Asks, requests: int, clients: int, seed: int) -> None:
         """start: a server, as a context manager. store: its folder."""
         self.start, self.store, self.asks = start, store, asks
-        dice = random.Random(seed)
+        self.requests, self.clients, dice = requests, clients, random.Random(seed)
         kinds = dice.choices(list(KINDS), list(KINDS.values()), k=requests)
         self.todo = deque((kind, dice.randrange(len(asks)), dice.random()) for kind in kinds)
-        self.requests, self.clients = requests, clients
-        self.done: Counter[str] = Counter()
-        self.wrong: list[str] = []
-        self.memory: list[float] = []
-        self.documents: dict[str, int] = {}  # whose job has ended, and their chunks
+        self.done, self.wrong, self.memory = Counter[str](), list[str](), list[float]()
+        self.documents = dict[str, int]()  # whose job has ended, and their chunks
         self.cut_off = self.written = 0
         self.rest: Figures = {"bad": "not run", "exit_code": "not run"}
         self._ended, self._name = threading.Event(), f"soak-{time.time_ns():x}"
@@ -118,7 +115,6 @@ class Serving:
             while (done := self.done.total()) < stop_at and not all(job.done() for job in jobs):
                 if done // 25 >= len(self.memory):
                     self.memory.append(server.memory_mb)
-                    print(done, self.memory[-1], self.wrong[:1], file=sys.stderr, flush=True)
                 self._ended.wait(0.01)
             if stop_at < self.requests:
                 self._ended.set()
