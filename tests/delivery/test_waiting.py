@@ -31,11 +31,6 @@ SLOW, INSTANT = CostModel(0.0, 100.0, 0.0, 0.0), CostModel(0.0, 1e-6, 0.0, 0.0) 
 SHARE = 0.3  # seconds on the link / seconds of computing
 
 
-def rate(share: float = SHARE) -> float:
-    """Bytes a second at which a token's KV takes this share of the seconds that computing it takes."""
-    return reader().adapter.kv_bytes_per_token / (share * 100.0)
-
-
 class Gate(threading.Event):
     """Pieces of chunks wait until it is open; where it is cut, each connection ends instead."""
 
@@ -58,9 +53,9 @@ class Gate(threading.Event):
 def link(
     service: Service, gate: Gate | None = None, share: float = SHARE, workers: int = 1
 ) -> Iterator[tuple[KdnStore, Paced]]:
-    """Open without a gate; of an unknown rate for share 0."""
+    """Open without a gate; of an unknown rate for share 0. share: of the seconds of computing, on the link."""
     before, config = gate or peers.anything, {"collection": peers.PLAIN, "level": "auto"}
-    pace = Known(rate(share)) if share else None
+    pace = Known(reader().adapter.kv_bytes_per_token / (share * 100.0)) if share else None
     with delivered(service, before, config=config, workers=workers, pace=pace) as found:
         yield found
         (gate or Gate()).open()
