@@ -40,6 +40,7 @@ from blendserve.store.codecs.raw import Raw
 from blendserve.store.record import CODE_OF
 from tests.endurance.driver import Figures, Promises, main, none
 from tests.support.damages import DAMAGES, LIES, Records, lie
+from tests.support.stores import read, same
 
 CAP = 1 << 30
 BATCH = 100  # chunks in the store
@@ -138,18 +139,16 @@ def judge(path: Path, seed: int) -> list[str]:
 
 def _judge(store: KVStore, target: Target) -> str:
     try:
-        with store.reading() as snapshot:
-            view = snapshot.get(target.key)
-            if view is None:
-                return "detected"
-            layers = [view.layer(l) for l in range(view.n_layers)]
-            keys, values = (torch.stack(parts) for parts in zip(*layers, strict=True))
-            is_same = torch.equal(keys, target.kv.keys) and torch.equal(values, target.kv.values)
-            return "same" if is_same and keys.dtype == target.kv.keys.dtype else "wrong"
+        found = read(store, target.key)
+        return "detected" if found is None else "same" if same(found, target.kv) else "wrong"
     except (CorruptRecord, StoreVersion):
         return "detected"
     except Exception as error:
         return f"crash: {error!r}"
+
+
+def reader() -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
 
 
 class Fuzzer:
@@ -158,7 +157,7 @@ class Fuzzer:
     def __init__(self, cases: int, seed: int) -> None:
         self.cases, self.seed, self.dice, self.targets = cases, seed, random.Random(seed), targets(seed)
         self.outcomes: Counter[tuple[str, str]] = Counter()
-        self._stack, self._pool = ExitStack(), _reader()
+        self._stack, self._pool = ExitStack(), reader()
 
     def __enter__(self) -> None:
         self.path = Path(self._stack.enter_context(tempfile.TemporaryDirectory())) / "kv"
@@ -183,7 +182,7 @@ class Fuzzer:
         try:
             verdicts = self._pool.submit(judge, self.path, self.seed).result()
         except BrokenProcessPool:
-            self._pool, verdicts = _reader(), ["crash: the reader died", *["unread"] * (BATCH - 1)]
+            self._pool, verdicts = reader(), ["crash: the reader died", *["unread"] * (BATCH - 1)]
         self._write(self.records)
         assert {"same", "unread"}.issuperset(verdicts[n:]), "a chunk that was not damaged has changed"
         self.outcomes.update((kind, verdict) for (kind, _), verdict in zip(drawn, verdicts, strict=False))
@@ -209,10 +208,6 @@ class Fuzzer:
             for target, records in zip(self.targets, changed, strict=False):
                 for name, raw in zip(target.names, records, strict=False):
                     txn.delete(name) if raw is None else txn.put(name, raw)
-
-
-def _reader() -> ProcessPoolExecutor:
-    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
 
 
 PROMISES: Promises = {
