@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import random
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 
-from blendserve.blend.slow_link import Link
 from blendserve.config import BlendConfig, TiersConfig
 from blendserve.core import Prompt
 from blendserve.delivery.catalogue import Catalogue
@@ -21,9 +18,7 @@ from blendserve.store import ChunkKey, KVStore, MemoryStore
 from blendserve.store.base import REMOTE, Coming, TimeSaved
 from blendserve.store.codecs.base import SLOW
 from blendserve.store.kdn.adapt import TEXT, Offer, Situation, quickest
-from blendserve.store.kdn.client import Client
-from blendserve.store.kdn.collection import Collection, Entry
-from blendserve.store.kdn.download import Wanted, Watch, download, download_in_step
+from blendserve.store.kdn.collection import Collection
 from blendserve.store.network.connection import Call, Connection
 from blendserve.store.network.deadline import Deadline
 from blendserve.store.policies import Always
@@ -81,25 +76,6 @@ def test_a_prefill_reaches_a_layer_before_the_peer_sends_it(
     assert set(paced.asked.values()) == {1}
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_layers_may_come_in_any_order(service: Service, prompt: Prompt, seed: int) -> None:
-    turns = [key for key in last_two(prompt) for _ in range(LAYERS)]
-    random.Random(seed).shuffle(turns)
-    at, turn = [0], threading.Condition()
-
-    def before(key: ChunkKey, l: int, part: bytearray) -> None:
-        if key in turns and l >= 0:
-            with turn:
-                turn.wait_for(lambda: turns[at[0]] == key, PATIENT_S)
-                at[0] += 1
-                turn.notify_all()
-
-    with delivered(service, before) as (store, _):
-        done = blender(store).run(prompt, peers.BLEND)
-    check(done, prompt)
-    assert done.report.tiers == {REMOTE: len(prompt.chunks)}
-
-
 @pytest.mark.parametrize("trouble", ["cut", "damaged", "slow", "level", "deadline"])
 def test_a_chunk_that_fails_in_the_middle_of_a_prefill_costs_no_other(
     service: Service,
@@ -154,21 +130,6 @@ def test_a_chunk_that_fails_in_the_middle_of_a_prefill_costs_no_other(
     assert (done.report.chunks_corrupt, len(done.absent)) == (trouble == "damaged", n - came)
 
 
-def test_a_link_that_brought_nothing_is_sampled_again(service: Service, prompt: Prompt) -> None:
-    """A busy machine may have caused that: the next request must not count the link as dead."""
-
-    def before(key: ChunkKey, l: int, part: bytearray) -> None:
-        if l == 1:
-            raise ConnectionError
-
-    with delivered(service, before) as (store, _):
-        of = blender(store)
-        done = of.run(prompt, peers.BLEND)
-        of.wait_for_sample()
-        assert {why.kind for why in done.report.unusable} == {"unreachable"}
-        assert store.sampled == [of.key(chunk.ids) for chunk in prompt.chunks]
-
-
 def test_a_tier_keeps_no_more_than_what_came(service: Service, prompt: Prompt, late: ChunkKey) -> None:
     """Request 1 loses the last chunk in its middle, request 2 gets it, request 3 finds everything in memory."""
     steps, again, clock = Steps(), threading.Event(), ManualClock()
@@ -213,7 +174,8 @@ def test_a_thread_that_waits_for_a_layer_is_released_when(
     with delivered(service, before, rule) as (store, _), ThreadPoolExecutor(1) as pool:
         with store.reading() as snapshot:
             snapshot.expect([late, prefix], begun)
-            view, other = snapshot.get(late), snapshot.get(prefix)
+            views: list[Any] = [snapshot.get(late), snapshot.get(prefix)]
+            view, other = views
             view.layer(1)
             waits = pool.submit(view.layer, 2)
             if how != "the snapshot ends":
@@ -255,36 +217,13 @@ def test_two_threads_read_the_same_layers(service: Service, prompt: Prompt, late
         assert list(pool.map(is_same, range(2))) == [True, True]
 
 
-def test_waiting_for_a_layer_counts_for_the_link_and_not_for_reading(
-    service: Service, prompt: Prompt, late: ChunkKey
-) -> None:
-    """The clock advances while the prefill waits for the last layer, by more than the prefill takes."""
-    steps, clock, rate, held_s = Steps(), ManualClock(), Link(), PATIENT_S / 2
-
-    def has_waited() -> bool:
-        clock.advance(0.1)
-        return bool(store.snapshot.waited >= held_s)
-
-    def before(key: ChunkKey, l: int, part: bytearray) -> None:
-        if key == late and l == LAYERS - 1:
-            assert steps.reached(l)
-            eventually(has_waited)
-
-    with delivered(service, before, clock=clock) as (store, _):
-        of = blender(store, steps, link=rate)
-        check(of.run(prompt, peers.BLEND), prompt)
-    assert of.load_s_per_token == 0.0
-    assert (rate.seconds(sum(map(len, prompt.chunks))) or 0.0) >= held_s
-
-
 # All chunks in step, over one connection
 
 
 class Going:
-    """Chunks that were begun and not sent whole: the most at one time."""
+    """Chunks that were begun and not sent whole: the most at one time. `all` is set once n are begun."""
 
     def __init__(self, n: int) -> None:
-        """n: `all` is set once n chunks are begun."""
         self._going, self.most, self._n = set[ChunkKey](), 0, n
         self._lock, self.all = threading.Lock(), threading.Event()
 
@@ -344,52 +283,3 @@ def test_a_chunk_in_step_that_fails_is_asked_for_again(
     assert max(paced.asked.values()) > 1
     assert done.report.tiers == {REMOTE: len(prompt.chunks)}
     check(done, prompt, level="int8")
-
-
-def test_chunks_in_step_are_what_each_is_alone_and_none_where_one_changes_its_level(
-    service: Service, made: Published
-) -> None:
-    entries = Catalogue(made[0]).directory(made[1])
-    watch, client = Watch(nullcontext, lambda n: None, PATIENT_S), Client(peers.settings(service.url))
-    looks = list[str]()
-
-    def wanted(key: ChunkKey, entry: Entry, n: int, then: str = "") -> Wanted:
-        def next_word(word: str, left: int) -> str:
-            looks.append(word)
-            return then or word
-
-        return Wanted(key, peers.LEVELS[n % 2], entry.bodies[n % 2], next_word)
-
-    several = [wanted(key, entry, n) for n, (key, entry) in enumerate(entries.items())]
-    alone = [download(client, one, {one.word: one.n_bytes}, watch) for one in several]
-    assert download_in_step(client, several, watch) == alone
-    looks.clear()
-    several[1] = wanted(several[1].key, entries[several[1].key], 1, "raw")
-    assert download_in_step(client, several, watch) is None
-    assert len(looks) == len(several)  # after the first layer
-
-
-@pytest.mark.parametrize("times", [1.0, 5.0])
-def test_no_chunk_of_a_common_call_is_withdrawn(service: Service, made: Published, times: float) -> None:
-    """Not even of a call that has not begun, while another request has the only connection."""
-    withdrawn, busy, go_on = list[ChunkKey | None](), threading.Event(), threading.Event()
-
-    def before(key: ChunkKey, l: int, part: bytearray) -> None:
-        busy.set()
-        assert go_on.wait(PATIENT_S)
-
-    with delivered(service, before, **link(made, times), workers=1) as (store, _):
-        keys = list(store.keys())
-
-        def meanwhile(coming: Coming) -> None:
-            withdrawn.append(coming.withdraw(dict.fromkeys(keys, 0.0)))
-            go_on.set()
-
-        with ThreadPoolExecutor(1) as pool, store.reading() as snapshot:
-            other = pool.submit(store.coded, keys[0])
-            assert busy.wait(PATIENT_S)
-            snapshot.expect(keys, meanwhile)
-            came = [key for key in keys if snapshot.get(key)]
-            assert other.result(PATIENT_S)
-    assert withdrawn == [None if times == 1.0 else keys[-1]]
-    assert (came == keys) is (times == 1.0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -105,21 +104,12 @@ def test_over_tls_a_service_needs_a_certificate_of_a_known_authority(made: Made,
     if not (openssl := shutil.which("openssl")):
         pytest.skip("openssl, which makes the certificate, is not installed")
     certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    about = ["-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1", "-days", "2"]
-    command: list[Any] = [
-        openssl,
-        "req",
-        "-x509",
-        "-newkey",
-        "rsa:2048",
-        "-nodes",
-        "-out",
-        certificate,
-        "-keyout",
-        key,
-    ]
-    subprocess.run([*command, *about], check=True, capture_output=True)
-    with Service(made[0], (certificate, key)) as service:
+    about = (
+        "req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=127.0.0.1 -addext subjectAltName=IP:127.0.0.1"
+    )
+    command = [openssl, *about.split(), "-out", str(certificate), "-keyout", str(key)]
+    subprocess.run(command, check=True, capture_output=True)
+    with Service(made[0], tls={"ssl_certfile": certificate, "ssl_keyfile": key}) as service:
         for ca_file, hits in ((certificate, 4), (None, 0)):
             with KdnStore(settings(service.url, ca_file=ca_file)) as store:
                 report = answered(store).report

@@ -26,9 +26,8 @@ from tests.support.peers import NAME, Known, Peer, Service, answered, head, sett
 from tests.support.waiting import ManualClock, eventually
 
 MOST_SENT = 16 << 20  # bytes that sockets may hold between two processes, and a read
-MOST_TRIES = (
-    4 * 2 * 2 * 2
-)  # chunks; a second connection; other chunks' ends, as all connections end together; again
+# chunks; a second connection; other chunks' ends, as all connections end together; again
+MOST_TRIES = 4 * 2 * 2 * 2
 ASKED = 3  # passages
 
 ZEROS = bytes(1 << 16)
@@ -51,7 +50,6 @@ LIES: dict[str, Lie] = {
     ),
     "no http": lambda body: (b"+PONG\r\n" * 100, b""),
 }
-each_lie = pytest.mark.parametrize("lie", LIES.values(), ids=LIES)
 
 
 def honest(body: bytes) -> tuple[bytes, bytes]:
@@ -90,7 +88,7 @@ def plain() -> torch.Tensor:
     return answered(MemoryStore(2**30), ASKED).prefilled.logits
 
 
-@each_lie
+@pytest.mark.parametrize("lie", LIES.values(), ids=LIES)
 def test_a_lie_about_a_chunk_is_a_miss_and_bounded(service: Service, plain: torch.Tensor, lie: Lie) -> None:
     """So is one about a sample of the link, and of what decoding needs."""
     clock = ManualClock()

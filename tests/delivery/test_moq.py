@@ -14,7 +14,7 @@ import torch
 from blendserve.delivery.catalogue import Catalogue
 from blendserve.delivery.moq import Publisher, relay
 from blendserve.store import KVStore
-from blendserve.store.kdn import fetch, moq_reader
+from blendserve.store.kdn import fetch
 from blendserve.store.kdn.collection import Collection
 from blendserve.store.kdn.pace import Pace
 from blendserve.store.kdn.store import KdnStore
@@ -105,30 +105,6 @@ def test_many_engines_have_a_chunk_that_was_sent_once(made: Made, service: Servi
     directory, of, prompt = Catalogue(made[0]).directory(made[1]), blender(made[0]), question(3)
     keys = {of.key(chunk.ids) for chunk in prompt.chunks} | {of.key(prompt.prefix, ())}
     assert there.publisher.sent == sum(directory[key].bodies[0] - 4 for key in keys)
-
-
-def test_a_chunk_that_is_published_late_is_asked_for_again(
-    made: Made, service: Service, by_http: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The publisher makes a track's group after the reader was told that it is not there."""
-    create, told = moq.TrackProducer.create_group, threading.Event()
-
-    class Later:
-        def __iter__(self) -> Iterator[float]:
-            while True:
-                told.set()
-                yield 0.02
-
-    def late(track: Any, *args: Any) -> Any:
-        assert told.wait(60)
-        return create(track, *args)
-
-    monkeypatch.setattr(moq_reader, "LATER_S", Later())
-    monkeypatch.setattr(moq.TrackProducer, "create_group", late)
-    options = {"deadline_s": 60.0}
-    with Relay(made[0]) as there, KdnStore(settings(service.url, **there.options, **options)) as store:
-        assert is_right(answered(store, 3), made)
-    assert by_http() == 0
 
 
 def test_a_relay_that_dies_between_requests_or_in_the_middle_of_a_chunk_costs_time_alone(

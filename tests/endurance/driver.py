@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from blendserve import console
@@ -36,24 +36,16 @@ class Workload(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Soak:
-    """A workload until its end, or until the first step that ends after `seconds`."""
-
-    workload: Workload
-    promises: Promises
-    seconds: float = float("inf")
-
-    def run(self) -> Figures:
-        """The workload's figures, `seconds`, and the names of `broken` promises."""
-        began, done, total = time.monotonic(), 0, 1
-        with self.workload, console.progress(type(self.workload).__name__, "units") as update:
-            while done < total and time.monotonic() - began < self.seconds:
-                done, total = self.workload.step()
-                update(done, total)
-            found = self.workload.figures()
-        broken = [name for name, holds in self.promises.items() if not holds(found)]
-        return {**found, "seconds": round(time.monotonic() - began, 1), "broken": broken}
+def soak(workload: Workload, promises: Promises, seconds: float = float("inf")) -> Figures:
+    """Until the end, or the first step that ends after `seconds` -> the figures, `seconds`, `broken` promises."""
+    began, done, total = time.monotonic(), 0, 1
+    with workload, console.progress(type(workload).__name__, "units") as update:
+        while done < total and time.monotonic() - began < seconds:
+            done, total = workload.step()
+            update(done, total)
+        found = workload.figures()
+    broken = [name for name, holds in promises.items() if not holds(found)]
+    return {**found, "seconds": round(time.monotonic() - began, 1), "broken": broken}
 
 
 def main(make: Callable[..., Workload], promises: Promises, *arguments: str, **options: Any) -> int:
@@ -64,15 +56,15 @@ def main(make: Callable[..., Workload], promises: Promises, *arguments: str, **o
         parser.add_argument(f"--{name}", type=type(default), default=default)
     asked = vars(parser.parse_args(arguments or None))
     seconds = asked.pop("seconds")
-    found = Soak(make(**asked), promises, seconds).run()
+    found = soak(make(**asked), promises, seconds)
     console.print_json({"seed": asked["seed"], **found} if "seed" in asked else found)
     return 1 if found["broken"] else 0
 
 
 def none(*names: str) -> Promises:
     """One promise for each of these figures: it is 0, or empty."""
+    return {name: partial(_is_none, name) for name in names}
 
-    def is_none(name: str) -> Callable[[Figures], object]:
-        return lambda found: not found[name]
 
-    return {name: is_none(name) for name in names}
+def _is_none(name: str, found: Figures) -> bool:
+    return not found[name]

@@ -3,8 +3,8 @@
 A step damages each chunk of a store once, behind its back, and reads every chunk in another process, so that even a
 segmentation fault is counted; its memory is limited, so that no length may ask for gigabytes. A damaged chunk must be
 detected (CorruptRecord, StoreVersion, or a miss where its header is gone or names a codec, a level or tables that are
-not installed), and never give another tensor than was put. A fifth of the chunks is of format 1, a fifth raw, and the
-rest coded: in segments of many lengths, by int8, by predict and, where it is installed, by cachegen, at all levels.
+not installed), and never give another tensor than was put. A third of the chunks is raw, the others coded: by int8, by
+predict and, where it is installed, by cachegen, at all levels.
 
     python -m tests.endurance.fuzz_records --cases 10000 --seed 0
 """
@@ -32,7 +32,6 @@ import torch
 
 from blendserve.core import ChunkKV
 from blendserve.errors import CorruptRecord, StoreVersion
-from blendserve.registry import CODECS
 from blendserve.store import KVStore, LMDBStore, chunk_key
 from blendserve.store.codecs.base import ChunkShape, Codec, known_codec
 from blendserve.store.codecs.int8 import Int8
@@ -40,13 +39,12 @@ from blendserve.store.codecs.predict.codec import Predict
 from blendserve.store.codecs.raw import Raw
 from blendserve.store.record import CODE_OF
 from tests.endurance.driver import Figures, Promises, main, none
-from tests.support.codecs import Toy
-from tests.support.damages import BYTES, DAMAGES, LIES, Records, encode_1, lie
+from tests.support.damages import DAMAGES, LIES, Records, lie
+from tests.support.stores import read, same
 
 CAP = 1 << 30
 BATCH = 100  # chunks in the store
 SPARE = 3 << 30  # bytes of address space for the reader: the store's map, which is mostly empty
-TABLES = bytes(range(255, -1, -1))  # of the toy codec
 
 
 @dataclass(frozen=True)
@@ -56,20 +54,17 @@ class Target:
     key: bytes
     kv: ChunkKV  # as it comes back
     put: ChunkKV
-    version: int  # of its records' format
     codec: Codec
 
     @property
     def names(self) -> list[bytes]:
         """Its records: the header, the layers."""
-        layers = range(self.put.keys.shape[0])
+        layers = range(len(self.put.keys))
         return [b"h" + self.key, *(b"l" + self.key + struct.pack(">H", l) for l in layers)]
 
 
 def targets(seed: int) -> list[Target]:
-    """Every format, codec and dtype, several shapes, none, one and many tokens."""
-    if "toy" not in CODECS.names:
-        CODECS.add("toy", "tests.support.codecs:Toy")
+    """Every codec and dtype, several shapes, none, one and many tokens."""
     generator, made = torch.Generator().manual_seed(seed), []
     for i in range(BATCH):
         dtype = list(CODE_OF)[i % 3]
@@ -78,16 +73,15 @@ def targets(seed: int) -> list[Target]:
         kind = known_codec("cachegen" if i % 2 else "predict") or Predict
         level = i // 2 % len(kind.levels) + kind.levels[0]
         fitted = kind.with_tables(level, tables_of(kind, *shape))
-        codec = [Raw(), Raw(), Toy(6, TABLES), Int8(), fitted][i // 3 % 5]
-        key = chunk_key("fuzz", (), (i,), str(dtype))
-        made.append(Target(key, through(codec, kv), kv, 3 if i // 3 % 5 else 1, codec))
+        codec = [Raw(), Int8(), fitted][i // 3 % 3]
+        made.append(Target(chunk_key("fuzz", (), (i,), str(dtype)), through(codec, kv), kv, codec))
     return made
 
 
 @cache
 def tables_of(made: type[Codec], n_layers: int, n_kv_heads: int, _: int, head_dim: int) -> bytes:
     noise = torch.randn((2, n_layers, n_kv_heads, 100, head_dim), generator=torch.Generator().manual_seed(1))
-    return TABLES if made is Toy else made.fit([((0,) * 100, ChunkKV(noise[0], noise[1]))])
+    return made.fit([((0,) * 100, ChunkKV(noise[0], noise[1]))])
 
 
 def through(codec: Codec, kv: ChunkKV) -> ChunkKV:
@@ -117,15 +111,13 @@ CHANGES: dict[str, Callable[[random.Random, bytes], bytes]] = {
 
 def draw(dice: random.Random, target: Target, records: Records, other: Records) -> tuple[str, Records]:
     """Any damage -> its name, and the records. other: of another chunk."""
-    name, n = (
-        dice.choice(["table", "any value", "another chunk's record", *CHANGES]),
-        dice.randrange(len(records)),
-    )
+    name = dice.choice(["table", "any value", "another chunk's record", *CHANGES])
+    n = dice.randrange(len(records))
     if name == "table" and min(len(raw or b"") for raw in records) > 8:
-        damage = dice.choice([d for d in (DAMAGES if target.version == 3 else BYTES) if not d.readable])
+        damage = dice.choice([d for d in DAMAGES if not d.readable])
         return damage.name, damage.change(target.key, records)
     if name == "any value":
-        offset, kind, _ = dice.choice(LIES[target.version])
+        offset, kind, _ = dice.choice(LIES[3])
         raw = dice.choice([dice.choice([0, 1, 2, 3, 4, 8, 4096]).to_bytes(8, "little"), dice.randbytes(8)])
         (value,) = struct.unpack_from("<" + kind, raw)
         return f"any value at {offset}", lie(offset, kind, value).change(target.key, records)
@@ -147,18 +139,16 @@ def judge(path: Path, seed: int) -> list[str]:
 
 def _judge(store: KVStore, target: Target) -> str:
     try:
-        with store.reading() as snapshot:
-            view = snapshot.get(target.key)
-            if view is None:
-                return "detected"
-            layers = [view.layer(l) for l in range(view.n_layers)]
-            keys, values = (torch.stack(parts) for parts in zip(*layers, strict=True))
-            is_same = torch.equal(keys, target.kv.keys) and torch.equal(values, target.kv.values)
-            return "same" if is_same and keys.dtype == target.kv.keys.dtype else "wrong"
+        found = read(store, target.key)
+        return "detected" if found is None else "same" if same(found, target.kv) else "wrong"
     except (CorruptRecord, StoreVersion):
         return "detected"
     except Exception as error:
         return f"crash: {error!r}"
+
+
+def reader() -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
 
 
 class Fuzzer:
@@ -167,7 +157,7 @@ class Fuzzer:
     def __init__(self, cases: int, seed: int) -> None:
         self.cases, self.seed, self.dice, self.targets = cases, seed, random.Random(seed), targets(seed)
         self.outcomes: Counter[tuple[str, str]] = Counter()
-        self._stack, self._pool = ExitStack(), _reader()
+        self._stack, self._pool = ExitStack(), reader()
 
     def __enter__(self) -> None:
         self.path = Path(self._stack.enter_context(tempfile.TemporaryDirectory())) / "kv"
@@ -179,10 +169,6 @@ class Fuzzer:
                 store.put(target.key, target.put)
         with lmdb.open(str(self.path), map_size=0) as env, env.begin() as txn:
             self.records: list[Records] = [[txn.get(name) for name in t.names] for t in self.targets]
-        for target, records in zip(self.targets, self.records, strict=True):
-            if target.version == 1:
-                records[0] = encode_1(target.key, target.put)[0]
-        self._write(self.records)
 
     def __exit__(self, *_: object) -> None:
         self._pool.shutdown()
@@ -196,26 +182,18 @@ class Fuzzer:
         try:
             verdicts = self._pool.submit(judge, self.path, self.seed).result()
         except BrokenProcessPool:
-            self._pool, verdicts = _reader(), ["crash: the reader died", *["unread"] * (BATCH - 1)]
+            self._pool, verdicts = reader(), ["crash: the reader died", *["unread"] * (BATCH - 1)]
         self._write(self.records)
         assert {"same", "unread"}.issuperset(verdicts[n:]), "a chunk that was not damaged has changed"
         self.outcomes.update((kind, verdict) for (kind, _), verdict in zip(drawn, verdicts, strict=False))
         return done + n, self.cases
 
     def figures(self) -> Figures:
-        sums: Counter[str] = Counter()
-        for (_, verdict), n in self.outcomes.items():
-            sums[verdict.split(":")[0]] += n
-        odd = {
-            f"{kind}: {verdict}": n for (kind, verdict), n in self.outcomes.items() if verdict != "detected"
-        }
-        counts = {name: sums[name] for name in ("crash", "wrong", "same", "detected", "unread")}
-        return {
-            "cases": sums.total(),
-            **counts,
-            "kinds": len({kind for kind, _ in self.outcomes}),
-            "odd": odd,
-        }
+        verdicts = Counter(verdict.split(":")[0] for _, verdict in self.outcomes.elements())
+        counts = {name: verdicts[name] for name in ("crash", "wrong", "same", "detected", "unread")}
+        odd = {": ".join(one): n for one, n in self.outcomes.items() if one[1] != "detected"}
+        kinds = len({kind for kind, _ in self.outcomes})
+        return {"cases": verdicts.total(), **counts, "kinds": kinds, "odd": odd}
 
     def _draw(self, i: int) -> tuple[str, Records]:
         """A kind of damage, and records that differ from the chunk's."""
@@ -230,10 +208,6 @@ class Fuzzer:
             for target, records in zip(self.targets, changed, strict=False):
                 for name, raw in zip(target.names, records, strict=False):
                     txn.delete(name) if raw is None else txn.put(name, raw)
-
-
-def _reader() -> ProcessPoolExecutor:
-    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
 
 
 PROMISES: Promises = {

@@ -2,14 +2,12 @@
 
     python -m tests.endurance.soak_serving --out runs/soak            # 1,000 requests of 32 clients
 
-Starts the server itself, in fp32, over an index that it builds of Python's language reference, cut into passages of at
-most 48 tokens. First the engine answers each request alone, in this process. Then 10% of the requests are cancelled
-midway, 7% are malformed or too large; the others are asked whole or as a stream, and compared with the engine. Meanwhile
-documents are added and deleted, so that store and index are written all the time.
+First the engine answers each request alone, in this process, over Python's language reference. Then a server gets them:
+10% are cancelled midway, 7% are malformed or too large; the others are asked whole or as a stream, and compared with the
+engine. Meanwhile documents are added and deleted, so that store and index are written all the time.
 
-After 30% of the requests the server is killed (SIGKILL) while all clients wait. The whole store is verified, every
-document whose job had ended must still be there, and a new server gets the requests that the kill cut off and the rest.
-At the end it is told to stop, and must exit with 0.
+After 30% of the requests the server is killed (SIGKILL). The whole store is verified, every document whose job had ended
+must still be there, and a new server gets what the kill cut off and the rest. Told to stop, it must exit with 0.
 """
 
 from __future__ import annotations
@@ -30,9 +28,9 @@ from typing import Any
 
 import httpx
 
-from blendserve.config import Config as EngineConfig
 from blendserve.core import Passage
 from blendserve.engine.engine import Engine
+from blendserve.retrieve import language_reference
 from blendserve.serve.child import Child, serve_command
 from blendserve.serve.config import load_settings
 from blendserve.store import LMDBStore
@@ -68,14 +66,11 @@ class Serving:
     def __init__(self, start: Start, store: Path, asks: Asks, requests: int, clients: int, seed: int) -> None:
         """start: a server, as a context manager. store: its folder."""
         self.start, self.store, self.asks = start, store, asks
-        dice = random.Random(seed)
+        self.requests, self.clients, dice = requests, clients, random.Random(seed)
         kinds = dice.choices(list(KINDS), list(KINDS.values()), k=requests)
         self.todo = deque((kind, dice.randrange(len(asks)), dice.random()) for kind in kinds)
-        self.requests, self.clients = requests, clients
-        self.done: Counter[str] = Counter()
-        self.wrong: list[str] = []
-        self.memory: list[float] = []
-        self.documents: dict[str, int] = {}  # whose job has ended, and their chunks
+        self.done, self.wrong, self.memory = Counter[str](), list[str](), list[float]()
+        self.documents = dict[str, int]()  # whose job has ended, and their chunks
         self.cut_off = self.written = 0
         self.rest: Figures = {"bad": "not run", "exit_code": "not run"}
         self._ended, self._name = threading.Event(), f"soak-{time.time_ns():x}"
@@ -118,7 +113,6 @@ class Serving:
             while (done := self.done.total()) < stop_at and not all(job.done() for job in jobs):
                 if done // 25 >= len(self.memory):
                     self.memory.append(server.memory_mb)
-                    print(done, self.memory[-1], self.wrong[:1], file=sys.stderr, flush=True)
                 self._ended.wait(0.01)
             if stop_at < self.requests:
                 self._ended.set()
@@ -139,11 +133,8 @@ class Serving:
                         self.cut_off += 1
                         self.todo.append(job)
                         return
-                    self._problem(kind, error)
+                    self.wrong.append(f"{kind}: {error!r}"[:300])
                 self.done[kind] += 1
-
-    def _problem(self, kind: str, error: Exception) -> None:
-        self.wrong.append(f"{kind}: {type(error).__name__}: {error}"[:300])
 
     def _write(self) -> None:
         """Documents come and go."""
@@ -155,7 +146,7 @@ class Serving:
                 self._write_one(f"{self._name}-{self.written}")
         except WRONG as error:
             if not (self._ended.is_set() and isinstance(error, GONE)):
-                self._problem("document", error)
+                self.wrong.append(f"document: {error!r}"[:300])
 
     def _write_one(self, name: str) -> None:
         text = " ".join(f"Document {name} says {i}." for i in range(8))
@@ -164,12 +155,12 @@ class Serving:
         while job["state"] == "running":
             self._ended.wait(0.1)
             job = self.http.get(f"/v1/jobs/{job['id']}").json()
-        require(job["state"] == "done", f"the job of {name} {job['state']}: {job['error']}")
+        assert job["state"] == "done", f"the job of {name} {job['state']}: {job['error']}"
         self.documents[name] = job["chunks"]
         if len(self.documents) > 5:
             del self.documents[oldest := next(iter(self.documents))]
             gone = self.http.delete(f"/v1/documents/{oldest}", params={"collection": self.collection})
-            require(gone.status_code == 200, f"{oldest} could not be deleted: {gone.text[:200]}")
+            assert gone.status_code == 200, f"{oldest} could not be deleted: {gone.text[:200]}"
 
     def find_documents(self, server: Any) -> None:
         """After a kill, every document whose job had ended is there."""
@@ -181,15 +172,14 @@ class Serving:
 
     def ask_whole(self, which: int, chance: float) -> None:
         answer = self.http.post("/v1/rag/query", json=self.asks[which][0])
-        require(answer.status_code == 200, f"status {answer.status_code}: {answer.text[:200]}")
+        assert answer.status_code == 200, answer.text[:200]
         self._compare(which, answer.json()["text"])
 
     def ask_stream(self, which: int, chance: float) -> None:
         self._compare(which, "".join(e["text"] for e in self._events(which) if e["event"] == "text"))
 
     def _compare(self, which: int, text: str) -> None:
-        expected = self.asks[which][1]
-        require(text == expected, f"{text!r}, not {expected!r}")
+        assert text == self.asks[which][1], f"{text!r}, not {self.asks[which][1]!r}"
 
     def ask_cancelled(self, which: int, chance: float) -> None:
         """Leave after the passages or after some text."""
@@ -197,32 +187,20 @@ class Serving:
 
     def ask_refused(self, which: int, chance: float) -> None:
         """A wrong value, no JSON, an answer that no slot can hold, a body beyond the limit."""
-        changes: list[dict[str, Any]] = [
-            {"ratio": 7},
-            {"max_tokens": 10**6},
-            {"passages": ["too long" * 2**19]},
-        ]
-        bodies = ["{", *(json.dumps({**self.asks[which][0], **change}) for change in changes)]
+        changes = ("ratio", 7), ("max_tokens", 10**6), ("passages", ["too long" * 2**19])
+        bodies = ["{", *(json.dumps({**self.asks[which][0], name: value}) for name, value in changes)]
         n, headers = int(len(bodies) * chance), {"Content-Type": "application/json"}
         answer = self.http.post("/v1/rag/query", content=bodies[n], headers=headers)
-        require(
-            answer.status_code == (413 if n == 3 else 400),
-            f"status {answer.status_code}: {answer.text[:200]}",
-        )
-        require(set(answer.json()["error"]) == ERROR, f"an error of another shape: {answer.text[:200]}")
+        assert answer.status_code == (413 if n == 3 else 400), answer.text[:200]
+        assert set(answer.json()["error"]) == ERROR, answer.text[:200]
 
     def _events(self, which: int) -> Iterator[dict[str, Any]]:
         ask = {**self.asks[which][0], "stream": True}
         with self.http.stream("POST", "/v1/rag/query", json=ask) as answer:
-            require(answer.status_code == 200, f"status {answer.status_code}")
+            assert answer.status_code == 200
             for line in answer.iter_lines():
                 if line.startswith("data: {"):  # neither the end nor a comment that keeps the connection
                     yield json.loads(line.removeprefix("data: "))
-
-
-def require(good: bool, problem: str) -> None:
-    if not good:
-        raise AssertionError(problem)
 
 
 def is_idle(url: str) -> bool:
@@ -254,19 +232,13 @@ PROMISES: Promises = {
 
 def make(out: Path, requests: int, clients: int, seed: int) -> Serving:
     """With an index in `out`, built unless an earlier run left it."""
-    from blendserve.retrieve import language_reference
-
     out.mkdir(parents=True, exist_ok=True)
-    settings = out / "soak.yaml"
+    index, settings = out / "index", out / "soak.yaml"
     settings.write_text(SETTINGS)
-    config = EngineConfig(**load_settings(settings).model_dump(exclude={"serve"}))
-    index = out / "index"
-    opened = (
-        Engine.open(index, config)
-        if index.exists()
-        else Engine.build(index, language_reference()[:3], config)
-    )
-    with opened as engine:
+    config = load_settings(settings).engine
+    if not index.exists():
+        Engine.build(index, language_reference()[:3], config).close()
+    with Engine.open(index, config) as engine:
         assert engine.index is not None
         passages = random.Random(seed).sample(engine.index.passages, 24)
         asks = make_asks(engine, passages, DISTINCT, seed)

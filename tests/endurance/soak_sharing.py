@@ -22,7 +22,7 @@ import torch
 
 from blendserve.bench.faults import only_found
 from blendserve.bench.servers import Server
-from blendserve.blend.blender import Blended, Blender
+from blendserve.blend.blender import Blender
 from blendserve.config import BlendConfig, ValkeyConfig
 from blendserve.core import Chunk, Prompt
 from blendserve.errors import StoreError
@@ -53,19 +53,15 @@ def engine(line: Connection, url: str, seed: int) -> None:
     pool = [tuple(dice.choices(range(VOCABULARY), k=TOKENS)) for _ in range(POOL)]
     dice = random.Random(seed)
 
-    def over(store: MemoryStore | ValkeyStore) -> Blender:
-        return Blender(adapter, "toy", store, PREFIX, PREFIX)
-
-    def run(blender: Blender) -> Blended:
-        return blender.run(prompt, BlendConfig(method="blend", ratio=0.3))
-
-    truth = over(MemoryStore(CAP))
+    far, blend = ValkeyConfig(url=url, deadline_s=DEADLINE_S), BlendConfig(method="blend", ratio=0.3)
+    shared = Blender(adapter, "toy", ValkeyStore(far, CAP, eviction=LRU()), PREFIX, PREFIX)
+    truth = Blender(adapter, "toy", MemoryStore(CAP), PREFIX, PREFIX)
     truth.precompute(pool)
-    shared = over(ValkeyStore(ValkeyConfig(url=url, deadline_s=DEADLINE_S), CAP, eviction=LRU()))
     while True:
         prompt = Prompt(PREFIX, tuple(map(Chunk, dice.sample(pool, ASKED))), SUFFIX)
-        done = run(shared)
-        right = torch.equal(done.prefilled.logits, run(only_found(truth, prompt, done)).prefilled.logits)
+        done = shared.run(prompt, blend)
+        expected = only_found(truth, prompt, done).run(prompt, blend)
+        right = torch.equal(done.prefilled.logits, expected.prefilled.logits)
         with contextlib.suppress(StoreError):
             shared.remember(done.absent)
         missed = Counter(f"missed_{unusable.kind}" for unusable in done.report.unusable)
@@ -119,7 +115,8 @@ class Sharing:
                 self.counts.update(line.recv())
             except EOFError:  # it was not killed: an error that should have been a miss
                 self.counts["failed"] += 1
-                self._replace(line)
+                del self._engines[line]
+                self._start()
 
     def _kill(self) -> None:
         """The server, or one engine."""
@@ -127,15 +124,10 @@ class Sharing:
             self.server.kill()
             self.counts["servers_killed"] += 1
             self._back_at = time.monotonic() + self._dice.uniform(*DOWN_S)
-            return
-        line, killed = self._dice.choice(list(self._engines.items()))
-        killed.kill()
-        self.counts["engines_killed"] += 1
-        self._replace(line)
-
-    def _replace(self, line: Connection) -> None:
-        del self._engines[line]
-        self._start()
+        else:
+            self._engines.pop(self._dice.choice(list(self._engines))).kill()
+            self.counts["engines_killed"] += 1
+            self._start()
 
     def _start(self) -> None:
         self._started += 1

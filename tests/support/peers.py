@@ -22,7 +22,7 @@ import torch
 import uvicorn
 
 from blendserve.blend.blender import Blended, Blender
-from blendserve.config import BlendConfig, KdnConfig, changed
+from blendserve.config import BlendConfig, KdnConfig
 from blendserve.core import Prompt
 from blendserve.delivery.publish import publish
 from blendserve.engine.engine import Engine
@@ -98,13 +98,9 @@ class Paced:
     def __init__(self, url: str, before: Before = anything) -> None:
         self.url, self.before = url, before
         self.asked: Counter[ChunkKey] = Counter()
-        self.n_bytes = 0  # of chunks
-
-    def truth(self, path: str) -> httpx.Response:
-        return httpx.get(self.url + path, timeout=300)
 
     def __call__(self, connection: socket.socket, path: str) -> None:
-        reply = self.truth(path)
+        reply = httpx.get(self.url + path, timeout=300)
         body, keys = reply.content, keys_in(path)
         self.asked.update(keys)
         connection.sendall(head(len(body), f"{reply.status_code} x"))
@@ -114,7 +110,6 @@ class Paced:
         for key, l, n_bytes in pieces(keys, body):
             part, body = bytearray(body[:n_bytes]), body[n_bytes:]
             self.before(key, l, part)
-            self.n_bytes += len(part)
             connection.sendall(part)
 
 
@@ -148,56 +143,46 @@ BLEND = BlendConfig(method="blend")
 LAYERS = reader().adapter.n_layers
 
 
-def publisher(folder: Path, store: KVStore, **changes: Any) -> Engine:
+def publisher(folder: Path, store: KVStore) -> Engine:
     """An engine with an index of the toy documents, over this store."""
-    engine = Engine(changed(CONFIG, **changes), reader(), store)
+    engine = Engine(CONFIG, reader(), store)
     engine.index = index(folder / NAME, engine.prompts, DOCUMENTS)
     return engine
 
 
-def published(folder: Path, name: str = NAME) -> tuple[KVStore, Collection]:
+def published(folder: Path) -> tuple[KVStore, Collection]:
     """A store with the toy collection in it."""
     store = MemoryStore(2**30)
-    return store, publish(publisher(folder, store), name, LEVELS[1:])
+    return store, publish(publisher(folder, store), NAME, LEVELS[1:])
 
 
 class Service:
     """A delivery service behind a real socket. A context manager."""
 
-    def __init__(
-        self,
-        store: KVStore,
-        certificate: tuple[Path, Path] | None = None,
-        clock: Clock = time,
-        **settings: Any,
-    ) -> None:
-        """certificate: for TLS, with its key."""
+    def __init__(self, store: KVStore, clock: Clock = time, tls: Any = None, **settings: Any) -> None:
+        """tls: options of uvicorn."""
         self.inner = DeliveryService(store, DeliverConfig(**settings), clock)
-        config = uvicorn.Config(make_app(self.inner), port=0, log_level="critical", lifespan="on")
-        if certificate:
-            config.ssl_certfile, config.ssl_keyfile = certificate
-        self._uvicorn = uvicorn.Server(config)
+        app = make_app(self.inner)
+        self._uvicorn = uvicorn.Server(
+            uvicorn.Config(app, port=0, log_level="critical", lifespan="on", **(tls or {}))
+        )
         self._thread = threading.Thread(target=self._uvicorn.run)
         self._thread.start()
         eventually(lambda: self._uvicorn.started)
         self.port = self._uvicorn.servers[0].sockets[0].getsockname()[1]
-        self.url = f"{'https' if certificate else 'http'}://127.0.0.1:{self.port}"
+        self.url = f"{'https' if tls else 'http'}://127.0.0.1:{self.port}"
         self.http = httpx.Client(base_url=f"{self.url}/v1/kdn", timeout=300)
 
     def get(self, path: str, **headers: str) -> httpx.Response:
         return self.http.get(f"/collections/{NAME}/{path}".rstrip("/"), headers=headers)
 
-    def stop(self) -> None:
-        self.http.close()
-        self._uvicorn.should_exit = True
-        self._uvicorn.force_exit = True
-        self._thread.join()
-
     def __enter__(self) -> Service:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.stop()
+        self.http.close()
+        self._uvicorn.should_exit = self._uvicorn.force_exit = True
+        self._thread.join()
 
 
 def settings(url: str, **options: Any) -> KdnConfig:
@@ -215,16 +200,10 @@ class Known(Pace):
         return self.rate
 
 
-class Watched(KdnStore):
-    """Notes what it is asked to sample, and keeps its last snapshot."""
+class Unsampled(KdnStore):
+    """Its link is not measured after a request: what a peer is asked for is what requests need."""
 
-    @contextmanager
-    def reading(self) -> Iterator[Any]:
-        with super().reading() as self.snapshot:
-            yield self.snapshot
-
-    def sample(self, keys: Any, n_bytes: int) -> None:
-        self.sampled = list(keys)
+    def sample(self, keys: Any, n_bytes: int) -> None: ...
 
 
 @contextmanager
@@ -234,29 +213,18 @@ def delivered(
     rule: Rule | None = None,
     config: dict[str, Any] | None = None,
     **options: Any,
-) -> Iterator[tuple[Watched, Paced]]:
+) -> Iterator[tuple[KdnStore, Paced]]:
     """A store over a paced peer, which has read the description and the directory."""
     paced = Paced(service.url, before)
-    with (
-        Peer(paced) as peer,
-        Watched(settings(peer.url, **(config or {})), rule, **options) as store,
-    ):
+    with Peer(paced) as peer, Unsampled(settings(peer.url, **(config or {})), rule, **options) as store:
         list(store.keys())
         yield store, paced
 
 
 def blender(store: KVStore, before_layer: Callable[[int], None] = lambda l: None, **options: Any) -> Blender:
     prompts = Engine(CONFIG, reader(), store).prompts
-    return Blender(
-        reader().adapter,
-        reader().fingerprint,
-        store,
-        prompts.prefix,
-        prompts.kv_context,
-        "",
-        before_layer,
-        **options,
-    )
+    own = (reader().adapter, reader().fingerprint, store, prompts.prefix, prompts.kv_context)
+    return Blender(*own, "", before_layer, **options)
 
 
 def question(passages: int = len(PASSAGES)) -> Prompt:
@@ -291,17 +259,14 @@ def local(prompt: Prompt, done: Blended | None = None, level: str = "raw", late:
 
     level: of all chunks but the last, which has the level `late`.
     """
-    here = MemoryStore(2**30)
+    of = blender(MemoryStore(2**30))
     absent = set(done.absent) - set(done.computed) if done else set()
-    parts = [(chunk.ids, truth(level)) for chunk in prompt.chunks]
-    parts[-1] = parts[-1][0], truth(late or level)
-    of = blender(here)
-    for key, by in [(of.key(ids), by) for ids, by in parts if ids not in absent] + (
-        [(of.key(prompt.prefix, ()), truth())] if () not in absent else []
-    ):
-        coded = by.store.coded(key)
+    for ids in {(), *(chunk.ids for chunk in prompt.chunks)} - absent:
+        key = of.key(ids) if ids else of.key(prompt.prefix, ())
+        at = (late if ids == prompt.chunks[-1].ids else "") or level
+        coded = truth(at if ids else "raw").store.coded(key)
         assert coded is not None
-        here.put_coded(key, coded)
+        of.store.put_coded(key, coded)
     return of
 
 
