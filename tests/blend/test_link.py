@@ -14,9 +14,8 @@ from blendserve.config import BlendConfig
 from blendserve.store import KVStore, LayeredStore, MemoryStore
 from blendserve.store.base import LOCAL, REMOTE
 from blendserve.store.codecs.base import SLOW
-from tests.support.blending import check_report, some_prompt
+from tests.support.blending import check_report, some_prompt, tiny_blender
 from tests.support.links import FarStore
-from tests.support.models import tiny_adapter
 
 CAP = 1 << 30
 PROMPT = some_prompt([14, 9, 0, 20, 1, 9])
@@ -30,9 +29,7 @@ SLOW_S = 1.0  # a token, over a slow link
 def blender(store: KVStore, row_s: float = ROW_S, link: Link | None = None) -> Blender:
     clock = store.clock if isinstance(store, FarStore) else None
     made = link or (Link(clock) if clock else Link())
-    costs = CostModel(0.0, row_s, 0.0, 0.0)
-    adapter, prefix = tiny_adapter("llama"), PROMPT.prefix
-    return Blender(adapter, "fingerprint", store, prefix, prefix, costs=costs, link=made)
+    return tiny_blender(store, costs=CostModel(0.0, row_s, 0.0, 0.0), link=made)
 
 
 @pytest.fixture
