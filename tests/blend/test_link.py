@@ -50,7 +50,9 @@ def kinds(done: Blended) -> list[str]:
     return [unusable.kind for unusable in done.report.unusable]
 
 
-def test_chunks_that_are_slower_to_fetch_than_to_compute_are_computed(far: FarStore) -> None:
+def test_chunks_that_are_slower_to_fetch_are_computed_but_for_a_fixed_method_or_a_local_store(
+    far: FarStore,
+) -> None:
     made, far.token_s = blender(far), SLOW_S
     first = run(made).report  # the rate of the link is not known yet
     assert (first.method, first.chunks_hit) == ("blend", FILLED)
@@ -65,16 +67,8 @@ def test_chunks_that_are_slower_to_fetch_than_to_compute_are_computed(far: FarSt
     fresh = blender(here).run(PROMPT, BlendConfig())
     assert torch.equal(done.prefilled.logits, fresh.prefilled.logits)
     assert made.remember(done.absent) == 0  # they are stored there
-
-
-def test_a_fixed_method_fetches_over_any_link_and_a_local_store_has_none(far: FarStore) -> None:
-    far.token_s = SLOW_S
-    made = blender(far)
-    made.sample_link()
-    assert kinds(run(made)) == [SLOW] * FILLED
-    done = run(made, BlendConfig(method="blend"))
-    made.wait_for_sample()
-    assert (done.report.chunks_hit, kinds(done)) == (FILLED, [])
+    fixed = run(made, BlendConfig(method="blend"))
+    assert (fixed.report.chunks_hit, kinds(fixed)) == (FILLED, [])
     far.is_far = False
     assert kinds(run(made)) == []
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,19 +12,16 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from blendserve.blend.corrections.base import Correction
 from blendserve.blend.layout import Layout
 from blendserve.blend.policies.base import Policy, Scene, candidates, make_policy, top
 from blendserve.blend.precompute import STACK_TOKENS, ChunkComputer
 from blendserve.blend.prefill import prefill
 from blendserve.config import BlendConfig, Config
-from blendserve.core import Span
 from blendserve.errors import ConfigError
 from blendserve.evaluate.variants import variants
 from blendserve.kernels import race, verify
 from blendserve.kernels.cpu.isa import LEVELS
-from blendserve.models.kv_cache import KVCache
-from blendserve.registry import CORRECTIONS, POLICIES
+from blendserve.registry import POLICIES
 from tests.support.blending import assert_near, blend, lay, model_logits, some_ids, some_prompt
 from tests.support.models import KINDS, tiny_adapter
 
@@ -87,7 +83,7 @@ def test_a_chunks_kv_does_not_depend_on_what_is_stacked_with_it(lengths: list[in
         assert_near(stacked.values, alone.values)
 
 
-# A policy and a correction are one class and one line each, as docs/how-to/extend.md tells it
+# A policy is one class and one line, as docs/how-to/extend.md tells it
 
 
 class LastPolicy(Policy):
@@ -97,37 +93,16 @@ class LastPolicy(Policy):
         return candidates(layout)[-self.n_chosen(layout) :]
 
 
-class Double(Correction):
-    """Makes it worse: stored values twice as large."""
-
-    def __init__(self, adapter: Any, cache: KVCache, ropes: Any, spans: Sequence[Span], known: Any) -> None:
-        self.cache, self.spans = cache, spans
-
-    def apply(self, l: int, rows: Any, keys: Tensor, values: Tensor) -> bool:
-        for span in self.spans:
-            self.cache.values[l][:, span.start : span.stop] *= 2
-        return True
-
-
-@pytest.fixture
-def _own() -> Iterator[None]:
+def test_a_policy_of_ones_own(tmp_path: Path) -> None:
+    adapter, prompt, file = tiny_adapter("llama"), some_prompt([12, 14, 16]), tmp_path / "config.yaml"
     with pytest.raises(ConfigError):
         BlendConfig(policy="own")
     POLICIES.add("own", f"{__name__}:LastPolicy")
-    CORRECTIONS.add("own", f"{__name__}:Double")
-    yield
-    POLICIES.remove("own")
-    CORRECTIONS.remove("own")
-
-
-@pytest.mark.usefixtures("_own")
-def test_a_policy_and_a_correction_of_ones_own(tmp_path: Path) -> None:
-    adapter, prompt, file = tiny_adapter("llama"), some_prompt([12, 14, 16]), tmp_path / "config.yaml"
-    plain, doubled = (blend(adapter, prompt, policy="own", ratio=0.25, correction=c) for c in ("none", "own"))
-    end, left = prompt.spans[-1].stop, lay(adapter, prompt).reusable.clone()
-    assert plain.recomputed.tolist() == list(range(end - round(0.25 * 42), end))
-    left[plain.recomputed] = False
-    assert torch.equal(doubled.cache.values[0][:, left], 2 * plain.cache.values[0][:, left])
-    file.write_text(Config(blend={"policy": "own"}).to_yaml())
-    assert Config.load(file).blend.policy == "own"
-    assert variants(["own@0.1"], ())[-1].name == "own@0.1"
+    try:
+        chosen, end = blend(adapter, prompt, policy="own", ratio=0.25).recomputed, prompt.spans[-1].stop
+        assert chosen.tolist() == list(range(end - round(0.25 * 42), end))
+        file.write_text(Config(blend={"policy": "own"}).to_yaml())
+        assert Config.load(file).blend.policy == "own"
+        assert variants(["own@0.1"], ())[-1].name == "own@0.1"
+    finally:
+        POLICIES.remove("own")
