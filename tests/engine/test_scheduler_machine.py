@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
+from types import SimpleNamespace
 from typing import Any, Literal
 from unittest.mock import Mock
 
@@ -26,6 +27,7 @@ from hypothesis.stateful import (
     rule,
 )
 
+from blendserve.engine.fair_queue import FairQueue
 from blendserve.engine.prefix_cache import PrefixKV
 from blendserve.engine.queued import Event, Finished, Observer, Piece, QueuedRequest, Started
 from blendserve.engine.scheduler import BACKGROUND_EVERY, MAX_BACKGROUND, Scheduler
@@ -347,6 +349,13 @@ def opened(**options: Any) -> SchedulerMachine:
     machine = SchedulerMachine()
     machine.open(**options)
     return machine
+
+
+def test_tenants_take_turns() -> None:
+    waiting: FairQueue[Any] = FairQueue()
+    for tenant in "aaaaabbc":
+        waiting.put(SimpleNamespace(tenant=tenant))
+    assert "".join(item.tenant for item in iter(waiting.pop, None)) == "abcabaaa"
 
 
 @pytest.mark.parametrize("seconds", [2.0, 10.0])
