@@ -8,7 +8,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -44,13 +43,10 @@ def test_counts_the_rows_that_a_prefill_runs(policy: str, ratio: float) -> None:
     assert work(FOUND, policy=policy, ratio=ratio).rows == pytest.approx(ran, abs=tolerance)
 
 
-def test_counts_pairs_and_loads() -> None:
+def test_counts_the_work_and_chooses_the_cheapest_and_the_exact_method_on_a_tie() -> None:
     n = len(PROMPT)
     assert work(ABSENT) == Work(1, n, n * (n + 1) / 2, 0)
     assert work(FOUND, policy="none").loaded == n - len(PROMPT.suffix)
-
-
-def test_chooses_the_cheapest_and_the_exact_method_on_a_tie() -> None:
     layouts: dict[Method, Layout] = {"full": ABSENT, "prefix": ABSENT, "blend": FOUND}
 
     def chosen(model: CostModel, **options: Any) -> str:
@@ -94,18 +90,6 @@ def test_a_kept_model_is_read_and_a_damaged_one_is_measured_again(tmp_path: Path
     file.write_text("a file where the folder should be")
     assert calibrated(tiny_adapter("llama"), "other", file / "below", told.append).per_pass >= 0
     assert len(told) == 3
-
-
-def test_least_squares_without_negative_constants_meets_the_conditions_of_an_optimum() -> None:
-    """Kuhn and Tucker: the gradient is zero where x > 0, and not negative where x = 0."""
-    rng = np.random.default_rng(0)
-    for _ in range(50):
-        a, b = rng.normal(size=(9, 4)), rng.normal(size=9)
-        x = cost.nonnegative_least_squares(a, b)
-        gradient = a.T @ (a @ x - b)
-        assert (x >= 0).all()
-        assert (gradient > -1e-9).all()
-        assert np.abs(gradient[x > 0]).max(initial=0) < 1e-9
 
 
 @pytest.mark.parametrize("policy", ["deviation", "chunk_head", "random"])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from blendserve.blend import prefill as module
-from blendserve.blend.blender import Blended, Blender
+from blendserve.blend.blender import Blended
 from blendserve.blend.priors import Priors
 from blendserve.config import BlendConfig, changed
 from blendserve.core import Chunk, Prompt, Span, TokenIds
@@ -24,15 +24,15 @@ from tests.support.blending import (
     TracedCache,
     assert_near,
     check_report,
-    lay,
     model_kv,
     model_logits,
+    model_says,
     some_ids,
     some_priors,
     some_prompt,
+    tiny_blender,
 )
 from tests.support.models import BLEND_KINDS, tiny_adapter
-from tests.support.scatter import scatter_forward
 from tests.support.twin import Correct, Piece, Start, naive_prefill, question_scores, ridge, shift, start_from
 
 DONOR = some_ids(45, 99)  # stored, where a chunk of the prompt is an edited copy of it
@@ -135,9 +135,9 @@ def cases(draw: st.DrawFn) -> Case:
 def run(case: Case) -> tuple[Blended, TracedCache]:
     """The request as the package computes it, over a store that holds what the case says."""
     adapter, store = tiny_adapter(case.kind), LeakyStore()
-    maker = Blender(adapter, "fingerprint", store, case.prompt.prefix, case.context)
+    prefix, context = case.prompt.prefix, case.context
+    maker = tiny_blender(store, *case.stored, adapter=adapter, prefix=prefix, context=context)
     maker.known.use(case.known)
-    maker.precompute(case.stored)
     store.broken = {maker.key(ids) for ids in case.damaged}
     if not case.has_prefix:
         store.delete(maker.key(case.prompt.prefix, ()))
@@ -298,10 +298,16 @@ def example(kind: str = "llama-yarn", **options: Any) -> Case:
 
 
 @EVERY_KIND
-@pytest.mark.parametrize("correction", CORRECTIONS.names)
-def test_several_check_layers_with_a_correction(kind: str, correction: str) -> None:
-    """Rows that are about to be dropped are no sample to correct by."""
-    check(example(kind, policy="deviation", check_layers=(1, 2), correction=correction))
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"policy": "deviation", "check_layers": (1, 2), "correction": c} for c in CORRECTIONS.names),
+        {"policy": "query", "correction": "ridge"},
+    ],
+)
+def test_each_kind_with_several_check_layers_and_a_scoring_pass(kind: str, options: dict[str, Any]) -> None:
+    """Rows that are about to be dropped are no sample to correct by; the question scores stored tokens alone."""
+    check(example(kind, **options))
 
 
 @pytest.mark.parametrize(("ratio", "prior"), [(0.0, 0.3), (0.05, 0.3), (0.1, 0.3), (0.3, 0.02)])
@@ -319,11 +325,6 @@ def test_damaged_chunks_are_computed_in_the_same_request(method: str, n_damaged:
     check(replace(case, damaged=frozenset([case.prompt.chunks[0].ids, DONOR][:n_damaged])))
 
 
-@EVERY_KIND
-def test_the_question_scores_stored_tokens_alone(kind: str) -> None:
-    check(example(kind, policy="query", correction="ridge"))
-
-
 @pytest.mark.parametrize("context", [0, 1, 3])
 def test_the_first_chunk_is_exact_only_behind_its_own_prefix(context: int) -> None:
     case = example(policy="none", correction="none")
@@ -334,34 +335,32 @@ def test_the_first_chunk_is_exact_only_behind_its_own_prefix(context: int) -> No
 
 
 @EVERY_KIND
-def test_the_twin_of_full_prefill_is_the_models_forward(kind: str) -> None:
+@pytest.mark.parametrize("found", [0, 2, 4])
+def test_the_twin_is_the_models_forward_if_what_is_stored_is_exact(kind: str, found: int) -> None:
     adapter, prompt = tiny_adapter(kind), some_prompt([14, 1, 20, 9])
-    every_row = [torch.arange(len(prompt))] * (adapter.n_layers + 1)
-    twin = naive_prefill(adapter, prompt, start_from(adapter, prompt, []), every_row)
+    pieces = [
+        Piece(span, chunk.ids, 0, prompt.ids[: span.start])
+        for span, chunk in list(zip(prompt.spans, prompt.chunks, strict=True))[:found]
+    ]
+    start = start_from(adapter, prompt, pieces)
+    twin = naive_prefill(adapter, prompt, start, [(~start.known).nonzero()[:, 0]] * (adapter.n_layers + 1))
     keys, values = model_kv(adapter, prompt.ids)
     assert_near(twin.logits, model_logits(adapter, prompt))
     assert_near(twin.keys, keys)
     assert_near(twin.values, values)
+    assert int(start.exact.sum()) == sum(map(len, prompt.chunks[:found]))
 
 
 @EVERY_KIND
-@pytest.mark.parametrize("found", [[True, True, True], [True, False, True]])
-def test_the_twin_over_stored_chunks_is_the_models_forward_over_a_scattered_cache(
-    kind: str, found: list[bool]
-) -> None:
-    adapter, prompt = tiny_adapter(kind), some_prompt([12, 14, 16])
-    layout = lay(adapter, prompt, found)
-    rows = torch.cat([layout.fresh.nonzero()[:, 0], layout.reusable.nonzero()[::3, 0]]).sort().values
-    pieces = [Piece(Span(0, len(prompt.prefix)), prompt.prefix, 0, ())]
-    for span, chunk, here in zip(prompt.spans, prompt.chunks, found, strict=True):
-        pieces += [Piece(span, chunk.ids, 0, prompt.prefix)] if here else []
-    twin = naive_prefill(
-        adapter, prompt, start_from(adapter, prompt, pieces), [rows] * (adapter.n_layers + 1)
-    )
-    said, cache = scatter_forward(adapter, prompt, layout, rows)
-    assert_near(twin.logits, said.logits[0, -1])
-    assert_near(twin.keys, cache.stored_keys)
-    assert_near(twin.values, cache.stored_values)
+def test_the_twin_moves_stored_kv_to_where_the_model_computes_it_at_later_positions(kind: str) -> None:
+    adapter, prompt = tiny_adapter(kind), some_prompt([12, 14])
+    span, chunk = prompt.spans[1], prompt.chunks[1]
+    start, at = start_from(adapter, prompt, [Piece(span, chunk.ids, 0, ())]), torch.arange(len(prompt))
+    here, ropes = slice(span.start, span.stop), adapter.rope(at)
+    layers = model_says(adapter, chunk.ids, position_ids=at[None, here]).past_key_values.layers
+    for l, layer in enumerate(layers):
+        assert_near(adapter.rotate(start.keys[l], ropes[l])[:, here], layer.keys[0])
+        assert_near(start.values[l][:, here], layer.values[0])
 
 
 def test_the_check_sees_a_rotation_that_is_one_position_off(monkeypatch: pytest.MonkeyPatch) -> None:

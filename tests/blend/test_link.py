@@ -14,9 +14,8 @@ from blendserve.config import BlendConfig
 from blendserve.store import KVStore, LayeredStore, MemoryStore
 from blendserve.store.base import LOCAL, REMOTE
 from blendserve.store.codecs.base import SLOW
-from tests.support.blending import check_report, some_prompt
+from tests.support.blending import check_report, some_prompt, tiny_blender
 from tests.support.links import FarStore
-from tests.support.models import tiny_adapter
 
 CAP = 1 << 30
 PROMPT = some_prompt([14, 9, 0, 20, 1, 9])
@@ -30,9 +29,7 @@ SLOW_S = 1.0  # a token, over a slow link
 def blender(store: KVStore, row_s: float = ROW_S, link: Link | None = None) -> Blender:
     clock = store.clock if isinstance(store, FarStore) else None
     made = link or (Link(clock) if clock else Link())
-    costs = CostModel(0.0, row_s, 0.0, 0.0)
-    adapter, prefix = tiny_adapter("llama"), PROMPT.prefix
-    return Blender(adapter, "fingerprint", store, prefix, prefix, costs=costs, link=made)
+    return tiny_blender(store, costs=CostModel(0.0, row_s, 0.0, 0.0), link=made)
 
 
 @pytest.fixture
@@ -53,7 +50,9 @@ def kinds(done: Blended) -> list[str]:
     return [unusable.kind for unusable in done.report.unusable]
 
 
-def test_chunks_that_are_slower_to_fetch_than_to_compute_are_computed(far: FarStore) -> None:
+def test_chunks_that_are_slower_to_fetch_are_computed_but_for_a_fixed_method_or_a_local_store(
+    far: FarStore,
+) -> None:
     made, far.token_s = blender(far), SLOW_S
     first = run(made).report  # the rate of the link is not known yet
     assert (first.method, first.chunks_hit) == ("blend", FILLED)
@@ -68,16 +67,8 @@ def test_chunks_that_are_slower_to_fetch_than_to_compute_are_computed(far: FarSt
     fresh = blender(here).run(PROMPT, BlendConfig())
     assert torch.equal(done.prefilled.logits, fresh.prefilled.logits)
     assert made.remember(done.absent) == 0  # they are stored there
-
-
-def test_a_fixed_method_fetches_over_any_link_and_a_local_store_has_none(far: FarStore) -> None:
-    far.token_s = SLOW_S
-    made = blender(far)
-    made.sample_link()
-    assert kinds(run(made)) == [SLOW] * FILLED
-    done = run(made, BlendConfig(method="blend"))
-    made.wait_for_sample()
-    assert (done.report.chunks_hit, kinds(done)) == (FILLED, [])
+    fixed = run(made, BlendConfig(method="blend"))
+    assert (fixed.report.chunks_hit, kinds(fixed)) == (FILLED, [])
     far.is_far = False
     assert kinds(run(made)) == []
 

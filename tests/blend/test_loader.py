@@ -1,4 +1,4 @@
-"""Stored layers are read ahead, each once, and placed; nothing is read after the reader is closed."""
+"""Stored layers are read ahead, each once; nothing is read after the reader is closed."""
 
 from __future__ import annotations
 
@@ -9,22 +9,19 @@ from contextlib import closing
 import pytest
 import torch
 
-from blendserve.blend.loader import KVLoader, LayerReader
+from blendserve.blend.loader import LayerReader
 from blendserve.core import ChunkKV
 from blendserve.errors import CorruptRecord
 from blendserve.kernels import team
 from blendserve.kernels.cuda.staging import InPlace
-from blendserve.models.kv_cache import KVCache
 from blendserve.store.memory import MemoryChunk
-from tests.support.blending import lay, some_prompt
-from tests.support.models import tiny_adapter
 from tests.support.waiting import eventually, is_blocked
 
 LAYERS = 5
 
 
 class Watched:
-    """A chunk that notes its reads. `gate` holds every read while it is cleared, `slow_gate` that of layer `slow`."""
+    """A chunk that notes its reads. That of layer `slow` waits for `gate`."""
 
     def __init__(self, damaged: int | None = None, slow: int | None = None, coded: bool = False) -> None:
         self.chunk = MemoryChunk(ChunkKV(*torch.arange(2 * LAYERS * 6.0).view(2, LAYERS, 1, 3, 2)))
@@ -34,12 +31,10 @@ class Watched:
         self.read: list[int] = []
         self.threads: set[str] = set()
         self.teams: set[int] = set()
-        self.gate, self.slow_gate = threading.Event(), threading.Event()
-        self.gate.set()
+        self.gate = threading.Event()
 
     def layer(self, l: int) -> tuple[torch.Tensor, torch.Tensor]:
-        assert self.gate.wait(60)
-        assert l != self.slow or self.slow_gate.wait(60)
+        assert l != self.slow or self.gate.wait(60)
         self.threads.add(threading.current_thread().name)
         self.teams.add(torch.get_num_threads())
         self.read.append(l)
@@ -54,22 +49,6 @@ def _threads() -> Iterator[None]:
     torch.set_num_threads(3)
     yield
     torch.set_num_threads(before)
-
-
-def take_late(reader: LayerReader, l: int, view: Watched) -> int:
-    """Take a layer that is read only once it is waited for -> cores that the caller left meanwhile."""
-    caller, started = threading.current_thread(), list[bool]()
-
-    def release() -> None:
-        eventually(lambda: started and is_blocked(caller))
-        view.gate.set()
-
-    helper = threading.Thread(target=release)
-    helper.start()
-    started.append(True)  # not before, as starting a thread blocks, too
-    reader.take(l)
-    helper.join()
-    return team.leaves()
 
 
 @pytest.mark.parametrize("coded", [False, True])
@@ -90,38 +69,24 @@ def test_every_layer_is_read_once_ahead_by_threads_of_one_core(coded: bool) -> N
     assert torch.get_num_threads() == 3
 
 
-def test_the_caller_leaves_a_core_to_decoding_until_layers_are_in_time() -> None:
-    view = Watched(coded=True)
-    view.gate.clear()
-    with closing(LayerReader([view], LAYERS)) as reader:
-        assert take_late(reader, 0, view) == 1
-        eventually(lambda: reader.is_ahead)
-        reader.take(1)
-        assert team.leaves() == 0
-
-
-def test_a_layer_is_not_in_time_while_the_next_one_is_late() -> None:
-    view = Watched(slow=2, coded=True)
-    with closing(LayerReader([view], LAYERS)) as reader:
-        reader.take(0)
-        eventually(lambda: 1 in view.read)
-        reader.take(1)
-        assert team.leaves() == 1
-        view.slow_gate.set()
-
-
 @pytest.mark.parametrize(
     ("threads", "views", "coded", "left"),
     [(1, 3, True, 1), (2, 3, True, 1), (4, 2, True, 2), (4, 9, True, 3), (4, 9, False, 0)],
 )
-def test_as_many_cores_are_left_as_chunks_can_be_decoded_on(
+def test_cores_are_left_to_decoding_while_the_next_layer_is_late(
     threads: int, views: int, coded: bool, left: int
 ) -> None:
     torch.set_num_threads(threads)
-    all_views = [Watched(coded=coded) for _ in range(views)]
-    all_views[0].gate.clear()
-    with closing(LayerReader(all_views, LAYERS)) as reader:
-        assert take_late(reader, 0, all_views[0]) == left
+    late, others = Watched(slow=2, coded=coded), [Watched(coded=coded) for _ in range(views - 1)]
+    with closing(LayerReader([late, *others], LAYERS)) as reader:
+        reader.take(0)
+        eventually(lambda: 1 in late.read)
+        reader.take(1)
+        assert team.leaves() == left
+        late.gate.set()
+        eventually(lambda: reader.is_ahead)
+        reader.take(2)
+        assert team.leaves() == 0
 
 
 def test_a_damaged_layer_fails_where_it_is_taken_and_any_layer_may_be_taken_first() -> None:
@@ -141,26 +106,8 @@ def test_closing_waits_for_the_read_that_runs_and_starts_no_other() -> None:
     closer = threading.Thread(target=reader.close)
     closer.start()
     eventually(lambda: is_blocked(closer) or not closer.is_alive())
-    view.slow_gate.set()
+    view.gate.set()
     closer.join(60)
     assert not closer.is_alive()
     assert view.read in ([0], [])  # [] where the read had not begun
     reader.close()
-
-
-def test_each_stored_chunk_is_placed_once_rotated_to_its_span() -> None:
-    adapter, prompt = tiny_adapter("llama-yarn"), some_prompt([4, 0, 7])
-    placements, cache = lay(adapter, prompt).placements, KVCache(adapter, len(prompt))
-    ropes = adapter.rope(torch.arange(len(prompt)))
-    with closing(KVLoader(adapter, cache, placements, ropes)) as loader:
-        loader.place(2)
-        for piece in placements:
-            keys, values = piece.view.layer(2)
-            here = slice(piece.span.start, piece.span.stop)
-            at = torch.arange(here.start, here.stop)
-            assert torch.equal(cache.keys[2][:, here], adapter.rotate(keys, adapter.rope(at)[2]))
-            assert torch.equal(cache.values[2][:, here], values)
-        assert loader.bytes_loaded == sum(p.view.n_bytes for p in placements) // adapter.n_layers
-        cache.keys.zero_()
-        loader.place(2)
-        assert not cache.keys.any()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blendserve.blend.blender import Blended, Blender
-from blendserve.blend.cost import CostModel
 from blendserve.blend.near import LEAST, MARGIN, matches
 from blendserve.config import BlendConfig
 from blendserve.core import Chunk, Prompt, Reason, Span, TokenIds
@@ -22,28 +20,15 @@ from blendserve.store import near as near_index
 from blendserve.store.codecs.base import forget_ready
 from blendserve.store.codecs.int8 import Int8
 from blendserve.store.near import SURE, NearIndex, fingerprints
-from tests.support.blending import LeakyStore, check_report, some_ids
+from tests.support.blending import PREFIX, LeakyStore, check_report, some_ids, tiny_blender
 from tests.support.codecs import Toy
-from tests.support.models import tiny_adapter
 from tests.support.stores import ROOMY, FaultyStore
 
-PREFIX, SUFFIX = some_ids(5), some_ids(4, 1)
+SUFFIX = some_ids(4, 1)
 OLD = some_ids(90, 2)
 FIRST = some_ids(12, 3)  # a chunk that is stored, so that others are not first
 NEW = (*OLD[:40], 96, *OLD[41:])
 NEAR = BlendConfig(method="blend", policy="none", correction="none", near=True)
-
-
-def blender(store: KVStore, *whose: Any, **options: Any) -> Blender:
-    reader, prefix, namespace = whose or ("a", PREFIX, "")
-    return Blender(tiny_adapter("llama"), reader, store, prefix, prefix, namespace, **options)
-
-
-def knowing(*chunks: TokenIds, store: KVStore | None = None, **options: Any) -> Blender:
-    """Has stored these."""
-    made = blender(store or MemoryStore(ROOMY), **options)
-    made.precompute(chunks)
-    return made
 
 
 def ask(by: Blender, *chunks: TokenIds, prefix: TokenIds = PREFIX, blend: BlendConfig = NEAR) -> Blended:
@@ -117,6 +102,10 @@ def test_an_index_that_grew_and_shrank_finds_what_a_new_one_finds_in_little_memo
     assert grown.find(fingerprints(some_ids(100, 1000)), 4) == []
 
 
+def whose_blender(store: KVStore, reader: str, prefix: TokenIds, namespace: str) -> Blender:
+    return tiny_blender(store, fingerprint=reader, prefix=prefix, namespace=namespace)
+
+
 WHOSE = [(reader, prefix, name) for reader in "ab" for prefix in (PREFIX, SUFFIX) for name in ("", "other")]
 
 
@@ -125,7 +114,7 @@ def test_donors_are_of_the_same_reader_prefix_and_namespace(
     stored: set[tuple[str, TokenIds, str]], asking: tuple[str, TokenIds, str]
 ) -> None:
     store = MemoryStore(ROOMY)
-    of = {whose: blender(store, *whose) for whose in WHOSE}
+    of = {whose: whose_blender(store, *whose) for whose in WHOSE}
     for whose in stored:
         of[whose].precompute([OLD])
     mine = [of[asking].key(OLD).hex()] if asking in stored else []
@@ -137,7 +126,7 @@ def test_donors_are_of_the_same_reader_prefix_and_namespace(
 
 
 def test_a_donor_that_was_deleted_is_a_miss_until_it_is_stored_again() -> None:
-    by = knowing(FIRST, OLD)
+    by = tiny_blender(None, FIRST, OLD)
     assert donors_of(ask(by, FIRST, NEW))
     assert by.donors.find({3: NEW}, lambda donors: {}) == {3: ((), (by.key(OLD),))}  # deleted between the two
     by.store.delete(by.key(OLD))
@@ -148,7 +137,7 @@ def test_a_donor_that_was_deleted_is_a_miss_until_it_is_stored_again() -> None:
 
 @pytest.mark.parametrize("store", [FaultyStore(MemoryStore(ROOMY)), LeakyStore()], ids=["header", "layer"])
 def test_a_damaged_donor_is_a_miss(store: FaultyStore | LeakyStore) -> None:
-    by = knowing(FIRST, OLD, store=store)
+    by = tiny_blender(store, FIRST, OLD)
     without = ask(by, FIRST, NEW, blend=NEAR.model_copy(update={"near": False}))
     damaged = store.damaged if isinstance(store, FaultyStore) else store.broken
     damaged.add(by.key(OLD))
@@ -160,7 +149,7 @@ def test_a_damaged_donor_is_a_miss(store: FaultyStore | LeakyStore) -> None:
 
 
 def test_a_donor_whose_tables_are_missing_is_a_miss(toy_codec: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    by = knowing(FIRST, OLD, store=MemoryStore(ROOMY, codec=Toy()))
+    by = tiny_blender(MemoryStore(ROOMY, codec=Toy()), FIRST, OLD)
     assert donors_of(ask(by, FIRST, NEW))
     forget_ready()
     monkeypatch.setattr(Toy, "tables_here", {})
@@ -169,15 +158,8 @@ def test_a_donor_whose_tables_are_missing_is_a_miss(toy_codec: None, monkeypatch
     assert done.explanation.parts[2].code is Reason.DONOR_UNUSABLE
 
 
-def test_near_duplicates_are_an_option_and_of_no_use_to_prefix_caching() -> None:
-    by = knowing(FIRST, OLD)
-    assert not ask(by, FIRST, OLD).report.near
-    for blend in (NEAR.model_copy(update={"near": False}), BlendConfig(method="prefix", near=True)):
-        assert not ask(by, FIRST, NEW, blend=blend).report.near
-
-
 def test_thirty_edits_of_a_chunk_read_their_donor_once_and_are_hits_once_stored() -> None:
-    by, chunks = knowing(FIRST, OLD), [changed(OLD, [2 * n + 10]) for n in range(30)]
+    by, chunks = tiny_blender(None, FIRST, OLD), [changed(OLD, [2 * n + 10]) for n in range(30)]
     done = ask(by, FIRST, *chunks)
     assert set(donors_of(done)) == {by.key(OLD).hex()}
     assert len(done.report.near) == 30
@@ -194,14 +176,14 @@ def test_text_that_repeats_itself_is_given_up_and_empty_chunks_have_no_donor() -
     long, short = (7,) * 2000, (7,) * 200
     assert matches(long, long[:-1], [Span(0, 2000)]) == ([], [Span(0, 2000)])
     assert spans(short, short[:-1]) == [Span(0, 199)]
-    done = ask(knowing(FIRST, OLD, (7,) * 300), FIRST, (), NEW, (7,) * 301)
+    done = ask(tiny_blender(None, FIRST, OLD, (7,) * 300), FIRST, (), NEW, (7,) * 301)
     assert [chunk.chunk for chunk in done.report.near] == [2, 3]
     assert done.prefilled.logits.isfinite().all()
 
 
 def test_text_that_every_chunk_has_gives_a_bounded_number_of_donors(monkeypatch: pytest.MonkeyPatch) -> None:
     header, store = some_ids(100, 50), MemoryStore(ROOMY)
-    by = knowing(*((*header, *some_ids(40, n)) for n in range(100, 110)), store=store)
+    by = tiny_blender(store, *((*header, *some_ids(40, n)) for n in range(100, 110)))
     by.donors.refresh()
     marks, own = fingerprints(header), np.arange(10_000, dtype=np.uint64)
     by.donors.index.add((bytes([1, n // 256, n % 256]), np.unique((*marks, own[n]))) for n in range(10_000))
@@ -219,22 +201,13 @@ def test_text_that_every_chunk_has_gives_a_bounded_number_of_donors(monkeypatch:
 
 def test_an_index_made_from_a_store_is_the_one_that_was_updated(tmp_path: Path) -> None:
     with LMDBStore(tmp_path, ROOMY, codec=Int8()) as store:
-        by = knowing(FIRST, store=store)
+        by = tiny_blender(store, FIRST)
         ask(by, FIRST, NEW)  # the index is updated from now on
         by.precompute([OLD])
         by.remember([some_ids(80, 20)])
         assert by.donors.index.keys == {by.key(x) for x in (FIRST, OLD, some_ids(80, 20))}
         kept = ask(by, FIRST, NEW).report.near
     with LMDBStore(tmp_path, ROOMY) as store:
-        made = blender(store)
+        made = tiny_blender(store)
         assert ask(made, FIRST, NEW).report.near == kept != ()
         assert made.donors.index.keys == by.donors.index.keys
-
-
-def test_method_auto_counts_near_duplicates() -> None:
-    auto = BlendConfig(method="auto", ratio=0.1, near=True)
-    rows, loading = CostModel(1e-6, 1.0, 0.0, 1e-6), CostModel(1.0, 1e-6, 0.0, 1.0)  # what is expensive
-    assert ask(knowing(FIRST, OLD, costs=rows), FIRST, NEW, blend=auto).report.method == "blend"
-    done = ask(knowing(FIRST, OLD, costs=loading), FIRST, NEW, OLD, blend=auto)
-    assert done.report.method != "blend"
-    assert done.explanation.parts[3].code is Reason.UNUSED

@@ -6,12 +6,15 @@ import pytest
 import torch
 
 from blendserve.blend import priors
-from blendserve.blend.blender import Blender
 from blendserve.blend.priors import NAME, Known, Priors, fit_priors, prompts_of
-from blendserve.config import BlendConfig
 from blendserve.core import TokenIds
 from blendserve.store.memory import MemoryStore
-from tests.support.blending import assert_near, check_report, distance, model_kv, some_ids, some_prompt
+from tests.support.blending import (
+    assert_near,
+    distance,
+    model_kv,
+    some_ids,
+)
 from tests.support.models import tiny_adapter
 from tests.support.stores import ROOMY, FaultyStore
 
@@ -106,21 +109,3 @@ def test_unusable_ones_are_ignored(learnt: MemoryStore, fitted: Priors) -> None:
         store = MemoryStore(ROOMY)
         store.put_tables(NAME, info.fingerprint, raw)
         assert known(store).current() is None
-
-
-def test_the_report_says_whether_a_prior_was_used_and_without_it_the_correction_is_ridge() -> None:
-    prompt = some_prompt([30, 30, 30])
-    made = Blender(ADAPTER, "reader", MemoryStore(ROOMY), prompt.prefix, prompt.prefix)
-    made.precompute([chunk.ids for chunk in prompt.chunks])
-    logits, used = [], []
-    for correction, policy in (("prior", "query"), ("ridge", "query"), ("prior", "query"), ("prior", "none")):
-        blend = BlendConfig(method="blend", correction=correction, policy=policy, ratio=0.2)
-        done = made.run(prompt, blend)
-        check_report(done.report, prompt)
-        logits.append(done.prefilled.logits)
-        used.append(done.report.prior)
-        if correction == "ridge":
-            made.known.learn(CORPUS)
-    assert torch.equal(logits[0], logits[1])
-    assert not torch.equal(logits[0], logits[2])
-    assert used == [False, False, True, True]

@@ -5,21 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 from blendserve import Config, Engine, Passage
 from blendserve.config import BlendConfig, StoreConfig
 from blendserve.core import Document
 from blendserve.engine import own_words as module
 from blendserve.engine.calibration import chunks_of, fit, writing_codec
-from blendserve.engine.own_words import FREQUENT, own_words, primer_ids
+from blendserve.engine.own_words import own_words
 from blendserve.errors import InputError, TablesMissing
 from blendserve.models import loader
 from blendserve.store import KVStore, LMDBStore, MemoryStore
 from blendserve.store.codecs.base import Codec, forget_ready, known_codec
 from tests.support.engines import toy_engine, toy_reader
 
-CAP = 2**28
+CAP, LENGTH, TOGETHER = 2**28, 8, 4
 WORDS = [f"The {n}th owl of the wood sleeps by day and hunts by night, silent as snow." for n in range(40)]
 PASSAGES = [Passage(text) for text in WORDS[:3]]
 needs_constriction = pytest.mark.skipif(
@@ -41,13 +40,22 @@ def compression(made: Engine) -> float:
     return (stats.raw_bytes - prefix) / (stats.bytes - prefix)
 
 
-@pytest.mark.parametrize("kind", ["lmdb", "memory"])
-def test_an_engine_answers_from_coded_kv(kind: str, tmp_path: Path) -> None:
-    store = StoreConfig(codec="int8", kind=kind, path=tmp_path if kind == "lmdb" else None)
-    with Engine.open(Config(store=store, blend=BlendConfig(method="reuse")), reader=toy_reader()) as made:
+@pytest.mark.parametrize(
+    ("codec", "least"), [("int8", 2.5), pytest.param("cachegen", 8.0, marks=needs_constriction)]
+)
+def test_an_engine_stores_coded_kv_and_answers_from_it(
+    codec: str, least: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tables of a bundled reader are fitted on first use."""
+    monkeypatch.setitem(loader.BUNDLED, "tiny", loader.BUNDLED["smollm2-135m"])
+    monkeypatch.setattr("blendserve.engine.calibration.FIT_TOKENS", 100)
+    monkeypatch.setattr("blendserve.engine.own_words.LENGTH", 50)
+    config = Config(store=StoreConfig(codec=codec, kind="memory"), blend=BlendConfig(method="reuse"))
+    with Engine.open(config, reader=toy_reader()) as made:
+        assert made.store.stats().tables == (codec == "cachegen")
         made.precompute(PASSAGES)
         assert made.answer("Who sleeps?", PASSAGES, max_new_tokens=3).report.chunks_hit == 3
-        assert compression(made) > 2.5  # of 32 bits
+        assert compression(made) > least  # of 32 bits
 
 
 @needs_constriction
@@ -80,19 +88,6 @@ def test_tables_are_fitted_once_and_found_by_the_next_process(tmp_path: Path) ->
         assert made.answer("Who?", PASSAGES, method="reuse", max_new_tokens=2).report.chunks_hit == 3
 
 
-@needs_constriction
-def test_a_bundled_readers_tables_are_fitted_on_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(loader.BUNDLED, "tiny", loader.BUNDLED["smollm2-135m"])
-    monkeypatch.setattr("blendserve.engine.calibration.FIT_TOKENS", 100)
-    monkeypatch.setattr("blendserve.engine.own_words.LENGTH", 50)
-    store = StoreConfig(codec="cachegen", kind="memory")
-    config = Config(store=store, blend=BlendConfig(method="reuse"))
-    with Engine.open(config, reader=toy_reader()) as made:
-        assert made.store.stats().tables == 1
-        made.precompute(PASSAGES)
-        assert compression(made) > 8
-
-
 def test_chunks_to_fit_on_are_whole_passages_up_to_the_tokens_asked_for() -> None:
     made = engine(MemoryStore(CAP), "raw")
     some, every = (
@@ -104,20 +99,12 @@ def test_chunks_to_fit_on_are_whole_passages_up_to_the_tokens_asked_for() -> Non
         fit("int8", [], made.reader, made.prompts, made.store)
 
 
-# Sampled text
-
-LENGTH, TOGETHER = 8, 4
-
-
-@pytest.fixture
-def _short_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("tokens", [LENGTH - 1, TOGETHER * LENGTH + 10])
+def test_own_words_are_as_many_tokens_as_asked_for_the_same_each_time(
+    tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "LENGTH", LENGTH)
     monkeypatch.setattr(module, "TOGETHER", TOGETHER)
-
-
-@pytest.mark.parametrize("tokens", [LENGTH - 1, TOGETHER * LENGTH + 10])
-@pytest.mark.usefixtures("_short_texts")
-def test_as_many_tokens_as_asked_for_the_same_each_time(tokens: int) -> None:
     updates: list[tuple[int, int]] = []
     texts = own_words(toy_reader(), tokens, lambda *update: updates.append(update))
     assert sum(map(len, texts)) == tokens
@@ -125,22 +112,3 @@ def test_as_many_tokens_as_asked_for_the_same_each_time(tokens: int) -> None:
     assert updates[-1] == (tokens, tokens)
     assert own_words(toy_reader(), tokens) == texts
     assert len({text[0] for text in texts}) == len(texts)
-
-
-@pytest.mark.usefixtures("_short_texts")
-def test_every_other_text_stands_behind_passages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each text goes on as the model's own forward does, behind nothing or behind the passages, which are not in it."""
-    reader = toy_reader()
-    passages, draw = primer_ids(reader), torch.multinomial
-
-    def likeliest(shares: torch.Tensor, n: int, generator: torch.Generator) -> torch.Tensor:
-        is_first = shares.shape[1] <= FREQUENT
-        return draw(shares, n, generator=generator) if is_first else shares.argmax(dim=1, keepdim=True)
-
-    monkeypatch.setattr(torch, "multinomial", likeliest)
-    control = [i for i, token in reader.tokenizer.added_tokens_decoder.items() if token.special]
-    for n, text in enumerate(own_words(reader, 2 * LENGTH)):
-        before = [*(passages if n % 2 else ()), *text[:-1]]
-        logits = reader.adapter.model(torch.tensor([before])).logits[0, -(LENGTH - 1) :]
-        logits[:, [*reader.end_tokens, *control]] = -torch.inf
-        assert text[1:] == tuple(logits.argmax(dim=-1).tolist())

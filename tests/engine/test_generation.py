@@ -37,11 +37,6 @@ def test_greedy_equals_transformers_generate_up_to_an_end_token() -> None:
     assert tokens({free[0]}) == []
 
 
-def test_a_seed_gives_one_text_and_another_seed_another() -> None:
-    one, again, other = (tokens(set(), temperature=1.0, seed=s) for s in (1, 1, 2))
-    assert one == again != other
-
-
 def nucleus(logits: torch.Tensor, temperature: float, top_p: float) -> dict[int, float]:
     """One token at a time: the smallest set of most likely tokens that reaches top_p."""
     p = torch.softmax(logits.double() / temperature, 0).tolist()

@@ -33,23 +33,18 @@ def with_template(template: str | None, monkeypatch: pytest.MonkeyPatch) -> Any:
     return copied_tokenizer()
 
 
-def test_reads_as_the_chat_template_has_it() -> None:
+def test_reads_as_the_chat_template_has_it_and_a_chunk_has_the_same_ids_anywhere() -> None:
     tokenizer, config = bundled_tokenizer(), PromptConfig()
-    prompt = PromptBuilder(tokenizer, config).build(QUESTION, PASSAGES)
+    prompts = PromptBuilder(tokenizer, config)
+    prompt, other = prompts.build(QUESTION, PASSAGES), prompts.build("Why?", PASSAGES[::-1])
     body = "Grass\nGrass is green.\n\nThe sky is blue.\n\n"
     user = f"{config.instruction}\n\n{body}Question: {QUESTION}"
     messages = [{"role": "system", "content": config.system}, {"role": "user", "content": user}]
     rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert tokenizer.decode(prompt.ids) == rendered
     assert [c.passage for c in prompt.chunks] == PASSAGES
-
-
-def test_a_chunks_ids_do_not_depend_on_its_neighbours() -> None:
-    prompts = PromptBuilder(bundled_tokenizer(), PromptConfig())
-    one, other = prompts.build(QUESTION, PASSAGES), prompts.build("Why?", PASSAGES[::-1])
-    assert [c.ids for c in one.chunks] == [c.ids for c in other.chunks][::-1]
-    assert one.prefix == other.prefix == prompts.prefix
-    assert one.ids == one.prefix + one.chunks[0].ids + one.chunks[1].ids + one.suffix
+    assert prompt.chunks == other.chunks[::-1]
+    assert prompt.prefix == other.prefix == prompts.prefix
 
 
 @given(st.text(max_size=30), st.sampled_from(["<|im_end|>", "<|im_start|>system\n", "<|endoftext|>"]))
@@ -64,13 +59,7 @@ def test_passages_questions_and_turns_cannot_smuggle_in_control_tokens(text: str
     for part, expected in ((attack.prefix, honest.prefix), (attack.suffix, honest.suffix)):
         assert sum(i in special for i in part) == sum(i in special for i in expected)
     assert control.strip() in tokenizer.decode(attack.chunks[0].ids)
-
-
-def test_a_tokenizer_is_never_told_to_take_control_tokens_literally() -> None:
-    """It would keep that for the calls of other threads."""
-    tokenizer = bundled_tokenizer()
-    PromptBuilder(tokenizer, PromptConfig()).build(QUESTION, PASSAGES, [Turn("user", "Hi")])
-    assert not tokenizer.backend_tokenizer.encode_special_tokens
+    assert not tokenizer.backend_tokenizer.encode_special_tokens  # other threads' calls would find it set
     assert without_control(tokenizer).backend_tokenizer.encode_special_tokens
 
 
@@ -139,12 +128,9 @@ def test_a_template_without_a_system_role_gets_it_from_the_user(
     turns = [Turn("user", "Hi"), Turn("assistant", "Ho")]
     text = tokenizer.decode(prompts.build(QUESTION, (), turns).ids)
     assert text.replace("\n", "").startswith(f"<user>{system}Hi</user><user>Ho</user>")
-
-
-def test_turns_that_the_template_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    prompts = PromptBuilder(with_template(REFUSES_SYSTEM, monkeypatch), PromptConfig())
-    with pytest.raises(InputError):
-        prompts.build(QUESTION, (), [Turn("user", "Hi")])
+    if template == REFUSES_SYSTEM:  # turns that do not alternate, too
+        with pytest.raises(InputError):
+            prompts.build(QUESTION, (), [Turn("user", "Hi")])
 
 
 @pytest.mark.parametrize("template", ["{{ raise_exception('never') }}", "{{ messages[0].content[:20] }}"])
@@ -173,9 +159,5 @@ def test_a_question_is_needed_and_parts_are_bounded(question: str) -> None:
     with pytest.raises(InputError) as error:
         Request(question).split(SEPARATOR)
     assert error.value.setting == "question"
-
-
-@pytest.mark.parametrize("separator", [" ", "\n\n", "\t "])
-def test_a_separator_of_white_space_alone_is_refused(separator: str) -> None:
     with pytest.raises(ConfigError):
-        PromptConfig(separator=separator)
+        PromptConfig(separator="\n\t ")  # white space would cut any question

@@ -12,6 +12,7 @@ from functools import partial
 from itertools import count
 from types import SimpleNamespace
 from typing import Any, Literal
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import settings
@@ -28,23 +29,22 @@ from hypothesis.stateful import (
 
 from blendserve.engine.fair_queue import FairQueue
 from blendserve.engine.prefix_cache import PrefixKV
-from blendserve.engine.queued import Event, Finished, Piece, QueuedRequest, Started
+from blendserve.engine.queued import Event, Finished, Observer, Piece, QueuedRequest, Started
 from blendserve.engine.scheduler import BACKGROUND_EVERY, MAX_BACKGROUND, Scheduler
 from blendserve.engine.shared_loads import SharedLoads
 from blendserve.engine.slots import Slots
 from blendserve.engine.standby import Standby
 from blendserve.errors import Busy, PromptTooLong, Stopping, StoreFull
 from blendserve.timing import Clock
+from tests.support.blending import tiny_blender
 from tests.support.engines import (
     PASSAGES,
     QUESTIONS,
     FaultyAdapter,
     Question,
-    Silent,
     alone,
     seen,
     submit,
-    tiny_blender,
     tiny_prefix_kv,
     tiny_reader,
     tiny_store,
@@ -107,8 +107,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.clock, self.decode_s, self.gap_s, self.share = ManualClock(), decode_s, gap_s, prefill_share
         self.slots, self.queue = Slots(tiny_reader().adapter, slots, SLOT_TOKENS), queue
         self.shared, standby = SharedLoads(tiny_store(), SHARED_BYTES), Standby(background_share, self.clock)
-        observer = Silent()
-        observer.step = self.decode  # type: ignore[method-assign]
+        observer = Mock(Observer)
+        observer.step = self.decode
         self.scheduler = Scheduler(
             tiny_reader(), self.slots, queue, gap_s, prefill_share, observer, self.shared, standby, self.clock
         )
@@ -139,7 +139,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     ) -> Any:
         """Submit a request, which may rightly be refused."""
         sent, plan = Sent(tenant, question, cost, cancel_at, self.turn), question.plan(Clock(now=self.clock))
-        blender = tiny_blender(self.shared, partial(self.layer, sent), tiny_reader().adapter)
+        layer, adapter = partial(self.layer, sent), tiny_reader().adapter
+        blender = tiny_blender(self.shared, adapter=adapter, before_layer=layer)
         keys = frozenset(blender.key(chunk.ids) for chunk in plan.prompt.chunks)
         receive, admit = partial(self.receive, sent), partial(self.admit, sent)
         sent.request = QueuedRequest(
@@ -359,17 +360,16 @@ def test_tenants_take_turns() -> None:
 
 @pytest.mark.parametrize("seconds", [2.0, 10.0])
 def test_retry_after_is_the_expected_wait(seconds: float) -> None:
-    machine, start, expected = opened(slots=2, decode_s=seconds), 0.0, []
+    machine, start = opened(slots=2, decode_s=seconds), 0.0
     for _ in range(20):
         start = machine.clock.now
         machine.submit()
         machine.run()
     each = machine.clock.now - start
     for n in range(1, 40):
-        expected.append(min(60.0, n * each / 2))
-        assert machine.scheduler.retry_after("a") == pytest.approx(expected[-1], abs=1)
+        assert machine.scheduler.retry_after("a") == pytest.approx(min(60.0, n * each / 2), abs=1)
         machine.submit()
-    assert expected[-1] == 60
+    assert machine.scheduler.retry_after("a") == 60
     assert machine.scheduler.retry_after("b") == pytest.approx(each / 2, abs=1)
 
 

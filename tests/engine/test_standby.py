@@ -37,20 +37,6 @@ def test_under_constant_load_work_has_its_share_of_the_time(
     assert rested <= expected + len(units) * max(0.0, request - CREDIT) + request + 1e-5
 
 
-def test_only_work_while_requests_are_in_flight_is_rested_for() -> None:
-    clock = ManualClock(0)
-    standby = Standby(0.1, clock)
-    for in_flight, rest in ((False, 0.0), (True, 9.0), (False, 0.0)):
-        clock.advance(1.0)
-        standby.worked(in_flight)
-        assert standby.rest == pytest.approx(rest)
-    clock.advance(100.0)
-    standby.begin()  # a new unit: what went by before does not count
-    clock.advance(1.0)
-    standby.worked(in_flight=True)
-    assert standby.rest == pytest.approx(9.0)
-
-
 class Jobs:
     """A FairThread whose clock is advanced by what it does."""
 
@@ -83,10 +69,10 @@ class Jobs:
 
         return self.thread.submit("jobs", long, long=True)
 
-    def refuse(self, seconds: float = 1.0) -> None:
+    def refuse(self) -> None:
         """A job of the tenant "hostile" that fails."""
         with pytest.raises(InputError):
-            self.thread.submit("hostile", partial(self.work, "refused", seconds, InputError("no"))).result(60)
+            self.thread.submit("hostile", partial(self.work, "refused", 1.0, InputError("no"))).result(60)
 
 
 @pytest.fixture

@@ -5,16 +5,16 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from blendserve.blend.blender import Blender
 from blendserve.blend.layout import Layout, lay_out
 from blendserve.blend.loader import KVLoader
-from blendserve.blend.policies.base import Scene
-from blendserve.blend.policies.query import suffix_scores
 from blendserve.blend.precompute import ChunkComputer
 from blendserve.blend.prefill import Prefilled, prefill
 from blendserve.blend.priors import Priors
@@ -24,8 +24,10 @@ from blendserve.errors import CorruptRecord
 from blendserve.kernels.types import Ropes
 from blendserve.models.adapter import Adapter
 from blendserve.models.kv_cache import KVCache
+from blendserve.store import KVStore
 from blendserve.store.memory import MemoryChunk, MemoryStore
 from blendserve.timing import Clock
+from tests.support.models import tiny_adapter
 
 VOCAB = 97  # of the tiny models; ids below 3 are special
 
@@ -33,6 +35,9 @@ VOCAB = 97  # of the tiny models; ids below 3 are special
 def some_ids(n: int, seed: int = 0) -> TokenIds:
     draw = random.Random(f"{n} {seed}")
     return tuple(draw.randrange(3, VOCAB) for _ in range(n))
+
+
+PREFIX = some_ids(5)  # of `some_prompt` and of `tiny_blender`
 
 
 def some_prompt(lengths: Sequence[int], prefix: int = 5, suffix: int = 4, seed: int = 0) -> Prompt:
@@ -49,6 +54,23 @@ def lay(adapter: Adapter, prompt: Prompt, found: Sequence[bool] | None = None, p
     views = [MemoryChunk(kv) if mark else None for kv, mark in zip(kvs, marks, strict=True)]
     front = MemoryChunk(computer.context_kv) if prefix else None
     return lay_out(prompt, front, views, behind_prefix=True)
+
+
+def tiny_blender(
+    store: KVStore | None = None,
+    *stored: TokenIds,
+    adapter: Adapter | None = None,
+    fingerprint: str = "reader",
+    prefix: TokenIds = PREFIX,
+    context: TokenIds | None = None,
+    **options: Any,
+) -> Blender:
+    """A blender over a store that has these chunks, computed behind the prefix unless a context is given."""
+    adapter, behind = adapter or tiny_adapter("llama"), prefix if context is None else context
+    made = Blender(adapter, fingerprint, store or MemoryStore(1 << 30), prefix, behind, **options)
+    if stored:
+        made.precompute(stored)
+    return made
 
 
 def blend(adapter: Adapter, prompt: Prompt, layout: Layout | None = None, **options: Any) -> Prefilled:
@@ -84,17 +106,6 @@ class OneOff(KVLoader):
 
     def __init__(self, adapter: Adapter, cache: KVCache, pieces: Any, ropes: Ropes, clock: Clock) -> None:
         super().__init__(adapter, cache, pieces, adapter.rope(torch.arange(1, cache.capacity + 1)), clock)
-
-
-def probe(adapter: Adapter, prompt: Prompt, layout: Layout) -> Tensor:
-    """The question's score of each position, over a cache that holds NaN where nothing is stored."""
-    rope = adapter.rope(torch.arange(len(prompt)))
-    cache = KVCache(adapter, len(prompt))
-    cache.keys.fill_(float("nan"))
-    cache.values.fill_(float("nan"))
-    loader = KVLoader(adapter, cache, layout.placements, rope)
-    with torch.inference_mode():
-        return suffix_scores(Scene(adapter, torch.tensor(prompt.ids), layout, cache, loader, rope))
 
 
 def some_priors(adapter: Adapter, scale: float) -> Priors:
@@ -150,39 +161,36 @@ class LeakyStore(MemoryStore):
 
     @contextmanager
     def reading(self) -> Iterator[Any]:
+        expected = set[bytes]()
         with super().reading() as snapshot:
-            yield _LeakySnapshot(snapshot, self.broken)
+
+            def expect(keys: Sequence[bytes], meanwhile: Any = None, saved: Any = None) -> None:
+                expected.update(keys)
+
+            def get(key: bytes) -> Any:
+                assert key in expected
+                view = snapshot.get(key)
+                return (
+                    _Changed(view, layer=partial(layer, key, view)) if view and key in self.broken else view
+                )
+
+            def layer(key: bytes, view: Any, l: int) -> Any:
+                if l == 2:
+                    raise CorruptRecord(key, "layer 2 fails its checksum")
+                return view.layer(l)
+
+            yield _Changed(snapshot, expect=expect, get=get)
 
 
-class _LeakySnapshot:
-    def __init__(self, snapshot: Any, broken: set[bytes]) -> None:
-        self._snapshot, self._broken = snapshot, broken
-        self._expected: set[bytes] = set()
+class _Changed:
+    """An object of which some attributes are others."""
 
-    def expect(self, keys: Sequence[bytes], meanwhile: Any = None, saved: Any = None) -> None:
-        self._expected |= set(keys)
-
-    def get(self, key: bytes) -> Any:
-        assert key in self._expected
-        view = self._snapshot.get(key)
-        return _LeakyChunk(key, view) if view is not None and key in self._broken else view
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._snapshot, name)
-
-
-class _LeakyChunk:
-    def __init__(self, key: bytes, view: Any) -> None:
-        self._key, self._view = key, view
-
-    def layer(self, l: int) -> tuple[Tensor, Tensor]:
-        if l == 2:
-            raise CorruptRecord(self._key, "layer 2 fails its checksum")
-        pair: tuple[Tensor, Tensor] = self._view.layer(l)
-        return pair
+    def __init__(self, of: Any, **own: Any) -> None:
+        self._of = of
+        vars(self).update(own)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._view, name)
+        return getattr(self._of, name)
 
 
 class TracedCache(KVCache):

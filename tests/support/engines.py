@@ -1,15 +1,4 @@
-"""Engines and requests over a random toy model behind the bundled tokenizer: what tests above the blender start from.
-
-toy_reader()            the model and its tokenizer, loaded once for each process; tests must not change it
-toy_engine()            an Engine over it, with KV in memory; `with` closes its store
-toy_batch(engine)       a BatchEngine over an engine, whose scheduler is not started
-queued(batch, ...)      a question as the scheduler takes it, and the Listener that collects its events
-submit(batch, ...)      the same, submitted
-seen(answer)            an answer as a dictionary, without its timings
-CONFIG                  of every toy engine unless told otherwise: method `blend`, as `auto` measures the machine first
-PASSAGES, QUESTIONS     six titled passages, four questions; `passages_of(turn)` are those of a conversation's turn
-EMPTY_PASSAGES          passages without text: one has a title
-"""
+"""Engines and requests over a random toy model behind the bundled tokenizer: what tests above the blender start from."""
 
 from __future__ import annotations
 
@@ -18,27 +7,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
+from unittest.mock import Mock
 
 import torch
 
-from blendserve.blend.blender import Blender
 from blendserve.config import BlendConfig, Config, DecodeConfig, Method, PromptConfig, StoreConfig, changed
-from blendserve.core import Answer, BlendReport, Chunk, Passage, Prompt
+from blendserve.core import Answer, Chunk, Passage, Prompt
 from blendserve.engine.batching import BatchEngine
 from blendserve.engine.engine import Engine
 from blendserve.engine.generation import AnswerStream, Generation
 from blendserve.engine.prefill import prefill
 from blendserve.engine.prefix_cache import PrefixKV
-from blendserve.engine.queued import Event, Failed, Finished, Piece, QueuedRequest
+from blendserve.engine.queued import Event, Failed, Finished, Observer, Piece, QueuedRequest
 from blendserve.engine.request import Plan, Request, split_options
 from blendserve.models.adapter import Adapter
-from blendserve.models.forward import BeforeLayer
 from blendserve.models.loader import Reader
 from blendserve.models.toy import toy_reader as load_toy_reader
 from blendserve.store import KVStore, MemoryStore
 from blendserve.timing import Clock
-from tests.support.blending import some_ids
-from tests.support.models import tiny_adapter, tiny_model
+from tests.support.blending import PREFIX, some_ids, tiny_blender
+from tests.support.models import tiny_model
+from tests.support.tokenizers import bundled_tokenizer
 
 CONTEXT = 1024  # tokens
 CONFIG = Config(
@@ -67,13 +56,9 @@ QUESTIONS = (
 )
 
 
-def passages_of(turn: int) -> list[Passage]:
-    """Two passages for a turn of a conversation, of which no two of six turns have the same."""
-    return [PASSAGES[turn % 6], PASSAGES[(turn + 2) % 6]]
-
-
 @cache
 def toy_reader() -> Reader:
+    """Tests must not change it."""
     return load_toy_reader(CONTEXT)
 
 
@@ -84,6 +69,7 @@ def toy_engine(kv_store: KVStore | None = None, config: Config = CONFIG, **secti
 
 
 def seen(answer: Answer) -> dict[str, Any]:
+    """All but its timings."""
     return {k: v for k, v in answer.to_dict().items() if k != "timings"} | {"ids": answer.token_ids}
 
 
@@ -103,22 +89,10 @@ def generated(passages: tuple[Passage, ...], max_new_tokens: int) -> tuple[int, 
     return tuple(i for i in ids[0, prompt.shape[1] :].tolist() if i not in reader.end_tokens)
 
 
-class Silent:
-    """An Observer of a scheduler that keeps nothing."""
-
-    def dequeued(self, method: str, seconds: float) -> None: ...
-
-    def prefilled(self, report: BlendReport, loading: float) -> None: ...
-
-    def step(self, batch: int) -> None: ...
-
-    def token(self, method: str, seconds: float, first: bool) -> None: ...
-
-
 def toy_batch(engine: Engine, **options: Any) -> BatchEngine:
-    """options: arguments of BatchEngine, in place of these."""
+    """Its scheduler is not started. options: arguments of BatchEngine, in place of these."""
     ours: dict[str, Any] = {
-        "observer": Silent(),
+        "observer": Mock(Observer),
         "slots": 3,
         "slot_tokens": None,
         "queue": 100,
@@ -146,12 +120,6 @@ class Listener:
         self.seen.append(self._events.get(timeout=300))
         return self.seen[-1]
 
-    def so_far(self) -> list[Event]:
-        """All events until now."""
-        while not self._events.empty():
-            self.next()
-        return self.seen
-
     def answer(self) -> Answer:
         """The whole answer; waits for it. Raises the error of a request that failed."""
         while True:
@@ -165,11 +133,7 @@ class Listener:
 
 
 def queued(
-    batch: BatchEngine,
-    question: str,
-    passages: Sequence[Passage],
-    tenant: str = "",
-    **options: Any,
+    batch: BatchEngine, question: str, passages: Sequence[Passage], tenant: str = "", **options: Any
 ) -> tuple[QueuedRequest, Listener]:
     """options: fields of BlendConfig and DecodeConfig."""
     blend, decode = split_options(options)
@@ -178,29 +142,16 @@ def queued(
     return batch.queued(plan, listener, tenant), listener
 
 
-def submit(
-    batch: BatchEngine,
-    question: str,
-    passages: Sequence[Passage],
-    tenant: str = "",
-    **options: Any,
-) -> Listener:
-    request, listener = queued(batch, question, passages, tenant, **options)
+def submit(batch: BatchEngine, *asked: Any, **options: Any) -> Listener:
+    request, listener = queued(batch, *asked, **options)
     batch.scheduler.submit(request)
     return listener
 
 
 # A tiny model
 
-PREFIX, SUFFIX = some_ids(5), some_ids(4, 1)
+SUFFIX = some_ids(4, 1)
 CHUNKS = [Chunk(some_ids(n, 2)) for n in (9, 3, 14, 6)]
-
-
-class WordTokenizer:
-    """A word for every token."""
-
-    def decode(self, ids: list[int], **_: Any) -> str:
-        return " ".join(f"w{i}" for i in ids)
 
 
 class FaultyAdapter(Adapter):
@@ -217,26 +168,19 @@ class FaultyAdapter(Adapter):
 
 @cache
 def tiny_reader() -> Reader:
-    return Reader("tiny", FaultyAdapter(tiny_model("llama")), WordTokenizer(), "tiny", frozenset({2}))
+    return Reader("tiny", FaultyAdapter(tiny_model("llama")), bundled_tokenizer(), "tiny", frozenset({2}))
 
 
 @cache
 def tiny_store() -> MemoryStore:
     made = MemoryStore(2**26)
-    tiny_blender(made).precompute([chunk.ids for chunk in CHUNKS])
+    tiny_blender(made, *(chunk.ids for chunk in CHUNKS))
     return made
-
-
-def tiny_blender(
-    store: KVStore | None = None, before_layer: BeforeLayer | None = None, adapter: Adapter | None = None
-) -> Blender:
-    adapter, store = adapter or tiny_adapter("llama"), store or tiny_store()
-    return Blender(adapter, "tiny", store, PREFIX, PREFIX, before_layer=before_layer)
 
 
 @cache
 def tiny_prefix_kv() -> PrefixKV:
-    return PrefixKV(tiny_blender().computer(()).compute([PREFIX])[0], len(PREFIX))
+    return PrefixKV(tiny_blender(tiny_store()).computer(()).compute([PREFIX])[0], len(PREFIX))
 
 
 @dataclass(frozen=True)
@@ -257,6 +201,6 @@ class Question:
 @cache
 def alone(question: Question) -> Answer:
     reader, plan = tiny_reader(), question.plan(Clock())
-    done = prefill(plan, tiny_blender(), prefix_kv=tiny_prefix_kv)
+    done = prefill(plan, tiny_blender(tiny_store()), prefix_kv=tiny_prefix_kv)
     generation = Generation(plan, done.report, done.explanation, reader.tokenizer, reader.end_tokens)
     return AnswerStream(generation, done.logits, done.run, lambda: None).answer()

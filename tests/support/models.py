@@ -87,10 +87,7 @@ def config(cls: Any, *parts: dict[str, Any], **changes: Any) -> Any:
 
 def tower(cls: Any, eyes: dict[str, Any], *parts: dict[str, Any], **changes: Any) -> Any:
     """The configuration of a checkpoint that reads pictures too."""
-    values = dict(BASE)
-    for part in (*parts, changes):
-        values.update(part)
-    return cls(text_config=values, vision_config=dict(eyes))
+    return cls(text_config=config(dict, *parts, **changes), vision_config=dict(eyes))
 
 
 # name -> its config; what stands in front of the first "-" is the family's model_type
@@ -232,7 +229,7 @@ def tiny_model(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> 
         for parameter in model.parameters():
             if (
                 parameter.dim() == 1
-            ):  # norms and biases start as ones and zeros, where many mistakes would not show
+            ):  # norms and biases are ones and zeros, where many mistakes would not show
                 parameter += 0.3 * torch.rand_like(parameter)
     model.to(dtype).eval()
     return TextTower(model).eval() if made.model_type in TOWERS else model

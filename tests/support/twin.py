@@ -75,9 +75,7 @@ class Twin:
     keys: Tensor  # [L, K, T, D] after RoPE
     values: Tensor
     logits: Tensor  # [V]
-    deviations: list[Tensor] = field(
-        default_factory=list
-    )  # by layer, [S] of its rows: squared L2 of fresh V - stored V
+    deviations: list[Tensor] = field(default_factory=list)  # by layer, [S]: squared L2 of fresh V - stored V
 
 
 @torch.inference_mode()
@@ -180,9 +178,7 @@ def ridge(spans: Sequence[Span], n_layers: int, known: Callable[[int], Prior] | 
             return stored[0].clone(), stored[1].clone()
         which = [next(n for n, s in enumerate(spans) if s.start <= at < s.stop) for _, at in inside]
         of_rest, of_expected = (0.55, 0.7), (0.0, 0.0)
-        other = torch.ones(
-            stored[0].shape[1]
-        )  # the share of a token's left context that is not its own chunk's
+        other = torch.ones(stored[0].shape[1])  # the share of a token's left context outside its own chunk
         if known is not None:
             some = min(1.0, len(inside) / n_tokens / 0.15)
             dare = 0.8 + 0.2 * some
