@@ -16,13 +16,13 @@ def eventually(condition: Callable[[], T], timeout_s: float = 60.0) -> T:
     end = time.monotonic() + timeout_s
     while not (value := condition()):
         assert time.monotonic() < end, f"the condition stayed false for {timeout_s:g} s"
-        time.sleep(0.001)
+        time.sleep(0.001)  # allow: the one poll of the suite
     return value
 
 
 def is_blocked(thread: threading.Thread) -> bool:
     """Whether the thread waits for a condition, an event or another thread."""
-    frame = sys._current_frames().get(thread.ident or 0)
+    frame = sys._current_frames().get(thread.ident or 0)  # allow: of Python, not of the package
     return frame is not None and frame.f_code.co_filename == threading.__file__
 
 
