@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from blendserve.core import Passage
-from tests.support.engines import PASSAGES, QUESTIONS, passages_of
+from tests.support.engines import PASSAGES, QUESTIONS
 from tests.support.http import DOCUMENTS as STORED
 from tests.support.http import MODEL, OWN, SEPARATOR, Client, Server, asked, bearer
 from tests.support.waiting import eventually
@@ -70,7 +70,12 @@ def test_ten_turns_are_full_prefill(client: Client) -> None:
     messages: list[dict[str, str]] = []
     for turn in range(10):
         messages += asked(f"{QUESTIONS[turn % 4]} ({turn})")
-        extras = {"passages": [{"text": p.text, "title": p.title} for p in passages_of(turn)], "ratio": 1.0}
+        extras = {
+            "passages": [
+                {"text": p.text, "title": p.title} for p in (PASSAGES[turn % 6], PASSAGES[(turn + 2) % 6])
+            ],
+            "ratio": 1.0,
+        }
         said = client.chat(messages, max_tokens=8, x_blendserve=extras)
         full = client.chat(messages, max_tokens=8, x_blendserve={**extras, **FULL})
         text = said.choices[0].message.content
