@@ -12,6 +12,7 @@ import platform
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -47,6 +48,7 @@ FORMS = {  # by the name that is kept, in the order in which they serve where no
     "bf16": Form(torch.bfloat16, by_kernels=False),
     "fp32": PLAIN,
 }
+_unmeasured: dict[Path, str] = {}  # forms of this process while the machine is too busy to measure
 
 
 def fastest(folder: BertFolder, fingerprint: str) -> Bert:
@@ -58,7 +60,7 @@ def fastest(folder: BertFolder, fingerprint: str) -> Bert:
     about = repr((VERSION, fingerprint, torch.__version__, platform.node(), kernels))
     file = cache_folder() / "embedder" / f"{hashlib.blake2b(about.encode(), digest_size=12).hexdigest()}.json"
     try:
-        return Bert(folder, *FORMS[json.loads(file.read_text())["form"]])
+        return Bert(folder, *FORMS[_unmeasured.get(file) or json.loads(file.read_text())["form"]])
     except (OSError, ValueError, LookupError, TypeError, *NO_PACKING):
         encoders = available_forms(folder)
     seconds, alike = compare(encoders)
@@ -68,6 +70,8 @@ def fastest(folder: BertFolder, fingerprint: str) -> Bert:
         with suppress(OSError):  # a read-only home costs a fraction of a second a start
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(json.dumps({"form": best, "seconds": seconds, "cosine": alike}))
+    else:
+        _unmeasured[file] = best
     return encoders[best]
 
 
