@@ -37,7 +37,9 @@ def main() -> int:
     parser.add_argument("--write", type=Path)
     options = parser.parse_args()
     now = by_package(options.report)
-    before = json.loads(options.against.read_text("utf-8")) if options.against else {}
+    before = (
+        json.loads(options.against.read_text("utf-8")) if options.against and options.against.exists() else {}
+    )
     fell = [name for name, percent in before.items() if now.get(name, percent) < percent - LOSS]
     print(f"{'package':14} {'percent':>7} {'before':>7}")
     for name, percent in now.items():
