@@ -116,6 +116,7 @@ def test_documents_of_the_constructor_of_bind_and_of_a_call(server: Server, chat
     for same in (made, chat.bind(documents=DOCUMENTS)):
         said = same.invoke(QUESTION)
         assert said.content == own["text"]
+        assert said.usage_metadata is not None
         assert said.usage_metadata["input_token_details"]["cache_read"] == own["cached_tokens"] > 0
     said = made.invoke(QUESTION, documents=DOCUMENTS[:1])
     assert [p["title"] for p in said.response_metadata["x_blendserve"]["passages"]] == ["Cats"]
