@@ -120,7 +120,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.timeline: list[float] = []  # within a prefill: seconds of a layer, or less 0 of a decoding step
         self.since_decode = 0.0  # seconds of prefill while requests run
         self.batch: list[Sent] = []  # of the last decoding step
-        self.failing: list[Sent] = []  # of one that failed: those that do not know yet
+        self.failing: list[Sent] = []  # of a failed batch: not told yet
         self.closed = self.stopped = False
         self.log: list[str] = []
         self.arm(None)

@@ -1,4 +1,4 @@
-"""Every kernel operation x backend x dtype x shape: the formula's numbers, nothing unseen, each row by itself.
+"""Every kernel operation x backend x dtype x shape: the formula's numbers, nothing unseen, each row alone.
 
 tests/support/kernels.py has the formulas, the shapes and the list of backends. A backend that this machine lacks is
 skipped and counted; one that it has and that verify.py refuses is a failure. `TRITON_INTERPRET=0 pytest -m gpu` runs

@@ -69,7 +69,7 @@ class OpenSnapshot:
     who: int
     chunks: dict[ChunkKey, ChunkKV]
     since: int  # changes before it
-    may: set[ChunkKey]  # of another machine's chunks, those that it may give
+    may: set[ChunkKey]  # chunks of another machine that it may give
     deleted: set[ChunkKey] = field(default_factory=set)  # here, since the opening
     seen: dict[ChunkKey, ChunkKV | None] = field(default_factory=dict)
 

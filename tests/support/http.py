@@ -213,7 +213,7 @@ class Server(Client):
             release.set()
 
     def wait_for_load(self, waiting: int) -> None:
-        """Until so many requests are queued."""
+        """Until this number of requests is queued."""
         eventually(lambda: self.service.scheduler.load[0] == waiting)
 
     def close(self) -> None:

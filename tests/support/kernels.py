@@ -848,7 +848,7 @@ def ways() -> Iterator[Way]:
             level = levels.get(backend.name)
             word = re.sub(r"\W+", "_", backend.name.removesuffix(" kernel").lower())
             yield Way(name, backend, level.name if level else word, level)
-    for i, form in enumerate(scattered.FORMS[1:], 1):  # each is compiled by itself on a GPU
+    for i, form in enumerate(scattered.FORMS[1:], 1):  # each is compiled alone on a GPU
         yield Way("attend", Backend(f"Triton kernel, form {i}", form, scattered.fits_gpu), f"triton_{i}")
     extra: list[tuple[str, Level, Any, Any]] = [
         ("attend", EMULATED, cpu_attend.attend, cpu_attend.fits),

@@ -246,7 +246,7 @@ class StoreModel:
         self.counts[who, "hits" if found else "misses", key] += 1
 
     def counted(self, who: int, counter: str, keys: Collection[ChunkKey]) -> int:
-        """What a handle sees: its own counts and those that are written."""
+        """What a handle sees: its own counts and the written ones."""
         return sum(
             n
             for (handle, name, key), n in self.counts.items()

@@ -1,4 +1,4 @@
-"""One small Ray cluster for all tests, and a second node for those that kill one."""
+"""One small Ray cluster for all tests, and a second node for tests that kill one."""
 
 from __future__ import annotations
 
