@@ -10,6 +10,7 @@ gives `ask` the options --config, --model and --ratio in the place of its parame
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Collection, Mapping
 from functools import wraps
 from pathlib import Path
@@ -20,7 +21,6 @@ import typer
 from pydantic.fields import FieldInfo
 
 from blendserve.config import Section, changed
-from blendserve.evaluate.variants import split_list
 
 IndexArg = Annotated[str, typer.Argument(help="Index: a folder, or a name in indexes/.")]
 IndexOpt = Annotated[
@@ -43,6 +43,11 @@ RayOpt = Annotated[
 JsonOpt = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 Load = Callable[[Path], Section]
+
+
+def split_list(text: str) -> list[str]:
+    """Split at commas, except those within brackets."""
+    return [word.strip() for word in re.split(r",(?![^\[]*\])", text) if word.strip()]
 
 
 def make_app(help: str | None = None) -> typer.Typer:

@@ -1,8 +1,7 @@
 """Questions with golds and passages: from a file of any known form (formats.py), or by name.
 
-load("generated")                 ships with the package, see evaluate/generated/
+load("generated")                 ships with the package, see data/README.md; so does "facts"
 load("lines")                     line retrieval, made with the seed (lines.py)
-load("facts")                     single facts of the generated world, made with the seed (generated/facts.py)
 load("reference")                 Python's language reference, to go on with (words.py)
 load("2wikimqa")                  LongBench's 200 questions, from the hub; so are hotpotqa, samsum and others
 load("2wikimultihopqa")           the official dev split, from the hub
@@ -27,7 +26,6 @@ from blendserve.core import Passage
 from blendserve.errors import CorpusError
 from blendserve.evaluate import lines
 from blendserve.evaluate.formats import Example, Record, from_corpus, reader_for
-from blendserve.evaluate.generated import facts
 from blendserve.evaluate.tasks import CONTINUATION, LONGBENCH, TASKS, Task
 from blendserve.evaluate.words import excerpts
 from blendserve.paths import cache_folder
@@ -62,8 +60,10 @@ class Hosted:
     revision: str = "main"
 
 
-MADE = ("lines", "facts", "reference")
-BUNDLED = {"generated": Path(__file__).parent / "data" / "generated_questions.jsonl"}
+MADE = ("lines", "reference")
+BUNDLED = {
+    name: Path(__file__).parent / "data" / f"{name}_questions.jsonl" for name in ("generated", "facts")
+}
 HOSTED = {
     **{name: Hosted("THUDM/LongBench", "data.zip", f"data/{name}.jsonl") for name in LONGBENCH},
     "2wikimultihopqa": Hosted(
@@ -115,8 +115,6 @@ def _made(source: str | Path, seed: int) -> list[Example] | None:
     """Questions that no file has: made with a seed, or of a text; None where the source is something else."""
     if str(source) == "lines":
         return lines.make(seed)
-    if str(source) == "facts":
-        return facts.make(seed)
     if str(source) == "reference":
         from blendserve.retrieve import language_reference  # start-up: the retriever
 

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from blendserve.core import Passage
 from blendserve.errors import CorpusError
-from blendserve.evaluate.tasks import LONGBENCH, QUESTIONS
+from blendserve.evaluate.tasks import CONTINUATION, LONGBENCH, QUESTIONS
 from blendserve.evaluate.words import pieces
 
 
@@ -215,13 +215,25 @@ def from_corpus(record: Record, fallback_id: str, corpus: Corpus) -> Example:
     for field, title in [*(("mentioned_titles", t) for t in needed), *(("contexts", t) for t in titles)]:
         if title not in corpus:
             raise record.wrong(field, f"titles of passages in the corpus ({title!r} is none)")
-    return Example(
+    example = Example(
         id=record.text("id", fallback_id),
         question=record.text("question"),
         answers=record.texts("answers"),
         contexts=tuple(passage for title in titles for passage in corpus[title]),
         type=record.text("type", ""),
         supporting=needed,
+    )
+    return _fact(example, record) if "counterfactual" in record.values else example
+
+
+def _fact(example: Example, record: Record) -> Example:
+    """A fact to continue a passage with, and the value that the passage stated before an edit."""
+    return replace(
+        example,
+        answers=tuple(f" {answer}" for answer in example.answers),
+        contexts=tuple(replace(p, text=f"{p.title}\n{p.text}\n\n") for p in example.contexts),
+        task=CONTINUATION.name,
+        rival=record.text("counterfactual"),
     )
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,6 @@ Figures = dict[str, Any]
 SCORES = ("f1", "em", "rouge_l", "agreement", "identical", "first_kl", "mean_kl")
 COUNTS = ("tokens_prompt", "tokens_recomputed", "tokens_computed", "tokens_exact", "bytes_loaded", "cost")
 STAGES = ("ttft", "prefill", "load", "select", "correct", "decode")
-PAIRED = ("f1", "agreement", "mean_kl")
 
 
 class Table:
@@ -91,7 +89,6 @@ def summarise(table: Table, metric: str) -> Figures:
             v.name: {**_kind(v), **_method(table, v), **_scored(table, v.name, metric)}
             for v in table.variants
         },
-        "pairs": [_pair(table, a, b) for a, b in combinations(names, 2)],
         "headline": headline(table, CACHEBLEND) if CACHEBLEND in table else None,
     }
 
@@ -178,16 +175,6 @@ def _smaller(rows: Sequence[Line]) -> float | None:
     """How many times smaller than uncoded the chunks' records are, over all questions; None without a codec."""
     taken = [kv for row in rows if (kv := row.get("kv"))]
     return sum(kv["raw_bytes"] for kv in taken) / sum(kv["bytes"] for kv in taken) if taken else None
-
-
-def _pair(table: Table, a: str, b: str) -> Figures:
-    """Differences a - b, prompt by prompt."""
-    return {
-        "a": a,
-        "b": b,
-        **{score: _minus(table, a, b, score) for score in PAIRED},
-        "ttft_ratio": _times(table, a, b),
-    }
 
 
 def _minus(table: Table, a: str, b: str, score: str) -> Figures:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,10 +99,6 @@ def tables(figures: Figures) -> list[Sheet]:
         *_against_full(figures),
         *_by_type(methods),
         *_spending(figures["spending"]),
-        _matrix("Mean KL, row minus column", figures, lambda pair: _minus(pair["mean_kl"], 4)),
-        _matrix("Agreement F1, row minus column", figures, lambda pair: _minus(pair["agreement"])),
-        _matrix("F1, row minus column", figures, lambda pair: _minus(pair["f1"])),
-        _matrix("TTFT, row divided by column", figures, lambda pair: _inverse(pair["ttft_ratio"])),
     ]
 
 
@@ -357,28 +353,6 @@ def _spending(found: Figures) -> list[Sheet]:
 
 def _percent(part: float | None) -> Cell:
     return Cell("" if part is None else f"{part:.0%}")
-
-
-def _matrix(title: str, figures: Figures, cell: Callable[[Figures], Cell]) -> Sheet:
-    """Every method against those before it."""
-    names = list(figures["methods"])
-    pairs = {(p["b"], p["a"]): cell(p) for p in figures["pairs"]}
-    rows = [[Cell(row), *(pairs.get((row, column), Cell("")) for column in names[:-1])] for row in names[1:]]
-    note = "Paired over the questions; bold where the 95% interval says that there is a difference."
-    return Sheet(title, note, ("", *names[:-1]), rows)
-
-
-def _minus(pair: Figures, digits: int = 3) -> Cell:
-    """A pair is kept as first minus second; the matrix has the second's row."""
-    return _difference({"mean": -pair["mean"], "low": -pair["high"], "high": -pair["low"]}, digits)
-
-
-def _inverse(pair: Figures | None, digits: int = 2) -> Cell:
-    """The same of a ratio."""
-    if pair is None:
-        return Cell("")
-    low, mean, high = (1 / pair[part] for part in ("high", "mean", "low"))
-    return Cell(f"{mean:.{digits}f}", f"{low:.{digits}f} to {high:.{digits}f}", not low <= 1 <= high)
 
 
 def _difference(found: Figures, digits: int = 3) -> Cell:

@@ -106,11 +106,6 @@ class Variant:
         return self.name
 
 
-def split_list(text: str) -> list[str]:
-    """Words between commas, except those within brackets."""
-    return [word.strip() for word in re.split(r",(?![^\[]*\])", text) if word.strip()]
-
-
 def variants(
     words: Iterable[str], ratios: Sequence[float], seed: int = 0, coded: bool = False
 ) -> tuple[Variant, ...]:

@@ -2,7 +2,7 @@
 
 Only the prefix is precomputed: chunks come into the store on demand, through the engine (write-back, LRU, TinyLFU). A
 query has six chunks, Zipf-distributed, in shuffled order; no two queries have the same list, and all blocks have the
-same mix (blendserve/evaluate/workload.py).
+same mix (tests/support/zipf.py).
 
 The warm-up ends with the block in which the store first evicted or refused a chunk. After it, neither hit rate nor gain
 (row-layers of full prefill / row-layers run) falls by more than 5% below the best block so far.
@@ -24,12 +24,12 @@ from blendserve.config import BlendConfig, Config, ReaderConfig, StoreConfig
 from blendserve.core import Passage
 from blendserve.engine.engine import Engine
 from blendserve.engine.prompt import PromptBuilder
-from blendserve.evaluate.workload import zipf_blocks
 from blendserve.models.loader import Reader, load_reader
 from blendserve.models.toy import toy_reader
 from blendserve.retrieve import language_reference, split
 from blendserve.store import open_store
 from tests.endurance.driver import Figures, Promises, main
+from tests.support.zipf import zipf_blocks
 
 CHUNKS, CHUNK_TOKENS = 400, 128  # of the corpus; a chunk has 3/4 of these tokens at least
 PER_QUERY = 6

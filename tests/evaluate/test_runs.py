@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -20,7 +19,7 @@ from blendserve.core import Document
 from blendserve.engine.calibration import chunks_of, fit
 from blendserve.engine.engine import Engine
 from blendserve.errors import ConfigError, InputError, ModelUnsupported, TablesMissing
-from blendserve.evaluate import overview, study, words
+from blendserve.evaluate import overview, words
 from blendserve.evaluate import runner as runner_module
 from blendserve.evaluate.coded import coded_store
 from blendserve.evaluate.config import PROMPT, EvaluateConfig, settings_from
@@ -29,7 +28,6 @@ from blendserve.evaluate.edits import EDITS
 from blendserve.evaluate.job import Outcome
 from blendserve.evaluate.learning import corpus_of
 from blendserve.evaluate.prompts import Setting, open_engine
-from blendserve.retrieve import Embedder
 from blendserve.store import MemoryStore
 from blendserve.store.policies import LRU
 from tests.golden import research
@@ -295,26 +293,3 @@ def test_one_table_over_all_data_that_is_available(
     assert {"samsum", "broken.json"} <= {Path(w.source).name for w in workloads if w.why_not}
     columns, rows = overview.table(workloads)
     assert {len(row) for row in rows} == {len(columns)}
-
-
-class Lengths:
-    """In place of the embedder: texts of like length are near."""
-
-    fingerprint = "lengths"
-
-    def embed(self, texts: list[str], _: Any) -> np.ndarray:
-        return np.array([(np.cos(len(text)), np.sin(len(text))) for text in texts])
-
-
-def test_a_run_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(study, "open_engine", lambda *_: tiny_engine())
-    monkeypatch.setattr(Embedder, "load", lambda _: Lengths())
-    data = str(write_dataset(tmp_path))
-    for limit in (1, 2):
-        result = study.run("enrich", EvaluateConfig(dataset=data, limit=limit), "tiny", others=1)
-        lines = (Path(result["folder"]) / "predictions.jsonl").read_text().splitlines()
-        assert len(lines) == limit * len(result["cases"]) == limit * len(study.CASES["enrich"]())
-    unit = result["cases"][study.UNIT]
-    assert unit["mean"] == {"mean": 1.0, "low": 1.0, "high": 1.0, "n": 2} == unit["of_plain"]
-    assert len(study.table(result["cases"])) == len(result["cases"])

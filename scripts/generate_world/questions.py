@@ -15,8 +15,8 @@ from datetime import date
 from itertools import combinations
 from typing import Any
 
-from blendserve.evaluate.generated.prose import MONTHS, day, demonym
-from blendserve.evaluate.generated.world import Film, Person, University, World
+from scripts.generate_world.prose import MONTHS, day, demonym
+from scripts.generate_world.world import Film, Person, University, World
 
 PER_TYPE = 60
 CONTEXTS = 10

@@ -5,9 +5,12 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 from datetime import date
+from pathlib import Path
+from typing import Any
 
-from blendserve.evaluate.generated import names
+import yaml
 
+WORDS: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("words.yaml").read_text("utf-8"))
 FAMILIES = 48
 FILMS_PER_DIRECTOR = (2, 2, 3)  # drawn from
 UNIVERSITIES = 16
@@ -100,11 +103,13 @@ class _Maker:
         self.rng = rng
         self._used: set[str] = set()
         self._titles = [
-            f"The {adjective} {noun}" for adjective in names.TITLE_ADJECTIVES for noun in names.TITLE_NOUNS
+            f"The {adjective} {noun}"
+            for adjective in WORDS["title_adjectives"]
+            for noun in WORDS["title_nouns"]
         ]
         rng.shuffle(self._titles)
         self.cities = [
-            City(city, country) for country, (_, cities) in names.COUNTRIES.items() for city in cities
+            City(city, country) for country, (_, cities) in WORDS["countries"].items() for city in cities
         ]
         self.universities = tuple(
             University(
@@ -115,20 +120,20 @@ class _Maker:
 
     def name(self, female: bool, surname: str = "") -> str:
         while True:
-            given = self.rng.choice(names.WOMEN if female else names.MEN)
-            name = f"{given} {surname or self.rng.choice(names.SURNAMES)}"
+            given = self.rng.choice(WORDS["women" if female else "men"])
+            name = f"{given} {surname or self.rng.choice(WORDS['surnames'])}"
             if name not in self._used:
                 self._used.add(name)
                 return name
 
     def family(self, number: int) -> tuple[Person, list[Person]]:
         """A director, and two of father, mother and spouse, by turns: so each kind of grandparent is known in some."""
-        rng, surname = self.rng, names.SURNAMES[number]
+        rng, surname = self.rng, WORDS["surnames"][number]
         female, year = rng.random() < 0.4, rng.randint(1905, 1968)
         partner_year = year + rng.randint(-6, 6)
         director, partner = self.name(female, surname), self.name(not female)
         father, mother = self.name(False, surname), self.name(True)
-        country = rng.choice(list(names.COUNTRIES))
+        country = rng.choice(list(WORDS["countries"]))
         parents = Marriage(year - rng.randint(1, 3), rng.randint(3, 6))
         couple = Marriage(max(year, partner_year) + rng.randint(24, 30), rng.randint(2, 5))
         relatives = [
@@ -153,8 +158,8 @@ class _Maker:
         return Person(
             name=name,
             female=female,
-            occupation=rng.choice(names.OCCUPATIONS)[female],
-            country=country if rng.random() < 0.8 else rng.choice(list(names.COUNTRIES)),
+            occupation=rng.choice(WORDS["occupations"])[female],
+            country=country if rng.random() < 0.8 else rng.choice(list(WORDS["countries"])),
             born=self.day(year),
             birthplace=rng.choice(at_home if rng.random() < 0.8 else self.cities),
             died=self.day(min(year + rng.randint(52, 93), 2019)) if died else None,
@@ -165,7 +170,7 @@ class _Maker:
             spouse=spouse,
             marriage=marriage,
             university=rng.choice(self.universities),
-            award=rng.choice(names.AWARDS),
+            award=rng.choice(WORDS["awards"]),
             awarded=year + rng.randint(36, 50),
         )
 
@@ -175,8 +180,8 @@ class _Maker:
         return Film(
             title=self._titles.pop(),
             released=self.day(rng.randint(born + 26, min(last, born + 50))),
-            country=director.country if rng.random() < 0.7 else rng.choice(list(names.COUNTRIES)),
-            genre=rng.choice(names.GENRES),
+            country=director.country if rng.random() < 0.7 else rng.choice(list(WORDS["countries"])),
+            genre=rng.choice(WORDS["genres"]),
             director=director,
             stars=(self.name(False), self.name(True)),
             writer=self.name(rng.random() < 0.3),

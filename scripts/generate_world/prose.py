@@ -1,0 +1,100 @@
+"""Write a passage of 50 to 120 words about an entity, like the first paragraph of an encyclopedia article."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from datetime import date
+
+from scripts.generate_world.world import WORDS, Film, Person, University
+
+MONTHS = (
+    "January", "February", "March", "April", "May", "June", "July", "August", "September", "October", "November",
+    "December",
+)  # fmt: skip
+SENTENCES = WORDS["sentences"]
+_NUMBERS = ("no", "one", "two", "three", "four", "five", "six")
+_MALE = ("he", "his", "him", "son", "wife")
+
+
+def day(when: date) -> str:
+    """3 May 1931"""
+    return f"{when.day} {MONTHS[when.month - 1]} {when.year}"
+
+
+def demonym(country: str) -> str:
+    return str(WORDS["countries"][country][0])
+
+
+def person_text(person: Person, films: Sequence[Film], rng: random.Random) -> str:
+    """A person's passage; `films` are those that the person directed."""
+    he, his, him, child, partner = ("she", "her", "her", "daughter", "husband") if person.female else _MALE
+    words = {
+        "he": he, "He": he.title(), "his": his, "His": his.title(), "him": him, "child": child, "partner": partner,
+        "name": person.name, "surname": person.surname, "father": person.father, "mother": person.mother,
+        "spouse": person.spouse, "married": person.marriage.year, "children": _NUMBERS[person.marriage.children],
+        "home": f"{person.birthplace.name}, {person.birthplace.country}", "n": _NUMBERS[person.siblings],
+        "nth": rng.choice(("first", "second", "youngest")), "trade": f"{_a(demonym(person.country))} {person.occupation}",
+        "university": person.university.name, "subject": rng.choice(WORDS["subjects"]),
+        "award": person.award, "awarded": person.awarded,
+    }  # fmt: skip
+    career = next((s for man, woman, s in WORDS["occupations"] if person.occupation in (man, woman)), "")
+    if films:
+        first, *_, last = sorted(films, key=lambda film: film.released)
+        words |= {
+            "first": first.title,
+            "begun": first.released.year,
+            "last": last.title,
+            "ended": last.released.year,
+        }
+        career = rng.choice(SENTENCES["careers"])
+    sentences = [
+        _lead(person),
+        rng.choice(SENTENCES["births"]),
+        rng.choice(SENTENCES["studies"]),
+        career,
+        rng.choice(SENTENCES["marriages"]),
+        rng.choice(SENTENCES["honours"]),
+    ]
+    if person.died and person.deathplace:
+        words |= {"grave": person.deathplace.name, "died": day(person.died)}
+        sentences.append(rng.choice(SENTENCES["deaths"]))
+    return " ".join(sentence.format_map(words) for sentence in sentences)
+
+
+def film_text(film: Film, rng: random.Random) -> str:
+    words = {
+        "title": film.title, "year": film.released.year, "what": f"{demonym(film.country)} {film.genre} film",
+        "a_what": f"{_a(demonym(film.country))} {film.genre} film",
+        "director": film.director.name, "he": film.stars[0], "she": film.stars[1], "writer": film.writer,
+        "composer": film.composer, "role": rng.choice(WORDS["roles"]), "place": film.setting.name,
+        "plot": rng.choice(WORDS["plots"]), "released": day(film.released), "studio": rng.choice(WORDS["studios"]),
+        "minutes": rng.randint(78, 164),
+    }  # fmt: skip
+    sentences = [rng.choice(SENTENCES[part]) for part in ("films", "casts", "crews", "stories", "releases")]
+    return " ".join([*(sentence.format_map(words) for sentence in sentences), rng.choice(WORDS["verdicts"])])
+
+
+def university_text(university: University, rng: random.Random) -> str:
+    first, second = rng.sample(WORDS["subjects"], 2)
+    words = {
+        "name": university.name, "where": f"{university.city.name}, {university.city.country}",
+        "year": university.founded, "founder": university.founder, "first": first, "second": second,
+        "students": f"{rng.randint(4, 38)},{rng.randint(1, 9)}00", "n": rng.randint(5, 14),
+        "books": rng.choice(("half a million", "some two million", "more than a million")),
+        "kind": rng.choice(("a public", "a private", "the oldest")),
+    }  # fmt: skip
+    sentences = [
+        *(rng.choice(SENTENCES[part]) for part in ("seats", "foundings", "sizes", "schools", "libraries"))
+    ]
+    return " ".join(sentence.format_map(words) for sentence in sentences)
+
+
+def _lead(person: Person) -> str:
+    if person.died:
+        return "{name} (" + f"{day(person.born)} – {day(person.died)}" + ") was {trade}."
+    return "{name} (born " + day(person.born) + ") is {trade}."
+
+
+def _a(word: str) -> str:
+    return f"an {word}" if word[0] in "AEIOU" else f"a {word}"
