@@ -17,7 +17,7 @@ from blendserve.config import (
     StoreKindName,
 )
 from blendserve.errors import ConfigError
-from blendserve.evaluate.variants import FULL, TRANSFORMERS, Variant, variants
+from blendserve.evaluate.methods import FULL, TRANSFORMERS, MethodSpec, parse_methods
 from blendserve.registry import (
     BENCHED,
     CODECS,
@@ -63,10 +63,10 @@ class TtftConfig(BenchConfig):
     memory: bool = Field(False, description="Measure the peak memory of a request, too.")
 
     @property
-    def variants(self) -> tuple[Variant, ...]:
+    def variants(self) -> tuple[MethodSpec, ...]:
         """Everything that is compared, transformers first. Raises ConfigError."""
         words = (TRANSFORMERS, FULL, "prefix", "reuse", *self.methods)
-        found = variants(words, self.ratios, self.seed)
+        found = parse_methods(words, self.ratios, self.seed)
         return tuple(sorted(found, key=lambda v: v.kind != TRANSFORMERS))
 
 
@@ -79,9 +79,9 @@ class DocumentConfig(BenchConfig):
     repeats: Positive = Field(3, description="Number of measured rounds.")
 
     @property
-    def variants(self) -> tuple[Variant, ...]:
+    def variants(self) -> tuple[MethodSpec, ...]:
         """Full prefill, by transformers and ours, and the stored document."""
-        return variants((TRANSFORMERS, FULL, "prefix"), ())
+        return parse_methods((TRANSFORMERS, FULL, "prefix"), ())
 
 
 class ScalingConfig(BenchConfig):
@@ -195,9 +195,9 @@ class CodecBenchConfig(BenchConfig):
         return tuple(dict.fromkeys((CODECS.default, *_codec_words(self.codecs))))
 
     @property
-    def variant(self) -> Variant:
+    def variant(self) -> MethodSpec:
         """Raises ConfigError."""
-        return variants((self.method,), ())[-1]
+        return parse_methods((self.method,), ())[-1]
 
 
 class CrowdedConfig(BenchConfig):
@@ -225,9 +225,9 @@ class CrowdedConfig(BenchConfig):
     repeats: Positive = Field(3, description="Number of measured rounds.")
 
     @property
-    def variants(self) -> tuple[Variant, ...]:
+    def variants(self) -> tuple[MethodSpec, ...]:
         """What brings a first token, transformers first. Raises ConfigError."""
-        return variants((TRANSFORMERS, FULL, *self.methods), self.ratios, self.seed)
+        return parse_methods((TRANSFORMERS, FULL, *self.methods), self.ratios, self.seed)
 
 
 class EmbedConfig(BenchConfig):
@@ -322,9 +322,9 @@ class LinkConfig(BenchConfig):
         return _codec_words(self.codecs)
 
     @property
-    def variant(self) -> Variant:
+    def variant(self) -> MethodSpec:
         """Raises ConfigError."""
-        return variants((self.method,), ())[-1]
+        return parse_methods((self.method,), ())[-1]
 
 
 class DeliveryConfig(BenchConfig):
@@ -359,9 +359,9 @@ class DeliveryConfig(BenchConfig):
         return tuple(dict.fromkeys((CODECS.default, *_codec_words(self.codecs))))
 
     @property
-    def variant(self) -> Variant:
+    def variant(self) -> MethodSpec:
         """Raises ConfigError."""
-        return variants((self.method,), ())[-1]
+        return parse_methods((self.method,), ())[-1]
 
 
 class ServingConfig(Section):
@@ -461,9 +461,9 @@ class SharingConfig(BenchConfig):
     threads: Positive | None = Field(1, description="Number of CPU threads per process.")
 
     @property
-    def variant(self) -> Variant:
+    def variant(self) -> MethodSpec:
         """Raises ConfigError."""
-        return variants((self.method,), ())[-1]
+        return parse_methods((self.method,), ())[-1]
 
 
 class StartConfig(BenchConfig):

@@ -18,7 +18,7 @@ from blendserve.bench.tables import Table, ms, plain
 from blendserve.bench.ttft import figures_of
 from blendserve.bench.workload import make_workload
 from blendserve.evaluate.fidelity import kl
-from blendserve.evaluate.variants import FULL, TRANSFORMERS
+from blendserve.evaluate.methods import FULL, TRANSFORMERS
 from blendserve.models.loader import Reader, load_reader
 
 Say = Callable[[str], None]

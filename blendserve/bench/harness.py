@@ -24,7 +24,7 @@ from blendserve.config import BlendConfig, KVContext, PromptConfig
 from blendserve.core import BlendReport, TokenIds
 from blendserve.engine.prompt import PromptBuilder
 from blendserve.errors import InputError, StoreError
-from blendserve.evaluate.variants import FULL, TRANSFORMERS, Variant
+from blendserve.evaluate.methods import FULL, TRANSFORMERS, MethodSpec
 from blendserve.models.adapter import Adapter
 from blendserve.models.loader import Reader
 from blendserve.store import KVStore, LMDBStore
@@ -54,7 +54,7 @@ class Harness:
         self,
         reader: Reader,
         workload: Workload,
-        variants: tuple[Variant, ...],
+        variants: tuple[MethodSpec, ...],
         folder: Path,
         adapter: Adapter | None = None,
     ) -> None:
@@ -81,13 +81,13 @@ class Harness:
         for blender in self._blenders.values():
             blender.calibrate()
 
-    def run(self, variant: Variant) -> Run:
+    def run(self, variant: MethodSpec) -> Run:
         """From text to first token. Raises StoreError when KV that should be there is not."""
         if variant.kind == TRANSFORMERS:
             return run_transformers(self.reader, self.workload)
         return run_blender(self._blenders[_kv_context(variant)], self.workload, variant.blend)
 
-    def logits(self, variant: Variant) -> Tensor:
+    def logits(self, variant: MethodSpec) -> Tensor:
         """Of the first token, [V]: by one of our methods, not timed."""
         done = self._blenders[_kv_context(variant)].run(self.workload.draw(), variant.blend)
         return done.prefilled.logits
@@ -111,7 +111,7 @@ class Harness:
         return blender
 
 
-def loads(variant: Variant) -> bool:
+def loads(variant: MethodSpec) -> bool:
     """Whether a method reads stored KV."""
     return variant.kind not in (TRANSFORMERS, FULL)
 
@@ -173,5 +173,5 @@ def forward(adapter: Adapter, ids: TokenIds) -> Tensor:
     return cast(Tensor, output.logits[0, -1])
 
 
-def _kv_context(variant: Variant) -> KVContext:
+def _kv_context(variant: MethodSpec) -> KVContext:
     return variant.kv_context or PromptConfig().kv_context

@@ -24,7 +24,7 @@ from blendserve.bench.figures import Figures
 from blendserve.bench.harness import Harness
 from blendserve.bench.workload import make_workload
 from blendserve.errors import BlendserveError, InputError
-from blendserve.evaluate.variants import Variant
+from blendserve.evaluate.methods import MethodSpec
 from blendserve.models.loader import load_reader
 
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
@@ -51,7 +51,7 @@ def main() -> None:
     print(json.dumps(_measure(config, variant, Path(task["folder"]))))
 
 
-def _measure(config: TtftConfig, variant: Variant, folder: Path) -> Figures:
+def _measure(config: TtftConfig, variant: MethodSpec, folder: Path) -> Figures:
     reader = load_reader(config.reader)
     workload = make_workload(reader, config.chunks, config.chunk_tokens, config.suffix_tokens, config.seed)
     with Harness(reader, workload, (variant,), folder) as contest:

@@ -29,7 +29,7 @@ from blendserve.bench.workload import check_room, make_workload
 from blendserve.config import PromptConfig
 from blendserve.engine.prompt import PromptBuilder
 from blendserve.errors import InputError
-from blendserve.evaluate.variants import TRANSFORMERS, Variant
+from blendserve.evaluate.methods import TRANSFORMERS, MethodSpec
 from blendserve.extras import install_hint
 from blendserve.models.loader import Reader, load_reader
 from blendserve.provenance import machine
@@ -143,11 +143,11 @@ def read_cells(file: Path) -> Iterator[Figures]:
             ) from None
 
 
-def _split(contest: Harness, staged: StagedAdapter, variant: Variant) -> dict[str, float]:
+def _split(contest: Harness, staged: StagedAdapter, variant: MethodSpec) -> dict[str, float]:
     return staged.split(contest.run(variant))
 
 
-def _limit(counts: Counts, variant: Variant, took: Run, rates: Rates) -> dict[str, float]:
+def _limit(counts: Counts, variant: MethodSpec, took: Run, rates: Rates) -> dict[str, float]:
     assert took.report is not None
     assert took.recomputed is not None
     bound = limit(prefill_work(counts, took.report, took.recomputed, variant.blend), rates)

@@ -18,7 +18,7 @@ from blendserve.bench.decode import Decoded, prefilled, run_generate, run_ours
 from blendserve.bench.harness import Harness
 from blendserve.bench.machine import where
 from blendserve.bench.workload import check_room, make_workload
-from blendserve.evaluate.variants import TRANSFORMERS, Variant
+from blendserve.evaluate.methods import TRANSFORMERS, MethodSpec
 from blendserve.models.loader import load_reader
 from blendserve.threads import SETTLED
 from blendserve.timing import Clock
@@ -57,7 +57,7 @@ def main() -> None:
             say(asdict(requests[json.loads(line)]()))
 
 
-def _first_token(harness: Harness, variant: Variant, n: int) -> Taken:
+def _first_token(harness: Harness, variant: MethodSpec, n: int) -> Taken:
     """To the first token; transformers, whose generate is one call, also to the n-th."""
     if variant.kind != TRANSFORMERS:
         return Taken(ttft=harness.run(variant).ttft)

@@ -19,7 +19,7 @@ from blendserve.bench.memory import peak_of
 from blendserve.bench.pagecache import drop
 from blendserve.bench.workload import make_workload
 from blendserve.config import changed
-from blendserve.evaluate.variants import FULL, TRANSFORMERS
+from blendserve.evaluate.methods import FULL, TRANSFORMERS
 from blendserve.models.loader import load_reader
 
 Say = Callable[[str], None]

@@ -15,7 +15,7 @@ from blendserve.core import BlendReport, ChunkKV, Prompt, TokenIds
 from blendserve.engine.generation import generate
 from blendserve.errors import StoreError
 from blendserve.evaluate.fidelity import forced
-from blendserve.evaluate.variants import Variant
+from blendserve.evaluate.methods import MethodSpec
 from blendserve.models.adapter import Adapter
 from blendserve.models.loader import Reader
 from blendserve.timing import Clock
@@ -41,7 +41,7 @@ class Answered:
 def answer(
     reader: Reader,
     blender: Blender,
-    variant: Variant,
+    variant: MethodSpec,
     draw: Draw,
     decode: DecodeConfig,
     reference: TokenIds | None = None,

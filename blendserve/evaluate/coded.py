@@ -23,7 +23,7 @@ from blendserve.engine.calibration import writing_codec
 from blendserve.engine.engine import Engine
 from blendserve.errors import ConfigError
 from blendserve.evaluate.folder import Line
-from blendserve.evaluate.variants import Variant
+from blendserve.evaluate.methods import MethodSpec
 from blendserve.models.adapter import Adapter
 from blendserve.models.loader import Say
 from blendserve.registry import CODECS
@@ -127,7 +127,7 @@ def sizes_of(by: CodedStore, keys: Iterable[ChunkKey]) -> Line:
     return summed(size(coded) for key in keys if (coded := by.store.coded(key)) is not None)
 
 
-def needed(variants: Iterable[Variant]) -> list[str]:
+def needed(variants: Iterable[MethodSpec]) -> list[str]:
     """The codecs that methods name, each once."""
     return list(dict.fromkeys(v.codec for v in variants if v.codec is not None))
 

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from blendserve.config import Config, DecodeConfig, Positive, PromptConfig, Ratio, Section, StoreConfig
 from blendserve.evaluate import edits
-from blendserve.evaluate.variants import DEFAULT, Variant, variants
+from blendserve.evaluate.methods import DEFAULT, MethodSpec, parse_methods
 from blendserve.registry import EVALUATED
 
 # Short answers: what F1 against short golds is fair to, and what the data sets were made for.
@@ -72,15 +72,15 @@ class EvaluateConfig(Section):
     ratios: tuple[Ratio, ...] = Field((0.05, 0.15), description="Recompute ratios of methods that name none.")
 
     @property
-    def variants(self) -> tuple[Variant, ...]:
+    def variants(self) -> tuple[MethodSpec, ...]:
         """Raises ConfigError."""
         words = [*self.methods]
         if self.setting == "edited":
             words = [*EDITED] if self.methods == EvaluateConfig().methods else words
-            plain = variants(words, self.ratios, self.seed, coded=True)
+            plain = parse_methods(words, self.ratios, self.seed, coded=True)
             made = [v.name for v in plain if v.kind == "blend" and not (v.edit or v.codec)]
             words += [f"{name}/{edit}" for name in made for edit in self.edits]
-        return variants(words, self.ratios, self.seed, coded=True)
+        return parse_methods(words, self.ratios, self.seed, coded=True)
 
     @property
     def edits(self) -> tuple[str, ...]:

@@ -44,7 +44,7 @@ class Fact(NamedTuple):
     before: str
 
 
-def known(word: str) -> bool:
+def is_edit(word: str) -> bool:
     """Whether this names a kind of edit."""
     name, _, share = word.partition("@")
     return word in (*_KINDS, WINDOW, ANSWER) or (name == REVISED and bool(re.fullmatch(r"0?\.\d+|1", share)))

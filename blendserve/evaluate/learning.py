@@ -17,13 +17,13 @@ from blendserve.engine.engine import Engine
 from blendserve.evaluate.config import EvaluateConfig
 from blendserve.evaluate.datasets import Dataset
 from blendserve.evaluate.formats import Example
+from blendserve.evaluate.methods import MethodSpec
 from blendserve.evaluate.prompts import Setting
-from blendserve.evaluate.variants import Variant
 from blendserve.models.adapter import Adapter
 from blendserve.registry import CORRECTIONS
 
 
-def uses_prior(variant: Variant) -> bool:
+def uses_prior(variant: MethodSpec) -> bool:
     """Whether what is learnt changes what this method does."""
     return variant.kind == "blend" and bool(CORRECTIONS.load(variant.blend.correction).uses_prior)
 

@@ -16,7 +16,7 @@ from blendserve.errors import BlendserveError
 from blendserve.evaluate.config import EvaluateConfig
 from blendserve.evaluate.datasets import BUNDLED, HOSTED, MADE, cached, load
 from blendserve.evaluate.job import Say, evaluate
-from blendserve.evaluate.variants import TRANSFORMERS
+from blendserve.evaluate.methods import TRANSFORMERS
 
 
 @dataclass(frozen=True, slots=True)

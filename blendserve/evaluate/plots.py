@@ -12,8 +12,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
+from blendserve.evaluate.methods import EXACT
 from blendserve.evaluate.tasks import PERPLEXITY
-from blendserve.evaluate.variants import EXACT
 
 Methods = Mapping[str, Mapping[str, Any]]
 
@@ -132,7 +132,7 @@ def _curves(methods: Methods) -> dict[str, list[str]]:
     for name, figures in methods.items():
         if figures["kind"] == EXACT:
             continue
-        curves.setdefault(figures["curve"], []).append(name)
+        curves.setdefault(figures["series"], []).append(name)
     return {
         curve: sorted(names, key=lambda name: methods[name]["ratio"] or 0.0)
         for curve, names in curves.items()

@@ -22,12 +22,12 @@ from rich.table import Table
 
 from blendserve import console
 from blendserve.evaluate.folder import Line
-from blendserve.evaluate.variants import FULL, REUSE, Variant
+from blendserve.evaluate.methods import FULL, REUSE, MethodSpec
 
 
 @contextmanager
 def watching(
-    questions: int, variants: Sequence[Variant], before: Iterable[Line]
+    questions: int, variants: Sequence[MethodSpec], before: Iterable[Line]
 ) -> Iterator[Callable[[Line | None], None]]:
     """A bar over a table on stderr; yields what the runner tells: a prediction, or None at a question's end.
 

@@ -11,8 +11,8 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
+from blendserve.evaluate.methods import FULL
 from blendserve.evaluate.tables import facts, headline, tables
-from blendserve.evaluate.variants import FULL
 
 Figures = Mapping[str, Any]
 

@@ -29,10 +29,10 @@ from blendserve.evaluate.fidelity import agreement, kl, nll
 from blendserve.evaluate.folder import Line, RunFolder
 from blendserve.evaluate.formats import Example
 from blendserve.evaluate.learning import teach, uses_prior
+from blendserve.evaluate.methods import EXACT, FULL, TRANSFORMERS, MethodSpec
 from blendserve.evaluate.metrics import exact_match, f1, rouge_l
 from blendserve.evaluate.prompts import Context, Setting
 from blendserve.evaluate.tasks import CONTINUATION, TASKS
-from blendserve.evaluate.variants import EXACT, FULL, TRANSFORMERS, Variant
 from blendserve.models.loader import Say
 from blendserve.store import ChunkKey
 
@@ -47,7 +47,7 @@ class Runner:
         self,
         engine: Engine,
         setting: Setting,
-        variants: Sequence[Variant],
+        variants: Sequence[MethodSpec],
         makes_room: bool = False,
         say: Say = lambda text: None,
     ) -> None:
@@ -94,12 +94,12 @@ class Runner:
             watch(None)
         return left_out
 
-    def _turned(self, n: int) -> list[Variant]:
+    def _turned(self, n: int) -> list[MethodSpec]:
         """The methods in the order for the n-th question."""
         turn = n % len(self._others)
         return [self._full, *self._others[turn:], *self._others[:turn]]
 
-    def _question(self, example: Example, wanted: Sequence[Variant], folder: RunFolder) -> Iterator[Line]:
+    def _question(self, example: Example, wanted: Sequence[MethodSpec], folder: RunFolder) -> Iterator[Line]:
         context = self._setting.context(example)
         goes_on = example.task == CONTINUATION.name
         draw = partial(self._setting.prompt, example.question, context, goes_on)
@@ -123,7 +123,7 @@ class Runner:
                 yield {**line, "score": score, "kv": kv, **_facts(line["answer"], example)}
             self._revised.clear()
 
-    def _answer(self, variant: Variant, draw: Draw, reference: TokenIds) -> tuple[Answered, Line]:
+    def _answer(self, variant: MethodSpec, draw: Draw, reference: TokenIds) -> tuple[Answered, Line]:
         """And the bytes of its chunks, coded and not, where it has a codec."""
         if variant.kind == TRANSFORMERS:
             return transformers_answer(self._reader, draw, self._decode, reference), {}
@@ -139,7 +139,7 @@ class Runner:
             return answer(self._reader, blender, variant, draw, self._decode, reference), taken
         return answer(self._reader, blender, variant, draw, self._decode, reference), {}
 
-    def _over(self, variant: Variant) -> Blender:
+    def _over(self, variant: MethodSpec) -> Blender:
         """The blender over a method's KV."""
         raw = self._blenders[variant.kv_context]
         if variant.edit is not None:
@@ -153,7 +153,7 @@ class Runner:
         return found
 
     @contextmanager
-    def _stored(self, prompt: Prompt, wanted: Sequence[Variant]) -> Iterator[None]:
+    def _stored(self, prompt: Prompt, wanted: Sequence[MethodSpec]) -> Iterator[None]:
         """Compute and store the KV that is not there yet, and keep it there meanwhile."""
         chunks, keys = [chunk.ids for chunk in prompt.chunks], dict[ChunkKey, TokenIds]()
         try:
@@ -170,14 +170,16 @@ class Runner:
             if self._makes_room:
                 self._engine.store.unpin(keys)
 
-    def _revise(self, example: Example, context: Context, prompt: Prompt, wanted: Sequence[Variant]) -> None:
+    def _revise(
+        self, example: Example, context: Context, prompt: Prompt, wanted: Sequence[MethodSpec]
+    ) -> None:
         """Stores that hold what the passages were before each edit that a method names."""
         engine, prefix = self._engine, self._engine.blender.key(prompt.prefix, ())
         for behind, edit in dict.fromkeys((v.kv_context, v.edit) for v in wanted if v.edit):
             chunks = self._setting.stored_before(edit, example, context)
             self._revised[behind, edit] = revised_blender(engine, self._blenders[behind], chunks, prefix)
 
-    def _warm_up(self, prompt: Prompt, wanted: Sequence[Variant]) -> None:
+    def _warm_up(self, prompt: Prompt, wanted: Sequence[MethodSpec]) -> None:
         """Run every method once, so that the first question does not pay for what is allocated once."""
         for variant in wanted:
             self._over(variant).run(prompt, variant.blend)
@@ -191,7 +193,7 @@ class Runner:
     def _line(
         self,
         example: Example,
-        variant: Variant,
+        variant: MethodSpec,
         done: Answered,
         full: Answered,
         n_prompt: int,
@@ -236,7 +238,7 @@ class Runner:
             "parts": [pieces(self._reader.tokenizer, part) for part in parts],
         }
 
-    def _blender(self, variant: Variant) -> Blender:
+    def _blender(self, variant: MethodSpec) -> Blender:
         """The engine's own, or one over the same store whose chunks were computed behind something else."""
         engine = self._engine
         if variant.kv_context is None:

@@ -13,9 +13,9 @@ import numpy as np
 
 from blendserve.errors import InputError
 from blendserve.evaluate.intervals import Interval, bootstrap, by_group, paired_difference, share, times
+from blendserve.evaluate.methods import EXACT, FULL, REUSE, TRANSFORMERS, MethodSpec
 from blendserve.evaluate.tail import FLOOR, opponents, rounding, tail
 from blendserve.evaluate.tasks import PERPLEXITY
-from blendserve.evaluate.variants import EXACT, FULL, REUSE, TRANSFORMERS, Variant
 from blendserve.registry import CACHEBLEND
 
 Line = Mapping[str, Any]
@@ -30,7 +30,7 @@ class Table:
     """The predictions of the prompts that every method has answered, by method, in one order of prompts."""
 
     def __init__(
-        self, lines: Mapping[tuple[str, str], Line], asked: Mapping[str, str], variants: Sequence[Variant]
+        self, lines: Mapping[tuple[str, str], Line], asked: Mapping[str, str], variants: Sequence[MethodSpec]
     ) -> None:
         """asked: ids of prompts, each with its question's: its own, but for a shuffle.
 
@@ -93,17 +93,17 @@ def summarise(table: Table, metric: str) -> Figures:
     }
 
 
-def _kind(variant: Variant) -> Figures:
+def _kind(variant: MethodSpec) -> Figures:
     return {
         "kind": variant.kind,
-        "curve": variant.curve,
+        "series": variant.series,
         "ratio": variant.ratio,
         "codec": variant.codec,
         "uncoded": variant.uncoded,
     }
 
 
-def _method(table: Table, variant: Variant) -> Figures:
+def _method(table: Table, variant: MethodSpec) -> Figures:
     name, questions = variant.name, table.questions
     figures: Figures = {
         score: asdict(bootstrap(table.column(name, score), questions=questions)) for score in SCORES
@@ -131,7 +131,7 @@ def _method(table: Table, variant: Variant) -> Figures:
     return figures
 
 
-def _edited(table: Table, variant: Variant) -> Figures:
+def _edited(table: Table, variant: MethodSpec) -> Figures:
     """Against exact hits: the same method where the passages themselves are stored."""
     name, exact = variant.name, str(variant.unedited)
     kls = table.column(name, "mean_kl"), table.column(exact, "mean_kl")

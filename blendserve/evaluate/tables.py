@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
+from blendserve.evaluate.methods import FULL
 from blendserve.evaluate.tasks import PERPLEXITY
-from blendserve.evaluate.variants import FULL
 
 Figures = Mapping[str, Any]
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from blendserve.evaluate.intervals import bootstrap
-from blendserve.evaluate.variants import EXACT, FULL, REUSE, TRANSFORMERS, Variant
+from blendserve.evaluate.methods import EXACT, FULL, REUSE, TRANSFORMERS, MethodSpec
 
 # Nats. A KL below it counts as it, for a ratio of two roundings is no disaster: it is about what two right computations
 # in bf16 differ by (method `transformers`); no event's probability is off by more than 4 points (Pinsker: sqrt(KL / 2)).
@@ -23,7 +23,7 @@ FLOOR = 3e-3
 WORST = 5  # prompts that are listed
 
 
-def opponents(variant: Variant, names: Sequence[str]) -> list[str]:
+def opponents(variant: MethodSpec, names: Sequence[str]) -> list[str]:
     """Those of the methods `names` that a method is set against, prompt by prompt."""
     if _is_exact(variant) or variant.name == REUSE:
         return []
@@ -51,12 +51,12 @@ def tail(
     }
 
 
-def rounding(variants: Sequence[Variant], kls: Mapping[str, Sequence[float]]) -> float | None:
+def rounding(variants: Sequence[MethodSpec], kls: Mapping[str, Sequence[float]]) -> float | None:
     """95th percentile of the mean KLs of the methods that are exact but for rounding; None where none of them ran."""
     found = [kl for v in variants if _is_exact(v) and v.name != FULL for kl in kls[v.name]]
     return float(np.percentile(found, 95)) if found else None
 
 
-def _is_exact(variant: Variant) -> bool:
+def _is_exact(variant: MethodSpec) -> bool:
     """But for rounding."""
     return variant.codec is None and variant.kind in (FULL, TRANSFORMERS, EXACT, "prefix")

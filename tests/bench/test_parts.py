@@ -30,7 +30,7 @@ from blendserve.blend.report import plain_report
 from blendserve.config import BlendConfig, ReaderConfig
 from blendserve.core import Prompt
 from blendserve.errors import InputError, ModelError, ModelUnsupported, StoreError
-from blendserve.evaluate.variants import variants
+from blendserve.evaluate.methods import parse_methods
 from blendserve.models.loader import Reader, load_reader
 from blendserve.models.random_model import TILE, Folded, random_model
 from blendserve.models.shapes import SHAPES, shape_config
@@ -148,7 +148,7 @@ WORDS = ("full", "prefix", "reuse", "query@0.2", "deviation@0.2", "chunk_head@0.
 
 
 def test_linear_flops_are_those_that_ran(reader: Reader, tmp_path: Path) -> None:
-    found, workload = variants(WORDS, ()), make_workload(reader, 4, 24, 20, seed=0)
+    found, workload = parse_methods(WORDS, ()), make_workload(reader, 4, 24, 20, seed=0)
     with Harness(reader, workload, found, tmp_path) as contest:
         contest.precompute()
         for variant in (v for v in found if v.name in WORDS):

@@ -18,7 +18,7 @@ from blendserve.blend.precompute import STACK_TOKENS, ChunkComputer
 from blendserve.blend.prefill import prefill
 from blendserve.config import BlendConfig, Config
 from blendserve.errors import ConfigError
-from blendserve.evaluate.variants import variants
+from blendserve.evaluate.methods import parse_methods
 from blendserve.kernels import race, verify
 from blendserve.kernels.cpu.isa import LEVELS
 from blendserve.registry import POLICIES
@@ -103,6 +103,6 @@ def test_a_policy_of_ones_own(tmp_path: Path) -> None:
         assert chosen.tolist() == list(range(end - round(0.25 * 42), end))
         file.write_text(Config(blend={"policy": "own"}).to_yaml())
         assert Config.load(file).blend.policy == "own"
-        assert variants(["own@0.1"], ())[-1].name == "own@0.1"
+        assert parse_methods(["own@0.1"], ())[-1].name == "own@0.1"
     finally:
         POLICIES.remove("own")

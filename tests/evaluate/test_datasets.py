@@ -29,9 +29,9 @@ from blendserve.evaluate.datasets import BUNDLED, continuations, load, with_dist
 from blendserve.evaluate.edits import ANSWER, EDITS, WINDOW, Fact, before, cut_elsewhere
 from blendserve.evaluate.formats import Example
 from blendserve.evaluate.job import with_task_prompt
+from blendserve.evaluate.methods import parse_methods
 from blendserve.evaluate.prompts import Setting
 from blendserve.evaluate.shuffles import in_order, with_shuffles
-from blendserve.evaluate.variants import variants
 from blendserve.retrieve import Embedder, VectorIndex
 from scripts.generate_world import __main__ as generate_world
 from tests.support.evaluations import tiny_engine
@@ -270,14 +270,14 @@ EXAMPLE = Example("e", "Who?", ("x",), FIVE)
 
 def test_method_strings_become_variants_and_back() -> None:
     text = "query+shift, deviation[1,2]@0.1,query@.05/bos,reuse/none, none+shift,full,exact/int8,query@0.1/bos/int8"
-    found = variants(split_list(f"{text},query+shift@0.1/revised@0.05"), (0.05, 0.3), seed=7, coded=True)
+    found = parse_methods(split_list(f"{text},query+shift@0.1/revised@0.05"), (0.05, 0.3), seed=7, coded=True)
     names = [v.name for v in found]
     assert names == [
         "full", "reuse", "query+shift@0.05", "query+shift@0.3", "deviation[1,2]@0.1", "query@0.05/bos", "reuse/none",
         "none+shift", "exact/int8", "query@0.1/bos/int8", "query+shift@0.1/revised@0.05",
     ]  # fmt: skip
-    assert [v.name for v in variants(names, (0.9,), seed=7, coded=True)] == names
-    assert [v.curve for v in found][2:6] == ["query+shift", "query+shift", "deviation[1,2]", "query/bos"]
+    assert [v.name for v in parse_methods(names, (0.9,), seed=7, coded=True)] == names
+    assert [v.series for v in found][2:6] == ["query+shift", "query+shift", "deviation[1,2]", "query/bos"]
     by_name = dict(zip(names, found, strict=True))
     layers = by_name["deviation[1,2]@0.1"].blend
     assert (layers.policy, layers.check_layers, layers.ratio, layers.seed) == ("deviation", (1, 2), 0.1, 7)
@@ -297,10 +297,10 @@ def test_method_strings_become_variants_and_back() -> None:
 )
 def test_a_word_that_is_no_method(word: str) -> None:
     with pytest.raises(ConfigError):
-        variants([word], (), coded=True)
+        parse_methods([word], (), coded=True)
     for of_evaluations in ("reuse/int8", "reuse/numbers", "exact"):  # codecs and edits are not for benches
         with pytest.raises(ConfigError):
-            variants([of_evaluations], ())
+            parse_methods([of_evaluations], ())
 
 
 @given(st.integers(1, 5), st.integers(0, 30), st.integers(0, 9))

@@ -17,8 +17,8 @@ from blendserve.cli import main
 from blendserve.errors import InputError
 from blendserve.evaluate.budget_use import spending
 from blendserve.evaluate.job import Outcome
+from blendserve.evaluate.methods import parse_methods
 from blendserve.evaluate.summary import COUNTS, Table, headline, summarise
-from blendserve.evaluate.variants import variants
 from blendserve.registry import CACHEBLEND
 from tests.support.evaluations import HOSTILE, run
 
@@ -31,7 +31,7 @@ MEASURED = {
     "query+shift@0.05": ((0.09, 0.11), (0.25, 0.25)),
     "query+shift@0.15": ((0.02, 0.04), (0.3, 0.5)),
 }
-VARIANTS = variants(list(MEASURED), ())
+VARIANTS = parse_methods(list(MEASURED), ())
 QUESTIONS = {"a": "a", "b": "b"}
 
 

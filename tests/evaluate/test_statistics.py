@@ -22,10 +22,10 @@ from blendserve.evaluate import longbench_rouge
 from blendserve.evaluate.fidelity import agreement, forced, kl, nll
 from blendserve.evaluate.intervals import bootstrap, by_group, paired_difference, share, times
 from blendserve.evaluate.job import Outcome
+from blendserve.evaluate.methods import parse_methods
 from blendserve.evaluate.metrics import exact_match, f1, normalise, rouge_l
 from blendserve.evaluate.tail import FLOOR, opponents, rounding, tail
 from blendserve.evaluate.tasks import TASKS
-from blendserve.evaluate.variants import variants
 from blendserve.models.forward import append
 from tests.support.blending import OneOff, assert_near, lay, model_says, some_ids, some_prompt
 from tests.support.evaluations import run, write_dataset
@@ -181,13 +181,13 @@ def test_methods_are_set_against_full_reuse_and_themselves_without_correction() 
         "query+shift@0.2": ["reuse"],  # without the same method at the same ratio
         "query+shift@0.1/bos/int8": ["reuse", "query@0.1/bos/int8"],
     }
-    found = variants(wanted, (0.1,), coded=True)
+    found = parse_methods(wanted, (0.1,), coded=True)
     assert {v.name: opponents(v, list(wanted)) for v in found} == wanted
-    exact = variants(("prefix", "transformers", "query@0.1"), ())
+    exact = parse_methods(("prefix", "transformers", "query@0.1"), ())
     kls = {v.name: [9.0] * 21 for v in exact}
     kls["prefix"] = kls["transformers"] = [0.001 * n for n in range(21)]
     assert rounding(exact, kls) == pytest.approx(0.019, abs=5e-4)  # by what exact methods differ
-    assert rounding(variants((), ()), kls) is None
+    assert rounding(parse_methods((), ()), kls) is None
 
 
 def test_scores_are_those_worked_by_hand() -> None:

@@ -21,7 +21,7 @@ from blendserve.bench.gpu.plan import Heads
 from blendserve.blend.blender import Blender
 from blendserve.blend.policies.base import Policy
 from blendserve.core import Chunk, Prompt, TokenIds
-from blendserve.evaluate.variants import Variant, variants
+from blendserve.evaluate.methods import MethodSpec, parse_methods
 from blendserve.kernels.ops import ATTEND
 from blendserve.kernels.reference import formula
 from blendserve.kernels.rows import plan_rows
@@ -144,10 +144,10 @@ def outcomes(
     store = MemoryStore(1 << 32)
     blender = Blender(adapter, f"{dtype}", store, prompt.prefix, prompt.prefix)
     blender.precompute([c.ids for c in prompt.chunks])
-    return {v.name: _outcome(blender, prompt, v) for v in variants(words, ())}
+    return {v.name: _outcome(blender, prompt, v) for v in parse_methods(words, ())}
 
 
-def _outcome(blender: Blender, prompt: Prompt, variant: Variant) -> Outcome:
+def _outcome(blender: Blender, prompt: Prompt, variant: MethodSpec) -> Outcome:
     done = blender.run(prompt, variant.blend).prefilled
     logits, keys, values = (x.cpu().double() for x in (done.logits, done.cache.keys, done.cache.values))
     return Outcome(logits, keys, values, frozenset(done.recomputed.tolist()))

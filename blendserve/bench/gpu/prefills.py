@@ -30,7 +30,7 @@ from blendserve.blend.priors import Priors
 from blendserve.config import ReaderConfig, StoreConfig, TiersConfig
 from blendserve.core import Prompt
 from blendserve.errors import StoreError
-from blendserve.evaluate.variants import TRANSFORMERS, Variant, variants
+from blendserve.evaluate.methods import TRANSFORMERS, MethodSpec, parse_methods
 from blendserve.kernels.cuda.dense import BACKENDS
 from blendserve.models.adapter import Adapter
 from blendserve.models.loader import load_reader
@@ -89,7 +89,7 @@ class Stand:
     def measure(self, cell: Cell, rates: Rates, link: float) -> Figures:
         """One prompt by every method; `link`: bytes a second to the device from where the KV is."""
         prompt = self._first(cell.chunks)
-        found = variants((TRANSFORMERS, *self.plan.methods), self.plan.ratios)
+        found = parse_methods((TRANSFORMERS, *self.plan.methods), self.plan.ratios)
         with self._store(cell.source) as store:
             blender = self._blender(store)
             calls: dict[str, Callable[[], Run]] = {
@@ -111,7 +111,7 @@ class Stand:
         prompt, found = self._first(cell.chunks), {}
         with self._store(cell.source) as store:
             blender = self._blender(store)
-            for variant in variants(self.plan.methods, self.plan.ratios[:1]):
+            for variant in parse_methods(self.plan.methods, self.plan.ratios[:1]):
                 self._run(blender, variant, prompt)  # what is done once is not what is looked for
                 with told_of_waits(self.plan.device) as told:
                     blender.run(prompt, variant.blend)
@@ -136,7 +136,7 @@ class Stand:
         blender.known.use(Priors.of_nothing(self.adapter))
         return blender
 
-    def _run(self, blender: Blender, variant: Variant, prompt: Prompt) -> Run:
+    def _run(self, blender: Blender, variant: MethodSpec, prompt: Prompt) -> Run:
         clock, host = Clock(self.plan.device), Clock()
         if variant.kind == TRANSFORMERS:
             with sdpa_kernel(BACKENDS):
@@ -152,7 +152,7 @@ class Stand:
             raise StoreError(f"{len(done.absent)} of the bench's own chunks are not in its store")
         return Run(seconds, queued, {stage: clock.seconds[stage] for stage in STAGES}, done)
 
-    def _figures(self, variant: Variant, took: dict[str, list[Run]], rates: Rates) -> Figures:
+    def _figures(self, variant: MethodSpec, took: dict[str, list[Run]], rates: Rates) -> Figures:
         runs, full = took[variant.name], took["full"]
         seconds = [t.seconds for t in runs]
         figures: Figures = {

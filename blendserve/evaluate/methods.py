@@ -1,0 +1,174 @@
+"""Method strings: what an evaluation or a bench compares.
+
+    full  prefix  reuse  transformers  exact
+    POLICY[check layers]+CORRECTION@RATIO/KV_CONTEXT/CODEC      query+shift@0.15   deviation[1,2,3]@0.15   query@0.05/bos
+
+Only the policy is required. Default: no correction, the run's ratios, the run's `prompt.kv_context`, no codec. CODEC is
+written like `store.codec`: reuse/int8, query@0.15/cachegen@1. An edit (edits.py) may stand in its place: the store then
+holds the previous revision of each passage, as in query@0.15/numbers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+
+from blendserve.config import BlendConfig, KVContext, Method, changed
+from blendserve.errors import ConfigError
+from blendserve.evaluate import edits
+from blendserve.registry import CODECS, CORRECTIONS, POLICIES, codec_word, nearest, parse_codec
+from blendserve.registry import REUSE as REUSE_SETTINGS
+
+if TYPE_CHECKING:  # imports torch; --help imports this module
+    from blendserve.blend.policies.base import Policy
+
+Kind = Literal["full", "prefix", "reuse", "transformers", "exact", "blend"]
+
+FULL, REUSE, TRANSFORMERS, EXACT = "full", "reuse", "transformers", "exact"
+DEFAULT = f"{POLICIES.default}+{CORRECTIONS.default}@{BlendConfig().share:g}"
+EXAMPLE = f"{POLICIES.default}+{CORRECTIONS.default}@0.15"
+
+_PATTERN = re.compile(
+    r"(?P<name>[a-z_]+)"
+    r"(?:\[(?P<layers>\d+(?:\s*,\s*\d+)*)\])?"
+    r"(?:\+(?P<correction>[a-z_]+))?"
+    r"(?:@(?P<ratio>\d*\.?\d+))?"
+    r"(?P<suffixes>(?:/[a-z0-9_]+(?:@[^/@]*)?){0,2})"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class MethodSpec:
+    """One method of a run."""
+
+    kind: Kind
+    blend: BlendConfig
+    kv_context: KVContext | None = None  # None: the run's
+    codec: str | None = None
+    edit: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The shortest method string; equal names, equal methods."""
+        base, slash, suffixes = self.series.partition("/")
+        return f"{base}{'' if self.ratio is None else f'@{self.ratio:g}'}{slash}{suffixes}"
+
+    @property
+    def series(self) -> str:
+        """The name without the ratio: one line of a plot."""
+        suffixes = "".join(f"/{part}" for part in (self.kv_context, self.codec, self.edit) if part)
+        blend = self.blend
+        if self.kind != "blend":
+            return f"{self.kind}{suffixes}"
+        has_layers = (
+            _policy(blend.policy).has_check_layers and blend.check_layers != BlendConfig().check_layers
+        )
+        layers = f"[{','.join(map(str, blend.check_layers))}]" if has_layers else ""
+        correction = f"+{blend.correction}" if blend.correction != REUSE_SETTINGS["correction"] else ""
+        return f"{blend.policy}{layers}{correction}{suffixes}"
+
+    @property
+    def ratio(self) -> float | None:
+        """The recompute ratio; None where the method has none."""
+        return self.blend.share if self.kind == "blend" and _policy(self.blend.policy).has_ratio else None
+
+    @property
+    def uncoded(self) -> str:
+        """The same method without a codec."""
+        return replace(self, codec=None).name
+
+    @property
+    def unedited(self) -> str | None:
+        """The same method over the passages themselves; None without an edit."""
+        return replace(self, blend=changed(self.blend, near=False), edit=None).name if self.edit else None
+
+    @property
+    def uncorrected(self) -> str | None:
+        """The same method without a correction; None where it has none."""
+        if self.kind != "blend" or self.blend.correction == REUSE_SETTINGS["correction"]:
+            return None
+        return replace(self, blend=changed(self.blend, correction=REUSE_SETTINGS["correction"])).name
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def parse_methods(
+    words: Iterable[str], ratios: Sequence[float], seed: int = 0, coded: bool = False
+) -> tuple[MethodSpec, ...]:
+    """Parse method strings. `full` and `reuse` always come first: every other method is compared with them.
+
+    coded: allow codecs, edits and `exact`. Raises ConfigError with the word.
+    """
+    found = [method for word in (FULL, REUSE, *words) for method in _parse(word, ratios, seed)]
+    for method in () if coded else found:
+        if method.codec or method.edit or method.kind == EXACT:
+            raise ConfigError(
+                f"method {method.name!r} is for `blendserve evaluate`; `blendserve bench codec` measures codecs"
+            )
+    return tuple({method.name: method for method in found}.values())
+
+
+def _parse(word: str, ratios: Sequence[float], seed: int) -> list[MethodSpec]:
+    match = _PATTERN.fullmatch(word)
+    if match is None:
+        raise ConfigError(f"method {word!r} cannot be parsed: write it like full, reuse or {EXAMPLE}")
+    parts = match.groupdict()
+    name, suffixes = parts["name"], _suffixes(word, parts["suffixes"])
+    _, codec, edit = suffixes
+    if name in get_args(Kind) and name != "blend":
+        kind = cast(Kind, name)
+        if any(parts[part] for part in ("layers", "correction", "ratio")):
+            raise ConfigError(f"method {word!r}: {kind!r} takes no layers, correction or ratio")
+        if codec and kind in (FULL, TRANSFORMERS):
+            raise ConfigError(f"method {word!r}: {kind!r} reads no stored KV, so a codec has no effect")
+        if edit and kind != REUSE:
+            raise ConfigError(f"method {word!r}: {kind!r} reads no chunk KV, so an edit has no effect")
+        method = cast(Method, {TRANSFORMERS: "full", EXACT: "prefix"}.get(name, name))
+        return [MethodSpec(kind, BlendConfig(method=method, near=edit is not None), *suffixes)]
+    chosen = [float(parts["ratio"])] if parts["ratio"] else list(ratios)
+    if name in POLICIES.names and not _policy(name).has_ratio:
+        chosen = chosen[:1]
+    if not chosen:
+        raise ConfigError(f"method {word!r} has no ratio: write {word}@0.15, or set ratios for all methods")
+    blends = (changed(_blend(word, parts, ratio, seed), near=edit is not None) for ratio in chosen)
+    return [MethodSpec("blend", blend, *suffixes) for blend in blends]
+
+
+def _blend(word: str, parts: dict[str, Any], ratio: float, seed: int) -> BlendConfig:
+    name, correction = parts["name"], parts["correction"] or REUSE_SETTINGS["correction"]
+    values: dict[str, Any] = {"policy": name, "correction": correction, "seed": seed}
+    if parts["layers"]:
+        if name not in POLICIES.names or not _policy(name).has_check_layers:
+            having = " and ".join(policy for policy in POLICIES.names if _policy(policy).has_check_layers)
+            raise ConfigError(f"method {word!r}: only {having} has check layers")
+        values["check_layers"] = tuple(int(layer) for layer in parts["layers"].split(","))
+    try:
+        return BlendConfig(method="blend", ratio=ratio, **values)
+    except ConfigError as error:
+        raise ConfigError(f"method {word!r}: {error}") from None
+
+
+def _suffixes(word: str, text: str) -> tuple[KVContext | None, str | None, str | None]:
+    """KV context, codec and edit; a codec and an edit exclude each other."""
+    parts = text.split("/")[1:]
+    kv_context = cast(KVContext, parts.pop(0)) if parts and parts[0] in get_args(KVContext) else None
+    if not parts:
+        return kv_context, None, None
+    if len(parts) == 1 and edits.is_edit(parts[0]):
+        return kv_context, None, parts[0]
+    if len(parts) == 1 and parts[0].partition("@")[0] in CODECS.names:
+        try:
+            return kv_context, codec_word(*parse_codec(parts[0])), None
+        except ValueError as error:
+            raise ConfigError(f"method {word!r}: {error}") from None
+    known = [*get_args(KVContext), *CODECS.names, *edits.EDITS]
+    raise ConfigError(
+        f"method {word!r}: {parts[-1]!r} is no KV context, codec or edit: {nearest(parts[-1], known)}"
+    )
+
+
+def _policy(name: str) -> type[Policy]:
+    return cast("type[Policy]", POLICIES.load(name))
