@@ -45,7 +45,8 @@ def fails(tests: list[str], mutation: dict[str, str] | None) -> bool:
             (copy / mutation["file"]).write_text(mutated(mutation), "utf-8")
         # The copy's package comes before an editable installation of the original.
         environment = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
+        command += ["--hypothesis-profile=mutations", *tests]
         done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True)
     if done.returncode not in (0, 1):
         raise ValueError(f"pytest's exit code is {done.returncode}: {done.stdout[-500:]}{done.stderr[-500:]}")

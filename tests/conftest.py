@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -32,6 +32,8 @@ for folder in ("langchain", "llama_index", "haystack/src"):  # imported from thi
 COMMON = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("push", COMMON, derandomize=True, max_examples=25)
 settings.register_profile("nightly", COMMON, derandomize=False, max_examples=200)
+# What fails is not shrunk: scripts/mutations.py asks only whether a test fails, and shrinking takes minutes.
+settings.register_profile("mutations", settings.get_profile("push"), phases=[Phase.explicit, Phase.generate])
 settings.load_profile("push")
 
 # Tests that take long, each group on one worker: the other worker takes the short tests meanwhile.
