@@ -10,8 +10,7 @@ import typer
 from blendserve import console
 from blendserve.cli.options import JsonOpt, Options, make_app, with_options
 from blendserve.config import Config, changed
-from blendserve.cost.config import CostConfig
-from blendserve.cost.model import CLAIM, report
+from blendserve.cost import CLAIM, CostConfig, report, with_bench, with_store
 
 app = make_app()
 
@@ -67,11 +66,8 @@ def cost(
         )
         config = changed(config, **{name: value for name, value in given.items() if value is not None})
     if bench is not None:
-        from blendserve.cost.measured import with_bench  # torch: a second
-
         config = with_bench(config, bench)
     if index is not None:
-        from blendserve.cost.measured import with_store
         from blendserve.paths import index_folder
         from blendserve.store import open_store  # torch: a second
 

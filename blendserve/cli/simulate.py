@@ -32,11 +32,14 @@ def simulate(
     measure: Annotated[
         Path | None,
         typer.Option(
-            help="Measure the compute and fetch times of this machine, write settings to this file, and exit."
+            help="Measure the compute times of this machine, write settings to this file, and exit."
         ),
     ] = None,
     plot: Annotated[
         Path | None, typer.Option(help="SVG file for a plot of TTFT and hit rate by number of nodes.")
+    ] = None,
+    valkey: Annotated[
+        str | None, typer.Option(help="URL of a Valkey server for --measure; it measures fetching, too.")
     ] = None,
     json: JsonOpt = False,
 ) -> None:
@@ -52,13 +55,17 @@ def simulate(
         blendserve simulate --measure here.yaml && blendserve simulate -c here.yaml
     """
     if measure is not None:
-        from blendserve.simulate.real import measured  # torch: seconds
+        from blendserve.simulate.calibrate import calibrate  # torch: seconds
 
-        measure.write_text(measured(config, console.say))
+        console.say(
+            "Measuring (about half a minute)"
+            + ("" if valkey else "; links are not measured without --valkey")
+        )
+        measure.write_text(calibrate(config, valkey))
         console.say(f"wrote {measure}")
         return
-    from blendserve.simulate.figures import show
-    from blendserve.simulate.figures import simulate as run  # torch: seconds
+    from blendserve.simulate.metrics import show
+    from blendserve.simulate.metrics import simulate as run  # torch: seconds
 
     with console.progress("Simulating", "requests") as update:
         figures = run(config, update)

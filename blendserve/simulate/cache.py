@@ -1,7 +1,4 @@
-"""A tier of a node, or the shared store, as the engine keeps them: LRU, and at the cap by an admission policy.
-
-All chunks have one size, so a tier is a number of places. Its entries are the keys of one ordered dictionary of numbers.
-"""
+"""A cache of chunks of one size: LRU, and at its capacity an admission policy of the engine."""
 
 from __future__ import annotations
 
@@ -11,65 +8,60 @@ from collections.abc import Callable
 from blendserve.store.key import ChunkKey
 from blendserve.store.policies import Admission, Candidate
 
-Moved = Callable[[int, int], None]  # a node's number, and a chunk
-
-
-def _unheard(node: int, chunk: int) -> None:
-    pass
+Listener = Callable[[int, int], None]  # node, chunk
 
 
 class Cache:
-    """At most `places` chunks, the least recently used first."""
+    """Holds at most `capacity` chunks."""
 
-    __slots__ = ("_admission", "_came", "_entries", "_node", "_places", "_went")
+    __slots__ = ("_added", "_admission", "_capacity", "_chunks", "_evicted", "_node")
 
     def __init__(
         self,
-        places: int,
+        capacity: int,
         admission: Admission | None = None,
         node: int = 0,
-        came: Moved = _unheard,
-        went: Moved = _unheard,
+        added: Listener = lambda node, chunk: None,
+        evicted: Listener = lambda node, chunk: None,
     ) -> None:
-        """admission: None admits everything. came, went: are told of every chunk that enters and leaves."""
-        self._places, self._admission, self._node = places, admission, node
-        self._came, self._went = came, went
-        self._entries: OrderedDict[int, None] = OrderedDict()
+        """admission: None admits everything. added, evicted: called for every chunk that enters and leaves."""
+        self._capacity, self._admission, self._node = capacity, admission, node
+        self._added, self._evicted = added, evicted
+        self._chunks: OrderedDict[int, None] = OrderedDict()
 
     def __contains__(self, chunk: int) -> bool:
-        return chunk in self._entries
+        return chunk in self._chunks
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._chunks)
 
-    def use(self, chunk: int) -> bool:
-        """Whether the chunk is here; it is the most recently used one now."""
-        if chunk in self._entries:
-            self._entries.move_to_end(chunk)
+    def get(self, chunk: int) -> bool:
+        """Whether it is a hit; a hit becomes the most recently used chunk."""
+        if chunk in self._chunks:
+            self._chunks.move_to_end(chunk)
             return True
         return False
 
-    def offer(self, chunk: int) -> bool:
-        """Whether the chunk is let in, in place of the least recently used one where there is no room."""
-        entries = self._entries
-        if chunk in entries:
-            entries.move_to_end(chunk)
+    def insert(self, chunk: int) -> bool:
+        """Whether the chunk is admitted; at capacity it replaces the least recently used one."""
+        if self.get(chunk):
             return True
-        if len(entries) >= self._places:
-            if not self._places:
+        if len(self._chunks) >= self._capacity:
+            if not self._capacity:
                 return False
-            victim = next(iter(entries))
+            victim = next(iter(self._chunks))
+            candidate = Candidate(key_of(victim), 1)
             if self._admission and not self._admission.admits(
-                key_of(chunk), 1, [Candidate(key_of(victim), 1)], len(entries)
+                key_of(chunk), 1, [candidate], len(self._chunks)
             ):
                 return False
-            del entries[victim]
-            self._went(self._node, victim)
-        entries[chunk] = None
-        self._came(self._node, chunk)
+            del self._chunks[victim]
+            self._evicted(self._node, victim)
+        self._chunks[chunk] = None
+        self._added(self._node, chunk)
         return True
 
 
 def key_of(chunk: int) -> ChunkKey:
-    """As the engine's policies know a chunk."""
+    """The chunk's key in the engine's policies."""
     return chunk.to_bytes(8, "little")

@@ -1,8 +1,8 @@
-"""What is simulated: corpus, requests, nodes with their tiers, links, and what computing takes.
+"""Settings of a simulation: corpus, requests, tiers, links and compute times.
 
-Sizes are bytes, times seconds, rates a second. Defaults of what computing takes are the bundled reader's on one core of
-an AMD EPYC that had other work, too, rounded; `blendserve simulate --measure` finds a machine's own, and
-`configs/simulate` has another reader's. Rates of links are assumptions.
+Sizes are in bytes, times in seconds, rates per second. The default compute times are those of the bundled model on one
+core of a loaded AMD EPYC, rounded; `blendserve simulate --measure` measures another machine, and `configs/simulate` has
+another model's. Link rates are assumptions.
 """
 
 from __future__ import annotations
@@ -18,35 +18,32 @@ ROUTINGS: tuple[Routing, ...] = get_args(Routing)
 Amount = Annotated[float, Field(ge=0.0)]
 
 
-def _some(values: tuple[int, ...]) -> tuple[int, ...]:
+def _not_empty(values: tuple[int, ...]) -> tuple[int, ...]:
     if not values:
         raise ValueError("name at least one number")
     return values
 
 
-def _slower(values: tuple[float, ...]) -> tuple[float, ...]:
+def _slowdown(values: tuple[float, ...]) -> tuple[float, ...]:
     if not values or values[0] < 1 or list(values) != sorted(values):
         raise ValueError("give numbers from 1 on, none smaller than the one before it")
     return values
 
 
 class CorpusConfig(Section):
-    """Chunks, and how often each is asked for."""
+    """Chunks and their popularity."""
 
     inside = "simulate."
     chunks: Positive = Field(1_000_000, description="Number of chunks in the corpus.")
     chunk_tokens: Positive = Field(512, description="Length of a chunk, in tokens.")
-    zipf: float = Field(
+    zipf: Amount = Field(
         1.0,
-        ge=0.0,
-        description="Zipf exponent of the popularity of topics and of a topic's chunks; 0 makes all "
-        "equally popular.",
+        description="Zipf exponent of the popularity of topics and of a topic's chunks; 0 makes all equally popular.",
     )
     topic_chunks: Positive = Field(64, description="Number of chunks per topic; 1 makes every chunk a topic.")
     coherence: Ratio = Field(
         0.8,
-        description="Fraction of a request's chunks drawn from one topic; the others come from the whole "
-        "corpus.",
+        description="Fraction of a request's chunks drawn from one topic; the others come from the whole corpus.",
     )
     lifetime: int = Field(
         0,
@@ -57,7 +54,7 @@ class CorpusConfig(Section):
 
 
 class RequestsConfig(Section):
-    """What is asked, and when."""
+    """Requests and their arrivals."""
 
     inside = "simulate."
     number: Positive = Field(20_000, description="Number of requests.")
@@ -77,7 +74,7 @@ class RequestsConfig(Section):
 
 
 class TiersConfig(Section):
-    """What a node keeps, and what all of them share."""
+    """Caches of a node, and the store that all nodes share."""
 
     inside = "simulate."
     memory_bytes: Amount = Field(
@@ -88,8 +85,7 @@ class TiersConfig(Section):
     )
     remote_bytes: Amount | Literal["all"] = Field(
         "all",
-        description="Size of the shared store, in bytes; all keeps every computed chunk, 0 means no "
-        "shared store.",
+        description="Size of the shared store, in bytes; all keeps every computed chunk, 0 means no shared store.",
     )
     precomputed: bool = Field(
         True, description="Start with the whole corpus in the shared store, which must hold all of it."
@@ -101,7 +97,7 @@ class TiersConfig(Section):
 
 
 class LinksConfig(Section):
-    """How chunks move. A rate of 0 is no limit."""
+    """Rates and latencies. A rate of 0 is no limit."""
 
     inside = "simulate."
     disk_rate: Amount = Field(
@@ -119,7 +115,7 @@ class LinksConfig(Section):
 
 
 class ComputeConfig(Section):
-    """Seconds of a node's work: of a prefill as the engine's cost model counts them, and of what is around it."""
+    """Seconds of a node's work: the terms of the engine's cost model, and the work around a prefill."""
 
     inside = "simulate."
     per_pass: Amount = Field(0.05, description="Time of a pass over the layers, in seconds.")
@@ -146,7 +142,7 @@ class ComputeConfig(Section):
         description="Time per token of a missing chunk computed and stored after an answer, in seconds, "
         "without the pass that an answer's missing chunks share.",
     )
-    slowdown: Annotated[tuple[float, ...], AfterValidator(_slower)] = Field(
+    slowdown: Annotated[tuple[float, ...], AfterValidator(_slowdown)] = Field(
         (1.0,),
         description="Slowdown of the nodes that share a machine: the n-th number is the factor while n "
         "of them compute. The number of values is the number of nodes per machine.",
@@ -160,9 +156,9 @@ class ComputeConfig(Section):
 
 
 class SimulateConfig(Section):
-    """One cluster, by every way of routing."""
+    """One cluster, by every routing method."""
 
-    nodes: Annotated[tuple[Positive, ...], AfterValidator(_some)] = Field(
+    nodes: Annotated[tuple[Positive, ...], AfterValidator(_not_empty)] = Field(
         (4,), description="Numbers of nodes to simulate."
     )
     routing: tuple[Routing, ...] = Field(ROUTINGS, description="Routing methods to compare.")

@@ -1,23 +1,21 @@
-"""Who answers a request, in a cluster of any size: no way of routing looks at all nodes.
+"""Routing methods, for clusters of any size: none of them looks at all nodes.
 
     round_robin    the next node
-    least_loaded   the node with the fewest requests, of equals the one whose load has not changed for longest
-    prefix         the node that the first chunk belongs to, as routers in front of prefix caches do
-    chunks         blendserve/routing.py's rule: where most of the chunks are in memory, in any order
+    least_loaded   the node with the fewest requests; of equals, the one whose load has not changed for longest
+    prefix         the home node of the first chunk, as routers in front of prefix caches do
+    chunks         the rule of blendserve/routing.py: the node with most of the chunks in memory
 
-The last two keep to that file's bound on load: a node at it passes a request on to the next one (consistent hashing with
-bounded loads). In `chunks` the rule ranks only those that hold a chunk, by an index from chunks to nodes; where nobody
-within the bound has any, the anchor's home is found by hashing once, not by rendezvous with every node: as steady while
-nodes neither come nor go, which here they do not.
+The last two bound the load: a node at the bound passes a request on to the next one (consistent hashing with bounded
+loads). `chunks` ranks only nodes that hold a chunk, by a directory of chunks; where none of these is below the bound, it
+finds the anchor's home by one hash instead of rendezvous hashing over all nodes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from heapq import heappop, heappush
-from itertools import islice
-from typing import Protocol
+from itertools import count, islice
 
 import xxhash
 
@@ -25,150 +23,113 @@ from blendserve.routing import anchor, bounded, weight
 from blendserve.simulate.cache import key_of
 from blendserve.simulate.config import Routing
 
-SEEN = 32  # nodes that a chunk is looked for on: one that is everywhere decides nothing
+MAX_HOLDERS = 32  # nodes of a chunk to rank: a chunk that all nodes hold decides nothing
+
+Router = Callable[[Sequence[int]], int]
+"""chunks of a request -> node"""
 
 
 class Loads:
-    """Requests at each node, waiting ones included."""
+    """Requests at each node, queued ones included."""
 
     def __init__(self, nodes: int, slack: float) -> None:
         self.at, self.total, self._slack = [0] * nodes, 0, slack
-        self.changes: list[tuple[int, int, int]] | None = (
-            None  # a heap of (load, when, node), where somebody asks
-        )
-        self._now, self._last = 0, [0] * nodes
+        self._heap: list[tuple[int, int, int]] | None = None  # (load, time, node); made on first use
+        self._now, self._changed_at = 0, [0] * nodes
 
     def add(self, node: int, requests: int) -> None:
-        """So many more, or fewer."""
+        """Change a node's load."""
         self.at[node] += requests
         self.total += requests
-        if self.changes is not None:
+        if self._heap is not None:
             self._now += 1
-            self._last[node] = self._now
-            heappush(self.changes, (self.at[node], self._now, node))
+            self._changed_at[node] = self._now
+            heappush(self._heap, (self.at[node], self._now, node))
 
     def bound(self) -> int:
-        """The load that a node may have at most with the next request."""
+        """The highest load of a node with the next request."""
         return bounded(self.total, self.at[self.least()], len(self.at), self._slack)
 
     def least(self) -> int:
-        """The node with the fewest requests."""
-        if self.changes is None:
-            self.changes = [(load, 0, node) for node, load in enumerate(self.at)]
-            self.changes.sort()
-        while self.changes[0][1] != self._last[self.changes[0][2]]:
-            heappop(self.changes)
-        return self.changes[0][2]
+        """The least loaded node."""
+        if self._heap is None:
+            self._heap = sorted((load, 0, node) for node, load in enumerate(self.at))
+        while self._heap[0][1] != self._changed_at[self._heap[0][2]]:
+            heappop(self._heap)
+        return self._heap[0][2]
 
     def from_home(self, home: int) -> int:
-        """That node, or the next one behind it that is below the bound."""
-        at, n, bound = self.at, len(self.at), self.bound()
-        node = home % n
-        while at[node] >= bound:
-            node = (node + 1) % n
+        """The home node, or the next one that is below the bound."""
+        bound, node = self.bound(), home % len(self.at)
+        while self.at[node] >= bound:
+            node = (node + 1) % len(self.at)
         return node
 
 
-class Holders:
-    """Which nodes have a chunk in memory."""
+class ChunkDirectory:
+    """Which nodes hold a chunk in memory."""
 
     def __init__(self) -> None:
-        self._of: dict[int, int | dict[int, None]] = {}  # a number where it is one node, as it mostly is
+        self._nodes: dict[int, int | dict[int, None]] = {}  # most chunks have one node: a number saves memory
 
-    def __len__(self) -> int:
-        return len(self._of)
-
-    def came(self, node: int, chunk: int) -> None:
-        there = self._of.get(chunk)
-        if there is None:
-            self._of[chunk] = node
-        elif isinstance(there, dict):
-            there[node] = None
+    def add(self, node: int, chunk: int) -> None:
+        """The node holds the chunk from now on."""
+        nodes = self._nodes.get(chunk)
+        if nodes is None:
+            self._nodes[chunk] = node
+        elif isinstance(nodes, dict):
+            nodes[node] = None
         else:
-            self._of[chunk] = {there: None, node: None}
+            self._nodes[chunk] = {nodes: None, node: None}
 
-    def went(self, node: int, chunk: int) -> None:
-        there = self._of[chunk]
-        if not isinstance(there, dict):
-            del self._of[chunk]
+    def remove(self, node: int, chunk: int) -> None:
+        """The node has evicted the chunk."""
+        nodes = self._nodes[chunk]
+        if not isinstance(nodes, dict):
+            del self._nodes[chunk]
             return
-        del there[node]
-        if len(there) == 1:
-            self._of[chunk] = next(iter(there))
+        del nodes[node]
+        if len(nodes) == 1:
+            self._nodes[chunk] = next(iter(nodes))
 
-    def of(self, chunk: int) -> Sequence[int]:
-        """At most SEEN of them."""
-        there = self._of.get(chunk)
-        if there is None:
+    def holders(self, chunk: int) -> Sequence[int]:
+        """At most MAX_HOLDERS nodes."""
+        nodes = self._nodes.get(chunk)
+        if nodes is None:
             return ()
-        return tuple(islice(there, SEEN)) if isinstance(there, dict) else (there,)
+        return tuple(islice(nodes, MAX_HOLDERS)) if isinstance(nodes, dict) else (nodes,)
 
 
-class Router(Protocol):
-    """Chooses a node for a request."""
-
-    def choose(self, chunks: Sequence[int]) -> int: ...
-
-
-class RoundRobin:
-    def __init__(self, loads: Loads, holders: Holders) -> None:
-        self._n, self._last = len(loads.at), -1
-
-    def choose(self, chunks: Sequence[int]) -> int:
-        self._last = (self._last + 1) % self._n
-        return self._last
+def make_router(routing: Routing, loads: Loads, directory: ChunkDirectory) -> Router:
+    """The router of a cluster."""
+    if routing == "round_robin":
+        turn, nodes = count(), len(loads.at)
+        return lambda chunks: next(turn) % nodes
+    if routing == "least_loaded":
+        return lambda chunks: loads.least()
+    if routing == "prefix":
+        return lambda chunks: loads.from_home(xxhash.xxh3_64_intdigest(key_of(chunks[0])))
+    return lambda chunks: _by_chunks(chunks, loads, directory)
 
 
-class LeastLoaded:
-    def __init__(self, loads: Loads, holders: Holders) -> None:
-        self._loads = loads
-
-    def choose(self, chunks: Sequence[int]) -> int:
-        return self._loads.least()
-
-
-class PrefixAffinity:
-    def __init__(self, loads: Loads, holders: Holders) -> None:
-        self._loads = loads
-
-    def choose(self, chunks: Sequence[int]) -> int:
-        return self._loads.from_home(xxhash.xxh3_64_intdigest(key_of(chunks[0])))
-
-
-class ChunkAffinity:
-    def __init__(self, loads: Loads, holders: Holders) -> None:
-        self._loads, self._holders = loads, holders
-
-    def choose(self, chunks: Sequence[int]) -> int:
-        hits: dict[int, int] = {}
-        for chunk in chunks:
-            for node in self._holders.of(chunk):
-                hits[node] = hits.get(node, 0) + 1
-        at, bound = self._loads.at, self._loads.bound()
-        free = [(-n, at[node], node) for node, n in hits.items() if at[node] < bound]
-        if not free:
-            return self._loads.from_home(xxhash.xxh3_64_intdigest(_home(chunks)))
-        most, least, first = min(free)
-        best = [node for n, load, node in free if n == most and load == least]
-        if len(best) == 1:
-            return first
-        home = _home(chunks)
-        return max(best, key=lambda node: weight(name_of(node), home))
-
-
-def _home(chunks: Sequence[int]) -> bytes:
-    return anchor(map(key_of, chunks))
+def _by_chunks(chunks: Sequence[int], loads: Loads, directory: ChunkDirectory) -> int:
+    hits: dict[int, int] = {}
+    for chunk in chunks:
+        for node in directory.holders(chunk):
+            hits[node] = hits.get(node, 0) + 1
+    at, bound = loads.at, loads.bound()
+    free = [(-n, at[node], node) for node, n in hits.items() if at[node] < bound]
+    if not free:
+        return loads.from_home(xxhash.xxh3_64_intdigest(anchor(map(key_of, chunks))))
+    most, load, first = min(free)
+    best = [node for n, own, node in free if (n, own) == (most, load)]
+    if len(best) == 1:
+        return first
+    home = anchor(map(key_of, chunks))
+    return max(best, key=lambda node: weight(name_of(node), home))
 
 
 @cache
 def name_of(node: int) -> str:
-    """As blendserve/routing.py knows a node."""
+    """A node's name in blendserve/routing.py."""
     return f"node{node}"
-
-
-ROUTERS: dict[Routing, type[RoundRobin | LeastLoaded | PrefixAffinity | ChunkAffinity]] = {
-    "round_robin": RoundRobin,
-    "least_loaded": LeastLoaded,
-    "prefix": PrefixAffinity,
-    "chunks": ChunkAffinity,
-}

@@ -11,9 +11,7 @@ import torch
 
 from blendserve.cli import main
 from blendserve.core import ChunkKV
-from blendserve.cost.config import CostConfig
-from blendserve.cost.measured import STORED, with_bench, with_store
-from blendserve.cost.model import verdicts
+from blendserve.cost import STORED, CostConfig, estimates, with_bench, with_store
 from blendserve.errors import InputError
 from blendserve.store import MemoryStore
 from tests.golden import research
@@ -37,15 +35,15 @@ def test_the_numbers_are_the_recorded_ones() -> None:
 
 
 def test_by_hand() -> None:
-    (verdict,) = verdicts(CostConfig(**BY_HAND))
-    assert verdict.hold == pytest.approx(0.02)  # 10 bytes of 2e6 for 1e9
-    assert verdict.first == pytest.approx(0.0025)
-    assert verdict.recompute == pytest.approx(0.01)
-    assert verdict.reuse == pytest.approx(0.001 + 0.001 + 0.001 + 0.0002)  # ratio, loading, bytes, request
-    assert verdict.break_even == pytest.approx(0.0225 / 0.0068)
-    assert verdict.savings == pytest.approx(1000 * (0.05 - 0.0225 - 5 * 0.0032))
-    assert verdict.times_cheaper == pytest.approx(0.05 / (0.0225 + 5 * 0.0032))
-    assert verdict.claim_at == pytest.approx(4 * 0.02 / 0.01)
+    (found,) = estimates(CostConfig(**BY_HAND))
+    assert found.hold == pytest.approx(0.02)  # 10 bytes of 2e6 for 1e9
+    assert found.first == pytest.approx(0.0025)
+    assert found.recompute == pytest.approx(0.01)
+    assert found.reuse == pytest.approx(0.001 + 0.001 + 0.001 + 0.0002)  # ratio, loading, bytes, request
+    assert found.break_even == pytest.approx(0.0225 / 0.0068)
+    assert found.savings == pytest.approx(1000 * (0.05 - 0.0225 - 5 * 0.0032))
+    assert found.times_cheaper == pytest.approx(0.05 / (0.0225 + 5 * 0.0032))
+    assert found.claim_at == pytest.approx(4 * 0.02 / 0.01)
 
 
 def test_a_store_tells_its_bytes() -> None:

@@ -16,11 +16,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from blendserve.config import changed
-from blendserve.cost.config import CostConfig
-from blendserve.cost.model import report
+from blendserve.cost import CostConfig, report
 from blendserve.evaluate.job import Outcome
 from blendserve.simulate.config import ROUTINGS, SimulateConfig
-from blendserve.simulate.figures import simulate
+from blendserve.simulate.metrics import simulate
 from tests.support.evaluations import RUNS, predictions, toy_run
 
 FOLDER = Path(__file__).parent

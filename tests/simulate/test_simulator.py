@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from contextlib import nullcontext
 from pathlib import Path
@@ -20,9 +21,10 @@ from blendserve.blend.work import work_of
 from blendserve.config import BlendConfig
 from blendserve.core import Chunk, ChunkKV, Prompt
 from blendserve.routing import Replica, choose
-from blendserve.simulate import draw, real
+from blendserve.simulate import workload
 from blendserve.simulate.cache import key_of
-from blendserve.simulate.cluster import Cluster, Trace
+from blendserve.simulate.calibrate import Node, configured, pool_size
+from blendserve.simulate.cluster import Cluster, SimulationResult
 from blendserve.simulate.config import (
     ROUTINGS,
     ComputeConfig,
@@ -32,14 +34,14 @@ from blendserve.simulate.config import (
     Routing,
     SimulateConfig,
 )
-from blendserve.simulate.figures import summary
-from blendserve.simulate.link import Link
-from blendserve.simulate.node import Node
-from blendserve.simulate.real import RealConfig
-from blendserve.simulate.routing import ROUTERS, Holders, Loads, name_of
-from blendserve.simulate.work import Work
+from blendserve.simulate.metrics import summary
+from blendserve.simulate.network import StoreLink
+from blendserve.simulate.routing import ChunkDirectory, Loads, make_router, name_of
+from blendserve.simulate.service_time import ServiceTime
 from blendserve.store.memory import MemoryChunk
 from tests.bench.conftest import write_shape
+from tests.endurance import validate_simulator as validation
+from tests.endurance.validate_simulator import ValidationConfig
 from tests.golden import research
 
 CHUNK = 1000  # bytes: a token has ten
@@ -57,15 +59,15 @@ def config(**parts: Any) -> SimulateConfig:
     return SimulateConfig(**{n: {**part, **parts.pop(n, {})} for n, part in defaults.items()}, **parts)
 
 
-def run(settings: SimulateConfig, nodes: int, routing: Routing) -> Trace:
-    return Cluster(settings, nodes, routing).run(draw.requests(settings, nodes), settings.requests.number)
+def run(settings: SimulateConfig, nodes: int, routing: Routing) -> SimulationResult:
+    return Cluster(settings, nodes, routing).run(workload.requests(settings, nodes), settings.requests.number)
 
 
 def figures(settings: SimulateConfig, nodes: int, routing: Routing) -> dict[str, Any]:
     return summary(settings, run(settings, nodes, routing), nodes)
 
 
-def at(times: list[float], nodes: int, **parts: Any) -> Trace:
+def at(times: list[float], nodes: int, **parts: Any) -> SimulationResult:
     """Requests for one chunk each, at these times, one node after the other."""
     parts.setdefault("requests", {"rate": 1.0})
     chunks = np.arange(len(times))[:, None]
@@ -132,7 +134,7 @@ def test_a_shared_store_is_a_limit_that_more_nodes_do_not_lift() -> None:
     settings = config(tiers={"memory_bytes": 0}, **rates)
     found = [figures(settings, nodes, "least_loaded")["throughput"] for nodes in (1, 4)]
     assert found == pytest.approx([10 / 3, 10 / 3], rel=0.05)
-    link = Link(LinksConfig(store_rate=100.0, node_rate=50.0, delay=1.0))
+    link = StoreLink(LinksConfig(store_rate=100.0, node_rate=50.0, delay=1.0))
     # A second of delay, and the node receives more slowly; the next begins when the store has sent the first.
     assert [link.fetch(at, 100.0) for at in (0.0, 0.0, 10.0)] == pytest.approx([3.0, 4.0, 3.0])
 
@@ -167,14 +169,14 @@ def test_zipf_is_zipf(n: int, s: float) -> None:
     law = np.arange(1, n + 1) ** -s
     law /= law.sum()
     draws = 200_000
-    drawn = np.bincount(draw.Zipf(n, s).draw(np.random.default_rng(0), draws), minlength=n) / draws
+    drawn = np.bincount(workload.Zipf(n, s).draw(np.random.default_rng(0), draws), minlength=n) / draws
     assert len(drawn) == n
     assert (np.abs(drawn - law) < 5 * np.sqrt(law / draws)).all()  # five standard deviations
 
 
 def test_a_corpus_of_a_billion_needs_no_table() -> None:
     """The share of the first thousand: harmonic numbers, by Euler's constant."""
-    drawn = draw.Zipf(10**9, 1.0).draw(np.random.default_rng(0), 40_000)
+    drawn = workload.Zipf(10**9, 1.0).draw(np.random.default_rng(0), 40_000)
     assert 0 <= drawn.min() <= drawn.max() < 10**9
     wanted = (np.log(1000) + 0.5772) / (np.log(1e9) + 0.5772)
     assert abs((drawn < 1000).mean() - wanted) < 0.012
@@ -193,12 +195,12 @@ def test_requests_have_different_chunks_of_the_corpus(
 ) -> None:
     size, corpus = min(chunks, wanted), {"chunks": chunks, "topic_chunks": topic, **law}
     settings = SimulateConfig(corpus=corpus, requests={"number": 20, "chunks": size})
-    ((times, asked),) = draw.requests(settings, 3)
+    ((times, asked),) = workload.requests(settings, 3)
     assert asked.shape == (20, size)
     assert 0 <= asked.min() <= asked.max() < chunks
     assert all(len(set(row)) == len(row) for row in asked.tolist())
     assert (np.diff(times) >= 0).all()
-    ((again, same),) = draw.requests(settings, 5)
+    ((again, same),) = workload.requests(settings, 5)
     assert (same == asked).all()  # whatever the number of nodes
     assert np.allclose(again * 5, times * 3)
 
@@ -236,16 +238,16 @@ def test_nothing_is_lost(
         links={"store_rate": 1e5, "node_rate": 2e5},
         seed=seed,
     )
-    trace = run(settings, nodes, routing)
-    assert (trace.found.sum(axis=1) == settings.requests.chunks).all()
-    assert (trace.ttft >= 0.1 - 1e-9).all()
-    assert (trace.left >= trace.came + trace.ttft - 1e-9).all()
-    found = summary(settings, trace, nodes)
+    result = run(settings, nodes, routing)
+    assert (result.found.sum(axis=1) == settings.requests.chunks).all()
+    assert (result.ttft >= 0.1 - 1e-9).all()
+    assert (result.finished_at >= result.arrived_at + result.ttft - 1e-9).all()
+    found = summary(settings, result, nodes)
     assert sum(found["hit_rates"].values()) == pytest.approx(1.0)
-    assert found["bytes"]["from_store"] == trace.found[:, 2].sum() * CHUNK
-    assert trace.sent <= trace.found[:, 3].sum()
+    assert found["bytes"]["from_store"] == result.found[:, 2].sum() * CHUNK
+    assert result.sent <= result.found[:, 3].sum()
     if tiers["precomputed"] and tiers["remote_bytes"] == "all":
-        assert not trace.found[:, 3].any()
+        assert not result.found[:, 3].any()
 
 
 @example(hot=[{0}, set(), {0, 1}], loads=[0, 2, 1, 0, 0, 0], chunks={0, 1})  # told apart by the bound alone
@@ -259,12 +261,12 @@ def test_chunk_affinity_is_the_rule_that_replicas_are_chosen_by(
 ) -> None:
     """By an index from chunks, and by looking at every replica; where no replica has any, only the bound is common."""
     n = len(hot)
-    known, holders = Loads(n, 1.25), Holders()
+    known, directory = Loads(n, 1.25), ChunkDirectory()
     for node in range(n):
         known.add(node, loads[node])
         for chunk in hot[node]:
-            holders.came(node, chunk)
-    chosen = ROUTERS["chunks"](known, holders).choose(sorted(chunks))
+            directory.add(node, chunk)
+    chosen = make_router("chunks", known, directory)(sorted(chunks))
     replicas = [Replica(name_of(i), {key_of(c) for c in hot[i]}, loads[i]) for i in range(n)]
     assert loads[chosen] < known.bound()
     if any(hot[i] & chunks and loads[i] < known.bound() for i in range(n)):
@@ -290,8 +292,10 @@ def test_work_is_counted_as_the_engine_counts_it(
     layout = lay_out(prompt, stored[prefix], views, behind_prefix=True)
     wanted = work_of(layout, make_policy(BlendConfig(ratio=ratio)), 1).row()
     requests = RequestsConfig(prefix_tokens=prefix, question_tokens=question, chunks=len(found))
-    work = Work(ComputeConfig(ratio=ratio), CorpusConfig(chunk_tokens=size), requests)
-    assert torch.allclose(torch.tensor(work.counts(found)).double(), torch.tensor(wanted).double(), rtol=1e-6)
+    times = ServiceTime(ComputeConfig(ratio=ratio), CorpusConfig(chunk_tokens=size), requests)
+    assert torch.allclose(
+        torch.tensor(times.counts(found)).double(), torch.tensor(wanted).double(), rtol=1e-6
+    )
 
 
 NAMES = ("pass", "row", "pair", "loaded", "fetched", "answer_token", "stored")
@@ -301,23 +305,40 @@ CONSTANTS = {**dict.fromkeys((*(f"per_{name}" for name in NAMES), "fixed", "dela
 @pytest.mark.skipif(binary() is None, reason="there is no valkey-server here")
 def test_a_real_node_finds_what_a_simulated_one_finds(tmp_path: Path) -> None:
     """Each of 25 requests, over a store that has all and over one that has nothing."""
-    sizes = {"pool": 16, "chunk_tokens": 16, "request_chunks": 3, "memory": 4, "near": 7, "requests": 25}
-    config = RealConfig(model=write_shape(tmp_path), nodes=1, **sizes)
+    sizes = {"pool": 16, "chunk_tokens": 16, "request_chunks": 3, "requests": 25}
+    config = ValidationConfig(model=write_shape(tmp_path), nodes=1, memory=4, disk=7, **sizes)
     with Server() as server:
-        node = Node({**config.model_dump(mode="json"), "url": server.url})
-        base = real.settings(config, CONSTANTS, node.about())
-        node.precompute("full")
+        node = Node(config.model, config.pool, config.chunk_tokens, server.url)
+        base = validation.simulated(config, CONSTANTS, node.prompt_shape)
         for store in ("full", "empty"):
-            known = real.over(base, store)
-            ((_, chunks),) = draw.requests(known, 1)
-            node.open(store)
+            node.precompute(store, with_chunks=store == "full")
+            known = validation.over(base, store)
+            ((_, chunks),) = workload.requests(known, 1)
+            node.open(store, config.memory, config.disk)
             found = []
-            for asked in chunks.tolist():
-                found.append(node.ask(asked)["found"])
+            for wanted in chunks.tolist():
+                found.append(node.request(wanted)["found"])
                 node.flush()  # copies are made in the background: here, before the next request
-            simulated = Cluster(known, 1, "round_robin").run(draw.requests(known, 1), config.requests)
+            simulated = Cluster(known, 1, "round_robin").run(workload.requests(known, 1), config.requests)
             assert found == simulated.found.tolist()
         node.close()
+
+
+@pytest.mark.parametrize("served", [False, True])
+def test_every_constant_is_measured(tmp_path: Path, served: bool) -> None:
+    """Without a server, all but those of its link."""
+    if served and binary() is None:
+        pytest.skip("there is no valkey-server here")
+    with Server() if served else nullcontext() as server:
+        node = Node(write_shape(tmp_path), pool_size(2), 16, server.url if server else None)
+        constants = node.measure(2, memory=4, disk=7)
+        node.close()
+    link = {"node_rate", "per_fetched", "delay"}
+    assert constants.keys() == {*CONSTANTS, "hot"} - (set() if served else link)
+    assert all(math.isfinite(value) and value >= 0 for value in constants.values())
+    settings = configured(SimulateConfig(), constants, node.prompt_shape)
+    assert settings.compute.per_row == constants["per_row"]
+    assert settings.requests.prefix_tokens == node.prompt_shape["prefix_tokens"]
 
 
 class FakeNode:
@@ -328,24 +349,25 @@ class FakeNode:
     def take(self, order: list[Any]) -> dict[str, Any]:
         if order == ["measure"]:
             return {**CONSTANTS, "hot": 0.25}
-        return {"ttft": 0.5, "behind": 0.1, "waited": 0.25, "hot": [], "found": [0, len(order[1]), 0, 0]}
+        return {"ttft": 0.5, "after": 0.1, "hot": [], "found": [0, len(order[1]), 0, 0]}
 
 
 def test_a_node_is_compared_with_the_simulated_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Alone and in every run of the plan: it needs twice its least time."""
-    monkeypatch.setattr(real, "nodes_of", lambda _: nullcontext([FakeNode()]))
-    found = real.compare(RealConfig(nodes=1, pool=20, chunk_tokens=10, memory=5, near=9, requests=40), print)
-    assert {(alone["same_places"], alone["ttft_real"]) for alone in found["alone"].values()} == {(0.0, 0.5)}
-    runs = [(told["store"], told["routing"]) for told in found["runs"]]
-    every = [("full", routing) for routing in ("round_robin", "prefix", "chunks")]
-    assert runs == [*every, ("empty", "round_robin"), ("closed", "chunks")]
-    for told in found["runs"]:
-        assert (told["waited"], told["slowdown"]) == (0.25, (2.0,))
-        hits = told["simulated"]["hit_rates"]
-        assert told["error_simulated"]["hit_rates"] == {**hits, "disk": hits["disk"] - 1}
-        mean = {name: told[name]["ttft"]["mean"] for name in ("real", "simulated", "apart")}
-        assert told["error_apart"]["ttft"]["mean"] == pytest.approx(mean["apart"] / mean["real"] - 1)
-        assert mean["apart"] < mean["simulated"] < mean["real"]
+    """Isolated and in every run: it needs twice its least time."""
+    monkeypatch.setattr(validation, "processes", lambda _: nullcontext([FakeNode()]))
+    sizes = {"pool": 20, "chunk_tokens": 10, "requests": 40}
+    found = validation.validate(ValidationConfig(nodes=1, memory=5, disk=9, **sizes))
+    isolated = {(one["same_tiers"], one["ttft_measured"]) for one in found["isolated"].values()}
+    assert isolated == {(0.0, 0.5)}
+    assert [(run["store"], run["routing"]) for run in found["runs"]] == [*validation.RUNS]
+    for one in found["runs"]:
+        assert one["slowdown"] == (2.0,)
+        hits = one["simulated"]["hit_rates"]
+        assert one["error_simulated"]["hit_rates"] == {**hits, "disk": hits["disk"] - 1}
+        mean = {name: one[name]["ttft"]["mean"] for name in ("measured", "simulated", "unshared")}
+        error = one["error_unshared"]["ttft"]["mean"]
+        assert error == pytest.approx(mean["unshared"] / mean["measured"] - 1)
+        assert mean["unshared"] < mean["simulated"] < mean["measured"]
 
 
 def test_a_node_that_fails_ends_the_run_and_its_threads() -> None:
@@ -353,9 +375,9 @@ def test_a_node_that_fails_ends_the_run_and_its_threads() -> None:
         def take(self, order: list[Any]) -> dict[str, Any]:
             raise ZeroDivisionError
 
-    config = real.settings(RealConfig(nodes=1, pool=20, requests=40), CONSTANTS, FakeNode.about)
+    config = validation.simulated(ValidationConfig(nodes=1, pool=20, requests=40), CONSTANTS, FakeNode.about)
     nodes: list[Any] = [Broken()]
     before = threading.active_count()
     with pytest.raises(ZeroDivisionError):
-        real.serve(nodes, config, "round_robin", *next(draw.requests(config, 1)))
+        validation.serve(nodes, config, "round_robin", *next(workload.requests(config, 1)))
     assert threading.active_count() == before

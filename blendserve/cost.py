@@ -1,0 +1,204 @@
+"""Store KV or recompute it? Arithmetic on prices, bytes and seconds. Amounts are per token unless noted.
+
+    recompute   a reuse    machine second x prefill
+    store       once       machine second x prefill, spread over the months of use
+                a month    bytes x price of a GB
+                a reuse    machine second x (ratio x prefill + load + decode), and the price of reading the bytes
+
+Break-even is the number of reuses a month at which both cost the same. TTFT has no price here: a chunk that is cheaper
+to recompute may still be worth storing. Unknown numbers stay blank: the result names them. Examples: `configs/cost`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from math import inf
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field
+
+from blendserve.config import Positive, Ratio, Section, changed
+from blendserve.errors import InputError
+
+if TYPE_CHECKING:  # imports torch
+    from blendserve.store import KVStore
+
+GB = 1e9
+CLAIM = 4.0  # times cheaper: a common claim for KV on SSD
+STORED = "as stored"  # the level that a store's own chunks make
+
+Price = Annotated[float, Field(ge=0.0)]
+
+
+class TierConfig(Section):
+    """Prices of one place to store KV."""
+
+    inside = "cost.tiers."
+    gb_month: Price | None = Field(None, description="Price of storing a GB (10^9 bytes) for a month.")
+    gb_read: Price | None = Field(None, description="Price of reading a GB (egress, network).")
+    thousand_reads: Price | None = Field(None, description="Price of a thousand requests for a chunk.")
+
+
+class LevelConfig(Section):
+    """One codec at one level."""
+
+    inside = "cost.levels."
+    bytes_per_token: Price | None = Field(
+        None, description="Size of a token's KV, in bytes, headers and checksums included."
+    )
+    decode_seconds: Price | None = Field(None, description="Machine time to decode a token's KV, in seconds.")
+
+
+class CostConfig(Section):
+    """Prices, measured sizes and times, and a workload."""
+
+    currency: str = Field("USD", description="Currency of the prices.")
+    machine_hour: Price | None = Field(
+        None, description="Price of an hour of the machine that runs the model."
+    )
+    tiers: dict[str, TierConfig] = Field({}, description="Places to store KV, with their prices.")
+    levels: dict[str, LevelConfig] = Field({}, description="Codecs and levels, with their sizes.")
+    prefill_seconds: Price | None = Field(None, description="Machine time to prefill a token, in seconds.")
+    ratio: Ratio = Field(0.05, description="Fraction of the cached tokens to recompute.")
+    load_seconds: Price | None = Field(
+        None,
+        description="Machine time to read, rotate and place a cached token, in seconds, where it does "
+        "not overlap with computation.",
+    )
+    chunk_tokens: Positive = Field(512, description="Length of a chunk, in tokens.")
+    tokens: Price = Field(1e9, description="Size of the corpus, in tokens.")
+    reuses: Price = Field(10.0, description="Average number of uses of a token per month.")
+    months: float = Field(
+        6.0, gt=0.0, description="Number of months that a chunk is used before it is recomputed or dropped."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """One level in one tier. None: a number is missing, which `missing` names. A break-even of inf is "never"."""
+
+    tier: str
+    level: str
+    missing: tuple[str, ...] = ()
+    hold: float | None = None  # storage cost of a token for a month
+    first: float | None = None  # compute cost of a token for a month: one prefill over the months
+    reuse: float | None = None  # cost of a reuse from the store
+    recompute: float | None = None  # cost of a reuse without a store
+    break_even: float | None = None  # reuses a month
+    times_cheaper: float | None = None  # recompute / store for the workload, all costs included
+    claim_at: float | None = None  # reuses a month at which storage alone is CLAIM times cheaper
+    savings: float | None = None  # of the workload, a month
+
+
+def estimates(config: CostConfig) -> list[Estimate]:
+    """Every level in every tier."""
+    return [_estimate(config, tier, level) for tier in config.tiers for level in config.levels]
+
+
+def recommendations(config: CostConfig) -> dict[str, str | None]:
+    """tier -> the level with the largest savings; None: recompute. A tier without complete prices is left out."""
+    best: dict[str, Estimate] = {}
+    for estimate in estimates(config):
+        if estimate.savings is not None:
+            known = best.get(estimate.tier)
+            if known is None or estimate.savings > (known.savings or 0.0):
+                best[estimate.tier] = estimate
+    return {tier: e.level if (e.savings or 0.0) > 0 else None for tier, e in best.items()}
+
+
+def report(config: CostConfig) -> dict[str, Any]:
+    """All results, as JSON."""
+    found = estimates(config)
+    return {
+        "settings": config.model_dump(mode="json"),
+        "verdicts": [{k: "never" if v == inf else v for k, v in asdict(e).items()} for e in found],
+        "missing": sorted({name for estimate in found for name in estimate.missing}),
+        "keep": recommendations(config),
+    }
+
+
+def with_store(config: CostConfig, store: KVStore) -> CostConfig:
+    """Add a level with the store's bytes per token. Raises InputError for an empty store."""
+    stats = store.stats()
+    if not stats.tokens:
+        raise InputError(
+            f"the store at {stats.path} holds no chunk to measure: run `blendserve precompute` first",
+            path=stats.path,
+        )
+    uncoded = stats.bytes == stats.raw_bytes
+    level = {"bytes_per_token": stats.bytes / stats.tokens, "decode_seconds": 0.0 if uncoded else None}
+    return changed(config, levels={**_levels(config), STORED: level})
+
+
+def with_bench(config: CostConfig, file: Path) -> CostConfig:
+    """Take levels, prefill time and chunk length from `blendserve bench codec --json`. Raises InputError."""
+    try:
+        figures: dict[str, Any] = json.loads(file.read_text().splitlines()[-1])
+        levels = {
+            word: {
+                "bytes_per_token": found["bytes_per_token"],
+                "decode_seconds": 1 / found["decode"]["tokens_per_second"]["median"],
+            }
+            for word, found in figures["codecs"].items()
+        }
+        settings = figures["settings"]
+        tokens = settings["chunks"] * settings["chunk_tokens"] + settings["suffix_tokens"]
+        measured = {
+            "prefill_seconds": figures["prefill"]["median"] / tokens,
+            "chunk_tokens": settings["chunk_tokens"],
+        }
+    except OSError as error:
+        raise InputError(f"cannot read {file}: {error.strerror}", path=file) from None
+    except (ValueError, KeyError, IndexError, TypeError):
+        raise InputError(
+            f"{file} is not the output of `blendserve bench codec --json`: give its last line", path=file
+        ) from None
+    return changed(config, levels={**_levels(config), **levels}, **measured)
+
+
+def _estimate(config: CostConfig, tier: str, level: str) -> Estimate:
+    prices, size = config.tiers[tier], config.levels[level]
+    missing = tuple(_missing(config, tier, level))
+    if missing:
+        return Estimate(tier, level, missing)
+    second, n_bytes = (config.machine_hour or 0.0) / 3600, size.bytes_per_token or 0.0
+    prefill, load, decode = (
+        x or 0.0 for x in (config.prefill_seconds, config.load_seconds, size.decode_seconds)
+    )
+    hold = n_bytes * (prices.gb_month or 0.0) / GB
+    first = second * prefill / config.months
+    reading = (
+        n_bytes * (prices.gb_read or 0.0) / GB + (prices.thousand_reads or 0.0) / 1000 / config.chunk_tokens
+    )
+    reuse = second * (config.ratio * prefill + load + decode) + reading
+    recompute = second * prefill
+    stored = hold + first + config.reuses * reuse
+    return Estimate(
+        tier=tier,
+        level=level,
+        hold=hold,
+        first=first,
+        reuse=reuse,
+        recompute=recompute,
+        break_even=(hold + first) / (recompute - reuse) if recompute > reuse else inf,
+        times_cheaper=config.reuses * recompute / stored if stored else inf,
+        claim_at=CLAIM * hold / recompute if recompute else inf,
+        savings=config.tokens * (config.reuses * recompute - stored),
+    )
+
+
+def _missing(config: CostConfig, tier: str, level: str) -> Iterator[str]:
+    parts: tuple[tuple[str, Section, tuple[str, ...]], ...] = (
+        ("", config, ("machine_hour", "prefill_seconds", "load_seconds")),
+        (f"tiers.{tier}.", config.tiers[tier], ("gb_month", "gb_read", "thousand_reads")),
+        (f"levels.{level}.", config.levels[level], ("bytes_per_token", "decode_seconds")),
+    )
+    for prefix, section, names in parts:
+        yield from (prefix + name for name in names if getattr(section, name) is None)
+
+
+def _levels(config: CostConfig) -> dict[str, Any]:
+    return {name: level.model_dump() for name, level in config.levels.items()}

@@ -1,1 +1,0 @@
-"""Store or recompute? Prices, measured bytes and measured seconds, weighed."""

@@ -1,0 +1,103 @@
+"""Metrics of a simulated cluster, and all clusters of the settings side by side."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from blendserve import console
+from blendserve.errors import ConfigError
+from blendserve.provenance import versions
+from blendserve.simulate import workload
+from blendserve.simulate.cluster import TIERS, Cluster, SimulationResult, Update
+from blendserve.simulate.config import SimulateConfig
+
+Metrics = dict[str, Any]
+
+
+def simulate(config: SimulateConfig, update: Update = lambda done, total: None) -> Metrics:
+    """Simulate every number of nodes under every routing method. `update(requests done, total)`. Raises ConfigError."""
+    number = config.requests.number
+    if config.requests.chunks > config.corpus.chunks:
+        raise ConfigError(
+            f"setting 'simulate.requests.chunks' cannot be {config.requests.chunks}: "
+            f"the corpus has {config.corpus.chunks}"
+        )
+    grid = list(product(config.nodes, config.routing))
+    cells: list[Metrics] = []
+    for nodes, routing in grid:
+
+        def step(done: int, _: int) -> None:
+            update(len(cells) * number + done, len(grid) * number)
+
+        result = Cluster(config, nodes, routing).run(workload.requests(config, nodes), number, step)
+        cells.append({"nodes": nodes, "routing": routing, **summary(config, result, nodes)})
+    return {
+        "simulate": "cluster",
+        "versions": versions(),
+        "settings": config.model_dump(mode="json"),
+        "cells": cells,
+        "peak_memory_bytes": _peak_memory(),
+    }
+
+
+def summary(config: SimulateConfig, result: SimulationResult, nodes: int) -> Metrics:
+    """Metrics of the requests behind the warm-up; bytes of all requests, by link."""
+    first = round(config.requests.warm_up * len(result.ttft))
+    ttft, found = result.ttft[first:], result.found[first:]
+    span = result.finished_at[first:].max() - result.arrived_at[first:].min()
+    chunk_bytes = config.compute.stored_bytes * config.corpus.chunk_tokens
+    read = result.found.sum(axis=0) * chunk_bytes
+    by_node = np.bincount(result.node[first:], minlength=nodes)
+    percentiles = zip(("p50", "p95", "p99"), np.percentile(ttft, [50, 95, 99]).tolist(), strict=True)
+    return {
+        "requests": len(ttft),
+        "hit_rates": {tier: float(n / found.sum()) for tier, n in zip(TIERS, found.sum(axis=0), strict=True)},
+        "ttft": {"mean": float(ttft.mean()), **dict(percentiles), "worst": float(ttft.max())},
+        "throughput": float(len(ttft) / span) if span else 0.0,
+        "bytes": {
+            "disk": float(read[1]),
+            "from_store": float(read[2]),
+            "to_store": float(result.sent * chunk_bytes),
+        },
+        "most_of_mean": float(by_node.max() / by_node.mean()),
+        "simulated_seconds": float(result.finished_at.max()),
+        "took_seconds": result.seconds[0],
+        "cpu_seconds": result.seconds[1],
+        "chunks_known": result.chunks_held,
+    }
+
+
+def show(metrics: Metrics) -> None:
+    """Print the table."""
+    settings = metrics["settings"]
+    corpus, requests = settings["corpus"], settings["requests"]
+    columns = "nodes, routing|memory disk store none|TTFT ms|p50|p95|p99|worst|a second|GB sent|CPU s"
+    console.table(
+        f"{corpus['chunks']:,} chunks of {corpus['chunk_tokens']} tokens, {requests['chunks']} a request; "
+        f"{requests['number']:,} requests, the first {requests['warm_up']:.0%} of them not counted",
+        columns.split("|"),
+        [_row(cell) for cell in metrics["cells"]],
+    )
+    console.out.print(f"peak memory of this process: {metrics['peak_memory_bytes'] / 1e9:.2f} GB")
+
+
+def _row(cell: Metrics) -> list[str]:
+    ttft = [f"{cell['ttft'][name] * 1e3:,.1f}" for name in ("mean", "p50", "p95", "p99", "worst")]
+    return [
+        f"{cell['nodes']:,} {cell['routing']}",
+        "  ".join(f"{cell['hit_rates'][tier]:.2f}" for tier in TIERS),
+        *ttft,
+        f"{cell['throughput']:,.1f}",
+        f"{cell['bytes']['from_store'] / 1e9:,.1f}",
+        f"{cell['cpu_seconds']:.1f}",
+    ]
+
+
+def _peak_memory() -> int:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,52 @@
+"""Prefill time from hits and misses alone, by the engine's cost model (blend/cost.py).
+
+Chunks of C tokens follow a prefix of P tokens; the question's Q tokens come last. All rows of a missing chunk run. Of
+the cached tokens a ratio is recomputed, at positions that see a mean number of keys. A cached first chunk is exact: its
+tokens count for the ratio and need no recomputation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from blendserve.simulate.config import ComputeConfig, CorpusConfig, RequestsConfig
+
+
+class ServiceTime:
+    """Prefill times of one prompt shape."""
+
+    def __init__(self, compute: ComputeConfig, corpus: CorpusConfig, requests: RequestsConfig) -> None:
+        self._compute, self._chunk = compute, corpus.chunk_tokens
+        self._prefix, self._question = requests.prefix_tokens, requests.question_tokens
+
+    def counts(self, hits: Sequence[bool]) -> tuple[int, float, float, int]:
+        """Passes, rows, (row, key) pairs and loaded tokens of a prompt, by whether each chunk is a hit."""
+        size, prefix, question = self._chunk, self._prefix, self._question
+        n_hits = sum(hits)
+        length = prefix + len(hits) * size + question
+        rows, pairs = float(question), _pairs(length - question, question)
+        for i, hit in enumerate(hits):
+            if not hit:
+                rows += size
+                pairs += _pairs(prefix + i * size, size)
+        reusable = n_hits - hits[0]
+        chosen = min(round(self._compute.ratio * n_hits * size), reusable * size)
+        if chosen:
+            at = sum(i for i, hit in enumerate(hits) if hit)
+            rows += chosen
+            pairs += chosen * (prefix + at / reusable * size + (size + 1) / 2)
+        scored = self._compute.scoring_pass and 0 < chosen < reusable * size
+        if scored:
+            rows, pairs = rows + question, pairs + question * length
+        return 1 + scored, rows, pairs, prefix + n_hits * size
+
+    def prefill(self, hits: Sequence[bool]) -> float:
+        """Seconds, with every hit in memory and decoded."""
+        passes, rows, pairs, loaded = self.counts(hits)
+        c = self._compute
+        return passes * c.per_pass + rows * c.per_row + pairs * c.per_pair + loaded * c.per_loaded
+
+
+def _pairs(before: int, rows: int) -> float:
+    """(row, key) pairs of consecutive rows behind `before` tokens."""
+    return rows * before + rows * (rows + 1) / 2

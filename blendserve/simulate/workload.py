@@ -1,0 +1,131 @@
+"""Requests: chunks by Zipf's law over a corpus of any size, and arrival times.
+
+A table of 10^9 probabilities would take gigabytes. Rejection-inversion (Hoermann and Derflinger, "Rejection-inversion to
+generate variates from monotone discrete distributions", 1996) needs none: it inverts the integral of the law's
+continuous envelope, and rejects at most about one draw in ten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from blendserve.simulate.config import SimulateConfig
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+BLOCK = 1 << 14  # requests per block
+TOPIC_TRIES = 8  # draws of a chunk from the request's own topic, which may have too few
+MAX_TRIES = 64  # draws by the law: with a lifetime, two ranks may share a topic and other topics have none
+
+
+class Zipf:
+    """Numbers 0 .. n - 1; the k-th has a probability proportional to (k + 1) ** -s."""
+
+    def __init__(self, n: int, s: float) -> None:
+        self.n, self.s = n, s
+        self._low, self._high = self._integral(1.5) - 1.0, self._integral(n + 0.5)
+        self._sure = 2.0 - self._inverse(self._integral(2.5) - 2.0**-s)
+
+    def draw(self, rng: np.random.Generator, count: int) -> Ints:
+        """-> int64 [count]"""
+        found = np.empty(count, np.int64)
+        done = 0
+        while done < count:
+            u = rng.uniform(self._low, self._high, count - done)
+            x = self._inverse(u)
+            k = np.clip(np.rint(x), 1, self.n)
+            accepted = k[(k - x <= self._sure) | (u >= self._integral(k + 0.5) - k**-self.s)].astype(np.int64)
+            found[done : done + len(accepted)] = accepted - 1
+            done += len(accepted)
+        return found
+
+    def _integral(self, x: Any) -> Any:
+        """Of x ** -s, from 1."""
+        log = np.log(x)
+        return log if self.s == 1 else np.expm1((1 - self.s) * log) / (1 - self.s)
+
+    def _inverse(self, u: Any) -> Any:
+        return np.exp(u if self.s == 1 else np.log1p((1 - self.s) * u) / (1 - self.s))
+
+
+def requests(config: SimulateConfig, nodes: int) -> Iterator[tuple[Floats, Ints]]:
+    """Blocks of (arrival times [B], different chunks of each request [B, n]), in order.
+
+    In a closed loop all times are 0. A seed gives the same chunks for any number of nodes. Raises ValueError when the
+    corpus is smaller than a request.
+    """
+    wanted, corpus = config.requests, config.corpus
+    if wanted.chunks > corpus.chunks:
+        raise ValueError(f"a request of {wanted.chunks} chunks cannot be drawn from {corpus.chunks}")
+    rng, clock = np.random.default_rng([config.seed, 0]), np.random.default_rng([config.seed, 1])
+    popularity, now = _Popularity(config), 0.0
+    for first in range(0, wanted.number, BLOCK):
+        size = min(BLOCK, wanted.number - first)
+        times = np.zeros(size)
+        if wanted.rate:
+            times = now + np.cumsum(clock.exponential(1 / (wanted.rate * nodes), size))
+            now = float(times[-1])
+        yield times, popularity.requests(rng, first, size)
+
+
+class _Popularity:
+    """Topics by Zipf, chunks of a topic by Zipf; the topic of a popularity rank changes with time."""
+
+    def __init__(self, config: SimulateConfig) -> None:
+        self._corpus, self._wanted = config.corpus, config.requests.chunks
+        corpus = config.corpus
+        self._per_topic = min(corpus.topic_chunks, corpus.chunks)
+        self._n_topics = -(-corpus.chunks // self._per_topic)
+        self._topic = Zipf(self._n_topics, corpus.zipf)
+        self._within = Zipf(self._per_topic, corpus.zipf if self._per_topic > 1 else 0.0)
+
+    def requests(self, rng: np.random.Generator, first: int, size: int) -> Ints:
+        """Chunks [size, n] of the requests from number `first` on, no chunk twice in a request."""
+        at = np.arange(first, first + size)
+        main = self._topic.draw(rng, size)
+        chunks = np.full((size, self._wanted), -1, np.int64)
+        to_draw = np.ones_like(chunks, dtype=bool)
+        for tries in range(1 << 20):
+            row, column = to_draw.nonzero()
+            if not len(row):
+                break
+            coherent = (rng.random(len(row)) < self._corpus.coherence) & (tries < TOPIC_TRIES)
+            topics = np.where(coherent, main[row], self._topic.draw(rng, len(row)))
+            drawn = self._chunk(topics, self._within.draw(rng, len(row)), at[row], rng)
+            if tries >= MAX_TRIES:
+                drawn = rng.integers(0, self._corpus.chunks, len(row))
+            chunks[row, column] = drawn
+            to_draw = _repeated(chunks)
+        return chunks
+
+    def _chunk(self, topics: Ints, within: Ints, at: Ints, rng: np.random.Generator) -> Ints:
+        lifetime, n_chunks = self._corpus.lifetime, self._corpus.chunks
+        if lifetime:  # the k-th most popular topic is another one after each lifetime
+            turn = (at + _mixed(topics) % lifetime) // lifetime
+            topics = _mixed(topics + turn * self._n_topics) % self._n_topics
+        chunks = topics * self._per_topic + within
+        return np.where(chunks < n_chunks, chunks, rng.integers(0, n_chunks, len(chunks)))
+
+
+def _repeated(chunks: Ints) -> NDArray[np.bool_]:
+    """Which entries of a row [B, n] repeat an earlier one of it."""
+    order = np.argsort(chunks, axis=1, kind="stable")
+    ordered = np.take_along_axis(chunks, order, axis=1)
+    same = np.zeros_like(chunks, dtype=bool)
+    same[:, 1:] = ordered[:, 1:] == ordered[:, :-1]
+    repeated = np.zeros_like(same)
+    np.put_along_axis(repeated, order, same, axis=1)
+    return repeated
+
+
+def _mixed(numbers: Ints) -> Ints:
+    """Hashes of numbers >= 0 (splitmix64)."""
+    x = numbers.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed: Ints = ((x ^ (x >> np.uint64(31))) >> np.uint64(1)).astype(np.int64)
+    return mixed
