@@ -18,7 +18,7 @@
     │   ├── StoreFull           ... is at its byte cap, or the disk is full
     │   ├── TablesMissing       ... has no tables for the codec that is to write
     │   ├── CorruptRecord       ... holds a record that fails its checksum (never fails a request: recomputed)
-    │   └── LeftBehind          ... gives no more of a chunk that was used while it came (never fails a request)
+    │   └── ChunkLost          ... gives no more of a chunk that was used while it came (never fails a request)
     ├── ClusterUnavailable      no Ray cluster can be had, or its workers ended
     └── ServeError              the server refuses a request
         ├── Busy                ... for now: its queue is full, or a key has used up its share
@@ -158,7 +158,7 @@ class CorruptRecord(StoreError):
         self.key, self.what, self.layer = key, what, layer
 
 
-class LeftBehind(StoreError):
+class ChunkLost(StoreError):
     """A layer of a chunk that is used while it comes does not come: ask the same snapshot for the chunk again."""
 
     def __init__(self, key: bytes) -> None:

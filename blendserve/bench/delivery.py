@@ -44,6 +44,7 @@ from blendserve.models.loader import Reader, load_reader
 from blendserve.registry import CODECS, DELIVERED, STORES, parse_codec
 from blendserve.serve.child import Child
 from blendserve.store import KVStore, LMDBStore, MemoryStore
+from blendserve.store.base import TimeSaved
 from blendserve.store.codecs.base import Codec
 from blendserve.store.kdn.adapt import Rule, cachegen, fixed, quickest
 from blendserve.store.kdn.collection import Entry
@@ -117,18 +118,19 @@ class Scene:
         pace = self._paces.setdefault(name, Pace())
         prompt, teller = self._workload.prompt, self._blender(MemoryStore(ROOM))
         # The rules of fixed methods compare it as well, though their requests do not say it.
-        saved = teller.saved(prompt, who.blend, range(len(prompt.chunks)))
+        per_token, of_prefix = teller.time_saved(prompt, who.blend, range(len(prompt.chunks)))
+        saved = TimeSaved(per_token, {teller.key(prompt.prefix, ()): of_prefix})
         with KdnStore(config, who.rule, who.workers, pace, who.early, saved) as store:
             list(store.keys())  # connects, and reads the directory
             blender = self._blender(store) if new else self._blenders[name].like(store, "")
             if new:
                 self._blenders[name] = blender
                 with self._played(trace.beginning):
-                    blender.sample_link()
+                    blender.warm_up()
             blender.calibrate()
             with self._played(trace):
                 request = self._timed(blender, who.blend)
-                blender.wait_for_sample()  # which belongs to this link, and not beside who comes next
+                blender.fetcher.wait()  # which belongs to this link, and not beside who comes next
                 return request
 
     def _played(self, trace: Trace) -> AbstractContextManager[None]:

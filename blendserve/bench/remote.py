@@ -87,7 +87,7 @@ class Scene:
         for word, store in self._stores.items():
             blender, anew = self._blenders[word], self._blender(word, store)
             anew.calibrate(self._say)
-            anew.sample_link()
+            anew.warm_up()
             found.setdefault(COMPUTED, partial(self._ask, blender, store, full))
             found[word] = partial(self._ask, blender, store, blend)
             found[word + AUTO] = partial(self._ask, anew, store, auto)

@@ -5,17 +5,17 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Literal
 
-from blendserve.blend.cost import CostModel, LoadRate, calibrated, choose, estimates, free_ratio
+from blendserve.blend.cost import CostModel, calibrated, choose, estimates, free_ratio
 from blendserve.blend.explain import explain
 from blendserve.blend.layout import Layout, lay_out
-from blendserve.blend.lookup import CORRUPT, Found, look_near, look_up, nothing, supposed, wanted
+from blendserve.blend.lookup import Found, look_near, look_up, nothing, supposed, wanted
 from blendserve.blend.near import Donors
 from blendserve.blend.own_prefix import OwnPrefix
 from blendserve.blend.policies.base import make_policy
@@ -25,26 +25,26 @@ from blendserve.blend.prefill import Prefilled, prefill
 from blendserve.blend.priors import Known
 from blendserve.blend.report import make_report
 from blendserve.blend.single_flight import SingleFlight
-from blendserve.blend.slow_link import Link, reason, worth_fetching
-from blendserve.blend.while_waiting import WhileWaiting
 from blendserve.blend.work import chunk_work
 from blendserve.config import BlendConfig, Method, changed
 from blendserve.core import BlendReport, ChunkKV, Explanation, Prompt, TokenIds
-from blendserve.errors import CorruptRecord, LeftBehind, StoreError
+from blendserve.errors import StoreError
+from blendserve.fetch.copies import Hold
+from blendserve.fetch.fetcher import ChunkRequest, Fetch, KVFetcher
+from blendserve.fetch.link import TokenRate
 from blendserve.models.adapter import Adapter
 from blendserve.models.forward import BeforeLayer
 from blendserve.models.kv_cache import KVCache
 from blendserve.paths import cache_folder
 from blendserve.registry import CORRECTIONS, REUSE
-from blendserve.store import ChunkKey, KVStore, Snapshot, chunk_key
-from blendserve.store.base import TimeSaved
-from blendserve.store.codecs.base import SLOW, UNREACHABLE
+from blendserve.store import ChunkKey, KVStore, chunk_key
 from blendserve.store.memory import MemoryChunk
 from blendserve.store.write_behind import write_behind
 from blendserve.timing import Clock
 
 Others = Literal["wait", "leave", "ignore"]
 NOTHING: Mapping[TokenIds, ChunkKV] = {}
+MAY_BE_STORED = ("slow link", "unreachable")  # kinds of a miss of a chunk whose record may be good
 POLL_S = 0.1  # how often it is looked whether others are done
 
 
@@ -75,12 +75,12 @@ class Blender:
         before_layer: BeforeLayer | None = None,
         *,
         costs: CostModel | None = None,
-        link: Link | None = None,
+        fetcher: KVFetcher | None = None,
     ) -> None:
         """context: what chunks are computed behind. before_layer: called in every pass, before each of its layers.
 
-        costs: of this machine and reader; default: measured when they are first needed. link: the rate of the store's
-        link; default: measured from now on.
+        costs: of this machine and reader; default: measured when they are first needed. fetcher: reads chunks for
+        prompts; default: one over `store`.
         """
         self.adapter, self.store = adapter, store
         self._fingerprint, self._namespace = fingerprint, namespace
@@ -90,8 +90,8 @@ class Blender:
         self.donors = Donors(store, self.key, namespace)  # for chunks that are nearly there
         self._computers: dict[TokenIds, ChunkComputer] = {}
         self._costs = costs
-        self._load_rate = LoadRate()
-        self._link = link or Link()
+        self._load_rate = TokenRate()
+        self.fetcher = fetcher or KVFetcher(store)
         self._own_prefix = OwnPrefix()
         self._flight = SingleFlight()
         self._damaged: set[ChunkKey] = set()  # records that are there and are to be replaced
@@ -113,7 +113,7 @@ class Blender:
             namespace,
             before_layer,
             costs=self._costs,
-            link=self._link,
+            fetcher=self.fetcher if store is self.store else KVFetcher(store, self.fetcher.link),
         )
         other._flight, other.known, other._own_prefix = self._flight, self.known, self._own_prefix
         return other
@@ -138,31 +138,21 @@ class Blender:
             raise trouble
         return there
 
-    def sample_link(self) -> None:
-        """Before the first request: see how far a shared store is, and fetch the prefix, which every prompt wants."""
-        if self.store.far:
-            key = self.key(self._prefix, ())
-            self._link.sample(self.store, [key])
-            with suppress(StoreError), self.store.reading() as snapshot:  # a request will say it
-                if view := snapshot.get(key):
+    def warm_up(self) -> None:
+        """Before the first request: probe the link to a shared store, and fetch the prefix, which every prompt wants."""
+        if self.fetcher.has_remote:
+            prefix = ChunkRequest(self.key(self._prefix, ()), len(self._prefix))
+            self.fetcher.warm_up([prefix])
+            with suppress(StoreError), self.fetcher.fetch([prefix]) as fetch:
+                if view := fetch.views.get(prefix.key):
                     self._own_prefix.keep(view)
 
-    def wait_for_sample(self) -> None:
-        """Until nothing of the link is looked at any more behind a request."""
-        self._link.wait()
-
-    def prefetch(self, prompt: Prompt, blend: BlendConfig) -> None:
-        """A request for this prompt is on its way: have brought near what it will look for."""
-        which = wanted(prompt, blend.method, self._exact_first(prompt)) if blend.method != "full" else []
-        if which:
-            with suppress(StoreError):
-                # Where costs are not known yet, measuring them is not for this thread.
-                measured = self._costs is not None
-                slow = self._slow(prompt, blend, which) if measured else {}
-                saved = self._compared(prompt, blend, which) if measured else None
-                # One by one, as most stores have no use for them, and a key is a hash of all ids.
-                keys = chain([self.key(prompt.prefix, ())], (self.key(prompt.chunks[i].ids) for i in which))
-                self.store.prefetch((key for key in keys if key not in slow), saved)
+    def prefetch(self, prompt: Prompt, blend: BlendConfig) -> Hold:
+        """A request for this prompt is queued: fetch what it will look for; keep that until the hold is closed."""
+        keys = self._keys(prompt, blend)
+        # Measuring costs is not for this thread.
+        costed = self._costs is not None
+        return self.fetcher.prefetch(self.requests(prompt, blend, keys, costed) if keys else [])
 
     def run(
         self,
@@ -181,125 +171,83 @@ class Blender:
         make_policy(blend).validate(self.adapter.n_layers)
         if blend.method == "reuse":
             blend = changed(blend, **REUSE)
-        corrupt: dict[ChunkKey, str] = {}
-        trouble = ""
-        waiting = self._while_waiting(prompt, blend) if self.store.far else None
-        finish = partial(self._finish, prompt, blend, new_tokens, clock, cache, waiting=waiting)
-        while blend.method != "full" and not trouble:
-            try:
-                with self.store.reading() as snapshot:
-                    done = self._from(snapshot, prompt, blend, corrupt, waiting, prefix_kv, finish)
-                left = [why.chunk for why in done.report.unusable if why.kind in (SLOW, UNREACHABLE)]
-                self._link.probe(self.store, [self.key(prompt.chunks[i].ids) for i in left])
-                return done
-            except CorruptRecord as error:
-                corrupt[error.key] = error.what
-                self._damaged.add(error.key)
-            except StoreError as error:
-                trouble = f"the store cannot be read: {error}"
-        return self._finish(prompt, blend, new_tokens, clock, cache, nothing(prompt), trouble)
-
-    def _from(
-        self,
-        snapshot: Snapshot,
-        prompt: Prompt,
-        blend: BlendConfig,
-        corrupt: dict[ChunkKey, str],
-        waiting: WhileWaiting | None,
-        prefix_kv: ChunkKV | None,
-        finish: Callable[[Found], Blended],
-    ) -> Blended:
-        """Look chunks up and finish; once more where one was left behind, and nothing that is here is asked for again."""
-        which, n_layers = wanted(prompt, blend.method, self._exact_first(prompt)), self.adapter.n_layers
-        slow, prefix_key = self._slow(prompt, blend, which), self.key(prompt.prefix, ())
-        saved = self._compared(prompt, blend, which)
+        finish = partial(self._finish, prompt, blend, new_tokens, clock, cache)
+        if blend.method == "full":
+            return finish(nothing(prompt))
+        keys, prefix_key = self._keys(prompt, blend), self.key(prompt.prefix, ())
         prefix = self._prefix_here(prompt) if prefix_kv is None else MemoryChunk(prefix_kv)
-        start = self._link.clock()
-        while True:
-            found = look_up(
-                snapshot, prompt, which, self.key, prefix_key, n_layers, corrupt, slow, waiting, prefix, saved
-            )
-            found = replace(found, seconds=self._link.clock() - start)
-            if blend.near and blend.method != "prefix":
-                worth = partial(self._worth_reading, prompt, blend, found.looked_for)
-                found = look_near(snapshot, prompt, found, self.donors, n_layers, corrupt, worth)
-            self._damaged.update(corrupt)
-            with suppress(LeftBehind):
-                done = finish(found)
-                if found.prefix and self.store.far and prompt.prefix == self._prefix:
-                    self._own_prefix.keep(found.prefix)
-                return done
+        requests = self.requests(prompt, blend, keys, prefix=prefix is None)
+        chunks = {key: prompt.chunks[i].ids for i, key in keys.items()}
+
+        def compute(request: ChunkRequest) -> ChunkKV:
+            return self.computer(self._context).compute([chunks[request.key]])[0]
+
+        with self.fetcher.fetch(requests, compute) as fetch:
+            while True:
+                found = look_up(fetch, prompt, keys, prefix_key, self.adapter.n_layers, prefix)
+                try:
+                    if blend.near and blend.method != "prefix" and not fetch.trouble:
+                        saved = (
+                            self.time_saved(prompt, blend, [*keys])[0] if self._costs_matter(blend) else None
+                        )
+                        found = look_near(fetch, prompt, found, self.donors, self.adapter.n_layers, saved)
+                    done = finish(found, fetch)
+                    if found.prefix and self.fetcher.has_remote and prompt.prefix == self._prefix:
+                        self._own_prefix.keep(found.prefix)
+                    return done
+                except StoreError as error:
+                    fetch.drop(error)
+
+    def _keys(self, prompt: Prompt, blend: BlendConfig) -> dict[int, ChunkKey]:
+        """The keys of the chunks that a method can use, by their numbers."""
+        if blend.method == "full":
+            return {}
+        which = wanted(prompt, blend.method, self._exact_first(prompt))
+        return {i: self.key(prompt.chunks[i].ids) for i in which}
 
     def _prefix_here(self, prompt: Prompt) -> MemoryChunk | None:
-        """Where the store is another machine's, what is kept of it."""
-        return self._own_prefix.view if self.store.far and prompt.prefix == self._prefix else None
+        """Where the store is another machine's, the copy that is kept of it."""
+        own = self.fetcher.has_remote and prompt.prefix == self._prefix
+        return self._own_prefix.view if own else None
 
-    def _store_compares(self, blend: BlendConfig) -> bool:
-        """Whether the store decides which chunks to fetch from another machine, and may."""
-        return blend.method == "auto" and self.store.far and self.store.compares_cost
+    def _costs_matter(self, blend: BlendConfig) -> bool:
+        return blend.method == "auto" and self.fetcher.has_remote
 
-    def _compared(self, prompt: Prompt, blend: BlendConfig, which: Sequence[int]) -> TimeSaved | None:
-        """What the store compares the time of fetching with; None where this request waits for every chunk."""
-        return self.saved(prompt, blend, which) if self._store_compares(blend) else None
+    def requests(
+        self,
+        prompt: Prompt,
+        blend: BlendConfig,
+        keys: Mapping[int, ChunkKey],
+        costed: bool = True,
+        prefix: bool = True,
+    ) -> list[ChunkRequest]:
+        """For these chunks, and for the prefix in front: what is asked for last may still be in transit at the start.
 
-    def _while_waiting(self, prompt: Prompt, blend: BlendConfig) -> WhileWaiting:
-        """Where it is weighed what to fetch, any chunk may be computed alone, as precompute does, in this thread."""
-        context, n_layers = self._context, self.adapter.n_layers
-
-        def seconds(n: int) -> float:
-            return self.calibrate().seconds(chunk_work(n, len(context), context not in self._computers))
-
-        may = prompt.chunks if self._store_compares(blend) else ()
-        chunks = {self.key(chunk.ids): chunk.ids for chunk in may if len(chunk)}
-        return WhileWaiting(chunks, seconds, partial(self.computer, context), n_layers)
-
-    def _slow(self, prompt: Prompt, blend: BlendConfig, which: list[int]) -> dict[ChunkKey, str]:
-        """What method "auto" leaves on another machine, as computing it would be quicker, and why. Raises StoreError."""
-        if blend.method != "auto" or not self.store.far or self._store_compares(blend):
-            return {}
-        if self._link.seconds(1) is None:
-            return {}
-        keys, prefix_key = {i: self.key(prompt.chunks[i].ids) for i in which}, self.key(prompt.prefix, ())
-        near = self.store.present([*keys.values(), prefix_key], remote=False)
-        near |= {prefix_key} if self._prefix_here(prompt) else set()
-        far = {i for i, key in keys.items() if key not in near}
-        fetching = self._link.seconds(sum(len(prompt.chunks[i]) for i in far))
-        if not far or fetching is None:
-            return {}
-        without = supposed(prompt, set(which) - far, prefix_key in near)
-        costs = self._least(prompt, blend, supposed(prompt, which)), self._least(prompt, blend, without)
-        if worth_fetching(fetching, *costs):
-            return {}
-        left = (key for key in (*keys.values(), prefix_key) if key not in near)
-        return dict.fromkeys(left, reason(fetching, costs[1] - costs[0]))
-
-    def _worth_reading(
-        self, prompt: Prompt, blend: BlendConfig, which: Sequence[int], donors: Mapping[ChunkKey, int]
-    ) -> Collection[ChunkKey]:
-        """Of donors, with their numbers of tokens, those that method "auto" does not leave on another machine.
-
-        Those there stay if fetching them takes longer than having all of their tokens would save. Raises StoreError.
+        costed: with what they cost and save, where method "auto" may leave them on another machine.
         """
-        if blend.method != "auto" or not self.store.far:
-            return donors
-        near = self.store.present(donors, remote=False)
-        tokens = sum(n for key, n in donors.items() if key not in near)
-        fetching = self._link.seconds(tokens) if tokens else None
-        if fetching is None or fetching < tokens * self.saved(prompt, blend, which).per_token:
-            return donors
-        return near
+        sizes = {key: len(prompt.chunks[i]) for i, key in keys.items()}
+        prefix_key = self.key(prompt.prefix, ())
+        if not (costed and self._costs_matter(blend)):
+            chunks = [ChunkRequest(key, n) for key, n in sizes.items()]
+            return [ChunkRequest(prefix_key, len(prompt.prefix)), *chunks] if prefix else chunks
+        per_token, of_prefix = self.time_saved(prompt, blend, [*keys])
+        n_context, costs = len(self._context), self.calibrate()
+        chunks = [
+            ChunkRequest(key, n, per_token * n, costs.seconds(chunk_work(n, n_context, False)))
+            for key, n in sizes.items()
+        ]
+        return [ChunkRequest(prefix_key, len(prompt.prefix), of_prefix), *chunks] if prefix else chunks
 
-    def saved(self, prompt: Prompt, blend: BlendConfig, which: Sequence[int]) -> TimeSaved:
-        """Seconds that the stored KV of a token is expected to save, where that of all these chunks is used; and of what
-        is worth something else: without the prefix the chunk behind it is not exact either.
+    def time_saved(self, prompt: Prompt, blend: BlendConfig, which: Sequence[int]) -> tuple[float, float]:
+        """Seconds that the stored KV of a token is expected to save, where that of all these chunks is used; and the
+        prefix's: without it the chunk behind it is not exact either.
         """
         tokens = sum(len(prompt.chunks[i]) for i in which)
         with_them, alone, no_prefix = (
             self._least(prompt, blend, found)
             for found in (supposed(prompt, which), supposed(prompt, ()), supposed(prompt, which, False))
         )
-        prefix = {self.key(prompt.prefix, ()): max(0.0, no_prefix - with_them)} if prompt.prefix else {}
-        return TimeSaved(max(0.0, alone - with_them) / max(1, tokens), prefix)
+        return max(0.0, alone - with_them) / max(1, tokens), max(0.0, no_prefix - with_them)
 
     def _least(self, prompt: Prompt, blend: BlendConfig, found: Found) -> float:
         """Seconds that the best method is expected to take."""
@@ -315,12 +263,13 @@ class Blender:
         clock: Clock | None,
         cache: KVCache | None,
         found: Found,
-        why: str = "",
-        waiting: WhileWaiting | None = None,
+        fetch: Fetch | None = None,
     ) -> Blended:
-        layout = self._layout(prompt, found)
-        lacking = (found for found in found.unusable if found.kind not in (CORRUPT, SLOW, UNREACHABLE))
-        self._damaged.update(self.key(prompt.chunks[why.chunk].ids) for why in lacking)
+        layout, why = self._layout(prompt, found), ""
+        misses = fetch.misses if fetch else {}
+        self._damaged.update(
+            key for key, miss in misses.items() if miss.kind not in ("absent", *MAY_BE_STORED)
+        )
         if blend.method == "auto":
             method, why = self._choose(prompt, blend, found, why)
             blend = changed(blend, method=method)
@@ -328,16 +277,15 @@ class Blender:
         if blend.ratio == "auto":
             blend = changed(blend, ratio=self._free_ratio(layout, blend))
         known = self.known.current() if CORRECTIONS.load(blend.correction).uses_prior else None
-        before = waiting.waited if waiting else 0.0
+        before = fetch.waited_s if fetch else 0.0
         done = prefill(
             self.adapter, prompt, layout, blend, new_tokens, clock, cache, self._before_layer, known
         )
-        waited = waiting.waited - before if waiting else 0.0
+        waited = fetch.waited_s - before if fetch else 0.0
         reading = max(0.0, done.seconds_reading - waited)
         self._load_rate.record(reading, layout.n_loaded)
-        if found.far_tokens:
-            self._link.record(found.seconds + waited, found.far_tokens)
-            self._link.decoded(reading, layout.n_loaded)
+        if fetch:
+            fetch.record_reading(reading, layout.n_loaded)
         missing = (i for i in found.looked_for if found.chunks[i] is None or i in found.computed)
         absent = tuple(prompt.chunks[i].ids for i in missing)
         if found.prefix is None and found.looked_for and prompt.prefix:

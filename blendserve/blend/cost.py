@@ -43,7 +43,6 @@ from blendserve.store.memory import MemoryChunk
 
 VERSION = 5  # of what is measured; raise it when prefill's speed changes much
 EXACT_FAVOUR = 0.95  # an exact method wins unless blending is at least 5% faster
-MEMORY = 0.5  # weight of the last request in the running mean of loading
 HIDDEN = 0.8  # of loading that recomputing is to fill: estimates are off by a fifth, and layer 0 hides behind nothing
 
 
@@ -79,19 +78,6 @@ def estimates(
     """Seconds that each method is expected to take."""
     policy = make_policy(blend)
     return {method: model.seconds(work_of(layout, policy, n_layers)) for method, layout in layouts.items()}
-
-
-class LoadRate:
-    """What reading a stored token takes, by the requests so far."""
-
-    def __init__(self) -> None:
-        self.seconds_per_token: float | None = None
-
-    def record(self, seconds: float, tokens: int) -> None:
-        """One request read so many tokens' KV in so many seconds."""
-        if tokens:
-            known, new = self.seconds_per_token, seconds / tokens
-            self.seconds_per_token = new if known is None else (1 - MEMORY) * known + MEMORY * new
 
 
 def free_ratio(

@@ -11,9 +11,9 @@ from blendserve.blend.layout import Layout, Run
 from blendserve.blend.lookup import Found
 from blendserve.blend.prefill import Prefilled
 from blendserve.blend.report import near_chunks
-from blendserve.blend.while_waiting import COMPUTED
 from blendserve.config import Method
 from blendserve.core import Explanation, Part, Prompt, Reason, Span
+from blendserve.fetch.fetcher import COMPUTED
 
 STATE = {name: n for n, name in enumerate(Explanation.STATES)}
 NEAR = "near"  # in place of a tier: read from other chunks

@@ -1,26 +1,22 @@
-"""What the store holds of a prompt. Each method looks for what it can use; nobody looks for empty chunks."""
+"""What was fetched of a prompt. Each method asks for what it can use; empty chunks are not asked for."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import cast
 
 from blendserve.blend.layout import Run
 from blendserve.blend.near import Donors
-from blendserve.blend.while_waiting import COMPUTED, WhileWaiting
 from blendserve.config import Method
-from blendserve.core import ChunkKV, Prompt, TokenIds, Unusable
-from blendserve.errors import CorruptRecord, StoreVersion
-from blendserve.store import ChunkKey, ChunkView, Snapshot
-from blendserve.store.base import LOCAL, REMOTE, TimeSaved
-from blendserve.store.codecs.base import SLOW
-from blendserve.store.memory import MemoryChunk
+from blendserve.core import ChunkKV, Prompt, Unusable
+from blendserve.errors import CorruptRecord
+from blendserve.fetch.fetcher import ChunkRequest, Fetch
+from blendserve.store import ChunkKey, ChunkView
+from blendserve.store.base import LOCAL, Miss
 
 CORRUPT = "corrupt"
-FAR = "it lies on another machine, and fetching it was estimated to take longer than it could save"
-KeyOf = Callable[[TokenIds], ChunkKey]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +29,6 @@ class Found:
     unusable: tuple[Unusable, ...] = ()  # of those, the ones that may be there all the same
     tier_of: Mapping[int, str] = field(default_factory=dict)  # where each chunk that is there is read from
     prefix_tier: str = ""
-    far_tokens: int = 0  # of chunks that came, or are coming, from another machine
-    seconds: float = 0.0  # that looking took
     near: Mapping[int, tuple[Run, ...]] = field(
         default_factory=dict
     )  # what others have of chunks that are not there
@@ -69,11 +63,6 @@ class Found:
         return self
 
 
-def nothing(prompt: Prompt) -> Found:
-    """When there is no store to read."""
-    return Found(None, (None,) * len(prompt.chunks))
-
-
 def supposed(prompt: Prompt, which: Iterable[int], prefix: bool = True) -> Found:
     """As if the chunks `which` were found, and the prefix: to lay out, not to read."""
     there, some = set(which), cast(ChunkView, object())
@@ -81,99 +70,50 @@ def supposed(prompt: Prompt, which: Iterable[int], prefix: bool = True) -> Found
     return Found(some if prefix else None, chunks, tuple(there))
 
 
+def nothing(prompt: Prompt) -> Found:
+    """Of a method that fetches nothing."""
+    return Found(None, (None,) * len(prompt.chunks))
+
+
 def look_up(
-    snapshot: Snapshot,
+    fetch: Fetch,
     prompt: Prompt,
-    which: list[int],
-    key_of: KeyOf,
+    keys: Mapping[int, ChunkKey],
     prefix_key: ChunkKey,
     n_layers: int,
-    corrupt: dict[ChunkKey, str],
-    slow: Mapping[ChunkKey, str],
-    waiting: WhileWaiting | None = None,
     prefix: ChunkView | None = None,
-    saved: TimeSaved | None = None,
 ) -> Found:
-    """Look for the prefix and the chunks `which`, but not for `slow` ones, which says why.
-
-    waiting: computes some of them while others are on their way; None = nobody does. prefix: where the caller has its KV;
-    the store is not asked for it then. saved: what the chunks save, where the store compares that with fetching them.
-    What is found damaged is added to `corrupt`, which says why.
-    """
-
-    computed = waiting.computed if waiting else {}
-
-    def asked(key: ChunkKey) -> bool:
-        return key not in corrupt and key not in slow and key not in computed
-
-    def view(key: ChunkKey, n_tokens: int) -> ChunkView | None:
-        try:
-            return None if not asked(key) else _view(snapshot, key, n_tokens, n_layers)
-        except CorruptRecord as error:
-            corrupt[key] = error.what
-            return None
-
-    keys = {i: key_of(prompt.chunks[i].ids) for i in which}
-    # The prefix in front: what is asked for last is still coming when the prefill begins, and is to be worth that.
-    wanted = keys.values() if prefix else (prefix_key, *keys.values())
-    snapshot.expect([key for key in dict.fromkeys(wanted) if asked(key)], waiting, saved)
-    chunks: list[ChunkView | None] = [None] * len(prompt.chunks)
-    for i in which:
-        chunks[i] = view(keys[i], len(prompt.chunks[i]))
-    here, prefix = prefix is not None, prefix or view(prefix_key, len(prompt.prefix))
-    damaged = [Unusable(i, CORRUPT, corrupt[key]) for i, key in keys.items() if key in corrupt]
-    lacking = [
-        Unusable(i, why.kind, str(why)) for i, key in keys.items() if (why := snapshot.undecodable.get(key))
-    ]
-    left = [Unusable(i, SLOW, slow[key]) for i, key in keys.items() if key in slow and key not in corrupt]
-    tier_of = {i: snapshot.tier(keys[i]) for i in which if chunks[i] is not None}
-    done = {i: computed[key] for i, key in keys.items() if key in computed}
-    for i, kv in done.items():
-        chunks[i], tier_of[i] = MemoryChunk(kv), COMPUTED
-    prefix_tier = LOCAL if here else "" if prefix is None else snapshot.tier(prefix_key)
-    far = sum(len(prompt.chunks[i]) for i, tier in tier_of.items() if tier == REMOTE)
+    """The fetched prefix and chunks. keys: by number of the chunk. prefix: where the caller has its KV."""
+    for key in (*keys.values(), prefix_key):
+        if (view := fetch.views.get(key)) and view.n_layers != n_layers:
+            fetch.drop(CorruptRecord(key, "is not the chunk that its key names"))
+    misses = {i: fetch.misses[key] for i, key in keys.items() if key in fetch.misses}
     return Found(
-        prefix,
-        tuple(chunks),
-        tuple(which),
-        (*damaged, *lacking, *left),
-        tier_of,
-        prefix_tier,
-        far,
-        computed=done,
+        prefix or fetch.views.get(prefix_key),
+        tuple(fetch.views.get(keys[i]) if i in keys else None for i in range(len(prompt.chunks))),
+        tuple(keys),
+        tuple(Unusable(i, miss.kind, miss.detail) for i, miss in misses.items() if miss.kind != "absent"),
+        {i: fetch.source[key] for i, key in keys.items() if key in fetch.source},
+        LOCAL if prefix else fetch.source.get(prefix_key, ""),
+        computed={i: fetch.computed[key] for i, key in keys.items() if key in fetch.computed},
     )
 
 
 def look_near(
-    snapshot: Snapshot,
-    prompt: Prompt,
-    found: Found,
-    donors: Donors,
-    n_layers: int,
-    corrupt: dict[ChunkKey, str],
-    worth: Callable[[Mapping[ChunkKey, int]], Collection[ChunkKey]],
+    fetch: Fetch, prompt: Prompt, found: Found, donors: Donors, n_layers: int, saved_per_token: float | None
 ) -> Found:
-    """With what stored chunks have of those that are not there; damaged ones are added to `corrupt`.
+    """With the runs that stored chunks have of those that are missing. Raises StoreError.
 
-    worth: of donors, with their numbers of tokens, those that are worth reading. Raises StoreError.
+    saved_per_token: seconds that a donor's token saves; None: read every donor.
     """
     why: dict[ChunkKey, str] = {}
 
     def views(asked: Mapping[ChunkKey, int]) -> dict[ChunkKey, ChunkView]:
-        near_enough = worth(asked)
-        wanted = [key for key in near_enough if key not in corrupt]
-        snapshot.expect(wanted)
-        there: dict[ChunkKey, ChunkView] = {}
-        for key in wanted:
-            try:
-                if view := _view(snapshot, key, asked[key], n_layers):
-                    there[key] = view
-            except CorruptRecord as error:
-                corrupt[key] = error.what
-        why.update({key: FAR for key in asked if key not in near_enough})
-        why.update({key: str(told) for key in wanted if (told := snapshot.undecodable.get(key))})
-        why.update({key: f"it is damaged ({corrupt[key]})" for key in asked if key in corrupt})
-        return there
+        saved = {key: None if saved_per_token is None else n * saved_per_token for key, n in asked.items()}
+        fetch.extend([ChunkRequest(key, n, saved[key]) for key, n in asked.items()])
+        why.update({key: _why(fetch.misses[key]) for key in asked if key in fetch.misses})
+        there = {key: fetch.views[key] for key in asked if key in fetch.views}
+        return {key: view for key, view in there.items() if view.n_layers == n_layers}
 
     missed = {i: prompt.chunks[i].ids for i in found.looked_for if found.chunks[i] is None}
     looked = donors.find(missed, views) if missed else {}
@@ -181,7 +121,7 @@ def look_near(
         found,
         near={i: near.runs for i, near in looked.items() if near.runs},
         looked_near={
-            i: "; ".join(why.get(key, "it has gone") for key in near.lost) for i, near in looked.items()
+            i: "; ".join(why.get(key) or "it has gone" for key in near.lost) for i, near in looked.items()
         },
     )
 
@@ -194,11 +134,5 @@ def wanted(prompt: Prompt, method: Method, exact_first: bool) -> list[int]:
     return filled
 
 
-def _view(snapshot: Snapshot, key: ChunkKey, n_tokens: int, n_layers: int) -> ChunkView | None:
-    try:
-        view = snapshot.get(key)
-    except StoreVersion as error:  # one chunk by a newer blendserve: computed here, and left alone there
-        raise CorruptRecord(key, str(error)) from None
-    if view is not None and (view.n_tokens, view.n_layers) != (n_tokens, n_layers):
-        raise CorruptRecord(key, "is not the chunk that its key names")
-    return view
+def _why(miss: Miss) -> str:
+    return f"it is damaged ({miss.detail})" if miss.kind == CORRUPT else miss.detail

@@ -16,7 +16,7 @@ class OwnPrefix:
         self.view: MemoryChunk | None = None
 
     def keep(self, view: ChunkView) -> None:
-        """A copy of it, unless there is one. Raises CorruptRecord, LeftBehind."""
+        """A copy of it, unless there is one. Raises CorruptRecord, ChunkLost."""
         if self.view is None:
             keys, values = zip(*map(view.layer, range(view.n_layers)), strict=True)
             self.view = MemoryChunk(ChunkKV(torch.stack(keys), torch.stack(values)))

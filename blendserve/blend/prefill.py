@@ -60,7 +60,7 @@ def prefill(
 
     cache: the caller's own, of at least that room; default: a new one. known: what the corpus has shown of how chunks
     move, for corrections that use it.
-    Raises CorruptRecord when a stored layer fails its checksum, LeftBehind when it does not come: lay out again without
+    Raises CorruptRecord when a stored layer fails its checksum, ChunkLost when it does not come: lay out again without
     that chunk; ConfigError for settings of the policy that the reader does not fit.
     """
     policy = make_policy(blend)

@@ -14,7 +14,13 @@ from blendserve.config import Config
 from blendserve.threads import SETTLED
 
 app = make_app()
-EXACT = ("full prefill", "cached prefix", "first cached chunk", "every chunk at ratio 1.0", "decoding")
+EXACT = (
+    "full prefill",
+    "a cached prefix",
+    "the first cached chunk behind it",
+    "every chunk at ratio 1.0",
+    "decoding",
+)
 APPROXIMATE = ("later cached chunks at a ratio below 1.0",)
 OWN_FORWARD = ("full prefill by the model's own forward",)
 
@@ -42,19 +48,17 @@ def doctor(settings: Config, json: JsonOpt = False) -> None:
     costs = calibrated(reader.adapter, reader.fingerprint, cache_folder() / "profit", console.say, fresh=True)
     together, anywhere = reader.adapter.attention_backends
     here = machine()
-    facts = {
-        "exact": EXACT if report.passed else OWN_FORWARD,
-        "approximate": APPROXIMATE if report.passed else (),
-        "kv_bytes_per_token": reader.adapter.kv_bytes_per_token,
-        "context_tokens": reader.adapter.context_limit,
-    }
+    exact, approximate = (EXACT, APPROXIMATE) if report.passed else (OWN_FORWARD, ())
     if json:
         compiled = {name: as_dict(cpu_status(level)) for name, level in LEVELS.items()}
         raced = [as_dict(row) for row in ops.measured()]
         kernels = {"compiled": compiled, "attention": [together, anywhere], "measured": raced}
         found = {
             **report.to_dict(),
-            **facts,
+            "exact": exact,
+            "approximate": approximate,
+            "kv_bytes_per_token": reader.adapter.kv_bytes_per_token,
+            "context_tokens": reader.adapter.context_limit,
             "seconds": as_dict(costs),
             "kernels": kernels,
             "threads": as_dict(SETTLED),
@@ -68,9 +72,12 @@ def doctor(settings: Config, json: JsonOpt = False) -> None:
         console.out.print(
             "blending is correct with this model" if report.passed else f"cannot blend: {report.failure}"
         )
-        for name, fact in facts.items():
-            shown = f"{fact:,}" if isinstance(fact, int) else ", ".join(fact) or "nothing"
-            console.out.print(f"{name.replace('_', ' ')}: {shown}")
+        console.out.print(f"exact, up to rounding: {', '.join(exact)}")
+        console.out.print(f"approximate: {', '.join(approximate) or 'nothing'}")
+        console.out.print(
+            f"KV cache: {reader.adapter.kv_bytes_per_token:,} bytes per token; longest prompt: "
+            f"{reader.adapter.context_limit:,} tokens"
+        )
         console.out.print(
             f"costs for method auto: {costs.per_row * 1e3:.3g} ms per computed token, "
             f"{costs.per_loaded * 1e6:.3g} us per loaded token, {costs.per_pair * 1e9:.3g} ns per attention pair, "

@@ -7,7 +7,7 @@
     one at a time        engine.py       Engine; library.py: documents come and go with their KV
     many at a time       batching.py     BatchEngine: one thread owns the model, and scheduler.py says what it does
       who waits            queued.py, fair_queue.py
-      prefill              a layer at a time (prefill.py), stored KV shared (shared_loads.py), into a slot (slots.py)
+      prefill              a layer at a time (prefill.py), stored KV shared (fetch/copies.py), into a slot (slots.py)
       decode               all running requests a step (steps.py)
       by the way           tasks for the store (background.py)
 

@@ -14,7 +14,6 @@ from blendserve.engine.prefix_cache import PrefixCache, PrefixKV
 from blendserve.engine.queued import Event, Observer, QueuedRequest
 from blendserve.engine.request import Plan
 from blendserve.engine.scheduler import Scheduler
-from blendserve.engine.shared_loads import SharedLoads
 from blendserve.engine.slots import Slots
 from blendserve.engine.standby import Standby
 from blendserve.errors import StoreError
@@ -43,9 +42,10 @@ class BatchEngine:
         engine.gate.require()
         reader, limit = engine.reader, engine.reader.adapter.context_limit
         self.slots = Slots(reader.adapter, slots, min(slot_tokens or limit, limit))
-        self.store = SharedLoads(engine.store, share_bytes)
+        self.fetcher = engine.blender.fetcher
+        self.fetcher.held.cap_bytes = share_bytes
         self.scheduler = Scheduler(
-            reader, self.slots, queue, gap_s, prefill_share, observer, self.store, Standby(job_share)
+            reader, self.slots, queue, gap_s, prefill_share, observer, Standby(job_share)
         )
         self.background = BackgroundTasks(self.scheduler)
         self.engine = engine
@@ -61,7 +61,7 @@ class BatchEngine:
     def blender(self, namespace: str) -> Blender:
         """Reads and writes one namespace of the store. Its passes are for the model's thread."""
         if namespace not in self._blenders:
-            like = self.engine.blender.like(self.store, namespace, self.scheduler.pause)
+            like = self.engine.blender.like(self.engine.store, namespace, self.scheduler.pause)
             self._blenders[namespace] = like
         return self._blenders[namespace]
 
@@ -70,7 +70,6 @@ class BatchEngine:
     ) -> QueuedRequest:
         """A plan as the scheduler takes it: `scheduler.submit` and `scheduler.cancel` are next."""
         prompt, blender = plan.prompt, self.blender(namespace)
-        blender.prefetch(prompt, plan.blend)
         own_prefix = prompt.prefix != self.engine.prompts.prefix and plan.blend.method != "full"
         remember = partial(self.background.remember, blender, tenant)
         return QueuedRequest(
@@ -78,10 +77,10 @@ class BatchEngine:
             plan=plan,
             blender=blender,
             emit=emit,
-            keys=frozenset(blender.key(chunk.ids) for chunk in prompt.chunks if len(chunk)),
             cost=self._cost(plan, blender),
             prefix_kv=partial(self._prefix_kv, namespace, prompt.prefix) if own_prefix else None,
             missed=remember if self.engine.config.store.write_back else None,
+            hold=blender.prefetch(prompt, plan.blend),
         )
 
     def _cost(self, plan: Plan, blender: Blender) -> float:
@@ -92,7 +91,7 @@ class BatchEngine:
         if plan.blend.method in ("auto", "blend", "reuse"):
             with suppress(StoreError):  # then everything is computed
                 keys = [blender.key(chunk.ids) for chunk in prompt.chunks]
-                there = self.store.present(dict.fromkeys(keys), remote=False)
+                there = self.engine.store.present(dict.fromkeys(keys), remote=False)
                 stored = sum(len(c) for c, key in zip(prompt.chunks, keys, strict=True) if key in there)
         share = 0.0 if plan.blend.method == "reuse" else plan.blend.share
         return len(prompt) - known - stored + max(share, PLACING) * stored

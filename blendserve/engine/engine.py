@@ -256,7 +256,7 @@ class Engine:
             log.warning("chunks are stored uncoded until the engine is started again, as %s", error)
         if CORRECTIONS.load(self.config.blend.correction).uses_prior:
             self.blender.known.current()  # read by now
-        threading.Thread(target=self.blender.sample_link, daemon=True).start()
+        threading.Thread(target=self.blender.warm_up, daemon=True).start()
         if self.config.blend.method == "auto" and self.gate.passed:
             self.blender.calibrate(say)
         if self.gate.passed:

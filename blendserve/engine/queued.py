@@ -10,7 +10,7 @@ from blendserve.blend.blender import Blender
 from blendserve.core import Answer, BlendReport, ChunkKV, Explanation, TokenIds
 from blendserve.engine.prefix_cache import PrefixKV
 from blendserve.engine.request import Plan
-from blendserve.store import ChunkKey
+from blendserve.fetch.copies import Hold
 from blendserve.timing import Clock
 
 
@@ -51,7 +51,6 @@ Event: TypeAlias = "Started | Piece | Finished | Failed"
 class QueuedRequest:
     """One request. Filled by batching.py; `emit` is called on the model's thread, with the last event Finished or Failed.
 
-    keys: of its chunks in the store.
     cost: tokens that are expected to run through the model; what is not known yet counts as missing.
     prefix_kv: gives the KV of the prompt's prefix; called on the model's thread; None = the store's.
     missed: told, on the model's thread, of the chunks that the store did not have, with KV of those that have some now.
@@ -62,12 +61,17 @@ class QueuedRequest:
     plan: Plan
     blender: Blender
     emit: Callable[[Event], None]
-    keys: frozenset[ChunkKey] = frozenset()
     cost: float = 0.0
     prefix_kv: Callable[[], PrefixKV] | None = None
     missed: Callable[[Sequence[TokenIds], Mapping[TokenIds, ChunkKV]], None] | None = None
+    hold: Hold | None = None  # of KV that is kept for it; closed when its prefill ends, or it is cancelled
     queued: Clock = field(default_factory=Clock)  # since this was made
     cancelled: bool = False
+
+    def release(self) -> None:
+        """It reads no more stored KV; idempotent."""
+        if self.hold:
+            self.hold.close()
 
 
 class Observer(Protocol):

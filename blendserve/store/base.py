@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 
@@ -58,7 +58,7 @@ class ChunkView(Protocol):
     def layer(self, l: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Layer l's keys before RoPE and values, [K, C, D] each, read-only by convention.
 
-        Raises CorruptRecord when the bytes fail their checksum, IndexError when there is no layer l, LeftBehind when it
+        Raises CorruptRecord when the bytes fail their checksum, IndexError when there is no layer l, ChunkLost when it
         is of a chunk that is still coming (Coming.begin), and does not come.
         """
         ...
@@ -149,6 +149,17 @@ class Snapshot(Protocol):
         Raises CorruptRecord when its header is damaged, StoreVersion when a newer blendserve stored it.
         """
         ...
+
+
+MissKind = Literal["absent", "corrupt", "unreachable", "slow link", "codec", "level", "tables"]
+
+
+@dataclass(frozen=True, slots=True)
+class Miss:
+    """Why a chunk cannot be used. detail: for people; empty for one that is absent."""
+
+    kind: MissKind
+    detail: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,10 +19,10 @@ from blendserve.bench import auto, delivery, hostile, scaling, serving_load, sha
 from blendserve.bench.hostile_client import GIVEN_UP
 from blendserve.bench.rates import measure_rates
 from blendserve.bench.servers import binary
-from blendserve.blend import slow_link
 from blendserve.blend.blender import Blender
 from blendserve.blend.cost import CostModel
 from blendserve.blend.near import DONORS
+from blendserve.fetch import link
 from blendserve.serve.config import ServeConfig
 from blendserve.store.codecs.base import known_codec
 from tests.support.commands import cli
@@ -113,7 +113,7 @@ def run(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         for module, values in ((auto, grid), (hostile, toys)):
             for attribute, value in values.items():
                 patch.setattr(module, attribute, value)
-        patch.setattr(slow_link.Link, "probe", lambda *_: None)  # its bytes are no request's
+        patch.setattr(link.LinkEstimator, "probe_later", lambda *_: None)  # its bytes are no request's
         patch.setattr(Blender, "calibrate", lambda *_: CostModel(1.0, 1e-5, 0.0, 1e-7))
         yield figures
 

@@ -141,7 +141,7 @@ def test_precompute_skips_stored_chunks_and_duplicates_and_counts() -> None:
         ({"method": "blend"}, (), False, "stored | stored, not stored, moved, not stored, moved"),
         ({"method": "prefix"}, (), False, "stored | stored" + 4 * ", not looked up"),
         ({"method": "full"}, (), False, "not looked up | not looked up" + 4 * ", not looked up"),
-        ({"method": "blend"}, (), True, "not looked up | not looked up" + 4 * ", not looked up"),
+        ({"method": "blend"}, (), True, "not stored | unusable" + 4 * ", unusable"),
         ({"method": "blend"}, (3,), False, "stored | stored, not stored, unusable, not stored, moved"),
         ({"near": True, "method": "blend"}, (), False, "stored | stored, no donor, moved, no donor, moved"),
     ],

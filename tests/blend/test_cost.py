@@ -13,12 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blendserve.blend import cost
-from blendserve.blend.cost import HIDDEN, MEMORY, CostModel, LoadRate, calibrated, choose, free_ratio, measure
+from blendserve.blend.cost import HIDDEN, CostModel, calibrated, choose, free_ratio, measure
 from blendserve.blend.layout import Layout
 from blendserve.blend.policies.base import make_policy
 from blendserve.blend.work import Work, work_of
 from blendserve.config import BlendConfig, Method, changed
 from blendserve.core import Prompt
+from blendserve.fetch.link import MEAN_WEIGHT, TokenRate
 from tests.support.blending import blend, lay, some_prompt
 from tests.support.models import tiny_adapter
 
@@ -119,10 +120,10 @@ def test_the_ratio_stays_at_its_floor_without_a_rate_or_with_a_scoring_pass() ->
 
 
 def test_rates_are_a_running_mean() -> None:
-    rate = LoadRate()
+    rate = TokenRate()
     rate.record(1.0, 0)
     assert rate.seconds_per_token is None
     rate.record(2.0, 10)
     assert rate.seconds_per_token == 0.2
     rate.record(1.0, 10)
-    assert rate.seconds_per_token == pytest.approx(0.2 * (1 - MEMORY) + 0.1 * MEMORY)
+    assert rate.seconds_per_token == pytest.approx(0.2 * (1 - MEAN_WEIGHT) + 0.1 * MEAN_WEIGHT)

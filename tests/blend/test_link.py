@@ -9,11 +9,11 @@ import torch
 
 from blendserve.blend.blender import Blended, Blender
 from blendserve.blend.cost import CostModel
-from blendserve.blend.slow_link import DEAD_S, PEACE, PROBE_S, Link
 from blendserve.config import BlendConfig
+from blendserve.fetch.fetcher import KVFetcher
+from blendserve.fetch.link import DEAD_LINK_S, PROBE_PAUSE, PROBE_S, LinkEstimator
 from blendserve.store import KVStore, LayeredStore, MemoryStore
 from blendserve.store.base import LOCAL, REMOTE
-from blendserve.store.codecs.base import SLOW
 from tests.support.blending import check_report, some_prompt, tiny_blender
 from tests.support.links import FarStore
 
@@ -22,14 +22,15 @@ PROMPT = some_prompt([14, 9, 0, 20, 1, 9])
 CHUNKS = [chunk.ids for chunk in PROMPT.chunks]
 FILLED, TOKENS = 5, sum(map(len, CHUNKS))  # chunks that are not empty, and their tokens
 AUTO, BLEND = BlendConfig(method="auto"), BlendConfig(method="blend", ratio=0.2)
+SLOW = "slow link"
 ROW_S = 1e-3  # computing the whole prompt takes 62 ms
 SLOW_S = 1.0  # a token, over a slow link
 
 
-def blender(store: KVStore, row_s: float = ROW_S, link: Link | None = None) -> Blender:
+def blender(store: KVStore, row_s: float = ROW_S, link: LinkEstimator | None = None) -> Blender:
     clock = store.clock if isinstance(store, FarStore) else None
-    made = link or (Link(clock) if clock else Link())
-    return tiny_blender(store, costs=CostModel(0.0, row_s, 0.0, 0.0), link=made)
+    made = link or (LinkEstimator(clock) if clock else LinkEstimator())
+    return tiny_blender(store, costs=CostModel(0.0, row_s, 0.0, 0.0), fetcher=KVFetcher(store, made))
 
 
 @pytest.fixture
@@ -58,7 +59,7 @@ def test_chunks_that_are_slower_to_fetch_are_computed_but_for_a_fixed_method_or_
     assert (first.method, first.chunks_hit) == ("blend", FILLED)
     asked = far.expected
     done = run(made)
-    made.wait_for_sample()
+    made.fetcher.wait()
     assert far.expected == asked
     assert kinds(done) == [SLOW] * FILLED
     assert (done.report.method, done.report.chunks_hit, done.report.chunks_missing) == ("prefix", 0, FILLED)
@@ -76,15 +77,16 @@ def test_chunks_that_are_slower_to_fetch_are_computed_but_for_a_fixed_method_or_
 def test_the_time_that_stored_kv_saves(far: FarStore) -> None:
     """By the token, and of the prefix: without it its rows run, and the first chunk is not exact."""
     made, blend = blender(far, row_s=1.0), BlendConfig(method="blend", ratio=0.5)
-    saved = made.saved(PROMPT, blend, range(len(CHUNKS)))
+    keys = {i: made.key(ids) for i, ids in enumerate(CHUNKS)}
+    of_prefix, *requests = made.requests(PROMPT, BlendConfig(method="auto", ratio=0.5), keys)
     prefix_key = made.key(PROMPT.prefix, ())
     whole = run(made, blend).prefilled.cost
     far.delete(prefix_key)
     more = (run(blender(far, row_s=1.0), blend).prefilled.cost - whole) * len(PROMPT)
-    assert list(saved.by_chunk) == [prefix_key]
-    assert saved.by_chunk[prefix_key] == pytest.approx(more)
+    assert of_prefix.key == prefix_key
+    assert of_prefix.saved_s == pytest.approx(more)
     assert more > len(PROMPT.prefix)
-    assert 0 < saved.per_token < 1
+    assert all(0 <= (r.saved_s or 0.0) <= r.n_tokens for r in requests)
 
 
 def test_chunks_of_this_machine_are_used_over_a_slow_link_too(far: FarStore) -> None:
@@ -92,10 +94,10 @@ def test_chunks_of_this_machine_are_used_over_a_slow_link_too(far: FarStore) -> 
     blender(near).precompute([ids for ids in CHUNKS if ids != CHUNKS[3]])
     far.token_s = SLOW_S
     with LayeredStore(near, far) as both:
-        made = blender(both, link=Link(far.clock))
-        made.sample_link()
+        made = blender(both, link=LinkEstimator(far.clock))
+        made.warm_up()
         done = run(made)
-        made.wait_for_sample()
+        made.fetcher.wait()
     assert [(unusable.chunk, unusable.kind) for unusable in done.report.unusable] == [(3, SLOW)]
     assert (done.report.chunks_hit, done.report.tiers) == (FILLED - 1, {LOCAL: FILLED - 1})
 
@@ -104,7 +106,7 @@ def test_chunks_that_no_machine_has_are_stored_over_a_slow_link_too() -> None:
     far = FarStore(MemoryStore(CAP))
     far.latency_s = 100.0
     made = blender(far)
-    made.sample_link()
+    made.warm_up()
     assert made.remember(run(made).absent) == FILLED + 1  # with the prefix
     assert len(list(far.keys())) == FILLED + 1
 
@@ -112,27 +114,28 @@ def test_chunks_that_no_machine_has_are_stored_over_a_slow_link_too() -> None:
 def test_a_link_that_became_fast_is_used_again(far: FarStore) -> None:
     """Each request over a slow link starts a sample, once the last one is old enough."""
     made, far.token_s = blender(far), SLOW_S
-    made.sample_link()
+    made.warm_up()
     assert kinds(run(made)) == [SLOW] * FILLED
     far.token_s = 0.0
     for _ in range(30):
-        made.wait_for_sample()
-        far.clock.advance(PEACE)
+        made.fetcher.wait()
+        far.clock.advance(PROBE_PAUSE)
         done = run(made)
     assert (done.report.chunks_hit, kinds(done)) == (FILLED, [])
 
 
 @pytest.mark.parametrize(
-    ("latency_s", "down", "pause_s"), [(0.0, False, PROBE_S), (4.0, False, 4.0 * PEACE), (4.0, True, DEAD_S)]
+    ("latency_s", "down", "pause_s"),
+    [(0.0, False, PROBE_S), (4.0, False, 4.0 * PROBE_PAUSE), (4.0, True, DEAD_LINK_S)],
 )
 def test_samples_use_a_fiftieth_of_a_link_and_a_dead_one_is_tried_each_minute(
     far: FarStore, latency_s: float, down: bool, pause_s: float
 ) -> None:
     far.latency_s, far.down, began = latency_s, down, far.clock.now
-    link, keys = Link(far.clock), [blender(far).key(CHUNKS[0])]
+    link, keys = LinkEstimator(far.clock), [blender(far).key(CHUNKS[0])]
     for later_s, n in ((0.0, 1), (pause_s - 0.5, 1), (pause_s + 0.5, 2)):
         far.clock.advance(began + later_s - far.clock.now)
-        link.probe(far, keys)
+        link.probe_later(far, keys)
         link.wait()
         assert len(far.sampled) == n
     assert far.sampled[1] == 2 * far.sampled[0]
@@ -140,13 +143,13 @@ def test_samples_use_a_fiftieth_of_a_link_and_a_dead_one_is_tried_each_minute(
 
 
 def test_a_round_trip_counts_once_a_request(far: FarStore) -> None:
-    link, far.latency_s = Link(far.clock), 0.01
+    link, far.latency_s = LinkEstimator(far.clock), 0.01
     assert link.seconds(1) is None
-    blender(far, link=link).sample_link()
+    blender(far, link=link).warm_up()
     assert link.seconds(TOKENS) == pytest.approx(0.01)
     link.record(0.01 + 2.0, TOKENS)
     assert link.seconds(TOKENS) == pytest.approx(0.01 + 2.0 / 2)  # the mean of both rates
-    link.decoded(3.0, TOKENS)
+    link.record_decoding(3.0, TOKENS)
     assert link.seconds(TOKENS) == pytest.approx(0.01 + 2.0 / 2 + 3.0)
 
 
@@ -169,7 +172,7 @@ def test_the_prefix_is_fetched_by_the_first_request_alone(far: FarStore, first: 
 
 def test_an_engine_that_opens_fetches_the_prefix_for_all_namespaces(far: FarStore) -> None:
     made = blender(far)
-    made.sample_link()
+    made.warm_up()
     run(made.like(far, "another"), BLEND)
     run(made, BLEND)
     assert far.fetched[made.key(PROMPT.prefix, ())] == 1

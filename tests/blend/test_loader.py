@@ -9,9 +9,9 @@ from contextlib import closing
 import pytest
 import torch
 
-from blendserve.blend.loader import LayerReader
 from blendserve.core import ChunkKV
 from blendserve.errors import CorruptRecord
+from blendserve.fetch.layers import LayerReader
 from blendserve.kernels import team
 from blendserve.kernels.cuda.staging import InPlace
 from blendserve.store.memory import MemoryChunk

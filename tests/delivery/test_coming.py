@@ -13,7 +13,7 @@ import torch
 from blendserve.config import BlendConfig, TiersConfig
 from blendserve.core import Prompt
 from blendserve.delivery.catalogue import Catalogue
-from blendserve.errors import LeftBehind
+from blendserve.errors import ChunkLost
 from blendserve.store import ChunkKey, KVStore, MemoryStore
 from blendserve.store.base import REMOTE, Coming, TimeSaved
 from blendserve.store.codecs.base import SLOW
@@ -180,13 +180,13 @@ def test_a_thread_that_waits_for_a_layer_is_released_when(
             waits = pool.submit(view.layer, 2)
             if how != "the snapshot ends":
                 slow.set()
-                with pytest.raises(LeftBehind):
+                with pytest.raises(ChunkLost):
                     other.layer(LAYERS - 1)
-                with pytest.raises(LeftBehind):
+                with pytest.raises(ChunkLost):
                     waits.result(PATIENT_S / 2)
                 assert snapshot.get(prefix) is None
                 assert snapshot.undecodable[prefix].kind == SLOW
-        with pytest.raises(LeftBehind):
+        with pytest.raises(ChunkLost):
             waits.result(PATIENT_S / 2)
         over.set()
         slow.set()

@@ -14,10 +14,10 @@ import torch
 
 from blendserve.blend.blender import Blended, Blender
 from blendserve.blend.cost import CostModel
-from blendserve.blend.while_waiting import COMPUTED
 from blendserve.config import BlendConfig, changed
 from blendserve.core import Prompt
 from blendserve.engine.engine import Engine
+from blendserve.fetch.fetcher import COMPUTED
 from blendserve.store import ChunkKey, KVStore, LayeredStore, LMDBStore, ReadAhead
 from blendserve.store.base import REMOTE
 from blendserve.store.kdn.store import WORKERS, KdnStore
@@ -82,10 +82,10 @@ def tiers(done: Blended) -> list[str]:
 def meeting(prompt: Prompt) -> int:
     """The number of chunks to compute, by hand: from the last one on, while the rest takes longer to come."""
     sizes = [len(chunk) for chunk in prompt.chunks]
-    before, n = len(prompt.prefix), 0  # the prefix is computed before the first one
-    while sizes and (sizes[-1] + before) < 0.9 * SHARE * (sum(sizes) + len(prompt.prefix)):
+    n = 0
+    while sizes and sizes[-1] < 0.9 * SHARE * (sum(sizes) + len(prompt.prefix)):
         sizes.pop()
-        before, n = 0, n + 1
+        n += 1
     assert 2 <= n <= len(prompt.chunks) - 2
     return n
 

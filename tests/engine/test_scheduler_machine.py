@@ -31,10 +31,10 @@ from blendserve.engine.fair_queue import FairQueue
 from blendserve.engine.prefix_cache import PrefixKV
 from blendserve.engine.queued import Event, Finished, Observer, Piece, QueuedRequest, Started
 from blendserve.engine.scheduler import BACKGROUND_EVERY, MAX_BACKGROUND, Scheduler
-from blendserve.engine.shared_loads import SharedLoads
 from blendserve.engine.slots import Slots
 from blendserve.engine.standby import Standby
 from blendserve.errors import Busy, PromptTooLong, Stopping, StoreFull
+from blendserve.fetch.fetcher import ChunkRequest, KVFetcher
 from blendserve.timing import Clock
 from tests.support.blending import tiny_blender
 from tests.support.engines import (
@@ -106,11 +106,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     ) -> None:
         self.clock, self.decode_s, self.gap_s, self.share = ManualClock(), decode_s, gap_s, prefill_share
         self.slots, self.queue = Slots(tiny_reader().adapter, slots, SLOT_TOKENS), queue
-        self.shared, standby = SharedLoads(tiny_store(), SHARED_BYTES), Standby(background_share, self.clock)
+        self.store, standby = tiny_store(), Standby(background_share, self.clock)
+        self.fetcher = KVFetcher(self.store, held_bytes=SHARED_BYTES)
         observer = Mock(Observer)
         observer.step = self.decode
         self.scheduler = Scheduler(
-            tiny_reader(), self.slots, queue, gap_s, prefill_share, observer, self.shared, standby, self.clock
+            tiny_reader(), self.slots, queue, gap_s, prefill_share, observer, standby, self.clock
         )
         self.sent: list[Sent] = []
         self.cancelled: set[Sent] = set()  # since the last step, while they had a slot
@@ -140,11 +141,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Submit a request, which may rightly be refused."""
         sent, plan = Sent(tenant, question, cost, cancel_at, self.turn), question.plan(Clock(now=self.clock))
         layer, adapter = partial(self.layer, sent), tiny_reader().adapter
-        blender = tiny_blender(self.shared, adapter=adapter, before_layer=layer)
-        keys = frozenset(blender.key(chunk.ids) for chunk in plan.prompt.chunks)
+        blender = tiny_blender(self.store, adapter=adapter, before_layer=layer, fetcher=self.fetcher)
+        hold = self.fetcher.prefetch([ChunkRequest(blender.key(c.ids), len(c)) for c in plan.prompt.chunks])
         receive, admit = partial(self.receive, sent), partial(self.admit, sent)
         sent.request = QueuedRequest(
-            tenant, plan, blender, receive, keys, cost, admit, queued=Clock(now=self.clock)
+            tenant, plan, blender, receive, cost, admit, hold=hold, queued=Clock(now=self.clock)
         )
         over, before = plan.tokens - SLOT_TOKENS, self.retry_after()
         full = len(self.waiting(tenant)) == self.queue
@@ -229,7 +230,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.scheduler.stop()
             self.cancelled.clear()
             assert not self.scheduler.in_flight
-            assert self.shared.n_bytes == 0
+            assert self.fetcher.held.n_bytes == 0
 
     def teardown(self) -> None:
         if hasattr(self, "scheduler") and not self.stopped:
@@ -338,7 +339,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.scheduler.in_flight == bool(in_flight)
         for tenant in TENANTS:
             assert self.scheduler.others_in_flight(tenant) == bool(in_flight - {tenant})
-        assert self.shared.n_bytes <= (SHARED_BYTES if in_flight else 0)
+        assert self.fetcher.held.n_bytes <= (SHARED_BYTES if in_flight else 0)
 
 
 TestScheduler = SchedulerMachine.TestCase
@@ -400,9 +401,9 @@ def test_kv_kept_for_a_request_is_freed_when_it_is_cancelled() -> None:
     machine.submit(ANY)
     waiting = machine.submit(ANY)
     machine.step()
-    assert machine.shared.n_bytes > 0
+    assert machine.fetcher.held.n_bytes > 0
     machine.cancel(waiting)
-    assert machine.shared.n_bytes == 0
+    assert machine.fetcher.held.n_bytes == 0
 
 
 def test_a_task_is_run_after_so_many_requests_however_many_wait() -> None:

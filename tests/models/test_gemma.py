@@ -14,7 +14,7 @@ from blendserve.engine import gate
 from blendserve.models.loader import BUNDLED, load_reader
 
 NAME = "gemma3-270m"
-MISSING = [part for part in BUNDLED[NAME].packages if importlib.util.find_spec(part) is None]
+MISSING = [part for part in BUNDLED[NAME].parts if importlib.util.find_spec(part) is None]
 
 
 @pytest.mark.nightly

@@ -133,7 +133,7 @@ def written(writer: Any, file: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def bundled() -> Path:
-    spec = find_spec(BUNDLED["smollm2-135m"].packages[0])
+    spec = find_spec(BUNDLED["smollm2-135m"].package)
     assert spec is not None
     assert spec.submodule_search_locations
     return Path(spec.submodule_search_locations[0]) / BUNDLED["smollm2-135m"].gguf

@@ -85,5 +85,5 @@ def test_auto_leaves_donors_whose_fetching_takes_longer_than_computing(
     store = FarStore(MemoryStore(CAP))
     by = blender(store, OLD, costs=CostModel(1e-6, 1.0, 0.0, 1e-6))  # a row costs a second
     store.token_s = seconds
-    by.sample_link()
+    by.warm_up()
     assert len(donors(by, NEW, method=method)) == n

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from blendserve.blend.loader import LayerReader
 from blendserve.config import StoreConfig, TiersConfig
 from blendserve.errors import ConfigError
+from blendserve.fetch.layers import LayerReader
 from blendserve.store import KVStore, LMDBStore, MemoryStore, TieredStore, open_store
 from blendserve.store.codecs.base import Pair
 from blendserve.store.policies import Always, TinyLFU

@@ -190,7 +190,11 @@ class Server(Client):
         """No request is queued or answered, no job runs, and no loaded chunk is kept for others."""
         jobs = (job for name in self.namespaces for job in self.service.jobs.of(name))
         running = any(job.state == "running" for job in jobs)
-        return self.service.scheduler.load == (0, 0) and self.service.batch.store.n_bytes == 0 and not running
+        return (
+            self.service.scheduler.load == (0, 0)
+            and self.service.batch.fetcher.held.n_bytes == 0
+            and not running
+        )
 
     def sample(self, name: str, **labels: str) -> float:
         """One value of /metrics."""

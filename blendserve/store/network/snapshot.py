@@ -20,7 +20,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol
 
-from blendserve.errors import CorruptRecord, LeftBehind, StoreError, unraised
+from blendserve.errors import ChunkLost, CorruptRecord, StoreError, unraised
 from blendserve.store.base import REMOTE, Meanwhile, TimeSaved
 from blendserve.store.chunk import StoredChunk
 from blendserve.store.clock import Clock
@@ -314,12 +314,12 @@ class NetworkSnapshot:
         return StoredChunk(key, header, read, self._read_tables, partial(self._traffic.count, key, "corrupt"))
 
     def _layer(self, key: ChunkKey, arrival: Arrival, header: Header, l: int) -> Buffer:
-        """Of a chunk that is coming, as soon as it is here. Holds no lock meanwhile. Raises LeftBehind."""
+        """Of a chunk that is coming, as soon as it is here. Holds no lock meanwhile. Raises ChunkLost."""
         with self._deadline.waiting():
             segment = arrival.segment(header, l, self._deadline.left)
         if segment is None:
             self._leave()
-            raise LeftBehind(key)
+            raise ChunkLost(key)
         return segment
 
     def _leave(self) -> None:

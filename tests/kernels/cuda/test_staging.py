@@ -12,8 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blendserve.blend.loader import LayerReader
 from blendserve.core import ChunkKV
+from blendserve.fetch.layers import LayerReader
 from blendserve.kernels.cuda.staging import SLOTS, Staging
 from blendserve.store.memory import MemoryChunk
 from tests.support.stores import chunk

@@ -1,0 +1,1 @@
+"""How chunk KV reaches a prompt: copies in memory, the local store, another machine."""

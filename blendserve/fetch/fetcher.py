@@ -1,0 +1,215 @@
+"""The only way that blend/ and engine/ read chunk KV: look all of a prompt's chunks up, start transfers, hand out views.
+
+fetch    chunks -> views, or a Miss with a reason for each; what a request costs travels in its ChunkRequests
+prefetch a queued prompt: start its transfers, keep what others read of it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+
+from blendserve.core import ChunkKV
+from blendserve.errors import ChunkLost, CorruptRecord, StoreError, StoreVersion
+from blendserve.fetch.copies import HeldCopies, HeldView, Hold
+from blendserve.fetch.link import LinkEstimator
+from blendserve.fetch.waiting import ComputeWhileWaiting
+from blendserve.store import ChunkKey, ChunkView, KVStore, Snapshot
+from blendserve.store.base import REMOTE, Miss, TimeSaved
+from blendserve.store.memory import MemoryChunk
+
+COMPUTED = "computed"  # as a source
+MIN_SPEEDUP = 0.95  # of fetching over computing, which is exact
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkRequest:
+    """One chunk that a prompt can use, and what having it is worth."""
+
+    key: ChunkKey
+    n_tokens: int
+    saved_s: float | None = None  # prefill time that having it saves; None: fetch it whatever that takes
+    compute_s: float | None = None  # time to compute it alone; None: never compute it while waiting
+
+
+Compute = Callable[[ChunkRequest], ChunkKV]
+
+
+class KVFetcher:
+    """Brings chunk KV to the reader from the nearest place that has it. Thread-safe.
+
+    A failure is a Miss with a reason, never an exception.
+    """
+
+    def __init__(self, store: KVStore, link: LinkEstimator | None = None, held_bytes: int = 0) -> None:
+        """link: of the store's remote part. held_bytes: limit of the copies that queued prompts share."""
+        self.store, self.link = store, link or LinkEstimator()
+        self.held = HeldCopies(held_bytes)
+
+    @property
+    def has_remote(self) -> bool:
+        """Whether chunks may come from another machine: only then do costs in a ChunkRequest matter."""
+        return self.store.far
+
+    @contextmanager
+    def fetch(self, requests: Sequence[ChunkRequest], compute: Compute | None = None) -> Iterator[Fetch]:
+        """Look all of them up and start all transfers; returns when the prefill may begin.
+
+        compute: called in this thread, for requests with a `compute_s`, while the link is the slower of the two.
+        """
+        with ExitStack() as stack:
+            try:
+                snapshot: Snapshot | None = stack.enter_context(self.store.reading())
+                fetch = Fetch(self, snapshot, compute)
+            except StoreError as error:
+                fetch = Fetch(self, None, compute, f"the store cannot be read: {error}")
+            fetch.extend(requests)
+            yield fetch
+        fetch.record()
+
+    def prefetch(self, requests: Sequence[ChunkRequest]) -> Hold:
+        """A prompt is queued: read its remote chunks ahead; keep what is read of it until the hold is closed."""
+        with suppress(StoreError):
+            slow = self.slow(requests)
+            self.store.prefetch([r.key for r in requests if r.key not in slow], self.time_saved(requests))
+        return Hold(self.held, [request.key for request in requests])
+
+    def warm_up(self, requests: Sequence[ChunkRequest]) -> None:
+        """Probe the link with these chunks, before the first prompt."""
+        if self.has_remote:
+            self.link.probe(self.store, [request.key for request in requests])
+
+    def wait(self) -> None:
+        """Wait until no probe is under way."""
+        self.link.wait()
+
+    def slow(self, requests: Sequence[ChunkRequest]) -> dict[ChunkKey, Miss]:
+        """Remote chunks that are quicker to compute than to transfer, all or none. Raises StoreError."""
+        costed = {r.key: r for r in requests if r.saved_s is not None}
+        if not costed or not self.has_remote or self.store.compares_cost:
+            return {}
+        remote = costed.keys() - self.store.present(costed, remote=False)
+        saved = sum(costed[key].saved_s or 0.0 for key in remote)
+        fetching = self.link.seconds(sum(costed[key].n_tokens for key in remote))
+        if fetching is None or not remote or fetching < MIN_SPEEDUP * saved:
+            return {}
+        return dict.fromkeys(
+            remote,
+            Miss(
+                "slow link",
+                f"fetching was estimated to take {fetching * 1e3:.0f} ms, and to save {saved * 1e3:.0f} ms",
+            ),
+        )
+
+    def time_saved(self, requests: Iterable[ChunkRequest]) -> TimeSaved | None:
+        """What a store that compares costs compares fetching with; None where every chunk is fetched."""
+        saved: Mapping[ChunkKey, float] = {r.key: r.saved_s for r in requests if r.saved_s is not None}
+        tokens = sum(r.n_tokens for r in requests if r.saved_s is not None)
+        if not saved or not self.store.compares_cost:
+            return None
+        return TimeSaved(sum(saved.values()) / max(1, tokens), saved)
+
+
+@dataclass
+class Fetch:
+    """What one prompt got. Valid until the `with` block ends. Threads may share it."""
+
+    fetcher: KVFetcher
+    snapshot: Snapshot | None  # None: the store cannot be read
+    compute: Compute | None
+    trouble: str = ""  # why the store cannot be read
+    views: dict[ChunkKey, ChunkView] = field(default_factory=dict)
+    misses: dict[ChunkKey, Miss] = field(default_factory=dict)
+    computed: dict[ChunkKey, ChunkKV] = field(default_factory=dict)  # while others were in transit
+    source: dict[ChunkKey, str] = field(default_factory=dict)  # device host memory local remote computed
+
+    def __post_init__(self) -> None:
+        self._waiting = ComputeWhileWaiting(self.compute)
+        self._requests: dict[ChunkKey, ChunkRequest] = {}
+        self._fetch_s = self._reading_s = 0.0
+        self._reading_tokens = 0
+
+    @property
+    def waited_s(self) -> float:
+        """Time in which a thread waited for the link."""
+        return self._waiting.waited
+
+    def extend(self, requests: Sequence[ChunkRequest]) -> None:
+        """Look more chunks up, such as near-duplicate donors. Those that are known are not looked up again."""
+        new = {r.key: r for r in requests if r.key not in self._requests}
+        self._requests |= new
+        if self.snapshot is None:
+            self.misses |= dict.fromkeys(new, Miss("unreachable", self.trouble))
+            return
+        clock = self.fetcher.link.clock
+        start = clock()
+        with suppress(StoreError):
+            self.misses |= self.fetcher.slow([*new.values()])
+        asked = [key for key in new if key not in self.misses]
+        self._waiting.expect(new.values(), self.fetcher.store.compares_cost)
+        self.snapshot.expect(
+            asked, self._waiting if self.fetcher.has_remote else None, self.fetcher.time_saved(new.values())
+        )
+        for key in asked:
+            self._look_up(key)
+        self._fetch_s += clock() - start
+
+    def drop(self, lost: StoreError) -> None:
+        """After an error in a layer: wait until nothing is in transit. `views` and `misses` are final then."""
+        if isinstance(lost, CorruptRecord):
+            self._miss(lost.key, Miss("corrupt", lost.what))
+        elif isinstance(lost, ChunkLost):
+            for key in [key for key, source in self.source.items() if source == REMOTE]:
+                self._look_up(key)
+        else:
+            self.snapshot, self.trouble = None, f"the store cannot be read: {lost}"
+            for key in [*self.views]:
+                self._miss(key, Miss("unreachable", self.trouble))
+
+    def record_reading(self, seconds: float, tokens: int) -> None:
+        """Reading and decoding so many tokens' KV took the prefill so many seconds, waiting excluded."""
+        self._reading_s, self._reading_tokens = seconds, tokens
+
+    def record(self) -> None:
+        """Tell the link estimator what this prompt took; probe the link if some chunks did not come."""
+        link = self.fetcher.link
+        if remote := sum(self.views[key].n_tokens for key, source in self.source.items() if source == REMOTE):
+            link.record(self._fetch_s + self.waited_s, remote)
+            link.record_decoding(self._reading_s, self._reading_tokens)
+        if self.fetcher.has_remote:
+            kinds = ("slow link", "unreachable")
+            link.probe_later(
+                self.fetcher.store, [key for key, miss in self.misses.items() if miss.kind in kinds]
+            )
+
+    def _look_up(self, key: ChunkKey) -> None:
+        found = None if key in self._waiting.computed else self._read(key)
+        if kv := self._waiting.computed.get(key):  # by now: the read may have waited for the link
+            self.computed[key], self.views[key], self.source[key] = kv, MemoryChunk(kv), COMPUTED
+        elif isinstance(found, Miss) or found is None:
+            self._miss(key, found or Miss("absent"))
+        elif found.n_tokens != self._requests[key].n_tokens:
+            self._miss(key, Miss("corrupt", "is not the chunk that its key names"))
+        else:
+            held = self.fetcher.held
+            self.views[key] = HeldView(key, found, held) if held.cap_bytes else found
+            self.source[key] = self.snapshot.tier(key) if self.snapshot else ""
+
+    def _read(self, key: ChunkKey) -> ChunkView | Miss | None:
+        assert self.snapshot is not None
+        try:
+            view = self.snapshot.get(key)
+            why = None if view else self.snapshot.undecodable.get(key)
+            return Miss(why.kind, str(why)) if why else view
+        except CorruptRecord as error:
+            return Miss("corrupt", error.what)
+        except StoreVersion as error:
+            return Miss("corrupt", str(error))
+        except StoreError as error:
+            return Miss("unreachable", f"the store cannot be read: {error}")
+
+    def _miss(self, key: ChunkKey, miss: Miss) -> None:
+        self.views.pop(key, None)
+        self.source.pop(key, None)
+        self.misses[key] = miss
