@@ -54,7 +54,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class ChunkKV:
-    """One chunk's KV cache, independent of where the chunk will stand. Filled by blend/precompute.py, kept by store/."""
+    """One chunk's KV cache, independent of where the chunk will stand. Filled by blend/chunk_kv.py, kept by store/."""
 
     keys: torch.Tensor  # [L, K, C, D], before RoPE
     values: torch.Tensor  # [L, K, C, D]

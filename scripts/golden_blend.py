@@ -25,7 +25,7 @@ import numpy as np
 import torch
 import transformers
 
-from blendserve.blend.blender import Blended, Blender
+from blendserve.blend.blender import Blender, Prefilled
 from blendserve.blend.priors import Priors
 from blendserve.config import BlendConfig
 from blendserve.core import Chunk, Prompt, TokenIds
@@ -84,13 +84,13 @@ def blender(kind: str, name: str) -> Blender:
     context = (*PREFIX, *PRIMER) if name == "damaged" else PREFIX
     maker = Blender(made, "golden", store, PREFIX, context)
     maker.precompute([chunk for chunk in (*PROMPTS[name], DONOR) if chunk not in (NONE, EDIT)])
-    maker.known.use(priors(made))
-    maker.donors.refresh()
+    maker.priors.use(priors(made))
+    maker.near.refresh()
     store.broken = {maker.key(B)} if name == "damaged" else set()
     return maker
 
 
-def run(kind: str, name: str, changes: Case) -> Blended:
+def run(kind: str, name: str, changes: Case) -> Prefilled:
     prompt = Prompt(PREFIX, tuple(map(Chunk, PROMPTS[name])), QUESTION)
     blend = BlendConfig(**{"method": "blend", "ratio": 0.3, "near": name == "near", **changes})
     return blender(kind, name).run(prompt, blend)
@@ -103,16 +103,16 @@ def everything() -> Case:
         found[f"{kind}: stored bytes"] = digest(*getattr(maker.store.coded(maker.key(A)), "segments", ()))
         for name, (said, changes) in product(PROMPTS, options()):
             done = run(kind, name, changes)
-            cache, parts, scores = done.prefilled.cache, done.explanation.parts, done.explanation.scores
+            cache, parts, scores = done.result.cache, done.explanation.parts, done.explanation.scores
             found[f"{kind}, {name}: {said}"] = {
-                "logits": digest(done.prefilled.logits.numpy()),
+                "logits": digest(done.result.logits.numpy()),
                 "kv": digest(cache.keys.numpy(), cache.values.numpy()),
-                "recomputed": done.prefilled.recomputed.tolist(),
+                "recomputed": done.result.recomputed.tolist(),
                 "report": done.report.to_dict(),
                 "parts": [[p.kind, p.passage, p.span.start, p.span.stop, p.tier, p.reason] for p in parts],
                 "states": done.explanation.runs,
                 "scores": scores is not None and digest(scores.numpy()),
-                "absent": done.absent,
+                "absent": done.missing,
             }
     return dict(json.loads(json.dumps(found)))
 
@@ -125,8 +125,8 @@ def sample(kind: str) -> Iterator[tuple[str, list[Any]]]:
             report = sorted(done.report.to_dict().items())
             numbers = [value for _, value in report if type(value) in (int, bool)]
             codes = " ".join(part.code.value for part in done.explanation.parts)
-            logits = [round(x, 5) for x in done.prefilled.logits[:94:31].tolist()]
-            exact = done.prefilled.recomputed.tolist(), numbers, round(done.report.cost, 6), codes
+            logits = [round(x, 5) for x in done.result.logits[:94:31].tolist()]
+            exact = done.result.recomputed.tolist(), numbers, round(done.report.cost, 6), codes
             yield f"{name}: {said}", [*exact, logits]
 
 

@@ -140,7 +140,7 @@ def _contestant(
     codec = made.with_tables(level, raw)
     store.write_by(codec)
     blender = Blender(reader.adapter, reader.fingerprint, store, prompts.prefix, prompts.kv_context)
-    blender.known.use(Priors.of_nothing(reader.adapter))
+    blender.priors.use(Priors.of_nothing(reader.adapter))
     say(f"Storing the KV of {config.chunks} chunks by {word}")
     blender.precompute(workload.chunks)
     return Contestant(word, codec, blender, len(raw))

@@ -18,7 +18,7 @@ from blendserve.bench.figures import Figures, Update, interleaved, ratios, sprea
 from blendserve.bench.machine import where
 from blendserve.bench.workload import check_room, make_workload
 from blendserve.blend.layout import lay_out
-from blendserve.blend.prefill import Prefilled, prefill
+from blendserve.blend.prefill import PassResult, prefill
 from blendserve.config import BlendConfig, DecodeConfig
 from blendserve.core import Prompt, TokenIds
 from blendserve.engine.generation import generate
@@ -67,7 +67,7 @@ def measure(
     }
 
 
-def run_ours(adapter: Adapter, done: Prefilled, length: int, n: int) -> Decoded:
+def run_ours(adapter: Adapter, done: PassResult, length: int, n: int) -> Decoded:
     """Our loop over a prefilled cache, whose room behind `length` is written over each time."""
     clock = Clock(adapter.device)
     config = DecodeConfig(max_new_tokens=n)
@@ -118,7 +118,7 @@ class _Stamps:
         return
 
 
-def prefilled(adapter: Adapter, ids: TokenIds, n: int) -> Prefilled:
+def prefilled(adapter: Adapter, ids: TokenIds, n: int) -> PassResult:
     """A full prefill whose cache has room for n new tokens."""
     prompt = Prompt((), (), ids)
     return prefill(adapter, prompt, lay_out(prompt, None, [], behind_prefix=True), BlendConfig(), n)

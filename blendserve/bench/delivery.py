@@ -93,7 +93,7 @@ class Scene:
         self._paces: dict[str, Pace] = {}
         self._blenders: dict[str, Blender] = {}  # the first of each: what is known of a link is kept
         full = self._blender(MemoryStore(ROOM)).run(workload.draw(), BlendConfig(method="full"))
-        self._reference: Tensor = full.prefilled.logits.float()
+        self._reference: Tensor = full.result.logits.float()
 
     def calls(self, trace: Trace) -> dict[str, Callable[[], Request]]:
         """Everybody, over this trace, knowing nothing of it yet but what decoding takes."""
@@ -139,9 +139,9 @@ class Scene:
     def _timed(self, blender: Blender, blend: BlendConfig) -> Request:
         moved, clock = self._link.n_bytes, Clock(self._reader.adapter.device)
         done = blender.run(self._workload.draw(), blend)
-        int(done.prefilled.logits.argmax())
+        int(done.result.logits.argmax())
         ttft = clock.elapsed()
-        distance = kl(self._reference[None], done.prefilled.logits.float()[None])[0]
+        distance = kl(self._reference[None], done.result.logits.float()[None])[0]
         came = done.report.tiers.get("remote", 0)
         return Request(ttft, self._link.n_bytes - moved, distance, done.report.chunks - came)
 

@@ -28,7 +28,7 @@ from blendserve.bench.servers import Server
 from blendserve.bench.tables import Table
 from blendserve.bench.watched import Watched
 from blendserve.bench.workload import check_room
-from blendserve.blend.blender import Blended, Blender
+from blendserve.blend.blender import Blender, Prefilled
 from blendserve.config import BlendConfig, ValkeyConfig
 from blendserve.core import Chunk, Prompt, TokenIds
 from blendserve.errors import ConfigError, StoreError
@@ -113,7 +113,7 @@ class Scene:
         chosen = self._dice.sample(self._pool, self._count)
         return Prompt(self._prefix, tuple(map(Chunk, chosen)), self._suffix)
 
-    def ask(self, outcome: Outcome) -> Blended | None:
+    def ask(self, outcome: Outcome) -> Prefilled | None:
         """One request, checked and timed, and its chunks written back as an engine does."""
         prompt, store = self.prompt(), cast(Watched, self._shared.store)
         before = store.seconds
@@ -127,16 +127,16 @@ class Scene:
         outcome.found += blended.report.chunks_hit
         outcome.looked_for += len(prompt.chunks)
         expected = self._timed(only_found(self._truth, prompt, blended), prompt)[0]
-        outcome.wrong += not torch.equal(blended.prefilled.logits, expected.prefilled.logits)
+        outcome.wrong += not torch.equal(blended.result.logits, expected.result.logits)
         outcome.reasons |= {unusable.kind for unusable in blended.report.unusable}
         with contextlib.suppress(StoreError):
-            self._shared.remember(blended.absent)
+            self._shared.write_back(blended.missing)
         return blended
 
     def close(self) -> None:
         self.store.close()
 
-    def _watched(self, blender: Blender, prompt: Prompt) -> tuple[Blended, float]:
+    def _watched(self, blender: Blender, prompt: Prompt) -> tuple[Prefilled, float]:
         """In a thread that always is the same, as a new one would first gather threads to compute with.
 
         Raises TimeoutError for a request that hangs, and leaves it its thread.
@@ -147,7 +147,7 @@ class Scene:
             self._asking = ThreadPoolExecutor(1)
             raise
 
-    def _timed(self, blender: Blender, prompt: Prompt) -> tuple[Blended, float]:
+    def _timed(self, blender: Blender, prompt: Prompt) -> tuple[Prefilled, float]:
         start = time.perf_counter()
         done = blender.run(prompt, BlendConfig(method="blend"))
         return done, time.perf_counter() - start
@@ -156,16 +156,16 @@ class Scene:
         return Blender(reader.adapter, reader.fingerprint, store, self._prefix, self._prefix)
 
 
-def only_found(truth: Blender, prompt: Prompt, blended: Blended) -> Blender:
+def only_found(truth: Blender, prompt: Prompt, blended: Prefilled) -> Blender:
     """Over a local store that holds what a request found, and nothing else: its logits are to be the same, to the bit.
 
     truth: over a store that has all chunks of the prompt.
     """
     local = truth.like(MemoryStore(ROOM), "")
     there: list[tuple[TokenIds, TokenIds | None]] = [
-        (chunk.ids, None) for chunk in prompt.chunks if chunk.ids not in blended.absent
+        (chunk.ids, None) for chunk in prompt.chunks if chunk.ids not in blended.missing
     ]
-    if () not in blended.absent:
+    if () not in blended.missing:
         there.append((prompt.prefix, ()))
     for ids, context in there:
         key = truth.key(ids, context)

@@ -90,7 +90,7 @@ class Harness:
     def logits(self, variant: MethodSpec) -> Tensor:
         """Of the first token, [V]: by one of our methods, not timed."""
         done = self._blenders[_kv_context(variant)].run(self.workload.draw(), variant.blend)
-        return done.prefilled.logits
+        return done.result.logits
 
     def close(self) -> None:
         """Close the store; its files stay."""
@@ -107,7 +107,7 @@ class Harness:
         blender = Blender(
             self._adapter, self.reader.fingerprint, self.store, prompts.prefix, prompts.kv_context
         )
-        blender.known.use(Priors.of_nothing(self._adapter))  # a method that uses them takes its time
+        blender.priors.use(Priors.of_nothing(self._adapter))  # a method that uses them takes its time
         return blender
 
 
@@ -139,15 +139,15 @@ def run_blender(blender: Blender, workload: Workload, blend: BlendConfig, all_st
     prompt = workload.draw()
     with clock.stage("prefill"):
         done = blender.run(prompt, blend, clock=clock)
-    int(done.prefilled.logits.argmax())
+    int(done.result.logits.argmax())
     ttft = clock.elapsed()
-    if done.absent and all_stored:
+    if done.missing and all_stored:
         raise StoreError(
-            f"{len(done.absent)} of the bench's own chunks are not in its store: was its folder touched?"
+            f"{len(done.missing)} of the bench's own chunks are not in its store: was its folder touched?"
         )
     seconds = {stage: clock.seconds[stage] for stage in STAGES}
-    kv_bytes, recomputed = done.prefilled.cache.n_bytes, done.prefilled.recomputed
-    reading = done.prefilled.seconds_reading
+    kv_bytes, recomputed = done.result.cache.n_bytes, done.result.recomputed
+    reading = done.result.read_s
     return Run(clock.seconds["prefill"], ttft, kv_bytes, seconds, done.report, recomputed, reading)
 
 

@@ -23,7 +23,7 @@ from blendserve.bench.machine import where
 from blendserve.bench.tables import Table
 from blendserve.bench.workload import Workload, make_workload
 from blendserve.blend.blender import Blender
-from blendserve.blend.near import DONORS
+from blendserve.blend.near import MAX_DONORS
 from blendserve.blend.priors import Priors
 from blendserve.config import BlendConfig, changed
 from blendserve.core import Passage, TokenIds
@@ -55,10 +55,10 @@ def measure(
     with scratch(config.folder) as folder, _store(reader, stored, folder) as store:
         prompt = stored.prompt
         blender = Blender(reader.adapter, reader.fingerprint, store, prompt.prefix, prompt.prefix)
-        blender.known.use(Priors.of_nothing(reader.adapter))
+        blender.priors.use(Priors.of_nothing(reader.adapter))
         say(f"Storing the KV of {n} chunks")
         blender.precompute(stored.chunks)
-        blender.donors.refresh()
+        blender.near.refresh()
         timed = _timed(config, blender, stored, edited, update)
         others = _others(blender, unrelated, timed["methods"]["full prefill"]["ttft"]["median"])
     texts = [stored.chunks, [c.ids for c in replace(stored, passages=tuple(edited)).prompt.chunks]]
@@ -128,9 +128,9 @@ def _others(blender: Blender, unrelated: Sequence[Workload], ttft: float) -> Fig
     found = 0
     for workload in unrelated:
         start = time.perf_counter()
-        blender.donors.find(dict(enumerate(workload.chunks)), lambda donors: {})
+        blender.near.find(dict(enumerate(workload.chunks)), lambda donors: {})
         looked.append(time.perf_counter() - start)
-        found += sum(bool(blender.donors.index.find(fingerprints(ids), DONORS)) for ids in workload.chunks)
+        found += sum(bool(blender.near.index.find(fingerprints(ids), MAX_DONORS)) for ids in workload.chunks)
     chunks = sum(len(workload.chunks) for workload in unrelated)
     share = median(looked) / ttft
     return {"chunks": chunks, "false_donors": found, "seconds": spread(looked), "share_of_ttft": share}
@@ -159,7 +159,7 @@ def _million(
         "resident_bytes": _resident() - before_bytes,
         "look": spread([_looked(index, ids) for ids in (*unrelated, *edited) * LOOKS][:LOOKS]),
         "donors_found": f"{sum(right)} of {len(right)}",
-        "false_donors": sum(bool(index.find(fingerprints(ids), DONORS)) for ids in unrelated),
+        "false_donors": sum(bool(index.find(fingerprints(ids), MAX_DONORS)) for ids in unrelated),
     }
 
 
@@ -169,7 +169,7 @@ def _boilerplate(seed: int, stored: TokenIds, edited: TokenIds) -> Figures:
     texts = [(*stored[:HEADER], *rng.integers(1 << 20, size=HEADER).tolist()) for _ in range(ALIKE)]
     index.add((rng.bytes(KEY_BYTES), fingerprints(ids)) for ids in texts)
     index.add([(rng.bytes(KEY_BYTES), fingerprints(stored))])
-    found = len(index.find(fingerprints(edited), DONORS))
+    found = len(index.find(fingerprints(edited), MAX_DONORS))
     return {
         "chunks": len(index),
         "donors": found,
@@ -179,7 +179,7 @@ def _boilerplate(seed: int, stored: TokenIds, edited: TokenIds) -> Figures:
 
 def _looked(index: NearIndex, ids: TokenIds) -> float:
     start = time.perf_counter()
-    index.find(fingerprints(ids), DONORS)
+    index.find(fingerprints(ids), MAX_DONORS)
     return time.perf_counter() - start
 
 

@@ -128,7 +128,7 @@ class Scene:
         prompts = self._workload.prompts
         parts = (self._reader.adapter, self._reader.fingerprint, store, prompts.prefix)
         blender = Blender(*parts, prompts.kv_context, namespace=word)
-        blender.known.use(Priors.of_nothing(self._reader.adapter))
+        blender.priors.use(Priors.of_nothing(self._reader.adapter))
         return blender
 
     def _ask(self, blender: Blender, store: Watched, blend: BlendConfig) -> Request:
@@ -136,7 +136,7 @@ class Scene:
         waited, moved = store.seconds, self._link.down.n_bytes
         clock = Clock(self._reader.adapter.device)
         done = blender.run(self._workload.draw(), blend)
-        int(done.prefilled.logits.argmax())
+        int(done.result.logits.argmax())
         ttft = clock.elapsed()
         if any(unusable.kind != SLOW for unusable in done.report.unusable):
             raise InputError(

@@ -125,11 +125,11 @@ def prefill_work(counts: Counts, report: BlendReport, recomputed: Tensor, blend:
     if not 0 < len(recomputed) < len(reusable):
         return work + pass_work(counts, active, everywhere)
     policy = make_policy(blend)
-    if policy.has_scoring_pass:
+    if policy.needs_scoring_pass:
         work += scoring_work(counts, fresh)
-    if policy.narrowing_layers:
+    if policy.check_layers:
         dense = torch.cat([reusable, fresh])
-        return work + narrowing_work(counts, dense, active, min(policy.narrowing_layers))
+        return work + narrowing_work(counts, dense, active, min(policy.check_layers))
     return work + pass_work(counts, active, everywhere)
 
 

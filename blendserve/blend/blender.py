@@ -12,17 +12,17 @@ from functools import partial
 from itertools import chain
 from typing import Literal
 
-from blendserve.blend.cost import CostModel, calibrated, choose, estimates, free_ratio
+from blendserve.blend.chunk_kv import ChunkComputer, in_stacks
+from blendserve.blend.cost import CostModel, calibrated, choose, estimates, overlapped_ratio
 from blendserve.blend.explain import explain
 from blendserve.blend.layout import Layout, lay_out
 from blendserve.blend.lookup import Found, look_near, look_up, nothing, supposed, wanted
-from blendserve.blend.near import Donors
+from blendserve.blend.near import NearDuplicates
 from blendserve.blend.own_prefix import OwnPrefix
 from blendserve.blend.policies.base import make_policy
-from blendserve.blend.precompute import ChunkComputer, in_stacks
-from blendserve.blend.precompute_run import PrecomputeReport, PrecomputeRun
-from blendserve.blend.prefill import Prefilled, prefill
-from blendserve.blend.priors import Known
+from blendserve.blend.precompute import PrecomputeReport, PrecomputeRun
+from blendserve.blend.prefill import PassResult, prefill
+from blendserve.blend.priors import PriorStore
 from blendserve.blend.report import make_report
 from blendserve.blend.single_flight import SingleFlight
 from blendserve.blend.work import chunk_work
@@ -49,13 +49,13 @@ POLL_S = 0.1  # how often it is looked whether others are done
 
 
 @dataclass(frozen=True, slots=True)
-class Blended:
+class Prefilled:
     """One request's prefill."""
 
-    prefilled: Prefilled
+    result: PassResult
     report: BlendReport
     explanation: Explanation
-    absent: tuple[TokenIds, ...]  # chunks that were looked for and not found whole; () for the prefix's own
+    missing: tuple[TokenIds, ...]  # chunks that were looked for and not found whole; () for the prefix's own
     computed: Mapping[
         TokenIds, ChunkKV
     ]  # of those that are not stored near, computed while others were on their way
@@ -86,8 +86,8 @@ class Blender:
         self._fingerprint, self._namespace = fingerprint, namespace
         self._prefix, self._context = prefix, context
         self._before_layer = before_layer
-        self.known = Known(adapter, fingerprint, store, prefix, context)  # how the corpus's chunks move
-        self.donors = Donors(store, self.key, namespace)  # for chunks that are nearly there
+        self.priors = PriorStore(adapter, fingerprint, store, prefix, context)  # how the corpus's chunks move
+        self.near = NearDuplicates(store, self.key, namespace)  # for chunks that are nearly there
         self._computers: dict[TokenIds, ChunkComputer] = {}
         self._costs = costs
         self._load_rate = TokenRate()
@@ -115,7 +115,7 @@ class Blender:
             costs=self._costs,
             fetcher=self.fetcher if store is self.store else KVFetcher(store, self.fetcher.link),
         )
-        other._flight, other.known, other._own_prefix = self._flight, self.known, self._own_prefix
+        other._flight, other.priors, other._own_prefix = self._flight, self.priors, self._own_prefix
         return other
 
     @property
@@ -162,7 +162,7 @@ class Blender:
         clock: Clock | None = None,
         cache: KVCache | None = None,
         prefix_kv: ChunkKV | None = None,
-    ) -> Blended:
+    ) -> Prefilled:
         """Prefill a prompt by `blend.method`. Never fails for what the store holds or lacks.
 
         cache: the caller's own, with room for the prompt and `new_tokens`. prefix_kv: the prefix's KV, where the caller
@@ -190,7 +190,7 @@ class Blender:
                         saved = (
                             self.time_saved(prompt, blend, [*keys])[0] if self._costs_matter(blend) else None
                         )
-                        found = look_near(fetch, prompt, found, self.donors, self.adapter.n_layers, saved)
+                        found = look_near(fetch, prompt, found, self.near, self.adapter.n_layers, saved)
                     done = finish(found, fetch)
                     if found.prefix and self.fetcher.has_remote and prompt.prefix == self._prefix:
                         self._own_prefix.keep(found.prefix)
@@ -264,7 +264,7 @@ class Blender:
         cache: KVCache | None,
         found: Found,
         fetch: Fetch | None = None,
-    ) -> Blended:
+    ) -> Prefilled:
         layout, why = self._layout(prompt, found), ""
         misses = fetch.misses if fetch else {}
         self._damaged.update(
@@ -276,24 +276,24 @@ class Blender:
             layout = self._layout(prompt, found.only(method, self._exact_first(prompt)))
         if blend.ratio == "auto":
             blend = changed(blend, ratio=self._free_ratio(layout, blend))
-        known = self.known.current() if CORRECTIONS.load(blend.correction).uses_prior else None
+        known = self.priors.current() if CORRECTIONS.load(blend.correction).uses_prior else None
         before = fetch.waited_s if fetch else 0.0
         done = prefill(
             self.adapter, prompt, layout, blend, new_tokens, clock, cache, self._before_layer, known
         )
         waited = fetch.waited_s - before if fetch else 0.0
-        reading = max(0.0, done.seconds_reading - waited)
+        reading = max(0.0, done.read_s - waited)
         self._load_rate.record(reading, layout.n_loaded)
         if fetch:
             fetch.record_reading(reading, layout.n_loaded)
-        missing = (i for i in found.looked_for if found.chunks[i] is None or i in found.computed)
-        absent = tuple(prompt.chunks[i].ids for i in missing)
+        left = (i for i in found.looked_for if found.chunks[i] is None or i in found.computed)
+        missing = tuple(prompt.chunks[i].ids for i in left)
         if found.prefix is None and found.looked_for and prompt.prefix:
-            absent = ((), *absent)
+            missing = ((), *missing)
         computed = {prompt.chunks[i].ids: kv for i, kv in found.computed.items()}
         report = make_report(prompt, blend, layout, found, done, why, known is not None)
-        return Blended(
-            done, report, explain(prompt, blend.method, layout, found, done, why), absent, computed
+        return Prefilled(
+            done, report, explain(prompt, blend.method, layout, found, done, why), missing, computed
         )
 
     def _choose(self, prompt: Prompt, blend: BlendConfig, found: Found, why: str) -> tuple[Method, str]:
@@ -311,7 +311,7 @@ class Blender:
     def _free_ratio(self, layout: Layout, blend: BlendConfig) -> float:
         """What can be recomputed while the rest loads, as far as is known yet."""
         rate = self._load_rate.seconds_per_token
-        return free_ratio(self.calibrate(), layout, blend, rate)
+        return overlapped_ratio(self.calibrate(), layout, blend, rate)
 
     def _layout(self, prompt: Prompt, found: Found) -> Layout:
         exact_first = self._exact_first(prompt)
@@ -337,7 +337,7 @@ class Blender:
                 )
             return self._computers[context]
 
-    def remember(self, absent: Sequence[TokenIds], computed: Mapping[TokenIds, ChunkKV] = NOTHING) -> int:
+    def write_back(self, missing: Sequence[TokenIds], computed: Mapping[TokenIds, ChunkKV] = NOTHING) -> int:
         """Compute chunks alone and store them, `()` standing for the prefix, in place of any damaged record.
 
         computed: the KV of those that need not be computed again.
@@ -348,7 +348,9 @@ class Blender:
         claimed: list[TokenIds] = []
         try:
             wanted = [
-                x for x in dict.fromkeys(absent) if not x or self.store.wants(self.key(x), len(x) * per_token)
+                x
+                for x in dict.fromkeys(missing)
+                if not x or self.store.wants(self.key(x), len(x) * per_token)
             ]
             claimed = self._claim(wanted)
             if () in claimed:
@@ -358,7 +360,7 @@ class Blender:
             fresh = zip(mine, self.computer(self._context).stream(mine), strict=True) if mine else ()
             for ids, kv in chain(here, fresh):
                 stored += self.store.put(self.key(ids), kv)
-                self.donors.stored(ids)
+                self.near.stored(ids)
             self._flight.took(time.perf_counter() - start, sum(map(len, mine)))
             self._damaged.difference_update(map(self._stored_as, claimed))
         finally:
@@ -427,7 +429,7 @@ class Blender:
                 for n_bytes in stored:
                     ids = claimed.popleft()
                     self._flight.release(self.key(ids))
-                    self.donors.stored(ids)
+                    self.near.stored(ids)
                     run.count(1, len(ids), n_bytes)
                     run.step(len(ids))
         finally:

@@ -42,8 +42,8 @@ from blendserve.registry import POLICIES, REUSE
 from blendserve.store.memory import MemoryChunk
 
 VERSION = 5  # of what is measured; raise it when prefill's speed changes much
-EXACT_FAVOUR = 0.95  # an exact method wins unless blending is at least 5% faster
-HIDDEN = 0.8  # of loading that recomputing is to fill: estimates are off by a fifth, and layer 0 hides behind nothing
+MIN_SPEEDUP = 0.95  # an exact method wins unless blending is at least 5% faster
+OVERLAP_TARGET = 0.8  # share of loading to fill; layer 0 overlaps with nothing, and estimates err by a fifth
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ def choose(
     """The cheapest of full, prefix and blend, and why; exact methods are favoured a little."""
     cost = estimates(model, layouts, blend, n_layers)
     exact = min((m for m in cost if m != "blend"), key=lambda m: cost[m])
-    if cost["blend"] < EXACT_FAVOUR * cost[exact]:
+    if cost["blend"] < MIN_SPEEDUP * cost[exact]:
         return "blend", ""
     return exact, (
         f"{exact!r} was estimated to take {cost[exact] * 1e3:.0f} ms, blending {cost['blend'] * 1e3:.0f} ms"
@@ -80,7 +80,7 @@ def estimates(
     return {method: model.seconds(work_of(layout, policy, n_layers)) for method, layout in layouts.items()}
 
 
-def free_ratio(
+def overlapped_ratio(
     costs: CostModel, layout: Layout, blend: BlendConfig, seconds_per_token: float | None
 ) -> float:
     """The largest ratio whose recomputation hides behind loading; the floor while no load has been measured.
@@ -90,13 +90,13 @@ def free_ratio(
     policy = make_policy(blend)
     n_reusable = int(layout.reusable.sum())
     highest = (n_reusable - 1) / max(1, layout.n_found)  # with all of them there would be nothing to choose
-    if seconds_per_token is None or highest <= blend.floor or policy.has_scoring_pass:
+    if seconds_per_token is None or highest <= blend.floor or policy.needs_scoring_pass:
         return blend.floor
 
     def compute(ratio: float) -> float:  # a rule's dense layers hide no more than their own layers' loading
         return costs.seconds(replace(rows_work(layout, layout.budget(ratio)), loaded=0.0))
 
-    loading = HIDDEN * seconds_per_token * layout.n_loaded
+    loading = OVERLAP_TARGET * seconds_per_token * layout.n_loaded
     least, most = compute(blend.floor), compute(highest)
     room = (loading - least) / (most - least) if most > least else 0.0  # work grows in proportion to the rows
     return blend.floor + min(1.0, max(0.0, room)) * (highest - blend.floor)
@@ -165,7 +165,7 @@ def nonnegative_least_squares(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return best
 
 
-def made_up_case(adapter: Adapter, n_suffix: int, n_stored: int) -> tuple[Prompt, Layout]:
+def synthetic_prompt(adapter: Adapter, n_suffix: int, n_stored: int) -> tuple[Prompt, Layout]:
     """A prompt of random tokens; what is stored of it is noise, as speed does not depend on values."""
     rng = np.random.default_rng(0)
 
@@ -189,7 +189,7 @@ def _timed(
     adapter: Adapter, rows: int, keys: int, room: int, clock: Callable[[], float]
 ) -> Iterator[tuple[list[float], float]]:
     """Work and seconds of a case: without choosing, and with it where few rows stand behind much."""
-    prompt, layout = made_up_case(adapter, rows, keys)
+    prompt, layout = synthetic_prompt(adapter, rows, keys)
     plain, scored = BlendConfig(**REUSE), BlendConfig(policy=POLICIES.default, ratio=0.15)
     for blend in (plain, scored) if keys and rows < room // 20 else (plain,):
         start = clock()

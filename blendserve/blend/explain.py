@@ -9,7 +9,7 @@ from torch import Tensor
 
 from blendserve.blend.layout import Layout, Run
 from blendserve.blend.lookup import Found
-from blendserve.blend.prefill import Prefilled
+from blendserve.blend.prefill import PassResult
 from blendserve.blend.report import near_chunks
 from blendserve.config import Method
 from blendserve.core import Explanation, Part, Prompt, Reason, Span
@@ -22,7 +22,7 @@ MISSING = "It was not in the store."
 
 
 def explain(
-    prompt: Prompt, method: Method, layout: Layout, found: Found, done: Prefilled, why: str
+    prompt: Prompt, method: Method, layout: Layout, found: Found, done: PassResult, why: str
 ) -> Explanation:
     """Of a prompt that was prefilled by `method`; `found` as it was looked up, whether used or not.
 
@@ -42,7 +42,7 @@ def explain_plain(prompt: Prompt, why: str) -> Explanation:
     return Explanation(tuple(part for part in parts if len(part.span)), states, None)
 
 
-def _states(layout: Layout, done: Prefilled, parts: Sequence[Part]) -> Tensor:
+def _states(layout: Layout, done: PassResult, parts: Sequence[Part]) -> Tensor:
     """[T] uint8"""
     near = torch.zeros_like(layout.reusable)
     for span in (span for part in parts for span, _ in part.donors):

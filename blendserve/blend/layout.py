@@ -119,6 +119,6 @@ def _placed(runs: Sequence[Run], chunk: Span) -> list[Placement]:
     return [Placement(span, run.view, run.at) for span, run in zip(spans, runs, strict=True)]
 
 
-def foreign(span: Span) -> float:
+def preceding_share(span: Span) -> float:
     """The share of what stands before a chunk in all text up to its end: its tokens move the more, the larger it is."""
     return max(1, span.start) / max(1, span.stop)

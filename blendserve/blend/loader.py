@@ -62,7 +62,7 @@ class KVLoader:
         return keys[:, tokens], values[:, tokens]
 
     @property
-    def seconds_reading(self) -> float:
+    def read_s(self) -> float:
         """What the store took for it, most of it while this thread did something else."""
         return self._reader.seconds
 

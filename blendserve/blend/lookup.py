@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import cast
 
 from blendserve.blend.layout import Run
-from blendserve.blend.near import Donors
+from blendserve.blend.near import NearDuplicates
 from blendserve.config import Method
 from blendserve.core import ChunkKV, Prompt, Unusable
 from blendserve.errors import CorruptRecord
@@ -100,7 +100,12 @@ def look_up(
 
 
 def look_near(
-    fetch: Fetch, prompt: Prompt, found: Found, donors: Donors, n_layers: int, saved_per_token: float | None
+    fetch: Fetch,
+    prompt: Prompt,
+    found: Found,
+    donors: NearDuplicates,
+    n_layers: int,
+    saved_per_token: float | None,
 ) -> Found:
     """With the runs that stored chunks have of those that are missing. Raises StoreError.
 
@@ -121,7 +126,8 @@ def look_near(
         found,
         near={i: near.runs for i, near in looked.items() if near.runs},
         looked_near={
-            i: "; ".join(why.get(key) or "it has gone" for key in near.lost) for i, near in looked.items()
+            i: "; ".join(why.get(key) or "it has gone" for key in near.unavailable)
+            for i, near in looked.items()
         },
     )
 

@@ -4,11 +4,10 @@
     donors                 a a a a a a a y a a a a a a a a a a        b b b b b b        y: what x was
     starts from       | reused        | fresh        | reused     | fr.  | reused |
 
-Only tokens whose ids are equal are reused, in runs of LEAST at least, from anywhere in some stored chunks; all others are
-fresh, in the same prefill. So a number, a name or a "not" that was changed is never read from what was there before.
-What a donor's tokens have read before them may be another text, though: the first MARGIN of a run, the nearest to it, are
-fresh as well, but where a run starts a donor and has read nothing else. What is reused is selected and corrected like any
-chunk.
+Only tokens with equal ids are reused, in runs of at least MIN_RUN, from anywhere in stored chunks. All others are fresh,
+in the same prefill, so a changed number, name or "not" is never read from the old text. A donor's tokens may have
+attended to another text before the run, so the first CONTEXT_MARGIN tokens of a run are fresh as well, except where the
+run starts its donor. Policies and corrections treat reused tokens like those of any chunk.
 
 A donor is one of the same reader, prefix, dtype and namespace: a chunk's key is a hash of all of those and of its tokens,
 so one whose tokens do not give its own key is none.
@@ -30,11 +29,13 @@ from blendserve.errors import StoreError
 from blendserve.store import ChunkKey, ChunkView, KVStore
 from blendserve.store.near import NearIndex, fingerprints
 
-LEAST = 16  # tokens of a run that are reused
-MARGIN = 8  # of a run, before those
-DONORS = 4  # of one chunk
-WORK = 256  # pairs of equal tokens, of a chunk and a donor, that are looked at for each of the chunk's tokens
-BATCH = 1024  # chunks whose tokens are read at a time
+MIN_RUN = 16  # tokens of a run that are reused
+CONTEXT_MARGIN = 8  # of a run, before those
+MAX_DONORS = 4  # of one chunk
+PAIRS_PER_TOKEN = (
+    256  # pairs of equal tokens, of a chunk and a donor, that are looked at for each of the chunk's tokens
+)
+IDS_PER_READ = 1024  # chunks whose tokens are read at a time
 FIRST_WAIT_S = 0.5  # for an index that is being made: enough for some thousand chunks
 REFRESH_S = 300.0  # what other processes have stored is seen this late
 
@@ -52,14 +53,14 @@ class Match(NamedTuple):
     at: int  # where they start in the donor
 
 
-class Near(NamedTuple):
+class NearMatch(NamedTuple):
     """What was found of a chunk."""
 
     runs: tuple[Run, ...]  # ascending
-    lost: tuple[ChunkKey, ...]  # donors that could not be used
+    unavailable: tuple[ChunkKey, ...]  # donors that could not be used
 
 
-class Donors:
+class NearDuplicates:
     """Which chunks of a store have text in common with one that is not there. Safe to share between threads.
 
     The index is made of what the store holds, in a thread of its own, when it is first asked for. It is a hint: what is
@@ -74,16 +75,16 @@ class Donors:
         self._next = 0.0  # when to look for what others stored
         self._lock = threading.Lock()
 
-    def find(self, chunks: Mapping[int, TokenIds], views: Views) -> dict[int, Near]:
+    def find(self, chunks: Mapping[int, TokenIds], views: Views) -> dict[int, NearMatch]:
         """What stored chunks have of each of these. Raises StoreError.
 
         However many chunks there are: their donors' tokens are asked for once, and then their KV.
         """
         self._keep_up()
-        near = {i: self.index.find(fingerprints(ids), DONORS) for i, ids in chunks.items()}
+        near = {i: self.index.find(fingerprints(ids), MAX_DONORS) for i, ids in chunks.items()}
         donors = self._donors(dict.fromkeys(key for keys in near.values() for key in keys))
         read: dict[ChunkKey, ChunkView] = {}
-        lost: dict[int, tuple[ChunkKey, ...]] = dict.fromkeys(chunks, ())
+        unavailable: dict[int, tuple[ChunkKey, ...]] = dict.fromkeys(chunks, ())
         while True:
             found = {
                 i: _runs(ids, {key: donors[key] for key in near[i] if key in donors})
@@ -96,10 +97,10 @@ class Donors:
             if not gone:
                 break
             for i, keys in used.items():
-                lost[i] += tuple(key for key in keys if key in gone)
+                unavailable[i] += tuple(key for key in keys if key in gone)
             for key in gone:  # what it would have given, others may
                 del donors[key]
-        return {i: Near(_placed(runs, read), lost[i]) for i, runs in found.items()}
+        return {i: NearMatch(_placed(runs, read), unavailable[i]) for i, runs in found.items()}
 
     def _donors(self, keys: Iterable[ChunkKey]) -> dict[ChunkKey, TokenIds]:
         """The tokens of those that are there and ours."""
@@ -125,7 +126,7 @@ class Donors:
             self.index.discard(known - there)
             self._others &= there
         new = sorted(there - self.index.keys - self._others)
-        for some in (new[at : at + BATCH] for at in range(0, len(new), BATCH)):
+        for some in (new[at : at + IDS_PER_READ] for at in range(0, len(new), IDS_PER_READ)):
             told, whole = _told(self._store.ids(some))
             mine = [(key, ids) for key, ids in told if self._key_of(ids) == key]
             self.index.add((key, fingerprints(ids)) for key, ids in mine)
@@ -167,28 +168,28 @@ def _runs(ids: TokenIds, donors: Mapping[ChunkKey, TokenIds]) -> list[tuple[Chun
     """What these have of a chunk, each of what those before it have left."""
     left, runs = [Span(0, len(ids))], list[tuple[ChunkKey, Match]]()
     for key, donor in donors.items():
-        found, left = matches(ids, donor, left)
+        found, left = matching_runs(ids, donor, left)
         runs += [(key, match) for match in found]
     return runs
 
 
-def matches(ids: TokenIds, donor: TokenIds, left: Sequence[Span]) -> tuple[list[Match], list[Span]]:
+def matching_runs(ids: TokenIds, donor: TokenIds, left: Sequence[Span]) -> tuple[list[Match], list[Span]]:
     """What these stretches of a chunk have in common with a donor, the longest runs first, and what is left of them.
 
-    Text that repeats itself over and over is given up after WORK; no other comes near that.
+    Text that repeats itself over and over is given up after PAIRS_PER_TOKEN; no other comes near that.
     """
     matcher = SequenceMatcher(None, ids, donor, autojunk=False)
-    times, work = Counter(donor), WORK * len(ids)
+    times, work = Counter(donor), PAIRS_PER_TOKEN * len(ids)
     todo, found, rest = list(left), list[Match](), list[Span]()
     while todo:
         gap = todo.pop()
         work -= sum(times[i] for i in ids[gap.start : gap.stop])
-        if len(gap) < LEAST or work < 0:
+        if len(gap) < MIN_RUN or work < 0:
             rest.append(gap)
             continue
         a, b, n = matcher.find_longest_match(gap.start, gap.stop)
         fresh = _margin(ids, donor, a, b)
-        if n < LEAST + fresh:
+        if n < MIN_RUN + fresh:
             rest.append(gap)
             continue
         found.append(Match(Span(a + fresh, a + n), b + fresh))
@@ -199,12 +200,12 @@ def matches(ids: TokenIds, donor: TokenIds, left: Sequence[Span]) -> tuple[list[
 def _margin(ids: TokenIds, donor: TokenIds, a: int, b: int) -> int:
     """How many tokens of a run are left fresh that starts at token a of the chunk and b of the donor."""
     context = len(list(_equal_before(ids, donor, a, b)))
-    return 0 if context == b else MARGIN - context
+    return 0 if context == b else CONTEXT_MARGIN - context
 
 
 def _equal_before(ids: TokenIds, donor: TokenIds, a: int, b: int) -> Iterator[int]:
-    """Tokens in front of both that are equal, the nearest first, at most MARGIN."""
-    for n in range(1, min(a, b, MARGIN) + 1):
+    """Tokens in front of both that are equal, the nearest first, at most CONTEXT_MARGIN."""
+    for n in range(1, min(a, b, CONTEXT_MARGIN) + 1):
         if ids[a - n] != donor[b - n]:
             return
         yield n

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from blendserve.blend.corrections.base import Expecting, make_correction
+from blendserve.blend.corrections.base import LayerPriors, make_correction
 from blendserve.blend.layout import Layout
 from blendserve.blend.loader import KVLoader
-from blendserve.blend.policies.base import Policy, Scene, make_policy
+from blendserve.blend.policies.base import BlendPass, Policy, make_policy
 from blendserve.config import BlendConfig
 from blendserve.core import Prompt
 from blendserve.kernels.ops import attend
@@ -31,14 +31,14 @@ from blendserve.timing import Clock
 
 
 @dataclass(frozen=True, slots=True)
-class Prefilled:
+class PassResult:
     """What decode starts from, and what the report is made of."""
 
     cache: KVCache
     logits: Tensor  # [V], for the token after the prompt
     recomputed: Tensor  # positions that the policy chose and that ran through the last layer
     bytes_loaded: int
-    seconds_reading: float  # by the store's thread, some of it perhaps waiting for another machine
+    read_s: float  # by the store's thread, some of it perhaps waiting for another machine
     cost: float  # row-layers / (T * L)
     scores: Tensor | None  # [T] on the host, by which the policy chose; NaN where it gave none
     corrected: bool  # whether what was reused was changed
@@ -54,8 +54,8 @@ def prefill(
     clock: Clock | None = None,
     cache: KVCache | None = None,
     before_layer: BeforeLayer | None = None,
-    known: Expecting | None = None,
-) -> Prefilled:
+    known: LayerPriors | None = None,
+) -> PassResult:
     """Run the prompt, reusing what the layout found; leaves room for `new_tokens` in the cache.
 
     cache: the caller's own, of at least that room; default: a new one. known: what the corpus has shown of how chunks
@@ -69,32 +69,34 @@ def prefill(
     ids = torch.tensor(prompt.ids, dtype=torch.long, device=adapter.device)
     ropes = adapter.rope(torch.arange(len(prompt), device=adapter.device))
     with closing(KVLoader(adapter, cache, layout.placements, ropes, clock)) as loader:
-        scene = Scene(adapter, ids, layout, cache, loader, ropes, before_layer)
-        return _blended(scene, policy, blend.correction, clock, known)
+        blend_pass = BlendPass(adapter, ids, layout, cache, loader, ropes, before_layer)
+        return _blended(blend_pass, policy, blend.correction, clock, known)
 
 
 def _blended(
-    scene: Scene, policy: Policy, correction: str, clock: Clock, known: Expecting | None
-) -> Prefilled:
-    adapter, layout, loader = scene.adapter, scene.layout, scene.loader
+    blend_pass: BlendPass, policy: Policy, correction: str, clock: Clock, known: LayerPriors | None
+) -> PassResult:
+    adapter, layout, loader = blend_pass.adapter, blend_pass.layout, blend_pass.loader
     loaded = clock.seconds["load"]
     with clock.stage("select"):
-        chosen = policy.choose(layout, scene)
+        chosen = policy.select(layout, blend_pass)
     clock.seconds["select"] -= clock.seconds["load"] - loaded  # a scoring pass places KV on its way
     active = layout.fresh.clone()
     active[chosen] = True
-    layers = _ActiveRows(scene, policy, correction, active.nonzero()[:, 0], clock, known)
-    hidden = run_layers(adapter, adapter.embed(scene.ids[layers.rows.device]), layers, scene.before_layer)
+    layers = _ActiveRows(blend_pass, policy, correction, active.nonzero()[:, 0], clock, known)
+    hidden = run_layers(
+        adapter, adapter.embed(blend_pass.ids[layers.rows.device]), layers, blend_pass.before_layer
+    )
     rows = layers.rows.host
-    cost = scene.row_layers / (layout.n_tokens * adapter.n_layers)
-    return Prefilled(
-        scene.cache,
+    cost = blend_pass.row_layers / (layout.n_tokens * adapter.n_layers)
+    return PassResult(
+        blend_pass.cache,
         adapter.logits(hidden[-1:])[0],
         rows[layout.reusable[rows]],
         loader.bytes_loaded,
-        loader.seconds_reading,
+        loader.read_s,
         cost,
-        scene.scores,
+        blend_pass.scores,
         layers.corrected,
     )
 
@@ -104,35 +106,37 @@ class _ActiveRows:
 
     def __init__(
         self,
-        scene: Scene,
+        blend_pass: BlendPass,
         policy: Policy,
         correction: str,
         active: Tensor,
         clock: Clock,
-        known: Expecting | None,
+        known: LayerPriors | None,
     ) -> None:
-        self._scene, self._policy, self._clock = scene, policy, clock
-        spans = scene.layout.reusable_spans
-        self._correction = make_correction(correction, scene.adapter, scene.cache, scene.ropes, spans, known)
+        self._pass, self._policy, self._clock = blend_pass, policy, clock
+        spans = blend_pass.layout.reusable_spans
+        self._correction = make_correction(
+            correction, blend_pass.adapter, blend_pass.cache, blend_pass.ropes, spans, known
+        )
         self.corrected = False  # whether what is reused was changed in any layer
-        self.rows = Rows.on(scene.adapter.device, active)  # those that go on
+        self.rows = Rows.on(blend_pass.adapter.device, active)  # those that go on
         self._plans = self._plan(self.rows)
 
     def rope(self, l: int) -> Rope:
-        return self._scene.ropes[l].at(self.rows.device)
+        return self._pass.ropes[l].at(self.rows.device)
 
     def write(self, l: int, fresh: Projected, keys: Tensor) -> Tensor | slice | None:
-        scene, rows = self._scene, self.rows
-        scene.row_layers += len(rows)
-        scene.loader.place(l)
+        blend_pass, rows = self._pass, self.rows
+        blend_pass.row_layers += len(rows)
+        blend_pass.loader.place(l)
         with self._clock.stage("select"):
-            kept = self._narrow(l, keys, fresh.v) if l in self._policy.narrowing_layers else None
+            kept = self._filter(l, keys, fresh.v) if l in self._policy.check_layers else None
         if kept is None and self._correction:  # rows that are about to be dropped are no sample to learn from
             with self._clock.stage("correct"):
                 self.corrected |= self._correction.apply(l, rows, keys, fresh.v)
-        scene.cache.write(l, rows.device, keys, fresh.v)
+        blend_pass.cache.write(l, rows.device, keys, fresh.v)
         last = (
-            l == scene.adapter.n_layers - 1
+            l == blend_pass.adapter.n_layers - 1
         )  # only the last row's output is read there, and it is never dropped
         left: Tensor | slice | None = slice(-1, None) if last else None
         if kept is not None:
@@ -144,15 +148,15 @@ class _ActiveRows:
         return left
 
     def attend(self, l: int, q: Tensor) -> Tensor:
-        spec, cache, n = self._scene.adapter.specs[l], self._scene.cache, self._scene.layout.n_tokens
+        spec, cache, n = self._pass.adapter.specs[l], self._pass.cache, self._pass.layout.n_tokens
         return attend(q, cache.keys[l, :, :n], cache.values[l, :, :n], spec, self._plans[spec.window])
 
     def _plan(self, rows: Rows) -> dict[int | None, RowPlan]:
-        return plans_by_window(rows, self._scene.adapter.group, self._scene.adapter.windows)
+        return plans_by_window(rows, self._pass.adapter.group, self._pass.adapter.windows)
 
-    def _narrow(self, l: int, keys: Tensor, values: Tensor) -> Tensor | None:
+    def _filter(self, l: int, keys: Tensor, values: Tensor) -> Tensor | None:
         """Indices of the rows that go on past layer l's projection; None = all. Waits for a GPU's choice."""
-        layout, cache, rows = self._scene.layout, self._scene.cache, self.rows
+        layout, cache, rows = self._pass.layout, self._pass.cache, self.rows
         candidate = layout.reusable[rows.host]
         which = candidate.nonzero()[:, 0]
         if not len(which):
@@ -163,7 +167,7 @@ class _ActiveRows:
             (keys[:, asked], values[:, asked]),
             (cache.keys[l][:, stored], cache.values[l][:, stored]),
         )
-        kept = self._policy.narrow(l, self._scene, rows.host[which], fresh, cached)
+        kept = self._policy.filter(l, self._pass, rows.host[which], fresh, cached)
         if kept is None:
             return None
         return torch.cat([(~candidate).nonzero()[:, 0], which[kept.cpu()]]).sort().values

@@ -4,8 +4,8 @@ A chunk's KV is computed alone, and is another behind other text. A part of the 
 text is. It is learnt once, on prompts made of the corpus itself, as one linear map per layer and kv head, from a token's
 stored key and value to its deviation (ours):
 
-    expected (fresh - stored)  =  foreign ([key before RoPE | value]  W + c)        least squares, a little penalised
-    foreign                    =  tokens before the chunk / tokens up to its end
+    expected (fresh - stored)  =  preceding_share ([key before RoPE | value]  W + c)     least squares, penalised
+    preceding_share           =  tokens before the chunk / tokens up to its end
 
 A chunk in front has hardly other text to look at, and moves by half as much as one far behind (docs/research/log.md).
 The first layer's KV depends on its token alone and never moves. A store keeps the maps beside codecs' tables, under the
@@ -26,8 +26,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from blendserve.blend.layout import foreign, lay_out
-from blendserve.blend.precompute import ChunkComputer
+from blendserve.blend.chunk_kv import ChunkComputer
+from blendserve.blend.layout import lay_out, preceding_share
 from blendserve.blend.prefill import prefill
 from blendserve.config import BlendConfig
 from blendserve.core import Chunk, ChunkKV, Prompt, Span, TokenIds
@@ -39,10 +39,10 @@ from blendserve.registry import REUSE
 from blendserve.store import KVStore
 from blendserve.store.codecs.base import Undecodable
 
-NAME = "moves2"  # in the place of a codec's; "moves" were maps without `foreign`
+NAME = "moves2"  # in the place of a codec's; "moves" were maps without `preceding_share`
 FIT_TOKENS = 16_384  # more change little
-LEAST_TOKENS = 2_048  # of fewer no rule is learnt
-TOGETHER, LONGEST = 10, 4_096  # chunks of a prompt, and its tokens, at most
+MIN_TOKENS = 2_048  # of fewer no rule is learnt
+CHUNKS_PER_PROMPT, MAX_PROMPT_TOKENS = 10, 4_096  # chunks of a prompt, and its tokens, at most
 PENALTY = 20.0  # per feature of unit size
 
 Progress = Callable[[int, int], None]
@@ -93,7 +93,7 @@ class Priors:
         return cls(weights, constants, (keys, values))
 
 
-class Known:
+class PriorStore:
     """The priors of one reader, behind one text, that a store has. Safe to share between threads."""
 
     def __init__(
@@ -148,13 +148,13 @@ def prompts_of(chunks: Sequence[TokenIds], prefix: TokenIds, limit: int) -> list
     """Chunks in random company, each once: prompts of at most `limit` tokens, FIT_TOKENS of chunks in all."""
     order = torch.randperm(len(chunks), generator=torch.Generator().manual_seed(0)).tolist()
     groups: list[list[TokenIds]] = [[]]
-    left, room = FIT_TOKENS, min(limit, LONGEST) - len(prefix)
+    left, room = FIT_TOKENS, min(limit, MAX_PROMPT_TOKENS) - len(prefix)
     for ids in (chunks[n] for n in order):
         if left <= 0:
             break
         if not ids or len(ids) > room:
             continue
-        if len(groups[-1]) == TOGETHER or sum(map(len, groups[-1])) + len(ids) > room:
+        if len(groups[-1]) == CHUNKS_PER_PROMPT or sum(map(len, groups[-1])) + len(ids) > room:
             groups.append([])
         groups[-1].append(ids)
         left -= len(ids)
@@ -174,17 +174,17 @@ def fit_priors(
     """
     prompts = prompts_of(list(dict.fromkeys(chunks)), prefix, adapter.context_limit)
     total, done = sum(map(len, prompts)), 0
-    if total < LEAST_TOKENS:
+    if total < MIN_TOKENS:
         return None
     computer, sums = ChunkComputer(adapter, context), _Sums(adapter)
     for prompt in prompts:
-        sums.add(*_moved(adapter, prompt, computer, first=int(context == prefix)))
+        sums.add(*_deviations(adapter, prompt, computer, first=int(context == prefix)))
         done += len(prompt)
         progress(done, total)
     return sums.solve()
 
 
-def _moved(
+def _deviations(
     adapter: Adapter, prompt: Prompt, computer: ChunkComputer, first: int
 ) -> tuple[slice, list[ChunkKV], KVCache]:
     """The chunks from `first` on, which do not stand where they are computed: where, alone, and in full prefill."""
@@ -207,7 +207,7 @@ class _Sums:
     def add(self, here: slice, chunks: Sequence[ChunkKV], cache: KVCache) -> None:
         """Chunks, and what they are at these places of a prompt that was prefilled in full."""
         ends = list(accumulate((kv.n_tokens for kv in chunks), initial=here.start))
-        places = torch.tensor([foreign(Span(*edges)) for edges in pairwise(ends)])
+        places = torch.tensor([preceding_share(Span(*edges)) for edges in pairwise(ends)])
         by = places.repeat_interleave(torch.tensor([kv.n_tokens for kv in chunks]))[:, None]
         by = by.to(self._adapter.device)
         ropes = self._adapter.rope(torch.arange(here.start, here.stop, device=self._adapter.device))

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 from blendserve.blend.layout import Layout
 from blendserve.blend.lookup import Found
-from blendserve.blend.prefill import Prefilled
+from blendserve.blend.prefill import PassResult
 from blendserve.config import BlendConfig
 from blendserve.core import BlendReport, NearChunk, Prompt
 
 
 def make_report(
-    prompt: Prompt, blend: BlendConfig, layout: Layout, found: Found, done: Prefilled, why: str, prior: bool
+    prompt: Prompt, blend: BlendConfig, layout: Layout, found: Found, done: PassResult, why: str, prior: bool
 ) -> BlendReport:
     """`blend` as it was run; `found` as it was looked up, whether used or not.
 

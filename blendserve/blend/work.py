@@ -25,13 +25,13 @@ class Work:
 
 def work_of(layout: Layout, policy: Policy, n_layers: int) -> Work:
     """The work of prefilling this layout with this policy."""
-    work = rows_work(layout, policy.n_chosen(layout))
-    n_reusable, chosen = int(layout.reusable.sum()), policy.n_chosen(layout)
+    work = rows_work(layout, policy.n_selected(layout))
+    n_reusable, chosen = int(layout.reusable.sum()), policy.n_selected(layout)
     passes, rows, pairs = work.passes, work.rows, work.pairs
-    if policy.has_scoring_pass and 0 < chosen < n_reusable:
+    if policy.needs_scoring_pass and 0 < chosen < n_reusable:
         rows, pairs, passes = rows + layout.n_suffix, pairs + layout.n_suffix * layout.n_tokens, passes + 1
-    if policy.narrowing_layers and chosen:
-        dense = min(1.0, max(policy.narrowing_layers) / n_layers) * (n_reusable - chosen)
+    if policy.check_layers and chosen:
+        dense = min(1.0, max(policy.check_layers) / n_layers) * (n_reusable - chosen)
         rows, pairs = rows + dense, pairs + dense * _mean_keys(layout)
     return Work(passes, rows, pairs, work.loaded)
 

@@ -112,7 +112,7 @@ def precompute(
 
 def learnt(engine: Engine) -> str:
     """The correction prior of the store, in a sentence."""
-    if (priors := engine.blender.known.current()) is None:
+    if (priors := engine.blender.priors.current()) is None:
         return "no correction prior: the corpus is too small, or the correction uses none"
     keys, values = priors.explained
     return (

@@ -73,7 +73,7 @@ def publish(
     for n, (key, n_tokens) in enumerate(tokens.items(), start=1):
         directory[key] = Entry(n_tokens, tuple(coding.sizes(key)))
         done(n, len(tokens))
-    catalogue, moves = Catalogue(engine.store), engine.blender.known.kept_as()
+    catalogue, moves = Catalogue(engine.store), engine.blender.priors.kept_as()
     tables = coding.tables | ({moves} if moves else set())
     collection = describe(
         engine.store,

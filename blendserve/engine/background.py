@@ -22,7 +22,7 @@ class BackgroundTasks:
         self._scheduler = scheduler
         self._planned: set[ChunkKey] = set()  # write-backs that are not done yet
 
-    def remember(
+    def write_back(
         self,
         blender: Blender,
         tenant: str,
@@ -36,7 +36,7 @@ class BackgroundTasks:
         for ids in absent:
             key = blender.key(ids)  # the prefix is (), as no chunk is
             have = {ids: computed[ids]} if ids in computed else NOTHING
-            task = partial(self._remember, blender, ids, key, have)
+            task = partial(self._write_back, blender, ids, key, have)
             if key not in self._planned and self._scheduler.in_background(task, tenant):
                 self._planned.add(key)
 
@@ -80,10 +80,10 @@ class BackgroundTasks:
         plan()
         return future
 
-    def _remember(
+    def _write_back(
         self, blender: Blender, ids: TokenIds, key: ChunkKey, computed: Mapping[TokenIds, ChunkKV]
     ) -> None:
         try:
-            blender.remember([ids], computed)
+            blender.write_back([ids], computed)
         finally:  # not before: a request that goes before the rest of this may miss the same chunk
             self._planned.discard(key)

@@ -71,7 +71,7 @@ class BatchEngine:
         """A plan as the scheduler takes it: `scheduler.submit` and `scheduler.cancel` are next."""
         prompt, blender = plan.prompt, self.blender(namespace)
         own_prefix = prompt.prefix != self.engine.prompts.prefix and plan.blend.method != "full"
-        remember = partial(self.background.remember, blender, tenant)
+        write_back = partial(self.background.write_back, blender, tenant)
         return QueuedRequest(
             tenant=tenant,
             plan=plan,
@@ -79,7 +79,7 @@ class BatchEngine:
             emit=emit,
             cost=self._cost(plan, blender),
             prefix_kv=partial(self._prefix_kv, namespace, prompt.prefix) if own_prefix else None,
-            missed=remember if self.engine.config.store.write_back else None,
+            missed=write_back if self.engine.config.store.write_back else None,
             hold=blender.prefetch(prompt, plan.blend),
         )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from blendserve.blend.precompute import ChunkComputer
+from blendserve.blend.chunk_kv import ChunkComputer
 from blendserve.config import Config
 from blendserve.core import Document, TokenIds
 from blendserve.engine.own_words import own_words

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from blendserve.blend.blender import Blender
-from blendserve.blend.precompute_run import PrecomputeReport
+from blendserve.blend.precompute import PrecomputeReport
 from blendserve.config import BlendConfig, Config, changed
 from blendserve.core import Answer, ChunkKV, Document, Passage, TokenIds
 from blendserve.engine.calibration import writing_codec
@@ -164,7 +164,7 @@ class Engine:
     def learn(self, chunks: Sequence[TokenIds], learning: Progress = lambda done, total: None) -> None:
         """Learn from stored chunks what `precompute` learns at its end."""
         if CORRECTIONS.load(self.config.blend.correction).uses_prior:
-            self.blender.known.learn(chunks, learning)
+            self.blender.priors.learn(chunks, learning)
 
     def missing(self, passages: Sequence[Passage] | None = None, shard: tuple[int, int] = (0, 1)) -> int:
         """How many chunks `precompute` with the same arguments would still have to compute."""
@@ -221,7 +221,7 @@ class Engine:
         done, reader = self._prefill(plan), self.reader
         generation = Generation(plan, done.report, done.explanation, reader.tokenizer, reader.end_tokens)
         return AnswerStream(
-            generation, done.logits, done.run, partial(self._write_back, done.absent, done.computed)
+            generation, done.logits, done.run, partial(self._write_back, done.missing, done.computed)
         )
 
     def tenant(self, namespace: str) -> Engine:
@@ -255,7 +255,7 @@ class Engine:
         except StoreUnavailable as error:
             log.warning("chunks are stored uncoded until the engine is started again, as %s", error)
         if CORRECTIONS.load(self.config.blend.correction).uses_prior:
-            self.blender.known.current()  # read by now
+            self.blender.priors.current()  # read by now
         threading.Thread(target=self.blender.warm_up, daemon=True).start()
         if self.config.blend.method == "auto" and self.gate.passed:
             self.blender.calibrate(say)
@@ -289,7 +289,7 @@ class Engine:
         """Store what a request found missing or damaged, some of it computed by now. An answer never fails for it."""
         if absent and self.config.store.write_back:
             try:
-                self.blender.remember(absent, computed)
+                self.blender.write_back(absent, computed)
             except StoreError as error:
                 log.warning("missing chunks were not stored: %s", error)
 

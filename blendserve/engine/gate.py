@@ -36,9 +36,9 @@ import torch
 from torch import Tensor
 
 from blendserve import __version__
+from blendserve.blend.chunk_kv import ChunkComputer
 from blendserve.blend.layout import Layout, lay_out
-from blendserve.blend.precompute import ChunkComputer
-from blendserve.blend.prefill import Prefilled, prefill
+from blendserve.blend.prefill import PassResult, prefill
 from blendserve.config import BlendConfig
 from blendserve.core import Chunk, Prompt, TokenIds
 from blendserve.errors import ModelUnsupported
@@ -194,12 +194,12 @@ class _Checks:
         apart = self._kv_apart(reused.cache.keys, reused.cache.values)
         yield GateRow("full reuse: KV is not forward's", apart, self._allowed(self.unit_kv), above=True)
 
-    def _run(self, layout: Layout, **options: Any) -> Prefilled:
+    def _run(self, layout: Layout, **options: Any) -> PassResult:
         return prefill(
             self.adapter, self.prompt, layout, BlendConfig(method="blend", **options), new_tokens=1
         )
 
-    def _same(self, name: str, done: Prefilled) -> Iterator[GateRow]:
+    def _same(self, name: str, done: PassResult) -> Iterator[GateRow]:
         apart = self._kv_apart(done.cache.keys, done.cache.values)
         yield GateRow(f"{name}: KV is forward's", apart, self._allowed(self.unit_kv))
         yield self._same_logits(name, done.logits, self.own.logits[0])

@@ -28,7 +28,7 @@ class Prefill:
     logits: Tensor  # [V], for the first new token
     run: Step  # for a caller who makes every further token alone
     cached: int = 0  # tokens of the prompt whose KV was there already
-    absent: tuple[TokenIds, ...] = ()  # chunks that the store was asked for and did not have whole
+    missing: tuple[TokenIds, ...] = ()  # chunks that the store was asked for and did not have whole
     computed: Mapping[TokenIds, ChunkKV] = field(
         default_factory=dict
     )  # of those, what was computed all the same
@@ -50,8 +50,8 @@ def prefill(
     if prefix and report.method != "full":
         cached = max(0, cached - len(plan.prompt.prefix) + prefix.reused)  # 0: the store could not be read
     made = plan.decode.max_new_tokens
-    run = decoding_steps(blender.adapter, done.prefilled.cache, len(plan.prompt), made)
-    return Prefill(report, done.explanation, done.prefilled.logits, run, cached, done.absent, done.computed)
+    run = decoding_steps(blender.adapter, done.result.cache, len(plan.prompt), made)
+    return Prefill(report, done.explanation, done.result.logits, run, cached, done.missing, done.computed)
 
 
 def prefill_by_model(plan: Plan, adapter: Adapter, why: str) -> Prefill:

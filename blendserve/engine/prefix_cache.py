@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from blendserve.blend.precompute import ChunkComputer
+from blendserve.blend.chunk_kv import ChunkComputer
 from blendserve.core import ChunkKV, TokenIds
 from blendserve.models.adapter import Adapter
 from blendserve.models.forward import BeforeLayer

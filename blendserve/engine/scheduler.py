@@ -291,8 +291,8 @@ class Scheduler:
     def _prefill(self, request: QueuedRequest, cache: KVCache) -> tuple[Generation, Tensor]:
         plan, reader = request.plan, self._reader
         done = prefill(plan, request.blender, cache, request.prefix_kv)
-        if request.missed and done.absent:
-            request.missed(done.absent, done.computed)
+        if request.missed and done.missing:
+            request.missed(done.missing, done.computed)
         self._observer.prefilled(done.report, plan.clock.seconds["load"])
         request.emit(Started(done.cached, done.report, done.explanation))
         made = Generation(plan, done.report, done.explanation, reader.tokenizer, reader.end_tokens)

@@ -6,7 +6,7 @@ goes through the real path, over a made-up prompt of a usual length, since memor
 
 from __future__ import annotations
 
-from blendserve.blend.cost import made_up_case
+from blendserve.blend.cost import synthetic_prompt
 from blendserve.blend.prefill import prefill
 from blendserve.config import Config, changed
 from blendserve.models.adapter import Adapter
@@ -28,7 +28,7 @@ def warm_up(adapter: Adapter, config: Config, index: VectorIndex | None) -> None
     passages = config.retrieve.top_k * config.retrieve.chunk_tokens
     room = min(MOST, adapter.context_limit, passages + FRAME + config.decode.max_new_tokens)
     stored = 0 if config.blend.method == "full" else min(passages, room // 2)
-    prompt, layout = made_up_case(adapter, min(FRESH, room // 4), stored)
+    prompt, layout = synthetic_prompt(adapter, min(FRESH, room // 4), stored)
     blend = changed(config.blend, method="blend", ratio=config.blend.share)
     if config.blend.method == "reuse":
         blend = changed(blend, **REUSE)

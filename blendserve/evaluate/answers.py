@@ -61,7 +61,7 @@ def answer(
     with clock.stage("prefill"):
         room = max(decode.max_new_tokens, len(reference or ()))
         done = blender.run(prompt, variant.blend, room, clock, prefix_kv=prefix_kv)
-    cache, first = done.prefilled.cache, done.prefilled.logits
+    cache, first = done.result.cache, done.result.logits
     source = generate(adapter, cache, len(prompt), first, decode, reader.end_tokens)
     tokens = [token for token in [next(source, None)] if token is not None]
     ttft = clock.elapsed()
@@ -71,15 +71,15 @@ def answer(
         "ttft": ttft,
         "decode": clock.elapsed() - ttft,
     }
-    if done.absent and variant.kind != "full" and variant.edit is None:
+    if done.missing and variant.kind != "full" and variant.edit is None:
         raise StoreError(
-            f"{len(done.absent)} chunks left the store while method {variant} ran on them: does another process use it? "
+            f"{len(done.missing)} chunks left the store while method {variant} ran on them: does another process use it? "
             "Give this run a store of its own, or a larger cap_gb"
         )
     ended = len(tokens) < decode.max_new_tokens
     follow = reference if reference is not None else decisions(reader, tokens, ended)
     logits = forced(adapter, cache, len(prompt), first, follow)
-    recomputed = tuple(done.prefilled.recomputed.tolist())
+    recomputed = tuple(done.result.recomputed.tolist())
     return Answered(tuple(tokens), ended, logits, seconds, recomputed, done.report)
 
 

@@ -16,7 +16,7 @@ from itertools import pairwise
 import torch
 
 from blendserve.blend.blender import Blender
-from blendserve.blend.precompute import ChunkComputer
+from blendserve.blend.chunk_kv import ChunkComputer
 from blendserve.config import changed
 from blendserve.core import ChunkKV, Prompt, TokenIds
 from blendserve.engine.calibration import writing_codec

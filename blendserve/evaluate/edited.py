@@ -23,5 +23,5 @@ def revised_blender(engine: Engine, like: Blender, chunks: Sequence[TokenIds], p
         if (coded := engine.store.coded(key)) is not None:
             made.store.put_coded(key, coded, pin=True)
     made.precompute(chunks)
-    made.donors.refresh()
+    made.near.refresh()
     return made

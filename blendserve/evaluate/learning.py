@@ -48,14 +48,14 @@ def teach(blender: Blender, name: str, chunks: Sequence[TokenIds], folder: Path)
     path, adapter = folder / f"priors-{name}.safetensors", blender.adapter
     if not _readable(path, adapter):
         with console.progress("Fitting the correction prior", "tokens") as update:
-            made = blender.known.fit(chunks, update)
+            made = blender.priors.fit(chunks, update)
         if made is None:
-            blender.known.use(None)
+            blender.priors.use(None)
             return
         part = path.with_suffix(".part")
         part.write_bytes(made.to_bytes())
         part.replace(path)
-    blender.known.use(Priors.from_bytes(path.read_bytes(), adapter))
+    blender.priors.use(Priors.from_bytes(path.read_bytes(), adapter))
 
 
 def _readable(path: Path, adapter: Adapter) -> bool:

@@ -4,7 +4,7 @@ project -> rotate -> write -> attend -> finish
 
 prefill, blended or full       blend/prefill.py          rows anywhere; the policy may drop some on the way
 scoring pass of a policy       blend/policies            the question alone, and what it looks at
-chunk precompute               blend/precompute.py       keys before RoPE are kept; each chunk attends by itself
+chunk precompute               blend/chunk_kv.py       keys before RoPE are kept; each chunk attends by itself
 decoding, and forced answers   here                      one row a request, of one or of many, captured or not
 """
 

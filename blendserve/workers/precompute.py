@@ -17,8 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from blendserve.blend.precompute import STACK_TOKENS, in_stacks
-from blendserve.blend.precompute_run import PrecomputeReport, PrecomputeRun
+from blendserve.blend.chunk_kv import STACK_TOKENS, in_stacks
+from blendserve.blend.precompute import PrecomputeReport, PrecomputeRun
 from blendserve.core import TokenIds
 from blendserve.engine.engine import Engine
 from blendserve.engine.library import Progress

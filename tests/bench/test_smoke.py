@@ -21,7 +21,7 @@ from blendserve.bench.rates import measure_rates
 from blendserve.bench.servers import binary
 from blendserve.blend.blender import Blender
 from blendserve.blend.cost import CostModel
-from blendserve.blend.near import DONORS
+from blendserve.blend.near import MAX_DONORS
 from blendserve.fetch import link
 from blendserve.serve.config import ServeConfig
 from blendserve.store.codecs.base import known_codec
@@ -168,7 +168,7 @@ def test_near_counts_what_an_edit_costs(run: Run) -> None:
     index = figures["index"]
     assert figures["unrelated"]["false_donors"] == index["false_donors"] == 0
     assert (index["chunks"], index["donors_found"]) == (5003, "3 of 3")
-    assert 1 <= figures["boilerplate"]["donors"] <= DONORS
+    assert 1 <= figures["boilerplate"]["donors"] <= MAX_DONORS
 
 
 def test_results_are_right_where_they_are_known(run: Run) -> None:

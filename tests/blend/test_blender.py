@@ -95,11 +95,11 @@ def test_an_unusable_chunk_counts_as_missing_and_is_replaced(
         hurt = maker.run(PROMPT, BLEND)
         assert found(hurt.report) == counts
         assert [(unusable.chunk, unusable.kind) for unusable in hurt.report.unusable] == [(1, kind)]
-        assert hurt.absent == absent
-        assert torch.equal(hurt.prefilled.logits, as_if_missing.run(PROMPT, BLEND).prefilled.logits)
-        assert maker.remember(hurt.absent) == len(absent)
+        assert hurt.missing == absent
+        assert torch.equal(hurt.result.logits, as_if_missing.run(PROMPT, BLEND).result.logits)
+        assert maker.write_back(hurt.missing) == len(absent)
         healed = maker.run(PROMPT, BLEND)
-        assert_near(healed.prefilled.logits, whole.prefilled.logits)
+        assert_near(healed.result.logits, whole.result.logits)
         assert (found(healed.report), healed.report.unusable) == ((5, 0, 0), ())
         assert not store.verify().bad
 
@@ -155,7 +155,7 @@ def test_parts_cover_the_prompt_in_order_each_with_its_reason(
     store.damaged, store.down = {made.key(CHUNKS[i]) for i in damaged}, down
     done = made.run(PROMPT, BlendConfig(**options))
     if down:
-        assert_near(done.prefilled.logits, model_logits(made.adapter, PROMPT))
+        assert_near(done.result.logits, model_logits(made.adapter, PROMPT))
     parts = prefix, *passages, suffix = done.explanation.parts
     assert [part.passage for part in parts] == [None, 0, 1, 3, 4, 5, None]  # but for the one without tokens
     spans = [Span(0, 5), *(span for span in PROMPT.spans if len(span)), Span(58, len(PROMPT))]
@@ -205,4 +205,4 @@ def test_the_model_is_as_it_was_after_requests_damage_and_an_exception(
         with pytest.raises(KeyboardInterrupt):
             maker.run(PROMPT, BLEND)
     assert state_of(adapter.model) == before
-    assert torch.equal(maker.run(PROMPT, BLEND).prefilled.logits, good.prefilled.logits)
+    assert torch.equal(maker.run(PROMPT, BLEND).result.logits, good.result.logits)

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blendserve.blend import cost
-from blendserve.blend.cost import HIDDEN, CostModel, calibrated, choose, free_ratio, measure
+from blendserve.blend.cost import OVERLAP_TARGET, CostModel, calibrated, choose, measure, overlapped_ratio
 from blendserve.blend.layout import Layout
 from blendserve.blend.policies.base import make_policy
 from blendserve.blend.work import Work, work_of
@@ -102,7 +102,7 @@ def test_recomputing_takes_nearly_as_long_as_loading(policy: str, token_s: float
         rows_alone = make_policy(changed(config, policy="random", ratio=ratio))
         return MODEL.seconds(replace(work_of(LONG, rows_alone, LAYERS), loaded=0.0))
 
-    ratio, loading = free_ratio(MODEL, LONG, config, token_s), HIDDEN * token_s * LONG.n_loaded
+    ratio, loading = overlapped_ratio(MODEL, LONG, config, token_s), OVERLAP_TARGET * token_s * LONG.n_loaded
     highest = (int(LONG.reusable.sum()) - 1) / LONG.n_found
     assert floor <= ratio <= highest
     slack = 3 * (MODEL.per_row + MODEL.per_pair * LONG.n_tokens)  # the ratio becomes a whole number of rows
@@ -113,7 +113,7 @@ def test_recomputing_takes_nearly_as_long_as_loading(policy: str, token_s: float
 def test_the_ratio_stays_at_its_floor_without_a_rate_or_with_a_scoring_pass() -> None:
     for policy, token_s in (("random", None), ("query", 1.0)):
         config = BlendConfig(policy=policy, ratio="auto", floor=0.07)
-        assert free_ratio(MODEL, LONG, config, token_s) == 0.07
+        assert overlapped_ratio(MODEL, LONG, config, token_s) == 0.07
     auto = blend(tiny_adapter("llama"), PROMPT, FOUND, ratio="auto", floor=0.2)
     fixed = blend(tiny_adapter("llama"), PROMPT, FOUND, ratio=0.2)
     assert auto.recomputed.tolist() == fixed.recomputed.tolist()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from blendserve.blend import prefill as module
-from blendserve.blend.blender import Blended
+from blendserve.blend.blender import Prefilled
 from blendserve.blend.priors import Priors
 from blendserve.config import BlendConfig, changed
 from blendserve.core import Chunk, Prompt, Span, TokenIds
@@ -132,16 +132,16 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-def run(case: Case) -> tuple[Blended, TracedCache]:
+def run(case: Case) -> tuple[Prefilled, TracedCache]:
     """The request as the package computes it, over a store that holds what the case says."""
     adapter, store = tiny_adapter(case.kind), LeakyStore()
     prefix, context = case.prompt.prefix, case.context
     maker = tiny_blender(store, *case.stored, adapter=adapter, prefix=prefix, context=context)
-    maker.known.use(case.known)
+    maker.priors.use(case.known)
     store.broken = {maker.key(ids) for ids in case.damaged}
     if not case.has_prefix:
         store.delete(maker.key(case.prompt.prefix, ()))
-    maker.donors.refresh()
+    maker.near.refresh()
     cache = TracedCache(adapter, len(case.prompt))
     return maker.run(case.prompt, case.blend, cache=cache), cache
 
@@ -153,13 +153,13 @@ def check(case: Case) -> None:
     if case.blend.method == "reuse":
         case = replace(case, blend=changed(case.blend, **REUSE))
     start = start_from(adapter, prompt, list(case.pieces()))
-    left = torch.cat([(~start.known).nonzero()[:, 0], done.prefilled.recomputed]).sort().values
+    left = torch.cat([(~start.known).nonzero()[:, 0], done.result.recomputed]).sort().values
     rows = [*cache.rows, left]
     assert len(rows) == adapter.n_layers + 1
     twin = naive_prefill(adapter, prompt, start, rows, correction_of(case, start, rows))
     assert_near(cache.keys, twin.keys, BOUND)
     assert_near(cache.values, twin.values, BOUND)
-    assert_near(done.prefilled.logits, twin.logits, BOUND)
+    assert_near(done.result.logits, twin.logits, BOUND)
     check_selection(case, start, rows, twin.deviations, done.explanation.scores)
     check_states(case, start, done)
     report, n_scored = done.report, 0
@@ -203,7 +203,7 @@ def correction_of(case: Case, start: Start, rows: Sequence[Tensor]) -> Correct |
     return correct
 
 
-def check_states(case: Case, start: Start, done: Blended) -> None:
+def check_states(case: Case, start: Start, done: Prefilled) -> None:
     """The explanation says of each token what it started from."""
     near = {
         at
@@ -212,15 +212,15 @@ def check_states(case: Case, start: Start, done: Blended) -> None:
         for at in range(piece.span.start, piece.span.stop)
     }
     chosen, left = (
-        set(done.prefilled.recomputed.tolist()),
-        "corrected" if done.prefilled.corrected else "reused",
+        set(done.result.recomputed.tolist()),
+        "corrected" if done.result.corrected else "reused",
     )
     states = [state for state, n in done.explanation.runs for _ in range(n)]
     for at, state in enumerate(states):
         stored = "recomputed" if at in chosen else "near" if at in near else left
         assert state == (stored if start.reusable[at] else "exact" if start.exact[at] else "fresh")
     assert len(states) == len(case.prompt)
-    assert not (done.prefilled.corrected and case.blend.correction == "none")
+    assert not (done.result.corrected and case.blend.correction == "none")
 
 
 def check_selection(

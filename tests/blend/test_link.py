@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from blendserve.blend.blender import Blended, Blender
+from blendserve.blend.blender import Blender, Prefilled
 from blendserve.blend.cost import CostModel
 from blendserve.config import BlendConfig
 from blendserve.fetch.fetcher import KVFetcher
@@ -41,13 +41,13 @@ def far() -> FarStore:
     return store
 
 
-def run(by: Blender, blend: BlendConfig = AUTO) -> Blended:
+def run(by: Blender, blend: BlendConfig = AUTO) -> Prefilled:
     done = by.run(PROMPT, blend)
     check_report(done.report, PROMPT)
     return done
 
 
-def kinds(done: Blended) -> list[str]:
+def kinds(done: Prefilled) -> list[str]:
     return [unusable.kind for unusable in done.report.unusable]
 
 
@@ -66,8 +66,8 @@ def test_chunks_that_are_slower_to_fetch_are_computed_but_for_a_fixed_method_or_
     here = MemoryStore(CAP)
     blender(here).precompute([])
     fresh = blender(here).run(PROMPT, BlendConfig())
-    assert torch.equal(done.prefilled.logits, fresh.prefilled.logits)
-    assert made.remember(done.absent) == 0  # they are stored there
+    assert torch.equal(done.result.logits, fresh.result.logits)
+    assert made.write_back(done.missing) == 0  # they are stored there
     fixed = run(made, BlendConfig(method="blend"))
     assert (fixed.report.chunks_hit, kinds(fixed)) == (FILLED, [])
     far.is_far = False
@@ -80,9 +80,9 @@ def test_the_time_that_stored_kv_saves(far: FarStore) -> None:
     keys = {i: made.key(ids) for i, ids in enumerate(CHUNKS)}
     of_prefix, *requests = made.requests(PROMPT, BlendConfig(method="auto", ratio=0.5), keys)
     prefix_key = made.key(PROMPT.prefix, ())
-    whole = run(made, blend).prefilled.cost
+    whole = run(made, blend).result.cost
     far.delete(prefix_key)
-    more = (run(blender(far, row_s=1.0), blend).prefilled.cost - whole) * len(PROMPT)
+    more = (run(blender(far, row_s=1.0), blend).result.cost - whole) * len(PROMPT)
     assert of_prefix.key == prefix_key
     assert of_prefix.saved_s == pytest.approx(more)
     assert more > len(PROMPT.prefix)
@@ -107,7 +107,7 @@ def test_chunks_that_no_machine_has_are_stored_over_a_slow_link_too() -> None:
     far.latency_s = 100.0
     made = blender(far)
     made.warm_up()
-    assert made.remember(run(made).absent) == FILLED + 1  # with the prefix
+    assert made.write_back(run(made).missing) == FILLED + 1  # with the prefix
     assert len(list(far.keys())) == FILLED + 1
 
 
@@ -163,7 +163,7 @@ def test_the_prefix_is_fetched_by_the_first_request_alone(far: FarStore, first: 
     whole, made, far.tier = run(expected, BLEND), blender(far), first
     for tier in (first, LOCAL, LOCAL):
         done = run(made, BLEND)
-        assert torch.equal(done.prefilled.logits, whole.prefilled.logits)
+        assert torch.equal(done.result.logits, whole.result.logits)
         assert done.report.tokens_exact == whole.report.tokens_exact
         assert done.explanation.parts[0].tier == tier
     assert far.fetched[made.key(PROMPT.prefix, ())] == 1
@@ -183,10 +183,10 @@ def test_other_prefixes_and_those_of_this_machine_are_looked_up_each_time(far: F
     run(made, BLEND)
     done = made.run(other, BLEND)
     assert far.fetched[made.key(other.prefix, ())] == 1
-    assert done.absent[0] == ()
+    assert done.missing[0] == ()
     far.is_far = False
     for _ in range(2):
         run(blender(far), BLEND)
     assert far.fetched[made.key(PROMPT.prefix, ())] == 3
     far.delete(made.key(PROMPT.prefix, ()))
-    assert [run(blender(far), BLEND).absent for _ in range(2)] == [((),)] * 2
+    assert [run(blender(far), BLEND).missing for _ in range(2)] == [((),)] * 2

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blendserve.blend.blender import Blended, Blender
-from blendserve.blend.near import LEAST, MARGIN, matches
+from blendserve.blend.blender import Blender, Prefilled
+from blendserve.blend.near import CONTEXT_MARGIN, MIN_RUN, matching_runs
 from blendserve.config import BlendConfig
 from blendserve.core import Chunk, Prompt, Reason, Span, TokenIds
 from blendserve.store import KVStore, LMDBStore, MemoryStore
@@ -31,14 +31,14 @@ NEW = (*OLD[:40], 96, *OLD[41:])
 NEAR = BlendConfig(method="blend", policy="none", correction="none", near=True)
 
 
-def ask(by: Blender, *chunks: TokenIds, prefix: TokenIds = PREFIX, blend: BlendConfig = NEAR) -> Blended:
+def ask(by: Blender, *chunks: TokenIds, prefix: TokenIds = PREFIX, blend: BlendConfig = NEAR) -> Prefilled:
     prompt = Prompt(prefix, tuple(map(Chunk, chunks)), SUFFIX)
     done = by.run(prompt, blend)
     check_report(done.report, prompt)
     return done
 
 
-def donors_of(done: Blended) -> list[str]:
+def donors_of(done: Prefilled) -> list[str]:
     """Keys of all that something was read from."""
     return [donor for chunk in done.report.near for donor in chunk.donors]
 
@@ -47,7 +47,7 @@ def spans(ids: TokenIds, *donors: TokenIds) -> list[Span]:
     """Of `ids`, what is reused of these donors."""
     left, found = [Span(0, len(ids))], []
     for donor in donors:
-        some, left = matches(ids, donor, left)
+        some, left = matching_runs(ids, donor, left)
         found += [span for span, _ in some]
     return sorted(found, key=lambda span: span.start)
 
@@ -58,22 +58,22 @@ def changed(ids: TokenIds, at: Sequence[int]) -> TokenIds:
 
 
 def test_tokens_around_an_edit_are_reused_but_for_a_margin_from_several_donors() -> None:
-    assert spans(NEW, OLD) == [Span(0, 40), Span(41 + MARGIN, 90)]
+    assert spans(NEW, OLD) == [Span(0, 40), Span(41 + CONTEXT_MARGIN, 90)]
     cut = (*OLD[60:], *OLD[:30])  # its first half follows other text than in OLD; the second half starts OLD
-    assert spans(cut, OLD) == [Span(MARGIN, 30), Span(30, 60)]
+    assert spans(cut, OLD) == [Span(CONTEXT_MARGIN, 30), Span(30, 60)]
     other = some_ids(50, 9)
-    assert spans((*OLD[:30], *other[10:]), OLD, other) == [Span(0, 30), Span(30 + MARGIN, 70)]
+    assert spans((*OLD[:30], *other[10:]), OLD, other) == [Span(0, 30), Span(30 + CONTEXT_MARGIN, 70)]
 
 
 @given(st.lists(st.integers(0, 89), max_size=8), st.integers(0, 40))
 def test_only_equal_tokens_behind_equal_tokens_are_reused(edits: list[int], moved: int) -> None:
     new = changed((*some_ids(moved, 5), *OLD), [moved + n for n in edits])
     differ = {n for n, (a, b) in enumerate(zip(new[moved:], OLD, strict=True), moved) if a != b}
-    for span, at in matches(new, OLD, [Span(0, len(new))])[0]:
-        start = 0 if at < MARGIN and new[span.start - at : span.start] == OLD[:at] else MARGIN
+    for span, at in matching_runs(new, OLD, [Span(0, len(new))])[0]:
+        start = 0 if at < CONTEXT_MARGIN and new[span.start - at : span.start] == OLD[:at] else CONTEXT_MARGIN
         run = slice(span.start - start, span.stop)
         assert new[run] == OLD[at - start : at + len(span)]
-        assert len(span) >= LEAST
+        assert len(span) >= MIN_RUN
         assert not differ & set(range(run.start, run.stop)) or at - start != run.start - moved
 
 
@@ -119,7 +119,7 @@ def test_donors_are_of_the_same_reader_prefix_and_namespace(
         of[whose].precompute([OLD])
     mine = [of[asking].key(OLD).hex()] if asking in stored else []
     assert donors_of(ask(of[asking], FIRST, NEW, prefix=asking[1])) == mine
-    of[asking].remember([NEW])
+    of[asking].write_back([NEW])
     for whose, by in of.items():
         theirs = {by.key(ids).hex() for ids in (OLD, NEW)}
         assert set(donors_of(ask(by, FIRST, (*NEW, 3), prefix=whose[1]))) <= theirs
@@ -128,7 +128,7 @@ def test_donors_are_of_the_same_reader_prefix_and_namespace(
 def test_a_donor_that_was_deleted_is_a_miss_until_it_is_stored_again() -> None:
     by = tiny_blender(None, FIRST, OLD)
     assert donors_of(ask(by, FIRST, NEW))
-    assert by.donors.find({3: NEW}, lambda donors: {}) == {3: ((), (by.key(OLD),))}  # deleted between the two
+    assert by.near.find({3: NEW}, lambda donors: {}) == {3: ((), (by.key(OLD),))}  # deleted between the two
     by.store.delete(by.key(OLD))
     assert not donors_of(ask(by, FIRST, NEW))
     by.precompute([OLD])
@@ -142,7 +142,7 @@ def test_a_damaged_donor_is_a_miss(store: FaultyStore | LeakyStore) -> None:
     damaged = store.damaged if isinstance(store, FaultyStore) else store.broken
     damaged.add(by.key(OLD))
     done = ask(by, FIRST, NEW)
-    assert torch.equal(done.prefilled.logits, without.prefilled.logits)
+    assert torch.equal(done.result.logits, without.result.logits)
     assert done.report.tokens_computed == len(NEW)
     assert not donors_of(done)
     assert done.explanation.parts[2].code is Reason.DONOR_UNUSABLE
@@ -165,7 +165,7 @@ def test_thirty_edits_of_a_chunk_read_their_donor_once_and_are_hits_once_stored(
     assert len(done.report.near) == 30
     n_read = len(PREFIX) + len(FIRST) + len(OLD)
     assert done.report.bytes_loaded == by.adapter.kv_bytes_per_token * n_read
-    assert by.remember(done.absent) == 30
+    assert by.write_back(done.missing) == 30
     again = ask(by, FIRST, *chunks).report
     assert (again.chunks_hit, again.near) == (31, ())
     (near,) = ask(by, FIRST, (*chunks[7][:70], 95, *chunks[7][71:])).report.near
@@ -174,19 +174,19 @@ def test_thirty_edits_of_a_chunk_read_their_donor_once_and_are_hits_once_stored(
 
 def test_text_that_repeats_itself_is_given_up_and_empty_chunks_have_no_donor() -> None:
     long, short = (7,) * 2000, (7,) * 200
-    assert matches(long, long[:-1], [Span(0, 2000)]) == ([], [Span(0, 2000)])
+    assert matching_runs(long, long[:-1], [Span(0, 2000)]) == ([], [Span(0, 2000)])
     assert spans(short, short[:-1]) == [Span(0, 199)]
     done = ask(tiny_blender(None, FIRST, OLD, (7,) * 300), FIRST, (), NEW, (7,) * 301)
     assert [chunk.chunk for chunk in done.report.near] == [2, 3]
-    assert done.prefilled.logits.isfinite().all()
+    assert done.result.logits.isfinite().all()
 
 
 def test_text_that_every_chunk_has_gives_a_bounded_number_of_donors(monkeypatch: pytest.MonkeyPatch) -> None:
     header, store = some_ids(100, 50), MemoryStore(ROOMY)
     by = tiny_blender(store, *((*header, *some_ids(40, n)) for n in range(100, 110)))
-    by.donors.refresh()
+    by.near.refresh()
     marks, own = fingerprints(header), np.arange(10_000, dtype=np.uint64)
-    by.donors.index.add((bytes([1, n // 256, n % 256]), np.unique((*marks, own[n]))) for n in range(10_000))
+    by.near.index.add((bytes([1, n // 256, n % 256]), np.unique((*marks, own[n]))) for n in range(10_000))
     asked: list[int] = []
 
     def ids(keys: Iterable[bytes]) -> Iterator[tuple[bytes, TokenIds]]:
@@ -195,7 +195,7 @@ def test_text_that_every_chunk_has_gives_a_bounded_number_of_donors(monkeypatch:
 
     monkeypatch.setattr(store, "ids", ids)
     new = (*header, *some_ids(40, 200))
-    assert by.donors.find({0: new, 1: new}, lambda donors: {}) == {0: ((), ()), 1: ((), ())}
+    assert by.near.find({0: new, 1: new}, lambda donors: {}) == {0: ((), ()), 1: ((), ())}
     assert asked == [1]  # the latest has all that any has
 
 
@@ -204,10 +204,10 @@ def test_an_index_made_from_a_store_is_the_one_that_was_updated(tmp_path: Path) 
         by = tiny_blender(store, FIRST)
         ask(by, FIRST, NEW)  # the index is updated from now on
         by.precompute([OLD])
-        by.remember([some_ids(80, 20)])
-        assert by.donors.index.keys == {by.key(x) for x in (FIRST, OLD, some_ids(80, 20))}
+        by.write_back([some_ids(80, 20)])
+        assert by.near.index.keys == {by.key(x) for x in (FIRST, OLD, some_ids(80, 20))}
         kept = ask(by, FIRST, NEW).report.near
     with LMDBStore(tmp_path, ROOMY) as store:
         made = tiny_blender(store)
         assert ask(made, FIRST, NEW).report.near == kept != ()
-        assert made.donors.index.keys == by.donors.index.keys
+        assert made.near.index.keys == by.near.index.keys

@@ -12,9 +12,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from blendserve.blend.chunk_kv import STACK_TOKENS, ChunkComputer
 from blendserve.blend.layout import Layout
-from blendserve.blend.policies.base import Policy, Scene, candidates, make_policy, top
-from blendserve.blend.precompute import STACK_TOKENS, ChunkComputer
+from blendserve.blend.policies.base import BlendPass, Policy, candidates, make_policy, top
 from blendserve.blend.prefill import prefill
 from blendserve.config import BlendConfig, Config
 from blendserve.errors import ConfigError
@@ -57,11 +57,11 @@ def test_top_is_the_largest_and_the_earlier_of_equal_ones(scores: list[float], n
 
 
 def test_random_is_seeded_and_keeps_to_reusable_tokens() -> None:
-    layout, scene = lay(tiny_adapter("llama"), some_prompt([30, 30, 30], suffix=3)), SimpleNamespace()
+    layout, blend_pass = lay(tiny_adapter("llama"), some_prompt([30, 30, 30], suffix=3)), SimpleNamespace()
 
     def draw(seed: int) -> list[int]:
         made: Any = make_policy(BlendConfig(policy="random", ratio=0.2, seed=seed))
-        return [int(at) for at in made.choose(layout, scene)]
+        return [int(at) for at in made.select(layout, blend_pass)]
 
     draws = [draw(seed) for seed in range(200)]
     assert draws[0] == draw(0) != draws[1]
@@ -89,8 +89,8 @@ def test_a_chunks_kv_does_not_depend_on_what_is_stacked_with_it(lengths: list[in
 class LastPolicy(Policy):
     """The last tokens of everything that is reused."""
 
-    def choose(self, layout: Layout, scene: Scene) -> Tensor:
-        return candidates(layout)[-self.n_chosen(layout) :]
+    def select(self, layout: Layout, blend_pass: BlendPass) -> Tensor:
+        return candidates(layout)[-self.n_selected(layout) :]
 
 
 def test_a_policy_of_ones_own(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from blendserve.blend import priors
-from blendserve.blend.priors import NAME, Known, Priors, fit_priors, prompts_of
+from blendserve.blend.priors import NAME, Priors, PriorStore, fit_priors, prompts_of
 from blendserve.core import TokenIds
 from blendserve.store.memory import MemoryStore
 from tests.support.blending import (
@@ -23,8 +23,10 @@ PREFIX = some_ids(5, 999)
 ADAPTER = tiny_adapter("llama")
 
 
-def known(store: MemoryStore | FaultyStore, fingerprint: str = "reader", context: TokenIds = PREFIX) -> Known:
-    return Known(ADAPTER, fingerprint, store, PREFIX, context)
+def known(
+    store: MemoryStore | FaultyStore, fingerprint: str = "reader", context: TokenIds = PREFIX
+) -> PriorStore:
+    return PriorStore(ADAPTER, fingerprint, store, PREFIX, context)
 
 
 @pytest.fixture(scope="module")

@@ -127,7 +127,7 @@ def test_a_chunk_that_fails_in_the_middle_of_a_prefill_costs_no_other(
     assert done.report.tiers == {REMOTE: came}
     kinds = {"damaged": ["corrupt"], "slow": [SLOW], "level": []}.get(trouble, ["unreachable"])
     assert [why.kind for why in done.report.unusable] == kinds
-    assert (done.report.chunks_corrupt, len(done.absent)) == (trouble == "damaged", n - came)
+    assert (done.report.chunks_corrupt, len(done.missing)) == (trouble == "damaged", n - came)
 
 
 def test_a_tier_keeps_no_more_than_what_came(service: Service, prompt: Prompt, late: ChunkKey) -> None:

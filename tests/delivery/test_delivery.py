@@ -90,14 +90,14 @@ def test_a_service_that_goes_is_a_miss_and_one_that_comes_is_used(made: Made) ->
 
 
 def test_the_corpus_prior_is_delivered_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(priors, "LEAST_TOKENS", 1)
-    monkeypatch.setattr(priors, "TOGETHER", 2)
+    monkeypatch.setattr(priors, "MIN_TOKENS", 1)
+    monkeypatch.setattr(priors, "CHUNKS_PER_PROMPT", 2)
     store, collection = published(tmp_path)
     assert any(tables.codec == priors.NAME for tables in collection.tables)
     with Service(store) as running, KdnStore(settings(running.url)) as far:
         there, here = answered(far), answered(store)
     assert there.report.prior
-    assert torch.equal(there.prefilled.logits, here.prefilled.logits)
+    assert torch.equal(there.result.logits, here.result.logits)
 
 
 def test_over_tls_a_service_needs_a_certificate_of_a_known_authority(made: Made, tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ class Liar(Peer):
 @pytest.fixture(scope="module")
 def plain() -> torch.Tensor:
     """The logits without a store."""
-    return answered(MemoryStore(2**30), ASKED).prefilled.logits
+    return answered(MemoryStore(2**30), ASKED).result.logits
 
 
 @pytest.mark.parametrize("lie", LIES.values(), ids=LIES)
@@ -98,7 +98,7 @@ def test_a_lie_about_a_chunk_is_a_miss_and_bounded(service: Service, plain: torc
         clock.advance(600)  # after a failure the service is left alone
         with suppress(StoreError):
             store.sample(list(store.keys()), 1 << 12)
-    assert torch.equal(done.prefilled.logits, plain)
+    assert torch.equal(done.result.logits, plain)
     assert done.report.chunks_hit == 0
     assert done.report.unusable or done.report.chunks_corrupt
     assert liar.sent < 2 * MOST_SENT
@@ -113,7 +113,7 @@ def test_another_chunk_is_no_answer_and_the_truth_is(service: Service, plain: to
     with Liar(service, honest) as peer, KdnStore(settings(peer.url)) as store:
         done = answered(store, ASKED)
         assert done.report.chunks_hit == ASKED
-        assert not torch.equal(done.prefilled.logits, plain)
+        assert not torch.equal(done.result.logits, plain)
 
 
 @pytest.mark.parametrize("lie", [*LIES.values(), absent], ids=[*LIES, "absent"])

@@ -88,7 +88,7 @@ def changed_frames(monkeypatch: pytest.MonkeyPatch, change: Callable[[Frames], F
 
 def is_right(done: Any, made: Made, passages: int = 3) -> bool:
     here = answered(made[0], passages)
-    return torch.equal(done.prefilled.logits, here.prefilled.logits) and done.report.chunks_hit == passages
+    return torch.equal(done.result.logits, here.result.logits) and done.report.chunks_hit == passages
 
 
 def test_many_engines_have_a_chunk_that_was_sent_once(made: Made, service: Service, by_http: Any) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from blendserve.blend.blender import Blended, Blender
+from blendserve.blend.blender import Blender, Prefilled
 from blendserve.blend.cost import CostModel
 from blendserve.config import BlendConfig, changed
 from blendserve.core import Prompt
@@ -74,7 +74,7 @@ def blender(
     return peers.blender(store, before_layer, costs=costs)
 
 
-def tiers(done: Blended) -> list[str]:
+def tiers(done: Prefilled) -> list[str]:
     return [part.tier for part in done.explanation.parts if part.kind == "passage"]
 
 
@@ -98,7 +98,7 @@ def test_link_and_reader_meet(service: Service, prompt: Prompt, meeting: int) ->
     assert sum(paced.asked.values()) == fetched + 1  # the prefix, and no chunk twice
     assert (done.report.method, dict(done.report.tiers)) == ("blend", {REMOTE: fetched, COMPUTED: meeting})
     assert not done.report.unusable
-    assert list(done.computed) == [chunk.ids for chunk in prompt.chunks[fetched:]] == list(done.absent)
+    assert list(done.computed) == [chunk.ids for chunk in prompt.chunks[fetched:]] == list(done.missing)
     check(done, prompt)
 
 
@@ -136,7 +136,7 @@ def test_a_silent_link_is_asked_for_one_chunk_a_request_until_it_answers(
         assert not store.pace.wary
         done = of.run(prompt, AUTO)
     assert done.report.tiers == {REMOTE: len(prompt.chunks)}
-    assert (done.absent, done.computed) == ((), {})
+    assert (done.missing, done.computed) == ((), {})
 
 
 @pytest.mark.parametrize("before", ["", "run", "ahead", "layered"])
@@ -172,7 +172,7 @@ def test_when_the_link_dies_computed_chunks_are_used_and_the_rest_is_fresh(
     assert {unusable.kind for unusable in done.report.unusable} == {"unreachable"}
     same = peers.local(prompt, done).run(prompt, changed(AUTO, method=done.report.method))
     torch.testing.assert_close(  # computed alone, not in a stack: products of fewer rows may round otherwise
-        done.prefilled.logits, same.prefilled.logits, rtol=1e-5, atol=1e-5
+        done.result.logits, same.result.logits, rtol=1e-5, atol=1e-5
     )
 
 

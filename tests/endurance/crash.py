@@ -28,7 +28,7 @@ from typing import NamedTuple
 import torch
 
 from blendserve.blend.blender import Blender
-from blendserve.blend.precompute import STACK_TOKENS
+from blendserve.blend.chunk_kv import STACK_TOKENS
 from blendserve.core import ChunkKV, TokenIds
 from blendserve.errors import CorruptRecord
 from blendserve.models.adapter import Adapter

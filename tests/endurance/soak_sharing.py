@@ -61,9 +61,9 @@ def engine(line: Connection, url: str, seed: int) -> None:
         prompt = Prompt(PREFIX, tuple(map(Chunk, dice.sample(pool, ASKED))), SUFFIX)
         done = shared.run(prompt, blend)
         expected = only_found(truth, prompt, done).run(prompt, blend)
-        right = torch.equal(done.prefilled.logits, expected.prefilled.logits)
+        right = torch.equal(done.result.logits, expected.result.logits)
         with contextlib.suppress(StoreError):
-            shared.remember(done.absent)
+            shared.write_back(done.missing)
         missed = Counter(f"missed_{unusable.kind}" for unusable in done.report.unusable)
         line.send({"answers": 1, "wrong": not right, "chunks_found": done.report.chunks_hit, **missed})
 

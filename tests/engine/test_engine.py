@@ -146,7 +146,7 @@ def test_a_seed_serves_policy_and_sampling(warm: Engine) -> None:
 
 
 def test_precompute_fits_the_prior_once_and_the_next_engine_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(priors, "LEAST_TOKENS", 1)
+    monkeypatch.setattr(priors, "MIN_TOKENS", 1)
     steps, store = list[tuple[int, int]](), MemoryStore(2**30)
 
     def fail(done: int, total: int) -> None:
@@ -154,7 +154,7 @@ def test_precompute_fits_the_prior_once_and_the_next_engine_has_it(monkeypatch: 
 
     with toy_engine(store) as first:
         assert not first.answer(QUESTION, SOME).report.prior
-        first.blender.known.use(None)
+        first.blender.priors.use(None)
         first.precompute(SOME, learning=lambda done, total: steps.append((done, total)))
         assert steps[-1][0] == steps[-1][1] > 0
         answer = seen(first.answer(QUESTION, SOME))

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from blendserve.blend import priors
-from blendserve.blend.precompute import ChunkComputer
+from blendserve.blend.chunk_kv import ChunkComputer
 from blendserve.config import StoreConfig, changed
 from blendserve.core import Document
 from blendserve.engine.calibration import chunks_of, fit
@@ -219,7 +219,7 @@ def test_nothing_is_fitted_on_the_half_that_is_asked(tmp_path: Path) -> None:
 def test_priors_are_fitted_once_for_each_context_and_kept_with_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(priors, "LEAST_TOKENS", 1)
+    monkeypatch.setattr(priors, "MIN_TOKENS", 1)
     path, methods = write_dataset(tmp_path, 1), ("query", "query+prior", "none+prior/bos")
 
     def files() -> dict[str, tuple[int, bytes]]:

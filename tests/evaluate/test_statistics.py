@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from blendserve.blend import prefill as module
-from blendserve.blend.prefill import Prefilled, prefill
+from blendserve.blend.prefill import PassResult, prefill
 from blendserve.config import BlendConfig
 from blendserve.evaluate import longbench_rouge
 from blendserve.evaluate.fidelity import agreement, forced, kl, nll
@@ -34,7 +34,7 @@ from tests.support.models import KINDS, tiny_adapter
 ANSWER, PROMPT = some_ids(9, seed=7), some_prompt([12, 9, 14])
 
 
-def prefilled(name: str, **options: Any) -> Prefilled:
+def prefilled(name: str, **options: Any) -> PassResult:
     adapter = tiny_adapter(name)
     return prefill(adapter, PROMPT, lay(adapter, PROMPT), BlendConfig(**options), len(ANSWER))
 

@@ -29,7 +29,7 @@ def blender(store: KVStore, *known: TokenIds, **options: Any) -> Blender:
     by = Blender(tiny_adapter("llama"), "fingerprint", store, PREFIX, PREFIX, **options)
     if known:
         by.precompute(known)
-    by.donors.refresh()
+    by.near.refresh()
     return by
 
 
@@ -59,8 +59,8 @@ def test_donors_come_from_both_stores_and_survive_the_loss_of_one() -> None:
         assert len(remote.batches) <= 1  # for the chunks themselves
         remote.down = True
         assert donors(by, NEW, NEWER) == [here.hex()]
-        by.donors.refresh()
-        assert by.donors.index.keys == {here, there}
+        by.near.refresh()
+        assert by.near.index.keys == {here, there}
         remote.down = False
         clock.advance(REST_S)
         assert donors(by, NEWER) == [there.hex()]
@@ -75,7 +75,7 @@ def test_a_store_that_fails_has_no_donors_and_requests_are_answered() -> None:
         dict(store.ids([by.key(OLD)]))
     report = ask(by, NEW)
     assert (report.method, report.tokens_exact, report.tokens_reused) == ("blend", 0, 0)
-    assert by.key(OLD) in by.donors.index
+    assert by.key(OLD) in by.near.index
 
 
 @pytest.mark.parametrize(("seconds", "method", "n"), [(0.1, "auto", 1), (9.0, "auto", 0), (9.0, "blend", 1)])

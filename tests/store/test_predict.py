@@ -123,7 +123,7 @@ def test_sensitivity_is_a_mean_over_tokens_each_by_the_root_of_its_information(
 
 
 def test_layer_0_is_the_models() -> None:
-    from blendserve.blend.precompute import ChunkComputer
+    from blendserve.blend.chunk_kv import ChunkComputer
 
     adapter = tiny_adapter("llama", dtype=torch.float32)
     kv = ChunkComputer(adapter, ()).compute([(5, 9, 5)])[0]

@@ -13,10 +13,10 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from blendserve.blend.blender import Blender
+from blendserve.blend.chunk_kv import ChunkComputer
 from blendserve.blend.layout import Layout, lay_out
 from blendserve.blend.loader import KVLoader
-from blendserve.blend.precompute import ChunkComputer
-from blendserve.blend.prefill import Prefilled, prefill
+from blendserve.blend.prefill import PassResult, prefill
 from blendserve.blend.priors import Priors
 from blendserve.config import BlendConfig
 from blendserve.core import BlendReport, Chunk, Prompt, TokenIds
@@ -73,7 +73,7 @@ def tiny_blender(
     return made
 
 
-def blend(adapter: Adapter, prompt: Prompt, layout: Layout | None = None, **options: Any) -> Prefilled:
+def blend(adapter: Adapter, prompt: Prompt, layout: Layout | None = None, **options: Any) -> PassResult:
     return prefill(adapter, prompt, layout or lay(adapter, prompt), BlendConfig(**options))
 
 

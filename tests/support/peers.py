@@ -21,7 +21,7 @@ import httpx
 import torch
 import uvicorn
 
-from blendserve.blend.blender import Blended, Blender
+from blendserve.blend.blender import Blender, Prefilled
 from blendserve.config import BlendConfig, KdnConfig
 from blendserve.core import Prompt
 from blendserve.delivery.publish import publish
@@ -237,7 +237,7 @@ def some_key() -> ChunkKey:
     return blender(MemoryStore(1)).key(question().chunks[0].ids)
 
 
-def answered(store: KVStore, passages: int = 4) -> Blended:
+def answered(store: KVStore, passages: int = 4) -> Prefilled:
     return blender(store).run(question(passages), BLEND)
 
 
@@ -254,13 +254,13 @@ def truth(level: str = "raw") -> Blender:
     return of
 
 
-def local(prompt: Prompt, done: Blended | None = None, level: str = "raw", late: str = "") -> Blender:
+def local(prompt: Prompt, done: Prefilled | None = None, level: str = "raw", late: str = "") -> Blender:
     """Over a local store that holds what this request used, and nothing else; everything for None.
 
     level: of all chunks but the last, which has the level `late`.
     """
     of = blender(MemoryStore(2**30))
-    absent = set(done.absent) - set(done.computed) if done else set()
+    absent = set(done.missing) - set(done.computed) if done else set()
     for ids in {(), *(chunk.ids for chunk in prompt.chunks)} - absent:
         key = of.key(ids) if ids else of.key(prompt.prefix, ())
         at = (late if ids == prompt.chunks[-1].ids else "") or level
@@ -271,12 +271,12 @@ def local(prompt: Prompt, done: Blended | None = None, level: str = "raw", late:
 
 
 def check(
-    done: Blended, prompt: Prompt, blend: BlendConfig = BLEND, level: str = "raw", late: str = ""
+    done: Prefilled, prompt: Prompt, blend: BlendConfig = BLEND, level: str = "raw", late: str = ""
 ) -> None:
     """The report adds up, and the logits are those of a local store, to the bit."""
     check_report(done.report, prompt)
     here = local(prompt, done, level, late)
-    assert torch.equal(done.prefilled.logits, here.run(prompt, blend).prefilled.logits)
+    assert torch.equal(done.result.logits, here.run(prompt, blend).result.logits)
 
 
 class Steps:

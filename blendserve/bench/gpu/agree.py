@@ -35,7 +35,7 @@ from blendserve.store import MemoryStore
 def _words() -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Methods whose choice is a rule, and those that choose by what was computed."""
     kinds: dict[str, type[Policy]] = {name: POLICIES.load(name) for name in POLICIES.names}
-    looking = [name for name, kind in kinds.items() if kind.has_scoring_pass or kind.has_check_layers]
+    looking = [name for name, kind in kinds.items() if kind.needs_scoring_pass or kind.has_check_layers]
     ruled = [name for name, kind in kinds.items() if kind.has_ratio and name not in looking]
     words = [(f"{name}@0.05", f"{name}@0.15", f"{name}+{CORRECTIONS.default}@0.15") for name in ruled]
     return ("full", "reuse", *(word for three in words for word in three)), tuple(
@@ -148,7 +148,7 @@ def outcomes(
 
 
 def _outcome(blender: Blender, prompt: Prompt, variant: MethodSpec) -> Outcome:
-    done = blender.run(prompt, variant.blend).prefilled
+    done = blender.run(prompt, variant.blend).result
     logits, keys, values = (x.cpu().double() for x in (done.logits, done.cache.keys, done.cache.values))
     return Outcome(logits, keys, values, frozenset(done.recomputed.tolist()))
 

@@ -25,7 +25,7 @@ from blendserve.bench.gpu.plan import DEVICE, PINNED, PREFIX, STORE, SUFFIX, Cel
 from blendserve.bench.harness import SPARE_BYTES, STAGES, forward, scratch
 from blendserve.bench.rates import Rates
 from blendserve.bench.roofline import Counts, limit, prefill_work
-from blendserve.blend.blender import Blended, Blender
+from blendserve.blend.blender import Blender, Prefilled
 from blendserve.blend.priors import Priors
 from blendserve.config import ReaderConfig, StoreConfig, TiersConfig
 from blendserve.core import Prompt
@@ -58,7 +58,7 @@ class Run:
     seconds: float
     queued: float  # seconds until the host had told the device everything: near the whole, and launches are the limit
     stages: dict[str, float]
-    done: Blended | None  # None for transformers
+    done: Prefilled | None  # None for transformers
 
 
 class Stand:
@@ -133,7 +133,7 @@ class Stand:
     def _blender(self, store: KVStore) -> Blender:
         prefix = self._prompt.prefix
         blender = Blender(self.adapter, f"bench, {self.name}", store, prefix, prefix)
-        blender.known.use(Priors.of_nothing(self.adapter))
+        blender.priors.use(Priors.of_nothing(self.adapter))
         return blender
 
     def _run(self, blender: Blender, variant: MethodSpec, prompt: Prompt) -> Run:
@@ -146,10 +146,10 @@ class Stand:
             return Run(clock.elapsed(), queued, {}, None)
         done = blender.run(prompt, variant.blend, clock=clock)
         queued = host.elapsed()
-        int(done.prefilled.logits.argmax())
+        int(done.result.logits.argmax())
         seconds = clock.elapsed()
-        if done.absent:
-            raise StoreError(f"{len(done.absent)} of the bench's own chunks are not in its store")
+        if done.missing:
+            raise StoreError(f"{len(done.missing)} of the bench's own chunks are not in its store")
         return Run(seconds, queued, {stage: clock.seconds[stage] for stage in STAGES}, done)
 
     def _figures(self, variant: MethodSpec, took: dict[str, list[Run]], rates: Rates) -> Figures:
@@ -163,7 +163,7 @@ class Stand:
         done = runs[-1].done
         if done is None:
             return figures
-        work = prefill_work(Counts.of(self.adapter), done.report, done.prefilled.recomputed, variant.blend)
+        work = prefill_work(Counts.of(self.adapter), done.report, done.result.recomputed, variant.blend)
         bound = limit(work, rates)
         return {
             **figures,

@@ -9,7 +9,7 @@ from typing import ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from blendserve.blend.layout import foreign
+from blendserve.blend.layout import preceding_share
 from blendserve.core import Span
 from blendserve.kernels.ops import correct
 from blendserve.kernels.rows import Rows
@@ -21,7 +21,7 @@ from blendserve.registry import CORRECTIONS
 WEIGHT = 16.0  # tokens' worth of trust in the mean over all chunks
 
 
-class Expecting(Protocol):
+class LayerPriors(Protocol):
     """What a corpus has shown beforehand, see blend/priors.py."""
 
     def layer(self, l: int) -> Prior:
@@ -39,7 +39,7 @@ class Correction(ABC):
         cache: KVCache,
         ropes: Ropes,
         spans: Sequence[Span],
-        known: Expecting | None = None,
+        known: LayerPriors | None = None,
     ) -> None:
         """ropes: of all positions of the prompt; spans: of the reusable chunks, at least one; known: for who uses it."""
         return
@@ -49,18 +49,20 @@ class Correction(ABC):
         """Whether anything was changed. rows: ascending; keys (after RoPE) and values [K, S, D], fresh at these rows."""
 
 
-class Split(NamedTuple):
+class TokenPartition(NamedTuple):
     """The tokens of the chunks, counted from where the first one starts, as RecomputedTokens wants them."""
 
     rows: Tensor
     at: Tensor
     sizes: list[int]
-    others: Tensor
+    not_recomputed: Tensor
     other_sizes: list[int]
-    foreign: list[float]
+    preceding_share: list[float]
 
-    def to(self, device: torch.device) -> Split:
-        return self._replace(rows=self.rows.to(device), at=self.at.to(device), others=self.others.to(device))
+    def to(self, device: torch.device) -> TokenPartition:
+        return self._replace(
+            rows=self.rows.to(device), at=self.at.to(device), not_recomputed=self.not_recomputed.to(device)
+        )
 
 
 class FittedCorrection(Correction):
@@ -72,7 +74,7 @@ class FittedCorrection(Correction):
         cache: KVCache,
         ropes: Ropes,
         spans: Sequence[Span],
-        known: Expecting | None = None,
+        known: LayerPriors | None = None,
     ) -> None:
         self._known = known if self.uses_prior else None
         self._rotary, self._cache, self._spans = adapter.rotary, cache, spans
@@ -80,7 +82,7 @@ class FittedCorrection(Correction):
         there = {id(rope): rope.at(here) for rope in ropes}  # layers share them
         self._ropes = [there[id(rope)] for rope in ropes]
         self._features, self._top = 2 * adapter.head_dim, max(1, adapter.n_layers - 1)
-        self._last: tuple[Rows, Split, float] | None = None
+        self._last: tuple[Rows, TokenPartition, float] | None = None
 
     @classmethod
     @abstractmethod
@@ -95,7 +97,7 @@ class FittedCorrection(Correction):
     def apply(self, l: int, rows: Rows, keys: Tensor, values: Tensor) -> bool:
         if l == 0:  # its keys and values depend on their token alone
             return False
-        split, recomputed = self._split(rows)
+        split, recomputed = self._partition(rows)
         if not len(split.at) and self._known is None:
             return False
         stored = self._cache.keys[l][:, self._here], self._cache.values[l][:, self._here]
@@ -105,15 +107,15 @@ class FittedCorrection(Correction):
         correct(*stored, fresh, self._ropes[l], self._rotary, params, prior)
         return True
 
-    def _split(self, rows: Rows) -> tuple[Split, float]:
+    def _partition(self, rows: Rows) -> tuple[TokenPartition, float]:
         """Which tokens of the chunks are among the rows, and their share; rows seldom differ from layer to layer."""
         if self._last is None or self._last[0] is not rows:
-            found = split(rows.host, self._spans, self._known is not None).to(rows.device.device)
+            found = partition(rows.host, self._spans, self._known is not None).to(rows.device.device)
             self._last = rows, found, sum(found.sizes) / max(1, sum(map(len, self._spans)))
         return self._last[1:]
 
 
-def split(rows: Tensor, spans: Sequence[Span], by_place: bool = False) -> Split:
+def partition(rows: Tensor, spans: Sequence[Span], by_place: bool = False) -> TokenPartition:
     """The tokens of these spans, by whether they are among the ascending positions `rows` [S].
 
     by_place: whether they move by how much other text there is (blend/priors.py).
@@ -124,8 +126,8 @@ def split(rows: Tensor, spans: Sequence[Span], by_place: bool = False) -> Split:
     others = tokens[~torch.isin(tokens, rows)]
     sizes = [last - first for first, last in edges]
     left = [len(span) - size for span, size in zip(spans, sizes, strict=True)]
-    by = [foreign(span) if by_place else 1.0 for span in spans]
-    return Split(which, rows[which] - start, sizes, others - start, left, by)
+    by = [preceding_share(span) if by_place else 1.0 for span in spans]
+    return TokenPartition(which, rows[which] - start, sizes, others - start, left, by)
 
 
 def make_correction(
@@ -134,7 +136,7 @@ def make_correction(
     cache: KVCache,
     ropes: Ropes,
     spans: Sequence[Span],
-    known: Expecting | None = None,
+    known: LayerPriors | None = None,
 ) -> Correction | None:
     """The correction of this name for one request; None where nothing is reused."""
     return CORRECTIONS.load(name)(adapter, cache, ropes, spans, known) if spans else None

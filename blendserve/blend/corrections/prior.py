@@ -17,8 +17,9 @@ from blendserve.kernels.types import CorrectionParams
 
 TRUST = 20.0  # tokens' worth of trust in a prior as it is
 FIRST_KEYS, LAST_KEYS, VALUES = 0.85, 0.5, 0.85  # of the moves that the corpus has shown
-BEYOND = 0.3, 0.5  # of those of keys and values that this prompt's recomputed tokens show beside
-LEAST, WHOLE = 0.8, 0.15  # of all of this where nothing is recomputed; all of it where this share is, or more
+RESIDUAL_SCALE = 0.3, 0.5  # of those of keys and values that this prompt's recomputed tokens show beside
+MIN_CONFIDENCE = 0.8  # of all of this where nothing is recomputed
+FULL_CONFIDENCE_SHARE = 0.15  # recomputed share from which all of it counts
 
 
 class PriorRidge(Ridge):
@@ -33,9 +34,9 @@ class PriorRidge(Ridge):
         found = super().params(features)
         if not knows:
             return found
-        dare = LEAST + (1 - LEAST) * min(1.0, recomputed / WHOLE)
-        beyond_keys, beyond_values = (dare * scale for scale in BEYOND)
-        keys = dare * (FIRST_KEYS + (LAST_KEYS - FIRST_KEYS) * depth)
+        confidence = MIN_CONFIDENCE + (1 - MIN_CONFIDENCE) * min(1.0, recomputed / FULL_CONFIDENCE_SHARE)
+        residual_keys, residual_values = (confidence * scale for scale in RESIDUAL_SCALE)
+        keys = confidence * (FIRST_KEYS + (LAST_KEYS - FIRST_KEYS) * depth)
         return CorrectionParams(
-            *found[:2], beyond_keys, beyond_values, found.penalty, TRUST, keys, dare * VALUES
+            *found[:2], residual_keys, residual_values, found.penalty, TRUST, keys, confidence * VALUES
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from blendserve.blend.layout import Layout
-from blendserve.blend.policies.base import Policy, Scene, candidates
+from blendserve.blend.policies.base import BlendPass, Policy, candidates
 
 
 class AllPolicy(Policy):
@@ -13,8 +13,8 @@ class AllPolicy(Policy):
 
     has_ratio = False
 
-    def n_chosen(self, layout: Layout) -> int:
+    def n_selected(self, layout: Layout) -> int:
         return int(layout.reusable.sum())
 
-    def choose(self, layout: Layout, scene: Scene) -> Tensor:
+    def select(self, layout: Layout, blend_pass: BlendPass) -> Tensor:
         return candidates(layout)

@@ -1,6 +1,6 @@
 """What a policy is. Each is a formula to check against its paper, with its own validation, cost and scoring pass.
 
-A policy is asked twice: `choose` gives the reusable positions whose rows enter layer 0; `narrow`, at each layer, may drop
+A policy is asked twice: `select` gives the reusable positions whose rows enter layer 0; `filter`, at each layer, may drop
 some of them again. What every policy must recompute anyway (suffix, missing chunks) is not its business.
 """
 
@@ -24,7 +24,7 @@ from blendserve.registry import POLICIES
 
 
 @dataclass(slots=True)
-class Scene:
+class BlendPass:
     """What a scoring pass may run over: one request's prompt, what was found of it, and the cache to place it in."""
 
     adapter: Adapter
@@ -46,7 +46,7 @@ class Policy(ABC):
 
     has_ratio: ClassVar[bool] = True  # whether the ratio changes anything
     has_check_layers: ClassVar[bool] = False  # whether `check_layers` does
-    has_scoring_pass: ClassVar[bool] = (
+    needs_scoring_pass: ClassVar[bool] = (
         False  # the suffix alone through all layers: loading hides behind nothing else
     )
 
@@ -57,20 +57,22 @@ class Policy(ABC):
         """Raises ConfigError for settings that do not fit a reader of so many layers."""
         return
 
-    def n_chosen(self, layout: Layout) -> int:
+    def n_selected(self, layout: Layout) -> int:
         """How many tokens it recomputes."""
         return layout.budget(self.config.share)
 
     @property
-    def narrowing_layers(self) -> tuple[int, ...]:
+    def check_layers(self) -> tuple[int, ...]:
         """Layers at which rows may be dropped, ascending; below the first, all reusable rows run."""
         return ()
 
     @abstractmethod
-    def choose(self, layout: Layout, scene: Scene) -> Tensor:
+    def select(self, layout: Layout, blend_pass: BlendPass) -> Tensor:
         """Reusable positions that enter layer 0, ascending."""
 
-    def narrow(self, l: int, scene: Scene, at: Tensor, fresh: LayerKV, cached: LayerKV) -> Tensor | None:
+    def filter(
+        self, l: int, blend_pass: BlendPass, at: Tensor, fresh: LayerKV, cached: LayerKV
+    ) -> Tensor | None:
         """At a narrowing layer: indices, into the candidate rows, of those that go on; None = all of them.
 
         at: positions [S] of these rows, on the host. fresh, cached: keys, rotated to one place, and values [K, S, D] of

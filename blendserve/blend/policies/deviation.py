@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from blendserve.blend.layout import Layout
-from blendserve.blend.policies.base import LayerKV, Policy, Scene, candidates, nowhere, top
+from blendserve.blend.policies.base import BlendPass, LayerKV, Policy, candidates, nowhere, top
 from blendserve.errors import ConfigError
 
 
@@ -29,18 +29,20 @@ class DeviationPolicy(Policy):
             )
 
     @property
-    def narrowing_layers(self) -> tuple[int, ...]:
+    def check_layers(self) -> tuple[int, ...]:
         return tuple(sorted(set(self.config.check_layers)))
 
-    def choose(self, layout: Layout, scene: Scene) -> Tensor:
-        return candidates(layout) if self.n_chosen(layout) else nowhere()
+    def select(self, layout: Layout, blend_pass: BlendPass) -> Tensor:
+        return candidates(layout) if self.n_selected(layout) else nowhere()
 
-    def narrow(self, l: int, scene: Scene, at: Tensor, fresh: LayerKV, cached: LayerKV) -> Tensor | None:
-        checks = self.narrowing_layers
+    def filter(
+        self, l: int, blend_pass: BlendPass, at: Tensor, fresh: LayerKV, cached: LayerKV
+    ) -> Tensor | None:
+        checks = self.check_layers
         left = len(checks) - 1 - checks.index(l)
         share = self.config.share * (1 + left / max(1, len(checks) - 1))
         deviation = (fresh[1].float() - cached[1].float()).square().sum(dim=(0, 2))
-        if scene.scores is None:
-            scene.scores = torch.full((scene.layout.n_tokens,), torch.nan)
-        scene.scores[at] = deviation.cpu()
-        return top(deviation, scene.layout.budget(min(1.0, share)))
+        if blend_pass.scores is None:
+            blend_pass.scores = torch.full((blend_pass.layout.n_tokens,), torch.nan)
+        blend_pass.scores[at] = deviation.cpu()
+        return top(deviation, blend_pass.layout.budget(min(1.0, share)))

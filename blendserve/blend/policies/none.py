@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from blendserve.blend.layout import Layout
-from blendserve.blend.policies.base import Policy, Scene, nowhere
+from blendserve.blend.policies.base import BlendPass, Policy, nowhere
 
 
 class NonePolicy(Policy):
@@ -13,8 +13,8 @@ class NonePolicy(Policy):
 
     has_ratio = False
 
-    def n_chosen(self, layout: Layout) -> int:
+    def n_selected(self, layout: Layout) -> int:
         return 0
 
-    def choose(self, layout: Layout, scene: Scene) -> Tensor:
+    def select(self, layout: Layout, blend_pass: BlendPass) -> Tensor:
         return nowhere()

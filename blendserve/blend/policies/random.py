@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from blendserve.blend.layout import Layout
-from blendserve.blend.policies.base import Policy, Scene, candidates
+from blendserve.blend.policies.base import BlendPass, Policy, candidates
 
 
 class RandomPolicy(Policy):
     """Reads `seed`."""
 
-    def choose(self, layout: Layout, scene: Scene) -> Tensor:
+    def select(self, layout: Layout, blend_pass: BlendPass) -> Tensor:
         found = candidates(layout)
         order = torch.randperm(len(found), generator=torch.Generator().manual_seed(self.config.seed))
-        return found[order[: self.n_chosen(layout)]].sort().values
+        return found[order[: self.n_selected(layout)]].sort().values
