@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from blendserve import console
-from blendserve.cli.options import JsonOpt, Options, make_app, with_options
+from blendserve.cli.options import JsonOpt, Options, make_app, split_list, with_options
 from blendserve.config import Config
 from blendserve.evaluate.config import EvaluateConfig, settings_from
 
@@ -38,32 +38,26 @@ def evaluate(
     runs: Annotated[Path, typer.Option(help="Folder for runs.")] = Path("runs"),
     json: JsonOpt = False,
 ) -> None:
-    """Compare methods on the questions of a data set.
+    """Compare methods on the questions of one or several data sets.
 
-    Prints fidelity to full prefill, scores against the labels, and times, and writes a report. The KV of all runs
-    shares one store unless --store names another. A stopped run resumes with the same command.
+    Prints fidelity to full prefill, scores against the labels, and times, and writes a report. Several data sets, with
+    commas between them, make one table. The KV of all runs shares one store unless --store names another. A stopped run
+    resumes with the same command.
     """
-    from blendserve.evaluate.job import evaluate as job  # torch and all the rest: seconds
-    from blendserve.evaluate.tables import asked, brief, brief_tail, edits, headline
+    from blendserve.evaluate import job, show  # torch and all the rest: seconds
 
+    datasets = split_list(plan.dataset)
     try:
-        done = job(plan, settings, name, runs, console.say)
+        if len(datasets) > 1:
+            several = job.evaluate_each(datasets, plan, settings, runs, console.say)
+            found = {d: one if isinstance(one, str) else one.metrics for d, one in several.items()}
+            console.print_json(found) if json else show.show_all(found)
+            return
+        done = job.evaluate(plan, settings, name, runs, console.say)
     except KeyboardInterrupt:
         console.say("stopped: predictions are saved; run the same command to resume")
         raise typer.Exit(130) from None
     if json:
-        console.print_json({"folder": str(done.folder), **done.figures})
-        return
-    console.table(asked(done.figures), *brief(done.figures))
-    columns, tails = brief_tail(done.figures)
-    if tails:
-        floor = f"KLs below {done.figures['kl_floor']:g} nats count as {done.figures['kl_floor']:g}"
-        console.table(f"Single prompts, mean KL / another method's ({floor})", columns, tails)
-    for sheet in edits(done.figures["methods"]):
-        rows = [
-            [" ".join((c.text, f"({c.below})" if c.below else "")).strip() for c in row] for row in sheet.rows
-        ]
-        console.table(f"{sheet.title}. {sheet.note}", sheet.columns, rows)
-    for line in headline(done.figures):
-        console.out.print(line, markup=False)
-    console.out.print(f"More in {done.folder / 'report.html'}", markup=False)
+        console.print_json({"folder": str(done.folder), **done.metrics})
+    else:
+        show.show(done.metrics, done.folder / "report.html")

@@ -30,7 +30,8 @@ class EvaluateConfig(Section):
     dataset: str = Field(
         "generated",
         description="Questions: generated, facts, lines, reference, 2wikimultihopqa, a LongBench task "
-        "such as 2wikimqa or samsum, a file of questions in a known format, or a .txt file to continue.",
+        "such as 2wikimqa or samsum, a file of questions in a known format, or a .txt file to continue; several "
+        "with commas between them make one table.",
     )
     corpus: Path | None = Field(
         None,

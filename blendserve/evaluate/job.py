@@ -1,10 +1,10 @@
-"""The whole evaluation: dataset -> engine -> runner -> figures -> plots and report, in a run folder."""
+"""A whole evaluation: data set -> engine -> runner -> metrics -> plots and report, in a run folder."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,7 @@ import torch
 
 from blendserve.config import Config, changed
 from blendserve.engine.engine import Engine
-from blendserve.errors import InputError
-from blendserve.evaluate.budget_use import spending
+from blendserve.errors import BlendserveError, InputError
 from blendserve.evaluate.config import PROMPT, EvaluateConfig, settings_from
 from blendserve.evaluate.datasets import load
 from blendserve.evaluate.folder import RunFolder
@@ -23,13 +22,14 @@ from blendserve.evaluate.progress import watching
 from blendserve.evaluate.prompts import Setting, open_engine
 from blendserve.evaluate.runner import Runner
 from blendserve.evaluate.shuffles import with_shuffles
-from blendserve.evaluate.summary import Table, summarise
+from blendserve.evaluate.summary import Predictions, recompute_distribution, summarize
 from blendserve.evaluate.tasks import PERPLEXITY, Task
 from blendserve.extras import install_hint
 from blendserve.provenance import environment
+from blendserve.registry import CACHEBLEND
 
 RUNS = Path("runs")
-WORK = ".work"  # in the folder of runs: stored KV and indexes, shared by all of them
+WORK = ".work"  # in the folder of runs: stored KV and indexes of all runs
 
 Say = Callable[[str], None]
 
@@ -39,7 +39,7 @@ class Outcome:
     """A finished run."""
 
     folder: Path
-    figures: dict[str, Any]  # metrics.json
+    metrics: dict[str, Any]  # metrics.json
 
 
 def evaluate(
@@ -50,13 +50,13 @@ def evaluate(
     say: Say = lambda _: None,
     engine: Engine | None = None,
 ) -> Outcome:
-    """Run what the plan asks for, or go on with it, into runs/<name>; `engine` instead of one made from the settings.
+    """Run or resume an evaluation in runs/<name>; `engine` replaces one made from the settings.
 
-    Raises CorpusError, ConfigError, InputError, ModelError, StoreError; what was predicted until then is kept.
+    Raises CorpusError, ConfigError, InputError, ModelError, StoreError; finished predictions are kept.
     """
-    _check_drawing()
+    _check_packages()
     settings = settings or settings_from()
-    makes_room = settings.store.path is None  # in a store of the user's, nothing is given up
+    makes_room = settings.store.path is None  # nothing is evicted from a store of the user's
     variants = plan.variants
     dataset = load(plan.dataset, corpus=plan.corpus, limit=plan.limit, seed=plan.seed)
     settings = _settled(with_task_prompt(settings, dataset.task, say), runs)
@@ -76,8 +76,10 @@ def evaluate(
         for example_id, why in left_out.items():
             say(f"left out {example_id}: {why}")
         reader = _about(engine)
-    table = Table(folder.predictions, {e.id: e.shuffled or e.id for e in examples}, variants)
-    figures = {
+    predictions = Predictions(folder.predictions, {e.id: e.shuffled or e.id for e in examples}, variants)
+    prompts = [folder.prompts[i] for i in predictions.ids]
+    spent = {v.name: recompute_distribution(prompts, predictions.records(v.name)) for v in variants}
+    metrics = {
         "dataset": dataset.name,
         "setting": plan.setting,
         "half": plan.half,
@@ -87,35 +89,51 @@ def evaluate(
         "environment": where,
         "began_with": folder.began,
         "left_out": left_out,
-        **summarise(table, dataset.task.metric),
-        "spending": {
-            v.name: spent
-            for v in variants
-            if (spent := spending([folder.prompts[i] for i in table.ids], table.rows(v.name)))
-        },
+        **summarize(predictions, dataset.task.metric, CACHEBLEND),
+        "spending": {method: found for method, found in spent.items() if found},
     }
-    folder.write("metrics.json", json.dumps(figures, indent=1, ensure_ascii=False).encode())
-    _publish(folder, figures)
-    return Outcome(folder.path, figures)
+    folder.write("metrics.json", json.dumps(metrics, indent=1, ensure_ascii=False).encode())
+    _publish(folder, metrics)
+    return Outcome(folder.path, metrics)
 
 
-def _publish(folder: RunFolder, figures: dict[str, Any]) -> None:
-    """Plots and page, made anew from what the run has kept."""
-    from blendserve.evaluate.plots import coded, pareto  # start-up: matplotlib
+def evaluate_each(
+    datasets: Sequence[str],
+    plan: EvaluateConfig,
+    settings: Config,
+    runs: Path = RUNS,
+    say: Say = lambda _: None,
+) -> dict[str, Outcome | str]:
+    """An evaluation for each data set, with answers as long as its task needs -> its outcome, or why it failed."""
+    found: dict[str, Outcome | str] = {}
+    for dataset in datasets:
+        say(f"{dataset}:")
+        try:
+            own = changed(plan, dataset=dataset)
+            task = load(dataset, corpus=own.corpus, limit=1, seed=own.seed).task
+            decode = changed(settings.decode, max_new_tokens=task.answer_tokens)
+            found[dataset] = evaluate(own, settings.model_copy(update={"decode": decode}), None, runs, say)
+        except BlendserveError as error:
+            found[dataset] = str(error)
+    return found
+
+
+def _publish(folder: RunFolder, metrics: dict[str, Any]) -> None:
+    """Plots and page."""
+    from blendserve.evaluate.plots import codecs, pareto  # start-up: matplotlib
     from blendserve.evaluate.report import render  # start-up: jinja2
 
-    name, methods, plots = folder.path.name, figures["methods"], dict[str, bytes]()
-    for format in ("svg", "png"):
-        plots[f"pareto.{format}"] = pareto(methods, name, format, figures["metric"])
-        if any(method["codec"] for method in methods.values()):
-            plots[f"codecs.{format}"] = coded(methods, name, format)
+    name, methods = folder.path.name, metrics["methods"]
+    plots = {"pareto.svg": pareto(methods, name, metrics["metric"])}
+    if any(method["codec"] for method in methods.values()):
+        plots["codecs.svg"] = codecs(methods, name)
     for file, plot in plots.items():
         folder.write(file, plot)
-    folder.write("report.html", render(name, figures, folder.prompts, folder.predictions, plots).encode())
+    folder.write("report.html", render(name, metrics, folder.prompts, folder.predictions, plots).encode())
 
 
 def _about(engine: Engine) -> dict[str, Any]:
-    """The reader, as it ran."""
+    """The model, as it ran."""
     adapter = engine.reader.adapter
     return {
         "model": engine.reader.name,
@@ -126,7 +144,7 @@ def _about(engine: Engine) -> dict[str, Any]:
 
 
 def with_task_prompt(settings: Config, task: Task, say: Say) -> Config:
-    """With the task's own words around the passages, unless the user has given others."""
+    """Use the task's own prompt, unless the user has set another."""
     if settings.decode.max_new_tokens < task.answer_tokens and task.metric != PERPLEXITY:
         say(
             f"answers of {task.name} may need {task.answer_tokens} tokens: these end after "
@@ -140,15 +158,16 @@ def with_task_prompt(settings: Config, task: Task, say: Say) -> Config:
 
 
 def _settled(settings: Config, runs: Path) -> Config:
-    """With a place for the KV; and no "auto", which would time this machine: every method is called by its name."""
+    """With a folder for the KV, and without method "auto": every method is named."""
     store = settings.store if settings.store.path else changed(settings.store, path=runs / WORK / "kv")
     blend = changed(settings.blend, method="blend")
     return settings.model_copy(update={"store": store, "blend": blend})
 
 
-def _check_drawing() -> None:
+def _check_packages() -> None:
     """Hours of measuring should not end in an ImportError."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise InputError(
-            f"evaluation plots with matplotlib, which is not installed: {install_hint('evaluate')}"
-        )
+    for package in ("matplotlib", "scipy"):
+        if importlib.util.find_spec(package) is None:
+            raise InputError(
+                f"evaluation needs {package}, which is not installed: {install_hint('evaluate')}"
+            )

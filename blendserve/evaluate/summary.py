@@ -1,226 +1,272 @@
-"""Predictions to figures: every mean with its bootstrap interval, every method against full prefill and the others.
+"""Predictions to metrics.json: every mean with its interval, every method against full prefill and full reuse.
 
-Times are medians and 95th percentiles; fidelity is the mean KL as a share of full reuse's (intervals.share).
+Fidelity is the mean KL as a share of full reuse's (stats.ratio_of_means). A mean hides single prompts that get worse:
+the tail is a method's KL over another's, prompt by prompt, both at least KL_FLOOR.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from blendserve.errors import InputError
-from blendserve.evaluate.intervals import Interval, bootstrap, by_group, paired_difference, share, times
+from blendserve.evaluate import stats
 from blendserve.evaluate.methods import EXACT, FULL, REUSE, TRANSFORMERS, MethodSpec
-from blendserve.evaluate.tail import FLOOR, opponents, rounding, tail
+from blendserve.evaluate.stats import Interval
 from blendserve.evaluate.tasks import PERPLEXITY
-from blendserve.registry import CACHEBLEND
 
-Line = Mapping[str, Any]
-Figures = dict[str, Any]
+Record = Mapping[str, Any]
+Metrics = dict[str, Any]
 
 SCORES = ("f1", "em", "rouge_l", "agreement", "identical", "first_kl", "mean_kl")
 COUNTS = ("tokens_prompt", "tokens_recomputed", "tokens_computed", "tokens_exact", "bytes_loaded", "cost")
 STAGES = ("ttft", "prefill", "load", "select", "correct", "decode")
+# Nats. Below it a ratio compares rounding errors: two exact computations in bf16 (method `transformers`) differ by about
+# this much, and no event's probability differs by more than 4 points (Pinsker: sqrt(KL / 2)).
+KL_FLOOR = 3e-3
+WORST = 5  # prompts that are listed
+QUARTERS = 4
 
 
-class Table:
-    """The predictions of the prompts that every method has answered, by method, in one order of prompts."""
+class Predictions:
+    """Predictions of the prompts that every method has answered, in one order of prompts."""
 
     def __init__(
-        self, lines: Mapping[tuple[str, str], Line], asked: Mapping[str, str], variants: Sequence[MethodSpec]
+        self,
+        records: Mapping[tuple[str, str], Record],
+        question_of: Mapping[str, str],
+        methods: Sequence[MethodSpec],
     ) -> None:
-        """asked: ids of prompts, each with its question's: its own, but for a shuffle.
-
-        Raises InputError when no prompt is complete.
-        """
-        names = [v.name for v in variants]
-        self.ids = [i for i in asked if all((i, name) in lines for name in names)]
+        """question_of: prompt id -> question id. Raises InputError when no prompt is complete."""
+        names = [method.name for method in methods]
+        self.ids = [i for i in question_of if all((i, name) in records for name in names)]
         if not self.ids:
             raise InputError("no question was answered by every method: there is nothing to compare yet")
-        self.questions = [asked[i] for i in self.ids]
-        self.variants = tuple(variants)
-        self._rows = {name: [lines[i, name] for i in self.ids] for name in names}
+        self.questions = [question_of[i] for i in self.ids]
+        self.methods = tuple(methods)
+        self._records = {name: [records[i, name] for i in self.ids] for name in names}
 
-    def __contains__(self, method: str) -> bool:
-        return method in self._rows
+    def __contains__(self, method: object) -> bool:
+        return method in self._records
 
-    def rows(self, method: str) -> list[Line]:
+    def records(self, method: str) -> list[Record]:
         """A method's predictions, one a prompt."""
-        return self._rows[method]
+        return self._records[method]
 
-    def column(self, method: str, field: str) -> list[float]:
-        """One number a prompt."""
-        if field == "score":  # predictions of versions that had no other metric have none
-            return [float(row.get(field, row["f1"])) for row in self._rows[method]]
-        return [float(row[field]) for row in self._rows[method]]
+    def column(self, method: str, field: str) -> NDArray[np.float64]:
+        """A number a prompt."""
+        return np.array([record[field] for record in self._records[method]], float)
 
-    def seconds(self, method: str, stage: str) -> list[float]:
-        """A stage's seconds, one a prompt; 0 for what a method has no stage for."""
-        return [float(row["seconds"].get(stage, 0.0)) for row in self._rows[method]]
+    def seconds(self, method: str, stage: str) -> NDArray[np.float64]:
+        """Seconds of a stage, one a prompt; 0 where a method has no such stage."""
+        return np.array([record["seconds"].get(stage, 0.0) for record in self._records[method]], float)
 
-    @property
-    def types(self) -> list[str]:
-        return [str(row["type"]) for row in self._rows[FULL]]
+    def mean(self, method: str, field: str, minus: str | None = None) -> Metrics:
+        """The mean with its interval; with `minus`, of the paired difference to that method."""
+        values = self.column(method, field)
+        if minus is not None:
+            values = values - self.column(minus, field)
+        return asdict(stats.mean(values, self.questions))
 
-    @property
-    def recall(self) -> Interval | None:
-        """Over the questions whose needed titles are known, in the open setting; None where there is none."""
-        known = [
-            (row["recall"], question)
-            for row, question in zip(self._rows[FULL], self.questions, strict=True)
-            if row["recall"] is not None
-        ]
-        return bootstrap([r for r, _ in known], questions=[q for _, q in known]) if known else None
-
-
-def summarise(table: Table, metric: str) -> Figures:
-    """Everything that metrics.json says of the measurements; metric: the name of what `score` is (tasks.py)."""
-    names = [v.name for v in table.variants]
-    return {
-        "questions": len(set(table.questions)),
-        "prompts": len(table.ids),
-        "recall": _dict(table.recall),
-        "kl_floor": FLOOR,
-        "kl_rounding": rounding(table.variants, {name: table.column(name, "mean_kl") for name in names}),
-        "methods": {
-            v.name: {**_kind(v), **_method(table, v), **_scored(table, v.name, metric)}
-            for v in table.variants
-        },
-        "headline": headline(table, CACHEBLEND) if CACHEBLEND in table else None,
-    }
-
-
-def _kind(variant: MethodSpec) -> Figures:
-    return {
-        "kind": variant.kind,
-        "series": variant.series,
-        "ratio": variant.ratio,
-        "codec": variant.codec,
-        "uncoded": variant.uncoded,
-    }
-
-
-def _method(table: Table, variant: MethodSpec) -> Figures:
-    name, questions = variant.name, table.questions
-    figures: Figures = {
-        score: asdict(bootstrap(table.column(name, score), questions=questions)) for score in SCORES
-    }
-    for kl in ("first_kl", "mean_kl"):
-        figures[f"{kl}_share"] = _dict(
-            share(table.column(name, kl), table.column(REUSE, kl), questions=questions)
+    def kl_ratio(self, method: str, unit: str, field: str = "mean_kl") -> Metrics | None:
+        """mean KL / another method's."""
+        return _dict(
+            stats.ratio_of_means(self.column(method, field), self.column(unit, field), self.questions)
         )
-    figures["tails"] = [
-        tail(other, table.ids, questions, *(table.column(method, "mean_kl") for method in (name, other)))
-        for other in opponents(variant, [v.name for v in table.variants])
-    ]
-    figures |= {count: float(np.mean(table.column(name, count))) for count in COUNTS}
-    figures["kv_smaller"] = _smaller(table.rows(name))
-    figures["seconds"] = {stage: _spread(table.seconds(name, stage)) for stage in STAGES}
-    figures["times_faster"] = _times(table, FULL, name)
-    figures["against_full"] = {score: _minus(table, name, FULL, score) for score in ("f1", "em", "rouge_l")}
-    if variant.unedited and variant.unedited in table:
-        figures["edited"] = _edited(table, variant)
-    if "says_rival" in table.rows(name)[0]:
-        figures["facts"] = _facts(table, name)
-    if any(table.types):
-        groups = by_group(table.column(name, "f1"), table.types, questions=questions)
-        figures["f1_by_type"] = {kind: asdict(interval) for kind, interval in groups.items()}
-    return figures
+
+    def ttft_ratio(self, method: str, unit: str) -> Metrics | None:
+        """median TTFT / another method's."""
+        ttft, base = (self.seconds(name, "ttft") for name in (method, unit))
+        return _dict(stats.ratio_of_medians(ttft, base, self.questions))
 
 
-def _edited(table: Table, variant: MethodSpec) -> Figures:
-    """Against exact hits: the same method where the passages themselves are stored."""
-    name, exact = variant.name, str(variant.unedited)
-    kls = table.column(name, "mean_kl"), table.column(exact, "mean_kl")
+def summarize(predictions: Predictions, metric: str, rule: str) -> Metrics:
+    """All measurements of metrics.json. metric: name of `score` (tasks.py); rule: the method of the headline."""
+    full = predictions.records(FULL)
+    known = [n for n, record in enumerate(full) if record["recall"] is not None]
+    recall = (
+        stats.mean([full[n]["recall"] for n in known], [predictions.questions[n] for n in known])
+        if known
+        else None
+    )
+    exact = [m for m in predictions.methods if _is_exact(m) and m.name != FULL]
+    rounding = [predictions.column(m.name, "mean_kl") for m in exact]
     return {
-        "kind": variant.edit,
-        "mean_kl_times": _dict(share(*kls, questions=table.questions)),
-        "ttft_times": _times(table, name, exact),
-        "fresh": float(np.mean(table.column(name, "tokens_computed"))),
+        "questions": len(set(predictions.questions)),
+        "prompts": len(predictions.ids),
+        "recall": _dict(recall),
+        "kl_floor": KL_FLOOR,
+        "kl_rounding": float(np.percentile(rounding, 95)) if rounding else None,
+        "methods": {m.name: _method(predictions, m, metric) for m in predictions.methods},
+        "headline": headline(predictions, rule) if rule in predictions else None,
     }
 
 
-def _facts(table: Table, name: str) -> Figures:
-    """How often a method said what was true before the edit where full prefill said what is, and how often it did."""
-    rows = table.rows(name)
-    known = [row for row, full in zip(rows, table.rows(FULL), strict=True) if full["says_gold"]]
+def _method(predictions: Predictions, method: MethodSpec, metric: str) -> Metrics:
+    name, records, questions = method.name, predictions.records(method.name), predictions.questions
+    ttft = {stage: predictions.seconds(name, stage) for stage in STAGES}
+    found: Metrics = {
+        **{part: getattr(method, part) for part in ("kind", "series", "ratio", "codec", "uncoded")},
+        **{score: predictions.mean(name, score) for score in SCORES},
+        **{f"{kl}_share": predictions.kl_ratio(name, REUSE, kl) for kl in ("first_kl", "mean_kl")},
+        "tails": [tail(predictions, name, other) for other in opponents(method) if other in predictions],
+        **{count: float(np.mean(predictions.column(name, count))) for count in COUNTS},
+        "kv_smaller": _compression(records),
+        "seconds": {
+            stage: {"median": float(np.median(s)), "p95": float(np.percentile(s, 95))}
+            for stage, s in ttft.items()
+        },
+        "times_faster": predictions.ttft_ratio(FULL, name),
+        "against_full": {score: predictions.mean(name, score, FULL) for score in ("f1", "em", "rouge_l")},
+        **_score(predictions, name, metric),
+    }
+    if (exact := method.unedited) and exact in predictions:
+        found["edited"] = {
+            "kind": method.edit,
+            "mean_kl_times": predictions.kl_ratio(name, exact),
+            "ttft_times": predictions.ttft_ratio(name, exact),
+            "fresh": float(np.mean(predictions.column(name, "tokens_computed"))),
+        }
+    if "says_rival" in records[0]:
+        found["facts"] = _facts(predictions, name)
+    types = [str(record["type"]) for record in predictions.records(FULL)]
+    if any(types):
+        f1 = predictions.column(name, "f1")
+        rows = {kind: [n for n, own in enumerate(types) if own == kind] for kind in sorted(set(types))}
+        found["f1_by_type"] = {
+            kind: asdict(stats.mean(f1[own], [questions[n] for n in own])) for kind, own in rows.items()
+        }
+    return found
+
+
+def _score(predictions: Predictions, name: str, metric: str) -> Metrics:
+    """The data set's own metric, and the paired difference to full prefill's; for perplexity their ratio.
+
+    Perplexity is exp of a mean negative log-likelihood, and so are the ends of its interval.
+    """
+    found = {
+        "score": predictions.mean(name, "score"),
+        "score_against_full": predictions.mean(name, "score", minus=FULL),
+    }
+    if metric == PERPLEXITY:
+        for interval in found.values():
+            interval |= {part: float(np.exp(interval[part])) for part in ("mean", "low", "high")}
+    return found
+
+
+def _facts(predictions: Predictions, name: str) -> Metrics:
+    """Answers with the stale and with the current value, over the facts that full prefill answers right."""
+    records = predictions.records(name)
+    known = [r for r, full in zip(records, predictions.records(FULL), strict=True) if full["says_gold"]]
     return {
         "questions": len(known),
-        "says_rival": sum(row["says_rival"] for row in known),
-        "says_gold": sum(row["says_gold"] for row in known),
-        "says_rival_of_all": sum(row["says_rival"] for row in rows),
+        "says_rival": sum(record["says_rival"] for record in known),
+        "says_gold": sum(record["says_gold"] for record in known),
+        "says_rival_of_all": sum(record["says_rival"] for record in records),
     }
 
 
-def _scored(table: Table, name: str, metric: str) -> Figures:
-    """The data set's own metric, and full prefill's paired with it: a difference, for perplexity a ratio.
+def _compression(records: Sequence[Record]) -> float | None:
+    """Uncoded bytes / bytes of the chunks' records, over all prompts; None without a codec."""
+    sizes = [kv for record in records if (kv := record.get("kv"))]
+    return sum(kv["raw_bytes"] for kv in sizes) / sum(kv["bytes"] for kv in sizes) if sizes else None
 
-    Perplexity is exp of a mean of log-likelihoods, and so are the ends of its interval.
+
+def opponents(method: MethodSpec) -> list[str]:
+    """The methods that a tail compares with: full reuse, the same without correction, the same over exact hits."""
+    if _is_exact(method) or method.name == REUSE:
+        return []
+    return list(dict.fromkeys(name for name in (REUSE, method.uncorrected, method.unedited) if name))
+
+
+def tail(predictions: Predictions, name: str, other: str) -> Metrics:
+    """Fraction of prompts that get worse, 95th percentile and largest ratio, and the worst prompts."""
+    kls, others = (predictions.column(method, "mean_kl") for method in (name, other))
+    ratios, ids = np.maximum(kls, KL_FLOOR) / np.maximum(others, KL_FLOOR), predictions.ids
+    worst = sorted(range(len(ids)), key=lambda n: (-ratios[n], ids[n]))[:WORST]
+    return {
+        "against": other,
+        "worse": asdict(stats.mean(ratios > 1, predictions.questions)),
+        "p95": float(np.percentile(ratios, 95)),
+        "worst": float(ratios.max()),
+        "prompts": [
+            {"id": ids[n], "ratio": float(ratios[n]), "mean_kl": float(kls[n]), "other": float(others[n])}
+            for n in worst
+        ],
+    }
+
+
+def headline(predictions: Predictions, rule: str) -> Metrics:
+    """The fastest method at the rule's fidelity, and the most faithful one in its time.
+
+    By mean KL and median TTFT as measured; the intervals say how sure that is.
     """
-    interval = asdict(bootstrap(table.column(name, "score"), questions=table.questions))
-    against = _minus(table, name, FULL, "score")
-    if metric == PERPLEXITY:
-        interval, against = _exp(interval), _exp(against)
-    return {"score": interval, "score_against_full": against}
-
-
-def _exp(interval: Figures) -> Figures:
-    return {**interval, **{part: float(np.exp(interval[part])) for part in ("mean", "low", "high")}}
-
-
-def _smaller(rows: Sequence[Line]) -> float | None:
-    """How many times smaller than uncoded the chunks' records are, over all questions; None without a codec."""
-    taken = [kv for row in rows if (kv := row.get("kv"))]
-    return sum(kv["raw_bytes"] for kv in taken) / sum(kv["bytes"] for kv in taken) if taken else None
-
-
-def _minus(table: Table, a: str, b: str, score: str) -> Figures:
-    columns = table.column(a, score), table.column(b, score)
-    return asdict(paired_difference(*columns, questions=table.questions))
-
-
-def _times(table: Table, a: str, b: str) -> Figures | None:
-    """How many times as long a takes to the first token as b."""
-    return _dict(times(table.seconds(a, "ttft"), table.seconds(b, "ttft"), questions=table.questions))
-
-
-def headline(table: Table, rule: str) -> Figures:
-    """What is gained over `rule`: the fastest method at its fidelity, and the most faithful one in its time.
-
-    Fidelity is the mean KL, time the median TTFT; both as measured, so look at the intervals too.
-    """
-    kl = {v.name: float(np.mean(table.column(v.name, "mean_kl"))) for v in table.variants}
-    ttft = {v.name: float(np.median(table.seconds(v.name, "ttft"))) for v in table.variants}
-    blends = [v.name for v in table.variants if v.kind not in (FULL, TRANSFORMERS, EXACT)]
+    kl = {m.name: float(np.mean(predictions.column(m.name, "mean_kl"))) for m in predictions.methods}
+    ttft = {m.name: float(np.median(predictions.seconds(m.name, "ttft"))) for m in predictions.methods}
+    blends = [m.name for m in predictions.methods if m.kind not in (FULL, TRANSFORMERS, EXACT)]
     fastest = min((n for n in blends if kl[n] <= kl[rule]), key=lambda n: (ttft[n], n))
     nearest = min((n for n in blends if ttft[n] <= ttft[rule]), key=lambda n: (kl[n], n))
+    gains = {
+        part: {
+            "method": name,
+            "times_faster_than_full": predictions.ttft_ratio(FULL, name),
+            "times_faster_than_rule": predictions.ttft_ratio(rule, name),
+            "mean_kl_share_of_rule": predictions.kl_ratio(name, rule),
+            "mean_kl_share": predictions.kl_ratio(name, REUSE),
+        }
+        for part, name in (("at_its_fidelity", fastest), ("in_its_time", nearest))
+    }
+    return {"rule": rule, **gains}
+
+
+def recompute_distribution(prompts: Sequence[Record], records: Sequence[Record]) -> Metrics | None:
+    """Shares of a method's recomputed tokens by quarter of the context, and on needed passages; None without any.
+
+    Prompts and predictions in the same order. `needed` is None where the data names no needed passages, or chunks are
+    no passages; `needed_of_context` is the share of an even spread.
+    """
+    quarters, needed, total, context, of_context, known = [0.0] * QUARTERS, 0.0, 0.0, 0.0, 0.0, 0.0
+    for prompt, record in zip(prompts, records, strict=True):
+        chunks = list(pairwise(accumulate(len(part) for part in prompt["parts"][:-1])))
+        if not chunks:
+            continue
+        start, stop = chunks[0][0], chunks[-1][1]
+        own = _overlap(record["recomputed"], start, stop)
+        total += own
+        edges = [start + n * (stop - start) / QUARTERS for n in range(QUARTERS + 1)]
+        quarters = [
+            q + _overlap(record["recomputed"], *e) for q, e in zip(quarters, pairwise(edges), strict=True)
+        ]
+        if prompt["needed"] and len(prompt["titles"]) == len(chunks):
+            wanted = [
+                c for c, title in zip(chunks, prompt["titles"], strict=True) if title in prompt["needed"]
+            ]
+            needed += sum(_overlap(record["recomputed"], *chunk) for chunk in wanted)
+            known += own
+            of_context += sum(b - a for a, b in wanted)
+            context += stop - start
+    if not total:
+        return None
     return {
-        "rule": rule,
-        "at_its_fidelity": _gain(table, fastest, rule),
-        "in_its_time": _gain(table, nearest, rule),
+        "quarters": [part / total for part in quarters],
+        "needed": needed / known if known else None,
+        "needed_of_context": of_context / context if context else None,
     }
 
 
-def _gain(table: Table, name: str, rule: str) -> Figures:
-    def shared(unit: str) -> Figures | None:
-        columns = table.column(name, "mean_kl"), table.column(unit, "mean_kl")
-        return _dict(share(*columns, questions=table.questions))
-
-    return {
-        "method": name,
-        "times_faster_than_full": _times(table, FULL, name),
-        "times_faster_than_rule": _times(table, rule, name),
-        "mean_kl_share_of_rule": shared(rule),
-        "mean_kl_share": shared(REUSE),
-    }
+def _overlap(ranges: Sequence[Sequence[int]], start: float, stop: float) -> float:
+    return sum(max(0.0, min(end, stop) - max(begin, start)) for begin, end in ranges)
 
 
-def _spread(seconds: Sequence[float]) -> Figures:
-    return {"median": float(np.median(seconds)), "p95": float(np.percentile(seconds, 95))}
+def _is_exact(method: MethodSpec) -> bool:
+    """But for rounding."""
+    return method.codec is None and method.kind in (FULL, TRANSFORMERS, EXACT, "prefix")
 
 
-def _dict(interval: Interval | None) -> Figures | None:
+def _dict(interval: Interval | None) -> Metrics | None:
     return None if interval is None else asdict(interval)

@@ -15,10 +15,9 @@ import pytest
 
 from blendserve.cli import main
 from blendserve.errors import InputError
-from blendserve.evaluate.budget_use import spending
 from blendserve.evaluate.job import Outcome
 from blendserve.evaluate.methods import parse_methods
-from blendserve.evaluate.summary import COUNTS, Table, headline, summarise
+from blendserve.evaluate.summary import COUNTS, Predictions, headline, recompute_distribution, summarize
 from blendserve.registry import CACHEBLEND
 from tests.support.evaluations import HOSTILE, run
 
@@ -40,6 +39,7 @@ def line(name: str, n: int) -> dict[str, Any]:
     scores = {"f1": 0.25 + 0.5 * n, "em": 0.0, "rouge_l": 0.0, "agreement": 1.0, "identical": n == 0}
     seconds = {"ttft": ttft, "prefill": ttft, "decode": 1.0}
     about = {"type": "xy"[n], "recall": 0.5, "seconds": seconds, "first_kl": 2 * kl, "mean_kl": kl}
+    scores["score"] = scores["f1"]
     return {**scores, **dict.fromkeys(COUNTS, 10 + n), **about}
 
 
@@ -47,7 +47,7 @@ LINES = {(i, name): line(name, n) for n, i in enumerate(QUESTIONS) for name in M
 
 
 def test_the_figures_of_two_questions_by_hand() -> None:
-    figures = summarise(Table(LINES, QUESTIONS, VARIANTS), "F1")
+    figures = summarize(Predictions(LINES, QUESTIONS, VARIANTS), "F1", CACHEBLEND)
     found = figures["methods"]["query+shift@0.15"]
     assert (figures["questions"], figures["recall"]["mean"]) == (2, 0.5)
     assert found["mean_kl"]["mean"] == pytest.approx(0.03)
@@ -60,7 +60,7 @@ def test_the_figures_of_two_questions_by_hand() -> None:
     reuse, uncorrected = found["tails"]
     assert [tail["worst"] for tail in found["tails"]] == pytest.approx([0.02 / 0.1, 0.04 / 0.07])
     assert (reuse["against"], uncorrected["against"]) == ("reuse", "query@0.15")
-    said = headline(Table(LINES, QUESTIONS, VARIANTS), CACHEBLEND)
+    said = headline(Predictions(LINES, QUESTIONS, VARIANTS), CACHEBLEND)
     fast, near = said["at_its_fidelity"], said["in_its_time"]
     assert fast["method"] == "query+shift@0.05"  # as near as the rule on average, and faster
     assert fast["times_faster_than_full"]["mean"] == pytest.approx(8.0)
@@ -72,20 +72,22 @@ def test_the_figures_of_two_questions_by_hand() -> None:
 def test_only_questions_that_every_method_answered_count() -> None:
     lines = dict(LINES)
     del lines["a", "query@0.15"]
-    assert Table(lines, QUESTIONS, VARIANTS).ids == ["b"]
+    assert Predictions(lines, QUESTIONS, VARIANTS).ids == ["b"]
     del lines["b", "full"]
     with pytest.raises(InputError):
-        Table(lines, QUESTIONS, VARIANTS)
+        Predictions(lines, QUESTIONS, VARIANTS)
 
 
 def test_where_a_budget_goes_by_hand() -> None:
     parts = [["x"] * n for n in (5, 10, 30, 3)]  # prefix, two chunks, suffix: the context is [5, 45)
     prompt = {"parts": parts, "titles": ["A", "B"], "needed": ["B"]}
-    spent = spending([prompt, prompt], [{"recomputed": [[5, 7], [14, 16]]}, {"recomputed": [[40, 44]]}])
+    spent = recompute_distribution(
+        [prompt, prompt], [{"recomputed": [[5, 7], [14, 16]]}, {"recomputed": [[40, 44]]}]
+    )
     assert spent == {"quarters": [0.375, 0.125, 0.0, 0.5], "needed": 0.625, "needed_of_context": 0.75}
-    windows = spending([{**prompt, "titles": ["A"]}], [{"recomputed": [[5, 7]]}])
+    windows = recompute_distribution([{**prompt, "titles": ["A"]}], [{"recomputed": [[5, 7]]}])
     assert windows == {"quarters": [1.0, 0.0, 0.0, 0.0], "needed": None, "needed_of_context": None}
-    assert spending([prompt], [{"recomputed": []}]) is None
+    assert recompute_distribution([prompt], [{"recomputed": []}]) is None
 
 
 @pytest.mark.parametrize(("kind", "plots"), [("raw", 1), ("coded", 2)])
@@ -102,7 +104,7 @@ def test_the_page_stands_alone_and_shows_the_prompts(
     for picture in pictures:
         assert ElementTree.fromstring(base64.b64decode(picture.partition(",")[2])).tag.endswith("svg")
     data = json.loads(re.findall("<script[^>]*>(.*?)</script>", page, re.DOTALL)[0])
-    assert data["methods"] == list(done.figures["methods"])
+    assert data["methods"] == list(done.metrics["methods"])
     for prompt in data["prompts"]:
         assert HOSTILE in "".join(t for part in prompt["parts"] for t in part)
         n = sum(map(len, prompt["parts"][:-1]))

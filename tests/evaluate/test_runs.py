@@ -19,15 +19,16 @@ from blendserve.core import Document
 from blendserve.engine.calibration import chunks_of, fit
 from blendserve.engine.engine import Engine
 from blendserve.errors import ConfigError, InputError, ModelUnsupported, TablesMissing
-from blendserve.evaluate import overview, words
 from blendserve.evaluate import runner as runner_module
+from blendserve.evaluate import words
 from blendserve.evaluate.coded import coded_store
 from blendserve.evaluate.config import PROMPT, EvaluateConfig, settings_from
 from blendserve.evaluate.datasets import load
 from blendserve.evaluate.edits import EDITS
-from blendserve.evaluate.job import Outcome
+from blendserve.evaluate.job import Outcome, evaluate_each
 from blendserve.evaluate.learning import corpus_of
 from blendserve.evaluate.prompts import Setting, open_engine
+from blendserve.evaluate.show import show_all
 from blendserve.store import MemoryStore
 from blendserve.store.policies import LRU
 from tests.golden import research
@@ -60,18 +61,19 @@ def test_the_numbers_are_the_recorded_ones(toy: Toy, kind: str) -> None:
 def test_every_question_meets_every_method_in_another_order(toy: Toy) -> None:
     done = toy("raw")
     order = [[p["method"] for p in predictions(done) if p["id"] == f"q{n}"] for n in range(QUESTIONS)]
-    assert all(sorted(methods) == sorted(done.figures["methods"]) for methods in order)
+    assert all(sorted(methods) == sorted(done.metrics["methods"]) for methods in order)
     assert all(methods[0] == "full" for methods in order)
     assert len({methods[1] for methods in order}) == QUESTIONS
 
 
 def test_what_must_equal_full_prefill_does_and_reuse_does_not(toy: Toy) -> None:
-    methods = toy("raw").figures["methods"] | toy("coded").figures["methods"]
+    methods = toy("raw").metrics["methods"] | toy("coded").metrics["methods"]
     for name in ("full", "prefix", "all", "transformers", "exact"):
         assert methods[name]["mean_kl"]["mean"] < 1e-9, name
         assert methods[name]["identical"]["mean"] == methods[name]["agreement"]["mean"] == 1.0
         assert methods[name]["against_full"]["f1"] == {"mean": 0.0, "low": 0.0, "high": 0.0, "n": QUESTIONS}
     assert methods["reuse"]["mean_kl"]["mean"] > 1e-4
+    assert toy("raw").metrics["kl_rounding"] < 1e-9
 
 
 def test_kv_makes_room_for_the_next_question(tmp_path: Path) -> None:
@@ -82,7 +84,7 @@ def test_kv_makes_room_for_the_next_question(tmp_path: Path) -> None:
         run(tmp_path, dataset, tiny_engine(store), name, methods=methods)
         for name, store in (("free", None), ("tight", tight))
     )
-    assert untimed(at_cap.figures) == untimed(free.figures)
+    assert untimed(at_cap.metrics) == untimed(free.metrics)
     assert tight.stats().evictions
 
 
@@ -102,9 +104,9 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_metrics(
     if share == 1:
         monkeypatch.setattr(runner_module, "answer", lambda *_: pytest.fail("measured again"))
     again = predictions(run(tmp_path, done.folder.parents[1] / "tiny.json"))
-    assert untimed(json.loads((folder / "metrics.json").read_text())) == untimed(done.figures)
+    assert untimed(json.loads((folder / "metrics.json").read_text())) == untimed(done.metrics)
     assert kept.items() <= {(p["id"], p["method"]): p for p in again}.items()
-    assert len(again) == QUESTIONS * len(done.figures["methods"])
+    assert len(again) == QUESTIONS * len(done.metrics["methods"])
     assert (folder / "report.html").exists()
 
 
@@ -117,9 +119,9 @@ def test_a_run_is_extended_by_halves_and_permutations(toy: Toy, tmp_path: Path) 
         {"half": "second", "methods": methods, "shuffles": 1},
         {"methods": methods, "shuffles": 2},
     )
-    parts = [(run(tmp_path, dataset, name="tiny-closed", **plan).figures, plan) for plan in plans]
+    parts = [(run(tmp_path, dataset, name="tiny-closed", **plan).metrics, plan) for plan in plans]
     assert [(f["questions"], f["prompts"]) for f, _ in parts] == [(1, 1), (2, 4), (1, 2), (3, 9)]
-    assert untimed(parts[-1][0]["methods"]) == untimed(toy("permuted").figures["methods"])
+    assert untimed(parts[-1][0]["methods"]) == untimed(toy("permuted").metrics["methods"])
 
 
 def test_a_run_over_other_prompts_is_not_gone_on_with(tmp_path: Path) -> None:
@@ -163,7 +165,7 @@ def test_a_run_that_cannot_compare_is_refused(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_question_that_does_not_fit_is_left_out(tmp_path: Path) -> None:
-    figures = run(tmp_path, write_dataset(tmp_path, 2, long=1), methods=("query",)).figures
+    figures = run(tmp_path, write_dataset(tmp_path, 2, long=1), methods=("query",)).metrics
     assert (list(figures["left_out"]), figures["questions"]) == (["q1"], 1)
     with pytest.raises(InputError):
         run(tmp_path, write_dataset(tmp_path, 1, long=0), methods=("query",), name="none")
@@ -270,26 +272,25 @@ def test_perplexity_is_that_of_the_models_own_forward(tmp_path: Path, small: Non
         assert len(ids) > CONFIG.decode.max_new_tokens  # longer than what is decoded
         logits = model(torch.tensor([[*prompt.ids, *ids]])).logits[0].detach().double().log_softmax(-1)
         nlls.append(-sum(float(logits[len(prompt) + n - 1, t]) for n, t in enumerate(ids)) / len(ids))
-    methods = outcome.figures["methods"]
+    methods = outcome.metrics["methods"]
     for name in ("full", "prefix", "transformers"):
         assert methods[name]["score"]["mean"] == pytest.approx(math.exp(sum(nlls) / len(nlls)), rel=1e-4)
         assert methods[name]["score_against_full"]["mean"] == pytest.approx(1.0, rel=1e-4)
 
 
-def test_one_table_over_all_data_that_is_available(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: None
+def test_several_data_sets_make_one_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(overview, "BUNDLED", {})
-    monkeypatch.setattr(overview, "MADE", ("lines",))
     monkeypatch.setattr(Engine, "open", lambda settings, say: tiny_engine(config=settings))
-    files = [tmp_path / "book.txt", tmp_path / "broken.json"]
-    files[0].write_text(text_of(75))
-    files[1].write_text("[")
+    files = [str(tmp_path / "book.txt"), str(tmp_path / "broken.json")]
+    Path(files[0]).write_text(text_of(75))
+    Path(files[1]).write_text("[")
     plan = EvaluateConfig(methods=("query",), ratios=(0.25,), limit=1, chunks=2)
-    workloads = overview.run_all(plan, CONFIG, tmp_path / "runs", files)
-    metrics = {Path(w.source).name: w.figures["metric"] for w in workloads if w.figures}
-    assert metrics == {"lines": "number found", "book.txt": "perplexity"}
-    assert {"samsum", "broken.json"} <= {Path(w.source).name for w in workloads if w.why_not}
-    columns, rows = overview.table(workloads)
-    assert {len(row) for row in rows} == {len(columns)}
+    found = evaluate_each(["lines", *files], plan, CONFIG, tmp_path / "runs")
+    metrics = {name: one.metrics for name, one in found.items() if isinstance(one, Outcome)}
+    assert {name: m["metric"] for name, m in metrics.items()} == {
+        "lines": "number found",
+        files[0]: "perplexity",
+    }
+    show_all({name: metrics.get(name, "unreadable") for name in found})
+    assert capsys.readouterr().out.count("unreadable") == 1

@@ -40,7 +40,7 @@ def golden(name: str) -> Any:
 
 def evaluation(outcome: Outcome) -> dict[str, Any]:
     """Every prediction, and every method's means with their intervals and tails; of permuted prompts the means alone."""
-    with_bounds = outcome.figures["prompts"] == outcome.figures["questions"]
+    with_bounds = outcome.metrics["prompts"] == outcome.metrics["questions"]
     answers = {
         f"{line['id']} {line['method']}": {name: line[name] for name in ANSWER}
         for line in predictions(outcome)
@@ -52,7 +52,7 @@ def evaluation(outcome: Outcome) -> dict[str, Any]:
             "kv_smaller": found["kv_smaller"],
             "facts": found.get("facts"),
         }
-        for name, found in outcome.figures["methods"].items()
+        for name, found in outcome.metrics["methods"].items()
     }
     return {"answers": answers, "methods": methods}
 

@@ -96,7 +96,7 @@ def run(
     """An evaluation into folder/runs; without `draws` its plots are empty, as drawing takes longer than the rest."""
     asked = EvaluateConfig(**{"dataset": str(dataset), "methods": METHODS, "ratios": (0.25,), **plan})
     with pytest.MonkeyPatch.context() as patch:
-        for plot in () if draws else ("pareto", "coded"):
+        for plot in () if draws else ("pareto", "codecs"):
             patch.setattr(f"blendserve.evaluate.plots.{plot}", lambda *_: b"<svg/>")
         settings = engine.config if engine else CONFIG
         return evaluate(asked, settings, name, folder / "runs", engine=engine or tiny_engine())
