@@ -113,7 +113,7 @@ def check_cpu(level: Level, library: ctypes.CDLL) -> None:
         "decode": _check_symbols,
         "reconstruct": _check_reconstruct,
     }
-    for check in dict.fromkeys(checks[operation] for operation in level.sources):
+    for check in dict.fromkeys(checks[operation] for operation in level.sources if operation in checks):
         check(library, dtype_of(level))
 
 

@@ -265,26 +265,41 @@ void by_rows(const Call& c) {
 class ByKeys {
    public:
     explicit ByKeys(const Call& call)
-        : c(call), tiles(tiles_per_head(c)), blocks(blocks_of(c, {0, tiles})), n(blocks.end - blocks.begin) {
-        size_t looks = c.kv * tiles * n, state_bytes = State::bytes(c) * looks;
-        states = call_scratch.take(state_bytes + (c.watched ? sizeof(Weights) * looks : 0));
-        weights = reinterpret_cast<Weights*>(states + state_bytes);
+        : c(call), tiles(tiles_per_head(c)), blocks(blocks_of(c, {0, tiles})), n(blocks.end - blocks.begin) {}
+
+    // Memory that the looks share: of all keys seen, until the last `finish`.
+    size_t bytes() const { return c.kv * tiles * n * (State::bytes(c) + (c.watched ? sizeof(Weights) : 0)); }
+    void use(char* memory) {
+        states = memory;
+        weights = reinterpret_cast<Weights*>(states + State::bytes(c) * c.kv * tiles * n);
     }
 
+    // Items of the first part, each for `look(item, next)`, and of the second, each for `finish`.
+    int64_t looks() const { return c.kv * divide_up(tiles, TILES) * n; }
+    int64_t finishes() const { return c.kv * tiles; }
+
+    // next: the item that this thread looks at afterwards; `looks()` or more = none.
+    void look(int64_t item, int64_t next) {
+        int64_t chunks = divide_up(tiles, TILES);
+        auto place = [&](int64_t i) { return Place{i / (chunks * n), blocks.begin + i % n}; };
+        look_once(place(item), item / n % chunks, next < looks() ? place(next) : Place{});
+    }
+    void finish(int64_t item) { finish(item / tiles, item % tiles); }
+
     void run() {
-        int64_t chunks = divide_up(tiles, TILES), items = c.kv * chunks * n;
-        auto place = [&](int64_t item) { return Place{item / (chunks * n), blocks.begin + item % n}; };
+        use(call_scratch.take(bytes()));
+        int64_t items = looks();
         std::atomic<int64_t> taken{0};
 #pragma omp parallel num_threads(static_cast<int>(c.threads))
         {
             Unit unit;
             for (int64_t item = taken++, next; item < items; item = next) {
                 next = taken++;
-                look_once(place(item), item / n % chunks, next < items ? place(next) : Place{});
+                look(item, next);
             }
 #pragma omp barrier
 #pragma omp for schedule(static)
-            for (int64_t item = 0; item < c.kv * tiles; ++item) finish(item / tiles, item % tiles);
+            for (int64_t item = 0; item < finishes(); ++item) finish(item);
             if (c.watched) {
 #pragma omp for schedule(static)
                 for (int64_t item = 0; item < n * (BLOCK / STRIP); ++item)
@@ -381,8 +396,8 @@ class ByKeys {
     const int64_t tiles;
     const Range blocks;
     const int64_t n;
-    char* states;
-    Weights* weights;
+    char* states = nullptr;
+    Weights* weights = nullptr;
 };
 
 }  // namespace

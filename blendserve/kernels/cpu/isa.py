@@ -21,7 +21,10 @@ _AVX512 = _AVX2 | frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx
 _AMX = _AVX512 | {"avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16"}
 _BF16 = ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni")
 _VECTORS = {
-    **{name: f"{name}.cpp" for name in ("attend", "linear", "correct", "place", "norm", "gate")},
+    **{
+        name: f"{name}.cpp"
+        for name in ("attend", "linear", "correct", "place", "norm", "gate", "decode_step")
+    },
     **dict.fromkeys(("pack", "decode", "reconstruct"), "coding.cpp"),
 }  # for vectors of any width
 _TILES = {name: f"{name}_amx.cpp" for name in ("attend", "linear", "correct")}

@@ -1,0 +1,178 @@
+"""A decoding step in one native call: the weights of a model bound once, and the call."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from blendserve.kernels import team
+from blendserve.kernels.cpu.isa import Level
+from blendserve.kernels.cpu.library import dtype_of, loaded
+from blendserve.kernels.norm import NormForm
+from blendserve.kernels.types import AttentionSpec, Rope
+
+MAX_ROWS, MAX_HEAD_DIM, LANES, ROPE_STEP = 8, 256, 16, 32
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """The weights of a decoder layer as the model stores them; None where its family has none.
+
+    Matrices are [outputs, inputs]. E: hidden size, I: inner size of the MLP.
+    """
+
+    norm_before_attention: Tensor  # [E]
+    q: Tensor  # [H * D, E]
+    k: Tensor  # [K * D, E]
+    v: Tensor  # [K * D, E]
+    o: Tensor  # [E, H * D]
+    norm_before_mlp: Tensor  # [E]
+    gate: Tensor  # [I, E]
+    up: Tensor  # [I, E]
+    down: Tensor  # [E, I]
+    q_bias: Tensor | None = None
+    k_bias: Tensor | None = None
+    v_bias: Tensor | None = None
+    q_norm: Tensor | None = None  # [D]
+    k_norm: Tensor | None = None  # [D]
+    o_bias: Tensor | None = None
+    norm_after_attention: Tensor | None = None  # [E]
+    gate_bias: Tensor | None = None
+    up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    norm_after_mlp: Tensor | None = None  # [E]
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeWeights:
+    """A dense decoder of RMS norms, RoPE by halves and a SiLU-gated MLP, as the native step reads it."""
+
+    layers: Sequence[LayerWeights]
+    specs: Sequence[AttentionSpec]  # of each layer
+    norm: Tensor  # [E]
+    head: Tensor  # [V, E]
+    head_bias: Tensor | None
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    eps: float  # of all norms
+    norm_form: NormForm  # of all norms
+    residual_scale: float | None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        names = [field.name for field in fields(LayerWeights)]
+        parts = [getattr(layer, name) for layer in self.layers for name in names]
+        return [x for x in (*parts, self.norm, self.head, self.head_bias) if x is not None]
+
+
+class DecodeLayer(ctypes.Structure):
+    """`DecodeLayer` of decode_step.cpp, field by field."""
+
+    POINTERS = (
+        *("norm_before_attention", "q", "k", "v", "q_bias", "k_bias", "v_bias", "q_norm", "k_norm"),
+        *("o", "o_bias", "norm_after_attention"),
+        *("norm_before_mlp", "gate", "up", "down", "gate_bias", "up_bias", "down_bias", "norm_after_mlp"),
+    )
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in POINTERS),
+        *((name, ctypes.c_int64) for name in ("rope", "window")),
+        *((name, ctypes.c_float) for name in ("scale", "softcap")),
+    )
+
+
+class RopeTable(ctypes.Structure):
+    """`RopeTable` of decode_step.cpp, field by field."""
+
+    _fields_ = (("cos", ctypes.c_void_p), ("sin", ctypes.c_void_p), ("width", ctypes.c_int64))
+
+
+class DecodeRow(ctypes.Structure):
+    """`DecodeRow` of decode_step.cpp, field by field."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("keys", "values")),
+        *((name, ctypes.c_int64) for name in ("layer_stride", "head_stride", "row_stride", "at")),
+    )
+
+
+class DecodeCall(ctypes.Structure):
+    """`DecodeCall` of decode_step.cpp, field by field."""
+
+    POINTERS = ("layers", "ropes", "rows", "hidden", "norm", "head", "head_bias", "logits")
+    SIZES = ("n_layers", "n_rows", "dim", "inner", "heads", "kv", "head_dim", "vocabulary", "rounds_first")
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in POINTERS),
+        *((name, ctypes.c_int64) for name in SIZES),
+        *((name, ctypes.c_float) for name in ("eps", "offset", "residual_scale")),
+        ("threads", ctypes.c_int64),
+    )
+
+
+def unsupported(level: Level, weights: DecodeWeights) -> str:
+    """Why this instruction set's kernel cannot run such a model, "" if it can."""
+    dtype, dim = dtype_of(level), weights.head_dim
+    if any(x.dtype != dtype or x.device.type != "cpu" or not x.is_contiguous() for x in weights.tensors):
+        return f"weights are not contiguous {level.dtype} in the CPU's memory"
+    if dim % ROPE_STEP or dim > MAX_HEAD_DIM:
+        return f"heads have {dim} dimensions"
+    if any(x.shape[-1] % 2 or x.shape[0] % 2 for x in weights.tensors):
+        return "a size is odd"
+    return ""
+
+
+class DecodeStep:
+    """A model's decoding step on one instruction set. Stateless between calls; threads may share it."""
+
+    def __init__(self, level: Level, weights: DecodeWeights, ropes: Sequence[int]) -> None:
+        """ropes: for each layer the number of its angles among those that calls are given; -1: it has no RoPE."""
+        self._run = loaded(level).blendserve_decode_step
+        self._weights = weights  # keeps the memory that the pointers below name
+        layers = [
+            DecodeLayer(
+                *(_pointer(getattr(layer, name)) for name in DecodeLayer.POINTERS),
+                *(rope, spec.window or 0, spec.scale, spec.softcap or 0.0),
+            )
+            for layer, spec, rope in zip(weights.layers, weights.specs, ropes, strict=True)
+        ]
+        self._layers = (DecodeLayer * len(layers))(*layers)
+        self._inner = weights.layers[0].gate.shape[0]
+
+    def __call__(
+        self, hidden: Tensor, ropes: Sequence[Rope], caches: Sequence[tuple[Tensor, Tensor, int]]
+    ) -> Tensor:
+        """Embedded rows [S, E], S at most 8 -> logits [S, V]; their KV is written to the caches.
+
+        ropes: of the rows' positions. caches: for each row keys and values [L, K, T, D], and its position. The GIL is
+        free during the call.
+        """
+        w, n_rows = self._weights, len(caches)
+        hidden = hidden.contiguous()
+        logits = torch.empty(n_rows, w.head.shape[0], dtype=hidden.dtype)
+        tables = [(rope.cos.contiguous(), rope.sin.contiguous()) for rope in ropes]
+        table = (RopeTable * max(1, len(tables)))(
+            *(RopeTable(cos.data_ptr(), sin.data_ptr(), cos.shape[-1]) for cos, sin in tables)
+        )
+        rows = (DecodeRow * n_rows)(
+            *(DecodeRow(k.data_ptr(), v.data_ptr(), *k.stride()[:3], at) for k, v, at in caches)
+        )
+        pointers = (
+            *(ctypes.addressof(x) for x in (self._layers, table, rows)),
+            *(_pointer(x) for x in (hidden, w.norm, w.head, w.head_bias, logits)),
+        )
+        sizes = (len(w.layers), n_rows, hidden.shape[1], self._inner, w.n_heads, w.n_kv_heads, w.head_dim)
+        form = w.norm_form
+        call = DecodeCall(
+            *(*pointers, *sizes, logits.shape[1], form.rounds_first),
+            *(w.eps, form.offset, w.residual_scale or 0.0, team.size()),
+        )
+        self._run(ctypes.byref(call))
+        return logits
+
+
+def _pointer(x: Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
