@@ -20,9 +20,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from blendserve.kernels.cpu.decode_step import DecodeWeights, LayerWeights, Linear
 from blendserve.kernels.norm import Norm
 from blendserve.kernels.ops import attention_backends, rotate
-from blendserve.kernels.rotary import OwnFunction, Rotary
+from blendserve.kernels.rotary import HALVES, OwnFunction, Rotary
 from blendserve.kernels.types import AttentionSpec, Rope, Ropes
 from blendserve.models.families import Family, check_supported, context_limit
 from blendserve.models.linear_layers import call_linear, call_module
@@ -112,6 +113,45 @@ class Adapter:
         made = {turn: self._rope_of(turn, positions) for turn in set(self._turns)}
         return tuple(made[turn] for turn in self._turns)
 
+    @property
+    def rope_tables(self) -> tuple[list[int], list[int]]:
+        """For each layer the number of its angles among the model's different ones, -1 without RoPE; and for each of
+        those a layer that has them."""
+        turns = [turn for turn in dict.fromkeys(self._turns) if turn is not None]
+        numbers = [-1 if turn is None else turns.index(turn) for turn in self._turns]
+        return numbers, [self._turns.index(turn) for turn in turns]
+
+    def decode_weights(self) -> DecodeWeights:
+        """The weights as the native decoding step reads them. Raises ValueError, naming the form that it lacks."""
+        if self.rotary.form != HALVES:
+            raise ValueError("RoPE is not by halves")
+        norms = [self._norm, *(norm for layer in self._layers for norm in layer.norms)]
+        form, weight = self._norm.form, self._norm.weight
+        if form is None or weight is None or len({(norm.form, norm.eps) for norm in norms}) > 1:
+            raise ValueError("norms are of an unknown form, or of several")
+        head = cast(Any, self._runs).lm_head
+        layers = [layer.decode_weights() for layer in self._layers]
+        return DecodeWeights(
+            layers=layers,
+            specs=self.specs,
+            norm=weight,
+            head=(head.weight, head.bias),
+            n_heads=self.n_heads,
+            n_kv_heads=self.n_kv_heads,
+            head_dim=self.head_dim,
+            eps=self._norm.eps,
+            norm_form=form,
+            residual_scale=self._layers[0].residual_scale,
+        )
+
+    def scale_logits(self, logits: Tensor) -> Tensor:
+        """The output head's numbers [S, V] as the family scales and caps them."""
+        if self._logits_factor is not None:
+            logits = logits * self._logits_factor
+        return (
+            logits if self._logits_cap is None else self._logits_cap * torch.tanh(logits / self._logits_cap)
+        )
+
     def rotate(self, x: Tensor, rope: Rope) -> Tensor:
         """Apply RoPE to x [heads, S, D] as the model's own function does, in the model's own dtype."""
         return rotate(x, rope, self.rotary)
@@ -135,11 +175,7 @@ class Adapter:
         """Last hidden [S, E] -> logits [S, V]."""
         with as_found(len(hidden), self.device):
             logits = call_linear(cast(Any, self._runs).lm_head, call_norm(self._norm, hidden)[1])
-        if self._logits_factor is not None:
-            logits = logits * self._logits_factor
-        return (
-            logits if self._logits_cap is None else self._logits_cap * torch.tanh(logits / self._logits_cap)
-        )
+        return self.scale_logits(logits)
 
     def _rotary(self, own: OwnFunction) -> Rotary:
         """The model's own rotation, run once on a few positions to see which form it has."""
@@ -192,6 +228,45 @@ class _Layer:
         attn = self.attn
         return tuple(call_linear(part, x) for part in (attn.q_proj, attn.k_proj, attn.v_proj))
 
+    @property
+    def norms(self) -> list[Norm]:
+        around = self.before_attention, self.after_attention, self.before_mlp, self.after_mlp
+        return [norm for norm in (*around, *self.width_norms, *self.head_norms) if norm is not None]
+
+    def decode_weights(self) -> LayerWeights:
+        """Raises ValueError, naming the form that the native step lacks."""
+        if self.parallel or self.width_norms or self._gated is None:
+            raise ValueError("the MLP stands beside attention, has experts, or norms are over all heads")
+        before, between = _weight(self.before_attention), _weight(self.before_mlp)
+        if before is None or between is None:
+            raise ValueError("a layer has no norm before attention or before the MLP")
+        q_norm, k_norm = map(_weight, self.head_norms or (None, None))
+        attn, down = self.attn, self._gated.down
+        q, k, v = self._qkv_weights()
+        gate, up = self._gated.inner_weights
+        return LayerWeights(
+            norm_before_attention=before,
+            q=q,
+            k=k,
+            v=v,
+            head_norms=(q_norm, k_norm),
+            o=(attn.o_proj.weight, attn.o_proj.bias),
+            norm_after_attention=_weight(self.after_attention),
+            norm_before_mlp=between,
+            gate=gate,
+            up=up,
+            down=(down.weight, down.bias),
+            norm_after_mlp=_weight(self.after_mlp),
+        )
+
+    def _qkv_weights(self) -> list[Linear]:
+        attn = self.attn
+        if not self._fused:
+            return [(part.weight, part.bias) for part in (attn.q_proj, attn.k_proj, attn.v_proj)]
+        weights, bias = torch.split(attn.qkv_proj.weight, self._sizes), attn.qkv_proj.bias
+        biases = (None,) * 3 if bias is None else torch.split(bias, self._sizes)
+        return list(zip(weights, biases, strict=True))
+
     def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
         added = call_linear(self.attn.o_proj, attended)
         if self.after_attention is not None:
@@ -227,6 +302,10 @@ def _setting(config: Any, name: str | None) -> float | None:
 def _logits_factor(config: Any, family: Family) -> float | None:
     divisor = _setting(config, family.logits_divisor)
     return _setting(config, family.logits_scale) if divisor is None else 1 / divisor
+
+
+def _weight(norm: Norm | None) -> Tensor | None:
+    return None if norm is None else norm.weight
 
 
 def _heads(x: Tensor, head_dim: int) -> Tensor:

@@ -11,18 +11,19 @@ decoding, and forced answers   here                      one row a request, of o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from blendserve.kernels.cpu.decode_step import MAX_ROWS
 from blendserve.kernels.ops import attend, attend_at
 from blendserve.kernels.rows import Rows, plans_by_window
 from blendserve.kernels.types import Rope
 from blendserve.models.adapter import Adapter, Projected
 from blendserve.models.kv_cache import KVCache
+from blendserve.models.native import NativeDecoder, Row, native_decoder
 from blendserve.models.pace import pass_of
 
 BeforeLayer = Callable[[int], None]  # called with each layer before it runs; what it raises ends the pass
@@ -97,17 +98,11 @@ def append(adapter: Adapter, cache: KVCache, at: int, tokens: Sequence[int]) -> 
 
     The cache must have room for them.
     """
+    rows = [Row(cache, at + i, token) for i, token in enumerate(tokens)]
+    if native := _native(adapter, rows):
+        return native(rows)
     hidden = adapter.embed(torch.tensor(tokens, device=adapter.device))
     return adapter.logits(run_layers(adapter, hidden, _OneRequest(adapter, cache, at, len(tokens))))
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """A token on its way in, and where it goes."""
-
-    cache: KVCache
-    at: int
-    token: int
 
 
 class _ManyRequests:
@@ -141,6 +136,18 @@ class _ManyRequests:
 @torch.inference_mode()
 def append_each(adapter: Adapter, rows: Sequence[Row]) -> Tensor:
     """Run each row's token at its position, append its KV -> logits [B, V]. Equals `append` of each, to rounding."""
+    native = _native(adapter, rows)
+    return native(rows) if native else run_rows(adapter, rows)
+
+
+def _native(adapter: Adapter, rows: Sequence[Row]) -> NativeDecoder | None:
+    """One native call for these rows, where there is such; a row's numbers do not depend on how many there are."""
+    return native_decoder(adapter, run_rows)[0] if 0 < len(rows) <= MAX_ROWS else None
+
+
+@torch.inference_mode()
+def run_rows(adapter: Adapter, rows: Sequence[Row]) -> Tensor:
+    """The same by the layer loop."""
     hidden = adapter.embed(torch.tensor([row.token for row in rows], device=adapter.device))
     return adapter.logits(run_layers(adapter, hidden, _ManyRequests(adapter, rows)))
 

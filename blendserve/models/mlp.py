@@ -22,7 +22,16 @@ class GatedMLP:
     def __init__(
         self, module: nn.Module, inner: Sequence[nn.Linear], down: nn.Linear, own: Activation
     ) -> None:
-        self._module, self._inner, self._down, self._activation = module, inner, down, own
+        self._module, self._inner, self.down, self._activation = module, inner, down, own
+
+    @property
+    def inner_weights(self) -> list[tuple[Tensor, Tensor | None]]:
+        """Weight [I, E] and bias of gate and of up."""
+        if len(self._inner) == 2:
+            return [(part.weight, part.bias) for part in self._inner]
+        both = self._inner[0]
+        biases = (None, None) if both.bias is None else both.bias.chunk(2)
+        return list(zip(both.weight.chunk(2), biases, strict=True))
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [S, E] -> [S, E]"""
@@ -30,7 +39,7 @@ class GatedMLP:
             out: Tensor = self._module(x)
             return out
         gate, up = _split([call_linear(part, x) for part in self._inner])
-        return call_linear(self._down, gated_activation(gate, up, self._activation))
+        return call_linear(self.down, gated_activation(gate, up, self._activation))
 
 
 class GatedMLPs:

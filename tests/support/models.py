@@ -236,6 +236,15 @@ def tiny_model(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> 
 
 
 @cache
+def wide_model(name: str, dtype: torch.dtype) -> Any:
+    """The same with heads of 64 dimensions and even sizes, which native kernels take."""
+    torch.manual_seed(0)
+    made = TINY[name]()
+    made.hidden_size, made.head_dim, made.vocab_size = 256, 64, 98
+    return tf.AutoModelForCausalLM.from_config(made, attn_implementation="eager").to(dtype).eval()
+
+
+@cache
 def tiny_adapter(name: str, dtype: torch.dtype = torch.float32) -> Adapter:
     return Adapter(tiny_model(name, dtype))
 

@@ -26,9 +26,9 @@
 
 // The weights of a layer, as the model stores them; null where its family has none. Matrices are [outs, depth], contiguous.
 struct DecodeLayer {
-    const Number *norm_before_attention, *q, *k, *v, *q_bias, *k_bias, *v_bias, *q_norm, *k_norm;
+    const Number *norm_before_attention, *q, *q_bias, *k, *k_bias, *v, *v_bias, *q_norm, *k_norm;
     const Number *o, *o_bias, *norm_after_attention;
-    const Number *norm_before_mlp, *gate, *up, *down, *gate_bias, *up_bias, *down_bias, *norm_after_mlp;
+    const Number *norm_before_mlp, *gate, *gate_bias, *up, *up_bias, *down, *down_bias, *norm_after_mlp;
     int64_t rope;    // which of the call's tables; -1 = no RoPE
     int64_t window;  // 0 = none
     float scale;

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,33 +18,35 @@ from blendserve.kernels.types import AttentionSpec, Rope
 MAX_ROWS, MAX_HEAD_DIM, LANES, ROPE_STEP = 8, 256, 16, 32
 
 
+Linear = tuple[Tensor, Tensor | None]  # weight [outputs, inputs] and bias [outputs]
+
+
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
     """The weights of a decoder layer as the model stores them; None where its family has none.
 
-    Matrices are [outputs, inputs]. E: hidden size, I: inner size of the MLP.
+    E: hidden size, I: inner size of the MLP.
     """
 
     norm_before_attention: Tensor  # [E]
-    q: Tensor  # [H * D, E]
-    k: Tensor  # [K * D, E]
-    v: Tensor  # [K * D, E]
-    o: Tensor  # [E, H * D]
+    q: Linear  # E -> H * D
+    k: Linear  # E -> K * D
+    v: Linear  # E -> K * D
+    head_norms: tuple[Tensor | None, Tensor | None]  # [D], of queries and of keys
+    o: Linear  # H * D -> E
+    norm_after_attention: Tensor | None  # [E]
     norm_before_mlp: Tensor  # [E]
-    gate: Tensor  # [I, E]
-    up: Tensor  # [I, E]
-    down: Tensor  # [E, I]
-    q_bias: Tensor | None = None
-    k_bias: Tensor | None = None
-    v_bias: Tensor | None = None
-    q_norm: Tensor | None = None  # [D]
-    k_norm: Tensor | None = None  # [D]
-    o_bias: Tensor | None = None
-    norm_after_attention: Tensor | None = None  # [E]
-    gate_bias: Tensor | None = None
-    up_bias: Tensor | None = None
-    down_bias: Tensor | None = None
-    norm_after_mlp: Tensor | None = None  # [E]
+    gate: Linear  # E -> I
+    up: Linear  # E -> I
+    down: Linear  # I -> E
+    norm_after_mlp: Tensor | None  # [E]
+
+    @property
+    def tensors(self) -> list[Tensor | None]:
+        """In the order of `DecodeLayer`."""
+        attention = (self.norm_before_attention, *self.q, *self.k, *self.v, *self.head_norms, *self.o)
+        mlp = (self.norm_before_mlp, *self.gate, *self.up, *self.down)
+        return [*attention, self.norm_after_attention, *mlp, self.norm_after_mlp]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +56,7 @@ class DecodeWeights:
     layers: Sequence[LayerWeights]
     specs: Sequence[AttentionSpec]  # of each layer
     norm: Tensor  # [E]
-    head: Tensor  # [V, E]
-    head_bias: Tensor | None
+    head: Linear  # E -> V
     n_heads: int
     n_kv_heads: int
     head_dim: int
@@ -65,18 +66,17 @@ class DecodeWeights:
 
     @property
     def tensors(self) -> list[Tensor]:
-        names = [field.name for field in fields(LayerWeights)]
-        parts = [getattr(layer, name) for layer in self.layers for name in names]
-        return [x for x in (*parts, self.norm, self.head, self.head_bias) if x is not None]
+        parts = [x for layer in self.layers for x in layer.tensors]
+        return [x for x in (*parts, self.norm, *self.head) if x is not None]
 
 
 class DecodeLayer(ctypes.Structure):
     """`DecodeLayer` of decode_step.cpp, field by field."""
 
     POINTERS = (
-        *("norm_before_attention", "q", "k", "v", "q_bias", "k_bias", "v_bias", "q_norm", "k_norm"),
+        *("norm_before_attention", "q", "q_bias", "k", "k_bias", "v", "v_bias", "q_norm", "k_norm"),
         *("o", "o_bias", "norm_after_attention"),
-        *("norm_before_mlp", "gate", "up", "down", "gate_bias", "up_bias", "down_bias", "norm_after_mlp"),
+        *("norm_before_mlp", "gate", "gate_bias", "up", "up_bias", "down", "down_bias", "norm_after_mlp"),
     )
     _fields_ = (
         *((name, ctypes.c_void_p) for name in POINTERS),
@@ -134,13 +134,13 @@ class DecodeStep:
         self._weights = weights  # keeps the memory that the pointers below name
         layers = [
             DecodeLayer(
-                *(_pointer(getattr(layer, name)) for name in DecodeLayer.POINTERS),
+                *map(_pointer, layer.tensors),
                 *(rope, spec.window or 0, spec.scale, spec.softcap or 0.0),
             )
             for layer, spec, rope in zip(weights.layers, weights.specs, ropes, strict=True)
         ]
         self._layers = (DecodeLayer * len(layers))(*layers)
-        self._inner = weights.layers[0].gate.shape[0]
+        self._inner = weights.layers[0].gate[0].shape[0]
 
     def __call__(
         self, hidden: Tensor, ropes: Sequence[Rope], caches: Sequence[tuple[Tensor, Tensor, int]]
@@ -152,7 +152,7 @@ class DecodeStep:
         """
         w, n_rows = self._weights, len(caches)
         hidden = hidden.contiguous()
-        logits = torch.empty(n_rows, w.head.shape[0], dtype=hidden.dtype)
+        logits = torch.empty(n_rows, w.head[0].shape[0], dtype=hidden.dtype)
         tables = [(rope.cos.contiguous(), rope.sin.contiguous()) for rope in ropes]
         table = (RopeTable * max(1, len(tables)))(
             *(RopeTable(cos.data_ptr(), sin.data_ptr(), cos.shape[-1]) for cos, sin in tables)
@@ -162,7 +162,7 @@ class DecodeStep:
         )
         pointers = (
             *(ctypes.addressof(x) for x in (self._layers, table, rows)),
-            *(_pointer(x) for x in (hidden, w.norm, w.head, w.head_bias, logits)),
+            *(_pointer(x) for x in (hidden, w.norm, *w.head, logits)),
         )
         sizes = (len(w.layers), n_rows, hidden.shape[1], self._inner, w.n_heads, w.n_kv_heads, w.head_dim)
         form = w.norm_form

@@ -1,0 +1,166 @@
+"""A decoding step in one native call against the layer loop: bits, coverage, and the way back where they differ."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from blendserve.kernels.cpu.isa import LEVELS
+from blendserve.kernels.verify import cpu_status
+from blendserve.models.adapter import Adapter
+from blendserve.models.forward import append, append_each, run_rows
+from blendserve.models.kv_cache import KVCache
+from blendserve.models.native import Row, StepThreads, native_decoder
+from tests.support.models import TINY, wide_model
+
+COVERED = [
+    *("llama-yarn", "llama-biased", "mistral-window", "ministral-window", "qwen2-window", "qwen3-window"),
+    *("phi3-window", "granite", "smollm3", "cwm", "internlm3", "seed_oss"),
+]
+LOOPED = ["gemma2", "cohere2", "glm4", "olmo2", "qwen3_moe", "starcoder2"]
+DTYPES = [
+    pytest.param(
+        dtype,
+        marks=pytest.mark.skipif(
+            not any(cpu_status(level).active for level in LEVELS.values() if level.dtype == name),
+            reason=f"no {name} kernels on this CPU",
+        ),
+        id=name,
+    )
+    for name, dtype in (("bfloat16", torch.bfloat16), ("float32", torch.float32))
+]
+TOKENS = 300
+
+
+@cache
+def wide_adapter(name: str, dtype: torch.dtype) -> Adapter:
+    return Adapter(wide_model(name, dtype))
+
+
+def caches(adapter: Adapter, n: int) -> list[KVCache]:
+    """Random KV, the same in every call."""
+    made, generator = [KVCache(adapter, TOKENS) for _ in range(n)], torch.Generator().manual_seed(0)
+    for one in made:
+        for part in (one.keys, one.values):
+            part.copy_(torch.randn(part.shape, generator=generator))
+    return made
+
+
+def agree(a: Tensor, b: Tensor) -> bool:
+    """To the bit; in fp32, where the loop's linear layers are torch's, to rounding."""
+    return (
+        torch.equal(a, b) if a.dtype == torch.bfloat16 else bool((a - b).abs().max() <= 3e-4 * a.abs().max())
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", COVERED)
+def test_a_step_equals_the_layer_loop(name: str, dtype: torch.dtype) -> None:
+    adapter = wide_adapter(name, dtype)
+    assert native_decoder(adapter, run_rows)[0] is not None, native_decoder(adapter, run_rows)[1]
+
+    @given(
+        rows=st.lists(
+            st.tuples(st.integers(0, 2), st.integers(0, 255), st.integers(0, 96)),
+            min_size=1,
+            max_size=8,
+            unique_by=lambda row: row[:2],
+        )
+    )
+    def check(rows: list[tuple[int, int, int]]) -> None:
+        mine, other = caches(adapter, 3), caches(adapter, 3)
+        got = append_each(adapter, [Row(mine[c], at, token) for c, at, token in rows])
+        want = run_rows(adapter, [Row(other[c], at, token) for c, at, token in rows])
+        assert agree(got, want)
+        for a, b in zip(mine, other, strict=True):
+            assert agree(a.keys, b.keys)
+            assert agree(a.values, b.values)
+
+    check()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_of_one_request_equal_one_row_at_a_time(dtype: torch.dtype) -> None:
+    adapter = wide_adapter("llama-yarn", dtype)
+    (together,), (apart,) = caches(adapter, 1), caches(adapter, 1)
+    at, tokens = 126, list(range(1, 9))
+    got = append(adapter, together, at, tokens)
+    want = torch.cat([append(adapter, apart, at + i, [token]) for i, token in enumerate(tokens)])
+    assert torch.equal(got, want)
+    assert torch.equal(together.keys, apart.keys)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bits_do_not_depend_on_threads(dtype: torch.dtype, threads: int) -> None:
+    adapter, before = wide_adapter("qwen3-window", dtype), torch.get_num_threads()
+    results = []
+    try:
+        for n in (before, threads):
+            torch.set_num_threads(n)
+            (only,) = caches(adapter, 1)
+            results.append(append(adapter, only, 200, [5]))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("name", LOOPED)
+def test_a_form_without_a_kernel_is_decoded_by_the_loop_and_named(name: str) -> None:
+    adapter = wide_adapter(name, torch.float32)
+    decoder, reason = native_decoder(adapter, run_rows)
+    assert decoder is None
+    assert reason
+    (only,) = caches(adapter, 1)
+    assert append(adapter, only, 3, [4]).shape == (1, adapter.vocab_size)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_step_that_differs_from_the_loop_does_not_serve(dtype: torch.dtype) -> None:
+    def other_loop(adapter: Adapter, rows: list[Row]) -> Tensor:
+        return run_rows(adapter, rows).roll(1, dims=-1)
+
+    decoder, reason = native_decoder(Adapter(wide_model("llama-yarn", dtype)), other_loop)
+    assert decoder is None
+    assert "differ" in reason  # allow: one of several reasons, told apart by what they say
+
+
+def test_every_covered_kind_is_a_known_one() -> None:
+    assert set(COVERED) | set(LOOPED) <= set(TINY)
+
+
+class Machine:
+    """Steps whose seconds depend on their threads alone."""
+
+    def __init__(self, seconds: dict[int, float]) -> None:
+        self.seconds, self.now = seconds, 0.0
+        self.tuner = StepThreads(lambda: max(seconds), lambda: self.now)
+
+    def run(self, steps: int) -> None:
+        from blendserve.kernels import team
+
+        def step() -> Tensor:
+            self.now += self.seconds[team.size()]
+            return torch.empty(0)
+
+        for _ in range(steps):
+            self.tuner.run(step)
+
+
+def test_fewer_threads_serve_while_they_are_faster() -> None:
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(4)
+        machine = Machine({1: 0.02, 2: 0.03, 4: 0.05})
+        machine.run(100)
+        assert machine.tuner.threads == 1
+        machine.seconds = {1: 0.02, 2: 0.012, 4: 0.008}
+        machine.run(200)
+        assert machine.tuner.threads == 4
+    finally:
+        torch.set_num_threads(before)
