@@ -39,7 +39,9 @@ def doctor(settings: Config, json: JsonOpt = False) -> None:
     from blendserve.kernels.cpu.isa import LEVELS
     from blendserve.kernels.verify import cpu_status
     from blendserve.models import pace
+    from blendserve.models.forward import run_rows
     from blendserve.models.loader import load_reader
+    from blendserve.models.native import native_decoder
     from blendserve.paths import cache_folder
     from blendserve.provenance import describe, machine
 
@@ -49,10 +51,17 @@ def doctor(settings: Config, json: JsonOpt = False) -> None:
     together, anywhere = reader.adapter.attention_backends
     here = machine()
     exact, approximate = (EXACT, APPROXIMATE) if report.passed else (OWN_FORWARD, ())
+    decoder, decoding = native_decoder(reader.adapter, run_rows)
+    decoding = decoding if decoder else f"layer by layer ({decoding})"
     if json:
         compiled = {name: as_dict(cpu_status(level)) for name, level in LEVELS.items()}
         raced = [as_dict(row) for row in ops.measured()]
-        kernels = {"compiled": compiled, "attention": [together, anywhere], "measured": raced}
+        kernels = {
+            "compiled": compiled,
+            "attention": [together, anywhere],
+            "decoding": decoding,
+            "measured": raced,
+        }
         found = {
             **report.to_dict(),
             "exact": exact,
@@ -88,6 +97,7 @@ def doctor(settings: Config, json: JsonOpt = False) -> None:
             console.out.print(f"kernels for {level.title} ({level.dtype}): {cpu_status(level).reason}")
         console.out.print(f"threads: {SETTLED}; {pace.RULE}", markup=False)
         console.table("kernels in use", ("operation", "shapes", "kernel", "ms", ""), _raced(ops.measured()))
+        console.out.print(f"decoding: {decoding}", markup=False)
         console.out.print(f"attention: {together} for contiguous rows, {anywhere} for others")
     if not report.passed:
         raise typer.Exit(1)
