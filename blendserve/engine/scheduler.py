@@ -38,9 +38,9 @@ from blendserve.engine.slots import Slots
 from blendserve.engine.standby import LOOK, Standby
 from blendserve.engine.steps import BatchDecoder
 from blendserve.errors import BlendserveError, Busy, Stopping
-from blendserve.models.forward import Row
 from blendserve.models.kv_cache import KVCache
 from blendserve.models.loader import Reader
+from blendserve.models.native import Row
 
 MAX_BACKGROUND = 1000  # tasks of one tenant; write-backs beyond that are dropped: they are an optimisation
 # However many requests wait: else a server that misses chunks stays slow because it misses them.

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from blendserve.engine.slots import Slots
 from blendserve.models.adapter import Adapter
-from blendserve.models.forward import Row, append_each
+from blendserve.models.forward import append_each
+from blendserve.models.native import Row
 from blendserve.models.replay import WORTH, ReplayedSteps, is_worthwhile
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 
 import pytest
@@ -122,7 +123,7 @@ def test_a_form_without_a_kernel_is_decoded_by_the_loop_and_named(name: str) -> 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_step_that_differs_from_the_loop_does_not_serve(dtype: torch.dtype) -> None:
-    def other_loop(adapter: Adapter, rows: list[Row]) -> Tensor:
+    def other_loop(adapter: Adapter, rows: Sequence[Row]) -> Tensor:
         return run_rows(adapter, rows).roll(1, dims=-1)
 
     decoder, reason = native_decoder(Adapter(wide_model("llama-yarn", dtype)), other_loop)

@@ -16,8 +16,9 @@ from blendserve.engine import steps as steps_module
 from blendserve.engine.slots import Slots
 from blendserve.engine.steps import BatchDecoder
 from blendserve.kernels.verify import SWITCH
-from blendserve.models.forward import Row, append_captured, append_each
+from blendserve.models.forward import append_captured, append_each
 from blendserve.models.kv_cache import KVCache
+from blendserve.models.native import Row
 from blendserve.models.replay import EAGER, ReplayedSteps
 from tests.support.blending import assert_near
 from tests.support.models import KINDS, fresh_model, tiny_adapter
