@@ -1,21 +1,19 @@
-"""Questions with golds and passages: from a file of any known form (formats.py), or by name.
+"""Load questions by name, or from a file of any known format (formats.py).
 
-load("generated")                 ships with the package, see data/README.md; so does "facts"
-load("lines")                     line retrieval, made with the seed (lines.py)
-load("reference")                 Python's language reference, to go on with (words.py)
-load("2wikimqa")                  LongBench's 200 questions, from the hub; so are hotpotqa, samsum and others
+load("generated")                 ships with the package, like "facts" (data/README.md)
+load("lines")                     line retrieval, made with the seed (synthetic.py)
+load("reference")                 Python's language reference, to continue
+load("2wikimqa")                  LongBench's 200 questions, from the hub; also hotpotqa, samsum and others
 load("2wikimultihopqa")           the official dev split, from the hub
-load("my/2wikimqa.jsonl")         any form, JSON array or JSON lines
+load("my/2wikimqa.jsonl")         a JSON array or JSON lines
 load("questions.json")            with corpus.json or corpus.jsonl beside it, or given as `corpus`
-load("wiki.test.txt")             any text, to go on with
+load("wiki.test.txt")             any text, to continue
 """
 
 from __future__ import annotations
 
 import json
-import os
 import random
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,29 +22,27 @@ from zipfile import ZipFile
 
 from blendserve.core import Passage
 from blendserve.errors import CorpusError
-from blendserve.evaluate import lines
-from blendserve.evaluate.formats import Example, Record, from_corpus, reader_for
-from blendserve.evaluate.tasks import CONTINUATION, LONGBENCH, TASKS, Task
-from blendserve.evaluate.words import excerpts
-from blendserve.paths import cache_folder
+from blendserve.evaluate.formats import Example, Record, from_corpus, parser_for
+from blendserve.evaluate.synthetic import continuations, line_retrieval
+from blendserve.evaluate.tasks import LONGBENCH, TASKS, Task
 
-PASSAGES = 10  # a question's closed context, as in 2WikiMultihopQA
+PASSAGES = 10  # of a question's closed context, as in 2WikiMultihopQA
 
 Nearest = Callable[[str, int], Sequence[Passage]]
-"""`nearest(question, n)`: passages in falling likeness, an index's `search`, say"""
+"""`nearest(question, n)`: the n most similar passages, for example an index's `search`"""
 
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
-    """Examples, and all the passages that an open setting searches."""
+    """Examples, and the passages that the open setting searches."""
 
     name: str
     examples: tuple[Example, ...]
-    corpus: tuple[Passage, ...]  # the corpus that came with the questions, else all contexts, each once
+    corpus: tuple[Passage, ...]  # the corpus of the questions, else all contexts, each once
 
     @property
     def task(self) -> Task:
-        """What all its questions are."""
+        """The task of all its questions."""
         return TASKS[self.examples[0].task]
 
 
@@ -60,10 +56,10 @@ class Hosted:
     revision: str = "main"
 
 
-MADE = ("lines", "reference")
 BUNDLED = {
     name: Path(__file__).parent / "data" / f"{name}_questions.jsonl" for name in ("generated", "facts")
 }
+SYNTHETIC = ("lines", "reference")
 HOSTED = {
     **{name: Hosted("THUDM/LongBench", "data.zip", f"data/{name}.jsonl") for name in LONGBENCH},
     "2wikimultihopqa": Hosted(
@@ -75,34 +71,34 @@ HOSTED = {
 def load(
     source: str | Path, *, corpus: str | Path | None = None, limit: int | None = None, seed: int = 0
 ) -> Dataset:
-    """The first `limit` examples of a file, or of a dataset by name.
+    """The first `limit` examples of a data set.
 
-    Where questions only name the passages they need, distractors drawn with `seed` fill their contexts up
-    (`with_distractors`; call it again to have them retrieved). Raises CorpusError, which names the record and
-    the field, or says which file to put where.
+    Where questions only name the passages they need, distractors drawn with `seed` complete their contexts
+    (`with_distractors`). Raises CorpusError with file, line and field, or with the file to download.
     """
-    if (made := _made(source, seed)) is not None:
+    if (made := _synthetic(source, seed)) is not None:
         return _dataset(source, made[:limit])
-    path = _resolve(source)
-    records = _records(path)
+    path, text = _read(source)
+    records = _records(path, text)
     if not records:
         raise CorpusError(f"dataset {path} holds no questions: bring one with at least one record", path=path)
-    read = reader_for(records[0])
-    passages = _corpus(path, Path(corpus) if corpus else None, needed=read is from_corpus)
+    parse = parser_for(records[0])
+    passages = _corpus(path, Path(corpus) if corpus else None, needed=parse is from_corpus)
     by_title: dict[str, list[Passage]] = {}
     for passage in passages:
         by_title.setdefault(passage.title, []).append(passage)
-    read_all = [read(record, f"{path.stem}-{n}", by_title) for n, record in enumerate(records[:limit], 1)]
-    _check_ids(read_all, path)
-    examples = [e if e.contexts else with_distractors(e, passages, seed=seed) for e in read_all]
-    return _dataset(source, examples, passages)
+    examples = [parse(record, f"{path.stem}-{n}", by_title) for n, record in enumerate(records[:limit], 1)]
+    _check_ids(examples, path)
+    return _dataset(
+        source, [e if e.contexts else with_distractors(e, passages, seed=seed) for e in examples], passages
+    )
 
 
 def _dataset(source: str | Path, examples: Sequence[Example], corpus: Sequence[Passage] = ()) -> Dataset:
     tasks = sorted({e.task for e in examples})
     if len(tasks) > 1:
         raise CorpusError(
-            f"dataset {source} has questions of several tasks ({', '.join(tasks)}), which are asked and scored apart: "
+            f"dataset {source} mixes several tasks ({', '.join(tasks)}), which have their own prompts and metrics: "
             "bring a file for each",
             setting="dataset",
             path=source,
@@ -111,10 +107,10 @@ def _dataset(source: str | Path, examples: Sequence[Example], corpus: Sequence[P
     return Dataset(str(source), tuple(examples), tuple(pool))
 
 
-def _made(source: str | Path, seed: int) -> list[Example] | None:
-    """Questions that no file has: made with a seed, or of a text; None where the source is something else."""
+def _synthetic(source: str | Path, seed: int) -> list[Example] | None:
+    """Questions without a file, or of a text; None for other sources."""
     if str(source) == "lines":
-        return lines.make(seed)
+        return line_retrieval(seed)
     if str(source) == "reference":
         from blendserve.retrieve import language_reference  # start-up: the retriever
 
@@ -122,23 +118,6 @@ def _made(source: str | Path, seed: int) -> list[Example] | None:
     if Path(source).suffix == ".txt" and Path(source).is_file():
         return continuations(_text(Path(source)), Path(source).stem)
     return None
-
-
-def continuations(text: str, name: str) -> list[Example]:
-    """A text in excerpts, each with how it goes on. Raises CorpusError for one that is too short."""
-    found = [
-        Example(
-            id=f"{name}-{n:03}",
-            question=lead,
-            answers=(continuation,),
-            contexts=tuple(Passage(piece, id=f"{name}-{n:03}:{m}") for m, piece in enumerate(parts)),
-            task=CONTINUATION.name,
-        )
-        for n, (parts, lead, continuation) in enumerate(excerpts(text), 1)
-    ]
-    if not found:
-        raise CorpusError(f"text {name} is too short: bring at least 1,700 words", path=name)
-    return found
 
 
 def with_distractors(
@@ -149,10 +128,10 @@ def with_distractors(
     seed: int = 0,
     nearest: Nearest | None = None,
 ) -> Example:
-    """The example with the passages it needs among others of the corpus, `total` together, in a shuffled order.
+    """The example with the passages it needs and distractors, `total` together, shuffled.
 
-    The others are the `nearest` ones to the question, which are hard to tell apart, or drawn at random. Both
-    they and the order depend on seed and example id alone, not on the other examples.
+    Distractors are the `nearest` passages to the question, which are hard to tell apart, or random ones. They and the
+    order depend on seed and example id alone.
     """
     rng = random.Random(f"{seed}:{example.id}")
     needed = [p for p in corpus if p.title in example.supporting]
@@ -163,80 +142,61 @@ def with_distractors(
     return replace(example, contexts=tuple(contexts))
 
 
-def _resolve(source: str | Path) -> Path:
+def _read(source: str | Path) -> tuple[Path, str]:
+    """The text of a file or of a named data set, and its path for messages and ids."""
     name = str(source)
-    if name in BUNDLED:
-        return BUNDLED[name]
-    if Path(source).is_file():
-        return Path(source)
+    path = BUNDLED.get(name, Path(source))
+    if path.is_file():
+        return path, _text(path)
     if name in HOSTED:
-        return _hosted(name, HOSTED[name])
+        return Path(name), _download(name, HOSTED[name])
     raise CorpusError(
-        f"dataset {name!r} is no file and none of the known names: {', '.join([*BUNDLED, *MADE, *HOSTED])}",
+        f"dataset {name!r} is no file and no known name: {', '.join([*BUNDLED, *SYNTHETIC, *HOSTED])}",
         setting="evaluate.dataset",
     )
 
 
-def cached(name: str) -> Path:
-    """Where the file of a dataset of the hub is once it was fetched, or put there by hand."""
-    hosted = HOSTED[name]
-    return (cache_folder() / "datasets" / name).with_suffix(Path(hosted.member or hosted.file).suffix)
-
-
-def _hosted(name: str, hosted: Hosted) -> Path:
-    """The file in the cache folder, fetched from the hub if it is not there yet."""
-    target = cached(name)
-    if target.is_file():
-        return target
+def _download(name: str, hosted: Hosted) -> str:
+    """The file's text, from the hub's client and its cache."""
     from huggingface_hub import HfApi, hf_hub_download
 
+    where: dict[str, Any] = {"repo_type": "dataset", "revision": hosted.revision}
     try:
-        HfApi().dataset_info(
-            hosted.repository, timeout=10
-        )  # fails at once when offline, a download only after retries
-        fetched = hf_hub_download(
-            hosted.repository, hosted.file, repo_type="dataset", revision=hosted.revision
-        )
+        try:
+            path = hf_hub_download(hosted.repository, hosted.file, local_files_only=True, **where)
+        except Exception:  # not in the cache; offline, this fails at once, a download only after retries
+            HfApi().dataset_info(hosted.repository, timeout=10)
+            path = hf_hub_download(hosted.repository, hosted.file, **where)
     except Exception as error:  # the client's own errors differ by version
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        what = f"{hosted.member} out of its {hosted.file}" if hosted.member else hosted.file
+        what = f"{hosted.member} of {hosted.file}" if hosted.member else hosted.file
         raise CorpusError(
-            f"dataset {name!r} cannot be fetched ({reason}): get {what} from the hub's dataset {hosted.repository} "
-            f"elsewhere and put it here as {target}; or use 'generated', which needs nothing",
-            path=target,
+            f"dataset {name!r} cannot be downloaded ({reason}): get {what} from the hub's dataset {hosted.repository} "
+            "elsewhere and give the file as --dataset; or use 'generated', which needs nothing",
+            setting="evaluate.dataset",
         ) from error
-    _place(Path(fetched), hosted.member, target)
-    return target
-
-
-def _place(fetched: Path, member: str, target: Path) -> None:
-    """Copy the file, or the member of the archive that it is, to `target`; whole or not at all."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    part = target.with_name(f"{target.name}.{os.getpid()}")
-    if member:
-        with ZipFile(fetched) as archive, archive.open(member) as source, part.open("wb") as copy:
-            shutil.copyfileobj(source, copy)
-    else:
-        shutil.copyfile(fetched, part)
-    os.replace(part, target)
+    if not hosted.member:
+        return _text(Path(path))
+    with ZipFile(path) as archive:
+        return archive.read(hosted.member).decode("utf-8-sig")
 
 
 def _corpus(path: Path, given: Path | None, needed: bool) -> list[Passage]:
-    """The passages of the corpus given, or of the one beside questions that need one."""
+    """The passages of the given corpus, or of the one beside questions that need one."""
     if given is None and not needed:
         return []
     names = [path.name.replace("questions", "corpus"), "corpus.json", "corpus.jsonl"]
     beside = [p for name in names if (p := path.with_name(name)) != path and p.is_file()]
     if given is None and not beside:
         raise CorpusError(
-            f"dataset {path} names passages of a corpus that is not there: give it, or put it beside as corpus.json",
+            f"dataset {path} names passages of a missing corpus: give --corpus, or put corpus.json beside it",
             setting="evaluate.corpus",
             path=path,
         )
     found = given or beside[0]
     return [
         Passage(r.text("text"), r.text("title"), id=f"{found.stem}:{n}", doc_id=f"{found.stem}:{n}")
-        for n, r in enumerate(_records(found))
+        for n, r in enumerate(_records(found, _text(found)))
     ]
 
 
@@ -252,9 +212,8 @@ def _check_ids(examples: Sequence[Example], path: Path) -> None:
         seen.add(example.id)
 
 
-def _records(path: Path) -> list[Record]:
+def _records(path: Path, text: str) -> list[Record]:
     """The objects of a JSON array or of JSON lines."""
-    text = _text(path)
     if text.lstrip().startswith("["):
         unit, values = "record", list(enumerate(_parsed(text, path), 1))
     else:
@@ -263,7 +222,7 @@ def _records(path: Path) -> list[Record]:
     for n, value in values:
         if not isinstance(value, dict):
             raise CorpusError(
-                f"{path}, {unit} {n}: is no object but {value!r:.40}: bring an array of objects, or one a line",
+                f"{path}, {unit} {n}: {value!r:.40} is no object: bring an array of objects, or one a line",
                 path=path,
                 line=n,
             )

@@ -18,10 +18,10 @@ from blendserve.evaluate.config import PROMPT, EvaluateConfig, settings_from
 from blendserve.evaluate.datasets import load
 from blendserve.evaluate.folder import RunFolder
 from blendserve.evaluate.learning import corpus_of, uses_prior
+from blendserve.evaluate.permutations import with_permutations
 from blendserve.evaluate.progress import watching
 from blendserve.evaluate.prompts import Setting, open_engine
 from blendserve.evaluate.runner import Runner
-from blendserve.evaluate.shuffles import with_shuffles
 from blendserve.evaluate.summary import Predictions, recompute_distribution, summarize
 from blendserve.evaluate.tasks import PERPLEXITY, Task
 from blendserve.extras import install_hint
@@ -61,7 +61,7 @@ def evaluate(
     dataset = load(plan.dataset, corpus=plan.corpus, limit=plan.limit, seed=plan.seed)
     settings = _settled(with_task_prompt(settings, dataset.task, say), runs)
     retrieved = min(plan.top_k, len(dataset.corpus)) if plan.setting == "open" else None
-    examples = with_shuffles(dataset.examples[plan.part], plan.shuffles, retrieved)
+    examples = with_permutations(dataset.examples[plan.part], plan.shuffles, retrieved)
     where = environment()
     folder = RunFolder(runs / (name or plan.name), plan, settings, where)
     if folder.predictions:
@@ -76,7 +76,9 @@ def evaluate(
         for example_id, why in left_out.items():
             say(f"left out {example_id}: {why}")
         reader = _about(engine)
-    predictions = Predictions(folder.predictions, {e.id: e.shuffled or e.id for e in examples}, variants)
+    predictions = Predictions(
+        folder.predictions, {e.id: e.permutation_of or e.id for e in examples}, variants
+    )
     prompts = [folder.prompts[i] for i in predictions.ids]
     spent = {v.name: recompute_distribution(prompts, predictions.records(v.name)) for v in variants}
     metrics = {

@@ -24,8 +24,7 @@ from blendserve.evaluate.config import EvaluateConfig
 from blendserve.evaluate.datasets import Dataset
 from blendserve.evaluate.edits import WINDOW, Fact, before, cut_elsewhere
 from blendserve.evaluate.formats import Example
-from blendserve.evaluate.shuffles import in_order
-from blendserve.evaluate.tasks import CONTINUATION
+from blendserve.evaluate.permutations import permuted
 
 Say = Callable[[str], None]
 
@@ -46,10 +45,10 @@ class Setting:
         self._engine, self._plan = engine, plan
 
     def context(self, example: Example) -> Context:
-        """The passages for a question, or for a shuffle of one."""
+        """The passages for a question, or for a permutation of one."""
         seed = self._plan.seed
         if self._plan.setting != "open":
-            return Context(in_order(example.contexts, example, seed))
+            return Context(permuted(example.contexts, example, seed))
         assert self._engine.index is not None
         start = time.perf_counter()
         found = self._engine.index.search(example.question, self._plan.top_k)
@@ -57,16 +56,19 @@ class Setting:
         titles = {passage.title for passage in found}
         needed = set(example.supporting)
         recall = len(titles & needed) / len(needed) if needed else None
-        return Context(in_order(found, example, seed), recall, seconds)
+        return Context(permuted(found, example, seed), recall, seconds)
 
     def stored_before(self, kind: str, example: Example, context: Context) -> list[TokenIds]:
         """The chunks that were stored of these passages before an edit of this kind."""
         fact = (
-            Fact(example.supporting[0], example.answers[0].strip(), example.rival) if example.rival else None
+            Fact(example.supporting[0], example.answers[0].strip(), example.counterfactual)
+            if example.counterfactual
+            else None
         )
         passages = tuple(before(kind, context.passages, f"{self._plan.seed}:{example.id}", fact))
-        goes_on = example.task == CONTINUATION.name
-        chunks = self.prompt(example.question, replace(context, passages=passages), goes_on).chunks
+        chunks = self.prompt(
+            example.question, replace(context, passages=passages), example.is_continuation
+        ).chunks
         ids = [chunk.ids for chunk in chunks if len(chunk)]
         return cut_elsewhere(ids) if kind == WINDOW else ids
 

@@ -32,7 +32,7 @@ from blendserve.evaluate.learning import teach, uses_prior
 from blendserve.evaluate.methods import EXACT, FULL, TRANSFORMERS, MethodSpec
 from blendserve.evaluate.metrics import exact_match, f1, rouge_l
 from blendserve.evaluate.prompts import Context, Setting
-from blendserve.evaluate.tasks import CONTINUATION, TASKS
+from blendserve.evaluate.tasks import TASKS
 from blendserve.models.loader import Say
 from blendserve.store import ChunkKey
 
@@ -101,7 +101,7 @@ class Runner:
 
     def _question(self, example: Example, wanted: Sequence[MethodSpec], folder: RunFolder) -> Iterator[Line]:
         context = self._setting.context(example)
-        goes_on = example.task == CONTINUATION.name
+        goes_on = example.is_continuation
         draw = partial(self._setting.prompt, example.question, context, goes_on)
         prompt, given = draw(), self._engine.prompts.text_ids(example.answers[0]) if goes_on else None
         self._check_length(prompt, len(given or ()))
@@ -252,10 +252,13 @@ class Runner:
 
 def _facts(answer: str, example: Example) -> Line:
     """Whether an answer says what is true, and what was before an edit; nothing where nobody knows what that was."""
-    if not example.rival:
+    if not example.counterfactual:
         return {}
     said, golds = answer.lower(), [gold.strip().lower() for gold in example.answers]
-    return {"says_gold": any(gold in said for gold in golds), "says_rival": example.rival.lower() in said}
+    return {
+        "says_gold": any(gold in said for gold in golds),
+        "says_rival": example.counterfactual.lower() in said,
+    }
 
 
 def _spent(done: Answered) -> Line:

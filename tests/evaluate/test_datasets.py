@@ -16,6 +16,7 @@ from zipfile import ZipFile
 
 import huggingface_hub
 import pytest
+from huggingface_hub import constants
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,15 +24,15 @@ from blendserve.cli.options import split_list
 from blendserve.config import changed
 from blendserve.core import Passage
 from blendserve.errors import ConfigError, CorpusError
-from blendserve.evaluate import edits, lines, tasks, words
+from blendserve.evaluate import edits, synthetic, tasks
 from blendserve.evaluate.config import EvaluateConfig, settings_from
-from blendserve.evaluate.datasets import BUNDLED, continuations, load, with_distractors
+from blendserve.evaluate.datasets import BUNDLED, load, with_distractors
 from blendserve.evaluate.edits import ANSWER, EDITS, WINDOW, Fact, before, cut_elsewhere
 from blendserve.evaluate.formats import Example
 from blendserve.evaluate.job import with_task_prompt
 from blendserve.evaluate.methods import parse_methods
+from blendserve.evaluate.permutations import permuted, with_permutations
 from blendserve.evaluate.prompts import Setting
-from blendserve.evaluate.shuffles import in_order, with_shuffles
 from blendserve.retrieve import Embedder, VectorIndex
 from scripts.generate_world import __main__ as generate_world
 from tests.support.evaluations import tiny_engine
@@ -151,50 +152,44 @@ def test_files_that_are_no_datasets_are_refused(tmp_path: Path, content: bytes, 
     assert (error.value.path, error.value.line) == (str(tmp_path / "x.json"), line)
 
 
-def test_a_name_is_fetched_once_or_the_file_to_bring_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_name_is_downloaded_by_the_hub_s_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind the hub's two calls everything is real."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    here = tmp_path / "blendserve" / "datasets" / "2wikimqa.jsonl"
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(CorpusError) as offline:
         load("2wikimqa")
-    assert offline.value.path == str(here)
+    assert offline.value.setting == "evaluate.dataset"
     with ZipFile(tmp_path / "data.zip", "w") as archive:
         archive.writestr("data/2wikimqa.jsonl", json.dumps(LONGBENCH))
-    with monkeypatch.context() as online:
-        online.setattr(huggingface_hub.HfApi, "dataset_info", lambda *_, **__: None)
-        online.setattr(huggingface_hub, "hf_hub_download", lambda *_, **__: str(tmp_path / "data.zip"))
-        assert load("2wikimqa").examples[0].id == "lb"
-    assert load("2wikimqa").examples[0].id == "lb"  # as if the file had been put there by hand
-    assert [p.name for p in here.parent.iterdir()] == ["2wikimqa.jsonl"]
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *_, **__: str(tmp_path / "data.zip"))
+    assert load("2wikimqa").examples[0].id == "lb"
 
 
 def test_every_made_line_is_in_its_record_once() -> None:
     examples = load("lines").examples
-    assert len(examples) == lines.RECORDS
+    assert len(examples) == synthetic.RECORDS
     places = set()
     for example in examples:
         name = example.question.partition(" in line ")[2].partition("?")[0]
         record = "\n".join(p.text for p in example.contexts)
         assert record.count(f"line {name}:") == 1
-        assert len(record.split("\n")) == lines.CHUNKS * lines.PER_CHUNK
+        assert len(record.split("\n")) == synthetic.CHUNKS * synthetic.LINES_PER_CHUNK
         line = f"line {name}: REGISTER_CONTENT is <{example.answers[0]}>"
         places |= {n for n, p in enumerate(example.contexts) if line in p.text.split("\n")}
-    assert places == set(range(lines.CHUNKS))
+    assert places == set(range(synthetic.CHUNKS))
     assert load("lines", limit=2) == load("lines", limit=2)
     assert load("lines", limit=2, seed=1).examples != load("lines", limit=2).examples
 
 
 def test_excerpts_follow_each_other_and_a_rest_is_left() -> None:
-    whole = words.PIECES * words.PIECE + words.LEAD + words.CONTINUATION
-    text = " ".join(f"w{i}" + ("\n\n" if i % 50 == 49 else "") for i in range(2 * whole + 5))
-    found = words.excerpts(text)
-    assert text.startswith("".join("".join([*pieces, lead, answer]) for pieces, lead, answer in found))
-    sizes = [[len(part.split()) for part in (*pieces, lead, answer)] for pieces, lead, answer in found]
-    assert sizes == [[words.PIECE] * words.PIECES + [words.LEAD, words.CONTINUATION]] * 2
+    sizes = [synthetic.PIECE_WORDS] * synthetic.PIECES + [synthetic.LEAD_WORDS, synthetic.CONTINUATION_WORDS]
+    text = " ".join(f"w{i}" + ("\n\n" if i % 50 == 49 else "") for i in range(2 * sum(sizes) + 5))
+    found = synthetic.continuations(text, "book")
+    parts = [[*(p.text for p in e.contexts), e.question, *e.answers] for e in found]
+    assert text.startswith("".join(map("".join, parts)))
+    assert [[len(part.split()) for part in excerpt] for excerpt in parts] == [sizes] * 2
     with pytest.raises(CorpusError):
-        continuations("few words", "short")
+        synthetic.continuations("few words", "short")
     dataset = load("reference", limit=3)  # the bundled text is long enough
     assert (len(dataset.examples), dataset.task.metric) == (3, "perplexity")
 
@@ -234,8 +229,8 @@ def test_every_fact_has_one_place_and_another_value_that_the_prompt_lacks() -> N
     for example in examples:
         (own,) = [p for p in example.contexts if p.title in example.supporting]
         assert own.text.count(example.question + example.answers[0]) == 1
-        assert example.rival not in " ".join(p.text for p in example.contexts)
-        fact = Fact(own.title, example.answers[0].strip(), example.rival)
+        assert example.counterfactual not in " ".join(p.text for p in example.contexts)
+        fact = Fact(own.title, example.answers[0].strip(), example.counterfactual)
         old = before(ANSWER, example.contexts, "0", fact)
         changed = [p for p, q in zip(old, example.contexts, strict=True) if p != q]
         assert [(p.title, p.text) for p in changed] == [(own.title, own.text.replace(fact.now, fact.before))]
@@ -304,26 +299,26 @@ def test_a_word_that_is_no_method(word: str) -> None:
 
 
 @given(st.integers(1, 5), st.integers(0, 30), st.integers(0, 9))
-def test_orders_are_all_different_and_no_more_than_possible(n: int, shuffles: int, seed: int) -> None:
-    """More shuffles leave the first ones as they are."""
+def test_orders_are_all_different_and_no_more_than_possible(n: int, permutations: int, seed: int) -> None:
+    """More permutations leave the first ones as they are."""
     example = replace(EXAMPLE, contexts=FIVE[:n])
-    asked = with_shuffles([example], shuffles)
-    orders = [in_order(e.contexts, e, seed) for e in asked]
-    assert len(set(orders)) == len(orders) == min(shuffles + 1, math.factorial(n))
+    asked = with_permutations([example], permutations)
+    orders = [permuted(e.contexts, e, seed) for e in asked]
+    assert len(set(orders)) == len(orders) == min(permutations + 1, math.factorial(n))
     assert orders[0] == example.contexts
     assert all(sorted(o, key=lambda p: p.title) == list(example.contexts) for o in orders)
-    assert [(e.id, e.shuffled) for e in asked[1:]] == [(f"e~{k}", "e") for k in range(1, len(asked))]
-    more = with_shuffles([example, replace(example, id="f")], shuffles + 2)
-    assert [in_order(e.contexts, e, seed) for e in more[: len(asked)]] == orders
+    assert [(e.id, e.permutation_of) for e in asked[1:]] == [(f"e~{k}", "e") for k in range(1, len(asked))]
+    more = with_permutations([example, replace(example, id="f")], permutations + 2)
+    assert [permuted(e.contexts, e, seed) for e in more[: len(asked)]] == orders
 
 
 def test_orders_follow_question_and_seed() -> None:
-    one, other = with_shuffles([EXAMPLE, replace(EXAMPLE, id="f")], 1)[1::2]
-    assert len({in_order(FIVE, e, seed) for e in (one, other) for seed in range(4)}) > 4
+    one, other = with_permutations([EXAMPLE, replace(EXAMPLE, id="f")], 1)[1::2]
+    assert len({permuted(FIVE, e, seed) for e in (one, other) for seed in range(4)}) > 4
     retrieved = replace(EXAMPLE, contexts=())
-    assert [len(with_shuffles([retrieved], 9, passages=n)) for n in (2, 10)] == [2, 10]
+    assert [len(with_permutations([retrieved], 9, passages=n)) for n in (2, 10)] == [2, 10]
     with pytest.raises(CorpusError):
-        with_shuffles([EXAMPLE, replace(EXAMPLE, id="e~1")], 1)  # called as a shuffle is
+        with_permutations([EXAMPLE, replace(EXAMPLE, id="e~1")], 1)  # the id of a permutation
 
 
 @pytest.mark.parametrize("goes_on", [False, True])
@@ -331,12 +326,12 @@ def test_orders_follow_question_and_seed() -> None:
 def test_windows_are_the_passages_joined_and_cut(
     window: int | None, chunks: int | None, goes_on: bool
 ) -> None:
-    """After the passages have been shuffled; of a text to go on with, the last chunks are kept."""
+    """After the passages have been other; of a text to go on with, the last chunks are kept."""
     engine = tiny_engine()
     setting = Setting(engine, EvaluateConfig(window=window, chunks=chunks, seed=3))
-    shuffled = with_shuffles([EXAMPLE], 1)[1]
-    context = setting.context(shuffled)
-    assert context.passages == in_order(FIVE, shuffled, 3) != FIVE
+    other = with_permutations([EXAMPLE], 1)[1]
+    context = setting.context(other)
+    assert context.passages == permuted(FIVE, other, 3) != FIVE
     prompt = setting.prompt("Who?", context, goes_on)
     whole = Setting(engine, EvaluateConfig()).prompt("Who?", context, goes_on)
     if not goes_on:

@@ -20,7 +20,7 @@ from blendserve.engine.calibration import chunks_of, fit
 from blendserve.engine.engine import Engine
 from blendserve.errors import ConfigError, InputError, ModelUnsupported, TablesMissing
 from blendserve.evaluate import runner as runner_module
-from blendserve.evaluate import words
+from blendserve.evaluate import synthetic
 from blendserve.evaluate.coded import coded_store
 from blendserve.evaluate.config import PROMPT, EvaluateConfig, settings_from
 from blendserve.evaluate.datasets import load
@@ -250,8 +250,8 @@ def test_a_run_compares_every_edit_with_exact_hits() -> None:
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Excerpts that the tiny reader has room for: 75 words."""
-    for name, value in {"PIECES": 3, "PIECE": 20, "LEAD": 6, "CONTINUATION": 9}.items():
-        monkeypatch.setattr(words, name, value)
+    for name, value in {"PIECES": 3, "PIECE_WORDS": 20, "LEAD_WORDS": 6, "CONTINUATION_WORDS": 9}.items():
+        monkeypatch.setattr(synthetic, name, value)
 
 
 def text_of(n: int) -> str:
