@@ -39,7 +39,7 @@ def measure(
     limit_torch(config.threads)
     embedders = {
         OURS: Embedder.load(config.embedder),
-        THEIRS: Embedder.load(config.embedder, by_library=True),
+        THEIRS: Embedder.load(config.embedder, reference=True),
     }
     questions, passages = _texts(config, embedders[OURS])
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in embedders}

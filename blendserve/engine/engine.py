@@ -108,15 +108,15 @@ class Engine:
         folder = index_folder(index)
         reader = reader or load_reader(config.reader, say)
         prompts = PromptBuilder(reader.tokenizer, config.prompt)
-        made = VectorIndex.create(
+        made = VectorIndex.build(
             folder,
             Embedder.load(config.retrieve.embedder),
+            documents,
+            progress,
             chunk_tokens=config.retrieve.chunk_tokens,
             kind=config.retrieve.index,
             **_made_for(reader, prompts),
         )
-        made.add(documents, progress)
-        made.save()
         kept = open_store(config.store, folder / "kv", device=reader.adapter.device)
         engine = cls(config, reader, kept, made, prompts)
         own = config.store.path is None and STORES.load(config.store.kind).needs_folder

@@ -1,127 +1,200 @@
-"""A BERT sentence encoder over packed tokens: sentence-transformers' vectors without its padding and its imports.
+"""A BERT sentence encoder on a CPU over packed tokens: no padding, and no import of sentence-transformers.
 
-All tokens of a batch run through the linear layers side by side, and each window attends to itself alone. So no token is
-padding, and a window's vector depends on the others of its batch no more than the rows of a matmul depend on each other.
+All tokens of a batch pass the linear layers together; each window attends to itself only. Linear layers run on oneDNN's
+packed weights, attention on the kernels, in bf16 where the CPU multiplies it in hardware, else in fp32.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
-from functools import partial
-from itertools import accumulate, groupby
-from typing import NamedTuple
+from functools import cached_property, partial
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from blendserve.kernels import ops
 from blendserve.kernels.rows import RowPlan, plan_rows
 from blendserve.kernels.types import AttentionSpec
-from blendserve.retrieve.bert_folder import BertFolder
+from blendserve.models.loader import fast_dtype
 from blendserve.retrieve.encoder import Window
 
-TOKENS_A_THREAD = 1024  # in a batch: enough for a matmul, and what layers pass on stays in the caches
-FEW, MANY = 16, 64  # rows are filled up to a multiple: a matmul of a new size is prepared for milliseconds
-# Of a torch without oneDNN, or with another one.
-NO_PACKING = AttributeError, NotImplementedError, RuntimeError
+BATCH_TOKENS_PER_THREAD = 1024  # enough for a matmul, and activations stay in the caches
+FEW_ROWS, ROW_STEP, FEW_ROWS_STEP = (
+    64,
+    64,
+    16,
+)  # rows are padded to a multiple: oneDNN prepares each new size for ms
+
+WEIGHTS = "model.safetensors"
+MODULES = (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"])
+POOLING = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls"}  # keys of older versions
+CONFIG = {
+    "model_type": "bert",
+    "hidden_act": "gelu",
+    "position_embedding_type": "absolute",
+    "is_decoder": False,
+}
+NORMALIZER = {  # field of tokenizer.json -> field of tokenizer_config.json and its default
+    "lowercase": ("do_lower_case", True),
+    "strip_accents": ("strip_accents", None),
+    "handle_chinese_chars": ("tokenize_chinese_chars", True),
+}
 
 Affine = tuple[Tensor, Tensor]  # weight and bias
-Map = Callable[[Tensor], Tensor]
+Layer = Callable[[Tensor], Tensor]
 
 
-class _Layer(NamedTuple):
-    qkv: Map
-    out: Map
+def is_plain_bert(folder: Path) -> bool:
+    """Whether Bert computes the same vectors as sentence-transformers for the model in this folder."""
+    try:
+        return BertFolder(folder).is_supported
+    except (OSError, ValueError, TypeError, AttributeError, LookupError):
+        return False
+
+
+class BertFolder:
+    """A sentence-transformers folder. Raises OSError, ValueError or LookupError for missing or unexpected content."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.config = self._json("config.json")
+        self._sentence = self._json("sentence_bert_config.json")
+        self._tokenizer_config = self._json("tokenizer_config.json")
+
+    @property
+    def is_supported(self) -> bool:
+        """A BERT with a known pooling, without prompts, whose tokenizer.json agrees with its configuration."""
+        modules = [module["type"].rpartition(".")[2] for module in self._json("modules.json")]
+        prompts = self._json("config_sentence_transformers.json").get("prompts") or {}
+        normalizer = self._json("tokenizer.json")["normalizer"]
+        return (
+            modules in MODULES
+            and not any(prompts.values())
+            and self.pooling in POOLING.values()
+            and all(self.config.get(name, value) == value for name, value in CONFIG.items())
+            and (self._folder / WEIGHTS).is_file()
+            and normalizer["type"] == "BertNormalizer"
+            and not self._sentence.get("do_lower_case")
+            and all(normalizer[n] == self._tokenizer_config.get(*field) for n, field in NORMALIZER.items())
+            and self.max_tokens > 0
+        )
+
+    @cached_property
+    def pooling(self) -> str:
+        """mean, cls, or the name of another pooling."""
+        settings = self._json(self._json("modules.json")[1]["path"] + "/config.json")
+        older = [name for name, on in settings.items() if name.startswith("pooling_mode_") and on]
+        return str(settings.get("pooling_mode") or " ".join(POOLING.get(name, name) for name in older))
+
+    @property
+    def max_tokens(self) -> int:
+        """Context length, special tokens included."""
+        limit = int(self._sentence.get("max_seq_length") or self._tokenizer_config["model_max_length"])
+        return min(limit, int(self.config["max_position_embeddings"]))
+
+    def tokenizer(self) -> Tokenizer:
+        """Without truncation and padding."""
+        tokenizer = Tokenizer.from_file(str(self._folder / "tokenizer.json"))
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        return tokenizer
+
+    def weights(self) -> dict[str, Tensor]:
+        """Memory-mapped tensors by name, without a prefix `bert.`."""
+        tensors = load_file(self._folder / WEIGHTS)
+        return {name.removeprefix("bert."): tensor for name, tensor in tensors.items()}
+
+    def _json(self, name: str) -> Any:
+        return json.loads((self._folder / name).read_text(encoding="utf-8"))
+
+
+class _EncoderLayer(NamedTuple):
+    qkv: Layer
+    out: Layer
     out_norm: Affine
-    up: Map  # with its activation
-    down: Map
+    up: Layer  # with GELU
+    down: Layer
     down_norm: Affine
 
 
 class Bert:
-    """An Encoder on the CPU, of a folder for which `is_plain_bert` says so."""
+    """An Encoder on the CPU, for a folder that is_plain_bert accepts."""
 
-    def __init__(
-        self, folder: BertFolder, dtype: torch.dtype, by_kernels: bool, packed: bool = False
-    ) -> None:
-        """by_kernels: linear layers and attention by kernels/ops, one window after another; else by torch alone.
+    def __init__(self, folder: BertFolder, dtype: torch.dtype | None = None) -> None:
+        """dtype: of linear layers and attention; the fastest of this CPU if None.
 
-        packed: linear layers by oneDNN over weights in its own order, the first of an MLP with its activation.
-
-        Raises OSError, LookupError or safetensors' error for files that are damaged; one of NO_PACKING.
+        Raises OSError, LookupError or safetensors' error for damaged files.
         """
+        dtype = dtype or (fast_dtype() if can_pack(torch.bfloat16) else torch.float32)
+        self._linear = packed_linear if can_pack(dtype) else plain_linear
         self.tokenizer = folder.tokenizer()
-        names = ("[CLS]", "[SEP]")
-        self._first, self._last = (self.tokenizer.token_to_id(name) for name in names)
+        self._cls, self._sep = (self.tokenizer.token_to_id(name) for name in ("[CLS]", "[SEP]"))
         self.dimension = int(folder.config["hidden_size"])
-        self.max_tokens, self.overhead = folder.max_tokens, len(names)
+        self.max_tokens, self.overhead = folder.max_tokens, 2
         self.dtype = str(dtype).removeprefix("torch.")
+        self.yield_point: Callable[[], None] = lambda: None
         self._heads = int(folder.config["num_attention_heads"])
-        self._spec = AttentionSpec((self.dimension // self._heads) ** -0.5)
-        self.between: Callable[[], None] = lambda: None
+        self._attention = AttentionSpec((self.dimension // self._heads) ** -0.5)
         self._eps, self._pooling = float(folder.config["layer_norm_eps"]), folder.pooling
-        self._attend = self._attend_by_kernels if by_kernels else self._attend_by_torch
-        linear = packed_linear if packed else partial(_plain, ops.linear if by_kernels else F.linear)
-        self._read(folder.weights(), int(folder.config["num_hidden_layers"]), dtype, linear)
+        weights = folder.weights()
+        token_types = weights["embeddings.token_type_embeddings.weight"]
+        self._words = weights["embeddings.word_embeddings.weight"]
+        self._positions = weights["embeddings.position_embeddings.weight"] + token_types[0]
+        self._first_norm = _affine(weights, "embeddings.LayerNorm", torch.float32)
+        n_layers = int(folder.config["num_hidden_layers"])
+        self._layers = [self._layer(weights, f"encoder.layer.{l}", dtype) for l in range(n_layers)]
 
     @property
     def batch_tokens(self) -> int:
-        return TOKENS_A_THREAD * torch.get_num_threads()
+        return BATCH_TOKENS_PER_THREAD * torch.get_num_threads()
 
     @torch.inference_mode()
-    def encode(self, windows: Sequence[Window], of_question: bool) -> np.ndarray:
-        """As Encoder says."""
+    def encode(self, windows: Sequence[Window], is_question: bool) -> np.ndarray:
+        """See Encoder."""
         lengths = [len(window.ids) + self.overhead for window in windows]
-        ids = [i for window in windows for i in (self._first, *window.ids.tolist(), self._last)]
-        missing = -len(ids) % (FEW if len(ids) <= MANY else MANY)
-        if missing:  # a window of nothing, whose vector is dropped
-            lengths.append(missing)
-            ids += [0] * missing
-        pooled = self._pool(self._layers(torch.tensor(ids), lengths), lengths)
+        ids = [i for window in windows for i in (self._cls, *window.ids.tolist(), self._sep)]
+        padding = -len(ids) % (FEW_ROWS_STEP if len(ids) <= FEW_ROWS else ROW_STEP)
+        if padding:  # one more window, whose vector is dropped
+            lengths.append(padding)
+            ids += [0] * padding
+        pooled = self._pool(self._forward(torch.tensor(ids), lengths), lengths)
         vectors: np.ndarray = pooled[: len(windows)].numpy()
         return vectors
 
-    def _layers(self, ids: Tensor, lengths: Sequence[int]) -> Tensor:
+    def _forward(self, ids: Tensor, lengths: Sequence[int]) -> Tensor:
         """Token ids of all windows, packed [N] -> the last layer's states [N, E]."""
-        x = self._words[ids] + self._places[torch.cat([torch.arange(n) for n in lengths])]
-        x = self._norm(x, self._first_norm).to(self._stack[0].out_norm[0].dtype)
-        for layer in self._stack:
-            self.between()
-            attended = self._attend(layer.qkv(x), lengths)
-            x = self._norm(layer.out(attended).add_(x), layer.out_norm)
+        x = self._words[ids] + self._positions[torch.cat([torch.arange(n) for n in lengths])]
+        x = self._norm(x, self._first_norm).to(self._layers[0].out_norm[0].dtype)
+        for layer in self._layers:
+            self.yield_point()
+            x = self._norm(layer.out(self._attend(layer.qkv(x), lengths)).add_(x), layer.out_norm)
             x = self._norm(layer.down(layer.up(x)).add_(x), layer.down_norm)
         return x
 
-    def _attend_by_kernels(self, qkv: Tensor, lengths: Sequence[int]) -> Tensor:
-        """[N, 3 E] -> [N, E]. Every row stands where its window ends: causal by position is everything then."""
+    def _attend(self, qkv: Tensor, lengths: Sequence[int]) -> Tensor:
+        """[N, 3 E] -> [N, E], window by window. Every row is placed at its window's end, so it attends to all of it."""
         qkv = qkv.view(len(qkv), 3, self._heads, -1).permute(1, 2, 0, 3)
-        chosen: dict[int, tuple[Callable[..., Tensor], RowPlan]] = {}  # by length: windows of one lie alike
+        backends: dict[int, tuple[Callable[..., Tensor], RowPlan]] = {}  # by length
         out = []
         for end, n in zip(accumulate(lengths), lengths, strict=True):
             q, k, v = qkv[:, :, end - n : end]
-            if n not in chosen:
+            if n not in backends:
                 plan = plan_rows(torch.full((n,), n - 1), 1)
-                chosen[n] = ops.ATTEND.select_backend(q, k, v, self._spec, plan).run, plan
-            attend, plan = chosen[n]
-            out.append(attend(q, k, v, self._spec, plan))
+                backends[n] = ops.ATTEND.select_backend(q, k, v, self._attention, plan).run, plan
+            attend, plan = backends[n]
+            out.append(attend(q, k, v, self._attention, plan))
         return torch.cat(out)
 
-    def _attend_by_torch(self, qkv: Tensor, lengths: Sequence[int]) -> Tensor:
-        """The same, windows of one length together."""
-        out, start = qkv.new_empty(len(qkv), self.dimension), 0
-        for length, same in groupby(lengths):
-            n = len(list(same))
-            rows = slice(start, start + n * length)
-            q, k, v = qkv[rows].view(n, length, 3, self._heads, -1).permute(2, 0, 3, 1, 4)
-            mixed = F.scaled_dot_product_attention(q, k, v, scale=self._spec.scale)
-            out[rows].view(n, length, self._heads, -1).copy_(mixed.transpose(1, 2))
-            start = rows.stop
-        return out
-
     def _pool(self, hidden: Tensor, lengths: Sequence[int]) -> Tensor:
-        """States of all windows, packed [N, E] -> one vector each, [n, E] fp32."""
+        """States of all windows, packed [N, E] -> one vector per window, [n, E] fp32."""
         n = torch.tensor(lengths)
         if self._pooling == "cls":
             return hidden[n.cumsum(0) - n].float()
@@ -132,46 +205,46 @@ class Bert:
     def _norm(self, x: Tensor, weights: Affine) -> Tensor:
         return F.layer_norm(x, (self.dimension,), *weights, self._eps)
 
-    def _read(
-        self, weights: dict[str, Tensor], n_layers: int, dtype: torch.dtype, linear: Callable[..., Map]
-    ) -> None:
-        """Take the weights over. Embeddings stay as they are: of them, only the rows that are looked up are read."""
+    def _layer(self, weights: dict[str, Tensor], name: str, dtype: torch.dtype) -> _EncoderLayer:
+        def affine(part: str) -> Affine:
+            return _affine(weights, f"{name}.{part}", dtype)
 
-        def affine(name: str) -> Affine:
-            return weights[f"{name}.weight"], weights[f"{name}.bias"]
-
-        def typed(parts: Sequence[Tensor]) -> Affine:
-            weight, bias = (part.to(dtype) for part in parts)
-            return weight, bias
-
-        def layer(name: str) -> _Layer:
-            three = [affine(f"{name}.attention.self.{part}") for part in ("query", "key", "value")]
-            qkv = [torch.cat(parts) for parts in zip(*three, strict=True)]
-            return _Layer(
-                linear(*typed(qkv)),
-                linear(*typed(affine(f"{name}.attention.output.dense"))),
-                typed(affine(f"{name}.attention.output.LayerNorm")),
-                linear(*typed(affine(f"{name}.intermediate.dense")), gelu=True),
-                linear(*typed(affine(f"{name}.output.dense"))),
-                typed(affine(f"{name}.output.LayerNorm")),
-            )
-
-        kinds = weights["embeddings.token_type_embeddings.weight"]
-        self._words = weights["embeddings.word_embeddings.weight"]
-        self._places = weights["embeddings.position_embeddings.weight"] + kinds[0]
-        self._first_norm = affine("embeddings.LayerNorm")
-        self._stack = [layer(f"encoder.layer.{n}") for n in range(n_layers)]
+        weight, bias = zip(
+            *(affine(f"attention.self.{part}") for part in ("query", "key", "value")), strict=True
+        )
+        return _EncoderLayer(
+            self._linear(torch.cat(weight), torch.cat(bias)),
+            self._linear(*affine("attention.output.dense")),
+            affine("attention.output.LayerNorm"),
+            self._linear(*affine("intermediate.dense"), gelu=True),
+            self._linear(*affine("output.dense")),
+            affine("output.LayerNorm"),
+        )
 
 
-def _plain(run: Callable[..., Tensor], weight: Tensor, bias: Tensor, gelu: bool = False) -> Map:
-    """A linear layer over the weights as they are stored."""
-    layer = partial(run, weight=weight, bias=bias)
+def _affine(weights: dict[str, Tensor], name: str, dtype: torch.dtype) -> Affine:
+    return weights[f"{name}.weight"].to(dtype), weights[f"{name}.bias"].to(dtype)
+
+
+def plain_linear(weight: Tensor, bias: Tensor, gelu: bool = False) -> Layer:
+    """A linear layer of torch."""
+    layer = partial(F.linear, weight=weight, bias=bias)
     return (lambda x: torch.ops.aten.gelu_(layer(x))) if gelu else layer
 
 
-def packed_linear(weight: Tensor, bias: Tensor, gelu: bool = False) -> Map:
-    """A linear layer by oneDNN over weights in its own order: private to torch, hence one form of several."""
-    operations = torch.ops.mkldnn
-    run, ordered = operations._linear_pointwise, operations._reorder_linear_weight(weight)
-    after = "gelu" if gelu else "none"
-    return lambda x: run(x, ordered, bias, after, [], "none")
+def packed_linear(weight: Tensor, bias: Tensor, gelu: bool = False) -> Layer:
+    """A linear layer of oneDNN on weights in its own order. Uses private operations of torch: check `can_pack`."""
+    run, packed = torch.ops.mkldnn._linear_pointwise, torch.ops.mkldnn._reorder_linear_weight(weight)
+    activation = "gelu" if gelu else "none"
+    return lambda x: run(x, packed, bias, activation, [], "none")
+
+
+def can_pack(dtype: torch.dtype) -> bool:
+    """Whether this build of torch has oneDNN's packed linear layers for a dtype on this CPU."""
+    try:
+        packed_linear(torch.zeros(16, 16, dtype=dtype), torch.zeros(16, dtype=dtype))(
+            torch.zeros(1, 16, dtype=dtype)
+        )
+    except (AttributeError, NotImplementedError, RuntimeError):
+        return False
+    return True

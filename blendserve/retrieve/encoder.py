@@ -1,7 +1,7 @@
-"""What turns windows of text into vectors: the contract.
+"""The contract of a sentence encoder: windows of text -> vectors.
 
-bert.py     a BERT with mean or CLS pooling on a CPU, over packed tokens, in bf16 where that is faster
-library.py  every other model, and the reference for the first: sentence-transformers
+bert.py                   BERT with mean or CLS pooling on a CPU, over packed tokens
+sentence_transformers.py  every other model, and the reference for bert.py
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ class Encoder(Protocol):
 
     tokenizer: Tokenizer  # neither truncates nor pads
     dimension: int
-    max_tokens: int  # of what the model reads
-    overhead: int  # tokens of it that are not the window's: special ones and the model's own prompt
+    max_tokens: int  # context length of the model
+    overhead: int  # tokens of a window that are special or belong to the model's own prompt
     dtype: str
-    between: Callable[[], None]  # called between small parts of what it computes
+    yield_point: Callable[[], None]  # called between small parts of the work
 
     @property
     def batch_tokens(self) -> int:
-        """How many tokens are read at once, so that memory is bounded."""
+        """Maximum number of tokens in one batch, which bounds the memory."""
 
-    def encode(self, windows: Sequence[Window], of_question: bool) -> np.ndarray:
-        """[n, dimension] float32, vectors of any length; fastest for windows of equal length side by side.
+    def encode(self, windows: Sequence[Window], is_question: bool) -> np.ndarray:
+        """[n, dimension] float32, not normalised; fastest if windows of equal length are adjacent.
 
-        of_question: else of passages; some models put another prompt before each.
+        is_question: some models put another prompt before questions than before passages.
         """

@@ -1,14 +1,17 @@
-"""Passages and their vectors: search, grow, shrink, save. FAISS holds the vectors, manifest.py the files.
+"""A FAISS index of passages: search, add, delete, save.
 
-A passage has one vector for each of its windows and is scored by its best one.
+A passage has one vector for each of its windows; its score is that of its best window.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,28 +20,30 @@ import numpy as np
 import xxhash
 
 from blendserve.core import Document, Passage
-from blendserve.errors import CorpusError, IndexMissing, InputError
+from blendserve.errors import CorpusError, IndexMissing, InputError, VectorIndexError
 from blendserve.retrieve import manifest as disk
 from blendserve.retrieve.chunker import Count, split
 from blendserve.retrieve.documents import as_documents, content_digest, document_id
 from blendserve.retrieve.embedder import Embedder, Progress
-from blendserve.retrieve.kept import forget
 from blendserve.retrieve.manifest import Manifest
 
 PASSAGES, VECTORS = "passages.jsonl", "vectors.faiss"
-EMBEDDING = "embedding.part"  # vectors of documents that are being added, until they are saved
+BUILDING = "building"  # folder inside an index: what a long build has saved so far
+BATCH_WINDOWS = (
+    2000  # embedded between two saves, half a minute; more on a large index, whose saves take longer
+)
+BATCH_SHARE = 0.25  # of the windows that the index holds already
 
-_HNSW_LINKS = 32  # per node, FAISS's usual
-_HNSW_BUILD, _HNSW_SEARCH = 200, 64  # candidates kept while building and at least while searching
-_SCORE_DIGITS = 6  # float32 sums differ behind that, by the order of adding: ties are ties
+HNSW_LINKS = 32  # per node, the default of FAISS
+HNSW_BUILD, HNSW_SEARCH = 200, 64  # candidates while building, minimum of candidates while searching
+SCORE_DIGITS = 6  # the rest depends on the order of float32 sums: such scores are equal
 
 
 class VectorIndex:
-    """Passages in the order they were added, and where they lie in the embedder's space.
+    """Passages in the order they were added, with their vectors. Make one with `create`, `build` or `open`.
 
-    Make one with `create` or `open`. `add` and `delete` change it in memory, `save` on disk. An HNSW graph
-    cannot forget a node, so there deleting and replacing build it anew (seconds for ten thousand vectors):
-    give `delete` all the ids at once.
+    `add` and `delete` change it in memory, `save` writes it. An HNSW graph cannot delete a node, so deleting and
+    replacing build the graph again (seconds for ten thousand vectors): give `delete` all ids at once.
     """
 
     def __init__(
@@ -47,7 +52,7 @@ class VectorIndex:
         self.path, self.embedder = path, embedder
         self._count = count
         self._made_with = manifest
-        self._base = base  # digest of the manifest on disk that this began from
+        self._base = base  # digest of the manifest on disk that the changes start from
         self._passages: list[Passage] = []
         self._digests: dict[str, str] = {}  # document id -> digest of its content
         self._owner = np.zeros(0, np.int64)  # vector -> number of its passage
@@ -65,7 +70,7 @@ class VectorIndex:
         count: Count,
         kind: Literal["flat", "hnsw"] = "flat",
     ) -> VectorIndex:
-        """An empty index; `save` writes it to `path`, in the place of any that is there."""
+        """An empty index; `save` writes it to `path`, replacing any index there."""
         manifest = Manifest(
             format=disk.FORMAT,
             embedder=embedder.name,
@@ -83,6 +88,47 @@ class VectorIndex:
             embedder_dtype="",
         )
         return cls(Path(path), embedder, count, manifest, disk.manifest_digest(Path(path)))
+
+    @classmethod
+    def build(
+        cls,
+        path: str | Path,
+        embedder: Embedder,
+        documents: Iterable[Document | str | Mapping[str, Any]],
+        progress: Progress | None = None,
+        **settings: Any,
+    ) -> VectorIndex:
+        """Build and save an index of these documents, replacing any index at `path`. settings: as for `create`.
+
+        A long build saves batches in a folder of its own. When it is killed, the same call continues after the last
+        batch. Raises as `add` and `save`.
+        """
+        path, given = Path(path), list(as_documents(documents))
+        base = disk.manifest_digest(path)
+        index = cls._resume(cls.create(path / BUILDING, embedder, **settings))
+        ids = {document_id(document) for document in given}
+        index.delete(*(doc_id for doc_id in index._digests if doc_id not in ids))
+        index.add(given, progress)
+        index.path, index._base = path, base
+        index.save()
+        shutil.rmtree(path / BUILDING, ignore_errors=True)
+        return index
+
+    @classmethod
+    def _resume(cls, new: VectorIndex) -> VectorIndex:
+        """The saved part of a killed build with the settings of `new`, or `new`."""
+        made = new._made_with
+        with suppress(VectorIndexError):
+            saved = cls.open(
+                new.path,
+                new.embedder,
+                reader=made.reader,
+                reader_fingerprint=made.reader_fingerprint,
+                count=new._count,
+            )
+            same = (saved._made_with.chunk_tokens, saved._made_with.kind) == (made.chunk_tokens, made.kind)
+            return saved if same else new
+        return new
 
     @classmethod
     def open(
@@ -143,27 +189,48 @@ class VectorIndex:
     def add(
         self, documents: Iterable[Document | str | Mapping[str, Any]], progress: Progress | None = None
     ) -> int:
-        """Add what is not there yet and return how many documents that were.
+        """Add the documents that are new -> how many.
 
-        The same id with the same content adds nothing, with other content it replaces the old one. Raises
-        CorpusError (also for an id given twice with different contents) or ConfigError, changing nothing.
-        `progress` counts windows embedded; of many, what was embedded is kept beside the index until `save`, so that the
-        same call goes on where it was killed.
+        A known id with the same content is skipped, with other content it replaces the old document. Raises
+        CorpusError (also for an id given twice with different contents) or ConfigError before anything changes.
+        `progress` counts windows embedded. A long run saves the index after each batch, so after a kill the same call
+        continues there; raises VectorIndexError then, as `save`.
         """
         new = self._new(as_documents(documents))
-        if not new:
-            return 0
-        passages = [p for d in new.values() for p in split(d, self._made_with.chunk_tokens, self._count)]
-        vectors, windows = self.embedder.embed_passages(passages, progress, self.path / EMBEDDING)
-        self.delete(*(doc_id for doc_id in new if doc_id in self))
-        self._append(passages, windows, vectors)
-        dtypes = {*self._made_with.embedder_dtype.split("+"), self.embedder.dtype} - {""}
-        self._made_with = replace(self._made_with, embedder_dtype="+".join(sorted(dtypes)))
-        self._digests |= {doc_id: content_digest(document) for doc_id, document in new.items()}
+        passages = {d: split(new[d], self._made_with.chunk_tokens, self._count) for d in new}
+        flat = [p for of_document in passages.values() for p in of_document]
+        windows = dict(zip((p.id for p in flat), self.embedder.cut(flat), strict=True))
+        total, done = sum(map(len, windows.values())), 0
+        for batch in self._batches({d: sum(len(windows[p.id]) for p in passages[d]) for d in new}):
+            if done:
+                self.save()
+            of_batch = [p for d in batch for p in passages[d]]
+            texts = [w for p in of_batch for w in windows[p.id]]
+            report = partial(_report, progress, done, total) if progress else None
+            vectors = self.embedder.encode(texts, report)
+            self.delete(*(d for d in batch if d in self))
+            self._append(of_batch, [len(windows[p.id]) for p in of_batch], vectors)
+            self._digests |= {d: content_digest(new[d]) for d in batch}
+            dtypes = {*self._made_with.embedder_dtype.split("+"), self.embedder.dtype} - {""}
+            self._made_with = replace(self._made_with, embedder_dtype="+".join(sorted(dtypes)))
+            done += len(texts)
         return len(new)
 
+    def _batches(self, windows: Mapping[str, int]) -> Iterator[list[str]]:
+        """Ids of documents in order, given the windows of each; a batch grows with the index."""
+        batch: list[str] = []
+        size = 0
+        for doc_id, n in windows.items():
+            batch.append(doc_id)
+            size += n
+            if size >= max(BATCH_WINDOWS, BATCH_SHARE * len(self._owner)):
+                yield batch
+                batch, size = [], 0
+        if batch:
+            yield batch
+
     def delete(self, *doc_ids: str) -> int:
-        """Remove documents with their passages and vectors; returns how many of them were there."""
+        """Remove documents with their passages and vectors -> how many the index held."""
         gone = {doc_id for doc_id in doc_ids if doc_id in self}
         if not gone:
             return 0
@@ -179,9 +246,9 @@ class VectorIndex:
         return len(gone)
 
     def save(self) -> None:
-        """Write the index to its path; a kill at any moment leaves the old or the new one there.
+        """Write the index to its path; a process killed at any moment leaves the old or the new index.
 
-        Raises VectorIndexError when the path cannot be written, or holds another index than the one opened.
+        Raises VectorIndexError when the path cannot be written, or another process has changed the index.
         """
         windows = Counter(self._owner.tolist())
         lines = [
@@ -192,11 +259,10 @@ class VectorIndex:
             PASSAGES: "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode(),
             VECTORS: faiss.serialize_index(self._faiss).tobytes(),
         }
-        self._base = disk.write(self.path, self.manifest, files, self._base)
-        forget(self.path / EMBEDDING)
+        self._base = disk.write(self.path, replace(self.manifest, format=disk.FORMAT), files, self._base)
 
     def _fill(self, files: Mapping[str, bytes]) -> None:
-        """Take over what `save` wrote."""
+        """Load what `save` wrote."""
         windows: list[int] = []
         for line in files[PASSAGES].decode().split("\n")[:-1]:  # splitlines would also cut inside texts
             values = json.loads(line)
@@ -240,7 +306,7 @@ class VectorIndex:
             scores, rows = self._nearest(query, fetch)
             best: dict[int, float] = {}
             for score, row in zip(scores.tolist(), rows.tolist(), strict=True):  # best first
-                best.setdefault(int(self._owner[row]), round(score, _SCORE_DIGITS))
+                best.setdefault(int(self._owner[row]), round(score, SCORE_DIGITS))
             complete = len(best) > k and list(best.values())[k - 1] > list(best.values())[-1]
             if complete or fetch >= len(self._owner):
                 return best
@@ -254,7 +320,7 @@ class VectorIndex:
             return scores[order], order
         options: Any = None
         if self._made_with.kind == "hnsw":
-            options = faiss.SearchParametersHNSW(efSearch=max(_HNSW_SEARCH, fetch))  # type: ignore[attr-defined]  # not in its stubs
+            options = faiss.SearchParametersHNSW(efSearch=max(HNSW_SEARCH, fetch))  # type: ignore[attr-defined]  # not in its stubs
         scores, rows = self._faiss.search(query[None], fetch, params=options)
         found = rows[0] >= 0  # HNSW may reach fewer
         return scores[0][found], rows[0][found]
@@ -264,6 +330,11 @@ def _new_faiss(kind: Literal["flat", "hnsw"], dimension: int) -> Any:
     """An empty FAISS index by inner product, which is the cosine for unit vectors."""
     if kind == "flat":
         return faiss.IndexFlatIP(dimension)
-    index = faiss.IndexHNSWFlat(dimension, _HNSW_LINKS, faiss.METRIC_INNER_PRODUCT)
-    index.hnsw.efConstruction = _HNSW_BUILD
+    index = faiss.IndexHNSWFlat(dimension, HNSW_LINKS, faiss.METRIC_INNER_PRODUCT)
+    index.hnsw.efConstruction = HNSW_BUILD
     return index
+
+
+def _report(progress: Progress, before: int, total: int, done: int, _: int) -> None:
+    """Progress of a batch as progress of all."""
+    progress(before + done, total)

@@ -1,21 +1,18 @@
-"""An index on disk: indexes/<name>/{manifest.json, passages.jsonl, vectors.faiss}, replaced as one.
+"""An index on disk: manifest.json and the files that it names, replaced together.
 
-Three files cannot be renamed in one step, so the manifest is the switch: it holds size and digest of the
-other two.
+The other files carry a digest of their content in their names, so a new version never overwrites an old one. A save
+writes and syncs them, replaces manifest.json by one rename, then deletes what the manifest no longer names. A process
+killed at any moment leaves the old or the new index.
 
-    1. passages.jsonl.new and vectors.faiss.new are written and synced   killed here: the old index is whole
-    2. manifest.json is replaced by rename                               from here on the new one is
-    3. the .new files take their names                                   killed here: readers match by digest
-
-A reader takes, for each file, whichever of `name` and `name.new` the manifest describes; it never writes.
+Format 1 had fixed names, followed by ".new" when a writer was killed between two renames; such an index is read.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Literal
@@ -25,14 +22,15 @@ from filelock import FileLock, Timeout
 
 from blendserve.errors import IndexDamaged, IndexMismatch, IndexMissing, VectorIndexError
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
-_LOCK_WAIT = 30.0  # seconds; a save takes far less
+LOCK_TIMEOUT_S = 30.0  # a save takes far less
+REBUILD = "rebuild with `blendserve index build`"
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What an index was built with and from, and what its other files look like."""
+    """What an index was built with and from, and the digests of its other files."""
 
     format: int
     embedder: str
@@ -42,64 +40,62 @@ class Manifest:
     reader_fingerprint: str
     chunk_tokens: int
     kind: Literal["flat", "hnsw"]
-    corpus: str  # digest of all document ids and contents, whatever their order
+    corpus: str  # digest of all document ids and contents, in any order
     documents: int
     passages: int
     vectors: int
     files: dict[str, str]  # name -> "<bytes> <xxh3>"
-    # What the vectors were computed in, "+" between several: bf16 where a CPU is faster with it. Nobody has to match it:
-    # a question's vector in fp32 finds what one in bf16 finds. Older manifests do not say.
+    # Number format of the embedder, several joined by "+". Not checked: questions embedded in fp32 find passages
+    # embedded in bf16. Absent from older manifests.
     embedder_dtype: str = "float32"
 
     def check(self, folder: Path, embedder: tuple[str, str], reader: tuple[str, str]) -> None:
         """Raises IndexMismatch unless both (name, fingerprint) are what the index was built with."""
-        built = {
-            "embedder": (self.embedder, self.embedder_fingerprint),
-            "reader": (self.reader, self.reader_fingerprint),
-        }
-        for role, given in (("embedder", embedder), ("reader", reader)):
-            if built[role][1] != given[1]:
+        for role, built, given in (
+            ("embedder", (self.embedder, self.embedder_fingerprint), embedder),
+            ("reader", (self.reader, self.reader_fingerprint), reader),
+        ):
+            if built[1] != given[1]:
                 raise IndexMismatch(
-                    f"index {folder} was built with {role} {_shown(built[role])}, not with {_shown(given)}: "
-                    f"open it with the {role} it was built with, or rebuild it with `blendserve index build`",
+                    f"index {folder} was built with {role} {built[0]!r} ({built[1][:8]}), not with {given[0]!r} "
+                    f"({given[1][:8]}): open it with the {role} it was built with, or {REBUILD}",
                     setting=role,
                     path=folder,
                 )
 
 
 def read(folder: Path) -> tuple[Manifest, dict[str, bytes], str]:
-    """The manifest, the other files' contents, and the manifest's digest (for `write`).
+    """The manifest, the other files' contents by name, and the manifest's digest (for `write`).
 
     Raises IndexMissing, IndexMismatch (written by a newer version) or IndexDamaged.
     """
     while True:
-        manifest, seal = read_manifest(folder)
+        manifest, digest = read_manifest(folder)
         try:
-            return manifest, {name: _content(folder, name, manifest) for name in manifest.files}, seal
+            return (
+                manifest,
+                {name: _content(folder, name, seal) for name, seal in manifest.files.items()},
+                digest,
+            )
         except IndexDamaged:
-            if (
-                manifest_digest(folder) == seal
-            ):  # else another process has just replaced the index: read that one
+            if manifest_digest(folder) == digest:  # else another process has just replaced the index
                 raise
 
 
 def read_manifest(folder: Path) -> tuple[Manifest, str]:
-    """The manifest alone, and its digest: says what to load before `read`. Raises as `read`."""
+    """The manifest without the other files, and its digest. Raises as `read`."""
     try:
         raw = (folder / MANIFEST).read_bytes()
     except FileNotFoundError:
-        raise IndexMissing(
-            f"there is no index at {folder}: build one with `blendserve index build`", path=folder
-        ) from None
+        message = f"there is no index at {folder}: build one with `blendserve index build`"
+        raise IndexMissing(message, path=folder) from None
     except OSError as error:
-        raise VectorIndexError(
-            f"index {folder} cannot be read ({error.strerror}): check its permissions"
-        ) from None
+        raise _unreadable(folder, error) from None
     return _parse(raw, folder), _digest(raw)
 
 
 def manifest_digest(folder: Path) -> str | None:
-    """Tells whether the index on disk has changed; None when there is none."""
+    """Changes whenever the index on disk changes; None if there is none."""
     try:
         return _digest((folder / MANIFEST).read_bytes())
     except OSError:
@@ -107,77 +103,78 @@ def manifest_digest(folder: Path) -> str | None:
 
 
 def write(folder: Path, manifest: Manifest, files: Mapping[str, bytes], base: str | None) -> str:
-    """Replace the index in `folder` as one and return the new manifest's digest; fills `manifest.files`.
+    """Replace the index in `folder`; fills `manifest.files` and returns the new manifest's digest.
 
-    `base` is the digest of the manifest that the change started from. Raises VectorIndexError when the folder
-    cannot be written, or when the index there is no longer that one; either way it stays as it is.
+    base: digest of the manifest that the change started from. Raises VectorIndexError when the folder cannot be
+    written, or holds another index than that one; the index there stays as it is.
     """
-    sealed = {**asdict(manifest), "files": {name: _seal(content) for name, content in files.items()}}
-    raw = json.dumps(sealed, indent=2).encode()
-    with _writing(folder):
+    seals = {name: _seal(content) for name, content in files.items()}
+    raw = json.dumps({**asdict(manifest), "files": seals}, indent=2).encode()
+    with _lock(folder):
         if manifest_digest(folder) != base:
             raise VectorIndexError(
                 f"index {folder} was changed by another process meanwhile: open it again and repeat",
                 path=folder / MANIFEST,
             )
-        _finish(folder)
-        for name, content in files.items():
-            _write_synced(folder / f"{name}.new", content)
-        _write_synced(folder / f"{MANIFEST}.new", raw)
-        os.replace(folder / f"{MANIFEST}.new", folder / MANIFEST)
-        _sync(folder)
-        _finish(folder)
+        try:
+            for name, content in files.items():
+                if not _is_whole(
+                    path := _path(folder, name, seals[name]), content
+                ):  # else the old index may need it
+                    _write_synced(path, content)
+            _write_synced(folder / f"{MANIFEST}.new", raw)
+            os.replace(folder / f"{MANIFEST}.new", folder / MANIFEST)
+            _sync(folder)
+        finally:
+            _delete_unused(folder, files)
     return _digest(raw)
 
 
-def _finish(folder: Path) -> None:
-    """Step 3, also for a writer that was killed before it."""
-    try:
-        manifest, _ = read_manifest(folder)
-    except VectorIndexError:
-        return  # nothing that could be finished
-    for name, seal in manifest.files.items():
-        new = folder / f"{name}.new"
-        if new.exists() and _seal(new.read_bytes()) == seal:
-            os.replace(new, folder / name)
-    _sync(folder)
+def _delete_unused(folder: Path, names: Iterable[str]) -> None:
+    """Delete every version of these files that the manifest on disk does not name."""
+    with suppress(VectorIndexError):  # no manifest: any file may belong to an index that someone repairs
+        used = {_path(folder, name, seal) for name, seal in read_manifest(folder)[0].files.items()}
+        for name in names:
+            stem, suffix = os.path.splitext(name)
+            for path in {*folder.glob(f"{stem}-*{suffix}"), folder / name, folder / f"{name}.new"} - used:
+                path.unlink(missing_ok=True)
+
+
+def _path(folder: Path, name: str, seal: str) -> Path:
+    """passages.jsonl -> passages-<xxh3>.jsonl"""
+    stem, suffix = os.path.splitext(name)
+    return folder / f"{stem}-{seal.rpartition(' ')[2]}{suffix}"
 
 
 @contextmanager
-def _writing(folder: Path) -> Iterator[None]:
-    """One writer at a time; what the system refuses becomes an error with advice."""
+def _lock(folder: Path) -> Iterator[None]:
+    """One writer at a time; errors of the file system become VectorIndexError."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder / ".lock", timeout=_LOCK_WAIT):
+        with FileLock(folder / ".lock", timeout=LOCK_TIMEOUT_S):
             yield
     except Timeout:
-        raise VectorIndexError(
-            f"index {folder} is being written by another process: try again later"
-        ) from None
+        message = f"index {folder} is being written by another process: try again later"
+        raise VectorIndexError(message) from None
     except OSError as error:
         raise VectorIndexError(
-            f"index {folder} cannot be written ({error.strerror}), what was there is unchanged: "
-            f"make room or choose another folder",
+            f"index {folder} cannot be written ({error.strerror}) and is unchanged: make room or choose another folder",
             path=folder,
         ) from None
 
 
-def _content(folder: Path, name: str, manifest: Manifest) -> bytes:
-    named, new = folder / name, folder / f"{name}.new"
-    for path in (named, new, named):  # once more: `new` may have become it between the two looks
+def _content(folder: Path, name: str, seal: str) -> bytes:
+    for path in (_path(folder, name, seal), folder / name, folder / f"{name}.new"):  # the last two: format 1
         try:
             content = path.read_bytes()
         except FileNotFoundError:
             continue
         except OSError as error:
-            raise VectorIndexError(
-                f"{path} cannot be read ({error.strerror}): check its permissions"
-            ) from None
-        if _seal(content) == manifest.files[name]:
+            raise _unreadable(path, error) from None
+        if _seal(content) == seal:
             return content
     raise IndexDamaged(
-        f"index {folder}: {name} is missing or not the file its manifest describes: "
-        f"put the file back, or rebuild with `blendserve index build`",
+        f"index {folder}: {name} is missing or does not match its manifest: put the file back, or {REBUILD}",
         path=folder / name,
     )
 
@@ -189,17 +186,26 @@ def _parse(raw: bytes, folder: Path) -> Manifest:
         if version > FORMAT:
             raise IndexMismatch(
                 f"index {folder} has format {version}, this blendserve reads up to {FORMAT}: "
-                f"update blendserve, or rebuild with `blendserve index build`",
+                f"update blendserve, or {REBUILD}",
                 setting="format",
                 path=folder,
             )
-        asked = (field.name for field in fields(Manifest) if field.name in values or field.default is MISSING)
-        return Manifest(**{name: values[name] for name in asked})
+        read = (field.name for field in fields(Manifest) if field.name in values or field.default is MISSING)
+        return Manifest(**{name: values[name] for name in read})
     except (ValueError, TypeError, KeyError):
-        raise IndexDamaged(
-            f"index {folder}: {MANIFEST} cannot be understood: rebuild with `blendserve index build`",
-            path=folder / MANIFEST,
-        ) from None
+        message = f"index {folder}: {MANIFEST} cannot be parsed: {REBUILD}"
+        raise IndexDamaged(message, path=folder / MANIFEST) from None
+
+
+def _is_whole(path: Path, content: bytes) -> bool:
+    try:
+        return path.read_bytes() == content
+    except OSError:
+        return False
+
+
+def _unreadable(path: Path, error: OSError) -> VectorIndexError:
+    return VectorIndexError(f"{path} cannot be read ({error.strerror}): check its permissions")
 
 
 def _write_synced(path: Path, content: bytes) -> None:
@@ -214,7 +220,7 @@ def _write_synced(path: Path, content: bytes) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Make renames durable, where the system has directories that can be synced."""
+    """Make renames durable, on systems whose directories can be synced."""
     if os.name == "posix":
         handle = os.open(folder, os.O_RDONLY)
         try:
@@ -229,7 +235,3 @@ def _seal(content: bytes) -> str:
 
 def _digest(content: bytes) -> str:
     return xxhash.xxh3_128_hexdigest(content)
-
-
-def _shown(model: tuple[str, str]) -> str:
-    return f"{model[0]!r} ({model[1][:8]})"

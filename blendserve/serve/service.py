@@ -37,7 +37,7 @@ class Service(Asking):
         self._preparing: Counter[str] = Counter()
         engine.prompts.between = self.retrieval.give_way
         for index in library.collections.values():
-            index.embedder.let_others(self.retrieval.give_way)
+            index.embedder.set_yield_point(self.retrieval.give_way)
 
     def _retrieval(self) -> FairThread:
         scheduler, serve = self.scheduler, self.serve

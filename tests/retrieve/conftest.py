@@ -13,8 +13,7 @@ import torch
 
 from blendserve.core import Passage
 from blendserve.retrieve import Embedder
-from blendserve.retrieve.bert import Bert
-from blendserve.retrieve.bert_folder import BertFolder
+from blendserve.retrieve.bert import Bert, BertFolder
 from blendserve.retrieve.embedder import DEFAULT, fingerprint_of, model_folder
 from blendserve.retrieve.encoder import Window
 
@@ -27,7 +26,7 @@ def folder() -> Path:
 @pytest.fixture(scope="session")
 def embedder(folder: Path) -> Embedder:
     """The bundled model in fp32, whose rounding no assertion sees."""
-    encoder = Bert(BertFolder(folder), torch.float32, by_kernels=False)
+    encoder = Bert(BertFolder(folder), torch.float32)
     return Embedder(encoder, DEFAULT, fingerprint_of(folder))
 
 
@@ -55,10 +54,10 @@ class WordEncoder:
     def __init__(self) -> None:
         self.tokenizer = tk.Tokenizer(tk.models.WordLevel({"[UNK]": 0}, unk_token="[UNK]"))
         self.tokenizer.pre_tokenizer = tk.pre_tokenizers.WhitespaceSplit()
-        self.between: Callable[[], None] = lambda: None
+        self.yield_point: Callable[[], None] = lambda: None
         self.windows = 0
 
-    def encode(self, windows: Sequence[Window], of_question: bool) -> np.ndarray:
+    def encode(self, windows: Sequence[Window], is_question: bool) -> np.ndarray:
         self.windows += len(windows)
         none = np.zeros(self.dimension)
         return np.array([sum(map(word_vector, w.text.split()), none) for w in windows], np.float32)
@@ -66,3 +65,10 @@ class WordEncoder:
 
 def toy_embedder(name: str = "toy", fingerprint: str = "toy") -> Embedder:
     return Embedder(WordEncoder(), name, fingerprint)
+
+
+def embed(embedder: Embedder, texts: Sequence[str]) -> np.ndarray:
+    """Unit vectors, [n, dimension]: of each text, the mean of its windows'."""
+    cut = embedder.cut([Passage(text) for text in texts])
+    means = [embedder.encode(windows).sum(0) for windows in cut]
+    return np.array([mean / max(np.linalg.norm(mean), 1e-30) for mean in means])

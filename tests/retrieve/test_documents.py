@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from blendserve.core import Document, Passage
 from blendserve.errors import ConfigError, CorpusError
 from blendserve.retrieve import as_documents, document_id, read_documents, split
-from blendserve.retrieve.reference import DEMO_CHARACTERS, language_reference
+from blendserve.retrieve.demo_corpus import DEMO_CHARACTERS, language_reference
 from tests.retrieve.conftest import words
 
 some_text = st.text(st.characters(codec="utf-8"), min_size=1).filter(str.strip)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,10 @@ from hypothesis import strategies as st
 
 from blendserve.core import Passage
 from blendserve.errors import ModelError
-from blendserve.kernels.verify import Status
-from blendserve.retrieve import Embedder, precision
-from blendserve.retrieve.bert import Bert
-from blendserve.retrieve.bert_folder import BertFolder, is_plain_bert
-from blendserve.retrieve.embedder import BUNDLED, QUESTION_WINDOWS, fingerprint_of
+from blendserve.retrieve import Embedder, bert
+from blendserve.retrieve.bert import Bert, BertFolder, is_plain_bert
+from blendserve.retrieve.embedder import BUNDLED, MAX_QUESTION_WINDOWS, fingerprint_of
+from tests.retrieve.conftest import embed
 from tests.support.files import copied_model
 
 WORDS = ["antidisestablishmentarianism ", "naïve,", "漢字", "🙂", "\n\n", "x" * 120, "1.5e-3 ", "[SEP]"]
@@ -57,16 +56,15 @@ def test_windows_overlap_and_follow_each_other(embedder: Embedder) -> None:
 def test_vectors_are_unit_ones_in_the_order_of_the_texts(embedder: Embedder) -> None:
     texts = ["The cat sat.", "", "A dog ran in the park.", "The cat sat.", "word " * 600]
     seen: list[tuple[int, int]] = []
-    vectors = embedder.embed(texts, lambda done, total: seen.append((done, total)))
+    passages = [Passage(text) for text in texts]
+    vectors, counts = embedder.embed_passages(passages, lambda done, total: seen.append((done, total)))
     np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-6)
-    alone = np.concatenate([embedder.embed([text]) for text in texts])
-    np.testing.assert_allclose(vectors, alone, atol=1e-6)
     windows = [embedder.windows(text) for text in texts]
-    assert seen[-1] == (sum(map(len, windows)),) * 2
-    assert embedder.embed([]).shape == (0, embedder.dimension)
-    vectors, counts = embedder.embed_passages([Passage(text) for text in texts])
     assert counts == [len(group) for group in windows] == [1, 1, 1, 1, 3]
-    np.testing.assert_allclose(vectors, embedder.embed([w for g in windows for w in g]), atol=1e-6)
+    alone = [embed(embedder, [window])[0] for group in windows for window in group]
+    np.testing.assert_allclose(vectors, alone, atol=1e-6)
+    assert seen[-1] == (sum(counts),) * 2
+    assert embedder.embed_passages([])[0].shape == (0, embedder.dimension)
 
 
 class Counting:
@@ -78,9 +76,9 @@ class Counting:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.encoder, name)
 
-    def encode(self, windows: Any, of_question: bool) -> Any:
+    def encode(self, windows: Any, is_question: bool) -> Any:
         self.tokens += sum(len(window.ids) + self.encoder.overhead for window in windows)
-        return self.encoder.encode(windows, of_question)
+        return self.encoder.encode(windows, is_question)
 
 
 @pytest.mark.parametrize("unit", ["What did the author say about it? ", "漢", " ", "a\n", "x"])
@@ -88,21 +86,21 @@ def test_no_question_costs_more_than_a_few_windows(embedder: Embedder, unit: str
     counting: Any = Counting(embedder.encoder)
     vector = Embedder(counting, "counting", "").embed_question(unit * (300_000 // len(unit)) + "x")
     assert np.linalg.norm(vector) == pytest.approx(1, abs=1e-5)
-    assert counting.tokens <= QUESTION_WINDOWS * embedder.max_tokens
+    assert counting.tokens <= MAX_QUESTION_WINDOWS * embedder.max_tokens
 
 
 def test_a_long_question_counts_by_its_beginning_and_its_end(embedder: Embedder) -> None:
-    """Up to QUESTION_WINDOWS by all of it; of a longer one, what is between the ends does not count."""
+    """Up to MAX_QUESTION_WINDOWS by all of it; of a longer one, what is between the ends does not count."""
     middle = "The weather was fine that day. " * 900
     asked, pasted = "Who painted the ceiling of the chapel?", "Wheat is grown on the plains. " * 900
     vector = embedder.embed_question(middle + asked)
     other = embedder.embed_question(middle[: len(middle) // 3] + pasted + middle[-len(middle) // 3 :] + asked)
     np.testing.assert_allclose(vector, other, atol=1e-6)
-    target = embedder.embed(["Michelangelo painted the ceiling of the chapel."])[0]
+    target = embed(embedder, ["Michelangelo painted the ceiling of the chapel."])[0]
     assert vector @ target > embedder.embed_question(middle) @ target + 0.03
     some = " ".join(f"number{n}" for n in range(280))
-    assert 1 < len(embedder.windows(some)) <= QUESTION_WINDOWS
-    mean = embedder.embed(embedder.windows(some)).sum(0)
+    assert 1 < len(embedder.windows(some)) <= MAX_QUESTION_WINDOWS
+    mean = embed(embedder, embedder.windows(some)).sum(0)
     np.testing.assert_allclose(embedder.embed_question(some), mean / np.linalg.norm(mean), atol=1e-6)
 
 
@@ -150,11 +148,17 @@ def edit(file: Path, **values: Any) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
 
 
-@pytest.mark.parametrize(("by_kernels", "packed"), [(False, False), (True, False), (False, True)])
-def test_vectors_are_the_library_s(folder: Path, library: Any, by_kernels: bool, packed: bool) -> None:
-    encoder = Bert(BertFolder(folder), torch.float32, by_kernels, packed)
+@pytest.mark.parametrize("packed", [True, False])
+def test_vectors_are_the_library_s(
+    folder: Path, library: Any, packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with a torch that has no packed layers."""
+    if not packed:
+        monkeypatch.setattr(bert, "packed_linear", Mock(side_effect=NotImplementedError))
+        assert Bert(BertFolder(folder)).dtype == "float32"
+    encoder = Bert(BertFolder(folder), torch.float32)
     expected = library.encode(TEXTS, normalize_embeddings=True, show_progress_bar=False)
-    np.testing.assert_allclose(Embedder(encoder, "", "").embed(TEXTS), expected, atol=1e-5)
+    np.testing.assert_allclose(embed(Embedder(encoder, "", ""), TEXTS), expected, atol=1e-5)
     assert encoder.max_tokens == library.max_seq_length
 
 
@@ -173,16 +177,16 @@ def test_cls_pooling_and_a_folder_as_the_library_saves_it_today(copy: Path, libr
     expected = theirs.encode(TEXTS, normalize_embeddings=True, show_progress_bar=False)
     for folder in (copy, copy / "saved"):
         assert is_plain_bert(folder)
-        encoder = Bert(BertFolder(folder), torch.float32, False)
-        np.testing.assert_allclose(Embedder(encoder, "", "").embed(TEXTS), expected, atol=1e-5)
+        encoder = Bert(BertFolder(folder), torch.float32)
+        np.testing.assert_allclose(embed(Embedder(encoder, "", ""), TEXTS), expected, atol=1e-5)
 
 
 def test_half_precision_is_alike_and_does_not_depend_on_the_batch(embedder: Embedder) -> None:
     """As a user gets it: in bf16 where this CPU is faster with it."""
     fast_embedder = Embedder.load()
-    fast = fast_embedder.embed(TEXTS)
-    assert (fast * embedder.embed(TEXTS)).sum(1).min() > 0.999
-    alone = np.concatenate([fast_embedder.embed([text]) for text in TEXTS])
+    fast = embed(fast_embedder, TEXTS)
+    assert (fast * embed(embedder, TEXTS)).sum(1).min() > 0.999
+    alone = np.concatenate([embed(fast_embedder, [text]) for text in TEXTS])
     assert (fast * alone).sum(1).min() > 0.9999
 
 
@@ -224,65 +228,3 @@ def test_the_library_serves_what_we_do_not(
     np.testing.assert_allclose(embedder.embed_question("Who?"), expected, atol=1e-5)
     for window in embedder.windows("word " * 600):
         assert len(library.tokenizer("query: " + window, truncation=False, verbose=False).input_ids) <= 256
-
-
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache, on a CPU that multiplies bf16."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(precision, "fast_dtype", lambda: torch.bfloat16)
-    return tmp_path / "cache"
-
-
-def test_the_form_is_measured_once_and_kept(
-    folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked, (seconds, bad) = list[int](), (dict[str, float](), set[str]())
-
-    def compare(encoders: Mapping[str, Bert]) -> tuple[dict[str, float], dict[str, float]]:
-        asked.append(len(encoders))
-        return seconds, {name: float("nan") if name in bad else 1.0 for name in encoders}
-
-    monkeypatch.setattr(precision, "compare", compare)
-    halves = set(precision.FORMS) - {"fp32"}
-    cases = (("bf16", set[str](), "bfloat16"), ("bf16", halves, "float32"), ("fp32", set[str](), "float32"))
-    for quick, bad, dtype in cases:
-        seconds = dict.fromkeys(precision.FORMS, 0.2) | {quick: 0.1}
-        for _ in range(2):
-            assert precision.fastest(BertFolder(folder), f"{quick} {bad}").dtype == dtype
-    assert len(asked) == 3
-    for file in cache.rglob("*.json"):
-        file.write_text("[1")  # a damaged one is none
-    precision.fastest(BertFolder(folder), "fp32 set()")
-    assert len(asked) == 4
-
-
-def test_on_a_machine_too_busy_to_measure_the_order_decides_for_this_process(
-    folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Here without packing."""
-    monkeypatch.setattr(precision, "cpu_status", lambda _: Status(False, "not compiled here"))
-    measured = Mock(return_value=None)
-    monkeypatch.setattr(precision, "measure", measured)
-    monkeypatch.setattr("blendserve.retrieve.bert.packed_linear", Mock(side_effect=RuntimeError))
-    assert list(precision.available_forms(BertFolder(folder))) == ["bf16, kernels", "bf16", "fp32"]
-    for _ in range(2):
-        assert precision.fastest(BertFolder(folder), "x").dtype == "bfloat16"
-    assert measured.call_count == 1
-    assert not list(cache.rglob("*.json"))
-
-
-def test_a_form_is_compared_by_its_vectors_and_its_least_time(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Reversed(Bert):
-        def encode(self, windows: Any, of_question: bool) -> np.ndarray:
-            return np.flip(super().encode(windows, of_question), 0)
-
-    monkeypatch.setattr(precision, "measure", lambda runs, ours: {n: [3.0, 1.0 + len(n)] for n in runs})
-    forms = {
-        n: kind(BertFolder(folder), torch.float32, False) for n, kind in (("fp32", Bert), ("x", Reversed))
-    }
-    seconds, alike = precision.compare(forms)
-    assert seconds == {"fp32": 3.0, "x": 2.0}
-    assert alike["x"] < precision.ALIKE < alike["fp32"] == pytest.approx(1, abs=1e-5)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shutil
 import stat
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +16,6 @@ from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import pytest
-from filelock import FileLock
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -28,12 +28,15 @@ from blendserve.errors import (
     IndexMissing,
     VectorIndexError,
 )
-from blendserve.retrieve import Embedder, VectorIndex, kept, read_manifest, split
-from blendserve.retrieve.index import EMBEDDING
-from tests.retrieve.conftest import WordEncoder, toy_embedder, words
+from blendserve.retrieve import Embedder, VectorIndex, read_manifest, split
+from blendserve.retrieve import index as retrieve_index
+from blendserve.retrieve.index import BUILDING, PASSAGES, VECTORS
+from blendserve.retrieve.manifest import FORMAT, MANIFEST
+from tests.retrieve.conftest import WordEncoder, embed, toy_embedder, words
 
 READER: dict[str, Any] = {"reader": "tiny", "reader_fingerprint": "abcdefghij"}
-FILES = ["manifest.json", "passages.jsonl", "vectors.faiss"]
+FILES = [MANIFEST, PASSAGES, VECTORS]
+OLD_INDEX = Path(__file__).parent / "index_format_1"  # written by commit 974603a
 TOKENS = 20
 EMBEDDER = toy_embedder()
 # Documents of one, two and four passages, some of several windows; each in two versions.
@@ -81,9 +84,9 @@ def killed_at(step: int) -> Iterator[None]:
 
 def assert_search(index: VectorIndex, question: str, *counts: int) -> None:
     """By the definition: the best window of every passage, sorted."""
-    passages, embed = index.passages, index.embedder.embed
-    query, windows = embed([question])[0], [index.embedder.windows(p.text, p.title) for p in passages]
-    best = [round(float((embed(w) @ query).max()), 6) for w in windows]
+    passages, embedder = index.passages, index.embedder
+    query, windows = embed(embedder, [question])[0], [embedder.windows(p.text, p.title) for p in passages]
+    best = [round(float((embed(embedder, w) @ query).max()), 6) for w in windows]
     wanted = sorted((-score, p.id) for score, p in zip(best, passages, strict=True))
     for k in counts:
         found = index.search(question, k)
@@ -132,7 +135,9 @@ class IndexMachine(RuleBasedStateMachine):
     def save(self) -> None:
         self.index.save()
         self.saved = dict(self.held)
-        assert sorted(p.name for p in self.path.iterdir()) == [".lock", *FILES]
+        assert [p.name.partition("-")[0] for p in sorted(self.path.iterdir())] == [
+            *(".lock", MANIFEST, "passages", "vectors")
+        ]
 
     @rule()
     def reopen(self) -> None:
@@ -213,7 +218,7 @@ def test_an_index_of_another_model_or_format_is_refused(saved: Path) -> None:
             reopen(saved, **other)
         assert error.value.setting == role
     values = json.loads((saved / "manifest.json").read_text())
-    (saved / "manifest.json").write_text(json.dumps({**values, "format": 2, "kind": "quantum"}))
+    (saved / "manifest.json").write_text(json.dumps({**values, "format": FORMAT + 1, "kind": "quantum"}))
     with pytest.raises(IndexMismatch) as error:
         reopen(saved)
     assert error.value.setting == "format"
@@ -228,7 +233,7 @@ def test_an_index_of_another_model_or_format_is_refused(saved: Path) -> None:
     ],
 )
 def test_damage_is_noticed(saved: Path, name: str, damage: str | bytes) -> None:
-    path = saved / name
+    path = next(saved.glob(f"{Path(name).stem}*"))
     content = path.read_bytes()
     if damage == "missing":
         path.unlink()
@@ -239,7 +244,7 @@ def test_damage_is_noticed(saved: Path, name: str, damage: str | bytes) -> None:
     is_missing = (name, damage) == ("manifest.json", "missing")
     with pytest.raises(IndexMissing if is_missing else IndexDamaged) as error:
         reopen(saved)
-    assert error.value.path == str(saved if is_missing else path)
+    assert error.value.path == str(saved if is_missing else saved / name)
     index = create(saved)  # can be built over
     index.add(["fresh"])
     index.save()
@@ -274,58 +279,95 @@ def test_a_disk_that_refuses_leaves_the_old_index(saved: Path, monkeypatch: pyte
         with pytest.raises(VectorIndexError):
             index.save()
     assert len(texts(saved)) == 2
-    assert not list(saved.glob("*.new"))
+    assert len(list(saved.glob("[!.]*"))) == len(FILES)
     index.save()
     assert len(texts(saved)) == 3
 
 
-@pytest.fixture
-def encoder(monkeypatch: pytest.MonkeyPatch) -> WordEncoder:
-    monkeypatch.setattr(kept, "LEAST", 20)
-    return WordEncoder()
+@pytest.mark.parametrize("killed", [False, True])
+def test_an_index_of_format_1_opens_and_becomes_the_newest_when_it_changes(
+    tmp_path: Path, killed: bool
+) -> None:
+    """killed: before the old writer renamed its last file."""
+    path = Path(shutil.copytree(OLD_INDEX, tmp_path / "old"))
+    if killed:
+        (path / VECTORS).rename(path / f"{VECTORS}.new")
+        (path / VECTORS).write_bytes(b"of an older index")
+    opened, made = reopen(path), create(tmp_path / "new")
+    made.add({document.id: document for document in DOCUMENTS}.values())
+    made.delete("doc1")
+    assert opened.passages == made.passages
+    assert opened.manifest.corpus == made.manifest.corpus
+    assert_search(opened, "w3 w5 w7", 1, 3, 99)
+    opened.add([Document("new text", id="new")])
+    opened.save()
+    assert read_manifest(path)[0].format == FORMAT
+    assert len(list(path.glob("[!.]*"))) == len(FILES)
+    assert texts(path)[-1] == "new text"
 
 
-def fill(path: Path, encoder: WordEncoder, stop: int = 999, model: str = "toy") -> tuple[VectorIndex, int]:
-    """An index of 60 texts, perhaps killed after `stop` windows; and how many windows were read for it."""
+TEXTS = [Document(f"text number {n}" + " and on" * (n % 4), id=f"d{n}") for n in range(60)]
+
+
+def build(
+    path: Path, encoder: WordEncoder, documents: list[Document], stop: int = 999, model: str = "toy"
+) -> int:
+    """Build an index, killed after `stop` windows -> how many windows were embedded."""
 
     def progress(done: int, total: int) -> None:
         if done >= stop:
             raise Killed
 
-    embedder, before = Embedder(encoder, "toy", model), encoder.windows
-    index = VectorIndex.create(path, embedder, chunk_tokens=60, count=words, **READER)
+    before = encoder.windows
     with suppress(Killed):
-        index.add([f"text number {n}" + " and on" * (n % 4) for n in range(60)], progress)
-    return index, encoder.windows - before
+        VectorIndex.build(
+            path, Embedder(encoder, "toy", model), documents, progress, chunk_tokens=60, count=words, **READER
+        )
+    return encoder.windows - before
 
 
-def test_a_killed_embedding_goes_on_until_it_is_saved_and_trusts_no_damaged_record(
-    encoder: WordEncoder, tmp_path: Path
+def test_a_killed_build_continues_after_its_last_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole, n = fill(tmp_path / "whole", encoder)
-    path, file = tmp_path / "i", tmp_path / "i" / EMBEDDING
-    first, second, rest, again = (fill(path, encoder, stop)[1] for stop in (15, 40, 999, 999))
-    assert 15 <= first < first + second < n == first + second + rest
-    assert again == 0
-    assert fill(path, encoder, model="another model")[1] == n
-    file.unlink()
-    fill(path, encoder)
-    raw = bytearray(file.read_bytes())
-    size = len(raw) // n
-    for record, byte in ((5, 30), (9, 3), (11, 17)):  # in a vector, in a key, in a check
-        raw[record * size + byte] ^= 1
-    file.write_bytes(raw[: -size // 2])  # and half of the last one is missing
-    index, again = fill(path, encoder)
-    assert again == 4
-    index.save()
-    whole.save()
-    assert (path / "vectors.faiss").read_bytes() == (whole.path / "vectors.faiss").read_bytes()
-    assert not list(path.glob("*embedding*"))
+    monkeypatch.setattr(retrieve_index, "BATCH_WINDOWS", 10)
+    encoder, path, whole = WordEncoder(), tmp_path / "index", tmp_path / "whole"
+    n = build(whole, encoder, TEXTS)
+    first, second, rest = (build(path, encoder, TEXTS, stop) for stop in (35, 15, 999))
+    assert first + second < n < first + second + rest < n + 25
+    assert not (path / BUILDING).exists()
+    assert [p.read_bytes() for p in sorted(path.glob("*-*"))] == [
+        p.read_bytes() for p in sorted(whole.glob("*-*"))
+    ]
+    for change in ({"model": "another"}, {"documents": TEXTS[10:]}):
+        again = create(tmp_path / "old index")
+        again.add(["the old index stays until the new one is whole"])
+        again.save()
+        build(again.path, encoder, TEXTS, 55)
+        assert len(texts(again.path)) == 1
+        options: dict[str, Any] = {"documents": TEXTS, **change}
+        embedded = build(again.path, encoder, **options)
+        assert embedded == n if "model" in change else embedded < n - 40
+        manifest = read_manifest(again.path)[0]
+        assert manifest.documents == len(options["documents"])
+        shutil.rmtree(again.path)
 
 
-def test_vectors_that_cannot_be_kept_are_computed_all_the_same(encoder: WordEncoder, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with FileLock(tmp_path / f".{EMBEDDING}.lock"):  # another process embeds into it
-        for path in (tmp_path, tmp_path / "file" / "index"):  # no folder can be made there
-            index, n = fill(path, encoder)
-            assert n == index.manifest.vectors
+def test_a_killed_addition_keeps_whole_documents(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retrieve_index, "BATCH_WINDOWS", 10)
+
+    def progress(done: int, total: int) -> None:
+        if done >= 35:
+            raise Killed
+
+    with suppress(Killed):
+        reopen(saved).add(TEXTS, progress)
+    opened = reopen(saved)
+    done = [document.id in opened for document in TEXTS]
+    assert 10 < done.index(False) == sum(done) < 35
+    assert opened.add(TEXTS) == len(TEXTS) - sum(done)
+    opened.save()
+    assert sorted(reopen(saved).passages, key=lambda p: p.id) == sorted(
+        [p for d in (*TEXTS,) for p in split(d, TOKENS, words)]
+        + [p for p in opened.passages if p.doc_id in ("a", "b")],
+        key=lambda p: p.id,
+    )

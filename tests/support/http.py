@@ -24,6 +24,7 @@ from blendserve.engine.engine import Engine
 from blendserve.engine.library import Library
 from blendserve.engine.prompt import PromptBuilder
 from blendserve.retrieve import VectorIndex
+from blendserve.retrieve.encoder import Window
 from blendserve.serve.app import make_app
 from blendserve.serve.child import Child
 from blendserve.serve.config import ServeConfig
@@ -52,12 +53,14 @@ class WordEmbedder:
 
     name, fingerprint, dimension, max_tokens, dtype = "words", "words-1", 64, 10_000, "float32"
 
-    def let_others(self, go_between: Callable[[], None]) -> None:
+    def set_yield_point(self, callback: Callable[[], None]) -> None:
         """An embedding takes no time."""
 
-    def embed_passages(self, passages: Sequence[Passage], *_: Any) -> tuple[np.ndarray, list[int]]:
-        vectors = [self.embed_question(f"{p.title}\n{p.text}") for p in passages]
-        return np.stack(vectors), [1] * len(passages)
+    def cut(self, passages: Sequence[Passage]) -> list[list[Window]]:
+        return [[Window(f"{p.title}\n{p.text}", np.zeros(1, np.int32))] for p in passages]
+
+    def encode(self, windows: Sequence[Window], *_: Any) -> np.ndarray:
+        return np.stack([self.embed_question(window.text) for window in windows])
 
     def embed_question(self, question: str) -> np.ndarray:
         vector = np.full(self.dimension, 1e-3, np.float32)
