@@ -16,7 +16,7 @@ KL: of the first token's logits, from full prefill's.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -46,7 +46,8 @@ from blendserve.serve.child import Child
 from blendserve.store import KVStore, LMDBStore, MemoryStore
 from blendserve.store.base import TimeSaved
 from blendserve.store.codecs.base import Codec
-from blendserve.store.kdn.adapt import Rule, cachegen, fixed, quickest
+from blendserve.store.kdn.adapt import TEXT as RECOMPUTE
+from blendserve.store.kdn.adapt import Offer, Rule, Situation, fixed, quickest
 from blendserve.store.kdn.collection import Entry
 from blendserve.store.kdn.pace import Pace
 from blendserve.store.kdn.store import WORKERS, KdnStore
@@ -101,8 +102,8 @@ class Scene:
         self._blenders.clear()
         blend = self._config.variant.blend
         everybody = {word: Contestant(fixed(word), blend) for word in self._config.words}
-        everybody[CACHEGEN] = Contestant(cachegen, blend, workers=1, early=False)
-        everybody[ITS_RULE] = Contestant(cachegen, blend)
+        everybody[CACHEGEN] = Contestant(cachegen_rule, blend, workers=1, early=False)
+        everybody[ITS_RULE] = Contestant(cachegen_rule, blend)
         everybody[OURS] = Contestant(quickest, changed(blend, method="auto"))
         found = {name: partial(self._delivered, trace, name, who) for name, who in everybody.items()}
         return {TEXT: self._computed, **found}
@@ -150,6 +151,22 @@ class Scene:
         return Blender(
             self._reader.adapter, self._reader.fingerprint, store, prompts.prefix, prompts.kv_context
         )
+
+
+def cachegen_rule(offers: Sequence[Offer], now: Situation, going_on: str | None = None) -> str:
+    """CacheGen's level of a chunk (SIGCOMM 2024, section 5.3): chosen before it is sent, by the last chunk's throughput.
+
+    The finest level that arrives in time, else the fastest; the middle one for the first chunk. Decoding is not counted.
+    """
+    if going_on is not None:
+        return going_on
+    levels = [offer for offer in offers if offer.word != RECOMPUTE]
+    if now.last_bytes_per_s is None:
+        return levels[len(levels) // 2].word if levels else RECOMPUTE
+    rate, room = now.last_bytes_per_s, (now.wanted - now.spent) * now.share
+    seconds = {o.word: o.seconds if o.word == RECOMPUTE else o.n_bytes / rate for o in offers}
+    in_time = [word for word, needed in seconds.items() if needed <= room]
+    return in_time[0] if in_time else min(seconds, key=lambda word: seconds[word])
 
 
 def measure(

@@ -82,10 +82,6 @@ class Coming(Protocol):
         """
         ...
 
-    def overtakes(self, key: ChunkKey, seconds: float) -> bool:
-        """Whether a withdrawn chunk, which takes so many more seconds to compute, would be here sooner; it comes then."""
-        ...
-
     def begin(self) -> bool:
         """Whether of every chunk that is still to come the header is here: then `get` gives such chunks, too, and whoever
         asks for a layer waits for it. False for good where one was left behind."""

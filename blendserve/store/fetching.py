@@ -181,9 +181,6 @@ class _Undecoded:
     def withdraw(self, seconds: Mapping[ChunkKey, float]) -> ChunkKey | None:
         return self.coming.withdraw(seconds)
 
-    def overtakes(self, key: ChunkKey, seconds: float) -> bool:
-        return self.coming.overtakes(key, seconds)
-
     def begin(self) -> bool:
         return False
 

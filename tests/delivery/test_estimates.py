@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from blendserve.bench.delivery import cachegen_rule
 from blendserve.store import ChunkKey
 from blendserve.store.base import TimeSaved
 from blendserve.store.codecs.base import SLOW
-from blendserve.store.kdn.adapt import SAME, TEXT, WORTH, Meter, Offer, Situation, cachegen, fixed, quickest
+from blendserve.store.kdn.adapt import SAME, TEXT, WORTH, Meter, Offer, Situation, fixed, quickest
 from blendserve.store.kdn.guard import FIRST, STEPS, Guard
 from blendserve.store.kdn.pace import Pace
 from blendserve.store.kdn.store import KdnStore
@@ -121,7 +122,7 @@ def test_cachegens_rule_looks_at_the_last_chunk_alone(
     last: float | None, wanted: float, going_on: str | None, expected: str
 ) -> None:
     offers = [Offer(TEXT, 0, 0.5), *(Offer(str(n), 10 ** (8 - n), 0.0) for n in range(3))]
-    assert cachegen(offers, Situation(1e9, last, wanted=wanted), going_on) == expected
+    assert cachegen_rule(offers, Situation(1e9, last, wanted=wanted), going_on) == expected
     assert [fixed(level)(offers, Situation(1e9)) for level in ("0", "int8")] == [
         "0",
         TEXT,

@@ -120,21 +120,14 @@ def test_a_prefetch_for_a_queued_prompt_leaves_the_request_in_flight_alone(
         assert REMOTE not in of.run(prompt, queued).report.tiers
 
 
-def test_a_silent_link_is_asked_for_one_chunk_a_request_until_it_answers(
-    service: Service, prompt: Prompt
-) -> None:
+def test_a_link_that_stood_still_is_used_again_when_it_answers(service: Service, prompt: Prompt) -> None:
     gate = Gate()
-    with link(service, gate, 0.0, WORKERS) as (store, paced):
+    with link(service, gate, 0.0, WORKERS) as (store, _):
         impatient = blender(store, costs=INSTANT)  # computing is quick: silence is soon noticed
         for _ in range(3):
             assert REMOTE not in impatient.run(prompt, AUTO).report.tiers
-            assert store.pace.wary
-        assert sum(paced.asked.values()) <= WORKERS + 2  # two by the first request, one by each that knew
         gate.open()
-        of = blender(store)
-        of.run(prompt, AUTO)
-        assert not store.pace.wary
-        done = of.run(prompt, AUTO)
+        done = blender(store).run(prompt, AUTO)
     assert done.report.tiers == {REMOTE: len(prompt.chunks)}
     assert (done.missing, done.computed) == ((), {})
 

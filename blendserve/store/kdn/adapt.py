@@ -5,9 +5,6 @@
 Without a wanted TTFT the quickest is taken, the finest of those that are nearly as quick. With one, the finest that is
 there in time, else the quickest. Between two layers the same is asked again of what is left: a link that has become
 slower may make it worth to begin again at a smaller level, or to compute the chunk after all.
-
-CacheGen (SIGCOMM 2024, section 5.3) chooses for each chunk, before it is sent, by the throughput of the one before, and
-reckons with neither decoding nor computing when it compares. `cachegen` is that rule.
 """
 
 from __future__ import annotations
@@ -41,7 +38,7 @@ class Situation:
     """What a choice rests on."""
 
     bytes_per_s: float | None  # of the link, None while nothing is known of it
-    last_bytes_per_s: float | None = None  # of the chunk before this one
+    last_bytes_per_s: float | None = None  # of the chunk before this one: what CacheGen chooses by
     wanted: float = (
         0.0  # seconds in which this and the request's other chunks are to be here; 0 = as soon as possible
     )
@@ -70,22 +67,6 @@ def quickest(offers: Sequence[Offer], now: Situation, going_on: str | None = Non
     return next(word for word, took in seconds.items() if took <= room)
 
 
-def cachegen(offers: Sequence[Offer], now: Situation, going_on: str | None = None) -> str:
-    """CacheGen's: the finest that comes in time by the last chunk's throughput, else what has the fewest bytes.
-
-    The first chunk comes at the level in the middle. Text counts with the time that computing it takes, as there.
-    """
-    if going_on is not None:
-        return going_on
-    levels = [offer for offer in offers if offer.word != TEXT]
-    if now.last_bytes_per_s is None:
-        return levels[len(levels) // 2].word if levels else TEXT
-    rate, room = now.last_bytes_per_s, (now.wanted - now.spent) * now.share
-    seconds = {o.word: o.seconds if o.word == TEXT else o.n_bytes / rate for o in offers}
-    in_time = [word for word, took in seconds.items() if took <= room]
-    return in_time[0] if in_time else min(seconds, key=lambda word: seconds[word])
-
-
 def outlasts(n_bytes: float, bytes_per_s: float | None, seconds: float) -> bool:
     """Whether so many bytes keep the link busy for so much longer that a chunk is better computed meanwhile.
 
@@ -93,11 +74,6 @@ def outlasts(n_bytes: float, bytes_per_s: float | None, seconds: float) -> bool:
     R / rate: it needs no more of an estimate, and a link that changes moves only the place where both ends meet.
     """
     return bytes_per_s is not None and seconds < SOONER * n_bytes / bytes_per_s
-
-
-def overtakes(n_bytes: float, bytes_per_s: float | None, decoding: float, seconds: float) -> bool:
-    """Whether so many bytes are here and decoded sooner than a chunk is computed that takes so many more seconds."""
-    return bytes_per_s is not None and n_bytes / bytes_per_s + decoding < SOONER * seconds
 
 
 def comes_in_step(n_bytes: float, bytes_per_s: float | None, seconds: float) -> bool:

@@ -12,7 +12,7 @@ from blendserve.config import KdnConfig
 from blendserve.errors import CorruptRecord, StoreVersion, unraised
 from blendserve.store.base import TimeSaved
 from blendserve.store.codecs.base import SLOW, UNREACHABLE, Buffer, Undecodable
-from blendserve.store.kdn.adapt import TEXT, Offer, Rule, Situation, comes_in_step, outlasts, overtakes
+from blendserve.store.kdn.adapt import TEXT, Offer, Rule, Situation, comes_in_step, outlasts
 from blendserve.store.kdn.client import Client
 from blendserve.store.kdn.collection import MOST_IN_STEP, Collection, Directory, Entry
 from blendserve.store.kdn.download import LEFT, Delivered, Wanted, Watch, download, download_in_step
@@ -25,7 +25,6 @@ from blendserve.store.record import Header
 
 LEAST_SILENCE_S = 0.05  # and twice the round trip
 RELAY = 0.5  # of the deadline: the rest is for asking the service
-MOMENT_S = 0.025  # in which a link that stood still has the cores to itself: it may be well again, and near
 SILENCE = 0.03  # of what computing the request's chunks takes: what waiting for a dead link may cost
 
 Reply: TypeAlias = "Delivered | CorruptRecord | StoreVersion | Undecodable | None"
@@ -58,10 +57,7 @@ class Fetch:
         self._entries: dict[ChunkKey, Entry] = {}  # of chunks that are still to come
         self._expected: list[ChunkKey] = []  # that are not among them yet
         self._bytes_left: dict[ChunkKey, int] = {}  # of those under way
-        self._withdrawn: dict[ChunkKey, Entry] = {}
         self._one_call = False  # reads all of them
-        self._wary, self._before, self._came = pace.wary, pace.n_bytes, False
-        self._turn = threading.Lock()  # of chunks over a link that is not trusted
         self._guard = Guard(lambda: pace.n_bytes, self._patience)
         self._watch = Watch(pace.transfer, pace.arrived, config.deadline_s)
         self._lock = threading.Lock()
@@ -88,7 +84,7 @@ class Fetch:
 
     def in_step(self) -> bool:
         known, saved = self._known(), self._saved
-        if known is None or saved is None or self._relay or not self._early or self._wary:
+        if known is None or saved is None or self._relay or not self._early:
             return False
         self._take(*known)
         with self._lock:
@@ -97,11 +93,6 @@ class Fetch:
         fits = 0 < len(seconds) <= MOST_IN_STEP
         self._one_call = fits and comes_in_step(self._left()[0], rate, max(seconds))
         return self._one_call
-
-    def ended(self) -> None:
-        """The request needs nothing more."""
-        if self._wary and not self._guard.silent and self._pace.n_bytes > self._before:
-            self._pace.came_through()
 
     def begun(self) -> None:
         self._guard.busy = True
@@ -115,27 +106,17 @@ class Fetch:
     def outlasts(self, key: ChunkKey, seconds: float) -> bool:
         if self._one_call or key not in self._entries:
             return False
-        if self._wary:
-            return self._came or self._now() - self._start > MOMENT_S
         n_bytes, decoding = self._left()
         return outlasts(n_bytes, self._pace.bytes_per_s(), seconds + decoding)
 
-    def withdrawn(self, key: ChunkKey) -> None:
+    def cancel(self, key: ChunkKey) -> None:
         with self._lock:
-            self._withdrawn[key] = self._entries.pop(key)
+            self._entries.pop(key)
 
-    def overtakes(self, key: ChunkKey, seconds: float) -> bool:
-        n_bytes, decoding = self._left(key)
-        if self._wary or not overtakes(n_bytes, self._pace.bytes_per_s(), decoding, seconds):
-            return False
+    def _left(self) -> tuple[int, float]:
+        """Bytes that are still to come, by the levels of the moment, and seconds to decode them."""
         with self._lock:
-            self._entries[key] = self._withdrawn.pop(key)
-        return True
-
-    def _left(self, *withdrawn: ChunkKey) -> tuple[int, float]:
-        """Bytes that are still to come, by the levels of the moment, with these chunks; and seconds to decode them."""
-        with self._lock:
-            left = self._entries | {key: self._withdrawn[key] for key in withdrawn}
+            left = dict(self._entries)
             under_way = dict(self._bytes_left)
         n_bytes, seconds = sum(under_way.values()), 0.0
         for key, entry in left.items():
@@ -171,10 +152,6 @@ class Fetch:
     def _one(self, client: Client, key: ChunkKey, collection: Collection, entry: Entry | None) -> Reply:
         if entry is None:
             return None
-        with self._turn if self._wary else nullcontext():
-            return self._asked(client, key, collection, entry)
-
-    def _asked(self, client: Client, key: ChunkKey, collection: Collection, entry: Entry) -> Reply:
         wanted, sizes = self._wanted(key, entry), self._sizes(entry)
         if wanted.word not in sizes:
             self._done(key)
@@ -193,7 +170,6 @@ class Fetch:
         finally:
             self._done(key)
         if isinstance(reply, Delivered):
-            self._came = True
             self._pace.last_bytes_per_s = sizes[reply.word] / max(1e-9, self._now() - start)
         return reply
 

@@ -37,7 +37,6 @@ class Pace:
         self.round_trip = 0.0  # seconds
         self._decoding: dict[str, float] = {}  # seconds a token, by level
         self._meter = Meter()
-        self.wary = False  # it stood still, and no request has come through since
         self.n_bytes = 0  # that have arrived
         self._lock = threading.Lock()
 
@@ -60,12 +59,7 @@ class Pace:
     def silence(self) -> None:
         """The link stood still: whatever was known of it is so no more."""
         with self._lock:
-            self.wary = True
             self._meter.forget(self.clock.monotonic())
-
-    def came_through(self) -> None:
-        """A request had from it what it asked for."""
-        self.wary = False
 
     def bytes_per_s(self) -> float | None:
         """Of the link, None while nothing is known of it."""

@@ -132,7 +132,6 @@ class KdnStore(KVStore):
             yield snapshot
         finally:
             snapshot.end()
-            fetch.ended()
 
     @property
     def far(self) -> bool:
@@ -148,12 +147,7 @@ class KdnStore(KVStore):
         return self._rule is quickest
 
     def sample(self, keys: Sequence[ChunkKey], n_bytes: int) -> Sample | None:
-        """Of a typical chunk of the collection. Learns what decoding takes as well, the first time.
-
-        None of a link that stood still: the next request asks it for a chunk.
-        """
-        if self.pace.wary:
-            return None
+        """Of a typical chunk of the collection. Learns what decoding takes as well, the first time."""
 
         def job(client: Client) -> Sample | None:
             collection, directory = self._look(client)

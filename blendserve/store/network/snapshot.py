@@ -67,12 +67,8 @@ class Source(Protocol):
         """
         ...
 
-    def withdrawn(self, key: ChunkKey) -> None:
-        """This one will not be read after all."""
-        ...
-
-    def overtakes(self, key: ChunkKey, seconds: float) -> bool:
-        """Whether a withdrawn one, too, would be read sooner, with what is still to come; it is to be read then."""
+    def cancel(self, key: ChunkKey) -> None:
+        """This one is not read after all."""
         ...
 
     def checked(self, key: ChunkKey, reply: Any) -> tuple[Header, list[Buffer]]:
@@ -191,16 +187,8 @@ class NetworkSnapshot:
                 return None  # nor can those be that were expected before it
             del self._calls[key]
             self._withdrawn.add(key)
-            self._source.withdrawn(key)
+            self._source.cancel(key)
             return key
-
-    def overtakes(self, key: ChunkKey, seconds: float) -> bool:
-        if not self._source.overtakes(key, seconds):
-            return False
-        with self._lock:
-            self._withdrawn.discard(key)
-            self._begin([key])
-        return True
 
     def begin(self) -> bool:
         with self._lock:

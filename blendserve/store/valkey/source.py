@@ -31,11 +31,8 @@ class Source:
     def outlasts(self, key: ChunkKey, seconds: float) -> bool:
         return False
 
-    def withdrawn(self, key: ChunkKey) -> None:
-        """No chunk ever is."""
-
-    def overtakes(self, key: ChunkKey, seconds: float) -> bool:
-        return False
+    def cancel(self, key: ChunkKey) -> None:
+        """Nothing was prepared for it."""
 
     def arrival(self, key: ChunkKey) -> None:
         """A batch comes whole."""
