@@ -10,15 +10,30 @@ Shape letters, used in every signature and trailing comment of the package:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from itertools import groupby
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import torch
 
 TokenIds = tuple[int, ...]
+
+T = TypeVar("T")
+Steps: TypeAlias = Generator[None, None, T]
+"""Work on the model that yields before every layer, and returns a T. The caller may run something else between two
+layers, and cancels it by `close()`: every `with` and `finally` inside is left."""
+
+
+def run(steps: Steps[T]) -> T:
+    """Drive the work to its end, without a pause."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            result: T = end.value
+            return result
 
 
 @dataclass(frozen=True, slots=True)

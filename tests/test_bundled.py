@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from blendserve.blend import prefill as module
-from blendserve.blend.prefill import prefill
+from blendserve.blend.prefill import blend_prefill
 from blendserve.config import BlendConfig, PromptConfig
-from blendserve.core import Passage, Prompt
+from blendserve.core import Passage, Prompt, run
 from blendserve.engine.prompt import PromptBuilder
 from blendserve.models.forward import append
 from tests.support.blending import OneOff, assert_near, lay, model_says
@@ -48,7 +48,7 @@ def exact(dtype: str) -> tuple[Tensor, Tensor, Tensor]:
 def ours(dtype: str) -> tuple[Tensor, Tensor, Tensor]:
     """The same by a blending prefill at ratio 1, and decode of the tail."""
     adapter, n = bundled_reader(dtype).adapter, len(prompt())
-    done = prefill(adapter, prompt(), lay(adapter, prompt()), BlendConfig(ratio=1.0), len(tail()))
+    done = run(blend_prefill(adapter, prompt(), lay(adapter, prompt()), BlendConfig(ratio=1.0), len(tail())))
     keys, values = done.cache.keys[:, :, :n].clone(), done.cache.values[:, :, :n].clone()
     logits = [done.logits]
     for i, token in enumerate(tail()):

@@ -18,9 +18,9 @@ from blendserve.bench.figures import Figures, Update, interleaved, ratios, sprea
 from blendserve.bench.machine import where
 from blendserve.bench.workload import check_room, make_workload
 from blendserve.blend.layout import lay_out
-from blendserve.blend.prefill import PassResult, prefill
+from blendserve.blend.prefill import PassResult, blend_prefill
 from blendserve.config import BlendConfig, DecodeConfig
-from blendserve.core import Prompt, TokenIds
+from blendserve.core import Prompt, TokenIds, run
 from blendserve.engine.generation import generate
 from blendserve.models.adapter import Adapter
 from blendserve.models.loader import load_reader
@@ -121,4 +121,6 @@ class _Stamps:
 def prefilled(adapter: Adapter, ids: TokenIds, n: int) -> PassResult:
     """A full prefill whose cache has room for n new tokens."""
     prompt = Prompt((), (), ids)
-    return prefill(adapter, prompt, lay_out(prompt, None, [], behind_prefix=True), BlendConfig(), n)
+    return run(
+        blend_prefill(adapter, prompt, lay_out(prompt, None, [], behind_prefix=True), BlendConfig(), n)
+    )

@@ -30,7 +30,7 @@ from blendserve.bench.watched import Watched
 from blendserve.bench.workload import check_room
 from blendserve.blend.blender import Blender, Prefilled
 from blendserve.config import BlendConfig, ValkeyConfig
-from blendserve.core import Chunk, Prompt, TokenIds
+from blendserve.core import Chunk, Prompt, TokenIds, run
 from blendserve.errors import ConfigError, StoreError
 from blendserve.models.loader import Reader, load_reader
 from blendserve.registry import nearest
@@ -130,7 +130,7 @@ class Scene:
         outcome.wrong += not torch.equal(blended.result.logits, expected.result.logits)
         outcome.reasons |= {unusable.kind for unusable in blended.report.unusable}
         with contextlib.suppress(StoreError):
-            self._shared.write_back(blended.missing)
+            run(self._shared.write_back(blended.missing))
         return blended
 
     def close(self) -> None:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from typing import Literal
 
 from blendserve.blend.chunk_kv import ChunkComputer, in_stacks
@@ -21,19 +20,18 @@ from blendserve.blend.near import NearDuplicates
 from blendserve.blend.own_prefix import OwnPrefix
 from blendserve.blend.policies.base import make_policy
 from blendserve.blend.precompute import PrecomputeReport, PrecomputeRun
-from blendserve.blend.prefill import PassResult, prefill
+from blendserve.blend.prefill import PassResult, blend_prefill
 from blendserve.blend.priors import PriorStore
 from blendserve.blend.report import make_report
 from blendserve.blend.single_flight import SingleFlight
 from blendserve.blend.work import chunk_work
 from blendserve.config import BlendConfig, Method, changed
-from blendserve.core import BlendReport, ChunkKV, Explanation, Prompt, TokenIds
+from blendserve.core import BlendReport, ChunkKV, Explanation, Prompt, Steps, TokenIds, run
 from blendserve.errors import StoreError
 from blendserve.fetch.copies import Hold
 from blendserve.fetch.fetcher import ChunkRequest, Fetch, KVFetcher
 from blendserve.fetch.link import TokenRate
 from blendserve.models.adapter import Adapter
-from blendserve.models.forward import BeforeLayer
 from blendserve.models.kv_cache import KVCache
 from blendserve.paths import cache_folder
 from blendserve.registry import CORRECTIONS, REUSE
@@ -72,12 +70,11 @@ class Blender:
         prefix: TokenIds,
         context: TokenIds,
         namespace: str = "",
-        before_layer: BeforeLayer | None = None,
         *,
         costs: CostModel | None = None,
         fetcher: KVFetcher | None = None,
     ) -> None:
-        """context: what chunks are computed behind. before_layer: called in every pass, before each of its layers.
+        """context: what chunks are computed behind.
 
         costs: of this machine and reader; default: measured when they are first needed. fetcher: reads chunks for
         prompts; default: one over `store`.
@@ -85,7 +82,6 @@ class Blender:
         self.adapter, self.store = adapter, store
         self._fingerprint, self._namespace = fingerprint, namespace
         self._prefix, self._context = prefix, context
-        self._before_layer = before_layer
         self.priors = PriorStore(adapter, fingerprint, store, prefix, context)  # how the corpus's chunks move
         self.near = NearDuplicates(store, self.key, namespace)  # for chunks that are nearly there
         self._computers: dict[TokenIds, ChunkComputer] = {}
@@ -95,14 +91,14 @@ class Blender:
         self._own_prefix = OwnPrefix()
         self._flight = SingleFlight()
         self._damaged: set[ChunkKey] = set()  # records that are there and are to be replaced
-        self._lock = threading.RLock()  # what runs before a layer may be another prefill of this blender
+        self._calibrating = threading.Lock()
 
     def key(self, ids: TokenIds, context: TokenIds | None = None) -> ChunkKey:
         """The store's key of a chunk; `context` defaults to what this blender computes chunks behind."""
         before = self._context if context is None else context
         return chunk_key(self._fingerprint, before, ids, str(self.adapter.dtype), self._namespace)
 
-    def like(self, store: KVStore, namespace: str, before_layer: BeforeLayer | None = None) -> Blender:
+    def like(self, store: KVStore, namespace: str) -> Blender:
         """The same reader, prompt and measured costs for another namespace of a store."""
         other = Blender(
             self.adapter,
@@ -111,7 +107,6 @@ class Blender:
             self._prefix,
             self._context,
             namespace,
-            before_layer,
             costs=self._costs,
             fetcher=self.fetcher if store is self.store else KVFetcher(store, self.fetcher.link),
         )
@@ -163,6 +158,18 @@ class Blender:
         cache: KVCache | None = None,
         prefix_kv: ChunkKV | None = None,
     ) -> Prefilled:
+        """`prefill` to its end."""
+        return run(self.prefill(prompt, blend, new_tokens, clock, cache, prefix_kv))
+
+    def prefill(
+        self,
+        prompt: Prompt,
+        blend: BlendConfig,
+        new_tokens: int = 0,
+        clock: Clock | None = None,
+        cache: KVCache | None = None,
+        prefix_kv: ChunkKV | None = None,
+    ) -> Steps[Prefilled]:
         """Prefill a prompt by `blend.method`. Never fails for what the store holds or lacks.
 
         cache: the caller's own, with room for the prompt and `new_tokens`. prefix_kv: the prefix's KV, where the caller
@@ -173,7 +180,7 @@ class Blender:
             blend = changed(blend, **REUSE)
         finish = partial(self._finish, prompt, blend, new_tokens, clock, cache)
         if blend.method == "full":
-            return finish(nothing(prompt))
+            return (yield from finish(nothing(prompt)))
         keys, prefix_key = self._keys(prompt, blend), self.key(prompt.prefix, ())
         prefix = self._prefix_here(prompt) if prefix_kv is None else MemoryChunk(prefix_kv)
         requests = self.requests(prompt, blend, keys, prefix=prefix is None)
@@ -191,7 +198,7 @@ class Blender:
                             self.time_saved(prompt, blend, [*keys])[0] if self._costs_matter(blend) else None
                         )
                         found = look_near(fetch, prompt, found, self.near, self.adapter.n_layers, saved)
-                    done = finish(found, fetch)
+                    done = yield from finish(found, fetch)
                     if found.prefix and self.fetcher.has_remote and prompt.prefix == self._prefix:
                         self._own_prefix.keep(found.prefix)
                     return done
@@ -264,7 +271,7 @@ class Blender:
         cache: KVCache | None,
         found: Found,
         fetch: Fetch | None = None,
-    ) -> Prefilled:
+    ) -> Steps[Prefilled]:
         layout, why = self._layout(prompt, found), ""
         misses = fetch.misses if fetch else {}
         self._damaged.update(
@@ -278,9 +285,7 @@ class Blender:
             blend = changed(blend, ratio=self._free_ratio(layout, blend))
         known = self.priors.current() if CORRECTIONS.load(blend.correction).uses_prior else None
         before = fetch.waited_s if fetch else 0.0
-        done = prefill(
-            self.adapter, prompt, layout, blend, new_tokens, clock, cache, self._before_layer, known
-        )
+        done = yield from blend_prefill(self.adapter, prompt, layout, blend, new_tokens, clock, cache, known)
         waited = fetch.waited_s - before if fetch else 0.0
         reading = max(0.0, done.read_s - waited)
         self._load_rate.record(reading, layout.n_loaded)
@@ -323,21 +328,24 @@ class Blender:
 
     def calibrate(self, say: Callable[[str], None] = lambda _: None) -> CostModel:
         """The cost model behind `method="auto"`: measured once per machine and reader, in a few seconds, and kept."""
-        with self._lock:
+        with self._calibrating:
             if self._costs is None:
                 self._costs = calibrated(self.adapter, self._fingerprint, cache_folder() / "profit", say)
             return self._costs
 
     def computer(self, context: TokenIds) -> ChunkComputer:
         """Computes chunk KV behind these tokens; kept, as they are the same for all chunks."""
-        with self._lock:
-            if context not in self._computers:
-                self._computers[context] = ChunkComputer(
-                    self.adapter, context, before_layer=self._before_layer
-                )
-            return self._computers[context]
+        return run(self._computer(context))
 
-    def write_back(self, missing: Sequence[TokenIds], computed: Mapping[TokenIds, ChunkKV] = NOTHING) -> int:
+    def _computer(self, context: TokenIds) -> Steps[ChunkComputer]:
+        if context not in self._computers:
+            kv = (yield from ChunkComputer(self.adapter, ()).steps([context]))[0] if context else None
+            self._computers.setdefault(context, ChunkComputer(self.adapter, context, kv))
+        return self._computers[context]
+
+    def write_back(
+        self, missing: Sequence[TokenIds], computed: Mapping[TokenIds, ChunkKV] = NOTHING
+    ) -> Steps[int]:
         """Compute chunks alone and store them, `()` standing for the prefix, in place of any damaged record.
 
         computed: the KV of those that need not be computed again.
@@ -354,18 +362,43 @@ class Blender:
             ]
             claimed = self._claim(wanted)
             if () in claimed:
-                stored += self._store_prefix()[0]
-            here = [(ids, computed[ids]) for ids in claimed if ids in computed]
+                stored += (yield from self._store_prefix())[0]
             mine, start = [ids for ids in claimed if ids and ids not in computed], time.perf_counter()
-            fresh = zip(mine, self.computer(self._context).stream(mine), strict=True) if mine else ()
-            for ids, kv in chain(here, fresh):
-                stored += self.store.put(self.key(ids), kv)
-                self.near.stored(ids)
+            for ids in claimed:
+                if ids in computed:
+                    stored += self._store(ids, computed[ids])
+            if mine:
+                computer = yield from self._computer(self._context)
+                for stack in in_stacks(mine, computer.stack_tokens):
+                    for kv in (yield from computer.steps(stack)):
+                        stored += self._store(kv.ids, kv)
             self._flight.took(time.perf_counter() - start, sum(map(len, mine)))
             self._damaged.difference_update(map(self._stored_as, claimed))
         finally:
             for ids in claimed:
                 self._flight.release(self._stored_as(ids))
+        return stored
+
+    def precompute_one(self, ids: TokenIds, others: Literal["leave", "ignore"]) -> Steps[bool]:
+        """Compute a chunk that is not stored, store and pin it -> whether it is left to another process.
+
+        others: what to do if another process on the store is computing it. Raises StoreError.
+        """
+        if self._prefix and self._stored_as(()) not in self.store:
+            yield from self.write_back([()])
+        if ids not in self.missing([ids]):
+            self.store.pin([self.key(ids)])  # it may have come on demand
+        elif others == "ignore" or self._claim([ids]):
+            try:
+                computer = yield from self._computer(self._context)
+                self._store(ids, (yield from computer.steps([ids]))[0], pin=True)
+            finally:
+                self._flight.release(self.key(ids))
+        return bool(self.missing([ids]))
+
+    def _store(self, ids: TokenIds, kv: ChunkKV, pin: bool = False) -> bool:
+        stored = self.store.put(self.key(ids), kv, pin=pin)
+        self.near.stored(ids)
         return stored
 
     def missing(self, chunks: Sequence[TokenIds]) -> list[TokenIds]:
@@ -386,32 +419,32 @@ class Blender:
         longer than computing them would take, and compute what is missing then; "leave" them; or "ignore" that.
         `progress(tokens done, tokens in all)` is called after each. Raises StoreError; what was stored stays.
         """
-        run, todo = PrecomputeRun(progress), self.missing(chunks)
+        made, todo = PrecomputeRun(progress), self.missing(chunks)
         distinct = len({ids for ids in chunks if ids}) + bool(self._prefix)
         self.store.pin(self.key(ids) for ids in set(chunks) - set(todo))  # some may have come on demand
-        run.total = sum(map(len, todo))
+        made.total = sum(map(len, todo))
         if self._prefix and self._stored_as(()) not in self.store and self._claim([()]):
             try:
-                run.count(*self._store_prefix())
+                made.count(*run(self._store_prefix()))
             finally:
                 self._flight.release(self._stored_as(()))
-        left = self._compute(todo, run, alone=others == "ignore")
+        left = self._compute(todo, made, alone=others == "ignore")
         if left and others == "wait":
-            self._outwait(left, run)
+            self._outwait(left, made)
             left = []
-        return run.report(distinct, len(left))
+        return made.report(distinct, len(left))
 
-    def _outwait(self, theirs: list[TokenIds], run: PrecomputeRun) -> None:
+    def _outwait(self, theirs: list[TokenIds], made: PrecomputeRun) -> None:
         """Wait for what others are computing, pin it, and compute what does not come."""
         left, give_up = theirs, time.monotonic() + self._flight.patience(sum(map(len, theirs)))
         while left:
             time.sleep(POLL_S)
             missing = self.missing(left)
-            run.step(sum(map(len, left)) - sum(map(len, missing)))
-            left = self._compute(missing, run, alone=time.monotonic() >= give_up)
+            made.step(sum(map(len, left)) - sum(map(len, missing)))
+            left = self._compute(missing, made, alone=time.monotonic() >= give_up)
         self.store.pin(self.key(ids) for ids in theirs)  # some may have come on demand
 
-    def _compute(self, todo: Sequence[TokenIds], run: PrecomputeRun, alone: bool) -> list[TokenIds]:
+    def _compute(self, todo: Sequence[TokenIds], made: PrecomputeRun, alone: bool) -> list[TokenIds]:
         """Compute and store chunks, pinned -> those that others are computing. alone: whatever others do."""
         claimed, others, computer = deque[TokenIds](), list[TokenIds](), self.computer(self._context)
 
@@ -423,19 +456,19 @@ class Blender:
                 yield from ours
 
         fresh = ((self.key(kv.ids), kv) for kv in computer.stream(mine()))
-        start, before = time.perf_counter(), run.tokens
+        start, before = time.perf_counter(), made.tokens
         try:
             with closing(write_behind(self.store, fresh, computer.stack_tokens)) as stored:
                 for n_bytes in stored:
                     ids = claimed.popleft()
                     self._flight.release(self.key(ids))
                     self.near.stored(ids)
-                    run.count(1, len(ids), n_bytes)
-                    run.step(len(ids))
+                    made.count(1, len(ids), n_bytes)
+                    made.step(len(ids))
         finally:
             for ids in claimed:
                 self._flight.release(self.key(ids))
-        self._flight.took(time.perf_counter() - start, run.tokens - before)
+        self._flight.took(time.perf_counter() - start, made.tokens - before)
         return self.missing(others)
 
     def _claim(self, chunks: Sequence[TokenIds]) -> list[TokenIds]:
@@ -451,10 +484,10 @@ class Blender:
         """The key of a chunk, of the prefix for ()."""
         return self.key(ids) if ids else self.key(self._prefix, ())
 
-    def _store_prefix(self) -> tuple[int, int, int]:
+    def _store_prefix(self) -> Steps[tuple[int, int, int]]:
         """Chunks, tokens and bytes stored: one prefix, or nothing where there is none."""
         if not self._prefix:
             return 0, 0, 0
-        kv = self.computer(()).compute([self._prefix])[0]
+        kv = (yield from ChunkComputer(self.adapter, ()).steps([self._prefix]))[0]
         self.store.put_uncoded(self.key(self._prefix, ()), kv, pin=True)
         return 1, len(self._prefix), kv.n_bytes

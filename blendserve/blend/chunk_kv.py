@@ -8,18 +8,17 @@ depend on which chunks are stacked, to rounding.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from blendserve.core import ChunkKV, Span, TokenIds
+from blendserve.core import ChunkKV, Span, Steps, TokenIds, run
 from blendserve.kernels.chunks import ChunkStack
 from blendserve.kernels.ops import attend_chunks
 from blendserve.kernels.types import Rope
 from blendserve.models.adapter import Adapter, Projected
-from blendserve.models.forward import BeforeLayer, run_layers
+from blendserve.models.forward import run_layers
 
 STACK_TOKENS = 1024  # rows a stack on a CPU: enough to fill the matmuls, little enough to stay in cache
 GPU_STACK_BYTES = 1 << 30  # of KV that a stack makes on a GPU: 8,192 rows of an 8B model
@@ -29,15 +28,9 @@ GPU_STACK_TOKENS = 16_384  # rows at most; a GPU is full long before
 class ChunkComputer:
     """Computes the KV of chunks that all stand behind the same tokens."""
 
-    def __init__(
-        self,
-        adapter: Adapter,
-        context: TokenIds,
-        context_kv: ChunkKV | None = None,
-        before_layer: BeforeLayer | None = None,
-    ) -> None:
-        """context_kv: the KV of `context`, where the caller has it. before_layer: called in every pass."""
-        self._adapter, self._before_layer = adapter, before_layer
+    def __init__(self, adapter: Adapter, context: TokenIds, context_kv: ChunkKV | None = None) -> None:
+        """context_kv: the KV of `context`, where the caller has it."""
+        self._adapter = adapter
         empty = _empty(adapter, ())
         self._prefix_keys, self._prefix_values = empty.keys, empty.values  # [L, K, F, D], keys after RoPE
         self.context_kv = empty
@@ -59,22 +52,20 @@ class ChunkComputer:
         for stack in in_stacks(chunks, self.stack_tokens):
             yield from self.compute(stack)
 
+    def compute(self, chunks: Sequence[TokenIds]) -> list[ChunkKV]:
+        """The KV of these chunks, run as one stack."""
+        return run(self.steps(chunks))
+
     @torch.inference_mode()
-    def compute(self, chunks: Sequence[TokenIds], before_layer: BeforeLayer | None = None) -> list[ChunkKV]:
-        """The KV of these chunks, run as one stack. before_layer: called in this pass alone, before the usual one."""
+    def steps(self, chunks: Sequence[TokenIds]) -> Steps[list[ChunkKV]]:
+        """The same, with a pause before every layer."""
         adapter = self._adapter
         out = [_empty(adapter, ids) for ids in chunks]
         if any(chunks):
             hidden = adapter.embed(torch.tensor([i for ids in chunks for i in ids], device=adapter.device))
             layers = _Stacked(adapter, out, self._prefix_keys, self._prefix_values)
-            hooks = [hook for hook in (before_layer, self._before_layer) if hook]
-            run_layers(adapter, hidden, layers, partial(_each, hooks))
+            yield from run_layers(adapter, hidden, layers)
         return out
-
-
-def _each(hooks: Sequence[BeforeLayer], l: int) -> None:
-    for hook in hooks:
-        hook(l)
 
 
 def in_stacks(chunks: Iterable[TokenIds], most_tokens: int) -> Iterator[list[TokenIds]]:

@@ -32,10 +32,10 @@ import torch
 
 from blendserve.blend.layout import Layout, lay_out
 from blendserve.blend.policies.base import make_policy
-from blendserve.blend.prefill import prefill
+from blendserve.blend.prefill import blend_prefill
 from blendserve.blend.work import Work, rows_work, work_of
 from blendserve.config import BlendConfig, Method
-from blendserve.core import Chunk, ChunkKV, Prompt, TokenIds
+from blendserve.core import Chunk, ChunkKV, Prompt, TokenIds, run
 from blendserve.kernels.race_times import machine
 from blendserve.models.adapter import Adapter
 from blendserve.registry import POLICIES, REUSE
@@ -193,5 +193,7 @@ def _timed(
     plain, scored = BlendConfig(**REUSE), BlendConfig(policy=POLICIES.default, ratio=0.15)
     for blend in (plain, scored) if keys and rows < room // 20 else (plain,):
         start = clock()
-        float(prefill(adapter, prompt, layout, blend).logits[0])  # reading a number waits for the device
+        float(
+            run(blend_prefill(adapter, prompt, layout, blend)).logits[0]
+        )  # reading a number waits for the device
         yield work_of(layout, make_policy(blend), adapter.n_layers).row(), clock() - start

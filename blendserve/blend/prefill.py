@@ -20,12 +20,12 @@ from blendserve.blend.layout import Layout
 from blendserve.blend.loader import KVLoader
 from blendserve.blend.policies.base import BlendPass, Policy, make_policy
 from blendserve.config import BlendConfig
-from blendserve.core import Prompt
+from blendserve.core import Prompt, Steps
 from blendserve.kernels.ops import attend
 from blendserve.kernels.rows import RowPlan, Rows, plans_by_window
 from blendserve.kernels.types import Rope
 from blendserve.models.adapter import Adapter, Projected
-from blendserve.models.forward import BeforeLayer, run_layers
+from blendserve.models.forward import run_layers
 from blendserve.models.kv_cache import KVCache
 from blendserve.timing import Clock
 
@@ -45,7 +45,7 @@ class PassResult:
 
 
 @torch.inference_mode()
-def prefill(
+def blend_prefill(
     adapter: Adapter,
     prompt: Prompt,
     layout: Layout,
@@ -53,9 +53,8 @@ def prefill(
     new_tokens: int = 0,
     clock: Clock | None = None,
     cache: KVCache | None = None,
-    before_layer: BeforeLayer | None = None,
     known: LayerPriors | None = None,
-) -> PassResult:
+) -> Steps[PassResult]:
     """Run the prompt, reusing what the layout found; leaves room for `new_tokens` in the cache.
 
     cache: the caller's own, of at least that room; default: a new one. known: what the corpus has shown of how chunks
@@ -69,24 +68,23 @@ def prefill(
     ids = torch.tensor(prompt.ids, dtype=torch.long, device=adapter.device)
     ropes = adapter.rope(torch.arange(len(prompt), device=adapter.device))
     with closing(KVLoader(adapter, cache, layout.placements, ropes, clock)) as loader:
-        blend_pass = BlendPass(adapter, ids, layout, cache, loader, ropes, before_layer)
-        return _blended(blend_pass, policy, blend.correction, clock, known)
+        blend_pass = BlendPass(adapter, ids, layout, cache, loader, ropes)
+        return (yield from _blended(blend_pass, policy, blend.correction, clock, known))
 
 
 def _blended(
     blend_pass: BlendPass, policy: Policy, correction: str, clock: Clock, known: LayerPriors | None
-) -> PassResult:
+) -> Steps[PassResult]:
     adapter, layout, loader = blend_pass.adapter, blend_pass.layout, blend_pass.loader
     loaded = clock.seconds["load"]
     with clock.stage("select"):
+        yield from policy.score(layout, blend_pass)
         chosen = policy.select(layout, blend_pass)
     clock.seconds["select"] -= clock.seconds["load"] - loaded  # a scoring pass places KV on its way
     active = layout.fresh.clone()
     active[chosen] = True
     layers = _ActiveRows(blend_pass, policy, correction, active.nonzero()[:, 0], clock, known)
-    hidden = run_layers(
-        adapter, adapter.embed(blend_pass.ids[layers.rows.device]), layers, blend_pass.before_layer
-    )
+    hidden = yield from run_layers(adapter, adapter.embed(blend_pass.ids[layers.rows.device]), layers)
     rows = layers.rows.host
     cost = blend_pass.row_layers / (layout.n_tokens * adapter.n_layers)
     return PassResult(

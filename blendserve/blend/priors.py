@@ -28,9 +28,9 @@ from torch import Tensor
 
 from blendserve.blend.chunk_kv import ChunkComputer
 from blendserve.blend.layout import lay_out, preceding_share
-from blendserve.blend.prefill import prefill
+from blendserve.blend.prefill import blend_prefill
 from blendserve.config import BlendConfig
-from blendserve.core import Chunk, ChunkKV, Prompt, Span, TokenIds
+from blendserve.core import Chunk, ChunkKV, Prompt, Span, TokenIds, run
 from blendserve.errors import StoreError
 from blendserve.kernels.types import Prior
 from blendserve.models.adapter import Adapter
@@ -189,7 +189,7 @@ def _deviations(
 ) -> tuple[slice, list[ChunkKV], KVCache]:
     """The chunks from `first` on, which do not stand where they are computed: where, alone, and in full prefill."""
     layout = lay_out(prompt, None, [None] * len(prompt.chunks), behind_prefix=True)
-    cache = prefill(adapter, prompt, layout, BlendConfig(method="full", **REUSE)).cache
+    cache = run(blend_prefill(adapter, prompt, layout, BlendConfig(method="full", **REUSE))).cache
     alone = list(computer.stream([chunk.ids for chunk in prompt.chunks[first:]]))
     return slice(prompt.spans[first].start, prompt.spans[-1].stop), alone, cache
 

@@ -6,11 +6,11 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from functools import partial
+from typing import Literal
 
-from blendserve.blend.blender import NOTHING, Blender, Others
-from blendserve.core import ChunkKV, TokenIds
-from blendserve.engine.scheduler import Cancelled, Scheduler
+from blendserve.blend.blender import NOTHING, Blender
+from blendserve.core import ChunkKV, Steps, TokenIds
+from blendserve.engine.scheduler import Scheduler
 from blendserve.errors import Stopping, StoreError
 from blendserve.store import ChunkKey
 
@@ -36,8 +36,8 @@ class BackgroundTasks:
         for ids in absent:
             key = blender.key(ids)  # the prefix is (), as no chunk is
             have = {ids: computed[ids]} if ids in computed else NOTHING
-            task = partial(self._write_back, blender, ids, key, have)
-            if key not in self._planned and self._scheduler.in_background(task, tenant):
+            steps = self._write_back(blender, ids, key, have)
+            if key not in self._planned and self._scheduler.submit_background(steps, tenant):
                 self._planned.add(key)
 
     def precompute(
@@ -49,22 +49,23 @@ class BackgroundTasks:
         model's thread waits for nobody.
         """
         future: Future[None] = Future()
-        todo: deque[tuple[TokenIds, Others]] = deque((ids, "leave") for ids in chunks)
+        todo: deque[tuple[TokenIds, Literal["leave", "ignore"]]] = deque((ids, "leave") for ids in chunks)
 
         def plan() -> None:
             if not todo:
                 end()
-            elif not self._scheduler.in_background(compute, tenant):
+            elif not self._scheduler.submit_background(compute(), tenant):
                 end(StoreError("the server has too much to do: warm the cache again later"))
 
-        def compute() -> None:
+        def compute() -> Steps[None]:
             if future.cancelled():
                 return
             ids, others = todo.popleft()
             try:
-                left = blender.precompute([ids], others=others).left
-            except Cancelled:
+                left = yield from blender.precompute_one(ids, others)
+            except GeneratorExit:
                 end(Stopping("the server has shut down before all was computed: warm the cache again"))
+                raise
             except Exception as error:
                 end(error)
             else:
@@ -82,8 +83,8 @@ class BackgroundTasks:
 
     def _write_back(
         self, blender: Blender, ids: TokenIds, key: ChunkKey, computed: Mapping[TokenIds, ChunkKV]
-    ) -> None:
+    ) -> Steps[None]:
         try:
-            blender.write_back([ids], computed)
+            yield from blender.write_back([ids], computed)
         finally:  # not before: a request that goes before the rest of this may miss the same chunk
             self._planned.discard(key)

@@ -7,16 +7,19 @@ from contextlib import suppress
 from functools import partial
 
 from blendserve.blend.blender import Blender
-from blendserve.core import ChunkKV, TokenIds
+from blendserve.blend.chunk_kv import ChunkComputer
+from blendserve.core import ChunkKV, Steps, TokenIds
 from blendserve.engine.background import BackgroundTasks
 from blendserve.engine.engine import Engine
+from blendserve.engine.fair_executor import BackgroundThrottle
+from blendserve.engine.prefill import Prefill, prefill
 from blendserve.engine.prefix_cache import PrefixCache, PrefixKV
 from blendserve.engine.queued import Event, Observer, QueuedRequest
 from blendserve.engine.request import Plan
 from blendserve.engine.scheduler import Scheduler
 from blendserve.engine.slots import Slots
-from blendserve.engine.standby import Standby
 from blendserve.errors import StoreError
+from blendserve.models.kv_cache import KVCache
 
 PLACING = 0.05  # of what a token costs that runs: one that is loaded, moved and corrected
 
@@ -45,11 +48,11 @@ class BatchEngine:
         self.fetcher = engine.blender.fetcher
         self.fetcher.held.cap_bytes = share_bytes
         self.scheduler = Scheduler(
-            reader, self.slots, queue, gap_s, prefill_share, observer, Standby(job_share)
+            reader, self.slots, queue, gap_s, prefill_share, observer, BackgroundThrottle(job_share)
         )
         self.background = BackgroundTasks(self.scheduler)
         self.engine = engine
-        self._prefixes = PrefixCache(reader.adapter, self.scheduler.pause, prefix_bytes)
+        self._prefixes = PrefixCache(reader.adapter, prefix_bytes)
         self._base: ChunkKV | None = None  # of the prefix that all prompts without turns have
         self._blenders: dict[str, Blender] = {}
 
@@ -61,7 +64,7 @@ class BatchEngine:
     def blender(self, namespace: str) -> Blender:
         """Reads and writes one namespace of the store. Its passes are for the model's thread."""
         if namespace not in self._blenders:
-            like = self.engine.blender.like(self.engine.store, namespace, self.scheduler.pause)
+            like = self.engine.blender.like(self.engine.store, namespace)
             self._blenders[namespace] = like
         return self._blenders[namespace]
 
@@ -71,14 +74,18 @@ class BatchEngine:
         """A plan as the scheduler takes it: `scheduler.submit` and `scheduler.cancel` are next."""
         prompt, blender = plan.prompt, self.blender(namespace)
         own_prefix = prompt.prefix != self.engine.prompts.prefix and plan.blend.method != "full"
+
+        def begin(cache: KVCache) -> Steps[Prefill]:
+            prefix = self._prefix_kv(namespace, prompt.prefix) if own_prefix else None
+            return prefill(plan, blender, cache, prefix)
+
         write_back = partial(self.background.write_back, blender, tenant)
         return QueuedRequest(
             tenant=tenant,
             plan=plan,
-            blender=blender,
+            prefill=begin,
             emit=emit,
             cost=self._cost(plan, blender),
-            prefix_kv=partial(self._prefix_kv, namespace, prompt.prefix) if own_prefix else None,
             missed=write_back if self.engine.config.store.write_back else None,
             hold=blender.prefetch(prompt, plan.blend),
         )
@@ -96,9 +103,9 @@ class BatchEngine:
         share = 0.0 if plan.blend.method == "reuse" else plan.blend.share
         return len(prompt) - known - stored + max(share, PLACING) * stored
 
-    def _prefix_kv(self, namespace: str, ids: TokenIds) -> PrefixKV:
+    def _prefix_kv(self, namespace: str, ids: TokenIds) -> Steps[PrefixKV]:
         """KV of a conversation so far. On the model's thread."""
         base = self.engine.prompts.prefix
         if self._base is None:
-            self._base = self.blender("").computer(()).compute([base])[0]
-        return self._prefixes.get(namespace, ids, base, self._base)
+            self._base = (yield from ChunkComputer(self.engine.reader.adapter, ()).steps([base]))[0]
+        return (yield from self._prefixes.get(namespace, ids, base, self._base))

@@ -15,7 +15,7 @@ from typing import Any
 from blendserve.blend.blender import Blender
 from blendserve.blend.precompute import PrecomputeReport
 from blendserve.config import BlendConfig, Config, changed
-from blendserve.core import Answer, ChunkKV, Document, Passage, TokenIds
+from blendserve.core import Answer, ChunkKV, Document, Passage, TokenIds, run
 from blendserve.engine.calibration import writing_codec
 from blendserve.engine.gate import GateReport, verdict
 from blendserve.engine.generation import AnswerStream, Generation
@@ -280,7 +280,7 @@ class Engine:
 
     def _prefill(self, plan: Plan) -> Prefill:
         if self.gate.passed:
-            return prefill(plan, self.blender)
+            return run(prefill(plan, self.blender))
         if plan.blend.method not in {"auto", "full"}:
             self.gate.require()
         return prefill_by_model(plan, self.reader.adapter, f"the reader fails {self.gate.failure}")
@@ -289,7 +289,7 @@ class Engine:
         """Store what a request found missing or damaged, some of it computed by now. An answer never fails for it."""
         if absent and self.config.store.write_back:
             try:
-                self.blender.write_back(absent, computed)
+                run(self.blender.write_back(absent, computed))
             except StoreError as error:
                 log.warning("missing chunks were not stored: %s", error)
 

@@ -38,9 +38,9 @@ from torch import Tensor
 from blendserve import __version__
 from blendserve.blend.chunk_kv import ChunkComputer
 from blendserve.blend.layout import Layout, lay_out
-from blendserve.blend.prefill import PassResult, prefill
+from blendserve.blend.prefill import PassResult, blend_prefill
 from blendserve.config import BlendConfig
-from blendserve.core import Chunk, Prompt, TokenIds
+from blendserve.core import Chunk, Prompt, TokenIds, run
 from blendserve.errors import ModelUnsupported
 from blendserve.models.adapter import Adapter
 from blendserve.models.forward import append
@@ -195,8 +195,10 @@ class _Checks:
         yield GateRow("full reuse: KV is not forward's", apart, self._allowed(self.unit_kv), above=True)
 
     def _run(self, layout: Layout, **options: Any) -> PassResult:
-        return prefill(
-            self.adapter, self.prompt, layout, BlendConfig(method="blend", **options), new_tokens=1
+        return run(
+            blend_prefill(
+                self.adapter, self.prompt, layout, BlendConfig(method="blend", **options), new_tokens=1
+            )
         )
 
     def _same(self, name: str, done: PassResult) -> Iterator[GateRow]:

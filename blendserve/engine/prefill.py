@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch import Tensor
 from blendserve.blend.blender import Blender
 from blendserve.blend.explain import explain_plain
 from blendserve.blend.report import plain_report
-from blendserve.core import BlendReport, ChunkKV, Explanation, TokenIds
+from blendserve.core import BlendReport, ChunkKV, Explanation, Steps, TokenIds
 from blendserve.engine.prefix_cache import PrefixKV
 from blendserve.engine.request import Plan
 from blendserve.models.adapter import Adapter
@@ -38,13 +38,15 @@ def prefill(
     plan: Plan,
     blender: Blender,
     cache: KVCache | None = None,
-    prefix_kv: Callable[[], PrefixKV] | None = None,
-) -> Prefill:
+    prefix_kv: Steps[PrefixKV] | None = None,
+) -> Steps[Prefill]:
     """By `plan.blend`. cache: the caller's own, of at least `plan.tokens`. prefix_kv: by default the store is asked."""
     with plan.clock.stage("prefill"):
-        prefix = prefix_kv() if prefix_kv else None
+        prefix = (yield from prefix_kv) if prefix_kv else None
         kv = prefix.kv if prefix else None
-        done = blender.run(plan.prompt, plan.blend, plan.decode.max_new_tokens, plan.clock, cache, kv)
+        done = yield from blender.prefill(
+            plan.prompt, plan.blend, plan.decode.max_new_tokens, plan.clock, cache, kv
+        )
     report = done.report
     cached = report.tokens_exact + report.tokens_reused
     if prefix and report.method != "full":

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from blendserve.blend.chunk_kv import ChunkComputer
-from blendserve.core import ChunkKV, TokenIds
+from blendserve.core import ChunkKV, Steps, TokenIds
 from blendserve.models.adapter import Adapter
-from blendserve.models.forward import BeforeLayer
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +30,11 @@ class PrefixCache:
     Nothing of it is ever stored on disk: it depends on its order, and would crowd out what does not.
     """
 
-    def __init__(self, adapter: Adapter, before_layer: BeforeLayer | None, cap_bytes: int) -> None:
-        self._adapter, self._before_layer, self._cap = adapter, before_layer, cap_bytes
+    def __init__(self, adapter: Adapter, cap_bytes: int) -> None:
+        self._adapter, self._cap = adapter, cap_bytes
         self._kept: OrderedDict[tuple[str, TokenIds], ChunkKV] = OrderedDict()
 
-    def get(self, namespace: str, ids: TokenIds, base: TokenIds, base_kv: ChunkKV) -> PrefixKV:
+    def get(self, namespace: str, ids: TokenIds, base: TokenIds, base_kv: ChunkKV) -> Steps[PrefixKV]:
         """The KV of a prefix: the longest beginning that is known, the rest computed behind it, and kept.
 
         base, base_kv: a beginning that everybody has. Only prefixes of the same namespace are looked at.
@@ -47,8 +46,8 @@ class PrefixCache:
         known = ChunkKV(kv.keys[:, :, :found], kv.values[:, :, :found])
         if found < len(ids):
             context_kv = known if found else None
-            computer = ChunkComputer(self._adapter, ids[:found], context_kv, self._before_layer)
-            new = computer.compute([ids[found:]])[0]
+            computer = ChunkComputer(self._adapter, ids[:found], context_kv)
+            new = (yield from computer.steps([ids[found:]]))[0]
             known = ChunkKV(torch.cat([known.keys, new.keys], 2), torch.cat([known.values, new.values], 2))
         self._keep((namespace, ids), known)
         return PrefixKV(known, found)

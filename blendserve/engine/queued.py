@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
-from blendserve.blend.blender import Blender
-from blendserve.core import Answer, BlendReport, ChunkKV, Explanation, TokenIds
-from blendserve.engine.prefix_cache import PrefixKV
+from blendserve.core import Answer, BlendReport, ChunkKV, Explanation, Steps, TokenIds
+from blendserve.engine.generation import Generation
+from blendserve.engine.prefill import Prefill
 from blendserve.engine.request import Plan
 from blendserve.fetch.copies import Hold
+from blendserve.models.kv_cache import KVCache
 from blendserve.timing import Clock
 
 
@@ -47,22 +48,24 @@ class Failed:
 Event: TypeAlias = "Started | Piece | Finished | Failed"
 
 
+PREEMPT_FACTOR = 4  # times: how much cheaper a request must be than the rest of the prefill that it preempts
+
+
 @dataclass(slots=True, eq=False)
 class QueuedRequest:
     """One request. Filled by batching.py; `emit` is called on the model's thread, with the last event Finished or Failed.
 
     cost: tokens that are expected to run through the model; what is not known yet counts as missing.
-    prefix_kv: gives the KV of the prompt's prefix; called on the model's thread; None = the store's.
+    prefill: begins the prefill into a slot.
     missed: told, on the model's thread, of the chunks that the store did not have, with KV of those that have some now.
     cancelled: set by whoever no longer wants it; nothing is emitted after that.
     """
 
     tenant: str
     plan: Plan
-    blender: Blender
+    prefill: Callable[[KVCache], Steps[Prefill]]
     emit: Callable[[Event], None]
     cost: float = 0.0
-    prefix_kv: Callable[[], PrefixKV] | None = None
     missed: Callable[[Sequence[TokenIds], Mapping[TokenIds, ChunkKV]], None] | None = None
     hold: Hold | None = None  # of KV that is kept for it; closed when its prefill ends, or it is cancelled
     queued: Clock = field(default_factory=Clock)  # since this was made
@@ -72,6 +75,41 @@ class QueuedRequest:
         """It reads no more stored KV; idempotent."""
         if self.hold:
             self.hold.close()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BackgroundTask:
+    """Work for the store that no request waits for."""
+
+    tenant: str
+    steps: Steps[None]
+
+
+@dataclass(slots=True, eq=False)
+class Prefilling:
+    """A request whose prefill has begun."""
+
+    request: QueuedRequest
+    cache: KVCache
+    steps: Steps[Prefill]
+    layer: int = -1  # that is next, counted through all passes
+    preempted_cost: float = 0.0  # of the requests that preempted it
+
+    def is_preempted_by(self, request: QueuedRequest, n_layers: int) -> bool:
+        """Whether a request may go before the rest of the pass that runs."""
+        if self.request.tenant == request.tenant:
+            return False
+        cost, rest = self.request.cost, 1 - self.layer % n_layers / n_layers
+        return PREEMPT_FACTOR * request.cost <= cost * rest and self.preempted_cost + request.cost <= cost
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Running:
+    """A request from its first token to its last."""
+
+    request: QueuedRequest
+    cache: KVCache
+    generation: Generation
 
 
 class Observer(Protocol):

@@ -1,21 +1,19 @@
-"""Continuous batching: one thread runs the model, and at every step decides anew who runs.
+"""Continuous batching: one thread runs the model, and `step` decides anew each time what it does next.
 
-    step:   a waiting request gets a free slot and is prefilled
-            when none waits, or after every BACKGROUND_EVERY requests, a background task is done
-            then all running requests make one token together
+    unit of work                 when
+    layer of a background task   between prefills, once no request waits or BACKGROUND_EVERY of them were prefilled;
+                                 throttled while requests are in flight
+    decoding step                after every prefill, within one `gap_s` after the last step, or when nothing else runs
+    layer of a prefill           otherwise
 
-A prefill does not stop the running ones: it pauses before every layer (models/forward.py), and when it has run for
-`gap_s` since the last step, a step is made there. So between two tokens of an answer lie at most `gap_s`, one layer and
-one step. Where a step takes long, the prefill runs longer, too, as it keeps `prefill_share` of the time: steps for few
-requests are the most expensive ones, and the sooner prefills are done, the more requests step together.
+Prefills and background tasks are generators that yield before every layer (`core.Steps`), so either is cancelled by
+`close()`. Between two tokens of an answer lie at most `gap_s`, one layer and one step. Where a step takes long, the
+prefill runs longer, too, as it keeps `prefill_share` of the time: steps for few requests are the most expensive ones,
+and the sooner prefills are done, the more requests step together.
 
-Nor does a long prefill stop short ones: where it pauses, a request of another tenant is prefilled, if that is expected
-to take a fraction (passes.py) of what is left. One at a time, one deep, and all of them together no more than the long
-one's own cost: it takes at most twice as long. Once several tenants have come, the last free slot is for those who have
-none.
-
-A background task stands back for all requests before every layer (standby.py): those that wait are prefilled, those that
-run take steps, and one that is being planned elsewhere has the cores for itself.
+A long prefill is preempted by a request of another tenant that is expected to cost a fraction of the rest of it: one at
+a time, and all of them together no more than the long one's own cost, so it takes at most twice as long. Once several
+tenants have come, the last free slot is for those who have none.
 """
 
 from __future__ import annotations
@@ -29,16 +27,24 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from blendserve.engine.fair_queue import FairQueue
+from blendserve.core import Steps
+from blendserve.engine.fair_executor import BackgroundThrottle, FairQueue
 from blendserve.engine.generation import Generation
-from blendserve.engine.passes import Pass, Running, Task
-from blendserve.engine.prefill import prefill
-from blendserve.engine.queued import Failed, Finished, Observer, Piece, QueuedRequest, Started
+from blendserve.engine.prefill import Prefill
+from blendserve.engine.queued import (
+    BackgroundTask,
+    Failed,
+    Finished,
+    Observer,
+    Piece,
+    Prefilling,
+    QueuedRequest,
+    Running,
+    Started,
+)
 from blendserve.engine.slots import Slots
-from blendserve.engine.standby import LOOK, Standby
 from blendserve.engine.steps import BatchDecoder
 from blendserve.errors import BlendserveError, Busy, Stopping
-from blendserve.models.kv_cache import KVCache
 from blendserve.models.loader import Reader
 from blendserve.models.native import Row
 
@@ -49,12 +55,8 @@ BACKGROUND_EVERY = 8
 log = logging.getLogger(__name__)
 
 
-class Cancelled(Exception):
-    """Raised out of a prefill whose request nobody waits for any more."""
-
-
 class Scheduler:
-    """Give it requests with `submit`; it calls their `emit`. Their blenders must call `pause` before each layer."""
+    """Give it requests with `submit`; it calls their `emit`."""
 
     def __init__(
         self,
@@ -64,23 +66,25 @@ class Scheduler:
         gap_s: float,
         prefill_share: float,
         observer: Observer,
-        standby: Standby | None = None,
+        throttle: BackgroundThrottle | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """standby: of background tasks. clock: gives seconds; decides when running requests decode."""
-        self._reader, self._slots, self._observer = reader, slots, observer
-        self._decoder = BatchDecoder(reader.adapter, slots)
-        self._gap_s, self._patience = gap_s, prefill_share / (1 - prefill_share)  # the latter in steps
+        """throttle: of background tasks. clock: gives seconds; decides when running requests decode."""
+        self._n_layers, self._slots, self._observer = reader.adapter.n_layers, slots, observer
+        self._reader, self._decoder = reader, BatchDecoder(reader.adapter, slots)
+        self._gap_s, self._prefill_steps = gap_s, prefill_share / (1 - prefill_share)  # per decoding step
         self._waiting, self._queue = FairQueue[QueuedRequest](), queue
-        self._background: FairQueue[Task] = FairQueue()
-        self._since_background = 0  # requests prefilled
-        self._standby = standby or Standby()
-        self._planned: Counter[str] = Counter()  # by tenant: requests that are on their way here
+        self._prefills: list[Prefilling] = []  # at most two; the last one runs
         self._running: list[Running] = []
-        self._passes: list[Pass] = []  # the last one runs, the one before it pauses
+        self._background = FairQueue[BackgroundTask]()
+        self._task: BackgroundTask | None = None  # the one that has begun
+        self._throttle = throttle or BackgroundThrottle()
+        self._since_task = 0  # requests prefilled
+        self._preparing: Counter[str] = Counter()  # by tenant: requests that are on their way here
         self._tenants: set[str] = set()  # the first two
         self._clock = clock
-        self._decoded_at, self._decode_s = clock(), 0.0  # the end of the last decoding step, its duration
+        self._decode_at = -float("inf")  # when running requests decode next, within prefills
+        self._prefilled = False  # whether a layer of a prefill has run since the last decoding step
         self._request_s = 1.0  # recent mean duration of a request: what Retry-After is made of
         self._wake = threading.Condition()
         self._draining = self._stopped = False
@@ -94,13 +98,15 @@ class Scheduler:
 
     @property
     def alive(self) -> bool:
-        """Whether requests are taken."""
+        """Whether requests are accepted."""
         return self._thread.is_alive() and not self._draining
 
     @property
     def has_work(self) -> bool:
         """Whether `step` would do anything now."""
-        return bool(self._running or len(self._background) or (len(self._waiting) and self._slots.free))
+        if self._prefills or self._running or (len(self._waiting) and self._slots.free):
+            return True
+        return bool(self._task or len(self._background)) and not self._rest_s
 
     @property
     def load(self) -> tuple[int, int]:
@@ -125,31 +131,30 @@ class Scheduler:
 
     @property
     def in_flight(self) -> bool:
-        """Whether a request is planned, waits, is prefilled or decodes: what nobody waits for stands back then."""
-        return bool(self._planned or len(self._waiting) or self._slots.free < self._slots.n)
+        """Whether a request is prepared, waits, is prefilled or decodes: background work is throttled then."""
+        return bool(self._preparing or len(self._waiting) or self._slots.free < self._slots.n)
 
-    def others_in_flight(self, tenant: str) -> bool:
-        """Whether one of another tenant is."""
+    def has_other_tenants(self, tenant: str) -> bool:
+        """Whether a request of another tenant is in flight."""
         with self._wake:
-            having = [r.request for r in self._running] + [p.request for p in self._passes if p.request]
             return (
-                any(other != tenant for other in self._planned)
+                any(other != tenant for other in self._preparing)
                 or len(self._waiting) > self._waiting.of(tenant)
-                or any(other.tenant != tenant for other in having)
+                or any(other.tenant != tenant for other in self._with_slot())
             )
 
     @contextmanager
-    def planning(self, tenant: str) -> Iterator[None]:
+    def preparing(self, tenant: str) -> Iterator[None]:
         """While a request is made ready for `submit`."""
         with self._wake:
-            self._planned[tenant] += 1
+            self._preparing[tenant] += 1
         try:
             yield
         finally:
             with self._wake:
-                self._planned[tenant] -= 1
-                if not self._planned[tenant]:
-                    del self._planned[tenant]
+                self._preparing[tenant] -= 1
+                if not self._preparing[tenant]:
+                    del self._preparing[tenant]
                 self._wake.notify()
 
     def submit(self, request: QueuedRequest) -> None:
@@ -167,29 +172,28 @@ class Scheduler:
             raise
 
     def cancel(self, request: QueuedRequest) -> None:
-        """Nobody wants it any more: it is dropped from the queue, or frees its slot before the next layer or step."""
+        """Drop it from the queue, or free its slot before the next layer or step. No more events are emitted."""
         with self._wake:
             request.cancelled = True
             self._waiting.remove(request)
             request.release()
             self._wake.notify()
 
-    def in_background(self, task: Callable[[], None], tenant: str = "") -> bool:
-        """Something small for the model's thread to do by the way -> False when a tenant has too much of it already."""
+    def submit_background(self, steps: Steps[None], tenant: str = "") -> bool:
+        """Queue a background task -> False when its tenant has too many already."""
         with self._wake:
             if self._background.of(tenant) >= MAX_BACKGROUND:
                 return False
-            self._background.put(Task(tenant, task))
+            self._background.put(BackgroundTask(tenant, steps))
             self._wake.notify()
             return True
 
     def drain(self) -> None:
-        """Take no new requests; those that are here go on."""
-        with self._wake:
-            self._draining = True
+        """Refuse new requests; accepted ones are answered."""
+        self._draining = True
 
     def stop(self) -> None:
-        """End the thread; requests that run or wait fail. Idempotent."""
+        """End the thread; accepted requests fail. Idempotent."""
         with self._wake:
             self._draining = self._stopped = True
             self._wake.notify()
@@ -201,14 +205,16 @@ class Scheduler:
     # On the model's thread
 
     def step(self) -> None:
-        """One iteration: admit a request, run a background task if one is due, decode a token of each running request.
-
-        The thread of `start` calls this while there is work. Without `start`, the caller's thread is the model's.
-        """
-        if request := self._next(lambda _: True):
-            self._admit(request)
-        self._do_task()
-        self._decode()
+        """One unit of work. Without `start`, the caller's thread is the model's."""
+        self._drop_cancelled()
+        if task := self._due_task():
+            self._advance_task(task)
+        elif self._running and self._prefilled and self._clock() >= self._decode_at:
+            self._decode()
+        elif prefill := self._current_prefill():
+            self._advance(prefill)
+        elif self._running:
+            self._decode()
 
     def _loop(self) -> None:
         while self._wait():
@@ -218,177 +224,177 @@ class Scheduler:
                 log.exception("a scheduling step failed")
         self._fail_all()
 
+    def _wait(self) -> bool:
+        """Sleep until there is something to do -> False when there will not be."""
+        with self._wake:
+            while not (self._stopped or self.has_work):
+                self._wake.wait(self._rest_s or None)
+            return not self._stopped
+
     def _fail_all(self) -> None:
+        if self._task:
+            log.info("a background task was left undone, as the server stops")
+            self._task.steps.close()
+            self._task = None
+        for prefill in self._prefills[::-1]:
+            self._end_prefill(prefill, Stopping("the server has shut down before the answer began"))
         for running in list(self._running):
-            self._drop(running, Stopping("the server has shut down before the answer was complete"))
+            self._end(running, Stopping("the server has shut down before the answer was complete"))
         with self._wake:
             waiting = list(iter(self._waiting.pop, None))
         for request in waiting:
             request.release()
             self._fail(request, Stopping("the server has shut down before the question's turn came"))
 
-    def _wait(self) -> bool:
-        """Sleep until there is something to do -> False when there will not be."""
-        with self._wake:
-            while not (self._stopped or self.has_work):
-                self._wake.wait()
-            return not self._stopped
+    def _drop_cancelled(self) -> None:
+        for prefill in [p for p in self._prefills if p.request.cancelled]:
+            self._end_prefill(prefill)
+        for running in [r for r in self._running if r.request.cancelled]:
+            self._end(running)
 
-    def _next(self, wanted: Callable[[QueuedRequest], bool]) -> QueuedRequest | None:
-        """The next request that may have a slot and is wanted now."""
+    # Background tasks
+
+    @property
+    def _rest_s(self) -> float:
+        """Seconds until a background task may go on."""
+        return self._throttle.rest_s if self.in_flight else 0.0
+
+    def _due_task(self) -> BackgroundTask | None:
+        if self._prefills or self._rest_s:
+            return None
         with self._wake:
-            return self._waiting.pop(lambda r: self._may_have_slot(r) and wanted(r))
+            if self._task is None and (not len(self._waiting) or self._since_task >= BACKGROUND_EVERY):
+                self._task = self._background.pop()
+                self._since_task = 0
+        return self._task
+
+    def _advance_task(self, task: BackgroundTask) -> None:
+        self._throttle.begin()
+        try:
+            next(task.steps)
+        except StopIteration:
+            self._task = None
+        except Exception as error:
+            self._task = None
+            if not isinstance(error, BlendserveError):
+                raise
+            log.warning("a background task failed: %s", error)
+        finally:
+            self._throttle.charge(self.in_flight)
+
+    # Prefill
+
+    def _current_prefill(self) -> Prefilling | None:
+        """The top of a stack of at most two: a much cheaper request of another tenant preempts a long prefill."""
+        if len(self._prefills) < 2:
+            with self._wake:
+                request = self._waiting.pop(self._may_start)
+            if request:
+                self._start(request)
+        return self._prefills[-1] if self._prefills else None
+
+    def _may_start(self, request: QueuedRequest) -> bool:
+        preempts = all(prefill.is_preempted_by(request, self._n_layers) for prefill in self._prefills)
+        return preempts and self._may_have_slot(request)
 
     def _may_have_slot(self, request: QueuedRequest) -> bool:
         """The last one is for tenants who have none, once there are several."""
         if self._slots.free != 1 or self._slots.n == 1 or len(self._tenants) < 2:
             return self._slots.free > 0
-        having = [r.request for r in self._running] + [p.request for p in self._passes if p.request]
-        return all(other.tenant != request.tenant for other in having)
+        return all(other.tenant != request.tenant for other in self._with_slot())
 
-    def _do_task(self) -> None:
-        """The next background task, if it is its turn."""
-        with self._wake:
-            if len(self._waiting) and self._since_background < BACKGROUND_EVERY:
-                return
-            task = self._background.pop()
-        if task is None:
-            return
-        self._since_background = 0
-        self._passes.append(Pass())
-        self._standby.begin()
-        try:
-            task.run()
-        except Cancelled:
-            log.info("a background task was left undone, as the server stops")
-        except BlendserveError as error:
-            log.warning("a background task failed: %s", error)
-        finally:
-            self._passes.pop()
-            self._standby.worked(self.in_flight)  # storing, too
+    def _with_slot(self) -> list[QueuedRequest]:
+        return [running.request for running in self._running] + [p.request for p in self._prefills]
 
-    def _admit(self, request: QueuedRequest) -> None:
-        """Put a request into a slot and say its first token."""
+    def _start(self, request: QueuedRequest) -> None:
+        if self._prefills:
+            self._prefills[0].preempted_cost += request.cost
         cache = self._slots.take()
-        self._passes.append(Pass(request))
-        self._since_background += 1
+        self._prefills.append(Prefilling(request, cache, request.prefill(cache)))
+        self._since_task += 1
         request.plan.clock.seconds["queue"] = waited = request.queued.elapsed()
         self._observer.dequeued(request.plan.blend.method, waited)
+
+    def _advance(self, prefill: Prefilling) -> None:
+        """One layer; after the last one, the first token."""
         try:
-            generation, logits = self._prefill(request, cache)
-        except Cancelled:
-            self._slots.give_back(cache)
-            self._fail(request, Stopping("the server has shut down before the answer began"))
+            next(prefill.steps)
+            prefill.layer += 1
+        except StopIteration as end:
+            self._prefills.remove(prefill)
+            prefill.request.release()
+            self._emit_first(prefill, end.value)
         except Exception as error:  # of this request alone
-            self._slots.give_back(cache)
-            self._fail(request, error)
+            self._end_prefill(prefill, error)
+        self._prefilled = True
+        if not self._prefills:
+            self._decode_at = -float("inf")
+
+    def _emit_first(self, prefill: Prefilling, done: Prefill) -> None:
+        request, plan, reader = prefill.request, prefill.request.plan, self._reader
+        generation = Generation(plan, done.report, done.explanation, reader.tokenizer, reader.end_tokens)
+        running = Running(request, prefill.cache, generation)
+        self._running.append(running)
+        try:
+            if request.missed and done.missing:
+                request.missed(done.missing, done.computed)
+            self._observer.prefilled(done.report, plan.clock.seconds["load"])
+            request.emit(Started(done.cached, done.report, done.explanation))
+        except Exception as error:  # of this request alone
+            self._end(running, error)
         else:
-            self._take(Running(request, cache, generation), logits)
-        finally:
-            self._passes.pop()
-            request.release()
+            self._emit(running, done.logits, is_first=True)
 
-    def _prefill(self, request: QueuedRequest, cache: KVCache) -> tuple[Generation, Tensor]:
-        plan, reader = request.plan, self._reader
-        done = prefill(plan, request.blender, cache, request.prefix_kv)
-        if request.missed and done.missing:
-            request.missed(done.missing, done.computed)
-        self._observer.prefilled(done.report, plan.clock.seconds["load"])
-        request.emit(Started(done.cached, done.report, done.explanation))
-        made = Generation(plan, done.report, done.explanation, reader.tokenizer, reader.end_tokens)
-        return made, done.logits
+    def _end_prefill(self, prefill: Prefilling, error: Exception | None = None) -> None:
+        prefill.steps.close()
+        self._prefills.remove(prefill)
+        self._slots.give_back(prefill.cache)
+        prefill.request.release()
+        if error:
+            self._fail(prefill.request, error)
 
-    def pause(self, l: int) -> None:
-        """The before-layer hook of every pass but a decoding step: long passes take turns with what others wait for."""
-        self._refuse_cancelled()
-        if self._passes and self._passes[-1].request is None:
-            self._stand_back()
-        else:
-            self._let_go_on(l)
-        self._refuse_cancelled()
-
-    def _let_go_on(self, l: int) -> None:
-        """Within a prefill: a step of what runs, and a request that is much shorter."""
-        if self._clock() - self._decoded_at >= max(self._gap_s, self._patience * self._decode_s):
-            self._decode()
-        prefills = [p for p in self._passes if p.request]
-        if len(prefills) == 1 and len(self._waiting):
-            done = l / self._reader.adapter.n_layers
-            if request := self._next(lambda request: prefills[0].lends(request, done)):
-                prefills[0].lent += request.cost
-                self._admit(request)
-
-    def _stand_back(self) -> None:
-        """Within a background task: all requests, for as long as its last layer is to be rested for."""
-        self._standby.worked(self.in_flight)
-        while self._standby.rest > 0 and self.in_flight and not self._stopped:
-            if request := self._next(lambda _: True):
-                self._admit(request)
-            elif self._running:
-                self._decode()
-            else:
-                with self._wake:
-                    if not len(self._waiting):
-                        self._wake.wait(min(self._standby.rest, LOOK))
-            self._standby.rested()
-
-    def _refuse_cancelled(self) -> None:
-        """Raises Cancelled for the pass that runs."""
-        request = self._passes[-1].request if self._passes else None
-        if self._stopped or (request and request.cancelled):
-            raise Cancelled
+    # Decode
 
     def _decode(self) -> None:
         """One token for every running request."""
-        for running in [r for r in self._running if r.request.cancelled]:
-            self._leave(running)
-        if batch := list(self._running):
-            began = self._clock()
-            self._decode_batch(batch)
-            self._decode_s = self._clock() - began
-        self._decoded_at = self._clock()
-
-    def _decode_batch(self, batch: list[Running]) -> None:
+        began, batch = self._clock(), list(self._running)
         self._observer.step(len(batch))
         try:
             logits = self._decoder.step([Row(r.cache, *r.generation.last) for r in batch])
         except Exception as error:  # memory, a device: nobody's answer can go on
             for running in batch:
-                self._drop(running, error)
-            return
-        for running, row in zip(batch, logits, strict=True):
-            self._take(running, row)
+                self._end(running, error)
+        else:
+            for running, row in zip(batch, logits, strict=True):
+                self._emit(running, row)
+        now = self._clock()
+        self._decode_at = now + max(self._gap_s, self._prefill_steps * (now - began))
+        self._prefilled = False
 
-    def _take(self, running: Running, logits: Tensor) -> None:
+    def _emit(self, running: Running, logits: Tensor, is_first: bool = False) -> None:
         """Add a token to an answer; its slot is free as soon as it has its last one."""
-        first, generation, emit = running not in self._running, running.generation, running.request.emit
+        generation, request = running.generation, running.request
         try:
             if text := generation.take(logits):
-                emit(Piece(text))
+                request.emit(Piece(text))
             if generation.answer:
-                emit(Finished(generation.answer))
+                request.emit(Finished(generation.answer))
         except Exception as error:  # of this request alone
-            self._drop(running, error)
+            self._end(running, error)
             return
-        seconds = generation.ttft if first else generation.gap
-        self._observer.token(generation.report.method, seconds, first)
+        elapsed_s = generation.ttft if is_first else generation.gap
+        self._observer.token(generation.report.method, elapsed_s, is_first)
         if generation.answer:
             self._request_s += 0.2 * (generation.plan.clock.elapsed() - self._request_s)
-            self._leave(running)
-        elif first:
-            self._running.append(running)
+            self._end(running)
 
-    def _leave(self, running: Running) -> None:
+    def _end(self, running: Running, error: Exception | None = None) -> None:
         """The slot is free from here on."""
-        if running in self._running:
-            self._running.remove(running)
+        self._running.remove(running)
         self._slots.give_back(running.cache)
-
-    def _drop(self, running: Running, error: Exception) -> None:
-        self._leave(running)
-        self._fail(running.request, error)
+        if error:
+            self._fail(running.request, error)
 
     def _fail(self, request: QueuedRequest, error: Exception) -> None:
-        """End a request, unless it was cancelled."""
         if not request.cancelled:
             request.emit(Failed(error))

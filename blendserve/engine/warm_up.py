@@ -7,8 +7,9 @@ goes through the real path, over a made-up prompt of a usual length, since memor
 from __future__ import annotations
 
 from blendserve.blend.cost import synthetic_prompt
-from blendserve.blend.prefill import prefill
+from blendserve.blend.prefill import blend_prefill
 from blendserve.config import Config, changed
+from blendserve.core import run
 from blendserve.models.adapter import Adapter
 from blendserve.models.forward import append
 from blendserve.models.kv_cache import KVCache
@@ -35,5 +36,5 @@ def warm_up(adapter: Adapter, config: Config, index: VectorIndex | None) -> None
     cache = KVCache(adapter, max(room, len(prompt) + 1))
     cache.keys.zero_()
     cache.values.zero_()
-    done = prefill(adapter, prompt, layout, blend, cache=cache)
+    done = run(blend_prefill(adapter, prompt, layout, blend, cache=cache))
     append(adapter, done.cache, len(prompt), [int(done.logits.argmax())])

@@ -10,13 +10,14 @@ decoding, and forced answers   here                      one row a request, of o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from blendserve.core import Steps, run
 from blendserve.kernels.cpu.decode_step import MAX_ROWS
 from blendserve.kernels.ops import attend, attend_at
 from blendserve.kernels.rows import Rows, plans_by_window
@@ -25,8 +26,6 @@ from blendserve.models.adapter import Adapter, Projected
 from blendserve.models.kv_cache import KVCache
 from blendserve.models.native import NativeDecoder, Row, native_decoder
 from blendserve.models.pace import pass_of
-
-BeforeLayer = Callable[[int], None]  # called with each layer before it runs; what it raises ends the pass
 
 
 class LayerPass(Protocol):
@@ -45,14 +44,11 @@ class LayerPass(Protocol):
         ...
 
 
-def run_layers(
-    adapter: Adapter, hidden: Tensor, layers: LayerPass, before_layer: BeforeLayer | None = None
-) -> Tensor:
+def run_layers(adapter: Adapter, hidden: Tensor, layers: LayerPass) -> Steps[Tensor]:
     """Embedded rows [S, E] through all layers -> hidden [S', E] of those that are left."""
     pace = pass_of(len(hidden), adapter.device)
     for l in range(adapter.n_layers):
-        if before_layer:
-            before_layer(l)
+        yield
         layer = partial(_run_layer, adapter, l, hidden, layers)
         done = pace.layer(layer) if pace else layer()
         if done is None:
@@ -102,7 +98,7 @@ def append(adapter: Adapter, cache: KVCache, at: int, tokens: Sequence[int]) -> 
     if native := _native(adapter, rows):
         return native(rows)
     hidden = adapter.embed(torch.tensor(tokens, device=adapter.device))
-    return adapter.logits(run_layers(adapter, hidden, _OneRequest(adapter, cache, at, len(tokens))))
+    return adapter.logits(run(run_layers(adapter, hidden, _OneRequest(adapter, cache, at, len(tokens)))))
 
 
 class _ManyRequests:
@@ -149,7 +145,7 @@ def _native(adapter: Adapter, rows: Sequence[Row]) -> NativeDecoder | None:
 def run_rows(adapter: Adapter, rows: Sequence[Row]) -> Tensor:
     """The same by the layer loop."""
     hidden = adapter.embed(torch.tensor([row.token for row in rows], device=adapter.device))
-    return adapter.logits(run_layers(adapter, hidden, _ManyRequests(adapter, rows)))
+    return adapter.logits(run(run_layers(adapter, hidden, _ManyRequests(adapter, rows))))
 
 
 class _Captured:
@@ -182,5 +178,5 @@ def append_captured(
     Each row's KV is written at its slot [B]: its position, or a place that nobody reads.
     """
     return adapter.logits(
-        run_layers(adapter, adapter.embed(token), _Captured(adapter, keys, values, at, slot))
+        run(run_layers(adapter, adapter.embed(token), _Captured(adapter, keys, values, at, slot)))
     )

@@ -13,7 +13,7 @@ from typing import Any
 
 from blendserve.config import Config as EngineConfig
 from blendserve.core import Answer, Passage
-from blendserve.engine.fair_thread import FairThread
+from blendserve.engine.fair_executor import FairExecutor
 from blendserve.engine.library import Library
 from blendserve.engine.queued import Event, Failed, Finished, Started
 from blendserve.engine.request import Plan, Request
@@ -87,10 +87,10 @@ class Asking(Front, ABC):
         self.model_name = self.model_names[0]  # in responses
         self.tokenizer: Any = reader.tokenizer
         self.retrieval = self._retrieval()
-        self.storage = FairThread("storage", serve.queue)  # counts, pins and looks things up in the store
+        self.storage = FairExecutor("storage", serve.queue)  # counts, pins and looks things up in the store
 
     @abstractmethod
-    def _retrieval(self) -> FairThread:
+    def _retrieval(self) -> FairExecutor:
         """The thread that may touch indexes."""
 
     @property

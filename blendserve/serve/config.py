@@ -13,7 +13,7 @@ from pydantic_core import PydanticCustomError
 
 from blendserve.config import Config as EngineConfig
 from blendserve.config import Positive, Section, changed
-from blendserve.engine.standby import SHARE
+from blendserve.engine.fair_executor import BACKGROUND_SHARE
 from blendserve.errors import ConfigError
 from blendserve.setting_errors import SECRET
 
@@ -89,7 +89,7 @@ class ServeConfig(HttpConfig):
         0.75, ge=0.0, lt=1.0, description="Share of time for a prefill while answers are decoded."
     )
     job_share: float = Field(
-        SHARE,
+        BACKGROUND_SHARE,
         gt=0.0,
         le=1.0,
         description="Share of time for background jobs (new documents, write-back) while requests run.",

@@ -11,11 +11,10 @@ from functools import partial
 from typing import Any
 
 from blendserve.config import Config as EngineConfig
-from blendserve.engine.fair_thread import FairThread
+from blendserve.engine.fair_executor import BackgroundThrottle, FairExecutor
 from blendserve.engine.library import Library
 from blendserve.engine.prompt import PromptBuilder
 from blendserve.engine.request import Plan, make_plan
-from blendserve.engine.standby import Standby
 from blendserve.errors import Stopping
 from blendserve.serve.asking import Answering, Ask, Asking
 from blendserve.serve.config import ServeConfig
@@ -56,10 +55,10 @@ class RoutedService(Asking):
         self._draining = False
         super().__init__(config, library, serve, HttpMetrics(), reader)
 
-    def _retrieval(self) -> FairThread:
+    def _retrieval(self) -> FairExecutor:
         serve = self.serve
-        return FairThread(
-            "retrieval", serve.queue, Standby(serve.job_share), lambda: False, lambda tenant: False
+        return FairExecutor(
+            "retrieval", serve.queue, BackgroundThrottle(serve.job_share), lambda: False, lambda tenant: False
         )
 
     @property

@@ -10,10 +10,9 @@ from functools import partial
 
 from blendserve.engine.batching import BatchEngine
 from blendserve.engine.engine import Engine
-from blendserve.engine.fair_thread import FairThread
+from blendserve.engine.fair_executor import BackgroundThrottle, FairExecutor
 from blendserve.engine.library import Documents, Library
 from blendserve.engine.queued import Event, QueuedRequest
-from blendserve.engine.standby import Standby
 from blendserve.retrieve import VectorIndex
 from blendserve.serve.asking import Answering, Ask, Asking
 from blendserve.serve.config import ServeConfig
@@ -39,14 +38,14 @@ class Service(Asking):
         for index in library.collections.values():
             index.embedder.set_yield_point(self.retrieval.give_way)
 
-    def _retrieval(self) -> FairThread:
+    def _retrieval(self) -> FairExecutor:
         scheduler, serve = self.scheduler, self.serve
-        return FairThread(
+        return FairExecutor(
             "retrieval",
             serve.queue,
-            Standby(serve.job_share),
+            BackgroundThrottle(serve.job_share),
             lambda: scheduler.in_flight,
-            scheduler.others_in_flight,
+            scheduler.has_other_tenants,
         )
 
     @property
@@ -78,7 +77,7 @@ class Service(Asking):
                 loop.call_soon_threadsafe(events.put_nowait, event)
 
         clock = Clock()
-        with counted(self._preparing, tenant.name), self.scheduler.planning(tenant.name):
+        with counted(self._preparing, tenant.name), self.scheduler.preparing(tenant.name):
             request = await self.on_retrieval(tenant, self._planned, tenant, ask, emit, clock)
             self.scheduler.submit(request)
         return Answering(request.plan, _drained(events), partial(self.scheduler.cancel, request))

@@ -11,7 +11,7 @@ import torch
 
 from blendserve.blend.blender import Blender
 from blendserve.config import BlendConfig
-from blendserve.core import BlendReport, Reason, Span, TokenIds
+from blendserve.core import BlendReport, Reason, Span, TokenIds, run
 from blendserve.errors import ConfigError
 from blendserve.store import MemoryStore
 from blendserve.store.codecs.base import Coding
@@ -97,7 +97,7 @@ def test_an_unusable_chunk_counts_as_missing_and_is_replaced(
         assert [(unusable.chunk, unusable.kind) for unusable in hurt.report.unusable] == [(1, kind)]
         assert hurt.missing == absent
         assert torch.equal(hurt.result.logits, as_if_missing.run(PROMPT, BLEND).result.logits)
-        assert maker.write_back(hurt.missing) == len(absent)
+        assert run(maker.write_back(hurt.missing)) == len(absent)
         healed = maker.run(PROMPT, BLEND)
         assert_near(healed.result.logits, whole.result.logits)
         assert (found(healed.report), healed.report.unusable) == ((5, 0, 0), ())

@@ -64,12 +64,13 @@ def test_a_slow_second_changes_no_measurement(monkeypatch: pytest.MonkeyPatch) -
 
     def timed(adapter: Any, prompt: Prompt, found: Layout, blend: BlendConfig) -> Any:
         nonlocal now, n_prefills
+        yield
         is_slow = slow_from <= n_prefills < slow_from + calls
         n_prefills += 1
         now += MODEL.seconds(work_of(found, make_policy(blend), LAYERS)) * (3 if is_slow else 1)
         return SimpleNamespace(logits=[0.0])
 
-    monkeypatch.setattr(cost, "prefill", timed)
+    monkeypatch.setattr(cost, "blend_prefill", timed)
     for first in range(0, 2 * calls, 4):
         n_prefills, slow_from = 0, first
         measured = measure(tiny_adapter("llama"), clock=lambda: now)

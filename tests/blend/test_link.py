@@ -10,6 +10,7 @@ import torch
 from blendserve.blend.blender import Blender, Prefilled
 from blendserve.blend.cost import CostModel
 from blendserve.config import BlendConfig
+from blendserve.core import run as run_steps
 from blendserve.fetch.fetcher import KVFetcher
 from blendserve.fetch.link import DEAD_LINK_S, PROBE_PAUSE, PROBE_S, LinkEstimator
 from blendserve.store import KVStore, LayeredStore, MemoryStore
@@ -67,7 +68,7 @@ def test_chunks_that_are_slower_to_fetch_are_computed_but_for_a_fixed_method_or_
     blender(here).precompute([])
     fresh = blender(here).run(PROMPT, BlendConfig())
     assert torch.equal(done.result.logits, fresh.result.logits)
-    assert made.write_back(done.missing) == 0  # they are stored there
+    assert run_steps(made.write_back(done.missing)) == 0  # they are stored there
     fixed = run(made, BlendConfig(method="blend"))
     assert (fixed.report.chunks_hit, kinds(fixed)) == (FILLED, [])
     far.is_far = False
@@ -107,7 +108,7 @@ def test_chunks_that_no_machine_has_are_stored_over_a_slow_link_too() -> None:
     far.latency_s = 100.0
     made = blender(far)
     made.warm_up()
-    assert made.write_back(run(made).missing) == FILLED + 1  # with the prefix
+    assert run_steps(made.write_back(run(made).missing)) == FILLED + 1  # with the prefix
     assert len(list(far.keys())) == FILLED + 1
 
 

@@ -12,9 +12,9 @@ import os
 from pathlib import Path
 import torch
 from blendserve.blend.layout import lay_out
-from blendserve.blend.prefill import prefill
+from blendserve.blend.prefill import blend_prefill
 from blendserve.config import BlendConfig
-from blendserve.core import Chunk, ChunkKV, Prompt
+from blendserve.core import Chunk, ChunkKV, Prompt, run
 from blendserve.kernels import rows
 from blendserve.models.adapter import Adapter
 from blendserve.models.toy import toy_llama
@@ -34,14 +34,15 @@ for dtype, native, blocks in ((torch.bfloat16, "1", 0), (torch.float32, "0", 0),
     adapter = Adapter(toy_llama(64, tokens, layers=2, heads=2, kv_heads=1).to(dtype))
     shape = (2, adapter.n_layers, adapter.n_kv_heads, len(prompt.chunks[1]), adapter.head_dim)
     view = MemoryChunk(ChunkKV(*torch.zeros(shape, dtype=dtype)))
-    prefill(adapter, short, lay_out(short, None, [], behind_prefix=True), BlendConfig())  # allocates what stays
+    empty = lay_out(short, None, [], behind_prefix=True)
+    run(blend_prefill(adapter, short, empty, BlendConfig()))  # allocates what stays
     if blocks:
         rows.MAX_BLOCK = rows.SCORE_BUDGET = blocks
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from what is resident now
     before = peak()
     for chunks in ((None, None), (None, view)):  # full prefill, and half of it blended
         layout = lay_out(prompt, None, chunks, behind_prefix=True)
-        prefill(adapter, prompt, layout, BlendConfig(correction="ridge"))
+        run(blend_prefill(adapter, prompt, layout, BlendConfig(correction="ridge")))
     print(peak() - before)
 """
 LIMIT = 130_000_000  # bytes; one score matrix of 8,192 rows and keys in fp32 has 268 million

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from blendserve.blend.blender import Blender, Prefilled
 from blendserve.blend.near import CONTEXT_MARGIN, MIN_RUN, matching_runs
 from blendserve.config import BlendConfig
-from blendserve.core import Chunk, Prompt, Reason, Span, TokenIds
+from blendserve.core import Chunk, Prompt, Reason, Span, TokenIds, run
 from blendserve.store import KVStore, LMDBStore, MemoryStore
 from blendserve.store import near as near_index
 from blendserve.store.codecs.base import forget_ready
@@ -119,7 +119,7 @@ def test_donors_are_of_the_same_reader_prefix_and_namespace(
         of[whose].precompute([OLD])
     mine = [of[asking].key(OLD).hex()] if asking in stored else []
     assert donors_of(ask(of[asking], FIRST, NEW, prefix=asking[1])) == mine
-    of[asking].write_back([NEW])
+    run(of[asking].write_back([NEW]))
     for whose, by in of.items():
         theirs = {by.key(ids).hex() for ids in (OLD, NEW)}
         assert set(donors_of(ask(by, FIRST, (*NEW, 3), prefix=whose[1]))) <= theirs
@@ -165,7 +165,7 @@ def test_thirty_edits_of_a_chunk_read_their_donor_once_and_are_hits_once_stored(
     assert len(done.report.near) == 30
     n_read = len(PREFIX) + len(FIRST) + len(OLD)
     assert done.report.bytes_loaded == by.adapter.kv_bytes_per_token * n_read
-    assert by.write_back(done.missing) == 30
+    assert run(by.write_back(done.missing)) == 30
     again = ask(by, FIRST, *chunks).report
     assert (again.chunks_hit, again.near) == (31, ())
     (near,) = ask(by, FIRST, (*chunks[7][:70], 95, *chunks[7][71:])).report.near
@@ -204,7 +204,7 @@ def test_an_index_made_from_a_store_is_the_one_that_was_updated(tmp_path: Path) 
         by = tiny_blender(store, FIRST)
         ask(by, FIRST, NEW)  # the index is updated from now on
         by.precompute([OLD])
-        by.write_back([some_ids(80, 20)])
+        run(by.write_back([some_ids(80, 20)]))
         assert by.near.index.keys == {by.key(x) for x in (FIRST, OLD, some_ids(80, 20))}
         kept = ask(by, FIRST, NEW).report.near
     with LMDBStore(tmp_path, ROOMY) as store:

@@ -15,8 +15,9 @@ from torch import Tensor
 from blendserve.blend.chunk_kv import STACK_TOKENS, ChunkComputer
 from blendserve.blend.layout import Layout
 from blendserve.blend.policies.base import BlendPass, Policy, candidates, make_policy, top
-from blendserve.blend.prefill import prefill
+from blendserve.blend.prefill import blend_prefill
 from blendserve.config import BlendConfig, Config
+from blendserve.core import run
 from blendserve.errors import ConfigError
 from blendserve.evaluate.methods import parse_methods
 from blendserve.kernels import race, verify
@@ -34,7 +35,7 @@ def test_a_prompt_that_fills_the_context_to_the_last_token(name: str) -> None:
     left = adapter.context_limit - 8 - 3
     prompt = some_prompt([left - 2 * (left // 3), left // 3, left // 3], prefix=8, suffix=3)
     assert len(prompt) == adapter.context_limit
-    done = prefill(adapter, prompt, lay(adapter, prompt), BlendConfig(policy="all"), new_tokens=7)
+    done = run(blend_prefill(adapter, prompt, lay(adapter, prompt), BlendConfig(policy="all"), new_tokens=7))
     assert_near(done.logits, model_logits(adapter, prompt))
     assert done.cache.capacity == len(prompt) + 7  # room for the answer
 

@@ -24,7 +24,7 @@ from blendserve.bench.faults import only_found
 from blendserve.bench.servers import Server
 from blendserve.blend.blender import Blender
 from blendserve.config import BlendConfig, ValkeyConfig
-from blendserve.core import Chunk, Prompt
+from blendserve.core import Chunk, Prompt, run
 from blendserve.errors import StoreError
 from blendserve.models.adapter import Adapter
 from blendserve.models.toy import toy_llama
@@ -63,7 +63,7 @@ def engine(line: Connection, url: str, seed: int) -> None:
         expected = only_found(truth, prompt, done).run(prompt, blend)
         right = torch.equal(done.result.logits, expected.result.logits)
         with contextlib.suppress(StoreError):
-            shared.write_back(done.missing)
+            run(shared.write_back(done.missing))
         missed = Counter(f"missed_{unusable.kind}" for unusable in done.report.unusable)
         line.send({"answers": 1, "wrong": not right, "chunks_found": done.report.chunks_hit, **missed})
 

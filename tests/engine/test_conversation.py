@@ -6,7 +6,7 @@ from functools import cache
 
 import torch
 
-from blendserve.core import ChunkKV, TokenIds
+from blendserve.core import ChunkKV, TokenIds, run
 from blendserve.engine.engine import Engine
 from blendserve.engine.prefix_cache import PrefixCache, PrefixKV
 from tests.support.engines import PASSAGES, toy_engine, toy_reader
@@ -29,11 +29,11 @@ def base() -> tuple[TokenIds, ChunkKV]:
 
 
 def get(kept: PrefixCache, ids: TokenIds, namespace: str = "a") -> PrefixKV:
-    return kept.get(namespace, ids, *base())
+    return run(kept.get(namespace, ids, *base()))
 
 
 def test_a_prefix_has_its_own_tokens_kv() -> None:
-    kept = PrefixCache(toy_reader().adapter, None, ROOMY)
+    kept = PrefixCache(toy_reader().adapter, ROOMY)
     ids = (*base()[0], *range(500, 540))
     get(kept, ids)
     other = (*ids[:-5], *range(900, 930))  # another way on
@@ -47,7 +47,7 @@ def test_a_prefix_has_its_own_tokens_kv() -> None:
 def test_prefixes_are_not_found_across_namespaces_and_stay_below_their_cap() -> None:
     n_base = len(base()[0])
     cap = 2 * (n_base + 50) * toy_reader().adapter.kv_bytes_per_token
-    kept = PrefixCache(toy_reader().adapter, None, cap)
+    kept = PrefixCache(toy_reader().adapter, cap)
     one, two = ((*base()[0], *range(n, n + 50)) for n in (500, 700))
     assert [get(kept, one, namespace).reused for namespace in "aba"] == [n_base, n_base, n_base + 50]
     get(kept, two)  # the cap is for two, and "b"'s was used longest ago

@@ -10,8 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blendserve.blend.prefill import prefill
+from blendserve.blend.prefill import blend_prefill
 from blendserve.config import BlendConfig, DecodeConfig
+from blendserve.core import run
 from blendserve.engine.generation import Sampler, TextStream, generate
 from tests.support.blending import lay, some_prompt
 from tests.support.models import tiny_adapter
@@ -22,7 +23,7 @@ PROMPT, NEW = some_prompt([9, 14]), 24
 
 def tokens(end: set[int], **options: Any) -> list[int]:
     adapter, config = tiny_adapter("llama"), DecodeConfig(max_new_tokens=NEW, **options)
-    done = prefill(adapter, PROMPT, lay(adapter, PROMPT), BlendConfig(policy="all"), NEW)
+    done = run(blend_prefill(adapter, PROMPT, lay(adapter, PROMPT), BlendConfig(policy="all"), NEW))
     return list(generate(adapter, done.cache, len(PROMPT), done.logits, config, end))
 
 

@@ -6,6 +6,7 @@ else takes time.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,14 +28,16 @@ from hypothesis.stateful import (
     rule,
 )
 
-from blendserve.engine.fair_queue import FairQueue
-from blendserve.engine.prefix_cache import PrefixKV
+from blendserve.blend.blender import Blender
+from blendserve.core import Steps
+from blendserve.engine.fair_executor import BackgroundThrottle, FairQueue
+from blendserve.engine.prefill import Prefill
 from blendserve.engine.queued import Event, Finished, Observer, Piece, QueuedRequest, Started
 from blendserve.engine.scheduler import BACKGROUND_EVERY, MAX_BACKGROUND, Scheduler
 from blendserve.engine.slots import Slots
-from blendserve.engine.standby import Standby
 from blendserve.errors import Busy, PromptTooLong, Stopping, StoreFull
 from blendserve.fetch.fetcher import ChunkRequest, KVFetcher
+from blendserve.models.kv_cache import KVCache
 from blendserve.timing import Clock
 from tests.support.blending import tiny_blender
 from tests.support.engines import (
@@ -45,7 +48,7 @@ from tests.support.engines import (
     alone,
     seen,
     submit,
-    tiny_prefix_kv,
+    tiny_prefill,
     tiny_reader,
     tiny_store,
     toy_batch,
@@ -106,12 +109,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     ) -> None:
         self.clock, self.decode_s, self.gap_s, self.share = ManualClock(), decode_s, gap_s, prefill_share
         self.slots, self.queue = Slots(tiny_reader().adapter, slots, SLOT_TOKENS), queue
-        self.store, standby = tiny_store(), Standby(background_share, self.clock)
+        self.store, throttle = tiny_store(), BackgroundThrottle(background_share, self.clock)
         self.fetcher = KVFetcher(self.store, held_bytes=SHARED_BYTES)
         observer = Mock(Observer)
         observer.step = self.decode
         self.scheduler = Scheduler(
-            tiny_reader(), self.slots, queue, gap_s, prefill_share, observer, standby, self.clock
+            tiny_reader(), self.slots, queue, gap_s, prefill_share, observer, throttle, self.clock
         )
         self.sent: list[Sent] = []
         self.cancelled: set[Sent] = set()  # since the last step, while they had a slot
@@ -140,12 +143,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     ) -> Any:
         """Submit a request, which may rightly be refused."""
         sent, plan = Sent(tenant, question, cost, cancel_at, self.turn), question.plan(Clock(now=self.clock))
-        layer, adapter = partial(self.layer, sent), tiny_reader().adapter
-        blender = tiny_blender(self.store, adapter=adapter, before_layer=layer, fetcher=self.fetcher)
+        blender = tiny_blender(self.store, adapter=tiny_reader().adapter, fetcher=self.fetcher)
         hold = self.fetcher.prefetch([ChunkRequest(blender.key(c.ids), len(c)) for c in plan.prompt.chunks])
-        receive, admit = partial(self.receive, sent), partial(self.admit, sent)
+        prefill, receive = partial(self.prefill, sent, blender), partial(self.receive, sent)
         sent.request = QueuedRequest(
-            tenant, plan, blender, receive, cost, admit, hold=hold, queued=Clock(now=self.clock)
+            tenant, plan, prefill, receive, cost, hold=hold, queued=Clock(now=self.clock)
         )
         over, before = plan.tokens - SLOT_TOKENS, self.retry_after()
         full = len(self.waiting(tenant)) == self.queue
@@ -171,7 +173,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(sent=requests)
     def cancel(self, sent: Sent) -> None:
-        if sent.state == "runs":
+        if sent.state in ("prefills", "runs"):
             self.cancelled.add(sent)
         sent.state = "ended"
         self.scheduler.cancel(sent.request)
@@ -185,16 +187,16 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(layers=st.integers(0, 3), tenant=st.sampled_from(TENANTS), error=st.none() | st.builds(StoreFull))
     def in_background(self, layers: int = 1, tenant: str = "", error: Exception | None = None) -> None:
-        def task() -> None:
+        def task() -> Steps[None]:
             self.tasks -= 1
-            for l in range(layers):
-                self.scheduler.pause(l)
+            for _ in range(layers):
+                yield
                 self.log.append("layer")
                 self.clock.advance(LAYER_S)
             if error:
                 raise error
 
-        assert self.scheduler.in_background(task, tenant)
+        assert self.scheduler.submit_background(task(), tenant)
         self.tasks += 1
 
     @rule(seconds=st.sampled_from([0.5, 100.0]))
@@ -205,10 +207,18 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(n=st.integers(1, 4))
     def step(self, n: int = 1) -> None:
         for _ in range(n):
+            cancelled = set(self.cancelled)
             self.scheduler.step()
-            self.cancelled.clear()
-            assert self.prefilling == self.failing == []
+            self.cancelled -= cancelled
+            assert not self.failing
             self.check()
+
+    def step_until(self, is_reached: Callable[[], bool]) -> None:
+        for _ in range(1000):
+            if is_reached():
+                return
+            self.step()
+        raise AssertionError("it makes no progress")
 
     def run(self) -> None:
         """To the end of all that there is."""
@@ -216,7 +226,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             if not self.scheduler.has_work:
                 break
             self.step()
-            assert n < 50 + 5 * len(self.sent), "it makes no progress"
+            assert n < 100 + 50 * len(self.sent), "it makes no progress"
         assert self.tasks == 0
         assert not self.scheduler.in_flight
 
@@ -249,7 +259,27 @@ class SchedulerMachine(RuleBasedStateMachine):
     def retry_after(self) -> dict[str, int]:
         return {tenant: self.scheduler.retry_after(tenant) for tenant in TENANTS}
 
-    def admit(self, sent: Sent) -> PrefixKV:
+    def prefill(self, sent: Sent, blender: Blender, cache: KVCache) -> Steps[Prefill]:
+        """A request's prefill, with the clock's seconds for each layer."""
+        self.admit(sent)
+        steps = tiny_prefill(sent.request.plan, blender, cache)
+        try:
+            for l in count():
+                try:
+                    next(steps)
+                except StopIteration as end:
+                    done: Prefill = end.value
+                    return done
+                if sent.cancel_at == l:
+                    self.cancel(sent)
+                yield
+                self.layer(sent)
+        finally:
+            steps.close()
+            self.prefilling.remove(sent)
+        raise AssertionError
+
+    def admit(self, sent: Sent) -> None:
         """A request has a slot, and its prefill begins."""
         self.log.append("prefill")
         assert sent is self.waiting(sent.tenant)[0], "first come, first served within a tenant"
@@ -272,18 +302,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.turn += 1
         sent.state = "prefills"
         self.prefilling.append(sent)
-        return tiny_prefix_kv()
 
-    def layer(self, sent: Sent, l: int) -> None:
-        """Before each layer of a prefill."""
+    def layer(self, sent: Sent) -> None:
+        """A layer of a prefill begins."""
         assert self.prefilling[-1] is sent
-        if sent.cancel_at == l:
-            self.cancel(sent)
-        try:
-            self.scheduler.pause(l)
-        except BaseException:
-            self.prefilling.remove(sent)
-            raise
         assert sent.state == "prefills"
         at_most = max(self.gap_s, self.share / (1 - self.share) * self.decode_s) + LAYER_S
         assert self.since_decode <= at_most, "running requests decode within a prefill"
@@ -308,8 +330,6 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def receive(self, sent: Sent, event: Event) -> None:
         assert sent.state != "ended"
-        if sent.state == "prefills":
-            assert self.prefilling.pop() is sent
         if isinstance(event, Started):
             sent.state = "runs"
         elif isinstance(event, Piece):
@@ -338,12 +358,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         in_flight = {s.tenant for s in (*waiting, *having)}
         assert self.scheduler.in_flight == bool(in_flight)
         for tenant in TENANTS:
-            assert self.scheduler.others_in_flight(tenant) == bool(in_flight - {tenant})
+            assert self.scheduler.has_other_tenants(tenant) == bool(in_flight - {tenant})
         assert self.fetcher.held.n_bytes <= (SHARED_BYTES if in_flight else 0)
 
 
 TestScheduler = SchedulerMachine.TestCase
 TestScheduler.settings = settings(stateful_step_count=30)
+
+
+def nothing() -> Steps[None]:
+    yield from ()
 
 
 def opened(**options: Any) -> SchedulerMachine:
@@ -378,7 +402,7 @@ def test_a_short_request_of_another_tenant_is_prefilled_within_a_long_prefill() 
     machine = opened(slots=3)
     for tenant, cost in (("a", 16.0), ("a", 1.0), ("b", 5.0), ("c", 4.0)):
         machine.submit(Question((2, 3), max_new_tokens=20), tenant, cost)
-    machine.scheduler.step()
+    machine.step_until(lambda: machine.sent[0].state == "runs")
     assert [sent.state for sent in machine.sent] == ["runs", "waits", "waits", "runs"]
     machine.run()
 
@@ -387,8 +411,7 @@ def test_one_tenant_alone_has_all_slots_and_a_decoding_step_fails_for_all_that_a
     machine = opened(slots=3)
     for _ in range(3):
         machine.submit(Question((2, 3), max_new_tokens=20))
-    machine.step(3)
-    assert [sent.state for sent in machine.sent] == ["runs"] * 3
+    machine.step_until(lambda: all(sent.state == "runs" for sent in machine.sent))
     machine.cancel(machine.sent[0])
     machine.step()
     machine.arm(RuntimeError("out of memory"))
@@ -400,7 +423,7 @@ def test_kv_kept_for_a_request_is_freed_when_it_is_cancelled() -> None:
     machine = opened(slots=1)
     machine.submit(ANY)
     waiting = machine.submit(ANY)
-    machine.step()
+    machine.step_until(lambda: machine.sent[0].state == "runs")
     assert machine.fetcher.held.n_bytes > 0
     machine.cancel(waiting)
     assert machine.fetcher.held.n_bytes == 0
@@ -418,16 +441,17 @@ def test_a_task_is_run_after_so_many_requests_however_many_wait() -> None:
 
 def test_a_tenant_has_so_many_tasks_at_most() -> None:
     scheduler = opened().scheduler
-    assert all(scheduler.in_background(lambda: None) for _ in range(MAX_BACKGROUND))
-    assert not scheduler.in_background(lambda: None)
-    assert scheduler.in_background(lambda: None, "another tenant")
+    assert all(scheduler.submit_background(nothing()) for _ in range(MAX_BACKGROUND))
+    assert not scheduler.submit_background(nothing())
+    assert scheduler.submit_background(nothing(), "another tenant")
 
 
 def test_a_task_keeps_its_share_of_the_time_while_requests_run() -> None:
     machine = opened(background_share=0.2)
     machine.submit(Question((2, 3), max_new_tokens=30))
-    machine.step()
+    machine.step_until(lambda: machine.log[-1:] == ["decode"])
     machine.in_background(4)
+    machine.step_until(lambda: machine.log.count("layer") == 4)
     machine.step()
     assert machine.log == ["prefill", "decode", *["layer", *["decode"] * 4] * 3, "layer", "decode"]
     machine.run()
@@ -436,9 +460,9 @@ def test_a_task_keeps_its_share_of_the_time_while_requests_run() -> None:
 @pytest.mark.parametrize("stops", [True, False])
 def test_a_task_rests_while_a_request_is_planned_and_ends_with_the_scheduler(stops: bool) -> None:
     machine = opened(background_share=0.1)
-    with machine.scheduler.planning("a"):
+    with machine.scheduler.preparing("a"):
         assert machine.scheduler.in_flight
-        assert [machine.scheduler.others_in_flight(t) for t in "ab"] == [False, True]
+        assert [machine.scheduler.has_other_tenants(t) for t in "ab"] == [False, True]
         machine.in_background(2)
         machine.scheduler.start()
         eventually(lambda: machine.log)

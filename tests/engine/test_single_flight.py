@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from blendserve.blend import single_flight
-from blendserve.core import Passage
+from blendserve.core import Passage, run
 from blendserve.engine.engine import Engine
 from blendserve.errors import StoreUnavailable
 from blendserve.store import KVStore, LayeredStore, LMDBStore, MemoryStore
@@ -51,7 +51,7 @@ def test_workers_on_one_store_compute_each_chunk_once(
 def test_threads_that_miss_one_chunk_compute_it_once() -> None:
     with toy_engine() as made, ThreadPoolExecutor(8) as pool:
         chunks = made.prompts.chunk_ids(CORPUS)
-        assert sum(pool.map(lambda _: made.blender.write_back(chunks), range(8))) == len(CORPUS)
+        assert sum(pool.map(lambda _: run(made.blender.write_back(chunks)), range(8))) == len(CORPUS)
         assert made.missing(CORPUS) == 0
 
 

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from blendserve.blend import prefill as module
-from blendserve.blend.prefill import PassResult, prefill
+from blendserve.blend.prefill import PassResult, blend_prefill
 from blendserve.config import BlendConfig
+from blendserve.core import run as run_steps
 from blendserve.errors import InputError
 from blendserve.evaluate import stats
 from blendserve.evaluate.fidelity import agreement, forced, kl, nll
@@ -36,7 +37,9 @@ ANSWER, PROMPT = some_ids(9, seed=7), some_prompt([12, 9, 14])
 
 def prefilled(name: str, **options: Any) -> PassResult:
     adapter = tiny_adapter(name)
-    return prefill(adapter, PROMPT, lay(adapter, PROMPT), BlendConfig(**options), len(ANSWER))
+    return run_steps(
+        blend_prefill(adapter, PROMPT, lay(adapter, PROMPT), BlendConfig(**options), len(ANSWER))
+    )
 
 
 @pytest.mark.parametrize("name", KINDS)

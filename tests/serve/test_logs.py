@@ -68,7 +68,7 @@ def test_a_bug_is_one_500_with_the_id_of_its_traceback(
 
     with monkeypatch.context() as patch:
         patch.setattr(server.engine.store, "stats", broken)  # outside of the scheduler
-        patch.setattr(Blender, "run", broken)  # inside
+        patch.setattr(Blender, "prefill", broken)  # inside
         answers = [client.get("/v1/cache/stats"), client.post("/v1/rag/query", ASK)]
         streamed = client.post("/v1/rag/query", {**ASK, "stream": True})
     assert [answer.status_code for answer in answers] == [500, 500]

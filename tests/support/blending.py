@@ -16,10 +16,10 @@ from blendserve.blend.blender import Blender
 from blendserve.blend.chunk_kv import ChunkComputer
 from blendserve.blend.layout import Layout, lay_out
 from blendserve.blend.loader import KVLoader
-from blendserve.blend.prefill import PassResult, prefill
+from blendserve.blend.prefill import PassResult, blend_prefill
 from blendserve.blend.priors import Priors
 from blendserve.config import BlendConfig
-from blendserve.core import BlendReport, Chunk, Prompt, TokenIds
+from blendserve.core import BlendReport, Chunk, Prompt, TokenIds, run
 from blendserve.errors import CorruptRecord
 from blendserve.kernels.types import Ropes
 from blendserve.models.adapter import Adapter
@@ -74,7 +74,7 @@ def tiny_blender(
 
 
 def blend(adapter: Adapter, prompt: Prompt, layout: Layout | None = None, **options: Any) -> PassResult:
-    return prefill(adapter, prompt, layout or lay(adapter, prompt), BlendConfig(**options))
+    return run(blend_prefill(adapter, prompt, layout or lay(adapter, prompt), BlendConfig(**options)))
 
 
 @torch.inference_mode()

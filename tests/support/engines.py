@@ -11,16 +11,18 @@ from unittest.mock import Mock
 
 import torch
 
+from blendserve.blend.blender import Blender
 from blendserve.config import BlendConfig, Config, DecodeConfig, Method, PromptConfig, StoreConfig, changed
-from blendserve.core import Answer, Chunk, Passage, Prompt
+from blendserve.core import Answer, Chunk, Passage, Prompt, Steps, run
 from blendserve.engine.batching import BatchEngine
 from blendserve.engine.engine import Engine
 from blendserve.engine.generation import AnswerStream, Generation
-from blendserve.engine.prefill import prefill
+from blendserve.engine.prefill import Prefill, prefill
 from blendserve.engine.prefix_cache import PrefixKV
 from blendserve.engine.queued import Event, Failed, Finished, Observer, Piece, QueuedRequest
 from blendserve.engine.request import Plan, Request, split_options
 from blendserve.models.adapter import Adapter
+from blendserve.models.kv_cache import KVCache
 from blendserve.models.loader import Reader
 from blendserve.models.toy import toy_reader as load_toy_reader
 from blendserve.store import KVStore, MemoryStore
@@ -183,6 +185,16 @@ def tiny_prefix_kv() -> PrefixKV:
     return PrefixKV(tiny_blender(tiny_store()).computer(()).compute([PREFIX])[0], len(PREFIX))
 
 
+def tiny_prefill(plan: Plan, blender: Blender, cache: KVCache | None = None) -> Steps[Prefill]:
+    """Behind `tiny_prefix_kv`."""
+
+    def prefix_kv() -> Steps[PrefixKV]:
+        yield from ()
+        return tiny_prefix_kv()
+
+    return prefill(plan, blender, cache, prefix_kv())
+
+
 @dataclass(frozen=True)
 class Question:
     """Equal questions have equal answers."""
@@ -201,6 +213,6 @@ class Question:
 @cache
 def alone(question: Question) -> Answer:
     reader, plan = tiny_reader(), question.plan(Clock())
-    done = prefill(plan, tiny_blender(tiny_store()), prefix_kv=tiny_prefix_kv)
+    done = run(tiny_prefill(plan, tiny_blender(tiny_store())))
     generation = Generation(plan, done.report, done.explanation, reader.tokenizer, reader.end_tokens)
     return AnswerStream(generation, done.logits, done.run, lambda: None).answer()

@@ -19,7 +19,7 @@ import httpx
 import numpy as np
 import uvicorn
 
-from blendserve.core import Document, Passage
+from blendserve.core import Document, Passage, Steps
 from blendserve.engine.engine import Engine
 from blendserve.engine.library import Library
 from blendserve.engine.prompt import PromptBuilder
@@ -151,6 +151,11 @@ class Client:
         return self.job("/v1/cache/warm", {"passages": passages})
 
 
+def _once(call: Callable[[], object]) -> Steps[None]:
+    yield
+    call()
+
+
 class Server(Client):
     """A server on a real socket of this process; `serve.port` counts if it is not the default one."""
 
@@ -177,7 +182,7 @@ class Server(Client):
         eventually(lambda: self.is_idle)
         for name in {"", "api-key", *(tenant.name for tenant in self._tenants)}:
             written = threading.Event()
-            self.service.scheduler.in_background(written.set, name)
+            self.service.scheduler.submit_background(_once(written.set), name)
             assert written.wait(30)
         for namespace in self.namespaces:
             for key in list(self.engine.store.keys(namespace)):
@@ -212,7 +217,7 @@ class Server(Client):
             begun.set()
             release.wait(30)
 
-        self.service.scheduler.in_background(task)
+        self.service.scheduler.submit_background(_once(task))
         assert begun.wait(30)
         try:
             yield release

@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from copy import copy
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -222,9 +223,17 @@ def delivered(
 
 
 def blender(store: KVStore, before_layer: Callable[[int], None] = lambda l: None, **options: Any) -> Blender:
+    """before_layer: called in every pass, before each of its layers."""
     prompts = Engine(CONFIG, reader(), store).prompts
-    own = (reader().adapter, reader().fingerprint, store, prompts.prefix, prompts.kv_context)
-    return Blender(*own, "", before_layer, **options)
+    adapter = copy(reader().adapter)
+    project = adapter.project
+
+    def hooked(l: int, *args: Any) -> Any:
+        before_layer(l)
+        return project(l, *args)
+
+    vars(adapter)["project"] = hooked
+    return Blender(adapter, reader().fingerprint, store, prompts.prefix, prompts.kv_context, **options)
 
 
 def question(passages: int = len(PASSAGES)) -> Prompt:

@@ -16,9 +16,9 @@ from torch import Tensor
 from blendserve.blend.layout import Layout
 from blendserve.blend.loader import KVLoader
 from blendserve.config import BlendConfig
+from blendserve.core import Steps
 from blendserve.kernels.types import Ropes
 from blendserve.models.adapter import Adapter
-from blendserve.models.forward import BeforeLayer
 from blendserve.models.kv_cache import KVCache
 from blendserve.registry import POLICIES
 
@@ -33,7 +33,6 @@ class BlendPass:
     cache: KVCache
     loader: KVLoader
     ropes: Ropes
-    before_layer: BeforeLayer | None = None
     row_layers: int = 0  # run so far, for the report
     scores: Tensor | None = None  # [T] on the host, what the policy chose by, for the report
 
@@ -65,6 +64,10 @@ class Policy(ABC):
     def check_layers(self) -> tuple[int, ...]:
         """Layers at which rows may be dropped, ascending; below the first, all reusable rows run."""
         return ()
+
+    def score(self, layout: Layout, blend_pass: BlendPass) -> Steps[None]:
+        """The scoring pass, if there is one: sets `blend_pass.scores` for `select`."""
+        yield from ()
 
     @abstractmethod
     def select(self, layout: Layout, blend_pass: BlendPass) -> Tensor:

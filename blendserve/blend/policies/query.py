@@ -15,6 +15,7 @@ from torch import Tensor
 
 from blendserve.blend.layout import Layout
 from blendserve.blend.policies.base import BlendPass, Policy, candidates, nowhere, top
+from blendserve.core import Steps
 from blendserve.kernels.ops import attend_with_scores
 from blendserve.kernels.rows import plan_rows
 from blendserve.kernels.types import Rope
@@ -27,24 +28,25 @@ class QueryPolicy(Policy):
 
     needs_scoring_pass = True
 
+    def score(self, layout: Layout, blend_pass: BlendPass) -> Steps[None]:
+        if 0 < self.n_selected(layout) < int(layout.reusable.sum()):
+            scores = yield from suffix_scores(blend_pass)
+            blend_pass.scores = scores.masked_fill(~layout.reusable, torch.nan)
+
     def select(self, layout: Layout, blend_pass: BlendPass) -> Tensor:
         n = self.n_selected(layout)
-        if n == 0:
-            return nowhere()
-        if n == int(layout.reusable.sum()):
-            return candidates(layout)
-        scores = suffix_scores(blend_pass)
-        blend_pass.scores = scores.masked_fill(~layout.reusable, torch.nan)
-        return top(scores.masked_fill(~layout.reusable, float("-inf")), n)
+        if blend_pass.scores is None:
+            return candidates(layout) if n else nowhere()
+        return top(blend_pass.scores.masked_fill(~layout.reusable, float("-inf")), n)
 
 
-def suffix_scores(blend_pass: BlendPass) -> Tensor:
+def suffix_scores(blend_pass: BlendPass) -> Steps[Tensor]:
     """One pass of the suffix rows -> a score per position [T]."""
     adapter, layout = blend_pass.adapter, blend_pass.layout
     suffix = blend_pass.ids[layout.n_tokens - layout.n_suffix :]
     blend_pass.row_layers += len(suffix) * adapter.n_layers
     watching = _Watching(blend_pass)
-    run_layers(adapter, adapter.embed(suffix), watching, blend_pass.before_layer)
+    yield from run_layers(adapter, adapter.embed(suffix), watching)
     return watching.scores.cpu()
 
 

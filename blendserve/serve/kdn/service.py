@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from blendserve.delivery.catalogue import Catalogue, pieces_of
 from blendserve.delivery.publish import retire, set_pins
-from blendserve.engine.fair_thread import FairThread
+from blendserve.engine.fair_executor import FairExecutor
 from blendserve.errors import Busy, InputError, NotAllowed, NotFound
 from blendserve.serve.config import DeliverConfig
 from blendserve.serve.front import Front
@@ -60,7 +60,7 @@ class DeliveryService(Front):
         self.delivered = DeliveryMetrics()
         super().__init__(config, self.delivered)
         self.store, self.config, self.catalogue = store, config, Catalogue(store, now=clock.monotonic)
-        self._storage = FairThread("delivery", config.queue)  # the one that reads the store
+        self._storage = FairExecutor("delivery", config.queue)  # the one that reads the store
         self._recent: OrderedDict[tuple[ChunkKey, ChunkKey], Sendable] = OrderedDict()
         self._recent_bytes = 0
         self._sent: dict[str, tuple[float, Clock]] = {}  # MB that count as not sent yet, and since when

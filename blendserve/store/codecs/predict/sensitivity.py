@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from blendserve.core import TokenIds
+from blendserve.core import TokenIds, run
 from blendserve.kernels.ops import attend
 from blendserve.kernels.rows import Rows, plans_by_window
 from blendserve.kernels.types import Rope
@@ -107,7 +107,7 @@ def first_layer(adapter: Adapter, ids: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Keys before RoPE and values of layer 0 [K, n, D], which depend on the token alone."""
     with torch.inference_mode():
         layers = _First(adapter, len(ids), only_first=True)
-        run_layers(adapter, adapter.embed(torch.tensor(ids, device=adapter.device)), layers)
+        run(run_layers(adapter, adapter.embed(torch.tensor(ids, device=adapter.device)), layers))
     return layers.kv[0]
 
 
@@ -116,10 +116,10 @@ def gradients(adapter: Adapter, ids: TokenIds, generator: torch.Generator) -> li
     tokens = torch.tensor(ids, device=adapter.device)
     with torch.no_grad():
         chunk = _First(adapter, CHUNK)
-        run_layers(adapter, adapter.embed(tokens[:CHUNK]), chunk)
+        run(run_layers(adapter, adapter.embed(tokens[:CHUNK]), chunk))
     with torch.enable_grad():
         behind = _Behind(adapter, chunk, len(ids) - CHUNK)
-        hidden = run_layers(adapter, adapter.embed(tokens[CHUNK:]).detach(), behind)
+        hidden = run(run_layers(adapter, adapter.embed(tokens[CHUNK:]).detach(), behind))
         log = adapter.logits(hidden).float().log_softmax(dim=-1)
         drawn = torch.multinomial(log.detach().exp().cpu(), 1, generator=generator).to(log.device)
         leaves = [x for pair in behind.kv for x in pair]

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blendserve.engine.fair_thread import FairThread
-from blendserve.engine.standby import CREDIT, Standby
+from blendserve.engine.fair_executor import MAX_CREDIT_S, BackgroundThrottle, FairExecutor
 from blendserve.errors import InputError, Stopping
 from tests.support.waiting import ManualClock, eventually
 
@@ -23,29 +22,28 @@ def test_under_constant_load_work_has_its_share_of_the_time(
 ) -> None:
     """Requests of one length come without a pause; between two of them the work does as many units as it may."""
     clock = ManualClock(0)
-    standby, rested = Standby(share, clock), 0.0
-    standby.begin()
+    throttle, rested = BackgroundThrottle(share, clock), 0.0
     for unit in units:
+        throttle.begin()
         clock.advance(unit)
-        standby.worked(in_flight=True)
-        while standby.rest > 0:
+        throttle.charge(in_flight=True)
+        while throttle.rest_s > 0:
             clock.advance(request)
             rested += request
-            standby.rested()
     expected = sum(units) * (1 / share - 1)
     assert rested >= expected - 1e-5
-    assert rested <= expected + len(units) * max(0.0, request - CREDIT) + request + 1e-5
+    assert rested <= expected + len(units) * max(0.0, request - MAX_CREDIT_S) + request + 1e-5
 
 
 class Jobs:
-    """A FairThread whose clock is advanced by what it does."""
+    """A FairExecutor whose clock is advanced by what it does."""
 
     def __init__(self) -> None:
         self.clock, self.done, self.looks = ManualClock(0), list[str](), 0
         self.in_flight, self.others = True, dict[str, bool]()  # by tenant: whether another one's are
-        standby = Standby(0.1, self.clock)
+        throttle = BackgroundThrottle(0.1, self.clock)
         others = lambda tenant: self.others.get(tenant, False)  # noqa: E731
-        self.thread = FairThread("test", 10, standby, self.look, others, self.clock)
+        self.thread = FairExecutor("test", 10, throttle, self.look, others, self.clock)
 
     def look(self) -> bool:
         self.looks += 1

@@ -1,0 +1,250 @@
+"""Tenants take turns, requests go before background work: the queue, the throttle, and a thread that uses both.
+
+The server's retrieval runs on a FairExecutor: an index may not change while it is searched, so there is one thread, and
+no job may have it for long.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
+
+from blendserve.errors import Busy, Stopping
+
+T = TypeVar("T")
+
+REJECTION_PENALTY = 9  # times what a failed job took: so its sender has a tenth of this thread
+BACKGROUND_SHARE = 0.1  # of the time, while requests are in flight
+MAX_CREDIT_S = 0.5  # of a longer rest no more is made up for by more work at once
+POLL_S = 0.01  # between two looks whether a request is in flight
+
+
+class Owned(Protocol):
+    """Something that a tenant waits for."""
+
+    @property
+    def tenant(self) -> str: ...
+
+
+Item = TypeVar("Item", bound=Owned)
+
+
+class FairQueue(Generic[Item]):
+    """First come, first served for each tenant, and tenants take turns. Not locked: its owner does that.
+
+    However much one tenant sends, the next item of another one waits for at most one item of each other tenant.
+    """
+
+    def __init__(self) -> None:
+        self._lines: OrderedDict[str, deque[Item]] = OrderedDict()  # the tenant whose turn it is first
+
+    def __len__(self) -> int:
+        return sum(map(len, self._lines.values()))
+
+    def of(self, tenant: str) -> int:
+        """Number of items of one tenant."""
+        return len(self._lines.get(tenant, ()))
+
+    def put(self, item: Item) -> None:
+        """Append to the tenant's line."""
+        self._lines.setdefault(item.tenant, deque()).append(item)
+
+    def pop(self, wanted: Callable[[Item], bool] = lambda _: True) -> Item | None:
+        """The first of the first line whose first is wanted; its tenant goes to the back."""
+        item = next((line[0] for line in self._lines.values() if wanted(line[0])), None)
+        if item is not None:
+            self._lines.move_to_end(item.tenant)
+            self.remove(item)
+        return item
+
+    def remove(self, item: Item) -> bool:
+        """Whether it was still waiting."""
+        line = self._lines.get(item.tenant)
+        if line is None or item not in line:
+            return False
+        line.remove(item)
+        if not line:
+            del self._lines[item.tenant]
+        return True
+
+    def all(self) -> list[Item]:
+        """All items."""
+        return [item for line in self._lines.values() for item in line]
+
+
+class BackgroundThrottle:
+    """Gives the background work of one thread its share of the time while requests are in flight.
+
+    Such work comes in small units, a layer or a passage. After each unit it rests, so that requests have the cores, and
+    ends under any load. A rest ends with the last request.
+    """
+
+    def __init__(
+        self, share: float = BACKGROUND_SHARE, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        """share: of the time, that the work keeps while requests are in flight."""
+        self._share, self._clock = share, clock
+        self._began = self._not_before = clock()
+
+    def begin(self) -> None:
+        """A unit begins."""
+        self._began = self._clock()
+
+    def charge(self, in_flight: bool) -> None:
+        """A unit has ended, while requests were in flight or not."""
+        now = self._clock()
+        start = max(self._not_before, self._began - MAX_CREDIT_S)
+        self._not_before = start + (now - self._began) / self._share if in_flight else now
+
+    @property
+    def rest_s(self) -> float:
+        """Seconds until the next unit may begin while requests are in flight."""
+        return max(0.0, self._not_before - self._clock())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Job:
+    tenant: str
+    call: Callable[[], Any]
+    long: bool
+    future: Future[Any] = field(default_factory=Future)
+
+    def run(self) -> bool:
+        """Do it, unless it was cancelled -> whether it failed."""
+        if self.future.set_running_or_notify_cancel():
+            try:
+                self.future.set_result(self.call())
+            except BaseException as error:
+                self.future.set_exception(error)
+                return True
+        return False
+
+
+class FairExecutor:
+    """One thread for the jobs of many tenants, who take turns; a long job lets the short ones go between its parts.
+
+    A rejected job has cost the others as much as an answered one, and its sender has no reason to stop: after a short
+    job that failed, its tenant's next one waits for REJECTION_PENALTY times as long while others' requests are in
+    flight. Give it jobs with `submit`; cancel their futures when their result is not needed any more.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        queue: int,
+        throttle: BackgroundThrottle | None = None,
+        in_flight: Callable[[], bool] = lambda: False,
+        has_other_tenants: Callable[[str], bool] = lambda tenant: False,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """queue: so many jobs of one tenant may wait; long ones are not refused, whoever makes them counts them.
+
+        throttle, in_flight: of long jobs while a request is in flight anywhere, and whether one is; has_other_tenants:
+        whether one of another tenant is.
+        """
+        self._waiting: FairQueue[_Job] = FairQueue()
+        self._queue = queue
+        self._throttle, self._in_flight = throttle or BackgroundThrottle(), in_flight
+        self._has_other_tenants, self._clock = has_other_tenants, clock
+        self._not_before: dict[
+            str, float
+        ] = {}  # by tenant, on the clock: its next short job, where one failed
+        self._wake = threading.Condition()
+        self._stopped = False
+        self._open = False  # a long job runs, and no short one inside of it
+        self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, tenant: str, call: Callable[[], T], long: bool = False) -> Future[T]:
+        """Queue a job. long: it calls `give_way` between its parts. Raises Busy and Stopping."""
+        job = _Job(tenant, call, long)
+        with self._wake:
+            if self._stopped:
+                raise Stopping("the server is shutting down: ask another one")
+            if not long and self._waiting.of(tenant) >= self._queue:
+                raise Busy(f"{self._queue} of your requests are waiting already", 1)
+            self._waiting.put(job)
+            self._wake.notify()
+        job.future.add_done_callback(lambda future: self._drop(job) if future.cancelled() else None)
+        return job.future
+
+    def give_way(self) -> None:
+        """Do the short jobs that wait, one at least, and rest for the part that is done while requests are in flight.
+
+        Outside of long jobs nothing happens. Raises Stopping.
+        """
+        if threading.current_thread() is not self._thread or not self._open:
+            return
+        self._throttle.charge(self._in_flight())
+        self._do_short(0.0)
+        while (rest := self._throttle.rest_s) > 0 and self._in_flight():
+            self._do_short(min(rest, POLL_S))
+        self._throttle.begin()
+
+    def _do_short(self, patience: float) -> None:
+        """A short job, if one comes within so many seconds. Raises Stopping."""
+        with self._wake:
+            job = self._next_short()
+            if job is None and patience:
+                self._wake.wait(patience)
+                job = self._next_short()
+        if job:
+            self._open = False
+            self._run_short(job)
+            self._open = True
+
+    def _next_short(self) -> _Job | None:
+        if self._stopped:
+            raise Stopping("the server has shut down before all was done: ask again")
+        return self._waiting.pop(lambda job: not job.long and self._may_go(job))
+
+    def _may_go(self, job: _Job) -> bool:
+        """Whether it need not wait for what its tenant's last one has cost."""
+        if job.long or self._clock() >= self._not_before.get(job.tenant, 0.0):
+            return True
+        return not self._has_other_tenants(job.tenant)
+
+    def _run_short(self, job: _Job) -> None:
+        began = self._clock()
+        failed, now = job.run(), self._clock()
+        self._not_before = {tenant: then for tenant, then in self._not_before.items() if then > now}
+        if failed:
+            self._not_before[job.tenant] = now + REJECTION_PENALTY * (now - began)
+
+    def stop(self) -> None:
+        """End when the job that runs is done, a long one where it gives way; cancel those that wait. Idempotent."""
+        with self._wake:
+            self._stopped = True
+            left = self._waiting.all()
+            self._wake.notify()
+        for job in left:
+            job.future.cancel()
+        self._thread.join()
+
+    def _loop(self) -> None:
+        while job := self._next():
+            if job.long:
+                self._open = True
+                self._throttle.begin()
+                job.run()
+                self._open = False
+            else:
+                self._run_short(job)
+
+    def _next(self) -> _Job | None:
+        """Wait for a job that may go; None at the end."""
+        with self._wake:
+            while not self._stopped:
+                if job := self._waiting.pop(self._may_go):
+                    return job
+                self._wake.wait(POLL_S if len(self._waiting) else None)
+        return None
+
+    def _drop(self, job: _Job) -> None:
+        with self._wake:
+            self._waiting.remove(job)
