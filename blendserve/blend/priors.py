@@ -7,7 +7,7 @@ stored key and value to its deviation (ours):
     expected (fresh - stored)  =  preceding_share ([key before RoPE | value]  W + c)     least squares, penalised
     preceding_share           =  tokens before the chunk / tokens up to its end
 
-A chunk in front has hardly other text to look at, and moves by half as much as one far behind (docs/research/log.md).
+A chunk in front has hardly other text to look at, and moves by half as much as one far behind (research/decisions.md).
 The first layer's KV depends on its token alone and never moves. A store keeps the maps beside codecs' tables, under the
 hash of their content (store/tables.py), one for each reader and what chunks are computed behind.
 """

@@ -7,7 +7,7 @@ tokens the expectation is nearly all there is, with none it is all. Without prio
 Thousands of tokens of all kinds have shown the one, some hundred that were chosen as they draw most attention the other:
 what those alone suggest is what made single answers worse than no correction does, and counts half as much. Upper layers
 look for single tokens, so their keys move less. The fewer tokens are recomputed, the more a wrong move weighs, as less is
-right beside it: all moves are smaller then. All chosen on first halves of questions (docs/research/log.md).
+right beside it: all moves are smaller then. All chosen on first halves of questions (docs/research/decisions.md).
 """
 
 from __future__ import annotations

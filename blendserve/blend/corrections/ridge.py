@@ -15,7 +15,7 @@ from blendserve.blend.corrections.base import WEIGHT, FittedCorrection
 from blendserve.kernels.types import CorrectionParams
 
 ZERO_PRIOR = 40.0  # tokens' worth of trust in nothing having moved at all
-KEY_SCALE, VALUE_SCALE = 0.55, 0.7  # of the moves; chosen on first halves of questions (docs/research/log.md)
+KEY_SCALE, VALUE_SCALE = 0.55, 0.7  # of the moves; chosen on first halves of questions (decisions.md)
 PENALTY = 8.0  # per feature of unit size; few tokens must not explain themselves by many features
 
 

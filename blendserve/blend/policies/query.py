@@ -2,7 +2,7 @@
 suffix rows, summed over layers.
 
 InfoFlow KV (arXiv 2603.05353, section 4) with true positions. It takes attention alone, over late layers; values
-tell how much of it arrives (as in arXiv 2406.12335), and all layers were better than late ones (docs/research/log.md).
+tell how much of it arrives (as in arXiv 2406.12335), and all layers were better than late ones (research/decisions.md).
 
 The suffix alone runs over the reused KV: S = suffix rows through all layers; every layer's stored KV is placed on the
 way, so that the blending pass finds it there. Tokens without KV (missing chunks) are hidden from it.

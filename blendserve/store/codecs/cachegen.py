@@ -14,7 +14,7 @@ Where this differs: keys are those before RoPE, as everything here; the distribu
 the paper, while the released code sends some with every chunk, which costs more; ANS of the library `constriction` takes
 the place of arithmetic coding, at the same length to a word a layer; nothing is pickled. The paper codes tokens as
 differences from the first of their ten; the released code does not, and neither does this: of keys before RoPE and of
-values, differences at the same step take more bits (docs/research/log.md).
+values, differences at the same step take more bits (docs/research/decisions.md).
 """
 
 from __future__ import annotations

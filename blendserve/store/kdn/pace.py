@@ -25,7 +25,7 @@ from blendserve.store.kdn.download import beginning
 from blendserve.store.key import ChunkKey
 
 LAYERS = 5  # that decoding is measured on; the first one, which is coded otherwise, is not counted
-BESIDE = 1.2  # times what it takes alone: decoding beside a request that keeps all cores busy (docs/research/log.md)
+BESIDE = 1.2  # times what it takes alone: decoding beside a request that keeps all cores busy (research/decisions.md)
 
 
 class Pace:

@@ -4,7 +4,7 @@ Layer by layer, as the decoder goes: a map is fitted on what the decoder would h
 level, so that it knows their errors. The axes of what is left are those of a space in which errors weigh about alike:
 each layer's keys and values are divided by their spread, and stretched by a power of the Fisher information
 (sensitivity.py). All of it would weigh errors of single tokens right, and then errors that all tokens share too little
-(docs/research/log.md); a third between directions of one layer and three quarters between layers is what measured best.
+(research/decisions.md); a third between directions of one layer and three quarters between layers is what measured best.
 """
 
 from __future__ import annotations

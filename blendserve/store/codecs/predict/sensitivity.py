@@ -7,7 +7,7 @@ To second order, an error e costs e^T F e / 2 of Kullback-Leibler divergence (Am
 
 A few tokens hold most of that information, and one of them most of all: the first, which everything looks at where there
 is nothing to be read. In a prompt that is the prefix's, which is stored as it is, so here it is left out; and every other
-token counts by the root of its information, or a mean would know a few dozen tokens alone (docs/research/log.md).
+token counts by the root of its information, or a mean would know a few dozen tokens alone (docs/research/decisions.md).
 """
 
 from __future__ import annotations

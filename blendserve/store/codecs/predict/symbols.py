@@ -8,7 +8,7 @@ from torch import Tensor, cat
 from blendserve.core import ChunkKV
 from blendserve.kernels.coding import ONE
 
-BIT = 0.11  # squared steps of error that a bit has to take away: about what a finer step would (docs/research/log.md)
+BIT = 0.11  # squared steps of error that a bit has to take away: about what a finer step would (research/decisions.md)
 
 
 def flat(kv: ChunkKV) -> Tensor:
