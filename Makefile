@@ -27,7 +27,7 @@ demo: $(DEMO)
 	BLENDSERVE_DEMO_BEGAN=$(BEGAN) $(BIN)/blendserve demo
 
 demo-kdn: $(DEV)
-	$(BIN)/python scripts/demo_kdn.py
+	$(BIN)/python -m scripts.demo_kdn
 
 # Two workers of one thread each: torch's own threads would fight over the cores. Each has half of the tests in a row, so
 # that most of what tests share is made once, and takes from the other's when it is done.

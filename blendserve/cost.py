@@ -12,6 +12,7 @@ to recompute may still be worth storing. Unknown numbers stay blank: the result 
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from math import inf
@@ -136,20 +137,17 @@ def with_store(config: CostConfig, store: KVStore) -> CostConfig:
 def with_bench(config: CostConfig, file: Path) -> CostConfig:
     """Take levels, prefill time and chunk length from `blendserve bench codec --json`. Raises InputError."""
     try:
-        figures: dict[str, Any] = json.loads(file.read_text().splitlines()[-1])
+        result: dict[str, Any] = json.loads(file.read_text().splitlines()[-1])
+        config_of = result["config"]
+        tokens = config_of["chunks"] * config_of["chunk_tokens"] + config_of["suffix_tokens"]
+        bytes_per_token = dict(_medians(result, "bytes_per_token", {"of": "size"}))
+        decoded = dict(_medians(result, "tokens_per_s", {"of": "speed", "operation": "decode"}))
+        ((_, prefill_s),) = _medians(result, "time_s", {"of": "speed", "operation": "prefill"})
         levels = {
-            word: {
-                "bytes_per_token": found["bytes_per_token"],
-                "decode_seconds": 1 / found["decode"]["tokens_per_second"]["median"],
-            }
-            for word, found in figures["codecs"].items()
+            codec: {"bytes_per_token": n_bytes, "decode_seconds": 1 / decoded[codec]}
+            for codec, n_bytes in bytes_per_token.items()
         }
-        settings = figures["settings"]
-        tokens = settings["chunks"] * settings["chunk_tokens"] + settings["suffix_tokens"]
-        measured = {
-            "prefill_seconds": figures["prefill"]["median"] / tokens,
-            "chunk_tokens": settings["chunk_tokens"],
-        }
+        measured = {"prefill_seconds": prefill_s / tokens, "chunk_tokens": config_of["chunk_tokens"]}
     except OSError as error:
         raise InputError(f"cannot read {file}: {error.strerror}", path=file) from None
     except (ValueError, KeyError, IndexError, TypeError):
@@ -157,6 +155,16 @@ def with_bench(config: CostConfig, file: Path) -> CostConfig:
             f"{file} is not the output of `blendserve bench codec --json`: give its last line", path=file
         ) from None
     return changed(config, levels={**_levels(config), **levels}, **measured)
+
+
+def _medians(result: dict[str, Any], metric: str, where: dict[str, str]) -> Iterator[tuple[str, float]]:
+    """Codec and median of a metric over the rounds, of the samples that have these labels."""
+    values: dict[str, list[float]] = {}
+    for group in result["groups"]:
+        for labels, _, metrics in group["samples"]:
+            if where.items() <= labels.items() and metric in metrics:
+                values.setdefault(labels.get("codec", ""), []).append(metrics[metric])
+    yield from ((codec, statistics.median(found)) for codec, found in values.items())
 
 
 def _estimate(config: CostConfig, tier: str, level: str) -> Estimate:

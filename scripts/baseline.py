@@ -1,4 +1,4 @@
-"""Run the benches that every later change is held against, and keep what each printed.
+"""Run the benches that every later change is held against, and compare two commits.
 
     python scripts/baseline.py                         all, into docs/research/baseline/NAME.json
     python scripts/baseline.py ttft store --folder F   some, elsewhere
@@ -6,7 +6,8 @@
                                                        OLD's checkout and this one in turns (A B B A), medians and ranges
 
 A file has the command, the seconds it ran, and the bench's own JSON, which names commit, machine and versions. A bench
-that fails or runs too long is reported, the others go on. The machine must be idle.
+that fails or runs too long is reported, the others go on. The machine must be idle. A checkout of before the harness
+prints other JSON under other names: FORMER says which of its figures is which of today's.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import atexit
 import json
 import os
+import re
 import shutil
 import statistics
 import subprocess
@@ -31,26 +33,66 @@ BENCHES: dict[str, str] = {  # options: the shortest run whose medians hold stil
     "precompute": "",
     "store": "",
     "codec": "--codecs raw,int8,cachegen@1,predict@1,predict@3 --fit-tokens 4096 --repeats 3",
-    "near": "",
-    "embed": "",
-    "start": "",
-    "auto": "",
+    "near_duplicates": "",
+    "embedding": "",
+    "startup": "",
+    "auto": "--repeats 3",
     "delivery": "",
-    "link": "--round-trips-ms 5 --rates-gbit 0.1,1,10 --fit-tokens 2048",
-    "faults": "--requests 30",
+    "network": "--round-trips-ms 5 --rates-gbit 0.1,1,10 --fit-tokens 2048",
     "sharing": "--questions 10",
-    "hostile": "--rounds 2 --seconds 15",
-    "serving": "--shares 1,2 --seconds 15 --minutes 8 --out {scratch}/serving",
-    "crowded": "--ours-alone",
+    "noisy_neighbor": "--repeats 2 --seconds 15",
+    "serving": "--load-factors 1,2 --seconds 15",
+    "cpu_contention": "--no-libgomp",
 }
-TIMES = ("_s", "_ms", "seconds", "ttft", "prefill", "median")  # keys whose numbers are compared
+CORE = ("ttft", "decode", "precompute", "store", "codec", "serving")  # the others are in benchmarks/
+# Of a checkout of before the harness: its name of a bench, its options where they differ, and today's names of its
+# figures: a pattern of a path in its JSON -> labels and metric.
+FORMER: dict[str, tuple[str, str | None, dict[str, str]]] = {
+    "ttft": ("ttft", None, {r"methods\.(.+)\.(ttft|prefill)\.median": r"method=\1 \2_s",
+                            r"methods\.(.+)\.stages\.(\w+)\.seconds\.median": r"method=\1 \2_s",
+                            r"memory\.(.+)\.peak_bytes": r"method=\1 peak_bytes"}),
+    "decode": ("decode", None, {r"seconds_per_token\.(\w+)\.median": r"engine=\1 token_s"}),
+    "precompute": ("precompute", None, {r"tokens_per_second\.(\w+)\.median": r"engine=\1 tokens_per_s"}),
+    "store": ("store", None, {r"gigabytes_per_second\.(\w+)\.median": r"operation=\1 gb_per_s"}),
+    "codec": ("codec", None, {r"codecs\.(.+)\.(encode|decode)\.seconds\.median": r"codec=\1 operation=\2 time_s",
+                              r"codecs\.(.+)\.ttft\.median": r"codec=\1 operation=ttft time_s",
+                              r"codecs\.(.+)\.bytes_per_token": r"codec=\1 bytes_per_token",
+                              r"prefill\.median": "operation=prefill time_s"}),
+    "near_duplicates": ("near", None, {r"methods\.(.+)\.ttft\.median": r"passages=\1 ttft_s"}),
+    "embedding": ("embed", None, {r"passages_per_second\.(.+)\.median": r"library=\1 passages_per_s"}),
+    "startup": ("start", None, {r"processes\.(.+)\.median": r"process=\1 time_s"}),
+    "auto": ("auto", None, {}),
+    "delivery": ("delivery", None, {r"cells\.(.+)\.contestants\.(.+)\.ttft\.median": r"client=\2 link=\1 ttft_s"}),
+    "network": ("link", None, {r"cells\.(\S+) (\S+)\.codecs\.(.+)\.ttft\.median":
+                               r"codec=\3 method=query+prior@0.15 rate_gbit=\2 round_trip_ms=\1 ttft_s",
+                               r"cells\.(\S+) (\S+)\.computed\.median":
+                               r"method=full rate_gbit=\2 round_trip_ms=\1 ttft_s"}),
+    "sharing": ("sharing", None, {r"arrangements\.one cache for all\.ttft_mean": "cache=one shared ttft_mean_s",
+                                  r"arrangements\.a cache per user\.ttft_mean": "cache=one per user ttft_mean_s"}),
+    "noisy_neighbor": ("hostile", "--rounds 2 --seconds 15", {}),
+    "serving": ("serving", "--shares 1,2 --seconds 15 --minutes 8 --out {scratch}/serving",
+                {r"saturation_rps\.(\w+)": r"load=saturation method=\1 answered_per_s",
+                 r"p95_ttft_at_full_saturation\.(\w+)": r"load=1.0 method=\1 ttft_p95_s"}),
+    "cpu_contention": ("crowded", "--ours-alone", {}),
+}  # fmt: skip
+RENAMED = {
+    "CacheGen's rule, our way": "CacheGen rule, pipelined",
+    "CacheGen's": "CacheGen",
+    "client=text": "client=recompute",
+    "client=ours": "client=blendserve",
+    "one edited, not looked for": "one edited, no search",
+}
 
 
 def run(name: str, checkout: Path, scratch: Path, timeout_s: float) -> dict[str, Any]:
-    """One bench of the package in `checkout`. Raises RuntimeError with the end of what it said."""
-    options = BENCHES[name].format(scratch=scratch).split()
-    quiet = [] if name == "serving" else ["--json"]
-    command = [sys.executable, "-m", "blendserve", "bench", name, *options, *quiet]
+    """One bench of the package in `checkout`. Raises RuntimeError with the end of what it printed."""
+    options, words = BENCHES[name], ["blendserve", "bench"] if name in CORE else ["benchmarks"]
+    if not (checkout / "benchmarks").is_dir():
+        former, others, _ = FORMER[name]
+        options, words, name = options if others is None else others, ["blendserve", "bench"], former
+    quiet = [] if name == "serving" and "--out" in options else ["--json"]
+    given = options.format(scratch=tempfile.mkdtemp(dir=scratch)).split()
+    command = [sys.executable, "-m", *words, name, *given, *quiet]
     environment = {**os.environ, "PYTHONPATH": str(checkout)}
     began = time.monotonic()
     try:
@@ -62,9 +104,8 @@ def run(name: str, checkout: Path, scratch: Path, timeout_s: float) -> dict[str,
     elapsed_s = time.monotonic() - began
     for line in reversed(done.stdout.splitlines()):
         if line.startswith("{"):
-            shown = " ".join(["blendserve bench", name, *BENCHES[name].split(), *quiet])
             return {
-                "command": shown,
+                "command": " ".join([*words, name, *options.split(), *quiet]),
                 "exit_code": done.returncode,
                 "elapsed_s": round(elapsed_s, 1),
                 "result": json.loads(line),
@@ -72,24 +113,65 @@ def run(name: str, checkout: Path, scratch: Path, timeout_s: float) -> dict[str,
     raise RuntimeError(f"exit code {done.returncode}: {(done.stderr or done.stdout)[-500:]}")
 
 
-def numbers(value: Any, path: str = "") -> Iterator[tuple[str, float]]:
-    """Every number in a JSON value, by its path."""
+def metrics(name: str, result: dict[str, Any]) -> dict[str, float]:
+    """The median of every metric, by its labels; a result of either form."""
+    if "groups" not in result:
+        return dict(_former(name, result))
+    values: dict[str, list[float]] = {}
+    fixed = {
+        "context",
+        "chunk",
+        "source",
+        "of",
+        "chunks",
+        "chunk_tokens",
+        "new_tokens",
+        "users",
+        "engines",
+        "edited",
+    }
+    for group in result["groups"]:
+        for labels, _, found in group["samples"]:
+            if labels.get("source", "warm") in (
+                "warm",
+                "fresh process",
+            ):  # one point, as the benches above ask for
+                shown = " ".join(f"{k}={labels[k]}" for k in sorted(labels.keys() - fixed))
+                for metric, value in found.items():
+                    values.setdefault(f"{shown} {metric}", []).append(value)
+    return {label: statistics.median(found) for label, found in values.items()}
+
+
+def _former(name: str, result: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    patterns = FORMER[name][2]
+    for path, value in _numbers(result):
+        for pattern, label in patterns.items():
+            if re.fullmatch(pattern, path):
+                label = re.sub(pattern, label, path)
+                for before, now in RENAMED.items():
+                    label = label.replace(before, now)
+                yield label, value
+
+
+def _numbers(value: Any, path: str = "") -> Iterator[tuple[str, float]]:
+    """Every number in nested dictionaries, by its path; cells of a list are named by their link."""
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        value = {
+            cell.get("trace", f"{cell.get('round_trip_ms')} {cell.get('rate_gbit')}"): cell for cell in value
+        }
     if isinstance(value, dict):
         for key, inner in value.items():
-            yield from numbers(inner, f"{path}.{key}" if path else key)
-    elif isinstance(value, list):
-        for index, inner in enumerate(value):
-            yield from numbers(inner, f"{path}[{index}]")
+            yield from _numbers(inner, f"{path}.{key}" if path else key)
     elif isinstance(value, (int, float)) and not isinstance(value, bool):
         yield path, float(value)
 
 
 def compare(name: str, old: list[dict[str, Any]], new: list[dict[str, Any]]) -> None:
-    """Print new over old for every time that both have, with the range of each; a * where the ranges do not meet."""
-    table = [[dict(numbers(run["result"])) for run in runs] for runs in (old, new)]
+    """Print new over old for every metric that both have, with the range of each; a * where the ranges do not meet."""
+    table = [[metrics(name, run["result"]) for run in runs] for runs in (old, new)]
     shared = set.intersection(*(set(run) for runs in table for run in runs))
     print(f"{name}: {len(old)} runs each\n{'':60} {'old':>10} {'new':>10} {'new/old':>8}")
-    for path in sorted(p for p in shared if "[" not in p and any(p.endswith(t) for t in TIMES)):
+    for path in sorted(shared):
         before, after = ([run[path] for run in runs] for runs in table)
         if not all(before + after):
             continue

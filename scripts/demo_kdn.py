@@ -1,6 +1,6 @@
 """Several machines on this one: a shared store, a delivery service, and an engine that never computed the corpus.
 
-    make demo-kdn          # or: python scripts/demo_kdn.py
+    make demo-kdn          # or: python -m scripts.demo_kdn
 
 The demo's index is built if it is not there, published into a Valkey server, and delivered over HTTP. An engine with
 nothing but the address answers a question; so does the publisher, over the KV that it computed. Both answers are
@@ -21,8 +21,8 @@ from typing import Any
 import httpx
 import yaml
 
+from benchmarks.support.valkey import Server, free_port
 from blendserve import console
-from blendserve.bench.servers import Server, free_port
 from blendserve.demo import INDEX, open_demo
 
 QUESTION = "What does the with statement do?"

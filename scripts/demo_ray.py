@@ -1,6 +1,6 @@
 """A Ray cluster on this machine: what its workers compute, where its router sends questions, and what a kill costs.
 
-    python scripts/demo_ray.py [--only stores|questions|autoscale] [--passages 24] [--requests 120] [--clients 2]
+    python -m scripts.demo_ray [--only stores|questions|autoscale] [--passages 24] [--requests 120] [--clients 2]
 
 Needs the extras ray and valkey, and the demo's index, which is built if it is not there. Everything runs on one
 Valkey server and ends with this process. It prints:
@@ -36,8 +36,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.support.valkey import Server
 from blendserve import console
-from blendserve.bench.servers import Server
 from blendserve.config import Config
 from blendserve.core import Passage, TokenIds
 from blendserve.demo import open_demo

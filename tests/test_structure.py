@@ -55,6 +55,15 @@ def test_packages_import_public_names_of_lower_layers() -> None:
         assert wrong(found | more)
 
 
+def test_the_package_needs_no_checkout() -> None:
+    """benchmarks/, scripts/ and tests/ are not installed."""
+    for file in (ROOT / "blendserve").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            assert not {name.split(".")[0] for name in names} & {"benchmarks", "scripts", "tests"}, file
+
+
 @pytest.mark.parametrize("table", REGISTRIES, ids=lambda table: table.kind)
 def test_every_entry_of_a_registry_can_be_imported(table: registry.Registry) -> None:
     for name in table.names:

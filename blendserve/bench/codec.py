@@ -1,210 +1,221 @@
-"""`blendserve bench codec`: what each codec and level takes, and how long coding, decoding and a first
-token take with it.
+"""`blendserve bench codec`: bytes a token of each codec and level, and the time of encoding, decoding and a first token.
 
-Every byte of a chunk's records counts: segments with their scales, the header with its lengths and checksums. Tables are
-told apart, and what they add to a token where so many chunks share them. Encoding is in one thread, as beside precompute.
-Decoding is layer by layer, the chunks side by side in as many threads as prefilling has, without the store and with
-nothing beside it; prefilling is that of a whole prompt of these chunks. TTFT is that of one method over the same prompt
-from a store of each codec.
+Every byte of a chunk's records counts: segments with their scales, the header with its lengths and checksums. Tables
+count apart, and per token where so many chunks share them. Encoding runs in one thread, as during precompute. Decoding
+goes layer by layer, the chunks side by side in as many threads as prefill has, without the store. TTFT is that of one
+method over the same prompt from a store of each codec.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
+from pydantic import Field, field_validator
 
-from blendserve.bench.config import CodecBenchConfig
-from blendserve.bench.figures import Figures, Update, interleaved, ratios, spread
-from blendserve.bench.harness import SPARE_BYTES, run_blender, scratch
-from blendserve.bench.machine import where
+from blendserve.bench.fixture import SPARE_BYTES, make_blender, scratch, time_prompt
+from blendserve.bench.harness import Case, Column, Group, Metrics, Report, SampleLog, Table, count, ms, ratio
+from blendserve.bench.runner import Bench, BenchConfig, open_reader
+from blendserve.bench.stores import CodecTables
 from blendserve.bench.workload import Workload, make_workload
 from blendserve.blend.blender import Blender
-from blendserve.blend.priors import Priors
-from blendserve.config import BlendConfig, Config
-from blendserve.core import ChunkKV, TokenIds
-from blendserve.engine.calibration import chunks_of, fit
-from blendserve.engine.own_words import own_words
-from blendserve.engine.prompt import PromptBuilder
+from blendserve.config import BlendConfig, Positive
+from blendserve.core import ChunkKV
+from blendserve.errors import ConfigError
+from blendserve.evaluate.methods import parse_methods
 from blendserve.kernels import team
-from blendserve.models.loader import Reader, load_reader
-from blendserve.registry import CODECS, parse_codec
-from blendserve.retrieve import read_documents
+from blendserve.registry import BENCHED, CODECS, codec_word, every_codec, parse_codec
 from blendserve.store import LMDBStore, record
 from blendserve.store.codecs.base import ChunkShape, Codec
 from blendserve.timing import Clock
 
-Say = Callable[[str], None]
 SHARED_BY = (1_000, 100_000)  # chunks that one set of tables serves
 RAW = CODECS.default
 
 
-@dataclass(frozen=True)
-class Contestant:
-    """One codec at one level, and a store that it wrote."""
-
-    word: str
-    codec: Codec
-    blender: Blender
-    tables_bytes: int
-
-    def encode(self, kvs: Sequence[ChunkKV]) -> float:
-        """-> seconds"""
-        clock = Clock()
-        for kv in kvs:
-            self.codec.encode(kv)
-        return clock.elapsed()
-
-    def decode(self, kvs: Sequence[ChunkKV], coded: Sequence[record.Coded]) -> float:
-        """-> seconds, a layer of all chunks before the next one, as a request does"""
-        clock = Clock()
-        decoders = [self.codec.decoder(ChunkShape.of(kv)) for kv in kvs]
-        with ThreadPoolExecutor(min(torch.get_num_threads(), len(kvs)), initializer=team.alone) as pool:
-            for l in range(len(kvs[0].keys)):
-                segments = (chunk.segments[l] for chunk in coded)
-                list(pool.map(lambda decoder, segment: decoder.layer(l, segment), decoders, segments))  # noqa: B023
-        return clock.elapsed()
+def codec_words(words: tuple[str, ...]) -> tuple[str, ...]:
+    """Codecs and levels in full, uncoded first, each once; all of them for none. Raises ConfigError."""
+    try:
+        pairs = [parse_codec(word) for word in words] or every_codec()
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    return tuple(dict.fromkeys((RAW, *(codec_word(*pair) for pair in pairs))))
 
 
-def measure(
-    config: CodecBenchConfig, say: Say = lambda text: None, update: Update = lambda done, total: None
-) -> Figures:
-    """Everything that the bench prints. Raises ConfigError, CorpusError, InputError, ModelError, StoreError."""
-    words, blend = config.words, config.variant.blend
-    reader = load_reader(config.reader, say)
-    shape = (config.chunks, config.chunk_tokens, config.suffix_tokens)
-    workload = make_workload(reader, *shape, config.seed)
+class CodecConfig(BenchConfig):
+    """One prompt's chunks by every codec."""
+
+    codecs: tuple[str, ...] = Field(
+        (), description="Codecs to measure, written name or name@level; all codecs and levels if not set."
+    )
+    chunks: Positive = Field(6, description="Number of chunks in the prompt.")
+    chunk_tokens: Positive = Field(512, description="Length of a chunk, in tokens.")
+    suffix_tokens: Positive = Field(40, description="Length of the prompt after the chunks, in tokens.")
+    method: str = Field(f"{BENCHED[0]}@0.15", description="Method for the TTFT, written as for `evaluate`.")
+    text: Path | None = Field(
+        None,
+        description="File or folder with the text that tables are fitted on; sampled from the model if not set.",
+    )
+    fit_tokens: Positive = Field(
+        16_384, description="Length of the text that tables are fitted on, in tokens."
+    )
+
+    @field_validator("codecs")
+    @classmethod
+    def _codecs(cls, words: tuple[str, ...]) -> tuple[str, ...]:
+        codec_words(words)
+        return words
+
+    @property
+    def blend(self) -> BlendConfig:
+        """Raises ConfigError."""
+        return parse_methods((self.method,), ())[-1].blend
+
+
+def groups(config: CodecConfig, log: SampleLog) -> Iterator[Group]:
+    blend, words = config.blend, codec_words(config.codecs)
+    if log.done({"of": "speed"}) and log.done({"of": "size"}):
+        return
+    reader = open_reader(config, log)
+    workload = make_workload(reader, config.chunks, config.chunk_tokens, config.suffix_tokens, config.seed)
+    tables = CodecTables(reader, workload.prompts, config.fit_tokens, config.text)
+    n_bytes = len(workload.prompt) * reader.adapter.kv_bytes_per_token + SPARE_BYTES
     with scratch(config.folder) as folder, ExitStack() as stores:
-        raw = _contestant(RAW, reader, workload, folder, config, stores, {}, say)
-        kvs = [_kv(raw.blender, ids) for ids in workload.chunks]
-        tables: dict[str, bytes] = {}
-        others = [
-            _contestant(word, reader, workload, folder, config, stores, tables, say)
-            for word in words
-            if word != RAW
+        blenders: dict[str, Blender] = {}
+        for word in words:
+            store = stores.enter_context(LMDBStore(folder / word, n_bytes))
+            tables.write_with(word, store)
+            blenders[word] = make_blender(reader, workload.prompts, store)
+            blenders[word].precompute(workload.chunks)
+        coded = {
+            word: [_record(blender, ids) for ids in workload.chunks] for word, blender in blenders.items()
+        }
+        kvs = [_decoded(chunk, tables.codec(RAW)) for chunk in coded[RAW]]
+        tokens, raw_bytes = sum(kv.n_tokens for kv in kvs), sum(kv.n_bytes for kv in kvs)
+        key = blenders[RAW].key((0,))
+        sizes = {
+            word: _sizes(coded[word], key, len(tables.tables(word)), tokens, raw_bytes) for word in words
+        }
+        size_cases = [
+            Case({"codec": word}, partial(_size, sizes[word], config.chunk_tokens)) for word in words
         ]
-        contestants = [raw, *others]
-        coded = {c.word: [_coded(c, ids) for ids in workload.chunks] for c in contestants}
-        calls: dict[str, Callable[[], float]] = {"prefill": partial(_prefill, raw.blender, workload)}
-        for c in contestants:
-            calls[f"encode {c.word}"] = partial(c.encode, kvs)
-            calls[f"decode {c.word}"] = partial(c.decode, kvs, coded[c.word])
-            calls[f"ttft {c.word}"] = partial(_ttft, c.blender, workload, blend)
-        took = interleaved(calls, config.repeats, update)
-    tokens = sum(kv.n_tokens for kv in kvs)
-    raw_bytes = sum(kv.n_bytes for kv in kvs)
-    return {
-        "bench": "codec",
-        **where(config, reader),
-        "method": config.variant.name,
-        "tokens": tokens,
-        "raw_bytes": raw_bytes,
-        "prefill": spread(took["prefill"]),
-        "codecs": {
-            c.word: {
-                **_sizes(c, kvs, coded[c.word], config.chunk_tokens),
-                **_speeds(c.word, took, tokens, raw_bytes),
+        yield Group({"of": "size"}, size_cases, {"tokens": tokens, "raw_bytes": raw_bytes}, 1, warm_up=False)
+        full = BlendConfig(method="full")
+        cases = [Case({"operation": "prefill"}, partial(_prompt, blenders[RAW], workload, full, "prefill_s"))]
+        for word in words:
+            codec = tables.codec(word)
+            encode, decode = partial(_encode, codec, kvs), partial(_decode, codec, kvs, coded[word])
+            operations: dict[str, Callable[[], Metrics]] = {
+                "encode": partial(_rates, tokens, raw_bytes, encode),
+                "decode": partial(_rates, tokens, raw_bytes, decode),
+                "ttft": partial(_prompt, blenders[word], workload, blend, "ttft_s"),
             }
-            for c in contestants
-        },
-    }
+            cases += [Case({"operation": name, "codec": word}, run) for name, run in operations.items()]
+        yield Group({"of": "speed"}, cases)
 
 
-def _contestant(
-    word: str,
-    reader: Reader,
-    workload: Workload,
-    folder: Path,
-    config: CodecBenchConfig,
-    stores: ExitStack,
-    tables: dict[str, bytes],
-    say: Say,
-) -> Contestant:
-    """With the KV of the workload in a store of its own. tables: those that were fitted already, by codec."""
-    name, level = parse_codec(word)
-    prompts, made = workload.prompts, CODECS.load(name)
-    payload = len(workload.prompt) * reader.adapter.kv_bytes_per_token
-    store = stores.enter_context(LMDBStore(folder / word, payload + SPARE_BYTES))
-    if made.needs_tables and name not in tables:
-        say(f"Fitting tables of {name}")
-        hash = fit(name, _text(config, reader, prompts), reader, prompts, store)
-        tables[name] = store.tables(hash) or b""
-    raw = tables[name] if made.needs_tables else b""
-    if made.needs_tables:
-        store.put_tables(name, reader.fingerprint, raw)
-    codec = made.with_tables(level, raw)
-    store.write_by(codec)
-    blender = Blender(reader.adapter, reader.fingerprint, store, prompts.prefix, prompts.kv_context)
-    blender.priors.use(Priors.of_nothing(reader.adapter))
-    say(f"Storing the KV of {config.chunks} chunks by {word}")
-    blender.precompute(workload.chunks)
-    return Contestant(word, codec, blender, len(raw))
+def _prompt(blender: Blender, workload: Workload, blend: BlendConfig, metric: str) -> Metrics:
+    return {"time_s": time_prompt(blender, workload, blend)[0][metric]}
 
 
-def _text(config: CodecBenchConfig, reader: Reader, prompts: PromptBuilder) -> Sequence[TokenIds]:
-    """What tables are fitted on."""
-    if config.text is None:
-        return own_words(reader, config.fit_tokens)
-    return chunks_of(read_documents(config.text), config.fit_tokens, Config(), prompts)
-
-
-def _kv(blender: Blender, ids: tuple[int, ...]) -> ChunkKV:
-    """As it was computed: out of the raw store."""
+def _record(blender: Blender, ids: tuple[int, ...]) -> record.Coded:
     coded = blender.store.coded(blender.key(ids))
-    assert coded is not None
-    decoder = CODECS.load(RAW).with_tables(0).decoder(coded.shape)
-    layers = [decoder.layer(l, segment) for l, segment in enumerate(coded.segments)]
-    return ChunkKV(*(torch.stack(part) for part in zip(*layers, strict=True)))
-
-
-def _coded(contestant: Contestant, ids: tuple[int, ...]) -> record.Coded:
-    coded = contestant.blender.store.coded(contestant.blender.key(ids))
     assert coded is not None
     return coded
 
 
-def _prefill(blender: Blender, workload: Workload) -> float:
-    return run_blender(blender, workload, BlendConfig(method="full")).prefill
+def _decoded(chunk: record.Coded, raw: Codec) -> ChunkKV:
+    decoder = raw.decoder(chunk.shape)
+    layers = [decoder.layer(l, segment) for l, segment in enumerate(chunk.segments)]
+    return ChunkKV(*(torch.stack(part) for part in zip(*layers, strict=True)))
 
 
-def _ttft(blender: Blender, workload: Workload, blend: BlendConfig) -> float:
-    return run_blender(blender, workload, blend).ttft
+def _encode(codec: Codec, kvs: Sequence[ChunkKV]) -> float:
+    """-> seconds"""
+    clock = Clock()
+    for kv in kvs:
+        codec.encode(kv)
+    return clock.elapsed()
+
+
+def _decode(codec: Codec, kvs: Sequence[ChunkKV], coded: Sequence[record.Coded]) -> float:
+    """-> seconds; a layer of all chunks before the next one, as in a request"""
+    clock = Clock()
+    decoders = [codec.decoder(ChunkShape.of(kv)) for kv in kvs]
+    with ThreadPoolExecutor(min(torch.get_num_threads(), len(kvs)), initializer=team.alone) as pool:
+        for l in range(len(kvs[0].keys)):
+            segments = (chunk.segments[l] for chunk in coded)
+            list(pool.map(lambda decoder, segment: decoder.layer(l, segment), decoders, segments))  # noqa: B023
+    return clock.elapsed()
+
+
+def _rates(tokens: int, raw_bytes: int, run: Callable[[], float]) -> Metrics:
+    seconds = run()
+    return {"time_s": seconds, "raw_mb_per_s": raw_bytes / seconds / 1e6, "tokens_per_s": tokens / seconds}
 
 
 def _sizes(
-    contestant: Contestant, kvs: Sequence[ChunkKV], coded: Sequence[record.Coded], chunk_tokens: int
-) -> Figures:
-    tokens, key = sum(kv.n_tokens for kv in kvs), contestant.blender.key((0,))
-    elements = sum(2 * kv.keys.numel() for kv in kvs)
+    coded: Sequence[record.Coded], key: Any, tables: int, tokens: int, raw_bytes: int
+) -> dict[str, float]:
     headers = [record.seal(key, chunk) for chunk in coded]
     stored = sum(header.n_bytes + len(record.encode_header(key, header)) for header in headers)
-    per_token = stored / tokens
-    with_tables = {n: per_token + contestant.tables_bytes / (n * chunk_tokens) for n in SHARED_BY}
     return {
-        "bytes": stored,
-        "bytes_per_token": per_token,
-        "bits_per_element": 8 * stored / elements,
-        "smaller": sum(kv.n_bytes for kv in kvs) / stored,
-        "tables_bytes": contestant.tables_bytes,
-        "bytes_per_token_with_tables": {f"{n} chunks": size for n, size in with_tables.items()},
+        "bytes_per_token": stored / tokens,
+        "compression": raw_bytes / stored,
+        "bits_per_element": 8 * stored * coded[0].shape.dtype.itemsize / raw_bytes,
+        "tables_bytes": tables,
     }
 
 
-def _speeds(word: str, took: dict[str, list[float]], tokens: int, raw_bytes: int) -> Figures:
-    figures: Figures = {}
-    for what in ("encode", "decode"):
-        seconds = took[f"{what} {word}"]
-        figures[what] = {
-            "seconds": spread(seconds),
-            "raw_mb_per_second": spread([raw_bytes / s / 1e6 for s in seconds]),
-            "tokens_per_second": spread([tokens / s for s in seconds]),
-        }
-    figures["decode_share_of_prefill"] = ratios(took[f"decode {word}"], took["prefill"])
-    figures["ttft"] = spread(took[f"ttft {word}"])
-    figures["ttft_of_raw"] = ratios(took[f"ttft {word}"], took[f"ttft {RAW}"])
-    return figures
+def _size(sizes: dict[str, float], chunk_tokens: int) -> Metrics:
+    shared = {
+        f"with_tables_{n}": sizes["bytes_per_token"] + sizes["tables_bytes"] / n / chunk_tokens
+        for n in SHARED_BY
+    }
+    return {**sizes, **shared}
+
+
+BENCH = Bench(
+    CodecConfig,
+    groups,
+    Report(
+        (
+            Table(
+                "Size; bytes a token with the tables that so many chunks share",
+                (
+                    count("x smaller", "compression", digits=2),
+                    count("bits an element", "bits_per_element", digits=3),
+                    count("bytes a token", "bytes_per_token"),
+                    *(count(f"{n:,} chunks", f"with_tables_{n}") for n in SHARED_BY),
+                    count("tables MB", "tables_bytes", 1e-6, 2),
+                ),
+                {"of": "size"},
+            ),
+            Table(
+                "Speed; MB of raw KV",
+                (
+                    ms("ms", "time_s"),
+                    Column("MB/s", "raw_mb_per_s", digits=0, spread=False),
+                    Column("tokens/s", "tokens_per_s", digits=0, spread=False),
+                    ratio("of full prefill", "time_s", operation="prefill", codec=None),
+                    ratio("of raw", "time_s", codec=RAW),
+                ),
+                {"of": "speed"},
+            ),
+        )
+    ),
+    tiny={
+        "codecs": ("int8",),
+        "chunks": 3,
+        "chunk_tokens": 40,
+        "suffix_tokens": 25,
+        "repeats": 2,
+        "fit_tokens": 300,
+        "method": "reuse",
+    },
+)

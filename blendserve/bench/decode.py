@@ -1,84 +1,78 @@
-"""`blendserve bench decode`: seconds a token behind a long context, against transformers' own generate.
+"""`blendserve bench decode`: seconds a token after a long context, against transformers' `generate`.
 
-Both run greedily and the same number of tokens. The first token comes out of prefill; what is timed lies between it and
-the last one, so prefill has no part in it and nothing has to be subtracted.
+Both decode greedily and the same number of tokens. The clock runs from the first token, which prefill gives, to the last.
+On a GPU also: steps launched one kernel after another against steps replayed from a CUDA graph.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import takewhile
 from typing import Any, cast
 
 import torch
+from pydantic import Field
+from torch import Tensor
 
-from blendserve.bench.config import DecodeBenchConfig
-from blendserve.bench.figures import Figures, Update, interleaved, ratios, spread
-from blendserve.bench.machine import where
+from blendserve.bench.harness import Case, Group, Metrics, Report, SampleLog, Table, count, ms, speedup
+from blendserve.bench.runner import Bench, BenchConfig, open_reader
 from blendserve.bench.workload import check_room, make_workload
 from blendserve.blend.layout import lay_out
 from blendserve.blend.prefill import PassResult, blend_prefill
-from blendserve.config import BlendConfig, DecodeConfig
+from blendserve.config import BlendConfig, DecodeConfig, Positive
 from blendserve.core import Prompt, TokenIds, run
 from blendserve.engine.generation import generate
+from blendserve.kernels.cuda.graphs import Capture, CudaGraph, Replayed
 from blendserve.models.adapter import Adapter
-from blendserve.models.loader import load_reader
+from blendserve.models.kv_cache import KVCache
+from blendserve.models.replay import EAGER, Step, plain_steps, replayed_steps
 from blendserve.timing import Clock
 
-Say = Callable[[str], None]
-OURS, THEIRS = "blendserve", "transformers"
+TRANSFORMERS, OURS, LAUNCHED, GRAPH = "transformers", "blendserve", "launched", "graph"
+Timed = tuple[tuple[int, ...], tuple[float, ...]]  # tokens, and the seconds at which each was there
 
 
-@dataclass(frozen=True, slots=True)
-class Decoded:
-    """One run: the tokens, and when each was there."""
+class DecodeBenchConfig(BenchConfig):
+    """Tokens after a long context."""
 
-    tokens: TokenIds
-    seconds: tuple[float, ...]
-
-    @property
-    def per_token(self) -> float:
-        """Seconds a token, from the second to the last."""
-        return (self.seconds[-1] - self.seconds[0]) / (len(self.seconds) - 1)
+    contexts: tuple[Positive, ...] = Field((3072,), description="Context lengths, in tokens.")
+    new_tokens: int = Field(
+        64, ge=2, description="Number of tokens to decode; the time from the first to the last is measured."
+    )
+    graphs: bool = Field(False, description="Compare launched steps with CUDA graphs, too.")
+    repeats: Positive = Field(3, description="Number of measured rounds.")
 
 
-def measure(
-    config: DecodeBenchConfig, say: Say = lambda text: None, update: Update = lambda done, total: None
-) -> Figures:
-    """Everything that the bench prints. Raises InputError, ModelError."""
-    reader = load_reader(config.reader, say)
+def groups(config: DecodeBenchConfig, log: SampleLog) -> Iterator[Group]:
+    reader = open_reader(config, log)
     adapter, n = reader.adapter, config.new_tokens
-    check_room(reader, config.context + n, f"a context of {config.context:,} and {n:,} new")
-    ids = make_workload(reader, 1, config.context, None, config.seed).chunks[0]
-    done = prefilled(adapter, ids, n)
-    calls = {
-        THEIRS: lambda: run_generate(adapter, ids, n),
-        OURS: lambda: run_ours(adapter, done, len(ids), n),
-    }
-    runs = interleaved(calls, config.repeats, update)
-    seconds = {name: [run.per_token for run in runs[name]] for name in runs}
-    return {
-        "bench": "decode",
-        **where(config, reader),
-        "seconds_per_token": {name: spread(values) for name, values in seconds.items()},
-        "faster_than_transformers": ratios(seconds[THEIRS], seconds[OURS]),
-        "tokens_agreeing": agreeing(runs[THEIRS][0].tokens, runs[OURS][0].tokens),
-    }
+    most = max(config.contexts)
+    check_room(reader, most + n, f"a context of {most:,} and {n:,} new tokens")
+    for context in config.contexts:
+        labels = {"context": context, "new_tokens": n}
+        if not log.done(labels):
+            ids = make_workload(reader, 1, context, None, config.seed).chunks[0]
+            done = prefilled(adapter, ids, n)
+            agreeing = agree(run_generate(adapter, ids, n)[0], run_ours(adapter, done, context, n)[0])
+            cases = [
+                Case({"engine": TRANSFORMERS}, lambda ids=ids: _seconds(run_generate(adapter, ids, n))),  # type: ignore[misc]
+                Case({"engine": OURS}, lambda done=done, c=context: _seconds(run_ours(adapter, done, c, n))),  # type: ignore[misc]
+            ]
+            yield Group(labels, cases, {"tokens_agreeing": agreeing})
+        if config.graphs and not log.done({**labels, "steps": "random KV"}):
+            yield _steps(adapter, context, n, {**labels, "steps": "random KV"})
 
 
-def run_ours(adapter: Adapter, done: PassResult, length: int, n: int) -> Decoded:
-    """Our loop over a prefilled cache, whose room behind `length` is written over each time."""
+def run_ours(adapter: Adapter, done: PassResult, length: int, n: int) -> Timed:
+    """Our loop over a prefilled cache; what it holds after `length` is overwritten each time."""
     clock = Clock(adapter.device)
-    config = DecodeConfig(max_new_tokens=n)
-    stamped = [
-        (token, clock.elapsed())
-        for token in generate(adapter, done.cache, length, done.logits, config, frozenset())
-    ]
-    return Decoded(tuple(t for t, _ in stamped), tuple(at for _, at in stamped))
+    tokens = generate(adapter, done.cache, length, done.logits, DecodeConfig(max_new_tokens=n), frozenset())
+    ids, at = zip(*((token, clock.elapsed()) for token in tokens), strict=True)
+    return ids, at
 
 
-def run_generate(adapter: Adapter, ids: TokenIds, n: int) -> Decoded:
+def run_generate(adapter: Adapter, ids: TokenIds, n: int) -> Timed:
     """transformers' generate, prompt included."""
     stamps = _Stamps(Clock(adapter.device))
     inputs = torch.tensor([ids], device=adapter.device)
@@ -92,23 +86,18 @@ def run_generate(adapter: Adapter, ids: TokenIds, n: int) -> Decoded:
         pad_token_id=0,
         streamer=stamps,
     )
-    return Decoded(tuple(stamps.tokens), tuple(stamps.seconds))
-
-
-def agreeing(one: TokenIds, other: TokenIds) -> int:
-    """Tokens that are equal before the first that is not: bf16 may part ways without anybody being wrong."""
-    return len(list(takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=True))))
+    return tuple(stamps.tokens), tuple(stamps.seconds)
 
 
 class _Stamps:
-    """What generate calls a streamer: notes when each token comes."""
+    """A streamer for `generate`: notes when each token comes."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock, self._prompt_seen = clock, False
         self.tokens: list[int] = []
         self.seconds: list[float] = []
 
-    def put(self, tokens: torch.Tensor) -> None:
+    def put(self, tokens: Tensor) -> None:
         if self._prompt_seen:
             self.tokens.append(int(tokens))
             self.seconds.append(self._clock.elapsed())
@@ -121,6 +110,83 @@ class _Stamps:
 def prefilled(adapter: Adapter, ids: TokenIds, n: int) -> PassResult:
     """A full prefill whose cache has room for n new tokens."""
     prompt = Prompt((), (), ids)
-    return run(
-        blend_prefill(adapter, prompt, lay_out(prompt, None, [], behind_prefix=True), BlendConfig(), n)
-    )
+    layout = lay_out(prompt, None, [], behind_prefix=True)
+    return run(blend_prefill(adapter, prompt, layout, BlendConfig(), n))
+
+
+def agree(one: tuple[int, ...], other: tuple[int, ...]) -> int:
+    """Tokens that are equal before the first that differs: in bf16 two correct answers may part."""
+    return len(list(takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=True))))
+
+
+def _seconds(run: Timed) -> Metrics:
+    at = run[1]
+    return {"token_s": (at[-1] - at[0]) / (len(at) - 1), "first_s": at[0]}
+
+
+def _steps(adapter: Adapter, context: int, n: int, labels: dict[str, Any]) -> Group:
+    """After a context of random KV. On a CPU, where nothing is captured, the captured step itself runs."""
+    cache = KVCache(adapter, context + EAGER + 1 + n)
+    with torch.inference_mode():
+        for part in (cache.keys, cache.values):
+            part.normal_(generator=torch.Generator(adapter.device).manual_seed(0))
+    draw = torch.Generator().manual_seed(0)
+    tokens = torch.randint(adapter.vocab_size, (EAGER + 1 + n,), generator=draw).tolist()
+    capture: Capture = CudaGraph if adapter.device.type == "cuda" else _immediately
+    logits: dict[str, Tensor] = {}
+    makers: dict[str, Callable[[], Step]] = {
+        LAUNCHED: lambda: plain_steps(adapter, cache),
+        GRAPH: lambda: replayed_steps(adapter, cache, context, capture),
+    }
+
+    def decode(name: str) -> Metrics:
+        metrics, logits[name] = _run_steps(adapter, makers[name](), context, tokens)
+        difference = (logits[name] - logits.get(LAUNCHED, logits[name])).abs().max() / logits[
+            name
+        ].abs().max()
+        return {**metrics, "logit_difference": float(difference)}
+
+    return Group(labels, [Case({"engine": name}, partial(decode, name)) for name in makers])
+
+
+def _run_steps(
+    adapter: Adapter, step: Step, context: int, tokens: list[int]
+) -> tuple[dict[str, float], Tensor]:
+    """All tokens after the context; the clock starts behind the eager ones and the capture."""
+    for i in range(EAGER):
+        step(context + i, tokens[i])
+    clock = Clock(adapter.device)
+    began = clock.elapsed()
+    step(context + EAGER, tokens[EAGER])
+    captured = clock.elapsed()
+    for i in range(EAGER + 1, len(tokens)):
+        logits = step(context + i, tokens[i])
+        int(logits.argmax())  # as a sampler waits for it
+    token_s = (clock.elapsed() - captured) / (len(tokens) - EAGER - 1)
+    return {"token_s": token_s, "capture_s": captured - began}, logits.float().cpu()
+
+
+def _immediately(work: Callable[[], Tensor], device: torch.device) -> Replayed:
+    """In place of a capture where there is none."""
+    return work
+
+
+BENCH = Bench(
+    DecodeBenchConfig,
+    groups,
+    Report(
+        (
+            Table(
+                "Decode",
+                (
+                    ms("ms a token", "token_s"),
+                    speedup("x transformers", "token_s", engine=TRANSFORMERS),
+                    speedup("x launched", "token_s", engine=LAUNCHED),
+                    ms("capture ms", "capture_s"),
+                    count("logits differ by", "logit_difference", digits=6),
+                ),
+            ),
+        )
+    ),
+    tiny={"contexts": (60,), "new_tokens": 6, "repeats": 2, "graphs": True},
+)

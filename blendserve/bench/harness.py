@@ -1,177 +1,284 @@
-"""Who runs a prompt: transformers' own forward, or a blender over a real LMDB store.
+"""Cases that run interleaved, samples that survive a kill, and one table for every bench.
 
-A contest can be closed and opened again, which is what a cold start needs.
+    groups (a generator) -> measure -> SampleLog (a JSON line a group) -> Report (a table, a plot)
+
+A machine that slows down for a second slows both sides of one round. So ratios are taken round by round, and their
+median is shown; a ratio of medians would move.
 """
 
 from __future__ import annotations
 
-import shutil
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+import json
+import os
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, NamedTuple
 
-import torch
-from torch import Tensor
+from blendserve.bench.plots import Plot
+from blendserve.errors import InputError
 
-from blendserve.bench.throttle import throttled
-from blendserve.bench.workload import Workload
-from blendserve.blend.blender import Blender
-from blendserve.blend.priors import Priors
-from blendserve.config import BlendConfig, KVContext, PromptConfig
-from blendserve.core import BlendReport, TokenIds
-from blendserve.engine.prompt import PromptBuilder
-from blendserve.errors import InputError, StoreError
-from blendserve.evaluate.methods import FULL, TRANSFORMERS, MethodSpec
-from blendserve.models.adapter import Adapter
-from blendserve.models.loader import Reader
-from blendserve.store import KVStore, LMDBStore
-from blendserve.timing import Clock
-
-SPARE_BYTES = 1 << 24  # of a store's cap, beside its chunks
-STAGES = ("load", "select", "correct")
+Labels = Mapping[str, Any]  # values are str, int or float
+Metrics = Mapping[str, float]
+Result = dict[
+    str, Any
+]  # {bench, config, environment, groups: [{group, facts, samples: [[labels, round, metrics]]}]}
+Update = Callable[[int, int], None]
+ANY = "*"
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """One run of one prompt."""
+@dataclass(frozen=True)
+class Case:
+    """One thing to measure. `run` does one repetition; `prepare` runs before each, untimed."""
 
-    prefill: float  # seconds from token ids to first-token logits
-    ttft: float  # seconds from text to first token
-    kv_bytes: int  # of the request's cache
-    seconds: dict[str, float] = field(default_factory=dict)  # stages within prefill
-    report: BlendReport | None = None  # None for transformers
-    recomputed: Tensor | None = None  # positions that the policy chose
-    reading: float = 0.0  # seconds that the store took, most of them while layers ran
+    labels: Labels
+    run: Callable[[], Metrics]
+    prepare: Callable[[], object] = lambda: None
 
 
-class Harness:
-    """A reader, a workload and a store in `folder` for its chunks. A context manager."""
+@dataclass(frozen=True)
+class Group:
+    """Cases that are compared with each other: they run interleaved."""
 
-    def __init__(
-        self,
-        reader: Reader,
-        workload: Workload,
-        variants: tuple[MethodSpec, ...],
-        folder: Path,
-        adapter: Adapter | None = None,
-    ) -> None:
-        """adapter: in place of the reader's own, for the blenders alone. Raises StoreError."""
-        self.reader, self.workload, self.variants, self.folder = reader, workload, variants, folder
-        self._adapter = adapter or reader.adapter
-        self._contexts = list(dict.fromkeys(map(_kv_context, variants)))
-        self.reopen()
-
-    def reopen(self, bytes_per_second: float | None = None) -> None:
-        """Open the store, and blenders over it; with a rate, no more is read in a second."""
-        tokens = len(self._contexts) * len(self.workload.prompt)
-        store: KVStore = LMDBStore(self.folder, tokens * self._adapter.kv_bytes_per_token + SPARE_BYTES)
-        self.store = throttled(store, bytes_per_second) if bytes_per_second else store
-        self._blenders = {context: self._blender(context) for context in self._contexts}
-
-    def precompute(self) -> None:
-        """Store what every variant reads. Raises StoreError."""
-        for blender in self._blenders.values():
-            blender.precompute(self.workload.chunks)
-
-    def calibrate(self) -> None:
-        """Measure the machine, where ratio "auto" would do it in the middle of a run."""
-        for blender in self._blenders.values():
-            blender.calibrate()
-
-    def run(self, variant: MethodSpec) -> Run:
-        """From text to first token. Raises StoreError when KV that should be there is not."""
-        if variant.kind == TRANSFORMERS:
-            return run_transformers(self.reader, self.workload)
-        return run_blender(self._blenders[_kv_context(variant)], self.workload, variant.blend)
-
-    def logits(self, variant: MethodSpec) -> Tensor:
-        """Of the first token, [V]: by one of our methods, not timed."""
-        done = self._blenders[_kv_context(variant)].run(self.workload.draw(), variant.blend)
-        return done.result.logits
-
-    def close(self) -> None:
-        """Close the store; its files stay."""
-        self.store.close()
-
-    def __enter__(self) -> Harness:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _blender(self, context: KVContext) -> Blender:
-        prompts = PromptBuilder(self.reader.tokenizer, PromptConfig(kv_context=context))
-        blender = Blender(
-            self._adapter, self.reader.fingerprint, self.store, prompts.prefix, prompts.kv_context
-        )
-        blender.priors.use(Priors.of_nothing(self._adapter))  # a method that uses them takes its time
-        return blender
+    labels: Labels  # the grid point, and the key for resuming
+    cases: Sequence[Case]
+    facts: Mapping[str, Any] | Callable[[], Mapping[str, Any]] = field(
+        default_factory=dict
+    )  # called after the cases
+    repeats: int | None = None  # in place of the bench's
+    warm_up: bool = True
 
 
-def loads(variant: MethodSpec) -> bool:
-    """Whether a method reads stored KV."""
-    return variant.kind not in (TRANSFORMERS, FULL)
+class Sample(NamedTuple):
+    """One repetition of one case."""
+
+    labels: dict[str, Any]  # the group's and the case's
+    round: int
+    metrics: dict[str, float]
 
 
-@contextmanager
-def scratch(parent: Path | None) -> Iterator[Path]:
-    """A new folder in `parent`, which is made if need be; it goes at the end. Raises InputError."""
+class SampleLog:
+    """The measured groups of one run. With a file, a killed run goes on where it ended."""
+
+    def __init__(self, header: Mapping[str, Any], file: Path | None = None) -> None:
+        """Raises InputError when the file holds a run with other settings."""
+        self.header, self.groups, self._file = dict(header), list[dict[str, Any]](), file
+        if file is None or not file.exists():
+            return
+        kept, *self.groups = read_lines(file) or [self.header]
+        if (kept["bench"], kept["config"]) != (self.header["bench"], self.header["config"]):
+            raise InputError(f"{file} holds a run of {kept['bench']} with other settings: give another --out")
+        self.header = kept
+
+    def note(self, **facts: Any) -> None:
+        """Add facts to the environment, such as the model; before the first group is added."""
+        self.header["environment"] = {**self.header["environment"], **facts}
+
+    def done(self, labels: Labels) -> bool:
+        return any(group["group"] == labels for group in self.groups)
+
+    def add(self, group: Group, samples: Sequence[Sample]) -> None:
+        facts = group.facts() if callable(group.facts) else group.facts
+        line = {"group": dict(group.labels), "facts": dict(facts), "samples": samples}
+        line = json.loads(json.dumps(line))  # as a reader of the file sees it
+        if self._file is not None:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            lines = [line] if self._file.exists() else [self.header, line]
+            with self._file.open("a", encoding="utf-8") as out:
+                out.write("".join(json.dumps(part) + "\n" for part in lines))
+        self.groups.append(line)
+
+    @property
+    def result(self) -> Result:
+        return {**self.header, "groups": self.groups}
+
+
+def read_lines(file: Path) -> list[dict[str, Any]]:
+    """The objects of a JSON Lines file; a last line that a kill cut short is removed. Raises InputError."""
+    data = file.read_bytes()
+    whole = data[: data.rfind(b"\n") + 1]
+    if len(whole) < len(data):
+        os.truncate(file, len(whole))
     try:
-        if parent:
-            parent.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix="blendserve-bench-", dir=parent))
-    except OSError as error:
+        return [json.loads(line) for line in whole.splitlines()]
+    except ValueError as error:
+        raise InputError(f"{file} is not JSON Lines: {error}; delete the wrong line") from None
+
+
+def read_result(file: Path) -> Result:
+    """What a run wrote into its --out. Raises InputError."""
+    header, *groups = read_lines(file)
+    return {**header, "groups": groups}
+
+
+def rotated(cases: Sequence[Case], n: int) -> Iterator[Case]:
+    """The order of round n: each begins with the next case, every other one goes backwards from there.
+
+    A core that rested while one case waited is faster for the next, so no case always follows the same one.
+    """
+    first = max(n, 0) % len(cases)
+    begin, *others = [*cases[first:], *cases[:first]]
+    yield begin
+    yield from reversed(others) if n > 0 and n % 2 else others
+
+
+def measure(
+    groups: Iterable[Group], repeats: int, log: SampleLog, update: Update = lambda done, total: None
+) -> None:
+    """One warm-up round of each group, then `repeats` rounds. A generator keeps a group's stores open meanwhile."""
+    for group in groups:
+        samples: list[Sample] = []
+        rounds = group.repeats or repeats
+        for n in range(-1 if group.warm_up else 0, rounds):
+            for case in rotated(group.cases, n):
+                case.prepare()
+                metrics = dict(case.run())
+                if n >= 0:
+                    samples.append(Sample({**group.labels, **case.labels}, n, metrics))
+            update(n + 1, rounds)
+        log.add(group, samples)
+
+
+class Summary(NamedTuple):
+    """A metric over the rounds."""
+
+    median: float
+    low: float
+    high: float
+
+
+def summarize(values: Sequence[float]) -> Summary:
+    return Summary(statistics.median(values), min(values), max(values))
+
+
+@dataclass(frozen=True)
+class Column:
+    """A metric of a row; with `baseline`, compared with the same round's case whose labels differ by these.
+
+    In `baseline`, None is a label that the other case does not have, ANY any value: the least of those cases counts, as
+    an oracle that chooses after the fact.
+    """
+
+    title: str
+    metric: str
+    scale: float = 1.0
+    digits: int = 2
+    baseline: Labels | None = None
+    compare: Literal["speedup", "ratio"] = "speedup"  # baseline / this one, or this one / baseline
+    spread: bool = True  # shows min and max beside the median
+
+    def values(self, samples: Sequence[Sample], row: Labels) -> list[float]:
+        """One value a round of the samples with exactly these labels; none for the baseline itself."""
+        found = {
+            s.round: s.metrics[self.metric] for s in samples if s.labels == row and self.metric in s.metrics
+        }
+        if self.baseline is None:
+            return [value * self.scale for value in found.values()]
+        wanted = {name: value for name, value in {**row, **self.baseline}.items() if value is not None}
+        same: dict[int, float] = {}
+        itself = ANY in self.baseline.values()  # an oracle may choose this case, too
+        for s in samples:
+            if (itself or s.labels != row) and self.metric in s.metrics and _matches(s.labels, wanted):
+                same[s.round] = min(s.metrics[self.metric], same.get(s.round, float("inf")))
+        pairs = [(base, value) for n, value in found.items() if (base := same.get(n)) and value]
+        return [base / value if self.compare == "speedup" else value / base for base, value in pairs]
+
+    def text(self, samples: Sequence[Sample], row: Labels) -> str:
+        values = self.values(samples, row)
+        if not values:
+            return ""
+        middle, low, high = (f"{value:,.{self.digits}f}" for value in summarize(values))
+        return f"{middle} ({low}-{high})" if self.spread and low != high else middle
+
+
+def ms(title: str, metric: str, spread: bool = True) -> Column:
+    """Seconds, shown in milliseconds."""
+    return Column(title, metric, 1e3, 1, spread=spread)
+
+
+def count(title: str, metric: str, scale: float = 1.0, digits: int = 0) -> Column:
+    """The median alone."""
+    return Column(title, metric, scale, digits, spread=False)
+
+
+def speedup(title: str, metric: str, **baseline: Any) -> Column:
+    return Column(title, metric, baseline=baseline)
+
+
+def ratio(title: str, metric: str, **baseline: Any) -> Column:
+    return Column(title, metric, baseline=baseline, compare="ratio")
+
+
+@dataclass(frozen=True)
+class Table:
+    """A row for each combination of labels that includes `where`, a column for each metric."""
+
+    title: str
+    columns: tuple[Column, ...]
+    where: Labels = field(default_factory=dict)
+
+    def render(self, samples: Sequence[Sample]) -> tuple[str, list[str], list[list[str]]] | None:
+        """Title, columns, rows; labels that all rows share stand in the title. None without a row."""
+        rows = [
+            row for row in _rows(samples, self.where) if any(c.values(samples, row) for c in self.columns)
+        ]
+        if not rows:
+            return None
+        names = list(dict.fromkeys(name for row in rows for name in row))
+        shared = [n for n in names if len({str(row.get(n)) for row in rows}) == 1]
+        shown = [name for name in names if name not in shared] or names[-1:]
+        texts = [[column.text(samples, row) for row in rows] for column in self.columns]
+        used = [
+            (column.title, cells) for column, cells in zip(self.columns, texts, strict=True) if any(cells)
+        ]
+        title = ", ".join([self.title, *(f"{n} {rows[0][n]}" for n in shared if n not in shown)])
+        lines = [
+            [*(f"{row.get(n, '')}" for n in shown), *(c[i] for _, c in used)] for i, row in enumerate(rows)
+        ]
+        return title, [*shown, *(title for title, _ in used)], lines
+
+
+@dataclass(frozen=True)
+class Report:
+    """What is shown of a result."""
+
+    tables: tuple[Table, ...]
+    plot: Plot | None = None
+
+    def render(self, result: Result) -> list[tuple[str, list[str], list[list[str]]]]:
+        """Tables of metrics, then the facts that are one number or one word."""
+        samples = samples_of(result)
+        facts = [
+            [", ".join(f"{k} {v}" for k, v in group["group"].items()), name, f"{value}"]
+            for group in result["groups"]
+            for name, value in group["facts"].items()
+            if isinstance(value, (str, int, float))
+        ]
+        tables = [found for table in self.tables if (found := table.render(samples))]
+        return [*tables, *([("Facts", ["group", "fact", "value"], facts)] if facts else [])]
+
+
+def samples_of(result: Result) -> list[Sample]:
+    return [Sample(*sample) for group in result["groups"] for sample in group["samples"]]
+
+
+def select(result: Result, column: Column, where: Labels) -> list[float]:
+    """The values of the one row that includes `where` and has any. Raises InputError where there is none, or several."""
+    samples = samples_of(result)
+    found = [values for row in _rows(samples, where) if (values := column.values(samples, row))]
+    if len(found) != 1:
         raise InputError(
-            f"no folder can be made in {parent}: {error.strerror}; give another --folder"
-        ) from None
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def run_blender(blender: Blender, workload: Workload, blend: BlendConfig, all_stored: bool = True) -> Run:
-    """Our way. all_stored: raise StoreError where chunks are missing."""
-    clock = Clock(blender.adapter.device)
-    prompt = workload.draw()
-    with clock.stage("prefill"):
-        done = blender.run(prompt, blend, clock=clock)
-    int(done.result.logits.argmax())
-    ttft = clock.elapsed()
-    if done.missing and all_stored:
-        raise StoreError(
-            f"{len(done.missing)} of the bench's own chunks are not in its store: was its folder touched?"
+            f"{len(found)} rows of {result['bench']} have {dict(where)} and {column.metric}: 1 is needed"
         )
-    seconds = {stage: clock.seconds[stage] for stage in STAGES}
-    kv_bytes, recomputed = done.result.cache.n_bytes, done.result.recomputed
-    reading = done.result.read_s
-    return Run(clock.seconds["prefill"], ttft, kv_bytes, seconds, done.report, recomputed, reading)
+    return found[0]
 
 
-def run_transformers(reader: Reader, workload: Workload) -> Run:
-    """The model's own forward as its user calls it: a dynamic cache, SDPA, logits of the last token alone."""
-    clock = Clock(reader.adapter.device)
-    ids = workload.draw().ids
-    with clock.stage("prefill"):
-        logits = forward(reader.adapter, ids)
-    int(logits.argmax())
-    return Run(clock.seconds["prefill"], clock.elapsed(), len(ids) * reader.adapter.kv_bytes_per_token)
+def _matches(labels: Labels, wanted: Labels) -> bool:
+    return labels.keys() == wanted.keys() and all(wanted[name] in (ANY, labels[name]) for name in wanted)
 
 
-@torch.inference_mode()
-def forward(adapter: Adapter, ids: TokenIds) -> Tensor:
-    """The model's own forward over these tokens, with a cache -> logits [V] after the last."""
-    from transformers import DynamicCache
-
-    model = cast(Any, adapter.model)
-    inputs = torch.tensor([ids], device=adapter.device)
-    cache = DynamicCache(config=model.config)
-    output = model(input_ids=inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
-    return cast(Tensor, output.logits[0, -1])
-
-
-def _kv_context(variant: MethodSpec) -> KVContext:
-    return variant.kv_context or PromptConfig().kv_context
+def _rows(samples: Sequence[Sample], where: Labels) -> list[dict[str, Any]]:
+    """The combinations of labels that include `where`."""
+    every = {json.dumps(s.labels, sort_keys=True): s.labels for s in samples}
+    return [row for row in every.values() if where.items() <= row.items()]

@@ -1,69 +1,85 @@
 """`blendserve bench precompute`: chunk KV into LMDB, writes included, against plain prefill of the same chunks.
 
-transformers runs each chunk alone, as a user's loop would, and stores nothing. We compute it behind the prefix, write it
-and wait for the disk; the prefix's own KV is on our bill and not among our tokens.
+transformers runs each chunk alone, as a user's loop would, and stores nothing. blendserve computes it behind the prefix,
+writes it and waits for the disk; the prefix's own KV costs time and is not among the tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from functools import partial
 
-from blendserve.bench.config import PrecomputeConfig
-from blendserve.bench.figures import Figures, Update, interleaved, ratios, spread
-from blendserve.bench.harness import SPARE_BYTES, forward, scratch
-from blendserve.bench.machine import where
-from blendserve.bench.workload import make_workload
-from blendserve.blend.blender import Blender
+from pydantic import Field
+
+from blendserve.bench.fixture import SPARE_BYTES, forward, make_blender, scratch
+from blendserve.bench.harness import Case, Column, Group, Metrics, Report, SampleLog, Table
+from blendserve.bench.runner import Bench, BenchConfig, open_reader
+from blendserve.bench.workload import Workload, make_workload
+from blendserve.config import Positive
 from blendserve.core import TokenIds
-from blendserve.engine.prompt import PromptBuilder
-from blendserve.models.adapter import Adapter
-from blendserve.models.loader import Reader, load_reader
+from blendserve.models.loader import Reader
 from blendserve.store import LMDBStore
 from blendserve.timing import Clock
 
-Say = Callable[[str], None]
-OURS, THEIRS = "blendserve", "transformers"
+
+class PrecomputeConfig(BenchConfig):
+    """Chunks into a store."""
+
+    chunks: Positive = Field(12, description="Number of chunks to store.")
+    chunk_tokens: Positive = Field(512, description="Length of a chunk, in tokens.")
+    repeats: Positive = Field(3, description="Number of measured rounds.")
 
 
-def measure(
-    config: PrecomputeConfig, say: Say = lambda text: None, update: Update = lambda done, total: None
-) -> Figures:
-    """Everything that the bench prints. Raises InputError, ModelError, StoreError."""
-    reader = load_reader(config.reader, say)
+def groups(config: PrecomputeConfig, log: SampleLog) -> Iterator[Group]:
+    labels = {"chunks": config.chunks, "chunk_tokens": config.chunk_tokens}
+    if log.done(labels):
+        return
+    reader = open_reader(config, log)
     workload = make_workload(reader, config.chunks, config.chunk_tokens, None, config.seed)
     chunks = workload.chunks
-    tokens = sum(map(len, chunks))
-    calls = {
-        THEIRS: lambda: run_plain(reader.adapter, chunks),
-        OURS: lambda: run_precompute(reader, workload.prompts, chunks, config.folder),
-    }
-    seconds = interleaved(calls, config.repeats, update)
-    return {
-        "bench": "precompute",
-        **where(config, reader),
-        "tokens": tokens,
-        "bytes_stored": tokens * reader.adapter.kv_bytes_per_token,
-        "tokens_per_second": {name: spread([tokens / s for s in seconds[name]]) for name in seconds},
-        "faster_than_transformers": ratios(seconds[THEIRS], seconds[OURS]),
-    }
+    cases = [
+        Case({"engine": "transformers"}, partial(_plain, reader, chunks)),
+        Case({"engine": "blendserve"}, partial(_precompute, reader, workload, config)),
+    ]
+    n_bytes = sum(map(len, chunks)) * reader.adapter.kv_bytes_per_token
+    yield Group(labels, cases, {"bytes_stored": n_bytes})
 
 
-def run_precompute(
-    reader: Reader, prompts: PromptBuilder, chunks: Sequence[TokenIds], parent: Path | None
-) -> float:
-    """Into a new store -> seconds, from the first token to the last commit."""
-    payload = (sum(map(len, chunks)) + len(prompts.prefix)) * reader.adapter.kv_bytes_per_token
-    with scratch(parent) as folder, LMDBStore(folder, payload + SPARE_BYTES) as store:
-        blender = Blender(reader.adapter, reader.fingerprint, store, prompts.prefix, prompts.kv_context)
+def _plain(reader: Reader, chunks: Sequence[TokenIds]) -> Metrics:
+    """The model's own forward over one chunk after another."""
+    clock = Clock(reader.adapter.device)
+    for ids in chunks:
+        forward(reader.adapter, ids)
+    return {"tokens_per_s": sum(map(len, chunks)) / clock.elapsed()}
+
+
+def _precompute(reader: Reader, workload: Workload, config: PrecomputeConfig) -> Metrics:
+    """Into a new store, from the first token to the last commit."""
+    chunks, prefix = workload.chunks, workload.prompts.prefix
+    n_bytes = (sum(map(len, chunks)) + len(prefix)) * reader.adapter.kv_bytes_per_token
+    with scratch(config.folder) as folder, LMDBStore(folder, n_bytes + SPARE_BYTES) as store:
+        blender = make_blender(reader, workload.prompts, store)
         clock = Clock(reader.adapter.device)
         blender.precompute(chunks)
-        return clock.elapsed()
+        return {"tokens_per_s": sum(map(len, chunks)) / clock.elapsed()}
 
 
-def run_plain(adapter: Adapter, chunks: Sequence[TokenIds]) -> float:
-    """The model's own forward over one chunk after another -> seconds."""
-    clock = Clock(adapter.device)
-    for ids in chunks:
-        forward(adapter, ids)
-    return clock.elapsed()
+BENCH = Bench(
+    PrecomputeConfig,
+    groups,
+    Report(
+        (
+            Table(
+                "Precompute",
+                (
+                    Column("tokens/s", "tokens_per_s", digits=0),
+                    # rates, not seconds: this one's over the baseline's is the speedup
+                    Column(
+                        "x transformers", "tokens_per_s", baseline={"engine": "transformers"}, compare="ratio"
+                    ),
+                ),
+            ),
+        )
+    ),
+    tiny={"chunks": 5, "chunk_tokens": 30, "repeats": 2},
+)

@@ -1,97 +1,93 @@
 """`blendserve bench store`: chunk KV into LMDB and out of it, checksums verified, from warm and cold pages.
 
-A put is one transaction, with its wait for the disk. A get reads every layer of a chunk through the map and checks it; it
-copies nothing. Only the reader's shape matters, so its weights are not loaded and the KV is noise.
+A put is one transaction and waits for the disk. A get reads every layer of a chunk through the map and checks it; it
+copies nothing. Only the shape of the model matters: its weights are not loaded, and the KV is noise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
+from pydantic import Field
 
-from blendserve.bench.config import StoreBenchConfig
-from blendserve.bench.figures import Figures, Update, spread
-from blendserve.bench.harness import SPARE_BYTES, scratch
-from blendserve.bench.machine import where
-from blendserve.bench.pagecache import drop
-from blendserve.config import ReaderConfig
+from blendserve.bench.fixture import SPARE_BYTES, scratch
+from blendserve.bench.harness import Case, Column, Group, Metrics, Report, SampleLog, Table
+from blendserve.bench.page_cache import drop
+from blendserve.bench.runner import Bench, BenchConfig
+from blendserve.config import Positive
 from blendserve.core import ChunkKV
 from blendserve.models.loader import read_configuration
 from blendserve.store import ChunkKey, KVStore, LMDBStore, chunk_key
 from blendserve.threads import limit_torch
 from blendserve.timing import Clock
 
-Say = Callable[[str], None]
+
+class StoreConfig(BenchConfig):
+    """Records of chunk KV, written and read."""
+
+    chunks: Positive = Field(24, description="Number of chunks to write and read.")
+    chunk_tokens: Positive = Field(512, description="Length of a chunk, in tokens.")
 
 
-@dataclass(frozen=True, slots=True)
-class KVShape:
-    """What a reader's KV looks like."""
-
-    n_layers: int
-    n_kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, reader: ReaderConfig, say: Say = lambda text: None) -> KVShape:
-        """Raises ModelError."""
-        config, dtype = read_configuration(reader, say)
-        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        return cls(config.num_hidden_layers, config.num_key_value_heads, dim, dtype)
-
-
-def measure(
-    config: StoreBenchConfig, say: Say = lambda text: None, update: Update = lambda done, total: None
-) -> Figures:
-    """Everything that the bench prints. Raises InputError, ModelError, StoreError."""
+def groups(config: StoreConfig, log: SampleLog) -> Iterator[Group]:
+    labels = {"chunks": config.chunks, "chunk_tokens": config.chunk_tokens}
+    if log.done(labels):
+        return
     limit_torch(config.threads)
-    shape = KVShape.of(config.reader, say)
-    chunk = noise(shape, config.chunk_tokens, config.seed)
-    keys = [chunk_key("bench", (), (n,), str(shape.dtype), "") for n in range(config.chunks)]
-    payload = chunk.n_bytes * len(keys)
-    seconds: dict[str, list[float]] = {"put": [], "get": [], "get_cold": []}
-    trouble = ""
-    for done in range(config.repeats + 1):  # the first round is for warmth
-        with scratch(config.folder) as folder:
-            took, trouble = _round(folder, keys, chunk, payload)
-        for name, value in took.items() if done else ():
-            seconds[name].append(value)
-        update(done + 1, config.repeats + 1)
-    records = len(keys) * (shape.n_layers + 1)
-    return {
-        "bench": "store",
-        **where(config),
-        "shape": {"layers": shape.n_layers, "kv_heads": shape.n_kv_heads, "head_dim": shape.head_dim},
-        "chunks": len(keys),
-        "bytes": payload,
-        "records": records,  # a header and the layers of each chunk
-        "gigabytes_per_second": {n: spread([payload / s / 1e9 for s in v]) for n, v in seconds.items() if v},
-        "records_per_second": {n: spread([records / s for s in v]) for n, v in seconds.items() if v},
-        "cold": {"done": not trouble, "why": trouble},
-    }
+    chunk = noise(config)
+    keys = [chunk_key("bench", (), (n,), str(chunk.keys.dtype), "") for n in range(config.chunks)]
+    n_bytes = chunk.n_bytes * len(keys)
+    records = len(keys) * (chunk.keys.shape[0] + 1)  # a header and the layers of each chunk
+    with scratch(config.folder) as folder:
+        _filled(folder / "read", keys, chunk)
+        trouble = drop(folder / "read" / "data.mdb")
+        cases = [
+            Case({"operation": "put"}, partial(_put, config.folder, keys, chunk)),
+            Case({"operation": "get"}, partial(_get, folder / "read", keys, n_bytes, warm=True)),
+        ]
+        if not trouble:
+            cold = partial(_get, folder / "read", keys, n_bytes, warm=False)
+            cases.append(Case({"operation": "get_cold"}, cold, partial(drop, folder / "read" / "data.mdb")))
+        facts = {"bytes": n_bytes, "records": records, "no_cold_reads": trouble or "measured"}
+        yield Group(labels, cases, facts)
 
 
-def noise(shape: KVShape, tokens: int, seed: int) -> ChunkKV:
-    """KV that nobody computed."""
-    generator = torch.Generator().manual_seed(seed)
-    size = (shape.n_layers, shape.n_kv_heads, tokens, shape.head_dim)
-    keys, values = (torch.randn(size, generator=generator).to(shape.dtype) for _ in range(2))
+def noise(config: StoreConfig) -> ChunkKV:
+    """A chunk in the shape of the model's KV. Raises ModelError."""
+    shape, dtype = read_configuration(config.reader, lambda text: None)
+    head_dim = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
+    size = (shape.num_hidden_layers, shape.num_key_value_heads, config.chunk_tokens, head_dim)
+    generator = torch.Generator().manual_seed(config.seed)
+    keys, values = (torch.randn(size, generator=generator).to(dtype) for _ in range(2))
     return ChunkKV(keys, values)
 
 
-def put_all(store: KVStore, keys: list[ChunkKey], chunk: ChunkKV) -> float:
-    """-> seconds, the last commit included."""
-    clock = Clock()
-    for key in keys:
-        store.put(key, chunk, pin=True)
-    return clock.elapsed()
+def _put(parent: Path | None, keys: list[ChunkKey], chunk: ChunkKV) -> Metrics:
+    """Into a new store, the last commit included."""
+    with scratch(parent) as folder:
+        return _rate(chunk.n_bytes * len(keys), lambda: _filled(folder, keys, chunk))
 
 
-def get_all(store: KVStore, keys: list[ChunkKey]) -> float:
+def _filled(folder: Path, keys: list[ChunkKey], chunk: ChunkKV) -> float:
+    """-> seconds of the puts alone"""
+    with LMDBStore(folder, chunk.n_bytes * len(keys) + SPARE_BYTES) as store:
+        clock = Clock()
+        for key in keys:
+            store.put(key, chunk, pin=True)
+        return clock.elapsed()
+
+
+def _get(folder: Path, keys: list[ChunkKey], n_bytes: int, warm: bool) -> Metrics:
+    with LMDBStore(folder, n_bytes + SPARE_BYTES) as store:
+        if warm:
+            _read(store, keys)  # maps the pages
+        return _rate(n_bytes, lambda: _read(store, keys))
+
+
+def _read(store: KVStore, keys: list[ChunkKey]) -> float:
     """Every layer of every chunk, checked -> seconds."""
     clock = Clock()
     with store.reading() as snapshot:
@@ -103,14 +99,14 @@ def get_all(store: KVStore, keys: list[ChunkKey]) -> float:
     return clock.elapsed()
 
 
-def _round(folder: Path, keys: list[ChunkKey], chunk: ChunkKV, payload: int) -> tuple[dict[str, float], str]:
-    """Seconds of putting all, getting all warm and, if that can be done, cold; else why it cannot."""
-    with LMDBStore(folder, payload + SPARE_BYTES) as store:
-        took = {"put": put_all(store, keys, chunk)}
-        get_all(store, keys)  # maps the pages
-        took["get"] = get_all(store, keys)
-    trouble = drop(folder / "data.mdb")
-    if not trouble:
-        with LMDBStore(folder, payload + SPARE_BYTES) as store:
-            took["get_cold"] = get_all(store, keys)
-    return took, trouble
+def _rate(n_bytes: int, call: Callable[[], float]) -> Metrics:
+    seconds = call()
+    return {"time_s": seconds, "gb_per_s": n_bytes / seconds / 1e9}
+
+
+BENCH = Bench(
+    StoreConfig,
+    groups,
+    Report((Table("Store", (Column("ms", "time_s", 1e3, 1), Column("GB/s", "gb_per_s"))),)),
+    tiny={"chunks": 3, "chunk_tokens": 64, "repeats": 2},
+)

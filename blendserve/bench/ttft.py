@@ -1,158 +1,205 @@
 """`blendserve bench ttft`: one prompt by every method, to its first logits and to its first token.
 
-Prefill is timed from token ids to first-token logits, TTFT from the text of question and passages to the first token;
-both in the same run. Stages are parts of prefill and are shown as shares of TTFT.
+A grid of contexts and chunk lengths. A chunk as long as the context is a document read before: the first chunk's KV is
+exact, and method `prefix` gives full prefill's first token (KL, same token). Optional: from a cold page cache, from
+stores of given read rates, and the peak memory of a request.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from statistics import median
+from itertools import product
+from typing import Annotated, Any
 
-from blendserve.bench.config import TtftConfig
-from blendserve.bench.figures import Figures, Update, interleaved, ratios, spread
-from blendserve.bench.harness import STAGES, Harness, Run, loads, scratch
-from blendserve.bench.machine import where
-from blendserve.bench.memory import peak_of
-from blendserve.bench.pagecache import drop
-from blendserve.bench.workload import make_workload
-from blendserve.config import changed
-from blendserve.evaluate.methods import FULL, TRANSFORMERS
-from blendserve.models.loader import load_reader
+from pydantic import Field
 
-Say = Callable[[str], None]
+from blendserve.bench.fixture import PromptFixture, Tier, reads_store, scratch
+from blendserve.bench.harness import Case, Group, Report, SampleLog, Table, count, ms, ratio, speedup
+from blendserve.bench.memory import MemoryTask, peak_memory
+from blendserve.bench.plots import Plot
+from blendserve.bench.roofline import measure_rates
+from blendserve.bench.runner import Bench, BenchConfig, open_reader
+from blendserve.bench.workload import check_room, make_workload
+from blendserve.config import Positive, Ratio, changed
+from blendserve.errors import ConfigError
+from blendserve.evaluate.methods import FULL, TRANSFORMERS, MethodSpec, parse_methods
+from blendserve.models.loader import Reader
+from blendserve.registry import BENCHED
 
-
-def measure(
-    config: TtftConfig, say: Say = lambda text: None, update: Update = lambda done, total: None
-) -> Figures:
-    """Everything that the bench prints. Raises ConfigError, InputError, ModelError, StoreError."""
-    variants = config.variants
-    reader = load_reader(config.reader, say)
-    shape = (config.chunks, config.chunk_tokens, config.suffix_tokens)
-    workload = make_workload(reader, *shape, config.seed)
-    with scratch(config.folder) as folder, Harness(reader, workload, variants, folder) as contest:
-        say(f"Storing the KV of {config.chunks} chunks")
-        contest.precompute()
-        took = interleaved({v.name: partial(contest.run, v) for v in variants}, config.repeats, update)
-        methods = {v.name: figures_of(took, v.name) for v in variants}
-        prompt = workload.prompt
-        figures = {
-            "bench": "ttft",
-            **where(config, reader),
-            "prompt": {
-                "tokens": len(prompt),
-                "prefix": len(prompt.prefix),
-                "chunks": [len(chunk) for chunk in prompt.chunks],
-                "suffix": len(prompt.suffix),
-            },
-            "methods": methods,
-        }
-        if config.cold:
-            figures["cold"] = _cold(contest, config.repeats, say)
-        if config.throttle:
-            figures["throttled"] = [_throttled(contest, config, rate, say) for rate in config.throttle]
-        if config.memory:
-            say("Measuring memory, one process per method")
-            figures["memory"] = {v.name: peak_of(config, v.name, folder) for v in variants}
-    return figures
+WARM, COLD, SLOW, FRESH = "warm", "cold", "slow", "fresh process"
 
 
-def figures_of(took: dict[str, list[Run]], name: str) -> Figures:
-    """One method's figures, and its ratios to both full prefills, which are > 1 where it is faster."""
-    runs = took[name]
-    figures: Figures = {
-        "prefill": spread([t.prefill for t in runs]),
-        "ttft": spread([t.ttft for t in runs]),
-        "faster_than": {
-            base: {
-                "prefill": ratios([t.prefill for t in took[base]], [t.prefill for t in runs]),
-                "ttft": ratios([t.ttft for t in took[base]], [t.ttft for t in runs]),
-            }
-            for base in (TRANSFORMERS, FULL)
-        },
-    }
-    report = runs[-1].report
-    if report is not None:
-        figures["stages"] = {stage: _stage(runs, stage) for stage in STAGES}
-        figures["tokens_run"] = report.tokens_computed + report.tokens_recomputed + report.tokens_suffix
-        figures["tokens_recomputed"] = report.tokens_recomputed
-        figures["cost"] = report.cost
-        figures["bytes_loaded"] = report.bytes_loaded
-    return figures
+class TtftConfig(BenchConfig):
+    """One prompt, from text to first token."""
+
+    contexts: tuple[Positive, ...] = Field((3072,), description="Lengths of all chunks together, in tokens.")
+    chunk_tokens: tuple[Positive, ...] = Field(
+        (512,), description="Lengths of a chunk, in tokens; at most the context."
+    )
+    suffix_tokens: Positive = Field(40, description="Length of the prompt after the chunks, in tokens.")
+    methods: tuple[str, ...] = Field(
+        BENCHED,
+        description="Methods to compare with transformers, full, prefix and reuse, as for `evaluate`.",
+    )
+    ratios: tuple[Ratio, ...] = Field((0.05, 0.15), description="Recompute ratios of methods that name none.")
+    tier: Tier = Field("disk", description="Memory that holds stored KV when a request comes.")
+    cold: bool = Field(False, description="Measure from a cold page cache, too.")
+    read_gb_s: tuple[Annotated[float, Field(gt=0)], ...] = Field(
+        (), description="Read rates of slow stores to measure, too, in GB/s."
+    )
+    memory: bool = Field(False, description="Measure the peak memory of a request, too.")
+
+    @property
+    def compared(self) -> tuple[MethodSpec, ...]:
+        """Every method, transformers first. Raises ConfigError."""
+        found = parse_methods((TRANSFORMERS, FULL, "prefix", "reuse", *self.methods), self.ratios, self.seed)
+        return tuple(sorted(found, key=lambda method: method.kind != TRANSFORMERS))
 
 
-def _stage(runs: Sequence[Run], stage: str) -> Figures:
-    return {
-        "seconds": spread([t.seconds[stage] for t in runs]),
-        "share_of_ttft": spread([t.seconds[stage] / t.ttft for t in runs]),
-    }
+def groups(config: TtftConfig, log: SampleLog) -> Iterator[Group]:
+    methods = config.compared  # a wrong word is an error before a model is loaded
+    grid = [
+        (context, min(chunk, context)) for context, chunk in product(config.contexts, config.chunk_tokens)
+    ]
+    for context, chunk in grid:
+        if context % chunk:
+            raise ConfigError(f"a context of {context:,} tokens is no multiple of chunks of {chunk:,}")
+    reader = open_reader(config, log)
+    check_room(reader, max(config.contexts) + config.suffix_tokens, "the longest prompt")
+    for context, chunk in dict.fromkeys(grid):
+        yield from _point(config, methods, reader, log, context, chunk)
 
 
-def _cold(contest: Harness, repeats: int, say: Say) -> Figures:
-    """TTFT with the store's file dropped from the page cache, and right after it warm; or why there is none."""
-    loading = [v for v in contest.variants if loads(v)]
-    say("Measuring from a cold page cache")
-    cold: dict[str, list[float]] = {v.name: [] for v in loading}
-    warm: dict[str, list[float]] = {v.name: [] for v in loading}
-    for _ in range(repeats):
-        for variant in loading:
-            trouble = _reopened_cold(contest)
-            if trouble:
-                return {"done": False, "why": trouble}
-            cold[variant.name].append(contest.run(variant).ttft)
-            warm[variant.name].append(contest.run(variant).ttft)
-    methods = {
-        v.name: {"ttft": spread(cold[v.name]), "slower_than_warm": ratios(cold[v.name], warm[v.name])}
-        for v in loading
-    }
-    return {"done": True, "why": "", "methods": methods}
+def _point(
+    config: TtftConfig,
+    methods: Sequence[MethodSpec],
+    reader: Reader,
+    log: SampleLog,
+    context: int,
+    chunk: int,
+) -> Iterator[Group]:
+    """The groups of one prompt, which share a store."""
+    labels = {"context": context, "chunk": chunk}
+    sources: list[Any] = [WARM, *([COLD] if config.cold else []), *config.read_gb_s]
+    todo = [source for source in sources if not log.done({**labels, "source": source})]
+    wants_memory = config.memory and not log.done({**labels, "source": FRESH})
+    if not todo and not wants_memory:
+        return
+    workload = make_workload(reader, context // chunk, chunk, config.suffix_tokens, config.seed)
+    with (
+        scratch(config.folder) as folder,
+        PromptFixture(reader, workload, methods, folder, config.tier) as fixture,
+    ):
+        fixture.precompute()
+        rates = measure_rates(reader.adapter.dtype, reader.adapter.device)
+        fixture.compare_with(rates)
+        facts = {"prompt_tokens": len(workload.prompt), "flops": rates.flops, "copied_bytes_s": rates.bytes}
+        stored = [method for method in methods if reads_store(method)]
+        warm = [_case(fixture, method) for method in stored]
+        for source in todo:
+            if source == WARM:
+                cases = [_case(fixture, method) for method in methods]
+            elif source == COLD:
+                cold = [_case(fixture, method, cache=COLD) for method in stored]
+                cases = [*(replace(case, prepare=fixture.drop_page_cache) for case in cold), *warm]
+            else:
+                fixture.calibrate(source)
+                cases = [*_slow_cases(fixture, stored, source), *warm]
+            yield Group({**labels, "source": source}, cases, facts if source == WARM else {})
+        if wants_memory:
+            cases = [_memory_case(config, method, context, chunk, str(folder)) for method in methods]
+            yield Group({**labels, "source": FRESH}, cases, repeats=1, warm_up=False)
 
 
-def _throttled(contest: Harness, config: TtftConfig, rate: float, say: Say) -> Figures:
-    """TTFT from a store of `rate` GB/s and, in turns, from one that is not held back; and ratio "auto" on the former.
-
-    hidden: the share of the store's time that TTFT does not show.
-    """
-    say(f"Measuring from a store of {rate:g} GB/s")
-    fixed = {v.name: v for v in contest.variants if loads(v)}
-    free = {
-        f"{name} or more": replace(v, blend=changed(v.blend, ratio="auto", floor=v.ratio))
-        for name, v in fixed.items()
-        if v.ratio
-    }
-    slow: dict[str, list[Run]] = {name: [] for name in fixed | free}
-    quick: dict[str, list[Run]] = {name: [] for name in fixed}
-    for _ in range(config.repeats):
-        _reopened(contest, rate * 1e9)
-        contest.calibrate()
-        for name, variant in (fixed | free).items():  # "auto" knows from the fixed ones what loading takes
-            slow[name].append(contest.run(variant))
-        _reopened(contest)
-        for name, variant in fixed.items():
-            quick[name].append(contest.run(variant))
-    methods = {name: _from_slow(slow[name], quick.get(name)) for name in slow}
-    return {"gb_per_second": rate, "methods": methods}
+def _case(fixture: PromptFixture, method: MethodSpec, rate: float | None = None, **labels: str) -> Case:
+    return Case({"method": method.name, **labels}, partial(fixture.run, method, rate))
 
 
-def _from_slow(slow: Sequence[Run], quick: Sequence[Run] | None) -> Figures:
-    figures: Figures = {"ttft": spread([t.ttft for t in slow]), "reading": spread([t.reading for t in slow])}
-    figures["ratio"] = median([t.report.ratio for t in slow if t.report])
-    if quick is not None:
-        shown = [(a.ttft - b.ttft) / a.reading for a, b in zip(slow, quick, strict=True)]
-        figures["hidden"] = spread([1 - share for share in shown])
-    return figures
+def _slow_cases(fixture: PromptFixture, methods: list[MethodSpec], rate: float) -> list[Case]:
+    """Each method, and at the ratio that the time of loading leaves free: its own ratio or more."""
+    free = [(m, replace(m, blend=changed(m.blend, ratio="auto", floor=m.ratio))) for m in methods if m.ratio]
+    fixed = [_case(fixture, method, rate, store=SLOW) for method in methods]
+    return [
+        *fixed,
+        *(
+            Case({"method": f"{m.name} or more", "store": SLOW}, partial(fixture.run, auto, rate))
+            for m, auto in free
+        ),
+    ]
 
 
-def _reopened(contest: Harness, bytes_per_second: float | None = None) -> None:
-    contest.close()
-    contest.reopen(bytes_per_second)
+def _memory_case(config: TtftConfig, method: MethodSpec, context: int, chunk: int, folder: str) -> Case:
+    shape = (context // chunk, chunk, config.suffix_tokens)
+    task = MemoryTask(config.reader.model_dump(mode="json"), shape, config.seed, method.name, folder)
+    return Case({"method": method.name}, partial(peak_memory, task))
 
 
-def _reopened_cold(contest: Harness) -> str:
-    contest.close()
-    trouble = drop(contest.folder / "data.mdb")
-    contest.reopen()
-    return trouble
+BENCH = Bench(
+    TtftConfig,
+    groups,
+    Report(
+        (
+            Table(
+                "Time to first token",
+                (
+                    ms("TTFT ms", "ttft_s"),
+                    speedup("x transformers", "ttft_s", method=TRANSFORMERS),
+                    speedup("x full", "ttft_s", method=FULL),
+                    count("tokens run", "tokens_run"),
+                    count("KL", "kl_first_token", digits=4),
+                    count("same token", "same_first_token"),
+                ),
+                {"source": WARM},
+            ),
+            Table(
+                "Prefill",
+                (
+                    ms("prefill ms", "prefill_s"),
+                    ms("load", "load_s", spread=False),
+                    ms("select", "select_s", spread=False),
+                    ms("correct", "correct_s", spread=False),
+                    count("MB loaded", "bytes_loaded", 1e-6),
+                    count("of roofline", "roofline_fraction", digits=2),
+                ),
+                {"source": WARM},
+            ),
+            Table(
+                "Cold page cache",
+                (ms("TTFT ms", "ttft_s"), ratio("cold / warm", "ttft_s", cache=None)),
+                {"cache": COLD},
+            ),
+            Table(
+                "Store of a read rate in GB/s",
+                (
+                    ms("TTFT ms", "ttft_s"),
+                    ms("read ms", "read_s"),
+                    ratio("slow / fast store", "ttft_s", store=None),
+                    count("ratio", "ratio", digits=2),
+                ),
+                {"store": SLOW},
+            ),
+            Table(
+                "Peak memory of a request",
+                (
+                    count("MB above model", "peak_bytes", 1e-6),
+                    count("KV MB", "kv_bytes", 1e-6),
+                    count("above KV / KV", "above_kv_ratio", digits=2),
+                ),
+                {"source": FRESH},
+            ),
+        ),
+        Plot(x="context", y="ttft_s", series="method"),
+    ),
+    tiny={
+        "contexts": (120,),
+        "chunk_tokens": (40,),
+        "suffix_tokens": 25,
+        "repeats": 2,
+        "methods": ("query+shift", "deviation@0.3", "query/bos"),
+        "ratios": (0.1, 0.2),
+        "cold": True,
+        "read_gb_s": (1.0,),
+    },
+)

@@ -1,4 +1,4 @@
-"""A reader small enough for every bench to run in a second."""
+"""A model small enough for every bench to run in a second."""
 
 from __future__ import annotations
 
@@ -8,25 +8,15 @@ from typing import Any
 
 import pytest
 
+from blendserve.bench.suite import TINY_MODEL
 from blendserve.config import ReaderConfig
 from blendserve.models.loader import Reader, load_reader
-
-SHAPE: dict[str, Any] = {
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 500,
-    "max_position_embeddings": 512,
-}
 
 
 def write_shape(folder: Path, **changes: Any) -> str:
     """Write a folder with nothing but a config.json, and return what --model takes."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps({**SHAPE, **changes}))
+    (folder / "config.json").write_text(json.dumps({**TINY_MODEL, **changes}))
     return f"random:{folder}"
 
 

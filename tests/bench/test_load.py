@@ -1,4 +1,4 @@
-"""Other work beside a bench: busy processes, one core's worth of time, and a link. Nothing outlives its bench."""
+"""What a bench puts beside or before what it measures: workers, busy processes, one core's time, a link."""
 
 from __future__ import annotations
 
@@ -9,23 +9,29 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
-from blendserve.bench import crowded, load, start
-from blendserve.bench.link import Link, Weather
-from blendserve.bench.link_process import LinkProcess
-from blendserve.bench.load import busy, one_core
-from blendserve.bench.remote import weather
+from benchmarks.cpu_contention import BusyProcesses, one_core
+from benchmarks.startup import run_process
+from benchmarks.support.proxy import GBIT, LinkConditions, Proxy, ProxyProcess, changing, constant, network
+from benchmarks.support.worker import ROOT, WorkerProcess
 from blendserve.errors import InputError
 from tests.support.waiting import eventually
 
 KB = 1 << 10
-HANGS = "from blendserve.bench.load import busy\nwith busy(1):\n    print('on', flush=True)\n    input()"
+HANGS = """
+from benchmarks.cpu_contention import BusyProcesses
+with BusyProcesses() as busy:
+    busy.set(1)
+    print("on", flush=True)
+    input()
+"""
 
 
 def children(of: int | None = None) -> set[int]:
@@ -45,24 +51,28 @@ def stat(pid: object) -> list[str]:
         return []
 
 
-def test_busy_processes_compute_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_busy_processes_compute_and_end() -> None:
     before = children()
-    with busy(2):
+    with BusyProcesses() as busy:
+        busy.set(3)
+        busy.set(2)
         started = children() - before
         assert len(started) == 2
         assert all(os.getpgid(pid) == pid and os.getsid(pid) == os.getsid(0) for pid in started)
         eventually(lambda: all(int(stat(pid)[11]) for pid in started))  # ticks of CPU time
+        busy.processes[0].kill()
+        busy.processes[0].wait()
+        with pytest.raises(InputError):
+            busy.set(2)
+        busy.processes.pop(0)
     assert children() == before
-    monkeypatch.setattr(load, "LONGEST", 0)
-    with pytest.raises(InputError), busy(1):
-        os.waitid(os.P_PID, (children() - before).pop(), os.WEXITED | os.WNOWAIT)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a signal at the parent's death is Linux's")
 def test_busy_processes_end_with_a_bench_that_is_killed() -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", HANGS], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as bench:
+    command, pipe = [sys.executable, "-c", HANGS], subprocess.PIPE
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment) as bench:
         assert bench.stdout is not None
         bench.stdout.readline()
         (pid,) = children(bench.pid)
@@ -73,25 +83,33 @@ def test_busy_processes_end_with_a_bench_that_is_killed() -> None:
 
 def test_one_core_is_a_cgroup_or_an_affinity(tmp_path: Path) -> None:
     before = os.sched_getaffinity(0)
-    with one_core(tmp_path) as limited:
-        assert limited.how == "affinity"
-        count = [sys.executable, "-c", "import os; print(len(os.sched_getaffinity(0)))"]
-        assert limited.popen(count, dict(os.environ)).communicate()[0].strip() == "1"
+    seen: list[Any] = []
+
+    def start(launcher: Sequence[str]) -> WorkerProcess:
+        seen.append((list(launcher), os.sched_getaffinity(0)))
+        return cast(WorkerProcess, None)
+
+    with one_core(tmp_path) as launch:  # an ordinary folder: no cgroup can be made
+        launch(start)
+    assert seen == [([], {max(before)})]
     assert os.sched_getaffinity(0) == before
-    with one_core() as limited:
-        if limited.folder is None:
+    with one_core() as launch:
+        launch(start)
+        launcher, allowed = seen[1]
+        if not launcher:
             pytest.skip("no cgroup can be made here")
-        process = limited.popen(["cat", "/proc/self/cgroup"], dict(os.environ))
-        assert limited.folder.name in process.communicate()[0]
-    assert not limited.folder.exists()
+        assert allowed == before
+        command = [*launcher, "cat", "/proc/self/cgroup"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        assert Path(launcher[-1]).parent.name in done.stdout
+    assert not Path(launcher[-1]).parent.exists()
 
 
 def test_a_measured_process_that_fails_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(InputError):
-        start.timed((sys.executable, "-c", "raise SystemExit('no index here')"))
-    (tmp_path / "log").write_text("")
-    with load.start(["sh", "-c", "read x; exit 3"], dict(os.environ)) as process, pytest.raises(InputError):
-        crowded.Subject(process, {}, tmp_path / "log")
+        run_process((sys.executable, "-c", "raise SystemExit('no index here')"), lambda out: {})
+    with pytest.raises(InputError):
+        WorkerProcess("benchmarks.support.no_such_module", {}, tmp_path / "log")
 
 
 class Echo(socketserver.BaseRequestHandler):
@@ -110,8 +128,8 @@ def echo() -> Iterator[int]:
         server.shutdown()
 
 
-def dial(link: Link | LinkProcess) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", link.port), timeout=300)
+def dial(proxy: Proxy | ProxyProcess) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", proxy.port), timeout=300)
 
 
 def echoed(line: socket.socket, sent: bytes) -> tuple[bytes, float]:
@@ -123,38 +141,44 @@ def echoed(line: socket.socket, sent: bytes) -> tuple[bytes, float]:
     return bytes(got), time.monotonic() - start
 
 
-def test_a_link_passes_on_delays_once_holds_and_cuts_and_its_process_ends_with_its_block() -> None:
+def test_a_proxy_forwards_delays_once_holds_and_closes_and_its_process_ends(tmp_path: Path) -> None:
     sent = bytes(range(256)) * 4 * KB
     with echo() as port:
-        with LinkProcess(port) as link, dial(link) as line:
+        with ProxyProcess(port, tmp_path / "log") as proxy, dial(proxy) as line:
             assert echoed(line, sent)[0] == sent
-            assert link.n_bytes == len(sent)
-            link.set_to(Weather(delay_s=0.125))
+            assert proxy.n_bytes == len(sent)
+            proxy.set(LinkConditions(delay_s=0.125))
             assert echoed(line, b"ping")[1] >= 0.25
             # A thousand pieces that each waited would need four minutes.
             assert 0.25 <= echoed(line, bytes(64 * KB * 1_000))[1] < 60
-            link.set_to(Weather(dead=True))
-            before = link.n_bytes  # it has read the weather by now
+            proxy.set(LinkConditions(blackhole=True))
+            before = proxy.n_bytes
             line.sendall(b"late")
             line.settimeout(0.05)
             with pytest.raises(TimeoutError):
                 line.recv(1)
-            link.set_to(Weather())
+            proxy.set(LinkConditions())
             line.settimeout(300)
             assert line.recv(4) == b"late"
-            assert link.n_bytes == before + 4
-            link.set_to(Weather(cut_after=1_000, delay_s=0.01))
-            with dial(link) as other:
+            assert proxy.n_bytes == before + 4
+            proxy.set(LinkConditions(close_after=1_000, delay_s=0.01))
+            with dial(proxy) as other:
                 assert len(echoed(other, bytes(10 * KB))[0]) == 1_000
         with pytest.raises(ProcessLookupError):
-            os.kill(link.pid, 0)
+            os.kill(proxy.pid, 0)
 
 
 def test_a_rate_is_that_of_all_connections_together() -> None:
     sent, rate = bytes(256 * KB), 2_000_000.0
-    with echo() as port, Link(port) as link, dial(link) as one, dial(link) as other:
-        link.weather = Weather(bytes_per_s=rate)
+    with echo() as port, Proxy(port) as proxy, dial(proxy) as one, dial(proxy) as other:
+        proxy.conditions = LinkConditions(bytes_per_s=rate)
         with ThreadPoolExecutor(2) as pool:
             seconds = pool.map(lambda line: echoed(line, sent)[1], (one, other))
         assert max(seconds) >= 2 * len(sent) / rate - 0.01  # what a burst may save
-    assert weather(50.0, 1.0) == Weather(bytes_per_s=125e6, delay_s=0.025)
+    assert network(50.0, 1.0) == LinkConditions(bytes_per_s=125e6, delay_s=0.025)
+
+
+def test_a_trace_is_its_steps_and_follows_from_the_seed() -> None:
+    assert [changing(0)["down"].rate(at) / GBIT for at in (0.0, 0.049, 0.051, 1e9)] == [3, 3, 0.1, 0.1]
+    assert constant(0.5).rate(7.0) == 0.5 * GBIT
+    assert changing(1) == changing(1) != changing(2)

@@ -1,30 +1,21 @@
-"""Figures, workloads, random readers, counted work, page cache and memory, each against values known in advance."""
+"""Workloads, random models, counted work, page cache and memory, each against values known in advance."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from blendserve.bench import hostile, pagecache, sharing
-from blendserve.bench.figures import interleaved, ratios
-from blendserve.bench.harness import Harness
-from blendserve.bench.hostile import WITH, WITHOUT, Window
-from blendserve.bench.hostile_client import Got
-from blendserve.bench.rates import Rates
-from blendserve.bench.roofline import Counts, Work, layer_work, limit, prefill_work
-from blendserve.bench.serving_load import Sent
-from blendserve.bench.traces import GBIT, changing, constant
+from blendserve.bench import page_cache
+from blendserve.bench.fixture import PromptFixture, time_prompt
+from blendserve.bench.roofline import Counts, Rates, Work, layer_work, limit, prefill_work
 from blendserve.bench.workload import make_workload
 from blendserve.blend.report import plain_report
 from blendserve.config import BlendConfig, ReaderConfig
@@ -37,45 +28,6 @@ from blendserve.models.shapes import SHAPES, shape_config
 from tests.bench.conftest import write_shape
 from tests.support.models import tiny_adapter
 from tests.support.tokenizers import bundled_tokenizer
-
-seconds = st.lists(st.floats(1e-6, 1e3), min_size=1, max_size=9)
-
-
-@given(seconds, st.floats(0.01, 100))
-def test_a_machine_that_slows_one_round_changes_no_ratio(values: list[float], by: float) -> None:
-    """The ratio of medians would change; the median of ratios does not."""
-    slow = [10 * by * values[0], *(by * v for v in values[1:])], [10 * values[0], *values[1:]]
-    assert ratios(*slow)["median"] == pytest.approx(by)
-    by_hand = {"median": 2.0, "least": 0.5, "most": 4.0, "rounds": [2.0, 4.0, 0.5]}
-    assert ratios([2.0, 40.0, 2.0], [1.0, 10.0, 4.0]) == by_hand
-
-
-def test_rounds_warm_up_first_and_each_begins_with_another_call() -> None:
-    order: list[str] = []
-
-    def call(name: str) -> int:
-        order.append(name)
-        return len(order)
-
-    results = interleaved({name: partial(call, name) for name in "abc"}, 3)
-    assert "".join(order) == "abc" + "abc" + "bac" + "cab"
-    assert results == {"a": [4, 8, 11], "b": [5, 7, 12], "c": [6, 9, 10]}
-
-
-def window(*ttft: float | None, got: dict[str, Got] | None = None) -> Window:
-    return Window([Sent(seconds) for seconds in ttft], 10.0, 0.5, 2.0, got)
-
-
-def test_hostile_takes_its_ratio_by_round_and_counts_who_is_not_answered() -> None:
-    got = [{"deep": Got({"400": n}, [0.1 * n])} for n in (1, 3)]
-    calm = [window(1.0), window(2.0)]
-    found = hostile.summary({WITHOUT: calm, WITH: [window(1.5, got=got[0]), window(2.0, got=got[1])]})
-    assert (found["p95_ttft_ratio"]["rounds"], found["passed"]) == ([1.5, 1.0], True)
-    assert found["hostile"]["deep"] == {"statuses": {"400": 4}, "median": 0.2, "worst": pytest.approx(0.3)}
-    assert not hostile.summary({WITHOUT: calm, WITH: [window(1.6), window(3.2)]})["passed"]
-    for attacked in ((1.0, None), (None, None)):
-        found = hostile.summary({WITHOUT: [window(1.0, 1.0)], WITH: [window(*attacked)]})
-        assert (found["windows"][WITH]["failed"], found["passed"]) == (attacked.count(None), False)
 
 
 def test_a_workload_has_exactly_the_tokens_asked_for(reader: Reader) -> None:
@@ -91,46 +43,32 @@ def test_a_workload_has_exactly_the_tokens_asked_for(reader: Reader) -> None:
             make_workload(reader, *impossible, seed=0)
 
 
-def test_figures_of_users_add_up() -> None:
-    requests = [{"ttft": ttft, "hit": hit, "asked": 4} for ttft, hit in ((1.0, 0), (3.0, 2), (2.0, 4))]
-    one = {"requests": requests[:2], "computed": [7, 8], "bytes": {"all": 10}}
-    other = {"requests": requests[2:], "computed": [8, 9, 8], "bytes": {"all": 12}}
-    figures = sharing.summary([one, other])
-    assert (figures["hit_rate"], figures["ttft_mean"], figures["ttft_p95"]) == (0.5, 2.0, 3.0)
-    assert (figures["bytes"], figures["computed"], figures["computed_again"]) == (12, 5, 2)
-
-
-def test_a_trace_is_its_steps_and_follows_from_the_seed() -> None:
-    assert [changing(0)["down"].rate(at) / GBIT for at in (0.0, 0.049, 0.051, 1e9)] == [3, 3, 0.1, 0.1]
-    assert constant(0.5).rate(7.0) == 0.5 * GBIT
-    assert changing(1) == changing(1) != changing(2)
-
-
 def test_a_dropped_file_is_not_resident_and_a_read_page_is(tmp_path: Path) -> None:
     file = tmp_path / "data"
     file.write_bytes(os.urandom(1 << 22))
     kind = subprocess.run(["stat", "-f", "-c", "%T", tmp_path], capture_output=True, text=True).stdout.strip()
     if not hasattr(os, "posix_fadvise") or kind == "tmpfs":
-        assert pagecache.drop(file)  # why there is no cold figure
+        assert page_cache.drop(file)  # why there is no cold figure
         return
-    assert pagecache.drop(file) == ""
-    assert pagecache.resident(file) == 0.0
+    assert page_cache.drop(file) == ""
+    assert page_cache.resident(file) == 0.0
     with file.open("rb") as opened:
         os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # no read-ahead
         os.pread(opened.fileno(), 1 << 21, 0)
-    assert pagecache.resident(file) == pytest.approx(0.5, abs=0.05)
+    assert page_cache.resident(file) == pytest.approx(0.5, abs=0.05)
 
 
 METER = """
 import torch
-from blendserve.bench.memory import Meter
+from blendserve.bench.memory import PeakMeter
 held = lambda mib: torch.ones(mib << 20, dtype=torch.uint8)
 held(64)
-meter = Meter(torch.device("cpu"))
+meter = PeakMeter(torch.device("cpu"))
 kept = held(16)
 held(40)
 held(40)
-print(meter.trouble or meter.peak() / 2**20, int(kept[-1]))
+peak = meter.peak()
+print("unknown" if peak is None else peak / 2**20, int(kept[-1]))
 """
 
 
@@ -149,19 +87,22 @@ WORDS = ("full", "prefix", "reuse", "query@0.2", "deviation@0.2", "chunk_head@0.
 
 def test_linear_flops_are_those_that_ran(reader: Reader, tmp_path: Path) -> None:
     found, workload = parse_methods(WORDS, ()), make_workload(reader, 4, 24, 20, seed=0)
-    with Harness(reader, workload, found, tmp_path) as contest:
-        contest.precompute()
-        for variant in (v for v in found if v.name in WORDS):
+    with PromptFixture(reader, workload, found, tmp_path) as fixture:
+        fixture.precompute()
+        counts = Counts.of(reader.adapter)
+        fixture.compare_with(Rates(flops=1e9, bytes=1e9))
+        for method in (m for m in found if m.name in WORDS):
             with FlopCounterMode(display=False) as counter:
-                run = contest.run(variant)
-            assert run.report is not None
-            assert run.recomputed is not None
-            work = prefill_work(Counts.of(reader.adapter), run.report, run.recomputed, variant.blend)
-            assert work.linear == counter.get_flop_counts()["Global"][torch.ops.aten.mm], variant.name
-            assert work.loaded == run.report.bytes_loaded, variant.name
-        contest.store.delete(next(iter(contest.store.keys())))
+                bound_s = fixture.run(method)["roofline_s"]
+            linear = counter.get_flop_counts()["Global"][torch.ops.aten.mm]
+            _, done = time_prompt(fixture.blender(method), workload, method.blend)
+            work = prefill_work(counts, done.report, done.result.recomputed, method.blend)
+            assert work.linear == linear, method.name
+            assert work.loaded == done.report.bytes_loaded, method.name
+            assert bound_s == pytest.approx((work.linear + work.attention + work.loaded) / 1e9)
+        fixture.store.delete(next(iter(fixture.store.keys())))
         with pytest.raises(StoreError):  # missing KV is an error and not a slow method
-            contest.run(found[-1])
+            fixture.run(found[-1])
 
 
 @pytest.mark.parametrize("window", [None, 5])

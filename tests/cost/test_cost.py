@@ -58,12 +58,20 @@ def test_a_store_tells_its_bytes() -> None:
 
 def test_a_bench_tells_its_levels(tmp_path: Path) -> None:
     file = tmp_path / "codec.json"
-    figures = {
-        "settings": {"chunks": 4, "chunk_tokens": 100, "suffix_tokens": 100},
-        "prefill": {"median": 2.0},
-        "codecs": {"int8": {"bytes_per_token": 12.0, "decode": {"tokens_per_second": {"median": 50.0}}}},
+    speed = [
+        [{"of": "speed", "operation": "prefill"}, 0, {"time_s": 2.0}],
+        [{"of": "speed", "operation": "decode", "codec": "int8"}, 0, {"tokens_per_s": 50.0}],
+    ]
+    size = [[{"of": "size", "codec": "int8"}, 0, {"bytes_per_token": 12.0}]]
+    result = {
+        "config": {"chunks": 4, "chunk_tokens": 100, "suffix_tokens": 100},
+        "groups": [{"samples": size}, {"samples": speed}],
     }
-    file.write_text(f"a table\n{json.dumps(figures)}\n")
+    for wrong in ("", "{}", json.dumps({**result, "groups": []})):
+        file.write_text(wrong)
+        with pytest.raises(InputError):
+            with_bench(CostConfig(**BY_HAND), file)
+    file.write_text(f"a table\n{json.dumps(result)}\n")
     config = with_bench(CostConfig(**BY_HAND), file)
     assert config.prefill_seconds == pytest.approx(2 / 500)
     assert config.levels["int8"].decode_seconds == pytest.approx(0.02)

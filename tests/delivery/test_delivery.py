@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blendserve.bench.link import Link, Weather
+from benchmarks.support.proxy import LinkConditions, Proxy
 from blendserve.blend import priors
 from blendserve.config import RemoteConfig, StoreConfig, TiersConfig
 from blendserve.core import Prompt
@@ -62,7 +62,7 @@ def test_a_connection_that_is_cut_is_resumed(
     """Each lets less than one chunk pass, or less than all in step: only the rest is asked for again."""
     n_bytes = [entry.bodies[in_step] for entry in Catalogue(made[0]).directory(made[1]).values()]
     with (
-        Link(service.port) as link,
+        Proxy(service.port) as link,
         KdnStore(
             settings(f"http://127.0.0.1:{link.port}"),
             quickest if in_step else None,
@@ -72,7 +72,7 @@ def test_a_connection_that_is_cut_is_resumed(
     ):
         list(store.keys())
         before = link.down.n_bytes
-        link.weather = Weather(cut_after=(sum(n_bytes) if in_step else max(n_bytes)) * 2 // 3)
+        link.conditions = LinkConditions(close_after=(sum(n_bytes) if in_step else max(n_bytes)) * 2 // 3)
         done = blender(store).run(prompt, peers.BLEND)
         assert sum(n_bytes) < link.down.n_bytes - before < 1.5 * sum(n_bytes)
     assert done.report.tiers == {REMOTE: len(PASSAGES)}

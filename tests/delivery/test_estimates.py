@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blendserve.bench.delivery import cachegen_rule
+from benchmarks.delivery import cachegen_rule
 from blendserve.store import ChunkKey
 from blendserve.store.base import TimeSaved
 from blendserve.store.codecs.base import SLOW

@@ -1,24 +1,25 @@
-"""A node of validate_simulator.py: a task on stdin, then orders, a JSON line each; answers are JSON lines on stdout."""
+"""A node of validate_simulator.py: a worker process whose task says which store it opens, and which gets orders."""
 
 from __future__ import annotations
 
-import json
-import sys
+from collections.abc import Callable
+from typing import Any
 
-from blendserve.bench.child import run, say
+from benchmarks.support.worker import serve
 from blendserve.simulate.calibrate import Node
 
 
-def main() -> None:
-    task = json.loads(sys.stdin.readline())
+def _start(task: dict[str, Any]) -> tuple[Any, Callable[[list[Any]], Any]]:
     node = Node(*(task[name] for name in ("model", "pool", "chunk_tokens", "url", "seed")))
     caches = task["memory"], task["disk"]
-    say(node.prompt_shape)
-    for line in sys.stdin:
-        order, *arguments = json.loads(line)
+
+    def answer(request: list[Any]) -> Any:
+        order, *arguments = request
         more = {"open": caches, "measure": (task["request_chunks"], *caches)}.get(order, ())
-        say(getattr(node, order)(*arguments, *more) or {})
+        return getattr(node, order)(*arguments, *more) or {}
+
+    return node.prompt_shape, answer
 
 
 if __name__ == "__main__":
-    run(main)
+    serve(_start)

@@ -20,8 +20,7 @@ from typing import Any
 
 import torch
 
-from blendserve.bench.faults import only_found
-from blendserve.bench.servers import Server
+from benchmarks.support.valkey import Server
 from blendserve.blend.blender import Blender
 from blendserve.config import BlendConfig, ValkeyConfig
 from blendserve.core import Chunk, Prompt, run
@@ -32,6 +31,7 @@ from blendserve.store import MemoryStore
 from blendserve.store.policies import LRU
 from blendserve.store.valkey.store import ValkeyStore
 from tests.endurance.driver import Figures, Promises, main, none
+from tests.endurance.faults import only_found
 from tests.support.forked import process
 
 VOCABULARY = 500

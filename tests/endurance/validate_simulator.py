@@ -25,9 +25,9 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.support.valkey import Server
+from benchmarks.support.worker import WorkerProcess
 from blendserve import console
-from blendserve.bench.crowded import Subject, subject_of
-from blendserve.bench.servers import Server
 from blendserve.config import Section, changed
 from blendserve.provenance import machine, versions
 from blendserve.simulate import workload
@@ -70,10 +70,10 @@ def validate(config: ValidationConfig) -> Figures:
     """Every run, measured and simulated. Raises InputError."""
     with processes(config) as nodes:
         console.say("Measuring one process")
-        constants = nodes[0].take(["measure"])
+        constants = nodes[0].call(["measure"])
         base = simulated(config, constants, nodes[0].about)
         for store, with_chunks in (("full", True), ("empty", False)):
-            nodes[0].take(["precompute", store, with_chunks])
+            nodes[0].call(["precompute", store, with_chunks])
         isolated = {store: one_client(nodes[0], config, base, store) for store in ("full", "empty")}
         runs: list[Figures] = []
         before = slowdown(nodes, config, constants["hot"])
@@ -147,23 +147,23 @@ def compared(
     return found
 
 
-def slowdown(nodes: list[Subject], config: ValidationConfig, hot: float) -> list[float]:
+def slowdown(nodes: list[WorkerProcess], config: ValidationConfig, hot: float) -> list[float]:
     """TTFT of a request from memory while 1, 2, ... nodes compute, over `hot`, its TTFT alone."""
     open_all(nodes, "full")
     request, n = ["request", list(range(config.request_chunks)), False], len(nodes)
     times: list[list[float]] = [[] for _ in nodes]
     with ThreadPoolExecutor(n) as threads:
-        list(threads.map(lambda node: node.take(request), nodes))
+        list(threads.map(lambda node: node.call(request), nodes))
         for turn in range(ROUNDS * n):
             for busy in range(n):
                 asked = [nodes[(turn + i) % n] for i in range(busy + 1)]
-                told = threads.map(lambda node: [node.take(request)["ttft"] for _ in range(TURN)], asked)
+                told = threads.map(lambda node: [node.call(request)["ttft"] for _ in range(TURN)], asked)
                 times[busy] += [ttft for own in told for ttft in own]
     factors = [max(1.0, fmean(own) / hot) for own in times]
     return np.maximum.accumulate(factors).tolist()  # type: ignore[no-any-return]
 
 
-def one_client(node: Subject, config: ValidationConfig, base: SimulateConfig, store: str) -> Figures:
+def one_client(node: WorkerProcess, config: ValidationConfig, base: SimulateConfig, store: str) -> Figures:
     """A single node and client: every request finds the same in every repeat, so its least time counts."""
     known = over(base, store)
     ((_, chunks),) = workload.requests(known, 1)
@@ -171,9 +171,9 @@ def one_client(node: Subject, config: ValidationConfig, base: SimulateConfig, st
     for repeat in range(REPEATS):
         namespace = store if store == "full" else f"isolated {repeat}"
         if store == "empty":
-            node.take(["precompute", namespace, False])
-        node.take(["open", namespace])
-        told = [node.take(["request", wanted, False]) for wanted in chunks.tolist()]
+            node.call(["precompute", namespace, False])
+        node.call(["open", namespace])
+        told = [node.call(["request", wanted, False]) for wanted in chunks.tolist()]
         times.append([[part["ttft"], part["ttft"] + part["after"]] for part in told])
     ttft, whole = np.min(times, axis=0).T
     result = Cluster(known, 1, ROUTINGS[0]).run([(np.zeros(len(chunks)), chunks)], len(chunks))
@@ -188,7 +188,7 @@ def one_client(node: Subject, config: ValidationConfig, base: SimulateConfig, st
 
 
 def serve(
-    nodes: list[Subject],
+    nodes: list[WorkerProcess],
     config: SimulateConfig,
     routing: Routing,
     times: workload.Floats,
@@ -208,7 +208,7 @@ def serve(
         while (request := queues[n].get()) is not None:
             started = time.perf_counter() - began
             try:
-                told = nodes[n].take(["request", chunks[request].tolist()])
+                told = nodes[n].call(["request", chunks[request].tolist()])
             finally:
                 clients.release()
             finished[request] = time.perf_counter() - began
@@ -243,21 +243,21 @@ def serve(
     return SimulationResult(arrived, ttft, finished, where, found, 0, (time.perf_counter() - began, 0.0), 0)
 
 
-def open_all(nodes: list[Subject], store: str) -> None:
+def open_all(nodes: list[WorkerProcess], store: str) -> None:
     for node in nodes:
-        node.take(["open", store])
+        node.call(["open", store])
 
 
 @contextmanager
-def processes(config: ValidationConfig) -> Iterator[list[Subject]]:
+def processes(config: ValidationConfig) -> Iterator[list[WorkerProcess]]:
     """Engine processes of one thread each, over one server. Raises InputError."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="blendserve-simulate-")))
         pool = max(config.pool, pool_size(config.request_chunks))
         url = stack.enter_context(Server()).url
         task = {**config.model_dump(mode="json"), "pool": pool, "url": url}
-        start = [(task, folder / f"{n}.log", {COUNT: "1"}) for n in range(config.nodes)]
-        yield [stack.enter_context(subject_of(NODE, *arguments)) for arguments in start]
+        start = [(task, folder / f"{n}.log", {**os.environ, COUNT: "1"}) for n in range(config.nodes)]
+        yield [stack.enter_context(WorkerProcess(NODE, *arguments)) for arguments in start]
 
 
 def show(figures: Figures) -> None:

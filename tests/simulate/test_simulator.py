@@ -14,7 +14,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from blendserve.bench.servers import Server, binary
+from benchmarks.support.valkey import Server, binary
 from blendserve.blend.layout import lay_out
 from blendserve.blend.policies.base import make_policy
 from blendserve.blend.work import work_of

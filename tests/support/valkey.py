@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from blendserve.bench.servers import Server, binary
+from benchmarks.support.valkey import Server, binary
 from blendserve.config import ValkeyConfig
 from blendserve.store import KVStore
 from blendserve.store.valkey.store import ValkeyStore

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from blendserve.bench.link import Link
-from blendserve.bench.servers import Server, free_port
+from benchmarks.support.proxy import Proxy
+from benchmarks.support.valkey import Server, free_port
 from blendserve.config import ValkeyConfig
 from blendserve.errors import ConfigError, StoreUnavailable
 from blendserve.serve.metrics import Metrics
@@ -150,7 +150,7 @@ def test_tls_follows_the_url_and_trusts_the_given_authority(tmp_path: Path) -> N
         pytest.skip("no openssl here to make a certificate with")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(cert, key)
-    with Link(shared_server().port, tls=context) as link:
+    with Proxy(shared_server().port, tls=context) as link:
         url = link.url.replace("valkey:", "valkeys:") + "/9001"
         with store(url, ca_file=cert) as trusted:
             trusted.put(key_of(1), chunk())

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from blendserve.bench.servers import Server, cluster
+from benchmarks.support.valkey import Server, cluster
 from blendserve.config import BlendConfig, Config, ValkeyConfig
 from blendserve.engine.engine import Engine
 from blendserve.errors import StoreFull

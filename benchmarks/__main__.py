@@ -1,0 +1,26 @@
+"""`python -m benchmarks NAME`, from a checkout: benches that prove claims about networks, failures and neighbors.
+
+Options and output are those of `blendserve bench`. Every claim is in claims.yaml; `blendserve bench suite` runs them.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from blendserve.cli.app import run
+from blendserve.cli.bench import bench_app
+
+BENCHES = {  # name, also that of the module -> help
+    "network": "Load KV over networks, against recomputing it.",
+    "delivery": "Deliver KV over changing links, against fixed levels and CacheGen.",
+    "sharing": "Compare a cache per user with one shared cache.",
+    "noisy_neighbor": "Run one hostile client beside a server's regular clients.",
+    "cpu_contention": "Prefill and decode while other processes use the CPUs.",
+    "startup": "Time whole commands, and the first answer of a process.",
+    "embedding": "Embed passages, against sentence-transformers in fp32.",
+    "near_duplicates": "Ask about passages that were edited after they were cached.",
+    "auto": "Compare method auto with the best fixed method.",
+}
+
+if __name__ == "__main__":
+    sys.exit(run(bench_app("Measure what the project claims.", BENCHES, "benchmarks.")))

@@ -1,0 +1,292 @@
+"""`python -m benchmarks delivery`: a prompt whose chunks a service delivers, over links that are constant, change or die.
+
+A service, and before it a proxy that replays a trace from the start of each request, in processes of their own. Compared
+over the same trace: recomputing everything, each level fixed, CacheGen's way, CacheGen's rule in our pipeline, and ours.
+CacheGen's way is its paper's (SIGCOMM 2024, section 5.3): one chunk after the other, decoded while the next comes, and a
+prefill that begins when all are here. Our pipeline has two under way and begins while the last ones come; so do fixed
+levels. The oracle is the fastest of recomputing and the fixed levels in that very round.
+
+Each request has a new store that knows of decoding what an engine measures when it opens, and of the link what requests
+before it learnt on this trace. KL is that of the first token's logits to full prefill's.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated
+
+import yaml
+from pydantic import Field, field_validator
+from torch import Tensor
+
+from benchmarks.support.proxy import ProxyProcess, Trace, changing, constant, replayed
+from blendserve.bench.codec import codec_words
+from blendserve.bench.fixture import scratch, time_prompt
+from blendserve.bench.harness import ANY, Case, Group, Metrics, Report, SampleLog, Table, count, ms, ratio
+from blendserve.bench.plots import Plot
+from blendserve.bench.runner import Bench, BenchConfig, open_reader
+from blendserve.bench.stores import CodecTables
+from blendserve.bench.workload import Workload, make_workload
+from blendserve.blend.blender import Blender
+from blendserve.config import BlendConfig, KdnConfig, Positive, changed
+from blendserve.delivery.catalogue import Catalogue
+from blendserve.delivery.publish import LevelCoder, describe
+from blendserve.errors import ConfigError
+from blendserve.evaluate.fidelity import kl
+from blendserve.evaluate.methods import parse_methods
+from blendserve.models.loader import Reader
+from blendserve.registry import BENCHED, DELIVERED, DELIVERED_CODECS, STORES
+from blendserve.serve.child import Child
+from blendserve.store import KVStore, LMDBStore, MemoryStore
+from blendserve.store.base import TimeSaved
+from blendserve.store.kdn.adapt import TEXT, Offer, Rule, Situation, fixed, quickest
+from blendserve.store.kdn.collection import Entry
+from blendserve.store.kdn.pace import Pace
+from blendserve.store.kdn.store import WORKERS, KdnStore
+
+COLLECTION = "bench"
+RECOMPUTE, CACHEGEN, PIPELINED, OURS = "recompute", "CacheGen", "CacheGen rule, pipelined", "blendserve"
+CAP = 1 << 36
+
+
+class DeliveryConfig(BenchConfig):
+    """A prompt whose chunks a service delivers, over a link whose rate changes."""
+
+    rates_gbit: tuple[Annotated[float, Field(gt=0)], ...] = Field(
+        (0.1, 0.3, 1.0, 3.0, 10.0), description="Rates of constant links to replay, in Gbit/s."
+    )
+    traces: tuple[str, ...] = Field(
+        ("down", "up", "sawtooth", "mobile", "dead"), description="Traces of changing links to replay, too."
+    )
+    round_trip_ms: float = Field(1.0, ge=0, description="Round-trip time of the link, in milliseconds.")
+    codecs: tuple[str, ...] = Field(
+        DELIVERED_CODECS, description="Levels that the chunks are published at, written name or name@level."
+    )
+    chunks: Positive = Field(6, description="Number of chunks in the prompt.")
+    chunk_tokens: Positive = Field(512, description="Length of a chunk, in tokens.")
+    suffix_tokens: Positive = Field(40, description="Length of the prompt after the chunks, in tokens.")
+    deadline_s: float = Field(
+        10.0, gt=0, le=60, description="Deadline of the service per request, in seconds."
+    )
+    method: str = Field(f"{BENCHED[0]}@0.15", description="Blending method, written as for `evaluate`.")
+    fit_tokens: Positive = Field(
+        2_048, description="Length of the sampled text that tables are fitted on, in tokens."
+    )
+    repeats: Positive = Field(3, description="Number of measured rounds.")
+
+    @field_validator("codecs")
+    @classmethod
+    def _codecs(cls, words: tuple[str, ...]) -> tuple[str, ...]:
+        codec_words(words)
+        return words
+
+    @field_validator("traces")
+    @classmethod
+    def _traces(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        if unknown := set(names) - set(changing(0)):
+            raise ConfigError(f"unknown trace {sorted(unknown)[0]!r}: use {', '.join(changing(0))}")
+        return names
+
+    @property
+    def blend(self) -> BlendConfig:
+        """Raises ConfigError."""
+        return parse_methods((self.method,), ())[-1].blend
+
+    @property
+    def levels(self) -> tuple[str, ...]:
+        """Uncoded first."""
+        return codec_words(self.codecs)
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """How a client gets its chunks."""
+
+    rule: Rule
+    blend: BlendConfig
+    workers: int = WORKERS
+    early: bool = True
+
+
+def cachegen_rule(offers: Sequence[Offer], now: Situation, going_on: str | None = None) -> str:
+    """CacheGen's level of a chunk (SIGCOMM 2024, section 5.3): chosen before it is sent, by the last chunk's throughput.
+
+    The finest level that arrives in time, else the fastest; the middle one for the first chunk. Decoding does not count.
+    """
+    if going_on is not None:
+        return going_on
+    levels = [offer for offer in offers if offer.word != TEXT]
+    if now.last_bytes_per_s is None:
+        return levels[len(levels) // 2].word if levels else TEXT
+    rate, room = now.last_bytes_per_s, (now.wanted - now.spent) * now.share
+    seconds = {o.word: o.seconds if o.word == TEXT else o.n_bytes / rate for o in offers}
+    in_time = [word for word, needed in seconds.items() if needed <= room]
+    return in_time[0] if in_time else min(seconds, key=lambda word: seconds[word])
+
+
+class Fixture:
+    """A published prompt, and a link to the service that delivers it."""
+
+    def __init__(
+        self, reader: Reader, config: DeliveryConfig, proxy: ProxyProcess, workload: Workload
+    ) -> None:
+        self._reader, self._config, self._proxy, self._workload = reader, config, proxy, workload
+        self._paces: dict[str, Pace] = {}
+        self._blenders: dict[str, Blender] = {}  # what each client learnt of the link
+        full = self._blender(MemoryStore(CAP)).run(workload.draw(), BlendConfig(method="full"))
+        self._reference: Tensor = full.result.logits.float()
+
+    def cases(self, trace: Trace) -> list[Case]:
+        """Every client over this trace, of which none knows anything yet."""
+        self._paces.clear()
+        self._blenders.clear()
+        blend = self._config.blend
+        clients = {
+            **{("fixed", level): Client(fixed(level), blend) for level in self._config.levels},
+            ("adaptive", CACHEGEN): Client(cachegen_rule, blend, workers=1, early=False),
+            ("adaptive", PIPELINED): Client(cachegen_rule, blend),
+            ("adaptive", OURS): Client(quickest, changed(blend, method="auto")),
+        }
+        recompute = Case({"kind": "fixed", "client": RECOMPUTE}, self._recompute)
+        return [
+            recompute,
+            *(
+                Case({"kind": kind, "client": name}, partial(self._delivered, trace, name, client))
+                for (kind, name), client in clients.items()
+            ),
+        ]
+
+    def _recompute(self) -> Metrics:
+        return self._request(self._blender(MemoryStore(CAP)), BlendConfig(method="full"))
+
+    def _delivered(self, trace: Trace, name: str, client: Client) -> Metrics:
+        url = f"http://127.0.0.1:{self._proxy.port}"
+        config = KdnConfig(url=url, collection=COLLECTION, deadline_s=self._config.deadline_s)
+        pace, new = self._paces.setdefault(name, Pace()), name not in self._blenders
+        prompt, costs = self._workload.prompt, self._blender(MemoryStore(CAP))
+        # The rules of fixed methods compare it as well, though their requests do not say it.
+        per_token, prefix_s = costs.time_saved(prompt, client.blend, range(len(prompt.chunks)))
+        saved = TimeSaved(per_token, {costs.key(prompt.prefix, ()): prefix_s})
+        trip = self._config.round_trip_ms / 1e3
+        with KdnStore(config, client.rule, client.workers, pace, client.early, saved) as store:
+            list(store.keys())  # connects, and reads the directory
+            blender = self._blender(store) if new else self._blenders[name].like(store, "")
+            if new:
+                self._blenders[name] = blender
+                with replayed(trace.start, self._proxy, trip):
+                    blender.warm_up()
+            blender.calibrate()
+            with replayed(trace, self._proxy, trip):
+                metrics = self._request(blender, client.blend)
+                blender.fetcher.wait()  # which belongs to this link, not to the next client
+                return metrics
+
+    def _request(self, blender: Blender, blend: BlendConfig) -> Metrics:
+        before = self._proxy.n_bytes
+        metrics, done = time_prompt(blender, self._workload, blend)
+        return {
+            "ttft_s": metrics["ttft_s"],
+            "bytes_received": self._proxy.n_bytes - before,
+            "kl_first_token": kl(self._reference[None], done.result.logits.float()[None])[0],
+            "chunks_computed": done.report.chunks - done.report.tiers.get("remote", 0),
+        }
+
+    def _blender(self, store: KVStore) -> Blender:
+        prompts, reader = self._workload.prompts, self._reader
+        return Blender(reader.adapter, reader.fingerprint, store, prompts.prefix, prompts.kv_context)
+
+
+def groups(config: DeliveryConfig, log: SampleLog) -> Iterator[Group]:
+    reader = open_reader(config, log)
+    known = changing(config.seed)
+    with _fixture(reader, config) as fixture:
+        for trace in [*map(constant, config.rates_gbit), *(known[name] for name in config.traces)]:
+            if not log.done({"link": trace.name}):
+                yield Group({"link": trace.name}, fixture.cases(trace))
+
+
+@contextmanager
+def _fixture(reader: Reader, config: DeliveryConfig) -> Iterator[Fixture]:
+    """A service with all chunks at all levels behind a proxy; everything ends here."""
+    workload = make_workload(reader, config.chunks, config.chunk_tokens, config.suffix_tokens, config.seed)
+    with ExitStack() as stack:
+        folder = stack.enter_context(scratch(config.folder))
+        with LMDBStore(folder / "kv", CAP) as store:
+            _publish(reader, config, workload, store)
+        settings = {
+            "store": {"kind": STORES.default, "path": str(folder / "kv")},
+            "deliver": {"memory_mb": 4096},
+        }
+        (folder / "kdn.yaml").write_text(yaml.safe_dump(settings))
+        command = [
+            sys.executable,
+            "-m",
+            "blendserve",
+            DELIVERED,
+            "serve",
+            "--port",
+            "0",
+            "-c",
+            str(folder / "kdn.yaml"),
+        ]
+        service = stack.enter_context(Child(command, folder / "service.log"))
+        port = int(service.url.rpartition(":")[2])
+        yield Fixture(
+            reader,
+            config,
+            stack.enter_context(ProxyProcess(port, folder / "proxy.log", config.seed)),
+            workload,
+        )
+
+
+def _publish(reader: Reader, config: DeliveryConfig, workload: Workload, store: KVStore) -> None:
+    """The prompt's chunks at every level, without an index."""
+    prompts, levels = workload.prompts, config.levels
+    blender = Blender(reader.adapter, reader.fingerprint, store, prompts.prefix, prompts.kv_context)
+    blender.precompute(workload.chunks)
+    prefix = blender.key(prompts.prefix, ())
+    tables = CodecTables(reader, prompts, config.fit_tokens)
+    coder = LevelCoder(store, levels, {level: tables.codec(level) for level in levels[1:]}, prefix)
+    tokens = {prefix: len(prompts.prefix), **{blender.key(ids): len(ids) for ids in workload.chunks}}
+    directory = {key: Entry(n, tuple(coder.sizes(key))) for key, n in tokens.items()}
+    about = (reader.name, reader.fingerprint)
+    Catalogue(store).write(
+        describe(store, COLLECTION, about, prefix[:8], levels, directory, coder.tables, {})
+    )
+
+
+BENCH = Bench(
+    DeliveryConfig,
+    groups,
+    Report(
+        (
+            Table(
+                "Time to first token by link and by how chunks are delivered",
+                (
+                    ms("TTFT ms", "ttft_s"),
+                    ratio("/ recompute", "ttft_s", kind="fixed", client=RECOMPUTE),
+                    ratio("/ CacheGen", "ttft_s", kind="adaptive", client=CACHEGEN),
+                    ratio("/ pipelined", "ttft_s", kind="adaptive", client=PIPELINED),
+                    ratio("/ oracle", "ttft_s", kind="fixed", client=ANY),
+                    count("MB", "bytes_received", 1e-6, 1),
+                    count("KL", "kl_first_token", digits=3),
+                    count("computed", "chunks_computed"),
+                ),
+            ),
+        ),
+        Plot(x="link", y="ttft_s", series="client"),
+    ),
+    tiny={
+        "rates_gbit": (1.0,),
+        "traces": ("up",),
+        "codecs": ("raw", "int8"),
+        "chunks": 2,
+        "chunk_tokens": 40,
+        "suffix_tokens": 25,
+        "repeats": 1,
+    },
+)

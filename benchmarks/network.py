@@ -1,0 +1,219 @@
+"""`python -m benchmarks network`: is KV from a server behind a network faster than recomputing it?
+
+A Valkey server, and a proxy of each round trip and rate before it. All chunks of a prompt are on the server, by every
+codec; the same prompt is prefilled in full without a server. A request waits for its chunks before its prefill begins:
+how long is a metric, as are the bytes that came. Method `auto` knows of a link what an engine knows when it opens.
+
+Throughput is that of requests one after another, some of them announced, as in a server's queue: while one is computed,
+the chunks of the next are read. It is measured for every round trip at the highest rate.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field, field_validator
+
+from benchmarks.support.proxy import Proxy, network
+from benchmarks.support.valkey import Server
+from blendserve.bench.codec import codec_words
+from blendserve.bench.fixture import make_blender, time_prompt
+from blendserve.bench.harness import Case, Column, Group, Metrics, Report, SampleLog, Table, count, ms, ratio
+from blendserve.bench.plots import Plot
+from blendserve.bench.runner import Bench, BenchConfig, open_reader
+from blendserve.bench.stores import CodecTables, TimedStore
+from blendserve.bench.workload import Workload, make_workload
+from blendserve.blend.blender import Blender
+from blendserve.config import BlendConfig, Positive, ValkeyConfig, changed
+from blendserve.core import Prompt
+from blendserve.errors import InputError
+from blendserve.evaluate.methods import parse_methods
+from blendserve.models.loader import Reader
+from blendserve.registry import BENCHED, SENT_CODECS
+from blendserve.store import ReadAhead
+from blendserve.store.codecs.base import SLOW
+from blendserve.store.valkey.store import ValkeyStore
+
+DEADLINE_S = 60.0  # of the store: chunks are to arrive, however slow the link
+CAP = 1 << 40
+
+
+class NetworkConfig(BenchConfig):
+    """A prompt whose chunks lie on a server behind a network."""
+
+    round_trips_ms: tuple[Annotated[float, Field(ge=0)], ...] = Field(
+        (0.0, 5.0, 50.0), description="Round-trip times to measure, in milliseconds."
+    )
+    rates_gbit: tuple[Annotated[float, Field(gt=0)], ...] = Field(
+        (0.1, 1.0, 10.0), description="Link rates to measure, in Gbit/s."
+    )
+    codecs: tuple[str, ...] = Field(
+        SENT_CODECS, description="Codecs of the stored chunks: name or name@level."
+    )
+    chunks: Positive = Field(6, description="Number of chunks in the prompt.")
+    chunk_tokens: Positive = Field(256, description="Length of a chunk, in tokens.")
+    suffix_tokens: Positive = Field(40, description="Length of the prompt after the chunks, in tokens.")
+    method: str = Field(f"{BENCHED[0]}@0.15", description="Blending method, written as for `evaluate`.")
+    text: Path | None = Field(
+        None,
+        description="File or folder with the text that tables are fitted on; sampled from the model if not set.",
+    )
+    fit_tokens: Positive = Field(
+        16_384, description="Length of the text that tables are fitted on, in tokens."
+    )
+    in_flight: Positive = Field(3, description="Number of requests announced ahead of time for throughput.")
+    requests: Positive = Field(8, description="Number of requests that throughput is measured over.")
+    repeats: Positive = Field(3, description="Number of measured rounds.")
+
+    @field_validator("codecs")
+    @classmethod
+    def _codecs(cls, words: tuple[str, ...]) -> tuple[str, ...]:
+        codec_words(words)
+        return words
+
+    @property
+    def blend(self) -> BlendConfig:
+        """Raises ConfigError."""
+        return parse_methods((self.method,), ())[-1].blend
+
+
+class Fixture:
+    """The chunks of a prompt on the server by every codec, each in a namespace of its own."""
+
+    def __init__(self, reader: Reader, config: NetworkConfig, proxy: Proxy, stack: ExitStack) -> None:
+        self._reader, self._config, self._proxy = reader, config, proxy
+        self._workload: Workload = make_workload(
+            reader, config.chunks, config.chunk_tokens, config.suffix_tokens, config.seed
+        )
+        self._settings = ValkeyConfig(url=proxy.url, deadline_s=DEADLINE_S)
+        tables = CodecTables(reader, self._workload.prompts, config.fit_tokens, config.text)
+        self.stores: dict[str, TimedStore] = {}
+        self.blenders: dict[str, Blender] = {}
+        for word in config.codecs:
+            store = TimedStore(ValkeyStore(self._settings, CAP))
+            stack.callback(store.close)
+            tables.write_with(word, store)
+            self.stores[word] = store
+            self.blenders[word] = make_blender(reader, self._workload.prompts, store, namespace=word)
+            self.blenders[word].precompute(self._workload.chunks)
+
+    def cases(self) -> list[Case]:
+        """Full prefill, loading by each codec, and what `auto` chooses, which gets to know the link anew."""
+        blend, found = self._config.blend, []
+        first = self._config.codecs[0]
+        full = partial(self._request, self.blenders[first], self.stores[first], BlendConfig(method="full"))
+        found.append(Case({"method": "full"}, full))
+        for word, store in self.stores.items():
+            auto = make_blender(self._reader, self._workload.prompts, store, namespace=word)
+            auto.calibrate()
+            auto.warm_up()
+            run = partial(self._request, self.blenders[word], store, blend)
+            found.append(Case({"method": self._config.method, "codec": word}, run))
+            run = partial(self._request, auto, store, changed(blend, method="auto"))
+            found.append(Case({"method": "auto", "codec": word}, run))
+        return found
+
+    def _request(self, blender: Blender, store: TimedStore, blend: BlendConfig) -> Metrics:
+        waited, moved = store.seconds, self._proxy.down.n_bytes
+        metrics, done = time_prompt(blender, self._workload, blend)
+        if late := [missing for missing in done.report.unusable if missing.kind != SLOW]:
+            raise InputError(f"{len(late)} chunks did not arrive within {DEADLINE_S:g} s: use a higher rate")
+        n_bytes = self._proxy.down.n_bytes - moved
+        return {"ttft_s": metrics["ttft_s"], "wait_s": store.seconds - waited, "bytes_received": n_bytes}
+
+    def throughput(self, word: str) -> Metrics:
+        """Chunks are read for every request and kept nowhere; the first requests connect and do not count."""
+        config, blend = self._config, self._config.blend
+        with ReadAhead(ValkeyStore(self._settings, CAP), CAP) as store:
+            blender = make_blender(self._reader, self._workload.prompts, store, namespace=word)
+            prompts = self._prompts()
+            self.blenders[word].precompute([chunk.ids for prompt in prompts for chunk in prompt.chunks])
+            ended = []
+            for prompt in prompts[: config.in_flight]:
+                blender.prefetch(prompt, blend)
+            for n, prompt in enumerate(prompts):
+                if blender.run(prompt, blend).report.unusable:
+                    raise InputError("chunks did not arrive in time: ask for fewer, or for a higher rate")
+                for later in prompts[n + config.in_flight : n + config.in_flight + 1]:
+                    blender.prefetch(later, blend)
+                ended.append(time.perf_counter())
+            return {"requests_per_s": config.requests / (ended[-1] - ended[-1 - config.requests])}
+
+    def _prompts(self) -> list[Prompt]:
+        """Of those that are known at the same time, none share a chunk."""
+        config, asked = self._config, self._workload
+        sets = config.in_flight + 1
+        many = make_workload(self._reader, sets * config.chunks, config.chunk_tokens, None, config.seed)
+        starts = [n % sets * config.chunks for n in range(sets + config.requests)]
+        return [asked.prompts.build(asked.question, many.passages[i : i + config.chunks]) for i in starts]
+
+
+def groups(config: NetworkConfig, log: SampleLog) -> Iterator[Group]:
+    reader = open_reader(config, log)
+    with ExitStack() as stack:
+        server = stack.enter_context(Server())
+        proxy = stack.enter_context(Proxy(server.port, config.seed))
+        fixture = Fixture(reader, config, proxy, stack)
+
+        def shape(trip: float, rate: float) -> None:
+            proxy.conditions = network(trip, rate)
+
+        for trip, rate in product(config.round_trips_ms, config.rates_gbit):
+            labels: dict[str, Any] = {"round_trip_ms": trip, "rate_gbit": rate}
+            if not log.done(labels):
+                shape(trip, rate)
+                yield Group(labels, fixture.cases())
+        for word in config.codecs:
+            labels = {"rate_gbit": max(config.rates_gbit), "codec": word}
+            if not log.done(labels):
+                run = partial(fixture.throughput, word)
+                trips = sorted(config.round_trips_ms)
+                shapes = [partial(shape, trip, max(config.rates_gbit)) for trip in trips]
+                cases = [
+                    Case({"round_trip_ms": t}, run, prepare) for t, prepare in zip(trips, shapes, strict=True)
+                ]
+                yield Group(labels, cases, {"nearest_ms": trips[0]})
+
+
+BENCH = Bench(
+    NetworkConfig,
+    groups,
+    Report(
+        (
+            Table(
+                "Time to first token over a network",
+                (
+                    ms("TTFT ms", "ttft_s"),
+                    ratio("/ full prefill", "ttft_s", method="full", codec=None),
+                    ms("waited ms", "wait_s", spread=False),
+                    count("MB received", "bytes_received", 1e-6, 1),
+                ),
+            ),
+            Table(
+                "Requests a second, some announced",
+                (
+                    Column("requests/s", "requests_per_s"),
+                    ratio("/ no round trip", "requests_per_s", round_trip_ms=0.0),
+                ),
+            ),
+        ),
+        Plot(x="rate_gbit", y="ttft_s", series="codec"),
+    ),
+    tiny={
+        "chunks": 3,
+        "chunk_tokens": 40,
+        "suffix_tokens": 30,
+        "repeats": 1,
+        "in_flight": 1,
+        "requests": 1,
+        "codecs": ("raw", "int8"),
+        "round_trips_ms": (0.0, 50.0),
+        "rates_gbit": (0.02,),
+    },
+)

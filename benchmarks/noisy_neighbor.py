@@ -1,0 +1,243 @@
+"""`python -m benchmarks noisy_neighbor`: what one hostile client does to the TTFT of a server's other clients.
+
+Regular clients load the server to a fixed share of what it answers one by one: each waits for its answer, then for its
+think time. Windows without and with a hostile client take turns. Each has a new server over a new copy of the index, as
+documents that the hostile client sent are indexed long after it has gone. Every client has an API key, the limits are the
+server's defaults, and the hostile client has a collection of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import shutil
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AsyncExitStack, ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+from pydantic import Field, field_validator
+
+from benchmarks.support.hostile import KINDS
+from benchmarks.support.worker import WorkerProcess
+from blendserve.bench.fixture import scratch
+from blendserve.bench.harness import Case, Group, Metrics, Report, SampleLog, Table, count, ms, ratio
+from blendserve.bench.loadgen import Body, Response, longest_passages, metrics_of, send
+from blendserve.bench.runner import Bench, BenchConfig
+from blendserve.bench.serving import ROOM
+from blendserve.config import BlendConfig, Config, Positive
+from blendserve.engine.engine import Engine
+from blendserve.errors import ConfigError, InputError, ServeError
+from blendserve.retrieve import language_reference
+from blendserve.serve.child import Child, serve_command
+from blendserve.serve.config import ServeConfig
+from blendserve.serve.keys import KeyFile, Tenant
+
+METHOD = "blend"
+ALONE = 5  # answers one by one, before a window
+POOL = 30  # passages whose titles are asked about
+INDEX, UPLOADS = "index", "uploads"  # collections: the regular clients', the hostile one's
+
+
+class NeighborConfig(BenchConfig):
+    """A server's regular clients beside a hostile one."""
+
+    index: Path = Field(
+        Path("indexes/demo"),
+        description="Folder of the index to copy; one of bundled text is built if it is missing.",
+    )
+    clients: Positive = Field(3, description="Number of regular clients.")
+    share: float = Field(
+        0.4,
+        gt=0,
+        lt=1,
+        description="Load of the regular clients, as a fraction of the sequential throughput.",
+    )
+    passages: Positive = Field(3, description="Number of passages to retrieve for a question.")
+    new_tokens: Positive = Field(4, description="Length of an answer, in tokens.")
+    seconds: float = Field(20.0, gt=0, description="Duration of a window, in seconds.")
+    repeats: Positive = Field(
+        3, description="Number of pairs of windows, without and with the hostile client."
+    )
+    kinds: tuple[str, ...] = Field(
+        tuple(KINDS), description="Kinds of requests that the hostile client sends in turn."
+    )
+    connections: Positive = Field(4, description="Number of concurrent requests of the hostile client.")
+    timeout_s: float = Field(
+        120.0, gt=0, description="Time without an event until a request has failed, in seconds."
+    )
+
+    @field_validator("kinds")
+    @classmethod
+    def _kinds(cls, kinds: tuple[str, ...]) -> tuple[str, ...]:
+        if unknown := [kind for kind in kinds if kind not in KINDS]:
+            raise ConfigError(f"unknown kind of request {unknown[0]!r}: use {', '.join(KINDS)}")
+        return kinds
+
+
+def groups(config: NeighborConfig, log: SampleLog) -> Iterator[Group]:
+    labels = {"clients": config.clients}
+    if log.done(labels):
+        return
+    with scratch(config.folder) as folder:
+        prepare(config.index, folder / "made")
+        keys = KeyFile(folder / "keys.json")
+        regular = [
+            keys.create(Tenant(f"client {n}", collections=(INDEX,), read_only=True))
+            for n in range(config.clients)
+        ]
+        hostile = keys.create(Tenant("hostile", "hostile", collections=(UPLOADS,)))
+        facts: dict[str, Any] = {"statuses": {kind: {} for kind in config.kinds}}
+        windows = {"no": 0, "yes": 0}
+
+        def run(neighbor: str) -> Metrics:
+            with server(folder) as url:
+                window = Window(config, url, regular, titles(folder / "made"), facts)
+                kinds = config.kinds if neighbor == "yes" else ()
+                metrics = asyncio.run(window.run(windows[neighbor], kinds, hostile, folder))
+            windows[neighbor] += 1
+            return metrics
+
+        cases = [Case({"hostile": name}, partial(run, name)) for name in windows]
+        yield Group(labels, cases, facts, warm_up=False)
+
+
+def think_time(service_s: float, clients: int, share: float) -> float:
+    """Mean seconds between answer and next question, by which so many clients load a server to this share.
+
+    A client that asks `think` after its answer loads it with service / (service + think).
+    """
+    return service_s * (clients / share - 1)
+
+
+def prepare(index: Path, folder: Path) -> None:
+    """An index with its KV in `folder`: a copy, or one of bundled text. Raises InputError, StoreError."""
+    config = Config(blend=BlendConfig(method=METHOD))
+    if (index / "manifest.json").exists():
+        shutil.copytree(index, folder)
+        engine = Engine.open(folder, config)
+    else:
+        engine = Engine.build(folder, language_reference(), config)
+    with engine:
+        engine.precompute()
+
+
+def titles(index: Path) -> Body:
+    """Questions about an index."""
+    about = sorted({passage["title"] for passage in longest_passages(index, POOL)})
+    return lambda rng: {"question": f"What is said about {rng.choice(about)}, and where?"}
+
+
+@contextmanager
+def server(folder: Path) -> Iterator[str]:
+    """The URL of a new server over a new copy of the index in folder/made. Raises ServeError."""
+    served, log = folder / "served", folder / "server.log"
+    shutil.copytree(folder / "made", served / INDEX)
+    shutil.copytree(folder / "made", served / UPLOADS, ignore=shutil.ignore_patterns("kv"))
+    indexes = ("--index", str(served / INDEX), "--index", str(served / UPLOADS))
+    command = serve_command(*indexes, "--keys", str(folder / "keys.json"), "--method", METHOD, *ROOM)
+    try:
+        with Child(command, log) as child:
+            yield child.url
+    except ServeError:
+        raise ServeError(f"the server did not start: {log.read_text().strip().splitlines()[-1]}") from None
+    finally:
+        shutil.rmtree(served, ignore_errors=True)
+
+
+class Window:
+    """The regular clients of one server."""
+
+    def __init__(
+        self, config: NeighborConfig, url: str, keys: Sequence[str], body: Body, facts: dict[str, Any]
+    ) -> None:
+        """facts: think time, set by the first window for all; statuses of the hostile client, added up."""
+        self._config, self._url, self._keys, self._facts = config, url, keys, facts
+        about = {"method": METHOD, "max_tokens": config.new_tokens, "top_k": config.passages}
+        self._body: Body = lambda rng: {**body(rng), **about}
+
+    async def run(self, draw: int, kinds: Sequence[str], hostile_key: str, folder: Path) -> Metrics:
+        """Warm up, then measure; `draw` decides what is asked and when; with `kinds`, beside the hostile client."""
+        async with AsyncExitStack() as stack:
+            clients = [await stack.enter_async_context(self._client(key)) for key in self._keys]
+            service_s = await self._alone(clients)
+            think_s = self._facts.setdefault(
+                "think_s", think_time(service_s, self._config.clients, self._config.share)
+            )
+            with ExitStack() as attack:
+                attacker = None
+                if kinds:
+                    model = (await clients[0].get("/v1/models")).raise_for_status().json()["data"][0]["id"]
+                    attacker = attack.enter_context(self._attacker(kinds, hostile_key, str(model), folder))
+                began = time.perf_counter()
+                until = began + self._config.seconds
+                asking = (
+                    self._regular(client, think_s, until, random.Random(f"{draw} {n}"))
+                    for n, client in enumerate(clients)
+                )
+                responses = [one for some in await asyncio.gather(*asking) for one in some]
+                seconds = time.perf_counter() - began
+                for kind, statuses in (attacker.call("end") if attacker else {}).items():
+                    total = self._facts["statuses"][kind]
+                    total |= {status: total.get(status, 0) + n for status, n in statuses.items()}
+        return {**metrics_of(responses, seconds), "service_s": service_s}
+
+    def _client(self, key: str) -> httpx.AsyncClient:
+        timeout = httpx.Timeout(self._config.timeout_s, connect=30)
+        return httpx.AsyncClient(
+            base_url=self._url, timeout=timeout, headers={"Authorization": f"Bearer {key}"}
+        )
+
+    def _attacker(self, kinds: Sequence[str], key: str, model: str, folder: Path) -> WorkerProcess:
+        task = {"url": self._url, "key": key, "model": model, "kinds": list(kinds)}
+        limits = {"max_body": ServeConfig().max_body_kb * 1024, "connections": self._config.connections}
+        return WorkerProcess("benchmarks.support.hostile", {**task, **limits}, folder / "hostile.log")
+
+    async def _alone(self, clients: Sequence[httpx.AsyncClient]) -> float:
+        """One by one -> median seconds of an answer, without the first. Raises InputError when none is answered."""
+        rng = random.Random("alone")
+        responses = [await send(clients[n % len(clients)], self._body(rng)) for n in range(ALONE)]
+        seconds = [r.ttft_s + sum(r.itl_s) for r in responses[1:] if r.ttft_s is not None]
+        if not seconds:
+            raise InputError(
+                "the server answers no regular question, even alone: ask for fewer passages or tokens"
+            )
+        return statistics.median(seconds)
+
+    async def _regular(
+        self, client: httpx.AsyncClient, think_s: float, until: float, rng: random.Random
+    ) -> list[Response]:
+        """Ask, wait for the answer, think; once at least."""
+        responses: list[Response] = []
+        await asyncio.sleep(min(rng.uniform(0, think_s), until - time.perf_counter()))
+        while not responses or time.perf_counter() < until:
+            responses.append(await send(client, self._body(rng)))
+            pause = rng.expovariate(1 / think_s)
+            await asyncio.sleep(max(0.0, min(pause, until - time.perf_counter())))
+        return responses
+
+
+BENCH = Bench(
+    NeighborConfig,
+    groups,
+    Report(
+        (
+            Table(
+                "Regular clients, without and with a hostile client",
+                (
+                    ms("p50 TTFT ms", "ttft_p50_s"),
+                    ms("p95", "ttft_p95_s"),
+                    ratio("p95 / without", "ttft_p95_s", hostile="no"),
+                    ms("worst", "ttft_p100_s", spread=False),
+                    count("requests", "requests"),
+                    count("failed", "failed"),
+                ),
+            ),
+        )
+    ),
+    tiny={"clients": 2, "passages": 2, "new_tokens": 2, "seconds": 0.1, "repeats": 2},
+)

@@ -1,0 +1,237 @@
+"""One prompt, and what runs it: transformers' own forward, or a blender over a real store.
+
+Benches reach the package through this module. `run` reads the clock from the text of question and passages to the first
+token, its argmax included; prefill is the part from token ids to first-token logits.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor
+from torch.nn.attention import sdpa_kernel
+
+from blendserve.bench.harness import Metrics
+from blendserve.bench.page_cache import drop
+from blendserve.bench.roofline import Counts, Rates, limit, prefill_work
+from blendserve.bench.stores import TimedStore
+from blendserve.bench.workload import Workload
+from blendserve.blend.blender import Blender, Prefilled
+from blendserve.blend.priors import Priors
+from blendserve.config import BlendConfig, KVContext, PromptConfig, StoreConfig, TiersConfig
+from blendserve.core import TokenIds
+from blendserve.engine.prompt import PromptBuilder
+from blendserve.errors import InputError, ModelUnsupported, StoreError
+from blendserve.evaluate.fidelity import kl
+from blendserve.evaluate.methods import FULL, TRANSFORMERS, MethodSpec
+from blendserve.models.adapter import Adapter
+from blendserve.models.loader import Reader
+from blendserve.store import KVStore, LMDBStore, open_store
+from blendserve.timing import Clock
+
+SPARE_BYTES = 1 << 24  # of a store's cap, above its chunks
+PINNED = 1.3  # times the bytes of a tier: pinned memory is given out in powers of two
+STAGES = ("load", "select", "correct")
+Tier = Literal["disk", "host", "device"]
+
+
+class PromptFixture:
+    """A reader, a workload and a store in `folder` for its chunks. A context manager."""
+
+    def __init__(
+        self,
+        reader: Reader,
+        workload: Workload,
+        methods: Sequence[MethodSpec],
+        folder: Path,
+        tier: Tier = "disk",
+    ) -> None:
+        """Raises StoreError."""
+        self.reader, self.workload, self._folder, self._tier = reader, workload, folder, tier
+        self._contexts = list(dict.fromkeys(map(_kv_context, methods)))
+        self._roofline: tuple[Counts, Rates] | None = None
+        self._reference: Tensor | None = None
+        self._open()
+
+    def precompute(self) -> None:
+        """Store what every method reads. Raises StoreError."""
+        for context in self._contexts:
+            self._blender_of(context).precompute(self.workload.chunks)
+
+    def compare_with(self, rates: Rates) -> None:
+        """From now on `run` tells the KL of the first token to transformers', and the share of the roofline."""
+        self._reference = forward(self.reader.adapter, self.workload.prompt.ids).float()
+        try:
+            self._roofline = Counts.of(self.reader.adapter), rates
+        except ModelUnsupported:  # mixtures of experts: the work depends on the tokens
+            self._roofline = None
+
+    def run(self, method: MethodSpec, read_gb_s: float | None = None) -> Metrics:
+        """From text to first token. Raises StoreError when KV that should be there is not."""
+        if method.kind == TRANSFORMERS:
+            return self._run_transformers()
+        blender = self.blender(method, read_gb_s)
+        metrics, done = time_prompt(blender, self.workload, method.blend)
+        if done.missing:
+            raise StoreError(f"{len(done.missing)} of the bench's own chunks are not in its store")
+        if self._reference is not None:
+            metrics |= self._fidelity(done.result.logits)
+        if self._roofline:
+            counts, rates = self._roofline
+            work = prefill_work(counts, done.report, done.result.recomputed, method.blend)
+            metrics["roofline_s"] = limit(work, rates).total
+            metrics["roofline_fraction"] = metrics["roofline_s"] / metrics["prefill_s"]
+        return metrics
+
+    def calibrate(self, read_gb_s: float | None = None) -> None:
+        """Measure the machine now, where ratio "auto" would do it in the middle of a run."""
+        for context in self._contexts:
+            self._blender_of(context, read_gb_s).calibrate()
+
+    def drop_page_cache(self) -> None:
+        """Drop the store's file from the page cache, and open it again. Raises InputError where that cannot be done."""
+        self.store.close()
+        trouble = drop(self._folder / "data.mdb")
+        self._open()
+        if trouble:
+            raise InputError(trouble)
+
+    def __enter__(self) -> PromptFixture:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.store.close()
+
+    def _open(self) -> None:
+        adapter = self.reader.adapter
+        n_bytes = len(self._contexts) * len(self.workload.prompt) * adapter.kv_bytes_per_token + SPARE_BYTES
+        self.store = open_tier(self._folder, n_bytes, self._tier, adapter.device)
+        self._blenders: dict[tuple[KVContext, float | None], Blender] = {}
+
+    def blender(self, method: MethodSpec, read_gb_s: float | None = None) -> Blender:
+        """What runs a method of ours."""
+        return self._blender_of(_kv_context(method), read_gb_s)
+
+    def _blender_of(self, context: KVContext, read_gb_s: float | None = None) -> Blender:
+        if (context, read_gb_s) not in self._blenders:
+            store = TimedStore(self.store, read_gb_s * 1e9) if read_gb_s else self.store
+            prompts = PromptBuilder(self.reader.tokenizer, PromptConfig(kv_context=context))
+            self._blenders[context, read_gb_s] = make_blender(self.reader, prompts, store)
+        return self._blenders[context, read_gb_s]
+
+    def _run_transformers(self) -> dict[str, float]:
+        """The model's own forward as its user calls it: a dynamic cache, SDPA, logits of the last token alone."""
+        adapter = self.reader.adapter
+        clock, host = Clock(adapter.device), Clock()
+        ids = self.workload.draw().ids
+        with clock.stage("prefill"):
+            logits = forward(adapter, ids)
+        launch_s = host.elapsed()
+        int(logits.argmax())
+        ttft_s = clock.elapsed()
+        metrics = {"ttft_s": ttft_s, "prefill_s": clock.seconds["prefill"], "launch_s": launch_s}
+        metrics["kv_bytes"] = len(ids) * adapter.kv_bytes_per_token
+        return metrics if self._reference is None else {**metrics, **self._fidelity(logits)}
+
+    def _fidelity(self, logits: Tensor) -> dict[str, float]:
+        assert self._reference is not None
+        same = bool(self._reference.argmax() == logits.argmax())
+        return {
+            "kl_first_token": kl(self._reference[None], logits.float()[None])[0],
+            "same_first_token": float(same),
+        }
+
+
+def time_prompt(
+    blender: Blender, workload: Workload, blend: BlendConfig
+) -> tuple[dict[str, float], Prefilled]:
+    """From text to first token -> seconds and counts, and what the blender returned."""
+    clock, host = Clock(blender.adapter.device), Clock()
+    prompt = workload.draw()
+    with clock.stage("prefill"):
+        done = blender.run(prompt, blend, clock=clock)
+    launch_s = host.elapsed()  # a GPU computes on: near the whole, launches are the limit
+    int(done.result.logits.argmax())
+    ttft_s = clock.elapsed()
+    report = done.report
+    metrics = {
+        "ttft_s": ttft_s,
+        "prefill_s": clock.seconds["prefill"],
+        "launch_s": launch_s,
+        **{f"{stage}_s": clock.seconds[stage] for stage in STAGES},
+        "read_s": done.result.read_s,  # most of it while layers ran
+        "tokens_run": report.tokens_computed + report.tokens_recomputed + report.tokens_suffix,
+        "tokens_recomputed": report.tokens_recomputed,
+        "cost": report.cost,
+        "ratio": report.ratio,
+        "bytes_loaded": report.bytes_loaded,
+        "kv_bytes": done.result.cache.n_bytes,
+    }
+    return metrics, done
+
+
+def make_blender(reader: Reader, prompts: PromptBuilder, store: KVStore, namespace: str = "") -> Blender:
+    """With a prior that knows nothing: a method that uses one takes its time."""
+    blender = Blender(
+        reader.adapter, reader.fingerprint, store, prompts.prefix, prompts.kv_context, namespace=namespace
+    )
+    blender.priors.use(Priors.of_nothing(reader.adapter))
+    return blender
+
+
+def open_tier(folder: Path, n_bytes: int, tier: Tier, device: torch.device) -> KVStore:
+    """An LMDB store for so many bytes; tier: where its chunks lie when a request comes. Raises StoreError."""
+    if tier == "disk":
+        return LMDBStore(folder, n_bytes)
+    cap = round(PINNED * n_bytes)
+    tiers = TiersConfig(
+        device_bytes=cap if tier == "device" else 0, host_bytes=2 * cap if tier == "host" else 0
+    )
+    config = StoreConfig(path=folder, cap_gb=cap / 1e9, tiers=tiers.model_dump())
+    return open_store(config, folder, device=device)
+
+
+@torch.inference_mode()
+def forward(adapter: Adapter, ids: TokenIds) -> Tensor:
+    """The model's own forward over these tokens, with a cache -> logits [V] after the last."""
+    from transformers import DynamicCache
+
+    from blendserve.kernels.cuda.dense import BACKENDS
+
+    model = cast(Any, adapter.model)
+    inputs = torch.tensor([ids], device=adapter.device)
+    cache = DynamicCache(config=model.config)
+    with sdpa_kernel(BACKENDS) if adapter.device.type == "cuda" else nullcontext():
+        output = model(input_ids=inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    return cast(Tensor, output.logits[0, -1])
+
+
+def reads_store(method: MethodSpec) -> bool:
+    return method.kind not in (TRANSFORMERS, FULL)
+
+
+def _kv_context(method: MethodSpec) -> KVContext:
+    return method.kv_context or PromptConfig().kv_context
+
+
+@contextmanager
+def scratch(parent: Path | None) -> Iterator[Path]:
+    """A new folder in `parent`, which is made if need be; it is removed at the end. Raises InputError."""
+    try:
+        if parent:
+            parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix="blendserve-bench-", dir=parent))
+    except OSError as error:
+        raise InputError(
+            f"no folder can be made in {parent}: {error.strerror}; give another --folder"
+        ) from None
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

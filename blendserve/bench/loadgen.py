@@ -1,0 +1,105 @@
+"""Load on a server: closed loop (clients that ask again at once) and open loop (Poisson arrivals).
+
+Closed loop gives the throughput at saturation. In an open loop arrivals do not wait for answers: a server that cannot
+keep up shows it, as its queue grows, and TTFT with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+
+LEAST = 8  # requests of an open loop
+Body = Callable[[random.Random], dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """One request, in seconds. `ttft_s` is None when it was refused, broke off, or timed out."""
+
+    ttft_s: float | None
+    itl_s: tuple[float, ...] = ()  # inter-token latencies
+    prompt_tokens: int = 0
+
+
+async def send(http: httpx.AsyncClient, body: dict[str, Any]) -> Response:
+    """Stream one answer of /v1/rag/query."""
+    start = last = time.perf_counter()
+    ttft, itl = None, list[float]()
+    try:
+        async with http.stream("POST", "/v1/rag/query", json={**body, "stream": True}) as response:
+            if response.status_code != 200:
+                return Response(None)
+            async for line in response.aiter_lines():
+                event = json.loads(line[6:]) if line.startswith("data: ") else {}
+                now = time.perf_counter()
+                if event.get("event") == "text":
+                    if ttft is None:
+                        ttft = now - start
+                    else:
+                        itl.append(now - last)
+                    last = now
+                if event.get("event") == "done":
+                    tokens = event["report"]["tokens_prompt"]
+                    return Response(now - start if ttft is None else ttft, tuple(itl), tokens)
+    except httpx.HTTPError:
+        pass
+    return Response(None)
+
+
+async def closed_loop(http: httpx.AsyncClient, body: Body, clients: int, seconds: float) -> dict[str, float]:
+    """Metrics at saturation; every client draws its own requests, the same in each call."""
+    responses: list[Response] = []
+    start = time.perf_counter()
+
+    async def client(number: int) -> None:
+        rng = random.Random(f"{number}")
+        while time.perf_counter() - start < seconds:
+            responses.append(await send(http, body(rng)))
+
+    await asyncio.gather(*(client(n) for n in range(clients)))
+    return metrics_of(responses, time.perf_counter() - start)
+
+
+async def open_loop(http: httpx.AsyncClient, body: Body, rate: float, seconds: float) -> dict[str, float]:
+    """Arrivals at random times, `rate` a second on average; requests and times are the same in each call."""
+    rng, arrivals = random.Random(f"{rate}"), random.Random(f"at {rate}")
+    tasks: list[asyncio.Task[Response]] = []
+    start = at = time.perf_counter()
+    for _ in range(max(LEAST, round(rate * seconds))):
+        at += arrivals.expovariate(rate)
+        await asyncio.sleep(max(0.0, at - time.perf_counter()))
+        tasks.append(asyncio.create_task(send(http, body(rng))))
+    responses = await asyncio.gather(*tasks)
+    return {**metrics_of(responses, time.perf_counter() - start), "offered_per_s": rate}
+
+
+def metrics_of(responses: Sequence[Response], seconds: float) -> dict[str, float]:
+    """Percentiles of those that were answered; what failed is counted."""
+    ttft = [response.ttft_s for response in responses if response.ttft_s is not None]
+    itl = [gap for response in responses for gap in response.itl_s]
+    metrics = {
+        "requests": len(responses),
+        "failed": len(responses) - len(ttft),
+        "answered_per_s": len(ttft) / seconds,
+        "prompt_tokens": max((response.prompt_tokens for response in responses), default=0),
+    }
+    for name, values in (("ttft", ttft), ("itl", itl)):
+        metrics |= {f"{name}_p{q}_s": float(np.percentile(values, q)) for q in (50, 95, 99, 100) if values}
+    return metrics
+
+
+def longest_passages(index: Path, n: int) -> list[dict[str, str]]:
+    """Of an index folder, by their text."""
+    lines = [json.loads(line) for line in (index / "passages.jsonl").open()]
+    lines.sort(key=lambda passage: -len(passage["text"]))
+    return [{"text": passage["text"], "title": passage["title"]} for passage in lines[:n]]

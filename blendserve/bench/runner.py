@@ -1,0 +1,86 @@
+"""Runs one bench by its name: settings -> groups -> samples -> the JSON, the table and the plot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from blendserve.bench.harness import Group, Report, Result, SampleLog, Update, measure
+from blendserve.config import Positive, ReaderConfig
+from blendserve.models.loader import Reader, load_reader
+from blendserve.provenance import machine, versions
+
+Say = Callable[[str], None]
+
+BENCHES = {  # name, also that of the module -> help
+    "ttft": "Prefill one prompt by every method: time to first token, stages, memory.",
+    "decode": "Decode after a long context, against transformers' generate.",
+    "precompute": "Precompute chunks, against transformers' prefill of the same.",
+    "store": "Write and read chunk KV in LMDB, warm and cold.",
+    "codec": "Measure codecs: size, speed, and time to first token.",
+    "serving": "Load a server: throughput and latency by method.",
+    "gpu_kernels": "Time attention and KV placement alone, against SDPA and the copy rate.",
+}
+
+
+class BenchConfig(ReaderConfig):
+    """What all benches share. The options of a bench are the fields of its config."""
+
+    repeats: Positive = Field(5, description="Number of measured rounds.")
+    seed: int = Field(0, description="Random seed of the text, and of policies that sample.")
+    folder: Path | None = Field(
+        None, description="Folder for temporary stores; the system's temporary folder if not set."
+    )
+
+    @property
+    def reader(self) -> ReaderConfig:
+        return ReaderConfig(**self.model_dump(include=set(ReaderConfig.model_fields)))
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What one module measures. `tiny`: the smallest settings that run everything, for tests and dry runs."""
+
+    config: type[BenchConfig]
+    groups: Callable[[Any, SampleLog], Iterator[Group]]
+    report: Report
+    tiny: Mapping[str, Any] = field(default_factory=dict)
+
+
+def load_bench(name: str) -> Bench:
+    """A bench of this package by its name, any other by its module, such as benchmarks.network."""
+    bench: Bench = import_module(name if "." in name else f"blendserve.bench.{name}").BENCH
+    return bench
+
+
+def run_bench(
+    name: str,
+    config: BenchConfig,
+    out: Path | None = None,
+    update: Update = lambda done, total: None,
+) -> Result:
+    """Measure what `out` does not hold yet -> all of it. Raises BlendserveError."""
+    bench = load_bench(name)
+    environment = {"versions": versions(), "machine": machine()}
+    settings = config.model_dump(mode="json", exclude={"folder"})
+    log = SampleLog({"bench": name, "config": settings, "environment": environment}, out)
+    measure(bench.groups(config, log), config.repeats, log, update)
+    return log.result
+
+
+def open_reader(config: BenchConfig, log: SampleLog) -> Reader:
+    """Load the model, and note it in the result. Raises ModelError."""
+    reader = load_reader(config.reader)
+    adapter = reader.adapter
+    model = {
+        "model": reader.name,
+        "device": str(adapter.device),
+        "dtype": str(adapter.dtype).removeprefix("torch."),
+    }
+    log.note(model=model, machine=machine(), kv_bytes_per_token=adapter.kv_bytes_per_token)
+    return reader

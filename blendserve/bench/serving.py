@@ -1,0 +1,197 @@
+"""`blendserve bench serving`: throughput at saturation, then TTFT and inter-token latency by offered load and method.
+
+The server is a process of its own. First the throughput of every method at saturation (closed loop). Then open loops at
+load factors: multiples of full prefill's saturation, for each method up to a little above its own. Load factor 1 decides
+about p95 TTFT and takes twice as long. Every method gets the same requests at the same times, and the KV of all passages
+is in the store.
+
+Without a data set, prompts are passages drawn from the longest of the index, and no two are alike. With one, an index of
+part of its corpus is built, and the server retrieves for each question. To load a server of another kind, use GuideLLM:
+`blendserve serve` speaks /v1/chat/completions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import httpx
+from pydantic import Field
+
+from blendserve.bench.fixture import scratch
+from blendserve.bench.harness import Case, Column, Group, Report, SampleLog, Table, count, ms, ratio, speedup
+from blendserve.bench.loadgen import Body, closed_loop, longest_passages, open_loop, send
+from blendserve.bench.plots import Plot
+from blendserve.bench.runner import Bench, BenchConfig
+from blendserve.config import BlendConfig, Config, Positive, Ratio
+from blendserve.core import Document
+from blendserve.engine.engine import Engine
+from blendserve.errors import StoreError
+from blendserve.evaluate.datasets import load
+from blendserve.serve.child import Child, serve_command
+
+METHODS = ("full", "blend", "prefix")
+ABOVE = 1.1  # times a method's own saturation: where its loads end
+ROOM = ("--slots", "8", "--slot-tokens", "6144")  # of a server that is started here
+QUESTION = "What is said about this, and where?"
+
+
+class ServingConfig(BenchConfig):
+    """Load on a server."""
+
+    url: str | None = Field(None, description="URL of a running server; a server is started if not set.")
+    key: str | None = Field(None, description="API key for the server at the URL.")
+    index: Path = Field(
+        Path("indexes/demo"), description="Folder of the index whose passages are asked about."
+    )
+    pool: Positive = Field(
+        20, description="Number of the index's longest passages that prompts are drawn from."
+    )
+    dataset: Path | None = Field(
+        None, description="Questions file with a corpus in the same folder; an index is built of the corpus."
+    )
+    questions: Positive = Field(56, description="Number of questions from the data set.")
+    corpus_passages: Positive = Field(500, description="Number of the data set's passages in its index.")
+    passages: Positive = Field(6, description="Number of passages in a prompt.")
+    ratio: Ratio | None = Field(None, description="Recompute ratio of blending; the server's own if not set.")
+    new_tokens: Positive = Field(16, description="Length of an answer, in tokens.")
+    clients: Positive = Field(8, description="Number of concurrent clients that saturate the server.")
+    seconds: float = Field(60.0, gt=0, description="Duration of one load, in seconds.")
+    load_factors: tuple[Annotated[float, Field(gt=0)], ...] = Field(
+        (1.0, 0.5, 2.0, 4.0), description="Offered loads, as multiples of full prefill's saturation."
+    )
+    timeout_s: float = Field(
+        120.0, gt=0, description="Time without an event until a request has failed, in seconds."
+    )
+    repeats: Positive = Field(1, description="Number of rounds of every load.")
+
+
+def groups(config: ServingConfig, log: SampleLog) -> Iterator[Group]:
+    with (
+        scratch(config.folder) as folder,
+        _index(config, folder) as index,
+        _server(config, index, folder) as url,
+    ):
+        body, chosen = _bodies(config, index)
+        run: Callable[[Callable[[httpx.AsyncClient], Awaitable[Any]]], Any] = partial(
+            _with_client, config, url
+        )
+        run(lambda http: _warm(http, chosen, [partial(_body, config, body, method) for method in METHODS]))
+
+        def case(method: str, loop: Callable[..., Any], *load: float) -> Case:
+            request = partial(_body, config, body, method)
+            return Case({"method": method}, lambda: dict(run(lambda http: loop(http, request, *load))))
+
+        if not log.done({"load": "saturation"}):
+            closed = [case(method, closed_loop, config.clients, config.seconds) for method in METHODS]
+            yield Group({"load": "saturation"}, closed, warm_up=False)
+        most = {
+            labels["method"]: metrics["answered_per_s"] for labels, _, metrics in log.groups[0]["samples"]
+        }
+        for factor in config.load_factors:
+            rate = factor * most["full"]
+            methods = [m for m in METHODS if rate and (factor == 1 or rate <= ABOVE * most[m])]
+            if methods and not log.done({"load": factor}):
+                seconds = config.seconds * (2 if factor == 1 else 1)
+                cases = [case(method, open_loop, rate, seconds) for method in methods]
+                yield Group({"load": factor}, cases, warm_up=False)
+
+
+def _body(config: ServingConfig, body: Body, method: str, rng: random.Random) -> dict[str, Any]:
+    ratio = {"ratio": config.ratio} if method == "blend" and config.ratio is not None else {}
+    return {**body(rng), "method": method, **ratio, "max_tokens": config.new_tokens}
+
+
+def _bodies(config: ServingConfig, index: Path) -> tuple[Body, dict[str, Any]]:
+    """What is asked, and what has to be in the store for it."""
+    if config.dataset:
+        asked = [example.question for example in load(config.dataset, limit=config.questions).examples]
+        about = {"top_k": config.passages}
+        return lambda rng: {"question": rng.choice(asked), **about}, {"collection": index.name}
+    pool = longest_passages(index, config.pool)
+    n = min(config.passages, len(pool))
+    return lambda rng: {"question": QUESTION, "passages": rng.sample(pool, n)}, {"passages": pool}
+
+
+def _with_client(config: ServingConfig, url: str, run: Callable[[httpx.AsyncClient], Awaitable[Any]]) -> Any:
+    async def main() -> Any:
+        headers = {"Authorization": f"Bearer {config.key}"} if config.key else {}
+        timeout = httpx.Timeout(config.timeout_s, connect=30)
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=url, timeout=timeout, limits=limits, headers=headers) as http:
+            return await run(http)
+
+    return asyncio.run(main())
+
+
+async def _warm(http: httpx.AsyncClient, chosen: dict[str, Any], bodies: list[Body]) -> None:
+    """Precompute the chosen passages, and run every method once. Raises StoreError."""
+    job = (await http.post("/v1/cache/warm", json=chosen)).raise_for_status().json()
+    state: dict[str, Any] = {"state": "running"}
+    while state["state"] == "running":
+        await asyncio.sleep(0.5)
+        state = (await http.get(f"/v1/jobs/{job['id']}")).json()
+    if state["state"] != "done":
+        raise StoreError(f"the passages could not be precomputed: {state['error']}")
+    for n, body in enumerate(bodies):
+        await send(http, body(random.Random(n)))
+
+
+@contextmanager
+def _index(config: ServingConfig, folder: Path) -> Iterator[Path]:
+    """The index, built of part of the data set's corpus where there is one: first what the questions need."""
+    if not config.dataset:
+        yield config.index
+        return
+    found = load(config.dataset, limit=config.questions)
+    needed = {title for example in found.examples for title in example.supporting}
+    corpus = list(found.corpus)
+    random.Random(0).shuffle(corpus)
+    corpus.sort(key=lambda passage: passage.title not in needed)
+    documents = [Document(p.text, p.title) for p in corpus[: config.corpus_passages]]
+    settings = Config(reader=config.reader, blend=BlendConfig(method="blend"))
+    with Engine.build(folder / "index", documents, settings) as engine:
+        engine.precompute()
+    yield folder / "index"
+
+
+@contextmanager
+def _server(config: ServingConfig, index: Path, folder: Path) -> Iterator[str]:
+    """The URL of the server: the one that runs, or one for the time being."""
+    if config.url:
+        yield config.url
+        return
+    with Child(
+        serve_command("--index", str(index), "--method", "blend", *ROOM), folder / "server.log"
+    ) as child:
+        yield child.url
+        child.stop()
+
+
+BENCH = Bench(
+    ServingConfig,
+    groups,
+    Report(
+        (
+            Table(
+                "Load",
+                (
+                    Column("answered/s", "answered_per_s"),
+                    ratio("x full", "answered_per_s", method="full"),
+                    ms("p50 TTFT ms", "ttft_p50_s"),
+                    ms("p95", "ttft_p95_s"),
+                    speedup("x full", "ttft_p95_s", method="full"),
+                    ms("p95 ITL ms", "itl_p95_s"),
+                    count("requests", "requests"),
+                    count("failed", "failed"),
+                ),
+            ),
+        ),
+        Plot(x="load", y="ttft_p95_s", series="method"),
+    ),
+)

@@ -1,0 +1,157 @@
+"""The harness against values known in advance: order of rounds, resuming, ratios by round, tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from blendserve.bench.harness import (
+    ANY,
+    Case,
+    Column,
+    Group,
+    Sample,
+    SampleLog,
+    Table,
+    measure,
+    ms,
+    ratio,
+    read_result,
+    select,
+    speedup,
+    summarize,
+)
+from blendserve.bench.plots import Plot
+from blendserve.errors import InputError
+
+HEADER = {"bench": "toy", "config": {"repeats": 3}, "environment": {"machine": {"cpu": "C", "threads": 1}}}
+seconds = st.lists(st.floats(1e-6, 1e3), min_size=1, max_size=9)
+
+
+def samples(**methods: list[float]) -> list[Sample]:
+    """One sample a round of each method."""
+    return [
+        Sample({"method": name}, n, {"ttft_s": value})
+        for name, values in methods.items()
+        for n, value in enumerate(values)
+    ]
+
+
+def test_rounds_warm_up_first_and_each_begins_with_another_case() -> None:
+    order: list[str] = []
+
+    def run(name: str) -> dict[str, float]:
+        order.append(name)
+        return {"calls": len(order)}
+
+    prepared: list[str] = []
+    cases = [Case({"case": n}, partial(run, n), partial(prepared.append, n)) for n in "abc"]
+    log = SampleLog(HEADER)
+    measure([Group({}, cases), Group({"cold": 1}, cases[:1], repeats=1, warm_up=False)], 3, log)
+    assert "".join(order) == "abc" + "abc" + "bac" + "cab" + "a"
+    assert prepared == order
+    found = [(s[0]["case"], s[2]["calls"]) for s in log.groups[0]["samples"]]
+    assert sorted(found) == [
+        ("a", 4),
+        ("a", 8),
+        ("a", 11),
+        ("b", 5),
+        ("b", 7),
+        ("b", 12),
+        ("c", 6),
+        ("c", 9),
+        ("c", 10),
+    ]
+    assert log.groups[1]["samples"] == [[{"cold": 1, "case": "a"}, 0, {"calls": 13}]]
+
+
+@given(seconds, st.floats(0.01, 100))
+def test_a_machine_that_slows_one_round_changes_no_ratio(values: list[float], factor: float) -> None:
+    """The ratio of medians would change; the median of ratios does not."""
+    slow = samples(
+        a=[10 * factor * values[0], *(factor * v for v in values[1:])], b=[10 * values[0], *values[1:]]
+    )
+    found = speedup("", "ttft_s", method="a").values(slow, {"method": "b"})
+    assert summarize(found).median == pytest.approx(factor)
+
+
+def test_columns_compare_with_a_case_of_the_same_round() -> None:
+    found = samples(full=[4.0, 8.0], fast=[2.0, 2.0], slow=[1.0, 16.0])
+    assert speedup("", "ttft_s", method="full").values(found, {"method": "fast"}) == [2.0, 4.0]
+    assert ratio("", "ttft_s", method="full").values(found, {"method": "fast"}) == [0.5, 0.25]
+    assert ratio("", "ttft_s", method="full").values(found, {"method": "full"}) == []
+    assert ratio("", "ttft_s", method=ANY).values(found, {"method": "full"}) == [
+        4.0,
+        4.0,
+    ]  # the best of each round
+    assert ms("", "ttft_s").values(found, {"method": "fast"}) == [2000.0, 2000.0]
+    cold = [*found, Sample({"method": "full", "cache": "cold"}, 0, {"ttft_s": 12.0})]
+    assert ratio("", "ttft_s", cache=None).values(cold, {"method": "full", "cache": "cold"}) == [3.0]
+
+
+def test_a_table_names_what_rows_share_in_its_title() -> None:
+    found = [
+        Sample({"context": 9, **s.labels}, s.round, s.metrics) for s in samples(a=[1.0, 3.0], b=[2.0, 2.0])
+    ]
+    columns = (ms("TTFT ms", "ttft_s"), Column("none", "nothing"))
+    assert Table("T", columns).render(found) == (
+        "T, context 9",
+        ["method", "TTFT ms"],
+        [["a", "2,000.0 (1,000.0-3,000.0)"], ["b", "2,000.0"]],
+    )
+    assert Table("T", columns, {"method": "c"}).render(found) is None
+
+
+def test_one_row_is_selected_or_an_error() -> None:
+    result = {
+        **HEADER,
+        "groups": [{"group": {}, "facts": {}, "samples": [list(s) for s in samples(a=[1.0], b=[2.0])]}],
+    }
+    assert select(result, Column("", "ttft_s"), {"method": "b"}) == [2.0]
+    for column, where in ((Column("", "ttft_s"), {}), (Column("", "no"), {"method": "a"})):
+        with pytest.raises(InputError):
+            select(result, column, where)
+
+
+def groups(log: SampleLog, names: str, ran: list[str]) -> Iterator[Group]:
+    for name in names:
+        if not log.done({"point": name}):
+            ran.append(name)
+            yield Group(
+                {"point": name}, [Case({"case": "x"}, lambda: {"ttft_s": 1.0})], lambda: {"fact": len(ran)}
+            )
+
+
+def test_a_killed_run_goes_on_after_its_last_whole_group(tmp_path: Path) -> None:
+    file, ran = tmp_path / "new" / "toy.jsonl", list[str]()
+    log = SampleLog(HEADER, file)
+    log.note(model="M")
+    measure(groups(log, "ab", ran), 2, log)
+    with file.open("a") as out:
+        out.write('{"group": {"point": "c"}, "sam')  # the kill
+    again = SampleLog(HEADER, file)
+    measure(groups(again, "abcd", ran), 2, again)
+    assert ran == list("abcd")
+    assert again.result == read_result(file)
+    assert again.result["environment"]["model"] == "M"
+    assert [group["facts"] for group in again.groups] == [{"fact": n} for n in (1, 2, 3, 4)]
+    with pytest.raises(InputError):
+        SampleLog({**HEADER, "config": {"repeats": 4}}, file)
+    file.write_text("{}\nnonsense\n")
+    with pytest.raises(InputError):
+        read_result(file)
+
+
+@pytest.mark.parametrize("x", ["context", "link", None])
+def test_a_plot_has_every_series(x: str | None) -> None:
+    point: dict[str, Any] = {"context": 512, "link": "slow"}
+    drawn = [[{**point, "method": m}, n, {"ttft_s": 1.0 + n}] for m in ("full", "reuse") for n in range(2)]
+    svg = Plot(y="ttft_s", series="method", x=x).draw({**HEADER, "groups": [{"samples": drawn}]}).decode()
+    assert "full" in svg
+    assert "reuse" in svg
