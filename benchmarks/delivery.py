@@ -42,11 +42,11 @@ from blendserve.models.loader import Reader
 from blendserve.registry import BENCHED, DELIVERED, DELIVERED_CODECS, STORES
 from blendserve.serve.child import Child
 from blendserve.store import KVStore, LMDBStore, MemoryStore
-from blendserve.store.base import TimeSaved
 from blendserve.store.kdn.adapt import TEXT, Offer, Rule, Situation, fixed, quickest
 from blendserve.store.kdn.collection import Entry
 from blendserve.store.kdn.pace import Pace
 from blendserve.store.kdn.store import WORKERS, KdnStore
+from blendserve.store.request_reads import TimeSaved
 
 COLLECTION = "bench"
 RECOMPUTE, CACHEGEN, PIPELINED, OURS = "recompute", "CacheGen", "CacheGen rule, pipelined", "blendserve"

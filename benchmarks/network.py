@@ -98,9 +98,10 @@ class Fixture:
         for word in config.codecs:
             store = TimedStore(ValkeyStore(self._settings, CAP))
             stack.callback(store.close)
-            tables.write_with(word, store)
+            codec = tables.write_with(word, store)
             self.stores[word] = store
-            self.blenders[word] = make_blender(reader, self._workload.prompts, store, namespace=word)
+            own = {"namespace": word, "codec": codec}
+            self.blenders[word] = make_blender(reader, self._workload.prompts, store, **own)
             self.blenders[word].precompute(self._workload.chunks)
 
     def cases(self) -> list[Case]:

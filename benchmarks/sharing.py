@@ -26,12 +26,12 @@ from blendserve.bench.harness import Case, Group, Metrics, Report, SampleLog, Ta
 from blendserve.bench.runner import Bench, BenchConfig
 from blendserve.bench.workload import make_workload
 from blendserve.config import BlendConfig, Config, Positive, Ratio, StoreConfig, StoreKindName
-from blendserve.core import ChunkKV, Passage
+from blendserve.core import Passage
 from blendserve.engine.engine import Engine
 from blendserve.evaluate.methods import parse_methods
 from blendserve.models.loader import Reader, load_reader
 from blendserve.registry import BENCHED, SHARED_STORE
-from blendserve.store import ChunkKey, KVStore, open_store
+from blendserve.store import ChunkKey, ChunkRecord, KVStore, open_store
 from blendserve.store.wrapped import WrappedStore
 
 PER_USER, SHARED = "one per user", "one shared"
@@ -211,9 +211,9 @@ class CountingStore(WrappedStore):
     def reading(self) -> Any:
         return self._store.reading()
 
-    def put(self, key: ChunkKey, kv: ChunkKV, pin: bool = False) -> bool:
-        self.computed.append(hash(kv.ids))  # the same chunk in any cache
-        return super().put(key, kv, pin)
+    def put(self, key: ChunkKey, record: ChunkRecord, pin: bool = False) -> bool:
+        self.computed.append(hash(record.token_ids))  # the same chunk in any cache
+        return super().put(key, record, pin)
 
 
 def _start(task: dict[str, Any]) -> tuple[Any, Any]:

@@ -14,10 +14,11 @@
     ├── StoreError              a KV store
     │   ├── StoreUnavailable    ... cannot be opened, read or written
     │   │   └── StoreLeftAlone  ... and is left alone for a while: the log has said so
-    │   ├── StoreVersion        ... was written by a newer format
+    │   ├── StoreVersion        ... has a format that this version does not read
     │   ├── StoreFull           ... is at its byte cap, or the disk is full
     │   ├── TablesMissing       ... has no tables for the codec that is to write
     │   ├── CorruptRecord       ... holds a record that fails its checksum (never fails a request: recomputed)
+    │   ├── CorruptBlob         ... holds codec tables or a part of a collection that fail their checksum
     │   └── ChunkLost          ... gives no more of a chunk that was used while it came (never fails a request)
     ├── ClusterUnavailable      no Ray cluster can be had, or its workers ended
     └── ServeError              the server refuses a request
@@ -139,7 +140,7 @@ class StoreLeftAlone(StoreUnavailable):
 
 
 class StoreVersion(StoreError):
-    """The store was written by a newer format."""
+    """The store, or a chunk in it, has a format that this version does not read."""
 
 
 class TablesMissing(StoreError):
@@ -156,6 +157,10 @@ class CorruptRecord(StoreError):
     def __init__(self, key: bytes, what: str, layer: int | None = None) -> None:
         super().__init__(f"chunk {key.hex()}: {what}")
         self.key, self.what, self.layer = key, what, layer
+
+
+class CorruptBlob(StoreError):
+    """Codec tables, or a part of a collection, do not have their hash."""
 
 
 class ChunkLost(StoreError):

@@ -97,7 +97,7 @@ BENCHED = ("query+prior",)  # beside the baselines
 STORES = Registry(
     "store kind",
     {
-        "lmdb": "blendserve.store.lmdb.store:LMDBStore",
+        "lmdb": "blendserve.store.lmdb:LMDBStore",
         "memory": "blendserve.store.memory:MemoryStore",
         "valkey": "blendserve.store.valkey.store:ValkeyStore",
         "kdn": "blendserve.store.kdn.store:KdnStore",

@@ -32,6 +32,7 @@ from blendserve.core import Chunk, Prompt, TokenIds
 from blendserve.models.adapter import Adapter
 from blendserve.models.loader import fingerprint
 from blendserve.registry import CORRECTIONS, POLICIES
+from blendserve.store import read_record
 from tests.support.blending import LeakyStore
 from tests.support.models import BLEND_KINDS, TINY, tiny_model
 
@@ -100,7 +101,8 @@ def everything() -> Case:
     found: Case = {f"fingerprint {kind}": digits for kind, digits in fingerprints().items()}
     for kind in BLEND_KINDS:
         maker = blender(kind, "stored")
-        found[f"{kind}: stored bytes"] = digest(*getattr(maker.store.coded(maker.key(A)), "segments", ()))
+        record = read_record(maker.store, maker.key(A))
+        found[f"{kind}: stored bytes"] = digest(*(record.segments() if record else ()))
         for name, (said, changes) in product(PROMPTS, options()):
             done = run(kind, name, changes)
             cache, parts, scores = done.result.cache, done.explanation.parts, done.explanation.scores

@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from pydantic import Field, field_validator
@@ -30,8 +29,9 @@ from blendserve.errors import ConfigError
 from blendserve.evaluate.methods import parse_methods
 from blendserve.kernels import team
 from blendserve.registry import BENCHED, CODECS, codec_word, every_codec, parse_codec
-from blendserve.store import LMDBStore, record
+from blendserve.store import ChunkRecord, LMDBStore, read_record
 from blendserve.store.codecs.base import ChunkShape, Codec
+from blendserve.store.view import decode
 from blendserve.timing import Clock
 
 SHARED_BY = (1_000, 100_000)  # chunks that one set of tables serves
@@ -89,18 +89,15 @@ def groups(config: CodecConfig, log: SampleLog) -> Iterator[Group]:
         blenders: dict[str, Blender] = {}
         for word in words:
             store = stores.enter_context(LMDBStore(folder / word, n_bytes))
-            tables.write_with(word, store)
-            blenders[word] = make_blender(reader, workload.prompts, store)
+            codec = tables.write_with(word, store)
+            blenders[word] = make_blender(reader, workload.prompts, store, codec=codec)
             blenders[word].precompute(workload.chunks)
         coded = {
             word: [_record(blender, ids) for ids in workload.chunks] for word, blender in blenders.items()
         }
-        kvs = [_decoded(chunk, tables.codec(RAW)) for chunk in coded[RAW]]
+        kvs = [_decoded(record) for record in coded[RAW]]
         tokens, raw_bytes = sum(kv.n_tokens for kv in kvs), sum(kv.n_bytes for kv in kvs)
-        key = blenders[RAW].key((0,))
-        sizes = {
-            word: _sizes(coded[word], key, len(tables.tables(word)), tokens, raw_bytes) for word in words
-        }
+        sizes = {word: _sizes(coded[word], len(tables.tables(word)), tokens, raw_bytes) for word in words}
         size_cases = [
             Case({"codec": word}, partial(_size, sizes[word], config.chunk_tokens)) for word in words
         ]
@@ -123,16 +120,15 @@ def _prompt(blender: Blender, workload: Workload, blend: BlendConfig, metric: st
     return {"time_s": time_prompt(blender, workload, blend)[0][metric]}
 
 
-def _record(blender: Blender, ids: tuple[int, ...]) -> record.Coded:
-    coded = blender.store.coded(blender.key(ids))
-    assert coded is not None
-    return coded
+def _record(blender: Blender, ids: tuple[int, ...]) -> ChunkRecord:
+    record = read_record(blender.store, blender.key(ids))
+    assert record is not None
+    return record
 
 
-def _decoded(chunk: record.Coded, raw: Codec) -> ChunkKV:
-    decoder = raw.decoder(chunk.shape)
-    layers = [decoder.layer(l, segment) for l, segment in enumerate(chunk.segments)]
-    return ChunkKV(*(torch.stack(part) for part in zip(*layers, strict=True)))
+def _decoded(record: ChunkRecord) -> ChunkKV:
+    kv = decode(record)
+    return ChunkKV(kv.keys, kv.values)
 
 
 def _encode(codec: Codec, kvs: Sequence[ChunkKV]) -> float:
@@ -143,13 +139,13 @@ def _encode(codec: Codec, kvs: Sequence[ChunkKV]) -> float:
     return clock.elapsed()
 
 
-def _decode(codec: Codec, kvs: Sequence[ChunkKV], coded: Sequence[record.Coded]) -> float:
+def _decode(codec: Codec, kvs: Sequence[ChunkKV], coded: Sequence[ChunkRecord]) -> float:
     """-> seconds; a layer of all chunks before the next one, as in a request"""
     clock = Clock()
     decoders = [codec.decoder(ChunkShape.of(kv)) for kv in kvs]
     with ThreadPoolExecutor(min(torch.get_num_threads(), len(kvs)), initializer=team.alone) as pool:
         for l in range(len(kvs[0].keys)):
-            segments = (chunk.segments[l] for chunk in coded)
+            segments = (chunk.segment(l) for chunk in coded)
             list(pool.map(lambda decoder, segment: decoder.layer(l, segment), decoders, segments))  # noqa: B023
     return clock.elapsed()
 
@@ -159,11 +155,8 @@ def _rates(tokens: int, raw_bytes: int, run: Callable[[], float]) -> Metrics:
     return {"time_s": seconds, "raw_mb_per_s": raw_bytes / seconds / 1e6, "tokens_per_s": tokens / seconds}
 
 
-def _sizes(
-    coded: Sequence[record.Coded], key: Any, tables: int, tokens: int, raw_bytes: int
-) -> dict[str, float]:
-    headers = [record.seal(key, chunk) for chunk in coded]
-    stored = sum(header.n_bytes + len(record.encode_header(key, header)) for header in headers)
+def _sizes(coded: Sequence[ChunkRecord], tables: int, tokens: int, raw_bytes: int) -> dict[str, float]:
+    stored = sum(record.n_bytes + len(record.header_bytes()) for record in coded)
     return {
         "bytes_per_token": stored / tokens,
         "compression": raw_bytes / stored,

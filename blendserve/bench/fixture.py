@@ -176,10 +176,10 @@ def time_prompt(
     return metrics, done
 
 
-def make_blender(reader: Reader, prompts: PromptBuilder, store: KVStore, namespace: str = "") -> Blender:
+def make_blender(reader: Reader, prompts: PromptBuilder, store: KVStore, **options: Any) -> Blender:
     """With a prior that knows nothing: a method that uses one takes its time."""
     blender = Blender(
-        reader.adapter, reader.fingerprint, store, prompts.prefix, prompts.kv_context, namespace=namespace
+        reader.adapter, reader.fingerprint, store, prompts.prefix, prompts.kv_context, **options
     )
     blender.priors.use(Priors.of_nothing(reader.adapter))
     return blender

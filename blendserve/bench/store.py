@@ -20,7 +20,9 @@ from blendserve.bench.runner import Bench, BenchConfig
 from blendserve.config import Positive
 from blendserve.core import ChunkKV
 from blendserve.models.loader import read_configuration
-from blendserve.store import ChunkKey, KVStore, LMDBStore, chunk_key
+from blendserve.store import ChunkKey, ChunkRecord, KVStore, LMDBStore, chunk_key
+from blendserve.store.codecs.raw import Raw
+from blendserve.store.view import RecordView
 from blendserve.threads import limit_torch
 from blendserve.timing import Clock
 
@@ -74,9 +76,9 @@ def _put(parent: Path | None, keys: list[ChunkKey], chunk: ChunkKV) -> Metrics:
 def _filled(folder: Path, keys: list[ChunkKey], chunk: ChunkKV) -> float:
     """-> seconds of the puts alone"""
     with LMDBStore(folder, chunk.n_bytes * len(keys) + SPARE_BYTES) as store:
-        clock = Clock()
+        clock, codec = Clock(), Raw()
         for key in keys:
-            store.put(key, chunk, pin=True)
+            store.put(key, ChunkRecord.encode(key, chunk, codec), pin=True)
         return clock.elapsed()
 
 
@@ -90,10 +92,11 @@ def _get(folder: Path, keys: list[ChunkKey], n_bytes: int, warm: bool) -> Metric
 def _read(store: KVStore, keys: list[ChunkKey]) -> float:
     """Every layer of every chunk, checked -> seconds."""
     clock = Clock()
-    with store.reading() as snapshot:
+    with store.snapshot() as snapshot:
         for key in keys:
-            view = snapshot.get(key)
-            assert view is not None
+            record = snapshot.get(key)
+            assert record is not None
+            view = RecordView(record)
             for l in range(view.n_layers):
                 view.layer(l)
     return clock.elapsed()

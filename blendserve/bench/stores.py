@@ -18,7 +18,7 @@ from blendserve.engine.prompt import PromptBuilder
 from blendserve.models.loader import Reader
 from blendserve.registry import CODECS, parse_codec
 from blendserve.retrieve import read_documents
-from blendserve.store import ChunkView, KVStore, MemoryStore, Snapshot
+from blendserve.store import ChunkView, KVStore, MemoryStore, Reads
 from blendserve.store.codecs.base import Codec
 from blendserve.store.wrapped import WrappedStore
 
@@ -31,9 +31,9 @@ class TimedStore(WrappedStore):
         self.seconds, self.bytes_per_s = 0.0, bytes_per_s
 
     @contextmanager
-    def reading(self) -> Iterator[Snapshot]:
+    def reading(self) -> Iterator[Reads]:
         with self._store.reading() as snapshot:
-            yield cast(Snapshot, _TimedSnapshot(snapshot, self))
+            yield cast(Reads, _TimedSnapshot(snapshot, self))
 
     def timed(self, call: Callable[..., Any], *args: Any) -> Any:
         start = time.perf_counter()
@@ -44,7 +44,7 @@ class TimedStore(WrappedStore):
 
 
 class _TimedSnapshot:
-    def __init__(self, snapshot: Snapshot, store: TimedStore) -> None:
+    def __init__(self, snapshot: Reads, store: TimedStore) -> None:
         self._snapshot, self._store = snapshot, store
 
     def expect(self, *args: Any) -> None:
@@ -116,15 +116,14 @@ class CodecTables:
         if name not in self._tables and CODECS.load(name).needs_tables:
             store = MemoryStore(1 << 30)
             hash = fit(name, self._chunks(), self._reader, self._prompts, store)
-            self._tables[name] = store.tables(hash) or b""
+            self._tables[name] = store.blobs.get(hash) or b""
         return self._tables.get(name, b"")
 
-    def write_with(self, word: str, store: KVStore) -> None:
-        """From now on `store` writes with this codec."""
-        codec = self.codec(word)
+    def write_with(self, word: str, store: KVStore) -> Codec:
+        """The codec to write with; `store` has its tables then."""
         if tables := self.tables(word):
-            store.put_tables(parse_codec(word)[0], self._reader.fingerprint, tables)
-        store.write_by(codec)
+            store.blobs.put(parse_codec(word)[0], self._reader.fingerprint, tables)
+        return self.codec(word)
 
     def _chunks(self) -> Sequence[tuple[int, ...]]:
         if self._text is None:

@@ -35,8 +35,9 @@ from blendserve.models.adapter import Adapter
 from blendserve.models.kv_cache import KVCache
 from blendserve.paths import cache_folder
 from blendserve.registry import CORRECTIONS, REUSE
-from blendserve.store import ChunkKey, KVStore, chunk_key
-from blendserve.store.memory import MemoryChunk
+from blendserve.store import ChunkKey, ChunkRecord, KVStore, TensorView, chunk_key
+from blendserve.store.codecs.base import Codec
+from blendserve.store.codecs.raw import Raw
 from blendserve.store.write_behind import write_behind
 from blendserve.timing import Clock
 
@@ -73,13 +74,14 @@ class Blender:
         *,
         costs: CostModel | None = None,
         fetcher: KVFetcher | None = None,
+        codec: Codec | None = None,
     ) -> None:
         """context: what chunks are computed behind.
 
         costs: of this machine and reader; default: measured when they are first needed. fetcher: reads chunks for
-        prompts; default: one over `store`.
+        prompts; default: one over `store`. codec: of the chunks that it writes, but for the prefix; default: raw.
         """
-        self.adapter, self.store = adapter, store
+        self.adapter, self.store, self.codec = adapter, store, codec or Raw()
         self._fingerprint, self._namespace = fingerprint, namespace
         self._prefix, self._context = prefix, context
         self.priors = PriorStore(adapter, fingerprint, store, prefix, context)  # how the corpus's chunks move
@@ -109,6 +111,7 @@ class Blender:
             namespace,
             costs=self._costs,
             fetcher=self.fetcher if store is self.store else KVFetcher(store, self.fetcher.link),
+            codec=self.codec,
         )
         other._flight, other.priors, other._own_prefix = self._flight, self.priors, self._own_prefix
         return other
@@ -126,7 +129,7 @@ class Blender:
         there, trouble = 0, None
         for key in {self.key(ids) for ids in chunks} - {self.key(ids) for ids in kept}:
             try:
-                there += self.store.delete(key)
+                there += self.store.delete([key])
             except StoreError as error:
                 trouble = error
         if trouble:
@@ -182,7 +185,7 @@ class Blender:
         if blend.method == "full":
             return (yield from finish(nothing(prompt)))
         keys, prefix_key = self._keys(prompt, blend), self.key(prompt.prefix, ())
-        prefix = self._prefix_here(prompt) if prefix_kv is None else MemoryChunk(prefix_kv)
+        prefix = self._prefix_here(prompt) if prefix_kv is None else TensorView(prefix_kv)
         requests = self.requests(prompt, blend, keys, prefix=prefix is None)
         chunks = {key: prompt.chunks[i].ids for i, key in keys.items()}
 
@@ -212,7 +215,7 @@ class Blender:
         which = wanted(prompt, blend.method, self._exact_first(prompt))
         return {i: self.key(prompt.chunks[i].ids) for i in which}
 
-    def _prefix_here(self, prompt: Prompt) -> MemoryChunk | None:
+    def _prefix_here(self, prompt: Prompt) -> TensorView | None:
         """Where the store is another machine's, the copy that is kept of it."""
         own = self.fetcher.has_remote and prompt.prefix == self._prefix
         return self._own_prefix.view if own else None
@@ -358,7 +361,7 @@ class Blender:
             wanted = [
                 x
                 for x in dict.fromkeys(missing)
-                if not x or self.store.wants(self.key(x), len(x) * per_token)
+                if not x or self.store.admits(self.key(x), self.codec.expected_bytes(len(x) * per_token))
             ]
             claimed = self._claim(wanted)
             if () in claimed:
@@ -375,8 +378,7 @@ class Blender:
             self._flight.took(time.perf_counter() - start, sum(map(len, mine)))
             self._damaged.difference_update(map(self._stored_as, claimed))
         finally:
-            for ids in claimed:
-                self._flight.release(self._stored_as(ids))
+            self._flight.release(self.store, map(self._stored_as, claimed))
         return stored
 
     def precompute_one(self, ids: TokenIds, others: Literal["leave", "ignore"]) -> Steps[bool]:
@@ -384,7 +386,7 @@ class Blender:
 
         others: what to do if another process on the store is computing it. Raises StoreError.
         """
-        if self._prefix and self._stored_as(()) not in self.store:
+        if self._prefix and not self.store.present([self._stored_as(())]):
             yield from self.write_back([()])
         if ids not in self.missing([ids]):
             self.store.pin([self.key(ids)])  # it may have come on demand
@@ -393,11 +395,12 @@ class Blender:
                 computer = yield from self._computer(self._context)
                 self._store(ids, (yield from computer.steps([ids]))[0], pin=True)
             finally:
-                self._flight.release(self.key(ids))
+                self._flight.release(self.store, [self.key(ids)])
         return bool(self.missing([ids]))
 
     def _store(self, ids: TokenIds, kv: ChunkKV, pin: bool = False) -> bool:
-        stored = self.store.put(self.key(ids), kv, pin=pin)
+        key = self.key(ids)
+        stored = self.store.put(key, ChunkRecord.encode(key, kv, self.codec), pin)
         self.near.stored(ids)
         return stored
 
@@ -423,11 +426,11 @@ class Blender:
         distinct = len({ids for ids in chunks if ids}) + bool(self._prefix)
         self.store.pin(self.key(ids) for ids in set(chunks) - set(todo))  # some may have come on demand
         made.total = sum(map(len, todo))
-        if self._prefix and self._stored_as(()) not in self.store and self._claim([()]):
+        if self._prefix and not self.store.present([self._stored_as(())]) and self._claim([()]):
             try:
                 made.count(*run(self._store_prefix()))
             finally:
-                self._flight.release(self._stored_as(()))
+                self._flight.release(self.store, [self._stored_as(())])
         left = self._compute(todo, made, alone=others == "ignore")
         if left and others == "wait":
             self._outwait(left, made)
@@ -458,16 +461,15 @@ class Blender:
         fresh = ((self.key(kv.ids), kv) for kv in computer.stream(mine()))
         start, before = time.perf_counter(), made.tokens
         try:
-            with closing(write_behind(self.store, fresh, computer.stack_tokens)) as stored:
+            with closing(write_behind(self.store, self.codec, fresh, computer.stack_tokens)) as stored:
                 for n_bytes in stored:
                     ids = claimed.popleft()
-                    self._flight.release(self.key(ids))
+                    self._flight.release(self.store, [self.key(ids)])
                     self.near.stored(ids)
                     made.count(1, len(ids), n_bytes)
                     made.step(len(ids))
         finally:
-            for ids in claimed:
-                self._flight.release(self.key(ids))
+            self._flight.release(self.store, map(self.key, claimed))
         self._flight.took(time.perf_counter() - start, made.tokens - before)
         return self.missing(others)
 
@@ -475,9 +477,13 @@ class Blender:
         """The chunks, () for the prefix, that are this thread's to compute. Raises StoreError."""
         tokens = {self._stored_as(ids): len(ids) for ids in chunks}
         granted = self._flight.claim(self.store, tokens)
-        for key in [key for key, lease in granted.items() if lease.stored and key not in self._damaged]:
-            del granted[key]
-            self._flight.release(key)
+        try:
+            stored = self.store.contains(granted) - self._damaged
+        except StoreError:
+            self._flight.release(self.store, granted)
+            raise
+        self._flight.release(self.store, stored)
+        granted -= stored
         return [ids for ids in chunks if self._stored_as(ids) in granted]
 
     def _stored_as(self, ids: TokenIds) -> ChunkKey:
@@ -489,5 +495,6 @@ class Blender:
         if not self._prefix:
             return 0, 0, 0
         kv = (yield from ChunkComputer(self.adapter, ()).steps([self._prefix]))[0]
-        self.store.put_uncoded(self.key(self._prefix, ()), kv, pin=True)
+        key = self.key(self._prefix, ())
+        self.store.put(key, ChunkRecord.encode(key, kv, Raw()), pin=True)
         return 1, len(self._prefix), kv.n_bytes

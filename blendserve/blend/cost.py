@@ -39,7 +39,7 @@ from blendserve.core import Chunk, ChunkKV, Prompt, TokenIds, run
 from blendserve.kernels.race_times import machine
 from blendserve.models.adapter import Adapter
 from blendserve.registry import POLICIES, REUSE
-from blendserve.store.memory import MemoryChunk
+from blendserve.store.view import TensorView
 
 VERSION = 5  # of what is measured; raise it when prefill's speed changes much
 MIN_SPEEDUP = 0.95  # an exact method wins unless blending is at least 5% faster
@@ -172,12 +172,12 @@ def synthetic_prompt(adapter: Adapter, n_suffix: int, n_stored: int) -> tuple[Pr
     def draw(n: int) -> TokenIds:
         return tuple(rng.integers(adapter.vocab_size, size=n).tolist())
 
-    def noise(n: int) -> MemoryChunk:
+    def noise(n: int) -> TensorView:
         shape = (adapter.n_layers, adapter.n_kv_heads, n, adapter.head_dim)
         # One head's, for all layers: drawing takes longer than all else.
         one = torch.randn(shape[2:], dtype=adapter.dtype, device=adapter.device)
         keys, values = (one.expand(shape).contiguous() for _ in range(2))
-        return MemoryChunk(ChunkKV(keys, values))
+        return TensorView(ChunkKV(keys, values))
 
     sizes = [n_stored // 4] * 4 if n_stored >= 4 else []
     prompt = Prompt(draw(4), tuple(Chunk(draw(n)) for n in sizes), draw(n_suffix))

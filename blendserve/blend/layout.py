@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from blendserve.core import Prompt, Span
-from blendserve.store.base import ChunkView
 from blendserve.store.key import ChunkKey
+from blendserve.store.view import ChunkView
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,8 @@ from blendserve.core import ChunkKV, Prompt, Unusable
 from blendserve.errors import CorruptRecord
 from blendserve.fetch.fetcher import ChunkRequest, Fetch
 from blendserve.store import ChunkKey, ChunkView
-from blendserve.store.base import LOCAL, Miss
+from blendserve.store.base import Miss
+from blendserve.store.request_reads import LOCAL
 
 CORRUPT = "corrupt"
 

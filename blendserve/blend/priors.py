@@ -9,7 +9,7 @@ stored key and value to its deviation (ours):
 
 A chunk in front has hardly other text to look at, and moves by half as much as one far behind (research/decisions.md).
 The first layer's KV depends on its token alone and never moves. A store keeps the maps beside codecs' tables, under the
-hash of their content (store/tables.py), one for each reader and what chunks are computed behind.
+hash of their content (store/blobs.py), one for each reader and what chunks are computed behind.
 """
 
 from __future__ import annotations
@@ -31,13 +31,12 @@ from blendserve.blend.layout import lay_out, preceding_share
 from blendserve.blend.prefill import blend_prefill
 from blendserve.config import BlendConfig
 from blendserve.core import Chunk, ChunkKV, Prompt, Span, TokenIds, run
-from blendserve.errors import StoreError
+from blendserve.errors import CorruptBlob, StoreError
 from blendserve.kernels.types import Prior
 from blendserve.models.adapter import Adapter
 from blendserve.models.kv_cache import KVCache
 from blendserve.registry import REUSE
 from blendserve.store import KVStore
-from blendserve.store.codecs.base import Undecodable
 
 NAME = "moves2"  # in the place of a codec's; "moves" were maps without `preceding_share`
 FIT_TOKENS = 16_384  # more change little
@@ -117,12 +116,12 @@ class PriorStore:
 
     def kept_as(self) -> bytes | None:
         """The hash under which the store has them, None where it has none. Raises StoreError."""
-        return self._store.current_tables(NAME, self._owner)
+        return self._store.blobs.current(NAME, self._owner)
 
     def learn(self, chunks: Sequence[TokenIds], progress: Progress = lambda done, total: None) -> bool:
         """Learn them from a corpus and store them, unless the store has some -> whether it has now. Raises StoreError."""
         if self.current() is None and (made := self.fit(chunks, progress)) is not None:
-            self._store.put_tables(NAME, self._owner, made.to_bytes())
+            self._store.blobs.put(NAME, self._owner, made.to_bytes())
             self._asked = False
         return self.current() is not None
 
@@ -138,9 +137,9 @@ class PriorStore:
     def _load(self) -> Priors | None:
         try:
             hash = self.kept_as()
-            raw = None if hash is None else self._store.tables(hash)
+            raw = None if hash is None else self._store.blobs.get(hash)
             return None if raw is None else Priors.from_bytes(raw, self._adapter)
-        except (ValueError, Undecodable):
+        except (ValueError, CorruptBlob):
             return None
 
 

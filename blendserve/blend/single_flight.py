@@ -7,9 +7,9 @@ nobody waits for the dead; it lasts some times as long as computing is expected 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
-from blendserve.store import ChunkKey, KVStore, Lease
+from blendserve.store import ChunkKey, KVStore
 
 LEAST_LEASE_S = 30.0
 LEASE_MARGIN = 4.0  # times what computing is expected to take: the owner has other work, too
@@ -22,37 +22,34 @@ class SingleFlight:
     """The claims of a process. Safe to share between threads."""
 
     def __init__(self) -> None:
-        self._claims: dict[ChunkKey, Lease] = {}
+        self._claims: set[ChunkKey] = set()
         self._per_token = FIRST_GUESS
         self._lock = threading.Lock()
 
-    def claim(self, store: KVStore, tokens: Mapping[ChunkKey, int]) -> dict[ChunkKey, Lease]:
+    def claim(self, store: KVStore, tokens: Mapping[ChunkKey, int]) -> set[ChunkKey]:
         """Of these chunks, by their tokens, those that are the caller's to compute for the store now; `release` each.
 
-        A lease says whether its chunk has come meanwhile. Raises StoreError; then none is claimed.
+        Raises StoreError; then none is claimed.
         """
         with self._lock:
             asked = [key for key in tokens if key not in self._claims]
-            self._claims |= {key: Lease() for key in asked}  # keeps the places while the store is asked
+            self._claims.update(asked)  # keeps the places while the store is asked
             expected = self._per_token * sum(tokens[key] for key in asked)
-        granted: dict[ChunkKey, Lease] = {}
+        granted: set[ChunkKey] = set()
         try:
-            granted = store.leases(asked, max(LEAST_LEASE_S, LEASE_MARGIN * expected)) if asked else {}
+            granted = store.lease(asked, max(LEAST_LEASE_S, LEASE_MARGIN * expected)) if asked else set()
         finally:
             with self._lock:
-                for key in asked:
-                    if key in granted:
-                        self._claims[key] = granted[key]
-                    else:
-                        del self._claims[key]
+                self._claims.difference_update(key for key in asked if key not in granted)
         return granted
 
-    def release(self, key: ChunkKey) -> None:
-        """It is stored, or given up; harmless where there is no claim."""
+    def release(self, store: KVStore, keys: Iterable[ChunkKey]) -> None:
+        """They are stored, or given up; harmless where there is no claim."""
         with self._lock:
-            lease = self._claims.pop(key, None)
-        if lease:
-            lease.release()
+            held = [key for key in keys if key in self._claims]
+            self._claims.difference_update(held)
+        if held:
+            store.release(held)
 
     def took(self, seconds: float, n_tokens: int) -> None:
         """So many tokens were computed in so many seconds."""

@@ -54,15 +54,13 @@ def show(index: IndexArg, settings: Config, json: JsonOpt = False) -> None:
     from blendserve.store import open_store  # torch: a second
 
     with open_store(settings.store, index_folder(index) / "kv", read_only=True, persistent=True) as store:
-        infos = [
-            info for info in store.all_tables() if info.codec != DELIVERED
-        ]  # collections lie beside them
-        current = [store.current_tables(info.codec, info.fingerprint) == info.hash for info in infos]
+        infos = [info for info in store.blobs.list() if info.kind != DELIVERED]  # collections lie beside them
+        current = [store.blobs.current(info.kind, info.owner) == info.hash for info in infos]
     found = [
         {
             "hash": info.hash.hex(),
-            "codec": info.codec,
-            "reader_fingerprint": info.fingerprint,
+            "codec": info.kind,
+            "reader_fingerprint": info.owner,
             "bytes": info.n_bytes,
             "current": now,
         }
@@ -72,7 +70,7 @@ def show(index: IndexArg, settings: Config, json: JsonOpt = False) -> None:
         console.print_json({"tables": found})
         return
     rows = [
-        (i.hash.hex(), i.codec, f"{i.n_bytes:,}", "yes" if now else "no", i.fingerprint)
+        (i.hash.hex(), i.kind, f"{i.n_bytes:,}", "yes" if now else "no", i.owner)
         for i, now in zip(infos, current, strict=True)
     ]
     console.table("Tables", ("hash", "codec", "bytes", "current", "model fingerprint"), rows)
@@ -141,7 +139,7 @@ def fit_tables(
                 f"{name}: computing KV", f"{name}: fitting", ("tokens", "steps"), per_token
             ) as bars:
                 hash = fit(name, chunks, reader, prompts, store, *bars)
-            size = next(info.n_bytes for info in store.all_tables() if info.hash == hash)
+            size = next(info.n_bytes for info in store.blobs.list() if info.hash == hash)
             done.append({"codec": name, "hash": hash.hex(), "bytes": size})
     if json:
         console.print_json({"reader": reader.name, "reader_fingerprint": reader.fingerprint, "tables": done})

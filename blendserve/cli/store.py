@@ -48,10 +48,9 @@ def verify(
         with console.progress("Verifying", "chunks") as update:
             report = store.verify(update)
         if repair:
-            for key, _ in report.bad:
-                store.delete(bytes.fromhex(key))
+            store.delete(bytes.fromhex(key) for key, _ in report.bad)
             for hash, _ in report.bad_tables:
-                store.delete_tables(bytes.fromhex(hash))
+                store.blobs.delete(bytes.fromhex(hash))
         if json:
             console.print_json({**report.to_dict(), "repaired": repair})
         else:

@@ -1,7 +1,7 @@
 """The collections that a store holds: their state is in the store itself, so that any number of services share it.
 
 A store keeps codecs' tables as bytes under their own hash, each said to be of a codec and for a reader, the newest
-current (store/tables.py). What belongs to a collection lies there in the same way:
+current (store/blobs.py). What belongs to a collection lies there in the same way:
 
     description   of "codec" kdn, for the "reader" NAME        the newest is the collection; none = there is no such
     piece         of "codec" kdn, for the "reader" ""          of the index's files and of the directory
@@ -18,12 +18,12 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 
-from blendserve.errors import NotFound, StoreUnavailable
+from blendserve.errors import CorruptBlob, NotFound, StoreUnavailable
 from blendserve.registry import DELIVERED
 from blendserve.store import KVStore
-from blendserve.store.codecs.base import Undecodable, tables_hash
+from blendserve.store.blobs import BlobInfo
+from blendserve.store.codecs.base import tables_hash
 from blendserve.store.kdn.collection import Blob, Collection, Directory, read_directory
-from blendserve.store.tables import TablesInfo
 
 PIECE_BYTES = 4 << 20
 ORPHANED_NS = 3600 * 10**9
@@ -60,29 +60,29 @@ class Catalogue:
 
     def write(self, collection: Collection) -> None:
         """In place of what has this name; its blobs are there already. Raises StoreError."""
-        new = self._store.put_tables(DELIVERED, collection.name, collection.to_json())
-        self._drop(lambda info: info.fingerprint == collection.name and info.hash != new)
+        new = self._store.blobs.put(DELIVERED, collection.name, collection.to_json())
+        self._drop(lambda info: info.owner == collection.name and info.hash != new)
 
     def retire(self, name: str) -> None:
         """Forget a collection and its index; its chunks are not this one's to delete. Raises NotFound, StoreError."""
         self.collection(name)
-        self._drop(lambda info: info.fingerprint == name)
+        self._drop(lambda info: info.owner == name)
 
     def write_blob(self, raw: bytes) -> Blob:
         """Keep bytes -> what names them. Raises StoreFull, StoreUnavailable."""
         pieces = [raw[at : at + PIECE_BYTES] for at in range(0, len(raw), PIECE_BYTES)]
         hashes = [tables_hash(piece) for piece in pieces]
-        there = {info.hash for info in self._store.all_tables()}
+        there = {info.hash for info in self._store.blobs.list()}
         for hash, piece in zip(hashes, pieces, strict=True):
             if hash not in there:
-                self._store.put_tables(DELIVERED, "", piece)
+                self._store.blobs.put(DELIVERED, "", piece)
         return Blob(len(raw), tuple(hash.hex() for hash in hashes))
 
     def piece(self, hash: str) -> bytes:
         """Raises StoreUnavailable where it is missing or damaged."""
         try:
-            raw = self._store.tables(bytes.fromhex(hash))
-        except Undecodable as error:
+            raw = self._store.blobs.get(bytes.fromhex(hash))
+        except CorruptBlob as error:
             raise StoreUnavailable(f"a part of a collection is damaged: publish it again ({error})") from None
         if raw is None:
             raise StoreUnavailable("a part of a collection is missing: publish it again")
@@ -109,10 +109,10 @@ class Catalogue:
 
     def _read(self) -> dict[str, tuple[bytes, Collection]]:
         """What is new is read, the rest is known."""
-        newest: dict[str, TablesInfo] = {}
+        newest: dict[str, BlobInfo] = {}
         for info in self._infos():
-            if info.fingerprint and (info.made, info.hash) >= _age(newest.get(info.fingerprint)):
-                newest[info.fingerprint] = info
+            if info.owner and (info.created, info.hash) >= _age(newest.get(info.owner)):
+                newest[info.owner] = info
         found: dict[str, tuple[bytes, Collection]] = {}
         for name, info in newest.items():
             known = self._seen.get(name)
@@ -124,22 +124,22 @@ class Catalogue:
             found[name] = known
         return found
 
-    def _drop(self, old: Callable[[TablesInfo], bool]) -> None:
+    def _drop(self, old: Callable[[BlobInfo], bool]) -> None:
         """Delete these descriptions, and the pieces that they named and no other one does."""
         theirs: set[str] = set()
         for info in self._infos():
-            if info.fingerprint and old(info):
+            if info.owner and old(info):
                 with suppress(ValueError, StoreUnavailable):
                     theirs |= pieces_of(Collection.from_json(self.piece(info.hash.hex())))
-                self._store.delete_tables(info.hash)
+                self._store.blobs.delete(info.hash)
         named = {hash for found in self.collections(anew=True).values() for hash in pieces_of(found)}
         for info in self._infos():
-            orphaned = info.hash.hex() in theirs or time.time_ns() - info.made > ORPHANED_NS
-            if not info.fingerprint and orphaned and info.hash.hex() not in named:
-                self._store.delete_tables(info.hash)
+            orphaned = info.hash.hex() in theirs or time.time_ns() - info.created > ORPHANED_NS
+            if not info.owner and orphaned and info.hash.hex() not in named:
+                self._store.blobs.delete(info.hash)
 
-    def _infos(self) -> Iterable[TablesInfo]:
-        return [info for info in self._store.all_tables() if info.codec == DELIVERED]
+    def _infos(self) -> Iterable[BlobInfo]:
+        return [info for info in self._store.blobs.list() if info.kind == DELIVERED]
 
 
 def pieces_of(collection: Collection) -> set[str]:
@@ -148,5 +148,5 @@ def pieces_of(collection: Collection) -> set[str]:
     return {hash for blob in blobs for hash in blob.pieces}
 
 
-def _age(info: TablesInfo | None) -> tuple[int, bytes]:
-    return (info.made, info.hash) if info else (-1, b"")
+def _age(info: BlobInfo | None) -> tuple[int, bytes]:
+    return (info.created, info.hash) if info else (-1, b"")

@@ -16,10 +16,9 @@ from typing import Any
 
 from blendserve.delivery.catalogue import Catalogue
 from blendserve.errors import StoreError
-from blendserve.store import KVStore
+from blendserve.store import ChunkRecord, KVStore, read_record
 from blendserve.store.kdn.collection import Collection, body, level_key
 from blendserve.store.kdn.moq_reader import GROUP, broadcast_of, library
-from blendserve.store.record import Coded
 
 KEPT = 64  # tracks that are held open behind their last frame
 LOOK_S = 5.0  # between looks for what was published or retired
@@ -114,10 +113,10 @@ class Publisher:
                 or key not in self._catalogue.directory(collection)
             ):
                 return None
-            coded: Coded | None = self._store.coded(level_key(key, word, collection.levels))
+            record: ChunkRecord | None = read_record(self._store, level_key(key, word, collection.levels))
         except (ValueError, StoreError):
             return None
-        return None if coded is None else [bytes(part) for part in body(key, coded)[1:]]
+        return None if record is None else [bytes(part) for part in body(key, record)[1:]]
 
 
 async def _serve(server: Any) -> None:

@@ -13,18 +13,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
 
-import torch
-
 from blendserve.config import changed
-from blendserve.core import ChunkKV
 from blendserve.delivery.catalogue import Catalogue
 from blendserve.engine.calibration import writing_codec
 from blendserve.engine.engine import Engine
 from blendserve.errors import InputError, StoreUnavailable
 from blendserve.registry import codec_word, parse_codec
 from blendserve.retrieve.manifest import MANIFEST, read
-from blendserve.store import ChunkKey, KVStore
-from blendserve.store.codecs.base import NO_TABLES, ChunkShape, Codec
+from blendserve.store import ChunkKey, ChunkRecord, KVStore, read_record
+from blendserve.store.codecs.base import NO_TABLES, Codec, Undecodable
 from blendserve.store.kdn.collection import (
     Blob,
     Collection,
@@ -36,7 +33,7 @@ from blendserve.store.kdn.collection import (
     write_directory,
 )
 from blendserve.store.key import namespace_tag
-from blendserve.store.record import Coded
+from blendserve.store.view import decode
 
 Say = Callable[[str], None]
 Progress = Callable[[int, int], None]
@@ -121,7 +118,7 @@ def set_pins(store: KVStore, catalogue: Catalogue, name: str, pinned: bool) -> i
     """Keep a collection's chunks from being evicted, or no longer, unless others want it -> how many are there."""
     collection = catalogue.collection(name)
     keys = set(stored_keys(collection, catalogue.directory(collection)))
-    n = store.pin(keys) if pinned else store.unpin(keys - _others(catalogue, name, pinned_only=True))
+    n = store.pin(keys if pinned else keys - _others(catalogue, name, pinned_only=True), pinned)
     if collection.pinned != pinned:
         catalogue.write(replace(collection, pinned=pinned))
     return n
@@ -135,7 +132,7 @@ def retire(store: KVStore, catalogue: Catalogue, name: str, delete: bool = False
     collection = catalogue.collection(name)
     keys = set(stored_keys(collection, catalogue.directory(collection))) - _others(catalogue, name)
     catalogue.retire(name)
-    return sum(store.delete(key) for key in keys) if delete else store.unpin(keys)
+    return store.delete(keys) if delete else store.pin(keys, pinned=False)
 
 
 def stored_keys(collection: Collection, directory: Iterable[ChunkKey]) -> Iterator[ChunkKey]:
@@ -184,35 +181,31 @@ class LevelCoder:
     def sizes(self, key: ChunkKey) -> Iterator[int]:
         """Bytes of the chunk's body at each level, at which it is stored then."""
         for word in self._words:
-            coded = self._coded(key, word)
-            self.tables |= {coded.coding.tables} - {NO_TABLES}
-            yield sum(map(len, body(key, coded)))
+            record = self._record(key, word)
+            self.tables |= {record.coding.tables} - {NO_TABLES}
+            yield sum(map(len, body(key, record)))
 
-    def _coded(self, key: ChunkKey, word: str) -> Coded:
+    def _record(self, key: ChunkKey, word: str) -> ChunkRecord:
         own = level_key(key, word, self._words)
-        found = self._store.coded(own)
+        found = read_record(self._store, own)
         if found is None and own != key:
             found = self._code(key, word)
-            self._store.put_coded(own, found, pin=True)
+            self._store.put(own, found, pin=True)
         if found is None:
             raise StoreUnavailable("a chunk has just gone from the store: publish again when there is room")
         return found
 
-    def _code(self, key: ChunkKey, word: str) -> Coded:
+    def _code(self, key: ChunkKey, word: str) -> ChunkRecord:
+        found = read_record(self._store, key)
+        if found is None:
+            raise StoreUnavailable("a chunk has just gone from the store: publish again when there is room")
         if key == self._prefix:  # as it is, at every level: all of a prompt looks at it
-            found = self._store.coded(key)
-            if found is not None:
-                return found
-        with self._store.reading() as snapshot:
-            view = snapshot.get(key)
-            if view is None:
-                raise StoreUnavailable(
-                    "a chunk has just gone from the store: publish again when there is room"
-                )
-            layers = [view.layer(l) for l in range(view.n_layers)]
-            kv = ChunkKV(*(torch.stack(parts) for parts in zip(*layers, strict=True)))
-        codec = self._codecs[word]
-        return Coded(ChunkShape.of(kv), codec.coding, codec.encode(kv))
+            return found
+        try:
+            kv = replace(decode(found, self._store.blobs.get), ids=())
+        except Undecodable as error:
+            raise StoreUnavailable(f"a chunk cannot be coded at another level: {error}") from None
+        return ChunkRecord.encode(key, kv, self._codecs[word])
 
 
 def _codecs(engine: Engine, words: Sequence[str], say: Say) -> dict[str, Codec]:
@@ -235,7 +228,7 @@ def _files(engine: Engine, catalogue: Catalogue) -> Mapping[str, Blob]:
 def tables_of(store: KVStore, hashes: set[bytes]) -> tuple[TablesOf, ...]:
     """What is said of tables with these hashes."""
     return tuple(
-        TablesOf(info.hash.hex(), info.codec, info.fingerprint, info.n_bytes)
-        for info in store.all_tables()
+        TablesOf(info.hash.hex(), info.kind, info.owner, info.n_bytes)
+        for info in store.blobs.list()
         if info.hash in hashes
     )

@@ -31,7 +31,7 @@ def writing_codec(
     made: type[Codec] = CODECS.load(name)
     if not made.needs_tables:
         return made.with_tables(level)
-    if (codec := _at_level(made, level, store, store.current_tables(name, reader.fingerprint))) is not None:
+    if (codec := _at_level(made, level, store, store.blobs.current(name, reader.fingerprint))) is not None:
         return codec
     if reader.name in BUNDLED:
         say(f"Fitting tables of codec {name} for {reader.name} on text sampled from it; the store keeps them")
@@ -46,9 +46,16 @@ def writing_codec(
     return codec
 
 
+def codec_without_tables(word: str) -> Codec:
+    """The codec that a setting names; raw where that takes tables, until `writing_codec` has them."""
+    name, level = parse_codec(word)
+    made: type[Codec] = CODECS.load(name)
+    return CODECS.load(CODECS.default).with_tables(0) if made.needs_tables else made.with_tables(level)
+
+
 def _at_level(made: type[Codec], level: int, store: KVStore, hash: bytes | None) -> Codec | None:
     """With these tables of the store; None where it has none, or another version of blendserve fitted them."""
-    raw = None if hash is None else store.tables(hash)
+    raw = None if hash is None else store.blobs.get(hash)
     try:
         return None if raw is None else made.with_tables(level, raw)
     except ValueError:
@@ -75,7 +82,7 @@ def fit(
         )
     made: type[Codec] = CODECS.load(name)
     raw = made.fit(samples(chunks, reader, prompts, computing), reader.adapter, fitting)
-    return store.put_tables(name, reader.fingerprint, raw)
+    return store.blobs.put(name, reader.fingerprint, raw)
 
 
 def samples(

@@ -16,7 +16,7 @@ from blendserve.blend.blender import Blender
 from blendserve.blend.precompute import PrecomputeReport
 from blendserve.config import BlendConfig, Config, changed
 from blendserve.core import Answer, ChunkKV, Document, Passage, TokenIds, run
-from blendserve.engine.calibration import writing_codec
+from blendserve.engine.calibration import codec_without_tables, writing_codec
 from blendserve.engine.gate import GateReport, verdict
 from blendserve.engine.generation import AnswerStream, Generation
 from blendserve.engine.library import Documents, Progress
@@ -58,7 +58,13 @@ class Engine:
         self.prompts = prompts = prompts or PromptBuilder(reader.tokenizer, config.prompt)
         fingerprint, namespace = reader.fingerprint, config.store.namespace
         self.blender = Blender(
-            reader.adapter, fingerprint, store, prompts.prefix, prompts.kv_context, namespace
+            reader.adapter,
+            fingerprint,
+            store,
+            prompts.prefix,
+            prompts.kv_context,
+            namespace,
+            codec=codec_without_tables(config.store.codec),
         )
 
     @classmethod
@@ -123,7 +129,7 @@ class Engine:
         if own:  # what an index of the same name left behind may be evicted from now on
             ours = {engine.blender.key(ids) for ids in engine.prompts.chunk_ids(made.passages)}
             ours.add(engine.blender.key(engine.prompts.prefix, ()))
-            engine.store.unpin(set(engine.store.keys(config.store.namespace)) - ours)
+            engine.store.pin(set(engine.store.keys(config.store.namespace)) - ours, pinned=False)
         return engine._ready(say)
 
     def add(
@@ -232,7 +238,7 @@ class Engine:
         """
         store = changed(self.config.store, namespace=namespace)
         view = Engine(changed(self.config, store=store.model_dump()), self.reader, self.store, self.index)
-        view._owns_store = False
+        view._owns_store, view.blender.codec = False, self.blender.codec
         return view
 
     def close(self) -> None:
@@ -251,7 +257,7 @@ class Engine:
         self._check_near(self.config.blend)
         self.gate = verdict(self.reader, say)
         try:
-            self.store.write_by(writing_codec(self.config, self.reader, self.prompts, self.store, say))
+            self.blender.codec = writing_codec(self.config, self.reader, self.prompts, self.store, say)
         except StoreUnavailable as error:
             log.warning("chunks are stored uncoded until the engine is started again, as %s", error)
         if CORRECTIONS.load(self.config.blend.correction).uses_prior:

@@ -48,7 +48,7 @@ from blendserve.models.loader import Reader
 from blendserve.models.own_forward import model_forward
 from blendserve.paths import cache_folder
 from blendserve.registry import REUSE
-from blendserve.store.memory import MemoryChunk
+from blendserve.store.view import TensorView
 
 FORMAT = 2  # of the checks: raise it when one is added, or when the engine changes in a way that they should look at
 SLACK = 3.0
@@ -212,8 +212,8 @@ class _Checks:
 
     def _layout(self, stored: int, prefix: bool = True) -> Layout:
         """The prompt when its first `stored` chunks are there."""
-        views = [MemoryChunk(kv) if i < stored else None for i, kv in enumerate(self.stored)]
-        stored_prefix = MemoryChunk(self.computer.context_kv) if prefix else None
+        views = [TensorView(kv) if i < stored else None for i, kv in enumerate(self.stored)]
+        stored_prefix = TensorView(self.computer.context_kv) if prefix else None
         return lay_out(self.prompt, stored_prefix, views, behind_prefix=True)
 
     def _turned(self) -> float:

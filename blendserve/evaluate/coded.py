@@ -10,7 +10,7 @@ What it loses is the codec's own loss.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -27,9 +27,9 @@ from blendserve.evaluate.methods import MethodSpec
 from blendserve.models.adapter import Adapter
 from blendserve.models.loader import Say
 from blendserve.registry import CODECS
-from blendserve.store import ChunkKey, KVStore, MemoryStore
+from blendserve.store import ChunkKey, ChunkRecord, KVStore, MemoryStore, read_record
 from blendserve.store.codecs.base import ChunkShape, Codec
-from blendserve.store.record import Coded, encode_header, seal
+from blendserve.store.view import decode
 
 _KEY = bytes(28)  # headers are as long under any key
 
@@ -43,27 +43,26 @@ class CodedStore:
 
     def blender(self, raw: Blender, namespace: str) -> Blender:
         """As `raw`, over coded chunks."""
-        return raw.like(self.store, namespace)
+        made = raw.like(self.store, namespace)
+        made.codec = self.codec
+        return made
 
     def fill(self, source: KVStore, chunks: Mapping[ChunkKey, TokenIds], prefix: ChunkKey) -> None:
         """Code these chunks, and keep the prefix as it is. Those that are not in the source are passed over."""
-        raw = CODECS.load(CODECS.default).with_tables(0)
-        uncoded = source.coded(prefix)
-        if uncoded is not None and prefix not in self.store:
-            self.store.put_coded(prefix, uncoded, pin=True)
-        for key, ids in chunks.items():
-            coded = source.coded(key)
-            if coded is not None and key not in self.store:
-                self.store.put(key, replace(decoded(coded, raw), ids=ids), pin=True)
+        there = self.store.contains((prefix, *chunks))
+        for key in (key for key in (prefix, *chunks) if key not in there):
+            if (record := read_record(source, key)) is not None:
+                coded = record if key == prefix else ChunkRecord.encode(key, decode(record), self.codec)
+                self.store.put(key, coded, pin=True)
 
     def drop(self, keys: Iterable[ChunkKey]) -> None:
-        for key in keys:
-            self.store.delete(key)
+        self.store.delete(keys)
 
     def through(self, kv: ChunkKV) -> tuple[ChunkKV, Line]:
         """KV as it comes out of the codec, and what it takes meanwhile."""
-        coded = Coded(ChunkShape.of(kv), self.codec.coding, self.codec.encode(kv))
-        return decoded(coded, self.codec), size(coded)
+        segments = self.codec.encode(kv)
+        record = ChunkRecord.from_segments(_KEY, ChunkShape.of(kv), self.codec.coding, segments)
+        return decode(record, self.store.blobs.get), size(record)
 
 
 def coded_store(engine: Engine, word: str, say: Say = lambda text: None) -> CodedStore:
@@ -79,10 +78,10 @@ def coded_store(engine: Engine, word: str, say: Say = lambda text: None) -> Code
         )
     config = changed(engine.config, store=changed(engine.config.store, codec=word).model_dump())
     codec = writing_codec(config, engine.reader, engine.prompts, engine.store, say)
-    store = MemoryStore(engine.config.store.cap_bytes, codec=codec)
-    raw = engine.store.tables(codec.coding.tables)
+    store = MemoryStore(engine.config.store.cap_bytes)
+    raw = engine.store.blobs.get(codec.coding.tables)
     if raw is not None:
-        store.put_tables(codec.coding.codec, engine.reader.fingerprint, raw)
+        store.blobs.put(codec.coding.codec, engine.reader.fingerprint, raw)
     return CodedStore(codec, store)
 
 
@@ -103,17 +102,9 @@ def exact_context(adapter: Adapter, prompt: Prompt, by: CodedStore | None) -> tu
     return Prompt(context, (), prompt.suffix), kv, taken
 
 
-def decoded(coded: Coded, codec: Codec) -> ChunkKV:
-    """All layers."""
-    decoder = codec.decoder(coded.shape)
-    layers = [decoder.layer(l, segment) for l, segment in enumerate(coded.segments)]
-    return ChunkKV(*(torch.stack(part) for part in zip(*layers, strict=True)))
-
-
-def size(coded: Coded) -> Line:
+def size(record: ChunkRecord) -> Line:
     """Bytes of a chunk's records, as stored and uncoded."""
-    header = seal(_KEY, coded)
-    return {"bytes": header.n_bytes + len(encode_header(_KEY, header)), "raw_bytes": coded.shape.n_bytes}
+    return {"bytes": record.n_bytes + len(record.header_bytes()), "raw_bytes": record.raw_bytes}
 
 
 def summed(lines: Iterable[Line]) -> Line:
@@ -124,7 +115,7 @@ def summed(lines: Iterable[Line]) -> Line:
 
 def sizes_of(by: CodedStore, keys: Iterable[ChunkKey]) -> Line:
     """Of these chunks in the codec's store."""
-    return summed(size(coded) for key in keys if (coded := by.store.coded(key)) is not None)
+    return summed(size(record) for key in keys if (record := read_record(by.store, key)) is not None)
 
 
 def needed(variants: Iterable[MethodSpec]) -> list[str]:

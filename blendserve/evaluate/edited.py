@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from blendserve.blend.blender import Blender
 from blendserve.core import TokenIds
 from blendserve.engine.engine import Engine
-from blendserve.store import ChunkKey, MemoryStore
+from blendserve.store import ChunkKey, MemoryStore, read_record
 
 
 def revised_blender(engine: Engine, like: Blender, chunks: Sequence[TokenIds], prefix: ChunkKey) -> Blender:
@@ -20,8 +20,8 @@ def revised_blender(engine: Engine, like: Blender, chunks: Sequence[TokenIds], p
     store = engine.config.store
     made = like.like(MemoryStore(store.cap_bytes), store.namespace)
     for key in (prefix, *(like.key(ids) for ids in chunks)):
-        if (coded := engine.store.coded(key)) is not None:
-            made.store.put_coded(key, coded, pin=True)
+        if (record := read_record(engine.store, key)) is not None:
+            made.store.put(key, record, pin=True)
     made.precompute(chunks)
     made.near.refresh()
     return made

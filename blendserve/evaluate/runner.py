@@ -168,7 +168,7 @@ class Runner:
             for by in self._coded.values():
                 by.drop(keys)
             if self._makes_room:
-                self._engine.store.unpin(keys)
+                self._engine.store.pin(keys, pinned=False)
 
     def _revise(
         self, example: Example, context: Context, prompt: Prompt, wanted: Sequence[MethodSpec]

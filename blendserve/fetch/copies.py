@@ -6,9 +6,9 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from blendserve.store.base import ChunkView
 from blendserve.store.codecs.base import Pair
 from blendserve.store.key import ChunkKey
+from blendserve.store.view import ChunkView
 
 
 class Hold:

@@ -15,9 +15,8 @@ from blendserve.errors import ChunkLost, CorruptRecord, StoreError, StoreVersion
 from blendserve.fetch.copies import HeldCopies, HeldView, Hold
 from blendserve.fetch.link import LinkEstimator
 from blendserve.fetch.waiting import ComputeWhileWaiting
-from blendserve.store import ChunkKey, ChunkView, KVStore, Snapshot
-from blendserve.store.base import REMOTE, Miss, TimeSaved
-from blendserve.store.memory import MemoryChunk
+from blendserve.store import ChunkKey, ChunkView, KVStore, Miss, Reads, TensorView
+from blendserve.store.request_reads import REMOTE, TimeSaved
 
 COMPUTED = "computed"  # as a source
 MIN_SPEEDUP = 0.95  # of fetching over computing, which is exact
@@ -60,7 +59,7 @@ class KVFetcher:
         """
         with ExitStack() as stack:
             try:
-                snapshot: Snapshot | None = stack.enter_context(self.store.reading())
+                snapshot: Reads | None = stack.enter_context(self.store.reading())
                 fetch = Fetch(self, snapshot, compute)
             except StoreError as error:
                 fetch = Fetch(self, None, compute, f"the store cannot be read: {error}")
@@ -116,7 +115,7 @@ class Fetch:
     """What one prompt got. Valid until the `with` block ends. Threads may share it."""
 
     fetcher: KVFetcher
-    snapshot: Snapshot | None  # None: the store cannot be read
+    snapshot: Reads | None  # None: the store cannot be read
     compute: Compute | None
     trouble: str = ""  # why the store cannot be read
     views: dict[ChunkKey, ChunkView] = field(default_factory=dict)
@@ -186,7 +185,7 @@ class Fetch:
     def _look_up(self, key: ChunkKey) -> None:
         found = None if key in self._waiting.computed else self._read(key)
         if kv := self._waiting.computed.get(key):  # by now: the read may have waited for the link
-            self.computed[key], self.views[key], self.source[key] = kv, MemoryChunk(kv), COMPUTED
+            self.computed[key], self.views[key], self.source[key] = kv, TensorView(kv), COMPUTED
         elif isinstance(found, Miss) or found is None:
             self._miss(key, found or Miss("absent"))
         elif found.n_tokens != self._requests[key].n_tokens:

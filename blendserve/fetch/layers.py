@@ -20,7 +20,7 @@ import torch
 
 from blendserve.kernels import team
 from blendserve.kernels.cuda.staging import CopyStream, InPlace, Layer, Sent, Staging
-from blendserve.store.base import ChunkView
+from blendserve.store.view import ChunkView
 from blendserve.timing import Clock
 
 

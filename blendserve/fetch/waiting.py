@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from blendserve.core import ChunkKV
 from blendserve.store import ChunkKey
-from blendserve.store.base import Coming
+from blendserve.store.request_reads import Coming
 
 if TYPE_CHECKING:
     from blendserve.fetch.fetcher import ChunkRequest, Compute

@@ -54,8 +54,8 @@ from blendserve.kernels.types import (
     CorrectionParams,
     Prior,
     RecomputedTokens,
+    RecordView,
     Rope,
-    StoredChunk,
 )
 from blendserve.kernels.verify import Kind
 
@@ -169,7 +169,7 @@ ROTATE = Operation(
 
 
 def _placing_trouble(
-    chunks: Sequence[StoredChunk], keys: Tensor, values: Tensor, rope: Rope, rotary: Rotary
+    chunks: Sequence[RecordView], keys: Tensor, values: Tensor, rope: Rope, rotary: Rotary
 ) -> str:
     assert rotary.form is not None
     return verify.placing_trouble(rotary.form, keys.device, keys.dtype, keys.shape[-1])
@@ -245,7 +245,7 @@ def rotate(x: Tensor, rope: Rope, rotary: Rotary) -> Tensor:
     return ROTATE(x, rope, rotary)
 
 
-def place(chunks: Sequence[StoredChunk], keys: Tensor, values: Tensor, rope: Rope, rotary: Rotary) -> None:
+def place(chunks: Sequence[RecordView], keys: Tensor, values: Tensor, rope: Rope, rotary: Rotary) -> None:
     """Stored chunks to their places in one layer's cache, keys and values [K, T, D]: keys turned, values as they are.
 
     rope: of positions [T].

@@ -17,8 +17,8 @@ from blendserve.kernels.types import (
     CorrectionParams,
     Prior,
     RecomputedTokens,
+    RecordView,
     Rope,
-    StoredChunk,
 )
 
 LEAST_SPREAD = 1 / 64  # of the size of stored keys and values, for the ridge regression
@@ -129,7 +129,7 @@ def rotate_reference(x: Tensor, rope: Rope, rotary: Rotary) -> Tensor:
 
 
 def place_reference(
-    chunks: Sequence[StoredChunk], keys: Tensor, values: Tensor, rope: Rope, rotary: Rotary
+    chunks: Sequence[RecordView], keys: Tensor, values: Tensor, rope: Rope, rotary: Rotary
 ) -> None:
     """By the family's own function, chunk by chunk."""
     for start, k, v in chunks:

@@ -40,9 +40,7 @@ class Rope:
 
 Ropes = tuple[Rope, ...]  # one for each layer; layers that rotate alike share it
 
-StoredChunk = tuple[
-    int, Tensor, Tensor
-]  # where its first token stands; keys before RoPE and values [K, C, D]
+RecordView = tuple[int, Tensor, Tensor]  # where its first token stands; keys before RoPE and values [K, C, D]
 
 
 class RecomputedTokens(NamedTuple):

@@ -40,8 +40,8 @@ from blendserve.kernels.types import (
     CorrectionParams,
     Prior,
     RecomputedTokens,
+    RecordView,
     Rope,
-    StoredChunk,
 )
 
 SWITCH = "BLENDSERVE_NATIVE"  # "0" in the environment: plain torch
@@ -154,7 +154,7 @@ def _check_place(library: ctypes.CDLL, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     for width in (32, 96):
         rope = some_rope(90, width, 1.0, generator, dtype)
-        chunks: list[StoredChunk] = []
+        chunks: list[RecordView] = []
         wanted = torch.zeros(2, 2, 90, 96, dtype=dtype)
         for here in (slice(0, 31), slice(40, 90)):
             k, v = (_random((2, here.stop - here.start, 96), generator, dtype) for _ in "kv")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query
@@ -108,7 +109,7 @@ async def pin(body: CacheRequest, service: ServiceArg, tenant: CountedTenantArg)
 async def unpin(body: CacheRequest, service: ServiceArg, tenant: CountedTenantArg) -> dict[str, Any]:
     """Unpin chunks."""
     keys = await _keys(service, tenant, body)
-    unpinned = await _in_slices(service, tenant, service.engine.store.unpin, keys)
+    unpinned = await _in_slices(service, tenant, partial(service.engine.store.pin, pinned=False), keys)
     return {"chunks": len(keys), "unpinned": unpinned, **service.notices.in_extras(body)}
 
 
@@ -118,7 +119,8 @@ async def lookup(body: CacheRequest, service: ServiceArg, tenant: CountedTenantA
     keys, found = await _keys(service, tenant, body), list[bool]()
 
     def look_up(some: Sequence[ChunkKey]) -> int:
-        found.extend(key in service.engine.store for key in some)
+        there = service.engine.store.present(some)
+        found.extend(key in there for key in some)
         return len(some)
 
     await _in_slices(service, tenant, look_up, keys)
@@ -131,10 +133,7 @@ async def forget(body: CacheRequest, service: ServiceArg, tenant: CountedTenantA
     tenant.require_writing()
     keys, store = await _keys(service, tenant, body), service.engine.store
 
-    def delete(some: Sequence[ChunkKey]) -> int:
-        return sum(store.delete(key) for key in some)
-
-    deleted = await _in_slices(service, tenant, delete, keys)
+    deleted = await _in_slices(service, tenant, store.delete, keys)
     return {"chunks": len(keys), "deleted": deleted, **service.notices.in_extras(body)}
 
 

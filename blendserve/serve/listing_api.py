@@ -70,7 +70,7 @@ async def chunks(
         return len(found), _keyed(service, tenant.namespace, found[offset : offset + limit])
 
     total, page = await service.on_retrieval(tenant, look, long=True)
-    infos = await service.on_storage(tenant, service.engine.store.info, [key for _, key, _ in page])
+    infos = await service.on_storage(tenant, service.engine.store.describe, [key for _, key, _ in page])
     data = [_entry(passage, n_tokens, infos.get(key)) for passage, key, n_tokens in page]
     return {"collection": name, "total": total, "offset": offset, "data": data}
 

@@ -1,4 +1,4 @@
-"""Chunk KV, kept: one contract (base.py), in an LMDB file (lmdb/) or in memory (memory.py), behind tiers (tiers.py),
+"""Chunk KV, kept: one contract (base.py), in an LMDB file (lmdb.py) or in memory (memory.py), behind tiers (tiers.py),
 before a store that other machines use, too (layered.py).
 """
 
@@ -11,46 +11,54 @@ import torch
 
 from blendserve.config import RemoteConfig, StoreConfig
 from blendserve.errors import ConfigError
-from blendserve.registry import ADMISSIONS, CODECS, EVICTIONS, STORES, parse_codec
+from blendserve.registry import ADMISSIONS, EVICTIONS, STORES
 from blendserve.store.ahead import ReadAhead
 from blendserve.store.base import (
     ChunkInfo,
-    ChunkView,
     KVStore,
-    Lease,
+    Miss,
     RemoteStats,
     Snapshot,
     StoreKind,
     StoreStats,
     TierStats,
     VerifyReport,
+    read_record,
 )
 from blendserve.store.key import ChunkKey, chunk_key, share_of
 from blendserve.store.layered import LayeredStore
-from blendserve.store.lmdb.store import LMDBStore
+from blendserve.store.lmdb import LMDBStore
 from blendserve.store.memory import MemoryStore
 from blendserve.store.policies import Policies
+from blendserve.store.record import ChunkRecord
+from blendserve.store.request_reads import Reads
 from blendserve.store.tiers import TieredStore, tiers_for
+from blendserve.store.view import ChunkView, TensorView, open_view
 
 __all__ = [
     "ChunkInfo",
     "ChunkKey",
+    "ChunkRecord",
     "ChunkView",
     "KVStore",
     "LMDBStore",
     "LayeredStore",
-    "Lease",
     "MemoryStore",
+    "Miss",
     "ReadAhead",
+    "Reads",
     "RemoteStats",
     "Snapshot",
     "StoreKind",
     "StoreStats",
+    "TensorView",
     "TierStats",
     "TieredStore",
     "VerifyReport",
     "chunk_key",
     "open_store",
+    "open_view",
+    "read_record",
     "share_of",
 ]
 
@@ -66,8 +74,7 @@ def open_store(
 
     default_path: the folder where the settings name none; None = there is none, which rules out kinds that need one.
     device: where its reader computes; None = it has none, and so no tiers. persistent: only what outlives the process
-    will do. read_only: a remote store is left out. What is written is coded as the settings say unless that takes tables,
-    which are a reader's: who opens the store for one sets that codec (engine/calibration.py). Raises StoreUnavailable,
+    will do. read_only: a remote store is left out. Raises StoreUnavailable,
     StoreVersion; ConfigError for tiers that would do nothing on the device.
     """
     path = config.path or default_path
@@ -83,9 +90,6 @@ def open_store(
         store = ReadAhead(store, config.tiers.prefetch_bytes)
     if tiers and not isinstance(store, LayeredStore):
         store = TieredStore(store, tiers)
-    name, level = parse_codec(config.codec)
-    if not (codec := CODECS.load(name)).needs_tables:
-        store.write_by(codec.with_tables(level))
     return store
 
 

@@ -13,15 +13,15 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from blendserve.core import ChunkKV
 from blendserve.errors import StoreError, unraised
-from blendserve.store.base import REMOTE, ChunkView, KVStore, Meanwhile, Snapshot, TimeSaved
-from blendserve.store.chunk import StoredChunk
+from blendserve.store.base import KVStore
 from blendserve.store.clock import Clock
 from blendserve.store.codecs.base import Undecodable
 from blendserve.store.fetching import Fetched, Fetcher, was_left
 from blendserve.store.key import ChunkKey
-from blendserve.store.record import Coded, seal
+from blendserve.store.record import ChunkRecord
+from blendserve.store.request_reads import REMOTE, Meanwhile, Reads, TimeSaved
+from blendserve.store.view import ChunkView, RecordView
 from blendserve.store.wrapped import WrappedStore
 
 
@@ -33,31 +33,23 @@ class ReadAhead(WrappedStore):
         self._fetcher = Fetcher(store, prefetch_bytes, clock)
 
     @contextmanager
-    def reading(self) -> Iterator[Snapshot]:
+    def reading(self) -> Iterator[Reads]:
         with self._store.reading() as snapshot:
             yield _Ahead(snapshot, self._fetcher, self._store)
 
     def prefetch(self, keys: Iterable[ChunkKey], saved: TimeSaved | None = None) -> None:
         self._fetcher.start(keys, saved)
 
-    def put(self, key: ChunkKey, kv: ChunkKV, pin: bool = False) -> bool:
-        stored = self._store.put(key, kv, pin)
+    def put(self, key: ChunkKey, record: ChunkRecord, pin: bool = False) -> bool:
+        stored = self._store.put(key, record, pin)
         self._fetcher.forget(key)  # it may have been missing when it was read ahead
         return stored
 
-    def put_coded(self, key: ChunkKey, coded: Coded, pin: bool = False) -> bool:
-        stored = self._store.put_coded(key, coded, pin)
-        self._fetcher.forget(key)
-        return stored
-
-    def put_uncoded(self, key: ChunkKey, kv: ChunkKV, pin: bool = False) -> bool:
-        stored = self._store.put_uncoded(key, kv, pin)
-        self._fetcher.forget(key)
-        return stored
-
-    def delete(self, key: ChunkKey) -> bool:
-        self._fetcher.forget(key)
-        return self._store.delete(key)
+    def delete(self, keys: Iterable[ChunkKey]) -> int:
+        asked = list(keys)
+        for key in asked:
+            self._fetcher.forget(key)
+        return self._store.delete(asked)
 
     def close(self) -> None:
         self._fetcher.close()
@@ -67,7 +59,7 @@ class ReadAhead(WrappedStore):
 class _Ahead:
     """The store's snapshot, and what was read ahead of it."""
 
-    def __init__(self, snapshot: Snapshot, fetcher: Fetcher, store: KVStore) -> None:
+    def __init__(self, snapshot: Reads, fetcher: Fetcher, store: KVStore) -> None:
         self._snapshot, self._fetcher, self._store = snapshot, fetcher, store
         self._ahead: dict[ChunkKey, Fetched | None] = {}  # None = it was not there
         self._lacking: dict[ChunkKey, Undecodable] = {}
@@ -98,9 +90,8 @@ class _Ahead:
         if isinstance(fetched, StoreError):
             raise unraised(fetched)
         try:
-            if isinstance(fetched, Coded):
-                read = fetched.segments.__getitem__
-                return StoredChunk(key, seal(key, fetched), read, self._store.tables)
+            if isinstance(fetched, ChunkRecord):
+                return RecordView(fetched, self._store.blobs.get)
         except Undecodable as error:
             fetched = unraised(error)
         if fetched is not None:

@@ -1,172 +1,63 @@
-"""The store's contract: chunk KV in, whole or not at all; zero-copy views out, checked as they are read.
+"""The store's contract: chunk records in, whole or not at all; records out of a consistent view.
 
-A view is valid only inside `with store.reading() as snapshot`: its tensors may point into the store's own
-memory. Threads may share a snapshot.
+Callers encode and decode (view.py). A record that a snapshot gave may alias the store's memory, so it is valid only
+inside `with store.snapshot() as snapshot`. Threads may share a snapshot.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
-
-import torch
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from blendserve.config import PlaceConfig
-from blendserve.core import ChunkKV, TokenIds
-from blendserve.errors import StoreError, StoreFull
-from blendserve.registry import CODECS
-from blendserve.store.codecs.base import ChunkShape, Codec, Undecodable
+from blendserve.core import TokenIds
+from blendserve.errors import StoreFull
+from blendserve.store.blobs import BlobInfo, BlobStore
+from blendserve.store.codecs.base import Coding
+from blendserve.store.codecs.base import Miss as Miss
 from blendserve.store.key import ChunkKey
+from blendserve.store.ledger import Totals
 from blendserve.store.policies import Policies
-from blendserve.store.record import Coded
-from blendserve.store.tables import TablesInfo, newest
-
-ID_BATCH = 256  # headers of chunks in a round trip: some 300 KB
-LOCAL, REMOTE = "local", "remote"  # tiers: this machine's own store, and one that others use, too
+from blendserve.store.record import ChunkRecord, Header
+from blendserve.store.request_reads import LOCAL, RequestReads
 
 AnyStore = TypeVar("AnyStore", bound="KVStore")
-
-
-class ChunkView(Protocol):
-    """One stored chunk."""
-
-    @property
-    def n_layers(self) -> int: ...
-
-    @property
-    def n_tokens(self) -> int: ...
-
-    @property
-    def n_bytes(self) -> int:
-        """Bytes of all layers, as stored."""
-        ...
-
-    @property
-    def raw_bytes(self) -> int:
-        """Bytes of keys and values over all layers, as `layer` gives them."""
-        ...
-
-    @property
-    def version(self) -> Hashable:
-        """What no other record under this key has, unless it holds the same bytes."""
-        ...
-
-    def layer(self, l: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Layer l's keys before RoPE and values, [K, C, D] each, read-only by convention.
-
-        Raises CorruptRecord when the bytes fail their checksum, IndexError when there is no layer l, ChunkLost when it
-        is of a chunk that is still coming (Coming.begin), and does not come.
-        """
-        ...
-
-
-class Coming(Protocol):
-    """Chunks on their way from another machine, the first that were expected in front: who waits may decode what is here,
-    compute the last, and begin when only the last layers are missing."""
-
-    def wait(self, seconds: float) -> bool:
-        """Until another one is here, at most so long -> whether any is still to come."""
-        ...
-
-    def decode(self) -> bool:
-        """A layer of one that is here, before it is asked for; False where there is nothing to decode."""
-        ...
-
-    def withdraw(self, seconds: Mapping[ChunkKey, float]) -> ChunkKey | None:
-        """The last of these, which take so many seconds to compute, if that is expected to be done before all others are
-        here; it does not come any more, and `get` does not find it. None where its transfer has begun, or takes less.
-        """
-        ...
-
-    def begin(self) -> bool:
-        """Whether of every chunk that is still to come the header is here: then `get` gives such chunks, too, and whoever
-        asks for a layer waits for it. False for good where one was left behind."""
-        ...
-
-    @property
-    def waited(self) -> float:
-        """Seconds in which somebody waited for them."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class TimeSaved:
-    """Seconds that stored KV saves one request: what fetching a chunk must not exceed."""
-
-    per_token: float
-    by_chunk: Mapping[ChunkKey, float] = field(default_factory=dict)  # of chunks that save another time
-
-    def of(self, key: ChunkKey, n_tokens: int) -> float:
-        """For this chunk of `n_tokens` tokens."""
-        return self.by_chunk.get(key, self.per_token * n_tokens)
-
-
-Meanwhile = Callable[
-    [Coming], None
-]  # what who waits for chunks does, in their own thread, until there is nothing to do
+Progress: TypeAlias = "Callable[[int, int], None]"  # (done, in all)
 
 
 class Snapshot(Protocol):
-    """A view of the store, in which a chunk never changes. On this machine it is of the moment when it was opened.
-
-    On a shared server each chunk is as it was at some moment since: which is the same, as chunks do not change but for
-    repairs.
+    """A view of the store in which a chunk never changes. A local store's is of the moment when it was opened; a server's
+    chunks are each as at some moment since.
     """
 
-    @property
-    def undecodable(self) -> Mapping[ChunkKey, Undecodable]:
-        """Of the chunks that `get` was asked for: those that count as missing though they may be there, and why."""
-        ...
+    def get(self, key: ChunkKey, count: bool = True) -> ChunkRecord | None:
+        """None when it is not there. A segment is checked when it is read. count: as a use.
 
-    def expect(
-        self, keys: Sequence[ChunkKey], meanwhile: Meanwhile | None = None, saved: TimeSaved | None = None
-    ) -> None:
-        """`get` will be asked for these: read them in one go where that is cheaper.
-
-        saved: lets a store that compares (`compares_cost`) leave chunks that are quicker to compute. It holds for the
-        snapshot, until the next `saved`; without it every chunk is fetched.
-
-        A hint: it raises nothing, and `get` gives the same with it and without, but for what `meanwhile` withdraws.
-        That is called where they come from afar, at the latest within the first `get` of one that does.
+        Raises CorruptRecord for a damaged header, StoreVersion for another format, StoreUnavailable.
         """
         ...
-
-    def tier(self, key: ChunkKey) -> str:
-        """Where a chunk that `get` gave is read from."""
-        ...
-
-    def get(self, key: ChunkKey) -> ChunkView | None:
-        """The chunk, or None when it is not there, or cannot be decoded here: why not is logged, and counted in `stats`.
-
-        Raises CorruptRecord when its header is damaged, StoreVersion when a newer blendserve stored it.
-        """
-        ...
-
-
-MissKind = Literal["absent", "corrupt", "unreachable", "slow link", "codec", "level", "tables"]
-
-
-@dataclass(frozen=True, slots=True)
-class Miss:
-    """Why a chunk cannot be used. detail: for people; empty for one that is absent."""
-
-    kind: MissKind
-    detail: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkInfo:
-    """What is known of a stored chunk without reading it."""
+    """What is known of a stored chunk without reading its KV."""
 
     n_tokens: int
     n_bytes: int  # as stored
-    raw_bytes: int  # that its keys and values take uncoded
+    raw_bytes: int  # of its keys and values, decoded
     pinned: bool
-    tier: str  # where it would be read from
+    coding: Coding | None = None  # None where the store does not tell
+    token_ids: TokenIds = ()  # [C], or none where the store does not tell
+    tier: str = LOCAL  # where it would be read from
+
+    @classmethod
+    def of(cls, header: Header, pinned: bool) -> ChunkInfo:
+        shape = header.shape
+        return cls(shape.n_tokens, header.n_bytes, shape.n_bytes, pinned, header.coding, header.token_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +73,7 @@ class TierStats:
 
 @dataclass(frozen=True, slots=True)
 class RemoteStats:
-    """What this process had from a store that it shares with other machines, and what it gave it (layered.py)."""
+    """What this process read from and wrote to a store that it shares with other machines (layered.py)."""
 
     hits: int  # chunks
     misses: int  # chunks that it did not have, or could not give
@@ -196,8 +87,8 @@ class RemoteStats:
 class StoreStats:
     """What `store stats` prints: of the whole store, or of one namespace as its tenant may see it.
 
-    A tenant is told of their own chunks and look-ups alone. Evictions and refusals are not among them: they come from
-    what all tenants together do to the store. Nor are tables.
+    A tenant sees its own chunks and look-ups alone. Evictions and refusals come from what all tenants do, and tables
+    belong to all.
     """
 
     kind: str
@@ -205,7 +96,7 @@ class StoreStats:
     chunks: int
     tokens: int
     bytes: int  # of all chunks, as stored: what the cap is compared with
-    raw_bytes: int  # that their keys and values take uncoded
+    raw_bytes: int  # of their keys and values, decoded
     cap_bytes: int
     pins: int  # chunks that are never evicted
     hits: int  # look-ups since the store was made
@@ -231,7 +122,7 @@ class StoreStats:
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """What `store verify` prints: every chunk, and all tables of codecs, read and checked."""
+    """What `store verify` prints: every chunk and every blob, read and checked."""
 
     good: int
     bad: tuple[tuple[str, str], ...]  # (key in hex, what is wrong)
@@ -245,213 +136,75 @@ class VerifyReport:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """How far another machine's chunks are, as a small part of one of them told."""
+class KVStore(RequestReads):
+    """Chunk records by key, under a byte cap. Threads and processes may share one. Raises StoreErrors only."""
 
-    round_trip: float  # seconds of a question with a short answer
-    seconds: float  # of the part, its own round trip included
-    part: float  # of the chunk's bytes
-    tokens: int  # of the chunk
-
-    @property
-    def seconds_per_token(self) -> float:
-        """Beside the round trip."""
-        return max(0.0, self.seconds - self.round_trip) / self.part / self.tokens
-
-
-class Lease:
-    """The right to compute a chunk, until it is released or its time is over. This one costs nobody anything."""
-
-    stored = False  # whether `leases` found the chunk to be there, looking behind the lease
-
-    def release(self) -> None:
-        """Let others have it; idempotent. Raises nothing: what cannot be given back ends by itself."""
-
-    def __enter__(self) -> Lease:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
-
-
-class KVStore(ABC):
-    """A set of chunk KV caches by key. Safe to share between threads."""
-
-    writable = True  # False: what is put is not stored, what is deleted stays, and nobody is told
-    tells_ids = False  # whether `ids` tells anything
+    kind: str
+    location: str  # a folder or a URL, "" for memory
+    read_only: bool
+    cap_bytes: int
+    blobs: BlobStore
 
     @abstractmethod
-    def reading(self) -> AbstractContextManager[Snapshot]:
-        """Open a snapshot; the views it hands out die with it. Raises StoreUnavailable."""
+    def snapshot(self) -> AbstractContextManager[Snapshot]:
+        """A consistent read view. Raises StoreUnavailable."""
 
     @abstractmethod
-    def put(self, key: ChunkKey, kv: ChunkKV, pin: bool = False) -> bool:
-        """Store a chunk in one transaction; replaces what was there.
+    def put(self, key: ChunkKey, record: ChunkRecord, pin: bool = False) -> bool:
+        """Store a chunk atomically, in place of what was there, and end this process's lease on it.
 
-        At the cap others are evicted in the same transaction. Without `pin` that happens only if the store's
-        admission policy thinks this chunk the better one: False means that it does not, and nothing has changed.
-        With `pin` the chunk is always admitted and never evicted; a pinned chunk stays pinned when it is put again.
-        Raises StoreFull, StoreUnavailable.
+        At the cap unpinned chunks are evicted. False: the admission policy prefers those, and nothing has changed. A
+        pinned chunk is always admitted and never evicted; put again, it stays pinned. The record's tables are the
+        caller's to store. Raises StoreFull, CorruptRecord.
         """
 
     @abstractmethod
-    def write_by(self, codec: Codec) -> None:
-        """Code what is put from now on in this way. What is there is read by its own codec."""
+    def delete(self, keys: Iterable[ChunkKey]) -> int:
+        """Remove chunks, pinned or not -> how many were there."""
 
     @abstractmethod
-    def coded(self, key: ChunkKey) -> Coded | None:
-        """A copy of a chunk as it is coded, every segment checked, whether it can be decoded here or not.
-
-        None when it is not there. Raises CorruptRecord, StoreVersion. Counts as no use of it.
-        """
+    def pin(self, keys: Iterable[ChunkKey], pinned: bool = True) -> int:
+        """Keep these chunks from being evicted, or no longer -> how many are there."""
 
     @abstractmethod
-    def put_coded(self, key: ChunkKey, coded: Coded, pin: bool = False) -> bool:
-        """`put` of what `coded` gave, here or elsewhere. The tables that it needs are the caller's to bring along."""
-
-    def put_uncoded(self, key: ChunkKey, kv: ChunkKV, pin: bool = False) -> bool:
-        """`put`, and uncoded whatever else is written: for KV that all of a prompt looks at, such as its prefix."""
-        codec: Codec = CODECS.load(CODECS.default).with_tables(0)
-        return self.put_coded(key, Coded(ChunkShape.of(kv), codec.coding, codec.encode(kv), kv.ids), pin)
+    def contains(self, keys: Iterable[ChunkKey]) -> set[ChunkKey]:
+        """Those that are there: one transaction or round trip. Counts as no use, like `describe` and `keys`."""
 
     @abstractmethod
-    def put_tables(self, codec: str, fingerprint: str, raw: bytes, current: bool = True) -> bytes:
-        """Keep the tables of a codec for the reader `fingerprint` -> their hash.
-
-        current: what is written is to use them; else they are for reading, unless there are no others.
-        Raises StoreFull, StoreUnavailable.
-        """
-
-    @abstractmethod
-    def tables(self, hash: bytes) -> bytes | None:
-        """Tables by their hash, None where they are not here. Raises codecs.base.Undecodable when they are damaged."""
-
-    @abstractmethod
-    def all_tables(self) -> list[TablesInfo]:
-        """What tables there are, by their hashes."""
-
-    @abstractmethod
-    def delete_tables(self, hash: bytes) -> bool:
-        """Remove tables; chunks that need them are misses then. False when they were not there."""
-
-    def current_tables(self, codec: str, fingerprint: str) -> bytes | None:
-        """The hash of the tables that a codec writes with for this reader, None where there are none."""
-        return newest(self.all_tables(), codec, fingerprint)
-
-    @abstractmethod
-    def wants(self, key: ChunkKey, raw_bytes: int) -> bool:
-        """Whether an unpinned put of KV that takes `raw_bytes` uncoded would be stored now: ask before computing it.
-
-        Raises StoreUnavailable.
-        """
-
-    def lease(self, key: ChunkKey, seconds: float) -> Lease | None:
-        """The right to compute this chunk, for at most so many seconds; None while another process has it.
-
-        Granted where the store has no way to ask the others, or cannot reach them: then a chunk may be computed twice.
-        """
-        return Lease()
-
-    def leases(self, keys: Sequence[ChunkKey], seconds: float) -> dict[ChunkKey, Lease]:
-        """`lease` of each, without those that other processes have; each says whether its chunk is there by now.
-
-        In one round trip where there is any. Raises StoreError where that cannot be seen; then nothing is leased.
-        """
-        granted: dict[ChunkKey, Lease] = {}
-        try:
-            for key in keys:
-                if lease := self.lease(key, seconds):
-                    granted[key] = lease
-                    lease.stored = key in self
-        except StoreError:
-            for lease in granted.values():
-                lease.release()
-            raise
-        return granted
-
-    @abstractmethod
-    def pin(self, keys: Iterable[ChunkKey]) -> int:
-        """Keep these chunks from being evicted, in one transaction -> how many of them are there."""
-
-    @abstractmethod
-    def unpin(self, keys: Iterable[ChunkKey]) -> int:
-        """Undo `pin`."""
-
-    @abstractmethod
-    def __contains__(self, key: ChunkKey) -> bool:
-        """Whether the chunk has a header. Counts as no use of it."""
-
-    def present(self, keys: Iterable[ChunkKey], remote: bool = True) -> set[ChunkKey]:
-        """Those of the chunks that are there. remote: ask other machines, too, which takes a while."""
-        return {key for key in keys if key in self}
-
-    @abstractmethod
-    def info(self, keys: Iterable[ChunkKey]) -> dict[ChunkKey, ChunkInfo]:
-        """What is known of those of the chunks that are there. Counts as no use of them. Raises StoreUnavailable."""
-
-    def hot(self) -> frozenset[ChunkKey]:
-        """Chunks that lie in the process's memory or on its device, as of now; none where the kind keeps none there."""
-        return frozenset()
-
-    def ids(self, keys: Iterable[ChunkKey]) -> Iterator[tuple[ChunkKey, TokenIds]]:
-        """Those of the chunks whose records tell their token ids, with them; damaged ones are left out.
-
-        Counts as no use of them. Of another machine's, ID_BATCH are told in a round trip. Raises StoreUnavailable when
-        some cannot be asked for, after those that can.
-        """
-        return iter(())
-
-    def donor_keys(self, namespace: str) -> Iterator[ChunkKey]:
-        """`keys` of a namespace and, of a store with another machine's behind it, what that tells ids of, too.
-
-        Raises StoreUnavailable when some cannot be had, after those that can.
-        """
-        return self.keys(namespace)
-
-    def prefetch(self, keys: Iterable[ChunkKey], saved: TimeSaved | None = None) -> None:
-        """Start to fetch the remote chunks of a queued prompt. A hint; it waits for nothing.
-
-        saved: as for `Snapshot.expect`.
-        """
-        return
-
-    @property
-    def far(self) -> bool:
-        """Whether chunks may lie on another machine."""
-        return False
-
-    def sample(self, keys: Sequence[ChunkKey], n_bytes: int) -> Sample | None:
-        """Fetch about so many bytes of the first of these that another machine has; None where none can be had.
-
-        Counts as no use of it.
-        """
-        return None
-
-    @property
-    def compares_cost(self) -> bool:
-        """Whether it leaves chunks that take longer to fetch than they save a request, where `expect` says what."""
-        return False
-
-    @abstractmethod
-    def delete(self, key: ChunkKey) -> bool:
-        """Remove a chunk, pinned or not; False when it was not there."""
+    def describe(self, keys: Iterable[ChunkKey]) -> dict[ChunkKey, ChunkInfo]:
+        """Sizes, coding, token ids, pins of those that are there; damaged ones are left out."""
 
     @abstractmethod
     def keys(self, namespace: str | None = None) -> Iterator[ChunkKey]:
         """The keys of one namespace, or of all, in order."""
 
     @abstractmethod
+    def admits(self, key: ChunkKey, n_bytes: int) -> bool:
+        """Whether an unpinned put of so many bytes would be stored now: ask before computing it."""
+
+    @abstractmethod
+    def lease(self, keys: Sequence[ChunkKey], seconds: float) -> set[ChunkKey]:
+        """Claim chunks for computing -> those granted to this process, until it puts or releases them or time is over.
+
+        A chunk may be granted that is stored: look after leasing. All are granted where the store cannot be asked: a
+        chunk computed twice is better than one computed by nobody.
+        """
+
+    @abstractmethod
+    def release(self, keys: Iterable[ChunkKey]) -> None:
+        """Give this process's leases back. Raises nothing: a lease that cannot be given back expires."""
+
+    @abstractmethod
     def stats(self, namespace: str | None = None) -> StoreStats:
         """Of one namespace, or of all."""
 
     @abstractmethod
-    def verify(self, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
-        """Read and check every chunk. `progress(done, total)` is called after each."""
+    def verify(self, progress: Progress | None = None) -> VerifyReport:
+        """Read and check every chunk and every blob."""
 
     @abstractmethod
     def close(self) -> None:
-        """Release files and maps; idempotent."""
+        """Release files, maps and connections; idempotent."""
 
     def __enter__(self: AnyStore) -> AnyStore:
         return self
@@ -476,38 +229,46 @@ class StoreKind(Protocol):
         ...
 
 
-def stats_of(
-    kind: str,
-    path: str,
-    cap_bytes: int,
-    chunks: Sequence[tuple[int, int, int, bool]],
+def read_record(store: KVStore, key: ChunkKey) -> ChunkRecord | None:
+    """A chunk's record in memory of its own, every segment checked. Counts as no use of it.
+
+    Raises CorruptRecord, StoreVersion, StoreUnavailable.
+    """
+    with store.snapshot() as snapshot:
+        record = snapshot.get(key, count=False)
+        return record and record.copy()
+
+
+def make_stats(
+    store: KVStore,
+    totals: Totals,
     counts: Mapping[str, int],
     namespace: str | None,
-    all_tables: Sequence[TablesInfo],
+    blobs: Sequence[BlobInfo],
 ) -> StoreStats:
-    """Statistics from (tokens, stored bytes, raw bytes, pinned) of each chunk, the counters of traffic.py, and tables."""
+    """Statistics from the sums over chunks, the counters of usage.py, and what blobs there are."""
     whole = namespace is None
     return StoreStats(
-        kind=kind,
-        path=path,
-        chunks=len(chunks),
-        tokens=sum(tokens for tokens, *_ in chunks),
-        bytes=sum(n_bytes for _, n_bytes, _, _ in chunks),
-        raw_bytes=sum(raw_bytes for _, _, raw_bytes, _ in chunks),
-        cap_bytes=cap_bytes,
-        pins=sum(pinned for *_, pinned in chunks),
+        kind=store.kind,
+        path=store.location,
+        chunks=totals.chunks,
+        tokens=totals.tokens,
+        bytes=totals.n_bytes,
+        raw_bytes=totals.raw_bytes,
+        cap_bytes=store.cap_bytes,
+        pins=totals.pins,
         hits=counts.get("hits", 0),
         misses=counts.get("misses", 0),
         undecodable=counts.get("undecodable", 0),
         corrupt=counts.get("corrupt", 0),
         evictions=counts.get("evictions", 0) if whole else None,
         admissions_refused=counts.get("refused", 0) if whole else None,
-        tables=len(all_tables) if whole else None,
-        tables_bytes=sum(info.n_bytes for info in all_tables) if whole else None,
+        tables=len(blobs) if whole else None,
+        tables_bytes=sum(info.n_bytes for info in blobs) if whole else None,
     )
 
 
-def full(store: str, stored: int, more: int, cap_bytes: int) -> StoreFull:
+def store_full(store: str, stored: int, more: int, cap_bytes: int) -> StoreFull:
     """The error of a chunk that does not fit under the cap."""
     return StoreFull(
         f"{store} is at its cap: {stored:,} bytes and {more:,} more exceed {cap_bytes:,}, and what is there may not be "

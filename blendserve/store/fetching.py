@@ -18,23 +18,21 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
 
-import torch
-
-from blendserve.core import ChunkKV
 from blendserve.errors import CorruptRecord, StoreError, StoreVersion, unraised
-from blendserve.store.base import ChunkView, Coming, KVStore, Meanwhile, Snapshot, TimeSaved
-from blendserve.store.chunk import StoredChunk
+from blendserve.store.base import KVStore
 from blendserve.store.clock import Clock
-from blendserve.store.codecs.base import SLOW, UNREACHABLE, ChunkShape, Undecodable
+from blendserve.store.codecs.base import SLOW, UNREACHABLE, Undecodable
 from blendserve.store.codecs.raw import Raw
 from blendserve.store.key import ChunkKey
-from blendserve.store.record import Coded
+from blendserve.store.record import ChunkRecord
+from blendserve.store.request_reads import Coming, Meanwhile, Reads, TimeSaved
+from blendserve.store.view import ChunkView, RecordView, whole
 
 READERS = 2  # requests that are read ahead at a time
 KEPT_S = 60.0  # what nobody took until then, nobody will
 REST_S = 1.0  # after a failure nothing is asked for: one request waits for it, not each of its chunks
 
-Fetched: TypeAlias = "Coded | CorruptRecord | StoreVersion | Undecodable"
+Fetched: TypeAlias = "ChunkRecord | CorruptRecord | StoreVersion | Undecodable"
 """A chunk as it is coded, or why there is none to use. What the remote store does not have is left out."""
 
 
@@ -202,21 +200,19 @@ def _of(read: Future[dict[ChunkKey, Fetched]], key: ChunkKey) -> Fetched | None:
     return read.result().get(key)
 
 
-def coded_of(view: ChunkView) -> Coded:
-    """A copy of a chunk as it is coded, every segment checked; uncoded where the view knows no coding."""
-    if isinstance(view, StoredChunk):
-        return view.coded()
-    layers = [view.layer(l) for l in range(view.n_layers)]
-    kv = ChunkKV(*(torch.stack(parts) for parts in zip(*layers, strict=True)))
-    return Coded(ChunkShape.of(kv), Raw.coding, Raw().encode(kv), kv.ids)
+def record_of(key: ChunkKey, view: ChunkView) -> ChunkRecord:
+    """A copy of a chunk's record, every segment checked; uncoded where the view knows no coding."""
+    if isinstance(view, RecordView):
+        return view.record.copy()
+    return ChunkRecord.encode(key, whole(view), Raw())
 
 
-def _fetched(snapshot: Snapshot, key: ChunkKey) -> Mapping[ChunkKey, Fetched]:
+def _fetched(snapshot: Reads, key: ChunkKey) -> Mapping[ChunkKey, Fetched]:
     """Empty for a chunk that is not there. Raises StoreError when the store fails."""
     try:
         view = snapshot.get(key)
         if view is not None:
-            return {key: coded_of(view)}
+            return {key: record_of(key, view)}
     except (CorruptRecord, StoreVersion) as error:
         return {key: unraised(error)}
     why = snapshot.undecodable.get(key)
@@ -227,4 +223,4 @@ def _bytes(read: Future[dict[ChunkKey, Fetched]], key: ChunkKey) -> int:
     if not read.done() or read.cancelled() or read.exception():
         return 0
     fetched = read.result().get(key)
-    return sum(map(len, fetched.segments)) if isinstance(fetched, Coded) else 0
+    return fetched.n_bytes if isinstance(fetched, ChunkRecord) else 0

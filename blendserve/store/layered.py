@@ -19,33 +19,20 @@ from dataclasses import replace
 from functools import partial
 from typing import Literal
 
-from blendserve.core import ChunkKV, TokenIds
-from blendserve.errors import StoreError, StoreLeftAlone, StoreUnavailable
+from blendserve.core import TokenIds
+from blendserve.errors import CorruptBlob, StoreError, StoreLeftAlone, StoreUnavailable
 from blendserve.store.backlog import Backlog
-from blendserve.store.base import (
-    LOCAL,
-    REMOTE,
-    ChunkInfo,
-    ChunkView,
-    KVStore,
-    Lease,
-    Meanwhile,
-    RemoteStats,
-    Sample,
-    Snapshot,
-    StoreStats,
-    TimeSaved,
-)
-from blendserve.store.chunk import StoredChunk
+from blendserve.store.base import ChunkInfo, KVStore, RemoteStats, Snapshot, StoreStats, read_record
+from blendserve.store.blobs import BlobInfo, BlobStore
 from blendserve.store.clock import Clock
-from blendserve.store.codecs.base import NO_TABLES, ChunkShape, Codec, Undecodable
-from blendserve.store.codecs.raw import Raw
+from blendserve.store.codecs.base import NO_TABLES
 from blendserve.store.fetching import Fetched, Fetcher
 from blendserve.store.key import ChunkKey
 from blendserve.store.layered_snapshot import LayeredSnapshot
-from blendserve.store.record import Coded, seal, validate_kv
-from blendserve.store.tables import TablesInfo
+from blendserve.store.record import ChunkRecord
+from blendserve.store.request_reads import LOCAL, REMOTE, Meanwhile, Reads, Sample, TimeSaved
 from blendserve.store.tiers import HeldChunk, Tier, TieredStore, TieredView, places_of
+from blendserve.store.view import ChunkView, RecordView
 from blendserve.store.wrapped import WrappedStore
 
 log = logging.getLogger(__name__)
@@ -71,10 +58,10 @@ class LayeredStore(WrappedStore):
         super().__init__(TieredStore(near, tiers))
         self._near, self._far, self._tiers, self._write = near, far, tuple(tiers), write
         self.tells_ids = near.tells_ids or far.tells_ids
-        self._codec: Codec = Raw()
+        self.blobs = _Blobs(self, near, far)
         self._fetcher = Fetcher(far, prefetch_bytes, clock)
         self._backlog = Backlog(waiting_bytes)
-        self._arriving: dict[ChunkKey, Coded] = {}  # fetched, and not copied here yet
+        self._arriving: dict[ChunkKey, ChunkRecord] = {}  # fetched, and not copied here yet
         self._deletions: dict[ChunkKey, int] = {}  # chunk -> the number of its last one
         self._n_deletions = 0
         self._carried: set[tuple[str, bytes]] = set()  # where tables are known to be
@@ -85,10 +72,10 @@ class LayeredStore(WrappedStore):
     # Reading
 
     @contextmanager
-    def reading(self) -> Iterator[Snapshot]:
+    def reading(self) -> Iterator[Reads]:
         with ExitStack() as stack:
             try:
-                near: Snapshot | None = stack.enter_context(self._store.reading())
+                near: Reads | None = stack.enter_context(self._store.reading())
             except StoreError as error:
                 self._warn("the machine's own KV store cannot be read", error)
                 near = None
@@ -106,7 +93,7 @@ class LayeredStore(WrappedStore):
                 return tier.name, HeldChunk(entry)
         return None
 
-    def arriving(self, key: ChunkKey) -> Coded | None:
+    def arriving(self, key: ChunkKey) -> ChunkRecord | None:
         return self._arriving.get(key)
 
     def drop_deleted(self, key: ChunkKey, deletions: int) -> None:
@@ -119,9 +106,9 @@ class LayeredStore(WrappedStore):
     ) -> dict[ChunkKey, Fetched]:
         return self._fetcher.take(keys, meanwhile, saved)
 
-    def view(self, key: ChunkKey, coded: Coded) -> ChunkView:
-        chunk = StoredChunk(key, seal(key, coded), coded.segments.__getitem__, self.tables)
-        return TieredView(key, chunk, places_of(key, chunk, self._tiers))
+    def view(self, record: ChunkRecord) -> ChunkView:
+        chunk = RecordView(record, self.blobs.get)
+        return TieredView(record.key, chunk, places_of(record.key, chunk, self._tiers))
 
     def count(self, what: str) -> None:
         with self._lock:
@@ -134,7 +121,8 @@ class LayeredStore(WrappedStore):
             key for key in keys if key not in self._arriving and not any(key in tier for tier in self._tiers)
         ]
         with suppress(StoreError):
-            far = [key for key in far if key not in self._near]
+            there = self._near.contains(far)
+            far = [key for key in far if key not in there]
         self._fetcher.start(far, saved)
 
     @property
@@ -155,30 +143,30 @@ class LayeredStore(WrappedStore):
         asked = list(keys)
         found = self._near_present(asked)
         if remote and len(found) < len(asked) and not self._fetcher.resting:
-            with self._or_rest():
+            with self.or_rest():
                 found |= self._far.present([key for key in asked if key not in found])
         return found
 
     def _near_present(self, keys: Sequence[ChunkKey]) -> set[ChunkKey]:
-        with self._or_warn("the machine's own KV store cannot be read"):
+        with self.or_warn("the machine's own KV store cannot be read"):
             return self._near.present(keys)
         return set()
 
-    def info(self, keys: Iterable[ChunkKey]) -> dict[ChunkKey, ChunkInfo]:
+    def describe(self, keys: Iterable[ChunkKey]) -> dict[ChunkKey, ChunkInfo]:
         """Of the own store first."""
         asked, found = list(keys), dict[ChunkKey, ChunkInfo]()
-        with self._or_warn("the machine's own KV store cannot be read"):
-            found = self._store.info(asked)
+        with self.or_warn("the machine's own KV store cannot be read"):
+            found = self._store.describe(asked)
         if len(found) < len(asked) and not self._fetcher.resting:
-            with self._or_rest():
-                there = self._far.info(key for key in asked if key not in found)
+            with self.or_rest():
+                there = self._far.describe(key for key in asked if key not in found)
                 found |= {key: replace(known, tier=REMOTE) for key, known in there.items()}
         return found
 
     def ids(self, keys: Iterable[ChunkKey]) -> Iterator[tuple[ChunkKey, TokenIds]]:
         """Of the own store first."""
         left = dict.fromkeys(keys)
-        with self._or_warn("the machine's own KV store cannot be read"):
+        with self.or_warn("the machine's own KV store cannot be read"):
             for key, ids in self._near.ids(list(left)):
                 del left[key]
                 yield key, ids
@@ -188,107 +176,95 @@ class LayeredStore(WrappedStore):
 
     def donor_keys(self, namespace: str) -> Iterator[ChunkKey]:
         here: set[ChunkKey] = set()
-        with self._or_warn("the machine's own KV store cannot be read"):
+        with self.or_warn("the machine's own KV store cannot be read"):
             here.update(self._near.keys(namespace))
         yield from here
         if self._far.tells_ids:
             with self._or_failed():
                 yield from (key for key in self._far.keys(namespace) if key not in here)
 
-    def __contains__(self, key: ChunkKey) -> bool:
-        return bool(self.present([key]))
+    def contains(self, keys: Iterable[ChunkKey]) -> set[ChunkKey]:
+        """In a store that this process writes to."""
+        return self.present(keys, remote=not self._far.read_only)
 
-    def coded(self, key: ChunkKey) -> Coded | None:
-        return self._near.coded(key) or self._far.coded(key)
+    @contextmanager
+    def snapshot(self) -> Iterator[Snapshot]:
+        """Of the own store, and of the remote one for what it lacks."""
+        with self._near.snapshot() as near:
+            yield _Records(near, self._far)
 
     # Writing
 
-    def write_by(self, codec: Codec) -> None:
-        self._codec = codec
-        for store in (self._near, self._far):
-            store.write_by(codec)
-
-    def put(self, key: ChunkKey, kv: ChunkKV, pin: bool = False) -> bool:
-        validate_kv(kv)
-        coded = Coded(ChunkShape.of(kv), self._codec.coding, self._codec.encode(kv), kv.ids)
-        return self.put_coded(key, coded, pin)
-
-    def put_coded(self, key: ChunkKey, coded: Coded, pin: bool = False) -> bool:
+    def put(self, key: ChunkKey, record: ChunkRecord, pin: bool = False) -> bool:
         """In both stores, as far as they take it. Raises StoreError where neither does for the reason of an error."""
         trouble: list[StoreError] = []
         try:
-            here = self._store.put_coded(key, coded, pin)
+            here = self._store.put(key, record, pin)
         except StoreError as error:
             here = False
             trouble.append(error)
-        there = self._put_far(key, coded, pin)
+        there = self._put_far(key, record, pin)
         if trouble and not there:
             raise trouble[0]
         if trouble:
             self._warn("the machine's own KV store did not take a chunk", trouble[0])
         return here or there
 
-    def put_uncoded(self, key: ChunkKey, kv: ChunkKV, pin: bool = False) -> bool:
-        validate_kv(kv)
-        return self.put_coded(key, Coded(ChunkShape.of(kv), Raw.coding, Raw().encode(kv), kv.ids), pin)
+    def admits(self, key: ChunkKey, n_bytes: int) -> bool:
+        admitted = False
+        with self.or_warn("the machine's own KV store cannot be read"):
+            admitted = self._near.admits(key, n_bytes)
+        if not admitted and not self._far.read_only and not self._fetcher.resting:
+            with self.or_rest():
+                admitted = self._far.admits(key, n_bytes)
+        return admitted
 
-    def wants(self, key: ChunkKey, raw_bytes: int) -> bool:
-        wanted = False
-        with self._or_warn("the machine's own KV store cannot be read"):
-            wanted = self._near.wants(key, raw_bytes)
-        if not wanted and self._far.writable and not self._fetcher.resting:
-            with self._or_rest():
-                wanted = self._far.wants(key, raw_bytes)
-        return wanted
-
-    def lease(self, key: ChunkKey, seconds: float) -> Lease | None:
-        return self.leases([key], seconds).get(key)
-
-    def leases(self, keys: Sequence[ChunkKey], seconds: float) -> dict[ChunkKey, Lease]:
-        """Of the remote store. They are given back when the chunks are there, if they are on their way."""
-        granted = {key: Lease() for key in keys}
-        if self._far.writable and not self._fetcher.resting:
+    def lease(self, keys: Sequence[ChunkKey], seconds: float) -> set[ChunkKey]:
+        """Of the remote store."""
+        if not self._far.read_only and not self._fetcher.resting:
             try:
-                granted = self._far.leases(keys, seconds)
+                return self._far.lease(keys, seconds)
             except StoreError as error:
                 self._fetcher.failed(error)
-        near = self._near_present(list(granted))
-        return {
-            key: _LeaseUntilWritten(lease, key, self._backlog, lease.stored or key in near)
-            for key, lease in granted.items()
-        }
+        return set(keys)
 
-    def pin(self, keys: Iterable[ChunkKey]) -> int:
-        """In both stores -> how many of them one has."""
+    def release(self, keys: Iterable[ChunkKey]) -> None:
+        """Those of chunks that are on their way are given back when they are there."""
+        for key in keys:
+            release = partial(self._far.release, [key])
+            if not (self._backlog.has(key) and self._backlog.add(key, 0, release)):
+                release()
+
+    def pin(self, keys: Iterable[ChunkKey], pinned: bool = True) -> int:
+        """In both stores -> how many of them one has. Unpinned here alone: others may want them in the remote store."""
         asked, there = list(keys), 0
-        here = self._near.pin(asked)
-        if asked and self._far.writable and not self._fetcher.resting:
-            with self._or_rest():
+        here = self._near.pin(asked, pinned)
+        if pinned and asked and not self._far.read_only and not self._fetcher.resting:
+            with self.or_rest():
                 there = self._far.pin(asked)
         return max(here, there)
 
-    def unpin(self, keys: Iterable[ChunkKey]) -> int:
-        """Here: who else pinned them in the remote store is not known."""
-        return self._near.unpin(keys)
-
-    def delete(self, key: ChunkKey) -> bool:
+    def delete(self, keys: Iterable[ChunkKey]) -> int:
         """From both stores, and all that is on its way. Raises StoreUnavailable, saying which could not be reached."""
-        self._forget(key)
-        there, unreached = False, []
-        for name, store in ((LOCAL, self._near), (REMOTE, self._far)):
-            if not store.writable:
-                continue
-            try:
-                there |= store.delete(key)
-            except StoreError as error:
-                unreached.append(f"the {name} store ({error})")
-        self._forget(key)  # also what a request read in the meantime
+        n, unreached = 0, dict[str, StoreError]()
+        stores = {LOCAL: self._near} | ({} if self._far.read_only else {REMOTE: self._far})
+        for key in keys:
+            self._forget(key)
+            there = 0
+            for name, store in stores.items():
+                try:
+                    there |= store.delete([key])
+                except StoreError as error:
+                    unreached[name] = error
+            self._forget(key)  # also what a request read in the meantime
+            n += there
         if unreached:
+            which = " and ".join(f"the {name} store ({error})" for name, error in unreached.items())
             raise StoreUnavailable(
-                f"chunk {key.hex()} could not be deleted from {' and '.join(unreached)}, and is gone elsewhere on this "
-                "machine: delete it again when that can be reached"
+                f"chunks could not be deleted from {which}, and are gone elsewhere on this machine: delete them again "
+                "when that can be reached"
             )
-        return there
+        return n
 
     def _forget(self, key: ChunkKey) -> None:
         """Drop every copy that is not in a store; snapshots that are open now make no new one."""
@@ -301,37 +277,9 @@ class LayeredStore(WrappedStore):
         for tier in self._tiers:
             tier.drop(key)
 
-    # Tables
-
-    def put_tables(self, codec: str, fingerprint: str, raw: bytes, current: bool = True) -> bytes:
-        if self._far.writable:
-            with self._or_rest():
-                self._far.put_tables(codec, fingerprint, raw, current)
-        return self._near.put_tables(codec, fingerprint, raw, current)
-
-    def tables(self, hash: bytes) -> bytes | None:
-        """Those of the remote store are copied here."""
-        with self._or_warn("the machine's own KV store cannot be read"), suppress(Undecodable):
-            if raw := self._near.tables(hash):
-                return raw
-        with self._or_rest():
-            if raw := self._far.tables(hash):
-                self._carry(hash, self._far, self._near, LOCAL)
-                return raw
-        return None
-
-    def all_tables(self) -> list[TablesInfo]:
-        infos: dict[bytes, TablesInfo] = {}
-        with self._or_warn("the machine's own KV store cannot be read"):
-            infos = {info.hash: info for info in self._near.all_tables()}
-        with self._or_rest():
-            infos |= {info.hash: info for info in self._far.all_tables()}
-        return [infos[hash] for hash in sorted(infos)]
-
-    def delete_tables(self, hash: bytes) -> bool:
+    def forget_blob(self, hash: bytes) -> None:
+        """It is to be brought along again where it is needed."""
         self._carried = {known for known in self._carried if known[1] != hash}
-        here = self._near.delete_tables(hash)
-        return (self._far.writable and self._far.delete_tables(hash)) or here
 
     # The whole
 
@@ -364,25 +312,24 @@ class LayeredStore(WrappedStore):
             waiting_bytes=self._backlog.bytes,
         )
 
-    def _put_far(self, key: ChunkKey, coded: Coded, pin: bool) -> bool:
+    def _put_far(self, key: ChunkKey, record: ChunkRecord, pin: bool) -> bool:
         """Whether it is there, or on its way."""
-        if not self._far.writable:
+        if self._far.read_only:
             return False
         if self._write == "through":
-            return self._write_far(key, coded, pin)
-        n_bytes = sum(map(len, coded.segments))
+            return self._write_far(key, record, pin)
         # What is computed to be kept waits for room; what a request left behind does not hold up the next one.
-        queued = self._backlog.add(key, n_bytes, partial(self._write_far, key, coded, pin), wait=pin)
+        queued = self._backlog.add(key, record.n_bytes, partial(self._write_far, key, record, pin), wait=pin)
         if not queued:
             self.count("dropped")
             self._warn("chunks are not written to the remote KV store", "too many wait for it already")
         return queued
 
-    def _write_far(self, key: ChunkKey, coded: Coded, pin: bool) -> bool:
+    def _write_far(self, key: ChunkKey, record: ChunkRecord, pin: bool) -> bool:
         stored = False
-        with self._or_rest():
-            self._carry(coded.coding.tables, self._near, self._far, REMOTE)
-            stored = self._far.put_coded(key, coded, pin)
+        with self.or_rest():
+            self.carry(record.coding.tables, self._near, self._far, REMOTE)
+            stored = self._far.put(key, record, pin)
         if stored:
             self._fetcher.forget(key)  # it may have been missing when it was read ahead
             self.count("written")
@@ -390,40 +337,39 @@ class LayeredStore(WrappedStore):
 
     def _copy_here(self, snapshot: LayeredSnapshot) -> None:
         """What a snapshot had to fetch, unless it was deleted meanwhile."""
-        for key, coded in snapshot.fetched.items():
+        for key, record in snapshot.fetched.items():
             with self._lock:
                 if self._deletions.get(key, 0) > snapshot.deletions or key in self._arriving:
                     continue
-                self._arriving[key] = coded
-            n_bytes = sum(map(len, coded.segments))
-            if not self._backlog.add(key, n_bytes, partial(self._put_here, key, coded)):
+                self._arriving[key] = record
+            if not self._backlog.add(key, record.n_bytes, partial(self._put_here, key, record)):
                 self._arriving.pop(key, None)
 
-    def _put_here(self, key: ChunkKey, coded: Coded) -> None:
+    def _put_here(self, key: ChunkKey, record: ChunkRecord) -> None:
         try:
-            with self._or_warn("the machine's own KV store did not take a chunk"):
-                self._carry(coded.coding.tables, self._far, self._near, LOCAL)
-                self._near.put_coded(key, coded)  # past the tiers: what they have is this very record
+            with self.or_warn("the machine's own KV store did not take a chunk"):
+                self.carry(record.coding.tables, self._far, self._near, LOCAL)
+                self._near.put(key, record)  # past the tiers: what they have is this very record
         finally:
             self._arriving.pop(key, None)
 
-    def _carry(self, hash: bytes, source: KVStore, target: KVStore, name: str) -> None:
+    def carry(self, hash: bytes, source: KVStore, target: KVStore, name: str) -> None:
         """Bring along the tables that a chunk needs. Raises StoreError."""
         if hash == NO_TABLES or (name, hash) in self._carried:
             return
         there = raw = None
-        with suppress(Undecodable):  # damaged: brought anew
-            there = target.tables(hash)
-        with suppress(Undecodable):
-            raw = None if there else source.tables(hash)
+        with suppress(CorruptBlob):  # brought anew
+            there = target.blobs.get(hash)
+        with suppress(CorruptBlob):
+            raw = None if there else source.blobs.get(hash)
         if raw:
-            info = next((info for info in source.all_tables() if info.hash == hash), None)
+            info = next((info for info in source.blobs.list() if info.hash == hash), None)
             if info:
-                target.put_tables(info.codec, info.fingerprint, raw, current=False)
+                target.blobs.put(info.kind, info.owner, raw, current=False)
         self._carried.add((name, hash))
 
     @contextmanager
-    def _or_rest(self) -> Iterator[None]:
+    def or_rest(self) -> Iterator[None]:
         """What the remote store fails at is left out, and it is left alone for a moment."""
         try:
             yield
@@ -444,7 +390,7 @@ class LayeredStore(WrappedStore):
             raise
 
     @contextmanager
-    def _or_warn(self, what: str) -> Iterator[None]:
+    def or_warn(self, what: str) -> Iterator[None]:
         """What the own store fails at is left out."""
         try:
             yield
@@ -462,17 +408,52 @@ def _whole(store: KVStore, keys: Sequence[ChunkKey]) -> Sample | None:
     """The first of these that is there. Raises StoreError."""
     for key in keys:
         start = time.perf_counter()
-        if coded := store.coded(key):
-            return Sample(0.0, time.perf_counter() - start, 1.0, coded.shape.n_tokens)
+        if record := read_record(store, key):
+            return Sample(0.0, time.perf_counter() - start, 1.0, record.n_tokens)
     return None
 
 
-class _LeaseUntilWritten(Lease):
-    """A remote store's lease on a chunk that may still be on its way there."""
+class _Records:
+    """The own store's snapshot, and the remote store for what it lacks."""
 
-    def __init__(self, lease: Lease, key: ChunkKey, backlog: Backlog, stored: bool) -> None:
-        self._lease, self._key, self._backlog, self.stored = lease, key, backlog, stored
+    def __init__(self, near: Snapshot, far: KVStore) -> None:
+        self._near, self._far = near, far
 
-    def release(self) -> None:
-        if not (self._backlog.has(self._key) and self._backlog.add(self._key, 0, self._lease.release)):
-            self._lease.release()
+    def get(self, key: ChunkKey, count: bool = True) -> ChunkRecord | None:
+        return self._near.get(key, count) or read_record(self._far, key)
+
+
+class _Blobs(BlobStore):
+    """Those of both stores; what is read of the remote one's is copied."""
+
+    def __init__(self, store: LayeredStore, near: KVStore, far: KVStore) -> None:
+        self._store, self._near, self._far = store, near, far
+
+    def put(self, kind: str, owner: str, raw: bytes, current: bool = True) -> bytes:
+        if not self._far.read_only:
+            with self._store.or_rest():
+                self._far.blobs.put(kind, owner, raw, current)
+        return self._near.blobs.put(kind, owner, raw, current)
+
+    def get(self, hash: bytes) -> bytes | None:
+        with self._store.or_warn("the machine's own KV store cannot be read"), suppress(CorruptBlob):
+            if raw := self._near.blobs.get(hash):
+                return raw
+        with self._store.or_rest():
+            if raw := self._far.blobs.get(hash):
+                self._store.carry(hash, self._far, self._near, LOCAL)
+                return raw
+        return None
+
+    def list(self) -> Sequence[BlobInfo]:
+        infos: dict[bytes, BlobInfo] = {}
+        with self._store.or_warn("the machine's own KV store cannot be read"):
+            infos = {info.hash: info for info in self._near.blobs.list()}
+        with self._store.or_rest():
+            infos |= {info.hash: info for info in self._far.blobs.list()}
+        return [infos[hash] for hash in sorted(infos)]
+
+    def delete(self, hash: bytes) -> bool:
+        self._store.forget_blob(hash)
+        here = self._near.blobs.delete(hash)
+        return (not self._far.read_only and self._far.blobs.delete(hash)) or here

@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from blendserve.errors import CorruptRecord, StoreError, StoreVersion, unraised
-from blendserve.store.base import REMOTE, ChunkView, Meanwhile, Snapshot, TimeSaved
 from blendserve.store.codecs.base import Undecodable
 from blendserve.store.fetching import Fetched
 from blendserve.store.key import ChunkKey
-from blendserve.store.record import Coded
+from blendserve.store.record import ChunkRecord
+from blendserve.store.request_reads import REMOTE, Meanwhile, Reads, TimeSaved
+from blendserve.store.view import ChunkView
 
 
 class Source(Protocol):
@@ -20,7 +21,7 @@ class Source(Protocol):
         """A chunk that a tier has whole, wherever it came from, and that tier's name."""
         ...
 
-    def arriving(self, key: ChunkKey) -> Coded | None:
+    def arriving(self, key: ChunkKey) -> ChunkRecord | None:
         """A chunk that was fetched, and is not in the own store yet."""
         ...
 
@@ -34,7 +35,7 @@ class Source(Protocol):
         """Chunks of the remote store, in one go; those that were read ahead at once."""
         ...
 
-    def view(self, key: ChunkKey, coded: Coded) -> ChunkView:
+    def view(self, record: ChunkRecord) -> ChunkView:
         """A fetched chunk. Raises codecs.base.Undecodable."""
         ...
 
@@ -46,10 +47,10 @@ class Source(Protocol):
 class LayeredSnapshot:
     """The own store as it was when this was opened, and what the remote one gives for what it lacks."""
 
-    def __init__(self, source: Source, near: Snapshot | None, deletions: int) -> None:
+    def __init__(self, source: Source, near: Reads | None, deletions: int) -> None:
         """near: None where it cannot be read. deletions: how many there had been."""
         self._source, self._near, self.deletions = source, near, deletions
-        self.fetched: dict[ChunkKey, Coded] = {}  # that were found there
+        self.fetched: dict[ChunkKey, ChunkRecord] = {}  # that were found there
         self._expected: list[ChunkKey] = []
         self._meanwhile: Meanwhile | None = None
         self._saved: TimeSaved | None = None
@@ -101,8 +102,8 @@ class LayeredSnapshot:
         if found := self._source.held(key):
             self._from[key], view = found
             return view
-        coded = self._source.arriving(key)
-        fetched = self._view(key, coded) if coded else None
+        record = self._source.arriving(key)
+        fetched = self._view(key, record) if record else None
         if fetched:
             self._from[key] = "memory"
         return fetched
@@ -115,9 +116,9 @@ class LayeredSnapshot:
             self._asked.update(lacking)
             self._answers |= self._source.fetch(lacking, self._meanwhile, self._saved)
         answer = self._answers.get(key)
-        view = self._view(key, answer) if isinstance(answer, Coded) else None
+        view = self._view(key, answer) if isinstance(answer, ChunkRecord) else None
         self._source.count("hits" if view else "misses")
-        if view and isinstance(answer, Coded):
+        if view and isinstance(answer, ChunkRecord):
             self.fetched[key], self._from[key] = answer, REMOTE
         elif isinstance(answer, Undecodable):
             self._lacking[key] = answer
@@ -125,9 +126,9 @@ class LayeredSnapshot:
             raise unraised(answer)
         return view
 
-    def _view(self, key: ChunkKey, coded: Coded) -> ChunkView | None:
+    def _view(self, key: ChunkKey, record: ChunkRecord) -> ChunkView | None:
         try:
-            view = self._source.view(key, coded)
+            view = self._source.view(record)
             self._source.drop_deleted(key, self.deletions)
             return view
         except Undecodable as error:

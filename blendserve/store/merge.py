@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from blendserve.errors import CorruptRecord
-from blendserve.store.base import KVStore
-from blendserve.store.codecs.base import Undecodable
+from blendserve.errors import CorruptBlob, CorruptRecord
+from blendserve.store.base import KVStore, Progress, read_record
 
 
-def merge(
-    source: KVStore, into: KVStore, progress: Callable[[int, int], None] | None = None
-) -> tuple[int, int]:
+def merge(source: KVStore, into: KVStore, progress: Progress | None = None) -> tuple[int, int]:
     """Copy what `into` lacks, as it is coded and pinned as precompute would -> (copied, skipped because damaged).
 
-    Tables of codecs come first, so that at no time a chunk is there without them. Raises StoreFull; what was copied
-    stays.
+    Blobs come first, so that no chunk is there without its tables. Raises StoreFull; what was copied stays.
     """
-    damaged = _merge_tables(source, into)
+    damaged = _merge_blobs(source, into)
     keys = list(source.keys())
-    there = into.present(keys)
+    there = into.contains(keys)
     keys = [key for key in keys if key not in there]
     copied = 0
     for done, key in enumerate(keys, start=1):
         try:
-            coded = source.coded(key)
-            copied += coded is not None and into.put_coded(key, coded, pin=True)
+            record = read_record(source, key)
+            copied += record is not None and into.put(key, record, pin=True)
         except CorruptRecord:
             damaged += 1
         if progress:
@@ -33,15 +27,15 @@ def merge(
     return copied, damaged
 
 
-def _merge_tables(source: KVStore, into: KVStore) -> int:
-    """Copy the tables that `into` lacks; its own stay current -> how many were damaged."""
-    there, damaged = {info.hash for info in into.all_tables()}, 0
-    for info in source.all_tables():
+def _merge_blobs(source: KVStore, into: KVStore) -> int:
+    """Copy the blobs that `into` lacks; its own stay current -> how many were damaged."""
+    there, damaged = {info.hash for info in into.blobs.list()}, 0
+    for info in source.blobs.list():
         try:
-            raw = None if info.hash in there else source.tables(info.hash)
-        except Undecodable:
+            raw = None if info.hash in there else source.blobs.get(info.hash)
+        except CorruptBlob:
             damaged += 1
             continue
         if raw is not None:
-            into.put_tables(info.codec, info.fingerprint, raw, current=False)
+            into.blobs.put(info.kind, info.owner, raw, current=False)
     return damaged

@@ -1,28 +1,24 @@
-"""Bytes <-> chunk: one header record per chunk, one segment per layer. No pickle.
+"""A chunk's record: one header, and one segment per layer. No pickle.
 
     header   magic 4 | format 2 | dtype 2 | L 4 | K 4 | D 4 | C 4 | codec 8 | level 4 | hash of the codec's tables 16
              | (length 8 | checksum 8) of each layer | id 4 of each token, or of none
              | checksum of the chunk's key and all of the above 8                                          little-endian
     segment  what the codec wrote for the layer (codecs/)                           checksums are xxh3-64
 
-The header's own checksum is checked first and covers the key, so a header filed under another key is damage
-too. Then every field is checked against every other and against the lengths that are really there. The
-first six bytes and the checksum in the last eight hold for any later format, so that a newer header can be
-told from a damaged one.
+The header's own checksum is checked first. It covers the key, so a header under another key is damage. Then every
+field is checked against the others. The first six bytes and the last eight mean the same in every format, so a header of
+another format is not taken for a damaged one.
 
-The checksum of a layer is seeded with the key, the fields in front and the layer's number. So bytes that
-are whole but not these (another chunk's, another layer's, or read in another dtype, shape or codec) fail it as
-well.
+The checksum of a layer is seeded with the key, the fields and the layer's number. So whole bytes of another chunk,
+layer, dtype, shape or codec fail it as well.
 
 Token ids are what near-duplicates are found by (blend/near). They tell nobody more than the KV does.
-
-Format 2 had no token ids. Format 1 knew no codecs: dtype and a zero took a byte each, the bytes of every layer stood
-once, behind C, and then the checksums. Both are still read.
 """
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,7 +28,6 @@ import xxhash
 from blendserve.core import ChunkKV, TokenIds
 from blendserve.errors import CorruptRecord, StoreError, StoreVersion
 from blendserve.store.codecs.base import NAME_BYTES, Buffer, ChunkShape, Codec, Coding, known_codec
-from blendserve.store.codecs.raw import Raw
 
 MAGIC = b"BSKV"
 FORMAT = 3
@@ -41,8 +36,8 @@ CODE_OF = {dtype: code for code, dtype in DTYPES.items()}
 
 _PRELUDE = struct.Struct("<4sH")
 _FIELDS = struct.Struct(f"<4sHHIIII{NAME_BYTES}sI16s")
-_FIELDS_1 = struct.Struct("<4sHBBIIIIQ")
 _SUM = struct.Struct("<Q")
+_LAYER = struct.Struct("<QQ")
 ID_BYTES = 4
 SMALLEST = _PRELUDE.size + _SUM.size
 
@@ -55,8 +50,8 @@ class Header:
     coding: Coding
     lengths: tuple[int, ...]  # of each layer's segment
     checksums: tuple[int, ...]  # of each layer
-    fields: bytes  # the record up to here, in its own format: part of every layer's checksum
-    ids: TokenIds = ()  # [C], or none where nobody told
+    fields: bytes  # the record up to here: part of every layer's checksum
+    token_ids: TokenIds = ()  # [C], or none where the writer did not know them
 
     @property
     def n_bytes(self) -> int:
@@ -64,39 +59,112 @@ class Header:
         return sum(self.lengths)
 
 
+def ignore(event: str, why: str = "") -> None:
+    """A report that nobody counts."""
+
+
 @dataclass(frozen=True, slots=True)
-class Coded:
-    """A chunk as a codec left it: what one store may give another without decoding it."""
+class ChunkRecord:
+    """A chunk as a codec wrote it. Its segments may lie in a store's memory; each is checked when it is read."""
 
-    shape: ChunkShape
-    coding: Coding
-    segments: list[Buffer]  # [L]
-    ids: TokenIds = ()  # [C], or none where nobody told
+    key: bytes
+    header: Header
+    read: Callable[[int], Buffer | None]  # layer l's bytes, None where there are none
+    report: Callable[..., None] = ignore  # the store counts: "corrupt", or "undecodable" and why
+    trusted: bool = False  # the bytes were checked, and nothing can have changed them since
 
+    @classmethod
+    def encode(cls, key: bytes, kv: ChunkKV, codec: Codec) -> ChunkRecord:
+        """A chunk's KV through a codec. Raises StoreError for tensors that are no chunk KV."""
+        validate_kv(kv)
+        return cls.from_segments(key, ChunkShape.of(kv), codec.coding, codec.encode(kv), kv.ids)
 
-def encode(key: bytes, kv: ChunkKV, codec: Codec) -> tuple[Header, list[Buffer]]:
-    """A chunk's header and its L segments. Raises StoreError for tensors that are no chunk KV."""
-    validate_kv(kv)
-    coded = Coded(ChunkShape.of(kv), codec.coding, codec.encode(kv), kv.ids)
-    return seal(key, coded), coded.segments
+    @classmethod
+    def from_segments(
+        cls,
+        key: bytes,
+        shape: ChunkShape,
+        coding: Coding,
+        segments: Sequence[Buffer],
+        token_ids: TokenIds = (),
+    ) -> ChunkRecord:
+        """Segments [L] that a codec wrote, with the header that fits them."""
+        fields = _pack(shape, coding)
+        sums = tuple(_segment_checksum(key, fields, l, segment) for l, segment in enumerate(segments))
+        header = Header(shape, coding, tuple(map(len, segments)), sums, fields, token_ids)
+        return cls(key, header, segments.__getitem__, trusted=True)
 
+    @property
+    def shape(self) -> ChunkShape:
+        return self.header.shape
 
-def seal(key: bytes, coded: Coded) -> Header:
-    """The header of a coded chunk under this key, in the present format."""
-    fields = _pack(coded.shape, coded.coding)
-    sums = (_segment_checksum(key, fields, l, segment) for l, segment in enumerate(coded.segments))
-    return Header(coded.shape, coded.coding, tuple(map(len, coded.segments)), tuple(sums), fields, coded.ids)
+    @property
+    def coding(self) -> Coding:
+        return self.header.coding
+
+    @property
+    def token_ids(self) -> TokenIds:
+        return self.header.token_ids
+
+    @property
+    def n_layers(self) -> int:
+        return self.header.shape.n_layers
+
+    @property
+    def n_tokens(self) -> int:
+        return self.header.shape.n_tokens
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of all segments, as stored."""
+        return self.header.n_bytes
+
+    @property
+    def raw_bytes(self) -> int:
+        """Bytes of the KV that it decodes to."""
+        return self.header.shape.n_bytes
+
+    def header_bytes(self) -> bytes:
+        return encode_header(self.key, self.header)
+
+    def segment(self, l: int) -> Buffer:
+        """Layer l as the codec wrote it. Raises CorruptRecord, IndexError, and what reading it raises."""
+        if not 0 <= l < self.n_layers:
+            raise IndexError(f"a chunk of {self.n_layers} layers has no layer {l}")
+        raw = self.read(l)
+        if self.trusted and raw is not None:
+            return raw
+        try:
+            return check_segment(self.key, self.header, l, raw)
+        except CorruptRecord:
+            self.report("corrupt")
+            raise
+
+    def segments(self) -> list[Buffer]:
+        """All layers, [L]. Raises CorruptRecord."""
+        return [self.segment(l) for l in range(self.n_layers)]
+
+    def copy(self) -> ChunkRecord:
+        """The same in memory of its own, every segment checked. Raises CorruptRecord."""
+        segments = [bytes(segment) for segment in self.segments()]
+        return ChunkRecord(self.key, self.header, segments.__getitem__, trusted=True)
+
+    def for_key(self, key: bytes) -> ChunkRecord:
+        """The same chunk under another key. Raises CorruptRecord."""
+        if key == self.key:
+            return self
+        return ChunkRecord.from_segments(key, self.shape, self.coding, self.segments(), self.token_ids)
 
 
 def encode_header(key: bytes, header: Header) -> bytes:
     """The header record of the chunk `key`."""
-    layers = [number for pair in zip(header.lengths, header.checksums, strict=True) for number in pair]
-    body = header.fields + struct.pack(f"<{len(layers)}Q", *layers) + np.asarray(header.ids, "<u4").tobytes()
+    layers = b"".join(map(_LAYER.pack, header.lengths, header.checksums))
+    body = header.fields + layers + np.asarray(header.token_ids, "<u4").tobytes()
     return body + _SUM.pack(xxhash.xxh3_64_intdigest(key + body))
 
 
 def decode_header(key: bytes, raw: Buffer) -> Header:
-    """Read a header record. Raises CorruptRecord, or StoreVersion for a whole header of a newer format."""
+    """Read a header record. Raises CorruptRecord; StoreVersion for a whole header of another format."""
     raw = bytes(raw)
     if len(raw) < SMALLEST:
         raise CorruptRecord(key, f"its header has {len(raw)} bytes, the smallest has {SMALLEST}")
@@ -104,15 +172,12 @@ def decode_header(key: bytes, raw: Buffer) -> Header:
     if xxhash.xxh3_64_intdigest(key + body) != own:
         raise CorruptRecord(key, "its header fails its checksum")
     magic, version = _PRELUDE.unpack_from(body)
-    if magic == MAGIC and version > FORMAT:
-        raise StoreVersion(
-            f"chunk {key.hex()} was stored in format {version} by a newer blendserve, this one reads format {FORMAT}: "
-            "upgrade blendserve, or give this version a store of its own (store.path)"
-        )
     try:
-        if magic != MAGIC or version not in _PARSERS:
+        if magic != MAGIC or version < 1:
             raise ValueError(f"it starts with {magic!r} and format {version}")
-        header = _PARSERS[version](body)
+        if version != FORMAT:
+            raise StoreVersion(_other_format(key, version))
+        header = _parse(body)
         if codec := known_codec(header.coding.codec):
             codec.check(header.coding, header.shape, header.lengths)
     except (ValueError, struct.error) as error:
@@ -150,60 +215,43 @@ def validate_kv(kv: ChunkKV) -> None:
         )
 
 
+def _other_format(key: bytes, version: int) -> str:
+    """What to do about a chunk of another format."""
+    if version > FORMAT:
+        return (
+            f"chunk {key.hex()} was stored in format {version} by a newer blendserve, this one reads format {FORMAT}: "
+            "upgrade blendserve, or give this version a store of its own (store.path)"
+        )
+    return (
+        f"chunk {key.hex()} was stored in format {version} by blendserve 0.1, this one reads format {FORMAT}: run "
+        "`blendserve precompute` to store it again"
+    )
+
+
 def _segment_checksum(key: bytes, fields: bytes, l: int, raw: Buffer) -> int:
-    """What tells that these bytes are layer l of this chunk, of this shape, dtype and coding."""
+    """The checksum of these bytes as layer l of this chunk, of this shape, dtype and coding."""
     seed = xxhash.xxh3_64_intdigest(key + fields + l.to_bytes(4, "little"))
     return xxhash.xxh3_64_intdigest(raw, seed)
 
 
 def _pack(shape: ChunkShape, coding: Coding) -> bytes:
-    """The fields in front of a header of the present format."""
+    """The fields in front of a header."""
     dtype, sizes = CODE_OF[shape.dtype], (shape.n_layers, shape.n_kv_heads, shape.head_dim, shape.n_tokens)
     return _FIELDS.pack(MAGIC, FORMAT, dtype, *sizes, coding.codec.encode(), coding.level, coding.tables)
 
 
 def _parse(body: bytes) -> Header:
-    """A header of the present format. Raises ValueError, struct.error."""
-    _, _, dtype, *sizes, codec, level, tables = _FIELDS.unpack_from(body)
-    shape, end = _shape(dtype, *sizes), len(body)
-    if n_ids := end - _FIELDS.size - shape.n_layers * 2 * _SUM.size:
-        end -= shape.n_tokens * ID_BYTES
-    layers = _layers(body[:end], _FIELDS.size, shape.n_layers, 2)
-    ids = tuple(np.frombuffer(body[end:], "<u4").tolist()) if n_ids else ()
-    coding = Coding(codec.rstrip(b"\0").decode(), level, tables)
-    return Header(shape, coding, layers[::2], layers[1::2], body[: _FIELDS.size], ids)
-
-
-def _parse_2(body: bytes) -> Header:
-    """A header of format 2. Raises ValueError, struct.error."""
-    if (header := _parse(body)).ids:
-        raise ValueError("it has token ids, which format 2 does not")
-    return header
-
-
-def _parse_1(body: bytes) -> Header:
-    """A header of format 1. Raises ValueError, struct.error."""
-    _, _, dtype, codec, *sizes, layer_bytes = _FIELDS_1.unpack_from(body)
-    shape = _shape(dtype, *sizes)
-    checksums = _layers(body, _FIELDS_1.size, shape.n_layers, 1)
-    if codec or layer_bytes != shape.layer_bytes:
-        raise ValueError(
-            f"it says {layer_bytes} bytes a layer in codec {codec}, its shape {shape.layer_bytes}"
-        )
-    return Header(shape, Raw.coding, (layer_bytes,) * shape.n_layers, checksums, body[: _FIELDS_1.size])
-
-
-_PARSERS = {1: _parse_1, 2: _parse_2, FORMAT: _parse}
-
-
-def _shape(dtype: int, n_layers: int, n_kv_heads: int, head_dim: int, n_tokens: int) -> ChunkShape:
+    """A header without its checksum. Raises ValueError, struct.error."""
+    _, _, dtype, n_layers, n_kv_heads, head_dim, n_tokens, codec, level, tables = _FIELDS.unpack_from(body)
     if dtype not in DTYPES or not (n_layers and n_kv_heads and head_dim):
         raise ValueError(f"dtype {dtype}, shape {[n_layers, n_kv_heads, n_tokens, head_dim]}")
-    return ChunkShape(DTYPES[dtype], n_layers, n_kv_heads, head_dim, n_tokens)
-
-
-def _layers(body: bytes, start: int, n_layers: int, each: int) -> tuple[int, ...]:
-    """The numbers behind the fields, so many for each layer."""
-    if len(body) != start + n_layers * each * _SUM.size:
-        raise ValueError(f"it has {len(body)} bytes, which do not fit {n_layers} layers")
-    return struct.unpack_from(f"<{n_layers * each}Q", body, start)
+    ids_at = _FIELDS.size + n_layers * _LAYER.size
+    if len(body) not in (ids_at, ids_at + n_tokens * ID_BYTES):
+        raise ValueError(
+            f"it has {len(body)} bytes, which do not fit {n_layers} layers and {n_tokens} tokens"
+        )
+    layers = struct.unpack_from(f"<{2 * n_layers}Q", body, _FIELDS.size)
+    token_ids = tuple(np.frombuffer(body[ids_at:], "<u4").tolist())
+    shape = ChunkShape(DTYPES[dtype], n_layers, n_kv_heads, head_dim, n_tokens)
+    coding = Coding(codec.rstrip(b"\0").decode(), level, tables)
+    return Header(shape, coding, layers[::2], layers[1::2], body[: _FIELDS.size], token_ids)

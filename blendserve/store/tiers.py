@@ -23,23 +23,15 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from blendserve.config import TiersConfig
-from blendserve.core import ChunkKV
 from blendserve.errors import ConfigError
 from blendserve.kernels.cuda.staging import CopyStream, apart, copy_stream_to, joined
-from blendserve.store.base import (
-    ChunkInfo,
-    ChunkView,
-    KVStore,
-    Meanwhile,
-    Snapshot,
-    StoreStats,
-    TierStats,
-    TimeSaved,
-)
+from blendserve.store.base import ChunkInfo, KVStore, StoreStats, TierStats
 from blendserve.store.codecs.base import Pair, Undecodable
 from blendserve.store.key import ChunkKey
 from blendserve.store.policies import LRU, Admission, Candidate
-from blendserve.store.record import Coded
+from blendserve.store.record import ChunkRecord
+from blendserve.store.request_reads import Meanwhile, Reads, TimeSaved
+from blendserve.store.view import ChunkView
 from blendserve.store.wrapped import WrappedStore
 
 log = logging.getLogger(__name__)
@@ -187,35 +179,25 @@ class TieredStore(WrappedStore):
         self._tiers = tuple(tiers)
 
     @contextmanager
-    def reading(self) -> Iterator[Snapshot]:
+    def reading(self) -> Iterator[Reads]:
         with self._store.reading() as snapshot:
             yield _TieredSnapshot(snapshot, self._tiers)
 
-    def put(self, key: ChunkKey, kv: ChunkKV, pin: bool = False) -> bool:
-        stored = self._store.put(key, kv, pin)
+    def put(self, key: ChunkKey, record: ChunkRecord, pin: bool = False) -> bool:
+        stored = self._store.put(key, record, pin)
         if stored:
             self._forget(key)
         return stored
 
-    def put_uncoded(self, key: ChunkKey, kv: ChunkKV, pin: bool = False) -> bool:
-        stored = self._store.put_uncoded(key, kv, pin)
-        if stored:
+    def delete(self, keys: Iterable[ChunkKey]) -> int:
+        asked = list(keys)
+        there = self._store.delete(asked)
+        for key in asked:
             self._forget(key)
-        return stored
-
-    def put_coded(self, key: ChunkKey, coded: Coded, pin: bool = False) -> bool:
-        stored = self._store.put_coded(key, coded, pin)
-        if stored:
-            self._forget(key)
-        return stored
-
-    def delete(self, key: ChunkKey) -> bool:
-        there = self._store.delete(key)
-        self._forget(key)
         return there
 
-    def info(self, keys: Iterable[ChunkKey]) -> dict[ChunkKey, ChunkInfo]:
-        found = self._store.info(keys)
+    def describe(self, keys: Iterable[ChunkKey]) -> dict[ChunkKey, ChunkInfo]:
+        found = self._store.describe(keys)
         nearest = {key: tier.name for tier in reversed(self._tiers) for key in found if key in tier}
         return {key: replace(known, tier=nearest.get(key, known.tier)) for key, known in found.items()}
 
@@ -240,7 +222,7 @@ class TieredStore(WrappedStore):
 class _TieredSnapshot:
     """A snapshot of the store, some of whose chunks are nearer."""
 
-    def __init__(self, snapshot: Snapshot, tiers: Sequence[Tier]) -> None:
+    def __init__(self, snapshot: Reads, tiers: Sequence[Tier]) -> None:
         self._snapshot, self._tiers = snapshot, tiers
         self._from: dict[ChunkKey, str] = {}  # chunks that a tier has whole
 

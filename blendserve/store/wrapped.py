@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 
-from blendserve.core import ChunkKV, TokenIds
-from blendserve.store.base import ChunkInfo, KVStore, Lease, Sample, StoreStats, TimeSaved, VerifyReport
-from blendserve.store.codecs.base import Codec
+from blendserve.core import TokenIds
+from blendserve.store.base import ChunkInfo, KVStore, Progress, Snapshot, StoreStats, VerifyReport
 from blendserve.store.key import ChunkKey
-from blendserve.store.record import Coded
-from blendserve.store.tables import TablesInfo
+from blendserve.store.record import ChunkRecord
+from blendserve.store.request_reads import Sample, TimeSaved
 
 
 class WrappedStore(KVStore):
@@ -17,58 +17,53 @@ class WrappedStore(KVStore):
 
     def __init__(self, store: KVStore) -> None:
         self._store = store
+        self.kind, self.location, self.read_only = store.kind, store.location, store.read_only
+        self.cap_bytes, self.blobs = store.cap_bytes, store.blobs
         self.tells_ids = store.tells_ids
 
-    def put(self, key: ChunkKey, kv: ChunkKV, pin: bool = False) -> bool:
-        return self._store.put(key, kv, pin)
+    def snapshot(self) -> AbstractContextManager[Snapshot]:
+        return self._store.snapshot()
 
-    def write_by(self, codec: Codec) -> None:
-        self._store.write_by(codec)
+    def put(self, key: ChunkKey, record: ChunkRecord, pin: bool = False) -> bool:
+        return self._store.put(key, record, pin)
 
-    def coded(self, key: ChunkKey) -> Coded | None:
-        return self._store.coded(key)
+    def delete(self, keys: Iterable[ChunkKey]) -> int:
+        return self._store.delete(keys)
 
-    def put_coded(self, key: ChunkKey, coded: Coded, pin: bool = False) -> bool:
-        return self._store.put_coded(key, coded, pin)
+    def pin(self, keys: Iterable[ChunkKey], pinned: bool = True) -> int:
+        return self._store.pin(keys, pinned)
 
-    def put_uncoded(self, key: ChunkKey, kv: ChunkKV, pin: bool = False) -> bool:
-        return self._store.put_uncoded(key, kv, pin)
+    def contains(self, keys: Iterable[ChunkKey]) -> set[ChunkKey]:
+        return self._store.contains(keys)
 
-    def put_tables(self, codec: str, fingerprint: str, raw: bytes, current: bool = True) -> bytes:
-        return self._store.put_tables(codec, fingerprint, raw, current)
+    def describe(self, keys: Iterable[ChunkKey]) -> dict[ChunkKey, ChunkInfo]:
+        return self._store.describe(keys)
 
-    def tables(self, hash: bytes) -> bytes | None:
-        return self._store.tables(hash)
+    def keys(self, namespace: str | None = None) -> Iterator[ChunkKey]:
+        return self._store.keys(namespace)
 
-    def all_tables(self) -> list[TablesInfo]:
-        return self._store.all_tables()
+    def admits(self, key: ChunkKey, n_bytes: int) -> bool:
+        return self._store.admits(key, n_bytes)
 
-    def delete_tables(self, hash: bytes) -> bool:
-        return self._store.delete_tables(hash)
+    def lease(self, keys: Sequence[ChunkKey], seconds: float) -> set[ChunkKey]:
+        return self._store.lease(keys, seconds)
 
-    def wants(self, key: ChunkKey, raw_bytes: int) -> bool:
-        return self._store.wants(key, raw_bytes)
+    def release(self, keys: Iterable[ChunkKey]) -> None:
+        self._store.release(keys)
 
-    def lease(self, key: ChunkKey, seconds: float) -> Lease | None:
-        return self._store.lease(key, seconds)
+    def stats(self, namespace: str | None = None) -> StoreStats:
+        return self._store.stats(namespace)
 
-    def leases(self, keys: Sequence[ChunkKey], seconds: float) -> dict[ChunkKey, Lease]:
-        return self._store.leases(keys, seconds)
+    def verify(self, progress: Progress | None = None) -> VerifyReport:
+        return self._store.verify(progress)
 
-    def pin(self, keys: Iterable[ChunkKey]) -> int:
-        return self._store.pin(keys)
+    def close(self) -> None:
+        self._store.close()
 
-    def unpin(self, keys: Iterable[ChunkKey]) -> int:
-        return self._store.unpin(keys)
-
-    def __contains__(self, key: ChunkKey) -> bool:
-        return key in self._store
+    # request_reads.py
 
     def present(self, keys: Iterable[ChunkKey], remote: bool = True) -> set[ChunkKey]:
         return self._store.present(keys, remote)
-
-    def info(self, keys: Iterable[ChunkKey]) -> dict[ChunkKey, ChunkInfo]:
-        return self._store.info(keys)
 
     def hot(self) -> frozenset[ChunkKey]:
         return self._store.hot()
@@ -92,18 +87,3 @@ class WrappedStore(KVStore):
     @property
     def compares_cost(self) -> bool:
         return self._store.compares_cost
-
-    def delete(self, key: ChunkKey) -> bool:
-        return self._store.delete(key)
-
-    def keys(self, namespace: str | None = None) -> Iterator[ChunkKey]:
-        return self._store.keys(namespace)
-
-    def stats(self, namespace: str | None = None) -> StoreStats:
-        return self._store.stats(namespace)
-
-    def verify(self, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
-        return self._store.verify(progress)
-
-    def close(self) -> None:
-        self._store.close()

@@ -17,7 +17,9 @@ from blendserve.core import ChunkKV
 from blendserve.errors import StoreError
 from blendserve.kernels.cuda.staging import CopyStream, HostCopy
 from blendserve.store.base import KVStore
+from blendserve.store.codecs.base import Codec
 from blendserve.store.key import ChunkKey
+from blendserve.store.record import ChunkRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +33,12 @@ class _Write:
 
 def write_behind(
     store: KVStore,
+    codec: Codec,
     chunks: Iterable[tuple[ChunkKey, ChunkKV]],
     most_tokens: int,
     stream: CopyStream | None = None,
 ) -> Generator[int, None, None]:
-    """Put the chunks, pinned and in order -> the bytes of each, as soon as it is stored.
+    """Encode and put the chunks, pinned and in order -> the bytes of each, as soon as it is stored.
 
     Of what was computed, at most `most_tokens`, or one chunk, waits to be written. What waits when the caller or `chunks`
     stops early is still written: close the iterator then. stream: of copies to the host, by default the device's own.
@@ -45,7 +48,7 @@ def write_behind(
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="blendserve-write") as pool:
         try:
             for key, kv in chunks:
-                put = pool.submit(_put, store, key, HostCopy(kv, stream))
+                put = pool.submit(_put, store, codec, key, HostCopy(kv, stream))
                 waiting.append(_Write(kv.n_tokens, kv.n_bytes, put))
                 while _is_over(waiting, most_tokens):
                     yield _done(waiting.popleft())
@@ -56,8 +59,8 @@ def write_behind(
             raise
 
 
-def _put(store: KVStore, key: ChunkKey, copy: HostCopy) -> bool:
-    return store.put(key, copy.arrived(), pin=True)
+def _put(store: KVStore, codec: Codec, key: ChunkKey, copy: HostCopy) -> bool:
+    return store.put(key, ChunkRecord.encode(key, copy.arrived(), codec), pin=True)
 
 
 def _is_over(waiting: deque[_Write], most_tokens: int) -> bool:

@@ -100,7 +100,7 @@ def test_linear_flops_are_those_that_ran(reader: Reader, tmp_path: Path) -> None
             assert work.linear == linear, method.name
             assert work.loaded == done.report.bytes_loaded, method.name
             assert bound_s == pytest.approx((work.linear + work.attention + work.loaded) / 1e9)
-        fixture.store.delete(next(iter(fixture.store.keys())))
+        fixture.store.delete([next(iter(fixture.store.keys()))])
         with pytest.raises(StoreError):  # missing KV is an error and not a slow method
             fixture.run(found[-1])
 

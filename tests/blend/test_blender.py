@@ -13,10 +13,9 @@ from blendserve.blend.blender import Blender
 from blendserve.config import BlendConfig
 from blendserve.core import BlendReport, Reason, Span, TokenIds, run
 from blendserve.errors import ConfigError
-from blendserve.store import MemoryStore
+from blendserve.store import ChunkRecord, MemoryStore, read_record
 from blendserve.store.codecs.base import Coding
-from blendserve.store.memory import MemoryChunk
-from blendserve.store.record import Coded
+from blendserve.store.view import RecordView
 from tests.support.blending import (
     PREFIX,
     LeakyStore,
@@ -29,7 +28,7 @@ from tests.support.blending import (
 )
 from tests.support.damages import DAMAGES, Damage
 from tests.support.models import fresh_model, tiny_adapter
-from tests.support.stores import ROOMY, FaultyStore, OnDisk
+from tests.support.stores import ROOMY, FaultyStore, OnDisk, put_kv
 
 PROMPT = some_prompt([14, 9, 0, 20, 1, 9])
 CHUNKS = [chunk.ids for chunk in PROMPT.chunks]
@@ -57,14 +56,15 @@ def flip_layers(place: OnDisk, maker: Blender) -> None:
 def put_wrong_record(place: OnDisk, maker: Blender) -> None:
     """Of another chunk, under a chunk's key."""
     with place.open() as store:
-        store.put(maker.key(CHUNKS[1]), maker.computer(PREFIX).compute([some_ids(3)])[0])
+        put_kv(store, maker.key(CHUNKS[1]), maker.computer(PREFIX).compute([some_ids(3)])[0])
 
 
 def put_foreign_codec(place: OnDisk, maker: Blender) -> None:
     with place.open() as store:
-        coded: Any = store.coded(maker.key(CHUNKS[1]))
-        alien = Coded(coded.shape, Coding("alien", 3, bytes(range(16))), coded.segments)
-        store.put_coded(maker.key(CHUNKS[1]), alien)
+        key = maker.key(CHUNKS[1])
+        record: Any = read_record(store, key)
+        coding = Coding("alien", 3, bytes(range(16)))
+        store.put(key, ChunkRecord.from_segments(key, record.shape, coding, record.segments()))
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_an_unusable_chunk_counts_as_missing_and_is_replaced(
     place, as_if_missing = OnDisk(tmp_path, ROOMY), tiny_blender(MemoryStore(ROOMY), *CHUNKS)
     whole = as_if_missing.run(PROMPT, BLEND)
     for ids in absent:
-        as_if_missing.store.delete(as_if_missing.key(ids) if ids else as_if_missing.key(PREFIX, ()))
+        as_if_missing.store.delete([as_if_missing.key(ids) if ids else as_if_missing.key(PREFIX, ())])
     with place.open() as store:
         maker = tiny_blender(store, *CHUNKS)
     damage(place, maker)
@@ -195,13 +195,15 @@ def test_the_model_is_as_it_was_after_requests_damage_and_an_exception(
     assert maker.run(PROMPT, BLEND).report.chunks_corrupt == 1
     store.broken = set()
 
-    def fails(self: Any, l: int) -> Any:
+    layer = RecordView.layer
+
+    def fails(self: RecordView, l: int) -> Any:
         if l == 2:
             raise KeyboardInterrupt
-        return self.kv.keys[l], self.kv.values[l]
+        return layer(self, l)
 
     with monkeypatch.context() as patch:
-        patch.setattr(MemoryChunk, "layer", fails)
+        patch.setattr(RecordView, "layer", fails)
         with pytest.raises(KeyboardInterrupt):
             maker.run(PROMPT, BLEND)
     assert state_of(adapter.model) == before

@@ -140,7 +140,7 @@ def run(case: Case) -> tuple[Prefilled, TracedCache]:
     maker.priors.use(case.known)
     store.broken = {maker.key(ids) for ids in case.damaged}
     if not case.has_prefix:
-        store.delete(maker.key(case.prompt.prefix, ()))
+        store.delete([maker.key(case.prompt.prefix, ())])
     maker.near.refresh()
     cache = TracedCache(adapter, len(case.prompt))
     return maker.run(case.prompt, case.blend, cache=cache), cache

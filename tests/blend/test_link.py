@@ -14,7 +14,7 @@ from blendserve.core import run as run_steps
 from blendserve.fetch.fetcher import KVFetcher
 from blendserve.fetch.link import DEAD_LINK_S, PROBE_PAUSE, PROBE_S, LinkEstimator
 from blendserve.store import KVStore, LayeredStore, MemoryStore
-from blendserve.store.base import LOCAL, REMOTE
+from blendserve.store.request_reads import LOCAL, REMOTE
 from tests.support.blending import check_report, some_prompt, tiny_blender
 from tests.support.links import FarStore
 
@@ -82,7 +82,7 @@ def test_the_time_that_stored_kv_saves(far: FarStore) -> None:
     of_prefix, *requests = made.requests(PROMPT, BlendConfig(method="auto", ratio=0.5), keys)
     prefix_key = made.key(PROMPT.prefix, ())
     whole = run(made, blend).result.cost
-    far.delete(prefix_key)
+    far.delete([prefix_key])
     more = (run(blender(far, row_s=1.0), blend).result.cost - whole) * len(PROMPT)
     assert of_prefix.key == prefix_key
     assert of_prefix.saved_s == pytest.approx(more)
@@ -189,5 +189,5 @@ def test_other_prefixes_and_those_of_this_machine_are_looked_up_each_time(far: F
     for _ in range(2):
         run(blender(far), BLEND)
     assert far.fetched[made.key(PROMPT.prefix, ())] == 3
-    far.delete(made.key(PROMPT.prefix, ()))
+    far.delete([made.key(PROMPT.prefix, ())])
     assert [run(blender(far), BLEND).missing for _ in range(2)] == [((),)] * 2

@@ -14,7 +14,7 @@ from blendserve.errors import CorruptRecord
 from blendserve.fetch.layers import LayerReader
 from blendserve.kernels import team
 from blendserve.kernels.cuda.staging import InPlace
-from blendserve.store.memory import MemoryChunk
+from blendserve.store.view import TensorView
 from tests.support.waiting import eventually, is_blocked
 
 LAYERS = 5
@@ -24,7 +24,7 @@ class Watched:
     """A chunk that notes its reads. That of layer `slow` waits for `gate`."""
 
     def __init__(self, damaged: int | None = None, slow: int | None = None, coded: bool = False) -> None:
-        self.chunk = MemoryChunk(ChunkKV(*torch.arange(2 * LAYERS * 6.0).view(2, LAYERS, 1, 3, 2)))
+        self.chunk = TensorView(ChunkKV(*torch.arange(2 * LAYERS * 6.0).view(2, LAYERS, 1, 3, 2)))
         self.n_layers, self.n_tokens, self.raw_bytes = LAYERS, self.chunk.n_tokens, self.chunk.raw_bytes
         self.n_bytes, self.version = self.raw_bytes // (2 if coded else 1), self.chunk.version
         self.damaged, self.slow = damaged, slow

@@ -18,7 +18,7 @@ from blendserve.core import Chunk, ChunkKV, Prompt, run
 from blendserve.kernels import rows
 from blendserve.models.adapter import Adapter
 from blendserve.models.toy import toy_llama
-from blendserve.store.memory import MemoryChunk
+from blendserve.store.view import TensorView
 
 def peak():
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -33,7 +33,7 @@ for dtype, native, blocks in ((torch.bfloat16, "1", 0), (torch.float32, "0", 0),
     os.environ["BLENDSERVE_NATIVE"] = native
     adapter = Adapter(toy_llama(64, tokens, layers=2, heads=2, kv_heads=1).to(dtype))
     shape = (2, adapter.n_layers, adapter.n_kv_heads, len(prompt.chunks[1]), adapter.head_dim)
-    view = MemoryChunk(ChunkKV(*torch.zeros(shape, dtype=dtype)))
+    view = TensorView(ChunkKV(*torch.zeros(shape, dtype=dtype)))
     empty = lay_out(short, None, [], behind_prefix=True)
     run(blend_prefill(adapter, short, empty, BlendConfig()))  # allocates what stays
     if blocks:

@@ -129,7 +129,7 @@ def test_a_donor_that_was_deleted_is_a_miss_until_it_is_stored_again() -> None:
     by = tiny_blender(None, FIRST, OLD)
     assert donors_of(ask(by, FIRST, NEW))
     assert by.near.find({3: NEW}, lambda donors: {}) == {3: ((), (by.key(OLD),))}  # deleted between the two
-    by.store.delete(by.key(OLD))
+    by.store.delete([by.key(OLD)])
     assert not donors_of(ask(by, FIRST, NEW))
     by.precompute([OLD])
     assert donors_of(ask(by, FIRST, NEW))
@@ -149,7 +149,7 @@ def test_a_damaged_donor_is_a_miss(store: FaultyStore | LeakyStore) -> None:
 
 
 def test_a_donor_whose_tables_are_missing_is_a_miss(toy_codec: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    by = tiny_blender(MemoryStore(ROOMY, codec=Toy()), FIRST, OLD)
+    by = tiny_blender(MemoryStore(ROOMY), FIRST, OLD, codec=Toy())
     assert donors_of(ask(by, FIRST, NEW))
     forget_ready()
     monkeypatch.setattr(Toy, "tables_here", {})
@@ -200,8 +200,8 @@ def test_text_that_every_chunk_has_gives_a_bounded_number_of_donors(monkeypatch:
 
 
 def test_an_index_made_from_a_store_is_the_one_that_was_updated(tmp_path: Path) -> None:
-    with LMDBStore(tmp_path, ROOMY, codec=Int8()) as store:
-        by = tiny_blender(store, FIRST)
+    with LMDBStore(tmp_path, ROOMY) as store:
+        by = tiny_blender(store, FIRST, codec=Int8())
         ask(by, FIRST, NEW)  # the index is updated from now on
         by.precompute([OLD])
         run(by.write_back([some_ids(80, 20)]))

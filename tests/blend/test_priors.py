@@ -106,8 +106,8 @@ def test_unusable_ones_are_ignored(learnt: MemoryStore, fitted: Priors) -> None:
     other_shape = Priors(weights[None, :1], constant[None, :1]).to_bytes()
     with pytest.raises(ValueError):  # noqa: PT011
         Priors.from_bytes(other_shape, ADAPTER)
-    (info,) = learnt.all_tables()
+    (info,) = learnt.blobs.list()
     for raw in (b"", b"no safetensors", b"\xff" * 64, other_shape):
         store = MemoryStore(ROOMY)
-        store.put_tables(NAME, info.fingerprint, raw)
+        store.blobs.put(NAME, info.owner, raw)
         assert known(store).current() is None

@@ -38,7 +38,6 @@ def run(line: Connection, log: Path, puts: int, script: Path, *arguments: str) -
     signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
     patch = pytest.MonkeyPatch()
     stand_in(patch.setattr)
-    for name in ("put", "put_uncoded"):
-        patch.setattr(LMDBStore, name, counting(getattr(LMDBStore, name)))
+    patch.setattr(LMDBStore, "put", counting(LMDBStore.put))
     sys.argv = [str(script), *arguments]
     runpy.run_path(str(script), run_name="__main__")

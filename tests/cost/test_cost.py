@@ -15,6 +15,7 @@ from blendserve.cost import STORED, CostConfig, estimates, with_bench, with_stor
 from blendserve.errors import InputError
 from blendserve.store import MemoryStore
 from tests.golden import research
+from tests.support.stores import put_kv
 
 BY_HAND: dict[str, Any] = {
     "machine_hour": 3600.0,  # 1 a second
@@ -50,7 +51,7 @@ def test_a_store_tells_its_bytes() -> None:
     store = MemoryStore(1 << 20)
     with pytest.raises(InputError):
         with_store(CostConfig(), store)
-    store.put(b"k" * 16, ChunkKV(torch.zeros(2, 1, 8, 4), torch.zeros(2, 1, 8, 4)))
+    put_kv(store, b"k" * 16, ChunkKV(torch.zeros(2, 1, 8, 4), torch.zeros(2, 1, 8, 4)))
     level = with_store(CostConfig(**BY_HAND), store).levels[STORED]
     assert level.bytes_per_token == 2 * 2 * 4 * 4  # keys and values, layers, dimensions, bytes
     assert level.decode_seconds == 0.0

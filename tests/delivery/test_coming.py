@@ -15,13 +15,13 @@ from blendserve.core import Prompt
 from blendserve.delivery.catalogue import Catalogue
 from blendserve.errors import ChunkLost
 from blendserve.store import ChunkKey, KVStore, MemoryStore
-from blendserve.store.base import REMOTE, Coming, TimeSaved
 from blendserve.store.codecs.base import SLOW
 from blendserve.store.kdn.adapt import TEXT, Offer, Situation, quickest
 from blendserve.store.kdn.collection import Collection
 from blendserve.store.network.connection import Call, Connection
 from blendserve.store.network.deadline import Deadline
 from blendserve.store.policies import Always
+from blendserve.store.request_reads import REMOTE, Coming, TimeSaved
 from blendserve.store.tiers import TieredStore, tiers_for
 from tests.support import peers
 from tests.support.engines import toy_reader as reader

@@ -21,11 +21,11 @@ from blendserve.delivery.pull import pull, resolve
 from blendserve.errors import InputError, NotFound, StoreUnavailable
 from blendserve.retrieve.manifest import read as read_index
 from blendserve.store import KVStore, LayeredStore, LMDBStore, open_store
-from blendserve.store.base import REMOTE, TimeSaved
 from blendserve.store.kdn.adapt import quickest
 from blendserve.store.kdn.collection import Collection, level_key, read_directory, valid_name
 from blendserve.store.kdn.store import KdnStore
 from blendserve.store.key import KEY_BYTES, TAG_BYTES
+from blendserve.store.request_reads import REMOTE, TimeSaved
 from tests.support import peers
 from tests.support.engines import CONFIG, PASSAGES
 from tests.support.http import DOCUMENTS
@@ -51,7 +51,7 @@ def test_behind_an_own_store_each_chunk_comes_once(service: Service, tmp_path: P
         store.flush()
         assert answered(store).report.tiers == {"local": 4}
         blender(store).precompute([peers.question(1).chunks[0].ids])  # the service is not asked to store it
-        assert not store.delete(b"\0" * KEY_BYTES)
+        assert not store.delete([b"\0" * KEY_BYTES])
         assert store.stats().remote is not None
 
 
@@ -189,7 +189,7 @@ def test_retiring_leaves_the_chunks_of_other_collections(tmp_path: Path) -> None
         assert store.stats().pins == pinned * len(raw)
     retire(store, catalogue, "second")
     assert (store.stats().pins, store.stats().chunks) == (0, len(raw))
-    assert [info for info in store.all_tables() if info.codec == "kdn"] == []
+    assert [info for info in store.blobs.list() if info.kind == "kdn"] == []
 
 
 # Formats

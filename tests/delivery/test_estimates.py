@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from benchmarks.delivery import cachegen_rule
 from blendserve.store import ChunkKey
-from blendserve.store.base import TimeSaved
 from blendserve.store.codecs.base import SLOW
 from blendserve.store.kdn.adapt import SAME, TEXT, WORTH, Meter, Offer, Situation, fixed, quickest
 from blendserve.store.kdn.guard import FIRST, STEPS, Guard
 from blendserve.store.kdn.pace import Pace
 from blendserve.store.kdn.store import KdnStore
+from blendserve.store.request_reads import TimeSaved
 from tests.support.peers import HEADER, LEVELS, Paced, Peer, Service, settings, some_key
 from tests.support.waiting import ManualClock
 

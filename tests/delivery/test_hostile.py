@@ -16,12 +16,12 @@ import torch
 from blendserve.delivery.pull import pull
 from blendserve.errors import StoreError, StoreUnavailable
 from blendserve.store import KVStore, MemoryStore
-from blendserve.store.base import TimeSaved
 from blendserve.store.codecs.base import tables_hash
 from blendserve.store.kdn.adapt import quickest
 from blendserve.store.kdn.client import API
 from blendserve.store.kdn.collection import Collection
 from blendserve.store.kdn.store import KdnStore
+from blendserve.store.request_reads import TimeSaved
 from tests.support.peers import NAME, Known, Peer, Service, answered, head, settings, some_key
 from tests.support.waiting import ManualClock, eventually
 

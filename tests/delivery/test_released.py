@@ -15,18 +15,18 @@ from blendserve.core import Prompt
 from blendserve.models.kv_cache import KVCache
 from blendserve.store import ChunkKey, KVStore, LMDBStore, MemoryStore
 from blendserve.store.ahead import ReadAhead
-from blendserve.store.chunk import StoredChunk
 from blendserve.store.codecs.base import SLOW
 from blendserve.store.kdn.adapt import TEXT, Offer, Situation
 from blendserve.store.layered import LayeredStore
 from blendserve.store.network.arrival import Arrival
+from blendserve.store.view import RecordView
 from tests.support.damages import relabelled
 from tests.support.peers import BLEND, Service, blender, delivered, last_two
 from tests.support.stores import flip, tamper
 from tests.support.waiting import eventually
 
 CAP = 2**26
-HELD: list[Any] = [KVCache, Arrival, StoredChunk]
+HELD: list[Any] = [KVCache, Arrival, RecordView]
 Made = list["weakref.ref[Any]"]
 
 

@@ -19,8 +19,8 @@ from blendserve.core import Prompt
 from blendserve.engine.engine import Engine
 from blendserve.fetch.fetcher import COMPUTED
 from blendserve.store import ChunkKey, KVStore, LayeredStore, LMDBStore, ReadAhead
-from blendserve.store.base import REMOTE
 from blendserve.store.kdn.store import WORKERS, KdnStore
+from blendserve.store.request_reads import REMOTE
 from tests.support import peers
 from tests.support.engines import CONFIG, PASSAGES
 from tests.support.engines import toy_reader as reader

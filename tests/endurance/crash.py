@@ -33,7 +33,7 @@ from blendserve.core import ChunkKV, TokenIds
 from blendserve.errors import CorruptRecord
 from blendserve.models.adapter import Adapter
 from blendserve.models.toy import toy_llama
-from blendserve.store import ChunkKey, KVStore, LMDBStore, Snapshot
+from blendserve.store import ChunkKey, ChunkRecord, KVStore, LMDBStore, Reads
 from tests.endurance.driver import Figures, Promises, main, none
 from tests.support.forked import process
 from tests.support.stores import copy_of, same
@@ -69,7 +69,7 @@ def computed(store: KVStore, chunks: int) -> Chunks:
     return {of.key(PREFIX, ()): of.computer(()).compute([PREFIX])[0], **found}
 
 
-def look(snapshot: Snapshot, expected: Chunks, counts: Counter[str]) -> set[ChunkKey]:
+def look(snapshot: Reads, expected: Chunks, counts: Counter[str]) -> set[ChunkKey]:
     """Read and count every chunk that is there -> the right ones."""
     right = set()
     for key, kv in expected.items():
@@ -117,13 +117,11 @@ class Announcing(LMDBStore):
         self.say("opens")
         super().__init__(folder, CAP)
 
-    def put(self, key: ChunkKey, kv: ChunkKV, pin: bool = False) -> bool:
+    def put(self, key: ChunkKey, record: ChunkRecord, pin: bool = False) -> bool:
         self.say("begins", key)
-        stored = super().put(key, kv, pin)
+        stored = super().put(key, record, pin)
         self.say("stored", key)
         return stored
-
-    put_uncoded = put  # the prefix, in a store without a codec
 
     def say(self, what: str, key: ChunkKey = b"") -> None:
         self._line.send(Said(what, key, time.monotonic()))
@@ -167,8 +165,7 @@ class Crashes:
         """Delete, write, kill, look. Half of the chunks go that may; what the reader saw of them is dropped."""
         deletable = sorted(self.committed - self.veterans)
         with LMDBStore(self.folder, CAP) as store:
-            for key in (gone := self.dice.sample(deletable, len(deletable) // 2)):
-                store.delete(key)
+            store.delete(gone := self.dice.sample(deletable, len(deletable) // 2))
         self._ask_reader()
         self.committed -= set(gone)
         (what,) = self.dice.choices(list(AIMS), list(AIMS.values()))

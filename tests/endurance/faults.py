@@ -31,7 +31,7 @@ from blendserve.config import BlendConfig, ReaderConfig, ValkeyConfig
 from blendserve.core import Chunk, Prompt, TokenIds, run
 from blendserve.errors import StoreError
 from blendserve.models.loader import Reader, load_reader
-from blendserve.store import KVStore, MemoryStore
+from blendserve.store import KVStore, MemoryStore, read_record
 from blendserve.store.policies import LRU
 from blendserve.store.valkey.client import Client, library
 from blendserve.store.valkey.names import CHUNK, HEADER
@@ -176,9 +176,9 @@ def only_found(truth: Blender, prompt: Prompt, blended: Prefilled) -> Blender:
         there.append((prompt.prefix, ()))
     for ids, context in there:
         key = truth.key(ids, context)
-        coded = truth.store.coded(key)
-        assert coded is not None
-        local.store.put_coded(key, coded)
+        record = read_record(truth.store, key)
+        assert record is not None
+        local.store.put(key, record)
     return local
 
 

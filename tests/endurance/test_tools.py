@@ -22,6 +22,7 @@ from tests.endurance.driver import Figures, Promises, main, soak
 from tests.support.engines import CONFIG, PASSAGES
 from tests.support.engines import toy_reader as reader
 from tests.support.http import Server, ToyServer
+from tests.support.stores import put_kv
 from tests.support.valkey import needs_server
 
 BLOCK: Figures = {"warm_up": False, "bytes_most": 100, "hit_rate": 0.6, "gain": 2.0, "reused": 0.4}
@@ -157,7 +158,7 @@ def test_lost_and_wrong_chunks_are_noticed(tmp_path: Path, one_thread: None) -> 
     crashes.reader, there = multiprocessing.Pipe()
     said, seen, whole = list(crashes.expected)[:3]
     with LMDBStore(crashes.folder, crash.CAP) as store:
-        store.put(whole, crashes.expected[whole])
+        put_kv(store, whole, crashes.expected[whole])
     there.send((Counter(), {seen}))
     crashes.judge([crash.Said("begins", said, 0.0), crash.Said("stored", said, 0.1)])
     assert (crashes.counts["lost_chunks"], crashes.committed) == (2, {whole})

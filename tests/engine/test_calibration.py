@@ -62,7 +62,7 @@ def test_an_engine_stores_coded_kv_and_answers_from_it(
 @pytest.mark.parametrize("codec", ["cachegen", "predict"])
 def test_without_tables_of_this_version_the_setting_is_named(codec: str) -> None:
     with engine(MemoryStore(CAP), codec) as made:
-        made.store.put_tables("predict", made.reader.fingerprint, b"what an older blendserve has fitted")
+        made.store.blobs.put("predict", made.reader.fingerprint, b"what an older blendserve has fitted")
         with pytest.raises(TablesMissing) as error:
             codec_of(made)
         assert error.value.setting == "store.codec"
@@ -79,7 +79,7 @@ def test_tables_are_fitted_once_and_found_by_the_next_process(tmp_path: Path) ->
         assert updates[-1][0] == updates[-1][1] <= 400
         codec = codec_of(made)
         assert (codec.coding.level, codec.coding.tables) == (2, hash)
-        store.write_by(codec)
+        made.blender.codec = codec
         made.precompute(PASSAGES)
         assert compression(made) > 8
     forget_ready()

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from blendserve.core import ChunkKV
-from blendserve.store import ChunkKey
+from blendserve.store import ChunkKey, ChunkRecord
 from tests.support.engines import PASSAGES
 from tests.support.http import OWN, Client, Server, index
 from tests.support.waiting import eventually
@@ -83,13 +82,13 @@ def together(server: Server, client: Client, n: int, **fields: Any) -> list[dict
 def test_requests_that_miss_the_same_chunks_store_them_once_and_those_that_hit_load_them_once(
     server: Server, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    puts, reads, put = list[ChunkKey](), list[int](), server.engine.store.put_uncoded
+    puts, reads, put = list[ChunkKey](), list[int](), server.engine.store.put
 
-    def counted(key: ChunkKey, kv: ChunkKV, pin: bool = False) -> bool:
+    def counted(key: ChunkKey, record: ChunkRecord, pin: bool = False) -> bool:
         puts.append(key)
-        return put(key, kv, pin)
+        return put(key, record, pin)
 
-    monkeypatch.setattr(server.engine.store, "put_uncoded", counted)
+    monkeypatch.setattr(server.engine.store, "put", counted)
     answers = together(server, client, 8, passages=OWN, max_tokens=2)
     assert len({a["text"] for a in answers}) == 1
     client.warm()

@@ -72,7 +72,7 @@ def test_chunks_are_listed_as_the_store_has_them(server: Server, client: Client)
     assert [chunk["stored"] for chunk in listed] == [True, True, False]
     for chunk, passage in zip(listed, PASSAGES[0::2], strict=True):
         ids = server.engine.prompts.chunk(passage).ids
-        known = store.info([blender.key(ids)]).get(blender.key(ids))
+        known = store.describe([blender.key(ids)]).get(blender.key(ids))
         assert (chunk["tokens"], chunk["bytes"]) == (len(ids), known.n_bytes if known else 0)
         assert (chunk["tier"], chunk["pinned"]) == (("local", True) if known else (None, False))
         assert chunk["text"] in passage.text

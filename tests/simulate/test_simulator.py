@@ -38,7 +38,7 @@ from blendserve.simulate.metrics import summary
 from blendserve.simulate.network import StoreLink
 from blendserve.simulate.routing import ChunkDirectory, Loads, make_router, name_of
 from blendserve.simulate.service_time import ServiceTime
-from blendserve.store.memory import MemoryChunk
+from blendserve.store.view import TensorView
 from tests.bench.conftest import write_shape
 from tests.endurance import validate_simulator as validation
 from tests.endurance.validate_simulator import ValidationConfig
@@ -285,7 +285,7 @@ def test_work_is_counted_as_the_engine_counts_it(
 ) -> None:
     """The engine looks at a layout token by token."""
     stored = {
-        n: MemoryChunk(ChunkKV(torch.zeros(1, 1, n, 2), torch.zeros(1, 1, n, 2))) for n in (prefix, size)
+        n: TensorView(ChunkKV(torch.zeros(1, 1, n, 2), torch.zeros(1, 1, n, 2))) for n in (prefix, size)
     }
     prompt = Prompt((1,) * prefix, tuple(Chunk((2,) * size) for _ in found), (3,) * question)
     views = [stored[size] if there else None for there in found]

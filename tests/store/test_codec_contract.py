@@ -17,9 +17,9 @@ from torch import Tensor
 from blendserve.core import ChunkKV
 from blendserve.errors import CorruptRecord, InputError, StoreError
 from blendserve.registry import CODECS
-from blendserve.store import record
-from blendserve.store.chunk import StoredChunk
+from blendserve.store import ChunkRecord, record
 from blendserve.store.codecs.base import Buffer, ChunkShape, Codec, Undecodable, known_codec
+from blendserve.store.view import RecordView
 from tests.support.codecs import decoded, refuses
 from tests.support.damages import TOP64
 from tests.support.stores import chunk, key_of, same
@@ -117,12 +117,12 @@ def test_a_random_access_codec_decodes_layers_and_tokens_independently(
         assert back.values.isfinite().all()
 
 
-def view_of(codec: Codec, kv: ChunkKV, segments: Sequence[Buffer]) -> StoredChunk:
+def view_of(codec: Codec, kv: ChunkKV, segments: Sequence[Buffer]) -> RecordView:
     """Segments under checksums that fit them."""
     tables = tables_of(type(codec)) if type(codec).needs_tables else b""
-    header = record.seal(KEY, record.Coded(ChunkShape.of(kv), codec.coding, list(segments)))
-    read = record.decode_header(KEY, record.encode_header(KEY, header))
-    return StoredChunk(KEY, read, segments.__getitem__, lambda hash: tables)
+    made = ChunkRecord.from_segments(KEY, ChunkShape.of(kv), codec.coding, segments)
+    header = record.decode_header(KEY, made.header_bytes())
+    return RecordView(ChunkRecord(KEY, header, segments.__getitem__), lambda hash: tables)
 
 
 @given(codecs, st.integers(0, 3), st.data())

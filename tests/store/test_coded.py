@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blendserve.errors import CorruptRecord, StoreFull
-from blendserve.store import KVStore, LMDBStore, MemoryStore, TieredStore, record
-from blendserve.store.chunk import StoredChunk
+from blendserve.store import ChunkRecord, KVStore, LMDBStore, MemoryStore, TieredStore, read_record
 from blendserve.store.codecs.base import Buffer, forget_ready, tables_hash
 from blendserve.store.merge import merge
+from blendserve.store.view import RecordView
 from tests.support.codecs import Toy
-from tests.support.stores import CAP, Change, chunk, flip, key_of, read, same, tamper, tier
+from tests.support.stores import CAP, Change, chunk, flip, has, key_of, put_kv, read, same, tamper, tier
 
 TABLE = bytes(range(1, 256)) + b"\0"
 OTHER, THIRD = TABLE[::-1], TABLE[1:] + TABLE[:1]
@@ -48,9 +48,8 @@ def toy(table: bytes = TABLE) -> Toy:
 
 def coded_store(store: KVStore) -> KVStore:
     """With one coded chunk and its tables."""
-    store.put_tables("toy", "reader", TABLE)
-    store.write_by(toy())
-    store.put(KEY, chunk())
+    store.blobs.put("toy", "reader", TABLE)
+    put_kv(store, KEY, chunk(), codec=toy())
     return store
 
 
@@ -58,13 +57,13 @@ LAYERS = 6
 KV = chunk(5, layers=LAYERS)
 
 
-def view_of(change: Callable[[int, Buffer], Buffer] = lambda l, raw: raw) -> StoredChunk:
+def view_of(change: Callable[[int, Buffer], Buffer] = lambda l, raw: raw) -> RecordView:
     """A view of a coded chunk, each layer the difference from the one below; change: of what is read."""
-    header, segments = record.encode(KEY, KV, Toy(level=6))
-    return StoredChunk(KEY, header, lambda l: change(l, segments[l]))
+    record = ChunkRecord.encode(KEY, KV, Toy(level=6))
+    return RecordView(ChunkRecord(KEY, record.header, lambda l: change(l, record.segment(l))))
 
 
-def is_right(view: StoredChunk, l: int) -> bool:
+def is_right(view: RecordView, l: int) -> bool:
     keys, values = view.layer(l)
     return torch.equal(keys, KV.keys[l]) and torch.equal(values, KV.values[l])
 
@@ -101,19 +100,19 @@ def test_damage_stops_the_layers_above_it_alone() -> None:
 
 
 def test_tables_are_found_by_hash_the_latest_are_current_and_no_tenant_sees_them(store: KVStore) -> None:
-    assert store.current_tables("toy", "reader") is None
-    copied = store.put_tables("toy", "reader", OTHER, current=False)
-    assert store.current_tables("toy", "reader") == copied  # there are no others
-    second = [store.put_tables("toy", "reader", table) for table in (TABLE, THIRD)][1]
-    assert store.current_tables("toy", "reader") == second
-    assert store.put_tables("toy", "reader", TABLE) == store.current_tables("toy", "reader") == HASH
-    assert store.current_tables("toy", "another reader") is store.current_tables("raw", "reader") is None
-    assert (store.tables(HASH), store.tables(bytes(16))) == (TABLE, None)
+    assert store.blobs.current("toy", "reader") is None
+    copied = store.blobs.put("toy", "reader", OTHER, current=False)
+    assert store.blobs.current("toy", "reader") == copied  # there are no others
+    second = [store.blobs.put("toy", "reader", table) for table in (TABLE, THIRD)][1]
+    assert store.blobs.current("toy", "reader") == second
+    assert store.blobs.put("toy", "reader", TABLE) == store.blobs.current("toy", "reader") == HASH
+    assert store.blobs.current("toy", "another reader") is store.blobs.current("raw", "reader") is None
+    assert (store.blobs.get(HASH), store.blobs.get(bytes(16))) == (TABLE, None)
     stats = store.stats()
     assert (stats.tables, stats.tables_bytes, stats.bytes, stats.chunks) == (3, 3 * 256, 0, 0)
     assert store.stats("a tenant").tables_bytes is None
     assert list(store.keys()) == []
-    assert [store.delete_tables(HASH), store.delete_tables(HASH), store.tables(HASH)] == [True, False, None]
+    assert [store.blobs.delete(HASH), store.blobs.delete(HASH), store.blobs.get(HASH)] == [True, False, None]
 
 
 @pytest.mark.parametrize(
@@ -136,23 +135,25 @@ def test_a_chunk_without_whole_tables_is_a_miss_with_its_reason(path: Path, chan
         report = store.verify()
         assert report.good == 1  # the chunk itself is whole
         assert [hash for hash, _ in report.bad_tables] == [HASH.hex()]
-        store.delete_tables(HASH)
+        store.blobs.delete(HASH)
         assert store.verify().bad_tables == ()
-        store.put_tables("toy", "reader", TABLE)
+        store.blobs.put("toy", "reader", TABLE)
         assert same(read(store, KEY), chunk())
 
 
 def test_a_merge_copies_coded_chunks_unchanged_with_their_tables(tmp_path: Path) -> None:
     with LMDBStore(tmp_path / "a", CAP) as source, LMDBStore(tmp_path / "b", CAP) as into:
         coded_store(source)
-        source.write_by(toy(OTHER))
-        source.put(key_of(2), chunk(seed=2))  # no store has its tables
-        own = into.put_tables("toy", "reader", THIRD)
+        put_kv(source, key_of(2), chunk(seed=2), codec=toy(OTHER))  # no store has its tables
+        own = into.blobs.put("toy", "reader", THIRD)
         assert merge(source, into) == (2, 0)
         assert same(read(into, KEY), chunk())
-        assert into.current_tables("toy", "reader") == own
-        assert source.coded(KEY) == into.coded(KEY) is not None
-        assert key_of(2) in into  # another process may decode it
+        assert into.blobs.current("toy", "reader") == own
+        one, other = read_record(source, KEY), read_record(into, KEY)
+        assert one is not None
+        assert other is not None
+        assert (one.header, one.segments()) == (other.header, other.segments())
+        assert has(into, key_of(2))  # another process may decode it
         assert read(into, key_of(2)) is None
         assert into.stats().pins == 2
         assert merge(source, into) == (0, 0)
@@ -162,11 +163,11 @@ def test_a_merge_copies_coded_chunks_unchanged_with_their_tables(tmp_path: Path)
 
 def test_tables_have_room_of_their_own(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with LMDBStore(path, 1000) as store:  # a cap below the size of any tables
-        monkeypatch.setattr("blendserve.store.tables.ROOM", 3_000_000)
+        monkeypatch.setattr("blendserve.store.blobs.ROOM", 3_000_000)
         big = bytes(2_000_000)
-        hash = store.put_tables("toy", "reader", big)
-        assert store.tables(hash) == big
-        store.put_tables("toy", "reader", big)  # stored once
+        hash = store.blobs.put("toy", "reader", big)
+        assert store.blobs.get(hash) == big
+        store.blobs.put("toy", "reader", big)  # stored once
         with pytest.raises(StoreFull):
-            store.put_tables("toy", "reader", big + b"more")
+            store.blobs.put("toy", "reader", big + b"more")
         assert store.stats().bytes == 0

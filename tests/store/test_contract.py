@@ -17,7 +17,19 @@ from blendserve.errors import ConfigError, StoreError, StoreUnavailable
 from blendserve.registry import STORES as KINDS
 from blendserve.store import KVStore, LayeredStore, LMDBStore, MemoryStore, VerifyReport, open_store
 from tests.store.toy_store import ToyStore
-from tests.support.stores import CAP, EVERY_KIND, ROOMY, SHARED_KINDS, STORES, chunk, key_of, read, same
+from tests.support.stores import (
+    CAP,
+    EVERY_KIND,
+    ROOMY,
+    SHARED_KINDS,
+    STORES,
+    chunk,
+    has,
+    key_of,
+    put_kv,
+    read,
+    same,
+)
 from tests.support.valkey import store_at
 from tests.support.waiting import eventually
 
@@ -34,7 +46,7 @@ def test_a_chunk_of_any_dtype_and_shape_replaces_another_and_is_read_bit_for_bit
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for tokens, layers, head_dim in ((0, 3, 4), (1, 6, 4), (7, 2, 16), (300, 3, 4)):
             kv = chunk(tokens, layers, head_dim=head_dim, dtype=dtype)
-            store.put(key_of(1), kv)
+            put_kv(store, key_of(1), kv)
             assert store.verify() == VerifyReport(1, ())
             assert same(read(store, key_of(1)), kv)
             with store.reading() as snapshot:
@@ -47,7 +59,7 @@ def test_a_chunk_of_any_dtype_and_shape_replaces_another_and_is_read_bit_for_bit
 def test_the_store_keeps_its_own_copy_of_strided_tensors(store: KVStore) -> None:
     long = chunk(12)
     kv = ChunkKV(long.keys[:, :, 2:9].requires_grad_(), long.values[:, :, 2:9])
-    store.put(key_of(1), kv)
+    put_kv(store, key_of(1), kv)
     long.keys.detach().zero_()
     assert same(read(store, key_of(1)), ChunkKV(chunk(12).keys[:, :, 2:9], chunk(12).values[:, :, 2:9]))
 
@@ -58,33 +70,32 @@ def test_a_lease_ends_with_its_time_and_its_release_does_not_end_the_next_one(
 ) -> None:
     place = STORES[kind](tmp_path)
     with place.open() as store, place.other() as other:
-        short = other.lease(key_of(1), 0.001)
-        assert short is not None
+        assert other.lease([key_of(1)], 0.001)
         place.clock.advance(1)
-        assert eventually(lambda: store.lease(key_of(1), 60))
-        short.release()
-        assert other.lease(key_of(1), 60) is None
+        assert eventually(lambda: store.lease([key_of(1)], 60))
+        other.release([key_of(1)])
+        assert not other.lease([key_of(1)], 60)
 
 
 @pytest.mark.parametrize("kind", SHARED_KINDS)
 def test_a_read_only_store_changes_nothing(kind: str, tmp_path: Path) -> None:
     opened = LMDBStore if kind == "lmdb" else store_at
     with opened(tmp_path, CAP) as store:
-        store.put(key_of(1), chunk())
-        before = store.stats(), store.info([key_of(1)])
+        put_kv(store, key_of(1), chunk())
+        before = store.stats(), store.describe([key_of(1)])
     with opened(tmp_path, CAP, read_only=True) as store:
         assert same(read(store, key_of(1)), chunk())
         assert (store.stats().hits, store.verify().good) == (1, 1)
         for change in (
-            lambda: store.put(key_of(2), chunk()),
-            lambda: store.delete(key_of(1)),
+            lambda: put_kv(store, key_of(2), chunk()),
+            lambda: store.delete([key_of(1)]),
             lambda: store.pin([key_of(1)]),
-            lambda: store.put_tables("toy", "reader", b"x"),
+            lambda: store.blobs.put("toy", "reader", b"x"),
         ):
             with pytest.raises(StoreUnavailable):
                 change()
     with opened(tmp_path, CAP) as store:
-        assert (store.stats(), store.info([key_of(1)])) == before
+        assert (store.stats(), store.describe([key_of(1)])) == before
 
 
 def test_tensors_that_are_no_chunk_are_refused(store: KVStore) -> None:
@@ -98,7 +109,7 @@ def test_tensors_that_are_no_chunk_are_refused(store: KVStore) -> None:
         (torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4), (1,)),
     ):
         with pytest.raises(StoreError):
-            store.put(key_of(1), ChunkKV(keys, values, ids=ids))
+            put_kv(store, key_of(1), ChunkKV(keys, values, ids=ids))
     assert list(store.keys()) == []
 
 
@@ -110,7 +121,7 @@ def test_threads_read_and_write_concurrently(store: KVStore) -> None:
         for _ in range(20):
             n, tokens = dice.randrange(1, 4), dice.choice([1, 40, 200])
             if seed < 2:
-                store.put(key_of(n), ChunkKV(*(torch.full((2, 2, tokens, 8), float(x)) for x in (n, -n))))
+                put_kv(store, key_of(n), ChunkKV(*(torch.full((2, 2, tokens, 8), float(x)) for x in (n, -n))))
             for _ in range(2):
                 kv = read(store, key_of(n))
                 assert kv is None or ((kv.keys == n).all() and (kv.values == -n).all())
@@ -125,7 +136,7 @@ def test_a_store_kind_is_one_file_and_one_line_in_the_registry(tmp_path: Path) -
     try:
         config = Config(store={"kind": "toy", "cap_gb": 0.001})
         with open_store(config.store, tmp_path) as store:
-            store.put(key_of(1), chunk())
+            put_kv(store, key_of(1), chunk())
             assert same(read(store, key_of(1)), chunk())
             assert isinstance(store, ToyStore)
             assert store.stats().cap_bytes == 1_000_000
@@ -152,10 +163,10 @@ def test_the_settings_choose_the_store(tmp_path: Path) -> None:
     for settings, folder, kind in rows:
         with open_store(StoreConfig(cap_gb=0.001, **settings), folder, device=cpu) as store:
             assert type(store) is kind
-            assert (store.put(key_of(1), chunk()), store.stats().cap_bytes) == (True, 1_000_000)
+            assert (put_kv(store, key_of(1), chunk()), store.stats().cap_bytes) == (True, 1_000_000)
     for name in ("default", "own", "near", "far"):
         with LMDBStore(tmp_path / name, ROOMY, read_only=True) as store:
-            assert key_of(1) in store
+            assert has(store, key_of(1))
     with open_store(StoreConfig(kind="memory"), tmp_path / "kept", persistent=True) as store:
         assert type(store) is LMDBStore
     with open_store(StoreConfig(tiers=tiers), tmp_path / "near", read_only=True) as store:

@@ -53,7 +53,7 @@ def test_donors_come_from_both_stores_and_survive_the_loss_of_one() -> None:
         here, there = by.key(OLD), by.key(OTHER)
         assert donors(by, NEW, NEWER) == [here.hex(), there.hex()]
         store.flush()
-        near.delete(there)  # the copy that the request left
+        near.delete([there])  # the copy that the request left
         remote.batches.clear()
         assert not donors(by, some_ids(90, 70), some_ids(90, 71))
         assert len(remote.batches) <= 1  # for the chunks themselves

@@ -11,7 +11,7 @@ from blendserve.store.network.arrival import Arrival
 from blendserve.store.network.breaker import Breaker
 from blendserve.store.network.deadline import Deadline
 from blendserve.store.network.failed import Failed
-from blendserve.store.record import encode
+from blendserve.store.record import ChunkRecord
 from tests.support.codecs import Toy
 from tests.support.stores import chunk, key_of
 from tests.support.waiting import ManualClock
@@ -81,15 +81,16 @@ def test_failed_chunks_are_skipped_for_a_while_and_the_newest_are_kept(clock: Ma
 
 
 def test_who_waits_for_a_layer_is_given_none_of_another_record() -> None:
-    (header, segments), (other, others) = (encode(key_of(1), chunk(), Toy(level)) for level in (1, 2))
+    one, other = (ChunkRecord.encode(key_of(1), chunk(), Toy(level)) for level in (1, 2))
+    header = one.header
     arrival = Arrival()
     arrival.begin(header)
-    arrival.add(segments[0])
+    arrival.add(one.segment(0))
     with ThreadPoolExecutor(1) as pool:
         waits = pool.submit(arrival.segment, header, 1, 60.0)
-        arrival.begin(other)
+        arrival.begin(other.header)
         assert waits.result(60.0) is None
-    arrival.add(others[0])
+    arrival.add(other.segment(0))
     assert arrival.segment(header, 0, 0.0) is None
 
 

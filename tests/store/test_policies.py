@@ -13,7 +13,7 @@ from blendserve.config import StoreConfig
 from blendserve.errors import StoreFull
 from blendserve.store import KVStore, LMDBStore, MemoryStore, open_store
 from blendserve.store.policies import LRU, Refuse, TinyLFU
-from tests.support.stores import SHARED_KINDS, STORES, UNIT, chunk, key_of, read, stored
+from tests.support.stores import SHARED_KINDS, STORES, UNIT, chunk, key_of, put_kv, read, stored
 from tests.support.valkey import store_at
 
 every_kind = pytest.mark.parametrize("kind", ["memory", *SHARED_KINDS])
@@ -33,7 +33,7 @@ def ask(store: KVStore, *numbers: int) -> None:
 
 
 def put(store: KVStore, *numbers: int) -> bool:
-    return False not in [store.put(key_of(n), chunk(10)) for n in numbers]
+    return False not in [put_kv(store, key_of(n), chunk(10)) for n in numbers]
 
 
 @every_kind
@@ -43,7 +43,7 @@ def test_a_full_store_without_eviction_refuses_chunks(kind: str, tmp_path: Path)
         with pytest.raises(StoreFull) as error:
             put(store, 2)
         assert error.value.setting == "store.cap_gb"
-        assert not store.wants(key_of(2), UNIT)
+        assert not store.admits(key_of(2), UNIT)
         assert stored(store) == {0, 1}
 
 
@@ -52,15 +52,15 @@ def test_a_new_chunk_needs_more_requests_than_its_victims(kind: str, tmp_path: P
     with opened(kind, tmp_path, 2, admission=TinyLFU(seed=1)) as store:
         assert put(store, 0, 1)
         ask(store, 0, 1, 1, 5)  # one request each for 0 and 5: the stored one stays
-        assert not store.wants(key_of(5), UNIT)
+        assert not store.admits(key_of(5), UNIT)
         assert not put(store, 5)
         ask(store, 5)
-        assert store.wants(key_of(5), UNIT)
+        assert store.admits(key_of(5), UNIT)
         assert put(store, 5)
         assert stored(store) == {1, 5}
         assert store.stats().admissions_refused == 2
-        assert store.put(key_of(1), chunk(10, seed=3))  # replacing needs no admission
-        assert store.put(key_of(9), chunk(20), pin=True)  # nor does pinning
+        assert put_kv(store, key_of(1), chunk(10, seed=3))  # replacing needs no admission
+        assert put_kv(store, key_of(9), chunk(20), pin=True)  # nor does pinning
         assert stored(store) == {9}
 
 
@@ -69,9 +69,9 @@ def test_requests_are_weighted_by_bytes(kind: str, tmp_path: Path) -> None:
     with opened(kind, tmp_path, 3, admission=TinyLFU(seed=1)) as store:
         assert put(store, 0, 1, 2)
         ask(store, 0, 0, 1, 2, 7, 7)
-        assert store.wants(key_of(7), 3 * UNIT)  # 2 x 3 against 2 + 1 + 1
+        assert store.admits(key_of(7), 3 * UNIT)  # 2 x 3 against 2 + 1 + 1
         ask(store, 0, 1)
-        assert not store.wants(key_of(7), 3 * UNIT)  # 2 x 3 against 3 + 2 + 1
+        assert not store.admits(key_of(7), 3 * UNIT)  # 2 x 3 against 3 + 2 + 1
 
 
 @pytest.mark.parametrize("kind", SHARED_KINDS)
@@ -108,7 +108,7 @@ def test_the_sketch_never_underestimates_until_it_ages(asked: list[int]) -> None
 
 def test_the_settings_choose_the_policies(tmp_path: Path) -> None:
     with open_store(StoreConfig(cap_gb=2 * UNIT / 1e9, eviction="refuse"), tmp_path) as store:
-        store.put(key_of(0), chunk(20))
+        put_kv(store, key_of(0), chunk(20))
         with pytest.raises(StoreFull):
             put(store, 1)
     with open_store(StoreConfig(cap_gb=2 * UNIT / 1e9), tmp_path) as store:

@@ -15,7 +15,7 @@ from blendserve.store import KVStore, LMDBStore, MemoryStore, TieredStore, open_
 from blendserve.store.codecs.base import Pair
 from blendserve.store.policies import Always, TinyLFU
 from blendserve.store.tiers import Tier, tiers_for
-from tests.support.stores import CAP, LAYERS, UNIT, chunk, key_of, read, same, tier
+from tests.support.stores import CAP, LAYERS, UNIT, chunk, key_of, put_kv, read, same, tier
 from tests.support.streams import LateCopyStream
 
 CUDA = torch.device("cuda", 0)
@@ -31,7 +31,7 @@ def admission() -> TinyLFU:
 def disk(tmp_path: Path, admission: TinyLFU) -> Iterator[LMDBStore]:
     with LMDBStore(tmp_path / "kv", CAP, admission=admission) as store:
         for n in range(8):
-            store.put(key_of(n), chunk(10, seed=n))
+            put_kv(store, key_of(n), chunk(10, seed=n))
         yield store
 
 
@@ -69,10 +69,10 @@ def test_hot_chunks_are_those_that_memory_holds_whole(disk: LMDBStore) -> None:
         assert view
         view.layer(0)  # one layer takes the place of a chunk
         assert store.hot() == {key_of(2)}
-    store.delete(key_of(2))
+    store.delete([key_of(2)])
     assert store.hot() == disk.hot() == set()
     memory = MemoryStore(CAP)
-    memory.put(key_of(0), chunk(10))
+    put_kv(memory, key_of(0), chunk(10))
     assert TieredStore(memory, []).hot() == {key_of(0)}
 
 

@@ -15,6 +15,7 @@ from blendserve.errors import StoreFull
 from blendserve.store import MemoryStore
 from blendserve.store.codecs.base import Buffer
 from blendserve.store.codecs.int8 import Int8
+from blendserve.store.codecs.raw import Raw
 from blendserve.store.write_behind import write_behind
 from tests.support.stores import CAP, UNIT, chunk, key_of, read, same
 from tests.support.streams import LateCopyStream
@@ -44,7 +45,7 @@ def made(lengths: list[int], seen: list[int]) -> Iterator[tuple[bytes, ChunkKV]]
 @given(st.lists(st.integers(0, 30), max_size=8), st.integers(1, 50))
 def test_all_chunks_are_stored_pinned_and_reported_in_order(lengths: list[int], most: int) -> None:
     store, stream, sizes = MemoryStore(CAP), LateCopyStream(), []
-    for n, size in enumerate(write_behind(store, made(lengths, []), most, stream)):
+    for n, size in enumerate(write_behind(store, Raw(), made(lengths, []), most, stream)):
         assert same(read(store, key_of(n)), chunk(lengths[n], seed=n))  # it has arrived from the device
         sizes.append(size)
     assert sizes == [chunk(n).n_bytes for n in lengths]
@@ -58,8 +59,8 @@ def test_all_chunks_are_stored_pinned_and_reported_in_order(lengths: list[int], 
 )
 def test_computation_runs_ahead_of_writing_by_a_bounded_queue(tokens: int, computed: list[int]) -> None:
     codec, seen = Int8Writer(permits=0), list[int]()
-    store = MemoryStore(CAP, codec=codec)
-    with closing(write_behind(store, made([tokens] * 8, seen), 30)) as stored:
+    store = MemoryStore(CAP)
+    with closing(write_behind(store, codec, made([tokens] * 8, seen), 30)) as stored:
         first = threading.Thread(target=next, args=(stored,))
         first.start()
         eventually(lambda: len(seen) >= len(computed) and is_blocked(first))
@@ -74,7 +75,7 @@ def test_computation_runs_ahead_of_writing_by_a_bounded_queue(tokens: int, compu
 
 def test_an_error_of_the_store_is_raised_and_ends_the_writing() -> None:
     store, seen = MemoryStore(2 * UNIT), list[int]()
-    with pytest.raises(StoreFull), closing(write_behind(store, made([10] * 9, seen), 20)) as stored:
+    with pytest.raises(StoreFull), closing(write_behind(store, Raw(), made([10] * 9, seen), 20)) as stored:
         list(stored)
     assert sorted(store.keys()) == sorted([key_of(0), key_of(1)])
     assert len(seen) <= 6
@@ -87,9 +88,9 @@ def test_computed_chunks_are_stored_when_the_computation_fails_or_the_caller_sto
 
     store, seen = MemoryStore(CAP), list[int]()
     with pytest.raises(KeyboardInterrupt):
-        list(write_behind(store, breaks(), 1000))
+        list(write_behind(store, Raw(), breaks(), 1000))
     assert store.stats().chunks == 3
     store = MemoryStore(CAP)
-    with closing(write_behind(store, made([10] * 9, seen), 40)) as stored:
+    with closing(write_behind(store, Raw(), made([10] * 9, seen), 40)) as stored:
         next(stored)
     assert store.stats().chunks == len(seen) < 9

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 from blendserve.config import PlaceConfig
-from blendserve.store import MemoryStore, Snapshot
+from blendserve.store import MemoryStore
 from blendserve.store.policies import Policies
 from blendserve.store.wrapped import WrappedStore
 
@@ -21,6 +20,3 @@ class ToyStore(WrappedStore):
         cls, config: PlaceConfig, path: Path | None, read_only: bool, policies: Policies
     ) -> ToyStore:
         return cls(MemoryStore(config.cap_bytes, *policies))
-
-    def reading(self) -> AbstractContextManager[Snapshot]:
-        return self._store.reading()

@@ -25,7 +25,8 @@ from blendserve.kernels.types import Ropes
 from blendserve.models.adapter import Adapter
 from blendserve.models.kv_cache import KVCache
 from blendserve.store import KVStore
-from blendserve.store.memory import MemoryChunk, MemoryStore
+from blendserve.store.memory import MemoryStore
+from blendserve.store.view import TensorView
 from blendserve.timing import Clock
 from tests.support.models import tiny_adapter
 
@@ -51,8 +52,8 @@ def lay(adapter: Adapter, prompt: Prompt, found: Sequence[bool] | None = None, p
     computer = ChunkComputer(adapter, prompt.prefix)
     kvs = computer.compute([chunk.ids for chunk in prompt.chunks])
     marks = found if found is not None else [True] * len(kvs)
-    views = [MemoryChunk(kv) if mark else None for kv, mark in zip(kvs, marks, strict=True)]
-    front = MemoryChunk(computer.context_kv) if prefix else None
+    views = [TensorView(kv) if mark else None for kv, mark in zip(kvs, marks, strict=True)]
+    front = TensorView(computer.context_kv) if prefix else None
     return lay_out(prompt, front, views, behind_prefix=True)
 
 
@@ -154,10 +155,6 @@ class LeakyStore(MemoryStore):
     def put(self, key: bytes, *args: Any, **options: Any) -> Any:
         self.broken.discard(key)
         return super().put(key, *args, **options)
-
-    def put_uncoded(self, key: bytes, *args: Any, **options: Any) -> Any:
-        self.broken.discard(key)
-        return super().put_uncoded(key, *args, **options)
 
     @contextmanager
     def reading(self) -> Iterator[Any]:

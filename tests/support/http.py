@@ -186,7 +186,7 @@ class Server(Client):
             assert written.wait(30)
         for namespace in self.namespaces:
             for key in list(self.engine.store.keys(namespace)):
-                self.engine.store.delete(key)
+                self.engine.store.delete([key])
         self._tenants.clear()
 
     @property

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 from blendserve.errors import StoreUnavailable
-from blendserve.store import ChunkKey, ChunkView, KVStore, Snapshot
-from blendserve.store.base import REMOTE, Sample
+from blendserve.store import ChunkKey, ChunkView, KVStore, Reads, read_record
+from blendserve.store.request_reads import REMOTE, Sample
 from blendserve.store.wrapped import WrappedStore
 from tests.support.waiting import ManualClock
 
@@ -34,14 +34,14 @@ class FarStore(WrappedStore):
         return self.is_far
 
     @contextmanager
-    def reading(self) -> Iterator[Snapshot]:
+    def reading(self) -> Iterator[Reads]:
         with self._store.reading() as snapshot:
-            yield cast(Snapshot, _FarSnapshot(snapshot, self))
+            yield cast(Reads, _FarSnapshot(snapshot, self))
 
     def sample(self, keys: Sequence[ChunkKey], n_bytes: int) -> Sample | None:
         self.sampled.append(n_bytes)
-        found = next((coded for key in keys if (coded := self._store.coded(key))), None)
-        n_tokens = found.shape.n_tokens if found else 0
+        found = next((record for key in keys if (record := read_record(self._store, key))), None)
+        n_tokens = found.n_tokens if found else 0
         seconds = self.latency_s + SAMPLED * self.token_s * n_tokens
         self.clock.advance(seconds)
         if self.down:
@@ -53,7 +53,7 @@ class FarStore(WrappedStore):
 
 
 class _FarSnapshot:
-    def __init__(self, snapshot: Snapshot, store: FarStore) -> None:
+    def __init__(self, snapshot: Reads, store: FarStore) -> None:
         self._snapshot, self._store = snapshot, store
 
     def expect(self, keys: Sequence[ChunkKey], meanwhile: Any = None, saved: Any = None) -> None:

@@ -30,9 +30,10 @@ from blendserve.engine.engine import Engine
 from blendserve.serve.config import DeliverConfig
 from blendserve.serve.kdn.running import make_app
 from blendserve.serve.kdn.service import DeliveryService
-from blendserve.store import ChunkKey, KVStore, MemoryStore
+from blendserve.store import ChunkKey, KVStore, MemoryStore, read_record
 from blendserve.store.clock import Clock
 from blendserve.store.codecs.int8 import Int8
+from blendserve.store.codecs.raw import Raw
 from blendserve.store.kdn.adapt import Rule
 from blendserve.store.kdn.collection import LENGTH, Collection
 from blendserve.store.kdn.pace import Pace
@@ -258,7 +259,8 @@ def last_two(prompt: Prompt) -> list[ChunkKey]:
 @cache
 def truth(level: str = "raw") -> Blender:
     """Over a local store that has the KV of every passage at this level."""
-    of = blender(MemoryStore(2**30, codec=None if level == "raw" else Int8()))
+    of = blender(MemoryStore(2**30))
+    of.codec = Raw() if level == "raw" else Int8()
     of.precompute([chunk.ids for chunk in question().chunks])
     return of
 
@@ -273,9 +275,9 @@ def local(prompt: Prompt, done: Prefilled | None = None, level: str = "raw", lat
     for ids in {(), *(chunk.ids for chunk in prompt.chunks)} - absent:
         key = of.key(ids) if ids else of.key(prompt.prefix, ())
         at = (late if ids == prompt.chunks[-1].ids else "") or level
-        coded = truth(at if ids else "raw").store.coded(key)
-        assert coded is not None
-        of.store.put_coded(key, coded)
+        record = read_record(truth(at if ids else "raw").store, key)
+        assert record is not None
+        of.store.put(key, record)
     return of
 
 

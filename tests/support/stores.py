@@ -23,9 +23,9 @@ import torch
 from blendserve.config import ValkeyConfig
 from blendserve.core import ChunkKV
 from blendserve.errors import CorruptRecord, StoreFull, StoreUnavailable
-from blendserve.store import KVStore, LayeredStore, LMDBStore, MemoryStore, ReadAhead, Snapshot, record
-from blendserve.store.base import ChunkView
-from blendserve.store.codecs.base import ChunkShape, Codec
+from blendserve.store import ChunkRecord, KVStore, LayeredStore, LMDBStore, MemoryStore, ReadAhead, Reads
+from blendserve.store.blobs import BlobInfo, BlobStore
+from blendserve.store.codecs.base import Codec
 from blendserve.store.codecs.raw import Raw
 from blendserve.store.key import TAG_BYTES, ChunkKey, chunk_key
 from blendserve.store.layered import Write
@@ -34,6 +34,7 @@ from blendserve.store.tiers import Tier, TieredStore
 from blendserve.store.valkey.client import library
 from blendserve.store.valkey.names import HEADER, chunk_name, segment_name
 from blendserve.store.valkey.store import ValkeyStore
+from blendserve.store.view import ChunkView
 from blendserve.store.wrapped import WrappedStore
 from blendserve.store.write_behind import write_behind
 from tests.support.codecs import Toy
@@ -78,6 +79,15 @@ def read(store: KVStore, key: ChunkKey) -> ChunkKV | None:
         return None if view is None else copy_of(view)
 
 
+def put_kv(store: KVStore, key: ChunkKey, kv: ChunkKV, pin: bool = False, codec: Codec | None = None) -> bool:
+    """Encode a chunk and store it."""
+    return store.put(key, ChunkRecord.encode(key, kv, codec or Raw()), pin)
+
+
+def has(store: KVStore, key: ChunkKey) -> bool:
+    return key in store.contains([key])
+
+
 def copy_of(view: ChunkView) -> ChunkKV:
     layers = [[part.clone() for part in view.layer(l)] for l in range(view.n_layers)]
     return ChunkKV(*(torch.stack(parts) for parts in zip(*layers, strict=True)))
@@ -95,14 +105,15 @@ def same(a: ChunkKV | None, b: ChunkKV) -> bool:
 
 def stored(store: KVStore, most: int = 30) -> set[int]:
     """The numbers of the keys in the store."""
-    return {n for n in range(most) if key_of(n) in store}
+    there = store.contains(map(key_of, range(most)))
+    return {n for n in range(most) if key_of(n) in there}
 
 
 def filled(path: Path, n: int = 3) -> None:
     """Make an LMDB store of large chunks 0 to n - 1."""
     with LMDBStore(path, CAP) as store:
         for i in range(n):
-            store.put(key_of(i), chunk(BIG, seed=i))
+            put_kv(store, key_of(i), chunk(BIG, seed=i))
 
 
 def tamper(path: Path, change: Change) -> None:
@@ -143,7 +154,7 @@ class FaultyStore(WrappedStore):
 
     def __init__(self, store: KVStore, clock: ManualClock | None = None) -> None:
         super().__init__(store)
-        self._clock = clock or ManualClock()
+        self._clock, self.blobs = clock or ManualClock(), _FaultyBlobs(store.blobs, self)
         self.down, self.latency_s, self.gate = False, 0.0, threading.Event()
         self.gate.set()
         self.damaged = set[ChunkKey]()
@@ -151,7 +162,7 @@ class FaultyStore(WrappedStore):
         self.batches: list[int] = []  # the number of chunks in each `expect`
 
     @contextmanager
-    def reading(self) -> Iterator[Snapshot]:
+    def reading(self) -> Iterator[Reads]:
         self.call("reading")
         with self._store.reading() as snapshot:
             yield _FaultySnapshot(snapshot, self)
@@ -169,22 +180,43 @@ class FaultyStore(WrappedStore):
 def _faulty(name: str) -> Callable[..., Any]:
     def method(self: FaultyStore, *args: Any, **options: Any) -> Any:
         self.call(name)
-        if name in {"put", "put_coded", "put_uncoded", "delete"}:
-            self.damaged.discard(args[0])
+        if name in {"put", "delete"}:
+            self.damaged -= {args[0]} if name == "put" else set(args[0])
         return getattr(WrappedStore, name)(self, *args, **options)
 
     return method
 
 
 for method_name in (
-    *("put", "put_coded", "put_uncoded", "delete", "coded", "present", "wants", "info", "pin", "unpin"),
-    *("lease", "leases", "ids", "keys", "tables", "all_tables", "put_tables", "__contains__"),
+    *("put", "delete", "snapshot", "present", "contains", "admits", "describe", "pin"),
+    *("lease", "release", "ids", "keys"),
 ):
     setattr(FaultyStore, method_name, _faulty(method_name))
 
 
+class _FaultyBlobs(BlobStore):
+    def __init__(self, blobs: BlobStore, store: FaultyStore) -> None:
+        self._blobs, self._store = blobs, store
+
+    def put(self, kind: str, owner: str, raw: bytes, current: bool = True) -> bytes:
+        self._store.call("blobs.put")
+        return self._blobs.put(kind, owner, raw, current)
+
+    def get(self, hash: bytes) -> bytes | None:
+        self._store.call("blobs.get")
+        return self._blobs.get(hash)
+
+    def list(self) -> Sequence[BlobInfo]:
+        self._store.call("blobs.list")
+        return self._blobs.list()
+
+    def delete(self, hash: bytes) -> bool:
+        self._store.call("blobs.delete")
+        return self._blobs.delete(hash)
+
+
 class _FaultySnapshot:
-    def __init__(self, snapshot: Snapshot, store: FaultyStore) -> None:
+    def __init__(self, snapshot: Reads, store: FaultyStore) -> None:
         self._snapshot, self._store = snapshot, store
 
     def expect(self, keys: Sequence[ChunkKey], *_: object, **options: object) -> None:
@@ -359,7 +391,7 @@ class InMemory(Place):
 
 class OnDisk(Place):
     def open(self) -> KVStore:
-        return LMDBStore(self.folder / "kv", self.cap, eviction=LRU(), codec=self.codec, clock=self.clock)
+        return LMDBStore(self.folder / "kv", self.cap, eviction=LRU(), clock=self.clock)
 
     def damage(self, key: ChunkKey, damage: Damage) -> None:
         folder = self.folder / "kv"
@@ -480,7 +512,7 @@ class LookUp:
     corrupt: bool = False  # whether it raised CorruptRecord
 
 
-def look_up(snapshot: Snapshot, key: ChunkKey) -> LookUp:
+def look_up(snapshot: Reads, key: ChunkKey) -> LookUp:
     """Read a whole chunk in a snapshot."""
     try:
         view = snapshot.get(key)
@@ -509,12 +541,10 @@ def put(store: KVStore, key: ChunkKey, kv: ChunkKV, pin: bool, how: str, place: 
     """Store a chunk in one of four ways; False when it does not fit."""
     codec = place.codec
     ways: dict[str, Callable[[], object]] = {
-        "put": lambda: store.put(key, kv, pin),
-        "uncoded": lambda: store.put_uncoded(key, kv, pin),
-        "coded": lambda: store.put_coded(
-            key, record.Coded(ChunkShape.of(kv), codec.coding, codec.encode(kv)), pin
-        ),
-        "behind": lambda: list(write_behind(store, [(key, kv)], most_tokens=1)) == [kv.n_bytes],
+        "put": lambda: put_kv(store, key, kv, pin, codec),
+        "uncoded": lambda: put_kv(store, key, kv, pin),
+        "another key's": lambda: store.put(key, ChunkRecord.encode(KEYS[0], kv, codec), pin),
+        "behind": lambda: list(write_behind(store, codec, [(key, kv)], most_tokens=1)) == [kv.n_bytes],
     }
     try:
         assert ways[how]()

@@ -12,7 +12,7 @@ from blendserve.kernels import team
 from blendserve.kernels.cpu.isa import Level
 from blendserve.kernels.cpu.library import dtype_of, loaded
 from blendserve.kernels.rotary import HALVES, Rotary
-from blendserve.kernels.types import Rope, StoredChunk
+from blendserve.kernels.types import RecordView, Rope
 
 STEP, MAX_DIM = 32, 256
 Part = tuple[int, Tensor, Tensor | None]  # where the first token stands, keys and values [K, C, D]
@@ -60,7 +60,7 @@ def rotate(level: Level, x: Tensor, rope: Rope, rotary: Rotary) -> Tensor:
 
 def fits(
     level: Level,
-    chunks: Sequence[StoredChunk],
+    chunks: Sequence[RecordView],
     keys: Tensor,
     values: Tensor,
     rope: Rope,
@@ -74,7 +74,7 @@ def fits(
 
 def place(
     level: Level,
-    chunks: Sequence[StoredChunk],
+    chunks: Sequence[RecordView],
     keys: Tensor,
     values: Tensor,
     rope: Rope,

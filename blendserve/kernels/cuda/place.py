@@ -14,12 +14,12 @@ from torch import Tensor
 
 from blendserve.kernels.cuda.available import has_triton
 from blendserve.kernels.rotary import Rotary, RotaryForm
-from blendserve.kernels.types import Rope, StoredChunk
+from blendserve.kernels.types import RecordView, Rope
 
 BLOCK = 32  # tokens of one program
 
 
-def fits(chunks: Sequence[StoredChunk], keys: Tensor, values: Tensor, rope: Rope, rotary: Rotary) -> bool:
+def fits(chunks: Sequence[RecordView], keys: Tensor, values: Tensor, rope: Rope, rotary: Rotary) -> bool:
     """Whether the kernel is made to place these, and triton is there."""
     stored = [k for _, k, _ in chunks]
     return (
@@ -31,14 +31,14 @@ def fits(chunks: Sequence[StoredChunk], keys: Tensor, values: Tensor, rope: Rope
     )
 
 
-def place(chunks: Sequence[StoredChunk], keys: Tensor, values: Tensor, rope: Rope, rotary: Rotary) -> None:
+def place(chunks: Sequence[RecordView], keys: Tensor, values: Tensor, rope: Rope, rotary: Rotary) -> None:
     """ops.place for what `fits`."""
     assert rotary.form is not None, "ask `fits` first"
     run(chunks, keys, values, rope, rotary.form)
 
 
 def run(
-    chunks: Sequence[StoredChunk], cache_keys: Tensor, cache_values: Tensor, rope: Rope, form: RotaryForm
+    chunks: Sequence[RecordView], cache_keys: Tensor, cache_values: Tensor, rope: Rope, form: RotaryForm
 ) -> None:
     """The call itself: on a GPU, or in triton's interpreter. Nothing waits for the device."""
     from blendserve.kernels.cuda.triton_kernels.place import chunks_into_cache

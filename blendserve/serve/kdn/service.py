@@ -22,7 +22,7 @@ from blendserve.serve.config import DeliverConfig
 from blendserve.serve.front import Front
 from blendserve.serve.keys import Tenant
 from blendserve.serve.metrics import HttpMetrics
-from blendserve.store import ChunkKey, KVStore
+from blendserve.store import ChunkKey, KVStore, read_record
 from blendserve.store.clock import Clock as StoreClock
 from blendserve.store.codecs.base import Buffer
 from blendserve.store.kdn.collection import MOST_IN_STEP, Collection, body, in_step, level_key
@@ -157,11 +157,11 @@ class DeliveryService(Front):
             self._recent.move_to_end((lies, key))
             self.delivered.chunks.labels("memory").inc()
             return recent
-        coded = self.store.coded(lies)
-        self.delivered.chunks.labels("store" if coded else "missing").inc()
-        if coded is None:
+        record = read_record(self.store, lies)
+        self.delivered.chunks.labels("store" if record else "missing").inc()
+        if record is None:
             raise _not_found()
-        parts = body(key, coded)
+        parts = body(key, record)
         # The header ends with its own checksum, which covers key, coding, and every segment's length and checksum.
         return self._remember((lies, key), Sendable(parts, f'"{bytes(parts[1][-8:]).hex()}"'))
 

@@ -24,6 +24,7 @@ from typing import ClassVar, Final, Literal, Protocol, TypeAlias
 import torch
 
 from blendserve.core import ChunkKV, TokenIds
+from blendserve.errors import CorruptBlob, StoreUnavailable
 from blendserve.models.adapter import Adapter
 from blendserve.registry import CODECS
 
@@ -34,7 +35,7 @@ Tables: TypeAlias = (
 )
 Sample: TypeAlias = "tuple[TokenIds, ChunkKV]"  # what a codec is fitted on: a chunk's tokens [C] and its KV
 Progress: TypeAlias = "Callable[[int, int], None]"  # (steps done, in all)
-Missing = Literal["codec", "level", "tables", "unreachable", "slow link"]
+MissKind = Literal["absent", "corrupt", "codec", "level", "tables", "unreachable", "slow link"]
 UNREACHABLE: Final = "unreachable"
 SLOW: Final = "slow link"  # it lies on another machine, and computing it is quicker
 
@@ -43,12 +44,20 @@ NO_TABLES = bytes(TABLES_BYTES)
 READY = 8  # codecs kept ready for reading: several levels and readers
 
 
+@dataclass(frozen=True, slots=True)
+class Miss:
+    """Why a chunk is not used."""
+
+    kind: MissKind
+    detail: str = ""
+
+
 class Undecodable(Exception):
     """A record, or what decodes it, cannot be had here. The message says what is missing, `kind` in one word."""
 
-    def __init__(self, why: str, kind: Missing = "tables") -> None:
+    def __init__(self, why: str, kind: MissKind = "tables") -> None:
         super().__init__(why)
-        self.kind: Missing = kind
+        self.kind: MissKind = kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +221,11 @@ def codec_for(coding: Coding, tables: Tables = lambda hash: None) -> Codec:
             return ready
         try:
             codec = _ready[made, coding] = made.for_reading(coding, tables)
+        except CorruptBlob as error:
+            raise Undecodable(str(error)) from error
+        except StoreUnavailable as error:
+            why = f"the tables {coding.tables.hex()} cannot be read: {error}"
+            raise Undecodable(why, UNREACHABLE) from error
         except ValueError as error:
             raise Undecodable(
                 f"the tables {coding.tables.hex()} are none of codec {coding.codec!r}: {error}"

@@ -22,7 +22,7 @@ from urllib.parse import quote
 from blendserve.errors import InputError
 from blendserve.store.codecs.base import Buffer
 from blendserve.store.key import DIGEST_BYTES, KEY_BYTES, TAG_BYTES, ChunkKey
-from blendserve.store.record import Coded, encode_header, seal
+from blendserve.store.record import ChunkRecord
 
 FORMAT = 1
 LENGTH = struct.Struct("<I")  # of a header, in front of it
@@ -140,10 +140,11 @@ def level_key(key: ChunkKey, word: str, levels: Iterable[str]) -> ChunkKey:
     return key[:TAG_BYTES] + digest.digest()
 
 
-def body(key: ChunkKey, coded: Coded) -> list[Buffer]:
+def body(key: ChunkKey, record: ChunkRecord) -> list[Buffer]:
     """What is sent of a chunk under this key: length of the header, header, segments."""
-    header = encode_header(key, seal(key, coded))
-    return [LENGTH.pack(len(header)), header, *coded.segments]
+    record = record.for_key(key)
+    header = record.header_bytes()
+    return [LENGTH.pack(len(header)), header, *record.segments()]
 
 
 def in_step(bodies: Sequence[Sequence[Buffer]]) -> list[Buffer]:

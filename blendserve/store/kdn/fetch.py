@@ -10,7 +10,6 @@ from typing import TypeAlias
 
 from blendserve.config import KdnConfig
 from blendserve.errors import CorruptRecord, StoreVersion, unraised
-from blendserve.store.base import TimeSaved
 from blendserve.store.codecs.base import SLOW, UNREACHABLE, Buffer, Undecodable
 from blendserve.store.kdn.adapt import TEXT, Offer, Rule, Situation, comes_in_step, outlasts
 from blendserve.store.kdn.client import Client
@@ -22,6 +21,7 @@ from blendserve.store.kdn.pace import Pace
 from blendserve.store.key import ChunkKey
 from blendserve.store.network.arrival import Arrival
 from blendserve.store.record import Header
+from blendserve.store.request_reads import TimeSaved
 
 LEAST_SILENCE_S = 0.05  # and twice the round trip
 RELAY = 0.5  # of the deadline: the rest is for asking the service

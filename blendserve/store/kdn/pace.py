@@ -16,13 +16,14 @@ from contextlib import contextmanager
 
 import torch
 
-from blendserve.store.chunk import StoredChunk
 from blendserve.store.clock import Clock
 from blendserve.store.codecs.base import Tables
 from blendserve.store.kdn.adapt import Meter
 from blendserve.store.kdn.client import Client
 from blendserve.store.kdn.download import beginning
 from blendserve.store.key import ChunkKey
+from blendserve.store.record import ChunkRecord
+from blendserve.store.view import RecordView
 
 LAYERS = 5  # that decoding is measured on; the first one, which is coded otherwise, is not counted
 BESIDE = 1.2  # times what it takes alone: decoding beside a request that keeps all cores busy (research/decisions.md)
@@ -90,13 +91,16 @@ class Pace:
             header, segments = beginning(client, key, word, n_bytes, LAYERS, silence_s)
             if header.shape.n_bytes <= most:
                 # twice, as what each layer of a codec's tables needs is made by its first chunk
-                chunks = [StoredChunk(key, header, segments.__getitem__, tables) for _ in range(2)]
+                chunks = [
+                    RecordView(ChunkRecord(key, header, segments.__getitem__, trusted=True), tables)
+                    for _ in range(2)
+                ]
                 seconds = min(_seconds(chunk, len(segments), self.clock) for chunk in chunks)
                 alone = seconds / max(1, header.shape.n_tokens)
                 self._decoding[word] = BESIDE * alone / torch.get_num_threads()  # all cores have work
 
 
-def _seconds(chunk: StoredChunk, layers: int, clock: Clock) -> float:
+def _seconds(chunk: RecordView, layers: int, clock: Clock) -> float:
     """Of decoding all of it: the least that one of these layers took, times all layers."""
     elapsed_s = []
     for l in range(layers):

@@ -17,21 +17,21 @@ from pathlib import Path
 from typing import TypeVar
 
 from blendserve.config import KdnConfig, PlaceConfig
-from blendserve.core import ChunkKV
 from blendserve.errors import ConfigError, CorruptRecord, StoreError, StoreUnavailable, StoreVersion
 from blendserve.registry import DELIVERED
 from blendserve.store.base import (
-    REMOTE,
     ChunkInfo,
     KVStore,
-    Sample,
+    Progress,
+    Snapshot,
     StoreStats,
-    TimeSaved,
     VerifyReport,
-    stats_of,
+    make_stats,
+    read_record,
 )
+from blendserve.store.blobs import BlobInfo, BlobStore, check_blob
 from blendserve.store.clock import Clock
-from blendserve.store.codecs.base import Codec, Tables, Undecodable
+from blendserve.store.codecs.base import Tables, Undecodable
 from blendserve.store.kdn.adapt import Rule, fixed, quickest
 from blendserve.store.kdn.client import Client, KdnPeer, NotThere, WrongReply, fill
 from blendserve.store.kdn.collection import Collection, Directory, Entry, read_directory
@@ -39,13 +39,14 @@ from blendserve.store.kdn.fetch import Fetch
 from blendserve.store.kdn.moq_reader import MoqReader
 from blendserve.store.kdn.pace import Pace
 from blendserve.store.key import ChunkKey, namespace_tag
+from blendserve.store.ledger import Totals
 from blendserve.store.network.connection import Connection
 from blendserve.store.network.failed import Failed
 from blendserve.store.network.snapshot import NetworkSnapshot
 from blendserve.store.policies import Always, Policies
-from blendserve.store.record import Coded
-from blendserve.store.tables import TablesInfo, checked
-from blendserve.store.traffic import Traffic
+from blendserve.store.record import ChunkRecord
+from blendserve.store.request_reads import REMOTE, Sample, TimeSaved
+from blendserve.store.usage import UsageLog
 
 AUTO = "auto"
 FRESH_S = 10.0  # a description is believed for so long
@@ -66,7 +67,7 @@ class KdnStore(KVStore):
     """
 
     persistent, needs_folder = False, False
-    writable = False
+    kind, read_only, tells_ids = DELIVERED, True, False
 
     def __init__(
         self,
@@ -87,10 +88,12 @@ class KdnStore(KVStore):
                 "kdn list`"
             )
         self.config = config
+        self.location, self.cap_bytes = f"{config.url}/{config.collection}", 0
+        self.blobs = _Blobs(self)
         self._rule = rule or (quickest if config.level == AUTO else fixed(config.level))
         self._early, self._saved = early, saved
         self._connection = Connection(KdnPeer(config), workers, clock)
-        self._traffic = Traffic(Always(), clock)
+        self._usage = UsageLog(Always(), clock)
         self._failed = Failed(now=clock.monotonic)
         self.pace = pace or Pace(clock)
         self._clock = clock
@@ -118,7 +121,7 @@ class KdnStore(KVStore):
             self._rule,
             self.pace,
             self._look,
-            self._read_tables,
+            self.read_tables,
             self._relay,
             self._early,
             # Other rules choose for one chunk after the other.
@@ -126,7 +129,7 @@ class KdnStore(KVStore):
             self._saved,
         )
         snapshot = NetworkSnapshot(
-            self._connection, fetch, self._traffic, self._failed, OneByOne(), self._clock
+            self._connection, fetch, self._usage, self._failed, OneByOne(), self._clock
         )
         try:
             yield snapshot
@@ -194,21 +197,26 @@ class KdnStore(KVStore):
         asked = list(keys) if remote else []
         return set(asked) & self._ask(self._look)[1].keys() if asked else set()
 
-    def __contains__(self, key: ChunkKey) -> bool:
-        return bool(self.present([key]))
+    def contains(self, keys: Iterable[ChunkKey]) -> set[ChunkKey]:
+        return self.present(keys)
 
-    def info(self, keys: Iterable[ChunkKey]) -> dict[ChunkKey, ChunkInfo]:
+    def describe(self, keys: Iterable[ChunkKey]) -> dict[ChunkKey, ChunkInfo]:
         """Of the first level; what it takes uncoded is not told."""
         collection, directory = self._ask(self._look)
         return {
-            key: ChunkInfo(found.n_tokens, found.bodies[0], found.bodies[0], collection.pinned, REMOTE)
+            key: ChunkInfo(found.n_tokens, found.bodies[0], found.bodies[0], collection.pinned, tier=REMOTE)
             for key in keys
             if (found := directory.get(key))
         }
 
-    def coded(self, key: ChunkKey) -> Coded | None:
+    @contextmanager
+    def snapshot(self) -> Iterator[Snapshot]:
         self._refuse_closed()
-        fetch = Fetch(self.config, self._rule, self.pace, self._look, self._read_tables, self._relay)
+        yield _Records(self)
+
+    def record(self, key: ChunkKey) -> ChunkRecord | None:
+        """A chunk, read whole now. Raises CorruptRecord, StoreVersion, StoreUnavailable."""
+        fetch = Fetch(self.config, self._rule, self.pace, self._look, self.read_tables, self._relay)
         reply = self._connection.ask(lambda client: fetch.read(client, [key]))[0]
         if reply is None:
             return None
@@ -216,7 +224,7 @@ class KdnStore(KVStore):
             header, segments = fetch.checked(key, reply)
         except Undecodable as error:
             raise StoreUnavailable(str(error)) from None
-        return Coded(header.shape, header.coding, segments, header.ids)
+        return ChunkRecord(key, header, segments.__getitem__, trusted=True)
 
     def keys(self, namespace: str | None = None) -> Iterator[ChunkKey]:
         tag = namespace_tag(namespace)
@@ -224,69 +232,45 @@ class KdnStore(KVStore):
 
     def stats(self, namespace: str | None = None) -> StoreStats:
         """Of the collection, without a call while what is known is fresh; look-ups are those of this process."""
-        self._refuse_closed()
-        collection, directory = self._fresh() or self._ask(self._look)
+        collection, directory = self.known()
         tag = namespace_tag(namespace)
-        sizes = [
-            (entry.n_tokens, entry.bodies[0], entry.bodies[0], collection.pinned)
-            for key, entry in directory.items()
-            if key.startswith(tag)
-        ]
-        counts, where = self._traffic.counts(tag), f"{self.config.url}/{self.config.collection}"
-        return stats_of(DELIVERED, where, collection.n_bytes, sizes, counts, namespace, self.all_tables())
+        entries = [entry for key, entry in directory.items() if key.startswith(tag)]
+        n, n_bytes = len(entries), sum(entry.bodies[0] for entry in entries)
+        n_tokens, n_pins = sum(entry.n_tokens for entry in entries), n * collection.pinned
+        self.cap_bytes = collection.n_bytes
+        totals = Totals(n, n_tokens, n_bytes, n_bytes, n_pins)
+        return make_stats(self, totals, self._usage.counts(tag), namespace, self.blobs.list())
 
-    def verify(self, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
+    def verify(self, progress: Progress | None = None) -> VerifyReport:
         keys, good, bad = list(self.keys()), 0, []
         for done, key in enumerate(keys, start=1):
             try:
-                good += self.coded(key) is not None
+                good += read_record(self, key) is not None
             except StoreError as error:
                 bad.append((key.hex(), str(error)))
             if progress:
                 progress(done, len(keys))
         return VerifyReport(good, tuple(bad))
 
-    # Tables
-
-    def tables(self, hash: bytes) -> bytes | None:
-        return self._read_tables(hash, self.config.deadline_s)
-
-    def all_tables(self) -> list[TablesInfo]:
-        """Without a call while what is known is fresh: a prefill asks, and all workers may be busy with its chunks."""
-        self._refuse_closed()
-        collection = (self._fresh() or self._ask(self._look))[0]
-        return [
-            TablesInfo(bytes.fromhex(t.hash), t.codec, t.fingerprint, t.n_bytes, 0) for t in collection.tables
-        ]
-
     # Nothing is written
 
-    def put(self, key: ChunkKey, kv: ChunkKV, pin: bool = False) -> bool:
+    def put(self, key: ChunkKey, record: ChunkRecord, pin: bool = False) -> bool:
         return False
 
-    def put_coded(self, key: ChunkKey, coded: Coded, pin: bool = False) -> bool:
+    def admits(self, key: ChunkKey, n_bytes: int) -> bool:
         return False
 
-    def write_by(self, codec: Codec) -> None:
-        """There is nothing to code."""
-
-    def put_tables(self, codec: str, fingerprint: str, raw: bytes, current: bool = True) -> bytes:
-        raise self._only_read()
-
-    def delete_tables(self, hash: bytes) -> bool:
-        raise self._only_read()
-
-    def wants(self, key: ChunkKey, raw_bytes: int) -> bool:
-        return False
-
-    def pin(self, keys: Iterable[ChunkKey]) -> int:
+    def pin(self, keys: Iterable[ChunkKey], pinned: bool = True) -> int:
         return 0
 
-    def unpin(self, keys: Iterable[ChunkKey]) -> int:
-        return 0
+    def delete(self, keys: Iterable[ChunkKey]) -> int:
+        raise self.only_read()
 
-    def delete(self, key: ChunkKey) -> bool:
-        raise self._only_read()
+    def lease(self, keys: Sequence[ChunkKey], seconds: float) -> set[ChunkKey]:
+        return set(keys)
+
+    def release(self, keys: Iterable[ChunkKey]) -> None:
+        """No lease is kept."""
 
     def close(self) -> None:
         self._closed = True
@@ -295,6 +279,11 @@ class KdnStore(KVStore):
             self._relay.close()
 
     # What is known of the collection
+
+    def known(self) -> tuple[Collection, Directory]:
+        """Without a call while it is fresh: a prefill asks, and all workers may be busy with its chunks."""
+        self._refuse_closed()
+        return self._fresh() or self._ask(self._look)
 
     def _fresh(self) -> tuple[Collection, Directory] | None:
         """What is known and not old."""
@@ -309,19 +298,15 @@ class KdnStore(KVStore):
                 self._looked = self._clock.monotonic()
             return known
 
-    def _read_tables(self, hash: bytes, seconds: float) -> bytes | None:
-        """Raises Undecodable when they are damaged, or cannot be had."""
-
-        try:
-            raw = self._connection.ask(partial(self._tables_of, hash=hash), seconds)
-        except StoreUnavailable as error:
-            raise Undecodable(f"the tables {hash.hex()} cannot be read: {error}", "unreachable") from error
-        return None if raw is None else checked(hash, raw)
+    def read_tables(self, hash: bytes, seconds: float) -> bytes | None:
+        """Raises CorruptBlob, StoreUnavailable."""
+        raw = self._connection.ask(partial(self._tables_of, hash=hash), seconds)
+        return None if raw is None else check_blob(hash, raw)
 
     def _tables_by(self, client: Client) -> Tables:
         def read(hash: bytes) -> bytes | None:
             raw = self._tables_of(client, hash)
-            return None if raw is None else checked(hash, raw)
+            return None if raw is None else check_blob(hash, raw)
 
         return read
 
@@ -338,10 +323,40 @@ class KdnStore(KVStore):
         if self._closed:
             raise StoreUnavailable(f"the store at {self.config.where} is closed: open it again")
 
-    def _only_read(self) -> StoreUnavailable:
+    def only_read(self) -> StoreUnavailable:
         return StoreUnavailable(
             f"{self.config.server} is for reading: publish anew with `blendserve kdn publish`, or retire the collection"
         )
+
+
+class _Records:
+    """Chunks of a collection as a Snapshot gives them."""
+
+    def __init__(self, store: KdnStore) -> None:
+        self._store = store
+
+    def get(self, key: ChunkKey, count: bool = True) -> ChunkRecord | None:
+        return self._store.record(key)
+
+
+class _Blobs(BlobStore):
+    """The tables of a collection."""
+
+    def __init__(self, store: KdnStore) -> None:
+        self._store = store
+
+    def get(self, hash: bytes) -> bytes | None:
+        return self._store.read_tables(hash, self._store.config.deadline_s)
+
+    def list(self) -> Sequence[BlobInfo]:
+        tables = self._store.known()[0].tables
+        return [BlobInfo(bytes.fromhex(t.hash), t.codec, t.fingerprint, t.n_bytes, 0) for t in tables]
+
+    def put(self, kind: str, owner: str, raw: bytes, current: bool = True) -> bytes:
+        raise self._store.only_read()
+
+    def delete(self, hash: bytes) -> bool:
+        raise self._store.only_read()
 
 
 class OneByOne:

@@ -21,8 +21,6 @@ from functools import partial
 from typing import Any, Protocol
 
 from blendserve.errors import ChunkLost, CorruptRecord, StoreError, unraised
-from blendserve.store.base import REMOTE, Meanwhile, TimeSaved
-from blendserve.store.chunk import StoredChunk
 from blendserve.store.clock import Clock
 from blendserve.store.codecs.base import SLOW, Buffer, Undecodable
 from blendserve.store.key import ChunkKey
@@ -30,8 +28,10 @@ from blendserve.store.network.arrival import Arrival
 from blendserve.store.network.connection import Call, Client, Connection
 from blendserve.store.network.deadline import Deadline
 from blendserve.store.network.failed import Failed
-from blendserve.store.record import Header
-from blendserve.store.traffic import Traffic
+from blendserve.store.record import ChunkRecord, Header
+from blendserve.store.request_reads import REMOTE, Meanwhile, TimeSaved
+from blendserve.store.usage import UsageLog
+from blendserve.store.view import RecordView
 
 GUESS_BYTES = 16 << 20  # of a record, until one was read
 WAITING = 0.9  # of the deadline; the rest is for giving up, and for what arrived to be checked
@@ -41,7 +41,7 @@ class Source(Protocol):
     """What a server is asked for, in its own words."""
 
     def expect(self, keys: Sequence[ChunkKey], saved: TimeSaved | None) -> None:
-        """These are about to be read. saved: as for base.Snapshot."""
+        """These are about to be read. saved: as for request_reads.Reads."""
         ...
 
     def read(self, client: Client, keys: Sequence[ChunkKey]) -> list[Any]:
@@ -119,13 +119,13 @@ class NetworkSnapshot:
         self,
         connection: Connection,
         source: Source,
-        traffic: Traffic,
+        usage: UsageLog,
         failed: Failed,
         sizes: Batching,
         clock: Clock = time,
     ) -> None:
         """clock: of the deadline."""
-        self._connection, self._source, self._traffic = connection, source, traffic
+        self._connection, self._source, self._usage = connection, source, usage
         self._failed, self._sizes = failed, sizes
         self._deadline = Deadline(WAITING * connection.peer.deadline_s, clock.monotonic)
         self._calls: dict[ChunkKey, tuple[Call[list[Any]], int]] = {}  # and the chunk's place in its batch
@@ -137,7 +137,7 @@ class NetworkSnapshot:
         self._decoded: set[ChunkKey] = (
             set()
         )  # of those that are here, the ones that there is nothing to decode of
-        self._found: dict[ChunkKey, StoredChunk | StoreError | None] = {}  # what `get` has given
+        self._found: dict[ChunkKey, RecordView | StoreError | None] = {}  # what `get` has given
         self._lock = threading.RLock()
         self.undecodable: dict[ChunkKey, Undecodable] = {}
 
@@ -207,7 +207,7 @@ class NetworkSnapshot:
     def tier(self, key: ChunkKey) -> str:
         return REMOTE
 
-    def get(self, key: ChunkKey) -> StoredChunk | None:
+    def get(self, key: ChunkKey) -> RecordView | None:
         with self._lock:
             if key not in self._found:
                 try:
@@ -219,7 +219,7 @@ class NetworkSnapshot:
             raise unraised(found)
         return found
 
-    def _looked_up(self, key: ChunkKey) -> StoredChunk | None:
+    def _looked_up(self, key: ChunkKey) -> RecordView | None:
         """Raises CorruptRecord, StoreVersion."""
         self.expect([key])
         if key in self._withdrawn:
@@ -231,18 +231,22 @@ class NetworkSnapshot:
         reply = self._reply(key)
         if reply is None:
             self.undecodable[key] = Undecodable(self._troubles[key], "unreachable")
-            self._traffic.miss(key)
+            self._usage.miss(key)
             return None
         if not reply:
-            self._traffic.miss(key)
+            self._usage.miss(key)
             return None
         try:
             chunk = self._chunk(key, reply)
         except Undecodable as error:
-            self._traffic.miss(key, undecodable="" if error.kind == SLOW else str(error))
+            if error.kind == SLOW:
+                self._usage.miss(key)
+            else:
+                self._usage.hit(key)
+                self._usage.undecodable(key, str(error))
             self.undecodable[key] = unraised(error)
             return None
-        self._traffic.hit(key)
+        self._usage.hit(key)
         return chunk
 
     def end(self) -> None:
@@ -251,7 +255,7 @@ class NetworkSnapshot:
             self._end_arrivals()
             for key in self._coming & self._found.keys():
                 if self._arrivals[key].whole:
-                    self._traffic.hit(key)
+                    self._usage.hit(key)
             for call, _ in self._calls.values():
                 self._connection.give_up(call)
             for held in (self._found, self._calls, self._arrivals, self._coming):  # views refer back to this
@@ -286,20 +290,21 @@ class NetworkSnapshot:
             self._troubles.update(dict.fromkeys(batch, str(error)))
             return None
 
-    def _chunk(self, key: ChunkKey, reply: Any) -> StoredChunk:
+    def _chunk(self, key: ChunkKey, reply: Any) -> RecordView:
         """Raises CorruptRecord, StoreVersion, Undecodable."""
         try:
             header, segments = self._source.checked(key, reply)
         except CorruptRecord as error:
-            self._traffic.count(key, "corrupt")
+            self._usage.count(key, "corrupt")
             self._failed.add(key, f"it was damaged when it was last read ({error.what})")
             raise
         self._sizes.saw(header.n_bytes)
         return self._view(key, header, segments.__getitem__)
 
-    def _view(self, key: ChunkKey, header: Header, read: Callable[[int], Buffer]) -> StoredChunk:
+    def _view(self, key: ChunkKey, header: Header, read: Callable[[int], Buffer]) -> RecordView:
         """Raises Undecodable."""
-        return StoredChunk(key, header, read, self._read_tables, partial(self._traffic.count, key, "corrupt"))
+        record = ChunkRecord(key, header, read, partial(self._usage.report, key), trusted=True)
+        return RecordView(record, self._read_tables)
 
     def _layer(self, key: ChunkKey, arrival: Arrival, header: Header, l: int) -> Buffer:
         """Of a chunk that is coming, as soon as it is here. Holds no lock meanwhile. Raises ChunkLost."""

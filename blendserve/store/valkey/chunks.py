@@ -12,13 +12,13 @@ from typing import TypeAlias
 
 from blendserve.errors import CorruptRecord
 from blendserve.store import record
-from blendserve.store.base import Sample
 from blendserve.store.codecs.base import Buffer
-from blendserve.store.key import ChunkKey
-from blendserve.store.record import Coded, Header
+from blendserve.store.key import TAG_BYTES, ChunkKey
+from blendserve.store.record import ChunkRecord, Header
+from blendserve.store.request_reads import Sample
 from blendserve.store.valkey.client import Client
 from blendserve.store.valkey.leases import Leases
-from blendserve.store.valkey.names import HEADER, chunk_name, segment_name
+from blendserve.store.valkey.names import HEADER, chunk_name, namespace_name, segment_name
 
 EXPIRES_S = (
     30 * 86_400
@@ -29,18 +29,16 @@ Fields: TypeAlias = "dict[bytes, bytes]"
 
 def write(
     client: Client,
-    key: ChunkKey,
-    header: Header,
-    segments: Sequence[Buffer],
+    chunk: ChunkRecord,
     pinned: bool,
     layers_before: int,
     leases: Leases,
 ) -> None:
     """In place of what was there; a lease on it ends. layers_before: of that. Raises what valkey-py does."""
-    name = chunk_name(key)
-    fields: dict[bytes, Buffer] = {HEADER: record.encode_header(key, header)}
-    fields |= {segment_name(l): memoryview(segment).cast("B") for l, segment in enumerate(segments)}
-    surplus = [segment_name(l) for l in range(len(segments), layers_before)]
+    name = chunk_name(chunk.key)
+    fields: dict[bytes, Buffer] = {HEADER: chunk.header_bytes()}
+    fields |= {segment_name(l): memoryview(segment).cast("B") for l, segment in enumerate(chunk.segments())}
+    surplus = [segment_name(l) for l in range(chunk.n_layers, layers_before)]
     pipeline = client.pipeline(transaction=False)
     pipeline.hset(name, mapping=fields)
     if pinned:
@@ -49,10 +47,9 @@ def write(
         pipeline.expire(name, EXPIRES_S)
     if surplus:
         pipeline.hdel(name, *surplus)
-    token = leases.end_with(pipeline, key)
+    leases.end_with(pipeline, chunk.key)
     pipeline.execute()
-    if token:
-        leases.ended(key, token)
+    leases.ended([chunk.key])
 
 
 def read(client: Client, keys: Sequence[ChunkKey]) -> list[Fields]:
@@ -74,6 +71,17 @@ def headers(client: Client, keys: Sequence[ChunkKey]) -> list[bytes | None]:
     found: list[bytes | None] = pipeline.execute()
     _require_bytes([raw for raw in found if raw is not None])
     return found
+
+
+def headers_and_pins(client: Client, keys: Sequence[ChunkKey]) -> list[tuple[bytes | None, bool]]:
+    """The header of each chunk, None where nothing is, and whether it is pinned; one round trip."""
+    pipeline = client.pipeline(transaction=False)
+    for key in keys:
+        pipeline.hget(chunk_name(key), HEADER)
+        pipeline.sismember(namespace_name(key[:TAG_BYTES], "pins"), key)
+    found = pipeline.execute()
+    _require_bytes([raw for raw in found[::2] if raw is not None])
+    return [(raw, bool(pinned)) for raw, pinned in zip(found[::2], found[1::2], strict=True)]
 
 
 def sample(client: Client, keys: Sequence[ChunkKey], n_bytes: int) -> Sample | None:
@@ -134,10 +142,10 @@ def checked(key: ChunkKey, fields: Fields) -> tuple[Header, list[Buffer]]:
     return header, [record.check_segment(key, header, l, fields.get(segment_name(l))) for l in layers]
 
 
-def coded(key: ChunkKey, fields: Fields) -> Coded:
-    """The same as another store takes it."""
+def checked_record(key: ChunkKey, fields: Fields) -> ChunkRecord:
+    """The same as a record. Raises CorruptRecord, StoreVersion."""
     header, segments = checked(key, fields)
-    return Coded(header.shape, header.coding, segments, header.ids)
+    return ChunkRecord(key, header, segments.__getitem__, trusted=True)
 
 
 def _require_bytes(parts: Sequence[object]) -> None:

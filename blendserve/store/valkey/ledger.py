@@ -20,7 +20,7 @@ from blendserve.store.key import TAG_BYTES, ChunkKey
 from blendserve.store.network.connection import Connection
 from blendserve.store.policies import Candidate
 from blendserve.store.record import Header
-from blendserve.store.traffic import Notes
+from blendserve.store.usage import Notes
 from blendserve.store.valkey import chunks
 from blendserve.store.valkey.client import Client
 from blendserve.store.valkey.names import NAMESPACES, namespace_name
@@ -244,18 +244,6 @@ class Ledger:
             lambda client: {key for key, _ in client.hscan_iter(entries, count=1000)}, SCAN_S
         )
 
-    def known(self, keys: Iterable[ChunkKey]) -> dict[ChunkKey, tuple[Entry, bool]]:
-        """The entries of those that have one, and whether they are pinned; one round trip for each namespace."""
-        found: dict[ChunkKey, tuple[Entry, bool]] = {}
-        for tag, some in _by_namespace(keys):
-            raws, pins = self._connection.ask(partial(_entries_and_pins, tag=tag, keys=some))
-            found |= {
-                key: (Entry.from_bytes(raw), bool(pin))
-                for key, raw, pin in zip(some, raws, pins, strict=True)
-                if raw
-            }
-        return found
-
     def pins(self, tag: bytes) -> set[ChunkKey]:
         return self._connection.ask(lambda client: set(client.smembers(namespace_name(tag, "pins"))))
 
@@ -276,15 +264,6 @@ class Ledger:
 
     def _script(self, script: str, tag: bytes, told: Sequence[bytes | int]) -> list[Any]:
         return self._connection.ask(lambda client: list(_run(client, script, tag, told) or ()))
-
-
-def _entries_and_pins(client: Client, tag: bytes, keys: Sequence[ChunkKey]) -> tuple[list[Any], list[Any]]:
-    pipeline = client.pipeline(transaction=False)
-    pipeline.hmget(namespace_name(tag, "entries"), list(keys))
-    for key in keys:  # Redis has a command for many from 6.2 on
-        pipeline.sismember(namespace_name(tag, "pins"), key)
-    entries, *pins = pipeline.execute()
-    return entries, pins
 
 
 def _run(client: Client, script: str, tag: bytes, told: Sequence[bytes | int]) -> Any:

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from blendserve.store import record
-from blendserve.store.base import TimeSaved
 from blendserve.store.codecs.base import Buffer
 from blendserve.store.key import ChunkKey
+from blendserve.store.request_reads import TimeSaved
 from blendserve.store.valkey import chunks
 from blendserve.store.valkey.client import Client
-from blendserve.store.valkey.tables import ServerTables
+from blendserve.store.valkey.tables import ServerBlobs
 
 
 class Source:
     """A network/snapshot.py Source."""
 
-    def __init__(self, tables: ServerTables) -> None:
+    def __init__(self, tables: ServerBlobs) -> None:
         self.tables = tables.read
 
     def expect(self, keys: Sequence[ChunkKey], saved: TimeSaved | None) -> None:

@@ -12,45 +12,42 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from blendserve.config import PlaceConfig, ValkeyConfig
-from blendserve.core import ChunkKV, TokenIds
 from blendserve.errors import CorruptRecord, StoreError, StoreFull, StoreUnavailable, StoreVersion
 from blendserve.store import record
 from blendserve.store.base import (
-    ID_BATCH,
-    REMOTE,
     ChunkInfo,
     KVStore,
-    Lease,
-    Sample,
+    Progress,
+    Snapshot,
     StoreStats,
     VerifyReport,
-    full,
-    stats_of,
+    make_stats,
+    store_full,
 )
 from blendserve.store.clock import Clock
-from blendserve.store.codecs.base import Buffer, ChunkShape, Codec, tables_hash
-from blendserve.store.codecs.raw import Raw
 from blendserve.store.key import TAG_BYTES, ChunkKey, namespace_tag
+from blendserve.store.ledger import Totals
 from blendserve.store.network.connection import Connection
 from blendserve.store.network.failed import Failed
 from blendserve.store.network.snapshot import NetworkSnapshot, Sizes
 from blendserve.store.policies import Admission, Always, Candidate, Eviction, Policies, Refuse
-from blendserve.store.record import Coded
-from blendserve.store.tables import TablesInfo, check_room
-from blendserve.store.traffic import Notes, Traffic
+from blendserve.store.record import ChunkRecord
+from blendserve.store.request_reads import REMOTE, Sample
+from blendserve.store.usage import Notes, UsageLog
 from blendserve.store.valkey import chunks
 from blendserve.store.valkey.client import Client, ValkeyPeer
 from blendserve.store.valkey.leases import Leases
 from blendserve.store.valkey.ledger import SCAN_S, Entered, Entry, Ledger
 from blendserve.store.valkey.names import CHUNK, chunk_key_of
 from blendserve.store.valkey.source import Source
-from blendserve.store.valkey.tables import ServerTables
+from blendserve.store.valkey.tables import ServerBlobs
 
 NOTE_EVERY_S = 60.0
 TRIES = 8  # at a quota that other processes fill at the same time
@@ -64,7 +61,7 @@ class ValkeyStore(KVStore):
     """
 
     persistent, needs_folder = True, False
-    tells_ids = True
+    kind = "valkey"
 
     def __init__(
         self,
@@ -73,20 +70,18 @@ class ValkeyStore(KVStore):
         read_only: bool = False,
         eviction: Eviction | None = None,
         admission: Admission | None = None,
-        codec: Codec | None = None,
         clock: Clock = time,
     ) -> None:
-        """codec: of what is written; whatever is there is read by its own."""
         self.config, self.cap_bytes, self.read_only = config, cap_bytes, read_only
         self._eviction = eviction or Refuse()
-        self._codec = codec or Raw()
         self._admission = admission or Always()
         self._clock = clock
-        self._traffic = Traffic(self._admission, clock)
+        self.location = config.url
+        self._usage = UsageLog(self._admission, clock)
         self._connection = Connection(ValkeyPeer(config), clock=clock)
         self._ledger = Ledger(self._connection, clock)
         self._leases = Leases(self._connection)
-        self._tables = ServerTables(self._connection)
+        self.blobs: ServerBlobs = ServerBlobs(self._connection, self._usage, self._check)
         self._failed = Failed(now=clock.monotonic)
         self._sizes = Sizes(config.in_flight_mb * 1_000_000, self._connection.workers)
         self._noted, self._counted = clock.monotonic(), float("-inf")
@@ -105,8 +100,8 @@ class ValkeyStore(KVStore):
     @contextmanager
     def reading(self) -> Iterator[NetworkSnapshot]:
         self._refuse_closed()
-        source = Source(self._tables)
-        snapshot = NetworkSnapshot(self._connection, source, self._traffic, self._failed, self._sizes)
+        source = Source(self.blobs)
+        snapshot = NetworkSnapshot(self._connection, source, self._usage, self._failed, self._sizes)
         try:
             yield snapshot
         finally:
@@ -115,52 +110,38 @@ class ValkeyStore(KVStore):
             self._noted = self._clock.monotonic()
             threading.Thread(target=self._write_notes, daemon=True).start()  # no request waits for it
 
-    def put(self, key: ChunkKey, kv: ChunkKV, pin: bool = False) -> bool:
-        record.validate_kv(kv)
-        codec = self._codec
-        return self.put_coded(key, Coded(ChunkShape.of(kv), codec.coding, codec.encode(kv), kv.ids), pin)
+    @contextmanager
+    def snapshot(self) -> Iterator[Snapshot]:
+        self._refuse_closed()
+        yield _Records(self)
 
-    def put_coded(self, key: ChunkKey, coded: Coded, pin: bool = False) -> bool:
+    def record(self, key: ChunkKey, count: bool) -> ChunkRecord | None:
+        """A chunk, read whole now. Raises CorruptRecord, StoreVersion, StoreUnavailable."""
+        self._refuse_closed()
+        fields = self._connection.ask(lambda client: chunks.read(client, [key]))[0]
+        try:
+            found = chunks.checked_record(key, fields) if fields else None
+        except CorruptRecord:
+            if count:
+                self._usage.count(key, "corrupt")
+            raise
+        if count:
+            (self._usage.hit if found else self._usage.miss)(key)
+        return found and replace(found, report=partial(self._usage.report, key))
+
+    def put(self, key: ChunkKey, record: ChunkRecord, pin: bool = False) -> bool:
         self._refuse_writing()
-        header = record.seal(key, coded)
-        entered = self._enter(key, Entry.of(header), pin)
+        record = record.for_key(key)
+        entered = self._enter(key, Entry.of(record.header), pin)
         if entered is None:
             return False
-        self._write(key, header, coded.segments, entered)
+        self._write(record, entered)
         self._failed.forget(key)
         return True
 
-    def write_by(self, codec: Codec) -> None:
-        self._codec = codec
-
-    def coded(self, key: ChunkKey) -> Coded | None:
+    def admits(self, key: ChunkKey, n_bytes: int) -> bool:
         self._refuse_closed()
-        fields = self._connection.ask(lambda client: chunks.read(client, [key]))[0]
-        return chunks.coded(key, fields) if fields else None
-
-    def put_tables(self, codec: str, fingerprint: str, raw: bytes, current: bool = True) -> bytes:
-        self._refuse_writing()
-        hash = tables_hash(raw)
-        check_room(self._tables.infos(), hash, len(raw))
-        made = self._traffic.now() if current else 0
-        self._tables.write(TablesInfo(hash, codec, fingerprint, len(raw), made), raw)
-        return hash
-
-    def tables(self, hash: bytes) -> bytes | None:
-        self._refuse_closed()
-        return self._tables.read(hash)
-
-    def all_tables(self) -> list[TablesInfo]:
-        self._refuse_closed()
-        return self._tables.infos()
-
-    def delete_tables(self, hash: bytes) -> bool:
-        self._refuse_writing()
-        return self._tables.drop(hash)
-
-    def wants(self, key: ChunkKey, raw_bytes: int) -> bool:
-        self._refuse_closed()
-        expected = Entry(self._codec.expected_bytes(raw_bytes), raw_bytes, 0, 0)
+        expected = Entry(n_bytes, n_bytes, 0, 0)
         entered = self._ledger.enter(key, expected, 0, False, self.cap_bytes, dry=True)
         try:
             return entered.lacking <= 0 or self._victims(key, expected, entered, pin=False) is not None
@@ -175,53 +156,46 @@ class ValkeyStore(KVStore):
         self._refuse_closed()
         return self._connection.ask(partial(chunks.sample, keys=keys, n_bytes=n_bytes))
 
-    def lease(self, key: ChunkKey, seconds: float) -> Lease | None:
-        self._refuse_closed()
-        return self.leases([key], seconds).get(key)
-
-    def leases(self, keys: Sequence[ChunkKey], seconds: float) -> dict[ChunkKey, Lease]:
+    def lease(self, keys: Sequence[ChunkKey], seconds: float) -> set[ChunkKey]:
         self._refuse_closed()
         return self._leases.take(keys, seconds)
 
-    def pin(self, keys: Iterable[ChunkKey]) -> int:
-        return self._set_pins(keys, True)
+    def release(self, keys: Iterable[ChunkKey]) -> None:
+        self._leases.release(keys)
 
-    def unpin(self, keys: Iterable[ChunkKey]) -> int:
-        return self._set_pins(keys, False)
-
-    def delete(self, key: ChunkKey) -> bool:
+    def pin(self, keys: Iterable[ChunkKey], pinned: bool = True) -> int:
         self._refuse_writing()
-        there = self._connection.ask(lambda client: chunks.drop(client, [key]))
-        self._ledger.strike([key])
-        return bool(there)
+        present = list(self.contains(keys))
+        self._ledger.pin(present, pinned)
+        self._connection.ask(lambda client: chunks.keep(client, present, pinned))
+        return len(present)
 
-    def __contains__(self, key: ChunkKey) -> bool:
-        self._refuse_closed()
-        return self._connection.ask(lambda client: chunks.there(client, [key]))[0]
+    def delete(self, keys: Iterable[ChunkKey]) -> int:
+        self._refuse_writing()
+        asked = list(keys)
+        there = self._connection.ask(lambda client: chunks.drop(client, asked))
+        self._ledger.strike(asked)
+        return there
 
-    def present(self, keys: Iterable[ChunkKey], remote: bool = True) -> set[ChunkKey]:
-        """In one round trip."""
+    def contains(self, keys: Iterable[ChunkKey]) -> set[ChunkKey]:
         self._refuse_closed()
-        asked = list(keys) if remote else []
+        asked = list(keys)
         found = self._connection.ask(lambda client: chunks.there(client, asked)) if asked else []
         return {key for key, is_there in zip(asked, found, strict=True) if is_there}
 
-    def info(self, keys: Iterable[ChunkKey]) -> dict[ChunkKey, ChunkInfo]:
-        there = self.present(keys)
-        return {
-            key: ChunkInfo(entry.n_tokens, entry.n_bytes, entry.raw_bytes, pinned, REMOTE)
-            for key, (entry, pinned) in self._ledger.known(there).items()
-        }
+    def present(self, keys: Iterable[ChunkKey], remote: bool = True) -> set[ChunkKey]:
+        return self.contains(keys) if remote else set()
 
-    def ids(self, keys: Iterable[ChunkKey]) -> Iterator[tuple[ChunkKey, TokenIds]]:
+    def describe(self, keys: Iterable[ChunkKey]) -> dict[ChunkKey, ChunkInfo]:
         self._refuse_closed()
-        asked = list(keys)
-        for some in (asked[at : at + ID_BATCH] for at in range(0, len(asked), ID_BATCH)):
-            headers = self._connection.ask(partial(chunks.headers, keys=some))
-            for key, raw in zip(some, headers, strict=True):
-                with contextlib.suppress(CorruptRecord, StoreVersion):
-                    if raw and (ids := record.decode_header(key, raw).ids):
-                        yield key, ids
+        asked, found = list(keys), dict[ChunkKey, ChunkInfo]()
+        told = self._connection.ask(partial(chunks.headers_and_pins, keys=asked)) if asked else []
+        for key, (raw, pinned) in zip(asked, told, strict=True):
+            with contextlib.suppress(CorruptRecord, StoreVersion):
+                if raw is not None:
+                    info = ChunkInfo.of(record.decode_header(key, raw), pinned)
+                    found[key] = replace(info, tier=REMOTE)
+        return found
 
     def keys(self, namespace: str | None = None) -> Iterator[ChunkKey]:
         return iter(sorted(key for tag in self._tags(namespace) for key in self._ledger.keys(tag)))
@@ -230,17 +204,15 @@ class ValkeyStore(KVStore):
         """Of the entries. Those whose chunks the server has evicted are looked for once a minute, and by `verify`."""
         if self._clock.monotonic() - self._counted >= NOTE_EVERY_S:
             self._strike_lost()
-        sizes: list[tuple[int, int, int, bool]] = []
-        counts = self._traffic.counts(namespace_tag(namespace))
+        total, counts = Totals(), self._usage.counts(namespace_tag(namespace))
         for tag in self._tags(namespace):
-            pins = self._ledger.pins(tag)
-            for key, entry in self._ledger.entries(tag).items():
-                sizes.append((entry.n_tokens, entry.n_bytes, entry.raw_bytes, key in pins))
+            pins, entries = self._ledger.pins(tag), self._ledger.entries(tag)
+            parts = ((1, e.n_tokens, e.n_bytes, e.raw_bytes, key in pins) for key, e in entries.items())
+            total = Totals(*map(sum, zip(total, *parts, strict=True)))
             counts += self._ledger.counts(tag)
-        infos = self._tables.infos()
-        return stats_of("valkey", self.config.url, self.cap_bytes, sizes, counts, namespace, infos)
+        return make_stats(self, total, counts, namespace, self.blobs.list())
 
-    def verify(self, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
+    def verify(self, progress: Progress | None = None) -> VerifyReport:
         """Every chunk on the server is looked at, entered or not; its entry is made what it should be.
 
         Two engines that write one chunk at once, coded in two ways, may leave one's bytes and the other's entry.
@@ -255,20 +227,20 @@ class ValkeyStore(KVStore):
             bad += [(key.hex(), problem)] if problem else []
             if progress:
                 progress(done, len(keys))
-        return VerifyReport(good, tuple(bad), tuple(self._tables.problems()))
+        return VerifyReport(good, tuple(bad), self.blobs.problems())
 
     def close(self) -> None:
         if not self._closed:
             with contextlib.suppress(StoreError):
-                if not self.read_only and self._traffic:
-                    self._note(self._traffic.take())
+                if not self.read_only and self._usage:
+                    self._note(self._usage.drain())
             self._closed = True
             self._connection.close()
 
     def _enter(self, key: ChunkKey, entry: Entry, pin: bool) -> Entered | None:
         """Make room for a chunk and enter it; None where it is not worth its victims. Raises StoreFull."""
         for _ in range(TRIES):
-            now = self._traffic.now() // 1000
+            now = self._usage.now() // 1000
             entered = self._ledger.enter(key, entry, now, pin, self.cap_bytes)
             if entered.lacking <= 0:
                 return entered
@@ -283,41 +255,32 @@ class ValkeyStore(KVStore):
 
     def _victims(self, key: ChunkKey, entry: Entry, entered: Entered, pin: bool) -> list[Candidate] | None:
         """What has to go for a chunk; None where it is not worth that. Raises StoreFull."""
-        if self._traffic and not self.read_only:
-            self._note(self._traffic.take())  # uses in this process count
+        if self._usage and not self.read_only:
+            self._note(self._usage.drain())  # uses in this process count
         oldest = (candidate for candidate in self._ledger.oldest(key[:TAG_BYTES]) if candidate.key != key)
         victims = self._eviction.victims(oldest, entered.lacking)
         if victims is None:
-            raise full(f"the KV store at {self.config.where}", entered.others, entry.n_bytes, self.cap_bytes)
+            raise store_full(
+                f"the KV store at {self.config.where}", entered.others, entry.n_bytes, self.cap_bytes
+            )
         known = pin or entered.layers_before >= 0
         if known or self._admission.admits(key, entry.n_bytes, victims, entered.n_chunks):
             return victims
-        self._traffic.count(key, "refused")
+        self._usage.count(key, "refused")
         return None
 
-    def _write(
-        self, key: ChunkKey, header: record.Header, segments: Sequence[Buffer], entered: Entered
-    ) -> None:
+    def _write(self, chunk: ChunkRecord, entered: Entered) -> None:
         try:
             self._connection.ask(
                 lambda client: chunks.write(
-                    client, key, header, segments, bool(entered.pinned), entered.layers_before, self._leases
+                    client, chunk, bool(entered.pinned), entered.layers_before, self._leases
                 )
             )
         except StoreError:
             if entered.layers_before < 0:
                 with contextlib.suppress(StoreError):
-                    self._ledger.strike([key])
+                    self._ledger.strike([chunk.key])
             raise
-
-    def _set_pins(self, keys: Iterable[ChunkKey], pinned: bool) -> int:
-        self._refuse_writing()
-        keys = list(keys)
-        found = self._connection.ask(lambda client: chunks.there(client, keys)) if keys else []
-        present = [key for key, is_there in zip(keys, found, strict=True) if is_there]
-        self._ledger.pin(present, pinned)
-        self._connection.ask(lambda client: chunks.keep(client, present, pinned))
-        return len(present)
 
     def _problem(self, key: ChunkKey, entry: Entry | None) -> str:
         """What is wrong with a chunk, "" when nothing is. Needs no codec: what cannot be decoded here may be whole."""
@@ -330,7 +293,7 @@ class ValkeyStore(KVStore):
             return f"it has more layers than the {header.shape.n_layers} of its header"
         counted = entry == Entry.of(header)
         if not counted and not self.read_only:
-            self._ledger.enter(key, Entry.of(header), self._traffic.now() // 1000, False, 1 << 62)
+            self._ledger.enter(key, Entry.of(header), self._usage.now() // 1000, False, 1 << 62)
         return "" if counted or entry is None or not self.read_only else "it is counted as of another size"
 
     def _scan(self) -> set[ChunkKey]:
@@ -353,9 +316,9 @@ class ValkeyStore(KVStore):
 
     def _write_notes(self) -> None:
         """Write what was noted of reads. Nothing is lost but recency and counts if that cannot be done."""
-        notes = self._traffic.take()
+        notes = self._usage.drain()
         if self.read_only:
-            self._traffic.put_back(Notes(counts=notes.counts))  # those who write have uses of their own
+            self._usage.restore(Notes(counts=notes.counts))  # those who write have uses of their own
             return
         with contextlib.suppress(StoreError):
             self._note(notes)
@@ -365,8 +328,14 @@ class ValkeyStore(KVStore):
             free = self._ledger.note(notes)
             self._connection.ask(lambda client: chunks.keep(client, free, pinned=False))
         except StoreError:
-            self._traffic.put_back(notes)
+            self._usage.restore(notes)
             raise
+
+    def _check(self, writing: bool) -> None:
+        if writing:
+            self._refuse_writing()
+        else:
+            self._refuse_closed()
 
     def _refuse_closed(self) -> None:
         if self._closed:
@@ -376,3 +345,13 @@ class ValkeyStore(KVStore):
         self._refuse_closed()
         if self.read_only:
             raise StoreUnavailable(f"the KV store at {self.config.where} is open for reading only")
+
+
+class _Records:
+    """Chunks on the server as a Snapshot gives them."""
+
+    def __init__(self, store: ValkeyStore) -> None:
+        self._store = store
+
+    def get(self, key: ChunkKey, count: bool = True) -> ChunkRecord | None:
+        return self._store.record(key, count)

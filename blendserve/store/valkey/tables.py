@@ -1,70 +1,76 @@
-"""Tables of codecs on the server; store/tables.py has the bytes of both records."""
+"""Blobs on the server; store/blobs.py has the bytes of both records."""
 
 from __future__ import annotations
 
-from blendserve.errors import StoreUnavailable
-from blendserve.store.codecs.base import Undecodable
+from collections.abc import Callable, Sequence
+
+from blendserve.errors import CorruptBlob
+from blendserve.store.blobs import BlobInfo, BlobStore, check_blob, check_room
+from blendserve.store.codecs.base import tables_hash
 from blendserve.store.network.connection import Connection
-from blendserve.store.tables import TablesInfo, checked
+from blendserve.store.usage import UsageLog
 from blendserve.store.valkey.client import Client
 from blendserve.store.valkey.names import TABLES, tables_name
 
 
-class ServerTables:
-    """Every method raises StoreUnavailable; `write` StoreFull as well."""
+class ServerBlobs(BlobStore):
+    """Every method raises StoreUnavailable."""
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
+    def __init__(self, connection: Connection, usage: UsageLog, check: Callable[[bool], None]) -> None:
+        """check: of the store's state, before a call that writes or not. Raises StoreUnavailable."""
+        self._connection, self._usage, self._check = connection, usage, check
 
-    def infos(self) -> list[TablesInfo]:
-        """What tables there are; a damaged record about some is passed over: they can still be read by their hash."""
+    def list(self) -> Sequence[BlobInfo]:
+        self._check(False)
         found: dict[bytes, bytes] = self._connection.ask(lambda client: client.hgetall(TABLES))
         infos = []
         for hash, raw in sorted(found.items()):
             try:
-                infos.append(TablesInfo.from_bytes(hash, raw))
+                infos.append(BlobInfo.from_bytes(hash, raw))
             except ValueError:
                 continue
         return infos
 
-    def read(self, hash: bytes, seconds: float | None = None) -> bytes | None:
-        """Raises Undecodable when they are damaged, or cannot be had in so many seconds, by default the deadline."""
-        try:
-            raw: bytes | None = self._connection.ask(lambda client: client.get(tables_name(hash)), seconds)
-        except StoreUnavailable as error:
-            raise Undecodable(f"the tables {hash.hex()} cannot be read: {error}", "unreachable") from error
-        return None if raw is None else checked(hash, raw)
+    def get(self, hash: bytes) -> bytes | None:
+        return self.read(hash)
 
-    def write(self, info: TablesInfo, raw: bytes) -> None:
-        """In place of what was there under this hash."""
+    def read(self, hash: bytes, seconds: float | None = None) -> bytes | None:
+        """Within so many seconds, by default the deadline. Raises CorruptBlob."""
+        self._check(False)
+        raw: bytes | None = self._connection.ask(lambda client: client.get(tables_name(hash)), seconds)
+        return None if raw is None else check_blob(hash, raw)
+
+    def put(self, kind: str, owner: str, raw: bytes, current: bool = True) -> bytes:
+        self._check(True)
+        hash = tables_hash(raw)
+        check_room(self.list(), hash, len(raw))
+        info = BlobInfo(hash, kind, owner, len(raw), self._usage.now() if current else 0)
 
         def job(client: Client) -> None:
-            client.set(tables_name(info.hash), raw)
-            client.hset(TABLES, info.hash, info.to_bytes())
+            client.set(tables_name(hash), raw)
+            client.hset(TABLES, hash, info.to_bytes())
 
         self._connection.ask(job)
+        return hash
 
-    def drop(self, hash: bytes) -> bool:
-        """Whether there was anything to drop."""
+    def delete(self, hash: bytes) -> bool:
+        self._check(True)
 
         def job(client: Client) -> bool:
             return bool(client.unlink(tables_name(hash)) + client.hdel(TABLES, hash))
 
         return self._connection.ask(job)
 
-    def problems(self) -> list[tuple[str, str]]:
-        """(hash in hex, what is wrong) of tables with which something is."""
-        hashes: list[bytes] = self._connection.ask(lambda client: client.hkeys(TABLES))
-        found = []
-        for hash in sorted(hashes):
-            problem = self._problem(hash)
-            found += [(hash.hex(), problem)] if problem else []
-        return found
+    def problems(self) -> tuple[tuple[str, str], ...]:
+        """(hash in hex, what is wrong) of blobs with which something is."""
+        hashes: Sequence[bytes] = self._connection.ask(lambda client: client.hkeys(TABLES))
+        found = ((hash.hex(), self._problem(hash)) for hash in sorted(hashes))
+        return tuple((hash, problem) for hash, problem in found if problem)
 
     def _problem(self, hash: bytes) -> str:
-        if hash not in {info.hash for info in self.infos()}:
+        if hash not in {info.hash for info in self.list()}:
             return "what they are for is damaged"
         try:
             return "they are missing" if self.read(hash) is None else ""
-        except Undecodable as error:
+        except CorruptBlob as error:
             return str(error)

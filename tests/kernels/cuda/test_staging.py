@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from blendserve.core import ChunkKV
 from blendserve.fetch.layers import LayerReader
 from blendserve.kernels.cuda.staging import SLOTS, Staging
-from blendserve.store.memory import MemoryChunk
+from blendserve.store.view import TensorView
 from tests.support.stores import chunk
 from tests.support.streams import LateCopyStream, LateMark
 
@@ -26,7 +26,7 @@ class Unstable:
     """A view as of a map: what it gave for a layer is gone when it is read again."""
 
     def __init__(self, kv: ChunkKV) -> None:
-        self.chunk = MemoryChunk(kv)
+        self.chunk = TensorView(kv)
         self.n_layers, self.n_tokens, self.n_bytes = LAYERS, kv.n_tokens, kv.n_bytes
         self.raw_bytes, self.version = self.chunk.raw_bytes, self.chunk.version
         both = torch.stack([kv.keys[0], kv.values[0]])  # side by side, as in a record
@@ -88,8 +88,8 @@ def test_a_layer_is_whole_as_soon_as_its_own_mark_has_passed(dtype: torch.dtype)
 def test_what_is_on_the_device_is_left_there() -> None:
     stream, kv = LateCopyStream(), chunk(6, LAYERS)
     with stream.entered():
-        there = MemoryChunk(ChunkKV(stream.send(kv.keys), stream.send(kv.values)))
-    here = MemoryChunk(chunk(3, LAYERS, seed=1))
+        there = TensorView(ChunkKV(stream.send(kv.keys), stream.send(kv.values)))
+    here = TensorView(chunk(3, LAYERS, seed=1))
     with closing(LayerReader([there, here], LAYERS, stream)) as reader:
         layers = [reader.take(l) for l in range(LAYERS)]
     stream.finish()

@@ -14,20 +14,20 @@ from blendserve.errors import StoreFull, StoreUnavailable
 from blendserve.store import LMDBStore
 from blendserve.store.policies import LRU
 from tests.support.forked import run
-from tests.support.stores import BIG, CAP, chunk, filled, key_of, read, same, stored
+from tests.support.stores import BIG, CAP, chunk, filled, key_of, put_kv, read, same, stored
 
-MAP_BYTES = "blendserve.store.lmdb.store.map_bytes"
+MAP_BYTES = "blendserve.store.lmdb.map_bytes"
 
 
 def test_a_full_map_is_the_error_of_one_chunk(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MAP_BYTES, lambda cap: 1 << 20)
     with LMDBStore(path, CAP) as store:
-        store.put(key_of(0), chunk(BIG))
+        put_kv(store, key_of(0), chunk(BIG))
         with pytest.raises(StoreFull) as error:
-            store.put(key_of(1), chunk(40 * BIG))
+            put_kv(store, key_of(1), chunk(40 * BIG))
         assert error.value.setting == "store.cap_gb"
         assert store.verify().good == 1
-        store.put(key_of(1), chunk(BIG))
+        put_kv(store, key_of(1), chunk(BIG))
         assert store.verify().good == 2
 
 
@@ -42,7 +42,7 @@ def test_the_cap_is_reached_before_the_map_or_chunks_are_evicted_early(
     with LMDBStore(path, 1 << 20, eviction=LRU()) as store:
         for i in range(150):
             kv = chunk(1 + 37 * i % 400)
-            assert store.put(key_of(i), kv)
+            assert put_kv(store, key_of(i), kv)
             total += kv.n_bytes
             assert store.stats().bytes <= store.cap_bytes
         assert total > 5_000_000
@@ -69,12 +69,12 @@ def test_a_map_that_another_process_enlarged_needs_a_new_store_object(
 
 def fill_the_disk(_: Connection, path: Path) -> None:
     with LMDBStore(path, CAP) as store:
-        store.put(key_of(0), chunk(300))
+        put_kv(store, key_of(0), chunk(300))
         resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))
         with pytest.raises(StoreFull):
-            store.put(key_of(1), chunk(30_000))
+            put_kv(store, key_of(1), chunk(30_000))
         assert store.verify().good == 1
-        store.put(key_of(2), chunk(300))
+        put_kv(store, key_of(2), chunk(300))
 
 
 def test_a_full_disk_is_the_error_of_one_chunk(path: Path) -> None:
@@ -96,7 +96,7 @@ def read_without_permission(_: Connection, path: Path) -> None:
         for place in places:
             place.chmod(0o555 if place.is_dir() else 0o444)
         with pytest.raises(StoreUnavailable):
-            store.put(key_of(5), chunk())
+            put_kv(store, key_of(5), chunk())
         assert store.verify().good == 3
     with LMDBStore(path, CAP, read_only=True) as store:
         assert same(read(store, key_of(1)), chunk(BIG, seed=1))

@@ -18,9 +18,9 @@ import xxhash
 
 from blendserve.errors import StoreUnavailable, StoreVersion
 from blendserve.store import LMDBStore, VerifyReport
-from blendserve.store.lmdb.opening import explained
+from blendserve.store.key import TAG_BYTES
+from blendserve.store.lmdb_files import explained
 from blendserve.store.policies import LRU
-from tests.support.damages import make_store_of_format_1
 from tests.support.forked import process
 from tests.support.stores import (
     BIG,
@@ -30,7 +30,9 @@ from tests.support.stores import (
     copy_of,
     filled,
     flip,
+    has,
     key_of,
+    put_kv,
     read,
     same,
     stored,
@@ -80,7 +82,7 @@ def test_a_truncated_file_is_refused_when_it_is_opened_or_read(path: Path) -> No
 
 def test_stores_of_one_process_share_the_files(path: Path) -> None:
     one, other = LMDBStore(path, CAP), LMDBStore(path.parent / "." / "kv", CAP)
-    one.put(key_of(0), chunk())
+    put_kv(one, key_of(0), chunk())
     for _ in range(2):
         one.close()
     with pytest.raises(StoreUnavailable):
@@ -126,34 +128,48 @@ def test_a_store_that_is_removed_or_replaced_while_open_is_read_and_not_written(
     with LMDBStore(path, CAP) as store:
         change(path)
         with pytest.raises(StoreUnavailable):
-            store.put(key_of(7), chunk())
+            put_kv(store, key_of(7), chunk())
         with pytest.raises(StoreUnavailable):
-            store.delete(key_of(0))
+            store.delete([key_of(0)])
         assert not path.exists()
         assert store.verify().good == 3
         with LMDBStore(path, CAP) as other:  # a new store at the same path
-            other.put(key_of(7), chunk())
-            assert (key_of(7) in store, key_of(0) in other) == (False, False)
+            put_kv(other, key_of(7), chunk())
+            assert (has(store, key_of(7)), has(other, key_of(0))) == (False, False)
 
 
-def test_a_store_of_format_1_is_read_unchanged_and_upgraded_by_a_writer(path: Path) -> None:
-    chunks = {key_of(n): chunk(BIG, seed=n) for n in range(3)}
-    make_store_of_format_1(path, chunks)
+@pytest.mark.parametrize("version", [1, 2, 99])
+def test_a_store_of_another_format_is_refused(path: Path, version: int) -> None:
+    filled(path)
+    mark = struct.pack("<4sH", b"BLKV", version)
+    tamper(path, lambda txn: txn.put(b"m:format", mark + xxhash.xxh3_64_digest(mark)))
     for read_only in (True, False):
-        with LMDBStore(path, 4 * UNIT, read_only) as store:
-            assert all(same(read(store, key), kv) for key, kv in chunks.items())
-            assert store.verify().good == 3
-            stats = store.stats()
-            assert (stats.bytes, stats.raw_bytes, stats.hits - 3, stats.misses) == (3 * UNIT, 3 * UNIT, 1, 1)
-        with lmdb.open(str(path), readonly=True) as env, env.begin() as txn:
-            assert txn.get(b"m:format", b"")[4] == (1 if read_only else 3)
-    with LMDBStore(path, 4 * UNIT, eviction=LRU()) as store:
-        for n in (3, 4):
-            store.put(key_of(n), chunk(BIG, seed=n))
-        assert stored(store) == {1, 2, 3, 4}
-        store.put(key_of(1), chunk(3))
-        assert store.verify().good == 4
-        assert store.stats().raw_bytes == store.stats().bytes == 3 * UNIT + chunk(3).n_bytes
+        with pytest.raises(StoreVersion) as error:
+            LMDBStore(path, CAP, read_only)
+        assert error.value.path == str(path)
+
+
+def test_totals_of_a_store_without_them_are_counted(path: Path) -> None:
+    """As of format 3."""
+    filled(path)
+    with LMDBStore(path, CAP) as store:
+        before = store.stats()
+    tag, mark = key_of(0)[:TAG_BYTES], struct.pack("<4sH", b"BLKV", 3)
+
+    def older(txn: lmdb.Transaction) -> None:
+        assert all([txn.delete(b"n"), txn.delete(b"n" + tag)])
+        txn.put(b"m:format", mark + xxhash.xxh3_64_digest(mark))
+
+    tamper(path, older)
+    for read_only in (True, False):
+        with LMDBStore(path, CAP, read_only) as store:
+            assert store.stats() == before
+    with LMDBStore(path, CAP) as store:
+        store.delete([key_of(0)])
+        put_kv(store, key_of(7, "tenant"), chunk(BIG), pin=True)
+        whole, tenant = store.stats(), store.stats("tenant")
+        assert (whole.chunks, whole.bytes, whole.pins) == (3, 3 * UNIT, 1)
+        assert (tenant.chunks, tenant.tokens, tenant.pins) == (1, BIG, 1)
 
 
 def hold(line: Connection, path: Path) -> None:
@@ -172,10 +188,10 @@ def test_a_second_writer_waits_and_is_refused_while_the_first_one_writes(path: P
     ):
         assert held.recv() == "held"
         with pytest.raises(StoreUnavailable):
-            hasty.put(key_of(1), chunk())
-        assert key_of(1) not in hasty  # readers do not wait
+            put_kv(hasty, key_of(1), chunk())
+        assert not has(hasty, key_of(1))  # readers do not wait
         holder.kill()
-        patient.put(key_of(1), chunk())
+        put_kv(patient, key_of(1), chunk())
         assert same(read(hasty, key_of(1)), chunk())
 
 
@@ -210,32 +226,28 @@ def test_damage_is_reported_mended_by_put_and_does_not_stop_a_full_store(path: P
         assert report.good == 2
         assert [key for key, _ in report.bad] == [KEY.hex()]
         assert (read(store, KEY) is None) == (name == "missing header")
-        store.put(KEY, chunk(BIG, seed=1))
+        put_kv(store, KEY, chunk(BIG, seed=1))
         assert store.verify() == VerifyReport(3, ())
         assert store.stats().bytes == 3 * UNIT
     tamper(path, DAMAGES[name])
     with LMDBStore(path, 3 * UNIT, eviction=LRU()) as store:
         for n in range(10, 15):
-            store.put(key_of(n), chunk(BIG, seed=n))
+            put_kv(store, key_of(n), chunk(BIG, seed=n))
             assert store.stats().bytes <= 3 * UNIT
         assert store.verify() == VerifyReport(3, ())
         assert stored(store) >= {12, 13, 14}
 
 
-def test_a_damaged_byte_count_is_recounted(path: Path) -> None:
+def test_damaged_totals_are_recounted(path: Path) -> None:
     filled(path)
-    tamper(path, flip(b"m:bytes", 0))
+    tamper(path, flip(b"n", 16))
     with LMDBStore(path, 3 * UNIT, eviction=LRU()) as store:
-        store.put(key_of(3), chunk(BIG))
+        put_kv(store, key_of(3), chunk(BIG))
         assert stored(store) == {1, 2, 3}
 
 
-def test_a_newer_or_damaged_format_is_refused(path: Path) -> None:
+def test_a_damaged_format_is_refused(path: Path) -> None:
     filled(path)
-    newer = struct.pack("<4sH", b"BLKV", 99)
-    tamper(path, lambda txn: txn.put(b"m:format", newer + xxhash.xxh3_64_digest(newer)))
-    with pytest.raises(StoreVersion):
-        LMDBStore(path, CAP)
     tamper(path, flip(b"m:format", 4))
     with pytest.raises(StoreUnavailable) as error:
         LMDBStore(path, CAP)

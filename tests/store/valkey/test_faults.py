@@ -42,9 +42,16 @@ def test_a_fault_costs_no_answer_and_ends(fixtures: dict[str, FaultFixture], nam
     assert result.reasons >= REASONS.get(name, set())
 
 
+class FitsAll(int):
+    """A checksum that differs from none."""
+
+    def __ne__(self, other: object) -> bool:
+        return False
+
+
 @pytest.mark.parametrize("name", ["damaged where stored", "another chunk's bytes"])
 def test_the_bench_sees_damaged_chunks_that_are_served(
     fixtures: dict[str, FaultFixture], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("blendserve.store.record.xxhash.xxh3_64_intdigest", lambda *args: 0)
+    monkeypatch.setattr("blendserve.store.record.xxhash.xxh3_64_intdigest", lambda *args: FitsAll())
     assert run_fault(fixtures[name], name, 3).wrong > 0

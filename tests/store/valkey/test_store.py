@@ -18,17 +18,17 @@ from blendserve.engine.engine import Engine
 from blendserve.errors import StoreFull
 from blendserve.models.toy import toy_reader
 from blendserve.store import KVStore, LMDBStore, VerifyReport
-from blendserve.store.base import ID_BATCH
 from blendserve.store.key import TAG_BYTES
 from blendserve.store.network.connection import Connection
 from blendserve.store.policies import LRU
+from blendserve.store.request_reads import ID_BATCH
 from blendserve.store.valkey import chunks, ledger
 from blendserve.store.valkey.client import Client, library
 from blendserve.store.valkey.names import CHUNK, namespace_name
 from blendserve.store.valkey.store import ValkeyStore
 from tests.support.commands import cli
 from tests.support.damages import BYTES
-from tests.support.stores import CAP, OnServer, chunk, copy_of, key_of, read, same, stored
+from tests.support.stores import CAP, OnServer, chunk, copy_of, key_of, put_kv, read, same, stored
 from tests.support.valkey import PATIENT_S, database, needs_server, settings, store_at
 from tests.support.waiting import eventually
 
@@ -60,7 +60,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, method: str) -> list[object]:
 def test_expected_chunks_are_read_in_one_round_trip(store: KVStore, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = [key_of(n) for n in range(8)]
     for key in keys:
-        store.put(key, chunk())
+        put_kv(store, key, chunk())
     assert read(store, keys[0]) is not None  # from now on the size of a chunk is known
     trips = counted(monkeypatch, "begin")
     with store.reading() as snapshot:
@@ -79,7 +79,7 @@ def test_large_chunks_are_read_in_small_batches(path: Path, monkeypatch: pytest.
     monkeypatch.setattr(chunks, "read", noted)
     with ValkeyStore(settings(path, in_flight_mb=1), CAP) as store:
         for key in keys:
-            store.put(key, chunk(600))  # 115,200 bytes; a quarter of a megabyte at a time
+            put_kv(store, key, chunk(600))  # 115,200 bytes; a quarter of a megabyte at a time
         for _ in range(2):
             with store.reading() as snapshot:
                 snapshot.expect(keys)
@@ -93,7 +93,7 @@ def test_token_ids_of_whole_chunks_are_told_a_batch_in_a_round_trip(
     place, whole, damaged, silent = OnServer(tmp_path, CAP), key_of(1), key_of(2), key_of(3)
     with closing(place), place.open() as store:
         for n, key in enumerate((whole, damaged, silent)):
-            store.put(key, replace(chunk(seed=n), ids=() if key == silent else tuple(range(n, n + 5))))
+            put_kv(store, key, replace(chunk(seed=n), ids=() if key == silent else tuple(range(n, n + 5))))
         place.damage(damaged, BYTES[0])
         trips = counted(monkeypatch, "ask")
         assert dict(store.ids([key_of(n) for n in range(ID_BATCH + 1)])) == {whole: tuple(range(5))}
@@ -105,28 +105,23 @@ def test_leases_of_a_request_take_one_round_trip_and_are_released_with_its_write
 ) -> None:
     keys = [key_of(n) for n in range(4)]
     with ValkeyStore(settings(path), CAP) as other:
-        held = other.lease(keys[3], 60)
+        assert other.lease(keys[3:], 60)
         with monkeypatch.context() as patch:
             trips = counted(patch, "ask")
-            granted = store.leases(keys, 60)
+            assert store.lease(keys, 60) == set(keys[:3])
             assert len(trips) == 1
             for key in keys[:2]:
-                store.put(key, chunk())
+                put_kv(store, key, chunk())
             trips.clear()
-            for key in keys[:2]:
-                granted[key].release()
+            store.release(keys[:2])
             assert trips == []
-        assert held is not None
-        assert [*granted] == keys[:3]
-        assert not any(lease.stored for lease in granted.values())
-        found = other.leases(keys[:3], 60)
-        assert {key: lease.stored for key, lease in found.items()} == {keys[0]: True, keys[1]: True}
-        granted[keys[2]].release()
-        assert other.lease(keys[2], 60) is not None
+        assert other.lease(keys[:3], 60) == set(keys[:2])
+        store.release(keys)
+        assert other.lease(keys[2:3], 60)
 
 
 def test_store_merge_copies_from_a_server_by_its_url(store: ValkeyStore, path: Path, tmp_path: Path) -> None:
-    store.put(key_of(1), chunk(seed=1))
+    put_kv(store, key_of(1), chunk(seed=1))
     config = tmp_path / "patient.yaml"
     config.write_text(f"store: {{path: {tmp_path / 'copy'}, valkey: {{deadline_s: {PATIENT_S}}}}}\n")
     assert cli("store", "merge", tmp_path / "index", database(path), "-c", config).code == 0
@@ -149,14 +144,14 @@ def test_an_index_build_keeps_the_pins_of_other_engines(
 def test_verify_counts_chunks_without_entries_and_with_wrong_ones(store: ValkeyStore, path: Path) -> None:
     """As a lost server or two concurrent writers leave them."""
     server, (key, small) = client(path), (key_of(1), key_of(2))
-    store.put(key, chunk(50))
+    put_kv(store, key, chunk(50))
     for name in server.scan_iter():
         if not name.startswith(CHUNK):
             server.unlink(name)
     assert store.stats().chunks == 0
     assert store.verify().good == 1
     assert (store.stats().chunks, store.stats().bytes) == (1, chunk(50).n_bytes)
-    store.put(small, chunk(1))
+    put_kv(store, small, chunk(1))
     entries = namespace_name(key[:TAG_BYTES], "entries")
     server.hset(entries, key, server.hget(entries, small))
     with store_at(path, CAP, read_only=True) as reader:
@@ -176,7 +171,7 @@ def test_a_full_server_evicts_whole_unpinned_chunks_or_is_a_full_store(
     monkeypatch.setattr(ledger, "GRACE_S", 0.0)
     with Server(maxmemory="8mb", maxmemory_policy="volatile-lru") as server, opened(server, 1 << 40) as store:
         for n in range(60):
-            store.put(key_of(n), chunk(1000, seed=n), pin=n < 5)
+            put_kv(store, key_of(n), chunk(1000, seed=n), pin=n < 5)
         limit = partial(library().Valkey(port=server.port).config_set, "maxmemory")
         limit("64mb")  # or buffers of replies evict more
         left = stored(store, 60)
@@ -189,10 +184,10 @@ def test_a_full_server_evicts_whole_unpinned_chunks_or_is_a_full_store(
         assert stats.bytes == len(left) * chunk(1000).n_bytes
         limit("8mb")
         with pytest.raises(StoreFull):
-            deque((store.put(key_of(n), chunk(1000), pin=True) for n in range(5, 60)), maxlen=0)
+            deque((put_kv(store, key_of(n), chunk(1000), pin=True) for n in range(5, 60)), maxlen=0)
         assert same(read(store, key_of(0)), chunk(1000))
         limit("0")
-        assert store.put(key_of(60), chunk(1000))
+        assert put_kv(store, key_of(60), chunk(1000))
 
 
 # Three nodes of cluster mode
@@ -217,7 +212,7 @@ def test_chunks_lie_on_every_node_and_are_read_counted_and_verified_together(nod
     keys = [key_of(n, namespace=str(n % 2)) for n in range(N)]
     with opened(nodes[1]) as store:
         for n, key in enumerate(keys):
-            assert store.put(key, chunk(seed=n), pin=n < 4)
+            assert put_kv(store, key, chunk(seed=n), pin=n < 4)
         assert all(library().Valkey(port=node.port).dbsize() > 2 for node in nodes)
         with store.reading() as snapshot:
             snapshot.expect([*keys, key_of(99)])
@@ -227,31 +222,32 @@ def test_chunks_lie_on_every_node_and_are_read_counted_and_verified_together(nod
         stats = store.stats()
         assert (stats.chunks, stats.pins, stats.tokens, store.stats("1").chunks) == (N, 4, 5 * N, N // 2)
         assert store.verify() == VerifyReport(N, ())
-        assert (store.delete(keys[0]), store.unpin(keys[:4])) == (True, 3)
+        assert (store.delete(keys[:1]), store.pin(keys[:4], pinned=False)) == (1, 3)
         assert set(store.keys()) == set(keys[1:])
-        hash = store.put_tables("toy", "reader", b"tables")
-        assert (store.tables(hash), [info.hash for info in store.all_tables()]) == (b"tables", [hash])
+        hash = store.blobs.put("toy", "reader", b"tables")
+        assert (store.blobs.get(hash), [info.hash for info in store.blobs.list()]) == (b"tables", [hash])
 
 
 def test_the_cap_and_leases_hold_over_all_nodes(nodes: list[Server]) -> None:
     with opened(nodes[0], 3 * chunk().n_bytes) as small, opened(nodes[1]) as other:
-        small.put(key_of(0), chunk(), pin=True)
+        put_kv(small, key_of(0), chunk(), pin=True)
         for n in range(1, N):
-            assert small.put(key_of(n), chunk(seed=n))
+            assert put_kv(small, key_of(n), chunk(seed=n))
         assert set(small.keys()) == {key_of(0), key_of(N - 2), key_of(N - 1)}
         assert small.stats().evictions == N - 3
         with pytest.raises(StoreFull):
-            small.put(key_of(99), chunk(50))
-        lease = other.lease(key_of(1), 60)
-        assert lease is not None
-        assert small.lease(key_of(1), 60) is None
-        lease.release()
-        assert small.lease(key_of(1), 60) is not None
+            put_kv(small, key_of(99), chunk(50))
+        assert other.lease([key_of(1)], 60)
+        assert not small.lease([key_of(1)], 60)
+        other.release([key_of(1)])
+        assert small.lease([key_of(1)], 60)
+        assert put_kv(small, key_of(1), chunk())
+        assert other.lease([key_of(1)], 60)
 
 
 def test_a_node_that_hangs_costs_hits_until_it_returns(nodes: list[Server]) -> None:
     with opened(nodes[1]) as patient, opened(nodes[0], deadline_s=0.5) as hasty:
-        assert patient.put(key_of(1), chunk())
+        assert put_kv(patient, key_of(1), chunk())
         nodes[2].hang()
         try:
             with hasty.reading() as snapshot:

@@ -1,10 +1,9 @@
-"""What requests asked of a store: counters per tenant, and which chunks were used when. In memory until written.
+"""What requests asked of a store: counters per namespace, and when chunks were last used. In memory until written.
 
-A read must not cost a write. So reads are noted here, and a store on disk writes the notes into the next
-transaction that it makes anyway, when it closes, and otherwise once a minute. A kill loses at most that: chunks then
-look less recently used than they are, and nothing else.
+A read must not cost a write. So uses are noted here. A store writes the notes with its next transaction, when it closes,
+and otherwise once a minute. After a kill, chunks look at most that much less recently used.
 
-Times are of the wall clock, because they are compared over processes and restarts; within a process they only rise.
+Times are of the wall clock, because processes compare them; within a process they only rise.
 """
 
 from __future__ import annotations
@@ -21,14 +20,8 @@ from blendserve.store.policies import Admission
 
 log = logging.getLogger(__name__)
 
-COUNTERS = (
-    "hits",
-    "misses",
-    "corrupt",
-    "evictions",
-    "refused",
-    "undecodable",
-)  # their order in a counters record
+# Their order in a counters record.
+COUNTERS = ("hits", "misses", "corrupt", "evictions", "refused", "undecodable")
 
 
 @dataclass(slots=True)
@@ -39,14 +32,14 @@ class Notes:
     counts: Counter[tuple[bytes, str]] = field(default_factory=Counter)  # by (namespace tag, counter)
 
 
-class Traffic:
-    """Takes notes; safe to share between threads."""
+class UsageLog:
+    """Notes of one store's uses. Safe to share between threads."""
 
     def __init__(self, admission: Admission, clock: Clock = time) -> None:
         self._admission, self._time = admission, clock
         self._notes = Notes()
         self._logged: set[str] = set()
-        self._clock = 0
+        self._last = 0
         self._lock = threading.Lock()
 
     def __bool__(self) -> bool:
@@ -54,7 +47,7 @@ class Traffic:
         return bool(self._notes.used or self._notes.counts)
 
     def now(self) -> int:
-        """Nanoseconds since 1970, later than ever before."""
+        """Nanoseconds since 1970, later than every time before."""
         with self._lock:
             return self._tick()
 
@@ -64,15 +57,26 @@ class Traffic:
             self._notes.used[key] = self._tick()
             self._notes.counts[key[:TAG_BYTES], "hits"] += 1
 
-    def miss(self, key: ChunkKey, undecodable: str = "") -> None:
-        """undecodable: why a chunk that is there cannot be used; logged once."""
+    def miss(self, key: ChunkKey) -> None:
         self._admission.record_access(key)
         self.count(key, "misses")
-        if undecodable:
-            self.count(key, "undecodable")
-            if undecodable not in self._logged:
-                self._logged.add(undecodable)
-                log.warning("stored chunks count as missing: %s", undecodable)
+
+    def undecodable(self, key: ChunkKey, why: str) -> None:
+        """A chunk that counted as a hit cannot be decoded here, so it is a miss. `why` is logged once."""
+        with self._lock:
+            tag = key[:TAG_BYTES]
+            self._notes.counts.update({(tag, "hits"): -1, (tag, "misses"): 1, (tag, "undecodable"): 1})
+            new = why not in self._logged
+            self._logged.add(why)
+        if new:
+            log.warning("stored chunks count as missing: %s", why)
+
+    def report(self, key: ChunkKey, event: str, why: str = "") -> None:
+        """ChunkRecord.report, of a chunk that counted as a hit."""
+        if event == "undecodable":
+            self.undecodable(key, why)
+        else:
+            self.count(key, event)
 
     def count(self, key: ChunkKey, counter: str) -> None:
         with self._lock:
@@ -83,32 +87,26 @@ class Traffic:
         with self._lock:
             return dict(self._notes.used)
 
-    def take(self) -> Notes:
-        """The notes so far, which are the caller's to write now; `put_back` if that fails."""
+    def drain(self) -> Notes:
+        """The notes so far, which are the caller's to write now; `restore` them if that fails."""
         with self._lock:
             notes, self._notes = self._notes, Notes()
             return notes
 
-    def put_back(self, notes: Notes) -> None:
-        """Undo `take`."""
+    def restore(self, notes: Notes) -> None:
+        """Undo `drain`."""
         with self._lock:
             self._notes.used = {**notes.used, **self._notes.used}
             self._notes.counts.update(notes.counts)
 
     def counts(self, tag: bytes = b"") -> Counter[str]:
         """Sums of what is not written yet, of one namespace or of all."""
+        total: Counter[str] = Counter()
         with self._lock:
-            return add_up(self._notes.counts, tag)
+            for (owner, counter), n in self._notes.counts.items():
+                total[counter] += n if owner.startswith(tag) else 0
+        return total
 
     def _tick(self) -> int:
-        self._clock = max(self._clock + 1, self._time.time_ns())
-        return self._clock
-
-
-def add_up(counts: Counter[tuple[bytes, str]], tag: bytes = b"") -> Counter[str]:
-    """Counters summed over one namespace or all."""
-    total: Counter[str] = Counter()
-    for (owner, counter), n in counts.items():
-        if owner.startswith(tag):
-            total[counter] += n
-    return total
+        self._last = max(self._last + 1, self._time.time_ns())
+        return self._last

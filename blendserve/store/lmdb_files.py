@@ -1,26 +1,43 @@
-"""One open LMDB environment per set of files and process, shared by all stores on it.
+"""The files of an LMDB store: opened once per process, checked, written by one at a time.
 
-LMDB forbids opening a file twice in one process, and unmapping it under a reader is a crash. So the environment is
-counted: every store and every open snapshot holds it, and it is closed when the last of them lets go.
+LMDB forbids opening a file twice in one process, and unmapping it under a reader is a crash. So one environment per file
+and process is counted: every store and every open transaction holds it, and the last one closes it.
 
-What no check can prevent: when someone else cuts the file short while a chunk is being read, the system kills the
-process (SIGBUS). A file that was cut short before is refused.
+What no check can prevent: when another program cuts the file short while a chunk is read, the system kills the process
+(SIGBUS). A file that was cut short before is refused.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
 import filelock
 import lmdb
+import xxhash
 
-from blendserve.errors import StoreUnavailable
-from blendserve.store.lmdb.opening import check_format, explained, explaining, open_lmdb
+from blendserve.errors import StoreError, StoreFull, StoreUnavailable, StoreVersion
+
+LMDBTransaction: TypeAlias = "lmdb.Transaction[memoryview]"
+
+FORMAT = 4  # 3: without totals, which are counted when the store is first opened for writing
+OLDEST_FORMAT = 3
+FORMAT_KEY = b"m:format"
+MAX_READERS = 1024  # simultaneous snapshots, over all processes
+
+_MAGIC = b"BLKV"
+_DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}  # EIO is LMDB's word for a write cut short
+
+
+class MapFull(StoreFull):
+    """The file has reached the fixed size of its map, mostly through fragmentation."""
 
 
 class Environment:
@@ -74,7 +91,7 @@ class Environment:
             return self._closed
 
     @contextmanager
-    def reading(self) -> Iterator[lmdb.Transaction[memoryview]]:
+    def reading(self) -> Iterator[LMDBTransaction]:
         """A read transaction whose values are views into the map."""
         self.retain()
         try:
@@ -89,7 +106,7 @@ class Environment:
             release(self)
 
     @contextmanager
-    def writing(self, wait_s: float) -> Iterator[lmdb.Transaction[memoryview]]:
+    def writing(self, wait_s: float) -> Iterator[LMDBTransaction]:
         """A write transaction: committed at the end, aborted by any exception.
 
         Waits at most `wait_s` for other writers, then raises StoreUnavailable; StoreFull when the disk is
@@ -131,7 +148,7 @@ class Environment:
         if (status.st_dev, status.st_ino) == self._identity and status.st_size < needed:
             os.truncate(self._data, needed)
 
-    def _begin_read(self) -> lmdb.Transaction[memoryview]:
+    def _begin_read(self) -> LMDBTransaction:
         try:
             return self._lmdb.begin(buffers=True)
         except lmdb.ReadersFullError:
@@ -214,3 +231,115 @@ def _identity(data: Path) -> tuple[int, int] | None:
     except OSError:
         return None
     return status.st_dev, status.st_ino
+
+
+def explained(error: lmdb.Error | OSError, path: Path) -> StoreError:
+    """The store's error for one of LMDB or of the system."""
+    code = error.errno if isinstance(error, OSError) else getattr(error, "code", 0)
+    if isinstance(error, lmdb.MapFullError):
+        what = f"the file of the KV store {path} has no space left: raise store.cap_gb and open it again"
+        return MapFull(what, setting="store.cap_gb", path=path)
+    if code in _DISK_FULL:
+        what = f"the KV store {path} could not be written in full ({error}): free some disk space"
+        return StoreFull(what, path=path)
+    if isinstance(error, lmdb.InvalidError | lmdb.VersionMismatchError):
+        what = f"{path} holds a data.mdb that is no LMDB file of a known version: move it, or set store.path"
+    elif isinstance(error, lmdb.CorruptedError | lmdb.PageNotFoundError):
+        what = f"the file of the KV store {path} is damaged ({error}): move its data.mdb away, and precompute again"
+    elif isinstance(error, lmdb.MapResizedError):
+        what = f"the KV store {path} was enlarged by another process: open it again"
+    elif isinstance(error, lmdb.ReadersFullError):
+        what = f"the KV store {path} has {MAX_READERS} open readers already: close some"
+    else:
+        what = f"the KV store {path} cannot be used: {error}. Check that store.path is a writable folder"
+    return StoreUnavailable(what, path=path)
+
+
+@contextmanager
+def explaining(path: Path) -> Iterator[None]:
+    """Turn what LMDB and the system raise inside into StoreErrors."""
+    try:
+        yield
+    except (lmdb.Error, OSError) as error:
+        raise explained(error, path) from error
+
+
+def open_lmdb(path: Path, map_size: int, read_only: bool) -> lmdb.Environment:
+    """Open or create the files, with the largest map ever asked for; it is never resized while open."""
+    if read_only:
+        if not (path / "data.mdb").exists():
+            raise StoreUnavailable(
+                f"there is no KV store at {path}: precompute one, or set store.path", path=path
+            )
+        return _open_for_reading(path)
+    path.mkdir(parents=True, exist_ok=True)
+    if (path / "data.mdb").exists():
+        env = _open_sized(path, 0)  # 0 = as large as the file says
+        if env.info()["map_size"] >= map_size:
+            return env
+        env.close()
+    return _open_sized(path, map_size)
+
+
+def _open_sized(path: Path, map_size: int) -> lmdb.Environment:
+    # Without metasync a power cut may undo the last chunk, never damage the others; a kill undoes nothing.
+    return lmdb.open(str(path), map_size=map_size, max_readers=MAX_READERS, metasync=False)
+
+
+def _open_for_reading(path: Path) -> lmdb.Environment:
+    """Open without changing anything; where not even the lock file may be written, open without locks.
+
+    Then no writer elsewhere knows of this reader, so its snapshot may change underneath it (and fail
+    checksums).
+    """
+    read = partial(lmdb.open, str(path), map_size=0, readonly=True, create=False)
+    try:
+        return read(max_readers=MAX_READERS)
+    except (lmdb.Error, OSError) as error:
+        code = error.errno if isinstance(error, OSError) else getattr(error, "code", 0)
+        if code not in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise
+        return read(lock=False)
+
+
+def check_format(env: lmdb.Environment, path: Path, read_only: bool) -> None:
+    """Write the format into a new store, or an older one's; refuse others, damaged ones and other programs' files."""
+    empty = env.stat()["entries"] == 0
+    if empty and not read_only:
+        _write_format(env)
+    with env.begin() as txn:
+        record = txn.get(FORMAT_KEY)
+    if record is None:
+        what = (
+            f"there is no KV store at {path}: precompute one, or set store.path"
+            if empty
+            else f"{path} is an LMDB file of another program: set store.path to another folder"
+        )
+        raise StoreUnavailable(what, path=path)
+    version = int.from_bytes(record[len(_MAGIC) :][:2], "little")
+    if record != format_record(version):
+        raise StoreUnavailable(
+            f"the KV store {path} has a damaged format record: delete it, precompute again", path=path
+        )
+    if not OLDEST_FORMAT <= version <= FORMAT:
+        remedy = (
+            "upgrade blendserve, or set store.path to another folder"
+            if version > FORMAT
+            else "delete it, and run `blendserve precompute`"
+        )
+        formats = f"{OLDEST_FORMAT} to {FORMAT}"
+        raise StoreVersion(
+            f"the KV store {path} has format {version}, this blendserve reads {formats}: {remedy}", path=path
+        )
+    if version < FORMAT and not read_only:  # an older blendserve would not keep the totals
+        _write_format(env)
+
+
+def _write_format(env: lmdb.Environment) -> None:
+    with env.begin(write=True) as txn:
+        txn.put(FORMAT_KEY, format_record(FORMAT))
+
+
+def format_record(version: int) -> bytes:
+    record = _MAGIC + version.to_bytes(2, "little")
+    return record + xxhash.xxh3_64_digest(record)

@@ -1,0 +1,218 @@
+"""The accounting of a transactional store: sizes, last uses, pins, totals, counters; changed with what it counts.
+
+    u KEY              last used 8 | bytes 8 | raw bytes 8 | tokens 4 | pinned 1 | xxh3-64 with the key 8
+    o LAST_USED KEY    empty: unpinned chunks in order of use (big-endian time: a scan gives the oldest first)
+    n TAG              totals of a namespace, or of all: chunks, tokens, bytes, raw bytes, pins 8 each | xxh3-64 8
+    c TAG              the counters of usage.py 8 each | xxh3-64 with the tag 8
+
+Bytes are as stored. A damaged entry is taken for an unpinned chunk of unknown size that was never used. Totals that are
+missing or damaged are counted anew.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import NamedTuple, Protocol
+
+import xxhash
+
+from blendserve.store.codecs.base import Buffer
+from blendserve.store.key import TAG_BYTES, ChunkKey
+from blendserve.store.policies import Candidate
+from blendserve.store.record import ChunkRecord
+from blendserve.store.usage import COUNTERS, Notes
+
+ENTRY, ORDER, TOTALS, COUNTS = b"u", b"o", b"n", b"c"
+
+_ENTRY, _TOTALS = struct.Struct("<QQQIB"), struct.Struct("<5Q")
+_COUNTS = struct.Struct(f"<{len(COUNTERS)}q")
+_TIME, _SUM = struct.Struct(">Q"), struct.Struct("<Q")
+_NO_USES: Mapping[ChunkKey, int] = MappingProxyType({})
+
+
+class Txn(Protocol):
+    """A transaction over an ordered map of bytes."""
+
+    def get(self, name: bytes) -> Buffer | None: ...
+
+    def put(self, name: bytes, value: Buffer) -> object: ...
+
+    def delete(self, name: bytes) -> bool:
+        """False where there is no such name."""
+        ...
+
+    def scan(self, prefix: bytes) -> Iterator[tuple[bytes, Buffer]]:
+        """The names with this prefix, in order. Nothing may be written meanwhile."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What is counted of one chunk."""
+
+    used: int  # nanoseconds since 1970
+    n_bytes: int  # as stored
+    raw_bytes: int
+    n_tokens: int
+    pinned: bool
+
+    @classmethod
+    def of(cls, record: ChunkRecord, used: int, pinned: bool) -> Entry:
+        return cls(used, record.n_bytes, record.raw_bytes, record.n_tokens, pinned)
+
+
+class Totals(NamedTuple):
+    """Sums over chunks."""
+
+    chunks: int = 0
+    tokens: int = 0
+    n_bytes: int = 0
+    raw_bytes: int = 0
+    pins: int = 0
+
+    def add(self, entry: Entry | None, sign: int = 1) -> Totals:
+        """With an entry more, or one less."""
+        if entry is None:
+            return self
+        parts = 1, entry.n_tokens, entry.n_bytes, entry.raw_bytes, int(entry.pinned)
+        return Totals(*(max(0, total + sign * part) for total, part in zip(self, parts, strict=True)))
+
+
+class Ledger:
+    """The accounting as one transaction sees it."""
+
+    def __init__(self, txn: Txn) -> None:
+        self.txn = txn
+
+    def entry(self, key: ChunkKey) -> Entry | None:
+        """None when the chunk is not there or its entry is damaged."""
+        return _decode_entry(key, self.txn.get(ENTRY + key))
+
+    def totals(self, tag: bytes = b"") -> Totals:
+        """Of one namespace, or of all."""
+        body = unseal(tag, self.txn.get(TOTALS + tag))
+        if body is not None and len(body) == _TOTALS.size:
+            return Totals(*_TOTALS.unpack(body))
+        total = Totals()
+        for name, raw in self.txn.scan(ENTRY + tag):
+            total = total.add(_decode_entry(name[1:], raw))
+        return total
+
+    def oldest(self, spare: ChunkKey = b"", used: Mapping[ChunkKey, int] = _NO_USES) -> Iterator[Candidate]:
+        """Unpinned chunks, least recently used first, without `spare`. used: uses not written yet, later than all
+        that are."""
+        for name, _ in self.txn.scan(ORDER):
+            key = name[1 + _TIME.size :]
+            if key != spare and key not in used:
+                entry = self.entry(key)
+                yield Candidate(key, entry.n_bytes if entry else 0)
+        for key in sorted(used, key=used.__getitem__):
+            entry = self.entry(key)
+            if key != spare and entry and not entry.pinned:
+                yield Candidate(key, entry.n_bytes)
+
+    def put(self, key: ChunkKey, entry: Entry) -> None:
+        """Write a chunk's entry in place of the one before."""
+        self._replace(key, self.entry(key), entry)
+
+    def remove(self, key: ChunkKey, traces: bool = False) -> None:
+        """Remove a chunk's entry. traces: records of the chunk were found, so a missing entry is damage."""
+        entry = self.entry(key)
+        if entry:
+            self._replace(key, entry, None)
+        elif self.txn.delete(ENTRY + key) or traces:
+            for name in [name for name, _ in self.txn.scan(ORDER) if name.endswith(key)]:
+                self.txn.delete(name)
+            for tag in (b"", key[:TAG_BYTES]):
+                self.txn.delete(TOTALS + tag)
+                self._set_totals(tag, self.totals(tag))
+
+    def update(self, key: ChunkKey, *, used: int = 0, pinned: bool | None = None) -> bool:
+        """Note a use or a pin; False when the chunk has no entry. A later use that is written stays."""
+        entry = self.entry(key)
+        if entry is not None:
+            pinned = entry.pinned if pinned is None else pinned
+            self._replace(key, entry, replace(entry, used=max(used, entry.used), pinned=pinned))
+        return entry is not None
+
+    def write(self, notes: Notes) -> None:
+        """Write what was noted of uses."""
+        for key, used in notes.used.items():
+            self.update(key, used=used)
+        for tag in {tag for tag, _ in notes.counts}:
+            total = self.counts(tag)
+            total.update({name: notes.counts[tag, name] for name in COUNTERS})
+            self.txn.put(COUNTS + tag, seal(tag, _COUNTS.pack(*(total[name] for name in COUNTERS))))
+
+    def count(self, key: ChunkKey, counter: str) -> None:
+        """Raise one counter of the chunk's namespace."""
+        self.write(Notes(counts=Counter({(key[:TAG_BYTES], counter): 1})))
+
+    def counts(self, tag: bytes = b"") -> Counter[str]:
+        """Counters of one namespace, or the sums over all."""
+        total: Counter[str] = Counter()
+        for name, raw in self.txn.scan(COUNTS + tag):
+            body = unseal(name[1:], raw)
+            if body is not None and len(body) == _COUNTS.size:
+                total.update(dict(zip(COUNTERS, _COUNTS.unpack(body), strict=True)))
+        return total
+
+    def problem(self, record: ChunkRecord) -> str:
+        """Where the ledger differs from a stored chunk; "" when it does not."""
+        entry = self.entry(record.key)
+        if entry is None:
+            return "its entry in the ledger is missing or damaged"
+        stored = record.n_bytes, record.raw_bytes, record.n_tokens
+        counted = entry.n_bytes, entry.raw_bytes, entry.n_tokens
+        if counted != stored:
+            return f"the ledger counts its bytes, raw bytes and tokens as {counted}, they are {stored}"
+        if (self.txn.get(_order_name(record.key, entry)) is None) != entry.pinned:
+            return "its place in the order of eviction is wrong"
+        return ""
+
+    def _replace(self, key: ChunkKey, before: Entry | None, after: Entry | None) -> None:
+        counted = before is None or after is None or replace(before, used=after.used) != after
+        totals = {tag: self.totals(tag) for tag in (b"", key[:TAG_BYTES])} if counted else {}
+        if before:
+            self.txn.delete(_order_name(key, before))
+        if after is None:
+            self.txn.delete(ENTRY + key)
+        else:
+            body = _ENTRY.pack(after.used, after.n_bytes, after.raw_bytes, after.n_tokens, after.pinned)
+            self.txn.put(ENTRY + key, seal(key, body))
+            if not after.pinned:
+                self.txn.put(_order_name(key, after), b"")
+        for tag, total in totals.items():
+            self._set_totals(tag, total.add(before, -1).add(after))
+
+    def _set_totals(self, tag: bytes, total: Totals) -> None:
+        self.txn.put(TOTALS + tag, seal(tag, _TOTALS.pack(*total)))
+
+
+def seal(name: bytes, body: bytes) -> bytes:
+    """A record under this name, with a checksum of both."""
+    return body + _SUM.pack(xxhash.xxh3_64_intdigest(name + body))
+
+
+def unseal(name: bytes, raw: Buffer | None) -> bytes | None:
+    """What `seal` sealed; None when it is missing or damaged."""
+    if raw is None:
+        return None
+    body = bytes(raw)[: -_SUM.size]
+    return body if bytes(raw) == seal(name, body) else None
+
+
+def _order_name(key: ChunkKey, entry: Entry) -> bytes:
+    return ORDER + _TIME.pack(entry.used) + key
+
+
+def _decode_entry(key: ChunkKey, raw: Buffer | None) -> Entry | None:
+    body = unseal(key, raw)
+    if body is None or len(body) != _ENTRY.size:
+        return None
+    used, n_bytes, raw_bytes, n_tokens, pinned = _ENTRY.unpack(body)
+    return Entry(used, n_bytes, raw_bytes, n_tokens, bool(pinned))

@@ -1,0 +1,371 @@
+"""The contract of a store over transactions of an ordered map of bytes. lmdb.py and memory.py bring the transactions.
+
+    h KEY                            header        l KEY LAYER(2, big-endian)   segment      (record.py)
+    t HASH                           blob          p HASH                       description | xxh3-64    (blobs.py)
+    x KEY                            lease: ends, nanoseconds since 1970 8 | owner 16 | xxh3-64
+    u, o, n, c                       accounting    (ledger.py)
+
+A put, its evictions and their accounting are one transaction, so the cap holds over processes and kills.
+"""
+
+from __future__ import annotations
+
+import secrets
+import struct
+import threading
+import time
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import partial
+
+from blendserve.errors import (
+    CorruptBlob,
+    CorruptRecord,
+    StoreError,
+    StoreFull,
+    StoreUnavailable,
+    StoreVersion,
+)
+from blendserve.store.base import (
+    ChunkInfo,
+    KVStore,
+    Progress,
+    StoreStats,
+    VerifyReport,
+    make_stats,
+    store_full,
+)
+from blendserve.store.blobs import BlobInfo, BlobStore, check_blob, check_room
+from blendserve.store.clock import Clock
+from blendserve.store.codecs.base import Buffer, tables_hash
+from blendserve.store.key import ChunkKey, namespace_tag
+from blendserve.store.ledger import ENTRY, Entry, Ledger, Txn, seal, unseal
+from blendserve.store.policies import Admission, Always, Candidate, Eviction, Refuse
+from blendserve.store.record import ChunkRecord, decode_header, encode_header, ignore
+from blendserve.store.usage import Notes, UsageLog
+
+HEADER, LAYER, LEASE, BLOB, ABOUT = b"h", b"l", b"x", b"t", b"p"
+LEASE_WAIT_S = 1.0  # for a writer: a chunk is rather computed twice than later
+NOTE_EVERY_S = 60.0
+
+_LAYER, _LEASE = struct.Struct(">H"), struct.Struct("<Q16s")
+
+
+def segment_name(key: ChunkKey, l: int) -> bytes:
+    """The name of a layer's record."""
+    return LAYER + key + _LAYER.pack(l)
+
+
+class TxnSnapshot:
+    """One read transaction. Threads may share it; its records end with it."""
+
+    def __init__(self, txn: Txn, usage: UsageLog, trusted: bool) -> None:
+        self.txn, self._usage, self._trusted = txn, usage, trusted
+        self._using = threading.Lock()
+        self._ended = False
+
+    def get(self, key: ChunkKey, count: bool = True) -> ChunkRecord | None:
+        raw = self.raw(HEADER + key)
+        if raw is None:
+            if count:
+                self._usage.miss(key)
+            return None
+        report = partial(self._usage.report, key) if count else ignore
+        try:
+            header = decode_header(key, raw)
+        except CorruptRecord:
+            report("corrupt")
+            raise
+        if count:
+            self._usage.hit(key)
+        return ChunkRecord(key, header, lambda l: self.raw(segment_name(key, l)), report, self._trusted)
+
+    def raw(self, name: bytes) -> Buffer | None:
+        with self._using:
+            if self._ended:
+                raise StoreUnavailable("a chunk's record was read outside its `with store.snapshot()`")
+            return self.txn.get(name)
+
+    def end(self) -> None:
+        with self._using:
+            self._ended = True
+
+
+class TxnStore(KVStore):
+    """A KVStore of at most `cap_bytes` of chunks, as stored. Subclasses give `_begin_read` and `_begin_write`."""
+
+    trusted = False  # nothing outside this process can change the bytes
+
+    def __init__(
+        self, cap_bytes: int, eviction: Eviction | None, admission: Admission | None, clock: Clock = time
+    ) -> None:
+        self.cap_bytes = cap_bytes
+        self._eviction, self._admission = eviction or Refuse(), admission or Always()
+        self._clock, self._noted = clock, clock.monotonic()
+        self._usage = UsageLog(self._admission, clock)
+        self._owner = secrets.token_bytes(16)  # of leases
+        self.blobs = _Blobs(self)
+
+    @abstractmethod
+    def _begin_read(self) -> AbstractContextManager[Txn]:
+        """Raises StoreUnavailable."""
+
+    @abstractmethod
+    def _begin_write(self, wait_s: float | None) -> AbstractContextManager[Txn]:
+        """Commits at the end; an exception undoes all. wait_s: for other writers. Raises StoreUnavailable, StoreFull."""
+
+    # Chunks
+
+    @contextmanager
+    def snapshot(self) -> Iterator[TxnSnapshot]:
+        with self._begin_read() as txn:
+            snapshot = TxnSnapshot(txn, self._usage, self.trusted)
+            try:
+                yield snapshot
+            finally:
+                snapshot.end()
+        if self._clock.monotonic() - self._noted > NOTE_EVERY_S:
+            self._write_notes(wait_s=0.0)
+
+    def put(self, key: ChunkKey, record: ChunkRecord, pin: bool = False) -> bool:
+        record = record.for_key(key)
+        if not pin and not self._admitted(key, record.n_bytes):
+            return False
+        self._put(record, pin)
+        return True
+
+    def delete(self, keys: Iterable[ChunkKey]) -> int:
+        with self._write() as ledger:
+            return sum(_drop(ledger, key) for key in keys)
+
+    def pin(self, keys: Iterable[ChunkKey], pinned: bool = True) -> int:
+        with self._write() as ledger:
+            return sum(ledger.update(key, pinned=pinned) for key in keys)
+
+    def contains(self, keys: Iterable[ChunkKey]) -> set[ChunkKey]:
+        with self._begin_read() as txn:
+            return {key for key in keys if txn.get(HEADER + key) is not None}
+
+    def describe(self, keys: Iterable[ChunkKey]) -> dict[ChunkKey, ChunkInfo]:
+        found: dict[ChunkKey, ChunkInfo] = {}
+        with self._begin_read() as txn:
+            ledger = Ledger(txn)
+            for key in keys:
+                with suppress(CorruptRecord, StoreVersion):
+                    if (raw := txn.get(HEADER + key)) is not None and (entry := ledger.entry(key)):
+                        found[key] = ChunkInfo.of(decode_header(key, raw), entry.pinned)
+        return found
+
+    def keys(self, namespace: str | None = None) -> Iterator[ChunkKey]:
+        with self._begin_read() as txn:
+            return iter([name[1:] for name, _ in txn.scan(HEADER + namespace_tag(namespace))])
+
+    def admits(self, key: ChunkKey, n_bytes: int) -> bool:
+        try:
+            return self._admitted(key, n_bytes)
+        except StoreFull:
+            return False
+
+    # Leases
+
+    def lease(self, keys: Sequence[ChunkKey], seconds: float) -> set[ChunkKey]:
+        now, granted = self._clock.time_ns(), set[ChunkKey]()
+        lease = _LEASE.pack(now + round(seconds * 1e9), self._owner)
+        try:
+            with self._write(LEASE_WAIT_S) as ledger:
+                txn = ledger.txn
+                for name, raw in list(txn.scan(LEASE)):
+                    if (body := unseal(name[1:], raw)) is None or _LEASE.unpack(body)[0] <= now:
+                        txn.delete(name)
+                for key in keys:
+                    if txn.get(LEASE + key) is None:
+                        txn.put(LEASE + key, seal(key, lease))
+                        granted.add(key)
+        except StoreError:
+            return set(keys)
+        return granted
+
+    def release(self, keys: Iterable[ChunkKey]) -> None:
+        with suppress(StoreError):  # the leases expire
+            with self._begin_read() as txn:
+                mine = [key for key in keys if self._leases(txn, key)]
+            if mine:  # a put has ended most of them
+                with self._write() as ledger:
+                    for key in mine:
+                        if self._leases(ledger.txn, key):
+                            ledger.txn.delete(LEASE + key)
+
+    def _leases(self, txn: Txn, key: ChunkKey) -> bool:
+        """Whether this process has a lease on the chunk."""
+        body = unseal(key, txn.get(LEASE + key))
+        return body is not None and _LEASE.unpack(body)[1] == self._owner
+
+    # The whole
+
+    def stats(self, namespace: str | None = None) -> StoreStats:
+        tag = namespace_tag(namespace)
+        with self._begin_read() as txn:
+            ledger = Ledger(txn)
+            totals, counts, infos = ledger.totals(tag), ledger.counts(tag), list_blobs(txn)
+        return make_stats(self, totals, counts + self._usage.counts(tag), namespace, infos)
+
+    def verify(self, progress: Progress | None = None) -> VerifyReport:
+        bad: list[tuple[str, str]] = []
+        with self.snapshot() as snapshot:
+            txn = snapshot.txn
+            keys = sorted(
+                {name[1:] for prefix in (HEADER, ENTRY) for name, _ in txn.scan(prefix)}
+                | {name[1 : -_LAYER.size] for name, _ in txn.scan(LAYER)}
+            )
+            for done, key in enumerate(keys, start=1):
+                if problem := _problem(snapshot, Ledger(txn), key):
+                    bad.append((key.hex(), problem))
+                if progress:
+                    progress(done, len(keys))
+            hashes = sorted({name[1:] for prefix in (BLOB, ABOUT) for name, _ in txn.scan(prefix)})
+            problems = ((hash.hex(), _blob_problem(txn, hash)) for hash in hashes)
+            bad_tables = tuple((hash, problem) for hash, problem in problems if problem)
+        return VerifyReport(len(keys) - len(bad), tuple(bad), bad_tables)
+
+    # Inside
+
+    def _admitted(self, key: ChunkKey, n_bytes: int) -> bool:
+        """Whether an unpinned chunk is worth its victims. Raises StoreFull where it cannot be had at any price."""
+        with self._begin_read() as txn:
+            ledger = Ledger(txn)
+            if ledger.entry(key):
+                return True  # replaced, not added
+            victims = self._victims(ledger, key, n_bytes)
+            n_chunks = ledger.totals().chunks
+        if not victims or self._admission.admits(key, n_bytes, victims, n_chunks):
+            return True
+        self._usage.count(key, "refused")
+        return False
+
+    def _victims(self, ledger: Ledger, key: ChunkKey, more: int) -> list[Candidate]:
+        """The chunks to evict for `more` bytes of a chunk. Raises StoreFull."""
+        stored = ledger.totals().n_bytes
+        oldest = ledger.oldest(key, self._usage.used())
+        victims = self._eviction.victims(oldest, stored + more - self.cap_bytes)
+        if victims is None:
+            raise store_full(f"the KV store {self.location or 'in memory'}", stored, more, self.cap_bytes)
+        return victims
+
+    def _put(self, record: ChunkRecord, pin: bool) -> None:
+        key = record.key
+        with self._write() as ledger:
+            before = ledger.entry(key)
+            more = record.n_bytes - (before.n_bytes if before else 0)
+            self._evict(ledger, self._victims(ledger, key, more))
+            _drop(ledger, key)
+            ledger.txn.put(HEADER + key, encode_header(key, record.header))
+            for l in range(record.n_layers):
+                ledger.txn.put(segment_name(key, l), record.segment(l))
+            pinned = pin or bool(before and before.pinned)
+            ledger.put(key, Entry.of(record, self._usage.now(), pinned))
+            ledger.txn.delete(LEASE + key)
+
+    def _evict(self, ledger: Ledger, victims: Iterable[Candidate]) -> None:
+        for victim in victims:
+            _drop(ledger, victim.key, traces=True)
+            ledger.count(victim.key, "evictions")
+
+    @contextmanager
+    def _write(self, wait_s: float | None = None) -> Iterator[Ledger]:
+        """A write transaction. It begins with what was noted of uses."""
+        notes = Notes()
+        try:
+            with self._begin_write(wait_s) as txn:
+                notes, ledger = self._usage.drain(), Ledger(txn)
+                ledger.write(notes)
+                yield ledger
+        except BaseException:
+            self._usage.restore(notes)
+            raise
+
+    def _write_notes(self, wait_s: float) -> None:
+        """Write what was noted of uses. Nothing but recency and counts is lost if that fails."""
+        self._noted = self._clock.monotonic()
+        if self.read_only:
+            self._usage.restore(Notes(counts=self._usage.drain().counts))  # writers have uses of their own
+        elif self._usage:
+            with suppress(StoreError), self._write(wait_s):
+                pass
+
+
+class _Blobs(BlobStore):
+    """The blobs of a TxnStore."""
+
+    def __init__(self, store: TxnStore) -> None:
+        self._store = store
+
+    def put(self, kind: str, owner: str, raw: bytes, current: bool = True) -> bytes:
+        hash = tables_hash(raw)
+        with self._store._write() as ledger:
+            check_room(list_blobs(ledger.txn), hash, len(raw))
+            info = BlobInfo(hash, kind, owner, len(raw), self._store._usage.now() if current else 0)
+            ledger.txn.put(BLOB + hash, raw)
+            ledger.txn.put(ABOUT + hash, seal(hash, info.to_bytes()))
+        return hash
+
+    def get(self, hash: bytes) -> bytes | None:
+        with self._store._begin_read() as txn:
+            raw = txn.get(BLOB + hash)
+            return None if raw is None else check_blob(hash, raw)
+
+    def list(self) -> Sequence[BlobInfo]:
+        with self._store._begin_read() as txn:
+            return list_blobs(txn)
+
+    def delete(self, hash: bytes) -> bool:
+        with self._store._write() as ledger:
+            deleted = [ledger.txn.delete(prefix + hash) for prefix in (BLOB, ABOUT)]
+        return any(deleted)
+
+
+def list_blobs(txn: Txn) -> list[BlobInfo]:
+    """The descriptions that are whole."""
+    bodies = ((name[1:], unseal(name[1:], raw)) for name, raw in txn.scan(ABOUT))
+    return [BlobInfo.from_bytes(hash, body) for hash, body in bodies if body is not None]
+
+
+def _blob_problem(txn: Txn, hash: bytes) -> str:
+    """What is wrong with a blob, "" when nothing is."""
+    about = unseal(hash, txn.get(ABOUT + hash))
+    if about is None:
+        return "what they are for is missing or damaged"
+    raw = txn.get(BLOB + hash)
+    if raw is None:
+        return "they are missing"
+    try:
+        check_blob(hash, raw)
+    except CorruptBlob as error:
+        return str(error)
+    said = BlobInfo.from_bytes(hash, about).n_bytes
+    return "" if said == len(raw) else f"they have {len(raw)} bytes, their record says {said}"
+
+
+def _problem(snapshot: TxnSnapshot, ledger: Ledger, key: ChunkKey) -> str:
+    """What is wrong with a chunk, "" when nothing is. Needs no codec."""
+    try:
+        record = snapshot.get(key, count=False)
+        if record is None:
+            return "it has records, but no header"
+        for l in range(record.n_layers):
+            record.segment(l)
+    except StoreError as error:
+        return str(error)
+    if snapshot.raw(segment_name(key, record.n_layers)) is not None:
+        return f"it has more layers than the {record.n_layers} of its header"
+    return ledger.problem(record)
+
+
+def _drop(ledger: Ledger, key: ChunkKey, traces: bool = False) -> bool:
+    """Delete all records of a chunk, whole or not -> whether it had a header. traces: the ledger named it."""
+    there = ledger.txn.delete(HEADER + key)
+    layers = [name for name, _ in ledger.txn.scan(LAYER + key)]
+    for name in layers:
+        ledger.txn.delete(name)
+    ledger.remove(key, traces or there or bool(layers))
+    return there
