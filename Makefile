@@ -87,7 +87,7 @@ $(DEV): $(DEMO)
 	@$(PIP) --editable '.[dev,evaluate,codecs,valkey,embedders]'
 	@$(PIP) --editable '.[integrations]' || echo "The frameworks of integrations/ cannot be installed here: their tests are skipped"
 	@$(PIP) moq-rs || echo "moq-rs cannot be installed here: its tests are skipped"
-	@$(PIP) 'ray[data,serve]' || echo "Ray cannot be installed here: its tests are skipped"
+	@$(PIP) 'ray[serve]' || echo "Ray cannot be installed here: its tests are skipped"
 	@du -sh .venv
 	@touch $(DEV)
 

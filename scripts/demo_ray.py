@@ -44,14 +44,14 @@ from blendserve.demo import open_demo
 from blendserve.engine.engine import Engine
 from blendserve.engine.queued import Failed, Finished, Started
 from blendserve.engine.request import Request
+from blendserve.ray.cluster import WorkerResources, cluster
+from blendserve.ray.precompute import precompute
+from blendserve.ray.replica import RoutedRequest
+from blendserve.ray.replicas import CHUNK_ROUTER, ReplicaCount, Replicas
 from blendserve.serve.config import ServeConfig
 from blendserve.store import ChunkKey
-from blendserve.workers.cluster import Share, cluster
-from blendserve.workers.precompute import precompute
-from blendserve.workers.replica import RoutedRequest
-from blendserve.workers.replicas import CHUNK_ROUTER, ReplicaCount, Replicas
 
-ROUND_ROBIN = "blendserve.workers.router:RoundRobinRouter"
+ROUND_ROBIN = "blendserve.ray.router:RoundRobinRouter"
 ROUTERS = {"chunk affinity": CHUNK_ROUTER, "round robin": ROUND_ROBIN}
 STORES = 3  # of the first part, each in a database of its own
 TOPIC = 6  # passages; a question is about ASKED of them, in any order
@@ -106,7 +106,7 @@ def settings(url: str, own_bytes: int = 0, dtype: str = "auto") -> Config:
 # 1. Stores
 
 
-def made_stores(server: Server, passages: list[Passage], share: Share) -> dict[str, Any]:
+def made_stores(server: Server, passages: list[Passage], share: WorkerResources) -> dict[str, Any]:
     """The same by one process, by two actors, and by two of which one is killed.
 
     In fp32, whose rounding is small beside any mistake: actors have other threads and other stacks than one process.
@@ -131,7 +131,7 @@ def made_stores(server: Server, passages: list[Passage], share: Share) -> dict[s
     return figures
 
 
-def by_actors(engine: Engine, chunks: list[TokenIds], share: Share, kill: bool) -> int:
+def by_actors(engine: Engine, chunks: list[TokenIds], share: WorkerResources, kill: bool) -> int:
     """Compute by two actors -> chunks computed. kill: one of them at the first stack's end."""
     left = [kill]
 
@@ -225,7 +225,7 @@ class Questions:
 
 
 async def served(
-    server: Server, passages: list[Passage], requests: int, clients: int, share: Share
+    server: Server, passages: list[Passage], requests: int, clients: int, share: WorkerResources
 ) -> dict[str, Any]:
     """Two replicas for each routing on a store that one process made, asked in turns: both meet the same machine."""
     url = f"{server.url}/{STORES}"  # which the first part has not filled: its size is what memories are a share of
@@ -304,7 +304,7 @@ class Hasty(ReplicaCount):
         return options
 
 
-async def autoscaled(server: Server, passages: list[Passage], share: Share) -> dict[str, Any]:
+async def autoscaled(server: Server, passages: list[Passage], share: WorkerResources) -> dict[str, Any]:
     """Replicas over time: under many clients until there are more, and after the last question until there are fewer."""
     url, asked, (least, most) = f"{server.url}/{STORES + 1}", Asked(), SCALED
     batching = ServeConfig(slots=SLOTS, slot_tokens=4096).batching

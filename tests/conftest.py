@@ -37,7 +37,7 @@ settings.register_profile("mutations", settings.get_profile("push"), phases=[Pha
 settings.load_profile("push")
 
 # Tests that take long, each group on one worker: the other worker takes the short tests meanwhile.
-LONG_FIRST = ("tests/workers/", "tests/page/")
+LONG_FIRST = ("tests/ray/", "tests/page/")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

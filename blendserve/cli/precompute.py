@@ -88,7 +88,7 @@ def precompute(
                 "Precomputing", "Fitting the correction prior", ("tokens", "tokens"), per_token
             ) as bars:
                 if workers:
-                    from blendserve.workers.precompute import precompute_index
+                    from blendserve.ray.precompute import precompute_index
 
                     report = precompute_index(engine, index_folder(index), workers, ray, *bars)
                 else:

@@ -73,8 +73,8 @@ def serve(
     if ray and not replicas:
         raise InputError("--ray is the cluster for --replicas: give --replicas, too")
     settings = with_environment_key(settings)
+    from blendserve.ray.replicas import ReplicaCount
     from blendserve.serve import running  # not at the top: it imports torch and FastAPI
-    from blendserve.workers.replicas import ReplicaCount
 
     count = ReplicaCount.parse(replicas) if replicas is not None else None
     console.say(effective(settings, indexes))

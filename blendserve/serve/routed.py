@@ -16,14 +16,14 @@ from blendserve.engine.library import Library
 from blendserve.engine.prompt import PromptBuilder
 from blendserve.engine.request import Plan, make_plan
 from blendserve.errors import Stopping
+from blendserve.ray.replica import ReaderFacts, RoutedRequest
+from blendserve.ray.replicas import Replicas
 from blendserve.serve.asking import Answering, Ask, Asking
 from blendserve.serve.config import ServeConfig
 from blendserve.serve.keys import Tenant
 from blendserve.serve.metrics import HttpMetrics
 from blendserve.store import chunk_key
 from blendserve.timing import Clock
-from blendserve.workers.replica import ReaderFacts, RoutedRequest
-from blendserve.workers.replicas import Replicas
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,14 +22,14 @@ from blendserve.engine.library import Library
 from blendserve.engine.prompt import PromptBuilder
 from blendserve.models.loader import load_tokenizer
 from blendserve.paths import index_folder
+from blendserve.ray.cluster import cluster, worker_config
+from blendserve.ray.replicas import ReplicaCount, Replicas
 from blendserve.retrieve import Embedder, VectorIndex, read_manifest
 from blendserve.serve import logs
 from blendserve.serve.app import make_app, make_cluster_app
 from blendserve.serve.config import Config, HttpConfig, ServeConfig, check_binding
 from blendserve.serve.routed import RemoteReader, RoutedService
 from blendserve.serve.service import Service
-from blendserve.workers.cluster import cluster, worker_config
-from blendserve.workers.replicas import ReplicaCount, Replicas
 
 # A pass gives the GIL back and wants it again hundreds of times; beside a thread that parses, it waits so long each time.
 SWITCH_S = 5e-4
@@ -52,7 +52,7 @@ def serve(settings: Config, indexes: Sequence[str], say: Say) -> None:
 def serve_cluster(
     settings: Config, indexes: Sequence[str], replicas: ReplicaCount, address: str | None, say: Say
 ) -> None:
-    """The same with replicas of the engine on a Ray cluster, which is joined or started (workers/cluster.py).
+    """The same with replicas of the engine on a Ray cluster, which is joined or started (ray/cluster.py).
 
     Raises ClusterUnavailable, too.
     """

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
-from threading import Event as Signal
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,13 +17,13 @@ from blendserve.config import BlendConfig, Config, DecodeConfig
 from blendserve.core import Prompt
 from blendserve.engine.queued import Event, Finished, Piece, Started
 from blendserve.errors import ClusterUnavailable, ConfigError, InputError, StoreError
-from blendserve.workers import replicas, watch
-from blendserve.workers.cluster import cpus_each, worker_config
-from blendserve.workers.hot_sets import EXPIRY_S, HotSets
-from blendserve.workers.precompute import PROBE, PrecomputeActor, precompute_index
-from blendserve.workers.replica import RoutedRequest
-from blendserve.workers.replicas import ReplicaCount, answer_from
-from blendserve.workers.watch import watched
+from blendserve.ray import precompute, replicas
+from blendserve.ray.cache_reports import EXPIRY_S, CacheReports
+from blendserve.ray.cluster import WorkerResources, cpus_each, worker_config
+from blendserve.ray.precompute import PROBE, Computed, PrecomputeActor, precompute_index
+from blendserve.ray.replica import RoutedRequest
+from blendserve.ray.replicas import ReplicaCount, answer_from
+from blendserve.store import ChunkKey
 from tests.support.engines import toy_engine
 
 STARTED: Any = Started(0, None, None)  # type: ignore[arg-type]
@@ -59,22 +57,32 @@ def test_numbers_of_replicas() -> None:
             ReplicaCount.parse(wrong)
 
 
-def test_a_hot_set_expires_unless_the_replica_reports_it_again() -> None:
-    hot, chunks = HotSets(), frozenset({b"a", b"b"})
-    assert hot.of("new", {}, 0.0) == frozenset()
+def test_a_report_expires_unless_the_replica_repeats_it() -> None:
+    reports, chunks = CacheReports(), frozenset({b"a", b"b"})
+    assert reports.cached_chunks("new", {}, 0.0) == frozenset()
     for number, seconds, expected in (
         (1, 0.0, chunks),
         (1, EXPIRY_S, chunks),
         (1, EXPIRY_S + 0.1, frozenset()),
     ):
-        assert hot.of("one", {"told": number, "hot": chunks}, 100.0 + seconds) == expected
-    assert hot.of("one", {"told": 2, "hot": chunks}, 100.2 + EXPIRY_S) == chunks
-    hot.keep({"another"})
-    assert hot.of("one", {"told": 2, "hot": chunks}, 300.0) == chunks  # a new replica of that name
+        assert (
+            reports.cached_chunks("one", {"version": number, "cached_chunks": chunks}, 100.0 + seconds)
+            == expected
+        )
+    assert reports.cached_chunks("one", {"version": 2, "cached_chunks": chunks}, 100.2 + EXPIRY_S) == chunks
+    reports.keep({"another"})
+    assert (
+        reports.cached_chunks("one", {"version": 2, "cached_chunks": chunks}, 300.0) == chunks
+    )  # a new replica of that name
 
 
 ENDED = ["RayActorError", "NodeDiedError", "ObjectLostError", "OutOfMemoryError"]  # of Ray's exceptions
-RayError = type("RayError", (Exception,), {})
+
+
+class RayError(Exception):
+    """Of Ray's exceptions, the base."""
+
+
 ERRORS = SimpleNamespace(RayError=RayError, **{name: type(name, (RayError,), {}) for name in ENDED})
 Attempt = tuple[list[Event], Exception | None]
 
@@ -157,52 +165,90 @@ def test_the_clients_error_has_no_text_of_rays(caplog: pytest.LogCaptureFixture)
         received(([STARTED], ours))
 
 
-@pytest.mark.parametrize(
-    ("answers", "patience_s", "expected"),
-    [
-        ([False, False, True], 60.0, None),  # a machine returns
-        ([True] * 20, 0.0, None),  # rows are slow
-        ([False] * 10**6, 0.05, ClusterUnavailable),
-        ([], 0.0, StoreError),  # an error of the rows
-    ],
-)
-def test_a_cluster_without_a_machine_is_waited_for(
-    answers: list[bool],
-    patience_s: float,
-    expected: type[Exception] | None,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The first row comes at once, and the second after the last of these answers."""
-    monkeypatch.setattr(watch, "LOOK_S", 0.001)
-    monkeypatch.setattr(watch, "PATIENCE_S", patience_s)
-    back, left = Signal(), iter(answers)
+class Died(RayError):
+    """An actor's process has ended."""
 
-    def rows() -> Iterator[dict[str, Any]]:
-        yield {"row": 0}
-        if expected is StoreError:
-            raise StoreError
-        back.wait()
-        yield {"row": 1}
 
-    def possible() -> bool:
-        if (answer := next(left, None)) is None:
-            back.set()
-        return answer is not False
+class Ray:
+    """A cluster that runs a call when it is waited for; `deaths`: which calls end their actor's process."""
 
-    seen = watched(rows(), possible)
-    assert next(seen) == {"row": 0}
-    with pytest.raises(expected) if expected else nullcontext():
-        assert list(seen) == [{"row": 1}]
-    back.set()
+    exceptions = SimpleNamespace(RayError=RayError, RayActorError=Died)
+
+    def __init__(self, deaths: Sequence[int] = (), error: Exception | None = None, stalls: int = 0) -> None:
+        self.deaths, self.error, self.stalls = set(deaths), error, stalls
+        self.calls: list[tuple[str, Any]] = []
+        self.killed = 0
+
+    def remote(self, kind: type) -> Any:
+        def method(name: str) -> Any:
+            return SimpleNamespace(remote=lambda *args: self.called(name, args))
+
+        actor = lambda *_: SimpleNamespace(ready=method("ready"), compute=method("compute"))  # noqa: E731
+        return SimpleNamespace(options=lambda **_: SimpleNamespace(remote=actor))
+
+    def called(self, name: str, args: Any) -> int:
+        self.calls.append((name, args))
+        return len(self.calls) - 1
+
+    def wait(self, calls: list[int], timeout: float) -> tuple[list[int], list[int]]:
+        if self.stalls:
+            self.stalls -= 1
+            return [], calls
+        return calls[:1], calls[1:]
+
+    def get(self, call: int) -> Any:
+        if call in self.deaths:
+            raise Died
+        if self.error:
+            raise RayError("the task failed") from self.error
+        name, args = self.calls[call]
+        return Computed(len(args[0]), 1, 1, 1) if name == "compute" else None
+
+    def kill(self, actor: Any) -> None:
+        self.killed += 1
+
+
+def mapped(ray: Ray, monkeypatch: pytest.MonkeyPatch, batches: int, room: bool = True) -> int:
+    """Chunks computed by two actors of batches of one chunk."""
+    monkeypatch.setattr(precompute, "import_ray", lambda: ray)
+    monkeypatch.setattr(precompute, "can_fit_worker", lambda resources: room)
+    monkeypatch.setattr(precompute, "POLL_S", 0.0)
+    actors = precompute.Actors(toy_engine, ChunkKey(b""), 2, WorkerResources(1, 0))
+    try:
+        return sum(computed.chunks for computed in actors.map([[(i,)] for i in range(batches)]))
+    finally:
+        assert ray.killed == 2
+
+
+def test_batches_of_a_dead_actor_are_left_and_others_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert mapped(Ray(), monkeypatch, 9) == 9
+    assert mapped(Ray(deaths=[0]), monkeypatch, 9) == 8
+    assert (
+        mapped(Ray(deaths=[0, 1, 2, 3]), monkeypatch, 9) == 5
+    )  # all that were given out; then actors restart
+    assert mapped(Ray(deaths=[0, 4]), monkeypatch, 9) == 8  # a restart that fails is tried again
+
+
+def test_an_error_of_a_worker_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(StoreError):
+        mapped(Ray(error=StoreError()), monkeypatch, 3)
+
+
+def test_a_cluster_without_a_machine_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert mapped(Ray(stalls=20), monkeypatch, 3, room=True) == 3
+    assert mapped(Ray(stalls=20), monkeypatch, 3, room=False) == 3  # a machine returns in time
+    monkeypatch.setattr(precompute, "PATIENCE_S", 0.0)
+    with pytest.raises(ClusterUnavailable):
+        mapped(Ray(stalls=10**6), monkeypatch, 3, room=False)
 
 
 def test_workers_refuse_a_store_that_they_cannot_share_and_another_model(tmp_path: Path) -> None:
     with toy_engine() as alone:
         with pytest.raises(ConfigError):
             precompute_index(alone, tmp_path, 2)
-        PrecomputeActor(lambda: alone, alone.blender.key(PROBE))
+        PrecomputeActor(lambda: alone, alone.blender.key(PROBE)).ready()
         with pytest.raises(ConfigError):
-            PrecomputeActor(lambda: alone, alone.blender.key(PROBE, ()))
+            PrecomputeActor(lambda: alone, alone.blender.key(PROBE, ())).ready()
 
 
 def test_a_worker_finds_the_indexs_store_from_any_folder(tmp_path: Path) -> None:

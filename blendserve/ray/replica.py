@@ -1,4 +1,4 @@
-"""One replica: an engine with its scheduler in a process of its own, which answers what was planned elsewhere."""
+"""One replica: an engine with its scheduler in its own process; it answers prompts that the ingress laid out."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from blendserve.engine.engine import Engine
 from blendserve.engine.queued import Event, Failed, Finished, QueuedRequest
 from blendserve.engine.request import Plan
 from blendserve.errors import BlendserveError
+from blendserve.ray.cluster import bind_to_loopback
 from blendserve.timing import Clock
-from blendserve.workers.cluster import stay_on_loopback
 
 
 @dataclass(frozen=True, slots=True)
 class RoutedRequest:
-    """A plan on its way to a replica."""
+    """A laid-out request for a replica."""
 
     prompt: Prompt
     passages: tuple[Passage, ...]
@@ -29,7 +29,7 @@ class RoutedRequest:
     decode: DecodeConfig
     tenant: str
     namespace: str
-    seconds: float  # since the request came
+    seconds: float  # since the request arrived
     retrieve: float  # of them, spent on the search
 
     def plan(self) -> Plan:
@@ -41,7 +41,7 @@ class RoutedRequest:
 
 @dataclass(frozen=True, slots=True)
 class ReaderFacts:
-    """What of a replica's reader one has to know to plan requests and to name chunks. Limits of plans."""
+    """What the ingress needs to know of the model: names of chunks and limits of prompts."""
 
     name: str
     fingerprint: str
@@ -52,15 +52,15 @@ class ReaderFacts:
 
 
 class EngineReplica:
-    """What Ray Serve runs."""
+    """The deployment's class."""
 
     def __init__(self, open_engine: Callable[[], Engine], batching: Mapping[str, Any]) -> None:
         """open_engine: picklable; needs no index. batching: arguments of BatchEngine."""
-        stay_on_loopback()
+        bind_to_loopback()
         self._engine = open_engine()
         self._batch = BatchEngine(self._engine, _Unobserved(), **batching)
         self._batch.scheduler.start()
-        self._told = 0
+        self._version = 0
 
     def facts(self) -> ReaderFacts:
         """Of its reader."""
@@ -70,12 +70,16 @@ class EngineReplica:
         return ReaderFacts(reader.name, reader.fingerprint, dtype, adapter.n_layers, context, slots.tokens)
 
     def record_routing_stats(self) -> dict[str, Any]:
-        """What Ray Serve asks for and tells routers: hot chunks and load; `told` shows how fresh it is."""
-        self._told += 1
-        return {"hot": self._engine.store.hot(), "load": sum(self._batch.scheduler.load), "told": self._told}
+        """The report that Ray Serve collects for routers: chunks in memory and load."""
+        self._version += 1
+        return {
+            "cached_chunks": self._engine.store.hot(),
+            "load": sum(self._batch.scheduler.load),
+            "version": self._version,
+        }
 
     def check_health(self) -> None:
-        """Raises RuntimeError where the model's thread has ended: Ray Serve then starts another replica."""
+        """Raises RuntimeError where the scheduler's thread has ended: Ray Serve then replaces this replica."""
         if not self._batch.scheduler.alive:
             raise RuntimeError("the model's thread has ended")
 
@@ -84,7 +88,7 @@ class EngineReplica:
         loop, events = asyncio.get_running_loop(), asyncio.Queue[Event]()
 
         def emit(event: Event) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody listens
+            with contextlib.suppress(RuntimeError):  # the event loop has ended
                 loop.call_soon_threadsafe(events.put_nowait, event)
 
         queued: QueuedRequest | None = None
@@ -97,7 +101,7 @@ class EngineReplica:
                 yield (event := await events.get())
                 if isinstance(event, Finished | Failed):
                     return
-        except BlendserveError as error:  # as Busy: the same on its way as one that comes later
+        except BlendserveError as error:  # such as Busy: sent like a later error
             yield Failed(error)
         finally:
             if queued:
@@ -105,7 +109,7 @@ class EngineReplica:
 
 
 class _Unobserved:
-    """An Observer of the scheduler that looks away: the ingress counts what it is told."""
+    """The scheduler's observer without metrics: the ingress counts."""
 
     def dequeued(self, method: str, seconds: float) -> None: ...
 

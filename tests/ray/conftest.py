@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from blendserve.workers.cluster import Share, cluster
+from blendserve.ray.cluster import WorkerResources, cluster
+from tests.ray.engines import SECOND_NODE
 from tests.support.waiting import eventually
-from tests.workers.engines import SECOND_NODE
 
 # A dead node refuses a connection and is known to be dead in a second; one that stalls has ten, five times.
 NODE_DEATH = {"RAY_health_check_period_ms": "200", "RAY_health_check_initial_delay_ms": "200"}
@@ -25,7 +25,7 @@ RAY_ON_LOOPBACK = (
 
 
 @pytest.fixture(scope="session")
-def share() -> Iterator[Share]:
+def share() -> Iterator[WorkerResources]:
     """Of each of two workers."""
     if importlib.util.find_spec("ray") is None:  # an import here would come before the cluster's settings
         pytest.skip("Ray is not installed: pip install 'blendserve[ray]'")
@@ -37,7 +37,7 @@ def share() -> Iterator[Share]:
 
 
 @pytest.fixture
-def second_node(share: Share) -> Iterator[None]:
+def second_node(share: WorkerResources) -> Iterator[None]:
     """Another node of one CPU, joined as users are told to; processes on it have SECOND_NODE in their environment."""
     import ray
 

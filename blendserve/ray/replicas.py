@@ -1,4 +1,4 @@
-"""Replicas of an engine behind Ray Serve, and requests to them: one that a dead replica was answering is asked again."""
+"""Replicas of an engine behind Ray Serve, and requests to them, which are retried when a replica dies."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from typing import Any
 from blendserve.engine.engine import Engine
 from blendserve.engine.queued import Event, Finished, Piece, Started
 from blendserve.errors import ClusterUnavailable, InputError
+from blendserve.ray.cluster import WorkerResources, import_ray
+from blendserve.ray.precompute import unwrap_ray_error
+from blendserve.ray.replica import EngineReplica, ReaderFacts, RoutedRequest
 from blendserve.timing import Clock
-from blendserve.workers.cluster import Share, import_ray
-from blendserve.workers.precompute import own_error
-from blendserve.workers.replica import EngineReplica, ReaderFacts, RoutedRequest
 
 APP = "blendserve"
-CHUNK_ROUTER = "blendserve.workers.router:ChunkRouter"
-ATTEMPTS = 6  # of one request, each on a replica's death
-PAUSE_S = 0.1  # before the third, and twice as long before each further one: a dead node is not known to be dead at once
-STATS_S = 1.0  # between two words of a replica about what is hot
+CHUNK_ROUTER = "blendserve.ray.router:ChunkRouter"
+ATTEMPTS = 6  # of one request; the next one follows a replica's death
+PAUSE_S = 0.1  # before the third attempt, then doubled: Ray needs a while to notice a dead node
+STATS_S = 1.0  # between two reports of a replica
 HEALTH_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaCount:
-    """How many replicas there are: always the same, or as many between two numbers as there is work for."""
+    """A fixed number of replicas, or bounds for autoscaling."""
 
     least: int
     most: int
@@ -49,7 +49,7 @@ class ReplicaCount:
         return str(self.least) if self.least == self.most else f"{self.least} to {self.most}"
 
     def options(self, slots: int) -> dict[str, Any]:
-        """Of a deployment. Ray Serve adds replicas while they have more to answer than `slots` each, as a mean."""
+        """Options of a deployment. Ray Serve adds replicas while they have more than `slots` requests each on average."""
         if self.least == self.most:
             return {"num_replicas": self.least}
         bounds = {"min_replicas": self.least, "max_replicas": self.most}
@@ -57,17 +57,17 @@ class ReplicaCount:
 
 
 class Replicas(AbstractContextManager["Replicas"]):
-    """Started on the connected cluster, and ended at the end."""
+    """The replicas of one server on the connected cluster."""
 
     def __init__(
         self,
         open_engine: Callable[[], Engine],
         batching: Mapping[str, Any],
         count: ReplicaCount,
-        share: Share,
+        resources: WorkerResources,
         router: str = CHUNK_ROUTER,
     ) -> None:
-        """batching: arguments of BatchEngine. share: what each replica gets.
+        """batching: arguments of BatchEngine. resources: of each replica.
 
         Raises what opening an engine raises, and ClusterUnavailable.
         """
@@ -81,7 +81,7 @@ class Replicas(AbstractContextManager["Replicas"]):
             name=self.name,
             **count.options(batching["slots"]),
             max_ongoing_requests=batching["slots"] + batching["queue"],
-            ray_actor_options={"num_cpus": share.cpus, "num_gpus": share.gpus},
+            ray_actor_options={"num_cpus": resources.cpus, "num_gpus": resources.gpus},
             request_router_config=config.RequestRouterConfig(
                 request_router_class=router, request_routing_stats_period_s=STATS_S
             ),
@@ -95,19 +95,19 @@ class Replicas(AbstractContextManager["Replicas"]):
         try:
             self._handle = self._serve.run(app, name=self.name, route_prefix=None)
         except (self._ray.exceptions.RayError, RuntimeError) as error:
-            raise own_error(error, f"replicas cannot be started: {error}") from error
+            raise unwrap_ray_error(error, f"replicas cannot be started: {error}") from error
 
     def scale(self, n: int) -> None:
-        """So many replicas from now on; those that run and stay keep what they have in memory."""
+        """Run n replicas from now on; those that stay keep their memory."""
         self._deployment = self._deployment.options(num_replicas=n)
         self._run()
 
     def __exit__(self, *_: object) -> None:
         self._serve.delete(self.name)
-        self._handle.shutdown()  # or a thread of it goes on to tell a cluster that may have ended how many wait
+        self._handle.shutdown()  # else its thread goes on reporting to a cluster that may have ended
 
     def facts(self) -> ReaderFacts:
-        """Of the reader that they all have."""
+        """What requests need to know of the model."""
         found: ReaderFacts = self._handle.facts.remote().result()
         return found
 
@@ -119,12 +119,12 @@ class Replicas(AbstractContextManager["Replicas"]):
 async def answer_from(
     handle: Any, errors: Any, request: RoutedRequest, keys: frozenset[bytes]
 ) -> AsyncIterator[Event]:
-    """Started, pieces, and at last Finished or Failed, once each, however many replicas ended.
+    """Started, pieces of text, then Finished or Failed, once each, however many replicas die.
 
-    handle: of the deployment. errors: Ray's exceptions. keys: of the request's chunks. Where text was sent already and
-    another replica says something else, that is an error, not a second answer. Raises ClusterUnavailable.
+    handle: of the deployment. errors: Ray's exceptions. keys: of the request's chunks. Raises ClusterUnavailable where
+    another replica's answer differs from text that was already sent.
     """
-    clock, said = Clock(), Said()
+    clock, replay = Clock(), ReplayFilter()
     for attempt in range(ATTEMPTS):
         if attempt > 1:
             await asyncio.sleep(PAUSE_S * 2 ** (attempt - 2))
@@ -133,7 +133,7 @@ async def answer_from(
         try:
             async with aclosing(_events(stream)) as events:
                 async for event in events:
-                    for new in said.new(event):
+                    for new in replay.new(event):
                         yield new
             return
         except (errors.RayActorError, errors.NodeDiedError, errors.ObjectLostError):
@@ -143,12 +143,12 @@ async def answer_from(
         except errors.RayError as error:
             # Ray's text names machines and processes, which the client must not see.
             logging.getLogger(__name__).error("A replica failed: %s", error)
-            raise own_error(error, "the replica failed: the server's log says why") from error
-    raise ClusterUnavailable(f"{ATTEMPTS} replicas ended while they answered: ask again")
+            raise unwrap_ray_error(error, "the replica failed: the server's log says why") from error
+    raise ClusterUnavailable(f"{ATTEMPTS} replicas died while they answered: send the request again")
 
 
 async def _events(stream: Any) -> AsyncGenerator[Event, None]:
-    """What a replica sends; told to stop where nobody waits for the rest."""
+    """The events of a replica, which is cancelled when the caller leaves early."""
     ended = False
     try:
         async for event in stream:
@@ -159,14 +159,14 @@ async def _events(stream: Any) -> AsyncGenerator[Event, None]:
             stream.cancel()
 
 
-class Said:
-    """What of an answer the asker has, so that another replica's goes on from there."""
+class ReplayFilter:
+    """Drops the part of a repeated answer that the client has already."""
 
     def __init__(self) -> None:
         self._started, self._text, self._again = False, "", ""
 
     def new(self, event: Event) -> list[Event]:
-        """What of an event the asker does not have. Raises ClusterUnavailable where the text is another than theirs."""
+        """The part of an event that the client does not have. Raises ClusterUnavailable where the text differs."""
         if isinstance(event, Started):
             first, self._started, self._again = not self._started, True, ""
             return [event] if first else []
@@ -183,5 +183,5 @@ class Said:
     def _require(self, goes_on: bool) -> None:
         if not goes_on:
             raise ClusterUnavailable(
-                "the replica that was answering ended, and another one goes on differently: ask again"
+                "a replica died while it answered, and another one's answer differs: send the request again"
             )
