@@ -35,10 +35,13 @@ def print_json(value: Any) -> None:
 
 
 @contextmanager
-def progress(what: str, unit: str, bytes_per_unit: int = 0) -> Iterator[Callable[[int, int], None]]:
+def progress(
+    what: str, unit: str, bytes_per_unit: int = 0, refreshes: bool = True
+) -> Iterator[Callable[[int, int], None]]:
     """A bar on stderr with rate and time left; yields `update(done, total)`. Sizes are shown when a unit has bytes.
 
-    The bar appears with its first update, so that loading a model before is not counted as its work.
+    The bar appears with its first update, so that loading a model before is not counted as its work. refreshes: False =
+    drawn by updates alone, so that no thread of it runs beside what is timed.
     """
     columns = [
         TextColumn("{task.description}"),
@@ -49,7 +52,7 @@ def progress(what: str, unit: str, bytes_per_unit: int = 0) -> Iterator[Callable
         TextColumn("left"),
         TimeRemainingColumn(),
     ]
-    bar = Progress(*columns, console=err)
+    bar = Progress(*columns, console=err, auto_refresh=refreshes)
     task: TaskID | None = None
 
     def update(done: int, total: int) -> None:
@@ -61,7 +64,7 @@ def progress(what: str, unit: str, bytes_per_unit: int = 0) -> Iterator[Callable
         rate = f"{unit}, {speed:,.0f}/s" if speed >= 10 else f"{unit}"
         if bytes_per_unit:
             rate += f", {decimal(done * bytes_per_unit)}"
-        bar.update(task, completed=done, total=total, rate=rate)
+        bar.update(task, completed=done, total=total, rate=rate, refresh=not refreshes)
 
     try:
         yield update

@@ -262,14 +262,14 @@ def _print(rows: list[Row]) -> None:
 
 def _coded_size(engine: Engine) -> str:
     """A line on how much smaller a codec makes the index's KV."""
-    from blendserve.evaluate.coded import coded_store, sizes_of  # start-up: the evaluation's modules
+    from blendserve.evaluate.coded import coded_store  # start-up: the evaluation's modules
 
     assert engine.index is not None
     coded = coded_store(engine, CODEC, console.say)
     key = engine.blender.key
     chunks = {key(ids): ids for ids in engine.prompts.chunk_ids(engine.index.passages)}
     coded.fill(engine.store, chunks, key(engine.prompts.prefix, ()))
-    sizes = sizes_of(coded, chunks)
+    sizes = coded.sizes(chunks)
     raw, small = (sizes[name] / 1e6 for name in ("raw_bytes", "bytes"))
     return (
         f"KV of all {len(chunks)} chunks: {raw:.0f} MB raw, {small:.0f} MB with the codec {CODEC}. "

@@ -1,4 +1,4 @@
-"""What a run is asked to do: its settings, its name, and the defaults that only evaluation has."""
+"""Settings of an evaluation, and the defaults that only evaluation has."""
 
 from __future__ import annotations
 
@@ -12,16 +12,13 @@ from blendserve.evaluate import edits
 from blendserve.evaluate.methods import DEFAULT, MethodSpec, parse_methods
 from blendserve.registry import EVALUATED
 
-# Short answers: what F1 against short golds is fair to, and what the data sets were made for.
+# Short answers: the data sets expect them, and F1 against short golds is fair to nothing else.
 PROMPT = PromptConfig(
     system="You answer questions from the given passages.",
     instruction="Read the passages, then answer the question with a name, a date or a few words. Give the answer only.",
 )
 DECODE = DecodeConfig(max_new_tokens=32)
-STORE = StoreConfig(cap_gb=8.0)  # questions done make room for the next ones
-
-
-EDITED = (DEFAULT,)  # where nothing else is asked for in the edited setting
+STORE = StoreConfig(cap_gb=8.0)  # chunks of finished questions are evicted
 
 
 class EvaluateConfig(Section):
@@ -73,29 +70,25 @@ class EvaluateConfig(Section):
     ratios: tuple[Ratio, ...] = Field((0.05, 0.15), description="Recompute ratios of methods that name none.")
 
     @property
-    def variants(self) -> tuple[MethodSpec, ...]:
-        """Raises ConfigError."""
-        words = [*self.methods]
+    def specs(self) -> tuple[MethodSpec, ...]:
+        """The methods; in the edited setting also each over every kind of edit. Raises ConfigError."""
+        words = list(self.methods)
         if self.setting == "edited":
-            words = [*EDITED] if self.methods == EvaluateConfig().methods else words
+            words = [DEFAULT] if self.methods == EvaluateConfig().methods else words
             plain = parse_methods(words, self.ratios, self.seed, coded=True)
-            made = [v.name for v in plain if v.kind == "blend" and not (v.edit or v.codec)]
-            words += [f"{name}/{edit}" for name in made for edit in self.edits]
+            names = [m.name for m in plain if m.kind == "blend" and not (m.edit or m.codec)]
+            kinds = (edits.ANSWER,) if self.dataset == "facts" else edits.EDITS
+            words += [f"{name}/{kind}" for name in names for kind in kinds]
         return parse_methods(words, self.ratios, self.seed, coded=True)
 
     @property
-    def edits(self) -> tuple[str, ...]:
-        """The kinds of edit that the edited setting compares: of facts, the one that changes the answer."""
-        return (edits.ANSWER,) if self.dataset == "facts" else edits.EDITS
-
-    @property
-    def part(self) -> slice:
-        """Which of the questions are asked."""
+    def subset(self) -> slice:
+        """The questions to ask."""
         return {"both": slice(None), "first": slice(0, None, 2), "second": slice(1, None, 2)}[self.half]
 
     @property
-    def name(self) -> str:
-        """What the run is called unless the user says so: equal for runs over the same prompts."""
+    def run_name(self) -> str:
+        """The default name of the run: equal for runs over the same prompts."""
         window = f"-w{self.window}" if self.window else ""
         chunks = f"-c{self.chunks}" if self.chunks else ""
         top_k = f"-k{self.top_k}" if self.setting == "open" else ""
@@ -103,8 +96,7 @@ class EvaluateConfig(Section):
 
 
 def settings_from(config: Path | None = None) -> Config:
-    """The settings of a file, or the defaults; where it says nothing, with evaluation's own. Raises ConfigError."""
+    """The settings of a file, or the defaults; sections that it leaves out are evaluation's own. Raises ConfigError."""
     settings = Config.load(config) if config else Config()
     ours = {"prompt": PROMPT, "decode": DECODE, "store": STORE}
-    unsaid = {name: part for name, part in ours.items() if name not in settings.model_fields_set}
-    return settings.model_copy(update=unsaid)
+    return settings.model_copy(update={n: p for n, p in ours.items() if n not in settings.model_fields_set})

@@ -11,18 +11,20 @@ from typing import Any
 
 import torch
 
+from blendserve import console
 from blendserve.config import Config, changed
 from blendserve.engine.engine import Engine
 from blendserve.errors import BlendserveError, InputError
 from blendserve.evaluate.config import PROMPT, EvaluateConfig, settings_from
 from blendserve.evaluate.datasets import load
-from blendserve.evaluate.folder import RunFolder
-from blendserve.evaluate.learning import corpus_of, uses_prior
 from blendserve.evaluate.permutations import with_permutations
-from blendserve.evaluate.progress import watching
-from blendserve.evaluate.prompts import Setting, open_engine
+from blendserve.evaluate.priors import fit_or_load, prior_chunks, uses_prior
+from blendserve.evaluate.prompts import PromptSource, open_engine
+from blendserve.evaluate.recomputed import recompute_distribution
+from blendserve.evaluate.run_dir import RunDir
 from blendserve.evaluate.runner import Runner
-from blendserve.evaluate.summary import Predictions, recompute_distribution, summarize
+from blendserve.evaluate.stores import PromptStores
+from blendserve.evaluate.summary import Predictions, summarize
 from blendserve.evaluate.tasks import PERPLEXITY, Task
 from blendserve.extras import install_hint
 from blendserve.provenance import environment
@@ -43,7 +45,7 @@ class Outcome:
 
 
 def evaluate(
-    plan: EvaluateConfig,
+    config: EvaluateConfig,
     settings: Config | None = None,
     name: str | None = None,
     runs: Path = RUNS,
@@ -56,52 +58,55 @@ def evaluate(
     """
     _check_packages()
     settings = settings or settings_from()
-    makes_room = settings.store.path is None  # nothing is evicted from a store of the user's
-    variants = plan.variants
-    dataset = load(plan.dataset, corpus=plan.corpus, limit=plan.limit, seed=plan.seed)
+    evicts = settings.store.path is None  # nothing is evicted from a store of the user's
+    methods = config.specs
+    dataset = load(config.dataset, corpus=config.corpus, limit=config.limit, seed=config.seed)
     settings = _settled(with_task_prompt(settings, dataset.task, say), runs)
-    retrieved = min(plan.top_k, len(dataset.corpus)) if plan.setting == "open" else None
-    examples = with_permutations(dataset.examples[plan.part], plan.shuffles, retrieved)
+    retrieved = min(config.top_k, len(dataset.corpus)) if config.setting == "open" else None
+    examples = with_permutations(dataset.examples[config.subset], config.shuffles, retrieved)
     where = environment()
-    folder = RunFolder(runs / (name or plan.name), plan, settings, where)
-    if folder.predictions:
-        say(f"Resuming {folder.path}: {len(folder.predictions)} predictions done")
-    with engine or open_engine(plan, dataset, settings, runs / WORK, say) as engine, folder:
-        setting = Setting(engine, plan)
-        runner = Runner(engine, setting, variants, makes_room, say)
-        if any(map(uses_prior, variants)):
-            runner.teach(corpus_of(plan, dataset, setting, engine), plan.half, folder.path)
-        with watching(len(examples), variants, folder.predictions.values()) as watch:
-            left_out = runner.run(examples, folder, watch)
+    run_dir = RunDir(runs / (name or config.run_name), config, settings, where)
+    if run_dir.predictions:
+        say(f"Resuming {run_dir.path}: {len(run_dir.predictions)} predictions done")
+    with engine or open_engine(config, dataset, settings, runs / WORK, say) as engine:
+        source, stores = PromptSource(engine, config), PromptStores(engine, methods, evicts, say)
+        runner = Runner(engine, source, stores, methods)
+        if contexts := {m.kv_context for m in methods if uses_prior(m)}:
+            chunks = prior_chunks(config, dataset, source)
+            for context in contexts:
+                path = run_dir.path / f"priors-{context or 'run'}-{config.half}.safetensors"
+                fit_or_load(stores.raw[context], path, chunks)
+        with console.progress("Questions", "questions", refreshes=False) as update:
+            left_out = runner.run(examples, run_dir, update)
         for example_id, why in left_out.items():
             say(f"left out {example_id}: {why}")
         reader = _about(engine)
     predictions = Predictions(
-        folder.predictions, {e.id: e.permutation_of or e.id for e in examples}, variants
+        run_dir.predictions, {e.id: e.permutation_of or e.id for e in examples}, methods
     )
-    prompts = [folder.prompts[i] for i in predictions.ids]
-    spent = {v.name: recompute_distribution(prompts, predictions.records(v.name)) for v in variants}
+    prompts = [run_dir.prompts[i] for i in predictions.ids]
+    spent = {m.name: recompute_distribution(prompts, predictions.records(m.name)) for m in methods}
     metrics = {
         "dataset": dataset.name,
-        "setting": plan.setting,
-        "half": plan.half,
+        "setting": config.setting,
+        "half": config.half,
         "task": dataset.task.name,
         "metric": dataset.task.metric,
         "reader": reader,
         "environment": where,
-        "began_with": folder.began,
+        "began_with": run_dir.began_with,
         "left_out": left_out,
         **summarize(predictions, dataset.task.metric, CACHEBLEND),
         "spending": {method: found for method, found in spent.items() if found},
     }
-    folder.write("metrics.json", json.dumps(metrics, indent=1, ensure_ascii=False).encode())
-    _publish(folder, metrics)
-    return Outcome(folder.path, metrics)
+    run_dir.write("metrics.json", json.dumps(metrics, indent=1, ensure_ascii=False).encode())
+    _publish(run_dir, metrics)
+    return Outcome(run_dir.path, metrics)
 
 
 def evaluate_each(
     datasets: Sequence[str],
-    plan: EvaluateConfig,
+    config: EvaluateConfig,
     settings: Config,
     runs: Path = RUNS,
     say: Say = lambda _: None,
@@ -111,7 +116,7 @@ def evaluate_each(
     for dataset in datasets:
         say(f"{dataset}:")
         try:
-            own = changed(plan, dataset=dataset)
+            own = changed(config, dataset=dataset)
             task = load(dataset, corpus=own.corpus, limit=1, seed=own.seed).task
             decode = changed(settings.decode, max_new_tokens=task.answer_tokens)
             found[dataset] = evaluate(own, settings.model_copy(update={"decode": decode}), None, runs, say)
@@ -120,18 +125,19 @@ def evaluate_each(
     return found
 
 
-def _publish(folder: RunFolder, metrics: dict[str, Any]) -> None:
+def _publish(run_dir: RunDir, metrics: dict[str, Any]) -> None:
     """Plots and page."""
     from blendserve.evaluate.plots import codecs, pareto  # start-up: matplotlib
     from blendserve.evaluate.report import render  # start-up: jinja2
 
-    name, methods = folder.path.name, metrics["methods"]
+    name, methods = run_dir.path.name, metrics["methods"]
     plots = {"pareto.svg": pareto(methods, name, metrics["metric"])}
     if any(method["codec"] for method in methods.values()):
         plots["codecs.svg"] = codecs(methods, name)
     for file, plot in plots.items():
-        folder.write(file, plot)
-    folder.write("report.html", render(name, metrics, folder.prompts, folder.predictions, plots).encode())
+        run_dir.write(file, plot)
+    page = render(name, metrics, run_dir.prompts, run_dir.predictions, plots)
+    run_dir.write("report.html", page.encode())
 
 
 def _about(engine: Engine) -> dict[str, Any]:

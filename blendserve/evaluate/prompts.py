@@ -1,15 +1,16 @@
-"""A question to its prompt: which passages, and how they are cut into chunks.
+"""Questions to prompts: the passages, and how they are cut into chunks.
 
-closed   the contexts that come with the question; so in the edited setting, which is about what is stored (edited.py)
-open     the corpus is searched for them with the engine's own retriever
+closed   the passages of the data set
+edited   the same; the store holds their previous revisions (stores.py)
+open     passages that the engine's retriever finds in the corpus
 
-A chunk is a passage, or, with a window, N tokens of all passages joined, as CacheBlend's experiments have it.
+A chunk is a passage, or with a window N tokens of all passages joined, as in CacheBlend's experiments.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,9 +21,9 @@ from blendserve.config import Config
 from blendserve.core import Chunk, Document, Passage, Prompt, TokenIds
 from blendserve.engine.engine import Engine
 from blendserve.errors import IndexMismatch, IndexMissing
+from blendserve.evaluate import edits
 from blendserve.evaluate.config import EvaluateConfig
 from blendserve.evaluate.datasets import Dataset
-from blendserve.evaluate.edits import WINDOW, Fact, before, cut_elsewhere
 from blendserve.evaluate.formats import Example
 from blendserve.evaluate.permutations import permuted
 
@@ -30,75 +31,75 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Context:
-    """The passages of one question."""
+class Passages:
+    """The passages of one prompt."""
 
     passages: tuple[Passage, ...]
-    recall: float | None = None  # share of the needed titles among those retrieved; None when nothing was
-    seconds: float = 0.0  # of retrieving
+    recall: float | None = (
+        None  # of the needed titles; None where nothing was retrieved or needed titles are unknown
+    )
+    seconds: float = 0.0  # of retrieval
 
 
-class Setting:
+class PromptSource:
     """Makes the prompts of a run."""
 
-    def __init__(self, engine: Engine, plan: EvaluateConfig) -> None:
-        self._engine, self._plan = engine, plan
+    def __init__(self, engine: Engine, config: EvaluateConfig) -> None:
+        self._engine, self._config = engine, config
 
-    def context(self, example: Example) -> Context:
-        """The passages for a question, or for a permutation of one."""
-        seed = self._plan.seed
-        if self._plan.setting != "open":
-            return Context(permuted(example.contexts, example, seed))
+    def passages(self, example: Example) -> Passages:
+        """The passages of a question, in its permutation's order."""
+        seed = self._config.seed
+        if self._config.setting != "open":
+            return Passages(permuted(example.contexts, example, seed))
         assert self._engine.index is not None
         start = time.perf_counter()
-        found = self._engine.index.search(example.question, self._plan.top_k)
+        found = self._engine.index.search(example.question, self._config.top_k)
         seconds = time.perf_counter() - start
-        titles = {passage.title for passage in found}
         needed = set(example.supporting)
-        recall = len(titles & needed) / len(needed) if needed else None
-        return Context(permuted(found, example, seed), recall, seconds)
+        recall = len({p.title for p in found} & needed) / len(needed) if needed else None
+        return Passages(permuted(found, example, seed), recall, seconds)
 
-    def stored_before(self, kind: str, example: Example, context: Context) -> list[TokenIds]:
-        """The chunks that were stored of these passages before an edit of this kind."""
-        fact = (
-            Fact(example.supporting[0], example.answers[0].strip(), example.counterfactual)
-            if example.counterfactual
-            else None
-        )
-        passages = tuple(before(kind, context.passages, f"{self._plan.seed}:{example.id}", fact))
-        chunks = self.prompt(
-            example.question, replace(context, passages=passages), example.is_continuation
-        ).chunks
-        ids = [chunk.ids for chunk in chunks if len(chunk)]
-        return cut_elsewhere(ids) if kind == WINDOW else ids
+    def build(self, example: Example, found: Passages) -> Prompt:
+        """The prompt, tokenised each time, as for a request.
 
-    def prompt(self, question: str, context: Context, goes_on: bool = False) -> Prompt:
-        """The prompt, tokenised anew every time, as a request would.
-
-        goes_on: the question is how the passages, pieces of a text, go on; the last chunks are kept, not the first.
+        Of a text to continue, the question is the lead, and `chunks` keeps the last chunks, not the first.
         """
-        prompts = self._engine.prompts
-        if goes_on:
-            pieces = (Chunk(prompts.text_ids(passage.text), passage) for passage in context.passages)
-            prompt = Prompt(prompts.prefix, tuple(pieces), prompts.text_ids(question))
+        prompts, config = self._engine.prompts, self._config
+        if example.is_continuation:
+            pieces = tuple(Chunk(prompts.text_ids(passage.text), passage) for passage in found.passages)
+            prompt = Prompt(prompts.prefix, pieces, prompts.text_ids(example.question))
         else:
-            prompt = prompts.build(question, context.passages)
+            prompt = prompts.build(example.question, found.passages)
         chunks = prompt.chunks
-        if (n := self._plan.window) is not None:
+        if (n := config.window) is not None:
             ids = tuple(i for chunk in chunks for i in chunk.ids)
             chunks = tuple(Chunk(ids[at : at + n]) for at in range(0, len(ids), n))
-        kept = slice(-(self._plan.chunks or 0), None) if goes_on else slice(self._plan.chunks)
+        kept = slice(-(config.chunks or 0), None) if example.is_continuation else slice(config.chunks)
         return Prompt(prompt.prefix, chunks[kept], prompt.suffix)
 
+    def previous_chunks(self, edit: str, example: Example, found: Passages) -> list[TokenIds]:
+        """The chunks of the passages before an edit of this kind."""
+        fact = None
+        if example.counterfactual:
+            fact = edits.Fact(example.supporting[0], example.answers[0].strip(), example.counterfactual)
+        passages = edits.before(edit, found.passages, f"{self._config.seed}:{example.id}", fact)
+        prompt = self.build(example, replace(found, passages=tuple(passages)))
+        ids = [chunk.ids for chunk in prompt.chunks if len(chunk)]
+        return edits.cut_elsewhere(ids) if edit == edits.WINDOW else ids
 
-def open_engine(plan: EvaluateConfig, dataset: Dataset, settings: Config, work: Path, say: Say) -> Engine:
-    """The engine for a run: with an index of the dataset's corpus, kept in `work`, if the setting is open.
+    def chunks(self, passages: Sequence[Passage]) -> list[TokenIds]:
+        """The chunks of a corpus."""
+        return list(self._engine.prompts.chunk_ids(passages))
 
-    Raises ModelUnsupported for a reader that fails the gate: its full prefill, the reference, would be wrong too.
+
+def open_engine(config: EvaluateConfig, dataset: Dataset, settings: Config, work: Path, say: Say) -> Engine:
+    """The engine of a run; in the open setting with an index of the data set's corpus, kept in `work`.
+
+    Raises ModelUnsupported for a model that fails the gate: its full prefill, the reference, would be wrong.
     """
-    engine = (
-        Engine.open(settings, say=say) if plan.setting != "open" else _indexed(dataset, settings, work, say)
-    )
+    is_open = config.setting == "open"
+    engine = _indexed(dataset, settings, work, say) if is_open else Engine.open(settings, say=say)
     engine.gate.require()
     return engine
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -30,7 +29,6 @@ STAGES = ("ttft", "prefill", "load", "select", "correct", "decode")
 # this much, and no event's probability differs by more than 4 points (Pinsker: sqrt(KL / 2)).
 KL_FLOOR = 3e-3
 WORST = 5  # prompts that are listed
-QUARTERS = 4
 
 
 class Predictions:
@@ -222,45 +220,6 @@ def headline(predictions: Predictions, rule: str) -> Metrics:
         for part, name in (("at_its_fidelity", fastest), ("in_its_time", nearest))
     }
     return {"rule": rule, **gains}
-
-
-def recompute_distribution(prompts: Sequence[Record], records: Sequence[Record]) -> Metrics | None:
-    """Shares of a method's recomputed tokens by quarter of the context, and on needed passages; None without any.
-
-    Prompts and predictions in the same order. `needed` is None where the data names no needed passages, or chunks are
-    no passages; `needed_of_context` is the share of an even spread.
-    """
-    quarters, needed, total, context, of_context, known = [0.0] * QUARTERS, 0.0, 0.0, 0.0, 0.0, 0.0
-    for prompt, record in zip(prompts, records, strict=True):
-        chunks = list(pairwise(accumulate(len(part) for part in prompt["parts"][:-1])))
-        if not chunks:
-            continue
-        start, stop = chunks[0][0], chunks[-1][1]
-        own = _overlap(record["recomputed"], start, stop)
-        total += own
-        edges = [start + n * (stop - start) / QUARTERS for n in range(QUARTERS + 1)]
-        quarters = [
-            q + _overlap(record["recomputed"], *e) for q, e in zip(quarters, pairwise(edges), strict=True)
-        ]
-        if prompt["needed"] and len(prompt["titles"]) == len(chunks):
-            wanted = [
-                c for c, title in zip(chunks, prompt["titles"], strict=True) if title in prompt["needed"]
-            ]
-            needed += sum(_overlap(record["recomputed"], *chunk) for chunk in wanted)
-            known += own
-            of_context += sum(b - a for a, b in wanted)
-            context += stop - start
-    if not total:
-        return None
-    return {
-        "quarters": [part / total for part in quarters],
-        "needed": needed / known if known else None,
-        "needed_of_context": of_context / context if context else None,
-    }
-
-
-def _overlap(ranges: Sequence[Sequence[int]], start: float, stop: float) -> float:
-    return sum(max(0.0, min(end, stop) - max(begin, start)) for begin, end in ranges)
 
 
 def _is_exact(method: MethodSpec) -> bool:

@@ -32,7 +32,7 @@ from blendserve.evaluate.formats import Example
 from blendserve.evaluate.job import with_task_prompt
 from blendserve.evaluate.methods import parse_methods
 from blendserve.evaluate.permutations import permuted, with_permutations
-from blendserve.evaluate.prompts import Setting
+from blendserve.evaluate.prompts import PromptSource
 from blendserve.retrieve import Embedder, VectorIndex
 from scripts.generate_world import __main__ as generate_world
 from tests.support.evaluations import tiny_engine
@@ -326,16 +326,17 @@ def test_orders_follow_question_and_seed() -> None:
 def test_windows_are_the_passages_joined_and_cut(
     window: int | None, chunks: int | None, goes_on: bool
 ) -> None:
-    """After the passages have been other; of a text to go on with, the last chunks are kept."""
+    """After their permutation; of a text to continue, the last chunks are kept."""
     engine = tiny_engine()
-    setting = Setting(engine, EvaluateConfig(window=window, chunks=chunks, seed=3))
-    other = with_permutations([EXAMPLE], 1)[1]
-    context = setting.context(other)
-    assert context.passages == permuted(FIVE, other, 3) != FIVE
-    prompt = setting.prompt("Who?", context, goes_on)
-    whole = Setting(engine, EvaluateConfig()).prompt("Who?", context, goes_on)
+    source = PromptSource(engine, EvaluateConfig(window=window, chunks=chunks, seed=3))
+    task = tasks.CONTINUATION.name if goes_on else EXAMPLE.task
+    other = with_permutations([replace(EXAMPLE, task=task)], 1)[1]
+    found = source.passages(other)
+    assert found.passages == permuted(FIVE, other, 3) != FIVE
+    prompt = source.build(other, found)
+    whole = PromptSource(engine, EvaluateConfig()).build(other, found)
     if not goes_on:
-        assert whole == engine.prompts.build("Who?", context.passages)
+        assert whole == engine.prompts.build("Who?", found.passages)
     assert (prompt.prefix, prompt.suffix) == (whole.prefix, whole.suffix)
     cut = [chunk.ids for chunk in whole.chunks]
     if window is not None:
@@ -351,11 +352,11 @@ def test_open_retrieves_and_reports_recall(tmp_path: Path) -> None:
     engine.index = VectorIndex.create(tmp_path, Embedder.load("minilm-l6"), count=lambda _: 1, **about)
     texts = ("Maria Lund built the lighthouse.", "Bees dance.", "Tea is grown in Assam.")
     engine.index.add([{"text": text, "title": text.split()[0]} for text in texts])
-    setting = Setting(engine, EvaluateConfig(setting="open", top_k=1))
+    source = PromptSource(engine, EvaluateConfig(setting="open", top_k=1))
     asked = Example("e", "Who built the lighthouse?", ("Lund",), (), supporting=("Maria", "Tea"))
-    found = setting.context(asked)
+    found = source.passages(asked)
     assert ([p.title for p in found.passages], found.recall, found.seconds > 0) == (["Maria"], 0.5, True)
-    assert setting.context(replace(asked, supporting=())).recall is None
+    assert source.passages(replace(asked, supporting=())).recall is None
 
 
 def test_a_task_asks_in_its_own_words_unless_the_user_has_others() -> None:

@@ -17,7 +17,8 @@ from blendserve.cli import main
 from blendserve.errors import InputError
 from blendserve.evaluate.job import Outcome
 from blendserve.evaluate.methods import parse_methods
-from blendserve.evaluate.summary import COUNTS, Predictions, headline, recompute_distribution, summarize
+from blendserve.evaluate.recomputed import recompute_distribution
+from blendserve.evaluate.summary import COUNTS, Predictions, headline, summarize
 from blendserve.registry import CACHEBLEND
 from tests.support.evaluations import HOSTILE, run
 

@@ -26,8 +26,8 @@ from blendserve.evaluate.config import PROMPT, EvaluateConfig, settings_from
 from blendserve.evaluate.datasets import load
 from blendserve.evaluate.edits import EDITS
 from blendserve.evaluate.job import Outcome, evaluate_each
-from blendserve.evaluate.learning import corpus_of
-from blendserve.evaluate.prompts import Setting, open_engine
+from blendserve.evaluate.priors import prior_chunks
+from blendserve.evaluate.prompts import PromptSource, open_engine
 from blendserve.evaluate.show import show_all
 from blendserve.store import MemoryStore
 from blendserve.store.policies import LRU
@@ -196,7 +196,7 @@ def test_codecs_begin_with_uncoded_kv_and_the_store_s_tables() -> None:
     fit("cachegen", chunks, engine.reader, engine.prompts, engine.store)
     by = coded_store(engine, "cachegen@2")
     (kv,) = ChunkComputer(engine.reader.adapter, ()).compute([chunks[0][:50]])
-    assert by.through(kv)[1]["bytes"] < kv.n_bytes / 8
+    assert by.round_trip(kv)[1]["bytes"] < kv.n_bytes / 8
     assert by.store.stats().tables == 1
 
 
@@ -209,10 +209,10 @@ def test_nothing_is_fitted_on_the_half_that_is_asked(tmp_path: Path) -> None:
 
     def corpus(half: Any) -> list[Any]:
         plan = EvaluateConfig(dataset=str(path), half=half)
-        return corpus_of(plan, data, Setting(engine, plan), engine)
+        return prior_chunks(plan, data, PromptSource(engine, plan))
 
-    setting = Setting(engine, EvaluateConfig())
-    chunks = [[c.ids for c in setting.prompt(e.question, setting.context(e)).chunks] for e in data.examples]
+    source = PromptSource(engine, EvaluateConfig())
+    chunks = [[c.ids for c in source.build(e, source.passages(e)).chunks] for e in data.examples]
     assert corpus("first") == [*chunks[1], *chunks[3]]
     assert corpus("second") == [*chunks[0], *chunks[2]]
     assert corpus("both") == [ids for prompt in chunks for ids in prompt]
@@ -243,8 +243,8 @@ def test_priors_are_fitted_once_for_each_context_and_kept_with_the_run(
 
 def test_a_run_compares_every_edit_with_exact_hits() -> None:
     plan = EvaluateConfig(dataset="facts", setting="edited")
-    assert [v.name for v in plan.variants][2:] == ["query+prior@0.05", "query+prior@0.05/answer"]
-    assert {v.edit for v in plan.model_copy(update={"dataset": "lines"}).variants} == {None, *EDITS}
+    assert [v.name for v in plan.specs][2:] == ["query+prior@0.05", "query+prior@0.05/answer"]
+    assert {v.edit for v in plan.model_copy(update={"dataset": "lines"}).specs} == {None, *EDITS}
 
 
 @pytest.fixture
@@ -263,9 +263,9 @@ def test_perplexity_is_that_of_the_models_own_forward(tmp_path: Path, small: Non
     path.write_text(text_of(2 * 75))
     outcome = run(tmp_path, path, methods=("prefix", "transformers"), window=16)
     engine, plan = tiny_engine(), EvaluateConfig(window=16)
-    setting, model, nlls = Setting(engine, plan), tiny_reader().adapter.model, []
+    source, model, nlls = PromptSource(engine, plan), tiny_reader().adapter.model, []
     for example in load(path).examples:
-        prompt = setting.prompt(example.question, setting.context(example), goes_on=True)
+        prompt = source.build(example, source.passages(example))
         text = engine.reader.tokenizer.decode([i for c in prompt.chunks for i in c.ids])
         assert text == "".join(p.text for p in example.contexts)
         ids = engine.prompts.text_ids(example.answers[0])

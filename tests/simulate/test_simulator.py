@@ -346,7 +346,7 @@ class FakeNode:
 
     about: ClassVar[Any] = {"prefix_tokens": 8, "question_tokens": 4, "raw_bytes": 10}
 
-    def take(self, order: list[Any]) -> dict[str, Any]:
+    def call(self, order: list[Any]) -> dict[str, Any]:
         if order == ["measure"]:
             return {**CONSTANTS, "hot": 0.25}
         return {"ttft": 0.5, "after": 0.1, "hot": [], "found": [0, len(order[1]), 0, 0]}
@@ -372,7 +372,7 @@ def test_a_node_is_compared_with_the_simulated_one(monkeypatch: pytest.MonkeyPat
 
 def test_a_node_that_fails_ends_the_run_and_its_threads() -> None:
     class Broken(FakeNode):
-        def take(self, order: list[Any]) -> dict[str, Any]:
+        def call(self, order: list[Any]) -> dict[str, Any]:
             raise ZeroDivisionError
 
     config = validation.simulated(ValidationConfig(nodes=1, pool=20, requests=40), CONSTANTS, FakeNode.about)

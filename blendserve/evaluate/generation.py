@@ -1,9 +1,9 @@
-"""One method on one prompt: its answer, its times, and its distributions along full prefill's answer."""
+"""One method on one prompt: its answer, its times, and its logits along full prefill's answer."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -15,82 +15,74 @@ from blendserve.core import BlendReport, ChunkKV, Prompt, TokenIds
 from blendserve.engine.generation import generate
 from blendserve.errors import StoreError
 from blendserve.evaluate.fidelity import forced
-from blendserve.evaluate.methods import MethodSpec
+from blendserve.evaluate.methods import FULL, MethodSpec
 from blendserve.models.adapter import Adapter
 from blendserve.models.loader import Reader
 from blendserve.timing import Clock
 
 STAGES = ("load", "select", "correct", "prefill")
 Draw = Callable[[], Prompt]
+"""Lays out the prompt, tokenising it; part of TTFT"""
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
-    """What one method made of one prompt."""
+class Generation:
+    """What one method generated."""
 
     tokens: TokenIds
     ended: bool  # by an end token
-    logits: (
-        Tensor  # [n, V] at the decisions of the reference's answer, or of its own when it is the reference
-    )
+    logits: Tensor  # [n, V] at the n reference tokens; of the reference, at its own
     seconds: dict[str, float]  # stages, ttft (prompt laid out, prefilled, first token chosen) and decode
-    recomputed: tuple[int, ...] = ()  # positions that the policy chose
-    report: BlendReport | None = field(default=None)  # None for transformers' own forward
+    recomputed: tuple[int, ...] = ()  # positions that the policy selected
+    report: BlendReport | None = None  # None: transformers
 
 
 def answer(
     reader: Reader,
     blender: Blender,
-    variant: MethodSpec,
+    method: MethodSpec,
     draw: Draw,
     decode: DecodeConfig,
     reference: TokenIds | None = None,
     prefix_kv: ChunkKV | None = None,
-) -> Answered:
-    """Prefill, decode greedily, then follow `reference`'s decisions; None = its own, as it is the reference.
+) -> Generation:
+    """Prefill, decode greedily, then compute the logits at the tokens of `reference`; None: at its own tokens.
 
-    Where the reference is a text that goes on, and no answer, it may be longer than what is decoded.
-
-    prefix_kv: of the prompt's prefix, in place of what the store has.
-
-    `draw` lays out the prompt: it is part of the time to the first token. Raises StoreError when KV that was precomputed
-    is no longer there, as another method would then be measured than the one that is named.
+    A reference that is a text to continue may be longer than the answer. prefix_kv: replaces the stored prefix. Raises
+    StoreError when precomputed KV has left the store: another method would be measured.
     """
     clock, adapter = Clock(reader.adapter.device), reader.adapter
     prompt = draw()
     with clock.stage("prefill"):
         room = max(decode.max_new_tokens, len(reference or ()))
-        done = blender.run(prompt, variant.blend, room, clock, prefix_kv=prefix_kv)
+        done = blender.run(prompt, method.blend, room, clock, prefix_kv=prefix_kv)
     cache, first = done.result.cache, done.result.logits
     source = generate(adapter, cache, len(prompt), first, decode, reader.end_tokens)
     tokens = [token for token in [next(source, None)] if token is not None]
     ttft = clock.elapsed()
     tokens += source
-    seconds = {
-        **{stage: clock.seconds[stage] for stage in STAGES},
-        "ttft": ttft,
-        "decode": clock.elapsed() - ttft,
-    }
-    if done.missing and variant.kind != "full" and variant.edit is None:
+    stages = {stage: clock.seconds[stage] for stage in STAGES}
+    seconds = {**stages, "ttft": ttft, "decode": clock.elapsed() - ttft}
+    if done.missing and method.kind != FULL and method.edit is None:
         raise StoreError(
-            f"{len(done.missing)} chunks left the store while method {variant} ran on them: does another process use it? "
-            "Give this run a store of its own, or a larger cap_gb"
+            f"{len(done.missing)} chunks left the store while method {method} ran on them: give this run a store that no "
+            "other process uses, or a larger cap_gb"
         )
     ended = len(tokens) < decode.max_new_tokens
-    follow = reference if reference is not None else decisions(reader, tokens, ended)
+    follow = reference if reference is not None else reference_tokens(reader, tokens, ended)
     logits = forced(adapter, cache, len(prompt), first, follow)
     recomputed = tuple(done.result.recomputed.tolist())
-    return Answered(tuple(tokens), ended, logits, seconds, recomputed, done.report)
+    return Generation(tuple(tokens), ended, logits, seconds, recomputed, done.report)
 
 
-def decisions(reader: Reader, tokens: Sequence[int], ended: bool) -> TokenIds:
-    """The tokens of an answer, and one that ends it if it ended: as many decisions as were made. Never empty."""
+def reference_tokens(reader: Reader, tokens: Sequence[int], ended: bool) -> TokenIds:
+    """An answer's tokens, with an end token if it ended. Never empty."""
     return (*tokens, min(reader.end_tokens)) if ended else tuple(tokens)
 
 
 @torch.inference_mode()
-def transformers_answer(reader: Reader, draw: Draw, decode: DecodeConfig, reference: TokenIds) -> Answered:
-    """The same of transformers' own forward: what two right computations of one prompt differ by."""
+def transformers_answer(reader: Reader, draw: Draw, decode: DecodeConfig, reference: TokenIds) -> Generation:
+    """The same by transformers' own forward: the rounding difference of two exact computations."""
     from transformers import DynamicCache
 
     model, clock = cast(Any, reader.adapter.model), Clock(reader.adapter.device)
@@ -106,7 +98,7 @@ def transformers_answer(reader: Reader, draw: Draw, decode: DecodeConfig, refere
         token = int(_forward(reader.adapter, (token,), cache)[-1].argmax())
     seconds = {"prefill": clock.seconds["prefill"], "ttft": ttft, "decode": clock.elapsed() - ttft}
     along = _forward(reader.adapter, (*ids, *reference[:-1]), None, keep=len(reference))
-    return Answered(tuple(tokens), token in reader.end_tokens, along, seconds)
+    return Generation(tuple(tokens), token in reader.end_tokens, along, seconds)
 
 
 def _forward(adapter: Adapter, ids: TokenIds, cache: Any, keep: int = 1) -> Tensor:

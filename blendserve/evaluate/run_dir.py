@@ -1,0 +1,129 @@
+"""The folder of a run: resumable after a kill at any moment.
+
+runs/<name>/
+  config.yaml        settings and environment; written first
+  prompts.jsonl      a line a prompt, in pieces for the report
+  predictions.jsonl  a line for each prompt and method, as they come
+  metrics.json, pareto.svg, report.html     at the end, from the above
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from blendserve.config import Config
+from blendserve.errors import ConfigError, InputError
+from blendserve.evaluate.config import EvaluateConfig
+
+Record = dict[str, Any]
+
+EXTENSIBLE = {"limit", "half", "shuffles", "methods", "ratios", "store"}  # may change when a run is resumed
+
+
+class RunDir:
+    """A run's files."""
+
+    def __init__(self, path: Path, config: EvaluateConfig, settings: Config, environment: Record) -> None:
+        """Create the folder, or resume its run.
+
+        Raises ConfigError where that has other prompts or another model, InputError where it is damaged.
+        """
+        self.path = path
+        asked = {"run": config.model_dump(mode="json"), "settings": settings.model_dump(mode="json")}
+        self.began_with: Record = environment
+        if (path / "config.yaml").exists():
+            before = _load_yaml(path / "config.yaml")
+            _check_same(path, before, asked)
+            self.began_with = before.get("environment", {})
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(f"cannot create the run folder {path}: {error.strerror}") from None
+        values = {**asked, "environment": self.began_with}
+        self.write("config.yaml", yaml.safe_dump(values, sort_keys=False, allow_unicode=True).encode())
+        self.prompts = {line["id"]: line for line in _recover(path / "prompts.jsonl")}
+        self.predictions = {(p["id"], p["method"]): p for p in _recover(path / "predictions.jsonl")}
+
+    def add_prompt(self, prompt: Record) -> None:
+        """Append a prompt. Raises InputError if the run has another one with its id: the data has changed."""
+        known = self.prompts.setdefault(prompt["id"], prompt)
+        if known is prompt:
+            self._append("prompts.jsonl", prompt)
+        elif known != prompt:
+            raise InputError(
+                f"{self.path} has another prompt for question {prompt['id']!r}: the data set, the index or the model has "
+                "changed since. Give this run another --name, or delete that folder",
+                path=self.path,
+            )
+
+    def add_prediction(self, prediction: Record) -> None:
+        """Append a prediction; it is on disk on return."""
+        self._append("predictions.jsonl", prediction)
+        self.predictions[prediction["id"], prediction["method"]] = prediction
+
+    def write(self, name: str, data: bytes) -> None:
+        """Replace a file atomically."""
+        part = self.path / f".{name}.part"
+        part.write_bytes(data)
+        os.replace(part, self.path / name)
+
+    def _append(self, name: str, record: Record) -> None:
+        with (self.path / name).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record, ensure_ascii=False) + "\n")
+
+
+def _recover(path: Path) -> Iterator[Record]:
+    """The lines of a file; an incomplete last line is cut off."""
+    if not path.exists():
+        return
+    data = path.read_bytes()
+    whole = data[: data.rfind(b"\n") + 1]
+    if len(whole) < len(data):
+        os.truncate(path, len(whole))
+    for n, line in enumerate(whole.splitlines(), 1):
+        try:
+            yield json.loads(line)
+        except ValueError:
+            raise InputError(
+                f"{path}, line {n}: not JSON; delete that line, and the run computes what it lost",
+                path=path,
+                line=n,
+            ) from None
+
+
+def _load_yaml(path: Path) -> Record:
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        raise InputError(f"cannot read {path} ({error}): delete the folder, or give another --name") from None
+    if not isinstance(values, dict) or not {"run", "settings"} <= set(values):
+        raise InputError(f"{path} is not of an evaluation: give this run another --name")
+    return values
+
+
+def _check_same(path: Path, before: Record, asked: Record) -> None:
+    for part in ("run", "settings"):
+        old, new = _flat(before[part]), _flat(asked[part])
+        for name in sorted(set(old) | set(new)):
+            if name.split(".")[0] not in EXTENSIBLE and old.get(name) != new.get(name):
+                raise ConfigError(
+                    f"{path} holds a run with {name} = {old.get(name)!r}, not {new.get(name)!r}: "
+                    "give this one another --name, or delete that folder",
+                    setting=name,
+                    path=path,
+                )
+
+
+def _flat(values: Record, prefix: str = "") -> Record:
+    """Nested settings by dotted name."""
+    flat: Record = {}
+    for name, value in values.items():
+        nested = isinstance(value, dict)
+        flat |= _flat(value, f"{prefix}{name}.") if nested else {f"{prefix}{name}": value}
+    return flat
