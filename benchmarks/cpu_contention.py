@@ -22,8 +22,8 @@ from benchmarks.support.worker import WorkerProcess, serve
 from blendserve.bench.decode import prefilled, run_generate, run_ours
 from blendserve.bench.fixture import PromptFixture, scratch
 from blendserve.bench.harness import Case, Group, Metrics, Report, SampleLog, Table, ms, ratio
-from blendserve.bench.runner import Bench, BenchConfig
-from blendserve.bench.workload import check_room, make_workload
+from blendserve.bench.runner import Bench, PromptBenchConfig
+from blendserve.bench.workload import check_room
 from blendserve.config import Positive, Ratio
 from blendserve.errors import InputError
 from blendserve.evaluate.methods import FULL, TRANSFORMERS, MethodSpec, parse_methods
@@ -52,12 +52,9 @@ while time.monotonic() < end:
 """
 
 
-class ContentionConfig(BenchConfig):
+class ContentionConfig(PromptBenchConfig):
     """One prompt and its decoding beside other work."""
 
-    chunks: Positive = Field(6, description="Number of chunks in the prompt.")
-    chunk_tokens: Positive = Field(512, description="Length of a chunk, in tokens.")
-    suffix_tokens: Positive = Field(40, description="Length of the prompt after the chunks, in tokens.")
     new_tokens: int = Field(32, ge=2, description="Number of tokens to decode.")
     methods: tuple[str, ...] = Field(BENCHED, description="Methods to compare with transformers and full.")
     ratios: tuple[Ratio, ...] = Field((0.15,), description="Recompute ratios of methods that name none.")
@@ -187,7 +184,7 @@ def one_core(parent: Path = Path("/sys/fs/cgroup")) -> Iterator[Launch]:
 def _start(task: dict[str, Any]) -> tuple[dict[str, Any], Callable[[str], Metrics]]:
     config = ContentionConfig(**task["config"])
     reader = load_reader(config.reader)
-    workload = make_workload(reader, config.chunks, config.chunk_tokens, config.suffix_tokens, config.seed)
+    workload = config.workload(reader)
     ids, n = workload.prompt.ids, config.new_tokens
     check_room(reader, len(ids) + n, f"the prompt and {n} new tokens")
     fixture = PromptFixture(reader, workload, config.compared, Path(task["folder"]))

@@ -24,22 +24,21 @@ from pydantic import Field, field_validator
 from torch import Tensor
 
 from benchmarks.support.proxy import ProxyProcess, Trace, changing, constant, replayed
-from blendserve.bench.codec import codec_words
+from blendserve.bench.codec import CodecConfig, codec_words
 from blendserve.bench.fixture import scratch, time_prompt
 from blendserve.bench.harness import ANY, Case, Group, Metrics, Report, SampleLog, Table, count, ms, ratio
 from blendserve.bench.plots import Plot
-from blendserve.bench.runner import Bench, BenchConfig, open_reader
+from blendserve.bench.runner import Bench, open_reader
 from blendserve.bench.stores import CodecTables
-from blendserve.bench.workload import Workload, make_workload
+from blendserve.bench.workload import Workload
 from blendserve.blend.blender import Blender
 from blendserve.config import BlendConfig, KdnConfig, Positive, changed
 from blendserve.delivery.catalogue import Catalogue
 from blendserve.delivery.publish import LevelCoder, describe
 from blendserve.errors import ConfigError
 from blendserve.evaluate.fidelity import kl
-from blendserve.evaluate.methods import parse_methods
 from blendserve.models.loader import Reader
-from blendserve.registry import BENCHED, DELIVERED, DELIVERED_CODECS, STORES
+from blendserve.registry import DELIVERED, DELIVERED_CODECS, STORES
 from blendserve.serve.child import Child
 from blendserve.store import KVStore, LMDBStore, MemoryStore
 from blendserve.store.kdn.adapt import TEXT, Offer, Rule, Situation, fixed, quickest
@@ -53,7 +52,7 @@ RECOMPUTE, CACHEGEN, PIPELINED, OURS = "recompute", "CacheGen", "CacheGen rule, 
 CAP = 1 << 36
 
 
-class DeliveryConfig(BenchConfig):
+class DeliveryConfig(CodecConfig):
     """A prompt whose chunks a service delivers, over a link whose rate changes."""
 
     rates_gbit: tuple[Annotated[float, Field(gt=0)], ...] = Field(
@@ -66,23 +65,13 @@ class DeliveryConfig(BenchConfig):
     codecs: tuple[str, ...] = Field(
         DELIVERED_CODECS, description="Levels that the chunks are published at, written name or name@level."
     )
-    chunks: Positive = Field(6, description="Number of chunks in the prompt.")
-    chunk_tokens: Positive = Field(512, description="Length of a chunk, in tokens.")
-    suffix_tokens: Positive = Field(40, description="Length of the prompt after the chunks, in tokens.")
     deadline_s: float = Field(
         10.0, gt=0, le=60, description="Deadline of the service per request, in seconds."
     )
-    method: str = Field(f"{BENCHED[0]}@0.15", description="Blending method, written as for `evaluate`.")
     fit_tokens: Positive = Field(
         2_048, description="Length of the sampled text that tables are fitted on, in tokens."
     )
     repeats: Positive = Field(3, description="Number of measured rounds.")
-
-    @field_validator("codecs")
-    @classmethod
-    def _codecs(cls, words: tuple[str, ...]) -> tuple[str, ...]:
-        codec_words(words)
-        return words
 
     @field_validator("traces")
     @classmethod
@@ -90,11 +79,6 @@ class DeliveryConfig(BenchConfig):
         if unknown := set(names) - set(changing(0)):
             raise ConfigError(f"unknown trace {sorted(unknown)[0]!r}: use {', '.join(changing(0))}")
         return names
-
-    @property
-    def blend(self) -> BlendConfig:
-        """Raises ConfigError."""
-        return parse_methods((self.method,), ())[-1].blend
 
     @property
     def levels(self) -> tuple[str, ...]:
@@ -212,7 +196,7 @@ def groups(config: DeliveryConfig, log: SampleLog) -> Iterator[Group]:
 @contextmanager
 def _fixture(reader: Reader, config: DeliveryConfig) -> Iterator[Fixture]:
     """A service with all chunks at all levels behind a proxy; everything ends here."""
-    workload = make_workload(reader, config.chunks, config.chunk_tokens, config.suffix_tokens, config.seed)
+    workload = config.workload(reader)
     with ExitStack() as stack:
         folder = stack.enter_context(scratch(config.folder))
         with LMDBStore(folder / "kv", CAP) as store:

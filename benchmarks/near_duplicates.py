@@ -20,7 +20,7 @@ from pydantic import Field
 from blendserve.bench.fixture import SPARE_BYTES, make_blender, scratch, time_prompt
 from blendserve.bench.harness import Case, Group, Metrics, Report, SampleLog, Table, count, ms, ratio
 from blendserve.bench.memory import status_bytes
-from blendserve.bench.runner import Bench, BenchConfig, open_reader
+from blendserve.bench.runner import Bench, PromptBenchConfig, open_reader
 from blendserve.bench.workload import Workload, make_workload
 from blendserve.blend.blender import Blender
 from blendserve.blend.near import MAX_DONORS
@@ -39,12 +39,9 @@ ALIKE, HEADER = 10_000, 100  # chunks that begin alike, and for how many tokens
 FULL, EXACT = "full prefill", "exact hits"
 
 
-class NearConfig(BenchConfig):
+class NearConfig(PromptBenchConfig):
     """Prompts with edited passages."""
 
-    chunks: Positive = Field(6, description="Number of chunks in the prompt.")
-    chunk_tokens: Positive = Field(512, description="Length of a chunk, in tokens.")
-    suffix_tokens: Positive = Field(40, description="Length of the prompt after the chunks, in tokens.")
     edited: Annotated[float, Field(gt=0, le=1)] = Field(
         0.05, description="Fraction of a passage's words to edit."
     )

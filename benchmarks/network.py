@@ -15,27 +15,25 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from benchmarks.support.proxy import Proxy, network
 from benchmarks.support.valkey import Server
-from blendserve.bench.codec import codec_words
+from blendserve.bench.codec import CodecConfig
 from blendserve.bench.fixture import make_blender, time_prompt
 from blendserve.bench.harness import Case, Column, Group, Metrics, Report, SampleLog, Table, count, ms, ratio
 from blendserve.bench.plots import Plot
-from blendserve.bench.runner import Bench, BenchConfig, open_reader
+from blendserve.bench.runner import Bench, open_reader
 from blendserve.bench.stores import CodecTables, TimedStore
 from blendserve.bench.workload import Workload, make_workload
 from blendserve.blend.blender import Blender
 from blendserve.config import BlendConfig, Positive, ValkeyConfig, changed
 from blendserve.core import Prompt
 from blendserve.errors import InputError
-from blendserve.evaluate.methods import parse_methods
 from blendserve.models.loader import Reader
-from blendserve.registry import BENCHED, SENT_CODECS
+from blendserve.registry import SENT_CODECS
 from blendserve.store import ReadAhead
 from blendserve.store.codecs.base import SLOW
 from blendserve.store.valkey.store import ValkeyStore
@@ -44,7 +42,7 @@ DEADLINE_S = 60.0  # of the store: chunks are to arrive, however slow the link
 CAP = 1 << 40
 
 
-class NetworkConfig(BenchConfig):
+class NetworkConfig(CodecConfig):
     """A prompt whose chunks lie on a server behind a network."""
 
     round_trips_ms: tuple[Annotated[float, Field(ge=0)], ...] = Field(
@@ -56,31 +54,10 @@ class NetworkConfig(BenchConfig):
     codecs: tuple[str, ...] = Field(
         SENT_CODECS, description="Codecs of the stored chunks: name or name@level."
     )
-    chunks: Positive = Field(6, description="Number of chunks in the prompt.")
     chunk_tokens: Positive = Field(256, description="Length of a chunk, in tokens.")
-    suffix_tokens: Positive = Field(40, description="Length of the prompt after the chunks, in tokens.")
-    method: str = Field(f"{BENCHED[0]}@0.15", description="Blending method, written as for `evaluate`.")
-    text: Path | None = Field(
-        None,
-        description="File or folder with the text that tables are fitted on; sampled from the model if not set.",
-    )
-    fit_tokens: Positive = Field(
-        16_384, description="Length of the text that tables are fitted on, in tokens."
-    )
     in_flight: Positive = Field(3, description="Number of requests announced ahead of time for throughput.")
     requests: Positive = Field(8, description="Number of requests that throughput is measured over.")
     repeats: Positive = Field(3, description="Number of measured rounds.")
-
-    @field_validator("codecs")
-    @classmethod
-    def _codecs(cls, words: tuple[str, ...]) -> tuple[str, ...]:
-        codec_words(words)
-        return words
-
-    @property
-    def blend(self) -> BlendConfig:
-        """Raises ConfigError."""
-        return parse_methods((self.method,), ())[-1].blend
 
 
 class Fixture:
@@ -88,9 +65,7 @@ class Fixture:
 
     def __init__(self, reader: Reader, config: NetworkConfig, proxy: Proxy, stack: ExitStack) -> None:
         self._reader, self._config, self._proxy = reader, config, proxy
-        self._workload: Workload = make_workload(
-            reader, config.chunks, config.chunk_tokens, config.suffix_tokens, config.seed
-        )
+        self._workload: Workload = config.workload(reader)
         self._settings = ValkeyConfig(url=proxy.url, deadline_s=DEADLINE_S)
         tables = CodecTables(reader, self._workload.prompts, config.fit_tokens, config.text)
         self.stores: dict[str, TimedStore] = {}

@@ -65,7 +65,7 @@ def _kl_share(file: Path, method: str) -> str:
 
 
 def rendered(page: Path, suite: Suite, results: Path) -> str:
-    """The page with its generated part anew; unchanged where it has none or nothing was measured. Raises InputError."""
+    """The page with its generated part anew; README's stays until all its runs are there. Raises InputError."""
     text = page.read_text("utf-8")
     if text.count(BEGIN) != text.count(END):
         raise InputError(f"{page} has only one of the marks {BEGIN} and {END}")
@@ -73,9 +73,9 @@ def rendered(page: Path, suite: Suite, results: Path) -> str:
         return text
     before, _, rest = text.partition(BEGIN)
     old, _, after = rest.partition(END)
-    file = results / "ttft.jsonl"
     if page.name == "README.md":
-        new = f"\n{ttft_table(results)}\n" if file.exists() else old
+        needed = [results / "ttft.jsonl", *(results / f"{run}.json" for run in QUALITY)]
+        new = f"\n{ttft_table(results)}\n" if all(file.exists() for file in needed) else old
     else:
         new = f"\n{claims_table(suite, results)}\n"
     return f"{before}{BEGIN}{new}{END}{after}"

@@ -19,9 +19,9 @@ from pydantic import Field, field_validator
 
 from blendserve.bench.fixture import SPARE_BYTES, make_blender, scratch, time_prompt
 from blendserve.bench.harness import Case, Column, Group, Metrics, Report, SampleLog, Table, count, ms, ratio
-from blendserve.bench.runner import Bench, BenchConfig, open_reader
+from blendserve.bench.runner import Bench, PromptBenchConfig, open_reader
 from blendserve.bench.stores import CodecTables
-from blendserve.bench.workload import Workload, make_workload
+from blendserve.bench.workload import Workload
 from blendserve.blend.blender import Blender
 from blendserve.config import BlendConfig, Positive
 from blendserve.core import ChunkKV
@@ -47,15 +47,12 @@ def codec_words(words: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(dict.fromkeys((RAW, *(codec_word(*pair) for pair in pairs))))
 
 
-class CodecConfig(BenchConfig):
+class CodecConfig(PromptBenchConfig):
     """One prompt's chunks by every codec."""
 
     codecs: tuple[str, ...] = Field(
         (), description="Codecs to measure, written name or name@level; all codecs and levels if not set."
     )
-    chunks: Positive = Field(6, description="Number of chunks in the prompt.")
-    chunk_tokens: Positive = Field(512, description="Length of a chunk, in tokens.")
-    suffix_tokens: Positive = Field(40, description="Length of the prompt after the chunks, in tokens.")
     method: str = Field(f"{BENCHED[0]}@0.15", description="Method for the TTFT, written as for `evaluate`.")
     text: Path | None = Field(
         None,
@@ -82,7 +79,7 @@ def groups(config: CodecConfig, log: SampleLog) -> Iterator[Group]:
     if log.done({"of": "speed"}) and log.done({"of": "size"}):
         return
     reader = open_reader(config, log)
-    workload = make_workload(reader, config.chunks, config.chunk_tokens, config.suffix_tokens, config.seed)
+    workload = config.workload(reader)
     tables = CodecTables(reader, workload.prompts, config.fit_tokens, config.text)
     n_bytes = len(workload.prompt) * reader.adapter.kv_bytes_per_token + SPARE_BYTES
     with scratch(config.folder) as folder, ExitStack() as stores:

@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import Field
 
 from blendserve.bench.harness import Group, Report, Result, SampleLog, Update, measure
+from blendserve.bench.workload import Workload, make_workload
 from blendserve.config import Positive, ReaderConfig
 from blendserve.models.loader import Reader, load_reader
 from blendserve.provenance import machine, versions
@@ -40,6 +41,18 @@ class BenchConfig(ReaderConfig):
     @property
     def reader(self) -> ReaderConfig:
         return ReaderConfig(**self.model_dump(include=set(ReaderConfig.model_fields)))
+
+
+class PromptBenchConfig(BenchConfig):
+    """One prompt of chunks of one length."""
+
+    chunks: Positive = Field(6, description="Number of chunks in the prompt.")
+    chunk_tokens: Positive = Field(512, description="Length of a chunk, in tokens.")
+    suffix_tokens: Positive = Field(40, description="Length of the prompt after the chunks, in tokens.")
+
+    def workload(self, reader: Reader) -> Workload:
+        """Raises InputError when it does not fit the model's context."""
+        return make_workload(reader, self.chunks, self.chunk_tokens, self.suffix_tokens, self.seed)
 
 
 @dataclass(frozen=True)
