@@ -30,9 +30,10 @@ from blendserve.engine.prompt import PromptBuilder
 from blendserve.errors import InputError, ModelUnsupported, StoreError
 from blendserve.evaluate.fidelity import kl
 from blendserve.evaluate.methods import FULL, TRANSFORMERS, MethodSpec
+from blendserve.fetch import KVFetcher, open_storage
 from blendserve.models.adapter import Adapter
 from blendserve.models.loader import Reader
-from blendserve.store import KVStore, LMDBStore, open_store
+from blendserve.store import KVStore, LMDBStore
 from blendserve.timing import Clock
 
 SPARE_BYTES = 1 << 24  # of a store's cap, above its chunks
@@ -111,7 +112,8 @@ class PromptFixture:
     def _open(self) -> None:
         adapter = self.reader.adapter
         n_bytes = len(self._contexts) * len(self.workload.prompt) * adapter.kv_bytes_per_token + SPARE_BYTES
-        self.store = open_tier(self._folder, n_bytes, self._tier, adapter.device)
+        self._fetcher = open_tier(self._folder, n_bytes, self._tier, adapter.device)
+        self.store = self._fetcher.store
         self._blenders: dict[tuple[KVContext, float | None], Blender] = {}
 
     def blender(self, method: MethodSpec, read_gb_s: float | None = None) -> Blender:
@@ -120,9 +122,10 @@ class PromptFixture:
 
     def _blender_of(self, context: KVContext, read_gb_s: float | None = None) -> Blender:
         if (context, read_gb_s) not in self._blenders:
-            store = TimedStore(self.store, read_gb_s * 1e9) if read_gb_s else self.store
+            fetcher = KVFetcher(TimedStore(self.store, read_gb_s * 1e9)) if read_gb_s else self._fetcher
             prompts = PromptBuilder(self.reader.tokenizer, PromptConfig(kv_context=context))
-            self._blenders[context, read_gb_s] = make_blender(self.reader, prompts, store)
+            made = make_blender(self.reader, prompts, fetcher.store, fetcher=fetcher)
+            self._blenders[context, read_gb_s] = made
         return self._blenders[context, read_gb_s]
 
     def _run_transformers(self) -> dict[str, float]:
@@ -185,16 +188,16 @@ def make_blender(reader: Reader, prompts: PromptBuilder, store: KVStore, **optio
     return blender
 
 
-def open_tier(folder: Path, n_bytes: int, tier: Tier, device: torch.device) -> KVStore:
-    """An LMDB store for so many bytes; tier: where its chunks lie when a request comes. Raises StoreError."""
+def open_tier(folder: Path, n_bytes: int, tier: Tier, device: torch.device) -> KVFetcher:
+    """Over an LMDB store for so many bytes; tier: where its chunks lie when a request comes. Raises StoreError."""
     if tier == "disk":
-        return LMDBStore(folder, n_bytes)
+        return KVFetcher(LMDBStore(folder, n_bytes))
     cap = round(PINNED * n_bytes)
     tiers = TiersConfig(
         device_bytes=cap if tier == "device" else 0, host_bytes=2 * cap if tier == "host" else 0
     )
     config = StoreConfig(path=folder, cap_gb=cap / 1e9, tiers=tiers.model_dump())
-    return open_store(config, folder, device=device)
+    return open_storage(config, folder, device)[1]
 
 
 @torch.inference_mode()

@@ -129,6 +129,7 @@ class Blender:
         there, trouble = 0, None
         for key in {self.key(ids) for ids in chunks} - {self.key(ids) for ids in kept}:
             try:
+                self.fetcher.forget([key])
                 there += self.store.delete([key])
             except StoreError as error:
                 trouble = error

@@ -45,7 +45,7 @@ class BatchEngine:
         engine.gate.require()
         reader, limit = engine.reader, engine.reader.adapter.context_limit
         self.slots = Slots(reader.adapter, slots, min(slot_tokens or limit, limit))
-        self.fetcher = engine.blender.fetcher
+        self.fetcher = engine.fetcher
         self.fetcher.held.cap_bytes = share_bytes
         self.scheduler = Scheduler(
             reader, self.slots, queue, gap_s, prefill_share, observer, BackgroundThrottle(job_share)

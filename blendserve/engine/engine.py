@@ -25,11 +25,12 @@ from blendserve.engine.prompt import PromptBuilder
 from blendserve.engine.request import Plan, Request, Search, make_plan, split_options
 from blendserve.engine.warm_up import warm_up
 from blendserve.errors import ConfigError, InputError, StoreError, StoreUnavailable
+from blendserve.fetch import KVFetcher, open_storage
 from blendserve.models.loader import Reader, load_reader
 from blendserve.paths import index_folder
 from blendserve.registry import CORRECTIONS, STORES
 from blendserve.retrieve import Embedder, VectorIndex, read_manifest
-from blendserve.store import KVStore, open_store, share_of
+from blendserve.store import KVStore, share_of
 from blendserve.timing import Clock
 
 Say = Callable[[str], None]
@@ -51,8 +52,12 @@ class Engine:
         store: KVStore,
         index: VectorIndex | None = None,
         prompts: PromptBuilder | None = None,
+        fetcher: KVFetcher | None = None,
     ) -> None:
-        """prompts: of this reader and `config.prompt`, where the caller has one that counts the index's tokens."""
+        """prompts: of this reader and `config.prompt`, where the caller has one that counts the index's tokens.
+
+        fetcher: brings chunks of the store to prompts; default: one without copies.
+        """
         self.config, self.reader, self.store, self.index = config, reader, store, index
         self._owns_store = True
         self.prompts = prompts = prompts or PromptBuilder(reader.tokenizer, config.prompt)
@@ -64,6 +69,7 @@ class Engine:
             prompts.prefix,
             prompts.kv_context,
             namespace,
+            fetcher=fetcher,
             codec=codec_without_tables(config.store.codec),
         )
 
@@ -83,8 +89,8 @@ class Engine:
         """
         if isinstance(index, Config):
             reader = reader or load_reader(index.reader, say)
-            kept = open_store(index.store, None, device=reader.adapter.device)
-            return cls(index, reader, kept)._ready(say)
+            store, fetcher = open_storage(index.store, None, reader.adapter.device)
+            return cls(index, reader, store, fetcher=fetcher)._ready(say)
         config = config or Config()
         folder = index_folder(index)
         read_manifest(folder)  # before anything heavy is loaded
@@ -92,8 +98,8 @@ class Engine:
         prompts = PromptBuilder(reader.tokenizer, config.prompt)
         embedder = Embedder.load(config.retrieve.embedder)
         found = VectorIndex.open(folder, embedder, **_made_for(reader, prompts))
-        kept = open_store(config.store, folder / "kv", device=reader.adapter.device)
-        return cls(config, reader, kept, found, prompts)._ready(say)
+        store, fetcher = open_storage(config.store, folder / "kv", reader.adapter.device)
+        return cls(config, reader, store, found, prompts, fetcher)._ready(say)
 
     @classmethod
     def build(
@@ -123,8 +129,8 @@ class Engine:
             kind=config.retrieve.index,
             **_made_for(reader, prompts),
         )
-        kept = open_store(config.store, folder / "kv", device=reader.adapter.device)
-        engine = cls(config, reader, kept, made, prompts)
+        store, fetcher = open_storage(config.store, folder / "kv", reader.adapter.device)
+        engine = cls(config, reader, store, made, prompts, fetcher)
         own = config.store.path is None and STORES.load(config.store.kind).needs_folder
         if own:  # what an index of the same name left behind may be evicted from now on
             ours = {engine.blender.key(ids) for ids in engine.prompts.chunk_ids(made.passages)}
@@ -237,13 +243,15 @@ class Engine:
         another one stored. Close the engine that this came from, not this one.
         """
         store = changed(self.config.store, namespace=namespace)
-        view = Engine(changed(self.config, store=store.model_dump()), self.reader, self.store, self.index)
+        config = changed(self.config, store=store.model_dump())
+        view = Engine(config, self.reader, self.store, self.index, fetcher=self.fetcher)
         view._owns_store, view.blender.codec = False, self.blender.codec
         return view
 
     def close(self) -> None:
         """Release the store; idempotent."""
         if self._owns_store:
+            self.fetcher.close()
             self.store.close()
 
     def __enter__(self) -> Engine:
@@ -278,6 +286,11 @@ class Engine:
                 f"(store.kind: lmdb, with {self.config.store.kind} as store.tiers.remote)",
                 setting="blend.near",
             )
+
+    @property
+    def fetcher(self) -> KVFetcher:
+        """Brings stored chunks to prompts."""
+        return self.blender.fetcher
 
     @cached_property
     def gate(self) -> GateReport:

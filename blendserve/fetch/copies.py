@@ -1,14 +1,316 @@
-"""Copies of chunk layers that several queued prompts share: each layer is read and checked once."""
+"""Decoded copies of chunks nearer than the store: on the device, in pinned memory, in memory.
+
+    look-up -> record of the store -> device -> host -> memory -> the record itself
+
+A cache does not answer for the store: the record is looked up first, and only a copy of that very record is used. So what
+is deleted, replaced or another tenant's cannot be read from a copy. One exception: a whole copy of a chunk that a local
+store in front of a remote one lacks saves the transfer.
+
+A chunk is admitted whole, at the cap by the admission policy, and filled layer by layer as a prefill reads it. The
+nearest cache that admits a chunk keeps it, and only that one.
+
+Beside the caches, holds share what several queued prompts read: see HeldCopies.
+"""
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
 
+import torch
+
+from blendserve.config import StoreConfig, TiersConfig
+from blendserve.errors import ConfigError
+from blendserve.kernels.cuda.staging import CopyStream, apart, copy_stream_to, joined
+from blendserve.registry import ADMISSIONS
+from blendserve.store.base import TierStats
 from blendserve.store.codecs.base import Pair
 from blendserve.store.key import ChunkKey
+from blendserve.store.policies import LRU, Admission, Always, Candidate
 from blendserve.store.view import ChunkView
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class CacheEntry:
+    """A chunk in a cache, as far as it has been read."""
+
+    version: Hashable
+    n_bytes: int  # of that memory, for all layers
+    layers: list[Pair | None]
+    gone: bool = field(default=False)  # evicted: readers fill it no more
+
+    @property
+    def whole(self) -> bool:
+        return all(self.layers)
+
+
+class CopyView:
+    """A ChunkView of an entry that is whole."""
+
+    def __init__(self, entry: CacheEntry) -> None:
+        self._layers = [pair for pair in entry.layers if pair]
+        self.version, self.n_layers = entry.version, len(entry.layers)
+        self.n_tokens = int(self._layers[0][0].shape[1])
+        self.n_bytes = self.raw_bytes = sum(
+            p.numel() * p.element_size() for pair in self._layers for p in pair
+        )
+
+    def layer(self, l: int) -> Pair:
+        if not 0 <= l < self.n_layers:
+            raise IndexError(f"a chunk of {self.n_layers} layers has no layer {l}")
+        return self._layers[l]
+
+
+class CopyCache:
+    """Chunks copied into one kind of memory, at most `cap_bytes` of them; the least recently used are evicted."""
+
+    def __init__(
+        self,
+        name: str,
+        cap_bytes: int,
+        admission: Admission,
+        copy: Callable[[Pair], Pair],
+        footprint: Callable[[int], int] = int,
+    ) -> None:
+        """copy: a layer of a chunk into that memory. footprint: bytes of it that a copy of so many bytes occupies."""
+        self.name, self.cap_bytes = name, cap_bytes
+        self._admission, self._copy, self._footprint = admission, copy, footprint
+        self._eviction = LRU()
+        self._entries: OrderedDict[ChunkKey, CacheEntry] = OrderedDict()  # least recently used first
+        self._bytes = self._hits = 0
+        self._using = threading.Lock()
+
+    def find(self, key: ChunkKey, version: Hashable) -> CacheEntry | None:
+        """The entry of this very record; anything else under its key is dropped. Counts as a use."""
+        with self._using:
+            entry = self._entries.get(key)
+            if entry is not None and entry.version != version:
+                self._drop(key)
+                return None
+            if entry is not None:
+                self._entries.move_to_end(key)
+                self._hits += entry.whole
+            return entry
+
+    def __contains__(self, key: ChunkKey) -> bool:
+        """Whether the chunk is here whole. Counts as no use of it."""
+        entry = self._entries.get(key)
+        return entry is not None and entry.whole
+
+    def keys(self) -> frozenset[ChunkKey]:
+        """Of the chunks that are here whole."""
+        with self._using:
+            return frozenset(key for key, entry in self._entries.items() if entry.whole)
+
+    def held(self, key: ChunkKey) -> CacheEntry | None:
+        """The entry of a chunk that is here whole, whichever record it came from. Counts as a use."""
+        with self._using:
+            entry = self._entries.get(key)
+            if entry is None or not entry.whole:
+                return None
+            self._entries.move_to_end(key)
+            self._hits += 1
+            return entry
+
+    def admit(self, key: ChunkKey, view: ChunkView) -> CacheEntry | None:
+        """An entry for this chunk, if it is worth those that are evicted for it."""
+        n_bytes = view.n_layers * self._footprint(view.raw_bytes // view.n_layers)
+        with self._using:
+            candidates = (Candidate(k, entry.n_bytes) for k, entry in self._entries.items() if k != key)
+            victims = self._eviction.victims(candidates, self._bytes + n_bytes - self.cap_bytes)
+            if victims is None or (
+                victims and not self._admission.admits(key, n_bytes, victims, len(self._entries))
+            ):
+                return None
+            for victim in (key, *(v.key for v in victims)):
+                self._drop(victim)
+            entry = self._entries[key] = CacheEntry(view.version, n_bytes, [None] * view.n_layers)
+            self._bytes += n_bytes
+            return entry
+
+    def fill(self, key: ChunkKey, entry: CacheEntry, l: int, pair: Pair) -> Pair:
+        """Copy a layer of an admitted chunk -> the copy; what came when there is no memory for one."""
+        if entry.gone:
+            return pair
+        try:
+            copy = entry.layers[l] = self._copy(pair)
+        except RuntimeError as error:  # CUDA's word for it; something else in the process has the memory
+            log.warning("the %s cache grows no more: %s", self.name, str(error).splitlines()[0])
+            with self._using:
+                self._drop(key)
+                self.cap_bytes = self._bytes
+            return pair
+        return copy
+
+    def drop(self, key: ChunkKey) -> None:
+        """Forget a chunk; who reads it reads on."""
+        with self._using:
+            self._drop(key)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        with self._using:
+            for key in list(self._entries):
+                self._drop(key)
+
+    def stats(self) -> TierStats:
+        with self._using:
+            return TierStats(self.name, len(self._entries), self._bytes, self.cap_bytes, self._hits)
+
+    def _drop(self, key: ChunkKey) -> None:
+        entry = self._entries.pop(key, None)
+        if entry is not None:
+            entry.gone = True
+            self._bytes -= entry.n_bytes
+
+
+class Copies:
+    """All caches of one fetcher, the nearest first."""
+
+    def __init__(self, caches: Sequence[CopyCache] = (), admission: Admission | None = None) -> None:
+        """admission: sees every look-up."""
+        self._caches, self._admission = tuple(caches), admission or Always()
+
+    def view(self, key: ChunkKey, view: ChunkView) -> tuple[ChunkView, str]:
+        """A view that reads from copies and makes them; the cache's name, if one has the chunk whole."""
+        if not self._caches:
+            return view, ""
+        self._admission.record_access(key)
+        places: list[tuple[CopyCache, CacheEntry]] = []
+        for cache in self._caches:
+            entry = cache.find(key, view.version) or (None if places else cache.admit(key, view))
+            places += [(cache, entry)] if entry else []
+            if entry and entry.whole:
+                return CachedView(key, view, places), cache.name
+        return CachedView(key, view, places), ""
+
+    def whole(self, key: ChunkKey) -> tuple[CopyView, str] | None:
+        """A chunk that a cache has whole, whichever record it came from. Counts as a use."""
+        for cache in self._caches:
+            if entry := cache.held(key):
+                return CopyView(entry), cache.name
+        return None
+
+    def locate(self, keys: Iterable[ChunkKey]) -> dict[ChunkKey, str]:
+        """The name of the nearest cache that has each chunk whole. Counts as no use."""
+        asked = list(keys)
+        return {key: cache.name for cache in reversed(self._caches) for key in asked if key in cache}
+
+    def keys(self) -> frozenset[ChunkKey]:
+        return frozenset().union(*(cache.keys() for cache in self._caches))
+
+    def drop(self, keys: Iterable[ChunkKey]) -> None:
+        for key in keys:
+            for cache in self._caches:
+                cache.drop(key)
+
+    def stats(self) -> tuple[TierStats, ...]:
+        return tuple(cache.stats() for cache in self._caches)
+
+    def clear(self) -> None:
+        for cache in self._caches:
+            cache.clear()
+
+
+class CachedView:
+    """A stored chunk, each layer from the nearest place that has it."""
+
+    def __init__(
+        self, key: ChunkKey, view: ChunkView, places: Sequence[tuple[CopyCache, CacheEntry]]
+    ) -> None:
+        self._key, self._view, self._places = key, view, places
+        self.n_layers, self.n_tokens = view.n_layers, view.n_tokens
+        self.n_bytes, self.raw_bytes, self.version = view.n_bytes, view.raw_bytes, view.version
+
+    def layer(self, l: int) -> Pair:
+        if not 0 <= l < self.n_layers:
+            raise IndexError(f"a chunk of {self.n_layers} layers has no layer {l}")
+        return self._layer(l, self._places)
+
+    def _layer(self, l: int, places: Sequence[tuple[CopyCache, CacheEntry]]) -> Pair:
+        if not places:
+            return self._view.layer(l)
+        (cache, entry), *farther = places
+        return entry.layers[l] or cache.fill(self._key, entry, l, self._layer(l, farther))
+
+
+def open_copies(config: StoreConfig, device: torch.device) -> Copies:
+    """The caches that the settings ask for. Raises ConfigError for one that would do nothing on this device."""
+    admission = ADMISSIONS.load(config.admission)()
+    return Copies(open_caches(config.tiers, admission, device), admission)
+
+
+def open_caches(
+    config: TiersConfig, admission: Admission, device: torch.device, stream: CopyStream | None = None
+) -> list[CopyCache]:
+    """The caches that the settings ask for, the nearest first.
+
+    stream: of copies to the device. Raises ConfigError for a cache that would do nothing there.
+    """
+    way = stream or copy_stream_to(device)
+    caches = _memory_cache(config, admission)
+    if way is None:
+        _refuse_gpus(config, device)
+        return caches
+    near = []
+    if config.device_bytes > (free := way.free_bytes()):
+        raise ConfigError(
+            f"setting 'store.tiers.device_bytes' cannot be {config.device_bytes}: beside the reader the GPU has {free} "
+            "bytes free, and the caches of requests need some of them",
+            setting="store.tiers.device_bytes",
+        )
+    if config.device_bytes:
+        near.append(CopyCache("device", config.device_bytes, admission, lambda pair: _sent(way, pair)))
+    if config.host_bytes:
+        near.append(
+            CopyCache("host", config.host_bytes, admission, lambda pair: _pinned(way, pair), _pinned_bytes)
+        )
+    return near + caches
+
+
+def _memory_cache(config: TiersConfig, admission: Admission) -> list[CopyCache]:
+    if not config.memory_bytes:
+        return []
+    return [
+        CopyCache("memory", config.memory_bytes, admission, lambda pair: (pair[0].clone(), pair[1].clone()))
+    ]
+
+
+def _refuse_gpus(config: TiersConfig, device: torch.device) -> None:
+    for name, size in (("device_bytes", config.device_bytes), ("host_bytes", config.host_bytes)):
+        if size:
+            raise ConfigError(
+                f"setting 'store.tiers.{name}' cannot be {size}: the reader runs on the {device.type.upper()}, where no "
+                "memory is nearer than the process's own; set store.tiers.memory_bytes, or reader.device to a GPU",
+                setting=f"store.tiers.{name}",
+            )
+
+
+def _sent(stream: CopyStream, pair: Pair) -> Pair:
+    """On the device, for whoever comes behind it on the stream."""
+    with stream.entered():
+        return apart([stream.send(part) for part in joined(pair)])
+
+
+def _pinned(stream: CopyStream, pair: Pair) -> Pair:
+    """In one piece of pinned memory."""
+    keys, values = pair
+    half = keys.numel() * keys.element_size()
+    both = stream.buffer(2 * half).view(keys.dtype).view(2, *keys.shape)
+    return both[0].copy_(keys), both[1].copy_(values)
+
+
+def _pinned_bytes(n_bytes: int) -> int:
+    """torch's allocator of pinned memory gives out powers of two."""
+    return 1 << max(0, n_bytes - 1).bit_length()
+
+
+# Copies that queued prompts share
 
 
 class Hold:

@@ -6,16 +6,27 @@ prefetch a queued prompt: start its transfers, keep what others read of it
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from blendserve.core import ChunkKV
 from blendserve.errors import ChunkLost, CorruptRecord, StoreError, StoreVersion
-from blendserve.fetch.copies import HeldCopies, HeldView, Hold
+from blendserve.fetch.copies import Copies, HeldCopies, HeldView, Hold
 from blendserve.fetch.link import LinkEstimator
 from blendserve.fetch.waiting import ComputeWhileWaiting
-from blendserve.store import ChunkKey, ChunkView, KVStore, Miss, Reads, TensorView
+from blendserve.store import (
+    ChunkInfo,
+    ChunkKey,
+    ChunkView,
+    KVStore,
+    LayeredStore,
+    Miss,
+    Reads,
+    StoreStats,
+    TensorView,
+)
 from blendserve.store.request_reads import REMOTE, TimeSaved
 
 COMPUTED = "computed"  # as a source
@@ -41,10 +52,18 @@ class KVFetcher:
     A failure is a Miss with a reason, never an exception.
     """
 
-    def __init__(self, store: KVStore, link: LinkEstimator | None = None, held_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        store: KVStore,
+        link: LinkEstimator | None = None,
+        copies: Copies | None = None,
+        held_bytes: int = 0,
+    ) -> None:
         """link: of the store's remote part. held_bytes: limit of the copies that queued prompts share."""
-        self.store, self.link = store, link or LinkEstimator()
+        self.store, self.link, self.copies = store, link or LinkEstimator(), copies or Copies()
         self.held = HeldCopies(held_bytes)
+        self._open: set[Fetch] = set()
+        self._lock = threading.Lock()
 
     @property
     def has_remote(self) -> bool:
@@ -63,21 +82,52 @@ class KVFetcher:
                 fetch = Fetch(self, snapshot, compute)
             except StoreError as error:
                 fetch = Fetch(self, None, compute, f"the store cannot be read: {error}")
-            fetch.extend(requests)
-            yield fetch
+            with self._lock:
+                self._open.add(fetch)
+            try:
+                fetch.extend(requests)
+                yield fetch
+            finally:
+                with self._lock:
+                    self._open.remove(fetch)
         fetch.record()
 
     def prefetch(self, requests: Sequence[ChunkRequest]) -> Hold:
         """A prompt is queued: read its remote chunks ahead; keep what is read of it until the hold is closed."""
         with suppress(StoreError):
-            slow = self.slow(requests)
-            self.store.prefetch([r.key for r in requests if r.key not in slow], self.time_saved(requests))
+            skipped = self.slow(requests).keys() | self.copies.keys()
+            self.store.prefetch([r.key for r in requests if r.key not in skipped], self.time_saved(requests))
         return Hold(self.held, [request.key for request in requests])
 
     def warm_up(self, requests: Sequence[ChunkRequest]) -> None:
         """Probe the link with these chunks, before the first prompt."""
         if self.has_remote:
             self.link.probe(self.store, [request.key for request in requests])
+
+    def forget(self, keys: Iterable[ChunkKey]) -> None:
+        """Drop copies of deleted chunks; fetches that are open make no new ones."""
+        gone = frozenset(keys)
+        with self._lock:
+            for fetch in self._open:
+                fetch.forgotten |= gone
+        self.copies.drop(gone)
+
+    def locate(self, infos: Mapping[ChunkKey, ChunkInfo]) -> dict[ChunkKey, str]:
+        """Where each of these stored chunks would be read from."""
+        return {key: info.tier for key, info in infos.items()} | self.copies.locate(infos)
+
+    def resident(self) -> frozenset[ChunkKey]:
+        """Chunks in this process's memory or on its device (for routing between replicas)."""
+        return self.store.hot() | self.copies.keys()
+
+    def stats(self, namespace: str | None = None) -> StoreStats:
+        """The store's; with the caches' for the whole, as those hold what all tenants read."""
+        stats = self.store.stats(namespace)
+        return stats if namespace is not None else replace(stats, tiers=self.copies.stats())
+
+    def close(self) -> None:
+        """Free the copies; the store is its opener's to close."""
+        self.copies.clear()
 
     def wait(self) -> None:
         """Wait until no probe is under way."""
@@ -110,7 +160,7 @@ class KVFetcher:
         return TimeSaved(sum(saved.values()) / max(1, tokens), saved)
 
 
-@dataclass
+@dataclass(eq=False)
 class Fetch:
     """What one prompt got. Valid until the `with` block ends. Threads may share it."""
 
@@ -122,6 +172,7 @@ class Fetch:
     misses: dict[ChunkKey, Miss] = field(default_factory=dict)
     computed: dict[ChunkKey, ChunkKV] = field(default_factory=dict)  # while others were in transit
     source: dict[ChunkKey, str] = field(default_factory=dict)  # device host memory local remote computed
+    forgotten: frozenset[ChunkKey] = frozenset()  # deleted since this was opened
 
     def __post_init__(self) -> None:
         self._waiting = ComputeWhileWaiting(self.compute)
@@ -145,7 +196,8 @@ class Fetch:
         start = clock()
         with suppress(StoreError):
             self.misses |= self.fetcher.slow([*new.values()])
-        asked = [key for key in new if key not in self.misses]
+        self._use_copies(new)
+        asked = [key for key in new if key not in self.misses and key not in self.views]
         self._waiting.expect(new.values(), self.fetcher.store.compares_cost)
         self.snapshot.expect(
             asked, self._waiting if self.fetcher.has_remote else None, self.fetcher.time_saved(new.values())
@@ -153,6 +205,15 @@ class Fetch:
         for key in asked:
             self._look_up(key)
         self._fetch_s += clock() - start
+
+    def _use_copies(self, keys: Iterable[ChunkKey]) -> None:
+        """Of chunks that a local store in front of a remote one lacks: a whole copy saves the transfer."""
+        store, copies = self.fetcher.store, self.fetcher.copies
+        whole = set(keys) & copies.keys() - self.forgotten if isinstance(store, LayeredStore) else set()
+        for key in whole - store.present(whole, remote=False) if whole else ():
+            if found := copies.whole(key):
+                self.views[key], self.source[key] = found
+                self.misses.pop(key, None)
 
     def drop(self, lost: StoreError) -> None:
         """After an error in a layer: wait until nothing is in transit. `views` and `misses` are final then."""
@@ -191,9 +252,11 @@ class Fetch:
         elif found.n_tokens != self._requests[key].n_tokens:
             self._miss(key, Miss("corrupt", "is not the chunk that its key names"))
         else:
-            held = self.fetcher.held
+            held, name = self.fetcher.held, ""
+            if key not in self.forgotten:
+                found, name = self.fetcher.copies.view(key, found)
             self.views[key] = HeldView(key, found, held) if held.cap_bytes else found
-            self.source[key] = self.snapshot.tier(key) if self.snapshot else ""
+            self.source[key] = name or (self.snapshot.tier(key) if self.snapshot else "")
 
     def _read(self, key: ChunkKey) -> ChunkView | Miss | None:
         assert self.snapshot is not None

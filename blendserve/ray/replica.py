@@ -73,7 +73,7 @@ class EngineReplica:
         """The report that Ray Serve collects for routers: chunks in memory and load."""
         self._version += 1
         return {
-            "cached_chunks": self._engine.store.hot(),
+            "cached_chunks": self._engine.fetcher.resident(),
             "load": sum(self._batch.scheduler.load),
             "version": self._version,
         }

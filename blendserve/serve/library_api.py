@@ -133,14 +133,20 @@ async def forget(body: CacheRequest, service: ServiceArg, tenant: CountedTenantA
     tenant.require_writing()
     keys, store = await _keys(service, tenant, body), service.engine.store
 
-    deleted = await _in_slices(service, tenant, store.delete, keys)
+    def delete(some: Sequence[ChunkKey]) -> int:
+        service.engine.fetcher.forget(some)
+        deleted = store.delete(some)
+        service.engine.fetcher.forget(some)  # also what a request read in the meantime
+        return deleted
+
+    deleted = await _in_slices(service, tenant, delete, keys)
     return {"chunks": len(keys), "deleted": deleted, **service.notices.in_extras(body)}
 
 
 @router.get("/cache/stats")
 async def stats(service: ServiceArg, tenant: CountedTenantArg) -> dict[str, Any]:
     """Statistics of this key's namespace; for an admin's key also of the whole store, as `store`."""
-    stats = service.engine.store.stats
+    stats = service.engine.fetcher.stats
     found = await service.on_storage(tenant, stats, tenant.namespace)
     values: dict[str, Any] = found.to_dict()
     of_all_tenants = {"path", "cap_bytes", "evictions", "admissions_refused", "tables", "tables_bytes"}

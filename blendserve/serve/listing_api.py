@@ -71,7 +71,8 @@ async def chunks(
 
     total, page = await service.on_retrieval(tenant, look, long=True)
     infos = await service.on_storage(tenant, service.engine.store.describe, [key for _, key, _ in page])
-    data = [_entry(passage, n_tokens, infos.get(key)) for passage, key, n_tokens in page]
+    places = service.engine.fetcher.locate(infos)
+    data = [_entry(p, n_tokens, infos.get(key), places.get(key)) for p, key, n_tokens in page]
     return {"collection": name, "total": total, "offset": offset, "data": data}
 
 
@@ -83,7 +84,7 @@ def _keyed(
     return [(passage, blender.key(ids), len(ids)) for passage, ids in made]
 
 
-def _entry(passage: Passage, n_tokens: int, info: ChunkInfo | None) -> dict[str, Any]:
+def _entry(passage: Passage, n_tokens: int, info: ChunkInfo | None, place: str | None) -> dict[str, Any]:
     return {
         "id": passage.id,
         "doc_id": passage.doc_id,
@@ -94,7 +95,7 @@ def _entry(passage: Passage, n_tokens: int, info: ChunkInfo | None) -> dict[str,
         "pinned": info is not None and info.pinned,
         "bytes": info.n_bytes if info else 0,
         "raw_bytes": info.raw_bytes if info else 0,
-        "tier": info.tier if info else None,
+        "tier": place,
     }
 
 

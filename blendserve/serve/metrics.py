@@ -11,6 +11,7 @@ from prometheus_client.registry import Collector
 
 from blendserve.core import BlendReport
 from blendserve.errors import StoreUnavailable
+from blendserve.fetch import KVFetcher
 from blendserve.store import KVStore, RemoteStats, StoreStats
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -69,7 +70,7 @@ class Metrics(HttpMetrics):
         self._loaded = count("loaded_bytes", "Stored KV put into prompts")
         self._load_s = count("load_seconds", "Time spent on that: the rate is their quotient")
 
-    def watch(self, load: Callable[[], tuple[int, int]], slots: int, store: KVStore) -> None:
+    def watch(self, load: Callable[[], tuple[int, int]], slots: int, store: KVStore | KVFetcher) -> None:
         """Add what is looked up when asked for: the scheduler's load (waiting, slots in use) and the store."""
         for name, about, value in (
             ("queue_length", "Requests that wait for a slot", lambda: load()[0]),
@@ -118,7 +119,7 @@ class Metrics(HttpMetrics):
 class _StoreCollector(Collector):
     """The store's own statistics."""
 
-    def __init__(self, store: KVStore) -> None:
+    def __init__(self, store: KVStore | KVFetcher) -> None:
         self._store = store
 
     def collect(self) -> Iterator[Metric]:

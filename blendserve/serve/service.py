@@ -32,7 +32,7 @@ class Service(Asking):
         self.batch = BatchEngine(engine, metrics, **serve.batching)
         self.scheduler, self.slot_tokens = self.batch.scheduler, self.batch.slots.tokens
         super().__init__(engine.config, library, serve, metrics, engine.reader)
-        metrics.watch(lambda: self.scheduler.load, serve.slots, engine.store)
+        metrics.watch(lambda: self.scheduler.load, serve.slots, engine.fetcher)
         self._preparing: Counter[str] = Counter()
         engine.prompts.between = self.retrieval.give_way
         for index in library.collections.values():

@@ -92,7 +92,7 @@ class Node:
         passages = [self._passages[n] for n in chunks]
         answer = self._engine.answer(QUESTION, passages, method="blend", max_new_tokens=1)
         elapsed_s, tiers = time.perf_counter() - began, answer.report.tiers
-        hot = self._engine.store.hot() if cached else frozenset()
+        hot = self._engine.fetcher.resident() if cached else frozenset()
         return {
             "ttft": answer.timings.ttft,
             "after": elapsed_s - answer.timings.ttft,

@@ -1,4 +1,4 @@
-"""Chunk KV, kept: one contract (base.py), in an LMDB file (lmdb.py) or in memory (memory.py), behind tiers (tiers.py),
+"""Chunk KV, kept: one contract (base.py), in an LMDB file (lmdb.py) or in memory (memory.py),
 before a store that other machines use, too (layered.py).
 """
 
@@ -6,8 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-
-import torch
 
 from blendserve.config import RemoteConfig, StoreConfig
 from blendserve.errors import ConfigError
@@ -32,7 +30,6 @@ from blendserve.store.memory import MemoryStore
 from blendserve.store.policies import Policies
 from blendserve.store.record import ChunkRecord
 from blendserve.store.request_reads import Reads
-from blendserve.store.tiers import TieredStore, tiers_for
 from blendserve.store.view import ChunkView, TensorView, open_view
 
 __all__ = [
@@ -53,7 +50,6 @@ __all__ = [
     "StoreStats",
     "TensorView",
     "TierStats",
-    "TieredStore",
     "VerifyReport",
     "chunk_key",
     "open_store",
@@ -67,29 +63,24 @@ def open_store(
     config: StoreConfig,
     default_path: Path | None,
     read_only: bool = False,
-    device: torch.device | None = None,
     persistent: bool = False,
 ) -> KVStore:
     """The store that the settings ask for; where its kind cannot serve, the first registered kind that can.
 
     default_path: the folder where the settings name none; None = there is none, which rules out kinds that need one.
-    device: where its reader computes; None = it has none, and so no tiers. persistent: only what outlives the process
-    will do. read_only: a remote store is left out. Raises StoreUnavailable,
-    StoreVersion; ConfigError for tiers that would do nothing on the device.
+    persistent: only what outlives the process will do. read_only: a remote store is left out. Raises StoreUnavailable,
+    StoreVersion.
     """
     path = config.path or default_path
     kinds: Iterator[StoreKind] = map(STORES.load, (config.kind, *STORES.names))
     kind = next(k for k in kinds if (path or not k.needs_folder) and (k.persistent or not persistent))
     policies = Policies(EVICTIONS.load(config.eviction)(), ADMISSIONS.load(config.admission)())
-    tiers = tiers_for(config.tiers, policies.admission, device) if device else []
     store = kind.from_config(config, path, read_only, policies)
     if config.tiers.remote and not read_only:
         far, about = _remote(config.tiers.remote, store), config.tiers
-        store = LayeredStore(store, far, tiers, about.write, about.prefetch_bytes)
+        store = LayeredStore(store, far, about.write, about.prefetch_bytes)
     elif store.far and not read_only and config.tiers.prefetch_bytes:
         store = ReadAhead(store, config.tiers.prefetch_bytes)
-    if tiers and not isinstance(store, LayeredStore):
-        store = TieredStore(store, tiers)
     return store
 
 

@@ -62,7 +62,7 @@ class ChunkInfo:
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
-    """One of the tiers in front of a store (tiers.py), since it was opened."""
+    """One of the caches in front of a store (fetch/copies.py), since it was opened."""
 
     name: str
     chunks: int

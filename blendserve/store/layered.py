@@ -1,6 +1,6 @@
 """A machine's own store before one that it shares with others: what one has computed, all can use.
 
-    look-up -> tiers, own store -> remote store          a chunk found there is copied here, in the background
+    look-up -> own store -> remote store          a chunk found there is copied here, in the background
     put     -> own store        -> remote store          in the background ("back"), or before it counts ("through")
 
 Content-addressed records never change, so a copy here needs no word from there: what is near is used without asking.
@@ -31,7 +31,6 @@ from blendserve.store.key import ChunkKey
 from blendserve.store.layered_snapshot import LayeredSnapshot
 from blendserve.store.record import ChunkRecord
 from blendserve.store.request_reads import LOCAL, REMOTE, Meanwhile, Reads, Sample, TimeSaved
-from blendserve.store.tiers import HeldChunk, Tier, TieredStore, TieredView, places_of
 from blendserve.store.view import ChunkView, RecordView
 from blendserve.store.wrapped import WrappedStore
 
@@ -42,21 +41,20 @@ WAITING_BYTES = 1 << 30  # of chunks that are to be written, there or here
 
 
 class LayeredStore(WrappedStore):
-    """The own store, behind its tiers, and a remote one. It closes both."""
+    """The own store and a remote one. It closes both."""
 
     def __init__(
         self,
         near: KVStore,
         far: KVStore,
-        tiers: Sequence[Tier] = (),
         write: Write = "back",
         prefetch_bytes: int = 0,
         waiting_bytes: int = WAITING_BYTES,
         clock: Clock = time,
     ) -> None:
         """prefetch_bytes: of chunks that are read ahead of requests. waiting_bytes: of what is to be written."""
-        super().__init__(TieredStore(near, tiers))
-        self._near, self._far, self._tiers, self._write = near, far, tuple(tiers), write
+        super().__init__(near)
+        self._near, self._far, self._write = near, far, write
         self.tells_ids = near.tells_ids or far.tells_ids
         self.blobs = _Blobs(self, near, far)
         self._fetcher = Fetcher(far, prefetch_bytes, clock)
@@ -87,19 +85,8 @@ class LayeredStore(WrappedStore):
 
     # For its snapshots (layered_snapshot.Source)
 
-    def held(self, key: ChunkKey) -> tuple[str, ChunkView] | None:
-        for tier in self._tiers:
-            if entry := tier.held(key):
-                return tier.name, HeldChunk(entry)
-        return None
-
     def arriving(self, key: ChunkKey) -> ChunkRecord | None:
         return self._arriving.get(key)
-
-    def drop_deleted(self, key: ChunkKey, deletions: int) -> None:
-        if self._deletions.get(key, 0) > deletions:
-            for tier in self._tiers:
-                tier.drop(key)
 
     def fetch(
         self, keys: Sequence[ChunkKey], meanwhile: Meanwhile | None, saved: TimeSaved | None
@@ -107,8 +94,7 @@ class LayeredStore(WrappedStore):
         return self._fetcher.take(keys, meanwhile, saved)
 
     def view(self, record: ChunkRecord) -> ChunkView:
-        chunk = RecordView(record, self.blobs.get)
-        return TieredView(record.key, chunk, places_of(record.key, chunk, self._tiers))
+        return RecordView(record, self.blobs.get)
 
     def count(self, what: str) -> None:
         with self._lock:
@@ -117,9 +103,7 @@ class LayeredStore(WrappedStore):
     # Reading ahead, and what is there
 
     def prefetch(self, keys: Iterable[ChunkKey], saved: TimeSaved | None = None) -> None:
-        far = [
-            key for key in keys if key not in self._arriving and not any(key in tier for tier in self._tiers)
-        ]
+        far = [key for key in keys if key not in self._arriving]
         with suppress(StoreError):
             there = self._near.contains(far)
             far = [key for key in far if key not in there]
@@ -274,8 +258,6 @@ class LayeredStore(WrappedStore):
             self._arriving.pop(key, None)
         self._backlog.forget(key)
         self._fetcher.forget(key)
-        for tier in self._tiers:
-            tier.drop(key)
 
     def forget_blob(self, hash: bytes) -> None:
         """It is to be brought along again where it is needed."""
@@ -349,7 +331,7 @@ class LayeredStore(WrappedStore):
         try:
             with self.or_warn("the machine's own KV store did not take a chunk"):
                 self.carry(record.coding.tables, self._far, self._near, LOCAL)
-                self._near.put(key, record)  # past the tiers: what they have is this very record
+                self._near.put(key, record)
         finally:
             self._arriving.pop(key, None)
 

@@ -17,16 +17,8 @@ from blendserve.store.view import ChunkView
 class Source(Protocol):
     """Where chunks come from that the own store lacks."""
 
-    def held(self, key: ChunkKey) -> tuple[str, ChunkView] | None:
-        """A chunk that a tier has whole, wherever it came from, and that tier's name."""
-        ...
-
     def arriving(self, key: ChunkKey) -> ChunkRecord | None:
         """A chunk that was fetched, and is not in the own store yet."""
-        ...
-
-    def drop_deleted(self, key: ChunkKey, deletions: int) -> None:
-        """Drop a chunk from the tiers if it was deleted after this number of deletions."""
         ...
 
     def fetch(
@@ -83,25 +75,20 @@ class LayeredSnapshot:
         return view
 
     def _here(self, key: ChunkKey) -> ChunkView | None:
-        """In the own store, its tiers, or on its way to them."""
+        """In the own store, or on its way to it."""
         if key not in self._looked:
             self._looked[key] = self._near_view(key) or self._kept_view(key)
         return self._looked[key]
 
     def _near_view(self, key: ChunkKey) -> ChunkView | None:
         try:
-            view = self._near.get(key) if self._near else None
-            self._source.drop_deleted(key, self.deletions)  # a view of before would put it back into a tier
-            return view
+            return self._near.get(key) if self._near else None
         except StoreError as error:  # damaged or unreadable: the remote store may have it whole
             if isinstance(error, CorruptRecord | StoreVersion):
                 self._damage[key] = unraised(error)
             return None
 
     def _kept_view(self, key: ChunkKey) -> ChunkView | None:
-        if found := self._source.held(key):
-            self._from[key], view = found
-            return view
         record = self._source.arriving(key)
         fetched = self._view(key, record) if record else None
         if fetched:
@@ -128,9 +115,7 @@ class LayeredSnapshot:
 
     def _view(self, key: ChunkKey, record: ChunkRecord) -> ChunkView | None:
         try:
-            view = self._source.view(record)
-            self._source.drop_deleted(key, self.deletions)
-            return view
+            return self._source.view(record)
         except Undecodable as error:
             self._lacking[key] = unraised(error)
             return None

@@ -14,6 +14,8 @@ from blendserve.config import BlendConfig, TiersConfig
 from blendserve.core import Prompt
 from blendserve.delivery.catalogue import Catalogue
 from blendserve.errors import ChunkLost
+from blendserve.fetch import KVFetcher
+from blendserve.fetch.copies import Copies, open_caches
 from blendserve.store import ChunkKey, KVStore, MemoryStore
 from blendserve.store.codecs.base import SLOW
 from blendserve.store.kdn.adapt import TEXT, Offer, Situation, quickest
@@ -22,7 +24,6 @@ from blendserve.store.network.connection import Call, Connection
 from blendserve.store.network.deadline import Deadline
 from blendserve.store.policies import Always
 from blendserve.store.request_reads import REMOTE, Coming, TimeSaved
-from blendserve.store.tiers import TieredStore, tiers_for
 from tests.support import peers
 from tests.support.engines import toy_reader as reader
 from tests.support.peers import LAYERS, PATIENT_S, Service, Steps, blender, check, delivered, last_two
@@ -130,7 +131,7 @@ def test_a_chunk_that_fails_in_the_middle_of_a_prefill_costs_no_other(
     assert (done.report.chunks_corrupt, len(done.missing)) == (trouble == "damaged", n - came)
 
 
-def test_a_tier_keeps_no_more_than_what_came(service: Service, prompt: Prompt, late: ChunkKey) -> None:
+def test_a_cache_keeps_no_more_than_what_came(service: Service, prompt: Prompt, late: ChunkKey) -> None:
     """Request 1 loses the last chunk in its middle, request 2 gets it, request 3 finds everything in memory."""
     steps, again, clock = Steps(), threading.Event(), ManualClock()
 
@@ -140,16 +141,15 @@ def test_a_tier_keeps_no_more_than_what_came(service: Service, prompt: Prompt, l
             part[0] ^= 1
 
     with delivered(service, before, clock=clock) as (inner, _):
-        tiers = tiers_for(TiersConfig(memory_bytes=2**28), Always(), reader().adapter.device)
-        with TieredStore(inner, tiers) as store:
-            of = blender(store, steps)
-            assert of.run(prompt, peers.BLEND).report.chunks_corrupt == 1
-            again.set()
-            clock.advance(60)  # after a failure, a chunk is not asked for at once
-            for tier in (REMOTE, "memory"):
-                done = of.run(prompt, peers.BLEND)
-                check(done, prompt)
-                assert done.report.tiers[tier] == (1 if tier == REMOTE else len(prompt.chunks))
+        copies = Copies(open_caches(TiersConfig(memory_bytes=2**28), Always(), reader().adapter.device))
+        of = blender(inner, steps, fetcher=KVFetcher(inner, copies=copies))
+        assert of.run(prompt, peers.BLEND).report.chunks_corrupt == 1
+        again.set()
+        clock.advance(60)  # after a failure, a chunk is not asked for at once
+        for tier in (REMOTE, "memory"):
+            done = of.run(prompt, peers.BLEND)
+            check(done, prompt)
+            assert done.report.tiers[tier] == (1 if tier == REMOTE else len(prompt.chunks))
 
 
 def begun(coming: Coming) -> None:

@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blendserve.errors import CorruptRecord, StoreFull
-from blendserve.store import ChunkRecord, KVStore, LMDBStore, MemoryStore, TieredStore, read_record
+from blendserve.store import ChunkRecord, KVStore, LMDBStore, MemoryStore, read_record
 from blendserve.store.codecs.base import Buffer, forget_ready, tables_hash
 from blendserve.store.merge import merge
 from blendserve.store.view import RecordView
 from tests.support.codecs import Toy
-from tests.support.stores import CAP, Change, chunk, flip, has, key_of, put_kv, read, same, tamper, tier
+from tests.support.stores import CAP, Change, chunk, flip, has, key_of, put_kv, read, same, tamper
 
 TABLE = bytes(range(1, 256)) + b"\0"
 OTHER, THIRD = TABLE[::-1], TABLE[1:] + TABLE[:1]
@@ -31,10 +31,10 @@ def only_from_the_store(toy_codec: None, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(Toy, "tables_here", {})
 
 
-@pytest.fixture(params=["lmdb", "memory", "tiered"])
+@pytest.fixture(params=["lmdb", "memory"])
 def store(request: pytest.FixtureRequest, path: Path) -> Iterator[KVStore]:
     made: KVStore = MemoryStore(CAP) if request.param == "memory" else LMDBStore(path, CAP)
-    with TieredStore(made, [tier(CAP)]) if request.param == "tiered" else made as store:
+    with made as store:
         yield store
 
 

@@ -152,7 +152,7 @@ def test_a_store_kind_is_one_file_and_one_line_in_the_registry(tmp_path: Path) -
 def test_the_settings_choose_the_store(tmp_path: Path) -> None:
     remote = {"kind": "lmdb", "path": tmp_path / "far", "cap_gb": 0.01}
     tiers = {"memory_bytes": 10_000, "remote": remote, "write": "through"}
-    default, cpu = tmp_path / "default", torch.device("cpu")
+    default = tmp_path / "default"
     rows: list[tuple[dict[str, Any], Path | None, type[KVStore]]] = [
         ({"kind": "memory"}, default, MemoryStore),
         ({}, None, MemoryStore),  # no folder for the default kind
@@ -161,7 +161,7 @@ def test_the_settings_choose_the_store(tmp_path: Path) -> None:
         ({"tiers": tiers}, tmp_path / "near", LayeredStore),
     ]
     for settings, folder, kind in rows:
-        with open_store(StoreConfig(cap_gb=0.001, **settings), folder, device=cpu) as store:
+        with open_store(StoreConfig(cap_gb=0.001, **settings), folder) as store:
             assert type(store) is kind
             assert (put_kv(store, key_of(1), chunk()), store.stats().cap_bytes) == (True, 1_000_000)
     for name in ("default", "own", "near", "far"):

@@ -9,6 +9,9 @@ import pytest
 
 from blendserve.core import ChunkKV
 from blendserve.errors import StoreFull
+from blendserve.fetch import KVFetcher
+from blendserve.fetch.copies import Copies
+from blendserve.fetch.fetcher import ChunkRequest
 from blendserve.store import KVStore, LayeredStore, LMDBStore, MemoryStore, ReadAhead, read_record
 from blendserve.store.fetching import KEPT_S, REST_S, Fetcher
 from tests.support.codecs import Toy
@@ -16,6 +19,7 @@ from tests.support.stores import (
     CAP,
     UNIT,
     FaultyStore,
+    cache,
     chunk,
     copy_of,
     flip,
@@ -25,7 +29,6 @@ from tests.support.stores import (
     same,
     stored,
     tamper,
-    tier,
 )
 from tests.support.waiting import ManualClock, eventually
 
@@ -41,8 +44,8 @@ class Machine:
         for n in range(6):
             put_kv(self.far, key_of(n), kv(n))
         self.near = FaultyStore(LMDBStore(folder / "kv", CAP))
-        memory = tier(2 * UNIT, name="memory")
-        self.store = LayeredStore(self.near, self.far, [memory], prefetch_bytes=CAP, clock=self.clock)
+        self.store = LayeredStore(self.near, self.far, prefetch_bytes=CAP, clock=self.clock)
+        self.fetcher = cached(self.store)
         self.ahead = ReadAhead(self.far, CAP, self.clock)
 
 
@@ -58,26 +61,31 @@ def kv(n: int) -> ChunkKV:
     return chunk(10, seed=n)
 
 
-def ask(store: KVStore, *numbers: int) -> list[str]:
-    """Read and check chunks in one request -> the tier of each, "" for a miss, or why it cannot be read."""
-    keys, tiers = [key_of(n) for n in numbers], []
-    with store.reading() as snapshot:
-        snapshot.expect(keys)
-        for n, key in zip(numbers, keys, strict=True):
-            view, why = snapshot.get(key), snapshot.undecodable.get(key)
-            tiers.append(snapshot.tier(key) if view else why.kind if why else "")
-            assert view is None or same(copy_of(view), kv(n))
-    if isinstance(store, LayeredStore):
-        store.flush()
-    return tiers
+def cached(store: KVStore) -> KVFetcher:
+    """With room for copies of two chunks."""
+    return KVFetcher(store, copies=Copies([cache(2 * UNIT, name="memory")]))
+
+
+def ask(by: KVStore | KVFetcher, *numbers: int) -> list[str]:
+    """Read and check chunks in one request -> the source of each, "" for an absent one, or the kind of its miss."""
+    fetcher, found = by if isinstance(by, KVFetcher) else KVFetcher(by), list[str]()
+    with fetcher.fetch([ChunkRequest(key_of(n), 10) for n in numbers]) as fetch:
+        for n in numbers:
+            key = key_of(n)
+            miss = fetch.misses.get(key)
+            assert miss or same(copy_of(fetch.views[key]), kv(n))
+            found.append(miss.kind if miss else fetch.source[key])
+    if isinstance(fetcher.store, LayeredStore):
+        fetcher.store.flush()
+    return ["" if kind == "absent" else kind for kind in found]
 
 
 def test_missing_chunks_are_fetched_in_one_batch_and_kept(machine: Machine) -> None:
     store = machine.store
     assert put_kv(store, key_of(6), kv(6))
-    assert ask(store, 0, 1, 2, 3, 6, 9) == ["remote"] * 4 + ["local", ""]
+    assert ask(machine.fetcher, 0, 1, 2, 3, 6, 9) == ["remote"] * 4 + ["local", ""]
     assert stored(machine.near) >= set(range(4))
-    assert ask(store, 3, 2, 1, 0) == ["memory", "memory", "local", "local"]  # the tier has room for two
+    assert ask(machine.fetcher, 6, 3, 1, 0) == ["memory", "memory", "local", "local"]  # there is room for two
     assert machine.far.batches == [5]
     stats = store.stats()
     assert stats.remote is not None
@@ -105,9 +113,9 @@ def test_while_the_remote_store_is_down_the_local_one_serves(machine: Machine) -
 
 def test_while_the_local_store_is_down_the_remote_one_serves(machine: Machine) -> None:
     store = machine.store
-    ask(store, 0)
+    ask(machine.fetcher, 0)
     machine.near.down = True
-    assert ask(store, 0, 1, 9) == ["memory", "remote", ""]
+    assert ask(machine.fetcher, 0, 1, 9) == ["memory", "remote", ""]
     assert put_kv(store, key_of(9), kv(9))
     assert store.admits(key_of(12), UNIT)
     assert store.contains([key_of(1), key_of(20)]) == {key_of(1)}
@@ -116,11 +124,14 @@ def test_while_the_local_store_is_down_the_remote_one_serves(machine: Machine) -
     machine.near.down = False
 
 
-def test_a_local_store_without_room_leaves_chunks_to_the_tier_and_the_remote_store(machine: Machine) -> None:
+def test_a_local_store_without_room_leaves_chunks_to_the_copies_and_the_remote_store(
+    machine: Machine,
+) -> None:
     far = machine.far
     far.calls.clear()
-    store = LayeredStore(MemoryStore(0), far, [tier(2 * UNIT, name="memory")])
-    assert [ask(store, 0, 1), ask(store, 0, 1)] == [["remote"] * 2, ["memory"] * 2]
+    store = LayeredStore(MemoryStore(0), far)
+    fetcher = cached(store)
+    assert [ask(fetcher, 0, 1), ask(fetcher, 0, 1)] == [["remote"] * 2, ["memory"] * 2]
     assert far.batches == [2]
     far.gate.clear()
     assert put_kv(store, key_of(8), kv(8))

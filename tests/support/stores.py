@@ -23,6 +23,7 @@ import torch
 from blendserve.config import ValkeyConfig
 from blendserve.core import ChunkKV
 from blendserve.errors import CorruptRecord, StoreFull, StoreUnavailable
+from blendserve.fetch.copies import CopyCache
 from blendserve.store import ChunkRecord, KVStore, LayeredStore, LMDBStore, MemoryStore, ReadAhead, Reads
 from blendserve.store.blobs import BlobInfo, BlobStore
 from blendserve.store.codecs.base import Codec
@@ -30,7 +31,6 @@ from blendserve.store.codecs.raw import Raw
 from blendserve.store.key import TAG_BYTES, ChunkKey, chunk_key
 from blendserve.store.layered import Write
 from blendserve.store.policies import LRU, Admission, Always
-from blendserve.store.tiers import Tier, TieredStore
 from blendserve.store.valkey.client import library
 from blendserve.store.valkey.names import HEADER, chunk_name, segment_name
 from blendserve.store.valkey.store import ValkeyStore
@@ -136,10 +136,10 @@ def flip(name: bytes, at: int) -> Change:
 UNIT = chunk(10).n_bytes
 
 
-def tier(n_bytes: float, admission: Admission | None = None, name: str = "tier") -> Tier:
-    """A tier in this process's memory."""
+def cache(n_bytes: float, admission: Admission | None = None, name: str = "cache") -> CopyCache:
+    """Copies in this process's memory."""
     copy: Callable[..., Any] = lambda pair: (pair[0].clone(), pair[1].clone())  # noqa: E731
-    return Tier(name, round(n_bytes), admission or Always(), copy)
+    return CopyCache(name, round(n_bytes), admission or Always(), copy)
 
 
 # Faults
@@ -412,14 +412,6 @@ class Coded(OnDisk):
         self.codec = Toy(level=6)
 
 
-class Tiered(OnDisk):
-    def open(self) -> KVStore:
-        return TieredStore(super().open(), [tier(1.5 * UNIT, name="near"), tier(3 * UNIT, name="next")])
-
-    def other(self) -> KVStore:
-        return OnDisk.open(self)
-
-
 class OnServer(Place):
     frozen = False
     damages = tuple(damage for damage in DAMAGES if not damage.readable)  # a layer too many stays
@@ -448,16 +440,14 @@ class OnServer(Place):
 
 
 class Layered(Place):
-    """A small store on disk behind a tier, and another machine's: chunks are written to both at once."""
+    """A small store on disk, and another machine's: chunks are written to both at once."""
 
     frozen = damageable = False
     write: Write = "through"
 
     def open(self) -> KVStore:
         self.near, far = self.own(), self._far()
-        return LayeredStore(
-            self.near, far, [tier(UNIT)], self.write, ROOMY, waiting_bytes=2 * UNIT, clock=self.clock
-        )
+        return LayeredStore(self.near, far, self.write, ROOMY, waiting_bytes=2 * UNIT, clock=self.clock)
 
     def other(self) -> KVStore:
         return LMDBStore(self.folder / "far", ROOMY, eviction=LRU(), clock=self.clock)
@@ -493,7 +483,6 @@ STORES: dict[str, type[Place]] = {
     "memory": InMemory,
     "lmdb": OnDisk,
     "coded": Coded,
-    "tiered": Tiered,
     "valkey": OnServer,
     "layered": Layered,
     "behind": Behind,
