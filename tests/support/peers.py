@@ -28,8 +28,7 @@ from blendserve.core import Prompt
 from blendserve.delivery.publish import publish
 from blendserve.engine.engine import Engine
 from blendserve.serve.config import DeliverConfig
-from blendserve.serve.kdn.running import make_app
-from blendserve.serve.kdn.service import DeliveryService
+from blendserve.serve.kdn import DeliveryService, make_app
 from blendserve.store import ChunkKey, KVStore, MemoryStore, read_record
 from blendserve.store.clock import Clock
 from blendserve.store.codecs.int8 import Int8

@@ -1,6 +1,8 @@
-"""The delivery service's parts: a store, the catalogue in it, what was delivered last, and who may have what.
+"""`blendserve kdn serve`: GET /v1/kdn/... delivers the index of a collection and the KV of its chunks.
 
-It has no state of its own but what it may lose: any number of services on one store deliver the same.
+The service has no state but what it may lose: any number of services on one store deliver the same. Bodies of chunks,
+tables and parts of an index never change under their names. Each has an ETag and supports Range requests, so that a
+client can resume a transfer.
 """
 
 from __future__ import annotations
@@ -8,21 +10,31 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import asdict, dataclass
 from functools import partial
 from hashlib import blake2b
-from typing import TypeVar
+from typing import Annotated, Any, TypeVar
+
+from fastapi import APIRouter, Depends, FastAPI, Query, Request
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.responses import Response
 
 from blendserve.delivery.catalogue import Catalogue, pieces_of
-from blendserve.delivery.publish import retire, set_pins
+from blendserve.delivery.publish import retire as retire_collection
+from blendserve.delivery.publish import set_pins
 from blendserve.engine.fair_executor import FairExecutor
 from blendserve.errors import Busy, InputError, NotAllowed, NotFound
-from blendserve.serve.config import DeliverConfig
+from blendserve.serve.access import TenantArg
+from blendserve.serve.app import app_behind
+from blendserve.serve.config import Config, DeliverConfig, check_binding
 from blendserve.serve.front import Front
 from blendserve.serve.keys import Tenant
 from blendserve.serve.metrics import HttpMetrics
-from blendserve.store import ChunkKey, KVStore, read_record
+from blendserve.serve.ranges import PartialBody
+from blendserve.serve.running import HttpServer
+from blendserve.store import ChunkKey, KVStore, open_store, read_record
 from blendserve.store.clock import Clock as StoreClock
 from blendserve.store.codecs.base import Buffer
 from blendserve.store.kdn.collection import MOST_IN_STEP, Collection, body, in_step, level_key
@@ -113,7 +125,9 @@ class DeliveryService(Front):
 
     async def retire(self, tenant: Tenant, name: str, delete: bool) -> int:
         """For admins. Raises NotAllowed, NotFound, StoreError."""
-        return await self._administer(tenant, name, partial(retire, self.store, self.catalogue, name, delete))
+        return await self._administer(
+            tenant, name, partial(retire_collection, self.store, self.catalogue, name, delete)
+        )
 
     def pay(self, tenant: Tenant, n_bytes: int) -> None:
         """Count bytes that are to be sent. Raises Busy where a tenant has had as many as they may."""
@@ -182,3 +196,161 @@ class DeliveryService(Front):
 
 def _not_found() -> NotFound:
     return NotFound("not found, or not accessible with this API key")
+
+
+# Routes
+
+
+router = APIRouter(prefix="/v1/kdn", tags=["delivery"])
+operations = APIRouter(tags=["operations"])
+
+
+def service(request: Request) -> DeliveryService:
+    """The server's parts."""
+    found: DeliveryService = request.app.state.service
+    return found
+
+
+ServiceArg = Annotated[DeliveryService, Depends(service)]
+GET = ["GET", "HEAD"]
+
+
+@router.get("/collections")
+async def collections(service: ServiceArg, tenant: TenantArg) -> dict[str, Any]:
+    """The collections that this key may read."""
+    return {"data": [_summary(asdict(found)) for found in await service.collections(tenant)]}
+
+
+@router.get("/collections/{name}")
+async def collection(name: str, service: ServiceArg, tenant: TenantArg) -> dict[str, Any]:
+    """A collection's description."""
+    return asdict(await service.collection(tenant, name))
+
+
+@router.api_route("/collections/{name}/directory", methods=GET)
+async def directory(name: str, request: Request, service: ServiceArg, tenant: TenantArg) -> Response:
+    """Its chunks: for each its key, tokens, and the bytes of its body at each level."""
+    return await _sent(request, service, tenant, lambda: service.directory(tenant, name))
+
+
+@router.api_route("/collections/{name}/pieces/{hash}", methods=GET)
+@router.api_route("/collections/{name}/tables/{hash}", methods=GET)
+async def piece(name: str, hash: str, request: Request, service: ServiceArg, tenant: TenantArg) -> Response:
+    """A part of its index, or a codec's tables, whose hash this is."""
+    return await _sent(request, service, tenant, lambda: service.piece(tenant, name, hash))
+
+
+@router.api_route("/collections/{name}/chunks/{key}", methods=GET)
+async def chunk(
+    name: str,
+    key: str,
+    request: Request,
+    service: ServiceArg,
+    tenant: TenantArg,
+    level: Annotated[
+        str, Query(max_length=32, description="One of the collection's levels. [default: the first]")
+    ] = "",
+) -> Response:
+    """A chunk's KV: length of the header (4 bytes), header, and a segment for each layer, in order."""
+    return await _sent(request, service, tenant, lambda: service.chunk(tenant, name, key, level))
+
+
+@router.api_route("/collections/{name}/layers", methods=GET)
+async def layers(
+    name: str,
+    request: Request,
+    service: ServiceArg,
+    tenant: TenantArg,
+    chunks: Annotated[
+        str, Query(max_length=1 << 13, description="KEY:LEVEL of each chunk, separated by commas.")
+    ],
+) -> Response:
+    """Several chunks in step: length of the header and header of each, then layer by layer a segment of each."""
+    return await _sent(request, service, tenant, lambda: service.layers(tenant, name, chunks.split(",")))
+
+
+@router.post("/collections/{name}/pin")
+async def pin(name: str, service: ServiceArg, tenant: TenantArg) -> dict[str, Any]:
+    """Pin its chunks: they are not evicted. For admins."""
+    return {"collection": name, "pinned": await service.set_pins(tenant, name, True)}
+
+
+@router.post("/collections/{name}/unpin")
+async def unpin(name: str, service: ServiceArg, tenant: TenantArg) -> dict[str, Any]:
+    """Unpin its chunks, except the ones of another pinned collection. For admins."""
+    return {"collection": name, "unpinned": await service.set_pins(tenant, name, False)}
+
+
+@router.delete("/collections/{name}")
+async def retire(
+    name: str,
+    service: ServiceArg,
+    tenant: TenantArg,
+    chunks: Annotated[
+        bool, Query(description="Whether to delete the chunks that no other collection has.")
+    ] = False,
+) -> dict[str, Any]:
+    """Withdraw it. For admins."""
+    return {"collection": name, "retired": True, "chunks": await service.retire(tenant, name, chunks)}
+
+
+@operations.get("/health")
+async def health() -> dict[str, Any]:
+    """The process is running."""
+    return {"status": "ok"}
+
+
+@operations.get("/metrics")
+async def metrics(service: ServiceArg, tenant: TenantArg) -> Response:
+    """Metrics of all tenants for Prometheus. A server with keys requires an admin's."""
+    if not tenant.admin:
+        raise NotAllowed("the metrics cover all tenants: use an admin's key")
+    return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+
+async def _sent(
+    request: Request, service: DeliveryService, tenant: Tenant, find: Callable[[], Awaitable[Sendable]]
+) -> Response:
+    """What is found, or the part of it that is asked for, while it counts among the tenant's requests."""
+    with ExitStack() as stack:
+        stack.enter_context(service.limits.one(tenant))
+        found = await find()
+        if found.etag in request.headers.get("if-none-match", ""):
+            return Response(status_code=304, headers={"ETag": found.etag})
+        asked = request.headers.get("range")
+        if request.headers.get("if-range", found.etag) != found.etag:
+            asked = None
+        response = PartialBody(found.parts, found.etag, asked, service.config.send_s)
+        service.pay(tenant, response.n_bytes if request.method == "GET" else 0)
+        response.at_end = stack.pop_all().close
+        return response
+
+
+def _summary(values: dict[str, Any]) -> dict[str, Any]:
+    """Without what only a client's program wants."""
+    return {k: v for k, v in values.items() if k not in ("files", "directory", "tables")}
+
+
+# From settings to a running service
+
+
+def make_app(service: DeliveryService) -> FastAPI:
+    """The application over a service, which it closes."""
+
+    @asynccontextmanager
+    async def life(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        service.close()
+
+    return app_behind(service, life, [router, operations])
+
+
+def serve(settings: Config, say: Callable[[str], None]) -> None:
+    """Deliver the collections of a store until told to stop. Raises ConfigError, StoreError."""
+    check_binding(settings.deliver)
+    with open_store(settings.store, None, persistent=True) as store:
+        service = DeliveryService(store, settings.deliver)
+        try:
+            HttpServer(make_app(service), settings.deliver, say, lambda: None).run()
+        finally:
+            service.close()  # a forced end skips the application's own

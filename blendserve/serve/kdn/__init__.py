@@ -1,1 +1,0 @@
-"""The delivery service: collections and their chunks over plain HTTP."""
