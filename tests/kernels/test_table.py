@@ -255,7 +255,9 @@ WRONG: dict[str, tuple[Any, str, Callable[..., Args]]] = {
 def test_verify_refuses_what_is_one_position_off(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
     assert way.level is not None
     verify.check_cpu(way.level, loaded(way.level))
-    for operation in way.level.sources:
+    for operation in set(way.level.sources) - {
+        "decode_step"
+    }:  # compared with the model: tests/models/test_native.py
         module, name, off = WRONG[operation]
         right = getattr(module, name)
         with monkeypatch.context() as patch:
