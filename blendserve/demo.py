@@ -21,7 +21,7 @@ from blendserve.engine.engine import Engine
 from blendserve.engine.library import Library
 from blendserve.errors import IndexMismatch, IndexMissing
 from blendserve.models.loader import Reader, load_reader
-from blendserve.models.own_forward import model_logits
+from blendserve.models.reference import model_logits
 from blendserve.registry import PLAIN_CODECS
 from blendserve.retrieve import language_reference
 

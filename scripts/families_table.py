@@ -9,7 +9,7 @@ import textwrap
 from collections import defaultdict
 
 from blendserve.models.families import FAMILIES, MOVABLE_ROPE, REFUSED, REFUSED_SETTINGS, TOWERS, Family
-from blendserve.models.loader import BUNDLED
+from blendserve.models.sources import BUNDLED
 
 HEAD = """\
 # Models
@@ -31,7 +31,7 @@ The packages of `gemma3-270m` (253 MB) are optional, and under the
 
 The `model_type` in the model's `config.json` decides whether blendserve supports it. The test suite
 compares each family below with its own `model.forward` in transformers, layer by layer, on tiny
-models with random weights (`tests/models/test_adapter.py`).
+models with random weights (`tests/models/test_model.py`).
 
 Before a model blends, blendserve checks it once on its real weights. The command
 `blendserve doctor --model MODEL` prints these checks. A model that fails one cannot blend: the
@@ -60,6 +60,7 @@ PLAN = {
     "experts": "mixture of experts",
     "fused_qkv": "fused qkv",
     "parallel": "parallel attention and MLP",
+    "attention_scale": "scaled scores",
     "softcap": "capped scores",
     "logits_softcap": "capped logits",
     "typed_rope": "RoPE by layer type",
@@ -80,6 +81,9 @@ QK_NORM = {"head": "q and k norms", "width": "q and k norms over all heads"}
 def plan(family: Family) -> str:
     """The differences of a family from plain Llama layers, in words."""
     words = [NORMS[family.before_attention is not None, family.after_attention is not None]]
+    words += ["LayerNorm"] if isinstance(family.norm, str) else []
+    words += ["interleaved RoPE"] if family.rotary.neighbours else []
+    words += ["MLP without gate"] if family.mlp_layers[0] in {"up_proj", "c_fc"} else []
     words += [QK_NORM[family.qk_norm]] if family.qk_norm in QK_NORM else []
     words += [WINDOWS[family.windows]] if family.windows in WINDOWS else []
     words += ["some layers without RoPE"] if family.rotates is not Family("").rotates else []

@@ -29,8 +29,8 @@ from blendserve.blend.blender import Blender, Prefilled
 from blendserve.blend.priors import Priors
 from blendserve.config import BlendConfig
 from blendserve.core import Chunk, Prompt, TokenIds
-from blendserve.models.adapter import Adapter
 from blendserve.models.loader import fingerprint
+from blendserve.models.model import DecoderModel
 from blendserve.registry import CORRECTIONS, POLICIES
 from blendserve.store import read_record
 from tests.support.blending import LeakyStore
@@ -72,7 +72,7 @@ def model(kind: str) -> Any:
     return made
 
 
-def priors(made: Adapter) -> Priors:
+def priors(made: DecoderModel) -> Priors:
     shape, draw = (made.n_layers - 1, made.n_kv_heads, 2 * made.head_dim), np.random.default_rng(1)
     weights, constant = (draw.integers(-256, 256, s) / 4096 for s in ((*shape, shape[-1]), shape))
     return Priors(torch.from_numpy(weights).float(), torch.from_numpy(constant).float())
@@ -81,7 +81,7 @@ def priors(made: Adapter) -> Priors:
 @cache
 def blender(kind: str, name: str) -> Blender:
     """With a store for this prompt. Chunks of the damaged one are computed behind a primer, too."""
-    store, made = LeakyStore(), Adapter(model(kind))
+    store, made = LeakyStore(), DecoderModel.of(model(kind))
     context = (*PREFIX, *PRIMER) if name == "damaged" else PREFIX
     maker = Blender(made, "golden", store, PREFIX, context)
     maker.precompute([chunk for chunk in (*PROMPTS[name], DONOR) if chunk not in (NONE, EDIT)])

@@ -24,8 +24,8 @@ from blendserve.config import BlendConfig, DecodeConfig, Positive
 from blendserve.core import Prompt, TokenIds, run
 from blendserve.engine.generation import generate
 from blendserve.kernels.cuda.graphs import Capture, CudaGraph, Replayed
-from blendserve.models.adapter import Adapter
 from blendserve.models.kv_cache import KVCache
+from blendserve.models.model import DecoderModel
 from blendserve.models.replay import EAGER, Step, plain_steps, replayed_steps
 from blendserve.timing import Clock
 
@@ -64,7 +64,7 @@ def groups(config: DecodeBenchConfig, log: SampleLog) -> Iterator[Group]:
             yield _steps(adapter, context, n, {**labels, "steps": "random KV"})
 
 
-def run_ours(adapter: Adapter, done: PassResult, length: int, n: int) -> Timed:
+def run_ours(adapter: DecoderModel, done: PassResult, length: int, n: int) -> Timed:
     """Our loop over a prefilled cache; what it holds after `length` is overwritten each time."""
     clock = Clock(adapter.device)
     tokens = generate(adapter, done.cache, length, done.logits, DecodeConfig(max_new_tokens=n), frozenset())
@@ -72,11 +72,11 @@ def run_ours(adapter: Adapter, done: PassResult, length: int, n: int) -> Timed:
     return ids, at
 
 
-def run_generate(adapter: Adapter, ids: TokenIds, n: int) -> Timed:
+def run_generate(adapter: DecoderModel, ids: TokenIds, n: int) -> Timed:
     """transformers' generate, prompt included."""
     stamps = _Stamps(Clock(adapter.device))
     inputs = torch.tensor([ids], device=adapter.device)
-    cast(Any, adapter.model).generate(
+    cast(Any, adapter.reference).generate(
         inputs,
         attention_mask=torch.ones_like(inputs),
         max_new_tokens=n,
@@ -107,7 +107,7 @@ class _Stamps:
         return
 
 
-def prefilled(adapter: Adapter, ids: TokenIds, n: int) -> PassResult:
+def prefilled(adapter: DecoderModel, ids: TokenIds, n: int) -> PassResult:
     """A full prefill whose cache has room for n new tokens."""
     prompt = Prompt((), (), ids)
     layout = lay_out(prompt, None, [], behind_prefix=True)
@@ -124,7 +124,7 @@ def _seconds(run: Timed) -> Metrics:
     return {"token_s": (at[-1] - at[0]) / (len(at) - 1), "first_s": at[0]}
 
 
-def _steps(adapter: Adapter, context: int, n: int, labels: dict[str, Any]) -> Group:
+def _steps(adapter: DecoderModel, context: int, n: int, labels: dict[str, Any]) -> Group:
     """After a context of random KV. On a CPU, where nothing is captured, the captured step itself runs."""
     cache = KVCache(adapter, context + EAGER + 1 + n)
     with torch.inference_mode():
@@ -150,7 +150,7 @@ def _steps(adapter: Adapter, context: int, n: int, labels: dict[str, Any]) -> Gr
 
 
 def _run_steps(
-    adapter: Adapter, step: Step, context: int, tokens: list[int]
+    adapter: DecoderModel, step: Step, context: int, tokens: list[int]
 ) -> tuple[dict[str, float], Tensor]:
     """All tokens after the context; the clock starts behind the eager ones and the capture."""
     for i in range(EAGER):

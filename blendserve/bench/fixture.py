@@ -31,8 +31,8 @@ from blendserve.errors import InputError, ModelUnsupported, StoreError
 from blendserve.evaluate.fidelity import kl
 from blendserve.evaluate.methods import FULL, TRANSFORMERS, MethodSpec
 from blendserve.fetch import KVFetcher, open_storage
-from blendserve.models.adapter import Adapter
 from blendserve.models.loader import Reader
+from blendserve.models.model import DecoderModel
 from blendserve.store import KVStore, LMDBStore
 from blendserve.timing import Clock
 
@@ -201,13 +201,13 @@ def open_tier(folder: Path, n_bytes: int, tier: Tier, device: torch.device) -> K
 
 
 @torch.inference_mode()
-def forward(adapter: Adapter, ids: TokenIds) -> Tensor:
+def forward(adapter: DecoderModel, ids: TokenIds) -> Tensor:
     """The model's own forward over these tokens, with a cache -> logits [V] after the last."""
     from transformers import DynamicCache
 
     from blendserve.kernels.cuda.dense import BACKENDS
 
-    model = cast(Any, adapter.model)
+    model = cast(Any, adapter.reference)
     inputs = torch.tensor([ids], device=adapter.device)
     cache = DynamicCache(config=model.config)
     with sdpa_kernel(BACKENDS) if adapter.device.type == "cuda" else nullcontext():

@@ -33,7 +33,7 @@ from blendserve.kernels.cuda.dense import BACKENDS
 from blendserve.kernels.ops import ATTEND, place
 from blendserve.kernels.rows import plan_rows
 from blendserve.kernels.types import AttentionSpec
-from blendserve.models.adapter import Adapter
+from blendserve.models.model import DecoderModel
 from blendserve.registry import BENCHED
 from blendserve.timing import Clock
 
@@ -137,7 +137,7 @@ def _masked(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float)
     return out[0].transpose(0, 1).reshape(q.shape[1], -1)
 
 
-def _placement(adapter: Adapter, chunk_tokens: int, rates: Rates) -> Metrics:
+def _placement(adapter: DecoderModel, chunk_tokens: int, rates: Rates) -> Metrics:
     device, shape = adapter.device, (adapter.n_kv_heads, chunk_tokens, adapter.head_dim)
     layer = [[torch.randn(shape, device=device).to(adapter.dtype) for _ in range(2)] for _ in range(CHUNKS)]
     n = CHUNKS * chunk_tokens

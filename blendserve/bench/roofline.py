@@ -23,7 +23,7 @@ from blendserve.blend.policies.base import make_policy
 from blendserve.config import BlendConfig
 from blendserve.core import BlendReport
 from blendserve.errors import ModelUnsupported
-from blendserve.models.adapter import Adapter
+from blendserve.models.model import DecoderModel
 from blendserve.timing import Clock
 
 SIDES = (1024, 2048)  # of square matrices; the better one counts
@@ -47,13 +47,13 @@ class Counts:
         return len(self.windows)
 
     @classmethod
-    def of(cls, adapter: Adapter) -> Counts:
+    def of(cls, adapter: DecoderModel) -> Counts:
         """Raises ModelUnsupported for mixtures of experts, where it depends on the token which weights are used."""
         if adapter.family.experts:
             raise ModelUnsupported(
                 "the limit is not modelled for mixtures of experts: give a reader without experts"
             )
-        model = cast(Any, adapter.model)
+        model = cast(Any, adapter.reference)
         named = [
             (n, m.weight.numel())
             for n, m in model.model.layers[0].named_modules()

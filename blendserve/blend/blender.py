@@ -31,8 +31,8 @@ from blendserve.errors import StoreError
 from blendserve.fetch.copies import Hold
 from blendserve.fetch.fetcher import ChunkRequest, Fetch, KVFetcher
 from blendserve.fetch.link import TokenRate
-from blendserve.models.adapter import Adapter
 from blendserve.models.kv_cache import KVCache
+from blendserve.models.model import DecoderModel
 from blendserve.paths import cache_folder
 from blendserve.registry import CORRECTIONS, REUSE
 from blendserve.store import ChunkKey, ChunkRecord, KVStore, TensorView, chunk_key
@@ -65,7 +65,7 @@ class Blender:
 
     def __init__(
         self,
-        adapter: Adapter,
+        adapter: DecoderModel,
         fingerprint: str,
         store: KVStore,
         prefix: TokenIds,

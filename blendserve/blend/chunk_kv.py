@@ -17,8 +17,8 @@ from blendserve.core import ChunkKV, Span, Steps, TokenIds, run
 from blendserve.kernels.chunks import ChunkStack
 from blendserve.kernels.ops import attend_chunks
 from blendserve.kernels.types import Rope
-from blendserve.models.adapter import Adapter, Projected
 from blendserve.models.forward import run_layers
+from blendserve.models.model import DecoderModel, Projected
 
 STACK_TOKENS = 1024  # rows a stack on a CPU: enough to fill the matmuls, little enough to stay in cache
 GPU_STACK_BYTES = 1 << 30  # of KV that a stack makes on a GPU: 8,192 rows of an 8B model
@@ -28,7 +28,7 @@ GPU_STACK_TOKENS = 16_384  # rows at most; a GPU is full long before
 class ChunkComputer:
     """Computes the KV of chunks that all stand behind the same tokens."""
 
-    def __init__(self, adapter: Adapter, context: TokenIds, context_kv: ChunkKV | None = None) -> None:
+    def __init__(self, adapter: DecoderModel, context: TokenIds, context_kv: ChunkKV | None = None) -> None:
         """context_kv: the KV of `context`, where the caller has it."""
         self._adapter = adapter
         empty = _empty(adapter, ())
@@ -84,7 +84,7 @@ class _Stacked:
     """Chunks side by side, each attending to [prefix | itself]; their KV is kept as it is before RoPE."""
 
     def __init__(
-        self, adapter: Adapter, out: Sequence[ChunkKV], prefix_keys: Tensor, prefix_values: Tensor
+        self, adapter: DecoderModel, out: Sequence[ChunkKV], prefix_keys: Tensor, prefix_values: Tensor
     ) -> None:
         self._adapter, self._prefix = adapter, (prefix_keys, prefix_values)
         lengths, n_prefix = [kv.n_tokens for kv in out], prefix_keys.shape[2]
@@ -110,7 +110,7 @@ class _Stacked:
         return attend_chunks(q, self._keys, self._values, prefix_kv, self._adapter.specs[l], self._stack)
 
 
-def _empty(adapter: Adapter, ids: TokenIds) -> ChunkKV:
+def _empty(adapter: DecoderModel, ids: TokenIds) -> ChunkKV:
     shape = (adapter.n_layers, adapter.n_kv_heads, len(ids), adapter.head_dim)
     keys, values = (torch.empty(shape, dtype=adapter.dtype, device=adapter.device) for _ in range(2))
     return ChunkKV(keys, values, ids=tuple(ids))

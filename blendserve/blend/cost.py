@@ -37,7 +37,7 @@ from blendserve.blend.work import Work, rows_work, work_of
 from blendserve.config import BlendConfig, Method
 from blendserve.core import Chunk, ChunkKV, Prompt, TokenIds, run
 from blendserve.kernels.race_times import machine
-from blendserve.models.adapter import Adapter
+from blendserve.models.model import DecoderModel
 from blendserve.registry import POLICIES, REUSE
 from blendserve.store.view import TensorView
 
@@ -103,7 +103,7 @@ def overlapped_ratio(
 
 
 def calibrated(
-    adapter: Adapter, fingerprint: str, folder: Path, say: Callable[[str], None], fresh: bool = False
+    adapter: DecoderModel, fingerprint: str, folder: Path, say: Callable[[str], None], fresh: bool = False
 ) -> CostModel:
     """The cost model of this machine and reader: kept in `folder`, or measured (a few seconds) and kept.
 
@@ -124,7 +124,9 @@ def calibrated(
     return model
 
 
-def measure(adapter: Adapter, repeats: int = 3, clock: Callable[[], float] = time.perf_counter) -> CostModel:
+def measure(
+    adapter: DecoderModel, repeats: int = 3, clock: Callable[[], float] = time.perf_counter
+) -> CostModel:
     """Fit the four constants from timed prefills of random tokens.
 
     Dense prompts tell what a row costs, few rows behind much stored KV what loading costs, more rows behind the same KV
@@ -165,7 +167,7 @@ def nonnegative_least_squares(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return best
 
 
-def synthetic_prompt(adapter: Adapter, n_suffix: int, n_stored: int) -> tuple[Prompt, Layout]:
+def synthetic_prompt(adapter: DecoderModel, n_suffix: int, n_stored: int) -> tuple[Prompt, Layout]:
     """A prompt of random tokens; what is stored of it is noise, as speed does not depend on values."""
     rng = np.random.default_rng(0)
 
@@ -186,7 +188,7 @@ def synthetic_prompt(adapter: Adapter, n_suffix: int, n_stored: int) -> tuple[Pr
 
 
 def _timed(
-    adapter: Adapter, rows: int, keys: int, room: int, clock: Callable[[], float]
+    adapter: DecoderModel, rows: int, keys: int, room: int, clock: Callable[[], float]
 ) -> Iterator[tuple[list[float], float]]:
     """Work and seconds of a case: without choosing, and with it where few rows stand behind much."""
     prompt, layout = synthetic_prompt(adapter, rows, keys)

@@ -15,8 +15,8 @@ from blendserve.fetch.layers import LayerReader
 from blendserve.kernels.cuda.staging import Layer, copy_stream_to
 from blendserve.kernels.ops import place
 from blendserve.kernels.types import Ropes
-from blendserve.models.adapter import Adapter
 from blendserve.models.kv_cache import KVCache
+from blendserve.models.model import DecoderModel
 from blendserve.timing import Clock
 
 
@@ -28,7 +28,7 @@ class KVLoader:
 
     def __init__(
         self,
-        adapter: Adapter,
+        adapter: DecoderModel,
         cache: KVCache,
         placements: Sequence[Placement],
         ropes: Ropes,

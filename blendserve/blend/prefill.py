@@ -24,9 +24,9 @@ from blendserve.core import Prompt, Steps
 from blendserve.kernels.ops import attend
 from blendserve.kernels.rows import RowPlan, Rows, plans_by_window
 from blendserve.kernels.types import Rope
-from blendserve.models.adapter import Adapter, Projected
 from blendserve.models.forward import run_layers
 from blendserve.models.kv_cache import KVCache
+from blendserve.models.model import DecoderModel, Projected
 from blendserve.timing import Clock
 
 
@@ -46,7 +46,7 @@ class PassResult:
 
 @torch.inference_mode()
 def blend_prefill(
-    adapter: Adapter,
+    adapter: DecoderModel,
     prompt: Prompt,
     layout: Layout,
     blend: BlendConfig,

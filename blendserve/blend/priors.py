@@ -33,8 +33,8 @@ from blendserve.config import BlendConfig
 from blendserve.core import Chunk, ChunkKV, Prompt, Span, TokenIds, run
 from blendserve.errors import CorruptBlob, StoreError
 from blendserve.kernels.types import Prior
-from blendserve.models.adapter import Adapter
 from blendserve.models.kv_cache import KVCache
+from blendserve.models.model import DecoderModel
 from blendserve.registry import REUSE
 from blendserve.store import KVStore
 
@@ -60,7 +60,7 @@ class Priors:
         self._weights, self._constants, self.explained = weights, constants, explained
 
     @classmethod
-    def of_nothing(cls, adapter: Adapter) -> Priors:
+    def of_nothing(cls, adapter: DecoderModel) -> Priors:
         """That nothing moves; as quick as any others."""
         shape = adapter.n_layers - 1, adapter.n_kv_heads, 2 * adapter.head_dim
         weights = torch.zeros(*shape, shape[-1], device=adapter.device)
@@ -77,7 +77,7 @@ class Priors:
         return save({name: x.contiguous() for name, x in parts.items()}, about)
 
     @classmethod
-    def from_bytes(cls, raw: bytes, adapter: Adapter) -> Priors:
+    def from_bytes(cls, raw: bytes, adapter: DecoderModel) -> Priors:
         """Raises ValueError for bytes that are none of this reader's."""
         try:
             parts, about = load(raw), json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
@@ -96,7 +96,7 @@ class PriorStore:
     """The priors of one reader, behind one text, that a store has. Safe to share between threads."""
 
     def __init__(
-        self, adapter: Adapter, fingerprint: str, store: KVStore, prefix: TokenIds, context: TokenIds
+        self, adapter: DecoderModel, fingerprint: str, store: KVStore, prefix: TokenIds, context: TokenIds
     ) -> None:
         """context: what chunks are computed behind."""
         self._adapter, self._store = adapter, store
@@ -161,7 +161,7 @@ def prompts_of(chunks: Sequence[TokenIds], prefix: TokenIds, limit: int) -> list
 
 
 def fit_priors(
-    adapter: Adapter,
+    adapter: DecoderModel,
     prefix: TokenIds,
     context: TokenIds,
     chunks: Sequence[TokenIds],
@@ -184,7 +184,7 @@ def fit_priors(
 
 
 def _deviations(
-    adapter: Adapter, prompt: Prompt, computer: ChunkComputer, first: int
+    adapter: DecoderModel, prompt: Prompt, computer: ChunkComputer, first: int
 ) -> tuple[slice, list[ChunkKV], KVCache]:
     """The chunks from `first` on, which do not stand where they are computed: where, alone, and in full prefill."""
     layout = lay_out(prompt, None, [None] * len(prompt.chunks), behind_prefix=True)
@@ -196,7 +196,7 @@ def _deviations(
 class _Sums:
     """What least squares need: products of [stored key | stored value | 1] with themselves and with deviations."""
 
-    def __init__(self, adapter: Adapter) -> None:
+    def __init__(self, adapter: DecoderModel) -> None:
         self._adapter = adapter
         size, n = 2 * adapter.head_dim, adapter.n_layers - 1
         self._gram = torch.zeros(n, adapter.n_kv_heads, size + 1, size + 1, dtype=torch.float64)

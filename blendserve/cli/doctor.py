@@ -14,13 +14,7 @@ from blendserve.config import Config
 from blendserve.threads import SETTLED
 
 app = make_app()
-EXACT = (
-    "full prefill",
-    "a cached prefix",
-    "the first cached chunk behind it",
-    "every chunk at ratio 1.0",
-    "decoding",
-)
+EXACT = ("full prefill", "cached prefix", "first cached chunk", "every chunk at ratio 1.0", "decoding")
 APPROXIMATE = ("later cached chunks at a ratio below 1.0",)
 OWN_FORWARD = ("full prefill by the model's own forward",)
 
@@ -50,7 +44,12 @@ def doctor(settings: Config, json: JsonOpt = False) -> None:
     costs = calibrated(reader.adapter, reader.fingerprint, cache_folder() / "profit", console.say, fresh=True)
     together, anywhere = reader.adapter.attention_backends
     here = machine()
-    exact, approximate = (EXACT, APPROXIMATE) if report.passed else (OWN_FORWARD, ())
+    facts = {
+        "exact": EXACT if report.passed else OWN_FORWARD,
+        "approximate": APPROXIMATE if report.passed else (),
+        "kv_bytes_per_token": reader.adapter.kv_bytes_per_token,
+        "context_tokens": reader.adapter.context_limit,
+    }
     decoder, decoding = native_decoder(reader.adapter, run_rows)
     decoding = decoding if decoder else f"layer by layer ({decoding})"
     if json:
@@ -64,10 +63,7 @@ def doctor(settings: Config, json: JsonOpt = False) -> None:
         }
         found = {
             **report.to_dict(),
-            "exact": exact,
-            "approximate": approximate,
-            "kv_bytes_per_token": reader.adapter.kv_bytes_per_token,
-            "context_tokens": reader.adapter.context_limit,
+            **facts,
             "seconds": as_dict(costs),
             "kernels": kernels,
             "threads": as_dict(SETTLED),
@@ -81,12 +77,9 @@ def doctor(settings: Config, json: JsonOpt = False) -> None:
         console.out.print(
             "blending is correct with this model" if report.passed else f"cannot blend: {report.failure}"
         )
-        console.out.print(f"exact, up to rounding: {', '.join(exact)}")
-        console.out.print(f"approximate: {', '.join(approximate) or 'nothing'}")
-        console.out.print(
-            f"KV cache: {reader.adapter.kv_bytes_per_token:,} bytes per token; longest prompt: "
-            f"{reader.adapter.context_limit:,} tokens"
-        )
+        for name, fact in facts.items():
+            shown = f"{fact:,}" if isinstance(fact, int) else ", ".join(fact) or "nothing"
+            console.out.print(f"{name.replace('_', ' ')}: {shown}")
         console.out.print(
             f"costs for method auto: {costs.per_row * 1e3:.3g} ms per computed token, "
             f"{costs.per_loaded * 1e6:.3g} us per loaded token, {costs.per_pair * 1e9:.3g} ns per attention pair, "

@@ -14,7 +14,8 @@ from blendserve.core import Document, TokenIds
 from blendserve.engine.own_words import own_words
 from blendserve.engine.prompt import PromptBuilder
 from blendserve.errors import InputError, TablesMissing
-from blendserve.models.loader import BUNDLED, Reader, Say
+from blendserve.models.loader import Reader
+from blendserve.models.sources import BUNDLED, Say
 from blendserve.registry import CODECS, parse_codec
 from blendserve.retrieve.chunker import split
 from blendserve.store import KVStore

@@ -42,10 +42,10 @@ from blendserve.blend.prefill import PassResult, blend_prefill
 from blendserve.config import BlendConfig
 from blendserve.core import Chunk, Prompt, TokenIds, run
 from blendserve.errors import ModelUnsupported
-from blendserve.models.adapter import Adapter
 from blendserve.models.forward import append
 from blendserve.models.loader import Reader
-from blendserve.models.own_forward import model_forward
+from blendserve.models.model import DecoderModel
+from blendserve.models.reference import model_forward
 from blendserve.paths import cache_folder
 from blendserve.registry import REUSE
 from blendserve.store.view import TensorView
@@ -136,7 +136,7 @@ def check(reader: Reader) -> GateReport:
 
 def _prompt(reader: Reader) -> Prompt:
     """The shortest prompt that is longer than every window of the model, within LONGEST and the model's context."""
-    config: Any = reader.adapter.model.config  # its word, too: the plan that is checked may lack the window
+    config: Any = reader.adapter.config  # its word, too: the plan that is checked may lack the window
     window = max(filter(None, (*reader.adapter.windows, getattr(config, "sliding_window", None))), default=0)
     limit = min(LONGEST, reader.adapter.context_limit - 1)
     prompt, n_notes = _of_notes(reader.tokenizer, 1), 1
@@ -158,7 +158,7 @@ def _of_notes(tokenizer: Any, n_notes: int) -> Prompt:
     return Prompt(ids(PREFIX, start=True), tuple(map(chunk, range(len(CHUNKS)))), ids(QUESTION))
 
 
-def examine(adapter: Adapter, prompt: Prompt, following: int) -> tuple[GateRow, ...]:
+def examine(adapter: DecoderModel, prompt: Prompt, following: int) -> tuple[GateRow, ...]:
     """The checks over a prompt of three chunks and the token after it."""
     return tuple(_Checks(adapter, prompt, following).rows())
 
@@ -166,7 +166,7 @@ def examine(adapter: Adapter, prompt: Prompt, following: int) -> tuple[GateRow, 
 class _Checks:
     """One prompt, the model's own forward of it, and what is stored of it."""
 
-    def __init__(self, adapter: Adapter, prompt: Prompt, following: int) -> None:
+    def __init__(self, adapter: DecoderModel, prompt: Prompt, following: int) -> None:
         self.adapter, self.prompt, self.following = adapter, prompt, following
         ids = (*prompt.ids, following)
         self.own = model_forward(adapter, ids)

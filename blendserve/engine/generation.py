@@ -17,8 +17,8 @@ from torch import Tensor
 from blendserve.config import DecodeConfig
 from blendserve.core import Answer, BlendReport, Explanation, Timings
 from blendserve.engine.request import Plan
-from blendserve.models.adapter import Adapter
 from blendserve.models.kv_cache import KVCache
+from blendserve.models.model import DecoderModel
 from blendserve.models.replay import Step, decoding_steps
 
 
@@ -120,7 +120,7 @@ class AnswerStream:
 
 
 def generate(
-    adapter: Adapter, cache: KVCache, length: int, logits: Tensor, config: DecodeConfig, end: Set[int]
+    adapter: DecoderModel, cache: KVCache, length: int, logits: Tensor, config: DecodeConfig, end: Set[int]
 ) -> Iterator[int]:
     """Token ids alone, until an end token (not among them) or `max_new_tokens`.
 

@@ -13,9 +13,9 @@ from blendserve.blend.report import plain_report
 from blendserve.core import BlendReport, ChunkKV, Explanation, Steps, TokenIds
 from blendserve.engine.prefix_cache import PrefixKV
 from blendserve.engine.request import Plan
-from blendserve.models.adapter import Adapter
 from blendserve.models.kv_cache import KVCache
-from blendserve.models.own_forward import OwnDecoding
+from blendserve.models.model import DecoderModel
+from blendserve.models.reference import OwnDecoding
 from blendserve.models.replay import Step, decoding_steps
 
 
@@ -56,7 +56,7 @@ def prefill(
     return Prefill(report, done.explanation, done.result.logits, run, cached, done.missing, done.computed)
 
 
-def prefill_by_model(plan: Plan, adapter: Adapter, why: str) -> Prefill:
+def prefill_by_model(plan: Plan, adapter: DecoderModel, why: str) -> Prefill:
     """By the borrowed model's own forward and cache, for a reader that may not blend because of `why`."""
     own = OwnDecoding(adapter)
     with plan.clock.stage("prefill"):

@@ -13,7 +13,7 @@ import torch
 
 from blendserve.blend.chunk_kv import ChunkComputer
 from blendserve.core import ChunkKV, Steps, TokenIds
-from blendserve.models.adapter import Adapter
+from blendserve.models.model import DecoderModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class PrefixCache:
     Nothing of it is ever stored on disk: it depends on its order, and would crowd out what does not.
     """
 
-    def __init__(self, adapter: Adapter, cap_bytes: int) -> None:
+    def __init__(self, adapter: DecoderModel, cap_bytes: int) -> None:
         self._adapter, self._cap = adapter, cap_bytes
         self._kept: OrderedDict[tuple[str, TokenIds], ChunkKV] = OrderedDict()
 

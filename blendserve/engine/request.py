@@ -61,7 +61,7 @@ class Request:
 
 
 class Limits(Protocol):
-    """What of a reader a plan has to know: an Adapter has it."""
+    """What of a reader a plan has to know: an DecoderModel has it."""
 
     @property
     def n_layers(self) -> int: ...

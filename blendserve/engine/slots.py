@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import torch
 
-from blendserve.models.adapter import Adapter
 from blendserve.models.kv_cache import KVCache
+from blendserve.models.model import DecoderModel
 
 
 class Slots:
     """Lends caches. Used by the model's thread alone."""
 
-    def __init__(self, adapter: Adapter, n: int, tokens: int) -> None:
+    def __init__(self, adapter: DecoderModel, n: int, tokens: int) -> None:
         shape = (n, adapter.n_layers, adapter.n_kv_heads, tokens, adapter.head_dim)
         self.keys = torch.empty(shape, dtype=adapter.dtype, device=adapter.device)
         self.values = torch.empty_like(self.keys)

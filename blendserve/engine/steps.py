@@ -8,8 +8,8 @@ from functools import partial
 from torch import Tensor
 
 from blendserve.engine.slots import Slots
-from blendserve.models.adapter import Adapter
 from blendserve.models.forward import append_each
+from blendserve.models.model import DecoderModel
 from blendserve.models.native import Row
 from blendserve.models.replay import WORTH, ReplayedSteps, is_worthwhile
 
@@ -17,7 +17,7 @@ from blendserve.models.replay import WORTH, ReplayedSteps, is_worthwhile
 class BatchDecoder:
     """The decoding steps of a server's slots: launched row by row, or on a GPU out of one graph."""
 
-    def __init__(self, adapter: Adapter, slots: Slots) -> None:
+    def __init__(self, adapter: DecoderModel, slots: Slots) -> None:
         self._adapter, self._slots = adapter, slots
         fits = is_worthwhile(adapter, WORTH, slots.n)
         self._replayed = ReplayedSteps(adapter, slots.keys, slots.values) if fits else None

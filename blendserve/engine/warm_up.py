@@ -10,9 +10,9 @@ from blendserve.blend.cost import synthetic_prompt
 from blendserve.blend.prefill import blend_prefill
 from blendserve.config import Config, changed
 from blendserve.core import run
-from blendserve.models.adapter import Adapter
 from blendserve.models.forward import append
 from blendserve.models.kv_cache import KVCache
+from blendserve.models.model import DecoderModel
 from blendserve.registry import REUSE
 from blendserve.retrieve import VectorIndex
 
@@ -22,7 +22,7 @@ FRESH = 16  # of those, a question's
 MOST = 4096  # tokens: a longer prompt takes longer by itself than anything that is done here
 
 
-def warm_up(adapter: Adapter, config: Config, index: VectorIndex | None) -> None:
+def warm_up(adapter: DecoderModel, config: Config, index: VectorIndex | None) -> None:
     """Search, prefill and decode once."""
     if index is not None and len(index):
         index.search(QUESTION, 1)

@@ -19,8 +19,8 @@ from blendserve.core import ChunkKV, Prompt
 from blendserve.engine.calibration import writing_codec
 from blendserve.engine.engine import Engine
 from blendserve.errors import ConfigError
-from blendserve.models.adapter import Adapter
-from blendserve.models.loader import Say
+from blendserve.models.model import DecoderModel
+from blendserve.models.sources import Say
 from blendserve.registry import CODECS
 from blendserve.store import ChunkKey, ChunkRecord, KVStore, MemoryStore, read_record
 from blendserve.store.codecs.base import ChunkShape, Codec
@@ -89,7 +89,7 @@ def coded_store(engine: Engine, word: str, say: Say = lambda text: None) -> Code
 
 
 def exact_context(
-    adapter: Adapter, prompt: Prompt, coded: CodedStore | None
+    adapter: DecoderModel, prompt: Prompt, coded: CodedStore | None
 ) -> tuple[Prompt, ChunkKV, Sizes]:
     """The prompt with its whole context as prefix, that prefix's exact KV, and the chunks' size.
 

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from blendserve.evaluate.metrics import f1
-from blendserve.models.adapter import Adapter
 from blendserve.models.forward import append
 from blendserve.models.kv_cache import KVCache
+from blendserve.models.model import DecoderModel
 
 
-def forced(adapter: Adapter, cache: KVCache, at: int, first: Tensor, answer: Sequence[int]) -> Tensor:
+def forced(adapter: DecoderModel, cache: KVCache, at: int, first: Tensor, answer: Sequence[int]) -> Tensor:
     """Logits [n, V] at each of the n decisions that led to `answer`, an end token included if it has one.
 
     `first` [V]: the prompt's own logits; `at`: tokens of the prompt. What the cache holds behind them is overwritten.

@@ -16,8 +16,8 @@ from blendserve.engine.generation import generate
 from blendserve.errors import StoreError
 from blendserve.evaluate.fidelity import forced
 from blendserve.evaluate.methods import FULL, MethodSpec
-from blendserve.models.adapter import Adapter
 from blendserve.models.loader import Reader
+from blendserve.models.model import DecoderModel
 from blendserve.timing import Clock
 
 STAGES = ("load", "select", "correct", "prefill")
@@ -85,7 +85,7 @@ def transformers_answer(reader: Reader, draw: Draw, decode: DecodeConfig, refere
     """The same by transformers' own forward: the rounding difference of two exact computations."""
     from transformers import DynamicCache
 
-    model, clock = cast(Any, reader.adapter.model), Clock(reader.adapter.device)
+    model, clock = cast(Any, reader.adapter.reference), Clock(reader.adapter.device)
     ids = draw().ids
     with clock.stage("prefill"):
         cache = DynamicCache(config=model.config)
@@ -101,9 +101,9 @@ def transformers_answer(reader: Reader, draw: Draw, decode: DecodeConfig, refere
     return Generation(tuple(tokens), token in reader.end_tokens, along, seconds)
 
 
-def _forward(adapter: Adapter, ids: TokenIds, cache: Any, keep: int = 1) -> Tensor:
+def _forward(adapter: DecoderModel, ids: TokenIds, cache: Any, keep: int = 1) -> Tensor:
     """The model's own logits [keep, V] after the last tokens."""
     inputs = torch.tensor([ids], device=adapter.device)
-    model = cast(Any, adapter.model)
+    model = cast(Any, adapter.reference)
     output = model(input_ids=inputs, past_key_values=cache, use_cache=cache is not None, logits_to_keep=keep)
     return cast(Tensor, output.logits[0])

@@ -12,7 +12,7 @@ from blendserve.engine.engine import Engine
 from blendserve.engine.prompt import PromptBuilder
 from blendserve.evaluate.coded import Sizes, coded_store, exact_context
 from blendserve.evaluate.methods import MethodSpec
-from blendserve.models.loader import Say
+from blendserve.models.sources import Say
 from blendserve.store import ChunkKey, MemoryStore, read_record
 
 PreviousChunks = Callable[[str], Sequence[TokenIds]]

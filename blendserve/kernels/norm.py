@@ -8,8 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-ROWS = 64  # that forms are told apart by: a number of every few rows differs between two of them
-
 
 @dataclass(frozen=True, slots=True)
 class NormForm:
@@ -43,12 +41,3 @@ class Norm:
     weight: Tensor | None = None  # [E]
     eps: float = 0.0
     form: NormForm | None = None
-
-
-@torch.inference_mode()
-def form_of(own: Callable[[Tensor], Tensor], weight: Tensor, eps: float) -> NormForm | None:
-    """Found out by running the module on rows of weight's dtype: it has a form only where every bit is equal."""
-    x = 3 * torch.randn(ROWS, len(weight), generator=torch.Generator().manual_seed(0))
-    x = x.to(weight.device, weight.dtype)
-    wanted = own(x)
-    return next((form for form in FORMS if torch.equal(form.normed(x, weight, eps), wanted)), None)

@@ -50,18 +50,6 @@ class Rotary:
     def __init__(self, own: OwnFunction, form: RotaryForm | None) -> None:
         self.own, self.form = own, form
 
-    @classmethod
-    @torch.inference_mode()
-    def of(cls, own: OwnFunction, rope: Rope | None, x: Tensor) -> Rotary:
-        """Find out the form by running the function.
-
-        rope: the reader's own, of a few positions; None: no layer turns anything. x [heads, S, D]: any numbers.
-        """
-        if rope is None:
-            return cls(own, HALVES)
-        wanted = cls(own, None).rotate(x, rope)
-        return cls(own, next((f for f in FORMS if torch.equal(f.rotated(x, rope), wanted)), None))
-
     def rotate(self, x: Tensor, rope: Rope) -> Tensor:
         """x [heads, S, D] turned by the family's own function, in its own dtype; dims beyond R stay."""
         width = rope.cos.shape[-1]

@@ -12,22 +12,39 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from blendserve.errors import ModelUnsupported
+from blendserve.kernels.norm import NormForm
+from blendserve.kernels.rotary import HALVES, RotaryForm
+
+# How norms of rows differ: RMS norm in three forms that kernels know, LayerNorm in four.
+RMS = NormForm(rounds_first=True)
+LATE_RMS = NormForm(rounds_first=False)
+GEMMA_RMS = NormForm(rounds_first=False, offset=1.0)
+LayerNorm = Literal["layer", "layer, wide", "layer, plus one", "rms or layer"]
+
+NEIGHBOURS = RotaryForm(neighbours=True, step=1, wide=False)
+WIDE_NEIGHBOURS = RotaryForm(neighbours=True, step=2, wide=True)
 
 
-def _always(attn: Any) -> bool:
+def _always(config: Any, l: int) -> bool:
     return True
+
+
+def _slides(config: Any, l: int) -> bool:
+    return bool(config.layer_types[l] == "sliding_attention")
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One family's layer plan. Names are of modules and settings in the Hugging Face model; None = there is none."""
+    """One family's layers. Names are of modules and settings in transformers' model; None = there is none."""
 
     models: str  # for people
     before_attention: str | None = "input_layernorm"
     after_attention: str | None = None  # norms attention's output before it is added
     before_mlp: str | None = "post_attention_layernorm"
     after_mlp: str | None = None
+    norm: NormForm | LayerNorm = RMS  # of all its norms
     mlp: str = "mlp"
+    mlp_layers: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
     parallel: bool = False  # the MLP reads what attention reads, normed as for it
     experts: bool = False  # the MLP is a mixture of experts; each row is routed on its own
     fused_qkv: bool = False  # one qkv_proj instead of three
@@ -38,15 +55,20 @@ class Family:
         "no"  # sliding: no layer, all, or those that config.layer_types names
     )
     softcap: str | None = None  # of attention scores
-    rotates: Callable[[Any], bool] = _always  # whether an attention layer has RoPE at all
+    attention_scale: Callable[[Any], float] | None = None  # by the configuration; None: 1 / sqrt(D)
+    rotary: RotaryForm = HALVES
+    wide_rope: bool = False  # cos and sin stay in fp32
+    rotates: Callable[[Any, int], bool] = _always  # whether a layer has RoPE at all
     typed_rope: bool = False  # other angles for each layer type
-    embedding_scale: str | None = None
+    embedding_scale: str | None = None  # setting, or "sqrt(hidden_size)"
     residual_scale: str | None = None
     logits_scale: str | None = None
     logits_divisor: str | None = None
     logits_softcap: str | None = None
 
 
+GEMMA: dict[str, Any] = {"norm": GEMMA_RMS, "embedding_scale": "sqrt(hidden_size)"}
+SCALED_QUERIES: dict[str, Any] = {"attention_scale": lambda config: config.query_pre_attn_scalar**-0.5}
 SANDWICH: dict[str, Any] = {
     "after_attention": "post_attention_layernorm",
     "before_mlp": "pre_feedforward_layernorm",
@@ -59,16 +81,31 @@ POST_NORM: dict[str, Any] = {
     "after_mlp": "post_feedforward_layernorm",
 }
 GRANITE: dict[str, Any] = {
+    "attention_scale": lambda config: config.attention_multiplier,
     "embedding_scale": "embedding_multiplier",
     "residual_scale": "residual_multiplier",
     "logits_divisor": "logits_scaling",
 }
-COHERE: dict[str, Any] = {"parallel": True, "logits_scale": "logit_scale"}
+COHERE: dict[str, Any] = {
+    "parallel": True,
+    "norm": "layer, wide",
+    "rotary": WIDE_NEIGHBOURS,
+    "logits_scale": "logit_scale",
+}
+OLMO: dict[str, Any] = {"norm": LATE_RMS, "qk_norm": "width", "wide_rope": True}
+ERNIE: dict[str, Any] = {"rotary": NEIGHBOURS, "wide_rope": True}
+GLM: dict[str, Any] = {"rotary": NEIGHBOURS, "mlp_layers": ("gate_up_proj", "down_proj")}
+UNGATED: dict[str, Any] = {"mlp_layers": ("up_proj", "down_proj")}
 NORMED_EXPERTS: dict[str, Any] = {"qk_norm": "head", "experts": True}
 
 
-def _rotates_in_windows(attn: Any) -> bool:
-    return attn.sliding_window is None or bool(attn.is_sliding)
+def _rotates_in_windows(config: Any, l: int) -> bool:
+    return config.sliding_window is None or _slides(config, l)
+
+
+def _forces_rope(config: Any, l: int) -> bool:
+    dense = config.mlp_layer_types[l] == "dense" and config.prefix_dense_sliding_window_pattern == 1
+    return bool(dense) or _slides(config, l)
 
 
 FAMILIES: dict[str, Family] = {
@@ -80,34 +117,43 @@ FAMILIES: dict[str, Family] = {
     "qwen2_moe": Family("Qwen1.5-MoE, Qwen2-MoE", windows="typed", experts=True),
     "qwen3": Family("Qwen3", windows="typed", qk_norm="head"),
     "qwen3_moe": Family("Qwen3-MoE", windows="all", qk_norm="head", experts=True),
-    "gemma": Family("Gemma 1"),
+    "gemma": Family("Gemma 1", **GEMMA),
     "gemma2": Family(
         "Gemma 2",
+        **GEMMA,
         **SANDWICH,
+        **SCALED_QUERIES,
         windows="typed",
         softcap="attn_logit_softcapping",
         logits_softcap="final_logit_softcapping",
     ),
     "gemma3_text": Family(
         "Gemma 3, text checkpoints",
+        **GEMMA,
         **SANDWICH,
+        **SCALED_QUERIES,
         windows="typed",
         qk_norm="head",
         typed_rope=True,
         logits_softcap="final_logit_softcapping",
     ),
-    "phi3": Family("Phi-3, Phi-3.5, Phi-4 with default RoPE", windows="all", fused_qkv=True),
-    "olmo2": Family("OLMo 2", **POST_NORM, qk_norm="width"),
-    "olmo3": Family("OLMo 3", **POST_NORM, qk_norm="width", windows="typed", typed_rope=True),
+    "phi3": Family(
+        "Phi-3, Phi-3.5, Phi-4 with default RoPE",
+        windows="all",
+        fused_qkv=True,
+        mlp_layers=("gate_up_proj", "down_proj"),
+    ),
+    "olmo2": Family("OLMo 2", **POST_NORM, **OLMO),
+    "olmo3": Family("OLMo 3", **POST_NORM, **OLMO, windows="typed", typed_rope=True),
     "granite": Family("Granite 3", **GRANITE),
     "granitemoe": Family("Granite 3 MoE", **GRANITE, mlp="block_sparse_moe", experts=True),
-    "smollm3": Family("SmolLM3", windows="typed", rotates=lambda attn: bool(attn.use_rope)),
+    "smollm3": Family("SmolLM3", windows="typed", rotates=lambda config, l: bool(config.no_rope_layers[l])),
     "cohere": Family("Command R", **COHERE, qk_norm="head"),
     "cohere2": Family(
         "Command R7B, Command A",
         **COHERE,
         windows="typed",
-        rotates=lambda attn: attn.sliding_window is not None,
+        rotates=_slides,
     ),
     "exaone4": Family(
         "EXAONE 4",
@@ -116,46 +162,52 @@ FAMILIES: dict[str, Family] = {
         qk_norm="head",
         rotates=_rotates_in_windows,
     ),
-    "starcoder2": Family("StarCoder2", windows="all"),
+    "starcoder2": Family("StarCoder2", windows="all", norm="layer", mlp_layers=("c_fc", "c_proj")),
     "seed_oss": Family("Seed-OSS"),
-    "arcee": Family("AFM"),
-    "helium": Family("Helium"),
-    "glm": Family("GLM-4 9B"),
-    "glm4": Family("GLM-4-0414", after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm"),
+    "arcee": Family("AFM", **UNGATED),
+    "helium": Family("Helium", norm=LATE_RMS, rotary=NEIGHBOURS),
+    "glm": Family("GLM-4 9B", **GLM),
+    "glm4": Family(
+        "GLM-4-0414", **GLM, after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm"
+    ),
     "apertus": Family(
-        "Apertus", before_attention="attention_layernorm", before_mlp="feedforward_layernorm", qk_norm="head"
+        "Apertus",
+        before_attention="attention_layernorm",
+        before_mlp="feedforward_layernorm",
+        qk_norm="head",
+        **UNGATED,
     ),
     "aria_text": Family("Aria, text checkpoints", experts=True),
     "cohere2_moe": Family(
         "Command A MoE",
-        **COHERE,
+        **{**COHERE, "norm": "rms or layer"},
         windows="typed",
         experts=True,
-        rotates=lambda attn: attn.sliding_window is not None or attn.force_rope,
+        rotates=_forces_rope,
     ),
     "cwm": Family("Code World Model", windows="typed"),
     "dots1": Family("dots.llm1", **NORMED_EXPERTS, windows="typed"),
-    "ernie4_5": Family("ERNIE 4.5"),
-    "ernie4_5_moe": Family("ERNIE 4.5 MoE", experts=True),
+    "ernie4_5": Family("ERNIE 4.5", **ERNIE),
+    "ernie4_5_moe": Family("ERNIE 4.5 MoE", **ERNIE, experts=True),
     "exaone_moe": Family("K-EXAONE", **NORMED_EXPERTS, windows="typed", rotates=_rotates_in_windows),
-    "flex_olmo": Family("FlexOlmo", **POST_NORM, qk_norm="width", experts=True),
+    "flex_olmo": Family("FlexOlmo", **POST_NORM, **OLMO, experts=True),
     "glm4_moe": Family("GLM-4.5, 4.6, GLM-4.5-Air", **NORMED_EXPERTS),
     "hy_v3": Family("Hunyuan 3", **NORMED_EXPERTS),
     "internlm3": Family("InternLM 3"),
     "iquestcoder": Family("IQuest-Coder"),
-    "jais2": Family("Jais 2"),
+    "jais2": Family("Jais 2", norm="layer", **UNGATED),
     "mellum": Family("Mellum 2", **NORMED_EXPERTS, windows="typed", typed_rope=True),
     "minimax_m2": Family("MiniMax M2", qk_norm="width", experts=True),
     "ministral3": Family("Ministral 3, to the length at which it begins to scale queries", windows="all"),
-    "nemotron": Family("Nemotron, Minitron"),
-    "olmo": Family("OLMo 1"),
+    "nemotron": Family("Nemotron, Minitron", norm="layer, plus one", **UNGATED),
+    "olmo": Family("OLMo 1", norm="layer", wide_rope=True),
     "olmoe": Family("OLMoE", qk_norm="width", experts=True),
-    "phimoe": Family("Phi-3.5-MoE with default RoPE", windows="all", experts=True),
+    "phimoe": Family("Phi-3.5-MoE with default RoPE", windows="all", norm="layer", experts=True),
     "qwen2_5_vl_text": Family("Qwen2.5-VL, text only", windows="typed"),
     "qwen3_vl_text": Family("Qwen3-VL, text only", qk_norm="head"),
     "qwen3_vl_moe_text": Family("Qwen3-VL-MoE, text only", **NORMED_EXPERTS),
     "solar_open": Family("Solar Open", experts=True),
-    "stablelm": Family("StableLM 2 1.6B, Zephyr 3B"),
+    "stablelm": Family("StableLM 2 1.6B, Zephyr 3B", norm="layer"),
 }
 
 # Checkpoints that read pictures too: their text model is used, whose own type must be in FAMILIES.

@@ -22,8 +22,8 @@ from blendserve.kernels.cpu.decode_step import MAX_ROWS
 from blendserve.kernels.ops import attend, attend_at
 from blendserve.kernels.rows import Rows, plans_by_window
 from blendserve.kernels.types import Rope
-from blendserve.models.adapter import Adapter, Projected
 from blendserve.models.kv_cache import KVCache
+from blendserve.models.model import DecoderModel, Projected
 from blendserve.models.native import NativeDecoder, Row, native_decoder
 from blendserve.models.pace import pass_of
 
@@ -44,7 +44,7 @@ class LayerPass(Protocol):
         ...
 
 
-def run_layers(adapter: Adapter, hidden: Tensor, layers: LayerPass) -> Steps[Tensor]:
+def run_layers(adapter: DecoderModel, hidden: Tensor, layers: LayerPass) -> Steps[Tensor]:
     """Embedded rows [S, E] through all layers -> hidden [S', E] of those that are left."""
     pace = pass_of(len(hidden), adapter.device)
     for l in range(adapter.n_layers):
@@ -57,7 +57,7 @@ def run_layers(adapter: Adapter, hidden: Tensor, layers: LayerPass) -> Steps[Ten
     return hidden
 
 
-def _run_layer(adapter: Adapter, l: int, hidden: Tensor, layers: LayerPass) -> Tensor | None:
+def _run_layer(adapter: DecoderModel, l: int, hidden: Tensor, layers: LayerPass) -> Tensor | None:
     """Hidden states behind layer l of the rows that are left; None: nobody reads them."""
     fresh, rope = adapter.project(l, hidden), layers.rope(l)
     q, keys = adapter.rotate(fresh.q, rope), adapter.rotate(fresh.k, rope)
@@ -71,7 +71,7 @@ def _run_layer(adapter: Adapter, l: int, hidden: Tensor, layers: LayerPass) -> T
 class _OneRequest:
     """Rows side by side at the end of one request's cache."""
 
-    def __init__(self, adapter: Adapter, cache: KVCache, at: int, n: int) -> None:
+    def __init__(self, adapter: DecoderModel, cache: KVCache, at: int, n: int) -> None:
         rows = Rows.on(adapter.device, torch.arange(at, at + n))
         self._cache, self._here, self._specs = cache, slice(at, at + n), adapter.specs
         self._ropes = adapter.rope(rows.device)
@@ -89,7 +89,7 @@ class _OneRequest:
 
 
 @torch.inference_mode()
-def append(adapter: Adapter, cache: KVCache, at: int, tokens: Sequence[int]) -> Tensor:
+def append(adapter: DecoderModel, cache: KVCache, at: int, tokens: Sequence[int]) -> Tensor:
     """Run these tokens at positions `at`, `at` + 1, ..., append their KV -> logits [n, V] after each.
 
     The cache must have room for them.
@@ -104,7 +104,7 @@ def append(adapter: Adapter, cache: KVCache, at: int, tokens: Sequence[int]) -> 
 class _ManyRequests:
     """One row each of several requests, which share the matmuls; each attends to its own cache."""
 
-    def __init__(self, adapter: Adapter, rows: Sequence[Row]) -> None:
+    def __init__(self, adapter: DecoderModel, rows: Sequence[Row]) -> None:
         self._rows, self._specs = rows, adapter.specs
         self._ropes = adapter.rope(torch.tensor([row.at for row in rows], device=adapter.device))
         places = [Rows.on(adapter.device, torch.tensor([row.at])) for row in rows]
@@ -130,19 +130,19 @@ class _ManyRequests:
 
 
 @torch.inference_mode()
-def append_each(adapter: Adapter, rows: Sequence[Row]) -> Tensor:
+def append_each(adapter: DecoderModel, rows: Sequence[Row]) -> Tensor:
     """Run each row's token at its position, append its KV -> logits [B, V]. Equals `append` of each, to rounding."""
     native = _native(adapter, rows)
     return native(rows) if native else run_rows(adapter, rows)
 
 
-def _native(adapter: Adapter, rows: Sequence[Row]) -> NativeDecoder | None:
+def _native(adapter: DecoderModel, rows: Sequence[Row]) -> NativeDecoder | None:
     """One native call for these rows, where there is such; a row's numbers do not depend on how many there are."""
     return native_decoder(adapter, run_rows)[0] if 0 < len(rows) <= MAX_ROWS else None
 
 
 @torch.inference_mode()
-def run_rows(adapter: Adapter, rows: Sequence[Row]) -> Tensor:
+def run_rows(adapter: DecoderModel, rows: Sequence[Row]) -> Tensor:
     """The same by the layer loop."""
     hidden = adapter.embed(torch.tensor([row.token for row in rows], device=adapter.device))
     return adapter.logits(run(run_layers(adapter, hidden, _ManyRequests(adapter, rows))))
@@ -151,7 +151,7 @@ def run_rows(adapter: Adapter, rows: Sequence[Row]) -> Tensor:
 class _Captured:
     """One row each of B requests at positions that only the device knows, as a graph replays them."""
 
-    def __init__(self, adapter: Adapter, keys: Tensor, values: Tensor, at: Tensor, slot: Tensor) -> None:
+    def __init__(self, adapter: DecoderModel, keys: Tensor, values: Tensor, at: Tensor, slot: Tensor) -> None:
         self._keys, self._values, self._at, self._slot = keys, values, at, slot
         self._specs, self._ropes = adapter.specs, adapter.rope(at)
         self._requests = torch.arange(len(keys), device=keys.device)
@@ -171,7 +171,7 @@ class _Captured:
 
 @torch.inference_mode()
 def append_captured(
-    adapter: Adapter, keys: Tensor, values: Tensor, token: Tensor, at: Tensor, slot: Tensor
+    adapter: DecoderModel, keys: Tensor, values: Tensor, token: Tensor, at: Tensor, slot: Tensor
 ) -> Tensor:
     """Tokens [B] at positions [B] over B caches, keys and values [B, L, K, T, D] -> logits [B, V].
 

@@ -11,12 +11,13 @@ import struct
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import tokenizers
 import torch
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from torch import Tensor
 
 from blendserve.models.gguf import Gguf, UnsupportedGguf
-from blendserve.models.plain_tokenizer import PlainTokenizer
+from blendserve.models.tokenizer import Tokenizer
 
 CONTROL = 3  # llama.cpp's token type of special tokens
 TOKEN_IDS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
@@ -49,7 +50,7 @@ class Converted(NamedTuple):
     """What transformers would know of the folder."""
 
     config: dict[str, Any]  # with defaults
-    tokenizer: PlainTokenizer
+    tokenizer: Tokenizer
     end_tokens: frozenset[int]
 
 
@@ -169,7 +170,7 @@ def _in_halves(weight: Tensor, n_heads: int) -> Tensor:
     return weight.view(n_heads, -1, 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
 
 
-def _tokenizer(gguf: Gguf) -> PlainTokenizer:
+def _tokenizer(gguf: Gguf) -> Tokenizer:
     """A byte-level BPE tokenizer."""
     found = gguf.metadata
     kind, split = found.get("tokenizer.ggml.model"), found.get("tokenizer.ggml.pre", "default")
@@ -205,7 +206,7 @@ def _tokenizer(gguf: Gguf) -> PlainTokenizer:
         )
     except Exception as error:  # tokenizers raises nothing narrower
         raise gguf.damaged(f"its tokenizer cannot be built ({error})") from error
-    backend = Tokenizer(model)
+    backend = tokenizers.Tokenizer(model)
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     special = {name: tokens[i] for name, i in ids.items() if i is not None}
@@ -226,7 +227,7 @@ def _tokenizer(gguf: Gguf) -> PlainTokenizer:
         "eos_token_id": ids["eos_token"],
         "chat_template": found.get("tokenizer.chat_template"),
     }
-    return PlainTokenizer(backend, about)
+    return Tokenizer(backend, about)
 
 
 def _are_texts(values: Any) -> bool:

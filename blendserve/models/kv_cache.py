@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from blendserve.models.adapter import Adapter
+from blendserve.models.model import DecoderModel
 from blendserve.models.pool import pooled_empty
 
 
 class KVCache:
     """Room for `capacity` tokens; position p of the prompt lives in slot p."""
 
-    def __init__(self, adapter: Adapter, capacity: int) -> None:
+    def __init__(self, adapter: DecoderModel, capacity: int) -> None:
         shape = (adapter.n_layers, adapter.n_kv_heads, capacity, adapter.head_dim)
         both = pooled_empty((2, *shape), adapter.dtype, adapter.device)
         self.keys, self.values = both[0], both[1]

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from blendserve.kernels.cuda.graphs import Capture, CudaGraph, Replayed
-from blendserve.models.adapter import Adapter
 from blendserve.models.forward import append, append_captured
 from blendserve.models.kv_cache import KVCache
+from blendserve.models.model import DecoderModel
 
 EAGER = 4  # steps before the capture, which costs about as much as three of them
 WORTH = 16  # tokens of an answer, at least, for which a capture may pay
@@ -31,12 +31,12 @@ MOST_CACHES = 16  # each attends by itself, in use or not
 
 Step = Callable[[int, int], Tensor]  # position, token -> logits [V] for the next
 
-_failed: WeakSet[Adapter] = WeakSet()
+_failed: WeakSet[DecoderModel] = WeakSet()
 
 log = logging.getLogger(__name__)
 
 
-def is_worthwhile(adapter: Adapter, new_tokens: int, n_caches: int = 1) -> bool:
+def is_worthwhile(adapter: DecoderModel, new_tokens: int, n_caches: int = 1) -> bool:
     """Whether steps may be captured. A mixture of experts cannot be: what it launches depends on the row."""
     can = adapter.device.type == "cuda" and not adapter.family.experts and adapter not in _failed
     return can and new_tokens >= WORTH and n_caches <= MOST_CACHES
@@ -48,7 +48,7 @@ class ReplayedSteps:
     @torch.inference_mode()
     def __init__(
         self,
-        adapter: Adapter,
+        adapter: DecoderModel,
         keys: Tensor,
         values: Tensor,
         used: int = 0,
@@ -97,18 +97,18 @@ class ReplayedSteps:
         return append_captured(self._adapter, self._keys, self._values, *self._rows)
 
 
-def decoding_steps(adapter: Adapter, cache: KVCache, used: int, new_tokens: int) -> Step:
+def decoding_steps(adapter: DecoderModel, cache: KVCache, used: int, new_tokens: int) -> Step:
     """The steps of one answer over its cache, which holds `used` tokens; on a GPU, out of a graph where that pays."""
     pays = is_worthwhile(adapter, new_tokens)
     return replayed_steps(adapter, cache, used) if pays else plain_steps(adapter, cache)
 
 
-def plain_steps(adapter: Adapter, cache: KVCache) -> Step:
+def plain_steps(adapter: DecoderModel, cache: KVCache) -> Step:
     """One request's steps, each launched kernel by kernel."""
     return lambda at, token: append(adapter, cache, at, (token,))[0]
 
 
-def replayed_steps(adapter: Adapter, cache: KVCache, used: int, capture: Capture = CudaGraph) -> Step:
+def replayed_steps(adapter: DecoderModel, cache: KVCache, used: int, capture: Capture = CudaGraph) -> Step:
     """The same by replay; nothing is made before the first one."""
     steps: list[ReplayedSteps] = []
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from blendserve.models.adapter import Adapter
-from blendserve.models.loader import Reader, bundled_folder, end_tokens, fingerprint
+from blendserve.models.loader import Reader, end_tokens, fingerprint
+from blendserve.models.model import DecoderModel
+from blendserve.models.sources import bundled_folder
 
 HEAD_DIM = 32
 
@@ -42,4 +43,4 @@ def toy_reader(context: int = 2048) -> Reader:
 
     tokenizer = AutoTokenizer.from_pretrained(bundled_folder("smollm2-135m"))
     model = toy_llama(len(tokenizer), context)
-    return Reader("tiny", Adapter(model), tokenizer, fingerprint(model), end_tokens(model, tokenizer))
+    return Reader("tiny", DecoderModel.of(model), tokenizer, fingerprint(model), end_tokens(model, tokenizer))

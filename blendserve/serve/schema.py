@@ -162,12 +162,9 @@ def _no_tool_calls(calls: Any) -> None:
 
 
 def _only_text(content: Any) -> Any:
-    kinds = (
-        [part.get("type") for part in content if isinstance(part, dict)] if isinstance(content, list) else []
-    )
-    for kind in kinds:
-        if isinstance(kind, str) and kind != "text":
-            raise ValueError(f"content of type {kind!r} is not supported: models run on text alone")
+    for part in content if isinstance(content, list) else ():
+        if isinstance(part, dict) and part.get("type", "text") != "text":
+            raise ValueError(f"content of type {part['type']!r} is not supported: models run on text alone")
     return content
 
 

@@ -186,7 +186,7 @@ def test_the_model_is_as_it_was_after_requests_damage_and_an_exception(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     adapter, store = fresh_model("llama"), LeakyStore()
-    before = state_of(adapter.model)
+    before = state_of(adapter.reference)
     maker = tiny_blender(store, *CHUNKS, adapter=adapter)
     good = maker.run(PROMPT, BLEND)
     for policy in ("deviation", "all"):
@@ -206,5 +206,5 @@ def test_the_model_is_as_it_was_after_requests_damage_and_an_exception(
         patch.setattr(RecordView, "layer", fails)
         with pytest.raises(KeyboardInterrupt):
             maker.run(PROMPT, BLEND)
-    assert state_of(adapter.model) == before
+    assert state_of(adapter.reference) == before
     assert torch.equal(maker.run(PROMPT, BLEND).result.logits, good.result.logits)

@@ -31,7 +31,7 @@ from blendserve.blend.blender import Blender
 from blendserve.blend.chunk_kv import STACK_TOKENS
 from blendserve.core import ChunkKV, TokenIds
 from blendserve.errors import CorruptRecord
-from blendserve.models.adapter import Adapter
+from blendserve.models.model import DecoderModel
 from blendserve.models.toy import toy_llama
 from blendserve.store import ChunkKey, ChunkRecord, KVStore, LMDBStore, Reads
 from tests.endurance.driver import Figures, Promises, main, none
@@ -58,7 +58,7 @@ def corpus(chunks: int) -> list[TokenIds]:
 def blender(store: KVStore) -> Blender:
     """The same model in every process, on one thread: every process computes the same bits."""
     torch.set_num_threads(1)
-    adapter = Adapter(toy_llama(VOCABULARY, 2 * TOKENS, layers=4, heads=4, kv_heads=4))
+    adapter = DecoderModel.of(toy_llama(VOCABULARY, 2 * TOKENS, layers=4, heads=4, kv_heads=4))
     return Blender(adapter, "crash-test", store, PREFIX, PREFIX)
 
 

@@ -25,7 +25,7 @@ from blendserve.blend.blender import Blender
 from blendserve.config import BlendConfig, ValkeyConfig
 from blendserve.core import Chunk, Prompt, run
 from blendserve.errors import StoreError
-from blendserve.models.adapter import Adapter
+from blendserve.models.model import DecoderModel
 from blendserve.models.toy import toy_llama
 from blendserve.store import MemoryStore
 from blendserve.store.policies import LRU
@@ -49,7 +49,7 @@ def engine(line: Connection, url: str, seed: int) -> None:
     """An engine's process: asks, checks and stores until it is killed; sends what to count of each answer."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    adapter, dice = Adapter(toy_llama(VOCABULARY, 512)), random.Random(0)
+    adapter, dice = DecoderModel.of(toy_llama(VOCABULARY, 512)), random.Random(0)
     pool = [tuple(dice.choices(range(VOCABULARY), k=TOKENS)) for _ in range(POOL)]
     dice = random.Random(seed)
 

@@ -13,7 +13,7 @@ from blendserve.engine import own_words as module
 from blendserve.engine.calibration import chunks_of, fit, writing_codec
 from blendserve.engine.own_words import own_words
 from blendserve.errors import InputError, TablesMissing
-from blendserve.models import loader
+from blendserve.models import sources
 from blendserve.store import KVStore, LMDBStore, MemoryStore
 from blendserve.store.codecs.base import Codec, forget_ready, known_codec
 from tests.support.engines import toy_engine, toy_reader
@@ -47,7 +47,7 @@ def test_an_engine_stores_coded_kv_and_answers_from_it(
     codec: str, least: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The tables of a bundled reader are fitted on first use."""
-    monkeypatch.setitem(loader.BUNDLED, "tiny", loader.BUNDLED["smollm2-135m"])
+    monkeypatch.setitem(sources.BUNDLED, "tiny", sources.BUNDLED["smollm2-135m"])
     monkeypatch.setattr("blendserve.engine.calibration.FIT_TOKENS", 100)
     monkeypatch.setattr("blendserve.engine.own_words.LENGTH", 50)
     config = Config(store=StoreConfig(codec=codec, kind="memory"), blend=BlendConfig(method="reuse"))

@@ -20,10 +20,10 @@ from blendserve.errors import ModelUnsupported
 from blendserve.kernels import rows
 from blendserve.kernels.rows import RowPlan, plan_rows
 from blendserve.kernels.types import Rope
-from blendserve.models.adapter import Adapter, Projected
 from blendserve.models.families import FAMILIES
 from blendserve.models.kv_cache import KVCache
 from blendserve.models.loader import Reader
+from blendserve.models.model import DecoderModel, Projected
 from blendserve.models.random_model import Folded
 from tests.support.blending import OneOff, some_prompt
 from tests.support.engines import CONFIG, PASSAGES, QUESTIONS, generated, toy_engine, toy_reader
@@ -35,7 +35,7 @@ SAME = {"nothing stored", "ratio 1.0", "one chunk in front"}
 FP32, BF16 = torch.float32, torch.bfloat16
 
 
-def failed(adapter: Adapter) -> set[str]:
+def failed(adapter: DecoderModel) -> set[str]:
     """The checks that find something wrong, by the first words of each."""
     return {row.check.partition(":")[0] for row in examine(adapter, PROMPT, 9) if not row.passed}
 
@@ -47,14 +47,14 @@ def test_every_family_passes(name: str, dtype: torch.dtype) -> None:
     assert failed(tiny_adapter(name, dtype)) == set()
 
 
-class Lopsided(Adapter):
+class Lopsided(DecoderModel):
     """Rotates by a function that its inverse does not undo."""
 
     def rotate(self, x: torch.Tensor, rope: Rope) -> torch.Tensor:
         return super().rotate(x, Rope(rope.cos, rope.sin.abs()))
 
 
-class Rotated(Adapter):
+class Rotated(DecoderModel):
     """Its keys before RoPE carry a rotation already."""
 
     def project(self, l: int, hidden: torch.Tensor) -> Projected:
@@ -80,14 +80,14 @@ def one_row_too_far(positions: torch.Tensor, n_heads: int, window: int | None, k
 @pytest.mark.parametrize(
     ("made", "module", "name", "broken", "checks"),
     [
-        (Adapter, prefill_module, "KVLoader", OneOff, {"ratio 1.0", "one chunk in front"}),
-        (Adapter, rows, "plan_rows", one_row_too_far, SAME),
+        (DecoderModel, prefill_module, "KVLoader", OneOff, {"ratio 1.0", "one chunk in front"}),
+        (DecoderModel, rows, "plan_rows", one_row_too_far, SAME),
         (Lopsided, None, "", None, {"turned", "moved"} | SAME),
         (Rotated, None, "", None, {"moved"} | SAME),
     ],
 )
 def test_a_mistake_fails_its_checks(
-    made: type[Adapter],
+    made: type[DecoderModel],
     module: Any,
     name: str,
     broken: Any,
@@ -97,7 +97,7 @@ def test_a_mistake_fails_its_checks(
 ) -> None:
     if module:
         monkeypatch.setattr(module, name, broken)
-    assert failed(made(tiny_model("llama", dtype))) >= checks
+    assert failed(made.of(tiny_model("llama", dtype))) >= checks
 
 
 def test_the_bundled_reader_passes_well_within_its_bounds_and_sees_a_lost_row(
@@ -118,14 +118,16 @@ def windowed(window: int, context: int = 1024) -> Reader:
     torch.manual_seed(0)
     made = config(tf.MistralConfig, sliding_window=window, max_position_embeddings=context)
     model: Any = tf.AutoModelForCausalLM.from_config(made, attn_implementation="eager")
-    return Reader("windowed", Adapter(model.eval()), Folded(bundled_tokenizer(), 97), "windowed", frozenset())
+    return Reader(
+        "windowed", DecoderModel.of(model.eval()), Folded(bundled_tokenizer(), 97), "windowed", frozenset()
+    )
 
 
 def test_a_plan_without_the_window_fails_on_real_text(monkeypatch: pytest.MonkeyPatch) -> None:
     reader = windowed(200)
     assert check(reader).passed
     monkeypatch.setitem(FAMILIES, "mistral", dataclasses.replace(FAMILIES["mistral"], windows="no"))
-    assert not check(dataclasses.replace(reader, adapter=Adapter(reader.adapter.model))).passed
+    assert not check(dataclasses.replace(reader, adapter=DecoderModel.of(reader.adapter.reference))).passed
 
 
 @pytest.mark.parametrize(
@@ -137,7 +139,7 @@ def test_the_prompt_is_longer_than_the_window_within_a_cap_and_the_context(
 ) -> None:
     prompts: list[Prompt] = []
 
-    def examined(adapter: Adapter, prompt: Prompt, following: int) -> tuple[GateRow, ...]:
+    def examined(adapter: DecoderModel, prompt: Prompt, following: int) -> tuple[GateRow, ...]:
         prompts.append(prompt)
         return ()
 
@@ -154,7 +156,7 @@ def test_nothing_passes_that_cannot_fail(monkeypatch: pytest.MonkeyPatch) -> Non
     model = tiny_model.__wrapped__("llama")
     with torch.no_grad():
         model.model.layers[2].mlp.down_proj.weight[0, 0] = nan
-    assert SAME | {"full reuse"} <= failed(Adapter(model))
+    assert SAME | {"full reuse"} <= failed(DecoderModel.of(model))
     monkeypatch.setattr(gate, "BlendConfig", lambda **options: BlendConfig(**{**options, "ratio": 1.0}))
     assert failed(tiny_adapter("llama")) == {"full reuse"}
 
@@ -195,7 +197,7 @@ def test_a_failing_reader_is_refused_or_answers_by_its_own_forward(monkeypatch: 
         with pytest.raises(ModelUnsupported):
             made.precompute(PASSAGES)
         expected = generated(PASSAGES, 12)
-        monkeypatch.setattr(Adapter, "project", None)  # ours is not to be used at all
+        monkeypatch.setattr(DecoderModel, "project", None)  # ours is not to be used at all
         for method in ("full", "auto"):
             answer = made.answer(QUESTIONS[0], PASSAGES, method=method)
             report = answer.report

@@ -28,7 +28,7 @@ def tokens(end: set[int], **options: Any) -> list[int]:
 
 
 def test_greedy_equals_transformers_generate_up_to_an_end_token() -> None:
-    model: Any = tiny_adapter("llama").model
+    model: Any = tiny_adapter("llama").reference
     prompt = torch.tensor([PROMPT.ids])
     mask = torch.ones_like(prompt)
     own = model.generate(prompt, attention_mask=mask, max_new_tokens=NEW, do_sample=False, eos_token_id=None)

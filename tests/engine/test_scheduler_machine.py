@@ -43,7 +43,7 @@ from tests.support.blending import tiny_blender
 from tests.support.engines import (
     PASSAGES,
     QUESTIONS,
-    FaultyAdapter,
+    FaultyModel,
     Question,
     alone,
     seen,
@@ -182,7 +182,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def arm(self, error: Exception | None) -> None:
         """The next forward raises the error, of a prefill or of a decoding step."""
         adapter = tiny_reader().adapter
-        assert isinstance(adapter, FaultyAdapter)
+        assert isinstance(adapter, FaultyModel)
         self.fault = adapter.fault = error
 
     @rule(layers=st.integers(0, 3), tenant=st.sampled_from(TENANTS), error=st.none() | st.builds(StoreFull))

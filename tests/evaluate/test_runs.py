@@ -263,7 +263,7 @@ def test_perplexity_is_that_of_the_models_own_forward(tmp_path: Path, small: Non
     path.write_text(text_of(2 * 75))
     outcome = run(tmp_path, path, methods=("prefix", "transformers"), window=16)
     engine, plan = tiny_engine(), EvaluateConfig(window=16)
-    source, model, nlls = PromptSource(engine, plan), tiny_reader().adapter.model, []
+    source, model, nlls = PromptSource(engine, plan), tiny_reader().adapter.reference, []
     for example in load(path).examples:
         prompt = source.build(example, source.passages(example))
         text = engine.reader.tokenizer.decode([i for c in prompt.chunks for i in c.ids])

@@ -11,10 +11,11 @@ import pytest
 
 from blendserve.config import ReaderConfig
 from blendserve.engine import gate
-from blendserve.models.loader import BUNDLED, load_reader
+from blendserve.models.loader import load_reader
+from blendserve.models.sources import BUNDLED
 
 NAME = "gemma3-270m"
-MISSING = [part for part in BUNDLED[NAME].parts if importlib.util.find_spec(part) is None]
+MISSING = [part for part in BUNDLED[NAME].packages if importlib.util.find_spec(part) is None]
 
 
 @pytest.mark.nightly

@@ -21,7 +21,8 @@ from blendserve.config import ReaderConfig
 from blendserve.errors import ModelError, ModelUnsupported
 from blendserve.models.gguf import QUANTISATIONS, Gguf, UnsupportedGguf
 from blendserve.models.gguf_folder import write_folder
-from blendserve.models.loader import BUNDLED, Reader, fingerprint, load_reader
+from blendserve.models.loader import Reader, fingerprint, load_reader
+from blendserve.models.sources import BUNDLED
 from tests.support.files import own_cache
 
 gguf = pytest.importorskip("gguf", reason="the reference is the package gguf")
@@ -133,7 +134,7 @@ def written(writer: Any, file: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def bundled() -> Path:
-    spec = find_spec(BUNDLED["smollm2-135m"].package)
+    spec = find_spec(BUNDLED["smollm2-135m"].packages[0])
     assert spec is not None
     assert spec.submodule_search_locations
     return Path(spec.submodule_search_locations[0]) / BUNDLED["smollm2-135m"].gguf
@@ -187,7 +188,7 @@ def test_a_user_s_file_is_converted_once_and_known_by_its_content(tmp_path: Path
 
 def test_another_architecture_is_converted_by_transformers(tmp_path: Path) -> None:
     file = write_tiny(tmp_path / "qwen.gguf", architecture="qwen2", layer=BIASES)
-    model: Any = load(file).adapter.model
+    model: Any = load(file).adapter.reference
     assert model.config.model_type == "qwen2"
     expected = Gguf(file).tensor("token_embd.weight", torch.bfloat16).float()
     assert torch.equal(model.model.embed_tokens.weight, expected)

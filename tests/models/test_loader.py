@@ -1,4 +1,4 @@
-"""Readers by name and folder, with a quick start where it is proven; models and devices that cannot be used."""
+"""Models by name and folder, started again without transformers; models and devices that cannot be used."""
 
 from __future__ import annotations
 
@@ -15,13 +15,11 @@ import transformers as tf
 from blendserve.config import ReaderConfig
 from blendserve.errors import ConfigError, ModelError, ModelUnsupported
 from blendserve.kernels.cpu import isa
-from blendserve.models import loader, quick_start
+from blendserve.models import sources, starts
 from blendserve.models.loader import Reader, end_tokens, fingerprint, load_reader
-from blendserve.models.plain_llama import PlainConfig
-from blendserve.models.plain_tokenizer import PlainTokenizer
-from tests.support.blending import assert_near, blend, model_logits, some_prompt
+from tests.support.blending import blend, model_logits, some_prompt
 from tests.support.files import own_cache
-from tests.support.models import tiny_adapter, tiny_model
+from tests.support.models import tiny_model
 from tests.support.tokenizers import bundled_tokenizer, spaced_tokenizer
 
 PROMPT = some_prompt([7, 9])
@@ -48,64 +46,75 @@ def load(folder: Path, dtype: str = "float32") -> Reader:
     return load_reader(ReaderConfig(model=str(folder), dtype=dtype, device="cpu"))
 
 
-def is_quick(reader: Reader) -> bool:
-    return isinstance(reader.tokenizer, PlainTokenizer)
+def imports_a_model(folder: Path, dtype: str = "float32") -> bool:
+    """Whether a start loads transformers' model."""
+    with pytest.MonkeyPatch.context() as patch:
+        load_own, calls = tf.AutoModelForCausalLM.from_pretrained, list[Any]()
+        patch.setattr(
+            tf.AutoModelForCausalLM,
+            "from_pretrained",
+            lambda *args, **options: calls.append(args) or load_own(*args, **options),  # type: ignore[func-returns-value]
+        )
+        load(folder, dtype)
+    return bool(calls)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_folder_starts_quickly_the_second_time_with_the_same_bits(folder: Path, dtype: str) -> None:
-    first, second = load(folder, dtype), load(folder, dtype)
-    assert [is_quick(first), is_quick(second)] == [False, True]
-    assert first.name == str(folder)
-    assert (second.fingerprint, second.end_tokens) == (first.fingerprint, first.end_tokens)
-    done = [blend(reader.adapter, PROMPT, ratio=0.5) for reader in (first, second)]
-    assert torch.equal(done[0].logits, done[1].logits)
-    assert torch.equal(done[0].cache.keys, done[1].cache.keys)
-    assert not is_quick(load(folder, {"float32": "bfloat16", "bfloat16": "float32"}[dtype]))
-    own = model_logits(first.adapter, PROMPT)
-    assert torch.equal(model_logits(second.adapter, PROMPT), own)  # of the borrowed model, loaded now
-    if dtype == "float32":
-        assert_near(own, model_logits(tiny_adapter("llama"), PROMPT), 1e-5)
-    model: Any = second.adapter.model
-    assert type(model) is type(first.adapter.model)
-    assert model is second.adapter.model
-    assert not model.training
+KINDS = [
+    "llama",
+    "llama-yarn",
+    "llama-llama3",
+    "gemma3_text",
+    "phi3-partial",
+    "olmo2",
+    "cohere-normed",
+    "glm",
+]
 
 
 @pytest.mark.parametrize(
-    "difference",
-    [{"rms_norm_eps": 2e-5}, {"rope_parameters": {"rope_theta": 1e4 + 1, "rope_type": "default"}}, None],
+    ("name", "dtype"), [*((name, "float32") for name in KINDS), ("llama", "bfloat16"), ("gemma2", "bfloat16")]
 )
-def test_a_model_or_tokenizer_that_differs_never_starts_quickly(
-    difference: dict[str, Any] | None, folder: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_second_start_of_a_folder_has_the_same_bits_without_transformers(
+    name: str, dtype: str, tmp_path: Path
 ) -> None:
-    if difference:
-        monkeypatch.setattr(
-            quick_start, "PlainConfig", lambda **config: PlainConfig(**{**config, **difference})
-        )
-    else:
-        monkeypatch.setattr(PlainTokenizer, "decode", lambda *args, **options: "")
-    load(folder)
-    assert not is_quick(load(folder))
+    folder = saved(name, tmp_path / "model")
+    first = load(folder, dtype)
+    assert not imports_a_model(folder, dtype)
+    second = load(folder, dtype)
+    assert (second.name, second.fingerprint, second.end_tokens) == (
+        str(folder),
+        first.fingerprint,
+        first.end_tokens,
+    )
+    done = [blend(reader.adapter, PROMPT, ratio=0.5) for reader in (first, second)]
+    assert torch.equal(done[0].logits, done[1].logits)
+    assert torch.equal(done[0].cache.keys, done[1].cache.keys)
+    assert torch.equal(model_logits(second.adapter, PROMPT), model_logits(first.adapter, PROMPT))
+    assert not second.adapter.reference.training
+    assert imports_a_model(folder, {"float32": "bfloat16", "bfloat16": "float32"}[dtype])
+
+
+def test_a_start_is_not_kept_where_modules_of_transformers_run(tmp_path: Path) -> None:
+    folder = saved("mixtral", tmp_path / "experts")
+    assert [imports_a_model(folder) for _ in range(2)] == [True, True]
 
 
 def test_changed_files_and_damaged_records_are_read_again(folder: Path, tmp_path: Path) -> None:
     before = load(folder).fingerprint
-    for file in (tmp_path / "cache").rglob(quick_start.ABOUT):
+    for file in (tmp_path / "cache").rglob(starts.ABOUT):
         file.write_text("{")
-    assert [is_quick(load(folder)) for _ in range(2)] == [False, True]
+    assert [imports_a_model(folder) for _ in range(2)] == [True, False]
     settings = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**settings, "rms_norm_eps": 1e-3}))
-    assert [is_quick(load(folder)) for _ in range(2)] == [False, True]
+    assert [imports_a_model(folder) for _ in range(2)] == [True, False]
     (folder / "config.json").write_text(json.dumps(settings))
     file = folder / "model.safetensors"  # other weights of the same size and time
     stat, raw = file.stat(), bytearray(file.read_bytes())
     raw[-3] ^= 1
     file.write_bytes(raw)
     os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    after = load(folder)
-    assert not is_quick(after)
-    assert after.fingerprint != before
+    assert imports_a_model(folder)
+    assert load(folder).fingerprint != before
 
 
 def test_the_fingerprint_is_of_weights_and_configuration_alone() -> None:
@@ -158,7 +167,7 @@ def test_a_failed_conversion_leaves_no_files(tmp_path: Path, monkeypatch: pytest
         (into / "config.json").write_text("{}")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(loader, "write_folder", fails)
+    monkeypatch.setattr(sources, "write_folder", fails)
     with pytest.raises(KeyboardInterrupt):
         load_reader(ReaderConfig(device="cpu"))
     assert list((tmp_path / "cache" / "blendserve" / "readers").iterdir()) == []

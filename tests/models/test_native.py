@@ -13,9 +13,9 @@ from torch import Tensor
 
 from blendserve.kernels.cpu.isa import LEVELS
 from blendserve.kernels.verify import cpu_status
-from blendserve.models.adapter import Adapter
 from blendserve.models.forward import append, append_each, run_rows
 from blendserve.models.kv_cache import KVCache
+from blendserve.models.model import DecoderModel
 from blendserve.models.native import Row, StepThreads, native_decoder
 from tests.support.models import TINY, wide_model
 
@@ -39,11 +39,11 @@ TOKENS = 300
 
 
 @cache
-def wide_adapter(name: str, dtype: torch.dtype) -> Adapter:
-    return Adapter(wide_model(name, dtype))
+def wide_adapter(name: str, dtype: torch.dtype) -> DecoderModel:
+    return DecoderModel.of(wide_model(name, dtype))
 
 
-def caches(adapter: Adapter, n: int) -> list[KVCache]:
+def caches(adapter: DecoderModel, n: int) -> list[KVCache]:
     """Random KV, the same in every call."""
     made, generator = [KVCache(adapter, TOKENS) for _ in range(n)], torch.Generator().manual_seed(0)
     for one in made:
@@ -123,10 +123,10 @@ def test_a_form_without_a_kernel_is_decoded_by_the_loop_and_named(name: str) -> 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_step_that_differs_from_the_loop_does_not_serve(dtype: torch.dtype) -> None:
-    def other_loop(adapter: Adapter, rows: Sequence[Row]) -> Tensor:
+    def other_loop(adapter: DecoderModel, rows: Sequence[Row]) -> Tensor:
         return run_rows(adapter, rows).roll(1, dims=-1)
 
-    decoder, reason = native_decoder(Adapter(wide_model("llama-yarn", dtype)), other_loop)
+    decoder, reason = native_decoder(DecoderModel.of(wide_model("llama-yarn", dtype)), other_loop)
     assert decoder is None
     assert "differ" in reason  # allow: one of several reasons, told apart by what they say
 

@@ -22,8 +22,8 @@ from blendserve.config import BlendConfig
 from blendserve.core import BlendReport, Chunk, Prompt, TokenIds, run
 from blendserve.errors import CorruptRecord
 from blendserve.kernels.types import Ropes
-from blendserve.models.adapter import Adapter
 from blendserve.models.kv_cache import KVCache
+from blendserve.models.model import DecoderModel
 from blendserve.store import KVStore
 from blendserve.store.memory import MemoryStore
 from blendserve.store.view import TensorView
@@ -47,7 +47,9 @@ def some_prompt(lengths: Sequence[int], prefix: int = 5, suffix: int = 4, seed: 
     return Prompt(some_ids(prefix, 1000 * seed), chunks, some_ids(suffix, 1000 * seed + 1))
 
 
-def lay(adapter: Adapter, prompt: Prompt, found: Sequence[bool] | None = None, prefix: bool = True) -> Layout:
+def lay(
+    adapter: DecoderModel, prompt: Prompt, found: Sequence[bool] | None = None, prefix: bool = True
+) -> Layout:
     """The prompt's layout when the chunks marked in `found` (default: all) are stored, and the prefix if `prefix`."""
     computer = ChunkComputer(adapter, prompt.prefix)
     kvs = computer.compute([chunk.ids for chunk in prompt.chunks])
@@ -60,7 +62,7 @@ def lay(adapter: Adapter, prompt: Prompt, found: Sequence[bool] | None = None, p
 def tiny_blender(
     store: KVStore | None = None,
     *stored: TokenIds,
-    adapter: Adapter | None = None,
+    adapter: DecoderModel | None = None,
     fingerprint: str = "reader",
     prefix: TokenIds = PREFIX,
     context: TokenIds | None = None,
@@ -74,24 +76,24 @@ def tiny_blender(
     return made
 
 
-def blend(adapter: Adapter, prompt: Prompt, layout: Layout | None = None, **options: Any) -> PassResult:
+def blend(adapter: DecoderModel, prompt: Prompt, layout: Layout | None = None, **options: Any) -> PassResult:
     return run(blend_prefill(adapter, prompt, layout or lay(adapter, prompt), BlendConfig(**options)))
 
 
 @torch.inference_mode()
-def model_says(adapter: Adapter, ids: TokenIds, **options: Any) -> Any:
+def model_says(adapter: DecoderModel, ids: TokenIds, **options: Any) -> Any:
     """`model.forward` on a whole prompt, with a cache that drops nothing (windows are masks, not evictions)."""
     inputs = torch.tensor([ids])
-    model: Any = adapter.model
+    model: Any = adapter.reference
     return model(input_ids=inputs, past_key_values=DynamicCache(), use_cache=True, **options)
 
 
-def model_logits(adapter: Adapter, prompt: Prompt) -> Tensor:
+def model_logits(adapter: DecoderModel, prompt: Prompt) -> Tensor:
     logits: Tensor = model_says(adapter, prompt.ids).logits[0, -1]
     return logits
 
 
-def model_kv(adapter: Adapter, ids: TokenIds) -> tuple[Tensor, Tensor]:
+def model_kv(adapter: DecoderModel, ids: TokenIds) -> tuple[Tensor, Tensor]:
     """The model's own cache, [L, K, T, D] each, keys after RoPE."""
     layers = model_says(adapter, ids).past_key_values.layers
     return torch.stack([x.keys[0] for x in layers]), torch.stack([x.values[0] for x in layers])
@@ -105,11 +107,13 @@ def distance(a: Tensor, b: Tensor) -> float:
 class OneOff(KVLoader):
     """Rotates every stored key to the position after its own."""
 
-    def __init__(self, adapter: Adapter, cache: KVCache, pieces: Any, ropes: Ropes, clock: Clock) -> None:
+    def __init__(
+        self, adapter: DecoderModel, cache: KVCache, pieces: Any, ropes: Ropes, clock: Clock
+    ) -> None:
         super().__init__(adapter, cache, pieces, adapter.rope(torch.arange(1, cache.capacity + 1)), clock)
 
 
-def some_priors(adapter: Adapter, scale: float) -> Priors:
+def some_priors(adapter: DecoderModel, scale: float) -> Priors:
     """Random linear maps; at a scale of 0.3 they move stored tokens visibly."""
     size, generator = 2 * adapter.head_dim, torch.Generator().manual_seed(0)
     shape = adapter.n_layers - 1, adapter.n_kv_heads, size
@@ -196,7 +200,7 @@ class TracedCache(KVCache):
     The pass that scores tokens for the question writes its rows as a slice; those are no rows of the prefill.
     """
 
-    def __init__(self, adapter: Adapter, capacity: int) -> None:
+    def __init__(self, adapter: DecoderModel, capacity: int) -> None:
         super().__init__(adapter, capacity)
         self.keys.fill_(float("nan"))
         self.values.fill_(float("nan"))

@@ -17,8 +17,9 @@ import torch
 from blendserve.cli import main
 from blendserve.config import ReaderConfig
 from blendserve.models import loader
-from blendserve.models.adapter import Adapter
-from blendserve.models.loader import BUNDLED, DTYPES, Reader, Say, fingerprint
+from blendserve.models.loader import DTYPES, Reader, fingerprint
+from blendserve.models.model import DecoderModel
+from blendserve.models.sources import BUNDLED, Say
 from blendserve.models.toy import toy_reader
 
 load_reader = loader.load_reader
@@ -64,5 +65,5 @@ def _load(config: ReaderConfig, say: Say = lambda _: None) -> Reader:
 @cache
 def _toy(name: str, dtype: str) -> Reader:
     made = toy_reader(8192)  # the context of the bundled reader
-    model = made.adapter.model.to(DTYPES.get(dtype, torch.float32))
-    return replace(made, name=name, adapter=Adapter(model), fingerprint=fingerprint(model))
+    model = made.adapter.reference.to(DTYPES.get(dtype, torch.float32))
+    return replace(made, name=name, adapter=DecoderModel.of(model), fingerprint=fingerprint(model))

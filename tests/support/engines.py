@@ -21,9 +21,9 @@ from blendserve.engine.prefill import Prefill, prefill
 from blendserve.engine.prefix_cache import PrefixKV
 from blendserve.engine.queued import Event, Failed, Finished, Observer, Piece, QueuedRequest
 from blendserve.engine.request import Plan, Request, split_options
-from blendserve.models.adapter import Adapter
 from blendserve.models.kv_cache import KVCache
 from blendserve.models.loader import Reader
+from blendserve.models.model import DecoderModel
 from blendserve.models.toy import toy_reader as load_toy_reader
 from blendserve.store import KVStore, MemoryStore
 from blendserve.timing import Clock
@@ -80,7 +80,7 @@ def generated(passages: tuple[Passage, ...], max_new_tokens: int) -> tuple[int, 
     """To the first of QUESTIONS; without the end token."""
     reader = toy_reader()
     prompt = torch.tensor([toy_engine().prompts.build(QUESTIONS[0], passages).ids])
-    model: Any = reader.adapter.model
+    model: Any = reader.adapter.reference
     ids = model.generate(
         prompt,
         attention_mask=torch.ones_like(prompt),
@@ -156,7 +156,7 @@ SUFFIX = some_ids(4, 1)
 CHUNKS = [Chunk(some_ids(n, 2)) for n in (9, 3, 14, 6)]
 
 
-class FaultyAdapter(Adapter):
+class FaultyModel(DecoderModel):
     """A model whose next forward raises `fault`."""
 
     fault: Exception | None = None
@@ -170,7 +170,7 @@ class FaultyAdapter(Adapter):
 
 @cache
 def tiny_reader() -> Reader:
-    return Reader("tiny", FaultyAdapter(tiny_model("llama")), bundled_tokenizer(), "tiny", frozenset({2}))
+    return Reader("tiny", FaultyModel.of(tiny_model("llama")), bundled_tokenizer(), "tiny", frozenset({2}))
 
 
 @cache

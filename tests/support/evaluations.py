@@ -16,8 +16,8 @@ from blendserve.config import BlendConfig, Config, DecodeConfig, PromptConfig
 from blendserve.engine.engine import Engine
 from blendserve.evaluate.config import EvaluateConfig
 from blendserve.evaluate.job import Outcome, evaluate
-from blendserve.models.adapter import Adapter
 from blendserve.models.loader import Reader, end_tokens, fingerprint
+from blendserve.models.model import DecoderModel
 from blendserve.store import KVStore, MemoryStore
 from tests.support.models import BASE
 from tests.support.tokenizers import bundled_tokenizer
@@ -56,7 +56,7 @@ def tiny_reader() -> Reader:
         tf.LlamaConfig(**{**BASE, "vocab_size": 49152, "max_position_embeddings": LIMIT})
     ).eval()
     tokenizer = bundled_tokenizer()
-    return Reader("tiny", Adapter(model), tokenizer, fingerprint(model), end_tokens(model, tokenizer))
+    return Reader("tiny", DecoderModel.of(model), tokenizer, fingerprint(model), end_tokens(model, tokenizer))
 
 
 def tiny_engine(store: KVStore | None = None, config: Config = CONFIG) -> Engine:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import transformers as tf
 
-from blendserve.models.adapter import Adapter
 from blendserve.models.families import TOWERS
-from blendserve.models.text_tower import TextTower
+from blendserve.models.model import DecoderModel
+from blendserve.models.reference import TextTower
 
 CONTEXT, WINDOW = 256, 24
 BASE: dict[str, Any] = {
@@ -231,7 +231,9 @@ def tiny_model(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> 
                 parameter.dim() == 1
             ):  # norms and biases are ones and zeros, where many mistakes would not show
                 parameter += 0.3 * torch.rand_like(parameter)
-    model.to(dtype).eval()
+    for parameter in model.parameters():  # not buffers: transformers keeps RoPE's frequencies in fp32
+        parameter.data = parameter.data.to(dtype)
+    model.eval()
     return TextTower(model).eval() if made.model_type in TOWERS else model
 
 
@@ -241,14 +243,17 @@ def wide_model(name: str, dtype: torch.dtype) -> Any:
     torch.manual_seed(0)
     made = TINY[name]()
     made.hidden_size, made.head_dim, made.vocab_size = 256, 64, 98
-    return tf.AutoModelForCausalLM.from_config(made, attn_implementation="eager").to(dtype).eval()
+    model: Any = tf.AutoModelForCausalLM.from_config(made, attn_implementation="eager")
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model.eval()
 
 
 @cache
-def tiny_adapter(name: str, dtype: torch.dtype = torch.float32) -> Adapter:
-    return Adapter(tiny_model(name, dtype))
+def tiny_adapter(name: str, dtype: torch.dtype = torch.float32) -> DecoderModel:
+    return DecoderModel.of(tiny_model(name, dtype))
 
 
-def fresh_model(name: str) -> Adapter:
+def fresh_model(name: str) -> DecoderModel:
     """An adapter over a model of its own, for tests that look at what is left of it."""
-    return Adapter(tiny_model.__wrapped__(name))
+    return DecoderModel.of(tiny_model.__wrapped__(name))

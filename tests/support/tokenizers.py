@@ -9,7 +9,8 @@ import tokenizers as tk
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from blendserve.config import ReaderConfig
-from blendserve.models.loader import Reader, bundled_folder, load_reader
+from blendserve.models.loader import Reader, load_reader
+from blendserve.models.sources import bundled_folder
 
 
 @cache

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from blendserve.core import Prompt, Span, TokenIds
 from blendserve.kernels.types import Prior
-from blendserve.models.adapter import Adapter
+from blendserve.models.model import DecoderModel
 from tests.support.blending import model_kv
 
 Pair = tuple[Tensor, Tensor]
@@ -47,7 +47,7 @@ class Piece:
     context: TokenIds
 
 
-def start_from(adapter: Adapter, prompt: Prompt, pieces: Sequence[Piece]) -> Start:
+def start_from(adapter: DecoderModel, prompt: Prompt, pieces: Sequence[Piece]) -> Start:
     """A piece is exact if its KV was computed behind the same tokens."""
     n, ids = len(prompt), prompt.ids
     keys = torch.zeros(adapter.n_layers, adapter.n_kv_heads, n, adapter.head_dim)
@@ -80,7 +80,11 @@ class Twin:
 
 @torch.inference_mode()
 def naive_prefill(
-    adapter: Adapter, prompt: Prompt, start: Start, rows: Sequence[Tensor], correct: Correct | None = None
+    adapter: DecoderModel,
+    prompt: Prompt,
+    start: Start,
+    rows: Sequence[Tensor],
+    correct: Correct | None = None,
 ) -> Twin:
     """rows: positions that enter each layer, ascending, and the rows that leave the last one."""
     n, all_known = len(prompt), torch.ones(len(prompt), dtype=torch.bool)
@@ -105,7 +109,7 @@ def naive_prefill(
 
 
 @torch.inference_mode()
-def question_scores(adapter: Adapter, prompt: Prompt, start: Start) -> Tensor:
+def question_scores(adapter: DecoderModel, prompt: Prompt, start: Start) -> Tensor:
     """[T]: what the suffix takes from each stored token, over layers; tokens that are not stored are hidden from it."""
     n, n_suffix = len(prompt), len(prompt.suffix)
     rows, ropes = torch.arange(n - n_suffix, n), adapter.rope(torch.arange(n))
@@ -125,7 +129,7 @@ def question_scores(adapter: Adapter, prompt: Prompt, start: Start) -> Tensor:
 
 
 def attend(
-    adapter: Adapter, l: int, q: Tensor, keys: Tensor, values: Tensor, rows: Tensor, seen: Tensor
+    adapter: DecoderModel, l: int, q: Tensor, keys: Tensor, values: Tensor, rows: Tensor, seen: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Rotated q [H, S, D] of these rows over keys and values [K, T, D] -> [S, H * D], and the weights [H, S, T]."""
     spec, at = adapter.specs[l], torch.arange(keys.shape[1])

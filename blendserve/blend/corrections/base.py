@@ -14,8 +14,8 @@ from blendserve.core import Span
 from blendserve.kernels.ops import correct
 from blendserve.kernels.rows import Rows
 from blendserve.kernels.types import CorrectionParams, Prior, RecomputedTokens, Ropes
-from blendserve.models.adapter import Adapter
 from blendserve.models.kv_cache import KVCache
+from blendserve.models.model import DecoderModel
 from blendserve.registry import CORRECTIONS
 
 WEIGHT = 16.0  # tokens' worth of trust in the mean over all chunks
@@ -35,7 +35,7 @@ class Correction(ABC):
 
     def __init__(
         self,
-        adapter: Adapter,
+        adapter: DecoderModel,
         cache: KVCache,
         ropes: Ropes,
         spans: Sequence[Span],
@@ -70,7 +70,7 @@ class FittedCorrection(Correction):
 
     def __init__(
         self,
-        adapter: Adapter,
+        adapter: DecoderModel,
         cache: KVCache,
         ropes: Ropes,
         spans: Sequence[Span],
@@ -132,7 +132,7 @@ def partition(rows: Tensor, spans: Sequence[Span], by_place: bool = False) -> To
 
 def make_correction(
     name: str,
-    adapter: Adapter,
+    adapter: DecoderModel,
     cache: KVCache,
     ropes: Ropes,
     spans: Sequence[Span],

@@ -18,8 +18,8 @@ from blendserve.blend.loader import KVLoader
 from blendserve.config import BlendConfig
 from blendserve.core import Steps
 from blendserve.kernels.types import Ropes
-from blendserve.models.adapter import Adapter
 from blendserve.models.kv_cache import KVCache
+from blendserve.models.model import DecoderModel
 from blendserve.registry import POLICIES
 
 
@@ -27,7 +27,7 @@ from blendserve.registry import POLICIES
 class BlendPass:
     """What a scoring pass may run over: one request's prompt, what was found of it, and the cache to place it in."""
 
-    adapter: Adapter
+    adapter: DecoderModel
     ids: Tensor  # [T], on the device
     layout: Layout
     cache: KVCache

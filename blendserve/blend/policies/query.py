@@ -19,8 +19,8 @@ from blendserve.core import Steps
 from blendserve.kernels.ops import attend_with_scores
 from blendserve.kernels.rows import plan_rows
 from blendserve.kernels.types import Rope
-from blendserve.models.adapter import Projected
 from blendserve.models.forward import run_layers
+from blendserve.models.model import Projected
 
 
 class QueryPolicy(Policy):

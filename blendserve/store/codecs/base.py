@@ -25,7 +25,7 @@ import torch
 
 from blendserve.core import ChunkKV, TokenIds
 from blendserve.errors import CorruptBlob, StoreUnavailable
-from blendserve.models.adapter import Adapter
+from blendserve.models.model import DecoderModel
 from blendserve.registry import CODECS
 
 Buffer: TypeAlias = "bytes | bytearray | memoryview"
@@ -154,7 +154,7 @@ class Codec(ABC):
     def fit(
         cls,
         samples: Iterable[Sample],
-        adapter: Adapter | None = None,
+        adapter: DecoderModel | None = None,
         progress: Progress = lambda done, total: None,
     ) -> bytes:
         """Tables for the reader that computed the samples, which are read once and in order.

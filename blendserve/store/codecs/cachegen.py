@@ -31,7 +31,7 @@ from torch import Tensor
 from blendserve.core import ChunkKV
 from blendserve.errors import InputError, StoreError
 from blendserve.extras import install_hint
-from blendserve.models.adapter import Adapter
+from blendserve.models.model import DecoderModel
 from blendserve.store.codecs.base import (
     Buffer,
     ChunkShape,
@@ -161,7 +161,7 @@ class CacheGen(Codec):
     def fit(
         cls,
         samples: Iterable[Sample],
-        adapter: Adapter | None = None,
+        adapter: DecoderModel | None = None,
         progress: Progress = lambda done, total: None,
     ) -> bytes:
         """How often each integer was seen in each channel, at every number of bins."""

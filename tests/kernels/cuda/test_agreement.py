@@ -25,7 +25,7 @@ from blendserve.kernels.reference import attend_reference, formula
 from blendserve.kernels.rows import plan_rows
 from blendserve.kernels.types import AttentionSpec
 from blendserve.kernels.verify import BOUNDS
-from blendserve.models.adapter import Adapter
+from blendserve.models.model import DecoderModel
 from blendserve.models.toy import toy_llama
 from blendserve.registry import CORRECTIONS, POLICIES
 from blendserve.store import MemoryStore
@@ -157,7 +157,7 @@ def test_whole_prefills_agree(device: torch.device) -> None:
 
 def prefills(model: Any, dtype: torch.dtype, device: torch.device, prompt: Prompt) -> dict[str, Prefill]:
     """A copy of the model on that device, by every method."""
-    adapter = Adapter(deepcopy(model).to(device, dtype).eval())
+    adapter = DecoderModel.of(deepcopy(model).to(device, dtype).eval())
     blender = Blender(adapter, f"{dtype}", MemoryStore(1 << 32), prompt.prefix, prompt.prefix)
     blender.precompute([chunk.ids for chunk in prompt.chunks])
     return {

@@ -22,7 +22,7 @@ from blendserve.core import ChunkKV
 from blendserve.errors import StoreError
 from blendserve.kernels.coding import LayerMap, contexts_of, to_codes
 from blendserve.kernels.ops import decode, pack, reconstruct
-from blendserve.models.adapter import Adapter
+from blendserve.models.model import DecoderModel
 from blendserve.store.codecs.base import (
     Buffer,
     ChunkShape,
@@ -70,7 +70,7 @@ class Predict(Codec):
     def fit(
         cls,
         samples: Iterable[Sample],
-        adapter: Adapter | None = None,
+        adapter: DecoderModel | None = None,
         progress: Progress = lambda done, total: None,
     ) -> bytes:
         return fit(samples, adapter, progress).to_bytes()

@@ -32,7 +32,7 @@ from blendserve.kernels.coding import (
     slots_of,
     to_codes,
 )
-from blendserve.models.adapter import Adapter
+from blendserve.models.model import DecoderModel
 from blendserve.store.codecs.base import Progress, Sample
 from blendserve.store.codecs.predict.sensitivity import WINDOW, first_layer, sensitivity
 from blendserve.store.codecs.predict.symbols import flat, quantised
@@ -73,7 +73,7 @@ class FittedLayer:
     codes: Tensor  # [C, W]: what the layer above predicts from
 
 
-def fit(samples: Iterable[Sample], adapter: Adapter | None, progress: Progress) -> Tables:
+def fit(samples: Iterable[Sample], adapter: DecoderModel | None, progress: Progress) -> Tables:
     """Raises InputError for too few samples. adapter: None = all errors weigh alike, and only seen tokens are known."""
     kept = _keep(samples)
     layers, _, width = kept.numbers.shape
@@ -134,7 +134,9 @@ def _keep(samples: Iterable[Sample]) -> Kept:
     return Kept(torch.cat(numbers, dim=1), ids, lengths, heads, dim)
 
 
-def _weights(kept: Kept, adapter: Adapter | None, step: Callable[[], None]) -> list[tuple[Tensor, Tensor]]:
+def _weights(
+    kept: Kept, adapter: DecoderModel | None, step: Callable[[], None]
+) -> list[tuple[Tensor, Tensor]]:
     """By layer: numbers -> a space in which errors weigh about alike [W, W], and back."""
     spread = [max(float(x.float().std(0).square().mean().sqrt()), 1e-6) for x in kept.numbers]
     fisher = sensitivity(adapter, tuple(kept.ids), WINDOWS, step) if adapter else None
@@ -164,13 +166,13 @@ def _stretch(fisher: Tensor, spread: float, middle: float) -> tuple[Tensor, Tens
     return blocks(*there).float(), blocks(*back).float()
 
 
-def _first_rows(kept: Kept, adapter: Adapter | None) -> tuple[list[int], Tensor]:
+def _first_rows(kept: Kept, adapter: DecoderModel | None) -> tuple[list[int], Tensor]:
     """Tokens in ascending order, and their layer 0 [R, W]."""
     if adapter is None:
         found = {token: at for at, token in enumerate(kept.ids)}
         ids = sorted(found)
         return ids, kept.numbers[0][[found[token] for token in ids]].float()
-    vocabulary = adapter.model.get_input_embeddings().num_embeddings  # type: ignore[operator]
+    vocabulary = adapter.reference.get_input_embeddings().num_embeddings  # type: ignore[operator]
     ids = sorted({*range(min(KNOWN, vocabulary)), *kept.ids})
     both = torch.cat(first_layer(adapter, ids))  # [2 K, R, D]
     return ids, both.transpose(0, 1).flatten(1).float().cpu()

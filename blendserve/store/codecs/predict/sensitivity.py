@@ -21,8 +21,8 @@ from blendserve.core import TokenIds, run
 from blendserve.kernels.ops import attend
 from blendserve.kernels.rows import Rows, plans_by_window
 from blendserve.kernels.types import Rope
-from blendserve.models.adapter import Adapter, Projected
 from blendserve.models.forward import run_layers
+from blendserve.models.model import DecoderModel, Projected
 
 CHUNK, BEHIND = 320, 96  # tokens whose KV is looked at, and of the text that looks
 WINDOW = CHUNK + BEHIND
@@ -32,7 +32,7 @@ TINY = 1e-30  # information of a token that nothing looks at
 class _First:
     """Rows on their own; their KV before RoPE is kept."""
 
-    def __init__(self, adapter: Adapter, n: int, only_first: bool = False) -> None:
+    def __init__(self, adapter: DecoderModel, n: int, only_first: bool = False) -> None:
         rows = Rows.on(adapter.device, torch.arange(n))
         self.ropes, self._only_first = adapter.rope(rows.device), only_first
         self._specs, self._plans = adapter.specs, plans_by_window(rows, adapter.group, adapter.windows)
@@ -55,7 +55,7 @@ class _First:
 class _Behind:
     """Rows behind a chunk whose KV is what is asked about."""
 
-    def __init__(self, adapter: Adapter, chunk: _First, n: int) -> None:
+    def __init__(self, adapter: DecoderModel, chunk: _First, n: int) -> None:
         self._adapter, self._ropes_before = adapter, chunk.ropes
         at = torch.arange(len(chunk.kv[0][0][0]), len(chunk.kv[0][0][0]) + n)
         rows = Rows.on(adapter.device, at)
@@ -77,7 +77,7 @@ class _Behind:
 
 
 def sensitivity(
-    adapter: Adapter, ids: TokenIds, windows: int, progress: Callable[[], None] = lambda: None
+    adapter: DecoderModel, ids: TokenIds, windows: int, progress: Callable[[], None] = lambda: None
 ) -> Tensor | None:
     """Mean outer products of gradients [L, 2, K * D, K * D] over windows of the text; None for too little text.
 
@@ -103,7 +103,7 @@ def _behind_the_first(gradients: Sequence[tuple[Tensor, ...]]) -> Tensor:
     return both.transpose(2, 3).flatten(3)
 
 
-def first_layer(adapter: Adapter, ids: Sequence[int]) -> tuple[Tensor, Tensor]:
+def first_layer(adapter: DecoderModel, ids: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Keys before RoPE and values of layer 0 [K, n, D], which depend on the token alone."""
     with torch.inference_mode():
         layers = _First(adapter, len(ids), only_first=True)
@@ -111,7 +111,7 @@ def first_layer(adapter: Adapter, ids: Sequence[int]) -> tuple[Tensor, Tensor]:
     return layers.kv[0]
 
 
-def gradients(adapter: Adapter, ids: TokenIds, generator: torch.Generator) -> list[tuple[Tensor, ...]]:
+def gradients(adapter: DecoderModel, ids: TokenIds, generator: torch.Generator) -> list[tuple[Tensor, ...]]:
     """Of one window: by layer, those of keys and values [K, C, D]."""
     tokens = torch.tensor(ids, device=adapter.device)
     with torch.no_grad():

