@@ -36,7 +36,7 @@ from blendserve.models.loader import Reader
 from blendserve.registry import SENT_CODECS
 from blendserve.store import ReadAhead
 from blendserve.store.codecs.base import SLOW
-from blendserve.store.valkey.store import ValkeyStore
+from blendserve.store.valkey import ValkeyStore
 
 DEADLINE_S = 60.0  # of the store: chunks are to arrive, however slow the link
 CAP = 1 << 40

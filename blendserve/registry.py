@@ -99,7 +99,7 @@ STORES = Registry(
     {
         "lmdb": "blendserve.store.lmdb:LMDBStore",
         "memory": "blendserve.store.memory:MemoryStore",
-        "valkey": "blendserve.store.valkey.store:ValkeyStore",
+        "valkey": "blendserve.store.valkey:ValkeyStore",
         "kdn": "blendserve.store.kdn.store:KdnStore",
     },
 )

@@ -33,9 +33,9 @@ from blendserve.errors import StoreError
 from blendserve.models.loader import Reader, load_reader
 from blendserve.store import KVStore, MemoryStore, read_record
 from blendserve.store.policies import LRU
-from blendserve.store.valkey.client import Client, library
-from blendserve.store.valkey.names import CHUNK, HEADER
-from blendserve.store.valkey.store import ValkeyStore
+from blendserve.store.valkey import ValkeyStore
+from blendserve.store.valkey_client import Client, library
+from blendserve.store.valkey_layout import CHUNK, HEADER
 
 HUNG_S = 60.0  # a request that takes so long counts as hung
 RECOVERY_S = 60.0  # that finding chunks again may take

@@ -29,7 +29,7 @@ from blendserve.models.model import DecoderModel
 from blendserve.models.toy import toy_llama
 from blendserve.store import MemoryStore
 from blendserve.store.policies import LRU
-from blendserve.store.valkey.store import ValkeyStore
+from blendserve.store.valkey import ValkeyStore
 from tests.endurance.driver import Figures, Promises, main, none
 from tests.endurance.faults import only_found
 from tests.support.forked import process

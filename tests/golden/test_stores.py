@@ -20,7 +20,7 @@ import torch
 
 from blendserve.delivery.catalogue import Catalogue
 from blendserve.store import KVStore, LMDBStore, read_record
-from blendserve.store.valkey.client import library
+from blendserve.store.valkey_client import library
 from tests.support.stores import has, key_of, read
 from tests.support.valkey import database, needs_server, store_at
 

@@ -12,7 +12,7 @@ from blendserve.core import TokenIds
 from blendserve.engine.engine import Engine
 from blendserve.store import KVStore, LayeredStore, MemoryStore
 from blendserve.store.policies import LRU
-from blendserve.store.valkey.store import ValkeyStore
+from blendserve.store.valkey import ValkeyStore
 from tests.support.engines import CONFIG, toy_engine
 
 CAP = 1 << 28

@@ -31,9 +31,9 @@ from blendserve.store.codecs.raw import Raw
 from blendserve.store.key import TAG_BYTES, ChunkKey, chunk_key
 from blendserve.store.layered import Write
 from blendserve.store.policies import LRU, Admission, Always
-from blendserve.store.valkey.client import library
-from blendserve.store.valkey.names import HEADER, chunk_name, segment_name
-from blendserve.store.valkey.store import ValkeyStore
+from blendserve.store.valkey import ValkeyStore
+from blendserve.store.valkey_client import library
+from blendserve.store.valkey_layout import HEADER, chunk_name, segment_name
 from blendserve.store.view import ChunkView
 from blendserve.store.wrapped import WrappedStore
 from blendserve.store.write_behind import write_behind

@@ -12,7 +12,7 @@ import pytest
 from benchmarks.support.valkey import Server, binary
 from blendserve.config import ValkeyConfig
 from blendserve.store import KVStore
-from blendserve.store.valkey.store import ValkeyStore
+from blendserve.store.valkey import ValkeyStore
 
 PATIENT_S = 30.0  # where nothing is to fail: a test machine may stop for a while
 

@@ -20,8 +20,8 @@ from benchmarks.support.valkey import Server, free_port
 from blendserve.config import ValkeyConfig
 from blendserve.errors import ConfigError, StoreUnavailable
 from blendserve.serve.metrics import Metrics
-from blendserve.store.valkey.client import PASSWORD
-from blendserve.store.valkey.store import ValkeyStore
+from blendserve.store.valkey import ValkeyStore
+from blendserve.store.valkey_client import PASSWORD
 from tests.support.stores import CAP, chunk, key_of, put_kv, read, same
 from tests.support.valkey import PATIENT_S, needs_server, shared_server
 

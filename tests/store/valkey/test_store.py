@@ -22,10 +22,9 @@ from blendserve.store.key import TAG_BYTES
 from blendserve.store.network.connection import Connection
 from blendserve.store.policies import LRU
 from blendserve.store.request_reads import ID_BATCH
-from blendserve.store.valkey import chunks, ledger
-from blendserve.store.valkey.client import Client, library
-from blendserve.store.valkey.names import CHUNK, namespace_name
-from blendserve.store.valkey.store import ValkeyStore
+from blendserve.store.valkey import ValkeyStore
+from blendserve.store.valkey_client import Client, library
+from blendserve.store.valkey_layout import CHUNK, Fields, namespace_name, read_fields
 from tests.support.commands import cli
 from tests.support.damages import BYTES
 from tests.support.stores import CAP, OnServer, chunk, copy_of, key_of, put_kv, read, same, stored
@@ -70,13 +69,13 @@ def test_expected_chunks_are_read_in_one_round_trip(store: KVStore, monkeypatch:
 
 
 def test_large_chunks_are_read_in_small_batches(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes, real, keys = list[int](), chunks.read, [key_of(n) for n in range(6)]
+    sizes, keys = list[int](), [key_of(n) for n in range(6)]
 
-    def noted(client: object, keys: list[bytes]) -> list[chunks.Fields]:
+    def noted(client: object, keys: list[bytes]) -> list[Fields]:
         sizes.append(len(keys))
-        return real(client, keys)
+        return read_fields(client, keys)
 
-    monkeypatch.setattr(chunks, "read", noted)
+    monkeypatch.setattr("blendserve.store.valkey.read_fields", noted)
     with ValkeyStore(settings(path, in_flight_mb=1), CAP) as store:
         for key in keys:
             put_kv(store, key, chunk(600))  # 115,200 bytes; a quarter of a megabyte at a time
@@ -168,7 +167,7 @@ def test_a_full_server_evicts_whole_unpinned_chunks_or_is_a_full_store(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It has room for some thirty chunks, and evicts keys that may expire."""
-    monkeypatch.setattr(ledger, "GRACE_S", 0.0)
+    monkeypatch.setattr("blendserve.store.valkey_accounts.GRACE_S", 0.0)
     with Server(maxmemory="8mb", maxmemory_policy="volatile-lru") as server, opened(server, 1 << 40) as store:
         for n in range(60):
             put_kv(store, key_of(n), chunk(1000, seed=n), pin=n < 5)

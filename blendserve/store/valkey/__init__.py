@@ -1,1 +1,0 @@
-"""Chunk KV on a Valkey or Redis server, shared by any number of engines."""
