@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from blendserve.config import Config
     from blendserve.core import Answer, BlendReport, Document, Passage, Timings
     from blendserve.engine.engine import Engine
-    from blendserve.engine.generation import AnswerStream
+    from blendserve.engine.generate import AnswerStream
     from blendserve.errors import BlendserveError
 
 tell_libraries()  # before anything imports torch
@@ -39,7 +39,7 @@ _ROOMS = {
     "config": ("Config",),
     "engine.engine": ("Engine",),
     "errors": ("BlendserveError",),
-    "engine.generation": ("AnswerStream",),
+    "engine.generate": ("AnswerStream",),
 }
 
 

@@ -247,7 +247,7 @@ class Explanation:
 
 @dataclass(slots=True)
 class Timings:
-    """Seconds of each stage of one request. Filled by engine/generation.py."""
+    """Seconds of each stage of one request. Filled by engine/generate.py."""
 
     retrieve: float = 0.0
     queue: float = 0.0  # behind other requests
@@ -265,7 +265,7 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a question gets. Filled by engine/generation.py."""
+    """What a question gets. Filled by engine/generate.py."""
 
     text: str
     passages: tuple[Passage, ...]

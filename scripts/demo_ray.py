@@ -42,8 +42,7 @@ from blendserve.config import Config
 from blendserve.core import Passage, TokenIds
 from blendserve.demo import open_demo
 from blendserve.engine.engine import Engine
-from blendserve.engine.queued import Failed, Finished, Started
-from blendserve.engine.request import Request
+from blendserve.engine.request import Failed, Finished, PrefillDone, Request
 from blendserve.ray.cluster import WorkerResources, cluster
 from blendserve.ray.precompute import precompute
 from blendserve.ray.replica import RoutedRequest
@@ -270,7 +269,7 @@ async def ask(group: Replicas, questions: Questions, seed: int, into: Asked) -> 
     start = time.perf_counter()
     try:
         async for event in group.answer(request, keys):
-            if isinstance(event, Started):
+            if isinstance(event, PrefillDone):
                 into.ttft.append(time.perf_counter() - start)
                 into.tiers.update(event.report.tiers)
             into.failed += isinstance(event, Failed)

@@ -22,11 +22,11 @@ from blendserve.blend.layout import lay_out
 from blendserve.blend.prefill import PassResult, blend_prefill
 from blendserve.config import BlendConfig, DecodeConfig, Positive
 from blendserve.core import Prompt, TokenIds, run
-from blendserve.engine.generation import generate
+from blendserve.engine.generate import generate
 from blendserve.kernels.cuda.graphs import Capture, CudaGraph, Replayed
 from blendserve.models.kv_cache import KVCache
 from blendserve.models.model import DecoderModel
-from blendserve.models.replay import EAGER, Step, plain_steps, replayed_steps
+from blendserve.models.runner import EAGER_STEPS, Runner
 from blendserve.timing import Clock
 
 TRANSFORMERS, OURS, LAUNCHED, GRAPH = "transformers", "blendserve", "launched", "graph"
@@ -126,17 +126,18 @@ def _seconds(run: Timed) -> Metrics:
 
 def _steps(adapter: DecoderModel, context: int, n: int, labels: dict[str, Any]) -> Group:
     """After a context of random KV. On a CPU, where nothing is captured, the captured step itself runs."""
-    cache = KVCache(adapter, context + EAGER + 1 + n)
+    cache = KVCache(adapter, context + EAGER_STEPS + 1 + n)
     with torch.inference_mode():
         for part in (cache.keys, cache.values):
             part.normal_(generator=torch.Generator(adapter.device).manual_seed(0))
     draw = torch.Generator().manual_seed(0)
-    tokens = torch.randint(adapter.vocab_size, (EAGER + 1 + n,), generator=draw).tolist()
+    tokens = torch.randint(adapter.vocab_size, (EAGER_STEPS + 1 + n,), generator=draw).tolist()
     capture: Capture = CudaGraph if adapter.device.type == "cuda" else _immediately
     logits: dict[str, Tensor] = {}
-    makers: dict[str, Callable[[], Step]] = {
-        LAUNCHED: lambda: plain_steps(adapter, cache),
-        GRAPH: lambda: replayed_steps(adapter, cache, context, capture),
+    caches = adapter, cache.keys[None], cache.values[None]
+    makers = {
+        LAUNCHED: lambda: Runner(*caches, context, 0),
+        GRAPH: lambda: Runner(*caches, context, capture=capture),
     }
 
     def decode(name: str) -> Metrics:
@@ -150,19 +151,19 @@ def _steps(adapter: DecoderModel, context: int, n: int, labels: dict[str, Any]) 
 
 
 def _run_steps(
-    adapter: DecoderModel, step: Step, context: int, tokens: list[int]
+    adapter: DecoderModel, runner: Runner, context: int, tokens: list[int]
 ) -> tuple[dict[str, float], Tensor]:
     """All tokens after the context; the clock starts behind the eager ones and the capture."""
-    for i in range(EAGER):
-        step(context + i, tokens[i])
+    for i in range(EAGER_STEPS):
+        runner.step(context + i, tokens[i])
     clock = Clock(adapter.device)
     began = clock.elapsed()
-    step(context + EAGER, tokens[EAGER])
+    runner.step(context + EAGER_STEPS, tokens[EAGER_STEPS])
     captured = clock.elapsed()
-    for i in range(EAGER + 1, len(tokens)):
-        logits = step(context + i, tokens[i])
+    for i in range(EAGER_STEPS + 1, len(tokens)):
+        logits = runner.step(context + i, tokens[i])
         int(logits.argmax())  # as a sampler waits for it
-    token_s = (clock.elapsed() - captured) / (len(tokens) - EAGER - 1)
+    token_s = (clock.elapsed() - captured) / (len(tokens) - EAGER_STEPS - 1)
     return {"token_s": token_s, "capture_s": captured - began}, logits.float().cpu()
 
 

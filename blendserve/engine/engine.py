@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as GenericSequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -15,18 +16,19 @@ from typing import Any
 from blendserve.blend.blender import Blender
 from blendserve.blend.precompute import PrecomputeReport
 from blendserve.config import BlendConfig, Config, changed
-from blendserve.core import Answer, ChunkKV, Document, Passage, TokenIds, run
+from blendserve.core import Answer, Document, Passage, TokenIds, run
 from blendserve.engine.calibration import codec_without_tables, writing_codec
 from blendserve.engine.gate import GateReport, verdict
-from blendserve.engine.generation import AnswerStream, Generation
+from blendserve.engine.generate import AnswerStream, Sequence, prefill, reference_prefill
 from blendserve.engine.library import Documents, Progress
-from blendserve.engine.prefill import Prefill, prefill, prefill_by_model
 from blendserve.engine.prompt import PromptBuilder
 from blendserve.engine.request import Plan, Request, Search, make_plan, split_options
 from blendserve.engine.warm_up import warm_up
 from blendserve.errors import ConfigError, InputError, StoreError, StoreUnavailable
 from blendserve.fetch import KVFetcher, open_storage
 from blendserve.models.loader import Reader, load_reader
+from blendserve.models.reference import OwnDecoding
+from blendserve.models.runner import Runner
 from blendserve.paths import index_folder
 from blendserve.registry import CORRECTIONS, STORES
 from blendserve.retrieve import Embedder, VectorIndex, read_manifest
@@ -153,7 +155,7 @@ class Engine:
 
     def precompute(
         self,
-        passages: Sequence[Passage] | None = None,
+        passages: GenericSequence[Passage] | None = None,
         shard: tuple[int, int] = (0, 1),
         progress: Progress | None = None,
         learning: Progress = lambda done, total: None,
@@ -173,17 +175,19 @@ class Engine:
         self.learn(chunks, learning)
         return report
 
-    def learn(self, chunks: Sequence[TokenIds], learning: Progress = lambda done, total: None) -> None:
+    def learn(self, chunks: GenericSequence[TokenIds], learning: Progress = lambda done, total: None) -> None:
         """Learn from stored chunks what `precompute` learns at its end."""
         if CORRECTIONS.load(self.config.blend.correction).uses_prior:
             self.blender.priors.learn(chunks, learning)
 
-    def missing(self, passages: Sequence[Passage] | None = None, shard: tuple[int, int] = (0, 1)) -> int:
+    def missing(
+        self, passages: GenericSequence[Passage] | None = None, shard: tuple[int, int] = (0, 1)
+    ) -> int:
         """How many chunks `precompute` with the same arguments would still have to compute."""
         return len(self.blender.missing(self.chunks(passages, shard)))
 
     def answer(
-        self, question: str, passages: Sequence[Passage | str] | None = None, **options: Any
+        self, question: str, passages: GenericSequence[Passage | str] | None = None, **options: Any
     ) -> Answer:
         """Answer a question; see `stream` for the options and errors."""
         return self.stream(question, passages, **options).answer()
@@ -191,7 +195,7 @@ class Engine:
     def stream(
         self,
         question: str,
-        passages: Sequence[Passage | str] | None = None,
+        passages: GenericSequence[Passage | str] | None = None,
         top_k: int | None = None,
         **options: Any,
     ) -> AnswerStream:
@@ -230,11 +234,18 @@ class Engine:
 
     def run(self, plan: Plan) -> AnswerStream:
         """Prefill, and choose the first token."""
-        done, reader = self._prefill(plan), self.reader
-        generation = Generation(plan, done.report, done.explanation, reader.tokenizer, reader.end_tokens)
-        return AnswerStream(
-            generation, done.logits, done.run, partial(self._write_back, done.missing, done.computed)
-        )
+        adapter, blender = self.reader.adapter, self.blender
+        if self.gate.passed:
+            sequence = Sequence(plan, self.reader, partial(prefill, blender=blender))
+            logits = run(sequence.steps)
+            assert sequence.cache
+            runner = Runner.over(adapter, sequence.cache, len(plan.prompt), plan.decode.max_new_tokens)
+            return AnswerStream(sequence, logits, runner.step, partial(self._write_back, sequence))
+        if plan.blend.method not in {"auto", "full"}:
+            self.gate.require()
+        reference, why = OwnDecoding(adapter), f"the reader fails {self.gate.failure}"
+        sequence = Sequence(plan, self.reader, partial(reference_prefill, reference=reference, why=why))
+        return AnswerStream(sequence, run(sequence.steps), lambda at, token: reference.feed((token,)))
 
     def tenant(self, namespace: str) -> Engine:
         """The same engine for another namespace: same reader, index and store, but KV of its own.
@@ -297,18 +308,11 @@ class Engine:
         """Whether this reader may blend: checked on its weights once, and kept."""
         return verdict(self.reader)
 
-    def _prefill(self, plan: Plan) -> Prefill:
-        if self.gate.passed:
-            return run(prefill(plan, self.blender))
-        if plan.blend.method not in {"auto", "full"}:
-            self.gate.require()
-        return prefill_by_model(plan, self.reader.adapter, f"the reader fails {self.gate.failure}")
-
-    def _write_back(self, absent: Sequence[TokenIds], computed: Mapping[TokenIds, ChunkKV]) -> None:
+    def _write_back(self, sequence: Sequence) -> None:
         """Store what a request found missing or damaged, some of it computed by now. An answer never fails for it."""
-        if absent and self.config.store.write_back:
+        if sequence.missing and self.config.store.write_back:
             try:
-                run(self.blender.write_back(absent, computed))
+                run(self.blender.write_back(sequence.missing, sequence.computed))
             except StoreError as error:
                 log.warning("missing chunks were not stored: %s", error)
 
@@ -324,7 +328,7 @@ class Engine:
         return self.index
 
     def chunks(
-        self, passages: Sequence[Passage] | None = None, shard: tuple[int, int] = (0, 1)
+        self, passages: GenericSequence[Passage] | None = None, shard: tuple[int, int] = (0, 1)
     ) -> list[TokenIds]:
         """The chunks of one share of the index's passages, or of these."""
         i, n = shard

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from blendserve.blend.policies.base import make_policy
 from blendserve.config import BlendConfig, Config, DecodeConfig, changed
-from blendserve.core import Chunk, Passage, Prompt
+from blendserve.core import Answer, BlendReport, Chunk, Explanation, Passage, Prompt
 from blendserve.engine.prompt import Frame, PromptBuilder, Turn
 from blendserve.errors import ConfigError, InputError, PromptTooLong
 from blendserve.registry import nearest
@@ -168,3 +168,52 @@ def split_options(options: Options) -> tuple[Options, Options]:
             raise ConfigError(f"unknown option {name!r}: {nearest(name, known)}", setting=name)
     blend, decode = ({k: v for k, v in options.items() if k in fields} for fields in sections)
     return blend, decode
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillDone:
+    """Prefill is done."""
+
+    cached: int  # tokens of the prompt whose KV was there already
+    report: BlendReport
+    explanation: Explanation
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """Some more of the text."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The whole answer."""
+
+    answer: Answer
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The end of a request that cannot be answered."""
+
+    error: Exception
+
+
+Event: TypeAlias = "PrefillDone | TextDelta | Finished | Failed"
+
+
+class Observer(Protocol):
+    """Told on the model's thread how requests fare, by the method that answers them, with seconds of one request.
+
+    dequeued: so long it was queued. step: so many requests make a token. token: since the last one; the first: since the
+    request came.
+    """
+
+    def dequeued(self, method: str, seconds: float) -> None: ...
+
+    def prefilled(self, report: BlendReport, loading: float) -> None: ...
+
+    def step(self, batch: int) -> None: ...
+
+    def token(self, method: str, seconds: float, first: bool) -> None: ...

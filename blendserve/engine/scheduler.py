@@ -24,35 +24,33 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from blendserve.core import Steps
 from blendserve.engine.fair_executor import BackgroundThrottle, FairQueue
-from blendserve.engine.generation import Generation
-from blendserve.engine.prefill import Prefill
-from blendserve.engine.queued import (
-    BackgroundTask,
-    Failed,
-    Finished,
-    Observer,
-    Piece,
-    Prefilling,
-    QueuedRequest,
-    Running,
-    Started,
-)
-from blendserve.engine.slots import Slots
-from blendserve.engine.steps import BatchDecoder
+from blendserve.engine.generate import Sequence
+from blendserve.engine.request import Failed, Finished, Observer, PrefillDone, TextDelta
 from blendserve.errors import BlendserveError, Busy, Stopping
+from blendserve.models.kv_cache import CachePool
 from blendserve.models.loader import Reader
-from blendserve.models.native import Row
+from blendserve.models.runner import Runner
 
 MAX_BACKGROUND = 1000  # tasks of one tenant; write-backs beyond that are dropped: they are an optimisation
 # However many requests wait: else a server that misses chunks stays slow because it misses them.
 BACKGROUND_EVERY = 8
+PREEMPT_FACTOR = 4  # times: how much cheaper a request must be than the rest of the prefill that it preempts
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BackgroundTask:
+    """Work for the store that no request waits for."""
+
+    tenant: str
+    steps: Steps[None]
 
 
 class Scheduler:
@@ -61,7 +59,7 @@ class Scheduler:
     def __init__(
         self,
         reader: Reader,
-        slots: Slots,
+        pool: CachePool,
         queue: int,
         gap_s: float,
         prefill_share: float,
@@ -70,12 +68,12 @@ class Scheduler:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """throttle: of background tasks. clock: gives seconds; decides when running requests decode."""
-        self._n_layers, self._slots, self._observer = reader.adapter.n_layers, slots, observer
-        self._reader, self._decoder = reader, BatchDecoder(reader.adapter, slots)
+        self._n_layers, self._pool, self._observer = reader.adapter.n_layers, pool, observer
+        self._runner = Runner(reader.adapter, pool.keys, pool.values)
         self._gap_s, self._prefill_steps = gap_s, prefill_share / (1 - prefill_share)  # per decoding step
-        self._waiting, self._queue = FairQueue[QueuedRequest](), queue
-        self._prefills: list[Prefilling] = []  # at most two; the last one runs
-        self._running: list[Running] = []
+        self._waiting, self._queue = FairQueue[Sequence](), queue
+        self._prefills: list[Sequence] = []  # at most two; the last one runs
+        self._running: list[Sequence] = []
         self._background = FairQueue[BackgroundTask]()
         self._task: BackgroundTask | None = None  # the one that has begun
         self._throttle = throttle or BackgroundThrottle()
@@ -104,14 +102,14 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether `step` would do anything now."""
-        if self._prefills or self._running or (len(self._waiting) and self._slots.free):
+        if self._prefills or self._running or (len(self._waiting) and self._pool.free):
             return True
         return bool(self._task or len(self._background)) and not self._rest_s
 
     @property
     def load(self) -> tuple[int, int]:
         """Requests that wait, and slots in use."""
-        return len(self._waiting), self._slots.n - self._slots.free
+        return len(self._waiting), self._pool.n - self._pool.free
 
     def refuse_if_full(self, tenant: str, more: int) -> None:
         """Raises Busy or Stopping when a tenant's request could not be queued behind `more` of its others.
@@ -126,13 +124,13 @@ class Scheduler:
 
     def retry_after(self, tenant: str) -> int:
         """Seconds until a slot is expected to be free for one more request of this tenant, from 1 to 60."""
-        waves = (self._waiting.of(tenant) + 1) / self._slots.n
+        waves = (self._waiting.of(tenant) + 1) / self._pool.n
         return max(1, min(60, round(waves * self._request_s)))
 
     @property
     def in_flight(self) -> bool:
         """Whether a request is prepared, waits, is prefilled or decodes: background work is throttled then."""
-        return bool(self._preparing or len(self._waiting) or self._slots.free < self._slots.n)
+        return bool(self._preparing or len(self._waiting) or self._pool.free < self._pool.n)
 
     def has_other_tenants(self, tenant: str) -> bool:
         """Whether a request of another tenant is in flight."""
@@ -157,26 +155,26 @@ class Scheduler:
                     del self._preparing[tenant]
                 self._wake.notify()
 
-    def submit(self, request: QueuedRequest) -> None:
-        """Queue a request. Raises PromptTooLong when it can never fit, Busy, Stopping."""
+    def submit(self, sequence: Sequence) -> None:
+        """Queue a sequence. Raises PromptTooLong when it can never fit, Busy, Stopping."""
         try:
-            request.plan.require_room(self._slots.tokens)
+            sequence.plan.require_room(self._pool.n_tokens)
             with self._wake:
-                self.refuse_if_full(request.tenant, 0)
+                self.refuse_if_full(sequence.tenant, 0)
                 if len(self._tenants) < 2:
-                    self._tenants.add(request.tenant)
-                self._waiting.put(request)
+                    self._tenants.add(sequence.tenant)
+                self._waiting.put(sequence)
                 self._wake.notify()
         except BlendserveError:
-            request.release()
+            sequence.release()
             raise
 
-    def cancel(self, request: QueuedRequest) -> None:
+    def cancel(self, sequence: Sequence) -> None:
         """Drop it from the queue, or free its slot before the next layer or step. No more events are emitted."""
         with self._wake:
-            request.cancelled = True
-            self._waiting.remove(request)
-            request.release()
+            sequence.cancelled = True
+            self._waiting.remove(sequence)
+            sequence.release()
             self._wake.notify()
 
     def submit_background(self, steps: Steps[None], tenant: str = "") -> bool:
@@ -236,21 +234,19 @@ class Scheduler:
             log.info("a background task was left undone, as the server stops")
             self._task.steps.close()
             self._task = None
-        for prefill in self._prefills[::-1]:
-            self._end_prefill(prefill, Stopping("the server has shut down before the answer began"))
-        for running in list(self._running):
-            self._end(running, Stopping("the server has shut down before the answer was complete"))
+        for sequence in self._prefills[::-1]:
+            self._end(sequence, Stopping("the server has shut down before the answer began"))
+        for sequence in list(self._running):
+            self._end(sequence, Stopping("the server has shut down before the answer was complete"))
         with self._wake:
             waiting = list(iter(self._waiting.pop, None))
-        for request in waiting:
-            request.release()
-            self._fail(request, Stopping("the server has shut down before the question's turn came"))
+        for sequence in waiting:
+            sequence.release()
+            self._fail(sequence, Stopping("the server has shut down before the question's turn came"))
 
     def _drop_cancelled(self) -> None:
-        for prefill in [p for p in self._prefills if p.request.cancelled]:
-            self._end_prefill(prefill)
-        for running in [r for r in self._running if r.request.cancelled]:
-            self._end(running)
+        for sequence in [s for s in self._with_slot() if s.cancelled]:
+            self._end(sequence)
 
     # Background tasks
 
@@ -284,74 +280,69 @@ class Scheduler:
 
     # Prefill
 
-    def _current_prefill(self) -> Prefilling | None:
+    def _current_prefill(self) -> Sequence | None:
         """The top of a stack of at most two: a much cheaper request of another tenant preempts a long prefill."""
         if len(self._prefills) < 2:
             with self._wake:
-                request = self._waiting.pop(self._may_start)
-            if request:
-                self._start(request)
+                sequence = self._waiting.pop(self._may_start)
+            if sequence:
+                self._start(sequence)
         return self._prefills[-1] if self._prefills else None
 
-    def _may_start(self, request: QueuedRequest) -> bool:
-        preempts = all(prefill.is_preempted_by(request, self._n_layers) for prefill in self._prefills)
-        return preempts and self._may_have_slot(request)
+    def _may_start(self, sequence: Sequence) -> bool:
+        return self._may_have_slot(sequence) and (not self._prefills or self._preempts(sequence))
 
-    def _may_have_slot(self, request: QueuedRequest) -> bool:
+    def _may_have_slot(self, sequence: Sequence) -> bool:
         """The last one is for tenants who have none, once there are several."""
-        if self._slots.free != 1 or self._slots.n == 1 or len(self._tenants) < 2:
-            return self._slots.free > 0
-        return all(other.tenant != request.tenant for other in self._with_slot())
+        if self._pool.free != 1 or self._pool.n == 1 or len(self._tenants) < 2:
+            return self._pool.free > 0
+        return all(other.tenant != sequence.tenant for other in self._with_slot())
 
-    def _with_slot(self) -> list[QueuedRequest]:
-        return [running.request for running in self._running] + [p.request for p in self._prefills]
+    def _preempts(self, sequence: Sequence) -> bool:
+        """Whether it may go before the rest of the pass that runs."""
+        long, cost = self._prefills[0], sequence.cost
+        rest = long.cost * (1 - long.layer % self._n_layers / self._n_layers)
+        is_cheap = PREEMPT_FACTOR * cost <= rest and long.preempted_cost + cost <= long.cost
+        return is_cheap and long.tenant != sequence.tenant
 
-    def _start(self, request: QueuedRequest) -> None:
+    def _with_slot(self) -> list[Sequence]:
+        return self._running + self._prefills
+
+    def _start(self, sequence: Sequence) -> None:
         if self._prefills:
-            self._prefills[0].preempted_cost += request.cost
-        cache = self._slots.take()
-        self._prefills.append(Prefilling(request, cache, request.prefill(cache)))
+            self._prefills[0].preempted_cost += sequence.cost
+        sequence.cache = self._pool.acquire()
+        self._prefills.append(sequence)
         self._since_task += 1
-        request.plan.clock.seconds["queue"] = waited = request.queued.elapsed()
-        self._observer.dequeued(request.plan.blend.method, waited)
+        sequence.plan.clock.seconds["queue"] = waited = sequence.queued.elapsed()
+        self._observer.dequeued(sequence.plan.blend.method, waited)
 
-    def _advance(self, prefill: Prefilling) -> None:
-        """One layer; after the last one, the first token."""
+    def _advance(self, sequence: Sequence) -> None:
+        """One layer of a prefill; after the last one, the first token."""
         try:
-            next(prefill.steps)
-            prefill.layer += 1
+            next(sequence.steps)
+            sequence.layer += 1
         except StopIteration as end:
-            self._prefills.remove(prefill)
-            prefill.request.release()
-            self._emit_first(prefill, end.value)
+            self._prefills.remove(sequence)
+            self._running.append(sequence)
+            sequence.release()
+            self._emit_first(sequence, end.value)
         except Exception as error:  # of this request alone
-            self._end_prefill(prefill, error)
+            self._end(sequence, error)
         self._prefilled = True
         if not self._prefills:
             self._decode_at = -float("inf")
 
-    def _emit_first(self, prefill: Prefilling, done: Prefill) -> None:
-        request, plan, reader = prefill.request, prefill.request.plan, self._reader
-        generation = Generation(plan, done.report, done.explanation, reader.tokenizer, reader.end_tokens)
-        running = Running(request, prefill.cache, generation)
-        self._running.append(running)
+    def _emit_first(self, sequence: Sequence, logits: Tensor) -> None:
+        assert sequence.report
+        assert sequence.explanation
         try:
-            if request.missed and done.missing:
-                request.missed(done.missing, done.computed)
-            self._observer.prefilled(done.report, plan.clock.seconds["load"])
-            request.emit(Started(done.cached, done.report, done.explanation))
+            self._observer.prefilled(sequence.report, sequence.plan.clock.seconds["load"])
+            sequence.emit(PrefillDone(sequence.cached, sequence.report, sequence.explanation))
         except Exception as error:  # of this request alone
-            self._end(running, error)
+            self._end(sequence, error)
         else:
-            self._emit(running, done.logits, is_first=True)
-
-    def _end_prefill(self, prefill: Prefilling, error: Exception | None = None) -> None:
-        prefill.steps.close()
-        self._prefills.remove(prefill)
-        self._slots.give_back(prefill.cache)
-        prefill.request.release()
-        if error:
-            self._fail(prefill.request, error)
+            self._emit(sequence, logits, is_first=True)
 
     # Decode
 
@@ -360,41 +351,47 @@ class Scheduler:
         began, batch = self._clock(), list(self._running)
         self._observer.step(len(batch))
         try:
-            logits = self._decoder.step([Row(r.cache, *r.generation.last) for r in batch])
-        except Exception as error:  # memory, a device: nobody's answer can go on
-            for running in batch:
-                self._end(running, error)
+            logits = self._runner.decode([(self._slot(sequence), *sequence.last) for sequence in batch])
+        except Exception as error:  # memory, a device: no answer can go on
+            for sequence in batch:
+                self._end(sequence, error)
         else:
-            for running, row in zip(batch, logits, strict=True):
-                self._emit(running, row)
+            for sequence, row in zip(batch, logits, strict=True):
+                self._emit(sequence, row)
         now = self._clock()
         self._decode_at = now + max(self._gap_s, self._prefill_steps * (now - began))
         self._prefilled = False
 
-    def _emit(self, running: Running, logits: Tensor, is_first: bool = False) -> None:
+    def _slot(self, sequence: Sequence) -> int:
+        assert sequence.cache
+        return self._pool.slot(sequence.cache)
+
+    def _emit(self, sequence: Sequence, logits: Tensor, is_first: bool = False) -> None:
         """Add a token to an answer; its slot is free as soon as it has its last one."""
-        generation, request = running.generation, running.request
         try:
-            if text := generation.take(logits):
-                request.emit(Piece(text))
-            if generation.answer:
-                request.emit(Finished(generation.answer))
+            if text := sequence.append(logits):
+                sequence.emit(TextDelta(text))
+            if sequence.answer:
+                sequence.emit(Finished(sequence.answer))
         except Exception as error:  # of this request alone
-            self._end(running, error)
+            self._end(sequence, error)
             return
-        elapsed_s = generation.ttft if is_first else generation.gap
-        self._observer.token(generation.report.method, elapsed_s, is_first)
-        if generation.answer:
-            self._request_s += 0.2 * (generation.plan.clock.elapsed() - self._request_s)
-            self._end(running)
+        elapsed_s = sequence.ttft if is_first else sequence.gap_s
+        self._observer.token(sequence.report.method if sequence.report else "", elapsed_s, is_first)
+        if sequence.answer:
+            self._request_s += 0.2 * (sequence.plan.clock.elapsed() - self._request_s)
+            self._end(sequence)
 
-    def _end(self, running: Running, error: Exception | None = None) -> None:
+    def _end(self, sequence: Sequence, error: Exception | None = None) -> None:
         """The slot is free from here on."""
-        self._running.remove(running)
-        self._slots.give_back(running.cache)
+        sequence.steps.close()
+        (self._prefills if sequence in self._prefills else self._running).remove(sequence)
+        if sequence.cache:
+            self._pool.release(sequence.cache)
+        sequence.release()
         if error:
-            self._fail(running.request, error)
+            self._fail(sequence, error)
 
-    def _fail(self, request: QueuedRequest, error: Exception) -> None:
-        if not request.cancelled:
-            request.emit(Failed(error))
+    def _fail(self, sequence: Sequence, error: Exception) -> None:
+        if not sequence.cancelled:
+            sequence.emit(Failed(error))

@@ -12,7 +12,7 @@ from torch import Tensor
 from blendserve.blend.blender import Blender
 from blendserve.config import DecodeConfig
 from blendserve.core import BlendReport, ChunkKV, Prompt, TokenIds
-from blendserve.engine.generation import generate
+from blendserve.engine.generate import generate
 from blendserve.errors import StoreError
 from blendserve.evaluate.fidelity import forced
 from blendserve.evaluate.methods import FULL, MethodSpec

@@ -15,7 +15,7 @@ from typing import Any
 from blendserve.blend.policies.base import make_policy
 from blendserve.core import Prompt, TokenIds
 from blendserve.engine.engine import Engine
-from blendserve.engine.generation import TextStream
+from blendserve.engine.generate import Detokenizer
 from blendserve.errors import ConfigError, PromptTooLong
 from blendserve.evaluate.coded import Sizes
 from blendserve.evaluate.fidelity import agreement, kl, nll
@@ -181,5 +181,5 @@ def ranges(positions: Sequence[int]) -> list[list[int]]:
 
 def pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     """The text of each token; a character of several tokens comes with the last one."""
-    stream = TextStream(tokenizer)
+    stream = Detokenizer(tokenizer)
     return [stream.push(token) for token in ids]

@@ -1,28 +1,44 @@
-"""The KV cache of one request: preallocated once, written by blending, appended to by decode, never copied.
+"""The KV cache of one request: allocated once, written by the prefill, appended to by decoding, never copied.
 
-keys, values  [L, K, T + new tokens, D], keys after RoPE at their true positions
+keys, values  [L, K, T + new tokens, D], keys after RoPE at their true positions; of a pool [slots, L, K, tokens, D]
+
+Fresh memory costs more than what is written to it: the system clears it page by page, which takes several times as long
+as filling it. So the memory of the last cache that is not referred to any more is kept, one in a process.
 """
 
 from __future__ import annotations
 
+import weakref
+from collections import deque
+from contextlib import suppress
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from blendserve.models.model import DecoderModel
-from blendserve.models.pool import pooled_empty
+
+ALIGNMENT = 64  # bytes
+MAX_EXCESS = 4  # times what is asked for: more memory is not held for it
+SPARE = 0.25  # of the bytes asked for; memory that is not touched costs nothing
+
+Memory = NDArray[np.uint8]
+_kept: deque[Memory] = deque(maxlen=1)
 
 
 class KVCache:
-    """Room for `capacity` tokens; position p of the prompt lives in slot p."""
+    """Room for `capacity` tokens; position p of the prompt is in place p."""
 
     def __init__(self, adapter: DecoderModel, capacity: int) -> None:
         shape = (adapter.n_layers, adapter.n_kv_heads, capacity, adapter.head_dim)
-        both = pooled_empty((2, *shape), adapter.dtype, adapter.device)
+        both = recycled_empty((2, *shape), adapter.dtype, adapter.device)
         self.keys, self.values = both[0], both[1]
         self.capacity = capacity
 
     @classmethod
     def over(cls, keys: Tensor, values: Tensor) -> KVCache:
-        """A cache in memory that is there already: keys, values [L, K, capacity, D]."""
+        """A cache over existing memory: keys, values [L, K, capacity, D]."""
         cache = cls.__new__(cls)
         cache.keys, cache.values, cache.capacity = keys, values, int(keys.shape[2])
         return cache
@@ -35,3 +51,56 @@ class KVCache:
     @property
     def n_bytes(self) -> int:
         return 2 * self.keys.numel() * self.keys.element_size()
+
+
+class CachePool:
+    """One block of memory cut into `n` slots of `n_tokens`; a slot is one request's cache. For one thread."""
+
+    def __init__(self, adapter: DecoderModel, n: int, n_tokens: int) -> None:
+        shape = (n, adapter.n_layers, adapter.n_kv_heads, n_tokens, adapter.head_dim)
+        self.keys = torch.empty(shape, dtype=adapter.dtype, device=adapter.device)
+        self.values = torch.empty_like(self.keys)
+        self._free = list(range(n - 1, -1, -1))
+        self._slots: dict[int, int] = {}  # id of a cache in use -> its slot
+        self.n, self.n_tokens = n, n_tokens
+
+    @property
+    def free(self) -> int:
+        """Number of free slots."""
+        return len(self._free)
+
+    def acquire(self) -> KVCache:
+        """A slot as a cache; its former content is not read. Raises IndexError when none is free."""
+        slot = self._free.pop()
+        cache = KVCache.over(self.keys[slot], self.values[slot])
+        self._slots[id(cache)] = slot
+        return cache
+
+    def slot(self, cache: KVCache) -> int:
+        """Its slot. Raises KeyError for a cache that is not in use."""
+        return self._slots[id(cache)]
+
+    def release(self, cache: KVCache) -> None:
+        """Raises KeyError for a cache that is not in use: a slot is never free twice."""
+        self._free.append(self._slots.pop(id(cache)))
+
+
+def recycled_empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """As torch.empty; on a CPU in kept memory, if there is enough. It is kept again when the last view of it is gone."""
+    if device.type != "cpu":  # torch keeps a GPU's memory itself
+        return torch.empty(shape, dtype=dtype, device=device)
+    n_bytes = int(np.prod(shape)) * dtype.itemsize
+    memory = _memory(n_bytes)
+    view = memory[:n_bytes]
+    weakref.finalize(view, _kept.append, memory).atexit = False
+    return torch.from_numpy(view).view(dtype).view(shape)  # its storage refers to `view`
+
+
+def _memory(n_bytes: int) -> Memory:
+    """At least as much, aligned: the kept one, unless it is too small or far too large."""
+    with suppress(IndexError):
+        memory = _kept.pop()
+        if n_bytes <= memory.size <= MAX_EXCESS * n_bytes:
+            return memory
+    raw = np.empty(int((1 + SPARE) * n_bytes) + ALIGNMENT, dtype=np.uint8)
+    return raw[-raw.ctypes.data % ALIGNMENT :]

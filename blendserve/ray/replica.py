@@ -10,10 +10,10 @@ from typing import Any
 
 from blendserve.config import BlendConfig, DecodeConfig
 from blendserve.core import BlendReport, Passage, Prompt
-from blendserve.engine.batching import BatchEngine
+from blendserve.engine.batch_engine import BatchEngine
 from blendserve.engine.engine import Engine
-from blendserve.engine.queued import Event, Failed, Finished, QueuedRequest
-from blendserve.engine.request import Plan
+from blendserve.engine.generate import Sequence
+from blendserve.engine.request import Event, Failed, Finished, Plan
 from blendserve.errors import BlendserveError
 from blendserve.ray.cluster import bind_to_loopback
 from blendserve.timing import Clock
@@ -64,10 +64,10 @@ class EngineReplica:
 
     def facts(self) -> ReaderFacts:
         """Of its reader."""
-        reader, slots = self._engine.reader, self._batch.slots
+        reader, pool = self._engine.reader, self._batch.pool
         adapter = reader.adapter
         dtype, context = str(adapter.dtype), adapter.context_limit
-        return ReaderFacts(reader.name, reader.fingerprint, dtype, adapter.n_layers, context, slots.tokens)
+        return ReaderFacts(reader.name, reader.fingerprint, dtype, adapter.n_layers, context, pool.n_tokens)
 
     def record_routing_stats(self) -> dict[str, Any]:
         """The report that Ray Serve collects for routers: chunks in memory and load."""
@@ -84,19 +84,19 @@ class EngineReplica:
             raise RuntimeError("the model's thread has ended")
 
     async def answer(self, request: RoutedRequest, keys: frozenset[bytes]) -> AsyncIterator[Event]:
-        """Started, pieces, and at last Finished or Failed. keys: of its chunks, for the router."""
+        """PrefillDone, pieces, and at last Finished or Failed. keys: of its chunks, for the router."""
         loop, events = asyncio.get_running_loop(), asyncio.Queue[Event]()
 
         def emit(event: Event) -> None:
             with contextlib.suppress(RuntimeError):  # the event loop has ended
                 loop.call_soon_threadsafe(events.put_nowait, event)
 
-        queued: QueuedRequest | None = None
+        sequence: Sequence | None = None
         try:
-            queued = await asyncio.to_thread(
-                self._batch.queued, request.plan(), emit, request.tenant, request.namespace
+            sequence = await asyncio.to_thread(
+                self._batch.sequence, request.plan(), emit, request.tenant, request.namespace
             )
-            self._batch.scheduler.submit(queued)
+            self._batch.scheduler.submit(sequence)
             while True:
                 yield (event := await events.get())
                 if isinstance(event, Finished | Failed):
@@ -104,8 +104,8 @@ class EngineReplica:
         except BlendserveError as error:  # such as Busy: sent like a later error
             yield Failed(error)
         finally:
-            if queued:
-                self._batch.scheduler.cancel(queued)
+            if sequence:
+                self._batch.scheduler.cancel(sequence)
 
 
 class _Unobserved:

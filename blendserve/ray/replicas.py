@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from blendserve.engine.engine import Engine
-from blendserve.engine.queued import Event, Finished, Piece, Started
+from blendserve.engine.request import Event, Finished, PrefillDone, TextDelta
 from blendserve.errors import ClusterUnavailable, InputError
 from blendserve.ray.cluster import WorkerResources, import_ray
 from blendserve.ray.precompute import unwrap_ray_error
@@ -119,7 +119,7 @@ class Replicas(AbstractContextManager["Replicas"]):
 async def answer_from(
     handle: Any, errors: Any, request: RoutedRequest, keys: frozenset[bytes]
 ) -> AsyncIterator[Event]:
-    """Started, pieces of text, then Finished or Failed, once each, however many replicas die.
+    """PrefillDone, pieces of text, then Finished or Failed, once each, however many replicas die.
 
     handle: of the deployment. errors: Ray's exceptions. keys: of the request's chunks. Raises ClusterUnavailable where
     another replica's answer differs from text that was already sent.
@@ -152,7 +152,7 @@ async def _events(stream: Any) -> AsyncGenerator[Event, None]:
     ended = False
     try:
         async for event in stream:
-            ended = not isinstance(event, Started | Piece)
+            ended = not isinstance(event, PrefillDone | TextDelta)
             yield event
     finally:
         if not ended:
@@ -167,15 +167,15 @@ class ReplayFilter:
 
     def new(self, event: Event) -> list[Event]:
         """The part of an event that the client does not have. Raises ClusterUnavailable where the text differs."""
-        if isinstance(event, Started):
+        if isinstance(event, PrefillDone):
             first, self._started, self._again = not self._started, True, ""
             return [event] if first else []
-        if isinstance(event, Piece):
+        if isinstance(event, TextDelta):
             self._again += event.text
             self._require(self._again[: len(self._text)] == self._text[: len(self._again)])
             more = self._again[len(self._text) :]
             self._text += more
-            return [Piece(more)] if more else []
+            return [TextDelta(more)] if more else []
         if isinstance(event, Finished):
             self._require(event.answer.text.startswith(self._text))
         return [event]

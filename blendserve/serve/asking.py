@@ -15,8 +15,7 @@ from blendserve.config import Config as EngineConfig
 from blendserve.core import Answer, Passage
 from blendserve.engine.fair_executor import FairExecutor
 from blendserve.engine.library import Library
-from blendserve.engine.queued import Event, Failed, Finished, Started
-from blendserve.engine.request import Plan, Request
+from blendserve.engine.request import Event, Failed, Finished, Plan, PrefillDone, Request
 from blendserve.errors import InputError, NotFound
 from blendserve.retrieve import VectorIndex
 from blendserve.serve.config import ServeConfig
@@ -47,11 +46,11 @@ class Answering:
         self.cached_tokens = 0  # of the prompt; known when prefill is done
 
     async def events(self) -> AsyncIterator[Event]:
-        """Started when prefill is done, pieces, and at last Finished. Raises what the request failed with."""
+        """PrefillDone when prefill is done, pieces, and at last Finished. Raises what the request failed with."""
         async for event in self._events:
             if isinstance(event, Failed):
                 raise event.error
-            if isinstance(event, Started):
+            if isinstance(event, PrefillDone):
                 self.cached_tokens = event.cached
             yield event
             if isinstance(event, Finished):

@@ -202,7 +202,7 @@ async def _precompute(service: Service, tenant: Tenant, passages: Sequence[Passa
 
 def _chunk_ids(service: Service, passages: Sequence[Passage]) -> list[TokenIds]:
     """Raises InputError for a passage that no request could hold."""
-    most, prompts = service.batch.slots.tokens, service.engine.prompts
+    most, prompts = service.batch.pool.n_tokens, service.engine.prompts
     for passage in passages:
         if prompts.at_least((passage.title, passage.text), most):
             raise _too_long(passage, most)

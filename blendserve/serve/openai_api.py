@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from blendserve.core import Answer
 from blendserve.engine.prompt import Turn
-from blendserve.engine.queued import Finished, Piece
+from blendserve.engine.request import Finished, TextDelta
 from blendserve.errors import InputError, NotFound
 from blendserve.serve.access import AskingArg, TenantArg
 from blendserve.serve.asking import Answering, Ask, Asking
@@ -110,7 +110,7 @@ class _Shape:
         first = self._frame(self.chunk_kind, self.piece("", first=True))
         yield {**first, "x_blendserve": self._context(answering)}
         async for event in answering.events():
-            if isinstance(event, Piece):
+            if isinstance(event, TextDelta):
                 yield self._frame(self.chunk_kind, self.piece(event.text, first=False))
             elif isinstance(event, Finished):
                 piece, reason = self.piece(None, first=False), event.answer.finish_reason

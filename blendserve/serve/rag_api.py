@@ -13,7 +13,7 @@ from starlette.responses import Response
 import blendserve
 from blendserve.config import Method
 from blendserve.core import Answer
-from blendserve.engine.queued import Finished, Piece, Started
+from blendserve.engine.request import Finished, PrefillDone, TextDelta
 from blendserve.registry import CORRECTIONS, POLICIES
 from blendserve.serve.access import AskingArg, TenantArg
 from blendserve.serve.asking import Answering
@@ -76,11 +76,11 @@ class _Shape:
     async def events(self, answering: Answering) -> AsyncIterator[dict[str, Any] | str]:
         yield {"event": "passages", "passages": [asdict(p) for p in answering.passages], **self._notices}
         async for event in answering.events():
-            if isinstance(event, Started) and self._explain:
+            if isinstance(event, PrefillDone) and self._explain:
                 # On a thread: of a long prompt it takes a while, in which others' tokens are to be sent.
                 told = await asyncio.to_thread(explained, self._tokenizer, answering.ids, event.explanation)
                 yield {"event": "prefill", "report": event.report.to_dict(), "explanation": told}
-            elif isinstance(event, Piece):
+            elif isinstance(event, TextDelta):
                 yield {"event": "text", "text": event.text}
             elif isinstance(event, Finished):
                 done = {**event.answer.to_dict(), "cached_tokens": answering.cached_tokens}

@@ -8,11 +8,12 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from functools import partial
 
-from blendserve.engine.batching import BatchEngine
+from blendserve.engine.batch_engine import BatchEngine
 from blendserve.engine.engine import Engine
 from blendserve.engine.fair_executor import BackgroundThrottle, FairExecutor
+from blendserve.engine.generate import Sequence
 from blendserve.engine.library import Documents, Library
-from blendserve.engine.queued import Event, QueuedRequest
+from blendserve.engine.request import Event
 from blendserve.retrieve import VectorIndex
 from blendserve.serve.asking import Answering, Ask, Asking
 from blendserve.serve.config import ServeConfig
@@ -30,7 +31,7 @@ class Service(Asking):
         metrics = Metrics()
         self.engine, self.jobs = engine, Jobs()
         self.batch = BatchEngine(engine, metrics, **serve.batching)
-        self.scheduler, self.slot_tokens = self.batch.scheduler, self.batch.slots.tokens
+        self.scheduler, self.slot_tokens = self.batch.scheduler, self.batch.pool.n_tokens
         super().__init__(engine.config, library, serve, metrics, engine.reader)
         metrics.watch(lambda: self.scheduler.load, serve.slots, engine.fetcher)
         self._preparing: Counter[str] = Counter()
@@ -88,13 +89,11 @@ class Service(Asking):
         others = [other for other in self.library.collections.values() if other is not index]
         return Documents(index, self.engine.prompts, [self.batch.blender(n) for n in namespaces], others)
 
-    def _planned(
-        self, tenant: Tenant, ask: Ask, emit: Callable[[Event], None], clock: Clock
-    ) -> QueuedRequest:
+    def _planned(self, tenant: Tenant, ask: Ask, emit: Callable[[Event], None], clock: Clock) -> Sequence:
         """What takes checking, searching and tokenising."""
         search = partial(self.search, tenant, ask.collections)
         plan = self.engine.plan(ask.seeded(), search, clock, self.slot_tokens)
-        return self.batch.queued(plan, emit, tenant.name, tenant.namespace)
+        return self.batch.sequence(plan, emit, tenant.name, tenant.namespace)
 
 
 async def _drained(events: asyncio.Queue[Event]) -> AsyncIterator[Event]:

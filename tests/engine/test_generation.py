@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from blendserve.blend.prefill import blend_prefill
 from blendserve.config import BlendConfig, DecodeConfig
 from blendserve.core import run
-from blendserve.engine.generation import Sampler, TextStream, generate
+from blendserve.engine.generate import Detokenizer, Sampler, generate
 from tests.support.blending import lay, some_prompt
 from tests.support.models import tiny_adapter
 from tests.support.tokenizers import bundled_tokenizer, spaced_tokenizer
@@ -74,7 +74,7 @@ def test_settings_that_no_float_can_hold_are_greedy(temperature: float, top_p: f
 
 def stream(tokenizer: Any, ids: list[int], stop: tuple[str, ...] = ()) -> tuple[list[str], bool]:
     """The pieces, and whether a stop string ended them."""
-    text = TextStream(tokenizer, stop)
+    text = Detokenizer(tokenizer, stop)
     pieces = []
     for token in ids:
         pieces.append(text.push(token))

@@ -27,17 +27,17 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
+from torch import Tensor
 
 from blendserve.blend.blender import Blender
 from blendserve.core import Steps
 from blendserve.engine.fair_executor import BackgroundThrottle, FairQueue
-from blendserve.engine.prefill import Prefill
-from blendserve.engine.queued import Event, Finished, Observer, Piece, QueuedRequest, Started
+from blendserve.engine.generate import Sequence
+from blendserve.engine.request import Event, Finished, Observer, PrefillDone, TextDelta
 from blendserve.engine.scheduler import BACKGROUND_EVERY, MAX_BACKGROUND, Scheduler
-from blendserve.engine.slots import Slots
 from blendserve.errors import Busy, PromptTooLong, Stopping, StoreFull
 from blendserve.fetch.fetcher import ChunkRequest, KVFetcher
-from blendserve.models.kv_cache import KVCache
+from blendserve.models.kv_cache import CachePool
 from blendserve.timing import Clock
 from tests.support.blending import tiny_blender
 from tests.support.engines import (
@@ -70,7 +70,7 @@ class Sent:
     cost: float
     cancel_at: int | None  # the layer of its prefill before which it is cancelled
     turn: int  # the number of admissions before it was submitted
-    request: QueuedRequest = field(init=False)
+    request: Sequence = field(init=False)
     state: Literal["waits", "prefills", "runs", "ended"] = "waits"
     preempted_cost: float = 0.0  # of requests that were prefilled within its prefill
     text: str = ""
@@ -108,7 +108,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         background_share: float = 0.5,
     ) -> None:
         self.clock, self.decode_s, self.gap_s, self.share = ManualClock(), decode_s, gap_s, prefill_share
-        self.slots, self.queue = Slots(tiny_reader().adapter, slots, SLOT_TOKENS), queue
+        self.slots, self.queue = CachePool(tiny_reader().adapter, slots, SLOT_TOKENS), queue
         self.store, throttle = tiny_store(), BackgroundThrottle(background_share, self.clock)
         self.fetcher = KVFetcher(self.store, held_bytes=SHARED_BYTES)
         observer = Mock(Observer)
@@ -146,8 +146,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         blender = tiny_blender(self.store, adapter=tiny_reader().adapter, fetcher=self.fetcher)
         hold = self.fetcher.prefetch([ChunkRequest(blender.key(c.ids), len(c)) for c in plan.prompt.chunks])
         prefill, receive = partial(self.prefill, sent, blender), partial(self.receive, sent)
-        sent.request = QueuedRequest(
-            tenant, plan, prefill, receive, cost, hold=hold, queued=Clock(now=self.clock)
+        sent.request = Sequence(
+            plan,
+            tiny_reader(),
+            prefill,
+            tenant=tenant,
+            cost=cost,
+            emit=receive,
+            hold=hold,
+            queued=Clock(now=self.clock),
         )
         over, before = plan.tokens - SLOT_TOKENS, self.retry_after()
         full = len(self.waiting(tenant)) == self.queue
@@ -259,17 +266,17 @@ class SchedulerMachine(RuleBasedStateMachine):
     def retry_after(self) -> dict[str, int]:
         return {tenant: self.scheduler.retry_after(tenant) for tenant in TENANTS}
 
-    def prefill(self, sent: Sent, blender: Blender, cache: KVCache) -> Steps[Prefill]:
+    def prefill(self, sent: Sent, blender: Blender, sequence: Sequence) -> Steps[Tensor]:
         """A request's prefill, with the clock's seconds for each layer."""
         self.admit(sent)
-        steps = tiny_prefill(sent.request.plan, blender, cache)
+        steps = tiny_prefill(sequence, blender)
         try:
             for l in count():
                 try:
                     next(steps)
                 except StopIteration as end:
-                    done: Prefill = end.value
-                    return done
+                    logits: Tensor = end.value
+                    return logits
                 if sent.cancel_at == l:
                     self.cancel(sent)
                 yield
@@ -330,9 +337,9 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def receive(self, sent: Sent, event: Event) -> None:
         assert sent.state != "ended"
-        if isinstance(event, Started):
+        if isinstance(event, PrefillDone):
             sent.state = "runs"
-        elif isinstance(event, Piece):
+        elif isinstance(event, TextDelta):
             sent.text += event.text
         elif isinstance(event, Finished):
             sent.state = "ended"
@@ -497,4 +504,4 @@ def test_threads_get_the_answers_that_each_gets_alone() -> None:
         for listener in listeners:
             with pytest.raises(Stopping):
                 listener.answer()
-        assert (batch.scheduler.load, batch.slots.free, batch.scheduler.alive) == ((0, 0), 3, False)
+        assert (batch.scheduler.load, batch.pool.free, batch.scheduler.alive) == ((0, 0), 3, False)

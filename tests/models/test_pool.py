@@ -5,17 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from blendserve.models.pool import ALIGNED, pooled_empty
+from blendserve.models.kv_cache import ALIGNMENT, recycled_empty
 
 
 def cache_memory(n: int = 1000, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return pooled_empty((2, n, 3), dtype, torch.device("cpu"))
+    return recycled_empty((2, n, 3), dtype, torch.device("cpu"))
 
 
 def test_the_memory_of_a_cache_is_reused_once_no_view_of_it_is_left() -> None:
     first = cache_memory()
     at, view = first.data_ptr(), first[1, 5:]
-    assert at % ALIGNED == 0
+    assert at % ALIGNMENT == 0
     del first
     view.fill_(1.0)
     other = cache_memory()

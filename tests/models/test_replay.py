@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -12,14 +11,11 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from blendserve.engine import steps as steps_module
-from blendserve.engine.slots import Slots
-from blendserve.engine.steps import BatchDecoder
 from blendserve.kernels.verify import SWITCH
 from blendserve.models.forward import append_captured, append_each
-from blendserve.models.kv_cache import KVCache
+from blendserve.models.kv_cache import CachePool, KVCache
 from blendserve.models.native import Row
-from blendserve.models.replay import EAGER, ReplayedSteps
+from blendserve.models.runner import EAGER_STEPS, Runner
 from tests.support.blending import assert_near
 from tests.support.models import KINDS, fresh_model, tiny_adapter
 
@@ -68,7 +64,7 @@ def test_a_step_recorded_once_serves_all_tokens_and_all_sets_of_slots(
 
 
 @EVERY_KIND
-def test_any_of_the_slots_step_as_they_do_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_of_the_slots_step_as_they_do_alone(name: str) -> None:
     """Plainly for the first steps, and replayed from then on."""
     adapter, lengths, dice, captured = tiny_adapter(name), [5, 30, 17], random.Random(3), list[Replay]()
 
@@ -76,24 +72,22 @@ def test_any_of_the_slots_step_as_they_do_alone(name: str, monkeypatch: pytest.M
         captured.append(Replay(work))
         return captured[-1]
 
-    monkeypatch.setattr(steps_module, "is_worthwhile", lambda *_: True)
-    monkeypatch.setattr(steps_module, "ReplayedSteps", partial(ReplayedSteps, capture=capture))
-    slots, others = Slots(adapter, SLOTS, ROOM), Slots(adapter, SLOTS, ROOM)
+    slots, others = CachePool(adapter, SLOTS, ROOM), CachePool(adapter, SLOTS, ROOM)
     for part in (slots.keys, slots.values, others.keys, others.values):
         part.fill_(float("nan"))
-    decoder, at = BatchDecoder(adapter, slots), list(lengths)
-    pairs = [(slots.take(), others.take()) for _ in lengths]
+    runner = Runner(adapter, slots.keys, slots.values, capture=capture)
+    at, pairs = list(lengths), [(slots.acquire(), others.acquire()) for _ in lengths]
     for (one, other), n in zip(pairs, lengths, strict=True):
         for mine, same in ((one.keys, other.keys), (one.values, other.values)):
             mine[:, :, :n] = torch.randn(mine[:, :, :n].shape, generator=torch.Generator().manual_seed(n))
             same[:, :, :n] = mine[:, :, :n]
-    for made in range(EAGER + 8):
+    for made in range(EAGER_STEPS + 8):
         rows = sorted(dice.sample(range(3), dice.randint(1, 3)), key=lambda _: dice.random())
         tokens = [dice.randrange(3, 97) for _ in rows]
-        got = decoder.step([Row(pairs[b][0], at[b], t) for b, t in zip(rows, tokens, strict=True)])
+        got = runner.decode([(b, at[b], t) for b, t in zip(rows, tokens, strict=True)])
         plain = [Row(pairs[b][1], at[b], t) for b, t in zip(rows, tokens, strict=True)]
         assert_near(got, append_each(adapter, plain), 1e-4)
-        assert [graph.calls for graph in captured] == [made - EAGER + 1] * (made >= EAGER)
+        assert [graph.calls for graph in captured] == [made - EAGER_STEPS + 1] * (made >= EAGER_STEPS)
         for b in rows:
             at[b] = min(at[b] + 1, ROOM - 2)  # the last place is for slots without a row
     for (one, other), n in zip(pairs, at, strict=True):
@@ -108,9 +102,10 @@ def test_a_failed_capture_is_not_tried_again() -> None:
         tried.append(work())  # CUDA fails in the middle
         raise RuntimeError("operation not permitted when stream is capturing\nand more")
 
-    slots = Slots(adapter, SLOTS, ROOM)
+    cache, other = KVCache(adapter, ROOM), KVCache(adapter, ROOM)
+    plain = append_each(adapter, [Row(other, 0, 5)])
     for _ in range(2):
-        steps = ReplayedSteps(adapter, slots.keys, slots.values, capture=fails)
-        for _ in range(EAGER + 3):
-            assert float(steps([(0, 3, 5)], lambda: torch.ones(1, 1))) == 1
+        runner = Runner(adapter, cache.keys[None], cache.values[None], capture=fails)
+        for _ in range(EAGER_STEPS + 3):
+            assert torch.equal(runner.decode([(0, 0, 5)]), plain)
     assert len(tried) == 1

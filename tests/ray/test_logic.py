@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from blendserve.config import BlendConfig, Config, DecodeConfig
 from blendserve.core import Prompt
-from blendserve.engine.queued import Event, Finished, Piece, Started
+from blendserve.engine.request import Event, Finished, PrefillDone, TextDelta
 from blendserve.errors import ClusterUnavailable, ConfigError, InputError, StoreError
 from blendserve.ray import precompute, replicas
 from blendserve.ray.cache_reports import EXPIRY_S, CacheReports
@@ -26,7 +26,7 @@ from blendserve.ray.replicas import ReplicaCount, answer_from
 from blendserve.store import ChunkKey
 from tests.support.engines import toy_engine
 
-STARTED: Any = Started(0, None, None)  # type: ignore[arg-type]
+STARTED: Any = PrefillDone(0, None, None)  # type: ignore[arg-type]
 SECRET = "PID 4711 others-command --key"
 
 
@@ -119,14 +119,14 @@ def received(*attempts: Attempt) -> tuple[str, list[type[Event]]]:
         return [e async for e in answer_from(Handle(attempts), ERRORS, request, frozenset())]
 
     events = asyncio.run(ask())
-    text = "".join(event.text for event in events if isinstance(event, Piece))
-    return text, [type(event) for event in events if not isinstance(event, Piece)]
+    text = "".join(event.text for event in events if isinstance(event, TextDelta))
+    return text, [type(event) for event in events if not isinstance(event, TextDelta)]
 
 
 def events(text: str, cuts: Sequence[int] = (3,)) -> list[Event]:
     """A whole answer, in pieces."""
     at = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
-    return [STARTED, *(Piece(text[a:b]) for a, b in pairwise(at)), finished(text)]
+    return [STARTED, *(TextDelta(text[a:b]) for a, b in pairwise(at)), finished(text)]
 
 
 CUTS = st.lists(st.integers(0, 40), max_size=6)
@@ -138,7 +138,7 @@ def test_an_answer_that_several_replicas_began_is_sent_once(
     text: str, deaths: list[tuple[list[int], int, str]], cuts: list[int]
 ) -> None:
     ended = [(events(text, cut)[:-1][:n], getattr(ERRORS, kind)(SECRET)) for cut, n, kind in deaths]
-    assert received(*ended, (events(text, cuts), None)) == (text, [Started, Finished])
+    assert received(*ended, (events(text, cuts), None)) == (text, [PrefillDone, Finished])
 
 
 @pytest.mark.parametrize(

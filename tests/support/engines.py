@@ -3,27 +3,35 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Sequence
+from collections.abc import Sequence as GenericSequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 from unittest.mock import Mock
 
 import torch
+from torch import Tensor
 
 from blendserve.blend.blender import Blender
 from blendserve.config import BlendConfig, Config, DecodeConfig, Method, PromptConfig, StoreConfig, changed
 from blendserve.core import Answer, Chunk, Passage, Prompt, Steps, run
-from blendserve.engine.batching import BatchEngine
+from blendserve.engine.batch_engine import BatchEngine
 from blendserve.engine.engine import Engine
-from blendserve.engine.generation import AnswerStream, Generation
-from blendserve.engine.prefill import Prefill, prefill
+from blendserve.engine.generate import AnswerStream, Sequence, prefill
 from blendserve.engine.prefix_cache import PrefixKV
-from blendserve.engine.queued import Event, Failed, Finished, Observer, Piece, QueuedRequest
-from blendserve.engine.request import Plan, Request, split_options
-from blendserve.models.kv_cache import KVCache
+from blendserve.engine.request import (
+    Event,
+    Failed,
+    Finished,
+    Observer,
+    Plan,
+    Request,
+    TextDelta,
+    split_options,
+)
 from blendserve.models.loader import Reader
 from blendserve.models.model import DecoderModel
+from blendserve.models.runner import Runner
 from blendserve.models.toy import toy_reader as load_toy_reader
 from blendserve.store import KVStore, MemoryStore
 from blendserve.timing import Clock
@@ -129,19 +137,19 @@ class Listener:
             if isinstance(event, Failed):
                 raise event.error
             if isinstance(event, Finished):
-                pieces = "".join(e.text for e in self.seen if isinstance(e, Piece))
+                pieces = "".join(e.text for e in self.seen if isinstance(e, TextDelta))
                 assert pieces == event.answer.text
                 return event.answer
 
 
 def queued(
-    batch: BatchEngine, question: str, passages: Sequence[Passage], tenant: str = "", **options: Any
-) -> tuple[QueuedRequest, Listener]:
+    batch: BatchEngine, question: str, passages: GenericSequence[Passage], tenant: str = "", **options: Any
+) -> tuple[Sequence, Listener]:
     """options: fields of BlendConfig and DecodeConfig."""
     blend, decode = split_options(options)
     plan = batch.engine.plan(Request(question, tuple(passages), blend=blend, decode=decode))
     listener = Listener()
-    return batch.queued(plan, listener, tenant), listener
+    return batch.sequence(plan, listener, tenant), listener
 
 
 def submit(batch: BatchEngine, *asked: Any, **options: Any) -> Listener:
@@ -185,14 +193,14 @@ def tiny_prefix_kv() -> PrefixKV:
     return PrefixKV(tiny_blender(tiny_store()).computer(()).compute([PREFIX])[0], len(PREFIX))
 
 
-def tiny_prefill(plan: Plan, blender: Blender, cache: KVCache | None = None) -> Steps[Prefill]:
+def tiny_prefill(sequence: Sequence, blender: Blender) -> Steps[Tensor]:
     """Behind `tiny_prefix_kv`."""
 
     def prefix_kv() -> Steps[PrefixKV]:
         yield from ()
         return tiny_prefix_kv()
 
-    return prefill(plan, blender, cache, prefix_kv())
+    return prefill(sequence, blender, prefix_kv())
 
 
 @dataclass(frozen=True)
@@ -213,6 +221,8 @@ class Question:
 @cache
 def alone(question: Question) -> Answer:
     reader, plan = tiny_reader(), question.plan(Clock())
-    done = run(tiny_prefill(plan, tiny_blender(tiny_store())))
-    generation = Generation(plan, done.report, done.explanation, reader.tokenizer, reader.end_tokens)
-    return AnswerStream(generation, done.logits, done.run, lambda: None).answer()
+    sequence = Sequence(plan, reader, partial(tiny_prefill, blender=tiny_blender(tiny_store())))
+    logits = run(sequence.steps)
+    assert sequence.cache
+    runner = Runner.over(reader.adapter, sequence.cache, len(plan.prompt), question.max_new_tokens)
+    return AnswerStream(sequence, logits, runner.step).answer()

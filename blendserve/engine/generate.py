@@ -1,0 +1,286 @@
+"""One request from its queue to the last token of its answer: prefill, sampling, text, timings.
+
+A Python caller pulls pieces of text out of an `AnswerStream`, which runs a decoding step for each token; the scheduler
+gives a `Sequence` the logits of its own steps, for many requests at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blendserve.blend.blender import Blender
+from blendserve.blend.explain import explain_plain
+from blendserve.blend.report import plain_report
+from blendserve.config import DecodeConfig
+from blendserve.core import Answer, BlendReport, ChunkKV, Explanation, Steps, Timings, TokenIds
+from blendserve.engine.prefix_cache import PrefixKV
+from blendserve.engine.request import Event, Plan
+from blendserve.fetch.copies import Hold
+from blendserve.models.kv_cache import KVCache
+from blendserve.models.loader import Reader
+from blendserve.models.model import DecoderModel
+from blendserve.models.reference import OwnDecoding
+from blendserve.models.runner import Runner
+from blendserve.timing import Clock
+
+Decode = Callable[[int, int], Tensor]  # position, token -> logits [V] for the next
+
+
+class Sequence:
+    """One request. Give `append` logits until `answer` is there."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        reader: Reader,
+        prefill: Callable[[Sequence], Steps[Tensor]],
+        *,
+        tenant: str = "",
+        cost: float = 0.0,
+        emit: Callable[[Event], None] = lambda event: None,
+        hold: Hold | None = None,
+        queued: Clock | None = None,
+    ) -> None:
+        """prefill: fills `cache` and calls `start` -> logits [V] for the first token. cost: tokens that are expected to
+        run through the model. emit: called on the model's thread, with the last event Finished or Failed. hold: of KV
+        that is kept for this request until its prefill ends.
+        """
+        self.plan, self.tenant, self.cost, self.emit = plan, tenant, cost, emit
+        self.queued = queued or Clock()  # since it waits
+        self.cancelled = False  # set by its caller; nothing is emitted after that
+        self.cache: KVCache | None = None  # by default, the prefill makes one
+        self.steps = prefill(self)
+        self.layer = -1  # of the prefill, that is next, counted through all passes
+        self.preempted_cost = 0.0  # of the requests that preempted its prefill
+        self.report: BlendReport | None = None
+        self.explanation: Explanation | None = None
+        self.cached = 0
+        self.missing: tuple[TokenIds, ...] = ()  # chunks that were not stored whole; () stands for the prefix
+        self.computed: Mapping[TokenIds, ChunkKV] = {}  # of those, the KV of some
+        self.answer: Answer | None = None
+        self.ttft = 0.0  # seconds from the request to its first token
+        self.gap_s = 0.0  # between the last two tokens
+        self._hold, self._end = hold, reader.end_tokens
+        self._sampler = Sampler(plan.decode)
+        self._detokenizer = Detokenizer(reader.tokenizer, plan.decode.stop)
+        self._text = ""
+        self._tokens: list[int] = []
+        self._token_at: float | None = None  # of the last one, in seconds since the request came
+
+    def start(self, report: BlendReport, explanation: Explanation, cached: int = 0) -> None:
+        """The prefill is done. cached: tokens of the prompt whose KV was stored."""
+        self.report, self.explanation, self.cached = report, explanation, cached
+
+    def release(self) -> None:
+        """It reads no more stored KV; idempotent."""
+        if self._hold:
+            self._hold.close()
+
+    @property
+    def last(self) -> tuple[int, int]:
+        """Position and id of the last token, which the next step runs."""
+        return len(self.plan.prompt) + len(self._tokens) - 1, self._tokens[-1]
+
+    def append(self, logits: Tensor) -> str:
+        """Choose the next token from logits [V] -> the text that it completes, perhaps ""."""
+        token = self._sampler(logits)
+        self._note_time()
+        if token in self._end:
+            return self._close("", "stop")
+        self._tokens.append(token)
+        piece = self._detokenizer.push(token)
+        if self._detokenizer.stopped:
+            return self._close(piece, "stop")
+        if len(self._tokens) == self.plan.decode.max_new_tokens:
+            return self._close(piece, "length")
+        self._text += piece
+        return piece
+
+    def _note_time(self) -> None:
+        now = self.plan.clock.elapsed()
+        if self._token_at is None:
+            self.ttft = now
+        else:
+            self.gap_s = now - self._token_at
+        self._token_at = now
+
+    def _close(self, piece: str, reason: str) -> str:
+        assert self.report
+        piece += self._detokenizer.flush()
+        self._text += piece
+        tokens, passages = tuple(self._tokens), self.plan.passages
+        self.answer = Answer(
+            self._text, passages, self.report, self._timings(), tokens, reason, self.explanation
+        )
+        return piece
+
+    def _timings(self) -> Timings:
+        seconds, n = self.plan.clock.seconds, len(self._tokens)
+        decode = self.plan.clock.elapsed() - self.ttft
+        rate = (n - 1) / decode if n > 1 else 0.0
+        stages = {
+            stage: seconds[stage] for stage in ("retrieve", "queue", "load", "select", "correct", "prefill")
+        }
+        return Timings(**stages, ttft=self.ttft, decode=decode, tokens_per_second=rate)
+
+
+def prefill(sequence: Sequence, blender: Blender, prefix: Steps[PrefixKV] | None = None) -> Steps[Tensor]:
+    """By `plan.blend`, into the sequence's cache -> logits [V]. prefix: the prompt prefix's KV; default: the store's."""
+    plan = sequence.plan
+    with plan.clock.stage("prefill"):
+        kept = (yield from prefix) if prefix else None
+        done = yield from blender.prefill(
+            plan.prompt,
+            plan.blend,
+            plan.decode.max_new_tokens,
+            plan.clock,
+            sequence.cache,
+            kept.kv if kept else None,
+        )
+    sequence.cache, report = done.result.cache, done.report
+    cached = report.tokens_exact + report.tokens_reused
+    if kept and report.method != "full":
+        cached = max(0, cached - len(plan.prompt.prefix) + kept.reused)  # 0: the store could not be read
+    sequence.missing, sequence.computed = done.missing, done.computed
+    sequence.start(report, done.explanation, cached)
+    return done.result.logits
+
+
+def reference_prefill(sequence: Sequence, reference: OwnDecoding, why: str) -> Steps[Tensor]:
+    """By the model's own forward and cache, for a reader that may not blend because of `why` -> logits [V]."""
+    plan = sequence.plan
+    yield from ()
+    with plan.clock.stage("prefill"):
+        logits = reference.feed(plan.prompt.ids)
+    sequence.start(plain_report(plan.prompt, plan.blend, why), explain_plain(plan.prompt, why))
+    return logits
+
+
+class AnswerStream:
+    """An answer on its way: iterate for pieces of text, then call `answer()`; or call it at once."""
+
+    def __init__(
+        self, sequence: Sequence, logits: Tensor, decode: Decode, on_end: Callable[[], None] = lambda: None
+    ) -> None:
+        """The first token is chosen here, from logits [V]; `decode` makes the others, `on_end` follows the last one."""
+        assert sequence.report
+        self.passages, self.report = sequence.plan.passages, sequence.report
+        first = sequence.append(logits)
+        self.ttft = sequence.ttft
+        self._sequence, self._on_end = sequence, on_end
+        self._pieces = self._run(first, decode)
+
+    def __iter__(self) -> Iterator[str]:
+        """Pieces of valid text. Leaving early is safe: iterate again to go on, or drop the stream to cancel the rest."""
+        return self._pieces
+
+    def answer(self) -> Answer:
+        """The whole answer, once the stream has ended (this runs it to its end)."""
+        for _ in self:
+            pass
+        assert self._sequence.answer is not None
+        return self._sequence.answer
+
+    def _run(self, piece: str, decode: Decode) -> Iterator[str]:
+        while True:
+            if piece:
+                yield piece
+            if self._sequence.answer:
+                break
+            piece = self._sequence.append(decode(*self._sequence.last))
+        del decode
+        self._sequence.cache = None  # its memory serves the next request
+        self._on_end()
+
+
+def generate(
+    adapter: DecoderModel, cache: KVCache, length: int, logits: Tensor, config: DecodeConfig, end: Set[int]
+) -> Iterator[int]:
+    """Token ids alone, until an end token (not among them) or `max_new_tokens`.
+
+    `length`: tokens already in the cache; `logits` [V]: for the first new token.
+    """
+    runner, sampler = Runner.over(adapter, cache, length, config.max_new_tokens), Sampler(config)
+    for at in range(length, length + config.max_new_tokens):
+        token = sampler(logits)
+        if token in end:
+            return
+        yield token
+        if at + 1 < length + config.max_new_tokens:
+            logits = runner.step(at, token)
+
+
+MIN_TEMPERATURE = 1e-6  # temperatures below it are 0: logits divided by them are no numbers
+
+
+class Sampler:
+    """Logits [V] -> a token id: greedy at temperature 0, else nucleus sampling (arXiv 1904.09751) from a seed."""
+
+    def __init__(self, config: DecodeConfig) -> None:
+        self._config = config
+        self._generator = torch.Generator().manual_seed(config.seed)
+
+    def __call__(self, logits: Tensor) -> int:
+        if self._config.temperature < MIN_TEMPERATURE:
+            return int(logits.argmax())
+        probabilities = torch.softmax(logits.float().cpu() / self._config.temperature, dim=-1)
+        ranked, order = probabilities.sort(descending=True)
+        dropped = ranked.cumsum(0) - ranked >= self._config.top_p
+        dropped[0] = False  # not even by a top_p that float32 has no number for
+        ranked[dropped] = 0.0
+        return int(order[torch.multinomial(ranked, 1, generator=self._generator)])
+
+
+class Detokenizer:
+    """Token ids in, valid text out: characters split over tokens and possible stop strings are held back."""
+
+    def __init__(self, tokenizer: Any, stop: Iterable[str] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._stop = [s for s in stop if s]
+        self._ids: list[int] = []
+        self._start = 0  # ids before this one are decoded and done with
+        self._done = 0  # characters of decode(ids[start:]) that were taken
+        self._pending = ""  # may begin a stop string
+        self.stopped = False
+
+    def push(self, token: int) -> str:
+        """The text that this token completes, perhaps ""."""
+        self._ids.append(token)
+        text = self._decode(self._ids[self._start :])
+        if text.endswith("\N{REPLACEMENT CHARACTER}"):
+            return ""
+        self._pending += text[self._done :]
+        # The next token is decoded together with this one, as its leading space may depend on it.
+        self._start = len(self._ids) - 1
+        self._done = len(self._decode(self._ids[self._start :]))
+        return self._release(final=False)
+
+    def flush(self) -> str:
+        """What was held back for a stop string that did not come."""
+        return self._release(final=True)
+
+    def _decode(self, ids: list[int]) -> str:
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text
+
+    def _release(self, final: bool) -> str:
+        found = [(at + len(s), at) for s in self._stop if (at := self._pending.find(s)) >= 0]
+        if found:  # the one that ends first stops the text, however the text fell into tokens
+            self.stopped = True
+            out, self._pending = self._pending[: min(found)[1]], ""
+            return out
+        keep = 0 if final else max((_stop_prefix_len(self._pending, s) for s in self._stop), default=0)
+        out, self._pending = (
+            self._pending[: len(self._pending) - keep],
+            self._pending[len(self._pending) - keep :],
+        )
+        return out
+
+
+def _stop_prefix_len(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that begins `stop`."""
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if stop.startswith(text[-n:])), 0)
