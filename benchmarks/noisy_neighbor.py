@@ -28,7 +28,7 @@ from blendserve.bench.fixture import scratch
 from blendserve.bench.harness import Case, Group, Metrics, Report, SampleLog, Table, count, ms, ratio
 from blendserve.bench.loadgen import Body, Response, longest_passages, metrics_of, send
 from blendserve.bench.runner import Bench, BenchConfig
-from blendserve.bench.serving import ROOM
+from blendserve.bench.serving import ROOM, model_settings
 from blendserve.config import BlendConfig, Config, Positive
 from blendserve.engine.engine import Engine
 from blendserve.errors import ConfigError, InputError, ServeError
@@ -84,7 +84,8 @@ def groups(config: NeighborConfig, log: SampleLog) -> Iterator[Group]:
     if log.done(labels):
         return
     with scratch(config.folder) as folder:
-        prepare(config.index, folder / "made")
+        prepare(config, folder / "made")
+        model_settings(config, folder / "model.yaml")
         keys = KeyFile(folder / "keys.json")
         regular = [
             keys.create(Tenant(f"client {n}", collections=(INDEX,), read_only=True))
@@ -114,14 +115,14 @@ def think_time(service_s: float, clients: int, share: float) -> float:
     return service_s * (clients / share - 1)
 
 
-def prepare(index: Path, folder: Path) -> None:
+def prepare(config: NeighborConfig, folder: Path) -> None:
     """An index with its KV in `folder`: a copy, or one of bundled text. Raises InputError, StoreError."""
-    config = Config(blend=BlendConfig(method=METHOD))
-    if (index / "manifest.json").exists():
-        shutil.copytree(index, folder)
-        engine = Engine.open(folder, config)
+    settings = Config(reader=config.reader, blend=BlendConfig(method=METHOD))
+    if (config.index / "manifest.json").exists():
+        shutil.copytree(config.index, folder)
+        engine = Engine.open(folder, settings)
     else:
-        engine = Engine.build(folder, language_reference(), config)
+        engine = Engine.build(folder, language_reference(), settings)
     with engine:
         engine.precompute()
 
@@ -139,7 +140,8 @@ def server(folder: Path) -> Iterator[str]:
     shutil.copytree(folder / "made", served / INDEX)
     shutil.copytree(folder / "made", served / UPLOADS, ignore=shutil.ignore_patterns("kv"))
     indexes = ("--index", str(served / INDEX), "--index", str(served / UPLOADS))
-    command = serve_command(*indexes, "--keys", str(folder / "keys.json"), "--method", METHOD, *ROOM)
+    given = ("--config", str(folder / "model.yaml"), "--keys", str(folder / "keys.json"), "--method", METHOD)
+    command = serve_command(*indexes, *given, *ROOM)
     try:
         with Child(command, log) as child:
             yield child.url

@@ -18,6 +18,8 @@ from typing import Any
 import httpx
 import numpy as np
 
+from blendserve.errors import InputError
+
 LEAST = 8  # requests of an open loop
 Body = Callable[[random.Random], dict[str, Any]]
 
@@ -99,7 +101,10 @@ def metrics_of(responses: Sequence[Response], seconds: float) -> dict[str, float
 
 
 def longest_passages(index: Path, n: int) -> list[dict[str, str]]:
-    """Of an index folder, by their text."""
-    lines = [json.loads(line) for line in (index / "passages.jsonl").open()]
-    lines.sort(key=lambda passage: -len(passage["text"]))
-    return [{"text": passage["text"], "title": passage["title"]} for passage in lines[:n]]
+    """Of an index folder, by their text. Raises InputError where there is no index."""
+    files = sorted(index.glob("passages*.jsonl"), key=lambda file: file.stat().st_mtime)
+    if not files:
+        raise InputError(f"there is no index in {index}: give another --index")
+    passages = [json.loads(line) for line in files[-1].open(encoding="utf-8")]
+    passages.sort(key=lambda passage: -len(passage["text"]))
+    return [{"text": passage["text"], "title": passage["title"]} for passage in passages[:n]]

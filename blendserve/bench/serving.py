@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import httpx
+import yaml
 from pydantic import Field
 
 from blendserve.bench.fixture import scratch
@@ -166,11 +167,17 @@ def _server(config: ServingConfig, index: Path, folder: Path) -> Iterator[str]:
     if config.url:
         yield config.url
         return
-    with Child(
-        serve_command("--index", str(index), "--method", "blend", *ROOM), folder / "server.log"
-    ) as child:
+    model = model_settings(config, folder / "model.yaml")
+    command = serve_command("--index", str(index), "--config", str(model), "--method", "blend", *ROOM)
+    with Child(command, folder / "server.log") as child:
         yield child.url
         child.stop()
+
+
+def model_settings(config: BenchConfig, file: Path) -> Path:
+    """A settings file with the model of a bench, for a server."""
+    file.write_text(yaml.safe_dump({"reader": config.reader.model_dump(mode="json")}))
+    return file
 
 
 BENCH = Bench(

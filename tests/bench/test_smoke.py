@@ -49,7 +49,7 @@ def keyed(folder: Path) -> AbstractContextManager[str]:
     return toy_server(folder, keys=folder / "keys.json")
 
 
-def write_passages(index: Path, folder: Path) -> None:
+def write_passages(config: Any, folder: Path) -> None:
     folder.mkdir()
     lines = (json.dumps({"text": p.text, "title": p.title}) + "\n" for p in PASSAGES)
     (folder / "passages.jsonl").write_text("".join(lines))
@@ -227,7 +227,7 @@ def test_serving_resumes_and_counts_what_is_refused(
     tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("blendserve.bench.loadgen.LEAST", 2)
-    write_passages(tmp_path, tmp_path / "index")
+    write_passages(None, tmp_path / "index")
     small: dict[str, Any] = {
         "index": tmp_path / "index",
         "passages": 2,
