@@ -30,7 +30,7 @@ from blendserve.evaluate.edits import before
 from blendserve.models.loader import Reader
 from blendserve.store import LMDBStore
 from blendserve.store.key import KEY_BYTES
-from blendserve.store.near import NearIndex, fingerprints
+from blendserve.store.shingles import NearIndex, fingerprints
 
 UNRELATED = 2  # times the prompt's chunks: text that has nothing in common with what is stored
 BATCH = 4096  # chunks that are added at a time

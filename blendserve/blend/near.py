@@ -27,7 +27,7 @@ from blendserve.blend.layout import Run
 from blendserve.core import Span, TokenIds
 from blendserve.errors import StoreError
 from blendserve.store import ChunkKey, ChunkView, KVStore
-from blendserve.store.near import NearIndex, fingerprints
+from blendserve.store.shingles import NearIndex, fingerprints
 
 MIN_RUN = 16  # tokens of a run that are reused
 CONTEXT_MARGIN = 8  # of a run, before those

@@ -16,10 +16,10 @@ from blendserve.blend.near import CONTEXT_MARGIN, MIN_RUN, matching_runs
 from blendserve.config import BlendConfig
 from blendserve.core import Chunk, Prompt, Reason, Span, TokenIds, run
 from blendserve.store import KVStore, LMDBStore, MemoryStore
-from blendserve.store import near as near_index
+from blendserve.store import shingles as near_index
 from blendserve.store.codecs.base import forget_ready
 from blendserve.store.codecs.int8 import Int8
-from blendserve.store.near import SURE, NearIndex, fingerprints
+from blendserve.store.shingles import SURE, NearIndex, fingerprints
 from tests.support.blending import PREFIX, LeakyStore, check_report, some_ids, tiny_blender
 from tests.support.codecs import Toy
 from tests.support.stores import ROOMY, FaultyStore

@@ -13,8 +13,7 @@ from blendserve.core import ChunkKV
 from blendserve.kernels.coding import ONE
 from blendserve.store.codecs.predict.codec import Predict
 from blendserve.store.codecs.predict.sensitivity import CHUNK, WINDOW, first_layer, gradients, sensitivity
-from blendserve.store.codecs.predict.symbols import BIT, quantised
-from blendserve.store.codecs.predict.tables import Tables
+from blendserve.store.codecs.predict.tables import BIT, Tables, quantised
 from tests.support.codecs import decoded, refuses, related
 from tests.support.codecs import predict_tables as tables
 from tests.support.models import tiny_adapter

@@ -35,8 +35,7 @@ from blendserve.store.codecs.base import (
     tables_hash,
 )
 from blendserve.store.codecs.predict.fit import fit
-from blendserve.store.codecs.predict.symbols import flat, quantised
-from blendserve.store.codecs.predict.tables import STEPS, Tables
+from blendserve.store.codecs.predict.tables import STEPS, Tables, flat, quantised
 
 EXPECTED = 6, 8, 9, 10, 10  # times smaller, by level; text like that of the tables does better
 CLOSE = 2  # codes that a row may be off, as another machine or dtype rounds otherwise

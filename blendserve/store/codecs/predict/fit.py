@@ -35,8 +35,7 @@ from blendserve.kernels.coding import (
 from blendserve.models.model import DecoderModel
 from blendserve.store.codecs.base import Progress, Sample
 from blendserve.store.codecs.predict.sensitivity import WINDOW, first_layer, sensitivity
-from blendserve.store.codecs.predict.symbols import flat, quantised
-from blendserve.store.codecs.predict.tables import STEPS, VERSION, Tables
+from blendserve.store.codecs.predict.tables import STEPS, VERSION, Tables, flat, quantised
 
 FEWEST = 64  # tokens
 WINDOWS = 24  # of text for the sensitivity
