@@ -46,7 +46,7 @@ class NearConfig(PromptBenchConfig):
         0.05, description="Fraction of a passage's words to edit."
     )
     ratio: Ratio = Field(
-        BlendConfig().share, description="Fraction of the cached context tokens to recompute."
+        BlendConfig().min_ratio, description="Fraction of the cached context tokens to recompute."
     )
     signatures: Positive = Field(1_000_000, description="Number of synthetic chunks to search.")
 

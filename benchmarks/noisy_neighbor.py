@@ -29,12 +29,11 @@ from blendserve.bench.harness import Case, Group, Metrics, Report, SampleLog, Ta
 from blendserve.bench.loadgen import Body, Response, longest_passages, metrics_of, send
 from blendserve.bench.runner import Bench, BenchConfig
 from blendserve.bench.serving import ROOM, model_settings
-from blendserve.config import BlendConfig, Config, Positive
+from blendserve.config import BlendConfig, Config, Positive, ServeConfig
 from blendserve.engine.engine import Engine
 from blendserve.errors import ConfigError, InputError, ServeError
 from blendserve.retrieve import language_reference
 from blendserve.serve.child import Child, serve_command
-from blendserve.serve.config import ServeConfig
 from blendserve.serve.keys import KeyFile, Tenant
 
 METHOD = "blend"

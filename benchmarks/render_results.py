@@ -105,7 +105,7 @@ def _measured_on(suite: Suite, results: Path) -> list[str]:
 
 
 def main() -> None:
-    suite = Suite.load(CLAIMS)
+    suite = Suite.read(CLAIMS)
     for page in PAGES:
         page.write_text(rendered(page, suite, RESULTS), "utf-8")
 

@@ -37,7 +37,7 @@ Price = Annotated[float, Field(ge=0.0)]
 class TierConfig(Section):
     """Prices of one place to store KV."""
 
-    inside = "cost.tiers."
+    prefix = "cost.tiers."
     gb_month: Price | None = Field(None, description="Price of storing a GB (10^9 bytes) for a month.")
     gb_read: Price | None = Field(None, description="Price of reading a GB (egress, network).")
     thousand_reads: Price | None = Field(None, description="Price of a thousand requests for a chunk.")
@@ -46,7 +46,7 @@ class TierConfig(Section):
 class LevelConfig(Section):
     """One codec at one level."""
 
-    inside = "cost.levels."
+    prefix = "cost.levels."
     bytes_per_token: Price | None = Field(
         None, description="Size of a token's KV, in bytes, headers and checksums included."
     )

@@ -38,7 +38,7 @@ import torch
 
 from benchmarks.support.valkey import Server
 from blendserve import console
-from blendserve.config import Config
+from blendserve.config import Config, ServeConfig
 from blendserve.core import Passage, TokenIds
 from blendserve.demo import open_demo
 from blendserve.engine.engine import Engine
@@ -47,7 +47,6 @@ from blendserve.ray.cluster import WorkerResources, cluster
 from blendserve.ray.precompute import precompute
 from blendserve.ray.replica import RoutedRequest
 from blendserve.ray.replicas import CHUNK_ROUTER, ReplicaCount, Replicas
-from blendserve.serve.config import ServeConfig
 from blendserve.store import ChunkKey
 
 ROUND_ROBIN = "blendserve.ray.router:RoundRobinRouter"

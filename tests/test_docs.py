@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from blendserve import errors
+from blendserve.config import Config
 from blendserve.registry import POLICIES
-from blendserve.serve.config import Config, load_settings
 from blendserve.serve.kdn import DeliveryMetrics
 from blendserve.serve.metrics import Metrics
 from blendserve.store import MemoryStore
@@ -95,7 +95,7 @@ def test_settings_files_load(tmp_path: Path) -> None:
     files = [*tmp_path.glob("*.yaml"), *(ROOT / "configs").glob("*.yaml")]
     assert len(files) > 5
     for file in files:
-        load_settings(file)
+        Config.load(file)
 
 
 def test_every_error_and_metric_is_listed() -> None:

@@ -118,7 +118,7 @@ class Suite(Section):
     claims: tuple[Claim, ...] = Field((), description="Claims.")
 
     @classmethod
-    def load(cls, file: str | Path) -> Suite:
+    def read(cls, file: str | Path) -> Suite:
         """Raises ConfigError, also for wrong settings of a bench."""
         try:
             suite = cls(**yaml.safe_load(Path(file).read_text("utf-8")))

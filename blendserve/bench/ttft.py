@@ -119,7 +119,7 @@ def _case(fixture: PromptFixture, method: MethodSpec, rate: float | None = None,
 
 def _slow_cases(fixture: PromptFixture, methods: list[MethodSpec], rate: float) -> list[Case]:
     """Each method, and at the ratio that the time of loading leaves free: its own ratio or more."""
-    free = [(m, replace(m, blend=changed(m.blend, ratio="auto", floor=m.ratio))) for m in methods if m.ratio]
+    free = [(m, replace(m, blend=changed(m.blend, ratio=f"auto:{m.ratio}"))) for m in methods if m.ratio]
     fixed = [_case(fixture, method, rate, store=SLOW) for method in methods]
     return [
         *fixed,

@@ -285,7 +285,7 @@ class Blender:
             method, why = self._choose(prompt, blend, found, why)
             blend = changed(blend, method=method)
             layout = self._layout(prompt, found.only(method, self._exact_first(prompt)))
-        if blend.ratio == "auto":
+        if isinstance(blend.ratio, str):
             blend = changed(blend, ratio=self._free_ratio(layout, blend))
         known = self.priors.current() if CORRECTIONS.load(blend.correction).uses_prior else None
         before = fetch.waited_s if fetch else 0.0

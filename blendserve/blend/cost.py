@@ -90,16 +90,16 @@ def overlapped_ratio(
     policy = make_policy(blend)
     n_reusable = int(layout.reusable.sum())
     highest = (n_reusable - 1) / max(1, layout.n_found)  # with all of them there would be nothing to choose
-    if seconds_per_token is None or highest <= blend.floor or policy.needs_scoring_pass:
-        return blend.floor
+    if seconds_per_token is None or highest <= blend.min_ratio or policy.needs_scoring_pass:
+        return blend.min_ratio
 
     def compute(ratio: float) -> float:  # a rule's dense layers hide no more than their own layers' loading
         return costs.seconds(replace(rows_work(layout, layout.budget(ratio)), loaded=0.0))
 
     loading = OVERLAP_TARGET * seconds_per_token * layout.n_loaded
-    least, most = compute(blend.floor), compute(highest)
+    least, most = compute(blend.min_ratio), compute(highest)
     room = (loading - least) / (most - least) if most > least else 0.0  # work grows in proportion to the rows
-    return blend.floor + min(1.0, max(0.0, room)) * (highest - blend.floor)
+    return blend.min_ratio + min(1.0, max(0.0, room)) * (highest - blend.min_ratio)
 
 
 def calibrated(

@@ -82,7 +82,7 @@ def _suite(
     """
     from blendserve.bench.suite import Suite, run_suite  # torch and all the rest: seconds
 
-    suite = Suite.load(file)
+    suite = Suite.read(file)
     states = run_suite(suite, out, minutes, dry_run, console.say)
     verdicts = [] if dry_run else list(suite.verdicts(out))
     rows = [

@@ -15,14 +15,14 @@ import typer
 from blendserve import console
 from blendserve.cli.options import IndexArg, JsonOpt, Options, make_app, with_options
 from blendserve.cli.show import as_dict
+from blendserve.config import Config
 from blendserve.errors import InputError
-from blendserve.serve.config import Config, load_settings
 
 app = make_app("Publish collections and deliver them to remote engines.")
 
 NODE_KEY = "BLENDSERVE_NODE_KEY"
 NameArg = Annotated[str, typer.Argument(help="Name of the collection.")]
-STORE = Options(Config(), "store.path", load=load_settings, names={"store.path": "store"})
+STORE = Options(Config(), "store.path", load=Config.load, names={"store.path": "store"})
 
 
 @app.command()
@@ -35,7 +35,7 @@ STORE = Options(Config(), "store.path", load=load_settings, names={"store.path":
         "deliver.keys",
         "deliver.memory_mb",
         "deliver.drain_s",
-        load=load_settings,
+        load=Config.load,
         names={"store.path": "store"},
     )
 )
@@ -56,9 +56,7 @@ def serve(settings: Config) -> None:
 
 @app.command()
 @with_options(
-    settings=Options(
-        Config(), "reader.model", "store.path", load=load_settings, names={"store.path": "store"}
-    )
+    settings=Options(Config(), "reader.model", "store.path", load=Config.load, names={"store.path": "store"})
 )
 def publish(
     index: IndexArg,
@@ -93,7 +91,7 @@ def publish(
     from blendserve.engine.engine import Engine
 
     with ExitStack() as stack:
-        engine = stack.enter_context(Engine.open(index, settings.engine, console.say))
+        engine = stack.enter_context(Engine.open(index, settings, console.say))
         stack.enter_context(_workers(workers, index, settings))
         per_token = engine.reader.adapter.kv_bytes_per_token
         with console.progress("Precomputing", "tokens", per_token) as update:
@@ -204,7 +202,7 @@ def warm(
 
 
 @app.command()
-@with_options(settings=Options(Config(), "store.namespace", load=load_settings))
+@with_options(settings=Options(Config(), "store.namespace", load=Config.load))
 def pull(
     source: Annotated[str, typer.Argument(help="Collection, written kdn:URL/NAME.")],
     folder: Annotated[str, typer.Argument(help="Folder for the index, or its name in indexes/.")],
@@ -304,7 +302,7 @@ def _workers(n: int, index: str, settings: Config) -> Iterator[None]:
 
     with tempfile.TemporaryDirectory(prefix="blendserve-workers-") as folder:
         file = Path(folder) / "settings.yaml"
-        file.write_text(settings.engine.to_yaml())
+        file.write_text(settings.to_yaml())
         command = [sys.executable, "-m", "blendserve", "precompute", index, "-c", str(file)]
         started = [
             subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) for _ in range(n)

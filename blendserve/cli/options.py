@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
 from types import UnionType
@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import typer
 from pydantic.fields import FieldInfo
 
-from blendserve.config import Section, changed
+from blendserve.config import BASIC, Section
 
 IndexArg = Annotated[str, typer.Argument(help="Index: a folder, or a name in indexes/.")]
 IndexOpt = Annotated[
@@ -42,7 +42,30 @@ RayOpt = Annotated[
 ]
 JsonOpt = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
-Load = Callable[[Path], Section]
+
+def _help_all(context: typer.Context, asked: bool) -> None:
+    """Print the help with the options that --help leaves out, and exit."""
+    if asked:
+        for parameter in context.command.params:
+            parameter.hidden = False  # type: ignore[attr-defined]
+        typer.echo(context.get_help())
+        raise typer.Exit
+
+
+HELP_ALL = inspect.Parameter(
+    "help_all",
+    inspect.Parameter.KEYWORD_ONLY,
+    default=False,
+    annotation=Annotated[
+        bool, typer.Option("--help-all", is_eager=True, callback=_help_all, help="Show all options and exit.")
+    ],
+)
+Load = Callable[[Path | None, Sequence[str]], Section]
+SET = typer.Option(
+    "--set",
+    metavar="NAME=VALUE",
+    help="Any setting by its dotted name, such as store.cap_gb=8; overrides the file and the environment. Repeatable.",
+)
 
 
 def split_list(text: str) -> list[str]:
@@ -77,8 +100,8 @@ class Options:
     ) -> None:
         """paths: dotted fields of `base`, whose values are the defaults; none = all, its own class's first.
 
-        load: reads the file of --config; None = no such option. names: path -> option, where that is not the path's
-        last part; two paths of one option are set together. verbatim: options whose texts may hold commas.
+        load: reads the file of --config and the words of --set; None = no such options. names: path -> option, where that
+        is not the path's last part; two paths of one option are set together. verbatim: options whose texts hold commas.
         """
         self._base, self._load, self._verbatim = base, load, verbatim
         self._paths: dict[str, list[str]] = {}
@@ -91,18 +114,23 @@ class Options:
         """One for each option, as typer reads them."""
         shown = [self._parameter(name, paths[0]) for name, paths in self._paths.items()]
         about = typer.Option("--config", "-c", help="YAML file with settings.")
-        return [*([_parameter("config", Path, about)] if self._load else []), *shown]
+        if self._load:
+            shown = [_parameter("config", Path, about), _parameter("set", list[str], SET), *shown]
+        return [*shown, HELP_ALL] if any(p.annotation.__metadata__[0].hidden for p in shown) else shown
 
     def make(self, given: dict[str, Any]) -> Section:
         """The settings; takes its options out of `given`. Raises ConfigError."""
-        file = given.pop("config", None) if self._load else None
-        section = self._load(file) if self._load and file else self._base
+        section = self._base
+        if self._load:
+            file, words = given.pop("config", None), given.pop("set", None)
+            section = self._load(file, words or ())
+        given.pop(HELP_ALL.name, None)
         for name, paths in self._paths.items():
             value = given.pop(name)
             if isinstance(value, list) and name not in self._verbatim:
                 value = [word for text in value for word in split_list(text)]
             for path in paths if value not in (None, []) else ():
-                section = _replaced(section, path, value)
+                section = section.replace(path, value)
         return section
 
     def _parameter(self, name: str, path: str) -> inspect.Parameter:
@@ -121,7 +149,8 @@ class Options:
             *([f"[default: {shown(value)}]"] if shown(value) and not plain else []),
         ]
         flags = (f"--{name.replace('_', '-')}",) if plain else ()
-        return _parameter(name, kind, typer.Option(*flags, help=" ".join(words)))
+        hidden = self._load is not None and path not in BASIC
+        return _parameter(name, kind, typer.Option(*flags, help=" ".join(words), hidden=hidden))
 
 
 def with_options(**groups: Options) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -181,9 +210,3 @@ def _kind(annotation: Any) -> Any:
     if origin is tuple:
         return list[str]
     return annotation if annotation in (bool, int, float, Path) else str
-
-
-def _replaced(section: Section, path: str, value: Any) -> Section:
-    name, _, rest = path.partition(".")
-    new = _replaced(getattr(section, name), rest, value).model_dump() if rest else value
-    return changed(section, **{name: new})

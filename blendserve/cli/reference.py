@@ -11,8 +11,7 @@ import typer
 
 from blendserve.cli.app import app
 from blendserve.cli.options import choices_of, shown
-from blendserve.config import Section
-from blendserve.serve.config import Config
+from blendserve.config import Config, Section
 
 WIDTH = 100
 WHOLE_WORDS: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
@@ -40,9 +39,10 @@ SETTINGS = f"""\
 {NOTE}
 
 `--config FILE` reads settings from a YAML file. The file names only the settings that it changes;
-the files in [configs/](../../configs) are examples. An option of a command overrides the file. The
-section `serve` belongs to `blendserve serve`, `deliver` to `blendserve kdn serve`. A dot separates
-section and setting:
+the files in [configs/](../../configs) are examples. The environment overrides the file
+(`BLENDSERVE__STORE__CAP_GB=8`), `--set store.cap_gb=8` the environment, an option of a command all
+of them. The section `serve` belongs to `blendserve serve`, `deliver` to `blendserve kdn serve`. A
+dot separates section and setting:
 
     blend: {{ratio: 0.3}}        # blend.ratio
     store: {{cap_gb: 8}}         # store.cap_gb

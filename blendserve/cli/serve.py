@@ -8,8 +8,8 @@ import typer
 
 from blendserve import console
 from blendserve.cli.options import Options, RayOpt, make_app, with_options
+from blendserve.config import Config
 from blendserve.errors import InputError
-from blendserve.serve.config import Config, effective, load_settings, with_environment_key
 
 app = make_app()
 
@@ -33,7 +33,7 @@ app = make_app()
         "serve.queue",
         "serve.drain_s",
         "serve.log_text",
-        load=load_settings,
+        load=Config.load,
     )
 )
 def serve(
@@ -72,12 +72,12 @@ def serve(
     indexes = index or ["indexes/demo"]
     if ray and not replicas:
         raise InputError("--ray is the cluster for --replicas: give --replicas, too")
-    settings = with_environment_key(settings)
+    settings = settings.with_environment_key()
     from blendserve.ray.replicas import ReplicaCount
     from blendserve.serve import running  # not at the top: it imports torch and FastAPI
 
     count = ReplicaCount.parse(replicas) if replicas is not None else None
-    console.say(effective(settings, indexes))
+    console.say(f"Indexes: {', '.join(indexes)}\n{settings.to_yaml()}")
     if count:
         running.serve_cluster(settings, indexes, count, ray, console.say)
     else:

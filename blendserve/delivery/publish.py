@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
 
-from blendserve.config import changed
 from blendserve.delivery.catalogue import Catalogue
 from blendserve.engine.calibration import writing_codec
 from blendserve.engine.engine import Engine
@@ -212,8 +211,7 @@ def _codecs(engine: Engine, words: Sequence[str], say: Say) -> dict[str, Codec]:
     """With the reader's tables, fitted where that has to be."""
     found = {}
     for word in words:
-        store = changed(engine.config.store, codec=word)
-        config = changed(engine.config, store=store.model_dump())
+        config = engine.config.replace("store.codec", word)
         found[word] = writing_codec(config, engine.reader, engine.prompts, engine.store, say)
     return found
 

@@ -45,9 +45,7 @@ def resolve(index: str, config: Config, say: Say = lambda text: None) -> tuple[s
     if config.store.tiers.remote is not None and config.store.tiers.remote.kind != DELIVERED:
         return str(folder), config
     remote = changed(given, kind=DELIVERED, kdn=settings.model_dump())
-    tiers = changed(config.store.tiers, remote=remote.model_dump())
-    store = changed(config.store, tiers=tiers.model_dump())
-    return str(folder), changed(config, store=store.model_dump())
+    return str(folder), config.replace("store.tiers.remote", remote)
 
 
 def pull(

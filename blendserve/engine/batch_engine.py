@@ -105,7 +105,7 @@ class BatchEngine:
                 keys = [blender.key(chunk.ids) for chunk in prompt.chunks]
                 there = self.engine.store.present(dict.fromkeys(keys), remote=False)
                 stored = sum(len(c) for c, key in zip(prompt.chunks, keys, strict=True) if key in there)
-        share = 0.0 if plan.blend.method == "reuse" else plan.blend.share
+        share = 0.0 if plan.blend.method == "reuse" else plan.blend.min_ratio
         return len(prompt) - known - stored + max(share, LOADED_COST) * stored
 
     def _prefix_kv(self, namespace: str, ids: TokenIds) -> Steps[PrefixKV]:

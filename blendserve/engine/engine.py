@@ -15,7 +15,7 @@ from typing import Any
 
 from blendserve.blend.blender import Blender
 from blendserve.blend.precompute import PrecomputeReport
-from blendserve.config import BlendConfig, Config, changed
+from blendserve.config import BlendConfig, Config
 from blendserve.core import Answer, Document, Passage, TokenIds, run
 from blendserve.engine.calibration import codec_without_tables, writing_codec
 from blendserve.engine.gate import GateReport, verdict
@@ -253,8 +253,7 @@ class Engine:
         The same text under two namespaces has unrelated keys and is stored twice: no tenant can hit, or time, what
         another one stored. Close the engine that this came from, not this one.
         """
-        store = changed(self.config.store, namespace=namespace)
-        config = changed(self.config, store=store.model_dump())
+        config = self.config.replace("store.namespace", namespace)
         view = Engine(config, self.reader, self.store, self.index, fetcher=self.fetcher)
         view._owns_store, view.blender.codec = False, self.blender.codec
         return view

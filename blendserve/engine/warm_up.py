@@ -30,7 +30,7 @@ def warm_up(adapter: DecoderModel, config: Config, index: VectorIndex | None) ->
     room = min(MOST, adapter.context_limit, passages + FRAME + config.decode.max_new_tokens)
     stored = 0 if config.blend.method == "full" else min(passages, room // 2)
     prompt, layout = synthetic_prompt(adapter, min(FRESH, room // 4), stored)
-    blend = changed(config.blend, method="blend", ratio=config.blend.share)
+    blend = changed(config.blend, method="blend", ratio=config.blend.min_ratio)
     if config.blend.method == "reuse":
         blend = changed(blend, **REUSE)
     cache = KVCache(adapter, max(room, len(prompt) + 1))

@@ -14,7 +14,6 @@ import torch
 
 from blendserve.blend.blender import Blender
 from blendserve.blend.chunk_kv import ChunkComputer
-from blendserve.config import changed
 from blendserve.core import ChunkKV, Prompt
 from blendserve.engine.calibration import writing_codec
 from blendserve.engine.engine import Engine
@@ -80,7 +79,7 @@ def coded_store(engine: Engine, word: str, say: Say = lambda text: None) -> Code
             f"not {engine.config.store.codec}",
             setting="store.codec",
         )
-    config = changed(engine.config, store=changed(engine.config.store, codec=word).model_dump())
+    config = engine.config.replace("store.codec", word)
     codec = writing_codec(config, engine.reader, engine.prompts, engine.store, say)
     store = MemoryStore(engine.config.store.cap_bytes)
     if (raw := engine.store.blobs.get(codec.coding.tables)) is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -95,8 +96,8 @@ class EvaluateConfig(Section):
         return f"{Path(self.dataset).stem}-{self.setting}{top_k}{window}{chunks}"
 
 
-def settings_from(config: Path | None = None) -> Config:
-    """The settings of a file, or the defaults; sections that it leaves out are evaluation's own. Raises ConfigError."""
-    settings = Config.load(config) if config else Config()
+def settings_from(config: Path | None = None, overrides: Sequence[str] = ()) -> Config:
+    """The settings of a file, the environment and overrides, with evaluation's own defaults. Raises ConfigError."""
+    settings = Config.load(config, overrides)
     ours = {"prompt": PROMPT, "decode": DECODE, "store": STORE}
     return settings.model_copy(update={n: p for n, p in ours.items() if n not in settings.model_fields_set})

@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # imports torch; --help imports this module
 Kind = Literal["full", "prefix", "reuse", "transformers", "exact", "blend"]
 
 FULL, REUSE, TRANSFORMERS, EXACT = "full", "reuse", "transformers", "exact"
-DEFAULT = f"{POLICIES.default}+{CORRECTIONS.default}@{BlendConfig().share:g}"
+DEFAULT = f"{POLICIES.default}+{CORRECTIONS.default}@{BlendConfig().min_ratio:g}"
 EXAMPLE = f"{POLICIES.default}+{CORRECTIONS.default}@0.15"
 
 _PATTERN = re.compile(
@@ -72,7 +72,7 @@ class MethodSpec:
     @property
     def ratio(self) -> float | None:
         """The recompute ratio; None where the method has none."""
-        return self.blend.share if self.kind == "blend" and _policy(self.blend.policy).has_ratio else None
+        return self.blend.min_ratio if self.kind == "blend" and _policy(self.blend.policy).has_ratio else None
 
     @property
     def uncoded(self) -> str:

@@ -11,14 +11,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from blendserve.config import Config as EngineConfig
+from blendserve.config import Config, ServeConfig
 from blendserve.core import Answer, Passage
 from blendserve.engine.fair_executor import FairExecutor
 from blendserve.engine.library import Library
 from blendserve.engine.request import Event, Failed, Finished, Plan, PrefillDone, Request
 from blendserve.errors import InputError, NotFound
 from blendserve.retrieve import VectorIndex
-from blendserve.serve.config import ServeConfig
 from blendserve.serve.front import Front
 from blendserve.serve.keys import Tenant
 from blendserve.serve.metrics import HttpMetrics
@@ -77,7 +76,7 @@ class Asking(Front, ABC):
     slot_tokens: int  # of a request's prompt and answer, at most
 
     def __init__(
-        self, config: EngineConfig, library: Library, serve: ServeConfig, metrics: HttpMetrics, reader: Any
+        self, config: Config, library: Library, serve: ServeConfig, metrics: HttpMetrics, reader: Any
     ) -> None:
         """reader: its `name` and `tokenizer` are used."""
         super().__init__(serve, metrics, config.store.namespace)

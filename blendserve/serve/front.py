@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from blendserve.serve.config import HttpConfig
+from blendserve.config import HttpConfig
 from blendserve.serve.keys import ApiKeys, KeyFile, Tenant
 from blendserve.serve.limits import Limits
 from blendserve.serve.metrics import HttpMetrics

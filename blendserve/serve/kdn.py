@@ -21,6 +21,7 @@ from fastapi import APIRouter, Depends, FastAPI, Query, Request
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import Response
 
+from blendserve.config import Config, DeliverConfig, check_binding
 from blendserve.delivery.catalogue import Catalogue, pieces_of
 from blendserve.delivery.publish import retire as retire_collection
 from blendserve.delivery.publish import set_pins
@@ -28,7 +29,6 @@ from blendserve.engine.fair_executor import FairExecutor
 from blendserve.errors import Busy, InputError, NotAllowed, NotFound
 from blendserve.serve.access import TenantArg
 from blendserve.serve.app import app_behind
-from blendserve.serve.config import Config, DeliverConfig, check_binding
 from blendserve.serve.front import Front
 from blendserve.serve.keys import Tenant
 from blendserve.serve.metrics import HttpMetrics

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from blendserve.config import Config as EngineConfig
+from blendserve.config import Config, ServeConfig
 from blendserve.engine.fair_executor import BackgroundThrottle, FairExecutor
 from blendserve.engine.library import Library
 from blendserve.engine.prompt import PromptBuilder
@@ -19,7 +19,6 @@ from blendserve.errors import Stopping
 from blendserve.ray.replica import ReaderFacts, RoutedRequest
 from blendserve.ray.replicas import Replicas
 from blendserve.serve.asking import Answering, Ask, Asking
-from blendserve.serve.config import ServeConfig
 from blendserve.serve.keys import Tenant
 from blendserve.serve.metrics import HttpMetrics
 from blendserve.store import chunk_key
@@ -43,7 +42,7 @@ class RoutedService(Asking):
 
     def __init__(
         self,
-        config: EngineConfig,
+        config: Config,
         library: Library,
         serve: ServeConfig,
         reader: RemoteReader,
@@ -58,7 +57,11 @@ class RoutedService(Asking):
     def _retrieval(self) -> FairExecutor:
         serve = self.serve
         return FairExecutor(
-            "retrieval", serve.queue, BackgroundThrottle(serve.job_share), lambda: False, lambda tenant: False
+            "retrieval",
+            serve.queue,
+            BackgroundThrottle(serve.background_share),
+            lambda: False,
+            lambda tenant: False,
         )
 
     @property

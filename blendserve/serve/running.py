@@ -16,6 +16,7 @@ from types import FrameType
 import uvicorn
 from fastapi import FastAPI
 
+from blendserve.config import Config, HttpConfig, ServeConfig, check_binding
 from blendserve.delivery.pull import resolve
 from blendserve.engine.engine import Engine, Say, made_for
 from blendserve.engine.library import Library
@@ -27,7 +28,6 @@ from blendserve.ray.replicas import ReplicaCount, Replicas
 from blendserve.retrieve import Embedder, VectorIndex, read_manifest
 from blendserve.serve import logs
 from blendserve.serve.app import make_app, make_cluster_app
-from blendserve.serve.config import Config, HttpConfig, ServeConfig, check_binding
 from blendserve.serve.routed import RemoteReader, RoutedService
 from blendserve.serve.service import Service
 
@@ -41,7 +41,7 @@ KEEP_ALIVE_S = 75
 def serve(settings: Config, indexes: Sequence[str], say: Say) -> None:
     """Open the indexes, serve until told to stop. Raises ConfigError, IndexMissing, ModelError, StoreError."""
     check_binding(settings.serve)
-    first, config = resolve(indexes[0], settings.engine, say)
+    first, config = resolve(indexes[0], settings.without_keys(), say)
     folders = [first, *(resolve(index, config, say)[0] for index in indexes[1:])]
     with Engine.open(first, config, say) as engine:
         assert engine.index is not None
@@ -57,7 +57,7 @@ def serve_cluster(
     Raises ClusterUnavailable, too.
     """
     check_binding(settings.serve)
-    first, config = resolve(indexes[0], settings.engine, say)
+    first, config = resolve(indexes[0], settings.without_keys(), say)
     folders = [first, *(resolve(index, config, say)[0] for index in indexes[1:])]
     folder = index_folder(first)
     read_manifest(folder)  # before anything heavy is started

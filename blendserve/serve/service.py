@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from functools import partial
 
+from blendserve.config import ServeConfig
 from blendserve.engine.batch_engine import BatchEngine
 from blendserve.engine.engine import Engine
 from blendserve.engine.fair_executor import BackgroundThrottle, FairExecutor
@@ -16,7 +17,6 @@ from blendserve.engine.library import Documents, Library
 from blendserve.engine.request import Event
 from blendserve.retrieve import VectorIndex
 from blendserve.serve.asking import Answering, Ask, Asking
-from blendserve.serve.config import ServeConfig
 from blendserve.serve.jobs import Jobs
 from blendserve.serve.keys import Tenant
 from blendserve.serve.limits import counted
@@ -44,7 +44,7 @@ class Service(Asking):
         return FairExecutor(
             "retrieval",
             serve.queue,
-            BackgroundThrottle(serve.job_share),
+            BackgroundThrottle(serve.background_share),
             lambda: scheduler.in_flight,
             scheduler.has_other_tenants,
         )

@@ -33,7 +33,7 @@ def _slowdown(values: tuple[float, ...]) -> tuple[float, ...]:
 class CorpusConfig(Section):
     """Chunks and their popularity."""
 
-    inside = "simulate."
+    prefix = "simulate."
     chunks: Positive = Field(1_000_000, description="Number of chunks in the corpus.")
     chunk_tokens: Positive = Field(512, description="Length of a chunk, in tokens.")
     zipf: Amount = Field(
@@ -56,7 +56,7 @@ class CorpusConfig(Section):
 class RequestsConfig(Section):
     """Requests and their arrivals."""
 
-    inside = "simulate."
+    prefix = "simulate."
     number: Positive = Field(20_000, description="Number of requests.")
     warm_up: float = Field(
         0.5, ge=0.0, lt=1.0, description="Fraction of the requests, the first ones, that no figure counts."
@@ -76,7 +76,7 @@ class RequestsConfig(Section):
 class TiersConfig(Section):
     """Caches of a node, and the store that all nodes share."""
 
-    inside = "simulate."
+    prefix = "simulate."
     memory_bytes: Amount = Field(
         2e9, description="Size of a node's cache of decoded chunks in memory, in bytes."
     )
@@ -99,7 +99,7 @@ class TiersConfig(Section):
 class LinksConfig(Section):
     """Rates and latencies. A rate of 0 is no limit."""
 
-    inside = "simulate."
+    prefix = "simulate."
     disk_rate: Amount = Field(
         1e9, description="Read rate of a node's own disk, in bytes per second; 0 is unlimited."
     )
@@ -117,7 +117,7 @@ class LinksConfig(Section):
 class ComputeConfig(Section):
     """Seconds of a node's work: the terms of the engine's cost model, and the work around a prefill."""
 
-    inside = "simulate."
+    prefix = "simulate."
     per_pass: Amount = Field(0.05, description="Time of a pass over the layers, in seconds.")
     per_row: Amount = Field(1.2e-3, description="Time per token row through all layers, in seconds.")
     per_pair: Amount = Field(

@@ -25,7 +25,7 @@ from blendserve.bench.runner import BENCHES, load_bench, run_bench
 from blendserve.blend.near import MAX_DONORS
 from blendserve.cli.app import run as app_run
 from blendserve.cli.bench import bench_app
-from blendserve.serve.config import ServeConfig
+from blendserve.config import ServeConfig
 from tests.support.engines import PASSAGES
 from tests.support.http import Server
 

@@ -49,17 +49,17 @@ def test_a_suite_goes_on_after_a_failure_resumes_and_judges(tiny: str, tmp_path:
     assert (first.code, states["one"], states["last"]) == (1, "done", "done")
     assert "gpt-9" in states["bad"]
     assert again.json()["one"] == "done"
-    verdicts = [verdict for _, verdict in Suite.load(file).verdicts(tmp_path / "out")]
+    verdicts = [verdict for _, verdict in Suite.read(file).verdicts(tmp_path / "out")]
     assert [verdict.met for verdict in verdicts if verdict] == [True, False]
-    late = run_suite(Suite.load(file), tmp_path / "late", minutes=0, say=lambda text: None)
+    late = run_suite(Suite.read(file), tmp_path / "late", minutes=0, say=lambda text: None)
     assert set(late.values()) == {"skipped"}
-    assert [v for _, v in Suite.load(file).verdicts(tmp_path / "late")] == [None, None]
+    assert [v for _, v in Suite.read(file).verdicts(tmp_path / "late")] == [None, None]
 
 
 @pytest.mark.parametrize("file", ["configs/bench/gpu.yaml"])
 def test_the_gpu_suite_runs_dry(file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ttft, "measure_rates", lambda *_: Rates(1e9, 1e9))
-    suite = Suite.load(ROOT / file)
+    suite = Suite.read(ROOT / file)
     few = suite.model_copy(update={"runs": {n: suite.runs[n] for n in ("ttft_host", "decode", "kernels")}})
     assert set(run_suite(few, tmp_path, 5, dry_run=True, say=lambda text: None).values()) == {"done"}
     assert not list(tmp_path.iterdir())
@@ -78,7 +78,7 @@ def test_the_gpu_suite_runs_dry(file: str, tmp_path: Path, monkeypatch: pytest.M
 def test_a_wrong_suite_is_refused_before_anything_runs(broken: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "suite.yaml").write_text(yaml.safe_dump(broken))
     with pytest.raises(ConfigError):
-        Suite.load(tmp_path / "suite.yaml")
+        Suite.read(tmp_path / "suite.yaml")
 
 
 def test_claims_read_facts_and_paths() -> None:
@@ -118,7 +118,7 @@ def write_ttft(folder: Path) -> None:
 def test_pages_are_rendered_from_results(tmp_path: Path) -> None:
     results = tmp_path / "results"
     write_ttft(results)
-    suite, page = Suite.load(render_results.CLAIMS), tmp_path / "README.md"
+    suite, page = Suite.read(render_results.CLAIMS), tmp_path / "README.md"
     table = claims_table(suite, results)
     assert "| 8.00 | >= 12 | **no** |" in table
     assert table.count("not run") == len(suite.claims) - 4
@@ -134,7 +134,7 @@ def test_pages_are_rendered_from_results(tmp_path: Path) -> None:
 
 
 def test_the_pages_in_the_repository_are_the_rendered_ones() -> None:
-    suite = Suite.load(render_results.CLAIMS)
+    suite = Suite.read(render_results.CLAIMS)
     assert len({claim.says for claim in suite.claims}) == len(suite.claims) > 15
     for page in PAGES:
         assert page.read_text("utf-8") == rendered(page, suite, RESULTS), (

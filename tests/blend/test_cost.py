@@ -97,7 +97,7 @@ def test_a_kept_model_is_read_and_a_damaged_one_is_measured_again(tmp_path: Path
 @pytest.mark.parametrize("policy", ["deviation", "chunk_head", "random"])
 @given(st.floats(0, 0.01), st.floats(0.01, 0.5))
 def test_recomputing_takes_nearly_as_long_as_loading(policy: str, token_s: float, floor: float) -> None:
-    config = BlendConfig(policy=policy, ratio="auto", floor=floor)
+    config = BlendConfig(policy=policy, ratio=f"auto:{floor}")
 
     def compute(ratio: float) -> float:
         rows_alone = make_policy(changed(config, policy="random", ratio=ratio))
@@ -113,9 +113,9 @@ def test_recomputing_takes_nearly_as_long_as_loading(policy: str, token_s: float
 
 def test_the_ratio_stays_at_its_floor_without_a_rate_or_with_a_scoring_pass() -> None:
     for policy, token_s in (("random", None), ("query", 1.0)):
-        config = BlendConfig(policy=policy, ratio="auto", floor=0.07)
+        config = BlendConfig(policy=policy, ratio="auto:0.07")
         assert overlapped_ratio(MODEL, LONG, config, token_s) == 0.07
-    auto = blend(tiny_adapter("llama"), PROMPT, FOUND, ratio="auto", floor=0.2)
+    auto = blend(tiny_adapter("llama"), PROMPT, FOUND, ratio="auto:0.2")
     fixed = blend(tiny_adapter("llama"), PROMPT, FOUND, ratio=0.2)
     assert auto.recomputed.tolist() == fixed.recomputed.tolist()
 

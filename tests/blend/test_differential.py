@@ -171,7 +171,9 @@ def check(case: Case) -> None:
     corrupt = sum(prompt.chunks[i].ids in case.damaged for i in case.looked_up)
     assert (report.chunks_hit, report.chunks_corrupt) == (sum(stored) - corrupt, corrupt)
     assert report.chunks_missing == len(stored) - sum(stored)
-    if case.blend.policy == "query" and 0 < budget(case, start, case.blend.share) < int(start.reusable.sum()):
+    if case.blend.policy == "query" and 0 < budget(case, start, case.blend.min_ratio) < int(
+        start.reusable.sum()
+    ):
         n_scored = len(prompt.suffix)
     row_layers = sum(map(len, rows[:-1])) + n_scored * adapter.n_layers
     assert report.cost == pytest.approx(row_layers / (len(prompt) * adapter.n_layers))
@@ -228,7 +230,7 @@ def check_selection(
 ) -> None:
     """Rows that must be computed are never dropped; others are as many as the policy's formula says, and the best."""
     blend, n_layers = case.blend, len(rows) - 1
-    n, n_reusable = budget(case, start, blend.share), int(start.reusable.sum())
+    n, n_reusable = budget(case, start, blend.min_ratio), int(start.reusable.sum())
     chosen = [at[start.reusable[at]] for at in rows]
     for at in rows:
         assert at.tolist() == sorted(set(at.tolist()))
@@ -240,7 +242,7 @@ def check_selection(
         for l in range(n_layers):
             sizes.append(sizes[-1])
             if narrows(case, start, l, rows):
-                share = blend.share * shares[checks.index(l)]
+                share = blend.min_ratio * shares[checks.index(l)]
                 sizes[-1] = min(sizes[-1], budget(case, start, share))
                 found = deviations[l][start.reusable[rows[l]]]
                 check_best(torch.isin(chosen[l], chosen[l + 1]), found)

@@ -28,11 +28,11 @@ from typing import Any
 
 import httpx
 
+from blendserve.config import Config
 from blendserve.core import Passage
 from blendserve.engine.engine import Engine
 from blendserve.retrieve import language_reference
 from blendserve.serve.child import Child, serve_command
-from blendserve.serve.config import load_settings
 from blendserve.store import LMDBStore
 from tests.endurance.driver import Figures, Promises, main, none
 from tests.support.waiting import eventually
@@ -235,7 +235,7 @@ def make(out: Path, requests: int, clients: int, seed: int) -> Serving:
     out.mkdir(parents=True, exist_ok=True)
     index, settings = out / "index", out / "soak.yaml"
     settings.write_text(SETTINGS)
-    config = load_settings(settings).engine
+    config = Config.load(settings)
     if not index.exists():
         Engine.build(index, language_reference()[:3], config).close()
     with Engine.open(index, config) as engine:

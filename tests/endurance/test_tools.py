@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from blendserve.config import ServeConfig
 from blendserve.core import ChunkKV
 from blendserve.engine.engine import Engine
-from blendserve.serve.config import ServeConfig
 from blendserve.store import LMDBStore
 from tests.endurance import crash, fuzz_records, soak_serving, soak_sharing
 from tests.endurance import soak as reuse

@@ -53,7 +53,7 @@ RUNS: tuple[tuple[str, Routing], ...] = (
 class ValidationConfig(Section):
     """What two cores can check in some minutes."""
 
-    inside = "validation."
+    prefix = "validation."
     model: str = "smollm2-135m"
     nodes: int = 2
     pool: int = 60  # chunks

@@ -18,13 +18,13 @@ import openai
 import pytest
 import torch
 
+from blendserve.config import ServeConfig
 from blendserve.engine.engine import Engine
 from blendserve.errors import ClusterUnavailable
 from blendserve.ray.cluster import WorkerResources, can_fit_worker, check_address
 from blendserve.ray.precompute import precompute
 from blendserve.ray.replicas import ReplicaCount, Replicas
 from blendserve.serve.app import make_cluster_app
-from blendserve.serve.config import ServeConfig
 from blendserve.serve.routed import RemoteReader, RoutedService
 from blendserve.store import ChunkKey
 from tests.ray.engines import CHUNKS, OF_REPLICAS, OpenToy

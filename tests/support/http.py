@@ -19,6 +19,7 @@ import httpx
 import numpy as np
 import uvicorn
 
+from blendserve.config import ServeConfig
 from blendserve.core import Document, Passage, Steps
 from blendserve.engine.engine import Engine
 from blendserve.engine.library import Library
@@ -27,7 +28,6 @@ from blendserve.retrieve import VectorIndex
 from blendserve.retrieve.encoder import Window
 from blendserve.serve.app import make_app
 from blendserve.serve.child import Child
-from blendserve.serve.config import ServeConfig
 from blendserve.serve.keys import KeyFile, Tenant
 from blendserve.serve.running import run
 from blendserve.serve.service import Service

@@ -23,11 +23,10 @@ import torch
 import uvicorn
 
 from blendserve.blend.blender import Blender, Prefilled
-from blendserve.config import BlendConfig, KdnConfig
+from blendserve.config import BlendConfig, DeliverConfig, KdnConfig
 from blendserve.core import Prompt
 from blendserve.delivery.publish import publish
 from blendserve.engine.engine import Engine
-from blendserve.serve.config import DeliverConfig
 from blendserve.serve.kdn import DeliveryService, make_app
 from blendserve.store import ChunkKey, KVStore, MemoryStore, read_record
 from blendserve.store.clock import Clock

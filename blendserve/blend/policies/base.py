@@ -58,7 +58,7 @@ class Policy(ABC):
 
     def n_selected(self, layout: Layout) -> int:
         """How many tokens it recomputes."""
-        return layout.budget(self.config.share)
+        return layout.budget(self.config.min_ratio)
 
     @property
     def check_layers(self) -> tuple[int, ...]:

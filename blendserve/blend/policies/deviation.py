@@ -40,7 +40,7 @@ class DeviationPolicy(Policy):
     ) -> Tensor | None:
         checks = self.check_layers
         left = len(checks) - 1 - checks.index(l)
-        share = self.config.share * (1 + left / max(1, len(checks) - 1))
+        share = self.config.min_ratio * (1 + left / max(1, len(checks) - 1))
         deviation = (fresh[1].float() - cached[1].float()).square().sum(dim=(0, 2))
         if blend_pass.scores is None:
             blend_pass.scores = torch.full((blend_pass.layout.n_tokens,), torch.nan)

@@ -157,7 +157,7 @@ class Fetch:
             self._done(key)
             return Undecodable(LEFT, SLOW)
         if wanted.n_bytes > self._config.in_flight_mb * 1e6:
-            return Undecodable("it is larger than in_flight_mb beside the service's url", UNREACHABLE)
+            return Undecodable("it is larger than one transfer may be", UNREACHABLE)
         self._bytes_left[key] = wanted.n_bytes
         start = self._now()
         try:

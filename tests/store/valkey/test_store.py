@@ -76,7 +76,8 @@ def test_large_chunks_are_read_in_small_batches(path: Path, monkeypatch: pytest.
         return read_fields(client, keys)
 
     monkeypatch.setattr("blendserve.store.valkey.read_fields", noted)
-    with ValkeyStore(settings(path, in_flight_mb=1), CAP) as store:
+    monkeypatch.setattr(ValkeyConfig, "in_flight_mb", 1)
+    with ValkeyStore(settings(path), CAP) as store:
         for key in keys:
             put_kv(store, key, chunk(600))  # 115,200 bytes; a quarter of a megabyte at a time
         for _ in range(2):

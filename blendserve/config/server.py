@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 from urllib.parse import urlsplit
 
-import yaml
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr
 from pydantic_core import PydanticCustomError
 
-from blendserve.config import Config as EngineConfig
-from blendserve.config import Positive, Section, changed
-from blendserve.engine.fair_executor import BACKGROUND_SHARE
+from blendserve.config.engine import Positive
+from blendserve.config.errors import SECRET
+from blendserve.config.section import Section
 from blendserve.errors import ConfigError
-from blendserve.setting_errors import SECRET
 
 NotNegative = Annotated[float, Field(ge=0.0)]
 Seconds = Annotated[float, Field(gt=0.0)]
@@ -85,18 +82,9 @@ class ServeConfig(HttpConfig):
     gap_ms: NotNegative = Field(
         50.0, description="Prefill time after which running answers decode one step, in milliseconds."
     )
-    prefill_share: float = Field(
-        0.75, ge=0.0, lt=1.0, description="Share of time for a prefill while answers are decoded."
-    )
-    job_share: float = Field(
-        BACKGROUND_SHARE,
-        gt=0.0,
-        le=1.0,
-        description="Share of time for background jobs (new documents, write-back) while requests run.",
-    )
-    share_mb: NotNegative = Field(
-        256.0, description="Memory for KV that several queued requests load from the store, in MB."
-    )
+    prefill_share: ClassVar[float] = 0.75  # of the time, for a prefill while answers are decoded
+    background_share: ClassVar[float] = 0.1  # of the time, for documents and write-back while requests run
+    share_mb: ClassVar[int] = 256  # memory for KV that several queued requests load
     conversations_mb: NotNegative = Field(
         256.0, description="Memory for the KV of earlier conversation turns, in MB."
     )
@@ -116,7 +104,7 @@ class ServeConfig(HttpConfig):
             "prefill_share": self.prefill_share,
             "share_bytes": round(self.share_mb * 1e6),
             "prefix_bytes": round(self.conversations_mb * 1e6),
-            "job_share": self.job_share,
+            "job_share": self.background_share,
         }
 
 
@@ -130,43 +118,6 @@ class DeliverConfig(HttpConfig):
         30.0, description="Time without progress after which a client is disconnected, in seconds."
     )
     mb_per_minute: NotNegative = Field(0.0, description="MB sent per minute and API key; 0 sets no limit.")
-
-
-class Config(EngineConfig):
-    """The settings of the engine and of both servers."""
-
-    serve: ServeConfig = ServeConfig()
-    deliver: DeliverConfig = DeliverConfig()
-
-    @property
-    def engine(self) -> EngineConfig:
-        """The settings of the engine only."""
-        return EngineConfig(**self.model_dump(include=set(EngineConfig.model_fields)))
-
-
-def load_settings(path: Path | None) -> Config:
-    """Read a YAML file; None = the defaults. Raises ConfigError."""
-    if path is None:
-        return Config()
-    loaded = Config.load(path)
-    assert isinstance(loaded, Config)
-    return loaded
-
-
-def effective(settings: Config, indexes: list[str]) -> str:
-    """All settings in force, as YAML, without API keys. The server prints them when it starts."""
-    secret = {section: {"api_key"} for section in ("serve", "deliver")}
-    values: dict[str, Any] = {"indexes": indexes, **settings.model_dump(mode="json", exclude=secret)}
-    text: str = yaml.safe_dump(values, sort_keys=False)
-    return text
-
-
-def with_environment_key(settings: Config) -> Config:
-    """The settings with `serve.api_key` of BLENDSERVE_API_KEY, unless they have one. Raises ConfigError."""
-    key = os.environ.get("BLENDSERVE_API_KEY")
-    if key is None or settings.serve.api_key is not None:
-        return settings
-    return changed(settings, serve=changed(settings.serve, api_key=key).model_dump())
 
 
 def check_binding(serve: HttpConfig) -> None:

@@ -14,13 +14,15 @@ from blendserve.registry import nearest
 SECRET = "secret"  # the type of a problem whose value is not to be repeated
 
 
-def config_error(root: type[BaseModel], inside: str, error: ValidationError) -> ConfigError:
+def config_error(root: type[BaseModel], prefix: str, error: ValidationError) -> ConfigError:
     """The first problem of a validation error: its message is one line, its `setting` the dotted name."""
     problem = error.errors()[0]
     # Of a setting that takes several types, pydantic adds the type that it tried: no setting has such a name.
-    tried = {"constrained-float", "float", "literal['auto']"}
-    *parents, name = [str(part) for part in problem["loc"] if part not in tried] or ["?"]
-    section = inside + root.__name__.removesuffix("Config").lower()
+    tried = {"constrained-float", "float"}
+    *parents, name = [str(part) for part in problem["loc"] if part not in tried and "[" not in str(part)] or [
+        "?"
+    ]
+    section = prefix + root.__name__.removesuffix("Config").lower()
     before = f"{section}." if section else ""
     where = before + ".".join([*parents, name])
     why = problem["msg"].removeprefix("Value error, ")

@@ -1,0 +1,156 @@
+"""Settings of the engine, a section for each stage."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field
+
+from blendserve.config.section import Section
+from blendserve.registry import (
+    CORRECTIONS,
+    POLICIES,
+)
+
+Method = Literal["auto", "blend", "full", "prefix", "reuse"]
+PolicyName = Annotated[
+    str, AfterValidator(POLICIES.check), Field(json_schema_extra={"enum": list(POLICIES.names)})
+]
+CorrectionName = Annotated[
+    str, AfterValidator(CORRECTIONS.check), Field(json_schema_extra={"enum": list(CORRECTIONS.names)})
+]
+KVContext = Literal["prefix", "primer", "bos", "none"]
+
+
+def _separator(text: str) -> str:
+    """Raises ValueError for white space alone, which ordinary text is full of."""
+    if text and not text.strip():
+        raise ValueError("a separator of white space alone would cut ordinary text: add other characters")
+    return text
+
+
+def _auto_ratio(text: str) -> str:
+    """Raises ValueError."""
+    word, colon, least = text.partition(":")
+    if word != "auto" or (colon and not 0 <= float(least) <= 1):
+        raise ValueError("a ratio is a number from 0 to 1, auto, or auto:R with its minimum")
+    return text
+
+
+Dtype = Literal["auto", "bfloat16", "float16", "float32"]
+
+Ratio = Annotated[float, Field(ge=0.0, le=1.0)]
+AutoRatio = Annotated[str, AfterValidator(_auto_ratio)]
+AUTO_MIN_RATIO = 0.05
+Positive = Annotated[int, Field(gt=0)]
+
+
+class ReaderConfig(Section):
+    """The language model that answers."""
+
+    model: str = Field(
+        "smollm2-135m",
+        description="Model: a bundled name, a folder, a Hugging Face id, or random:SHAPE for random weights.",
+    )
+    dtype: Dtype = Field(
+        "auto",
+        description="Number format of weights, computation and KV; auto chooses the fastest one of the "
+        "device.",
+    )
+    device: str = Field(
+        "auto", description="Device to run on, such as cpu or cuda:1; auto chooses a GPU if there is one."
+    )
+    threads: Positive | None = Field(
+        None,
+        description="Number of CPU threads; all CPUs that the process may use if not set.",
+    )
+
+
+class RetrieveConfig(Section):
+    """Documents to passages to nearest passages."""
+
+    embedder: str = Field(
+        "minilm-l6", description="Embedding model: a bundled name, a folder or a Hugging Face id."
+    )
+    chunk_tokens: Positive = Field(
+        512,
+        description="Maximum length of a passage, in tokens of the model, title line included.",
+    )
+    top_k: Positive = Field(6, description="Number of passages to retrieve for a question.")
+    index: Literal["flat", "hnsw"] = Field(
+        "flat",
+        description="Vector search: flat is exact, hnsw is approximate and faster on large corpora.",
+    )
+
+
+class PromptConfig(Section):
+    """The words around the chunks."""
+
+    system: str = Field(
+        "You answer questions from the given passages, briefly and in your own words.",
+        description="System message.",
+    )
+    instruction: str = Field(
+        "Read the passages, then answer the question.",
+        description="Instruction before the passages.",
+    )
+    kv_context: KVContext = Field(
+        "prefix",
+        description="Text that chunk KV is computed after; with prefix, the first chunk of a prompt is "
+        "exact.",
+    )
+    separator: Annotated[str, AfterValidator(_separator)] = Field(
+        "",
+        description="Text that separates chunks inside a question, such as ' # # ': each part before the last is a "
+        "chunk, the last part is the question; empty turns this off.",
+    )
+
+
+class BlendConfig(Section):
+    """Which tokens are recomputed, and what is done for the others."""
+
+    method: Method = Field(
+        "auto",
+        description="How cached KV is used; auto chooses the fastest method for the prompt on this machine.",
+    )
+    policy: PolicyName = Field(POLICIES.default, description="Policy that selects the tokens to recompute.")
+    ratio: Ratio | AutoRatio = Field(
+        0.05,
+        description="Fraction of the context tokens to recompute; auto recomputes as many as fit into the loading "
+        "time, auto:R at least the fraction R.",
+    )
+    correction: CorrectionName = Field(
+        CORRECTIONS.default, description="Correction of the KV of tokens that are not recomputed."
+    )
+    check_layers: tuple[Annotated[int, Field(ge=1)], ...] = Field(
+        (1,),
+        description="Layers at which a policy that compares layers selects tokens; several layers narrow "
+        "the selection step by step.",
+    )
+    seed: int = Field(0, description="Random seed of the policy.")
+    near: bool = Field(
+        False,
+        description="Reuse the KV of identical text in similar cached chunks (near-duplicates).",
+    )
+
+    @property
+    def min_ratio(self) -> float:
+        """The least fraction that is recomputed: the ratio, or the one of auto:R."""
+        if not isinstance(self.ratio, str):
+            return self.ratio
+        return float(self.ratio.partition(":")[2] or AUTO_MIN_RATIO)
+
+
+class DecodeConfig(Section):
+    """How the answer is written."""
+
+    max_new_tokens: Positive = Field(64, description="Maximum length of an answer, in tokens.")
+    temperature: float = Field(0.0, ge=0.0, description="Sampling temperature; 0 is greedy decoding.")
+    top_p: float = Field(
+        1.0,
+        gt=0.0,
+        le=1.0,
+        description="Nucleus sampling: draw from the likeliest tokens whose probabilities sum to this.",
+    )
+    seed: int = Field(0, description="Random seed of sampling.")
+    stop: tuple[str, ...] = Field((), description="Texts that end the answer.")

@@ -1,0 +1,61 @@
+"""The whole tree of settings."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, ClassVar
+
+import yaml
+
+from blendserve.config.engine import (
+    BlendConfig,
+    DecodeConfig,
+    PromptConfig,
+    ReaderConfig,
+    RetrieveConfig,
+)
+from blendserve.config.old_names import upgrade
+from blendserve.config.section import Section
+from blendserve.config.server import DeliverConfig, ServeConfig
+from blendserve.config.store import StoreConfig
+
+ENVIRONMENT = "BLENDSERVE__"  # BLENDSERVE__STORE__CAP_GB=8
+API_KEY = "BLENDSERVE_API_KEY"
+BASIC = (  # what --help shows; --help-all shows every setting of a command
+    *("reader.model", "reader.device"),
+    *("retrieve.chunk_tokens", "retrieve.top_k", "store.path", "store.cap_gb", "store.codec"),
+    *("blend.method", "blend.ratio", "blend.near", "decode.max_new_tokens", "decode.temperature"),
+    *("serve.host", "serve.port", "serve.api_key", "deliver.host", "deliver.port", "deliver.api_key"),
+)
+
+
+class Config(Section):
+    """All settings, in the order of the pipeline."""
+
+    environment: ClassVar[str] = ENVIRONMENT
+    reader: ReaderConfig = ReaderConfig()
+    retrieve: RetrieveConfig = RetrieveConfig()
+    prompt: PromptConfig = PromptConfig()
+    store: StoreConfig = StoreConfig()
+    blend: BlendConfig = BlendConfig()
+    decode: DecodeConfig = DecodeConfig()
+    serve: ServeConfig = ServeConfig()
+    deliver: DeliverConfig = DeliverConfig()
+
+    @classmethod
+    def upgraded(cls, values: dict[str, Any]) -> dict[str, Any]:
+        return upgrade(values)
+
+    def with_environment_key(self) -> Config:
+        """The settings with `serve.api_key` of BLENDSERVE_API_KEY, unless they have one. Raises ConfigError."""
+        key = os.environ.get(API_KEY)
+        return self if key is None or self.serve.api_key is not None else self.replace("serve.api_key", key)
+
+    def without_keys(self) -> Config:
+        """The settings without API keys, for other machines and for files."""
+        return self.replace("serve.api_key", None).replace("deliver.api_key", None)
+
+    def to_yaml(self) -> str:
+        """All settings but API keys, as `load` reads them."""
+        keys = {section: {"api_key"} for section in ("serve", "deliver")}
+        return str(yaml.safe_dump(self.model_dump(mode="json", exclude=keys), sort_keys=False))
