@@ -19,12 +19,13 @@
 #include <vector>
 
 #include "attend_vectors.h"
-#include "few_rows.h"
 #include "gate.h"
+#include "int8_rows.h"
 #include "norm.h"
 #include "rope.h"
 
-// The weights of a layer, as the model stores them; null where its family has none. Matrices are [outs, depth], contiguous.
+// The weights of a layer, as the model stores them; null where its family has none. Matrices are [outs, depth], contiguous,
+// or all of int8.
 struct DecodeLayer {
     const Number *norm_before_attention, *q, *q_bias, *k, *k_bias, *v, *v_bias, *q_norm, *k_norm;
     const Number *o, *o_bias, *norm_after_attention;
@@ -58,6 +59,7 @@ struct DecodeCall {
     int64_t rounds_first;              // as in NormCall
     float eps, offset;                 // of all norms
     float residual_scale;              // 0 = none
+    int64_t is_int8;                   // all matrices are as int8_rows.h says
     int64_t threads;
 };
 
@@ -171,6 +173,13 @@ class Worker {
                       int64_t outs, int64_t depth) const {
         return {x, w, bias, out, x_row, depth, out_row, c.n_rows, outs, depth, 1};
     }
+    void run(const LinearCall& call, int64_t o) const { (c.is_int8 ? fews_int8 : fews)[c.n_rows](call, o); }
+
+    // A matrix from output o on, a multiple of LANES.
+    const Number* from_output(const Number* w, int64_t o, int64_t depth) const {
+        if (!c.is_int8) return w + o * depth;
+        return reinterpret_cast<const Number*>(reinterpret_cast<const char*>(w) + int8_bytes(o, depth));
+    }
 
     // A head of queries, keys or values.
     void project(int64_t l, int64_t i) {
@@ -183,8 +192,8 @@ class Worker {
         const Number* norms[] = {layer.q_norm, layer.k_norm, nullptr};
         const Number* bias = biases[kind] ? biases[kind] + h * dim : nullptr;
         Number *out = head.data(), *other = out + c.n_rows * dim;
-        LinearCall call = linear(x, c.dim, weights[kind] + h * dim * c.dim, bias, out, dim, dim, c.dim);
-        for (int64_t o = 0; o < dim; o += LANES) fews[c.n_rows](call, o);
+        LinearCall call = linear(x, c.dim, from_output(weights[kind], h * dim, c.dim), bias, out, dim, dim, c.dim);
+        for (int64_t o = 0; o < dim; o += LANES) run(call, o);
         if (norms[kind]) {
             NormCall each{out, nullptr, norms[kind], nullptr, other, dim, 0, c.n_rows, dim, c.rounds_first, c.eps, c.offset, 1};
             for (int64_t row = 0; row < c.n_rows; ++row) norm_row(each, row);
@@ -244,7 +253,7 @@ class Worker {
     void outputs(const Number* w, const Number* bias, const Number* x, int64_t depth, Number* out, int64_t outs) {
         split(outs, depth, [&](int64_t item, int64_t from, int64_t end) {
             LinearCall call = linear(x ? x : norm(item), depth, w, bias, out, outs, outs, depth);
-            for (int64_t o = from; o < end; o += LANES) fews[c.n_rows](call, o);
+            for (int64_t o = from; o < end; o += LANES) run(call, o);
         });
     }
 
@@ -256,8 +265,8 @@ class Worker {
             for (int64_t o = from; o < end; o += LANES) {
                 LinearCall gate = linear(x, c.dim, layer.gate, layer.gate_bias, gates - o, LANES, c.inner, c.dim);
                 LinearCall up = linear(x, c.dim, layer.up, layer.up_bias, ups - o, LANES, c.inner, c.dim);
-                fews[c.n_rows](gate, o);
-                fews[c.n_rows](up, o);
+                run(gate, o);
+                run(up, o);
                 Mask there = first(c.inner - o);
                 for (int64_t r = 0; r < c.n_rows; ++r)
                     store(s.activated.data() + r * c.inner + o, there,

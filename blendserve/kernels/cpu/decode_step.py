@@ -15,7 +15,8 @@ from blendserve.kernels.cpu.library import dtype_of, loaded
 from blendserve.kernels.norm import NormForm
 from blendserve.kernels.types import AttentionSpec, Rope
 
-MAX_ROWS, MAX_HEAD_DIM, LANES, ROPE_STEP = 8, 256, 16, 32
+MAX_ROWS, MAX_HEAD_DIM, ROPE_STEP = 8, 256, 32
+GROUP = 64  # inputs of an output that share a scale
 
 
 Linear = tuple[Tensor, Tensor | None]  # weight [outputs, inputs] and bias [outputs]
@@ -109,7 +110,7 @@ class DecodeCall(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in POINTERS),
         *((name, ctypes.c_int64) for name in SIZES),
         *((name, ctypes.c_float) for name in ("eps", "offset", "residual_scale")),
-        ("threads", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("is_int8", "threads")),
     )
 
 
@@ -128,16 +129,24 @@ def unsupported(level: Level, weights: DecodeWeights) -> str:
 class DecodeStep:
     """A model's decoding step on one instruction set. Stateless between calls; threads may share it."""
 
-    def __init__(self, level: Level, weights: DecodeWeights, ropes: Sequence[int]) -> None:
-        """ropes: for each layer the number of its angles among those that calls are given; -1: it has no RoPE."""
+    def __init__(
+        self, level: Level, weights: DecodeWeights, ropes: Sequence[int], int8: bool = False
+    ) -> None:
+        """ropes: for each layer the number of its angles among those that calls are given; -1: it has no RoPE.
+
+        int8: matrices are copied to int8 with a scale for every GROUP inputs of an output: half of bf16's bytes.
+        """
         self._run = loaded(level).blendserve_decode_step
-        self._weights = weights  # keeps the memory that the pointers below name
+        self._int8 = int8
+        self._weights = weights  # with the two below: the memory that pointers name
+        self._tensors = [[_stored(x, level, int8) for x in layer.tensors] for layer in weights.layers]
+        self._head = [_stored(x, level, int8) for x in weights.head]
         layers = [
             DecodeLayer(
-                *map(_pointer, layer.tensors),
+                *map(_pointer, tensors),
                 *(rope, spec.window or 0, spec.scale, spec.softcap or 0.0),
             )
-            for layer, spec, rope in zip(weights.layers, weights.specs, ropes, strict=True)
+            for tensors, spec, rope in zip(self._tensors, weights.specs, ropes, strict=True)
         ]
         self._layers = (DecodeLayer * len(layers))(*layers)
         self._inner = weights.layers[0].gate[0].shape[0]
@@ -162,16 +171,40 @@ class DecodeStep:
         )
         pointers = (
             *(ctypes.addressof(x) for x in (self._layers, table, rows)),
-            *(_pointer(x) for x in (hidden, w.norm, *w.head, logits)),
+            *(_pointer(x) for x in (hidden, w.norm, *self._head, logits)),
         )
         sizes = (len(w.layers), n_rows, hidden.shape[1], self._inner, w.n_heads, w.n_kv_heads, w.head_dim)
         form = w.norm_form
         call = DecodeCall(
             *(*pointers, *sizes, logits.shape[1], form.rounds_first),
-            *(w.eps, form.offset, w.residual_scale or 0.0, team.size()),
+            *(w.eps, form.offset, w.residual_scale or 0.0, self._int8, team.size()),
         )
         self._run(ctypes.byref(call))
         return logits
+
+
+def _stored(x: Tensor | None, level: Level, int8: bool) -> Tensor | None:
+    """A matrix as int8 if wanted; everything else as it is."""
+    return to_int8(x, level) if int8 and x is not None and x.dim() == 2 else x
+
+
+@torch.inference_mode()
+def to_int8(weight: Tensor, level: Level) -> Tensor:
+    """weight [outputs, inputs] -> bytes [outputs / L, inputs / GROUP, block], as int8_rows.h reads them."""
+    lanes, per_word = vector_layout(level)
+    outs, depth = weight.shape
+    x = torch.zeros(-(-outs // lanes) * lanes, -(-depth // GROUP) * GROUP)
+    x[:outs, :depth] = weight
+    blocks = x.view(len(x) // lanes, lanes, -1, GROUP)
+    scales = (blocks.abs().amax(-1) / 127).transpose(1, 2).contiguous()  # [outputs / L, groups, L]
+    divisor = scales.clamp_min(torch.finfo(torch.float32).tiny).transpose(1, 2)[..., None]
+    numbers = (blocks / divisor).round().to(torch.int8).view(len(x) // lanes, lanes, -1, GROUP // per_word, per_word)
+    return torch.cat([scales.view(torch.int8), numbers.permute(0, 2, 3, 1, 4).flatten(2)], dim=-1).contiguous()
+
+
+def vector_layout(level: Level) -> tuple[int, int]:
+    """Lanes of a vector, and numbers of a word (numbers.h)."""
+    return (8 if level.name == "avx2" else 16), (2 if level.dtype == "bfloat16" else 1)
 
 
 def _pointer(x: Tensor | None) -> int | None:

@@ -13,6 +13,16 @@ inline void add(const LinearCall& c, int k, Words weights, Floats (&sum)[R]) {
     for (int r = 0; r < R; ++r) sum[r] = dot(sum[r], word(c.x + r * c.x_row + PER_WORD * k), weights);
 }
 
+// Sums of outputs [o, o + LANES) with their bias, rounded.
+template <int R>
+void finish_few(const LinearCall& c, int64_t o, Floats (&sum)[R]) {
+    Mask mask = first(c.outs - o);
+    for (int r = 0; r < R; ++r) {
+        if (c.bias) sum[r] = sum[r] + load(c.bias + o, mask);
+        store(c.out + r * c.out_row + o, mask, sum[r]);
+    }
+}
+
 // R rows times outputs [o, o + LANES).
 template <int R>
 void few(const LinearCall& c, int64_t o) {
@@ -32,11 +42,7 @@ void few(const LinearCall& c, int64_t o) {
 #pragma GCC unroll 16
         for (int i = 0; i < LANES; ++i) add<R>(c, k + i, block[i], sum);
     }
-    Mask mask = first(c.outs - o);
-    for (int r = 0; r < R; ++r) {
-        if (c.bias) sum[r] = sum[r] + load(c.bias + o, mask);
-        store(c.out + r * c.out_row + o, mask, sum[r]);
-    }
+    finish_few<R>(c, o, sum);
 }
 
 using Few = void (*)(const LinearCall&, int64_t);

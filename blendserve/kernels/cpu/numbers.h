@@ -40,6 +40,14 @@ inline void store(Number* p, Floats x) { _mm256_storeu_si256(reinterpret_cast<__
 inline void store(Number* p, Mask there, Floats x) { _mm256_mask_storeu_epi16(p, there, narrow(x)); }
 inline Floats rounded(Floats x) { return wide(narrow(x)); }
 
+// LANES words of numbers kept as int8, exactly.
+inline Words words_of_int8(const int8_t* p) {
+    auto floats_of = [](const int8_t* at) {
+        return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at))));
+    };
+    return (Words)_mm512_cvtne2ps_pbh(floats_of(p + LANES), floats_of(p));
+}
+
 // Words of `low` and `high`: as numbers in memory, as floats to be rounded.
 inline Words packed(__m256i low, __m256i high) {
     return _mm512_or_si512(_mm512_cvtepu16_epi32(low), _mm512_slli_epi32(_mm512_cvtepu16_epi32(high), 16));
@@ -63,6 +71,15 @@ constexpr int PER_WORD = 1;
 inline Floats dot(Floats sum, Words a, Words b) { return fma(floats(a), floats(b), sum); }
 inline float wide(Number x) { return x; }
 inline Floats rounded(Floats x) { return x; }
+#ifdef __AVX512F__
+inline Words words_of_int8(const int8_t* p) {
+    return words(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))));
+}
+#else
+inline Words words_of_int8(const int8_t* p) {
+    return words(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)))));
+}
+#endif
 inline Words packed(const Number* low, const Number*) { return low ? load_words(low) : all_words(0); }
 inline Words packed(Floats low, Floats) { return words(low); }
 inline void store_both(Number* p, Floats low, Floats high) {
