@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from blendserve.core import Steps, run
+from blendserve.errors import ConfigError
 from blendserve.kernels.cpu.decode_step import MAX_ROWS
 from blendserve.kernels.ops import attend, attend_at
 from blendserve.kernels.rows import Rows, plans_by_window
@@ -134,6 +135,19 @@ def append_each(adapter: DecoderModel, rows: Sequence[Row]) -> Tensor:
     """Run each row's token at its position, append its KV -> logits [B, V]. Equals `append` of each, to rounding."""
     native = _native(adapter, rows)
     return native(rows) if native else run_rows(adapter, rows)
+
+
+def decode_each(adapter: DecoderModel, rows: Sequence[Row]) -> Tensor:
+    """The same with the weights that answers are decoded with: the model's own, or their int8 copy."""
+    if not adapter.int8_decoding:
+        return append_each(adapter, rows)
+    decoder, reason = native_decoder(adapter, run_rows, int8=True)
+    if decoder is None:
+        raise ConfigError(
+            f"int8 weights cannot be used for decoding: {reason}", setting="reader.decode_weights"
+        )
+    parts = [decoder(rows[i : i + MAX_ROWS]) for i in range(0, len(rows), MAX_ROWS)]
+    return torch.cat(parts)
 
 
 def _native(adapter: DecoderModel, rows: Sequence[Row]) -> NativeDecoder | None:

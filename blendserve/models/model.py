@@ -68,6 +68,7 @@ class DecoderModel:
         """
         self.family = family = check_supported(config)
         self.config, self._load_reference = config, load_reference
+        self.int8_decoding = False  # answers are decoded with an int8 copy of the weights
         self.n_layers: int = config.num_hidden_layers
         self.n_heads: int = config.num_attention_heads
         self.n_kv_heads: int = config.num_key_value_heads

@@ -27,6 +27,7 @@ from blendserve.models.model import DecoderLayer, DecoderModel
 
 CHECKED = (0, 299)  # positions of the comparison
 TOLERANCE = {torch.bfloat16: 0.05, torch.float32: 1e-4}  # of the largest logit
+INT8_TOLERANCE = 0.2  # of int8 weights, at the first position
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,18 +60,24 @@ class NativeDecoder:
 
 Loop = Callable[[DecoderModel, Sequence[Row]], Tensor]  # the layer loop -> logits [B, V]
 
-_bound: WeakKeyDictionary[DecoderModel, tuple[NativeDecoder | None, str]] = WeakKeyDictionary()
+Bound = tuple[NativeDecoder | None, str]
+
+_bound: WeakKeyDictionary[DecoderModel, dict[bool, Bound]] = WeakKeyDictionary()
 
 
-def native_decoder(adapter: DecoderModel, loop: Loop) -> tuple[NativeDecoder | None, str]:
-    """The decoder and what it runs, or None and the reason why the layer loop decodes; found once for each model."""
-    if adapter not in _bound:
-        _bound[adapter] = None, "being compared with the layer loop"
-        _bound[adapter] = _bind(adapter, loop)
-    return _bound[adapter]
+def native_decoder(adapter: DecoderModel, loop: Loop, int8: bool = False) -> Bound:
+    """The decoder and what it runs, or None and the reason why the layer loop decodes; found once for each model.
+
+    int8: over a copy of the weights in int8, which approximates the model: half the bytes of bf16.
+    """
+    bound = _bound.setdefault(adapter, {})
+    if int8 not in bound:
+        bound[int8] = None, "being compared with the layer loop"
+        bound[int8] = _bind(adapter, loop, int8)
+    return bound[int8]
 
 
-def _bind(adapter: DecoderModel, loop: Loop) -> tuple[NativeDecoder | None, str]:
+def _bind(adapter: DecoderModel, loop: Loop, int8: bool) -> Bound:
     if adapter.device.type != "cpu":
         return None, f"the model is on {adapter.device}"
     level = _level(adapter.dtype)
@@ -82,11 +89,11 @@ def _bind(adapter: DecoderModel, loop: Loop) -> tuple[NativeDecoder | None, str]
         return None, str(missing)
     if reason := unsupported(level, weights):
         return None, reason
-    decoder = NativeDecoder(adapter, DecodeStep(level, weights, adapter.rope_tables[0]))
-    error = _difference(adapter, decoder, loop)
-    if not error <= TOLERANCE[adapter.dtype]:
+    decoder = NativeDecoder(adapter, DecodeStep(level, weights, adapter.rope_tables[0], int8))
+    error = _difference(adapter, decoder, loop, CHECKED[:1] if int8 else CHECKED)
+    if not error <= (INT8_TOLERANCE if int8 else TOLERANCE[adapter.dtype]):
         return None, f"logits differ from the layer loop's by {error:.2g} of the largest"
-    return decoder, f"one {level.title} call a step"
+    return decoder, f"one {level.title} call a step" + (" over int8 weights" if int8 else "")
 
 
 def _level(dtype: torch.dtype) -> Level | None:
@@ -97,9 +104,9 @@ def _level(dtype: torch.dtype) -> Level | None:
 
 
 @torch.inference_mode()
-def _difference(adapter: DecoderModel, decoder: NativeDecoder, loop: Loop) -> float:
+def _difference(adapter: DecoderModel, decoder: NativeDecoder, loop: Loop, positions: Sequence[int]) -> float:
     """Largest difference to the layer loop's logits over random KV, as a share of the largest logit; KV included."""
-    n = min(CHECKED[-1], adapter.context_limit - 1)
+    n = min(CHECKED[-1], adapter.context_limit - 1)  # the last position of the comparison
     caches = [KVCache(adapter, n + 1) for _ in range(2)]
     generator = torch.Generator().manual_seed(0)
     for part in (caches[0].keys, caches[0].values):
@@ -107,7 +114,7 @@ def _difference(adapter: DecoderModel, decoder: NativeDecoder, loop: Loop) -> fl
     caches[1].keys.copy_(caches[0].keys)
     caches[1].values.copy_(caches[0].values)
     worst = 0.0
-    for at in (CHECKED[0], n):
+    for at in (min(position, n) for position in positions):
         mine, other = (Row(cache, at, 1 + at % 7) for cache in caches)
         want, got = loop(adapter, [mine]), decoder([other])
         pairs = ((want, got), *((getattr(caches[0], x), getattr(caches[1], x)) for x in ("keys", "values")))

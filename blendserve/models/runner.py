@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from blendserve.kernels.cuda.graphs import Capture, CudaGraph, Replayed
-from blendserve.models.forward import append_captured, append_each
+from blendserve.models.forward import append_captured, decode_each
 from blendserve.models.kv_cache import KVCache
 from blendserve.models.model import DecoderModel
 from blendserve.models.native import Row
@@ -84,7 +84,7 @@ class Runner:
             self._graph = self._graph or self._captured(self._capture)
             if self._graph:
                 return self._graph()[[b for b, _, _ in rows]]
-        return append_each(self._adapter, [Row(self._caches[b], at, token) for b, at, token in rows])
+        return decode_each(self._adapter, [Row(self._caches[b], at, token) for b, at, token in rows])
 
     def _set(self, rows: Sequence[tuple[int, int, int]]) -> None:
         """Tokens, positions and places of all caches."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from functools import cache
 
 import pytest
@@ -11,9 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from blendserve.errors import ConfigError
+from blendserve.kernels.cpu.decode_step import GROUP, to_int8
 from blendserve.kernels.cpu.isa import LEVELS
 from blendserve.kernels.verify import cpu_status
-from blendserve.models.forward import append, append_each, run_rows
+from blendserve.models.forward import append, append_each, decode_each, run_rows
 from blendserve.models.kv_cache import KVCache
 from blendserve.models.model import DecoderModel
 from blendserve.models.native import Row, StepThreads, native_decoder
@@ -129,6 +132,58 @@ def test_a_step_that_differs_from_the_loop_does_not_serve(dtype: torch.dtype) ->
     decoder, reason = native_decoder(DecoderModel.of(wide_model("llama-yarn", dtype)), other_loop)
     assert decoder is None
     assert "differ" in reason  # allow: one of several reasons, told apart by what they say
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(96, 64), (50, 130), (16, 62)])
+def test_int8_weights_are_within_half_a_step_of_the_matrix(
+    dtype: torch.dtype, shape: tuple[int, int]
+) -> None:
+    """Read back from the blocks by their documented layout; a step is a 127th of the largest of 64 inputs."""
+    level = max((x for x in LEVELS.values() if getattr(torch, x.dtype) == dtype), key=lambda x: len(x.needs))
+    level = LEVELS["avx512_bf16"] if level.name == "amx" else level
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    lanes, per_word = (8 if level.name == "avx2" else 16), (2 if dtype == torch.bfloat16 else 1)
+    blocks = to_int8(weight, level)
+    scales = blocks[..., : 4 * lanes].contiguous().view(torch.float32)
+    for o in range(shape[0]):
+        for i in range(shape[1]):
+            row, group = blocks[o // lanes, i // GROUP], i // GROUP
+            at = (i % GROUP // per_word * lanes + o % lanes) * per_word + i % per_word
+            scale = float(scales[o // lanes, group, o % lanes])
+            assert abs(int(row[4 * lanes + at]) * scale - float(weight[o, i])) <= 0.51 * scale
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["llama-biased", "phi3-window", "granite"])
+def test_int8_decoding_is_that_of_a_model_with_rounded_weights(name: str, dtype: torch.dtype) -> None:
+    model = deepcopy(wide_model(name, dtype))
+    adapter = DecoderModel.of(model)
+    decoder, reason = native_decoder(adapter, run_rows, int8=True)
+    assert decoder is not None, reason
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, torch.nn.Linear):
+                for group in module.weight.split(GROUP, dim=1):
+                    scale = group.float().abs().amax(-1, keepdim=True) / 127
+                    group.copy_((group / scale).round() * scale)
+    rounded = DecoderModel.of(model)
+    for n_rows in (1, 5, 8):
+        (mine,), (other,) = caches(adapter, 1), caches(rounded, 1)
+        rows = [(40 + i, 3 * i) for i in range(n_rows)]
+        got = decoder([Row(mine, at, token) for at, token in rows])
+        want = run_rows(rounded, [Row(other, at, token) for at, token in rows])
+        bound = 0.12 if dtype == torch.bfloat16 else 1e-3  # the model rounds weights to bf16 once more
+        assert (got - want).abs().max() <= bound * want.abs().max()
+
+
+def test_int8_decoding_of_another_form_is_refused_by_setting() -> None:
+    adapter = DecoderModel.of(wide_model("gemma2", torch.float32))
+    adapter.int8_decoding = True
+    (only,) = caches(adapter, 1)
+    with pytest.raises(ConfigError) as found:
+        decode_each(adapter, [Row(only, 3, 4)])
+    assert found.value.setting == "reader.decode_weights"
 
 
 def test_every_covered_kind_is_a_known_one() -> None:
