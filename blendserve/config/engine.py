@@ -64,6 +64,11 @@ class ReaderConfig(Section):
         None,
         description="Number of CPU threads; all CPUs that the process may use if not set.",
     )
+    decode_weights: Literal["model", "int8"] = Field(
+        "model",
+        description="Weights for decoding on a CPU: the model's own, or an int8 copy, which is faster and approximate. "
+        "Prefill and stored KV always use the model's own.",
+    )
 
 
 class RetrieveConfig(Section):

@@ -137,17 +137,23 @@ def append_each(adapter: DecoderModel, rows: Sequence[Row]) -> Tensor:
     return native(rows) if native else run_rows(adapter, rows)
 
 
-def decode_each(adapter: DecoderModel, rows: Sequence[Row]) -> Tensor:
-    """The same with the weights that answers are decoded with: the model's own, or their int8 copy."""
-    if not adapter.int8_decoding:
-        return append_each(adapter, rows)
+def decode_in_int8(adapter: DecoderModel) -> None:
+    """Have answers decoded with an int8 copy of the weights. Raises ConfigError where the model has no native step."""
     decoder, reason = native_decoder(adapter, run_rows, int8=True)
     if decoder is None:
         raise ConfigError(
-            f"int8 weights cannot be used for decoding: {reason}", setting="reader.decode_weights"
+            f"reader.decode_weights=int8 cannot be used with this model: {reason}; leave it at model",
+            setting="reader.decode_weights",
         )
-    parts = [decoder(rows[i : i + MAX_ROWS]) for i in range(0, len(rows), MAX_ROWS)]
-    return torch.cat(parts)
+    adapter.int8_decoding = True
+
+
+def decode_each(adapter: DecoderModel, rows: Sequence[Row]) -> Tensor:
+    """`append_each` with the weights that answers are decoded with: the model's own, or their int8 copy."""
+    decoder = native_decoder(adapter, run_rows, int8=True)[0] if adapter.int8_decoding else None
+    if decoder is None:
+        return append_each(adapter, rows)
+    return torch.cat([decoder(rows[i : i + MAX_ROWS]) for i in range(0, len(rows), MAX_ROWS)])
 
 
 def _native(adapter: DecoderModel, rows: Sequence[Row]) -> NativeDecoder | None:

@@ -17,6 +17,7 @@ from blendserve.errors import ConfigError, ModelError
 from blendserve.kernels.cpu import isa
 from blendserve.models import starts
 from blendserve.models.families import TOWERS, check_supported
+from blendserve.models.forward import decode_in_int8
 from blendserve.models.model import DecoderModel
 from blendserve.models.random_model import Folded, random_model
 from blendserve.models.reference import TextTower
@@ -51,6 +52,13 @@ class Reader:
 def load_reader(config: ReaderConfig, say: Say = lambda _: None) -> Reader:
     """Load a model; `say` is told what takes long. Raises ModelError, ModelUnsupported, ConfigError."""
     limit_torch(config.threads)
+    reader = _load(config, say)
+    if config.decode_weights == "int8":
+        decode_in_int8(reader.adapter)
+    return reader
+
+
+def _load(config: ReaderConfig, say: Say) -> Reader:
     device = _device(config.device)
     dtype = _dtype(config.dtype, device)
     if config.model.startswith(RANDOM):
