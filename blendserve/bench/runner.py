@@ -6,15 +6,17 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
 from blendserve.bench.harness import Group, Report, Result, SampleLog, Update, measure
-from blendserve.bench.workload import Workload, make_workload
 from blendserve.config import Positive, ReaderConfig
-from blendserve.models.loader import Reader, load_reader
 from blendserve.provenance import machine, versions
+
+if TYPE_CHECKING:
+    from blendserve.bench.workload import Workload
+    from blendserve.models.loader import Reader
 
 Say = Callable[[str], None]
 
@@ -52,6 +54,8 @@ class PromptBenchConfig(BenchConfig):
 
     def workload(self, reader: Reader) -> Workload:
         """Raises InputError when it does not fit the model's context."""
+        from blendserve.bench.workload import make_workload  # start-up: with torch
+
         return make_workload(reader, self.chunks, self.chunk_tokens, self.suffix_tokens, self.seed)
 
 
@@ -88,6 +92,8 @@ def run_bench(
 
 def open_reader(config: BenchConfig, log: SampleLog) -> Reader:
     """Load the model, and note it in the result. Raises ModelError."""
+    from blendserve.models.loader import load_reader  # start-up: with torch
+
     reader = load_reader(config.reader)
     adapter = reader.adapter
     model = {
