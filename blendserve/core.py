@@ -124,7 +124,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Unusable:
-    """A stored chunk that could not be used, and why. Filled by blend/lookup.py."""
+    """A stored chunk that could not be used, and why. Filled by blend/layout.py."""
 
     chunk: int  # its number in the prompt
     kind: (
@@ -214,7 +214,7 @@ class Reason(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A stretch of a prompt: its prefix, a passage, or its suffix. Filled by blend/explain.py."""
+    """A stretch of a prompt: its prefix, a passage, or its suffix. Filled by blend/report.py."""
 
     kind: str  # prefix | passage | suffix
     passage: int | None  # its number, of a passage
@@ -229,7 +229,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Explanation:
-    """What each token of a prompt started from, and why. Filled by blend/explain.py; the report has its sums."""
+    """What each token of a prompt started from, and why. Filled by blend/report.py; the report has its sums."""
 
     parts: tuple[Part, ...]
     states: torch.Tensor  # [T] uint8, numbers in STATES

@@ -110,7 +110,7 @@ class _Stamps:
 def prefilled(adapter: DecoderModel, ids: TokenIds, n: int) -> PassResult:
     """A full prefill whose cache has room for n new tokens."""
     prompt = Prompt((), (), ids)
-    layout = lay_out(prompt, None, [], behind_prefix=True)
+    layout = lay_out(prompt)
     return run(blend_prefill(adapter, prompt, layout, BlendConfig(), n))
 
 

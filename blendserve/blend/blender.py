@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,28 +11,24 @@ from functools import partial
 from typing import Literal
 
 from blendserve.blend.chunk_kv import ChunkComputer, in_stacks
-from blendserve.blend.cost import CostModel, calibrated, choose, estimates, overlapped_ratio
-from blendserve.blend.explain import explain
-from blendserve.blend.layout import Layout, lay_out
-from blendserve.blend.lookup import Found, look_near, look_up, nothing, supposed, wanted
-from blendserve.blend.near import NearDuplicates
+from blendserve.blend.cost import CostModel, chunk_work
+from blendserve.blend.layout import Layout, lay_out, look_up, missing_chunks, usable_chunks
+from blendserve.blend.near import NearDuplicates, reuse_near
 from blendserve.blend.own_prefix import OwnPrefix
+from blendserve.blend.planner import Planner
 from blendserve.blend.policies.base import make_policy
 from blendserve.blend.precompute import PrecomputeReport, PrecomputeRun
 from blendserve.blend.prefill import PassResult, blend_prefill
 from blendserve.blend.priors import PriorStore
-from blendserve.blend.report import make_report
+from blendserve.blend.report import explain, make_report
 from blendserve.blend.single_flight import SingleFlight
-from blendserve.blend.work import chunk_work
-from blendserve.config import BlendConfig, Method, changed
+from blendserve.config import BlendConfig, changed
 from blendserve.core import BlendReport, ChunkKV, Explanation, Prompt, Steps, TokenIds, run
 from blendserve.errors import StoreError
 from blendserve.fetch.copies import Hold
 from blendserve.fetch.fetcher import ChunkRequest, Fetch, KVFetcher
-from blendserve.fetch.link import TokenRate
 from blendserve.models.kv_cache import KVCache
 from blendserve.models.model import DecoderModel
-from blendserve.paths import cache_folder
 from blendserve.registry import CORRECTIONS, REUSE
 from blendserve.store import ChunkKey, ChunkRecord, KVStore, TensorView, chunk_key
 from blendserve.store.codecs.base import Codec
@@ -87,13 +82,11 @@ class Blender:
         self.priors = PriorStore(adapter, fingerprint, store, prefix, context)  # how the corpus's chunks move
         self.near = NearDuplicates(store, self.key, namespace)  # for chunks that are nearly there
         self._computers: dict[TokenIds, ChunkComputer] = {}
-        self._costs = costs
-        self._load_rate = TokenRate()
+        self.planner = Planner(adapter, fingerprint, costs)
         self.fetcher = fetcher or KVFetcher(store)
         self._own_prefix = OwnPrefix()
         self._flight = SingleFlight()
         self._damaged: set[ChunkKey] = set()  # records that are there and are to be replaced
-        self._calibrating = threading.Lock()
 
     def key(self, ids: TokenIds, context: TokenIds | None = None) -> ChunkKey:
         """The store's key of a chunk; `context` defaults to what this blender computes chunks behind."""
@@ -109,17 +102,12 @@ class Blender:
             self._prefix,
             self._context,
             namespace,
-            costs=self._costs,
             fetcher=self.fetcher if store is self.store else KVFetcher(store, self.fetcher.link),
             codec=self.codec,
         )
+        other.planner = self.planner
         other._flight, other.priors, other._own_prefix = self._flight, self.priors, self._own_prefix
         return other
-
-    @property
-    def load_s_per_token(self) -> float | None:
-        """Seconds to read a stored token's KV, without waiting for a link; None before the first request."""
-        return self._load_rate.seconds_per_token
 
     def forget(self, chunks: Sequence[TokenIds], kept: Sequence[TokenIds]) -> int:
         """Delete chunks from the store, except those that are in `kept` too -> how many were there.
@@ -149,8 +137,7 @@ class Blender:
     def prefetch(self, prompt: Prompt, blend: BlendConfig) -> Hold:
         """A request for this prompt is queued: fetch what it will look for; keep that until the hold is closed."""
         keys = self._keys(prompt, blend)
-        # Measuring costs is not for this thread.
-        costed = self._costs is not None
+        costed = self.planner.is_calibrated  # measuring costs is not for this thread
         return self.fetcher.prefetch(self.requests(prompt, blend, keys, costed) if keys else [])
 
     def run(
@@ -184,36 +171,36 @@ class Blender:
             blend = changed(blend, **REUSE)
         finish = partial(self._finish, prompt, blend, new_tokens, clock, cache)
         if blend.method == "full":
-            return (yield from finish(nothing(prompt)))
+            return (yield from finish(lay_out(prompt)))
         keys, prefix_key = self._keys(prompt, blend), self.key(prompt.prefix, ())
         prefix = self._prefix_here(prompt) if prefix_kv is None else TensorView(prefix_kv)
         requests = self.requests(prompt, blend, keys, prefix=prefix is None)
         chunks = {key: prompt.chunks[i].ids for i, key in keys.items()}
+        n_layers, first_is_exact = self.adapter.n_layers, self._exact_first(prompt)
 
         def compute(request: ChunkRequest) -> ChunkKV:
             return self.computer(self._context).compute([chunks[request.key]])[0]
 
         with self.fetcher.fetch(requests, compute) as fetch:
             while True:
-                found = look_up(fetch, prompt, keys, prefix_key, self.adapter.n_layers, prefix)
+                layout = look_up(fetch, prompt, keys, prefix_key, prefix, n_layers, first_is_exact)
                 try:
                     if blend.near and blend.method != "prefix" and not fetch.trouble:
-                        saved = (
+                        saved_s = (
                             self.time_saved(prompt, blend, [*keys])[0] if self._costs_matter(blend) else None
                         )
-                        found = look_near(fetch, prompt, found, self.near, self.adapter.n_layers, saved)
-                    done = yield from finish(found, fetch)
-                    if found.prefix and self.fetcher.has_remote and prompt.prefix == self._prefix:
-                        self._own_prefix.keep(found.prefix)
+                        layout = reuse_near(layout, fetch, self.near, n_layers, saved_s)
+                    done = yield from finish(layout, fetch)
+                    front = layout.segments[0].view if prompt.prefix == self._prefix else None
+                    if front and prompt.prefix and self.fetcher.has_remote:
+                        self._own_prefix.keep(front)
                     return done
                 except StoreError as error:
                     fetch.drop(error)
 
     def _keys(self, prompt: Prompt, blend: BlendConfig) -> dict[int, ChunkKey]:
         """The keys of the chunks that a method can use, by their numbers."""
-        if blend.method == "full":
-            return {}
-        which = wanted(prompt, blend.method, self._exact_first(prompt))
+        which = usable_chunks(prompt, blend.method, self._exact_first(prompt))
         return {i: self.key(prompt.chunks[i].ids) for i in which}
 
     def _prefix_here(self, prompt: Prompt) -> TensorView | None:
@@ -242,29 +229,16 @@ class Blender:
             chunks = [ChunkRequest(key, n) for key, n in sizes.items()]
             return [ChunkRequest(prefix_key, len(prompt.prefix)), *chunks] if prefix else chunks
         per_token, of_prefix = self.time_saved(prompt, blend, [*keys])
-        n_context, costs = len(self._context), self.calibrate()
+        n_context, costs = len(self._context), self.planner.calibrate()
         chunks = [
-            ChunkRequest(key, n, per_token * n, costs.seconds(chunk_work(n, n_context, False)))
+            ChunkRequest(key, n, per_token * n, costs.seconds(chunk_work(n, n_context)))
             for key, n in sizes.items()
         ]
         return [ChunkRequest(prefix_key, len(prompt.prefix), of_prefix), *chunks] if prefix else chunks
 
     def time_saved(self, prompt: Prompt, blend: BlendConfig, which: Sequence[int]) -> tuple[float, float]:
-        """Seconds that the stored KV of a token is expected to save, where that of all these chunks is used; and the
-        prefix's: without it the chunk behind it is not exact either.
-        """
-        tokens = sum(len(prompt.chunks[i]) for i in which)
-        with_them, alone, no_prefix = (
-            self._least(prompt, blend, found)
-            for found in (supposed(prompt, which), supposed(prompt, ()), supposed(prompt, which, False))
-        )
-        return max(0.0, alone - with_them) / max(1, tokens), max(0.0, no_prefix - with_them)
-
-    def _least(self, prompt: Prompt, blend: BlendConfig, found: Found) -> float:
-        """Seconds that the best method is expected to take."""
-        return min(
-            estimates(self.calibrate(), self._layouts(prompt, found), blend, self.adapter.n_layers).values()
-        )
+        """As `Planner.time_saved`, for chunks of this blender."""
+        return self.planner.time_saved(prompt, blend, which, self._exact_first(prompt))
 
     def _finish(
         self,
@@ -273,69 +247,37 @@ class Blender:
         new_tokens: int,
         clock: Clock | None,
         cache: KVCache | None,
-        found: Found,
+        layout: Layout,
         fetch: Fetch | None = None,
     ) -> Steps[Prefilled]:
-        layout, why = self._layout(prompt, found), ""
         misses = fetch.misses if fetch else {}
         self._damaged.update(
             key for key, miss in misses.items() if miss.kind not in ("absent", *MAY_BE_STORED)
         )
-        if blend.method == "auto":
-            method, why = self._choose(prompt, blend, found, why)
-            blend = changed(blend, method=method)
-            layout = self._layout(prompt, found.only(method, self._exact_first(prompt)))
-        if isinstance(blend.ratio, str):
-            blend = changed(blend, ratio=self._free_ratio(layout, blend))
-        known = self.priors.current() if CORRECTIONS.load(blend.correction).uses_prior else None
-        before = fetch.waited_s if fetch else 0.0
-        done = yield from blend_prefill(self.adapter, prompt, layout, blend, new_tokens, clock, cache, known)
-        waited = fetch.waited_s - before if fetch else 0.0
-        reading = max(0.0, done.read_s - waited)
-        self._load_rate.record(reading, layout.n_loaded)
+        plan = self.planner.plan(layout, blend)
+        prior = self.priors.current() if CORRECTIONS.load(blend.correction).uses_prior else None
+        before_s = fetch.waited_s if fetch else 0.0
+        args = plan.layout, plan.blend, new_tokens, clock, cache, prior
+        result = yield from blend_prefill(self.adapter, prompt, *args)
+        waited_s = fetch.waited_s - before_s if fetch else 0.0
+        read_s, n_loaded = max(0.0, result.read_s - waited_s), plan.layout.n_loaded
+        self.planner.record_loading(read_s, n_loaded)
+        missing, computed = missing_chunks(layout), dict[TokenIds, ChunkKV]()
         if fetch:
-            fetch.record_reading(reading, layout.n_loaded)
-        left = (i for i in found.looked_for if found.chunks[i] is None or i in found.computed)
-        missing = tuple(prompt.chunks[i].ids for i in left)
-        if found.prefix is None and found.looked_for and prompt.prefix:
-            missing = ((), *missing)
-        computed = {prompt.chunks[i].ids: kv for i, kv in found.computed.items()}
-        report = make_report(prompt, blend, layout, found, done, why, known is not None)
-        return Prefilled(
-            done, report, explain(prompt, blend.method, layout, found, done, why), missing, computed
-        )
-
-    def _choose(self, prompt: Prompt, blend: BlendConfig, found: Found, why: str) -> tuple[Method, str]:
-        """The method that this machine is expected to be fastest with, and why if it is not blending."""
-        if not found.hits and not found.near:
-            return ("prefix" if found.prefix else "full"), why
-        return choose(self.calibrate(), self._layouts(prompt, found), blend, self.adapter.n_layers)
-
-    def _layouts(self, prompt: Prompt, found: Found) -> dict[Method, Layout]:
-        """What each method would make of what was found."""
-        methods: tuple[Method, ...] = ("full", "prefix", "blend")
-        exact = self._exact_first(prompt)
-        return {method: self._layout(prompt, found.only(method, exact)) for method in methods}
-
-    def _free_ratio(self, layout: Layout, blend: BlendConfig) -> float:
-        """What can be recomputed while the rest loads, as far as is known yet."""
-        rate = self._load_rate.seconds_per_token
-        return overlapped_ratio(self.calibrate(), layout, blend, rate)
-
-    def _layout(self, prompt: Prompt, found: Found) -> Layout:
-        exact_first = self._exact_first(prompt)
-        return lay_out(prompt, found.prefix, found.chunks, behind_prefix=exact_first, near=found.near)
+            fetch.record_reading(read_s, n_loaded)
+            computed = {
+                ids: fetch.computed[key] for ids in missing if (key := self.key(ids)) in fetch.computed
+            }
+        report = make_report(plan, result, prior is not None)
+        return Prefilled(result, report, explain(plan, result), missing, computed)
 
     def _exact_first(self, prompt: Prompt) -> bool:
         """Whether a chunk right behind the prefix is exact."""
         return self._context == prompt.prefix
 
     def calibrate(self, say: Callable[[str], None] = lambda _: None) -> CostModel:
-        """The cost model behind `method="auto"`: measured once per machine and reader, in a few seconds, and kept."""
-        with self._calibrating:
-            if self._costs is None:
-                self._costs = calibrated(self.adapter, self._fingerprint, cache_folder() / "profit", say)
-            return self._costs
+        """The cost model behind `method="auto"`: see `Planner.calibrate`."""
+        return self.planner.calibrate(say)
 
     def computer(self, context: TokenIds) -> ChunkComputer:
         """Computes chunk KV behind these tokens; kept, as they are the same for all chunks."""

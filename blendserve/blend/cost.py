@@ -1,18 +1,11 @@
-"""Is blending worth it here, and how much of it? A cost model of this machine and model, and what it decides.
+"""A cost model of the prefill on this machine, fitted once from timed prefills of random tokens.
 
-`method="auto"`: the cheapest of full prefill, prefix caching and blending.
+    seconds = passes * base + rows * a + pairs * b + loaded * c
 
-    seconds = base + rows * a + pairs * b + loaded * c      per policy pass and prefill
-
-rows: token rows run through the layers; pairs: (row, key) pairs attended; loaded: tokens read, rotated and placed. The
-four constants are fitted once per machine, model and thread count from a few timed prefills of random tokens, and kept
-in the user's cache folder. CacheBlend's controller (arXiv 2405.16444, section 5) chooses a ratio from the same kind of
-model; we choose the method, too, as a short or mostly missing prompt is faster to prefill than to blend.
-
-`ratio="auto"`: recompute for free what can be recomputed while KV is still loading, as that controller does. With the
-store and the machine as they were measured, the ratio is raised until recomputing takes nearly as long as loading. It
-never falls below the floor set for quality, and stays there for a policy with a scoring pass: that needs every layer
-before anything can be chosen, so it is all that loading can hide behind, and rows recomputed afterwards are not free.
+passes: over the layers, the policy's scoring pass included; rows: token rows run through the layers; pairs: (row, key)
+pairs attended; loaded: tokens read, rotated and placed. The four constants are kept in the user's cache folder, for each
+machine, reader and thread count. Work is counted in closed form from the segments of a layout, without tensors.
+CacheBlend's controller (arXiv 2405.16444, section 5) chooses a ratio from the same kind of model.
 """
 
 from __future__ import annotations
@@ -23,27 +16,69 @@ import platform
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass
 from itertools import combinations
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from blendserve.blend.layout import Layout, lay_out
-from blendserve.blend.policies.base import make_policy
+from blendserve.blend.layout import Layout, State, lay_out
+from blendserve.blend.policies.base import Policy, make_policy
 from blendserve.blend.prefill import blend_prefill
-from blendserve.blend.work import Work, rows_work, work_of
-from blendserve.config import BlendConfig, Method
-from blendserve.core import Chunk, ChunkKV, Prompt, TokenIds, run
+from blendserve.config import BlendConfig
+from blendserve.core import Chunk, ChunkKV, Prompt, Span, TokenIds, run
 from blendserve.kernels.race_times import machine
 from blendserve.models.model import DecoderModel
 from blendserve.registry import POLICIES, REUSE
 from blendserve.store.view import TensorView
 
 VERSION = 5  # of what is measured; raise it when prefill's speed changes much
-MIN_SPEEDUP = 0.95  # an exact method wins unless blending is at least 5% faster
-OVERLAP_TARGET = 0.8  # share of loading to fill; layer 0 overlaps with nothing, and estimates err by a fifth
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a prefill does, as the cost model counts it."""
+
+    passes: int
+    rows: float
+    pairs: float
+    loaded: float
+
+
+def count_work(layout: Layout, policy: Policy, n_layers: int) -> Work:
+    """The work of prefilling this layout with this policy."""
+    n_reusable, selected = layout.n_reusable, policy.n_selected(layout)
+    work = count_rows(layout, selected)
+    passes, rows, pairs = work.passes, work.rows, work.pairs
+    if policy.needs_scoring_pass and 0 < selected < n_reusable:
+        rows, pairs, passes = rows + layout.n_suffix, pairs + layout.n_suffix * layout.n_tokens, passes + 1
+    if policy.check_layers and selected:
+        dense = min(1.0, max(policy.check_layers) / n_layers) * (n_reusable - selected)
+        rows, pairs = rows + dense, pairs + dense * _mean_keys(layout)
+    return Work(passes, rows, pairs, work.loaded)
+
+
+def count_rows(layout: Layout, selected: int) -> Work:
+    """The work of one pass over the fresh tokens and this number of the reusable ones."""
+    fresh = [segment.span for segment in layout.segments if segment.state is State.FRESH]
+    pairs = sum(map(_keys, fresh)) + selected * _mean_keys(layout)
+    return Work(1, sum(map(len, fresh)) + selected, pairs, layout.n_loaded)
+
+
+def chunk_work(n: int, context: int) -> Work:
+    """The work of computing a chunk of n tokens alone behind `context` others, whose KV is there."""
+    return Work(1, n, n * (context + (n + 1) / 2), 0.0)
+
+
+def _keys(span: Span) -> float:
+    """Keys that the rows of a span see: each those up to its own position."""
+    return (span.start + 1 + span.stop) * len(span) / 2
+
+
+def _mean_keys(layout: Layout) -> float:
+    """Keys that a reusable token sees, on average."""
+    return sum(map(_keys, layout.reusable_spans)) / layout.n_reusable if layout.n_reusable else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,54 +91,11 @@ class CostModel:
     per_loaded: float
 
     def seconds(self, work: Work) -> float:
-        return float(np.dot(list(asdict(self).values()), work.row()))
-
-
-def choose(
-    model: CostModel, layouts: dict[Method, Layout], blend: BlendConfig, n_layers: int
-) -> tuple[Method, str]:
-    """The cheapest of full, prefix and blend, and why; exact methods are favoured a little."""
-    cost = estimates(model, layouts, blend, n_layers)
-    exact = min((m for m in cost if m != "blend"), key=lambda m: cost[m])
-    if cost["blend"] < MIN_SPEEDUP * cost[exact]:
-        return "blend", ""
-    return exact, (
-        f"{exact!r} was estimated to take {cost[exact] * 1e3:.0f} ms, blending {cost['blend'] * 1e3:.0f} ms"
-    )
-
-
-def estimates(
-    model: CostModel, layouts: dict[Method, Layout], blend: BlendConfig, n_layers: int
-) -> dict[Method, float]:
-    """Seconds that each method is expected to take."""
-    policy = make_policy(blend)
-    return {method: model.seconds(work_of(layout, policy, n_layers)) for method, layout in layouts.items()}
-
-
-def overlapped_ratio(
-    costs: CostModel, layout: Layout, blend: BlendConfig, seconds_per_token: float | None
-) -> float:
-    """The largest ratio whose recomputation hides behind loading; the floor while no load has been measured.
-
-    Also the floor for a policy with a scoring pass, see above.
-    """
-    policy = make_policy(blend)
-    n_reusable = int(layout.reusable.sum())
-    highest = (n_reusable - 1) / max(1, layout.n_found)  # with all of them there would be nothing to choose
-    if seconds_per_token is None or highest <= blend.min_ratio or policy.needs_scoring_pass:
-        return blend.min_ratio
-
-    def compute(ratio: float) -> float:  # a rule's dense layers hide no more than their own layers' loading
-        return costs.seconds(replace(rows_work(layout, layout.budget(ratio)), loaded=0.0))
-
-    loading = OVERLAP_TARGET * seconds_per_token * layout.n_loaded
-    least, most = compute(blend.min_ratio), compute(highest)
-    room = (loading - least) / (most - least) if most > least else 0.0  # work grows in proportion to the rows
-    return blend.min_ratio + min(1.0, max(0.0, room)) * (highest - blend.min_ratio)
+        return float(np.dot(astuple(self), astuple(work)))
 
 
 def calibrated(
-    adapter: DecoderModel, fingerprint: str, folder: Path, say: Callable[[str], None], fresh: bool = False
+    adapter: DecoderModel, fingerprint: str, folder: Path, notify: Callable[[str], None], fresh: bool = False
 ) -> CostModel:
     """The cost model of this machine and reader: kept in `folder`, or measured (a few seconds) and kept.
 
@@ -116,7 +108,7 @@ def calibrated(
             return CostModel(**json.loads(file.read_text()))
     except (OSError, ValueError, TypeError):
         pass  # none yet, or a damaged one
-    say("Measuring the prefill and blending speed of this machine (once, a few seconds)")
+    notify("Measuring the prefill and blending speed of this machine (once, a few seconds)")
     model = measure(adapter)
     with suppress(OSError):  # a read-only home costs a few seconds a start, not an answer
         folder.mkdir(parents=True, exist_ok=True)
@@ -143,9 +135,9 @@ def measure(
         [part for case in cases for part in _timed(adapter, *case, room, clock)] for _ in range(repeats)
     ]
     works = [work for work, _ in rounds[0]]
-    took = np.min([[seconds for _, seconds in parts] for parts in rounds], axis=0)
+    elapsed_s = np.min([[seconds for _, seconds in parts] for parts in rounds], axis=0)
     constants = nonnegative_least_squares(
-        np.array(works) / took[:, None], np.ones(len(took))
+        np.array(works) / elapsed_s[:, None], np.ones(len(elapsed_s))
     )  # relative error
     return CostModel(*map(float, constants))
 
@@ -184,7 +176,7 @@ def synthetic_prompt(adapter: DecoderModel, n_suffix: int, n_stored: int) -> tup
     sizes = [n_stored // 4] * 4 if n_stored >= 4 else []
     prompt = Prompt(draw(4), tuple(Chunk(draw(n)) for n in sizes), draw(n_suffix))
     prefix = noise(4) if sizes else None
-    return prompt, lay_out(prompt, prefix, [noise(n) for n in sizes], behind_prefix=True)
+    return prompt, lay_out(prompt, prefix, [noise(n) for n in sizes], first_is_exact=True)
 
 
 def _timed(
@@ -195,7 +187,6 @@ def _timed(
     plain, scored = BlendConfig(**REUSE), BlendConfig(policy=POLICIES.default, ratio=0.15)
     for blend in (plain, scored) if keys and rows < room // 20 else (plain,):
         start = clock()
-        float(
-            run(blend_prefill(adapter, prompt, layout, blend)).logits[0]
-        )  # reading a number waits for the device
-        yield work_of(layout, make_policy(blend), adapter.n_layers).row(), clock() - start
+        logits = run(blend_prefill(adapter, prompt, layout, blend)).logits
+        float(logits[0])  # reading a number waits for the device
+        yield list(astuple(count_work(layout, make_policy(blend), adapter.n_layers))), clock() - start

@@ -1,124 +1,239 @@
-"""Stored chunks put in their places in the prompt.
+"""What every token of a prompt starts from: stored KV where it is exact, stored KV that is moved, or nothing.
 
     [ prefix | chunk 0 | chunk 1 | chunk 2 (missing) | ... | suffix ]
-      exact    exact     reusable  fresh               ...   fresh
+      exact    exact     reused    fresh               ...   fresh
 
-exact     the KV computed behind this very prefix, at this very position: nothing to recompute
-reusable  the KV computed elsewhere: rotated to its place; a policy chooses which of its tokens to recompute
-fresh     no KV to start from: computed in this request
+exact   the KV was computed behind this very prefix, at this very position: nothing to recompute
+reused  the KV was computed elsewhere and is rotated to its place; a policy selects the tokens to recompute
+fresh   there is no KV, or the method does not use it: computed in this request
 
-A chunk that is not stored may be there in pieces of others (near.py): runs of its tokens are reusable then, others fresh.
+The cost model, the prefill, the report and the explanation read these segments and nothing else. A missing chunk may
+consist of several segments: runs of stored near-duplicates (near.py), and fresh tokens between them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from functools import cached_property
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from blendserve.core import Prompt, Span
+from blendserve.config import Method
+from blendserve.core import Prompt, Span, TokenIds
+from blendserve.errors import CorruptRecord
+from blendserve.fetch.fetcher import COMPUTED, Fetch
+from blendserve.store.base import Miss
 from blendserve.store.key import ChunkKey
+from blendserve.store.request_reads import LOCAL
 from blendserve.store.view import ChunkView
 
 
+class State(Enum):
+    """What the tokens of a segment start from."""
+
+    EXACT = "exact"
+    REUSED = "reused"
+    FRESH = "fresh"
+
+
 @dataclass(frozen=True, slots=True)
-class Placement:
-    """A stored chunk, or a run of its tokens, and where it goes."""
+class Segment:
+    """A stretch of a prompt whose tokens all start from the same KV."""
 
     span: Span
-    view: ChunkView
-    at: int = 0  # where the run starts in the stored chunk
+    state: State
+    chunk: int | None = None  # number of the passage; None: prefix or suffix
+    view: ChunkView | None = None  # where KV is read from, whether the method uses it or not
+    offset: int = 0  # where the segment starts in the view
+    source: str = ""  # local | remote | computed
+    donor: ChunkKey | None = None  # the near-duplicate that the view belongs to
+    miss: Miss | None = None  # why the chunk's own KV is not here
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether the chunk's own KV is here."""
+        return self.view is not None and self.donor is None
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Tokens that a chunk has in common with a stored one."""
-
-    span: Span  # in the chunk
-    view: ChunkView
-    at: int  # where they start in the stored one
-    donor: ChunkKey
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Layout:
-    """What each token of the prompt starts from. The three masks [T] do not overlap and cover everything."""
+    """The segments of a prompt. They cover it, in order; empty chunks have none."""
 
-    placements: tuple[Placement, ...]
-    reusable_spans: tuple[Span, ...]
-    exact: Tensor
-    reusable: Tensor
-    fresh: Tensor
-    first: Span | None  # the first chunk, when it is exact
-    n_suffix: int
+    prompt: Prompt
+    segments: tuple[Segment, ...]
+    first_is_exact: (
+        bool  # whether chunk KV was computed behind this prefix, so that it is exact right behind it
+    )
+    donor_errors: Mapping[int, str] = field(default_factory=dict)
+    """chunks that donors were looked for -> why one of them could not be used, "" if none was refused"""
 
     @property
     def n_tokens(self) -> int:
-        return int(self.exact.shape[0])
+        return len(self.prompt)
+
+    @property
+    def n_suffix(self) -> int:
+        return len(self.prompt.suffix)
+
+    def count(self, *states: State) -> int:
+        """Number of tokens in these states."""
+        return sum(len(segment.span) for segment in self.segments if segment.state in states)
 
     @property
     def n_found(self) -> int:
-        """Context tokens that came from the store: what the ratio is a share of."""
-        return sum(len(s) for s in self.reusable_spans) + (len(self.first) if self.first else 0)
+        """Chunk tokens that start from KV: what the ratio is a share of."""
+        return sum(len(s.span) for s in self.loaded if s.chunk is not None)
+
+    @property
+    def n_reusable(self) -> int:
+        return self.count(State.REUSED)
 
     @property
     def n_loaded(self) -> int:
-        """Tokens whose KV is read from the store."""
-        return sum(len(placement.span) for placement in self.placements)
+        """Tokens whose KV is read."""
+        return sum(len(segment.span) for segment in self.loaded)
+
+    @property
+    def loaded(self) -> list[Segment]:
+        """Segments whose KV is read."""
+        return [segment for segment in self.segments if segment.state is not State.FRESH]
+
+    @property
+    def exact_chunk(self) -> Span | None:
+        """The chunk, or run of one, right behind the prefix, if its KV is exact."""
+        return next((s.span for s in self.segments if s.state is State.EXACT and s.chunk is not None), None)
+
+    @property
+    def reusable_spans(self) -> list[Span]:
+        return [segment.span for segment in self.segments if segment.state is State.REUSED]
+
+    @cached_property
+    def reusable(self) -> Tensor:
+        """[T] bool"""
+        return self.mask(State.REUSED)
+
+    @cached_property
+    def fresh(self) -> Tensor:
+        """[T] bool"""
+        return self.mask(State.FRESH)
+
+    def mask(self, state: State) -> Tensor:
+        """[T] bool"""
+        mask = torch.zeros(self.n_tokens, dtype=torch.bool)
+        for segment in self.segments:
+            if segment.state is state:
+                mask[segment.span.start : segment.span.stop] = True
+        return mask
+
+    def chunks(self) -> Iterator[tuple[int, list[Segment]]]:
+        """Number and segments of each chunk that has tokens, in order."""
+        by_chunk: dict[int, list[Segment]] = {}
+        for segment in self.segments:
+            if segment.chunk is not None:
+                by_chunk.setdefault(segment.chunk, []).append(segment)
+        yield from by_chunk.items()
 
     def budget(self, ratio: float) -> int:
-        """Tokens to recompute: a share of the found context tokens; exact ones count, but need no recomputation."""
-        return min(round(ratio * self.n_found), int(self.reusable.sum()))
+        """Tokens to recompute: a share of the found chunk tokens; exact ones count, but need no recomputation."""
+        return min(round(ratio * self.n_found), self.n_reusable)
 
+    def state_at(self, start: int, offset: int = 0) -> State:
+        """The state of stored KV that is used from position `start` on, read from `offset` tokens into its chunk."""
+        is_exact = self.first_is_exact and start == len(self.prompt.prefix) and not offset
+        return State.EXACT if is_exact else State.REUSED
 
-NOWHERE: Mapping[int, Sequence[Run]] = {}
+    def for_method(self, method: Method) -> Layout:
+        """The same with the segments that a method does not use left fresh: prefix caching moves nothing."""
+
+        def used(segment: Segment) -> bool:
+            if method == "prefix":
+                return segment.state is State.EXACT and segment.donor is None
+            return method != "full"
+
+        segments = (s if used(s) else replace(s, state=State.FRESH) for s in self.segments)
+        return replace(self, segments=tuple(segments))
 
 
 def lay_out(
     prompt: Prompt,
-    prefix: ChunkView | None,
-    chunks: Sequence[ChunkView | None],
+    prefix: ChunkView | Miss | None = None,
+    chunks: Sequence[ChunkView | Miss | None] = (),
+    sources: Mapping[int | None, str] | None = None,
     *,
-    behind_prefix: bool,
-    near: Mapping[int, Sequence[Run]] = NOWHERE,
+    first_is_exact: bool = True,
 ) -> Layout:
-    """Sort the prompt's tokens by what was found in the store.
+    """The layout of a prompt by what was found of its prefix and of each chunk; None: not looked up.
 
-    `behind_prefix`: whether chunk KV was computed behind this prompt's prefix, which makes the first chunk exact, and of
-    one that is there in runs the first run, if it starts both chunks: all that it has read is the same.
-    near: runs of the chunks, by number, that are not there themselves.
+    sources: where chunks by number are read from; None: the prefix.
     """
-    n = len(prompt)
-    exact, reusable = torch.zeros(n, dtype=torch.bool), torch.zeros(n, dtype=torch.bool)
-    placements, spans, first = [], [], None
-    if prefix is not None and prompt.prefix:
-        placements.append(Placement(Span(0, len(prompt.prefix)), prefix))
-        exact[: len(prompt.prefix)] = True
-    for i, (chunk, view) in enumerate(zip(prompt.spans, chunks, strict=True)):
-        for piece in [Placement(chunk, view)] if view is not None else _placed(near.get(i, ()), chunk):
-            span = piece.span
-            if not len(span):
-                continue
-            placements.append(piece)
-            if behind_prefix and span.start == len(prompt.prefix) and not piece.at:
-                first = span
-                exact[span.start : span.stop] = True
-            else:
-                spans.append(span)
-                reusable[span.start : span.stop] = True
-    return Layout(
-        tuple(placements), tuple(spans), exact, reusable, ~(exact | reusable), first, len(prompt.suffix)
+    layout, start = Layout(prompt, (), first_is_exact), len(prompt) - len(prompt.suffix)
+    found = [*chunks, *[None] * (len(prompt.chunks) - len(chunks))]
+    parts = [
+        (None, Span(0, len(prompt.prefix)), prefix, State.EXACT),
+        *((i, span, found[i], layout.state_at(span.start)) for i, span in enumerate(prompt.spans)),
+        (None, Span(start, len(prompt)), None, State.FRESH),
+    ]
+    segments = (
+        Segment(span, State.FRESH, i, miss=view)
+        if view is None or isinstance(view, Miss)
+        else Segment(span, state, i, view, source=(sources or {}).get(i, ""))
+        for i, span, view, state in parts
+        if len(span)
     )
+    return replace(layout, segments=tuple(segments))
 
 
-def _placed(runs: Sequence[Run], chunk: Span) -> list[Placement]:
-    """Runs of a chunk that stands here."""
-    spans = [Span(chunk.start + run.span.start, chunk.start + run.span.stop) for run in runs]
-    return [Placement(span, run.view, run.at) for span, run in zip(spans, runs, strict=True)]
+ASSUMED = cast(ChunkView, object())  # of a layout that is never read
+
+
+def suppose(prompt: Prompt, chunks: Collection[int], prefix: bool, first_is_exact: bool) -> Layout:
+    """The layout if these chunks were found, and the prefix if `prefix`: to estimate costs, not to read."""
+    found = [ASSUMED if i in chunks else None for i in range(len(prompt.chunks))]
+    return lay_out(prompt, ASSUMED if prefix else None, found, first_is_exact=first_is_exact)
+
+
+def look_up(
+    fetch: Fetch,
+    prompt: Prompt,
+    keys: Mapping[int, ChunkKey],
+    prefix_key: ChunkKey,
+    prefix: ChunkView | None,
+    n_layers: int,
+    first_is_exact: bool,
+) -> Layout:
+    """The layout by what was fetched. keys: by number of the chunk. prefix: where the caller has its KV."""
+    for key in (*keys.values(), prefix_key):
+        if (view := fetch.views.get(key)) and view.n_layers != n_layers:
+            fetch.drop(CorruptRecord(key, "is not the chunk that its key names"))
+    found = {i: fetch.views.get(key) or fetch.misses.get(key) for i, key in keys.items()}
+    sources: dict[int | None, str] = {i: fetch.source.get(key, "") for i, key in keys.items()}
+    sources[None] = LOCAL if prefix else fetch.source.get(prefix_key, "")
+    front = prefix or fetch.views.get(prefix_key) or fetch.misses.get(prefix_key)
+    chunks = [found.get(i) for i in range(len(prompt.chunks))]
+    return lay_out(prompt, front, chunks, sources, first_is_exact=first_is_exact)
+
+
+def missing_chunks(layout: Layout) -> tuple[TokenIds, ...]:
+    """The chunks that were looked up and are to be stored: no store had them whole. `()` stands for the prefix."""
+    chunks, firsts = layout.prompt.chunks, [(i, segments[0]) for i, segments in layout.chunks()]
+    missing = [chunks[i].ids for i, first in firsts if first.miss or first.source == COMPUTED]
+    was_asked = any(first.miss or first.is_stored for _, first in firsts)
+    has_prefix = not layout.prompt.prefix or layout.segments[0].view is not None
+    return tuple(missing if has_prefix or not was_asked else [(), *missing])
+
+
+def usable_chunks(prompt: Prompt, method: Method, first_is_exact: bool) -> list[int]:
+    """The chunks that a method can use: for prefix caching, only the one that is exact. Empty chunks are left out."""
+    filled = [i for i, chunk in enumerate(prompt.chunks) if len(chunk)]
+    if method == "prefix":
+        return filled[:1] if first_is_exact else []
+    return filled if method != "full" else []
 
 
 def preceding_share(span: Span) -> float:
-    """The share of what stands before a chunk in all text up to its end: its tokens move the more, the larger it is."""
+    """The share of the text up to a chunk's end that precedes the chunk: its KV deviates in proportion to it."""
     return max(1, span.start) / max(1, span.stop)

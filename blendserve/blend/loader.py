@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from blendserve.blend.layout import Placement
+from blendserve.blend.layout import Segment
 from blendserve.fetch.layers import LayerReader
 from blendserve.kernels.cuda.staging import Layer, copy_stream_to
 from blendserve.kernels.ops import place
@@ -23,22 +23,21 @@ from blendserve.timing import Clock
 class KVLoader:
     """Places stored KV into a request's cache, layer by layer, each layer once; its time is the clock's "load".
 
-    Close it before the snapshot that the placements come from ends: another thread reads ahead.
+    Close it before the snapshot that the segments come from ends: another thread reads ahead.
     """
 
     def __init__(
         self,
         adapter: DecoderModel,
         cache: KVCache,
-        placements: Sequence[Placement],
+        segments: Sequence[Segment],
         ropes: Ropes,
         clock: Clock | None = None,
     ) -> None:
-        self._adapter, self._cache, self._placements, self._ropes = adapter, cache, placements, ropes
+        self._adapter, self._cache, self._segments, self._ropes = adapter, cache, segments, ropes
         self._clock = clock or Clock(adapter.device)
-        views = {
-            id(placement.view): placement.view for placement in placements
-        }  # several runs may be of one chunk
+        # Several runs may be of one chunk.
+        views = {id(segment.view): segment.view for segment in segments if segment.view}
         self._nth = {view: n for n, view in enumerate(views)}
         self._reader = LayerReader([*views.values()], adapter.n_layers, copy_stream_to(adapter.device))
         self._placed = [False] * adapter.n_layers
@@ -49,16 +48,16 @@ class KVLoader:
         if not self._placed[l]:
             with self._clock.stage("load"):
                 layer = self._reader.take(l)
-                chunks = [(p.span.start, *self._run(layer, p)) for p in self._placements]
+                chunks = [(s.span.start, *self._tokens(layer, s)) for s in self._segments]
                 cache = self._cache.keys[l], self._cache.values[l]
                 place(chunks, *cache, self._ropes[l], self._adapter.rotary)
                 self.bytes_loaded += sum(2 * keys.numel() * keys.element_size() for keys, _ in layer)
             self._placed[l] = True
 
-    def _run(self, layer: Layer, placement: Placement) -> tuple[Tensor, Tensor]:
-        """Keys and values [K, n, D] of the tokens that are placed."""
-        keys, values = layer[self._nth[id(placement.view)]]
-        tokens = slice(placement.at, placement.at + len(placement.span))
+    def _tokens(self, layer: Layer, segment: Segment) -> tuple[Tensor, Tensor]:
+        """Keys and values [K, n, D] of a segment's tokens."""
+        keys, values = layer[self._nth[id(segment.view)]]
+        tokens = slice(segment.offset, segment.offset + len(segment.span))
         return keys[:, tokens], values[:, tokens]
 
     @property

@@ -20,14 +20,18 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from difflib import SequenceMatcher
 from typing import NamedTuple, TypeVar
 
-from blendserve.blend.layout import Run
+from blendserve.blend.layout import Layout, Segment
 from blendserve.core import Span, TokenIds
 from blendserve.errors import StoreError
-from blendserve.store import ChunkKey, ChunkView, KVStore
+from blendserve.fetch.fetcher import ChunkRequest, Fetch
+from blendserve.store import ChunkKey, KVStore
+from blendserve.store.base import Miss
 from blendserve.store.shingles import NearIndex, fingerprints
+from blendserve.store.view import ChunkView
 
 MIN_RUN = 16  # tokens of a run that are reused
 CONTEXT_MARGIN = 8  # of a run, before those
@@ -51,6 +55,15 @@ class Match(NamedTuple):
 
     span: Span  # in the chunk
     at: int  # where they start in the donor
+
+
+class Run(NamedTuple):
+    """Tokens that a chunk has in common with a stored one."""
+
+    span: Span  # in the chunk
+    view: ChunkView
+    offset: int  # where they start in the stored chunk
+    donor: ChunkKey
 
 
 class NearMatch(NamedTuple):
@@ -209,3 +222,50 @@ def _equal_before(ids: TokenIds, donor: TokenIds, a: int, b: int) -> Iterator[in
         if ids[a - n] != donor[b - n]:
             return
         yield n
+
+
+def reuse_near(
+    layout: Layout, fetch: Fetch, near: NearDuplicates, n_layers: int, saved_s_per_token: float | None
+) -> Layout:
+    """The layout with the runs that stored chunks have of those that are missing. Raises StoreError.
+
+    saved_s_per_token: seconds that a donor's token saves; None: fetch every donor.
+    """
+    errors: dict[ChunkKey, str] = {}
+
+    def views(donors: Mapping[ChunkKey, int]) -> dict[ChunkKey, ChunkView]:
+        per_token = saved_s_per_token
+        fetch.extend(
+            [ChunkRequest(k, n, None if per_token is None else n * per_token) for k, n in donors.items()]
+        )
+        errors.update({key: _reason(fetch.misses[key]) for key in donors if key in fetch.misses})
+        found = {key: fetch.views[key] for key in donors if key in fetch.views}
+        return {key: view for key, view in found.items() if view.n_layers == n_layers}
+
+    chunks = layout.prompt.chunks
+    missing = {s.chunk: chunks[s.chunk].ids for s in layout.segments if s.chunk is not None and s.miss}
+    found = near.find(missing, views) if missing else {}
+    segments = list[Segment]()
+    for segment in layout.segments:
+        runs = found[segment.chunk].runs if segment.chunk in found else ()
+        segments += _with_runs(layout, segment, runs)
+    why = {i: "; ".join(errors.get(key) or "it has gone" for key in x.unavailable) for i, x in found.items()}
+    return replace(layout, segments=tuple(segments), donor_errors=why)
+
+
+def _with_runs(layout: Layout, missing: Segment, runs: Sequence[Run]) -> Iterator[Segment]:
+    """A missing chunk as runs of stored chunks, and the fresh tokens between them."""
+    start, done = missing.span.start, missing.span.start
+    for run in runs:
+        at = Span(start + run.span.start, start + run.span.stop)
+        if done < at.start:
+            yield replace(missing, span=Span(done, at.start))
+        state = layout.state_at(at.start, run.offset)
+        yield replace(missing, span=at, state=state, view=run.view, offset=run.offset, donor=run.donor)
+        done = at.stop
+    if done < missing.span.stop:
+        yield replace(missing, span=Span(done, missing.span.stop))
+
+
+def _reason(miss: Miss) -> str:
+    return f"it is damaged ({miss.detail})" if miss.kind == "corrupt" else miss.detail

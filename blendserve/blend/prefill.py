@@ -67,7 +67,7 @@ def blend_prefill(
     cache, clock = cache or KVCache(adapter, len(prompt) + new_tokens), clock or Clock(adapter.device)
     ids = torch.tensor(prompt.ids, dtype=torch.long, device=adapter.device)
     ropes = adapter.rope(torch.arange(len(prompt), device=adapter.device))
-    with closing(KVLoader(adapter, cache, layout.placements, ropes, clock)) as loader:
+    with closing(KVLoader(adapter, cache, layout.loaded, ropes, clock)) as loader:
         blend_pass = BlendPass(adapter, ids, layout, cache, loader, ropes)
         return (yield from _blended(blend_pass, policy, blend.correction, clock, known))
 

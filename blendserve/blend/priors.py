@@ -187,7 +187,7 @@ def _deviations(
     adapter: DecoderModel, prompt: Prompt, computer: ChunkComputer, first: int
 ) -> tuple[slice, list[ChunkKV], KVCache]:
     """The chunks from `first` on, which do not stand where they are computed: where, alone, and in full prefill."""
-    layout = lay_out(prompt, None, [None] * len(prompt.chunks), behind_prefix=True)
+    layout = lay_out(prompt)
     cache = run(blend_prefill(adapter, prompt, layout, BlendConfig(method="full", **REUSE))).cache
     alone = list(computer.stream([chunk.ids for chunk in prompt.chunks[first:]]))
     return slice(prompt.spans[first].start, prompt.spans[-1].stop), alone, cache

@@ -1,100 +1,165 @@
-"""What was done to a prompt, in numbers that add up, and why nothing was blended when nothing was."""
+"""What a prefill did to a prompt: sums that add up, and the same token by token and part by part, with reasons."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
-from blendserve.blend.layout import Layout
-from blendserve.blend.lookup import Found
+import torch
+from torch import Tensor
+
+from blendserve.blend.layout import Layout, Segment, State
+from blendserve.blend.planner import PrefillPlan
 from blendserve.blend.prefill import PassResult
-from blendserve.config import BlendConfig
-from blendserve.core import BlendReport, NearChunk, Prompt
+from blendserve.core import BlendReport, Explanation, NearChunk, Part, Reason, Span, Unusable
+from blendserve.fetch.fetcher import COMPUTED
+
+STATE = {name: n for n, name in enumerate(Explanation.STATES)}
+NEAR = "near"  # the source of a chunk that is read from near-duplicates
 
 
-def make_report(
-    prompt: Prompt, blend: BlendConfig, layout: Layout, found: Found, done: PassResult, why: str, prior: bool
-) -> BlendReport:
-    """`blend` as it was run; `found` as it was looked up, whether used or not.
-
-    why: a reason that is known already: the store's trouble, or the profit gate's choice. prior: whether the correction
-    knew how the corpus's chunks move.
-    """
-    n_reusable = int(layout.reusable.sum())
-    n_recomputed = len(done.recomputed)
+def make_report(plan: PrefillPlan, result: PassResult | None, has_prior: bool = False) -> BlendReport:
+    """result: None if the model's own forward ran the whole prompt. has_prior: whether the correction had a prior."""
+    layout, blend, near = plan.layout, plan.blend, tuple(_near_chunks(plan.layout))
+    hits = [
+        next(s for s in segments if s.is_stored) for _, segments in layout.chunks() if segments[0].is_stored
+    ]
+    misses = [(i, segments[0].miss) for i, segments in layout.chunks() if segments[0].miss]
+    corrupt = sum(miss.kind == "corrupt" for _, miss in misses)
+    n_recomputed = len(result.recomputed) if result else 0
+    is_blended = layout.n_reusable > n_recomputed
     return BlendReport(
         method=blend.method,
         policy=blend.policy,
         correction=blend.correction,
         ratio=blend.min_ratio,
-        reason="" if n_reusable > n_recomputed else why or _reason(blend, layout.n_found, n_reusable, found),
-        chunks=len(prompt.chunks),
-        chunks_hit=found.hits,
-        chunks_missing=len(found.looked_for) - found.hits - found.corrupt,
-        chunks_corrupt=found.corrupt,
-        tokens_prompt=len(prompt),
-        tokens_exact=int(layout.exact.sum()),
-        tokens_first=len(layout.first) if layout.first else 0,
-        tokens_reused=n_reusable - n_recomputed,
+        reason="" if is_blended else plan.reason or _why_nothing_was_blended(plan),
+        chunks=len(layout.prompt.chunks),
+        chunks_hit=len(hits),
+        chunks_missing=len(misses) - corrupt,
+        chunks_corrupt=corrupt,
+        tokens_prompt=layout.n_tokens,
+        tokens_exact=layout.count(State.EXACT),
+        tokens_first=len(layout.exact_chunk or ()),
+        tokens_reused=layout.n_reusable - n_recomputed,
         tokens_recomputed=n_recomputed,
-        tokens_computed=int(layout.fresh.sum()) - len(prompt.suffix),
-        tokens_suffix=len(prompt.suffix),
-        bytes_loaded=done.bytes_loaded,
-        cost=done.cost,
-        unusable=found.unusable,
-        tiers=dict(found.tiers),
-        near=tuple(near_chunks(prompt, layout, found)),
-        prior=prior and done.corrected,
+        tokens_computed=layout.count(State.FRESH) - layout.n_suffix,
+        tokens_suffix=layout.n_suffix,
+        bytes_loaded=result.bytes_loaded if result else 0,
+        cost=result.cost if result else 1.0,
+        unusable=tuple(Unusable(i, miss.kind, miss.detail) for i, miss in misses if miss.kind != "absent"),
+        tiers=dict(Counter(segment.source for segment in hits)),
+        near=near,
+        prior=bool(result and has_prior and result.corrected),
     )
 
 
-def near_chunks(prompt: Prompt, layout: Layout, found: Found) -> Iterator[NearChunk]:
-    """Those that were looked for among others, by what was used of those."""
-    placed = {piece.span.start for piece in layout.placements}
-    for i, trouble in found.looked_near.items():
-        span = prompt.spans[i]
-        used = [run for run in found.near.get(i, ()) if span.start + run.span.start in placed]
-        donors, n = tuple(dict.fromkeys(run.donor.hex() for run in used)), sum(len(x.span) for x in used)
-        yield NearChunk(i, donors, n, len(span) - n, _why_near(len(donors), n, len(span), trouble))
+def explain(plan: PrefillPlan, result: PassResult | None) -> Explanation:
+    """result: as `make_report` takes it."""
+    parts, scores = tuple(_parts(plan)), result.scores if result else None
+    return Explanation(parts, _states(plan.layout, result), scores)
 
 
-def _why_near(donors: int, stored: int, tokens: int, trouble: str) -> str:
+def _states(layout: Layout, result: PassResult | None) -> Tensor:
+    """[T] uint8"""
+    reused = "corrected" if result and result.corrected else "reused"
+    names = {State.EXACT: "exact", State.REUSED: reused, State.FRESH: "fresh"}
+    states = torch.empty(layout.n_tokens, dtype=torch.uint8)
+    for s in layout.segments:
+        name = "near" if s.state is State.REUSED and s.donor else names[s.state]
+        states[s.span.start : s.span.stop] = STATE[name]
+    if result:
+        states[result.recomputed] = STATE["recomputed"]
+    return states
+
+
+def _parts(plan: PrefillPlan) -> Iterator[Part]:
+    """The prefix, the passages and the suffix, those without tokens left out."""
+    near = {chunk.chunk: chunk for chunk in _near_chunks(plan.layout)}
+    chunks = dict(plan.layout.chunks())
+    for s in plan.layout.segments:
+        if s.chunk is None:
+            is_suffix = s.span.stop == plan.layout.n_tokens and plan.layout.n_suffix > 0
+            kind = "suffix" if is_suffix else "prefix"
+            source, code, reason = ("", Reason.SUFFIX, ALWAYS) if is_suffix else _stored(plan, s)
+            yield Part(kind, None, s.span, source, code, reason)
+        elif segments := chunks.pop(s.chunk, None):
+            yield _passage(plan, s.chunk, segments, near.get(s.chunk))
+
+
+def _passage(plan: PrefillPlan, i: int, segments: Sequence[Segment], near: NearChunk | None) -> Part:
+    span = Span(segments[0].span.start, segments[-1].span.stop)
+    if near and near.donors:
+        donors = tuple((s.span, s.donor.hex()) for s in segments if s.donor)
+        return Part("passage", i, span, NEAR, Reason.NEAR, _sentence(near.reason), donors)
+    miss = segments[0].miss
+    if near and miss and miss.kind == "absent":
+        code = Reason.DONOR_UNUSABLE if plan.layout.donor_errors[i] else Reason.NO_DONOR
+        return Part("passage", i, span, "", code, _sentence(near.reason))
+    return Part("passage", i, span, *_stored(plan, segments[0]))
+
+
+def _stored(plan: PrefillPlan, segment: Segment) -> tuple[str, Reason, str]:
+    """Source, code and reason of the prefix, or of a passage without near-duplicates."""
+    if segment.state is not State.FRESH:
+        return segment.source, *_used(segment)
+    miss, method = segment.miss, plan.blend.method
+    if segment.is_stored:
+        because = plan.reason or f"method {method!r} does not use it in this place"
+        return "", Reason.UNUSED, _sentence(f"It was stored, and left alone: {because}")
+    if miss and miss.kind != "absent" and segment.chunk is not None:
+        return "", Reason.UNUSABLE, _sentence(f"Its stored KV was of no use: {miss.detail}")
+    if miss:
+        return "", Reason.NOT_STORED, "It was not in the store."
+    because = plan.reason or f"method {method!r} reuses nothing of it"
+    return "", Reason.NOT_LOOKED_UP, _sentence(f"Nothing was looked for: {because}")
+
+
+def _used(segment: Segment) -> tuple[Reason, str]:
+    if segment.chunk is None:
+        return Reason.STORED, "It was stored, computed as it stands here."
+    if segment.source == COMPUTED:
+        said = "It was computed here, without the passages before it, while others were on their way."
+        return Reason.COMPUTED, said
+    if segment.state is State.EXACT:
+        said = "It was stored, and stands right behind the prefix, as it did when its KV was computed."
+        return Reason.STORED, said
+    return Reason.MOVED, "It was stored, computed without the passages before it, and moved to its place."
+
+
+def _near_chunks(layout: Layout) -> Iterator[NearChunk]:
+    """The chunks that donors were looked for, by what is used of those."""
+    chunks = dict(layout.chunks())
+    for i, error in layout.donor_errors.items():
+        used = [s for s in chunks[i] if s.donor and s.state is not State.FRESH]
+        donors = tuple(dict.fromkeys(s.donor.hex() for s in used if s.donor))
+        n, n_tokens = sum(len(s.span) for s in used), sum(len(s.span) for s in chunks[i])
+        yield NearChunk(i, donors, n, n_tokens - n, _why_near(len(donors), n, n_tokens, error))
+
+
+def _why_near(donors: int, stored: int, tokens: int, error: str) -> str:
     others = ("no stored chunk has", "a stored chunk has", f"{donors} stored chunks have")[min(donors, 2)]
     what = f"{stored} of its {tokens} tokens in the same order" if donors else "text of it that is of use"
-    but = f"; of one that has, nothing could be used: {trouble}" if trouble else ""
+    but = f"; of one that has, nothing could be used: {error}" if error else ""
     return f"it was not in the store, {'but' if donors else 'and'} {others} {what}{but}"
 
 
-def plain_report(prompt: Prompt, blend: BlendConfig, why: str) -> BlendReport:
-    """Of a prompt that the borrowed model ran by itself, because of `why`."""
-    return BlendReport(
-        method="full",
-        policy=blend.policy,
-        correction=blend.correction,
-        ratio=blend.min_ratio,
-        reason=why,
-        chunks=len(prompt.chunks),
-        chunks_hit=0,
-        chunks_missing=0,
-        chunks_corrupt=0,
-        tokens_prompt=len(prompt),
-        tokens_exact=0,
-        tokens_first=0,
-        tokens_reused=0,
-        tokens_recomputed=0,
-        tokens_computed=len(prompt) - len(prompt.suffix),
-        tokens_suffix=len(prompt.suffix),
-        bytes_loaded=0,
-        cost=1.0,
-    )
-
-
-def _reason(blend: BlendConfig, n_found: int, n_reusable: int, found: Found) -> str:
-    if blend.method in {"full", "prefix"}:
-        return f"method {blend.method!r} does not blend"
-    if n_reusable:
+def _why_nothing_was_blended(plan: PrefillPlan) -> str:
+    layout = plan.layout
+    if plan.blend.method in {"full", "prefix"}:
+        return f"method {plan.blend.method!r} does not blend"
+    if layout.n_reusable:
         return "every token was chosen for recomputation"
-    if n_found:
+    if layout.n_found:
         return "the only chunk found stands first, where its KV is exact"
-    if found.unusable:
-        return f"no stored chunk could be used: {found.unusable[0].reason}"
+    misses = (s.miss for s in layout.segments if s.chunk is not None and s.miss and s.miss.kind != "absent")
+    if unusable := next(misses, None):
+        return f"no stored chunk could be used: {unusable.detail}"
     return "no chunk was found in the store: precompute the corpus, or let write-back fill it"
+
+
+ALWAYS = "It is the question and the end of the prompt, which are computed for every request."
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:] + ("" if text.endswith(".") else ".")

@@ -214,7 +214,7 @@ class _Checks:
         """The prompt when its first `stored` chunks are there."""
         views = [TensorView(kv) if i < stored else None for i, kv in enumerate(self.stored)]
         stored_prefix = TensorView(self.computer.context_kv) if prefix else None
-        return lay_out(self.prompt, stored_prefix, views, behind_prefix=True)
+        return lay_out(self.prompt, stored_prefix, views, first_is_exact=True)
 
     def _turned(self) -> float:
         """Stored keys of every layer, at their own place, and after a way to the end of the context and back."""

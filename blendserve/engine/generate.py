@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from blendserve.blend.blender import Blender
-from blendserve.blend.explain import explain_plain
-from blendserve.blend.report import plain_report
+from blendserve.blend.planner import plan_full_prefill
+from blendserve.blend.report import explain, make_report
 from blendserve.config import DecodeConfig
 from blendserve.core import Answer, BlendReport, ChunkKV, Explanation, Steps, Timings, TokenIds
 from blendserve.engine.prefix_cache import PrefixKV
@@ -156,7 +156,8 @@ def reference_prefill(sequence: Sequence, reference: OwnDecoding, why: str) -> S
     yield from ()
     with plan.clock.stage("prefill"):
         logits = reference.feed(plan.prompt.ids)
-    sequence.start(plain_report(plan.prompt, plan.blend, why), explain_plain(plan.prompt, why))
+    full = plan_full_prefill(plan.prompt, plan.blend, why)
+    sequence.start(make_report(full, None), explain(full, None))
     return logits
 
 

@@ -17,7 +17,8 @@ from blendserve.bench import page_cache
 from blendserve.bench.fixture import PromptFixture, time_prompt
 from blendserve.bench.roofline import Counts, Rates, Work, layer_work, limit, prefill_work
 from blendserve.bench.workload import make_workload
-from blendserve.blend.report import plain_report
+from blendserve.blend.planner import plan_full_prefill
+from blendserve.blend.report import make_report
 from blendserve.config import BlendConfig, ReaderConfig
 from blendserve.core import Prompt
 from blendserve.errors import InputError, ModelError, ModelUnsupported, StoreError
@@ -116,7 +117,7 @@ def test_attention_flops_by_a_loop_over_rows_and_keys(window: int | None) -> Non
 def test_a_full_prefill_by_the_textbook(reader: Reader) -> None:
     """2 FLOPs a weight and row, but one row in the last layer's finish and the head; attention 2 T^2 H D."""
     counts, n = Counts.of(reader.adapter), 50
-    report = plain_report(Prompt((), (), tuple(range(n))), BlendConfig(), "")
+    report = make_report(plan_full_prefill(Prompt((), (), tuple(range(n))), BlendConfig()), None)
     work = prefill_work(counts, report, torch.empty(0, dtype=torch.long), BlendConfig())
     hidden, inner = 64, 96
     project, finish = hidden * 64 + 2 * hidden * 32, 64 * hidden + 3 * hidden * inner

@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blendserve.blend import cost
-from blendserve.blend.cost import OVERLAP_TARGET, CostModel, calibrated, choose, measure, overlapped_ratio
+from blendserve.blend.cost import CostModel, Work, calibrated, count_work, measure
 from blendserve.blend.layout import Layout
+from blendserve.blend.planner import OVERLAP_TARGET, Planner, overlapped_ratio
 from blendserve.blend.policies.base import make_policy
-from blendserve.blend.work import Work, work_of
-from blendserve.config import BlendConfig, Method, changed
+from blendserve.config import BlendConfig, changed
 from blendserve.core import Prompt
 from blendserve.fetch.link import MEAN_WEIGHT, TokenRate
 from tests.support.blending import blend, lay, some_prompt
@@ -32,7 +32,7 @@ LONG = lay(tiny_adapter("llama"), some_prompt([30, 300, 300]))
 
 
 def work(layout: Layout, **options: Any) -> Work:
-    return work_of(layout, make_policy(BlendConfig(**options)), LAYERS)
+    return count_work(layout, make_policy(BlendConfig(**options)), LAYERS)
 
 
 @pytest.mark.parametrize("policy", ["none", "all", "random", "chunk_head", "query", "deviation"])
@@ -40,7 +40,7 @@ def work(layout: Layout, **options: Any) -> Work:
 def test_counts_the_rows_that_a_prefill_runs(policy: str, ratio: float) -> None:
     ran = blend(tiny_adapter("llama"), PROMPT, FOUND, policy=policy, ratio=ratio).cost * len(PROMPT)
     # The check layer runs all rows through its projection only: the prefill counts them there, the model does not.
-    tolerance = int(FOUND.reusable.sum()) / LAYERS if policy == "deviation" else 1e-9
+    tolerance = FOUND.n_reusable / LAYERS if policy == "deviation" else 1e-9
     assert work(FOUND, policy=policy, ratio=ratio).rows == pytest.approx(ran, abs=tolerance)
 
 
@@ -48,10 +48,10 @@ def test_counts_the_work_and_chooses_the_cheapest_and_the_exact_method_on_a_tie(
     n = len(PROMPT)
     assert work(ABSENT) == Work(1, n, n * (n + 1) / 2, 0)
     assert work(FOUND, policy="none").loaded == n - len(PROMPT.suffix)
-    layouts: dict[Method, Layout] = {"full": ABSENT, "prefix": ABSENT, "blend": FOUND}
 
-    def chosen(model: CostModel, **options: Any) -> str:
-        return choose(model, layouts, BlendConfig(**options), LAYERS)[0]
+    def chosen(costs: CostModel, **options: Any) -> str:
+        plan = Planner(tiny_adapter("llama"), "f", costs).plan(FOUND, BlendConfig(method="auto", **options))
+        return plan.blend.method
 
     assert chosen(MODEL) == "blend"
     assert chosen(CostModel(0.01, 1e-3, 1e-6, 1.0)) != "blend"  # loading is expensive
@@ -67,7 +67,7 @@ def test_a_slow_second_changes_no_measurement(monkeypatch: pytest.MonkeyPatch) -
         yield
         is_slow = slow_from <= n_prefills < slow_from + calls
         n_prefills += 1
-        now += MODEL.seconds(work_of(found, make_policy(blend), LAYERS)) * (3 if is_slow else 1)
+        now += MODEL.seconds(count_work(found, make_policy(blend), LAYERS)) * (3 if is_slow else 1)
         return SimpleNamespace(logits=[0.0])
 
     monkeypatch.setattr(cost, "blend_prefill", timed)
@@ -101,10 +101,10 @@ def test_recomputing_takes_nearly_as_long_as_loading(policy: str, token_s: float
 
     def compute(ratio: float) -> float:
         rows_alone = make_policy(changed(config, policy="random", ratio=ratio))
-        return MODEL.seconds(replace(work_of(LONG, rows_alone, LAYERS), loaded=0.0))
+        return MODEL.seconds(replace(count_work(LONG, rows_alone, LAYERS), loaded=0.0))
 
     ratio, loading = overlapped_ratio(MODEL, LONG, config, token_s), OVERLAP_TARGET * token_s * LONG.n_loaded
-    highest = (int(LONG.reusable.sum()) - 1) / LONG.n_found
+    highest = (LONG.n_reusable - 1) / LONG.n_found
     assert floor <= ratio <= highest
     slack = 3 * (MODEL.per_row + MODEL.per_pair * LONG.n_tokens)  # the ratio becomes a whole number of rows
     assert ratio == floor or compute(ratio) <= loading + slack

@@ -34,14 +34,14 @@ for dtype, native, blocks in ((torch.bfloat16, "1", 0), (torch.float32, "0", 0),
     adapter = DecoderModel.of(toy_llama(64, tokens, layers=2, heads=2, kv_heads=1).to(dtype))
     shape = (2, adapter.n_layers, adapter.n_kv_heads, len(prompt.chunks[1]), adapter.head_dim)
     view = TensorView(ChunkKV(*torch.zeros(shape, dtype=dtype)))
-    empty = lay_out(short, None, [], behind_prefix=True)
+    empty = lay_out(short)
     run(blend_prefill(adapter, short, empty, BlendConfig()))  # allocates what stays
     if blocks:
         rows.MAX_BLOCK = rows.SCORE_BUDGET = blocks
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from what is resident now
     before = peak()
     for chunks in ((None, None), (None, view)):  # full prefill, and half of it blended
-        layout = lay_out(prompt, None, chunks, behind_prefix=True)
+        layout = lay_out(prompt, None, chunks, first_is_exact=True)
         run(blend_prefill(adapter, prompt, layout, BlendConfig(correction="ridge")))
     print(peak() - before)
 """

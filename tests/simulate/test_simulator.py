@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from contextlib import nullcontext
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,9 +16,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from benchmarks.support.valkey import Server, binary
+from blendserve.blend.cost import count_work
 from blendserve.blend.layout import lay_out
 from blendserve.blend.policies.base import make_policy
-from blendserve.blend.work import work_of
 from blendserve.config import BlendConfig
 from blendserve.core import Chunk, ChunkKV, Prompt
 from blendserve.routing import Replica, choose
@@ -289,8 +290,8 @@ def test_work_is_counted_as_the_engine_counts_it(
     }
     prompt = Prompt((1,) * prefix, tuple(Chunk((2,) * size) for _ in found), (3,) * question)
     views = [stored[size] if there else None for there in found]
-    layout = lay_out(prompt, stored[prefix], views, behind_prefix=True)
-    wanted = work_of(layout, make_policy(BlendConfig(ratio=ratio)), 1).row()
+    layout = lay_out(prompt, stored[prefix], views, first_is_exact=True)
+    wanted = list(astuple(count_work(layout, make_policy(BlendConfig(ratio=ratio)), 1)))
     requests = RequestsConfig(prefix_tokens=prefix, question_tokens=question, chunks=len(found))
     times = ServiceTime(ComputeConfig(ratio=ratio), CorpusConfig(chunk_tokens=size), requests)
     assert torch.allclose(

@@ -56,7 +56,7 @@ def lay(
     marks = found if found is not None else [True] * len(kvs)
     views = [TensorView(kv) if mark else None for kv, mark in zip(kvs, marks, strict=True)]
     front = TensorView(computer.context_kv) if prefix else None
-    return lay_out(prompt, front, views, behind_prefix=True)
+    return lay_out(prompt, front, views, first_is_exact=True)
 
 
 def tiny_blender(

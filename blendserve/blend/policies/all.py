@@ -14,7 +14,7 @@ class AllPolicy(Policy):
     has_ratio = False
 
     def n_selected(self, layout: Layout) -> int:
-        return int(layout.reusable.sum())
+        return layout.n_reusable
 
     def select(self, layout: Layout, blend_pass: BlendPass) -> Tensor:
         return candidates(layout)

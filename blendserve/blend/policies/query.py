@@ -29,7 +29,7 @@ class QueryPolicy(Policy):
     needs_scoring_pass = True
 
     def score(self, layout: Layout, blend_pass: BlendPass) -> Steps[None]:
-        if 0 < self.n_selected(layout) < int(layout.reusable.sum()):
+        if 0 < self.n_selected(layout) < layout.n_reusable:
             scores = yield from suffix_scores(blend_pass)
             blend_pass.scores = scores.masked_fill(~layout.reusable, torch.nan)
 

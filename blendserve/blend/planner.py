@@ -1,0 +1,140 @@
+"""Which method and which ratio a request is prefilled with, and what having a chunk saves it.
+
+`method="auto"`: the cheapest of full prefill, prefix caching and blending; CacheBlend chooses a ratio alone (arXiv
+2405.16444, section 5), but a short or mostly missing prompt is faster to prefill than to blend.
+
+`ratio="auto"`: recompute for free what can be recomputed while KV is still loading, as that paper's controller does. With
+the store and the machine as they were measured, the ratio is raised until recomputing takes nearly as long as loading. It
+never falls below the floor set for quality, and stays there for a policy with a scoring pass: that needs every layer
+before anything can be selected, so it is all that loading can hide behind, and rows recomputed afterwards are not free.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from blendserve.blend.cost import CostModel, calibrated, count_rows, count_work
+from blendserve.blend.layout import Layout, State, lay_out, suppose
+from blendserve.blend.policies.base import make_policy
+from blendserve.config import BlendConfig, Method, changed
+from blendserve.core import Prompt
+from blendserve.fetch.link import TokenRate
+from blendserve.models.model import DecoderModel
+from blendserve.paths import cache_folder
+
+MIN_SPEEDUP = 0.95  # an exact method wins unless blending is at least 5% faster
+OVERLAP_TARGET = 0.8  # share of loading to fill; layer 0 overlaps with nothing, and estimates err by a fifth
+METHODS: tuple[Method, ...] = ("full", "prefix", "blend")
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillPlan:
+    """What a prefill starts from and how it is run."""
+
+    layout: Layout
+    blend: BlendConfig  # with the method and the ratio that were chosen
+    reason: str = ""  # why the method is not "blend", if that was chosen
+
+
+def plan_full_prefill(prompt: Prompt, blend: BlendConfig, reason: str = "") -> PrefillPlan:
+    """Nothing is looked up, because of `reason`."""
+    return PrefillPlan(lay_out(prompt), changed(blend, method="full"), reason)
+
+
+class Planner:
+    """Plans the prefills of one reader. Thread-safe."""
+
+    def __init__(self, adapter: DecoderModel, fingerprint: str, costs: CostModel | None = None) -> None:
+        """costs: of this machine and reader; default: measured when they are first needed."""
+        self._adapter, self._fingerprint, self._costs = adapter, fingerprint, costs
+        self._load_rate = TokenRate()
+        self._lock = threading.RLock()
+
+    def calibrate(self, notify: Callable[[str], None] = lambda _: None) -> CostModel:
+        """The cost model: measured once per machine and reader, in a few seconds, and kept."""
+        with self._lock:
+            if self._costs is None:
+                self._costs = calibrated(self._adapter, self._fingerprint, cache_folder() / "profit", notify)
+            return self._costs
+
+    @property
+    def is_calibrated(self) -> bool:
+        return self._costs is not None
+
+    @property
+    def load_s_per_token(self) -> float | None:
+        """Seconds to read a stored token's KV, without waiting for a link; None before the first request."""
+        return self._load_rate.seconds_per_token
+
+    def record_loading(self, seconds: float, tokens: int) -> None:
+        """Reading so many stored tokens took so long."""
+        self._load_rate.record(seconds, tokens)
+
+    def plan(self, layout: Layout, blend: BlendConfig) -> PrefillPlan:
+        """Choose the method and the ratio where they are "auto"."""
+        reason = ""
+        if blend.method == "auto":
+            method, reason = self._choose(layout, blend)
+            blend, layout = changed(blend, method=method), layout.for_method(method)
+        if isinstance(blend.ratio, str):
+            ratio = overlapped_ratio(self.calibrate(), layout, blend, self.load_s_per_token)
+            blend = changed(blend, ratio=ratio)
+        return PrefillPlan(layout, blend, reason)
+
+    def _choose(self, layout: Layout, blend: BlendConfig) -> tuple[Method, str]:
+        """The cheapest method, and why if that is not blending; exact methods are favoured a little."""
+        if not layout.n_found:
+            return ("prefix" if layout.count(State.EXACT) else "full"), ""
+        return choose_method(self._estimates(layout, blend))
+
+    def _estimates(self, layout: Layout, blend: BlendConfig) -> dict[Method, float]:
+        """Seconds that each method is expected to take."""
+        costs, policy, n_layers = self.calibrate(), make_policy(blend), self._adapter.n_layers
+        return {m: costs.seconds(count_work(layout.for_method(m), policy, n_layers)) for m in METHODS}
+
+    def time_saved(
+        self, prompt: Prompt, blend: BlendConfig, chunks: Sequence[int], first_is_exact: bool
+    ) -> tuple[float, float]:
+        """Seconds that the stored KV of a token is expected to save if that of all these chunks is used; and the
+        prefix's: without it the chunk behind it is not exact either.
+        """
+
+        def least(which: Sequence[int], prefix: bool) -> float:
+            return min(self._estimates(suppose(prompt, which, prefix, first_is_exact), blend).values())
+
+        tokens = sum(len(prompt.chunks[i]) for i in chunks)
+        all_stored, none_stored, no_prefix = least(chunks, True), least((), True), least(chunks, False)
+        return max(0.0, none_stored - all_stored) / max(1, tokens), max(0.0, no_prefix - all_stored)
+
+
+def choose_method(estimates: Mapping[Method, float]) -> tuple[Method, str]:
+    """The method with the least seconds, and why if that is not blending; exact methods are favoured a little."""
+    exact = min((m for m in estimates if m != "blend"), key=lambda m: estimates[m])
+    if estimates["blend"] < MIN_SPEEDUP * estimates[exact]:
+        return "blend", ""
+    exact_ms, blend_ms = estimates[exact] * 1e3, estimates["blend"] * 1e3
+    return exact, f"{exact!r} was estimated to take {exact_ms:.0f} ms, blending {blend_ms:.0f} ms"
+
+
+def overlapped_ratio(
+    costs: CostModel, layout: Layout, blend: BlendConfig, seconds_per_token: float | None
+) -> float:
+    """The largest ratio whose recomputation hides behind loading; the floor while no load has been measured.
+
+    Also the floor for a policy with a scoring pass, see above.
+    """
+    policy = make_policy(blend)
+    n_reusable = layout.n_reusable
+    highest = (n_reusable - 1) / max(1, layout.n_found)  # with all of them there would be nothing to choose
+    if seconds_per_token is None or highest <= blend.min_ratio or policy.needs_scoring_pass:
+        return blend.min_ratio
+
+    def compute(ratio: float) -> float:  # a rule's dense layers hide no more than their own layers' loading
+        return costs.seconds(replace(count_rows(layout, layout.budget(ratio)), loaded=0.0))
+
+    loading = OVERLAP_TARGET * seconds_per_token * layout.n_loaded
+    least, most = compute(blend.min_ratio), compute(highest)
+    room = (loading - least) / (most - least) if most > least else 0.0  # work grows in proportion to the rows
+    return blend.min_ratio + min(1.0, max(0.0, room)) * (highest - blend.min_ratio)
