@@ -23,7 +23,7 @@ from blendserve.models.random_model import Folded, random_model
 from blendserve.models.reference import TextTower
 from blendserve.models.shapes import RANDOM, shape_config
 from blendserve.models.sources import BUNDLED, Say, bundled_folder, first_line, quiet, source_of
-from blendserve.models.tokenizer import Tokenizer
+from blendserve.models.tokenizer import Tokenizer, agree
 from blendserve.threads import limit_torch
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -123,11 +123,14 @@ def load_tokenizer(config: ReaderConfig, say: Say = lambda _: None) -> Any:
 
 
 def _tokenizer(source: str | Path) -> Any:
-    """Ours; transformers' own where it has no Rust backend."""
+    """Ours; transformers' own where it has no Rust backend, or does more than that."""
     from transformers import AutoTokenizer
 
     own = AutoTokenizer.from_pretrained(source)
-    return Tokenizer.of(own) if getattr(own, "backend_tokenizer", None) else own
+    if not getattr(own, "backend_tokenizer", None):
+        return own
+    ours = Tokenizer.of(own)
+    return ours if agree(ours, own) else own
 
 
 def _random_reader(name: str, dtype: torch.dtype, device: torch.device, say: Say) -> Reader:

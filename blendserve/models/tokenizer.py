@@ -9,6 +9,7 @@ import json
 from collections.abc import Sequence
 from datetime import datetime
 from functools import lru_cache
+from itertools import product
 from typing import Any
 
 import tokenizers
@@ -83,6 +84,45 @@ class Tokenizer:
     def __deepcopy__(self, memo: Any) -> Tokenizer:
         about = {**self.about, "chat_template": self.chat_template}
         return Tokenizer(tokenizers.Tokenizer.from_str(self.backend_tokenizer.to_str()), about)
+
+
+SAMPLES = ("The cat sat on 12 mats.\n\n", " na\u00efve \u6f22\u5b57 \U0001f642\t x", "")
+CHATS = (
+    ("system", "user"),
+    ("user",),
+    ("system", "user", "assistant", "user"),
+    ("user", "assistant", "user"),
+)
+
+
+def agree(ours: Tokenizer, theirs: Any) -> bool:
+    """Whether both encode, decode and render chats alike: a class of transformers may do more than its Rust backend."""
+    special = "".join(map(str, ours.about["special_tokens"].values()))
+    for text in (*SAMPLES, special, f"a {special} b"):
+        for options in product((False, True), repeat=2):
+            given = dict(zip(("add_special_tokens", "split_special_tokens"), options, strict=True))
+            ids = ours(text, **given)["input_ids"]
+            if ids != theirs(text, **given)["input_ids"]:
+                return False
+            for skip in (False, True):
+                how = {"skip_special_tokens": skip, "clean_up_tokenization_spaces": False}
+                if ours.decode(ids, **how) != theirs.decode(ids, **how):
+                    return False
+    same = ours.get_vocab() == theirs.get_vocab() and len(ours) == len(theirs)
+    return same and all(_chat(ours, roles) == _chat(theirs, roles) for roles in CHATS)
+
+
+def _chat(tokenizer: Any, roles: Sequence[str]) -> str | None:
+    """None where there is no template, or it refuses these roles."""
+    if not tokenizer.chat_template:
+        return None
+    from jinja2 import TemplateError  # an optional package, which only chat templates need
+
+    messages = [{"role": role, "content": f" {role} {n}\n"} for n, role in enumerate(roles)]
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    except TemplateError:
+        return None
 
 
 @lru_cache(maxsize=8)

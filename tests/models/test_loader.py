@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from blendserve.errors import ConfigError, ModelError, ModelUnsupported
 from blendserve.kernels.cpu import isa
 from blendserve.models import sources, starts
 from blendserve.models.loader import Reader, end_tokens, fingerprint, load_reader
+from blendserve.models.tokenizer import Tokenizer, agree
 from tests.support.blending import blend, model_logits, some_prompt
 from tests.support.files import own_cache
 from tests.support.models import tiny_model
@@ -126,6 +128,23 @@ def test_the_fingerprint_is_of_weights_and_configuration_alone() -> None:
     same_shapes = other, tiny_model("llama", seed=1)
     for model in (*same_shapes, tiny_model("llama-linear"), tiny_model("llama", torch.bfloat16)):
         assert fingerprint(model) != base
+
+
+def test_a_tokenizer_that_does_more_than_its_backend_stays_transformers_own() -> None:
+    own = deepcopy(bundled_tokenizer())
+    assert agree(Tokenizer.of(own), own)
+    own.chat_template = "{{ messages | length }}"
+    assert agree(Tokenizer.of(own), own)
+
+    class Louder(type(own)):  # type: ignore[misc]
+        """Encodes another text."""
+
+        def __call__(self, text: str, **options: Any) -> Any:
+            return super().__call__(text.upper(), **options)
+
+    ours = Tokenizer.of(own)
+    own.__class__ = Louder
+    assert not agree(ours, own)
 
 
 def test_end_tokens_are_the_models_and_the_tokenizers() -> None:
