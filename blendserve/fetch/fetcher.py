@@ -7,7 +7,7 @@ prefetch a queued prompt: start its transfers, keep what others read of it
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 
@@ -202,9 +202,17 @@ class Fetch:
         self.snapshot.expect(
             asked, self._waiting if self.fetcher.has_remote else None, self.fetcher.time_saved(new.values())
         )
-        for key in asked:
+        local = self._held_locally(asked)
+        for key in sorted(
+            asked, key=lambda key: key not in local
+        ):  # what comes from afar evicts no copy of this prompt
             self._look_up(key)
         self._fetch_s += clock() - start
+
+    def _held_locally(self, keys: Sequence[ChunkKey]) -> Set[ChunkKey]:
+        """Those in the local store or in a copy; all of them where there is no remote store."""
+        store = self.fetcher.store
+        return store.present(keys, remote=False) if isinstance(store, LayeredStore) else set(keys)
 
     def _use_copies(self, keys: Iterable[ChunkKey]) -> None:
         """Of chunks that a local store in front of a remote one lacks: a whole copy saves the transfer."""

@@ -85,7 +85,8 @@ def test_missing_chunks_are_fetched_in_one_batch_and_kept(machine: Machine) -> N
     assert put_kv(store, key_of(6), kv(6))
     assert ask(machine.fetcher, 0, 1, 2, 3, 6, 9) == ["remote"] * 4 + ["local", ""]
     assert stored(machine.near) >= set(range(4))
-    assert ask(machine.fetcher, 6, 3, 1, 0) == ["memory", "memory", "local", "local"]  # there is room for two
+    # There is room for copies of two. Local chunks are looked up first: remote ones do not evict their copies.
+    assert ask(machine.fetcher, 6, 3, 1, 0) == ["local", "memory", "local", "local"]
     assert machine.far.batches == [5]
     stats = store.stats()
     assert stats.remote is not None
