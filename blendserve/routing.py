@@ -10,7 +10,7 @@
    with their Jaccard similarity), so what is asked for together comes to one place. A replica that goes moves its own
    requests alone; one that comes takes its share and moves nothing else.
 
-Pure, with no clock and no state: what is hot and what runs is whatever the caller was told (workers/, simulate/).
+Pure, with no clock and no state: the caller reports cached chunks and load (ray/, simulate/).
 """
 
 from __future__ import annotations

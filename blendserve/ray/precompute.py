@@ -170,7 +170,7 @@ class Actors:
         except self._ray.exceptions.RayActorError:
             if actor not in self._restarting.values():
                 if was_restarting:
-                    time.sleep(POLL_S)  # allow: Ray tells neither when an actor restarts nor when it has
+                    time.sleep(POLL_S)  # Ray has no call that waits for a restart
                 self._restarting[actor.ready.remote()] = actor
             return
         except self._ray.exceptions.RayError as error:
