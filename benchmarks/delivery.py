@@ -33,10 +33,10 @@ from blendserve.bench.stores import CodecTables
 from blendserve.bench.workload import Workload
 from blendserve.blend.blender import Blender
 from blendserve.config import BlendConfig, KdnConfig, Positive, changed
-from blendserve.delivery.catalogue import Catalogue
-from blendserve.delivery.publish import LevelCoder, describe
 from blendserve.errors import ConfigError
 from blendserve.evaluate.fidelity import kl
+from blendserve.kdn.catalogue import Catalogue
+from blendserve.kdn.publish import LevelCoder, describe
 from blendserve.models.loader import Reader
 from blendserve.registry import DELIVERED, DELIVERED_CODECS, STORES
 from blendserve.serve.child import Child

@@ -49,9 +49,9 @@ def ask(
     if not question.strip():
         raise InputError("the question is empty: ask something")
     with collecting_later():
-        from blendserve.delivery.pull import resolve
         from blendserve.demo import print_sources  # torch and all the rest: seconds
         from blendserve.engine.engine import Engine
+        from blendserve.kdn.pull import resolve
 
         index, settings = resolve(index, settings, console.say)
         opened = Engine.open(index, settings, console.say)

@@ -87,8 +87,8 @@ def publish(
         blendserve index build corpus.jsonl docs
         blendserve kdn publish docs manual -c configs/kdn.yaml --level predict@1 --level predict@3
     """
-    from blendserve.delivery.publish import publish as run  # torch and all the rest: seconds
     from blendserve.engine.engine import Engine
+    from blendserve.kdn.publish import publish as run  # torch and all the rest: seconds
 
     with ExitStack() as stack:
         engine = stack.enter_context(Engine.open(index, settings, console.say))
@@ -162,7 +162,7 @@ def retire(
 
     Services stop delivering it within seconds, and its chunks can be evicted.
     """
-    from blendserve.delivery.publish import retire as run  # with torch: seconds
+    from blendserve.kdn.publish import retire as run  # with torch: seconds
 
     with _catalogue(settings) as (store, catalogue):
         n = run(store, catalogue, name, delete)
@@ -214,8 +214,8 @@ def pull(
     from BLENDSERVE_KDN_KEY.
     """
     from blendserve.config import KdnConfig
-    from blendserve.delivery.pull import SCHEME
-    from blendserve.delivery.pull import pull as run  # with torch: seconds
+    from blendserve.kdn.pull import SCHEME
+    from blendserve.kdn.pull import pull as run  # with torch: seconds
     from blendserve.paths import index_folder
 
     url, _, name = source.removeprefix(SCHEME).rstrip("/").rpartition("/")
@@ -241,7 +241,7 @@ def relay(
     """
     import asyncio
 
-    from blendserve.delivery.moq import relay as run  # with torch: seconds
+    from blendserve.kdn.moq import relay as run  # with torch: seconds
 
     async def forever() -> None:
         async with run(bind, cache_mb * 1_000_000) as server:
@@ -270,7 +270,7 @@ def feed(
     """
     import asyncio
 
-    from blendserve.delivery.moq import Publisher  # with torch: seconds
+    from blendserve.kdn.moq import Publisher  # with torch: seconds
 
     with _catalogue(settings) as (store, _):
         publisher = Publisher(store, url, fingerprint)
@@ -278,7 +278,7 @@ def feed(
 
 
 def _set_pins(name: str, settings: Config, pinned: bool) -> None:
-    from blendserve.delivery.publish import set_pins  # with torch: seconds
+    from blendserve.kdn.publish import set_pins  # with torch: seconds
 
     with _catalogue(settings) as (store, catalogue):
         n = set_pins(store, catalogue, name, pinned)
@@ -288,7 +288,7 @@ def _set_pins(name: str, settings: Config, pinned: bool) -> None:
 @contextmanager
 def _catalogue(settings: Config) -> Iterator[tuple[Any, Any]]:
     """The store, and the collections in it."""
-    from blendserve.delivery.catalogue import Catalogue
+    from blendserve.kdn.catalogue import Catalogue
     from blendserve.store import open_store
 
     with open_store(settings.store, None, persistent=True) as store:

@@ -22,11 +22,11 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import Response
 
 from blendserve.config import Config, DeliverConfig, check_binding
-from blendserve.delivery.catalogue import Catalogue, pieces_of
-from blendserve.delivery.publish import retire as retire_collection
-from blendserve.delivery.publish import set_pins
 from blendserve.engine.fair_executor import FairExecutor
 from blendserve.errors import Busy, InputError, NotAllowed, NotFound
+from blendserve.kdn.catalogue import Catalogue, pieces_of
+from blendserve.kdn.publish import retire as retire_collection
+from blendserve.kdn.publish import set_pins
 from blendserve.serve.access import TenantArg
 from blendserve.serve.app import app_behind
 from blendserve.serve.front import Front

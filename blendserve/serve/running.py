@@ -17,10 +17,10 @@ import uvicorn
 from fastapi import FastAPI
 
 from blendserve.config import Config, HttpConfig, ServeConfig, check_binding
-from blendserve.delivery.pull import resolve
 from blendserve.engine.engine import Engine, Say, made_for
 from blendserve.engine.library import Library
 from blendserve.engine.prompt import PromptBuilder
+from blendserve.kdn.pull import resolve
 from blendserve.models.loader import load_tokenizer
 from blendserve.paths import index_folder
 from blendserve.ray.cluster import cluster, worker_config

@@ -12,10 +12,10 @@ import torch
 
 from blendserve.config import BlendConfig, TiersConfig
 from blendserve.core import Prompt
-from blendserve.delivery.catalogue import Catalogue
 from blendserve.errors import ChunkLost
 from blendserve.fetch import KVFetcher
 from blendserve.fetch.copies import Copies, open_caches
+from blendserve.kdn.catalogue import Catalogue
 from blendserve.store import ChunkKey, KVStore, MemoryStore
 from blendserve.store.codecs.base import SLOW
 from blendserve.store.kdn.adapt import TEXT, Offer, Situation, quickest

@@ -15,10 +15,10 @@ from benchmarks.support.proxy import LinkConditions, Proxy
 from blendserve.blend import priors
 from blendserve.config import RemoteConfig, StoreConfig, TiersConfig
 from blendserve.core import Prompt
-from blendserve.delivery.catalogue import Catalogue
-from blendserve.delivery.publish import publish, retire, set_pins
-from blendserve.delivery.pull import pull, resolve
 from blendserve.errors import InputError, NotFound, StoreUnavailable
+from blendserve.kdn.catalogue import Catalogue
+from blendserve.kdn.publish import publish, retire, set_pins
+from blendserve.kdn.pull import pull, resolve
 from blendserve.retrieve.manifest import read as read_index
 from blendserve.store import KVStore, LayeredStore, LMDBStore, open_store
 from blendserve.store.kdn.adapt import quickest

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from blendserve.delivery.pull import pull
 from blendserve.errors import StoreError, StoreUnavailable
+from blendserve.kdn.pull import pull
 from blendserve.store import KVStore, MemoryStore
 from blendserve.store.codecs.base import tables_hash
 from blendserve.store.kdn.adapt import quickest

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from blendserve.delivery.catalogue import Catalogue
-from blendserve.delivery.moq import Publisher, relay
+from blendserve.kdn.catalogue import Catalogue
+from blendserve.kdn.moq import Publisher, relay
 from blendserve.store import KVStore
 from blendserve.store.kdn import fetch
 from blendserve.store.kdn.collection import Collection

@@ -18,7 +18,7 @@ import lmdb
 import pytest
 import torch
 
-from blendserve.delivery.catalogue import Catalogue
+from blendserve.kdn.catalogue import Catalogue
 from blendserve.store import KVStore, LMDBStore, read_record
 from blendserve.store.valkey_client import library
 from tests.support.stores import has, key_of, read

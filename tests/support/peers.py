@@ -25,8 +25,8 @@ import uvicorn
 from blendserve.blend.blender import Blender, Prefilled
 from blendserve.config import BlendConfig, DeliverConfig, KdnConfig
 from blendserve.core import Prompt
-from blendserve.delivery.publish import publish
 from blendserve.engine.engine import Engine
+from blendserve.kdn.publish import publish
 from blendserve.serve.kdn import DeliveryService, make_app
 from blendserve.store import ChunkKey, KVStore, MemoryStore, read_record
 from blendserve.store.clock import Clock

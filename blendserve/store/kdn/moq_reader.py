@@ -1,4 +1,4 @@
-"""Chunks from a MoQ relay, which the publisher sends each chunk to once (delivery/moq.py, docs/reference/moq.md).
+"""Chunks from a MoQ relay, which the publisher sends each chunk to once (kdn/moq.py, docs/reference/moq.md).
 
 What does not come from there, for whatever reason, is asked of the service by HTTP: a relay that is slow, gone or lying
 costs time, and is left alone for a while. Every frame is checked as a segment from anywhere is.

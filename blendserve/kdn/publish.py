@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
 
-from blendserve.delivery.catalogue import Catalogue
 from blendserve.engine.calibration import writing_codec
 from blendserve.engine.engine import Engine
 from blendserve.errors import InputError, StoreUnavailable
+from blendserve.kdn.catalogue import Catalogue
 from blendserve.registry import codec_word, parse_codec
 from blendserve.retrieve.manifest import MANIFEST, read
 from blendserve.store import ChunkKey, ChunkRecord, KVStore, read_record

@@ -14,8 +14,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any
 
-from blendserve.delivery.catalogue import Catalogue
 from blendserve.errors import StoreError
+from blendserve.kdn.catalogue import Catalogue
 from blendserve.store import ChunkRecord, KVStore, read_record
 from blendserve.store.kdn.collection import Collection, body, level_key
 from blendserve.store.kdn.moq_reader import GROUP, broadcast_of, library
