@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -24,9 +25,23 @@ out = Console(highlight=False, soft_wrap=True)
 err = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
-def say(text: str) -> None:
-    """A remark that is not a result."""
+def note(text: str) -> None:
+    """Print a message that is not a result, on stderr."""
     err.print(text, markup=False)
+
+
+class LogHandler(logging.Handler):
+    """Prints the message of a log record on stderr, above a progress bar."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        note(self.format(record))
+
+
+def show_log(level: int = logging.INFO) -> None:
+    """Print this package's log on stderr from this level on, and warnings of other packages."""
+    if not any(isinstance(handler, LogHandler) for handler in logging.root.handlers):
+        logging.root.addHandler(LogHandler())
+    logging.getLogger("blendserve").setLevel(level)
 
 
 def print_json(value: Any) -> None:

@@ -69,7 +69,7 @@ def run(index: Path = INDEX, model: str = CONFIG.reader.model) -> list[Row]:
     began = float(os.environ.get(BEGAN) or time.time())
     config = _config(model)
     with _step(1, f"Load the model {model}") as note:
-        reader = load_reader(config.reader, console.say)
+        reader = load_reader(config.reader)
         note(f"{reader.adapter.n_layers} layers, {_name(reader.adapter.dtype)}")
     with _step(2, "Index Python's language reference") as note:
         engine = _open(index, config, reader)
@@ -103,13 +103,13 @@ def serve_page(index: Path, model: str, host: str, port: int) -> None:
 
     with open_demo(index, model) as engine:
         assert engine.index is not None
-        serve(engine, Library({index.name: engine.index}), ServeConfig(host=host, port=port), console.say)
+        serve(engine, Library({index.name: engine.index}), ServeConfig(host=host, port=port))
 
 
 def open_demo(index: Path = INDEX, model: str = CONFIG.reader.model) -> Engine:
     """The demo's engine; its index is built and its KV precomputed where that is missing."""
     config = _config(model)
-    engine = _open(index, config, load_reader(config.reader, console.say))
+    engine = _open(index, config, load_reader(config.reader))
     precompute(engine)
     return engine
 
@@ -121,10 +121,10 @@ def _config(model: str) -> Config:
 def _open(index: Path, config: Config, reader: Reader) -> Engine:
     """The index in this folder, built anew where there is none of this model."""
     try:
-        return Engine.open(index, config, console.say, reader)
+        return Engine.open(index, config, reader)
     except (IndexMissing, IndexMismatch):
         with console.progress("Embedding", "windows") as update:
-            return Engine.build(index, language_reference(), config, console.say, update, reader)
+            return Engine.build(index, language_reference(), config, update, reader)
 
 
 def precompute(engine: Engine) -> None:
@@ -265,7 +265,7 @@ def _coded_size(engine: Engine) -> str:
     from blendserve.evaluate.coded import coded_store  # start-up: the evaluation's modules
 
     assert engine.index is not None
-    coded = coded_store(engine, CODEC, console.say)
+    coded = coded_store(engine, CODEC)
     key = engine.blender.key
     chunks = {key(ids): ids for ids in engine.prompts.chunk_ids(engine.index.passages)}
     coded.fill(engine.store, chunks, key(engine.prompts.prefix, ()))

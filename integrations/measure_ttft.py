@@ -235,7 +235,7 @@ def applications(target: Target) -> dict[str, dict[str, Ask]]:
         try:
             make(target, BLENDED)
         except ImportError as error:
-            console.say(f"{name} is skipped ({error}): pip install ./integrations/{folder}")
+            console.note(f"{name} is skipped ({error}): pip install ./integrations/{folder}")
         else:
             makers[name] = make
     if len(makers) == 1:
@@ -404,7 +404,7 @@ def served(model: str, index: Path, chunk_tokens: int, method: str) -> Iterator[
         corpus.write_text("\n".join(lines), encoding="utf-8")
         _blendserve("index", "build", str(corpus), str(built), *reader, "--chunk-tokens", str(chunk_tokens))
     _blendserve("precompute", str(built), *reader)
-    console.say(f"Starting a server; it logs to {log}")
+    console.note(f"Starting a server; it logs to {log}")
     with Child(serve_command("--index", str(built), *reader, "--method", method), log) as server:
         yield server.url
 

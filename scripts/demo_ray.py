@@ -275,7 +275,7 @@ async def ask(group: Replicas, questions: Questions, seed: int, into: Asked) -> 
             if isinstance(event, Finished | Failed):
                 return
     except Exception as error:
-        console.say(f"a question failed: {error}")
+        console.note(f"a question failed: {error}")
         into.failed += 1
 
 
@@ -333,7 +333,7 @@ async def replicas_become(wanted: int, group: Replicas) -> float:
         deployment = serve.status().applications[group.name].deployments[group.name]
         running = deployment.replica_states.get("RUNNING", 0)
         if running != last:
-            console.say(f"{passed:.0f} s: {running} running, {wanted} waited for")
+            console.note(f"{passed:.0f} s: {running} running, {wanted} waited for")
             last = running
         if running == wanted:
             break

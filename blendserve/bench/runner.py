@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from blendserve.bench.workload import Workload
     from blendserve.models.loader import Reader
 
-Say = Callable[[str], None]
 
 BENCHES = {  # name, also that of the module -> help
     "ttft": "Prefill one prompt by every method: time to first token, stages, memory.",

@@ -18,6 +18,7 @@ command goes on where the last one ended.
 from __future__ import annotations
 
 import json
+import logging
 import operator
 import shlex
 import subprocess
@@ -37,6 +38,8 @@ from blendserve.bench.harness import Column, read_result, select, summarize
 from blendserve.bench.runner import load_bench, run_bench
 from blendserve.config import Section
 from blendserve.errors import ConfigError, InputError
+
+log = logging.getLogger(__name__)
 
 COMPARE: dict[str, Callable[[float, float], bool]] = {">=": operator.ge, "<=": operator.le}
 TINY_MODEL = {
@@ -147,9 +150,7 @@ class Suite(Section):
             yield claim, claim.judge(_read(file)) if file.exists() else None
 
 
-def run_suite(
-    suite: Suite, out: Path, minutes: float, dry_run: bool = False, say: Callable[[str], None] = print
-) -> dict[str, str]:
+def run_suite(suite: Suite, out: Path, minutes: float, dry_run: bool = False) -> dict[str, str]:
     """Run what is missing in `out` -> by name: "done", "skipped" for want of time, or the error."""
     end = time.monotonic() + 60 * minutes
     states: dict[str, str] = {}
@@ -158,7 +159,7 @@ def run_suite(
         if time.monotonic() >= end:
             states[name] = "skipped"
             continue
-        say(f"{name} ({(end - time.monotonic()) / 60:.0f} minutes left)")
+        log.info(f"{name} ({(end - time.monotonic()) / 60:.0f} minutes left)")
         try:
             if "command" in settings:
                 if not dry_run:
@@ -171,7 +172,7 @@ def run_suite(
             states[name] = "done"
         except Exception:
             states[name] = traceback.format_exc()
-            say(f"{name} failed: {states[name].splitlines()[-1]}")
+            log.warning("%s failed: %s", name, states[name].splitlines()[-1])
     return states
 
 

@@ -275,9 +275,9 @@ class Blender:
         """Whether a chunk right behind the prefix is exact."""
         return self._context == prompt.prefix
 
-    def calibrate(self, say: Callable[[str], None] = lambda _: None) -> CostModel:
+    def calibrate(self) -> CostModel:
         """The cost model behind `method="auto"`: see `Planner.calibrate`."""
-        return self.planner.calibrate(say)
+        return self.planner.calibrate()
 
     def computer(self, context: TokenIds) -> ChunkComputer:
         """Computes chunk KV behind these tokens; kept, as they are the same for all chunks."""

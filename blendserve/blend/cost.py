@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import platform
 import time
 from collections.abc import Callable, Iterator
@@ -32,6 +33,8 @@ from blendserve.kernels.race_times import machine
 from blendserve.models.model import DecoderModel
 from blendserve.registry import POLICIES, REUSE
 from blendserve.store.view import TensorView
+
+log = logging.getLogger(__name__)
 
 VERSION = 5  # of what is measured; raise it when prefill's speed changes much
 
@@ -94,9 +97,7 @@ class CostModel:
         return float(np.dot(astuple(self), astuple(work)))
 
 
-def calibrated(
-    adapter: DecoderModel, fingerprint: str, folder: Path, notify: Callable[[str], None], fresh: bool = False
-) -> CostModel:
+def calibrated(adapter: DecoderModel, fingerprint: str, folder: Path, fresh: bool = False) -> CostModel:
     """The cost model of this machine and reader: kept in `folder`, or measured (a few seconds) and kept.
 
     fresh: measure in any case, as one measured on a busy machine may choose badly.
@@ -108,7 +109,7 @@ def calibrated(
             return CostModel(**json.loads(file.read_text()))
     except (OSError, ValueError, TypeError):
         pass  # none yet, or a damaged one
-    notify("Measuring the prefill and blending speed of this machine (once, a few seconds)")
+    log.info("Measuring the prefill and blending speed of this machine (once, a few seconds)")
     model = measure(adapter)
     with suppress(OSError):  # a read-only home costs a few seconds a start, not an answer
         folder.mkdir(parents=True, exist_ok=True)

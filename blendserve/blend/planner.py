@@ -12,7 +12,7 @@ before anything can be selected, so it is all that loading can hide behind, and 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from blendserve.blend.cost import CostModel, calibrated, count_rows, count_work
@@ -52,11 +52,11 @@ class Planner:
         self._load_rate = TokenRate()
         self._lock = threading.RLock()
 
-    def calibrate(self, notify: Callable[[str], None] = lambda _: None) -> CostModel:
+    def calibrate(self) -> CostModel:
         """The cost model: measured once per machine and reader, in a few seconds, and kept."""
         with self._lock:
             if self._costs is None:
-                self._costs = calibrated(self._adapter, self._fingerprint, cache_folder() / "profit", notify)
+                self._costs = calibrated(self._adapter, self._fingerprint, cache_folder() / "profit")
             return self._costs
 
     @property

@@ -13,6 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 import blendserve
+from blendserve import console
 from blendserve.cli.options import make_app
 from blendserve.errors import BlendserveError
 from blendserve.registry import Registry
@@ -65,6 +66,8 @@ def options(
             help="Print the versions of blendserve, torch and Python and exit.",
         ),
     ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print warnings and errors only.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Print debug messages, too.")] = False,
 ) -> None:
     """Answer questions over documents with cached KV of text chunks.
 
@@ -74,6 +77,7 @@ def options(
     stderr. Exit codes: 0 success, 1 done but something is missing or bad, 2 invalid input or settings (one line
     says what), 130 after Ctrl-C.
     """
+    console.show_log(logging.WARNING if quiet else logging.DEBUG if verbose else logging.INFO)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -83,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(commands: typer.Typer, argv: Sequence[str] | None = None) -> int:
     """Run `commands`: a BlendserveError prints one line and returns 2, Ctrl-C returns 130."""
-    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    console.show_log()
     try:
         commands(list(sys.argv[1:] if argv is None else argv))
     except SystemExit as end:  # typer's way to end a command

@@ -53,8 +53,8 @@ def ask(
         from blendserve.engine.engine import Engine
         from blendserve.kdn.pull import resolve
 
-        index, settings = resolve(index, settings, console.say)
-        opened = Engine.open(index, settings, console.say)
+        index, settings = resolve(index, settings)
+        opened = Engine.open(index, settings)
     with opened as engine:
         stream = engine.stream(question)
         if json:

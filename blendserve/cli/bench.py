@@ -83,7 +83,7 @@ def _suite(
     from blendserve.bench.suite import Suite, run_suite  # torch and all the rest: seconds
 
     suite = Suite.read(file)
-    states = run_suite(suite, out, minutes, dry_run, console.say)
+    states = run_suite(suite, out, minutes, dry_run)
     verdicts = [] if dry_run else list(suite.verdicts(out))
     rows = [
         (c.says, c.target, "not run" if v is None else f"{v.value:.2f} ({v.low:.2f}-{v.high:.2f})")

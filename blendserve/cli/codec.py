@@ -123,7 +123,7 @@ def fit_tables(
     if not settings.store.path:
         read_manifest(index_folder(index))  # report a mistyped name before minutes of work
     documents = [list(read_documents(path)) for path in text or []]
-    reader = load_reader(settings.reader, console.say)
+    reader = load_reader(settings.reader)
     prompts = PromptBuilder(reader.tokenizer, settings.prompt)
     if documents:
         chunks = chunks_of(_mixed(documents), tokens, settings, prompts)

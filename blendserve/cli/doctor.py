@@ -39,9 +39,9 @@ def doctor(settings: Config, json: JsonOpt = False) -> None:
     from blendserve.paths import cache_folder
     from blendserve.provenance import describe, machine
 
-    reader = load_reader(settings.reader, console.say)
+    reader = load_reader(settings.reader)
     report = check(reader)
-    costs = calibrated(reader.adapter, reader.fingerprint, cache_folder() / "profit", console.say, fresh=True)
+    costs = calibrated(reader.adapter, reader.fingerprint, cache_folder() / "profit", fresh=True)
     together, anywhere = reader.adapter.attention_backends
     here = machine()
     facts = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +12,8 @@ from blendserve import console
 from blendserve.cli.options import JsonOpt, Options, make_app, split_list, with_options
 from blendserve.config import Config
 from blendserve.evaluate.config import EvaluateConfig, settings_from
+
+log = logging.getLogger(__name__)
 
 app = make_app()
 
@@ -49,13 +52,13 @@ def evaluate(
     datasets = split_list(plan.dataset)
     try:
         if len(datasets) > 1:
-            several = job.evaluate_each(datasets, plan, settings, runs, console.say)
+            several = job.evaluate_each(datasets, plan, settings, runs)
             found = {d: one if isinstance(one, str) else one.metrics for d, one in several.items()}
             console.print_json(found) if json else show.show_all(found)
             return
-        done = job.evaluate(plan, settings, name, runs, console.say)
+        done = job.evaluate(plan, settings, name, runs)
     except KeyboardInterrupt:
-        console.say("stopped: predictions are saved; run the same command to resume")
+        log.info("stopped: predictions are saved; run the same command to resume")
         raise typer.Exit(130) from None
     if json:
         console.print_json({"folder": str(done.folder), **done.metrics})

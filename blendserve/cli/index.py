@@ -46,7 +46,7 @@ def build(corpus: CorpusArg, index: IndexArg, settings: Config, json: JsonOpt = 
 
     documents = list(read_documents(corpus))
     with console.progress("Embedding", "windows") as update:
-        engine = Engine.build(index, documents, settings, console.say, update)
+        engine = Engine.build(index, documents, settings, update)
     with engine:
         _print(engine, json)
 
@@ -62,7 +62,7 @@ def add(corpus: CorpusArg, index: IndexArg, settings: Config, json: JsonOpt = Fa
     from blendserve.retrieve import read_documents
 
     documents = list(read_documents(corpus))
-    with Engine.open(index, settings, console.say) as engine:
+    with Engine.open(index, settings) as engine:
         with console.progress("Embedding", "windows") as update:
             added = engine.add(documents, update)
         _print(engine, json, added=added)
@@ -82,7 +82,7 @@ def delete(
     """
     from blendserve.engine.engine import Engine  # torch and all the rest: seconds
 
-    with Engine.open(index, settings, console.say) as engine:
+    with Engine.open(index, settings) as engine:
         deleted = engine.delete(*doc_ids)
         _print(engine, json, deleted=deleted)
     if not deleted:

@@ -51,7 +51,7 @@ def serve(settings: Config) -> None:
     """
     from blendserve.serve.kdn import serve as run  # with torch: seconds
 
-    run(settings, console.say)
+    run(settings)
 
 
 @app.command()
@@ -91,11 +91,11 @@ def publish(
     from blendserve.kdn.publish import publish as run  # torch and all the rest: seconds
 
     with ExitStack() as stack:
-        engine = stack.enter_context(Engine.open(index, settings, console.say))
+        engine = stack.enter_context(Engine.open(index, settings))
         stack.enter_context(_workers(workers, index, settings))
         per_token = engine.reader.adapter.kv_bytes_per_token
         with console.progress("Precomputing", "tokens", per_token) as update:
-            made = run(engine, name, level or (), console.say, update)
+            made = run(engine, name, level or (), update)
     if json:
         console.print_json(_summary(as_dict(made)))
     else:
@@ -221,9 +221,7 @@ def pull(
     url, _, name = source.removeprefix(SCHEME).rstrip("/").rpartition("/")
     if not source.startswith(SCHEME) or not url:
         raise InputError(f"{source!r} is not a collection: give kdn:http://HOST:8010/NAME")
-    found = run(
-        KdnConfig(url=url, collection=name), index_folder(folder), console.say, settings.store.namespace
-    )
+    found = run(KdnConfig(url=url, collection=name), index_folder(folder), settings.store.namespace)
     console.out.print(f"{found}: next: blendserve ask ... -i {source}", markup=False)
 
 
@@ -245,7 +243,7 @@ def relay(
 
     async def forever() -> None:
         async with run(bind, cache_mb * 1_000_000) as server:
-            console.say(f"Relaying on https://{server.local_addr} {server.cert_fingerprints()[0]}")
+            console.note(f"Relaying on https://{server.local_addr} {server.cert_fingerprints()[0]}")
             await asyncio.Event().wait()
 
     asyncio.run(forever())

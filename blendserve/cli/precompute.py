@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -15,6 +16,8 @@ from blendserve.paths import index_folder
 
 if TYPE_CHECKING:
     from blendserve.engine.engine import Engine
+
+log = logging.getLogger(__name__)
 
 app = make_app()
 
@@ -81,7 +84,7 @@ def precompute(
         raise InputError("--ray names the cluster of the workers: give --workers, too")
     if workers and part != (0, 1):
         raise InputError("--shard is for independent processes: leave it out with --workers")
-    with Engine.open(index, settings, console.say) as engine:
+    with Engine.open(index, settings) as engine:
         per_token = engine.reader.adapter.kv_bytes_per_token
         try:
             with console.progress_twice(
@@ -94,9 +97,9 @@ def precompute(
                 else:
                     report = engine.precompute(None, part, *bars)
         except KeyboardInterrupt:
-            console.say("stopped: computed chunks are stored; run the same command to resume")
+            log.info("stopped: computed chunks are stored; run the same command to resume")
             raise typer.Exit(130) from None
-        console.say(learnt(engine))
+        log.info("%s", learnt(engine))
         missing = engine.missing(shard=part)
         rate = report.tokens / report.seconds if report.seconds else 0.0
         if json:

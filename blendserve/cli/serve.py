@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Annotated
 
 import typer
 
-from blendserve import console
 from blendserve.cli.options import Options, RayOpt, make_app, with_options
 from blendserve.config import Config
 from blendserve.errors import InputError
+
+log = logging.getLogger(__name__)
 
 app = make_app()
 
@@ -77,8 +79,8 @@ def serve(
     from blendserve.serve import running  # not at the top: it imports torch and FastAPI
 
     count = ReplicaCount.parse(replicas) if replicas is not None else None
-    console.say(f"Indexes: {', '.join(indexes)}\n{settings.to_yaml()}")
+    log.info("Indexes: %s\n%s", ", ".join(indexes), settings.to_yaml())
     if count:
-        running.serve_cluster(settings, indexes, count, ray, console.say)
+        running.serve_cluster(settings, indexes, count, ray)
     else:
-        running.serve(settings, indexes, console.say)
+        running.serve(settings, indexes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +11,8 @@ import typer
 from blendserve import console
 from blendserve.cli.options import JsonOpt, Options, make_app, with_options
 from blendserve.simulate.config import SimulateConfig
+
+log = logging.getLogger(__name__)
 
 app = make_app()
 
@@ -57,12 +60,10 @@ def simulate(
     if measure is not None:
         from blendserve.simulate.calibrate import calibrate  # torch: seconds
 
-        console.say(
-            "Measuring (about half a minute)"
-            + ("" if valkey else "; links are not measured without --valkey")
-        )
+        links = "" if valkey else "; links are not measured without --valkey"
+        log.info("Measuring (about half a minute)%s", links)
         measure.write_text(calibrate(config, valkey))
-        console.say(f"wrote {measure}")
+        log.info("wrote %s", measure)
         return
     from blendserve.simulate.metrics import show
     from blendserve.simulate.metrics import simulate as run  # torch: seconds

@@ -6,6 +6,7 @@ the store. Those of a bundled reader are fitted on first use.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 
 from blendserve.blend.chunk_kv import ChunkComputer
@@ -15,18 +16,18 @@ from blendserve.engine.own_words import own_words
 from blendserve.engine.prompt import PromptBuilder
 from blendserve.errors import InputError, TablesMissing
 from blendserve.models.loader import Reader
-from blendserve.models.sources import BUNDLED, Say
+from blendserve.models.sources import BUNDLED
 from blendserve.registry import CODECS, parse_codec
 from blendserve.retrieve.chunker import split
 from blendserve.store import KVStore
 from blendserve.store.codecs.base import Codec, Progress, Sample
 
+log = logging.getLogger(__name__)
+
 FIT_TOKENS = 16_384  # of the reader's own words, that tables are fitted on unless told otherwise
 
 
-def writing_codec(
-    config: Config, reader: Reader, prompts: PromptBuilder, store: KVStore, say: Say = lambda text: None
-) -> Codec:
+def writing_codec(config: Config, reader: Reader, prompts: PromptBuilder, store: KVStore) -> Codec:
     """The codec that `store.codec` names, with the reader's tables. Raises TablesMissing, StoreError."""
     name, level = parse_codec(config.store.codec)
     made: type[Codec] = CODECS.load(name)
@@ -35,7 +36,11 @@ def writing_codec(
     if (codec := _at_level(made, level, store, store.blobs.current(name, reader.fingerprint))) is not None:
         return codec
     if reader.name in BUNDLED:
-        say(f"Fitting tables of codec {name} for {reader.name} on text sampled from it; the store keeps them")
+        log.info(
+            "Fitting tables of codec %s for %s on text sampled from it; the store keeps them",
+            name,
+            reader.name,
+        )
         hash = fit(name, own_words(reader, FIT_TOKENS), reader, prompts, store)
         codec = _at_level(made, level, store, hash)
     if codec is None:

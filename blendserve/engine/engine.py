@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as GenericSequence
 from functools import cached_property, partial
 from pathlib import Path
@@ -34,8 +34,6 @@ from blendserve.registry import CORRECTIONS, STORES
 from blendserve.retrieve import Embedder, VectorIndex, read_manifest
 from blendserve.store import KVStore, share_of
 from blendserve.timing import Clock
-
-Say = Callable[[str], None]
 
 log = logging.getLogger(__name__)
 
@@ -80,28 +78,27 @@ class Engine:
         cls,
         index: str | Path | Config,
         config: Config | None = None,
-        say: Say = lambda _: None,
         reader: Reader | None = None,
     ) -> Engine:
         """Open an index by folder or by name (indexes/<name>); with a Config alone, an engine without an index.
 
         Without an index, passages come with every question, and KV is kept in memory unless `store.path` is set.
-        `say` is told what takes long; `reader`: the configuration's model, where it is loaded already.
+        reader: the configuration's model, where it is loaded already.
         Raises IndexMissing, IndexMismatch, ModelError, StoreError.
         """
         if isinstance(index, Config):
-            reader = reader or load_reader(index.reader, say)
+            reader = reader or load_reader(index.reader)
             store, fetcher = open_storage(index.store, None, reader.adapter.device)
-            return cls(index, reader, store, fetcher=fetcher)._ready(say)
+            return cls(index, reader, store, fetcher=fetcher)._ready()
         config = config or Config()
         folder = index_folder(index)
         read_manifest(folder)  # before anything heavy is loaded
-        reader = reader or load_reader(config.reader, say)
+        reader = reader or load_reader(config.reader)
         prompts = PromptBuilder(reader.tokenizer, config.prompt)
         embedder = Embedder.load(config.retrieve.embedder)
         found = VectorIndex.open(folder, embedder, **_made_for(reader, prompts))
         store, fetcher = open_storage(config.store, folder / "kv", reader.adapter.device)
-        return cls(config, reader, store, found, prompts, fetcher)._ready(say)
+        return cls(config, reader, store, found, prompts, fetcher)._ready()
 
     @classmethod
     def build(
@@ -109,7 +106,6 @@ class Engine:
         index: str | Path,
         documents: Iterable[Document | str | Mapping[str, Any]],
         config: Config | None = None,
-        say: Say = lambda _: None,
         progress: Progress | None = None,
         reader: Reader | None = None,
     ) -> Engine:
@@ -120,7 +116,7 @@ class Engine:
         """
         config = config or Config()
         folder = index_folder(index)
-        reader = reader or load_reader(config.reader, say)
+        reader = reader or load_reader(config.reader)
         prompts = PromptBuilder(reader.tokenizer, config.prompt)
         made = VectorIndex.build(
             folder,
@@ -138,7 +134,7 @@ class Engine:
             ours = {engine.blender.key(ids) for ids in engine.prompts.chunk_ids(made.passages)}
             ours.add(engine.blender.key(engine.prompts.prefix, ()))
             engine.store.pin(set(engine.store.keys(config.store.namespace)) - ours, pinned=False)
-        return engine._ready(say)
+        return engine._ready()
 
     def add(
         self, documents: Iterable[Document | str | Mapping[str, Any]], progress: Progress | None = None
@@ -270,19 +266,19 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _ready(self, say: Say) -> Engine:
+    def _ready(self) -> Engine:
         """Check and measure now what the first question would otherwise wait for."""
         self._check_near(self.config.blend)
-        self.gate = verdict(self.reader, say)
+        self.gate = verdict(self.reader)
         try:
-            self.blender.codec = writing_codec(self.config, self.reader, self.prompts, self.store, say)
+            self.blender.codec = writing_codec(self.config, self.reader, self.prompts, self.store)
         except StoreUnavailable as error:
             log.warning("chunks are stored uncoded until the engine is started again, as %s", error)
         if CORRECTIONS.load(self.config.blend.correction).uses_prior:
             self.blender.priors.current()  # read by now
         threading.Thread(target=self.blender.warm_up, daemon=True).start()
         if self.config.blend.method == "auto" and self.gate.passed:
-            self.blender.calibrate(say)
+            self.blender.calibrate()
         if self.gate.passed:
             warm_up(self.reader.adapter, self.config, self.index)
         return self

@@ -25,8 +25,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -50,6 +51,8 @@ from blendserve.paths import cache_folder
 from blendserve.registry import REUSE
 from blendserve.store.view import TensorView
 
+log = logging.getLogger(__name__)
+
 FORMAT = 2  # of the checks: raise it when one is added, or when the engine changes in a way that they should look at
 SLACK = 3.0
 FLOOR = 1e-4
@@ -64,8 +67,6 @@ CHUNKS = (
 )
 QUESTION = " Question: who painted the door, and why? Answer:"
 NEXT = " The"
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,13 +116,13 @@ class GateReport:
         return {"reader": self.reader, "passed": self.passed, "rows": rows}
 
 
-def verdict(reader: Reader, say: Say = lambda _: None) -> GateReport:
-    """The kept verdict on this reader, machine and these versions, or a new one; `say` is told of a new one."""
+def verdict(reader: Reader) -> GateReport:
+    """The kept verdict on this reader, machine and these versions, or a new one."""
     file = _file(reader)
     try:
         rows = tuple(GateRow(**row) for row in json.loads(file.read_text()))
     except (OSError, ValueError, TypeError):
-        say(f"Checking that blending is correct with {reader.name} (once, a few seconds)")
+        log.info("Checking that blending is correct with %s (once, a few seconds)", reader.name)
         report = check(reader)
         _keep(file, report)
         return report

@@ -31,7 +31,7 @@ def longest_token(tokenizer: Any) -> int:
     """Characters that one token stands for, at most; 0 where that has no bound, or nobody can tell.
 
     A token stands for no more characters than it is written with: byte-level vocabularies write each as one to four,
-    others as itself. It may stand for more where the tokenizer drops text (white space, say), composes characters, or
+    others as itself. It may stand for more where the tokenizer drops text (white space), composes characters, or
     has one token for whatever it does not know.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)

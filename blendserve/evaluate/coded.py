@@ -19,7 +19,6 @@ from blendserve.engine.calibration import writing_codec
 from blendserve.engine.engine import Engine
 from blendserve.errors import ConfigError
 from blendserve.models.model import DecoderModel
-from blendserve.models.sources import Say
 from blendserve.registry import CODECS
 from blendserve.store import ChunkKey, ChunkRecord, KVStore, MemoryStore, read_record
 from blendserve.store.codecs.base import ChunkShape, Codec
@@ -68,7 +67,7 @@ class CodedStore:
         return decode(record, self.store.blobs.get), size(record)
 
 
-def coded_store(engine: Engine, word: str, say: Say = lambda text: None) -> CodedStore:
+def coded_store(engine: Engine, word: str) -> CodedStore:
     """The store of a codec (as in `store.codec`), with the tables that the engine's store has for its model.
 
     Raises ConfigError where the engine's store is coded itself, TablesMissing.
@@ -80,7 +79,7 @@ def coded_store(engine: Engine, word: str, say: Say = lambda text: None) -> Code
             setting="store.codec",
         )
     config = engine.config.replace("store.codec", word)
-    codec = writing_codec(config, engine.reader, engine.prompts, engine.store, say)
+    codec = writing_codec(config, engine.reader, engine.prompts, engine.store)
     store = MemoryStore(engine.config.store.cap_bytes)
     if (raw := engine.store.blobs.get(codec.coding.tables)) is not None:
         store.blobs.put(codec.coding.codec, engine.reader.fingerprint, raw)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,10 +31,10 @@ from blendserve.extras import install_hint
 from blendserve.provenance import environment
 from blendserve.registry import CACHEBLEND
 
+log = logging.getLogger(__name__)
+
 RUNS = Path("runs")
 WORK = ".work"  # in the folder of runs: stored KV and indexes of all runs
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,6 @@ def evaluate(
     settings: Config | None = None,
     name: str | None = None,
     runs: Path = RUNS,
-    say: Say = lambda _: None,
     engine: Engine | None = None,
 ) -> Outcome:
     """Run or resume an evaluation in runs/<name>; `engine` replaces one made from the settings.
@@ -61,15 +61,15 @@ def evaluate(
     evicts = settings.store.path is None  # nothing is evicted from a store of the user's
     methods = config.specs
     dataset = load(config.dataset, corpus=config.corpus, limit=config.limit, seed=config.seed)
-    settings = _settled(with_task_prompt(settings, dataset.task, say), runs)
+    settings = _settled(with_task_prompt(settings, dataset.task), runs)
     retrieved = min(config.top_k, len(dataset.corpus)) if config.setting == "open" else None
     examples = with_permutations(dataset.examples[config.subset], config.shuffles, retrieved)
     where = environment()
     run_dir = RunDir(runs / (name or config.run_name), config, settings, where)
     if run_dir.predictions:
-        say(f"Resuming {run_dir.path}: {len(run_dir.predictions)} predictions done")
-    with engine or open_engine(config, dataset, settings, runs / WORK, say) as engine:
-        source, stores = PromptSource(engine, config), PromptStores(engine, methods, evicts, say)
+        log.info("Resuming %s: %s predictions done", run_dir.path, len(run_dir.predictions))
+    with engine or open_engine(config, dataset, settings, runs / WORK) as engine:
+        source, stores = PromptSource(engine, config), PromptStores(engine, methods, evicts)
         runner = Runner(engine, source, stores, methods)
         if contexts := {m.kv_context for m in methods if uses_prior(m)}:
             chunks = prior_chunks(config, dataset, source)
@@ -79,7 +79,7 @@ def evaluate(
         with console.progress("Questions", "questions", refreshes=False) as update:
             left_out = runner.run(examples, run_dir, update)
         for example_id, why in left_out.items():
-            say(f"left out {example_id}: {why}")
+            log.info("left out %s: %s", example_id, why)
         reader = _about(engine)
     predictions = Predictions(
         run_dir.predictions, {e.id: e.permutation_of or e.id for e in examples}, methods
@@ -109,17 +109,16 @@ def evaluate_each(
     config: EvaluateConfig,
     settings: Config,
     runs: Path = RUNS,
-    say: Say = lambda _: None,
 ) -> dict[str, Outcome | str]:
     """An evaluation for each data set, with answers as long as its task needs -> its outcome, or why it failed."""
     found: dict[str, Outcome | str] = {}
     for dataset in datasets:
-        say(f"{dataset}:")
+        log.info("%s:", dataset)
         try:
             own = changed(config, dataset=dataset)
             task = load(dataset, corpus=own.corpus, limit=1, seed=own.seed).task
             decode = changed(settings.decode, max_new_tokens=task.answer_tokens)
-            found[dataset] = evaluate(own, settings.model_copy(update={"decode": decode}), None, runs, say)
+            found[dataset] = evaluate(own, settings.model_copy(update={"decode": decode}), None, runs)
         except BlendserveError as error:
             found[dataset] = str(error)
     return found
@@ -151,10 +150,10 @@ def _about(engine: Engine) -> dict[str, Any]:
     }
 
 
-def with_task_prompt(settings: Config, task: Task, say: Say) -> Config:
+def with_task_prompt(settings: Config, task: Task) -> Config:
     """Use the task's own prompt, unless the user has set another."""
     if settings.decode.max_new_tokens < task.answer_tokens and task.metric != PERPLEXITY:
-        say(
+        log.info(
             f"answers of {task.name} may need {task.answer_tokens} tokens: these end after "
             f"{settings.decode.max_new_tokens} (--max-new-tokens)"
         )

@@ -9,8 +9,9 @@ A chunk is a passage, or with a window N tokens of all passages joined, as in Ca
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from blendserve.evaluate.datasets import Dataset
 from blendserve.evaluate.formats import Example
 from blendserve.evaluate.permutations import permuted
 
-Say = Callable[[str], None]
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,24 +94,24 @@ class PromptSource:
         return list(self._engine.prompts.chunk_ids(passages))
 
 
-def open_engine(config: EvaluateConfig, dataset: Dataset, settings: Config, work: Path, say: Say) -> Engine:
+def open_engine(config: EvaluateConfig, dataset: Dataset, settings: Config, work: Path) -> Engine:
     """The engine of a run; in the open setting with an index of the data set's corpus, kept in `work`.
 
     Raises ModelUnsupported for a model that fails the gate: its full prefill, the reference, would be wrong.
     """
     is_open = config.setting == "open"
-    engine = _indexed(dataset, settings, work, say) if is_open else Engine.open(settings, say=say)
+    engine = _indexed(dataset, settings, work) if is_open else Engine.open(settings)
     engine.gate.require()
     return engine
 
 
-def _indexed(dataset: Dataset, settings: Config, work: Path, say: Say) -> Engine:
+def _indexed(dataset: Dataset, settings: Config, work: Path) -> Engine:
     digest = xxhash.xxh3_64_hexdigest("\0".join(f"{p.title}\0{p.text}" for p in dataset.corpus).encode())
     folder = work / f"index-{digest}"
     try:
-        return Engine.open(folder, settings, say)
+        return Engine.open(folder, settings)
     except (IndexMissing, IndexMismatch):
-        say(f"Building an index of {len(dataset.corpus):,} passages in {folder}")
+        log.info(f"Building an index of {len(dataset.corpus):,} passages in {folder}")
     documents = [Document(p.text, p.title, p.id) for p in dataset.corpus]
     with console.progress("Embedding", "windows") as update:
-        return Engine.build(folder, documents, settings, say, update)
+        return Engine.build(folder, documents, settings, update)

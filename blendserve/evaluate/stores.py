@@ -12,7 +12,6 @@ from blendserve.engine.engine import Engine
 from blendserve.engine.prompt import PromptBuilder
 from blendserve.evaluate.coded import Sizes, coded_store, exact_context
 from blendserve.evaluate.methods import MethodSpec
-from blendserve.models.sources import Say
 from blendserve.store import ChunkKey, MemoryStore, read_record
 
 PreviousChunks = Callable[[str], Sequence[TokenIds]]
@@ -22,15 +21,13 @@ PreviousChunks = Callable[[str], Sequence[TokenIds]]
 class PromptStores:
     """Blenders for the methods of a run, over the stores of one prompt at a time."""
 
-    def __init__(self, engine: Engine, methods: Sequence[MethodSpec], evicts: bool, say: Say) -> None:
+    def __init__(self, engine: Engine, methods: Sequence[MethodSpec], evicts: bool) -> None:
         """evicts: chunks of finished prompts may leave the engine's store. Raises ConfigError, TablesMissing."""
         self._engine, self._evicts = engine, evicts
         self._namespace = engine.config.store.namespace
         self.raw = {context: self._blender(context) for context in {m.kv_context for m in methods}}
         self._coded = {
-            codec: coded_store(engine, codec, say)
-            for codec in dict.fromkeys(m.codec for m in methods)
-            if codec
+            codec: coded_store(engine, codec) for codec in dict.fromkeys(m.codec for m in methods) if codec
         }
         self._over_coded: dict[tuple[KVContext | None, str], Blender] = {}
         self._edited: dict[tuple[KVContext | None, str], Blender] = {}

@@ -34,7 +34,6 @@ from blendserve.store.kdn.collection import (
 from blendserve.store.key import namespace_tag
 from blendserve.store.view import decode
 
-Say = Callable[[str], None]
 Progress = Callable[[int, int], None]
 
 
@@ -42,7 +41,6 @@ def publish(
     engine: Engine,
     name: str,
     levels: Sequence[str] = (),
-    say: Say = lambda text: None,
     progress: Progress | None = None,
     done: Progress = lambda n, total: None,
 ) -> Collection:
@@ -63,7 +61,7 @@ def publish(
             f"{len(lacking)} of {len(tokens)} chunks are not in the store: is its cap too small? Publish again when "
             "there is room"
         )
-    codecs = _codecs(engine, words[1:], say)
+    codecs = _codecs(engine, words[1:])
     coding = LevelCoder(engine.store, words, codecs, engine.blender.key(engine.prompts.prefix, ()))
     directory: dict[ChunkKey, Entry] = {}
     for n, (key, n_tokens) in enumerate(tokens.items(), start=1):
@@ -207,12 +205,12 @@ class LevelCoder:
         return ChunkRecord.encode(key, kv, self._codecs[word])
 
 
-def _codecs(engine: Engine, words: Sequence[str], say: Say) -> dict[str, Codec]:
+def _codecs(engine: Engine, words: Sequence[str]) -> dict[str, Codec]:
     """With the reader's tables, fitted where that has to be."""
     found = {}
     for word in words:
         config = engine.config.replace("store.codec", word)
-        found[word] = writing_codec(config, engine.reader, engine.prompts, engine.store, say)
+        found[word] = writing_codec(config, engine.reader, engine.prompts, engine.store)
     return found
 
 

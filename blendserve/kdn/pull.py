@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import http.client
 import json
-from collections.abc import Callable
+import logging
 from pathlib import Path
 
 from blendserve.config import Config, KdnConfig, RemoteConfig, changed
@@ -24,13 +24,13 @@ from blendserve.store.kdn.collection import Blob, Collection, valid_name
 from blendserve.store.kdn.store import MOST_DESCRIPTION
 from blendserve.store.key import namespace_tag
 
+log = logging.getLogger(__name__)
+
 SCHEME = f"{DELIVERED}:"
 MOST_INDEX = 4 << 30  # bytes of one of its files
 
-Say = Callable[[str], None]
 
-
-def resolve(index: str, config: Config, say: Say = lambda text: None) -> tuple[str, Config]:
+def resolve(index: str, config: Config) -> tuple[str, Config]:
     """A folder and the settings to open it with: both as they are unless the index is to be delivered.
 
     Then the index is brought here, or up to date, and chunks are had from the same collection, unless the settings name
@@ -41,7 +41,7 @@ def resolve(index: str, config: Config, say: Say = lambda text: None) -> tuple[s
     url, _, name = index.removeprefix(SCHEME).rstrip("/").rpartition("/")
     given = config.store.tiers.remote or RemoteConfig()
     settings = changed(given.kdn, url=url, collection=valid_name(name))
-    folder = pull(settings, say=say, namespace=config.store.namespace)
+    folder = pull(settings, namespace=config.store.namespace)
     if config.store.tiers.remote is not None and config.store.tiers.remote.kind != DELIVERED:
         return str(folder), config
     remote = changed(given, kind=DELIVERED, kdn=settings.model_dump())
@@ -51,7 +51,6 @@ def resolve(index: str, config: Config, say: Say = lambda text: None) -> tuple[s
 def pull(
     settings: KdnConfig,
     folder: Path | None = None,
-    say: Say = lambda text: None,
     namespace: str | None = None,
 ) -> Path:
     """Bring a collection's index into a folder, by default one of the user's cache -> that folder.
@@ -67,14 +66,14 @@ def pull(
         collection = Collection.from_json(client.get(client.path(), MOST_DESCRIPTION))
         _check_namespace(collection, namespace)
         if not _is_there(folder, collection.files.get(MANIFEST)):
-            say(f"Fetching the index of {collection.name!r} from {settings.server}")
+            log.info("Fetching the index of %r from %s", collection.name, settings.server)
             _write(folder, {name: _file(client, name, blob) for name, blob in collection.files.items()})
     except (OSError, http.client.HTTPException, Unfit, NotThere, WrongReply, ValueError) as error:
         why = peer.explained(error)
         trouble = why if isinstance(why, Exception) else StoreUnavailable(f"{settings.server} {why}")
         if manifest_digest(folder) is None or isinstance(error, NotThere):
             raise trouble from None
-        say(f"{trouble}; using the last fetched index of {settings.collection!r}")
+        log.warning("%s; using the last fetched index of %r", trouble, settings.collection)
     finally:
         if client:
             client.cut()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,9 +23,11 @@ from blendserve.models.model import DecoderModel
 from blendserve.models.random_model import Folded, random_model
 from blendserve.models.reference import TextTower
 from blendserve.models.shapes import RANDOM, shape_config
-from blendserve.models.sources import BUNDLED, Say, bundled_folder, first_line, quiet, source_of
+from blendserve.models.sources import BUNDLED, bundled_folder, first_line, quiet, source_of
 from blendserve.models.tokenizer import Tokenizer, agree
 from blendserve.threads import limit_torch
+
+log = logging.getLogger(__name__)
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 # What changes from machine to machine without changing a single KV value.
@@ -49,21 +52,21 @@ class Reader:
     end_tokens: frozenset[int]  # any of these ends an answer
 
 
-def load_reader(config: ReaderConfig, say: Say = lambda _: None) -> Reader:
-    """Load a model; `say` is told what takes long. Raises ModelError, ModelUnsupported, ConfigError."""
+def load_reader(config: ReaderConfig) -> Reader:
+    """Load a model. Raises ModelError, ModelUnsupported, ConfigError."""
     limit_torch(config.threads)
-    reader = _load(config, say)
+    reader = _load(config)
     if config.decode_weights == "int8":
         decode_in_int8(reader.adapter)
     return reader
 
 
-def _load(config: ReaderConfig, say: Say) -> Reader:
+def _load(config: ReaderConfig) -> Reader:
     device = _device(config.device)
     dtype = _dtype(config.dtype, device)
     if config.model.startswith(RANDOM):
-        return _random_reader(config.model, dtype, device, say)
-    source = source_of(config.model, say)
+        return _random_reader(config.model, dtype, device)
+    source = source_of(config.model)
     keeps = device.type == "cpu" and Path(source).is_dir()
     if keeps and (reader := _from_start(source, config.model, dtype)):
         return reader
@@ -102,22 +105,22 @@ def _from_start(source: str, name: str, dtype: torch.dtype) -> Reader | None:
     return Reader(name, made, start.tokenizer, digest, start.end_tokens)
 
 
-def read_configuration(config: ReaderConfig, say: Say = lambda _: None) -> tuple[Any, torch.dtype]:
+def read_configuration(config: ReaderConfig) -> tuple[Any, torch.dtype]:
     """A reader's Hugging Face configuration and the dtype it would run in, weights unread. Raises as `load_reader`."""
     dtype = _dtype(config.dtype, _device(config.device))
     if config.model.startswith(RANDOM):
         return shape_config(config.model.removeprefix(RANDOM)), dtype
-    source = source_of(config.model, say)
+    source = source_of(config.model)
     with quiet(), _explaining(source, config.model):
         return _supported_config(source).get_text_config(), dtype
 
 
-def load_tokenizer(config: ReaderConfig, say: Say = lambda _: None) -> Any:
+def load_tokenizer(config: ReaderConfig) -> Any:
     """A reader's tokenizer, weights unread. Raises as `load_reader`."""
     if config.model.startswith(RANDOM):
         shape = config.model.removeprefix(RANDOM)
-        return _tokenizer_of_shape(Path(shape), shape_config(shape).vocab_size, say)
-    source = source_of(config.model, say)
+        return _tokenizer_of_shape(Path(shape), shape_config(shape).vocab_size)
+    source = source_of(config.model)
     with quiet(), _explaining(source, config.model):
         return _tokenizer(source)
 
@@ -133,12 +136,12 @@ def _tokenizer(source: str | Path) -> Any:
     return ours if agree(ours, own) else own
 
 
-def _random_reader(name: str, dtype: torch.dtype, device: torch.device, say: Say) -> Reader:
+def _random_reader(name: str, dtype: torch.dtype, device: torch.device) -> Reader:
     """A shape's reader: random weights, and the bundled reader's tokenizer where the shape's folder has none."""
     shape = name.removeprefix(RANDOM)
     config = shape_config(shape)
-    tokenizer = _tokenizer_of_shape(Path(shape), config.vocab_size, say)
-    say(f"Making random weights in the shape of {shape}")
+    tokenizer = _tokenizer_of_shape(Path(shape), config.vocab_size)
+    log.info("Making random weights in the shape of %s", shape)
     try:
         with quiet():
             model = random_model(config, dtype, device=device)
@@ -152,9 +155,9 @@ def _random_reader(name: str, dtype: torch.dtype, device: torch.device, say: Say
     return Reader(name, DecoderModel.of(model), tokenizer, digest.hexdigest(), end_tokens(model, tokenizer))
 
 
-def _tokenizer_of_shape(folder: Path, vocab_size: int, say: Say) -> Any:
+def _tokenizer_of_shape(folder: Path, vocab_size: int) -> Any:
     has_own = (folder / "tokenizer_config.json").is_file()
-    tokenizer = _tokenizer(folder if has_own else bundled_folder(next(iter(BUNDLED)), say))
+    tokenizer = _tokenizer(folder if has_own else bundled_folder(next(iter(BUNDLED))))
     return tokenizer if len(tokenizer) <= vocab_size else Folded(tokenizer, vocab_size)
 
 

@@ -11,7 +11,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,8 +27,6 @@ from blendserve.models.gguf_folder import Converted, write_folder
 from blendserve.paths import cache_folder
 
 log = logging.getLogger(__name__)
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +55,14 @@ BUNDLED = {
 }
 
 
-def source_of(name: str, say: Say) -> str:
+def source_of(name: str) -> str:
     """A folder or a hub id, after converting what is a GGUF file."""
     if name in BUNDLED:
-        return str(bundled_folder(name, say))
-    return str(gguf_folder(Path(name), say)) if name.lower().endswith(".gguf") else name
+        return str(bundled_folder(name))
+    return str(gguf_folder(Path(name))) if name.lower().endswith(".gguf") else name
 
 
-def bundled_folder(name: str, say: Say = lambda _: None) -> Path:
+def bundled_folder(name: str) -> Path:
     """The converted model, converting it first if need be. Safe against a kill and a second process."""
     bundled = BUNDLED[name]
     target = cache_folder() / "readers" / name
@@ -76,7 +74,7 @@ def bundled_folder(name: str, say: Say = lambda _: None) -> Path:
         raise ModelError(
             f"the bundled model {name!r} is not installed: run {bundled.install}", setting="reader.model"
         )
-    say(f"Converting the bundled model {name} (once) into {target}")
+    log.info("Converting the bundled model %s (once) into %s", name, target)
     with tempfile.TemporaryDirectory() as scratch:
         file = Path(scratch) / bundled.gguf
         with file.open("wb") as whole:
@@ -87,7 +85,7 @@ def bundled_folder(name: str, say: Say = lambda _: None) -> Path:
         return _converted(file, target)
 
 
-def gguf_folder(file: Path, say: Say = lambda _: None) -> Path:
+def gguf_folder(file: Path) -> Path:
     """The model folder of a user's GGUF file, by its content; converted first if need be."""
     if not file.is_file():
         raise ModelError(
@@ -97,7 +95,7 @@ def gguf_folder(file: Path, say: Say = lambda _: None) -> Path:
     target = cache_folder() / "readers" / f"gguf-{digest[:24]}"
     if (target / "config.json").exists():
         return target
-    say(f"Converting {file} (once) into {target}")
+    log.info("Converting %s (once) into %s", file, target)
     return _converted(file, target)
 
 

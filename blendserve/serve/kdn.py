@@ -345,12 +345,12 @@ def make_app(service: DeliveryService) -> FastAPI:
     return app_behind(service, life, [router, operations])
 
 
-def serve(settings: Config, say: Callable[[str], None]) -> None:
+def serve(settings: Config) -> None:
     """Deliver the collections of a store until told to stop. Raises ConfigError, StoreError."""
     check_binding(settings.deliver)
     with open_store(settings.store, None, persistent=True) as store:
         service = DeliveryService(store, settings.deliver)
         try:
-            HttpServer(make_app(service), settings.deliver, say, lambda: None).run()
+            HttpServer(make_app(service), settings.deliver, lambda: None).run()
         finally:
             service.close()  # a forced end skips the application's own

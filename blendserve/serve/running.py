@@ -6,6 +6,7 @@ then the store is closed and the process exits with 0. A second Ctrl-C does not 
 
 from __future__ import annotations
 
+import logging
 import math
 import signal
 import sys
@@ -16,8 +17,9 @@ from types import FrameType
 import uvicorn
 from fastapi import FastAPI
 
+from blendserve import console
 from blendserve.config import Config, HttpConfig, ServeConfig, check_binding
-from blendserve.engine.engine import Engine, Say, made_for
+from blendserve.engine.engine import Engine, made_for
 from blendserve.engine.library import Library
 from blendserve.engine.prompt import PromptBuilder
 from blendserve.kdn.pull import resolve
@@ -31,6 +33,8 @@ from blendserve.serve.app import make_app, make_cluster_app
 from blendserve.serve.routed import RemoteReader, RoutedService
 from blendserve.serve.service import Service
 
+log = logging.getLogger(__name__)
+
 # A pass gives the GIL back and wants it again hundreds of times; beside a thread that parses, it waits so long each time.
 SWITCH_S = 5e-4
 
@@ -38,51 +42,53 @@ SWITCH_S = 5e-4
 KEEP_ALIVE_S = 75
 
 
-def serve(settings: Config, indexes: Sequence[str], say: Say) -> None:
+def serve(settings: Config, indexes: Sequence[str]) -> None:
     """Open the indexes, serve until told to stop. Raises ConfigError, IndexMissing, ModelError, StoreError."""
     check_binding(settings.serve)
-    first, config = resolve(indexes[0], settings.without_keys(), say)
-    folders = [first, *(resolve(index, config, say)[0] for index in indexes[1:])]
-    with Engine.open(first, config, say) as engine:
+    first, config = resolve(indexes[0], settings.without_keys())
+    folders = [first, *(resolve(index, config)[0] for index in indexes[1:])]
+    with Engine.open(first, config) as engine:
         assert engine.index is not None
         library = Library.open(engine.index, folders, engine.prompts)
-        run(engine, library, settings.serve, say)
+        run(engine, library, settings.serve)
 
 
 def serve_cluster(
-    settings: Config, indexes: Sequence[str], replicas: ReplicaCount, address: str | None, say: Say
+    settings: Config, indexes: Sequence[str], replicas: ReplicaCount, address: str | None
 ) -> None:
     """The same with replicas of the engine on a Ray cluster, which is joined or started (ray/cluster.py).
 
     Raises ClusterUnavailable, too.
     """
     check_binding(settings.serve)
-    first, config = resolve(indexes[0], settings.without_keys(), say)
-    folders = [first, *(resolve(index, config, say)[0] for index in indexes[1:])]
+    first, config = resolve(indexes[0], settings.without_keys())
+    folders = [first, *(resolve(index, config)[0] for index in indexes[1:])]
     folder = index_folder(first)
     read_manifest(folder)  # before anything heavy is started
     opener = partial(Engine.open, worker_config(config, folder))
-    say(f"Starting replicas: {replicas}")
+    log.info("Starting replicas: %s", replicas)
     with (
         cluster(address, replicas.most) as share,
         Replicas(opener, settings.serve.batching, replicas, share) as group,
     ):
         facts = group.facts()
-        reader = RemoteReader(facts, load_tokenizer(config.reader, say))
+        reader = RemoteReader(facts, load_tokenizer(config.reader))
         prompts = PromptBuilder(reader.tokenizer, config.prompt)
         embedder = Embedder.load(config.retrieve.embedder)
         made = made_for(facts.name, facts.dtype, facts.fingerprint, prompts)
         library = Library.open(VectorIndex.open(folder, embedder, **made), folders, prompts)
         service = RoutedService(config, library, settings.serve, reader, prompts, group)
-        HttpServer(make_cluster_app(service), settings.serve, say, service.drain).run()
+        HttpServer(make_cluster_app(service), settings.serve, service.drain).run()
 
 
-def run(engine: Engine, library: Library, serve: ServeConfig, say: Say) -> None:
+def run(
+    engine: Engine, library: Library, serve: ServeConfig, announce: Callable[[str], None] = console.note
+) -> None:
     """Serve an open engine until told to stop."""
     service = Service(engine, library, serve)
     sys.setswitchinterval(SWITCH_S)
     try:
-        HttpServer(make_app(service), serve, say, service.drain).run()
+        HttpServer(make_app(service), serve, service.drain, announce).run()
     finally:
         service.close()  # a forced end skips the application's own
 
@@ -90,8 +96,14 @@ def run(engine: Engine, library: Library, serve: ServeConfig, say: Say) -> None:
 class HttpServer(uvicorn.Server):
     """uvicorn, ending with 0 on SIGTERM: it would raise the signal again."""
 
-    def __init__(self, app: FastAPI, http: HttpConfig, say: Say, stopping: Callable[[], None]) -> None:
-        """stopping: called when it is told to stop."""
+    def __init__(
+        self,
+        app: FastAPI,
+        http: HttpConfig,
+        stopping: Callable[[], None],
+        announce: Callable[[str], None] = console.note,
+    ) -> None:
+        """stopping: called on SIGTERM. announce: gets the line `Listening on URL`."""
         logs.to_stderr()
         super().__init__(
             uvicorn.Config(
@@ -107,13 +119,13 @@ class HttpServer(uvicorn.Server):
                 timeout_graceful_shutdown=math.ceil(http.drain_s),
             )
         )
-        self._say, self._stopping = say, stopping
+        self._announce, self._stopping = announce, stopping
 
     async def startup(self, sockets: list[object] | None = None) -> None:  # type: ignore[override]
         await super().startup(None)
         if self.started:
             host, port = self.servers[0].sockets[0].getsockname()[:2]
-            self._say(f"Listening on http://{host}:{port}")
+            self._announce(f"Listening on http://{host}:{port}")
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self._stopping()

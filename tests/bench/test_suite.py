@@ -51,7 +51,7 @@ def test_a_suite_goes_on_after_a_failure_resumes_and_judges(tiny: str, tmp_path:
     assert again.json()["one"] == "done"
     verdicts = [verdict for _, verdict in Suite.read(file).verdicts(tmp_path / "out")]
     assert [verdict.met for verdict in verdicts if verdict] == [True, False]
-    late = run_suite(Suite.read(file), tmp_path / "late", minutes=0, say=lambda text: None)
+    late = run_suite(Suite.read(file), tmp_path / "late", minutes=0)
     assert set(late.values()) == {"skipped"}
     assert [v for _, v in Suite.read(file).verdicts(tmp_path / "late")] == [None, None]
 
@@ -61,7 +61,7 @@ def test_the_gpu_suite_runs_dry(file: str, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(ttft, "measure_rates", lambda *_: Rates(1e9, 1e9))
     suite = Suite.read(ROOT / file)
     few = suite.model_copy(update={"runs": {n: suite.runs[n] for n in ("ttft_host", "decode", "kernels")}})
-    assert set(run_suite(few, tmp_path, 5, dry_run=True, say=lambda text: None).values()) == {"done"}
+    assert set(run_suite(few, tmp_path, 5, dry_run=True).values()) == {"done"}
     assert not list(tmp_path.iterdir())
 
 

@@ -60,6 +60,12 @@ def test_shards_merge_into_one_store(index: Path, tmp_path: Path) -> None:
     assert cli("precompute", index, "-c", merged, "--json").json()["computed"] == 0
 
 
+def test_quiet_prints_results_alone(index: Path) -> None:
+    for level, logs in (("--verbose", True), ("--quiet", False)):
+        done = cli(level, "precompute", index)
+        assert (done.code, done.out.count("\n"), bool(done.err.strip())) == (0, 1, logs)
+
+
 def test_doctor_reports_every_check() -> None:
     done = cli("doctor", "--json")
     report = done.json()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import subprocess
 from pathlib import Path
@@ -121,14 +122,18 @@ def test_over_tls_a_service_needs_a_certificate_of_a_known_authority(made: Made,
 
 
 def test_settings_and_indexes_lead_to_the_service(
-    service: Service, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    service: Service,
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """An index is fetched whole, and not twice."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    said: list[str] = []
+    caplog.set_level(logging.INFO, "blendserve.kdn.pull")
     for _ in range(2):
-        where, config = resolve(f"kdn:{service.url}/{NAME}", CONFIG, said.append)
-        assert len(said) == 1
+        where, config = resolve(f"kdn:{service.url}/{NAME}", CONFIG)
+        assert len([r for r in caplog.records if r.name == "blendserve.kdn.pull"]) == 1
     assert read_index(Path(where))[:2] == read_index(folder / NAME)[:2]
     remote = config.store.tiers.remote
     assert remote is not None
@@ -141,16 +146,17 @@ def test_settings_and_indexes_lead_to_the_service(
         assert answered(store).report.chunks_hit == 4
 
 
-def test_a_fetched_index_is_used_while_the_service_is_away(made: Made, tmp_path: Path) -> None:
-    said: list[str] = []
+def test_a_fetched_index_is_used_while_the_service_is_away(
+    made: Made, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with Service(made[0]) as running:
         options = settings(running.url)
         pull(options, tmp_path / "index")
         with pytest.raises(InputError) as error:
             pull(options, tmp_path / "other", namespace="another")
         assert error.value.setting == "store.namespace"
-    assert pull(options, tmp_path / "index", said.append) == tmp_path / "index"
-    assert len(said) == 1
+    assert pull(options, tmp_path / "index") == tmp_path / "index"
+    assert [r.levelname for r in caplog.records if r.name == "blendserve.kdn.pull"][-1:] == ["WARNING"]
     with pytest.raises(StoreUnavailable):
         pull(options, tmp_path / "none")
 

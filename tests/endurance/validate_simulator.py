@@ -69,7 +69,7 @@ class ValidationConfig(Section):
 def validate(config: ValidationConfig) -> Figures:
     """Every run, measured and simulated. Raises InputError."""
     with processes(config) as nodes:
-        console.say("Measuring one process")
+        console.note("Measuring one process")
         constants = nodes[0].call(["measure"])
         base = simulated(config, constants, nodes[0].about)
         for store, with_chunks in (("full", True), ("empty", False)):
@@ -78,7 +78,7 @@ def validate(config: ValidationConfig) -> Figures:
         runs: list[Figures] = []
         before = slowdown(nodes, config, constants["hot"])
         for store, routing in RUNS:
-            console.say(f"{config.requests} requests, {store}, {routing}")
+            console.note(f"{config.requests} requests, {store}, {routing}")
             chosen = settings_of(config, slowed(base, before), store)
             blocks = list(workload.requests(chosen, config.nodes))
             open_all(nodes, "empty" if store == "empty" else "full")

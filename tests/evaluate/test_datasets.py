@@ -360,8 +360,8 @@ def test_open_retrieves_and_reports_recall(tmp_path: Path) -> None:
 
 
 def test_a_task_asks_in_its_own_words_unless_the_user_has_others() -> None:
-    ours = with_task_prompt(settings_from(), tasks.LONGBENCH["samsum"], print)
+    ours = with_task_prompt(settings_from(), tasks.LONGBENCH["samsum"])
     assert ours.prompt.instruction == tasks.LONGBENCH["samsum"].prompt.instruction
     theirs = changed(settings_from(), prompt={"instruction": "Read."})
-    assert with_task_prompt(theirs, tasks.LONGBENCH["triviaqa"], print) == theirs
-    assert with_task_prompt(settings_from(), tasks.QUESTIONS, print) == settings_from()
+    assert with_task_prompt(theirs, tasks.LONGBENCH["triviaqa"]) == theirs
+    assert with_task_prompt(settings_from(), tasks.QUESTIONS) == settings_from()

@@ -161,7 +161,7 @@ def test_a_run_that_cannot_compare_is_refused(tmp_path: Path, monkeypatch: pytes
     engine.__dict__["gate"] = Failing()
     monkeypatch.setattr(Engine, "open", lambda *_, **__: engine)
     with pytest.raises(ModelUnsupported):
-        open_engine(EvaluateConfig(), load(dataset), CONFIG, tmp_path, print)
+        open_engine(EvaluateConfig(), load(dataset), CONFIG, tmp_path)
 
 
 def test_a_question_that_does_not_fit_is_left_out(tmp_path: Path) -> None:
@@ -281,7 +281,7 @@ def test_perplexity_is_that_of_the_models_own_forward(tmp_path: Path, small: Non
 def test_several_data_sets_make_one_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(Engine, "open", lambda settings, say: tiny_engine(config=settings))
+    monkeypatch.setattr(Engine, "open", lambda settings: tiny_engine(config=settings))
     files = [str(tmp_path / "book.txt"), str(tmp_path / "broken.json")]
     Path(files[0]).write_text(text_of(75))
     Path(files[1]).write_text("[")

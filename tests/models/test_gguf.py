@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import subprocess
 import sys
 from contextlib import suppress
@@ -145,8 +146,8 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own_cache(tmp_path / "cache", monkeypatch)
 
 
-def load(model: Path | str, dtype: str = "float32", say: Any = lambda _: None) -> Reader:
-    return load_reader(ReaderConfig(model=str(model), dtype=dtype, device="cpu"), say)
+def load(model: Path | str, dtype: str = "float32") -> Reader:
+    return load_reader(ReaderConfig(model=str(model), dtype=dtype, device="cpu"))
 
 
 @pytest.mark.nightly  # twenty seconds; each part of a conversion is compared below
@@ -173,17 +174,20 @@ def test_a_small_llama_is_converted_as_transformers_converts_it(kind: str, tmp_p
     check_equal(ours(file, tmp_path / "ours"), theirs(file, tmp_path / "theirs"))
 
 
-def test_a_user_s_file_is_converted_once_and_known_by_its_content(tmp_path: Path) -> None:
-    file, told = write_tiny(tmp_path / "mine.gguf"), list[str]()
-    first = load(file, say=told.append)
+def test_a_user_s_file_is_converted_once_and_known_by_its_content(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "blendserve.models.sources")
+    file = write_tiny(tmp_path / "mine.gguf")
+    first = load(file)
     assert first.name == str(file)
-    assert len(told) == 1
+    assert len(caplog.records) == 1
     file.rename(tmp_path / "moved.GGUF")
-    assert load(tmp_path / "moved.GGUF", say=told.append).fingerprint == first.fingerprint
-    assert len(told) == 1
+    assert load(tmp_path / "moved.GGUF").fingerprint == first.fingerprint
+    assert len(caplog.records) == 1
     write_tiny(file, untied=True)
-    assert load(file, say=told.append).fingerprint != first.fingerprint
-    assert len(told) == 2
+    assert load(file).fingerprint != first.fingerprint
+    assert len(caplog.records) == 2
 
 
 def test_another_architecture_is_converted_by_transformers(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from blendserve.config import ReaderConfig
 from blendserve.models import loader
 from blendserve.models.loader import DTYPES, Reader, fingerprint
 from blendserve.models.model import DecoderModel
-from blendserve.models.sources import BUNDLED, Say
+from blendserve.models.sources import BUNDLED
 from blendserve.models.toy import toy_reader
 
 load_reader = loader.load_reader
@@ -58,8 +58,8 @@ def stand_in(put: Callable[[str, object], None]) -> None:
         put(f"{module}.load_reader", _load)
 
 
-def _load(config: ReaderConfig, say: Say = lambda _: None) -> Reader:
-    return _toy(config.model, config.dtype) if config.model in BUNDLED else load_reader(config, say)
+def _load(config: ReaderConfig) -> Reader:
+    return _toy(config.model, config.dtype) if config.model in BUNDLED else load_reader(config)
 
 
 @cache
