@@ -60,12 +60,12 @@ def groups(config: EmbeddingConfig, log: SampleLog) -> Iterator[Group]:
     rounds = [passages[n :: config.repeats] for n in range(config.repeats)]
     vectors: dict[str, Vectors] = {name: ([], []) for name in embedders}
     for embedder in embedders.values():
-        embedder.embed_passages(passages[:WARM_UP])
+        _embed(embedder, passages[:WARM_UP])
 
     def run(name: str) -> Metrics:
         part = rounds[len(vectors[name][0])]
         wall, cpu = time.perf_counter(), time.process_time()
-        found, windows = embedders[name].embed_passages(part)
+        found, windows = _embed(embedders[name], part)
         elapsed, used = time.perf_counter() - wall, time.process_time() - cpu
         vectors[name][0].append(found)
         vectors[name][1].extend(windows)
@@ -99,13 +99,20 @@ def _texts(config: EmbeddingConfig, embedder: Embedder) -> tuple[Sequence[Exampl
 
     room, wanted = config.passage_tokens, config.passages * config.repeats
     documents = language_reference(sorted(topics), ALL)
-    parts = (split(d, room, lambda p: embedder.count_tokens(f"{p.title}\n{p.text}")) for d in documents)
+    encode = partial(embedder.encoder.tokenizer.encode, add_special_tokens=False)
+    parts = (split(d, room, lambda p: len(encode(f"{p.title}\n{p.text}").ids)) for d in documents)
     passages = [passage for part in parts for passage in part]
     if len(passages) < wanted:
         raise InputError(
             f"the language reference has {len(passages):,} passages of {room} tokens, not {wanted:,}"
         )
     return (), passages[:wanted]
+
+
+def _embed(embedder: Embedder, passages: Sequence[Passage]) -> tuple[np.ndarray, list[int]]:
+    """Vectors [windows, E] of the passages, and the number of windows of each."""
+    windows = embedder.cut(passages)
+    return embedder.encode([w for of_passage in windows for w in of_passage]), list(map(len, windows))
 
 
 def _nearest(questions: np.ndarray, vectors: Vectors, top_k: int) -> np.ndarray:

@@ -27,10 +27,10 @@ from blendserve.models.loader import fast_dtype
 from blendserve.retrieve.encoder import Window
 
 BATCH_TOKENS_PER_THREAD = 1024  # enough for a matmul, and activations stay in the caches
-FEW_ROWS, ROW_STEP, FEW_ROWS_STEP = (
-    64,
+FEW_ROWS, FEW_ROWS_STEP, ROW_STEP = (
     64,
     16,
+    64,
 )  # rows are padded to a multiple: oneDNN prepares each new size for ms
 
 WEIGHTS = "model.safetensors"

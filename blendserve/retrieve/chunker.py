@@ -1,7 +1,7 @@
-"""Documents -> passages of at most N reader tokens, each of which becomes one chunk.
+"""Splits documents into passages of at most N reader tokens; each becomes one chunk.
 
-A passage ends at the coarsest kind of end that leaves it well filled: a paragraph's, else a sentence's, a
-line's, a word's, else between two characters. Only white space at the cuts disappears.
+A passage ends at the coarsest boundary that leaves it well filled: of a paragraph, else of a sentence, a line, a word,
+else between two characters. Only white space at the cuts is dropped.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from blendserve.core import Document, Passage
 from blendserve.errors import ConfigError
 from blendserve.retrieve.documents import document_id
 
-Count = Callable[[Passage], int]
-"""Reader tokens of a passage as it stands in the prompt: title line and separators included."""
+Count = Callable[
+    [Passage], int
+]  # reader tokens of a passage in the prompt, title line and separators included
 
-# Where a passage may end, from the coarsest kind, each with the filling that makes it good enough. An
-# end lies before the white space, so that a code block's indentation stays with the code.
+# Boundaries, from the coarsest kind, each with the share of the room that a passage ending there must fill. A boundary
+# lies before the white space, so that a code block's indentation stays with the code.
 _ENDS: tuple[tuple[str, float], ...] = (
     (r"(?=\n[^\S\n]*\n)", 0.8),  # paragraphs
     (
@@ -35,15 +36,15 @@ _CHARACTERS_PER_TOKEN = 4.0  # a first guess, corrected by every passage
 def split(document: Document, max_tokens: int, count: Count) -> list[Passage]:
     """The document's passages in order, `count(passage) <= max_tokens` for each; ids are "<doc id>:<n>".
 
-    `count` need not be additive: every passage handed out has been counted as it is. It runs about eight
-    times a passage, on texts of a passage's length (once on an empty one): linear in the document.
-    Raises ConfigError when the title and separators leave no room for text.
+    `count` need not be additive: every returned passage has been counted as it is. It runs about eight times a passage,
+    on texts of a passage's length (once on an empty one): linear in the document. Raises ConfigError when the title and
+    separators leave no room for text.
     """
     return _Splitter(document, max_tokens, count).run()
 
 
 class _Splitter:
-    """One document's way through `split`."""
+    """Splits one document."""
 
     def __init__(self, document: Document, max_tokens: int, count: Count) -> None:
         self.document, self.max_tokens, self.count = document, max_tokens, count
@@ -69,7 +70,7 @@ class _Splitter:
         return passages
 
     def _end(self, start: int) -> int:
-        """Where the passage that begins at `start` ends."""
+        """The end of the passage that begins at `start`."""
 
         def tokens(end: int) -> int:
             return self.count(self._passage(self.text[start:end].rstrip(), 0))
@@ -86,7 +87,7 @@ class _Splitter:
         raise self._no_room()
 
     def _horizon(self, start: int, tokens: Callable[[int], int]) -> int:
-        """A place up to which the text does not fit, not much too far; behind the text if all fits."""
+        """An end up to which the text does not fit, not much too far; beyond the text if all of it fits."""
         reach = 2 + int(1.1 * self.density * self.room)
         while tokens(start + reach) <= self.max_tokens:
             if start + reach >= len(self.text):
@@ -97,15 +98,15 @@ class _Splitter:
     def _furthest(self, ends: Sequence[int], start: int, horizon: int, tokens: Callable[[int], int]) -> int:
         """The last of the ends inside (start, horizon) up to which the text fits, or `start`.
 
-        Takes the token count as growing with the text. Where BPE breaks that by a token, the passage is a
-        little shorter than it could be, never too long: the end that bisection returns has been counted.
+        Assumes that the token count grows with the text. Where BPE breaks that by a token, the passage is a little
+        shorter than it could be, never too long: bisection has counted the end that it returns.
         """
         first, last = bisect_right(ends, start), bisect_left(ends, horizon)
         behind = bisect_right(ends, self.max_tokens, first, max(first, last), key=tokens)
         return ends[behind - 1] if behind > first else start
 
     def _skip_space(self, start: int) -> int:
-        """Behind the white space at `start`, but before the indentation of the first line with text."""
+        """The position after the white space at `start`, but before the indentation of the first line with text."""
         space = _SPACE.match(self.text, start)
         return space.end() if space else start
 

@@ -1,4 +1,4 @@
-"""The demo's corpus: a part of the Python language reference, real text that every Python carries."""
+"""The demo's corpus: a part of the Python language reference, which every Python installation has."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from blendserve.core import Document
 
-# In order of importance: what does not fit the limit falls away from the end.
+# In order of importance: topics that exceed the limit are left out, from the end.
 DEMO_TOPICS = (
     "with", "try", "for", "while", "if", "function", "class", "import", "raise", "assert", "lambda",
     "global", "nonlocal", "del", "yield", "return", "break", "continue", "pass", "context-managers",
@@ -23,7 +23,7 @@ _INDENT = re.compile(r" *(?:(?:\*|\d+\.|\[\d+\]) +)?")  # with a list marker
 def language_reference(topics: Sequence[str] = DEMO_TOPICS, limit: int = DEMO_CHARACTERS) -> list[Document]:
     """Topics of `pydoc_data` as documents, at most `limit` characters together.
 
-    Topics that this Python does not have, or that no longer fit, are passed over.
+    Topics that this Python does not have, or that exceed the limit, are skipped.
     """
     from pydoc_data.topics import topics as texts  # start-up: half a megabyte
 
@@ -46,8 +46,8 @@ def _document(topic: str, text: str) -> Document:
 def unwrap(text: str, width: int = _WRAPPED_AT) -> str:
     """Undo hard wrapping: a line break inside a paragraph goes, one in code, tables or grammar stays.
 
-    A break was made by wrapping when the next line's first word would not have fitted, and both lines start
-    at the same column (a list marker counts as indentation).
+    Wrapping made a break if the next line's first word would not have fitted, and both lines start at the same column (a
+    list marker counts as indentation).
     """
     lines = text.split("\n")
     out = lines[:1]
@@ -68,6 +68,6 @@ def _was_wrapped(line: str, after: str, width: int) -> bool:
 
 
 def _column(line: str) -> int:
-    """Where the line's own text starts, behind indentation and list marker."""
+    """The start of the line's text, after indentation and list marker."""
     match = _INDENT.match(line)
     return match.end() if match else 0

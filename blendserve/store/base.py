@@ -1,7 +1,7 @@
-"""The store's contract: chunk records in, whole or not at all; records out of a consistent view.
+"""The contract of a store: puts are atomic, snapshots are consistent.
 
-Callers encode and decode (view.py). A record that a snapshot gave may alias the store's memory, so it is valid only
-inside `with store.snapshot() as snapshot`. Threads may share a snapshot.
+Callers encode and decode (view.py). A record from a snapshot may alias the store's memory, so it is valid only inside
+`with store.snapshot() as snapshot`. Threads may share a snapshot.
 """
 
 from __future__ import annotations
@@ -26,16 +26,14 @@ from blendserve.store.record import ChunkRecord, Header
 from blendserve.store.request_reads import LOCAL, RequestReads
 
 AnyStore = TypeVar("AnyStore", bound="KVStore")
-Progress: TypeAlias = "Callable[[int, int], None]"  # (done, in all)
+Progress: TypeAlias = "Callable[[int, int], None]"  # (done, total)
 
 
 class Snapshot(Protocol):
-    """A view of the store in which a chunk never changes. A local store's is of the moment when it was opened; a server's
-    chunks are each as at some moment since.
-    """
+    """A view of the store in which a chunk never changes: as of the opening, or on a server as of a moment since."""
 
     def get(self, key: ChunkKey, count: bool = True) -> ChunkRecord | None:
-        """None when it is not there. A segment is checked when it is read. count: as a use.
+        """None for an absent chunk. A segment is checked when it is read. count: as a use.
 
         Raises CorruptRecord for a damaged header, StoreVersion for another format, StoreUnavailable.
         """
@@ -44,14 +42,14 @@ class Snapshot(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ChunkInfo:
-    """What is known of a stored chunk without reading its KV."""
+    """A stored chunk's metadata."""
 
     n_tokens: int
     n_bytes: int  # as stored
     raw_bytes: int  # of its keys and values, decoded
     pinned: bool
-    coding: Coding | None = None  # None where the store does not tell
-    token_ids: TokenIds = ()  # [C], or none where the store does not tell
+    coding: Coding | None = None  # None if the store does not know it
+    token_ids: TokenIds = ()  # [C], or none if the store does not know them
     tier: str = LOCAL  # where it would be read from
 
     @classmethod
@@ -62,71 +60,70 @@ class ChunkInfo:
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
-    """One of the caches in front of a store (fetch/copies.py), since it was opened."""
+    """One of the caches in front of a store (fetch/copies.py), since its opening."""
 
     name: str
     chunks: int
     bytes: int
     cap_bytes: int
-    hits: int  # look-ups of chunks that it had whole
+    hits: int  # look-ups of complete copies
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteStats:
-    """What this process read from and wrote to a store that it shares with other machines (layered.py)."""
+    """This process's reads from and writes to a store that is shared with other machines."""
 
     hits: int  # chunks
-    misses: int  # chunks that it did not have, or could not give
-    failures: int  # times that it could not be reached, read or written
+    misses: int  # chunks that were absent or could not be read
+    failures: int  # failed calls
     written: int  # chunks
-    dropped: int  # chunks that were not written, as too much waited to be
-    waiting_bytes: int  # that are still to be written, there or here
+    dropped: int  # chunks that were not written, as the write queue was full
+    waiting_bytes: int  # in the write queues
 
 
 @dataclass(frozen=True, slots=True)
 class StoreStats:
     """What `store stats` prints: of the whole store, or of one namespace as its tenant may see it.
 
-    A tenant sees its own chunks and look-ups alone. Evictions and refusals come from what all tenants do, and tables
-    belong to all.
+    A tenant sees only its own chunks and look-ups. Evictions and refusals depend on other tenants, and tables belong to
+    all.
     """
 
     kind: str
     path: str
     chunks: int
     tokens: int
-    bytes: int  # of all chunks, as stored: what the cap is compared with
+    bytes: int  # of all chunks, as stored: the cap limits these
     raw_bytes: int  # of their keys and values, decoded
     cap_bytes: int
     pins: int  # chunks that are never evicted
     hits: int  # look-ups since the store was made
     misses: int
-    undecodable: int  # of the misses, chunks that are there in a codec, or for tables, that are not here
-    corrupt: int  # records found damaged by look-ups
+    undecodable: int  # of the misses, stored chunks whose codec or tables are missing
+    corrupt: int  # damaged records that look-ups found
     evictions: int | None
     admissions_refused: int | None
-    tables: int | None  # of codecs, which all tenants share; beside the cap
+    tables: int | None  # of codecs, which all tenants share; the cap does not limit them
     tables_bytes: int | None
     tiers: tuple[TierStats, ...] = ()
     remote: RemoteStats | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Flat: the figures of a tier, and of a remote store, begin with its name."""
-        figures = asdict(self)
-        remote = figures.pop("remote") or {}
-        for tier in figures.pop("tiers"):
-            name = tier.pop("name")
-            figures |= {f"{name}_{what}": figure for what, figure in tier.items()}
-        return figures | {f"remote_{what}": figure for what, figure in remote.items()}
+        """Flat: the fields of a tier, and of the remote store, begin with its name."""
+        found = asdict(self)
+        parts = {tier.pop("name"): tier for tier in found.pop("tiers")} | {
+            "remote": found.pop("remote") or {}
+        }
+        return found | {f"{part}_{name}": x for part, fields in parts.items() for name, x in fields.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """What `store verify` prints: every chunk and every blob, read and checked."""
+    """What `store verify` prints."""
 
-    good: int
+    good: int  # chunks
     bad: tuple[tuple[str, str], ...]  # (key in hex, what is wrong)
-    bad_tables: tuple[tuple[str, str], ...] = ()  # (hash in hex, what is wrong)
+    bad_tables: tuple[tuple[str, str], ...] = ()  # (hash in hex, what is wrong) of damaged blobs
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -151,28 +148,28 @@ class KVStore(RequestReads):
 
     @abstractmethod
     def put(self, key: ChunkKey, record: ChunkRecord, pin: bool = False) -> bool:
-        """Store a chunk atomically, in place of what was there, and end this process's lease on it.
+        """Store a chunk atomically, replacing the one under the key, and end this process's lease on it.
 
         At the cap unpinned chunks are evicted. False: the admission policy prefers those, and nothing has changed. A
-        pinned chunk is always admitted and never evicted; put again, it stays pinned. The record's tables are the
-        caller's to store. Raises StoreFull, CorruptRecord.
+        pinned chunk is always admitted and never evicted; put again, it stays pinned. The caller stores the codec's
+        tables. Raises StoreFull, CorruptRecord.
         """
 
     @abstractmethod
     def delete(self, keys: Iterable[ChunkKey]) -> int:
-        """Remove chunks, pinned or not -> how many were there."""
+        """Remove chunks, pinned or not -> number of removed ones."""
 
     @abstractmethod
     def pin(self, keys: Iterable[ChunkKey], pinned: bool = True) -> int:
-        """Keep these chunks from being evicted, or no longer -> how many are there."""
+        """Protect chunks from eviction, or no longer -> number of stored ones."""
 
     @abstractmethod
     def contains(self, keys: Iterable[ChunkKey]) -> set[ChunkKey]:
-        """Those that are there: one transaction or round trip. Counts as no use, like `describe` and `keys`."""
+        """The stored ones, in one transaction or round trip. Counts as no use, like `describe` and `keys`."""
 
     @abstractmethod
     def describe(self, keys: Iterable[ChunkKey]) -> dict[ChunkKey, ChunkInfo]:
-        """Sizes, coding, token ids, pins of those that are there; damaged ones are left out."""
+        """Sizes, coding, token ids and pins of the stored ones; damaged ones are left out."""
 
     @abstractmethod
     def keys(self, namespace: str | None = None) -> Iterator[ChunkKey]:
@@ -180,19 +177,19 @@ class KVStore(RequestReads):
 
     @abstractmethod
     def admits(self, key: ChunkKey, n_bytes: int) -> bool:
-        """Whether an unpinned put of so many bytes would be stored now: ask before computing it."""
+        """Whether an unpinned put of `n_bytes` would be stored now: ask before computing the chunk."""
 
     @abstractmethod
     def lease(self, keys: Sequence[ChunkKey], seconds: float) -> set[ChunkKey]:
-        """Claim chunks for computing -> those granted to this process, until it puts or releases them or time is over.
+        """Claim chunks for computing -> the granted ones. A lease ends with the put, its release, or after `seconds`.
 
-        A chunk may be granted that is stored: look after leasing. All are granted where the store cannot be asked: a
-        chunk computed twice is better than one computed by nobody.
+        A stored chunk may be granted: look it up after leasing. All are granted if the store cannot be reached: computing
+        a chunk twice is better than not at all.
         """
 
     @abstractmethod
     def release(self, keys: Iterable[ChunkKey]) -> None:
-        """Give this process's leases back. Raises nothing: a lease that cannot be given back expires."""
+        """End this process's leases. Raises nothing: a lease that cannot be ended expires."""
 
     @abstractmethod
     def stats(self, namespace: str | None = None) -> StoreStats:
@@ -214,15 +211,15 @@ class KVStore(RequestReads):
 
 
 class StoreKind(Protocol):
-    """What a store's class brings for its line in `registry.STORES`."""
+    """A store's class, as `registry.STORES` needs it."""
 
-    persistent: bool  # what is stored outlives the process
-    needs_folder: bool  # it keeps files
+    persistent: bool  # chunks outlive the process
+    needs_folder: bool  # it writes files
 
     def from_config(
         self, config: PlaceConfig, path: Path | None, read_only: bool, policies: Policies
     ) -> KVStore:
-        """A classmethod: open the store. path: where its files are; never None for a kind that needs a folder.
+        """A classmethod: open the store. path: folder of its files; never None for a kind that needs a folder.
 
         Raises StoreUnavailable, StoreVersion.
         """
@@ -246,7 +243,7 @@ def make_stats(
     namespace: str | None,
     blobs: Sequence[BlobInfo],
 ) -> StoreStats:
-    """Statistics from the sums over chunks, the counters of usage.py, and what blobs there are."""
+    """Statistics from the sums over chunks, the counters of usage.py, and the blobs."""
     whole = namespace is None
     return StoreStats(
         kind=store.kind,
@@ -271,7 +268,7 @@ def make_stats(
 def store_full(store: str, stored: int, more: int, cap_bytes: int) -> StoreFull:
     """The error of a chunk that does not fit under the cap."""
     return StoreFull(
-        f"{store} is at its cap: {stored:,} bytes and {more:,} more exceed {cap_bytes:,}, and what is there may not be "
-        "evicted. Raise store.cap_gb, or unpin or delete chunks",
+        f"{store} is at its cap: {stored:,} bytes and {more:,} more exceed {cap_bytes:,}, and the stored chunks may not "
+        "be evicted. Raise store.cap_gb, or unpin or delete chunks",
         setting="store.cap_gb",
     )

@@ -4,7 +4,7 @@
     description   hash                   -> created 8 | bytes 8 | kind 8 | owner, UTF-8
 
 The hash is the checksum. A kind and owner may have many blobs, as old chunks need old tables; new chunks use the newest,
-the current one. Blobs belong to no namespace, so tables are to be fitted on text whose statistics every tenant may see.
+the current one. Blobs belong to no namespace, so fit tables on text whose statistics every tenant may see.
 """
 
 from __future__ import annotations
@@ -27,12 +27,10 @@ class BlobInfo:
     """A blob's description."""
 
     hash: bytes
-    kind: str  # a codec's name, or another user's of blobs
+    kind: str  # a codec's name, or that of another use
     owner: str  # the fingerprint of the model that it is for, or a collection's name
     n_bytes: int
-    created: (
-        int  # nanoseconds since 1970; 0 = copied from another store: current only where there are no others
-    )
+    created: int  # nanoseconds since 1970; 0 = copied from another store, current only if there are no others
 
     def to_bytes(self) -> bytes:
         return _DESCRIPTION.pack(self.created, self.n_bytes, self.kind.encode()) + self.owner.encode()
@@ -51,41 +49,66 @@ class BlobStore(ABC):
 
     @abstractmethod
     def put(self, kind: str, owner: str, raw: bytes, current: bool = True) -> bytes:
-        """Keep a blob -> its hash. current: False for a copy from another store. Raises StoreFull."""
+        """Store a blob -> its hash. current: False for a copy from another store. Raises StoreFull."""
 
     @abstractmethod
     def get(self, hash: bytes) -> bytes | None:
-        """None where it is not here. Raises CorruptBlob."""
+        """None for an absent blob. Raises CorruptBlob."""
 
     @abstractmethod
     def list(self) -> Sequence[BlobInfo]:
-        """All descriptions, by hash. A damaged one is left out; its blob can still be read."""
+        """All descriptions, in order of hashes. A damaged one is left out; its blob can still be read."""
 
     @abstractmethod
     def delete(self, hash: bytes) -> bool:
-        """False when it was not there. Chunks that need it are misses then."""
+        """Whether it was stored. Chunks that need it are misses from now on."""
+
+    def hashes(self) -> set[bytes]:
+        """Of all blobs and descriptions, damaged ones included."""
+        return {info.hash for info in self.list()}
+
+    def problems(self) -> tuple[tuple[str, str], ...]:
+        """(hash in hex, what is wrong) of each damaged blob."""
+        infos = {info.hash: info for info in self.list()}
+        found = ((hash.hex(), self._problem(hash, infos.get(hash))) for hash in sorted(self.hashes()))
+        return tuple((hash, problem) for hash, problem in found if problem)
+
+    def _problem(self, hash: bytes, info: BlobInfo | None) -> str:
+        if info is None:
+            return "their description is missing or damaged"
+        try:
+            raw = self.get(hash)
+        except CorruptBlob as error:
+            return str(error)
+        if raw is None:
+            return "they are missing"
+        return (
+            ""
+            if info.n_bytes == len(raw)
+            else f"they have {len(raw)} bytes, their description says {info.n_bytes}"
+        )
 
     def current(self, kind: str, owner: str) -> bytes | None:
-        """The hash of the newest blob of this kind and owner, None where there is none."""
+        """The hash of the newest blob of this kind and owner; None if there is none."""
         infos = [info for info in self.list() if (info.kind, info.owner) == (kind, owner)]
         return max(infos, key=lambda info: (info.created, info.hash)).hash if infos else None
 
 
 def check_blob(hash: bytes, raw: Buffer) -> bytes:
-    """A copy of these bytes, if they have this hash. Raises CorruptBlob."""
+    """A copy of the bytes. Raises CorruptBlob unless they have this hash."""
     if tables_hash(raw) != hash:
         raise CorruptBlob(
-            f"the tables {hash.hex()} are damaged: `blendserve store verify --repair` drops them, then fit them again on "
-            "the same text, or merge a store that has them whole"
+            f"the tables {hash.hex()} are damaged: `blendserve store verify --repair` deletes them; then fit them "
+            "again on the same text, or merge a store that has them"
         )
     return bytes(raw)
 
 
 def check_room(infos: Iterable[BlobInfo], hash: bytes, n_bytes: int) -> None:
-    """Raise StoreFull where blobs would take more than their room."""
+    """Raise StoreFull if the blobs would take more than their room."""
     others = sum(info.n_bytes for info in infos if info.hash != hash)
     if others + n_bytes > ROOM:
         raise StoreFull(
-            f"a store holds at most {ROOM:,} bytes of codec tables and collections, and these {n_bytes:,} come on top "
-            f"of {others:,}: precompute into a new store"
+            f"a store holds at most {ROOM:,} bytes of codec tables and collections: it has {others:,}, and "
+            f"{n_bytes:,} more do not fit: precompute into a new store"
         )

@@ -6,7 +6,7 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """What a store reads of the module `time`."""
+    """The functions of the module `time` that a store calls."""
 
     def time_ns(self) -> int:
         """Nanoseconds since 1970: recency and leases, which processes compare."""

@@ -1,12 +1,11 @@
-"""The name of a chunk's KV: a keyed hash of everything the tensors depend on, and of nothing else.
+"""The key of a chunk's KV: a keyed hash of everything the tensors depend on, and of nothing else.
 
     key = tag(namespace)                                                                8 bytes
         + blake2b(model fingerprint, context ids, ids, dtype; keyed by the namespace)   20 bytes
 
-A file path, a passage id or a position never enters: equal text read by an equal model in an equal context
-is equal KV. A tenant's namespace keys the hash, so that the same text under two namespaces has unrelated
-keys. The tag in front says whose a stored chunk is without naming them; it keeps a tenant's chunks together
-in an ordered store.
+No file path, passage id or position is part of it: equal text read by an equal model in an equal context has equal KV.
+A tenant's namespace keys the hash, so that the same text under two namespaces has unrelated keys. The tag in front
+identifies the namespace without naming it, and keeps a tenant's chunks together in an ordered store.
 """
 
 from __future__ import annotations
@@ -36,13 +35,13 @@ def chunk_key(
 
 
 def share_of(ids: Sequence[int], n: int) -> int:
-    """Which of n shares of a corpus a chunk belongs to: by its tokens alone, so alike on every machine, in any order."""
+    """The share, of n shares of a corpus, that a chunk belongs to: by its tokens alone, hence equal on every machine."""
     digest = hashlib.blake2b(_bytes_of(ids), digest_size=8, person=b"blendserve.sh.1").digest()
     return int.from_bytes(digest, "little") % n
 
 
 def namespace_tag(namespace: str | None) -> bytes:
-    """What every key of a namespace starts with; nothing for None, which stands for all of them."""
+    """The prefix of every key of a namespace; empty for None, which stands for all namespaces."""
     if namespace is None:
         return b""
     return hashlib.blake2b(namespace.encode(), digest_size=TAG_BYTES, person=b"blendserve.tag.1").digest()

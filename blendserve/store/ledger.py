@@ -5,8 +5,8 @@
     n TAG              totals of a namespace, or of all: chunks, tokens, bytes, raw bytes, pins 8 each | xxh3-64 8
     c TAG              the counters of usage.py 8 each | xxh3-64 with the tag 8
 
-Bytes are as stored. A damaged entry is taken for an unpinned chunk of unknown size that was never used. Totals that are
-missing or damaged are counted anew.
+Bytes are as stored. A damaged entry counts as an unpinned chunk of unknown size that was never used. Missing or damaged
+totals are counted again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import xxhash
 
@@ -42,17 +42,17 @@ class Txn(Protocol):
     def put(self, name: bytes, value: Buffer) -> object: ...
 
     def delete(self, name: bytes) -> bool:
-        """False where there is no such name."""
+        """False for an absent name."""
         ...
 
     def scan(self, prefix: bytes) -> Iterator[tuple[bytes, Buffer]]:
-        """The names with this prefix, in order. Nothing may be written meanwhile."""
+        """The names with this prefix, in order. The map must not change during a scan."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What is counted of one chunk."""
+    """The accounting of one chunk."""
 
     used: int  # nanoseconds since 1970
     n_bytes: int  # as stored
@@ -75,7 +75,7 @@ class Totals(NamedTuple):
     pins: int = 0
 
     def add(self, entry: Entry | None, sign: int = 1) -> Totals:
-        """With an entry more, or one less."""
+        """With one entry more, or with sign -1 one less."""
         if entry is None:
             return self
         parts = 1, entry.n_tokens, entry.n_bytes, entry.raw_bytes, int(entry.pinned)
@@ -83,28 +83,26 @@ class Totals(NamedTuple):
 
 
 class Ledger:
-    """The accounting as one transaction sees it."""
+    """The accounting as one transaction sees it. `flush` writes the totals before the transaction commits."""
 
     def __init__(self, txn: Txn) -> None:
         self.txn = txn
+        self._totals: dict[bytes, Totals] = {}  # by tag, as of now
 
     def entry(self, key: ChunkKey) -> Entry | None:
-        """None when the chunk is not there or its entry is damaged."""
+        """None for an absent chunk or a damaged entry."""
         return _decode_entry(key, self.txn.get(ENTRY + key))
 
     def totals(self, tag: bytes = b"") -> Totals:
         """Of one namespace, or of all."""
-        body = unseal(tag, self.txn.get(TOTALS + tag))
-        if body is not None and len(body) == _TOTALS.size:
-            return Totals(*_TOTALS.unpack(body))
-        total = Totals()
-        for name, raw in self.txn.scan(ENTRY + tag):
-            total = total.add(_decode_entry(name[1:], raw))
-        return total
+        if tag not in self._totals:
+            written = unpack_sealed(_TOTALS, tag, self.txn.get(TOTALS + tag))
+            self._totals[tag] = Totals(*written) if written else self._count(tag)
+        return self._totals[tag]
 
     def oldest(self, spare: ChunkKey = b"", used: Mapping[ChunkKey, int] = _NO_USES) -> Iterator[Candidate]:
-        """Unpinned chunks, least recently used first, without `spare`. used: uses not written yet, later than all
-        that are."""
+        """Unpinned chunks except `spare`, least recently used first. used: uses not written yet, later than all that
+        are."""
         for name, _ in self.txn.scan(ORDER):
             key = name[1 + _TIME.size :]
             if key != spare and key not in used:
@@ -128,8 +126,7 @@ class Ledger:
             for name in [name for name, _ in self.txn.scan(ORDER) if name.endswith(key)]:
                 self.txn.delete(name)
             for tag in (b"", key[:TAG_BYTES]):
-                self.txn.delete(TOTALS + tag)
-                self._set_totals(tag, self.totals(tag))
+                self._totals[tag] = self._count(tag)
 
     def update(self, key: ChunkKey, *, used: int = 0, pinned: bool | None = None) -> bool:
         """Note a use or a pin; False when the chunk has no entry. A later use that is written stays."""
@@ -140,7 +137,7 @@ class Ledger:
         return entry is not None
 
     def write(self, notes: Notes) -> None:
-        """Write what was noted of uses."""
+        """Write the uses and counts that were noted."""
         for key, used in notes.used.items():
             self.update(key, used=used)
         for tag in {tag for tag, _ in notes.counts}:
@@ -148,35 +145,40 @@ class Ledger:
             total.update({name: notes.counts[tag, name] for name in COUNTERS})
             self.txn.put(COUNTS + tag, seal(tag, _COUNTS.pack(*(total[name] for name in COUNTERS))))
 
-    def count(self, key: ChunkKey, counter: str) -> None:
-        """Raise one counter of the chunk's namespace."""
-        self.write(Notes(counts=Counter({(key[:TAG_BYTES], counter): 1})))
-
     def counts(self, tag: bytes = b"") -> Counter[str]:
         """Counters of one namespace, or the sums over all."""
         total: Counter[str] = Counter()
         for name, raw in self.txn.scan(COUNTS + tag):
-            body = unseal(name[1:], raw)
-            if body is not None and len(body) == _COUNTS.size:
-                total.update(dict(zip(COUNTERS, _COUNTS.unpack(body), strict=True)))
+            total.update(dict(zip(COUNTERS, unpack_sealed(_COUNTS, name[1:], raw), strict=False)))
         return total
 
     def problem(self, record: ChunkRecord) -> str:
-        """Where the ledger differs from a stored chunk; "" when it does not."""
+        """How the ledger differs from a stored chunk; "" when it agrees."""
         entry = self.entry(record.key)
         if entry is None:
             return "its entry in the ledger is missing or damaged"
-        stored = record.n_bytes, record.raw_bytes, record.n_tokens
-        counted = entry.n_bytes, entry.raw_bytes, entry.n_tokens
-        if counted != stored:
-            return f"the ledger counts its bytes, raw bytes and tokens as {counted}, they are {stored}"
+        stored = Entry.of(record, entry.used, entry.pinned)
+        if entry != stored:
+            return f"the ledger has {entry}, the chunk {stored}"
         if (self.txn.get(_order_name(record.key, entry)) is None) != entry.pinned:
             return "its place in the order of eviction is wrong"
         return ""
 
+    def flush(self) -> None:
+        """Write the totals."""
+        for tag, totals in self._totals.items():
+            self.txn.put(TOTALS + tag, seal(tag, _TOTALS.pack(*totals)))
+
+    def _count(self, tag: bytes) -> Totals:
+        totals = Totals()
+        for name, raw in self.txn.scan(ENTRY + tag):
+            totals = totals.add(_decode_entry(name[1:], raw))
+        return totals
+
     def _replace(self, key: ChunkKey, before: Entry | None, after: Entry | None) -> None:
-        counted = before is None or after is None or replace(before, used=after.used) != after
-        totals = {tag: self.totals(tag) for tag in (b"", key[:TAG_BYTES])} if counted else {}
+        if before is None or after is None or replace(before, used=after.used) != after:
+            for tag in (b"", key[:TAG_BYTES]):
+                self._totals[tag] = self.totals(tag).add(before, -1).add(after)
         if before:
             self.txn.delete(_order_name(key, before))
         if after is None:
@@ -186,11 +188,6 @@ class Ledger:
             self.txn.put(ENTRY + key, seal(key, body))
             if not after.pinned:
                 self.txn.put(_order_name(key, after), b"")
-        for tag, total in totals.items():
-            self._set_totals(tag, total.add(before, -1).add(after))
-
-    def _set_totals(self, tag: bytes, total: Totals) -> None:
-        self.txn.put(TOTALS + tag, seal(tag, _TOTALS.pack(*total)))
 
 
 def seal(name: bytes, body: bytes) -> bytes:
@@ -199,11 +196,18 @@ def seal(name: bytes, body: bytes) -> bytes:
 
 
 def unseal(name: bytes, raw: Buffer | None) -> bytes | None:
-    """What `seal` sealed; None when it is missing or damaged."""
+    """The body that `seal` sealed; None for a missing or damaged record."""
     if raw is None:
         return None
-    body = bytes(raw)[: -_SUM.size]
-    return body if bytes(raw) == seal(name, body) else None
+    raw = bytes(raw)
+    body = raw[: -_SUM.size]
+    return body if raw == seal(name, body) else None
+
+
+def unpack_sealed(layout: struct.Struct, name: bytes, raw: Buffer | None) -> tuple[Any, ...]:
+    """The fields of a sealed record; () for a missing or damaged one."""
+    body = unseal(name, raw)
+    return layout.unpack(body) if body is not None and len(body) == layout.size else ()
 
 
 def _order_name(key: ChunkKey, entry: Entry) -> bytes:
@@ -211,8 +215,8 @@ def _order_name(key: ChunkKey, entry: Entry) -> bytes:
 
 
 def _decode_entry(key: ChunkKey, raw: Buffer | None) -> Entry | None:
-    body = unseal(key, raw)
-    if body is None or len(body) != _ENTRY.size:
+    fields = unpack_sealed(_ENTRY, key, raw)
+    if not fields:
         return None
-    used, n_bytes, raw_bytes, n_tokens, pinned = _ENTRY.unpack(body)
+    used, n_bytes, raw_bytes, n_tokens, pinned = fields
     return Entry(used, n_bytes, raw_bytes, n_tokens, bool(pinned))

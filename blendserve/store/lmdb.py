@@ -1,7 +1,7 @@
 """Chunk KV in an LMDB file: the store of txn_store.py over LMDB's transactions. Segments are read out of the map.
 
-The map is sized from the cap, with a margin for page rounding and fragmentation, so that the cap is reached first. Where
-fragmentation wins all the same, chunks are evicted ahead. The file never grows beyond the map.
+The map is sized from the cap, with a margin for page rounding and fragmentation, so that the cap is reached first. If
+fragmentation fills the map before, chunks are evicted early. The file never grows beyond the map.
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ from blendserve.store.clock import Clock
 from blendserve.store.lmdb_files import (
     FORMAT,
     FORMAT_KEY,
+    Environment,
     LMDBTransaction,
     MapFull,
-    acquire,
     explained,
     explaining,
     format_record,
-    release,
 )
 from blendserve.store.policies import Admission, Eviction, Policies
 from blendserve.store.record import ChunkRecord
@@ -38,7 +37,7 @@ WRITER_WAIT_S = 10.0  # a put takes milliseconds to a second
 
 
 def map_bytes(cap_bytes: int) -> int:
-    """Size of the map for a cap: twice that, 256 MiB, and room for blobs. The file only grows to what is used of it."""
+    """Size of the map for a cap: twice that, 256 MiB, and room for blobs. The file grows with its content only."""
     return (2 * cap_bytes // MIB + 257) * MIB + ROOM
 
 
@@ -47,7 +46,7 @@ class LMDBStore(TxnStore):
 
     `read_only` opens an existing store and changes nothing; it works on a read-only disk. Any number of processes
     may read while one writes; another writer waits up to `writer_wait_s`, then gets StoreUnavailable.
-    A process that is to use what another wrote under a much larger cap has to open the store again.
+    A process must open the store again to read chunks that another wrote under a much larger cap.
     Raises StoreUnavailable when `path` cannot be used, StoreVersion for another format.
     """
 
@@ -68,7 +67,7 @@ class LMDBStore(TxnStore):
         self.path, self.location, self.read_only = Path(path), str(path), read_only
         self._wait_s = writer_wait_s
         self._closed = False
-        self._env = acquire(self.path, map_bytes(cap_bytes), read_only)
+        self._env = Environment.open(self.path, map_bytes(cap_bytes), read_only)
 
     @classmethod
     def from_config(
@@ -81,7 +80,7 @@ class LMDBStore(TxnStore):
         if not self._closed:
             self._write_notes(wait_s=1.0)
             self._closed = True
-            release(self._env)
+            self._env.release()
 
     @contextmanager
     def _begin_read(self) -> Iterator[_LMDBTxn]:

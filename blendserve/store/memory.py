@@ -67,7 +67,7 @@ class MemoryStore(TxnStore):
     @contextmanager
     def _begin_write(self, wait_s: float | None) -> Iterator[_DictTxn]:
         with self._lock:
-            if self._readers:  # they read on in what was there
+            if self._readers:  # they keep reading the old dictionary
                 self._data, self._readers = self._data.copy(), 0
             txn = _DictTxn(self._data)
             try:
@@ -82,7 +82,7 @@ class _DictTxn:
 
     def __init__(self, data: SortedDict[bytes, bytes]) -> None:
         self._data = data
-        self._before: list[tuple[bytes, bytes | None]] = []  # what was written over
+        self._before: list[tuple[bytes, bytes | None]] = []  # of each write: the name, and its value before
         self.get = data.get
 
     def put(self, name: bytes, value: Buffer) -> None:
@@ -99,7 +99,7 @@ class _DictTxn:
             yield name, self._data[name]
 
     def undo(self) -> None:
-        """Take back what was written."""
+        """Undo all writes."""
         for name, value in reversed(self._before):
             if value is None:
                 self._data.pop(name, None)

@@ -1,4 +1,4 @@
-"""Chunks of one store copied into another: what brings the shards of several machines together."""
+"""Copies the chunks of one store into another, such as the shards that several machines precomputed."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ from blendserve.store.base import KVStore, Progress, read_record
 
 
 def merge(source: KVStore, into: KVStore, progress: Progress | None = None) -> tuple[int, int]:
-    """Copy what `into` lacks, as it is coded and pinned as precompute would -> (copied, skipped because damaged).
+    """Copy the records that `into` lacks, pinned as precompute pins them -> (copied, skipped because damaged).
 
-    Blobs come first, so that no chunk is there without its tables. Raises StoreFull; what was copied stays.
+    Blobs are copied first, so that no chunk lacks its tables. Raises StoreFull; copied chunks stay.
     """
-    damaged = _merge_blobs(source, into)
+    copied, damaged = 0, _merge_blobs(source, into)
     keys = list(source.keys())
-    there = into.contains(keys)
-    keys = [key for key in keys if key not in there]
-    copied = 0
+    present = into.contains(keys)
+    keys = [key for key in keys if key not in present]
     for done, key in enumerate(keys, start=1):
         try:
             record = read_record(source, key)
@@ -28,14 +27,12 @@ def merge(source: KVStore, into: KVStore, progress: Progress | None = None) -> t
 
 
 def _merge_blobs(source: KVStore, into: KVStore) -> int:
-    """Copy the blobs that `into` lacks; its own stay current -> how many were damaged."""
-    there, damaged = {info.hash for info in into.blobs.list()}, 0
+    """Copy the blobs that `into` lacks; its own stay current -> number of damaged ones."""
+    present, damaged = {info.hash for info in into.blobs.list()}, 0
     for info in source.blobs.list():
         try:
-            raw = None if info.hash in there else source.blobs.get(info.hash)
+            if info.hash not in present and (raw := source.blobs.get(info.hash)) is not None:
+                into.blobs.put(info.kind, info.owner, raw, current=False)
         except CorruptBlob:
             damaged += 1
-            continue
-        if raw is not None:
-            into.blobs.put(info.kind, info.owner, raw, current=False)
     return damaged

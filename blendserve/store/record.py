@@ -3,16 +3,16 @@
     header   magic 4 | format 2 | dtype 2 | L 4 | K 4 | D 4 | C 4 | codec 8 | level 4 | hash of the codec's tables 16
              | (length 8 | checksum 8) of each layer | id 4 of each token, or of none
              | checksum of the chunk's key and all of the above 8                                          little-endian
-    segment  what the codec wrote for the layer (codecs/)                           checksums are xxh3-64
+    segment  the codec's bytes of the layer (codecs/)                               checksums are xxh3-64
 
 The header's own checksum is checked first. It covers the key, so a header under another key is damage. Then every
 field is checked against the others. The first six bytes and the last eight mean the same in every format, so a header of
 another format is not taken for a damaged one.
 
-The checksum of a layer is seeded with the key, the fields and the layer's number. So whole bytes of another chunk,
+The checksum of a layer is seeded with the key, the fields and the layer's number. So undamaged bytes of another chunk,
 layer, dtype, shape or codec fail it as well.
 
-Token ids are what near-duplicates are found by (blend/near). They tell nobody more than the KV does.
+Near-duplicates are found by token ids (blend/near.py). The ids reveal no more than the KV does.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ SMALLEST = _PRELUDE.size + _SUM.size
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a header record says."""
+    """A parsed header record."""
 
     shape: ChunkShape
     coding: Coding
     lengths: tuple[int, ...]  # of each layer's segment
     checksums: tuple[int, ...]  # of each layer
     fields: bytes  # the record up to here: part of every layer's checksum
-    token_ids: TokenIds = ()  # [C], or none where the writer did not know them
+    token_ids: TokenIds = ()  # [C], or none if the writer did not know them
 
     @property
     def n_bytes(self) -> int:
@@ -60,7 +60,7 @@ class Header:
 
 
 def ignore(event: str, why: str = "") -> None:
-    """A report that nobody counts."""
+    """A report that is not counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +69,13 @@ class ChunkRecord:
 
     key: bytes
     header: Header
-    read: Callable[[int], Buffer | None]  # layer l's bytes, None where there are none
+    read: Callable[[int], Buffer | None]  # layer l's bytes, None for a missing layer
     report: Callable[..., None] = ignore  # the store counts: "corrupt", or "undecodable" and why
     trusted: bool = False  # the bytes were checked, and nothing can have changed them since
 
     @classmethod
     def encode(cls, key: bytes, kv: ChunkKV, codec: Codec) -> ChunkRecord:
-        """A chunk's KV through a codec. Raises StoreError for tensors that are no chunk KV."""
+        """Encode a chunk's KV. Raises StoreError for tensors that are no chunk KV."""
         validate_kv(kv)
         return cls.from_segments(key, ChunkShape.of(kv), codec.coding, codec.encode(kv), kv.ids)
 
@@ -88,7 +88,7 @@ class ChunkRecord:
         segments: Sequence[Buffer],
         token_ids: TokenIds = (),
     ) -> ChunkRecord:
-        """Segments [L] that a codec wrote, with the header that fits them."""
+        """Make the header of segments [L] that a codec wrote."""
         fields = _pack(shape, coding)
         sums = tuple(_segment_checksum(key, fields, l, segment) for l, segment in enumerate(segments))
         header = Header(shape, coding, tuple(map(len, segments)), sums, fields, token_ids)
@@ -121,14 +121,17 @@ class ChunkRecord:
 
     @property
     def raw_bytes(self) -> int:
-        """Bytes of the KV that it decodes to."""
+        """Bytes of the decoded KV."""
         return self.header.shape.n_bytes
 
     def header_bytes(self) -> bytes:
-        return encode_header(self.key, self.header)
+        """The header record."""
+        layers = b"".join(map(_LAYER.pack, self.header.lengths, self.header.checksums))
+        body = self.header.fields + layers + np.asarray(self.header.token_ids, "<u4").tobytes()
+        return body + _SUM.pack(xxhash.xxh3_64_intdigest(self.key + body))
 
     def segment(self, l: int) -> Buffer:
-        """Layer l as the codec wrote it. Raises CorruptRecord, IndexError, and what reading it raises."""
+        """Layer l as the codec wrote it. Raises CorruptRecord, IndexError, and the errors of `read`."""
         if not 0 <= l < self.n_layers:
             raise IndexError(f"a chunk of {self.n_layers} layers has no layer {l}")
         raw = self.read(l)
@@ -145,7 +148,7 @@ class ChunkRecord:
         return [self.segment(l) for l in range(self.n_layers)]
 
     def copy(self) -> ChunkRecord:
-        """The same in memory of its own, every segment checked. Raises CorruptRecord."""
+        """A copy in memory of its own, every segment checked. Raises CorruptRecord."""
         segments = [bytes(segment) for segment in self.segments()]
         return ChunkRecord(self.key, self.header, segments.__getitem__, trusted=True)
 
@@ -154,13 +157,6 @@ class ChunkRecord:
         if key == self.key:
             return self
         return ChunkRecord.from_segments(key, self.shape, self.coding, self.segments(), self.token_ids)
-
-
-def encode_header(key: bytes, header: Header) -> bytes:
-    """The header record of the chunk `key`."""
-    layers = b"".join(map(_LAYER.pack, header.lengths, header.checksums))
-    body = header.fields + layers + np.asarray(header.token_ids, "<u4").tobytes()
-    return body + _SUM.pack(xxhash.xxh3_64_intdigest(key + body))
 
 
 def decode_header(key: bytes, raw: Buffer) -> Header:
@@ -176,7 +172,11 @@ def decode_header(key: bytes, raw: Buffer) -> Header:
         if magic != MAGIC or version < 1:
             raise ValueError(f"it starts with {magic!r} and format {version}")
         if version != FORMAT:
-            raise StoreVersion(_other_format(key, version))
+            newer = "upgrade blendserve, or give this version a store of its own (store.path)"
+            remedy = newer if version > FORMAT else "run `blendserve precompute` to store it again"
+            raise StoreVersion(
+                f"chunk {key.hex()} was stored in format {version}, this blendserve reads format {FORMAT}: {remedy}"
+            )
         header = _parse(body)
         if codec := known_codec(header.coding.codec):
             codec.check(header.coding, header.shape, header.lengths)
@@ -186,7 +186,7 @@ def decode_header(key: bytes, raw: Buffer) -> Header:
 
 
 def check_segment(key: bytes, header: Header, l: int, raw: Buffer | None) -> Buffer:
-    """Layer l's segment, if that is what these bytes are; None = there are none. Raises CorruptRecord."""
+    """Layer l's bytes, checked; None = missing. Raises CorruptRecord."""
     if raw is None:
         raise CorruptRecord(key, f"layer {l} is missing", l)
     if len(raw) != header.lengths[l]:
@@ -213,19 +213,6 @@ def validate_kv(kv: ChunkKV) -> None:
         raise StoreError(
             f"a chunk of {kv.n_tokens} tokens has the ids of all of them or of none, not of {len(kv.ids)}"
         )
-
-
-def _other_format(key: bytes, version: int) -> str:
-    """What to do about a chunk of another format."""
-    if version > FORMAT:
-        return (
-            f"chunk {key.hex()} was stored in format {version} by a newer blendserve, this one reads format {FORMAT}: "
-            "upgrade blendserve, or give this version a store of its own (store.path)"
-        )
-    return (
-        f"chunk {key.hex()} was stored in format {version} by blendserve 0.1, this one reads format {FORMAT}: run "
-        "`blendserve precompute` to store it again"
-    )
 
 
 def _segment_checksum(key: bytes, fields: bytes, l: int, raw: Buffer) -> int:

@@ -1,14 +1,14 @@
-"""Which stored chunks have a stretch of text in common with this one? Fingerprints of token ids, in memory.
+"""Finds stored chunks that share a run of tokens with a given one, by fingerprints of token ids, in memory.
 
-    ids -> a hash of every SHINGLE tokens in a row -> the least of every WINDOW hashes in a row: the fingerprints
+    ids -> a hash of every SHINGLE consecutive tokens -> the minimum of every WINDOW consecutive hashes: the fingerprints
 
-That is winnowing (Schleimer, Wilkerson, Aiken, SIGMOD 2003). Chunks that have SURE tokens in a row in common have a
-fingerprint in common, wherever the run stands and however small a part of them it is. A MinHash of whole chunks promises
-less: it tells how alike two chunks are, and a donor of a fifth of a chunk is not.
+This is winnowing (Schleimer, Wilkerson, Aiken, SIGMOD 2003). Chunks that share SURE consecutive tokens share a
+fingerprint, at any position and however small a part of them the run is. A MinHash of whole chunks estimates how similar
+two chunks are; a donor of a fifth of a chunk is not similar.
 
 A fingerprint and its chunk's number are one integer of 64 bits, in sorted arrays, each more than twice as large as the
-next one: what is added is one more, and they are merged as they grow. What is found is a hint: who reads a donor compares
-the tokens themselves.
+next one. New chunks become one more array, and arrays are merged as they grow. A match is a hint: the reader of a donor
+compares the tokens.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from blendserve.store.key import ChunkKey
 
 SHINGLE, WINDOW = 12, 21
 SURE = SHINGLE + WINDOW - 1
-SLOT_BITS = 26  # of a chunk's number: 67 million of them; the other 38 are the hash's
-MOST = 64  # chunks of each array that are looked at for a fingerprint, the latest ones: boilerplate is everywhere
-SPARE = 1024  # numbers of chunks that have gone are given up when there are more of them than this and of those that stay
+SLOT_BITS = 26  # of a chunk's number: at most 67 million; the other 38 bits are the hash's
+MOST = 64  # matches of a fingerprint in each array, the latest ones: boilerplate is in many chunks
+SPARE = 1024  # numbers of deleted chunks, beside as many as there are chunks, before all are numbered again
 
 Marks = NDArray[np.uint64]
 _SLOT = np.uint64((1 << SLOT_BITS) - 1)
@@ -35,7 +35,7 @@ _ODD = np.random.default_rng(0).integers(1 << 63, size=SHINGLE, dtype=np.uint64)
 
 
 def fingerprints(ids: Sequence[int]) -> Marks:
-    """Of a chunk's tokens [C] -> ascending, each once; none where it has fewer than SHINGLE tokens."""
+    """Of a chunk's tokens [C] -> ascending, without duplicates; none for fewer than SHINGLE tokens."""
     if len(ids) < SHINGLE:
         return np.empty(0, np.uint64)
     tokens = np.asarray(ids, np.uint64) + np.uint64(1)
@@ -50,7 +50,7 @@ class NearIndex:
 
     def __init__(self) -> None:
         self._slots: dict[ChunkKey, int] = {}
-        self._keys: list[ChunkKey | None] = []  # by number; None: gone
+        self._keys: list[ChunkKey | None] = []  # by number; None: deleted
         self._tables: tuple[Marks, ...] = ()
         self._lock = threading.Lock()
 
@@ -70,7 +70,7 @@ class NearIndex:
         return sum(table.nbytes for table in self._tables)
 
     def add(self, chunks: Iterable[tuple[ChunkKey, Marks]]) -> None:
-        """Chunks with their fingerprints; what is there already, or is one too many, is passed over."""
+        """Add chunks with their fingerprints; known ones are skipped, and all when the numbers are used up."""
         with self._lock:
             new = [np.empty(0, np.uint64)]
             for key, marks in chunks:
@@ -84,7 +84,7 @@ class NearIndex:
             self._tables = tuple(tables)
 
     def discard(self, keys: Iterable[ChunkKey]) -> None:
-        """These are no longer stored."""
+        """Forget chunks that are no longer stored."""
         with self._lock:
             for key in keys:
                 if (slot := self._slots.pop(key, None)) is not None:
@@ -93,8 +93,8 @@ class NearIndex:
                 self._renumber()
 
     def find(self, marks: Marks, most: int) -> list[ChunkKey]:
-        """At most so many chunks that share fingerprints with these: first the one that shares most, then those that
-        share most of what is left; of equals the one that was added last."""
+        """At most `most` chunks that share fingerprints with these: first the one that shares most, then the one that
+        shares most of the rest, and so on; of equals the one that was added last."""
         with self._lock:
             tables, keys = self._tables, self._keys
         shared = _sharing(tables, keys, marks)
@@ -102,27 +102,28 @@ class NearIndex:
         while shared and len(found) < most:
             counts = Counter(slot for slots in shared for slot in slots)
             best = max(counts, key=lambda slot: (counts[slot], slot))
-            if key := keys[best]:  # it may have gone meanwhile
+            if key := keys[best]:  # else deleted meanwhile
                 found.append(key)
             shared = [slots for slots in shared if best not in slots]
         return found
 
     def _renumber(self) -> None:
-        """Close the gaps in the numbers, and drop the fingerprints of what has gone. Order stays."""
-        new = np.cumsum([key is not None for key in self._keys], dtype=np.uint64) - np.uint64(1)
-        there = np.array([key is not None for key in self._keys])
+        """Close the gaps in the numbers, and drop the fingerprints of deleted chunks. The order stays."""
+        is_stored = np.array([key is not None for key in self._keys])
+        new = np.cumsum(is_stored, dtype=np.uint64) - np.uint64(1)
         tables = []
         for table in self._tables:
             slots = table & _SLOT
-            tables.append((table - slots + new[slots])[there[slots]])
-        left = [key for key in self._keys if key is not None]
-        self._slots = {key: slot for slot, key in enumerate(left)}
-        self._keys = [*left]  # a list of its own: who is reading has the other
+            tables.append((table - slots + new[slots])[is_stored[slots]])
+        self._keys = [
+            key for key in self._keys if key is not None
+        ]  # a new list: `find` may be reading the old one
+        self._slots = {key: slot for slot, key in enumerate(self._keys) if key is not None}
         self._tables = tuple(tables)
 
 
 def _sharing(tables: Sequence[Marks], keys: Sequence[ChunkKey | None], marks: Marks) -> list[set[int]]:
-    """The numbers of the chunks that have each fingerprint, where any has."""
+    """The numbers of the chunks with each fingerprint; a fingerprint without any is left out."""
     found: list[set[int]] = [set() for _ in marks]
     for table in tables:
         starts = np.searchsorted(table, marks << _UP)

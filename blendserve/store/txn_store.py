@@ -1,8 +1,8 @@
-"""The contract of a store over transactions of an ordered map of bytes. lmdb.py and memory.py bring the transactions.
+"""A store over transactions of an ordered map of bytes, which lmdb.py and memory.py provide.
 
     h KEY                            header        l KEY LAYER(2, big-endian)   segment      (record.py)
     t HASH                           blob          p HASH                       description | xxh3-64    (blobs.py)
-    x KEY                            lease: ends, nanoseconds since 1970 8 | owner 16 | xxh3-64
+    x KEY                            lease: end, nanoseconds since 1970 8 | owner 16 | xxh3-64
     u, o, n, c                       accounting    (ledger.py)
 
 A put, its evictions and their accounting are one transaction, so the cap holds over processes and kills.
@@ -15,18 +15,12 @@ import struct
 import threading
 import time
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 
-from blendserve.errors import (
-    CorruptBlob,
-    CorruptRecord,
-    StoreError,
-    StoreFull,
-    StoreUnavailable,
-    StoreVersion,
-)
+from blendserve.errors import CorruptRecord, StoreError, StoreFull, StoreUnavailable, StoreVersion
 from blendserve.store.base import (
     ChunkInfo,
     KVStore,
@@ -39,14 +33,14 @@ from blendserve.store.base import (
 from blendserve.store.blobs import BlobInfo, BlobStore, check_blob, check_room
 from blendserve.store.clock import Clock
 from blendserve.store.codecs.base import Buffer, tables_hash
-from blendserve.store.key import ChunkKey, namespace_tag
-from blendserve.store.ledger import ENTRY, Entry, Ledger, Txn, seal, unseal
+from blendserve.store.key import TAG_BYTES, ChunkKey, namespace_tag
+from blendserve.store.ledger import ENTRY, Entry, Ledger, Txn, seal, unpack_sealed, unseal
 from blendserve.store.policies import Admission, Always, Candidate, Eviction, Refuse
-from blendserve.store.record import ChunkRecord, decode_header, encode_header, ignore
+from blendserve.store.record import ChunkRecord, decode_header, ignore
 from blendserve.store.usage import Notes, UsageLog
 
 HEADER, LAYER, LEASE, BLOB, ABOUT = b"h", b"l", b"x", b"t", b"p"
-LEASE_WAIT_S = 1.0  # for a writer: a chunk is rather computed twice than later
+LEASE_WAIT_S = 1.0  # for other writers: computing a chunk twice is better than later
 NOTE_EVERY_S = 60.0
 
 _LAYER, _LEASE = struct.Struct(">H"), struct.Struct("<Q16s")
@@ -93,9 +87,9 @@ class TxnSnapshot:
 
 
 class TxnStore(KVStore):
-    """A KVStore of at most `cap_bytes` of chunks, as stored. Subclasses give `_begin_read` and `_begin_write`."""
+    """A KVStore of at most `cap_bytes` of chunks, as stored. Subclasses define `_begin_read` and `_begin_write`."""
 
-    trusted = False  # nothing outside this process can change the bytes
+    trusted = False  # whether nothing outside this process can change the bytes
 
     def __init__(
         self, cap_bytes: int, eviction: Eviction | None, admission: Admission | None, clock: Clock = time
@@ -176,7 +170,8 @@ class TxnStore(KVStore):
             with self._write(LEASE_WAIT_S) as ledger:
                 txn = ledger.txn
                 for name, raw in list(txn.scan(LEASE)):
-                    if (body := unseal(name[1:], raw)) is None or _LEASE.unpack(body)[0] <= now:
+                    until, _ = unpack_sealed(_LEASE, name[1:], raw) or (0, b"")
+                    if until <= now:
                         txn.delete(name)
                 for key in keys:
                     if txn.get(LEASE + key) is None:
@@ -198,8 +193,7 @@ class TxnStore(KVStore):
 
     def _leases(self, txn: Txn, key: ChunkKey) -> bool:
         """Whether this process has a lease on the chunk."""
-        body = unseal(key, txn.get(LEASE + key))
-        return body is not None and _LEASE.unpack(body)[1] == self._owner
+        return unpack_sealed(_LEASE, key, txn.get(LEASE + key))[1:] == (self._owner,)
 
     # The whole
 
@@ -223,15 +217,12 @@ class TxnStore(KVStore):
                     bad.append((key.hex(), problem))
                 if progress:
                     progress(done, len(keys))
-            hashes = sorted({name[1:] for prefix in (BLOB, ABOUT) for name, _ in txn.scan(prefix)})
-            problems = ((hash.hex(), _blob_problem(txn, hash)) for hash in hashes)
-            bad_tables = tuple((hash, problem) for hash, problem in problems if problem)
-        return VerifyReport(len(keys) - len(bad), tuple(bad), bad_tables)
+        return VerifyReport(len(keys) - len(bad), tuple(bad), self.blobs.problems())
 
     # Inside
 
     def _admitted(self, key: ChunkKey, n_bytes: int) -> bool:
-        """Whether an unpinned chunk is worth its victims. Raises StoreFull where it cannot be had at any price."""
+        """Whether an unpinned chunk is worth its victims. Raises StoreFull if it does not fit without all others."""
         with self._begin_read() as txn:
             ledger = Ledger(txn)
             if ledger.entry(key):
@@ -253,39 +244,40 @@ class TxnStore(KVStore):
         return victims
 
     def _put(self, record: ChunkRecord, pin: bool) -> None:
-        key = record.key
+        key, header, segments = record.key, record.header_bytes(), record.segments()
         with self._write() as ledger:
             before = ledger.entry(key)
             more = record.n_bytes - (before.n_bytes if before else 0)
             self._evict(ledger, self._victims(ledger, key, more))
             _drop(ledger, key)
-            ledger.txn.put(HEADER + key, encode_header(key, record.header))
-            for l in range(record.n_layers):
-                ledger.txn.put(segment_name(key, l), record.segment(l))
+            ledger.txn.put(HEADER + key, header)
+            for l, segment in enumerate(segments):
+                ledger.txn.put(segment_name(key, l), segment)
             pinned = pin or bool(before and before.pinned)
             ledger.put(key, Entry.of(record, self._usage.now(), pinned))
             ledger.txn.delete(LEASE + key)
 
-    def _evict(self, ledger: Ledger, victims: Iterable[Candidate]) -> None:
+    def _evict(self, ledger: Ledger, victims: Sequence[Candidate]) -> None:
         for victim in victims:
             _drop(ledger, victim.key, traces=True)
-            ledger.count(victim.key, "evictions")
+        ledger.write(Notes(counts=Counter((victim.key[:TAG_BYTES], "evictions") for victim in victims)))
 
     @contextmanager
     def _write(self, wait_s: float | None = None) -> Iterator[Ledger]:
-        """A write transaction. It begins with what was noted of uses."""
+        """A write transaction. It begins with the noted uses."""
         notes = Notes()
         try:
             with self._begin_write(wait_s) as txn:
                 notes, ledger = self._usage.drain(), Ledger(txn)
                 ledger.write(notes)
                 yield ledger
+                ledger.flush()
         except BaseException:
             self._usage.restore(notes)
             raise
 
     def _write_notes(self, wait_s: float) -> None:
-        """Write what was noted of uses. Nothing but recency and counts is lost if that fails."""
+        """Write the noted uses. If that fails, they are kept."""
         self._noted = self._clock.monotonic()
         if self.read_only:
             self._usage.restore(Notes(counts=self._usage.drain().counts))  # writers have uses of their own
@@ -318,6 +310,10 @@ class _Blobs(BlobStore):
         with self._store._begin_read() as txn:
             return list_blobs(txn)
 
+    def hashes(self) -> set[bytes]:
+        with self._store._begin_read() as txn:
+            return {name[1:] for prefix in (BLOB, ABOUT) for name, _ in txn.scan(prefix)}
+
     def delete(self, hash: bytes) -> bool:
         with self._store._write() as ledger:
             deleted = [ledger.txn.delete(prefix + hash) for prefix in (BLOB, ABOUT)]
@@ -330,24 +326,8 @@ def list_blobs(txn: Txn) -> list[BlobInfo]:
     return [BlobInfo.from_bytes(hash, body) for hash, body in bodies if body is not None]
 
 
-def _blob_problem(txn: Txn, hash: bytes) -> str:
-    """What is wrong with a blob, "" when nothing is."""
-    about = unseal(hash, txn.get(ABOUT + hash))
-    if about is None:
-        return "what they are for is missing or damaged"
-    raw = txn.get(BLOB + hash)
-    if raw is None:
-        return "they are missing"
-    try:
-        check_blob(hash, raw)
-    except CorruptBlob as error:
-        return str(error)
-    said = BlobInfo.from_bytes(hash, about).n_bytes
-    return "" if said == len(raw) else f"they have {len(raw)} bytes, their record says {said}"
-
-
 def _problem(snapshot: TxnSnapshot, ledger: Ledger, key: ChunkKey) -> str:
-    """What is wrong with a chunk, "" when nothing is. Needs no codec."""
+    """What is wrong with a chunk, "" for a whole one. Needs no codec."""
     try:
         record = snapshot.get(key, count=False)
         if record is None:
@@ -362,10 +342,10 @@ def _problem(snapshot: TxnSnapshot, ledger: Ledger, key: ChunkKey) -> str:
 
 
 def _drop(ledger: Ledger, key: ChunkKey, traces: bool = False) -> bool:
-    """Delete all records of a chunk, whole or not -> whether it had a header. traces: the ledger named it."""
-    there = ledger.txn.delete(HEADER + key)
+    """Delete all records of a chunk, damaged or not -> whether it had a header. traces: the ledger named it."""
+    had_header = ledger.txn.delete(HEADER + key)
     layers = [name for name, _ in ledger.txn.scan(LAYER + key)]
     for name in layers:
         ledger.txn.delete(name)
-    ledger.remove(key, traces or there or bool(layers))
-    return there
+    ledger.remove(key, traces or had_header or bool(layers))
+    return had_header

@@ -1,7 +1,7 @@
-"""What requests asked of a store: counters per namespace, and when chunks were last used. In memory until written.
+"""Usage of a store: counters by namespace, and when chunks were last used. In memory until written.
 
-A read must not cost a write. So uses are noted here. A store writes the notes with its next transaction, when it closes,
-and otherwise once a minute. After a kill, chunks look at most that much less recently used.
+A read must not cost a write, so uses are noted here. A store writes the notes with its next transaction, when it closes,
+and otherwise once a minute. A killed process loses at most a minute of them.
 
 Times are of the wall clock, because processes compare them; within a process they only rise.
 """
@@ -26,7 +26,7 @@ COUNTERS = ("hits", "misses", "corrupt", "evictions", "refused", "undecodable")
 
 @dataclass(slots=True)
 class Notes:
-    """What is not written yet."""
+    """Uses and counts that are not written yet."""
 
     used: dict[ChunkKey, int] = field(default_factory=dict)
     counts: Counter[tuple[bytes, str]] = field(default_factory=Counter)  # by (namespace tag, counter)
@@ -47,7 +47,7 @@ class UsageLog:
         return bool(self._notes.used or self._notes.counts)
 
     def now(self) -> int:
-        """Nanoseconds since 1970, later than every time before."""
+        """Nanoseconds since 1970, later than at every call before."""
         with self._lock:
             return self._tick()
 
@@ -62,7 +62,7 @@ class UsageLog:
         self.count(key, "misses")
 
     def undecodable(self, key: ChunkKey, why: str) -> None:
-        """A chunk that counted as a hit cannot be decoded here, so it is a miss. `why` is logged once."""
+        """Turn a chunk's hit into a miss, as it cannot be decoded here. `why` is logged once."""
         with self._lock:
             tag = key[:TAG_BYTES]
             self._notes.counts.update({(tag, "hits"): -1, (tag, "misses"): 1, (tag, "undecodable"): 1})
@@ -72,7 +72,7 @@ class UsageLog:
             log.warning("stored chunks count as missing: %s", why)
 
     def report(self, key: ChunkKey, event: str, why: str = "") -> None:
-        """ChunkRecord.report, of a chunk that counted as a hit."""
+        """ChunkRecord.report of a chunk that counted as a hit."""
         if event == "undecodable":
             self.undecodable(key, why)
         else:
@@ -83,12 +83,12 @@ class UsageLog:
             self._notes.counts[key[:TAG_BYTES], counter] += 1
 
     def used(self) -> dict[ChunkKey, int]:
-        """When chunks were used, as far as that is not written yet."""
+        """Last uses that are not written yet."""
         with self._lock:
             return dict(self._notes.used)
 
     def drain(self) -> Notes:
-        """The notes so far, which are the caller's to write now; `restore` them if that fails."""
+        """Remove the notes, for the caller to write; `restore` them if that fails."""
         with self._lock:
             notes, self._notes = self._notes, Notes()
             return notes
@@ -100,7 +100,7 @@ class UsageLog:
             self._notes.counts.update(notes.counts)
 
     def counts(self, tag: bytes = b"") -> Counter[str]:
-        """Sums of what is not written yet, of one namespace or of all."""
+        """Counts that are not written yet, of one namespace or of all."""
         total: Counter[str] = Counter()
         with self._lock:
             for (owner, counter), n in self._notes.counts.items():

@@ -1,8 +1,8 @@
 """Chunk KV on a Valkey or Redis server, shared by any number of engines on any number of machines.
 
-valkey_layout.py says what lies where. A chunk is entered before it is written and removed before it is deleted, so the
-quota holds. The server evicts by itself, too, and processes end: entries without chunks are removed by `stats`, once a
-minute, and by `verify`.
+valkey_layout.py has the names and scripts. A chunk is entered before it is written and removed before it is deleted, so
+the quota holds. The server evicts too, and processes may end half-way: `stats`, once a minute, and `verify` remove the
+entries without chunks.
 
 The cap is a quota of each namespace. The server's `maxmemory` is its operator's: under `volatile-lru` it evicts whole
 chunks, never pinned ones, as those do not expire. Whatever the server does costs a request at most the deadline.
@@ -10,15 +10,15 @@ chunks, never pinned ones, as those do not expire. Whatever the server does cost
 
 from __future__ import annotations
 
-import contextlib
 import secrets
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from blendserve.config import PlaceConfig, ValkeyConfig
 from blendserve.errors import CorruptRecord, StoreError, StoreFull, StoreUnavailable, StoreVersion, unraised
@@ -39,19 +39,27 @@ from blendserve.store.ledger import Totals
 from blendserve.store.network.connection import Connection
 from blendserve.store.network.failed import Failed
 from blendserve.store.network.snapshot import NetworkSnapshot, Sizes
-from blendserve.store.network.valkey import ValkeySource
+from blendserve.store.network.valkey import ValkeySource, sample
 from blendserve.store.policies import Admission, Always, Candidate, Eviction, Policies, Refuse
 from blendserve.store.record import ChunkRecord, decode_header
 from blendserve.store.request_reads import REMOTE, Sample
 from blendserve.store.usage import Notes, UsageLog
-from blendserve.store.valkey_accounts import ServerAccounts
 from blendserve.store.valkey_client import Client, ValkeyPeer
 from blendserve.store.valkey_layout import (
+    ACCOUNTS,
     HEADER,
+    NAMESPACES,
     RELEASE,
+    REMOVE,
+    RESERVE,
+    ROOM,
+    TOUCH,
     Entry,
     Reserved,
+    Room,
     ServerBlobs,
+    all_chunks,
+    by_namespace,
     checked,
     chunk_name,
     expire,
@@ -60,21 +68,21 @@ from blendserve.store.valkey_layout import (
     persist,
     pins_and_counts,
     read_fields,
-    sample,
-    scan,
     segment_name,
 )
 
 NOTE_EVERY_S = 60.0
-TRIES = 8  # at a quota that other processes fill at the same time
-SCAN_S = 600.0  # for the names of all chunks
+TRIES = 8  # to enter a chunk while other processes fill the quota
+SCAN_S = 600.0  # deadline for the names of all chunks
+GRACE_S = 60.0  # a younger entry may be of a chunk that is still being written
+ALWAYS = 1 << 62  # microseconds since 1970, or bytes: more than any
 
 
 class ValkeyStore(KVStore):
     """A KVStore on the server that the settings name, of at most `cap_bytes` of chunks a namespace, as stored.
 
-    It opens whether the server is there or not. `read_only` writes nothing, notes of use included. Raises
-    StoreUnavailable where the client's package is missing.
+    Opening it needs no server. `read_only` writes nothing, notes of use included. Raises StoreUnavailable if the client's
+    package is missing.
     """
 
     kind = "valkey"
@@ -92,32 +100,29 @@ class ValkeyStore(KVStore):
         self.config, self.cap_bytes, self.read_only, self.location = config, cap_bytes, read_only, config.url
         self._eviction, self._admission = eviction or Refuse(), admission or Always()
         self._clock, self._usage = clock, UsageLog(self._admission, clock)
-        self._connection = Connection(ValkeyPeer(config), clock=clock)
-        self._accounts = ServerAccounts(self._connection, cap_bytes, clock)
+        self.client = Connection(ValkeyPeer(config), clock=clock)
         self._failed = Failed(now=clock.monotonic)
-        self._sizes = Sizes(config.in_flight_mb * 1_000_000, self._connection.workers)
+        self._sizes = Sizes(config.in_flight_mb * 1_000_000, self.client.workers)
         self._owner, self._leased, self._lock = secrets.token_bytes(16), set[ChunkKey](), threading.Lock()
         self._noted, self._counted = clock.monotonic(), float("-inf")
         self._closed = False
-        self.blobs: ServerBlobs = ServerBlobs(self._connection, self._usage, self._check)
+        self.blobs: ServerBlobs = ServerBlobs(self._ask, self._check, self._usage)
 
     @classmethod
     def from_config(
         cls, config: PlaceConfig, path: Path | None, read_only: bool, policies: Policies
     ) -> ValkeyStore:
-        """A server that cannot be reached is told, and no error: chunks count as missing until it answers."""
+        """An unreachable server is logged, and no error: chunks count as missing until it answers."""
         store = cls(config.valkey, config.cap_bytes, read_only, *policies)
-        with contextlib.suppress(StoreUnavailable):  # the breaker has said it
-            store._connection.ask(lambda client: client.ping())
+        with suppress(StoreUnavailable):  # the breaker has logged it
+            store._ask(lambda client: client.ping())
         return store
 
     def close(self) -> None:
         if not self._closed:
-            with contextlib.suppress(StoreError):
-                if not self.read_only and self._usage:
-                    self._accounts.note(self._usage)
+            self._write_notes()
             self._closed = True
-            self._connection.close()
+            self.client.close()
 
     # Reading
 
@@ -127,11 +132,9 @@ class ValkeyStore(KVStore):
         yield _Records(self)
 
     def read(self, keys: Sequence[ChunkKey], count: bool = True) -> dict[ChunkKey, ChunkRecord | StoreError]:
-        """Those that are there, or why one cannot be read; one round trip. count: as uses. Raises StoreUnavailable."""
-        self._check()
+        """The stored ones, or why one cannot be read; one round trip. count: as uses. Raises StoreUnavailable."""
         found: dict[ChunkKey, ChunkRecord | StoreError] = {}
-        hashes = self._connection.ask(partial(read_fields, keys=keys)) if keys else []
-        for key, fields in zip(keys, hashes, strict=True):
+        for key, fields in zip(keys, self._ask(partial(read_fields, keys=keys)) if keys else (), strict=True):
             try:
                 if fields:
                     found[key] = replace(checked(key, fields), report=partial(self._usage.report, key))
@@ -147,7 +150,7 @@ class ValkeyStore(KVStore):
     def reading(self) -> Iterator[NetworkSnapshot]:
         self._check()
         source = ValkeySource(self.blobs.read, read_fields, checked)
-        snapshot = NetworkSnapshot(self._connection, source, self._usage, self._failed, self._sizes)
+        snapshot = NetworkSnapshot(self.client, source, self._usage, self._failed, self._sizes)
         try:
             yield snapshot
         finally:
@@ -161,41 +164,40 @@ class ValkeyStore(KVStore):
         return True
 
     def sample(self, keys: Sequence[ChunkKey], n_bytes: int) -> Sample | None:
-        self._check()
-        return self._connection.ask(partial(sample, keys=keys, n_bytes=n_bytes))
+        found: Sample | None = self._ask(partial(sample, keys=keys, n_bytes=n_bytes))
+        return found
 
     def contains(self, keys: Iterable[ChunkKey]) -> set[ChunkKey]:
-        self._check()
-        return self._accounts.stored(keys)
+        asked = list(keys)
+        found = self._each(asked, lambda pipeline, key: pipeline.exists(chunk_name(key)))
+        return {key for key, is_stored in zip(asked, found, strict=True) if is_stored}
 
     def present(self, keys: Iterable[ChunkKey], remote: bool = True) -> set[ChunkKey]:
         return self.contains(keys) if remote else set()
 
     def describe(self, keys: Iterable[ChunkKey]) -> dict[ChunkKey, ChunkInfo]:
-        self._check()
         asked, found = list(keys), dict[ChunkKey, ChunkInfo]()
 
         def ask(pipeline: Client, key: ChunkKey) -> None:
             pipeline.hget(chunk_name(key), HEADER)
             pipeline.sismember(namespace_name(key[:TAG_BYTES], "pins"), key)
 
-        told = self._accounts.each(asked, ask)
-        for key, raw, pinned in zip(asked, told[::2], told[1::2], strict=True):
-            with contextlib.suppress(CorruptRecord, StoreVersion):
+        replies = self._each(asked, ask)
+        for key, raw, pinned in zip(asked, replies[::2], replies[1::2], strict=True):
+            with suppress(CorruptRecord, StoreVersion):
                 if isinstance(raw, bytes):
                     found[key] = replace(ChunkInfo.of(decode_header(key, raw), bool(pinned)), tier=REMOTE)
         return found
 
     def keys(self, namespace: str | None = None) -> Iterator[ChunkKey]:
         """In pages: the server answers others between them."""
-        self._check()
-        tags = self._accounts.tags(namespace)
+        tags = self._tags(namespace)
 
         def job(client: Client) -> list[ChunkKey]:
             scans = (client.hscan_iter(namespace_name(tag, "entries"), count=1000) for tag in tags)
             return sorted({key for scan in scans for key, _ in scan})
 
-        return iter(self._connection.ask(job, SCAN_S))
+        return iter(self._ask(job, SCAN_S))
 
     # Writing
 
@@ -206,11 +208,11 @@ class ValkeyStore(KVStore):
         if reserved is None:
             return False
         try:
-            self._connection.ask(partial(self._write, record=record, reserved=reserved))
+            self._ask(partial(self._write, record=record, reserved=reserved))
         except StoreError:
             if reserved.layers_before < 0:
-                with contextlib.suppress(StoreError):
-                    self._accounts.remove([key])
+                with suppress(StoreError):
+                    self._remove([key])
             raise
         self._failed.forget(key)
         return True
@@ -218,23 +220,21 @@ class ValkeyStore(KVStore):
     def delete(self, keys: Iterable[ChunkKey]) -> int:
         self._check(writing=True)
         asked = list(keys)
-        there = sum(map(int, self._accounts.each(asked, lambda p, key: p.unlink(chunk_name(key)))))
-        self._accounts.remove(asked)
-        return there
+        deleted = sum(map(int, self._each(asked, lambda pipeline, key: pipeline.unlink(chunk_name(key)))))
+        self._remove(asked)
+        return deleted
 
     def pin(self, keys: Iterable[ChunkKey], pinned: bool = True) -> int:
         self._check(writing=True)
         present = sorted(self.contains(keys))
-        self._accounts.touch("pin" if pinned else "unpin", dict.fromkeys(present, 0))
-        self._accounts.each(present, persist if pinned else expire)
+        self._touch("pin" if pinned else "unpin", dict.fromkeys(present, 0))
+        self._each(present, persist if pinned else expire)
         return len(present)
 
     def admits(self, key: ChunkKey, n_bytes: int) -> bool:
-        self._check()
-        entry = Entry(n_bytes, n_bytes, 0, 0)
+        has_room = self._room(key, n_bytes).others + n_bytes <= self.cap_bytes
         try:
-            room = self._accounts.enter(key, entry, 0, pin=False, dry=True).lacking <= 0
-            return room or self._victims(key, entry, pin=False) is not None
+            return has_room or self._victims(key, n_bytes, pin=False) is not None
         except StoreFull:
             return False
 
@@ -242,7 +242,7 @@ class ValkeyStore(KVStore):
         self._check()
         milliseconds = max(1, round(seconds * 1000))
         try:
-            replies = self._accounts.each(
+            replies = self._each(
                 keys, lambda p, key: p.set(lease_name(key), self._owner, nx=True, px=milliseconds)
             )
         except StoreError:
@@ -256,40 +256,34 @@ class ValkeyStore(KVStore):
         with self._lock:
             held = [key for key in keys if key in self._leased]
             self._leased.difference_update(held)
-        with contextlib.suppress(StoreError):  # they expire
-            self._accounts.each(held, self._end_lease)
+        with suppress(StoreError):  # they expire
+            self._each(held, self._end_lease)
 
     # The whole
 
     def stats(self, namespace: str | None = None) -> StoreStats:
-        """Of the entries. Those whose chunks the server has evicted are looked for once a minute, and by `verify`."""
-        self._check()
+        """From the entries. Once a minute, those whose chunks the server has evicted are removed before."""
         if self._clock.monotonic() - self._counted >= NOTE_EVERY_S:
             self._remove_lost()
-        total, counts = Totals(), self._usage.counts(namespace_tag(namespace))
-        for tag in self._accounts.tags(namespace):
-            pins, told = self._connection.ask(partial(pins_and_counts, tag=tag))
+        totals, counts = Totals(), self._usage.counts(namespace_tag(namespace))
+        for tag in self._tags(namespace):
+            pins, counted = self._ask(partial(pins_and_counts, tag=tag))
             parts = [
-                (1, e.n_tokens, e.n_bytes, e.raw_bytes, k in pins)
-                for k, e in self._accounts.entries(tag).items()
+                (1, entry.n_tokens, entry.n_bytes, entry.raw_bytes, key in pins)
+                for key, entry in self._entries(tag).items()
             ]
-            total = Totals(*map(sum, zip(total, *parts, strict=True)))
-            counts.update({name.decode(): int(n) for name, n in told.items()})
-        return make_stats(self, total, counts, namespace, self.blobs.list())
+            totals = Totals(*map(sum, zip(totals, *parts, strict=True)))
+            counts.update({name.decode(): int(n) for name, n in counted.items()})
+        return make_stats(self, totals, counts, namespace, self.blobs.list())
 
     def verify(self, progress: Progress | None = None) -> VerifyReport:
-        """Every chunk on the server is looked at, entered or not; its entry is made what it should be.
+        """Every chunk on the server is checked, entered or not; its entry is made what it should be.
 
-        Two engines that write one chunk at once, coded in two ways, may leave one's bytes and the other's entry.
+        Two engines that write one chunk at once, in two codings, may leave one's bytes and the other's entry.
         """
-        self._check()
         self._remove_lost()
-        entries = {
-            key: entry
-            for tag in self._accounts.tags(None)
-            for key, entry in self._accounts.entries(tag).items()
-        }
-        keys, bad = sorted(entries.keys() | self._connection.ask(scan, SCAN_S)), list[tuple[str, str]]()
+        entries = {key: entry for tag in self._tags(None) for key, entry in self._entries(tag).items()}
+        keys, bad = sorted(entries.keys() | self._ask(all_chunks, SCAN_S)), list[tuple[str, str]]()
         for done, key in enumerate(keys, start=1):
             if problem := self._problem(key, entries.get(key)):
                 bad.append((key.hex(), problem))
@@ -299,39 +293,93 @@ class ValkeyStore(KVStore):
 
     # Inside
 
+    def _check(self, writing: bool = False) -> None:
+        """Raises StoreUnavailable for a closed store, and before writing to a read-only one."""
+        if self._closed:
+            raise StoreUnavailable(f"the KV store at {self.config.where} is closed: open it again")
+        if writing and self.read_only:
+            raise StoreUnavailable(f"the KV store at {self.config.where} is open for reading only")
+
+    def _ask(self, job: Callable[[Client], Any], seconds: float | None = None) -> Any:
+        """The result of a job within the seconds, by default the deadline. Raises StoreUnavailable, StoreFull."""
+        self._check()
+        return self.client.ask(job, seconds)
+
+    def _each(self, keys: Sequence[ChunkKey], command: Callable[[Client, ChunkKey], object]) -> list[Any]:
+        """The replies to a command for each key, in one round trip."""
+
+        def job(client: Client) -> list[Any]:
+            pipeline = client.pipeline(transaction=False)
+            for key in keys:
+                command(pipeline, key)
+            replies: list[Any] = pipeline.execute()
+            return replies
+
+        return self._ask(job) if keys else []
+
+    def _script(self, script: str, tag: bytes, *args: Any) -> list[Any]:
+        names = [namespace_name(tag, what) for what in ACCOUNTS]
+        return list(self._ask(lambda client: client.eval(script, len(names), *names, *args)))
+
+    def _tags(self, namespace: str | None) -> list[bytes]:
+        """The tag of a namespace, or of all that ever stored anything."""
+        if namespace is not None:
+            return [namespace_tag(namespace)]
+        return sorted(self._ask(lambda client: client.smembers(NAMESPACES)))
+
+    def _entries(self, tag: bytes) -> dict[ChunkKey, Entry]:
+        found = self._ask(lambda client: client.hgetall(namespace_name(tag, "entries")))
+        return {key: Entry(*map(int, raw.split())) for key, raw in found.items()}
+
     def _reserve(self, key: ChunkKey, entry: Entry, pin: bool) -> Reserved | None:
-        """Make room for a chunk and enter it; None where it is not worth its victims. Raises StoreFull."""
-        victims: Sequence[Candidate] | None = ()
+        """Make room for a chunk and enter it; None if it is not worth its victims. Raises StoreFull."""
+        victims: Sequence[Candidate] = ()
         for _ in range(TRIES):
-            reserved = self._accounts.enter(key, entry, self._usage.now() // 1000, pin, victims or ())
-            if reserved.lacking <= 0:
-                self._accounts.each(
-                    [victim.key for victim in victims or ()], lambda p, k: p.unlink(chunk_name(k))
-                )
+            if reserved := self._enter(key, entry, pin, victims):
+                self._each([victim.key for victim in victims], lambda p, k: p.unlink(chunk_name(k)))
                 return reserved
-            victims = self._victims(key, entry, pin)
-            if victims is None:
+            chosen = self._victims(key, entry.n_bytes, pin)
+            if chosen is None:
                 return None
+            victims = chosen
         raise StoreUnavailable(f"the quota on {self.config.server} is contended: other engines fill it, too")
 
-    def _victims(self, key: ChunkKey, entry: Entry, pin: bool) -> Sequence[Candidate] | None:
-        """The chunks to evict; None where the new one is not worth them. Raises StoreFull."""
-        if self._usage and not self.read_only:
-            self._accounts.note(self._usage)  # uses in this process count
-        reserved = self._accounts.enter(key, entry, 0, pin, dry=True)
-        victims = self._eviction.victims(reserved.oldest, reserved.lacking)
+    def _enter(
+        self,
+        key: ChunkKey,
+        entry: Entry,
+        pin: bool,
+        victims: Iterable[Candidate] = (),
+        quota: int | None = None,
+    ) -> Reserved | None:
+        """Enter a chunk in place of the victims; None if it exceeds the quota, by default the cap."""
+        tag, text = key[:TAG_BYTES], b" ".join(b"%d" % part for part in entry)
+        quota = self.cap_bytes if quota is None else quota
+        self._ask(lambda client: client.sadd(NAMESPACES, tag))
+        args = key, entry.n_bytes, quota, text, self._usage.now() // 1000, int(pin)
+        reserved = self._script(RESERVE, tag, *args, *(victim.key for victim in victims))
+        return Reserved(*map(int, reserved)) if reserved else None
+
+    def _room(self, key: ChunkKey, n_bytes: int) -> Room:
+        found = self._script(ROOM, key[:TAG_BYTES], key, n_bytes, self.cap_bytes)
+        oldest = [Candidate(k, n) for k, n in zip(found[3::2], found[4::2], strict=True)]
+        others, n_chunks, is_known = map(int, found[:3])
+        return Room(others, n_chunks, bool(is_known), oldest)
+
+    def _victims(self, key: ChunkKey, n_bytes: int, pin: bool) -> Sequence[Candidate] | None:
+        """The chunks to evict; None if the new one is not worth them. Raises StoreFull."""
+        self._write_notes()  # uses in this process count
+        room = self._room(key, n_bytes)
+        victims = self._eviction.victims(room.oldest, room.others + n_bytes - self.cap_bytes)
         if victims is None:
-            raise store_full(
-                f"the KV store at {self.config.where}", reserved.others, entry.n_bytes, self.cap_bytes
-            )
-        known = pin or reserved.layers_before >= 0
-        if known or self._admission.admits(key, entry.n_bytes, victims, reserved.n_chunks):
+            raise store_full(f"the KV store at {self.config.where}", room.others, n_bytes, self.cap_bytes)
+        if pin or room.is_known or self._admission.admits(key, n_bytes, victims, room.n_chunks):
             return victims
         self._usage.count(key, "refused")
         return None
 
     def _write(self, client: Client, record: ChunkRecord, reserved: Reserved) -> None:
-        """In place of what was there; a lease on it ends."""
+        """In place of the chunk before; this process's lease on it ends."""
         name, key = chunk_name(record.key), record.key
         fields: dict[bytes, Buffer] = {HEADER: record.header_bytes()}
         fields |= {segment_name(l): memoryview(raw).cast("B") for l, raw in enumerate(record.segments())}
@@ -349,39 +397,65 @@ class ValkeyStore(KVStore):
     def _end_lease(self, pipeline: Client, key: ChunkKey) -> None:
         pipeline.execute_command("EVAL", RELEASE, 1, lease_name(key), self._owner)
 
+    def _touch(self, action: str, used: Mapping[ChunkKey, int]) -> list[ChunkKey]:
+        """ "use", "pin" or "unpin" entries. used: microseconds -> the unpinned ones."""
+        free: list[ChunkKey] = []
+        for tag, some in by_namespace(used):
+            free += self._script(TOUCH, tag, action, *(part for key in some for part in (key, used[key])))
+        return free
+
+    def _remove(self, keys: Iterable[ChunkKey], used_before: int = ALWAYS) -> None:
+        """Remove entries, pinned or not. used_before: microseconds."""
+        for tag, some in by_namespace(keys):
+            self._script(REMOVE, tag, used_before, *some)
+
+    def _remove_lost(self) -> None:
+        """Remove the entries whose chunks the server has evicted, or that no process ever wrote."""
+        self._counted = self._clock.monotonic()
+        if self.read_only:
+            return
+        settled = self._clock.time_ns() // 1000 - round(GRACE_S * 1e6)
+        for tag in self._tags(None):
+            for _, some in by_namespace(self._entries(tag)):
+                self._remove(set(some) - self.contains(some), settled)
+
+    def _write_notes(self) -> None:
+        """Write what was noted of uses. If that fails, the notes are kept."""
+        if not self._usage:
+            return
+        notes = self._usage.drain()
+        if self.read_only:
+            self._usage.restore(Notes(counts=notes.counts))  # writers have uses of their own
+            return
+
+        def count(client: Client) -> None:
+            pipeline = client.pipeline(transaction=False)
+            if notes.counts:  # a namespace whose look-ups all missed has stored nothing
+                pipeline.sadd(NAMESPACES, *{tag for tag, _ in notes.counts})
+            for (tag, counter), n in notes.counts.items():
+                pipeline.hincrby(namespace_name(tag, "counts"), counter, n)
+            pipeline.execute()
+
+        try:
+            free = self._touch("use", {key: used // 1000 for key, used in notes.used.items()})
+            self._ask(count)
+            self._each(free, expire)
+        except StoreError:
+            self._usage.restore(notes)
+
     def _problem(self, key: ChunkKey, entry: Entry | None) -> str:
-        """What is wrong with a chunk, "" when nothing is. Needs no codec."""
-        fields = self._connection.ask(partial(read_fields, keys=[key]))[0]
+        """What is wrong with a chunk, "" for a whole one. Needs no codec. Corrects a wrong entry."""
+        fields = self._ask(partial(read_fields, keys=[key]))[0]
         try:
             record = checked(key, fields)
         except StoreError as error:
             return str(error)
         if len(fields) > record.n_layers + 1:
             return f"it has more layers than the {record.n_layers} of its header"
-        counted = entry == Entry.of(record)
-        if not counted and not self.read_only:
-            self._accounts.enter(key, Entry.of(record), self._usage.now() // 1000, pin=False, quota=1 << 62)
-        return "" if counted or entry is None or not self.read_only else "it is counted as of another size"
-
-    def _write_notes(self) -> None:
-        """Write what was noted of uses. Nothing but recency and counts is lost if that fails."""
-        if self.read_only:
-            self._usage.restore(Notes(counts=self._usage.drain().counts))  # writers have uses of their own
-            return
-        with contextlib.suppress(StoreError):
-            self._accounts.note(self._usage)
-
-    def _remove_lost(self) -> None:
-        if not self.read_only:
-            self._accounts.remove_lost()
-        self._counted = self._clock.monotonic()
-
-    def _check(self, writing: bool = False) -> None:
-        """Raises StoreUnavailable."""
-        if self._closed:
-            raise StoreUnavailable(f"the KV store at {self.config.where} is closed: open it again")
-        if writing and self.read_only:
-            raise StoreUnavailable(f"the KV store at {self.config.where} is open for reading only")
+        is_right = entry == Entry.of(record)
+        if not is_right and not self.read_only:
+            self._enter(key, Entry.of(record), pin=False, quota=ALWAYS)
+        return "" if is_right or entry is None or not self.read_only else "its entry is of another size"
 
 
 class _Records:

@@ -1,4 +1,4 @@
-"""What lies where on a Valkey or Redis server, and the scripts that change a namespace's accounting.
+"""The names on a Valkey or Redis server, and the scripts that change a namespace's accounting.
 
     blendserve:chunk:KEY         hash     a chunk: "h" -> header, "0", "1", ... -> segment of each layer (record.py)
     blendserve:lease:{CHUNK}     string   owner of the lease on the chunk of that name, in its slot
@@ -11,36 +11,39 @@
     blendserve:tables            hash     hash of a blob -> its description (blobs.py)
     blendserve:tables:HASH       string   the blob
 
-KEY, TAG and HASH are in hex. In a cluster what is in braces chooses the slot: a namespace's accounting lies together, so
-that one script changes it, and chunks spread. A chunk is entered before it is written and removed before it is deleted,
-so the quota holds. The server evicts by itself, too, and processes end: entries without chunks are removed by `stats`,
-once a minute, and by `verify`.
+KEY, TAG and HASH are in hex. In a cluster the part in braces chooses the slot: a namespace's accounting lies together, so
+that one script changes it, and chunks spread.
 """
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from contextlib import suppress
+from typing import Any, NamedTuple, TypeAlias
 
-from blendserve.errors import CorruptBlob, CorruptRecord
+from blendserve.errors import CorruptRecord
 from blendserve.store.blobs import BlobInfo, BlobStore, check_blob, check_room
 from blendserve.store.codecs.base import tables_hash
 from blendserve.store.key import TAG_BYTES, ChunkKey
-from blendserve.store.network.connection import Connection
 from blendserve.store.policies import Candidate
 from blendserve.store.record import ChunkRecord, check_segment, decode_header
-from blendserve.store.request_reads import Sample
 from blendserve.store.usage import UsageLog
 from blendserve.store.valkey_client import Client
 
 PREFIX = b"blendserve:"
 CHUNK, NAMESPACES, BLOBS = PREFIX + b"chunk:", PREFIX + b"namespaces", PREFIX + b"tables"
 HEADER = b"h"
+ACCOUNTS = (
+    "entries",
+    "used",
+    "pins",
+    "bytes",
+    "counts",
+)  # of a namespace; the KEYS of all scripts but RELEASE
 
-EXPIRES_S = 30 * 86_400  # of an unpinned chunk, after its last use: volatile-lru evicts only what expires
 BATCH = 1000  # keys in one command
+EXPIRES_S = 30 * 86_400  # of an unpinned chunk, after its last use: volatile-lru evicts only keys that expire
 
 Fields: TypeAlias = "Mapping[bytes, bytes]"
 
@@ -50,6 +53,8 @@ local function size(key)
     local entry = redis.call('HGET', entries, key)
     return entry and tonumber(string.match(entry, '^%d+')) or 0
 end
+local function others(key) return tonumber(redis.call('GET', bytes) or '0') - size(key) end
+local function evictable(key, spare) return key ~= spare and redis.call('SISMEMBER', pins, key) == 0 end
 local function remove(key)
     redis.call('DECRBY', bytes, size(key))  -- -0 is no integer to Redis
     redis.call('HDEL', entries, key)
@@ -57,51 +62,55 @@ local function remove(key)
     redis.call('SREM', pins, key)
 end
 """
-# key, n_bytes, entry, now, pin, quota, dry, victims ... -> lacking, chunks, layers before, pinned, other bytes, then key,
-# bytes ... of the oldest that make room. Enters the chunk, in place of the victims, if all is within the quota then.
+# key, n_bytes, quota -> bytes of the other chunks, number of chunks, whether the key is known, then key, bytes, ... of
+# the least recently used chunks that make room
+ROOM = (
+    _START
+    + """
+local key, total = ARGV[1], others(ARGV[1])
+local told = {total, redis.call('HLEN', entries), redis.call('HEXISTS', entries, key)}
+local lacking, at = total + tonumber(ARGV[2]) - tonumber(ARGV[3]), 0
+while lacking > 0 do
+    local page = redis.call('ZRANGE', used, at, at + 63)
+    if #page == 0 then break end
+    for _, old in ipairs(page) do
+        if evictable(old, key) then
+            told[#told + 1], told[#told + 2] = old, size(old)
+            lacking = lacking - size(old)
+        end
+    end
+    at = at + 64
+end
+return told
+"""
+)
+# key, n_bytes, quota, entry, now, pin, victims ... -> layers before (-1: none), whether it is pinned; nothing where the
+# chunk exceeds the quota. Enters the chunk in place of the victims.
 RESERVE = (
     _START
     + """
-local key, n, pin = ARGV[1], tonumber(ARGV[2]), ARGV[5] == '1'
+local key, n = ARGV[1], tonumber(ARGV[2])
 local before = redis.call('HGET', entries, key)
-local layers = before and tonumber(string.match(before, '%d+$')) or -1
-local total = tonumber(redis.call('GET', bytes) or '0') - size(key)
-local lacking = total + n - tonumber(ARGV[6])
-local victims = {}
-for i = 8, #ARGV do
-    if ARGV[i] ~= key and redis.call('SISMEMBER', pins, ARGV[i]) == 0 then
+local lacking, victims = others(key) + n - tonumber(ARGV[3]), {}
+for i = 7, #ARGV do
+    if evictable(ARGV[i], key) then
         victims[#victims + 1] = ARGV[i]
         lacking = lacking - size(ARGV[i])
     end
 end
-local told = {lacking, redis.call('HLEN', entries), layers, redis.call('SISMEMBER', pins, key), total}
-if lacking > 0 or ARGV[7] == '1' then
-    local at, room = 0, 0
-    while room < total + n - tonumber(ARGV[6]) do
-        local page = redis.call('ZRANGE', used, at, at + 63)
-        if #page == 0 then break end
-        for _, old in ipairs(page) do
-            if old ~= key and redis.call('SISMEMBER', pins, old) == 0 then
-                told[#told + 1], told[#told + 2] = old, size(old)
-                room = room + size(old)
-            end
-        end
-        at = at + 64
-    end
-    return told
-end
+if lacking > 0 then return {} end
 for _, victim in ipairs(victims) do
     remove(victim)
     redis.call('HINCRBY', counts, 'evictions', 1)
 end
-if pin then redis.call('SADD', pins, key); told[4] = 1 end
+if ARGV[6] == '1' then redis.call('SADD', pins, key) end
 redis.call('INCRBY', bytes, n - size(key))
-redis.call('HSET', entries, key, ARGV[3])
-redis.call('ZADD', used, ARGV[4], key)
-return told
+redis.call('HSET', entries, key, ARGV[4])
+redis.call('ZADD', used, ARGV[5], key)
+return {before and tonumber(string.match(before, '%d+$')) or -1, redis.call('SISMEMBER', pins, key)}
 """
 )
-# "use", "pin" or "unpin", then key, when ... -> those that may expire
+# "use", "pin" or "unpin", then key, when, ... -> the unpinned ones, which may expire
 TOUCH = (
     _START
     + """
@@ -114,13 +123,13 @@ for i = 2, #ARGV, 2 do
         elseif tonumber(ARGV[i + 1]) > tonumber(redis.call('ZSCORE', used, key) or '0') then
             redis.call('ZADD', used, ARGV[i + 1], key)  -- another process may have written a later use
         end
-        if redis.call('SISMEMBER', pins, key) == 0 then free[#free + 1] = key end
+        if evictable(key) then free[#free + 1] = key end
     end
 end
 return free
 """
 )
-# last use, key ... : those that were used later than that are left alone
+# last use, key ... : removes the chunks that were used at that time or before
 REMOVE = (
     _START
     + """
@@ -135,7 +144,7 @@ RELEASE = "if redis.call('GET', KEYS[1]) == ARGV[1] then redis.call('DEL', KEYS[
 
 
 class Entry(NamedTuple):
-    """What a namespace counts of a chunk."""
+    """A namespace's accounting of one chunk."""
 
     n_bytes: int
     raw_bytes: int
@@ -147,15 +156,20 @@ class Entry(NamedTuple):
         return cls(record.n_bytes, record.raw_bytes, record.n_tokens, record.n_layers)
 
 
-class Reserved(NamedTuple):
-    """What became of a chunk that was to be entered; nothing has changed if `lacking` > 0."""
+class Room(NamedTuple):
+    """What a chunk that is to be stored finds in its namespace."""
 
-    lacking: int  # bytes that are to be freed first
-    n_chunks: int
-    layers_before: int  # of what is there under the key; -1 where nothing is
-    pinned: int  # 1 if it is
     others: int  # bytes of all other chunks
-    oldest: list[Candidate]  # that make room
+    n_chunks: int
+    is_known: bool  # whether it replaces a chunk
+    oldest: list[Candidate]  # unpinned chunks that make room, least recently used first
+
+
+class Reserved(NamedTuple):
+    """A chunk that was entered."""
+
+    layers_before: int  # of the chunk that it replaces; -1 for a new one
+    pinned: int
 
 
 def chunk_name(key: ChunkKey) -> bytes:
@@ -174,14 +188,32 @@ def lease_name(key: ChunkKey) -> bytes:
     return PREFIX + b"lease:{%s}" % chunk_name(key)
 
 
+def blob_name(hash: bytes) -> bytes:
+    return BLOBS + b":" + hash.hex().encode()
+
+
+def by_namespace(keys: Iterable[ChunkKey]) -> Iterator[tuple[bytes, list[ChunkKey]]]:
+    """(tag, keys of that namespace), at most BATCH keys at a time."""
+    grouped: defaultdict[bytes, list[ChunkKey]] = defaultdict(list)
+    for key in keys:
+        grouped[key[:TAG_BYTES]].append(key)
+    for tag, some in grouped.items():
+        for at in range(0, len(some), BATCH):
+            yield tag, some[at : at + BATCH]
+
+
 def read_fields(client: Client, keys: Sequence[ChunkKey]) -> list[Fields]:
-    """The hash of each chunk, {} where nothing is; one round trip. Raises what valkey-py does, TypeError."""
+    """The hash of each chunk, {} for an absent one; one round trip.
+
+    Raises what valkey-py does; TypeError for a reply that was damaged into one of another type.
+    """
     pipeline = client.pipeline(transaction=False)
     for key in keys:
         pipeline.hgetall(chunk_name(key))
-    found: list[dict[bytes, bytes]] = pipeline.execute()
-    _require_bytes([part for fields in found for pair in fields.items() for part in pair])
-    return list(found)
+    found: list[Fields] = pipeline.execute()
+    if not all(isinstance(part, bytes) for fields in found for pair in fields.items() for part in pair):
+        raise TypeError("a hash holds values that are not bytes")
+    return found
 
 
 def checked(key: ChunkKey, fields: Fields) -> ChunkRecord:
@@ -194,8 +226,15 @@ def checked(key: ChunkKey, fields: Fields) -> ChunkRecord:
     return ChunkRecord(key, header, segments.__getitem__, trusted=True)
 
 
-def blob_name(hash: bytes) -> bytes:
-    return BLOBS + b":" + hash.hex().encode()
+def all_chunks(client: Client) -> set[ChunkKey]:
+    """The keys of all chunks on the server, entered or not."""
+    names = (name.removeprefix(CHUNK) for name in client.scan_iter(match=CHUNK + b"*", count=1000))
+    return {bytes.fromhex(name.decode()) for name in names if len(name) % 2 == 0 and name.isalnum()}
+
+
+def pins_and_counts(client: Client, tag: bytes) -> tuple[set[ChunkKey], dict[bytes, bytes]]:
+    """The pinned keys and the counters of a namespace."""
+    return set(client.smembers(namespace_name(tag, "pins"))), client.hgetall(namespace_name(tag, "counts"))
 
 
 def persist(pipeline: Client, key: ChunkKey) -> None:
@@ -208,83 +247,30 @@ def expire(pipeline: Client, key: ChunkKey) -> None:
     pipeline.expire(chunk_name(key), EXPIRES_S)
 
 
-def pins_and_counts(client: Client, tag: bytes) -> tuple[set[ChunkKey], dict[bytes, bytes]]:
-    """The pinned keys and the counters of a namespace."""
-    pins = set(client.smembers(namespace_name(tag, "pins")))
-    return pins, client.hgetall(namespace_name(tag, "counts"))
-
-
-def scan(client: Client) -> set[ChunkKey]:
-    """The keys of all chunks on the server, entered or not."""
-    names = (name.removeprefix(CHUNK) for name in client.scan_iter(match=CHUNK + b"*", count=1000))
-    return {bytes.fromhex(name.decode()) for name in names if len(name) % 2 == 0 and name.isalnum()}
-
-
-def sample(client: Client, keys: Sequence[ChunkKey], n_bytes: int) -> Sample | None:
-    """Headers of these, timed, then the first layers of one. Raises what valkey-py does, CorruptRecord, StoreVersion."""
-    client.ping()  # or connecting would be timed
-    start = time.perf_counter()
-    pipeline = client.pipeline(transaction=False)
-    for key in keys:
-        pipeline.hget(chunk_name(key), HEADER)
-    headers = pipeline.execute()
-    round_trip = time.perf_counter() - start
-    found = next(((key, raw) for key, raw in zip(keys, headers, strict=True) if raw), None)
-    if found is None:
-        return None
-    header = decode_header(*found)
-    layers = header.shape.n_layers
-    some = max(1, min(layers, n_bytes * layers // max(1, header.n_bytes)))
-    start = time.perf_counter()
-    got = client.hmget(chunk_name(found[0]), [segment_name(l) for l in range(some)])
-    seconds = time.perf_counter() - start
-    if None in got:  # evicted meanwhile
-        return None
-    part = sum(header.lengths[:some]) / max(1, header.n_bytes)
-    return Sample(round_trip, seconds, part, header.shape.n_tokens)
-
-
-def by_namespace(keys: Iterable[ChunkKey]) -> Iterator[tuple[bytes, list[ChunkKey]]]:
-    """(tag, keys of that namespace), at most BATCH at a time."""
-    grouped: defaultdict[bytes, list[ChunkKey]] = defaultdict(list)
-    for key in keys:
-        grouped[key[:TAG_BYTES]].append(key)
-    for tag, some in grouped.items():
-        for at in range(0, len(some), BATCH):
-            yield tag, some[at : at + BATCH]
-
-
-def _require_bytes(parts: Sequence[object]) -> None:
-    """Raise TypeError for a reply that was damaged into one of another type."""
-    if not all(isinstance(part, bytes) for part in parts):
-        raise TypeError("a hash holds something else than bytes")
-
-
 class ServerBlobs(BlobStore):
-    """Every method raises StoreUnavailable."""
+    """The blobs on a server."""
 
-    def __init__(self, connection: Connection, usage: UsageLog, check: Callable[..., None]) -> None:
-        """check: of the store's state, before a call that writes or not. Raises StoreUnavailable."""
-        self._connection, self._usage, self._check = connection, usage, check
+    def __init__(self, ask: Callable[..., Any], check: Callable[..., None], usage: UsageLog) -> None:
+        """ask, check: ValkeyStore's."""
+        self._ask, self._check, self._usage = ask, check, usage
 
     def list(self) -> Sequence[BlobInfo]:
-        self._check()
-        found: dict[bytes, bytes] = self._connection.ask(lambda client: client.hgetall(BLOBS))
+        found: dict[bytes, bytes] = self._ask(lambda client: client.hgetall(BLOBS))
         infos = []
         for hash, raw in sorted(found.items()):
-            try:
+            with suppress(ValueError):
                 infos.append(BlobInfo.from_bytes(hash, raw))
-            except ValueError:
-                continue
         return infos
+
+    def hashes(self) -> set[bytes]:
+        return set(self._ask(lambda client: client.hkeys(BLOBS)))
 
     def get(self, hash: bytes) -> bytes | None:
         return self.read(hash)
 
     def read(self, hash: bytes, seconds: float | None = None) -> bytes | None:
-        """Within so many seconds, by default the deadline. Raises CorruptBlob."""
-        self._check()
-        raw: bytes | None = self._connection.ask(lambda client: client.get(blob_name(hash)), seconds)
+        """`get` within so much time, by default the deadline."""
+        raw: bytes | None = self._ask(lambda client: client.get(blob_name(hash)), seconds)
         return None if raw is None else check_blob(hash, raw)
 
     def put(self, kind: str, owner: str, raw: bytes, current: bool = True) -> bytes:
@@ -297,7 +283,7 @@ class ServerBlobs(BlobStore):
             client.set(blob_name(hash), raw)
             client.hset(BLOBS, hash, info.to_bytes())
 
-        self._connection.ask(job)
+        self._ask(job)
         return hash
 
     def delete(self, hash: bytes) -> bool:
@@ -306,18 +292,4 @@ class ServerBlobs(BlobStore):
         def job(client: Client) -> bool:
             return bool(client.unlink(blob_name(hash)) + client.hdel(BLOBS, hash))
 
-        return self._connection.ask(job)
-
-    def problems(self) -> tuple[tuple[str, str], ...]:
-        """(hash in hex, what is wrong) of blobs with which something is."""
-        hashes: Sequence[bytes] = self._connection.ask(lambda client: client.hkeys(BLOBS))
-        found = ((hash.hex(), self._problem(hash)) for hash in sorted(hashes))
-        return tuple((hash, problem) for hash, problem in found if problem)
-
-    def _problem(self, hash: bytes) -> str:
-        if hash not in {info.hash for info in self.list()}:
-            return "what they are for is damaged"
-        try:
-            return "they are missing" if self.read(hash) is None else ""
-        except CorruptBlob as error:
-            return str(error)
+        return bool(self._ask(job))

@@ -1,4 +1,4 @@
-"""Layers of a chunk, ready to use: decoded from a record as they are asked for, or tensors that are here."""
+"""Views of a chunk's KV, layer by layer: decoded from a record on demand, or over tensors."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ class RecordView:
     """A ChunkView that decodes a record. Threads may share it."""
 
     def __init__(self, record: ChunkRecord, tables: Tables = lambda hash: None) -> None:
-        """tables: of codecs, by hash. Raises Undecodable where the codec, its level or its tables are not here."""
+        """tables: of codecs, by hash. Raises Undecodable if the codec, its level or its tables are missing."""
         self.record = record
         self._codec = codec_for(record.coding, tables)
         self._decoder = self._codec.decoder(record.shape)
         self._next = 0  # layers are decoded up to here
         self._decoding = threading.Lock()
-        self._ahead: dict[int, Pair] = {}  # layers that were decoded ahead, until they are asked for
+        self._ahead: dict[int, Pair] = {}  # decoded layers that `layer` has not returned yet
 
     @property
     def n_layers(self) -> int:
@@ -77,7 +77,7 @@ class RecordView:
 
     @property
     def version(self) -> Header:
-        """The checksums of all layers are in it."""
+        """It has the checksums of all layers."""
         return self.record.header
 
     def layer(self, l: int) -> Pair:
@@ -89,10 +89,7 @@ class RecordView:
             return self._ahead.pop(l, None) or self._decode_in_order(l)
 
     def decode_ahead(self) -> bool:
-        """Decode the next layer before it is asked for; False where nothing is left to decode.
-
-        Raises CorruptRecord.
-        """
+        """Decode the next layer before `layer` needs it; False if none is left to decode. Raises CorruptRecord."""
         if self._codec.random_access:
             return False
         with self._decoding:
@@ -102,7 +99,7 @@ class RecordView:
             return l < self.n_layers
 
     def _decode_in_order(self, l: int) -> Pair:
-        """Decode the layers below l that are missing, then l. Starts again from layer 0 to go back."""
+        """Decode the missing layers below l, then l. Goes back by starting again from layer 0."""
         if l < self._next:
             self._restart()
         try:
@@ -111,7 +108,7 @@ class RecordView:
                 self._next = below + 1
             pair = self._decode(l)
         except BaseException:
-            self._restart()  # a decoder that failed half-way is of no use
+            self._restart()  # a decoder that failed half-way cannot go on
             raise
         self._next = l + 1
         return pair
@@ -156,7 +153,7 @@ class TensorView:
 
 
 def open_view(record: ChunkRecord, tables: Tables) -> RecordView | Miss:
-    """The record's view, or why it cannot be decoded here, which the record's store counts. tables: by hash."""
+    """The record's view, or why it cannot be decoded here; its store counts that. tables: by hash."""
     try:
         return RecordView(record, tables)
     except Undecodable as error:

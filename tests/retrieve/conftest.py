@@ -33,7 +33,8 @@ def embedder(folder: Path) -> Embedder:
 @pytest.fixture(scope="session")
 def word_pieces(embedder: Embedder) -> Callable[[Passage], int]:
     """A real tokenizer's count of a passage as a prompt shows it."""
-    return lambda passage: embedder.count_tokens(f"{passage.title}\n{passage.text}\n\n")
+    encode = embedder.encoder.tokenizer.encode
+    return lambda passage: len(encode(f"{passage.title}\n{passage.text}\n\n", add_special_tokens=False).ids)
 
 
 def words(passage: Passage) -> int:
@@ -65,6 +66,11 @@ class WordEncoder:
 
 def toy_embedder(name: str = "toy", fingerprint: str = "toy") -> Embedder:
     return Embedder(WordEncoder(), name, fingerprint)
+
+
+def windows_of(embedder: Embedder, text: str, title: str = "") -> list[str]:
+    """The windows that a passage is cut into."""
+    return [window.text for window in embedder.cut([Passage(text, title)])[0]]
 
 
 def embed(embedder: Embedder, texts: Sequence[str]) -> np.ndarray:

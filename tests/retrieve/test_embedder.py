@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -20,7 +20,7 @@ from blendserve.errors import ModelError
 from blendserve.retrieve import Embedder, bert
 from blendserve.retrieve.bert import Bert, BertFolder, is_plain_bert
 from blendserve.retrieve.embedder import BUNDLED, MAX_QUESTION_WINDOWS, fingerprint_of
-from tests.retrieve.conftest import embed
+from tests.retrieve.conftest import embed, windows_of
 from tests.support.files import copied_model
 
 WORDS = ["antidisestablishmentarianism ", "naïve,", "漢字", "🙂", "\n\n", "x" * 120, "1.5e-3 ", "[SEP]"]
@@ -34,7 +34,7 @@ def ids_of(embedder: Embedder, text: str) -> list[int]:
 
 @given(long_texts, st.sampled_from(["", "A title", "long title " * 100]))
 def test_every_word_piece_is_in_a_window_that_fits(embedder: Embedder, text: str, title: str) -> None:
-    windows = embedder.windows(text, title)
+    windows = windows_of(embedder, text, title)
     ids = [ids_of(embedder, window) for window in windows]
     assert all(len(window) <= embedder.max_tokens for window in ids)
     assert set(ids_of(embedder, text)) <= {i for window in ids for i in window}
@@ -44,27 +44,27 @@ def test_every_word_piece_is_in_a_window_that_fits(embedder: Embedder, text: str
 def test_windows_overlap_and_follow_each_other(embedder: Embedder) -> None:
     text = " ".join(f"number{n}" for n in range(400))
     spans = []
-    for window in embedder.windows(text, "Numbers"):
+    for window in windows_of(embedder, text, "Numbers"):
         at = [int(word.removeprefix("number")) for word in window.removeprefix("Numbers\n").split()]
         assert at == list(range(at[0], at[-1] + 1))  # whole words, none left out
         spans.append((at[0], at[-1]))
     assert (spans[0][0], spans[-1][1]) == (0, 399)
     assert all(before[1] > after[0] > before[0] for before, after in pairwise(spans))
-    assert embedder.windows("Short. ", "T") == ["T\nShort. "]
+    assert windows_of(embedder, "Short. ", "T") == ["T\nShort. "]
 
 
 def test_vectors_are_unit_ones_in_the_order_of_the_texts(embedder: Embedder) -> None:
     texts = ["The cat sat.", "", "A dog ran in the park.", "The cat sat.", "word " * 600]
     seen: list[tuple[int, int]] = []
     passages = [Passage(text) for text in texts]
-    vectors, counts = embedder.embed_passages(passages, lambda done, total: seen.append((done, total)))
+    cut = embedder.cut(passages)
+    vectors = embedder.encode(list(chain(*cut)), lambda done, total: seen.append((done, total)))
     np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-6)
-    windows = [embedder.windows(text) for text in texts]
-    assert counts == [len(group) for group in windows] == [1, 1, 1, 1, 3]
-    alone = [embed(embedder, [window])[0] for group in windows for window in group]
+    assert [len(group) for group in cut] == [1, 1, 1, 1, 3]
+    alone = [embed(embedder, [window.text])[0] for group in cut for window in group]
     np.testing.assert_allclose(vectors, alone, atol=1e-6)
-    assert seen[-1] == (sum(counts),) * 2
-    assert embedder.embed_passages([])[0].shape == (0, embedder.dimension)
+    assert seen[-1] == (len(vectors),) * 2
+    assert embedder.encode([]).shape == (0, embedder.dimension)
 
 
 class Counting:
@@ -99,8 +99,8 @@ def test_a_long_question_counts_by_its_beginning_and_its_end(embedder: Embedder)
     target = embed(embedder, ["Michelangelo painted the ceiling of the chapel."])[0]
     assert vector @ target > embedder.embed_question(middle) @ target + 0.03
     some = " ".join(f"number{n}" for n in range(280))
-    assert 1 < len(embedder.windows(some)) <= MAX_QUESTION_WINDOWS
-    mean = embed(embedder, embedder.windows(some)).sum(0)
+    assert 1 < len(windows_of(embedder, some)) <= MAX_QUESTION_WINDOWS
+    mean = embed(embedder, windows_of(embedder, some)).sum(0)
     np.testing.assert_allclose(embedder.embed_question(some), mean / np.linalg.norm(mean), atol=1e-6)
 
 
@@ -226,5 +226,5 @@ def test_the_library_serves_what_we_do_not(
     assert capfd.readouterr() == ("", "")
     expected = library.encode(["query: Who?"], normalize_embeddings=True, show_progress_bar=False)[0]
     np.testing.assert_allclose(embedder.embed_question("Who?"), expected, atol=1e-5)
-    for window in embedder.windows("word " * 600):
+    for window in windows_of(embedder, "word " * 600):
         assert len(library.tokenizer("query: " + window, truncation=False, verbose=False).input_ids) <= 256

@@ -32,7 +32,7 @@ from blendserve.retrieve import Embedder, VectorIndex, read_manifest, split
 from blendserve.retrieve import index as retrieve_index
 from blendserve.retrieve.index import BUILDING, PASSAGES, VECTORS
 from blendserve.retrieve.manifest import FORMAT, MANIFEST
-from tests.retrieve.conftest import WordEncoder, embed, toy_embedder, words
+from tests.retrieve.conftest import WordEncoder, embed, toy_embedder, windows_of, words
 
 READER: dict[str, Any] = {"reader": "tiny", "reader_fingerprint": "abcdefghij"}
 FILES = [MANIFEST, PASSAGES, VECTORS]
@@ -85,7 +85,7 @@ def killed_at(step: int) -> Iterator[None]:
 def assert_search(index: VectorIndex, question: str, *counts: int) -> None:
     """By the definition: the best window of every passage, sorted."""
     passages, embedder = index.passages, index.embedder
-    query, windows = embed(embedder, [question])[0], [embedder.windows(p.text, p.title) for p in passages]
+    query, windows = embed(embedder, [question])[0], [windows_of(embedder, p.text, p.title) for p in passages]
     best = [round(float((embed(embedder, w) @ query).max()), 6) for w in windows]
     wanted = sorted((-score, p.id) for score, p in zip(best, passages, strict=True))
     for k in counts:
@@ -267,8 +267,14 @@ def test_readers_never_see_a_half_written_index(saved: Path) -> None:
     assert len(seen) > 3
 
 
-def test_a_disk_that_refuses_leaves_the_old_index(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    index = reopen(saved)
+@pytest.mark.parametrize("is_old", [False, True])
+def test_a_disk_that_refuses_leaves_the_old_index(
+    saved: Path, is_old: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_old:  # format 1 has other names of files
+        shutil.rmtree(saved)
+        shutil.copytree(OLD_INDEX, saved)
+    index, n = reopen(saved), len(texts(saved))
     index.add(["too much"])
 
     def full(handle: int) -> None:
@@ -278,10 +284,11 @@ def test_a_disk_that_refuses_leaves_the_old_index(saved: Path, monkeypatch: pyte
         patch.setattr(os, "fsync", full)
         with pytest.raises(VectorIndexError):
             index.save()
-    assert len(texts(saved)) == 2
+    assert len(texts(saved)) == n
     assert len(list(saved.glob("[!.]*"))) == len(FILES)
     index.save()
-    assert len(texts(saved)) == 3
+    assert len(texts(saved)) == n + 1
+    assert len(list(saved.glob("[!.]*"))) == len(FILES)
 
 
 @pytest.mark.parametrize("killed", [False, True])

@@ -168,7 +168,7 @@ def test_a_full_server_evicts_whole_unpinned_chunks_or_is_a_full_store(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It has room for some thirty chunks, and evicts keys that may expire."""
-    monkeypatch.setattr("blendserve.store.valkey_accounts.GRACE_S", 0.0)
+    monkeypatch.setattr("blendserve.store.valkey.GRACE_S", 0.0)
     with Server(maxmemory="8mb", maxmemory_policy="volatile-lru") as server, opened(server, 1 << 40) as store:
         for n in range(60):
             put_kv(store, key_of(n), chunk(1000, seed=n), pin=n < 5)
