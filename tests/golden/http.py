@@ -21,8 +21,13 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from blendserve import errors
+from blendserve.blend.blender import Blender
+from blendserve.errors import StoreUnavailable
+from blendserve.serve.keys import KeyFile, Tenant
 from tests.support.engines import QUESTIONS
 from tests.support.http import MODEL, Client, Server, asked, bearer, serving
+from tests.support.peers import Service as Delivery
+from tests.support.peers import published, some_key
 from tests.support.waiting import eventually
 
 ORIGIN = "http://a.page"
@@ -30,9 +35,14 @@ FILE = Path(__file__).with_name("http.json")
 HEADERS = (
     *("content-type", "cache-control", "retry-after", "www-authenticate", "connection", "allow", "etag"),
     *("x-request-id", "content-security-policy", "x-content-type-options", "access-control-allow-origin"),
+    *("referrer-policy", "cross-origin-opener-policy", "cross-origin-resource-policy", "accept-ranges"),
+    *("content-range", "access-control-allow-methods"),
 )
-VARIES = {"id", "text", "content", "error", "message", "reason", "version", "etag", "x-request-id"}
-LISTS = {"tokens", "states", "scores"}  # one item for each token of a prompt
+VARIES = {
+    *("id", "text", "content", "error", "message", "reason", "version", "etag", "x-request-id"),
+    *("hash", "fingerprint", "reader_fingerprint", "namespace", "published"),
+}
+LISTS = {"tokens", "states", "scores", "pieces"}  # one item for each token of a prompt, or part of a file
 
 OWN = [
     {"text": "A cat sat on the mat.", "title": "Cats", "id": "cats"},
@@ -73,6 +83,8 @@ REQUESTS: dict[str, tuple[str, str, Any]] = {
     "ready": ("GET", "/ready", None),
     "page": ("GET", "/", None),
     "page style": ("GET", "/page/style.css", None),
+    "preflight": ("OPTIONS", "/v1/chat/completions", None),
+    "documentation": ("GET", "/docs", None),
     "unknown route": ("GET", "/v1/nothing", None),
     "unknown method": ("GET", "/v1/chat/completions", None),
     "unknown model": ("POST", "/v1/chat/completions", {**CHAT, "model": "gpt-9"}),
@@ -137,13 +149,42 @@ ERRORS: dict[str, Exception] = {  # each kind, raised by the store
     "bug": RuntimeError("m"),
 }
 
+LAYERS = "/v1/kdn/collections/manual/layers"
+CHUNK = "/v1/kdn/collections/manual/chunks/{key}"
+DELIVERED: dict[str, tuple[str, str, dict[str, str]]] = {  # method, path and headers
+    "collections": ("GET", "/v1/kdn/collections", {}),
+    "collection": ("GET", "/v1/kdn/collections/manual", {}),
+    "directory": ("GET", "/v1/kdn/collections/manual/directory", {}),
+    "piece": ("GET", "/v1/kdn/collections/manual/pieces/{piece}", {}),
+    "tables": ("GET", "/v1/kdn/collections/manual/tables/{piece}", {}),
+    "chunk": ("GET", CHUNK, {}),
+    "chunk head": ("HEAD", CHUNK, {}),
+    "chunk level": ("GET", f"{CHUNK}?level=int8", {}),
+    "chunk range": ("GET", CHUNK, {"Range": "bytes=7-40"}),
+    "chunk wrong range": ("GET", CHUNK, {"Range": "bytes=999999999-"}),
+    "layers": ("GET", f"{LAYERS}?chunks={{key}}:raw,{{key}}:int8", {}),
+    "no layers": ("GET", LAYERS, {}),
+    "many layers": ("GET", f"{LAYERS}?chunks=" + ",".join(["{key}:raw"] * 65), {}),
+    "unknown level": ("GET", f"{CHUNK}?level=none", {}),
+    "unknown chunk": ("GET", "/v1/kdn/collections/manual/chunks/00", {}),
+    "unknown piece": ("GET", "/v1/kdn/collections/manual/pieces/00", {}),
+    "unknown collection": ("GET", "/v1/kdn/collections/none", {}),
+    "unpin": ("POST", "/v1/kdn/collections/manual/unpin", {}),
+    "pin": ("POST", "/v1/kdn/collections/manual/pin", {}),
+    "health": ("GET", "/health", {}),
+    "page": ("GET", "/", {}),
+    "no key": ("GET", "/v1/kdn/collections", {"Authorization": ""}),
+}
+
 
 def transcript() -> dict[str, Any]:
-    """All of it, of a server with keys that is started for this."""
-    with tempfile.TemporaryDirectory() as folder:
-        settings: dict[str, Any] = {"keys": Path(folder) / "keys.json", "max_body_kb": 64}
-        with serving(Path(folder) / "served", cors_origins=(ORIGIN,), **settings) as server:
-            return dict(_recorded(server))
+    """All of it, of servers with keys that are started for this."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        settings: dict[str, Any] = {"keys": folder / "keys.json", "max_body_kb": 64}
+        with serving(folder / "served", cors_origins=(ORIGIN,), **settings) as server:
+            recorded = dict(_recorded(server))
+        return recorded | {f"delivery: {name}": exchange for name, exchange in _delivered(folder)}
 
 
 def _recorded(server: Server) -> Iterator[tuple[str, Any]]:
@@ -172,27 +213,65 @@ def _recorded(server: Server) -> Iterator[tuple[str, Any]]:
     etag = root.get("/page/style.css").headers["etag"]
     again = server.http.get("/page/style.css", headers={"If-None-Match": etag})
     yield "page style again", _response(again)
-    families = text_string_to_metric_families(root.get("/metrics").text)
-    yield (
-        "metrics",
-        {
-            f.name: [f.type, *sorted({label for sample in f.samples for label in sample.labels})]
-            for f in families
-            if not f.name.endswith("_created")
-        },
-    )
+    job = root.post("/v1/cache/warm", WHICH).json()["id"]
+    eventually(lambda: server.is_idle)
+    yield "job", _response(root.get(f"/v1/jobs/{job}"))
+    with mock.patch.object(Blender, "prefill", side_effect=RuntimeError("m")):
+        for name, path, body in (("chat", "/v1/chat/completions", CHAT), ("query", "/v1/rag/query", QUERY)):
+            yield f"bug in a {name} stream", _exchange(root, "POST", path, {**body, "stream": True})
+    yield "metrics", _metrics(root.get("/metrics").text)
     yield "openapi", _described(root.get("/openapi.json").json())
+    server.drain()
+    for name, method, path, body in (
+        ("ready", "GET", "/ready", None),
+        ("query", "POST", "/v1/rag/query", QUERY),
+    ):
+        yield f"stopping: {name}", _exchange(root, method, path, body)
+
+
+def _delivered(folder: Path) -> Iterator[tuple[str, Any]]:
+    """The same of a delivery service."""
+    store, collection = published(folder)
+    file = KeyFile(folder / "delivery.json")
+    admin, reading = (file.create(Tenant(name, admin=name == "admin")) for name in ("admin", "reader"))
+    names = {"key": some_key().hex(), "piece": collection.directory.pieces[0]}
+    with Delivery(store, keys=file.path) as service, httpx.Client(base_url=service.url) as http:
+
+        def sent(method: str, path: str, key: str = admin, **headers: str) -> httpx.Response:
+            return http.request(method, path.format(**names), headers=bearer(key) | headers)
+
+        for name, (method, path, headers) in DELIVERED.items():
+            yield name, {"request": f"{method} {path}", **_response(sent(method, path, **headers))}
+        etag = sent("GET", CHUNK).headers["etag"]
+        yield "chunk again", _response(sent("GET", CHUNK, **{"If-None-Match": etag}))
+        for method, path in (("GET", "/metrics"), ("POST", "/v1/kdn/collections/manual/pin")):
+            yield f"rights: {method} {path}", _response(sent(method, path, reading))
+        yield "metrics", _metrics(sent("GET", "/metrics").text)
+        yield "openapi", _described(sent("GET", "/openapi.json").json())
+        yield "withdrawn", _response(sent("DELETE", "/v1/kdn/collections/manual?chunks=true"))
+        yield "withdrawn again", _response(sent("DELETE", "/v1/kdn/collections/manual"))
+    with Delivery(store, max_per_minute=1) as service:
+        yield "many requests", [service.http.get("/collections").status_code for _ in range(2)]
+    with (
+        Delivery(store) as service,
+        mock.patch.object(store.blobs, "list", side_effect=StoreUnavailable("m")),
+    ):
+        yield "store", _response(service.http.get("/collections"))
 
 
 def _exchange(client: Client, method: str, path: str, body: Any) -> dict[str, Any]:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     headers = {"Content-Type": "application/json", "Origin": ORIGIN, **bearer(client.key)}
+    if method == "OPTIONS":
+        headers["Access-Control-Request-Method"] = "POST"
     response = client.http.request(method, path, headers=headers, content=None if body is None else content)
     return {"request": f"{method} {path}", **_response(response)}
 
 
 def _response(response: httpx.Response) -> dict[str, Any]:
     headers = {name: response.headers[name] for name in HEADERS if name in response.headers}
+    if "content-range" in headers:
+        headers["content-range"] = re.sub(r"\d+", "0", headers["content-range"])
     kept = {"status": response.status_code, "headers": shape(headers)}
     if "json" in response.headers.get("content-type", ""):
         return {**kept, "body": shape(response.json())}
@@ -218,6 +297,15 @@ def shape(value: Any, name: str = "") -> Any:
     if isinstance(value, (int, float)):
         return 0
     return "str" if name in VARIES else re.sub(r"(job|chatcmpl|cmpl)-[0-9a-f]+", r"\1-0", value)
+
+
+def _metrics(text: str) -> dict[str, list[str]]:
+    """Each metric's type and labels."""
+    return {
+        f.name: [f.type, *sorted({label for sample in f.samples for label in sample.labels})]
+        for f in text_string_to_metric_families(text)
+        if not f.name.endswith("_created")
+    }
 
 
 def _described(openapi: dict[str, Any]) -> dict[str, Any]:

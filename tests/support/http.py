@@ -224,6 +224,10 @@ class Server(Client):
         finally:
             release.set()
 
+    def drain(self) -> None:
+        """Refuse new questions, as after SIGTERM."""
+        self.service.drain()
+
     def wait_for_load(self, waiting: int) -> None:
         """Until this number of requests is queued."""
         eventually(lambda: self.service.scheduler.load[0] == waiting)
