@@ -39,7 +39,7 @@ from blendserve.kdn.catalogue import Catalogue
 from blendserve.kdn.publish import LevelCoder, describe
 from blendserve.models.loader import Reader
 from blendserve.registry import DELIVERED, DELIVERED_CODECS, STORES
-from blendserve.serve.child import Child
+from blendserve.bench.server_process import ServerProcess
 from blendserve.store import KVStore, LMDBStore, MemoryStore
 from blendserve.store.kdn.adapt import TEXT, Offer, Rule, Situation, fixed, quickest
 from blendserve.store.kdn.collection import Entry
@@ -217,7 +217,7 @@ def _fixture(reader: Reader, config: DeliveryConfig) -> Iterator[Fixture]:
             "-c",
             str(folder / "kdn.yaml"),
         ]
-        service = stack.enter_context(Child(command, folder / "service.log"))
+        service = stack.enter_context(ServerProcess(command, folder / "service.log"))
         port = int(service.url.rpartition(":")[2])
         yield Fixture(
             reader,

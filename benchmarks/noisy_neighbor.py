@@ -33,7 +33,7 @@ from blendserve.config import BlendConfig, Config, Positive, ServeConfig
 from blendserve.engine.engine import Engine
 from blendserve.errors import ConfigError, InputError, ServeError
 from blendserve.retrieve import language_reference
-from blendserve.serve.child import Child, serve_command
+from blendserve.bench.server_process import ServerProcess, serve_command
 from blendserve.serve.keys import KeyFile, Tenant
 
 METHOD = "blend"
@@ -142,7 +142,7 @@ def server(folder: Path) -> Iterator[str]:
     given = ("--config", str(folder / "model.yaml"), "--keys", str(folder / "keys.json"), "--method", METHOD)
     command = serve_command(*indexes, *given, *ROOM)
     try:
-        with Child(command, log) as child:
+        with ServerProcess(command, log) as child:
             yield child.url
     except ServeError:
         raise ServeError(f"the server did not start: {log.read_text().strip().splitlines()[-1]}") from None

@@ -30,7 +30,7 @@ import typer
 from blendserve import console, provenance
 from blendserve.errors import BlendserveError
 from blendserve.retrieve import language_reference
-from blendserve.serve.child import Child, serve_command
+from blendserve.bench.server_process import ServerProcess, serve_command
 
 HERE = Path(__file__).parent
 OWN = "own API"
@@ -405,7 +405,7 @@ def served(model: str, index: Path, chunk_tokens: int, method: str) -> Iterator[
         _blendserve("index", "build", str(corpus), str(built), *reader, "--chunk-tokens", str(chunk_tokens))
     _blendserve("precompute", str(built), *reader)
     console.note(f"Starting a server; it logs to {log}")
-    with Child(serve_command("--index", str(built), *reader, "--method", method), log) as server:
+    with ServerProcess(serve_command("--index", str(built), *reader, "--method", method), log) as server:
         yield server.url
 
 

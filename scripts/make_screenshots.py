@@ -15,7 +15,7 @@ from pathlib import Path
 from playwright.sync_api import Browser, Page, sync_playwright
 
 from blendserve.demo import INDEX, QUESTIONS, open_demo
-from blendserve.serve.child import Child, serve_command
+from blendserve.bench.server_process import ServerProcess, serve_command
 
 PICTURES = Path(__file__).parents[1] / "docs" / "pictures"
 SIZE = {"width": 1280, "height": 860}
@@ -30,7 +30,7 @@ def main() -> None:
     command = serve_command("--index", str(INDEX), "--method", "blend")
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        with Child(command, Path(folder) / "server.log") as server:
+        with ServerProcess(command, Path(folder) / "server.log") as server:
             for scheme in ("light", "dark"):
                 page = visit(browser, server.url, scheme)
                 ask(page)

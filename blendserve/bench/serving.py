@@ -34,7 +34,7 @@ from blendserve.core import Document
 from blendserve.engine.engine import Engine
 from blendserve.errors import StoreError
 from blendserve.evaluate.datasets import load
-from blendserve.serve.child import Child, serve_command
+from blendserve.bench.server_process import ServerProcess, serve_command
 
 METHODS = ("full", "blend", "prefix")
 ABOVE = 1.1  # times a method's own saturation: where its loads end
@@ -169,7 +169,7 @@ def _server(config: ServingConfig, index: Path, folder: Path) -> Iterator[str]:
         return
     model = model_settings(config, folder / "model.yaml")
     command = serve_command("--index", str(index), "--config", str(model), "--method", "blend", *ROOM)
-    with Child(command, folder / "server.log") as child:
+    with ServerProcess(command, folder / "server.log") as child:
         yield child.url
         child.stop()
 

@@ -32,7 +32,7 @@ from blendserve.config import Config
 from blendserve.core import Passage
 from blendserve.engine.engine import Engine
 from blendserve.retrieve import language_reference
-from blendserve.serve.child import Child, serve_command
+from blendserve.bench.server_process import ServerProcess, serve_command
 from blendserve.store import LMDBStore
 from tests.endurance.driver import Figures, Promises, main, none
 from tests.support.waiting import eventually
@@ -243,7 +243,7 @@ def make(out: Path, requests: int, clients: int, seed: int) -> Serving:
         passages = random.Random(seed).sample(engine.index.passages, 24)
         asks = make_asks(engine, passages, DISTINCT, seed)
     command = serve_command("--index", str(index), "--config", str(settings))
-    start = lambda: Child(command, out / "server.log")  # noqa: E731
+    start = lambda: ServerProcess(command, out / "server.log")  # noqa: E731
     return Serving(start, index / "kv", asks, requests, clients, seed)
 
 

@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from blendserve.errors import ServeError
-from blendserve.serve.child import Child
 from blendserve.store import LMDBStore
 from tests.support.commands import cli
 from tests.support.engines import QUESTIONS
 from tests.support.http import OWN, ToyServer, events
 
 ASK: dict[str, Any] = {"question": QUESTIONS[0], "passages": OWN}
-CHILD = """
-import signal, sys
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
-held = bytearray(b"x") * 30_000_000
-print("Listening on nothing at all", file=sys.stderr)
-print("Listening on http://here:" + sys.argv[1], flush=True)
-while True:
-    signal.pause()
-"""
 
 
 @pytest.mark.timeout(180)  # two processes that import the engine
@@ -50,29 +38,6 @@ def test_sigterm_finishes_what_runs_and_sigkill_harms_no_store(tmp_path: Path) -
     with LMDBStore(tmp_path / "kv", 2**27, read_only=True) as store:
         assert store.verify().bad == ()
         assert store.stats().chunks >= len(OWN) + 1
-
-
-def test_a_child_says_where_it_listens_and_ends(tmp_path: Path) -> None:
-    def child(port: int) -> Child:
-        return Child([sys.executable, "-c", CHILD, str(port)], tmp_path / "log")
-
-    def runs(child: Child) -> bool:
-        return Path(f"/proc/{child.pid}").exists()
-
-    with child(1) as first:
-        assert first.url == "http://here:1"
-        assert 30 < first.memory_mb < 1000
-        assert first.stop() == 3
-    with child(2) as second:  # the log also has the first one's line
-        assert second.url == "http://here:2"
-        second.kill()
-        assert not runs(second)
-    with pytest.raises(KeyError), child(3) as third:
-        raise KeyError
-    assert not runs(third)
-    with pytest.raises(ServeError) as error:
-        Child([sys.executable, "-c", "raise SystemExit(5)"], tmp_path / "log")
-    assert error.value.path == str(tmp_path / "log")
 
 
 def test_keys_by_commands(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from blendserve.engine.prompt import PromptBuilder
 from blendserve.retrieve import VectorIndex
 from blendserve.retrieve.encoder import Window
 from blendserve.serve.app import make_app
-from blendserve.serve.child import Child
+from blendserve.bench.server_process import ServerProcess
 from blendserve.serve.keys import KeyFile, Tenant
 from blendserve.serve.running import run
 from blendserve.serve.service import Service
@@ -280,7 +280,7 @@ def run_toy_server(line: Connection, folder: Path) -> None:
 
 
 class ToyServer(ExitStack):
-    """A toy server as its own process with its store on disk; has the methods of `Child` (serve/child.py)."""
+    """A toy server as its own process with its store on disk; has the methods of `ServerProcess` (bench/server_process.py)."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -288,7 +288,7 @@ class ToyServer(ExitStack):
         self.pid = self._process.pid
         self.url = str(line.recv()).removeprefix("Listening on ").strip()
 
-    memory_mb = Child.memory_mb
+    memory_mb = ServerProcess.memory_mb
 
     def terminate(self) -> None:
         self._process.terminate()

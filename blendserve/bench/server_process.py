@@ -1,4 +1,4 @@
-"""A server as a process of its own: started, watched, stopped and killed by scripts that measure it."""
+"""A server in a process of its own, for benches and soak tests: started, measured, stopped and killed."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pathlib import Path
 from blendserve.errors import ServeError
 
 LISTENING = re.compile(rb"^Listening on (\S+)$", re.MULTILINE)
+POLL_S = 0.05
 
 
 def serve_command(*options: str) -> list[str]:
@@ -20,56 +21,57 @@ def serve_command(*options: str) -> list[str]:
     return [sys.executable, "-m", "blendserve", "serve", "--port", "0", *options]
 
 
-class Child:
-    """`with Child(command, log) as server:` it listens at `server.url`; what it prints goes to the end of `log`.
+class ServerProcess:
+    """`with ServerProcess(command, log) as server:` it listens at `server.url` and appends its output to `log`.
 
-    It stays in its starter's process group: what stops or ends that one does the same to the server.
+    It stays in the process group of its parent, so that a signal to the group also ends the server.
     Raises ServeError when the process ends before it listens.
     """
 
     def __init__(self, command: Sequence[str], log: Path) -> None:
         self._log = log
-        printed = log.stat().st_size if log.exists() else 0
+        n_before = log.stat().st_size if log.exists() else 0
         with log.open("ab") as out:
             self._process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
         self.pid = self._process.pid
-        self.url = self._wait(printed)
+        self.url = self._wait_for_url(n_before)
 
-    def _wait(self, printed: int) -> str:
+    def _wait_for_url(self, n_before: int) -> str:
+        """n_before: bytes of the log that are not of this process."""
         while True:
-            ended = self._process.poll() is not None
+            has_ended = self._process.poll() is not None
             with self._log.open("rb") as out:
-                out.seek(printed)
-                said = out.read()
-            if found := LISTENING.search(said):
-                return found[1].decode()
-            if ended:
-                last = said.decode(errors="replace").strip().rpartition("\n")[2]
+                out.seek(n_before)
+                output = out.read()
+            if match := LISTENING.search(output):
+                return match[1].decode()
+            if has_ended:
+                last_line = output.decode(errors="replace").strip().rpartition("\n")[2] or "no output"
                 raise ServeError(
-                    f"the server ended with {self._process.returncode} at its start: {last or 'it said nothing'} (all it "
-                    f"said is in {self._log})",
+                    f"the server exited with {self._process.returncode} before it listened: {last_line} "
+                    f"(log: {self._log})",
                     path=self._log,
                 )
-            time.sleep(0.05)
+            time.sleep(POLL_S)
 
     @property
     def memory_mb(self) -> float:
-        """Resident and its own: pages of files, such as the store's map, are the kernel's to drop."""
+        """Anonymous resident memory. Pages of files, such as the store's map, do not count."""
         status = Path(f"/proc/{self.pid}/status").read_text()
         match = re.search(r"^RssAnon:\s+(\d+) kB", status, re.MULTILINE)
         return round(int(match[1]) / 1024, 1) if match else 0.0
 
     def kill(self) -> None:
-        """SIGKILL, and wait."""
+        """Send SIGKILL and wait."""
         self._process.kill()
         self._process.wait()
 
     def stop(self) -> int:
-        """SIGTERM, and wait -> exit code."""
+        """Send SIGTERM and wait -> exit code."""
         self._process.send_signal(signal.SIGTERM)
         return self._process.wait()
 
-    def __enter__(self) -> Child:
+    def __enter__(self) -> ServerProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
