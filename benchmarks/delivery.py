@@ -29,6 +29,7 @@ from blendserve.bench.fixture import scratch, time_prompt
 from blendserve.bench.harness import ANY, Case, Group, Metrics, Report, SampleLog, Table, count, ms, ratio
 from blendserve.bench.plots import Plot
 from blendserve.bench.runner import Bench, open_reader
+from blendserve.bench.server_process import ServerProcess
 from blendserve.bench.stores import CodecTables
 from blendserve.bench.workload import Workload
 from blendserve.blend.blender import Blender
@@ -39,7 +40,6 @@ from blendserve.kdn.catalogue import Catalogue
 from blendserve.kdn.publish import LevelCoder, describe
 from blendserve.models.loader import Reader
 from blendserve.registry import DELIVERED, DELIVERED_CODECS, STORES
-from blendserve.bench.server_process import ServerProcess
 from blendserve.store import KVStore, LMDBStore, MemoryStore
 from blendserve.store.kdn.adapt import TEXT, Offer, Rule, Situation, fixed, quickest
 from blendserve.store.kdn.collection import Entry

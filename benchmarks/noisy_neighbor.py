@@ -28,12 +28,12 @@ from blendserve.bench.fixture import scratch
 from blendserve.bench.harness import Case, Group, Metrics, Report, SampleLog, Table, count, ms, ratio
 from blendserve.bench.loadgen import Body, Response, longest_passages, metrics_of, send
 from blendserve.bench.runner import Bench, BenchConfig
+from blendserve.bench.server_process import ServerProcess, serve_command
 from blendserve.bench.serving import ROOM, model_settings
 from blendserve.config import BlendConfig, Config, Positive, ServeConfig
 from blendserve.engine.engine import Engine
 from blendserve.errors import ConfigError, InputError, ServeError
 from blendserve.retrieve import language_reference
-from blendserve.bench.server_process import ServerProcess, serve_command
 from blendserve.serve.keys import KeyFile, Tenant
 
 METHOD = "blend"

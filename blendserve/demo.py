@@ -99,7 +99,7 @@ def run(index: Path = INDEX, model: str = CONFIG.reader.model) -> list[Row]:
 def serve_page(index: Path, model: str, host: str, port: int) -> None:
     """Serve the demo's index over HTTP, without API keys, until the process is told to stop."""
     from blendserve.config import ServeConfig  # start-up: the server's packages
-    from blendserve.serve.running import run as serve
+    from blendserve.serve.server import run as serve
 
     with open_demo(index, model) as engine:
         assert engine.index is not None

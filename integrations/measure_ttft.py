@@ -28,9 +28,9 @@ import httpx
 import typer
 
 from blendserve import console, provenance
+from blendserve.bench.server_process import ServerProcess, serve_command
 from blendserve.errors import BlendserveError
 from blendserve.retrieve import language_reference
-from blendserve.bench.server_process import ServerProcess, serve_command
 
 HERE = Path(__file__).parent
 OWN = "own API"

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from blendserve.demo import INDEX, QUESTIONS, open_demo
 from blendserve.bench.server_process import ServerProcess, serve_command
+from blendserve.demo import INDEX, QUESTIONS, open_demo
 
 PICTURES = Path(__file__).parents[1] / "docs" / "pictures"
 SIZE = {"width": 1280, "height": 860}
@@ -68,7 +68,7 @@ def ask(page: Page) -> None:
 def race(page: Page) -> None:
     for _ in range(2):
         page.get_by_role("button", name="Compare methods").click()
-        page.get_by_role("button", name="Play it side by side").wait_for()
+        page.get_by_role("button", name="Replay side by side").wait_for()
     page.mouse.move(1, 1)
 
 

@@ -12,7 +12,7 @@ import pytest
 from blendserve import errors
 from blendserve.config import Config
 from blendserve.registry import POLICIES
-from blendserve.serve.kdn import DeliveryMetrics
+from blendserve.serve.delivery import DeliveryMetrics
 from blendserve.serve.metrics import Metrics
 from blendserve.store import MemoryStore
 from tests.support.commands import stand_in

@@ -29,12 +29,12 @@ from blendserve.bench.harness import Case, Column, Group, Report, SampleLog, Tab
 from blendserve.bench.loadgen import Body, closed_loop, longest_passages, open_loop, send
 from blendserve.bench.plots import Plot
 from blendserve.bench.runner import Bench, BenchConfig
+from blendserve.bench.server_process import ServerProcess, serve_command
 from blendserve.config import BlendConfig, Config, Positive, Ratio
 from blendserve.core import Document
 from blendserve.engine.engine import Engine
 from blendserve.errors import StoreError
 from blendserve.evaluate.datasets import load
-from blendserve.bench.server_process import ServerProcess, serve_command
 
 METHODS = ("full", "blend", "prefix")
 ABOVE = 1.1  # times a method's own saturation: where its loads end

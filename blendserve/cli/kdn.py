@@ -49,7 +49,7 @@ def serve(settings: Config) -> None:
     \b
         blendserve kdn serve -c configs/kdn.yaml
     """
-    from blendserve.serve.kdn import serve as run  # with torch: seconds
+    from blendserve.serve.delivery import serve as run  # with torch: seconds
 
     run(settings)
 

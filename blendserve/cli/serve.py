@@ -75,12 +75,13 @@ def serve(
     if ray and not replicas:
         raise InputError("--ray is the cluster for --replicas: give --replicas, too")
     settings = settings.with_environment_key()
-    from blendserve.ray.replicas import ReplicaCount
-    from blendserve.serve import running  # not at the top: it imports torch and FastAPI
+    from blendserve.serve import server  # not at the top: it imports torch and FastAPI
 
-    count = ReplicaCount.parse(replicas) if replicas is not None else None
     log.info("Indexes: %s\n%s", ", ".join(indexes), settings.to_yaml())
-    if count:
-        running.serve_cluster(settings, indexes, count, ray)
+    if replicas is not None:
+        from blendserve.ray.ingress import serve_cluster
+        from blendserve.ray.replicas import ReplicaCount
+
+        serve_cluster(settings, indexes, ReplicaCount.parse(replicas), ray)
     else:
-        running.serve(settings, indexes)
+        server.serve(settings, indexes)

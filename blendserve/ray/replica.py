@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ from blendserve.engine.generate import Sequence
 from blendserve.engine.request import Event, Failed, Finished, Plan
 from blendserve.errors import BlendserveError
 from blendserve.ray.cluster import bind_to_loopback
+from blendserve.serve.engine_client import event_queue
 from blendserve.timing import Clock
 
 
@@ -85,20 +85,15 @@ class EngineReplica:
 
     async def answer(self, request: RoutedRequest, keys: frozenset[bytes]) -> AsyncIterator[Event]:
         """PrefillDone, pieces, and at last Finished or Failed. keys: of its chunks, for the router."""
-        loop, events = asyncio.get_running_loop(), asyncio.Queue[Event]()
-
-        def emit(event: Event) -> None:
-            with contextlib.suppress(RuntimeError):  # the event loop has ended
-                loop.call_soon_threadsafe(events.put_nowait, event)
-
+        emit, events = event_queue()
         sequence: Sequence | None = None
         try:
             sequence = await asyncio.to_thread(
                 self._batch.sequence, request.plan(), emit, request.tenant, request.namespace
             )
             self._batch.scheduler.submit(sequence)
-            while True:
-                yield (event := await events.get())
+            async for event in events:
+                yield event
                 if isinstance(event, Finished | Failed):
                     return
         except BlendserveError as error:  # such as Busy: sent like a later error

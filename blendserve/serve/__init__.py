@@ -1,11 +1,9 @@
-"""The engine behind HTTP: one thread owns the model, an event loop talks to clients.
+"""The engine over HTTP. One event loop talks to clients; threads retrieve, read the store and run the model.
 
-    many clients     app.py        routes, errors, limits on bodies; access.py  whose key it is (keys.py, limits.py)
-      one loop       openai_api.py, rag_api.py, library_api.py, status_api.py   bodies in (schema.py), replies out
-    one thread       service.py    question -> passages -> prompt: a plan (engine/request.py), queued
-    one thread       engine/scheduler.py, all that runs the model
-    back to the loop               events: started, pieces, finished or failed -> JSON or SSE (replies.py)
+    request -> middleware.py   body within limits; auth.py: API key -> tenant (keys.py), rate (limits.py)
+            -> a route         openai.py, rag.py, documents.py, ops.py; the body is a model of schemas.py
+            -> EngineClient    engine_client.py: retrieve, build the prompt, queue; the engine's thread runs the model
+            -> responses.py    events -> JSON or server-sent events, errors -> status
 
-Beside that: metrics.py, logs.py, jobs.py, settings.py; running.py from settings to an orderly end, child.py a server as
-another's process.
+app.py puts the routes together, server.py runs them. delivery.py is the delivery service on the same parts.
 """

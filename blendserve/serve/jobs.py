@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from blendserve.errors import BlendserveError, Busy, NotFound
 
-MAX_JOBS = 1000  # remembered; at most a tenth of them run concurrently
-MAX_RUNNING = 8  # per namespace: each job holds the body of its request
+MAX_JOBS = 1000  # remembered
+MAX_RUNNING = 100
+MAX_RUNNING_PER_NAMESPACE = 8  # each job holds the body of its request
 
 log = logging.getLogger(__name__)
 
@@ -33,30 +33,42 @@ class Job:
     error: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        values = asdict(self)
-        del values["namespace"]
-        return values
+        """As JSON, without the namespace."""
+        return {name: value for name, value in asdict(self).items() if name != "namespace"}
+
+    async def run(self, work: Callable[[Job], Awaitable[None]]) -> None:
+        """Do the work and record how it ended."""
+        try:
+            await work(self)
+            self.state = "done"
+        except BlendserveError as error:
+            self.state, self.error = "failed", str(error)
+        except asyncio.CancelledError:
+            self.state, self.error = "failed", "the server has shut down"
+            raise
+        except Exception:
+            log.exception("a job failed")
+            self.state, self.error = "failed", "internal server error: see the server's log"
 
 
 class Jobs:
     """The jobs of all tenants. Used by the event loop only; they end with the process."""
 
     def __init__(self) -> None:
-        self._jobs: OrderedDict[str, Job] = OrderedDict()
+        self._jobs: dict[str, Job] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def start(self, namespace: str, kind: str, run: Callable[[Job], Awaitable[None]], given: int = 0) -> Job:
+    def start(self, namespace: str, kind: str, work: Callable[[Job], Awaitable[None]], given: int = 0) -> Job:
         """Start a job. Raises Busy if too many run, in total or in this namespace."""
-        theirs = sum(job.namespace == namespace and job.state == "running" for job in self._jobs.values())
-        if theirs >= MAX_RUNNING or len(self._tasks) >= MAX_JOBS // 10:
-            raise Busy(
-                f"too many jobs are running: {theirs} of this namespace, {len(self._tasks)} in total", 10
-            )
+        n_running = sum(job.state == "running" for job in self.of(namespace))
+        if n_running >= MAX_RUNNING_PER_NAMESPACE or len(self._tasks) >= MAX_RUNNING:
+            message = f"too many jobs are running: {n_running} of this namespace, {len(self._tasks)} in total"
+            raise Busy(message, 10)
         job = Job(f"job-{uuid.uuid4().hex}", namespace, kind, given=given)
         self._jobs[job.id] = job
-        while len(self._jobs) > MAX_JOBS:
-            self._jobs.popitem(last=False)
-        task = asyncio.ensure_future(_supervised(job, run))
+        if len(self._jobs) > MAX_JOBS:
+            del self._jobs[next(iter(self._jobs))]
+        task = asyncio.ensure_future(job.run(work))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return job
@@ -76,17 +88,3 @@ class Jobs:
         """Cancel all running jobs."""
         for task in self._tasks:
             task.cancel()
-
-
-async def _supervised(job: Job, run: Callable[[Job], Awaitable[None]]) -> None:
-    try:
-        await run(job)
-        job.state = "done"
-    except BlendserveError as error:
-        job.state, job.error = "failed", str(error)
-    except asyncio.CancelledError:
-        job.state, job.error = "failed", "the server has shut down"
-        raise
-    except Exception:
-        log.exception("a job failed")
-        job.state, job.error = "failed", "internal server error: see the server's log"

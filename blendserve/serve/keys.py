@@ -1,4 +1,4 @@
-"""API keys: each belongs to a tenant with a namespace and collections. The file holds hashes, never keys.
+"""API keys: each belongs to a tenant with a namespace and collections. Files hold hashes, never keys.
 
 Created keys are long and random, so a plain SHA-256 cannot be inverted. A key is compared with every entry in constant
 time: neither the time nor the position of an entry leaks anything.
@@ -16,9 +16,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from blendserve.config import HttpConfig
 from blendserve.errors import ConfigError, NotAllowed, NotAuthenticated
-
-NO_VALID_KEY = "no valid API key: send one as `Authorization: Bearer ...`"
 
 log = logging.getLogger(__name__)
 
@@ -36,87 +35,79 @@ class Tenant:
     max_per_minute: int | None = None
 
     def may_use(self, collection: str) -> bool:
+        """Whether the key covers a collection."""
         return self.collections is None or collection in self.collections
 
-    def require_writing(self) -> None:
+    def require_write_access(self) -> None:
         """Raises NotAllowed."""
         if self.read_only:
             raise NotAllowed("this API key is read-only: use a key with write access")
 
 
+Entry = tuple[str, Tenant]
+"""SHA-256 of a key, and its tenant."""
+
+
 class KeyFile:
-    """The file of keys: {"keys": [{"sha256": ..., and the fields of Tenant}, ...]}. Read again when it changes."""
+    """A file of keys: {"keys": [{"sha256": ..., and the fields of Tenant}, ...]}."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._stamp: tuple[int, int] | None = None
-        self._entries: list[tuple[str, Tenant]] = []
+        self._entries: list[Entry] = []
 
-    def tenant(self, key: str) -> Tenant:
-        """The tenant of a key. Raises NotAuthenticated."""
-        self._refresh()
-        digest = _digest(key)
-        found = None
-        for known, tenant in self._entries:
-            if hmac.compare_digest(known, digest):
-                found = tenant
-        if found is None:
-            raise NotAuthenticated(NO_VALID_KEY)
-        return found
-
-    def namespaces(self) -> set[str]:
-        """The namespaces of all keys."""
-        self._refresh()
-        return {tenant.namespace for _, tenant in self._entries}
-
-    def tenants(self) -> list[Tenant]:
-        """The tenants of all keys. Raises ConfigError for a file that cannot be read."""
-        self._entries = self._read() if self.path.exists() else []
-        return [tenant for _, tenant in self._entries]
-
-    def create(self, tenant: Tenant) -> str:
-        """Add a key -> the key itself, which is stored nowhere. Raises ConfigError if the name has one."""
-        if any(tenant.name == known.name for known in self.tenants()):
+    def read(self) -> list[Entry]:
+        """The entries, none of a missing file. Raises ConfigError."""
+        try:
+            return [_entry(values) for values in json.loads(self.path.read_text())["keys"]]
+        except FileNotFoundError:
+            return []
+        except (OSError, ValueError, KeyError, TypeError):
             raise ConfigError(
-                f"{tenant.name!r} already has a key in {self.path}: revoke it first, or choose another name"
-            )
-        key = f"bsk-{secrets.token_urlsafe(32)}"
-        self._entries.append((_digest(key), tenant))
-        self._write()
-        return key
+                f"key file {self.path} cannot be read: restore it, or delete it and create new keys",
+                path=self.path,
+            ) from None
 
-    def revoke(self, name: str) -> None:
-        """Remove a tenant's key. Raises ConfigError if there is none."""
-        if all(name != known.name for known in self.tenants()):
-            raise ConfigError(f"{self.path} has no key for {name!r}: `blendserve keys list` shows its keys")
-        self._entries = [entry for entry in self._entries if entry[1].name != name]
-        self._write()
+    def latest(self) -> list[Entry]:
+        """The entries of a running server: the file is read again when it has changed.
 
-    def _refresh(self) -> None:
-        """Read the file again if it has changed; if it is damaged, the old keys stay valid."""
+        If it is damaged, the old entries stay valid.
+        """
         try:
             stat = self.path.stat()
             stamp = (stat.st_mtime_ns, stat.st_size)
             if stamp != self._stamp:
-                self._entries, self._stamp = self._read(), stamp
+                self._entries, self._stamp = self.read(), stamp
         except (OSError, ConfigError) as error:
             log.error("the old API keys stay valid: %s", error)
+        return self._entries
 
-    def _read(self) -> list[tuple[str, Tenant]]:
-        try:
-            return [_entry(values) for values in json.loads(self.path.read_text())["keys"]]
-        except OSError as error:
-            raise ConfigError(
-                f"key file {self.path} cannot be read: {error.strerror}. Create it with `blendserve keys create`"
-            ) from None
-        except (ValueError, KeyError, TypeError):
-            raise ConfigError(
-                f"key file {self.path} is damaged: restore it, or delete it and create new keys"
-            ) from None
+    def tenants(self) -> list[Tenant]:
+        """The tenants of all keys. Raises ConfigError for a damaged file."""
+        return [tenant for _, tenant in self.read()]
 
-    def _write(self) -> None:
+    def create(self, tenant: Tenant) -> str:
+        """Add a key -> the key itself, which is stored nowhere. Raises ConfigError if the name has one."""
+        entries = self.read()
+        if any(tenant.name == known.name for _, known in entries):
+            raise ConfigError(
+                f"{tenant.name!r} already has a key in {self.path}: revoke it first, or choose another name"
+            )
+        key = f"bsk-{secrets.token_urlsafe(32)}"
+        self._write([*entries, (_digest(key), tenant)])
+        return key
+
+    def revoke(self, name: str) -> None:
+        """Remove a tenant's key. Raises ConfigError if there is none."""
+        entries = self.read()
+        kept = [entry for entry in entries if entry[1].name != name]
+        if len(kept) == len(entries):
+            raise ConfigError(f"{self.path} has no key for {name!r}: `blendserve keys list` shows its keys")
+        self._write(kept)
+
+    def _write(self, entries: list[Entry]) -> None:
         """Replace the file atomically, readable by its owner only."""
-        keys = [{"sha256": digest, **asdict(tenant)} for digest, tenant in self._entries]
+        keys = [{"sha256": digest, **asdict(tenant)} for digest, tenant in entries]
         scratch = self.path.with_name(f".{self.path.name}.new")
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with open(os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
@@ -125,30 +116,36 @@ class KeyFile:
 
 
 class ApiKeys:
-    """All keys that a server accepts: those of a file, and one that is kept in memory and may do everything."""
+    """All keys that a server accepts: those of a file, and a single one from its settings, which has full access."""
 
-    def __init__(self, file: KeyFile | None, key: str | None, namespace: str) -> None:
-        """namespace: of the key in memory. Raises ConfigError for a damaged file."""
-        self._file, self._digest = file, _digest(key) if key else ""
-        self._owner = Tenant("api-key", namespace, admin=True)
-        if file:
-            file.tenants()  # a damaged file fails the start, not the first request
+    def __init__(self, http: HttpConfig, namespace: str) -> None:
+        """namespace: of the single key. Raises ConfigError for a damaged file."""
+        self._file = KeyFile(http.keys) if http.keys else None
+        key = http.api_key.get_secret_value() if http.api_key else None
+        self._fixed = [(_digest(key), Tenant("api-key", namespace, admin=True))] if key else []
+        self.are_needed = bool(self._file or self._fixed)
+        if self._file:
+            self._file.read()  # a damaged file fails the start, not the first request
 
     def tenant(self, key: str) -> Tenant:
         """The tenant of a key. Raises NotAuthenticated."""
-        if hmac.compare_digest(self._digest, _digest(key)):
-            return self._owner
-        if self._file is None:
-            raise NotAuthenticated(NO_VALID_KEY)
-        return self._file.tenant(key)
+        digest, found = _digest(key), None
+        for known, tenant in self._entries():  # all of them, so that the time tells nothing
+            if hmac.compare_digest(known, digest):
+                found = tenant
+        if found is None:
+            raise NotAuthenticated("no valid API key: send one as `Authorization: Bearer ...`")
+        return found
 
     def namespaces(self) -> set[str]:
         """The namespaces of all keys."""
-        found = self._file.namespaces() if self._file else set()
-        return found | {self._owner.namespace} if self._digest else found
+        return {tenant.namespace for _, tenant in self._entries()}
+
+    def _entries(self) -> list[Entry]:
+        return [*self._fixed, *(self._file.latest() if self._file else ())]
 
 
-def _entry(values: dict[str, Any]) -> tuple[str, Tenant]:
+def _entry(values: dict[str, Any]) -> Entry:
     digest = str(values.pop("sha256"))
     collections = values.pop("collections")
     return digest, Tenant(**values, collections=None if collections is None else tuple(collections))

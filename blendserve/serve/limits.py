@@ -1,4 +1,4 @@
-"""Limits per tenant: concurrent requests, requests per minute and body bytes per second (token buckets).
+"""Limits per tenant: concurrent requests, requests per minute and body bytes per second.
 
 Used by the event loop only.
 """
@@ -6,64 +6,87 @@ Used by the event loop only.
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from blendserve.errors import Busy
 from blendserve.serve.keys import Tenant
-from blendserve.timing import Clock
 
 BYTES_PER_S = 8 << 20  # of one tenant's bodies: parsing them takes a tenth of the event loop's time
 BURST_BYTES = 256 << 10  # accepted without a wait
-REMEMBERED = 10_000  # tenants; only a server without keys, where addresses are tenants, has more
+MAX_TENANTS = 10_000  # remembered; only a server without keys, where each address is a tenant, has more
+
+
+class TokenBucket:
+    """A token bucket for each tenant: tokens that the tenant has used, less those refilled since.
+
+    Of more than MAX_TENANTS tenants, the one idle for longest is forgotten.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._used: dict[str, tuple[float, float]] = {}  # tenant -> used tokens, and when that was so
+
+    def use(self, tenant: str, n: float, per_s: float) -> None:
+        """Use `n` tokens of a bucket that is refilled by `per_s` a second."""
+        used = self._in_use(tenant, per_s) + n
+        self._used.pop(tenant, None)
+        self._used[tenant] = used, self._now()
+        if len(self._used) > MAX_TENANTS:
+            del self._used[next(iter(self._used))]
+
+    def wait_s(self, tenant: str, limit: float, per_s: float) -> float:
+        """Seconds until at most `limit` tokens are in use."""
+        return max(0.0, self._in_use(tenant, per_s) - limit) / per_s
+
+    def _in_use(self, tenant: str, per_s: float) -> float:
+        used, since = self._used.get(tenant, (0.0, 0.0))
+        return max(0.0, used - (self._now() - since) * per_s)
 
 
 class Limits:
-    """The counters of all tenants."""
+    """The limits and counters of all tenants. A tenant's own limits replace the server's."""
 
-    def __init__(self, max_concurrent: int, max_per_minute: int) -> None:
-        self._concurrent, self._per_minute = max_concurrent, max_per_minute
-        self._active: Counter[str] = Counter()
-        self._reading: Counter[str] = Counter()
-        self._buckets: dict[str, tuple[float, Clock]] = {}  # remaining requests, and their time
-        self._bytes: dict[str, tuple[float, Clock]] = {}  # received ahead of the rate, and their time
+    def __init__(
+        self, max_concurrent: int, max_per_minute: int, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._max_concurrent, self._max_per_minute = max_concurrent, max_per_minute
+        self._running: Counter[str] = Counter()
+        self._uploading: Counter[str] = Counter()
+        self._requests, self._body_bytes = TokenBucket(now), TokenBucket(now)
 
-    def pay(self, tenant: Tenant) -> None:
+    def take_request(self, tenant: Tenant) -> None:
         """Count a request. Raises Busy above the tenant's rate."""
-        rate = tenant.max_per_minute or self._per_minute
-        left, since = self._buckets.get(tenant.name, (float(rate), Clock()))
-        left = min(float(rate), left + since.elapsed() * rate / 60)
-        if left < 1:
-            wait = math.ceil((1 - left) * 60 / rate)
-            raise Busy(f"rate limit of {rate} requests per minute", wait)
-        _remember(self._buckets, tenant.name, left - 1)
+        rate = tenant.max_per_minute or self._max_per_minute
+        if wait_s := self._requests.wait_s(tenant.name, rate - 1, rate / 60):
+            raise Busy(f"rate limit of {rate} requests per minute", math.ceil(wait_s))
+        self._requests.use(tenant.name, 1, rate / 60)
 
-    def wait_for_bytes(self, tenant: Tenant, n: int) -> float:
-        """Seconds to wait, after `n` more bytes of a body, before the next ones are read."""
-        ahead, since = self._bytes.get(tenant.name, (0.0, Clock()))
-        ahead = max(0.0, ahead - since.elapsed() * BYTES_PER_S) + n
-        _remember(self._bytes, tenant.name, ahead)
-        return max(0.0, ahead - BURST_BYTES) / BYTES_PER_S
+    def throttle(self, tenant: Tenant, n_bytes: int) -> float:
+        """Count bytes of a body -> seconds to wait before the next ones are read."""
+        self._body_bytes.use(tenant.name, n_bytes, BYTES_PER_S)
+        return self._body_bytes.wait_s(tenant.name, BURST_BYTES, BYTES_PER_S)
 
     @contextmanager
-    def reading(self, tenant: Tenant) -> Iterator[None]:
+    def upload_slot(self, tenant: Tenant) -> Iterator[None]:
         """Count a body that is being read. Raises Busy if the tenant already has too many requests."""
-        self._refuse_if_full(tenant, self._active[tenant.name] + self._reading[tenant.name])
-        with counted(self._reading, tenant.name):
+        self._require_slot(tenant, self._running[tenant.name] + self._uploading[tenant.name])
+        with counted(self._uploading, tenant.name):
             yield
 
     @contextmanager
-    def one(self, tenant: Tenant) -> Iterator[None]:
+    def concurrency_slot(self, tenant: Tenant) -> Iterator[None]:
         """Count a running request. Raises Busy if the tenant already has too many."""
-        self._refuse_if_full(tenant, self._active[tenant.name])
-        with counted(self._active, tenant.name):
+        self._require_slot(tenant, self._running[tenant.name])
+        with counted(self._running, tenant.name):
             yield
 
-    def _refuse_if_full(self, tenant: Tenant, n: int) -> None:
-        most = tenant.max_concurrent or self._concurrent
-        if n >= most:
-            raise Busy(f"limit of {most} concurrent requests", 1)
+    def _require_slot(self, tenant: Tenant, n: int) -> None:
+        limit = tenant.max_concurrent or self._max_concurrent
+        if n >= limit:
+            raise Busy(f"limit of {limit} concurrent requests", 1)
 
 
 @contextmanager
@@ -76,11 +99,3 @@ def counted(counter: Counter[str], name: str) -> Iterator[None]:
         counter[name] -= 1
         if not counter[name]:
             del counter[name]
-
-
-def _remember(table: dict[str, tuple[float, Clock]], name: str, value: float) -> None:
-    """Set a value; of more than REMEMBERED tenants, drop the one idle for longest."""
-    table.pop(name, None)
-    table[name] = (value, Clock())
-    if len(table) > REMEMBERED:
-        del table[next(iter(table))]

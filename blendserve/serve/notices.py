@@ -1,6 +1,9 @@
 """Notices about a request: fields that the server ignored, and a question that looks like pasted passages.
 
-A response carries them in `x_blendserve`; the log has each once per server process.
+A response carries them in `x_blendserve`; the log has each once per server process. Ignored fields include the
+sampling parameters of other servers (top_k, min_p, repetition_penalty, guided_json, chat_template_kwargs), because
+their clients send them to every server, and `tools`, which a model may always leave unused. LABELS and NEUTRAL list
+fields that cannot change an answer: they are not named.
 """
 
 from __future__ import annotations
@@ -10,8 +13,15 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from blendserve.serve.schema import Body, has_effect
+from blendserve.serve.schemas import Body
 
+LABELS = frozenset(
+    [
+        *("user", "name", "metadata", "store", "service_tier", "safety_identifier", "parallel_tool_calls"),
+        *("prompt_cache_key", "prompt_cache_retention", "prediction", "include_obfuscation"),
+    ]
+)
+NEUTRAL: dict[str, tuple[Any, ...]] = {"top_k": (0, -1), "min_p": (0,), "repetition_penalty": (1,)}
 MAX_NAMES = 20  # ignored fields that a response names
 MAX_CHARS = 64  # of a name
 MAX_LOGGED = 256  # names that a process logs, so that no client can fill the log
@@ -35,7 +45,7 @@ class Notices:
                 self._log(re.sub(r"\.\d+\.", ".*.", name))
         return {"ignored": names, **({"ignored_total": total} if total > MAX_NAMES else {})} if total else {}
 
-    def in_extras(self, body: Body) -> dict[str, Any]:
+    def as_extras(self, body: Body) -> dict[str, Any]:
         """The same as an `x_blendserve` of its own, for responses that have none."""
         ignored = self.ignored(body)
         return {"x_blendserve": ignored} if ignored else {}
@@ -57,6 +67,11 @@ class Notices:
         if name not in self._logged and len(self._logged) < MAX_LOGGED:
             self._logged.add(name)
             log.warning("request field %r is not supported and was ignored", name)
+
+
+def has_effect(name: str, value: Any) -> bool:
+    """Whether an unknown field asks for something: null and empty values do not."""
+    return not (value is None or value in ({}, []) or name in LABELS or value in NEUTRAL.get(name, ()))
 
 
 def unknown_fields(body: Body, path: str = "") -> Iterator[str]:

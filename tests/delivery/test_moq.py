@@ -69,7 +69,7 @@ def by_http(service: Service) -> Callable[[], float]:
     """Counts the chunks that the service has delivered by HTTP from now on."""
 
     def served() -> float:
-        (metric,) = service.inner.delivered.chunks.collect()
+        (metric,) = service.backend.metrics.chunks.collect()
         return sum(sample.value for sample in metric.samples if sample.name.endswith("_total"))
 
     before = served()

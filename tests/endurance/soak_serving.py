@@ -28,11 +28,11 @@ from typing import Any
 
 import httpx
 
+from blendserve.bench.server_process import ServerProcess, serve_command
 from blendserve.config import Config
 from blendserve.core import Passage
 from blendserve.engine.engine import Engine
 from blendserve.retrieve import language_reference
-from blendserve.bench.server_process import ServerProcess, serve_command
 from blendserve.store import LMDBStore
 from tests.endurance.driver import Figures, Promises, main, none
 from tests.support.waiting import eventually

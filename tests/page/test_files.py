@@ -8,10 +8,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-import blendserve.serve.page.routes as routes
+from blendserve.serve.app import PAGE
 from tests.support.http import serving
 
-FILES = sorted(routes.STATIC.iterdir())
+FILES = sorted(PAGE.iterdir())
 NAMESPACE = "http://www.w3.org/2000/svg"
 
 
@@ -22,7 +22,7 @@ def test_every_file_is_sent_without_a_key_and_no_other_one(tmp_path: Path) -> No
             sent = closed.http.get(f"/page/{file.name}", headers={"If-None-Match": '"another"'})
             assert (sent.content, sent.headers[name]) == (file.read_bytes(), policy)
         assert closed.get("/v1/rag/settings").status_code == 401
-        for other in ("nothing.js", "..%2f__init__.py", "%2e%2e/routes.py", "static"):
+        for other in ("nothing.js", "..%2fapp.py", "%2e%2e/app.py", "..%5capp.py", "%2e"):
             assert httpx.get(f"{closed.url}/page/{other}").status_code == 404, other
 
 

@@ -143,7 +143,7 @@ def test_methods_race_on_the_same_question(page: Page, server: Server) -> None:
     visit(page, server)
     page.fill("#question", QUESTIONS[0])
     page.get_by_role("button", name="Compare methods").click()
-    replay = page.get_by_role("button", name="Play it side by side")
+    replay = page.get_by_role("button", name="Replay side by side")
     expect(replay).to_be_visible()
     lanes, methods = page.locator(".lane"), ["full", "prefix", "reuse", "blend"]
     assert lanes.evaluate_all("all => all.map(lane => lane.dataset.method)") == methods
@@ -198,7 +198,7 @@ def test_chunks_are_searched_pinned_deleted_and_warmed(page: Page, server: Serve
     page.fill("#store-search", "")
     page.select_option("#store-collection", "b")
     expect(rows(page, "store").first).to_contain_text("Dogs")
-    expect(page.locator(".tile", has_text="Of the cap")).to_be_visible()
+    expect(page.locator(".tile", has_text="Capacity used")).to_be_visible()
 
 
 def test_documents_are_dropped_in_followed_listed_and_deleted(
@@ -225,10 +225,10 @@ def test_documents_are_dropped_in_followed_listed_and_deleted(
     expect(rows(page, "documents")).to_have_count(7)
     page.fill("#documents-search", "otters")
     expect(rows(page, "documents")).to_have_count(1)
-    for name in ("Delete: Of otters", "Really delete Of otters?"):
+    for name in ("Delete: Of otters", "Confirm delete: Of otters"):
         page.get_by_role("button", name=name).click()
     expect(rows(page, "documents").filter(has_text="otters")).to_have_count(0)
-    assert "notes.md" not in server.service.library.collections["a"]
+    assert "notes.md" not in server.backend.collections.indexes["a"]
     page.set_input_files("#files", picture)
     expect(page.locator("#documents .problem")).to_contain_text("picture.png")
     for n in range(3):
@@ -265,7 +265,7 @@ def test_charts_show_the_servers_metrics(page: Page, server: Server) -> None:
     look = 't_bucket{le="1"} %d\nt_bucket{le="3"} %d\nt_bucket{le="+Inf"} %d\n# HELP x "{\n'
     found = page.evaluate(
         """async ([before, after]) => {
-            const {parse, quantile} = await import("/page/prometheus.js");
+            const {parse, quantile} = await import("/page/load.js");
             return [0.5, 0.75, 1].map(q => quantile(parse(before), parse(after), "t", q));
         }""",
         [look % (2, 2, 2), look % (6, 10, 10)],
@@ -282,7 +282,7 @@ def test_a_key_is_asked_for_kept_in_the_tab_and_forgotten(page: Page, tmp_path: 
         for tried in ("bsk-wrong", key):
             expect(page.locator("#key-problem")).to_have_text("" if tried != key else re.compile("."))
             page.fill("#key", tried)
-            page.get_by_role("button", name="Use it").click()
+            page.get_by_role("button", name="Use this key").click()
         expect(page.locator("#about")).to_contain_text("tiny")
         expect(dialog).to_be_hidden()
         ask(page)
@@ -295,7 +295,7 @@ def test_a_key_is_asked_for_kept_in_the_tab_and_forgotten(page: Page, tmp_path: 
         expect(page.locator("#documents .drop")).to_be_hidden()  # the key may only read
         page.click("#tab-load")
         expect(page.locator("#load .problem")).not_to_be_empty()  # metrics need an admin's key
-        page.get_by_role("button", name="Forget the key").click()
+        page.get_by_role("button", name="Forget the API key").click()
         expect(dialog).to_be_visible()
         page.get_by_role("button", name="Cancel").click()
         expect(page.locator("#about")).not_to_contain_text("tiny")

@@ -22,10 +22,10 @@ from blendserve.config import ServeConfig
 from blendserve.engine.engine import Engine
 from blendserve.errors import ClusterUnavailable
 from blendserve.ray.cluster import WorkerResources, can_fit_worker, check_address
+from blendserve.ray.ingress import RayEngineClient
 from blendserve.ray.precompute import precompute
 from blendserve.ray.replicas import ReplicaCount, Replicas
-from blendserve.serve.app import make_cluster_app
-from blendserve.serve.routed import RemoteReader, RoutedService
+from blendserve.serve.app import create_engine_app
 from blendserve.store import ChunkKey
 from tests.ray.engines import CHUNKS, OF_REPLICAS, OpenToy
 from tests.support.engines import CONFIG, QUESTIONS, toy_engine
@@ -49,14 +49,14 @@ class Ingress(Client):
         with replace(self.opener, log=folder / "here")() as shared:
             for one in (self.here, shared):
                 one.blender.precompute(chunks)
-        remote = RemoteReader(self.replicas.facts(), self.here.reader.tokenizer)
-        self.service = RoutedService(self.here.config, found, SERVE, remote, prompts, self.replicas)
-        self.listener = Listener(make_cluster_app(self.service))
+        tokenizer = self.here.reader.tokenizer
+        client = RayEngineClient(self.here.config, found, SERVE, tokenizer, prompts, self.replicas)
+        self.library, self.listener = found, Listener(create_engine_app(client))
         super().__init__(self.listener.url, httpx.Client(base_url=self.listener.url, timeout=300))
 
     def expected(self, question: str) -> str:
         """One engine's own answer over the same passages."""
-        passages = self.service.library.search(["a", "b"], question, CONFIG.retrieve.top_k)
+        passages = self.library.search(["a", "b"], question, CONFIG.retrieve.top_k)
         return self.here.answer(question, passages).text
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,12 @@ import yaml
 
 from blendserve.config import Config, ServeConfig, check_binding
 from blendserve.errors import Busy, ConfigError, NotAuthenticated
-from blendserve.serve.asking import served_names
+from blendserve.serve.engine_client import served_names
 from blendserve.serve.keys import ApiKeys, KeyFile, Tenant
-from blendserve.serve.limits import Limits
+from blendserve.serve.limits import BURST_BYTES, BYTES_PER_S, MAX_TENANTS, Limits, TokenBucket
 from tests.support.engines import QUESTIONS
 from tests.support.http import KEY, MODEL, ORIGIN, OWN, Client, Server
+from tests.support.waiting import ManualClock
 
 ASK: dict[str, Any] = {"question": QUESTIONS[0], "passages": OWN, "max_tokens": 2}
 
@@ -71,18 +73,39 @@ def test_too_many_requests_are_429_and_none_that_waits_is_lost(
 
 
 def test_limits_count_requests_and_forget_failed_ones() -> None:
-    limits, tenant = Limits(1, 60), Tenant("t", max_per_minute=3)
+    clock = ManualClock()
+    limits, tenant = Limits(1, 60, clock.monotonic), Tenant("t", max_per_minute=3)
     for _ in range(3):
-        limits.pay(tenant)
+        limits.take_request(tenant)
     with pytest.raises(Busy) as error:
-        limits.pay(tenant)
+        limits.take_request(tenant)
     assert error.value.retry_after == 20
-    limits.pay(Tenant("other"))
+    limits.take_request(Tenant("other"))
+    clock.advance(20)
+    limits.take_request(tenant)
     for _ in range(3):
-        with pytest.raises(KeyError), limits.one(tenant):
+        with pytest.raises(KeyError), limits.concurrency_slot(tenant):
             raise KeyError
-    with limits.one(tenant), pytest.raises(Busy), limits.one(tenant):
+    with limits.concurrency_slot(tenant), pytest.raises(Busy), limits.concurrency_slot(tenant):
         pass
+
+
+def test_bytes_beyond_a_burst_wait_for_their_rate() -> None:
+    clock = ManualClock()
+    limits, tenant = Limits(1, 60, clock.monotonic), Tenant("t")
+    assert limits.throttle(tenant, BURST_BYTES) == 0
+    assert limits.throttle(tenant, BYTES_PER_S) == 1
+    assert limits.throttle(Tenant("other"), 1) == 0
+    clock.advance(0.5)
+    assert limits.throttle(tenant, 0) == 0.5
+
+
+def test_a_bucket_forgets_only_the_tenant_that_is_idle_for_longest() -> None:
+    bucket = TokenBucket(ManualClock().monotonic)
+    names = [str(n) for n in range(MAX_TENANTS + 1)]
+    for name in [*names[:-1], names[0], names[-1]]:
+        bucket.use(name, 1, 1)
+    assert [bucket.wait_s(name, 0, 1) for name in (names[0], names[1], names[-1])] == [2, 0, 1]
 
 
 def test_the_key_file_holds_no_key_and_is_its_owners_alone(tmp_path: Path) -> None:
@@ -90,24 +113,49 @@ def test_the_key_file_holds_no_key_and_is_its_owners_alone(tmp_path: Path) -> No
     key = file.create(ann)
     assert key.removeprefix("bsk-") not in file.path.read_text()
     assert file.path.stat().st_mode & 0o077 == 0
-    other = KeyFile(file.path)
-    assert other.tenant(key) == ann
+    running = ApiKeys(ServeConfig(keys=file.path), "")
+    assert running.tenant(key) == ann
     with pytest.raises(ConfigError):
-        other.create(Tenant("ann"))
+        file.create(Tenant("ann"))
     file.path.write_text((whole := file.path.read_text())[:-9])
-    assert other.tenant(key) == ann  # a broken file leaves the keys in force
-    with pytest.raises(ConfigError):
-        KeyFile(file.path).tenants()
+    assert running.tenant(key) == ann  # a damaged file leaves the keys in force
+    for damaged in (file.tenants, lambda: ApiKeys(ServeConfig(keys=file.path), "")):
+        with pytest.raises(ConfigError) as error:
+            damaged()
+        assert error.value.path == str(file.path)
     file.path.write_text(whole)
     file.revoke("ann")
     with pytest.raises(NotAuthenticated):
-        other.tenant(key)  # a running server sees it at once
+        running.tenant(key)  # a running server sees it at once
     with pytest.raises(ConfigError):
         file.revoke("ann")
 
 
+def test_a_key_is_compared_with_every_entry_in_constant_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the time of a comparison nor the number of comparisons tells what was similar, or where."""
+    file, compared = KeyFile(tmp_path / "keys.json"), list[tuple[str, str]]()
+    created = [file.create(Tenant(name)) for name in "abc"]
+    keys = ApiKeys(ServeConfig(keys=file.path, api_key=KEY), "")
+
+    def compare(known: str, digest: str) -> bool:
+        compared.append((known, digest))
+        return known == digest
+
+    monkeypatch.setattr(hmac, "compare_digest", compare)
+    for key in (*created, KEY, "wrong", ""):
+        compared.clear()
+        if key in ("wrong", ""):
+            with pytest.raises(NotAuthenticated):
+                keys.tenant(key)
+        else:
+            keys.tenant(key)
+        assert len({known for known, _ in compared}) == len(compared) == len(created) + 1
+
+
 def test_the_single_key_may_do_everything_in_the_default_namespace() -> None:
-    keys = ApiKeys(None, KEY, "space")
+    keys = ApiKeys(ServeConfig(api_key=KEY), "space")
     found = keys.tenant(KEY)
     assert (found.namespace, found.admin, found.read_only, found.collections) == ("space", True, False, None)
     assert keys.namespaces() == {"space"}

@@ -122,7 +122,7 @@ def test_a_streams_passages_come_before_its_prefill(server: Server, client: Clie
     ):
         lines = (line for line in response.iter_lines() if line)
         first = json.loads(next(lines).removeprefix("data: "))
-        assert server.service.scheduler.load == (1, 0)
+        assert server.backend.scheduler.load == (1, 0)
         release.set()
         assert len([*lines]) > 2
     assert [p["text"] for p in first.get("x_blendserve", first)["passages"]] == [p["text"] for p in OWN[:2]]
@@ -139,9 +139,9 @@ def test_a_client_that_disconnects_frees_its_slot(server: Server, client: Client
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as connection:
         connection.sendall(head.encode() + sent)
-        eventually(lambda: server.service.scheduler.load[1] > 0)
+        eventually(lambda: server.backend.scheduler.load[1] > 0)
         while stream and b'"content"' not in (got := connection.recv(4096)):
             assert got  # prefill ends before the first text
     before = server.sample("generated_tokens_total")
-    eventually(lambda: server.service.scheduler.load == (0, 0))
+    eventually(lambda: server.backend.scheduler.load == (0, 0))
     assert server.sample("generated_tokens_total") - before < 690

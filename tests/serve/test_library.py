@@ -106,13 +106,13 @@ def test_requests_that_miss_the_same_chunks_store_them_once_and_those_that_hit_l
     answers = together(server, client, 6, passages=OWN, max_tokens=2)
     assert len(reads) == (1 + 6) * server.engine.reader.adapter.n_layers  # with the prefix
     assert all(a["report"]["chunks_hit"] == len(OWN) for a in answers)
-    eventually(lambda: server.service.batch.fetcher.held.n_bytes == 0)
+    eventually(lambda: server.backend.batch.fetcher.held.n_bytes == 0)
 
 
 def test_a_precompute_that_is_cancelled_at_its_last_chunk_harms_nothing(
     server: Server, client: Client, caplog: pytest.LogCaptureFixture
 ) -> None:
-    batch, chunks = server.service.batch, server.engine.prompts.chunk_ids(PASSAGES)
+    batch, chunks = server.backend.batch, server.engine.prompts.chunk_ids(PASSAGES)
 
     def cancel(_: int) -> None:
         job.cancel()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from blendserve.serve.explained import token_texts
+from blendserve.serve.rag import token_texts
 from tests.support.engines import PASSAGES, QUESTIONS, toy_reader
 from tests.support.http import DOCUMENTS, OWN, Client, Server
 
@@ -67,7 +67,7 @@ def test_documents_are_listed_by_page_and_by_text(client: Client) -> None:
 
 def test_chunks_are_listed_as_the_store_has_them(server: Server, client: Client) -> None:
     client.warm(OWN[:4])  # of collection a: all but the last
-    store, blender = server.engine.store, server.service.batch.blender(client.namespace)
+    store, blender = server.engine.store, server.backend.batch.blender(client.namespace)
     listed = client.get("/v1/cache/chunks?collection=a").json()["data"]
     assert [chunk["stored"] for chunk in listed] == [True, True, False]
     for chunk, passage in zip(listed, PASSAGES[0::2], strict=True):

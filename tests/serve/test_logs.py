@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from blendserve.blend.blender import Blender
-from blendserve.serve.logs import JsonLines
+from blendserve.serve.middleware import JsonFormatter
 from tests.support.engines import QUESTIONS
 from tests.support.http import OWN, Client, Server, events, serving
 from tests.support.waiting import eventually
@@ -25,7 +25,7 @@ Lines = Callable[[int], list[dict[str, Any]]]
 def lines(caplog: pytest.LogCaptureFixture) -> Iterator[Lines]:
     """The first n lines that the server would write to stderr; one is written after its response."""
     before = caplog.handler.formatter
-    caplog.handler.setFormatter(JsonLines())
+    caplog.handler.setFormatter(JsonFormatter())
     caplog.set_level(logging.INFO, "blendserve.access")
 
     def first(n: int) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from blendserve.serve.notices import MAX_CHARS, MAX_LOGGED, MAX_NAMES, Notices
-from blendserve.serve.schema import RagRequest
+from blendserve.serve.schemas import RagRequest
 from tests.support.http import CHUNK_TOKENS, MODEL, OWN, Client, asked
 
 CHAT = "/v1/chat/completions"

@@ -13,7 +13,7 @@ CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
     [
         "blendserve.engine.engine",
-        "blendserve.serve.running",
+        "blendserve.serve.server",
         "transformers.models.llama.modeling_llama",  # takes longer than all others together
         "tests.support.stores",
     ]

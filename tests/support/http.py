@@ -19,6 +19,7 @@ import httpx
 import numpy as np
 import uvicorn
 
+from blendserve.bench.server_process import ServerProcess
 from blendserve.config import ServeConfig
 from blendserve.core import Document, Passage, Steps
 from blendserve.engine.engine import Engine
@@ -26,11 +27,10 @@ from blendserve.engine.library import Library
 from blendserve.engine.prompt import PromptBuilder
 from blendserve.retrieve import VectorIndex
 from blendserve.retrieve.encoder import Window
-from blendserve.serve.app import make_app
-from blendserve.bench.server_process import ServerProcess
+from blendserve.serve.app import create_local_app
+from blendserve.serve.engine_client import LocalEngineClient
 from blendserve.serve.keys import KeyFile, Tenant
-from blendserve.serve.running import run
-from blendserve.serve.service import Service
+from blendserve.serve.server import run
 from blendserve.store import LMDBStore
 from tests.support.engines import PASSAGES, QUESTIONS, toy_engine, toy_reader
 from tests.support.forked import process
@@ -163,9 +163,9 @@ class Server(Client):
         """changes: of sections of the engine's settings."""
         self.folder, self.serve = folder, serve
         self.engine = toy_engine(**changes)
-        self.service = Service(self.engine, library(folder, self.engine), serve)
+        self.backend = LocalEngineClient(self.engine, library(folder, self.engine), serve)
         port = 0 if serve.port == ServeConfig().port else serve.port
-        self.listener = Listener(make_app(self.service), port)
+        self.listener = Listener(create_local_app(self.backend), port)
         super().__init__(self.listener.url, httpx.Client(base_url=self.listener.url, timeout=300))
         self._tenants, self._numbers = list[Tenant](), count()
 
@@ -182,7 +182,7 @@ class Server(Client):
         eventually(lambda: self.is_idle)
         for name in {"", "api-key", *(tenant.name for tenant in self._tenants)}:
             written = threading.Event()
-            self.service.scheduler.submit_background(_once(written.set), name)
+            self.backend.scheduler.submit_background(_once(written.set), name)
             assert written.wait(30)
         for namespace in self.namespaces:
             for key in list(self.engine.store.keys(namespace)):
@@ -196,17 +196,17 @@ class Server(Client):
     @property
     def is_idle(self) -> bool:
         """No request is queued or answered, no job runs, and no loaded chunk is kept for others."""
-        jobs = (job for name in self.namespaces for job in self.service.jobs.of(name))
+        jobs = (job for name in self.namespaces for job in self.backend.jobs.of(name))
         running = any(job.state == "running" for job in jobs)
         return (
-            self.service.scheduler.load == (0, 0)
-            and self.service.batch.fetcher.held.n_bytes == 0
+            self.backend.scheduler.load == (0, 0)
+            and self.backend.batch.fetcher.held.n_bytes == 0
             and not running
         )
 
     def sample(self, name: str, **labels: str) -> float:
         """One value of /metrics."""
-        return self.service.metrics.registry.get_sample_value(f"blendserve_{name}", labels) or 0.0
+        return self.backend.metrics.registry.get_sample_value(f"blendserve_{name}", labels) or 0.0
 
     @contextmanager
     def busy(self) -> Iterator[threading.Event]:
@@ -217,7 +217,7 @@ class Server(Client):
             begun.set()
             release.wait(30)
 
-        self.service.scheduler.submit_background(_once(task))
+        self.backend.scheduler.submit_background(_once(task))
         assert begun.wait(30)
         try:
             yield release
@@ -226,11 +226,11 @@ class Server(Client):
 
     def drain(self) -> None:
         """Refuse new questions, as after SIGTERM."""
-        self.service.drain()
+        self.backend.drain()
 
     def wait_for_load(self, waiting: int) -> None:
         """Until this number of requests is queued."""
-        eventually(lambda: self.service.scheduler.load[0] == waiting)
+        eventually(lambda: self.backend.scheduler.load[0] == waiting)
 
     def close(self) -> None:
         self.http.close()
@@ -280,7 +280,7 @@ def run_toy_server(line: Connection, folder: Path) -> None:
 
 
 class ToyServer(ExitStack):
-    """A toy server as its own process with its store on disk; has the methods of `ServerProcess` (bench/server_process.py)."""
+    """A toy server as its own process with its store on disk; has the methods of `ServerProcess`."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()

@@ -27,7 +27,7 @@ from blendserve.config import BlendConfig, DeliverConfig, KdnConfig
 from blendserve.core import Prompt
 from blendserve.engine.engine import Engine
 from blendserve.kdn.publish import publish
-from blendserve.serve.kdn import DeliveryService, make_app
+from blendserve.serve.delivery import DeliveryBackend, create_delivery_app
 from blendserve.store import ChunkKey, KVStore, MemoryStore, read_record
 from blendserve.store.clock import Clock
 from blendserve.store.codecs.int8 import Int8
@@ -161,8 +161,8 @@ class Service:
 
     def __init__(self, store: KVStore, clock: Clock = time, tls: Any = None, **settings: Any) -> None:
         """tls: options of uvicorn."""
-        self.inner = DeliveryService(store, DeliverConfig(**settings), clock)
-        app = make_app(self.inner)
+        self.backend = DeliveryBackend(store, DeliverConfig(**settings), clock)
+        app = create_delivery_app(self.backend)
         self._uvicorn = uvicorn.Server(
             uvicorn.Config(app, port=0, log_level="critical", lifespan="on", **(tls or {}))
         )

@@ -1,0 +1,132 @@
+"""The HTTP process of a cluster: it retrieves passages and builds prompts; replicas run the model.
+
+API keys, limits and streams belong to this process, so limits hold over all replicas. Its machine needs the indexes,
+the embedder and the model's tokenizer.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from blendserve.config import Config, ServeConfig
+from blendserve.engine.engine import Engine, made_for
+from blendserve.engine.fair_executor import BackgroundThrottle, FairExecutor
+from blendserve.engine.library import Library
+from blendserve.engine.prompt import PromptBuilder
+from blendserve.engine.request import Plan, make_plan
+from blendserve.errors import Stopping
+from blendserve.models.loader import load_tokenizer
+from blendserve.paths import index_folder
+from blendserve.ray.cluster import cluster, worker_config
+from blendserve.ray.replica import RoutedRequest
+from blendserve.ray.replicas import ReplicaCount, Replicas
+from blendserve.retrieve import Embedder, VectorIndex, read_manifest
+from blendserve.serve.app import create_engine_app
+from blendserve.serve.engine_client import (
+    QueryRequest,
+    RequestHandle,
+    ServedModel,
+    TenantCollections,
+    served_names,
+)
+from blendserve.serve.keys import Tenant
+from blendserve.serve.metrics import HttpMetrics
+from blendserve.serve.server import HttpServer, local_indexes
+from blendserve.store import chunk_key
+from blendserve.timing import Clock
+
+log = logging.getLogger(__name__)
+
+
+class RayEngineClient:
+    """An EngineClient of replicas on a Ray cluster."""
+
+    def __init__(
+        self,
+        config: Config,
+        library: Library,
+        http: ServeConfig,
+        tokenizer: Any,
+        prompts: PromptBuilder,
+        replicas: Replicas,
+    ) -> None:
+        self.config, self.http, self.metrics = config, http, HttpMetrics()
+        self.namespace, self.is_alive = config.store.namespace, True
+        self._facts, self._prompts, self._replicas = replicas.facts(), prompts, replicas
+        names = served_names(self._facts.name, http.served_model_name)
+        self.model = ServedModel(names, tokenizer, self._facts.slot_tokens)
+        throttle = BackgroundThrottle(http.background_share)
+        self.collections = TenantCollections(library, FairExecutor("retrieval", http.queue, throttle))
+
+    def start(self) -> None:
+        """Replicas run already."""
+
+    def drain(self) -> None:
+        self.is_alive = False
+
+    def close(self) -> None:
+        """End the thread; the replicas are their opener's to close."""
+        self.collections.executor.stop()
+
+    async def submit(self, query: QueryRequest, tenant: Tenant) -> RequestHandle:
+        """See EngineClient."""
+        if not self.is_alive:
+            raise Stopping("the server is shutting down: ask again in a moment")
+        clock = Clock()
+        plan = await self.collections.run(tenant, self._plan, tenant, query, clock)
+        request = RoutedRequest(
+            plan.prompt,
+            plan.passages,
+            plan.blend,
+            plan.decode,
+            tenant.name,
+            tenant.namespace,
+            clock.elapsed(),
+            clock.seconds["retrieve"],
+        )
+        events = self._replicas.answer(request, self._chunk_keys(plan, tenant.namespace))
+        return RequestHandle(plan, events, lambda: None)  # cancelled by the task that awaits the events
+
+    def _plan(self, tenant: Tenant, query: QueryRequest, clock: Clock) -> Plan:
+        """On the retrieval thread: checks, searches and tokenises."""
+        search = partial(self.collections.search, tenant, query.collections)
+        limit = self.model.max_tokens
+        return make_plan(query.seeded(), self.config, self._facts, self._prompts, search, clock, limit)
+
+    def _chunk_keys(self, plan: Plan, namespace: str) -> frozenset[bytes]:
+        """The store's keys of the prompt's chunks."""
+        facts, context = self._facts, self._prompts.kv_context
+        return frozenset(
+            chunk_key(facts.fingerprint, context, chunk.ids, facts.dtype, namespace)
+            for chunk in plan.prompt.chunks
+            if len(chunk)
+        )
+
+
+def serve_cluster(
+    settings: Config, indexes: Sequence[str], replicas: ReplicaCount, address: str | None
+) -> None:
+    """Serve replicas of the engine on a Ray cluster, which is joined or started (cluster.py), until told to stop.
+
+    Raises ClusterUnavailable, ConfigError, IndexMissing, ModelError, StoreError.
+    """
+    config, folders = local_indexes(settings, indexes)
+    folder = index_folder(folders[0])
+    read_manifest(folder)  # raises before anything heavy is started
+    open_engine = partial(Engine.open, worker_config(config, folder))
+    log.info("Starting replicas: %s", replicas)
+    with (
+        cluster(address, replicas.most) as resources,
+        Replicas(open_engine, settings.serve.batching, replicas, resources) as group,
+    ):
+        facts = group.facts()
+        tokenizer = load_tokenizer(config.reader)
+        prompts = PromptBuilder(tokenizer, config.prompt)
+        embedder = Embedder.load(config.retrieve.embedder)
+        made = made_for(facts.name, facts.dtype, facts.fingerprint, prompts)
+        library = Library.open(VectorIndex.open(folder, embedder, **made), folders, prompts)
+        client = RayEngineClient(config, library, settings.serve, tokenizer, prompts, group)
+        HttpServer(create_engine_app(client), client).run()

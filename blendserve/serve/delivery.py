@@ -1,0 +1,362 @@
+"""`blendserve kdn serve`: GET /v1/kdn/... delivers the index of a collection and the KV of its chunks.
+
+All state is in the store: any number of services on one store deliver the same. Bodies of chunks, tables and parts of
+an index never change under their names. Each has an ETag and supports Range requests (RFC 9110, section 14), so that
+a client can resume a transfer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import re
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from hashlib import blake2b
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, FastAPI, Query, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from blendserve.config import Config, DeliverConfig, check_binding
+from blendserve.engine.fair_executor import FairExecutor
+from blendserve.errors import BodyTooSlow, Busy, InputError, NotAllowed, NotFound
+from blendserve.kdn.catalogue import Catalogue, pieces_of
+from blendserve.kdn.publish import retire, set_pins
+from blendserve.serve import ops
+from blendserve.serve.app import create_app
+from blendserve.serve.auth import ServerState, TenantDep, server_state
+from blendserve.serve.engine_client import run_on
+from blendserve.serve.keys import Tenant
+from blendserve.serve.limits import TokenBucket
+from blendserve.serve.metrics import HttpMetrics
+from blendserve.serve.server import HttpServer
+from blendserve.store import ChunkKey, KVStore, open_store, read_record
+from blendserve.store.clock import Clock
+from blendserve.store.codecs.base import Buffer
+from blendserve.store.kdn.collection import MOST_IN_STEP, Collection, body, in_step, level_key
+
+SEND_BYTES = 1 << 18  # sent at a time
+_RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})")
+
+
+@dataclass(frozen=True, slots=True)
+class CachedBody:
+    """A body in memory, and its version."""
+
+    parts: list[Buffer]
+    etag: str
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(map(len, self.parts))
+
+
+class DeliveryMetrics(HttpMetrics):
+    """The metrics of a delivery service."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chunks = self.counter("delivered_chunks", "Chunks requested, by where they were read", "source")
+        self.bytes = self.counter("delivered_bytes", "Bytes of bodies, as sent")
+
+
+class DeliveryBackend:
+    """The collections of a store, as the routes read them. Methods that read the store are for its executor's thread.
+
+    The store is its opener's to close.
+    """
+
+    namespace = ""
+
+    def __init__(self, store: KVStore, config: DeliverConfig, clock: Clock = time) -> None:
+        """clock: of how long the catalogue's entries are fresh."""
+        self.store, self.http, self.metrics = store, config, DeliveryMetrics()
+        self.catalogue = Catalogue(store, now=clock.monotonic)
+        self.executor = FairExecutor("delivery", config.queue)
+        self.is_alive = True
+        self._sent_mb = TokenBucket()
+        self._cache: OrderedDict[tuple[ChunkKey, ChunkKey], CachedBody] = OrderedDict()
+        self._cached_bytes = 0
+
+    def start(self) -> None:
+        """Nothing to start."""
+
+    def drain(self) -> None:
+        """Running requests end within uvicorn's shutdown timeout."""
+        self.is_alive = False
+
+    def close(self) -> None:
+        """End the thread."""
+        self.executor.stop()
+
+    def collections(self, tenant: Tenant) -> list[Collection]:
+        """The collections that a tenant may use. Raises StoreError."""
+        return [c for name, c in self.catalogue.collections().items() if tenant.may_use(name)]
+
+    def collection(self, tenant: Tenant, name: str) -> Collection:
+        """Raises NotFound: the same error after the same work, whether it is missing or hidden from this key."""
+        found, allowed = self.catalogue.collections().get(name), tenant.may_use(name)
+        if found is None or not allowed:
+            raise not_found()
+        return found
+
+    def directory(self, tenant: Tenant, name: str) -> CachedBody:
+        """The table of a collection's chunks."""
+        blob = self.collection(tenant, name).directory
+        return CachedBody([self.catalogue.piece(hash) for hash in blob.pieces], f'"{blob.version}"')
+
+    def piece(self, tenant: Tenant, name: str, hash: str) -> CachedBody:
+        """A part of the index, or codec tables, that belong to this collection."""
+        found = self.collection(tenant, name)
+        if hash not in pieces_of(found) | {tables.hash for tables in found.tables}:
+            raise not_found()
+        return CachedBody([self.catalogue.piece(hash)], f'"{hash}"')
+
+    def chunk(self, tenant: Tenant, name: str, key_hex: str, level: str) -> CachedBody:
+        """A chunk's body at a level, "" for the first. Raises NotFound, CorruptRecord and other StoreErrors."""
+        collection = self.collection(tenant, name)
+        try:
+            key = bytes.fromhex(key_hex)
+        except ValueError:
+            raise not_found() from None
+        level = level or collection.levels[0]
+        if level not in collection.levels or key not in self.catalogue.directory(collection):
+            raise not_found()
+        stored_key = level_key(key, level, collection.levels)
+        if cached := self._cache.get((stored_key, key)):
+            self._cache.move_to_end((stored_key, key))
+            self.metrics.chunks.labels("memory").inc()
+            return cached
+        record = read_record(self.store, stored_key)
+        self.metrics.chunks.labels("store" if record else "missing").inc()
+        if record is None:
+            raise not_found()
+        parts = body(key, record)
+        # The header ends with its own checksum, which covers key, coding, and every segment's length and checksum.
+        return self._cached((stored_key, key), CachedBody(parts, f'"{bytes(parts[1][-8:]).hex()}"'))
+
+    def layers(self, tenant: Tenant, name: str, chunks: str) -> CachedBody:
+        """Chunks, KEY:LEVEL each, interleaved by layer. Raises InputError for too many, NotFound, StoreErrors."""
+        names = chunks.split(",")
+        if len(names) > MOST_IN_STEP:
+            raise InputError(f"a request returns 1 to {MOST_IN_STEP} chunks, not {len(names)}")
+        bodies = [self.chunk(tenant, name, *one.partition(":")[::2]) for one in names]
+        etag = blake2b("".join(one.etag for one in bodies).encode(), digest_size=8).hexdigest()
+        return CachedBody(in_step([one.parts for one in bodies]), f'"{etag}"')
+
+    def take_bytes(self, tenant: Tenant, n_bytes: int) -> None:
+        """Count bytes to send. Raises Busy if the tenant's quota is used up; the last body may exceed it."""
+        self.metrics.bytes.inc(n_bytes)
+        if limit := self.http.mb_per_minute:
+            if wait_s := self._sent_mb.wait_s(tenant.name, limit, limit / 60):
+                raise Busy(f"transfer limit of {limit:g} MB per minute", math.ceil(wait_s))
+            self._sent_mb.use(tenant.name, n_bytes / 1e6, limit / 60)
+
+    def _cached(self, key: tuple[ChunkKey, ChunkKey], made: CachedBody) -> CachedBody:
+        capacity = self.http.memory_mb * 1e6
+        if made.n_bytes <= capacity:
+            self._cache[key] = made
+            self._cached_bytes += made.n_bytes
+        while self._cached_bytes > capacity:
+            self._cached_bytes -= self._cache.popitem(last=False)[1].n_bytes
+        return made
+
+
+def not_found() -> NotFound:
+    """One error for everything that is missing or hidden from a key."""
+    return NotFound("not found, or not accessible with this API key")
+
+
+# Routes
+
+router = APIRouter(prefix="/v1/kdn", tags=["delivery"])
+State = ServerState[DeliveryBackend]
+StateDep = Annotated[State, Depends(server_state)]
+LevelArg = Annotated[
+    str, Query(max_length=32, description="One of the collection's levels. [default: the first]")
+]
+ChunksArg = Annotated[
+    str, Query(max_length=1 << 13, description="KEY:LEVEL of each chunk, separated by commas.")
+]
+DeleteArg = Annotated[bool, Query(description="Whether to delete the chunks that no other collection has.")]
+GET = ["GET", "HEAD"]
+
+
+@router.get("/collections")
+async def list_collections(state: StateDep, tenant: TenantDep) -> dict[str, Any]:
+    """The collections that this key may read."""
+    found = await run_on(state.backend.executor, tenant, state.backend.collections, tenant)
+    for_clients = {"files", "directory", "tables"}  # that pull a collection
+    return {"data": [{k: v for k, v in asdict(c).items() if k not in for_clients} for c in found]}
+
+
+@router.get("/collections/{name}")
+async def get_collection(name: str, state: StateDep, tenant: TenantDep) -> dict[str, Any]:
+    """A collection's description."""
+    return asdict(await run_on(state.backend.executor, tenant, state.backend.collection, tenant, name))
+
+
+@router.api_route("/collections/{name}/directory", methods=GET)
+async def directory(name: str, request: Request, state: StateDep, tenant: TenantDep) -> Response:
+    """Its chunks: for each its key, tokens, and the bytes of its body at each level."""
+    return await _send(request, state, tenant, state.backend.directory, name)
+
+
+@router.api_route("/collections/{name}/pieces/{hash}", methods=GET)
+@router.api_route("/collections/{name}/tables/{hash}", methods=GET)
+async def piece(name: str, hash: str, request: Request, state: StateDep, tenant: TenantDep) -> Response:
+    """A part of its index, or a codec's tables, whose hash this is."""
+    return await _send(request, state, tenant, state.backend.piece, name, hash)
+
+
+@router.api_route("/collections/{name}/chunks/{key}", methods=GET)
+async def chunk(
+    name: str, key: str, request: Request, state: StateDep, tenant: TenantDep, level: LevelArg = ""
+) -> Response:
+    """A chunk's KV: length of the header (4 bytes), header, and a segment for each layer, in order."""
+    return await _send(request, state, tenant, state.backend.chunk, name, key, level)
+
+
+@router.api_route("/collections/{name}/layers", methods=GET)
+async def layers(
+    name: str, request: Request, state: StateDep, tenant: TenantDep, chunks: ChunksArg
+) -> Response:
+    """Several chunks in step: length of the header and header of each, then layer by layer a segment of each."""
+    return await _send(request, state, tenant, state.backend.layers, name, chunks)
+
+
+@router.post("/collections/{name}/pin")
+async def pin(name: str, state: StateDep, tenant: TenantDep) -> dict[str, Any]:
+    """Pin its chunks: they are not evicted. For admins."""
+    return {"collection": name, "pinned": await _administer(state, tenant, name, set_pins, True)}
+
+
+@router.post("/collections/{name}/unpin")
+async def unpin(name: str, state: StateDep, tenant: TenantDep) -> dict[str, Any]:
+    """Unpin its chunks, except the ones of another pinned collection. For admins."""
+    return {"collection": name, "unpinned": await _administer(state, tenant, name, set_pins, False)}
+
+
+@router.delete("/collections/{name}")
+async def withdraw(
+    name: str, state: StateDep, tenant: TenantDep, chunks: DeleteArg = False
+) -> dict[str, Any]:
+    """Withdraw it. For admins."""
+    n = await _administer(state, tenant, name, retire, chunks)
+    return {"collection": name, "retired": True, "chunks": n}
+
+
+async def _administer(
+    state: State, tenant: Tenant, name: str, call: Callable[[KVStore, Catalogue, str, bool], int], flag: bool
+) -> int:
+    """Raises NotFound, NotAllowed, StoreError."""
+    backend = state.backend
+    await run_on(backend.executor, tenant, backend.collection, tenant, name)
+    tenant.require_write_access()
+    if not tenant.admin:
+        raise NotAllowed("pinning and retiring collections requires an admin's key")
+    return await run_on(backend.executor, tenant, call, backend.store, backend.catalogue, name, flag)
+
+
+async def _send(
+    request: Request, state: State, tenant: Tenant, read: Callable[..., CachedBody], *names: str
+) -> Response:
+    """The body that `read` finds, or the requested range of it. It counts as a concurrent request until it is sent."""
+    with ExitStack() as stack:
+        stack.enter_context(state.limits.concurrency_slot(tenant))
+        found = await run_on(state.backend.executor, tenant, read, tenant, *names)
+        if found.etag in request.headers.get("if-none-match", ""):
+            return Response(status_code=304, headers={"ETag": found.etag})
+        is_current = request.headers.get("if-range", found.etag) == found.etag
+        span = parse_range(request.headers.get("range") if is_current else None, found.n_bytes)
+        response = RangeResponse(found, span, state.backend.http.send_s)
+        state.backend.take_bytes(tenant, response.n_bytes if request.method == "GET" else 0)
+        response.on_close = stack.pop_all().close
+        return response
+
+
+def parse_range(header: str | None, total: int) -> tuple[int, int] | None:
+    """First byte and end of the requested range; all bytes without a valid range, None if no byte is in the range."""
+    match = _RANGE.fullmatch((header or "").strip())
+    first, last = match.groups() if match else ("", "")
+    if not first and not last:
+        return 0, total
+    if not first:  # the last bytes
+        begin, end = max(0, total - int(last)), total
+    elif last and int(last) < int(first):
+        return 0, total
+    else:
+        begin, end = int(first), min(total, int(last) + 1) if last else total
+    return (begin, end) if begin < end else None
+
+
+class RangeResponse(Response):
+    """A range of a body in memory. Raises BodyTooSlow if the client stops reading. `on_close` is called in any case."""
+
+    on_close: Callable[[], None] = staticmethod(lambda: None)
+
+    def __init__(self, whole: CachedBody, span: tuple[int, int] | None, timeout_s: float) -> None:
+        """timeout_s: of each part that is sent."""
+        self._parts = [memoryview(part).cast("B") for part in whole.parts]
+        self._begin, self._end = span or (0, 0)
+        self._timeout_s, self.n_bytes = timeout_s, self._end - self._begin
+        total, status = whole.n_bytes, 200
+        headers = {"ETag": whole.etag, "Accept-Ranges": "bytes", "Cache-Control": "private, no-cache"}
+        headers["Content-Length"] = str(self.n_bytes)
+        if span is None:
+            status, headers["Content-Range"] = 416, f"bytes */{total}"
+        elif self.n_bytes < total:
+            status, headers["Content-Range"] = 206, f"bytes {self._begin}-{self._end - 1}/{total}"
+        super().__init__(None, status, headers, "application/octet-stream")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            start = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+            await send(start)
+            for block in self._blocks() if scope["method"] != "HEAD" else ():
+                try:
+                    message = {"type": "http.response.body", "body": block, "more_body": True}
+                    await asyncio.wait_for(send(message), self._timeout_s)
+                except asyncio.TimeoutError:
+                    raise BodyTooSlow(f"the client received nothing for {self._timeout_s:g} s") from None
+            await send({"type": "http.response.body", "body": b""})
+        finally:
+            self.on_close()
+
+    def _blocks(self) -> Iterator[Buffer]:
+        """The range in blocks of at most SEND_BYTES; small parts are joined, because each call has a cost."""
+        at, small = 0, bytearray()
+        for part in self._parts:
+            begin, end = max(0, self._begin - at), min(len(part), self._end - at)
+            at += len(part)
+            if 0 < end - begin < SEND_BYTES - len(small):
+                small += part[begin:end]
+                continue
+            if begin < end and small:
+                yield bytes(small)
+                small.clear()
+            for start in range(begin, end, SEND_BYTES):
+                yield part[start : min(start + SEND_BYTES, end)]
+        if small:
+            yield bytes(small)
+
+
+# From settings to a running service
+
+
+def create_delivery_app(backend: DeliveryBackend) -> FastAPI:
+    """The application of a delivery service, which it closes."""
+    return create_app(ServerState(backend), [router, ops.router])
+
+
+def serve(settings: Config) -> None:
+    """Deliver the collections of a store until told to stop. Raises ConfigError, StoreError."""
+    check_binding(settings.deliver)
+    with open_store(settings.store, None, persistent=True) as store:
+        backend = DeliveryBackend(store, settings.deliver)
+        HttpServer(create_delivery_app(backend), backend).run()

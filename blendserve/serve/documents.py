@@ -1,0 +1,371 @@
+"""Documents and their KV: /v1/documents, /v1/jobs, /v1/cache."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from functools import partial
+from typing import Annotated, Any, TypeVar
+
+from fastapi import APIRouter, Depends, Query
+
+from blendserve.core import Document, Passage, TokenIds
+from blendserve.engine.library import Documents
+from blendserve.engine.prompt import shown
+from blendserve.errors import InputError, NotFound
+from blendserve.retrieve import VectorIndex
+from blendserve.serve.auth import LimitedTenantDep, ServerState, TenantDep, server_state
+from blendserve.serve.engine_client import LocalEngineClient, run_on
+from blendserve.serve.jobs import Job
+from blendserve.serve.keys import Tenant
+from blendserve.serve.schemas import Body, CacheRequest, DocumentsRequest, Name
+from blendserve.store import ChunkKey
+
+BATCH = 64  # passages whose tokens a job holds, and chunks that it fetches in one call
+KEYS_PER_CALL = 1000  # between two calls, other tenants have their turn
+PASSAGES_PER_YIELD = 500  # searched before questions may run
+EXCERPT = 240  # characters of a passage in a list
+MAX_PAGE = 200  # entries
+
+router = APIRouter(prefix="/v1", tags=["documents and cache"])
+
+T = TypeVar("T")
+State = ServerState[LocalEngineClient]
+StateDep = Annotated[State, Depends(server_state)]
+CollectionArg = Annotated[Name | None, Query(description="Collection; optional if there is only one.")]
+SearchArg = Annotated[
+    str, Query(max_length=512, description="Text that entries must contain; case does not matter.")
+]
+OffsetArg = Annotated[int, Query(ge=0, le=10**9, description="Number of entries to skip.")]
+LimitArg = Annotated[int, Query(ge=1, le=MAX_PAGE, description="Largest number of entries to return.")]
+
+
+# Documents and jobs
+
+
+@router.post("/documents", status_code=202)
+async def add_documents(body: DocumentsRequest, state: StateDep, tenant: TenantDep) -> dict[str, Any]:
+    """Add documents to a collection, or replace the ones with the same id. A job chunks, embeds and precomputes them."""
+    tenant.require_write_access()
+    collections = state.backend.collections
+    name, index = collections.find(tenant, body.collection)
+
+    async def work(job: Job) -> None:
+        """Add one document at a time; questions run between its parts. The index is saved once, at the end."""
+        added, replaced = list[Passage](), list[Passage]()
+
+        def put(document: Document) -> None:
+            _, new, old = _documents(state, index).put([document])
+            added.extend(new)
+            replaced.extend(old)
+
+        def save() -> None:
+            _documents(state, index).settle(replaced)
+
+        try:
+            for document in body.documents:
+                await collections.run(tenant, put, document.document(), background=True)
+                job.documents += 1
+        finally:
+            await collections.run(tenant, save, background=True)
+        await _precompute(state.backend, tenant, added, job)
+
+    return _start_job(state, tenant, body, f"documents into {name}", work, given=len(body.documents))
+
+
+@router.get("/jobs")
+async def list_jobs(state: StateDep, tenant: TenantDep) -> dict[str, Any]:
+    """The jobs of this key's namespace, newest first."""
+    return {"data": [job.to_dict() for job in state.backend.jobs.of(tenant.namespace)]}
+
+
+@router.get("/jobs/{job_id}")
+async def get_job(job_id: str, state: StateDep, tenant: TenantDep) -> dict[str, Any]:
+    """The progress of a job."""
+    return state.backend.jobs.get(tenant.namespace, job_id).to_dict()
+
+
+@router.get("/documents")
+async def list_documents(
+    state: StateDep,
+    tenant: LimitedTenantDep,
+    collection: CollectionArg = None,
+    search: SearchArg = "",
+    offset: OffsetArg = 0,
+    limit: LimitArg = 50,
+) -> dict[str, Any]:
+    """The documents of a collection whose id or title contains the text, with their numbers of passages."""
+    collections = state.backend.collections
+    name, index = collections.find(tenant, collection)
+
+    def look_up() -> Counter[tuple[str, str]]:
+        found = _matching(state.backend, index, search, lambda p: (p.doc_id, p.title))
+        return Counter((passage.doc_id, passage.title) for passage in found)
+
+    found = await collections.run(tenant, look_up, background=True)
+    page = list(found.items())[offset : offset + limit]
+    data = [{"id": id, "title": title, "passages": n} for (id, title), n in page]
+    return {"collection": name, "total": len(found), "offset": offset, "data": data}
+
+
+@router.delete("/documents/{doc_id:path}")
+async def delete_document(
+    doc_id: str,
+    state: StateDep,
+    tenant: LimitedTenantDep,
+    collection: Annotated[Name | None, Query()] = None,
+) -> dict[str, Any]:
+    """Delete a document with its passages, vectors and KV."""
+    tenant.require_write_access()
+    collections = state.backend.collections
+    name, index = collections.find(tenant, collection)
+
+    def delete() -> tuple[int, list[Passage]]:
+        return _documents(state, index).delete(doc_id)
+
+    n, passages = await collections.run(tenant, delete, background=True)
+    if not n:
+        raise NotFound(f"there is no document {doc_id!r} in this collection")
+    return {"id": doc_id, "collection": name, "deleted": True, "passages": len(passages)}
+
+
+# KV of chunks
+
+
+@router.post("/cache/warm", status_code=202)
+async def warm(body: CacheRequest, state: StateDep, tenant: LimitedTenantDep) -> dict[str, Any]:
+    """Start a job that computes and pins the KV of chunks in this key's namespace."""
+    client = state.backend
+    passages = await client.collections.run(tenant, _selected, client, tenant, body)
+    return _start_job(state, tenant, body, "warm", partial(_precompute, client, tenant, passages))
+
+
+@router.post("/cache/fetch", status_code=202)
+async def fetch(body: CacheRequest, state: StateDep, tenant: LimitedTenantDep) -> dict[str, Any]:
+    """Start a job that copies the KV of chunks from the remote store into the local one."""
+    client = state.backend
+    keys = await _keys(client, tenant, body)
+
+    def copy(some: Sequence[ChunkKey]) -> int:
+        with (
+            client.engine.store.reading() as snapshot
+        ):  # a read through the tiers copies a chunk to the local store
+            snapshot.expect(some)
+            return sum(snapshot.get(key) is not None for key in some)
+
+    async def work(job: Job) -> None:
+        job.chunks = len(keys)
+        for some in _batches(keys, BATCH):
+            job.computed += await run_on(client.storage, tenant, copy, some)
+
+    return _start_job(state, tenant, body, "fetch", work)
+
+
+@router.post("/cache/pin")
+async def pin(body: CacheRequest, state: StateDep, tenant: LimitedTenantDep) -> dict[str, Any]:
+    """Pin chunks: they are not evicted."""
+    return await _for_keys(state, tenant, body, "pinned", state.backend.engine.store.pin)
+
+
+@router.post("/cache/unpin")
+async def unpin(body: CacheRequest, state: StateDep, tenant: LimitedTenantDep) -> dict[str, Any]:
+    """Unpin chunks."""
+    unpin_keys = partial(state.backend.engine.store.pin, pinned=False)
+    return await _for_keys(state, tenant, body, "unpinned", unpin_keys)
+
+
+@router.post("/cache/lookup")
+async def lookup(body: CacheRequest, state: StateDep, tenant: LimitedTenantDep) -> dict[str, Any]:
+    """Whether chunks are in the store, in this key's namespace. Does not count as a use of them."""
+    is_cached = list[bool]()
+
+    def look_up(keys: Sequence[ChunkKey]) -> int:
+        cached = state.backend.engine.store.present(keys)
+        is_cached.extend(key in cached for key in keys)
+        return sum(key in cached for key in keys)
+
+    return {**await _for_keys(state, tenant, body, "found", look_up), "there": is_cached}
+
+
+@router.post("/cache/delete")
+async def delete_kv(body: CacheRequest, state: StateDep, tenant: LimitedTenantDep) -> dict[str, Any]:
+    """Delete the KV of chunks from this key's namespace, pinned or not. Documents stay; KV is computed on demand."""
+    tenant.require_write_access()
+    engine = state.backend.engine
+
+    def delete(keys: Sequence[ChunkKey]) -> int:
+        engine.fetcher.forget(keys)
+        deleted = engine.store.delete(keys)
+        engine.fetcher.forget(keys)  # also copies that a request made in the meantime
+        return deleted
+
+    return await _for_keys(state, tenant, body, "deleted", delete)
+
+
+@router.get("/cache/chunks")
+async def list_chunks(
+    state: StateDep,
+    tenant: LimitedTenantDep,
+    collection: CollectionArg = None,
+    search: SearchArg = "",
+    offset: OffsetArg = 0,
+    limit: LimitArg = 50,
+) -> dict[str, Any]:
+    """The passages of a collection that contain the text, with the state of their KV in this key's namespace."""
+    client = state.backend
+    name, index = client.collections.find(tenant, collection)
+    blender, prompts = client.batch.blender(tenant.namespace), client.engine.prompts
+
+    def look_up() -> tuple[int, list[tuple[Passage, TokenIds, ChunkKey]]]:
+        found = list(_matching(client, index, search, lambda p: (p.id, shown(p))))
+        page = [(passage, prompts.chunk(passage).ids) for passage in found[offset : offset + limit]]
+        return len(found), [(passage, ids, blender.key(ids)) for passage, ids in page]
+
+    total, page = await client.collections.run(tenant, look_up, background=True)
+    infos = await run_on(client.storage, tenant, client.engine.store.describe, [key for *_, key in page])
+    tiers = client.engine.fetcher.locate(infos)
+    data = []
+    for passage, ids, key in page:
+        info = infos.get(key)
+        entry = {
+            "id": passage.id,
+            "doc_id": passage.doc_id,
+            "title": passage.title,
+            "text": passage.text[:EXCERPT],
+            "tokens": len(ids),
+            "stored": info is not None,
+            "pinned": info is not None and info.pinned,
+            "bytes": info.n_bytes if info else 0,
+            "raw_bytes": info.raw_bytes if info else 0,
+            "tier": tiers.get(key),
+        }
+        data.append(entry)
+    return {"collection": name, "total": total, "offset": offset, "data": data}
+
+
+@router.get("/cache/stats")
+async def stats(state: StateDep, tenant: LimitedTenantDep) -> dict[str, Any]:
+    """Statistics of this key's namespace; for an admin's key also of the whole store, as `store`."""
+    client = state.backend
+    read = client.engine.fetcher.stats
+    of_all_tenants = {"path", "cap_bytes", "evictions", "admissions_refused", "tables", "tables_bytes"}
+    own: dict[str, Any] = (await run_on(client.storage, tenant, read, tenant.namespace)).to_dict()
+    own = {name: value for name, value in own.items() if name not in of_all_tenants}
+    if tenant.admin:
+        whole = (await run_on(client.storage, tenant, read)).to_dict()
+        own["store"] = {name: value for name, value in whole.items() if name != "path"}
+    return own
+
+
+def _start_job(
+    state: State,
+    tenant: Tenant,
+    body: Body,
+    kind: str,
+    work: Callable[[Job], Awaitable[None]],
+    given: int = 0,
+) -> dict[str, Any]:
+    job = state.backend.jobs.start(tenant.namespace, kind, work, given)
+    return {**job.to_dict(), **state.notices.as_extras(body)}
+
+
+def _documents(state: State, index: VectorIndex) -> Documents:
+    """The documents of a collection, whose KV may be in every key's namespace."""
+    client = state.backend
+    namespaces = client.batch.namespaces | state.keys.namespaces()
+    others = [other for other in client.collections.indexes.values() if other is not index]
+    blenders = [client.batch.blender(namespace) for namespace in namespaces]
+    return Documents(index, client.engine.prompts, blenders, others)
+
+
+async def _precompute(
+    client: LocalEngineClient, tenant: Tenant, passages: Sequence[Passage], job: Job
+) -> None:
+    """In batches, as the tokens of a collection may not fit in memory."""
+    distinct = list({text: p for p in passages if (text := shown(p))}.values())
+    job.chunks = len(distinct)
+    blender, n_before = client.batch.blender(tenant.namespace), 0
+    for batch in _batches(distinct, BATCH):
+        chunks = await client.collections.run(tenant, _chunk_ids, client, batch, background=True)
+
+        def progress(n: int, n_before: int = n_before) -> None:
+            job.computed = n_before + n
+
+        await asyncio.wrap_future(client.batch.background.precompute(blender, chunks, progress, tenant.name))
+        n_before += len(batch)
+
+
+def _chunk_ids(client: LocalEngineClient, passages: Sequence[Passage]) -> list[TokenIds]:
+    """Raises InputError for a passage that no request could hold."""
+    limit, prompts = client.model.max_tokens, client.engine.prompts
+    for passage in passages:  # by a lower bound, before anything is tokenised
+        if prompts.at_least((passage.title, passage.text), limit):
+            raise _too_long(passage, limit)
+    chunks = prompts.chunk_ids(passages)
+    for passage, ids in zip(passages, chunks, strict=True):
+        if len(ids) > limit:
+            raise _too_long(passage, limit)
+    return chunks
+
+
+def _too_long(passage: Passage, limit: int) -> InputError:
+    start = repr(shown(passage)[:40])
+    return InputError(f"the passage that begins with {start} has more than {limit} tokens: shorten it")
+
+
+def _selected(client: LocalEngineClient, tenant: Tenant, body: CacheRequest) -> list[Passage]:
+    """The passages that a cache request selects. Raises InputError, NotFound."""
+    if body.passages is not None:
+        if any(choice is not None for choice in (body.collection, body.documents, body.ids)):
+            raise InputError("send either passages, or a collection with documents or ids")
+        return [passage.passage() for passage in body.passages]
+    _, index = client.collections.find(tenant, body.collection)
+    selected = index.passages
+    if body.documents is not None:
+        documents = set(body.documents)
+        selected = [p for p in selected if p.doc_id in documents]
+    if body.ids is not None:
+        ids = set(body.ids)
+        selected = [p for p in selected if p.id in ids]
+    return selected
+
+
+async def _keys(client: LocalEngineClient, tenant: Tenant, body: CacheRequest) -> list[ChunkKey]:
+    """The keys of the chunks that a cache request selects, without empty passages."""
+    blender, prompts = client.batch.blender(tenant.namespace), client.engine.prompts
+
+    def keys() -> list[ChunkKey]:
+        chunks = map(prompts.chunk, _selected(client, tenant, body))
+        return [blender.key(chunk.ids) for chunk in chunks if len(chunk)]
+
+    return await client.collections.run(tenant, keys, background=True)
+
+
+async def _for_keys(
+    state: State, tenant: Tenant, body: CacheRequest, name: str, call: Callable[[Sequence[ChunkKey]], int]
+) -> dict[str, Any]:
+    """Call the store for the chunks that a request selects -> their number and, as `name`, the sum of the calls."""
+    keys = await _keys(state.backend, tenant, body)
+    storage = state.backend.storage
+    n = sum([await run_on(storage, tenant, call, some) for some in _batches(keys, KEYS_PER_CALL)])
+    return {"chunks": len(keys), name: n, **state.notices.as_extras(body)}
+
+
+def _batches(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
+    return (items[at : at + size] for at in range(0, len(items), size))
+
+
+def _matching(
+    client: LocalEngineClient,
+    index: VectorIndex,
+    search: str,
+    fields: Callable[[Passage], tuple[str, ...]],
+) -> Iterator[Passage]:
+    """The passages with the text in one of their fields. Questions run in between."""
+    text = search.strip().casefold()
+    for n, passage in enumerate(index.passages):
+        if n % PASSAGES_PER_YIELD == 0:
+            client.collections.executor.give_way()
+        if not text or any(text in field.casefold() for field in fields(passage)):
+            yield passage

@@ -1,0 +1,258 @@
+"""Requests to an engine: in this process (LocalEngineClient), or by replicas on a cluster (ray/ingress.py)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from blendserve.config import Config, HttpConfig, ServeConfig
+from blendserve.core import Answer, Passage
+from blendserve.engine.batch_engine import BatchEngine
+from blendserve.engine.engine import Engine
+from blendserve.engine.fair_executor import BackgroundThrottle, FairExecutor
+from blendserve.engine.generate import Sequence
+from blendserve.engine.library import Library
+from blendserve.engine.request import Event, Failed, Finished, Plan, PrefillDone, Request
+from blendserve.errors import InputError, NotFound
+from blendserve.retrieve import VectorIndex
+from blendserve.serve.jobs import Jobs
+from blendserve.serve.keys import Tenant
+from blendserve.serve.limits import counted
+from blendserve.serve.metrics import HttpMetrics, Metrics
+from blendserve.timing import Clock
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class QueryRequest(Request):
+    """A client's request. collections: None = all that the client may use."""
+
+    collections: tuple[str, ...] | None = None
+
+    def seeded(self) -> QueryRequest:
+        """The request with a random seed unless it has one, so that repeated sampling differs."""
+        given = {k: v for k, v in self.decode.items() if v is not None}
+        return replace(self, decode={"seed": secrets.randbits(31)} | given)
+
+
+class RequestHandle:
+    """A queued or running request; call `cancel` when its client disconnects."""
+
+    def __init__(self, plan: Plan, events: AsyncIterator[Event], cancel: Callable[[], None]) -> None:
+        self._events, self.cancel = events, cancel
+        self.passages, self.prompt_ids = plan.passages, plan.prompt.ids
+        self.question_tokens = len(plan.prompt.suffix)
+        self.cached_tokens = 0  # of the prompt; set when the prefill is done
+
+    async def events(self) -> AsyncIterator[Event]:
+        """PrefillDone, TextDelta for each piece of text, Finished. Raises the error that the request failed with."""
+        async for event in self._events:
+            if isinstance(event, Failed):
+                raise event.error
+            if isinstance(event, PrefillDone):
+                self.cached_tokens = event.cached
+            yield event
+            if isinstance(event, Finished):
+                return
+
+    async def answer(self) -> Answer:
+        """The complete answer. Raises the error that the request failed with."""
+        async for event in self.events():
+            if isinstance(event, Finished):
+                return event.answer
+        raise AssertionError("events end with Finished")
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """The model of a server. names: accepted in requests; the first one is in responses."""
+
+    names: tuple[str, ...]
+    tokenizer: Any
+    max_tokens: int  # of a request's prompt and answer
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+
+def served_names(model: str, served: str | None) -> tuple[str, ...]:
+    """The names that requests may use, the public one first: `served`, or else a folder's last part."""
+    folder = Path(model)
+    public = served or (folder.resolve().name if folder.is_dir() else model)
+    return tuple(dict.fromkeys((public, model)))
+
+
+async def run_on(
+    executor: FairExecutor, tenant: Tenant, call: Callable[..., T], *args: Any, background: bool = False
+) -> T:
+    """Run a call on an executor's thread when it is the tenant's turn. Raises Busy and Stopping.
+
+    background: it may take longer than a question, and lets questions run between its parts (`executor.give_way`).
+    Cancelled while it waits, it does not run.
+    """
+    return await asyncio.wrap_future(executor.submit(tenant.name, partial(call, *args), background))
+
+
+class TenantCollections:
+    """The collections of a server, as tenants may use them. Only the executor's one thread reads or changes an index.
+
+    indexes: by name.
+    """
+
+    def __init__(self, library: Library, executor: FairExecutor) -> None:
+        self._library, self.indexes, self.executor = library, library.collections, executor
+
+    def names(self, tenant: Tenant) -> list[str]:
+        """The names of the collections that a tenant may use."""
+        return [name for name in self.indexes if tenant.may_use(name)]
+
+    def find(self, tenant: Tenant, name: str | None) -> tuple[str, VectorIndex]:
+        """A collection by name, or the tenant's only one. Raises InputError; NotFound, also for another tenant's."""
+        names = self.names(tenant)
+        if name is None and len(names) != 1:
+            raise InputError(f"set `collection`: this API key has {', '.join(names) or 'none'}")
+        name = names[0] if name is None else name
+        if name not in names:
+            raise NotFound(f"there is no collection {name!r}: this API key has {', '.join(names) or 'none'}")
+        return name, self.indexes[name]
+
+    def search(
+        self, tenant: Tenant, names: tuple[str, ...] | None, question: str, top_k: int
+    ) -> list[Passage]:
+        """The nearest passages of these collections, or of all that the tenant may use. On the executor's thread."""
+        chosen = self.names(tenant) if names is None else dict.fromkeys(names)
+        return self._library.search([self.find(tenant, name)[0] for name in chosen], question, top_k)
+
+    async def run(self, tenant: Tenant, call: Callable[..., T], *args: Any, background: bool = False) -> T:
+        """Run a call on the executor's thread: see `run_on`."""
+        return await run_on(self.executor, tenant, call, *args, background=background)
+
+
+class Backend(Protocol):
+    """The part of a server that its routes call: an EngineClient, or a DeliveryBackend."""
+
+    @property
+    def http(self) -> HttpConfig: ...
+
+    @property
+    def metrics(self) -> HttpMetrics: ...
+
+    @property
+    def namespace(self) -> str:
+        """The namespace of requests without a key, and of the single key."""
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the server accepts requests."""
+
+    def start(self) -> None:
+        """Begin to accept requests."""
+
+    def drain(self) -> None:
+        """Refuse new requests; accepted ones are answered."""
+
+    def close(self) -> None:
+        """End all threads. Idempotent."""
+
+
+class EngineClient(Backend, Protocol):
+    """Answers questions: what the routes need of an engine, wherever it runs."""
+
+    @property
+    def config(self) -> Config: ...
+
+    @property
+    def http(self) -> ServeConfig: ...
+
+    @property
+    def model(self) -> ServedModel: ...
+
+    @property
+    def collections(self) -> TenantCollections: ...
+
+    async def submit(self, query: QueryRequest, tenant: Tenant) -> RequestHandle:
+        """Retrieve, build the prompt and queue. Raises InputError, NotFound, Busy, Stopping, other BlendserveErrors."""
+
+
+class LocalEngineClient:
+    """An engine and collections in this process. Raises ModelUnsupported for a model that fails the gate."""
+
+    def __init__(self, engine: Engine, library: Library, http: ServeConfig) -> None:
+        """The engine is its opener's to close."""
+        self.engine, self.config, self.http = engine, engine.config, http
+        self.namespace = engine.config.store.namespace
+        self.metrics, self.jobs = Metrics(), Jobs()
+        self.batch = BatchEngine(engine, self.metrics, **http.batching)
+        self.scheduler = self.batch.scheduler
+        self.metrics.watch(lambda: self.scheduler.load, http.slots, engine.fetcher)
+        names = served_names(engine.reader.name, http.served_model_name)
+        self.model = ServedModel(names, engine.reader.tokenizer, self.batch.pool.n_tokens)
+        throttle = BackgroundThrottle(http.background_share)
+        in_flight, has_other_tenants = lambda: self.scheduler.in_flight, self.scheduler.has_other_tenants
+        retrieval = FairExecutor("retrieval", http.queue, throttle, in_flight, has_other_tenants)
+        self.collections = TenantCollections(library, retrieval)
+        self.storage = FairExecutor("storage", http.queue)  # for calls to the store alone
+        self._preparing: Counter[str] = Counter()
+        engine.prompts.between = retrieval.give_way
+        for index in library.collections.values():
+            index.embedder.set_yield_point(retrieval.give_way)
+
+    @property
+    def is_alive(self) -> bool:
+        return self.scheduler.alive
+
+    def start(self) -> None:
+        """Start the model's thread."""
+        self.scheduler.start()
+
+    def drain(self) -> None:
+        self.scheduler.drain()
+
+    def close(self) -> None:
+        """Cancel the jobs and end the threads."""
+        self.jobs.cancel()
+        self.scheduler.stop()
+        self.collections.executor.stop()
+        self.storage.stop()
+
+    async def submit(self, query: QueryRequest, tenant: Tenant) -> RequestHandle:
+        """See EngineClient."""
+        self.scheduler.refuse_if_full(tenant.name, self._preparing[tenant.name])
+        emit, events = event_queue()
+        clock = Clock()
+        with counted(self._preparing, tenant.name), self.scheduler.preparing(tenant.name):
+            sequence = await self.collections.run(tenant, self._sequence, tenant, query, emit, clock)
+            self.scheduler.submit(sequence)
+        return RequestHandle(sequence.plan, events, partial(self.scheduler.cancel, sequence))
+
+    def _sequence(
+        self, tenant: Tenant, query: QueryRequest, emit: Callable[[Event], None], clock: Clock
+    ) -> Sequence:
+        """On the retrieval thread: checks, searches and tokenises."""
+        search = partial(self.collections.search, tenant, query.collections)
+        plan = self.engine.plan(query.seeded(), search, clock, self.model.max_tokens)
+        return self.batch.sequence(plan, emit, tenant.name, tenant.namespace)
+
+
+def event_queue() -> tuple[Callable[[Event], None], AsyncIterator[Event]]:
+    """A queue from another thread to this event loop: the function that adds an event, and the events."""
+    loop, queue = asyncio.get_running_loop(), asyncio.Queue[Event]()
+
+    def emit(event: Event) -> None:
+        with contextlib.suppress(RuntimeError):  # the event loop has ended
+            loop.call_soon_threadsafe(queue.put_nowait, event)
+
+    async def events() -> AsyncIterator[Event]:
+        while True:
+            yield await queue.get()
+
+    return emit, events()

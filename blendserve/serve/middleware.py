@@ -1,0 +1,194 @@
+"""Middleware of every server: request bodies within limits, security headers, and a log line for each request.
+
+Bodies are read completely before a route runs. The API key is checked first: a request above its tenant's rate or
+concurrency is refused before its body is read. While its body arrives, a request occupies its connection and its bytes,
+nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import uuid
+from contextvars import ContextVar
+from datetime import datetime, timezone
+from typing import Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import HTTPConnection
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from blendserve.errors import BlendserveError, BodyTooLarge, BodyTooSlow, InputError
+from blendserve.serve.auth import ServerState, authenticate
+from blendserve.serve.responses import CLIENT_CLOSED_REQUEST, ClientDisconnected, error_response
+from blendserve.timing import Clock
+
+MAX_JSON_DEPTH = 32  # the API's own bodies need six levels
+MAX_JSON_TOKENS = 20_000  # brackets, commas and colons; a thousand passages with all fields have 7,000
+
+request_id: ContextVar[str] = ContextVar("request_id", default="")
+"""Id of the request that this task serves; "" outside of any."""
+
+access_log = logging.getLogger("blendserve.access")
+
+
+class RequestBodyMiddleware:
+    """Reads bodies; the inner application receives each as one message."""
+
+    def __init__(self, app: ASGIApp, state: ServerState[Any]) -> None:
+        self._app, self._limits = app, state.limits
+        self._max_bytes, self._timeout_s = state.http.max_body_kb * 1024, state.http.body_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not _has_body(scope):
+            return await self._app(scope, receive, send)
+        try:
+            body = await self._body(scope, receive)
+        except BlendserveError as error:
+            return await error_response(error)(scope, receive, send)
+        except ClientDisconnected:
+            return await Response(status_code=CLIENT_CLOSED_REQUEST)(scope, receive, send)
+        return await self._app(scope, _replay(body, receive), send)
+
+    async def _body(self, scope: Scope, receive: Receive) -> bytes:
+        """The whole body. Raises NotAuthenticated, Busy, BodyTooLarge, BodyTooSlow, InputError, ClientDisconnected."""
+        length = Headers(scope=scope).get("content-length", "0")
+        if not (length.isascii() and length.isdigit()) or len(length) > 15 or int(length) > self._max_bytes:
+            raise self._too_large()
+        tenant = await authenticate(HTTPConnection(scope))
+        body = bytearray()
+
+        async def read() -> None:
+            has_more = True
+            while has_more:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientDisconnected
+                part = message.get("body", b"")
+                if len(body) + len(part) > self._max_bytes:
+                    raise self._too_large()
+                body.extend(part)
+                if wait_s := self._limits.throttle(tenant, len(part)):
+                    await asyncio.sleep(wait_s)
+                has_more = message.get("more_body", False)
+
+        with self._limits.upload_slot(tenant):
+            try:
+                await asyncio.wait_for(read(), self._timeout_s)
+            except asyncio.TimeoutError:
+                message = f"the body did not arrive within {self._timeout_s:g} s: send it faster"
+                raise BodyTooSlow(message) from None
+        check_json_complexity(bytes(body))
+        return bytes(body)
+
+    def _too_large(self) -> BodyTooLarge:
+        return BodyTooLarge(
+            f"the body is larger than {self._max_bytes} bytes: send fewer or shorter passages"
+        )
+
+
+def check_json_complexity(body: bytes) -> None:
+    """Raises InputError for JSON that is expensive to parse for its size: nested deeply, or of very many elements.
+
+    The contents of strings do not count. Invalid JSON is left to the parser.
+    """
+    if b"\0" in body:
+        raise InputError("the body is not a JSON object in UTF-8: send one")
+    unescaped = body.replace(rb"\\", b"").replace(rb"\"", b"")
+    without_strings = b""
+    too_many = unescaped.count(b'"') > 4 * MAX_JSON_TOKENS
+    if not too_many:
+        without_strings = b"".join(unescaped.split(b'"')[::2])
+        too_many = sum(map(without_strings.count, (b"[", b"{", b",", b":"))) > MAX_JSON_TOKENS
+    if too_many:
+        message = f"the body has more than {MAX_JSON_TOKENS:,} JSON elements: send fewer passages, messages or fields"
+        raise InputError(message)
+    depth = 0
+    for token in without_strings:
+        depth += (token in b"[{") - (token in b"]}")
+        if depth > MAX_JSON_DEPTH:
+            message = f"the body is nested more than {MAX_JSON_DEPTH} levels deep: send a flatter JSON object"
+            raise InputError(message)
+
+
+def _has_body(scope: Scope) -> bool:
+    headers = Headers(scope=scope)
+    return headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """The body as one message, then the messages after it."""
+    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def replay() -> Message:
+        return messages.pop() if messages else await receive()
+
+    return replay
+
+
+class AccessLogMiddleware:
+    """One log line and one count per request, with the id that the response carries; without texts and keys."""
+
+    def __init__(self, app: ASGIApp, state: ServerState[Any]) -> None:
+        self._app, self._metrics = app, state.metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        clock, id, status = Clock(), uuid.uuid4().hex, 0
+        request_id.set(id)
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message).append("X-Request-Id", id)
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        except Exception as error:  # a bug: expected errors have handlers
+            response = error_response(error)
+            if not status:
+                await response(scope, receive, send_with_id)
+        finally:
+            self._write(scope, status, clock.elapsed())
+
+    def _write(self, scope: Scope, status: int, elapsed_s: float) -> None:
+        route = getattr(scope.get("route"), "path", "other")
+        self._metrics.answered(route, status)
+        state = scope.get("state", {})
+        line = {
+            "route": f"{scope['method']} {route}",
+            "status": status,
+            "ms": round(elapsed_s * 1e3, 1),
+            "tenant": state.get("tenant", ""),
+        }
+        access_log.info(line | ({"text": state["text"]} if "text" in state else {}))
+
+
+class JsonFormatter(logging.Formatter):
+    """A log record as one line of JSON: the fields of a dictionary, or a message; a bug has its traceback."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        created = datetime.fromtimestamp(record.created, timezone.utc)
+        line: dict[str, Any] = {
+            "time": created.isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+        }
+        if id := request_id.get():
+            line["request"] = id
+        line |= record.msg if isinstance(record.msg, dict) else {"message": record.getMessage()}
+        if record.exc_info:
+            line["trace"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False, default=str)
+
+
+def log_json_to_stderr() -> None:
+    """Write the log as JSON, one object a line, in place of the handlers that the command line installed."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonFormatter())
+    logging.getLogger().handlers = [handler]
+    access_log.setLevel(logging.INFO)

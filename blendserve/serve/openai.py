@@ -1,0 +1,166 @@
+"""POST /v1/chat/completions, POST /v1/completions, GET /v1/models: the routes of OpenAI's API."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from blendserve.core import Answer
+from blendserve.engine.prompt import Turn
+from blendserve.engine.request import Finished, TextDelta
+from blendserve.errors import InputError, NotFound
+from blendserve.serve.auth import ServerState, StateDep, TenantDep
+from blendserve.serve.engine_client import EngineClient, QueryRequest, RequestHandle
+from blendserve.serve.responses import StreamEvent, respond
+from blendserve.serve.schemas import BlendOptions, ChatRequest, CompletionRequest, OpenAIRequest
+
+router = APIRouter(prefix="/v1", tags=["OpenAI"])
+
+
+@router.post("/chat/completions")
+async def chat(body: ChatRequest, request: Request, state: StateDep, tenant: TenantDep) -> Response:
+    """Answer the last user message from passages; earlier turns stay in the prompt.
+
+    The passages are `documents`, in their order, and the parts of the message before the last `prompt.separator`.
+    Without either, the message is the query that retrieves them.
+    """
+    *earlier, last = body.messages
+    if last.role != "user":
+        raise InputError(f"the last message has role {last.role!r}: it must have role 'user'")
+    turns = tuple(Turn("system" if m.role == "developer" else m.role, m.content_text) for m in earlier)
+    query = _query(state, body, last.content_text, turns)
+    form = OpenAIFormat(CHAT, state, body, query)
+    return await respond(request, state, tenant, query, form, bool(body.stream))
+
+
+@router.post("/completions")
+async def complete(body: CompletionRequest, request: Request, state: StateDep, tenant: TenantDep) -> Response:
+    """Answer the prompt from passages, as the last message of a chat."""
+    query = _query(state, body, body.question)
+    form = OpenAIFormat(COMPLETION, state, body, query)
+    return await respond(request, state, tenant, query, form, bool(body.stream))
+
+
+@router.get("/models")
+async def models(state: StateDep, tenant: TenantDep) -> dict[str, Any]:
+    """The served model, and the collections that this key may use."""
+    client = state.backend
+    extras = {"collections": client.collections.names(tenant), "slot_tokens": client.model.max_tokens}
+    names = {"id": client.model.name, "object": "model", "created": 0, "owned_by": "blendserve"}
+    return {"object": "list", "data": [{**names, "x_blendserve": extras}]}
+
+
+@router.get("/models/{model:path}")
+async def model(model: str, state: StateDep, tenant: TenantDep) -> dict[str, Any]:
+    """The served model, by any of its names."""
+    _require_model(state, model)
+    (found,) = (await models(state, tenant))["data"]
+    return dict(found)
+
+
+def _require_model(state: ServerState[EngineClient], name: str) -> None:
+    model = state.backend.model
+    if name not in model.names:
+        raise NotFound(f"there is no model {name!r} here: this server runs {model.name!r}")
+
+
+def _query(
+    state: ServerState[EngineClient], body: OpenAIRequest, question: str, turns: tuple[Turn, ...] = ()
+) -> QueryRequest:
+    _require_model(state, body.model)
+    query = body.query(question, body.x_blendserve or BlendOptions(), turns)
+    return query.split(state.backend.config.prompt.separator)
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """What differs between chat and plain completions."""
+
+    kind: str
+    chunk_kind: str
+    id_prefix: str
+    full: Callable[[str], dict[str, Any]]  # fields of a choice with the whole text
+    delta: Callable[[str | None], dict[str, Any]]  # with a piece of text; None = the last chunk
+    first: dict[str, Any]  # of the first chunk
+
+
+CHAT = Endpoint(
+    *("chat.completion", "chat.completion.chunk", "chatcmpl"),
+    full=lambda text: {"message": {"role": "assistant", "content": text, "refusal": None}},
+    delta=lambda text: {"delta": {} if text is None else {"content": text}},
+    first={"delta": {"role": "assistant", "content": ""}},
+)
+COMPLETION = Endpoint(
+    *("text_completion", "text_completion", "cmpl"),
+    full=lambda text: {"text": text},
+    delta=lambda text: {"text": text or ""},
+    first={"text": ""},
+)
+
+
+class OpenAIFormat:
+    """A response in OpenAI's format, whose `x_blendserve` has the passages, report, timings and notices."""
+
+    def __init__(
+        self, endpoint: Endpoint, state: ServerState[EngineClient], body: OpenAIRequest, query: QueryRequest
+    ) -> None:
+        self._endpoint, self._state, self._retrieves = endpoint, state, query.passages is None
+        self._notices = state.notices.ignored(body)
+        self._id, self._created = f"{endpoint.id_prefix}-{uuid.uuid4().hex}", int(time.time())
+        self._include_usage = bool(body.stream_options and body.stream_options.include_usage)
+
+    def complete(self, handle: RequestHandle, answer: Answer) -> dict[str, Any]:
+        choice = self._endpoint.full(answer.text)
+        extras = {**self._context(handle), **_figures(answer)}
+        whole = self._object(self._endpoint.kind, choice, answer.finish_reason)
+        return {**whole, "usage": _usage(handle, answer), "x_blendserve": extras}
+
+    async def events(self, handle: RequestHandle) -> AsyncIterator[StreamEvent]:
+        yield {**self._chunk(self._endpoint.first), "x_blendserve": self._context(handle)}
+        async for event in handle.events():
+            if isinstance(event, TextDelta):
+                yield self._chunk(self._endpoint.delta(event.text))
+            elif isinstance(event, Finished):
+                answer = event.answer
+                last = self._chunk(self._endpoint.delta(None), answer.finish_reason)
+                yield {**last, "x_blendserve": _figures(answer)}
+                if self._include_usage:
+                    yield {**last, "choices": [], "usage": _usage(handle, answer)}
+        yield "[DONE]"
+
+    def _context(self, handle: RequestHandle) -> dict[str, Any]:
+        """The passages of the prompt, and notices about the request."""
+        context = {"passages": [asdict(p) for p in handle.passages], **self._notices}
+        if self._retrieves:
+            chunk_tokens = self._state.backend.config.retrieve.chunk_tokens
+            context |= self._state.notices.long_question(handle.question_tokens, chunk_tokens)
+        return context
+
+    def _chunk(self, choice: dict[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
+        return self._object(self._endpoint.chunk_kind, choice, finish_reason)
+
+    def _object(self, kind: str, choice: dict[str, Any], finish_reason: str | None) -> dict[str, Any]:
+        names = {"id": self._id, "object": kind, "created": self._created}
+        choices = [{"index": 0, **choice, "finish_reason": finish_reason, "logprobs": None}]
+        return {**names, "model": self._state.backend.model.name, "choices": choices}
+
+
+def _figures(answer: Answer) -> dict[str, Any]:
+    return {"report": answer.report.to_dict(), "timings": answer.timings.to_dict()}
+
+
+def _usage(handle: RequestHandle, answer: Answer) -> dict[str, Any]:
+    """Cached: tokens of the prompt whose KV was not computed for this request."""
+    n_prompt, n_new = len(handle.prompt_ids), len(answer.token_ids)
+    return {
+        "prompt_tokens": n_prompt,
+        "completion_tokens": n_new,
+        "total_tokens": n_prompt + n_new,
+        "prompt_tokens_details": {"cached_tokens": handle.cached_tokens},
+    }

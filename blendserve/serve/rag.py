@@ -1,0 +1,129 @@
+"""POST /v1/rag/query: an answer with passages, report, timings and, on request, an explanation of every token."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import asdict
+from typing import Any, get_args
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+import blendserve
+from blendserve.config import Method
+from blendserve.core import Answer, Explanation
+from blendserve.engine.request import Finished, PrefillDone, TextDelta
+from blendserve.registry import CORRECTIONS, POLICIES
+from blendserve.serve.auth import StateDep, TenantDep
+from blendserve.serve.engine_client import RequestHandle
+from blendserve.serve.responses import StreamEvent, respond
+from blendserve.serve.schemas import RagRequest
+
+SCORE_DIGITS = 4  # scores are for reading and ranking
+MAX_CHARACTER_TOKENS = 8  # tokens of one character; a longer incomplete sequence is shown as it is
+
+router = APIRouter(prefix="/v1/rag", tags=["RAG"])
+
+
+@router.post("/query")
+async def query(body: RagRequest, request: Request, state: StateDep, tenant: TenantDep) -> Response:
+    """Answer a question: text, passages, report and timings. A stream sends passages, text and figures, in this order.
+
+    explain: also how the KV of each prompt token was obtained, and why; a stream sends it after the prefill.
+    """
+    asked = body.query(body.question, body).split(state.backend.config.prompt.separator)
+    form = RagFormat(state.backend.model.tokenizer, body.explain, state.notices.as_extras(body))
+    return await respond(request, state, tenant, asked, form, bool(body.stream))
+
+
+@router.get("/settings")
+async def settings(state: StateDep, tenant: TenantDep) -> dict[str, Any]:
+    """The server's defaults, the values that a request may choose, and the rights of this key."""
+    client, config = state.backend, state.backend.config
+    return {
+        "version": blendserve.__version__,
+        "model": client.model.name,
+        "defaults": {
+            **config.blend.model_dump(include={"method", "policy", "ratio", "correction"}),
+            "top_k": config.retrieve.top_k,
+            "max_tokens": config.decode.max_new_tokens,
+            "temperature": config.decode.temperature,
+        },
+        "methods": get_args(Method),
+        "policies": POLICIES.names,
+        "corrections": CORRECTIONS.names,
+        "collections": [
+            {"name": name, "passages": len(client.collections.find(tenant, name)[1])}
+            for name in client.collections.names(tenant)
+        ],
+        "slot_tokens": client.model.max_tokens,
+        "max_body_bytes": client.http.max_body_kb * 1024,
+        "key": {"needed": state.keys.are_needed, "admin": tenant.admin, "read_only": tenant.read_only},
+    }
+
+
+class RagFormat:
+    """A response of /v1/rag/query."""
+
+    def __init__(self, tokenizer: Any, explain: bool, notices: dict[str, Any]) -> None:
+        self._tokenizer, self._explain, self._notices = tokenizer, explain, notices
+
+    def complete(self, handle: RequestHandle, answer: Answer) -> dict[str, Any]:
+        body = {**answer.to_dict(), "cached_tokens": handle.cached_tokens, **self._notices}
+        if self._explain and answer.explanation:
+            body["explanation"] = explanation_json(self._tokenizer, handle.prompt_ids, answer.explanation)
+        return body
+
+    async def events(self, handle: RequestHandle) -> AsyncIterator[StreamEvent]:
+        yield {"event": "passages", "passages": [asdict(p) for p in handle.passages], **self._notices}
+        async for event in handle.events():
+            if isinstance(event, PrefillDone) and self._explain:
+                # On a thread: for a long prompt it takes long enough to delay others' tokens.
+                arguments = (self._tokenizer, handle.prompt_ids, event.explanation)
+                explanation = await asyncio.to_thread(explanation_json, *arguments)
+                yield {"event": "prefill", "report": event.report.to_dict(), "explanation": explanation}
+            elif isinstance(event, TextDelta):
+                yield {"event": "text", "text": event.text}
+            elif isinstance(event, Finished):
+                yield {"event": "done", **event.answer.to_dict(), "cached_tokens": handle.cached_tokens}
+
+
+def explanation_json(tokenizer: Any, ids: Sequence[int], explanation: Explanation) -> dict[str, Any]:
+    """An explanation as JSON: tokens as text, their states and scores, and the prompt's parts with their reasons."""
+    scores = explanation.scores
+    return {
+        "tokens": list(token_texts(tokenizer, ids)),
+        "states": explanation.runs,
+        "scores": None if scores is None else [_rounded(score) for score in scores.tolist()],
+        "parts": [
+            {
+                "kind": part.kind,
+                "passage": part.passage,
+                "start": part.span.start,
+                "stop": part.span.stop,
+                "tier": part.tier or None,
+                "reason": part.reason,
+                "donors": [{"start": span.start, "stop": span.stop, "key": key} for span, key in part.donors],
+            }
+            for part in explanation.parts
+        ],
+    }
+
+
+def token_texts(tokenizer: Any, ids: Sequence[int]) -> Iterator[str]:
+    """The text of each token; of a character that several tokens make, the last one has it, and the others none."""
+    pending: list[int] = []
+    for token in ids:
+        pending.append(token)
+        text: str = tokenizer.decode(pending, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        if text.endswith("\N{REPLACEMENT CHARACTER}") and len(pending) < MAX_CHARACTER_TOKENS:
+            yield ""
+        else:
+            yield text
+            pending.clear()
+
+
+def _rounded(score: float) -> float | None:
+    """JSON has no NaN."""
+    return None if score != score else float(f"{score:.{SCORE_DIGITS}g}")

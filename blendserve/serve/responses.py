@@ -1,0 +1,176 @@
+"""Responses: complete or streamed, errors in OpenAI's format, and requests whose client disconnected."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import ExitStack
+from typing import Any, Protocol, TypeVar
+
+from fastapi import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from blendserve.core import Answer
+from blendserve.errors import (
+    BlendserveError,
+    BodyTooLarge,
+    BodyTooSlow,
+    Busy,
+    ClusterUnavailable,
+    NotAllowed,
+    NotAuthenticated,
+    NotFound,
+    Stopping,
+    StoreError,
+    VectorIndexError,
+)
+from blendserve.serve.auth import ServerState
+from blendserve.serve.engine_client import EngineClient, QueryRequest, RequestHandle
+from blendserve.serve.keys import Tenant
+
+T = TypeVar("T")
+StreamEvent = dict[str, Any] | str
+"""The data of a server-sent event: JSON, or text such as [DONE]."""
+
+# error -> status, OpenAI's type and code; the first match counts
+ERRORS: tuple[tuple[type[Exception], int, str, str | None], ...] = (
+    (NotAuthenticated, 401, "authentication_error", "invalid_api_key"),
+    (NotAllowed, 403, "permission_error", None),
+    (NotFound, 404, "not_found_error", "not_found"),
+    (BodyTooSlow, 408, "invalid_request_error", "body_too_slow"),
+    (BodyTooLarge, 413, "invalid_request_error", "body_too_large"),
+    (Busy, 429, "rate_limit_error", "rate_limit_exceeded"),
+    (Stopping, 503, "server_error", "shutting_down"),
+    (StoreError, 503, "server_error", "store_unavailable"),
+    (ClusterUnavailable, 503, "server_error", "replicas_unavailable"),
+    (VectorIndexError, 503, "server_error", "index_unavailable"),
+    (BlendserveError, 400, "invalid_request_error", None),
+)
+CLIENT_CLOSED_REQUEST = 499  # nginx's status for a closed connection; only the log and the metrics show it
+PING = ": ping\n\n"  # a comment: clients of server-sent events skip it
+
+log = logging.getLogger(__name__)
+
+
+class ClientDisconnected(Exception):
+    """The client closed the connection."""
+
+
+class ResponseFormat(Protocol):
+    """How a route presents an answer."""
+
+    def complete(self, handle: RequestHandle, answer: Answer) -> dict[str, Any]:
+        """The body of a complete response."""
+
+    def events(self, handle: RequestHandle) -> AsyncIterator[StreamEvent]:
+        """The events of a streamed response."""
+
+
+async def respond(
+    request: Request,
+    state: ServerState[EngineClient],
+    tenant: Tenant,
+    query: QueryRequest,
+    form: ResponseFormat,
+    stream: bool,
+) -> Response:
+    """Run a request and respond, completely or in events. Raises BlendserveErrors and ClientDisconnected.
+
+    Events begin as soon as the request is queued: its passages are sent before its prefill ends.
+    """
+    client = state.backend
+    with ExitStack() as stack:
+        stack.enter_context(state.limits.concurrency_slot(tenant))
+        if client.http.log_text:
+            request.state.text = query.question
+        handle = await until_disconnect(request, client.submit(query, tenant))
+        stack.callback(handle.cancel)
+        if stream:
+            return EventStream(form.events(handle), stack.pop_all().close, client.http.ping_s)
+        return JSONResponse(form.complete(handle, await until_disconnect(request, handle.answer())))
+
+
+def error_body(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """An error in OpenAI's format."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def error_details(error: Exception) -> tuple[int, dict[str, Any]]:
+    """Status and body of an error. An unexpected error is a bug: the log has its traceback, the client does not."""
+    for error_class, status, kind, code in ERRORS:
+        if isinstance(error, error_class):
+            return status, error_body(str(error), kind, code=code)
+    log.error("a request failed", exc_info=error)
+    return 500, error_body("internal server error: see the server's log", "server_error")
+
+
+def error_response(error: Exception) -> JSONResponse:
+    """The response to a request that failed before its first token."""
+    status, body = error_details(error)
+    headers = {"Retry-After": str(error.retry_after)} if isinstance(error, Busy) else {}
+    if status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    if status == 408:
+        headers["Connection"] = "close"  # else the server would wait for the rest of the body
+    return JSONResponse(body, status, headers)
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events, and a comment every `ping_s` seconds without one, so that no proxy ends a silent stream.
+
+    `on_close` is called in any case, even if the client disconnects before the first event.
+    """
+
+    def __init__(
+        self, events: AsyncIterator[StreamEvent], on_close: Callable[[], None], ping_s: float
+    ) -> None:
+        headers = {"Cache-Control": "no-cache"}
+        super().__init__(_sse_lines(events, ping_s), media_type="text/event-stream", headers=headers)
+        self._on_close = on_close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._on_close()
+
+
+async def _sse_lines(events: AsyncIterator[StreamEvent], ping_s: float) -> AsyncIterator[str]:
+    """Events and pings as text; an error is the last event."""
+    upcoming: asyncio.Future[StreamEvent | None] | None = None
+    try:
+        while True:
+            upcoming = asyncio.ensure_future(anext(events, None))
+            while not (await asyncio.wait({upcoming}, timeout=ping_s))[0]:
+                yield PING
+            if (event := upcoming.result()) is None:
+                return
+            data = event if isinstance(event, str) else json.dumps(event, ensure_ascii=False)
+            yield f"data: {data}\n\n"
+    except Exception as error:
+        yield f"data: {json.dumps(error_details(error)[1])}\n\n"
+    finally:
+        if upcoming:  # its error, if it has one, counts as handled
+            upcoming.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+            upcoming.cancel()
+
+
+async def until_disconnect(request: Request, job: Coroutine[Any, Any, T]) -> T:
+    """Await `job`. Raises ClientDisconnected if the client disconnects first."""
+    task, watch = asyncio.ensure_future(job), asyncio.ensure_future(_disconnect(request))
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnected
+        return task.result()
+    finally:
+        for unfinished in (task, watch):
+            unfinished.cancel()
+
+
+async def _disconnect(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
