@@ -1,1 +1,1 @@
-"""How a chunk's KV becomes bytes: one contract (base.py), one file a codec, found by the name that a record carries."""
+"""Codecs of chunk KV: one contract (base.py), one file or package for each codec."""

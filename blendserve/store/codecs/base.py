@@ -3,12 +3,12 @@
     encode   keys and values [L, K, C, D]  -> segment 0, segment 1, ..., segment L-1
     decode   segment 0 -> layer 0,  segment 1 (and layer 0) -> layer 1,  ...
 
-A record says which codec wrote it, at which level, and the hash of the tables that it needs (record.py), so one store
-may hold chunks of several codecs. A chunk whose codec or tables are not here is a miss with a reason: `Undecodable`.
-A segment reaches a decoder only after its length and its checksum were found right.
+A record names its codec, level and the hash of its tables (record.py), so a store may hold chunks of several codecs. A
+chunk without its codec or tables is a miss with a reason: `Undecodable`. A decoder gets a segment only after its length
+and checksum were checked.
 
-Tables are what a codec has learnt of one reader, by `fit`: bytes without any Python object in them, kept by the store
-under their hash (tables.py), and parsed once a process.
+`fit` learns the tables of a codec for one model: bytes without any Python object in them. The store keeps them under
+their hash (blobs.py); a process parses them once.
 """
 
 from __future__ import annotations
@@ -30,30 +30,28 @@ from blendserve.registry import CODECS
 
 Buffer: TypeAlias = "bytes | bytearray | memoryview"
 Pair: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"  # keys before RoPE and values [K, C, D] of one layer
-Tables: TypeAlias = (
-    "Callable[[bytes], bytes | None]"  # a source of tables by hash; None where it has none such
-)
-Sample: TypeAlias = "tuple[TokenIds, ChunkKV]"  # what a codec is fitted on: a chunk's tokens [C] and its KV
-Progress: TypeAlias = "Callable[[int, int], None]"  # (steps done, in all)
+Tables: TypeAlias = "Callable[[bytes], bytes | None]"  # tables by hash; None for absent ones
+Sample: TypeAlias = "tuple[TokenIds, ChunkKV]"  # for `fit`: a chunk's tokens [C] and its KV
+Progress: TypeAlias = "Callable[[int, int], None]"  # (steps done, total)
 MissKind = Literal["absent", "corrupt", "codec", "level", "tables", "unreachable", "slow link"]
 UNREACHABLE: Final = "unreachable"
-SLOW: Final = "slow link"  # it lies on another machine, and computing it is quicker
+SLOW: Final = "slow link"  # computing the chunk is faster than transferring it
 
 NAME_BYTES, TABLES_BYTES = 8, 16
 NO_TABLES = bytes(TABLES_BYTES)
-READY = 8  # codecs kept ready for reading: several levels and readers
+READY = 8  # codecs with parsed tables in memory: several levels and models
 
 
 @dataclass(frozen=True, slots=True)
 class Miss:
-    """Why a chunk is not used."""
+    """The reason why a chunk is not used."""
 
     kind: MissKind
     detail: str = ""
 
 
 class Undecodable(Exception):
-    """A record, or what decodes it, cannot be had here. The message says what is missing, `kind` in one word."""
+    """A record, its codec or its tables are missing. The message says which; `kind` says it in one word."""
 
     def __init__(self, why: str, kind: MissKind = "tables") -> None:
         super().__init__(why)
@@ -88,11 +86,11 @@ class ChunkShape:
 
 @dataclass(frozen=True, slots=True)
 class Coding:
-    """How a record was coded: what has to be known before any of it can be decoded."""
+    """A record's codec, level and tables: a reader needs all three to decode it."""
 
     codec: str  # its name in registry.CODECS
-    level: int = 0  # on the codec's own scale; 0 where it has none
-    tables: bytes = NO_TABLES  # hash of the codec's tables for the model; zeros where it has none
+    level: int = 0  # on the codec's own scale; 0 if it has none
+    tables: bytes = NO_TABLES  # hash of the codec's tables for the model; zeros if it has none
 
     def __post_init__(self) -> None:
         if not 0 < len(self.codec.encode()) <= NAME_BYTES or len(self.tables) != TABLES_BYTES:
@@ -116,25 +114,25 @@ class Decoder(Protocol):
 class Codec(ABC):
     """One codec at one level, with its tables."""
 
-    random_access: ClassVar[bool] = False  # whether a layer can be decoded without the layers below it
+    random_access: ClassVar[bool] = False  # a layer can be decoded without the layers below it
     levels: ClassVar[tuple[int, ...]] = (0,)  # from the finest to the coarsest
     default_level: ClassVar[int] = 0
     needs_tables: ClassVar[bool] = False
-    coding: Coding  # what is said by the records that it writes
+    coding: Coding  # of the records that it writes
 
     @classmethod
     @abstractmethod
     def with_tables(cls, level: int, tables: bytes = b"") -> Codec:
-        """The codec at one of its levels. tables: what `fit` gave; b"" where it needs none.
+        """The codec at one of its levels. tables: the result of `fit`; b"" if it needs none.
 
         Raises ValueError for bytes that are no tables of this codec.
         """
 
     @classmethod
     def for_reading(cls, coding: Coding, tables: Tables) -> Codec:
-        """The codec that decodes such records. Raises Undecodable when the level or the tables are not here.
+        """The codec that decodes such records.
 
-        ValueError when the tables are none of this codec.
+        Raises Undecodable for a missing level or tables, ValueError for tables of another codec.
         """
         if coding.level not in cls.levels:
             raise Undecodable(
@@ -157,11 +155,11 @@ class Codec(ABC):
         adapter: DecoderModel | None = None,
         progress: Progress = lambda done, total: None,
     ) -> bytes:
-        """Tables for the reader that computed the samples, which are read once and in order.
+        """Tables for the model that computed the samples, which are read once and in order.
 
-        samples: computed while they are read, so what is to be kept of them is the codec's to keep; a sample's KV is
-        not changed afterwards. adapter: of that reader, for codecs that ask it more; without one they do
-        worse. progress: of what is done once they are read. Raises InputError for too few of them.
+        samples: computed while they are read, so the codec stores what it needs of them; a sample's KV does not change
+        afterwards. adapter: that model, for codecs that learn more from it; their tables are worse without it. progress:
+        of the work after reading. Raises InputError for too few samples.
         """
         raise NotImplementedError(f"{cls.__name__} needs no tables")
 
@@ -172,7 +170,7 @@ class Codec(ABC):
 
     @abstractmethod
     def expected_bytes(self, raw_bytes: int) -> int:
-        """About how many bytes it writes for KV that takes so many uncoded."""
+        """An estimate of the bytes that it writes for KV of `raw_bytes` uncoded bytes."""
 
     @abstractmethod
     def encode(self, kv: ChunkKV) -> list[Buffer]:
@@ -180,14 +178,14 @@ class Codec(ABC):
 
     @abstractmethod
     def decoder(self, shape: ChunkShape) -> Decoder:
-        """For one chunk of this shape; nothing of that size is allocated yet.
+        """A decoder of one chunk of this shape. Allocates nothing of that size.
 
         Raises Undecodable when the tables are for KV of another shape.
         """
 
 
 def known_codec(name: str) -> type[Codec] | None:
-    """The codec of that name, None when this installation has none."""
+    """The codec of that name; None if it is not installed."""
     try:
         codec: type[Codec] = CODECS.load(name)
     except (ValueError, ImportError):
@@ -196,7 +194,7 @@ def known_codec(name: str) -> type[Codec] | None:
 
 
 def tables_hash(raw: Buffer) -> bytes:
-    """The name of tables: their content's hash, which is their checksum as well."""
+    """The hash that names tables, and is their checksum."""
     return blake2b(raw, digest_size=TABLES_BYTES, person=b"blendserve.tb.1").digest()
 
 
@@ -207,12 +205,12 @@ _readying = Lock()
 def codec_for(coding: Coding, tables: Tables = lambda hash: None) -> Codec:
     """The codec that decodes such records; its tables are parsed once and shared by all chunks. Raises Undecodable.
 
-    Tables are the same whichever store they come from, as they go by their hash. So what is ready is not asked for again.
+    Tables of one hash are the same in every store, so ready ones are not read again.
     """
     made = known_codec(coding.codec)
     if made is None:
         raise Undecodable(
-            f"this blendserve has no codec {coding.codec!r}: upgrade it, or install what brings the codec",
+            f"this blendserve has no codec {coding.codec!r}: upgrade it, or install the codec's package",
             "codec",
         )
     with _readying:
@@ -228,7 +226,7 @@ def codec_for(coding: Coding, tables: Tables = lambda hash: None) -> Codec:
             raise Undecodable(why, UNREACHABLE) from error
         except ValueError as error:
             raise Undecodable(
-                f"the tables {coding.tables.hex()} are none of codec {coding.codec!r}: {error}"
+                f"the tables {coding.tables.hex()} are not of codec {coding.codec!r}: {error}"
             ) from error
         if len(_ready) > READY:
             _ready.popitem(last=False)
@@ -236,6 +234,6 @@ def codec_for(coding: Coding, tables: Tables = lambda hash: None) -> Codec:
 
 
 def forget_ready() -> None:
-    """Drop the codecs that are ready for reading, as a new process would start."""
+    """Drop the ready codecs, as in a new process."""
     with _readying:
         _ready.clear()

@@ -1,20 +1,20 @@
-"""CacheGen's codec (SIGCOMM'24, arXiv 2310.07240) as its authors released it: the baseline for codecs of our own.
+"""CacheGen's codec (SIGCOMM'24, arXiv 2310.07240) as its authors released it: the baseline for our own codecs.
 
 A token's keys, over all heads, share one scale, and so do its values. They are rounded to 2m+1 integers, where the
-layer's number of bins is 2m+2: 32 in the first layers, 16 behind them. The integers of a channel are coded with one
-static distribution for each layer and channel, taken from text that was seen before (`fit`).
+layer's number of bins is 2m+2: 32 in the first layers, 16 in the others. The integers of a channel are coded with one
+static distribution for each layer and channel, learnt from other text (`fit`).
 
     segment   scales of keys [C], of values [C], in bf16 | words of 4 of an ANS coder: keys' channels [K * D], values'
     tables    "CGT1" | L 4 | K 4 | D 4 | weights of 2 bytes [L, 2, K * D, 53]: 31, 15 and 7 integers       little-endian
 
-Level 1 is what was released for models of 7B, level 0 for those of 70B, both scaled to the reader's layers; level 2, with
-half as many bins as level 1, was not released: it is there so that there is a line to draw.
+Level 1 was released for models of 7B, level 0 for those of 70B, both scaled to the model's layers. Level 2, with half as
+many bins as level 1, was not released: it adds a point to the curve of size against error.
 
-Where this differs: keys are those before RoPE, as everything here; the distributions are shared by all chunks, as in
-the paper, while the released code sends some with every chunk, which costs more; ANS of the library `constriction` takes
-the place of arithmetic coding, at the same length to a word a layer; nothing is pickled. The paper codes tokens as
-differences from the first of their ten; the released code does not, and neither does this: of keys before RoPE and of
-values, differences at the same step take more bits (docs/research/decisions.md).
+Differences: keys are those before RoPE. All chunks share the distributions, as in the paper; the released code sends some
+with every chunk, which costs more. ANS of the library `constriction` replaces arithmetic coding, at the same length to
+one word a layer. Nothing is pickled. The paper codes tokens as differences from the first of their ten; the released code
+and this one do not: for keys before RoPE and values, differences at the same step take more bits
+(docs/research/decisions.md).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ try:
 except ImportError as error:
     raise ImportError(f"codec 'cachegen' needs the package constriction: {install_hint('codecs')}") from error
 
-BINS = (32, 16, 8)  # that any level may use, in the order of the tables
+BINS = (32, 16, 8)  # of all levels, in the order of the tables
 FEWEST = 64  # tokens to learn distributions from
 _TABLES = struct.Struct("<4sIII")
 _MAGIC = b"CGT1"
@@ -58,7 +58,7 @@ _MAGIC = b"CGT1"
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """Bins of the first layers, and of the others."""
+    """The numbers of bins of the first layers and of the others."""
 
     first: int
     others: int
@@ -79,7 +79,7 @@ LEVELS = {
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Parsed tables: how often each integer was seen, for each layer, part and channel."""
+    """Parsed tables: the frequency of each integer, for each layer, part and channel."""
 
     n_kv_heads: int
     head_dim: int
@@ -118,7 +118,7 @@ class Weights:
 
 
 class CacheGen(Codec):
-    """At one level, with the distributions of one reader."""
+    """The codec at one level, with the distributions of one model."""
 
     random_access = True
     levels = tuple(LEVELS)
@@ -139,7 +139,7 @@ class CacheGen(Codec):
         scales, n = 4 * shape.n_tokens, 2 * shape.n_tokens * shape.n_kv_heads * shape.head_dim
         for length in lengths:
             if length < scales or length % 4 or length > scales + 3 * n + 16:  # 24 bits an integer at most
-                raise ValueError(f"it says {length} bytes a layer, and {n} integers cannot take so many")
+                raise ValueError(f"it says {length} bytes a layer, which is no length of {n} integers")
 
     def expected_bytes(self, raw_bytes: int) -> int:
         return raw_bytes // 5
@@ -164,7 +164,7 @@ class CacheGen(Codec):
         adapter: DecoderModel | None = None,
         progress: Progress = lambda done, total: None,
     ) -> bytes:
-        """How often each integer was seen in each channel, at every number of bins."""
+        """The frequency of each integer in each channel, at every number of bins."""
         seen, tokens, shape = None, 0, None
         for _, kv in samples:
             shape, tokens = ChunkShape.of(kv), tokens + kv.n_tokens
@@ -180,7 +180,7 @@ class CacheGen(Codec):
         return self._level.bins(part, l, self._weights.n_layers)
 
     def models(self, l: int) -> list[list[Any]]:
-        """Of layer l's keys' channels, and of its values'."""
+        """The distributions of the channels of layer l's keys, and of its values."""
         if l not in self._models:
             self._models[l] = [
                 [
@@ -206,7 +206,7 @@ class CacheGen(Codec):
 
 @dataclass(frozen=True, slots=True)
 class CacheGenDecoder:
-    """Knows the shape, and nothing else."""
+    """Decodes the layers of one shape."""
 
     codec: CacheGen
     shape: ChunkShape
@@ -225,17 +225,17 @@ class CacheGenDecoder:
             rows = np.stack([coder.decode(model, n_tokens) for model in models])  # [K * D, C]
             found.append(_values(rows, scales[part], self.codec.bins(l, part), shape))
         if not coder.is_empty():
-            raise ValueError("there is more behind its last integer")
+            raise ValueError("it goes on after its last integer")
         return found[0], found[1]
 
 
 def symbols_of(bins: int) -> int:
-    """Integers that a number of bins stands for, 0 included."""
+    """The number of integers at a number of bins, 0 included."""
     return 2 * (bins // 2 - 1) + 1
 
 
 def quantised(x: Tensor, bins: int) -> tuple[Tensor, Tensor]:
-    """[..., K, C, D] -> scales [..., C] in bf16, and integers from 0 on [..., C, K * D]. No number counts as 0."""
+    """[..., K, C, D] -> scales [..., C] in bf16, and integers from 0 on [..., C, K * D]. NaN counts as 0."""
     most = bins // 2 - 1
     flat = x.detach().cpu().float().transpose(-3, -2).flatten(-2)  # [..., C, K * D]
     scales = flat.abs().amax(dim=-1).to(torch.bfloat16)
@@ -266,7 +266,7 @@ def _counts(kv: ChunkKV) -> np.ndarray:
 
 
 def _weights(seen: np.ndarray, tokens: int) -> np.ndarray:
-    """In 16 bits, none of them 0: what was not seen is half as likely as what was seen once."""
+    """In 16 bits, none of them 0: an unseen integer gets half the weight of one that was seen once."""
     parts, at = [], 0
     for bins in BINS:
         n = symbols_of(bins)

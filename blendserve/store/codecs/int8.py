@@ -39,7 +39,7 @@ class Int8(Codec):
     @classmethod
     def check(cls, coding: Coding, shape: ChunkShape, lengths: Sequence[int]) -> None:
         if coding != cls.coding:
-            raise ValueError("it names a level or tables, and this codec has none")
+            raise ValueError("it names a level or tables, which this codec does not have")
         if any(length != segment_bytes(shape) for length in lengths):
             raise ValueError(f"it says {max(lengths)} bytes a layer, its shape {segment_bytes(shape)}")
 
@@ -55,7 +55,7 @@ class Int8(Codec):
 
 @dataclass(frozen=True, slots=True)
 class Int8Decoder:
-    """Knows the shape, and nothing else."""
+    """Decodes the layers of one shape."""
 
     shape: ChunkShape
 
@@ -76,13 +76,13 @@ class Int8Decoder:
 
 
 def segment_bytes(shape: ChunkShape) -> int:
-    """Of one layer; nothing of a chunk without tokens."""
+    """Of one layer; 0 for a chunk without tokens."""
     n_tokens, head_dim = shape.n_tokens, shape.head_dim
     return 2 * shape.n_kv_heads * (n_tokens * (head_dim + 2) + 2 * head_dim) if n_tokens else 0
 
 
 def _working(dtype: torch.dtype) -> torch.dtype:
-    """In which a value is made: all parts of it are exact in bf16, in fp16 they need not be."""
+    """The dtype of the arithmetic: scales and centres are exact in bf16, but need not be in fp16."""
     return dtype if dtype == torch.bfloat16 else torch.float32
 
 

@@ -1,4 +1,4 @@
-"""The tensors as they are: keys [K, C, D], then values, contiguous. Bit-exact, and read where they lie."""
+"""Uncoded tensors: keys [K, C, D], then values, contiguous. Bit-exact, and read without a copy."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 from blendserve.core import ChunkKV
 from blendserve.store.codecs.base import Buffer, ChunkShape, Codec, Coding, Pair
 
-# torch says once per process that a read-only buffer could be written to: here, unheard
+# torch warns once per process that a read-only buffer could be written to: suppress it here
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     torch.frombuffer(b"\0", dtype=torch.uint8)
 
 
 class Raw(Codec):
-    """No coding at all."""
+    """No coding."""
 
     random_access = True
     coding = Coding("raw")
@@ -30,7 +30,7 @@ class Raw(Codec):
     @classmethod
     def check(cls, coding: Coding, shape: ChunkShape, lengths: Sequence[int]) -> None:
         if coding != cls.coding:
-            raise ValueError("it names a level or tables, and uncoded KV has none")
+            raise ValueError("it names a level or tables, which uncoded KV does not have")
         if any(length != shape.layer_bytes for length in lengths):
             raise ValueError(f"it says {max(lengths)} bytes a layer, its shape {shape.layer_bytes}")
 
@@ -60,7 +60,7 @@ class RawDecoder:
 
 
 def aligned(segment: Buffer, dtype: torch.dtype, offset: int = 0) -> torch.Tensor:
-    """The values [n] from `offset` on, where they lie if they are aligned there, else copied."""
+    """The values [n] from `offset` on; a view if they are aligned, else a copy."""
     flat = torch.frombuffer(segment, dtype=dtype, offset=offset)
     if flat.data_ptr() % dtype.itemsize:  # a small record between others: LMDB aligns those to two bytes only
         flat = torch.frombuffer(bytearray(memoryview(segment)[offset:]), dtype=dtype)

@@ -1,11 +1,11 @@
-"""Chunks to segments and back, at one level, with one reader's tables.
+"""The codec: chunks to segments and back, at one level, with one model's tables.
 
     segment 0      new rows 4 | exceptions 4 | each token's row, 2 or 4 | new rows of W | each exception's token 4
-    segment l > 0  what kernels/coding.py writes of the layer's symbols; empty for a chunk of no tokens
-    both           and behind that the exceptions' numbers as they are, [n, W] in the chunk's dtype      little-endian
+    segment l > 0  the layer's symbols, as kernels/coding.py packs them; empty for a chunk of no tokens
+    both           followed by the exceptions' numbers, uncoded, [n, W] in the chunk's dtype             little-endian
 
-A row of layer 0 is one of the tables', or new: a token that was not seen when they were fitted. Exceptions are tokens
-whose numbers lie far out of what the tables were fitted on, such as the first of a prompt, which all others look at.
+A row of layer 0 is one of the tables', or a new one, for a token that `fit` did not see. Exceptions are tokens whose
+numbers are far outside the range that the tables were fitted on, such as the first of a prompt, the attention sink.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from blendserve.store.codecs.base import (
 from blendserve.store.codecs.predict.fit import fit
 from blendserve.store.codecs.predict.tables import STEPS, Tables, flat, quantised
 
-EXPECTED = 6, 8, 9, 10, 10  # times smaller, by level; text like that of the tables does better
-CLOSE = 2  # codes that a row may be off, as another machine or dtype rounds otherwise
+EXPECTED = 6, 8, 9, 10, 10  # compression by level; it is higher for text like that of the tables
+CLOSE = 2  # tolerance of a row, in codes: another machine or dtype rounds differently
 FAR_FIRST, FAR = (
     1.1,
     3.0,
-)  # times the reach of the codes, in layer 0 and above: from there on a token is an exception
+)  # a token beyond so many times the range of the codes, in layer 0 and above, is an exception
 
 _COUNTS = struct.Struct("<II")
 
 
 class Predict(Codec):
-    """At one level, with the tables of one reader."""
+    """The codec at one level, with the tables of one model."""
 
     levels = tuple(range(1, len(STEPS) + 1))
     default_level = 2
@@ -91,14 +91,14 @@ class Predict(Codec):
         return raw_bytes // EXPECTED[self.coding.level - 1]
 
     def layer(self, l: int) -> LayerMap:
-        """Of this level; made once."""
+        """Layer l of the tables at this level; made once."""
         with self._lock:
             if l not in self._layers:
                 self._layers[l] = self.tables.layer(l, self.coding.level)
             return self._layers[l]
 
     def means(self, l: int) -> np.ndarray:
-        """[N]: how large symbols of layer l are, before any is known."""
+        """[N]: the expected size of layer l's symbols before the first one."""
         n = len(self.layer(l).residual)
         found: np.ndarray = self.tables.means[self.coding.level - 1, l - 1, :n].numpy()
         return found
@@ -121,9 +121,9 @@ class Predict(Codec):
         return segments
 
     def _exceptions(self, numbers: Tensor) -> Tensor:
-        """[L, C, W] -> tokens that are far out in any layer, ascending.
+        """[L, C, W] -> tokens that are far outside in any layer, ascending.
 
-        Layer 0 is its codes; above, codes are but what the next layer is predicted from, and may be at their end.
+        Layer 0 is stored as its codes. Above, codes only predict the next layer, so they may saturate.
         """
         scale, zero = self.tables.code_scale[:, None], self.tables.code_zero[:, None]
         reach = (numbers * scale + zero).abs().amax(dim=2) / 127  # [L, C]
@@ -140,7 +140,7 @@ class Predict(Codec):
         return PredictDecoder(self, shape)
 
     def _encode_first(self, numbers: Tensor, ids: Sequence[int], far: Tensor) -> tuple[bytes, Tensor]:
-        """[C, W] -> the segment, and the codes [C, W] that are decoded from it."""
+        """[C, W] -> the segment, and the codes [C, W] that the decoder gets from it."""
         tables = self.tables
         codes = self.codes(0, numbers)
         known = len(tables.ids)
@@ -160,7 +160,7 @@ class Predict(Codec):
         return segment, self.first_codes(segment, len(codes))[0]
 
     def first_codes(self, segment: Buffer, n_tokens: int) -> tuple[Tensor, Tensor]:
-        """Codes of layer 0 [C, W], and which tokens are exceptions. Raises ValueError."""
+        """Codes of layer 0 [C, W], and the exceptions' tokens. Raises ValueError."""
         tables, width = self.tables, self.tables.width
         if len(segment) < _COUNTS.size:
             raise ValueError(f"{len(segment)} bytes hold no layer 0")
@@ -212,7 +212,7 @@ class Predict(Codec):
 
 
 class PredictDecoder:
-    """Remembers the layer below, and which one is due."""
+    """Decodes layers in order; keeps the codes of the layer below."""
 
     def __init__(self, codec: Predict, shape: ChunkShape) -> None:
         self._codec, self._shape, self._due = codec, shape, 0
@@ -222,7 +222,7 @@ class PredictDecoder:
 
     def layer(self, l: int, segment: Buffer) -> Pair:
         if l != self._due:
-            raise ValueError(f"layer {l} is decoded where layer {self._due} is due")
+            raise ValueError(f"layer {l} is decoded before layer {self._due}")
         self._due += 1
         segment = memoryview(segment)
         if l == 0:
@@ -239,7 +239,7 @@ class PredictDecoder:
         return heads[: self._shape.n_kv_heads], heads[self._shape.n_kv_heads :]
 
     def _split(self, segment: memoryview, n_far: int) -> tuple[memoryview, Tensor]:
-        """What is coded, and the exceptions' numbers [n, W]."""
+        """The coded part, and the exceptions' numbers [n, W]."""
         shape = self._shape
         width = self._codec.tables.width
         size = n_far * width * shape.dtype.itemsize

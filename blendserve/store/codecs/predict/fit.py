@@ -1,10 +1,10 @@
-"""The tables of one reader, from some tokens of text: maps by ridge regression, axes by principal components, contexts.
+"""Fits the tables of one model on text: maps by ridge regression, axes by principal components, contexts.
 
-Layer by layer, as the decoder goes: a map is fitted on what the decoder would have of the layers below at the middle
-level, so that it knows their errors. The axes of what is left are those of a space in which errors weigh about alike:
+Fitting goes layer by layer, like the decoder: a map is fitted on the codes that the decoder would have of the layer below
+at the middle level, with their errors. The axes of the residual are those of a space in which errors weigh about equally:
 each layer's keys and values are divided by their spread, and stretched by a power of the Fisher information
-(sensitivity.py). All of it would weigh errors of single tokens right, and then errors that all tokens share too little
-(research/decisions.md); a third between directions of one layer and three quarters between layers is what measured best.
+(sensitivity.py). The full Fisher information weights errors of single tokens right, but errors that all tokens share too
+low (research/decisions.md); a third between directions of one layer and three quarters between layers measured best.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ FEWEST = 64  # tokens
 WINDOWS = 24  # of text for the sensitivity
 POWER = 0.35  # of the Fisher information, between directions of one layer
 LEVEL_POWER = 0.75  # between layers, and between keys and values
-FLOOR = 0.05  # the least share of the mean information that a direction has
+FLOOR = 0.05  # minimum information of a direction, as a share of the mean
 MIDDLE = 0.8  # step at which maps are fitted
 RIDGE = 1e-3  # of each input's energy
 FAINT = 0.2  # steps; an axis that spreads less is not coded
-KNOWN = 1 << 14  # tokens of the vocabulary's front, the frequent ones, whose layer 0 the tables hold
+KNOWN = 1 << 14  # the first tokens of the vocabulary, the frequent ones, always have a row of layer 0
 ROUNDS = 3  # of symbols from means and means from symbols
-CONTEXT_TOKENS = 3072  # that contexts are learnt on
-REACH = 1.1  # codes reach so much further than what was seen
+CONTEXT_TOKENS = 3072  # to learn contexts on
+REACH = 1.1  # range of the codes, relative to that of the samples
 
 
 @dataclass(slots=True)
-class Kept:
-    """What is kept of the samples."""
+class JoinedSamples:
+    """The samples' KV, joined."""
 
     numbers: Tensor  # [L, C, W] in bf16
     ids: list[int]
@@ -64,32 +64,35 @@ class Kept:
 
 @dataclass(slots=True)
 class FittedLayer:
-    """One layer's share of the tables, and what its axes make of the samples."""
+    """One layer's part of the tables, and the samples in its axes."""
 
     map: LayerMap
     n_axes: list[int]  # by level
-    along: Tensor  # [C, W]: what is left, along its axes
-    codes: Tensor  # [C, W]: what the layer above predicts from
+    along: Tensor  # [C, W]: the residual, along its axes
+    codes: Tensor  # [C, W]: the layer above is predicted from these
 
 
 def fit(samples: Iterable[Sample], adapter: DecoderModel | None, progress: Progress) -> Tables:
-    """Raises InputError for too few samples. adapter: None = all errors weigh alike, and only seen tokens are known."""
-    kept = _keep(samples)
-    layers, _, width = kept.numbers.shape
-    step = _counting(progress, min(WINDOWS, len(kept.ids) // WINDOW) * bool(adapter) + layers)
-    weights = _weights(kept, adapter, step)
-    ids, rows = _first_rows(kept, adapter)
-    scale, zero = _code_scale(torch.cat((rows, kept.numbers[0].float())))
-    below = to_codes(kept.numbers[0].float(), scale, zero)
+    """Fit tables. adapter: None = all errors weigh equally, and only tokens of the samples have rows.
+
+    Raises InputError for too few samples.
+    """
+    joined = _join(samples)
+    layers, _, width = joined.numbers.shape
+    step = _counting(progress, min(WINDOWS, len(joined.ids) // WINDOW) * bool(adapter) + layers)
+    weights = _weights(joined, adapter, step)
+    ids, rows = _first_rows(joined, adapter)
+    scale, zero = _code_scale(torch.cat((rows, joined.numbers[0].float())))
+    below = to_codes(joined.numbers[0].float(), scale, zero)
     scales, fitted = [(scale, zero)], list[FittedLayer]()
     for l in range(1, layers):
-        fitted.append(_fit_layer(kept.numbers[l].float(), below, weights[l]))
+        fitted.append(_fit_layer(joined.numbers[l].float(), below, weights[l]))
         below = fitted[-1].codes
         scales.append((fitted[-1].map.code_scale, fitted[-1].map.code_zero))
         step()
-    means, classes, symbols = _learn_contexts(fitted, kept.lengths, width)
+    means, classes, symbols = _learn_contexts(fitted, joined.lengths, width)
     step()
-    shape = [VERSION, layers, kept.n_kv_heads, kept.head_dim]
+    shape = [VERSION, layers, joined.n_kv_heads, joined.head_dim]
     maps = [layer.map for layer in fitted]
     n_axes = [[layer.n_axes[level] for layer in fitted] for level in range(len(STEPS))]
     return Tables(
@@ -112,7 +115,7 @@ def fit(samples: Iterable[Sample], adapter: DecoderModel | None, progress: Progr
 
 
 def _stacked(parts: list[Tensor], *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Of a reader of one layer: none."""
+    """Stacked; empty for a model of one layer."""
     return torch.stack(parts) if parts else torch.empty(0, *shape, dtype=dtype)
 
 
@@ -121,7 +124,7 @@ def _counting(progress: Progress, total: int) -> Callable[[], None]:
     return lambda: progress(next(done), total)
 
 
-def _keep(samples: Iterable[Sample]) -> Kept:
+def _join(samples: Iterable[Sample]) -> JoinedSamples:
     numbers, ids, lengths, heads, dim = list[Tensor](), list[int](), list[int](), 0, 0
     for tokens, kv in samples:
         numbers.append(flat(kv).bfloat16())
@@ -130,16 +133,16 @@ def _keep(samples: Iterable[Sample]) -> Kept:
         heads, dim = kv.keys.shape[1], kv.keys.shape[3]
     if sum(lengths) < FEWEST:
         raise InputError(f"{sum(lengths)} tokens are too few to fit tables on: give at least {FEWEST}")
-    return Kept(torch.cat(numbers, dim=1), ids, lengths, heads, dim)
+    return JoinedSamples(torch.cat(numbers, dim=1), ids, lengths, heads, dim)
 
 
 def _weights(
-    kept: Kept, adapter: DecoderModel | None, step: Callable[[], None]
+    joined: JoinedSamples, adapter: DecoderModel | None, step: Callable[[], None]
 ) -> list[tuple[Tensor, Tensor]]:
-    """By layer: numbers -> a space in which errors weigh about alike [W, W], and back."""
-    spread = [max(float(x.float().std(0).square().mean().sqrt()), 1e-6) for x in kept.numbers]
-    fisher = sensitivity(adapter, tuple(kept.ids), WINDOWS, step) if adapter else None
-    width = kept.numbers.shape[2]
+    """By layer: numbers -> a space in which errors weigh about equally [W, W], and back."""
+    spread = [max(float(x.float().std(0).square().mean().sqrt()), 1e-6) for x in joined.numbers]
+    fisher = sensitivity(adapter, tuple(joined.ids), WINDOWS, step) if adapter else None
+    width = joined.numbers.shape[2]
     if fisher is None:
         eye = torch.eye(width)
         return [(eye / s, eye * s) for s in spread]
@@ -151,7 +154,7 @@ def _weights(
 
 
 def _stretch(fisher: Tensor, spread: float, middle: float) -> tuple[Tensor, Tensor]:
-    """Of one layer. fisher: [2, W / 2, W / 2]."""
+    """`_weights` of one layer. fisher: [2, W / 2, W / 2]."""
     there, back = list[Tensor](), list[Tensor]()
     for part in fisher.double():
         energy, axes = torch.linalg.eigh(part)
@@ -165,20 +168,20 @@ def _stretch(fisher: Tensor, spread: float, middle: float) -> tuple[Tensor, Tens
     return blocks(*there).float(), blocks(*back).float()
 
 
-def _first_rows(kept: Kept, adapter: DecoderModel | None) -> tuple[list[int], Tensor]:
+def _first_rows(joined: JoinedSamples, adapter: DecoderModel | None) -> tuple[list[int], Tensor]:
     """Tokens in ascending order, and their layer 0 [R, W]."""
     if adapter is None:
-        found = {token: at for at, token in enumerate(kept.ids)}
+        found = {token: at for at, token in enumerate(joined.ids)}
         ids = sorted(found)
-        return ids, kept.numbers[0][[found[token] for token in ids]].float()
+        return ids, joined.numbers[0][[found[token] for token in ids]].float()
     vocabulary = adapter.reference.get_input_embeddings().num_embeddings  # type: ignore[operator]
-    ids = sorted({*range(min(KNOWN, vocabulary)), *kept.ids})
+    ids = sorted({*range(min(KNOWN, vocabulary)), *joined.ids})
     both = torch.cat(first_layer(adapter, ids))  # [2 K, R, D]
     return ids, both.transpose(0, 1).flatten(1).float().cpu()
 
 
 def _code_scale(numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """[C, W] -> what maps them to codes from -127 to 127, [W] each."""
+    """[C, W] -> scale and zero [W] that map them to codes from -127 to 127."""
     low, high = numbers.amin(dim=0), numbers.amax(dim=0)
     half = ((high - low) / 2).clamp(min=1e-6) * REACH
     scale = 127.0 / half
@@ -208,7 +211,7 @@ def _fit_layer(numbers: Tensor, below: Tensor, weights: tuple[Tensor, Tensor]) -
 
 
 def _regress(inputs: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """[C, W] -> [C, W]: weights of int8, their scale and the mean of what they leave."""
+    """[C, W] -> [C, W]: weights of int8, their scale and the mean of the residual."""
     centre, target = inputs.mean(dim=0), numbers.mean(dim=0)
     x, y = inputs - centre, numbers - target
     gram = (x.T @ x).double()
@@ -226,7 +229,7 @@ def _to_int8(matrix: Tensor) -> tuple[Tensor, Tensor]:
 def _learn_contexts(
     fitted: list[FittedLayer], lengths: list[int], width: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Symbols' means by level, layer and axis; which class a size and a context make; the classes' distributions."""
+    """Symbols' means by level, layer and axis; the class of a size and a context; the classes' distributions."""
     means = torch.zeros(len(STEPS), len(fitted), width, dtype=torch.int32)
     amounts, seen = np.zeros((SIZES, CONTEXTS)), np.zeros((SIZES, CONTEXTS, SYMBOLS))
     chunks = _some_chunks(lengths)
@@ -240,7 +243,7 @@ def _learn_contexts(
                 _count(values, contexts_of(below[n], len(values)), mean, amounts, seen)
                 below[n] = values
     counts = seen.sum(axis=2)
-    usual = np.exp2(-np.maximum(0, 40 - np.arange(SIZES)) / 4)  # where nothing was seen: the size itself
+    usual = np.exp2(-np.maximum(0, 40 - np.arange(SIZES)) / 4)  # of an unseen cell: the size itself
     amount = (amounts + 4 * usual[:, None]) / (counts + 4)
     classes = size_of((amount * ONE).astype(np.int64)).astype(np.uint8)
     merged = np.zeros((CLASSES, SYMBOLS))
@@ -249,7 +252,7 @@ def _learn_contexts(
 
 
 def _symbols(along: np.ndarray, step: float) -> tuple[np.ndarray, np.ndarray]:
-    """Numbers [C, N] -> symbols, and their means by axis, which rounding goes by: so it is done until both fit."""
+    """Numbers [C, N] -> symbols, and their means by axis; rounding depends on the means, so both are iterated."""
     symbols = along / np.float32(step)
     for _ in range(ROUNDS):
         mean = (np.abs(symbols.astype(np.float32)).mean(axis=0) * ONE).round().clip(4).astype(np.int32)
@@ -258,7 +261,7 @@ def _symbols(along: np.ndarray, step: float) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _some_chunks(lengths: list[int]) -> list[tuple[int, int]]:
-    """Whole chunks, spread over the samples, until there are enough tokens."""
+    """Spans of some chunks, spread over the samples, with about CONTEXT_TOKENS tokens."""
     ends = np.cumsum(lengths)
     every = max(1, int(ends[-1]) // CONTEXT_TOKENS)
     return [(int(end) - n, int(end)) for end, n in list(zip(ends, lengths, strict=True))[::every] if n]
@@ -267,7 +270,7 @@ def _some_chunks(lengths: list[int]) -> list[tuple[int, int]]:
 def _count(
     values: np.ndarray, seen_below: np.ndarray, means: np.ndarray, amounts: np.ndarray, seen: np.ndarray
 ) -> None:
-    """Add a chunk's symbols [C, N] to what was seen by size and context."""
+    """Count a chunk's symbols [C, N] by size and context."""
     symbols = np.where(values > 0, 2 * values.astype(np.int16) - 1, -2 * values.astype(np.int16)).clip(
         0, ESCAPE
     )
@@ -282,7 +285,7 @@ def _count(
 
 
 def _smooth(seen: np.ndarray) -> np.ndarray:
-    """[CLASSES, SYMBOLS] -> shares: both signs alike, and what was not seen as a geometric distribution has it."""
+    """[CLASSES, SYMBOLS] -> shares: both signs equally, with a geometric distribution as the prior."""
     both = seen.copy()
     both[:, 1:-1:2] = both[:, 2:-1:2] = (seen[:, 1:-1:2] + seen[:, 2:-1:2]) / 2
     size = (np.arange(SYMBOLS) + 1) // 2

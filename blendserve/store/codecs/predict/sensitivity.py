@@ -1,13 +1,13 @@
-"""How much an error in a chunk's KV changes what the reader says next: the Fisher information of stored keys and values.
+"""The effect of an error in a chunk's KV on the model's next tokens: the Fisher information of stored keys and values.
 
-    chunk (KV without a gradient)  ->  text behind it, which looks at that KV  ->  words drawn by the reader itself
+    chunk (KV without a gradient)  ->  text after it, which attends to that KV  ->  tokens drawn by the model
     gradient of their log probability to each token's key and value  ->  mean of g g^T over tokens, [L, 2, K D, K D]
 
 To second order, an error e costs e^T F e / 2 of Kullback-Leibler divergence (Amari, Natural gradient, 1998, section 2).
 
-A few tokens hold most of that information, and one of them most of all: the first, which everything looks at where there
-is nothing to be read. In a prompt that is the prefix's, which is stored as it is, so here it is left out; and every other
-token counts by the root of its information, or a mean would know a few dozen tokens alone (docs/research/decisions.md).
+A few tokens hold most of that information, most of all the first, the attention sink. In a prompt the sink is in the
+prefix, which is stored uncoded, so it is left out here. Every other token is weighted by the root of its information, or
+a few dozen tokens would dominate the mean (docs/research/decisions.md).
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from blendserve.kernels.types import Rope
 from blendserve.models.forward import run_layers
 from blendserve.models.model import DecoderModel, Projected
 
-CHUNK, BEHIND = 320, 96  # tokens whose KV is looked at, and of the text that looks
+CHUNK, BEHIND = 320, 96  # tokens of the chunk, and of the text that attends to it
 WINDOW = CHUNK + BEHIND
-TINY = 1e-30  # information of a token that nothing looks at
+TINY = 1e-30  # information of a token that no token attends to
 
 
 class _First:
-    """Rows on their own; their KV before RoPE is kept."""
+    """A pass over a chunk alone that keeps its KV before RoPE."""
 
     def __init__(self, adapter: DecoderModel, n: int, only_first: bool = False) -> None:
         rows = Rows.on(adapter.device, torch.arange(n))
@@ -53,7 +53,7 @@ class _First:
 
 
 class _Behind:
-    """Rows behind a chunk whose KV is what is asked about."""
+    """A pass over the text after a chunk, with gradients to the chunk's KV."""
 
     def __init__(self, adapter: DecoderModel, chunk: _First, n: int) -> None:
         self._adapter, self._ropes_before = adapter, chunk.ropes
@@ -81,7 +81,7 @@ def sensitivity(
 ) -> Tensor | None:
     """Mean outer products of gradients [L, 2, K * D, K * D] over windows of the text; None for too little text.
 
-    Those of a token are divided by the root of their trace over all layers, keys and values.
+    A token's product is divided by the root of its trace over all layers, keys and values.
     """
     starts = [n * WINDOW for n in range(min(windows, len(ids) // WINDOW))]
     if not starts:
@@ -98,13 +98,13 @@ def sensitivity(
 
 
 def _behind_the_first(gradients: Sequence[tuple[Tensor, ...]]) -> Tensor:
-    """By layer, those of keys and values [K, C, D] -> of all tokens but the first [L, 2, C - 1, K * D]."""
+    """Gradients of all tokens but the first, [L, 2, C - 1, K * D]."""
     both = torch.stack([torch.stack(pair) for pair in gradients])[..., 1:, :].float().cpu()
     return both.transpose(2, 3).flatten(3)
 
 
 def first_layer(adapter: DecoderModel, ids: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Keys before RoPE and values of layer 0 [K, n, D], which depend on the token alone."""
+    """Keys before RoPE and values of layer 0 [K, n, D]; they depend on the token alone."""
     with torch.inference_mode():
         layers = _First(adapter, len(ids), only_first=True)
         run(run_layers(adapter, adapter.embed(torch.tensor(ids, device=adapter.device)), layers))
@@ -112,7 +112,7 @@ def first_layer(adapter: DecoderModel, ids: Sequence[int]) -> tuple[Tensor, Tens
 
 
 def gradients(adapter: DecoderModel, ids: TokenIds, generator: torch.Generator) -> list[tuple[Tensor, ...]]:
-    """Of one window: by layer, those of keys and values [K, C, D]."""
+    """The gradients of one window: by layer, to keys and values [K, C, D]."""
     tokens = torch.tensor(ids, device=adapter.device)
     with torch.no_grad():
         chunk = _First(adapter, CHUNK)

@@ -1,4 +1,4 @@
-"""What the codec has learnt of one reader, and its bytes (safetensors: no code in them, every length checked)."""
+"""The codec's tables for one model, and their bytes (safetensors: no code in them, every length checked)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from blendserve.core import ChunkKV
 from blendserve.kernels.coding import CLASSES, CONTEXTS, ONE, SIZES, SYMBOLS, LayerMap, SymbolModel
 from blendserve.store.codecs.base import ChunkShape
 
-BIT = 0.11  # squared steps of error that a bit has to take away: about what a finer step would (research/decisions.md)
+BIT = 0.11  # squared steps of error that a bit must remove: about as much as a finer step (research/decisions.md)
 STEPS = 0.33, 0.43, 0.54, 0.75, 1.05  # of levels 1 to 5, in units of the axes, where tables are fitted
 VERSION = 3
 _INT8, _FP32, _INT32 = torch.int8, torch.float32, torch.int32
@@ -23,11 +23,11 @@ _INT8, _FP32, _INT32 = torch.int8, torch.float32, torch.int32
 
 @dataclass(frozen=True, eq=False)
 class Tables:
-    """W = 2 * K * D numbers of a token and layer: keys head after head, then values."""
+    """Tables of W = 2 * K * D numbers per token and layer: keys head after head, then values."""
 
     shape: Tensor  # [4] of int32: version, L, K, D
     steps: Tensor  # [levels] of fp32, ascending: each level's step
-    ids: Tensor  # [R] of int32, ascending: tokens whose layer 0 is known
+    ids: Tensor  # [R] of int32, ascending: tokens with a row of layer 0
     rows: Tensor  # [R, W] of int8: their codes
     code_scale: Tensor  # [L, W] of fp32: code = number * scale + zero
     code_zero: Tensor  # [L, W]
@@ -36,8 +36,8 @@ class Tables:
     mean: Tensor  # [L - 1, W] of fp32
     axes: Tensor  # [L - 1, W, W] of int8: axis, largest first -> numbers
     axes_scale: Tensor  # [L - 1, W] of fp32
-    n_axes: Tensor  # [levels, L - 1] of int32: so many are coded
-    means: Tensor  # [levels, L - 1, W] of int32: how large an axis' symbols are, 12 bits behind the point
+    n_axes: Tensor  # [levels, L - 1] of int32: number of coded axes
+    means: Tensor  # [levels, L - 1, W] of int32: mean size of an axis' symbols, 12 fractional bits
     classes: Tensor  # [SIZES, CONTEXTS] of uint8
     symbols: Tensor  # [CLASSES, SYMBOLS] of int32: slots
 
@@ -79,7 +79,7 @@ class Tables:
         return tables
 
     def layer(self, l: int, level: int) -> LayerMap:
-        """How layer l > 0 is put together at a level."""
+        """The maps and scales of layer l > 0 at a level."""
         at, n = l - 1, int(self.n_axes[level - 1, l - 1])
         matrices = self.maps[at], self.axes[at, :n]
         scales = self.map_scale[at], self.mean[at], self.axes_scale[at] * self.steps[level - 1]
@@ -91,7 +91,7 @@ class Tables:
         return SymbolModel(self.classes.numpy(), self.symbols.numpy().astype(np.uint16))
 
     def _check(self) -> None:
-        """Raise ValueError for what would be read beyond its end, or is no number."""
+        """Raise ValueError for wrong shapes, indices out of range, and NaN."""
         if self.shape.shape != (4,) or int(self.shape[0]) != VERSION or (self.shape < 1).any():
             raise ValueError(f"their version and shape are {self.shape.tolist()}")
         layers, width, levels, n = self.n_layers, self.width, len(STEPS), len(self.ids)
@@ -136,11 +136,11 @@ def flat(kv: ChunkKV) -> Tensor:
 
 
 def quantised(along: np.ndarray, step: float, means: np.ndarray) -> np.ndarray:
-    """Numbers [C, N] of fp32 -> symbols of int8. means: how large an axis' symbols are [N], 12 bits behind the point.
+    """Numbers [C, N] of fp32 -> symbols of int8. means: mean size of an axis' symbols [N], 12 fractional bits.
 
-    Of the two symbols around a number it gets the larger one where the error that this takes away is worth the bits that
-    it costs: those of a geometric distribution of that mean, and a sign's for a symbol of 1. By numpy: in the thread that
-    writes, torch's would wait for each other.
+    Of the two symbols around a number it gets the larger one if the error that this removes is worth the bits: those of a
+    geometric distribution of that mean, and a sign's for a symbol of 1. In numpy: torch's threads would wait for each
+    other in the writing thread.
     """
     bits = np.log2(1 + ONE / np.maximum(means, 4).astype(np.float32))
     steps = np.abs(along) / np.float32(step)
