@@ -13,7 +13,7 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -46,17 +46,11 @@ from blendserve.store.request_reads import REMOTE, Sample
 from blendserve.store.usage import Notes, UsageLog
 from blendserve.store.valkey_client import Client, ValkeyPeer
 from blendserve.store.valkey_layout import (
-    ACCOUNTS,
     HEADER,
-    NAMESPACES,
     RELEASE,
-    REMOVE,
-    RESERVE,
-    ROOM,
-    TOUCH,
+    Accounts,
     Entry,
     Reserved,
-    Room,
     ServerBlobs,
     all_chunks,
     by_namespace,
@@ -66,7 +60,6 @@ from blendserve.store.valkey_layout import (
     lease_name,
     namespace_name,
     persist,
-    pins_and_counts,
     read_fields,
     segment_name,
 )
@@ -75,7 +68,6 @@ NOTE_EVERY_S = 60.0
 TRIES = 8  # to enter a chunk while other processes fill the quota
 SCAN_S = 600.0  # deadline for the names of all chunks
 GRACE_S = 60.0  # a younger entry may be of a chunk that is still being written
-ALWAYS = 1 << 62  # microseconds since 1970, or bytes: more than any
 
 
 class ValkeyStore(KVStore):
@@ -106,6 +98,7 @@ class ValkeyStore(KVStore):
         self._owner, self._leased, self._lock = secrets.token_bytes(16), set[ChunkKey](), threading.Lock()
         self._noted, self._counted = clock.monotonic(), float("-inf")
         self._closed = False
+        self._accounts = Accounts(self._ask, self._usage, cap_bytes)
         self.blobs: ServerBlobs = ServerBlobs(self._ask, self._check, self._usage)
 
     @classmethod
@@ -191,7 +184,7 @@ class ValkeyStore(KVStore):
 
     def keys(self, namespace: str | None = None) -> Iterator[ChunkKey]:
         """In pages: the server answers others between them."""
-        tags = self._tags(namespace)
+        tags = self._accounts.tags(namespace)
 
         def job(client: Client) -> list[ChunkKey]:
             scans = (client.hscan_iter(namespace_name(tag, "entries"), count=1000) for tag in tags)
@@ -212,7 +205,7 @@ class ValkeyStore(KVStore):
         except StoreError:
             if reserved.layers_before < 0:
                 with suppress(StoreError):
-                    self._remove([key])
+                    self._accounts.remove([key])
             raise
         self._failed.forget(key)
         return True
@@ -221,18 +214,18 @@ class ValkeyStore(KVStore):
         self._check(writing=True)
         asked = list(keys)
         deleted = sum(map(int, self._each(asked, lambda pipeline, key: pipeline.unlink(chunk_name(key)))))
-        self._remove(asked)
+        self._accounts.remove(asked)
         return deleted
 
     def pin(self, keys: Iterable[ChunkKey], pinned: bool = True) -> int:
         self._check(writing=True)
         present = sorted(self.contains(keys))
-        self._touch("pin" if pinned else "unpin", dict.fromkeys(present, 0))
+        self._accounts.touch("pin" if pinned else "unpin", dict.fromkeys(present, 0))
         self._each(present, persist if pinned else expire)
         return len(present)
 
     def admits(self, key: ChunkKey, n_bytes: int) -> bool:
-        has_room = self._room(key, n_bytes).others + n_bytes <= self.cap_bytes
+        has_room = self._accounts.room(key, n_bytes).others + n_bytes <= self.cap_bytes
         try:
             return has_room or self._victims(key, n_bytes, pin=False) is not None
         except StoreFull:
@@ -266,11 +259,11 @@ class ValkeyStore(KVStore):
         if self._clock.monotonic() - self._counted >= NOTE_EVERY_S:
             self._remove_lost()
         totals, counts = Totals(), self._usage.counts(namespace_tag(namespace))
-        for tag in self._tags(namespace):
-            pins, counted = self._ask(partial(pins_and_counts, tag=tag))
+        for tag in self._accounts.tags(namespace):
+            pins, counted = self._accounts.pins_and_counts(tag)
             parts = [
                 (1, entry.n_tokens, entry.n_bytes, entry.raw_bytes, key in pins)
-                for key, entry in self._entries(tag).items()
+                for key, entry in self._accounts.entries(tag).items()
             ]
             totals = Totals(*map(sum, zip(totals, *parts, strict=True)))
             counts.update({name.decode(): int(n) for name, n in counted.items()})
@@ -282,7 +275,11 @@ class ValkeyStore(KVStore):
         Two engines that write one chunk at once, in two codings, may leave one's bytes and the other's entry.
         """
         self._remove_lost()
-        entries = {key: entry for tag in self._tags(None) for key, entry in self._entries(tag).items()}
+        entries = {
+            key: entry
+            for tag in self._accounts.tags(None)
+            for key, entry in self._accounts.entries(tag).items()
+        }
         keys, bad = sorted(entries.keys() | self._ask(all_chunks, SCAN_S)), list[tuple[str, str]]()
         for done, key in enumerate(keys, start=1):
             if problem := self._problem(key, entries.get(key)):
@@ -317,25 +314,11 @@ class ValkeyStore(KVStore):
 
         return self._ask(job) if keys else []
 
-    def _script(self, script: str, tag: bytes, *args: Any) -> list[Any]:
-        names = [namespace_name(tag, what) for what in ACCOUNTS]
-        return list(self._ask(lambda client: client.eval(script, len(names), *names, *args)))
-
-    def _tags(self, namespace: str | None) -> list[bytes]:
-        """The tag of a namespace, or of all that ever stored anything."""
-        if namespace is not None:
-            return [namespace_tag(namespace)]
-        return sorted(self._ask(lambda client: client.smembers(NAMESPACES)))
-
-    def _entries(self, tag: bytes) -> dict[ChunkKey, Entry]:
-        found = self._ask(lambda client: client.hgetall(namespace_name(tag, "entries")))
-        return {key: Entry(*map(int, raw.split())) for key, raw in found.items()}
-
     def _reserve(self, key: ChunkKey, entry: Entry, pin: bool) -> Reserved | None:
         """Make room for a chunk and enter it; None if it is not worth its victims. Raises StoreFull."""
         victims: Sequence[Candidate] = ()
         for _ in range(TRIES):
-            if reserved := self._enter(key, entry, pin, victims):
+            if reserved := self._accounts.enter(key, entry, pin, victims):
                 self._each([victim.key for victim in victims], lambda p, k: p.unlink(chunk_name(k)))
                 return reserved
             chosen = self._victims(key, entry.n_bytes, pin)
@@ -344,32 +327,10 @@ class ValkeyStore(KVStore):
             victims = chosen
         raise StoreUnavailable(f"the quota on {self.config.server} is contended: other engines fill it, too")
 
-    def _enter(
-        self,
-        key: ChunkKey,
-        entry: Entry,
-        pin: bool,
-        victims: Iterable[Candidate] = (),
-        quota: int | None = None,
-    ) -> Reserved | None:
-        """Enter a chunk in place of the victims; None if it exceeds the quota, by default the cap."""
-        tag, text = key[:TAG_BYTES], b" ".join(b"%d" % part for part in entry)
-        quota = self.cap_bytes if quota is None else quota
-        self._ask(lambda client: client.sadd(NAMESPACES, tag))
-        args = key, entry.n_bytes, quota, text, self._usage.now() // 1000, int(pin)
-        reserved = self._script(RESERVE, tag, *args, *(victim.key for victim in victims))
-        return Reserved(*map(int, reserved)) if reserved else None
-
-    def _room(self, key: ChunkKey, n_bytes: int) -> Room:
-        found = self._script(ROOM, key[:TAG_BYTES], key, n_bytes, self.cap_bytes)
-        oldest = [Candidate(k, n) for k, n in zip(found[3::2], found[4::2], strict=True)]
-        others, n_chunks, is_known = map(int, found[:3])
-        return Room(others, n_chunks, bool(is_known), oldest)
-
     def _victims(self, key: ChunkKey, n_bytes: int, pin: bool) -> Sequence[Candidate] | None:
         """The chunks to evict; None if the new one is not worth them. Raises StoreFull."""
         self._write_notes()  # uses in this process count
-        room = self._room(key, n_bytes)
+        room = self._accounts.room(key, n_bytes)
         victims = self._eviction.victims(room.oldest, room.others + n_bytes - self.cap_bytes)
         if victims is None:
             raise store_full(f"the KV store at {self.config.where}", room.others, n_bytes, self.cap_bytes)
@@ -397,27 +358,15 @@ class ValkeyStore(KVStore):
     def _end_lease(self, pipeline: Client, key: ChunkKey) -> None:
         pipeline.execute_command("EVAL", RELEASE, 1, lease_name(key), self._owner)
 
-    def _touch(self, action: str, used: Mapping[ChunkKey, int]) -> list[ChunkKey]:
-        """ "use", "pin" or "unpin" entries. used: microseconds -> the unpinned ones."""
-        free: list[ChunkKey] = []
-        for tag, some in by_namespace(used):
-            free += self._script(TOUCH, tag, action, *(part for key in some for part in (key, used[key])))
-        return free
-
-    def _remove(self, keys: Iterable[ChunkKey], used_before: int = ALWAYS) -> None:
-        """Remove entries, pinned or not. used_before: microseconds."""
-        for tag, some in by_namespace(keys):
-            self._script(REMOVE, tag, used_before, *some)
-
     def _remove_lost(self) -> None:
         """Remove the entries whose chunks the server has evicted, or that no process ever wrote."""
         self._counted = self._clock.monotonic()
         if self.read_only:
             return
         settled = self._clock.time_ns() // 1000 - round(GRACE_S * 1e6)
-        for tag in self._tags(None):
-            for _, some in by_namespace(self._entries(tag)):
-                self._remove(set(some) - self.contains(some), settled)
+        for tag in self._accounts.tags(None):
+            for _, some in by_namespace(self._accounts.entries(tag)):
+                self._accounts.remove(set(some) - self.contains(some), settled)
 
     def _write_notes(self) -> None:
         """Write what was noted of uses. If that fails, the notes are kept."""
@@ -428,17 +377,9 @@ class ValkeyStore(KVStore):
             self._usage.restore(Notes(counts=notes.counts))  # writers have uses of their own
             return
 
-        def count(client: Client) -> None:
-            pipeline = client.pipeline(transaction=False)
-            if notes.counts:  # a namespace whose look-ups all missed has stored nothing
-                pipeline.sadd(NAMESPACES, *{tag for tag, _ in notes.counts})
-            for (tag, counter), n in notes.counts.items():
-                pipeline.hincrby(namespace_name(tag, "counts"), counter, n)
-            pipeline.execute()
-
         try:
-            free = self._touch("use", {key: used // 1000 for key, used in notes.used.items()})
-            self._ask(count)
+            free = self._accounts.touch("use", {key: used // 1000 for key, used in notes.used.items()})
+            self._accounts.count(notes.counts)
             self._each(free, expire)
         except StoreError:
             self._usage.restore(notes)
@@ -454,7 +395,7 @@ class ValkeyStore(KVStore):
             return f"it has more layers than the {record.n_layers} of its header"
         is_right = entry == Entry.of(record)
         if not is_right and not self.read_only:
-            self._enter(key, Entry.of(record), pin=False, quota=ALWAYS)
+            self._accounts.enter(key, Entry.of(record), pin=False, quota=1 << 62)
         return "" if is_right or entry is None or not self.read_only else "its entry is of another size"
 
 

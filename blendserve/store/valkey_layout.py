@@ -1,4 +1,4 @@
-"""The names on a Valkey or Redis server, and the scripts that change a namespace's accounting.
+"""The names on a Valkey or Redis server, and the accounting of its namespaces by scripts.
 
     blendserve:chunk:KEY         hash     a chunk: "h" -> header, "0", "1", ... -> segment of each layer (record.py)
     blendserve:lease:{CHUNK}     string   owner of the lease on the chunk of that name, in its slot
@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, TypeAlias
 from blendserve.errors import CorruptRecord
 from blendserve.store.blobs import BlobInfo, BlobStore, check_blob, check_room
 from blendserve.store.codecs.base import tables_hash
-from blendserve.store.key import TAG_BYTES, ChunkKey
+from blendserve.store.key import TAG_BYTES, ChunkKey, namespace_tag
 from blendserve.store.policies import Candidate
 from blendserve.store.record import ChunkRecord, check_segment, decode_header
 from blendserve.store.usage import UsageLog
@@ -232,11 +232,6 @@ def all_chunks(client: Client) -> set[ChunkKey]:
     return {bytes.fromhex(name.decode()) for name in names if len(name) % 2 == 0 and name.isalnum()}
 
 
-def pins_and_counts(client: Client, tag: bytes) -> tuple[set[ChunkKey], dict[bytes, bytes]]:
-    """The pinned keys and the counters of a namespace."""
-    return set(client.smembers(namespace_name(tag, "pins"))), client.hgetall(namespace_name(tag, "counts"))
-
-
 def persist(pipeline: Client, key: ChunkKey) -> None:
     """Let a chunk never expire."""
     pipeline.persist(chunk_name(key))
@@ -245,6 +240,83 @@ def persist(pipeline: Client, key: ChunkKey) -> None:
 def expire(pipeline: Client, key: ChunkKey) -> None:
     """Let a chunk expire in time."""
     pipeline.expire(chunk_name(key), EXPIRES_S)
+
+
+class Accounts:
+    """The accounting of all namespaces. Methods raise StoreUnavailable; those that write also StoreFull."""
+
+    def __init__(self, ask: Callable[..., Any], usage: UsageLog, quota: int) -> None:
+        """ask: ValkeyStore's. quota: bytes of a namespace."""
+        self._ask, self._usage, self._quota = ask, usage, quota
+
+    def _script(self, script: str, tag: bytes, *args: Any) -> list[Any]:
+        names = [namespace_name(tag, what) for what in ACCOUNTS]
+        return list(self._ask(lambda client: client.eval(script, len(names), *names, *args)))
+
+    def tags(self, namespace: str | None) -> list[bytes]:
+        """The tag of a namespace, or of all that ever stored anything."""
+        if namespace is not None:
+            return [namespace_tag(namespace)]
+        return sorted(self._ask(lambda client: client.smembers(NAMESPACES)))
+
+    def entries(self, tag: bytes) -> dict[ChunkKey, Entry]:
+        found = self._ask(lambda client: client.hgetall(namespace_name(tag, "entries")))
+        return {key: Entry(*map(int, raw.split())) for key, raw in found.items()}
+
+    def enter(
+        self,
+        key: ChunkKey,
+        entry: Entry,
+        pin: bool,
+        victims: Iterable[Candidate] = (),
+        quota: int | None = None,
+    ) -> Reserved | None:
+        """Enter a chunk in place of the victims; None if it exceeds the quota, by default the cap."""
+        tag, text = key[:TAG_BYTES], b" ".join(b"%d" % part for part in entry)
+        quota = self._quota if quota is None else quota
+        self._ask(lambda client: client.sadd(NAMESPACES, tag))
+        args = key, entry.n_bytes, quota, text, self._usage.now() // 1000, int(pin)
+        reserved = self._script(RESERVE, tag, *args, *(victim.key for victim in victims))
+        return Reserved(*map(int, reserved)) if reserved else None
+
+    def room(self, key: ChunkKey, n_bytes: int) -> Room:
+        found = self._script(ROOM, key[:TAG_BYTES], key, n_bytes, self._quota)
+        oldest = [Candidate(k, n) for k, n in zip(found[3::2], found[4::2], strict=True)]
+        others, n_chunks, is_known = map(int, found[:3])
+        return Room(others, n_chunks, bool(is_known), oldest)
+
+    def touch(self, action: str, used: Mapping[ChunkKey, int]) -> list[ChunkKey]:
+        """ "use", "pin" or "unpin" entries. used: microseconds -> the unpinned ones."""
+        free: list[ChunkKey] = []
+        for tag, some in by_namespace(used):
+            free += self._script(TOUCH, tag, action, *(part for key in some for part in (key, used[key])))
+        return free
+
+    def remove(self, keys: Iterable[ChunkKey], used_before: int = 1 << 62) -> None:
+        """Remove entries, pinned or not. used_before: microseconds."""
+        for tag, some in by_namespace(keys):
+            self._script(REMOVE, tag, used_before, *some)
+
+    def pins_and_counts(self, tag: bytes) -> tuple[set[ChunkKey], dict[bytes, bytes]]:
+        """The pinned keys and the counters of a namespace."""
+        names = namespace_name(tag, "pins"), namespace_name(tag, "counts")
+        found: tuple[set[ChunkKey], dict[bytes, bytes]] = self._ask(
+            lambda client: (set(client.smembers(names[0])), client.hgetall(names[1]))
+        )
+        return found
+
+    def count(self, counts: Mapping[tuple[bytes, str], int]) -> None:
+        """Add to counters, by (tag, counter)."""
+
+        def job(client: Client) -> None:
+            pipeline = client.pipeline(transaction=False)
+            if counts:  # a namespace whose look-ups all missed has stored nothing
+                pipeline.sadd(NAMESPACES, *{tag for tag, _ in counts})
+            for (tag, counter), n in counts.items():
+                pipeline.hincrby(namespace_name(tag, "counts"), counter, n)
+            pipeline.execute()
+
+        self._ask(job)
 
 
 class ServerBlobs(BlobStore):
