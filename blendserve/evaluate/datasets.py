@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,14 +23,11 @@ from zipfile import ZipFile
 
 from blendserve.core import Passage
 from blendserve.errors import CorpusError
-from blendserve.evaluate.formats import Example, Record, from_corpus, parser_for
+from blendserve.evaluate.formats import Example, OfPassage, Record, from_corpus, parser_for
 from blendserve.evaluate.synthetic import continuations, line_retrieval
 from blendserve.evaluate.tasks import LONGBENCH, TASKS, Task
 
 PASSAGES = 10  # of a question's closed context, as in 2WikiMultihopQA
-
-Nearest = Callable[[str, int], Sequence[Passage]]
-"""`nearest(question, n)`: the n most similar passages, for example an index's `search`"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,22 +119,12 @@ def _synthetic(source: str | Path, seed: int) -> list[Example] | None:
 
 
 def with_distractors(
-    example: Example,
-    corpus: Sequence[Passage],
-    *,
-    total: int = PASSAGES,
-    seed: int = 0,
-    nearest: Nearest | None = None,
+    example: Example, corpus: Sequence[Passage], *, total: int = PASSAGES, seed: int = 0
 ) -> Example:
-    """The example with the passages it needs and distractors, `total` together, shuffled.
-
-    Distractors are the `nearest` passages to the question, which are hard to tell apart, or random ones. They and the
-    order depend on seed and example id alone.
-    """
+    """The example with the passages it needs and random ones, `total` together, shuffled by seed and example id."""
     rng = random.Random(f"{seed}:{example.id}")
     needed = [p for p in corpus if p.title in example.supporting]
-    found = nearest(example.question, total + len(needed)) if nearest else rng.sample(corpus, len(corpus))
-    others = [p for p in found if p.title not in example.supporting]
+    others = [p for p in rng.sample(corpus, len(corpus)) if p.title not in example.supporting]
     contexts = [*needed, *others[: max(0, total - len(needed))]]
     rng.shuffle(contexts)
     return replace(example, contexts=tuple(contexts))
@@ -158,21 +146,19 @@ def _read(source: str | Path) -> tuple[Path, str]:
 
 def _download(name: str, hosted: Hosted) -> str:
     """The file's text, from the hub's client and its cache."""
-    from huggingface_hub import HfApi, hf_hub_download
+    from huggingface_hub import hf_hub_download
 
     where: dict[str, Any] = {"repo_type": "dataset", "revision": hosted.revision}
     try:
         try:
             path = hf_hub_download(hosted.repository, hosted.file, local_files_only=True, **where)
-        except Exception:  # not in the cache; offline, this fails at once, a download only after retries
-            HfApi().dataset_info(hosted.repository, timeout=10)
+        except Exception:  # not in the cache
             path = hf_hub_download(hosted.repository, hosted.file, **where)
     except Exception as error:  # the client's own errors differ by version
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        what = f"{hosted.member} of {hosted.file}" if hosted.member else hosted.file
         raise CorpusError(
-            f"dataset {name!r} cannot be downloaded ({reason}): get {what} from the hub's dataset {hosted.repository} "
-            "elsewhere and give the file as --dataset; or use 'generated', which needs nothing",
+            f"dataset {name!r} cannot be downloaded ({reason}): get {hosted.member or hosted.file} from the hub's "
+            f"dataset {hosted.repository} elsewhere and give the file as --dataset; 'generated' needs nothing",
             setting="evaluate.dataset",
         ) from error
     if not hosted.member:
@@ -194,39 +180,32 @@ def _corpus(path: Path, given: Path | None, needed: bool) -> list[Passage]:
             path=path,
         )
     found = given or beside[0]
-    return [
-        Passage(r.text("text"), r.text("title"), id=f"{found.stem}:{n}", doc_id=f"{found.stem}:{n}")
-        for n, r in enumerate(_records(found, _text(found)))
-    ]
+    parsed = [record.parse(OfPassage) for record in _records(found, _text(found))]
+    ids = [f"{found.stem}:{n}" for n in range(len(parsed))]
+    return [Passage(p.text, p.title, id, id) for id, p in zip(ids, parsed, strict=True)]
 
 
 def _check_ids(examples: Sequence[Example], path: Path) -> None:
-    seen: set[str] = set()
-    for example in examples:
-        if example.id in seen:
-            raise CorpusError(
-                f"dataset {path}: two questions have the id {example.id!r}: give each its own",
-                setting="id",
-                path=path,
-            )
-        seen.add(example.id)
+    repeated = [id for id, n in Counter(e.id for e in examples).items() if n > 1]
+    if repeated:
+        problem = f"dataset {path}: two questions have the id {repeated[0]!r}: give each its own"
+        raise CorpusError(problem, setting="id", path=path)
 
 
 def _records(path: Path, text: str) -> list[Record]:
     """The objects of a JSON array or of JSON lines."""
     if text.lstrip().startswith("["):
-        unit, values = "record", list(enumerate(_parsed(text, path), 1))
+        values = list(enumerate(_parsed(text, path), 1))
     else:
         lines = [(n, line) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
-        unit, values = "line", [(n, _parsed(line, path, n)) for n, line in lines]
+        values = [(n, _parsed(line, path, n)) for n, line in lines]
     for n, value in values:
         if not isinstance(value, dict):
-            raise CorpusError(
-                f"{path}, {unit} {n}: {value!r:.40} is no object: bring an array of objects, or one a line",
-                path=path,
-                line=n,
+            problem = (
+                f"{path}, record {n}: {value!r:.40} is no object: bring an array of objects, or one per line"
             )
-    return [Record(value, path, n, f"{path}, {unit} {n}") for n, value in values]
+            raise CorpusError(problem, path=path, line=n)
+    return [Record(value, path, n) for n, value in values]
 
 
 def _text(path: Path) -> str:

@@ -2,7 +2,7 @@
 
 numbers names negations    one of them was another one in each passage
 moved added removed        a sentence stood elsewhere, was not there yet, was still there
-revised@0.05               stretches of 3 to 10 words that are together so many of the passage's were others
+revised@0.05               this share of the passage's words, in stretches of 3 to 10, was other words
 window                     the same text was cut into other chunks
 answer                     what the question asks for was something else (data set facts): the rest is as it is
 

@@ -24,7 +24,7 @@ from blendserve.models.model import DecoderModel
 def forced(adapter: DecoderModel, cache: KVCache, at: int, first: Tensor, answer: Sequence[int]) -> Tensor:
     """Logits [n, V] at each of the n decisions that led to `answer`, an end token included if it has one.
 
-    `first` [V]: the prompt's own logits; `at`: tokens of the prompt. What the cache holds behind them is overwritten.
+    `first` [V]: the prompt's own logits; `at`: tokens of the prompt. What the cache holds after them is overwritten.
     """
     if len(answer) < 2:
         return first[None]

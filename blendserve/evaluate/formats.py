@@ -10,10 +10,12 @@ corpus      question, answers, and the titles it needs of a corpus file; with `c
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, Field, StringConstraints, ValidationError
 
 from blendserve.core import Passage
 from blendserve.errors import CorpusError
@@ -24,6 +26,10 @@ STORY_WORDS = 350  # of a piece of a story: about 500 tokens
 _PASSAGE = re.compile(r"^Passage \d+:[^\S\n]*\n?", re.MULTILINE)
 _EXAMPLE = re.compile(r"^(?=(?:Passage|Dialogue):)", re.MULTILINE)
 _DEFAULT_INPUT = {"multi_news": "What do these news say?"}
+
+Text = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
+Maybe = Annotated[str, BeforeValidator(lambda value: value or ""), StringConstraints(strip_whitespace=True)]
+Answers = Annotated[list[Text | list[Text]], Field(min_length=1)]  # CacheBlend's are nested
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +42,8 @@ class Example:
     contexts: tuple[Passage, ...]  # in the order of the data
     type: str = ""  # of question, where the data has types
     task: str = QUESTIONS.name  # tasks.py
-    supporting: tuple[
-        str, ...
-    ] = ()  # titles of the passages that the answer needs, where the data names them
-    permutation: int = (
-        0  # which permutation of its passages this is; 0: the question itself (permutations.py)
-    )
+    supporting: tuple[str, ...] = ()  # titles of the passages that the answer needs, if known
+    permutation: int = 0  # which permutation of its passages; 0: the question itself (permutations.py)
     permutation_of: str = ""  # id of the question, for a permutation
     counterfactual: str = ""  # the answer before an edit; the prompt does not have it
 
@@ -51,6 +53,56 @@ class Example:
         return self.task == CONTINUATION.name
 
 
+class Official(BaseModel):
+    id: Maybe = Field("", alias="_id")
+    question: Text
+    answer: Text
+    type: Maybe = ""
+    context: list[tuple[str, list[str]]]
+    supporting_facts: list[tuple[str, Any]] = []
+
+
+class LongBench(BaseModel):
+    id: Maybe = Field("", alias="_id")
+    input: Maybe = ""
+    answers: Answers
+    type: Maybe = ""
+    context: Text
+    dataset: Text | None = None
+
+
+class Asked(BaseModel):
+    """What CacheBlend's records and those of a corpus share."""
+
+    id: Maybe = ""
+    question: Text
+    answers: Answers
+    type: Maybe = ""
+
+
+class Context(BaseModel):
+    title: Maybe = ""
+    text: str
+
+
+class CacheBlend(Asked):
+    ctxs: list[Context]
+
+
+class OfCorpus(Asked):
+    mentioned_titles: Annotated[list[Text], Field(min_length=1)]
+    contexts: list[Text] = []
+    counterfactual: Text | None = None
+
+
+class OfPassage(BaseModel):
+    """A record of a corpus file."""
+
+    title: Text
+    text: Text
+
+
+Format = TypeVar("Format", bound=BaseModel)
 Corpus = Mapping[str, Sequence[Passage]]
 """Passages by title"""
 
@@ -65,35 +117,19 @@ class Record:
     values: Mapping[str, Any]
     path: Path
     line: int  # of a file of lines, else the number in its array, from 1
-    where: str
 
-    def text(self, field: str, default: str | None = None) -> str:
-        """A non-empty string; the default replaces a missing, null or empty field."""
-        value = self.values.get(field)
-        if value in (None, "") and default is not None:
-            return default
-        if not isinstance(value, str) or not value.strip():
-            raise self.wrong(field, "a string with something in it")
-        return value.strip()
+    def parse(self, form: type[Format]) -> Format:
+        """Raises CorpusError."""
+        try:
+            return form.model_validate(self.values)
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise self.wrong(str(first["loc"][0]), first["msg"]) from None
 
-    def texts(self, field: str) -> tuple[str, ...]:
-        """A non-empty list of strings, perhaps nested (CacheBlend's 2WikiMQA has [[alias, ...], ...])."""
-        items = [i for item in self.items(field) for i in (item if isinstance(item, list) else [item])]
-        if not items or not all(isinstance(item, str) and item.strip() for item in items):
-            raise self.wrong(field, "a list of at least one string")
-        return tuple(dict.fromkeys(item.strip() for item in items))
-
-    def items(self, field: str) -> list[Any]:
-        """A list; empty for a missing field."""
-        value = self.values.get(field, [])
-        if not isinstance(value, list):
-            raise self.wrong(field, "a list")
-        return value
-
-    def wrong(self, field: str, expected: str) -> CorpusError:
+    def wrong(self, field: str, problem: str) -> CorpusError:
         found = "missing" if field not in self.values else f"{self.values[field]!r:.60}"
-        problem = f"{self.where}: field `{field}` must be {expected}, but is {found}"
-        return CorpusError(problem, setting=field, path=self.path, line=self.line)
+        message = f"{self.path}, record {self.line}: field `{field}` is {found}: {problem}"
+        return CorpusError(message, setting=field, path=self.path, line=self.line)
 
 
 def parser_for(record: Record) -> Parser:
@@ -108,66 +144,52 @@ def parser_for(record: Record) -> Parser:
     if "mentioned_titles" in values:
         return from_corpus
     raise CorpusError(
-        f"{record.where}: the fields {', '.join(values) or '(none)'} are of no known format: bring `context` "
-        f"(2WikiMultihopQA or LongBench), `ctxs` (CacheBlend), or `mentioned_titles` and a corpus",
+        f"{record.path}, record {record.line}: the fields {', '.join(values) or '(none)'} are of no known format: bring "
+        "`context` (2WikiMultihopQA or LongBench), `ctxs` (CacheBlend), or `mentioned_titles` and a corpus",
         path=record.path,
         line=record.line,
     )
 
 
 def _official(record: Record, fallback_id: str, corpus: Corpus) -> Example:
-    contexts = []
-    for item in record.items("context"):
-        match item:
-            case [str(title), list(sentences)] if all(isinstance(s, str) for s in sentences):
-                contexts.append(Passage(" ".join(s.strip() for s in sentences).strip(), title.strip()))
-            case _:
-                raise record.wrong("context", "a list of [title, [sentence, ...]]")
-    facts = record.items("supporting_facts")
-    if not all(isinstance(fact, list) and fact and isinstance(fact[0], str) for fact in facts):
-        raise record.wrong("supporting_facts", "a list of [title, sentence number]")
-    return Example(
-        id=(id := record.text("_id", fallback_id)),
-        question=record.text("question"),
-        answers=(record.text("answer"),),
-        contexts=_passages(record, "context", id, contexts),
-        type=record.text("type", ""),
-        supporting=tuple(dict.fromkeys(fact[0].strip() for fact in facts)),
+    found = record.parse(Official)
+    id = found.id or fallback_id
+    passages = (
+        Passage(" ".join(s.strip() for s in text).strip(), title.strip()) for title, text in found.context
     )
+    supporting = tuple(dict.fromkeys(title.strip() for title, _ in found.supporting_facts))
+    contexts = _passages(record, "context", id, passages)
+    return Example(id, found.question, (found.answer,), contexts, found.type, supporting=supporting)
 
 
 def _longbench(record: Record, fallback_id: str, corpus: Corpus) -> Example:
-    context = record.text("context")
-    task = _longbench_task(record, context)
+    found = record.parse(LongBench)
+    task, id = _longbench_task(record, found), found.id or fallback_id
     split = {"narrativeqa": _story, "triviaqa": _examples, "samsum": _examples}.get(task, _numbered)
-    return Example(
-        id=(id := record.text("_id", fallback_id)),
-        question=record.text("input", _DEFAULT_INPUT.get(task)),
-        answers=record.texts("answers"),
-        contexts=_passages(record, "context", id, split(record, context)),
-        type=record.text("type", ""),
-        task=task,
-    )
+    question = found.input or _DEFAULT_INPUT.get(task, "")
+    if not question:
+        raise record.wrong("input", "a question is needed")
+    contexts = _passages(record, "context", id, split(record, found.context))
+    return Example(id, question, _flat(found.answers), contexts, found.type, task)
 
 
-def _longbench_task(record: Record, context: str) -> str:
+def _longbench_task(record: Record, found: LongBench) -> str:
     """The record's `dataset`, or a guess from its context."""
-    if "dataset" in record.values:
-        task = record.text("dataset").removesuffix("_e")  # LongBench-E
+    if found.dataset is not None:
+        task = found.dataset.removesuffix("_e")  # LongBench-E
         if task not in LONGBENCH:
-            raise record.wrong("dataset", f"one of {', '.join(LONGBENCH)}")
+            raise record.wrong("dataset", f"use one of {', '.join(LONGBENCH)}")
         return task
     for task, beginning in {"triviaqa": "Passage:", "samsum": "Dialogue:"}.items():
-        if context.startswith(beginning):
+        if found.context.startswith(beginning):
             return task
-    return "2wikimqa" if str(record.values.get("input", "")).strip() else "multi_news"
+    return "2wikimqa" if found.input else "multi_news"
 
 
 def _numbered(record: Record, context: str) -> list[Passage]:
     before, *parts = _PASSAGE.split(context)
     if before.strip() or not parts:
-        expected = "passages that start with `Passage 1:` (or name another task in `dataset`)"
-        raise record.wrong("context", expected)
+        raise record.wrong("context", "passages start with `Passage 1:` (or name another task in `dataset`)")
     titled = [part.strip().partition("\n") for part in parts]
     return [Passage(text.strip() or title, title if text.strip() else "") for title, _, text in titled]
 
@@ -175,7 +197,7 @@ def _numbered(record: Record, context: str) -> list[Passage]:
 def _examples(record: Record, context: str) -> list[Passage]:
     before, *parts = _EXAMPLE.split(context)
     if before.strip() or not parts:
-        raise record.wrong("context", "examples that start with `Passage:` or `Dialogue:`")
+        raise record.wrong("context", "examples start with `Passage:` or `Dialogue:`")
     return [Passage(part.strip()) for part in parts]
 
 
@@ -190,48 +212,37 @@ def split_words(text: str, words: int) -> list[str]:
 
 
 def _cacheblend(record: Record, fallback_id: str, corpus: Corpus) -> Example:
-    contexts = []
-    for item in record.items("ctxs"):
-        text, title = (item.get("text"), item.get("title") or "") if isinstance(item, dict) else (None, None)
-        if not isinstance(text, str) or not isinstance(title, str):
-            raise record.wrong("ctxs", 'a list of {"title": ..., "text": ...}')
-        contexts.append(Passage(text.strip(), title.strip()))
-    return Example(
-        id=(id := record.text("id", fallback_id)),
-        question=record.text("question"),
-        answers=record.texts("answers"),
-        contexts=_passages(record, "ctxs", id, contexts),
-        type=record.text("type", ""),
-    )
+    found = record.parse(CacheBlend)
+    id = found.id or fallback_id
+    contexts = _passages(record, "ctxs", id, (Passage(c.text.strip(), c.title) for c in found.ctxs))
+    return Example(id, found.question, _flat(found.answers), contexts, found.type)
 
 
 def from_corpus(record: Record, fallback_id: str, corpus: Corpus) -> Example:
     """Without `contexts`, the titles of all passages in order, the example has no passages yet."""
-    needed = record.texts("mentioned_titles")
-    titles = record.texts("contexts") if "contexts" in record.values else ()
-    for field, title in [*(("mentioned_titles", t) for t in needed), *(("contexts", t) for t in titles)]:
-        if title not in corpus:
-            raise record.wrong(field, f"titles of passages in the corpus ({title!r} is none)")
-    contexts, answers = [passage for title in titles for passage in corpus[title]], record.texts("answers")
-    about: dict[str, Any] = {}
-    if "counterfactual" in record.values:  # the model continues the passages, title line included
-        about = {"task": CONTINUATION.name, "counterfactual": record.text("counterfactual")}
+    found = record.parse(OfCorpus)
+    for field, titles in (("mentioned_titles", found.mentioned_titles), ("contexts", found.contexts)):
+        for title in titles:
+            if title not in corpus:
+                raise record.wrong(field, f"the corpus has no passage with the title {title!r}")
+    answers, task, needed = _flat(found.answers), QUESTIONS.name, tuple(dict.fromkeys(found.mentioned_titles))
+    contexts = [passage for title in dict.fromkeys(found.contexts) for passage in corpus[title]]
+    if found.counterfactual:  # the model continues the passages, title line included
+        task, answers = CONTINUATION.name, tuple(f" {answer}" for answer in answers)
         contexts = [Passage(f"{p.title}\n{p.text}\n\n", p.title, p.id, p.doc_id) for p in contexts]
-        answers = tuple(f" {answer}" for answer in answers)
     return Example(
-        id=record.text("id", fallback_id),
-        question=record.text("question"),
-        answers=answers,
-        contexts=tuple(contexts),
-        type=record.text("type", ""),
-        supporting=needed,
-        **about,
+        *(found.id or fallback_id, found.question, answers, tuple(contexts), found.type, task, needed),
+        counterfactual=found.counterfactual or "",
     )
 
 
-def _passages(record: Record, field: str, id: str, contexts: Sequence[Passage]) -> tuple[Passage, ...]:
+def _flat(answers: Iterable[str | list[str]]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(a for own in answers for a in (own if isinstance(own, list) else [own])))
+
+
+def _passages(record: Record, field: str, id: str, contexts: Iterable[Passage]) -> tuple[Passage, ...]:
     """With ids, without passages that have no text (2WikiMultihopQA has some). Raises CorpusError if none is left."""
     kept = [p for p in contexts if p.text]
     if not kept:
-        raise record.wrong(field, "passages with text")
+        raise record.wrong(field, "passages with text are needed")
     return tuple(Passage(p.text, p.title, f"{id}:{n}", f"{id}:{n}") for n, p in enumerate(kept))

@@ -21,7 +21,6 @@ from blendserve.evaluate.datasets import load
 from blendserve.evaluate.permutations import with_permutations
 from blendserve.evaluate.priors import fit_or_load, prior_chunks, uses_prior
 from blendserve.evaluate.prompts import PromptSource, open_engine
-from blendserve.evaluate.recomputed import recompute_distribution
 from blendserve.evaluate.run_dir import RunDir
 from blendserve.evaluate.runner import Runner
 from blendserve.evaluate.stores import PromptStores
@@ -84,8 +83,6 @@ def evaluate(
     predictions = Predictions(
         run_dir.predictions, {e.id: e.permutation_of or e.id for e in examples}, methods
     )
-    prompts = [run_dir.prompts[i] for i in predictions.ids]
-    spent = {m.name: recompute_distribution(prompts, predictions.records(m.name)) for m in methods}
     metrics = {
         "dataset": dataset.name,
         "setting": config.setting,
@@ -97,7 +94,6 @@ def evaluate(
         "began_with": run_dir.began_with,
         "left_out": left_out,
         **summarize(predictions, dataset.task.metric, CACHEBLEND),
-        "spending": {method: found for method, found in spent.items() if found},
     }
     run_dir.write("metrics.json", json.dumps(metrics, indent=1, ensure_ascii=False).encode())
     _publish(run_dir, metrics)

@@ -18,9 +18,8 @@ from blendserve.evaluate.tasks import PERPLEXITY
 
 Methods = Mapping[str, Mapping[str, Any]]
 
-# Okabe and Ito's colours, which most eyes can tell apart; baselines are black.
+# Okabe and Ito's colours, which most eyes can tell apart.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F5F3F", "#666666", "#9A9A00")
-MARKERS = {"full": "*", "prefix": "P", "reuse": "X", "transformers": "d"}
 STYLE: dict[Any, Any] = {
     "font.size": 9,
     "svg.fonttype": "none",  # text stays text
@@ -31,7 +30,18 @@ STYLE: dict[Any, Any] = {
     "grid.color": "#e6e6e6",
     "axes.axisbelow": True,
 }
+MARKERS = {"full": "*", "prefix": "P", "reuse": "X", "transformers": "d"}
 SIZES = (1, 2, 3, 5, 8, 12, 16, 20, 30, 50, 100)
+
+
+@contextmanager
+def svg(title: str, width: float, height: float) -> Iterator[tuple[Figure, BytesIO]]:
+    """A figure to draw on, and its SVG after the block. Sizes in inches."""
+    with rc_context(STYLE):
+        figure, image = Figure(figsize=(width, height), layout="constrained"), BytesIO()
+        yield figure, image
+        figure.suptitle(title, fontsize=9)
+        figure.savefig(image, format="svg", metadata={"Date": None})
 
 
 def pareto(methods: Methods, title: str, metric: str) -> bytes:
@@ -41,7 +51,7 @@ def pareto(methods: Methods, title: str, metric: str) -> bytes:
         "mean_kl_share": "mean KL to full prefill, full reuse = 1   (lower is better)",
         "score": f"{metric}   ({better} is better)",
     }
-    with _svg(title, (11, 4.6)) as (figure, image):
+    with svg(title, 11, 4.6) as (figure, image):
         axes = figure.subplots(1, len(panels))
         for axis, (field, label) in zip(axes, panels.items(), strict=True):
             _draw_series(axis, methods, field)
@@ -59,7 +69,7 @@ def codecs(methods: Methods, title: str) -> bytes:
     panels = list(dict.fromkeys(m["uncoded"] for m in methods.values() if m["codec"]))
     columns = min(3, len(panels))
     rows = -(-len(panels) // columns)
-    with _svg(title, (max(6.5, 4.6 * columns), 4.4 * rows)) as (figure, image):
+    with svg(title, max(6.5, 4.6 * columns), 4.4 * rows) as (figure, image):
         for n, uncoded in enumerate(panels, start=1):
             axis = figure.add_subplot(rows, columns, n)
             _draw_codecs(axis, methods, uncoded)
@@ -71,15 +81,6 @@ def codecs(methods: Methods, title: str) -> bytes:
             axis.set_ylim(bottom=0)
             axis.legend(frameon=False, fontsize=8)
     return image.getvalue()
-
-
-@contextmanager
-def _svg(title: str, size: tuple[float, float]) -> Iterator[tuple[Figure, BytesIO]]:
-    with rc_context(STYLE):
-        figure, image = Figure(figsize=size, layout="constrained"), BytesIO()
-        yield figure, image
-        figure.suptitle(title, fontsize=10)
-        figure.savefig(image, format="svg", metadata={"Date": None})
 
 
 def _draw_series(axis: Axes, methods: Methods, field: str) -> None:
@@ -97,9 +98,9 @@ def _draw_series(axis: Axes, methods: Methods, field: str) -> None:
         look: dict[str, Any] = {
             "marker": MARKERS.get(points[0]["kind"], "o"),
             "markersize": 5,
-            "elinewidth": 0.5,
+            "linewidth": 1.4,
         }
-        axis.errorbar(ttft, mean, bars, label=name, color=colour, clip_on=False, linewidth=1.4, **look)
+        axis.errorbar(ttft, mean, bars, label=name, color=colour, clip_on=False, elinewidth=0.5, **look)
         for m, x, y in zip(points, ttft, mean, strict=True):
             if m["ratio"] is not None:
                 axis.annotate(

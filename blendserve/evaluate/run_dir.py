@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +46,9 @@ class RunDir:
             raise InputError(f"cannot create the run folder {path}: {error.strerror}") from None
         values = {**asked, "environment": self.began_with}
         self.write("config.yaml", yaml.safe_dump(values, sort_keys=False, allow_unicode=True).encode())
-        self.prompts = {line["id"]: line for line in _recover(path / "prompts.jsonl")}
-        self.predictions = {(p["id"], p["method"]): p for p in _recover(path / "predictions.jsonl")}
+        prompts, predictions = (path / f"{name}.jsonl" for name in ("prompts", "predictions"))
+        self.prompts: dict[str, Record] = {line["id"]: line for line in read_lines(prompts)}
+        self.predictions = {(p["id"], p["method"]): p for p in read_lines(predictions)}
 
     def add_prompt(self, prompt: Record) -> None:
         """Append a prompt. Raises InputError if the run has another one with its id: the data has changed."""
@@ -78,23 +78,19 @@ class RunDir:
             file.write(json.dumps(record, ensure_ascii=False) + "\n")
 
 
-def _recover(path: Path) -> Iterator[Record]:
-    """The lines of a file; an incomplete last line is cut off."""
-    if not path.exists():
-        return
-    data = path.read_bytes()
+def read_lines(file: Path) -> list[Record]:
+    """The objects of a JSON Lines file, none without a file; an incomplete last line is removed. Raises InputError."""
+    data = file.read_bytes() if file.exists() else b""
     whole = data[: data.rfind(b"\n") + 1]
     if len(whole) < len(data):
-        os.truncate(path, len(whole))
+        os.truncate(file, len(whole))
+    found = []
     for n, line in enumerate(whole.splitlines(), 1):
         try:
-            yield json.loads(line)
+            found.append(json.loads(line))
         except ValueError:
-            raise InputError(
-                f"{path}, line {n}: not JSON; delete that line, and the run computes what it lost",
-                path=path,
-                line=n,
-            ) from None
+            raise InputError(f"{file}, line {n}: not JSON; delete that line", path=file, line=n) from None
+    return found
 
 
 def _load_yaml(path: Path) -> Record:

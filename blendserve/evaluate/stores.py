@@ -99,6 +99,6 @@ class PromptStores:
         if context is None:
             return engine.blender
         prompt: PromptConfig = changed(engine.config.prompt, kv_context=context)
-        behind = PromptBuilder(engine.reader.tokenizer, prompt).kv_context
-        about = engine.reader.adapter, engine.reader.fingerprint, engine.store, engine.prompts.prefix, behind
+        before = PromptBuilder(engine.reader.tokenizer, prompt).kv_context
+        about = engine.reader.adapter, engine.reader.fingerprint, engine.store, engine.prompts.prefix, before
         return Blender(*about, self._namespace)

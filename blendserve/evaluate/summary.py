@@ -106,7 +106,7 @@ def summarize(predictions: Predictions, metric: str, rule: str) -> Metrics:
 
 
 def _method(predictions: Predictions, method: MethodSpec, metric: str) -> Metrics:
-    name, records, questions = method.name, predictions.records(method.name), predictions.questions
+    name, records = method.name, predictions.records(method.name)
     ttft = {stage: predictions.seconds(name, stage) for stage in STAGES}
     found: Metrics = {
         **{part: getattr(method, part) for part in ("kind", "series", "ratio", "codec", "uncoded")},
@@ -132,13 +132,6 @@ def _method(predictions: Predictions, method: MethodSpec, metric: str) -> Metric
         }
     if "says_rival" in records[0]:
         found["facts"] = _facts(predictions, name)
-    types = [str(record["type"]) for record in predictions.records(FULL)]
-    if any(types):
-        f1 = predictions.column(name, "f1")
-        rows = {kind: [n for n, own in enumerate(types) if own == kind] for kind in sorted(set(types))}
-        found["f1_by_type"] = {
-            kind: asdict(stats.mean(f1[own], [questions[n] for n in own])) for kind, own in rows.items()
-        }
     return found
 
 

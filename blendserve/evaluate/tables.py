@@ -45,11 +45,8 @@ Columns = dict[str, Callable[[Metrics], Cell]]
 def tables(metrics: Metrics) -> list[Table]:
     """All tables of the page."""
     methods = metrics["methods"]
-    found = [
-        *(_quality(metrics), *tails(metrics), _time(methods), _codecs(methods), *edits(methods)),
-        *(_against_full(metrics), _by_type(methods), _recomputed(metrics["spending"])),
-    ]
-    return [table for table in found if table.rows]
+    found = [_quality(metrics), *tails(metrics), _time(methods), _codecs(methods), *edits(methods)]
+    return [table for table in (*found, _against_full(metrics)) if table.rows]
 
 
 def overview(title: str, metrics: Metrics) -> Table:
@@ -186,23 +183,6 @@ def _against_full(metrics: Metrics) -> Table:
     note = "Paired differences to full prefill, prompt by prompt; bold where the interval excludes zero."
     columns = {title: _difference(path) for title, path in fields.items()}
     return _table("Scores, minus full prefill's", note, others, columns)
-
-
-def _by_type(methods: Metrics) -> Table:
-    sizes = {kind: found["n"] for kind, found in methods[FULL].get("f1_by_type", {}).items()}
-    columns = {f"{kind or 'none'} ({n})": _field(f"f1_by_type.{kind}") for kind, n in sizes.items()}
-    return _table("F1 by question type", "", methods if sizes else {}, columns)
-
-
-def _recomputed(found: Metrics) -> Table:
-    even = next((own["needed_of_context"] for own in found.values()), None)
-    note = "Shares of the recomputed tokens, by place in the context." + (
-        f" The needed passages are {even:.0%} of the context." if even is not None else ""
-    )
-    quarters = ("first quarter", "second", "third", "last")
-    columns = {title: _number(f"quarters.{n}", ".0%") for n, title in enumerate(quarters)}
-    columns["needed passages"] = lambda own: Cell("" if own["needed"] is None else f"{own['needed']:.0%}")
-    return _table("Recomputed tokens", note, found, columns)
 
 
 def _table(title: str, note: str, methods: Metrics, columns: Columns) -> Table:

@@ -17,7 +17,6 @@ from blendserve.cli import main
 from blendserve.errors import InputError
 from blendserve.evaluate.job import Outcome
 from blendserve.evaluate.methods import parse_methods
-from blendserve.evaluate.recomputed import recompute_distribution
 from blendserve.evaluate.summary import COUNTS, Predictions, headline, summarize
 from blendserve.registry import CACHEBLEND
 from tests.support.evaluations import HOSTILE, run
@@ -56,7 +55,6 @@ def test_the_figures_of_two_questions_by_hand() -> None:
     assert found["seconds"]["ttft"] == pytest.approx({"median": 0.4, "p95": 0.49})
     assert found["times_faster"]["mean"] == pytest.approx(2.0 / 0.4)
     assert found["identical"]["mean"] == found["f1"]["mean"] == 0.5
-    assert {kind: by["mean"] for kind, by in found["f1_by_type"].items()} == {"x": 0.25, "y": 0.75}
     assert found["tokens_recomputed"] == 10.5
     reuse, uncorrected = found["tails"]
     assert [tail["worst"] for tail in found["tails"]] == pytest.approx([0.02 / 0.1, 0.04 / 0.07])
@@ -77,18 +75,6 @@ def test_only_questions_that_every_method_answered_count() -> None:
     del lines["b", "full"]
     with pytest.raises(InputError):
         Predictions(lines, QUESTIONS, VARIANTS)
-
-
-def test_where_a_budget_goes_by_hand() -> None:
-    parts = [["x"] * n for n in (5, 10, 30, 3)]  # prefix, two chunks, suffix: the context is [5, 45)
-    prompt = {"parts": parts, "titles": ["A", "B"], "needed": ["B"]}
-    spent = recompute_distribution(
-        [prompt, prompt], [{"recomputed": [[5, 7], [14, 16]]}, {"recomputed": [[40, 44]]}]
-    )
-    assert spent == {"quarters": [0.375, 0.125, 0.0, 0.5], "needed": 0.625, "needed_of_context": 0.75}
-    windows = recompute_distribution([{**prompt, "titles": ["A"]}], [{"recomputed": [[5, 7]]}])
-    assert windows == {"quarters": [1.0, 0.0, 0.0, 0.0], "needed": None, "needed_of_context": None}
-    assert recompute_distribution([prompt], [{"recomputed": []}]) is None
 
 
 @pytest.mark.parametrize(("kind", "plots"), [("raw", 1), ("coded", 2)])
