@@ -12,7 +12,6 @@ RUNS = (
     "soak --model tiny --queries 300 --seconds 120",
     "soak_serving --requests 200 --clients 16",
     "crash --rounds 12 --seconds 90",
-    "soak_sharing --requests 300 --seconds 90",
     "faults --requests 20",
     "fuzz_records --cases 3000 --seconds 90",
 )

@@ -200,7 +200,7 @@ class Crashes:
         self.judge(heard)
 
     def judge(self, heard: list[Said]) -> None:
-        """Compare what is there with what the writer said and the reader saw."""
+        """Compare the stored chunks with what the writer said and the reader saw."""
         begun, stored = ({s.key for s in heard if s.what == word} for word in ("begins", "stored"))
         self.counts["computed_twice"] += len(begun & self.committed)
         self.counts["commits"] += len(stored)

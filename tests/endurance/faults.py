@@ -1,26 +1,24 @@
-"""`python -m tests.endurance.faults`: what a shared store's server can do to requests. It may cost time, never an answer.
+"""What a shared store's server can do to requests: it may cost time, never an answer.
+
+    python -m tests.endurance.faults --requests 100
 
 A Valkey server behind a proxy. Each fault lasts for some requests over chunks drawn from a pool. An answer is right if
-its logits are, to the bit, those of a local store that holds the very chunks that were found: so anything served that is
-not what was stored is seen. Then the fault ends, and the same store, not opened again, has to find chunks again. The last
-line is JSON; the exit code is 1 if an answer was wrong, a request hung, or chunks were never found again.
+its logits are, to the bit, those of a local store that holds the very chunks that were found: anything else that is
+served is seen. Then the fault ends, and the same store, not opened again, has to find chunks again.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
 import random
-import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, TimeoutError
-from dataclasses import asdict, dataclass, field, fields
-from typing import cast
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
 
-import numpy as np
 import torch
 
 from benchmarks.support.proxy import Proxy
@@ -28,139 +26,112 @@ from benchmarks.support.valkey import Server
 from blendserve.bench.stores import TimedStore
 from blendserve.blend.blender import Blender, Prefilled
 from blendserve.config import BlendConfig, ReaderConfig, ValkeyConfig
-from blendserve.core import Chunk, Prompt, TokenIds, run
+from blendserve.core import Chunk, ChunkKV, Prompt, TokenIds, run
 from blendserve.errors import StoreError
 from blendserve.models.loader import Reader, load_reader
-from blendserve.store import KVStore, MemoryStore, read_record
+from blendserve.models.toy import toy_reader
+from blendserve.store import ChunkKey, ChunkRecord, KVStore, MemoryStore, read_record
+from blendserve.store.codecs.raw import Raw
 from blendserve.store.policies import LRU
 from blendserve.store.valkey import ValkeyStore
 from blendserve.store.valkey_client import Client, library
 from blendserve.store.valkey_layout import CHUNK, HEADER
+from blendserve.store.view import decode
+from tests.endurance.driver import Figures, Promises, main, none
+from tests.support.forked import process
 
-HUNG_S = 60.0  # a request that takes so long counts as hung
-RECOVERY_S = 60.0  # that finding chunks again may take
+HUNG_S = 60.0  # a request that lasts so long counts as hung
+RECOVERY_S = 60.0  # until chunks have to be found again
 SLOW_BYTES_PER_S = 100_000
 CLOSE_AFTER = 20_000  # bytes: in the middle of the first record
 PREFIX, SUFFIX = 12, 12  # tokens
 ROOM = 1 << 40
-WARM, BASELINE = 2, 20  # requests that find nothing: not timed, and timed
-
-
-@dataclass(frozen=True)
-class FaultsConfig:
-    """Requests over a shared store whose server fails."""
-
-    model: str = "smollm2-135m"
-    requests: int = 100  # under each fault
-    chunks: int = 4  # of a prompt
-    chunk_tokens: int = 64
-    pool: int = 12  # chunks that prompts are drawn from
-    deadline_s: float = 0.5  # for the server, per request
-    kinds: str = ""  # separated by commas; all if empty
-    seed: int = 0
+KILLS, KILL_S = 8, 0.05  # writers that are killed, and the longest that each may write
 
 
 @dataclass(slots=True)
 class FaultResult:
-    """What became of the requests of one fault."""
+    """The requests of one fault."""
 
-    extra: list[float] = field(default_factory=list)  # seconds above the median request that finds nothing
-    waited: list[float] = field(default_factory=list)  # seconds of a request until the store had answered
-    alone: list[float] = field(default_factory=list)  # the same, of requests that find nothing
     found: int = 0  # chunks
     looked_for: int = 0
     wrong: int = 0  # answers
     hung: int = 0
-    reasons: set[str] = field(default_factory=set)  # why chunks that may have been there were not used
-    recovery_s: float | None = None  # from the end of the fault to the next chunk found; None = it never was
+    waited_s: float = 0.0  # longest wait of a request for the store
+    reasons: set[str] = field(default_factory=set)  # why stored chunks were not used
+    recovery_s: float | None = None  # from the end of the fault to the next chunk found; None = never
 
 
 class FaultFixture:
-    """A server, a link to it, the store over it, and a reader who asks."""
+    """A server, a link to it, the store over it, and a model that answers. A context manager."""
 
-    def __init__(self, reader: Reader, config: FaultsConfig, server: Server, link: Proxy) -> None:
-        self.server, self.link = server, link
-        self._reader, self._count = reader, config.chunks
-        self._random = random.Random(config.seed)
-        sizes = [PREFIX, SUFFIX, *[config.chunk_tokens] * config.pool]
-        self._prefix, self._suffix, *self._pool = _some_ids(reader, sizes, config.seed)
-        self._settings = ValkeyConfig(url=link.url, deadline_s=config.deadline_s)
-        self._truth = self._blender(reader, MemoryStore(ROOM))
-        self._truth.precompute(self._pool)
-        self.store = ValkeyStore(self._settings, ROOM, eviction=LRU())
-        self._shared = self._blender(reader, TimedStore(self.store))
-        self._computing: list[float] = []
+    def __init__(
+        self, reader: Reader, chunks: int, chunk_tokens: int, pool: int, deadline_s: float, seed: int = 0
+    ) -> None:
+        """chunks: of a prompt; pool: chunks that prompts are drawn from; deadline_s: of a request for the server."""
+        self._reader, self._count, self.dice = reader, chunks, random.Random(seed)
+        most = min(40_000, reader.adapter.vocab_size)
+        sizes = [PREFIX, SUFFIX, *[chunk_tokens] * pool]
+        self._prefix, self._suffix, *self.pool = (
+            tuple(self.dice.choices(range(3, most), k=size)) for size in sizes
+        )
+        self.truth = self._blender(MemoryStore(ROOM))
+        self.truth.precompute(self.pool)
+        self._deadline_s, self._seed = deadline_s, seed
         self._asking = ThreadPoolExecutor(1)
 
+    def __enter__(self) -> FaultFixture:
+        self._stack = contextlib.ExitStack()
+        self.server = self._stack.enter_context(Server())
+        self.link = self._stack.enter_context(Proxy(self.server.port, self._seed))
+        self.store = self.connect(self._deadline_s)
+        self._stack.callback(lambda: self.store.close())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def connect(self, deadline_s: float) -> ValkeyStore:
+        return ValkeyStore(ValkeyConfig(url=self.link.url, deadline_s=deadline_s), ROOM, eviction=LRU())
+
     def open(self) -> None:
-        """A store and a server without a past, filled with the pool."""
+        """A new store over a server that has the pool and nothing else."""
         self.store.close()
-        self.store = ValkeyStore(self._settings, ROOM, eviction=LRU())
-        self._shared = self._blender(self._reader, TimedStore(self.store))
+        self.store = self.connect(self._deadline_s)
+        self._timed = TimedStore(self.store)
+        self._shared = self._blender(self._timed)
         self.direct().flushall()
-        patient = self._settings.model_copy(update={"deadline_s": HUNG_S})
-        with ValkeyStore(patient, ROOM, eviction=LRU()) as filled:
-            self._shared.like(filled, "").precompute(self._pool)
-
-    def measure_computing(self) -> list[float]:
-        """Requests that find nothing, in a local store: the same work, without a server -> seconds above their median."""
-        empty = self._truth.like(MemoryStore(ROOM), "")
-        self._computing = [self._watched(empty, self.prompt())[1] for _ in range(WARM + BASELINE)][WARM:]
-        return [seconds - self._median for seconds in self._computing]
-
-    @property
-    def _median(self) -> float:
-        return statistics.median(self._computing)
+        with self.connect(HUNG_S) as patient:
+            self._shared.like(patient, "").precompute(self.pool)
 
     def direct(self) -> Client:
         """A client that goes past the link."""
         return library().Valkey(port=self.server.port)
 
-    def prompt(self) -> Prompt:
-        chosen = self._random.sample(self._pool, self._count)
-        return Prompt(self._prefix, tuple(map(Chunk, chosen)), self._suffix)
-
-    def ask(self, result: FaultResult) -> Prefilled | None:
-        """One request, checked and timed, and its chunks written back as an engine does."""
-        prompt, store = self.prompt(), cast(TimedStore, self._shared.store)
-        before = store.seconds
+    def ask(self, result: FaultResult) -> int:
+        """One request, checked, and its missing chunks written back as an engine does -> chunks found."""
+        prompt = Prompt(
+            self._prefix, tuple(map(Chunk, self.dice.sample(self.pool, self._count))), self._suffix
+        )
+        before, blend = self._timed.seconds, BlendConfig(method="blend")
         try:
-            blended, seconds = self._watched(self._shared, prompt)
-        except TimeoutError:
-            result.hung += 1
-            return None
-        result.extra.append(seconds - self._median)
-        result.waited.append(store.seconds - before)
-        result.found += blended.report.chunks_hit
-        result.looked_for += len(prompt.chunks)
-        expected = self._timed(only_found(self._truth, prompt, blended), prompt)[0]
-        result.wrong += not torch.equal(blended.result.logits, expected.result.logits)
-        result.reasons |= {unusable.kind for unusable in blended.report.unusable}
-        with contextlib.suppress(StoreError):
-            run(self._shared.write_back(blended.missing))
-        return blended
-
-    def close(self) -> None:
-        self.store.close()
-
-    def _watched(self, blender: Blender, prompt: Prompt) -> tuple[Prefilled, float]:
-        """In a thread that always is the same, as a new one would first gather threads to compute with.
-
-        Raises TimeoutError for a request that hangs, and leaves it its thread.
-        """
-        try:
-            return self._asking.submit(self._timed, blender, prompt).result(HUNG_S)
-        except TimeoutError:
+            done = self._asking.submit(self._shared.run, prompt, blend).result(HUNG_S)
+        except TimeoutError:  # it keeps its thread
             self._asking = ThreadPoolExecutor(1)
-            raise
+            result.hung += 1
+            return 0
+        result.waited_s = max(result.waited_s, self._timed.seconds - before)
+        result.found += done.report.chunks_hit
+        result.looked_for += len(prompt.chunks)
+        expected = only_found(self.truth, prompt, done).run(prompt, blend)
+        result.wrong += not torch.equal(done.result.logits, expected.result.logits)
+        result.reasons |= {unusable.kind for unusable in done.report.unusable}
+        with contextlib.suppress(StoreError):
+            run(self._shared.write_back(done.missing))
+        return int(done.report.chunks_hit)
 
-    def _timed(self, blender: Blender, prompt: Prompt) -> tuple[Prefilled, float]:
-        start = time.perf_counter()
-        done = blender.run(prompt, BlendConfig(method="blend"))
-        return done, time.perf_counter() - start
-
-    def _blender(self, reader: Reader, store: KVStore) -> Blender:
-        return Blender(reader.adapter, reader.fingerprint, store, self._prefix, self._prefix)
+    def _blender(self, store: KVStore) -> Blender:
+        return Blender(self._reader.adapter, self._reader.fingerprint, store, self._prefix, self._prefix)
 
 
 def only_found(truth: Blender, prompt: Prompt, blended: Prefilled) -> Blender:
@@ -182,7 +153,7 @@ def only_found(truth: Blender, prompt: Prompt, blended: Prefilled) -> Blender:
     return local
 
 
-Fault = Callable[[FaultFixture], None]
+Fault = Callable[[FaultFixture], object]
 
 
 def _full(fixture: FaultFixture) -> None:
@@ -213,7 +184,7 @@ def _damage(fixture: FaultFixture) -> None:
         client.hset(name, layer, bytes(raw))
 
 
-def _conditions(**conditions: float) -> Fault:
+def _conditions(**conditions: Any) -> Fault:
     def fault(fixture: FaultFixture) -> None:
         for name, value in conditions.items():
             setattr(fixture.link.conditions, name, value)
@@ -221,16 +192,36 @@ def _conditions(**conditions: float) -> Fault:
     return fault
 
 
+def _kill_writers(fixture: FaultFixture) -> None:
+    """Processes that write the pool again and again, each killed by SIGKILL at a random moment."""
+    truth, chunks = fixture.truth, dict[ChunkKey, ChunkKV]()
+    for ids in fixture.pool:
+        record = read_record(truth.store, key := truth.key(ids))
+        assert record is not None
+        chunks[key] = decode(record)
+    for _ in range(KILLS):
+        with process(_write, fixture.link.url, chunks) as (running, line):
+            line.recv()
+            time.sleep(KILL_S * fixture.dice.random())  # allow: the moment of a real kill
+            running.kill()
+
+
+def _write(line: Connection, url: str, chunks: Mapping[ChunkKey, ChunkKV]) -> None:
+    """A writer's process."""
+    records = {key: ChunkRecord.encode(key, kv, Raw()) for key, kv in chunks.items()}
+    with ValkeyStore(ValkeyConfig(url=url, deadline_s=HUNG_S), ROOM, eviction=LRU()) as store:
+        line.send("begins")
+        while True:
+            for key, record in records.items():
+                store.delete([key])
+                store.put(key, record)
+
+
+def _nothing(fixture: FaultFixture) -> None: ...
+
+
 def _reset(fixture: FaultFixture) -> None:
     fixture.link.reset()
-
-
-def _take_again(fixture: FaultFixture) -> None:
-    fixture.direct().config_set("maxmemory", "0")
-
-
-def _nothing(fixture: FaultFixture) -> None:
-    pass
 
 
 # name -> how it begins, how it ends
@@ -239,71 +230,69 @@ FAULTS: dict[str, tuple[Fault, Fault]] = {
     "killed": (lambda fixture: fixture.server.kill(), lambda fixture: fixture.server.start()),
     "hung": (lambda fixture: fixture.server.hang(), lambda fixture: fixture.server.resume()),
     "slow": (_conditions(bytes_per_s=SLOW_BYTES_PER_S), _reset),
-    "full": (_full, _take_again),
+    "full": (_full, lambda fixture: fixture.direct().config_set("maxmemory", "0")),
     "restarted empty": (lambda fixture: fixture.server.restart(), _nothing),
     "damaged where stored": (_damage, _nothing),
     "damaged on the way": (_conditions(corrupt=True), _reset),
     "another chunk's bytes": (_exchange, _nothing),
     "cut within a record": (_conditions(close_after=CLOSE_AFTER), _reset),
+    "writers killed": (_kill_writers, _nothing),
 }
 
 
-@contextlib.contextmanager
-def fixture_of(reader: Reader, config: FaultsConfig) -> Iterator[FaultFixture]:
-    """A fixture whose processes end with it."""
-    with Server() as server, Proxy(server.port, config.seed) as link:
-        fixture = FaultFixture(reader, config, server, link)
-        try:
-            yield fixture
-        finally:
-            fixture.close()
-
-
 def run_fault(fixture: FaultFixture, name: str, requests: int) -> FaultResult:
-    """So many requests under a fault, and how long it takes to recover."""
-    result = FaultResult()
-    begin, end = FAULTS[name]
+    """Requests under a fault, and the time until chunks are found again."""
+    result, (begin, end) = FaultResult(), FAULTS[name]
     fixture.open()
-    result.alone = fixture.measure_computing()
     begin(fixture)
     for _ in range(requests):
         fixture.ask(result)
     end(fixture)
     start, after = time.monotonic(), FaultResult()
     while result.recovery_s is None and time.monotonic() - start < RECOVERY_S:
-        blended = fixture.ask(after)
-        if blended is not None and blended.report.chunks_hit:
+        if fixture.ask(after):
             result.recovery_s = time.monotonic() - start
     result.wrong, result.hung = result.wrong + after.wrong, result.hung + after.hung
     return result
 
 
-def _some_ids(reader: Reader, sizes: Sequence[int], seed: int) -> list[TokenIds]:
-    """Random tokens; what they mean is nothing to KV."""
-    rng, most = np.random.default_rng(seed), min(40_000, reader.adapter.vocab_size)
-    return [tuple(rng.integers(3, most, size=size).tolist()) for size in sizes]
+class Faults:
+    """Each step is a fault."""
+
+    def __init__(self, model: str, requests: int, kinds: str, seed: int) -> None:
+        """kinds: of faults, separated by commas; all if empty."""
+        reader = toy_reader() if model == "tiny" else load_reader(ReaderConfig(model=model))
+        self.fixture = FaultFixture(reader, chunks=4, chunk_tokens=64, pool=12, deadline_s=0.5, seed=seed)
+        self.requests, self.names = requests, kinds.split(",") if kinds else list(FAULTS)
+        self.results: dict[str, FaultResult] = {}
+
+    def __enter__(self) -> None:
+        self.fixture.__enter__()
+
+    def __exit__(self, *_: object) -> None:
+        self.fixture.__exit__()
+
+    def step(self) -> tuple[int, int]:
+        name = self.names[len(self.results)]
+        self.results[name] = run_fault(self.fixture, name, self.requests)
+        return len(self.results), len(self.names)
+
+    def figures(self) -> Figures:
+        found = self.results.values()
+        return {
+            **{"wrong": sum(r.wrong for r in found), "hung": sum(r.hung for r in found)},
+            "lost": sum(r.recovery_s is None for r in found),
+            "faults": {
+                name: {
+                    "found": r.found / max(1, r.looked_for),
+                    **{"waited_s": r.waited_s, "recovery_s": r.recovery_s, "reasons": sorted(r.reasons)},
+                }
+                for name, r in self.results.items()
+            },
+        }
 
 
-def main() -> int:
-    """Every fault that the command line names."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    for setting in fields(FaultsConfig):
-        name = f"--{setting.name.replace('_', '-')}"
-        parser.add_argument(name, type=type(setting.default), default=setting.default)
-    config = FaultsConfig(**vars(parser.parse_args()))
-    names = config.kinds.split(",") if config.kinds else list(FAULTS)
-    results = {}
-    with fixture_of(load_reader(ReaderConfig(model=config.model)), config) as fixture:
-        for name in names:
-            results[name] = result = run_fault(fixture, name, config.requests)
-            print(
-                f"{name:22} found {result.found / max(1, result.looked_for):4.0%}, wrong {result.wrong}, hung "
-                f"{result.hung}, {max(result.extra):+.3f} s at most, found again after {result.recovery_s} s",
-                flush=True,
-            )
-    print(json.dumps({name: {**asdict(r), "reasons": sorted(r.reasons)} for name, r in results.items()}))
-    return int(any(r.wrong or r.hung or r.recovery_s is None for r in results.values()))
-
+PROMISES: Promises = none("wrong", "hung", "lost")
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(Faults, PROMISES, model=ReaderConfig().model, requests=100, kinds="", seed=0))

@@ -16,7 +16,7 @@ from blendserve.config import ServeConfig
 from blendserve.core import ChunkKV
 from blendserve.engine.engine import Engine
 from blendserve.store import LMDBStore
-from tests.endurance import crash, fuzz_records, soak_serving, soak_sharing
+from tests.endurance import crash, faults, fuzz_records, soak_serving
 from tests.endurance import soak as reuse
 from tests.endurance.driver import Figures, Promises, main, soak
 from tests.support.engines import CONFIG, PASSAGES
@@ -36,7 +36,7 @@ def blocks(*changes: Figures, damaged: int = 0) -> Figures:
 GOOD: list[tuple[Promises, Figures]] = [
     (reuse.PROMISES, blocks({}, {"hit_rate": 0.58, "gain": 1.91}, {})),
     (reuse.PROMISES, blocks({"warm_up": True, "hit_rate": 0.9, "gain": 9.0, "reused": 0.0}, {}, {})),
-    (soak_sharing.PROMISES, {"wrong": 0, "hung": 0, "failed": 0, "bad": 0, "found_lately": 1}),
+    (faults.PROMISES, {"wrong": 0, "hung": 0, "lost": 0}),
     (soak_serving.PROMISES, {"wrong": [], "bad": 0, "exit_code": 0, "memory_mb": [100.0, 104.0]}),
     (crash.PROMISES, {**dict.fromkeys(crash.MUST_BE_0, 0), "reads_checked": 1}),
     (fuzz_records.PROMISES, {"crash": 0, "wrong": 0, "detected": 99, "cases": 100}),
@@ -48,7 +48,6 @@ BAD: dict[str, Figures] = {  # by promises that are not "NAME is 0"
     "the store keeps its cap": blocks({}, {"bytes_most": 101}),
     "every chunk verifies": blocks({}, {}, damaged=3),
     "two blocks after the warm-up": blocks({"warm_up": True}, {}),
-    "chunks are found after the last kill": {"found_lately": 0},
     "memory is flat": {"memory_mb": [100.0, 106.0]},
     "the reader read": {"reads_checked": 0},
     "damage is detected": {"detected": 80},
@@ -99,12 +98,10 @@ def test_reuse_lasts() -> None:
 
 
 @needs_server
-def test_engines_and_server_are_killed_and_no_answer_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(soak_sharing, "KILL_EVERY", (4, 8))
-    found = soak(soak_sharing.Sharing(20, 2, 0), soak_sharing.PROMISES)
+def test_a_fault_is_counted() -> None:
+    found = soak(faults.Faults("tiny", 2, "none,writers killed", 0), faults.PROMISES)
     assert found["broken"] == [], found
-    assert found["answers"] >= 20
-    assert found["servers_killed"] + found["engines_killed"] > 0
+    assert found["faults"]["none"]["found"] == 1
 
 
 def test_many_clients_and_a_kill_leave_nothing_wrong(tmp_path: Path) -> None:

@@ -260,27 +260,11 @@ def processes(config: ValidationConfig) -> Iterator[list[WorkerProcess]]:
         yield [stack.enter_context(WorkerProcess(NODE, *arguments)) for arguments in start]
 
 
-def show(figures: Figures) -> None:
-    rows = []
-    for cell in figures["runs"]:
-        for which in ("measured", "simulated", "unshared"):
-            found, error = cell[which], cell.get(f"error_{which}")
-            ttft = (
-                f"{1e3 * found['ttft'][n]:,.0f}" + (f" ({error['ttft'][n]:+.0%})" if error else "")
-                for n in ("mean", "p50", "p95")
-            )
-            hits = "  ".join(f"{found['hit_rates'][tier]:.2f}" for tier in TIERS)
-            rows.append([f"{cell['store']} {cell['routing']}, {which}", hits, *ttft])
-    console.table("Measured and simulated", ("run", "memory disk store none", "TTFT ms", "p50", "p95"), rows)
-
-
 def main() -> None:
     parser = ArgumentParser(description="Compare the simulator with real engine processes.")
     for name, value in ValidationConfig():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
-    figures = validate(ValidationConfig(**vars(parser.parse_args())))
-    show(figures)
-    console.print_json(figures)
+    console.print_json(validate(ValidationConfig(**vars(parser.parse_args()))))
 
 
 if __name__ == "__main__":

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 
 from blendserve.models.toy import toy_reader
-from tests.endurance.faults import FAULTS, FaultFixture, FaultsConfig, fixture_of, run_fault
+from tests.endurance.faults import FAULTS, FaultFixture, run_fault
 from tests.support.valkey import PATIENT_S, needs_server
 
 pytestmark = needs_server
@@ -23,21 +22,25 @@ SLOW = {
     "damaged on the way",
     "cut within a record",
 }  # seen after the deadline, others at once
-CONFIG = FaultsConfig(requests=4, chunks=3, chunk_tokens=40, pool=6, deadline_s=0.4)
-PATIENT = replace(CONFIG, deadline_s=PATIENT_S)
+REQUESTS, DEADLINE_S = 4, 0.4
+SIZES = {"chunks": 3, "chunk_tokens": 40, "pool": 6}
 
 
 @pytest.fixture(scope="module")
 def fixtures() -> Iterator[dict[str, FaultFixture]]:
-    with fixture_of(toy_reader(), CONFIG) as hasty, fixture_of(toy_reader(), PATIENT) as patient:
+    reader = toy_reader()
+    with (
+        FaultFixture(reader, deadline_s=DEADLINE_S, **SIZES) as hasty,
+        FaultFixture(reader, deadline_s=PATIENT_S, **SIZES) as patient,
+    ):
         yield {name: hasty if name in SLOW else patient for name in FAULTS}
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_costs_no_answer_and_ends(fixtures: dict[str, FaultFixture], name: str) -> None:
-    result = run_fault(fixtures[name], name, CONFIG.requests)
+    result = run_fault(fixtures[name], name, REQUESTS)
     assert (result.wrong, result.hung) == (0, 0)
-    assert len(result.extra) == CONFIG.requests
+    assert result.looked_for == REQUESTS * SIZES["chunks"]
     assert result.recovery_s is not None
     assert result.reasons >= REASONS.get(name, set())
 
