@@ -80,7 +80,7 @@ def priors(made: DecoderModel) -> Priors:
 
 @cache
 def blender(kind: str, name: str) -> Blender:
-    """With a store for this prompt. Chunks of the damaged one are computed behind a primer, too."""
+    """With a store for this prompt. Chunks of the damaged one are computed after a primer, too."""
     store, made = LeakyStore(), DecoderModel.of(model(kind))
     context = (*PREFIX, *PRIMER) if name == "damaged" else PREFIX
     maker = Blender(made, "golden", store, PREFIX, context)

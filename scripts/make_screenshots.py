@@ -2,7 +2,7 @@
 
 python scripts/make_screenshots.py
 
-It needs the extras `dev` and `serve`, and a Chromium. What stands in the pictures is what this machine took.
+It needs the extras `dev` and `serve`, and a Chromium. Times in the pictures are of this machine.
 """
 
 from __future__ import annotations

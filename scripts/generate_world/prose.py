@@ -27,7 +27,7 @@ def demonym(country: str) -> str:
 
 
 def person_text(person: Person, films: Sequence[Film], rng: random.Random) -> str:
-    """A person's passage; `films` are those that the person directed."""
+    """A person's passage; `films`: directed by the person."""
     he, his, him, child, partner = ("she", "her", "her", "daughter", "husband") if person.female else _MALE
     words = {
         "he": he, "He": he.title(), "his": his, "His": his.title(), "him": him, "child": child, "partner": partner,
