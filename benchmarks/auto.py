@@ -15,7 +15,7 @@ from itertools import product
 import numpy as np
 from pydantic import Field
 
-from blendserve.bench.harness import Case, Group, Metrics, Report, SampleLog, Table, ms, ratio
+from blendserve.bench.harness import Case, Group, Metrics, SampleLog, ms, ratio, table
 from blendserve.bench.runner import Bench, BenchConfig, open_reader
 from blendserve.blend.blender import Blender
 from blendserve.config import BlendConfig, Method, Positive, Ratio
@@ -88,9 +88,6 @@ def _ids(reader: Reader, rng: np.random.Generator, n: int) -> TokenIds:
     return tuple(rng.integers(3, min(40_000, reader.adapter.vocab_size), size=n).tolist())
 
 
-BENCH = Bench(
-    AutoConfig,
-    groups,
-    Report((Table("Prefill", (ms("ms", "prefill_s"), ratio("/ blend", "prefill_s", method="blend"))),)),
-    tiny={"chunks": (1, 3), "chunk_tokens": (20, 200), "hit_rates": (0.0, 1.0), "repeats": 2},
-)
+TABLE = table("Prefill", ms("ms", "prefill_s"), ratio("/ blend", "prefill_s", method="blend"))
+TINY = {"chunks": (1, 3), "chunk_tokens": (20, 200), "hit_rates": (0.0, 1.0)}
+BENCH = Bench(AutoConfig, groups, (TABLE,), tiny=TINY)

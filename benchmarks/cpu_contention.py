@@ -1,8 +1,8 @@
 """`python -m benchmarks cpu_contention`: TTFT and decoding beside busy processes, and with the time of one core.
 
-A worker is a process whose threads wait in one way: as blendserve sets it, as libgomp does by default, or as an
-environment says. It is a process of its own, as libgomp reads how to wait when it is loaded. Every worker runs every
-request in every situation, in turns; ratios to the idle machine are taken round by round.
+A worker is a process whose threads wait in one way: as blendserve sets it, or as libgomp does by default. It is a process
+of its own, as libgomp reads how to wait when it is loaded. Every worker runs every request in every situation, in turns;
+ratios to the idle machine are taken round by round.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from pydantic import Field
 
 from benchmarks.support.worker import WorkerProcess, serve
 from blendserve.bench.decode import prefilled, run_generate, run_ours
 from blendserve.bench.fixture import PromptFixture, scratch
-from blendserve.bench.harness import Case, Group, Metrics, Report, SampleLog, Table, ms, ratio
+from blendserve.bench.harness import Case, Group, Metrics, SampleLog, ms, ratio, table
 from blendserve.bench.runner import Bench, PromptBenchConfig
 from blendserve.bench.workload import check_room
 from blendserve.config import Positive, Ratio
@@ -60,9 +60,6 @@ class ContentionConfig(PromptBenchConfig):
     ratios: tuple[Ratio, ...] = Field((0.15,), description="Recompute ratios of methods that name none.")
     busy: tuple[Positive, ...] = Field(
         (1, 2, 4), description="Numbers of busy processes to run at the same time."
-    )
-    environments: tuple[Annotated[str, Field(pattern=r"^\w+=\S*( \w+=\S*)*$")], ...] = Field(
-        (), description='Environments of further wait policies to measure, such as "OMP_WAIT_POLICY=passive".'
     )
     libgomp: bool = Field(
         True, description="Measure libgomp's default wait policy, which takes most of the time."
@@ -105,10 +102,9 @@ def groups(config: ContentionConfig, log: SampleLog) -> Iterator[Group]:
 
 
 def environments(config: ContentionConfig) -> dict[str, dict[str, str]]:
-    """Wait policy -> what the worker's environment has beside this process's own."""
+    """Wait policy -> the worker's further environment variables."""
     libgomp = {LIBGOMP: {SPIN: LIBGOMP_SPINS, COUNT: str(SETTLED.cpus.affinity)}} if config.libgomp else {}
-    more = {words: dict(word.split("=", 1) for word in words.split()) for words in config.environments}
-    return {OURS: {}, **libgomp, **more}
+    return {OURS: {}, **libgomp}
 
 
 def _worker(
@@ -126,7 +122,7 @@ class BusyProcesses:
         self.processes: list[subprocess.Popen[bytes]] = []
 
     def set(self, n: int) -> None:
-        """So many from now on. Raises InputError when one ended too early."""
+        """Run n from now on. Raises InputError when one ended too early."""
         if any(process.poll() is not None for process in self.processes):
             raise InputError(f"a busy process ended early; one measurement may take {MAX_S} s: ask for less")
         while len(self.processes) > n:
@@ -215,32 +211,17 @@ def _start(task: dict[str, Any]) -> tuple[dict[str, Any], Callable[[str], Metric
     return about, lambda request: requests[request]()
 
 
-BENCH = Bench(
-    ContentionConfig,
-    groups,
-    Report(
-        (
-            Table(
-                "Beside other work",
-                (
-                    ms("TTFT ms", "ttft_s"),
-                    ratio("/ idle", "ttft_s", load=IDLE),
-                    ms("ms a token", "token_s"),
-                    ratio("token / idle", "token_s", load=IDLE),
-                ),
-            ),
-        )
-    ),
-    tiny={
-        "chunks": 2,
-        "chunk_tokens": 40,
-        "suffix_tokens": 25,
-        "new_tokens": 3,
-        "busy": (1,),
-        "repeats": 2,
-        "libgomp": False,
-    },
+TABLE = table(
+    "Beside other work",
+    ms("TTFT ms", "ttft_s"),
+    ratio("/ idle", "ttft_s", load=IDLE),
+    ms("ms per token", "token_s"),
+    ratio("token / idle", "token_s", load=IDLE),
 )
+BENCH = Bench(
+    ContentionConfig, groups, (TABLE,), tiny={"chunks": 2, "new_tokens": 3, "busy": (1,), "libgomp": False}
+)
+
 
 if __name__ == "__main__":
     serve(_start)

@@ -26,7 +26,7 @@ from torch import Tensor
 from benchmarks.support.proxy import ProxyProcess, Trace, changing, constant, replayed
 from blendserve.bench.codec import CodecConfig, codec_words
 from blendserve.bench.fixture import scratch, time_prompt
-from blendserve.bench.harness import ANY, Case, Group, Metrics, Report, SampleLog, Table, count, ms, ratio
+from blendserve.bench.harness import ANY, Case, Group, Metrics, SampleLog, count, ms, ratio, table
 from blendserve.bench.plots import Plot
 from blendserve.bench.runner import Bench, open_reader
 from blendserve.bench.server_process import ServerProcess
@@ -243,34 +243,16 @@ def _publish(reader: Reader, config: DeliveryConfig, workload: Workload, store: 
     )
 
 
-BENCH = Bench(
-    DeliveryConfig,
-    groups,
-    Report(
-        (
-            Table(
-                "Time to first token by link and by how chunks are delivered",
-                (
-                    ms("TTFT ms", "ttft_s"),
-                    ratio("/ recompute", "ttft_s", kind="fixed", client=RECOMPUTE),
-                    ratio("/ CacheGen", "ttft_s", kind="adaptive", client=CACHEGEN),
-                    ratio("/ pipelined", "ttft_s", kind="adaptive", client=PIPELINED),
-                    ratio("/ oracle", "ttft_s", kind="fixed", client=ANY),
-                    count("MB", "bytes_received", 1e-6, 1),
-                    count("KL", "kl_first_token", digits=3),
-                    count("computed", "chunks_computed"),
-                ),
-            ),
-        ),
-        Plot(x="link", y="ttft_s", series="client"),
-    ),
-    tiny={
-        "rates_gbit": (1.0,),
-        "traces": ("up",),
-        "codecs": ("raw", "int8"),
-        "chunks": 2,
-        "chunk_tokens": 40,
-        "suffix_tokens": 25,
-        "repeats": 1,
-    },
+TABLE = table(
+    "Time to first token by link and by how chunks are delivered",
+    ms("TTFT ms", "ttft_s"),
+    ratio("/ recompute", "ttft_s", kind="fixed", client=RECOMPUTE),
+    ratio("/ CacheGen", "ttft_s", kind="adaptive", client=CACHEGEN),
+    ratio("/ pipelined", "ttft_s", kind="adaptive", client=PIPELINED),
+    ratio("/ oracle", "ttft_s", kind="fixed", client=ANY),
+    count("MB", "bytes_received", 1e-6, 1),
+    count("KL", "kl_first_token", digits=3),
+    count("computed", "chunks_computed"),
 )
+TINY = {"rates_gbit": (1.0,), "traces": ("up",), "codecs": ("raw", "int8"), "chunks": 2, "repeats": 1}
+BENCH = Bench(DeliveryConfig, groups, (TABLE,), Plot(x="link", y="ttft_s", series="client"), TINY)

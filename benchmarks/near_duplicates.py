@@ -18,7 +18,7 @@ import numpy as np
 from pydantic import Field
 
 from blendserve.bench.fixture import SPARE_BYTES, make_blender, scratch, time_prompt
-from blendserve.bench.harness import Case, Group, Metrics, Report, SampleLog, Table, count, ms, ratio
+from blendserve.bench.harness import Case, Group, Metrics, SampleLog, count, ms, ratio, table
 from blendserve.bench.memory import status_bytes
 from blendserve.bench.runner import Bench, PromptBenchConfig, open_reader
 from blendserve.bench.workload import Workload, make_workload
@@ -166,29 +166,15 @@ def _lookups(index: NearIndex, texts: Sequence[TokenIds]) -> Metrics:
     }
 
 
-BENCH = Bench(
-    NearConfig,
-    groups,
-    Report(
-        (
-            Table(
-                "Time to first token with edited passages",
-                (
-                    ms("TTFT ms", "ttft_s"),
-                    ratio("/ exact hits", "ttft_s", passages=EXACT),
-                    ratio("/ full prefill", "ttft_s", passages=FULL),
-                    count("tokens run", "tokens_run"),
-                ),
-            ),
-            Table("Search", (ms("median ms", "lookup_s"), ms("longest", "lookup_max_s"))),
-        )
+TABLES = (
+    table(
+        "Time to first token with edited passages",
+        ms("TTFT ms", "ttft_s"),
+        ratio("/ exact hits", "ttft_s", passages=EXACT),
+        ratio("/ full prefill", "ttft_s", passages=FULL),
+        count("tokens run", "tokens_run"),
     ),
-    tiny={
-        "chunks": 3,
-        "chunk_tokens": 80,
-        "suffix_tokens": 25,
-        "signatures": 5000,
-        "edited": 0.1,
-        "repeats": 2,
-    },
+    table("Search", ms("median ms", "lookup_s"), ms("longest", "lookup_max_s")),
 )
+TINY = {"chunk_tokens": 80, "signatures": 5000, "edited": 0.1}
+BENCH = Bench(NearConfig, groups, TABLES, tiny=TINY)

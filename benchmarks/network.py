@@ -23,7 +23,7 @@ from benchmarks.support.proxy import Proxy, network
 from benchmarks.support.valkey import Server
 from blendserve.bench.codec import CodecConfig
 from blendserve.bench.fixture import make_blender, time_prompt
-from blendserve.bench.harness import Case, Column, Group, Metrics, Report, SampleLog, Table, count, ms, ratio
+from blendserve.bench.harness import Case, Column, Group, Metrics, SampleLog, count, ms, ratio, table
 from blendserve.bench.plots import Plot
 from blendserve.bench.runner import Bench, open_reader
 from blendserve.bench.stores import CodecTables, TimedStore
@@ -122,7 +122,7 @@ class Fixture:
             return {"requests_per_s": config.requests / (ended[-1] - ended[-1 - config.requests])}
 
     def _prompts(self) -> list[Prompt]:
-        """Of those that are known at the same time, none share a chunk."""
+        """Prompts that are announced at the same time share no chunk."""
         config, asked = self._config, self._workload
         sets = config.in_flight + 1
         many = make_workload(self._reader, sets * config.chunks, config.chunk_tokens, None, config.seed)
@@ -157,39 +157,22 @@ def groups(config: NetworkConfig, log: SampleLog) -> Iterator[Group]:
                 yield Group(labels, cases, {"nearest_ms": trips[0]})
 
 
-BENCH = Bench(
-    NetworkConfig,
-    groups,
-    Report(
-        (
-            Table(
-                "Time to first token over a network",
-                (
-                    ms("TTFT ms", "ttft_s"),
-                    ratio("/ full prefill", "ttft_s", method="full", codec=None),
-                    ms("waited ms", "wait_s", spread=False),
-                    count("MB received", "bytes_received", 1e-6, 1),
-                ),
-            ),
-            Table(
-                "Requests a second, some announced",
-                (
-                    Column("requests/s", "requests_per_s"),
-                    ratio("/ no round trip", "requests_per_s", round_trip_ms=0.0),
-                ),
-            ),
-        ),
-        Plot(x="rate_gbit", y="ttft_s", series="codec"),
+TABLES = (
+    table(
+        "Time to first token over a network",
+        ms("TTFT ms", "ttft_s"),
+        ratio("/ full prefill", "ttft_s", method="full", codec=None),
+        ms("waited ms", "wait_s", spread=False),
+        count("MB received", "bytes_received", 1e-6, 1),
     ),
-    tiny={
-        "chunks": 3,
-        "chunk_tokens": 40,
-        "suffix_tokens": 30,
-        "repeats": 1,
-        "in_flight": 1,
-        "requests": 1,
-        "codecs": ("raw", "int8"),
-        "round_trips_ms": (0.0, 50.0),
-        "rates_gbit": (0.02,),
-    },
+    table(
+        "Requests per second, some announced",
+        Column("requests/s", "requests_per_s"),
+        ratio("/ no round trip", "requests_per_s", round_trip_ms=0.0),
+    ),
 )
+TINY = {
+    **{"repeats": 1, "in_flight": 1, "requests": 1, "suffix_tokens": 30, "codecs": ("raw", "int8")},
+    **{"round_trips_ms": (0.0, 50.0), "rates_gbit": (0.02,)},
+}
+BENCH = Bench(NetworkConfig, groups, TABLES, Plot(x="rate_gbit", y="ttft_s", series="codec"), TINY)

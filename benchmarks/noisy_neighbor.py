@@ -25,7 +25,7 @@ from pydantic import Field, field_validator
 from benchmarks.support.hostile import KINDS
 from benchmarks.support.worker import WorkerProcess
 from blendserve.bench.fixture import scratch
-from blendserve.bench.harness import Case, Group, Metrics, Report, SampleLog, Table, count, ms, ratio
+from blendserve.bench.harness import Case, Group, Metrics, SampleLog, count, ms, ratio, table
 from blendserve.bench.loadgen import Body, Response, longest_passages, metrics_of, send
 from blendserve.bench.runner import Bench, BenchConfig
 from blendserve.bench.server_process import ServerProcess, serve_command
@@ -107,7 +107,7 @@ def groups(config: NeighborConfig, log: SampleLog) -> Iterator[Group]:
 
 
 def think_time(service_s: float, clients: int, share: float) -> float:
-    """Mean seconds between answer and next question, by which so many clients load a server to this share.
+    """Mean seconds between answer and next question with which the clients load a server to this share.
 
     A client that asks `think` after its answer loads it with service / (service + think).
     """
@@ -222,23 +222,14 @@ class Window:
         return responses
 
 
-BENCH = Bench(
-    NeighborConfig,
-    groups,
-    Report(
-        (
-            Table(
-                "Regular clients, without and with a hostile client",
-                (
-                    ms("p50 TTFT ms", "ttft_p50_s"),
-                    ms("p95", "ttft_p95_s"),
-                    ratio("p95 / without", "ttft_p95_s", hostile="no"),
-                    ms("worst", "ttft_p100_s", spread=False),
-                    count("requests", "requests"),
-                    count("failed", "failed"),
-                ),
-            ),
-        )
-    ),
-    tiny={"clients": 2, "passages": 2, "new_tokens": 2, "seconds": 0.1, "repeats": 2},
+TABLE = table(
+    "Regular clients, without and with a hostile client",
+    ms("p50 TTFT ms", "ttft_p50_s"),
+    ms("p95", "ttft_p95_s"),
+    ratio("p95 / without", "ttft_p95_s", hostile="no"),
+    ms("worst", "ttft_p100_s", spread=False),
+    count("requests", "requests"),
+    count("failed", "failed"),
 )
+TINY = {"clients": 2, "passages": 2, "new_tokens": 2, "seconds": 0.1}
+BENCH = Bench(NeighborConfig, groups, (TABLE,), tiny=TINY)

@@ -22,7 +22,7 @@ from pydantic import Field
 from benchmarks.support.valkey import Server
 from benchmarks.support.worker import WorkerProcess, serve
 from blendserve.bench.fixture import scratch
-from blendserve.bench.harness import Case, Group, Metrics, Report, SampleLog, Table, count, ms, ratio
+from blendserve.bench.harness import Case, Group, Metrics, SampleLog, count, ms, ratio, table
 from blendserve.bench.runner import Bench, BenchConfig
 from blendserve.bench.workload import make_workload
 from blendserve.config import BlendConfig, Config, Positive, Ratio, StoreConfig, StoreKindName
@@ -224,38 +224,22 @@ def _start(task: dict[str, Any]) -> tuple[Any, Any]:
     }, node.answer
 
 
-BENCH = Bench(
-    SharingConfig,
-    groups,
-    Report(
-        (
-            Table(
-                "Caches of the same total capacity",
-                (
-                    ms("mean TTFT ms", "ttft_mean_s"),
-                    ratio("/ one per user", "ttft_mean_s", cache=PER_USER),
-                    ms("p95 ms", "ttft_p95_s", spread=False),
-                    count("hit rate", "hit_rate", digits=2),
-                    count("MB stored", "bytes_stored", 1e-6, 1),
-                    count("computed", "chunks_computed"),
-                    count("of those again", "chunks_recomputed"),
-                ),
-            ),
-        )
-    ),
-    tiny={
-        "users": 2,
-        "engines": 1,
-        "questions": 6,
-        "passages": 2,
-        "pool": 6,
-        "store": "lmdb",
-        "chunk_tokens": 40,
-        "memory": 1.0,
-        "overlap": 1.0,
-        "repeats": 1,
-    },
+TABLE = table(
+    "Caches of the same total capacity",
+    ms("mean TTFT ms", "ttft_mean_s"),
+    ratio("/ one per user", "ttft_mean_s", cache=PER_USER),
+    ms("p95 ms", "ttft_p95_s", spread=False),
+    count("hit rate", "hit_rate", digits=2),
+    count("MB stored", "bytes_stored", 1e-6, 1),
+    count("computed", "chunks_computed"),
+    count("of those again", "chunks_recomputed"),
 )
+TINY = {
+    **{"users": 2, "engines": 1, "questions": 6, "passages": 2, "pool": 6, "store": "lmdb"},
+    **{"memory": 1.0, "overlap": 1.0, "repeats": 1},
+}
+BENCH = Bench(SharingConfig, groups, (TABLE,), tiny=TINY)
+
 
 if __name__ == "__main__":
     serve(_start)

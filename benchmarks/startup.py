@@ -1,6 +1,6 @@
 """`python -m benchmarks startup`: whole commands from start to exit, and the first answer of a process.
 
-Everything runs in a process of its own, over one small index of bundled text that is precomputed beforehand. The question
+Everything runs in a process of its own, over one small index of bundled text that is precomputed before. The question
 is the same each time: answers differ only in what the process has done before.
 """
 
@@ -18,7 +18,7 @@ import yaml
 from pydantic import Field
 
 from blendserve.bench.fixture import scratch
-from blendserve.bench.harness import Case, Column, Group, Metrics, Report, SampleLog, Table, ms
+from blendserve.bench.harness import Case, Column, Group, Metrics, SampleLog, ms, table
 from blendserve.bench.runner import Bench, BenchConfig
 from blendserve.config import BlendConfig, Config, DecodeConfig, Positive, RetrieveConfig
 from blendserve.engine.engine import Engine
@@ -101,21 +101,12 @@ def _answers(out: str) -> Metrics:
     }
 
 
-BENCH = Bench(
-    StartupConfig,
-    groups,
-    Report(
-        (
-            Table(
-                "Start to exit, and the first answer",
-                (
-                    ms("ms", "time_s"),
-                    ms("first TTFT ms", "ttft_s"),
-                    ms("later TTFT ms", "later_ttft_s"),
-                    Column("first / later", "first_over_later"),
-                ),
-            ),
-        )
-    ),
-    tiny={"passages": 2, "chunk_tokens": 64, "new_tokens": 3, "repeats": 1},
+TABLE = table(
+    "Start to exit, and the first answer",
+    ms("ms", "time_s"),
+    ms("first TTFT ms", "ttft_s"),
+    ms("later TTFT ms", "later_ttft_s"),
+    Column("first / later", "first_over_later"),
 )
+TINY = {"passages": 2, "chunk_tokens": 64, "new_tokens": 3, "repeats": 1}
+BENCH = Bench(StartupConfig, groups, (TABLE,), tiny=TINY)

@@ -12,7 +12,6 @@ to recompute may still be worth storing. Unknown numbers stay blank: the result 
 from __future__ import annotations
 
 import json
-import statistics
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from math import inf
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
+from blendserve.bench.harness import Column, samples_of, select, summarize
 from blendserve.config import Positive, Ratio, Section, changed
 from blendserve.errors import InputError
 
@@ -138,33 +138,28 @@ def with_bench(config: CostConfig, file: Path) -> CostConfig:
     """Take levels, prefill time and chunk length from `blendserve bench codec --json`. Raises InputError."""
     try:
         result: dict[str, Any] = json.loads(file.read_text().splitlines()[-1])
-        config_of = result["config"]
-        tokens = config_of["chunks"] * config_of["chunk_tokens"] + config_of["suffix_tokens"]
-        bytes_per_token = dict(_medians(result, "bytes_per_token", {"of": "size"}))
-        decoded = dict(_medians(result, "tokens_per_s", {"of": "speed", "operation": "decode"}))
-        ((_, prefill_s),) = _medians(result, "time_s", {"of": "speed", "operation": "prefill"})
+        of, samples = result["config"], samples_of(result)
+        tokens = of["chunks"] * of["chunk_tokens"] + of["suffix_tokens"]
+
+        def measured(metric: str, **where: str) -> float:
+            return summarize(select(result, Column("", metric), where)).median
+
         levels = {
-            codec: {"bytes_per_token": n_bytes, "decode_seconds": 1 / decoded[codec]}
-            for codec, n_bytes in bytes_per_token.items()
+            codec: {
+                "bytes_per_token": measured("bytes_per_token", of="size", codec=codec),
+                "decode_seconds": 1 / measured("tokens_per_s", operation="decode", codec=codec),
+            }
+            for codec in dict.fromkeys(s.labels["codec"] for s in samples if s.labels["of"] == "size")
         }
-        measured = {"prefill_seconds": prefill_s / tokens, "chunk_tokens": config_of["chunk_tokens"]}
+        prefill_s = measured("time_s", operation="prefill") / tokens
     except OSError as error:
         raise InputError(f"cannot read {file}: {error.strerror}", path=file) from None
-    except (ValueError, KeyError, IndexError, TypeError):
+    except (ValueError, KeyError, IndexError, TypeError, InputError):
         raise InputError(
             f"{file} is not the output of `blendserve bench codec --json`: give its last line", path=file
         ) from None
-    return changed(config, levels={**_levels(config), **levels}, **measured)
-
-
-def _medians(result: dict[str, Any], metric: str, where: dict[str, str]) -> Iterator[tuple[str, float]]:
-    """Codec and median of a metric over the rounds, of the samples that have these labels."""
-    values: dict[str, list[float]] = {}
-    for group in result["groups"]:
-        for labels, _, metrics in group["samples"]:
-            if where.items() <= labels.items() and metric in metrics:
-                values.setdefault(labels.get("codec", ""), []).append(metrics[metric])
-    yield from ((codec, statistics.median(found)) for codec, found in values.items())
+    levels = {**_levels(config), **levels}
+    return changed(config, levels=levels, prefill_seconds=prefill_s, chunk_tokens=of["chunk_tokens"])
 
 
 def _estimate(config: CostConfig, tier: str, level: str) -> Estimate:

@@ -29,7 +29,7 @@ NICENESS = 19
 
 
 def _text(size: int) -> str:
-    """So many characters, of words."""
+    """Words of `size` characters."""
     return ("more and more words " * (1 + size // 20))[:size]
 
 

@@ -62,7 +62,7 @@ class TokenBucket:
         self._lock = threading.Lock()
 
     def take(self, n_bytes: int, bytes_per_s: float) -> None:
-        """Wait until so many bytes have passed."""
+        """Wait until `n_bytes` have passed."""
         with self._lock:
             self.n_bytes += n_bytes
             if not bytes_per_s:
@@ -127,7 +127,7 @@ class Proxy:
         return f"valkey://127.0.0.1:{self.port}"
 
     def reset(self) -> None:
-        """Perfect conditions for connections to come; those that are open end."""
+        """Perfect conditions for new connections; open ones end."""
         self.conditions = LinkConditions()
         with self._lock:
             for connection in self._open:

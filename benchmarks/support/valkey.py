@@ -22,7 +22,7 @@ from blendserve.errors import InputError
 BINARY = "BLENDSERVE_VALKEY_SERVER"
 START_S = 120.0
 SLOTS = 1 << 14  # of a cluster
-# The server dies with whoever holds the other end of this shell's standard input, however that ends.
+# The server ends with the process that holds the other end of this shell's standard input.
 _GUARD = '"$@" >/dev/null 2>&1 & echo $!; read -r _; kill -9 $! 2>/dev/null; wait'
 
 

@@ -1,8 +1,8 @@
 """`blendserve bench codec`: bytes a token of each codec and level, and the time of encoding, decoding and a first token.
 
 Every byte of a chunk's records counts: segments with their scales, the header with its lengths and checksums. Tables
-count apart, and per token where so many chunks share them. Encoding runs in one thread, as during precompute. Decoding
-goes layer by layer, the chunks side by side in as many threads as prefill has, without the store. TTFT is that of one
+count apart, and per token of the chunks that share them. Encoding runs in one thread, as during precompute. Decoding goes
+layer by layer, the chunks side by side in as many threads as prefill has, without the store. TTFT is that of one
 method over the same prompt from a store of each codec.
 """
 
@@ -18,7 +18,7 @@ import torch
 from pydantic import Field, field_validator
 
 from blendserve.bench.fixture import SPARE_BYTES, make_blender, scratch, time_prompt
-from blendserve.bench.harness import Case, Column, Group, Metrics, Report, SampleLog, Table, count, ms, ratio
+from blendserve.bench.harness import Case, Group, Metrics, SampleLog, count, ms, ratio, table
 from blendserve.bench.runner import Bench, PromptBenchConfig, open_reader
 from blendserve.bench.stores import CodecTables
 from blendserve.bench.workload import Workload
@@ -170,42 +170,25 @@ def _size(sizes: dict[str, float], chunk_tokens: int) -> Metrics:
     return {**sizes, **shared}
 
 
-BENCH = Bench(
-    CodecConfig,
-    groups,
-    Report(
-        (
-            Table(
-                "Size; bytes a token with the tables that so many chunks share",
-                (
-                    count("x smaller", "compression", digits=2),
-                    count("bits an element", "bits_per_element", digits=3),
-                    count("bytes a token", "bytes_per_token"),
-                    *(count(f"{n:,} chunks", f"with_tables_{n}") for n in SHARED_BY),
-                    count("tables MB", "tables_bytes", 1e-6, 2),
-                ),
-                {"of": "size"},
-            ),
-            Table(
-                "Speed; MB of raw KV",
-                (
-                    ms("ms", "time_s"),
-                    Column("MB/s", "raw_mb_per_s", digits=0, spread=False),
-                    Column("tokens/s", "tokens_per_s", digits=0, spread=False),
-                    ratio("of full prefill", "time_s", operation="prefill", codec=None),
-                    ratio("of raw", "time_s", codec=RAW),
-                ),
-                {"of": "speed"},
-            ),
-        )
+TABLES = (
+    table(
+        "Size; bytes per token with tables that several chunks share",
+        count("x smaller", "compression", digits=2),
+        count("bits per element", "bits_per_element", digits=3),
+        count("bytes per token", "bytes_per_token"),
+        *(count(f"{n:,} chunks", f"with_tables_{n}") for n in SHARED_BY),
+        count("tables MB", "tables_bytes", 1e-6, 2),
+        of="size",
     ),
-    tiny={
-        "codecs": ("int8",),
-        "chunks": 3,
-        "chunk_tokens": 40,
-        "suffix_tokens": 25,
-        "repeats": 2,
-        "fit_tokens": 300,
-        "method": "reuse",
-    },
+    table(
+        "Speed; MB of raw KV",
+        ms("ms", "time_s"),
+        count("MB/s", "raw_mb_per_s"),
+        count("tokens/s", "tokens_per_s"),
+        ratio("of full prefill", "time_s", operation="prefill", codec=None),
+        ratio("of raw", "time_s", codec=RAW),
+        of="speed",
+    ),
 )
+TINY = {"codecs": ("int8",), "fit_tokens": 300, "method": "reuse"}
+BENCH = Bench(CodecConfig, groups, TABLES, tiny=TINY)

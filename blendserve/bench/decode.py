@@ -15,7 +15,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from blendserve.bench.harness import Case, Group, Metrics, Report, SampleLog, Table, count, ms, speedup
+from blendserve.bench.harness import Case, Group, Metrics, SampleLog, count, ms, speedup, table
 from blendserve.bench.runner import Bench, BenchConfig, open_reader
 from blendserve.bench.workload import check_room, make_workload
 from blendserve.blend.layout import lay_out
@@ -153,7 +153,7 @@ def _steps(adapter: DecoderModel, context: int, n: int, labels: dict[str, Any]) 
 def _run_steps(
     adapter: DecoderModel, runner: Runner, context: int, tokens: list[int]
 ) -> tuple[dict[str, float], Tensor]:
-    """All tokens after the context; the clock starts behind the eager ones and the capture."""
+    """All tokens after the context; the clock starts after the eager ones and the capture."""
     for i in range(EAGER_STEPS):
         runner.step(context + i, tokens[i])
     clock = Clock(adapter.device)
@@ -172,22 +172,13 @@ def _immediately(work: Callable[[], Tensor], device: torch.device) -> Replayed:
     return work
 
 
-BENCH = Bench(
-    DecodeBenchConfig,
-    groups,
-    Report(
-        (
-            Table(
-                "Decode",
-                (
-                    ms("ms a token", "token_s"),
-                    speedup("x transformers", "token_s", engine=TRANSFORMERS),
-                    speedup("x launched", "token_s", engine=LAUNCHED),
-                    ms("capture ms", "capture_s"),
-                    count("logits differ by", "logit_difference", digits=6),
-                ),
-            ),
-        )
-    ),
-    tiny={"contexts": (60,), "new_tokens": 6, "repeats": 2, "graphs": True},
+TABLE = table(
+    "Decode",
+    ms("ms per token", "token_s"),
+    speedup("x transformers", "token_s", engine=TRANSFORMERS),
+    speedup("x launched", "token_s", engine=LAUNCHED),
+    ms("capture ms", "capture_s"),
+    count("logits differ by", "logit_difference", digits=6),
 )
+TINY = {"contexts": (60,), "new_tokens": 6, "graphs": True}
+BENCH = Bench(DecodeBenchConfig, groups, (TABLE,), tiny=TINY)

@@ -19,7 +19,7 @@ from torch.nn.attention import sdpa_kernel
 
 from blendserve.bench.harness import Metrics
 from blendserve.bench.page_cache import drop
-from blendserve.bench.roofline import Counts, Rates, limit, prefill_work
+from blendserve.bench.roofline import Counts, Rates, bound_s, prefill_work
 from blendserve.bench.stores import TimedStore
 from blendserve.bench.workload import Workload
 from blendserve.blend.blender import Blender, Prefilled
@@ -86,7 +86,7 @@ class PromptFixture:
         if self._roofline:
             counts, rates = self._roofline
             work = prefill_work(counts, done.report, done.result.recomputed, method.blend)
-            metrics["roofline_s"] = limit(work, rates).total
+            metrics["roofline_s"] = bound_s(work, rates)
             metrics["roofline_fraction"] = metrics["roofline_s"] / metrics["prefill_s"]
         return metrics
 
@@ -189,7 +189,7 @@ def make_blender(reader: Reader, prompts: PromptBuilder, store: KVStore, **optio
 
 
 def open_tier(folder: Path, n_bytes: int, tier: Tier, device: torch.device) -> KVFetcher:
-    """Over an LMDB store for so many bytes; tier: where its chunks lie when a request comes. Raises StoreError."""
+    """Over an LMDB store of `n_bytes`; tier: memory that holds the chunks when a request comes. Raises StoreError."""
     if tier == "disk":
         return KVFetcher(LMDBStore(folder, n_bytes))
     cap = round(PINNED * n_bytes)

@@ -1,18 +1,14 @@
-"""`blendserve bench gpu_kernels`: attention and KV placement alone, and where a prefill makes the host wait for the GPU.
+"""`blendserve bench gpu_kernels`: attention and KV placement alone, against SDPA and the copy rate.
 
 Attention runs the rows of a blended prefill (15% of the context and the question) and all rows, against SDPA with a
-boolean mask. Placement is one layer of six chunks, each byte read and written once. Times are those of one call among
-many that the device gets one after another. Runs on a CPU, too, with the kernels that it has.
+boolean mask. Placement is one layer of six chunks, each byte read and written once. A time is the mean of calls that the
+device gets one after another. Runs on a CPU, too, with the kernels that it has.
 """
 
 from __future__ import annotations
 
-import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -21,20 +17,15 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 
-from blendserve.bench.fixture import PromptFixture, scratch
-from blendserve.bench.harness import Case, Group, Metrics, Report, SampleLog, Table, count, ms, speedup
+from blendserve.bench.harness import Case, Group, Metrics, SampleLog, count, ms, speedup, table
 from blendserve.bench.roofline import Rates, measure_rates
 from blendserve.bench.runner import Bench, BenchConfig, open_reader
-from blendserve.bench.workload import make_workload
 from blendserve.config import Positive
-from blendserve.evaluate.methods import parse_methods
-from blendserve.kernels.cuda import masked
 from blendserve.kernels.cuda.dense import BACKENDS
 from blendserve.kernels.ops import ATTEND, place
 from blendserve.kernels.rows import plan_rows
 from blendserve.kernels.types import AttentionSpec
 from blendserve.models.model import DecoderModel
-from blendserve.registry import BENCHED
 from blendserve.timing import Clock
 
 RATIO, SUFFIX, CHUNKS = 0.15, 40, 6
@@ -43,15 +34,13 @@ MASKED = "rows, SDPA boolean mask"
 
 
 class KernelsConfig(BenchConfig):
-    """Kernels alone, and one prompt."""
+    """Kernels alone."""
 
     heads: tuple[Annotated[str, Field(pattern=r"^\d+/\d+/\d+$")], ...] = Field(
         ("32/8/128", "28/4/128"), description="Attention shapes: query heads/KV heads/head dimension."
     )
     contexts: tuple[Positive, ...] = Field((3072, 16_384, 32_256), description="Context lengths, in tokens.")
-    chunk_tokens: Positive = Field(
-        512, description="Length of a chunk of the prompt and of placed KV, in tokens."
-    )
+    chunk_tokens: Positive = Field(512, description="Length of a chunk of the placed KV, in tokens.")
     repeats: Positive = Field(3, description="Number of measured rounds.")
 
 
@@ -74,21 +63,6 @@ def groups(config: KernelsConfig, log: SampleLog) -> Iterator[Group]:
             "host_to_device_bytes_s": _link(adapter.device),
         }
         yield Group({"kernel": "placement"}, [case], facts)
-    if not log.done({"kernel": "none: synchronization"}):
-        workload = make_workload(reader, CHUNKS, config.chunk_tokens, SUFFIX, config.seed)
-        methods = parse_methods(("reuse", *BENCHED), (RATIO,), config.seed)
-        places: dict[str, dict[str, int]] = {}
-        with scratch(config.folder) as folder, PromptFixture(reader, workload, methods, folder) as fixture:
-            fixture.precompute()
-
-            def run(method: int) -> Metrics:
-                with synchronization_points(adapter.device) as found:
-                    metrics = fixture.run(methods[method])
-                places[methods[method].name] = dict(Counter(found))
-                return {"ttft_s": metrics["ttft_s"], "sync_points": len(found)}
-
-            cases = [Case({"method": method.name}, partial(run, n)) for n, method in enumerate(methods)]
-            yield Group({"kernel": "none: synchronization"}, cases, places)
 
 
 def _attention(
@@ -113,7 +87,6 @@ def _attention(
     calls: dict[str, Callable[[], object]] = {
         "rows": partial(ours.run, some, keys, values, spec, rows),
         MASKED: partial(_masked, some, keys, values, mask, spec.scale),
-        "rows, SDPA masks by block": partial(masked.attend, some, keys, values, spec, rows),
         "all": partial(dense.run, q, keys, values, spec, every),
     }
     for name, call in calls.items():
@@ -169,41 +142,11 @@ def seconds_of(call: Callable[[], object], device: torch.device, times: int = TI
     return (clock.elapsed() - start) / times
 
 
-@contextmanager
-def synchronization_points(device: torch.device) -> Iterator[list[str]]:
-    """Fills the list with the files and lines where torch makes the host wait for a GPU."""
-    found: list[str] = []
-    if device.type != "cuda":
-        yield found
-        return
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            yield found
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-    found += [f"{Path(w.filename).name}:{w.lineno}" for w in caught if "synchroniz" in str(w.message)]
-
-
-BENCH = Bench(
-    KernelsConfig,
-    groups,
-    Report(
-        (
-            Table(
-                "Kernels",
-                (
-                    ms("ms", "time_s"),
-                    count("of roofline", "roofline_fraction", digits=2),
-                    speedup("x masked SDPA", "time_s", implementation=MASKED),
-                ),
-            ),
-            Table(
-                "Synchronization points of a prefill",
-                (count("points", "sync_points"), ms("TTFT ms", "ttft_s")),
-            ),
-        )
-    ),
-    tiny={"heads": ("4/2/16",), "contexts": (90,), "chunk_tokens": 30, "repeats": 1},
+TABLE = table(
+    "Kernels",
+    ms("ms", "time_s"),
+    count("of roofline", "roofline_fraction", digits=2),
+    speedup("x masked SDPA", "time_s", implementation=MASKED),
 )
+TINY = {"heads": ("4/2/16",), "contexts": (90,), "chunk_tokens": 30, "repeats": 1}
+BENCH = Bench(KernelsConfig, groups, (TABLE,), tiny=TINY)

@@ -1,6 +1,6 @@
 """Cases that run interleaved, samples that survive a kill, and one table for every bench.
 
-    groups (a generator) -> measure -> SampleLog (a JSON line a group) -> Report (a table, a plot)
+    groups (a generator) -> measure -> SampleLog (a JSON line for each group) -> tables, a plot
 
 A machine that slows down for a second slows both sides of one round. So ratios are taken round by round, and their
 median is shown; a ratio of medians would move.
@@ -9,21 +9,19 @@ median is shown; a ratio of medians would move.
 from __future__ import annotations
 
 import json
-import os
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from blendserve.bench.plots import Plot
 from blendserve.errors import InputError
+from blendserve.evaluate.run_dir import read_lines
 
 Labels = Mapping[str, Any]  # values are str, int or float
 Metrics = Mapping[str, float]
-Result = dict[
-    str, Any
-]  # {bench, config, environment, groups: [{group, facts, samples: [[labels, round, metrics]]}]}
+# {bench, config, environment, groups: [{group, facts, samples: [[labels, round, metrics]]}]}
+Result = dict[str, Any]
 Update = Callable[[int, int], None]
 ANY = "*"
 
@@ -45,7 +43,7 @@ class Group:
     cases: Sequence[Case]
     facts: Mapping[str, Any] | Callable[[], Mapping[str, Any]] = field(
         default_factory=dict
-    )  # called after the cases
+    )  # after the cases
     repeats: int | None = None  # in place of the bench's
     warm_up: bool = True
 
@@ -59,12 +57,12 @@ class Sample(NamedTuple):
 
 
 class SampleLog:
-    """The measured groups of one run. With a file, a killed run goes on where it ended."""
+    """The measured groups of one run. With a file, a killed run resumes."""
 
     def __init__(self, header: Mapping[str, Any], file: Path | None = None) -> None:
         """Raises InputError when the file holds a run with other settings."""
         self.header, self.groups, self._file = dict(header), list[dict[str, Any]](), file
-        if file is None or not file.exists():
+        if file is None:
             return
         kept, *self.groups = read_lines(file) or [self.header]
         if (kept["bench"], kept["config"]) != (self.header["bench"], self.header["config"]):
@@ -84,7 +82,8 @@ class SampleLog:
         line = json.loads(json.dumps(line))  # as a reader of the file sees it
         if self._file is not None:
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            lines = [line] if self._file.exists() else [self.header, line]
+            has_header = self._file.exists() and self._file.stat().st_size
+            lines = [line] if has_header else [self.header, line]
             with self._file.open("a", encoding="utf-8") as out:
                 out.write("".join(json.dumps(part) + "\n" for part in lines))
         self.groups.append(line)
@@ -94,20 +93,8 @@ class SampleLog:
         return {**self.header, "groups": self.groups}
 
 
-def read_lines(file: Path) -> list[dict[str, Any]]:
-    """The objects of a JSON Lines file; a last line that a kill cut short is removed. Raises InputError."""
-    data = file.read_bytes()
-    whole = data[: data.rfind(b"\n") + 1]
-    if len(whole) < len(data):
-        os.truncate(file, len(whole))
-    try:
-        return [json.loads(line) for line in whole.splitlines()]
-    except ValueError as error:
-        raise InputError(f"{file} is not JSON Lines: {error}; delete the wrong line") from None
-
-
 def read_result(file: Path) -> Result:
-    """What a run wrote into its --out. Raises InputError."""
+    """The file of a run's --out. Raises InputError."""
     header, *groups = read_lines(file)
     return {**header, "groups": groups}
 
@@ -115,7 +102,7 @@ def read_result(file: Path) -> Result:
 def rotated(cases: Sequence[Case], n: int) -> Iterator[Case]:
     """The order of round n: each begins with the next case, every other one goes backwards from there.
 
-    A core that rested while one case waited is faster for the next, so no case always follows the same one.
+    No case always follows the same one: after an idle phase a core is faster.
     """
     first = max(n, 0) % len(cases)
     begin, *others = [*cases[first:], *cases[:first]]
@@ -126,7 +113,7 @@ def rotated(cases: Sequence[Case], n: int) -> Iterator[Case]:
 def measure(
     groups: Iterable[Group], repeats: int, log: SampleLog, update: Update = lambda done, total: None
 ) -> None:
-    """One warm-up round of each group, then `repeats` rounds. A generator keeps a group's stores open meanwhile."""
+    """One warm-up round of each group, then `repeats` rounds, while the generator keeps the group's stores open."""
     for group in groups:
         samples: list[Sample] = []
         rounds = group.repeats or repeats
@@ -228,35 +215,29 @@ class Table:
         names = list(dict.fromkeys(name for row in rows for name in row))
         shared = [n for n in names if len({str(row.get(n)) for row in rows}) == 1]
         shown = [name for name in names if name not in shared] or names[-1:]
-        texts = [[column.text(samples, row) for row in rows] for column in self.columns]
-        used = [
-            (column.title, cells) for column, cells in zip(self.columns, texts, strict=True) if any(cells)
-        ]
+        cells = {c.title: [c.text(samples, row) for row in rows] for c in self.columns}
+        used = {title: texts for title, texts in cells.items() if any(texts)}
         title = ", ".join([self.title, *(f"{n} {rows[0][n]}" for n in shared if n not in shown)])
-        lines = [
-            [*(f"{row.get(n, '')}" for n in shown), *(c[i] for _, c in used)] for i, row in enumerate(rows)
-        ]
-        return title, [*shown, *(title for title, _ in used)], lines
+        labels = [[f"{row.get(n, '')}" for n in shown] for row in rows]
+        lines = [[*own, *line] for own, line in zip(labels, zip(*used.values(), strict=True), strict=True)]
+        return title, [*shown, *used], lines
 
 
-@dataclass(frozen=True)
-class Report:
-    """What is shown of a result."""
+def table(title: str, *columns: Column, **where: Any) -> Table:
+    return Table(title, columns, where)
 
-    tables: tuple[Table, ...]
-    plot: Plot | None = None
 
-    def render(self, result: Result) -> list[tuple[str, list[str], list[list[str]]]]:
-        """Tables of metrics, then the facts that are one number or one word."""
-        samples = samples_of(result)
-        facts = [
-            [", ".join(f"{k} {v}" for k, v in group["group"].items()), name, f"{value}"]
-            for group in result["groups"]
-            for name, value in group["facts"].items()
-            if isinstance(value, (str, int, float))
-        ]
-        tables = [found for table in self.tables if (found := table.render(samples))]
-        return [*tables, *([("Facts", ["group", "fact", "value"], facts)] if facts else [])]
+def render(tables: Sequence[Table], result: Result) -> list[tuple[str, list[str], list[list[str]]]]:
+    """Tables of metrics, then the facts that are one number or one word."""
+    samples = samples_of(result)
+    facts = [
+        [", ".join(f"{k} {v}" for k, v in group["group"].items()), name, f"{value}"]
+        for group in result["groups"]
+        for name, value in group["facts"].items()
+        if isinstance(value, (str, int, float))
+    ]
+    found = [rendered for table in tables if (rendered := table.render(samples))]
+    return [*found, *([("Facts", ["group", "fact", "value"], facts)] if facts else [])]
 
 
 def samples_of(result: Result) -> list[Sample]:

@@ -86,7 +86,7 @@ async def open_loop(http: httpx.AsyncClient, body: Body, rate: float, seconds: f
 
 
 def metrics_of(responses: Sequence[Response], seconds: float) -> dict[str, float]:
-    """Percentiles of those that were answered; what failed is counted."""
+    """Percentiles over the answered requests; failures are counted."""
     ttft = [response.ttft_s for response in responses if response.ttft_s is not None]
     itl = [gap for response in responses for gap in response.itl_s]
     metrics = {

@@ -13,8 +13,9 @@ import gc
 import json
 import subprocess
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,36 +33,29 @@ STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 RESET_PEAK = "5"  # what clear_refs wants written
 
 
-@dataclass(frozen=True)
-class MemoryTask:
-    """What the process measures: `shape` as for make_workload; `folder` holds the store with the chunks."""
+def peak_memory(
+    model: Mapping[str, Any], shape: tuple[int, int, int], seed: int, method: str, folder: str
+) -> Metrics:
+    """Of one request; {} where the system does not tell a peak. Raises InputError when the process fails.
 
-    model: dict[str, Any]
-    shape: tuple[int, int, int]
-    seed: int
-    method: str
-    folder: str
-
-
-def peak_memory(task: MemoryTask) -> Metrics:
-    """{} where the system does not tell a peak. Raises InputError when the process fails."""
+    shape: as for make_workload; folder: of the store with the chunks.
+    """
+    task = json.dumps([dict(model), shape, seed, method, folder])
     command = [sys.executable, "-m", __name__]
-    done = subprocess.run(
-        command, input=json.dumps(asdict(task)), capture_output=True, text=True, check=False
-    )
+    done = subprocess.run(command, input=task, capture_output=True, text=True, check=False)
     if done.returncode:
         why = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
-        raise InputError(f"the process that measures the memory of {task.method} failed: {why}")
+        raise InputError(f"the process that measures the memory of {method} failed: {why}")
     return dict(json.loads(done.stdout.strip().splitlines()[-1]))
 
 
-def _measure(task: MemoryTask) -> Metrics:
-    reader = load_reader(ReaderConfig(**task.model))
-    workload = make_workload(reader, *task.shape, task.seed)
-    method = next(
-        m for m in parse_methods((TRANSFORMERS, task.method), (), task.seed) if m.name == task.method
-    )
-    with PromptFixture(reader, workload, (method,), Path(task.folder)) as fixture:
+def measure_here(model: dict[str, Any], shape: list[int], seed: int, name: str, folder: str) -> Metrics:
+    """The same in this process."""
+    reader = load_reader(ReaderConfig(**model))
+    chunks, chunk_tokens, suffix_tokens = shape
+    workload = make_workload(reader, chunks, chunk_tokens, suffix_tokens, seed)
+    method = next(m for m in parse_methods((TRANSFORMERS, name), (), seed) if m.name == name)
+    with PromptFixture(reader, workload, (method,), Path(folder)) as fixture:
         fixture.store.verify()
         fixture.workload = replace(workload, passages=())
         fixture.run(method)
@@ -109,6 +103,6 @@ def status_bytes(name: str) -> int:
 
 if __name__ == "__main__":
     try:
-        print(json.dumps(_measure(MemoryTask(**json.load(sys.stdin)))))
+        print(json.dumps(measure_here(*json.load(sys.stdin))))
     except BlendserveError as error:
         sys.exit(f"{error}")

@@ -1,6 +1,6 @@
 """`blendserve bench precompute`: chunk KV into LMDB, writes included, against plain prefill of the same chunks.
 
-transformers runs each chunk alone, as a user's loop would, and stores nothing. blendserve computes it behind the prefix,
+transformers runs each chunk alone, as a user's loop would, and stores nothing. blendserve computes it after the prefix,
 writes it and waits for the disk; the prefix's own KV costs time and is not among the tokens.
 """
 
@@ -12,7 +12,7 @@ from functools import partial
 from pydantic import Field
 
 from blendserve.bench.fixture import SPARE_BYTES, forward, make_blender, scratch
-from blendserve.bench.harness import Case, Column, Group, Metrics, Report, SampleLog, Table
+from blendserve.bench.harness import Case, Column, Group, Metrics, SampleLog, ratio, table
 from blendserve.bench.runner import Bench, BenchConfig, open_reader
 from blendserve.bench.workload import Workload, make_workload
 from blendserve.config import Positive
@@ -64,22 +64,6 @@ def _precompute(reader: Reader, workload: Workload, config: PrecomputeConfig) ->
         return {"tokens_per_s": sum(map(len, chunks)) / clock.elapsed()}
 
 
-BENCH = Bench(
-    PrecomputeConfig,
-    groups,
-    Report(
-        (
-            Table(
-                "Precompute",
-                (
-                    Column("tokens/s", "tokens_per_s", digits=0),
-                    # rates, not seconds: this one's over the baseline's is the speedup
-                    Column(
-                        "x transformers", "tokens_per_s", baseline={"engine": "transformers"}, compare="ratio"
-                    ),
-                ),
-            ),
-        )
-    ),
-    tiny={"chunks": 5, "chunk_tokens": 30, "repeats": 2},
-)
+SPEEDUP = ratio("x transformers", "tokens_per_s", engine="transformers")  # of rates
+TABLE = table("Precompute", Column("tokens/s", "tokens_per_s", digits=0), SPEEDUP)
+BENCH = Bench(PrecomputeConfig, groups, (TABLE,), tiny={"chunks": 5, "chunk_tokens": 30})

@@ -7,12 +7,13 @@
     seconds  =  (linear + attention) / FLOP rate  +  load / copy rate
 
 Softmax, norms, rotation and correction are free here, and nothing overlaps. Rates are the best that the machine gave in
-the same run to one large matmul and one large copy (rates.py). In the last layer only the row whose logits are read goes
+the same run to one large matmul and one large copy. In the last layer only the row whose logits are read goes
 on past the projection.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -34,7 +35,7 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "qkv_proj")
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What a reader's work follows from."""
+    """Sizes of a model that its work follows from."""
 
     project: int  # weights of one layer's q, k and v projections
     finish: int  # weights of the rest of the layer's matmuls
@@ -48,25 +49,15 @@ class Counts:
 
     @classmethod
     def of(cls, adapter: DecoderModel) -> Counts:
-        """Raises ModelUnsupported for mixtures of experts, where it depends on the token which weights are used."""
+        """Raises ModelUnsupported for mixtures of experts, where the weights depend on the token."""
         if adapter.family.experts:
-            raise ModelUnsupported(
-                "the limit is not modelled for mixtures of experts: give a reader without experts"
-            )
+            raise ModelUnsupported("the roofline has no mixtures of experts: give a model without experts")
         model = cast(Any, adapter.reference)
-        named = [
-            (n, m.weight.numel())
-            for n, m in model.model.layers[0].named_modules()
-            if isinstance(m, nn.Linear)
-        ]
-        project = sum(n for name, n in named if name.rpartition(".")[2] in PROJECTIONS)
-        return cls(
-            project,
-            sum(n for _, n in named) - project,
-            model.lm_head.weight.numel(),
-            adapter.n_heads * adapter.head_dim,
-            tuple(spec.window for spec in adapter.specs),
-        )
+        linear = {n: m for n, m in model.model.layers[0].named_modules() if isinstance(m, nn.Linear)}
+        sizes = {name: module.weight.numel() for name, module in linear.items()}
+        project = sum(n for name, n in sizes.items() if name.rpartition(".")[2] in PROJECTIONS)
+        width, windows = adapter.n_heads * adapter.head_dim, tuple(spec.window for spec in adapter.specs)
+        return cls(project, sum(sizes.values()) - project, model.lm_head.weight.numel(), width, windows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,26 +72,13 @@ class Work:
         return Work(self.linear + other.linear, self.attention + other.attention, self.loaded + other.loaded)
 
 
-@dataclass(frozen=True, slots=True)
-class Limit:
-    """Seconds that a prefill takes at least."""
-
-    linear: float
-    attention: float
-    load: float
-
-    @property
-    def total(self) -> float:
-        return self.linear + self.attention + self.load
-
-
-def limit(work: Work, rates: Rates) -> Limit:
-    """The work at these rates."""
-    return Limit(work.linear / rates.flops, work.attention / rates.flops, work.loaded / rates.bytes)
+def bound_s(work: Work, rates: Rates) -> float:
+    """The least seconds of the work at these rates."""
+    return (work.linear + work.attention) / rates.flops + work.loaded / rates.bytes
 
 
 def layer_work(counts: Counts, l: int, projected: int, positions: Tensor, finished: int) -> Work:
-    """One layer: rows projected, positions [S] of those that attend, rows that run through the rest of it."""
+    """One layer: rows projected, positions [S] of the rows that attend, rows that run through the rest of it."""
     window = counts.windows[l]
     seen = positions + 1 if window is None else (positions + 1).clamp(max=window)
     linear = 2.0 * (projected * counts.project + finished * counts.finish)
@@ -167,28 +145,28 @@ class Rates:
 def measure_rates(
     dtype: torch.dtype, device: torch.device, sides: tuple[int, ...] = SIDES, copied: int = COPIED
 ) -> Rates:
-    """The best of a few tries: whatever else runs only ever takes away."""
+    """The best of a few tries: other work on the machine only slows them down."""
     return Rates(max(_flops(n, dtype, device) for n in sides), _copied(copied, device))
 
 
 def _flops(n: int, dtype: torch.dtype, device: torch.device) -> float:
     a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
     out = torch.empty(n, n, dtype=dtype, device=device)
-    torch.mm(a, b, out=out)
-    best = 0.0
-    for _ in range(TRIES):
-        clock = Clock(device)
-        torch.mm(a, b, out=out)
-        best = max(best, 2.0 * n**3 / clock.elapsed())
-    return best
+    return 2.0 * n**3 / _least_s(lambda: torch.mm(a, b, out=out), device)
 
 
 def _copied(size: int, device: torch.device) -> float:
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.zeros_like(source)
-    best = 0.0
+    return size / _least_s(lambda: target.copy_(source), device)
+
+
+def _least_s(call: Callable[[], object], device: torch.device) -> float:
+    """Of TRIES calls, after a first one."""
+    call()
+    seconds = []
     for _ in range(TRIES):
         clock = Clock(device)
-        target.copy_(source)
-        best = max(best, size / clock.elapsed())
-    return best
+        call()
+        seconds.append(clock.elapsed())
+    return min(seconds)

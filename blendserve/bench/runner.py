@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from blendserve.bench.harness import Group, Report, Result, SampleLog, Update, measure
+from blendserve.bench.harness import Group, Result, SampleLog, Table, Update, measure
+from blendserve.bench.plots import Plot
 from blendserve.config import Positive, ReaderConfig
 from blendserve.provenance import machine, versions
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from blendserve.bench.workload import Workload
     from blendserve.models.loader import Reader
 
+TINY = {"chunks": 3, "chunk_tokens": 40, "suffix_tokens": 25, "repeats": 2}
 
 BENCHES = {  # name, also that of the module -> help
     "ttft": "Prefill one prompt by every method: time to first token, stages, memory.",
@@ -60,12 +62,18 @@ class PromptBenchConfig(BenchConfig):
 
 @dataclass(frozen=True)
 class Bench:
-    """What one module measures. `tiny`: the smallest settings that run everything, for tests and dry runs."""
+    """What one module measures. `tiny` adds to TINY: the smallest settings, for tests and dry runs."""
 
     config: type[BenchConfig]
     groups: Callable[[Any, SampleLog], Iterator[Group]]
-    report: Report
+    tables: tuple[Table, ...]
+    plot: Plot | None = None
     tiny: Mapping[str, Any] = field(default_factory=dict)
+
+    def tiny_config(self, **model: Any) -> Any:
+        """The smallest settings, with those of `model` that the bench has."""
+        settings = {**TINY, **model, **self.tiny}
+        return self.config(**{n: value for n, value in settings.items() if n in self.config.model_fields})
 
 
 def load_bench(name: str) -> Bench:
@@ -94,11 +102,7 @@ def open_reader(config: BenchConfig, log: SampleLog) -> Reader:
     from blendserve.models.loader import load_reader  # start-up: with torch
 
     reader = load_reader(config.reader)
-    adapter = reader.adapter
-    model = {
-        "model": reader.name,
-        "device": str(adapter.device),
-        "dtype": str(adapter.dtype).removeprefix("torch."),
-    }
+    adapter, dtype = reader.adapter, str(reader.adapter.dtype).removeprefix("torch.")
+    model = {"model": reader.name, "device": str(adapter.device), "dtype": dtype}
     log.note(model=model, machine=machine(), kv_bytes_per_token=adapter.kv_bytes_per_token)
     return reader

@@ -5,9 +5,8 @@ load factors: multiples of full prefill's saturation, for each method up to a li
 about p95 TTFT and takes twice as long. Every method gets the same requests at the same times, and the KV of all passages
 is in the store.
 
-Without a data set, prompts are passages drawn from the longest of the index, and no two are alike. With one, an index of
-part of its corpus is built, and the server retrieves for each question. To load a server of another kind, use GuideLLM:
-`blendserve serve` speaks /v1/chat/completions.
+Prompts are passages drawn from the longest of an index, and no two are alike. To load a server of another kind, use
+GuideLLM: `blendserve serve` speaks /v1/chat/completions.
 """
 
 from __future__ import annotations
@@ -25,16 +24,15 @@ import yaml
 from pydantic import Field
 
 from blendserve.bench.fixture import scratch
-from blendserve.bench.harness import Case, Column, Group, Report, SampleLog, Table, count, ms, ratio, speedup
+from blendserve.bench.harness import Case, Column, Group, SampleLog, count, ms, ratio, speedup, table
 from blendserve.bench.loadgen import Body, closed_loop, longest_passages, open_loop, send
 from blendserve.bench.plots import Plot
 from blendserve.bench.runner import Bench, BenchConfig
 from blendserve.bench.server_process import ServerProcess, serve_command
-from blendserve.config import BlendConfig, Config, Positive, Ratio
-from blendserve.core import Document
+from blendserve.config import Config, Positive, Ratio
 from blendserve.engine.engine import Engine
 from blendserve.errors import StoreError
-from blendserve.evaluate.datasets import load
+from blendserve.retrieve import language_reference
 
 METHODS = ("full", "blend", "prefix")
 ABOVE = 1.1  # times a method's own saturation: where its loads end
@@ -48,16 +46,12 @@ class ServingConfig(BenchConfig):
     url: str | None = Field(None, description="URL of a running server; a server is started if not set.")
     key: str | None = Field(None, description="API key for the server at the URL.")
     index: Path = Field(
-        Path("indexes/demo"), description="Folder of the index whose passages are asked about."
+        Path("indexes/demo"),
+        description="Folder of the index whose passages are asked about; one of bundled text is built if it is missing.",
     )
     pool: Positive = Field(
         20, description="Number of the index's longest passages that prompts are drawn from."
     )
-    dataset: Path | None = Field(
-        None, description="Questions file with a corpus in the same folder; an index is built of the corpus."
-    )
-    questions: Positive = Field(56, description="Number of questions from the data set.")
-    corpus_passages: Positive = Field(500, description="Number of the data set's passages in its index.")
     passages: Positive = Field(6, description="Number of passages in a prompt.")
     ratio: Ratio | None = Field(None, description="Recompute ratio of blending; the server's own if not set.")
     new_tokens: Positive = Field(16, description="Length of an answer, in tokens.")
@@ -78,14 +72,15 @@ def groups(config: ServingConfig, log: SampleLog) -> Iterator[Group]:
         _index(config, folder) as index,
         _server(config, index, folder) as url,
     ):
-        body, chosen = _bodies(config, index)
+        pool = longest_passages(index, config.pool)
+        body = partial(_body, config, pool)
         run: Callable[[Callable[[httpx.AsyncClient], Awaitable[Any]]], Any] = partial(
             _with_client, config, url
         )
-        run(lambda http: _warm(http, chosen, [partial(_body, config, body, method) for method in METHODS]))
+        run(lambda http: _warm(http, pool, [partial(body, method) for method in METHODS]))
 
         def case(method: str, loop: Callable[..., Any], *load: float) -> Case:
-            request = partial(_body, config, body, method)
+            request = partial(body, method)
             return Case({"method": method}, lambda: dict(run(lambda http: loop(http, request, *load))))
 
         if not log.done({"load": "saturation"}):
@@ -103,20 +98,13 @@ def groups(config: ServingConfig, log: SampleLog) -> Iterator[Group]:
                 yield Group({"load": factor}, cases, warm_up=False)
 
 
-def _body(config: ServingConfig, body: Body, method: str, rng: random.Random) -> dict[str, Any]:
+def _body(
+    config: ServingConfig, pool: list[dict[str, str]], method: str, rng: random.Random
+) -> dict[str, Any]:
+    passages = rng.sample(pool, min(config.passages, len(pool)))
     ratio = {"ratio": config.ratio} if method == "blend" and config.ratio is not None else {}
-    return {**body(rng), "method": method, **ratio, "max_tokens": config.new_tokens}
-
-
-def _bodies(config: ServingConfig, index: Path) -> tuple[Body, dict[str, Any]]:
-    """What is asked, and what has to be in the store for it."""
-    if config.dataset:
-        asked = [example.question for example in load(config.dataset, limit=config.questions).examples]
-        about = {"top_k": config.passages}
-        return lambda rng: {"question": rng.choice(asked), **about}, {"collection": index.name}
-    pool = longest_passages(index, config.pool)
-    n = min(config.passages, len(pool))
-    return lambda rng: {"question": QUESTION, "passages": rng.sample(pool, n)}, {"passages": pool}
+    asked = {"question": QUESTION, "passages": passages, "max_tokens": config.new_tokens}
+    return {**asked, "method": method, **ratio}
 
 
 def _with_client(config: ServingConfig, url: str, run: Callable[[httpx.AsyncClient], Awaitable[Any]]) -> Any:
@@ -130,9 +118,9 @@ def _with_client(config: ServingConfig, url: str, run: Callable[[httpx.AsyncClie
     return asyncio.run(main())
 
 
-async def _warm(http: httpx.AsyncClient, chosen: dict[str, Any], bodies: list[Body]) -> None:
-    """Precompute the chosen passages, and run every method once. Raises StoreError."""
-    job = (await http.post("/v1/cache/warm", json=chosen)).raise_for_status().json()
+async def _warm(http: httpx.AsyncClient, pool: list[dict[str, str]], bodies: list[Body]) -> None:
+    """Precompute the passages, and run every method once. Raises StoreError."""
+    job = (await http.post("/v1/cache/warm", json={"passages": pool})).raise_for_status().json()
     state: dict[str, Any] = {"state": "running"}
     while state["state"] == "running":
         await asyncio.sleep(0.5)
@@ -145,19 +133,11 @@ async def _warm(http: httpx.AsyncClient, chosen: dict[str, Any], bodies: list[Bo
 
 @contextmanager
 def _index(config: ServingConfig, folder: Path) -> Iterator[Path]:
-    """The index, built of part of the data set's corpus where there is one: first what the questions need."""
-    if not config.dataset:
+    """The index, built of bundled text if it is missing."""
+    if config.url or config.index.exists():
         yield config.index
         return
-    found = load(config.dataset, limit=config.questions)
-    needed = {title for example in found.examples for title in example.supporting}
-    corpus = list(found.corpus)
-    random.Random(0).shuffle(corpus)
-    corpus.sort(key=lambda passage: passage.title not in needed)
-    documents = [Document(p.text, p.title) for p in corpus[: config.corpus_passages]]
-    settings = Config(reader=config.reader, blend=BlendConfig(method="blend"))
-    with Engine.build(folder / "index", documents, settings) as engine:
-        engine.precompute()
+    Engine.build(folder / "index", language_reference(), Config(reader=config.reader)).close()
     yield folder / "index"
 
 
@@ -180,25 +160,15 @@ def model_settings(config: BenchConfig, file: Path) -> Path:
     return file
 
 
-BENCH = Bench(
-    ServingConfig,
-    groups,
-    Report(
-        (
-            Table(
-                "Load",
-                (
-                    Column("answered/s", "answered_per_s"),
-                    ratio("x full", "answered_per_s", method="full"),
-                    ms("p50 TTFT ms", "ttft_p50_s"),
-                    ms("p95", "ttft_p95_s"),
-                    speedup("x full", "ttft_p95_s", method="full"),
-                    ms("p95 ITL ms", "itl_p95_s"),
-                    count("requests", "requests"),
-                    count("failed", "failed"),
-                ),
-            ),
-        ),
-        Plot(x="load", y="ttft_p95_s", series="method"),
-    ),
+TABLE = table(
+    "Load",
+    Column("answered/s", "answered_per_s"),
+    ratio("x full", "answered_per_s", method="full"),
+    ms("p50 TTFT ms", "ttft_p50_s"),
+    ms("p95", "ttft_p95_s"),
+    speedup("p95 x full", "ttft_p95_s", method="full"),
+    ms("p95 ITL ms", "itl_p95_s"),
+    count("requests", "requests"),
+    count("failed", "failed"),
 )
+BENCH = Bench(ServingConfig, groups, (TABLE,), Plot(x="load", y="ttft_p95_s", series="method"))

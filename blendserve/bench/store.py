@@ -14,7 +14,7 @@ import torch
 from pydantic import Field
 
 from blendserve.bench.fixture import SPARE_BYTES, scratch
-from blendserve.bench.harness import Case, Column, Group, Metrics, Report, SampleLog, Table
+from blendserve.bench.harness import Case, Column, Group, Metrics, SampleLog, ms, table
 from blendserve.bench.page_cache import drop
 from blendserve.bench.runner import Bench, BenchConfig
 from blendserve.config import Positive
@@ -107,9 +107,5 @@ def _rate(n_bytes: int, call: Callable[[], float]) -> Metrics:
     return {"time_s": seconds, "gb_per_s": n_bytes / seconds / 1e9}
 
 
-BENCH = Bench(
-    StoreConfig,
-    groups,
-    Report((Table("Store", (Column("ms", "time_s", 1e3, 1), Column("GB/s", "gb_per_s"))),)),
-    tiny={"chunks": 3, "chunk_tokens": 64, "repeats": 2},
-)
+TABLE = table("Store", ms("ms", "time_s"), Column("GB/s", "gb_per_s"))
+BENCH = Bench(StoreConfig, groups, (TABLE,), tiny={"chunk_tokens": 64})

@@ -1,11 +1,10 @@
-"""Stores around a store: one that is timed, one that is slow, and codecs with tables for a bench."""
+"""A store whose look-ups are timed, and slowed down on request; codecs with their tables."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,7 +23,7 @@ from blendserve.store.wrapped import WrappedStore
 
 
 class TimedStore(WrappedStore):
-    """Adds up how long look-ups take; with a rate, reads no faster than so many bytes a second."""
+    """Sums the seconds of look-ups; with a rate, reads at no more than `bytes_per_s`."""
 
     def __init__(self, store: KVStore, bytes_per_s: float | None = None) -> None:
         super().__init__(store)
@@ -51,47 +50,27 @@ class _TimedSnapshot:
         self._store.timed(self._snapshot.expect, *args)
 
     def get(self, key: Any) -> Any:
-        view = self._store.timed(self._snapshot.get, key)
-        slow = view is not None and self._store.bytes_per_s is not None
-        return _SlowChunk(view, self._store.bytes_per_s or 0.0) if slow else view
+        view, rate = self._store.timed(self._snapshot.get, key), self._store.bytes_per_s
+        return view if view is None or rate is None else _SlowChunk(view, rate)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._snapshot, name)
 
 
-@dataclass(frozen=True, slots=True)
 class _SlowChunk:
-    """A chunk whose layers take as long as their bytes at a rate."""
+    """A chunk whose layers come at a rate."""
 
-    view: ChunkView
-    bytes_per_s: float
-
-    @property
-    def n_layers(self) -> int:
-        return self.view.n_layers
-
-    @property
-    def n_tokens(self) -> int:
-        return self.view.n_tokens
-
-    @property
-    def n_bytes(self) -> int:
-        return self.view.n_bytes
-
-    @property
-    def raw_bytes(self) -> int:
-        return self.view.raw_bytes
-
-    @property
-    def version(self) -> Hashable:
-        return self.view.version
+    def __init__(self, view: ChunkView, bytes_per_s: float) -> None:
+        self._view, self._layer_s = view, view.n_bytes / view.n_layers / bytes_per_s
 
     def layer(self, l: int) -> tuple[Tensor, Tensor]:
-        start = time.perf_counter()
-        keys, values = self.view.layer(l)
-        due = start + self.view.n_bytes / self.view.n_layers / self.bytes_per_s
+        due = time.perf_counter() + self._layer_s
+        keys, values = self._view.layer(l)
         time.sleep(max(0.0, due - time.perf_counter()))
         return keys, values
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._view, name)
 
 
 class CodecTables:

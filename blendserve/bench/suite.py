@@ -1,8 +1,8 @@
-"""A suite: a YAML list of runs in order of importance, and the claims that they prove.
+"""A suite: runs in order of importance, and the claims that they prove.
 
     runs:
-      ttft: {bench: ttft, contexts: [3072], methods: [query+prior@0.05]}      # any bench; modules by their path
-      quality: {command: blendserve evaluate --dataset facts --out OUT}       # any module; OUT is a folder
+      ttft: {minutes: 3, bench: ttft, contexts: [3072], methods: [query+prior]}            # any bench, also by module
+      quality: {minutes: 2, command: blendserve evaluate --dataset $data/q.json --runs $OUT --json}    # any module
     claims:
       - says: First token 12x sooner than transformers
         run: ttft
@@ -11,8 +11,9 @@
         baseline: {method: transformers}
         target: ">= 12"
 
-A run that fails costs its own result alone. Every result is a file in the suite's folder as soon as it is there; the same
-command goes on where the last one ended.
+`minutes` is the time that a run needs: it starts only if that is left. A run that fails costs its own result alone.
+Every result is a file in the suite's folder; the same command continues where the last one stopped. `$NAME` is a
+variable that the user sets; runs whose variables are not set are skipped.
 """
 
 from __future__ import annotations
@@ -20,14 +21,18 @@ from __future__ import annotations
 import json
 import logging
 import operator
+import re
 import shlex
+import shutil
 import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from string import Template
 from typing import Any, Literal, NamedTuple
 
 import yaml
@@ -43,15 +48,10 @@ log = logging.getLogger(__name__)
 
 COMPARE: dict[str, Callable[[float, float], bool]] = {">=": operator.ge, "<=": operator.le}
 TINY_MODEL = {
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 500,
-    "max_position_embeddings": 512,
+    **{"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 500, "max_position_embeddings": 512},
 }
+FOLDER = "OUT"  # the variable that a command's scratch folder replaces
 
 
 class Verdict(NamedTuple):
@@ -72,35 +72,29 @@ class Claim(Section):
     where: Mapping[str, Any] = Field({}, description="Labels of the row.")
     baseline: Mapping[str, Any] | None = Field(None, description="Labels of the case to compare with.")
     compare: Literal["speedup", "ratio"] = Field(
-        "speedup", description="Baseline / this one, or this one / baseline."
+        "speedup", description="Baseline / this one, or the inverse."
     )
     fact: str | None = Field(None, description="Fact of a bench's groups; the largest counts.")
     path: tuple[str, ...] = Field((), description="Keys of the figure in a command's JSON.")
-    unit: str = Field("", description="Unit of the figure.")
     target: str = Field(description="Such as >= 12.")
 
     @field_validator("target")
     @classmethod
     def _target(cls, target: str) -> str:
-        sign, _, bound = target.partition(" ")
-        if sign not in COMPARE or not bound.replace(".", "").isdigit():
+        if not re.fullmatch(r"(>=|<=) -?\d+(\.\d+)?", target):
             raise ValueError(f"a target is written like >= 12 or <= 1.3, not {target!r}")
         return target
 
     def judge(self, result: Mapping[str, Any]) -> Verdict:
         """Raises InputError when the result does not have the figure."""
-        values = self._values(dict(result))
         sign, _, bound = self.target.partition(" ")
-        summary = summarize(values)
+        summary = summarize(self._values(dict(result)))
         return Verdict(*summary, met=COMPARE[sign](summary.median, float(bound)))
 
     def _values(self, result: dict[str, Any]) -> list[float]:
         if self.metric:
-            return select(
-                result,
-                Column(self.says, self.metric, baseline=self.baseline, compare=self.compare),
-                self.where,
-            )
+            column = Column(self.says, self.metric, baseline=self.baseline, compare=self.compare)
+            return select(result, column, self.where)
         if self.fact:
             facts = [group["facts"][self.fact] for group in result["groups"] if self.fact in group["facts"]]
             if not facts:
@@ -114,95 +108,136 @@ class Claim(Section):
         return [found["low"], found["mean"], found["high"]] if isinstance(found, dict) else [float(found)]
 
 
-class Suite(Section):
-    """What a suite's file holds."""
+@dataclass(frozen=True)
+class Run:
+    """One run: a bench with settings, or a command whose last line of stdout is JSON."""
 
-    runs: Mapping[str, Mapping[str, Any]] = Field(description="Runs by name, the most important first.")
-    claims: tuple[Claim, ...] = Field((), description="Claims.")
+    name: str
+    minutes: float = 1.0
+    bench: str = ""
+    command: str = ""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def unset(self) -> list[str]:
+        """Variables that have no value."""
+        found = re.findall(r"\$(\w+)", f"{self.command} {self.settings}")
+        return sorted({name for name in found if name != FOLDER})
+
+    def file(self, folder: Path) -> Path:
+        """The file of its result."""
+        return folder / f"{self.name}.{'json' if self.command else 'jsonl'}"
+
+    def config(self, **overrides: Any) -> Any:
+        """The bench's settings. Raises ConfigError."""
+        return load_bench(self.bench).config(**{**self.settings, **overrides})
+
+    def result(self, folder: Path) -> dict[str, Any] | None:
+        """The stored result; None without one."""
+        file = self.file(folder)
+        if not file.exists():
+            return None
+        return dict(json.loads(file.read_text("utf-8"))) if self.command else read_result(file)
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Runs by name, the most important first, and claims."""
+
+    runs: Mapping[str, Run]
+    claims: tuple[Claim, ...]
+    variables: Mapping[str, str]
 
     @classmethod
-    def read(cls, file: str | Path) -> Suite:
+    def read(cls, file: str | Path, variables: Mapping[str, str] | None = None) -> Suite:
         """Raises ConfigError, also for wrong settings of a bench."""
         try:
-            suite = cls(**yaml.safe_load(Path(file).read_text("utf-8")))
-        except (OSError, TypeError, yaml.YAMLError) as error:
-            raise ConfigError(f"the suite {file} cannot be read: {error}") from None
-        for name, settings in suite.runs.items():
-            if "bench" in settings:
-                suite.config(name)
-            elif set(settings) != {"command"}:
-                raise ConfigError(f"run {name!r} of {file} names no bench and no command")
-        if unknown := {claim.run for claim in suite.claims} - set(suite.runs):
-            raise ConfigError(
-                f"{file} has claims on runs that it does not have: {', '.join(sorted(unknown))}"
-            )
-        return suite
-
-    def config(self, name: str, **overrides: Any) -> Any:
-        """Raises ConfigError."""
-        settings = dict(self.runs[name])
-        return load_bench(settings.pop("bench")).config(**{**settings, **overrides})
+            text = Template(Path(file).read_text("utf-8")).safe_substitute(variables or {})
+            parts = yaml.safe_load(text)
+            runs = {name: _run(name, dict(given)) for name, given in parts["runs"].items()}
+            claims = tuple(Claim(**given) for given in parts.get("claims", ()))
+        except (OSError, TypeError, ValueError, KeyError, AttributeError, yaml.YAMLError) as error:
+            raise ConfigError(f"the suite {file} cannot be read: {error!r}") from None
+        for run in runs.values():
+            if bool(run.bench) == bool(run.command) or (run.command and run.settings):
+                raise ConfigError(f"run {run.name!r} of {file} needs a bench with its settings, or a command")
+            if run.bench and not run.unset:
+                run.config()
+        if unknown := {claim.run for claim in claims} - set(runs):
+            raise ConfigError(f"{file} has claims on unknown runs: {', '.join(sorted(unknown))}")
+        return cls(runs, claims, variables or {})
 
     def verdicts(self, folder: Path) -> Iterator[tuple[Claim, Verdict | None]]:
         """None where the run has no result yet. Raises InputError where a result lacks the figure."""
         for claim in self.claims:
-            file = result_file(folder, claim.run, self.runs[claim.run])
-            yield claim, claim.judge(_read(file)) if file.exists() else None
+            result = self.runs[claim.run].result(folder)
+            yield claim, claim.judge(result) if result is not None else None
 
 
-def run_suite(suite: Suite, out: Path, minutes: float, dry_run: bool = False) -> dict[str, str]:
-    """Run what is missing in `out` -> by name: "done", "skipped" for want of time, or the error."""
-    end = time.monotonic() + 60 * minutes
-    states: dict[str, str] = {}
+def _run(name: str, given: dict[str, Any]) -> Run:
+    own = {part: given.pop(part) for part in ("minutes", "bench", "command") if part in given}
+    return Run(name, settings=given, **{**own, "minutes": float(own.get("minutes", 1.0))})
+
+
+def run_suite(
+    suite: Suite,
+    out: Path,
+    minutes: float,
+    only: Collection[str] = (),
+    dry_run: bool = False,
+) -> dict[str, str]:
+    """Run what has no result in `out` -> by name: "done", "skipped: REASON", or the error. Raises InputError."""
+    if unknown := set(only) - set(suite.runs):
+        raise InputError(f"the suite has no run {sorted(unknown)[0]!r}: it has {', '.join(suite.runs)}")
+    end, states = time.monotonic() + 60 * minutes, dict[str, str]()
     out.mkdir(parents=True, exist_ok=True)
-    for name, settings in suite.runs.items():
-        if time.monotonic() >= end:
-            states[name] = "skipped"
+    for run in suite.runs.values():
+        left = (end - time.monotonic()) / 60
+        if only and run.name not in only:
             continue
-        log.info(f"{name} ({(end - time.monotonic()) / 60:.0f} minutes left)")
-        try:
-            if "command" in settings:
-                if not dry_run:
-                    _run_command(settings["command"], result_file(out, name, settings))
-            elif dry_run:
-                with tiny_model() as model:
-                    run_bench(settings["bench"], suite.config(name, **dry_settings(settings["bench"], model)))
-            else:
-                run_bench(settings["bench"], suite.config(name), out / f"{name}.jsonl")
-            states[name] = "done"
-        except Exception:
-            states[name] = traceback.format_exc()
-            log.warning("%s failed: %s", name, states[name].splitlines()[-1])
+        if run.unset and not dry_run:
+            states[run.name] = f"skipped: needs --set {run.unset[0]}=VALUE"
+        elif run.minutes > left:
+            states[run.name] = f"skipped: needs {run.minutes:g} minutes"
+        else:
+            log.info("%s: %g of %.0f minutes left", run.name, run.minutes, left)
+            states[run.name] = _state(run, suite.variables, out, dry_run)
+        if states[run.name] != "done":
+            log.warning("%s: %s", run.name, states[run.name].strip().splitlines()[-1])
     return states
 
 
-def dry_settings(bench: str, model: Mapping[str, Any]) -> dict[str, Any]:
-    """The smallest settings of a bench, over a tiny model on a CPU."""
-    made = load_bench(bench)
-    return {name: value for name, value in {**model, **made.tiny}.items() if name in made.config.model_fields}
+def _state(run: Run, variables: Mapping[str, str], out: Path, dry_run: bool) -> str:
+    """Do the run -> "done", or the error with its traceback."""
+    try:
+        if run.command and not dry_run:
+            _run_command(run.command, variables, run.file(out))
+        elif run.bench and dry_run:
+            with tiny_model() as model:
+                tiny = load_bench(run.bench).tiny_config(**model)
+                run_bench(run.bench, run.config(**tiny.model_dump(include=tiny.model_fields_set)))
+        elif run.bench:
+            run_bench(run.bench, run.config(), run.file(out))
+        return "done"
+    except Exception:
+        return traceback.format_exc()
 
 
-def result_file(folder: Path, name: str, settings: Mapping[str, Any]) -> Path:
-    return folder / f"{name}.{'json' if 'command' in settings else 'jsonl'}"
-
-
-def _run_command(command: str, file: Path) -> None:
-    """The result is metrics.json in the folder OUT, else the last line of stdout. Raises InputError."""
+def _run_command(command: str, variables: Mapping[str, str], file: Path) -> None:
+    """Write the last line of stdout, with variables' names for their values. Raises InputError."""
     if file.exists():
         return
-    folder = file.with_suffix("")
-    words = [str(folder) if word == "OUT" else word for word in shlex.split(command)]
+    folder = file.with_suffix("")  # kept after a failure, so that the next run resumes
+    words = shlex.split(Template(command).safe_substitute({FOLDER: str(folder)}))
     done = subprocess.run([sys.executable, "-m", *words], stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode:
+    lines = done.stdout.strip().splitlines()
+    if done.returncode or not lines:
         raise InputError(f"{command} ended with exit code {done.returncode}")
-    metrics = folder / "metrics.json"
-    file.write_text(
-        metrics.read_text("utf-8") if metrics.exists() else done.stdout.strip().splitlines()[-1] + "\n"
-    )
-
-
-def _read(file: Path) -> dict[str, Any]:
-    return read_result(file) if file.suffix == ".jsonl" else dict(json.loads(file.read_text("utf-8")))
+    text = lines[-1]
+    for name, value in {**variables, FOLDER: str(folder)}.items():
+        text = text.replace(json.dumps(value)[1:-1], f"${name}")
+    file.write_text(json.dumps(json.loads(text), indent=1, ensure_ascii=False) + "\n", "utf-8")
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager

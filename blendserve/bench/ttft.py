@@ -15,9 +15,9 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from blendserve.bench.fixture import PromptFixture, Tier, reads_store, scratch
-from blendserve.bench.harness import Case, Group, Report, SampleLog, Table, count, ms, ratio, speedup
-from blendserve.bench.memory import MemoryTask, peak_memory
+from blendserve.bench.fixture import STAGES, PromptFixture, Tier, reads_store, scratch
+from blendserve.bench.harness import Case, Group, SampleLog, count, ms, ratio, speedup, table
+from blendserve.bench.memory import peak_memory
 from blendserve.bench.plots import Plot
 from blendserve.bench.roofline import measure_rates
 from blendserve.bench.runner import Bench, BenchConfig, open_reader
@@ -131,75 +131,58 @@ def _slow_cases(fixture: PromptFixture, methods: list[MethodSpec], rate: float) 
 
 
 def _memory_case(config: TtftConfig, method: MethodSpec, context: int, chunk: int, folder: str) -> Case:
-    shape = (context // chunk, chunk, config.suffix_tokens)
-    task = MemoryTask(config.reader.model_dump(mode="json"), shape, config.seed, method.name, folder)
-    return Case({"method": method.name}, partial(peak_memory, task))
+    shape, model = (context // chunk, chunk, config.suffix_tokens), config.reader.model_dump(mode="json")
+    run = partial(peak_memory, model, shape, config.seed, method.name, folder)
+    return Case({"method": method.name}, run)
 
 
-BENCH = Bench(
-    TtftConfig,
-    groups,
-    Report(
-        (
-            Table(
-                "Time to first token",
-                (
-                    ms("TTFT ms", "ttft_s"),
-                    speedup("x transformers", "ttft_s", method=TRANSFORMERS),
-                    speedup("x full", "ttft_s", method=FULL),
-                    count("tokens run", "tokens_run"),
-                    count("KL", "kl_first_token", digits=4),
-                    count("same token", "same_first_token"),
-                ),
-                {"source": WARM},
-            ),
-            Table(
-                "Prefill",
-                (
-                    ms("prefill ms", "prefill_s"),
-                    ms("load", "load_s", spread=False),
-                    ms("select", "select_s", spread=False),
-                    ms("correct", "correct_s", spread=False),
-                    count("MB loaded", "bytes_loaded", 1e-6),
-                    count("of roofline", "roofline_fraction", digits=2),
-                ),
-                {"source": WARM},
-            ),
-            Table(
-                "Cold page cache",
-                (ms("TTFT ms", "ttft_s"), ratio("cold / warm", "ttft_s", cache=None)),
-                {"cache": COLD},
-            ),
-            Table(
-                "Store of a read rate in GB/s",
-                (
-                    ms("TTFT ms", "ttft_s"),
-                    ms("read ms", "read_s"),
-                    ratio("slow / fast store", "ttft_s", store=None),
-                    count("ratio", "ratio", digits=2),
-                ),
-                {"store": SLOW},
-            ),
-            Table(
-                "Peak memory of a request",
-                (
-                    count("MB above model", "peak_bytes", 1e-6),
-                    count("KV MB", "kv_bytes", 1e-6),
-                    count("above KV / KV", "above_kv_ratio", digits=2),
-                ),
-                {"source": FRESH},
-            ),
-        ),
-        Plot(x="context", y="ttft_s", series="method"),
+TABLES = (
+    table(
+        "Time to first token",
+        ms("TTFT ms", "ttft_s"),
+        speedup("x transformers", "ttft_s", method=TRANSFORMERS),
+        speedup("x full", "ttft_s", method=FULL),
+        count("tokens run", "tokens_run"),
+        count("KL", "kl_first_token", digits=4),
+        count("same token", "same_first_token"),
+        source=WARM,
     ),
-    tiny={
-        "contexts": (120,),
-        "chunk_tokens": (40,),
-        "suffix_tokens": 25,
-        "repeats": 2,
-        "methods": ("query+shift", "deviation@0.3", "query/bos"),
-        "ratios": (0.1, 0.2),
-        "cold": True,
-        "read_gb_s": (1.0,),
-    },
+    table(
+        "Prefill",
+        ms("prefill ms", "prefill_s"),
+        *(ms(stage, f"{stage}_s", spread=False) for stage in STAGES),
+        count("MB loaded", "bytes_loaded", 1e-6),
+        count("of roofline", "roofline_fraction", digits=2),
+        source=WARM,
+    ),
+    table(
+        "Cold page cache",
+        ms("TTFT ms", "ttft_s"),
+        ratio("cold / warm", "ttft_s", cache=None),
+        cache=COLD,
+    ),
+    table(
+        "Store of a read rate in GB/s",
+        ms("TTFT ms", "ttft_s"),
+        ms("read ms", "read_s"),
+        ratio("slow / fast store", "ttft_s", store=None),
+        count("ratio", "ratio", digits=2),
+        store=SLOW,
+    ),
+    table(
+        "Peak memory of a request",
+        count("MB above model", "peak_bytes", 1e-6),
+        count("KV MB", "kv_bytes", 1e-6),
+        count("above KV / KV", "above_kv_ratio", digits=2),
+        source=FRESH,
+    ),
 )
+TINY = {
+    "contexts": (120,),
+    "chunk_tokens": (40,),
+    "methods": ("query+shift", "deviation@0.3", "query/bos"),
+    "ratios": (0.1, 0.2),
+    "cold": True,
+    "read_gb_s": (1.0,),
+}
+BENCH = Bench(TtftConfig, groups, TABLES, Plot(x="context", y="ttft_s", series="method"), TINY)

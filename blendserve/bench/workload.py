@@ -68,7 +68,7 @@ def make_workload(
 
 
 def check_room(reader: Reader, tokens: int, what: str) -> None:
-    """Raises InputError when so many tokens exceed the reader's context."""
+    """Raises InputError when the tokens exceed the reader's context."""
     limit = reader.adapter.context_limit
     if tokens > limit:
         raise InputError(

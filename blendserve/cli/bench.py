@@ -10,8 +10,9 @@ import typer
 from typer.core import TyperGroup
 
 from blendserve import console
+from blendserve.bench.harness import render
 from blendserve.bench.runner import BENCHES, BenchConfig, load_bench, run_bench
-from blendserve.cli.options import Options, make_app, with_options
+from blendserve.cli.options import Options, make_app, split_list, with_options
 from blendserve.provenance import describe
 
 OutOpt = Annotated[
@@ -55,10 +56,10 @@ def _command(name: str, help: str, package: str) -> Any:
     def run(config: BenchConfig, out: OutOpt = None, plot: PlotOpt = None, json: JsonOpt = False) -> None:
         with console.progress("Measuring", "rounds") as update:
             result = run_bench(package + name, config, out, update)
-        if plot and bench.report.plot:
-            plot.write_bytes(bench.report.plot.draw(result))
+        if plot and bench.plot:
+            plot.write_bytes(bench.plot.draw(result))
         if not json:
-            for title, columns, rows in bench.report.render(result):
+            for title, columns, rows in render(bench.tables, result):
                 console.table(title, columns, rows)
             console.out.print(f"measured on {describe(result['environment']['machine'])}", markup=False)
         console.print_json(result)
@@ -72,27 +73,34 @@ def _suite(
     minutes: Annotated[
         float, typer.Option(help="Time after which no further run starts, in minutes.")
     ] = 120.0,
+    only: Annotated[str, typer.Option(help="Runs to do, separated by commas; all if not set.")] = "",
+    set_: Annotated[
+        list[str],
+        typer.Option("--set", metavar="NAME=VALUE", help="Value of $NAME in the suite. Repeatable."),
+    ] = [],  # noqa: B006
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Run everything at its smallest, on a CPU.")
     ] = False,
 ) -> None:
     """Run a list of benches in order, and check what they claim.
 
-    A run that fails costs its own result alone. The exit code is 1 if a run failed or a target is missed.
+    A run starts only if its minutes are left. One that fails costs its own result alone. The exit code is 1 if a run
+    failed or a target is missed.
     """
     from blendserve.bench.suite import Suite, run_suite  # torch and all the rest: seconds
 
-    suite = Suite.read(file)
-    states = run_suite(suite, out, minutes, dry_run)
+    variables = dict(word.partition("=")[::2] for word in set_)
+    suite = Suite.read(file, variables)
+    states = run_suite(suite, out, minutes, split_list(only), dry_run)
     verdicts = [] if dry_run else list(suite.verdicts(out))
     rows = [
-        (c.says, c.target, "not run" if v is None else f"{v.value:.2f} ({v.low:.2f}-{v.high:.2f})")
+        (c.says, c.target, "not measured" if v is None else f"{v.value:.2f} ({v.low:.2f}-{v.high:.2f})")
         for c, v in verdicts
     ]
     if rows:
         console.table("Claims", ("claim", "target", "measured"), rows)
     console.print_json(states)
-    failed = [name for name, state in states.items() if state not in ("done", "skipped")]
+    failed = [name for name, state in states.items() if state != "done" and not state.startswith("skipped")]
     raise typer.Exit(int(bool(failed) or any(v is not None and not v.met for _, v in verdicts)))
 
 

@@ -57,7 +57,7 @@ class Node:
         }
 
     def open(self, namespace: str, memory: int, disk: int) -> None:
-        """Start with empty caches of so many chunks over the server's namespace. Raises StoreError."""
+        """Start with empty caches over the server's namespace; sizes in chunks. Raises StoreError."""
         self.close()
         chunk_bytes = self._chunk_tokens * self.reader.adapter.kv_bytes_per_token
         valkey = {"url": self._url, "deadline_s": DEADLINE_S}

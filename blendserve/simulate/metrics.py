@@ -46,7 +46,7 @@ def simulate(config: SimulateConfig, update: Update = lambda done, total: None) 
 
 
 def summary(config: SimulateConfig, result: SimulationResult, nodes: int) -> Metrics:
-    """Metrics of the requests behind the warm-up; bytes of all requests, by link."""
+    """Metrics of the requests after the warm-up; bytes of all requests, by link."""
     first = round(config.requests.warm_up * len(result.ttft))
     ttft, found = result.ttft[first:], result.found[first:]
     span = result.finished_at[first:].max() - result.arrived_at[first:].min()

@@ -97,7 +97,7 @@ class SharedMachines:
         return self._advance(now, running)
 
     def _advance(self, now: float, running: _Running) -> tuple[int, Request] | None:
-        """Start the next stage; behind the last one, the request ends."""
+        """Start the next stage; after the last one, the request ends."""
         running.request.elapsed = now - running.began
         stage = next(running.stages, None)
         if stage is None:

@@ -48,5 +48,5 @@ class ServiceTime:
 
 
 def _pairs(before: int, rows: int) -> float:
-    """(row, key) pairs of consecutive rows behind `before` tokens."""
+    """(row, key) pairs of consecutive rows after `before` tokens."""
     return rows * before + rows * (rows + 1) / 2

@@ -19,7 +19,7 @@ from benchmarks.__main__ import BENCHES as CLAIMS
 from benchmarks.support.hostile import GAVE_UP, NO_ANSWER
 from benchmarks.support.valkey import binary
 from blendserve import console
-from blendserve.bench.harness import Result, read_result, samples_of
+from blendserve.bench.harness import Result, read_result, render, samples_of
 from blendserve.bench.roofline import measure_rates
 from blendserve.bench.runner import BENCHES, load_bench, run_bench
 from blendserve.blend.near import MAX_DONORS
@@ -32,7 +32,7 @@ from tests.support.http import Server
 ROOT = Path(__file__).parents[2]
 GOLDEN = json.loads((ROOT / "tests" / "golden" / "bench.json").read_text("utf-8"))
 SLOW = {
-    f"benchmarks.{name}" for name in ("sharing", "cpu_contention", "startup", "embedding")
+    f"benchmarks.{name}" for name in ("sharing", "cpu_contention", "startup", "embedding", "engines")
 }  # several processes
 NAMES = [name for name in (*BENCHES, *(f"benchmarks.{name}" for name in CLAIMS)) if name != "serving"]
 MARKED = [pytest.param(n, marks=[pytest.mark.nightly, pytest.mark.timeout(600)] * (n in SLOW)) for n in NAMES]
@@ -70,7 +70,7 @@ def run(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
             module = import_module(name if "." in name else f"blendserve.bench.{name}")
             if hasattr(module, "measure_rates"):
                 patch.setattr(module, "measure_rates", partial(measure_rates, sides=(128,), copied=1 << 20))
-            config = bench.config(**{"model": tiny, "dtype": "float32", "folder": tmp / "kv", **bench.tiny})
+            config = bench.tiny_config(model=tiny, dtype="float32", folder=tmp / "kv")
             known[name] = run_bench(name, config, tmp / "out.jsonl")
             assert not list((tmp / "kv").glob("*")), "a temporary store is left"
             assert run_bench(name, config, tmp / "out.jsonl") == known[name]  # nothing is measured twice
@@ -96,17 +96,17 @@ def metrics(result: Result, **labels: Any) -> dict[str, float]:
 
 @pytest.mark.parametrize("name", MARKED)
 def test_tables_are_rectangular_and_numbers_finite(name: str, run: Run) -> None:
-    result, report = run(name), load_bench(name).report
+    result, bench = run(name), load_bench(name)
     assert result["bench"] == name
     assert json.loads(json.dumps(result)) == result
     for sample in samples_of(result):
         assert all(math.isfinite(value) for value in sample.metrics.values()), sample
-    tables = report.render(result)
+    tables = render(bench.tables, result)
     assert tables
     for title, columns, rows in tables:
         assert {len(row) for row in rows} == {len(columns)}, title
-    if report.plot:
-        assert len(report.plot.draw(result)) > 1000
+    if bench.plot:
+        assert len(bench.plot.draw(result)) > 1000
 
 
 def test_the_bench_of_the_documentation_runs(

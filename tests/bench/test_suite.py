@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 import yaml
 
 from benchmarks import render_results
-from benchmarks.render_results import BEGIN, END, PAGES, RESULTS, claims_table, rendered, ttft_table
+from benchmarks.render_results import BEGIN, END, README, RESULTS, RESULTS_PAGE, rendered, results_part
 from blendserve.bench import ttft
 from blendserve.bench.roofline import Rates
 from blendserve.bench.suite import Claim, Suite, run_suite
@@ -41,8 +43,24 @@ def faster(target: str, **more: Any) -> dict[str, Any]:
     }
 
 
-def test_a_suite_goes_on_after_a_failure_resumes_and_judges(tiny: str, tmp_path: Path) -> None:
-    runs = {"one": store_run(tiny), "bad": store_run("random:gpt-9"), "last": {"command": "json.tool --help"}}
+ECHO = """
+import json, sys
+print("a table")
+print(json.dumps({"folder": sys.argv[1], "data": sys.argv[2] + "/q.json"}))
+"""
+
+
+@pytest.fixture
+def echo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A module that prints its words as JSON."""
+    (tmp_path / "echo_words.py").write_text(ECHO)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    return "echo_words"
+
+
+def test_a_suite_goes_on_after_a_failure_resumes_and_judges(tiny: str, tmp_path: Path, echo: str) -> None:
+    last = {"command": f"{echo} a b"}
+    runs = {"one": store_run(tiny), "bad": store_run("random:gpt-9"), "last": last}
     file = write_suite(tmp_path, runs, faster(">= 0"), faster(">= 1000000000"))
     first, again = (cli("bench", "suite", file, "--out", tmp_path / "out") for _ in range(2))
     states = first.json()
@@ -51,17 +69,34 @@ def test_a_suite_goes_on_after_a_failure_resumes_and_judges(tiny: str, tmp_path:
     assert again.json()["one"] == "done"
     verdicts = [verdict for _, verdict in Suite.read(file).verdicts(tmp_path / "out")]
     assert [verdict.met for verdict in verdicts if verdict] == [True, False]
-    late = run_suite(Suite.read(file), tmp_path / "late", minutes=0)
-    assert set(late.values()) == {"skipped"}
-    assert [v for _, v in Suite.read(file).verdicts(tmp_path / "late")] == [None, None]
+
+
+def test_a_suite_keeps_its_time_and_runs_what_is_chosen(tiny: str, tmp_path: Path) -> None:
+    """A run that needs more than is left is skipped, a shorter one after it is not."""
+    runs = {"long": store_run(tiny, minutes=9), "short": store_run(tiny, minutes=1), "other": store_run(tiny)}
+    suite = Suite.read(write_suite(tmp_path, runs, faster(">= 0", run="long")))
+    states = run_suite(suite, tmp_path / "out", minutes=5, only=("long", "short"))
+    assert states == {"long": "skipped: needs 9 minutes", "short": "done"}
+    assert [verdict for _, verdict in suite.verdicts(tmp_path / "out")] == [None]
+    with pytest.raises(InputError):
+        run_suite(suite, tmp_path / "out", minutes=5, only=("unknown",))
+
+
+def test_variables_are_set_by_the_user_and_no_value_is_stored(tmp_path: Path, echo: str) -> None:
+    file = write_suite(tmp_path, {"one": {"command": f"{echo} $OUT $data"}})
+    assert run_suite(Suite.read(file), tmp_path, 5) == {"one": "skipped: needs --set data=VALUE"}
+    suite = Suite.read(file, {"data": "/secret/place"})
+    assert run_suite(suite, tmp_path, 5) == {"one": "done"}
+    assert suite.runs["one"].result(tmp_path) == {"folder": "$OUT", "data": "$data/q.json"}
 
 
 @pytest.mark.parametrize("file", ["configs/bench/gpu.yaml"])
 def test_the_gpu_suite_runs_dry(file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ttft, "measure_rates", lambda *_: Rates(1e9, 1e9))
     suite = Suite.read(ROOT / file)
-    few = suite.model_copy(update={"runs": {n: suite.runs[n] for n in ("ttft_host", "decode", "kernels")}})
-    assert set(run_suite(few, tmp_path, 5, dry_run=True).values()) == {"done"}
+    few = ("ttft_host", "decode", "kernels")
+    small = replace(suite, runs={name: replace(suite.runs[name], minutes=1) for name in few})
+    assert set(run_suite(small, tmp_path, 5, dry_run=True).values()) == {"done"}
     assert not list(tmp_path.iterdir())
 
 
@@ -72,6 +107,7 @@ def test_the_gpu_suite_runs_dry(file: str, tmp_path: Path, monkeypatch: pytest.M
         {"runs": {"one": {"bench": "store", "chunks": 0}}},
         {"runs": {}, "claims": [faster(">= 1")]},
         {"runs": {"one": {"command": "x"}}, "claims": [faster("about 1")]},
+        {"runs": {"one": {"command": "x", "chunks": 1}}},
         {"claims": []},
     ],
 )
@@ -119,24 +155,31 @@ def test_pages_are_rendered_from_results(tmp_path: Path) -> None:
     results = tmp_path / "results"
     write_ttft(results)
     suite, page = Suite.read(render_results.CLAIMS), tmp_path / "README.md"
-    table = claims_table(suite, results)
-    assert "| 8.00 | >= 12 | **no** |" in table
-    assert table.count("not run") == len(suite.claims) - 4
-    page.write_text(f"before\n{BEGIN}old{END}\nafter\n")
-    assert rendered(page, suite, results) == page.read_text()  # KL shares are missing yet
+    table = results_part(suite, results)
+    assert "| 8.00 | >= 14 | **no** |" in table
+    assert table.count("| not measured |") == len(suite.claims) - 3
     share = {"methods": {"reuse": {"mean_kl_share": {"mean": 1.0, "low": 1.0, "high": 1.0}}}}
-    for run in render_results.QUALITY:
-        (results / f"{run}.json").write_text(json.dumps(share))
-    text = rendered(page, suite, results)
-    assert text == f"before\n{BEGIN}\n{ttft_table(results)}\n{END}\nafter\n"
-    assert "| 4,000 | 1.0 | | |" in text
-    assert "| 16.0 | 1.00 | 1.00 |" in text
+    (results / "quality_musique.json").write_text(json.dumps(share))
+    page.write_text(f"before\n{BEGIN}old{END}\nafter\n")
+    lines = rendered(page, suite, results).splitlines()
+    assert (lines[:2], lines[-2:]) == (["before", BEGIN], [END, "after"])
+    assert lines[4] == "| transformers, full prefill | 4,000 | 1.0 | not measured | |"
+    assert lines[8] == "| full reuse, 0% recomputed | 250 | 16.0 | not measured | 1.00 |"
+    page.write_text("no marks")
+    with pytest.raises(InputError):
+        rendered(page, suite, results)
 
 
 def test_the_pages_in_the_repository_are_the_rendered_ones() -> None:
     suite = Suite.read(render_results.CLAIMS)
     assert len({claim.says for claim in suite.claims}) == len(suite.claims) > 15
-    for page in PAGES:
+    for page in (RESULTS_PAGE, README):
         assert page.read_text("utf-8") == rendered(page, suite, RESULTS), (
-            f"{page}: python -m benchmarks.render_results"
+            "python -m benchmarks.render_results"
         )
+    assert len(RESULTS_PAGE.read_text("utf-8").splitlines()) <= 110
+
+
+def test_the_most_important_claims_take_twenty_minutes() -> None:
+    runs = [*Suite.read(render_results.CLAIMS).runs.values()][:7]
+    assert sum(run.minutes for run in runs) <= 20

@@ -1,0 +1,207 @@
+"""`python -m benchmarks engines`: seconds per decoded token by blendserve, transformers and llama.cpp, in turns.
+
+All engines run the same weights: llama.cpp's files are written from the model's own GGUF file, in bf16 and in q8_0. Each
+engine is a process with its own threads, which wait while another one is measured. The memory's read rate is measured in
+the same rounds. A token reads every weight and all KV once: at what rate blendserve does so stands beside it.
+
+llama.cpp comes by llama-cpp-python, which blendserve does not need. Build it for this CPU into a folder of its own:
+
+    pip install --target FOLDER --no-deps --no-binary llama-cpp-python llama-cpp-python diskcache
+    PYTHONPATH=FOLDER python -m benchmarks engines
+
+--no-llama leaves it out.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import Field
+
+from benchmarks.support.worker import WorkerProcess, serve
+from blendserve.bench.decode import prefilled, run_generate, run_ours
+from blendserve.bench.fixture import scratch
+from blendserve.bench.harness import Case, Column, Group, Metrics, SampleLog, ms, ratio, table
+from blendserve.bench.runner import Bench, BenchConfig
+from blendserve.bench.workload import check_room, make_workload
+from blendserve.config import Positive, ReaderConfig
+from blendserve.errors import InputError
+from blendserve.models.loader import Reader, load_reader
+from blendserve.models.sources import BUNDLED
+from blendserve.threads import COUNT
+
+OURS, OURS_INT8, TRANSFORMERS = "blendserve", "blendserve int8", "transformers"
+LLAMA = {"llama.cpp bf16": "BF16", "llama.cpp q8_0": "Q8_0"}
+MEMORY = "memory read"
+READ = 1 << 28  # float32 numbers, 1 GiB: far more than caches hold
+BATCH = 512  # tokens of llama.cpp's prefill at a time
+
+
+class EnginesConfig(BenchConfig):
+    """Decoding by several engines."""
+
+    contexts: tuple[Positive, ...] = Field((1024, 3072), description="Context lengths, in tokens.")
+    thread_counts: tuple[Positive, ...] = Field((2, 1), description="Numbers of threads per engine.")
+    new_tokens: int = Field(64, ge=2, description="Number of tokens to decode.")
+    llama: bool = Field(True, description="Measure llama.cpp, too.")
+    gguf: Path | None = Field(None, description="GGUF file of the model; the bundled model's if not set.")
+    repeats: Positive = Field(3, description="Number of measured rounds.")
+
+
+def groups(config: EnginesConfig, log: SampleLog) -> Iterator[Group]:
+    if config.llama and importlib.util.find_spec("llama_cpp") is None:
+        raise InputError(
+            "llama-cpp-python is not installed: build it as benchmarks/engines.py says, or give --no-llama"
+        )
+    names = [OURS, OURS_INT8, TRANSFORMERS, *(LLAMA if config.llama else ())]
+    with scratch(config.folder) as folder:
+        files = {name: folder / f"{kind}.gguf" for name, kind in LLAMA.items() if config.llama}
+        for name, file in files.items():
+            convert(gguf_file(config), file, LLAMA[name])
+        for threads in config.thread_counts:
+            for context in config.contexts:
+                labels = {"context": context, "threads": threads}
+                if log.done(labels):
+                    continue
+                with ExitStack() as stack:
+                    task = {"config": config.model_dump(mode="json"), "context": context, "threads": threads}
+                    workers = {
+                        name: stack.enter_context(_worker({**task, "engine": name}, files.get(name), folder))
+                        for name in (*names, MEMORY)
+                    }
+                    log.note(model=workers[OURS].about)
+                    cases = [
+                        Case({"engine": name}, partial(worker.call, None)) for name, worker in workers.items()
+                    ]
+                    yield Group(labels, cases)
+
+
+def gguf_file(config: EnginesConfig) -> Path:
+    """Raises InputError where the model has none."""
+    if config.gguf:
+        return config.gguf
+    known = BUNDLED.get(config.model)
+    spec = importlib.util.find_spec(known.packages[0]) if known else None
+    folders = list(spec.submodule_search_locations or ()) if spec else []
+    files = [file for folder in folders for file in Path(folder).rglob(known.gguf if known else "")]
+    if not files:
+        raise InputError(f"llama.cpp needs a GGUF file of {config.model}: give --gguf FILE")
+    return files[0]
+
+
+def convert(source: Path, target: Path, kind: str) -> None:
+    """Write a GGUF file with the same weights in bf16 or q8_0; vectors stay float32."""
+    from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter, quants
+
+    made, known = GGMLQuantizationType[kind], GGUFReader(source)
+    architecture = known.fields["general.architecture"].contents()
+    writer = GGUFWriter(target, architecture)
+    for field in known.fields.values():
+        if field.name.startswith("GGUF.") or field.name in ("general.architecture", "general.file_type"):
+            continue
+        kinds = field.types
+        inner = kinds[-1] if kinds[0] == GGUFValueType.ARRAY else None
+        writer.add_key_value(field.name, field.contents(), kinds[0], sub_type=inner)
+    for tensor in known.tensors:
+        weights = quants.dequantize(tensor.data, tensor.tensor_type)
+        if weights.ndim == 1:
+            writer.add_tensor(tensor.name, weights)
+            continue
+        # our weights are bf16: q8_0 is made of what they hold
+        bf16 = torch.from_numpy(weights.copy()).bfloat16().float().numpy()
+        writer.add_tensor(tensor.name, quants.quantize(bf16, made), raw_dtype=made)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _worker(task: dict[str, Any], file: Path | None, folder: Path) -> WorkerProcess:
+    environment = {**os.environ, COUNT: str(task["threads"])}
+    log = folder / f"{task['engine'].replace(' ', '_')}.log"
+    return WorkerProcess(__name__, {**task, "file": str(file or "")}, log, environment)
+
+
+def _start(task: dict[str, Any]) -> tuple[Any, Callable[[Any], Metrics]]:
+    engine, threads = task["engine"], task["threads"]
+    if engine == MEMORY:
+        torch.set_num_threads(threads)
+        numbers = torch.ones(READ)
+        return None, lambda _: _read_rate(numbers)
+    config = EnginesConfig(**task["config"])
+    weights = "int8" if engine == OURS_INT8 else "model"
+    reader = load_reader(ReaderConfig(model=config.model, threads=threads, decode_weights=weights))
+    context, n = task["context"], config.new_tokens
+    check_room(reader, context + n, "the context with its new tokens")
+    ids = make_workload(reader, 1, context, None, config.seed).chunks[0]
+    if engine in LLAMA:
+        return None, partial(_timed, _llama(task["file"], ids, n, threads))
+    if engine == TRANSFORMERS:
+        return None, partial(_timed, lambda: run_generate(reader.adapter, ids, n)[1])
+    done = prefilled(reader.adapter, ids, n)
+    n_bytes = _bytes(reader, context) if engine == OURS else 0
+    return reader.name, partial(
+        _timed, lambda: run_ours(reader.adapter, done, context, n)[1], n_bytes=n_bytes
+    )
+
+
+def _llama(file: str, ids: tuple[int, ...], n: int, threads: int) -> Callable[[], list[float]]:
+    """Greedy decoding after a context that is prefilled once -> the time of each token."""
+    room = len(ids) + n + 1
+    make = importlib.import_module("llama_cpp").Llama
+    llama = make(file, n_ctx=room, n_batch=BATCH, n_threads=threads, n_threads_batch=threads, verbose=False)
+    llama.eval(ids)
+    first = int(llama.sample(temp=0.0))
+
+    def decode() -> list[float]:
+        llama.n_tokens = len(ids)  # what follows the context is overwritten
+        token, at = first, [time.perf_counter()]
+        for _ in range(n - 1):
+            llama.eval([token])
+            token = int(llama.sample(temp=0.0))
+            at.append(time.perf_counter())
+        return at
+
+    return decode
+
+
+def _timed(decode: Callable[[], Any], _: Any, n_bytes: int = 0) -> Metrics:
+    """n_bytes: that a token reads; 0 = not known."""
+    at = decode()
+    token_s = (at[-1] - at[0]) / (len(at) - 1)
+    return {"token_s": token_s, **({"gb_per_s": n_bytes / token_s / 1e9} if n_bytes else {})}
+
+
+def _read_rate(numbers: torch.Tensor) -> Metrics:
+    start = time.perf_counter()
+    numbers.sum()
+    return {"gb_per_s": 4 * len(numbers) / (time.perf_counter() - start) / 1e9}
+
+
+def _bytes(reader: Reader, context: int) -> int:
+    """Bytes that a decoded token reads: all weights (tied ones once) and the context's KV."""
+    weights = {p.data_ptr(): p.nbytes for p in reader.adapter.reference.parameters()}
+    return sum(weights.values()) + context * reader.adapter.kv_bytes_per_token
+
+
+TABLE = table(
+    "Decoding",
+    ms("ms per token", "token_s"),
+    ratio("/ transformers", "token_s", engine=TRANSFORMERS),
+    *(ratio(f"/ {name}", "token_s", engine=name) for name in LLAMA),
+    Column("GB/s", "gb_per_s"),
+)
+TINY = {"contexts": (60,), "thread_counts": (1,), "new_tokens": 3, "repeats": 1, "llama": False}
+BENCH = Bench(EnginesConfig, groups, (TABLE,), tiny=TINY)
+
+
+if __name__ == "__main__":
+    serve(_start)
