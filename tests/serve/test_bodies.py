@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from blendserve.errors import InputError
+from blendserve.serve.keys import Tenant
+from blendserve.serve.limits import Limits
 from blendserve.serve.middleware import MAX_JSON_DEPTH, MAX_JSON_TOKENS, check_json_complexity
 from tests.support.engines import QUESTIONS
 from tests.support.http import Client, Server, serving
@@ -114,3 +116,26 @@ def test_many_small_parts_of_a_body_are_one_body(server: Server, client: Client)
     parts = b"".join(b"1\r\n" + body[n : n + 1] + b"\r\n" for n in range(len(body)))
     with sent(server, client.key, CHUNKED, body=parts + b"0\r\n\r\n") as connection:
         assert status(connection) == 200
+
+
+def test_a_body_of_many_json_elements_is_refused(client: Client) -> None:
+    """Of a field that would be ignored: nothing else refuses it."""
+    body: dict[str, Any] = {"question": QUESTIONS[0], "passages": [], "max_tokens": 1}
+    few, many = (
+        client.post(PATH, {**body, "ignored": [0] * n}).status_code for n in (1000, MAX_JSON_TOKENS + 1)
+    )
+    assert (few, many) == (200, 400)
+
+
+def test_a_body_above_its_rate_is_read_slowly(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = list[int]()
+
+    def throttle(self: Limits, tenant: Tenant, n_bytes: int) -> float:
+        counted.append(n_bytes)
+        return 60.0  # longer than the body may take
+
+    monkeypatch.setattr(Limits, "throttle", throttle)
+    body = {"question": QUESTIONS[0]}
+    with serving(tmp_path, body_s=0.1) as server:
+        assert server.post(PATH, body).status_code == 408
+    assert 0 < sum(counted) <= len(json.dumps(body))
