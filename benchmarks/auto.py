@@ -20,7 +20,7 @@ from blendserve.bench.runner import Bench, BenchConfig, open_reader
 from blendserve.blend.blender import Blender
 from blendserve.config import BlendConfig, Method, Positive, Ratio
 from blendserve.core import Chunk, Prompt, TokenIds
-from blendserve.models.loader import Reader
+from blendserve.models.loader import LoadedModel
 from blendserve.store import MemoryStore
 from blendserve.timing import Clock
 
@@ -48,7 +48,7 @@ def groups(config: AutoConfig, log: SampleLog) -> Iterator[Group]:
 
 
 def _point(
-    reader: Reader, rng: np.random.Generator, labels: dict[str, float], n: int, size: int, hits: float
+    reader: LoadedModel, rng: np.random.Generator, labels: dict[str, float], n: int, size: int, hits: float
 ) -> Group:
     chunks = tuple(Chunk(_ids(reader, rng, size)) for _ in range(n))
     prompt = Prompt(_ids(reader, rng, PREFIX), chunks, _ids(reader, rng, SUFFIX))
@@ -84,7 +84,7 @@ def verdict(rounds: dict[str, list[float]], chosen: str) -> dict[str, float | st
     return {"best": best, "chosen": chosen, "excess": excess, "slip": slip, "miss": min(excess, slip)}
 
 
-def _ids(reader: Reader, rng: np.random.Generator, n: int) -> TokenIds:
+def _ids(reader: LoadedModel, rng: np.random.Generator, n: int) -> TokenIds:
     return tuple(rng.integers(3, min(40_000, reader.adapter.vocab_size), size=n).tolist())
 
 

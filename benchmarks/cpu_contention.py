@@ -27,7 +27,7 @@ from blendserve.bench.workload import check_room
 from blendserve.config import Positive, Ratio
 from blendserve.errors import InputError
 from blendserve.evaluate.methods import FULL, TRANSFORMERS, MethodSpec, parse_methods
-from blendserve.models.loader import load_reader
+from blendserve.models.loader import load_model
 from blendserve.provenance import machine
 from blendserve.registry import BENCHED
 from blendserve.threads import COUNT, SETTLED, SPIN
@@ -179,7 +179,7 @@ def one_core(parent: Path = Path("/sys/fs/cgroup")) -> Iterator[Launch]:
 
 def _start(task: dict[str, Any]) -> tuple[dict[str, Any], Callable[[str], Metrics]]:
     config = ContentionConfig(**task["config"])
-    reader = load_reader(config.reader)
+    reader = load_model(config.reader)
     workload = config.workload(reader)
     ids, n = workload.prompt.ids, config.new_tokens
     check_room(reader, len(ids) + n, f"the prompt and {n} new tokens")

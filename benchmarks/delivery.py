@@ -38,7 +38,7 @@ from blendserve.errors import ConfigError
 from blendserve.evaluate.fidelity import kl
 from blendserve.kdn.catalogue import Catalogue
 from blendserve.kdn.publish import LevelCoder, describe
-from blendserve.models.loader import Reader
+from blendserve.models.loader import LoadedModel
 from blendserve.registry import DELIVERED, DELIVERED_CODECS, STORES
 from blendserve.store import KVStore, LMDBStore, MemoryStore
 from blendserve.store.kdn.adapt import TEXT, Offer, Rule, Situation, fixed, quickest
@@ -116,7 +116,7 @@ class Fixture:
     """A published prompt, and a link to the service that delivers it."""
 
     def __init__(
-        self, reader: Reader, config: DeliveryConfig, proxy: ProxyProcess, workload: Workload
+        self, reader: LoadedModel, config: DeliveryConfig, proxy: ProxyProcess, workload: Workload
     ) -> None:
         self._reader, self._config, self._proxy, self._workload = reader, config, proxy, workload
         self._paces: dict[str, Pace] = {}
@@ -194,7 +194,7 @@ def groups(config: DeliveryConfig, log: SampleLog) -> Iterator[Group]:
 
 
 @contextmanager
-def _fixture(reader: Reader, config: DeliveryConfig) -> Iterator[Fixture]:
+def _fixture(reader: LoadedModel, config: DeliveryConfig) -> Iterator[Fixture]:
     """A service with all chunks at all levels behind a proxy; everything ends here."""
     workload = config.workload(reader)
     with ExitStack() as stack:
@@ -227,7 +227,7 @@ def _fixture(reader: Reader, config: DeliveryConfig) -> Iterator[Fixture]:
         )
 
 
-def _publish(reader: Reader, config: DeliveryConfig, workload: Workload, store: KVStore) -> None:
+def _publish(reader: LoadedModel, config: DeliveryConfig, workload: Workload, store: KVStore) -> None:
     """The prompt's chunks at every level, without an index."""
     prompts, levels = workload.prompts, config.levels
     blender = Blender(reader.adapter, reader.fingerprint, store, prompts.prefix, prompts.kv_context)

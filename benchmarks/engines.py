@@ -34,7 +34,7 @@ from blendserve.bench.runner import Bench, BenchConfig
 from blendserve.bench.workload import check_room, make_workload
 from blendserve.config import Positive, ReaderConfig
 from blendserve.errors import InputError
-from blendserve.models.loader import Reader, load_reader
+from blendserve.models.loader import LoadedModel, load_model
 from blendserve.models.sources import BUNDLED
 from blendserve.threads import COUNT
 
@@ -138,7 +138,7 @@ def _start(task: dict[str, Any]) -> tuple[Any, Callable[[Any], Metrics]]:
         return None, lambda _: _read_rate(numbers)
     config = EnginesConfig(**task["config"])
     weights = "int8" if engine == OURS_INT8 else "model"
-    reader = load_reader(ReaderConfig(model=config.model, threads=threads, decode_weights=weights))
+    reader = load_model(ReaderConfig(model=config.model, threads=threads, decode_weights=weights))
     context, n = task["context"], config.new_tokens
     check_room(reader, context + n, "the context with its new tokens")
     ids = make_workload(reader, 1, context, None, config.seed).chunks[0]
@@ -186,7 +186,7 @@ def _read_rate(numbers: torch.Tensor) -> Metrics:
     return {"gb_per_s": 4 * len(numbers) / (time.perf_counter() - start) / 1e9}
 
 
-def _bytes(reader: Reader, context: int) -> int:
+def _bytes(reader: LoadedModel, context: int) -> int:
     """Bytes that a decoded token reads: all weights (tied ones once) and the context's KV."""
     weights = {p.data_ptr(): p.nbytes for p in reader.adapter.reference.parameters()}
     return sum(weights.values()) + context * reader.adapter.kv_bytes_per_token

@@ -27,7 +27,7 @@ from blendserve.blend.near import MAX_DONORS
 from blendserve.config import BlendConfig, Positive, Ratio, changed
 from blendserve.core import TokenIds
 from blendserve.evaluate.edits import before
-from blendserve.models.loader import Reader
+from blendserve.models.loader import LoadedModel
 from blendserve.store import LMDBStore
 from blendserve.store.key import KEY_BYTES
 from blendserve.store.shingles import NearIndex, fingerprints
@@ -76,7 +76,7 @@ def groups(config: NearConfig, log: SampleLog) -> Iterator[Group]:
         yield Group({"index": "alike"}, [case], {"donors_read": donors}, repeats=1)
 
 
-def workloads(config: NearConfig, reader: Reader) -> tuple[Workload, Workload, list[Workload]]:
+def workloads(config: NearConfig, reader: LoadedModel) -> tuple[Workload, Workload, list[Workload]]:
     """What is stored, the same with every passage edited, and prompts of other text."""
     n = config.chunks
     drawn = make_workload(reader, (1 + UNRELATED) * n, config.chunk_tokens, None, config.seed)

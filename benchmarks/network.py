@@ -32,7 +32,7 @@ from blendserve.blend.blender import Blender
 from blendserve.config import BlendConfig, Positive, ValkeyConfig, changed
 from blendserve.core import Prompt
 from blendserve.errors import InputError
-from blendserve.models.loader import Reader
+from blendserve.models.loader import LoadedModel
 from blendserve.registry import SENT_CODECS
 from blendserve.store import ReadAhead
 from blendserve.store.codecs.base import SLOW
@@ -63,7 +63,7 @@ class NetworkConfig(CodecConfig):
 class Fixture:
     """The chunks of a prompt on the server by every codec, each in a namespace of its own."""
 
-    def __init__(self, reader: Reader, config: NetworkConfig, proxy: Proxy, stack: ExitStack) -> None:
+    def __init__(self, reader: LoadedModel, config: NetworkConfig, proxy: Proxy, stack: ExitStack) -> None:
         self._reader, self._config, self._proxy = reader, config, proxy
         self._workload: Workload = config.workload(reader)
         self._settings = ValkeyConfig(url=proxy.url, deadline_s=DEADLINE_S)

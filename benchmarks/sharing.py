@@ -29,7 +29,7 @@ from blendserve.config import BlendConfig, Config, Positive, Ratio, StoreConfig,
 from blendserve.core import Passage
 from blendserve.engine.engine import Engine
 from blendserve.evaluate.methods import parse_methods
-from blendserve.models.loader import Reader, load_reader
+from blendserve.models.loader import LoadedModel, load_model
 from blendserve.registry import BENCHED, SHARED_STORE
 from blendserve.store import ChunkKey, ChunkRecord, KVStore, open_store
 from blendserve.store.wrapped import WrappedStore
@@ -147,7 +147,7 @@ class Node:
             task["url"],
         )
         config = self.config
-        self.reader: Reader = load_reader(config.reader)
+        self.reader: LoadedModel = load_model(config.reader)
         self._users = range(task["node"], config.users, config.engines)
         self._passages = make_workload(
             self.reader, config.pool, config.chunk_tokens, None, config.seed

@@ -20,7 +20,7 @@ from blendserve.core import Answer, Passage
 from blendserve.engine.engine import Engine
 from blendserve.engine.library import Library
 from blendserve.errors import IndexMismatch, IndexMissing
-from blendserve.models.loader import Reader, load_reader
+from blendserve.models.loader import LoadedModel, load_model
 from blendserve.models.reference import model_logits
 from blendserve.registry import PLAIN_CODECS
 from blendserve.retrieve import language_reference
@@ -69,7 +69,7 @@ def run(index: Path = INDEX, model: str = CONFIG.reader.model) -> list[Row]:
     began = float(os.environ.get(BEGAN) or time.time())
     config = _config(model)
     with _step(1, f"Load the model {model}") as note:
-        reader = load_reader(config.reader)
+        reader = load_model(config.reader)
         note(f"{reader.adapter.n_layers} layers, {_name(reader.adapter.dtype)}")
     with _step(2, "Index Python's language reference") as note:
         engine = _open(index, config, reader)
@@ -109,7 +109,7 @@ def serve_page(index: Path, model: str, host: str, port: int) -> None:
 def open_demo(index: Path = INDEX, model: str = CONFIG.reader.model) -> Engine:
     """The demo's engine; its index is built and its KV precomputed where that is missing."""
     config = _config(model)
-    engine = _open(index, config, load_reader(config.reader))
+    engine = _open(index, config, load_model(config.reader))
     precompute(engine)
     return engine
 
@@ -118,7 +118,7 @@ def _config(model: str) -> Config:
     return CONFIG.model_copy(update={"reader": ReaderConfig(model=model)})
 
 
-def _open(index: Path, config: Config, reader: Reader) -> Engine:
+def _open(index: Path, config: Config, reader: LoadedModel) -> Engine:
     """The index in this folder, built anew where there is none of this model."""
     try:
         return Engine.open(index, config, reader)

@@ -31,7 +31,7 @@ from blendserve.errors import InputError, ModelUnsupported, StoreError
 from blendserve.evaluate.fidelity import kl
 from blendserve.evaluate.methods import FULL, TRANSFORMERS, MethodSpec
 from blendserve.fetch import KVFetcher, open_storage
-from blendserve.models.loader import Reader
+from blendserve.models.loader import LoadedModel
 from blendserve.models.model import DecoderModel
 from blendserve.store import KVStore, LMDBStore
 from blendserve.timing import Clock
@@ -47,7 +47,7 @@ class PromptFixture:
 
     def __init__(
         self,
-        reader: Reader,
+        reader: LoadedModel,
         workload: Workload,
         methods: Sequence[MethodSpec],
         folder: Path,
@@ -179,7 +179,7 @@ def time_prompt(
     return metrics, done
 
 
-def make_blender(reader: Reader, prompts: PromptBuilder, store: KVStore, **options: Any) -> Blender:
+def make_blender(reader: LoadedModel, prompts: PromptBuilder, store: KVStore, **options: Any) -> Blender:
     """With a prior that knows nothing: a method that uses one takes its time."""
     blender = Blender(
         reader.adapter, reader.fingerprint, store, prompts.prefix, prompts.kv_context, **options

@@ -27,7 +27,7 @@ from blendserve.bench.workload import make_workload
 from blendserve.config import ReaderConfig
 from blendserve.errors import BlendserveError, InputError
 from blendserve.evaluate.methods import TRANSFORMERS, parse_methods
-from blendserve.models.loader import load_reader
+from blendserve.models.loader import load_model
 
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 RESET_PEAK = "5"  # what clear_refs wants written
@@ -51,7 +51,7 @@ def peak_memory(
 
 def measure_here(model: dict[str, Any], shape: list[int], seed: int, name: str, folder: str) -> Metrics:
     """The same in this process."""
-    reader = load_reader(ReaderConfig(**model))
+    reader = load_model(ReaderConfig(**model))
     chunks, chunk_tokens, suffix_tokens = shape
     workload = make_workload(reader, chunks, chunk_tokens, suffix_tokens, seed)
     method = next(m for m in parse_methods((TRANSFORMERS, name), (), seed) if m.name == name)

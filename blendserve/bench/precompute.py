@@ -17,7 +17,7 @@ from blendserve.bench.runner import Bench, BenchConfig, open_reader
 from blendserve.bench.workload import Workload, make_workload
 from blendserve.config import Positive
 from blendserve.core import TokenIds
-from blendserve.models.loader import Reader
+from blendserve.models.loader import LoadedModel
 from blendserve.store import LMDBStore
 from blendserve.timing import Clock
 
@@ -45,7 +45,7 @@ def groups(config: PrecomputeConfig, log: SampleLog) -> Iterator[Group]:
     yield Group(labels, cases, {"bytes_stored": n_bytes})
 
 
-def _plain(reader: Reader, chunks: Sequence[TokenIds]) -> Metrics:
+def _plain(reader: LoadedModel, chunks: Sequence[TokenIds]) -> Metrics:
     """The model's own forward over one chunk after another."""
     clock = Clock(reader.adapter.device)
     for ids in chunks:
@@ -53,7 +53,7 @@ def _plain(reader: Reader, chunks: Sequence[TokenIds]) -> Metrics:
     return {"tokens_per_s": sum(map(len, chunks)) / clock.elapsed()}
 
 
-def _precompute(reader: Reader, workload: Workload, config: PrecomputeConfig) -> Metrics:
+def _precompute(reader: LoadedModel, workload: Workload, config: PrecomputeConfig) -> Metrics:
     """Into a new store, from the first token to the last commit."""
     chunks, prefix = workload.chunks, workload.prompts.prefix
     n_bytes = (sum(map(len, chunks)) + len(prefix)) * reader.adapter.kv_bytes_per_token

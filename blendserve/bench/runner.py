@@ -17,7 +17,7 @@ from blendserve.provenance import machine, versions
 
 if TYPE_CHECKING:
     from blendserve.bench.workload import Workload
-    from blendserve.models.loader import Reader
+    from blendserve.models.loader import LoadedModel
 
 TINY = {"chunks": 3, "chunk_tokens": 40, "suffix_tokens": 25, "repeats": 2}
 
@@ -53,7 +53,7 @@ class PromptBenchConfig(BenchConfig):
     chunk_tokens: Positive = Field(512, description="Length of a chunk, in tokens.")
     suffix_tokens: Positive = Field(40, description="Length of the prompt after the chunks, in tokens.")
 
-    def workload(self, reader: Reader) -> Workload:
+    def workload(self, reader: LoadedModel) -> Workload:
         """Raises InputError when it does not fit the model's context."""
         from blendserve.bench.workload import make_workload  # start-up: with torch
 
@@ -97,11 +97,11 @@ def run_bench(
     return log.result
 
 
-def open_reader(config: BenchConfig, log: SampleLog) -> Reader:
+def open_reader(config: BenchConfig, log: SampleLog) -> LoadedModel:
     """Load the model, and note it in the result. Raises ModelError."""
-    from blendserve.models.loader import load_reader  # start-up: with torch
+    from blendserve.models.loader import load_model  # start-up: with torch
 
-    reader = load_reader(config.reader)
+    reader = load_model(config.reader)
     adapter, dtype = reader.adapter, str(reader.adapter.dtype).removeprefix("torch.")
     model = {"model": reader.name, "device": str(adapter.device), "dtype": dtype}
     log.note(model=model, machine=machine(), kv_bytes_per_token=adapter.kv_bytes_per_token)

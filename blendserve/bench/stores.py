@@ -14,7 +14,7 @@ from blendserve.config import Config
 from blendserve.engine.calibration import chunks_of, fit
 from blendserve.engine.own_words import own_words
 from blendserve.engine.prompt import PromptBuilder
-from blendserve.models.loader import Reader
+from blendserve.models.loader import LoadedModel
 from blendserve.registry import CODECS, parse_codec
 from blendserve.retrieve import read_documents
 from blendserve.store import ChunkView, KVStore, MemoryStore, Reads
@@ -77,7 +77,7 @@ class CodecTables:
     """Codecs at the levels of one run; the tables of each are fitted once."""
 
     def __init__(
-        self, reader: Reader, prompts: PromptBuilder, fit_tokens: int, text: Path | None = None
+        self, reader: LoadedModel, prompts: PromptBuilder, fit_tokens: int, text: Path | None = None
     ) -> None:
         """text: file or folder that tables are fitted on; None = text sampled from the model."""
         self._reader, self._prompts, self._fit_tokens, self._text = reader, prompts, fit_tokens, text

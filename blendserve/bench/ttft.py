@@ -25,7 +25,7 @@ from blendserve.bench.workload import check_room, make_workload
 from blendserve.config import Positive, Ratio, changed
 from blendserve.errors import ConfigError
 from blendserve.evaluate.methods import FULL, TRANSFORMERS, MethodSpec, parse_methods
-from blendserve.models.loader import Reader
+from blendserve.models.loader import LoadedModel
 from blendserve.registry import BENCHED
 
 WARM, COLD, SLOW, FRESH = "warm", "cold", "slow", "fresh process"
@@ -75,7 +75,7 @@ def groups(config: TtftConfig, log: SampleLog) -> Iterator[Group]:
 def _point(
     config: TtftConfig,
     methods: Sequence[MethodSpec],
-    reader: Reader,
+    reader: LoadedModel,
     log: SampleLog,
     context: int,
     chunk: int,

@@ -16,7 +16,7 @@ from blendserve.config import PromptConfig
 from blendserve.core import Passage, Prompt, TokenIds
 from blendserve.engine.prompt import PromptBuilder
 from blendserve.errors import InputError
-from blendserve.models.loader import Reader
+from blendserve.models.loader import LoadedModel
 from blendserve.retrieve import language_reference
 
 TRIES = 40  # places in the text to begin a piece at, before giving up
@@ -46,7 +46,7 @@ class Workload:
 
 
 def make_workload(
-    reader: Reader, chunks: int, chunk_tokens: int, suffix_tokens: int | None, seed: int
+    reader: LoadedModel, chunks: int, chunk_tokens: int, suffix_tokens: int | None, seed: int
 ) -> Workload:
     """Without a suffix, the chunks are never one prompt: then each has to fit the context, not all of them.
 
@@ -67,7 +67,7 @@ def make_workload(
     return Workload(prompts, tuple(Passage(t) for t in texts), question)
 
 
-def check_room(reader: Reader, tokens: int, what: str) -> None:
+def check_room(reader: LoadedModel, tokens: int, what: str) -> None:
     """Raises InputError when the tokens exceed the reader's context."""
     limit = reader.adapter.context_limit
     if tokens > limit:

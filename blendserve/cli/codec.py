@@ -114,7 +114,7 @@ def fit_tables(
     from blendserve.engine.calibration import chunks_of, fit  # torch and all the rest: seconds
     from blendserve.engine.own_words import own_words
     from blendserve.engine.prompt import PromptBuilder
-    from blendserve.models.loader import load_reader
+    from blendserve.models.loader import load_model
     from blendserve.paths import index_folder
     from blendserve.retrieve import read_documents
     from blendserve.retrieve.manifest import read_manifest
@@ -123,7 +123,7 @@ def fit_tables(
     if not settings.store.path:
         read_manifest(index_folder(index))  # report a mistyped name before minutes of work
     documents = [list(read_documents(path)) for path in text or []]
-    reader = load_reader(settings.reader)
+    reader = load_model(settings.reader)
     prompts = PromptBuilder(reader.tokenizer, settings.prompt)
     if documents:
         chunks = chunks_of(_mixed(documents), tokens, settings, prompts)

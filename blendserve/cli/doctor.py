@@ -34,12 +34,12 @@ def doctor(settings: Config, json: JsonOpt = False) -> None:
     from blendserve.kernels.verify import cpu_status
     from blendserve.models import pace
     from blendserve.models.forward import run_rows
-    from blendserve.models.loader import load_reader
+    from blendserve.models.loader import load_model
     from blendserve.models.native import native_decoder
     from blendserve.paths import cache_folder
     from blendserve.provenance import describe, machine
 
-    reader = load_reader(settings.reader)
+    reader = load_model(settings.reader)
     report = check(reader)
     costs = calibrated(reader.adapter, reader.fingerprint, cache_folder() / "profit", fresh=True)
     together, anywhere = reader.adapter.attention_backends

@@ -15,7 +15,7 @@ from blendserve.core import Document, TokenIds
 from blendserve.engine.own_words import own_words
 from blendserve.engine.prompt import PromptBuilder
 from blendserve.errors import InputError, TablesMissing
-from blendserve.models.loader import Reader
+from blendserve.models.loader import LoadedModel
 from blendserve.models.sources import BUNDLED
 from blendserve.registry import CODECS, parse_codec
 from blendserve.retrieve.chunker import split
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 FIT_TOKENS = 16_384  # of the reader's own words, that tables are fitted on unless told otherwise
 
 
-def writing_codec(config: Config, reader: Reader, prompts: PromptBuilder, store: KVStore) -> Codec:
+def writing_codec(config: Config, reader: LoadedModel, prompts: PromptBuilder, store: KVStore) -> Codec:
     """The codec that `store.codec` names, with the reader's tables. Raises TablesMissing, StoreError."""
     name, level = parse_codec(config.store.codec)
     made: type[Codec] = CODECS.load(name)
@@ -71,7 +71,7 @@ def _at_level(made: type[Codec], level: int, store: KVStore, hash: bytes | None)
 def fit(
     name: str,
     chunks: Sequence[TokenIds],
-    reader: Reader,
+    reader: LoadedModel,
     prompts: PromptBuilder,
     store: KVStore,
     computing: Progress = lambda done, total: None,
@@ -93,7 +93,7 @@ def fit(
 
 def samples(
     chunks: Sequence[TokenIds],
-    reader: Reader,
+    reader: LoadedModel,
     prompts: PromptBuilder,
     progress: Progress = lambda done, total: None,
 ) -> Iterator[Sample]:

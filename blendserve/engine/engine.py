@@ -26,7 +26,7 @@ from blendserve.engine.request import Plan, Request, Search, make_plan, split_op
 from blendserve.engine.warm_up import warm_up
 from blendserve.errors import ConfigError, InputError, StoreError, StoreUnavailable
 from blendserve.fetch import KVFetcher, open_storage
-from blendserve.models.loader import Reader, load_reader
+from blendserve.models.loader import LoadedModel, load_model
 from blendserve.models.reference import OwnDecoding
 from blendserve.models.runner import Runner
 from blendserve.paths import index_folder
@@ -48,7 +48,7 @@ class Engine:
     def __init__(
         self,
         config: Config,
-        reader: Reader,
+        reader: LoadedModel,
         store: KVStore,
         index: VectorIndex | None = None,
         prompts: PromptBuilder | None = None,
@@ -78,7 +78,7 @@ class Engine:
         cls,
         index: str | Path | Config,
         config: Config | None = None,
-        reader: Reader | None = None,
+        reader: LoadedModel | None = None,
     ) -> Engine:
         """Open an index by folder or by name (indexes/<name>); with a Config alone, an engine without an index.
 
@@ -87,13 +87,13 @@ class Engine:
         Raises IndexMissing, IndexMismatch, ModelError, StoreError.
         """
         if isinstance(index, Config):
-            reader = reader or load_reader(index.reader)
+            reader = reader or load_model(index.reader)
             store, fetcher = open_storage(index.store, None, reader.adapter.device)
             return cls(index, reader, store, fetcher=fetcher)._ready()
         config = config or Config()
         folder = index_folder(index)
         read_manifest(folder)  # before anything heavy is loaded
-        reader = reader or load_reader(config.reader)
+        reader = reader or load_model(config.reader)
         prompts = PromptBuilder(reader.tokenizer, config.prompt)
         embedder = Embedder.load(config.retrieve.embedder)
         found = VectorIndex.open(folder, embedder, **_made_for(reader, prompts))
@@ -107,7 +107,7 @@ class Engine:
         documents: Iterable[Document | str | Mapping[str, Any]],
         config: Config | None = None,
         progress: Progress | None = None,
-        reader: Reader | None = None,
+        reader: LoadedModel | None = None,
     ) -> Engine:
         """Build an index of these documents, replacing an existing one, and open it.
 
@@ -116,7 +116,7 @@ class Engine:
         """
         config = config or Config()
         folder = index_folder(index)
-        reader = reader or load_reader(config.reader)
+        reader = reader or load_model(config.reader)
         prompts = PromptBuilder(reader.tokenizer, config.prompt)
         made = VectorIndex.build(
             folder,
@@ -334,7 +334,7 @@ class Engine:
         return [ids for ids in chunks if share_of(ids, n) == i]
 
 
-def _made_for(reader: Reader, prompts: PromptBuilder) -> dict[str, Any]:
+def _made_for(reader: LoadedModel, prompts: PromptBuilder) -> dict[str, Any]:
     return made_for(reader.name, str(reader.adapter.dtype), reader.fingerprint, prompts)
 
 

@@ -44,7 +44,7 @@ from blendserve.config import BlendConfig
 from blendserve.core import Chunk, Prompt, TokenIds, run
 from blendserve.errors import ModelUnsupported
 from blendserve.models.forward import append
-from blendserve.models.loader import Reader
+from blendserve.models.loader import LoadedModel
 from blendserve.models.model import DecoderModel
 from blendserve.models.reference import model_forward
 from blendserve.paths import cache_folder
@@ -116,7 +116,7 @@ class GateReport:
         return {"reader": self.reader, "passed": self.passed, "rows": rows}
 
 
-def verdict(reader: Reader) -> GateReport:
+def verdict(reader: LoadedModel) -> GateReport:
     """The kept verdict on this reader, machine and these versions, or a new one."""
     file = _file(reader)
     try:
@@ -129,13 +129,13 @@ def verdict(reader: Reader) -> GateReport:
     return GateReport(reader.name, rows)
 
 
-def check(reader: Reader) -> GateReport:
+def check(reader: LoadedModel) -> GateReport:
     """Run every check, in seconds on a small reader."""
     following = reader.tokenizer(NEXT, add_special_tokens=False)["input_ids"][0]
     return GateReport(reader.name, examine(reader.adapter, _prompt(reader), following))
 
 
-def _prompt(reader: Reader) -> Prompt:
+def _prompt(reader: LoadedModel) -> Prompt:
     """The shortest prompt that is longer than every window of the model, within LONGEST and the model's context."""
     config: Any = reader.adapter.config  # its word, too: the plan that is checked may lack the window
     window = max(filter(None, (*reader.adapter.windows, getattr(config, "sliding_window", None))), default=0)
@@ -271,7 +271,7 @@ def _logits_apart(logits: Tensor, wanted: Tensor) -> float:
     return float(difference / wanted.float().std())
 
 
-def _file(reader: Reader) -> Path:
+def _file(reader: LoadedModel) -> Path:
     """Where the verdict is kept: one for each reader, machine, device and version of what computes."""
     parts = (FORMAT, __version__, torch.__version__, version("transformers"))
     where = (platform.node(), reader.adapter.device, reader.fingerprint)

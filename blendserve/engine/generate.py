@@ -21,7 +21,7 @@ from blendserve.engine.prefix_cache import PrefixKV
 from blendserve.engine.request import Event, Plan
 from blendserve.fetch.copies import Hold
 from blendserve.models.kv_cache import KVCache
-from blendserve.models.loader import Reader
+from blendserve.models.loader import LoadedModel
 from blendserve.models.model import DecoderModel
 from blendserve.models.reference import OwnDecoding
 from blendserve.models.runner import Runner
@@ -36,7 +36,7 @@ class Sequence:
     def __init__(
         self,
         plan: Plan,
-        reader: Reader,
+        reader: LoadedModel,
         prefill: Callable[[Sequence], Steps[Tensor]],
         *,
         tenant: str = "",

@@ -17,7 +17,7 @@ from blendserve.engine.prompt import PRIMER
 from blendserve.engine.tokens import without_control
 from blendserve.models.forward import append, append_each
 from blendserve.models.kv_cache import KVCache
-from blendserve.models.loader import Reader
+from blendserve.models.loader import LoadedModel
 from blendserve.models.native import Row
 
 LENGTH = 128  # tokens of a text
@@ -26,7 +26,7 @@ FREQUENT = 1 << 14  # tokens of the vocabulary's front
 
 
 def own_words(
-    reader: Reader, tokens: int, progress: Callable[[int, int], None] = lambda done, total: None
+    reader: LoadedModel, tokens: int, progress: Callable[[int, int], None] = lambda done, total: None
 ) -> list[TokenIds]:
     """Texts of so many tokens together, the same each time, to rounding; no token in them ends or controls a chat."""
     draw = _Draw(reader)
@@ -44,7 +44,7 @@ def own_words(
 class _Draw:
     """Tokens by chance."""
 
-    def __init__(self, reader: Reader) -> None:
+    def __init__(self, reader: LoadedModel) -> None:
         added = getattr(reader.tokenizer, "added_tokens_decoder", {})
         control = {*reader.end_tokens, *(i for i, token in added.items() if token.special)}
         self._adapter = reader.adapter
@@ -83,7 +83,7 @@ class _Draw:
         return drawn
 
 
-def primer_ids(reader: Reader) -> TokenIds:
+def primer_ids(reader: LoadedModel) -> TokenIds:
     """The passages that every other text stands behind: their end, where a text behind them would not fit the reader."""
     text = PRIMER.read_text("utf-8").strip() + "\n\n"
     literally = without_control(reader.tokenizer)

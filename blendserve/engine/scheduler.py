@@ -34,7 +34,7 @@ from blendserve.engine.generate import Sequence
 from blendserve.engine.request import Failed, Finished, Observer, PrefillDone, TextDelta
 from blendserve.errors import BlendserveError, Busy, Stopping
 from blendserve.models.kv_cache import CachePool
-from blendserve.models.loader import Reader
+from blendserve.models.loader import LoadedModel
 from blendserve.models.runner import Runner
 
 MAX_BACKGROUND = 1000  # tasks of one tenant; write-backs beyond that are dropped: they are an optimisation
@@ -58,7 +58,7 @@ class Scheduler:
 
     def __init__(
         self,
-        reader: Reader,
+        reader: LoadedModel,
         pool: CachePool,
         queue: int,
         gap_s: float,

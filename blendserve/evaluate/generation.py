@@ -16,7 +16,7 @@ from blendserve.engine.generate import generate
 from blendserve.errors import StoreError
 from blendserve.evaluate.fidelity import forced
 from blendserve.evaluate.methods import FULL, MethodSpec
-from blendserve.models.loader import Reader
+from blendserve.models.loader import LoadedModel
 from blendserve.models.model import DecoderModel
 from blendserve.timing import Clock
 
@@ -38,7 +38,7 @@ class Generation:
 
 
 def answer(
-    reader: Reader,
+    reader: LoadedModel,
     blender: Blender,
     method: MethodSpec,
     draw: Draw,
@@ -75,13 +75,15 @@ def answer(
     return Generation(tuple(tokens), ended, logits, seconds, recomputed, done.report)
 
 
-def reference_tokens(reader: Reader, tokens: Sequence[int], ended: bool) -> TokenIds:
+def reference_tokens(reader: LoadedModel, tokens: Sequence[int], ended: bool) -> TokenIds:
     """An answer's tokens, with an end token if it ended. Never empty."""
     return (*tokens, min(reader.end_tokens)) if ended else tuple(tokens)
 
 
 @torch.inference_mode()
-def transformers_answer(reader: Reader, draw: Draw, decode: DecodeConfig, reference: TokenIds) -> Generation:
+def transformers_answer(
+    reader: LoadedModel, draw: Draw, decode: DecodeConfig, reference: TokenIds
+) -> Generation:
     """The same by transformers' own forward: the rounding difference of two exact computations."""
     from transformers import DynamicCache
 

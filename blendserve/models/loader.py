@@ -42,7 +42,7 @@ VOLATILE = {
 
 
 @dataclass(frozen=True, slots=True)
-class Reader:
+class LoadedModel:
     """A language model ready to blend."""
 
     name: str
@@ -52,7 +52,7 @@ class Reader:
     end_tokens: frozenset[int]  # any of these ends an answer
 
 
-def load_reader(config: ReaderConfig) -> Reader:
+def load_model(config: ReaderConfig) -> LoadedModel:
     """Load a model. Raises ModelError, ModelUnsupported, ConfigError."""
     limit_torch(config.threads)
     reader = _load(config)
@@ -61,7 +61,7 @@ def load_reader(config: ReaderConfig) -> Reader:
     return reader
 
 
-def _load(config: ReaderConfig) -> Reader:
+def _load(config: ReaderConfig) -> LoadedModel:
     device = _device(config.device)
     dtype = _dtype(config.dtype, device)
     if config.model.startswith(RANDOM):
@@ -74,7 +74,7 @@ def _load(config: ReaderConfig) -> Reader:
         model, tokenizer = _from_pretrained(source, config.model, dtype)
     model.to(device).eval()
     made = DecoderModel.of(model)
-    reader = Reader(config.model, made, tokenizer, fingerprint(model), end_tokens(model, tokenizer))
+    reader = LoadedModel(config.model, made, tokenizer, fingerprint(model), end_tokens(model, tokenizer))
     if keeps and isinstance(tokenizer, Tokenizer) and not made.reference_parts:
         starts.keep(
             Path(source), dtype, model.config.to_dict(), tokenizer, reader.end_tokens, reader.fingerprint
@@ -82,7 +82,7 @@ def _load(config: ReaderConfig) -> Reader:
     return reader
 
 
-def _from_start(source: str, name: str, dtype: torch.dtype) -> Reader | None:
+def _from_start(source: str, name: str, dtype: torch.dtype) -> LoadedModel | None:
     """The model as it is kept of the last start; None where there is nothing, or other weights.
 
     transformers is imported when its model is asked for.
@@ -102,11 +102,11 @@ def _from_start(source: str, name: str, dtype: torch.dtype) -> Reader | None:
         return model.eval()
 
     made = DecoderModel(start.config, start.tensors, load_reference)
-    return Reader(name, made, start.tokenizer, digest, start.end_tokens)
+    return LoadedModel(name, made, start.tokenizer, digest, start.end_tokens)
 
 
 def read_configuration(config: ReaderConfig) -> tuple[Any, torch.dtype]:
-    """A reader's Hugging Face configuration and the dtype it would run in, weights unread. Raises as `load_reader`."""
+    """A reader's Hugging Face configuration and the dtype it would run in, weights unread. Raises as `load_model`."""
     dtype = _dtype(config.dtype, _device(config.device))
     if config.model.startswith(RANDOM):
         return shape_config(config.model.removeprefix(RANDOM)), dtype
@@ -116,7 +116,7 @@ def read_configuration(config: ReaderConfig) -> tuple[Any, torch.dtype]:
 
 
 def load_tokenizer(config: ReaderConfig) -> Any:
-    """A reader's tokenizer, weights unread. Raises as `load_reader`."""
+    """A reader's tokenizer, weights unread. Raises as `load_model`."""
     if config.model.startswith(RANDOM):
         shape = config.model.removeprefix(RANDOM)
         return _tokenizer_of_shape(Path(shape), shape_config(shape).vocab_size)
@@ -136,7 +136,7 @@ def _tokenizer(source: str | Path) -> Any:
     return ours if agree(ours, own) else own
 
 
-def _random_reader(name: str, dtype: torch.dtype, device: torch.device) -> Reader:
+def _random_reader(name: str, dtype: torch.dtype, device: torch.device) -> LoadedModel:
     """A shape's reader: random weights, and the bundled reader's tokenizer where the shape's folder has none."""
     shape = name.removeprefix(RANDOM)
     config = shape_config(shape)
@@ -152,7 +152,9 @@ def _random_reader(name: str, dtype: torch.dtype, device: torch.device) -> Reade
     model.to(device).eval()
     digest = _digest(model.config)
     digest.update(f"random, by torch {torch.__version__}".encode())  # in place of gigabytes of weights
-    return Reader(name, DecoderModel.of(model), tokenizer, digest.hexdigest(), end_tokens(model, tokenizer))
+    return LoadedModel(
+        name, DecoderModel.of(model), tokenizer, digest.hexdigest(), end_tokens(model, tokenizer)
+    )
 
 
 def _tokenizer_of_shape(folder: Path, vocab_size: int) -> Any:

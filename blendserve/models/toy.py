@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from blendserve.models.loader import Reader, end_tokens, fingerprint
+from blendserve.models.loader import LoadedModel, end_tokens, fingerprint
 from blendserve.models.model import DecoderModel
 from blendserve.models.sources import bundled_folder
 
@@ -37,10 +37,12 @@ def toy_llama(vocab_size: int, context: int, layers: int = 4, heads: int = 4, kv
     return model.eval()
 
 
-def toy_reader(context: int = 2048) -> Reader:
+def toy_reader(context: int = 2048) -> LoadedModel:
     """The same behind the bundled reader's tokenizer. Raises ModelError where that is not installed."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(bundled_folder("smollm2-135m"))
     model = toy_llama(len(tokenizer), context)
-    return Reader("tiny", DecoderModel.of(model), tokenizer, fingerprint(model), end_tokens(model, tokenizer))
+    return LoadedModel(
+        "tiny", DecoderModel.of(model), tokenizer, fingerprint(model), end_tokens(model, tokenizer)
+    )

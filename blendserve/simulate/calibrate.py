@@ -15,7 +15,7 @@ from blendserve.bench.workload import make_workload
 from blendserve.blend.cost import measure as measure_cost_model
 from blendserve.config import Config, ReaderConfig, StoreConfig, changed
 from blendserve.engine.engine import Engine
-from blendserve.models.loader import load_reader
+from blendserve.models.loader import load_model
 from blendserve.provenance import machine
 from blendserve.registry import SHARED_STORE
 from blendserve.simulate.config import SimulateConfig
@@ -41,7 +41,7 @@ class Node:
 
     def __init__(self, model: str, pool: int, chunk_tokens: int, url: str | None, seed: int = 0) -> None:
         """url: of the server; None: no shared store. Raises ModelError, InputError."""
-        self.reader = load_reader(ReaderConfig(model=model, threads=1))
+        self.reader = load_model(ReaderConfig(model=model, threads=1))
         workload = make_workload(self.reader, pool, chunk_tokens, None, seed)
         self._passages, self._ids, self._prompts = workload.passages, workload.chunks, workload.prompts
         self._url, self._chunk_tokens = url, chunk_tokens

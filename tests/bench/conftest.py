@@ -10,7 +10,7 @@ import pytest
 
 from blendserve.bench.suite import TINY_MODEL
 from blendserve.config import ReaderConfig
-from blendserve.models.loader import Reader, load_reader
+from blendserve.models.loader import LoadedModel, load_model
 
 
 def write_shape(folder: Path, **changes: Any) -> str:
@@ -26,5 +26,5 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="session")
-def reader(tiny: str) -> Reader:
-    return load_reader(ReaderConfig(model=tiny, dtype="float32"))
+def reader(tiny: str) -> LoadedModel:
+    return load_model(ReaderConfig(model=tiny, dtype="float32"))

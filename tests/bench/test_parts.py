@@ -23,7 +23,7 @@ from blendserve.config import BlendConfig, ReaderConfig
 from blendserve.core import Prompt
 from blendserve.errors import InputError, ModelError, ModelUnsupported, StoreError
 from blendserve.evaluate.methods import parse_methods
-from blendserve.models.loader import Reader, load_reader
+from blendserve.models.loader import LoadedModel, load_model
 from blendserve.models.random_model import TILE, Folded, random_model
 from blendserve.models.shapes import SHAPES, shape_config
 from tests.bench.conftest import write_shape
@@ -31,7 +31,7 @@ from tests.support.models import tiny_adapter
 from tests.support.tokenizers import bundled_tokenizer
 
 
-def test_a_workload_has_exactly_the_tokens_asked_for(reader: Reader) -> None:
+def test_a_workload_has_exactly_the_tokens_asked_for(reader: LoadedModel) -> None:
     for chunks, tokens, suffix in ((1, 300, 25), (9, 7, 40)):
         prompt = make_workload(reader, chunks, tokens, suffix, seed=3).prompt
         assert [len(chunk) for chunk in prompt.chunks] == [tokens] * chunks
@@ -86,7 +86,7 @@ def test_the_meter_gives_the_most_that_was_held_at_once() -> None:
 WORDS = ("full", "prefix", "reuse", "query@0.2", "deviation@0.2", "chunk_head@0.5", "query@1", "random@0")
 
 
-def test_linear_flops_are_those_that_ran(reader: Reader, tmp_path: Path) -> None:
+def test_linear_flops_are_those_that_ran(reader: LoadedModel, tmp_path: Path) -> None:
     found, workload = parse_methods(WORDS, ()), make_workload(reader, 4, 24, 20, seed=0)
     with PromptFixture(reader, workload, found, tmp_path) as fixture:
         fixture.precompute()
@@ -114,7 +114,7 @@ def test_attention_flops_by_a_loop_over_rows_and_keys(window: int | None) -> Non
     assert layer_work(counts, 0, 4, torch.tensor(rows), 4).attention == 4 * 12 * seen
 
 
-def test_a_full_prefill_by_the_textbook(reader: Reader) -> None:
+def test_a_full_prefill_by_the_textbook(reader: LoadedModel) -> None:
     """2 FLOPs a weight and row, but one row in the last layer's finish and the head; attention 2 T^2 H D."""
     counts, n = Counts.of(reader.adapter), 50
     report = make_report(plan_full_prefill(Prompt((), (), tuple(range(n))), BlendConfig()), None)
@@ -145,7 +145,7 @@ def test_a_named_shape_has_the_published_number_of_parameters(name: str) -> None
     assert round(sum(p.numel() for p in model.parameters()) / 1e6) == MILLIONS[name]
 
 
-def test_weights_are_noise_that_follows_from_the_seed_alone(tiny: str, reader: Reader) -> None:
+def test_weights_are_noise_that_follows_from_the_seed_alone(tiny: str, reader: LoadedModel) -> None:
     config = shape_config(tiny.removeprefix("random:"))
     first, other = (random_model(config, torch.float32, seed).state_dict() for seed in (0, 1))
     own = reader.adapter.reference.state_dict()
@@ -167,7 +167,7 @@ def test_a_matrix_larger_than_the_tile_has_no_equal_rows() -> None:
     assert not torch.equal(weights[:100], weights[-100:])
 
 
-def test_a_folded_tokenizer_stays_within_the_vocabulary(reader: Reader) -> None:
+def test_a_folded_tokenizer_stays_within_the_vocabulary(reader: LoadedModel) -> None:
     text = "Folding changes which tokens there are, not how many."
     ids, own = reader.tokenizer(text)["input_ids"], bundled_tokenizer()(text)["input_ids"]
     assert isinstance(reader.tokenizer, Folded)
@@ -181,4 +181,4 @@ def test_a_folded_tokenizer_stays_within_the_vocabulary(reader: Reader) -> None:
 )
 def test_a_shape_that_fits_no_model_is_refused(changes: dict[str, object], tmp_path: Path) -> None:
     with pytest.raises((ModelError, ModelUnsupported)):
-        load_reader(ReaderConfig(model=write_shape(tmp_path, **changes)))
+        load_model(ReaderConfig(model=write_shape(tmp_path, **changes)))

@@ -28,7 +28,7 @@ from blendserve.blend.blender import Blender, Prefilled
 from blendserve.config import BlendConfig, ReaderConfig, ValkeyConfig
 from blendserve.core import Chunk, ChunkKV, Prompt, TokenIds, run
 from blendserve.errors import StoreError
-from blendserve.models.loader import Reader, load_reader
+from blendserve.models.loader import LoadedModel, load_model
 from blendserve.models.toy import toy_reader
 from blendserve.store import ChunkKey, ChunkRecord, KVStore, MemoryStore, read_record
 from blendserve.store.codecs.raw import Raw
@@ -66,7 +66,7 @@ class FaultFixture:
     """A server, a link to it, the store over it, and a model that answers. A context manager."""
 
     def __init__(
-        self, reader: Reader, chunks: int, chunk_tokens: int, pool: int, deadline_s: float, seed: int = 0
+        self, reader: LoadedModel, chunks: int, chunk_tokens: int, pool: int, deadline_s: float, seed: int = 0
     ) -> None:
         """chunks: of a prompt; pool: chunks that prompts are drawn from; deadline_s: of a request for the server."""
         self._reader, self._count, self.dice = reader, chunks, random.Random(seed)
@@ -261,7 +261,7 @@ class Faults:
 
     def __init__(self, model: str, requests: int, kinds: str, seed: int) -> None:
         """kinds: of faults, separated by commas; all if empty."""
-        reader = toy_reader() if model == "tiny" else load_reader(ReaderConfig(model=model))
+        reader = toy_reader() if model == "tiny" else load_model(ReaderConfig(model=model))
         self.fixture = FaultFixture(reader, chunks=4, chunk_tokens=64, pool=12, deadline_s=0.5, seed=seed)
         self.requests, self.names = requests, kinds.split(",") if kinds else list(FAULTS)
         self.results: dict[str, FaultResult] = {}

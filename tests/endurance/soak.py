@@ -24,7 +24,7 @@ from blendserve.config import BlendConfig, Config, ReaderConfig, StoreConfig
 from blendserve.core import Passage
 from blendserve.engine.engine import Engine
 from blendserve.engine.prompt import PromptBuilder
-from blendserve.models.loader import Reader, load_reader
+from blendserve.models.loader import LoadedModel, load_model
 from blendserve.models.toy import toy_reader
 from blendserve.retrieve import language_reference, split
 from blendserve.store import open_store
@@ -37,7 +37,7 @@ LARGER = 10  # corpus / cap, in bytes of KV
 FALL = 0.05
 
 
-def corpus(reader: Reader, seed: int) -> tuple[list[Passage], int]:
+def corpus(reader: LoadedModel, seed: int) -> tuple[list[Passage], int]:
     """Passages of real text that every Python has, in an order without meaning, and their tokens in all."""
     from pydoc_data.topics import topics
 
@@ -56,7 +56,7 @@ def corpus(reader: Reader, seed: int) -> tuple[list[Passage], int]:
 class Reuse:
     """Each step is a block of queries."""
 
-    def __init__(self, reader: Reader, blocks: int, queries: int, method: str, seed: int) -> None:
+    def __init__(self, reader: LoadedModel, blocks: int, queries: int, method: str, seed: int) -> None:
         self.reader, self.method = reader, method
         self.passages, tokens = corpus(reader, seed)
         self.cap_bytes = tokens * reader.adapter.kv_bytes_per_token // LARGER
@@ -124,7 +124,7 @@ PROMISES: Promises = {
 
 def make(model: str, queries: int, block: int, seed: int) -> Reuse:
     is_tiny = model == "tiny"
-    reader = toy_reader() if is_tiny else load_reader(ReaderConfig(model=model))
+    reader = toy_reader() if is_tiny else load_model(ReaderConfig(model=model))
     return Reuse(reader, queries // block, block, "blend" if is_tiny else "auto", seed)
 
 

@@ -22,7 +22,7 @@ from blendserve.kernels.rows import RowPlan, plan_rows
 from blendserve.kernels.types import Rope
 from blendserve.models.families import FAMILIES
 from blendserve.models.kv_cache import KVCache
-from blendserve.models.loader import Reader
+from blendserve.models.loader import LoadedModel
 from blendserve.models.model import DecoderModel, Projected
 from blendserve.models.random_model import Folded
 from tests.support.blending import OneOff, some_prompt
@@ -113,12 +113,12 @@ def test_the_bundled_reader_passes_well_within_its_bounds_and_sees_a_lost_row(
     assert {row.check.partition(":")[0] for row in check(reader).rows if not row.passed} >= SAME
 
 
-def windowed(window: int, context: int = 1024) -> Reader:
+def windowed(window: int, context: int = 1024) -> LoadedModel:
     """A tiny model with a window, and a real tokenizer."""
     torch.manual_seed(0)
     made = config(tf.MistralConfig, sliding_window=window, max_position_embeddings=context)
     model: Any = tf.AutoModelForCausalLM.from_config(made, attn_implementation="eager")
-    return Reader(
+    return LoadedModel(
         "windowed", DecoderModel.of(model.eval()), Folded(bundled_tokenizer(), 97), "windowed", frozenset()
     )
 
@@ -166,7 +166,7 @@ def test_the_verdict_is_kept_by_fingerprint_and_format(
 ) -> None:
     checked, kept = list[str](), tmp_path / "blendserve" / "gate"
 
-    def counted(reader: Reader) -> GateReport:
+    def counted(reader: LoadedModel) -> GateReport:
         checked.append(reader.fingerprint)
         return GateReport(reader.name, (GateRow("turned: x", 0.0, 1.0),))
 

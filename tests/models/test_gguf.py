@@ -22,7 +22,7 @@ from blendserve.config import ReaderConfig
 from blendserve.errors import ModelError, ModelUnsupported
 from blendserve.models.gguf import QUANTISATIONS, Gguf, UnsupportedGguf
 from blendserve.models.gguf_folder import write_folder
-from blendserve.models.loader import Reader, fingerprint, load_reader
+from blendserve.models.loader import LoadedModel, fingerprint, load_model
 from blendserve.models.sources import BUNDLED
 from tests.support.files import own_cache
 
@@ -146,8 +146,8 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own_cache(tmp_path / "cache", monkeypatch)
 
 
-def load(model: Path | str, dtype: str = "float32") -> Reader:
-    return load_reader(ReaderConfig(model=str(model), dtype=dtype, device="cpu"))
+def load(model: Path | str, dtype: str = "float32") -> LoadedModel:
+    return load_model(ReaderConfig(model=str(model), dtype=dtype, device="cpu"))
 
 
 @pytest.mark.nightly  # twenty seconds; each part of a conversion is compared below
@@ -160,9 +160,9 @@ SLOW_IMPORTS = {"transformers", "torch._dynamo", "gguf", "accelerate", "scipy", 
 
 def test_the_first_start_imports_no_slow_package() -> None:
     code = (
-        "import sys; from blendserve.config import ReaderConfig; from blendserve.models.loader import load_reader; "
+        "import sys; from blendserve.config import ReaderConfig; from blendserve.models.loader import load_model; "
         "from blendserve.engine import engine; from blendserve.retrieve import Embedder; Embedder.load(); "
-        f"load_reader(ReaderConfig(device='cpu')); print(sorted({SLOW_IMPORTS} & set(sys.modules)))"
+        f"load_model(ReaderConfig(device='cpu')); print(sorted({SLOW_IMPORTS} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]", done.stderr

@@ -17,7 +17,7 @@ from blendserve.config import ReaderConfig
 from blendserve.errors import ConfigError, ModelError, ModelUnsupported
 from blendserve.kernels.cpu import isa
 from blendserve.models import sources, starts
-from blendserve.models.loader import Reader, end_tokens, fingerprint, load_reader
+from blendserve.models.loader import LoadedModel, end_tokens, fingerprint, load_model
 from blendserve.models.tokenizer import Tokenizer, agree
 from tests.support.blending import blend, model_logits, some_prompt
 from tests.support.files import own_cache
@@ -44,8 +44,8 @@ def saved(name: str, folder: Path) -> Path:
     return folder
 
 
-def load(folder: Path, dtype: str = "float32") -> Reader:
-    return load_reader(ReaderConfig(model=str(folder), dtype=dtype, device="cpu"))
+def load(folder: Path, dtype: str = "float32") -> LoadedModel:
+    return load_model(ReaderConfig(model=str(folder), dtype=dtype, device="cpu"))
 
 
 def imports_a_model(folder: Path, dtype: str = "float32") -> bool:
@@ -168,7 +168,7 @@ def test_models_that_are_not_there_or_not_supported_are_refused(
         str(tmp_path / "gpt2"): "model_type",
     }.items():
         with pytest.raises(ModelError) as error:
-            load_reader(ReaderConfig(model=model, device="cpu"))
+            load_model(ReaderConfig(model=model, device="cpu"))
         assert error.value.setting == setting
         assert isinstance(error.value, ModelUnsupported) == (setting == "model_type")
 
@@ -177,7 +177,7 @@ def test_models_that_are_not_there_or_not_supported_are_refused(
 def test_devices_that_are_missing_are_refused(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError) as error:
-        load_reader(ReaderConfig(device=device))
+        load_model(ReaderConfig(device=device))
     assert error.value.setting == "reader.device"
 
 
@@ -188,7 +188,7 @@ def test_a_failed_conversion_leaves_no_files(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(sources, "write_folder", fails)
     with pytest.raises(KeyboardInterrupt):
-        load_reader(ReaderConfig(device="cpu"))
+        load_model(ReaderConfig(device="cpu"))
     assert list((tmp_path / "cache" / "blendserve" / "readers").iterdir()) == []
 
 

@@ -17,12 +17,12 @@ import torch
 from blendserve.cli import main
 from blendserve.config import ReaderConfig
 from blendserve.models import loader
-from blendserve.models.loader import DTYPES, Reader, fingerprint
+from blendserve.models.loader import DTYPES, LoadedModel, fingerprint
 from blendserve.models.model import DecoderModel
 from blendserve.models.sources import BUNDLED
 from blendserve.models.toy import toy_reader
 
-load_reader = loader.load_reader
+load_model = loader.load_model
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,15 +55,15 @@ def cli(*argv: object, stdin: str = "", env: Mapping[str, str] | None = None) ->
 def stand_in(put: Callable[[str, object], None]) -> None:
     """Commands load a random reader in place of the bundled one; put(dotted name, value), as monkeypatch.setattr."""
     for module in ("blendserve.engine.engine", "blendserve.models.loader"):
-        put(f"{module}.load_reader", _load)
+        put(f"{module}.load_model", _load)
 
 
-def _load(config: ReaderConfig) -> Reader:
-    return _toy(config.model, config.dtype) if config.model in BUNDLED else load_reader(config)
+def _load(config: ReaderConfig) -> LoadedModel:
+    return _toy(config.model, config.dtype) if config.model in BUNDLED else load_model(config)
 
 
 @cache
-def _toy(name: str, dtype: str) -> Reader:
+def _toy(name: str, dtype: str) -> LoadedModel:
     made = toy_reader(8192)  # the context of the bundled reader
     model = made.adapter.reference.to(DTYPES.get(dtype, torch.float32))
     return replace(made, name=name, adapter=DecoderModel.of(model), fingerprint=fingerprint(model))

@@ -29,7 +29,7 @@ from blendserve.engine.request import (
     TextDelta,
     split_options,
 )
-from blendserve.models.loader import Reader
+from blendserve.models.loader import LoadedModel
 from blendserve.models.model import DecoderModel
 from blendserve.models.runner import Runner
 from blendserve.models.toy import toy_reader as load_toy_reader
@@ -67,7 +67,7 @@ QUESTIONS = (
 
 
 @cache
-def toy_reader() -> Reader:
+def toy_reader() -> LoadedModel:
     """Tests must not change it."""
     return load_toy_reader(CONTEXT)
 
@@ -177,8 +177,10 @@ class FaultyModel(DecoderModel):
 
 
 @cache
-def tiny_reader() -> Reader:
-    return Reader("tiny", FaultyModel.of(tiny_model("llama")), bundled_tokenizer(), "tiny", frozenset({2}))
+def tiny_reader() -> LoadedModel:
+    return LoadedModel(
+        "tiny", FaultyModel.of(tiny_model("llama")), bundled_tokenizer(), "tiny", frozenset({2})
+    )
 
 
 @cache

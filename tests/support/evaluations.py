@@ -16,7 +16,7 @@ from blendserve.config import BlendConfig, Config, DecodeConfig, PromptConfig
 from blendserve.engine.engine import Engine
 from blendserve.evaluate.config import EvaluateConfig
 from blendserve.evaluate.job import Outcome, evaluate
-from blendserve.models.loader import Reader, end_tokens, fingerprint
+from blendserve.models.loader import LoadedModel, end_tokens, fingerprint
 from blendserve.models.model import DecoderModel
 from blendserve.store import KVStore, MemoryStore
 from tests.support.models import BASE
@@ -50,13 +50,15 @@ RUNS: Mapping[str, Mapping[str, Any]] = {
 
 
 @cache
-def tiny_reader() -> Reader:
+def tiny_reader() -> LoadedModel:
     torch.manual_seed(0)
     model: Any = tf.LlamaForCausalLM(
         tf.LlamaConfig(**{**BASE, "vocab_size": 49152, "max_position_embeddings": LIMIT})
     ).eval()
     tokenizer = bundled_tokenizer()
-    return Reader("tiny", DecoderModel.of(model), tokenizer, fingerprint(model), end_tokens(model, tokenizer))
+    return LoadedModel(
+        "tiny", DecoderModel.of(model), tokenizer, fingerprint(model), end_tokens(model, tokenizer)
+    )
 
 
 def tiny_engine(store: KVStore | None = None, config: Config = CONFIG) -> Engine:

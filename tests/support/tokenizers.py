@@ -9,7 +9,7 @@ import tokenizers as tk
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from blendserve.config import ReaderConfig
-from blendserve.models.loader import Reader, load_reader
+from blendserve.models.loader import LoadedModel, load_model
 from blendserve.models.sources import bundled_folder
 
 
@@ -20,8 +20,8 @@ def bundled_tokenizer() -> Any:
 
 
 @cache
-def bundled_reader(dtype: str) -> Reader:
-    return load_reader(ReaderConfig(dtype=dtype))
+def bundled_reader(dtype: str) -> LoadedModel:
+    return load_model(ReaderConfig(dtype=dtype))
 
 
 def spaced_tokenizer(words: str) -> Any:

@@ -132,7 +132,7 @@ def test_store_merge_copies_from_a_server_by_its_url(store: ValkeyStore, path: P
 def test_an_index_build_keeps_the_pins_of_other_engines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("blendserve.engine.engine.load_reader", lambda config: toy_reader())
+    monkeypatch.setattr("blendserve.engine.engine.load_model", lambda config: toy_reader())
     store = {"kind": "valkey", "valkey": settings(tmp_path)}
     config = Config(store=store, blend=BlendConfig(method="blend"))
     for n, name in enumerate(("one", "two"), start=1):
