@@ -49,8 +49,8 @@ real weights on which the checks passed; elsewhere the evidence is tiny models.
 GGUF = """\
 ## GGUF files
 
-blendserve has its own reader for the architecture `llama` with byte-level BPE. For other
-architectures it uses transformers, which needs two more packages: `pip install gguf accelerate`.
+blendserve converts its bundled `smollm2-135m` by itself. For any other file it uses transformers, which needs
+two more packages: `pip install gguf accelerate`.
 
 It refuses files that scale their RoPE (Llama 3.1 and later, Gemma 3 from 4B), because transformers'
 conversion drops the scale. Use the Hugging Face folder of these models.

@@ -15,22 +15,18 @@ from blendserve.errors import ModelUnsupported
 from blendserve.kernels.norm import NormForm
 from blendserve.kernels.rotary import HALVES, RotaryForm
 
-# How norms of rows differ: RMS norm in three forms that kernels know, LayerNorm in four.
+# RMS norm in the three forms that kernels know; LayerNorm in the four of `layers.py`.
 RMS = NormForm(rounds_first=True)
 LATE_RMS = NormForm(rounds_first=False)
 GEMMA_RMS = NormForm(rounds_first=False, offset=1.0)
 LayerNorm = Literal["layer", "layer, wide", "layer, plus one", "rms or layer"]
 
-NEIGHBOURS = RotaryForm(neighbours=True, step=1, wide=False)
-WIDE_NEIGHBOURS = RotaryForm(neighbours=True, step=2, wide=True)
+INTERLEAVED = RotaryForm(neighbours=True, step=1, wide=False)
+WIDE_INTERLEAVED = RotaryForm(neighbours=True, step=2, wide=True)
 
 
 def _always(config: Any, l: int) -> bool:
     return True
-
-
-def _slides(config: Any, l: int) -> bool:
-    return bool(config.layer_types[l] == "sliding_attention")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +45,9 @@ class Family:
     experts: bool = False  # the MLP is a mixture of experts; each row is routed on its own
     fused_qkv: bool = False  # one qkv_proj instead of three
     qk_norm: Literal["no", "head", "width"] = (
-        "no"  # q_norm and k_norm before RoPE, over each head or over all
+        "no"  # q_norm and k_norm before RoPE: over each head, or over all
     )
-    windows: Literal["no", "all", "typed"] = (
-        "no"  # sliding: no layer, all, or those that config.layer_types names
-    )
+    windows: Literal["no", "all", "typed"] = "no"  # layers that slide; typed: as config.layer_types says
     softcap: str | None = None  # of attention scores
     attention_scale: Callable[[Any], float] | None = None  # by the configuration; None: 1 / sqrt(D)
     rotary: RotaryForm = HALVES
@@ -67,18 +61,35 @@ class Family:
     logits_softcap: str | None = None
 
 
-GEMMA: dict[str, Any] = {"norm": GEMMA_RMS, "embedding_scale": "sqrt(hidden_size)"}
-SCALED_QUERIES: dict[str, Any] = {"attention_scale": lambda config: config.query_pre_attn_scalar**-0.5}
-SANDWICH: dict[str, Any] = {
-    "after_attention": "post_attention_layernorm",
-    "before_mlp": "pre_feedforward_layernorm",
-    "after_mlp": "post_feedforward_layernorm",
-}
+def _slides(config: Any, l: int) -> bool:
+    return bool(config.layer_types[l] == "sliding_attention")
+
+
+def _slides_or_has_no_window(config: Any, l: int) -> bool:
+    return config.sliding_window is None or _slides(config, l)
+
+
+def _slides_or_is_dense(config: Any, l: int) -> bool:
+    is_dense = config.mlp_layer_types[l] == "dense" and config.prefix_dense_sliding_window_pattern == 1
+    return bool(is_dense) or _slides(config, l)
+
+
+# What several families share.
 POST_NORM: dict[str, Any] = {
     "before_attention": None,
     "after_attention": "post_attention_layernorm",
     "before_mlp": None,
     "after_mlp": "post_feedforward_layernorm",
+}
+GEMMA: dict[str, Any] = {"norm": GEMMA_RMS, "embedding_scale": "sqrt(hidden_size)"}
+GEMMA_2: dict[str, Any] = {
+    **GEMMA,
+    "after_attention": "post_attention_layernorm",
+    "before_mlp": "pre_feedforward_layernorm",
+    "after_mlp": "post_feedforward_layernorm",
+    "attention_scale": lambda config: config.query_pre_attn_scalar**-0.5,
+    "windows": "typed",
+    "logits_softcap": "final_logit_softcapping",
 }
 GRANITE: dict[str, Any] = {
     "attention_scale": lambda config: config.attention_multiplier,
@@ -86,28 +97,15 @@ GRANITE: dict[str, Any] = {
     "residual_scale": "residual_multiplier",
     "logits_divisor": "logits_scaling",
 }
-COHERE: dict[str, Any] = {
-    "parallel": True,
-    "norm": "layer, wide",
-    "rotary": WIDE_NEIGHBOURS,
-    "logits_scale": "logit_scale",
-}
-OLMO: dict[str, Any] = {"norm": LATE_RMS, "qk_norm": "width", "wide_rope": True}
-ERNIE: dict[str, Any] = {"rotary": NEIGHBOURS, "wide_rope": True}
-GLM: dict[str, Any] = {"rotary": NEIGHBOURS, "mlp_layers": ("gate_up_proj", "down_proj")}
+COHERE: dict[str, Any] = {"parallel": True, "rotary": WIDE_INTERLEAVED, "logits_scale": "logit_scale"}
+OLMO: dict[str, Any] = {**POST_NORM, "norm": LATE_RMS, "qk_norm": "width", "wide_rope": True}
+EXAONE: dict[str, Any] = {"windows": "typed", "qk_norm": "head", "rotates": _slides_or_has_no_window}
+ERNIE: dict[str, Any] = {"rotary": INTERLEAVED, "wide_rope": True}
+GLM: dict[str, Any] = {"rotary": INTERLEAVED, "mlp_layers": ("gate_up_proj", "down_proj")}
 UNGATED: dict[str, Any] = {"mlp_layers": ("up_proj", "down_proj")}
 NORMED_EXPERTS: dict[str, Any] = {"qk_norm": "head", "experts": True}
 
-
-def _rotates_in_windows(config: Any, l: int) -> bool:
-    return config.sliding_window is None or _slides(config, l)
-
-
-def _forces_rope(config: Any, l: int) -> bool:
-    dense = config.mlp_layer_types[l] == "dense" and config.prefix_dense_sliding_window_pattern == 1
-    return bool(dense) or _slides(config, l)
-
-
+# fmt: off
 FAMILIES: dict[str, Family] = {
     "llama": Family("Llama 1-3, SmolLM 1-2, TinyLlama, Yi, DeepSeek-LLM"),
     "mistral": Family("Mistral 7B, Nemo, Small", windows="all"),
@@ -118,79 +116,35 @@ FAMILIES: dict[str, Family] = {
     "qwen3": Family("Qwen3", windows="typed", qk_norm="head"),
     "qwen3_moe": Family("Qwen3-MoE", windows="all", qk_norm="head", experts=True),
     "gemma": Family("Gemma 1", **GEMMA),
-    "gemma2": Family(
-        "Gemma 2",
-        **GEMMA,
-        **SANDWICH,
-        **SCALED_QUERIES,
-        windows="typed",
-        softcap="attn_logit_softcapping",
-        logits_softcap="final_logit_softcapping",
-    ),
-    "gemma3_text": Family(
-        "Gemma 3, text checkpoints",
-        **GEMMA,
-        **SANDWICH,
-        **SCALED_QUERIES,
-        windows="typed",
-        qk_norm="head",
-        typed_rope=True,
-        logits_softcap="final_logit_softcapping",
-    ),
-    "phi3": Family(
-        "Phi-3, Phi-3.5, Phi-4 with default RoPE",
-        windows="all",
-        fused_qkv=True,
-        mlp_layers=("gate_up_proj", "down_proj"),
-    ),
-    "olmo2": Family("OLMo 2", **POST_NORM, **OLMO),
-    "olmo3": Family("OLMo 3", **POST_NORM, **OLMO, windows="typed", typed_rope=True),
+    "gemma2": Family("Gemma 2", **GEMMA_2, softcap="attn_logit_softcapping"),
+    "gemma3_text": Family("Gemma 3, text checkpoints", **GEMMA_2, qk_norm="head", typed_rope=True),
+    "phi3": Family("Phi-3, Phi-3.5, Phi-4 with default RoPE",
+                   windows="all", fused_qkv=True, mlp_layers=("gate_up_proj", "down_proj")),
+    "olmo2": Family("OLMo 2", **OLMO),
+    "olmo3": Family("OLMo 3", **OLMO, windows="typed", typed_rope=True),
     "granite": Family("Granite 3", **GRANITE),
     "granitemoe": Family("Granite 3 MoE", **GRANITE, mlp="block_sparse_moe", experts=True),
     "smollm3": Family("SmolLM3", windows="typed", rotates=lambda config, l: bool(config.no_rope_layers[l])),
-    "cohere": Family("Command R", **COHERE, qk_norm="head"),
-    "cohere2": Family(
-        "Command R7B, Command A",
-        **COHERE,
-        windows="typed",
-        rotates=_slides,
-    ),
-    "exaone4": Family(
-        "EXAONE 4",
-        **POST_NORM,
-        windows="typed",
-        qk_norm="head",
-        rotates=_rotates_in_windows,
-    ),
+    "cohere": Family("Command R", **COHERE, norm="layer, wide", qk_norm="head"),
+    "cohere2": Family("Command R7B, Command A", **COHERE, norm="layer, wide", windows="typed", rotates=_slides),
+    "exaone4": Family("EXAONE 4", **POST_NORM, **EXAONE),
     "starcoder2": Family("StarCoder2", windows="all", norm="layer", mlp_layers=("c_fc", "c_proj")),
     "seed_oss": Family("Seed-OSS"),
     "arcee": Family("AFM", **UNGATED),
-    "helium": Family("Helium", norm=LATE_RMS, rotary=NEIGHBOURS),
+    "helium": Family("Helium", norm=LATE_RMS, rotary=INTERLEAVED),
     "glm": Family("GLM-4 9B", **GLM),
-    "glm4": Family(
-        "GLM-4-0414", **GLM, after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm"
-    ),
-    "apertus": Family(
-        "Apertus",
-        before_attention="attention_layernorm",
-        before_mlp="feedforward_layernorm",
-        qk_norm="head",
-        **UNGATED,
-    ),
+    "glm4": Family("GLM-4-0414", **GLM, after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm"),
+    "apertus": Family("Apertus", **UNGATED,
+                      before_attention="attention_layernorm", before_mlp="feedforward_layernorm", qk_norm="head"),
     "aria_text": Family("Aria, text checkpoints", experts=True),
-    "cohere2_moe": Family(
-        "Command A MoE",
-        **{**COHERE, "norm": "rms or layer"},
-        windows="typed",
-        experts=True,
-        rotates=_forces_rope,
-    ),
+    "cohere2_moe": Family("Command A MoE",
+                          **COHERE, norm="rms or layer", windows="typed", experts=True, rotates=_slides_or_is_dense),
     "cwm": Family("Code World Model", windows="typed"),
     "dots1": Family("dots.llm1", **NORMED_EXPERTS, windows="typed"),
     "ernie4_5": Family("ERNIE 4.5", **ERNIE),
     "ernie4_5_moe": Family("ERNIE 4.5 MoE", **ERNIE, experts=True),
-    "exaone_moe": Family("K-EXAONE", **NORMED_EXPERTS, windows="typed", rotates=_rotates_in_windows),
-    "flex_olmo": Family("FlexOlmo", **POST_NORM, **OLMO, experts=True),
+    "exaone_moe": Family("K-EXAONE", **EXAONE, experts=True),
+    "flex_olmo": Family("FlexOlmo", **OLMO, experts=True),
     "glm4_moe": Family("GLM-4.5, 4.6, GLM-4.5-Air", **NORMED_EXPERTS),
     "hy_v3": Family("Hunyuan 3", **NORMED_EXPERTS),
     "internlm3": Family("InternLM 3"),
@@ -209,43 +163,36 @@ FAMILIES: dict[str, Family] = {
     "solar_open": Family("Solar Open", experts=True),
     "stablelm": Family("StableLM 2 1.6B, Zephyr 3B", norm="layer"),
 }
+# fmt: on
 
 # Checkpoints that read pictures too: their text model is used, whose own type must be in FAMILIES.
 TOWERS = {"gemma3", "mistral3", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"}
 
 MLA = "it stores compressed keys (multi-head latent attention), which is not built in"
 RECURRENT = "it has recurrent layers: a chunk's state is not built in"
-LEARNED = "its positions are added to the input, so that a key cannot be moved"
-ALIBI = "its positions are a bias on attention scores (ALiBi), which is not built in"
-SHARED = "its later layers read the KV of earlier ones, which is not built in"
-SCALED = "it scales queries by their position in layers without RoPE, which is not built in"
-PICTURES = "it reads pictures too, and its text model is not proven: use a text-only checkpoint of the family"
 ENCODER = "it is not a decoder alone: what it reads is not causal"
-
-REFUSED: dict[str, str] = {
-    **dict.fromkeys(
-        ["deepseek_v2", "deepseek_v3", "deepseek_v32", "minicpm3", "longcat_flash", "glm4_moe_lite"], MLA
+REFUSALS = {
+    MLA: "deepseek_v2 deepseek_v3 deepseek_v32 minicpm3 longcat_flash glm4_moe_lite",
+    RECURRENT: (
+        "mamba mamba2 falcon_mamba rwkv xlstm recurrent_gemma jamba bamba zamba zamba2 nemotron_h falcon_h1 "
+        "granitemoehybrid qwen3_next qwen3_5 qwen3_5_moe lfm2 lfm2_moe olmo_hybrid kimi_linear minimax"
     ),
-    **dict.fromkeys(
-        ["mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm", "recurrent_gemma", "jamba", "bamba", "zamba"],
-        RECURRENT,
+    "its positions are added to the input, so that a key cannot be moved": (
+        "gpt2 gpt_neo gpt_bigcode opt xglm biogpt openai-gpt"
     ),
-    **dict.fromkeys(
-        ["zamba2", "nemotron_h", "falcon_h1", "granitemoehybrid", "qwen3_next", "qwen3_5", "qwen3_5_moe"],
-        RECURRENT,
+    "its positions are a bias on attention scores (ALiBi), which is not built in": "bloom mpt",
+    "its later layers read the KV of earlier ones, which is not built in": "gemma3n gemma3n_text gemma4 gemma4_text",
+    "it scales queries by their position in layers without RoPE, which is not built in": "llama4 llama4_text",
+    "it reads pictures too, and its text model is not proven: use a text-only checkpoint of the family": (
+        "qwen2_vl mllama llava"
     ),
-    **dict.fromkeys(["lfm2", "lfm2_moe", "olmo_hybrid", "kimi_linear", "minimax"], RECURRENT),
-    **dict.fromkeys(["gpt2", "gpt_neo", "gpt_bigcode", "opt", "xglm", "biogpt", "openai-gpt"], LEARNED),
-    **dict.fromkeys(["bloom", "mpt"], ALIBI),
-    **dict.fromkeys(["gemma3n", "gemma3n_text", "gemma4", "gemma4_text"], SHARED),
-    **dict.fromkeys(["llama4", "llama4_text"], SCALED),
-    **dict.fromkeys(["qwen2_vl", "mllama", "llava"], PICTURES),
-    **dict.fromkeys(["bert", "roberta", "t5", "bart", "whisper"], ENCODER),
-    "gpt_oss": "its attention has learned sinks, which are not built in",
-    "hunyuan_v1_dense": "it norms keys after RoPE, so that moving one is more than a rotation",
-    "diffllama": "it subtracts one attention from another, which is not built in",
-    "doge": "it masks keys by their values",
+    ENCODER: "bert roberta t5 bart whisper",
+    "its attention has learned sinks, which are not built in": "gpt_oss",
+    "it norms keys after RoPE, so that moving one is more than a rotation": "hunyuan_v1_dense",
+    "it subtracts one attention from another, which is not built in": "diffllama",
+    "it masks keys by their values": "doge",
 }
+REFUSED = {kind: reason for reason, kinds in REFUSALS.items() for kind in kinds.split()}
 
 # Settings that some checkpoints of a supported type have, and why these are refused.
 REFUSED_SETTINGS = {
@@ -255,8 +202,8 @@ REFUSED_SETTINGS = {
     "use_parallel_residual": "its attention and MLP read the same input, which is not built in for this type",
 }
 
-# RoPE variants whose angles depend on the position alone, so that a key can be moved. Dynamic NTK and longrope change
-# their frequencies with the sequence length: a stored key would be right for one length only.
+# RoPE types whose angles depend on the position alone, so that a key can be moved. Dynamic NTK and longrope change their
+# frequencies with the sequence length: a stored key would be right for one length only.
 MOVABLE_ROPE = {"default", "linear", "llama3", "yarn"}
 
 LAYER_TYPES = {"full_attention", "sliding_attention"}

@@ -1,184 +1,70 @@
-"""Reads llama.cpp's GGUF files: metadata, and tensors dequantised with numpy by the formulas of ggml-quants.c.
+"""Converts the bundled llama from GGUF to a Hugging Face folder without transformers, whose import takes seconds.
 
-Layout: magic, version, counts, metadata, tensor table, padding, data. Every length in the file is checked against the
-bytes that are left before anything is allocated for it.
+For files whose SHA-256 is known, so nothing here guards against damage; a user's own file is converted by transformers
+(sources.py). The folder equals transformers' own conversion: tests/models/test_gguf.py compares them.
+
+A GGUF file is: magic, version, counts, metadata, table of tensors, padding, data. Blocks as in ggml-quants.c.
 """
 
 from __future__ import annotations
 
-import math
-import os
+import json
+import mmap
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import tokenizers
 import torch
+from safetensors.torch import save_file
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from torch import Tensor
 
-from blendserve.errors import ModelError
+from blendserve.models.tokenizer import Tokenizer
 
 Bytes = npt.NDArray[np.uint8]  # [N, bytes of a block]
 Floats = npt.NDArray[np.float32]  # [N, elements of a block]
 
-SCALARS = dict(
-    zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True)
-)  # struct codes by value type
+# struct codes by value type, and the two types that have a length
+SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
 STRING, ARRAY = 8, 9
-CHUNK = 1 << 16  # blocks that are dequantised at once
+CHUNK = 1 << 16  # blocks that are dequantised at once: less memory, which is sooner cleared
+CONTROL = 3  # token type of special tokens
+TOKEN_IDS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # ours -> the file's
+BODY = {"embed_tokens": "token_embd", "norm": "output_norm"}
+LAYER = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+# What a LlamaConfig adds to its config.json when it is read. It is part of the fingerprint.
+LLAMA_DEFAULTS = {
+    "chunk_size_feed_forward": 0,
+    "id2label": {"0": "LABEL_0", "1": "LABEL_1"},
+    "is_encoder_decoder": False,
+    "label2id": {"LABEL_0": 0, "LABEL_1": 1},
+    "output_attentions": False,
+    "output_hidden_states": False,
+    "problem_type": None,
+    "return_dict": True,
+}
 
 
-class UnsupportedGguf(ModelError):
-    """The file is in order, but this reader does not know its architecture, tokenizer or quantisation."""
-
-
-class Quantisation(NamedTuple):
+class BlockFormat(NamedTuple):
     """How a block of elements is stored."""
 
-    name: str
     elements: int
     n_bytes: int
     values: Callable[[Bytes], Floats]
-
-
-class StoredTensor(NamedTuple):
-    """Where a tensor lies in the file."""
-
-    shape: tuple[int, ...]  # in torch's order
-    quantisation: int
-    start: int
-
-
-class Gguf:
-    """An open description of a file; tensors are read when asked for."""
-
-    def __init__(self, path: Path) -> None:
-        """Raises ModelError for a file that is damaged or no GGUF file."""
-        self.path = path
-        self.metadata: dict[str, Any] = {}
-        self.tensors: dict[str, StoredTensor] = {}
-        try:
-            with path.open("rb") as file:
-                self._read(_Cursor(self, file))
-        except OSError as error:
-            raise ModelError(f"{path} cannot be read: {error.strerror}", path=path) from error
-        except UnicodeDecodeError as error:
-            raise self.damaged("its metadata has text that is not UTF-8") from error
-
-    @property
-    def scales_rope(self) -> bool:
-        """Whether its angles are not those of its base frequency alone, as in Llama 3.1 or Gemma 3 from 4B."""
-        kinds = {str(kind) for key, kind in self.metadata.items() if key.endswith(".rope.scaling.type")}
-        return "rope_freqs.weight" in self.tensors or bool(kinds - {"none"})
-
-    def damaged(self, what: str) -> ModelError:
-        return ModelError(f"the GGUF file {self.path} is damaged: {what}. Download it again", path=self.path)
-
-    def number(self, key: str, default: float | None = None) -> Any:
-        """A positive number of the metadata. Raises ModelError where it is missing or anything else."""
-        value = self.metadata.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-            raise self.damaged(f"its metadata gives {value!r} for {key!r}")
-        return value
-
-    def tensor(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The tensor, dequantised in fp32 and rounded to `dtype` once. Raises ModelError, UnsupportedGguf."""
-        stored = self._stored(name)
-        quantisation = QUANTISATIONS[stored.quantisation]
-        out = torch.empty(stored.shape, dtype=dtype)
-        flat, n_bytes = out.view(-1), quantisation.n_bytes
-        n_blocks = len(flat) // quantisation.elements
-        with self.path.open("rb") as file:
-            file.seek(stored.start)
-            for first in range(0, n_blocks, CHUNK):
-                count = min(CHUNK, n_blocks - first)
-                data = bytearray(count * n_bytes)  # writable, as torch wants it
-                if file.readinto(data) < len(data):
-                    raise self.damaged(f"it ends within tensor {name!r}")
-                values = quantisation.values(np.frombuffer(data, np.uint8).reshape(count, n_bytes))
-                start = first * quantisation.elements
-                flat[start : start + values.size] = torch.from_numpy(values.reshape(-1))
-        return out
-
-    def _stored(self, name: str) -> StoredTensor:
-        stored = self.tensors.get(name)
-        if stored is None:
-            raise self.damaged(f"it has no tensor {name!r}")
-        return stored
-
-    def _read(self, cursor: _Cursor) -> None:
-        if cursor.take(4) != b"GGUF":
-            raise ModelError(f"{self.path} is not a GGUF file: it does not begin with 'GGUF'", path=self.path)
-        version, n_tensors, n_values = cursor.numbers("IQQ")
-        if version not in {2, 3}:
-            raise UnsupportedGguf(f"{self.path} has GGUF version {version}; versions 2 and 3 are supported")
-        for _ in range(n_values):
-            key = cursor.text()
-            self.metadata[key] = cursor.value(cursor.number("I"))
-        table = [cursor.tensor() for _ in range(n_tensors)]
-        alignment = int(self.number("general.alignment", 32))
-        data = -(-cursor.position // alignment) * alignment
-        for name, shape, kind, offset in table:
-            n, quantisation = math.prod(shape), QUANTISATIONS.get(kind)
-            if quantisation is None and shape:
-                known = ", ".join(q.name for q in QUANTISATIONS.values())
-                raise UnsupportedGguf(
-                    f"tensor {name!r} of {self.path} has quantisation type {kind}; supported are {known}"
-                )
-            if quantisation is None or not shape or n == 0 or shape[-1] % quantisation.elements:
-                raise self.damaged(f"tensor {name!r} has type {kind} and shape {list(shape)}")
-            end = data + offset + n // quantisation.elements * quantisation.n_bytes
-            if end > cursor.size:
-                raise self.damaged(f"tensor {name!r} ends at byte {end:,}, but the file has {cursor.size:,}")
-            self.tensors[name] = StoredTensor(shape, kind, data + offset)
-
-
-class _Cursor:
-    """Reads forward through the header; what goes beyond the file's end is refused before it is read."""
-
-    def __init__(self, gguf: Gguf, file: BinaryIO) -> None:
-        self.gguf, self.file = gguf, file
-        self.size, self.position = os.fstat(file.fileno()).st_size, 0
-
-    def take(self, n_bytes: int) -> bytes:
-        data = self.file.read(n_bytes) if n_bytes <= self.size - self.position else b""
-        if len(data) < n_bytes:
-            raise self.gguf.damaged(f"its header needs {n_bytes:,} bytes at byte {self.position:,}")
-        self.position += n_bytes
-        return data
-
-    def numbers(self, code: str) -> tuple[Any, ...]:
-        return struct.unpack(f"<{code}", self.take(struct.calcsize(f"<{code}")))
-
-    def number(self, code: str) -> Any:
-        return self.numbers(code)[0]
-
-    def text(self) -> str:
-        return self.take(self.number("Q")).decode("utf-8")
-
-    def value(self, kind: int) -> Any:
-        """One value of the metadata, of the type that the file names."""
-        if kind == STRING:
-            return self.text()
-        if kind == ARRAY:
-            element, count = self.numbers("IQ")
-            if element in SCALARS:
-                width = struct.calcsize(f"<{SCALARS[element]}")
-                data = self.take(count * width)
-                return [value for (value,) in struct.iter_unpack(f"<{SCALARS[element]}", data)]
-            if element == STRING:
-                return [self.text() for _ in range(count)]
-            kind = element
-        if kind not in SCALARS:
-            raise self.gguf.damaged(f"its metadata has a value of type {kind} at byte {self.position:,}")
-        return self.number(SCALARS[kind])
-
-    def tensor(self) -> tuple[str, tuple[int, ...], int, int]:
-        name, n_dims = self.text(), self.number("I")
-        dims = self.numbers(f"{n_dims}Q") if n_dims <= 4 else ()
-        return (name, tuple(reversed(dims)), *self.numbers("IQ"))
 
 
 def _half(blocks: Bytes, at: int) -> Floats:
@@ -186,106 +72,196 @@ def _half(blocks: Bytes, at: int) -> Floats:
     return np.ascontiguousarray(blocks[:, at : at + 2]).view(np.float16).astype(np.float32)
 
 
-def _unpack(data: Bytes, shifts: Sequence[int], mask: int, width: int) -> Bytes:
-    """Small numbers packed into bytes: for every `width` bytes, all at the first shift, then all at the next."""
-    shift = np.array(shifts, np.uint8).reshape(1, 1, -1, 1)
-    unpacked: Bytes = (data.reshape(len(data), -1, 1, width) >> shift) & np.uint8(mask)
-    return unpacked.reshape(len(data), -1)
-
-
-def _high_bits(blocks: Bytes) -> Bytes:
-    """The fifth bits of Q5_0 and Q5_1 [N, 4] -> [N, 32], each worth 16."""
-    bits: Bytes = np.unpackbits(blocks, axis=1, bitorder="little") << np.uint8(4)
-    return bits
-
-
-def _scales_and_minima(data: Bytes) -> tuple[Floats, Floats]:
-    """Twelve bytes of Q4_K and Q5_K -> eight 6-bit scales and eight 6-bit minima."""
-    low, mid, high = data[:, :4], data[:, 4:8], data[:, 8:]
-    scales = np.concatenate([low & 63, (high & 15) | ((low >> 2) & 48)], axis=1)
-    minima = np.concatenate([mid & 63, (high >> 4) | ((mid >> 2) & 48)], axis=1)
-    return scales.astype(np.float32), minima.astype(np.float32)
-
-
-def _grouped(scale: Floats, q: npt.NDArray[Any], minimum: Floats | None = None) -> Floats:
-    """scale [N, G] and minimum [N, G] of G groups of q [N, E] -> values [N, E]"""
-    values = scale[:, :, None] * q.reshape(*scale.shape, -1).astype(np.float32)
-    if minimum is not None:
-        values -= minimum[:, :, None]
-    return values.reshape(q.shape)
-
-
-def _q4_0(b: Bytes) -> Floats:
-    return _half(b, 0) * (_unpack(b[:, 2:], (0, 4), 15, 16).astype(np.float32) - 8)
-
-
 def _q4_1(b: Bytes) -> Floats:
-    return _half(b, 0) * _unpack(b[:, 4:], (0, 4), 15, 16).astype(np.float32) + _half(b, 2)
-
-
-def _q5_0(b: Bytes) -> Floats:
-    q = _unpack(b[:, 6:], (0, 4), 15, 16) | _high_bits(b[:, 2:6])
-    return _half(b, 0) * (q.astype(np.float32) - 16)
-
-
-def _q5_1(b: Bytes) -> Floats:
-    q = _unpack(b[:, 8:], (0, 4), 15, 16) | _high_bits(b[:, 4:8])
-    return _half(b, 0) * q.astype(np.float32) + _half(b, 2)
+    nibbles = np.concatenate([b[:, 4:] & np.uint8(15), b[:, 4:] >> np.uint8(4)], axis=1)
+    return _half(b, 0) * nibbles.astype(np.float32) + _half(b, 2)
 
 
 def _q8_0(b: Bytes) -> Floats:
     return b[:, 2:].view(np.int8).astype(np.float32) * _half(b, 0)
 
 
-def _q2_k(b: Bytes) -> Floats:
-    scales = b[:, :16]
-    q = _unpack(b[:, 16:80], (0, 2, 4, 6), 3, 32)
-    return _grouped(_half(b, 80) * (scales & 15), q, _half(b, 82) * (scales >> 4))
-
-
-def _q3_k(b: Bytes) -> Floats:
-    q = _unpack(b[:, 32:96], (0, 2, 4, 6), 3, 32).astype(np.int8)
-    q -= (4 - (_unpack(b[:, :32], range(8), 1, 32) << 2)).astype(
-        np.int8
-    )  # a set bit means: nothing to subtract
-    low, high = _unpack(b[:, 96:104], (0, 4), 15, 8), _unpack(b[:, 104:108], (0, 2, 4, 6), 3, 4)
-    return _grouped(_half(b, 108) * ((low | (high << 4)).astype(np.float32) - 32), q)
-
-
-def _q4_k(b: Bytes) -> Floats:
-    scales, minima = _scales_and_minima(b[:, 4:16])
-    return _grouped(_half(b, 0) * scales, _unpack(b[:, 16:], (0, 4), 15, 32), _half(b, 2) * minima)
-
-
-def _q5_k(b: Bytes) -> Floats:
-    scales, minima = _scales_and_minima(b[:, 4:16])
-    q = _unpack(b[:, 48:], (0, 4), 15, 32) | (_unpack(b[:, 16:48], range(8), 1, 32) << 4)
-    return _grouped(_half(b, 0) * scales, q, _half(b, 2) * minima)
-
-
-def _q6_k(b: Bytes) -> Floats:
-    q = _unpack(b[:, :128], (0, 4), 15, 64) | (_unpack(b[:, 128:192], (0, 2, 4, 6), 3, 32) << 4)
-    scales = np.ascontiguousarray(b[:, 192:208]).view(np.int8).astype(np.float32)
-    return _grouped(_half(b, 208) * scales, q.astype(np.int8) - np.int8(32))
-
-
-def _bf16(b: Bytes) -> Floats:
-    high: npt.NDArray[np.uint32] = b.view(np.uint16).astype(np.uint32) << np.uint32(16)
-    return high.view(np.float32)
-
-
-QUANTISATIONS = {  # by the numbers of `enum ggml_type` in ggml.h
-    0: Quantisation("F32", 1, 4, lambda b: b.view(np.float32)),
-    1: Quantisation("F16", 1, 2, lambda b: b.view(np.float16).astype(np.float32)),
-    2: Quantisation("Q4_0", 32, 18, _q4_0),
-    3: Quantisation("Q4_1", 32, 20, _q4_1),
-    6: Quantisation("Q5_0", 32, 22, _q5_0),
-    7: Quantisation("Q5_1", 32, 24, _q5_1),
-    8: Quantisation("Q8_0", 32, 34, _q8_0),
-    10: Quantisation("Q2_K", 256, 84, _q2_k),
-    11: Quantisation("Q3_K", 256, 110, _q3_k),
-    12: Quantisation("Q4_K", 256, 144, _q4_k),
-    13: Quantisation("Q5_K", 256, 176, _q5_k),
-    14: Quantisation("Q6_K", 256, 210, _q6_k),
-    30: Quantisation("BF16", 1, 2, _bf16),
+# The bundled file's, by the numbers of `enum ggml_type` in ggml.h.
+FORMATS = {
+    0: BlockFormat(1, 4, lambda b: b.view(np.float32)),  # F32
+    3: BlockFormat(32, 20, _q4_1),
+    8: BlockFormat(32, 34, _q8_0),
 }
+
+
+def _chunks(blocks: Bytes) -> list[Bytes]:
+    return np.split(blocks, range(CHUNK, len(blocks), CHUNK))
+
+
+class Gguf:
+    """An open file: its metadata, and tensors that are dequantised when asked for."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises ValueError for another version of the format."""
+        with path.open("rb") as file:
+            self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._at = 0
+        magic, version, n_tensors, n_values = self._numbers("4sIQQ")
+        if magic != b"GGUF" or version not in {2, 3}:
+            raise ValueError(f"{path} is no GGUF file of version 2 or 3")
+        self.metadata = {self._text(): self._value(self._number("I")) for _ in range(n_values)}
+        self.tensors = dict(self._entry() for _ in range(n_tensors))
+        alignment = self.metadata.get("general.alignment", 32)
+        self._start = -(-self._at // alignment) * alignment
+
+    def tensor(self, name: str, dtype: torch.dtype) -> Tensor:
+        """The tensor, dequantised in fp32 and rounded to `dtype` once. Raises KeyError."""
+        shape, kind, offset = self.tensors[name]
+        form, start = FORMATS[kind], self._start + offset
+        out = torch.empty(shape, dtype=dtype)
+        n_blocks = out.numel() // form.elements
+        blocks = np.frombuffer(self._data, np.uint8, n_blocks * form.n_bytes, start).reshape(n_blocks, -1)
+        for part, some in zip(out.view(n_blocks, -1).split(CHUNK), _chunks(blocks), strict=True):
+            part.copy_(torch.from_numpy(form.values(some.copy())))  # a copy, as torch wants to write
+        return out
+
+    def _numbers(self, code: str) -> tuple[Any, ...]:
+        size = struct.calcsize(f"<{code}")
+        self._at += size
+        return struct.unpack(f"<{code}", self._data[self._at - size : self._at])
+
+    def _number(self, code: str) -> Any:
+        return self._numbers(code)[0]
+
+    def _text(self) -> str:
+        return str(self._number(f"{self._number('Q')}s").decode("utf-8"))
+
+    def _value(self, kind: int) -> Any:
+        """One value of the metadata, of the type that the file names."""
+        if kind == STRING:
+            return self._text()
+        if kind != ARRAY:
+            return self._number(SCALARS[kind])
+        element, count = self._numbers("IQ")
+        return (
+            [self._text() for _ in range(count)]
+            if element == STRING
+            else list(self._numbers(f"{count}{SCALARS[element]}"))
+        )
+
+    def _entry(self) -> tuple[str, tuple[tuple[int, ...], int, int]]:
+        """A tensor's name; its shape in torch's order, format, and offset in the data."""
+        name, n_dims = self._text(), self._number("I")
+        dims = self._numbers(f"{n_dims}Q")
+        kind, offset = self._numbers("IQ")
+        return name, (dims[::-1], kind, offset)
+
+
+class Converted(NamedTuple):
+    """What transformers would know of the folder."""
+
+    config: dict[str, Any]  # with defaults
+    tokenizer: Tokenizer
+    end_tokens: frozenset[int]
+
+
+def write_folder(file: Path, into: Path) -> Converted:
+    """Write config.json, model.safetensors in bf16 and the tokenizer of a llama with byte-level BPE."""
+    gguf = Gguf(file)
+    config, tokenizer = _config(gguf), _tokenizer(gguf.metadata)
+    about = tokenizer.about
+    ids = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in config}
+    _write(into / "config.json", config)
+    _write(into / "generation_config.json", {"_from_model_config": True, **ids})
+    tokenizer.backend_tokenizer.save(str(into / "tokenizer.json"))
+    _write(
+        into / "tokenizer_config.json",
+        {"tokenizer_class": "PreTrainedTokenizerFast", **about["special_tokens"]},
+    )
+    (into / "chat_template.jinja").write_text(about["chat_template"] or "", "utf-8")
+    save_file(_weights(gguf, config), into / "model.safetensors", {"format": "pt"})
+    return Converted({**LLAMA_DEFAULTS, **config}, tokenizer, frozenset({about["eos_token_id"]}))
+
+
+def _config(gguf: Gguf) -> dict[str, Any]:
+    """config.json of a llama model."""
+    found = gguf.metadata
+    ids = {
+        f"{ours}_token_id": found[key]
+        for ours, theirs in TOKEN_IDS.items()
+        if (key := f"tokenizer.ggml.{theirs}_token_id") in found
+    }
+    return {
+        "_model_name_or_path": found["general.name"],
+        **ids,
+        "architectures": ["LlamaForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "dtype": "bfloat16",
+        "head_dim": found["llama.rope.dimension_count"],
+        "hidden_act": "silu",
+        "hidden_size": found["llama.embedding_length"],
+        "initializer_range": 0.02,
+        "intermediate_size": found["llama.feed_forward_length"],
+        "max_position_embeddings": found["llama.context_length"],
+        "mlp_bias": False,
+        "model_type": "llama",
+        "num_attention_heads": found["llama.attention.head_count"],
+        "num_hidden_layers": found["llama.block_count"],
+        "num_key_value_heads": found["llama.attention.head_count_kv"],
+        "pretraining_tp": 1,
+        "rms_norm_eps": found["llama.attention.layer_norm_rms_epsilon"],
+        "rope_parameters": {"rope_theta": found["llama.rope.freq_base"], "rope_type": "default"},
+        "tie_word_embeddings": "output.weight" not in gguf.tensors,
+        "use_cache": True,
+        "vocab_size": len(found["tokenizer.ggml.tokens"]),
+    }
+
+
+def _weights(gguf: Gguf, config: dict[str, Any]) -> dict[str, Tensor]:
+    """Every tensor in bf16, by its Hugging Face name."""
+    names = {f"model.{to}": name for to, name in BODY.items()}
+    if not config["tie_word_embeddings"]:
+        names["lm_head"] = "output"
+    for l in range(config["num_hidden_layers"]):
+        names |= {f"model.layers.{l}.{to}": f"blk.{l}.{name}" for to, name in LAYER.items()}
+    weights = {f"{to}.weight": gguf.tensor(f"{name}.weight", torch.bfloat16) for to, name in names.items()}
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    return {
+        name: _in_halves(x, n) if (n := heads.get(name.split(".")[-2])) else x for name, x in weights.items()
+    }
+
+
+def _in_halves(weight: Tensor, n_heads: int) -> Tensor:
+    """Rows in the order of Hugging Face's RoPE, first halves then second, instead of llama.cpp's pairs."""
+    return weight.view(n_heads, -1, 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
+
+
+def _tokenizer(found: dict[str, Any]) -> Tokenizer:
+    """A byte-level BPE tokenizer."""
+    tokens, merges = found["tokenizer.ggml.tokens"], found["tokenizer.ggml.merges"]
+    ids = {
+        f"{ours}_token": found.get(f"tokenizer.ggml.{theirs}_token_id") for ours, theirs in TOKEN_IDS.items()
+    }
+    special = {name: tokens[i] for name, i in ids.items() if i is not None}
+    types = zip(tokens, found["tokenizer.ggml.token_type"], strict=True)
+    control = [token for token, kind in types if kind == CONTROL]
+    backend = tokenizers.Tokenizer(
+        models.BPE(
+            vocab={token: i for i, token in enumerate(tokens)},
+            merges=[tuple(merge.split(" ")) for merge in merges],
+            continuing_subword_prefix="",
+            end_of_word_suffix="",
+            fuse_unk=False,
+        )
+    )
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.post_processor = processors.TemplateProcessing(single="$A:0", pair="$A:0 $B:1", special_tokens=[])
+    named = dict.fromkeys([*special.values(), *control])
+    backend.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in named])
+    about = {
+        "special_tokens": special,
+        "eos_token_id": ids["eos_token"],
+        "chat_template": found.get("tokenizer.chat_template"),
+    }
+    return Tokenizer(backend, about)
+
+
+def _write(path: Path, values: dict[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", "utf-8")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,14 +16,13 @@ import xxhash
 from blendserve.config import ReaderConfig
 from blendserve.errors import ConfigError, ModelError
 from blendserve.kernels.cpu import isa
-from blendserve.models import starts
+from blendserve.models import fast_load
 from blendserve.models.families import TOWERS, check_supported
 from blendserve.models.forward import decode_in_int8
 from blendserve.models.model import DecoderModel
-from blendserve.models.random_model import Folded, random_model
+from blendserve.models.random import RANDOM, ModuloTokenizer, random_model, shape_config
 from blendserve.models.reference import TextTower
-from blendserve.models.shapes import RANDOM, shape_config
-from blendserve.models.sources import BUNDLED, bundled_folder, first_line, quiet, source_of
+from blendserve.models.sources import DEFAULT, bundled_folder, first_line, quiet, source_of
 from blendserve.models.tokenizer import Tokenizer, agree
 from blendserve.threads import limit_torch
 
@@ -55,58 +54,58 @@ class LoadedModel:
 def load_model(config: ReaderConfig) -> LoadedModel:
     """Load a model. Raises ModelError, ModelUnsupported, ConfigError."""
     limit_torch(config.threads)
-    reader = _load(config)
-    if config.decode_weights == "int8":
-        decode_in_int8(reader.adapter)
-    return reader
-
-
-def _load(config: ReaderConfig) -> LoadedModel:
     device = _device(config.device)
     dtype = _dtype(config.dtype, device)
     if config.model.startswith(RANDOM):
-        return _random_reader(config.model, dtype, device)
-    source = source_of(config.model)
-    keeps = device.type == "cpu" and Path(source).is_dir()
-    if keeps and (reader := _from_start(source, config.model, dtype)):
-        return reader
+        model = _load_random(config.model, dtype, device)
+    else:
+        model = _load(source_of(config.model), config.model, dtype, device)
+    if config.decode_weights == "int8":
+        decode_in_int8(model.adapter)
+    return model
+
+
+def _load(source: str, name: str, dtype: torch.dtype, device: torch.device) -> LoadedModel:
+    has_record = device.type == "cpu" and Path(source).is_dir()
+    if has_record and (model := _fast_load(source, name, dtype)):
+        return model
     with quiet():
-        model, tokenizer = _from_pretrained(source, config.model, dtype)
-    model.to(device).eval()
-    made = DecoderModel.of(model)
-    reader = LoadedModel(config.model, made, tokenizer, fingerprint(model), end_tokens(model, tokenizer))
-    if keeps and isinstance(tokenizer, Tokenizer) and not made.reference_parts:
-        starts.keep(
-            Path(source), dtype, model.config.to_dict(), tokenizer, reader.end_tokens, reader.fingerprint
-        )
-    return reader
+        reference, tokenizer = _from_pretrained(source, name, dtype)
+    reference.to(device).eval()
+    model = LoadedModel(
+        name, DecoderModel.of(reference), tokenizer, fingerprint(reference), end_tokens(reference, tokenizer)
+    )
+    if has_record and isinstance(tokenizer, Tokenizer) and not model.adapter.reference_parts:
+        config = reference.config.to_dict()
+        fast_load.save(Path(source), dtype, config, tokenizer, model.end_tokens, model.fingerprint)
+    return model
 
 
-def _from_start(source: str, name: str, dtype: torch.dtype) -> LoadedModel | None:
-    """The model as it is kept of the last start; None where there is nothing, or other weights.
+def _fast_load(source: str, name: str, dtype: torch.dtype) -> LoadedModel | None:
+    """The model by the record of its last start; None without one, or with other weights.
 
     transformers is imported when its model is asked for.
     """
-    start = starts.recall(Path(source), dtype)
-    if start is None:
+    found = fast_load.load(Path(source), dtype)
+    if found is None:
         return None
-    digest = _fingerprint_of(start.config, start.tensors)
-    if start.fingerprint not in {None, digest}:
+    digest = _fingerprint(found.config, found.tensors)
+    if found.fingerprint not in {None, digest}:
         return None
 
     def load_reference() -> Any:
         with quiet():
-            model, _ = _from_pretrained(source, name, dtype)
-        for called, parameter in model.named_parameters():
-            parameter.data = start.tensors[called]  # one copy for both
-        return model.eval()
+            reference, _ = _from_pretrained(source, name, dtype)
+        for called, parameter in reference.named_parameters():
+            parameter.data = found.tensors[called]  # one copy for both
+        return reference.eval()
 
-    made = DecoderModel(start.config, start.tensors, load_reference)
-    return LoadedModel(name, made, start.tokenizer, digest, start.end_tokens)
+    decoder = DecoderModel(found.config, found.tensors, load_reference)
+    return LoadedModel(name, decoder, found.tokenizer, digest, found.end_tokens)
 
 
 def read_configuration(config: ReaderConfig) -> tuple[Any, torch.dtype]:
-    """A reader's Hugging Face configuration and the dtype it would run in, weights unread. Raises as `load_model`."""
+    """A model's Hugging Face configuration and the dtype it would run in, weights unread. Raises as `load_model`."""
     dtype = _dtype(config.dtype, _device(config.device))
     if config.model.startswith(RANDOM):
         return shape_config(config.model.removeprefix(RANDOM)), dtype
@@ -116,7 +115,7 @@ def read_configuration(config: ReaderConfig) -> tuple[Any, torch.dtype]:
 
 
 def load_tokenizer(config: ReaderConfig) -> Any:
-    """A reader's tokenizer, weights unread. Raises as `load_model`."""
+    """A model's tokenizer, weights unread. Raises as `load_model`."""
     if config.model.startswith(RANDOM):
         shape = config.model.removeprefix(RANDOM)
         return _tokenizer_of_shape(Path(shape), shape_config(shape).vocab_size)
@@ -136,8 +135,8 @@ def _tokenizer(source: str | Path) -> Any:
     return ours if agree(ours, own) else own
 
 
-def _random_reader(name: str, dtype: torch.dtype, device: torch.device) -> LoadedModel:
-    """A shape's reader: random weights, and the bundled reader's tokenizer where the shape's folder has none."""
+def _load_random(name: str, dtype: torch.dtype, device: torch.device) -> LoadedModel:
+    """Random weights in a shape, and the bundled model's tokenizer where the shape's folder has none."""
     shape = name.removeprefix(RANDOM)
     config = shape_config(shape)
     tokenizer = _tokenizer_of_shape(Path(shape), config.vocab_size)
@@ -159,8 +158,8 @@ def _random_reader(name: str, dtype: torch.dtype, device: torch.device) -> Loade
 
 def _tokenizer_of_shape(folder: Path, vocab_size: int) -> Any:
     has_own = (folder / "tokenizer_config.json").is_file()
-    tokenizer = _tokenizer(folder if has_own else bundled_folder(next(iter(BUNDLED))))
-    return tokenizer if len(tokenizer) <= vocab_size else Folded(tokenizer, vocab_size)
+    tokenizer = _tokenizer(folder if has_own else bundled_folder())
+    return tokenizer if len(tokenizer) <= vocab_size else ModuloTokenizer(tokenizer, vocab_size)
 
 
 def end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
@@ -172,10 +171,10 @@ def end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
 
 def fingerprint(model: Any) -> str:
     """Digest of the configuration and weights of transformers' model: equal exactly when stored KV may be shared."""
-    return _fingerprint_of(model.config, model.state_dict())
+    return _fingerprint(model.config, model.state_dict())
 
 
-def _fingerprint_of(config: Any, tensors: Mapping[str, torch.Tensor]) -> str:
+def _fingerprint(config: Any, tensors: Mapping[str, torch.Tensor]) -> str:
     digest = _digest(config)
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name}:{tuple(tensor.shape)}:{tensor.dtype}".encode())
@@ -194,26 +193,19 @@ def fast_dtype() -> torch.dtype:
 
 
 def _device(name: str) -> torch.device:
-    try:
-        device = (
-            torch.device("cuda" if torch.cuda.is_available() else "cpu")
-            if name == "auto"
-            else torch.device(name)
-        )
-    except RuntimeError:
-        raise ConfigError(
-            f"setting 'reader.device' cannot be {name!r}: use auto, cpu or cuda[:n]", setting="reader.device"
-        ) from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
-            "setting 'reader.device' is 'cuda', but torch sees no CUDA device here: use auto or cpu",
-            setting="reader.device",
-        )
-    if device.type not in {"cpu", "cuda"}:
-        raise ConfigError(
-            f"setting 'reader.device' cannot be {name!r}: use auto, cpu or cuda[:n]", setting="reader.device"
-        )
-    return device
+    has_cuda = torch.cuda.is_available()
+    with suppress(RuntimeError):  # torch knows no such device
+        device = torch.device(("cuda" if has_cuda else "cpu") if name == "auto" else name)
+        if device.type == "cpu" or (device.type == "cuda" and has_cuda):
+            return device
+        if device.type == "cuda":
+            raise ConfigError(
+                f"setting 'reader.device' is {name!r}, but torch sees no CUDA device here: use auto or cpu",
+                setting="reader.device",
+            )
+    raise ConfigError(
+        f"setting 'reader.device' cannot be {name!r}: use auto, cpu or cuda[:n]", setting="reader.device"
+    )
 
 
 def _dtype(name: str, device: torch.device) -> torch.dtype:
@@ -256,7 +248,7 @@ def _explaining(source: str, name: str) -> Iterator[None]:
         )
         raise ModelError(
             f"model {name!r} {what}: {first_line(error)}. Give a folder with config.json, weights and tokenizer, "
-            f"a .gguf file, a hub id while online, or the bundled {next(iter(BUNDLED))!r}",
+            f"a .gguf file, a hub id while online, or the bundled {DEFAULT!r}",
             setting="reader.model",
             path=source,
         ) from error

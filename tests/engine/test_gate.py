@@ -24,7 +24,7 @@ from blendserve.models.families import FAMILIES
 from blendserve.models.kv_cache import KVCache
 from blendserve.models.loader import LoadedModel
 from blendserve.models.model import DecoderModel, Projected
-from blendserve.models.random_model import Folded
+from blendserve.models.random import ModuloTokenizer
 from tests.support.blending import OneOff, some_prompt
 from tests.support.engines import CONFIG, PASSAGES, QUESTIONS, generated, toy_engine, toy_reader
 from tests.support.models import KINDS, TINY, config, tiny_adapter, tiny_model
@@ -119,7 +119,11 @@ def windowed(window: int, context: int = 1024) -> LoadedModel:
     made = config(tf.MistralConfig, sliding_window=window, max_position_embeddings=context)
     model: Any = tf.AutoModelForCausalLM.from_config(made, attn_implementation="eager")
     return LoadedModel(
-        "windowed", DecoderModel.of(model.eval()), Folded(bundled_tokenizer(), 97), "windowed", frozenset()
+        "windowed",
+        DecoderModel.of(model.eval()),
+        ModuloTokenizer(bundled_tokenizer(), 97),
+        "windowed",
+        frozenset(),
     )
 
 

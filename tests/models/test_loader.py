@@ -16,7 +16,7 @@ import transformers as tf
 from blendserve.config import ReaderConfig
 from blendserve.errors import ConfigError, ModelError, ModelUnsupported
 from blendserve.kernels.cpu import isa
-from blendserve.models import sources, starts
+from blendserve.models import fast_load, gguf
 from blendserve.models.loader import LoadedModel, end_tokens, fingerprint, load_model
 from blendserve.models.tokenizer import Tokenizer, agree
 from tests.support.blending import blend, model_logits, some_prompt
@@ -103,7 +103,7 @@ def test_a_start_is_not_kept_where_modules_of_transformers_run(tmp_path: Path) -
 
 def test_changed_files_and_damaged_records_are_read_again(folder: Path, tmp_path: Path) -> None:
     before = load(folder).fingerprint
-    for file in (tmp_path / "cache").rglob(starts.ABOUT):
+    for file in (tmp_path / "cache").rglob(fast_load.RECORD):
         file.write_text("{")
     assert [imports_a_model(folder) for _ in range(2)] == [True, False]
     settings = json.loads((folder / "config.json").read_text())
@@ -182,11 +182,11 @@ def test_devices_that_are_missing_are_refused(device: str, monkeypatch: pytest.M
 
 
 def test_a_failed_conversion_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(gguf: Any, into: Path) -> None:
+    def fails(file: Path, into: Path) -> None:
         (into / "config.json").write_text("{}")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(sources, "write_folder", fails)
+    monkeypatch.setattr(gguf, "write_folder", fails)
     with pytest.raises(KeyboardInterrupt):
         load_model(ReaderConfig(device="cpu"))
     assert list((tmp_path / "cache" / "blendserve" / "readers").iterdir()) == []

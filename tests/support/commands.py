@@ -20,7 +20,7 @@ from blendserve.models import loader
 from blendserve.models.loader import DTYPES, LoadedModel, fingerprint
 from blendserve.models.model import DecoderModel
 from blendserve.models.sources import BUNDLED
-from blendserve.models.toy import toy_reader
+from tests.support.toy import toy_reader
 
 load_model = loader.load_model
 

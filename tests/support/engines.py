@@ -32,12 +32,12 @@ from blendserve.engine.request import (
 from blendserve.models.loader import LoadedModel
 from blendserve.models.model import DecoderModel
 from blendserve.models.runner import Runner
-from blendserve.models.toy import toy_reader as load_toy_reader
 from blendserve.store import KVStore, MemoryStore
 from blendserve.timing import Clock
 from tests.support.blending import PREFIX, some_ids, tiny_blender
 from tests.support.models import tiny_model
 from tests.support.tokenizers import bundled_tokenizer
+from tests.support.toy import toy_reader as load_toy_reader
 
 CONTEXT = 1024  # tokens
 CONFIG = Config(

@@ -26,9 +26,9 @@ from blendserve.kernels.rows import plan_rows
 from blendserve.kernels.types import AttentionSpec
 from blendserve.kernels.verify import BOUNDS
 from blendserve.models.model import DecoderModel
-from blendserve.models.toy import toy_llama
 from blendserve.registry import CORRECTIONS, POLICIES
 from blendserve.store import MemoryStore
+from tests.support.toy import toy_llama
 
 POLICY = {name: POLICIES.load(name) for name in POLICIES.names}
 CHOOSING = tuple(f"{name}@0.15" for name, p in POLICY.items() if p.needs_scoring_pass or p.has_check_layers)

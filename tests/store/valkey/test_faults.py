@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from blendserve.models.toy import toy_reader
 from tests.endurance.faults import FAULTS, FaultFixture, run_fault
+from tests.support.toy import toy_reader
 from tests.support.valkey import PATIENT_S, needs_server
 
 pytestmark = needs_server

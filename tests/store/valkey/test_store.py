@@ -16,7 +16,6 @@ from benchmarks.support.valkey import Server, cluster
 from blendserve.config import BlendConfig, Config, ValkeyConfig
 from blendserve.engine.engine import Engine
 from blendserve.errors import StoreFull
-from blendserve.models.toy import toy_reader
 from blendserve.store import KVStore, LMDBStore, VerifyReport
 from blendserve.store.key import TAG_BYTES
 from blendserve.store.network.connection import Connection
@@ -28,6 +27,7 @@ from blendserve.store.valkey_layout import CHUNK, Fields, namespace_name, read_f
 from tests.support.commands import cli
 from tests.support.damages import BYTES
 from tests.support.stores import CAP, OnServer, chunk, copy_of, key_of, put_kv, read, same, stored
+from tests.support.toy import toy_reader
 from tests.support.valkey import PATIENT_S, database, needs_server, settings, store_at
 from tests.support.waiting import eventually
 

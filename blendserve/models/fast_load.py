@@ -1,7 +1,7 @@
-"""What is kept of a model folder, so that its next start imports no transformers: configuration and tokenizer.
+"""A record of a model folder in the user's cache, from which the next start loads it without transformers.
 
-transformers' configuration has defaults that the folder's config.json leaves out, and they are part of the fingerprint.
-A start whose fingerprint is not the kept one is none: transformers loads the folder again.
+It has the tokenizer, and the configuration with transformers' defaults: the fingerprint covers these, and config.json
+leaves them out. A record whose fingerprint is not that of the weights does not count: transformers loads the folder.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from blendserve.paths import cache_folder
 log = logging.getLogger(__name__)
 
 WEIGHTS, SHARDS = "model.safetensors", "model.safetensors.index.json"
-ABOUT, TOKENIZER = "about.json", "tokenizer.json"
+RECORD, TOKENIZER = "about.json", "tokenizer.json"
 
 
 class Configuration(SimpleNamespace):
@@ -40,33 +40,33 @@ class Configuration(SimpleNamespace):
         return dict(vars(self))
 
 
-class Start(NamedTuple):
-    """What is kept of a folder, and its weights."""
+class Loaded(NamedTuple):
+    """What the record says of a folder, and the folder's weights."""
 
     config: Configuration
     tensors: Mapping[str, Tensor]
     tokenizer: Tokenizer
     end_tokens: frozenset[int]
-    fingerprint: str | None  # that it must have; None = not known
+    fingerprint: str | None  # that the weights must have; None = any
 
 
-def recall(folder: Path, dtype: torch.dtype) -> Start | None:
-    """The folder's start; None where nothing is kept of it, and where anything is damaged."""
-    kept = _kept(folder, dtype)
+def load(folder: Path, dtype: torch.dtype) -> Loaded | None:
+    """The folder by its record; None without one, and where anything is damaged."""
     try:
-        about = json.loads((kept / ABOUT).read_text("utf-8"))
+        record = _record_folder(folder, dtype)
+        about = json.loads((record / RECORD).read_text("utf-8"))
         config = Configuration(**about["config"])
-        tokenizer = Tokenizer(tokenizers.Tokenizer.from_file(str(kept / TOKENIZER)), about["tokenizer"])
+        tokenizer = Tokenizer(tokenizers.Tokenizer.from_file(str(record / TOKENIZER)), about["tokenizer"])
         tensors = _weights(folder, dtype)
         if config.tie_word_embeddings:
             tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
-        return Start(config, tensors, tokenizer, frozenset(about["end_tokens"]), about["fingerprint"])
+        return Loaded(config, tensors, tokenizer, frozenset(about["end_tokens"]), about["fingerprint"])
     except Exception as error:  # of JSON, safetensors or tokenizers: transformers will say what is wrong
-        log.debug("no kept start: %s", error)
+        log.debug("no fast load: %s", error)
         return None
 
 
-def keep(
+def save(
     folder: Path,
     dtype: torch.dtype,
     config: Mapping[str, Any],
@@ -74,40 +74,37 @@ def keep(
     end_tokens: frozenset[int],
     fingerprint: str | None = None,
 ) -> None:
-    """Write what `recall` reads."""
-    kept = _kept(folder, dtype)
+    """Write what `load` reads."""
+    record = _record_folder(folder, dtype)
     about = {
         "config": config,
         "tokenizer": tokenizer.about,
         "fingerprint": fingerprint,
         "end_tokens": sorted(end_tokens),
     }
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=".making-", dir=kept.parent))
+    record.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=".making-", dir=record.parent))
     try:
         tokenizer.backend_tokenizer.save(str(scratch / TOKENIZER))
-        (scratch / ABOUT).write_text(json.dumps(about, default=str), "utf-8")
-        shutil.rmtree(kept, ignore_errors=True)
+        (scratch / RECORD).write_text(json.dumps(about, default=str), "utf-8")
+        shutil.rmtree(record, ignore_errors=True)
         with suppress(OSError):  # another process was first
-            scratch.rename(kept)
+            scratch.rename(record)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _weights(folder: Path, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Every tensor of the folder, mapped where it is of this dtype already."""
-    names = {WEIGHTS}
+    """Every tensor of the folder, mapped where it has this dtype already."""
+    files = {WEIGHTS}
     if not (folder / WEIGHTS).is_file():
-        names = set(json.loads((folder / SHARDS).read_text())["weight_map"].values())
-    return {
-        name: tensor.to(dtype) if tensor.is_floating_point() else tensor
-        for file in sorted(names)
-        for name, tensor in load_file(folder / file).items()
-    }
+        files = set(json.loads((folder / SHARDS).read_text())["weight_map"].values())
+    parts = [load_file(folder / file) for file in sorted(files)]
+    return {name: x.to(dtype) if x.is_floating_point() else x for part in parts for name, x in part.items()}
 
 
-def _kept(folder: Path, dtype: torch.dtype) -> Path:
-    """A folder for each state of the model's files, dtype and versions."""
+def _record_folder(folder: Path, dtype: torch.dtype) -> Path:
+    """One for each state of the model's files, dtype and versions."""
     files = [
         (p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in sorted(folder.iterdir()) if p.is_file()
     ]

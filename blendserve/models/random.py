@@ -1,0 +1,152 @@
+"""Models of random weights, `random:SHAPE`, for measuring speed: it depends on sizes, not on what was learned.
+
+A shape is a published architecture's name or a folder with a config.json. The same configuration, dtype and seed give
+the same weights, in seconds for any size.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blendserve.errors import ModelError
+from blendserve.models.families import check_supported
+
+RANDOM = "random:"
+TILE = 4_194_301  # numbers that are drawn and then repeated; a prime, so that the rows of a matrix differ
+STD = 0.02  # of the weights, as most families are initialised
+SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
+
+
+def _shape(
+    kind: str, layers: int, hidden: int, inner: int, heads: int, kv_heads: int, vocabulary: int, **more: Any
+) -> dict[str, Any]:
+    return {
+        "model_type": kind,
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": hidden // heads,
+        "vocab_size": vocabulary,
+        **more,
+    }
+
+
+def _llama3(factor: float, **more: Any) -> dict[str, Any]:
+    """What the Llama 3 models share; factor: by which RoPE scales the 8,192 tokens of Llama 3.0."""
+    rope = {"rope_type": "llama3", "rope_theta": 500_000.0, "factor": factor}
+    rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    return {"max_position_embeddings": 131_072, "rope_parameters": rope, "rms_norm_eps": 1e-5, **more}
+
+
+ROPE_1M = {"rope_type": "default", "rope_theta": 1e6}
+QWEN = {"max_position_embeddings": 32_768, "rope_parameters": ROPE_1M, "rms_norm_eps": 1e-6}
+TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
+SHAPES: dict[str, dict[str, Any]] = {
+    "Qwen2.5-0.5B": _shape("qwen2", 24, 896, 4864, 14, 2, 151_936, **QWEN, **TIED),
+    "Qwen2.5-7B": _shape("qwen2", 28, 3584, 18_944, 28, 4, 152_064, **QWEN, **UNTIED),
+    "Llama-3.2-1B": _shape("llama", 16, 2048, 8192, 32, 8, 128_256, **_llama3(32.0), **TIED),
+    "Llama-3.1-8B": _shape("llama", 32, 4096, 14_336, 32, 8, 128_256, **_llama3(8.0), **UNTIED),
+    # v0.3: no sliding window
+    "Mistral-7B": _shape(
+        "mistral",
+        32,
+        4096,
+        14_336,
+        32,
+        8,
+        32_768,
+        **{**QWEN, "rms_norm_eps": 1e-5},
+        **UNTIED,
+        sliding_window=None,
+    ),
+}
+
+
+def shape_config(name: str) -> Any:
+    """The Hugging Face configuration of a named shape, or of a folder's config.json.
+
+    Raises ModelError for a name that is neither, or numbers that fit no model; ModelUnsupported.
+    """
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
+    by_lower = {shape.lower(): settings for shape, settings in SHAPES.items()}
+    file = Path(name) / "config.json"
+    try:
+        if name.lower() in by_lower:
+            settings = dict(by_lower[name.lower()])
+            config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+        elif file.is_file():
+            config = AutoConfig.from_pretrained(name)
+        else:
+            raise ModelError(
+                f"there is no shape {name!r}: give {RANDOM} with one of {', '.join(SHAPES)}, or with a folder that has "
+                "a config.json"
+            )
+    except (OSError, ValueError, TypeError, KeyError, StrictDataclassError) as error:
+        raise ModelError(f"the shape in {file} cannot be used: {' '.join(str(error).split())}") from None
+    check_supported(config)
+    config = config.get_text_config()
+    for size in SIZES:
+        if getattr(config, size) < 1:
+            raise ModelError(f"shape {name!r} has {size} {getattr(config, size)}: it must be at least 1")
+    if config.num_attention_heads % config.num_key_value_heads:
+        raise ModelError(
+            f"shape {name!r} has {config.num_attention_heads} query heads, which {config.num_key_value_heads} kv heads "
+            "cannot share evenly"
+        )
+    return config
+
+
+@torch.no_grad()
+def random_model(config: Any, dtype: torch.dtype, seed: int = 0, device: torch.device | None = None) -> Any:
+    """transformers' model of this configuration. Norms scale by one; all else is normal noise of deviation STD.
+
+    Made on the device itself: gigabytes of weights need not travel there.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
+
+    device = device or torch.device("cpu")
+    model_class: Any = AutoModelForCausalLM
+    with no_init_weights(), device:
+        model = model_class.from_config(config, dtype=dtype)
+    model.tie_weights()
+    generator = torch.Generator().manual_seed(seed)
+    tile = torch.randn(TILE, generator=generator).mul_(STD).to(dtype).repeat(2).to(device)
+    for name, weights in model.named_parameters():  # tied ones once
+        if weights.dim() == 1 and name.endswith("weight"):
+            weights.fill_(1.0)
+        else:
+            _fill(weights.view(-1), tile, int(torch.randint(TILE, (), generator=generator)))
+    return model
+
+
+def _fill(flat: Tensor, tile: Tensor, start: int) -> None:
+    for at in range(0, len(flat), TILE):
+        part = flat[at : at + TILE]
+        part.copy_(tile[start : start + len(part)])
+
+
+class ModuloTokenizer:
+    """A tokenizer with each id modulo a smaller vocabulary: as much work as its own, other tokens."""
+
+    def __init__(self, tokenizer: Any, vocab_size: int) -> None:
+        self._tokenizer, self._size = tokenizer, vocab_size
+        self.eos_token_id = tokenizer.eos_token_id % vocab_size
+
+    def __call__(self, text: str, **options: Any) -> dict[str, list[int]]:
+        return {"input_ids": [i % self._size for i in self._tokenizer(text, **options)["input_ids"]]}
+
+    def __deepcopy__(self, memo: Any) -> ModuloTokenizer:
+        return ModuloTokenizer(copy.deepcopy(self._tokenizer, memo), self._size)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
