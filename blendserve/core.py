@@ -258,6 +258,7 @@ class Timings:
     ttft: float = 0.0  # question's text to first token
     decode: float = 0.0  # first token to last
     tokens_per_second: float = 0.0  # of decode
+    tokens_per_pass: float = 1.0  # of the model while it decodes: above 1 where drafts were right
 
     def to_dict(self) -> dict[str, float]:
         return asdict(self)

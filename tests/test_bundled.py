@@ -14,7 +14,7 @@ from blendserve.blend.prefill import blend_prefill
 from blendserve.config import BlendConfig, PromptConfig
 from blendserve.core import Passage, Prompt, run
 from blendserve.engine.prompt import PromptBuilder
-from blendserve.models.forward import append
+from blendserve.models.runner import append
 from tests.support.blending import OneOff, assert_near, lay, model_says
 from tests.support.tokenizers import bundled_reader, bundled_tokenizer
 

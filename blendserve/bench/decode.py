@@ -155,13 +155,13 @@ def _run_steps(
 ) -> tuple[dict[str, float], Tensor]:
     """All tokens after the context; the clock starts after the eager ones and the capture."""
     for i in range(EAGER_STEPS):
-        runner.step(context + i, tokens[i])
+        runner.step(context + i, [tokens[i]])
     clock = Clock(adapter.device)
     began = clock.elapsed()
-    runner.step(context + EAGER_STEPS, tokens[EAGER_STEPS])
+    runner.step(context + EAGER_STEPS, [tokens[EAGER_STEPS]])
     captured = clock.elapsed()
     for i in range(EAGER_STEPS + 1, len(tokens)):
-        logits = runner.step(context + i, tokens[i])
+        (logits,) = runner.step(context + i, [tokens[i]])
         int(logits.argmax())  # as a sampler waits for it
     token_s = (clock.elapsed() - captured) / (len(tokens) - EAGER_STEPS - 1)
     return {"token_s": token_s, "capture_s": captured - began}, logits.float().cpu()

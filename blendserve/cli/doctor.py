@@ -33,7 +33,6 @@ def doctor(settings: Config, json: JsonOpt = False) -> None:
     from blendserve.kernels.cpu.isa import LEVELS
     from blendserve.kernels.verify import cpu_status
     from blendserve.models import pace
-    from blendserve.models.forward import run_rows
     from blendserve.models.loader import load_model
     from blendserve.models.native import native_decoder
     from blendserve.paths import cache_folder
@@ -50,7 +49,7 @@ def doctor(settings: Config, json: JsonOpt = False) -> None:
         "kv_bytes_per_token": reader.adapter.kv_bytes_per_token,
         "context_tokens": reader.adapter.context_limit,
     }
-    decoder, decoding = native_decoder(reader.adapter, run_rows)
+    decoder, decoding = native_decoder(reader.adapter)
     decoding = decoding if decoder else f"layer by layer ({decoding})"
     if json:
         compiled = {name: as_dict(cpu_status(level)) for name, level in LEVELS.items()}

@@ -159,3 +159,8 @@ class DecodeConfig(Section):
     )
     seed: int = Field(0, description="Random seed of sampling.")
     stop: tuple[str, ...] = Field((), description="Texts that end the answer.")
+    drafts: bool = Field(
+        True,
+        description="Draft tokens that repeat prompt or answer, and check several in one step. The answer is the same, "
+        "and comes sooner where it quotes. For models whose step is one native call.",
+    )

@@ -236,12 +236,13 @@ class Engine:
             logits = run(sequence.steps)
             assert sequence.cache
             runner = Runner.over(adapter, sequence.cache, len(plan.prompt), plan.decode.max_new_tokens)
-            return AnswerStream(sequence, logits, runner.step, partial(self._write_back, sequence))
+            on_end = partial(self._write_back, sequence)
+            return AnswerStream(sequence, logits, runner.step, runner.draft_room(1), on_end)
         if plan.blend.method not in {"auto", "full"}:
             self.gate.require()
         reference, why = OwnDecoding(adapter), f"the reader fails {self.gate.failure}"
         sequence = Sequence(plan, self.reader, partial(reference_prefill, reference=reference, why=why))
-        return AnswerStream(sequence, run(sequence.steps), lambda at, token: reference.feed((token,)))
+        return AnswerStream(sequence, run(sequence.steps), lambda at, tokens: reference.feed(tuple(tokens)))
 
     def tenant(self, namespace: str) -> Engine:
         """The same engine for another namespace: same reader, index and store, but KV of its own.

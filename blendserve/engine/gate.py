@@ -43,10 +43,10 @@ from blendserve.blend.prefill import PassResult, blend_prefill
 from blendserve.config import BlendConfig
 from blendserve.core import Chunk, Prompt, TokenIds, run
 from blendserve.errors import ModelUnsupported
-from blendserve.models.forward import append
 from blendserve.models.loader import LoadedModel
 from blendserve.models.model import DecoderModel
 from blendserve.models.reference import model_forward
+from blendserve.models.runner import append
 from blendserve.paths import cache_folder
 from blendserve.registry import REUSE
 from blendserve.store.view import TensorView

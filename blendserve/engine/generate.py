@@ -6,7 +6,7 @@ gives a `Sequence` the logits of its own steps, for many requests at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from blendserve.blend.planner import plan_full_prefill
 from blendserve.blend.report import explain, make_report
 from blendserve.config import DecodeConfig
 from blendserve.core import Answer, BlendReport, ChunkKV, Explanation, Steps, Timings, TokenIds
+from blendserve.engine.drafts import Drafter
 from blendserve.engine.prefix_cache import PrefixKV
 from blendserve.engine.request import Event, Plan
 from blendserve.fetch.copies import Hold
@@ -27,7 +28,8 @@ from blendserve.models.reference import OwnDecoding
 from blendserve.models.runner import Runner
 from blendserve.timing import Clock
 
-Decode = Callable[[int, int], Tensor]  # position, token -> logits [V] for the next
+# position of the first token, tokens -> logits [n, V] after each
+Decode = Callable[[int, Collection[int]], Tensor]
 
 
 class Sequence:
@@ -63,13 +65,17 @@ class Sequence:
         self.computed: Mapping[TokenIds, ChunkKV] = {}  # of those, the KV of some
         self.answer: Answer | None = None
         self.ttft = 0.0  # seconds from the request to its first token
-        self.gap_s = 0.0  # between the last two tokens
+        self.n_new = 0  # tokens of the last step, with an end token
+        self.gap_s = 0.0  # seconds that each of them took
         self._hold, self._end = hold, reader.end_tokens
         self._sampler = Sampler(plan.decode)
         self._detokenizer = Detokenizer(reader.tokenizer, plan.decode.stop)
         self._text = ""
         self._tokens: list[int] = []
-        self._token_at: float | None = None  # of the last one, in seconds since the request came
+        self._token_at = 0.0  # of the last one, in seconds since the request came
+        self._drafter: Drafter | None = None
+        self._draft: list[int] = []  # of the step that runs
+        self._n_passes = self._n_sampled = 0  # of the model; tokens, with an end token
 
     def start(self, report: BlendReport, explanation: Explanation, cached: int = 0) -> None:
         """The prefill is done. cached: tokens of the prompt whose KV was stored."""
@@ -80,18 +86,43 @@ class Sequence:
         if self._hold:
             self._hold.close()
 
-    @property
-    def last(self) -> tuple[int, int]:
-        """Position and id of the last token, which the next step runs."""
-        return len(self.plan.prompt) + len(self._tokens) - 1, self._tokens[-1]
+    def next_tokens(self, draft_room: int = 0) -> tuple[int, list[int]]:
+        """What the next step runs: position of the last token; that token, and a draft of at most so many more."""
+        decode = self.plan.decode
+        room = min(draft_room, decode.max_new_tokens - len(self._tokens) - 1)
+        if room > 0 and decode.drafts:
+            if self._drafter is None:
+                self._drafter = Drafter((*self.plan.prompt.ids, *self._tokens))
+            self._draft = self._drafter.draft(room)
+        return len(self.plan.prompt) + len(self._tokens) - 1, [self._tokens[-1], *self._draft]
 
     def append(self, logits: Tensor) -> str:
-        """Choose the next token from logits [V] -> the text that it completes, perhaps ""."""
-        token = self._sampler(logits)
-        self._note_time()
+        """Choose the next tokens from logits [n, V] or [V], the last step's -> the text that they complete, perhaps "".
+
+        One more than were drafted right, or fewer if the answer ends before.
+        """
+        draft, self._draft = self._draft, []
+        text, self.n_new, self._n_passes = "", 0, self._n_passes + 1
+        for row, drafted in zip(torch.atleast_2d(logits), [*draft, None], strict=True):
+            token = self._sampler(row)
+            self.n_new, self._n_sampled = self.n_new + 1, self._n_sampled + 1
+            if self._n_sampled == 1:  # before the answer can end
+                self.ttft = self._token_at = self.plan.clock.elapsed()
+            text += self._add(token)
+            if self.answer or token != drafted:
+                break
+        if self._drafter:
+            self._drafter.judge(len(draft), self.n_new - 1)
+        now = self.plan.clock.elapsed()
+        self.gap_s, self._token_at = (now - self._token_at) / self.n_new, now
+        return text
+
+    def _add(self, token: int) -> str:
         if token in self._end:
             return self._close("", "stop")
         self._tokens.append(token)
+        if self._drafter:
+            self._drafter.push(token)
         piece = self._detokenizer.push(token)
         if self._detokenizer.stopped:
             return self._close(piece, "stop")
@@ -99,14 +130,6 @@ class Sequence:
             return self._close(piece, "length")
         self._text += piece
         return piece
-
-    def _note_time(self) -> None:
-        now = self.plan.clock.elapsed()
-        if self._token_at is None:
-            self.ttft = now
-        else:
-            self.gap_s = now - self._token_at
-        self._token_at = now
 
     def _close(self, piece: str, reason: str) -> str:
         assert self.report
@@ -125,7 +148,10 @@ class Sequence:
         stages = {
             stage: seconds[stage] for stage in ("retrieve", "queue", "load", "select", "correct", "prefill")
         }
-        return Timings(**stages, ttft=self.ttft, decode=decode, tokens_per_second=rate)
+        per_pass = (self._n_sampled - 1) / (self._n_passes - 1) if self._n_passes > 1 else 1.0
+        return Timings(
+            **stages, ttft=self.ttft, decode=decode, tokens_per_second=rate, tokens_per_pass=per_pass
+        )
 
 
 def prefill(sequence: Sequence, blender: Blender, prefix: Steps[PrefixKV] | None = None) -> Steps[Tensor]:
@@ -165,14 +191,22 @@ class AnswerStream:
     """An answer on its way: iterate for pieces of text, then call `answer()`; or call it at once."""
 
     def __init__(
-        self, sequence: Sequence, logits: Tensor, decode: Decode, on_end: Callable[[], None] = lambda: None
+        self,
+        sequence: Sequence,
+        logits: Tensor,
+        decode: Decode,
+        draft_room: int = 0,
+        on_end: Callable[[], None] = lambda: None,
     ) -> None:
-        """The first token is chosen here, from logits [V]; `decode` makes the others, `on_end` follows the last one."""
+        """The first token is chosen here, from logits [V]; `decode` makes the others, `on_end` follows the last one.
+
+        draft_room: draft tokens that a step may run.
+        """
         assert sequence.report
         self.passages, self.report = sequence.plan.passages, sequence.report
         first = sequence.append(logits)
         self.ttft = sequence.ttft
-        self._sequence, self._on_end = sequence, on_end
+        self._sequence, self._on_end, self._draft_room = sequence, on_end, draft_room
         self._pieces = self._run(first, decode)
 
     def __iter__(self) -> Iterator[str]:
@@ -192,7 +226,7 @@ class AnswerStream:
                 yield piece
             if self._sequence.answer:
                 break
-            piece = self._sequence.append(decode(*self._sequence.last))
+            piece = self._sequence.append(decode(*self._sequence.next_tokens(self._draft_room)))
         del decode
         self._sequence.cache = None  # its memory serves the next request
         self._on_end()
@@ -212,7 +246,7 @@ def generate(
             return
         yield token
         if at + 1 < length + config.max_new_tokens:
-            logits = runner.step(at, token)
+            logits = runner.step(at, [token])[0]
 
 
 MIN_TEMPERATURE = 1e-6  # temperatures below it are 0: logits divided by them are no numbers

@@ -15,10 +15,10 @@ from torch import Tensor
 from blendserve.core import TokenIds
 from blendserve.engine.prompt import PRIMER
 from blendserve.engine.tokens import without_control
-from blendserve.models.forward import append, append_each
+from blendserve.models.forward import Row
 from blendserve.models.kv_cache import KVCache
 from blendserve.models.loader import LoadedModel
-from blendserve.models.native import Row
+from blendserve.models.runner import append, append_each
 
 LENGTH = 128  # tokens of a text
 TOGETHER = 32  # texts

@@ -347,17 +347,18 @@ class Scheduler:
     # Decode
 
     def _decode(self) -> None:
-        """One token for every running request."""
+        """A token for every running request, or more where a draft was right."""
         began, batch = self._clock(), list(self._running)
         self._observer.step(len(batch))
         try:
-            logits = self._runner.decode([(self._slot(sequence), *sequence.last) for sequence in batch])
+            room = self._runner.draft_room(len(batch))
+            logits = self._runner.decode([(self._slot(s), *s.next_tokens(room)) for s in batch])
         except Exception as error:  # memory, a device: no answer can go on
             for sequence in batch:
                 self._end(sequence, error)
         else:
-            for sequence, row in zip(batch, logits, strict=True):
-                self._emit(sequence, row)
+            for sequence, rows in zip(batch, logits, strict=True):
+                self._emit(sequence, rows)
         now = self._clock()
         self._decode_at = now + max(self._gap_s, self._prefill_steps * (now - began))
         self._prefilled = False
@@ -367,7 +368,7 @@ class Scheduler:
         return self._pool.slot(sequence.cache)
 
     def _emit(self, sequence: Sequence, logits: Tensor, is_first: bool = False) -> None:
-        """Add a token to an answer; its slot is free as soon as it has its last one."""
+        """Add a step's tokens to an answer; its slot is free as soon as it has its last one."""
         try:
             if text := sequence.append(logits):
                 sequence.emit(TextDelta(text))
@@ -377,7 +378,8 @@ class Scheduler:
             self._end(sequence, error)
             return
         elapsed_s = sequence.ttft if is_first else sequence.gap_s
-        self._observer.token(sequence.report.method if sequence.report else "", elapsed_s, is_first)
+        for _ in range(sequence.n_new):
+            self._observer.token(sequence.report.method if sequence.report else "", elapsed_s, is_first)
         if sequence.answer:
             self._request_s += 0.2 * (sequence.plan.clock.elapsed() - self._request_s)
             self._end(sequence)

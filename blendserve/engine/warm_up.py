@@ -10,9 +10,9 @@ from blendserve.blend.cost import synthetic_prompt
 from blendserve.blend.prefill import blend_prefill
 from blendserve.config import Config, changed
 from blendserve.core import run
-from blendserve.models.forward import append
 from blendserve.models.kv_cache import KVCache
 from blendserve.models.model import DecoderModel
+from blendserve.models.runner import append
 from blendserve.registry import REUSE
 from blendserve.retrieve import VectorIndex
 

@@ -21,6 +21,7 @@ from contextlib import AbstractContextManager
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from blendserve.kernels import team
 
@@ -131,3 +132,45 @@ def pass_of(rows: int, device: torch.device) -> Pace | None:
 def as_found(rows: int, device: torch.device) -> AbstractContextManager[None]:
     """Inside, kernels run with as many threads as the calling thread's last passes of so few rows were left with."""
     return team.at_most(_own.pacer.threads if rows <= ROWS and device.type == "cpu" else None)
+
+
+class StepThreads:
+    """How many threads a step takes: all, or fewer while other processes make that faster.
+
+    Every PAUSE seconds one step runs with half or twice as many, and the faster number stays. No result depends on it.
+    """
+
+    PAUSE = 0.25  # seconds between trials
+    GAIN = 0.95  # of the usual time that a trial must take at most
+
+    def __init__(
+        self, all_threads: Callable[[], int], clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._all, self._clock = all_threads, clock
+        self.threads = all_threads()
+        self._recent: deque[float] = deque(maxlen=5)
+        self._trial_at = clock() + self.PAUSE
+        self._tries_more = False
+
+    def run(self, step: Callable[[], Tensor]) -> Tensor:
+        """One step, with the threads that serve now or with those that are tried."""
+        most, began = self._all(), self._clock()
+        self.threads = min(self.threads, most)
+        is_trial = len(self._recent) == self._recent.maxlen and began >= self._trial_at and most > 1
+        threads = self._tried(most) if is_trial else self.threads
+        with team.at_most(threads):
+            out = step()
+        elapsed = self._clock() - began
+        if not is_trial:
+            self._recent.append(elapsed)
+            return out
+        self._trial_at = self._clock() + self.PAUSE
+        if elapsed < self.GAIN * sorted(self._recent)[len(self._recent) // 2]:
+            self.threads = threads
+            self._recent.clear()
+        return out
+
+    def _tried(self, most: int) -> int:
+        """Half and twice as many in turns, where there are such."""
+        self._tries_more = self.threads == 1 or (self.threads < most and not self._tries_more)
+        return min(most, self.threads * 2) if self._tries_more else self.threads // 2

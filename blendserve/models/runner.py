@@ -1,6 +1,6 @@
-"""Decode a batch: one native call or the layer loop (forward.py), on a GPU a CUDA graph that is replayed for each token.
+"""Run tokens behind what caches hold: by a native call or the layer loop, on a GPU by a CUDA graph replayed every step.
 
-A step is one row through all layers, hundreds of kernels that take a GPU less time than it takes the host to launch them.
+A step is one row through all layers, hundreds of kernels that take a GPU less time than the host takes to launch them.
 A graph has fixed addresses, so one graph runs the rows of all caches: a row more costs next to nothing, as a step's time
 goes into reading the weights. A cache without a row in a step runs token 0 at position 0 and writes to its last place,
 which is never read: no answer's last token is ever run.
@@ -18,11 +18,13 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
+from blendserve.errors import ConfigError
+from blendserve.kernels.cpu.decode_step import MAX_ROWS
 from blendserve.kernels.cuda.graphs import Capture, CudaGraph, Replayed
-from blendserve.models.forward import append_captured, decode_each
+from blendserve.models.forward import Row, run_captured, run_rows
 from blendserve.models.kv_cache import KVCache
 from blendserve.models.model import DecoderModel
-from blendserve.models.native import Row
+from blendserve.models.native import native_decoder
 
 EAGER_STEPS = 4  # before the capture, which costs about as much as three of them
 MIN_NEW_TOKENS = 16  # of an answer for which a capture may pay
@@ -33,9 +35,42 @@ _failed: WeakSet[DecoderModel] = WeakSet()
 log = logging.getLogger(__name__)
 
 
-def is_capturable(adapter: DecoderModel, n_caches: int = 1) -> bool:
+def append(model: DecoderModel, cache: KVCache, at: int, tokens: Sequence[int]) -> Tensor:
+    """Run these tokens at positions `at`, `at` + 1, ..., append their KV -> logits [n, V] after each.
+
+    The cache must have room for them.
+    """
+    return append_each(model, [Row(cache, at + i, token) for i, token in enumerate(tokens)])
+
+
+def append_each(model: DecoderModel, rows: Sequence[Row]) -> Tensor:
+    """Run each row's token at its position, append its KV -> logits [B, V], to rounding whatever the other rows are."""
+    decoder = native_decoder(model)[0] if 0 < len(rows) <= MAX_ROWS else None
+    return decoder(rows) if decoder else run_rows(model, rows)
+
+
+def decode_each(model: DecoderModel, rows: Sequence[Row]) -> Tensor:
+    """`append_each` with the weights that answers are decoded with: the model's own, or their int8 copy."""
+    decoder = native_decoder(model, int8=True)[0] if model.int8_decoding else None
+    if decoder is None:
+        return append_each(model, rows)
+    return torch.cat([decoder(rows[i : i + MAX_ROWS]) for i in range(0, len(rows), MAX_ROWS)])
+
+
+def decode_in_int8(model: DecoderModel) -> None:
+    """Have answers decoded with an int8 copy of the weights. Raises ConfigError where the model has no native step."""
+    decoder, reason = native_decoder(model, int8=True)
+    if decoder is None:
+        raise ConfigError(
+            f"reader.decode_weights=int8 cannot be used with this model: {reason}; leave it at model",
+            setting="reader.decode_weights",
+        )
+    model.int8_decoding = True
+
+
+def is_capturable(model: DecoderModel, n_caches: int = 1) -> bool:
     """Whether steps may be captured. A mixture of experts cannot be: what it launches depends on the row."""
-    return adapter.device.type == "cuda" and not adapter.family.experts and n_caches <= MAX_CACHES
+    return model.device.type == "cuda" and not model.family.experts and n_caches <= MAX_CACHES
 
 
 class Runner:
@@ -44,7 +79,7 @@ class Runner:
     @torch.inference_mode()
     def __init__(
         self,
-        adapter: DecoderModel,
+        model: DecoderModel,
         keys: Tensor,
         values: Tensor,
         n_used: int = 0,
@@ -55,36 +90,54 @@ class Runner:
 
         capture: by default a CUDA graph, where that pays.
         """
-        pays = new_tokens >= MIN_NEW_TOKENS and is_capturable(adapter, len(keys))
-        self._adapter, self._keys, self._values = adapter, keys, values
+        pays = new_tokens >= MIN_NEW_TOKENS and is_capturable(model, len(keys))
+        self._model, self._keys, self._values = model, keys, values
         self._capture = capture or (CudaGraph if pays else None)
         self._caches = [KVCache.over(*pair) for pair in zip(keys, values, strict=True)]
         self._graph: Replayed | None = None
         self._n_steps = 0
         if self._capture:
-            self._rows = torch.zeros(3, len(keys), dtype=torch.long, device=adapter.device)
+            self._rows = torch.zeros(3, len(keys), dtype=torch.long, device=model.device)
             for part in (keys, values):
                 part[:, :, :, n_used:] = 0  # a weight of 0 does not hide a NaN
 
     @classmethod
-    def over(cls, adapter: DecoderModel, cache: KVCache, n_used: int, new_tokens: int) -> Runner:
+    def over(cls, model: DecoderModel, cache: KVCache, n_used: int, new_tokens: int) -> Runner:
         """Of one cache, for `step`."""
-        return cls(adapter, cache.keys[None], cache.values[None], n_used, new_tokens)
+        return cls(model, cache.keys[None], cache.values[None], n_used, new_tokens)
 
-    def step(self, at: int, token: int) -> Tensor:
-        """Run a token of the only cache at its position, append its KV -> logits [V], valid until the next step."""
-        return self.decode([(0, at, token)])[0]
+    def draft_room(self, n_requests: int) -> int:
+        """How many draft tokens of each of so many requests fit one step; 0 where a row more costs too much.
+
+        In a native step all rows share the reading of the weights, and no row's logits depend on the others.
+        """
+        if self._capture or native_decoder(self._model, int8=self._model.int8_decoding)[0] is None:
+            return 0
+        return max(0, MAX_ROWS // n_requests - 1)
+
+    def step(self, at: int, tokens: Sequence[int]) -> Tensor:
+        """Run tokens of the only cache from position `at` on, append their KV -> logits [n, V] after each.
+
+        Valid until the next step.
+        """
+        return self.decode([(0, at, tokens)])[0]
 
     @torch.inference_mode()
-    def decode(self, rows: Sequence[tuple[int, int, int]]) -> Tensor:
-        """Run (cache, position, token) of each row -> logits [len(rows), V], valid until the next step."""
+    def decode(self, steps: Sequence[tuple[int, int, Sequence[int]]]) -> Sequence[Tensor]:
+        """Run tokens of several caches, (cache, first position, tokens) each -> logits [n, V] of each.
+
+        Valid until the next step. With a capture, one token each.
+        """
         self._n_steps += 1
-        if self._capture and self._n_steps > EAGER_STEPS and self._adapter not in _failed:
-            self._set(rows)
+        if self._capture and self._n_steps > EAGER_STEPS and self._model not in _failed:
+            self._set([(b, at, token) for b, at, (token,) in steps])
             self._graph = self._graph or self._captured(self._capture)
             if self._graph:
-                return self._graph()[[b for b, _, _ in rows]]
-        return decode_each(self._adapter, [Row(self._caches[b], at, token) for b, at, token in rows])
+                return self._graph()[[b for b, _, _ in steps]].split(1)
+        rows = [
+            Row(self._caches[b], at + i, token) for b, at, tokens in steps for i, token in enumerate(tokens)
+        ]
+        return decode_each(self._model, rows).split([len(tokens) for _, _, tokens in steps])
 
     def _set(self, rows: Sequence[tuple[int, int, int]]) -> None:
         """Tokens, positions and places of all caches."""
@@ -96,11 +149,11 @@ class Runner:
 
     def _captured(self, capture: Capture) -> Replayed | None:
         try:
-            return capture(self._step, self._adapter.device)
+            return capture(self._step, self._model.device)
         except RuntimeError as error:  # CUDA's errors are such
-            _failed.add(self._adapter)
+            _failed.add(self._model)
             log.warning("decoding goes on without a CUDA graph: %s", str(error).splitlines()[0])
             return None
 
     def _step(self) -> Tensor:
-        return append_captured(self._adapter, self._keys, self._values, *self._rows)
+        return run_captured(self._model, self._keys, self._values, *self._rows)

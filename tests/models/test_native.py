@@ -13,13 +13,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from blendserve.errors import ConfigError
+from blendserve.kernels import team
 from blendserve.kernels.cpu.decode_step import GROUP, to_int8
 from blendserve.kernels.cpu.isa import LEVELS
 from blendserve.kernels.verify import cpu_status
-from blendserve.models.forward import append, append_each, decode_each, decode_in_int8, run_rows
+from blendserve.models.forward import Row, run_rows
 from blendserve.models.kv_cache import KVCache
 from blendserve.models.model import DecoderModel
-from blendserve.models.native import Row, StepThreads, native_decoder
+from blendserve.models.native import native_decoder
+from blendserve.models.pace import StepThreads
+from blendserve.models.runner import append, append_each, decode_each, decode_in_int8
 from tests.support.models import TINY, wide_model
 
 COVERED = [
@@ -66,7 +69,7 @@ def agree(a: Tensor, b: Tensor) -> bool:
 @pytest.mark.parametrize("name", COVERED)
 def test_a_step_equals_the_layer_loop(name: str, dtype: torch.dtype) -> None:
     adapter = wide_adapter(name, dtype)
-    assert native_decoder(adapter, run_rows)[0] is not None, native_decoder(adapter, run_rows)[1]
+    assert native_decoder(adapter)[0] is not None, native_decoder(adapter)[1]
 
     @given(
         rows=st.lists(
@@ -117,7 +120,7 @@ def test_bits_do_not_depend_on_threads(dtype: torch.dtype, threads: int) -> None
 @pytest.mark.parametrize("name", LOOPED)
 def test_a_form_without_a_kernel_is_decoded_by_the_loop_and_named(name: str) -> None:
     adapter = wide_adapter(name, torch.float32)
-    decoder, reason = native_decoder(adapter, run_rows)
+    decoder, reason = native_decoder(adapter)
     assert decoder is None
     assert reason
     (only,) = caches(adapter, 1)
@@ -129,7 +132,7 @@ def test_a_step_that_differs_from_the_loop_does_not_serve(dtype: torch.dtype) ->
     def other_loop(adapter: DecoderModel, rows: Sequence[Row]) -> Tensor:
         return run_rows(adapter, rows).roll(1, dims=-1)
 
-    decoder, reason = native_decoder(DecoderModel.of(wide_model("llama-yarn", dtype)), other_loop)
+    decoder, reason = native_decoder(DecoderModel.of(wide_model("llama-yarn", dtype)), loop=other_loop)
     assert decoder is None
     assert "differ" in reason  # allow: one of several reasons, told apart by what they say
 
@@ -159,7 +162,7 @@ def test_int8_weights_are_within_half_a_step_of_the_matrix(
 def test_int8_decoding_is_that_of_a_model_with_rounded_weights(name: str, dtype: torch.dtype) -> None:
     model = deepcopy(wide_model(name, dtype))
     adapter = DecoderModel.of(model)
-    decoder, reason = native_decoder(adapter, run_rows, int8=True)
+    decoder, reason = native_decoder(adapter, int8=True)
     assert decoder is not None, reason
     with torch.no_grad():
         for module in model.modules():
@@ -188,7 +191,7 @@ def test_answers_alone_are_decoded_in_int8(dtype: torch.dtype) -> None:
     """Prefill and what checks the model keep the model's own weights."""
     adapter = DecoderModel.of(wide_model("qwen2-window", dtype))
     decode_in_int8(adapter)
-    decoder = native_decoder(adapter, run_rows, int8=True)[0]
+    decoder = native_decoder(adapter, int8=True)[0]
     assert decoder is not None
     results = []
     for step in (append_each, run_rows, decode_each, lambda _, rows: decoder(rows)):
@@ -211,8 +214,6 @@ class Machine:
         self.tuner = StepThreads(lambda: max(seconds), lambda: self.now)
 
     def run(self, steps: int) -> None:
-        from blendserve.kernels import team
-
         def step() -> Tensor:
             self.now += self.seconds[team.size()]
             return torch.empty(0)

@@ -12,10 +12,9 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from blendserve.kernels.verify import SWITCH
-from blendserve.models.forward import append_captured, append_each
+from blendserve.models.forward import Row, run_captured
 from blendserve.models.kv_cache import CachePool, KVCache
-from blendserve.models.native import Row
-from blendserve.models.runner import EAGER_STEPS, Runner
+from blendserve.models.runner import EAGER_STEPS, Runner, append_each
 from tests.support.blending import assert_near
 from tests.support.models import KINDS, fresh_model, tiny_adapter
 
@@ -49,7 +48,7 @@ def test_a_step_recorded_once_serves_all_tokens_and_all_sets_of_slots(
     before, plain = keys[0].clone(), [KVCache.over(keys[b].clone(), values[b].clone()) for b in range(SLOTS)]
 
     def work(keys: Tensor, values: Tensor, rows: Tensor) -> Tensor:
-        caught: Any = append_captured
+        caught: Any = run_captured
         out: Tensor = caught.__wrapped__(adapter, keys, values, *rows)
         return out
 
@@ -84,7 +83,7 @@ def test_any_of_the_slots_step_as_they_do_alone(name: str) -> None:
     for made in range(EAGER_STEPS + 8):
         rows = sorted(dice.sample(range(3), dice.randint(1, 3)), key=lambda _: dice.random())
         tokens = [dice.randrange(3, 97) for _ in rows]
-        got = runner.decode([(b, at[b], t) for b, t in zip(rows, tokens, strict=True)])
+        got = torch.cat(runner.decode([(b, at[b], [t]) for b, t in zip(rows, tokens, strict=True)]))
         plain = [Row(pairs[b][1], at[b], t) for b, t in zip(rows, tokens, strict=True)]
         assert_near(got, append_each(adapter, plain), 1e-4)
         assert [graph.calls for graph in captured] == [made - EAGER_STEPS + 1] * (made >= EAGER_STEPS)
@@ -107,5 +106,5 @@ def test_a_failed_capture_is_not_tried_again() -> None:
     for _ in range(2):
         runner = Runner(adapter, cache.keys[None], cache.values[None], capture=fails)
         for _ in range(EAGER_STEPS + 3):
-            assert torch.equal(runner.decode([(0, 0, 5)]), plain)
+            assert torch.equal(runner.decode([(0, 0, [5])])[0], plain)
     assert len(tried) == 1
