@@ -10,25 +10,36 @@ The first of them is the first-token KL, their mean the mean KL, in nats.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from blendserve.evaluate.metrics import f1
-from blendserve.models.forward import append
+from blendserve.models.forward import Row
 from blendserve.models.kv_cache import KVCache
 from blendserve.models.model import DecoderModel
+from blendserve.models.runner import append_each
 
 
-def forced(adapter: DecoderModel, cache: KVCache, at: int, first: Tensor, answer: Sequence[int]) -> Tensor:
+def forced(
+    adapter: DecoderModel,
+    cache: KVCache,
+    at: int,
+    first: Tensor,
+    answer: Sequence[int],
+    step: Callable[[DecoderModel, Sequence[Row]], Tensor] = append_each,
+) -> Tensor:
     """Logits [n, V] at each of the n decisions that led to `answer`, an end token included if it has one.
 
     `first` [V]: the prompt's own logits; `at`: tokens of the prompt. What the cache holds after them is overwritten.
+    step: with the model's own weights, or with those that answers are decoded with (`decode_each`).
     """
     if len(answer) < 2:
         return first[None]
-    return torch.cat([first[None], append(adapter, cache, at, answer[:-1])])
+    return torch.cat(
+        [first[None], step(adapter, [Row(cache, at + i, token) for i, token in enumerate(answer[:-1])])]
+    )
 
 
 def kl(reference: Tensor, other: Tensor) -> list[float]:

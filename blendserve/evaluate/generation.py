@@ -18,6 +18,7 @@ from blendserve.evaluate.fidelity import forced
 from blendserve.evaluate.methods import FULL, MethodSpec
 from blendserve.models.loader import LoadedModel
 from blendserve.models.model import DecoderModel
+from blendserve.models.runner import append_each, decode_each
 from blendserve.timing import Clock
 
 STAGES = ("load", "select", "correct", "prefill")
@@ -70,7 +71,10 @@ def answer(
         )
     ended = len(tokens) < decode.max_new_tokens
     follow = reference if reference is not None else reference_tokens(reader, tokens, ended)
-    logits = forced(adapter, cache, len(prompt), first, follow)
+    step = (
+        append_each if method.kind == FULL else decode_each
+    )  # full prefill is what int8 decoding is compared with
+    logits = forced(adapter, cache, len(prompt), first, follow, step)
     recomputed = tuple(done.result.recomputed.tolist())
     return Generation(tuple(tokens), ended, logits, seconds, recomputed, done.report)
 

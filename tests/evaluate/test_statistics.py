@@ -27,7 +27,7 @@ from blendserve.evaluate.methods import parse_methods
 from blendserve.evaluate.metrics import exact_match, f1, longbench_rouge_l, normalise, rouge_l
 from blendserve.evaluate.summary import KL_FLOOR, Predictions, opponents, tail
 from blendserve.evaluate.tasks import TASKS
-from blendserve.models.forward import append
+from blendserve.models.runner import append
 from tests.support.blending import OneOff, assert_near, lay, model_says, some_ids, some_prompt
 from tests.support.evaluations import run, write_dataset
 from tests.support.models import KINDS, tiny_adapter
