@@ -32,7 +32,7 @@ def doctor(settings: Config, json: JsonOpt = False) -> None:
     from blendserve.kernels import ops
     from blendserve.kernels.cpu.isa import LEVELS
     from blendserve.kernels.verify import cpu_status
-    from blendserve.models import pace
+    from blendserve.models import threads
     from blendserve.models.loader import load_model
     from blendserve.models.native import native_decoder
     from blendserve.paths import cache_folder
@@ -87,7 +87,7 @@ def doctor(settings: Config, json: JsonOpt = False) -> None:
         console.out.print(f"this machine: {describe(here)}", markup=False)
         for level in LEVELS.values():
             console.out.print(f"kernels for {level.title} ({level.dtype}): {cpu_status(level).reason}")
-        console.out.print(f"threads: {SETTLED}; {pace.RULE}", markup=False)
+        console.out.print(f"threads: {SETTLED}; {threads.RULE}", markup=False)
         console.table("kernels in use", ("operation", "shapes", "kernel", "ms", ""), _raced(ops.measured()))
         console.out.print(f"decoding: {decoding}", markup=False)
         console.out.print(f"attention: {together} for contiguous rows, {anywhere} for others")

@@ -1,5 +1,5 @@
-"""How many threads a compiled kernel runs with: torch's, or fewer where a pass goes faster so (models/pace.py), or where
-other threads decode what the pass waits for (blend/loader.py).
+"""How many threads a compiled kernel runs with: torch's, or fewer where that makes a pass faster (models/threads.py) or
+where other threads decode what the pass waits for (blend/loader.py).
 
 Their results do not depend on it. What torch computes itself may, so its own number of threads, which is also by what a
 backend is chosen, stays as it is. It holds for the calling thread alone.

@@ -4,7 +4,7 @@ project -> rotate -> write -> attend -> finish
 
 prefill, blended or full       blend/prefill.py          rows anywhere; the policy may drop some on the way
 scoring pass of a policy       blend/policies            the question alone, and what it attends to
-chunk precompute               blend/chunk_kv.py         keys before RoPE are kept; each chunk attends by itself
+chunk precompute               blend/chunk_kv.py         keys before RoPE are kept; each chunk attends alone
 decoding, and forced answers   here                      rows behind one or many caches, captured or not
 """
 
@@ -25,7 +25,7 @@ from blendserve.kernels.rows import Rows, plans_by_window
 from blendserve.kernels.types import Rope
 from blendserve.models.kv_cache import KVCache
 from blendserve.models.model import DecoderModel, Projected
-from blendserve.models.pace import pass_of
+from blendserve.models.threads import threads_of_pass
 
 
 class LayerPass(Protocol):
@@ -45,12 +45,12 @@ class LayerPass(Protocol):
 
 
 def run_layers(model: DecoderModel, hidden: Tensor, layers: LayerPass) -> Steps[Tensor]:
-    """Embedded rows [S, E] through all layers -> hidden [S', E] of those that are left."""
-    pace = pass_of(len(hidden), model.device)
+    """Embedded rows [S, E] through all layers -> hidden [S', E] of the rows that go on."""
+    threads = threads_of_pass(len(hidden), model.device)
     for l in range(model.n_layers):
         yield
         layer = partial(_run_layer, model, l, hidden, layers)
-        done = pace.layer(layer) if pace else layer()
+        done = threads.layer(layer) if threads else layer()
         if done is None:
             break
         hidden = done
@@ -58,7 +58,7 @@ def run_layers(model: DecoderModel, hidden: Tensor, layers: LayerPass) -> Steps[
 
 
 def _run_layer(model: DecoderModel, l: int, hidden: Tensor, layers: LayerPass) -> Tensor | None:
-    """Hidden states behind layer l of the rows that are left; None: they are not read."""
+    """Hidden states behind layer l of the rows that go on; None: they are not read."""
     fresh, rope = model.project(l, hidden), layers.rope(l)
     q, keys = model.rotate(fresh.q, rope), model.rotate(fresh.k, rope)
     left = layers.write(l, fresh, keys)

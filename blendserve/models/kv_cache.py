@@ -30,9 +30,9 @@ _kept: deque[Memory] = deque(maxlen=1)
 class KVCache:
     """Room for `capacity` tokens; position p of the prompt is in place p."""
 
-    def __init__(self, adapter: DecoderModel, capacity: int) -> None:
-        shape = (adapter.n_layers, adapter.n_kv_heads, capacity, adapter.head_dim)
-        both = recycled_empty((2, *shape), adapter.dtype, adapter.device)
+    def __init__(self, model: DecoderModel, capacity: int) -> None:
+        shape = (model.n_layers, model.n_kv_heads, capacity, model.head_dim)
+        both = recycled_empty((2, *shape), model.dtype, model.device)
         self.keys, self.values = both[0], both[1]
         self.capacity = capacity
 
@@ -56,9 +56,9 @@ class KVCache:
 class CachePool:
     """One block of memory cut into `n` slots of `n_tokens`; a slot is one request's cache. For one thread."""
 
-    def __init__(self, adapter: DecoderModel, n: int, n_tokens: int) -> None:
-        shape = (n, adapter.n_layers, adapter.n_kv_heads, n_tokens, adapter.head_dim)
-        self.keys = torch.empty(shape, dtype=adapter.dtype, device=adapter.device)
+    def __init__(self, model: DecoderModel, n: int, n_tokens: int) -> None:
+        shape = (n, model.n_layers, model.n_kv_heads, n_tokens, model.head_dim)
+        self.keys = torch.empty(shape, dtype=model.dtype, device=model.device)
         self.values = torch.empty_like(self.keys)
         self._free = list(range(n - 1, -1, -1))
         self._slots: dict[int, int] = {}  # id of a cache in use -> its slot

@@ -135,7 +135,7 @@ def call_norm(norm: Norm | None, x: Tensor, add: Tensor | None = None) -> tuple[
 
 
 def norm_heads(norm: Norm, x: Tensor) -> Tensor:
-    """x [S, heads, D], each head normed by itself."""
+    """x [S, heads, D], each head normed alone."""
     if norm.form is None:  # it may have weights for each head
         return norm.own(x)
     return call_norm(norm, x.reshape(-1, x.shape[-1]))[1].view(x.shape)

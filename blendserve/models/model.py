@@ -23,8 +23,8 @@ from blendserve.kernels.ops import attention_backends, rotate
 from blendserve.kernels.types import AttentionSpec, Rope, Ropes
 from blendserve.models.families import Family, check_supported, context_limit
 from blendserve.models.layers import Function, Parts, call_norm, norm_heads
-from blendserve.models.pace import as_found
 from blendserve.models.rope import RopeAngles, rotary_of
+from blendserve.models.threads import limit_threads
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +188,7 @@ class DecoderModel:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Last hidden [S, E] -> logits [S, V]."""
-        with as_found(len(hidden), self.device):
+        with limit_threads(len(hidden), self.device):
             logits = self.lm_head(call_norm(self.norm, hidden)[1])
         return self.scale_logits(logits)
 

@@ -21,7 +21,7 @@ from blendserve.models.forward import Row, run_rows
 from blendserve.models.kv_cache import KVCache
 from blendserve.models.layers import MLP, Linear
 from blendserve.models.model import DecoderLayer, DecoderModel
-from blendserve.models.pace import StepThreads
+from blendserve.models.threads import StepThreads
 
 CHECKED = (0, 299)  # positions of the comparison
 TOLERANCE = {torch.bfloat16: 0.05, torch.float32: 1e-4}  # of the largest logit

@@ -1,6 +1,4 @@
-"""Ordinary prefill by transformers' own model: the baseline to beat, the oracle to equal, and the fallback.
-
-The fallback is for a model that the gate refuses: it answers by its own forward alone.
+"""Prefill and decoding by transformers' own model: baseline, test oracle, and fallback for models that fail the gate.
 """
 
 from __future__ import annotations
@@ -16,16 +14,16 @@ from blendserve.models.model import DecoderModel
 
 
 @torch.inference_mode()
-def model_logits(adapter: DecoderModel, ids: TokenIds) -> Tensor:
+def model_logits(model: DecoderModel, ids: TokenIds) -> Tensor:
     """`model.forward` as a user would call it -> logits [V] for the token after the prompt."""
-    inputs = torch.tensor([ids], device=adapter.device)
-    output = cast(Any, adapter.reference)(input_ids=inputs, use_cache=True, logits_to_keep=1)
+    inputs = torch.tensor([ids], device=model.device)
+    output = cast(Any, model.reference)(input_ids=inputs, use_cache=True, logits_to_keep=1)
     return cast(Tensor, output.logits[0, -1])
 
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """What one `model.forward` leaves."""
+    """Logits and KV of one `model.forward`."""
 
     logits: Tensor  # [2, V], after the last but one token and after the last
     keys: Tensor  # [L, K, T, D], after RoPE
@@ -33,38 +31,38 @@ class Forward:
 
 
 @torch.inference_mode()
-def model_forward(adapter: DecoderModel, ids: TokenIds, nudge: int | None = None) -> Forward:
+def model_forward(model: DecoderModel, ids: TokenIds, nudge: int | None = None) -> Forward:
     """The model's own forward over these tokens.
 
     nudge: a seed; every number of the embeddings is then off by one rounding step of the dtype, up or down by chance.
     """
     from transformers import DynamicCache
 
-    model = cast(Any, adapter.reference)
-    embedded = model.get_input_embeddings()(torch.tensor([ids], device=adapter.device))
+    reference = cast(Any, model.reference)
+    embedded = reference.get_input_embeddings()(torch.tensor([ids], device=model.device))
     if nudge is not None:
         generator = torch.Generator().manual_seed(nudge)
         sign = 2 * torch.randint(0, 2, embedded.shape, generator=generator) - 1
         eps = torch.finfo(embedded.dtype).eps
         embedded = (embedded.float() * (1 + eps * sign.to(embedded.device))).to(embedded.dtype)
     cache = DynamicCache()  # of nothing but full layers: windows are masks, and nothing is dropped
-    output = model(inputs_embeds=embedded, past_key_values=cache, use_cache=True, logits_to_keep=2)
+    output = reference(inputs_embeds=embedded, past_key_values=cache, use_cache=True, logits_to_keep=2)
     keys, values = (torch.stack([getattr(x, part)[0] for x in cache.layers]) for part in ("keys", "values"))
     return Forward(output.logits[0], keys, values)
 
 
 class OwnDecoding:
-    """The model's own forward over its own cache, fed bit by bit."""
+    """The model's own forward over its own cache, a part of the tokens at a time."""
 
-    def __init__(self, adapter: DecoderModel) -> None:
+    def __init__(self, model: DecoderModel) -> None:
         from transformers import DynamicCache  # which takes seconds to import
 
-        self._model, self._device = cast(Any, adapter.reference), adapter.device
+        self._model, self._device = cast(Any, model.reference), model.device
         self._cache = DynamicCache(config=self._model.config)
 
     @torch.inference_mode()
     def feed(self, ids: TokenIds) -> Tensor:
-        """Run these tokens behind all that were fed before -> logits [V] after the last one."""
+        """Run these tokens behind all earlier ones -> logits [V] after the last one."""
         inputs = torch.tensor([ids], device=self._device)
         output = self._model(input_ids=inputs, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
         return cast(Tensor, output.logits[0, -1])

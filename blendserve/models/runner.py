@@ -28,7 +28,7 @@ from blendserve.models.native import native_decoder
 
 EAGER_STEPS = 4  # before the capture, which costs about as much as three of them
 MIN_NEW_TOKENS = 16  # of an answer for which a capture may pay
-MAX_CACHES = 16  # of one graph: each attends by itself, in use or not
+MAX_CACHES = 16  # of one graph: each attends alone, in use or not
 
 _failed: WeakSet[DecoderModel] = WeakSet()
 
@@ -107,7 +107,7 @@ class Runner:
         return cls(model, cache.keys[None], cache.values[None], n_used, new_tokens)
 
     def draft_room(self, n_requests: int) -> int:
-        """How many draft tokens of each of so many requests fit one step; 0 where a row more costs too much.
+        """How many draft tokens of each of `n_requests` fit one step; 0 where a row more costs too much.
 
         In a native step all rows share the reading of the weights, and no row's logits depend on the others.
         """

@@ -21,8 +21,8 @@ from blendserve.models.forward import Row, run_rows
 from blendserve.models.kv_cache import KVCache
 from blendserve.models.model import DecoderModel
 from blendserve.models.native import native_decoder
-from blendserve.models.pace import StepThreads
 from blendserve.models.runner import append, append_each, decode_each, decode_in_int8
+from blendserve.models.threads import StepThreads
 from tests.support.models import TINY, wide_model
 
 COVERED = [

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from blendserve.kernels import team
-from blendserve.models import forward
+from blendserve.models import forward, runner
 from blendserve.models import model as model_module
 from blendserve.models.kv_cache import KVCache
 from tests.support.kernels import threads as limited
@@ -35,10 +35,10 @@ def test_logits_have_the_same_bits_for_any_number_of_threads_changed_at_any_laye
             with team.at_most(next(turns)):
                 return run()
 
-        monkeypatch.setattr(forward, "pass_of", lambda rows, device: SimpleNamespace(layer=layer))
-        monkeypatch.setattr(model_module, "as_found", lambda rows, device: team.at_most(next(turns)))
+        monkeypatch.setattr(forward, "threads_of_pass", lambda rows, device: SimpleNamespace(layer=layer))
+        monkeypatch.setattr(model_module, "limit_threads", lambda rows, device: team.at_most(next(turns)))
         tokens = {0: [7 * n % 1000 for n in range(40)], 40: [1], 41: [2, 3, 4, 5, 6, 7, 8, 9, 10, 11]}
-        return [forward.append(adapter, cache, at, ids) for at, ids in tokens.items()]
+        return [runner.append(adapter, cache, at, ids) for at, ids in tokens.items()]
 
     expected = logits(ALL)
     for threads in ((1,), (2,), (3, 1, ALL)):
