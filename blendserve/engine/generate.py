@@ -96,26 +96,26 @@ class Sequence:
             self._draft = self._drafter.draft(room)
         return len(self.plan.prompt) + len(self._tokens) - 1, [self._tokens[-1], *self._draft]
 
-    def append(self, logits: Tensor) -> str:
-        """Choose the next tokens from logits [n, V] or [V], the last step's -> the text that they complete, perhaps "".
+    def append(self, logits: Tensor) -> list[str]:
+        """Choose the next tokens from logits [n, V] or [V], the last step's -> the pieces of text that they complete.
 
         One more than were drafted right, or fewer if the answer ends before.
         """
         draft, self._draft = self._draft, []
-        text, self.n_new, self._n_passes = "", 0, self._n_passes + 1
+        pieces, self.n_new, self._n_passes = list[str](), 0, self._n_passes + 1
         for row, drafted in zip(torch.atleast_2d(logits), [*draft, None], strict=True):
             token = self._sampler(row)
             self.n_new, self._n_sampled = self.n_new + 1, self._n_sampled + 1
             if self._n_sampled == 1:  # before the answer can end
                 self.ttft = self._token_at = self.plan.clock.elapsed()
-            text += self._add(token)
+            pieces.append(self._add(token))
             if self.answer or token != drafted:
                 break
         if self._drafter:
             self._drafter.judge(len(draft), self.n_new - 1)
         now = self.plan.clock.elapsed()
         self.gap_s, self._token_at = (now - self._token_at) / self.n_new, now
-        return text
+        return [piece for piece in pieces if piece]
 
     def _add(self, token: int) -> str:
         if token in self._end:
@@ -220,13 +220,12 @@ class AnswerStream:
         assert self._sequence.answer is not None
         return self._sequence.answer
 
-    def _run(self, piece: str, decode: Decode) -> Iterator[str]:
+    def _run(self, pieces: list[str], decode: Decode) -> Iterator[str]:
         while True:
-            if piece:
-                yield piece
+            yield from pieces
             if self._sequence.answer:
                 break
-            piece = self._sequence.append(decode(*self._sequence.next_tokens(self._draft_room)))
+            pieces = self._sequence.append(decode(*self._sequence.next_tokens(self._draft_room)))
         del decode
         self._sequence.cache = None  # its memory serves the next request
         self._on_end()

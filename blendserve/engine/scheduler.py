@@ -370,8 +370,8 @@ class Scheduler:
     def _emit(self, sequence: Sequence, logits: Tensor, is_first: bool = False) -> None:
         """Add a step's tokens to an answer; its slot is free as soon as it has its last one."""
         try:
-            if text := sequence.append(logits):
-                sequence.emit(TextDelta(text))
+            for piece in sequence.append(logits):
+                sequence.emit(TextDelta(piece))
             if sequence.answer:
                 sequence.emit(Finished(sequence.answer))
         except Exception as error:  # of this request alone

@@ -1,5 +1,4 @@
-"""Prefill and decoding by transformers' own model: baseline, test oracle, and fallback for models that fail the gate.
-"""
+"""Prefill and decoding by transformers' own model: baseline, test oracle, and fallback for models that fail the gate."""
 
 from __future__ import annotations
 
