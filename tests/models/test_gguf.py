@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from blendserve.config import ReaderConfig
 from blendserve.errors import ModelError, ModelUnsupported
-from blendserve.models.gguf import CHUNK, FORMATS, Gguf, write_folder
+from blendserve.models.gguf import CHUNK, Gguf, write_folder
 from blendserve.models.loader import LoadedModel, fingerprint, load_model
 from blendserve.models.sources import BUNDLED
 from tests.support.files import own_cache
@@ -210,19 +210,6 @@ def test_files_that_cannot_be_used_are_refused_by_name(changed: dict[str, Any], 
     with pytest.raises(ModelError) as error:
         load(file)
     assert error.value.path == str(file) or isinstance(error.value, ModelUnsupported)
-
-
-@pytest.mark.parametrize("kind", FORMATS)
-def test_random_blocks_are_dequantised_as_the_gguf_package_does(kind: int) -> None:
-    ours, theirs = FORMATS[kind], gguf.GGMLQuantizationType(kind)
-    assert (ours.elements, ours.n_bytes) == gguf.GGML_QUANT_SIZES[theirs]
-    blocks = np.random.default_rng(kind).integers(0, 256, (500, ours.n_bytes), np.uint8)
-    with np.errstate(invalid="ignore"):
-        expected = gguf.dequantize(blocks.view(np.float32 if kind == 0 else np.uint8), theirs)
-        found = ours.values(blocks)
-    assert found.shape == (500, ours.elements)
-    expected = expected.astype(np.float32).reshape(found.shape)
-    assert np.array_equal(found.view(np.uint32), expected.view(np.uint32))
 
 
 def test_tensors_larger_than_one_piece(tmp_path: Path) -> None:
