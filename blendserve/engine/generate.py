@@ -6,7 +6,7 @@ gives a `Sequence` the logits of its own steps, for many requests at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from blendserve.models.runner import Runner
 from blendserve.timing import Clock
 
 # position of the first token, tokens -> logits [n, V] after each
-Decode = Callable[[int, Collection[int]], Tensor]
+Decode = Callable[[int, list[int]], Tensor]
 
 
 class Sequence:
@@ -103,7 +103,8 @@ class Sequence:
         """
         draft, self._draft = self._draft, []
         pieces, self.n_new, self._n_passes = list[str](), 0, self._n_passes + 1
-        for row, drafted in zip(torch.atleast_2d(logits), [*draft, None], strict=True):
+        rows = logits if logits.dim() == 2 else logits[None]
+        for row, drafted in zip(rows, [*draft, None], strict=True):
             token = self._sampler(row)
             self.n_new, self._n_sampled = self.n_new + 1, self._n_sampled + 1
             if self._n_sampled == 1:  # before the answer can end

@@ -89,10 +89,6 @@ FORMATS = {
 }
 
 
-def _chunks(blocks: Bytes) -> list[Bytes]:
-    return np.split(blocks, range(CHUNK, len(blocks), CHUNK))
-
-
 class Gguf:
     """An open file: its metadata, and tensors that are dequantised when asked for."""
 
@@ -116,8 +112,10 @@ class Gguf:
         out = torch.empty(shape, dtype=dtype)
         n_blocks = out.numel() // form.elements
         blocks = np.frombuffer(self._data, np.uint8, n_blocks * form.n_bytes, start).reshape(n_blocks, -1)
-        for part, some in zip(out.view(n_blocks, -1).split(CHUNK), _chunks(blocks), strict=True):
-            part.copy_(torch.from_numpy(form.values(some.copy())))  # a copy, as torch wants to write
+        values = out.view(n_blocks, -1)
+        for at in range(0, n_blocks, CHUNK):
+            some = blocks[at : at + CHUNK].copy()  # a copy, as torch wants to write
+            values[at : at + CHUNK] = torch.from_numpy(form.values(some))
         return out
 
     def _numbers(self, code: str) -> tuple[Any, ...]:
@@ -165,7 +163,9 @@ def write_folder(file: Path, into: Path) -> Converted:
     gguf = Gguf(file)
     config, tokenizer = _config(gguf), _tokenizer(gguf.metadata)
     about = tokenizer.about
-    ids = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in config}
+    ids: dict[str, Any] = {
+        name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in config
+    }
     _write(into / "config.json", config)
     _write(into / "generation_config.json", {"_from_model_config": True, **ids})
     tokenizer.backend_tokenizer.save(str(into / "tokenizer.json"))

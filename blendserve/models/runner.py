@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from itertools import accumulate
 from weakref import WeakSet
 
 import torch
@@ -115,7 +116,7 @@ class Runner:
             return 0
         return max(0, MAX_ROWS // n_requests - 1)
 
-    def step(self, at: int, tokens: Sequence[int]) -> Tensor:
+    def step(self, at: int, tokens: list[int]) -> Tensor:
         """Run tokens of the only cache from position `at` on, append their KV -> logits [n, V] after each.
 
         Valid until the next step.
@@ -123,7 +124,7 @@ class Runner:
         return self.decode([(0, at, tokens)])[0]
 
     @torch.inference_mode()
-    def decode(self, steps: Sequence[tuple[int, int, Sequence[int]]]) -> Sequence[Tensor]:
+    def decode(self, steps: Sequence[tuple[int, int, list[int]]]) -> list[Tensor]:
         """Run tokens of several caches, (cache, first position, tokens) each -> logits [n, V] of each.
 
         Valid until the next step. With a capture, one token each.
@@ -133,11 +134,13 @@ class Runner:
             self._set([(b, at, token) for b, at, (token,) in steps])
             self._graph = self._graph or self._captured(self._capture)
             if self._graph:
-                return self._graph()[[b for b, _, _ in steps]].split(1)
+                return [row[None] for row in self._graph()[[b for b, _, _ in steps]]]
         rows = [
             Row(self._caches[b], at + i, token) for b, at, tokens in steps for i, token in enumerate(tokens)
         ]
-        return decode_each(self._model, rows).split([len(tokens) for _, _, tokens in steps])
+        logits = decode_each(self._model, rows)
+        ends = accumulate(len(tokens) for _, _, tokens in steps)
+        return [logits[end - len(tokens) : end] for end, (_, _, tokens) in zip(ends, steps, strict=True)]
 
     def _set(self, rows: Sequence[tuple[int, int, int]]) -> None:
         """Tokens, positions and places of all caches."""
