@@ -91,7 +91,7 @@ def gguf_file(config: EnginesConfig) -> Path:
     known = BUNDLED.get(config.model)
     spec = importlib.util.find_spec(known.packages[0]) if known else None
     folders = list(spec.submodule_search_locations or ()) if spec else []
-    files = [file for folder in folders for file in Path(folder).rglob(known.gguf if known else "")]
+    files = [file for folder in folders for file in Path(folder).rglob(known.file if known else "")]
     if not files:
         raise InputError(f"llama.cpp needs a GGUF file of {config.model}: give --gguf FILE")
     return files[0]

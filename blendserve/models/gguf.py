@@ -173,7 +173,8 @@ def write_folder(file: Path, into: Path) -> Converted:
         into / "tokenizer_config.json",
         {"tokenizer_class": "PreTrainedTokenizerFast", **about["special_tokens"]},
     )
-    (into / "chat_template.jinja").write_text(about["chat_template"] or "", "utf-8")
+    if about["chat_template"]:
+        (into / "chat_template.jinja").write_text(about["chat_template"], "utf-8")
     save_file(_weights(gguf, config), into / "model.safetensors", {"format": "pt"})
     return Converted({**LLAMA_DEFAULTS, **config}, tokenizer, frozenset({about["eos_token_id"]}))
 

@@ -138,9 +138,16 @@ def _convert(file: Path, into: Path) -> None:
         with quiet():
             check_supported(AutoConfig.from_pretrained(file.parent, gguf_file=file.name))
             quantization = GgufConfig(gguf_file=file.name, dequantize=True)
-            model = AutoModelForCausalLM.from_pretrained(
-                file.parent, gguf_file=file.name, quantization_config=quantization, dtype=torch.bfloat16
+            model_class: Any = AutoModelForCausalLM  # its type leaves out output_loading_info
+            model, info = model_class.from_pretrained(
+                file.parent,
+                gguf_file=file.name,
+                quantization_config=quantization,
+                dtype=torch.bfloat16,
+                output_loading_info=True,
             )
+            if missing := info["missing_keys"]:  # transformers draws them at random
+                raise ModelError(f"{file} is damaged: it has no {min(missing)}", path=file)
             AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(into)
             model.save_pretrained(into)
     except ModelError:

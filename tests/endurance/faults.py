@@ -29,7 +29,6 @@ from blendserve.config import BlendConfig, ReaderConfig, ValkeyConfig
 from blendserve.core import Chunk, ChunkKV, Prompt, TokenIds, run
 from blendserve.errors import StoreError
 from blendserve.models.loader import LoadedModel, load_model
-from blendserve.models.toy import toy_reader
 from blendserve.store import ChunkKey, ChunkRecord, KVStore, MemoryStore, read_record
 from blendserve.store.codecs.raw import Raw
 from blendserve.store.policies import LRU
@@ -39,6 +38,7 @@ from blendserve.store.valkey_layout import CHUNK, HEADER
 from blendserve.store.view import decode
 from tests.endurance.driver import Figures, Promises, main, none
 from tests.support.forked import process
+from tests.support.toy import toy_reader
 
 HUNG_S = 60.0  # a request that lasts so long counts as hung
 RECOVERY_S = 60.0  # until chunks have to be found again
