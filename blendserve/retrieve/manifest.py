@@ -55,7 +55,7 @@ class Manifest:
         return self.embedder_fingerprint, self.reader_fingerprint, self.chunk_tokens, self.kind
 
     def check(self, folder: Path, embedder: tuple[str, str], reader: tuple[str, str]) -> None:
-        """Raises IndexMismatch unless both (name, fingerprint) are those that the index was built with."""
+        """Raises IndexMismatch unless both (name, fingerprint) are the ones that the index was built with."""
         for role, built, given in (
             ("embedder", (self.embedder, self.embedder_fingerprint), embedder),
             ("reader", (self.reader, self.reader_fingerprint), reader),

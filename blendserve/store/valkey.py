@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from blendserve.config import PlaceConfig, ValkeyConfig
 from blendserve.errors import CorruptRecord, StoreError, StoreFull, StoreUnavailable, StoreVersion, unraised
@@ -61,9 +61,11 @@ from blendserve.store.valkey_layout import (
     namespace_name,
     persist,
     read_fields,
+    run_each,
     segment_name,
 )
 
+T = TypeVar("T")
 NOTE_EVERY_S = 60.0
 TRIES = 8  # to enter a chunk while other processes fill the quota
 SCAN_S = 600.0  # deadline for the names of all chunks
@@ -157,8 +159,7 @@ class ValkeyStore(KVStore):
         return True
 
     def sample(self, keys: Sequence[ChunkKey], n_bytes: int) -> Sample | None:
-        found: Sample | None = self._ask(partial(sample, keys=keys, n_bytes=n_bytes))
-        return found
+        return self._ask(partial(sample, keys=keys, n_bytes=n_bytes))
 
     def contains(self, keys: Iterable[ChunkKey]) -> set[ChunkKey]:
         asked = list(keys)
@@ -247,7 +248,7 @@ class ValkeyStore(KVStore):
 
     def release(self, keys: Iterable[ChunkKey]) -> None:
         with self._lock:
-            held = [key for key in keys if key in self._leased]
+            held = sorted(self._leased.intersection(keys))
             self._leased.difference_update(held)
         with suppress(StoreError):  # they expire
             self._each(held, self._end_lease)
@@ -260,13 +261,8 @@ class ValkeyStore(KVStore):
             self._remove_lost()
         totals, counts = Totals(), self._usage.counts(namespace_tag(namespace))
         for tag in self._accounts.tags(namespace):
-            pins, counted = self._accounts.pins_and_counts(tag)
-            parts = [
-                (1, entry.n_tokens, entry.n_bytes, entry.raw_bytes, key in pins)
-                for key, entry in self._accounts.entries(tag).items()
-            ]
-            totals = Totals(*map(sum, zip(totals, *parts, strict=True)))
-            counts.update({name.decode(): int(n) for name, n in counted.items()})
+            totals = Totals(*map(sum, zip(totals, self._accounts.totals(tag), strict=True)))
+            counts.update(self._accounts.counts(tag))
         return make_stats(self, totals, counts, namespace, self.blobs.list())
 
     def verify(self, progress: Progress | None = None) -> VerifyReport:
@@ -297,22 +293,13 @@ class ValkeyStore(KVStore):
         if writing and self.read_only:
             raise StoreUnavailable(f"the KV store at {self.config.where} is open for reading only")
 
-    def _ask(self, job: Callable[[Client], Any], seconds: float | None = None) -> Any:
+    def _ask(self, job: Callable[[Client], T], seconds: float | None = None) -> T:
         """The result of a job within the seconds, by default the deadline. Raises StoreUnavailable, StoreFull."""
         self._check()
         return self.client.ask(job, seconds)
 
     def _each(self, keys: Sequence[ChunkKey], command: Callable[[Client, ChunkKey], object]) -> list[Any]:
-        """The replies to a command for each key, in one round trip."""
-
-        def job(client: Client) -> list[Any]:
-            pipeline = client.pipeline(transaction=False)
-            for key in keys:
-                command(pipeline, key)
-            replies: list[Any] = pipeline.execute()
-            return replies
-
-        return self._ask(job) if keys else []
+        return self._ask(partial(run_each, keys=keys, command=command)) if keys else []
 
     def _reserve(self, key: ChunkKey, entry: Entry, pin: bool) -> Reserved | None:
         """Make room for a chunk and enter it; None if it is not worth its victims. Raises StoreFull."""

@@ -26,6 +26,7 @@ from blendserve.errors import CorruptRecord
 from blendserve.store.blobs import BlobInfo, BlobStore, check_blob, check_room
 from blendserve.store.codecs.base import tables_hash
 from blendserve.store.key import TAG_BYTES, ChunkKey, namespace_tag
+from blendserve.store.ledger import Totals
 from blendserve.store.policies import Candidate
 from blendserve.store.record import ChunkRecord, check_segment, decode_header
 from blendserve.store.usage import UsageLog
@@ -216,6 +217,17 @@ def read_fields(client: Client, keys: Sequence[ChunkKey]) -> list[Fields]:
     return found
 
 
+def run_each(
+    client: Client, keys: Sequence[ChunkKey], command: Callable[[Client, ChunkKey], object]
+) -> list[Any]:
+    """The replies to a command for each key, in one round trip."""
+    pipeline = client.pipeline(transaction=False)
+    for key in keys:
+        command(pipeline, key)
+    replies: list[Any] = pipeline.execute()
+    return replies
+
+
 def checked(key: ChunkKey, fields: Fields) -> ChunkRecord:
     """The record in a hash, all of it checked. Raises CorruptRecord, StoreVersion."""
     if HEADER not in fields:
@@ -243,7 +255,7 @@ def expire(pipeline: Client, key: ChunkKey) -> None:
 
 
 class Accounts:
-    """The accounting of all namespaces. Methods raise StoreUnavailable; those that write also StoreFull."""
+    """The accounting of all namespaces. Methods raise StoreUnavailable; writing ones also StoreFull."""
 
     def __init__(self, ask: Callable[..., Any], usage: UsageLog, quota: int) -> None:
         """ask: ValkeyStore's. quota: bytes of a namespace."""
@@ -297,13 +309,16 @@ class Accounts:
         for tag, some in by_namespace(keys):
             self._script(REMOVE, tag, used_before, *some)
 
-    def pins_and_counts(self, tag: bytes) -> tuple[set[ChunkKey], dict[bytes, bytes]]:
-        """The pinned keys and the counters of a namespace."""
-        names = namespace_name(tag, "pins"), namespace_name(tag, "counts")
-        found: tuple[set[ChunkKey], dict[bytes, bytes]] = self._ask(
-            lambda client: (set(client.smembers(names[0])), client.hgetall(names[1]))
-        )
-        return found
+    def totals(self, tag: bytes) -> Totals:
+        """Sums over a namespace's entries."""
+        pins = set(self._ask(lambda client: client.smembers(namespace_name(tag, "pins"))))
+        parts = ((1, e.n_tokens, e.n_bytes, e.raw_bytes, key in pins) for key, e in self.entries(tag).items())
+        return Totals(*map(sum, zip(Totals(), *parts, strict=True)))
+
+    def counts(self, tag: bytes) -> dict[str, int]:
+        """A namespace's counters."""
+        found = self._ask(lambda client: client.hgetall(namespace_name(tag, "counts")))
+        return {name.decode(): int(n) for name, n in found.items()}
 
     def count(self, counts: Mapping[tuple[bytes, str], int]) -> None:
         """Add to counters, by (tag, counter)."""

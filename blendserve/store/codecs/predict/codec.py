@@ -39,10 +39,7 @@ from blendserve.store.codecs.predict.tables import STEPS, Tables, flat, quantise
 
 EXPECTED = 6, 8, 9, 10, 10  # compression by level; it is higher for text like that of the tables
 CLOSE = 2  # tolerance of a row, in codes: another machine or dtype rounds differently
-FAR_FIRST, FAR = (
-    1.1,
-    3.0,
-)  # a token beyond so many times the range of the codes, in layer 0 and above, is an exception
+FAR_FIRST, FAR = 1.1, 3.0  # ranges of the codes, in layer 0 and above, beyond which a token is an exception
 
 _COUNTS = struct.Struct("<II")
 
