@@ -54,7 +54,7 @@ def _point(
     prompt = Prompt(_ids(reader, rng, PREFIX), chunks, _ids(reader, rng, SUFFIX))
     blender = Blender(reader.adapter, reader.fingerprint, MemoryStore(2**34), prompt.prefix, prompt.prefix)
     stored = sorted(rng.permutation(n)[: round(hits * n)])
-    blender.precompute([prompt.chunks[i].ids for i in stored])
+    blender.writer.precompute([prompt.chunks[i].ids for i in stored])
     seconds: dict[str, list[float]] = {method: [] for method in METHODS}
     chosen: list[str] = []
 

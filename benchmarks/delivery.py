@@ -36,6 +36,7 @@ from blendserve.blend.blender import Blender
 from blendserve.config import BlendConfig, KdnConfig, Positive, changed
 from blendserve.errors import ConfigError
 from blendserve.evaluate.fidelity import kl
+from blendserve.fetch.fetcher import ChunkRequest
 from blendserve.kdn.catalogue import Catalogue
 from blendserve.kdn.publish import LevelCoder, describe
 from blendserve.models.loader import LoadedModel
@@ -45,6 +46,7 @@ from blendserve.store.kdn.adapt import TEXT, Offer, Rule, Situation, fixed, quic
 from blendserve.store.kdn.collection import Entry
 from blendserve.store.kdn.pace import Pace
 from blendserve.store.kdn.store import WORKERS, KdnStore
+from blendserve.store.key import namespace_tag
 from blendserve.store.request_reads import TimeSaved
 
 COLLECTION = "bench"
@@ -153,17 +155,20 @@ class Fixture:
         pace, new = self._paces.setdefault(name, Pace()), name not in self._blenders
         prompt, costs = self._workload.prompt, self._blender(MemoryStore(CAP))
         # The rules of fixed methods compare it as well, though their requests do not say it.
-        per_token, prefix_s = costs.time_saved(prompt, client.blend, range(len(prompt.chunks)))
-        saved = TimeSaved(per_token, {costs.key(prompt.prefix, ()): prefix_s})
+        is_exact = costs.key.context == prompt.prefix
+        saved = TimeSaved(
+            costs.planner.token_saves_s(prompt, client.blend, range(len(prompt.chunks)), is_exact), {}
+        )
         trip = self._config.round_trip_ms / 1e3
         with KdnStore(config, client.rule, client.workers, pace, client.early, saved) as store:
             list(store.keys())  # connects, and reads the directory
-            blender = self._blender(store) if new else self._blenders[name].like(store, "")
+            blender = self._blender(store) if new else self._blenders[name].over(store, "")
             if new:
                 self._blenders[name] = blender
                 with replayed(trace.start, self._proxy, trip):
-                    blender.warm_up()
-            blender.calibrate()
+                    first = self._workload.chunks[0]
+                    blender.fetcher.warm_up([ChunkRequest(blender.key(first), len(first))])
+            blender.planner.calibrate()
             with replayed(trace, self._proxy, trip):
                 metrics = self._request(blender, client.blend)
                 blender.fetcher.wait()  # which belongs to this link, not to the next client
@@ -231,15 +236,14 @@ def _publish(reader: LoadedModel, config: DeliveryConfig, workload: Workload, st
     """The prompt's chunks at every level, without an index."""
     prompts, levels = workload.prompts, config.levels
     blender = Blender(reader.adapter, reader.fingerprint, store, prompts.prefix, prompts.kv_context)
-    blender.precompute(workload.chunks)
-    prefix = blender.key(prompts.prefix, ())
+    blender.writer.precompute(workload.chunks)
     tables = CodecTables(reader, prompts, config.fit_tokens)
-    coder = LevelCoder(store, levels, {level: tables.codec(level) for level in levels[1:]}, prefix)
-    tokens = {prefix: len(prompts.prefix), **{blender.key(ids): len(ids) for ids in workload.chunks}}
+    coder = LevelCoder(store, levels, {level: tables.codec(level) for level in levels[1:]})
+    tokens = {blender.key(ids): len(ids) for ids in workload.chunks}
     directory = {key: Entry(n, tuple(coder.sizes(key))) for key, n in tokens.items()}
     about = (reader.name, reader.fingerprint)
     Catalogue(store).write(
-        describe(store, COLLECTION, about, prefix[:8], levels, directory, coder.tables, {})
+        describe(store, COLLECTION, about, namespace_tag(""), levels, directory, coder.tables, {})
     )
 
 

@@ -59,7 +59,7 @@ def groups(config: NearConfig, log: SampleLog) -> Iterator[Group]:
         n_bytes = len(stored.prompt) * reader.adapter.kv_bytes_per_token + SPARE_BYTES
         with scratch(config.folder) as folder, LMDBStore(folder, n_bytes) as store:
             blender = make_blender(reader, stored.prompts, store)
-            blender.precompute(stored.chunks)
+            blender.writer.precompute(stored.chunks)
             blender.near.refresh()
             facts = search_cost(blender, unrelated)
             yield Group(labels, list(_cases(config, blender, stored, edited)), facts)

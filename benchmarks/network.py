@@ -32,6 +32,7 @@ from blendserve.blend.blender import Blender
 from blendserve.config import BlendConfig, Positive, ValkeyConfig, changed
 from blendserve.core import Prompt
 from blendserve.errors import InputError
+from blendserve.fetch.fetcher import ChunkRequest
 from blendserve.models.loader import LoadedModel
 from blendserve.registry import SENT_CODECS
 from blendserve.store import ReadAhead
@@ -77,7 +78,7 @@ class Fixture:
             self.stores[word] = store
             own = {"namespace": word, "codec": codec}
             self.blenders[word] = make_blender(reader, self._workload.prompts, store, **own)
-            self.blenders[word].precompute(self._workload.chunks)
+            self.blenders[word].writer.precompute(self._workload.chunks)
 
     def cases(self) -> list[Case]:
         """Full prefill, loading by each codec, and what `auto` chooses, which gets to know the link anew."""
@@ -87,8 +88,8 @@ class Fixture:
         found.append(Case({"method": "full"}, full))
         for word, store in self.stores.items():
             auto = make_blender(self._reader, self._workload.prompts, store, namespace=word)
-            auto.calibrate()
-            auto.warm_up()
+            auto.planner.calibrate()
+            auto.fetcher.warm_up([ChunkRequest(auto.key(ids), len(ids)) for ids in self._workload.chunks])
             run = partial(self._request, self.blenders[word], store, blend)
             found.append(Case({"method": self._config.method, "codec": word}, run))
             run = partial(self._request, auto, store, changed(blend, method="auto"))
@@ -109,7 +110,9 @@ class Fixture:
         with ReadAhead(ValkeyStore(self._settings, CAP), CAP) as store:
             blender = make_blender(self._reader, self._workload.prompts, store, namespace=word)
             prompts = self._prompts()
-            self.blenders[word].precompute([chunk.ids for prompt in prompts for chunk in prompt.chunks])
+            self.blenders[word].writer.precompute(
+                [chunk.ids for prompt in prompts for chunk in prompt.chunks]
+            )
             ended = []
             for prompt in prompts[: config.in_flight]:
                 blender.prefetch(prompt, blend)

@@ -17,8 +17,8 @@ from typing import Any
 from blendserve import console
 from blendserve.config import BlendConfig, Config, DecodeConfig, ReaderConfig, RetrieveConfig, StoreConfig
 from blendserve.core import Answer, Passage
+from blendserve.engine.documents import Collections
 from blendserve.engine.engine import Engine
-from blendserve.engine.library import Library
 from blendserve.errors import IndexMismatch, IndexMissing
 from blendserve.models.loader import LoadedModel, load_model
 from blendserve.models.reference import model_logits
@@ -103,7 +103,7 @@ def serve_page(index: Path, model: str, host: str, port: int) -> None:
 
     with open_demo(index, model) as engine:
         assert engine.index is not None
-        serve(engine, Library({index.name: engine.index}), ServeConfig(host=host, port=port))
+        serve(engine, Collections({index.name: engine.index}), ServeConfig(host=host, port=port))
 
 
 def open_demo(index: Path = INDEX, model: str = CONFIG.reader.model) -> Engine:
@@ -268,7 +268,7 @@ def _coded_size(engine: Engine) -> str:
     coded = coded_store(engine, CODEC)
     key = engine.blender.key
     chunks = {key(ids): ids for ids in engine.prompts.chunk_ids(engine.index.passages)}
-    coded.fill(engine.store, chunks, key(engine.prompts.prefix, ()))
+    coded.fill(engine.store, chunks)
     sizes = coded.sizes(chunks)
     raw, small = (sizes[name] / 1e6 for name in ("raw_bytes", "bytes"))
     return (

@@ -62,26 +62,25 @@ POLICIES = Registry(
     {
         "query": "blendserve.blend.policies.query:QueryPolicy",
         "deviation": "blendserve.blend.policies.deviation:DeviationPolicy",
-        "chunk_head": "blendserve.blend.policies.chunk_head:ChunkHeadPolicy",
-        "random": "blendserve.blend.policies.random:RandomPolicy",
-        "none": "blendserve.blend.policies.none:NonePolicy",
-        "all": "blendserve.blend.policies.all:AllPolicy",
+        "chunk_head": "blendserve.blend.policies.baselines:ChunkHeadPolicy",
+        "random": "blendserve.blend.policies.baselines:RandomPolicy",
+        "none": "blendserve.blend.policies.baselines:NonePolicy",
+        "all": "blendserve.blend.policies.baselines:AllPolicy",
     },
 )
 CORRECTIONS = Registry(
     "correction",
     {
-        "prior": "blendserve.blend.corrections.prior:PriorRidge",
-        "ridge": "blendserve.blend.corrections.ridge:Ridge",
-        "shift": "blendserve.blend.corrections.shift:Shift",
-        "none": "blendserve.blend.corrections.none:NoCorrection",
+        "prior": "blendserve.blend.corrections.fitted:PriorRidge",
+        "ridge": "blendserve.blend.corrections.fitted:Ridge",
+        "shift": "blendserve.blend.corrections.fitted:Shift",
+        "none": "blendserve.blend.corrections.base:NoCorrection",
     },
 )
 
 # What full reuse is made of, and the baseline that everything is compared with: CacheBlend's rule (arXiv 2405.16444).
-REUSE = {"policy": "none", "correction": "none"}
-RULE = "deviation"
-CACHEBLEND = f"{RULE}@0.15"
+FULL_REUSE = {"policy": "none", "correction": "none"}
+CACHEBLEND = "deviation@0.15"
 EVALUATED = (  # what `evaluate` compares unless told otherwise
     "random",
     "chunk_head",
@@ -92,7 +91,6 @@ EVALUATED = (  # what `evaluate` compares unless told otherwise
     "query+ridge",
     "query+prior",
 )
-ALONE = "ridge"  # the correction that goes by the prompt alone
 BENCHED = ("query+prior",)  # beside the baselines
 STORES = Registry(
     "store kind",

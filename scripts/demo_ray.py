@@ -123,7 +123,7 @@ async def routed(
     """Two replicas for each routing over one store, asked in turns: both meet the same machine."""
     url = f"{server.url}/0"
     with Engine.open(settings(url)) as engine, ExitStack() as stack:
-        engine.blender.precompute(engine.prompts.chunk_ids(passages))
+        engine.blender.writer.precompute(engine.prompts.chunk_ids(passages))
         questions = Questions(engine, passages)
         own = int(0.55 * engine.store.stats().bytes)  # a replica's memory: two hold everything, one does not
         opener = partial(Engine.open, settings(url, own))
@@ -187,7 +187,7 @@ async def autoscaled(server: Server, passages: list[Passage], share: WorkerResou
     url, results, (least, most) = f"{server.url}/1", Results(), SCALED
     batching = ServeConfig(slots=SLOTS, slot_tokens=4096).batching
     with Engine.open(settings(url)) as engine:
-        engine.blender.precompute(engine.prompts.chunk_ids(passages))
+        engine.blender.writer.precompute(engine.prompts.chunk_ids(passages))
         questions, opener = Questions(engine, passages), partial(Engine.open, settings(url))
         with Replicas(opener, batching, Hasty(least, most), share) as group:
             busy = [True]

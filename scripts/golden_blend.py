@@ -84,7 +84,7 @@ def blender(kind: str, name: str) -> Blender:
     store, made = LeakyStore(), DecoderModel.of(model(kind))
     context = (*PREFIX, *PRIMER) if name == "damaged" else PREFIX
     maker = Blender(made, "golden", store, PREFIX, context)
-    maker.precompute([chunk for chunk in (*PROMPTS[name], DONOR) if chunk not in (NONE, EDIT)])
+    maker.writer.precompute([chunk for chunk in (*PROMPTS[name], DONOR) if chunk not in (NONE, EDIT)])
     maker.priors.use(priors(made))
     maker.near.refresh()
     store.broken = {maker.key(B)} if name == "damaged" else set()
@@ -114,7 +114,7 @@ def everything() -> Case:
                 "parts": [[p.kind, p.passage, p.span.start, p.span.stop, p.tier, p.reason] for p in parts],
                 "states": done.explanation.runs,
                 "scores": scores is not None and digest(scores.numpy()),
-                "absent": done.missing,
+                "absent": [chunk.ids for chunk in done.missing],
             }
     return dict(json.loads(json.dumps(found)))
 

@@ -88,7 +88,7 @@ def groups(config: CodecConfig, log: SampleLog) -> Iterator[Group]:
             store = stores.enter_context(LMDBStore(folder / word, n_bytes))
             codec = tables.write_with(word, store)
             blenders[word] = make_blender(reader, workload.prompts, store, codec=codec)
-            blenders[word].precompute(workload.chunks)
+            blenders[word].writer.precompute(workload.chunks)
         coded = {
             word: [_record(blender, ids) for ids in workload.chunks] for word, blender in blenders.items()
         }

@@ -63,7 +63,7 @@ class PromptFixture:
     def precompute(self) -> None:
         """Store what every method reads. Raises StoreError."""
         for context in self._contexts:
-            self._blender_of(context).precompute(self.workload.chunks)
+            self._blender_of(context).writer.precompute(self.workload.chunks)
 
     def compare_with(self, rates: Rates) -> None:
         """From now on `run` tells the KL of the first token to transformers', and the share of the roofline."""
@@ -93,7 +93,7 @@ class PromptFixture:
     def calibrate(self, read_gb_s: float | None = None) -> None:
         """Measure the machine now, where ratio "auto" would do it in the middle of a run."""
         for context in self._contexts:
-            self._blender_of(context, read_gb_s).calibrate()
+            self._blender_of(context, read_gb_s).planner.calibrate()
 
     def drop_page_cache(self) -> None:
         """Drop the store's file from the page cache, and open it again. Raises InputError where that cannot be done."""

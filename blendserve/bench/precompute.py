@@ -55,12 +55,12 @@ def _plain(reader: LoadedModel, chunks: Sequence[TokenIds]) -> Metrics:
 
 def _precompute(reader: LoadedModel, workload: Workload, config: PrecomputeConfig) -> Metrics:
     """Into a new store, from the first token to the last commit."""
-    chunks, prefix = workload.chunks, workload.prompts.prefix
-    n_bytes = (sum(map(len, chunks)) + len(prefix)) * reader.adapter.kv_bytes_per_token
+    chunks = workload.chunks
+    n_bytes = sum(map(len, chunks)) * reader.adapter.kv_bytes_per_token
     with scratch(config.folder) as folder, LMDBStore(folder, n_bytes + SPARE_BYTES) as store:
         blender = make_blender(reader, workload.prompts, store)
         clock = Clock(reader.adapter.device)
-        blender.precompute(chunks)
+        blender.writer.precompute(chunks)
         return {"tokens_per_s": sum(map(len, chunks)) / clock.elapsed()}
 
 

@@ -11,8 +11,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from blendserve.config import Config
-from blendserve.engine.calibration import chunks_of, fit
-from blendserve.engine.own_words import own_words
+from blendserve.engine.codec_fit import chunks_of, fit, self_generated_text
 from blendserve.engine.prompt import PromptBuilder
 from blendserve.models.loader import LoadedModel
 from blendserve.registry import CODECS, parse_codec
@@ -106,5 +105,5 @@ class CodecTables:
 
     def _chunks(self) -> Sequence[tuple[int, ...]]:
         if self._text is None:
-            return own_words(self._reader, self._fit_tokens)
+            return self_generated_text(self._reader, self._fit_tokens)
         return chunks_of(read_documents(self._text), self._fit_tokens, Config(), self._prompts)

@@ -1,6 +1,6 @@
-"""Chunk KV, computed once and for all: behind the prefix, captured before RoPE.
+"""KV of chunks, computed once: each after the same context, captured before RoPE.
 
-The prefix runs once; then chunks run in stacks that share the matmuls, each attending to the prefix and to itself
+The context runs once. Then chunks run in stacks that share the matmuls, each attending to the context and to itself
 alone: one after another, or on a GPU with flash-attn in one launch (kernels/cuda/packed.py). So the result does not
 depend on which chunks are stacked, to rounding.
 """
@@ -20,35 +20,51 @@ from blendserve.kernels.types import Rope
 from blendserve.models.forward import run_layers
 from blendserve.models.model import DecoderModel, Projected
 
-STACK_TOKENS = 1024  # rows a stack on a CPU: enough to fill the matmuls, little enough to stay in cache
+STACK_TOKENS = 1024  # rows of a stack on a CPU: enough to fill the matmuls, few enough to stay in cache
 GPU_STACK_BYTES = 1 << 30  # of KV that a stack makes on a GPU: 8,192 rows of an 8B model
 GPU_STACK_TOKENS = 16_384  # rows at most; a GPU is full long before
 
 
 class ChunkComputer:
-    """Computes the KV of chunks that all stand behind the same tokens."""
+    """Computes the KV of chunks after one context. Thread-safe."""
 
     def __init__(self, adapter: DecoderModel, context: TokenIds, context_kv: ChunkKV | None = None) -> None:
-        """context_kv: the KV of `context`, where the caller has it."""
-        self._adapter = adapter
-        empty = _empty(adapter, ())
-        self._prefix_keys, self._prefix_values = empty.keys, empty.values  # [L, K, F, D], keys after RoPE
-        self.context_kv = empty
-        if context:
-            self.context_kv = context_kv or self.compute([context])[0]
-            ropes = adapter.rope(torch.arange(len(context), device=adapter.device))
-            turned = [adapter.rotate(k, rope) for k, rope in zip(self.context_kv.keys, ropes, strict=True)]
-            self._prefix_keys, self._prefix_values = torch.stack(turned), self.context_kv.values
+        """context_kv: the KV of `context`; computed when it is first needed if None."""
+        self.adapter, self.context, self._given_kv = adapter, context, context_kv
+        self._prepared: tuple[ChunkKV, Tensor] | None = None  # the context's KV, and its keys after RoPE
+
+    def after(self, context: TokenIds, context_kv: ChunkKV) -> ChunkComputer:
+        """The same model after another context, whose KV is known."""
+        return ChunkComputer(self.adapter, context, context_kv)
 
     @property
     def stack_tokens(self) -> int:
         """Rows that run together, unless a single chunk has more."""
-        if self._adapter.device.type != "cuda":
+        if self.adapter.device.type != "cuda":
             return STACK_TOKENS
-        return max(STACK_TOKENS, min(GPU_STACK_TOKENS, GPU_STACK_BYTES // self._adapter.kv_bytes_per_token))
+        return max(STACK_TOKENS, min(GPU_STACK_TOKENS, GPU_STACK_BYTES // self.adapter.kv_bytes_per_token))
+
+    @property
+    def context_kv(self) -> ChunkKV:
+        """The KV of the context."""
+        return run(self.prepare())
+
+    @torch.inference_mode()
+    def prepare(self) -> Steps[ChunkKV]:
+        """The KV of the context, computed once."""
+        if self._prepared is None:
+            adapter, kv = self.adapter, self._given_kv or _empty(self.adapter, ())
+            if self.context and self._given_kv is None:
+                kv = (yield from ChunkComputer(adapter, ()).steps([self.context]))[0]
+            keys = kv.keys
+            if self.context:
+                ropes = adapter.rope(torch.arange(len(self.context), device=adapter.device))
+                keys = torch.stack([adapter.rotate(k, rope) for k, rope in zip(kv.keys, ropes, strict=True)])
+            self._prepared = kv, keys
+        return self._prepared[0]
 
     def stream(self, chunks: Iterable[TokenIds]) -> Iterator[ChunkKV]:
-        """The KV of each chunk in order, computed a stack at a time; chunks are asked for a stack ahead of it."""
+        """The KV of each chunk in order, computed a stack at a time; a stack is read before it is computed."""
         for stack in in_stacks(chunks, self.stack_tokens):
             yield from self.compute(stack)
 
@@ -58,21 +74,23 @@ class ChunkComputer:
 
     @torch.inference_mode()
     def steps(self, chunks: Sequence[TokenIds]) -> Steps[list[ChunkKV]]:
-        """The same, with a pause before every layer."""
-        adapter = self._adapter
-        out = [_empty(adapter, ids) for ids in chunks]
+        """The same as a generator."""
+        yield from self.prepare()
+        assert self._prepared
+        context_kv, context_keys = self._prepared
+        out = [_empty(self.adapter, ids) for ids in chunks]
         if any(chunks):
-            hidden = adapter.embed(torch.tensor([i for ids in chunks for i in ids], device=adapter.device))
-            layers = _Stacked(adapter, out, self._prefix_keys, self._prefix_values)
-            yield from run_layers(adapter, hidden, layers)
+            ids = torch.tensor([i for ids in chunks for i in ids], device=self.adapter.device)
+            layers = _StackPass(self.adapter, out, context_keys, context_kv.values)
+            yield from run_layers(self.adapter, self.adapter.embed(ids), layers)
         return out
 
 
-def in_stacks(chunks: Iterable[TokenIds], most_tokens: int) -> Iterator[list[TokenIds]]:
-    """The chunks in order, so many at a time that they have no more tokens, or are one."""
+def in_stacks(chunks: Iterable[TokenIds], max_tokens: int) -> Iterator[list[TokenIds]]:
+    """The chunks in order, in lists of at most `max_tokens`, or of one chunk."""
     stack: list[TokenIds] = []
     for ids in chunks:
-        if stack and sum(map(len, stack)) + len(ids) > most_tokens:
+        if stack and sum(map(len, stack)) + len(ids) > max_tokens:
             yield stack
             stack = []
         stack.append(ids)
@@ -80,19 +98,20 @@ def in_stacks(chunks: Iterable[TokenIds], most_tokens: int) -> Iterator[list[Tok
         yield stack
 
 
-class _Stacked:
-    """Chunks side by side, each attending to [prefix | itself]; their KV is kept as it is before RoPE."""
+class _StackPass:
+    """Chunks side by side, each attending to [context | itself]. Keeps their KV before RoPE."""
 
     def __init__(
-        self, adapter: DecoderModel, out: Sequence[ChunkKV], prefix_keys: Tensor, prefix_values: Tensor
+        self, adapter: DecoderModel, out: Sequence[ChunkKV], context_keys: Tensor, context_values: Tensor
     ) -> None:
-        self._adapter, self._prefix = adapter, (prefix_keys, prefix_values)
-        lengths, n_prefix = [kv.n_tokens for kv in out], prefix_keys.shape[2]
+        """context_keys, context_values [L, K, F, D], keys after RoPE."""
+        self._adapter, self._context = adapter, (context_keys, context_values)
+        lengths, n_context = [kv.n_tokens for kv in out], context_keys.shape[2]
         starts = [0, *accumulate(lengths)]
         self._out = list(zip(out, starts, strict=False))
         spans = [Span(at, at + n) for at, n in zip(starts, lengths, strict=False) if n]
-        self._stack = ChunkStack(spans, n_prefix, adapter.group, adapter.device)
-        positions = torch.cat([torch.arange(n_prefix, n_prefix + n) for n in lengths])
+        self._stack = ChunkStack(spans, n_context, adapter.group, adapter.device)
+        positions = torch.cat([torch.arange(n_context, n_context + n) for n in lengths])
         self._ropes = adapter.rope(positions.to(adapter.device))
 
     def rope(self, l: int) -> Rope:
@@ -105,9 +124,9 @@ class _Stacked:
 
     def attend(self, l: int, q: Tensor) -> Tensor | None:
         if l == self._adapter.n_layers - 1:
-            return None  # nobody reads its output
-        prefix_kv = self._prefix[0][l], self._prefix[1][l]
-        return attend_chunks(q, self._keys, self._values, prefix_kv, self._adapter.specs[l], self._stack)
+            return None  # the last layer's output is not needed
+        context_kv = self._context[0][l], self._context[1][l]
+        return attend_chunks(q, self._keys, self._values, context_kv, self._adapter.specs[l], self._stack)
 
 
 def _empty(adapter: DecoderModel, ids: TokenIds) -> ChunkKV:

@@ -31,7 +31,7 @@ from blendserve.config import BlendConfig
 from blendserve.core import Chunk, ChunkKV, Prompt, Span, TokenIds, run
 from blendserve.kernels.race_times import machine
 from blendserve.models.model import DecoderModel
-from blendserve.registry import POLICIES, REUSE
+from blendserve.registry import FULL_REUSE, POLICIES
 from blendserve.store.view import TensorView
 
 log = logging.getLogger(__name__)
@@ -185,7 +185,7 @@ def _timed(
 ) -> Iterator[tuple[list[float], float]]:
     """Work and seconds of a case: without choosing, and with it where few rows stand behind much."""
     prompt, layout = synthetic_prompt(adapter, rows, keys)
-    plain, scored = BlendConfig(**REUSE), BlendConfig(policy=POLICIES.default, ratio=0.15)
+    plain, scored = BlendConfig(**FULL_REUSE), BlendConfig(policy=POLICIES.default, ratio=0.15)
     for blend in (plain, scored) if keys and rows < room // 20 else (plain,):
         start = clock()
         logits = run(blend_prefill(adapter, prompt, layout, blend)).logits

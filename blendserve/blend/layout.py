@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from blendserve.config import Method
-from blendserve.core import Prompt, Span, TokenIds
+from blendserve.core import Prompt, Span
 from blendserve.errors import CorruptRecord
-from blendserve.fetch.fetcher import COMPUTED, Fetch
+from blendserve.fetch.fetcher import ChunkRequest, Fetch
 from blendserve.store.base import Miss
 from blendserve.store.key import ChunkKey
 from blendserve.store.request_reads import LOCAL
@@ -190,40 +190,29 @@ def lay_out(
 ASSUMED = cast(ChunkView, object())  # of a layout that is never read
 
 
-def suppose(prompt: Prompt, chunks: Collection[int], prefix: bool, first_is_exact: bool) -> Layout:
-    """The layout if these chunks were found, and the prefix if `prefix`: to estimate costs, not to read."""
+def suppose(prompt: Prompt, chunks: Collection[int], first_is_exact: bool) -> Layout:
+    """The layout if the prefix and these chunks were stored: to estimate costs, not to read."""
     found = [ASSUMED if i in chunks else None for i in range(len(prompt.chunks))]
-    return lay_out(prompt, ASSUMED if prefix else None, found, first_is_exact=first_is_exact)
+    return lay_out(prompt, ASSUMED, found, first_is_exact=first_is_exact)
 
 
 def look_up(
     fetch: Fetch,
     prompt: Prompt,
-    keys: Mapping[int, ChunkKey],
-    prefix_key: ChunkKey,
-    prefix: ChunkView | None,
+    requests: Mapping[int, ChunkRequest],
+    prefix: ChunkView,
     n_layers: int,
     first_is_exact: bool,
 ) -> Layout:
-    """The layout by what was fetched. keys: by number of the chunk. prefix: where the caller has its KV."""
-    for key in (*keys.values(), prefix_key):
+    """The layout by what was fetched. requests: by number of the chunk."""
+    keys = {i: request.key for i, request in requests.items()}
+    for key in keys.values():
         if (view := fetch.views.get(key)) and view.n_layers != n_layers:
             fetch.drop(CorruptRecord(key, "is not the chunk that its key names"))
     found = {i: fetch.views.get(key) or fetch.misses.get(key) for i, key in keys.items()}
     sources: dict[int | None, str] = {i: fetch.source.get(key, "") for i, key in keys.items()}
-    sources[None] = LOCAL if prefix else fetch.source.get(prefix_key, "")
-    front = prefix or fetch.views.get(prefix_key) or fetch.misses.get(prefix_key)
     chunks = [found.get(i) for i in range(len(prompt.chunks))]
-    return lay_out(prompt, front, chunks, sources, first_is_exact=first_is_exact)
-
-
-def missing_chunks(layout: Layout) -> tuple[TokenIds, ...]:
-    """The chunks that were looked up and are to be stored: no store had them whole. `()` stands for the prefix."""
-    chunks, firsts = layout.prompt.chunks, [(i, segments[0]) for i, segments in layout.chunks()]
-    missing = [chunks[i].ids for i, first in firsts if first.miss or first.source == COMPUTED]
-    was_asked = any(first.miss or first.is_stored for _, first in firsts)
-    has_prefix = not layout.prompt.prefix or layout.segments[0].view is not None
-    return tuple(missing if has_prefix or not was_asked else [(), *missing])
+    return lay_out(prompt, prefix, chunks, {**sources, None: LOCAL}, first_is_exact=first_is_exact)
 
 
 def usable_chunks(prompt: Prompt, method: Method, first_is_exact: bool) -> list[int]:

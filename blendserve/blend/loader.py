@@ -1,7 +1,7 @@
-"""Stored layers, rotated and put into their places in a request's cache.
+"""Stored layers, rotated and placed into a request's cache.
 
-A reader thread reads ahead (fetch/layers.py). Rotating and placing stay with the thread that computes, as they use
-the same cores. The layers of a chunk that is in transit are waited for.
+A reader thread reads ahead (fetch/layers.py). Rotating and placing stay on the computing thread, as they use the
+same cores. Layers of a chunk in transit are waited for.
 """
 
 from __future__ import annotations
@@ -36,8 +36,10 @@ class KVLoader:
     ) -> None:
         self._adapter, self._cache, self._segments, self._ropes = adapter, cache, segments, ropes
         self._clock = clock or Clock(adapter.device)
-        # Several runs may be of one chunk.
+        # Several runs may be of one chunk. The prefix is in memory, so it is not counted as loaded.
         views = {id(segment.view): segment.view for segment in segments if segment.view}
+        of_chunks = {id(segment.view) for segment in segments if segment.chunk is not None}
+        self._is_counted = [view in of_chunks for view in views]
         self._nth = {view: n for n, view in enumerate(views)}
         self._reader = LayerReader([*views.values()], adapter.n_layers, copy_stream_to(adapter.device))
         self._placed = [False] * adapter.n_layers
@@ -51,7 +53,8 @@ class KVLoader:
                 chunks = [(s.span.start, *self._tokens(layer, s)) for s in self._segments]
                 cache = self._cache.keys[l], self._cache.values[l]
                 place(chunks, *cache, self._ropes[l], self._adapter.rotary)
-                self.bytes_loaded += sum(2 * keys.numel() * keys.element_size() for keys, _ in layer)
+                for (keys, _), is_counted in zip(layer, self._is_counted, strict=True):
+                    self.bytes_loaded += is_counted * 2 * keys.numel() * keys.element_size()
             self._placed[l] = True
 
     def _tokens(self, layer: Layer, segment: Segment) -> tuple[Tensor, Tensor]:
@@ -62,7 +65,7 @@ class KVLoader:
 
     @property
     def read_s(self) -> float:
-        """What the store took for it, most of it while this thread did something else."""
+        """Reading time of the reader thread, most of it in parallel with this thread."""
         return self._reader.seconds
 
     def close(self) -> None:

@@ -12,17 +12,19 @@ before anything can be selected, so it is all that loading can hide behind, and 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
-from blendserve.blend.cost import CostModel, calibrated, count_rows, count_work
+from blendserve.blend.cost import CostModel, calibrated, chunk_work, count_rows, count_work
 from blendserve.blend.layout import Layout, State, lay_out, suppose
 from blendserve.blend.policies.base import make_policy
 from blendserve.config import BlendConfig, Method, changed
-from blendserve.core import Prompt
+from blendserve.core import Prompt, TokenIds
+from blendserve.fetch.fetcher import ChunkRequest
 from blendserve.fetch.link import TokenRate
 from blendserve.models.model import DecoderModel
 from blendserve.paths import cache_folder
+from blendserve.store import ChunkKey
 
 MIN_SPEEDUP = 0.95  # an exact method wins unless blending is at least 5% faster
 OVERLAP_TARGET = 0.8  # share of loading to fill; layer 0 overlaps with nothing, and estimates err by a fifth
@@ -49,7 +51,7 @@ class Planner:
     def __init__(self, adapter: DecoderModel, fingerprint: str, costs: CostModel | None = None) -> None:
         """costs: of this machine and reader; default: measured when they are first needed."""
         self._adapter, self._fingerprint, self._costs = adapter, fingerprint, costs
-        self._load_rate = TokenRate()
+        self.load_rate = TokenRate()  # of reading stored KV, without waiting for a link
         self._lock = threading.RLock()
 
     def calibrate(self) -> CostModel:
@@ -63,15 +65,6 @@ class Planner:
     def is_calibrated(self) -> bool:
         return self._costs is not None
 
-    @property
-    def load_s_per_token(self) -> float | None:
-        """Seconds to read a stored token's KV, without waiting for a link; None before the first request."""
-        return self._load_rate.seconds_per_token
-
-    def record_loading(self, seconds: float, tokens: int) -> None:
-        """Reading so many stored tokens took so long."""
-        self._load_rate.record(seconds, tokens)
-
     def plan(self, layout: Layout, blend: BlendConfig) -> PrefillPlan:
         """Choose the method and the ratio where they are "auto"."""
         reason = ""
@@ -79,7 +72,7 @@ class Planner:
             method, reason = self._choose(layout, blend)
             blend, layout = changed(blend, method=method), layout.for_method(method)
         if isinstance(blend.ratio, str):
-            ratio = overlapped_ratio(self.calibrate(), layout, blend, self.load_s_per_token)
+            ratio = overlapped_ratio(self.calibrate(), layout, blend, self.load_rate.seconds_per_token)
             blend = changed(blend, ratio=ratio)
         return PrefillPlan(layout, blend, reason)
 
@@ -94,19 +87,27 @@ class Planner:
         costs, policy, n_layers = self.calibrate(), make_policy(blend), self._adapter.n_layers
         return {m: costs.seconds(count_work(layout.for_method(m), policy, n_layers)) for m in METHODS}
 
-    def time_saved(
-        self, prompt: Prompt, blend: BlendConfig, chunks: Sequence[int], first_is_exact: bool
-    ) -> tuple[float, float]:
-        """Seconds that the stored KV of a token is expected to save if that of all these chunks is used; and the
-        prefix's: without it the chunk behind it is not exact either.
-        """
+    def token_saves_s(
+        self, prompt: Prompt, blend: BlendConfig, chunks: Collection[int], first_is_exact: bool
+    ) -> float:
+        """Seconds that the stored KV of a token is expected to save if that of all these chunks is used."""
 
-        def least(which: Sequence[int], prefix: bool) -> float:
-            return min(self._estimates(suppose(prompt, which, prefix, first_is_exact), blend).values())
+        def least(stored: Collection[int]) -> float:
+            return min(self._estimates(suppose(prompt, stored, first_is_exact), blend).values())
 
-        tokens = sum(len(prompt.chunks[i]) for i in chunks)
-        all_stored, none_stored, no_prefix = least(chunks, True), least((), True), least(chunks, False)
-        return max(0.0, none_stored - all_stored) / max(1, tokens), max(0.0, no_prefix - all_stored)
+        n_tokens = sum(len(prompt.chunks[i]) for i in chunks)
+        return max(0.0, least(()) - least(chunks)) / max(1, n_tokens)
+
+    def requests(
+        self, prompt: Prompt, blend: BlendConfig, keys: Mapping[int, ChunkKey], context: TokenIds
+    ) -> dict[int, ChunkRequest]:
+        """Requests for chunks by number, with the time that each saves, and takes to compute after `context`."""
+        token_s, costs = self.token_saves_s(prompt, blend, keys, context == prompt.prefix), self.calibrate()
+        requests: dict[int, ChunkRequest] = {}
+        for i, key in keys.items():
+            n = len(prompt.chunks[i])
+            requests[i] = ChunkRequest(key, n, token_s * n, costs.seconds(chunk_work(n, len(context))))
+        return requests
 
 
 def choose_method(estimates: Mapping[Method, float]) -> tuple[Method, str]:

@@ -1,49 +1,231 @@
-"""What a precompute run has done so far, and its report."""
+"""Missing chunks, computed once and stored: ahead of requests (precompute), or after one that missed them (write-back).
+
+Threads and processes that share a store take a lease before they compute a chunk (`KVStore.lease`). A lease expires, so a
+process that dies blocks nothing; it lasts several times as long as computing is expected to take.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
+from typing import Literal
+
+from blendserve.blend.chunk_kv import ChunkComputer, in_stacks
+from blendserve.blend.keys import ChunkKeys
+from blendserve.blend.near import NearDuplicates
+from blendserve.core import ChunkKV, Steps, TokenIds
+from blendserve.fetch.fetcher import KVFetcher
+from blendserve.store import ChunkKey, ChunkRecord
+from blendserve.store.codecs.base import Codec
+from blendserve.store.write_behind import write_behind
+
+MIN_LEASE_S = 30.0
+LEASE_MARGIN = 4.0  # times the expected computing time: a process has other work, too
+MIN_WAIT_S = 1.0
+POLL_S = 0.1  # between two looks for chunks that other processes compute
+FIRST_TOKEN_S = 0.02  # computing time of a token until one has been measured
+MEAN_WEIGHT = 0.5  # of the last run in the running mean
+
+OnLeased = Literal["wait", "skip", "compute"]
+"""What to do about a chunk that another process is computing: wait for it, leave it out, or compute it as well."""
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class MissingChunk:
+    """A chunk that a request missed, to be stored."""
+
+    ids: TokenIds
+    kv: ChunkKV | None = None  # where the request has computed it
+    is_damaged: bool = False  # whether a stored record is to be replaced
 
 
 @dataclass(frozen=True, slots=True)
 class PrecomputeReport:
     """What a precompute run did."""
 
-    chunks: int  # distinct ones asked for, the prefix included
+    chunks: int  # distinct ones asked for
     computed: int
-    skipped: int  # in the store already, or computed by others meanwhile
+    skipped: int  # stored before, or by other processes meanwhile
     tokens: int  # of the computed ones
     bytes: int
     seconds: float
-    left: int = 0  # that others are computing
+    left: int = 0  # that other processes are computing
 
 
 @dataclass(slots=True)
 class PrecomputeRun:
-    """A precompute run so far."""
+    """Counts of a precompute run that is under way."""
 
-    progress: Callable[[int, int], None] | None
-    total: int = 0  # tokens of chunks that were missing
-    there: int = 0  # of those, tokens that are stored by now
+    progress: Progress | None
+    total: int = 0  # tokens of missing chunks
+    done: int = 0  # of those, tokens that are stored by now
     start: float = field(default_factory=time.perf_counter)
     computed: int = 0
     tokens: int = 0
     bytes: int = 0
 
     def count(self, chunks: int, tokens: int, n_bytes: int) -> None:
-        """What was computed here."""
+        """Chunks that this process computed."""
         self.computed += chunks
         self.tokens += tokens
         self.bytes += n_bytes
 
-    def step(self, tokens: int) -> None:
-        """So many more are stored, by whomever."""
-        self.there += tokens
+    def advance(self, tokens: int) -> None:
+        """Tokens stored by any process."""
+        self.done += tokens
         if self.progress and tokens:
-            self.progress(self.there, self.total)
+            self.progress(self.done, self.total)
 
     def report(self, distinct: int, left: int) -> PrecomputeReport:
         skipped, seconds = distinct - self.computed - left, time.perf_counter() - self.start
         return PrecomputeReport(distinct, self.computed, skipped, self.tokens, self.bytes, seconds, left)
+
+
+class ChunkWriter:
+    """Computes and stores the chunks of one namespace. Thread-safe."""
+
+    def __init__(
+        self, fetcher: KVFetcher, chunks: ChunkComputer, key: ChunkKeys, codec: Codec, near: NearDuplicates
+    ) -> None:
+        """codec: of stored chunks. near: told of each chunk that is stored."""
+        self.chunks, self.codec = chunks, codec
+        self._fetcher, self._store, self._key, self._near = fetcher, fetcher.store, key, near
+        self._token_s = FIRST_TOKEN_S
+
+    def missing(self, chunks: Iterable[TokenIds]) -> list[TokenIds]:
+        """The distinct chunks that are not stored, in order. Raises StoreError."""
+        keys = {self._key(ids): ids for ids in chunks if ids}
+        stored = self._store.present(keys)
+        return [ids for key, ids in keys.items() if key not in stored]
+
+    def delete(self, chunks: Iterable[TokenIds]) -> int:
+        """Delete chunks and their copies -> number deleted. Raises StoreError."""
+        keys = {self._key(ids) for ids in chunks}
+        self._fetcher.forget(keys)
+        return self._store.delete(keys)
+
+    def write_back(self, missing: Iterable[MissingChunk]) -> Steps[int]:
+        """Compute and store chunks that a request missed -> number stored. Raises StoreError.
+
+        Skips chunks that the store does not admit, that another process is computing, or that are stored by now.
+        """
+        token_bytes, n_stored = self.chunks.adapter.kv_bytes_per_token, 0
+        wanted = {
+            chunk.ids: chunk
+            for chunk in missing
+            if self._store.admits(
+                self._key(chunk.ids), self.codec.expected_bytes(len(chunk.ids) * token_bytes)
+            )
+        }
+        damaged = {self._key(ids) for ids, chunk in wanted.items() if chunk.is_damaged}
+        with self._lease(wanted, damaged) as leased:
+            todo = []
+            for ids in leased:
+                if (kv := wanted[ids].kv) is None:
+                    todo.append(ids)
+                else:
+                    n_stored += self._put(kv)
+            start = time.perf_counter()
+            for stack in in_stacks(todo, self.chunks.stack_tokens):
+                for new in (yield from self.chunks.steps(stack)):
+                    n_stored += self._put(new)
+            self._measured(time.perf_counter() - start, sum(map(len, todo)))
+        return n_stored
+
+    def precompute(
+        self, chunks: Sequence[TokenIds], progress: Progress | None = None, on_leased: OnLeased = "wait"
+    ) -> PrecomputeReport:
+        """Compute, store and pin every chunk that is not stored; each is safe as soon as it is stored.
+
+        Chunks that another process is computing are waited for no longer than computing them would take. `progress(tokens
+        stored, tokens in all)`. Raises StoreError; stored chunks stay.
+        """
+        todo = self.missing(chunks)
+        run = PrecomputeRun(progress, sum(map(len, todo)))
+        self._store.pin(
+            self._key(ids) for ids in set(chunks) - set(todo)
+        )  # a request may have stored some, unpinned
+        left = self._compute(todo, run, on_leased == "compute")
+        if left and on_leased == "wait":
+            self._wait_for_others(left, run)
+            left = []
+        return run.report(len({ids for ids in chunks if ids}), len(left))
+
+    def precompute_one(self, ids: TokenIds, on_leased: Literal["skip", "compute"]) -> Steps[bool]:
+        """Compute, store and pin one chunk unless it is stored -> whether it is left to another process.
+
+        Raises StoreError.
+        """
+        if not self.missing([ids]):
+            self._store.pin([self._key(ids)])
+            return False
+        with self._lease([ids]) as leased:
+            if leased or on_leased == "compute":
+                self._put((yield from self.chunks.steps([ids]))[0], pin=True)
+        return bool(self.missing([ids]))
+
+    def _wait_for_others(self, leased: list[TokenIds], run: PrecomputeRun) -> None:
+        """Wait for chunks that other processes compute, pin them, and compute the ones that stay missing."""
+        left, deadline = leased, time.monotonic() + max(MIN_WAIT_S, self._token_s * sum(map(len, leased)))
+        while left:
+            time.sleep(POLL_S)
+            missing = self.missing(left)
+            run.advance(sum(map(len, left)) - sum(map(len, missing)))
+            left = self._compute(missing, run, anyway=time.monotonic() >= deadline)
+        self._store.pin(self._key(ids) for ids in leased)
+
+    def _compute(self, todo: Sequence[TokenIds], run: PrecomputeRun, anyway: bool) -> list[TokenIds]:
+        """Compute, store and pin chunks -> the ones that other processes compute. anyway: compute these as well."""
+        computing, left = deque[TokenIds](), list[TokenIds]()
+        start, before, most = time.perf_counter(), run.tokens, self.chunks.stack_tokens
+        with ExitStack() as leases:
+
+            def mine() -> Iterator[TokenIds]:
+                for stack in in_stacks(todo, most):  # leased in one round trip
+                    leased = leases.enter_context(self._lease(stack))
+                    left.extend([] if anyway else (ids for ids in stack if ids not in leased))
+                    some = stack if anyway else leased
+                    computing.extend(some)
+                    yield from some
+
+            fresh = ((self._key(kv.ids), kv) for kv in self.chunks.stream(mine()))
+            with closing(write_behind(self._store, self.codec, fresh, most)) as stored:
+                for n_bytes in stored:
+                    ids = computing.popleft()
+                    self._near.add(ids)
+                    run.count(1, len(ids), n_bytes)
+                    run.advance(len(ids))
+        self._measured(time.perf_counter() - start, run.tokens - before)
+        return self.missing(left)
+
+    @contextmanager
+    def _lease(
+        self, chunks: Iterable[TokenIds], damaged: Collection[ChunkKey] = ()
+    ) -> Iterator[list[TokenIds]]:
+        """The chunks that are leased to this thread within the block: neither stored, nor leased by others. Damaged ones
+        count as not stored.
+
+        Raises StoreError.
+        """
+        keys = {self._key(ids): ids for ids in chunks}
+        expected_s = self._token_s * sum(map(len, keys.values()))
+        granted = self._store.lease([*keys], max(MIN_LEASE_S, LEASE_MARGIN * expected_s)) if keys else set()
+        try:
+            stored = self._store.contains(granted) - set(damaged)
+            yield [ids for key, ids in keys.items() if key in granted - stored]
+        finally:
+            self._store.release(granted)
+
+    def _put(self, kv: ChunkKV, pin: bool = False) -> bool:
+        key = self._key(kv.ids)
+        is_stored = self._store.put(key, ChunkRecord.encode(key, kv, self.codec), pin)
+        self._near.add(kv.ids)
+        return is_stored
+
+    def _measured(self, elapsed_s: float, n_tokens: int) -> None:
+        if n_tokens:
+            self._token_s += MEAN_WEIGHT * (elapsed_s / n_tokens - self._token_s)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from blendserve.blend.corrections.base import LayerPriors, make_correction
+from blendserve.blend.corrections.base import Correction, LayerPriors, make_correction
 from blendserve.blend.layout import Layout
 from blendserve.blend.loader import KVLoader
 from blendserve.blend.policies.base import BlendPass, Policy, make_policy
@@ -53,14 +53,13 @@ def blend_prefill(
     new_tokens: int = 0,
     clock: Clock | None = None,
     cache: KVCache | None = None,
-    known: LayerPriors | None = None,
+    priors: LayerPriors | None = None,
 ) -> Steps[PassResult]:
     """Run the prompt, reusing what the layout found; leaves room for `new_tokens` in the cache.
 
-    cache: the caller's own, of at least that room; default: a new one. known: what the corpus has shown of how chunks
-    move, for corrections that use it.
-    Raises CorruptRecord when a stored layer fails its checksum, ChunkLost when it does not come: lay out again without
-    that chunk; ConfigError for settings of the policy that the reader does not fit.
+    cache: of at least that room; a new one if None. priors: for corrections that use them.
+    Raises CorruptRecord when a stored layer fails its checksum, ChunkLost when it does not arrive: lay out again without
+    that chunk; ConfigError for settings of the policy that do not fit the model.
     """
     policy = make_policy(blend)
     policy.validate(adapter.n_layers)
@@ -69,34 +68,18 @@ def blend_prefill(
     ropes = adapter.rope(torch.arange(len(prompt), device=adapter.device))
     with closing(KVLoader(adapter, cache, layout.loaded, ropes, clock)) as loader:
         blend_pass = BlendPass(adapter, ids, layout, cache, loader, ropes)
-        return (yield from _blended(blend_pass, policy, blend.correction, clock, known))
-
-
-def _blended(
-    blend_pass: BlendPass, policy: Policy, correction: str, clock: Clock, known: LayerPriors | None
-) -> Steps[PassResult]:
-    adapter, layout, loader = blend_pass.adapter, blend_pass.layout, blend_pass.loader
-    loaded = clock.seconds["load"]
-    with clock.stage("select"):
-        yield from policy.score(layout, blend_pass)
-        chosen = policy.select(layout, blend_pass)
-    clock.seconds["select"] -= clock.seconds["load"] - loaded  # a scoring pass places KV on its way
-    active = layout.fresh.clone()
-    active[chosen] = True
-    layers = _ActiveRows(blend_pass, policy, correction, active.nonzero()[:, 0], clock, known)
-    hidden = yield from run_layers(adapter, adapter.embed(blend_pass.ids[layers.rows.device]), layers)
-    rows = layers.rows.host
-    cost = blend_pass.row_layers / (layout.n_tokens * adapter.n_layers)
-    return PassResult(
-        blend_pass.cache,
-        adapter.logits(hidden[-1:])[0],
-        rows[layout.reusable[rows]],
-        loader.bytes_loaded,
-        loader.read_s,
-        cost,
-        blend_pass.scores,
-        layers.corrected,
-    )
+        load_s = clock.seconds["load"]
+        with clock.stage("select"):
+            yield from policy.score(blend_pass)
+            chosen = policy.select(blend_pass)
+        clock.seconds["select"] -= clock.seconds["load"] - load_s  # a scoring pass places KV, too
+        active = layout.fresh.clone()
+        active[chosen] = True
+        spans = layout.reusable_spans
+        correction = make_correction(blend.correction, adapter, cache, ropes, spans, priors)
+        layers = _ActiveRows(blend_pass, policy, correction, active.nonzero()[:, 0], clock)
+        hidden = yield from run_layers(adapter, adapter.embed(ids[layers.rows.device]), layers)
+        return layers.result(adapter.logits(hidden[-1:])[0])
 
 
 class _ActiveRows:
@@ -106,18 +89,14 @@ class _ActiveRows:
         self,
         blend_pass: BlendPass,
         policy: Policy,
-        correction: str,
+        correction: Correction | None,
         active: Tensor,
         clock: Clock,
-        known: LayerPriors | None,
     ) -> None:
-        self._pass, self._policy, self._clock = blend_pass, policy, clock
-        spans = blend_pass.layout.reusable_spans
-        self._correction = make_correction(
-            correction, blend_pass.adapter, blend_pass.cache, blend_pass.ropes, spans, known
-        )
-        self.corrected = False  # whether what is reused was changed in any layer
-        self.rows = Rows.on(blend_pass.adapter.device, active)  # those that go on
+        """active: positions [S], ascending."""
+        self._pass, self._policy, self._correction, self._clock = blend_pass, policy, correction, clock
+        self._is_corrected = False  # in any layer
+        self.rows = Rows.on(blend_pass.adapter.device, active)  # the rows that go on
         self._plans = self._plan(self.rows)
 
     def rope(self, l: int) -> Rope:
@@ -131,41 +110,49 @@ class _ActiveRows:
             kept = self._filter(l, keys, fresh.v) if l in self._policy.check_layers else None
         if kept is None and self._correction:  # rows that are about to be dropped are no sample to learn from
             with self._clock.stage("correct"):
-                self.corrected |= self._correction.apply(l, rows, keys, fresh.v)
+                self._is_corrected |= self._correction.apply(l, rows, keys, fresh.v)
         blend_pass.cache.write(l, rows.device, keys, fresh.v)
-        last = (
-            l == blend_pass.adapter.n_layers - 1
-        )  # only the last row's output is read there, and it is never dropped
-        left: Tensor | slice | None = slice(-1, None) if last else None
+        # The last layer finishes the last row alone, which is never dropped.
+        is_last = l == blend_pass.adapter.n_layers - 1
+        left: Tensor | slice | None = slice(-1, None) if is_last else None
         if kept is not None:
             index = kept.to(rows.device.device)
             self.rows = Rows(rows.host[kept], rows.device[index])
             left = index if left is None else left
         if left is not None:
-            self._plans = self._plan(self.rows.last if last else self.rows)
+            self._plans = self._plan(self.rows.last if is_last else self.rows)
         return left
 
     def attend(self, l: int, q: Tensor) -> Tensor:
         spec, cache, n = self._pass.adapter.specs[l], self._pass.cache, self._pass.layout.n_tokens
         return attend(q, cache.keys[l, :, :n], cache.values[l, :, :n], spec, self._plans[spec.window])
 
+    def result(self, logits: Tensor) -> PassResult:
+        """logits [V]: after the last layer."""
+        blend_pass, rows = self._pass, self.rows.host
+        layout, loader = blend_pass.layout, blend_pass.loader
+        recomputed = rows[layout.reusable[rows]]
+        cost = blend_pass.row_layers / (layout.n_tokens * blend_pass.adapter.n_layers)
+        read = loader.bytes_loaded, loader.read_s
+        return PassResult(
+            blend_pass.cache, logits, recomputed, *read, cost, blend_pass.scores, self._is_corrected
+        )
+
     def _plan(self, rows: Rows) -> dict[int | None, RowPlan]:
         return plans_by_window(rows, self._pass.adapter.group, self._pass.adapter.windows)
 
     def _filter(self, l: int, keys: Tensor, values: Tensor) -> Tensor | None:
-        """Indices of the rows that go on past layer l's projection; None = all. Waits for a GPU's choice."""
+        """Indices of the rows that go on past layer l's projection; None: all. Waits for a GPU's choice."""
         layout, cache, rows = self._pass.layout, self._pass.cache, self.rows
-        candidate = layout.reusable[rows.host]
-        which = candidate.nonzero()[:, 0]
+        is_candidate = layout.reusable[rows.host]
+        which = is_candidate.nonzero()[:, 0]
         if not len(which):
             return None
-        asked = which.to(values.device)
-        stored = rows.device[asked]
-        fresh, cached = (
-            (keys[:, asked], values[:, asked]),
-            (cache.keys[l][:, stored], cache.values[l][:, stored]),
-        )
-        kept = self._policy.filter(l, self._pass, rows.host[which], fresh, cached)
+        index = which.to(values.device)
+        at = rows.device[index]
+        fresh = keys[:, index], values[:, index]
+        stored = cache.keys[l][:, at], cache.values[l][:, at]
+        kept = self._policy.filter(l, self._pass, rows.host[which], fresh, stored)
         if kept is None:
             return None
-        return torch.cat([(~candidate).nonzero()[:, 0], which[kept.cpu()]]).sort().values
+        return torch.cat([(~is_candidate).nonzero()[:, 0], which[kept.cpu()]]).sort().values

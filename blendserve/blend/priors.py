@@ -1,15 +1,15 @@
-"""What is known of a corpus before a prompt comes: how its chunks' KV moves when other chunks stand before it.
+"""Correction priors: how the KV of a corpus's chunks deviates when other chunks precede it (ours).
 
-A chunk's KV is computed alone, and is another behind other text. A part of the difference is the same whatever that
-text is. It is learnt once, on prompts made of the corpus itself, as one linear map per layer and kv head, from a token's
-stored key and value to its deviation (ours):
+A chunk's KV is computed alone, and differs after other text. A part of the difference is the same whatever that text
+is. It is fitted once, on prompts made of the corpus itself, as one linear map per layer and kv head, from a token's
+stored key and value to its deviation:
 
     expected (fresh - stored)  =  preceding_share ([key before RoPE | value]  W + c)     least squares, penalised
     preceding_share           =  tokens before the chunk / tokens up to its end
 
-A chunk in front has hardly other text to look at, and moves by half as much as one far behind (research/decisions.md).
-The first layer's KV depends on its token alone and never moves. A store keeps the maps beside codecs' tables, under the
-hash of their content (store/blobs.py), one for each reader and what chunks are computed behind.
+A chunk in front has hardly other text to attend to, and deviates half as much as a late one (research/decisions.md). The
+first layer's KV depends on its token alone and never deviates. A store keeps the maps as a blob, under the hash of their
+content (store/blobs.py), one for each model and chunk context.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from blendserve.errors import CorruptBlob, StoreError
 from blendserve.kernels.types import Prior
 from blendserve.models.kv_cache import KVCache
 from blendserve.models.model import DecoderModel
-from blendserve.registry import REUSE
+from blendserve.registry import FULL_REUSE
 from blendserve.store import KVStore
 
 NAME = "moves2"  # in the place of a codec's; "moves" were maps without `preceding_share`
-FIT_TOKENS = 16_384  # more change little
-MIN_TOKENS = 2_048  # of fewer no rule is learnt
+FIT_TOKENS = 16_384  # more tokens change little
+MIN_TOKENS = 2_048  # of fewer no map is fitted
 CHUNKS_PER_PROMPT, MAX_PROMPT_TOKENS = 10, 4_096  # chunks of a prompt, and its tokens, at most
 PENALTY = 20.0  # per feature of unit size
 
@@ -55,13 +55,13 @@ class Priors:
     ) -> None:
         """weights [L - 1, K, 2D, 2D] and constants [L - 1, K, 2D], fp32, from the second layer on.
 
-        explained: the share of the variance of what they were learnt from, of keys and of values; mean over layers.
+        explained: share of the variance of the deviations, of keys and of values; mean over layers.
         """
         self._weights, self._constants, self.explained = weights, constants, explained
 
     @classmethod
     def of_nothing(cls, adapter: DecoderModel) -> Priors:
-        """That nothing moves; as quick as any others."""
+        """No deviation at all; as fast as other priors."""
         shape = adapter.n_layers - 1, adapter.n_kv_heads, 2 * adapter.head_dim
         weights = torch.zeros(*shape, shape[-1], device=adapter.device)
         return cls(weights, torch.zeros(shape, device=adapter.device))
@@ -71,14 +71,14 @@ class Priors:
         return Prior(self._weights[l - 1], self._constants[l - 1])
 
     def to_bytes(self) -> bytes:
-        """Weights rounded to bf16: they are multiplied by numbers of no more."""
+        """Weights are rounded to bf16."""
         parts = {"weights": self._weights.bfloat16().cpu(), "constants": self._constants.cpu()}
         about = {"explained": " ".join(f"{share:.3f}" for share in self.explained)}
         return save({name: x.contiguous() for name, x in parts.items()}, about)
 
     @classmethod
     def from_bytes(cls, raw: bytes, adapter: DecoderModel) -> Priors:
-        """Raises ValueError for bytes that are none of this reader's."""
+        """Raises ValueError for bytes that are no priors of this model."""
         try:
             parts, about = load(raw), json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
             keys, values = map(float, about["__metadata__"]["explained"].split())
@@ -87,56 +87,56 @@ class Priors:
         shape = adapter.n_layers - 1, adapter.n_kv_heads, 2 * adapter.head_dim
         wanted = {"weights": (*shape, shape[-1]), "constants": shape}
         if {name: tuple(x.shape) for name, x in parts.items()} != wanted:
-            raise ValueError("these priors are of a reader of another shape")
+            raise ValueError("these priors are of a model of another shape")
         weights, constants = (parts[name].to(adapter.device, torch.float32) for name in wanted)
         return cls(weights, constants, (keys, values))
 
 
 class PriorStore:
-    """The priors of one reader, behind one text, that a store has. Safe to share between threads."""
+    """The priors of one model and chunk context in a store. Thread-safe."""
 
     def __init__(
         self, adapter: DecoderModel, fingerprint: str, store: KVStore, prefix: TokenIds, context: TokenIds
     ) -> None:
-        """context: what chunks are computed behind."""
+        """context: what chunks are computed after."""
         self._adapter, self._store = adapter, store
         self._prefix, self._context = prefix, context
-        behind = xxhash.xxh3_64_hexdigest(str((prefix, context)).encode())
-        self._owner = f"{fingerprint}/{behind}"
-        self._found: Priors | None = None
-        self._lock, self._asked = threading.Lock(), False
+        digest = xxhash.xxh3_64_hexdigest(str((prefix, context)).encode())
+        self._owner = f"{fingerprint}/{digest}"
+        self._priors: Priors | None = None
+        self._lock, self._is_loaded = threading.Lock(), False
 
     def current(self) -> Priors | None:
-        """None where the store has none that can be used; what it has said is kept as long as an engine is open."""
+        """None if the store has none that can be used. The store is asked once."""
         with self._lock:
-            if not self._asked:
-                with suppress(StoreError):  # out of reach: none now, asked again next time
-                    self._found, self._asked = self._load(), True
-            return self._found
+            if not self._is_loaded:
+                with suppress(StoreError):  # out of reach: asked again next time
+                    self._priors, self._is_loaded = self._load(), True
+            return self._priors
 
-    def kept_as(self) -> bytes | None:
-        """The hash under which the store has them, None where it has none. Raises StoreError."""
+    def hash(self) -> bytes | None:
+        """The hash of the store's priors; None if it has none. Raises StoreError."""
         return self._store.blobs.current(NAME, self._owner)
 
     def learn(self, chunks: Sequence[TokenIds], progress: Progress = lambda done, total: None) -> bool:
-        """Learn them from a corpus and store them, unless the store has some -> whether it has now. Raises StoreError."""
+        """Fit priors on a corpus and store them, unless the store has some -> whether it has now. Raises StoreError."""
         if self.current() is None and (made := self.fit(chunks, progress)) is not None:
             self._store.blobs.put(NAME, self._owner, made.to_bytes())
-            self._asked = False
+            self._is_loaded = False
         return self.current() is not None
 
     def fit(self, chunks: Sequence[TokenIds], progress: Progress = lambda done, total: None) -> Priors | None:
-        """What is learnt from a corpus; None where it is too small."""
+        """Priors of a corpus; None if it is too small."""
         return fit_priors(self._adapter, self._prefix, self._context, chunks, progress)
 
     def use(self, priors: Priors | None) -> None:
-        """These from now on, whatever the store has."""
+        """Use these from now on, whatever the store has."""
         with self._lock:
-            self._found, self._asked = priors, True
+            self._priors, self._is_loaded = priors, True
 
     def _load(self) -> Priors | None:
         try:
-            hash = self.kept_as()
+            hash = self.hash()
             raw = None if hash is None else self._store.blobs.get(hash)
             return None if raw is None else Priors.from_bytes(raw, self._adapter)
         except (ValueError, CorruptBlob):
@@ -144,7 +144,7 @@ class PriorStore:
 
 
 def prompts_of(chunks: Sequence[TokenIds], prefix: TokenIds, limit: int) -> list[Prompt]:
-    """Chunks in random company, each once: prompts of at most `limit` tokens, FIT_TOKENS of chunks in all."""
+    """Chunks in random order, each once: prompts of at most `limit` tokens, FIT_TOKENS of chunks in all."""
     order = torch.randperm(len(chunks), generator=torch.Generator().manual_seed(0)).tolist()
     groups: list[list[TokenIds]] = [[]]
     left, room = FIT_TOKENS, min(limit, MAX_PROMPT_TOKENS) - len(prefix)
@@ -167,7 +167,7 @@ def fit_priors(
     chunks: Sequence[TokenIds],
     progress: Progress = lambda done, total: None,
 ) -> Priors | None:
-    """Learn from chunks in prompts made of them; None where they are too few to learn a rule from.
+    """Learn from chunks in prompts made of them; None if they are too few.
 
     context: what chunks are computed behind. `progress(tokens done, tokens in all)`.
     """
@@ -188,7 +188,7 @@ def _deviations(
 ) -> tuple[slice, list[ChunkKV], KVCache]:
     """The chunks from `first` on, which do not stand where they are computed: where, alone, and in full prefill."""
     layout = lay_out(prompt)
-    cache = run(blend_prefill(adapter, prompt, layout, BlendConfig(method="full", **REUSE))).cache
+    cache = run(blend_prefill(adapter, prompt, layout, BlendConfig(method="full", **FULL_REUSE))).cache
     alone = list(computer.stream([chunk.ids for chunk in prompt.chunks[first:]]))
     return slice(prompt.spans[first].start, prompt.spans[-1].stop), alone, cache
 

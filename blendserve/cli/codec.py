@@ -111,8 +111,11 @@ def fit_tables(
         blendserve codec fit docs --codec NAME --text corpus.jsonl --text notes/
     """
     names = _fitted(codec or [])
-    from blendserve.engine.calibration import chunks_of, fit  # torch and all the rest: seconds
-    from blendserve.engine.own_words import own_words
+    from blendserve.engine.codec_fit import (  # torch and all the rest: seconds
+        chunks_of,
+        fit,
+        self_generated_text,
+    )
     from blendserve.engine.prompt import PromptBuilder
     from blendserve.models.loader import load_model
     from blendserve.paths import index_folder
@@ -129,7 +132,7 @@ def fit_tables(
         chunks = chunks_of(_mixed(documents), tokens, settings, prompts)
     else:
         with console.progress("Sampling text from the model", "tokens") as drawing:
-            chunks = own_words(reader, tokens, drawing)
+            chunks = self_generated_text(reader, tokens, drawing)
     raw = settings.store.model_copy(update={"codec": CODECS.default})
     with open_store(raw, index_folder(index) / "kv", persistent=True) as store:
         done = []

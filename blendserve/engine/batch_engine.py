@@ -1,9 +1,9 @@
-"""Many requests at a time on one engine: a scheduler with everything that it needs, for HTTP and workers alike."""
+"""Many requests at a time on one engine: a scheduler with its memory, for HTTP and for Ray replicas."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from collections.abc import Sequence as GenericSequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
@@ -11,13 +11,12 @@ from typing import Literal
 
 from torch import Tensor
 
-from blendserve.blend.blender import NOTHING, Blender
-from blendserve.blend.chunk_kv import ChunkComputer
-from blendserve.core import ChunkKV, Steps, TokenIds
+from blendserve.blend.blender import Blender
+from blendserve.blend.precompute import ChunkWriter, MissingChunk
+from blendserve.core import Steps, TokenIds
 from blendserve.engine.engine import Engine
 from blendserve.engine.fair_executor import BackgroundThrottle
 from blendserve.engine.generate import Sequence, prefill
-from blendserve.engine.prefix_cache import PrefixCache, PrefixKV
 from blendserve.engine.request import Event, Observer, Plan
 from blendserve.engine.scheduler import Scheduler
 from blendserve.errors import Stopping, StoreError
@@ -28,7 +27,7 @@ LOADED_COST = 0.05  # of a token that is loaded, rotated and corrected, as a sha
 
 
 class BatchEngine:
-    """An engine's requests, answered together by one thread. The engine is its opener's to close."""
+    """Answers an engine's requests together, on one thread. The engine is its opener's to close."""
 
     def __init__(
         self,
@@ -44,152 +43,116 @@ class BatchEngine:
         prefix_bytes: int,
         job_share: float,
     ) -> None:
-        """As ServeConfig names them. Raises ModelUnsupported for a reader that fails the gate."""
+        """As ServeConfig names them. Raises ModelUnsupported for a model that fails the gate."""
         engine.gate.require()
         reader, limit = engine.reader, engine.reader.adapter.context_limit
+        self.engine, self.fetcher = engine, engine.fetcher
         self.pool = CachePool(reader.adapter, slots, min(slot_tokens or limit, limit))
-        self.fetcher = engine.fetcher
         self.fetcher.held.cap_bytes = share_bytes
+        engine.blender.prefixes.cap_bytes = prefix_bytes
         self.scheduler = Scheduler(
             reader, self.pool, queue, gap_s, prefill_share, observer, BackgroundThrottle(job_share)
         )
-        self.background = BackgroundTasks(self.scheduler)
-        self.engine = engine
-        self._prefixes = PrefixCache(reader.adapter, prefix_bytes)
-        self._base: ChunkKV | None = None  # of the prefix that all prompts without turns have
-        self._blenders: dict[str, Blender] = {}
+        self._blenders = {engine.config.store.namespace: engine.blender}
+        self._writing: set[ChunkKey] = set()  # write-backs that are queued or under way
 
     @property
     def namespaces(self) -> set[str]:
         """All that were asked for, and the engine's own."""
-        return {self.engine.config.store.namespace, *self._blenders}
+        return set(self._blenders)
 
     def blender(self, namespace: str) -> Blender:
-        """Reads and writes one namespace of the store. Its passes are for the model's thread."""
+        """Reads and writes one namespace of the store."""
         if namespace not in self._blenders:
-            like = self.engine.blender.like(self.engine.store, namespace)
-            self._blenders[namespace] = like
+            self._blenders[namespace] = self.engine.blender.over(self.engine.store, namespace)
         return self._blenders[namespace]
 
     def sequence(
         self, plan: Plan, emit: Callable[[Event], None], tenant: str = "", namespace: str = ""
     ) -> Sequence:
-        """A plan as the scheduler takes it: `scheduler.submit` and `scheduler.cancel` are next."""
+        """A plan, ready for `scheduler.submit`."""
         blender = self.blender(namespace)
         return Sequence(
             plan,
             self.engine.reader,
-            lambda sequence: self._prefill(sequence, blender, namespace),
+            lambda sequence: self._prefill(sequence, blender),
             tenant=tenant,
             cost=self._cost(plan, blender),
             emit=emit,
             hold=blender.prefetch(plan.prompt, plan.blend),
         )
 
-    def _prefill(self, sequence: Sequence, blender: Blender, namespace: str) -> Steps[Tensor]:
-        prompt, method = sequence.plan.prompt, sequence.plan.blend.method
-        has_turns = prompt.prefix != self.engine.prompts.prefix and method != "full"
-        prefix = self._prefix_kv(namespace, prompt.prefix) if has_turns else None
-        logits = yield from prefill(sequence, blender, prefix)
+    def _prefill(self, sequence: Sequence, blender: Blender) -> Steps[Tensor]:
+        logits = yield from prefill(sequence, blender)
         if self.engine.config.store.write_back:
-            self.background.write_back(blender, sequence.tenant, sequence.missing, sequence.computed)
+            self.write_back(blender, sequence.missing, sequence.tenant)
         return logits
 
     def _cost(self, plan: Plan, blender: Blender) -> float:
-        """Tokens that are expected to run through the model: what is not stored, and a share of what is."""
-        prompt, base = plan.prompt, self.engine.prompts.prefix
-        known = len(base) if prompt.prefix == base and plan.blend.method != "full" else 0
-        stored = 0
+        """Tokens that are expected to run through the model: all that are not stored, and a share of the others."""
+        prompt, own = plan.prompt, self.engine.prompts.prefix
+        n_prefix = len(own) if prompt.prefix == own and plan.blend.method != "full" else 0
+        n_stored = 0
         if plan.blend.method in ("auto", "blend", "reuse"):
             with suppress(StoreError):  # then everything is computed
                 keys = [blender.key(chunk.ids) for chunk in prompt.chunks]
-                there = self.engine.store.present(dict.fromkeys(keys), remote=False)
-                stored = sum(len(c) for c, key in zip(prompt.chunks, keys, strict=True) if key in there)
-        share = 0.0 if plan.blend.method == "reuse" else plan.blend.min_ratio
-        return len(prompt) - known - stored + max(share, LOADED_COST) * stored
+                stored = self.engine.store.present(dict.fromkeys(keys), remote=False)
+                n_stored = sum(len(c) for c, key in zip(prompt.chunks, keys, strict=True) if key in stored)
+        ratio = 0.0 if plan.blend.method == "reuse" else plan.blend.min_ratio
+        return len(prompt) - n_prefix - n_stored + max(ratio, LOADED_COST) * n_stored
 
-    def _prefix_kv(self, namespace: str, ids: TokenIds) -> Steps[PrefixKV]:
-        """KV of a conversation so far. On the model's thread."""
-        base = self.engine.prompts.prefix
-        if self._base is None:
-            self._base = (yield from ChunkComputer(self.engine.reader.adapter, ()).steps([base]))[0]
-        return (yield from self._prefixes.get(namespace, ids, base, self._base))
+    # Background tasks, one for each chunk, so that a request never waits for more than one
 
+    def write_back(self, blender: Blender, missing: GenericSequence[MissingChunk], tenant: str) -> None:
+        """Store chunks that a request missed; once, if several requests did. On the model's thread."""
+        for chunk in missing:
+            key = blender.key(chunk.ids)
+            steps = self._write_back(blender.writer, chunk, key)
+            if key not in self._writing and self.scheduler.submit_background(steps, tenant):
+                self._writing.add(key)
 
-class BackgroundTasks:
-    """Makes tasks, one for each chunk, so that a request never waits for more than one."""
-
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
-        self._planned: set[ChunkKey] = set()  # write-backs that are not done yet
-
-    def write_back(
-        self,
-        blender: Blender,
-        tenant: str,
-        missing: GenericSequence[TokenIds],
-        computed: Mapping[TokenIds, ChunkKV] = NOTHING,
-    ) -> None:
-        """Store chunks that a request found missing or damaged; once, if several did. On the model's thread.
-
-        computed: the KV of those that need not be computed again.
-        """
-        for ids in missing:
-            key = blender.key(ids)  # the prefix is (), as no chunk is
-            have = {ids: computed[ids]} if ids in computed else NOTHING
-            steps = self._write_back(blender, ids, key, have)
-            if key not in self._planned and self._scheduler.submit_background(steps, tenant):
-                self._planned.add(key)
+    def _write_back(self, writer: ChunkWriter, chunk: MissingChunk, key: ChunkKey) -> Steps[None]:
+        try:
+            yield from writer.write_back([chunk])
+        finally:  # not before: another request may miss the same chunk meanwhile
+            self._writing.discard(key)
 
     def precompute(
-        self,
-        blender: Blender,
-        chunks: GenericSequence[TokenIds],
-        done: Callable[[int], None],
-        tenant: str = "",
+        self, writer: ChunkWriter, chunks: GenericSequence[TokenIds], done: Callable[[int], None], tenant: str
     ) -> Future[None]:
-        """Compute, store and pin chunks that are not there yet; `done(n)` after each, which plans the next one.
+        """Compute, store and pin chunks that are not stored; `done(n)` after each.
 
-        What another process on the store is computing comes last, and is computed here if it is not there by then: the
-        model's thread waits for nobody.
+        Chunks that another process is computing come last, and are computed here as well if they are still missing.
         """
         future: Future[None] = Future()
-        todo: deque[tuple[TokenIds, Literal["leave", "ignore"]]] = deque((ids, "leave") for ids in chunks)
+        todo: deque[tuple[TokenIds, Literal["skip", "compute"]]] = deque((ids, "skip") for ids in chunks)
 
-        def plan() -> None:
+        def submit() -> None:
             if not todo:
-                end()
-            elif not self._scheduler.submit_background(compute(), tenant):
-                end(StoreError("the server has too much to do: warm the cache again later"))
+                settle()
+            elif not self.scheduler.submit_background(compute(), tenant):
+                settle(StoreError("the server has too much to do: warm the cache again later"))
 
         def compute() -> Steps[None]:
             if future.cancelled():
                 return
-            ids, others = todo.popleft()
+            ids, on_leased = todo.popleft()
             try:
-                left = yield from blender.precompute_one(ids, others)
+                is_left = yield from writer.precompute_one(ids, on_leased)
             except GeneratorExit:
-                end(Stopping("the server has shut down before all was computed: warm the cache again"))
+                settle(Stopping("the server has shut down before all was computed: warm the cache again"))
                 raise
             except Exception as error:
-                end(error)
+                settle(error)
             else:
-                if left:
-                    todo.append((ids, "ignore"))
+                if is_left:
+                    todo.append((ids, "compute"))
                 done(len(chunks) - len(todo))
-                plan()
+                submit()
 
-        def end(error: Exception | None = None) -> None:
+        def settle(error: Exception | None = None) -> None:
             with suppress(InvalidStateError):  # cancelled meanwhile
                 future.set_exception(error) if error else future.set_result(None)
 
-        plan()
+        submit()
         return future
-
-    def _write_back(
-        self, blender: Blender, ids: TokenIds, key: ChunkKey, computed: Mapping[TokenIds, ChunkKV]
-    ) -> Steps[None]:
-        try:
-            yield from blender.write_back([ids], computed)
-        finally:  # not before: a request that goes before the rest of this may miss the same chunk
-            self._planned.discard(key)

@@ -9,31 +9,39 @@ import logging
 import threading
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as GenericSequence
+from copy import copy
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from blendserve.blend.blender import Blender
+from blendserve.blend.cost import synthetic_prompt
 from blendserve.blend.precompute import PrecomputeReport
-from blendserve.config import BlendConfig, Config
+from blendserve.blend.prefill import blend_prefill
+from blendserve.config import BlendConfig, Config, changed
 from blendserve.core import Answer, Document, Passage, TokenIds, run
-from blendserve.engine.calibration import codec_without_tables, writing_codec
-from blendserve.engine.gate import GateReport, verdict
+from blendserve.engine.codec_fit import codec_without_tables, writing_codec
+from blendserve.engine.documents import Documents, Progress
+from blendserve.engine.gate import GateReport, check_model
 from blendserve.engine.generate import AnswerStream, Sequence, prefill, reference_prefill
-from blendserve.engine.library import Documents, Progress
 from blendserve.engine.prompt import PromptBuilder
 from blendserve.engine.request import Plan, Request, Search, make_plan, split_options
-from blendserve.engine.warm_up import warm_up
 from blendserve.errors import ConfigError, InputError, StoreError, StoreUnavailable
 from blendserve.fetch import KVFetcher, open_storage
+from blendserve.fetch.fetcher import ChunkRequest
+from blendserve.models.kv_cache import KVCache
 from blendserve.models.loader import LoadedModel, load_model
 from blendserve.models.reference import OwnDecoding
-from blendserve.models.runner import Runner
+from blendserve.models.runner import Runner, append
 from blendserve.paths import index_folder
-from blendserve.registry import CORRECTIONS, STORES
+from blendserve.registry import CORRECTIONS, FULL_REUSE, STORES
 from blendserve.retrieve import Embedder, VectorIndex, read_manifest
 from blendserve.store import KVStore, share_of
 from blendserve.timing import Clock
+
+PROBED = 16  # chunks; the first one that another machine has is read to measure the link
+WARM_FRAME, WARM_QUESTION = 256, 16  # tokens of a usual prompt beside its passages; of those, a question's
+MAX_WARM_UP = 4096  # tokens; a longer prompt takes longer than all that a warm-up saves
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +91,7 @@ class Engine:
         """Open an index by folder or by name (indexes/<name>); with a Config alone, an engine without an index.
 
         Without an index, passages come with every question, and KV is kept in memory unless `store.path` is set.
-        reader: the configuration's model, where it is loaded already.
+        reader: the configuration's model, if it is loaded already.
         Raises IndexMissing, IndexMismatch, ModelError, StoreError.
         """
         if isinstance(index, Config):
@@ -130,9 +138,8 @@ class Engine:
         store, fetcher = open_storage(config.store, folder / "kv", reader.adapter.device)
         engine = cls(config, reader, store, made, prompts, fetcher)
         own = config.store.path is None and STORES.load(config.store.kind).needs_folder
-        if own:  # what an index of the same name left behind may be evicted from now on
+        if own:  # chunks of an earlier index of this name may be evicted from now on
             ours = {engine.blender.key(ids) for ids in engine.prompts.chunk_ids(made.passages)}
-            ours.add(engine.blender.key(engine.prompts.prefix, ()))
             engine.store.pin(set(engine.store.keys(config.store.namespace)) - ours, pinned=False)
         return engine._ready()
 
@@ -158,8 +165,8 @@ class Engine:
     ) -> PrecomputeReport:
         """Compute and store the KV of the index's passages, or of these; what is stored already is skipped.
 
-        Then it is learnt how chunks' KV moves in company, if the correction uses that and the store does not have it yet
-        (blend/priors.py). `progress` and `learning(tokens done, tokens in all)`.
+        Then priors are fitted, if the correction uses them and the store has none (blend/priors.py). `progress` and
+        `learning(tokens done, tokens in all)`.
 
         shard (i, n): only the i-th of n shares, for as many processes to compute side by side, each on its own GPU or
         machine; they may write to one store. A chunk's share depends on its tokens alone. Raises StoreError; what was
@@ -167,7 +174,7 @@ class Engine:
         """
         self.gate.require()
         chunks = self.chunks(passages, shard)
-        report = self.blender.precompute(chunks, progress)
+        report = self.blender.writer.precompute(chunks, progress)
         self.learn(chunks, learning)
         return report
 
@@ -180,7 +187,7 @@ class Engine:
         self, passages: GenericSequence[Passage] | None = None, shard: tuple[int, int] = (0, 1)
     ) -> int:
         """How many chunks `precompute` with the same arguments would still have to compute."""
-        return len(self.blender.missing(self.chunks(passages, shard)))
+        return len(self.blender.writer.missing(self.chunks(passages, shard)))
 
     def answer(
         self, question: str, passages: GenericSequence[Passage | str] | None = None, **options: Any
@@ -203,7 +210,7 @@ class Engine:
         temperature, top_p, seed, stop), for this question only.
 
         The first token is ready when this returns. Raises InputError, PromptTooLong, ConfigError; ModelUnsupported when a
-        reader that fails the gate is told to blend (by itself it then answers by its own full prefill).
+        model that fails the gate is told to blend; method auto answers by the model's own forward.
         """
         own = None if passages is None else tuple(Passage(p) if isinstance(p, str) else p for p in passages)
         blend, decode = split_options(options)
@@ -230,29 +237,35 @@ class Engine:
 
     def run(self, plan: Plan) -> AnswerStream:
         """Prefill, and choose the first token."""
-        adapter, blender = self.reader.adapter, self.blender
-        if self.gate.passed:
-            sequence = Sequence(plan, self.reader, partial(prefill, blender=blender))
-            logits = run(sequence.steps)
-            assert sequence.cache
-            runner = Runner.over(adapter, sequence.cache, len(plan.prompt), plan.decode.max_new_tokens)
-            on_end = partial(self._write_back, sequence)
-            return AnswerStream(sequence, logits, runner.step, runner.draft_room(1), on_end)
+        adapter = self.reader.adapter
+        if not self.gate.passed:
+            return self._run_reference(plan)
+        sequence = Sequence(plan, self.reader, partial(prefill, blender=self.blender))
+        logits = run(sequence.steps)
+        assert sequence.cache
+        runner = Runner.over(adapter, sequence.cache, len(plan.prompt), plan.decode.max_new_tokens)
+        stream = partial(AnswerStream, sequence, logits, runner.step, runner.draft_room(1))
+        if not (sequence.missing and self.config.store.write_back):
+            return stream()
+        return stream(partial(self._write_back, sequence))
+
+    def _run_reference(self, plan: Plan) -> AnswerStream:
+        """By the model's own forward, never blended. Raises ModelUnsupported for methods that blend."""
         if plan.blend.method not in {"auto", "full"}:
             self.gate.require()
-        reference, why = OwnDecoding(adapter), f"the reader fails {self.gate.failure}"
+        reference, why = OwnDecoding(self.reader.adapter), f"the reader fails {self.gate.failure}"
         sequence = Sequence(plan, self.reader, partial(reference_prefill, reference=reference, why=why))
         return AnswerStream(sequence, run(sequence.steps), lambda at, tokens: reference.feed(tuple(tokens)))
 
     def tenant(self, namespace: str) -> Engine:
-        """The same engine for another namespace: same reader, index and store, but KV of its own.
+        """The same engine for another namespace: same model, index and store, but KV of its own.
 
         The same text under two namespaces has unrelated keys and is stored twice: no tenant can hit, or time, what
         another one stored. Close the engine that this came from, not this one.
         """
-        config = self.config.replace("store.namespace", namespace)
-        view = Engine(config, self.reader, self.store, self.index, fetcher=self.fetcher)
-        view._owns_store, view.blender.codec = False, self.blender.codec
+        view = copy(self)
+        view.config = self.config.replace("store.namespace", namespace)
+        view._owns_store, view.blender = False, self.blender.over(self.store, namespace)
         return view
 
     def close(self) -> None:
@@ -269,20 +282,45 @@ class Engine:
 
     def _ready(self) -> Engine:
         """Check and measure now what the first question would otherwise wait for."""
-        self._check_near(self.config.blend)
-        self.gate = verdict(self.reader)
+        blend = self.config.blend
+        self._check_near(blend)
+        self.gate = check_model(self.reader)
         try:
-            self.blender.codec = writing_codec(self.config, self.reader, self.prompts, self.store)
+            self.blender.writer.codec = writing_codec(self.config, self.reader, self.prompts, self.store)
         except StoreUnavailable as error:
             log.warning("chunks are stored uncoded until the engine is started again, as %s", error)
-        if CORRECTIONS.load(self.config.blend.correction).uses_prior:
-            self.blender.priors.current()  # read by now
-        threading.Thread(target=self.blender.warm_up, daemon=True).start()
-        if self.config.blend.method == "auto" and self.gate.passed:
-            self.blender.calibrate()
+        if CORRECTIONS.load(blend.correction).uses_prior:
+            self.blender.priors.current()
+        if self.fetcher.has_remote and self.index is not None:
+            chunks = self.prompts.chunk_ids(self.index.passages[:PROBED])
+            probe = [ChunkRequest(self.blender.key(ids), len(ids)) for ids in chunks if ids]
+            threading.Thread(target=self.fetcher.warm_up, args=(probe,), daemon=True).start()
         if self.gate.passed:
-            warm_up(self.reader.adapter, self.config, self.index)
+            if blend.method == "auto":
+                self.blender.planner.calibrate()
+            self._warm_up()
         return self
+
+    def _warm_up(self) -> None:
+        """Search, prefill and decode once: loads and verifies kernels, starts threads, touches memory.
+
+        The prompt is synthetic and of a usual length, as memory is allocated by size.
+        """
+        config, adapter = self.config, self.reader.adapter
+        if self.index is not None and len(self.index):
+            self.index.search("What is the question?", 1)
+        passages = config.retrieve.top_k * config.retrieve.chunk_tokens
+        room = min(MAX_WARM_UP, adapter.context_limit, passages + WARM_FRAME + config.decode.max_new_tokens)
+        n_stored = 0 if config.blend.method == "full" else min(passages, room // 2)
+        prompt, layout = synthetic_prompt(adapter, min(WARM_QUESTION, room // 4), n_stored)
+        options = FULL_REUSE if config.blend.method == "reuse" else {}
+        blend = changed(config.blend, **{"method": "blend", "ratio": config.blend.min_ratio, **options})
+        cache = KVCache(adapter, max(room, len(prompt) + 1))
+        cache.keys.zero_()
+        cache.values.zero_()
+        done = run(blend_prefill(adapter, prompt, layout, blend, cache=cache))
+        append(adapter, done.cache, len(prompt), [int(done.logits.argmax())])
+        run(self.blender.prefixes.get(config.store.namespace, self.prompts.prefix))
 
     def _check_near(self, blend: BlendConfig) -> None:
         """Raises ConfigError where near-duplicates are to be looked for in a store that never finds any."""
@@ -302,18 +340,17 @@ class Engine:
     @cached_property
     def gate(self) -> GateReport:
         """Whether this reader may blend: checked on its weights once, and kept."""
-        return verdict(self.reader)
+        return check_model(self.reader)
 
     def _write_back(self, sequence: Sequence) -> None:
-        """Store what a request found missing or damaged, some of it computed by now. An answer never fails for it."""
-        if sequence.missing and self.config.store.write_back:
-            try:
-                run(self.blender.write_back(sequence.missing, sequence.computed))
-            except StoreError as error:
-                log.warning("missing chunks were not stored: %s", error)
+        """Store the chunks that a request missed. An answer never fails for it."""
+        try:
+            run(self.blender.writer.write_back(sequence.missing))
+        except StoreError as error:
+            log.warning("missing chunks were not stored: %s", error)
 
     def _documents(self) -> Documents:
-        return Documents(self._index(), self.prompts, [self.blender])
+        return Documents(self._index(), self.prompts, [self.blender.writer])
 
     def _index(self) -> VectorIndex:
         if self.index is None:

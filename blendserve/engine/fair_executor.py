@@ -18,7 +18,7 @@ from blendserve.errors import Busy, Stopping
 
 T = TypeVar("T")
 
-REJECTION_PENALTY = 9  # times what a failed job took: so its sender has a tenth of this thread
+REJECTION_PENALTY = 9  # times the duration of a failed job: its tenant gets a tenth of this thread
 BACKGROUND_SHARE = 0.1  # of the time, while requests are in flight
 MAX_CREDIT_S = 0.5  # of a longer rest no more is made up for by more work at once
 POLL_S = 0.01  # between two looks whether a request is in flight
@@ -142,7 +142,7 @@ class FairExecutor:
         has_other_tenants: Callable[[str], bool] = lambda tenant: False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """queue: so many jobs of one tenant may wait; long ones are not refused, whoever makes them counts them.
+        """queue: maximum of waiting short jobs of one tenant; the caller limits long ones.
 
         throttle, in_flight: of long jobs while a request is in flight anywhere, and whether one is; has_other_tenants:
         whether one of another tenant is.
@@ -187,7 +187,7 @@ class FairExecutor:
         self._throttle.begin()
 
     def _do_short(self, patience: float) -> None:
-        """A short job, if one comes within so many seconds. Raises Stopping."""
+        """A short job, if one is submitted within `patience` seconds. Raises Stopping."""
         with self._wake:
             job = self._next_short()
             if job is None and patience:
@@ -217,7 +217,7 @@ class FairExecutor:
             self._not_before[job.tenant] = now + REJECTION_PENALTY * (now - began)
 
     def stop(self) -> None:
-        """End when the job that runs is done, a long one where it gives way; cancel those that wait. Idempotent."""
+        """End after the running job, or where a long one gives way; cancel the waiting jobs. Idempotent."""
         with self._wake:
             self._stopped = True
             left = self._waiting.all()

@@ -1,8 +1,8 @@
-"""Is blending right on this reader? Checked on its real weights before it may blend; the verdict is kept.
+"""Whether blending is right on this model: checked once on its real weights before it may blend; the verdict is kept.
 
-A short prompt of real text, in three chunks, goes through the engine in every way that has a known result, and is held
-against the model's own forward. For a model with sliding windows the chunks are made longer, until the prompt is longer
-than every window or LONGEST is reached.
+A short prompt of real text, in three chunks, is prefilled in every way that has a known result, and compared with the
+model's own forward. For a model with sliding windows the chunks are made longer, until the prompt is longer than every
+window or MAX_TOKENS is reached.
 
     turned        a key rotated to one place, to another and back is the same key
     moved         a stored layer-0 key, rotated to its place, is the key that forward has there
@@ -11,14 +11,12 @@ than every window or LONGEST is reached.
     decoded       the logits after one more token are forward's
     full reuse    with everything stored and nothing recomputed they are *not*: the checks above can fail
 
-What may differ. Two right computations of one prompt agree to rounding only, and rounding grows through the layers by an
-amount that depends on the model. So the model itself is asked: its forward runs again with each embedding off by one
-rounding step, up or down by chance, and the distance that this makes between two forwards is the unit. It contains both
-what the model does to a rounding step and the roundings of its own layers, which all fall otherwise the second time.
-Ours may be at most SLACK of these units away. On the bundled reader in bf16 the unit is .026 (KV) and .06 (logits: a
-single row, hence noisier), the engine is one unit away, and full reuse 13; in fp32 the engine is at 1e-6 and FLOOR holds.
-Distances of KV are root mean squares relative to the layer's own, the worst layer counting; of logits, relative to their
-spread.
+Two right computations of one prompt agree to rounding only, and rounding grows through the layers by an amount that
+depends on the model. So the model itself gives the unit: its forward runs again with each embedding off by one rounding
+step, up or down by chance, and the unit is the distance between the two. Ours may be at most SLACK units away. On the
+bundled model in bf16 the unit is .026 (KV) and .06 (logits: a single row, hence noisier), blending is one unit away, and
+full reuse 13; in fp32 blending is at 1e-6, and FLOOR holds. Distances of KV are root mean squares relative to the layer's
+own, the worst layer counting; of logits, relative to their spread.
 """
 
 from __future__ import annotations
@@ -28,9 +26,9 @@ import json
 import logging
 import platform
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -48,15 +46,13 @@ from blendserve.models.model import DecoderModel
 from blendserve.models.reference import model_forward
 from blendserve.models.runner import append
 from blendserve.paths import cache_folder
-from blendserve.registry import REUSE
+from blendserve.registry import FULL_REUSE
 from blendserve.store.view import TensorView
 
-log = logging.getLogger(__name__)
-
-FORMAT = 2  # of the checks: raise it when one is added, or when the engine changes in a way that they should look at
+FORMAT = 2  # of the checks: raise it when one is added, or when the prefill changes
 SLACK = 3.0
 FLOOR = 1e-4
-LONGEST = 2048  # tokens of the prompt
+MAX_TOKENS = 2048  # tokens of the prompt
 TINY = 1e-30  # keeps 0 / 0 from being NaN
 
 PREFIX = "The following notes were taken on a walk through the old town."
@@ -67,6 +63,8 @@ CHUNKS = (
 )
 QUESTION = " Question: who painted the door, and why? Answer:"
 NEXT = " The"
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,30 +114,34 @@ class GateReport:
         return {"reader": self.reader, "passed": self.passed, "rows": rows}
 
 
-def verdict(reader: LoadedModel) -> GateReport:
-    """The kept verdict on this reader, machine and these versions, or a new one."""
-    file = _file(reader)
+def check_model(reader: LoadedModel) -> GateReport:
+    """The kept verdict on this model, machine and these versions, or a new one."""
+    versions = FORMAT, __version__, torch.__version__, version("transformers")
+    about = versions, (platform.node(), reader.adapter.device, reader.fingerprint)
+    name = hashlib.blake2b(repr(about).encode(), digest_size=12).hexdigest()
+    file = cache_folder() / "gate" / f"{name}.json"
     try:
-        rows = tuple(GateRow(**row) for row in json.loads(file.read_text()))
+        return GateReport(reader.name, tuple(GateRow(**row) for row in json.loads(file.read_text())))
     except (OSError, ValueError, TypeError):
         log.info("Checking that blending is correct with %s (once, a few seconds)", reader.name)
-        report = check(reader)
-        _keep(file, report)
-        return report
-    return GateReport(reader.name, rows)
+    report = check(reader)
+    with suppress(OSError):  # a read-only home costs a few seconds a start, not an answer
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps([asdict(row) for row in report.rows]))
+    return report
 
 
 def check(reader: LoadedModel) -> GateReport:
-    """Run every check, in seconds on a small reader."""
+    """Run every check; takes seconds with a small model."""
     following = reader.tokenizer(NEXT, add_special_tokens=False)["input_ids"][0]
-    return GateReport(reader.name, examine(reader.adapter, _prompt(reader), following))
+    return GateReport(reader.name, run_checks(reader.adapter, _prompt(reader), following))
 
 
 def _prompt(reader: LoadedModel) -> Prompt:
-    """The shortest prompt that is longer than every window of the model, within LONGEST and the model's context."""
-    config: Any = reader.adapter.config  # its word, too: the plan that is checked may lack the window
+    """The shortest prompt that is longer than every window of the model, within MAX_TOKENS and the model's context."""
+    config: Any = reader.adapter.config  # its own word, too: the windows that are checked may be wrong
     window = max(filter(None, (*reader.adapter.windows, getattr(config, "sliding_window", None))), default=0)
-    limit = min(LONGEST, reader.adapter.context_limit - 1)
+    limit = min(MAX_TOKENS, reader.adapter.context_limit - 1)
     prompt, n_notes = _of_notes(reader.tokenizer, 1), 1
     while len(prompt) <= window and len(longer := _of_notes(reader.tokenizer, n_notes + 1)) <= limit:
         prompt, n_notes = longer, n_notes + 1
@@ -159,7 +161,7 @@ def _of_notes(tokenizer: Any, n_notes: int) -> Prompt:
     return Prompt(ids(PREFIX, start=True), tuple(map(chunk, range(len(CHUNKS)))), ids(QUESTION))
 
 
-def examine(adapter: DecoderModel, prompt: Prompt, following: int) -> tuple[GateRow, ...]:
+def run_checks(adapter: DecoderModel, prompt: Prompt, following: int) -> tuple[GateRow, ...]:
     """The checks over a prompt of three chunks and the token after it."""
     return tuple(_Checks(adapter, prompt, following).rows())
 
@@ -191,7 +193,7 @@ class _Checks:
         yield self._same_logits("decoded", after, self.own.logits[1])
         yield from self._same("ratio 1.0", self._run(self._layout(3), ratio=1.0))
         yield from self._same("one chunk in front", self._run(self._layout(1), ratio=0.0))
-        reused = self._run(self._layout(3), ratio=0.0, correction=REUSE["correction"])
+        reused = self._run(self._layout(3), ratio=0.0, correction=FULL_REUSE["correction"])
         apart = self._kv_apart(reused.cache.keys, reused.cache.values)
         yield GateRow("full reuse: KV is not forward's", apart, self._allowed(self.unit_kv), above=True)
 
@@ -269,19 +271,3 @@ def _logits_apart(logits: Tensor, wanted: Tensor) -> float:
     """Logits [V]: root mean square of the difference, relative to their spread."""
     difference = (logits.float() - wanted.float()).square().mean().sqrt()
     return float(difference / wanted.float().std())
-
-
-def _file(reader: LoadedModel) -> Path:
-    """Where the verdict is kept: one for each reader, machine, device and version of what computes."""
-    parts = (FORMAT, __version__, torch.__version__, version("transformers"))
-    where = (platform.node(), reader.adapter.device, reader.fingerprint)
-    name = hashlib.blake2b(repr((parts, where)).encode(), digest_size=12).hexdigest()
-    return cache_folder() / "gate" / f"{name}.json"
-
-
-def _keep(file: Path, report: GateReport) -> None:
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps([asdict(row) for row in report.rows]))
-    except OSError:
-        pass  # a read-only home costs a few seconds a start, not an answer

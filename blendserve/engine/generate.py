@@ -6,7 +6,7 @@ gives a `Sequence` the logits of its own steps, for many requests at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from typing import Any
 
 import torch
@@ -14,11 +14,11 @@ from torch import Tensor
 
 from blendserve.blend.blender import Blender
 from blendserve.blend.planner import plan_full_prefill
+from blendserve.blend.precompute import MissingChunk
 from blendserve.blend.report import explain, make_report
 from blendserve.config import DecodeConfig
-from blendserve.core import Answer, BlendReport, ChunkKV, Explanation, Steps, Timings, TokenIds
+from blendserve.core import Answer, BlendReport, Explanation, Steps, Timings
 from blendserve.engine.drafts import Drafter
-from blendserve.engine.prefix_cache import PrefixKV
 from blendserve.engine.request import Event, Plan
 from blendserve.fetch.copies import Hold
 from blendserve.models.kv_cache import KVCache
@@ -61,8 +61,7 @@ class Sequence:
         self.report: BlendReport | None = None
         self.explanation: Explanation | None = None
         self.cached = 0
-        self.missing: tuple[TokenIds, ...] = ()  # chunks that were not stored whole; () stands for the prefix
-        self.computed: Mapping[TokenIds, ChunkKV] = {}  # of those, the KV of some
+        self.missing: tuple[MissingChunk, ...] = ()
         self.answer: Answer | None = None
         self.ttft = 0.0  # seconds from the request to its first token
         self.n_new = 0  # tokens of the last step, with an end token
@@ -155,25 +154,14 @@ class Sequence:
         )
 
 
-def prefill(sequence: Sequence, blender: Blender, prefix: Steps[PrefixKV] | None = None) -> Steps[Tensor]:
-    """By `plan.blend`, into the sequence's cache -> logits [V]. prefix: the prompt prefix's KV; default: the store's."""
+def prefill(sequence: Sequence, blender: Blender) -> Steps[Tensor]:
+    """By `plan.blend`, into the sequence's cache -> logits [V]."""
     plan = sequence.plan
+    options = plan.decode.max_new_tokens, plan.clock, sequence.cache
     with plan.clock.stage("prefill"):
-        kept = (yield from prefix) if prefix else None
-        done = yield from blender.prefill(
-            plan.prompt,
-            plan.blend,
-            plan.decode.max_new_tokens,
-            plan.clock,
-            sequence.cache,
-            kept.kv if kept else None,
-        )
-    sequence.cache, report = done.result.cache, done.report
-    cached = report.tokens_exact + report.tokens_reused
-    if kept and report.method != "full":
-        cached = max(0, cached - len(plan.prompt.prefix) + kept.reused)  # 0: the store could not be read
-    sequence.missing, sequence.computed = done.missing, done.computed
-    sequence.start(report, done.explanation, cached)
+        done = yield from blender.prefill(plan.prompt, plan.blend, *options)
+    sequence.cache, sequence.missing = done.result.cache, done.missing
+    sequence.start(done.report, done.explanation, done.n_cached)
     return done.result.logits
 
 
@@ -189,7 +177,7 @@ def reference_prefill(sequence: Sequence, reference: OwnDecoding, why: str) -> S
 
 
 class AnswerStream:
-    """An answer on its way: iterate for pieces of text, then call `answer()`; or call it at once."""
+    """An answer that is being generated: iterate for pieces of text, then call `answer()`; or call it at once."""
 
     def __init__(
         self,

@@ -1,36 +1,36 @@
 """[ prefix | chunk 0 | chunk 1 | ... | suffix ] as token ids: the one place that renders a chat template.
 
 prefix = chat-template head + system text + earlier turns + instruction;  suffix = question + chat-template tail. Both
-come from the reader's own chat template, rendered with sentinels in the place of texts and split there. Every part is
-tokenised alone and joined as ids, so a chunk's ids never depend on its neighbours. Passages, questions and turns cannot
-smuggle in control tokens: their text is tokenised with special tokens taken literally.
+come from the model's own chat template, rendered with sentinels in the place of texts and split there. Every part is
+tokenised alone and joined as ids, so a chunk's ids never depend on its neighbours. The texts of passages, questions and
+turns cannot contain control tokens: they are tokenised with special tokens as text.
 
-What was retrieved for an earlier turn is not part of the prefix: it would fill the reader's context in a few turns. So a
-prefix depends on nothing but its own tokens, and the next turn's begins with almost all of it (prefix_cache.py).
+Passages of an earlier turn are not part of the prefix: they would fill the model's context in a few turns. So a prefix
+depends on its own tokens alone, and the next turn's prefix begins with almost all of it (blend/prefix_cache.py).
 
-A chunk's KV is computed behind the prefix, or behind less, or behind the prefix and a primer: a few passages about
-nothing in particular (primer.txt), so that a chunk is read as one passage among others, as it will be in most prompts.
+A chunk's KV is computed after the prefix, after less, or after the prefix and a primer: a few passages about nothing in
+particular (primer.txt), so that a chunk is read as one passage among others, as it will be in most prompts.
 """
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from blendserve.config import KVContext, PromptConfig
 from blendserve.core import Chunk, Passage, Prompt, TokenIds
-from blendserve.engine.tokens import longest_token, without_control
 from blendserve.errors import InputError, ModelUnsupported
 
 PRIMER = Path(__file__).with_name("primer.txt")
 PASSAGES, QUESTION = "<<<blendserve-passages>>>", "<<<blendserve-question>>>"
 TURN = "<<<blendserve-turn-{}>>>"
 LONG = 6  # characters a token: most texts have fewer
-CUT = 16  # tokens more, at most, that the beginning of a text may have where it is cut
+CUT = 16  # tokens that a text, or its beginning, may have more alone than in a prompt, at most
 _SENTINEL = re.compile(r"(<<<blendserve-[a-z0-9-]+>>>)")
 
 Message = dict[str, str]
@@ -45,7 +45,7 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
+class PromptFrame:
     """A prompt without its passages."""
 
     prefix: TokenIds
@@ -54,20 +54,20 @@ class Frame:
     def __len__(self) -> int:
         return len(self.prefix) + len(self.suffix)
 
-    def around(self, chunks: Iterable[Chunk]) -> Prompt:
+    def with_chunks(self, chunks: Iterable[Chunk]) -> Prompt:
         """The whole prompt; chunks in the order given."""
         return Prompt(self.prefix, tuple(chunks), self.suffix)
 
 
 class PromptBuilder:
-    """Lays out prompts for one reader.
+    """Lays out prompts for one model.
 
-    between: called before a passage is tokenised, so that a job of very many lets others go in between.
+    between: called before a passage is tokenised: a long job may let short ones run there.
     """
 
     def __init__(self, tokenizer: Any, config: PromptConfig) -> None:
         """Raises ModelUnsupported for a chat template that does not repeat what it is given."""
-        self._tokenizer, self._literally, self._config = tokenizer, without_control(tokenizer), config
+        self._tokenizer, self._literal, self._config = tokenizer, literal_tokenizer(tokenizer), config
         self.between: Callable[[], None] = lambda: None
         self._head, self._tail = self._template(())
         self.prefix = self._ids(self._head)
@@ -75,26 +75,24 @@ class PromptBuilder:
 
     def build(self, question: str, passages: Sequence[Passage], turns: Sequence[Turn] = ()) -> Prompt:
         """The whole prompt; passages in the order given. Raises InputError for turns that the template refuses."""
-        return self.frame(question, turns).around(map(self.chunk, passages))
+        return self.frame(question, turns).with_chunks(map(self.chunk, passages))
 
     def at_least(self, texts: Iterable[str], limit: int) -> int:
-        """Tokens that these texts have at least, if that is seen to be more than `limit` (>= 0), else 0.
+        """Tokens that these texts have at least, if that is more than `limit` (>= 0), else 0.
 
-        Estimated by characters; of a text that is long for `limit` tokens, only the beginning is tokenised.
+        Short texts are not tokenised. Of long ones, only so much is tokenised as decides it.
         """
-        stripped = [text.strip() for text in texts]
-        characters = sum(map(len, stripped))
-        longest = self._longest_token if characters > limit else 0
-        if longest and characters // longest > limit:
-            return characters // longest
+        stripped, n = [text.strip() for text in texts], 0
+        if sum(map(len, stripped)) <= LONG * limit:
+            return 0
         for text in stripped:
-            if len(text) > LONG * limit:
-                beginning = text[: LONG * (limit + CUT)]
-                if (least := len(self._tokens(beginning, literal=True)) - CUT) > limit:
-                    return least
+            beginning = text[: LONG * (limit - n + CUT)]
+            n += max(0, len(self._tokens(beginning, literal=True)) - CUT)
+            if n > limit:
+                return n
         return 0
 
-    def frame(self, question: str, turns: Sequence[Turn] = ()) -> Frame:
+    def frame(self, question: str, turns: Sequence[Turn] = ()) -> PromptFrame:
         """Everything but the passages. Raises InputError for turns that the template refuses.
 
         A system turn, which must be the first, takes the place of the configured one.
@@ -102,12 +100,12 @@ class PromptBuilder:
         head, tail = self._template(turns) if turns else (self._head, self._tail)
         said = {TURN.format(i): turn.text for i, turn in enumerate(turns)}
         prefix = self._ids(head, said) if turns else self.prefix
-        return Frame(prefix, self._ids(tail, {QUESTION: " " + question.strip()}))
+        return PromptFrame(prefix, self._ids(tail, {QUESTION: " " + question.strip()}))
 
     def chunk(self, passage: Passage) -> Chunk:
-        """A passage as the reader will see it; no text, no tokens."""
+        """A passage as it stands in a prompt; without text, no tokens."""
         self.between()
-        text = shown(passage)
+        text = passage_text(passage)
         return Chunk(self._tokens(text + "\n\n", literal=True) if text else (), passage)
 
     def text_ids(self, text: str) -> TokenIds:
@@ -118,13 +116,8 @@ class PromptBuilder:
         """The token ids of each passage's chunk."""
         return [self.chunk(p).ids for p in passages]
 
-    @cached_property
-    def _longest_token(self) -> int:
-        """Characters that a token stands for, at most; 0 where there is no bound."""
-        return longest_token(self._tokenizer)
-
     def _kv_context(self, context: KVContext) -> TokenIds:
-        """The tokens that chunk KV is computed behind."""
+        """The tokens that chunk KV is computed after."""
         if context == "primer":
             primer = self.chunk_ids(Passage(text) for text in PRIMER.read_text("utf-8").split("\n\n"))
             return (*self.prefix, *(i for ids in primer for i in ids))
@@ -132,7 +125,7 @@ class PromptBuilder:
         return {"prefix": self.prefix, "bos": self.prefix[:1], "none": ()}[context]
 
     def _template(self, turns: Sequence[Turn]) -> tuple[str, str]:
-        """The chat's text before and after the passages, with sentinels in the place of what people say."""
+        """The chat's text before and after the passages, with sentinels in the place of texts."""
         places = [TURN.format(i) for i in range(len(turns))]
         messages = [{"role": t.role, "content": place} for t, place in zip(turns, places, strict=True)]
         ours = [self._config.instruction.strip()]
@@ -157,7 +150,7 @@ class PromptBuilder:
         )
 
     def _render(self, messages: Sequence[Message], names_roles: bool) -> str:
-        """By the reader's own template; "" where it refuses the messages."""
+        """By the model's own template; "" if it refuses the messages."""
         if not getattr(self._tokenizer, "chat_template", None):
             bos = self._tokenizer.bos_token or ""
             if not names_roles:
@@ -173,7 +166,7 @@ class PromptBuilder:
             return ""
 
     def _ids(self, template: str, said: Mapping[str, str] | None = None) -> TokenIds:
-        """Template text with its control tokens; what people said, by sentinel, without any."""
+        """Template text with its control tokens, and texts by sentinel without any."""
         ids: list[int] = []
         for part in filter(None, _SENTINEL.split(template)):
             text = (said or {}).get(part)
@@ -181,12 +174,24 @@ class PromptBuilder:
         return tuple(ids)
 
     def _tokens(self, text: str, literal: bool) -> TokenIds:
-        tokenizer = self._literally if literal else self._tokenizer
+        tokenizer = self._literal if literal else self._tokenizer
         return tuple(tokenizer(text, add_special_tokens=False, split_special_tokens=literal)["input_ids"])
 
 
-def shown(passage: Passage) -> str:
-    """What of a passage stands in a prompt."""
+@lru_cache(maxsize=8)
+def literal_tokenizer(tokenizer: Any) -> Any:
+    """A copy to be called with split_special_tokens, as the tokenizer itself never is.
+
+    Hugging Face keeps that choice in the tokenizer until the next call: two threads would get ids by each other's choice.
+    """
+    tokenizer("", add_special_tokens=False, split_special_tokens=False)
+    own = copy.deepcopy(tokenizer)
+    own("", add_special_tokens=False, split_special_tokens=True)
+    return own
+
+
+def passage_text(passage: Passage) -> str:
+    """A passage as it stands in a prompt."""
     return "\n".join(part.strip() for part in (passage.title, passage.text) if part.strip())
 
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 from blendserve.blend.policies.base import make_policy
 from blendserve.config import BlendConfig, Config, DecodeConfig, changed
 from blendserve.core import Answer, BlendReport, Chunk, Explanation, Passage, Prompt
-from blendserve.engine.prompt import Frame, PromptBuilder, Turn
+from blendserve.engine.prompt import PromptBuilder, PromptFrame, Turn
 from blendserve.errors import ConfigError, InputError, PromptTooLong
 from blendserve.registry import nearest
 from blendserve.timing import Clock
@@ -118,7 +118,7 @@ def make_plan(
         with clock.stage("retrieve"):
             top_k = config.retrieve.top_k if request.top_k is None else request.top_k
             passages = tuple(search(request.question, top_k))
-    prompt = frame.around(_chunks(passages, prompts, frame, space))
+    prompt = frame.with_chunks(_chunks(passages, prompts, frame, space))
     return Plan(prompt, passages, blend, decode, clock)
 
 
@@ -139,16 +139,14 @@ class _Space:
             raise PromptTooLong(tokens, self.room, self.reserved, at_least)
 
 
-def _texts(request: Request) -> Iterator[str]:
-    """All that the asker says, in one way or another."""
-    yield request.question
-    yield from (turn.text for turn in request.turns)
-    for passage in request.passages or ():
-        yield from (passage.title, passage.text)
+def _texts(request: Request) -> list[str]:
+    """All texts of a request."""
+    passages = [text for passage in request.passages or () for text in (passage.title, passage.text)]
+    return [request.question, *(turn.text for turn in request.turns), *passages]
 
 
 def _chunks(
-    passages: Sequence[Passage], prompts: PromptBuilder, frame: Frame, space: _Space
+    passages: Sequence[Passage], prompts: PromptBuilder, frame: PromptFrame, space: _Space
 ) -> Iterator[Chunk]:
     """One after the other, as long as they fit. Raises PromptTooLong."""
     tokens = len(frame)
@@ -204,10 +202,10 @@ Event: TypeAlias = "PrefillDone | TextDelta | Finished | Failed"
 
 
 class Observer(Protocol):
-    """Told on the model's thread how requests fare, by the method that answers them, with seconds of one request.
+    """Called on the model's thread, with the method that answers a request, and seconds of that request.
 
-    dequeued: so long it was queued. step: so many requests make a token. token: since the last one; the first: since the
-    request came.
+    dequeued: its time in the queue. step: number of requests that make a token. token: time since the last token, or of
+    the first one since the request.
     """
 
     def dequeued(self, method: str, seconds: float) -> None: ...

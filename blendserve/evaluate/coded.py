@@ -15,7 +15,7 @@ import torch
 from blendserve.blend.blender import Blender
 from blendserve.blend.chunk_kv import ChunkComputer
 from blendserve.core import ChunkKV, Prompt
-from blendserve.engine.calibration import writing_codec
+from blendserve.engine.codec_fit import writing_codec
 from blendserve.engine.engine import Engine
 from blendserve.errors import ConfigError
 from blendserve.models.model import DecoderModel
@@ -38,18 +38,17 @@ class CodedStore:
 
     def blender(self, raw: Blender, namespace: str) -> Blender:
         """A blender like `raw` over the coded chunks."""
-        made = raw.like(self.store, namespace)
-        made.codec = self.codec
+        made = raw.over(self.store, namespace)
+        made.writer.codec = self.codec
         return made
 
-    def fill(self, source: KVStore, chunks: Iterable[ChunkKey], prefix: ChunkKey) -> None:
-        """Code the chunks of the source, and copy the prefix as it is. Missing chunks are skipped."""
-        keys = (prefix, *chunks)
+    def fill(self, source: KVStore, chunks: Iterable[ChunkKey]) -> None:
+        """Code the chunks of the source. Missing chunks are skipped."""
+        keys = list(chunks)
         known = self.store.contains(keys)
         for key in (key for key in keys if key not in known):
             if (record := read_record(source, key)) is not None:
-                coded = record if key == prefix else ChunkRecord.encode(key, decode(record), self.codec)
-                self.store.put(key, coded, pin=True)
+                self.store.put(key, ChunkRecord.encode(key, decode(record), self.codec), pin=True)
 
     def drop(self, keys: Iterable[ChunkKey]) -> None:
         """Delete these chunks."""

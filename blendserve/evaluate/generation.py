@@ -49,7 +49,7 @@ def answer(
 ) -> Generation:
     """Prefill, decode greedily, then compute the logits at the tokens of `reference`; None: at its own tokens.
 
-    A reference that is a text to continue may be longer than the answer. prefix_kv: replaces the stored prefix. Raises
+    A reference that is a text to continue may be longer than the answer. prefix_kv: in place of the cached prefix. Raises
     StoreError when precomputed KV has left the store: another method would be measured.
     """
     clock, adapter = Clock(reader.adapter.device), reader.adapter

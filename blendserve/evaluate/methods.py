@@ -19,7 +19,7 @@ from blendserve.config import BlendConfig, KVContext, Method, changed
 from blendserve.errors import ConfigError
 from blendserve.evaluate import edits
 from blendserve.registry import CODECS, CORRECTIONS, POLICIES, codec_word, nearest, parse_codec
-from blendserve.registry import REUSE as REUSE_SETTINGS
+from blendserve.registry import FULL_REUSE as REUSE_SETTINGS
 
 if TYPE_CHECKING:  # imports torch; --help imports this module
     from blendserve.blend.policies.base import Policy

@@ -62,16 +62,16 @@ class PromptStores:
     ) -> Iterator[None]:
         """Compute and store the prompt's KV in every form that the methods read, and keep it in the block."""
         chunks, keys = [chunk.ids for chunk in prompt.chunks], dict[ChunkKey, TokenIds]()
-        store, prefix = self._engine.store, self._engine.blender.key(prompt.prefix, ())
+        store = self._engine.store
         try:
             for context in dict.fromkeys(m.kv_context for m in methods):
                 keys |= {self.raw[context].key(ids): ids for ids in chunks if ids}
-                self.raw[context].precompute(chunks)
+                self.raw[context].writer.precompute(chunks)
             for coded in self._coded.values():
-                coded.fill(store, keys, prefix)
+                coded.fill(store, keys)
             for context, edit in dict.fromkeys((m.kv_context, m.edit) for m in methods):
                 if edit:
-                    self._edited[context, edit] = self._before_edit(context, previous(edit), prefix)
+                    self._edited[context, edit] = self._before_edit(context, previous(edit))
             yield
         finally:
             self._edited.clear()
@@ -80,16 +80,14 @@ class PromptStores:
             if self._evicts:
                 store.pin(keys, pinned=False)
 
-    def _before_edit(
-        self, context: KVContext | None, chunks: Sequence[TokenIds], prefix: ChunkKey
-    ) -> Blender:
-        """A blender over a store in memory with these chunks, an index of near-duplicates, and the prefix."""
+    def _before_edit(self, context: KVContext | None, chunks: Sequence[TokenIds]) -> Blender:
+        """A blender over a store in memory with these chunks, and an index of near-duplicates."""
         raw = self.raw[context]
-        made = raw.like(MemoryStore(self._engine.config.store.cap_bytes), self._namespace)
-        for key in (prefix, *(raw.key(ids) for ids in chunks)):
+        made = raw.over(MemoryStore(self._engine.config.store.cap_bytes), self._namespace)
+        for key in map(raw.key, chunks):
             if (record := read_record(self._engine.store, key)) is not None:
                 made.store.put(key, record, pin=True)
-        made.precompute(chunks)
+        made.writer.precompute(chunks)
         made.near.refresh()
         return made
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
 
-from blendserve.engine.calibration import writing_codec
+from blendserve.engine.codec_fit import writing_codec
 from blendserve.engine.engine import Engine
 from blendserve.errors import InputError, StoreUnavailable
 from blendserve.kdn.catalogue import Catalogue
@@ -62,12 +62,12 @@ def publish(
             "there is room"
         )
     codecs = _codecs(engine, words[1:])
-    coding = LevelCoder(engine.store, words, codecs, engine.blender.key(engine.prompts.prefix, ()))
+    coding = LevelCoder(engine.store, words, codecs)
     directory: dict[ChunkKey, Entry] = {}
     for n, (key, n_tokens) in enumerate(tokens.items(), start=1):
         directory[key] = Entry(n_tokens, tuple(coding.sizes(key)))
         done(n, len(tokens))
-    catalogue, moves = Catalogue(engine.store), engine.blender.priors.kept_as()
+    catalogue, moves = Catalogue(engine.store), engine.blender.priors.hash()
     tables = coding.tables | ({moves} if moves else set())
     collection = describe(
         engine.store,
@@ -156,23 +156,18 @@ def _levels(engine: Engine, more: Sequence[str]) -> tuple[str, ...]:
 
 
 def _tokens(engine: Engine) -> dict[ChunkKey, int]:
-    """The prefix and every chunk of the index, with its tokens."""
+    """Every chunk of the index, with its number of tokens."""
     assert engine.index is not None
-    chunks = {
-        engine.blender.key(ids): len(ids) for ids in engine.prompts.chunk_ids(engine.index.passages) if ids
-    }
-    prefix = engine.prompts.prefix
-    return ({engine.blender.key(prefix, ()): len(prefix)} if prefix else {}) | chunks
+    chunks = engine.prompts.chunk_ids(engine.index.passages)
+    return {engine.blender.key(ids): len(ids) for ids in chunks if ids}
 
 
 class LevelCoder:
     """Codes chunks at further levels, beside the first."""
 
-    def __init__(
-        self, store: KVStore, words: Sequence[str], codecs: Mapping[str, Codec], prefix: ChunkKey
-    ) -> None:
-        """words: the levels. codecs: of those behind the first. prefix: stays as it is at every level."""
-        self._store, self._words, self._codecs, self._prefix = store, words, codecs, prefix
+    def __init__(self, store: KVStore, words: Sequence[str], codecs: Mapping[str, Codec]) -> None:
+        """words: the levels. codecs: of those after the first."""
+        self._store, self._words, self._codecs = store, words, codecs
         self.tables: set[bytes] = set()  # that the chunks need
 
     def sizes(self, key: ChunkKey) -> Iterator[int]:
@@ -196,8 +191,6 @@ class LevelCoder:
         found = read_record(self._store, key)
         if found is None:
             raise StoreUnavailable("a chunk has just gone from the store: publish again when there is room")
-        if key == self._prefix:  # as it is, at every level: all of a prompt looks at it
-            return found
         try:
             kv = replace(decode(found, self._store.blobs.get), ids=())
         except Undecodable as error:

@@ -12,9 +12,9 @@ from functools import partial
 from typing import Any
 
 from blendserve.config import Config, ServeConfig
+from blendserve.engine.documents import Collections
 from blendserve.engine.engine import Engine, made_for
 from blendserve.engine.fair_executor import BackgroundThrottle, FairExecutor
-from blendserve.engine.library import Library
 from blendserve.engine.prompt import PromptBuilder
 from blendserve.engine.request import Plan, make_plan
 from blendserve.errors import Stopping
@@ -47,7 +47,7 @@ class RayEngineClient:
     def __init__(
         self,
         config: Config,
-        library: Library,
+        library: Collections,
         http: ServeConfig,
         tokenizer: Any,
         prompts: PromptBuilder,
@@ -127,6 +127,6 @@ def serve_cluster(
         prompts = PromptBuilder(tokenizer, config.prompt)
         embedder = Embedder.load(config.retrieve.embedder)
         made = made_for(facts.name, facts.dtype, facts.fingerprint, prompts)
-        library = Library.open(VectorIndex.open(folder, embedder, **made), folders, prompts)
+        library = Collections.open(VectorIndex.open(folder, embedder, **made), folders, prompts)
         client = RayEngineClient(config, library, settings.serve, tokenizer, prompts, group)
         HttpServer(create_engine_app(client), client).run()

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 from blendserve.blend.chunk_kv import STACK_TOKENS, in_stacks
 from blendserve.blend.precompute import PrecomputeReport, PrecomputeRun
 from blendserve.core import TokenIds
+from blendserve.engine.documents import Progress
 from blendserve.engine.engine import Engine
-from blendserve.engine.library import Progress
 from blendserve.errors import BlendserveError, ClusterUnavailable, ConfigError
 from blendserve.ray.cluster import WorkerResources, can_fit_worker, cluster, import_ray, worker_config
 from blendserve.registry import STORES
@@ -70,7 +70,7 @@ class PrecomputeActor:
         """Compute and store what is missing of a batch, but chunks that other processes have leased."""
         self.ready()
         assert self._engine is not None
-        report = self._engine.blender.precompute(chunks, others="leave")
+        report = self._engine.blender.writer.precompute(chunks, on_leased="skip")
         return Computed(report.computed, report.tokens, report.bytes, sum(map(len, chunks)))
 
 
@@ -112,18 +112,16 @@ def precompute(
     `progress(tokens done, tokens in all)`. Raises StoreError and what opening an engine raises; ClusterUnavailable where
     no machine has room for a worker. Chunks that were stored stay.
     """
-    run = PrecomputeRun(progress)
-    first = engine.blender.precompute([])
-    run.count(first.computed, first.tokens, first.bytes)
-    missing = engine.blender.missing(chunks)
-    run.total = sum(map(len, missing))
+    writer = engine.blender.writer
+    missing = writer.missing(chunks)
+    run = PrecomputeRun(progress, sum(map(len, missing)))
     if missing:
         batches = [list(batch) for batch in in_stacks(missing, STACK_TOKENS)]
         actors = Actors(open_engine, engine.blender.key(PROBE), min(workers, len(batches)), resources)
         for computed in actors.map(batches):
             run.count(computed.chunks, computed.tokens, computed.n_bytes)
-            run.step(computed.done)
-    last = engine.blender.precompute(chunks)
+            run.advance(computed.done)
+    last = writer.precompute(chunks)
     run.count(last.computed, last.tokens, last.bytes)
     return run.report(last.chunks, last.left)
 

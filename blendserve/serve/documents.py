@@ -11,8 +11,8 @@ from typing import Annotated, Any, TypeVar
 from fastapi import APIRouter, Depends, Query
 
 from blendserve.core import Document, Passage, TokenIds
-from blendserve.engine.library import Documents
-from blendserve.engine.prompt import shown
+from blendserve.engine.documents import Documents
+from blendserve.engine.prompt import passage_text
 from blendserve.errors import InputError, NotFound
 from blendserve.retrieve import VectorIndex
 from blendserve.serve.auth import LimitedTenantDep, ServerState, TenantDep, server_state
@@ -56,12 +56,12 @@ async def add_documents(body: DocumentsRequest, state: StateDep, tenant: TenantD
         added, replaced = list[Passage](), list[Passage]()
 
         def put(document: Document) -> None:
-            _, new, old = _documents(state, index).put([document])
+            _, new, old = _documents(state, index).stage([document])
             added.extend(new)
             replaced.extend(old)
 
         def save() -> None:
-            _documents(state, index).settle(replaced)
+            _documents(state, index).commit(replaced)
 
         try:
             for document in body.documents:
@@ -218,7 +218,7 @@ async def list_chunks(
     blender, prompts = client.batch.blender(tenant.namespace), client.engine.prompts
 
     def look_up() -> tuple[int, list[tuple[Passage, TokenIds, ChunkKey]]]:
-        found = list(_matching(client, index, search, lambda p: (p.id, shown(p))))
+        found = list(_matching(client, index, search, lambda p: (p.id, passage_text(p))))
         page = [(passage, prompts.chunk(passage).ids) for passage in found[offset : offset + limit]]
         return len(found), [(passage, ids, blender.key(ids)) for passage, ids in page]
 
@@ -275,24 +275,24 @@ def _documents(state: State, index: VectorIndex) -> Documents:
     client = state.backend
     namespaces = client.batch.namespaces | state.keys.namespaces()
     others = [other for other in client.collections.indexes.values() if other is not index]
-    blenders = [client.batch.blender(namespace) for namespace in namespaces]
-    return Documents(index, client.engine.prompts, blenders, others)
+    writers = [client.batch.blender(namespace).writer for namespace in namespaces]
+    return Documents(index, client.engine.prompts, writers, others)
 
 
 async def _precompute(
     client: LocalEngineClient, tenant: Tenant, passages: Sequence[Passage], job: Job
 ) -> None:
     """In batches, as the tokens of a collection may not fit in memory."""
-    distinct = list({text: p for p in passages if (text := shown(p))}.values())
+    distinct = list({text: p for p in passages if (text := passage_text(p))}.values())
     job.chunks = len(distinct)
-    blender, n_before = client.batch.blender(tenant.namespace), 0
+    writer, n_before = client.batch.blender(tenant.namespace).writer, 0
     for batch in _batches(distinct, BATCH):
         chunks = await client.collections.run(tenant, _chunk_ids, client, batch, background=True)
 
         def progress(n: int, n_before: int = n_before) -> None:
             job.computed = n_before + n
 
-        await asyncio.wrap_future(client.batch.background.precompute(blender, chunks, progress, tenant.name))
+        await asyncio.wrap_future(client.batch.precompute(writer, chunks, progress, tenant.name))
         n_before += len(batch)
 
 
@@ -310,7 +310,7 @@ def _chunk_ids(client: LocalEngineClient, passages: Sequence[Passage]) -> list[T
 
 
 def _too_long(passage: Passage, limit: int) -> InputError:
-    start = repr(shown(passage)[:40])
+    start = repr(passage_text(passage)[:40])
     return InputError(f"the passage that begins with {start} has more than {limit} tokens: shorten it")
 
 

@@ -15,10 +15,10 @@ from typing import Any, Protocol, TypeVar
 from blendserve.config import Config, HttpConfig, ServeConfig
 from blendserve.core import Answer, Passage
 from blendserve.engine.batch_engine import BatchEngine
+from blendserve.engine.documents import Collections
 from blendserve.engine.engine import Engine
 from blendserve.engine.fair_executor import BackgroundThrottle, FairExecutor
 from blendserve.engine.generate import Sequence
-from blendserve.engine.library import Library
 from blendserve.engine.request import Event, Failed, Finished, Plan, PrefillDone, Request
 from blendserve.errors import InputError, NotFound
 from blendserve.retrieve import VectorIndex
@@ -108,7 +108,7 @@ class TenantCollections:
     indexes: by name.
     """
 
-    def __init__(self, library: Library, executor: FairExecutor) -> None:
+    def __init__(self, library: Collections, executor: FairExecutor) -> None:
         self._library, self.indexes, self.executor = library, library.collections, executor
 
     def names(self, tenant: Tenant) -> list[str]:
@@ -186,7 +186,7 @@ class EngineClient(Backend, Protocol):
 class LocalEngineClient:
     """An engine and collections in this process. Raises ModelUnsupported for a model that fails the gate."""
 
-    def __init__(self, engine: Engine, library: Library, http: ServeConfig) -> None:
+    def __init__(self, engine: Engine, library: Collections, http: ServeConfig) -> None:
         """The engine is its opener's to close."""
         self.engine, self.config, self.http = engine, engine.config, http
         self.namespace = engine.config.store.namespace

@@ -17,8 +17,8 @@ from fastapi import FastAPI
 
 from blendserve import console
 from blendserve.config import Config, ServeConfig, check_binding
+from blendserve.engine.documents import Collections
 from blendserve.engine.engine import Engine
-from blendserve.engine.library import Library
 from blendserve.kdn.pull import resolve
 from blendserve.serve.app import create_local_app
 from blendserve.serve.engine_client import Backend, LocalEngineClient
@@ -36,7 +36,7 @@ def serve(settings: Config, indexes: Sequence[str]) -> None:
     config, folders = local_indexes(settings, indexes)
     with Engine.open(folders[0], config) as engine:
         assert engine.index is not None
-        run(engine, Library.open(engine.index, folders, engine.prompts), settings.serve)
+        run(engine, Collections.open(engine.index, folders, engine.prompts), settings.serve)
 
 
 def local_indexes(settings: Config, indexes: Sequence[str]) -> tuple[Config, list[str]]:
@@ -50,7 +50,7 @@ def local_indexes(settings: Config, indexes: Sequence[str]) -> tuple[Config, lis
 
 
 def run(
-    engine: Engine, library: Library, serve: ServeConfig, announce: Callable[[str], None] = console.note
+    engine: Engine, library: Collections, serve: ServeConfig, announce: Callable[[str], None] = console.note
 ) -> None:
     """Serve an open engine until told to stop."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)

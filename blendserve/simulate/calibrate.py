@@ -79,11 +79,11 @@ class Node:
             self._engine = None
 
     def precompute(self, namespace: str, with_chunks: bool = True) -> None:
-        """Store the prefix, and all chunks, on the server."""
+        """Store all chunks on the server, or none."""
         valkey = {"url": self._url, "deadline_s": DEADLINE_S}
         store = StoreConfig(kind=SHARED_STORE, namespace=namespace, valkey=valkey)
         with Engine.open(Config(store=store.model_dump()), reader=self.reader) as engine:
-            engine.blender.precompute(self._ids if with_chunks else [])
+            engine.blender.writer.precompute(self._ids if with_chunks else [])
 
     def request(self, chunks: list[int], cached: bool = True) -> dict[str, Any]:
         """Answer one request -> TTFT and seconds after it, chunks by tier, and the chunks in memory if `cached`."""

@@ -17,7 +17,6 @@ from blendserve.store import ChunkRecord, MemoryStore, read_record
 from blendserve.store.codecs.base import Coding
 from blendserve.store.view import RecordView
 from tests.support.blending import (
-    PREFIX,
     LeakyStore,
     assert_near,
     check_report,
@@ -49,14 +48,13 @@ def flip_header(place: OnDisk, maker: Blender) -> None:
 
 
 def flip_layers(place: OnDisk, maker: Blender) -> None:
-    for key in (maker.key(CHUNKS[1]), maker.key(PREFIX, ())):
-        place.damage(key, named("flipped layer 1"))
+    place.damage(maker.key(CHUNKS[1]), named("flipped layer 1"))
 
 
 def put_wrong_record(place: OnDisk, maker: Blender) -> None:
     """Of another chunk, under a chunk's key."""
     with place.open() as store:
-        put_kv(store, maker.key(CHUNKS[1]), maker.computer(PREFIX).compute([some_ids(3)])[0])
+        put_kv(store, maker.key(CHUNKS[1]), maker.writer.chunks.compute([some_ids(3)])[0])
 
 
 def put_foreign_codec(place: OnDisk, maker: Blender) -> None:
@@ -71,7 +69,7 @@ def put_foreign_codec(place: OnDisk, maker: Blender) -> None:
     ("damage", "counts", "kind", "absent"),
     [
         (flip_header, (4, 0, 1), "corrupt", (CHUNKS[1],)),
-        (flip_layers, (4, 0, 1), "corrupt", ((), CHUNKS[1])),
+        (flip_layers, (4, 0, 1), "corrupt", (CHUNKS[1],)),
         (put_wrong_record, (4, 0, 1), "corrupt", (CHUNKS[1],)),
         (put_foreign_codec, (4, 1, 0), "codec", (CHUNKS[1],)),
     ],
@@ -86,7 +84,7 @@ def test_an_unusable_chunk_counts_as_missing_and_is_replaced(
     place, as_if_missing = OnDisk(tmp_path, ROOMY), tiny_blender(MemoryStore(ROOMY), *CHUNKS)
     whole = as_if_missing.run(PROMPT, BLEND)
     for ids in absent:
-        as_if_missing.store.delete([as_if_missing.key(ids) if ids else as_if_missing.key(PREFIX, ())])
+        as_if_missing.store.delete([as_if_missing.key(ids)])
     with place.open() as store:
         maker = tiny_blender(store, *CHUNKS)
     damage(place, maker)
@@ -95,9 +93,9 @@ def test_an_unusable_chunk_counts_as_missing_and_is_replaced(
         hurt = maker.run(PROMPT, BLEND)
         assert found(hurt.report) == counts
         assert [(unusable.chunk, unusable.kind) for unusable in hurt.report.unusable] == [(1, kind)]
-        assert hurt.missing == absent
+        assert tuple(chunk.ids for chunk in hurt.missing) == absent
         assert torch.equal(hurt.result.logits, as_if_missing.run(PROMPT, BLEND).result.logits)
-        assert run(maker.write_back(hurt.missing)) == len(absent)
+        assert run(maker.writer.write_back(hurt.missing)) == len(absent)
         healed = maker.run(PROMPT, BLEND)
         assert_near(healed.result.logits, whole.result.logits)
         assert (found(healed.report), healed.report.unusable) == ((5, 0, 0), ())
@@ -126,13 +124,13 @@ def test_a_check_layer_that_the_reader_does_not_have_is_refused(layers: tuple[in
 def test_precompute_skips_stored_chunks_and_duplicates_and_counts() -> None:
     store, seen = MemoryStore(ROOMY), list[tuple[int, int]]()
     maker = tiny_blender(store)
-    first = maker.precompute([*CHUNKS, CHUNKS[0]], lambda done, total: seen.append((done, total)))
-    assert (first.chunks, first.computed, first.skipped, first.tokens) == (6, 6, 0, 5 + 53)
-    assert first.bytes == 58 * maker.adapter.kv_bytes_per_token == store.stats().bytes
+    first = maker.writer.precompute([*CHUNKS, CHUNKS[0]], lambda done, total: seen.append((done, total)))
+    assert (first.chunks, first.computed, first.skipped, first.tokens) == (5, 5, 0, 53)
+    assert first.bytes == 53 * maker.adapter.kv_bytes_per_token == store.stats().bytes
     assert seen == [(14, 53), (23, 53), (43, 53), (44, 53), (53, 53)]
-    second = maker.precompute([*CHUNKS, some_ids(4, 77)])
-    assert (second.computed, second.skipped, second.tokens) == (1, 6, 4)
-    assert maker.missing(CHUNKS) == []
+    second = maker.writer.precompute([*CHUNKS, some_ids(4, 77)])
+    assert (second.computed, second.skipped, second.tokens) == (1, 5, 4)
+    assert maker.writer.missing(CHUNKS) == []
 
 
 @pytest.mark.parametrize(
@@ -141,7 +139,7 @@ def test_precompute_skips_stored_chunks_and_duplicates_and_counts() -> None:
         ({"method": "blend"}, (), False, "stored | stored, not stored, moved, not stored, moved"),
         ({"method": "prefix"}, (), False, "stored | stored" + 4 * ", not looked up"),
         ({"method": "full"}, (), False, "not looked up | not looked up" + 4 * ", not looked up"),
-        ({"method": "blend"}, (), True, "not stored | unusable" + 4 * ", unusable"),
+        ({"method": "blend"}, (), True, "stored | unusable" + 4 * ", unusable"),
         ({"method": "blend"}, (3,), False, "stored | stored, not stored, unusable, not stored, moved"),
         ({"near": True, "method": "blend"}, (), False, "stored | stored, no donor, moved, no donor, moved"),
     ],

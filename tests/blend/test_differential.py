@@ -17,7 +17,7 @@ from blendserve.blend.blender import Prefilled
 from blendserve.blend.priors import Priors
 from blendserve.config import BlendConfig, changed
 from blendserve.core import Chunk, Prompt, Span, TokenIds
-from blendserve.registry import CORRECTIONS, POLICIES, REUSE
+from blendserve.registry import CORRECTIONS, FULL_REUSE, POLICIES
 from tests.support.blending import (
     LeakyStore,
     OneOff,
@@ -47,7 +47,6 @@ class Case:
     kind: str
     prompt: Prompt
     stored: tuple[TokenIds, ...]
-    has_prefix: bool
     context: TokenIds  # what stored chunks were computed behind
     edited: int | None  # the position of the token in which the prompt's copy of DONOR differs
     blend: BlendConfig
@@ -68,7 +67,7 @@ class Case:
     def pieces(self) -> Iterator[Piece]:
         """Where the KV of the prompt's tokens is stored."""
         prompt = self.prompt
-        if self.has_prefix and prompt.prefix and self.blend.method != "full":
+        if prompt.prefix and self.blend.method != "full":
             yield Piece(Span(0, len(prompt.prefix)), prompt.prefix, 0, ())
         for i in self.looked_up:
             span, chunk = prompt.spans[i], prompt.chunks[i]
@@ -123,7 +122,6 @@ def cases(draw: st.DrawFn) -> Case:
         kind=draw(st.sampled_from(BLEND_KINDS)),
         prompt=Prompt(base.prefix, tuple(chunks), base.suffix),
         stored=stored,
-        has_prefix=draw(st.booleans()),
         context=draw(st.sampled_from([base.prefix, base.prefix, base.prefix[:1], ()])),
         edited=edited,
         blend=blend,
@@ -139,8 +137,6 @@ def run(case: Case) -> tuple[Prefilled, TracedCache]:
     maker = tiny_blender(store, *case.stored, adapter=adapter, prefix=prefix, context=context)
     maker.priors.use(case.known)
     store.broken = {maker.key(ids) for ids in case.damaged}
-    if not case.has_prefix:
-        store.delete([maker.key(case.prompt.prefix, ())])
     maker.near.refresh()
     cache = TracedCache(adapter, len(case.prompt))
     return maker.run(case.prompt, case.blend, cache=cache), cache
@@ -151,7 +147,7 @@ def check(case: Case) -> None:
     adapter, prompt = tiny_adapter(case.kind), case.prompt
     done, cache = run(case)
     if case.blend.method == "reuse":
-        case = replace(case, blend=changed(case.blend, **REUSE))
+        case = replace(case, blend=changed(case.blend, **FULL_REUSE))
     start = start_from(adapter, prompt, list(case.pieces()))
     left = torch.cat([(~start.known).nonzero()[:, 0], done.result.recomputed]).sort().values
     rows = [*cache.rows, left]
@@ -286,7 +282,7 @@ def test_a_prompt_of_one_chunk_many_times() -> None:
     """Three recomputed tokens are the same token of the same chunk, so they show nothing of how others move."""
     prompt = Prompt((), (Chunk((40, 52)),) * 4, (78,))
     blend = BlendConfig(method="blend", ratio=0.3, correction="ridge")
-    check(Case("llama-yarn", prompt, ((40, 52),), False, (), None, blend, 0.0))
+    check(Case("llama-yarn", prompt, ((40, 52),), (), None, blend, 0.0))
 
 
 def example(kind: str = "llama-yarn", **options: Any) -> Case:
@@ -296,7 +292,7 @@ def example(kind: str = "llama-yarn", **options: Any) -> Case:
     prompt = Prompt(base.prefix, tuple(chunks), base.suffix)
     stored = (*(base.chunks[i].ids for i in (0, 1, 3)), DONOR)
     blend = BlendConfig(**{"method": "blend", "ratio": 0.3, "near": True, **options})
-    return Case(kind, prompt, stored, True, prompt.prefix, 20, blend, 0.3)
+    return Case(kind, prompt, stored, prompt.prefix, 20, blend, 0.3)
 
 
 @EVERY_KIND

@@ -9,12 +9,13 @@ import torch
 
 from blendserve.blend.blender import Blender, Prefilled
 from blendserve.blend.cost import CostModel
-from blendserve.config import BlendConfig
+from blendserve.config import BlendConfig, changed
 from blendserve.core import run as run_steps
-from blendserve.fetch.fetcher import KVFetcher
+from blendserve.fetch.fetcher import ChunkRequest, KVFetcher
 from blendserve.fetch.link import DEAD_LINK_S, PROBE_PAUSE, PROBE_S, LinkEstimator
-from blendserve.store import KVStore, LayeredStore, MemoryStore
-from blendserve.store.request_reads import LOCAL, REMOTE
+from blendserve.store import ChunkRecord, KVStore, LayeredStore, MemoryStore, chunk_key
+from blendserve.store.codecs.raw import Raw
+from blendserve.store.request_reads import LOCAL
 from tests.support.blending import check_report, some_prompt, tiny_blender
 from tests.support.links import FarStore
 
@@ -38,8 +39,12 @@ def blender(store: KVStore, row_s: float = ROW_S, link: LinkEstimator | None = N
 def far() -> FarStore:
     """Holds every chunk."""
     store = FarStore(MemoryStore(CAP))
-    blender(store).precompute(CHUNKS)
+    blender(store).writer.precompute(CHUNKS)
     return store
+
+
+def probe(by: Blender) -> None:
+    by.fetcher.warm_up([ChunkRequest(by.key(CHUNKS[0]), len(CHUNKS[0]))])
 
 
 def run(by: Blender, blend: BlendConfig = AUTO) -> Prefilled:
@@ -65,38 +70,37 @@ def test_chunks_that_are_slower_to_fetch_are_computed_but_for_a_fixed_method_or_
     assert kinds(done) == [SLOW] * FILLED
     assert (done.report.method, done.report.chunks_hit, done.report.chunks_missing) == ("prefix", 0, FILLED)
     here = MemoryStore(CAP)
-    blender(here).precompute([])
     fresh = blender(here).run(PROMPT, BlendConfig())
     assert torch.equal(done.result.logits, fresh.result.logits)
-    assert run_steps(made.write_back(done.missing)) == 0  # they are stored there
+    assert run_steps(made.writer.write_back(done.missing)) == 0  # they are stored there
     fixed = run(made, BlendConfig(method="blend"))
     assert (fixed.report.chunks_hit, kinds(fixed)) == (FILLED, [])
     far.is_far = False
     assert kinds(run(made)) == []
 
 
-def test_the_time_that_stored_kv_saves(far: FarStore) -> None:
-    """By the token, and of the prefix: without it its rows run, and the first chunk is not exact."""
+def test_requests_tell_what_their_chunks_save_and_take_to_compute(far: FarStore) -> None:
+    """With a row a second: the rows that a prefill does not run, and those of the chunk alone."""
     made, blend = blender(far, row_s=1.0), BlendConfig(method="blend", ratio=0.5)
-    keys = {i: made.key(ids) for i, ids in enumerate(CHUNKS)}
-    of_prefix, *requests = made.requests(PROMPT, BlendConfig(method="auto", ratio=0.5), keys)
-    prefix_key = made.key(PROMPT.prefix, ())
-    whole = run(made, blend).result.cost
-    far.delete([prefix_key])
-    more = (run(blender(far, row_s=1.0), blend).result.cost - whole) * len(PROMPT)
-    assert of_prefix.key == prefix_key
-    assert of_prefix.saved_s == pytest.approx(more)
-    assert more > len(PROMPT.prefix)
-    assert all(0 <= (r.saved_s or 0.0) <= r.n_tokens for r in requests)
+    keys = {i: made.key(ids) for i, ids in enumerate(CHUNKS) if ids}
+    auto = changed(blend, method="auto")
+    requests = made.planner.requests(PROMPT, auto, keys, PROMPT.prefix)
+    ran = run(made, blend).result.cost * len(PROMPT)
+    assert sum(r.saved_s or 0.0 for r in requests.values()) == pytest.approx(
+        TOKENS + len(PROMPT.suffix) - ran
+    )
+    assert [(r.key, r.n_tokens, r.compute_s) for r in requests.values()] == [
+        (keys[i], len(CHUNKS[i]), len(CHUNKS[i])) for i in keys
+    ]
 
 
 def test_chunks_of_this_machine_are_used_over_a_slow_link_too(far: FarStore) -> None:
     near = MemoryStore(CAP)
-    blender(near).precompute([ids for ids in CHUNKS if ids != CHUNKS[3]])
+    blender(near).writer.precompute([ids for ids in CHUNKS if ids != CHUNKS[3]])
     far.token_s = SLOW_S
     with LayeredStore(near, far) as both:
         made = blender(both, link=LinkEstimator(far.clock))
-        made.warm_up()
+        probe(made)
         done = run(made)
         made.fetcher.wait()
     assert [(unusable.chunk, unusable.kind) for unusable in done.report.unusable] == [(3, SLOW)]
@@ -107,15 +111,15 @@ def test_chunks_that_no_machine_has_are_stored_over_a_slow_link_too() -> None:
     far = FarStore(MemoryStore(CAP))
     far.latency_s = 100.0
     made = blender(far)
-    made.warm_up()
-    assert run_steps(made.write_back(run(made).missing)) == FILLED + 1  # with the prefix
-    assert len(list(far.keys())) == FILLED + 1
+    probe(made)
+    assert run_steps(made.writer.write_back(run(made).missing)) == FILLED
+    assert len(list(far.keys())) == FILLED
 
 
 def test_a_link_that_became_fast_is_used_again(far: FarStore) -> None:
     """Each request over a slow link starts a sample, once the last one is old enough."""
     made, far.token_s = blender(far), SLOW_S
-    made.warm_up()
+    probe(made)
     assert kinds(run(made)) == [SLOW] * FILLED
     far.token_s = 0.0
     for _ in range(30):
@@ -146,7 +150,7 @@ def test_samples_use_a_fiftieth_of_a_link_and_a_dead_one_is_tried_each_minute(
 def test_a_round_trip_counts_once_a_request(far: FarStore) -> None:
     link, far.latency_s = LinkEstimator(far.clock), 0.01
     assert link.seconds(1) is None
-    blender(far, link=link).warm_up()
+    probe(blender(far, link=link))
     assert link.seconds(TOKENS) == pytest.approx(0.01)
     link.record(0.01 + 2.0, TOKENS)
     assert link.seconds(TOKENS) == pytest.approx(0.01 + 2.0 / 2)  # the mean of both rates
@@ -154,40 +158,20 @@ def test_a_round_trip_counts_once_a_request(far: FarStore) -> None:
     assert link.seconds(TOKENS) == pytest.approx(0.01 + 2.0 / 2 + 3.0)
 
 
-# The prefix of every prompt
-
-
-@pytest.mark.parametrize("first", [REMOTE, LOCAL])  # a copy here says nothing of the next copy
-def test_the_prefix_is_fetched_by_the_first_request_alone(far: FarStore, first: str) -> None:
-    expected = blender(MemoryStore(CAP))
-    expected.precompute(CHUNKS)
-    whole, made, far.tier = run(expected, BLEND), blender(far), first
-    for tier in (first, LOCAL, LOCAL):
-        done = run(made, BLEND)
-        assert torch.equal(done.result.logits, whole.result.logits)
-        assert done.report.tokens_exact == whole.report.tokens_exact
-        assert done.explanation.parts[0].tier == tier
-    assert far.fetched[made.key(PROMPT.prefix, ())] == 1
-    assert far.fetched[made.key(CHUNKS[0])] == 3
-
-
-def test_an_engine_that_opens_fetches_the_prefix_for_all_namespaces(far: FarStore) -> None:
+def test_no_store_is_asked_for_a_prefix(far: FarStore) -> None:
+    """It is computed once and kept in memory, for all namespaces; a record that an older release stored is ignored."""
     made = blender(far)
-    made.warm_up()
-    run(made.like(far, "another"), BLEND)
-    run(made, BLEND)
-    assert far.fetched[made.key(PROMPT.prefix, ())] == 1
-
-
-def test_other_prefixes_and_those_of_this_machine_are_looked_up_each_time(far: FarStore) -> None:
-    made, other = blender(far), replace(PROMPT, prefix=PROMPT.prefix[::-1])
-    run(made, BLEND)
-    done = made.run(other, BLEND)
-    assert far.fetched[made.key(other.prefix, ())] == 1
-    assert done.missing[0] == ()
-    far.is_far = False
-    for _ in range(2):
-        run(blender(far), BLEND)
-    assert far.fetched[made.key(PROMPT.prefix, ())] == 3
-    far.delete([made.key(PROMPT.prefix, ())])
-    assert [run(blender(far), BLEND).missing for _ in range(2)] == [((),)] * 2
+    old = chunk_key("reader", (), PROMPT.prefix, str(made.adapter.dtype))
+    far.put(old, ChunkRecord.encode(old, made.writer.chunks.compute([CHUNKS[0]])[0], Raw()))
+    whole = run(blender(MemoryStore(CAP)), BLEND)
+    for by, prompt in (
+        (made, PROMPT),
+        (made.over(far, "another"), PROMPT),
+        (made, replace(PROMPT, prefix=(7, 8))),
+    ):
+        done = by.run(prompt, BLEND)
+        assert done.report.tokens_exact >= len(prompt.prefix)
+        assert done.explanation.parts[0].tier == LOCAL
+    assert far.fetched[old] == 0
+    assert far.expected == len([ids for ids in CHUNKS if ids]) * 3
+    assert whole.report.tokens_exact == len(PROMPT.prefix)

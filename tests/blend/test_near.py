@@ -20,7 +20,7 @@ from blendserve.store import shingles as near_index
 from blendserve.store.codecs.base import forget_ready
 from blendserve.store.codecs.int8 import Int8
 from blendserve.store.shingles import SURE, NearIndex, fingerprints
-from tests.support.blending import PREFIX, LeakyStore, check_report, some_ids, tiny_blender
+from tests.support.blending import PREFIX, LeakyStore, check_report, missing, some_ids, tiny_blender
 from tests.support.codecs import Toy
 from tests.support.stores import ROOMY, FaultyStore
 
@@ -116,10 +116,10 @@ def test_donors_are_of_the_same_reader_prefix_and_namespace(
     store = MemoryStore(ROOMY)
     of = {whose: whose_blender(store, *whose) for whose in WHOSE}
     for whose in stored:
-        of[whose].precompute([OLD])
+        of[whose].writer.precompute([OLD])
     mine = [of[asking].key(OLD).hex()] if asking in stored else []
     assert donors_of(ask(of[asking], FIRST, NEW, prefix=asking[1])) == mine
-    run(of[asking].write_back([NEW]))
+    run(of[asking].writer.write_back(missing(NEW)))
     for whose, by in of.items():
         theirs = {by.key(ids).hex() for ids in (OLD, NEW)}
         assert set(donors_of(ask(by, FIRST, (*NEW, 3), prefix=whose[1]))) <= theirs
@@ -131,7 +131,7 @@ def test_a_donor_that_was_deleted_is_a_miss_until_it_is_stored_again() -> None:
     assert by.near.find({3: NEW}, lambda donors: {}) == {3: ((), (by.key(OLD),))}  # deleted between the two
     by.store.delete([by.key(OLD)])
     assert not donors_of(ask(by, FIRST, NEW))
-    by.precompute([OLD])
+    by.writer.precompute([OLD])
     assert donors_of(ask(by, FIRST, NEW))
 
 
@@ -163,9 +163,9 @@ def test_thirty_edits_of_a_chunk_read_their_donor_once_and_are_hits_once_stored(
     done = ask(by, FIRST, *chunks)
     assert set(donors_of(done)) == {by.key(OLD).hex()}
     assert len(done.report.near) == 30
-    n_read = len(PREFIX) + len(FIRST) + len(OLD)
+    n_read = len(FIRST) + len(OLD)
     assert done.report.bytes_loaded == by.adapter.kv_bytes_per_token * n_read
-    assert run(by.write_back(done.missing)) == 30
+    assert run(by.writer.write_back(done.missing)) == 30
     again = ask(by, FIRST, *chunks).report
     assert (again.chunks_hit, again.near) == (31, ())
     (near,) = ask(by, FIRST, (*chunks[7][:70], 95, *chunks[7][71:])).report.near
@@ -203,8 +203,8 @@ def test_an_index_made_from_a_store_is_the_one_that_was_updated(tmp_path: Path) 
     with LMDBStore(tmp_path, ROOMY) as store:
         by = tiny_blender(store, FIRST, codec=Int8())
         ask(by, FIRST, NEW)  # the index is updated from now on
-        by.precompute([OLD])
-        run(by.write_back([some_ids(80, 20)]))
+        by.writer.precompute([OLD])
+        run(by.writer.write_back(missing(some_ids(80, 20))))
         assert by.near.index.keys == {by.key(x) for x in (FIRST, OLD, some_ids(80, 20))}
         kept = ask(by, FIRST, NEW).report.near
     with LMDBStore(tmp_path, ROOMY) as store:

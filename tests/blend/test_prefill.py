@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,19 +9,14 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from blendserve.blend.chunk_kv import STACK_TOKENS, ChunkComputer
-from blendserve.blend.layout import Layout
-from blendserve.blend.policies.base import BlendPass, Policy, candidates, make_policy, top
+from blendserve.blend.policies.base import make_policy, top
 from blendserve.blend.prefill import blend_prefill
-from blendserve.config import BlendConfig, Config
+from blendserve.config import BlendConfig
 from blendserve.core import run
-from blendserve.errors import ConfigError
-from blendserve.evaluate.methods import parse_methods
 from blendserve.kernels import race, verify
 from blendserve.kernels.cpu.isa import LEVELS
-from blendserve.registry import POLICIES
 from tests.support.blending import assert_near, blend, lay, model_logits, some_ids, some_prompt
 from tests.support.models import KINDS, tiny_adapter
 
@@ -60,11 +54,12 @@ def test_top_is_the_largest_and_the_earlier_of_equal_ones(scores: list[float], n
 
 
 def test_random_is_seeded_and_keeps_to_reusable_tokens() -> None:
-    layout, blend_pass = lay(tiny_adapter("llama"), some_prompt([30, 30, 30], suffix=3)), SimpleNamespace()
+    layout = lay(tiny_adapter("llama"), some_prompt([30, 30, 30], suffix=3))
+    blend_pass = SimpleNamespace(layout=layout)
 
     def draw(seed: int) -> list[int]:
         made: Any = make_policy(BlendConfig(policy="random", ratio=0.2, seed=seed))
-        return [int(at) for at in made.select(layout, blend_pass)]
+        return [int(at) for at in made.select(blend_pass)]
 
     draws = [draw(seed) for seed in range(200)]
     assert draws[0] == draw(0) != draws[1]
@@ -84,28 +79,3 @@ def test_a_chunks_kv_does_not_depend_on_what_is_stacked_with_it(lengths: list[in
         alone = computer.compute([ids])[0]
         assert_near(stacked.keys, alone.keys)
         assert_near(stacked.values, alone.values)
-
-
-# A policy is one class and one line, as docs/how-to/extend.md tells it
-
-
-class LastPolicy(Policy):
-    """The last tokens of everything that is reused."""
-
-    def select(self, layout: Layout, blend_pass: BlendPass) -> Tensor:
-        return candidates(layout)[-self.n_selected(layout) :]
-
-
-def test_a_policy_of_ones_own(tmp_path: Path) -> None:
-    adapter, prompt, file = tiny_adapter("llama"), some_prompt([12, 14, 16]), tmp_path / "config.yaml"
-    with pytest.raises(ConfigError):
-        BlendConfig(policy="own")
-    POLICIES.add("own", f"{__name__}:LastPolicy")
-    try:
-        chosen, end = blend(adapter, prompt, policy="own", ratio=0.25).recomputed, prompt.spans[-1].stop
-        assert chosen.tolist() == list(range(end - round(0.25 * 42), end))
-        file.write_text(Config(blend={"policy": "own"}).to_yaml())
-        assert Config.load(file).blend.policy == "own"
-        assert parse_methods(["own@0.1"], ())[-1].name == "own@0.1"
-    finally:
-        POLICIES.remove("own")

@@ -56,7 +56,7 @@ def test_shards_merge_into_one_store(index: Path, tmp_path: Path) -> None:
     merged = tmp_path / "all.yaml"
     merged.write_text(f"store: {{path: {tmp_path / 'kv'}}}\n")
     done = cli("store", "merge", index, tmp_path / "kv-0", tmp_path / "kv-1", "-c", merged, "--json")
-    assert (done.code, done.json()["copied"]) == (0, 5)  # four chunks and the prefix
+    assert (done.code, done.json()["copied"]) == (0, 4)
     assert cli("precompute", index, "-c", merged, "--json").json()["computed"] == 0
 
 
@@ -88,7 +88,7 @@ def test_tables_are_fitted_used_and_shown(tmp_path: Path) -> None:
     assert cli("precompute", index, "--codec", "cachegen@2", "--json").code == 0
     stats = cli("store", "stats", index, "--json").json()
     assert (stats["chunks"], stats["tables_bytes"]) == (4, fitted["bytes"])
-    assert stats["raw_bytes"] > 5 * stats["bytes"]  # the prefix is not coded
+    assert stats["raw_bytes"] > 5 * stats["bytes"]
     assert cli("store", "verify", index, "--json").json()["bad_tables"] == []
     asked = cli("ask", "Where was the bee?", "-i", index, "--json", "--max-new-tokens", 3)
     assert asked.json()["report"]["chunks_hit"] == 3

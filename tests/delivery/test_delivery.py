@@ -51,7 +51,9 @@ def test_behind_an_own_store_each_chunk_comes_once(service: Service, tmp_path: P
         assert answered(store).report.tiers == {REMOTE: 4}
         store.flush()
         assert answered(store).report.tiers == {"local": 4}
-        blender(store).precompute([peers.question(1).chunks[0].ids])  # the service is not asked to store it
+        blender(store).writer.precompute(
+            [peers.question(1).chunks[0].ids]
+        )  # the service is not asked to store it
         assert not store.delete([b"\0" * KEY_BYTES])
         assert store.stats().remote is not None
 

@@ -87,7 +87,7 @@ def test_of_a_stored_chunk(tmp_path: Path, prompt: Prompt, kind: str, place: str
     """One chunk is damaged, or of a codec that is not installed."""
     with LMDBStore(tmp_path, CAP) as store:
         of = blender(store)
-        of.precompute([chunk.ids for chunk in prompt.chunks])
+        of.writer.precompute([chunk.ids for chunk in prompt.chunks])
     key = of.key(prompt.chunks[1].ids)
     if kind == "corrupt":
         tamper(tmp_path, flip(b"h" + key, 20))

@@ -63,10 +63,9 @@ def blender(store: KVStore) -> Blender:
 
 
 def computed(store: KVStore, chunks: int) -> Chunks:
-    """The KV of the prefix, which is first, and of every chunk."""
+    """The KV of every chunk."""
     of = blender(store)
-    found = {of.key(ids): of.computer(PREFIX).compute([ids])[0] for ids in corpus(chunks)}
-    return {of.key(PREFIX, ()): of.computer(()).compute([PREFIX])[0], **found}
+    return {of.key(ids): of.writer.chunks.compute([ids])[0] for ids in corpus(chunks)}
 
 
 def look(snapshot: Reads, expected: Chunks, counts: Counter[str]) -> set[ChunkKey]:
@@ -130,7 +129,7 @@ class Announcing(LMDBStore):
 def write(line: Connection, folder: Path, chunks: int, is_doomed: bool) -> None:
     """The writer: precompute what is missing; a doomed one waits for its kill at the end."""
     with Announcing(folder, line) as store:
-        blender(store).precompute(corpus(chunks))
+        blender(store).writer.precompute(corpus(chunks))
         store.say("done")
         if is_doomed:
             line.recv()

@@ -26,7 +26,7 @@ from benchmarks.support.valkey import Server
 from blendserve.bench.stores import TimedStore
 from blendserve.blend.blender import Blender, Prefilled
 from blendserve.config import BlendConfig, ReaderConfig, ValkeyConfig
-from blendserve.core import Chunk, ChunkKV, Prompt, TokenIds, run
+from blendserve.core import Chunk, ChunkKV, Prompt, run
 from blendserve.errors import StoreError
 from blendserve.models.loader import LoadedModel, load_model
 from blendserve.store import ChunkKey, ChunkRecord, KVStore, MemoryStore, read_record
@@ -76,7 +76,7 @@ class FaultFixture:
             tuple(self.dice.choices(range(3, most), k=size)) for size in sizes
         )
         self.truth = self._blender(MemoryStore(ROOM))
-        self.truth.precompute(self.pool)
+        self.truth.writer.precompute(self.pool)
         self._deadline_s, self._seed = deadline_s, seed
         self._asking = ThreadPoolExecutor(1)
 
@@ -102,7 +102,7 @@ class FaultFixture:
         self._shared = self._blender(self._timed)
         self.direct().flushall()
         with self.connect(HUNG_S) as patient:
-            self._shared.like(patient, "").precompute(self.pool)
+            self._shared.over(patient, "").writer.precompute(self.pool)
 
     def direct(self) -> Client:
         """A client that goes past the link."""
@@ -127,7 +127,7 @@ class FaultFixture:
         result.wrong += not torch.equal(done.result.logits, expected.result.logits)
         result.reasons |= {unusable.kind for unusable in done.report.unusable}
         with contextlib.suppress(StoreError):
-            run(self._shared.write_back(done.missing))
+            run(self._shared.writer.write_back(done.missing))
         return int(done.report.chunks_hit)
 
     def _blender(self, store: KVStore) -> Blender:
@@ -139,14 +139,10 @@ def only_found(truth: Blender, prompt: Prompt, blended: Prefilled) -> Blender:
 
     truth: over a store that has all chunks of the prompt.
     """
-    local = truth.like(MemoryStore(ROOM), "")
-    there: list[tuple[TokenIds, TokenIds | None]] = [
-        (chunk.ids, None) for chunk in prompt.chunks if chunk.ids not in blended.missing
-    ]
-    if () not in blended.missing:
-        there.append((prompt.prefix, ()))
-    for ids, context in there:
-        key = truth.key(ids, context)
+    local = truth.over(MemoryStore(ROOM), "")
+    absent = {chunk.ids for chunk in blended.missing}
+    for ids in (chunk.ids for chunk in prompt.chunks if chunk.ids not in absent):
+        key = truth.key(ids)
         record = read_record(truth.store, key)
         assert record is not None
         local.store.put(key, record)

@@ -1,6 +1,6 @@
 """Ask hundreds of novel queries over a corpus ten times larger than the store may hold, and see that reuse lasts.
 
-Only the prefix is precomputed: chunks come into the store on demand, through the engine (write-back, LRU, TinyLFU). A
+Chunks come into the store on demand, through the engine (write-back, LRU, TinyLFU). A
 query has six chunks, Zipf-distributed, in shuffled order; no two queries have the same list, and all blocks have the
 same mix (tests/support/zipf.py).
 
@@ -70,7 +70,6 @@ class Reuse:
         blend = BlendConfig.model_validate({"method": self.method})
         engine = Engine(Config(store=store, blend=blend), self.reader, open_store(store, folder))
         self.engine = self._stack.enter_context(engine)
-        self.engine.precompute([])  # the prefix alone
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()

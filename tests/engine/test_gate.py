@@ -15,7 +15,7 @@ from blendserve.config import BlendConfig
 from blendserve.core import Prompt
 from blendserve.engine import gate
 from blendserve.engine.engine import Engine
-from blendserve.engine.gate import GateReport, GateRow, check, examine, verdict
+from blendserve.engine.gate import GateReport, GateRow, check, check_model, run_checks
 from blendserve.errors import ModelUnsupported
 from blendserve.kernels import rows
 from blendserve.kernels.rows import RowPlan, plan_rows
@@ -37,7 +37,7 @@ FP32, BF16 = torch.float32, torch.bfloat16
 
 def failed(adapter: DecoderModel) -> set[str]:
     """The checks that find something wrong, by the first words of each."""
-    return {row.check.partition(":")[0] for row in examine(adapter, PROMPT, 9) if not row.passed}
+    return {row.check.partition(":")[0] for row in run_checks(adapter, PROMPT, 9) if not row.passed}
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_a_plan_without_the_window_fails_on_real_text(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize(
     ("window", "context", "least", "most"),
-    [(20, 1024, 21, 200), (600, 1024, 601, 850), (900, 300, 100, 299), (5000, 8192, 1800, gate.LONGEST)],
+    [(20, 1024, 21, 200), (600, 1024, 601, 850), (900, 300, 100, 299), (5000, 8192, 1800, gate.MAX_TOKENS)],
 )
 def test_the_prompt_is_longer_than_the_window_within_a_cap_and_the_context(
     window: int, context: int, least: int, most: int, monkeypatch: pytest.MonkeyPatch
@@ -147,7 +147,7 @@ def test_the_prompt_is_longer_than_the_window_within_a_cap_and_the_context(
         prompts.append(prompt)
         return ()
 
-    monkeypatch.setattr(gate, "examine", examined)
+    monkeypatch.setattr(gate, "run_checks", examined)
     check(windowed(window, context))
     assert least <= len(prompts[0]) <= most
 
@@ -177,19 +177,19 @@ def test_the_verdict_is_kept_by_fingerprint_and_format(
     reader, other = toy_reader(), dataclasses.replace(toy_reader(), fingerprint="other")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(gate, "check", counted)
-    first = verdict(reader)
+    first = check_model(reader)
     Engine.open(CONFIG, reader=reader).close()
-    assert [verdict(r) for r in (reader, other, other)] == [first] * 3
+    assert [check_model(r) for r in (reader, other, other)] == [first] * 3
     assert checked == [reader.fingerprint, "other"]
     monkeypatch.setattr(gate, "FORMAT", gate.FORMAT + 1)
-    verdict(reader)
+    check_model(reader)
     for n, damage in enumerate(("", "[1]", '[{"check": "x"}]', "{"), 4):
         for file in kept.iterdir():
             file.write_text(damage)
-        assert verdict(reader) == first
+        assert check_model(reader) == first
         assert len(checked) == n
     monkeypatch.setenv("XDG_CACHE_HOME", str(next(kept.iterdir())))  # where nothing can be kept
-    assert verdict(reader) == first
+    assert check_model(reader) == first
 
 
 def test_a_failing_reader_is_refused_or_answers_by_its_own_forward(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from blendserve.config import KVContext, PromptConfig
 from blendserve.core import Passage
-from blendserve.engine.prompt import PromptBuilder, Turn
+from blendserve.engine.prompt import PromptBuilder, Turn, literal_tokenizer
 from blendserve.engine.request import MAX_PARTS, Request
-from blendserve.engine.tokens import without_control
 from blendserve.errors import ConfigError, InputError, ModelUnsupported
 from tests.support.tokenizers import bundled_tokenizer
 
@@ -60,7 +59,7 @@ def test_passages_questions_and_turns_cannot_smuggle_in_control_tokens(text: str
         assert sum(i in special for i in part) == sum(i in special for i in expected)
     assert control.strip() in tokenizer.decode(attack.chunks[0].ids)
     assert not tokenizer.backend_tokenizer.encode_special_tokens  # other threads' calls would find it set
-    assert without_control(tokenizer).backend_tokenizer.encode_special_tokens
+    assert literal_tokenizer(tokenizer).backend_tokenizer.encode_special_tokens
 
 
 def test_turns_stand_between_the_system_text_or_its_own_and_the_question() -> None:

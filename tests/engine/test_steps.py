@@ -17,7 +17,7 @@ from blendserve.config import BlendConfig
 from blendserve.core import Steps, run
 from blendserve.models.kv_cache import KVCache
 from blendserve.store import LMDBStore
-from tests.support.blending import some_prompt, tiny_blender
+from tests.support.blending import missing, some_prompt, tiny_blender
 from tests.support.engines import PASSAGES, QUESTIONS, queued, toy_batch, toy_engine
 
 PROMPT = some_prompt([9, 3, 14, 6])
@@ -77,19 +77,23 @@ def test_a_prefill_closed_before_any_layer_leaves_nothing_open(blender: Blender,
     assert torch.equal(blender.run(PROMPT, blend).result.logits, expected)
 
 
-@pytest.mark.parametrize("others", [None, "leave"])
+@pytest.mark.parametrize("others", [None, "skip"])
 def test_a_chunk_whose_computation_is_closed_can_be_computed_by_another(
     blender: Blender, others: Any
 ) -> None:
     last = CHUNKS[-1]
     for n in count(1):
-        steps: Steps[Any] = blender.precompute_one(last, others) if others else blender.write_back([last])
+        steps: Steps[Any] = (
+            blender.writer.precompute_one(last, others)
+            if others
+            else blender.writer.write_back(missing(last))
+        )
         if not advance(steps, n):
             break
-        assert blender.missing(CHUNKS) == [last]
+        assert blender.writer.missing(CHUNKS) == [last]
         steps.close()
-    assert not blender.missing(CHUNKS)
-    assert run(blender.write_back([last])) == 0
+    assert not blender.writer.missing(CHUNKS)
+    assert run(blender.writer.write_back(missing(last))) == 0
 
 
 def test_a_request_cancelled_before_any_layer_frees_its_slot() -> None:

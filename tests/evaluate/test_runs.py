@@ -16,7 +16,7 @@ from blendserve.blend import priors
 from blendserve.blend.chunk_kv import ChunkComputer
 from blendserve.config import StoreConfig, changed
 from blendserve.core import Document
-from blendserve.engine.calibration import chunks_of, fit
+from blendserve.engine.codec_fit import chunks_of, fit
 from blendserve.engine.engine import Engine
 from blendserve.errors import ConfigError, InputError, ModelUnsupported, TablesMissing
 from blendserve.evaluate import runner as runner_module

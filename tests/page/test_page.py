@@ -106,7 +106,7 @@ def test_a_token_of_an_edited_passage_shows_its_donor(page: Page, server: Server
     text, by = " ".join(p.text for p in PASSAGES), server.engine.blender
     edited = text.replace("nine", "ten")
     old, new = (server.engine.prompts.chunk(Passage(said)).ids for said in (text, edited))
-    by.precompute([old])
+    by.writer.precompute([old])
 
     def with_edit(route: Route) -> None:
         asked = json.loads(route.request.post_data or "")
@@ -119,7 +119,7 @@ def test_a_token_of_an_edited_passage_shows_its_donor(page: Page, server: Server
     for told in ("near", by.key(old).hex()):
         expect(page.locator("#token-tip")).to_contain_text(told)
     assert states_shown(page)["near"] > len(new) // 2
-    by.forget([old, new], [])
+    by.writer.delete([old, new])
     key = page.locator('.key[data-state="recomputed"]')  # pressed, the other states fade
     for pressed, opacity in (("true", "0.35"), ("false", "1")):
         key.click()

@@ -248,7 +248,7 @@ def test_workers_refuse_a_store_that_they_cannot_share_and_another_model(tmp_pat
             precompute_index(alone, tmp_path, 2)
         PrecomputeActor(lambda: alone, alone.blender.key(PROBE)).ready()
         with pytest.raises(ConfigError):
-            PrecomputeActor(lambda: alone, alone.blender.key(PROBE, ())).ready()
+            PrecomputeActor(lambda: alone, alone.blender.key((*PROBE, 1))).ready()
 
 
 def test_a_worker_finds_the_indexs_store_from_any_folder(tmp_path: Path) -> None:

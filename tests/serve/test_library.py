@@ -57,11 +57,11 @@ def test_chunks_are_warmed_pinned_unpinned_and_deleted(client: Client) -> None:
     assert client.post("/v1/cache/lookup", which).json()["found"] == 0
     assert client.job("/v1/cache/warm", which)["computed"] == 3
     assert client.post("/v1/cache/lookup", which).json()["found"] == 3
-    assert pins() == 4  # and the prefix
+    assert pins() == 3
     assert client.post("/v1/cache/unpin", which).json() == {"chunks": 3, "unpinned": 3}
-    assert pins() == 1
+    assert pins() == 0
     assert client.post("/v1/cache/pin", which).json()["pinned"] == 3
-    assert pins() == 4
+    assert pins() == 3
     for deleted in (3, 0):
         assert client.post("/v1/cache/delete", which).json() == {"chunks": 3, "deleted": deleted}
     assert client.post("/v1/cache/lookup", which).json()["found"] == 0
@@ -92,7 +92,7 @@ def test_requests_that_miss_the_same_chunks_store_them_once_and_those_that_hit_l
     answers = together(server, client, 8, passages=OWN, max_tokens=2)
     assert len({a["text"] for a in answers}) == 1
     client.warm()
-    assert len(puts) == len(set(puts)) == len(OWN) + 1
+    assert len(puts) == len(set(puts)) == len(OWN)
 
     with server.engine.store.reading() as snapshot:
         chunk: Any = type(snapshot.get(next(server.engine.store.keys(None))))
@@ -104,7 +104,7 @@ def test_requests_that_miss_the_same_chunks_store_them_once_and_those_that_hit_l
 
     monkeypatch.setattr(chunk, "layer", read)
     answers = together(server, client, 6, passages=OWN, max_tokens=2)
-    assert len(reads) == (1 + 6) * server.engine.reader.adapter.n_layers  # with the prefix
+    assert len(reads) == len(OWN) * server.engine.reader.adapter.n_layers
     assert all(a["report"]["chunks_hit"] == len(OWN) for a in answers)
     eventually(lambda: server.backend.batch.fetcher.held.n_bytes == 0)
 
@@ -118,10 +118,10 @@ def test_a_precompute_that_is_cancelled_at_its_last_chunk_harms_nothing(
         job.cancel()
 
     with server.busy() as release:
-        job = batch.background.precompute(batch.blender(""), chunks[:1], cancel)
+        job = batch.precompute(batch.blender("").writer, chunks[:1], cancel, "")
         release.set()
         eventually(job.cancelled)
     for some in (chunks, []):
-        batch.background.precompute(batch.blender(""), some, lambda n: None).result(30)
+        batch.precompute(batch.blender("").writer, some, lambda n: None, "").result(30)
     assert not caplog.records
-    assert server.engine.store.stats("").chunks == len(PASSAGES) + 1
+    assert server.engine.store.stats("").chunks == len(PASSAGES)

@@ -11,6 +11,7 @@ from blendserve.blend.cost import CostModel
 from blendserve.config import BlendConfig, Method
 from blendserve.core import BlendReport, Chunk, Prompt, TokenIds
 from blendserve.errors import StoreUnavailable
+from blendserve.fetch.fetcher import ChunkRequest
 from blendserve.store import KVStore, LayeredStore, MemoryStore
 from blendserve.store.fetching import REST_S
 from tests.support.blending import some_ids
@@ -28,7 +29,7 @@ def blender(store: KVStore, *known: TokenIds, **options: Any) -> Blender:
     """Has stored these chunks."""
     by = Blender(tiny_adapter("llama"), "fingerprint", store, PREFIX, PREFIX, **options)
     if known:
-        by.precompute(known)
+        by.writer.precompute(known)
     by.near.refresh()
     return by
 
@@ -74,7 +75,7 @@ def test_a_store_that_fails_has_no_donors_and_requests_are_answered() -> None:
     with pytest.raises(StoreUnavailable):
         dict(store.ids([by.key(OLD)]))
     report = ask(by, NEW)
-    assert (report.method, report.tokens_exact, report.tokens_reused) == ("blend", 0, 0)
+    assert (report.method, report.tokens_exact, report.tokens_reused) == ("blend", len(PREFIX), 0)
     assert by.key(OLD) in by.near.index
 
 
@@ -85,5 +86,5 @@ def test_auto_leaves_donors_whose_fetching_takes_longer_than_computing(
     store = FarStore(MemoryStore(CAP))
     by = blender(store, OLD, costs=CostModel(1e-6, 1.0, 0.0, 1e-6))  # a row costs a second
     store.token_s = seconds
-    by.warm_up()
+    by.fetcher.warm_up([ChunkRequest(by.key(OLD), len(OLD))])
     assert len(donors(by, NEW, method=method)) == n

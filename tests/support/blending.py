@@ -16,6 +16,7 @@ from blendserve.blend.blender import Blender
 from blendserve.blend.chunk_kv import ChunkComputer
 from blendserve.blend.layout import Layout, lay_out
 from blendserve.blend.loader import KVLoader
+from blendserve.blend.precompute import MissingChunk
 from blendserve.blend.prefill import PassResult, blend_prefill
 from blendserve.blend.priors import Priors
 from blendserve.config import BlendConfig
@@ -72,8 +73,12 @@ def tiny_blender(
     adapter, behind = adapter or tiny_adapter("llama"), prefix if context is None else context
     made = Blender(adapter, fingerprint, store or MemoryStore(1 << 30), prefix, behind, **options)
     if stored:
-        made.precompute(stored)
+        made.writer.precompute(stored)
     return made
+
+
+def missing(*chunks: TokenIds) -> list[MissingChunk]:
+    return [MissingChunk(ids) for ids in chunks]
 
 
 def blend(adapter: DecoderModel, prompt: Prompt, layout: Layout | None = None, **options: Any) -> PassResult:

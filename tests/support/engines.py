@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from blendserve.blend.blender import Blender
+from blendserve.blend.prefix_cache import PrefixCache
 from blendserve.config import BlendConfig, Config, DecodeConfig, Method, PromptConfig, StoreConfig, changed
 from blendserve.core import Answer, Chunk, Passage, Prompt, Steps, run
 from blendserve.engine.batch_engine import BatchEngine
 from blendserve.engine.engine import Engine
 from blendserve.engine.generate import AnswerStream, Sequence, prefill
-from blendserve.engine.prefix_cache import PrefixKV
 from blendserve.engine.request import (
     Event,
     Failed,
@@ -191,18 +191,16 @@ def tiny_store() -> MemoryStore:
 
 
 @cache
-def tiny_prefix_kv() -> PrefixKV:
-    return PrefixKV(tiny_blender(tiny_store()).computer(()).compute([PREFIX])[0], len(PREFIX))
+def tiny_prefixes() -> PrefixCache:
+    """With the prefix of every question, computed by a model that never fails."""
+    prefixes = tiny_blender(tiny_store()).prefixes
+    run(prefixes.get("", PREFIX))
+    return prefixes
 
 
 def tiny_prefill(sequence: Sequence, blender: Blender) -> Steps[Tensor]:
-    """Behind `tiny_prefix_kv`."""
-
-    def prefix_kv() -> Steps[PrefixKV]:
-        yield from ()
-        return tiny_prefix_kv()
-
-    return prefill(sequence, blender, prefix_kv())
+    blender.prefixes = tiny_prefixes()
+    return prefill(sequence, blender)
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ import uvicorn
 from blendserve.bench.server_process import ServerProcess
 from blendserve.config import ServeConfig
 from blendserve.core import Document, Passage, Steps
+from blendserve.engine.documents import Collections
 from blendserve.engine.engine import Engine
-from blendserve.engine.library import Library
 from blendserve.engine.prompt import PromptBuilder
 from blendserve.retrieve import VectorIndex
 from blendserve.retrieve.encoder import Window
@@ -85,11 +85,11 @@ def index(folder: Path, prompts: PromptBuilder, documents: Sequence[Document]) -
     return made
 
 
-def library(folder: Path, engine: Engine) -> Library:
+def library(folder: Path, engine: Engine) -> Collections:
     """Collections a and b, of every other document."""
     found = {name: index(folder / name, engine.prompts, DOCUMENTS[i::2]) for i, name in enumerate("ab")}
     engine.index = found["a"]
-    return Library(found)
+    return Collections(found)
 
 
 class Client:
@@ -275,7 +275,6 @@ def run_toy_server(line: Connection, folder: Path) -> None:
             os.dup2(log.fileno(), stream)
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     with toy_engine(LMDBStore(folder / "kv", 2**27)) as engine:
-        engine.precompute([])  # the prefix
         run(engine, library(folder, engine), ServeConfig(port=0, drain_s=20), line.send)
 
 

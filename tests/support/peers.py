@@ -24,7 +24,7 @@ import uvicorn
 
 from blendserve.blend.blender import Blender, Prefilled
 from blendserve.config import BlendConfig, DeliverConfig, KdnConfig
-from blendserve.core import Prompt
+from blendserve.core import Prompt, run
 from blendserve.engine.engine import Engine
 from blendserve.kdn.publish import publish
 from blendserve.serve.delivery import DeliveryBackend, create_delivery_app
@@ -222,17 +222,21 @@ def delivered(
 
 
 def blender(store: KVStore, before_layer: Callable[[int], None] = lambda l: None, **options: Any) -> Blender:
-    """before_layer: called in every pass, before each of its layers."""
+    """Its prefix is computed. before_layer: called in every pass after that, before each of its layers."""
     prompts = Engine(CONFIG, reader(), store).prompts
-    adapter = copy(reader().adapter)
+    adapter, is_open = copy(reader().adapter), False
     project = adapter.project
 
     def hooked(l: int, *args: Any) -> Any:
-        before_layer(l)
+        if is_open:
+            before_layer(l)
         return project(l, *args)
 
     vars(adapter)["project"] = hooked
-    return Blender(adapter, reader().fingerprint, store, prompts.prefix, prompts.kv_context, **options)
+    made = Blender(adapter, reader().fingerprint, store, prompts.prefix, prompts.kv_context, **options)
+    run(made.prefixes.get("", prompts.prefix))
+    is_open = True
+    return made
 
 
 def question(passages: int = len(PASSAGES)) -> Prompt:
@@ -258,8 +262,8 @@ def last_two(prompt: Prompt) -> list[ChunkKey]:
 def truth(level: str = "raw") -> Blender:
     """Over a local store that has the KV of every passage at this level."""
     of = blender(MemoryStore(2**30))
-    of.codec = Raw() if level == "raw" else Int8()
-    of.precompute([chunk.ids for chunk in question().chunks])
+    of.writer.codec = Raw() if level == "raw" else Int8()
+    of.writer.precompute([chunk.ids for chunk in question().chunks])
     return of
 
 
@@ -269,11 +273,10 @@ def local(prompt: Prompt, done: Prefilled | None = None, level: str = "raw", lat
     level: of all chunks but the last, which has the level `late`.
     """
     of = blender(MemoryStore(2**30))
-    absent = set(done.missing) - set(done.computed) if done else set()
-    for ids in {(), *(chunk.ids for chunk in prompt.chunks)} - absent:
-        key = of.key(ids) if ids else of.key(prompt.prefix, ())
-        at = (late if ids == prompt.chunks[-1].ids else "") or level
-        record = read_record(truth(at if ids else "raw").store, key)
+    absent = {chunk.ids for chunk in done.missing if chunk.kv is None} if done else set()
+    for ids in {chunk.ids for chunk in prompt.chunks} - absent:
+        key, at = of.key(ids), (late if ids == prompt.chunks[-1].ids else "") or level
+        record = read_record(truth(at).store, key)
         assert record is not None
         of.store.put(key, record)
     return of

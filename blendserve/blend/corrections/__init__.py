@@ -1,1 +1,1 @@
-"""What is done for the reused tokens that are not recomputed: one file a correction, found by its line in registry.py."""
+"""How reused tokens are adjusted. A correction is a class and its line in blendserve/registry.py."""

@@ -1,1 +1,1 @@
-"""Which tokens of the reused chunks are recomputed: one file a policy, found by its line in blendserve/registry.py."""
+"""Which tokens of the reused chunks are recomputed. A policy is a class and its line in blendserve/registry.py."""

@@ -1,4 +1,4 @@
-"""CacheBlend's rule (arXiv 2405.16444, section 4.3): the largest squared L2 of fresh V - cached V at a check layer.
+"""CacheBlend's rule (arXiv 2405.16444, section 4.3): the largest squared L2 of fresh V - stored V at a check layer.
 
 All rows run through the layers below the check layer. Several check layers are the paper's gradual filtering: the
 share kept falls linearly from twice the ratio to the ratio. The released code compares V alone, as here.
@@ -9,8 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from blendserve.blend.layout import Layout
-from blendserve.blend.policies.base import BlendPass, LayerKV, Policy, candidates, nowhere, top
+from blendserve.blend.policies.base import BlendPass, LayerKV, Policy, candidates, no_positions, top
 from blendserve.errors import ConfigError
 
 
@@ -24,7 +23,7 @@ class DeviationPolicy(Policy):
         if not 0 < max(layers, default=0) < n_layers:
             raise ConfigError(
                 f"setting 'blend.check_layers' cannot be {list(layers)}: name at least one layer, "
-                f"from 1 to the reader's last, {n_layers - 1}",
+                f"from 1 to the model's last, {n_layers - 1}",
                 setting="blend.check_layers",
             )
 
@@ -32,16 +31,17 @@ class DeviationPolicy(Policy):
     def check_layers(self) -> tuple[int, ...]:
         return tuple(sorted(set(self.config.check_layers)))
 
-    def select(self, layout: Layout, blend_pass: BlendPass) -> Tensor:
-        return candidates(layout) if self.n_selected(layout) else nowhere()
+    def select(self, blend_pass: BlendPass) -> Tensor:
+        layout = blend_pass.layout
+        return candidates(layout) if self.n_selected(layout) else no_positions()
 
     def filter(
-        self, l: int, blend_pass: BlendPass, at: Tensor, fresh: LayerKV, cached: LayerKV
+        self, l: int, blend_pass: BlendPass, at: Tensor, fresh: LayerKV, stored: LayerKV
     ) -> Tensor | None:
         checks = self.check_layers
         left = len(checks) - 1 - checks.index(l)
         share = self.config.min_ratio * (1 + left / max(1, len(checks) - 1))
-        deviation = (fresh[1].float() - cached[1].float()).square().sum(dim=(0, 2))
+        deviation = (fresh[1].float() - stored[1].float()).square().sum(dim=(0, 2))
         if blend_pass.scores is None:
             blend_pass.scores = torch.full((blend_pass.layout.n_tokens,), torch.nan)
         blend_pass.scores[at] = deviation.cpu()

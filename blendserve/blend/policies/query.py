@@ -13,8 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from blendserve.blend.layout import Layout
-from blendserve.blend.policies.base import BlendPass, Policy, candidates, nowhere, top
+from blendserve.blend.policies.base import BlendPass, Policy, candidates, no_positions, top
 from blendserve.core import Steps
 from blendserve.kernels.ops import attend_with_scores
 from blendserve.kernels.rows import plan_rows
@@ -28,15 +27,17 @@ class QueryPolicy(Policy):
 
     needs_scoring_pass = True
 
-    def score(self, layout: Layout, blend_pass: BlendPass) -> Steps[None]:
+    def score(self, blend_pass: BlendPass) -> Steps[None]:
+        layout = blend_pass.layout
         if 0 < self.n_selected(layout) < layout.n_reusable:
             scores = yield from suffix_scores(blend_pass)
             blend_pass.scores = scores.masked_fill(~layout.reusable, torch.nan)
 
-    def select(self, layout: Layout, blend_pass: BlendPass) -> Tensor:
+    def select(self, blend_pass: BlendPass) -> Tensor:
+        layout = blend_pass.layout
         n = self.n_selected(layout)
         if blend_pass.scores is None:
-            return candidates(layout) if n else nowhere()
+            return candidates(layout) if n else no_positions()
         return top(blend_pass.scores.masked_fill(~layout.reusable, float("-inf")), n)
 
 

@@ -159,7 +159,7 @@ def prefills(model: Any, dtype: torch.dtype, device: torch.device, prompt: Promp
     """A copy of the model on that device, by every method."""
     adapter = DecoderModel.of(deepcopy(model).to(device, dtype).eval())
     blender = Blender(adapter, f"{dtype}", MemoryStore(1 << 32), prompt.prefix, prompt.prefix)
-    blender.precompute([chunk.ids for chunk in prompt.chunks])
+    blender.writer.precompute([chunk.ids for chunk in prompt.chunks])
     return {
         method.name: prefill(blender, prompt, method) for method in parse_methods((*FIXED, *CHOOSING), ())
     }

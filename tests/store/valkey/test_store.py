@@ -138,7 +138,7 @@ def test_an_index_build_keeps_the_pins_of_other_engines(
     for n, name in enumerate(("one", "two"), start=1):
         with Engine.build(tmp_path / name, [{"id": name, "text": f"What {name} says."}], config) as engine:
             engine.precompute()
-            assert engine.store.stats().pins == n + 1  # and the prefix
+            assert engine.store.stats().pins == n
 
 
 def test_verify_counts_chunks_without_entries_and_with_wrong_ones(store: ValkeyStore, path: Path) -> None:

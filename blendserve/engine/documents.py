@@ -1,7 +1,7 @@
-"""Documents, in one index or in several collections: searched, added, replaced, deleted.
+"""Documents change together with their KV; several indexes serve as collections.
 
-The one place where documents and their KV are deleted or replaced. What is deleted loses its KV first, so that a kill in
-between leaves nothing behind that no document explains. For one thread: an index may not change while it is searched.
+KV is deleted before the documents that explain it, so a kill in between leaves no KV without a document. For one thread:
+an index may not change while it is searched.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from blendserve.blend.blender import Blender
+from blendserve.blend.precompute import ChunkWriter
 from blendserve.core import Document, Passage
-from blendserve.engine.prompt import PromptBuilder, shown
+from blendserve.engine.prompt import PromptBuilder, passage_text
 from blendserve.errors import ConfigError
 from blendserve.paths import index_folder
 from blendserve.retrieve import VectorIndex, as_documents, document_id
@@ -23,76 +23,71 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Documents:
-    """The documents of one index.
-
-    blenders: one for each namespace in which their KV may lie.
-    others: indexes whose passages may have texts in common with these; the KV of such a text stays.
-    """
+    """The documents of one index."""
 
     index: VectorIndex
     prompts: PromptBuilder
-    blenders: Sequence[Blender]
-    others: Sequence[VectorIndex] = ()
+    writers: Sequence[ChunkWriter]  # one for each namespace that may have their KV
+    others: Sequence[VectorIndex] = ()  # indexes that may contain the same texts, whose KV stays
 
     def add(
         self, documents: Iterable[Document | str | Mapping[str, Any]], progress: Progress | None = None
     ) -> tuple[int, list[Passage]]:
-        """Add or replace documents and save -> how many were new, and their passages. Raises CorpusError."""
-        added, new, gone = self.put(documents, progress)
-        self.settle(gone)
+        """Add or replace documents and save -> number of new documents, and their passages. Raises CorpusError."""
+        added, new, replaced = self.stage(documents, progress)
+        self.commit(replaced)
         return added, new
 
-    def put(
+    def stage(
         self, documents: Iterable[Document | str | Mapping[str, Any]], progress: Progress | None = None
     ) -> tuple[int, list[Passage], list[Passage]]:
-        """Add or replace documents -> how many were new, their passages, and those that are gone, for `settle`."""
+        """Add or replace documents -> number of new ones, their passages, and replaced passages, for `commit`."""
         found = list(as_documents(documents))
         before = self._of(found)
         added = self.index.add(found, progress)
         now = self._of(found)
         return added, [p for p in now if p not in before], [p for p in before if p not in now]
 
-    def settle(self, gone: Iterable[Passage]) -> None:
-        """Save what was put, and delete the KV of what it replaced."""
+    def commit(self, replaced: Iterable[Passage]) -> None:
+        """Save the index, and delete the KV of replaced passages."""
         self.index.save()
         now = set(self.index.passages)
-        self._forget([p for p in gone if p not in now])
+        self._delete_kv([p for p in replaced if p not in now])
 
     def delete(self, *doc_ids: str) -> tuple[int, list[Passage]]:
-        """Remove documents and save -> how many were there, and the passages that they had."""
-        gone = [p for p in self.index.passages if p.doc_id in doc_ids]
-        self._forget(gone)
+        """Remove documents and save -> number of removed documents, and their passages."""
+        removed = [p for p in self.index.passages if p.doc_id in doc_ids]
+        self._delete_kv(removed)
         if deleted := self.index.delete(*doc_ids):
             self.index.save()
-        return deleted, gone
+        return deleted, removed
 
     def _of(self, documents: Iterable[Document]) -> dict[Passage, None]:
         """The passages of these documents, in order."""
         ids = {document_id(document) for document in documents}
         return {p: None for p in self.index.passages if p.doc_id in ids}
 
-    def _forget(self, gone: Sequence[Passage]) -> None:
-        """Delete the KV of passages from every namespace, except of texts that other passages share."""
-        texts, left = {shown(p): p for p in gone}, set(gone)
-        for index in (self.index, *self.others) if gone else ():
+    def _delete_kv(self, passages: Sequence[Passage]) -> None:
+        """In every namespace, except of texts that other passages share."""
+        texts, removed = {passage_text(p): p for p in passages}, set(passages)
+        for index in (self.index, *self.others) if passages else ():
             for passage in index.passages:
-                if passage not in left:
-                    texts.pop(shown(passage), None)
+                if passage not in removed:
+                    texts.pop(passage_text(passage), None)
         for passage in texts.values():
-            ids = self.prompts.chunk(passage).ids
-            for blender in self.blenders:
-                blender.forget([ids], ())
+            for writer in self.writers:
+                writer.delete([self.prompts.chunk(passage).ids])
 
 
-class Library:
-    """Collections: indexes by name, searched together."""
+class Collections:
+    """Indexes by name, searched together."""
 
     def __init__(self, collections: Mapping[str, VectorIndex]) -> None:
         self.collections = dict(collections)
 
     @classmethod
-    def open(cls, first: VectorIndex, indexes: Sequence[str], prompts: PromptBuilder) -> Library:
-        """An open index, which is the first of `indexes`, and the others, built with the same reader and embedder.
+    def open(cls, first: VectorIndex, indexes: Sequence[str], prompts: PromptBuilder) -> Collections:
+        """An open index, which is the first of `indexes`, and the others, built with the same model and embedder.
 
         Raises IndexMissing, IndexMismatch, and ConfigError for two of one name.
         """

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from blendserve.blend import single_flight
+from blendserve.blend import precompute
 from blendserve.core import Passage, run
 from blendserve.engine.engine import Engine
-from blendserve.errors import StoreUnavailable
 from blendserve.store import KVStore, LayeredStore, LMDBStore, MemoryStore
+from tests.support.blending import missing
 from tests.support.engines import PASSAGES, QUESTIONS, queued, toy_batch, toy_engine
 from tests.support.stores import FaultyStore
 from tests.support.valkey import needs_server, store_at
@@ -31,16 +31,16 @@ def test_workers_on_one_store_compute_each_chunk_once(
     open_store: Callable[[Path, int], KVStore], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some use it directly, some with an own store in front, whose writes come in the background."""
-    monkeypatch.setattr(single_flight, "LEAST_PATIENCE_S", 100.0)  # however slow a worker is
+    monkeypatch.setattr(precompute, "MIN_WAIT_S", 100.0)  # however slow a worker is
     with ExitStack() as stack:
         stores = [open_store(tmp_path, CAP) for _ in range(4)]
         stores[2:] = [LayeredStore(MemoryStore(CAP), far) for far in stores[2:]]
         made = [stack.enter_context(toy_engine(store)) for store in stores]
         with ThreadPoolExecutor(4) as pool:
             reports = list(pool.map(lambda one: one.precompute(CORPUS), made))
-        assert sum(report.computed for report in reports) == len(CORPUS) + 1  # and the prefix
-        assert {(report.left, report.computed + report.skipped) for report in reports} == {(0, 13)}
-        assert (made[0].missing(CORPUS), made[0].store.stats().pins) == (0, len(CORPUS) + 1)
+        assert sum(report.computed for report in reports) == len(CORPUS)
+        assert {(report.left, report.computed + report.skipped) for report in reports} == {(0, 12)}
+        assert (made[0].missing(CORPUS), made[0].store.stats().pins) == (0, len(CORPUS))
         answers = [one.answer(QUESTION, CORPUS[:6]) for one in made]
         alone = stack.enter_context(toy_engine())
         alone.precompute(CORPUS)
@@ -51,17 +51,10 @@ def test_workers_on_one_store_compute_each_chunk_once(
 def test_threads_that_miss_one_chunk_compute_it_once() -> None:
     with toy_engine() as made, ThreadPoolExecutor(8) as pool:
         chunks = made.prompts.chunk_ids(CORPUS)
-        assert sum(pool.map(lambda _: run(made.blender.write_back(chunks)), range(8))) == len(CORPUS)
+        assert sum(
+            pool.map(lambda _: run(made.blender.writer.write_back(missing(*chunks))), range(8))
+        ) == len(CORPUS)
         assert made.missing(CORPUS) == 0
-
-
-def test_a_claim_that_could_not_be_asked_for_is_none() -> None:
-    flight, far, key = single_flight.SingleFlight(), FaultyStore(MemoryStore(CAP)), b"key"
-    far.down = True
-    with pytest.raises(StoreUnavailable):
-        flight.claim(far, {key: 10})
-    assert flight.claim(MemoryStore(CAP), {key: 10})
-    assert not flight.claim(MemoryStore(CAP), {key: 10})
 
 
 @pytest.fixture
@@ -93,9 +86,9 @@ def test_no_request_and_no_job_waits_for_what_another_machine_computes(
     assert b.answer(QUESTION, PASSAGES).report.chunks_missing == N
     assert b.missing(PASSAGES) == N - 1
     chunks = b.prompts.chunk_ids(PASSAGES)
-    assert b.blender.precompute(chunks[:3], others="leave").left == 2
-    assert b.blender.precompute(chunks[:3], others="ignore").left == 0
-    monkeypatch.setattr(single_flight, "LEAST_PATIENCE_S", 0.0)
+    assert b.blender.writer.precompute(chunks[:3], on_leased="skip").left == 2
+    assert b.blender.writer.precompute(chunks[:3], on_leased="compute").left == 0
+    monkeypatch.setattr(precompute, "MIN_WAIT_S", 0.0)
     report = b.precompute(PASSAGES)
     assert (report.computed, report.left, b.missing(PASSAGES)) == (N - 3, 0, 0)
 
@@ -109,9 +102,9 @@ def test_the_chunks_of_a_queued_prompt_are_fetched_before_its_turn(
         batch = toy_batch(node, slots=1)
         far.batches.clear()
         request, listener = queued(batch, QUESTION, PASSAGES)
-        eventually(lambda: far.batches == [N + 1])
+        eventually(lambda: far.batches == [N])
         batch.scheduler.submit(request)
         while batch.scheduler.has_work:
             batch.scheduler.step()
         assert listener.answer().report.tiers == {"remote": N}
-        assert far.batches == [N + 1]
+        assert far.batches == [N]

@@ -9,9 +9,8 @@ import pytest
 from blendserve import Config, Engine, Passage
 from blendserve.config import BlendConfig, StoreConfig
 from blendserve.core import Document
-from blendserve.engine import own_words as module
-from blendserve.engine.calibration import chunks_of, fit, writing_codec
-from blendserve.engine.own_words import own_words
+from blendserve.engine import codec_fit as module
+from blendserve.engine.codec_fit import chunks_of, fit, self_generated_text, writing_codec
 from blendserve.errors import InputError, TablesMissing
 from blendserve.models import sources
 from blendserve.store import KVStore, LMDBStore, MemoryStore
@@ -35,9 +34,8 @@ def codec_of(made: Engine) -> Codec:
 
 
 def compression(made: Engine) -> float:
-    """Of what is coded: the prefix is not."""
-    stats, prefix = made.store.stats(), len(made.prompts.prefix) * made.reader.adapter.kv_bytes_per_token
-    return (stats.raw_bytes - prefix) / (stats.bytes - prefix)
+    stats = made.store.stats()
+    return stats.raw_bytes / stats.bytes
 
 
 @pytest.mark.parametrize(
@@ -48,8 +46,8 @@ def test_an_engine_stores_coded_kv_and_answers_from_it(
 ) -> None:
     """The tables of a bundled reader are fitted on first use."""
     monkeypatch.setitem(sources.BUNDLED, "tiny", sources.BUNDLED["smollm2-135m"])
-    monkeypatch.setattr("blendserve.engine.calibration.FIT_TOKENS", 100)
-    monkeypatch.setattr("blendserve.engine.own_words.LENGTH", 50)
+    monkeypatch.setattr("blendserve.engine.codec_fit.FIT_TOKENS", 100)
+    monkeypatch.setattr("blendserve.engine.codec_fit.TEXT_TOKENS", 50)
     config = Config(store=StoreConfig(codec=codec, kind="memory"), blend=BlendConfig(method="reuse"))
     with Engine.open(config, reader=toy_reader()) as made:
         assert made.store.stats().tables == (codec == "cachegen")
@@ -79,7 +77,7 @@ def test_tables_are_fitted_once_and_found_by_the_next_process(tmp_path: Path) ->
         assert updates[-1][0] == updates[-1][1] <= 400
         codec = codec_of(made)
         assert (codec.coding.level, codec.coding.tables) == (2, hash)
-        made.blender.codec = codec
+        made.blender.writer.codec = codec
         made.precompute(PASSAGES)
         assert compression(made) > 8
     forget_ready()
@@ -103,12 +101,12 @@ def test_chunks_to_fit_on_are_whole_passages_up_to_the_tokens_asked_for() -> Non
 def test_own_words_are_as_many_tokens_as_asked_for_the_same_each_time(
     tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "LENGTH", LENGTH)
-    monkeypatch.setattr(module, "TOGETHER", TOGETHER)
+    monkeypatch.setattr(module, "TEXT_TOKENS", LENGTH)
+    monkeypatch.setattr(module, "BATCH", TOGETHER)
     updates: list[tuple[int, int]] = []
-    texts = own_words(toy_reader(), tokens, lambda *update: updates.append(update))
+    texts = self_generated_text(toy_reader(), tokens, lambda *update: updates.append(update))
     assert sum(map(len, texts)) == tokens
     assert updates == sorted(updates)
     assert updates[-1] == (tokens, tokens)
-    assert own_words(toy_reader(), tokens) == texts
+    assert self_generated_text(toy_reader(), tokens) == texts
     assert len({text[0] for text in texts}) == len(texts)

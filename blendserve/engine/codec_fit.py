@@ -1,0 +1,193 @@
+"""The codec that a store writes with for a model, and its tables, which are fitted on text once.
+
+`blendserve codec fit` fits tables on the user's text, or on text that the model generates, and the store keeps them.
+Those of a bundled model are fitted on first use.
+
+A generated text begins with one of the vocabulary's frequent tokens and follows the model's own probabilities. So it is
+spread like what the model was trained on: prose, letters, code, lists, languages. Every other text stands after a few
+passages about nothing in particular, which are no part of it, as retrieved text does.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from blendserve.blend.chunk_kv import ChunkComputer
+from blendserve.config import Config
+from blendserve.core import Document, TokenIds
+from blendserve.engine.prompt import PRIMER, PromptBuilder, literal_tokenizer
+from blendserve.errors import InputError, TablesMissing
+from blendserve.models.forward import Row
+from blendserve.models.kv_cache import KVCache
+from blendserve.models.loader import LoadedModel
+from blendserve.models.runner import append, append_each
+from blendserve.models.sources import BUNDLED
+from blendserve.registry import CODECS, parse_codec
+from blendserve.retrieve.chunker import split
+from blendserve.store import KVStore
+from blendserve.store.codecs.base import Codec, Progress, Sample
+
+FIT_TOKENS = 16_384  # of generated text, unless told otherwise
+TEXT_TOKENS = 128  # of one generated text
+BATCH = 32  # texts that are generated together
+FREQUENT = 1 << 14  # tokens at the front of the vocabulary
+
+log = logging.getLogger(__name__)
+
+
+def writing_codec(config: Config, reader: LoadedModel, prompts: PromptBuilder, store: KVStore) -> Codec:
+    """The codec that `store.codec` names, with the model's tables. Raises TablesMissing, StoreError."""
+    name, level = parse_codec(config.store.codec)
+    made: type[Codec] = CODECS.load(name)
+    if not made.needs_tables:
+        return made.with_tables(level)
+    if (codec := _with_tables(made, level, store, store.blobs.current(name, reader.fingerprint))) is not None:
+        return codec
+    if reader.name in BUNDLED:
+        log.info(
+            "Fitting tables of codec %s for %s on text sampled from it; the store keeps them",
+            name,
+            reader.name,
+        )
+        hash = fit(name, self_generated_text(reader, FIT_TOKENS), reader, prompts, store)
+        codec = _with_tables(made, level, store, hash)
+    if codec is None:
+        raise TablesMissing(
+            f"codec {name!r} needs tables for {reader.name}, and the store has none for this version: fit some by "
+            f"`blendserve codec fit INDEX --codec {name}`, or set store.codec to one that needs none",
+            setting="store.codec",
+        )
+    return codec
+
+
+def codec_without_tables(word: str) -> Codec:
+    """The codec that a setting names; raw if it needs tables, until `writing_codec` has them."""
+    name, level = parse_codec(word)
+    made: type[Codec] = CODECS.load(name)
+    return CODECS.load(CODECS.default).with_tables(0) if made.needs_tables else made.with_tables(level)
+
+
+def _with_tables(made: type[Codec], level: int, store: KVStore, hash: bytes | None) -> Codec | None:
+    """With these tables of the store; None if it has none, or another version of blendserve fitted them."""
+    raw = None if hash is None else store.blobs.get(hash)
+    try:
+        return None if raw is None else made.with_tables(level, raw)
+    except ValueError:
+        return None
+
+
+def fit(
+    name: str,
+    chunks: Sequence[TokenIds],
+    reader: LoadedModel,
+    prompts: PromptBuilder,
+    store: KVStore,
+    computing: Progress = lambda done, total: None,
+    fitting: Progress = lambda done, total: None,
+) -> bytes:
+    """Fit a codec's tables on chunks, and keep them in the store -> their hash.
+
+    computing: progress in tokens of KV. fitting: the codec's own progress. Raises InputError for too little text,
+    StoreError.
+    """
+    if not chunks:
+        raise InputError(
+            "the text to fit tables on is empty: give another --text, or leave it out to sample text from the model"
+        )
+
+    def samples() -> Iterator[Sample]:
+        """The chunks with their KV, computed as precompute does, while they are read."""
+        done, total = 0, sum(map(len, chunks))
+        computer = ChunkComputer(reader.adapter, prompts.kv_context)
+        for ids, kv in zip(chunks, computer.stream(chunks), strict=True):
+            yield ids, kv
+            done += len(ids)
+            computing(done, total)
+
+    made: type[Codec] = CODECS.load(name)
+    raw = made.fit(samples(), reader.adapter, fitting)
+    return store.blobs.put(name, reader.fingerprint, raw)
+
+
+def chunks_of(
+    documents: Iterable[Document], tokens: int, config: Config, prompts: PromptBuilder
+) -> list[TokenIds]:
+    """The documents' chunks, of the size that an index would have, with `tokens` tokens together."""
+    found: list[TokenIds] = []
+    for document in documents:
+        for passage in split(document, config.retrieve.chunk_tokens, lambda p: len(prompts.chunk(p))):
+            ids = prompts.chunk(passage).ids[:tokens]
+            if ids:
+                found.append(ids)
+                tokens -= len(ids)
+            if tokens <= 0:
+                return found
+    return found
+
+
+def self_generated_text(
+    reader: LoadedModel, tokens: int, progress: Progress = lambda done, total: None
+) -> list[TokenIds]:
+    """Texts of `tokens` tokens together, the same each time, to rounding; without end and control tokens."""
+    generator = _Generator(reader)
+    ids: list[TokenIds] = []
+    while (missing := tokens - TEXT_TOKENS * len(ids)) > 0:
+        columns: list[list[int]] = []
+        for column in generator.batch(min(BATCH, -(-missing // TEXT_TOKENS))):
+            columns.append(column)
+            progress(tokens - max(0, missing - len(columns) * len(column)), tokens)
+        ids += zip(*columns, strict=True)
+    ids[-1:] = [text[: TEXT_TOKENS + missing] for text in ids[-1:]]  # missing <= 0
+    return ids
+
+
+class _Generator:
+    """Samples from a model, from a seed."""
+
+    def __init__(self, reader: LoadedModel) -> None:
+        added = getattr(reader.tokenizer, "added_tokens_decoder", {})
+        control = {*reader.end_tokens, *(i for i, token in added.items() if token.special)}
+        self._adapter = reader.adapter
+        self._allowed = torch.ones(reader.adapter.vocab_size)
+        self._allowed[[i for i in control if i < len(self._allowed)]] = 0.0
+        self._random = torch.Generator().manual_seed(0)
+        text = PRIMER.read_text("utf-8").strip() + "\n\n"
+        primer = literal_tokenizer(reader.tokenizer)(
+            text, add_special_tokens=False, split_special_tokens=True
+        )["input_ids"]
+        primer = primer[max(0, len(primer) - (reader.adapter.context_limit - TEXT_TOKENS)) :]
+        self._primer = KVCache(self._adapter, len(primer))
+        if primer:
+            append(self._adapter, self._primer, 0, primer)
+
+    def batch(self, n: int) -> Iterator[list[int]]:
+        """TEXT_TOKENS times the next token of n texts, of which every other one stands after the primer."""
+        starts = [self._primer.capacity * (text % 2) for text in range(n)]
+        caches = [self._cache_after(start) for start in starts]
+        tokens = self._sample(torch.ones(n, FREQUENT))
+        yield tokens
+        for at in range(TEXT_TOKENS - 1):
+            rows = [
+                Row(cache, start + at, token)
+                for cache, start, token in zip(caches, starts, tokens, strict=True)
+            ]
+            tokens = self._sample(append_each(self._adapter, rows).float().softmax(dim=-1).cpu())
+            yield tokens
+
+    def _cache_after(self, start: int) -> KVCache:
+        """With the first `start` tokens of the primer, and room for a text."""
+        cache = KVCache(self._adapter, start + TEXT_TOKENS)
+        cache.keys[:, :, :start] = self._primer.keys[:, :, :start]
+        cache.values[:, :, :start] = self._primer.values[:, :, :start]
+        return cache
+
+    def _sample(self, probabilities: Tensor) -> list[int]:
+        """Of the whole vocabulary or its front [n, V] -> a token each."""
+        width = min(probabilities.shape[1], len(self._allowed))
+        allowed = probabilities[:, :width] * self._allowed[:width]
+        tokens: list[int] = torch.multinomial(allowed, 1, generator=self._random)[:, 0].tolist()
+        return tokens
