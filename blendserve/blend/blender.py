@@ -42,7 +42,7 @@ class Prefilled:
     result: PassResult
     report: BlendReport
     explanation: Explanation
-    n_cached: int  # tokens of the prompt whose KV was not computed for it
+    n_cached: int = 0  # tokens of the prompt whose KV was not computed for it
     missing: tuple[MissingChunk, ...] = ()  # for `ChunkWriter.write_back`
 
 

@@ -10,7 +10,7 @@ prefill; with everything chosen it equals it.
 from __future__ import annotations
 
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch import Tensor
 from blendserve.blend.corrections.base import Correction, LayerPriors, make_correction
 from blendserve.blend.layout import Layout
 from blendserve.blend.loader import KVLoader
-from blendserve.blend.policies.base import BlendPass, Policy, make_policy
+from blendserve.blend.policies.base import BlendPass, Policy, make_policy, no_positions
 from blendserve.config import BlendConfig
 from blendserve.core import Prompt, Steps
 from blendserve.kernels.ops import attend
@@ -36,12 +36,12 @@ class PassResult:
 
     cache: KVCache
     logits: Tensor  # [V], for the token after the prompt
-    recomputed: Tensor  # positions that the policy chose and that ran through the last layer
-    bytes_loaded: int
-    read_s: float  # by the store's thread, some of it perhaps waiting for another machine
-    cost: float  # row-layers / (T * L)
-    scores: Tensor | None  # [T] on the host, by which the policy chose; NaN where it gave none
-    corrected: bool  # whether what was reused was changed
+    recomputed: Tensor = field(default_factory=no_positions)  # selected by the policy, to the last layer
+    bytes_loaded: int = 0
+    read_s: float = 0.0  # by the reader thread, with its waits for another machine
+    cost: float = 1.0  # row-layers / (T * L)
+    scores: Tensor | None = None  # [T] on the host, by which the policy selected; NaN where it gave none
+    corrected: bool = False  # whether reused KV was changed
 
 
 @torch.inference_mode()

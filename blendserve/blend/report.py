@@ -18,15 +18,15 @@ STATE = {name: n for n, name in enumerate(Explanation.STATES)}
 NEAR = "near"  # the source of a chunk that is read from near-duplicates
 
 
-def make_report(plan: PrefillPlan, result: PassResult | None, has_prior: bool = False) -> BlendReport:
-    """result: None if the model's own forward ran the whole prompt. has_prior: whether the correction had a prior."""
+def make_report(plan: PrefillPlan, result: PassResult, has_prior: bool = False) -> BlendReport:
+    """has_prior: whether the correction had a prior."""
     layout, blend, near = plan.layout, plan.blend, tuple(_near_chunks(plan.layout))
     hits = [
         next(s for s in segments if s.is_stored) for _, segments in layout.chunks() if segments[0].is_stored
     ]
     misses = [(i, segments[0].miss) for i, segments in layout.chunks() if segments[0].miss]
     corrupt = sum(miss.kind == "corrupt" for _, miss in misses)
-    n_recomputed = len(result.recomputed) if result else 0
+    n_recomputed = len(result.recomputed)
     is_blended = layout.n_reusable > n_recomputed
     return BlendReport(
         method=blend.method,
@@ -45,31 +45,29 @@ def make_report(plan: PrefillPlan, result: PassResult | None, has_prior: bool = 
         tokens_recomputed=n_recomputed,
         tokens_computed=layout.count(State.FRESH) - layout.n_suffix,
         tokens_suffix=layout.n_suffix,
-        bytes_loaded=result.bytes_loaded if result else 0,
-        cost=result.cost if result else 1.0,
+        bytes_loaded=result.bytes_loaded,
+        cost=result.cost,
         unusable=tuple(Unusable(i, miss.kind, miss.detail) for i, miss in misses if miss.kind != "absent"),
         tiers=dict(Counter(segment.source for segment in hits)),
         near=near,
-        prior=bool(result and has_prior and result.corrected),
+        prior=has_prior and result.corrected,
     )
 
 
-def explain(plan: PrefillPlan, result: PassResult | None) -> Explanation:
-    """result: as `make_report` takes it."""
-    parts, scores = tuple(_parts(plan)), result.scores if result else None
-    return Explanation(parts, _states(plan.layout, result), scores)
+def explain(plan: PrefillPlan, result: PassResult) -> Explanation:
+    """What each token started from, and why."""
+    return Explanation(tuple(_parts(plan)), _states(plan.layout, result), result.scores)
 
 
-def _states(layout: Layout, result: PassResult | None) -> Tensor:
+def _states(layout: Layout, result: PassResult) -> Tensor:
     """[T] uint8"""
-    reused = "corrected" if result and result.corrected else "reused"
+    reused = "corrected" if result.corrected else "reused"
     names = {State.EXACT: "exact", State.REUSED: reused, State.FRESH: "fresh"}
     states = torch.empty(layout.n_tokens, dtype=torch.uint8)
     for s in layout.segments:
         name = "near" if s.state is State.REUSED and s.donor else names[s.state]
         states[s.span.start : s.span.stop] = STATE[name]
-    if result:
-        states[result.recomputed] = STATE["recomputed"]
+    states[result.recomputed] = STATE["recomputed"]
     return states
 
 

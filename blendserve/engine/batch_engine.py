@@ -9,9 +9,7 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from typing import Literal
 
-from torch import Tensor
-
-from blendserve.blend.blender import Blender
+from blendserve.blend.blender import Blender, Prefilled
 from blendserve.blend.precompute import ChunkWriter, MissingChunk
 from blendserve.core import Steps, TokenIds
 from blendserve.engine.engine import Engine
@@ -82,11 +80,11 @@ class BatchEngine:
             hold=blender.prefetch(plan.prompt, plan.blend),
         )
 
-    def _prefill(self, sequence: Sequence, blender: Blender) -> Steps[Tensor]:
-        logits = yield from prefill(sequence, blender)
+    def _prefill(self, sequence: Sequence, blender: Blender) -> Steps[Prefilled]:
+        prefilled = yield from prefill(sequence, blender)
         if self.engine.config.store.write_back:
-            self.write_back(blender, sequence.missing, sequence.tenant)
-        return logits
+            self.write_back(blender, prefilled.missing, sequence.tenant)
+        return prefilled
 
     def _cost(self, plan: Plan, blender: Blender) -> float:
         """Tokens that are expected to run through the model: all that are not stored, and a share of the others."""

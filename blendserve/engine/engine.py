@@ -16,7 +16,7 @@ from typing import Any
 
 from blendserve.blend.blender import Blender
 from blendserve.blend.cost import synthetic_prompt
-from blendserve.blend.precompute import PrecomputeReport
+from blendserve.blend.precompute import MissingChunk, PrecomputeReport
 from blendserve.blend.prefill import blend_prefill
 from blendserve.config import BlendConfig, Config, changed
 from blendserve.core import Answer, Document, Passage, TokenIds, run
@@ -241,20 +241,21 @@ class Engine:
         if not self.gate.passed:
             return self._run_reference(plan)
         sequence = Sequence(plan, self.reader, partial(prefill, blender=self.blender))
-        logits = run(sequence.steps)
-        assert sequence.cache
-        runner = Runner.over(adapter, sequence.cache, len(plan.prompt), plan.decode.max_new_tokens)
-        stream = partial(AnswerStream, sequence, logits, runner.step, runner.draft_room(1))
-        if not (sequence.missing and self.config.store.write_back):
-            return stream()
-        return stream(partial(self._write_back, sequence))
+        prefilled = run(sequence.steps)
+        cache, missing = prefilled.result.cache, prefilled.missing
+        runner = Runner.over(adapter, cache, len(plan.prompt), plan.decode.max_new_tokens)
+        on_end = partial(self._write_back, missing) if missing and self.config.store.write_back else None
+        return AnswerStream(sequence, prefilled, runner.step, runner.draft_room(1), on_end)
 
     def _run_reference(self, plan: Plan) -> AnswerStream:
         """By the model's own forward, never blended. Raises ModelUnsupported for methods that blend."""
         if plan.blend.method not in {"auto", "full"}:
             self.gate.require()
-        reference, why = OwnDecoding(self.reader.adapter), f"the reader fails {self.gate.failure}"
-        sequence = Sequence(plan, self.reader, partial(reference_prefill, reference=reference, why=why))
+        model, why = self.reader.adapter, f"the reader fails {self.gate.failure}"
+        reference = OwnDecoding(model)
+        sequence = Sequence(
+            plan, self.reader, partial(reference_prefill, model=model, reference=reference, why=why)
+        )
         return AnswerStream(sequence, run(sequence.steps), lambda at, tokens: reference.feed(tuple(tokens)))
 
     def tenant(self, namespace: str) -> Engine:
@@ -342,10 +343,10 @@ class Engine:
         """Whether this reader may blend: checked on its weights once, and kept."""
         return check_model(self.reader)
 
-    def _write_back(self, sequence: Sequence) -> None:
+    def _write_back(self, missing: GenericSequence[MissingChunk]) -> None:
         """Store the chunks that a request missed. An answer never fails for it."""
         try:
-            run(self.blender.writer.write_back(sequence.missing))
+            run(self.blender.writer.write_back(missing))
         except StoreError as error:
             log.warning("missing chunks were not stored: %s", error)
 

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blendserve.blend.blender import Blender
+from blendserve.blend.blender import Blender, Prefilled
 from blendserve.blend.planner import plan_full_prefill
-from blendserve.blend.precompute import MissingChunk
+from blendserve.blend.prefill import PassResult
 from blendserve.blend.report import explain, make_report
 from blendserve.config import DecodeConfig
-from blendserve.core import Answer, BlendReport, Explanation, Steps, Timings
+from blendserve.core import Answer, Steps, Timings
 from blendserve.engine.drafts import Drafter
 from blendserve.engine.request import Event, Plan
 from blendserve.fetch.copies import Hold
@@ -26,42 +26,36 @@ from blendserve.models.loader import LoadedModel
 from blendserve.models.model import DecoderModel
 from blendserve.models.reference import OwnDecoding
 from blendserve.models.runner import Runner
-from blendserve.timing import Clock
 
 # position of the first token, tokens -> logits [n, V] after each
 Decode = Callable[[int, list[int]], Tensor]
 
 
 class Sequence:
-    """One request. Give `append` logits until `answer` is there."""
+    """One request: after `start`, give `append` the logits of each step until `answer` is set."""
 
     def __init__(
         self,
         plan: Plan,
         reader: LoadedModel,
-        prefill: Callable[[Sequence], Steps[Tensor]],
+        prefill: Callable[[Sequence], Steps[Prefilled]],
         *,
         tenant: str = "",
         cost: float = 0.0,
         emit: Callable[[Event], None] = lambda event: None,
         hold: Hold | None = None,
-        queued: Clock | None = None,
     ) -> None:
-        """prefill: fills `cache` and calls `start` -> logits [V] for the first token. cost: tokens that are expected to
-        run through the model. emit: called on the model's thread, with the last event Finished or Failed. hold: of KV
-        that is kept for this request until its prefill ends.
+        """prefill: into `cache`. cost: tokens that are expected to run through the model. emit: called on the model's
+        thread, with the last event Finished or Failed. hold: of KV that is kept for this request until its prefill ends.
         """
         self.plan, self.tenant, self.cost, self.emit = plan, tenant, cost, emit
-        self.queued = queued or Clock()  # since it waits
-        self.cancelled = False  # set by its caller; nothing is emitted after that
+        self.queued_at = 0.0  # on the scheduler's clock
+        self.is_cancelled = False  # set by its caller; nothing is emitted after that
         self.cache: KVCache | None = None  # by default, the prefill makes one
         self.steps = prefill(self)
         self.layer = -1  # of the prefill, that is next, counted through all passes
         self.preempted_cost = 0.0  # of the requests that preempted its prefill
-        self.report: BlendReport | None = None
-        self.explanation: Explanation | None = None
-        self.cached = 0
-        self.missing: tuple[MissingChunk, ...] = ()
+        self.prefilled: Prefilled | None = None
         self.answer: Answer | None = None
         self.ttft = 0.0  # seconds from the request to its first token
         self.n_new = 0  # tokens of the last step, with an end token
@@ -76,12 +70,13 @@ class Sequence:
         self._draft: list[int] = []  # of the step that runs
         self._n_passes = self._n_sampled = 0  # of the model; tokens, with an end token
 
-    def start(self, report: BlendReport, explanation: Explanation, cached: int = 0) -> None:
-        """The prefill is done. cached: tokens of the prompt whose KV was stored."""
-        self.report, self.explanation, self.cached = report, explanation, cached
+    def start(self, prefilled: Prefilled) -> list[str]:
+        """The prefill is done: choose the first token -> the pieces of text that it completes."""
+        self.prefilled = prefilled
+        return self.append(prefilled.result.logits)
 
     def release(self) -> None:
-        """It reads no more stored KV; idempotent."""
+        """Free the KV that is kept for its prefill; idempotent."""
         if self._hold:
             self._hold.close()
 
@@ -132,13 +127,12 @@ class Sequence:
         return piece
 
     def _close(self, piece: str, reason: str) -> str:
-        assert self.report
+        assert self.prefilled
         piece += self._detokenizer.flush()
         self._text += piece
+        report, explanation = self.prefilled.report, self.prefilled.explanation
         tokens, passages = tuple(self._tokens), self.plan.passages
-        self.answer = Answer(
-            self._text, passages, self.report, self._timings(), tokens, reason, self.explanation
-        )
+        self.answer = Answer(self._text, passages, report, self._timings(), tokens, reason, explanation)
         return piece
 
     def _timings(self) -> Timings:
@@ -154,26 +148,24 @@ class Sequence:
         )
 
 
-def prefill(sequence: Sequence, blender: Blender) -> Steps[Tensor]:
-    """By `plan.blend`, into the sequence's cache -> logits [V]."""
+def prefill(sequence: Sequence, blender: Blender) -> Steps[Prefilled]:
+    """By `plan.blend`, into the sequence's cache."""
     plan = sequence.plan
     options = plan.decode.max_new_tokens, plan.clock, sequence.cache
     with plan.clock.stage("prefill"):
-        done = yield from blender.prefill(plan.prompt, plan.blend, *options)
-    sequence.cache, sequence.missing = done.result.cache, done.missing
-    sequence.start(done.report, done.explanation, done.n_cached)
-    return done.result.logits
+        return (yield from blender.prefill(plan.prompt, plan.blend, *options))
 
 
-def reference_prefill(sequence: Sequence, reference: OwnDecoding, why: str) -> Steps[Tensor]:
-    """By the model's own forward and cache, for a reader that may not blend because of `why` -> logits [V]."""
+def reference_prefill(
+    sequence: Sequence, model: DecoderModel, reference: OwnDecoding, why: str
+) -> Steps[Prefilled]:
+    """By the model's own forward and cache, for a model that may not blend because of `why`."""
     plan = sequence.plan
     yield from ()
     with plan.clock.stage("prefill"):
-        logits = reference.feed(plan.prompt.ids)
+        result = PassResult(KVCache(model, 0), reference.feed(plan.prompt.ids))
     full = plan_full_prefill(plan.prompt, plan.blend, why)
-    sequence.start(make_report(full, None), explain(full, None))
-    return logits
+    return Prefilled(result, make_report(full, result), explain(full, result))
 
 
 class AnswerStream:
@@ -182,18 +174,17 @@ class AnswerStream:
     def __init__(
         self,
         sequence: Sequence,
-        logits: Tensor,
+        prefilled: Prefilled,
         decode: Decode,
         draft_room: int = 0,
-        on_end: Callable[[], None] = lambda: None,
+        on_end: Callable[[], None] | None = None,
     ) -> None:
-        """The first token is chosen here, from logits [V]; `decode` makes the others, `on_end` follows the last one.
+        """Chooses the first token; `decode` makes the others, `on_end` follows the last one.
 
         draft_room: draft tokens that a step may run.
         """
-        assert sequence.report
-        self.passages, self.report = sequence.plan.passages, sequence.report
-        first = sequence.append(logits)
+        self.passages, self.report = sequence.plan.passages, prefilled.report
+        first = sequence.start(prefilled)
         self.ttft = sequence.ttft
         self._sequence, self._on_end, self._draft_room = sequence, on_end, draft_room
         self._pieces = self._run(first, decode)
@@ -216,8 +207,9 @@ class AnswerStream:
                 break
             pieces = self._sequence.append(decode(*self._sequence.next_tokens(self._draft_room)))
         del decode
-        self._sequence.cache = None  # its memory serves the next request
-        self._on_end()
+        self._sequence.prefilled = None  # its memory serves the next request
+        if self._on_end:
+            self._on_end()
 
 
 def generate(

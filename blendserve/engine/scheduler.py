@@ -6,14 +6,13 @@
     decoding step                after every prefill, within one `gap_s` after the last step, or when nothing else runs
     layer of a prefill           otherwise
 
-Prefills and background tasks are generators that yield before every layer (`core.Steps`), so either is cancelled by
-`close()`. Between two tokens of an answer lie at most `gap_s`, one layer and one step. Where a step takes long, the
-prefill runs longer, too, as it keeps `prefill_share` of the time: steps for few requests are the most expensive ones,
-and the sooner prefills are done, the more requests step together.
+Prefills and background tasks are generators that yield before every layer (`core.Steps`); `close()` cancels them.
+Between two tokens of an answer lie at most `gap_s`, one layer and one step. Where a step takes long, the prefill runs
+longer, as it keeps `prefill_share` of the time: the sooner prefills are done, the more requests share a step.
 
-A long prefill is preempted by a request of another tenant that is expected to cost a fraction of the rest of it: one at
-a time, and all of them together no more than the long one's own cost, so it takes at most twice as long. Once several
-tenants have come, the last free slot is for those who have none.
+A long prefill is preempted by a request of another tenant that is expected to cost a fraction of its rest: one at a
+time, and all together no more than its own cost, so it takes at most twice as long. Once there are several tenants, the
+last free slot is for a tenant without one.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from blendserve.blend.blender import Prefilled
 from blendserve.core import Steps
 from blendserve.engine.fair_executor import BackgroundThrottle, FairQueue
 from blendserve.engine.generate import Sequence
@@ -41,6 +41,7 @@ MAX_BACKGROUND = 1000  # tasks of one tenant; write-backs beyond that are droppe
 # However many requests wait: else a server that misses chunks stays slow because it misses them.
 BACKGROUND_EVERY = 8
 PREEMPT_FACTOR = 4  # times: how much cheaper a request must be than the rest of the prefill that it preempts
+DURATION_WEIGHT = 0.2  # of the last request in the running mean
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +84,7 @@ class Scheduler:
         self._clock = clock
         self._decode_at = -float("inf")  # when running requests decode next, within prefills
         self._prefilled = False  # whether a layer of a prefill has run since the last decoding step
-        self._request_s = 1.0  # recent mean duration of a request: what Retry-After is made of
+        self._request_s = 1.0  # running mean of a request's duration, for Retry-After
         self._wake = threading.Condition()
         self._draining = self._stopped = False
         self._thread = threading.Thread(target=self._loop, name="model", daemon=True)
@@ -112,10 +113,7 @@ class Scheduler:
         return len(self._waiting), self._pool.n - self._pool.free
 
     def refuse_if_full(self, tenant: str, more: int) -> None:
-        """Raises Busy or Stopping when a tenant's request could not be queued behind `more` of its others.
-
-        To be asked before any work for it.
-        """
+        """Raises Busy or Stopping if a tenant's request could not be queued behind `more` of its others."""
         with self._wake:
             if self._draining:
                 raise Stopping("the server is shutting down: ask another one")
@@ -163,6 +161,7 @@ class Scheduler:
                 self.refuse_if_full(sequence.tenant, 0)
                 if len(self._tenants) < 2:
                     self._tenants.add(sequence.tenant)
+                sequence.queued_at = self._clock()
                 self._waiting.put(sequence)
                 self._wake.notify()
         except BlendserveError:
@@ -172,7 +171,7 @@ class Scheduler:
     def cancel(self, sequence: Sequence) -> None:
         """Drop it from the queue, or free its slot before the next layer or step. No more events are emitted."""
         with self._wake:
-            sequence.cancelled = True
+            sequence.is_cancelled = True
             self._waiting.remove(sequence)
             sequence.release()
             self._wake.notify()
@@ -231,21 +230,16 @@ class Scheduler:
 
     def _fail_all(self) -> None:
         if self._task:
-            log.info("a background task was left undone, as the server stops")
+            log.info("a background task is cancelled, as the server stops")
             self._task.steps.close()
             self._task = None
-        for sequence in self._prefills[::-1]:
-            self._end(sequence, Stopping("the server has shut down before the answer began"))
-        for sequence in list(self._running):
-            self._end(sequence, Stopping("the server has shut down before the answer was complete"))
         with self._wake:
             waiting = list(iter(self._waiting.pop, None))
-        for sequence in waiting:
-            sequence.release()
-            self._fail(sequence, Stopping("the server has shut down before the question's turn came"))
+        for sequence in [*self._prefills[::-1], *self._running, *waiting]:
+            self._end(sequence, Stopping("the server has shut down before the answer was complete"))
 
     def _drop_cancelled(self) -> None:
-        for sequence in [s for s in self._with_slot() if s.cancelled]:
+        for sequence in [s for s in self._with_slot() if s.is_cancelled]:
             self._end(sequence)
 
     # Background tasks
@@ -314,8 +308,8 @@ class Scheduler:
         sequence.cache = self._pool.acquire()
         self._prefills.append(sequence)
         self._since_task += 1
-        sequence.plan.clock.seconds["queue"] = waited = sequence.queued.elapsed()
-        self._observer.dequeued(sequence.plan.blend.method, waited)
+        sequence.plan.clock.seconds["queue"] = waited_s = self._clock() - sequence.queued_at
+        self._observer.dequeued(sequence.plan.blend.method, waited_s)
 
     def _advance(self, sequence: Sequence) -> None:
         """One layer of a prefill; after the last one, the first token."""
@@ -326,23 +320,12 @@ class Scheduler:
             self._prefills.remove(sequence)
             self._running.append(sequence)
             sequence.release()
-            self._emit_first(sequence, end.value)
+            self._emit(sequence, end.value)
         except Exception as error:  # of this request alone
             self._end(sequence, error)
         self._prefilled = True
         if not self._prefills:
             self._decode_at = -float("inf")
-
-    def _emit_first(self, sequence: Sequence, logits: Tensor) -> None:
-        assert sequence.report
-        assert sequence.explanation
-        try:
-            self._observer.prefilled(sequence.report, sequence.plan.clock.seconds["load"])
-            sequence.emit(PrefillDone(sequence.cached, sequence.report, sequence.explanation))
-        except Exception as error:  # of this request alone
-            self._end(sequence, error)
-        else:
-            self._emit(sequence, logits, is_first=True)
 
     # Decode
 
@@ -367,33 +350,35 @@ class Scheduler:
         assert sequence.cache
         return self._pool.slot(sequence.cache)
 
-    def _emit(self, sequence: Sequence, logits: Tensor, is_first: bool = False) -> None:
-        """Add a step's tokens to an answer; its slot is free as soon as it has its last one."""
+    def _emit(self, sequence: Sequence, done: Prefilled | Tensor) -> None:
+        """Emit the tokens that follow a prefill, or the logits [n, V] of a step."""
         try:
-            for piece in sequence.append(logits):
+            if is_first := isinstance(done, Prefilled):
+                self._observer.prefilled(done.report, sequence.plan.clock.seconds["load"])
+                sequence.emit(PrefillDone(done.n_cached, done.report, done.explanation))
+            for piece in sequence.start(done) if isinstance(done, Prefilled) else sequence.append(done):
                 sequence.emit(TextDelta(piece))
             if sequence.answer:
                 sequence.emit(Finished(sequence.answer))
         except Exception as error:  # of this request alone
             self._end(sequence, error)
             return
+        assert sequence.prefilled
         elapsed_s = sequence.ttft if is_first else sequence.gap_s
         for _ in range(sequence.n_new):
-            self._observer.token(sequence.report.method if sequence.report else "", elapsed_s, is_first)
+            self._observer.token(sequence.prefilled.report.method, elapsed_s, is_first)
         if sequence.answer:
-            self._request_s += 0.2 * (sequence.plan.clock.elapsed() - self._request_s)
+            self._request_s += DURATION_WEIGHT * (sequence.plan.clock.elapsed() - self._request_s)
             self._end(sequence)
 
     def _end(self, sequence: Sequence, error: Exception | None = None) -> None:
-        """The slot is free from here on."""
+        """Free its slot and the KV that is kept for it, and tell its caller of the error."""
         sequence.steps.close()
-        (self._prefills if sequence in self._prefills else self._running).remove(sequence)
+        for sequences in (self._prefills, self._running):
+            if sequence in sequences:
+                sequences.remove(sequence)
         if sequence.cache:
             self._pool.release(sequence.cache)
         sequence.release()
-        if error:
-            self._fail(sequence, error)
-
-    def _fail(self, sequence: Sequence, error: Exception) -> None:
-        if not sequence.cancelled:
+        if error and not sequence.is_cancelled:
             sequence.emit(Failed(error))

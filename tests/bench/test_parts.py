@@ -18,11 +18,13 @@ from blendserve.bench.fixture import PromptFixture, time_prompt
 from blendserve.bench.roofline import Counts, Rates, Work, bound_s, layer_work, prefill_work
 from blendserve.bench.workload import make_workload
 from blendserve.blend.planner import plan_full_prefill
+from blendserve.blend.prefill import PassResult
 from blendserve.blend.report import make_report
 from blendserve.config import BlendConfig, ReaderConfig
 from blendserve.core import Prompt
 from blendserve.errors import InputError, ModelError, ModelUnsupported, StoreError
 from blendserve.evaluate.methods import parse_methods
+from blendserve.models.kv_cache import KVCache
 from blendserve.models.loader import LoadedModel, load_model
 from blendserve.models.random import SHAPES, TILE, ModuloTokenizer, random_model, shape_config
 from tests.bench.conftest import write_shape
@@ -116,7 +118,8 @@ def test_attention_flops_by_a_loop_over_rows_and_keys(window: int | None) -> Non
 def test_a_full_prefill_by_the_textbook(reader: LoadedModel) -> None:
     """2 FLOPs a weight and row, but one row in the last layer's finish and the head; attention 2 T^2 H D."""
     counts, n = Counts.of(reader.adapter), 50
-    report = make_report(plan_full_prefill(Prompt((), (), tuple(range(n))), BlendConfig()), None)
+    result = PassResult(KVCache(reader.adapter, 0), torch.empty(0))
+    report = make_report(plan_full_prefill(Prompt((), (), tuple(range(n))), BlendConfig()), result)
     work = prefill_work(counts, report, torch.empty(0, dtype=torch.long), BlendConfig())
     hidden, inner = 64, 96
     project, finish = hidden * 64 + 2 * hidden * 32, 64 * hidden + 3 * hidden * inner

@@ -81,10 +81,9 @@ def answer(dtype: torch.dtype, **options: Any) -> Answer:
     plan = Plan(PROMPT, (), BlendConfig(method="full"), decode, Clock())
     blender = tiny_blender(MemoryStore(2**20), adapter=loaded.adapter)
     sequence = Sequence(plan, loaded, partial(prefill, blender=blender))
-    logits = run(sequence.steps)
-    assert sequence.cache
-    runner = Runner.over(loaded.adapter, sequence.cache, len(PROMPT), NEW)
-    return AnswerStream(sequence, logits, runner.step, runner.draft_room(1)).answer()
+    prefilled = run(sequence.steps)
+    runner = Runner.over(loaded.adapter, prefilled.result.cache, len(PROMPT), NEW)
+    return AnswerStream(sequence, prefilled, runner.step, runner.draft_room(1)).answer()
 
 
 def check_equal(one: Answer, other: Answer) -> None:

@@ -27,9 +27,8 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
-from torch import Tensor
 
-from blendserve.blend.blender import Blender
+from blendserve.blend.blender import Blender, Prefilled
 from blendserve.core import Steps
 from blendserve.engine.fair_executor import BackgroundThrottle, FairQueue
 from blendserve.engine.generate import Sequence
@@ -154,7 +153,6 @@ class SchedulerMachine(RuleBasedStateMachine):
             cost=cost,
             emit=receive,
             hold=hold,
-            queued=Clock(now=self.clock),
         )
         over, before = plan.tokens - SLOT_TOKENS, self.retry_after()
         full = len(self.waiting(tenant)) == self.queue
@@ -266,7 +264,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def retry_after(self) -> dict[str, int]:
         return {tenant: self.scheduler.retry_after(tenant) for tenant in TENANTS}
 
-    def prefill(self, sent: Sent, blender: Blender, sequence: Sequence) -> Steps[Tensor]:
+    def prefill(self, sent: Sent, blender: Blender, sequence: Sequence) -> Steps[Prefilled]:
         """A request's prefill, with the clock's seconds for each layer."""
         self.admit(sent)
         steps = tiny_prefill(sequence, blender)
@@ -275,8 +273,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                 try:
                     next(steps)
                 except StopIteration as end:
-                    logits: Tensor = end.value
-                    return logits
+                    prefilled: Prefilled = end.value
+                    return prefilled
                 if sent.cancel_at == l:
                     self.cancel(sent)
                 yield

@@ -10,9 +10,8 @@ from typing import Any
 from unittest.mock import Mock
 
 import torch
-from torch import Tensor
 
-from blendserve.blend.blender import Blender
+from blendserve.blend.blender import Blender, Prefilled
 from blendserve.blend.prefix_cache import PrefixCache
 from blendserve.config import BlendConfig, Config, DecodeConfig, Method, PromptConfig, StoreConfig, changed
 from blendserve.core import Answer, Chunk, Passage, Prompt, Steps, run
@@ -198,7 +197,7 @@ def tiny_prefixes() -> PrefixCache:
     return prefixes
 
 
-def tiny_prefill(sequence: Sequence, blender: Blender) -> Steps[Tensor]:
+def tiny_prefill(sequence: Sequence, blender: Blender) -> Steps[Prefilled]:
     blender.prefixes = tiny_prefixes()
     return prefill(sequence, blender)
 
@@ -222,7 +221,7 @@ class Question:
 def alone(question: Question) -> Answer:
     reader, plan = tiny_reader(), question.plan(Clock())
     sequence = Sequence(plan, reader, partial(tiny_prefill, blender=tiny_blender(tiny_store())))
-    logits = run(sequence.steps)
-    assert sequence.cache
-    runner = Runner.over(reader.adapter, sequence.cache, len(plan.prompt), question.max_new_tokens)
-    return AnswerStream(sequence, logits, runner.step).answer()
+    prefilled = run(sequence.steps)
+    cache = prefilled.result.cache
+    runner = Runner.over(reader.adapter, cache, len(plan.prompt), question.max_new_tokens)
+    return AnswerStream(sequence, prefilled, runner.step).answer()
