@@ -177,7 +177,7 @@ class Blender:
     ) -> Steps[Prefilled]:
         prompt, uses_prior = plan.layout.prompt, CORRECTIONS.load(plan.blend.correction).uses_prior
         prior = self.priors.current() if uses_prior else None
-        options = new_tokens, clock, cache, prior
+        options = new_tokens, clock, cache, prior.layer if prior else None
         result = yield from blend_prefill(self.adapter, prompt, plan.layout, plan.blend, *options)
         report = make_report(plan, result, prior is not None)
         return Prefilled(result, report, explain(plan, result), report.tokens_exact + report.tokens_reused)

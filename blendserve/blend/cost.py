@@ -54,7 +54,7 @@ def count_work(layout: Layout, policy: Policy, n_layers: int) -> Work:
     n_reusable, selected = layout.n_reusable, policy.n_selected(layout)
     work = count_rows(layout, selected)
     passes, rows, pairs = work.passes, work.rows, work.pairs
-    if policy.needs_scoring_pass and 0 < selected < n_reusable:
+    if policy.is_scored(layout):
         rows, pairs, passes = rows + layout.n_suffix, pairs + layout.n_suffix * layout.n_tokens, passes + 1
     if policy.check_layers and selected:
         dense = min(1.0, max(policy.check_layers) / n_layers) * (n_reusable - selected)

@@ -31,6 +31,8 @@ from blendserve.store.key import ChunkKey
 from blendserve.store.request_reads import LOCAL
 from blendserve.store.view import ChunkView
 
+LayerKV = tuple[Tensor, Tensor]  # one layer's keys after RoPE, and values [K, S, D]
+
 
 class State(Enum):
     """What the tokens of a segment start from."""

@@ -28,21 +28,22 @@ class KVLoader:
 
     def __init__(
         self,
-        adapter: DecoderModel,
+        model: DecoderModel,
         cache: KVCache,
         segments: Sequence[Segment],
         ropes: Ropes,
         clock: Clock | None = None,
     ) -> None:
-        self._adapter, self._cache, self._segments, self._ropes = adapter, cache, segments, ropes
-        self._clock = clock or Clock(adapter.device)
+        """ropes: of all positions of the prompt, for each layer."""
+        self.model, self.cache, self.ropes, self._segments = model, cache, ropes, segments
+        self._clock = clock or Clock(model.device)
         # Several runs may be of one chunk. The prefix is in memory, so it is not counted as loaded.
         views = {id(segment.view): segment.view for segment in segments if segment.view}
         of_chunks = {id(segment.view) for segment in segments if segment.chunk is not None}
         self._is_counted = [view in of_chunks for view in views]
         self._nth = {view: n for n, view in enumerate(views)}
-        self._reader = LayerReader([*views.values()], adapter.n_layers, copy_stream_to(adapter.device))
-        self._placed = [False] * adapter.n_layers
+        self._reader = LayerReader([*views.values()], model.n_layers, copy_stream_to(model.device))
+        self._placed = [False] * model.n_layers
         self.bytes_loaded = 0
 
     def place(self, l: int) -> None:
@@ -51,8 +52,8 @@ class KVLoader:
             with self._clock.stage("load"):
                 layer = self._reader.take(l)
                 chunks = [(s.span.start, *self._tokens(layer, s)) for s in self._segments]
-                cache = self._cache.keys[l], self._cache.values[l]
-                place(chunks, *cache, self._ropes[l], self._adapter.rotary)
+                cache = self.cache.keys[l], self.cache.values[l]
+                place(chunks, *cache, self.ropes[l], self.model.rotary)
                 for (keys, _), is_counted in zip(layer, self._is_counted, strict=True):
                     self.bytes_loaded += is_counted * 2 * keys.numel() * keys.element_size()
             self._placed[l] = True

@@ -9,24 +9,28 @@ prefill; with everything chosen it equals it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from blendserve.blend.corrections.base import Correction, LayerPriors, make_correction
+from blendserve.blend.corrections.base import Correction
 from blendserve.blend.layout import Layout
 from blendserve.blend.loader import KVLoader
-from blendserve.blend.policies.base import BlendPass, Policy, make_policy, no_positions
+from blendserve.blend.policies.base import Policy, make_policy, top
+from blendserve.blend.scoring import suffix_scores
 from blendserve.config import BlendConfig
 from blendserve.core import Prompt, Steps
 from blendserve.kernels.ops import attend
 from blendserve.kernels.rows import RowPlan, Rows, plans_by_window
-from blendserve.kernels.types import Rope
+from blendserve.kernels.types import Prior, Rope
 from blendserve.models.forward import run_layers
 from blendserve.models.kv_cache import KVCache
 from blendserve.models.model import DecoderModel, Projected
+from blendserve.registry import CORRECTIONS
 from blendserve.timing import Clock
 
 
@@ -36,7 +40,8 @@ class PassResult:
 
     cache: KVCache
     logits: Tensor  # [V], for the token after the prompt
-    recomputed: Tensor = field(default_factory=no_positions)  # selected by the policy, to the last layer
+    # Positions that the policy selected and that ran through the last layer.
+    recomputed: Tensor = field(default_factory=partial(torch.empty, 0, dtype=torch.long))
     bytes_loaded: int = 0
     read_s: float = 0.0  # by the reader thread, with its waits for another machine
     cost: float = 1.0  # row-layers / (T * L)
@@ -46,113 +51,116 @@ class PassResult:
 
 @torch.inference_mode()
 def blend_prefill(
-    adapter: DecoderModel,
+    model: DecoderModel,
     prompt: Prompt,
     layout: Layout,
     blend: BlendConfig,
     new_tokens: int = 0,
     clock: Clock | None = None,
     cache: KVCache | None = None,
-    priors: LayerPriors | None = None,
+    prior: Callable[[int], Prior] | None = None,
 ) -> Steps[PassResult]:
-    """Run the prompt, reusing what the layout found; leaves room for `new_tokens` in the cache.
+    """Run the prompt from what the layout has; leaves room for `new_tokens` in the cache.
 
-    cache: of at least that room; a new one if None. priors: for corrections that use them.
-    Raises CorruptRecord when a stored layer fails its checksum, ChunkLost when it does not arrive: lay out again without
-    that chunk; ConfigError for settings of the policy that do not fit the model.
+    cache: of at least that room; a new one if None. prior: of a layer, for corrections that use one.
+    Raises CorruptRecord if a stored layer fails its checksum, ChunkLost if it does not arrive: lay out again without that
+    chunk; ConfigError for settings of the policy that do not fit the model.
     """
     policy = make_policy(blend)
-    policy.validate(adapter.n_layers)
-    cache, clock = cache or KVCache(adapter, len(prompt) + new_tokens), clock or Clock(adapter.device)
-    ids = torch.tensor(prompt.ids, dtype=torch.long, device=adapter.device)
-    ropes = adapter.rope(torch.arange(len(prompt), device=adapter.device))
-    with closing(KVLoader(adapter, cache, layout.loaded, ropes, clock)) as loader:
-        blend_pass = BlendPass(adapter, ids, layout, cache, loader, ropes)
-        load_s = clock.seconds["load"]
+    policy.validate(model.n_layers)
+    cache, clock = cache or KVCache(model, len(prompt) + new_tokens), clock or Clock(model.device)
+    ids = torch.tensor(prompt.ids, dtype=torch.long, device=model.device)
+    ropes, spans = model.rope(torch.arange(len(prompt), device=model.device)), layout.reusable_spans
+    with closing(KVLoader(model, cache, layout.loaded, ropes, clock)) as loader:
+        load_s, scores = clock.seconds["load"], None
         with clock.stage("select"):
-            yield from policy.score(blend_pass)
-            chosen = policy.select(blend_pass)
-        clock.seconds["select"] -= clock.seconds["load"] - load_s  # a scoring pass places KV, too
-        active = layout.fresh.clone()
-        active[chosen] = True
-        spans = layout.reusable_spans
-        correction = make_correction(blend.correction, adapter, cache, ropes, spans, priors)
-        layers = _ActiveRows(blend_pass, policy, correction, active.nonzero()[:, 0], clock)
-        hidden = yield from run_layers(adapter, adapter.embed(ids[layers.rows.device]), layers)
-        return layers.result(adapter.logits(hidden[-1:])[0])
+            if policy.is_scored(layout):
+                scores = yield from suffix_scores(ids, layout, loader)
+            active = layout.fresh.clone()
+            active[policy.select(layout, scores)] = True
+        clock.seconds["select"] -= clock.seconds["load"] - load_s  # the scoring pass places KV, too
+        corrector = CORRECTIONS.load(blend.correction)
+        correction = corrector(model.rotary, ropes, spans, prior) if spans else None
+        layers = _BlendPass(layout, loader, policy, correction, active.nonzero()[:, 0], scores, clock)
+        hidden = yield from run_layers(model, model.embed(ids[layers.rows.device]), layers)
+        return layers.result(model.logits(hidden[-1:])[0])
 
 
-class _ActiveRows:
-    """One request's rows on their way through the layers."""
+class _BlendPass:
+    """The active rows of one request, through the layers."""
 
     def __init__(
         self,
-        blend_pass: BlendPass,
+        layout: Layout,
+        loader: KVLoader,
         policy: Policy,
         correction: Correction | None,
         active: Tensor,
+        scores: Tensor | None,
         clock: Clock,
     ) -> None:
-        """active: positions [S], ascending."""
-        self._pass, self._policy, self._correction, self._clock = blend_pass, policy, correction, clock
+        """active: positions [S], ascending. scores [T]: of the scoring pass, if there was one."""
+        self._layout, self._loader, self._policy, self._correction = layout, loader, policy, correction
+        self._model, self._cache, self._scores, self._clock = loader.model, loader.cache, scores, clock
         self._is_corrected = False  # in any layer
-        self.rows = Rows.on(blend_pass.adapter.device, active)  # the rows that go on
+        self._row_layers = 0 if scores is None else layout.n_suffix * self._model.n_layers
+        self.rows = Rows.on(self._model.device, active)  # the rows that go on
         self._plans = self._plan(self.rows)
 
     def rope(self, l: int) -> Rope:
-        return self._pass.ropes[l].at(self.rows.device)
+        return self._loader.ropes[l].at(self.rows.device)
 
     def write(self, l: int, fresh: Projected, keys: Tensor) -> Tensor | slice | None:
-        blend_pass, rows = self._pass, self.rows
-        blend_pass.row_layers += len(rows)
-        blend_pass.loader.place(l)
+        rows, cache, is_last = self.rows, self._cache, l == self._model.n_layers - 1
+        self._row_layers += len(rows)
+        self._loader.place(l)
         with self._clock.stage("select"):
             kept = self._filter(l, keys, fresh.v) if l in self._policy.check_layers else None
         if kept is None and self._correction:  # rows that are about to be dropped are no sample to learn from
             with self._clock.stage("correct"):
-                self._is_corrected |= self._correction.apply(l, rows, keys, fresh.v)
-        blend_pass.cache.write(l, rows.device, keys, fresh.v)
-        # The last layer finishes the last row alone, which is never dropped.
-        is_last = l == blend_pass.adapter.n_layers - 1
-        left: Tensor | slice | None = slice(-1, None) if is_last else None
+                stored = cache.keys[l], cache.values[l]
+                self._is_corrected |= self._correction.apply(l, stored, rows, (keys, fresh.v))
+        cache.write(l, rows.device, keys, fresh.v)
+        left: Tensor | None = None
         if kept is not None:
-            index = kept.to(rows.device.device)
-            self.rows = Rows(rows.host[kept], rows.device[index])
-            left = index if left is None else left
+            left = kept.to(rows.device.device)
+            self.rows = Rows(rows.host[kept], rows.device[left])
+        if is_last:  # finishes the last row alone, which is never dropped
+            self._plans = self._plan(self.rows.last)
+            return slice(-1, None)
         if left is not None:
-            self._plans = self._plan(self.rows.last if is_last else self.rows)
+            self._plans = self._plan(self.rows)
         return left
 
     def attend(self, l: int, q: Tensor) -> Tensor:
-        spec, cache, n = self._pass.adapter.specs[l], self._pass.cache, self._pass.layout.n_tokens
-        return attend(q, cache.keys[l, :, :n], cache.values[l, :, :n], spec, self._plans[spec.window])
+        spec, n = self._model.specs[l], self._layout.n_tokens
+        keys, values = self._cache.keys[l, :, :n], self._cache.values[l, :, :n]
+        return attend(q, keys, values, spec, self._plans[spec.window])
 
     def result(self, logits: Tensor) -> PassResult:
         """logits [V]: after the last layer."""
-        blend_pass, rows = self._pass, self.rows.host
-        layout, loader = blend_pass.layout, blend_pass.loader
-        recomputed = rows[layout.reusable[rows]]
-        cost = blend_pass.row_layers / (layout.n_tokens * blend_pass.adapter.n_layers)
+        rows, loader = self.rows.host, self._loader
+        recomputed = rows[self._layout.reusable[rows]]
+        cost = self._row_layers / (self._layout.n_tokens * self._model.n_layers)
         read = loader.bytes_loaded, loader.read_s
-        return PassResult(
-            blend_pass.cache, logits, recomputed, *read, cost, blend_pass.scores, self._is_corrected
-        )
+        return PassResult(self._cache, logits, recomputed, *read, cost, self._scores, self._is_corrected)
 
     def _plan(self, rows: Rows) -> dict[int | None, RowPlan]:
-        return plans_by_window(rows, self._pass.adapter.group, self._pass.adapter.windows)
+        return plans_by_window(rows, self._model.group, self._model.windows)
 
     def _filter(self, l: int, keys: Tensor, values: Tensor) -> Tensor | None:
         """Indices of the rows that go on past layer l's projection; None: all. Waits for a GPU's choice."""
-        layout, cache, rows = self._pass.layout, self._pass.cache, self.rows
-        is_candidate = layout.reusable[rows.host]
+        cache, rows = self._cache, self.rows
+        is_candidate = self._layout.reusable[rows.host]
         which = is_candidate.nonzero()[:, 0]
         if not len(which):
             return None
         index = which.to(values.device)
         at = rows.device[index]
-        fresh = keys[:, index], values[:, index]
         stored = cache.keys[l][:, at], cache.values[l][:, at]
-        kept = self._policy.filter(l, self._pass, rows.host[which], fresh, stored)
-        if kept is None:
-            return None
-        return torch.cat([(~is_candidate).nonzero()[:, 0], which[kept.cpu()]]).sort().values
+        scores = self._policy.score((keys[:, index], values[:, index]), stored)
+        if self._scores is None:
+            self._scores = torch.full((self._layout.n_tokens,), torch.nan)
+        self._scores[rows.host[which]] = scores.cpu()
+        kept = top(scores, self._policy.n_kept(l, self._layout)).cpu()
+        return torch.cat([(~is_candidate).nonzero()[:, 0], which[kept]]).sort().values

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from blendserve.blend.corrections.base import Correction
-from blendserve.blend.policies.base import BlendPass, Policy, candidates
+from blendserve.blend.layout import LayerKV, Layout
+from blendserve.blend.policies.base import Policy
 from blendserve.config import Config, PlaceConfig
 from blendserve.core import ChunkKV
 from blendserve.engine.engine import Engine
@@ -33,20 +34,16 @@ OPTIONS: dict[str, Any] = {"method": "blend", "ratio": 0.25, "max_new_tokens": 2
 class LastTokens(Policy):
     """Recomputes the last reusable tokens."""
 
-    def select(self, blend_pass: BlendPass) -> Tensor:
-        layout = blend_pass.layout
-        return candidates(layout)[-self.n_selected(layout) :]
+    def rank(self, layout: Layout, scores: Tensor | None) -> Tensor:
+        return torch.arange(layout.n_tokens)
 
 
 class Doubled(Correction):
     """Doubles stored values."""
 
-    def __init__(self, adapter: Any, cache: Any, ropes: Any, spans: Any, priors: Any = None) -> None:
-        self.cache, self.spans = cache, spans
-
-    def apply(self, l: int, rows: Rows, keys: Tensor, values: Tensor) -> bool:
+    def apply(self, l: int, stored: LayerKV, rows: Rows, fresh: LayerKV) -> bool:
         for span in self.spans:
-            self.cache.values[l][:, span.start : span.stop] *= 2
+            stored[1][:, span.start : span.stop] *= 2
         return True
 
 

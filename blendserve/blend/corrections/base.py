@@ -1,66 +1,43 @@
-"""What a correction is."""
+"""What a correction is: a formula that adjusts reused KV of one request. It reads KV, and runs no model."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import ClassVar, Protocol
+from collections.abc import Callable, Sequence
+from typing import ClassVar
 
-from torch import Tensor
-
+from blendserve.blend.layout import LayerKV
 from blendserve.core import Span
+from blendserve.kernels.rotary import Rotary
 from blendserve.kernels.rows import Rows
 from blendserve.kernels.types import Prior, Ropes
-from blendserve.models.kv_cache import KVCache
-from blendserve.models.model import DecoderModel
-from blendserve.registry import CORRECTIONS
 
 
-class LayerPriors(Protocol):
-    """How a corpus's stored tokens are expected to move (blend/priors.py)."""
+class Correction:
+    """Adjusts the reused KV of one request, before the fresh rows are written over it."""
 
-    def layer(self, l: int) -> Prior:
-        """Of layer l >= 1."""
-
-
-class Correction(ABC):
-    """Adjusts stored KV in one request's cache, before the fresh rows are written over it."""
-
-    uses_prior: ClassVar[bool] = False  # whether priors change anything
+    uses_prior: ClassVar[bool] = False  # whether the prior changes anything
 
     def __init__(
         self,
-        adapter: DecoderModel,
-        cache: KVCache,
+        rotary: Rotary,
         ropes: Ropes,
         spans: Sequence[Span],
-        priors: LayerPriors | None = None,
+        prior: Callable[[int], Prior] | None = None,
     ) -> None:
-        """ropes: of all positions of the prompt. spans: of the reused segments, at least one."""
-        return
+        """ropes: of all positions of the prompt, for each layer. spans: of the reused segments, at least one.
 
-    @abstractmethod
-    def apply(self, l: int, rows: Rows, keys: Tensor, values: Tensor) -> bool:
-        """Adjust layer l -> whether anything was changed.
-
-        rows: ascending; keys (after RoPE) and values [K, S, D], fresh at these rows.
+        prior: of a layer >= 1, how the corpus's stored tokens are expected to deviate (blend/priors.py).
         """
+        self.rotary, self.ropes, self.spans = rotary, ropes, spans
+        self.prior = prior if self.uses_prior else None
+
+    def apply(self, l: int, stored: LayerKV, rows: Rows, fresh: LayerKV) -> bool:
+        """Adjust the stored KV of layer l in place -> whether anything was changed.
+
+        stored [K, T, D]: of the whole prompt. rows: ascending. fresh [K, S, D]: what was computed at these rows.
+        """
+        return False
 
 
 class NoCorrection(Correction):
     """Stored KV is used as it is."""
-
-    def apply(self, l: int, rows: Rows, keys: Tensor, values: Tensor) -> bool:
-        return False
-
-
-def make_correction(
-    name: str,
-    adapter: DecoderModel,
-    cache: KVCache,
-    ropes: Ropes,
-    spans: Sequence[Span],
-    priors: LayerPriors | None = None,
-) -> Correction | None:
-    """The correction of this name for one request; None if nothing is reused."""
-    return CORRECTIONS.load(name)(adapter, cache, ropes, spans, priors) if spans else None

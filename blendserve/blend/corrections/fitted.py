@@ -20,21 +20,18 @@ questions (docs/research/decisions.md).
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple
+from functools import cached_property
 
 import torch
-from torch import Tensor
 
-from blendserve.blend.corrections.base import Correction, LayerPriors
-from blendserve.blend.layout import preceding_share
+from blendserve.blend.corrections.base import Correction
+from blendserve.blend.layout import LayerKV, preceding_share
 from blendserve.core import Span
 from blendserve.kernels.ops import correct
 from blendserve.kernels.rows import Rows
-from blendserve.kernels.types import CorrectionParams, RecomputedTokens, Ropes
-from blendserve.models.kv_cache import KVCache
-from blendserve.models.model import DecoderModel
+from blendserve.kernels.types import CorrectionParams, RecomputedTokens, Rope
 
 MEAN_TRUST = 16.0  # tokens' worth of trust in the mean over all chunks
 SHIFT_SCALE = 0.5  # of the moves: a recomputed token deviates more than others, which is why it was chosen
@@ -50,39 +47,10 @@ MIN_CONFIDENCE = 0.8  # factor of all moves if nothing is recomputed
 FULL_CONFIDENCE_SHARE = 0.15  # recomputed share from which the factor is 1
 
 
-class TokenPartition(NamedTuple):
-    """The tokens of the chunks, counted from where the first one starts, as RecomputedTokens wants them."""
-
-    rows: Tensor
-    at: Tensor
-    sizes: list[int]
-    not_recomputed: Tensor
-    other_sizes: list[int]
-    preceding_share: list[float]
-
-    def to(self, device: torch.device) -> TokenPartition:
-        rows, at, others = (x.to(device) for x in (self.rows, self.at, self.not_recomputed))
-        return self._replace(rows=rows, at=at, not_recomputed=others)
-
-
-class FittedCorrection(Correction):
+class FittedCorrection(Correction, ABC):
     """From the recomputed tokens of each chunk to all of its tokens. Subclasses differ in constants alone."""
 
-    def __init__(
-        self,
-        adapter: DecoderModel,
-        cache: KVCache,
-        ropes: Ropes,
-        spans: Sequence[Span],
-        priors: LayerPriors | None = None,
-    ) -> None:
-        self._priors = priors if self.uses_prior else None
-        self._rotary, self._cache, self._spans = adapter.rotary, cache, spans
-        self._here = here = slice(spans[0].start, spans[-1].stop)
-        by_id = {id(rope): rope.at(here) for rope in ropes}  # layers share them
-        self._ropes = [by_id[id(rope)] for rope in ropes]
-        self._features, self._last = 2 * adapter.head_dim, max(1, adapter.n_layers - 1)
-        self._latest: tuple[Rows, TokenPartition, float] | None = None
+    _latest: tuple[Rows, RecomputedTokens] | None = None  # of the last layer
 
     @abstractmethod
     def params(self, features: int, depth: float, has_prior: bool, share: float) -> CorrectionParams:
@@ -92,25 +60,33 @@ class FittedCorrection(Correction):
         the chunks' tokens.
         """
 
-    def apply(self, l: int, rows: Rows, keys: Tensor, values: Tensor) -> bool:
+    def apply(self, l: int, stored: LayerKV, rows: Rows, fresh: LayerKV) -> bool:
         if l == 0:  # its KV depends on its token alone
             return False
-        tokens, share = self._partition(rows)
-        if not len(tokens.at) and self._priors is None:
+        tokens = self._partition(rows)._replace(keys=fresh[0], values=fresh[1])
+        if not len(tokens.at) and self.prior is None:
             return False
-        stored = self._cache.keys[l][:, self._here], self._cache.values[l][:, self._here]
-        fresh = RecomputedTokens(keys, values, *tokens)
-        prior = self._priors.layer(l) if self._priors else None
-        params = self.params(self._features, l / self._last, prior is not None, share)
-        correct(*stored, fresh, self._ropes[l], self._rotary, params, prior)
+        prior, depth = self.prior(l) if self.prior else None, l / (len(self.ropes) - 1)
+        share = sum(tokens.sizes) / max(1, sum(map(len, self.spans)))
+        keys, values = (x[:, self._here] for x in stored)
+        params = self.params(2 * keys.shape[-1], depth, prior is not None, share)
+        correct(keys, values, tokens, self._ropes[l], self.rotary, params, prior)
         return True
 
-    def _partition(self, rows: Rows) -> tuple[TokenPartition, float]:
-        """Which tokens of the chunks are among the rows, and their share; rows seldom differ from layer to layer."""
+    def _partition(self, rows: Rows) -> RecomputedTokens:
+        """Which tokens of the chunks are among the rows; rows seldom differ from layer to layer."""
         if self._latest is None or self._latest[0] is not rows:
-            found = partition(rows.host, self._spans, self._priors is not None).to(rows.device.device)
-            self._latest = rows, found, sum(found.sizes) / max(1, sum(map(len, self._spans)))
-        return self._latest[1:]
+            self._latest = rows, partition(rows, self.spans, self.prior is not None)
+        return self._latest[1]
+
+    @property
+    def _here(self) -> slice:
+        return slice(self.spans[0].start, self.spans[-1].stop)
+
+    @cached_property
+    def _ropes(self) -> list[Rope]:
+        by_id = {id(rope): rope.at(self._here) for rope in self.ropes}  # layers share them
+        return [by_id[id(rope)] for rope in self.ropes]
 
 
 class Shift(FittedCorrection):
@@ -144,16 +120,18 @@ class PriorRidge(Ridge):
         return CorrectionParams(*trust, keys, values, ridge.penalty, PRIOR_TRUST, prior_keys, prior_values)
 
 
-def partition(rows: Tensor, spans: Sequence[Span], by_place: bool = False) -> TokenPartition:
-    """The tokens of these spans, by whether they are among the ascending positions `rows` [S].
+def partition(rows: Rows, spans: Sequence[Span], by_place: bool = False) -> RecomputedTokens:
+    """The tokens of these spans, by whether they are among the rows; without KV. Places count from the first span.
 
     by_place: whether their deviation is in proportion to the text before them (blend/priors.py).
     """
-    edges = torch.searchsorted(rows, torch.tensor([(s.start, s.stop) for s in spans])).tolist()
+    at, device = rows.host, rows.device.device
+    edges = torch.searchsorted(at, torch.tensor([(s.start, s.stop) for s in spans])).tolist()
     which = torch.cat([torch.arange(*edge) for edge in edges])
     tokens, start = torch.cat([torch.arange(s.start, s.stop) for s in spans]), spans[0].start
-    others = tokens[~torch.isin(tokens, rows)]
+    others = tokens[~torch.isin(tokens, at)]
     sizes = [last - first for first, last in edges]
     left = [len(span) - size for span, size in zip(spans, sizes, strict=True)]
     by = [preceding_share(span) if by_place else 1.0 for span in spans]
-    return TokenPartition(which, rows[which] - start, sizes, others - start, left, by)
+    which, at, others = (x.to(device) for x in (which, at[which] - start, others - start))
+    return RecomputedTokens(torch.empty(0), torch.empty(0), which, at, sizes, others, left, by)

@@ -1,46 +1,25 @@
-"""What a policy is. Each is a formula to check against its paper, with its own validation, cost and scoring pass.
+"""What a policy is: a formula that tells which reused tokens are recomputed. It reads scores, and runs no model.
 
-A policy is asked twice: `select` gives the reusable positions whose rows enter layer 0; `filter`, at the check layers,
-may drop some of them. Rows that every policy recomputes (suffix, missing chunks) are not its business.
+    scores of the scoring pass (scoring.py), if it needs one  -> `rank`  -> reusable positions that enter layer 0
+    computed and stored KV of these rows, at its check layers -> `score` -> rows that go on
+
+Suffix and missing chunks are computed with every policy.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from blendserve.blend.layout import Layout
-from blendserve.blend.loader import KVLoader
+from blendserve.blend.layout import LayerKV, Layout
 from blendserve.config import BlendConfig
-from blendserve.core import Steps
-from blendserve.kernels.types import Ropes
-from blendserve.models.kv_cache import KVCache
-from blendserve.models.model import DecoderModel
 from blendserve.registry import POLICIES
 
-LayerKV = tuple[Tensor, Tensor]
 
-
-@dataclass(slots=True)
-class BlendPass:
-    """One request's prompt, its layout, and the cache that stored KV is placed in: what a policy may read."""
-
-    adapter: DecoderModel
-    ids: Tensor  # [T], on the device
-    layout: Layout
-    cache: KVCache
-    loader: KVLoader
-    ropes: Ropes
-    row_layers: int = 0  # rows run so far, summed over layers, for the report
-    scores: Tensor | None = None  # [T] on the host, by which the policy chose, for the explanation
-
-
-class Policy(ABC):
-    """Chooses the positions that are recomputed."""
+class Policy:
+    """Selects the positions that are recomputed. A subclass has `rank`, a scoring pass, or check layers."""
 
     has_ratio: ClassVar[bool] = True  # whether the ratio changes anything
     has_check_layers: ClassVar[bool] = False  # whether `check_layers` does
@@ -57,43 +36,40 @@ class Policy(ABC):
         """Number of tokens that are recomputed, for the cost model too."""
         return layout.budget(self.config.min_ratio)
 
+    def is_scored(self, layout: Layout) -> bool:
+        """Whether the scoring pass runs; without a choice it does not."""
+        return self.needs_scoring_pass and 0 < self.n_selected(layout) < layout.n_reusable
+
+    def rank(self, layout: Layout, scores: Tensor | None) -> Tensor:
+        """A number for each position [T]; the largest are selected. scores [T]: of the scoring pass."""
+        assert scores is not None
+        return scores
+
+    def select(self, layout: Layout, scores: Tensor | None = None) -> Tensor:
+        """Reusable positions that enter layer 0, ascending; with check layers all, unless none is recomputed."""
+        positions, n = layout.reusable.nonzero()[:, 0], self.n_selected(layout)
+        if n == 0 or n == len(positions) or self.check_layers:
+            return positions if n else positions[:0]
+        return positions[top(self.rank(layout, scores)[positions], n)]
+
     @property
     def check_layers(self) -> tuple[int, ...]:
         """Layers at which rows may be dropped, ascending; below the first, all selected rows run."""
         return ()
 
-    def score(self, blend_pass: BlendPass) -> Steps[None]:
-        """The scoring pass, if there is one: sets `blend_pass.scores` for `select`."""
-        yield from ()
+    def score(self, fresh: LayerKV, stored: LayerKV) -> Tensor:
+        """At a check layer: a score for each row [S], from its computed and its stored KV at the same position."""
+        raise NotImplementedError
 
-    @abstractmethod
-    def select(self, blend_pass: BlendPass) -> Tensor:
-        """Reusable positions that enter layer 0, ascending."""
-
-    def filter(
-        self, l: int, blend_pass: BlendPass, at: Tensor, fresh: LayerKV, stored: LayerKV
-    ) -> Tensor | None:
-        """At a check layer: indices, into the candidate rows, of the rows that go on; None: all.
-
-        at: positions [S] of these rows, on the host. fresh, stored: their computed and stored keys, rotated to one place,
-        and values [K, S, D].
-        """
-        return None
+    def n_kept(self, l: int, layout: Layout) -> int:
+        """At check layer l: number of rows that go on, those with the largest scores."""
+        return self.n_selected(layout)
 
 
 def make_policy(config: BlendConfig) -> Policy:
     """The policy that these settings name."""
     policy: Policy = POLICIES.load(config.policy)(config)
     return policy
-
-
-def no_positions() -> Tensor:
-    return torch.empty(0, dtype=torch.long)
-
-
-def candidates(layout: Layout) -> Tensor:
-    """All reusable positions, ascending."""
-    return layout.reusable.nonzero()[:, 0]
 
 
 def top(scores: Tensor, n: int) -> Tensor:

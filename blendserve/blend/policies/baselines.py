@@ -1,4 +1,4 @@
-"""Policies that look at no KV: the bounds, and what every other policy has to beat."""
+"""Policies that look at no KV: the bounds, and baselines for other policies."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from blendserve.blend.layout import Layout
-from blendserve.blend.policies.base import BlendPass, Policy, candidates, no_positions, top
+from blendserve.blend.policies.base import Policy
 
 
 class NonePolicy(Policy):
@@ -17,9 +17,6 @@ class NonePolicy(Policy):
     def n_selected(self, layout: Layout) -> int:
         return 0
 
-    def select(self, blend_pass: BlendPass) -> Tensor:
-        return no_positions()
-
 
 class AllPolicy(Policy):
     """Recomputes every reusable token: equals full prefill."""
@@ -29,25 +26,23 @@ class AllPolicy(Policy):
     def n_selected(self, layout: Layout) -> int:
         return layout.n_reusable
 
-    def select(self, blend_pass: BlendPass) -> Tensor:
-        return candidates(blend_pass.layout)
-
 
 class RandomPolicy(Policy):
     """A random set, by `seed`."""
 
-    def select(self, blend_pass: BlendPass) -> Tensor:
-        found = candidates(blend_pass.layout)
-        order = torch.randperm(len(found), generator=torch.Generator().manual_seed(self.config.seed))
-        return found[order[: self.n_selected(blend_pass.layout)]].sort().values
+    def rank(self, layout: Layout, scores: Tensor | None) -> Tensor:
+        positions = layout.reusable.nonzero()[:, 0]
+        order = torch.randperm(len(positions), generator=torch.Generator().manual_seed(self.config.seed))
+        ranks = torch.zeros(layout.n_tokens, dtype=torch.long)
+        ranks[positions[order]] = -torch.arange(len(positions))
+        return ranks
 
 
 class ChunkHeadPolicy(Policy):
     """The first tokens of each chunk, where attention sinks form (EPIC's LegoLink, arXiv 2410.15332, section 4)."""
 
-    def select(self, blend_pass: BlendPass) -> Tensor:
-        layout = blend_pass.layout
-        nearness = torch.full((layout.n_tokens,), float("-inf"))
+    def rank(self, layout: Layout, scores: Tensor | None) -> Tensor:
+        ranks = torch.zeros(layout.n_tokens, dtype=torch.long)
         for span in layout.reusable_spans:
-            nearness[span.start : span.stop] = -torch.arange(len(span), dtype=nearness.dtype)
-        return top(nearness, self.n_selected(layout))
+            ranks[span.start : span.stop] = -torch.arange(len(span))
+        return ranks

@@ -6,10 +6,10 @@ share kept falls linearly from twice the ratio to the ratio. The released code c
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from blendserve.blend.policies.base import BlendPass, LayerKV, Policy, candidates, no_positions, top
+from blendserve.blend.layout import LayerKV, Layout
+from blendserve.blend.policies.base import Policy
 from blendserve.errors import ConfigError
 
 
@@ -31,18 +31,10 @@ class DeviationPolicy(Policy):
     def check_layers(self) -> tuple[int, ...]:
         return tuple(sorted(set(self.config.check_layers)))
 
-    def select(self, blend_pass: BlendPass) -> Tensor:
-        layout = blend_pass.layout
-        return candidates(layout) if self.n_selected(layout) else no_positions()
+    def score(self, fresh: LayerKV, stored: LayerKV) -> Tensor:
+        return (fresh[1].float() - stored[1].float()).square().sum(dim=(0, 2))
 
-    def filter(
-        self, l: int, blend_pass: BlendPass, at: Tensor, fresh: LayerKV, stored: LayerKV
-    ) -> Tensor | None:
+    def n_kept(self, l: int, layout: Layout) -> int:
         checks = self.check_layers
         left = len(checks) - 1 - checks.index(l)
-        share = self.config.min_ratio * (1 + left / max(1, len(checks) - 1))
-        deviation = (fresh[1].float() - stored[1].float()).square().sum(dim=(0, 2))
-        if blend_pass.scores is None:
-            blend_pass.scores = torch.full((blend_pass.layout.n_tokens,), torch.nan)
-        blend_pass.scores[at] = deviation.cpu()
-        return top(deviation, blend_pass.layout.budget(min(1.0, share)))
+        return layout.budget(min(1.0, self.config.min_ratio * (1 + left / max(1, len(checks) - 1))))
