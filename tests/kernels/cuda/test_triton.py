@@ -11,8 +11,8 @@ from blendserve.kernels.cuda.place import run as place
 from blendserve.kernels.cuda.scattered import MOST_SPLITS, Tile, run
 from blendserve.kernels.rotary import FORMS as ROTARY_FORMS
 from blendserve.kernels.rotary import HALVES, RotaryForm
+from blendserve.kernels.selfcheck import placing_trouble
 from blendserve.kernels.types import Rope
-from blendserve.kernels.verify import placing_trouble
 from tests.support.blending import assert_near
 from tests.support.kernels import Args, Options, attend_formula, ways
 
