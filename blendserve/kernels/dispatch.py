@@ -119,7 +119,8 @@ class KernelOp(Generic[P, R]):
         assert self._tuning is not None
         calls, operation, shapes = self._tuning.calls(about[0]), self._tuning.operation, str(about[0])
         call: Any = calls[0][0]
-        candidates: list[Any] = [b for b in self.backends if b.supports(*call)]
+        backends: list[Any] = list(self.backends)
+        candidates = [b for b in backends if b.supports(*call)]
         notes = {b.name: b.unavailable_reason(*call) for b in candidates}
         usable = [b for b in candidates if not notes[b.name]]
         times: Times | None = None

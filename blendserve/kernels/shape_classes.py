@@ -149,15 +149,15 @@ def correction_class(
 
 def correction_calls(found: CorrectionClass) -> Calls:
     """Two chunks, every seventh token recomputed."""
-    sizes: dict[str, int] = {"heads": found.kv_heads, "dim": found.dim, "width": found.rotated}
-    how = cases.RIDGE if found.is_fitted else cases.SHIFT
     args = cases.correction(
         Draw(found.dtype, fill=0.0),
         (CHUNK, CHUNK),
         2 * CHUNK // 7,
-        params=how,
+        heads=found.kv_heads,
+        dim=found.dim,
+        width=found.rotated,
+        params=cases.RIDGE if found.is_fitted else cases.SHIFT,
         form=found.form or HALVES,
-        **sizes,
     )
     return [[args]]
 

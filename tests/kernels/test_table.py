@@ -20,6 +20,7 @@ from torch import Tensor
 
 from blendserve.kernels import selfcheck, switches
 from blendserve.kernels.activation import Activation
+from blendserve.kernels.cases import NAN, Args, Draw
 from blendserve.kernels.cpu import bindings
 from blendserve.kernels.cpu.build import Unavailable
 from blendserve.kernels.cpu.library import loaded
@@ -31,10 +32,7 @@ from blendserve.kernels.rotary import Rotary
 from tests.support.kernels import (
     DTYPES,
     FORMULAS,
-    NAN,
     TABLE,
-    Args,
-    Draw,
     Options,
     Way,
     compare,

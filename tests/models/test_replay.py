@@ -36,14 +36,15 @@ class Replay:
 
 
 @pytest.fixture
-def plain() -> Iterator[None]:
+def plain_kernels() -> Iterator[None]:
     with plain_torch():
         yield
 
 
 @torch.no_grad()
+@pytest.mark.usefixtures("plain_kernels")
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "cohere"])
-def test_a_step_recorded_once_serves_all_tokens_and_all_sets_of_slots(name: str, plain: None) -> None:
+def test_a_step_recorded_once_serves_all_tokens_and_all_sets_of_slots(name: str) -> None:
     """As a capture does, tracing keeps what was launched and forgets why; it does not see the kernels of a CPU."""
     adapter = tiny_adapter(name)
     shape = (SLOTS, adapter.n_layers, adapter.n_kv_heads, ROOM, adapter.head_dim)
