@@ -379,50 +379,71 @@ class SplitKv {
     Weights* weights = nullptr;
 };
 
-// Many rows: all threads pack the keys and values of a head once; then each attends to some tiles at a time, the longest
-// first, and goes on to the next head when none are left: no thread reads the buffer of two that is packed then.
+// Many rows: the keys and values of a head are packed once. A thread packs and attends to whole heads where there are enough
+// of them. Otherwise all threads pack a head, and each attends to some tiles at a time, the longest first. It goes on to the
+// next head when none are left: no thread reads the buffer of two that is packed then.
 class SharedKvPack {
    public:
     explicit SharedKvPack(const AttentionArgs& call)
         : c(call), tiles(tiles_per_head(c)), blocks(blocks_of(c, {0, tiles})), n(blocks.end - blocks.begin),
-          key_words(BLOCK * words_of(c)), value_words(BLOCK / PER_WORD * c.dim),
-          step(std::clamp<int64_t>(tiles / (4 * c.threads), 1, ITEM_TILES)) {
-        packed_ = reinterpret_cast<uint32_t*>(call_scratch.take(sizeof(uint32_t) * 2 * n * (key_words + value_words)));
-    }
+          key_words(BLOCK * words_of(c)), value_words(BLOCK / PER_WORD * c.dim), head_words(n * (key_words + value_words)),
+          end(visible_range(c, c.rows * c.group - 1).end) {}
 
-    void run() {
-        int64_t items = divide_up(tiles, step), end = visible_range(c, c.rows * c.group - 1).end;
+    void run() const {
+        bool whole_heads = c.kv_heads >= HEADS_PER_THREAD * c.threads;
+        uint32_t* shared = whole_heads ? nullptr : take(call_scratch, 2 * head_words);
 #pragma omp parallel num_threads(static_cast<int>(c.threads))
         {
             [[maybe_unused]] ThreadScope scope;
-            for (int64_t head = 0; head < c.kv_heads; ++head) {
-#pragma omp for schedule(dynamic, 1)
-                for (int64_t b = 0; b < n; ++b) pack(head, b, end);
-#pragma omp for schedule(dynamic, 1) nowait
-                for (int64_t item = 0; item < items; ++item) {
-                    int64_t first = (items - 1 - item) * step;
-                    attend_packed(head, {first, std::min(tiles, first + step)});
-                }
-            }
+            whole_heads ? run_whole_heads() : run_shared(shared);
         }
     }
 
    private:
-    static constexpr int64_t ITEM_TILES = 8;        // tiles of an item
+    static constexpr int64_t HEADS_PER_THREAD = 4;
+    static constexpr int64_t ITEM_TILES = 8;          // tiles of an item
     static constexpr int64_t CACHED_WORDS = 1 << 17;  // words of keys and values that the tiles of an item read in turn, from the cache
 
-    uint32_t* keys(int64_t head, int64_t b) const { return packed_ + (head % 2 * n + b) * (key_words + value_words); }
-    uint32_t* values(int64_t head, int64_t b) const { return keys(head, b) + key_words; }
+    static uint32_t* take(Workspace& memory, int64_t words) {
+        return reinterpret_cast<uint32_t*>(memory.take(sizeof(uint32_t) * words));
+    }
 
-    void pack(int64_t head, int64_t b, int64_t end) const {
+    void run_whole_heads() const {
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t head = 0; head < c.kv_heads; ++head) {
+            uint32_t* packed = take(call_scratch, head_words);
+            for (int64_t b = 0; b < n; ++b) pack(head, b, packed);
+            for (int64_t first = 0; first < tiles; first += ITEM_TILES)
+                attend_packed(head, {first, std::min(tiles, first + ITEM_TILES)}, packed);
+        }
+    }
+
+    void run_shared(uint32_t* shared) const {
+        int64_t step = std::clamp<int64_t>(tiles / (4 * c.threads), 1, ITEM_TILES), items = divide_up(tiles, step);
+        for (int64_t head = 0; head < c.kv_heads; ++head) {
+            uint32_t* packed = shared + head % 2 * head_words;
+#pragma omp for schedule(dynamic, 1)
+            for (int64_t b = 0; b < n; ++b) pack(head, b, packed);
+#pragma omp for schedule(dynamic, 1) nowait
+            for (int64_t item = 0; item < items; ++item) {
+                int64_t first = (items - 1 - item) * step;
+                attend_packed(head, {first, std::min(tiles, first + step)}, packed);
+            }
+        }
+    }
+
+    uint32_t* keys(uint32_t* packed, int64_t b) const { return packed + b * (key_words + value_words); }
+    uint32_t* values(uint32_t* packed, int64_t b) const { return keys(packed, b) + key_words; }
+
+    void pack(int64_t head, int64_t b, uint32_t* packed) const {
         int64_t first = (blocks.begin + b) * BLOCK;
         int n_keys = static_cast<int>(std::min<int64_t>(BLOCK, end - first)), dim = static_cast<int>(c.dim);
         pack_keys(c.keys + head * c.k_head + first * c.k_row, c.k_row, n_keys, dim, static_cast<int>(words_of(c)),
-                  keys(head, b), {});
-        pack_values(c.values + head * c.v_head + first * c.v_row, c.v_row, n_keys, dim, values(head, b), {});
+                  keys(packed, b), {});
+        pack_values(c.values + head * c.v_head + first * c.v_row, c.v_row, n_keys, dim, values(packed, b), {});
     }
 
-    void attend_packed(int64_t head, Range mine) const {
+    void attend_packed(int64_t head, Range mine, uint32_t* packed) const {
         TileBuffers work(c, ITEM_TILES);
         Range theirs = blocks_of(c, mine);
         int64_t words = TILE * words_of(c), span = std::max<int64_t>(1, CACHED_WORDS / (key_words + value_words));
@@ -433,7 +454,7 @@ class SharedKvPack {
         for (int64_t from = theirs.begin; from < theirs.end; from += span)
             for (int64_t t = mine.begin; t < mine.end; ++t)
                 for (int64_t b = from; b < std::min(theirs.end, from + span); ++b) {
-                    work.keys = keys(head, b - blocks.begin), work.values = values(head, b - blocks.begin);
+                    work.keys = keys(packed, b - blocks.begin), work.values = values(packed, b - blocks.begin);
                     attend_tile(c, work, work.q + (t - mine.begin) * words, t, b, work.state(c, t - mine.begin));
                 }
         for (int64_t t = mine.begin; t < mine.end; ++t) write(c, head, t, work.state(c, t - mine.begin));
@@ -442,8 +463,7 @@ class SharedKvPack {
     const AttentionArgs& c;
     const int64_t tiles;
     const Range blocks;
-    const int64_t n, key_words, value_words, step;
-    uint32_t* packed_;
+    const int64_t n, key_words, value_words, head_words, end;  // n blocks; words of a head; end of the visible keys
 };
 
 }  // namespace
