@@ -29,6 +29,8 @@ from blendserve.evaluate.job import Outcome, evaluate_each
 from blendserve.evaluate.priors import prior_chunks
 from blendserve.evaluate.prompts import PromptSource, open_engine
 from blendserve.evaluate.show import show_all
+from blendserve.models.native import native_decoder
+from blendserve.models.runner import decode_in_int8
 from blendserve.store import MemoryStore
 from blendserve.store.policies import LRU
 from tests.golden import research
@@ -74,6 +76,22 @@ def test_what_must_equal_full_prefill_does_and_reuse_does_not(toy: Toy) -> None:
         assert methods[name]["against_full"]["f1"] == {"mean": 0.0, "low": 0.0, "high": 0.0, "n": QUESTIONS}
     assert methods["reuse"]["mean_kl"]["mean"] > 1e-4
     assert toy("raw").metrics["kl_rounding"] < 1e-9
+
+
+def test_int8_weights_change_the_decoded_tokens_alone(tmp_path: Path) -> None:
+    """Full prefill decodes with the model's own weights; the prefill of `prefix` is exact, its decoding is in int8."""
+    reader = tiny_reader.__wrapped__(hidden_size=256, head_dim=64)
+    if native_decoder(reader.adapter, int8=True)[0] is None:
+        pytest.skip("no native step here: no int8 weights")
+    found, dataset = {}, write_dataset(tmp_path)
+    for name in ("model", "int8"):
+        if name == "int8":
+            decode_in_int8(reader.adapter)
+        engine = Engine(CONFIG, reader, MemoryStore(2**30))
+        found[name] = run(tmp_path, dataset, engine, name, methods=("prefix",)).metrics["methods"]["prefix"]
+        assert found[name]["first_kl"]["mean"] < 1e-9
+    assert found["model"]["mean_kl"]["mean"] < 1e-9
+    assert 1e-7 < found["int8"]["mean_kl"]["mean"] < 0.05
 
 
 def test_kv_makes_room_for_the_next_question(tmp_path: Path) -> None:

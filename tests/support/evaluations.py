@@ -50,11 +50,11 @@ RUNS: Mapping[str, Mapping[str, Any]] = {
 
 
 @cache
-def tiny_reader() -> LoadedModel:
+def tiny_reader(**shape: int) -> LoadedModel:
+    """shape: fields of its configuration."""
     torch.manual_seed(0)
-    model: Any = tf.LlamaForCausalLM(
-        tf.LlamaConfig(**{**BASE, "vocab_size": 49152, "max_position_embeddings": LIMIT})
-    ).eval()
+    made = {**BASE, "vocab_size": 49152, "max_position_embeddings": LIMIT, **shape}
+    model: Any = tf.LlamaForCausalLM(tf.LlamaConfig(**made)).eval()
     tokenizer = bundled_tokenizer()
     return LoadedModel(
         "tiny", DecoderModel.of(model), tokenizer, fingerprint(model), end_tokens(model, tokenizer)
