@@ -1,7 +1,9 @@
 """`blendserve bench decode`: seconds a token after a long context, against transformers' `generate`.
 
 Both decode greedily and the same number of tokens. The clock runs from the first token, which prefill gives, to the last.
-On a GPU also: steps launched one kernel after another against steps replayed from a CUDA graph.
+On a GPU also: steps launched one kernel after another against steps replayed from a CUDA graph. With --drafts also: the
+same answer with and without prompt-lookup drafts. One answer continues the context; the other one quotes it, as its
+prompt ends in the context's first tokens.
 """
 
 from __future__ import annotations
@@ -15,21 +17,28 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from blendserve.bench.harness import Case, Group, Metrics, SampleLog, count, ms, speedup, table
+from blendserve.bench.harness import Case, Column, Group, Metrics, SampleLog, count, ms, speedup, table
 from blendserve.bench.runner import Bench, BenchConfig, open_reader
 from blendserve.bench.workload import check_room, make_workload
+from blendserve.blend.blender import Prefilled
 from blendserve.blend.layout import lay_out
+from blendserve.blend.planner import plan_full_prefill
 from blendserve.blend.prefill import PassResult, blend_prefill
+from blendserve.blend.report import explain, make_report
 from blendserve.config import BlendConfig, DecodeConfig, Positive
-from blendserve.core import Prompt, TokenIds, run
-from blendserve.engine.generate import generate
+from blendserve.core import Answer, Prompt, Steps, TokenIds, run
+from blendserve.engine.generate import AnswerStream, Sequence, generate
+from blendserve.engine.request import Plan
 from blendserve.kernels.cuda.graphs import Capture, CudaGraph, Replayed
 from blendserve.models.kv_cache import KVCache
+from blendserve.models.loader import LoadedModel
 from blendserve.models.model import DecoderModel
 from blendserve.models.runner import EAGER_STEPS, Runner
 from blendserve.timing import Clock
 
 TRANSFORMERS, OURS, LAUNCHED, GRAPH = "transformers", "blendserve", "launched", "graph"
+PLAIN, DRAFTS = "one token a pass", "drafts"
+QUOTED_AFTER = 64  # tokens of a quoting prompt's end that are its beginning, too
 Timed = tuple[tuple[int, ...], tuple[float, ...]]  # tokens, and the seconds at which each was there
 
 
@@ -41,6 +50,10 @@ class DecodeBenchConfig(BenchConfig):
         64, ge=2, description="Number of tokens to decode; the time from the first to the last is measured."
     )
     graphs: bool = Field(False, description="Compare launched steps with CUDA graphs, too.")
+    drafts: bool = Field(
+        False,
+        description="Compare decoding with prompt-lookup drafts, too, for answers that quote and others.",
+    )
     repeats: Positive = Field(3, description="Number of measured rounds.")
 
 
@@ -62,6 +75,10 @@ def groups(config: DecodeBenchConfig, log: SampleLog) -> Iterator[Group]:
             yield Group(labels, cases, {"tokens_agreeing": agreeing})
         if config.graphs and not log.done({**labels, "steps": "random KV"}):
             yield _steps(adapter, context, n, {**labels, "steps": "random KV"})
+        for quotes in (False, True) if config.drafts else ():
+            if not log.done({**labels, "answer": _KINDS[quotes]}):
+                ids = make_workload(reader, 1, context, None, config.seed).chunks[0]
+                yield _drafts(reader, ids, n, quotes, {**labels, "answer": _KINDS[quotes]})
 
 
 def run_ours(adapter: DecoderModel, done: PassResult, length: int, n: int) -> Timed:
@@ -167,6 +184,48 @@ def _run_steps(
     return {"token_s": token_s, "capture_s": captured - began}, logits.float().cpu()
 
 
+_KINDS = {False: "continues", True: "quotes"}
+
+
+def _drafts(reader: LoadedModel, ids: TokenIds, n: int, quotes: bool, labels: dict[str, Any]) -> Group:
+    """One greedy answer, with and without drafts. Facts: its tokens, and how many of both are equal."""
+    if quotes:
+        ids = (*ids[:-QUOTED_AFTER], *ids[:QUOTED_AFTER])
+    done = prefilled(reader.adapter, ids, n)
+    answers: dict[str, Answer] = {}
+
+    def decode(name: str) -> Metrics:
+        answers[name] = found = answer_of(reader, ids, done, n, drafts=name == DRAFTS)
+        timings = found.timings
+        return {
+            "token_s": timings.decode / max(1, len(found.token_ids) - 1),
+            "tokens_per_pass": timings.tokens_per_pass,
+        }
+
+    def facts() -> dict[str, Any]:
+        one, other = (answers[name].token_ids for name in (PLAIN, DRAFTS))
+        return {"tokens": len(one), "tokens_equal": agree(one, other)}
+
+    return Group(labels, [Case({"steps": name}, partial(decode, name)) for name in (PLAIN, DRAFTS)], facts)
+
+
+def answer_of(reader: LoadedModel, ids: TokenIds, done: PassResult, n: int, drafts: bool) -> Answer:
+    """The answer of a request whose prompt is prefilled; what its cache holds after that is overwritten."""
+    prompt, decode = Prompt((), (), ids), DecodeConfig(max_new_tokens=n, drafts=drafts)
+    plan = Plan(prompt, (), BlendConfig(), decode, Clock(reader.adapter.device))
+    full = plan_full_prefill(prompt, plan.blend)
+    prefill = Prefilled(done, make_report(full, done), explain(full, done))
+    sequence = Sequence(plan, reader, lambda _: _no_steps(prefill))
+    runner = Runner.over(reader.adapter, done.cache, len(ids), n)
+    return AnswerStream(sequence, prefill, runner.step, runner.draft_room(1)).answer()
+
+
+def _no_steps(done: Prefilled) -> Steps[Prefilled]:
+    """A prefill that ran already."""
+    yield from ()
+    return done
+
+
 def _immediately(work: Callable[[], Tensor], device: torch.device) -> Replayed:
     """In place of a capture where there is none."""
     return work
@@ -177,8 +236,10 @@ TABLE = table(
     ms("ms per token", "token_s"),
     speedup("x transformers", "token_s", engine=TRANSFORMERS),
     speedup("x launched", "token_s", engine=LAUNCHED),
+    speedup("x one token a pass", "token_s", steps=PLAIN),
+    Column("tokens per pass", "tokens_per_pass", spread=False),
     ms("capture ms", "capture_s"),
     count("logits differ by", "logit_difference", digits=6),
 )
-TINY = {"contexts": (60,), "new_tokens": 6, "graphs": True}
+TINY = {"contexts": (60,), "new_tokens": 6, "graphs": True, "drafts": True}
 BENCH = Bench(DecodeBenchConfig, groups, (TABLE,), tiny=TINY)

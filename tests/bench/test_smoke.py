@@ -178,6 +178,11 @@ def test_near_counts_what_an_edit_costs(run: Run) -> None:
 def test_results_are_right_where_they_are_known(run: Run) -> None:
     assert run("decode")["groups"][0]["facts"]["tokens_agreeing"] == 6  # fp32: the same to rounding
     assert metrics(run("decode"), steps="random KV", engine="graph")["logit_difference"] < 1e-5
+    for kind in ("continues", "quotes"):
+        (group,) = (g for g in run("decode")["groups"] if g["group"].get("answer") == kind)
+        assert group["facts"]["tokens_equal"] == group["facts"]["tokens"] > 0
+        assert metrics(run("decode"), answer=kind, steps="one token a pass")["tokens_per_pass"] == 1.0
+        assert metrics(run("decode"), answer=kind, steps="drafts")["tokens_per_pass"] >= 1.0
     delivered = run("benchmarks.delivery")
     for link in ("1 Gbit/s", "up"):
         recompute, int8 = (metrics(delivered, link=link, client=client) for client in ("recompute", "int8"))
