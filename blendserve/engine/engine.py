@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as GenericSequence
 from copy import copy
 from functools import cached_property, partial
@@ -95,18 +95,10 @@ class Engine:
         Raises IndexMissing, IndexMismatch, ModelError, StoreError.
         """
         if isinstance(index, Config):
-            reader = reader or load_model(index.reader)
-            store, fetcher = open_storage(index.store, None, reader.adapter.device)
-            return cls(index, reader, store, fetcher=fetcher)._ready()
-        config = config or Config()
+            return cls._load(index, reader)._ready()
         folder = index_folder(index)
         read_manifest(folder)  # before anything heavy is loaded
-        reader = reader or load_model(config.reader)
-        prompts = PromptBuilder(reader.tokenizer, config.prompt)
-        embedder = Embedder.load(config.retrieve.embedder)
-        found = VectorIndex.open(folder, embedder, **_made_for(reader, prompts))
-        store, fetcher = open_storage(config.store, folder / "kv", reader.adapter.device)
-        return cls(config, reader, store, found, prompts, fetcher)._ready()
+        return cls._load(config or Config(), reader, folder, partial(VectorIndex.open, folder))._ready()
 
     @classmethod
     def build(
@@ -122,26 +114,31 @@ class Engine:
         `progress(windows embedded, windows in all)`; `reader`: the configuration's model, where it is loaded already.
         Raises CorpusError, ModelError, ConfigError.
         """
-        config = config or Config()
-        folder = index_folder(index)
-        reader = reader or load_model(config.reader)
-        prompts = PromptBuilder(reader.tokenizer, config.prompt)
-        made = VectorIndex.build(
-            folder,
-            Embedder.load(config.retrieve.embedder),
-            documents,
-            progress,
-            chunk_tokens=config.retrieve.chunk_tokens,
-            kind=config.retrieve.index,
-            **_made_for(reader, prompts),
-        )
-        store, fetcher = open_storage(config.store, folder / "kv", reader.adapter.device)
-        engine = cls(config, reader, store, made, prompts, fetcher)
+        config, folder = config or Config(), index_folder(index)
+        options: dict[str, Any] = {"documents": documents, "progress": progress}
+        options |= {"chunk_tokens": config.retrieve.chunk_tokens, "kind": config.retrieve.index}
+        engine = cls._load(config, reader, folder, partial(VectorIndex.build, folder, **options))
         own = config.store.path is None and STORES.load(config.store.kind).needs_folder
         if own:  # chunks of an earlier index of this name may be evicted from now on
-            ours = {engine.blender.key(ids) for ids in engine.prompts.chunk_ids(made.passages)}
+            ours = {engine.blender.key(ids) for ids in engine.prompts.chunk_ids(engine._index().passages)}
             engine.store.pin(set(engine.store.keys(config.store.namespace)) - ours, pinned=False)
         return engine._ready()
+
+    @classmethod
+    def _load(
+        cls,
+        config: Config,
+        reader: LoadedModel | None,
+        folder: Path | None = None,
+        make_index: Callable[..., VectorIndex] | None = None,
+    ) -> Engine:
+        """make_index: opens or builds the index in `folder`."""
+        reader = reader or load_model(config.reader)
+        prompts = PromptBuilder(reader.tokenizer, config.prompt)
+        made_for = index_owner(reader.name, str(reader.adapter.dtype), reader.fingerprint, prompts)
+        index = make_index(Embedder.load(config.retrieve.embedder), **made_for) if make_index else None
+        store, fetcher = open_storage(config.store, folder and folder / "kv", reader.adapter.device)
+        return cls(config, reader, store, index, prompts, fetcher)
 
     def add(
         self, documents: Iterable[Document | str | Mapping[str, Any]], progress: Progress | None = None
@@ -228,10 +225,10 @@ class Engine:
         search: by default in the index. clock: since the request came. room: tokens for prompt and answer; by default
         the reader's context.
         """
+        model = self.reader.adapter
         search = search or (lambda question, top_k: self._index().search(question, top_k))
-        adapter = self.reader.adapter
-        clock = clock or Clock(adapter.device)
-        plan = make_plan(request, self.config, adapter, self.prompts, search, clock, room)
+        limits, clock = (model.n_layers, room or model.context_limit), clock or Clock(model.device)
+        plan = make_plan(request, self.config, *limits, self.prompts, search, clock)
         self._check_near(plan.blend)
         return plan
 
@@ -373,12 +370,8 @@ class Engine:
         return [ids for ids in chunks if share_of(ids, n) == i]
 
 
-def _made_for(reader: LoadedModel, prompts: PromptBuilder) -> dict[str, Any]:
-    return made_for(reader.name, str(reader.adapter.dtype), reader.fingerprint, prompts)
-
-
-def made_for(name: str, dtype: str, fingerprint: str, prompts: PromptBuilder) -> dict[str, Any]:
-    """How an index knows its reader, as the KV of one dtype is not another's, and the tokens of a passage in a prompt."""
+def index_owner(name: str, dtype: str, fingerprint: str, prompts: PromptBuilder) -> dict[str, Any]:
+    """Arguments of VectorIndex that name its model, and count the tokens of a passage in a prompt."""
     return {
         "reader": f"{name} ({dtype.removeprefix('torch.')})",
         "reader_fingerprint": fingerprint,
