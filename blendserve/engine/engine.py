@@ -28,7 +28,6 @@ from blendserve.engine.prompt import PromptBuilder
 from blendserve.engine.request import Plan, Request, Search, make_plan, split_options
 from blendserve.errors import ConfigError, InputError, StoreError, StoreUnavailable
 from blendserve.fetch import KVFetcher, open_storage
-from blendserve.fetch.fetcher import ChunkRequest
 from blendserve.models.kv_cache import KVCache
 from blendserve.models.loader import LoadedModel, load_model
 from blendserve.models.reference import OwnDecoding
@@ -39,7 +38,7 @@ from blendserve.retrieve import Embedder, VectorIndex, read_manifest
 from blendserve.store import KVStore, share_of
 from blendserve.timing import Clock
 
-PROBED = 16  # chunks; the first one that another machine has is read to measure the link
+PROBED = 16  # chunks of the index; the first one that another machine has is read to measure the link
 WARM_FRAME, WARM_QUESTION = 256, 16  # tokens of a usual prompt beside its passages; of those, a question's
 MAX_WARM_UP = 4096  # tokens; a longer prompt takes longer than all that a warm-up saves
 
@@ -289,10 +288,10 @@ class Engine:
             log.warning("chunks are stored uncoded until the engine is started again, as %s", error)
         if CORRECTIONS.load(blend.correction).uses_prior:
             self.blender.priors.current()
-        if self.fetcher.has_remote and self.index is not None:
-            chunks = self.prompts.chunk_ids(self.index.passages[:PROBED])
-            probe = [ChunkRequest(self.blender.key(ids), len(ids)) for ids in chunks if ids]
-            threading.Thread(target=self.fetcher.warm_up, args=(probe,), daemon=True).start()
+        if self.fetcher.has_remote:
+            passages = self.index.passages[:PROBED] if self.index is not None else []
+            keys = [self.blender.key(ids) for ids in self.prompts.chunk_ids(passages) if ids]
+            threading.Thread(target=self.fetcher.warm_up, args=(keys,), daemon=True).start()
         if self.gate.passed:
             if blend.method == "auto":
                 self.blender.planner.calibrate()
@@ -322,7 +321,7 @@ class Engine:
 
     def _check_near(self, blend: BlendConfig) -> None:
         """Raises ConfigError where near-duplicates are to be looked for in a store that never finds any."""
-        if blend.near and not self.store.tells_ids:
+        if blend.near and not self.store.cap_bytes:
             raise ConfigError(
                 f"setting 'blend.near' is of no use with store.kind: {self.config.store.kind}, which does not tell the "
                 "tokens that near-duplicates are found by: leave it out, or keep chunks on this machine, too "

@@ -159,7 +159,7 @@ def test_a_prompt_that_fits_to_the_token_and_one_that_does_not(
 def test_bad_input_is_refused_by_name(
     options: dict[str, Any], error: Any, setting: str, warm: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(MemoryStore, "tells_ids", False)  # such a store never finds near-duplicates
+    monkeypatch.setattr(warm.store, "cap_bytes", 0)  # such a store never finds near-duplicates
     with pytest.raises(error) as raised:
         warm.stream(**{"question": QUESTION, "passages": SOME, **options})
     assert raised.value.setting == setting

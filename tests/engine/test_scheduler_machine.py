@@ -25,7 +25,8 @@ from blendserve.engine.generate import Sequence
 from blendserve.engine.request import Event, Failed, Finished, Observer, PrefillDone
 from blendserve.engine.scheduler import BACKGROUND_EVERY, MAX_BACKGROUND, Scheduler
 from blendserve.errors import Busy, PromptTooLong, Stopping, StoreFull
-from blendserve.fetch.fetcher import ChunkRequest, KVFetcher
+from blendserve.fetch.fetcher import KVFetcher
+from blendserve.fetch.incoming import ChunkRequest
 from blendserve.models.kv_cache import CachePool
 from blendserve.timing import Clock
 from tests.support.blending import tiny_blender
