@@ -22,7 +22,7 @@ from hypothesis import HealthCheck, Phase, settings
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault(
-    "BLENDSERVE_RACE", "0"
+    "BLENDSERVE_AUTOTUNE", "0"
 )  # who computes is the table's first, however fast the machine is today
 os.environ["HAYSTACK_TELEMETRY_ENABLED"] = "False"  # read when haystack is first imported
 INTEGRATIONS = Path(__file__).parents[1] / "integrations"

@@ -80,9 +80,7 @@ def _attention(
     )
     some, rows = q[:, at.to(device)], plan_rows(at.to(device), group, None, at)
     every = plan_rows(torch.arange(n, device=device), group, None, torch.arange(n))
-    ours, dense = (
-        ATTEND.select_backend(x, keys, values, spec, plan) for x, plan in ((some, rows), (q, every))
-    )
+    ours, dense = (ATTEND.select(x, keys, values, spec, plan) for x, plan in ((some, rows), (q, every)))
     mask = torch.arange(n, device=device)[None] <= rows.positions[:, None]
     calls: dict[str, Callable[[], object]] = {
         "rows": partial(ours.run, some, keys, values, spec, rows),

@@ -29,7 +29,7 @@ from blendserve.blend.policies.base import Policy, make_policy
 from blendserve.blend.prefill import blend_prefill
 from blendserve.config import BlendConfig
 from blendserve.core import Chunk, ChunkKV, Prompt, Span, TokenIds, run
-from blendserve.kernels.race_times import machine
+from blendserve.kernels.autotune import machine
 from blendserve.models.model import DecoderModel
 from blendserve.registry import FULL_REUSE, POLICIES
 from blendserve.store.view import TensorView

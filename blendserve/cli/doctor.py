@@ -31,7 +31,7 @@ def doctor(settings: Config, json: JsonOpt = False) -> None:
     from blendserve.engine.gate import check
     from blendserve.kernels import ops
     from blendserve.kernels.cpu.isa import LEVELS
-    from blendserve.kernels.verify import cpu_status
+    from blendserve.kernels.selfcheck import cpu_status
     from blendserve.models import threads
     from blendserve.models.loader import load_model
     from blendserve.models.native import native_decoder
@@ -53,12 +53,12 @@ def doctor(settings: Config, json: JsonOpt = False) -> None:
     decoding = decoding if decoder else f"layer by layer ({decoding})"
     if json:
         compiled = {name: as_dict(cpu_status(level)) for name, level in LEVELS.items()}
-        raced = [as_dict(row) for row in ops.measured()]
+        tuned = [as_dict(row) for row in ops.tuning_results()]
         kernels = {
             "compiled": compiled,
             "attention": [together, anywhere],
             "decoding": decoding,
-            "measured": raced,
+            "measured": tuned,
         }
         found = {
             **report.to_dict(),
@@ -88,14 +88,16 @@ def doctor(settings: Config, json: JsonOpt = False) -> None:
         for level in LEVELS.values():
             console.out.print(f"kernels for {level.title} ({level.dtype}): {cpu_status(level).reason}")
         console.out.print(f"threads: {SETTLED}; {threads.RULE}", markup=False)
-        console.table("kernels in use", ("operation", "shapes", "kernel", "ms", ""), _raced(ops.measured()))
+        console.table(
+            "kernels in use", ("operation", "shapes", "kernel", "ms", ""), _tuned(ops.tuning_results())
+        )
         console.out.print(f"decoding: {decoding}", markup=False)
         console.out.print(f"attention: {together} for contiguous rows, {anywhere} for others")
     if not report.passed:
         raise typer.Exit(1)
 
 
-def _raced(rows: Iterable[Any]) -> list[tuple[str, ...]]:
+def _tuned(rows: Iterable[Any]) -> list[tuple[str, ...]]:
     """Table rows; each class of shapes is named once. On a GPU, or with the switch off, nothing is measured."""
     named, before = [], None
     for row in rows:

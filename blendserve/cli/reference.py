@@ -69,7 +69,7 @@ VARIABLES = (
     ("CXX", "compiler of the CPU kernels; default g++"),
     ("BLENDSERVE_CPU_ISA", "highest instruction set to use: avx2, avx512, avx512_bf16 or amx"),
     ("BLENDSERVE_NATIVE", "0 turns the compiled kernels off: plain PyTorch computes"),
-    ("BLENDSERVE_RACE", "0 skips measuring which kernel is the fastest"),
+    ("BLENDSERVE_AUTOTUNE", "0 skips measuring which kernel is the fastest"),
     ("BLENDSERVE_VALKEY_SERVER", "path of the valkey-server binary that benches start"),
 )
 

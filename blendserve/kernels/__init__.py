@@ -1,1 +1,1 @@
-"""The operations that someone must compute: ops.py has the table. They take tensors and a rotary form, never a model."""
+"""The operations of the forward pass and their kernels: ops.py has the table. They take tensors, never a model."""

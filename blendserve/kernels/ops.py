@@ -1,24 +1,20 @@
-"""The operations that someone must compute, and who computes each: the only place that chooses.
+"""The operations of the forward pass, and the backends of each. This is the only place that chooses.
 
-    operation             backends, ours first
-    attend                compiled | flash-attn | SDPA (flash) | Triton | FlexAttention | masked SDPA | SDPA | reference
-    attend_with_scores    compiled | reference
-    attend_at             Triton | reference
+    operation             backends, native ones first
+    attend                native | flash-attn | SDPA (flash) | Triton | SDPA | plain torch
+    attend_with_scores    native | plain torch
+    attend_at             Triton | plain torch
     attend_chunks         flash-attn varlen | one chunk after another
-    rotate                compiled | reference
-    place                 compiled | Triton | reference
-    linear                compiled (bf16) | torch
-    correct               compiled | reference
-    add_norm              compiled | the model's own module
-    gated_activation      compiled | the model's own function
-    pack, decode          compiled | reference
-    reconstruct           compiled | reference
+    rotate                native | the model's own function
+    place                 native | Triton | the model's own function
+    linear                native (bf16) | torch
+    correct               native | plain torch
+    add_norm              native | the model's own module
+    gated_activation      native | the model's own function
 
-A backend may serve where it is made for such tensors (`fits`) and is right on this machine (verify.py, asked once for
-each kind of them). The reference always may. The first that may does it, but for four operations on a CPU, where
-"compiled" is one backend for each instruction set: who attends, multiplies and corrects is measured, once for each class
-of shapes (samples.py), by the rule of race.py. The others are many small passes over memory that give the plain form's
-bits in one, and need no race.
+A backend may serve if it supports the tensors and computed the right numbers on this machine (selfcheck.py). The first in
+the table serves, with an exception: on a CPU attention, linear layers and corrections are timed once for each class of
+shapes (autotune.py), where "native" is one backend for each instruction set. The others are single passes over memory.
 """
 
 from __future__ import annotations
@@ -27,28 +23,21 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from blendserve.kernels import coding, reference, samples, verify
+from blendserve.kernels import reference, selfcheck, shape_classes, switches
 from blendserve.kernels.activation import Activation
 from blendserve.kernels.chunks import ChunkStack
-from blendserve.kernels.cpu import attend as cpu_attend
-from blendserve.kernels.cpu import coding as cpu_coding
-from blendserve.kernels.cpu import correct as cpu_correct
-from blendserve.kernels.cpu import gate as cpu_gate
-from blendserve.kernels.cpu import linear as cpu_linear
-from blendserve.kernels.cpu import norm as cpu_norm
-from blendserve.kernels.cpu import place as cpu_place
-from blendserve.kernels.cpu import sdpa
+from blendserve.kernels.cpu import bindings, sdpa
 from blendserve.kernels.cpu.isa import LEVELS, Level
-from blendserve.kernels.cuda import dense, flex, masked, packed, scattered
+from blendserve.kernels.cuda import dense, packed, scattered
 from blendserve.kernels.cuda import place as cuda_place
+from blendserve.kernels.dispatch import Backend, KernelOp, Tuning, TuningResult
 from blendserve.kernels.norm import Norm
-from blendserve.kernels.operation import Backend, Operation, Racing, Row
 from blendserve.kernels.rotary import Rotary
 from blendserve.kernels.rows import RowPlan, plan_rows
+from blendserve.kernels.selfcheck import Kind
 from blendserve.kernels.types import (
     AttentionSpec,
     CorrectionParams,
@@ -57,46 +46,42 @@ from blendserve.kernels.types import (
     RecordView,
     Rope,
 )
-from blendserve.kernels.verify import Kind
 
 R = TypeVar("R")
 
 
-def _compiled(
-    operation: str,
+def _native(
+    function: str,
     run: Callable[..., R],
-    fits: Callable[..., bool],
+    supports: Callable[..., bool],
     levels: Sequence[Level] = tuple(LEVELS.values()),
 ) -> Iterator[Backend[..., R]]:
-    """The backends of the CPU's instruction sets that have such a kernel, the widest first."""
+    """Backends of the CPU's instruction sets that have the function, the widest first."""
     for level in reversed(levels):
-        if operation in level.sources:
+        if function in level.sources:
             yield Backend(
                 f"{level.title} kernel",
                 partial(run, level),
-                partial(fits, level),
-                partial(_cpu_trouble, level),
-                is_ours=True,
+                partial(supports, level),
+                partial(_native_reason, function, level),
+                is_native=True,
             )
 
 
-def _any(*_: object, **__: object) -> bool:
-    return True
-
-
-def _cpu_trouble(level: Level, *_: object, **__: object) -> str:
-    """Where the same sources are compiled for a wider set, and right, there is nothing to race."""
+def _native_reason(function: str, level: Level, *_: object, **__: object) -> str:
+    """Of the same source for the same dtype, the widest instruction set serves."""
+    source = level.sources[function]
     for wider in LEVELS.values():
-        same = wider.dtype == level.dtype and wider.sources == level.sources
-        if same and wider.needs > level.needs and verify.cpu_status(wider).active:
+        same = wider.dtype == level.dtype and wider.sources.get(function) == source
+        if same and wider.needs > level.needs and selfcheck.cpu_status(wider).active:
             return f"{wider.title} has the same kernel"
-    status = verify.cpu_status(level)
+    status = selfcheck.cpu_status(level)
     return "" if status.active else status.reason
 
 
-def _attention_trouble(
+def _attention_reason(
     check: Callable[..., str],
-    forms: tuple[verify.Attend, ...],
+    forms: tuple[selfcheck.Attend, ...],
     rows: tuple[tuple[int, ...], ...],
     q: Tensor,
     keys: Tensor,
@@ -107,111 +92,105 @@ def _attention_trouble(
     return check(forms, Kind.of(q, keys, spec), rows)
 
 
-def _sdpa_trouble(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: RowPlan) -> str:
+def _sdpa_reason(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: RowPlan) -> str:
     """A window that hides nothing is none."""
-    kind = Kind.of(q, keys, AttentionSpec(spec.scale))
-    return verify.attention_trouble((dense.sdpa,), kind, verify.ONE_ROW + verify.SIDE_BY_SIDE)
+    return selfcheck.attention_trouble(
+        (dense.sdpa,), Kind.of(q, keys, AttentionSpec(spec.scale)), _dense_rows
+    )
 
 
-def _cpu_sdpa_trouble(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: RowPlan) -> str:
-    if verify.is_switched_off():
-        return f"switched off by {verify.SWITCH}=0"
-    rows = verify.ONE_ROW + verify.SIDE_BY_SIDE + verify.SCATTERED
-    return verify.attention_trouble((sdpa.attend,), Kind.of(q, keys, spec), rows)
+def _cpu_sdpa_reason(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: RowPlan) -> str:
+    if not switches.is_native_on():
+        return f"switched off by {switches.NATIVE}=0"
+    rows = (*_dense_rows, *selfcheck.SCATTERED)
+    return selfcheck.attention_trouble((sdpa.attend,), Kind.of(q, keys, spec), rows)
 
 
-_dense_rows = verify.ONE_ROW + verify.SIDE_BY_SIDE
-_scattered_trouble = partial(
-    _attention_trouble, verify.triton_trouble, scattered.FORMS, verify.ONE_ROW + verify.SCATTERED
+_dense_rows = selfcheck.ONE_ROW + selfcheck.DENSE
+_scattered_reason = partial(
+    _attention_reason,
+    selfcheck.triton_trouble,
+    scattered.FORMS,
+    selfcheck.ONE_ROW + selfcheck.SCATTERED,
 )
 
-ATTEND = Operation(
-    *_compiled("attend", cpu_attend.attend, cpu_attend.fits),
-    Backend(  # rows side by side on a GPU
+ATTEND = KernelOp(
+    *_native("attention", bindings.attention, bindings.supports_attention),
+    Backend(  # contiguous rows on a GPU
         "flash-attn",
         dense.flash,
         dense.fits_flash,
-        partial(_attention_trouble, verify.attention_trouble, (dense.flash,), _dense_rows),
+        partial(_attention_reason, selfcheck.attention_trouble, (dense.flash,), _dense_rows),
     ),
-    Backend("torch's FlashAttention", dense.sdpa, dense.fits_sdpa, _sdpa_trouble),
-    Backend(
-        "Triton kernel", scattered.attend, scattered.fits_gpu, _scattered_trouble
-    ),  # rows anywhere on a GPU
-    Backend(
-        "FlexAttention",
-        flex.attend,
-        flex.fits,
-        partial(
-            _attention_trouble,
-            verify.triton_trouble,
-            (flex.attend,),
-            (*verify.ONE_ROW[1:], *verify.SCATTERED),
-        ),
-    ),
-    Backend("SDPA with masks", masked.attend, masked.fits),
-    Backend("torch's SDPA", sdpa.attend, sdpa.fits, _cpu_sdpa_trouble),
+    Backend("torch's FlashAttention", dense.sdpa, dense.fits_sdpa, _sdpa_reason),
+    Backend("Triton kernel", scattered.attend, scattered.fits_gpu, _scattered_reason),  # any rows on a GPU
+    Backend("torch's SDPA", sdpa.attend, sdpa.fits, _cpu_sdpa_reason),
     Backend("plain torch", reference.attend_reference),
-    racing=Racing("attend", samples.attention_class, samples.attention_samples),
+    tuning=Tuning("attend", shape_classes.attention_class, shape_classes.attention_calls),
 )
-ATTEND_WITH_SCORES = Operation(
-    *_compiled("attend", cpu_attend.attend_with_scores, cpu_attend.fits),
+ATTEND_WITH_SCORES = KernelOp(
+    *_native("attention", bindings.attention_with_key_scores, bindings.supports_attention),
     Backend("plain torch", reference.attend_with_scores_reference),
-    racing=Racing("attend_with_scores", samples.scores_class, samples.scores_samples),
+    tuning=Tuning("attend_with_scores", shape_classes.scores_class, shape_classes.attention_calls),
 )
-ATTEND_AT = Operation(
-    Backend("Triton kernel", scattered.attend_at, scattered.fits_at, _scattered_trouble),
+ATTEND_AT = KernelOp(
+    Backend("Triton kernel", scattered.attend_at, scattered.fits_at, _scattered_reason),
     Backend("plain torch", reference.attend_at_reference),
 )
-ROTATE = Operation(
-    *_compiled("place", cpu_place.rotate, cpu_place.fits_rotation),
+ROTATE = KernelOp(
+    *_native("scatter_kv", bindings.apply_rope, bindings.supports_rope),
     Backend("the model's own function", reference.rotate_reference),
 )
 
 
-def _placing_trouble(
+def _placing_reason(
     chunks: Sequence[RecordView], keys: Tensor, values: Tensor, rope: Rope, rotary: Rotary
 ) -> str:
     assert rotary.form is not None
-    return verify.placing_trouble(rotary.form, keys.device, keys.dtype, keys.shape[-1])
+    return selfcheck.placing_trouble(rotary.form, keys.device, keys.dtype, keys.shape[-1])
 
 
-PLACE = Operation(
-    *_compiled("place", cpu_place.place, cpu_place.fits),
-    Backend("Triton kernel", cuda_place.place, cuda_place.fits, _placing_trouble),
+PLACE = KernelOp(
+    *_native("scatter_kv", bindings.scatter_kv, bindings.supports_scatter),
+    Backend("Triton kernel", cuda_place.place, cuda_place.fits, _placing_reason),
     Backend("the model's own function", reference.place_reference),
 )
-# In fp32 torch's own sums alone make layer 0's keys the model's own to the bit; bf16's rounding hides the difference.
-LINEAR = Operation(
-    *_compiled(
+# In fp32 torch's own sums make layer 0's keys the model's own to the bit; bf16's rounding hides the difference.
+LINEAR = KernelOp(
+    *_native(
         "linear",
-        cpu_linear.linear,
-        cpu_linear.fits,
+        bindings.linear,
+        bindings.supports_linear,
         [level for level in LEVELS.values() if level.dtype == "bfloat16"],
     ),
     Backend("torch", reference.linear_reference),
-    racing=Racing("linear", samples.linear_class, samples.linear_samples),
+    tuning=Tuning("linear", shape_classes.linear_class, shape_classes.linear_calls),
 )
-CORRECT = Operation(
-    *_compiled("correct", cpu_correct.correct, cpu_correct.fits),
+CORRECT = KernelOp(
+    *_native("correct_kv", bindings.correct_kv, bindings.supports_correction),
     Backend("plain torch", reference.correct_reference),
-    racing=Racing("correct", samples.correction_class, samples.correction_samples),
+    tuning=Tuning("correct", shape_classes.correction_class, shape_classes.correction_calls),
 )
-ADD_NORM = Operation(
-    *_compiled("norm", cpu_norm.add_norm, cpu_norm.fits),
+ADD_NORM = KernelOp(
+    *_native("add_rms_norm", bindings.add_rms_norm, bindings.supports_norm),
     Backend("the model's own module", reference.add_norm_reference),
 )
-GATED_ACTIVATION = Operation(
-    *_compiled("gate", cpu_gate.gated_activation, cpu_gate.fits),
+GATED_ACTIVATION = KernelOp(
+    *_native("silu_and_mul", bindings.silu_and_mul, bindings.supports_silu_and_mul),
     Backend("the model's own function", reference.gated_activation_reference),
 )
 
 
-RACED: tuple[Operation[..., Any], ...] = (ATTEND, ATTEND_WITH_SCORES, LINEAR, CORRECT)
+def tuning_results() -> list[TuningResult]:
+    """The backends for all classes of shapes that this process has met on the CPU: times, and why others do not serve."""
+    return [result for operation in OPERATIONS.values() for result in operation.tuning_results()]
 
 
-def measured() -> list[Row]:
-    """Who serves for which shapes, as far as this process has met them on the CPU: times, and why others do not."""
-    return [row for operation in RACED for row in operation.measured()]
+def forget() -> None:
+    """Read the switches and select backends anew at the next calls."""
+    switches.read_again()
+    for operation in OPERATIONS.values():
+        operation.forget()
 
 
 def attend(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: RowPlan) -> Tensor:
@@ -295,14 +274,14 @@ def _one_after_another(
     return torch.cat(attended)
 
 
-def _packed_trouble(
+def _packed_reason(
     q: Tensor, k: Tensor, v: Tensor, prefix_kv: tuple[Tensor, Tensor], spec: AttentionSpec, stack: ChunkStack
 ) -> str:
-    return verify.attention_trouble((packed.packed_twice,), Kind.of(q, k, spec), _dense_rows)
+    return selfcheck.attention_trouble((packed.packed_twice,), Kind.of(q, k, spec), _dense_rows)
 
 
-ATTEND_CHUNKS = Operation(
-    Backend("flash-attn, packed", packed.attend, packed.fits, _packed_trouble),
+ATTEND_CHUNKS = KernelOp(
+    Backend("flash-attn, packed", packed.attend, packed.fits, _packed_reason),
     Backend("one chunk after another", _one_after_another),
 )
 
@@ -327,62 +306,12 @@ def attention_backends(
         plan_rows(at.to(device), n_heads // n_kv_heads, spec.window, at)
         for at in (torch.arange(64), 2 * torch.arange(64))
     )
-    side_by_side, anywhere = (ATTEND.select_backend(q, keys, keys, spec, plan).name for plan in plans)
+    side_by_side, anywhere = (ATTEND.select(q, keys, keys, spec, plan).name for plan in plans)
     return side_by_side, anywhere
 
 
-PACK = Operation(*_compiled("pack", cpu_coding.pack, _any), Backend("reference", coding.pack_reference))
-
-
-def pack(values: np.ndarray, contexts: np.ndarray, means: np.ndarray, model: coding.SymbolModel) -> bytes:
-    """Symbols [C, N] of int8 -> the bytes that `decode` reads.
-
-    contexts [C]: the tokens'. means [N]: what to expect of each axis.
-    """
-    return PACK(values, contexts, means, model)
-
-
-RECONSTRUCT = Operation(
-    *_compiled("reconstruct", cpu_coding.reconstruct, cpu_coding.fits_reconstruct),
-    Backend("reference", coding.reconstruct_reference),
-)
-
-
-def reconstruct(
-    below: Tensor, symbols: Tensor | None, layer: coding.LayerMap, dim: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Codes of the layer below [C, W], and symbols [C, N], all of int8 -> heads [W / D, C, D] and codes.
-
-    symbols: None = all of them 0. The heads are those of keys and behind them those of values.
-    """
-    return RECONSTRUCT(below, symbols, layer, dim, dtype)
-
-
-DECODE = Operation(
-    *_compiled("decode", cpu_coding.decode, cpu_coding.fits_decode),
-    Backend("reference", coding.decode_reference),
-)
-
-
-def decode(
-    segment: memoryview,
-    below: tuple[np.ndarray | None, Tensor],
-    means: np.ndarray,
-    model: coding.SymbolModel,
-    layer: coding.LayerMap,
-    dim: int,
-    dtype: torch.dtype,
-) -> tuple[Tensor, np.ndarray, Tensor]:
-    """Bytes of a layer -> heads [W / D, C, D] as `reconstruct` gives them, symbols [C, N] and codes [C, W], both int8.
-
-    below: symbols [C, M] and codes [C, W] of the layer below; symbols are None where it has none. means [N]: what to
-    expect of each axis. Raises ValueError for bytes that are no such symbols.
-    """
-    return DECODE(segment, below, means, model, layer, dim, dtype)
-
-
 # The table above, by name.
-OPERATIONS: dict[str, Operation[..., Any]] = {
+OPERATIONS: dict[str, KernelOp[..., Any]] = {
     "attend": ATTEND,
     "attend_with_scores": ATTEND_WITH_SCORES,
     "attend_at": ATTEND_AT,
@@ -393,7 +322,4 @@ OPERATIONS: dict[str, Operation[..., Any]] = {
     "correct": CORRECT,
     "add_norm": ADD_NORM,
     "gated_activation": GATED_ACTIVATION,
-    "pack": PACK,
-    "reconstruct": RECONSTRUCT,
-    "decode": DECODE,
 }

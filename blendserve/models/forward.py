@@ -25,6 +25,7 @@ from blendserve.kernels.rows import Rows, plans_by_window
 from blendserve.kernels.types import Rope
 from blendserve.models.kv_cache import KVCache
 from blendserve.models.model import DecoderModel, Projected
+from blendserve.models.native_layers import native_layers
 from blendserve.models.threads import threads_of_pass
 
 
@@ -59,13 +60,21 @@ def run_layers(model: DecoderModel, hidden: Tensor, layers: LayerPass) -> Steps[
 
 def _run_layer(model: DecoderModel, l: int, hidden: Tensor, layers: LayerPass) -> Tensor | None:
     """Hidden states behind layer l of the rows that go on; None: they are not read."""
-    fresh, rope = model.project(l, hidden), layers.rope(l)
-    q, keys = model.rotate(fresh.q, rope), model.rotate(fresh.k, rope)
+    rope, native = layers.rope(l), native_layers(model, len(hidden))
+    if native:
+        *before_rope, q, keys = native.qkv(l, hidden, rope)
+        fresh = Projected(*before_rope)
+    else:
+        fresh = model.project(l, hidden)
+        q, keys = model.rotate(fresh.q, rope), model.rotate(fresh.k, rope)
     left = layers.write(l, fresh, keys)
     if left is not None:
         q, hidden = q[:, left], hidden[left]
     attended = layers.attend(l, q)
-    return None if attended is None else model.finish(l, hidden, attended)
+    if attended is None:
+        return None
+    native = native_layers(model, len(hidden))
+    return native.out(l, hidden, attended) if native else model.finish(l, hidden, attended)
 
 
 @dataclass(frozen=True, slots=True)

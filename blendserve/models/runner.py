@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from blendserve.errors import ConfigError
-from blendserve.kernels.cpu.decode_step import MAX_ROWS
+from blendserve.kernels.cpu.decoder import MAX_ROWS
 from blendserve.kernels.cuda.graphs import Capture, CudaGraph, Replayed
 from blendserve.models.forward import Row, run_captured, run_rows
 from blendserve.models.kv_cache import KVCache

@@ -12,12 +12,12 @@ from blendserve.blend.policies.base import make_policy, top
 from blendserve.blend.prefill import blend_prefill
 from blendserve.config import BlendConfig
 from blendserve.core import run
-from blendserve.kernels import race, verify
+from blendserve.kernels import selfcheck
 from blendserve.kernels.cpu.isa import LEVELS
 from tests.support.blending import assert_near, blend, lay, model_logits, some_ids, some_prompt
 from tests.support.models import KINDS, tiny_adapter
 
-HAS_BF16 = any(verify.cpu_status(level).active for level in LEVELS.values() if level.dtype == "bfloat16")
+HAS_BF16 = any(selfcheck.cpu_status(level).active for level in LEVELS.values() if level.dtype == "bfloat16")
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -34,10 +34,9 @@ def test_a_prompt_that_fills_the_context_to_the_last_token(name: str) -> None:
 @pytest.mark.skipif(not HAS_BF16, reason="no kernels for bf16")
 @pytest.mark.parametrize("name", KINDS)
 def test_a_stored_prefix_changes_no_bit_where_compiled_kernels_serve(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    name: str,
 ) -> None:
     """A row's bits do not depend on the rows beside it."""
-    monkeypatch.setenv(race.SWITCH, "0")
     adapter, prompt = tiny_adapter(name, torch.bfloat16), some_prompt([120, 9, 60], prefix=20, suffix=14)
     nothing = blend(adapter, prompt, lay(adapter, prompt, [False] * 3, prefix=False), ratio=1.0)
     prefix = blend(adapter, prompt, lay(adapter, prompt, [True, False, False]), method="prefix")

@@ -19,7 +19,7 @@ from blendserve.engine.drafts import LONG, RETRY, SHORT, Drafter
 from blendserve.engine.engine import Engine
 from blendserve.engine.generate import AnswerStream, Sequence, prefill
 from blendserve.engine.request import Event, Finished, Plan, Request, TextDelta
-from blendserve.kernels.cpu.decode_step import MAX_ROWS
+from blendserve.kernels.cpu.decoder import MAX_ROWS
 from blendserve.models.loader import LoadedModel
 from blendserve.models.model import DecoderModel
 from blendserve.models.native import native_decoder

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import transformers
 
-from blendserve.kernels.verify import SWITCH
+from tests.support.switches import plain_torch
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "golden_blend.py"
 GOLDEN = json.loads(Path(__file__).with_name("blend.json").read_text("utf-8"))
@@ -19,17 +19,14 @@ KINDS = sorted({case.split(", ")[0] for case in GOLDEN["cases"]})
 
 @pytest.fixture(scope="module")
 def golden() -> dict[str, Any]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(SWITCH, "0")  # the script sets it, for all tests that follow
+    with plain_torch():  # the script sets the switch for its own process
         return runpy.run_path(str(SCRIPT))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_selections_reports_reasons_and_logits_stay(
-    golden: dict[str, Any], kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(SWITCH, "0")
-    cases = dict(golden["sample"](kind))
+def test_selections_reports_reasons_and_logits_stay(golden: dict[str, Any], kind: str) -> None:
+    with plain_torch():
+        cases = dict(golden["sample"](kind))
     before = {case: GOLDEN["cases"][f"{kind}, {case}"] for case in cases}
     assert {case: values[:-1] for case, values in cases.items()} == {
         case: values[:-1] for case, values in before.items()

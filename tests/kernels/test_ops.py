@@ -11,20 +11,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from blendserve.kernels import ops, verify
-from blendserve.kernels.cuda import masked, packed
-from blendserve.kernels.operation import Operation
+from blendserve.kernels import ops, selfcheck
+from blendserve.kernels.cuda import packed
+from blendserve.kernels.dispatch import KernelOp
 from blendserve.kernels.reference import attend_reference
 from blendserve.kernels.rows import RowPlan, plan_rows
+from blendserve.kernels.selfcheck import Kind, attention_trouble
 from blendserve.kernels.types import AttentionSpec
-from blendserve.kernels.verify import Kind, attention_trouble
-from tests.support.kernels import FlashAttn, compare, ways
+from tests.support.kernels import FlashAttn, ways
 
 ATTENTION = {way.name: way for way in ways() if way.operation == "attend"}
 PLAIN = ATTENTION["plain_torch"]
 CPU = Kind(torch.device("cpu"), torch.float32, 2, 16, False, False)
-DENSE = verify.ONE_ROW + verify.SIDE_BY_SIDE
-POSITIONS = (tuple(range(1, verify.KEYS - 2, 3)),)
+DENSE = selfcheck.ONE_ROW + selfcheck.DENSE
+POSITIONS = (tuple(range(1, selfcheck.KEYS - 2, 3)),)
 
 
 def test_the_first_that_serves_does_it() -> None:
@@ -32,14 +32,14 @@ def test_the_first_that_serves_does_it() -> None:
     args = PLAIN.args(torch.float32, {"at": [5, 6, 7, 8]})
     names = [backend.name for backend in ops.ATTEND.backends]
     assert names.index("flash-attn") < names.index("torch's FlashAttention") < names.index("Triton kernel")
-    assert names[-4:] == ["FlexAttention", "SDPA with masks", "torch's SDPA", "plain torch"]
+    assert names[-3:] == ["Triton kernel", "torch's SDPA", "plain torch"]
     for first in range(len(names)):
         able: list[Any] = [
-            replace(backend, fits=lambda *_, on=n >= first: on, trouble=lambda *_: "")
+            replace(backend, supports=lambda *_, on=n >= first: on, unavailable_reason=lambda *_: "")
             for n, backend in enumerate(ops.ATTEND.backends)
         ]
-        table: Any = Operation(*able)
-        assert table.select_backend(*args).name == names[first]
+        table: Any = KernelOp(*able)
+        assert table.select(*args).name == names[first]
 
 
 def test_a_row_without_its_key_is_refused() -> None:
@@ -53,13 +53,6 @@ def test_dense_means_side_by_side_and_known() -> None:
     assert not plan_rows(torch.tensor([3, 5]), 1).dense
     assert not plan_rows(torch.empty(0, dtype=torch.long), 1).dense
     assert not RowPlan(torch.arange(3), 1, None).dense
-
-
-def test_masks_are_cut_to_their_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(masked, "MASK_BUDGET", 1000)
-    way = ATTENTION["sdpa_with_masks"]
-    args = way.args(torch.float32, {"total": 200, "share": 0.5, "window": 60})
-    compare(way, torch.float32, args, way.run(args))
 
 
 def one_further(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: RowPlan) -> Tensor:
@@ -119,7 +112,7 @@ from blendserve.kernels.cuda.available import flash_attn, has_triton
 from blendserve.kernels.ops import attend
 from blendserve.kernels.rows import plan_rows
 from blendserve.kernels.types import AttentionSpec
-from blendserve.kernels.verify import Kind, triton_trouble
+from blendserve.kernels.selfcheck import Kind, triton_trouble
 assert not has_triton() and flash_attn() is None
 x = torch.randn(2, 4, 16)
 out = attend(x, x, x, AttentionSpec(0.3), plan_rows(torch.arange(4), 1))

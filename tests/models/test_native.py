@@ -14,9 +14,9 @@ from torch import Tensor
 
 from blendserve.errors import ConfigError
 from blendserve.kernels import team
-from blendserve.kernels.cpu.decode_step import GROUP, to_int8
+from blendserve.kernels.cpu.decoder import INT8_GROUP, to_int8
 from blendserve.kernels.cpu.isa import LEVELS
-from blendserve.kernels.verify import cpu_status
+from blendserve.kernels.selfcheck import cpu_status
 from blendserve.models.forward import Row, run_rows
 from blendserve.models.kv_cache import KVCache
 from blendserve.models.model import DecoderModel
@@ -151,8 +151,8 @@ def test_int8_weights_are_within_half_a_step_of_the_matrix(
     scales = blocks[..., : 4 * lanes].contiguous().view(torch.float32)
     for o in range(shape[0]):
         for i in range(shape[1]):
-            row, group = blocks[o // lanes, i // GROUP], i // GROUP
-            at = (i % GROUP // per_word * lanes + o % lanes) * per_word + i % per_word
+            row, group = blocks[o // lanes, i // INT8_GROUP], i // INT8_GROUP
+            at = (i % INT8_GROUP // per_word * lanes + o % lanes) * per_word + i % per_word
             scale = float(scales[o // lanes, group, o % lanes])
             assert abs(int(row[4 * lanes + at]) * scale - float(weight[o, i])) <= 0.51 * scale
 
@@ -167,7 +167,7 @@ def test_int8_decoding_is_that_of_a_model_with_rounded_weights(name: str, dtype:
     with torch.no_grad():
         for module in model.modules():
             if isinstance(module, torch.nn.Linear):
-                for group in torch.split(module.weight, GROUP, dim=1):
+                for group in torch.split(module.weight, INT8_GROUP, dim=1):
                     scale = group.float().abs().amax(-1, keepdim=True) / 127
                     group.copy_((group / scale).round() * scale)
     rounded = DecoderModel.of(model)

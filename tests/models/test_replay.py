@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from blendserve.kernels.verify import SWITCH
 from blendserve.models.forward import Row, run_captured
 from blendserve.models.kv_cache import CachePool, KVCache
 from blendserve.models.runner import EAGER_STEPS, Runner, append_each
 from tests.support.blending import assert_near
 from tests.support.models import KINDS, fresh_model, tiny_adapter
+from tests.support.switches import plain_torch
 
 SLOTS, ROOM = 4, 40
 EVERY_KIND = pytest.mark.parametrize(
@@ -35,13 +35,17 @@ class Replay:
         return self.out.copy_(self.work())
 
 
+@pytest.fixture
+def plain_kernels() -> Iterator[None]:
+    with plain_torch():
+        yield
+
+
 @torch.no_grad()
+@pytest.mark.usefixtures("plain_kernels")
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "cohere"])
-def test_a_step_recorded_once_serves_all_tokens_and_all_sets_of_slots(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_recorded_once_serves_all_tokens_and_all_sets_of_slots(name: str) -> None:
     """As a capture does, tracing keeps what was launched and forgets why; it does not see the kernels of a CPU."""
-    monkeypatch.setenv(SWITCH, "0")
     adapter = tiny_adapter(name)
     shape = (SLOTS, adapter.n_layers, adapter.n_kv_heads, ROOM, adapter.head_dim)
     keys, values = (torch.randn(shape, generator=torch.Generator().manual_seed(i)) for i in range(2))

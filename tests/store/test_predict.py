@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from blendserve.core import ChunkKV
-from blendserve.kernels.coding import ONE
 from blendserve.store.codecs.predict.codec import Predict
+from blendserve.store.codecs.predict.rans import ONE
 from blendserve.store.codecs.predict.sensitivity import CHUNK, WINDOW, first_layer, gradients, sensitivity
 from blendserve.store.codecs.predict.tables import BIT, Tables, quantised
 from tests.support.codecs import decoded, refuses, related

@@ -4,70 +4,36 @@ from __future__ import annotations
 
 import math
 import re
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from hypothesis import strategies as st
 from torch import Tensor
 
 from blendserve.core import Span
-from blendserve.kernels import coding
 from blendserve.kernels.activation import Activation
+from blendserve.kernels.cases import CASES, NAN, RIDGE, SHIFT, Args, Draw
 from blendserve.kernels.chunks import ChunkStack
-from blendserve.kernels.cpu import attend as cpu_attend
-from blendserve.kernels.cpu import correct as cpu_correct
-from blendserve.kernels.cpu import linear as cpu_linear
+from blendserve.kernels.cpu import bindings
 from blendserve.kernels.cpu.isa import LEVELS, Level
 from blendserve.kernels.cpu.library import dtype_of
 from blendserve.kernels.cuda import dense, packed, scattered
-from blendserve.kernels.norm import FORMS as NORM_FORMS
+from blendserve.kernels.dispatch import Backend
 from blendserve.kernels.norm import Norm
-from blendserve.kernels.operation import Backend
 from blendserve.kernels.ops import OPERATIONS
 from blendserve.kernels.rotary import FORMS, HALVES, Rotary, RotaryForm
 from blendserve.kernels.rows import RowPlan, plan_rows
 from blendserve.kernels.types import AttentionSpec, CorrectionParams, Prior, RecomputedTokens, Rope
 
-Args = tuple[Any, ...]
 Options = dict[str, Any]
-NAN = float("nan")
-SHIFT = CorrectionParams(16.0, 0.0, 0.5, 0.6, None)
-RIDGE = CorrectionParams(16.0, 40.0, 0.7, 0.9, 800.0, 20.0, 0.5, 0.6)
-
-
-class Draw:
-    """Random tensors of one dtype and device; `fill` is what lies in memory that no kernel may read."""
-
-    def __init__(self, dtype: torch.dtype, device: str, seed: int, fill: float) -> None:
-        self.dtype, self.device, self.fill = dtype, torch.device(device), fill
-        self.generator = torch.Generator().manual_seed(seed)
-
-    def __call__(self, *shape: int, apart: int = 0, scale: float = 1.0) -> Tensor:
-        """`apart`: numbers between rows."""
-        made = scale * torch.randn(shape, generator=self.generator)
-        whole = torch.full((*shape[:-1], shape[-1] + apart), self.fill)
-        whole[..., : shape[-1]] = made
-        return whole.to(self.device, self.dtype)[..., : shape[-1]]
-
-    def rows(self, n: int, share: float) -> list[int]:
-        """An ascending subset of range(n) that is never empty."""
-        chosen = torch.rand(n, generator=self.generator) < share
-        chosen[int(torch.randint(n, (), generator=self.generator))] = True
-        return chosen.nonzero()[:, 0].tolist()
-
-    def rope(self, n: int, width: int, form: RotaryForm) -> Rope:
-        """Of n random angles, 1.1 long as YaRN's."""
-        angles = 6.0 * torch.rand((n, width // 2), generator=self.generator)
-        both = angles.repeat_interleave(2, dim=-1) if form.step == 2 else torch.cat([angles] * 2, dim=-1)
-        return Rope(*((1.1 * x).to(self.device, self.dtype) for x in (both.cos(), both.sin())))
 
 
 # Attention
@@ -97,32 +63,6 @@ def attention(
     return [torch.stack(out), scores.sqrt()]
 
 
-def make_attend(
-    draw: Draw, at: list[int] | None = None, total: int = 1, share: float = 1.0, side_by_side: bool = False,
-    n_kv: int = 2, group: int = 2, dim: int = 64, window: int | None = None, softcap: float | None = None,
-    size: float = 1.0, absent: float | None = None,
-) -> Args:  # fmt: skip
-    """Rows over a slice of a larger cache. `absent`: the share of keys that no row may see."""
-    at = at or (list(range(int(total * (1 - share)), total)) if side_by_side else draw.rows(total, share))
-    hidden = None
-    if absent is not None:
-        hidden = torch.rand(at[-1] + 1, generator=draw.generator) < absent
-        hidden[at] = False
-    seen = visible_keys(at, window, [] if hidden is None else hidden.nonzero()[:, 0].tolist())
-    unseen = torch.ones(at[-1] + 1, dtype=torch.bool)
-    unseen[sorted({j for row in seen for j in row})] = False
-    cache = torch.full((2, n_kv, at[-1] + 10, dim), draw.fill)
-    cache[:, :, : at[-1] + 1] = torch.randn(2, n_kv, at[-1] + 1, dim, generator=draw.generator)
-    cache[:, :, : at[-1] + 1][:, :, unseen] = 100.0 if math.isnan(draw.fill) else draw.fill
-    if hidden is not None:
-        cache[0][:, : len(hidden)][:, hidden], cache[1][:, : len(hidden)][:, hidden] = draw.fill, 0.0
-        cache = cache[:, :, : len(hidden)]
-    keys, values = cache.to(draw.device, draw.dtype)
-    q = draw(len(at), n_kv * group, dim, scale=size).transpose(0, 1)
-    spec, here = AttentionSpec(1 / math.sqrt(dim), window, softcap), torch.tensor(at)
-    return q, keys, values, spec, plan_rows(here.to(draw.device), group, window, here, hidden)
-
-
 def attend_formula(
     q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: RowPlan
 ) -> list[Tensor]:
@@ -141,24 +81,6 @@ def some_rows(args: Args, rows: list[int]) -> tuple[Args, Any]:
 def moved_rows(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: RowPlan) -> Args:
     at = plan.positions - 1
     return q, keys, values, spec, plan_rows(at.clamp(min=0), plan.group, plan.window, absent=plan.absent)
-
-
-def make_attend_at(draw: Draw, **options: Any) -> Args:
-    finite = Draw(draw.dtype, str(draw.device), 0, 100.0 if math.isnan(draw.fill) else draw.fill)
-    finite.generator = draw.generator
-    q, keys, values, spec, plan = make_attend(finite, **options)
-    return q[:, -1:], keys, values, spec, plan.positions[-1:]
-
-
-def make_attend_chunks(
-    draw: Draw, lengths: list[int], prefix: int = 3, n_kv: int = 2, group: int = 2, dim: int = 16,
-    window: int | None = None, softcap: float | None = None,
-) -> Args:  # fmt: skip
-    ends = np.cumsum([0, *lengths]).tolist()
-    stack = ChunkStack([Span(a, b) for a, b in pairwise(ends)], prefix, group, draw.device)
-    q, k, v = (draw(n, ends[-1], dim) for n in (n_kv * group, n_kv, n_kv))
-    front = draw(n_kv, prefix, dim), draw(n_kv, prefix, dim)
-    return q, k, v, front, AttentionSpec(1 / math.sqrt(dim), window, softcap), stack
 
 
 def attend_chunks_formula(
@@ -198,31 +120,6 @@ def turned(x: Tensor, rope: Rope, form: RotaryForm, inverse: bool = False) -> Te
     return out
 
 
-def rotary_of(form: RotaryForm) -> Rotary:
-    """A family with this form; its own function takes a batch, as transformers' do."""
-    return Rotary(lambda q, k, cos, sin: (form.rotated(q[0], Rope(cos[0], sin[0]))[None], k), form)
-
-
-def make_rotate(
-    draw: Draw, n: int, heads: int = 2, dim: int = 64, width: int = 64, form: RotaryForm = HALVES
-) -> Args:
-    x = draw(n, heads, dim, apart=6).transpose(0, 1)
-    return x, draw.rope(n, width, form), rotary_of(form)
-
-
-def make_place(
-    draw: Draw, lengths: list[int], heads: int = 2, dim: int = 64, width: int = 64, form: RotaryForm = HALVES
-) -> Args:
-    """Chunks with two free places between them."""
-    starts = (np.cumsum([3, *(n + 2 for n in lengths)])[:-1]).tolist()
-    end = 3 + sum(lengths) + 2 * len(lengths)
-    parts = [
-        (at, draw(heads, n, dim, apart=6), draw(heads, n, dim)) for at, n in zip(starts, lengths, strict=True)
-    ]
-    keys, values = (torch.full((heads, end, dim), draw.fill).to(draw.device, draw.dtype) for _ in "kv")
-    return parts, keys, values, draw.rope(end, width, form), rotary_of(form)
-
-
 def place_formula(
     parts: Sequence[Any], keys: Tensor, values: Tensor, rope: Rope, rotary: Rotary
 ) -> list[Tensor]:
@@ -232,32 +129,6 @@ def place_formula(
         here = slice(start, start + k.shape[1])
         wanted[0][:, here], wanted[1][:, here] = turned(k, rope.at(here), rotary.form), v
     return wanted
-
-
-def make_correct(
-    draw: Draw, lengths: list[int], n: int, heads: int = 2, dim: int = 64, width: int = 64,
-    params: CorrectionParams = SHIFT, has_prior: bool = False, form: RotaryForm = HALVES,
-) -> Args:  # fmt: skip
-    """Chunks with two free places behind each; n of their tokens are recomputed."""
-    starts = np.cumsum([0, *(k + 2 for k in lengths)]).tolist()
-    chunks = [list(range(s, s + k)) for s, k in zip(starts, lengths, strict=False)]
-    keys, values = (draw(heads, starts[-1], dim) for _ in "kv")
-    inside = [t for chunk in chunks for t in chunk]
-    order = torch.randperm(len(inside), generator=draw.generator).tolist()
-    at = sorted(inside[i] for i in order[:n])
-    for part in (keys, values):
-        part[:, sorted(set(range(starts[-1])) - set(inside))] = draw.fill
-    here = [[t for t in chunk if t in at] for chunk in chunks]
-    rest = [[t for t in chunk if t not in at] for chunk in chunks]
-    fresh = RecomputedTokens(
-        draw(2 * len(at) + 1, heads, dim).transpose(0, 1), draw(heads, 2 * len(at) + 1, dim),
-        2 * torch.arange(len(at)) + 1, torch.tensor(at, dtype=torch.long), [len(x) for x in here],
-        torch.tensor([t for x in rest for t in x], dtype=torch.long), [len(x) for x in rest],
-        [0.9, 0.3, 0.6][: len(lengths)],
-    )  # fmt: skip
-    weights, constant = (torch.randn(heads, *s, 2 * dim, generator=draw.generator) for s in ((2 * dim,), ()))
-    prior = Prior(weights / (8 * dim) ** 0.5, constant) if has_prior else None
-    return keys, values, fresh, draw.rope(starts[-1], width, form), rotary_of(form), params, prior
 
 
 def correct_formula(
@@ -321,21 +192,9 @@ def correct_formula(
 # Layers
 
 
-def make_linear(draw: Draw, rows: int, outs: int, depth: int, bias: bool = True, apart: int = 0) -> Args:
-    x, weight = draw(rows, depth, apart=apart), draw(outs, depth, apart=apart)
-    return x, weight, draw(outs) if bias else None
-
-
 def linear_formula(x: Tensor, weight: Tensor, bias: Tensor | None) -> list[Tensor]:
     total = x.double().cpu() @ weight.double().cpu().T
     return [total if bias is None else total + bias.double().cpu()]
-
-
-def make_add_norm(draw: Draw, rows: int, dim: int, form: int = 0, adds: bool = True, apart: int = 0) -> Args:
-    x, add, weight = draw(rows, dim, apart=apart, scale=3), draw(rows, dim, apart=apart, scale=3), draw(dim)
-    shape = NORM_FORMS[form]
-    own = partial(shape.normed, weight=weight, eps=1e-5)
-    return x, add if adds else None, Norm(own, weight, 1e-5, shape)
 
 
 def add_norm_formula(x: Tensor, add: Tensor | None, norm: Norm) -> list[Tensor]:
@@ -346,99 +205,9 @@ def add_norm_formula(x: Tensor, add: Tensor | None, norm: Norm) -> list[Tensor]:
     return [total, torch.stack(rows) * (norm.weight.double().cpu() + norm.form.offset)]
 
 
-def make_gate(draw: Draw, rows: int, width: int, apart: int = 0) -> Args:
-    gate, up = draw(rows, width, apart=apart, scale=9), draw(rows, width, apart=apart)
-    gate[:, ::5] *= 20  # as far as the exponential overflows
-    return gate, up, Activation(F.silu, True)
-
-
 def gate_formula(gate: Tensor, up: Tensor, activation: Activation) -> list[Tensor]:
     g = gate.double().cpu()
     return [g / (1 + torch.exp(-g)) * up.double().cpu()]
-
-
-# Coded KV
-
-MODEL = coding.some_model()
-
-
-def make_symbols(draw: Draw, tokens: int, axes: int, spread: float, lowest: bool = False) -> Args:
-    """Symbols [C, N], symbols of the layer below, of some tokens much smaller, and the axes' means [N]."""
-    numbers = np.random.default_rng(int(torch.randint(999, (), generator=draw.generator)))
-    values = numbers.laplace(scale=spread, size=(tokens, axes)).clip(-128, 127).astype(np.int8)
-    below = numbers.integers(-128, 128, (tokens, 37)).astype(np.int8)
-    below[1::3] //= 60
-    return values, None if lowest else below, numbers.integers(4, 90 * coding.ONE, axes).astype(np.int32)
-
-
-def make_pack(draw: Draw, **options: Any) -> Args:
-    values, below, means = make_symbols(draw, **options)
-    return values, coding.contexts_of(below, len(values)), means, MODEL
-
-
-def make_reconstruct(
-    draw: Draw, tokens: int, heads: int = 4, dim: int = 8, axes: int = 4, zero: bool = False
-) -> Args:
-    seed = int(torch.randint(99, (), generator=draw.generator))
-    below, symbols = (coding.some_codes(tokens + 1, n, seed + n)[1:] for n in (heads * dim, axes))
-    return below, None if zero else symbols, coding.some_map(heads * dim, axes, seed), dim, draw.dtype
-
-
-def reconstruct_formula(
-    below: Tensor, symbols: Tensor | None, layer: coding.LayerMap, dim: int, dtype: torch.dtype
-) -> list[Tensor]:
-    numbers = below.double() @ layer.map.double() * layer.map_scale.double() + layer.mean.double()
-    if symbols is not None:
-        numbers += symbols.double() @ layer.residual.double() * layer.residual_scale.double()
-    codes = (numbers * layer.code_scale + layer.code_zero).clamp(-128, 127)
-    return [numbers.view(len(below), layer.width // dim, dim).transpose(0, 1), codes]
-
-
-def make_decode(draw: Draw, heads: int = 4, dim: int = 8, **options: Any) -> Args:
-    values, below, means = make_symbols(draw, **options)
-    segment = coding.pack_reference(values, coding.contexts_of(below, len(values)), means, MODEL)
-    codes = coding.some_codes(len(values), heads * dim)
-    layer = coding.some_map(heads * dim, values.shape[1])
-    return memoryview(segment), (below, codes), means, MODEL, layer, dim, draw.dtype
-
-
-def decode_formula(
-    segment: memoryview, below: tuple[np.ndarray | None, Tensor], means: np.ndarray,
-    model: coding.SymbolModel, layer: coding.LayerMap, dim: int, dtype: torch.dtype,
-) -> list[Tensor]:  # fmt: skip
-    symbols = unpacked(segment, coding.contexts_of(below[0], len(below[1])), means, model)
-    heads, codes = reconstruct_formula(below[1], symbols, layer, dim, dtype)
-    return [heads, symbols, codes]
-
-
-def unpacked(
-    segment: memoryview, contexts: np.ndarray, means: np.ndarray, model: coding.SymbolModel
-) -> Tensor:
-    """The format, read symbol by symbol: 16 states, the number of escapes, escapes, words of 16 bits."""
-    states = [int.from_bytes(segment[4 * i : 4 * i + 4], "little") for i in range(16)]
-    at, n = 64, 0
-    while True:
-        n |= (segment[at] & 127) << 7 * (at - 64)
-        at += 1
-        if segment[at - 1] < 128:
-            break
-    escapes = iter([byte - 256 * (byte > 127) for byte in segment[at : at + n]])
-    words = iter([segment[i] + 256 * segment[i + 1] for i in range(at + n, len(segment), 2)])
-    out, running = torch.zeros(len(contexts), len(means), dtype=torch.int8), [int(m) for m in means]
-    for t, context in enumerate(contexts.tolist()):
-        for j, mean in enumerate(running):
-            octave = max(mean, 4).bit_length() - 1  # four sizes an octave
-            size = min(63, 4 * (octave - 2) + (max(mean, 4) * 4 >> octave) - 4)
-            widths = model.width[model.classes[size, context]].tolist()
-            symbol, start, state = 0, 0, states[j % 16]
-            while start + widths[symbol] <= state % 4096:
-                start, symbol = start + widths[symbol], symbol + 1
-            state = widths[symbol] * (state >> 12) + state % 4096 - start
-            states[j % 16] = state << 16 | next(words) if state < 1 << 16 else state
-            value = next(escapes) if symbol == 31 else (symbol + 1) // 2 * (1 if symbol % 2 else -1)
-            out[t, j], running[j] = value, mean + (((abs(value) << 12) - mean) >> 5)
-    assert next(words, None) is next(escapes, None) is None
-    return out
 
 
 # The table
@@ -448,7 +217,6 @@ def unpacked(
 class Operation:
     """How an operation is called with random arguments, and what its backends must give."""
 
-    make: Callable[..., Args]
     formula: Callable[..., list[Tensor]]
     shapes: Callable[[Way], st.SearchStrategy[Options]]
     bounds: Callable[[float], tuple[float, float]]  # a dtype's eps -> relative, absolute
@@ -477,13 +245,13 @@ class Way:
 
     @property
     def is_for_gpu(self) -> bool:
-        return getattr(self.backend.fits, "__module__", "").startswith("blendserve.kernels.cuda.")
+        return getattr(self.backend.supports, "__module__", "").startswith("blendserve.kernels.cuda.")
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
-        if self.level is not None and self.operation not in {"pack", "decode", "reconstruct"}:
+        if self.level is not None:
             return (dtype_of(self.level),)
-        if self.operation == "pack" or self.name.startswith(("triton_", "flex")):
+        if self.name.startswith("triton_"):
             return (torch.float32,)
         return HALF_DTYPES if self.name in DENSE else DTYPES
 
@@ -494,7 +262,7 @@ class Way:
 
     def args(self, dtype: torch.dtype, options: Options, fill: float = NAN) -> Args:
         options = {**options}
-        return TABLE[self.operation].make(Draw(dtype, self.device, options.pop("seed", 0), fill), **options)
+        return CASES[self.operation](Draw(dtype, self.device, options.pop("seed", 0), fill), **options)
 
     def run(self, args: Args) -> list[Any]:
         """Its outputs, on the CPU; what an operation writes to is copied before."""
@@ -519,10 +287,6 @@ def copied(x: Tensor) -> Tensor:
 
 def compare(way: Way, dtype: torch.dtype, args: Args, got: Sequence[Any]) -> None:
     """Raises AssertionError where an output is further from the formula than rounding explains."""
-    if way.operation == "pack":
-        values, contexts, means, model = args
-        assert torch.equal(unpacked(memoryview(got[0]), contexts, means, model), torch.from_numpy(values))
-        return
     wanted = TABLE[way.operation].formula(*args)
     assert len(got) == len(wanted)
     relative, absolute = TABLE[way.operation].bounds(torch.finfo(dtype).eps)
@@ -649,7 +413,7 @@ def off_gpu(way: Way) -> Iterator[None]:
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 DENSE = {"flash_attn", "torch_s_flashattention"}  # rows side by side alone
-UNCAPPED = {"torch_s_flashattention", "sdpa_with_masks", "torch_s_sdpa"}
+UNCAPPED = {"torch_s_flashattention", "torch_s_sdpa"}
 SEEDS = st.integers(0, 999)
 FORM = st.sampled_from(FORMS)
 
@@ -672,7 +436,7 @@ def attention_shapes(way: Way, **more: Any) -> st.SearchStrategy[Options]:
             total=total, share=st.sampled_from([0.02, 0.3, 1.0]), n_kv=st.integers(1, 3), window=windows,
             group=st.sampled_from([1, 2, 3, 4, 7, 8]), dim=st.sampled_from(dims),
             softcap=st.none() if way.name in UNCAPPED else st.sampled_from([None, 0.7, 20.0]),
-            side_by_side=way.name in DENSE or st.booleans(), **more,
+            dense=way.name in DENSE or st.booleans(), **more,
         )  # fmt: skip
 
     return st.sampled_from(totals).flatmap(of)
@@ -704,25 +468,9 @@ def correction_shapes(way: Way) -> st.SearchStrategy[Options]:
 
 def linear_shapes(way: Way) -> st.SearchStrategy[Options]:
     whole = 4 // way.dtypes[0].itemsize if way.is_native else 1  # words of 4 bytes
-    rows = st.integers(1, cpu_linear.FEW + 4) | st.sampled_from([16, 17, 40, 63, 64, 65, 130])
+    rows = st.integers(1, bindings.FEW + 4) | st.sampled_from([16, 17, 40, 63, 64, 65, 130])
     sizes = st.integers(1, 70).map(lambda n: n * whole)
     return options(rows=rows, outs=sizes, depth=sizes, bias=st.booleans(), apart=st.sampled_from([0, 2, 6]))
-
-
-def coding_shapes(way: Way, **more: Any) -> st.SearchStrategy[Options]:
-    return options(
-        tokens=st.integers(1, 24), axes=st.sampled_from([4, 8, 20, 28, 36]),
-        spread=st.sampled_from([0.01, 0.3, 1.5, 4.0, 90.0]), lowest=st.booleans(), **more,
-    )  # fmt: skip
-
-
-def in_blocks(way: Way) -> st.SearchStrategy[Options]:
-    """Heads fill whole blocks of 16, or blocks whole heads; the plain form takes any."""
-    heads = st.sampled_from([(4, 4), (8, 8), (4, 16), (20, 4), (8, 64)]) if way.is_native else st.just((3, 8))
-    axes = st.sampled_from([0, 4, 28])
-    return heads.flatmap(
-        lambda h: options(tokens=st.integers(0, 40), heads=h[0], dim=h[1], axes=axes, zero=st.booleans())
-    )
 
 
 def some_of(index: int) -> Callable[[Args, list[int]], tuple[Args, Any]]:
@@ -755,22 +503,21 @@ LARGE: Sequence[Options] = (
 )
 TABLE: dict[str, Operation] = {
     "attend": Operation(
-        make_attend, attend_formula, attention_shapes, attention_bounds, LARGE, some_rows, moved_rows
+        attend_formula, attention_shapes, attention_bounds, LARGE, some_rows, moved_rows
     ),
     "attend_with_scores": Operation(
-        make_attend, attend_formula, partial(attention_shapes, absent=st.sampled_from([0.0, 0.3])),
+        attend_formula, partial(attention_shapes, absent=st.sampled_from([0.0, 0.3])),
         lambda eps: (1.3 * eps + 1e-5, 5 * eps + 1e-5),
         [{"at": list(range(900, 1031)), "absent": 0.4}],  # more rows than are watched at once
         some_rows, moved_rows,
     ),
     "attend_at": Operation(
-        make_attend_at,
         lambda q, k, v, spec, at: attention(q, k, v, spec, visible_keys(at.tolist(), spec.window))[:1],
         attention_shapes, attention_bounds,
         off=lambda *args: (*args[:4], args[4] - 1),
     ),
     "attend_chunks": Operation(
-        make_attend_chunks, attend_chunks_formula,
+        attend_chunks_formula,
         lambda way: options(
             lengths=st.lists(st.integers(1, 20), min_size=1, max_size=5), prefix=st.sampled_from([0, 1, 9]),
             window=st.none() | st.integers(1, 12), softcap=st.sampled_from([None, 0.7]), group=st.integers(1, 3),
@@ -779,29 +526,29 @@ TABLE: dict[str, Operation] = {
         off=lambda q, k, v, front, *rest: (q, k, v, (front[0].roll(1, 1), front[1]), *rest),
     ),
     "rotate": Operation(
-        make_rotate, lambda x, rope, rotary: [turned(x, rope, rotary.form)],
+        lambda x, rope, rotary: [turned(x, rope, rotary.form)],
         partial(rope_shapes, n=st.sampled_from([1, 5, 130]), heads=st.sampled_from([1, 3])),
         lambda eps: (0.0, 8 * eps),
         alone=lambda args, rows: ((args[0][:, rows], args[1].at(torch.tensor(rows)), args[2]), (slice(None), rows)),
         off=rolled(1), is_exact=True,
     ),
     "place": Operation(
-        make_place, place_formula,
+        place_formula,
         partial(rope_shapes, lengths=st.lists(st.sampled_from([1, 5, 40, 130]), max_size=3), heads=st.integers(1, 3)),
         lambda eps: (0.0, 8 * eps), changes=(1, 2), off=rolled(3), is_exact=True,
     ),
     "linear": Operation(
-        make_linear, linear_formula, linear_shapes, lambda eps: (eps / 2 + 1e-6, 5e-4),
+        linear_formula, linear_shapes, lambda eps: (eps / 2 + 1e-6, 5e-4),
         [{"rows": n, "outs": o, "depth": d} for n in (1, 40, 100) for o, d in ((576, 576), (112, 1536))],
         some_of(1), rolled(1),
     ),
     "correct": Operation(
-        make_correct, correct_formula, correction_shapes, lambda eps: (0.0, 5 * eps + 2e-4),
+        correct_formula, correction_shapes, lambda eps: (0.0, 5 * eps + 2e-4),
         [{"lengths": [300, 200], "n": 100, "heads": 3, "params": RIDGE}],
         changes=(0, 1), off=lambda k, v, fresh, *rest: (k, v, one_off(fresh), *rest),
     ),
     "add_norm": Operation(
-        make_add_norm, add_norm_formula,
+        add_norm_formula,
         lambda way: options(
             rows=st.sampled_from([1, 3, 40]), dim=st.sampled_from([8, 16, 31, 90, 576, 1000, 2080, 8192]),
             form=st.integers(0, 2), adds=st.booleans(), apart=st.sampled_from([0, 6]),
@@ -810,21 +557,11 @@ TABLE: dict[str, Operation] = {
         some_of(2), rolled(1), is_exact=True,
     ),
     "gated_activation": Operation(
-        make_gate, gate_formula,
+        gate_formula,
         lambda way: options(
             rows=st.sampled_from([1, 3, 40]), width=st.sampled_from([1, 53, 60, 128]), apart=st.sampled_from([0, 7])
         ),
         lambda eps: (2 * eps + 2e-6, 1e-6), alone=some_of(2), off=rolled(1), changes=(0,),
-    ),
-    "pack": Operation(make_pack, lambda *_: [], coding_shapes, lambda eps: (0, 0), is_exact=True),
-    "reconstruct": Operation(
-        make_reconstruct, reconstruct_formula, in_blocks, lambda eps: (eps + 1e-5, 1e-4), off=rolled(0), is_exact=True
-    ),
-    "decode": Operation(
-        make_decode, decode_formula,
-        partial(coding_shapes, heads=st.sampled_from([4, 8]), dim=st.sampled_from([4, 8, 16])),
-        lambda eps: (eps + 1e-5, 1e-4), is_exact=True,
-        off=lambda segment, below, *rest: (segment, (below[0], below[1].roll(1, 0)), *rest),
     ),
 }  # fmt: skip
 FORMULAS = {name: row.formula for name, row in TABLE.items()}
@@ -836,7 +573,8 @@ def one_off(fresh: RecomputedTokens) -> RecomputedTokens:
 
 
 BF16 = LEVELS["avx512_bf16"]
-TILES = (*BF16.compile, "-DBLENDSERVE_EMULATED_TILES")
+EMULATION = Path(__file__).parents[1] / "kernels" / "cpu" / "emulated_amx.h"
+TILES = (*BF16.compile, "-include", str(EMULATION), f"-DEMULATION={zlib.crc32(EMULATION.read_bytes())}")
 EMULATED = replace(BF16, title="AMX, emulated", compile=TILES, sources=LEVELS["amx"].sources)
 
 
@@ -850,14 +588,13 @@ def ways() -> Iterator[Way]:
             yield Way(name, backend, level.name if level else word, level)
     for i, form in enumerate(scattered.FORMS[1:], 1):  # each is compiled alone on a GPU
         yield Way("attend", Backend(f"Triton kernel, form {i}", form, scattered.fits_gpu), f"triton_{i}")
-    extra: list[tuple[str, Level, Any, Any]] = [
-        ("attend", EMULATED, cpu_attend.attend, cpu_attend.fits),
-        ("attend_with_scores", EMULATED, cpu_attend.attend_with_scores, cpu_attend.fits),
-        ("correct", EMULATED, cpu_correct.correct, cpu_correct.fits),
-        ("linear", EMULATED, cpu_linear.linear, cpu_linear.fits),
-        *(("linear", LEVELS[n], cpu_linear.linear, cpu_linear.fits) for n in ("avx2", "avx512")),
+    linear = "linear", bindings.linear, bindings.supports_linear
+    extra: list[tuple[Level, tuple[str, Any, Any]]] = [
+        (EMULATED, ("attend", bindings.attention, bindings.supports_attention)),
+        (EMULATED, ("attend_with_scores", bindings.attention_with_key_scores, bindings.supports_attention)),
+        *((level, linear) for level in (EMULATED, LEVELS["avx2"], LEVELS["avx512"])),
     ]
-    for name, level, run, fits in extra:
+    for level, (name, run, supports) in extra:
         word = "amx_emulated" if level is EMULATED else level.name
-        backend = Backend(f"{level.title} kernel", partial(run, level), partial(fits, level))
+        backend = Backend(f"{level.title} kernel", partial(run, level), partial(supports, level))
         yield Way(name, backend, word, level)

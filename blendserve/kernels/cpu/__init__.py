@@ -1,4 +1,4 @@
-"""Compiled kernels for CPUs that multiply bf16.
+"""Compiled kernels for CPUs.
 
-*.cpp -> build.py (compiled once, kept in the user's cache) -> library.py (loaded) -> one file an operation
+*.cpp, kernels.h -> build.py (compiled once, kept in the user's cache) -> library.py (loaded, typed) -> bindings.py
 """

@@ -5,7 +5,7 @@
 #include <memory>
 #include <new>
 
-#include "numbers.h"
+#include "kernels.h"
 
 namespace {
 
@@ -18,7 +18,7 @@ struct Range {
 inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Memory of one thread, which grows and stays.
-class Scratch {
+class Workspace {
    public:
     char* take(size_t bytes) {
         if (bytes > size_) {
@@ -38,12 +38,21 @@ class Scratch {
 };
 
 // Memory to be asked for before it is needed, some lines at a time. In order: rows read side by side are slow to come.
-struct Ahead {
+struct Prefetcher {
     const char *at = nullptr, *end = nullptr;
     int64_t lines() const { return (end - at) / LINE; }
     void fetch(int64_t n) {
         for (; n > 0 && at < end; --n, at += LINE) _mm_prefetch(at, _MM_HINT_T1);
     }
+};
+
+// The arguments of linear.
+struct LinearArgs {
+    const elem_t *x, *weights, *bias;  // [rows, inputs], [outputs, inputs], [outputs] or null
+    elem_t* out;                       // [rows, outputs]
+    int64_t x_row, w_row, out_row;
+    int64_t rows, outputs, inputs;
+    int64_t threads;
 };
 
 }  // namespace

@@ -18,56 +18,26 @@
 
 #include <vector>
 
-#include "attend_vectors.h"
-#include "gate.h"
-#include "int8_rows.h"
-#include "norm.h"
+#include "attention_vectors.h"
+#include "elementwise.h"
+#include "gemv.h"
 #include "rope.h"
-
-// The weights of a layer, as the model stores them; null where its family has none. Matrices are [outs, depth], contiguous,
-// or all of int8.
-struct DecodeLayer {
-    const Number *norm_before_attention, *q, *q_bias, *k, *k_bias, *v, *v_bias, *q_norm, *k_norm;
-    const Number *o, *o_bias, *norm_after_attention;
-    const Number *norm_before_mlp, *gate, *gate_bias, *up, *up_bias, *down, *down_bias, *norm_after_mlp;
-    int64_t rope;    // which of the call's tables; -1 = no RoPE
-    int64_t window;  // 0 = none
-    float scale;
-    float softcap;  // 0 = none
-};
-
-// Angles of the call's rows.
-struct RopeTable {
-    const Number *cos, *sin;  // [rows, width], contiguous
-    int64_t width;
-};
-
-// A token on its way in: its position and its request's cache [layers, kv, T, dim], with the same strides for both.
-struct DecodeRow {
-    Number *keys, *values;
-    int64_t layer_stride, head_stride, row_stride, at;
-};
-
-struct DecodeCall {
-    const DecodeLayer* layers;
-    const RopeTable* ropes;
-    const DecodeRow* rows;
-    const Number* hidden;              // [rows, dim]: embedded tokens
-    const Number *norm, *head, *head_bias;
-    Number* logits;                    // [rows, vocabulary]
-    int64_t n_layers, n_rows, dim, inner, heads, kv, head_dim, vocabulary;
-    int64_t rounds_first;              // as in NormCall
-    float eps, offset;                 // of all norms
-    float residual_scale;              // 0 = none
-    int64_t is_int8;                   // all matrices are as int8_rows.h says
-    int64_t threads;
-};
 
 namespace {
 
-constexpr int64_t ITEM_BYTES = 1 << 16;  // of weights: a few microseconds
+// The arguments of decode_step.
+struct DecodeArgs {
+    const LayerWeights* layers;
+    const RopeTable* ropes;
+    const DecodeRow* rows;
+    const elem_t *hidden, *norm, *head, *head_bias;
+    elem_t* logits;
+    int64_t n_layers, n_rows, dim, inner, heads, kv_heads, head_dim, vocabulary, rounds_first;
+    float eps, offset, residual_scale;
+    int64_t is_int8, threads;
+};
 
-inline int64_t padded(int64_t n) { return divide_up(n, 64) * 64; }
+constexpr int64_t ITEM_BYTES = 1 << 16;  // of weights: a few microseconds
 
 // Claims and ends of the items of one stage.
 struct alignas(64) Stage {
@@ -77,8 +47,8 @@ struct alignas(64) Stage {
 
 // Numbers that all threads of a step read and write.
 struct Shared {
-    std::vector<Number> residual[2], q, attended, added, activated;
-    explicit Shared(const DecodeCall& c)
+    std::vector<elem_t> residual[2], q, attended, added, activated;
+    explicit Shared(const DecodeArgs& c)
         : q(c.n_rows * c.heads * c.head_dim), attended(q.size()), added(c.n_rows * c.dim), activated(c.n_rows * c.inner) {
         for (auto& one : residual) one.resize(c.n_rows * c.dim);
     }
@@ -86,20 +56,20 @@ struct Shared {
 
 class Worker {
    public:
-    Worker(const DecodeCall& call, Shared& shared_numbers, Stage* all_stages, char* attention_memory)
+    Worker(const DecodeArgs& call, Shared& shared_numbers, Stage* all_stages, char* attention_memory)
         : c(call), s(shared_numbers), stages(all_stages), states(attention_memory),
           normed(c.n_rows * c.dim), total(normed.size()), scaled_added(normed.size()), head(2 * c.n_rows * c.head_dim),
           both(2 * c.n_rows * LANES) {}
 
     void run() {
-        const Number* residual = c.hidden;
+        const elem_t* residual = c.hidden;
         int to = 0;
-        const Number* after = nullptr;  // the norm behind the MLP of the layer below
+        const elem_t* after = nullptr;  // the norm behind the MLP of the layer below
         for (int64_t l = 0; l < c.n_layers; ++l) {
-            const DecodeLayer& layer = c.layers[l];
-            Number* next = s.residual[to].data();
+            const LayerWeights& layer = c.layers[l];
+            elem_t* next = s.residual[to].data();
             begin_norm(residual, l ? s.added.data() : nullptr, after, layer.norm_before_attention, next);
-            stage(c.heads + 2 * c.kv, [&](int64_t i, int64_t) { project(l, i); });
+            stage(c.heads + 2 * c.kv_heads, [&](int64_t i, int64_t) { project(l, i); });
             attend(l);
             residual = next;
             outputs(layer.o, layer.o_bias, s.attended.data(), c.heads * c.head_dim, s.added.data(), c.dim);
@@ -137,183 +107,183 @@ class Worker {
     }
 
     // What the next stage's items need normed: residual + (added, normed itself and scaled where the family does so).
-    void begin_norm(const Number* residual, const Number* added, const Number* after, const Number* weight, Number* keep) {
+    void begin_norm(const elem_t* residual, const elem_t* added, const elem_t* after, const elem_t* weight, elem_t* keep) {
         pending = {residual, added, after, weight, keep};
         is_normed = false;
     }
 
     // Rows normed, once a stage and thread; whoever has the stage's first item writes down the new residual.
-    const Number* norm(int64_t item) {
+    const elem_t* norm(int64_t item) {
         if (!is_normed) {
-            const Number* added = pending.added;
+            const elem_t* added = pending.added;
             if (added && pending.after) {
                 norm_rows(added, nullptr, pending.after, nullptr, scaled_added.data());
                 added = scaled_added.data();
             }
             if (added && c.residual_scale) {
                 for (size_t j = 0; j < scaled_added.size(); j += LANES) {
-                    Mask there = first(scaled_added.size() - j);
-                    store(scaled_added.data() + j, there, load(added + j, there) * all(c.residual_scale));
+                    Mask mask = tail_mask(scaled_added.size() - j);
+                    store(scaled_added.data() + j, mask, load(added + j, mask) * broadcast(c.residual_scale));
                 }
                 added = scaled_added.data();
             }
             norm_rows(pending.residual, added, pending.weight, total.data(), normed.data());
             is_normed = true;
         }
-        if (item == 0) std::memcpy(pending.keep, total.data(), sizeof(Number) * total.size());
+        if (item == 0) std::memcpy(pending.keep, total.data(), sizeof(elem_t) * total.size());
         return normed.data();
     }
 
-    void norm_rows(const Number* x, const Number* add, const Number* weight, Number* sum, Number* out) const {
-        NormCall call{x, add, weight, sum, out, c.dim, c.dim, c.n_rows, c.dim, c.rounds_first, c.eps, c.offset, 1};
+    void norm_rows(const elem_t* x, const elem_t* add, const elem_t* weight, elem_t* sum, elem_t* out) const {
+        NormArgs call{x, add, weight, sum, out, c.dim, c.dim, c.n_rows, c.dim, c.rounds_first, c.eps, c.offset};
         for (int64_t row = 0; row < c.n_rows; ++row) norm_row(call, row);
     }
 
-    LinearCall linear(const Number* x, int64_t x_row, const Number* w, const Number* bias, Number* out, int64_t out_row,
-                      int64_t outs, int64_t depth) const {
-        return {x, w, bias, out, x_row, depth, out_row, c.n_rows, outs, depth, 1};
+    LinearArgs linear(const elem_t* x, int64_t x_row, const elem_t* w, const elem_t* bias, elem_t* out, int64_t out_row,
+                      int64_t outputs, int64_t inputs) const {
+        return {x, w, bias, out, x_row, inputs, out_row, c.n_rows, outputs, inputs, 1};
     }
-    void run(const LinearCall& call, int64_t o) const { (c.is_int8 ? fews_int8 : fews)[c.n_rows](call, o); }
+    void run(const LinearArgs& call, int64_t o) const { (c.is_int8 ? gemvs_int8 : gemvs)[c.n_rows](call, o); }
 
     // A matrix from output o on, a multiple of LANES.
-    const Number* from_output(const Number* w, int64_t o, int64_t depth) const {
-        if (!c.is_int8) return w + o * depth;
-        return reinterpret_cast<const Number*>(reinterpret_cast<const char*>(w) + int8_bytes(o, depth));
+    const elem_t* from_output(const elem_t* w, int64_t o, int64_t inputs) const {
+        if (!c.is_int8) return w + o * inputs;
+        return reinterpret_cast<const elem_t*>(reinterpret_cast<const char*>(w) + int8_bytes(o, inputs));
     }
 
     // A head of queries, keys or values.
     void project(int64_t l, int64_t i) {
-        const DecodeLayer& layer = c.layers[l];
-        const Number* x = norm(i);
-        int64_t dim = c.head_dim, kind = i < c.heads ? 0 : i < c.heads + c.kv ? 1 : 2;
-        int64_t h = i - (kind ? c.heads : 0) - (kind == 2 ? c.kv : 0);
-        const Number* weights[] = {layer.q, layer.k, layer.v};
-        const Number* biases[] = {layer.q_bias, layer.k_bias, layer.v_bias};
-        const Number* norms[] = {layer.q_norm, layer.k_norm, nullptr};
-        const Number* bias = biases[kind] ? biases[kind] + h * dim : nullptr;
-        Number *out = head.data(), *other = out + c.n_rows * dim;
-        LinearCall call = linear(x, c.dim, from_output(weights[kind], h * dim, c.dim), bias, out, dim, dim, c.dim);
+        const LayerWeights& layer = c.layers[l];
+        const elem_t* x = norm(i);
+        int64_t dim = c.head_dim, kind = i < c.heads ? 0 : i < c.heads + c.kv_heads ? 1 : 2;
+        int64_t h = i - (kind ? c.heads : 0) - (kind == 2 ? c.kv_heads : 0);
+        const elem_t* weights[] = {layer.q, layer.k, layer.v};
+        const elem_t* biases[] = {layer.q_bias, layer.k_bias, layer.v_bias};
+        const elem_t* norms[] = {layer.q_norm, layer.k_norm, nullptr};
+        const elem_t* bias = biases[kind] ? biases[kind] + h * dim : nullptr;
+        elem_t *out = head.data(), *other = out + c.n_rows * dim;
+        LinearArgs call = linear(x, c.dim, from_output(weights[kind], h * dim, c.dim), bias, out, dim, dim, c.dim);
         for (int64_t o = 0; o < dim; o += LANES) run(call, o);
         if (norms[kind]) {
-            NormCall each{out, nullptr, norms[kind], nullptr, other, dim, 0, c.n_rows, dim, c.rounds_first, c.eps, c.offset, 1};
+            NormArgs each{out, nullptr, norms[kind], nullptr, other, dim, 0, c.n_rows, dim, c.rounds_first, c.eps, c.offset};
             for (int64_t row = 0; row < c.n_rows; ++row) norm_row(each, row);
             std::swap(out, other);
         }
         const RopeTable* rope = layer.rope < 0 ? nullptr : c.ropes + layer.rope;
         for (int64_t r = 0; r < c.n_rows; ++r) {
             const DecodeRow& row = c.rows[r];
-            int64_t place = l * row.layer_stride + h * row.head_stride + row.at * row.row_stride;
-            Number* to = kind == 0 ? s.q.data() + (r * c.heads + h) * dim : (kind == 1 ? row.keys : row.values) + place;
+            int64_t place = l * row.layer_stride + h * row.head_stride + row.position * row.row_stride;
+            elem_t* to = kind == 0 ? s.q.data() + (r * c.heads + h) * dim : (kind == 1 ? row.keys : row.values) + place;
             if (kind < 2 && rope)
-                turn_as_torch({rope->cos, rope->sin, rope->width, rope->width}, r, out + r * dim, to, dim);
+                apply_rope({rope->cos, rope->sin, rope->width, rope->width}, r, out + r * dim, to, dim);
             else
-                std::memcpy(to, out + r * dim, sizeof(Number) * dim);
+                std::memcpy(to, out + r * dim, sizeof(elem_t) * dim);
         }
     }
 
-    Call attention(int64_t l, int64_t r) const {
-        const DecodeLayer& layer = c.layers[l];
+    AttentionArgs attention(int64_t l, int64_t r) const {
+        const LayerWeights& layer = c.layers[l];
         const DecodeRow& row = c.rows[r];
         int64_t size = c.heads * c.head_dim, stride = row.head_stride;
         return {s.q.data() + r * size, row.keys + l * row.layer_stride, row.values + l * row.layer_stride,
-                s.attended.data() + r * size, &row.at, c.head_dim, size, stride, row.row_stride, stride, row.row_stride,
-                1, c.kv, c.heads / c.kv, c.head_dim, layer.window, layer.scale, layer.softcap, 1, nullptr, nullptr};
+                s.attended.data() + r * size, &row.position, nullptr, nullptr, c.head_dim, size, stride, row.row_stride, stride,
+                row.row_stride, 1, c.kv_heads, c.heads / c.kv_heads, c.head_dim, layer.window, layer.scale, layer.softcap, 1};
     }
 
     void attend(int64_t l) {
-        Call calls[FEW];
-        alignas(ByKeys) char room[FEW * sizeof(ByKeys)];
-        auto* rows = reinterpret_cast<ByKeys*>(room);
-        int64_t looks[FEW + 1] = {0}, finishes[FEW + 1] = {0};
+        AttentionArgs calls[MAX_GEMV_ROWS];
+        alignas(SplitKv) char room[MAX_GEMV_ROWS * sizeof(SplitKv)];
+        auto* rows = reinterpret_cast<SplitKv*>(room);
+        int64_t attend_items[MAX_GEMV_ROWS + 1] = {0}, merge_items[MAX_GEMV_ROWS + 1] = {0};
         size_t used = 0;
         for (int64_t r = 0; r < c.n_rows; ++r) {
             calls[r] = attention(l, r);
-            new (rows + r) ByKeys(calls[r]);
+            new (rows + r) SplitKv(calls[r]);
             rows[r].use(states + used);
             used += rows[r].bytes();
-            looks[r + 1] = looks[r] + rows[r].looks();
-            finishes[r + 1] = finishes[r] + rows[r].finishes();
+            attend_items[r + 1] = attend_items[r] + rows[r].n_attend_items();
+            merge_items[r + 1] = merge_items[r] + rows[r].n_merge_items();
         }
         auto row_of = [&](const int64_t* ends, int64_t item) {
             int64_t r = 0;
             while (item >= ends[r + 1]) ++r;
             return r;
         };
-        stage(looks[c.n_rows], [&](int64_t item, int64_t next) {
-            int64_t r = row_of(looks, item);
-            rows[r].look(item - looks[r], next - looks[r]);
+        stage(attend_items[c.n_rows], [&](int64_t item, int64_t next) {
+            int64_t r = row_of(attend_items, item);
+            rows[r].attend(item - attend_items[r], next - attend_items[r]);
         });
-        stage(finishes[c.n_rows], [&](int64_t item, int64_t) {
-            int64_t r = row_of(finishes, item);
-            rows[r].finish(item - finishes[r]);
+        stage(merge_items[c.n_rows], [&](int64_t item, int64_t) {
+            int64_t r = row_of(merge_items, item);
+            rows[r].merge(item - merge_items[r]);
         });
     }
 
-    // Outputs of a linear layer of x [rows, depth], null = what is normed.
-    void outputs(const Number* w, const Number* bias, const Number* x, int64_t depth, Number* out, int64_t outs) {
-        split(outs, depth, [&](int64_t item, int64_t from, int64_t end) {
-            LinearCall call = linear(x ? x : norm(item), depth, w, bias, out, outs, outs, depth);
+    // Outputs of a linear layer of x [rows, inputs], null = what is normed.
+    void outputs(const elem_t* w, const elem_t* bias, const elem_t* x, int64_t inputs, elem_t* out, int64_t outputs) {
+        split(outputs, inputs, [&](int64_t item, int64_t from, int64_t end) {
+            LinearArgs call = linear(x ? x : norm(item), inputs, w, bias, out, outputs, outputs, inputs);
             for (int64_t o = from; o < end; o += LANES) run(call, o);
         });
     }
 
     // silu(gate) * up.
-    void feed(const DecodeLayer& layer) {
+    void feed(const LayerWeights& layer) {
         split(c.inner, 2 * c.dim, [&](int64_t item, int64_t from, int64_t end) {
-            const Number* x = norm(item);
-            Number *gates = both.data(), *ups = gates + c.n_rows * LANES;
+            const elem_t* x = norm(item);
+            elem_t *gates = both.data(), *ups = gates + c.n_rows * LANES;
             for (int64_t o = from; o < end; o += LANES) {
-                LinearCall gate = linear(x, c.dim, layer.gate, layer.gate_bias, gates - o, LANES, c.inner, c.dim);
-                LinearCall up = linear(x, c.dim, layer.up, layer.up_bias, ups - o, LANES, c.inner, c.dim);
+                LinearArgs gate = linear(x, c.dim, layer.gate, layer.gate_bias, gates - o, LANES, c.inner, c.dim);
+                LinearArgs up = linear(x, c.dim, layer.up, layer.up_bias, ups - o, LANES, c.inner, c.dim);
                 run(gate, o);
                 run(up, o);
-                Mask there = first(c.inner - o);
+                Mask mask = tail_mask(c.inner - o);
                 for (int64_t r = 0; r < c.n_rows; ++r)
-                    store(s.activated.data() + r * c.inner + o, there,
-                          gated(load(gates + r * LANES, there), load(ups + r * LANES, there)));
+                    store(s.activated.data() + r * c.inner + o, mask,
+                          silu_mul(load(gates + r * LANES, mask), load(ups + r * LANES, mask)));
             }
         });
     }
 
     // A stage over outputs in items of whole vectors; item(number, first output, end).
     template <class Item>
-    void split(int64_t outs, int64_t depth, Item item) {
-        int64_t groups = divide_up(outs, LANES);
-        int64_t size = std::max<int64_t>(1, ITEM_BYTES / (depth * static_cast<int64_t>(sizeof(Number)) * LANES));
+    void split(int64_t outputs, int64_t inputs, Item item) {
+        int64_t groups = divide_up(outputs, LANES);
+        int64_t size = std::max<int64_t>(1, ITEM_BYTES / (inputs * static_cast<int64_t>(sizeof(elem_t)) * LANES));
         stage(divide_up(groups, size), [&](int64_t i, int64_t) {
             item(i, i * size * LANES, std::min(groups, (i + 1) * size) * LANES);
         });
     }
 
     struct Pending {
-        const Number *residual, *added, *after, *weight;
-        Number* keep;
+        const elem_t *residual, *added, *after, *weight;
+        elem_t* keep;
     };
 
-    const DecodeCall& c;
+    const DecodeArgs& c;
     Shared& s;
     Stage* stages;
     char* states;
     int64_t passed = 0;
     Pending pending{};
     bool is_normed = false;
-    std::vector<Number> normed, total, scaled_added, head, both;
+    std::vector<elem_t> normed, total, scaled_added, head, both;
 };
 
 // Bytes of the attention's states, for the layer that needs most.
-size_t attention_bytes(const DecodeCall& c) {
+size_t attention_bytes(const DecodeArgs& c) {
     size_t most = 0;
     for (int64_t l = 0; l < c.n_layers; ++l) {
         size_t bytes = 0;
         for (int64_t r = 0; r < c.n_rows; ++r) {
-            Call call{};
-            call.at = &c.rows[r].at;
+            AttentionArgs call{};
+            call.positions = &c.rows[r].position;
             call.rows = 1;
-            call.kv = c.kv;
-            call.group = c.heads / c.kv;
+            call.kv_heads = c.kv_heads;
+            call.group = c.heads / c.kv_heads;
             call.dim = c.head_dim;
             call.window = c.layers[l].window;
-            bytes += ByKeys(call).bytes();
+            bytes += SplitKv(call).bytes();
         }
         most = std::max(most, bytes);
     }
@@ -322,11 +292,16 @@ size_t attention_bytes(const DecodeCall& c) {
 
 }  // namespace
 
-extern "C" void blendserve_decode_step(const DecodeCall* call) {
-    const DecodeCall& c = *call;
-    Shared shared(c);
-    std::vector<Stage> stages(6 * c.n_layers + 1);
-    char* states = call_scratch.take(attention_bytes(c));
-#pragma omp parallel num_threads(static_cast<int>(c.threads))
-    Worker(c, shared, stages.data(), states).run();
+void blendserve_decode_step(const LayerWeights* layers, const RopeTable* ropes, const DecodeRow* rows, const elem_t* hidden,
+                            const elem_t* norm, const elem_t* head, const elem_t* head_bias, elem_t* logits, int64_t n_layers,
+                            int64_t n_rows, int64_t dim, int64_t inner, int64_t heads, int64_t kv_heads, int64_t head_dim,
+                            int64_t vocabulary, int64_t rounds_first, float eps, float offset, float residual_scale,
+                            int64_t is_int8, int64_t threads) {
+    DecodeArgs args{layers, ropes, rows, hidden, norm, head, head_bias, logits, n_layers, n_rows, dim, inner, heads, kv_heads,
+                    head_dim, vocabulary, rounds_first, eps, offset, residual_scale, is_int8, threads};
+    Shared shared(args);
+    std::vector<Stage> stages(6 * n_layers + 1);
+    char* states = call_scratch.take(attention_bytes(args));
+#pragma omp parallel num_threads(static_cast<int>(threads))
+    Worker(args, shared, stages.data(), states).run();
 }

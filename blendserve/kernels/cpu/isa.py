@@ -1,8 +1,7 @@
 """Instruction sets that kernels are compiled for, side by side: each is a shared object of its own, chosen at run time.
 
-A further one is an entry of LEVELS: the flags it needs and, for each operation that it computes, the source that exports
-`blendserve_<operation>` with the call of the others (attend.py, linear.py, place.py, correct.py). ops.py makes a backend
-of each, verify.py checks it before it serves, and the faster one of those that are right is measured.
+To add one, add an entry to LEVELS: the CPU flags that it needs and, for each function of kernels.h that it has, the
+source. ops.py makes a backend of each, selfcheck.py checks it before it serves, and autotune.py finds the fastest.
 """
 
 from __future__ import annotations
@@ -20,14 +19,22 @@ _AVX2 = frozenset({"avx2", "bmi2", "fma", "movbe"})
 _AVX512 = _AVX2 | frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"})
 _AMX = _AVX512 | {"avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16"}
 _BF16 = ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni")
-_VECTORS = {
-    **{
-        name: f"{name}.cpp"
-        for name in ("attend", "linear", "correct", "place", "norm", "gate", "decode_step")
-    },
-    **dict.fromkeys(("pack", "decode", "reconstruct"), "coding.cpp"),
-}  # for vectors of any width
-_TILES = {name: f"{name}_amx.cpp" for name in ("attend", "linear", "correct")}
+_VECTORS = {  # exported function -> source
+    "attention": "attention.cpp",
+    "linear": "linear.cpp",
+    **dict.fromkeys(("add_rms_norm", "silu_and_mul"), "elementwise.cpp"),
+    "scatter_kv": "kv_scatter.cpp",
+    "correct_kv": "correction.cpp",
+    **dict.fromkeys(("layer_qkv", "layer_out"), "layer.cpp"),
+    "decode_step": "decode_step.cpp",
+    **dict.fromkeys(("rans_encode", "rans_decode", "dequantize"), "rans.cpp"),
+}
+_LAYER = ("add_rms_norm", "silu_and_mul", "scatter_kv", "layer_qkv", "layer_out")
+_AMX_SOURCES = {
+    "attention": "attention_amx.cpp",
+    "linear": "linear_amx.cpp",
+    **{name: _VECTORS[name] for name in _LAYER},  # the halves of a layer, around these linear layers
+}
 
 
 @dataclass(frozen=True)
@@ -39,7 +46,7 @@ class Level:
     dtype: str  # what its kernels compute in
     needs: frozenset[str]  # flags of /proc/cpuinfo
     compile: tuple[str, ...]
-    sources: Mapping[str, str]  # operation -> file
+    sources: Mapping[str, str]  # function -> file
 
     def __hash__(self) -> int:
         return hash(self.name)
@@ -58,7 +65,7 @@ LEVELS = {
             _BF16,
             _VECTORS,
         ),
-        Level("amx", "AMX", "bfloat16", _AMX, (*_BF16, "-mamx-tile", "-mamx-bf16"), _TILES),
+        Level("amx", "AMX", "bfloat16", _AMX, (*_BF16, "-mamx-tile", "-mamx-bf16"), _AMX_SOURCES),
     )
 }
 
@@ -85,7 +92,7 @@ def in_use() -> list[Level]:
     """The levels whose kernels a model in `auto` dtype runs on this CPU: for each operation, the widest of its dtype."""
     levels = [LEVELS[name] for name in allowed()]
     dtype = "bfloat16" if any(level.dtype == "bfloat16" for level in levels) else "float32"
-    widest = {operation: level for level in levels if level.dtype == dtype for operation in level.sources}
+    widest = {name: level for level in levels if level.dtype == dtype for name in level.sources}
     return [level for level in levels if level in widest.values()]
 
 

@@ -10,38 +10,38 @@
 
 namespace {
 
-struct Turn {
-    const Number *cos, *sin;  // [positions, width]
+struct RopeAngles {
+    const elem_t *cos, *sin;  // [positions, width]
     int64_t row;              // elements from a position to the next
     int64_t width;
 };
 
 // A head at a position, with the roundings of torch: every product and the sum.
-inline void turn_as_torch(const Turn& t, int64_t at, const Number* x, Number* out, int64_t dim) {
-    const Number *cos = t.cos + at * t.row, *sin = t.sin + at * t.row;
+inline void apply_rope(const RopeAngles& t, int64_t at, const elem_t* x, elem_t* out, int64_t dim) {
+    const elem_t *cos = t.cos + at * t.row, *sin = t.sin + at * t.row;
     int64_t half = t.width / 2;
     for (int64_t j = 0; j < half; j += LANES) {
-        Floats x1 = load(x + j), x2 = load(x + half + j);
-        Floats a1 = rounded(x1 * load(cos + j)), b1 = rounded(x2 * load(sin + j));
-        Floats a2 = rounded(x2 * load(cos + half + j)), b2 = rounded(x1 * load(sin + half + j));
+        F32 x1 = load(x + j), x2 = load(x + half + j);
+        F32 a1 = round_to_elem(x1 * load(cos + j)), b1 = round_to_elem(x2 * load(sin + j));
+        F32 a2 = round_to_elem(x2 * load(cos + half + j)), b2 = round_to_elem(x1 * load(sin + half + j));
         store(out + j, a1 - b1);
         store(out + half + j, a2 + b2);
     }
-    if (t.width < dim) std::memcpy(out + t.width, x + t.width, (dim - t.width) * sizeof(Number));
+    if (t.width < dim) std::memcpy(out + t.width, x + t.width, (dim - t.width) * sizeof(elem_t));
 }
 
 // The same in fp32 and in place; `sign` is -1 for back.
-inline void turn_wide(const Turn& t, int64_t at, float* x, float sign) {
-    const Number *cos = t.cos + at * t.row, *sin = t.sin + at * t.row;
+inline void apply_rope_f32(const RopeAngles& t, int64_t at, float* x, float sign) {
+    const elem_t *cos = t.cos + at * t.row, *sin = t.sin + at * t.row;
     int64_t half = t.width / 2;
     for (int64_t j = 0; j < half; j += LANES) {
-        Floats c = load(cos + j), s = load(sin + j) * all(sign);
+        F32 c = load(cos + j), s = load(sin + j) * broadcast(sign);
         if (sign < 0) {
-            Floats by = inverse(fma(c, c, s * s));
+            F32 by = reciprocal(fma(c, c, s * s));
             c = c * by;
             s = s * by;
         }
-        Floats x1 = load(x + j), x2 = load(x + half + j);
+        F32 x1 = load(x + j), x2 = load(x + half + j);
         store(x + j, fms(x1, c, x2 * s));
         store(x + half + j, fma(x2, c, x1 * s));
     }

@@ -1,10 +1,10 @@
-"""Kernels for CUDA GPUs; what needs triton or flash-attn asks for them in available.py alone.
+"""Kernels for CUDA GPUs. available.py finds the optional packages triton and flash-attn.
 
-    dense.py      rows side by side: flash-attn, else torch's own FlashAttention
-    scattered.py  rows anywhere: a Triton kernel; without it flex.py, then masked.py
+    dense.py      contiguous rows: flash-attn, else torch's FlashAttention
+    scattered.py  rows at any positions: a Triton kernel
     packed.py     many chunks in one launch: flash-attn's variable lengths
-    place.py      stored keys rotated and put into the cache in one launch a layer
-    staging.py    stored layers on their way to the device        graphs.py  steps without their launches
+    place.py      stored keys rotated and copied into the cache in one launch a layer
+    graphs.py     CUDA graphs of decoding steps
 
 Everything imports and runs without a GPU, triton or flash-attn.
 """

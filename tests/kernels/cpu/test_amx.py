@@ -11,23 +11,26 @@ from pathlib import Path
 import pytest
 import torch
 
-from blendserve.kernels import verify
-from blendserve.kernels.cpu import attend, build
+from blendserve.kernels import selfcheck
+from blendserve.kernels.cases import CASES, Draw
+from blendserve.kernels.cpu import bindings, build
 from blendserve.kernels.cpu.isa import LEVELS, missing
 from blendserve.kernels.cpu.library import loaded
-from tests.support.kernels import BF16, EMULATED, NAN, TABLE, Draw
+from tests.support.kernels import BF16, EMULATED
 
 AMX = LEVELS["amx"]
-needs_vectors = pytest.mark.skipif(not verify.cpu_status(BF16).active, reason=verify.cpu_status(BF16).reason)
+needs_vectors = pytest.mark.skipif(
+    not selfcheck.cpu_status(BF16).active, reason=selfcheck.cpu_status(BF16).reason
+)
 
 PROBE = """
-#include "attend_amx.cpp"
-extern "C" int kept(const Call* call) {
-    TileShapes before{1, 0, {}, {64, 4}, {3, 16}}, after;
-    _tile_loadconfig(&before);
-    blendserve_attend(call);
+#include "attention_amx.cpp"
+static TileShapes before{1, 0, {}, {64, 4}, {3, 16}};
+extern "C" void configure() { _tile_loadconfig(&before); }
+extern "C" int is_kept() {
+    TileShapes after;
     _tile_storeconfig(&after);
-    return std::memcmp(&before, &after, sizeof after);
+    return !std::memcmp(&before, &after, sizeof after);
 }
 """
 
@@ -45,17 +48,13 @@ def probe(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 
 @needs_vectors
-def test_a_thread_has_the_tiles_back_that_it_had(probe: ctypes.CDLL) -> None:
-    class Library:
-        said = -1
-
-        def blendserve_attend(self, call: object) -> None:
-            self.said = probe.kept(call)
-
-    library = Library()
-    q, keys, values, spec, plan = TABLE["attend"].make(Draw(torch.bfloat16, "cpu", 0, NAN), at=[3, 40, 63])
-    attend.run(library, q, keys, values, spec, plan.positions)  # type: ignore[arg-type]
-    assert library.said == 0
+def test_a_thread_has_the_tiles_back_that_it_had(probe: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+    probe.blendserve_attention.argtypes = loaded(EMULATED).blendserve_attention.argtypes
+    monkeypatch.setattr(bindings, "loaded", lambda level: probe)
+    args = CASES["attend"](Draw(torch.bfloat16), at=[3, 40, 63])
+    probe.configure()
+    bindings.attention(EMULATED, *args)
+    assert probe.is_kept()
 
 
 def test_the_real_instructions_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

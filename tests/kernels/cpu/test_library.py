@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -16,9 +17,10 @@ import torch
 
 from blendserve import cpu_cap
 from blendserve.errors import ConfigError
-from blendserve.kernels import ops, verify
+from blendserve.kernels import ops, selfcheck, switches
 from blendserve.kernels.cpu import build, isa, prebuild
 from blendserve.kernels.cpu.isa import LEVELS, Level, in_use, missing
+from blendserve.kernels.cpu.library import SIGNATURES, loaded
 from blendserve.models.loader import fast_dtype
 
 ROOT = Path(__file__).parents[3]
@@ -27,7 +29,7 @@ COMPILER = os.environ.get("CXX") or "g++"
 needs_compiler = pytest.mark.skipif(
     not HERE or shutil.which(COMPILER) is None, reason="no kernels for this CPU, or no compiler to make them"
 )
-SOURCE = 'extern "C" void blendserve_gate(const void* call) {}\n'
+SOURCE = 'extern "C" void blendserve_silu_and_mul() {}\n'
 
 
 @pytest.fixture
@@ -40,17 +42,17 @@ def level(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Level]:
     for name, value in (("SOURCES", sources), ("PREBUILT", tmp_path / "prebuilt")):
         monkeypatch.setattr(build, name, value)
     monkeypatch.setattr(prebuild, "PREBUILT", tmp_path / "prebuilt")
-    monkeypatch.delenv(verify.SWITCH, raising=False)
-    monkeypatch.setattr(verify, "check_cpu", lambda level, library: None)
-    toy = replace(LEVELS["avx2"], sources={"gate": "toy.cpp"})
+    monkeypatch.delenv(switches.NATIVE, raising=False)
+    monkeypatch.setattr(selfcheck, "check_level", loaded)
+    toy = replace(LEVELS["avx2"], sources={"silu_and_mul": "toy.cpp"})
     monkeypatch.setattr(prebuild, "LEVELS", {"avx2": toy})
-    verify.forget()
+    selfcheck.forget()
     yield toy
-    verify.forget()
+    selfcheck.forget()
 
 
 def is_refused(level: Level) -> bool:
-    status = verify.cpu_status(level)
+    status = selfcheck.cpu_status(level)
     assert status.reason
     return not status.active
 
@@ -59,26 +61,42 @@ def made(folder: Path) -> list[Path]:
     return list(folder.glob("cache/blendserve/native/*.so"))
 
 
-def test_the_switch_works_at_any_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch serves while it is off."""
-    before = [verify.cpu_status(level).active for level in LEVELS.values()]
-    monkeypatch.setenv(verify.SWITCH, "0")
+def test_a_new_process_reads_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch serves while the kernels are off."""
+    linear = (torch.zeros(2, 8).bfloat16(),) * 2, None
+    before = [selfcheck.cpu_status(level).active for level in LEVELS.values()]
+    monkeypatch.setenv(switches.NATIVE, "0")
+    ops.forget()
     assert all(map(is_refused, LEVELS.values()))
     with torch.inference_mode():
-        assert not ops.LINEAR.select_backend(*(torch.zeros(2, 8).bfloat16(),) * 2, None).is_ours
-    monkeypatch.delenv(verify.SWITCH)
-    assert [verify.cpu_status(level).active for level in LEVELS.values()] == before
+        assert not ops.LINEAR.select(*linear[0], linear[1]).is_native
+    monkeypatch.delenv(switches.NATIVE)
+    ops.forget()
+    assert [selfcheck.cpu_status(level).active for level in LEVELS.values()] == before
+
+
+def test_signatures_are_those_of_the_header() -> None:
+    header = re.sub(r"//.*", "", (build.SOURCES / "kernels.h").read_text())
+    found = {}
+    for result, name, parameters in re.findall(r"(void|int64_t) blendserve_(\w+)\(([^)]*)\);", header):
+        words = [x.split() for x in parameters.split(",")]
+        letters = [
+            "p" if any("*" in word for word in x) else {"int64_t": "l", "float": "f"}[x[0]] for x in words
+        ]
+        found[name] = "".join(letters) + ("->l" if result == "int64_t" else "")
+    assert found == {name: signature.replace(" ", "") for name, signature in SIGNATURES.items()}
+    assert found.keys() == set().union(*(level.sources for level in LEVELS.values()))
 
 
 @needs_compiler
 def test_compiled_once_and_found_by_the_next_process(
     level: Level, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert verify.cpu_status(level).active
+    assert selfcheck.cpu_status(level).active
     (first,) = made(tmp_path)
     monkeypatch.setattr(build, "compile_level", None)
-    verify.forget()
-    assert verify.cpu_status(level).active
+    selfcheck.forget()
+    assert selfcheck.cpu_status(level).active
     assert build.build(level) == first
 
 
@@ -103,10 +121,11 @@ def test_without_kernels_the_reason_is_told(
         build.prebuilt(level).write_bytes(b"not a shared object")
     else:
 
-        def refuse(level: Level, library: object) -> None:
+        def refuse(level: Level) -> None:
+            loaded(level)
             raise build.Unavailable("gated activations are wrong here")
 
-        monkeypatch.setattr(verify, "check_cpu", refuse)
+        monkeypatch.setattr(selfcheck, "check_level", refuse)
     assert is_refused(level)
     assert bool(made(tmp_path)) == (fault == "refused")
 
@@ -140,10 +159,10 @@ def test_prebuilt_kernels_serve_without_a_compiler_if_they_are_of_these_sources(
     assert prebuild.prebuild() == [build.prebuilt(level)] == list(build.PREBUILT.glob("*.so"))
     assert build.prebuilt(level).stat().st_mtime_ns == first
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert verify.cpu_status(level).active
+    assert selfcheck.cpu_status(level).active
     assert not made(tmp_path)
     (build.SOURCES / "toy.h").write_text("// another")
-    verify.forget()
+    selfcheck.forget()
     assert is_refused(level)
 
 

@@ -19,12 +19,12 @@ from torch import Tensor
 from blendserve.blend.blender import Blender
 from blendserve.core import Chunk, Prompt, TokenIds
 from blendserve.evaluate.methods import MethodSpec, parse_methods
-from blendserve.kernels.operation import Operation
+from blendserve.kernels.dispatch import KernelOp
 from blendserve.kernels.ops import ATTEND
 from blendserve.kernels.reference import attend_reference, formula
 from blendserve.kernels.rows import plan_rows
+from blendserve.kernels.selfcheck import BOUNDS
 from blendserve.kernels.types import AttentionSpec
-from blendserve.kernels.verify import BOUNDS
 from blendserve.models.model import DecoderModel
 from blendserve.registry import CORRECTIONS, POLICIES
 from blendserve.store import MemoryStore
@@ -84,7 +84,7 @@ def test_a_wrong_kernel_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         return attend_reference(q, keys, values, spec, plan_rows(moved, plan.group, plan.window))
 
     backends: list[Any] = [replace(backend, run=far) for backend in ATTEND.backends]
-    monkeypatch.setitem(globals(), "ATTEND", Operation(*backends))
+    monkeypatch.setitem(globals(), "ATTEND", KernelOp(*backends))
     found = largest_differences(SMALL[0], torch.device("cpu"), 100)
     assert max(found.values()) > 2 * BOUNDS[torch.float32]
 
@@ -114,7 +114,7 @@ def differences(heads: Heads, at: Tensor, device: torch.device, longest: int) ->
     return {
         backend.name: float((backend.run(q, keys, values, spec, plan).cpu().double() - wanted).abs().max())
         for backend in ATTEND.backends
-        if backend.name != "FlexAttention" and backend.serves(q, keys, values, spec, plan)
+        if backend.is_usable(q, keys, values, spec, plan)
     }
 
 

@@ -7,14 +7,15 @@ import torch
 
 pytest.importorskip("triton")
 
+from blendserve.kernels.cases import Args
 from blendserve.kernels.cuda.place import run as place
 from blendserve.kernels.cuda.scattered import MOST_SPLITS, Tile, run
 from blendserve.kernels.rotary import FORMS as ROTARY_FORMS
 from blendserve.kernels.rotary import HALVES, RotaryForm
+from blendserve.kernels.selfcheck import placing_trouble
 from blendserve.kernels.types import Rope
-from blendserve.kernels.verify import placing_trouble
 from tests.support.blending import assert_near
-from tests.support.kernels import Args, Options, attend_formula, ways
+from tests.support.kernels import Options, attend_formula, ways
 
 SMALL = Tile(16, 16, 4, 1)
 TRITON = next(way for way in ways() if way.name == "triton")

@@ -2,7 +2,7 @@
 
     layer 0       depends on the token alone: a row of the tables
     layer l > 0   codes of layer l - 1 in int8 -> one linear map -> prediction
-                  residual -> axes -> one step of quantisation -> rANS in contexts (kernels/coding.py)
+                  residual -> axes -> one step of quantisation -> rANS in contexts (rans.py)
 
 The decoder adds integers, and rounds by IEEE 754: the same record gives the same bits on every machine. The encoder
 predicts from the values that the decoder will have, so errors do not accumulate.

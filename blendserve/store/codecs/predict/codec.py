@@ -1,7 +1,7 @@
 """The codec: chunks to segments and back, at one level, with one model's tables.
 
     segment 0      new rows 4 | exceptions 4 | each token's row, 2 or 4 | new rows of W | each exception's token 4
-    segment l > 0  the layer's symbols, as kernels/coding.py packs them; empty for a chunk of no tokens
+    segment l > 0  the layer's symbols, as rans.py packs them; empty for a chunk of no tokens
     both           followed by the exceptions' numbers, uncoded, [n, W] in the chunk's dtype             little-endian
 
 A row of layer 0 is one of the tables', or a new one, for a token that `fit` did not see. Exceptions are tokens whose
@@ -20,8 +20,6 @@ from torch import Tensor
 
 from blendserve.core import ChunkKV
 from blendserve.errors import StoreError
-from blendserve.kernels.coding import LayerMap, contexts_of, to_codes
-from blendserve.kernels.ops import decode, pack, reconstruct
 from blendserve.models.model import DecoderModel
 from blendserve.store.codecs.base import (
     Buffer,
@@ -35,6 +33,8 @@ from blendserve.store.codecs.base import (
     tables_hash,
 )
 from blendserve.store.codecs.predict.fit import fit
+from blendserve.store.codecs.predict.rans import LayerMap, contexts_of, to_codes
+from blendserve.store.codecs.predict.rans_native import dequantize_layer, rans_decode_layer, rans_encode
 from blendserve.store.codecs.predict.tables import STEPS, Tables, flat, quantised
 
 EXPECTED = 6, 8, 9, 10, 10  # compression by level; it is higher for text like that of the tables
@@ -186,14 +186,14 @@ class Predict(Codec):
     ) -> tuple[bytes, Tensor, np.ndarray]:
         """[C, W] -> the segment, the codes that the decoder will have, and the symbols [C, N]."""
         layer, dim = self.layer(l), self.tables.head_dim
-        predicted, _ = reconstruct(below, None, layer, dim, torch.float32)
+        predicted, _ = dequantize_layer(below, None, layer, dim, torch.float32)
         left = numbers - predicted.transpose(0, 1).reshape(numbers.shape)
         along = (left @ self._inverse(l)[:, : len(layer.residual)]).numpy()
         found = quantised(along, float(self.tables.steps[self.coding.level - 1]), self.means(l))
         found[far.numpy()] = 0
-        _, codes = reconstruct(below, torch.from_numpy(found), layer, dim, torch.float32)
+        _, codes = dequantize_layer(below, torch.from_numpy(found), layer, dim, torch.float32)
         segment = (
-            pack(found, contexts_of(symbols, len(found)), self.means(l), self.tables.model)
+            rans_encode(found, contexts_of(symbols, len(found)), self.means(l), self.tables.model)
             if len(found)
             else b""
         )
@@ -257,9 +257,9 @@ class PredictDecoder:
         shape, codec = self._shape, self._codec
         layer = codec.layer(l)
         if not shape.n_tokens:
-            return reconstruct(self._below, None, layer, shape.head_dim, shape.dtype)[0]
+            return dequantize_layer(self._below, None, layer, shape.head_dim, shape.dtype)[0]
         below, model = (self._symbols, self._below), codec.tables.model
-        heads, self._symbols, self._below = decode(
+        heads, self._symbols, self._below = rans_decode_layer(
             segment, below, codec.means(l), model, layer, shape.head_dim, shape.dtype
         )
         return heads

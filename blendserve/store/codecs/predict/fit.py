@@ -18,7 +18,9 @@ import torch
 from torch import Tensor
 
 from blendserve.errors import InputError
-from blendserve.kernels.coding import (
+from blendserve.models.model import DecoderModel
+from blendserve.store.codecs.base import Progress, Sample
+from blendserve.store.codecs.predict.rans import (
     CLASSES,
     CONTEXTS,
     ESCAPE,
@@ -27,13 +29,11 @@ from blendserve.kernels.coding import (
     SYMBOLS,
     LayerMap,
     contexts_of,
-    learnt,
     size_of,
     slots_of,
     to_codes,
+    update_means,
 )
-from blendserve.models.model import DecoderModel
-from blendserve.store.codecs.base import Progress, Sample
 from blendserve.store.codecs.predict.sensitivity import WINDOW, first_layer, sensitivity
 from blendserve.store.codecs.predict.tables import STEPS, VERSION, Tables, flat, quantised
 
@@ -277,7 +277,7 @@ def _count(
     sizes = np.empty(values.shape, np.int64)
     for t, row in enumerate(values):
         sizes[t] = size_of(means)
-        means = learnt(means, row)
+        means = update_means(means, row)
     cells = sizes * CONTEXTS + seen_below[:, None]
     amount = np.abs(values.astype(np.int16)).ravel()
     amounts += np.bincount(cells.ravel(), amount, amounts.size).reshape(amounts.shape)

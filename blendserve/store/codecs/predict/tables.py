@@ -12,8 +12,8 @@ from safetensors.torch import load, save
 from torch import Tensor, cat
 
 from blendserve.core import ChunkKV
-from blendserve.kernels.coding import CLASSES, CONTEXTS, ONE, SIZES, SYMBOLS, LayerMap, SymbolModel
 from blendserve.store.codecs.base import ChunkShape
+from blendserve.store.codecs.predict.rans import CLASSES, CONTEXTS, ONE, SIZES, SYMBOLS, LayerMap, RansModel
 
 BIT = 0.11  # squared steps of error that a bit must remove: about as much as a finer step (research/decisions.md)
 STEPS = 0.33, 0.43, 0.54, 0.75, 1.05  # of levels 1 to 5, in units of the axes, where tables are fitted
@@ -87,8 +87,8 @@ class Tables:
         return LayerMap(*matrices, *scales, *codes)
 
     @cached_property
-    def model(self) -> SymbolModel:
-        return SymbolModel(self.classes.numpy(), self.symbols.numpy().astype(np.uint16))
+    def model(self) -> RansModel:
+        return RansModel(self.classes.numpy(), self.symbols.numpy().astype(np.uint16))
 
     def _check(self) -> None:
         """Raise ValueError for wrong shapes, indices out of range, and NaN."""

@@ -1,0 +1,187 @@
+"""Synthetic calls of every operation: what self-checks compare, autotuning times and tests vary.
+
+`fill` lies in memory that no kernel may read: NaN shows a kernel that does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from blendserve.core import Span
+from blendserve.kernels.activation import Activation
+from blendserve.kernels.chunks import ChunkStack
+from blendserve.kernels.norm import FORMS as NORM_FORMS
+from blendserve.kernels.norm import Norm
+from blendserve.kernels.rotary import HALVES, Rotary, RotaryForm
+from blendserve.kernels.rows import plan_rows
+from blendserve.kernels.types import AttentionSpec, CorrectionParams, Prior, RecomputedTokens, Rope
+
+Args = tuple[Any, ...]
+NAN = float("nan")
+SHIFT = CorrectionParams(16.0, 0.0, 0.5, 0.6, None)
+RIDGE = CorrectionParams(16.0, 40.0, 0.7, 0.9, 800.0, 20.0, 0.5, 0.6)
+
+
+class Draw:
+    """Random tensors of one dtype and device, from a generator of its own."""
+
+    def __init__(
+        self, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0, fill: float = NAN
+    ) -> None:
+        self.dtype, self.device, self.fill = dtype, torch.device(device), fill
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def __call__(self, *shape: int, apart: int = 0, scale: float = 1.0) -> Tensor:
+        """apart: numbers of `fill` between rows."""
+        made = scale * torch.randn(shape, generator=self.generator)
+        whole = torch.full((*shape[:-1], shape[-1] + apart), self.fill)
+        whole[..., : shape[-1]] = made
+        return whole.to(self.device, self.dtype)[..., : shape[-1]]
+
+    def rows(self, n: int, share: float) -> list[int]:
+        """An ascending, non-empty subset of range(n)."""
+        chosen = torch.rand(n, generator=self.generator) < share
+        chosen[int(torch.randint(n, (), generator=self.generator))] = True
+        return chosen.nonzero()[:, 0].tolist()
+
+    def rope(self, n: int, width: int, form: RotaryForm) -> Rope:
+        """n random angles, of length 1.1 as YaRN's."""
+        angles = 6.0 * torch.rand((n, width // 2), generator=self.generator)
+        both = angles.repeat_interleave(2, dim=-1) if form.step == 2 else torch.cat([angles] * 2, dim=-1)
+        return Rope(*((1.1 * x).to(self.device, self.dtype) for x in (both.cos(), both.sin())))
+
+
+def attention(
+    draw: Draw, at: Sequence[int] | None = None, total: int = 1, share: float = 1.0, dense: bool = False,
+    n_kv: int = 2, group: int = 2, dim: int = 64, window: int | None = None, softcap: float | None = None,
+    size: float = 1.0, absent: float | None = None,
+) -> Args:  # fmt: skip
+    """Rows over a slice of a larger cache. absent: share of keys that no row may see."""
+    at = list(at or (range(int(total * (1 - share)), total) if dense else draw.rows(total, share)))
+    hidden = None
+    if absent is not None:
+        hidden = torch.rand(at[-1] + 1, generator=draw.generator) < absent
+        hidden[at] = False
+    key, row = torch.arange(at[-1] + 1)[None], torch.tensor(at)[:, None]
+    seen = (key <= row) & (key > row - (window or len(key[0])))
+    unseen = ~seen.any(dim=0) if hidden is None else ~seen.any(dim=0) | hidden
+    cache = torch.full((2, n_kv, at[-1] + 10, dim), draw.fill)
+    cache[:, :, : at[-1] + 1] = torch.randn(2, n_kv, at[-1] + 1, dim, generator=draw.generator)
+    cache[:, :, : at[-1] + 1][:, :, unseen] = 100.0 if math.isnan(draw.fill) else draw.fill
+    if hidden is not None:
+        cache[0][:, : len(hidden)][:, hidden], cache[1][:, : len(hidden)][:, hidden] = draw.fill, 0.0
+        cache = cache[:, :, : len(hidden)]
+    keys, values = cache.to(draw.device, draw.dtype)
+    q = draw(len(at), n_kv * group, dim, scale=size).transpose(0, 1)
+    spec, here = AttentionSpec(1 / math.sqrt(dim), window, softcap), torch.tensor(at)
+    return q, keys, values, spec, plan_rows(here.to(draw.device), group, window, here, hidden)
+
+
+def attention_at(draw: Draw, **options: Any) -> Args:
+    """One row; all keys are finite."""
+    finite = Draw(draw.dtype, draw.device, 0, 100.0 if math.isnan(draw.fill) else draw.fill)
+    finite.generator = draw.generator
+    q, keys, values, spec, plan = attention(finite, **options)
+    return q[:, -1:], keys, values, spec, plan.positions[-1:]
+
+
+def attention_chunks(
+    draw: Draw, lengths: Sequence[int], prefix: int = 3, n_kv: int = 2, group: int = 2, dim: int = 16,
+    window: int | None = None, softcap: float | None = None,
+) -> Args:  # fmt: skip
+    ends = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+    stack = ChunkStack([Span(a, b) for a, b in pairwise(ends)], prefix, group, draw.device)
+    q, k, v = (draw(n, ends[-1], dim) for n in (n_kv * group, n_kv, n_kv))
+    front = draw(n_kv, prefix, dim), draw(n_kv, prefix, dim)
+    return q, k, v, front, AttentionSpec(1 / math.sqrt(dim), window, softcap), stack
+
+
+def rotary_of(form: RotaryForm) -> Rotary:
+    """A family with this form; its own function takes a batch, as in transformers."""
+    return Rotary(lambda q, k, cos, sin: (form.rotated(q[0], Rope(cos[0], sin[0]))[None], k), form)
+
+
+def rotation(
+    draw: Draw, n: int, heads: int = 2, dim: int = 64, width: int = 64, form: RotaryForm = HALVES
+) -> Args:
+    x = draw(n, heads, dim, apart=6).transpose(0, 1)
+    return x, draw.rope(n, width, form), rotary_of(form)
+
+
+def placement(
+    draw: Draw, lengths: Sequence[int], heads: int = 2, dim: int = 64, width: int = 64, form: RotaryForm = HALVES
+) -> Args:  # fmt: skip
+    """Chunks with two free positions between them."""
+    starts = [3 + sum(n + 2 for n in lengths[:i]) for i in range(len(lengths))]
+    end = 3 + sum(lengths) + 2 * len(lengths)
+    parts = [
+        (at, draw(heads, n, dim, apart=6), draw(heads, n, dim)) for at, n in zip(starts, lengths, strict=True)
+    ]
+    keys, values = (torch.full((heads, end, dim), draw.fill).to(draw.device, draw.dtype) for _ in "kv")
+    return parts, keys, values, draw.rope(end, width, form), rotary_of(form)
+
+
+def correction(
+    draw: Draw, lengths: Sequence[int], n: int, heads: int = 2, dim: int = 64, width: int = 64,
+    params: CorrectionParams = SHIFT, has_prior: bool = False, form: RotaryForm = HALVES,
+) -> Args:  # fmt: skip
+    """Chunks with two free positions after each; n of their tokens are recomputed."""
+    starts = [sum(k + 2 for k in lengths[:i]) for i in range(len(lengths) + 1)]
+    chunks = [list(range(s, s + k)) for s, k in zip(starts, lengths, strict=False)]
+    keys, values = (draw(heads, starts[-1], dim) for _ in "kv")
+    inside = [t for chunk in chunks for t in chunk]
+    order = torch.randperm(len(inside), generator=draw.generator).tolist()
+    at = sorted(inside[i] for i in order[:n])
+    for part in (keys, values):
+        part[:, sorted(set(range(starts[-1])) - set(inside))] = draw.fill
+    here = [[t for t in chunk if t in at] for chunk in chunks]
+    rest = [[t for t in chunk if t not in at] for chunk in chunks]
+    fresh = RecomputedTokens(
+        draw(2 * len(at) + 1, heads, dim).transpose(0, 1), draw(heads, 2 * len(at) + 1, dim),
+        2 * torch.arange(len(at)) + 1, torch.tensor(at, dtype=torch.long), [len(x) for x in here],
+        torch.tensor([t for x in rest for t in x], dtype=torch.long), [len(x) for x in rest],
+        [0.9, 0.3, 0.6][: len(lengths)],
+    )  # fmt: skip
+    weights, constant = (torch.randn(heads, *s, 2 * dim, generator=draw.generator) for s in ((2 * dim,), ()))
+    prior = Prior(weights / (8 * dim) ** 0.5, constant) if has_prior else None
+    return keys, values, fresh, draw.rope(starts[-1], width, form), rotary_of(form), params, prior
+
+
+def linear(draw: Draw, rows: int, outs: int, depth: int, bias: bool = True, apart: int = 0) -> Args:
+    x, weight = draw(rows, depth, apart=apart), draw(outs, depth, apart=apart)
+    return x, weight, draw(outs) if bias else None
+
+
+def norm(draw: Draw, rows: int, dim: int, form: int = 0, adds: bool = True, apart: int = 0) -> Args:
+    x, add, weight = draw(rows, dim, apart=apart, scale=3), draw(rows, dim, apart=apart, scale=3), draw(dim)
+    shape = NORM_FORMS[form]
+    own = partial(shape.normed, weight=weight, eps=1e-5)
+    return x, add if adds else None, Norm(own, weight, 1e-5, shape)
+
+
+def gate(draw: Draw, rows: int, width: int, apart: int = 0) -> Args:
+    gate, up = draw(rows, width, apart=apart, scale=9), draw(rows, width, apart=apart)
+    gate[:, ::5] *= 20  # to where the exponential overflows
+    return gate, up, Activation(F.silu, True)
+
+
+CASES: dict[str, Callable[..., Args]] = {  # by operation
+    "attend": attention,
+    "attend_with_scores": attention,
+    "attend_at": attention_at,
+    "attend_chunks": attention_chunks,
+    "rotate": rotation,
+    "place": placement,
+    "linear": linear,
+    "correct": correction,
+    "add_norm": norm,
+    "gated_activation": gate,
+}

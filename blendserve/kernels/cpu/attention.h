@@ -1,0 +1,469 @@
+// Attention by position, on vectors and on AMX tiles: how work is split, packed and merged. Each kind includes this once, and
+// defines before it
+//
+//     TILE, BLOCK      stacked rows of a tile; keys packed together
+//     SCORES, WEIGHTS  stride of a row of scores, and of weights
+//     KEY_STRIDE       keys from the first of a word to the second
+//     ThreadScope      state that a thread sets up for its work, and restores
+//
+// and after it words_of, weights_in, pack_queries and attend_tile.
+//
+// Flash attention (arXiv 2205.14135) with keys in blocks that start at multiples of BLOCK. The `group` query heads of a kv
+// head are stacked position by position, and TILE stacked rows make a tile:
+//
+//     for each tile and block:  scores = q k^T,  row_max = max,  weights = 2^(scores - row_max),  output = weights v
+//                               state = state rescaled + output rescaled
+//
+// A row's result depends only on its position and on the keys it sees: not on the other rows, on threads, or on how the work
+// is split. So every block is summed alone, and blocks are merged in ascending order.
+//
+// Keys and values are packed in words, which `dot` multiplies: `keys` [strip][words][N_TILE] holds a word of every key of a
+// strip in a row, `values` [BLOCK / PER_WORD][dim] every dim of the keys of a word.
+#pragma once
+
+#include <atomic>
+#include <cmath>
+
+#include "common.h"
+
+// The arguments of attention.
+struct AttentionArgs {
+    const elem_t *q, *keys, *values;
+    elem_t* out;
+    const int64_t* positions;
+    const uint8_t* masked_keys;
+    float* key_scores;
+    int64_t q_head, q_row, k_head, k_row, v_head, v_row;
+    int64_t rows, kv_heads, group, dim, window;
+    float scale, softcap;
+    int64_t threads;
+};
+
+namespace {
+
+constexpr int TILES = 32;  // tiles that share a packed block
+constexpr float NEG_INF = -INFINITY;
+constexpr float LOG2E = 1.44269504f;
+
+// What a stacked row sees.
+Range visible_range(const AttentionArgs& c, int64_t stacked) {
+    int64_t at = c.positions[stacked / c.group];
+    return {c.window ? std::max<int64_t>(0, at - c.window + 1) : 0, at + 1};
+}
+
+int64_t tiles_per_head(const AttentionArgs& c) { return divide_up(c.rows * c.group, TILE); }
+
+// The rows of a tile.
+Range rows_of(const AttentionArgs& c, int64_t tile) {
+    return {tile * TILE, std::min((tile + 1) * TILE, c.rows * c.group)};
+}
+
+// The blocks that any row of these tiles sees.
+Range blocks_of(const AttentionArgs& c, Range tiles) {
+    int64_t first = rows_of(c, tiles.begin).begin, last = rows_of(c, tiles.end - 1).end - 1;
+    return {visible_range(c, first).begin / BLOCK, divide_up(visible_range(c, last).end, BLOCK)};
+}
+
+constexpr int ROW_SLOTS = TILE > LANES ? TILE : LANES;  // numbers of which there is one a row
+
+// Sums over the blocks so far, of up to TILE rows: `mix` [TILE][dim] follows in memory.
+struct State {
+    alignas(64) float row_max[ROW_SLOTS];    // largest score, in powers of 2
+    alignas(64) float row_sum[ROW_SLOTS];  // sum of weights
+    float* output() { return reinterpret_cast<float*>(this + 1); }
+    static size_t bytes(const AttentionArgs& c) { return divide_up(sizeof(State) + sizeof(float) * TILE * c.dim, 64) * 64; }
+    void clear(const AttentionArgs& c) {
+        std::fill(row_max, row_max + ROW_SLOTS, NEG_INF);
+        std::fill(row_sum, row_sum + ROW_SLOTS, 0.0f);
+        std::fill(output(), output() + TILE * c.dim, 0.0f);
+    }
+};
+
+thread_local Workspace thread_scratch, call_scratch;  // of the thread itself, and of the call that it made
+
+// Of each kind.
+int64_t words_of(const AttentionArgs& c);                  // of a packed key or query
+F32 weights_in(const elem_t* strip, int i);    // of keys LANES i .. LANES (i + 1) - 1 of a strip
+
+struct TileBuffers {
+    uint32_t *keys, *values, *q;
+    float* scores;    // [TILE][SCORES]
+    elem_t* weights;  // [TILE][WEIGHTS]
+    char* states;
+
+    TileBuffers(const AttentionArgs& c, int64_t tiles) {
+        size_t sizes[] = {sizeof(uint32_t) * BLOCK * words_of(c), sizeof(uint32_t) * BLOCK / PER_WORD * c.dim,
+                          sizeof(uint32_t) * TILE * tiles * words_of(c), sizeof(float) * TILE * SCORES,
+                          sizeof(elem_t) * TILE * WEIGHTS, State::bytes(c) * tiles};
+        size_t starts[7] = {0};
+        for (int i = 0; i < 6; ++i) starts[i + 1] = starts[i] + divide_up(sizes[i], 64) * 64;
+        char* base = thread_scratch.take(starts[6]);
+        keys = reinterpret_cast<uint32_t*>(base + starts[0]);
+        values = reinterpret_cast<uint32_t*>(base + starts[1]);
+        q = reinterpret_cast<uint32_t*>(base + starts[2]);
+        scores = reinterpret_cast<float*>(base + starts[3]);
+        weights = reinterpret_cast<elem_t*>(base + starts[4]);
+        states = base + starts[5];
+    }
+    State& state(const AttentionArgs& c, int64_t i) { return *reinterpret_cast<State*>(states + State::bytes(c) * i); }
+};
+
+void pack_queries(const AttentionArgs& c, int64_t head, int64_t tile, uint32_t* to);
+// Attention of a tile over block `block`, packed in `work`, merged into `state`.
+void attend_tile(const AttentionArgs& c, const TileBuffers& work, const uint32_t* q, int64_t tile, int64_t block, State& state);
+
+// 2^x for x <= 0, to 1e-7 relative; exactly 1 at 0 and 0 at -infinity.
+inline F32 exp2_nonpositive(F32 x) {
+    F32 f = fraction(x), p = broadcast(0.0018671305f);
+    p = fma(p, f, broadcast(0.00901702941f));
+    p = fma(p, f, broadcast(0.0557999138f));
+    p = fma(p, f, broadcast(0.24016445f));
+    p = fma(p, f, broadcast(0.693151312f));
+    p = fma(p, f, broadcast(1.0f));
+    return scale_by_exp2(p, x);
+}
+
+// cap * tanh(x * scale / cap); -infinity stays.
+inline F32 apply_softcap(F32 x, float scale, float cap) {
+    F32 e = exp2_nonpositive(abs(x) * broadcast(-2 * LOG2E * scale / cap));
+    F32 size = (broadcast(1.0f) - e) / (broadcast(1.0f) + e);
+    return select(equal(x, broadcast(NEG_INF)), x, copy_sign(size, x) * broadcast(cap));
+}
+
+// A block of a head, -1 = none.
+struct HeadBlock {
+    int64_t head = -1, block = -1;
+};
+
+// A block's rows of keys or values, to be asked for while something else is packed.
+Prefetcher ahead_of(const elem_t* rows, int64_t head_stride, int64_t stride, const AttentionArgs& c, HeadBlock place, int64_t end) {
+    if (place.head < 0 || stride != c.dim) return {};
+    int64_t begin = place.block * BLOCK, stop = std::min(end, begin + BLOCK);
+    rows += place.head * head_stride;
+    return {reinterpret_cast<const char*>(rows + begin * stride), reinterpret_cast<const char*>(rows + stop * stride)};
+}
+
+// `room`: words of a packed key; what its numbers do not fill is zeros.
+void pack_keys(const elem_t* keys, int64_t stride, int n, int dim, int room, uint32_t* to, Prefetcher ahead) {
+    int64_t filled = dim / PER_WORD, lines = dim * sizeof(elem_t) * LANES / LINE;  // as many as are read
+    for (int key = 0; key < n; key += LANES) {
+        uint32_t* strip = to + static_cast<int64_t>(key / N_TILE) * room * N_TILE + key % N_TILE;
+        for (int64_t w = 0; w < filled; w += LANES)
+            transpose_into(keys + key * stride + PER_WORD * w, stride, std::min(LANES, n - key),
+                 static_cast<int>(std::min<int64_t>(LANES, filled - w)), strip + w * N_TILE, N_TILE);
+        for (int64_t w = filled; w < room; ++w) store_u32(strip + w * N_TILE, broadcast_u32(0));
+        ahead.fetch(lines);
+    }
+}
+
+// Keys n and after have weight 0, but memory may hold NaN there: they become zeros up to the next strip.
+void pack_values(const elem_t* values, int64_t stride, int n, int dim, uint32_t* to, Prefetcher ahead) {
+    int end = static_cast<int>(divide_up(n, N_TILE)) * N_TILE, lines = dim * static_cast<int>(sizeof(elem_t)) * PER_WORD / LINE;
+    for (int w = 0; w < end / PER_WORD; ++w, to += dim) {
+        int key = w / KEY_STRIDE * PER_WORD * KEY_STRIDE + w % KEY_STRIDE, other = key + KEY_STRIDE;
+        for (int d = 0; d < dim; d += LANES)
+            store_u32(to + d, pack_words(key < n ? values + key * stride + d : nullptr,
+                                       other < n ? values + other * stride + d : nullptr));
+        ahead.fetch(std::max(1, lines));
+    }
+}
+
+// What one block gave a tile.
+struct BlockState {
+    alignas(64) float row_max[ROW_SLOTS];
+    alignas(64) float row_sum[ROW_SLOTS];
+    BlockState() {
+        std::fill(row_max, row_max + ROW_SLOTS, NEG_INF);
+        std::fill(row_sum, row_sum + ROW_SLOTS, 0.0f);
+    }
+};
+
+// Which of the block's keys at .. at + LANES - 1 a row that sees [from, to) does not see.
+inline Mask masked(int at, int from, int to, const uint8_t* masked_keys) {
+    Mask mask = outside_range(at, from, to);
+    return masked_keys ? mask_or(mask, nonzero_bytes(masked_keys + at)) : mask;
+}
+
+// How much of two sums is kept when they become one, relative to the larger of their tops. Also joins row_max and row_sum.
+struct Rescale {
+    alignas(64) float old[ROW_SLOTS];
+    alignas(64) float added[ROW_SLOTS];
+};
+
+inline Rescale merge_state(float* row_max, float* row_sum, const float* row_max2, const float* row_sum2) {
+    Rescale rescale;
+    for (int i = 0; i < ROW_SLOTS; i += LANES) {
+        F32 a = load(row_max + i), b = load(row_max2 + i), largest = max(a, b);
+        F32 base = select(equal(largest, broadcast(NEG_INF)), broadcast(0.0f), largest);
+        F32 keep = exp2_nonpositive(a - base), take = exp2_nonpositive(b - base);
+        store(rescale.old + i, keep);
+        store(rescale.added + i, take);
+        store(row_sum + i, fma(load(row_sum2 + i), take, load(row_sum + i) * keep));
+        store(row_max + i, largest);
+    }
+    return rescale;
+}
+
+inline F32 merged(F32 old, F32 added, const Rescale& rescale, int r) {
+    return fma(added, broadcast(rescale.added[r]), old * broadcast(rescale.old[r]));
+}
+
+// Prefetches the block's values while its keys are packed, and the next block's keys while its values are.
+void pack_block(const AttentionArgs& c, HeadBlock here, HeadBlock next, int64_t end, TileBuffers& work) {
+    int64_t first = here.block * BLOCK;
+    int n = static_cast<int>(std::min<int64_t>(BLOCK, end - first)), dim = static_cast<int>(c.dim);
+    pack_keys(c.keys + here.head * c.k_head + first * c.k_row, c.k_row, n, dim, static_cast<int>(words_of(c)), work.keys,
+              ahead_of(c.values, c.v_head, c.v_row, c, here, end));
+    pack_values(c.values + here.head * c.v_head + first * c.v_row, c.v_row, n, dim, work.values,
+                ahead_of(c.keys, c.k_head, c.k_row, c, next, end));
+}
+
+void write(const AttentionArgs& c, int64_t head, int64_t tile, State& state) {
+    Range rows = rows_of(c, tile);
+    for (int64_t r = 0; r < rows.end - rows.begin; ++r) {
+        int64_t row = (rows.begin + r) / c.group, h = head * c.group + (rows.begin + r) % c.group;
+        elem_t* to = c.out + (row * c.kv_heads * c.group + h) * c.dim;
+        F32 share = broadcast(1.0f / state.row_sum[r]);
+        for (int64_t d = 0; d < c.dim; d += LANES) store(to + d, load(state.output() + r * c.dim + d) * share);
+    }
+}
+
+// These tiles over these blocks, each into state(tile, block); `after` is the block that this thread packs next.
+template <class StateOf>
+void attend_tiles(const AttentionArgs& c, int64_t head, Range tiles, Range blocks, HeadBlock after, TileBuffers& work, StateOf state) {
+    int64_t words = TILE * words_of(c), end = visible_range(c, rows_of(c, tiles.end - 1).end - 1).end;
+    for (int64_t t = tiles.begin; t < tiles.end; ++t) pack_queries(c, head, t, work.q + (t - tiles.begin) * words);
+    for (int64_t b = blocks.begin; b < blocks.end; ++b) {
+        pack_block(c, {head, b}, b + 1 < blocks.end ? HeadBlock{head, b + 1} : after, end, work);
+        for (int64_t t = tiles.begin; t < tiles.end; ++t)
+            attend_tile(c, work, work.q + (t - tiles.begin) * words, t, b, state(t, b));
+    }
+}
+
+// Few rows: an item is some tiles of a head and one block; what came of the blocks is joined afterwards.
+class SplitKv {
+   public:
+    explicit SplitKv(const AttentionArgs& call)
+        : c(call), tiles(tiles_per_head(c)), blocks(blocks_of(c, {0, tiles})), n(blocks.end - blocks.begin) {}
+
+    // Memory of the states of all blocks, in use until the last `merge`.
+    size_t bytes() const { return c.kv_heads * tiles * n * (State::bytes(c) + (c.key_scores ? sizeof(Weights) : 0)); }
+    void use(char* memory) {
+        states = memory;
+        weights = reinterpret_cast<Weights*>(states + State::bytes(c) * c.kv_heads * tiles * n);
+    }
+
+    // Numbers of items of the first part, `attend(item, next)`, and of the second, `merge(item)`.
+    int64_t n_attend_items() const { return c.kv_heads * divide_up(tiles, TILES) * n; }
+    int64_t n_merge_items() const { return c.kv_heads * tiles; }
+
+    // next: this thread's next item; `n_attend_items()` or more = none.
+    void attend(int64_t item, int64_t next) {
+        int64_t chunks = divide_up(tiles, TILES);
+        auto place = [&](int64_t i) { return HeadBlock{i / (chunks * n), blocks.begin + i % n}; };
+        attend_item(place(item), item / n % chunks, next < n_attend_items() ? place(next) : HeadBlock{});
+    }
+    void merge(int64_t item) { merge(item / tiles, item % tiles); }
+
+    void run() {
+        use(call_scratch.take(bytes()));
+        int64_t items = n_attend_items();
+        std::atomic<int64_t> taken{0};
+#pragma omp parallel num_threads(static_cast<int>(c.threads))
+        {
+            [[maybe_unused]] ThreadScope scope;
+            for (int64_t item = taken++, next; item < items; item = next) {
+                next = taken++;
+                attend(item, next);
+            }
+#pragma omp barrier
+#pragma omp for schedule(static)
+            for (int64_t item = 0; item < n_merge_items(); ++item) merge(item);
+            if (c.key_scores) {
+#pragma omp for schedule(static)
+                for (int64_t item = 0; item < n * (BLOCK / N_TILE); ++item)
+                    add_key_scores(blocks.begin + item / (BLOCK / N_TILE), item % (BLOCK / N_TILE) * N_TILE);
+            }
+        }
+    }
+
+   private:
+    using Weights = elem_t[TILE][WEIGHTS];
+
+    int64_t index(int64_t head, int64_t tile, int64_t block) const {
+        return (head * tiles + tile) * n + block - blocks.begin;
+    }
+    State& state(int64_t head, int64_t tile, int64_t block) const {
+        return *reinterpret_cast<State*>(states + State::bytes(c) * index(head, tile, block));
+    }
+
+    void attend_item(HeadBlock here, int64_t chunk, HeadBlock next) {
+        Range mine{chunk * TILES, std::min(tiles, (chunk + 1) * TILES)}, theirs = blocks_of(c, mine);
+        for (int64_t t = mine.begin; t < mine.end; ++t) {
+            state(here.head, t, here.block).clear(c);
+            if (c.key_scores) std::memset(weights[index(here.head, t, here.block)], 0, sizeof(Weights));
+        }
+        if (here.block < theirs.begin || here.block >= theirs.end) return;
+        TileBuffers work(c, TILES);
+        attend_tiles(c, here.head, mine, {here.block, here.block + 1}, next, work, [&](int64_t t, int64_t b) -> State& {
+            if (c.key_scores) work.weights = weights[index(here.head, t, b)][0];
+            return state(here.head, t, b);
+        });
+    }
+
+    // Joins the blocks of a tile; each block's `row_sum` becomes what its weights are to be multiplied by.
+    void merge(int64_t head, int64_t tile) {
+        TileBuffers work(c, 1);
+        State& all_blocks = work.state(c, 0);
+        all_blocks.clear(c);
+        float* mix = all_blocks.output();
+        for (int64_t b = blocks.begin; b < blocks.end; ++b) {
+            State& one = state(head, tile, b);
+            Rescale rescale = merge_state(all_blocks.row_max, all_blocks.row_sum, one.row_max, one.row_sum);
+            for (int64_t r = 0; r < TILE; ++r)
+                for (int64_t d = r * c.dim; d < (r + 1) * c.dim; d += LANES)
+                    store(mix + d, merged(load(mix + d), load(one.output() + d), rescale, static_cast<int>(r)));
+        }
+        write(c, head, tile, all_blocks);
+        if (!c.key_scores) return;
+        for (int64_t b = blocks.begin; b < blocks.end; ++b) {
+            State& one = state(head, tile, b);
+            for (int i = 0; i < ROW_SLOTS; i += LANES)
+                store(one.row_sum + i, exp2_nonpositive(load(one.row_max + i) - load(all_blocks.row_max + i)) / load(all_blocks.row_sum + i));
+        }
+    }
+
+    // The norms of a strip's values; behind the last one, 0.
+    void value_norms(int64_t head, int64_t key, int64_t end, float* to) const {
+        for (int64_t i = 0; i < N_TILE; ++i) {
+            const elem_t* v = c.values + head * c.v_head + (key + i) * c.v_row;
+            F32 sum = broadcast(0.0f);
+            for (int64_t d = 0; d < c.dim && key + i < end; d += LANES) {
+                F32 x = load(v + d);
+                sum = fma(x, x, sum);
+            }
+            to[i] = std::sqrt(reduce_add(sum));
+        }
+    }
+
+    // Adds up the scores of the keys of one strip.
+    void add_key_scores(int64_t block, int64_t strip) const {
+        float heads = static_cast<float>(c.kv_heads * c.group);
+        int64_t key = block * BLOCK + strip, end = visible_range(c, c.rows * c.group - 1).end;
+        auto* lengths = reinterpret_cast<float*>(thread_scratch.take(sizeof(float) * N_TILE * c.kv_heads));
+        F32 squares[VECTORS] = {};
+        for (int64_t head = 0; head < c.kv_heads; ++head) value_norms(head, key, end, lengths + head * N_TILE);
+        for (int64_t row = 0; row < c.rows; ++row) {
+            F32 sum[VECTORS] = {};
+            for (int64_t head = 0; head < c.kv_heads; ++head) {
+                F32 mine[VECTORS] = {};
+                for (int64_t s = row * c.group; s < (row + 1) * c.group; ++s) {
+                    int64_t at = index(head, s / TILE, block);
+                    F32 share = broadcast(state(head, s / TILE, block).row_sum[s % TILE]);
+                    for (int i = 0; i < VECTORS; ++i)
+                        mine[i] = fma(weights_in(weights[at][s % TILE] + strip, i), share, mine[i]);
+                }
+                for (int i = 0; i < VECTORS; ++i) sum[i] = fma(mine[i], load(lengths + head * N_TILE + LANES * i), sum[i]);
+            }
+            for (int i = 0; i < VECTORS; ++i) squares[i] = fma(sum[i], sum[i], squares[i]);
+        }
+        for (int i = 0; i < VECTORS; ++i, key += LANES)
+            store(c.key_scores + key, tail_mask(end - key), squares[i] * broadcast(1 / (heads * heads)));
+    }
+
+    const AttentionArgs& c;
+    const int64_t tiles;
+    const Range blocks;
+    const int64_t n;
+    char* states = nullptr;
+    Weights* weights = nullptr;
+};
+
+// Many rows: the keys and values of a head are packed once. A thread packs and attends to whole heads where there are enough
+// of them. Otherwise all threads pack a head, and each attends to some tiles at a time, the longest first. It goes on to the
+// next head when none are left: no thread reads the buffer of two that is packed then.
+class SharedKvPack {
+   public:
+    explicit SharedKvPack(const AttentionArgs& call)
+        : c(call), tiles(tiles_per_head(c)), blocks(blocks_of(c, {0, tiles})), n(blocks.end - blocks.begin),
+          key_words(BLOCK * words_of(c)), value_words(BLOCK / PER_WORD * c.dim), head_words(n * (key_words + value_words)),
+          end(visible_range(c, c.rows * c.group - 1).end) {}
+
+    void run() const {
+        bool whole_heads = c.kv_heads >= HEADS_PER_THREAD * c.threads;
+        uint32_t* shared = whole_heads ? nullptr : take(call_scratch, 2 * head_words);
+#pragma omp parallel num_threads(static_cast<int>(c.threads))
+        {
+            [[maybe_unused]] ThreadScope scope;
+            whole_heads ? run_whole_heads() : run_shared(shared);
+        }
+    }
+
+   private:
+    static constexpr int64_t HEADS_PER_THREAD = 4;
+    static constexpr int64_t ITEM_TILES = 8;          // tiles of an item
+    static constexpr int64_t CACHED_WORDS = 1 << 17;  // words of keys and values that the tiles of an item read in turn, from the cache
+
+    static uint32_t* take(Workspace& memory, int64_t words) {
+        return reinterpret_cast<uint32_t*>(memory.take(sizeof(uint32_t) * words));
+    }
+
+    void run_whole_heads() const {
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t head = 0; head < c.kv_heads; ++head) {
+            uint32_t* packed = take(call_scratch, head_words);
+            for (int64_t b = 0; b < n; ++b) pack(head, b, packed);
+            for (int64_t first = 0; first < tiles; first += ITEM_TILES)
+                attend_packed(head, {first, std::min(tiles, first + ITEM_TILES)}, packed);
+        }
+    }
+
+    void run_shared(uint32_t* shared) const {
+        int64_t step = std::clamp<int64_t>(tiles / (4 * c.threads), 1, ITEM_TILES), items = divide_up(tiles, step);
+        for (int64_t head = 0; head < c.kv_heads; ++head) {
+            uint32_t* packed = shared + head % 2 * head_words;
+#pragma omp for schedule(dynamic, 1)
+            for (int64_t b = 0; b < n; ++b) pack(head, b, packed);
+#pragma omp for schedule(dynamic, 1) nowait
+            for (int64_t item = 0; item < items; ++item) {
+                int64_t first = (items - 1 - item) * step;
+                attend_packed(head, {first, std::min(tiles, first + step)}, packed);
+            }
+        }
+    }
+
+    uint32_t* keys(uint32_t* packed, int64_t b) const { return packed + b * (key_words + value_words); }
+    uint32_t* values(uint32_t* packed, int64_t b) const { return keys(packed, b) + key_words; }
+
+    void pack(int64_t head, int64_t b, uint32_t* packed) const {
+        int64_t first = (blocks.begin + b) * BLOCK;
+        int n_keys = static_cast<int>(std::min<int64_t>(BLOCK, end - first)), dim = static_cast<int>(c.dim);
+        pack_keys(c.keys + head * c.k_head + first * c.k_row, c.k_row, n_keys, dim, static_cast<int>(words_of(c)),
+                  keys(packed, b), {});
+        pack_values(c.values + head * c.v_head + first * c.v_row, c.v_row, n_keys, dim, values(packed, b), {});
+    }
+
+    void attend_packed(int64_t head, Range mine, uint32_t* packed) const {
+        TileBuffers work(c, ITEM_TILES);
+        Range theirs = blocks_of(c, mine);
+        int64_t words = TILE * words_of(c), span = std::max<int64_t>(1, CACHED_WORDS / (key_words + value_words));
+        for (int64_t t = mine.begin; t < mine.end; ++t) {
+            work.state(c, t - mine.begin).clear(c);
+            pack_queries(c, head, t, work.q + (t - mine.begin) * words);
+        }
+        for (int64_t from = theirs.begin; from < theirs.end; from += span)
+            for (int64_t t = mine.begin; t < mine.end; ++t)
+                for (int64_t b = from; b < std::min(theirs.end, from + span); ++b) {
+                    work.keys = keys(packed, b - blocks.begin), work.values = values(packed, b - blocks.begin);
+                    attend_tile(c, work, work.q + (t - mine.begin) * words, t, b, work.state(c, t - mine.begin));
+                }
+        for (int64_t t = mine.begin; t < mine.end; ++t) write(c, head, t, work.state(c, t - mine.begin));
+    }
+
+    const AttentionArgs& c;
+    const int64_t tiles;
+    const Range blocks;
+    const int64_t n, key_words, value_words, head_words, end;  // n blocks; words of a head; end of the visible keys
+};
+
+}  // namespace

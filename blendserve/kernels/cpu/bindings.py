@@ -1,0 +1,288 @@
+"""One function for each compiled kernel: pointers and strides of its tensors, and the call. The GIL is free meanwhile.
+
+`supports_...` says whether a level's kernel is made for such tensors. The functions of kernels.h check nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from blendserve.kernels import team
+from blendserve.kernels.activation import Activation
+from blendserve.kernels.cpu.isa import Level
+from blendserve.kernels.cpu.library import dtype_of, loaded
+from blendserve.kernels.norm import Norm
+from blendserve.kernels.rotary import HALVES, Rotary
+from blendserve.kernels.rows import RowPlan
+from blendserve.kernels.types import (
+    AttentionSpec,
+    CorrectionParams,
+    Prior,
+    RecomputedTokens,
+    RecordView,
+    Rope,
+)
+
+MAX_DIM = 256
+ATTENTION_LANES = 16
+KEY_PAD = 64  # masked_keys is read this far behind the last key
+SCORED_ROWS = 64  # rows whose key scores one call sums: it keeps their weights
+ROPE_STEP = 32
+WORD = 4  # bytes: a row of inputs and one of outputs are whole words
+FEW = 8  # rows, up to which linear transposes weights instead of rows
+MIN_NORM = 8  # numbers of a row: torch sums fewer in another order
+
+
+def pointer(x: Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
+
+
+def _is_native(level: Level, *tensors: Tensor) -> bool:
+    """Whether these have the level's dtype, on the CPU, with contiguous rows."""
+    dtype = dtype_of(level)
+    return all(x.dtype == dtype and x.device.type == "cpu" and x.stride(-1) == 1 for x in tensors)
+
+
+# Attention
+
+
+def supports_attention(
+    level: Level, q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: RowPlan
+) -> bool:
+    return (
+        _is_native(level, q, keys, values)
+        and q.shape[-1] % ATTENTION_LANES == 0
+        and q.shape[-1] <= MAX_DIM
+        and spec.scale > 0
+        and not any(x.requires_grad for x in (q, keys, values))
+    )
+
+
+def attention(
+    level: Level, q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: RowPlan
+) -> Tensor:
+    """ops.attend: q [H, S, D] over keys and values [K, T, D] -> [S, H * D]."""
+    return _attention(level, q, keys, values, spec, plan.positions, None, None)
+
+
+def attention_with_key_scores(
+    level: Level, q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: RowPlan
+) -> tuple[Tensor, Tensor]:
+    """ops.attend_with_scores."""
+    n_keys, absent = keys.shape[1], plan.absent
+    assert absent is not None
+    masked = torch.zeros(n_keys + KEY_PAD, dtype=torch.uint8)
+    masked[:n_keys] = absent
+    squares, out = torch.zeros(n_keys), torch.empty(q.shape[1], q.shape[0] * q.shape[2], dtype=q.dtype)
+    for start in range(0, q.shape[1], SCORED_ROWS):
+        rows, part = slice(start, start + SCORED_ROWS), torch.zeros(n_keys)
+        out[rows] = _attention(level, q[:, rows], keys, values, spec, plan.positions[rows], masked, part)
+        squares += part
+    return out, squares.sqrt_()
+
+
+def _attention(
+    level: Level,
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    spec: AttentionSpec,
+    positions: Tensor,
+    masked: Tensor | None,
+    key_scores: Tensor | None,
+) -> Tensor:
+    """positions [S], ascending, below T; masked [T + KEY_PAD] uint8; key_scores [T] fp32 gets squared norms."""
+    n_heads, n_rows, dim = q.shape
+    n_kv, positions = keys.shape[0], positions.contiguous()
+    out = torch.empty(n_rows, n_heads * dim, dtype=q.dtype)
+    loaded(level).blendserve_attention(
+        *map(pointer, (q, keys, values, out, positions, masked, key_scores)),
+        *q.stride()[:2], *keys.stride()[:2], *values.stride()[:2],
+        n_rows, n_kv, n_heads // n_kv, dim, spec.window or 0,
+        spec.scale, spec.softcap or 0.0, team.size(),
+    )  # fmt: skip
+    return out
+
+
+# Linear layers, norms, activations
+
+
+def supports_linear(level: Level, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    return (
+        x.dim() == 2
+        and _is_native(level, x, weight)
+        and (x.element_size() == WORD or weight.shape[0] % 2 == weight.shape[1] % 2 == 0)
+        and (bias is None or (bias.dtype == x.dtype and bias.is_contiguous()))
+        and not torch.is_grad_enabled()
+    )
+
+
+def linear(level: Level, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """ops.linear, over the weights as the model stores them."""
+    (rows, inputs), outputs = x.shape, weight.shape[0]
+    out = torch.empty(rows, outputs, dtype=x.dtype)
+    loaded(level).blendserve_linear(
+        x.data_ptr(), weight.data_ptr(), pointer(bias), out.data_ptr(),
+        x.stride(0), weight.stride(0), outputs, rows, outputs, inputs, team.size(),
+    )  # fmt: skip
+    return out
+
+
+def supports_norm(level: Level, x: Tensor, add: Tensor | None, norm: Norm) -> bool:
+    return (
+        norm.form is not None
+        and norm.weight is not None
+        and x.dim() == 2
+        and _is_native(level, x, norm.weight, *(() if add is None else (add,)))
+        and x.shape[1] >= MIN_NORM
+        and not torch.is_grad_enabled()
+    )
+
+
+def add_rms_norm(level: Level, x: Tensor, add: Tensor | None, norm: Norm) -> tuple[Tensor, Tensor]:
+    """ops.add_norm."""
+    assert norm.form is not None
+    rows, dim = x.shape
+    out = torch.empty(rows, dim, dtype=x.dtype)
+    total = x if add is None else torch.empty(rows, dim, dtype=x.dtype)
+    loaded(level).blendserve_add_rms_norm(
+        x.data_ptr(), pointer(add), pointer(norm.weight), None if add is None else total.data_ptr(), out.data_ptr(),
+        x.stride(0), 0 if add is None else add.stride(0), rows, dim, norm.form.rounds_first,
+        norm.eps, norm.form.offset, team.size(),
+    )  # fmt: skip
+    return total, out
+
+
+def supports_silu_and_mul(level: Level, gate: Tensor, up: Tensor, activation: Activation) -> bool:
+    return (
+        activation.is_silu and gate.dim() == 2 and _is_native(level, gate, up) and not torch.is_grad_enabled()
+    )
+
+
+def silu_and_mul(level: Level, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+    """ops.gated_activation, in place of `gate`."""
+    at, row = gate.data_ptr(), gate.stride(0)
+    loaded(level).blendserve_silu_and_mul(
+        at, up.data_ptr(), at, row, up.stride(0), row, *gate.shape, team.size()
+    )
+    return gate
+
+
+# RoPE, stored KV, corrections
+
+
+def supports_rope(level: Level, x: Tensor, rope: Rope, rotary: Rotary) -> bool:
+    cos, sin = rope.cos, rope.sin
+    return (
+        rotary.form == HALVES
+        and _is_native(level, x, cos, sin)
+        and cos.stride(0) == sin.stride(0)
+        and cos.shape[-1] % ROPE_STEP == 0
+        and 0 < cos.shape[-1] <= x.shape[-1] <= MAX_DIM
+        and not torch.is_grad_enabled()
+    )
+
+
+def apply_rope(level: Level, x: Tensor, rope: Rope, rotary: Rotary) -> Tensor:
+    """ops.rotate."""
+    out = torch.empty(x.shape, dtype=x.dtype)
+    _scatter(level, [(0, x, None)], out, out, rope)
+    return out
+
+
+def supports_scatter(
+    level: Level,
+    chunks: Sequence[RecordView],
+    keys: Tensor,
+    values: Tensor,
+    rope: Rope,
+    rotary: Rotary,
+) -> bool:
+    first = [stored for _, stored, _ in chunks[:1]]
+    return all(supports_rope(level, x, rope, rotary) for x in (*first, keys))
+
+
+def scatter_kv(
+    level: Level,
+    chunks: Sequence[RecordView],
+    keys: Tensor,
+    values: Tensor,
+    rope: Rope,
+    rotary: Rotary,
+) -> None:
+    """ops.place."""
+    _scatter(level, chunks, keys, values, rope)
+
+
+def _scatter(
+    level: Level,
+    segments: Sequence[tuple[int, Tensor, Tensor | None]],
+    keys: Tensor,
+    values: Tensor,
+    rope: Rope,
+) -> None:
+    cos, sin = rope.cos, rope.sin
+    rows = [_segment(*segment) for segment in segments]
+    table = torch.tensor(rows, dtype=torch.int64)
+    loaded(level).blendserve_scatter_kv(
+        *map(pointer, (table, keys, values, cos, sin)),
+        *keys.stride()[:2], *values.stride()[:2], cos.stride(0),
+        len(rows), keys.shape[0], keys.shape[2], cos.shape[1], team.size(),
+    )  # fmt: skip
+
+
+def _segment(start: int, keys: Tensor, values: Tensor | None) -> tuple[int, ...]:
+    """KvSegment of kernels.h."""
+    strides = *keys.stride()[:2], *(keys if values is None else values).stride()[:2]
+    return keys.data_ptr(), pointer(values) or 0, *strides, start, keys.shape[1]
+
+
+def supports_correction(
+    level: Level,
+    keys: Tensor,
+    values: Tensor,
+    fresh: RecomputedTokens,
+    rope: Rope,
+    rotary: Rotary,
+    params: CorrectionParams,
+    prior: Prior | None = None,
+) -> bool:
+    cos, sin = rope.cos, rope.sin
+    return (
+        rotary.form == HALVES
+        and _is_native(level, keys, values, cos, sin)
+        and cos.stride(0) == sin.stride(0)
+        and keys.shape[-1] % ROPE_STEP == cos.shape[-1] % ROPE_STEP == 0
+        and 0 < cos.shape[-1] <= keys.shape[-1] <= MAX_DIM
+    )
+
+
+def correct_kv(
+    level: Level,
+    keys: Tensor,
+    values: Tensor,
+    fresh: RecomputedTokens,
+    rope: Rope,
+    rotary: Rotary,
+    params: CorrectionParams,
+    prior: Prior | None = None,
+) -> None:
+    """ops.correct."""
+    cos, sin = rope.cos, rope.sin
+    first, first_reused = (torch.tensor([0, *sizes]).cumsum(0) for sizes in (fresh.sizes, fresh.other_sizes))
+    # Tensors that are made here have a name: they must live until the call returns.
+    weights, constant = (None, None) if prior is None else (x.float().contiguous() for x in prior)
+    context_weight = torch.tensor(fresh.foreign, dtype=torch.float32)
+    parts = keys, values, fresh.keys, fresh.values
+    indices = fresh.rows, fresh.at, first, fresh.others, first_reused
+    loaded(level).blendserve_correct_kv(
+        *map(pointer, (*parts, cos, sin, *indices, weights, constant, context_weight)),
+        *(stride for x in parts for stride in x.stride()[:2]), cos.stride(0),
+        keys.shape[0], keys.shape[2], cos.shape[1], len(fresh.at), len(fresh.sizes),
+        params.weight, params.zero_prior, params.key_scale, params.value_scale,
+        -1.0 if params.penalty is None else params.penalty,
+        params.prior_trust, params.prior_key_scale, params.prior_value_scale, team.size(),
+    )  # fmt: skip

@@ -1,0 +1,204 @@
+"""A model's layers in native calls: its weights bound once, the two halves of a layer, and a whole decoding step."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from blendserve.kernels import team
+from blendserve.kernels.cpu.bindings import pointer
+from blendserve.kernels.cpu.isa import Level
+from blendserve.kernels.cpu.library import dtype_of, loaded
+from blendserve.kernels.norm import NormForm
+from blendserve.kernels.types import AttentionSpec, Rope
+
+MAX_ROWS, MAX_HEAD_DIM, ROPE_STEP = 8, 256, 32
+_LAYER = struct.Struct("20Q2q2f")  # LayerWeights of kernels.h
+INT8_GROUP = 64  # inputs of an output that share a scale
+
+
+Linear = tuple[Tensor, Tensor | None]  # weight [outputs, inputs] and bias [outputs]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """The weights of a decoder layer as the model stores them; None where its family has none.
+
+    E: hidden size, I: inner size of the MLP.
+    """
+
+    norm_before_attention: Tensor  # [E]
+    q: Linear  # E -> H * D
+    k: Linear  # E -> K * D
+    v: Linear  # E -> K * D
+    head_norms: tuple[Tensor | None, Tensor | None]  # [D], of queries and of keys
+    o: Linear  # H * D -> E
+    norm_after_attention: Tensor | None  # [E]
+    norm_before_mlp: Tensor  # [E]
+    gate: Linear  # E -> I
+    up: Linear  # E -> I
+    down: Linear  # I -> E
+    norm_after_mlp: Tensor | None  # [E]
+
+    @property
+    def tensors(self) -> list[Tensor | None]:
+        """In the order of `LayerWeights` in kernels.h."""
+        attention = (self.norm_before_attention, *self.q, *self.k, *self.v, *self.head_norms, *self.o)
+        mlp = (self.norm_before_mlp, *self.gate, *self.up, *self.down)
+        return [*attention, self.norm_after_attention, *mlp, self.norm_after_mlp]
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeWeights:
+    """A dense decoder of RMS norms, RoPE by halves and a SiLU-gated MLP."""
+
+    layers: Sequence[LayerWeights]
+    specs: Sequence[AttentionSpec]  # of each layer
+    norm: Tensor  # [E]
+    head: Linear  # E -> V
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    eps: float  # of all norms
+    norm_form: NormForm  # of all norms
+    residual_scale: float | None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        parts = [x for layer in self.layers for x in layer.tensors]
+        return [x for x in (*parts, self.norm, *self.head) if x is not None]
+
+
+def unsupported(level: Level, weights: DecodeWeights) -> str:
+    """Why this instruction set's kernel cannot run such a model, "" if it can."""
+    dtype, dim = dtype_of(level), weights.head_dim
+    if any(x.dtype != dtype or x.device.type != "cpu" or not x.is_contiguous() for x in weights.tensors):
+        return f"weights are not contiguous {level.dtype} in the CPU's memory"
+    if dim % ROPE_STEP or dim > MAX_HEAD_DIM:
+        return f"heads have {dim} dimensions"
+    if any(x.shape[-1] % 2 or x.shape[0] % 2 for x in weights.tensors):
+        return "a size is odd"
+    return ""
+
+
+class NativeLayers:
+    """The two halves of each layer around attention, and their packed weights. Stateless between calls."""
+
+    def __init__(
+        self, level: Level, weights: DecodeWeights, ropes: Sequence[int], int8: bool = False
+    ) -> None:
+        """ropes: for each layer the index of its angles among the model's, -1 without RoPE.
+
+        int8: matrices are copied to int8 with a scale for every INT8_GROUP inputs of an output: half of bf16's bytes. For
+        decoding alone.
+        """
+        self.level, self.weights, self._library = level, weights, loaded(level)
+        self.tensors = [[_stored(x, level, int8) for x in layer.tensors] for layer in weights.layers]
+        rows = [
+            _LAYER.pack(
+                *(pointer(x) or 0 for x in tensors), rope, spec.window or 0, spec.scale, spec.softcap or 0.0
+            )
+            for tensors, spec, rope in zip(self.tensors, weights.specs, ropes, strict=True)
+        ]
+        self.table = torch.frombuffer(bytearray(b"".join(rows)), dtype=torch.uint8)
+        self.inner = weights.layers[0].gate[0].shape[0]
+
+    def qkv(self, l: int, hidden: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Norm, projections and RoPE of layer l: hidden [S, E] -> q [H, S, D], k and v [K, S, D], and q and k rotated."""
+        w, (n, dim), cos, sin = self.weights, hidden.shape, rope.cos, rope.sin
+        heads, width = (w.n_heads, w.n_kv_heads, w.n_kv_heads), cos.shape[-1]
+        q, k, v = (torch.empty(n, h, w.head_dim, dtype=hidden.dtype) for h in heads)
+        rotated = (
+            [torch.empty(h, n, w.head_dim, dtype=hidden.dtype) for h in heads[:2]] if width else [None] * 2
+        )
+        self._library.blendserve_layer_qkv(
+            self._at(l), *map(pointer, (hidden, cos, sin, q, k, v, *rotated)),
+            hidden.stride(0), cos.stride(0), width, n, dim, w.n_heads, w.n_kv_heads, w.head_dim,
+            w.norm_form.rounds_first, w.eps, w.norm_form.offset, team.size(),
+        )  # fmt: skip
+        q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+        q_rotated, k_rotated = rotated
+        return q, k, v, q if q_rotated is None else q_rotated, k if k_rotated is None else k_rotated
+
+    def out(self, l: int, hidden: Tensor, attended: Tensor) -> Tensor:
+        """The rest of layer l: hidden [S, E] and attention's output [S, H * D] -> hidden [S, E]."""
+        w, (n, dim) = self.weights, hidden.shape
+        out = torch.empty(n, dim, dtype=hidden.dtype)
+        self._library.blendserve_layer_out(
+            self._at(l), *map(pointer, (hidden, attended, out)),
+            hidden.stride(0), attended.stride(0), n, dim, attended.shape[1], self.inner,
+            w.norm_form.rounds_first, w.eps, w.norm_form.offset, w.residual_scale or 0.0, team.size(),
+        )  # fmt: skip
+        return out
+
+    def _at(self, l: int) -> int:
+        return self.table.data_ptr() + l * _LAYER.size
+
+
+class DecodeStep:
+    """A model's decoding step on one instruction set. Stateless between calls; threads may share it."""
+
+    def __init__(
+        self, level: Level, weights: DecodeWeights, ropes: Sequence[int], int8: bool = False
+    ) -> None:
+        """As NativeLayers; ropes: indices of the tables that each call gets."""
+        self._layers, self._int8 = NativeLayers(level, weights, ropes, int8), int8
+        self._head = [_stored(x, level, int8) for x in weights.head]
+        self._run = loaded(level).blendserve_decode_step
+
+    def __call__(
+        self, hidden: Tensor, ropes: Sequence[Rope], caches: Sequence[tuple[Tensor, Tensor, int]]
+    ) -> Tensor:
+        """Embedded rows [S, E], S at most 8 -> logits [S, V]; their KV is written to the caches.
+
+        ropes: of the rows' positions. caches: for each row keys and values [L, K, T, D], and its position. The GIL is
+        free during the call.
+        """
+        layers, w, n_rows = self._layers, self._layers.weights, len(caches)
+        hidden = hidden.contiguous()
+        logits = torch.empty(n_rows, w.head[0].shape[0], dtype=hidden.dtype)
+        tables = [(rope.cos.contiguous(), rope.sin.contiguous()) for rope in ropes]
+        angles = [(cos.data_ptr(), sin.data_ptr(), cos.shape[-1]) for cos, sin in tables]  # RopeTable
+        rows = [(k.data_ptr(), v.data_ptr(), *k.stride()[:3], at) for k, v, at in caches]  # DecodeRow
+        structs = [torch.tensor(x, dtype=torch.int64) for x in (angles, rows)]
+        self._run(
+            *map(pointer, (layers.table, *structs, hidden, w.norm, *self._head, logits)),
+            len(w.layers), n_rows, hidden.shape[1], layers.inner, w.n_heads, w.n_kv_heads, w.head_dim, logits.shape[1],
+            w.norm_form.rounds_first, w.eps, w.norm_form.offset, w.residual_scale or 0.0, self._int8, team.size(),
+        )  # fmt: skip
+        return logits
+
+
+def _stored(x: Tensor | None, level: Level, int8: bool) -> Tensor | None:
+    """A matrix as int8 if wanted; everything else as it is."""
+    return to_int8(x, level) if int8 and x is not None and x.dim() == 2 else x
+
+
+@torch.inference_mode()
+def to_int8(weight: Tensor, level: Level) -> Tensor:
+    """weight [outputs, inputs] -> bytes [outputs / L, inputs / INT8_GROUP, block], as gemv.h reads them."""
+    lanes, per_word = vector_layout(level)
+    outs, depth = weight.shape
+    x = torch.zeros(-(-outs // lanes) * lanes, -(-depth // INT8_GROUP) * INT8_GROUP)
+    x[:outs, :depth] = weight
+    blocks = x.view(len(x) // lanes, lanes, -1, INT8_GROUP)
+    scales = (blocks.abs().amax(-1) / 127).transpose(1, 2).contiguous()  # [outputs / L, groups, L]
+    divisor = scales.clamp_min(torch.finfo(torch.float32).tiny).transpose(1, 2)[..., None]
+    numbers = (
+        (blocks / divisor)
+        .round()
+        .to(torch.int8)
+        .view(len(x) // lanes, lanes, -1, INT8_GROUP // per_word, per_word)
+    )
+    return torch.cat(
+        [scales.view(torch.int8), numbers.permute(0, 2, 3, 1, 4).flatten(2)], dim=-1
+    ).contiguous()
+
+
+def vector_layout(level: Level) -> tuple[int, int]:
+    """Lanes of a vector, and numbers of a word (simd.h)."""
+    return (8 if level.name == "avx2" else 16), (2 if level.dtype == "bfloat16" else 1)

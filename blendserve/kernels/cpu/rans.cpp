@@ -1,0 +1,554 @@
+// The three loops of codec `predict`: int8 symbols <-> bytes (rANS), and symbols -> numbers. store/codecs/predict/rans.py is the
+// plain form with the same bits: sums are of integers, and each step after them is rounded as IEEE 754 says.
+// One thread: callers decode several chunks at a time.
+
+#include <iterator>
+#include <vector>
+
+#include "kernels.h"
+
+namespace {
+
+constexpr int64_t STREAMS = 16;  // symbols j, j + 16, ... of a token belong to one rANS state
+constexpr uint32_t LOWEST = 1 << 16;
+constexpr int PRECISION = 12, RATE = 5, ONE = 1 << 12;
+constexpr int64_t SIZES = 64, MODELS = 64, SYMBOLS = 32, ESCAPE = 31, UNKNOWN = 8;
+constexpr int64_t COMPARED = 10;  // symbols, mostly the most frequent ones, that are found without the table
+constexpr int64_t RATIOS[] = {6, 9, 12, 15, 18, 23, 32};  // between contexts: a token's symbols, in 16ths of the mean token's
+
+// What symbols are coded with: a decoder has decode_table and cdf_head.
+struct Model {
+    const uint8_t* model_of;       // [9, SIZES]: context of the token, recent size of the axis -> model
+    const uint32_t* decode_table;  // [64, 4096]: model and slot -> slots of its symbol, the slot's offset, the symbol: 15, 12
+                                   // and 5 bits. One table, as a step waits for memory
+    const uint16_t* cdf_head;      // [COMPARED, 64]: the first slots of symbols 1 to COMPARED, by model
+};
+
+// How large an axis has been lately: four steps an octave, of a mean with 12 bits behind the point.
+inline uint8_t size_of(int32_t mean) {
+    float x = static_cast<float>(std::max(mean, 4));
+    int32_t bits;
+    std::memcpy(&bits, &x, 4);
+    return static_cast<uint8_t>(std::min((bits >> 21) - (129 << 2), 63));
+}
+
+inline void sizes_of(const std::vector<int32_t>& means, std::vector<uint8_t>& sizes) {
+    for (size_t j = 0; j < means.size(); ++j) sizes[j] = size_of(means[j]);
+}
+
+// Models of all axes: model_of [64] of the token's context.
+inline void models_of(const uint8_t* model_of, const std::vector<uint8_t>& sizes, std::vector<uint8_t>& models) {
+    size_t j = 0;
+#if defined(__AVX512BW__)
+    __m512i part[4];
+    for (int64_t i = 0; i < 4; ++i)
+        part[i] = _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(model_of) + i));
+    const __m512i first = _mm512_set1_epi8(16), second = _mm512_set1_epi8(32);
+    for (; j + 64 <= sizes.size(); j += 64) {
+        const __m512i at = _mm512_loadu_si512(sizes.data() + j);  // a shuffle looks at its lowest four bits
+        const __mmask64 odd = _mm512_test_epi8_mask(at, first), upper = _mm512_test_epi8_mask(at, second);
+        const __m512i in_part = _mm512_and_si512(at, _mm512_set1_epi8(15));
+        __m512i found = _mm512_maskz_shuffle_epi8(~odd & ~upper, part[0], in_part);
+        found = _mm512_mask_shuffle_epi8(found, odd & ~upper, part[1], in_part);
+        found = _mm512_mask_shuffle_epi8(found, ~odd & upper, part[2], in_part);
+        found = _mm512_mask_shuffle_epi8(found, odd & upper, part[3], in_part);
+        _mm512_storeu_si512(models.data() + j, found);
+    }
+#endif
+    for (; j < sizes.size(); ++j) models[j] = model_of[sizes[j]];
+}
+
+inline void update_means(std::vector<int32_t>& means, const int8_t* values) {
+    for (size_t j = 0; j < means.size(); ++j)
+        means[j] += ((std::abs(static_cast<int32_t>(values[j])) * ONE) - means[j]) >> RATE;
+}
+
+inline int8_t value_of(int64_t symbol) {
+    return static_cast<int8_t>(symbol & 1 ? (symbol + 1) / 2 : -(symbol / 2));
+}
+
+inline int64_t symbol_of(int32_t value) {
+    int32_t symbol = value > 0 ? 2 * value - 1 : -2 * value;
+    return symbol < ESCAPE ? symbol : ESCAPE;
+}
+
+struct DecodeArgs {
+    const uint8_t* words;  // [n_words] of 2 bytes, at any address
+    const int8_t *escapes, *below;
+    const int32_t* means;
+    Model model;
+    const uint32_t* states;
+    int8_t* symbols;
+    int64_t n_words, n_escapes, tokens, axes, below_axes;
+};
+
+
+// What is read, and how far.
+struct Input {
+    const uint8_t* words;
+    const int8_t* escapes;
+    int64_t n_words, n_escapes, word = 0, escape = 0;
+};
+
+inline uint16_t word_at(const Input& in, int64_t at) {
+    uint16_t found;
+    std::memcpy(&found, in.words + 2 * at, 2);
+    return found;
+}
+
+#if defined(__AVX512BW__)
+
+static_assert(STREAMS == 16);
+using States = __m512i;
+inline States states_from(const uint32_t* at) { return _mm512_loadu_si512(at); }
+inline void states_to(uint32_t* at, States x) { _mm512_storeu_si512(at, x); }
+
+inline __m256i next_words(const Input& in) {
+    const uint8_t* at = in.words + 2 * in.word;
+    if (in.word + STREAMS <= in.n_words) return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at));
+    uint16_t last[STREAMS] = {};
+    std::memcpy(last, at, 2 * (in.n_words - in.word));
+    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(last));
+}
+
+// Where the first symbols of each axis' class begin. That depends on no state, so no step waits for it.
+class Lookup {
+   public:
+    Lookup(const Model& model, int64_t axes) : model_(model), row_((axes + 31) / 32 * 32), starts_(COMPARED * row_) {}
+
+    // models: of all axes, and some behind them
+    void prepare(const std::vector<uint8_t>& models) {
+        __m512i low[COMPARED], high[COMPARED];
+#pragma GCC unroll 16
+        for (int64_t k = 0; k < COMPARED; ++k) {
+            low[k] = _mm512_loadu_si512(model_.cdf_head + k * MODELS);
+            high[k] = _mm512_loadu_si512(model_.cdf_head + k * MODELS + 32);
+        }
+        for (int64_t j = 0; j < row_; j += 32) {
+            const __m512i at = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(models.data() + j)));
+#pragma GCC unroll 16
+            for (int64_t k = 0; k < COMPARED; ++k)
+                _mm512_storeu_si512(starts_.data() + k * row_ + j, _mm512_permutex2var_epi16(low[k], at, high[k]));
+        }
+    }
+
+    __m256i start(int64_t k, int64_t axis) const {  // of symbol k + 1
+        return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(starts_.data() + k * row_ + axis));
+    }
+
+    const Model& model() const { return model_; }
+
+   private:
+    const Model& model_;
+    int64_t row_;
+    std::vector<uint16_t> starts_;
+};
+
+// States after a symbol, with words of 16 bits where they became small -> whether there were enough.
+inline bool renew(Input& in, States& x, __m512i next, __mmask16 alive) {
+    const __mmask16 low = _mm512_mask_cmplt_epu32_mask(alive, next, _mm512_set1_epi32(LOWEST));
+    const int64_t n = __builtin_popcount(low);
+    if (in.word + n > in.n_words) return false;
+    const __m512i fresh = _mm512_maskz_expand_epi32(low, _mm512_cvtepu16_epi32(next_words(in)));
+    in.word += n;
+    x = _mm512_mask_mov_epi32(x, alive, next);
+    x = _mm512_mask_or_epi32(x, low, _mm512_slli_epi32(next, 16), fresh);
+    return true;
+}
+
+inline __m512i after(States x, __m512i width, __m512i place) {
+    return _mm512_add_epi32(_mm512_mullo_epi32(width, _mm512_srli_epi32(x, PRECISION)), place);
+}
+
+// Any symbols, by one look-up, which waits for memory.
+inline bool step_by_slots(const Model& model, Input& in, States& x, const uint8_t* models, __m512i slot, uint32_t live,
+                          int8_t* values) {
+    const __m512i model_id = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(models)));
+    const __m512i at = _mm512_or_si512(_mm512_slli_epi32(model_id, PRECISION), slot);
+    const __m512i found = _mm512_i32gather_epi32(at, model.decode_table, 4);
+    const __m512i place = _mm512_and_si512(_mm512_srli_epi32(found, 5), _mm512_set1_epi32(ONE - 1));
+    const __mmask16 alive = static_cast<__mmask16>(live);
+    if (!renew(in, x, after(x, _mm512_srli_epi32(found, 17), place), alive)) return false;
+    const __m512i one = _mm512_set1_epi32(1), symbol = _mm512_and_si512(found, _mm512_set1_epi32(SYMBOLS - 1));
+    const __m512i half = _mm512_srli_epi32(_mm512_add_epi32(symbol, one), 1);
+    const __m512i sign = _mm512_sub_epi32(_mm512_and_si512(symbol, one), one);  // -1 for what is not above 0
+    const __m512i value = _mm512_sub_epi32(_mm512_xor_si512(half, sign), sign);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(values), _mm512_cvtepi32_epi8(value));
+    for (uint32_t left = _mm512_mask_cmpeq_epi32_mask(alive, symbol, _mm512_set1_epi32(ESCAPE)); left; left &= left - 1) {
+        if (in.escape == in.n_escapes) return false;
+        values[__builtin_ctz(left)] = in.escapes[in.escape++];
+    }
+    return true;
+}
+
+// The symbols of `live` streams from `axis` on -> whether there were enough bytes. All values are written.
+inline bool step(const Lookup& lookup, Input& in, States& x, const uint8_t* models, int64_t axis, uint32_t live,
+                 int8_t* values) {
+    const __m512i slot = _mm512_and_si512(x, _mm512_set1_epi32(ONE - 1));
+    const __m256i at = _mm512_cvtepi32_epi16(slot), one = _mm256_set1_epi16(1);
+    // `behind` is small where a symbol's first slot is reached, and else, as numbers of 16 bits start over, large.
+    __m256i behind = _mm256_setzero_si256(), place = at, most = _mm256_setzero_si256(), symbol = _mm256_set1_epi16(COMPARED);
+#pragma GCC unroll 16
+    for (int64_t k = 0; k < COMPARED; ++k) {
+        behind = _mm256_sub_epi16(at, lookup.start(k, axis));
+        place = _mm256_min_epu16(place, behind);
+        most = _mm256_max_epu16(most, behind);
+        symbol = _mm256_add_epi16(symbol, _mm256_srai_epi16(behind, 15));
+    }
+    if (live & ~_mm256_movepi16_mask(behind))
+        return step_by_slots(lookup.model(), in, x, models + axis, slot, live, values);
+    const __m256i width = _mm256_sub_epi16(place, most);  // from the symbol's first slot to the next one's
+    const __m512i next = after(x, _mm512_cvtepu16_epi32(width), _mm512_cvtepu16_epi32(place));
+    if (!renew(in, x, next, static_cast<__mmask16>(live))) return false;
+    const __m256i half = _mm256_srli_epi16(_mm256_add_epi16(symbol, one), 1);
+    const __m256i sign = _mm256_sub_epi16(_mm256_and_si256(symbol, one), one);  // -1 for what is not above 0
+    const __m256i value = _mm256_sub_epi16(_mm256_xor_si256(half, sign), sign);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(values), _mm256_cvtepi16_epi8(value));
+    return true;
+}
+
+#else
+
+struct States {
+    uint32_t x[STREAMS];
+};
+inline States states_from(const uint32_t* at) {
+    States states;
+    std::copy(at, at + STREAMS, states.x);
+    return states;
+}
+inline void states_to(uint32_t* at, const States& states) { std::copy(states.x, states.x + STREAMS, at); }
+
+class Lookup {
+   public:
+    Lookup(const Model& model, int64_t) : model_(model) {}
+    void prepare(const std::vector<uint8_t>&) {}
+    const Model& model() const { return model_; }
+
+   private:
+    const Model& model_;
+};
+
+inline bool step(const Lookup& lookup, Input& in, States& states, const uint8_t* models, int64_t axis, uint32_t live,
+                 int8_t* values) {
+    const Model& model = lookup.model();
+    models += axis;
+    for (int64_t i = 0; live >> i & 1; ++i) {
+        uint32_t x = states.x[i], slot = x & (ONE - 1), model_id = models[i];
+        uint32_t found = model.decode_table[model_id << PRECISION | slot], symbol = found & (SYMBOLS - 1);
+        x = (found >> 17) * (x >> PRECISION) + (found >> 5 & (ONE - 1));
+        if (x < LOWEST) {
+            if (in.word == in.n_words) return false;
+            x = x << 16 | word_at(in, in.word++);
+        }
+        states.x[i] = x;
+        if (symbol == ESCAPE && in.escape == in.n_escapes) return false;
+        values[i] = symbol == ESCAPE ? in.escapes[in.escape++] : value_of(symbol);
+    }
+    return true;
+}
+
+#endif
+
+// The sum of what they are without their signs.
+inline int64_t sum_of_sizes(const int8_t* symbols, int64_t n) {
+    __m256i sums = _mm256_setzero_si256();
+    int64_t j = 0, parts[4], sum = 0;
+    for (; j + 32 <= n; j += 32) {  // 128 as well: there is no sign any more
+        const __m256i sizes = _mm256_abs_epi8(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(symbols + j)));
+        sums = _mm256_add_epi64(sums, _mm256_sad_epu8(sizes, _mm256_setzero_si256()));
+    }
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(parts), sums);
+    for (int64_t part : parts) sum += part;
+    for (; j < n; ++j) sum += std::abs(static_cast<int32_t>(symbols[j]));
+    return sum;
+}
+
+std::vector<uint8_t> contexts_of(const DecodeArgs& c) {
+    std::vector<uint8_t> contexts(c.tokens, UNKNOWN);
+    if (!c.below) return contexts;
+    std::vector<int64_t> sums(c.tokens);
+    int64_t total = 0;
+    for (int64_t t = 0; t < c.tokens; ++t)
+        total += sums[t] = sum_of_sizes(c.below + t * c.below_axes, c.below_axes);
+    for (int64_t t = 0; t < c.tokens; ++t) {
+        const int64_t ratio = 16 * sums[t] * c.tokens / std::max<int64_t>(total, 1);
+        contexts[t] = static_cast<uint8_t>(std::upper_bound(std::begin(RATIOS), std::end(RATIOS), ratio) - RATIOS);
+    }
+    return contexts;
+}
+
+// Whether these were the bytes of such symbols.
+bool decode(const DecodeArgs& c) {
+    const int64_t axes = c.axes;
+    const std::vector<uint8_t> contexts = contexts_of(c);
+    Lookup lookup(c.model, axes);
+    std::vector<int32_t> means(c.means, c.means + axes);
+    std::vector<uint8_t> sizes(axes), models(axes + 2 * STREAMS);
+    std::vector<int8_t> values(axes + STREAMS);
+    Input in{c.words, c.escapes, c.n_words, c.n_escapes};
+    States x = states_from(c.states);
+    for (int64_t t = 0; t < c.tokens; ++t) {
+        sizes_of(means, sizes);
+        models_of(c.model.model_of + contexts[t] * SIZES, sizes, models);
+        lookup.prepare(models);
+        for (int64_t j = 0; j < axes; j += STREAMS) {
+            const uint32_t live = axes - j < STREAMS ? (1u << (axes - j)) - 1 : (1u << STREAMS) - 1;
+            if (!step(lookup, in, x, models.data(), j, live, values.data() + j)) return false;
+        }
+        update_means(means, values.data());
+        std::copy(values.data(), values.data() + axes, c.symbols + t * axes);
+    }
+    uint32_t states[STREAMS];
+    states_to(states, x);
+    return in.word == c.n_words && in.escape == c.n_escapes &&
+           std::all_of(states, states + STREAMS, [](uint32_t state) { return state == LOWEST; });
+}
+
+}  // namespace
+
+int64_t blendserve_rans_decode(const uint8_t* words, const int8_t* escapes, const int8_t* below, const int32_t* means,
+                               const uint8_t* model_of, const uint32_t* decode_table, const uint16_t* cdf_head,
+                               const uint32_t* states, int8_t* symbols, int64_t n_words, int64_t n_escapes, int64_t tokens,
+                               int64_t axes, int64_t below_axes) {
+    Model model{model_of, decode_table, cdf_head};
+    return decode({words, escapes, below, means, model, states, symbols, n_words, n_escapes, tokens, axes, below_axes});
+}
+
+void blendserve_rans_encode(const int8_t* symbols, const uint8_t* contexts, const int32_t* means, const uint8_t* model_of,
+                            const uint32_t* encode_table, uint16_t* words, int8_t* escapes, uint32_t* states, int64_t* counts,
+                            int64_t tokens, int64_t axes) {
+    std::vector<int32_t> running(means, means + axes);
+    std::vector<uint8_t> sizes(axes), models(tokens * axes), coded(tokens * axes);
+    int64_t n_escapes = 0;
+    for (int64_t t = 0; t < tokens; ++t) {
+        sizes_of(running, sizes);
+        const int8_t* values = symbols + t * axes;
+        for (int64_t j = 0; j < axes; ++j) {
+            int64_t model = model_of[contexts[t] * SIZES + sizes[j]], symbol = symbol_of(values[j]);
+            if (encode_table[model * SYMBOLS + symbol] < 1 << 16) symbol = ESCAPE;
+            if (symbol == ESCAPE) escapes[n_escapes++] = values[j];
+            models[t * axes + j] = static_cast<uint8_t>(model);
+            coded[t * axes + j] = static_cast<uint8_t>(symbol);
+        }
+        update_means(running, values);
+    }
+    std::fill(states, states + STREAMS, LOWEST);
+    int64_t word = tokens * axes;
+    for (int64_t t = tokens - 1; t >= 0; --t)
+        for (int64_t j = axes - 1; j >= 0; --j) {
+            uint32_t& state = states[j % STREAMS];
+            uint32_t entry = encode_table[models[t * axes + j] * SYMBOLS + coded[t * axes + j]];
+            uint64_t width = entry >> 16, start = entry & 0xffff;
+            if (state >= width << (32 - PRECISION)) {
+                words[--word] = static_cast<uint16_t>(state);
+                state >>= 16;
+            }
+            state = static_cast<uint32_t>(state / width << PRECISION | (state % width + start));
+        }
+    counts[0] = tokens * axes - word;
+    counts[1] = n_escapes;
+}
+
+namespace {
+
+// A matrix of integers, laid out for instructions that multiply four bytes at a time: [outputs / 16, inputs / 4, 16, 4],
+// plus 128.
+struct Matrix {
+    const uint8_t* weights;
+    int64_t inputs;  // a multiple of 4
+};
+
+struct DequantizeArgs {
+    const int8_t *below, *symbols;
+    Matrix map, residual;
+    const float *map_scale, *mean, *residual_scale, *code_scale, *code_zero;
+    float* out;
+    uint16_t* bf16_out;
+    int8_t* codes;
+    int64_t tokens, width, dim;
+};
+
+constexpr int64_t BLOCK = 16;  // outputs
+
+#if defined(__AVX512VNNI__)
+
+struct Sum {
+    __m512i v = _mm512_setzero_si512();
+    void add(__m512i w, int32_t x) { v = _mm512_dpbusd_epi32(v, w, _mm512_set1_epi32(x)); }
+    void store(int32_t* to) const { _mm512_storeu_si512(to, v); }
+};
+using Weights = __m512i;
+inline Weights weights_at(const uint8_t* at) { return _mm512_loadu_si512(at); }
+
+#else
+
+struct Weights {
+    __m256i quarter[4];
+};
+inline Weights weights_at(const uint8_t* at) {
+    const __m128i* part = reinterpret_cast<const __m128i*>(at);
+    Weights w;
+    for (int64_t i = 0; i < 4; ++i) w.quarter[i] = _mm256_cvtepu8_epi16(_mm_loadu_si128(part + i));
+    return w;
+}
+struct Sum {
+    __m256i quarter[4] = {_mm256_setzero_si256(), _mm256_setzero_si256(), _mm256_setzero_si256(),
+                          _mm256_setzero_si256()};
+    void add(const Weights& w, int32_t x) {
+        __m256i four = _mm256_broadcastq_epi64(_mm_cvtepi8_epi16(_mm_cvtsi32_si128(x)));
+        for (int64_t i = 0; i < 4; ++i)
+            quarter[i] = _mm256_add_epi32(quarter[i], _mm256_madd_epi16(w.quarter[i], four));
+    }
+    void store(int32_t* to) const {
+        int32_t pairs[32];
+        for (int64_t i = 0; i < 4; ++i) _mm256_storeu_si256(reinterpret_cast<__m256i*>(pairs) + i, quarter[i]);
+        for (int64_t i = 0; i < BLOCK; ++i) to[i] = pairs[2 * i] + pairs[2 * i + 1];
+    }
+};
+
+#endif
+
+// As many sums as registers hold.
+#if defined(__AVX512VNNI__)
+constexpr int64_t ROWS = 6, BLOCKS = 4;
+#else
+constexpr int64_t ROWS = 2, BLOCKS = 1;
+#endif
+
+inline int32_t four_at(const int8_t* at) {
+    int32_t x;
+    std::memcpy(&x, at, 4);
+    return x;
+}
+
+// Sums of `rows` tokens for some blocks of outputs, in registers.
+template <int64_t rows, int64_t blocks>
+inline void multiply(const Matrix& m, int64_t at, const int8_t* x, int64_t stride, Sum (&sums)[blocks][rows]) {
+    const uint8_t* weights = m.weights + at * m.inputs;
+    Sum here[blocks][rows];
+    for (int64_t i = 0; i < m.inputs; i += 4, weights += 4 * BLOCK) {
+        Weights w[blocks];
+#pragma GCC unroll 8
+        for (int64_t n = 0; n < blocks; ++n) w[n] = weights_at(weights + n * BLOCK * m.inputs);
+#pragma GCC unroll 8
+        for (int64_t r = 0; r < rows; ++r) {
+            int32_t four = four_at(x + r * stride + i);
+#pragma GCC unroll 8
+            for (int64_t n = 0; n < blocks; ++n) here[n][r].add(w[n], four);
+        }
+    }
+#pragma GCC unroll 8
+    for (int64_t n = 0; n < blocks; ++n)
+#pragma GCC unroll 8
+        for (int64_t r = 0; r < rows; ++r) sums[n][r] = here[n][r];
+}
+
+// What the 128 that every weight has too much adds up to.
+inline int32_t surplus_of(const int8_t* x, int64_t n) {
+    int32_t sum = 0;
+    for (int64_t i = 0; i < n; ++i) sum += x[i];
+    return 128 * sum;
+}
+
+inline uint16_t rounded_short(float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+// Where a block of outputs goes: its numbers lie `step` side by side in one head after another.
+struct Place {
+    int64_t block, step, to[BLOCK];  // of the first token, in numbers
+};
+inline Place place_of(const DequantizeArgs& c, int64_t block) {
+    Place place{block, std::min(BLOCK, c.dim), {}};
+    for (int64_t i = 0; i < BLOCK; ++i)
+        place.to[i] = (block + i) / c.dim * c.tokens * c.dim + (block + i) % c.dim;
+    return place;
+}
+
+template <int64_t n>
+inline void put(const DequantizeArgs& c, int64_t to, const float* numbers, const uint16_t* shorts) {
+    if (c.out) std::memcpy(c.out + to, numbers, n * sizeof(float));
+    if (c.bf16_out) std::memcpy(c.bf16_out + to, shorts, n * sizeof(uint16_t));
+}
+
+// A token's block of numbers to where it goes.
+inline void place_block(const DequantizeArgs& c, int64_t t, const Place& place, const float* numbers,
+                        const uint16_t* shorts) {
+    if (place.step == BLOCK) {  // of a size that the compiler knows
+        put<BLOCK>(c, place.to[0] + t * c.dim, numbers, shorts);
+        return;
+    }
+    for (int64_t i = 0; i < BLOCK; ++i) put<1>(c, place.to[i] + t * c.dim, numbers + i, shorts + i);
+}
+
+// Sums of a token -> its numbers and codes of one block.
+inline void finish(const DequantizeArgs& c, int64_t t, const Place& place, const Sum& map_sum, int32_t map_surplus,
+                   const Sum& residual_sum, int32_t residual_surplus) {
+    constexpr float MAGIC = 12582912.0f;  // adding it rounds to the nearest integer, halves to even
+    const int64_t block = place.block;
+    float y[BLOCK];
+    int8_t codes[BLOCK];
+    uint16_t shorts[BLOCK];
+    int32_t map[BLOCK], residual[BLOCK];
+    map_sum.store(map);
+    residual_sum.store(residual);
+    for (int64_t i = 0; i < BLOCK; ++i)
+        y[i] = static_cast<float>(map[i] - map_surplus) * c.map_scale[block + i] + c.mean[block + i];
+    for (int64_t i = 0; i < BLOCK; ++i)
+        y[i] += static_cast<float>(residual[i] - residual_surplus) * c.residual_scale[block + i];
+    for (int64_t i = 0; i < BLOCK; ++i) {
+        float code = y[i] * c.code_scale[block + i] + c.code_zero[block + i];
+        code = code < -128.0f ? -128.0f : code;
+        code = code > 127.0f ? 127.0f : code;
+        codes[i] = static_cast<int8_t>(static_cast<int32_t>((code + MAGIC) - MAGIC));
+    }
+    for (int64_t i = 0; i < BLOCK; ++i) shorts[i] = rounded_short(y[i]);
+    std::memcpy(c.codes + t * c.width + block, codes, BLOCK);
+    place_block(c, t, place, y, shorts);
+}
+
+struct Surplus {
+    std::vector<int32_t> map, residual;  // [tokens]
+};
+
+template <int64_t rows, int64_t blocks>
+void dequantize_rows(const DequantizeArgs& c, int64_t t, const Place (&places)[blocks], const Surplus& surplus) {
+    const int64_t axes = c.residual.inputs, at = places[0].block;
+    Sum map[blocks][rows], residual[blocks][rows];
+    multiply<rows, blocks>(c.map, at, c.below + t * c.width, c.width, map);
+    if (c.symbols) multiply<rows, blocks>(c.residual, at, c.symbols + t * axes, axes, residual);
+    for (int64_t n = 0; n < blocks; ++n)
+        for (int64_t r = 0; r < rows; ++r)
+            finish(c, t + r, places[n], map[n][r], surplus.map[t + r], residual[n][r], surplus.residual[t + r]);
+}
+
+// Some outputs of all tokens: their weights stay in the nearest cache.
+template <int64_t blocks>
+void dequantize_blocks(const DequantizeArgs& c, int64_t at, const Surplus& surplus) {
+    Place places[blocks];
+    for (int64_t n = 0; n < blocks; ++n) places[n] = place_of(c, at + n * BLOCK);
+    int64_t t = 0;
+    for (; t + ROWS <= c.tokens; t += ROWS) dequantize_rows<ROWS, blocks>(c, t, places, surplus);
+    for (; t < c.tokens; ++t) dequantize_rows<1, blocks>(c, t, places, surplus);
+}
+
+}  // namespace
+
+void blendserve_dequantize(const int8_t* below, const int8_t* symbols, const uint8_t* map, const uint8_t* residual,
+                           const float* map_scale, const float* mean, const float* residual_scale, const float* code_scale,
+                           const float* code_zero, float* out, uint16_t* bf16_out, int8_t* codes, int64_t tokens,
+                           int64_t width, int64_t axes, int64_t dim) {
+    DequantizeArgs args{below, symbols, {map, width}, {residual, axes}, map_scale, mean, residual_scale, code_scale,
+                        code_zero, out, bf16_out, codes, tokens, width, dim};
+    Surplus surplus{std::vector<int32_t>(tokens), std::vector<int32_t>(tokens)};
+    for (int64_t t = 0; t < tokens; ++t) {
+        surplus.map[t] = surplus_of(below + t * width, width);
+        if (symbols) surplus.residual[t] = surplus_of(symbols + t * axes, axes);
+    }
+    int64_t block = 0;
+    for (; block + BLOCKS * BLOCK <= width; block += BLOCKS * BLOCK) dequantize_blocks<BLOCKS>(args, block, surplus);
+    for (; block < width; block += BLOCK) dequantize_blocks<1>(args, block, surplus);
+}
