@@ -13,9 +13,9 @@ before it learnt on this trace. KL is that of the first token's logits to full p
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated
 
@@ -36,18 +36,20 @@ from blendserve.blend.blender import Blender
 from blendserve.config import BlendConfig, KdnConfig, Positive, changed
 from blendserve.errors import ConfigError
 from blendserve.evaluate.fidelity import kl
-from blendserve.fetch.fetcher import ChunkRequest
+from blendserve.fetch import KVFetcher, TieredStore
+from blendserve.fetch.fetcher import Fetch
+from blendserve.fetch.incoming import ChunkRequest
+from blendserve.fetch.kdn.manifest import Entry
+from blendserve.fetch.kdn.source import WORKERS, KdnSource
+from blendserve.fetch.link import LinkEstimator
+from blendserve.fetch.plan import Candidate, LinkState, Plan
+from blendserve.fetch.transfer import Compute, TransferOptions
 from blendserve.kdn.catalogue import Catalogue
 from blendserve.kdn.publish import LevelCoder, describe
 from blendserve.models.loader import LoadedModel
 from blendserve.registry import DELIVERED, DELIVERED_CODECS, STORES
-from blendserve.store import KVStore, LMDBStore, MemoryStore
-from blendserve.store.kdn.adapt import TEXT, Offer, Rule, Situation, fixed, quickest
-from blendserve.store.kdn.collection import Entry
-from blendserve.store.kdn.pace import Pace
-from blendserve.store.kdn.store import WORKERS, KdnStore
+from blendserve.store import ChunkKey, KVStore, LMDBStore, MemoryStore
 from blendserve.store.key import namespace_tag
-from blendserve.store.request_reads import TimeSaved
 
 COLLECTION = "bench"
 RECOMPUTE, CACHEGEN, PIPELINED, OURS = "recompute", "CacheGen", "CacheGen rule, pipelined", "blendserve"
@@ -92,26 +94,54 @@ class DeliveryConfig(CodecConfig):
 class Client:
     """How a client gets its chunks."""
 
-    rule: Rule
     blend: BlendConfig
+    options: TransferOptions
+    level: str = "auto"
     workers: int = WORKERS
-    early: bool = True
 
 
-def cachegen_rule(offers: Sequence[Offer], now: Situation, going_on: str | None = None) -> str:
-    """CacheGen's level of a chunk (SIGCOMM 2024, section 5.3): chosen before it is sent, by the last chunk's throughput.
+def fixed_plan(todo: Sequence[Candidate], link: LinkState, current: str | None = None) -> Plan:
+    """Every chunk, at the one level that the settings allow."""
+    return Plan(next(iter(todo[0].sizes)), len(todo))
+
+
+def cachegen_plan(todo: Sequence[Candidate], link: LinkState, current: str | None = None) -> Plan:
+    """CacheGen's level of the next chunk (SIGCOMM 2024, section 5.3): chosen before it is sent, by the last throughput.
 
     The finest level that arrives in time, else the fastest; the middle one for the first chunk. Decoding does not count.
     """
-    if going_on is not None:
-        return going_on
-    levels = [offer for offer in offers if offer.word != TEXT]
-    if now.last_bytes_per_s is None:
-        return levels[len(levels) // 2].word if levels else TEXT
-    rate, room = now.last_bytes_per_s, (now.wanted - now.spent) * now.share
-    seconds = {o.word: o.seconds if o.word == TEXT else o.n_bytes / rate for o in offers}
-    in_time = [word for word, needed in seconds.items() if needed <= room]
-    return in_time[0] if in_time else min(seconds, key=lambda word: seconds[word])
+    sizes, n = todo[0].sizes, len(todo)
+    levels = list(sizes)
+    if current is not None:
+        return Plan(current, n)
+    if link.last_rate is None:
+        return Plan(levels[len(levels) // 2], n)
+    share = todo[0].n_tokens / sum(c.n_tokens for c in todo)
+    room, computing = (link.wanted_s - link.spent_s) * share, todo[0].saved_s
+    seconds = {level: sizes[level] / link.last_rate for level in levels}
+    ways = seconds if computing is None else {"": computing, **seconds}
+    in_time = [level for level, needed in ways.items() if needed <= room]
+    level = in_time[0] if in_time else min(ways, key=lambda level: ways[level])
+    return Plan(level or levels[0], n, n_skipped=not level)
+
+
+CACHEGEN_WAY = TransferOptions(
+    interleave=False, early_start=False, restart=False, compute=False, plan=cachegen_plan
+)
+CACHEGEN_PIPELINED = TransferOptions(interleave=False, restart=False, compute=False, plan=cachegen_plan)
+FIXED = TransferOptions(interleave=False, restart=False, compute=False, plan=fixed_plan)
+
+
+class CostedFetcher(KVFetcher):
+    """Tells what chunks save for every method: a dead link is noticed by that."""
+
+    saved_s: Mapping[ChunkKey, float]
+
+    @contextmanager
+    def fetch(self, requests: Sequence[ChunkRequest], compute: Compute | None = None) -> Iterator[Fetch]:
+        costed = [replace(r, saved_s=self.saved_s.get(r.key, r.saved_s)) for r in requests]
+        with super().fetch(costed, compute) as fetch:
+            yield fetch
 
 
 class Fixture:
@@ -121,21 +151,21 @@ class Fixture:
         self, reader: LoadedModel, config: DeliveryConfig, proxy: ProxyProcess, workload: Workload
     ) -> None:
         self._reader, self._config, self._proxy, self._workload = reader, config, proxy, workload
-        self._paces: dict[str, Pace] = {}
+        self._links: dict[str, LinkEstimator] = {}
         self._blenders: dict[str, Blender] = {}  # what each client learnt of the link
         full = self._blender(MemoryStore(CAP)).run(workload.draw(), BlendConfig(method="full"))
         self._reference: Tensor = full.result.logits.float()
 
     def cases(self, trace: Trace) -> list[Case]:
         """Every client over this trace, of which none knows anything yet."""
-        self._paces.clear()
+        self._links.clear()
         self._blenders.clear()
         blend = self._config.blend
         clients = {
-            **{("fixed", level): Client(fixed(level), blend) for level in self._config.levels},
-            ("adaptive", CACHEGEN): Client(cachegen_rule, blend, workers=1, early=False),
-            ("adaptive", PIPELINED): Client(cachegen_rule, blend),
-            ("adaptive", OURS): Client(quickest, changed(blend, method="auto")),
+            **{("fixed", level): Client(blend, FIXED, level) for level in self._config.levels},
+            ("adaptive", CACHEGEN): Client(blend, CACHEGEN_WAY, workers=1),
+            ("adaptive", PIPELINED): Client(blend, CACHEGEN_PIPELINED),
+            ("adaptive", OURS): Client(changed(blend, method="auto"), TransferOptions()),
         }
         recompute = Case({"kind": "fixed", "client": RECOMPUTE}, self._recompute)
         return [
@@ -151,28 +181,35 @@ class Fixture:
 
     def _delivered(self, trace: Trace, name: str, client: Client) -> Metrics:
         url = f"http://127.0.0.1:{self._proxy.port}"
-        config = KdnConfig(url=url, collection=COLLECTION, deadline_s=self._config.deadline_s)
-        pace, new = self._paces.setdefault(name, Pace()), name not in self._blenders
-        prompt, costs = self._workload.prompt, self._blender(MemoryStore(CAP))
-        # The rules of fixed methods compare it as well, though their requests do not say it.
-        is_exact = costs.key.context == prompt.prefix
-        saved = TimeSaved(
-            costs.planner.token_saves_s(prompt, client.blend, range(len(prompt.chunks)), is_exact), {}
+        config = KdnConfig(
+            url=url, collection=COLLECTION, level=client.level, deadline_s=self._config.deadline_s
         )
+        link, new = self._links.setdefault(name, LinkEstimator()), name not in self._blenders
+        source = KdnSource(config, client.workers, link)
         trip = self._config.round_trip_ms / 1e3
-        with KdnStore(config, client.rule, client.workers, pace, client.early, saved) as store:
-            list(store.keys())  # connects, and reads the directory
+        with TieredStore(MemoryStore(0), source) as store:
+            source.known()  # connects, and reads the directory
+            fetcher = CostedFetcher(store, options=client.options)
+            fetcher.saved_s = self._saved(client)
             blender = self._blender(store) if new else self._blenders[name].over(store, "")
+            blender.fetcher = fetcher
             if new:
                 self._blenders[name] = blender
                 with replayed(trace.start, self._proxy, trip):
                     first = self._workload.chunks[0]
-                    blender.fetcher.warm_up([ChunkRequest(blender.key(first), len(first))])
+                    blender.fetcher.warm_up([blender.key(first)])
             blender.planner.calibrate()
             with replayed(trace, self._proxy, trip):
                 metrics = self._request(blender, client.blend)
-                blender.fetcher.wait()  # which belongs to this link, not to the next client
+                fetcher.wait()  # for a probe, which belongs to this link, not to the next client
                 return metrics
+
+    def _saved(self, client: Client) -> dict[ChunkKey, float]:
+        """Seconds that each stored chunk saves; requests of fixed methods do not tell it."""
+        prompt, costs = self._workload.prompt, self._blender(MemoryStore(CAP))
+        is_exact = costs.key.context == prompt.prefix
+        per_token = costs.planner.token_saves_s(prompt, client.blend, range(len(prompt.chunks)), is_exact)
+        return {costs.key(chunk.ids): per_token * len(chunk) for chunk in prompt.chunks}
 
     def _request(self, blender: Blender, blend: BlendConfig) -> Metrics:
         before = self._proxy.n_bytes

@@ -11,6 +11,7 @@ the chunks of the next are read. It is measured for every round trip at the high
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -26,16 +27,15 @@ from blendserve.bench.fixture import make_blender, time_prompt
 from blendserve.bench.harness import Case, Column, Group, Metrics, SampleLog, count, ms, ratio, table
 from blendserve.bench.plots import Plot
 from blendserve.bench.runner import Bench, open_reader
-from blendserve.bench.stores import CodecTables, TimedStore
+from blendserve.bench.stores import CodecTables, TimedFetcher
 from blendserve.bench.workload import Workload, make_workload
 from blendserve.blend.blender import Blender
 from blendserve.config import BlendConfig, Positive, ValkeyConfig, changed
 from blendserve.core import Prompt
 from blendserve.errors import InputError
-from blendserve.fetch.fetcher import ChunkRequest
+from blendserve.fetch import KVFetcher
 from blendserve.models.loader import LoadedModel
 from blendserve.registry import SENT_CODECS
-from blendserve.store import ReadAhead
 from blendserve.store.codecs.base import SLOW
 from blendserve.store.valkey import ValkeyStore
 
@@ -69,14 +69,14 @@ class Fixture:
         self._workload: Workload = config.workload(reader)
         self._settings = ValkeyConfig(url=proxy.url, deadline_s=DEADLINE_S)
         tables = CodecTables(reader, self._workload.prompts, config.fit_tokens, config.text)
-        self.stores: dict[str, TimedStore] = {}
+        self.stores: dict[str, ValkeyStore] = {}
         self.blenders: dict[str, Blender] = {}
         for word in config.codecs:
-            store = TimedStore(ValkeyStore(self._settings, CAP))
+            store = ValkeyStore(self._settings, CAP)
             stack.callback(store.close)
             codec = tables.write_with(word, store)
             self.stores[word] = store
-            own = {"namespace": word, "codec": codec}
+            own = {"namespace": word, "codec": codec, "fetcher": TimedFetcher(store)}
             self.blenders[word] = make_blender(reader, self._workload.prompts, store, **own)
             self.blenders[word].writer.precompute(self._workload.chunks)
 
@@ -84,43 +84,50 @@ class Fixture:
         """Full prefill, loading by each codec, and what `auto` chooses, which gets to know the link anew."""
         blend, found = self._config.blend, []
         first = self._config.codecs[0]
-        full = partial(self._request, self.blenders[first], self.stores[first], BlendConfig(method="full"))
+        full = partial(self._request, self.blenders[first], BlendConfig(method="full"))
         found.append(Case({"method": "full"}, full))
         for word, store in self.stores.items():
-            auto = make_blender(self._reader, self._workload.prompts, store, namespace=word)
+            auto = make_blender(
+                self._reader, self._workload.prompts, store, namespace=word, fetcher=TimedFetcher(store)
+            )
             auto.planner.calibrate()
-            auto.fetcher.warm_up([ChunkRequest(auto.key(ids), len(ids)) for ids in self._workload.chunks])
-            run = partial(self._request, self.blenders[word], store, blend)
+            auto.fetcher.warm_up([auto.key(ids) for ids in self._workload.chunks])
+            run = partial(self._request, self.blenders[word], blend)
             found.append(Case({"method": self._config.method, "codec": word}, run))
-            run = partial(self._request, auto, store, changed(blend, method="auto"))
+            run = partial(self._request, auto, changed(blend, method="auto"))
             found.append(Case({"method": "auto", "codec": word}, run))
         return found
 
-    def _request(self, blender: Blender, store: TimedStore, blend: BlendConfig) -> Metrics:
-        waited, moved = store.seconds, self._proxy.down.n_bytes
+    def _request(self, blender: Blender, blend: BlendConfig) -> Metrics:
+        fetcher = blender.fetcher
+        assert isinstance(fetcher, TimedFetcher)
+        waited, moved = fetcher.seconds, self._proxy.down.n_bytes
         metrics, done = time_prompt(blender, self._workload, blend)
         if late := [missing for missing in done.report.unusable if missing.kind != SLOW]:
             raise InputError(f"{len(late)} chunks did not arrive within {DEADLINE_S:g} s: use a higher rate")
         n_bytes = self._proxy.down.n_bytes - moved
-        return {"ttft_s": metrics["ttft_s"], "wait_s": store.seconds - waited, "bytes_received": n_bytes}
+        return {"ttft_s": metrics["ttft_s"], "wait_s": fetcher.seconds - waited, "bytes_received": n_bytes}
 
     def throughput(self, word: str) -> Metrics:
         """Chunks are read for every request and kept nowhere; the first requests connect and do not count."""
         config, blend = self._config, self._config.blend
-        with ReadAhead(ValkeyStore(self._settings, CAP), CAP) as store:
-            blender = make_blender(self._reader, self._workload.prompts, store, namespace=word)
+        with ValkeyStore(self._settings, CAP) as store:
+            fetcher = KVFetcher(store, prefetch_bytes=CAP)
+            blender = make_blender(
+                self._reader, self._workload.prompts, store, namespace=word, fetcher=fetcher
+            )
             prompts = self._prompts()
             self.blenders[word].writer.precompute(
                 [chunk.ids for prompt in prompts for chunk in prompt.chunks]
             )
             ended = []
-            for prompt in prompts[: config.in_flight]:
-                blender.prefetch(prompt, blend)
+            holds = deque(blender.prefetch(prompt, blend) for prompt in prompts[: config.in_flight])
             for n, prompt in enumerate(prompts):
                 if blender.run(prompt, blend).report.unusable:
                     raise InputError("chunks did not arrive in time: ask for fewer, or for a higher rate")
                 for later in prompts[n + config.in_flight : n + config.in_flight + 1]:
-                    blender.prefetch(later, blend)
+                    holds.append(blender.prefetch(later, blend))
+                holds.popleft().close()
                 ended.append(time.perf_counter())
             return {"requests_per_s": config.requests / (ended[-1] - ended[-1 - config.requests])}
 

@@ -24,6 +24,7 @@ from blendserve.models.loader import LoadedModel, load_model
 from blendserve.models.reference import model_logits
 from blendserve.registry import PLAIN_CODECS
 from blendserve.retrieve import language_reference
+from blendserve.store import read_record
 
 INDEX = Path("indexes") / "demo"
 BEGAN = "BLENDSERVE_DEMO_BEGAN"  # when `make demo` began: seconds since the epoch
@@ -262,14 +263,16 @@ def _print(rows: list[Row]) -> None:
 
 def _coded_size(engine: Engine) -> str:
     """A line on how much smaller a codec makes the index's KV."""
-    from blendserve.evaluate.coded import coded_store  # start-up: the evaluation's modules
+    from blendserve.evaluate.stores import (
+        codec_for,
+        coded_copy,
+        sizes_of,
+    )  # start-up: the evaluation's modules
 
     assert engine.index is not None
-    coded = coded_store(engine, CODEC)
-    key = engine.blender.key
-    chunks = {key(ids): ids for ids in engine.prompts.chunk_ids(engine.index.passages)}
-    coded.fill(engine.store, chunks)
-    sizes = coded.sizes(chunks)
+    chunks = dict.fromkeys(engine.blender.key(ids) for ids in engine.prompts.chunk_ids(engine.index.passages))
+    coded = coded_copy(engine, codec_for(engine, CODEC), chunks)
+    sizes = sizes_of(read_record(coded, key) for key in chunks)
     raw, small = (sizes[name] / 1e6 for name in ("raw_bytes", "bytes"))
     return (
         f"KV of all {len(chunks)} chunks: {raw:.0f} MB raw, {small:.0f} MB with the codec {CODEC}. "

@@ -98,7 +98,7 @@ STORES = Registry(
         "lmdb": "blendserve.store.lmdb:LMDBStore",
         "memory": "blendserve.store.memory:MemoryStore",
         "valkey": "blendserve.store.valkey:ValkeyStore",
-        "kdn": "blendserve.store.kdn.store:KdnStore",
+        "kdn": "blendserve.fetch.kdn.source:KdnSource",
     },
 )
 SHARED_STORE = "valkey"  # the kind that is a server

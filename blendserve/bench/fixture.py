@@ -20,7 +20,7 @@ from torch.nn.attention import sdpa_kernel
 from blendserve.bench.harness import Metrics
 from blendserve.bench.page_cache import drop
 from blendserve.bench.roofline import Counts, Rates, bound_s, prefill_work
-from blendserve.bench.stores import TimedStore
+from blendserve.bench.stores import SlowStore
 from blendserve.bench.workload import Workload
 from blendserve.blend.blender import Blender, Prefilled
 from blendserve.blend.priors import Priors
@@ -122,7 +122,8 @@ class PromptFixture:
 
     def _blender_of(self, context: KVContext, read_gb_s: float | None = None) -> Blender:
         if (context, read_gb_s) not in self._blenders:
-            fetcher = KVFetcher(TimedStore(self.store, read_gb_s * 1e9)) if read_gb_s else self._fetcher
+            slow = cast(KVStore, SlowStore(self.store, read_gb_s * 1e9)) if read_gb_s else None
+            fetcher = KVFetcher(slow) if slow else self._fetcher
             prompts = PromptBuilder(self.reader.tokenizer, PromptConfig(kv_context=context))
             made = make_blender(self.reader, prompts, fetcher.store, fetcher=fetcher)
             self._blenders[context, read_gb_s] = made

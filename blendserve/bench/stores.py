@@ -1,75 +1,70 @@
-"""A store whose look-ups are timed, and slowed down on request; codecs with their tables."""
+"""A slow store, a fetcher that is timed, and codecs with tables for a bench."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
-
-from torch import Tensor
+from typing import Any
 
 from blendserve.config import Config
 from blendserve.engine.codec_fit import chunks_of, fit, self_generated_text
 from blendserve.engine.prompt import PromptBuilder
+from blendserve.fetch.fetcher import Fetch, KVFetcher
+from blendserve.fetch.incoming import ChunkRequest
+from blendserve.fetch.transfer import Compute
 from blendserve.models.loader import LoadedModel
 from blendserve.registry import CODECS, parse_codec
 from blendserve.retrieve import read_documents
-from blendserve.store import ChunkView, KVStore, MemoryStore, Reads
-from blendserve.store.codecs.base import Codec
-from blendserve.store.wrapped import WrappedStore
+from blendserve.store import ChunkKey, ChunkRecord, KVStore, MemoryStore, Snapshot
+from blendserve.store.codecs.base import Buffer, Codec
 
 
-class TimedStore(WrappedStore):
-    """Sums the seconds of look-ups; with a rate, reads at no more than `bytes_per_s`."""
+class SlowStore:
+    """A store whose records are read no faster than so many bytes a second."""
 
-    def __init__(self, store: KVStore, bytes_per_s: float | None = None) -> None:
-        super().__init__(store)
-        self.seconds, self.bytes_per_s = 0.0, bytes_per_s
+    def __init__(self, store: KVStore, bytes_per_s: float) -> None:
+        self._store, self._bytes_per_s = store, bytes_per_s
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
 
     @contextmanager
-    def reading(self) -> Iterator[Reads]:
-        with self._store.reading() as snapshot:
-            yield cast(Reads, _TimedSnapshot(snapshot, self))
+    def snapshot(self) -> Iterator[Snapshot]:
+        with self._store.snapshot() as snapshot:
+            yield _SlowSnapshot(snapshot, self._bytes_per_s)
 
-    def timed(self, call: Callable[..., Any], *args: Any) -> Any:
+
+class _SlowSnapshot:
+    def __init__(self, snapshot: Snapshot, bytes_per_s: float) -> None:
+        self._snapshot, self._bytes_per_s = snapshot, bytes_per_s
+
+    def get(self, key: ChunkKey, count: bool = True) -> ChunkRecord | None:
+        record = self._snapshot.get(key, count)
+
+        def read(l: int) -> Buffer:
+            assert record
+            start = time.perf_counter()
+            segment = record.segment(l)
+            time.sleep(max(0.0, start + len(segment) / self._bytes_per_s - time.perf_counter()))
+            return segment
+
+        return record and replace(record, read=read, trusted=True)
+
+
+class TimedFetcher(KVFetcher):
+    """Adds up how long prompts wait before their prefill begins."""
+
+    seconds = 0.0
+
+    @contextmanager
+    def fetch(self, requests: Sequence[ChunkRequest], compute: Compute | None = None) -> Iterator[Fetch]:
         start = time.perf_counter()
-        try:
-            return call(*args)
-        finally:
+        with super().fetch(requests, compute) as fetch:
             self.seconds += time.perf_counter() - start
-
-
-class _TimedSnapshot:
-    def __init__(self, snapshot: Reads, store: TimedStore) -> None:
-        self._snapshot, self._store = snapshot, store
-
-    def expect(self, *args: Any) -> None:
-        self._store.timed(self._snapshot.expect, *args)
-
-    def get(self, key: Any) -> Any:
-        view, rate = self._store.timed(self._snapshot.get, key), self._store.bytes_per_s
-        return view if view is None or rate is None else _SlowChunk(view, rate)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._snapshot, name)
-
-
-class _SlowChunk:
-    """A chunk whose layers come at a rate."""
-
-    def __init__(self, view: ChunkView, bytes_per_s: float) -> None:
-        self._view, self._layer_s = view, view.n_bytes / view.n_layers / bytes_per_s
-
-    def layer(self, l: int) -> tuple[Tensor, Tensor]:
-        due = time.perf_counter() + self._layer_s
-        keys, values = self._view.layer(l)
-        time.sleep(max(0.0, due - time.perf_counter()))
-        return keys, values
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._view, name)
+            yield fetch
 
 
 class CodecTables:

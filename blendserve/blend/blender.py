@@ -23,16 +23,17 @@ from blendserve.config import BlendConfig, changed
 from blendserve.core import BlendReport, ChunkKV, Explanation, Prompt, Steps, TokenIds, run
 from blendserve.errors import StoreError
 from blendserve.fetch.copies import Hold
-from blendserve.fetch.fetcher import COMPUTED, ChunkRequest, Fetch, KVFetcher
+from blendserve.fetch.fetcher import COMPUTED, Fetch, KVFetcher
+from blendserve.fetch.incoming import ChunkRequest
 from blendserve.models.kv_cache import KVCache
 from blendserve.models.model import DecoderModel
 from blendserve.registry import CORRECTIONS, FULL_REUSE
 from blendserve.store import KVStore, TensorView
-from blendserve.store.codecs.base import Codec
+from blendserve.store.codecs.base import SLOW, UNREACHABLE, Codec
 from blendserve.store.codecs.raw import Raw
 from blendserve.timing import Clock
 
-NOT_REPLACED = ("absent", "slow link", "unreachable")  # kinds of a miss whose record, if any, may be good
+NOT_REPLACED = ("absent", SLOW, UNREACHABLE)  # kinds of a miss whose record, if any, may be good
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,7 @@ class Blender:
     def over(self, store: KVStore, namespace: str) -> Blender:
         """The same model, prefixes, priors and costs over another store or namespace."""
         other = copy(self)
-        fetcher = self.fetcher if store is self.store else KVFetcher(store, self.fetcher.link)
+        fetcher = self.fetcher if store is self.store else KVFetcher(store)
         other._bind(fetcher, replace(self.key, namespace=namespace), self.writer.chunks, self.writer.codec)
         return other
 

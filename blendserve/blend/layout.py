@@ -25,10 +25,10 @@ from torch import Tensor
 from blendserve.config import Method
 from blendserve.core import Prompt, Span
 from blendserve.errors import CorruptRecord
-from blendserve.fetch.fetcher import ChunkRequest, Fetch
-from blendserve.store.base import Miss
+from blendserve.fetch.fetcher import Fetch
+from blendserve.fetch.incoming import ChunkRequest
+from blendserve.store.base import LOCAL, Miss
 from blendserve.store.key import ChunkKey
-from blendserve.store.request_reads import LOCAL
 from blendserve.store.view import ChunkView
 
 LayerKV = tuple[Tensor, Tensor]  # one layer's keys after RoPE, and values [K, S, D]

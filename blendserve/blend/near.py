@@ -21,13 +21,15 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from difflib import SequenceMatcher
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from blendserve.blend.keys import ChunkKeys
 from blendserve.blend.layout import Layout, Segment
 from blendserve.core import Span, TokenIds
 from blendserve.errors import StoreError
-from blendserve.fetch.fetcher import ChunkRequest, Fetch
+from blendserve.fetch.fetcher import Fetch
+from blendserve.fetch.incoming import ChunkRequest
+from blendserve.fetch.tiered import stores_of
 from blendserve.store import ChunkKey, KVStore
 from blendserve.store.base import Miss
 from blendserve.store.shingles import NearIndex, fingerprints
@@ -38,11 +40,10 @@ MAX_DONORS = 4  # of one chunk
 PAIRS_PER_TOKEN = (
     256  # pairs of equal tokens of a chunk and a donor that are compared, for each token of the chunk
 )
-IDS_PER_READ = 1024  # chunks whose tokens are read at a time
+IDS_PER_READ = 256  # chunks whose tokens are read at a time: some 300 KB of headers in a round trip
 FIRST_WAIT_S = 0.5  # for an index that is being built: enough for some thousand chunks
 REFRESH_S = 300.0  # until chunks that other processes store are found
 
-T = TypeVar("T")
 Available = Callable[[Mapping[ChunkKey, int]], Collection[ChunkKey]]
 """donors by key, with their numbers of tokens -> the readable ones"""
 
@@ -114,26 +115,49 @@ class NearDuplicates:
         """Make the index that of the store as it is now. Chunks that cannot be listed or read stay as they are."""
         self._next_refresh = time.monotonic() + REFRESH_S
         before = self.index.keys  # chunks that are added from here on may not be listed, and stay
-        keys, is_whole = _read(self._store.donor_keys(self._key.namespace))
-        stored = set(keys)
+        stored, is_whole = self._stored_keys()
         if is_whole:
             self.index.discard(before - stored)
             self._not_donors &= stored
         new = sorted(stored - self.index.keys - self._not_donors)
         for some in (new[at : at + IDS_PER_READ] for at in range(0, len(new), IDS_PER_READ)):
-            found, is_whole = _read(self._store.ids(some))
-            donors = {key: ids for key, ids in found if self._key(ids) == key}
+            found, is_whole = self._token_ids(some)
+            donors = {key: ids for key, ids in found.items() if self._key(ids) == key}
             self.index.add((key, fingerprints(ids)) for key, ids in donors.items())
-            self._not_donors |= set(some if is_whole else (key for key, _ in found)) - donors.keys()
+            self._not_donors |= set(some if is_whole else found) - donors.keys()
 
     def _donors(self, keys: Iterable[ChunkKey]) -> dict[ChunkKey, TokenIds]:
         """The tokens of these chunks, if they are stored and donors."""
         asked = list(keys)
-        found, is_whole = _read(self._store.ids(asked)) if asked else ([], True)
-        stored = dict(found)
+        stored, is_whole = self._token_ids(asked)
         if is_whole:  # else some may be stored where they cannot be asked for
             self.index.discard(key for key in asked if key not in stored)
         return {key: ids for key, ids in stored.items() if self._key(ids) == key}
+
+    def _token_ids(self, keys: Sequence[ChunkKey]) -> tuple[dict[ChunkKey, TokenIds], bool]:
+        """The tokens of stored chunks, and whether every store answered."""
+        found, is_whole = dict[ChunkKey, TokenIds](), True
+        for store in stores_of(self._store):
+            try:
+                for at in range(0, len(keys), IDS_PER_READ):
+                    some = [key for key in keys[at : at + IDS_PER_READ] if key not in found]
+                    infos = store.describe(some) if some else {}
+                    found |= {key: info.token_ids for key, info in infos.items() if info.token_ids}
+            except StoreError as error:
+                log.debug("some chunks are not searched for near-duplicates, as %s", error)
+                is_whole = False
+        return found, is_whole
+
+    def _stored_keys(self) -> tuple[set[ChunkKey], bool]:
+        """The chunks of the namespace, and whether every store answered."""
+        found, is_whole = set[ChunkKey](), True
+        for store in stores_of(self._store):
+            try:
+                found.update(store.keys(self._key.namespace))
+            except StoreError as error:
+                log.debug("some chunks are not searched for near-duplicates, as %s", error)
+                is_whole = False
+        return found, is_whole
 
     def _keep_up(self) -> None:
         """Refresh in the background when that is due; the first caller waits a moment for the index."""
@@ -147,17 +171,6 @@ class NearDuplicates:
             thread.start()
             if is_first:
                 thread.join(FIRST_WAIT_S)
-
-
-def _read(items: Iterator[T]) -> tuple[list[T], bool]:
-    """What a store lists, and whether that is all of it."""
-    found: list[T] = []
-    try:
-        found.extend(items)  # one by one: those before a failure are kept
-    except StoreError as error:
-        log.debug("some chunks are not searched for near-duplicates, as %s", error)
-        return found, False
-    return found, True
 
 
 def _runs(ids: TokenIds, donors: Mapping[ChunkKey, TokenIds]) -> list[Run]:

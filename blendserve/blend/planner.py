@@ -20,7 +20,7 @@ from blendserve.blend.layout import Layout, State, lay_out, suppose
 from blendserve.blend.policies.base import make_policy
 from blendserve.config import BlendConfig, Method, changed
 from blendserve.core import Prompt, TokenIds
-from blendserve.fetch.fetcher import ChunkRequest
+from blendserve.fetch.incoming import ChunkRequest
 from blendserve.fetch.link import TokenRate
 from blendserve.models.model import DecoderModel
 from blendserve.paths import cache_folder
@@ -72,7 +72,7 @@ class Planner:
             method, reason = self._choose(layout, blend)
             blend, layout = changed(blend, method=method), layout.for_method(method)
         if isinstance(blend.ratio, str):
-            ratio = overlapped_ratio(self.calibrate(), layout, blend, self.load_rate.seconds_per_token)
+            ratio = overlapped_ratio(self.calibrate(), layout, blend, self.load_rate.per_token)
             blend = changed(blend, ratio=ratio)
         return PrefillPlan(layout, blend, reason)
 

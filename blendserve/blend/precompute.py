@@ -18,9 +18,9 @@ from blendserve.blend.keys import ChunkKeys
 from blendserve.blend.near import NearDuplicates
 from blendserve.core import ChunkKV, Steps, TokenIds
 from blendserve.fetch.fetcher import KVFetcher
+from blendserve.fetch.write_queue import write_behind
 from blendserve.store import ChunkKey, ChunkRecord
 from blendserve.store.codecs.base import Codec
-from blendserve.store.write_behind import write_behind
 
 MIN_LEASE_S = 30.0
 LEASE_MARGIN = 4.0  # times the expected computing time: a process has other work, too
@@ -99,14 +99,17 @@ class ChunkWriter:
     def missing(self, chunks: Iterable[TokenIds]) -> list[TokenIds]:
         """The distinct chunks that are not stored, in order. Raises StoreError."""
         keys = {self._key(ids): ids for ids in chunks if ids}
-        stored = self._store.present(keys)
+        stored = self._fetcher.locate(keys, remote=True)
         return [ids for key, ids in keys.items() if key not in stored]
 
     def delete(self, chunks: Iterable[TokenIds]) -> int:
         """Delete chunks and their copies -> number deleted. Raises StoreError."""
         keys = {self._key(ids) for ids in chunks}
         self._fetcher.forget(keys)
-        return self._store.delete(keys)
+        try:
+            return self._store.delete(keys)
+        finally:
+            self._fetcher.forget(keys)  # also what a request has read meanwhile
 
     def write_back(self, missing: Iterable[MissingChunk]) -> Steps[int]:
         """Compute and store chunks that a request missed -> number stored. Raises StoreError.
@@ -196,7 +199,7 @@ class ChunkWriter:
             with closing(write_behind(self._store, self.codec, fresh, most)) as stored:
                 for n_bytes in stored:
                     ids = computing.popleft()
-                    self._near.add(ids)
+                    self._added(ids)
                     run.count(1, len(ids), n_bytes)
                     run.advance(len(ids))
         self._measured(time.perf_counter() - start, run.tokens - before)
@@ -223,8 +226,13 @@ class ChunkWriter:
     def _put(self, kv: ChunkKV, pin: bool = False) -> bool:
         key = self._key(kv.ids)
         is_stored = self._store.put(key, ChunkRecord.encode(key, kv, self.codec), pin)
-        self._near.add(kv.ids)
+        self._added(kv.ids)
         return is_stored
+
+    def _added(self, ids: TokenIds) -> None:
+        """A chunk was stored."""
+        self._fetcher.forget([self._key(ids)])
+        self._near.add(ids)
 
     def _measured(self, elapsed_s: float, n_tokens: int) -> None:
         if n_tokens:

@@ -50,8 +50,8 @@ def show(index: IndexArg, settings: Config, json: JsonOpt = False) -> None:
 
     New chunks are coded with the current tables.
     """
+    from blendserve.fetch import open_store  # torch: a second
     from blendserve.paths import index_folder
-    from blendserve.store import open_store  # torch: a second
 
     with open_store(settings.store, index_folder(index) / "kv", read_only=True, persistent=True) as store:
         infos = [info for info in store.blobs.list() if info.kind != DELIVERED]  # collections lie beside them
@@ -117,11 +117,11 @@ def fit_tables(
         self_generated_text,
     )
     from blendserve.engine.prompt import PromptBuilder
+    from blendserve.fetch import open_store
     from blendserve.models.loader import load_model
     from blendserve.paths import index_folder
     from blendserve.retrieve import read_documents
     from blendserve.retrieve.manifest import read_manifest
-    from blendserve.store import open_store
 
     if not settings.store.path:
         read_manifest(index_folder(index))  # report a mistyped name before minutes of work

@@ -68,8 +68,8 @@ def cost(
     if bench is not None:
         config = with_bench(config, bench)
     if index is not None:
+        from blendserve.fetch import open_store  # torch: a second
         from blendserve.paths import index_folder
-        from blendserve.store import open_store  # torch: a second
 
         with open_store(Config().store, index_folder(index) / "kv", read_only=True, persistent=True) as store:
             config = with_store(config, store)

@@ -286,8 +286,8 @@ def _set_pins(name: str, settings: Config, pinned: bool) -> None:
 @contextmanager
 def _catalogue(settings: Config) -> Iterator[tuple[Any, Any]]:
     """The store, and the collections in it."""
+    from blendserve.fetch import open_store
     from blendserve.kdn.catalogue import Catalogue
-    from blendserve.store import open_store
 
     with open_store(settings.store, None, persistent=True) as store:
         yield store, Catalogue(store)

@@ -15,7 +15,7 @@ from blendserve.errors import InputError
 from blendserve.paths import index_folder
 
 if TYPE_CHECKING:
-    from blendserve.engine.engine import Engine
+    pass
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +99,8 @@ def precompute(
         except KeyboardInterrupt:
             log.info("stopped: computed chunks are stored; run the same command to resume")
             raise typer.Exit(130) from None
-        log.info("%s", learnt(engine))
+        if engine.blender.priors.current() is None:
+            log.info("no correction prior: the corpus is too small, or the correction uses none")
         missing = engine.missing(shard=part)
         rate = report.tokens / report.seconds if report.seconds else 0.0
         if json:
@@ -111,17 +112,6 @@ def precompute(
             )
         if missing:
             raise typer.Exit(1)
-
-
-def learnt(engine: Engine) -> str:
-    """The correction prior of the store, in a sentence."""
-    if (priors := engine.blender.priors.current()) is None:
-        return "no correction prior: the corpus is too small, or the correction uses none"
-    keys, values = priors.explained
-    return (
-        f"the correction prior explains {keys:.0%} (keys) and {values:.0%} (values) of the variance of the KV's change "
-        "in a prompt"
-    )
 
 
 def _shard(text: str) -> tuple[int, int]:

@@ -95,7 +95,7 @@ def merge(
 
 def _source(name: str, settings: Config) -> Any:
     """The store in a folder or on a server. Raises ConfigError, StoreError."""
-    from blendserve.store import open_store  # torch: a second
+    from blendserve.fetch import open_store  # torch: a second
 
     about = settings.store
     if "://" in name:
@@ -106,7 +106,7 @@ def _source(name: str, settings: Config) -> Any:
 
 
 def _open(index: str, settings: Config, read_only: bool = True) -> Any:
+    from blendserve.fetch import open_store  # torch: a second
     from blendserve.paths import index_folder
-    from blendserve.store import open_store  # torch: a second
 
     return open_store(settings.store, index_folder(index) / "kv", read_only, persistent=True)

@@ -94,7 +94,7 @@ class BatchEngine:
         if plan.blend.method in ("auto", "blend", "reuse"):
             with suppress(StoreError):  # then everything is computed
                 keys = [blender.key(chunk.ids) for chunk in prompt.chunks]
-                stored = self.engine.store.present(dict.fromkeys(keys), remote=False)
+                stored = self.fetcher.locate(dict.fromkeys(keys))
                 n_stored = sum(len(c) for c, key in zip(prompt.chunks, keys, strict=True) if key in stored)
         ratio = 0.0 if plan.blend.method == "reuse" else plan.blend.min_ratio
         return len(prompt) - n_prefix - n_stored + max(ratio, LOADED_COST) * n_stored

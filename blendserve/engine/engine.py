@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as GenericSequence
 from copy import copy
 from functools import cached_property, partial
@@ -28,7 +28,6 @@ from blendserve.engine.prompt import PromptBuilder
 from blendserve.engine.request import Plan, Request, Search, make_plan, split_options
 from blendserve.errors import ConfigError, InputError, StoreError, StoreUnavailable
 from blendserve.fetch import KVFetcher, open_storage
-from blendserve.fetch.fetcher import ChunkRequest
 from blendserve.models.kv_cache import KVCache
 from blendserve.models.loader import LoadedModel, load_model
 from blendserve.models.reference import OwnDecoding
@@ -39,7 +38,7 @@ from blendserve.retrieve import Embedder, VectorIndex, read_manifest
 from blendserve.store import KVStore, share_of
 from blendserve.timing import Clock
 
-PROBED = 16  # chunks; the first one that another machine has is read to measure the link
+PROBED = 16  # chunks of the index; the first one that another machine has is read to measure the link
 WARM_FRAME, WARM_QUESTION = 256, 16  # tokens of a usual prompt beside its passages; of those, a question's
 MAX_WARM_UP = 4096  # tokens; a longer prompt takes longer than all that a warm-up saves
 
@@ -95,18 +94,10 @@ class Engine:
         Raises IndexMissing, IndexMismatch, ModelError, StoreError.
         """
         if isinstance(index, Config):
-            reader = reader or load_model(index.reader)
-            store, fetcher = open_storage(index.store, None, reader.adapter.device)
-            return cls(index, reader, store, fetcher=fetcher)._ready()
-        config = config or Config()
+            return cls._load(index, reader)._ready()
         folder = index_folder(index)
         read_manifest(folder)  # before anything heavy is loaded
-        reader = reader or load_model(config.reader)
-        prompts = PromptBuilder(reader.tokenizer, config.prompt)
-        embedder = Embedder.load(config.retrieve.embedder)
-        found = VectorIndex.open(folder, embedder, **_made_for(reader, prompts))
-        store, fetcher = open_storage(config.store, folder / "kv", reader.adapter.device)
-        return cls(config, reader, store, found, prompts, fetcher)._ready()
+        return cls._load(config or Config(), reader, folder, partial(VectorIndex.open, folder))._ready()
 
     @classmethod
     def build(
@@ -122,26 +113,31 @@ class Engine:
         `progress(windows embedded, windows in all)`; `reader`: the configuration's model, where it is loaded already.
         Raises CorpusError, ModelError, ConfigError.
         """
-        config = config or Config()
-        folder = index_folder(index)
-        reader = reader or load_model(config.reader)
-        prompts = PromptBuilder(reader.tokenizer, config.prompt)
-        made = VectorIndex.build(
-            folder,
-            Embedder.load(config.retrieve.embedder),
-            documents,
-            progress,
-            chunk_tokens=config.retrieve.chunk_tokens,
-            kind=config.retrieve.index,
-            **_made_for(reader, prompts),
-        )
-        store, fetcher = open_storage(config.store, folder / "kv", reader.adapter.device)
-        engine = cls(config, reader, store, made, prompts, fetcher)
+        config, folder = config or Config(), index_folder(index)
+        options: dict[str, Any] = {"documents": documents, "progress": progress}
+        options |= {"chunk_tokens": config.retrieve.chunk_tokens, "kind": config.retrieve.index}
+        engine = cls._load(config, reader, folder, partial(VectorIndex.build, folder, **options))
         own = config.store.path is None and STORES.load(config.store.kind).needs_folder
         if own:  # chunks of an earlier index of this name may be evicted from now on
-            ours = {engine.blender.key(ids) for ids in engine.prompts.chunk_ids(made.passages)}
+            ours = {engine.blender.key(ids) for ids in engine.prompts.chunk_ids(engine._index().passages)}
             engine.store.pin(set(engine.store.keys(config.store.namespace)) - ours, pinned=False)
         return engine._ready()
+
+    @classmethod
+    def _load(
+        cls,
+        config: Config,
+        reader: LoadedModel | None,
+        folder: Path | None = None,
+        make_index: Callable[..., VectorIndex] | None = None,
+    ) -> Engine:
+        """make_index: opens or builds the index in `folder`."""
+        reader = reader or load_model(config.reader)
+        prompts = PromptBuilder(reader.tokenizer, config.prompt)
+        made_for = index_owner(reader.name, str(reader.adapter.dtype), reader.fingerprint, prompts)
+        index = make_index(Embedder.load(config.retrieve.embedder), **made_for) if make_index else None
+        store, fetcher = open_storage(config.store, folder and folder / "kv", reader.adapter.device)
+        return cls(config, reader, store, index, prompts, fetcher)
 
     def add(
         self, documents: Iterable[Document | str | Mapping[str, Any]], progress: Progress | None = None
@@ -228,10 +224,10 @@ class Engine:
         search: by default in the index. clock: since the request came. room: tokens for prompt and answer; by default
         the reader's context.
         """
+        model = self.reader.adapter
         search = search or (lambda question, top_k: self._index().search(question, top_k))
-        adapter = self.reader.adapter
-        clock = clock or Clock(adapter.device)
-        plan = make_plan(request, self.config, adapter, self.prompts, search, clock, room)
+        limits, clock = (model.n_layers, room or model.context_limit), clock or Clock(model.device)
+        plan = make_plan(request, self.config, *limits, self.prompts, search, clock)
         self._check_near(plan.blend)
         return plan
 
@@ -292,10 +288,10 @@ class Engine:
             log.warning("chunks are stored uncoded until the engine is started again, as %s", error)
         if CORRECTIONS.load(blend.correction).uses_prior:
             self.blender.priors.current()
-        if self.fetcher.has_remote and self.index is not None:
-            chunks = self.prompts.chunk_ids(self.index.passages[:PROBED])
-            probe = [ChunkRequest(self.blender.key(ids), len(ids)) for ids in chunks if ids]
-            threading.Thread(target=self.fetcher.warm_up, args=(probe,), daemon=True).start()
+        if self.fetcher.has_remote:
+            passages = self.index.passages[:PROBED] if self.index is not None else []
+            keys = [self.blender.key(ids) for ids in self.prompts.chunk_ids(passages) if ids]
+            threading.Thread(target=self.fetcher.warm_up, args=(keys,), daemon=True).start()
         if self.gate.passed:
             if blend.method == "auto":
                 self.blender.planner.calibrate()
@@ -325,7 +321,7 @@ class Engine:
 
     def _check_near(self, blend: BlendConfig) -> None:
         """Raises ConfigError where near-duplicates are to be looked for in a store that never finds any."""
-        if blend.near and not self.store.tells_ids:
+        if blend.near and not self.store.cap_bytes:
             raise ConfigError(
                 f"setting 'blend.near' is of no use with store.kind: {self.config.store.kind}, which does not tell the "
                 "tokens that near-duplicates are found by: leave it out, or keep chunks on this machine, too "
@@ -373,12 +369,8 @@ class Engine:
         return [ids for ids in chunks if share_of(ids, n) == i]
 
 
-def _made_for(reader: LoadedModel, prompts: PromptBuilder) -> dict[str, Any]:
-    return made_for(reader.name, str(reader.adapter.dtype), reader.fingerprint, prompts)
-
-
-def made_for(name: str, dtype: str, fingerprint: str, prompts: PromptBuilder) -> dict[str, Any]:
-    """How an index knows its reader, as the KV of one dtype is not another's, and the tokens of a passage in a prompt."""
+def index_owner(name: str, dtype: str, fingerprint: str, prompts: PromptBuilder) -> dict[str, Any]:
+    """Arguments of VectorIndex that name its model, and count the tokens of a passage in a prompt."""
     return {
         "reader": f"{name} ({dtype.removeprefix('torch.')})",
         "reader_fingerprint": fingerprint,

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from blendserve import __version__
 from blendserve.blend.chunk_kv import ChunkComputer
-from blendserve.blend.layout import Layout, lay_out
+from blendserve.blend.layout import lay_out
 from blendserve.blend.prefill import PassResult, blend_prefill
 from blendserve.config import BlendConfig
 from blendserve.core import Chunk, Prompt, TokenIds, run
@@ -82,7 +82,7 @@ class GateRow:
         return self.value >= self.bound if self.above else self.value <= self.bound
 
     def __str__(self) -> str:
-        return f"{self.check}: {self.value:.3g}, {'at least' if self.above else 'at most'} {self.bound:.3g} wanted"
+        return f"{self.check}: {self.value:.3g}, must be {'>=' if self.above else '<='} {self.bound:.3g}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,108 +139,98 @@ def check(reader: LoadedModel) -> GateReport:
 
 def _prompt(reader: LoadedModel) -> Prompt:
     """The shortest prompt that is longer than every window of the model, within MAX_TOKENS and the model's context."""
-    config: Any = reader.adapter.config  # its own word, too: the windows that are checked may be wrong
+    config: Any = reader.adapter.config  # its window, too: the windows that are checked may be wrong
     window = max(filter(None, (*reader.adapter.windows, getattr(config, "sliding_window", None))), default=0)
     limit = min(MAX_TOKENS, reader.adapter.context_limit - 1)
-    prompt, n_notes = _of_notes(reader.tokenizer, 1), 1
-    while len(prompt) <= window and len(longer := _of_notes(reader.tokenizer, n_notes + 1)) <= limit:
+
+    def ids(text: str, is_start: bool = False) -> TokenIds:
+        return tuple(reader.tokenizer(text, add_special_tokens=is_start)["input_ids"])
+
+    def of_notes(n_notes: int) -> Prompt:
+        """Chunks of their own text, and of n_notes more each."""
+        chunks = []
+        for i, text in enumerate(CHUNKS):
+            notes = (f" Note {n}:{CHUNKS[(i + n) % len(CHUNKS)]}" for n in range(1, n_notes + 1))
+            chunks.append(Chunk(ids(text + "".join(notes))))
+        return Prompt(ids(PREFIX, is_start=True), tuple(chunks), ids(QUESTION))
+
+    prompt, n_notes = of_notes(0), 0
+    while len(prompt) <= window and len(longer := of_notes(n_notes + 1)) <= limit:
         prompt, n_notes = longer, n_notes + 1
     return prompt
 
 
-def _of_notes(tokenizer: Any, n_notes: int) -> Prompt:
-    """Three chunks, each of its own text and of n_notes - 1 more."""
-
-    def ids(text: str, start: bool = False) -> TokenIds:
-        return tuple(tokenizer(text, add_special_tokens=start)["input_ids"])
-
-    def chunk(i: int) -> Chunk:
-        more = (f" Note {n}:{CHUNKS[(i + n) % len(CHUNKS)]}" for n in range(1, n_notes))
-        return Chunk(ids(CHUNKS[i] + "".join(more)))
-
-    return Prompt(ids(PREFIX, start=True), tuple(map(chunk, range(len(CHUNKS)))), ids(QUESTION))
-
-
-def run_checks(adapter: DecoderModel, prompt: Prompt, following: int) -> tuple[GateRow, ...]:
+def run_checks(model: DecoderModel, prompt: Prompt, following: int) -> tuple[GateRow, ...]:
     """The checks over a prompt of three chunks and the token after it."""
-    return tuple(_Checks(adapter, prompt, following).rows())
+    return tuple(_Checks(model, prompt, following).rows())
 
 
 class _Checks:
-    """One prompt, the model's own forward of it, and what is stored of it."""
+    """One prompt, the model's own forward of it, and the KV of its chunks computed alone."""
 
-    def __init__(self, adapter: DecoderModel, prompt: Prompt, following: int) -> None:
-        self.adapter, self.prompt, self.following = adapter, prompt, following
+    def __init__(self, model: DecoderModel, prompt: Prompt, following: int) -> None:
+        self.model, self.prompt, self.following = model, prompt, following
         ids = (*prompt.ids, following)
-        self.own = model_forward(adapter, ids)
-        nudged = [model_forward(adapter, ids, nudge=seed) for seed in (1, 2)]
-        self.unit_kv = max(self._kv_apart(other.keys, other.values) for other in nudged)
-        self.unit_logits = max(
-            _logits_apart(other.logits[i], self.own.logits[i]) for other in nudged for i in (0, 1)
-        )
-        self.computer = ChunkComputer(adapter, prompt.prefix)
-        self.stored = self.computer.compute([chunk.ids for chunk in prompt.chunks])
+        self.own = model_forward(model, ids)
+        nudged = [model_forward(model, ids, nudge=seed) for seed in (1, 2)]
+        kv_unit = max(self._kv_distance(other.keys, other.values) for other in nudged)
+        logits_unit = max(_logits_distance(n.logits[i], self.own.logits[i]) for n in nudged for i in (0, 1))
+        self.kv_bound, self.logits_bound = (max(FLOOR, SLACK * unit) for unit in (kv_unit, logits_unit))
+        computer = ChunkComputer(model, prompt.prefix)
+        self.stored = computer.compute([chunk.ids for chunk in prompt.chunks])
+        self.stored_prefix = computer.context_kv
 
     def rows(self) -> Iterator[GateRow]:
-        eps = torch.finfo(self.adapter.dtype).eps
+        eps = torch.finfo(self.model.dtype).eps
         # Four rotations more, each rounding cos, sin, two products and a sum by half a step.
-        yield GateRow("turned: a -> b -> a is the identity", self._turned(), max(1e-5, 8 * eps))
+        yield GateRow("turned: a -> b -> a is the identity", self._round_trip(), max(1e-5, 8 * eps))
         # Bit for bit (0) where the matmul sums alike for both shapes; else a step before the rotation and half in it.
         yield GateRow("moved: layer-0 keys are forward's", self._moved(), max(1e-5, 2 * eps))
-        whole = self._run(self._layout(0, prefix=False), ratio=1.0)
+        whole = self._prefill(0, has_prefix=False, ratio=1.0)
+        after = append(self.model, whole.cache, len(self.prompt), (self.following,))[0]
+        distance = _logits_distance(after, self.own.logits[1])
+        yield GateRow("decoded: logits are forward's", distance, self.logits_bound)
         yield from self._same("nothing stored", whole)
-        after = append(self.adapter, whole.cache, len(self.prompt), (self.following,))[0]
-        yield self._same_logits("decoded", after, self.own.logits[1])
-        yield from self._same("ratio 1.0", self._run(self._layout(3), ratio=1.0))
-        yield from self._same("one chunk in front", self._run(self._layout(1), ratio=0.0))
-        reused = self._run(self._layout(3), ratio=0.0, correction=FULL_REUSE["correction"])
-        apart = self._kv_apart(reused.cache.keys, reused.cache.values)
-        yield GateRow("full reuse: KV is not forward's", apart, self._allowed(self.unit_kv), above=True)
+        yield from self._same("ratio 1.0", self._prefill(3, ratio=1.0))
+        yield from self._same("one chunk in front", self._prefill(1, ratio=0.0))
+        reused = self._prefill(3, ratio=0.0, correction=FULL_REUSE["correction"]).cache
+        distance = self._kv_distance(reused.keys, reused.values)
+        yield GateRow("full reuse: KV is not forward's", distance, self.kv_bound, above=True)
 
-    def _run(self, layout: Layout, **options: Any) -> PassResult:
-        return run(
-            blend_prefill(
-                self.adapter, self.prompt, layout, BlendConfig(method="blend", **options), new_tokens=1
-            )
-        )
+    def _prefill(self, n_stored: int, has_prefix: bool = True, **options: Any) -> PassResult:
+        """Blend when the first `n_stored` chunks are stored."""
+        views = [TensorView(kv) for kv in self.stored[:n_stored]]
+        prefix = TensorView(self.stored_prefix) if has_prefix else None
+        layout, blend = lay_out(self.prompt, prefix, views), BlendConfig(method="blend", **options)
+        return run(blend_prefill(self.model, self.prompt, layout, blend, new_tokens=1))
 
     def _same(self, name: str, done: PassResult) -> Iterator[GateRow]:
-        apart = self._kv_apart(done.cache.keys, done.cache.values)
-        yield GateRow(f"{name}: KV is forward's", apart, self._allowed(self.unit_kv))
-        yield self._same_logits(name, done.logits, self.own.logits[0])
+        kv = self._kv_distance(done.cache.keys, done.cache.values)
+        yield GateRow(f"{name}: KV is forward's", kv, self.kv_bound)
+        logits = _logits_distance(done.logits, self.own.logits[0])
+        yield GateRow(f"{name}: logits are forward's", logits, self.logits_bound)
 
-    def _same_logits(self, name: str, logits: Tensor, own: Tensor) -> GateRow:
-        apart, allowed = _logits_apart(logits, own), self._allowed(self.unit_logits)
-        return GateRow(f"{name}: logits are forward's", apart, allowed)
-
-    def _layout(self, stored: int, prefix: bool = True) -> Layout:
-        """The prompt when its first `stored` chunks are there."""
-        views = [TensorView(kv) if i < stored else None for i, kv in enumerate(self.stored)]
-        stored_prefix = TensorView(self.computer.context_kv) if prefix else None
-        return lay_out(self.prompt, stored_prefix, views, first_is_exact=True)
-
-    def _turned(self) -> float:
+    def _round_trip(self) -> float:
         """Stored keys of every layer, at their own place, and after a way to the end of the context and back."""
-        adapter, kv = self.adapter, self.stored[0]
-        start = len(self.prompt.prefix)
-        here = torch.arange(start, start + kv.n_tokens, device=adapter.device)
-        there = here + adapter.context_limit - start - kv.n_tokens
-        worst = 0.0
-        for keys, a, b in zip(kv.keys, adapter.rope(here), adapter.rope(there), strict=True):
-            before = adapter.rotate(keys, a)
-            moved = adapter.rotate(adapter.rotate(before, a.inverse), b)
-            worst = _worst(worst, _turned_apart(adapter.rotate(adapter.rotate(moved, b.inverse), a), before))
+        model, kv, start = self.model, self.stored[0], len(self.prompt.prefix)
+        here = torch.arange(start, start + kv.n_tokens, device=model.device)
+        there, worst = here + model.context_limit - start - kv.n_tokens, 0.0
+        for keys, a, b in zip(kv.keys, model.rope(here), model.rope(there), strict=True):
+            before = model.rotate(keys, a)
+            moved = model.rotate(model.rotate(before, a.inverse), b)
+            back = model.rotate(model.rotate(moved, b.inverse), a)
+            worst = _worst(worst, _keys_distance(back, before))
         return worst
 
     def _moved(self) -> float:
-        adapter, worst = self.adapter, 0.0
+        model, worst = self.model, 0.0
         for span, kv in zip(self.prompt.spans, self.stored, strict=True):
-            at = torch.arange(span.start, span.stop, device=adapter.device)
-            moved = adapter.rotate(kv.keys[0], adapter.rope(at)[0])
-            worst = _worst(worst, _turned_apart(moved, self.own.keys[0][:, span.start : span.stop]))
+            at = torch.arange(span.start, span.stop, device=model.device)
+            moved = model.rotate(kv.keys[0], model.rope(at)[0])
+            worst = _worst(worst, _keys_distance(moved, self.own.keys[0][:, span.start : span.stop]))
         return worst
 
-    def _kv_apart(self, keys: Tensor, values: Tensor) -> float:
+    def _kv_distance(self, keys: Tensor, values: Tensor) -> float:
         """Of all positions of the prompt together, the worst layer.
 
         Not the worst position: in a mixture of experts, rounding alone may send a token to another expert.
@@ -252,22 +242,19 @@ class _Checks:
                 worst = _worst(worst, float((a - b).norm() / b.norm().clamp_min(TINY)))
         return worst
 
-    def _allowed(self, unit: float) -> float:
-        return max(FLOOR, SLACK * unit)
-
 
 def _worst(a: float, b: float) -> float:
     """The larger one; NaN is worse than anything."""
     return b if b != b or b > a else a
 
 
-def _turned_apart(keys: Tensor, wanted: Tensor) -> float:
+def _keys_distance(keys: Tensor, expected: Tensor) -> float:
     """Keys [K, S, D]: the largest change of one head's vector, relative to its length."""
-    change = (keys.float() - wanted.float()).norm(dim=-1) / wanted.float().norm(dim=-1).clamp_min(TINY)
+    change = (keys.float() - expected.float()).norm(dim=-1) / expected.float().norm(dim=-1).clamp_min(TINY)
     return float(change.max())
 
 
-def _logits_apart(logits: Tensor, wanted: Tensor) -> float:
+def _logits_distance(logits: Tensor, expected: Tensor) -> float:
     """Logits [V]: root mean square of the difference, relative to their spread."""
-    difference = (logits.float() - wanted.float()).square().mean().sqrt()
-    return float(difference / wanted.float().std())
+    difference = (logits.float() - expected.float()).square().mean().sqrt()
+    return float(difference / expected.float().std())

@@ -1,19 +1,19 @@
-"""Request -> Plan: options and lengths checked, passages found, prompt laid out. Nothing of it runs the model.
+"""Request -> Plan: checks options and lengths, retrieves passages, lays out the prompt. Runs no language model.
 
-What is too long is refused as soon as that is certain: by its characters before anything is tokenised, by the tokens of
-the frame (turns and question) before anything is searched for.
+A prompt that is too long is refused early: by its characters before anything is tokenised, and by the tokens of turns
+and question before the search.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 from blendserve.blend.policies.base import make_policy
 from blendserve.config import BlendConfig, Config, DecodeConfig, changed
 from blendserve.core import Answer, BlendReport, Chunk, Explanation, Passage, Prompt
-from blendserve.engine.prompt import PromptBuilder, PromptFrame, Turn
+from blendserve.engine.prompt import PromptBuilder, Turn
 from blendserve.errors import ConfigError, InputError, PromptTooLong
 from blendserve.registry import nearest
 from blendserve.timing import Clock
@@ -60,16 +60,6 @@ class Request:
         return replace(self, question=question, passages=(*(self.passages or ()), *passages))
 
 
-class Limits(Protocol):
-    """What of a reader a plan has to know: an DecoderModel has it."""
-
-    @property
-    def n_layers(self) -> int: ...
-
-    @property
-    def context_limit(self) -> int: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Plan:
     """A request that can be answered."""
@@ -85,76 +75,56 @@ class Plan:
         """Of prompt and answer, at most."""
         return len(self.prompt) + self.decode.max_new_tokens
 
-    def require_room(self, context: int) -> None:
-        """Raises PromptTooLong when a reader's context cannot hold prompt and answer."""
-        _Space(context, self.decode.max_new_tokens).require(len(self.prompt))
+    def require_room(self, room: int) -> None:
+        """Raises PromptTooLong if prompt and answer have more than `room` tokens."""
+        _require_room(len(self.prompt), room, self.decode)
 
 
 def make_plan(
     request: Request,
     config: Config,
-    reader: Limits,
+    n_layers: int,
+    room: int,
     prompts: PromptBuilder,
     search: Search,
     clock: Clock,
-    room: int | None = None,
 ) -> Plan:
-    """room: tokens for prompt and answer; the reader's context if none is given.
+    """n_layers: of the model. room: tokens for prompt and answer.
 
-    Raises ConfigError, InputError, PromptTooLong, and what `search` raises.
+    Raises ConfigError, InputError, PromptTooLong, and the errors of `search`.
     """
     blend, decode = changed(config.blend, **request.blend), changed(config.decode, **request.decode)
     request = request.split(config.prompt.separator)
-    make_policy(blend).validate(reader.n_layers)
+    make_policy(blend).validate(n_layers)
     if not request.question.strip():
         raise InputError("the question is empty: ask something", setting="question")
-    space = _Space(room or reader.context_limit, decode.max_new_tokens)
-    if least := prompts.at_least(_texts(request), max(0, space.left)):
-        space.require(least, at_least=True)
+    if least := prompts.at_least(_texts(request), max(0, room - decode.max_new_tokens)):
+        _require_room(least, room, decode, at_least=True)
     frame = prompts.frame(request.question, request.turns)
-    space.require(len(frame), at_least=bool(request.passages))
+    _require_room(len(frame), room, decode, at_least=bool(request.passages))
     passages = request.passages
     if passages is None:
         with clock.stage("retrieve"):
             top_k = config.retrieve.top_k if request.top_k is None else request.top_k
             passages = tuple(search(request.question, top_k))
-    prompt = frame.with_chunks(_chunks(passages, prompts, frame, space))
-    return Plan(prompt, passages, blend, decode, clock)
+    chunks, n_tokens = list[Chunk](), len(frame)
+    for passage in passages:  # one by one, as long as they fit
+        chunks.append(prompts.chunk(passage))
+        n_tokens += len(chunks[-1])
+        _require_room(n_tokens, room, decode, at_least=len(chunks) < len(passages))
+    return Plan(frame.with_chunks(chunks), passages, blend, decode, clock)
 
 
-@dataclass(frozen=True, slots=True)
-class _Space:
-    """What a prompt may take."""
-
-    room: int  # tokens of prompt and answer
-    reserved: int  # of those, the answer's
-
-    @property
-    def left(self) -> int:
-        return self.room - self.reserved
-
-    def require(self, tokens: int, at_least: bool = False) -> None:
-        """Raises PromptTooLong. at_least: there may be more tokens."""
-        if tokens > self.left:
-            raise PromptTooLong(tokens, self.room, self.reserved, at_least)
+def _require_room(n_tokens: int, room: int, decode: DecodeConfig, at_least: bool = False) -> None:
+    """Raises PromptTooLong. at_least: the prompt may have more tokens."""
+    if n_tokens > room - decode.max_new_tokens:
+        raise PromptTooLong(n_tokens, room, decode.max_new_tokens, at_least)
 
 
 def _texts(request: Request) -> list[str]:
     """All texts of a request."""
     passages = [text for passage in request.passages or () for text in (passage.title, passage.text)]
     return [request.question, *(turn.text for turn in request.turns), *passages]
-
-
-def _chunks(
-    passages: Sequence[Passage], prompts: PromptBuilder, frame: PromptFrame, space: _Space
-) -> Iterator[Chunk]:
-    """One after the other, as long as they fit. Raises PromptTooLong."""
-    tokens = len(frame)
-    for left, passage in zip(reversed(range(len(passages))), passages, strict=True):
-        chunk = prompts.chunk(passage)
-        tokens += len(chunk)
-        space.require(tokens, at_least=left > 0)
-        yield chunk
 
 
 def split_options(options: Options) -> tuple[Options, Options]:

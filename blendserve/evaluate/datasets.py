@@ -74,34 +74,37 @@ def load(
     Where questions only name the passages they need, distractors drawn with `seed` complete their contexts
     (`with_distractors`). Raises CorpusError with file, line and field, or with the file to download.
     """
+    passages: list[Passage] = []
     if (made := _synthetic(source, seed)) is not None:
-        return _dataset(source, made[:limit])
-    path, text = _read(source)
-    records = _records(path, text)
-    if not records:
-        raise CorpusError(f"dataset {path} holds no questions: bring one with at least one record", path=path)
-    parse = parser_for(records[0])
-    passages = _corpus(path, Path(corpus) if corpus else None, needed=parse is from_corpus)
-    by_title: dict[str, list[Passage]] = {}
-    for passage in passages:
-        by_title.setdefault(passage.title, []).append(passage)
-    examples = [parse(record, f"{path.stem}-{n}", by_title) for n, record in enumerate(records[:limit], 1)]
-    _check_ids(examples, path)
-    return _dataset(
-        source, [e if e.contexts else with_distractors(e, passages, seed=seed) for e in examples], passages
-    )
-
-
-def _dataset(source: str | Path, examples: Sequence[Example], corpus: Sequence[Passage] = ()) -> Dataset:
-    tasks = sorted({e.task for e in examples})
+        examples = made[:limit]
+    else:
+        path, text = _read(source)
+        records = _records(path, text)
+        parse = parser_for(records[0])
+        if corpus is not None or parse is from_corpus:
+            passages = _corpus(Path(corpus) if corpus else _corpus_beside(path))
+        by_title: dict[str, list[Passage]] = {}
+        for passage in passages:
+            by_title.setdefault(passage.title, []).append(passage)
+        examples = [
+            parse(record, f"{path.stem}-{n}", by_title) for n, record in enumerate(records[:limit], 1)
+        ]
+        examples = [e if e.contexts else with_distractors(e, passages, seed=seed) for e in examples]
+    (repeated, n), tasks = Counter(e.id for e in examples).most_common(1)[0], {e.task for e in examples}
+    if n > 1:
+        raise CorpusError(
+            f"dataset {source}: two questions have the id {repeated!r}: give each its own",
+            setting="id",
+            path=source,
+        )
     if len(tasks) > 1:
         raise CorpusError(
-            f"dataset {source} mixes several tasks ({', '.join(tasks)}), which have their own prompts and metrics: "
-            "bring a file for each",
+            f"dataset {source} mixes several tasks ({', '.join(sorted(tasks))}), which have their own prompts and "
+            "metrics: bring a file for each",
             setting="dataset",
             path=source,
         )
-    pool = corpus or {(p.title, p.text): p for e in examples for p in e.contexts}.values()
+    pool = passages or {(p.title, p.text): p for e in examples for p in e.contexts}.values()
     return Dataset(str(source), tuple(examples), tuple(pool))
 
 
@@ -167,33 +170,27 @@ def _download(name: str, hosted: Hosted) -> str:
         return archive.read(hosted.member).decode("utf-8-sig")
 
 
-def _corpus(path: Path, given: Path | None, needed: bool) -> list[Passage]:
-    """The passages of the given corpus, or of the one beside questions that need one."""
-    if given is None and not needed:
-        return []
-    names = [path.name.replace("questions", "corpus"), "corpus.json", "corpus.jsonl"]
-    beside = [p for name in names if (p := path.with_name(name)) != path and p.is_file()]
-    if given is None and not beside:
+def _corpus(path: Path) -> list[Passage]:
+    parsed = [record.parse(OfPassage) for record in _records(path, _text(path))]
+    ids = [f"{path.stem}:{n}" for n in range(len(parsed))]
+    return [Passage(p.text, p.title, id, id) for id, p in zip(ids, parsed, strict=True)]
+
+
+def _corpus_beside(path: Path) -> Path:
+    """The corpus in the folder of the questions. Raises CorpusError."""
+    names = (path.name.replace("questions", "corpus"), "corpus.json", "corpus.jsonl")
+    found = [p for name in names if (p := path.with_name(name)) != path and p.is_file()]
+    if not found:
         raise CorpusError(
             f"dataset {path} names passages of a missing corpus: give --corpus, or put corpus.json beside it",
             setting="evaluate.corpus",
             path=path,
         )
-    found = given or beside[0]
-    parsed = [record.parse(OfPassage) for record in _records(found, _text(found))]
-    ids = [f"{found.stem}:{n}" for n in range(len(parsed))]
-    return [Passage(p.text, p.title, id, id) for id, p in zip(ids, parsed, strict=True)]
-
-
-def _check_ids(examples: Sequence[Example], path: Path) -> None:
-    repeated = [id for id, n in Counter(e.id for e in examples).items() if n > 1]
-    if repeated:
-        problem = f"dataset {path}: two questions have the id {repeated[0]!r}: give each its own"
-        raise CorpusError(problem, setting="id", path=path)
+    return found[0]
 
 
 def _records(path: Path, text: str) -> list[Record]:
-    """The objects of a JSON array or of JSON lines."""
+    """The objects of a JSON array or of JSON lines. Raises CorpusError, also for none."""
     if text.lstrip().startswith("["):
         values = list(enumerate(_parsed(text, path), 1))
     else:
@@ -201,10 +198,10 @@ def _records(path: Path, text: str) -> list[Record]:
         values = [(n, _parsed(line, path, n)) for n, line in lines]
     for n, value in values:
         if not isinstance(value, dict):
-            problem = (
-                f"{path}, record {n}: {value!r:.40} is no object: bring an array of objects, or one per line"
-            )
-            raise CorpusError(problem, path=path, line=n)
+            problem = f"{value!r:.40} is no object: bring an array of objects, or one per line"
+            raise CorpusError(f"{path}, record {n}: {problem}", path=path, line=n)
+    if not values:
+        raise CorpusError(f"{path} holds no records: bring a file with at least one", path=path)
     return [Record(value, path, n) for n, value in values]
 
 
@@ -212,11 +209,10 @@ def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
     except OSError as error:
-        raise CorpusError(
-            f"{path} cannot be read ({error.strerror}): check path and permissions", path=path
-        ) from None
+        problem = f"cannot be read ({error.strerror}): check path and permissions"
     except UnicodeDecodeError as error:
-        raise CorpusError(f"{path} is not UTF-8 (byte {error.start}): save it as UTF-8", path=path) from None
+        problem = f"is not UTF-8 (byte {error.start}): save it as UTF-8"
+    raise CorpusError(f"{path} {problem}", path=path)
 
 
 def _parsed(text: str, path: Path, line: int | None = None) -> Any:
@@ -224,6 +220,5 @@ def _parsed(text: str, path: Path, line: int | None = None) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         where = path if line is None else f"{path}, line {line}"
-        raise CorpusError(
-            f"{where}: not JSON ({error}): bring an array of objects, or one a line", path=path, line=line
-        ) from None
+        problem = f"{where}: not JSON ({error}): bring an array of objects, or one a line"
+        raise CorpusError(problem, path=path, line=line) from None

@@ -23,14 +23,12 @@ if TYPE_CHECKING:  # it takes torch, and help and settings come from here
     from blendserve.core import Passage, TokenIds
 
 WINDOW, ANSWER, REVISED = "window", "answer", "revised"
-EDITS = (
-    "numbers", "names", "negations", "moved", "added", "removed",
-    *(f"{REVISED}@{share:g}" for share in (0.01, 0.05, 0.2)), WINDOW,
-)  # fmt: skip
+SHARES = (0.01, 0.05, 0.2)
 PHRASE = 3, 10  # words that are revised together
 _SENTENCES = re.compile(r"(?<=[.!?]) +(?=[A-Z])")
 _NAME = re.compile(r"(?<=[a-z,] )[A-Z][\w-]+")
 _VERB = re.compile(r"\b(is|was|are|were|has|had) (not )?")
+_REVISED = re.compile(rf"{REVISED}@(0?\.\d+|1)")
 
 Edit = Callable[[str, random.Random, Sequence[str]], str]
 """a passage's text, dice and the other passages' texts -> what the passage said before"""
@@ -46,8 +44,7 @@ class Fact(NamedTuple):
 
 def is_edit(word: str) -> bool:
     """Whether this names a kind of edit."""
-    name, _, share = word.partition("@")
-    return word in (*_KINDS, WINDOW, ANSWER) or (name == REVISED and bool(re.fullmatch(r"0?\.\d+|1", share)))
+    return word in (*_KINDS, WINDOW, ANSWER) or bool(_REVISED.fullmatch(word))
 
 
 def before(kind: str, passages: Sequence[Passage], seed: str, fact: Fact | None = None) -> list[Passage]:
@@ -59,21 +56,15 @@ def before(kind: str, passages: Sequence[Passage], seed: str, fact: Fact | None 
         return list(passages)
     if kind == ANSWER:
         if fact is None:
-            raise ConfigError(
-                "edit 'answer' needs to know what else the answer could be: take data set facts"
-            )
-        return [
-            replace(p, text=p.text.replace(fact.now, fact.before)) if p.title == fact.title else p
-            for p in passages
-        ]
+            raise ConfigError("edit 'answer' needs to know what the answer was: take data set facts")
+        texts = [p.text.replace(fact.now, fact.before) if p.title == fact.title else p.text for p in passages]
+        return [replace(p, text=text) for p, text in zip(passages, texts, strict=True)]
     name, _, share = kind.partition("@")
-    texts = [p.text for p in passages]
     edit = _revised(float(share)) if name == REVISED else _KINDS[name]
     made = []
     for n, passage in enumerate(passages):
-        dice = random.Random(f"{seed}:{kind}:{n}")
-        others = [text for text in texts if text != passage.text] or texts
-        made.append(replace(passage, text=edit(passage.text, dice, others)))
+        others = [p.text for p in passages if p.text != passage.text] or [p.text for p in passages]
+        made.append(replace(passage, text=edit(passage.text, random.Random(f"{seed}:{kind}:{n}"), others)))
     return made
 
 
@@ -85,40 +76,34 @@ def cut_elsewhere(chunks: Sequence[TokenIds]) -> list[TokenIds]:
 
 
 def _numbers(text: str, dice: random.Random, others: Sequence[str]) -> str:
-    found = list(re.finditer(r"\d+", text))
-    if not found:
+    """Another number of as many digits."""
+    if not (found := list(re.finditer(r"\d+", text))):
         return text
     one = dice.choice(found)
-    digits = (
-        [d for d in range(10 ** (len(one[0]) - 1), 10 ** len(one[0])) if str(d) != one[0]]
-        if len(one[0]) < 6
-        else [int(one[0]) + 1]
-    )
-    return text[: one.start()] + str(dice.choice(digits)) + text[one.end() :]
+    low = 10 ** (len(one[0]) - 1)
+    pool = [n for n in range(low, 10 * low) if str(n) != one[0]] if low < 10**5 else [int(one[0]) + 1]
+    return f"{text[: one.start()]}{dice.choice(pool)}{text[one.end() :]}"
 
 
 def _names(text: str, dice: random.Random, others: Sequence[str]) -> str:
-    found = list(_NAME.finditer(text))
-    pool = sorted({name for other in others for name in _NAME.findall(other)} - {m[0] for m in found})
-    if not found or not pool:
-        return text
-    return text.replace(dice.choice(found)[0], dice.choice(pool))
+    """A name of another passage, everywhere."""
+    found = _NAME.findall(text)
+    pool = sorted({name for other in others for name in _NAME.findall(other)} - {*found})
+    return text.replace(dice.choice(found), dice.choice(pool)) if found and pool else text
 
 
 def _negations(text: str, dice: random.Random, others: Sequence[str]) -> str:
-    found = list(_VERB.finditer(text))
-    if not found:
+    if not (found := list(_VERB.finditer(text))):
         return text
     one = dice.choice(found)
-    return text[: one.start()] + (f"{one[1]} " if one[2] else f"{one[1]} not ") + text[one.end() :]
+    return f"{text[: one.start()]}{one[1]} {'' if one[2] else 'not '}{text[one.end() :]}"
 
 
 def _moved(text: str, dice: random.Random, others: Sequence[str]) -> str:
     sentences = _SENTENCES.split(text)
-    if len(sentences) < 2:
-        return text
-    a, b = dice.sample(range(len(sentences)), 2)
-    sentences.insert(b, sentences.pop(a))
+    if len(sentences) > 1:
+        a, b = dice.sample(range(len(sentences)), 2)
+        sentences.insert(b, sentences.pop(a))
     return " ".join(sentences)
 
 
@@ -150,10 +135,7 @@ def _revised(share: float) -> Edit:
 
 
 _KINDS: dict[str, Edit] = {
-    "numbers": _numbers,
-    "names": _names,
-    "negations": _negations,
-    "moved": _moved,
-    "added": _added,
-    "removed": _removed,
+    **{"numbers": _numbers, "names": _names, "negations": _negations},
+    **{"moved": _moved, "added": _added, "removed": _removed},
 }
+EDITS = (*_KINDS, *(f"{REVISED}@{share:g}" for share in SHARES), WINDOW)

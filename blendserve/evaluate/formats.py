@@ -25,7 +25,7 @@ STORY_WORDS = 350  # of a piece of a story: about 500 tokens
 
 _PASSAGE = re.compile(r"^Passage \d+:[^\S\n]*\n?", re.MULTILINE)
 _EXAMPLE = re.compile(r"^(?=(?:Passage|Dialogue):)", re.MULTILINE)
-_DEFAULT_INPUT = {"multi_news": "What do these news say?"}
+_NEWS_QUESTION = "What do these news say?"
 
 Text = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
 Maybe = Annotated[str, BeforeValidator(lambda value: value or ""), StringConstraints(strip_whitespace=True)]
@@ -103,11 +103,8 @@ class OfPassage(BaseModel):
 
 
 Format = TypeVar("Format", bound=BaseModel)
-Corpus = Mapping[str, Sequence[Passage]]
-"""Passages by title"""
-
-Parser = Callable[["Record", str, Corpus], Example]
-"""record, an id if it has none, corpus -> example"""
+Corpus = Mapping[str, Sequence[Passage]]  # passages by title
+Parser = Callable[["Record", str, Corpus], Example]  # record, an id if it has none, corpus
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,23 +150,36 @@ def parser_for(record: Record) -> Parser:
 
 def _official(record: Record, fallback_id: str, corpus: Corpus) -> Example:
     found = record.parse(Official)
-    id = found.id or fallback_id
-    passages = (
-        Passage(" ".join(s.strip() for s in text).strip(), title.strip()) for title, text in found.context
-    )
-    supporting = tuple(dict.fromkeys(title.strip() for title, _ in found.supporting_facts))
+    id, titled = found.id or fallback_id, [(title.strip(), text) for title, text in found.context]
+    passages = (Passage(" ".join(s.strip() for s in text).strip(), title) for title, text in titled)
     contexts = _passages(record, "context", id, passages)
+    supporting = tuple(dict.fromkeys(title.strip() for title, _ in found.supporting_facts))
     return Example(id, found.question, (found.answer,), contexts, found.type, supporting=supporting)
+
+
+def _cacheblend(record: Record, fallback_id: str, corpus: Corpus) -> Example:
+    found = record.parse(CacheBlend)
+    id = found.id or fallback_id
+    contexts = _passages(record, "ctxs", id, (Passage(c.text.strip(), c.title) for c in found.ctxs))
+    return Example(id, found.question, _flat(found.answers), contexts, found.type)
 
 
 def _longbench(record: Record, fallback_id: str, corpus: Corpus) -> Example:
     found = record.parse(LongBench)
     task, id = _longbench_task(record, found), found.id or fallback_id
-    split = {"narrativeqa": _story, "triviaqa": _examples, "samsum": _examples}.get(task, _numbered)
-    question = found.input or _DEFAULT_INPUT.get(task, "")
+    question = found.input or (_NEWS_QUESTION if task == "multi_news" else "")
     if not question:
         raise record.wrong("input", "a question is needed")
-    contexts = _passages(record, "context", id, split(record, found.context))
+    if task == "narrativeqa":
+        texts = [Passage(piece.strip()) for piece in split_words(found.context, STORY_WORDS)]
+    else:
+        is_examples = task in ("triviaqa", "samsum")
+        before, *parts = (_EXAMPLE if is_examples else _PASSAGE).split(found.context)
+        if before.strip() or not parts:
+            start = "`Passage:` or `Dialogue:`" if is_examples else "`Passage 1:`"
+            raise record.wrong("context", f"with task {task} (`dataset`) it starts with {start}")
+        texts = [Passage(part.strip()) if is_examples else _titled(part.strip()) for part in parts]
+    contexts = _passages(record, "context", id, texts)
     return Example(id, question, _flat(found.answers), contexts, found.type, task)
 
 
@@ -186,36 +196,16 @@ def _longbench_task(record: Record, found: LongBench) -> str:
     return "2wikimqa" if found.input else "multi_news"
 
 
-def _numbered(record: Record, context: str) -> list[Passage]:
-    before, *parts = _PASSAGE.split(context)
-    if before.strip() or not parts:
-        raise record.wrong("context", "passages start with `Passage 1:` (or name another task in `dataset`)")
-    titled = [part.strip().partition("\n") for part in parts]
-    return [Passage(text.strip() or title, title if text.strip() else "") for title, _, text in titled]
-
-
-def _examples(record: Record, context: str) -> list[Passage]:
-    before, *parts = _EXAMPLE.split(context)
-    if before.strip() or not parts:
-        raise record.wrong("context", "examples start with `Passage:` or `Dialogue:`")
-    return [Passage(part.strip()) for part in parts]
-
-
-def _story(record: Record, context: str) -> list[Passage]:
-    return [Passage(piece.strip()) for piece in split_words(context, STORY_WORDS)]
+def _titled(part: str) -> Passage:
+    """A passage whose first line is its title."""
+    title, _, text = part.partition("\n")
+    return Passage(text.strip(), title) if text.strip() else Passage(title)
 
 
 def split_words(text: str, words: int) -> list[str]:
     """Pieces of a number of words, the last one shorter; each word keeps the white space before it."""
     found = re.findall(r"\s*\S+", text)
     return ["".join(found[at : at + words]) for at in range(0, len(found), words)]
-
-
-def _cacheblend(record: Record, fallback_id: str, corpus: Corpus) -> Example:
-    found = record.parse(CacheBlend)
-    id = found.id or fallback_id
-    contexts = _passages(record, "ctxs", id, (Passage(c.text.strip(), c.title) for c in found.ctxs))
-    return Example(id, found.question, _flat(found.answers), contexts, found.type)
 
 
 def from_corpus(record: Record, fallback_id: str, corpus: Corpus) -> Example:

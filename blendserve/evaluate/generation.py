@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -17,13 +16,12 @@ from blendserve.errors import StoreError
 from blendserve.evaluate.fidelity import forced
 from blendserve.evaluate.methods import FULL, MethodSpec
 from blendserve.models.loader import LoadedModel
-from blendserve.models.model import DecoderModel
+from blendserve.models.reference import OwnDecoding
 from blendserve.models.runner import append_each, decode_each
 from blendserve.timing import Clock
 
 STAGES = ("load", "select", "correct", "prefill")
-Draw = Callable[[], Prompt]
-"""Lays out the prompt, tokenising it; part of TTFT"""
+Draw = Callable[[], Prompt]  # lays out the prompt, tokenising it; part of TTFT
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,21 +47,21 @@ def answer(
 ) -> Generation:
     """Prefill, decode greedily, then compute the logits at the tokens of `reference`; None: at its own tokens.
 
-    A reference that is a text to continue may be longer than the answer. prefix_kv: in place of the cached prefix. Raises
-    StoreError when precomputed KV has left the store: another method would be measured.
+    prefix_kv: in place of the cached prefix. Raises StoreError when precomputed KV has left the store: another method
+    would be measured.
     """
     clock, adapter = Clock(reader.adapter.device), reader.adapter
     prompt = draw()
     with clock.stage("prefill"):
-        room = max(decode.max_new_tokens, len(reference or ()))
+        room = max(decode.max_new_tokens, len(reference or ()))  # a text to continue may be longer
         done = blender.run(prompt, method.blend, room, clock, prefix_kv=prefix_kv)
     cache, first = done.result.cache, done.result.logits
     source = generate(adapter, cache, len(prompt), first, decode, reader.end_tokens)
     tokens = [token for token in [next(source, None)] if token is not None]
     ttft = clock.elapsed()
     tokens += source
-    stages = {stage: clock.seconds[stage] for stage in STAGES}
-    seconds = {**stages, "ttft": ttft, "decode": clock.elapsed() - ttft}
+    seconds = {stage: clock.seconds[stage] for stage in STAGES}
+    seconds |= {"ttft": ttft, "decode": clock.elapsed() - ttft}
     if done.missing and method.kind != FULL and method.edit is None:
         raise StoreError(
             f"{len(done.missing)} chunks left the store while method {method} ran on them: give this run a store that no "
@@ -71,9 +69,7 @@ def answer(
         )
     ended = len(tokens) < decode.max_new_tokens
     follow = reference if reference is not None else reference_tokens(reader, tokens, ended)
-    step = (
-        append_each if method.kind == FULL else decode_each
-    )  # full prefill is what int8 decoding is compared with
+    step = append_each if method.kind == FULL else decode_each  # int8 decoding is compared with full prefill
     logits = forced(adapter, cache, len(prompt), first, follow, step)
     recomputed = tuple(done.result.recomputed.tolist())
     return Generation(tuple(tokens), ended, logits, seconds, recomputed, done.report)
@@ -84,32 +80,20 @@ def reference_tokens(reader: LoadedModel, tokens: Sequence[int], ended: bool) ->
     return (*tokens, min(reader.end_tokens)) if ended else tuple(tokens)
 
 
-@torch.inference_mode()
 def transformers_answer(
     reader: LoadedModel, draw: Draw, decode: DecodeConfig, reference: TokenIds
 ) -> Generation:
     """The same by transformers' own forward: the rounding difference of two exact computations."""
-    from transformers import DynamicCache
-
-    model, clock = cast(Any, reader.adapter.reference), Clock(reader.adapter.device)
-    ids = draw().ids
+    own, along, clock = *(OwnDecoding(reader.adapter) for _ in range(2)), Clock(reader.adapter.device)
+    ids, tokens = draw().ids, list[int]()
     with clock.stage("prefill"):
-        cache = DynamicCache(config=model.config)
-        logits = _forward(reader.adapter, ids, cache)[-1]
-    tokens, token, ttft = list[int](), int(logits.argmax()), clock.elapsed()
+        logits = own.feed(ids)
+    token, ttft = int(logits.argmax()), clock.elapsed()
     while token not in reader.end_tokens:
         tokens.append(token)
         if len(tokens) == decode.max_new_tokens:
             break
-        token = int(_forward(reader.adapter, (token,), cache)[-1].argmax())
+        token = int(own.feed((token,)).argmax())
     seconds = {"prefill": clock.seconds["prefill"], "ttft": ttft, "decode": clock.elapsed() - ttft}
-    along = _forward(reader.adapter, (*ids, *reference[:-1]), None, keep=len(reference))
-    return Generation(tuple(tokens), token in reader.end_tokens, along, seconds)
-
-
-def _forward(adapter: DecoderModel, ids: TokenIds, cache: Any, keep: int = 1) -> Tensor:
-    """The model's own logits [keep, V] after the last tokens."""
-    inputs = torch.tensor([ids], device=adapter.device)
-    model = cast(Any, adapter.reference)
-    output = model(input_ids=inputs, past_key_values=cache, use_cache=cache is not None, logits_to_keep=keep)
-    return cast(Tensor, output.logits[0])
+    forced_logits = torch.stack([along.feed(ids), *(along.feed((token,)) for token in reference[:-1])])
+    return Generation(tuple(tokens), token in reader.end_tokens, forced_logits, seconds)

@@ -19,7 +19,7 @@ from blendserve.errors import BlendserveError, InputError
 from blendserve.evaluate.config import PROMPT, EvaluateConfig, settings_from
 from blendserve.evaluate.datasets import load
 from blendserve.evaluate.permutations import with_permutations
-from blendserve.evaluate.priors import fit_or_load, prior_chunks, uses_prior
+from blendserve.evaluate.priors import fit_priors
 from blendserve.evaluate.prompts import PromptSource, open_engine
 from blendserve.evaluate.run_dir import RunDir
 from blendserve.evaluate.runner import Runner
@@ -55,7 +55,11 @@ def evaluate(
 
     Raises CorpusError, ConfigError, InputError, ModelError, StoreError; finished predictions are kept.
     """
-    _check_packages()
+    for package in ("matplotlib", "scipy"):  # hours of measuring should not end in an ImportError
+        if importlib.util.find_spec(package) is None:
+            raise InputError(
+                f"evaluation needs {package}, which is not installed: {install_hint('evaluate')}"
+            )
     settings = settings or settings_from()
     evicts = settings.store.path is None  # nothing is evicted from a store of the user's
     methods = config.specs
@@ -70,26 +74,21 @@ def evaluate(
     with engine or open_engine(config, dataset, settings, runs / WORK) as engine:
         source, stores = PromptSource(engine, config), PromptStores(engine, methods, evicts)
         runner = Runner(engine, source, stores, methods)
-        if contexts := {m.kv_context for m in methods if uses_prior(m)}:
-            chunks = prior_chunks(config, dataset, source)
-            for context in contexts:
-                path = run_dir.path / f"priors-{context or 'run'}-{config.half}.safetensors"
-                fit_or_load(stores.raw[context], path, chunks)
+        fit_priors(stores.raw, methods, config, dataset, source, run_dir.path)
         with console.progress("Questions", "questions", refreshes=False) as update:
             left_out = runner.run(examples, run_dir, update)
         for example_id, why in left_out.items():
             log.info("left out %s: %s", example_id, why)
-        reader = _about(engine)
-    predictions = Predictions(
-        run_dir.predictions, {e.id: e.permutation_of or e.id for e in examples}, methods
-    )
+        model = _about(engine)
+    question_of = {e.id: e.permutation_of or e.id for e in examples}
+    predictions = Predictions(run_dir.predictions, question_of, methods)
     metrics = {
         "dataset": dataset.name,
         "setting": config.setting,
         "half": config.half,
         "task": dataset.task.name,
         "metric": dataset.task.metric,
-        "reader": reader,
+        "reader": model,
         "environment": where,
         "began_with": run_dir.began_with,
         "left_out": left_out,
@@ -101,10 +100,7 @@ def evaluate(
 
 
 def evaluate_each(
-    datasets: Sequence[str],
-    config: EvaluateConfig,
-    settings: Config,
-    runs: Path = RUNS,
+    datasets: Sequence[str], config: EvaluateConfig, settings: Config, runs: Path = RUNS
 ) -> dict[str, Outcome | str]:
     """An evaluation for each data set, with answers as long as its task needs -> its outcome, or why it failed."""
     found: dict[str, Outcome | str] = {}
@@ -122,16 +118,16 @@ def evaluate_each(
 
 def _publish(run_dir: RunDir, metrics: dict[str, Any]) -> None:
     """Plots and page."""
-    from blendserve.evaluate.plots import codecs, pareto  # start-up: matplotlib
+    from blendserve.evaluate import plots  # start-up: matplotlib
     from blendserve.evaluate.report import render  # start-up: jinja2
 
     name, methods = run_dir.path.name, metrics["methods"]
-    plots = {"pareto.svg": pareto(methods, name, metrics["metric"])}
+    drawn = {"pareto.svg": plots.pareto(methods, name, metrics["metric"])}
     if any(method["codec"] for method in methods.values()):
-        plots["codecs.svg"] = codecs(methods, name)
-    for file, plot in plots.items():
+        drawn["codecs.svg"] = plots.codecs(methods, name)
+    for file, plot in drawn.items():
         run_dir.write(file, plot)
-    page = render(name, metrics, run_dir.prompts, run_dir.predictions, plots)
+    page = render(name, metrics, run_dir.prompts, run_dir.predictions, drawn)
     run_dir.write("report.html", page.encode())
 
 
@@ -165,12 +161,3 @@ def _settled(settings: Config, runs: Path) -> Config:
     store = settings.store if settings.store.path else changed(settings.store, path=runs / WORK / "kv")
     blend = changed(settings.blend, method="blend")
     return settings.model_copy(update={"store": store, "blend": blend})
-
-
-def _check_packages() -> None:
-    """Hours of measuring should not end in an ImportError."""
-    for package in ("matplotlib", "scipy"):
-        if importlib.util.find_spec(package) is None:
-            raise InputError(
-                f"evaluation needs {package}, which is not installed: {install_hint('evaluate')}"
-            )

@@ -35,18 +35,23 @@ def f1(prediction: str, golds: Sequence[str]) -> float:
     Where either side is "yes", "no" or "noanswer", only the same answer scores. An empty side scores 0, as in the
     official script.
     """
-    return max((_f1(prediction, gold) for gold in golds), default=0.0)
-
-
-def rouge_l(prediction: str, golds: Sequence[str]) -> float:
-    """Harmonic mean of precision and recall of the longest common subsequence."""
-    predicted = normalise(prediction).split()
-    return max((_rouge_l(predicted, normalise(gold).split()) for gold in golds), default=0.0)
+    said = normalise(prediction)
+    return longbench_f1(
+        prediction, [g for g in golds if said == normalise(g) or _CLOSED.isdisjoint((said, normalise(g)))]
+    )
 
 
 def longbench_f1(prediction: str, golds: Sequence[str]) -> float:
     """F1 over bags of tokens without the rule for yes and no."""
-    return max((_bag_f1(prediction, gold) for gold in golds), default=0.0)
+    said = Counter(normalise(prediction).split())
+    bags = [Counter(normalise(gold).split()) for gold in golds]
+    return max((_harmonic((said & bag).total(), said.total(), bag.total()) for bag in bags), default=0.0)
+
+
+def rouge_l(prediction: str, golds: Sequence[str]) -> float:
+    """Harmonic mean of precision and recall of the longest common subsequence."""
+    said, expected = normalise(prediction).split(), [normalise(gold).split() for gold in golds]
+    return max((_harmonic(_lcs(said, e)[-1][-1], len(said), len(e)) for e in expected), default=0.0)
 
 
 def longbench_rouge_l(prediction: str, golds: Sequence[str]) -> float:
@@ -63,22 +68,6 @@ def number_found(prediction: str, golds: Sequence[str]) -> float:
     """1.0 if the last number of the prediction is a gold, as LongChat counts it (Li et al., 2023)."""
     numbers = re.findall(r"\d+", prediction)
     return float(bool(numbers) and any(int(numbers[-1]) == int(gold) for gold in golds))
-
-
-def _f1(prediction: str, gold: str) -> float:
-    sides = normalise(prediction), normalise(gold)
-    differ_closed = sides[0] != sides[1] and not _CLOSED.isdisjoint(sides)
-    return 0.0 if differ_closed else _bag_f1(prediction, gold)
-
-
-def _bag_f1(prediction: str, gold: str) -> float:
-    predicted, expected = normalise(prediction).split(), normalise(gold).split()
-    shared = sum((Counter(predicted) & Counter(expected)).values())
-    return _harmonic(shared, len(predicted), len(expected))
-
-
-def _rouge_l(predicted: Sequence[str], expected: Sequence[str]) -> float:
-    return _harmonic(_lcs_lengths(predicted, expected)[-1][-1], len(predicted), len(expected))
 
 
 def _harmonic(shared: int, predicted: int, expected: int) -> float:
@@ -103,7 +92,7 @@ def _sentences(text: str) -> list[list[str]]:
 
 def _common(a: Sequence[str], b: Sequence[str]) -> set[str]:
     """Words of a longest common subsequence; of several, the one that follows the end of `a` longest."""
-    lengths = _lcs_lengths(a, b)
+    lengths = _lcs(a, b)
     found, i, j = set[str](), len(a), len(b)
     while i and j:
         if a[i - 1] == b[j - 1]:
@@ -116,7 +105,7 @@ def _common(a: Sequence[str], b: Sequence[str]) -> set[str]:
     return found
 
 
-def _lcs_lengths(a: Sequence[str], b: Sequence[str]) -> list[list[int]]:
+def _lcs(a: Sequence[str], b: Sequence[str]) -> list[list[int]]:
     """[i][j]: length of the longest common subsequence of the first i and the first j words."""
     lengths = [[0] * (len(b) + 1) for _ in range(len(a) + 1)]
     for i, x in enumerate(a, 1):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -43,19 +43,9 @@ def with_permutations(
 
 def permuted(items: Sequence[Item], example: Example, seed: int) -> tuple[Item, ...]:
     """The items (passages) in this permutation's order; as they are for the question itself."""
-    if not example.permutation:
-        return tuple(items)
-    orders = _orders(len(items), f"{seed}:{example.permutation_of}")
-    order = next(order for n, order in enumerate(orders, 1) if n == example.permutation)
-    return tuple(items[n] for n in order)
-
-
-def _orders(n: int, seed: str) -> Iterator[tuple[int, ...]]:
-    """Random orders of n items, each once, without the identity."""
-    dice, order = random.Random(seed), list(range(n))
-    seen = {tuple(order)}
-    while len(seen) < math.factorial(n):
+    dice, order = random.Random(f"{seed}:{example.permutation_of}"), list(range(len(items)))
+    seen = {tuple(order): None}
+    while len(seen) <= example.permutation:  # until the n-th order that is another one than all before
         dice.shuffle(order)
-        if tuple(order) not in seen:
-            seen.add(tuple(order))
-            yield tuple(order)
+        seen.setdefault(tuple(order))
+    return tuple(items[n] for n in list(seen)[example.permutation])

@@ -6,12 +6,13 @@ that a resumed run uses the same.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from blendserve import console
 from blendserve.blend.blender import Blender
 from blendserve.blend.priors import Priors
+from blendserve.config import KVContext
 from blendserve.core import TokenIds
 from blendserve.evaluate.config import EvaluateConfig
 from blendserve.evaluate.datasets import Dataset
@@ -20,9 +21,20 @@ from blendserve.evaluate.prompts import PromptSource
 from blendserve.registry import CORRECTIONS
 
 
-def uses_prior(method: MethodSpec) -> bool:
-    """Whether the method's correction uses a prior."""
-    return method.kind == "blend" and bool(CORRECTIONS.load(method.blend.correction).uses_prior)
+def fit_priors(
+    blenders: Mapping[KVContext | None, Blender],
+    methods: Sequence[MethodSpec],
+    config: EvaluateConfig,
+    dataset: Dataset,
+    source: PromptSource,
+    folder: Path,
+) -> None:
+    """Give a blender the priors of its KV context, where a method uses one; from a file in the folder if it has one."""
+    needing = [m for m in methods if m.kind == "blend" and CORRECTIONS.load(m.blend.correction).uses_prior]
+    chunks = prior_chunks(config, dataset, source) if needing else []
+    for context in {m.kv_context for m in needing}:
+        path = folder / f"priors-{context or 'run'}-{config.half}.safetensors"
+        fit_or_load(blenders[context], path, chunks)
 
 
 def prior_chunks(config: EvaluateConfig, dataset: Dataset, source: PromptSource) -> list[TokenIds]:

@@ -10,7 +10,6 @@ A chunk is a passage, or with a window N tokens of all passages joined, as in Ca
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,6 +26,7 @@ from blendserve.evaluate.config import EvaluateConfig
 from blendserve.evaluate.datasets import Dataset
 from blendserve.evaluate.formats import Example
 from blendserve.evaluate.permutations import permuted
+from blendserve.timing import Clock
 
 log = logging.getLogger(__name__)
 
@@ -36,9 +36,7 @@ class Passages:
     """The passages of one prompt."""
 
     passages: tuple[Passage, ...]
-    recall: float | None = (
-        None  # of the needed titles; None where nothing was retrieved or needed titles are unknown
-    )
+    recall: float | None = None  # of the needed titles; None if nothing was retrieved, or they are unknown
     seconds: float = 0.0  # of retrieval
 
 
@@ -54,10 +52,9 @@ class PromptSource:
         if self._config.setting != "open":
             return Passages(permuted(example.contexts, example, seed))
         assert self._engine.index is not None
-        start = time.perf_counter()
+        clock, needed = Clock(), set(example.supporting)
         found = self._engine.index.search(example.question, self._config.top_k)
-        seconds = time.perf_counter() - start
-        needed = set(example.supporting)
+        seconds = clock.elapsed()
         recall = len({p.title for p in found} & needed) / len(needed) if needed else None
         return Passages(permuted(found, example, seed), recall, seconds)
 

@@ -30,34 +30,34 @@ def render(
     """The page. prompts: by question id; predictions: by (id, method); plots: SVG by file name."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
+    data = json.dumps(_viewer(metrics, prompts, predictions), ensure_ascii=False)
     return template.render(
         title=f"blendserve: {name}",
         facts=facts(metrics),
         headline=headline(metrics),
-        plot=_data_url(plots["pareto.svg"]),
-        coded=_data_url(plots["codecs.svg"]) if "codecs.svg" in plots else "",
+        plots={file: base64.b64encode(plot).decode() for file, plot in plots.items()},
         tables=tables(metrics),
         left_out=metrics["left_out"],
-        data=_script_json(_viewer(metrics, prompts, predictions)),
+        data=Markup(data.replace("<", "\\u003c")),  # cannot end its script element
     )
 
 
 def _viewer(
     metrics: Record, prompts: Mapping[str, Record], predictions: Mapping[tuple[str, str], Record]
 ) -> Record:
-    """Data of the page's script: every question that all methods answered."""
-    methods = list(metrics["methods"])
+    """Data of the page's script: every prompt that all methods answered."""
+    methods: Mapping[str, Record] = metrics["methods"]
     ids = [i for i in prompts if all((i, m) in predictions for m in methods)]
     shown = [{**prompts[i], "titled": len(prompts[i]["titles"]) == len(prompts[i]["parts"]) - 2} for i in ids]
     return {
-        "methods": methods,
-        "first": next((m for m in methods if metrics["methods"][m]["ratio"] is not None), FULL),
+        "methods": list(methods),
+        "first": next((name for name, m in methods.items() if m["ratio"] is not None), FULL),
         "prompts": shown,
-        "lines": {i: {m: _shown(predictions[i, m], metrics["methods"][m]) for m in methods} for i in ids},
+        "lines": {i: {m: _line(predictions[i, m], methods[m]) for m in methods} for i in ids},
     }
 
 
-def _shown(record: Record, method: Record) -> Record:
+def _line(record: Record, method: Record) -> Record:
     return {
         **{name: record[name] for name in ("answer", "f1", "agreement", "mean_kl", "recomputed")},
         "blends": method["kind"] in ("reuse", "blend"),
@@ -65,12 +65,3 @@ def _shown(record: Record, method: Record) -> Record:
         "count": record["tokens_recomputed"],
         "ttft": record["seconds"]["ttft"],
     }
-
-
-def _data_url(plot: bytes) -> str:
-    return f"data:image/svg+xml;base64,{base64.b64encode(plot).decode()}"
-
-
-def _script_json(value: Any) -> Markup:
-    """JSON that cannot end its script element."""
-    return Markup(json.dumps(value, ensure_ascii=False).replace("<", "\\u003c"))

@@ -33,22 +33,21 @@ class RunDir:
 
         Raises ConfigError where that has other prompts or another model, InputError where it is damaged.
         """
-        self.path = path
-        asked = {"run": config.model_dump(mode="json"), "settings": settings.model_dump(mode="json")}
+        self.path, file = path, path / "config.yaml"
+        values = {"run": config.model_dump(mode="json"), "settings": settings.model_dump(mode="json")}
         self.began_with: Record = environment
-        if (path / "config.yaml").exists():
-            before = _load_yaml(path / "config.yaml")
-            _check_same(path, before, asked)
+        if file.exists():
+            before = _load_yaml(file)
+            _check_same(path, _flat(before), _flat(values))
             self.began_with = before.get("environment", {})
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise InputError(f"cannot create the run folder {path}: {error.strerror}") from None
-        values = {**asked, "environment": self.began_with}
-        self.write("config.yaml", yaml.safe_dump(values, sort_keys=False, allow_unicode=True).encode())
-        prompts, predictions = (path / f"{name}.jsonl" for name in ("prompts", "predictions"))
-        self.prompts: dict[str, Record] = {line["id"]: line for line in read_lines(prompts)}
-        self.predictions = {(p["id"], p["method"]): p for p in read_lines(predictions)}
+        text = yaml.safe_dump({**values, "environment": self.began_with}, sort_keys=False, allow_unicode=True)
+        self.write(file.name, text.encode())
+        self.prompts: dict[str, Record] = {line["id"]: line for line in read_lines(path / "prompts.jsonl")}
+        self.predictions = {(p["id"], p["method"]): p for p in read_lines(path / "predictions.jsonl")}
 
     def add_prompt(self, prompt: Record) -> None:
         """Append a prompt. Raises InputError if the run has another one with its id: the data has changed."""
@@ -103,23 +102,24 @@ def _load_yaml(path: Path) -> Record:
     return values
 
 
-def _check_same(path: Path, before: Record, asked: Record) -> None:
-    for part in ("run", "settings"):
-        old, new = _flat(before[part]), _flat(asked[part])
-        for name in sorted(set(old) | set(new)):
-            if name.split(".")[0] not in EXTENSIBLE and old.get(name) != new.get(name):
-                raise ConfigError(
-                    f"{path} holds a run with {name} = {old.get(name)!r}, not {new.get(name)!r}: "
-                    "give this one another --name, or delete that folder",
-                    setting=name,
-                    path=path,
-                )
+def _check_same(path: Path, old: Record, new: Record) -> None:
+    """By dotted name. Raises ConfigError."""
+    for name in sorted(old.keys() | new.keys()):
+        part, _, setting = name.partition(".")
+        if part == "environment" or setting.split(".")[0] in EXTENSIBLE:
+            continue
+        if old.get(name) != new.get(name):
+            raise ConfigError(
+                f"{path} holds a run with {setting} = {old.get(name)!r}, not {new.get(name)!r}: "
+                "give this one another --name, or delete that folder",
+                setting=setting,
+                path=path,
+            )
 
 
 def _flat(values: Record, prefix: str = "") -> Record:
     """Nested settings by dotted name."""
     flat: Record = {}
     for name, value in values.items():
-        nested = isinstance(value, dict)
-        flat |= _flat(value, f"{prefix}{name}.") if nested else {f"{prefix}{name}": value}
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
     return flat

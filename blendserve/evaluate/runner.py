@@ -10,14 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
 
 from blendserve.blend.policies.base import make_policy
 from blendserve.core import Prompt, TokenIds
 from blendserve.engine.engine import Engine
 from blendserve.engine.generate import Detokenizer
 from blendserve.errors import ConfigError, PromptTooLong
-from blendserve.evaluate.coded import Sizes
 from blendserve.evaluate.fidelity import agreement, kl, nll
 from blendserve.evaluate.formats import Example
 from blendserve.evaluate.generation import Draw, Generation, answer, reference_tokens, transformers_answer
@@ -25,7 +23,7 @@ from blendserve.evaluate.methods import EXACT, FULL, TRANSFORMERS, MethodSpec
 from blendserve.evaluate.metrics import exact_match, f1, rouge_l
 from blendserve.evaluate.prompts import Passages, PromptSource
 from blendserve.evaluate.run_dir import Record, RunDir
-from blendserve.evaluate.stores import PromptStores
+from blendserve.evaluate.stores import PromptStores, Sizes
 from blendserve.evaluate.tasks import TASKS
 
 Update = Callable[[int, int], None]
@@ -86,15 +84,12 @@ class Runner:
             reference = continuation or reference_tokens(engine.reader, full.tokens, full.ended)
             for method in methods:
                 done, sizes = (full, {}) if method is self._full else self._generate(method, draw, reference)
-                record = self._record(example, method, done, full, found)
-                text = record["answer"]
-                score = (
-                    nll(done.logits, continuation)
-                    if continuation
-                    else TASKS[example.task].score(text, example.answers)
-                )
-                more = {"tokens_prompt": len(prompt), "score": score, "kv": sizes}
-                yield {**record, **more, **_stale_or_current(text, example)}
+                record = self._record(example, method, done, full)
+                more = {"recall": found.recall, "tokens_prompt": len(prompt), "kv": sizes}
+                if continuation:
+                    more["score"] = nll(done.logits, continuation)
+                record["seconds"]["retrieve"] = found.seconds
+                yield {**record, **more, **_stale_or_current(record["answer"], example)}
 
     def _generate(
         self, method: MethodSpec, draw: Draw, reference: TokenIds | None
@@ -117,9 +112,7 @@ class Runner:
         if len(prompt) + reserved > limit:
             raise PromptTooLong(len(prompt), limit, reserved)
 
-    def _record(
-        self, example: Example, method: MethodSpec, done: Generation, full: Generation, found: Passages
-    ) -> Record:
+    def _record(self, example: Example, method: MethodSpec, done: Generation, full: Generation) -> Record:
         text, kls = self._text(done), kl(full.logits, done.logits)
         return {
             "id": example.id,
@@ -128,6 +121,7 @@ class Runner:
             "answer": text,
             "tokens": list(done.tokens),
             "ended": done.ended,
+            "score": TASKS[example.task].score(text, example.answers),
             "f1": f1(text, example.answers),
             "em": exact_match(text, example.answers),
             "rouge_l": rouge_l(text, example.answers),
@@ -136,10 +130,9 @@ class Runner:
             "first_kl": kls[0],
             "mean_kl": sum(kls) / len(kls),
             "decisions": len(kls),
-            "recall": found.recall,
             **({name: getattr(done.report, name) for name in COUNTS} if done.report else NO_REUSE),
             "recomputed": ranges(done.recomputed),
-            "seconds": {**done.seconds, "retrieve": found.seconds},
+            "seconds": dict(done.seconds),
         }
 
     def _text(self, done: Generation) -> str:
@@ -147,7 +140,9 @@ class Runner:
         return text.strip()
 
     def _prompt_record(self, example: Example, found: Passages, prompt: Prompt) -> Record:
+        """A character of several tokens stands with the last one."""
         parts = [prompt.prefix, *(chunk.ids for chunk in prompt.chunks), prompt.suffix]
+        streams = [(Detokenizer(self._engine.reader.tokenizer), part) for part in parts]
         return {
             "id": example.id,
             "question": example.question,
@@ -155,7 +150,7 @@ class Runner:
             "type": example.type,
             "needed": list(example.supporting),
             "titles": [passage.title for passage in found.passages],
-            "parts": [pieces(self._engine.reader.tokenizer, part) for part in parts],
+            "parts": [[stream.push(token) for token in part] for stream, part in streams],
         }
 
 
@@ -177,9 +172,3 @@ def ranges(positions: Sequence[int]) -> list[list[int]]:
         else:
             found.append([position, position + 1])
     return found
-
-
-def pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
-    """The text of each token; a character of several tokens comes with the last one."""
-    stream = Detokenizer(tokenizer)
-    return [stream.push(token) for token in ids]

@@ -1,21 +1,69 @@
-"""The KV that the methods read for one prompt: raw, through codecs, and of the passages before an edit."""
+"""The KV that the methods read for one prompt: raw, through codecs, and of the passages before an edit.
+
+All codecs see the same KV, which is computed once. Method `exact` reuses nothing: the whole context is prefilled, its KV
+before RoPE is coded and decoded chunk by chunk, and the question attends to all of it. Its loss is the codec's alone.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
+
+import torch
 
 from blendserve.blend.blender import Blender
+from blendserve.blend.chunk_kv import ChunkComputer
 from blendserve.config import KVContext, PromptConfig, changed
 from blendserve.core import ChunkKV, Prompt, TokenIds
+from blendserve.engine.codec_fit import writing_codec
 from blendserve.engine.engine import Engine
 from blendserve.engine.prompt import PromptBuilder
-from blendserve.evaluate.coded import Sizes, coded_store, exact_context
+from blendserve.errors import ConfigError
 from blendserve.evaluate.methods import MethodSpec
-from blendserve.store import ChunkKey, MemoryStore, read_record
+from blendserve.registry import CODECS
+from blendserve.store import ChunkKey, ChunkRecord, KVStore, MemoryStore, read_record
+from blendserve.store.codecs.base import Codec
+from blendserve.store.view import decode
 
-PreviousChunks = Callable[[str], Sequence[TokenIds]]
-"""kind of edit -> the chunks before it"""
+Sizes = dict[str, int]
+MethodKV = tuple[KVContext | None, str | None, str | None]  # KV context, codec, edit
+PreviousChunks = Callable[[str], Sequence[TokenIds]]  # kind of edit -> the chunks before it
+
+_KEY = bytes(28)  # a header's length does not depend on its key
+
+
+def codec_for(engine: Engine, word: str) -> Codec:
+    """A codec (as in `store.codec`), with the tables that the engine's store has for its model.
+
+    Raises ConfigError where the engine's store is coded itself, TablesMissing.
+    """
+    if engine.config.store.codec != CODECS.default:
+        raise ConfigError(
+            f"methods that name a codec need uncoded KV in the store: set store.codec to {CODECS.default}, "
+            f"not {engine.config.store.codec}",
+            setting="store.codec",
+        )
+    config = engine.config.replace("store.codec", word)
+    return writing_codec(config, engine.reader, engine.prompts, engine.store)
+
+
+def coded_copy(engine: Engine, codec: Codec, keys: Iterable[ChunkKey]) -> KVStore:
+    """A store in memory with these chunks of the engine's, coded. Missing chunks are skipped."""
+    store = MemoryStore(engine.config.store.cap_bytes)
+    if (tables := engine.store.blobs.get(codec.coding.tables)) is not None:
+        store.blobs.put(codec.coding.codec, engine.reader.fingerprint, tables)
+    for key in keys:
+        if (record := read_record(engine.store, key)) is not None:
+            store.put(key, ChunkRecord.encode(key, decode(record), codec), pin=True)
+    return store
+
+
+def sizes_of(records: Iterable[ChunkRecord | None]) -> Sizes:
+    """Bytes of records, headers included, and of their uncoded KV."""
+    found = [record for record in records if record is not None]
+    n_bytes = sum(record.n_bytes + len(record.header_bytes()) for record in found)
+    return {"bytes": n_bytes, "raw_bytes": sum(record.raw_bytes for record in found)}
 
 
 class PromptStores:
@@ -24,74 +72,77 @@ class PromptStores:
     def __init__(self, engine: Engine, methods: Sequence[MethodSpec], evicts: bool) -> None:
         """evicts: chunks of finished prompts may leave the engine's store. Raises ConfigError, TablesMissing."""
         self._engine, self._evicts = engine, evicts
-        self._namespace = engine.config.store.namespace
-        self.raw = {context: self._blender(context) for context in {m.kv_context for m in methods}}
-        self._coded = {
-            codec: coded_store(engine, codec) for codec in dict.fromkeys(m.codec for m in methods) if codec
-        }
-        self._over_coded: dict[tuple[KVContext | None, str], Blender] = {}
-        self._edited: dict[tuple[KVContext | None, str], Blender] = {}
+        self.raw = {context: self._raw(context) for context in {m.kv_context for m in methods}}
+        self._codecs = {word: codec_for(engine, word) for word in {m.codec for m in methods} if word}
+        self._made: dict[MethodKV, Blender] = {}
 
     def blender(self, method: MethodSpec) -> Blender:
-        """The blender over the method's KV; of an edit, within `holding`."""
-        raw = self.raw[method.kv_context]
-        if method.edit is not None:
-            return self._edited[method.kv_context, method.edit]
-        if method.codec is None:
-            return raw
-        key = method.kv_context, method.codec
-        if key not in self._over_coded:
-            self._over_coded[key] = self._coded[method.codec].blender(raw, self._namespace)
-        return self._over_coded[key]
+        """The blender over the method's KV; within `holding`."""
+        return self._made.get(_kv_of(method)) or self.raw[method.kv_context]
 
     def sizes(self, method: MethodSpec, prompt: Prompt) -> Sizes:
-        """Bytes of the prompt's chunks in the method's codec, coded and uncoded; empty without a codec."""
-        if method.codec is None:
-            return {}
-        raw = self.raw[method.kv_context]
-        return self._coded[method.codec].sizes(raw.key(chunk.ids) for chunk in prompt.chunks if len(chunk))
+        """Bytes of the prompt's chunks in the method's codec, coded and uncoded; within `holding`."""
+        blender = self.blender(method)
+        keys = [blender.key(chunk.ids) for chunk in prompt.chunks if len(chunk)]
+        return sizes_of(read_record(blender.store, key) for key in keys)
 
     def exact_context(self, method: MethodSpec, prompt: Prompt) -> tuple[Prompt, ChunkKV, Sizes]:
-        """For method `exact`: the prompt with its context as prefix, the prefix's KV, and the chunks' size."""
-        coded = self._coded[method.codec] if method.codec else None
-        return exact_context(self._engine.reader.adapter, prompt, coded)
+        """For method `exact`: the prompt with its context as prefix, the prefix's KV, and the chunks' size.
+
+        The chunks go through the codec one by one, the prompt's own prefix does not.
+        """
+        context = prompt.ids[: len(prompt) - len(prompt.suffix)]
+        exact, sizes = Prompt(context, (), prompt.suffix), Sizes()
+        kv = ChunkComputer(self._engine.reader.adapter, ()).compute([context])[0]
+        if method.codec is not None:
+            ends = [*(span.start for span in prompt.spans), len(context)]
+            codec, spans = self._codecs[method.codec], [_span(kv, a, b) for a, b in pairwise(ends) if b > a]
+            records = [ChunkRecord.encode(_KEY, span, codec) for span in spans]
+            decoded = (decode(record, self._engine.store.blobs.get) for record in records)
+            parts = [_span(kv, 0, ends[0]), *decoded]
+            kv = ChunkKV(
+                *(torch.cat([getattr(p, side) for p in parts], dim=2) for side in ("keys", "values"))
+            )
+            sizes = sizes_of(records)
+        return exact, kv, sizes
 
     @contextmanager
     def holding(
         self, prompt: Prompt, methods: Sequence[MethodSpec], previous: PreviousChunks
     ) -> Iterator[None]:
         """Compute and store the prompt's KV in every form that the methods read, and keep it in the block."""
-        chunks, keys = [chunk.ids for chunk in prompt.chunks], dict[ChunkKey, TokenIds]()
-        store = self._engine.store
+        chunks, keys = [chunk.ids for chunk in prompt.chunks], dict[ChunkKey, None]()
         try:
             for context in dict.fromkeys(m.kv_context for m in methods):
-                keys |= {self.raw[context].key(ids): ids for ids in chunks if ids}
+                keys |= dict.fromkeys(self.raw[context].key(ids) for ids in chunks if ids)
                 self.raw[context].writer.precompute(chunks)
-            for coded in self._coded.values():
-                coded.fill(store, keys)
-            for context, edit in dict.fromkeys((m.kv_context, m.edit) for m in methods):
-                if edit:
-                    self._edited[context, edit] = self._before_edit(context, previous(edit))
+            for method in {_kv_of(m): m for m in methods}.values():
+                if method.codec:
+                    store = coded_copy(self._engine, self._codecs[method.codec], keys)
+                    self._made[_kv_of(method)] = self._over(method, store)
+                elif method.edit:
+                    self._made[_kv_of(method)] = self._before_edit(method, previous(method.edit))
             yield
         finally:
-            self._edited.clear()
-            for coded in self._coded.values():
-                coded.drop(keys)
+            self._made.clear()
             if self._evicts:
-                store.pin(keys, pinned=False)
+                self._engine.store.pin(keys, pinned=False)
 
-    def _before_edit(self, context: KVContext | None, chunks: Sequence[TokenIds]) -> Blender:
+    def _before_edit(self, method: MethodSpec, chunks: Sequence[TokenIds]) -> Blender:
         """A blender over a store in memory with these chunks, and an index of near-duplicates."""
-        raw = self.raw[context]
-        made = raw.over(MemoryStore(self._engine.config.store.cap_bytes), self._namespace)
-        for key in map(raw.key, chunks):
+        store = MemoryStore(self._engine.config.store.cap_bytes)
+        for key in map(self.raw[method.kv_context].key, chunks):
             if (record := read_record(self._engine.store, key)) is not None:
-                made.store.put(key, record, pin=True)
+                store.put(key, record, pin=True)
+        made = self._over(method, store)
         made.writer.precompute(chunks)
         made.near.refresh()
         return made
 
-    def _blender(self, context: KVContext | None) -> Blender:
+    def _over(self, method: MethodSpec, store: KVStore) -> Blender:
+        return self.raw[method.kv_context].over(store, self._engine.config.store.namespace)
+
+    def _raw(self, context: KVContext | None) -> Blender:
         """The engine's own, or one over the same store with another KV context."""
         engine = self._engine
         if context is None:
@@ -99,4 +150,13 @@ class PromptStores:
         prompt: PromptConfig = changed(engine.config.prompt, kv_context=context)
         before = PromptBuilder(engine.reader.tokenizer, prompt).kv_context
         about = engine.reader.adapter, engine.reader.fingerprint, engine.store, engine.prompts.prefix, before
-        return Blender(*about, self._namespace)
+        return Blender(*about, engine.config.store.namespace)
+
+
+def _kv_of(method: MethodSpec) -> MethodKV:
+    """What the method's KV depends on."""
+    return method.kv_context, method.codec, method.edit
+
+
+def _span(kv: ChunkKV, start: int, stop: int) -> ChunkKV:
+    return ChunkKV(kv.keys[:, :, start:stop], kv.values[:, :, start:stop])

@@ -44,12 +44,10 @@ def line_retrieval(seed: int = 0) -> list[Example]:
 
 
 def _record(id: str, dice: random.Random) -> Example:
-    names = dice.sample(
-        [f"{a}-{n}" for a in ADJECTIVES.split() for n in NOUNS.split()], CHUNKS * LINES_PER_CHUNK
-    )
-    numbers = {name: dice.randint(1, MAX_NUMBER) for name in names}
+    every = [f"{a}-{n}" for a in ADJECTIVES.split() for n in NOUNS.split()]
+    numbers = {name: dice.randint(1, MAX_NUMBER) for name in dice.sample(every, CHUNKS * LINES_PER_CHUNK)}
     lines = [f"line {name}: REGISTER_CONTENT is <{number}>" for name, number in numbers.items()]
-    asked = dice.choice(names)
+    asked = dice.choice(list(numbers))
     chunks = ["\n".join(lines[at : at + LINES_PER_CHUNK]) for at in range(0, len(lines), LINES_PER_CHUNK)]
     return Example(
         id=id,
@@ -65,8 +63,8 @@ def continuations(text: str, name: str) -> list[Example]:
 
     | piece | ... | piece | lead | continuation |
     """
-    found = []
-    for n, excerpt in enumerate(split_words(text, _excerpt_words()), 1):
+    n_words, found = PIECES * PIECE_WORDS + LEAD_WORDS + CONTINUATION_WORDS, list[Example]()
+    for n, excerpt in enumerate(split_words(text, n_words), 1):
         pieces = split_words(excerpt, PIECE_WORDS)
         rest = re.findall(r"\s*\S+", "".join(pieces[PIECES:]))
         if len(rest) == LEAD_WORDS + CONTINUATION_WORDS:
@@ -74,9 +72,5 @@ def continuations(text: str, name: str) -> list[Example]:
             lead, answer = "".join(rest[:LEAD_WORDS]), "".join(rest[LEAD_WORDS:])
             found.append(Example(f"{name}-{n:03}", lead, (answer,), tuple(contexts), task=CONTINUATION.name))
     if not found:
-        raise CorpusError(f"text {name} is too short: bring at least {_excerpt_words():,} words", path=name)
+        raise CorpusError(f"text {name} is too short: bring at least {n_words:,} words", path=name)
     return found
-
-
-def _excerpt_words() -> int:
-    return PIECES * PIECE_WORDS + LEAD_WORDS + CONTINUATION_WORDS

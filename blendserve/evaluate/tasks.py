@@ -13,12 +13,9 @@ from blendserve.config import PromptConfig
 from blendserve.evaluate.config import DECODE, PROMPT
 from blendserve.evaluate.metrics import f1, longbench_f1, longbench_rouge_l, number_found
 
-Score = Callable[[str, Sequence[str]], float]
-"""answer, golds -> 0 to 1"""
+Score = Callable[[str, Sequence[str]], float]  # answer, golds -> 0 to 1
 
-PERPLEXITY = (
-    "perplexity"  # lower is better; the score of a prompt is the mean negative log-likelihood of a token
-)
+PERPLEXITY = "perplexity"  # lower is better; a prompt's score is the mean negative log-likelihood of a token
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,23 +55,18 @@ _RECORD = _prompt(
     "You remember records.",
     "Remember this record of lines. Each has a name and, behind REGISTER_CONTENT, a number.",
 )
-_TEXT = _prompt("You go on with texts.", "Go on with this text.")
 
 QUESTIONS = Task("questions", "F1", f1)
 LINES = Task("lines", "number found", number_found, _RECORD)
-CONTINUATION = Task("continuation", PERPLEXITY, f1, _TEXT)
+CONTINUATION = Task("continuation", PERPLEXITY, f1, _prompt("You go on with texts.", "Go on with this text."))
 
 _F1, _ROUGE_L = "LongBench's F1", "LongBench's Rouge-L"
-LONGBENCH = {
-    task.name: task
-    for task in (
-        Task("2wikimqa", _F1, longbench_f1),
-        Task("hotpotqa", _F1, longbench_f1),
-        Task("musique", _F1, longbench_f1),
-        Task("narrativeqa", _F1, longbench_f1, _STORY, 128),
-        Task("triviaqa", _F1, _first_line(longbench_f1), _TRIVIA),
-        Task("samsum", _ROUGE_L, _first_line(longbench_rouge_l), _DIALOGUES, 128),
-        Task("multi_news", _ROUGE_L, longbench_rouge_l, _NEWS, 512),
-    )
-}
-TASKS = {task.name: task for task in (QUESTIONS, LINES, CONTINUATION, *LONGBENCH.values())}
+_LONGBENCH = (
+    *(Task(name, _F1, longbench_f1) for name in ("2wikimqa", "hotpotqa", "musique")),
+    Task("narrativeqa", _F1, longbench_f1, _STORY, 128),
+    Task("triviaqa", _F1, _first_line(longbench_f1), _TRIVIA),
+    Task("samsum", _ROUGE_L, _first_line(longbench_rouge_l), _DIALOGUES, 128),
+    Task("multi_news", _ROUGE_L, longbench_rouge_l, _NEWS, 512),
+)
+LONGBENCH = {task.name: task for task in _LONGBENCH}
+TASKS = {task.name: task for task in (QUESTIONS, LINES, CONTINUATION, *_LONGBENCH)}

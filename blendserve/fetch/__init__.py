@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
-from blendserve.config import StoreConfig
+from blendserve.config import PlaceConfig, RemoteConfig, StoreConfig
+from blendserve.errors import ConfigError
 from blendserve.fetch.copies import open_copies
 from blendserve.fetch.fetcher import KVFetcher
-from blendserve.store import KVStore, open_store
+from blendserve.fetch.tiered import TieredStore
+from blendserve.registry import ADMISSIONS, EVICTIONS, STORES
+from blendserve.store import KVStore, MemoryStore, StoreKind
+from blendserve.store.policies import Policies
 
-__all__ = ["KVFetcher", "open_storage"]
+__all__ = ["KVFetcher", "TieredStore", "open_storage", "open_store"]
 
 
 def open_storage(
@@ -24,4 +29,53 @@ def open_storage(
     """
     copies = open_copies(config, device)
     store = open_store(config, default_path)
-    return store, KVFetcher(store, copies=copies)
+    return store, KVFetcher(store, copies=copies, prefetch_bytes=config.tiers.prefetch_bytes)
+
+
+def open_store(
+    config: StoreConfig,
+    default_path: Path | None,
+    read_only: bool = False,
+    persistent: bool = False,
+) -> KVStore:
+    """The store that the settings ask for; if its kind cannot serve, the first registered kind that can.
+
+    default_path: the folder if the settings name none; None = there is none, which rules out kinds that need one.
+    persistent: only kinds that outlive the process. read_only: a remote store is left out. Raises StoreUnavailable,
+    StoreVersion.
+    """
+    path = config.path or default_path
+    kinds: Iterator[StoreKind] = map(STORES.load, (config.kind, *STORES.names))
+    kind = next(k for k in kinds if (path or not k.needs_folder) and (k.persistent or not persistent))
+    opened = kind.from_config(config, path, read_only, _policies(config))
+    remote = None if read_only else config.tiers.remote
+    if isinstance(opened, KVStore):
+        return _with_remote(opened, config, remote) if remote else opened
+    if remote:
+        raise ConfigError(
+            f"settings 'store.kind: {config.kind}' and 'store.tiers.remote' cannot be combined, as nothing is stored in "
+            f"the first: set store.tiers.remote.kind: {config.kind}",
+            setting="store.tiers.remote",
+        )
+    return TieredStore(MemoryStore(0), opened)
+
+
+def _with_remote(local: KVStore, config: StoreConfig, remote: RemoteConfig) -> KVStore:
+    """The local store before the remote one. It is closed if that cannot be opened."""
+    kind: StoreKind = STORES.load(remote.kind)
+    try:
+        if kind.needs_folder and not remote.path:
+            raise ConfigError(
+                f"setting 'store.tiers.remote.path' is missing: a store of kind {remote.kind!r} keeps files, so name a "
+                "folder that the machines share, or another kind",
+                setting="store.tiers.remote.path",
+            )
+        far = kind.from_config(remote, remote.path, False, _policies(remote))
+        return TieredStore(local, far, config.tiers.write)
+    except BaseException:
+        local.close()
+        raise
+
+
+def _policies(config: PlaceConfig) -> Policies:
+    return Policies(EVICTIONS.load(config.eviction)(), ADMISSIONS.load(config.admission)())

@@ -77,7 +77,7 @@ class CopyCache:
         copy: Callable[[Pair], Pair],
         footprint: Callable[[int], int] = int,
     ) -> None:
-        """copy: a layer of a chunk into that memory. footprint: bytes of it that a copy of so many bytes occupies."""
+        """copy: a layer of a chunk into that memory. footprint: bytes of it that a copy of these bytes occupies."""
         self.name, self.cap_bytes = name, cap_bytes
         self._admission, self._copy, self._footprint = admission, copy, footprint
         self._eviction = LRU()
@@ -118,7 +118,7 @@ class CopyCache:
             return entry
 
     def admit(self, key: ChunkKey, view: ChunkView) -> CacheEntry | None:
-        """An entry for this chunk, if it is worth those that are evicted for it."""
+        """An entry for this chunk, if it is worth the chunks that are evicted for it."""
         n_bytes = view.n_layers * self._footprint(view.raw_bytes // view.n_layers)
         with self._using:
             candidates = (Candidate(k, entry.n_bytes) for k, entry in self._entries.items() if k != key)
@@ -292,7 +292,7 @@ def _refuse_gpus(config: TiersConfig, device: torch.device) -> None:
 
 
 def _sent(stream: CopyStream, pair: Pair) -> Pair:
-    """On the device, for whoever comes behind it on the stream."""
+    """On the device, ordered before later work on the stream."""
     with stream.entered():
         return apart([stream.send(part) for part in joined(pair)])
 
@@ -318,12 +318,19 @@ class Hold:
 
     def __init__(self, copies: HeldCopies, keys: Iterable[ChunkKey]) -> None:
         self._copies, self._keys, self._closing = copies, frozenset(keys), threading.Lock()
+        self._on_close: Callable[[], None] = lambda: None
         copies.retain(self._keys)
+
+    def on_close(self, call: Callable[[], None]) -> None:
+        """Call this, too, when it is closed."""
+        self._on_close = call
 
     def close(self) -> None:
         with self._closing:
             keys, self._keys = self._keys, frozenset()
+            call, self._on_close = self._on_close, lambda: None
         self._copies.release(keys)
+        call()
 
 
 class HeldCopies:
@@ -343,7 +350,7 @@ class HeldCopies:
             self._holds.update(keys)
 
     def release(self, keys: frozenset[ChunkKey]) -> None:
-        """Drop the copies of those that no other hold names."""
+        """Drop the copies of chunks that no other hold names."""
         with self._lock:
             self._holds.subtract(keys)
             for key in [key for key in keys if self._holds[key] <= 0]:

@@ -1,49 +1,41 @@
-"""The only way that blend/ and engine/ read chunk KV: look all of a prompt's chunks up, start transfers, hand out views.
+"""The only way that blend/ and engine/ read chunk KV, and the only place that knows of remote chunks.
 
-fetch    chunks -> views, or a Miss with a reason for each; what a request costs travels in its ChunkRequests
-prefetch a queued prompt: start its transfers, keep what others read of it
+    look-up -> local store -> copies of it on the device, in pinned memory, in memory -> the record itself
+            -> absent here: a whole copy -> the remote source (transfer.py)
+
+fetch     chunks -> views, or a Miss with a reason for each; what a request costs travels in its ChunkRequests
+prefetch  a queued prompt: start its transfers, keep what others read of it
+
+The local snapshot is asked first; a copy is used for that record alone. So deletions and other processes' writes need no
+invalidation. Content-addressed records never change, so a whole copy of a chunk that is not here saves its transfer.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from blendserve.core import ChunkKV
 from blendserve.errors import ChunkLost, CorruptRecord, StoreError, StoreVersion
 from blendserve.fetch.copies import Copies, HeldCopies, HeldView, Hold
-from blendserve.fetch.link import LinkEstimator
-from blendserve.fetch.waiting import ComputeWhileWaiting
-from blendserve.store import (
-    ChunkInfo,
-    ChunkKey,
-    ChunkView,
-    KVStore,
-    LayeredStore,
-    Miss,
-    Reads,
-    StoreStats,
-    TensorView,
-)
-from blendserve.store.request_reads import REMOTE, TimeSaved
+from blendserve.fetch.incoming import ChunkRequest, IncomingChunk, IncomingChunks
+from blendserve.fetch.source import ANY, RemoteSource, source_of
+from blendserve.fetch.tiered import TieredStore
+from blendserve.fetch.transfer import Compute, Transfer, TransferContext, TransferOptions
+from blendserve.store import ChunkKey, ChunkView, KVStore, MemoryStore, Miss, Snapshot, StoreStats, TensorView
+from blendserve.store.base import LOCAL, REMOTE
+from blendserve.store.bounded import NegativeCache
+from blendserve.store.codecs.base import SLOW, UNREACHABLE, Tables
+from blendserve.store.valkey import ValkeyStore
+from blendserve.store.view import open_view
 
 COMPUTED = "computed"  # as a source
-MIN_SPEEDUP = 0.95  # of fetching over computing, which is exact
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkRequest:
-    """One chunk that a prompt can use, and what having it is worth."""
-
-    key: ChunkKey
-    n_tokens: int
-    saved_s: float | None = None  # prefill time that having it saves; None: fetch it whatever that takes
-    compute_s: float | None = None  # time to compute it alone; None: never compute it while waiting
-
-
-Compute = Callable[[ChunkRequest], ChunkKV]
+AHEAD = 2  # transfers at a time for queued prompts
 
 
 class KVFetcher:
@@ -55,20 +47,32 @@ class KVFetcher:
     def __init__(
         self,
         store: KVStore,
-        link: LinkEstimator | None = None,
         copies: Copies | None = None,
         held_bytes: int = 0,
+        source: RemoteSource | None = None,
+        prefetch_bytes: int = 0,
+        options: TransferOptions | None = None,
     ) -> None:
-        """link: of the store's remote part. held_bytes: limit of the copies that queued prompts share."""
-        self.store, self.link, self.copies = store, link or LinkEstimator(), copies or Copies()
-        self.held = HeldCopies(held_bytes)
+        """source: of chunks that the store lacks; default: the store's own, if it is on another machine.
+
+        held_bytes: limit of the copies that queued prompts share. prefetch_bytes: limit of chunks that are read ahead.
+        """
+        self.store, self.local, self.source = store, store, source
+        if isinstance(store, TieredStore):
+            self.local, self.source = store.local, source or store.source
+        elif isinstance(store, ValkeyStore):
+            self.local, self.source = MemoryStore(0), source or source_of(store)
+        self.copies, self.held = copies or Copies(), HeldCopies(held_bytes)
+        self._prefetch_bytes = prefetch_bytes
         self._open: set[Fetch] = set()
+        self._counts: Counter[str] = Counter()
         self._lock = threading.Lock()
+        self.remote = _Remote(self.source, options or TransferOptions()) if self.source else None
 
     @property
     def has_remote(self) -> bool:
         """Whether chunks may come from another machine: only then do costs in a ChunkRequest matter."""
-        return self.store.far
+        return self.remote is not None
 
     @contextmanager
     def fetch(self, requests: Sequence[ChunkRequest], compute: Compute | None = None) -> Iterator[Fetch]:
@@ -78,7 +82,7 @@ class KVFetcher:
         """
         with ExitStack() as stack:
             try:
-                snapshot: Reads | None = stack.enter_context(self.store.reading())
+                snapshot: Snapshot | None = stack.enter_context(self.local.snapshot())
                 fetch = Fetch(self, snapshot, compute)
             except StoreError as error:
                 fetch = Fetch(self, None, compute, f"the store cannot be read: {error}")
@@ -90,74 +94,159 @@ class KVFetcher:
             finally:
                 with self._lock:
                     self._open.remove(fetch)
-        fetch.record()
+                fetch.end()
 
     def prefetch(self, requests: Sequence[ChunkRequest]) -> Hold:
         """A prompt is queued: read its remote chunks ahead; keep what is read of it until the hold is closed."""
-        with suppress(StoreError):
-            skipped = self.slow(requests).keys() | self.copies.keys()
-            self.store.prefetch([r.key for r in requests if r.key not in skipped], self.time_saved(requests))
-        return Hold(self.held, [request.key for request in requests])
+        hold = Hold(self.held, [request.key for request in requests])
+        if self.remote and self.remote.incoming.n_bytes < self._prefetch_bytes:
+            here: set[ChunkKey] = set(self.copies.keys())
+            with suppress(StoreError):
+                here |= self.local.contains([request.key for request in requests])
+            transfer = self.remote.transfer_ahead([r for r in requests if r.key not in here])
+            hold.on_close(transfer.close)
+        return hold
 
-    def warm_up(self, requests: Sequence[ChunkRequest]) -> None:
-        """Probe the link with these chunks, before the first prompt."""
-        if self.has_remote:
-            self.link.probe(self.store, [request.key for request in requests])
+    def warm_up(self, keys: Sequence[ChunkKey] = ()) -> None:
+        """Probe the link before the first prompt, with one of these chunks; with any chunk if there are none."""
+        if self.source:
+            self.source.link.probe_now(partial(self.source.probe, keys))
 
     def forget(self, keys: Iterable[ChunkKey]) -> None:
-        """Drop copies of deleted chunks; fetches that are open make no new ones."""
+        """Drop what is known of chunks that were stored or deleted; open fetches make no new copies of them."""
         gone = frozenset(keys)
         with self._lock:
             for fetch in self._open:
                 fetch.forgotten |= gone
         self.copies.drop(gone)
+        if self.remote:
+            self.remote.forget(gone)
+        if isinstance(self.store, TieredStore):
+            for key in gone:
+                self.store.queue.forget(key)
 
-    def locate(self, infos: Mapping[ChunkKey, ChunkInfo]) -> dict[ChunkKey, str]:
-        """Where each of these stored chunks would be read from."""
-        return {key: info.tier for key, info in infos.items()} | self.copies.locate(infos)
+    def locate(self, keys: Iterable[ChunkKey], remote: bool = False) -> dict[ChunkKey, str]:
+        """Where each chunk that is found would be read from. remote: look there, too, which may take a round trip.
+
+        Raises StoreError if there is only one place to look, and that fails.
+        """
+        asked, has_two = list(keys), self.source is not None and self.local.cap_bytes > 0
+        found: dict[ChunkKey, str] = {}
+        with suppress(*([StoreError] if has_two else [])):
+            found = dict.fromkeys(self.local.contains(asked), LOCAL)
+        found |= self.copies.locate(found if self.source is None else asked)
+        left = [key for key in asked if key not in found]
+        if self.source and remote and left:
+            with suppress(*([StoreError] if has_two else [])):
+                found |= dict.fromkeys(self.source.contains(left), REMOTE)
+        return found
 
     def resident(self) -> frozenset[ChunkKey]:
         """Chunks in this process's memory or on its device (for routing between replicas)."""
-        return self.store.hot() | self.copies.keys()
+        own = frozenset(self.local.keys()) if isinstance(self.local, MemoryStore) else frozenset()
+        return own | self.copies.keys()
 
     def stats(self, namespace: str | None = None) -> StoreStats:
-        """The store's; with the caches' for the whole, as those hold what all tenants read."""
+        """The store's; for the whole also those of the caches and the source, which are for all tenants."""
         stats = self.store.stats(namespace)
-        return stats if namespace is not None else replace(stats, tiers=self.copies.stats())
+        if namespace is not None:
+            return stats
+        stats = replace(stats, tiers=self.copies.stats())
+        if stats.remote:
+            with self._lock:
+                counts = Counter(self._counts)
+            failures = stats.remote.failures + counts["failures"]
+            read = replace(stats.remote, hits=counts["hits"], misses=counts["misses"], failures=failures)
+            stats = replace(stats, remote=read)
+        return stats
+
+    def copy_here(self, keys: Sequence[ChunkKey]) -> int:
+        """Fetch chunks into the local store, in the background -> how many are there, or will be. Raises StoreError."""
+        here = self.local.contains(keys)
+        if not self.remote:
+            return len(here)
+        transfer = self.remote.transfer(self.local.blobs.get)
+        try:
+            transfer.add([ChunkRequest(key, 0) for key in keys if key not in here])
+            transfer.finish()
+            fetched = [chunk for chunk in transfer.chunks.values() if chunk.whole]
+            for chunk in fetched:
+                self.keep(chunk)
+        finally:
+            transfer.close()
+        return len(here) + len(fetched)
+
+    def flush(self) -> None:
+        """Wait until fetched chunks are in the local store, and stored ones in the remote one."""
+        if isinstance(self.store, TieredStore):
+            self.store.flush()
 
     def close(self) -> None:
-        """Free the copies; the store is its opener's to close."""
+        """Free the copies and end transfers; the store is its opener's to close."""
         self.copies.clear()
+        if self.remote:
+            self.remote.close()
 
     def wait(self) -> None:
-        """Wait until no probe is under way."""
-        self.link.wait()
+        """Wait until no probe runs."""
+        if self.source:
+            self.source.link.wait()
 
-    def slow(self, requests: Sequence[ChunkRequest]) -> dict[ChunkKey, Miss]:
-        """Remote chunks that are quicker to compute than to transfer, all or none. Raises StoreError."""
-        costed = {r.key: r for r in requests if r.saved_s is not None}
-        if not costed or not self.has_remote or self.store.compares_cost:
-            return {}
-        remote = costed.keys() - self.store.present(costed, remote=False)
-        saved = sum(costed[key].saved_s or 0.0 for key in remote)
-        fetching = self.link.seconds(sum(costed[key].n_tokens for key in remote))
-        if fetching is None or not remote or fetching < MIN_SPEEDUP * saved:
-            return {}
-        return dict.fromkeys(
-            remote,
-            Miss(
-                "slow link",
-                f"fetching was estimated to take {fetching * 1e3:.0f} ms, and to save {saved * 1e3:.0f} ms",
-            ),
-        )
+    def count(self, what: str, n: int = 1) -> None:
+        """Add to a figure of RemoteStats."""
+        with self._lock:
+            self._counts[what] += n
 
-    def time_saved(self, requests: Iterable[ChunkRequest]) -> TimeSaved | None:
-        """What a store that compares costs compares fetching with; None where every chunk is fetched."""
-        saved: Mapping[ChunkKey, float] = {r.key: r.saved_s for r in requests if r.saved_s is not None}
-        tokens = sum(r.n_tokens for r in requests if r.saved_s is not None)
-        if not saved or not self.store.compares_cost:
-            return None
-        return TimeSaved(sum(saved.values()) / max(1, tokens), saved)
+    def keep(self, chunk: IncomingChunk) -> None:
+        """Store a fetched chunk here, in the background; until then later prompts find it in memory."""
+        store = self.store
+        if not isinstance(store, TieredStore) or not store.cap_bytes or chunk.stored:
+            return
+        assert self.remote
+        incoming, record = self.remote.incoming, chunk.record()
+        if not incoming.has(chunk):
+            return  # it was deleted meanwhile
+        chunk.stored = True
+        chunk.users += 1
+
+        def write() -> None:
+            try:
+                store.put_local(chunk.key, record)
+            finally:
+                incoming.release(chunk)
+
+        if not store.queue.add(chunk.key, record.n_bytes, write):
+            incoming.release(chunk)
+
+
+class _Remote:
+    """What the transfers from one source share."""
+
+    def __init__(self, source: RemoteSource, options: TransferOptions) -> None:
+        self.incoming = IncomingChunks()
+        self.failed = NegativeCache(now=source.link.clock.monotonic)
+        self._context = TransferContext(source, self.incoming, self.failed, options)
+        self._pool = ThreadPoolExecutor(source.workers, thread_name_prefix="blendserve-fetch")
+        self._ahead = ThreadPoolExecutor(AHEAD, thread_name_prefix="blendserve-ahead")
+
+    def transfer(self, tables: Tables, compute: Compute | None = None) -> Transfer:
+        """Of one prompt; close it."""
+        return Transfer(self._context, self._pool, tables, compute)
+
+    def transfer_ahead(self, requests: Sequence[ChunkRequest]) -> Transfer:
+        """Of a queued prompt, started in another thread; close it."""
+        transfer = Transfer(self._context, self._ahead, lambda hash: None)
+        self._ahead.submit(transfer.add, requests)
+        return transfer
+
+    def forget(self, keys: Iterable[ChunkKey]) -> None:
+        for key in keys:
+            self.incoming.forget(key)
+            self.failed.forget(key)
+
+    def close(self) -> None:
+        for pool in (self._pool, self._ahead):
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 @dataclass(eq=False)
@@ -165,119 +254,124 @@ class Fetch:
     """What one prompt got. Valid until the `with` block ends. Threads may share it."""
 
     fetcher: KVFetcher
-    snapshot: Reads | None  # None: the store cannot be read
+    snapshot: Snapshot | None  # None: the local store cannot be read
     compute: Compute | None
-    trouble: str = ""  # why the store cannot be read
+    trouble: str = ""  # why the local store cannot be read
     views: dict[ChunkKey, ChunkView] = field(default_factory=dict)
     misses: dict[ChunkKey, Miss] = field(default_factory=dict)
-    computed: dict[ChunkKey, ChunkKV] = field(default_factory=dict)  # while others were in transit
+    computed: Mapping[ChunkKey, ChunkKV] = field(default_factory=dict)  # while others were in transit
     source: dict[ChunkKey, str] = field(default_factory=dict)  # device host memory local remote computed
-    forgotten: frozenset[ChunkKey] = frozenset()  # deleted since this was opened
+    forgotten: frozenset[ChunkKey] = frozenset()  # stored or deleted since this was opened
 
     def __post_init__(self) -> None:
-        self._waiting = ComputeWhileWaiting(self.compute)
         self._requests: dict[ChunkKey, ChunkRequest] = {}
-        self._fetch_s = self._reading_s = 0.0
-        self._reading_tokens = 0
+        self._transfer: Transfer | None = None
+        self._reading = 0.0, 0  # seconds, tokens
 
     @property
     def waited_s(self) -> float:
         """Time in which a thread waited for the link."""
-        return self._waiting.waited
+        return self._transfer.deadline.waited if self._transfer else 0.0
 
     def extend(self, requests: Sequence[ChunkRequest]) -> None:
-        """Look more chunks up, such as near-duplicate donors. Those that are known are not looked up again."""
+        """Look more chunks up, such as near-duplicate donors. Known ones are not looked up again."""
         new = {r.key: r for r in requests if r.key not in self._requests}
         self._requests |= new
-        if self.snapshot is None:
-            self.misses |= dict.fromkeys(new, Miss("unreachable", self.trouble))
+        for key in new:
+            self._accept(key, self._read_local(key), LOCAL)
+        remote = self.fetcher.remote
+        if not remote or not (
+            absent := [key for key in new if key in self.misses and not self._use_copy(key)]
+        ):
             return
-        clock = self.fetcher.link.clock
-        start = clock()
-        with suppress(StoreError):
-            self.misses |= self.fetcher.slow([*new.values()])
-        self._use_copies(new)
-        asked = [key for key in new if key not in self.misses and key not in self.views]
-        self._waiting.expect(new.values(), self.fetcher.store.compares_cost)
-        self.snapshot.expect(
-            asked, self._waiting if self.fetcher.has_remote else None, self.fetcher.time_saved(new.values())
-        )
-        local = self._held_locally(asked)
-        for key in sorted(
-            asked, key=lambda key: key not in local
-        ):  # what comes from afar evicts no copy of this prompt
-            self._look_up(key)
-        self._fetch_s += clock() - start
-
-    def _held_locally(self, keys: Sequence[ChunkKey]) -> Set[ChunkKey]:
-        """Those in the local store or in a copy; all of them where there is no remote store."""
-        store = self.fetcher.store
-        return store.present(keys, remote=False) if isinstance(store, LayeredStore) else set(keys)
-
-    def _use_copies(self, keys: Iterable[ChunkKey]) -> None:
-        """Of chunks that a local store in front of a remote one lacks: a whole copy saves the transfer."""
-        store, copies = self.fetcher.store, self.fetcher.copies
-        whole = set(keys) & copies.keys() - self.forgotten if isinstance(store, LayeredStore) else set()
-        for key in whole - store.present(whole, remote=False) if whole else ():
-            if found := copies.whole(key):
-                self.views[key], self.source[key] = found
-                self.misses.pop(key, None)
+        if self._transfer is None:
+            self._transfer = remote.transfer(self.fetcher.local.blobs.get, self.compute)
+        self._transfer.add([new[key] for key in absent])
+        self._transfer.run()
+        self.computed = self._transfer.computed
+        for key in absent:
+            self._receive(key)
+            self.fetcher.count("hits" if key in self.views else "misses")
 
     def drop(self, lost: StoreError) -> None:
         """After an error in a layer: wait until nothing is in transit. `views` and `misses` are final then."""
         if isinstance(lost, CorruptRecord):
             self._miss(lost.key, Miss("corrupt", lost.what))
         elif isinstance(lost, ChunkLost):
-            for key in [key for key, source in self.source.items() if source == REMOTE]:
-                self._look_up(key)
+            assert self._transfer
+            self._transfer.finish()
+            for key in [key for key in self._transfer.chunks if self.source.get(key) == REMOTE]:
+                self._receive(key)
         else:
             self.snapshot, self.trouble = None, f"the store cannot be read: {lost}"
             for key in [*self.views]:
-                self._miss(key, Miss("unreachable", self.trouble))
+                self._miss(key, Miss(UNREACHABLE, self.trouble))
 
     def record_reading(self, seconds: float, tokens: int) -> None:
-        """Reading and decoding so many tokens' KV took the prefill so many seconds, waiting excluded."""
-        self._reading_s, self._reading_tokens = seconds, tokens
+        """The prefill read and decoded the KV of these tokens in this time, waiting excluded."""
+        self._reading = seconds, tokens
 
-    def record(self) -> None:
-        """Tell the link estimator what this prompt took; probe the link if some chunks did not come."""
-        link = self.fetcher.link
-        if remote := sum(self.views[key].n_tokens for key, source in self.source.items() if source == REMOTE):
-            link.record(self._fetch_s + self.waited_s, remote)
-            link.record_decoding(self._reading_s, self._reading_tokens)
-        if self.fetcher.has_remote:
-            kinds = ("slow link", "unreachable")
-            link.probe_later(
-                self.fetcher.store, [key for key, miss in self.misses.items() if miss.kind in kinds]
-            )
+    def end(self) -> None:
+        """Store fetched chunks here, record the time of reading, and probe the link if some chunks did not come."""
+        transfer, source = self._transfer, self.fetcher.source
+        if not transfer or not source:
+            return
+        fetched = [chunk for key, chunk in transfer.chunks.items() if self.source.get(key) == REMOTE]
+        for chunk in fetched:
+            if chunk.whole and chunk.key not in self.forgotten:
+                self.fetcher.keep(chunk)
+        if fetched and not source.max_interleaved:
+            source.link.record_decoding(ANY, *self._reading)
+        self.fetcher.count("failures", transfer.has_failed)
+        transfer.close()
+        if keys := [key for key, miss in self.misses.items() if miss.kind in (SLOW, UNREACHABLE)]:
+            source.link.probe_later(partial(source.probe, keys))
 
-    def _look_up(self, key: ChunkKey) -> None:
-        found = None if key in self._waiting.computed else self._read(key)
-        if kv := self._waiting.computed.get(key):  # by now: the read may have waited for the link
-            self.computed[key], self.views[key], self.source[key] = kv, TensorView(kv), COMPUTED
-        elif isinstance(found, Miss) or found is None:
-            self._miss(key, found or Miss("absent"))
+    def _read_local(self, key: ChunkKey) -> ChunkView | Miss:
+        if self.snapshot is None:
+            return Miss(UNREACHABLE, self.trouble)
+        try:
+            record = self.snapshot.get(key)
+        except CorruptRecord as error:
+            return Miss("corrupt", error.what)
+        except StoreVersion as error:
+            return Miss("corrupt", str(error))
+        except StoreError as error:
+            return Miss(UNREACHABLE, f"the store cannot be read: {error}")
+        return open_view(record, self.fetcher.local.blobs.get) if record else Miss("absent")
+
+    def _use_copy(self, key: ChunkKey) -> bool:
+        """Use a whole copy of a chunk that is not here, which saves its transfer."""
+        found = None if key in self.forgotten else self.fetcher.copies.whole(key)
+        if found:
+            self.views[key], self.source[key] = found
+            del self.misses[key]
+        return found is not None
+
+    def _receive(self, key: ChunkKey) -> None:
+        """What the transfer has of a chunk."""
+        assert self._transfer
+        if kv := self._transfer.computed.get(key):
+            self.views[key], self.source[key] = TensorView(kv), COMPUTED
+            self.misses.pop(key, None)
+            return
+        found, chunk = self._transfer.get(key), self._transfer.chunks.get(key)
+        if isinstance(found, Miss) and found.kind == "absent" and key in self.misses:
+            return  # the reason of the local store stays
+        self._accept(key, found, "memory" if chunk and chunk.stored else REMOTE)
+
+    def _accept(self, key: ChunkKey, found: ChunkView | Miss, place: str) -> None:
+        if isinstance(found, Miss):
+            self._miss(key, found)
         elif found.n_tokens != self._requests[key].n_tokens:
             self._miss(key, Miss("corrupt", "is not the chunk that its key names"))
         else:
             held, name = self.fetcher.held, ""
             if key not in self.forgotten:
                 found, name = self.fetcher.copies.view(key, found)
+            self.misses.pop(key, None)
             self.views[key] = HeldView(key, found, held) if held.cap_bytes else found
-            self.source[key] = name or (self.snapshot.tier(key) if self.snapshot else "")
-
-    def _read(self, key: ChunkKey) -> ChunkView | Miss | None:
-        assert self.snapshot is not None
-        try:
-            view = self.snapshot.get(key)
-            why = None if view else self.snapshot.undecodable.get(key)
-            return Miss(why.kind, str(why)) if why else view
-        except CorruptRecord as error:
-            return Miss("corrupt", error.what)
-        except StoreVersion as error:
-            return Miss("corrupt", str(error))
-        except StoreError as error:
-            return Miss("unreachable", f"the store cannot be read: {error}")
+            self.source[key] = name or place
 
     def _miss(self, key: ChunkKey, miss: Miss) -> None:
         self.views.pop(key, None)

@@ -31,7 +31,7 @@ class LayerReader:
         """stream: the way to the device where layers are wanted; None = they are wanted where the store has them."""
         self._views, self._n_layers = views, n_layers
         self._way = Staging(stream) if stream else InPlace()
-        beside = None if stream else team.alone  # who computes needs the cores
+        beside = None if stream else team.alone  # the prefill needs the cores
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="blendserve-load", initializer=beside)
         self._decoding = _decoding(views)
         self._decoders = None
@@ -63,7 +63,7 @@ class LayerReader:
 
     @property
     def seconds(self) -> float:
-        """Spent reading so far, whether anybody waited for it or not."""
+        """Spent reading so far, whether the prefill waited for it or not."""
         return self._clock.seconds["read"]
 
     def close(self) -> None:
@@ -87,7 +87,7 @@ class LayerReader:
 
 
 def _decoding(views: Sequence[ChunkView]) -> int:
-    """Threads that decode chunks side by side, one core left to who computes; 0 where nothing is coded."""
+    """Threads that decode chunks side by side, one core left to the prefill; 0 where nothing is coded."""
     if all(view.n_bytes >= view.raw_bytes for view in views):
         return 0
     return max(1, min(torch.get_num_threads() - 1, len(views)))

@@ -1,96 +1,192 @@
-"""How fast chunks come over a link, from transfers and from probes.
+"""What is known of a link and of decoding: the rate, the round trip, decode times by level, and when to probe.
 
-    seconds = round trip + (seconds per token in transfer + seconds per token to decode) * tokens
+    seconds = round trip + bytes / rate + decoding
 
-A probe transfers a small part of a chunk, in a thread of its own: one when an engine opens, and while a link is too slow
-or gives nothing, one after a request. Each probe is twice as large as the last one, as a distant link takes a while to
-reach its rate. The next one waits for 50 times as long as the last one took, or a minute if that gave nothing.
+The rate leaves out the round trip, in which nothing can come, and the time between transfers. A probe transfers a part of
+a chunk, in a thread of its own: one when an engine opens, and while a link is too slow or gives nothing, one after a
+request. Each probe is twice as large as the last one, as a distant link takes a while to reach its rate. The next one
+waits for 50 times the duration of the last one, or a minute if that gave nothing.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 from blendserve.errors import BlendserveError
-from blendserve.store import ChunkKey, KVStore
+from blendserve.store.clock import Clock
 
 PROBE_S = 10.0  # minimum time between probes
-PROBE_PAUSE = 50.0  # times what a probe took
+PROBE_PAUSE = 50.0  # times the duration of a probe
 DEAD_LINK_S = 60.0  # after a probe that gave nothing
 MIN_PROBE_BYTES, MAX_PROBE_BYTES = 1 << 19, 1 << 24
+WINDOW_S = 0.15  # of transfer that the rate is measured over
+STALL_FIRST = 4.0  # times the patience, before the first byte and beside a prefill
 MEAN_WEIGHT = 0.5  # of the last sample in a running mean
 
 
 class TokenRate:
-    """Running mean of seconds per token."""
+    """Running mean of an amount per token, such as seconds or bytes."""
 
     def __init__(self) -> None:
-        self.seconds_per_token: float | None = None
+        self.per_token: float | None = None
 
-    def record(self, seconds: float, tokens: int) -> None:
+    def record(self, amount: float, tokens: int) -> None:
         if tokens:
-            known, new = self.seconds_per_token, seconds / tokens
-            self.seconds_per_token = new if known is None else (1 - MEAN_WEIGHT) * known + MEAN_WEIGHT * new
+            known, new = self.per_token, amount / tokens
+            self.per_token = new if known is None else (1 - MEAN_WEIGHT) * known + MEAN_WEIGHT * new
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSample:
+    """What a probe measured."""
+
+    round_trip_s: float  # of a question with a short answer
+    seconds: float  # of the part, its own round trip included
+    n_bytes: int  # of the part
 
 
 class LinkEstimator:
-    """Estimates transfer times from a store's remote part. Thread-safe."""
+    """One link. Thread-safe."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """clock: seconds."""
-        self.clock = clock
-        self._transfer, self._decoding = TokenRate(), TokenRate()
-        self._round_trip = 0.0
-        self._next_probe = 0.0
+    def __init__(self, clock: Clock = time, window_s: float = WINDOW_S) -> None:
+        self.clock, self._window_s = clock, window_s
+        self.round_trip_s = 0.0
+        self.n_bytes = 0  # that have arrived, of all transfers
+        self.last_rate: float | None = None  # of the last chunk that came whole
+        self._decode_s: dict[str, TokenRate] = {}  # a token, by level
+        self._transfers, self._since, self._busy_s = 0, 0.0, 0.0  # busy seconds up to `since`
+        self._pieces: deque[tuple[float, int]] = deque()  # busy seconds at their arrival, and bytes
+        self._from_s = 0.0  # busy seconds that the pieces are counted from
+        self._next_probe, self._probe_bytes = float("-inf"), MIN_PROBE_BYTES
         self._probing: threading.Thread | None = None
-        self._probe_bytes = MIN_PROBE_BYTES
         self._lock = threading.Lock()
 
-    def record(self, seconds: float, tokens: int) -> None:
-        """Transferring so many tokens' KV took so many seconds."""
-        with self._lock:
-            self._transfer.record(max(0.0, seconds - self._round_trip), tokens)
+    # Transfers
 
-    def record_decoding(self, seconds: float, tokens: int) -> None:
+    @contextmanager
+    def transfer(self) -> Iterator[None]:
+        """A transfer, inside: from the request to the end of its body."""
         with self._lock:
-            self._decoding.record(seconds, tokens)
+            self._tick()
+            if not self._transfers:
+                self._since += self.round_trip_s
+            self._transfers += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._tick()
+                self._transfers -= 1
 
-    def seconds(self, tokens: int) -> float | None:
-        """Time to transfer and decode so many tokens' KV; None before the first transfer."""
-        rate, decoding = self._transfer.seconds_per_token, self._decoding.seconds_per_token or 0.0
-        return None if rate is None else self._round_trip + (rate + decoding) * tokens
-
-    def probe_later(self, store: KVStore, keys: Sequence[ChunkKey]) -> None:
-        """Probe with these chunks in a thread of its own, if a probe is due."""
+    def arrived(self, n_bytes: int) -> None:
+        """Bytes of any transfer."""
         with self._lock:
-            if not keys or self.clock() < self._next_probe:
+            self._tick()
+            self.n_bytes += n_bytes
+            self._pieces.append((self._busy_s, n_bytes))
+            while len(self._pieces) > 1 and self._pieces[0][0] < self._busy_s - self._window_s:
+                self._from_s = self._pieces.popleft()[0]
+
+    def forget_rate(self) -> None:
+        """The link stood still: its rate is unknown again."""
+        with self._lock:
+            self._tick()
+            self._pieces.clear()
+            self._from_s = self._busy_s
+
+    @property
+    def rate(self) -> float | None:
+        """Bytes a second over the last moments of transfer; None while unknown. Silence within a transfer counts."""
+        with self._lock:
+            self._tick()
+            seconds, n_bytes = self._busy_s - self._from_s, sum(n for _, n in self._pieces)
+            return n_bytes / seconds if n_bytes and seconds > 0 else None
+
+    def _tick(self) -> None:
+        now = self.clock.monotonic()
+        if self._transfers:
+            self._busy_s += max(0.0, now - self._since)
+            self._since = max(now, self._since)
+        else:
+            self._since = now
+
+    # Decoding
+
+    def record_decoding(self, level: str, seconds: float, tokens: int) -> None:
+        """These tokens at this level were decoded in this time."""
+        self._decode_s.setdefault(level, TokenRate()).record(seconds, tokens)
+
+    def decode_s(self, level: str) -> float:
+        """Seconds a token; 0 where it was not measured."""
+        known = self._decode_s.get(level)
+        return (known.per_token or 0.0) if known else 0.0
+
+    # Probes
+
+    def probe_now(self, probe: Callable[[int], LinkSample | None]) -> bool:
+        """Transfer a part of a chunk, now -> whether the other machine answered. probe: of this number of bytes."""
+        try:
+            sample = probe(self._probe_bytes)
+        except BlendserveError:  # the source logs its own failures
+            return False
+        if sample:
+            with self._lock:
+                self.round_trip_s = sample.round_trip_s
+                self._tick()
+                self._pieces.clear()
+                self._from_s = self._busy_s
+                self._busy_s += max(1e-9, sample.seconds - sample.round_trip_s)
+                self._pieces.append((self._busy_s, sample.n_bytes))
+        return True
+
+    def probe_later(self, probe: Callable[[int], LinkSample | None]) -> None:
+        """Probe in a thread of its own, if one is due."""
+        with self._lock:
+            if self.clock.monotonic() < self._next_probe:
                 return
-            self._next_probe = self.clock() + PROBE_S
-            self._probing = threading.Thread(target=self._probed, args=(store, keys), daemon=True)
+            self._next_probe = self.clock.monotonic() + PROBE_S
+            self._probing = threading.Thread(target=self._probe, args=(probe,), daemon=True)
         self._probing.start()
 
     def wait(self) -> None:
-        """Wait until no probe is under way."""
+        """Wait until no probe runs."""
         if self._probing:
             self._probing.join()
 
-    def probe(self, store: KVStore, keys: Sequence[ChunkKey]) -> bool:
-        """Transfer a part of the first of these that another machine has -> whether the store answered."""
-        with suppress(BlendserveError):  # the store logs its own failures
-            if sample := store.sample(keys, self._probe_bytes):
-                with self._lock:
-                    self._round_trip = sample.round_trip
-                    self._transfer.record(sample.seconds_per_token * sample.tokens, sample.tokens)
-            return True
-        return False
-
-    def _probed(self, store: KVStore, keys: Sequence[ChunkKey]) -> None:
-        start = self.clock()
-        answered = self.probe(store, keys)
-        elapsed_s = self.clock() - start
+    def _probe(self, probe: Callable[[int], LinkSample | None]) -> None:
+        start = self.clock.monotonic()
+        answered = self.probe_now(probe)
+        elapsed_s = self.clock.monotonic() - start
         with self._lock:
             self._next_probe = start + max(PROBE_S, PROBE_PAUSE * elapsed_s if answered else DEAD_LINK_S)
             self._probe_bytes = min(2 * self._probe_bytes, MAX_PROBE_BYTES)
+
+
+class StallDetector:
+    """Notices that no byte arrives over a link, from looks at any times. Thread-safe.
+
+    A process that was suspended finds what came meanwhile when it goes on. So one look counts at most a quarter of the
+    patience.
+    """
+
+    def __init__(self, link: LinkEstimator) -> None:
+        self._link, self._n_bytes, self._looked_s = link, link.n_bytes, link.clock.monotonic()
+        self._is_first = True  # no byte has come yet
+        self.silent_s = 0.0
+        self._lock = threading.Lock()
+
+    def is_stalled(self, patience_s: float, is_hidden: bool) -> bool:
+        """Whether no byte came for so long: STALL_FIRST times that before the first one, and if a prefill hides it."""
+        with self._lock:
+            now, n_bytes = self._link.clock.monotonic(), self._link.n_bytes
+            if n_bytes != self._n_bytes:
+                self._n_bytes, self.silent_s, self._is_first = n_bytes, 0.0, False
+            else:
+                self.silent_s += min(now - self._looked_s, patience_s / 4)
+            self._looked_s = now
+            return self.silent_s > patience_s * (STALL_FIRST if self._is_first or is_hidden else 1.0)

@@ -19,11 +19,11 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 
 from blendserve.errors import CorruptBlob, NotFound, StoreUnavailable
+from blendserve.fetch.kdn.manifest import Blob, Collection, Directory, read_directory
 from blendserve.registry import DELIVERED
 from blendserve.store import KVStore
 from blendserve.store.blobs import BlobInfo
 from blendserve.store.codecs.base import tables_hash
-from blendserve.store.kdn.collection import Blob, Collection, Directory, read_directory
 
 PIECE_BYTES = 4 << 20
 ORPHANED_NS = 3600 * 10**9

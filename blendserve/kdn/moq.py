@@ -15,10 +15,10 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any
 
 from blendserve.errors import StoreError
+from blendserve.fetch.kdn.manifest import Collection, encode_body, level_key
+from blendserve.fetch.kdn.moq import GROUP, broadcast_of, library
 from blendserve.kdn.catalogue import Catalogue
 from blendserve.store import ChunkRecord, KVStore, read_record
-from blendserve.store.kdn.collection import Collection, body, level_key
-from blendserve.store.kdn.moq_reader import GROUP, broadcast_of, library
 
 KEPT = 64  # tracks that are held open behind their last frame
 LOOK_S = 5.0  # between looks for what was published or retired
@@ -116,7 +116,7 @@ class Publisher:
             record: ChunkRecord | None = read_record(self._store, level_key(key, word, collection.levels))
         except (ValueError, StoreError):
             return None
-        return None if record is None else [bytes(part) for part in body(key, record)[1:]]
+        return None if record is None else [bytes(part) for part in encode_body(key, record)[1:]]
 
 
 async def _serve(server: Any) -> None:

@@ -16,21 +16,21 @@ from datetime import datetime, timezone
 from blendserve.engine.codec_fit import writing_codec
 from blendserve.engine.engine import Engine
 from blendserve.errors import InputError, StoreUnavailable
+from blendserve.fetch.kdn.manifest import (
+    Blob,
+    Collection,
+    Entry,
+    TablesOf,
+    encode_body,
+    level_key,
+    valid_name,
+    write_directory,
+)
 from blendserve.kdn.catalogue import Catalogue
 from blendserve.registry import codec_word, parse_codec
 from blendserve.retrieve.manifest import MANIFEST, read
 from blendserve.store import ChunkKey, ChunkRecord, KVStore, read_record
 from blendserve.store.codecs.base import NO_TABLES, Codec, Undecodable
-from blendserve.store.kdn.collection import (
-    Blob,
-    Collection,
-    Entry,
-    TablesOf,
-    body,
-    level_key,
-    valid_name,
-    write_directory,
-)
 from blendserve.store.key import namespace_tag
 from blendserve.store.view import decode
 
@@ -55,7 +55,7 @@ def publish(
         raise InputError("there is no index to publish: open the engine with one")
     engine.precompute(progress=progress)
     tokens = _tokens(engine)
-    lacking = tokens.keys() - engine.store.present(tokens)
+    lacking = tokens.keys() - engine.store.contains(tokens)
     if lacking:
         raise StoreUnavailable(
             f"{len(lacking)} of {len(tokens)} chunks are not in the store: is its cap too small? Publish again when "
@@ -175,7 +175,7 @@ class LevelCoder:
         for word in self._words:
             record = self._record(key, word)
             self.tables |= {record.coding.tables} - {NO_TABLES}
-            yield sum(map(len, body(key, record)))
+            yield sum(map(len, encode_body(key, record)))
 
     def _record(self, key: ChunkKey, word: str) -> ChunkRecord:
         own = level_key(key, word, self._words)

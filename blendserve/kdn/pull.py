@@ -2,7 +2,7 @@
 
     kdn:http://HOST:8010/NAME   where a command or `Engine.open` would be given a folder
 
-Only the index comes: texts and vectors. KV comes chunk by chunk, when a question needs it (store/kdn/).
+Only the index comes: texts and vectors. KV comes chunk by chunk, when a question needs it (fetch/kdn/).
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from pathlib import Path
 
 from blendserve.config import Config, KdnConfig, RemoteConfig, changed
 from blendserve.errors import IndexDamaged, InputError, StoreUnavailable
+from blendserve.fetch.kdn.client import Client, KdnPeer, NotThere, Unfit, WrongReply
+from blendserve.fetch.kdn.manifest import Blob, Collection, valid_name
+from blendserve.fetch.kdn.source import MAX_DESCRIPTION
 from blendserve.paths import cache_folder
 from blendserve.registry import DELIVERED
 from blendserve.retrieve.index import PASSAGES, VECTORS
 from blendserve.retrieve.manifest import MANIFEST, Manifest, manifest_digest, read, write
 from blendserve.store.codecs.base import tables_hash
-from blendserve.store.kdn.client import Client, KdnPeer, NotThere, Unfit, WrongReply
-from blendserve.store.kdn.collection import Blob, Collection, valid_name
-from blendserve.store.kdn.store import MOST_DESCRIPTION
 from blendserve.store.key import namespace_tag
 
 log = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ def pull(
     client: Client | None = None
     try:
         client = peer.connect()
-        collection = Collection.from_json(client.get(client.path(), MOST_DESCRIPTION))
+        collection = Collection.from_json(client.get(client.path(), MAX_DESCRIPTION))
         _check_namespace(collection, namespace)
         if not _is_there(folder, collection.files.get(MANIFEST)):
             log.info("Fetching the index of %r from %s", collection.name, settings.server)

@@ -13,7 +13,7 @@ from typing import Any
 
 from blendserve.config import Config, ServeConfig
 from blendserve.engine.documents import Collections
-from blendserve.engine.engine import Engine, made_for
+from blendserve.engine.engine import Engine, index_owner
 from blendserve.engine.fair_executor import BackgroundThrottle, FairExecutor
 from blendserve.engine.prompt import PromptBuilder
 from blendserve.engine.request import Plan, make_plan
@@ -93,8 +93,8 @@ class RayEngineClient:
     def _plan(self, tenant: Tenant, query: QueryRequest, clock: Clock) -> Plan:
         """On the retrieval thread: checks, searches and tokenises."""
         search = partial(self.collections.search, tenant, query.collections)
-        limit = self.model.max_tokens
-        return make_plan(query.seeded(), self.config, self._facts, self._prompts, search, clock, limit)
+        limits = self._facts.n_layers, self.model.max_tokens
+        return make_plan(query.seeded(), self.config, *limits, self._prompts, search, clock)
 
     def _chunk_keys(self, plan: Plan, namespace: str) -> frozenset[bytes]:
         """The store's keys of the prompt's chunks."""
@@ -126,7 +126,7 @@ def serve_cluster(
         tokenizer = load_tokenizer(config.reader)
         prompts = PromptBuilder(tokenizer, config.prompt)
         embedder = Embedder.load(config.retrieve.embedder)
-        made = made_for(facts.name, facts.dtype, facts.fingerprint, prompts)
+        made = index_owner(facts.name, facts.dtype, facts.fingerprint, prompts)
         library = Collections.open(VectorIndex.open(folder, embedder, **made), folders, prompts)
         client = RayEngineClient(config, library, settings.serve, tokenizer, prompts, group)
         HttpServer(create_engine_app(client), client).run()

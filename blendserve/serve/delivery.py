@@ -25,6 +25,8 @@ from starlette.types import Receive, Scope, Send
 from blendserve.config import Config, DeliverConfig, check_binding
 from blendserve.engine.fair_executor import FairExecutor
 from blendserve.errors import BodyTooSlow, Busy, InputError, NotAllowed, NotFound
+from blendserve.fetch import open_store
+from blendserve.fetch.kdn.manifest import MAX_INTERLEAVED, Collection, encode_body, interleave, level_key
 from blendserve.kdn.catalogue import Catalogue, pieces_of
 from blendserve.kdn.publish import retire, set_pins
 from blendserve.serve import ops
@@ -35,10 +37,9 @@ from blendserve.serve.keys import Tenant
 from blendserve.serve.limits import TokenBucket
 from blendserve.serve.metrics import HttpMetrics
 from blendserve.serve.server import HttpServer
-from blendserve.store import ChunkKey, KVStore, open_store, read_record
+from blendserve.store import ChunkKey, KVStore, read_record
 from blendserve.store.clock import Clock
 from blendserve.store.codecs.base import Buffer
-from blendserve.store.kdn.collection import MOST_IN_STEP, Collection, body, in_step, level_key
 
 SEND_BYTES = 1 << 18  # sent at a time
 _RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})")
@@ -136,18 +137,18 @@ class DeliveryBackend:
         self.metrics.chunks.labels("store" if record else "missing").inc()
         if record is None:
             raise not_found()
-        parts = body(key, record)
+        parts = encode_body(key, record)
         # The header ends with its own checksum, which covers key, coding, and every segment's length and checksum.
         return self._cached((stored_key, key), CachedBody(parts, f'"{bytes(parts[1][-8:]).hex()}"'))
 
     def layers(self, tenant: Tenant, name: str, chunks: str) -> CachedBody:
         """Chunks, KEY:LEVEL each, interleaved by layer. Raises InputError for too many, NotFound, StoreErrors."""
         names = chunks.split(",")
-        if len(names) > MOST_IN_STEP:
-            raise InputError(f"a request returns 1 to {MOST_IN_STEP} chunks, not {len(names)}")
+        if len(names) > MAX_INTERLEAVED:
+            raise InputError(f"a request returns 1 to {MAX_INTERLEAVED} chunks, not {len(names)}")
         bodies = [self.chunk(tenant, name, *one.partition(":")[::2]) for one in names]
         etag = blake2b("".join(one.etag for one in bodies).encode(), digest_size=8).hexdigest()
-        return CachedBody(in_step([one.parts for one in bodies]), f'"{etag}"')
+        return CachedBody(interleave([one.parts for one in bodies]), f'"{etag}"')
 
     def take_bytes(self, tenant: Tenant, n_bytes: int) -> None:
         """Count bytes to send. Raises Busy if the tenant's quota is used up; the last body may exceed it."""

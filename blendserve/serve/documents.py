@@ -147,17 +147,10 @@ async def fetch(body: CacheRequest, state: StateDep, tenant: LimitedTenantDep) -
     client = state.backend
     keys = await _keys(client, tenant, body)
 
-    def copy(some: Sequence[ChunkKey]) -> int:
-        with (
-            client.engine.store.reading() as snapshot
-        ):  # a read through the tiers copies a chunk to the local store
-            snapshot.expect(some)
-            return sum(snapshot.get(key) is not None for key in some)
-
     async def work(job: Job) -> None:
         job.chunks = len(keys)
         for some in _batches(keys, BATCH):
-            job.computed += await run_on(client.storage, tenant, copy, some)
+            job.computed += await run_on(client.storage, tenant, client.engine.fetcher.copy_here, some)
 
     return _start_job(state, tenant, body, "fetch", work)
 
@@ -181,7 +174,7 @@ async def lookup(body: CacheRequest, state: StateDep, tenant: LimitedTenantDep) 
     is_cached = list[bool]()
 
     def look_up(keys: Sequence[ChunkKey]) -> int:
-        cached = state.backend.engine.store.present(keys)
+        cached = state.backend.engine.fetcher.locate(keys, remote=True)
         is_cached.extend(key in cached for key in keys)
         return sum(key in cached for key in keys)
 
@@ -223,8 +216,10 @@ async def list_chunks(
         return len(found), [(passage, ids, blender.key(ids)) for passage, ids in page]
 
     total, page = await client.collections.run(tenant, look_up, background=True)
-    infos = await run_on(client.storage, tenant, client.engine.store.describe, [key for *_, key in page])
-    tiers = client.engine.fetcher.locate(infos)
+    keys = [key for *_, key in page]
+    infos = await run_on(client.storage, tenant, client.engine.store.describe, keys)
+    locate = partial(client.engine.fetcher.locate, remote=True)
+    tiers = await run_on(client.storage, tenant, locate, keys)
     data = []
     for passage, ids, key in page:
         info = infos.get(key)
@@ -234,7 +229,7 @@ async def list_chunks(
             "title": passage.title,
             "text": passage.text[:EXCERPT],
             "tokens": len(ids),
-            "stored": info is not None,
+            "stored": key in tiers,
             "pinned": info is not None and info.pinned,
             "bytes": info.n_bytes if info else 0,
             "raw_bytes": info.raw_bytes if info else 0,

@@ -20,7 +20,6 @@ from blendserve.provenance import machine
 from blendserve.registry import SHARED_STORE
 from blendserve.simulate.config import SimulateConfig
 from blendserve.simulate.service_time import ServiceTime
-from blendserve.store import LayeredStore
 
 Constants = dict[str, float]
 
@@ -106,8 +105,7 @@ class Node:
     def flush(self) -> None:
         """Wait until background copies are written."""
         assert self._engine is not None
-        if isinstance(self._engine.store, LayeredStore):
-            self._engine.store.flush()
+        self._engine.fetcher.flush()
 
     def measure(self, request_chunks: int, memory: int, disk: int) -> Constants:
         """Constants of the compute and links settings; without a server, none of its link. `hot`: TTFT from memory."""

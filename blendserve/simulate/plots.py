@@ -2,37 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from matplotlib.ticker import FuncFormatter, NullLocator
-
-from blendserve.evaluate.plots import COLOURS, svg
-from blendserve.simulate.config import ROUTINGS
+from blendserve.evaluate.plots import Panel, Point, draw
 
 
 def by_nodes(metrics: dict[str, Any]) -> bytes:
-    """SVG. The mean TTFT is a line, the 95th percentile is dashed."""
+    """SVG."""
     cells = sorted(metrics["cells"], key=lambda cell: int(cell["nodes"]))
-    with svg(_title(metrics["settings"]), 9.6, 4.2) as (figure, image):
-        hits, ttft = figure.subplots(1, 2)
-        for routing, colour in zip(ROUTINGS, COLOURS, strict=False):
-            if not (own := [cell for cell in cells if cell["routing"] == routing]):
-                continue
-            nodes, label = [cell["nodes"] for cell in own], routing.replace("_", " ")
-            hits.plot(nodes, [cell["hit_rates"]["memory"] for cell in own], "o-", color=colour, label=label)
-            ttft.plot(nodes, [cell["ttft"]["mean"] for cell in own], "o-", color=colour, label=label)
-            ttft.plot(nodes, [cell["ttft"]["p95"] for cell in own], "--", color=colour, label=f"{label}, p95")
-        hits.set_ylabel("hit rate of the nodes' memory")
-        ttft.set_ylabel("time to first token, s")
-        for axis in (hits, ttft):
-            axis.set_ylim(bottom=0.0)
-            axis.set_xscale("log")
-            axis.set_xticks(sorted({cell["nodes"] for cell in cells}))
-            axis.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
-            axis.xaxis.set_minor_locator(NullLocator())
-            axis.set_xlabel("nodes")
-            axis.legend(frameon=False, fontsize=7)
-    return image.getvalue()
+    figures: dict[str, Callable[[dict[str, Any]], float]] = {
+        "hit rate of the nodes' memory": lambda cell: cell["hit_rates"]["memory"],
+        "mean time to first token, s": lambda cell: cell["ttft"]["mean"],
+        "p95 time to first token, s": lambda cell: cell["ttft"]["p95"],
+    }
+    panels = []
+    for title, value in figures.items():
+        lines: dict[str, list[Point]] = {}
+        for cell in cells:
+            lines.setdefault(cell["routing"], []).append(Point(cell["nodes"], (y := value(cell)), y, y))
+        panels.append(Panel("nodes", title, lines, log="x"))
+    return draw(_title(metrics["settings"]), panels)
 
 
 def _title(settings: dict[str, Any]) -> str:

@@ -6,7 +6,7 @@ Callers encode and decode (view.py). A record from a snapshot may alias the stor
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
@@ -23,9 +23,9 @@ from blendserve.store.key import ChunkKey
 from blendserve.store.ledger import Totals
 from blendserve.store.policies import Policies
 from blendserve.store.record import ChunkRecord, Header
-from blendserve.store.request_reads import LOCAL, RequestReads
 
 AnyStore = TypeVar("AnyStore", bound="KVStore")
+LOCAL, REMOTE = "local", "remote"  # places: this machine's own store, and one on another machine
 Progress: TypeAlias = "Callable[[int, int], None]"  # (done, total)
 
 
@@ -133,7 +133,7 @@ class VerifyReport:
         }
 
 
-class KVStore(RequestReads):
+class KVStore(ABC):
     """Chunk records by key, under a byte cap. Threads and processes may share one. Raises StoreErrors only."""
 
     kind: str
@@ -216,10 +216,10 @@ class StoreKind(Protocol):
     persistent: bool  # chunks outlive the process
     needs_folder: bool  # it writes files
 
-    def from_config(
-        self, config: PlaceConfig, path: Path | None, read_only: bool, policies: Policies
-    ) -> KVStore:
-        """A classmethod: open the store. path: folder of its files; never None for a kind that needs a folder.
+    def from_config(self, config: PlaceConfig, path: Path | None, read_only: bool, policies: Policies) -> Any:
+        """A classmethod: open the store -> a KVStore, or a RemoteSource (fetch/source.py) for a kind that is only read.
+
+        path: folder of its files; never None for a kind that needs a folder.
 
         Raises StoreUnavailable, StoreVersion.
         """

@@ -13,7 +13,6 @@ from sortedcontainers import SortedDict
 from blendserve.config import PlaceConfig
 from blendserve.store.clock import Clock
 from blendserve.store.codecs.base import Buffer
-from blendserve.store.key import ChunkKey
 from blendserve.store.policies import Admission, Eviction, Policies
 from blendserve.store.txn_store import TxnStore
 
@@ -45,9 +44,6 @@ class MemoryStore(TxnStore):
         cls, config: PlaceConfig, path: Path | None, read_only: bool, policies: Policies
     ) -> MemoryStore:
         return cls(config.cap_bytes, *policies)
-
-    def hot(self) -> frozenset[ChunkKey]:
-        return frozenset(self.keys())
 
     def close(self) -> None:
         self.delete(list(self.keys()))

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 from blendserve.config import PlaceConfig, ValkeyConfig
 from blendserve.errors import CorruptRecord, StoreError, StoreFull, StoreUnavailable, StoreVersion, unraised
 from blendserve.store.base import (
+    REMOTE,
     ChunkInfo,
     KVStore,
     Progress,
@@ -32,17 +33,13 @@ from blendserve.store.base import (
     make_stats,
     store_full,
 )
+from blendserve.store.bounded import BoundedClient
 from blendserve.store.clock import Clock
 from blendserve.store.codecs.base import Buffer
 from blendserve.store.key import TAG_BYTES, ChunkKey, namespace_tag
 from blendserve.store.ledger import Totals
-from blendserve.store.network.connection import Connection
-from blendserve.store.network.failed import Failed
-from blendserve.store.network.snapshot import NetworkSnapshot, Sizes
-from blendserve.store.network.valkey import ValkeySource, sample
 from blendserve.store.policies import Admission, Always, Candidate, Eviction, Policies, Refuse
 from blendserve.store.record import ChunkRecord, decode_header
-from blendserve.store.request_reads import REMOTE, Sample
 from blendserve.store.usage import Notes, UsageLog
 from blendserve.store.valkey_client import Client, ValkeyPeer
 from blendserve.store.valkey_layout import (
@@ -94,9 +91,7 @@ class ValkeyStore(KVStore):
         self.config, self.cap_bytes, self.read_only, self.location = config, cap_bytes, read_only, config.url
         self._eviction, self._admission = eviction or Refuse(), admission or Always()
         self._clock, self._usage = clock, UsageLog(self._admission, clock)
-        self.client = Connection(ValkeyPeer(config), clock=clock)
-        self._failed = Failed(now=clock.monotonic)
-        self._sizes = Sizes(config.in_flight_mb * 1_000_000, self.client.workers)
+        self.client = BoundedClient(ValkeyPeer(config), clock=clock)
         self._owner, self._leased, self._lock = secrets.token_bytes(16), set[ChunkKey](), threading.Lock()
         self._noted, self._counted = clock.monotonic(), float("-inf")
         self._closed = False
@@ -129,7 +124,8 @@ class ValkeyStore(KVStore):
     def read(self, keys: Sequence[ChunkKey], count: bool = True) -> dict[ChunkKey, ChunkRecord | StoreError]:
         """The stored ones, or why one cannot be read; one round trip. count: as uses. Raises StoreUnavailable."""
         found: dict[ChunkKey, ChunkRecord | StoreError] = {}
-        for key, fields in zip(keys, self._ask(partial(read_fields, keys=keys)) if keys else (), strict=True):
+        hashes = self._ask(partial(read_fields, keys=keys), reading=True) if keys else []
+        for key, fields in zip(keys, hashes, strict=True):
             try:
                 if fields:
                     found[key] = replace(checked(key, fields), report=partial(self._usage.report, key))
@@ -139,35 +135,15 @@ class ValkeyStore(KVStore):
                 found[key] = unraised(error)
                 if count and isinstance(error, CorruptRecord):
                     self._usage.count(key, "corrupt")
-        return found
-
-    @contextmanager
-    def reading(self) -> Iterator[NetworkSnapshot]:
-        self._check()
-        source = ValkeySource(self.blobs.read, read_fields, checked)
-        snapshot = NetworkSnapshot(self.client, source, self._usage, self._failed, self._sizes)
-        try:
-            yield snapshot
-        finally:
-            snapshot.end()
-        if self._clock.monotonic() - self._noted > NOTE_EVERY_S:
+        if count and self._clock.monotonic() - self._noted > NOTE_EVERY_S:
             self._noted = self._clock.monotonic()
             threading.Thread(target=self._write_notes, daemon=True).start()  # no request waits for it
-
-    @property
-    def far(self) -> bool:
-        return True
-
-    def sample(self, keys: Sequence[ChunkKey], n_bytes: int) -> Sample | None:
-        return self._ask(partial(sample, keys=keys, n_bytes=n_bytes))
+        return found
 
     def contains(self, keys: Iterable[ChunkKey]) -> set[ChunkKey]:
         asked = list(keys)
         found = self._each(asked, lambda pipeline, key: pipeline.exists(chunk_name(key)))
         return {key for key, is_stored in zip(asked, found, strict=True) if is_stored}
-
-    def present(self, keys: Iterable[ChunkKey], remote: bool = True) -> set[ChunkKey]:
-        return self.contains(keys) if remote else set()
 
     def describe(self, keys: Iterable[ChunkKey]) -> dict[ChunkKey, ChunkInfo]:
         asked, found = list(keys), dict[ChunkKey, ChunkInfo]()
@@ -208,7 +184,6 @@ class ValkeyStore(KVStore):
                 with suppress(StoreError):
                     self._accounts.remove([key])
             raise
-        self._failed.forget(key)
         return True
 
     def delete(self, keys: Iterable[ChunkKey]) -> int:
@@ -293,10 +268,10 @@ class ValkeyStore(KVStore):
         if writing and self.read_only:
             raise StoreUnavailable(f"the KV store at {self.config.where} is open for reading only")
 
-    def _ask(self, job: Callable[[Client], T], seconds: float | None = None) -> T:
+    def _ask(self, job: Callable[[Client], T], seconds: float | None = None, reading: bool = False) -> T:
         """The result of a job within the seconds, by default the deadline. Raises StoreUnavailable, StoreFull."""
         self._check()
-        return self.client.ask(job, seconds)
+        return self.client.ask(job, seconds, reading)
 
     def _each(self, keys: Sequence[ChunkKey], command: Callable[[Client, ChunkKey], object]) -> list[Any]:
         return self._ask(partial(run_each, keys=keys, command=command)) if keys else []

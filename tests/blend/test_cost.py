@@ -126,8 +126,8 @@ def test_the_ratio_stays_at_its_floor_without_a_rate_or_with_a_scoring_pass() ->
 def test_rates_are_a_running_mean() -> None:
     rate = TokenRate()
     rate.record(1.0, 0)
-    assert rate.seconds_per_token is None
+    assert rate.per_token is None
     rate.record(2.0, 10)
-    assert rate.seconds_per_token == 0.2
+    assert rate.per_token == 0.2
     rate.record(1.0, 10)
-    assert rate.seconds_per_token == pytest.approx(0.2 * (1 - MEAN_WEIGHT) + 0.1 * MEAN_WEIGHT)
+    assert rate.per_token == pytest.approx(0.2 * (1 - MEAN_WEIGHT) + 0.1 * MEAN_WEIGHT)

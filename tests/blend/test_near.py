@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +17,7 @@ from blendserve.config import BlendConfig
 from blendserve.core import Chunk, Prompt, Reason, Span, TokenIds, run
 from blendserve.store import KVStore, LMDBStore, MemoryStore
 from blendserve.store import shingles as near_index
+from blendserve.store.base import ChunkInfo
 from blendserve.store.codecs.base import forget_ready
 from blendserve.store.codecs.int8 import Int8
 from blendserve.store.shingles import SURE, NearIndex, fingerprints
@@ -189,11 +190,11 @@ def test_text_that_every_chunk_has_gives_a_bounded_number_of_donors(monkeypatch:
     by.near.index.add((bytes([1, n // 256, n % 256]), np.unique((*marks, own[n]))) for n in range(10_000))
     asked: list[int] = []
 
-    def ids(keys: Iterable[bytes]) -> Iterator[tuple[bytes, TokenIds]]:
+    def describe(keys: Iterable[bytes]) -> dict[bytes, ChunkInfo]:
         asked.append(len(list(keys)))
-        return iter(())
+        return {}
 
-    monkeypatch.setattr(store, "ids", ids)
+    monkeypatch.setattr(store, "describe", describe)
     new = (*header, *some_ids(40, 200))
     assert by.near.find({0: new, 1: new}, lambda donors: {}) == {0: ((), ()), 1: ((), ())}
     assert asked == [1]  # the latest has all that any has

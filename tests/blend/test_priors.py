@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from blendserve.blend import priors
-from blendserve.blend.priors import NAME, Priors, PriorStore, fit_priors, prompts_of
+from blendserve.blend.priors import NAME, Priors, PriorStore, prompts_of
 from blendserve.core import TokenIds
 from blendserve.store.memory import MemoryStore
 from tests.support.blending import (
@@ -31,7 +31,7 @@ def known(
 
 @pytest.fixture(scope="module")
 def fitted() -> Priors:
-    found = fit_priors(ADAPTER, PREFIX, PREFIX, CORPUS)
+    found = known(MemoryStore(ROOMY)).fit(CORPUS)
     assert found is not None
     return found
 
@@ -42,9 +42,10 @@ def learnt() -> MemoryStore:
     store, calls = MemoryStore(ROOMY), list[tuple[int, int]]()
     first = known(store)
     assert first.current() is None
-    assert first.learn(CORPUS, lambda done, total: calls.append((done, total)))
+    first.learn(CORPUS, lambda done, total: calls.append((done, total)))
     assert calls[-1][0] == calls[-1][1] > 0
-    assert first.learn(CORPUS, lambda done, total: pytest.fail("fitted twice"))
+    assert first.current() is not None
+    first.learn(CORPUS, lambda done, total: pytest.fail("fitted twice"))
     return store
 
 
@@ -83,7 +84,7 @@ def test_every_chunk_is_in_one_prompt_and_no_prompt_is_too_long() -> None:
     assert len(used) == len(set(used)) >= len(CORPUS) - 1  # one may be left over, alone
     assert set(used) <= set(CORPUS)
     assert prompts_of(CORPUS, PREFIX, 500) == prompts_of(CORPUS, PREFIX, 500)
-    assert fit_priors(ADAPTER, PREFIX, PREFIX, CORPUS[:3]) is None  # too little text
+    assert known(MemoryStore(ROOMY)).fit(CORPUS[:3]) is None  # too little text
 
 
 def test_a_store_gives_them_to_the_same_reader_and_context_once_it_is_reachable(

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from blendserve.core import Prompt
+from blendserve.fetch.kdn.manifest import Collection
 from blendserve.kdn.publish import publish
 from blendserve.store import KVStore
-from blendserve.store.kdn.collection import Collection
 from tests.support.peers import PLAIN, Service, published, publisher, question
 
 

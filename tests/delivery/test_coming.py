@@ -3,33 +3,34 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 
-from blendserve.config import BlendConfig, TiersConfig
+from blendserve.blend.blender import Blender
+from blendserve.config import BlendConfig, TiersConfig, changed
 from blendserve.core import Prompt
 from blendserve.errors import ChunkLost
 from blendserve.fetch import KVFetcher
 from blendserve.fetch.copies import Copies, open_caches
+from blendserve.fetch.incoming import ChunkRequest, IncomingChunk
+from blendserve.fetch.kdn.manifest import Collection
+from blendserve.fetch.plan import Candidate, LinkState, Plan
+from blendserve.fetch.transfer import TransferOptions
 from blendserve.kdn.catalogue import Catalogue
 from blendserve.store import ChunkKey, KVStore, MemoryStore
-from blendserve.store.codecs.base import SLOW
-from blendserve.store.kdn.adapt import TEXT, Offer, Situation, quickest
-from blendserve.store.kdn.collection import Collection
-from blendserve.store.network.connection import Call, Connection
-from blendserve.store.network.deadline import Deadline
+from blendserve.store.base import REMOTE
+from blendserve.store.bounded import Deadline
 from blendserve.store.policies import Always
-from blendserve.store.request_reads import REMOTE, Coming, TimeSaved
 from tests.support import peers
 from tests.support.engines import toy_reader as reader
 from tests.support.peers import LAYERS, PATIENT_S, Service, Steps, blender, check, delivered, last_two
 from tests.support.waiting import ManualClock, eventually
 
-SAVED = TimeSaved(1e6)  # seconds a token: no silence is worth noticing
+AUTO = BlendConfig(method="auto")
 Published = tuple[KVStore, Collection]
 
 
@@ -40,22 +41,17 @@ def late(prompt: Prompt) -> ChunkKey:
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[Call[Any]]:
-    """Every transfer that was begun."""
-    found: list[Call[Any]] = []
-    begin = Connection.begin
+def arrived(monkeypatch: pytest.MonkeyPatch) -> set[ChunkKey]:
+    """Every chunk that is here whole."""
+    found: set[ChunkKey] = set()
+    add = IncomingChunk.add
 
-    def noted(self: Connection, job: Any, reading: bool = False) -> Call[Any]:
-        call: Call[Any] = begin(self, job, reading)
-        found.extend([call] * reading)
-        return call
+    def noted(self: IncomingChunk, segment: Any) -> None:
+        add(self, segment)
+        found.update([self.key] * self.whole)
 
-    monkeypatch.setattr(Connection, "begin", noted)
+    monkeypatch.setattr(IncomingChunk, "add", noted)
     return found
-
-
-def all_but_one(calls: Sequence[Call[Any]]) -> None:
-    eventually(lambda: sum(call.future.done() for call in calls) >= len(calls) - 1)
 
 
 @pytest.mark.parametrize("policy", ["query", "deviation"])
@@ -69,21 +65,24 @@ def test_a_prefill_reaches_a_layer_before_the_peer_sends_it(
             in_time.append(steps.reached(l))
 
     with delivered(service, before) as (store, paced):
-        done = blender(store, steps).run(prompt, blend)
-        assert store.stats().hits == len(prompt.chunks)
+        of = blender(store, steps)
+        done = of.run(prompt, blend)
+        remote = of.fetcher.stats().remote
+        assert remote
+        assert remote.hits == len(prompt.chunks)
     assert in_time == [True] * 2 * LAYERS
     check(done, prompt, blend)
     assert (done.report.tiers, done.report.unusable) == ({REMOTE: len(prompt.chunks)}, ())
     assert set(paced.asked.values()) == {1}
 
 
-@pytest.mark.parametrize("trouble", ["cut", "damaged", "slow", "level", "deadline"])
+@pytest.mark.parametrize("trouble", ["cut", "damaged", "level", "deadline"])
 def test_a_chunk_that_fails_in_the_middle_of_a_prefill_costs_no_other(
     service: Service,
     prompt: Prompt,
     late: ChunkKey,
     trouble: str,
-    calls: list[Call[Any]],
+    arrived: set[ChunkKey],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Layer 0 of the last chunk was used, and all other chunks are here: none of them is fetched again."""
@@ -102,7 +101,7 @@ def test_a_chunk_that_fails_in_the_middle_of_a_prefill_costs_no_other(
             over.wait()
         elif not troubled.is_set():
             assert steps.reached(1)
-            all_but_one(calls)
+            eventually(lambda: len(arrived) == n - 1)
             troubled.set()
         if trouble == "cut":
             raise ConnectionError
@@ -110,23 +109,22 @@ def test_a_chunk_that_fails_in_the_middle_of_a_prefill_costs_no_other(
 
     def before_layer(l: int) -> None:
         if trouble == "deadline" and not troubled.is_set():
-            all_but_one(calls)
+            eventually(lambda: len(arrived) == n - 1)
             troubled.set()
         steps(l)
 
-    def rule(offers: Sequence[Offer], now: Situation, going_on: str | None = None) -> str:
-        return {"slow": TEXT, "level": "int8"}.get(trouble, "raw") if troubled.is_set() else "raw"
+    def choose(todo: Sequence[Candidate], link: LinkState, current: str | None = None) -> Plan:
+        return Plan("int8" if trouble == "level" and troubled.is_set() else "raw", len(todo))
 
-    with delivered(service, before, rule) as (store, paced):
-        done = blender(store, before_layer).run(prompt, peers.BLEND)
+    with delivered(service, before, {"level": "auto"}) as (store, paced):
+        done = blender(store, before_layer, TransferOptions(plan=choose)).run(prompt, peers.BLEND)
         over.set()
         came = n - (trouble != "level")
-        assert store.stats().hits == came
     assert troubled.is_set()
     assert {times for key, times in paced.asked.items() if key != late} == {1}
     check(done, prompt, late="int8" if trouble == "level" else "")
     assert done.report.tiers == {REMOTE: came}
-    kinds = {"damaged": ["corrupt"], "slow": [SLOW], "level": []}.get(trouble, ["unreachable"])
+    kinds = {"damaged": ["corrupt"], "level": []}.get(trouble, ["unreachable"])
     assert [why.kind for why in done.report.unusable] == kinds
     assert (done.report.chunks_corrupt, len(done.missing)) == (trouble == "damaged", n - came)
 
@@ -146,51 +144,51 @@ def test_a_cache_keeps_no_more_than_what_came(service: Service, prompt: Prompt, 
         assert of.run(prompt, peers.BLEND).report.chunks_corrupt == 1
         again.set()
         clock.advance(60)  # after a failure, a chunk is not asked for at once
-        for tier in (REMOTE, "memory"):
+        n = len(prompt.chunks)
+        for tiers in ({REMOTE: 1, "memory": n - 1}, {"memory": n}):
             done = of.run(prompt, peers.BLEND)
             check(done, prompt)
-            assert done.report.tiers[tier] == (1 if tier == REMOTE else len(prompt.chunks))
+            assert done.report.tiers == tiers
 
 
-def begun(coming: Coming) -> None:
-    while coming.wait(0.002) and not coming.begin():
-        pass
+def requests(prompt: Prompt, *keys: ChunkKey) -> list[ChunkRequest]:
+    of = blender(MemoryStore(1))
+    sizes = {of.key(chunk.ids): len(chunk) for chunk in prompt.chunks}
+    return [ChunkRequest(key, sizes[key]) for key in keys]
 
 
-@pytest.mark.parametrize("how", ["the snapshot ends", "another chunk is too slow"])
+@pytest.mark.parametrize("how", ["the fetch ends", "another chunk is lost"])
 def test_a_thread_that_waits_for_a_layer_is_released_when(
     service: Service, prompt: Prompt, late: ChunkKey, how: str
 ) -> None:
     first = blender(MemoryStore(1)).key(prompt.chunks[0].ids)
-    slow, over = threading.Event(), threading.Event()
+    cut, over = threading.Event(), threading.Event()
 
     def before(key: ChunkKey, l: int, part: bytearray) -> None:
         if l == 2:
-            (over if key == late else slow).wait()
+            (over if key == late else cut).wait()
+            part[0] ^= key == first
 
-    def rule(offers: Sequence[Offer], now: Situation, going_on: str | None = None) -> str:
-        return TEXT if slow.is_set() else "raw"
-
-    with delivered(service, before, rule) as (store, _), ThreadPoolExecutor(1) as pool:
-        with store.reading() as snapshot:
-            snapshot.expect([late, first], begun)
-            views: list[Any] = [snapshot.get(late), snapshot.get(first)]
-            view, other = views
+    with delivered(service, before) as (store, _), ThreadPoolExecutor(1) as pool:
+        with KVFetcher(store).fetch(requests(prompt, late, first)) as fetch:
+            view, other = fetch.views[late], fetch.views[first]
             view.layer(1)
             waits = pool.submit(view.layer, 2)
-            if how != "the snapshot ends":
-                slow.set()
-                with pytest.raises(ChunkLost):
+            if how != "the fetch ends":
+                cut.set()
+                with pytest.raises(ChunkLost) as lost:
                     other.layer(LAYERS - 1)
                 with pytest.raises(ChunkLost):
                     waits.result(PATIENT_S / 2)
-                assert snapshot.get(first) is None
-                assert snapshot.undecodable[first].kind == SLOW
-        with pytest.raises(ChunkLost):
-            waits.result(PATIENT_S / 2)
+                over.set()
+                fetch.drop(lost.value)
+                assert fetch.misses[first].kind == "corrupt"
+                assert fetch.views[late].layer(LAYERS - 1)
+        if how == "the fetch ends":
+            with pytest.raises(ChunkLost):
+                waits.result(PATIENT_S / 2)
         over.set()
-        slow.set()
-        assert store.stats().hits == 0
+        cut.set()
 
 
 def test_two_threads_read_the_same_layers(service: Service, prompt: Prompt, late: ChunkKey) -> None:
@@ -199,16 +197,16 @@ def test_two_threads_read_the_same_layers(service: Service, prompt: Prompt, late
 
     def before(key: ChunkKey, l: int, part: bytearray) -> None:
         if l >= 0:
-            both.wait(PATIENT_S)  # in turns: both chunks are coming
+            both.wait(PATIENT_S)  # in turns: both chunks are in transit
 
+    asked = requests(prompt, *keys)
     with (
         delivered(service, before) as (store, _),
-        here.store.reading() as near,
+        KVFetcher(here.store).fetch(asked) as near,
         ThreadPoolExecutor(2) as pool,
-        store.reading() as snapshot,
+        KVFetcher(store).fetch(asked) as fetch,
     ):
-        snapshot.expect(keys, begun)
-        pairs: list[Any] = [(snapshot.get(key), near.get(key)) for key in keys]
+        pairs = [(fetch.views[key], near.views[key]) for key in keys]
 
         def is_same(_: int) -> bool:
             layers = [(coming.layer(l), stored.layer(l)) for l in range(LAYERS) for coming, stored in pairs]
@@ -217,7 +215,7 @@ def test_two_threads_read_the_same_layers(service: Service, prompt: Prompt, late
         assert list(pool.map(is_same, range(2))) == [True, True]
 
 
-# All chunks in step, over one connection
+# All chunks interleaved, over one connection
 
 
 class Going:
@@ -235,16 +233,19 @@ class Going:
             self.all.set()
 
 
-def link(made: Published, times: float = 1.0) -> dict[str, Any]:
-    """A link over which all chunks need `times` the seconds that computing one of them needs."""
+def link(made: Published, times: float = 1.0) -> peers.Known:
+    """A link over which all chunks need `times` the seconds that computing the longest of them needs."""
     entries = Catalogue(made[0]).directory(made[1]).values()
     n_bytes, tokens = sum(e.bodies[-1] for e in entries), max(e.n_tokens for e in entries)
-    pace = peers.Known(n_bytes / (times * tokens * SAVED.per_token))
-    return {"rule": quickest, "saved": SAVED, "pace": pace}
+    return peers.Known(n_bytes / (times * tokens * 100.0))
 
 
-@pytest.mark.parametrize(("times", "together"), [(1.0, True), (4.0, False)])
-def test_over_a_quick_link_all_chunks_come_in_step_with_the_prefill_and_over_a_slow_one_two_at_a_time(
+def auto(store: KVStore, steps: Callable[[int], None] = lambda l: None, compute: bool = True) -> Blender:
+    return blender(store, steps, TransferOptions(compute=compute), costs=peers.SLOW)
+
+
+@pytest.mark.parametrize(("times", "together"), [(1.0, True), (5.0, False)])
+def test_over_a_fast_link_all_chunks_come_interleaved_with_the_prefill_and_over_a_slow_one_two_at_a_time(
     service: Service, made: Published, prompt: Prompt, times: float, together: bool
 ) -> None:
     n = len(prompt.chunks) if together else 2
@@ -255,17 +256,18 @@ def test_over_a_quick_link_all_chunks_come_in_step_with_the_prefill_and_over_a_s
         if l >= 0:
             in_time.append(going.all.wait(PATIENT_S / 2) and (not together or steps.reached(l)))
 
-    with delivered(service, before, **link(made, times)) as (store, paced):
-        done = blender(store, steps).run(prompt, peers.BLEND)
+    blend = AUTO if together else peers.BLEND
+    with delivered(service, before, {"level": peers.LEVELS[1]}, link=link(made, times)) as (store, paced):
+        done = auto(store, steps).run(prompt, blend)
     assert all(in_time)
     assert (going.most, set(paced.asked.values())) == (n, {1})
     assert done.report.tiers == {REMOTE: len(prompt.chunks)}
-    check(done, prompt, level="int8")
+    check(done, prompt, changed(blend, method=done.report.method), level="int8")
 
 
 @pytest.mark.parametrize("trouble", ["damaged", "cut"])
 @pytest.mark.parametrize("at", [peers.HEADER, 0, LAYERS - 1])
-def test_a_chunk_in_step_that_fails_is_asked_for_again(
+def test_an_interleaved_chunk_that_fails_is_asked_for_again(
     service: Service, made: Published, prompt: Prompt, late: ChunkKey, trouble: str, at: int
 ) -> None:
     """In the middle of a prefill, too, which starts anew. A cut connection is resumed once; that is cut as well."""
@@ -278,8 +280,8 @@ def test_a_chunk_in_step_that_fails_is_asked_for_again(
                 raise ConnectionError
             part[-1] ^= 1
 
-    with delivered(service, before, **link(made)) as (store, paced):
-        done = blender(store).run(prompt, peers.BLEND)
+    with delivered(service, before, {"level": "auto"}, link=link(made)) as (store, paced):
+        done = auto(store, compute=False).run(prompt, AUTO)
     assert max(paced.asked.values()) > 1
     assert done.report.tiers == {REMOTE: len(prompt.chunks)}
-    check(done, prompt, level="int8")
+    check(done, prompt, changed(AUTO, method=done.report.method), level="int8")

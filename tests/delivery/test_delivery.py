@@ -14,23 +14,23 @@ from hypothesis import strategies as st
 
 from benchmarks.support.proxy import LinkConditions, Proxy
 from blendserve.blend import priors
-from blendserve.config import RemoteConfig, StoreConfig, TiersConfig
+from blendserve.config import RemoteConfig, StoreConfig, TiersConfig, changed
 from blendserve.core import Prompt
 from blendserve.errors import InputError, NotFound, StoreUnavailable
+from blendserve.fetch import TieredStore, open_store
+from blendserve.fetch.kdn.manifest import Collection, level_key, read_directory, valid_name
+from blendserve.fetch.kdn.source import KdnSource
 from blendserve.kdn.catalogue import Catalogue
 from blendserve.kdn.publish import publish, retire, set_pins
 from blendserve.kdn.pull import pull, resolve
 from blendserve.retrieve.manifest import read as read_index
-from blendserve.store import KVStore, LayeredStore, LMDBStore, open_store
-from blendserve.store.kdn.adapt import quickest
-from blendserve.store.kdn.collection import Collection, level_key, read_directory, valid_name
-from blendserve.store.kdn.store import KdnStore
+from blendserve.store import KVStore, LMDBStore
+from blendserve.store.base import REMOTE
 from blendserve.store.key import KEY_BYTES, TAG_BYTES
-from blendserve.store.request_reads import REMOTE, TimeSaved
 from tests.support import peers
 from tests.support.engines import CONFIG, PASSAGES
 from tests.support.http import DOCUMENTS
-from tests.support.peers import NAME, Service, answered, blender, check, published, settings
+from tests.support.peers import NAME, Service, answered, blender, check, kdn_store, published, settings
 
 Made = tuple[KVStore, Collection]
 
@@ -39,15 +39,14 @@ Made = tuple[KVStore, Collection]
 def test_what_is_delivered_answers_as_a_local_store_at_that_level(
     service: Service, prompt: Prompt, level: str
 ) -> None:
-    with KdnStore(settings(service.url, level=level)) as store:
+    with kdn_store(settings(service.url, level=level)) as store:
         done = blender(store).run(prompt, peers.BLEND)
     check(done, prompt, level=level)
     assert (done.report.tiers, done.report.unusable) == ({REMOTE: len(PASSAGES)}, ())
 
 
 def test_behind_an_own_store_each_chunk_comes_once(service: Service, tmp_path: Path) -> None:
-    near, far = LMDBStore(tmp_path / "kv", 2**28), KdnStore(settings(service.url))
-    with LayeredStore(near, far) as store:
+    with TieredStore(LMDBStore(tmp_path / "kv", 2**28), KdnSource(settings(service.url))) as store:
         assert answered(store).report.tiers == {REMOTE: 4}
         store.flush()
         assert answered(store).report.tiers == {"local": 4}
@@ -58,33 +57,30 @@ def test_behind_an_own_store_each_chunk_comes_once(service: Service, tmp_path: P
         assert store.stats().remote is not None
 
 
-@pytest.mark.parametrize("in_step", [False, True])
+@pytest.mark.parametrize("interleaved", [False, True])
 def test_a_connection_that_is_cut_is_resumed(
-    service: Service, made: Made, prompt: Prompt, in_step: bool
+    service: Service, made: Made, prompt: Prompt, interleaved: bool
 ) -> None:
-    """Each lets less than one chunk pass, or less than all in step: only the rest is asked for again."""
-    n_bytes = [entry.bodies[in_step] for entry in Catalogue(made[0]).directory(made[1]).values()]
-    with (
-        Proxy(service.port) as link,
-        KdnStore(
-            settings(f"http://127.0.0.1:{link.port}"),
-            quickest if in_step else None,
-            pace=peers.Known(1.0),
-            saved=TimeSaved(1e6) if in_step else None,
-        ) as store,
-    ):
-        list(store.keys())
-        before = link.down.n_bytes
-        link.conditions = LinkConditions(close_after=(sum(n_bytes) if in_step else max(n_bytes)) * 2 // 3)
-        done = blender(store).run(prompt, peers.BLEND)
-        assert sum(n_bytes) < link.down.n_bytes - before < 1.5 * sum(n_bytes)
+    """Each lets less than one chunk pass, or less than all interleaved ones: only the rest is asked for again."""
+    n_bytes = [entry.bodies[interleaved] for entry in Catalogue(made[0]).directory(made[1]).values()]
+    level, blend = peers.LEVELS[interleaved], changed(peers.BLEND, method="auto" if interleaved else "blend")
+    with Proxy(service.port) as link:
+        config = settings(f"http://127.0.0.1:{link.port}", level=level)
+        with kdn_store(config, peers.Unprobed, link=peers.Known(1e6)) as store:
+            store.source.contains([])
+            before = link.down.n_bytes
+            link.conditions = LinkConditions(
+                close_after=(sum(n_bytes) if interleaved else max(n_bytes)) * 2 // 3
+            )
+            done = blender(store, costs=peers.SLOW).run(prompt, blend)
+            assert sum(n_bytes) < link.down.n_bytes - before < 1.5 * sum(n_bytes)
     assert done.report.tiers == {REMOTE: len(PASSAGES)}
-    check(done, prompt, level=peers.LEVELS[in_step])
+    check(done, prompt, changed(blend, method=done.report.method), level=level)
 
 
 def test_a_service_that_goes_is_a_miss_and_one_that_comes_is_used(made: Made) -> None:
     with Service(made[0]) as running:
-        store = KdnStore(settings(running.url))
+        store = kdn_store(settings(running.url))
         assert answered(store).report.chunks_hit == 4
     with store:
         done = answered(store)
@@ -97,7 +93,7 @@ def test_the_corpus_prior_is_delivered_too(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(priors, "CHUNKS_PER_PROMPT", 2)
     store, collection = published(tmp_path)
     assert any(tables.codec == priors.NAME for tables in collection.tables)
-    with Service(store) as running, KdnStore(settings(running.url)) as far:
+    with Service(store) as running, kdn_store(settings(running.url)) as far:
         there, here = answered(far), answered(store)
     assert there.report.prior
     assert torch.equal(there.result.logits, here.result.logits)
@@ -114,7 +110,7 @@ def test_over_tls_a_service_needs_a_certificate_of_a_known_authority(made: Made,
     subprocess.run(command, check=True, capture_output=True)
     with Service(made[0], tls={"ssl_certfile": certificate, "ssl_keyfile": key}) as service:
         for ca_file, hits in ((certificate, 4), (None, 0)):
-            with KdnStore(settings(service.url, ca_file=ca_file)) as store:
+            with kdn_store(settings(service.url, ca_file=ca_file)) as store:
                 report = answered(store).report
                 assert report.chunks_hit == hits
                 assert {why.kind for why in report.unusable} == (set() if hits else {"unreachable"})

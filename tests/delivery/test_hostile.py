@@ -13,16 +13,27 @@ from typing import Any
 import pytest
 import torch
 
+from blendserve.config import BlendConfig
 from blendserve.errors import StoreError, StoreUnavailable
+from blendserve.fetch.kdn.client import API
+from blendserve.fetch.kdn.manifest import Collection
 from blendserve.kdn.pull import pull
 from blendserve.store import KVStore, MemoryStore
 from blendserve.store.codecs.base import tables_hash
-from blendserve.store.kdn.adapt import quickest
-from blendserve.store.kdn.client import API
-from blendserve.store.kdn.collection import Collection
-from blendserve.store.kdn.store import KdnStore
-from blendserve.store.request_reads import TimeSaved
-from tests.support.peers import NAME, Known, Peer, Service, answered, head, settings, some_key
+from tests.support.peers import (
+    NAME,
+    SLOW,
+    Known,
+    Peer,
+    Service,
+    answered,
+    blender,
+    head,
+    kdn_store,
+    question,
+    settings,
+    some_key,
+)
 from tests.support.waiting import ManualClock, eventually
 
 MOST_SENT = 16 << 20  # bytes that sockets may hold between two processes, and a read
@@ -92,12 +103,14 @@ def plain() -> torch.Tensor:
 def test_a_lie_about_a_chunk_is_a_miss_and_bounded(service: Service, plain: torch.Tensor, lie: Lie) -> None:
     """So is one about a sample of the link, and of what decoding needs."""
     clock = ManualClock()
-    with Liar(service, lie) as liar, KdnStore(settings(liar.url), clock=clock) as store:
-        done = answered(store, ASKED)
+    with Liar(service, lie) as liar, kdn_store(settings(liar.url), clock=clock) as store:
+        of = blender(store)
+        done = of.run(question(ASKED), BlendConfig(method="blend"))
+        of.fetcher.wait()
         tries = sum("/chunks/" in path for path in liar.paths)
         clock.advance(600)  # after a failure the service is left alone
         with suppress(StoreError):
-            store.sample(list(store.keys()), 1 << 12)
+            store.source.probe([some_key()], 1 << 12)
     assert torch.equal(done.result.logits, plain)
     assert done.report.chunks_hit == 0
     assert done.report.unusable or done.report.chunks_corrupt
@@ -108,9 +121,9 @@ def test_a_lie_about_a_chunk_is_a_miss_and_bounded(service: Service, plain: torc
 
 def test_another_chunk_is_no_answer_and_the_truth_is(service: Service, plain: torch.Tensor) -> None:
     """The liar sends one chunk for all; the second half shows that the test above can fail."""
-    with Liar(service, honest, about=some_key().hex()) as liar, KdnStore(settings(liar.url)) as store:
+    with Liar(service, honest, about=some_key().hex()) as liar, kdn_store(settings(liar.url)) as store:
         assert answered(store, ASKED).report.chunks_hit == 1
-    with Liar(service, honest) as peer, KdnStore(settings(peer.url)) as store:
+    with Liar(service, honest) as peer, kdn_store(settings(peer.url)) as store:
         done = answered(store, ASKED)
         assert done.report.chunks_hit == ASKED
         assert not torch.equal(done.result.logits, plain)
@@ -118,12 +131,13 @@ def test_another_chunk_is_no_answer_and_the_truth_is(service: Service, plain: to
 
 @pytest.mark.parametrize("lie", [*LIES.values(), absent], ids=[*LIES, "absent"])
 def test_a_lie_about_several_chunks_is_bounded_and_each_is_asked_for(service: Service, lie: Lie) -> None:
+    config = {"level": "raw"}
     with (
         Liar(service, lie, "/layers") as liar,
-        KdnStore(settings(liar.url), quickest, pace=Known(1e9), saved=TimeSaved(1.0)) as store,
+        kdn_store(settings(liar.url, **config), link=Known(1e9)) as store,
     ):
-        list(store.keys())
-        done = answered(store, ASKED)
+        store.source.contains([])
+        done = blender(store, costs=SLOW).run(question(ASKED), BlendConfig(method="auto"))
     assert any("/layers" in path for path in liar.paths)
     assert liar.sent < MOST_SENT
     assert done.report.chunks_hit == ASKED
@@ -132,8 +146,8 @@ def test_a_lie_about_several_chunks_is_bounded_and_each_is_asked_for(service: Se
 @pytest.mark.parametrize("lie", [*LIES.values()][1:], ids=[*LIES][1:])
 def test_a_lie_about_the_collection_is_an_error_and_bounded(service: Service, lie: Lie) -> None:
     liar = Liar(service, lie, "/collections/")
-    with liar, KdnStore(settings(liar.url)) as store, pytest.raises(StoreUnavailable):
-        store.collection  # noqa: B018
+    with liar, kdn_store(settings(liar.url)) as store, pytest.raises(StoreUnavailable):
+        store.source.contains([])
     assert liar.sent < MOST_SENT
 
 
@@ -144,7 +158,7 @@ def test_silence_ends_at_the_deadline(service: Service) -> None:
         quiet.wait(60)
         return b"", b""
 
-    with Liar(service, silent) as liar, KdnStore(settings(liar.url, deadline_s=0.5)) as store:
+    with Liar(service, silent) as liar, kdn_store(settings(liar.url, deadline_s=0.5)) as store:
         assert {why.kind for why in answered(store, ASKED).report.unusable} == {"unreachable"}
         quiet.set()
 

@@ -11,14 +11,13 @@ from typing import Any
 import pytest
 import torch
 
+from blendserve.fetch.kdn.manifest import Collection
+from blendserve.fetch.kdn.moq import MoqSource
+from blendserve.fetch.link import LinkEstimator
 from blendserve.kdn.catalogue import Catalogue
 from blendserve.kdn.moq import Publisher, relay
 from blendserve.store import KVStore
-from blendserve.store.kdn import fetch
-from blendserve.store.kdn.collection import Collection
-from blendserve.store.kdn.pace import Pace
-from blendserve.store.kdn.store import KdnStore
-from tests.support.peers import Service, answered, blender, question, settings
+from tests.support.peers import Service, answered, blender, kdn_store, question, settings
 
 moq = pytest.importorskip("moq", reason="moq-rs is not installed: pip install 'blendserve[moq]'")
 
@@ -93,7 +92,7 @@ def is_right(done: Any, made: Made, passages: int = 3) -> bool:
 
 def test_many_engines_have_a_chunk_that_was_sent_once(made: Made, service: Service, by_http: Any) -> None:
     with Relay(made[0]) as there:
-        stores = [KdnStore(settings(service.url, **there.options)) for _ in range(READERS)]
+        stores = [kdn_store(settings(service.url, **there.options), MoqSource) for _ in range(READERS)]
         try:
             with ThreadPoolExecutor(READERS) as pool:
                 done = list(pool.map(lambda store: answered(store, 3), stores))
@@ -110,26 +109,32 @@ def test_many_engines_have_a_chunk_that_was_sent_once(made: Made, service: Servi
 def test_a_relay_that_dies_between_requests_or_in_the_middle_of_a_chunk_costs_time_alone(
     made: Made, service: Service, by_http: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arrived, some, halved = Pace.arrived, threading.Event(), threading.Event()
+    arrived, some, halved = LinkEstimator.arrived, threading.Event(), threading.Event()
 
     class Half(Frames):
         def __iter__(self) -> Iterator[bytes]:
             yield from self[: len(self) // 2]
             raise ConnectionError  # the publisher ends, too
 
-    def seen(pace: Pace, n_bytes: int) -> None:
-        arrived(pace, n_bytes)
+    def seen(link: LinkEstimator, n_bytes: int) -> None:
+        arrived(link, n_bytes)
         some.set()
 
     changed_frames(monkeypatch, lambda frames: Half(frames) if halved.is_set() else frames)
-    monkeypatch.setattr(Pace, "arrived", seen)
+    monkeypatch.setattr(LinkEstimator, "arrived", seen)
     there = Relay(made[0])
-    with there, ThreadPoolExecutor(1) as pool, KdnStore(settings(service.url, **there.options)) as store:
+    with (
+        there,
+        ThreadPoolExecutor(1) as pool,
+        kdn_store(settings(service.url, **there.options), MoqSource) as store,
+    ):
         assert is_right(answered(store, 3), made)
         assert by_http() == 0
         some.clear()
         halved.set()
-        monkeypatch.setattr(fetch, "RELAY", 0.05)  # of the deadline: how long the relay is waited for
+        monkeypatch.setattr(
+            "blendserve.fetch.kdn.moq.RELAY", 0.05
+        )  # of the deadline: how long the relay is waited for
         asked = pool.submit(answered, store, 5)
         assert some.wait(60)  # a part of a chunk is here
         there.kill()
@@ -142,6 +147,6 @@ def test_what_a_relay_sends_is_checked(
     made: Made, service: Service, by_http: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changed_frames(monkeypatch, lambda frames: [*frames[:-1], frames[-1][:-1] + bytes([frames[-1][-1] ^ 4])])
-    with Relay(made[0]) as there, KdnStore(settings(service.url, **there.options)) as store:
+    with Relay(made[0]) as there, kdn_store(settings(service.url, **there.options), MoqSource) as store:
         assert is_right(answered(store, 3), made)
     assert by_http() > 0

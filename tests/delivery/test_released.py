@@ -12,21 +12,22 @@ import pytest
 
 from blendserve.config import BlendConfig
 from blendserve.core import Prompt
+from blendserve.fetch import KVFetcher, TieredStore
+from blendserve.fetch.incoming import IncomingChunk
+from blendserve.fetch.plan import Candidate, LinkState, Plan, plan
+from blendserve.fetch.source import StoreSource
+from blendserve.fetch.transfer import TransferOptions
 from blendserve.models.kv_cache import KVCache
-from blendserve.store import ChunkKey, KVStore, LMDBStore, MemoryStore
-from blendserve.store.ahead import ReadAhead
-from blendserve.store.codecs.base import SLOW
-from blendserve.store.kdn.adapt import TEXT, Offer, Situation
-from blendserve.store.layered import LayeredStore
-from blendserve.store.network.arrival import Arrival
+from blendserve.store import ChunkKey, ChunkRecord, KVStore, LMDBStore, MemoryStore, read_record
+from blendserve.store.codecs.base import SLOW as SLOW_LINK
+from blendserve.store.codecs.base import Coding
 from blendserve.store.view import RecordView
-from tests.support.damages import relabelled
-from tests.support.peers import BLEND, Service, blender, delivered, last_two
+from tests.support.peers import BLEND, SLOW, Service, blender, delivered, last_two
 from tests.support.stores import flip, tamper
 from tests.support.waiting import eventually
 
 CAP = 2**26
-HELD: list[Any] = [KVCache, Arrival, RecordView]
+HELD: list[Any] = [KVCache, IncomingChunk, RecordView]
 Made = list["weakref.ref[Any]"]
 
 
@@ -56,11 +57,14 @@ def become_free(tracked: Made) -> None:
     eventually(lambda: not any(ref() for ref in tracked))
 
 
-def troubles(store: KVStore, prompt: Prompt, blend: BlendConfig = BLEND) -> set[str]:
-    return {why.kind for why in blender(store).run(prompt, blend).report.unusable}
+def troubles(
+    store: KVStore, prompt: Prompt, blend: BlendConfig = BLEND, transfers: TransferOptions | None = None
+) -> set[str]:
+    done = blender(store, transfers=transfers, costs=SLOW).run(prompt, blend)
+    return {why.kind for why in done.report.unusable}
 
 
-@pytest.mark.parametrize("kind", ["", SLOW, "corrupt", "unreachable"])
+@pytest.mark.parametrize("kind", ["", SLOW_LINK, "corrupt", "unreachable"])
 @pytest.mark.parametrize("method", ["blend", "auto"])
 def test_of_a_delivered_chunk(
     service: Service, prompt: Prompt, kind: str, method: str, tracked: Made
@@ -72,17 +76,19 @@ def test_of_a_delivered_chunk(
             raise ConnectionError
         part[-1] ^= key in late and kind == "corrupt"
 
-    def rule(offers: Sequence[Offer], now: Situation, going_on: str | None = None) -> str:
-        return TEXT if kind == SLOW else "raw"
+    def skip(todo: Sequence[Candidate], link: LinkState, current: str | None = None) -> Plan:
+        return Plan("raw", 0, n_skipped=len(todo)) if kind == SLOW_LINK else plan(todo, link, current)
 
-    with delivered(service, before, rule) as (store, _):
-        kinds = troubles(store, prompt, BlendConfig.model_validate({"method": method}))
+    with delivered(service, before) as (store, _):
+        kinds = troubles(
+            store, prompt, BlendConfig.model_validate({"method": method}), TransferOptions(plan=skip)
+        )
         become_free(tracked)
     assert kinds == ({kind} if kind else set())
 
 
 @pytest.mark.parametrize("kind", ["", "corrupt", "codec"])
-@pytest.mark.parametrize("place", ["here", "layered", "read ahead"])
+@pytest.mark.parametrize("place", ["local", "tiered", "remote"])
 def test_of_a_stored_chunk(tmp_path: Path, prompt: Prompt, kind: str, place: str, tracked: Made) -> None:
     """One chunk is damaged, or of a codec that is not installed."""
     with LMDBStore(tmp_path, CAP) as store:
@@ -92,17 +98,23 @@ def test_of_a_stored_chunk(tmp_path: Path, prompt: Prompt, kind: str, place: str
     if kind == "corrupt":
         tamper(tmp_path, flip(b"h" + key, 20))
     elif kind == "codec":
-        name = (24, "8s", b"unknown")
-        tamper(
-            tmp_path,
-            lambda txn: txn.put(b"h" + key, relabelled(key, bytes(txn.get(b"h" + key) or b""), name)),
-        )
+        with LMDBStore(tmp_path, CAP) as store:
+            record = read_record(store, key)
+            assert record
+            parts = record.shape, Coding("unknown"), record.segments(), record.token_ids
+            store.put(key, ChunkRecord.from_segments(key, *parts))
     tracked.clear()
     opened: KVStore = LMDBStore(tmp_path, CAP)
-    if place != "here":
-        opened = LayeredStore(MemoryStore(CAP), opened) if place == "layered" else ReadAhead(opened, CAP)
+    if place == "tiered":
+        opened = TieredStore(MemoryStore(CAP), opened)
+    elif place == "remote":
+        opened = TieredStore(MemoryStore(0), StoreSource(opened))
     with opened:
-        blender(opened).prefetch(prompt, BLEND)
-        kinds = troubles(opened, prompt)
+        fetcher = KVFetcher(opened, prefetch_bytes=CAP)
+        of = blender(opened, fetcher=fetcher)
+        hold = of.prefetch(prompt, BLEND)
+        kinds = {why.kind for why in of.run(prompt, BLEND).report.unusable}
+        hold.close()
+        del hold
         become_free(tracked)
     assert kinds == ({kind} if kind else set())

@@ -8,9 +8,9 @@ from typing import Any
 import httpx
 import pytest
 
+from blendserve.fetch.kdn.manifest import MAX_INTERLEAVED, Collection
 from blendserve.serve.keys import KeyFile, Tenant
 from blendserve.store import KVStore
-from blendserve.store.kdn.collection import MOST_IN_STEP, Collection
 from tests.support.http import bearer
 from tests.support.peers import NAME, Service, some_key
 from tests.support.stores import FaultyStore
@@ -73,8 +73,8 @@ def test_headers_choose_a_part(
         ("chunks/no-hex", 404),
         ("pieces/00", 404),
         ("layers?chunks=", 404),
-        (f"layers?chunks={','.join(['{key}:raw'] * MOST_IN_STEP)}", 200),
-        (f"layers?chunks={','.join(['{key}:raw'] * (MOST_IN_STEP + 1))}", 400),
+        (f"layers?chunks={','.join(['{key}:raw'] * MAX_INTERLEAVED)}", 200),
+        (f"layers?chunks={','.join(['{key}:raw'] * (MAX_INTERLEAVED + 1))}", 400),
     ],
 )
 def test_paths_name_what_there_is(service: Service, path: str, below: str, status: int) -> None:

@@ -17,17 +17,17 @@ from blendserve.blend.cost import CostModel
 from blendserve.config import BlendConfig, changed
 from blendserve.core import Prompt
 from blendserve.engine.engine import Engine
+from blendserve.fetch import KVFetcher, TieredStore
 from blendserve.fetch.fetcher import COMPUTED
-from blendserve.store import ChunkKey, KVStore, LayeredStore, LMDBStore, ReadAhead
-from blendserve.store.kdn.store import WORKERS, KdnStore
-from blendserve.store.request_reads import REMOTE
+from blendserve.fetch.kdn.source import WORKERS
+from blendserve.store import ChunkKey, KVStore, LMDBStore
+from blendserve.store.base import REMOTE
 from tests.support import peers
 from tests.support.engines import CONFIG, PASSAGES
 from tests.support.engines import toy_reader as reader
-from tests.support.peers import LAYERS, PATIENT_S, Known, Paced, Service, check, delivered
+from tests.support.peers import INSTANT, LAYERS, PATIENT_S, SLOW, Known, Paced, Service, check, delivered
 
 AUTO = BlendConfig(method="auto")
-SLOW, INSTANT = CostModel(0.0, 100.0, 0.0, 0.0), CostModel(0.0, 1e-6, 0.0, 0.0)  # seconds a row
 SHARE = 0.35  # seconds on the link / seconds of computing
 
 
@@ -52,17 +52,20 @@ class Gate(threading.Event):
 @contextmanager
 def link(
     service: Service, gate: Gate | None = None, share: float = SHARE, workers: int = 1
-) -> Iterator[tuple[KdnStore, Paced]]:
+) -> Iterator[tuple[TieredStore, Paced]]:
     """Open without a gate; of an unknown rate for share 0. share: of the seconds of computing, on the link."""
     before, config = gate or peers.anything, {"collection": peers.PLAIN, "level": "auto"}
-    pace = Known(reader().adapter.kv_bytes_per_token / (share * 100.0)) if share else None
-    with delivered(service, before, config=config, workers=workers, pace=pace) as found:
+    known = Known(reader().adapter.kv_bytes_per_token / (share * 100.0)) if share else None
+    with delivered(service, before, config, workers=workers, link=known) as found:
         yield found
         (gate or Gate()).open()
 
 
 def blender(
-    store: KVStore, at_end: dict[int, Callable[[int], Any]] | None = None, costs: CostModel = SLOW
+    store: KVStore,
+    at_end: dict[int, Callable[[int], Any]] | None = None,
+    costs: CostModel = SLOW,
+    **options: Any,
 ) -> Blender:
     """at_end: called before the last layer of a pass, by its number."""
     passes = count(1)
@@ -71,7 +74,7 @@ def blender(
         if l == LAYERS - 1:
             (at_end or {}).get(n := next(passes), int)(n)
 
-    return peers.blender(store, before_layer, costs=costs)
+    return peers.blender(store, before_layer, costs=costs, **options)
 
 
 def tiers(done: Prefilled) -> list[str]:
@@ -133,25 +136,23 @@ def test_a_link_that_stood_still_is_used_again_when_it_answers(service: Service,
     assert done.missing == ()
 
 
-@pytest.mark.parametrize("before", ["", "run", "ahead", "layered"])
+@pytest.mark.parametrize("before", ["", "run", "prefetch", "prefetch behind a local store"])
 @pytest.mark.parametrize("method", ["blend", "reuse"])
 def test_a_fixed_method_waits_for_every_chunk_whatever_auto_left(
     service: Service, prompt: Prompt, tmp_path: Path, before: str, method: Any
 ) -> None:
     """before: what an `auto` request did that left every chunk on the slow link."""
-    with link(service, share=5.0) as (far, _), LMDBStore(tmp_path / "kv", 2**28) as here:
-        store: KVStore = far
-        if before == "ahead":
-            store = ReadAhead(far, 2**28)
-        elif before == "layered":
-            store = LayeredStore(here, far, prefetch_bytes=2**28)
-        of = blender(store)
+    with link(service, share=5.0) as (store, _), LMDBStore(tmp_path / "kv", 2**28) as here:
+        if "local" in before:
+            store = TieredStore(here, store.source)
+        of = blender(store, fetcher=KVFetcher(store, prefetch_bytes=2**28))
         if before == "run":
             assert REMOTE not in of.run(prompt, AUTO).report.tiers
-        elif before:
-            of.prefetch(prompt, AUTO)
+        hold = of.prefetch(prompt, AUTO) if "prefetch" in before else None
         done = of.run(prompt, changed(AUTO, method=method))
-        store.close()
+        if hold:
+            hold.close()
+        store.flush()
     assert done.report.tiers == {REMOTE: len(prompt.chunks)}
     assert not done.report.unusable
 
@@ -175,10 +176,8 @@ def test_an_engine_stores_what_it_computed_and_does_not_compute_it_again(
 ) -> None:
     gate, config = Gate(), changed(CONFIG, blend=AUTO.model_dump())
     passes = list[int]()
-    with (
-        link(service, gate) as (far, _),
-        LayeredStore(LMDBStore(tmp_path / "kv", 2**28), far) as store,
-    ):
+    with link(service, gate) as (far, _), LMDBStore(tmp_path / "kv", 2**28) as near:
+        store = TieredStore(near, far.source)
         engine = Engine(config, reader(), store)
         engine.blender = of = blender(
             store, {**dict.fromkeys(range(1, 20), passes.append), meeting: gate.open}
@@ -187,10 +186,10 @@ def test_an_engine_stores_what_it_computed_and_does_not_compute_it_again(
         assert report.tiers == {REMOTE: len(PASSAGES) - meeting, COMPUTED: meeting}
         store.flush()
         keys = {of.key(chunk.ids) for chunk in prompt.chunks}
-        assert store.present(keys, remote=False) == keys
+        assert near.contains(keys) == keys
         n_passes = len(passes)
         assert tiers(of.run(prompt, AUTO)) == ["local"] * len(prompt.chunks)
         assert len(passes) - n_passes <= 2  # a prefill, and the policy's
-        remote = store.stats().remote
+        remote = of.fetcher.stats().remote
         assert remote
         assert remote.misses == 0

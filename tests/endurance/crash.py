@@ -32,10 +32,11 @@ from blendserve.blend.chunk_kv import STACK_TOKENS
 from blendserve.core import ChunkKV, TokenIds
 from blendserve.errors import CorruptRecord
 from blendserve.models.model import DecoderModel
-from blendserve.store import ChunkKey, ChunkRecord, KVStore, LMDBStore, Reads
+from blendserve.store import ChunkKey, ChunkRecord, KVStore, LMDBStore, Snapshot
+from blendserve.store.view import decode
 from tests.endurance.driver import Figures, Promises, main, none
 from tests.support.forked import process
-from tests.support.stores import copy_of, same
+from tests.support.stores import same
 from tests.support.toy import toy_llama
 
 VOCABULARY = 500
@@ -68,14 +69,14 @@ def computed(store: KVStore, chunks: int) -> Chunks:
     return {of.key(ids): of.writer.chunks.compute([ids])[0] for ids in corpus(chunks)}
 
 
-def look(snapshot: Reads, expected: Chunks, counts: Counter[str]) -> set[ChunkKey]:
+def look(snapshot: Snapshot, expected: Chunks, counts: Counter[str]) -> set[ChunkKey]:
     """Read and count every chunk that is there -> the right ones."""
     right = set()
     for key, kv in expected.items():
         try:
-            if (view := snapshot.get(key)) is None:
+            if (record := snapshot.get(key)) is None:
                 continue
-            is_right = same(copy_of(view), kv)
+            is_right = same(decode(record), kv)
             counts.update({"reads_checked": 1, "corrupt_reads": not is_right})
             right |= {key} if is_right else set()
         except CorruptRecord:
@@ -90,10 +91,10 @@ def read(line: Connection, folder: Path, chunks: int) -> None:
         line.send("ready")
         while True:
             counts = Counter[str]()
-            with store.reading() as old:
+            with store.snapshot() as old:
                 seen = held = look(old, expected, counts)
                 while not line.poll():
-                    with store.reading() as snapshot:
+                    with store.snapshot() as snapshot:
                         seen = seen | look(snapshot, expected, counts)
                 line.recv()
                 counts["vanished_chunks"] += len(held - look(old, expected, counts))
@@ -205,7 +206,7 @@ class Crashes:
         self.counts["commits"] += len(stored)
         self.committed |= stored | self._ask_reader()
         with LMDBStore(self.folder, CAP) as store:  # as the next process would open it
-            with store.reading() as snapshot:
+            with store.snapshot() as snapshot:
                 right = look(snapshot, self.expected, self.counts)
             keys, stats, report = list(store.keys()), store.stats(), store.verify()
         n_bytes = sum(self.expected[key].n_bytes for key in right)

@@ -23,7 +23,7 @@ import torch
 
 from benchmarks.support.proxy import Proxy
 from benchmarks.support.valkey import Server
-from blendserve.bench.stores import TimedStore
+from blendserve.bench.stores import TimedFetcher
 from blendserve.blend.blender import Blender, Prefilled
 from blendserve.config import BlendConfig, ReaderConfig, ValkeyConfig
 from blendserve.core import Chunk, ChunkKV, Prompt, run
@@ -98,8 +98,9 @@ class FaultFixture:
         """A new store over a server that has the pool and nothing else."""
         self.store.close()
         self.store = self.connect(self._deadline_s)
-        self._timed = TimedStore(self.store)
-        self._shared = self._blender(self._timed)
+        self._timed = TimedFetcher(self.store)
+        self._shared = self._blender(self.store)
+        self._shared.fetcher = self._timed
         self.direct().flushall()
         with self.connect(HUNG_S) as patient:
             self._shared.over(patient, "").writer.precompute(self.pool)

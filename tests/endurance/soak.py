@@ -24,9 +24,9 @@ from blendserve.config import BlendConfig, Config, ReaderConfig, StoreConfig
 from blendserve.core import Passage
 from blendserve.engine.engine import Engine
 from blendserve.engine.prompt import PromptBuilder
+from blendserve.fetch import open_store
 from blendserve.models.loader import LoadedModel, load_model
 from blendserve.retrieve import language_reference, split
-from blendserve.store import open_store
 from tests.endurance.driver import Figures, Promises, main
 from tests.support.toy import toy_reader
 from tests.support.zipf import zipf_blocks

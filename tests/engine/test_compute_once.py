@@ -12,7 +12,9 @@ import pytest
 from blendserve.blend import precompute
 from blendserve.core import Passage, run
 from blendserve.engine.engine import Engine
-from blendserve.store import KVStore, LayeredStore, LMDBStore, MemoryStore
+from blendserve.fetch import KVFetcher, TieredStore
+from blendserve.fetch.source import StoreSource
+from blendserve.store import KVStore, LMDBStore, MemoryStore
 from tests.support.blending import missing
 from tests.support.engines import PASSAGES, QUESTIONS, queued, toy_batch, toy_engine
 from tests.support.stores import FaultyStore
@@ -34,7 +36,7 @@ def test_workers_on_one_store_compute_each_chunk_once(
     monkeypatch.setattr(precompute, "MIN_WAIT_S", 100.0)  # however slow a worker is
     with ExitStack() as stack:
         stores = [open_store(tmp_path, CAP) for _ in range(4)]
-        stores[2:] = [LayeredStore(MemoryStore(CAP), far) for far in stores[2:]]
+        stores[2:] = [TieredStore(MemoryStore(CAP), far) for far in stores[2:]]
         made = [stack.enter_context(toy_engine(store)) for store in stores]
         with ThreadPoolExecutor(4) as pool:
             reports = list(pool.map(lambda one: one.precompute(CORPUS), made))
@@ -48,8 +50,12 @@ def test_workers_on_one_store_compute_each_chunk_once(
         assert [sum(answer.report.tiers.values()) for answer in answers] == [6] * 4
 
 
-def test_threads_that_miss_one_chunk_compute_it_once() -> None:
-    with toy_engine() as made, ThreadPoolExecutor(8) as pool:
+@pytest.mark.parametrize("place", ["memory", "before a source that is only read"])
+def test_threads_that_miss_one_chunk_compute_it_once(place: str) -> None:
+    store: KVStore = MemoryStore(CAP)
+    if "source" in place:
+        store = TieredStore(store, StoreSource(MemoryStore(CAP)))
+    with toy_engine(store) as made, ThreadPoolExecutor(8) as pool:
         chunks = made.prompts.chunk_ids(CORPUS)
         assert sum(
             pool.map(lambda _: run(made.blender.writer.write_back(missing(*chunks))), range(8))
@@ -66,14 +72,13 @@ def far(tmp_path: Path) -> FaultyStore:
 @pytest.fixture
 def nodes(far: FaultyStore) -> Iterator[list[Engine]]:
     """Two machines before one remote store."""
-    stores = [LayeredStore(MemoryStore(CAP), far) for _ in range(2)]
+    stores = [TieredStore(MemoryStore(CAP), far) for _ in range(2)]
     with toy_engine(stores[0]) as first, toy_engine(stores[1]) as second:
         yield [first, second]
 
 
 def flush(made: Engine) -> None:
-    assert isinstance(made.store, LayeredStore)
-    made.store.flush()
+    made.fetcher.flush()
 
 
 def test_no_request_and_no_job_waits_for_what_another_machine_computes(
@@ -98,7 +103,9 @@ def test_the_chunks_of_a_queued_prompt_are_fetched_before_its_turn(
 ) -> None:
     nodes[0].precompute(PASSAGES)
     flush(nodes[0])
-    with toy_engine(LayeredStore(MemoryStore(CAP), far, prefetch_bytes=CAP)) as node:
+    store = TieredStore(MemoryStore(CAP), far)
+    with toy_engine(store) as node:
+        node.blender.fetcher = KVFetcher(store, prefetch_bytes=CAP)
         batch = toy_batch(node, slots=1)
         far.batches.clear()
         request, listener = queued(batch, QUESTION, PASSAGES)

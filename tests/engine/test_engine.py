@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from blendserve.blend import priors
 from blendserve.core import Passage
 from blendserve.engine.engine import Engine
-from blendserve.errors import ConfigError, InputError, PromptTooLong
+from blendserve.errors import ConfigError, InputError, PromptTooLong, Stopping
 from blendserve.store import LMDBStore, MemoryStore, share_of
 from tests.support.engines import (
     CONFIG,
@@ -24,6 +24,8 @@ from tests.support.engines import (
     QUESTIONS,
     generated,
     seen,
+    submit,
+    toy_batch,
     toy_engine,
     toy_reader,
 )
@@ -101,6 +103,30 @@ def test_streams_of_one_thread_and_of_many_do_not_disturb_each_other(warm: Engin
         assert list(pool.map(ask, orders)) == alone
 
 
+def test_threads_get_the_answers_that_each_gets_alone() -> None:
+    with toy_engine() as engine:
+        engine.precompute(PASSAGES)
+        batch = toy_batch(engine)
+        batch.scheduler.start()
+
+        def ask(n: int) -> None:
+            options: dict[str, Any] = {"max_new_tokens": 2 + n // 3, "seed": n, "temperature": n % 2}
+            question, passages = QUESTIONS[n % 4], PASSAGES[n % 3 :]
+            answer = submit(batch, question, passages, str(n % 3), **options).answer()
+            assert seen(answer) == seen(engine.answer(question, passages, **options))
+            assert answer.timings.ttft >= answer.timings.prefill > 0
+
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(ask, range(12)))
+        listeners = [submit(batch, QUESTIONS[0], PASSAGES, max_new_tokens=600) for _ in range(3)]
+        listeners[0].next()
+        batch.scheduler.stop()
+        for listener in listeners:
+            with pytest.raises(Stopping):
+                listener.answer()
+        assert (batch.scheduler.load, batch.pool.free, batch.scheduler.alive) == ((0, 0), 3, False)
+
+
 @pytest.mark.parametrize("write_back", [True, False])
 def test_what_a_request_misses_is_stored_after_its_answer(write_back: bool) -> None:
     with toy_engine(store={"write_back": write_back}) as made:
@@ -133,7 +159,7 @@ def test_a_prompt_that_fits_to_the_token_and_one_that_does_not(
 def test_bad_input_is_refused_by_name(
     options: dict[str, Any], error: Any, setting: str, warm: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(MemoryStore, "tells_ids", False)  # such a store never finds near-duplicates
+    monkeypatch.setattr(warm.store, "cap_bytes", 0)  # such a store never finds near-duplicates
     with pytest.raises(error) as raised:
         warm.stream(**{"question": QUESTION, "passages": SOME, **options})
     assert raised.value.setting == setting

@@ -13,7 +13,7 @@ from torch import Tensor
 from blendserve.blend.corrections.base import Correction
 from blendserve.blend.layout import LayerKV, Layout
 from blendserve.blend.policies.base import Policy
-from blendserve.config import Config, PlaceConfig
+from blendserve.config import Config
 from blendserve.core import ChunkKV
 from blendserve.engine.engine import Engine
 from blendserve.errors import ConfigError
@@ -23,8 +23,6 @@ from blendserve.registry import CODECS, CORRECTIONS, POLICIES, STORES
 from blendserve.store import MemoryStore, read_record
 from blendserve.store.codecs.base import Buffer, ChunkShape, Codec, Coding, Decoder, Pair
 from blendserve.store.codecs.raw import Raw, RawDecoder
-from blendserve.store.policies import Policies
-from blendserve.store.wrapped import WrappedStore
 from tests.support.engines import PASSAGES, QUESTIONS, toy_engine, toy_reader
 
 REGISTRIES = {"policy": POLICIES, "correction": CORRECTIONS, "codec": CODECS, "store": STORES}
@@ -78,16 +76,8 @@ class NegatedDecoder(RawDecoder):
         return -keys, -values
 
 
-class OwnStore(WrappedStore):
+class OwnStore(MemoryStore):
     """Chunks in memory."""
-
-    persistent = needs_folder = False
-
-    @classmethod
-    def from_config(
-        cls, config: PlaceConfig, path: Path | None, read_only: bool, policies: Policies
-    ) -> OwnStore:
-        return cls(MemoryStore(config.cap_bytes, *policies))
 
 
 TOYS = {"policy": LastTokens, "correction": Doubled, "codec": Negated, "store": OwnStore}

@@ -7,52 +7,30 @@ else takes time.
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import count
-from types import SimpleNamespace
 from typing import Any, Literal
 from unittest.mock import Mock
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    Bundle,
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    multiple,
-    precondition,
-    rule,
-)
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, rule
 
 from blendserve.blend.blender import Blender, Prefilled
 from blendserve.core import Steps
-from blendserve.engine.fair_executor import BackgroundThrottle, FairQueue
+from blendserve.engine.fair_executor import BackgroundThrottle
 from blendserve.engine.generate import Sequence
-from blendserve.engine.request import Event, Finished, Observer, PrefillDone, TextDelta
+from blendserve.engine.request import Event, Failed, Finished, Observer, PrefillDone
 from blendserve.engine.scheduler import BACKGROUND_EVERY, MAX_BACKGROUND, Scheduler
 from blendserve.errors import Busy, PromptTooLong, Stopping, StoreFull
-from blendserve.fetch.fetcher import ChunkRequest, KVFetcher
+from blendserve.fetch.fetcher import KVFetcher
+from blendserve.fetch.incoming import ChunkRequest
 from blendserve.models.kv_cache import CachePool
 from blendserve.timing import Clock
 from tests.support.blending import tiny_blender
-from tests.support.engines import (
-    PASSAGES,
-    QUESTIONS,
-    FaultyModel,
-    Question,
-    alone,
-    seen,
-    submit,
-    tiny_prefill,
-    tiny_reader,
-    tiny_store,
-    toy_batch,
-    toy_engine,
-)
+from tests.support.engines import Question, alone, seen, tiny_prefill, tiny_reader, tiny_store
 from tests.support.waiting import ManualClock, eventually
 
 LAYER_S, SLOT_TOKENS, SHARED_BYTES = 1.0, 96, 30_000
@@ -72,7 +50,6 @@ class Sent:
     request: Sequence = field(init=False)
     state: Literal["waits", "prefills", "runs", "ended"] = "waits"
     preempted_cost: float = 0.0  # of requests that were prefilled within its prefill
-    text: str = ""
 
 
 QUESTION = st.builds(
@@ -145,27 +122,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         blender = tiny_blender(self.store, adapter=tiny_reader().adapter, fetcher=self.fetcher)
         hold = self.fetcher.prefetch([ChunkRequest(blender.key(c.ids), len(c)) for c in plan.prompt.chunks])
         prefill, receive = partial(self.prefill, sent, blender), partial(self.receive, sent)
-        sent.request = Sequence(
-            plan,
-            tiny_reader(),
-            prefill,
-            tenant=tenant,
-            cost=cost,
-            emit=receive,
-            hold=hold,
-        )
-        over, before = plan.tokens - SLOT_TOKENS, self.retry_after()
-        full = len(self.waiting(tenant)) == self.queue
+        options: dict[str, Any] = {"tenant": tenant, "cost": cost, "emit": receive, "hold": hold}
+        sent.request = Sequence(plan, tiny_reader(), prefill, **options)
+        over, full = plan.tokens - SLOT_TOKENS, len(self.waiting(tenant)) == self.queue
         refusal = PromptTooLong if over > 0 else Stopping if self.closed else Busy if full else None
         if refusal:
             with pytest.raises(refusal) as error:
                 self.scheduler.submit(sent.request)
             assert getattr(error.value, "over", over) == over
-            assert getattr(error.value, "retry_after", before[tenant]) == before[tenant]
             return multiple()
         self.scheduler.submit(sent.request)
         self.sent.append(sent)
-        assert all(1 <= before[t] <= after <= 60 for t, after in self.retry_after().items())
         return sent
 
     @rule(long=st.sampled_from(TENANTS), max_new_tokens=st.integers(1, 2))
@@ -186,9 +153,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(error=st.builds(RuntimeError))
     def arm(self, error: Exception | None) -> None:
         """The next forward raises the error, of a prefill or of a decoding step."""
-        adapter = tiny_reader().adapter
-        assert isinstance(adapter, FaultyModel)
-        self.fault = adapter.fault = error
+        model: Any = tiny_reader().adapter  # a FaultyModel
+        self.fault = model.fault = error
 
     @rule(layers=st.integers(0, 3), tenant=st.sampled_from(TENANTS), error=st.none() | st.builds(StoreFull))
     def in_background(self, layers: int = 1, tenant: str = "", error: Exception | None = None) -> None:
@@ -208,10 +174,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     def time_passes(self, seconds: float) -> None:
         self.clock.advance(seconds)
 
-    @precondition(lambda self: not self.stopped)
     @rule(n=st.integers(1, 4))
     def step(self, n: int = 1) -> None:
-        for _ in range(n):
+        for _ in range(0 if self.stopped else n):
             cancelled = set(self.cancelled)
             self.scheduler.step()
             self.cancelled -= cancelled
@@ -219,19 +184,15 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.check()
 
     def step_until(self, is_reached: Callable[[], bool]) -> None:
-        for _ in range(1000):
+        for _ in range(200 + 50 * len(self.sent)):
             if is_reached():
                 return
             self.step()
         raise AssertionError("it makes no progress")
 
     def run(self) -> None:
-        """To the end of all that there is."""
-        for n in count():
-            if not self.scheduler.has_work:
-                break
-            self.step()
-            assert n < 100 + 50 * len(self.sent), "it makes no progress"
+        """Step until nothing is left."""
+        self.step_until(lambda: not self.scheduler.has_work)
         assert self.tasks == 0
         assert not self.scheduler.in_flight
 
@@ -244,8 +205,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.stopped = True
             self.scheduler.stop()
             self.cancelled.clear()
-            assert not self.scheduler.in_flight
-            assert self.fetcher.held.n_bytes == 0
+            self.check()
 
     def teardown(self) -> None:
         if hasattr(self, "scheduler") and not self.stopped:
@@ -261,28 +221,24 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Requests with a slot."""
         return [s for s in self.sent if s.state in ("prefills", "runs") or s in self.cancelled]
 
-    def retry_after(self) -> dict[str, int]:
-        return {tenant: self.scheduler.retry_after(tenant) for tenant in TENANTS}
-
     def prefill(self, sent: Sent, blender: Blender, sequence: Sequence) -> Steps[Prefilled]:
         """A request's prefill, with the clock's seconds for each layer."""
         self.admit(sent)
-        steps = tiny_prefill(sequence, blender)
+        done: list[Prefilled] = []
+
+        def steps() -> Steps[None]:
+            done.append((yield from tiny_prefill(sequence, blender)))
+
         try:
-            for l in count():
-                try:
-                    next(steps)
-                except StopIteration as end:
-                    prefilled: Prefilled = end.value
-                    return prefilled
-                if sent.cancel_at == l:
-                    self.cancel(sent)
-                yield
-                self.layer(sent)
+            with closing(steps()) as layers:
+                for l, _ in enumerate(layers):
+                    if sent.cancel_at == l:
+                        self.cancel(sent)
+                    yield
+                    self.layer(sent)
         finally:
-            steps.close()
             self.prefilling.remove(sent)
-        raise AssertionError
+        return done[0]
 
     def admit(self, sent: Sent) -> None:
         """A request has a slot, and its prefill begins."""
@@ -330,27 +286,19 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.timeline.append(-self.decode_s)
             last = self.timeline[-50:]
             prefilling = sum(s for s in last if s > 0)
-            decoding = prefilling - sum(last) - self.decode_s  # the first one may follow what was before
+            decoding = prefilling - sum(last) - self.decode_s  # the first step may follow another prefill
             assert prefilling >= self.share * (prefilling + decoding) - 1e-6, "prefill has its share"
 
     def receive(self, sent: Sent, event: Event) -> None:
         assert sent.state != "ended"
         if isinstance(event, PrefillDone):
             sent.state = "runs"
-        elif isinstance(event, TextDelta):
-            sent.text += event.text
         elif isinstance(event, Finished):
             sent.state = "ended"
-            ours, expected = event.answer, alone(sent.question)
-            assert (ours.token_ids, ours.finish_reason) == (expected.token_ids, expected.finish_reason)
-            assert ours.text == expected.text == sent.text
-            assert ours.report == expected.report
-        elif self.stopped:
-            sent.state = "ended"
-            assert isinstance(event.error, Stopping)
-        else:  # a prefill fails alone, a decoding step for all of its requests
-            assert event.error is self.fault
-            if sent.state == "runs":
+            assert seen(event.answer) == seen(alone(sent.question))
+        elif isinstance(event, Failed):  # a prefill fails alone, a decoding step for all of its requests
+            assert isinstance(event.error, Stopping) if self.stopped else event.error is self.fault
+            if sent.state == "runs" and not self.stopped:
                 self.failing = [s for s in self.batch if s.state == "runs" and s is not sent]
             sent.state = "ended"
 
@@ -371,21 +319,10 @@ TestScheduler = SchedulerMachine.TestCase
 TestScheduler.settings = settings(stateful_step_count=30)
 
 
-def nothing() -> Steps[None]:
-    yield from ()
-
-
 def opened(**options: Any) -> SchedulerMachine:
     machine = SchedulerMachine()
     machine.open(**options)
     return machine
-
-
-def test_tenants_take_turns() -> None:
-    waiting: FairQueue[Any] = FairQueue()
-    for tenant in "aaaaabbc":
-        waiting.put(SimpleNamespace(tenant=tenant))
-    assert "".join(item.tenant for item in iter(waiting.pop, None)) == "abcabaaa"
 
 
 @pytest.mark.parametrize("seconds", [2.0, 10.0])
@@ -404,7 +341,7 @@ def test_retry_after_is_the_expected_wait(seconds: float) -> None:
 
 
 def test_a_short_request_of_another_tenant_is_prefilled_within_a_long_prefill() -> None:
-    machine = opened(slots=3)
+    machine = opened(slots=4)
     for tenant, cost in (("a", 16.0), ("a", 1.0), ("b", 5.0), ("c", 4.0)):
         machine.submit(Question((2, 3), max_new_tokens=20), tenant, cost)
     machine.step_until(lambda: machine.sent[0].state == "runs")
@@ -412,25 +349,12 @@ def test_a_short_request_of_another_tenant_is_prefilled_within_a_long_prefill() 
     machine.run()
 
 
-def test_one_tenant_alone_has_all_slots_and_a_decoding_step_fails_for_all_that_are_not_cancelled() -> None:
+def test_one_tenant_alone_has_all_slots_and_kv_kept_for_a_cancelled_request_is_freed() -> None:
     machine = opened(slots=3)
-    for _ in range(3):
-        machine.submit(Question((2, 3), max_new_tokens=20))
-    machine.step_until(lambda: all(sent.state == "runs" for sent in machine.sent))
-    machine.cancel(machine.sent[0])
-    machine.step()
-    machine.arm(RuntimeError("out of memory"))
-    machine.step()
-    assert [sent.state for sent in machine.sent] == ["ended"] * 3
-
-
-def test_kv_kept_for_a_request_is_freed_when_it_is_cancelled() -> None:
-    machine = opened(slots=1)
-    machine.submit(ANY)
-    waiting = machine.submit(ANY)
-    machine.step_until(lambda: machine.sent[0].state == "runs")
+    requests = [machine.submit(Question((2, 3), max_new_tokens=20)) for _ in range(4)]
+    machine.step_until(lambda: [sent.state for sent in requests] == [*["runs"] * 3, "waits"])
     assert machine.fetcher.held.n_bytes > 0
-    machine.cancel(waiting)
+    machine.cancel(requests[3])
     assert machine.fetcher.held.n_bytes == 0
 
 
@@ -446,9 +370,8 @@ def test_a_task_is_run_after_so_many_requests_however_many_wait() -> None:
 
 def test_a_tenant_has_so_many_tasks_at_most() -> None:
     scheduler = opened().scheduler
-    assert all(scheduler.submit_background(nothing()) for _ in range(MAX_BACKGROUND))
-    assert not scheduler.submit_background(nothing())
-    assert scheduler.submit_background(nothing(), "another tenant")
+    accepted = [scheduler.submit_background((_ for _ in ()), t) for t in [*"a" * (MAX_BACKGROUND + 1), "b"]]
+    assert accepted == [*[True] * MAX_BACKGROUND, False, True]
 
 
 def test_a_task_keeps_its_share_of_the_time_while_requests_run() -> None:
@@ -459,14 +382,12 @@ def test_a_task_keeps_its_share_of_the_time_while_requests_run() -> None:
     machine.step_until(lambda: machine.log.count("layer") == 4)
     machine.step()
     assert machine.log == ["prefill", "decode", *["layer", *["decode"] * 4] * 3, "layer", "decode"]
-    machine.run()
 
 
 @pytest.mark.parametrize("stops", [True, False])
 def test_a_task_rests_while_a_request_is_planned_and_ends_with_the_scheduler(stops: bool) -> None:
     machine = opened(background_share=0.1)
     with machine.scheduler.preparing("a"):
-        assert machine.scheduler.in_flight
         assert [machine.scheduler.has_other_tenants(t) for t in "ab"] == [False, True]
         machine.in_background(2)
         machine.scheduler.start()
@@ -478,28 +399,3 @@ def test_a_task_rests_while_a_request_is_planned_and_ends_with_the_scheduler(sto
         eventually(lambda: machine.log == ["layer"] * 2)
         machine.drain(stops=True)
     assert machine.log == ["layer"] * (1 if stops else 2)
-
-
-def test_threads_get_the_answers_that_each_gets_alone() -> None:
-    with toy_engine() as engine:
-        engine.precompute(PASSAGES)
-        batch = toy_batch(engine)
-        batch.scheduler.start()
-
-        def ask(n: int) -> None:
-            options: dict[str, Any] = {"max_new_tokens": 2 + n // 3, "seed": n, "temperature": n % 2}
-            question, passages = QUESTIONS[n % 4], PASSAGES[n % 3 :]
-            answer = submit(batch, question, passages, str(n % 3), **options).answer()
-            assert seen(answer) == seen(engine.answer(question, passages, **options))
-            assert answer.timings.ttft >= answer.timings.prefill > 0
-
-        with ThreadPoolExecutor(8) as pool:
-            list(pool.map(ask, range(12)))
-        listeners = [submit(batch, QUESTIONS[0], PASSAGES, max_new_tokens=600) for _ in range(3)]
-        for listener in listeners[:2]:  # the last slot is another tenant's
-            listener.next()
-        batch.scheduler.stop()
-        for listener in listeners:
-            with pytest.raises(Stopping):
-                listener.answer()
-        assert (batch.scheduler.load, batch.pool.free, batch.scheduler.alive) == ((0, 0), 3, False)

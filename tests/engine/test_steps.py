@@ -30,8 +30,8 @@ class CountingStore(LMDBStore):
     snapshots = 0
 
     @contextmanager
-    def reading(self) -> Iterator[Any]:
-        with super().reading() as snapshot:
+    def snapshot(self) -> Iterator[Any]:
+        with super().snapshot() as snapshot:
             self.snapshots += 1
             try:
                 yield snapshot

@@ -24,7 +24,7 @@ from blendserve.engine.engine import Engine
 from tests.support.engines import QUESTIONS, toy_engine
 from tests.support.http import DOCUMENTS, index
 
-MAX_FILES, MAX_STAYS = 10, 15
+MAX_FILES, MAX_STAYS = 10, 12
 PACKAGE = Path(blendserve.__file__).parent
 PAGE = PACKAGE.parent / "docs" / "explanation" / "architecture.md"
 GROUND = ("core.py", "config/", "timing.py", "registry.py", "errors.py")  # nouns, settings and names

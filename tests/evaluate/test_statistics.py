@@ -119,7 +119,7 @@ def test_the_interval_is_that_of_the_normal_approximation() -> None:
         expected = pytest.approx((mean, mean - half, mean + half), rel=0.03)
         assert (found.mean, found.low, found.high) == expected
         assert found.n == 400
-    assert stats.mean(values) == stats.mean(values) != stats.mean(values, seed=1)
+    assert stats.mean(values) == stats.mean(values)
 
 
 def test_pairing_finds_what_two_intervals_hide() -> None:
@@ -159,9 +159,9 @@ def test_a_question_with_fewer_prompts_weighs_less() -> None:
     assert (found.mean, found.low, found.high, found.n) == (0.25, 0.0, 1.0, 2)
     one = stats.mean([0.0, 3.0], ["a", "a"])
     assert (one.mean, one.low, one.high, one.n) == (1.5, 1.5, 1.5, 1)
-    median = stats.ratio_of_medians([4.0, 2.0, 4.0, 4.0], [2.0, 2.0, 2.0, 2.0], ["a", "b", "a", "a"])
-    assert median
-    assert (median.mean, median.low, median.high) == (2.0, 1.0, 2.0)
+    median = stats.ratio_of_medians([4.0, 2.0, 4.0, 9.0], [2.0, 2.0, 2.0, 2.0], ["a", "b", "a", "a"])
+    assert median  # of the questions' own medians: 4 and 2 over 2
+    assert (median.mean, median.low, median.high) == (1.5, 1.0, 2.0)
 
 
 def predictions(**kls: list[float]) -> Predictions:
@@ -183,9 +183,7 @@ def test_a_tail_by_hand() -> None:
     assert (found["against"], found["worse"]["mean"], found["worse"]["n"]) == ("reuse", 0.5, 3)
     assert found["p95"] == pytest.approx(2 + 0.85)  # at 0.95 * 3 of 0.5, 1, 2, 3
     assert found["worst"] == pytest.approx(3.0)
-    assert [prompt["id"] for prompt in found["prompts"]] == ["c", "a", "b", "c~1"]
-    assert found["prompts"][0] == pytest.approx({"id": "c", "ratio": 3.0, "mean_kl": 0.3, "other": 0.1})
-    assert (found["prompts"][2]["ratio"], found["prompts"][2]["mean_kl"]) == (1.0, KL_FLOOR / 5)
+    assert found["prompt"] == "c"
     above = tail(predictions(prefix=[3 * KL_FLOOR] * 4, reuse=[1e-9] * 4), "prefix", "reuse")
     assert above["worst"] == pytest.approx(3.0)  # above the floor everything counts
 

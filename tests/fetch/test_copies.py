@@ -10,11 +10,11 @@ import torch
 
 from blendserve.config import StoreConfig, TiersConfig
 from blendserve.errors import ConfigError
-from blendserve.fetch import KVFetcher, open_storage
+from blendserve.fetch import KVFetcher, open_storage, open_store
 from blendserve.fetch.copies import Copies, CopyCache, open_caches
-from blendserve.fetch.fetcher import ChunkRequest
+from blendserve.fetch.incoming import ChunkRequest
 from blendserve.fetch.layers import LayerReader
-from blendserve.store import LMDBStore, MemoryStore, open_store
+from blendserve.store import LMDBStore, MemoryStore
 from blendserve.store.codecs.base import Pair
 from blendserve.store.policies import Admission, Always, TinyLFU
 from tests.support.stores import CAP, LAYERS, UNIT, cache, chunk, copy_of, key_of, put_kv, same

@@ -1,122 +1,155 @@
-"""Any history of puts, deletions, damage, failures, prefetches: a fetch gives what is stored, or says why not."""
+"""A prompt over a local store and a remote source, whatever the link does: the answer is that of its chunks."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from typing import Any
 
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blendserve.core import ChunkKV
-from blendserve.fetch import KVFetcher
+from blendserve.blend.blender import Blender, Prefilled
+from blendserve.blend.cost import CostModel
+from blendserve.config import BlendConfig, changed
+from blendserve.fetch import KVFetcher, TieredStore
 from blendserve.fetch.copies import Copies
-from blendserve.fetch.fetcher import ChunkRequest
-from blendserve.store import KVStore, LayeredStore, LMDBStore, MemoryStore
-from tests.support.stores import CAP, UNIT, FaultyStore, cache, chunk, copy_of, key_of, put_kv, same
-from tests.support.waiting import ManualClock
+from blendserve.fetch.fetcher import COMPUTED
+from blendserve.fetch.incoming import ChunkRequest
+from blendserve.fetch.transfer import TransferOptions
+from blendserve.store import ChunkKey, ChunkRecord, KVStore, LMDBStore, MemoryStore
+from blendserve.store.base import LOCAL, REMOTE
+from blendserve.store.codecs.int8 import Int8
+from blendserve.store.codecs.raw import Raw
+from blendserve.store.view import decode
+from tests.support.blending import check_report, some_prompt, tiny_blender
+from tests.support.links import FarSource, Fault, ScriptedSource
+from tests.support.stores import CAP, FaultyStore, cache, chunk, copy_of, key_of, put_kv
 
-N = 4
-Event = tuple[str, int]
-EVENTS = [
-    "put near",
-    "put far",
-    "put both",
-    "delete",
-    "damage far",
-    "far down",
-    "far up",
-    "wait",
-    "prefetch",
-    "fetch",
-]
+PROMPT = some_prompt([9, 14, 3, 20, 7])
+KEYS = [tiny_blender().key(c.ids) for c in PROMPT.chunks]
+LEVELS = {"raw": Raw(), "int8": Int8()}
+N_LAYERS = tiny_blender().adapter.n_layers
+COSTS = CostModel(0.0, 0.1, 0.0, 0.0)  # a row takes 100 ms: computing is worth avoiding
+ROOM = 1 << 30
+PLACES = st.sampled_from(["local", "remote", "remote", "both", "absent", "local damaged", "damaged, remote"])
+FAULTS = st.sampled_from(["damage", "stall", "slow", "cut"])
 
 
-class History:
-    """A local store before a faulty remote one, caches, and what each place holds."""
+def records() -> dict[ChunkKey, dict[str, ChunkRecord]]:
+    """Every chunk by level."""
+    whole = tiny_blender(None, *(c.ids for c in PROMPT.chunks))
+    found: dict[ChunkKey, dict[str, ChunkRecord]] = {}
+    with whole.store.snapshot() as snapshot:
+        for key in KEYS:
+            record = snapshot.get(key)
+            assert record
+            kv = decode(record)
+            found[key] = {level: ChunkRecord.encode(key, kv, codec) for level, codec in LEVELS.items()}
+    return found
 
-    def __init__(self, folder: Path, caches: Sequence[float], held: bool) -> None:
-        self.clock = ManualClock()
-        self.near, self.far = LMDBStore(folder, CAP), FaultyStore(MemoryStore(CAP), self.clock)
-        self.store = LayeredStore(self.near, self.far, prefetch_bytes=CAP, clock=self.clock)
-        copies = Copies([cache(size * UNIT, name=f"cache {n}") for n, size in enumerate(caches)])
-        self.fetcher = KVFetcher(self.store, copies=copies, held_bytes=CAP if held else 0)
-        self.kept: dict[int, ChunkKV] = {}  # every place that has a chunk has these bytes
-        self.prefetched: set[int] = set()  # since the last fetch: absent ones may have been stored since
 
-    def do(self, what: str, n: int) -> None:
-        key, kv = key_of(n), self.kept.get(n, chunk(10, seed=n))
-        if what.startswith("put"):
-            places: list[KVStore] = [self.near] if what != "put far" else []
-            places += [self.far] if what != "put near" else []
-            if self.far.down and self.far in places:
-                return
-            self.kept[n] = kv
-            for place in places:
-                put_kv(place, key, kv)
-        elif what == "delete" and not self.far.down:
-            self.fetcher.forget([key])
-            self.store.delete([key])
-            self.kept.pop(n, None)
-        elif what == "damage far":
-            self.far.damaged.add(key)
-        elif what in ("far down", "far up"):
-            self.far.down = what == "far down"
-        elif what == "wait":
-            self.clock.advance(100)
-        elif what == "prefetch":
-            self.fetcher.prefetch([ChunkRequest(key, 10)]).close()
-            self.prefetched.add(n)
+RECORDS = records()
 
-    def fetch(self) -> None:
-        """Check the bytes of every view, and the reason of every miss."""
-        with self.fetcher.fetch([ChunkRequest(key_of(n), 10) for n in range(N)]) as fetch:
-            for n in range(N):
-                key = key_of(n)
-                assert (key in fetch.views) != (key in fetch.misses)
-                if key in fetch.views:
-                    assert same(copy_of(fetch.views[key]), self.kept[n])
-                    assert fetch.source[key]
-                    continue
-                miss = fetch.misses[key]
-                assert miss.detail or miss.kind == "absent"
-                if miss.kind == "absent":
-                    assert n not in self.kept or n in self.prefetched
-        self.prefetched.clear()
-        self.store.flush()
 
-    def close(self) -> None:
-        self.fetcher.close()
-        self.store.close()
+def blender(store: KVStore, source: ScriptedSource | None = None, **options: Any) -> Blender:
+    fetcher = KVFetcher(store, source=source, prefetch_bytes=ROOM, **options)
+    return tiny_blender(store, costs=COSTS, fetcher=fetcher)
+
+
+def same_as_stored(done: Prefilled, used: dict[ChunkKey, ChunkRecord], blend: BlendConfig) -> None:
+    """The answer is, to the bit, the one over a memory store that holds these chunks."""
+    store = MemoryStore(ROOM)
+    for key, record in used.items():
+        store.put(key, record)
+    expected = tiny_blender(store, costs=COSTS).run(PROMPT, changed(blend, method=done.report.method))
+    assert torch.equal(done.result.logits, expected.result.logits)
 
 
 @given(
-    st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(0, N - 1)), max_size=30),
-    st.lists(st.sampled_from([0.5, 1.0, 3.0]), max_size=2),
-    st.booleans(),
+    places=st.lists(PLACES, min_size=len(KEYS), max_size=len(KEYS)),
+    faults=st.dictionaries(
+        st.tuples(st.integers(0, len(KEYS) - 1), st.integers(0, N_LAYERS - 1)), FAULTS, max_size=3
+    ),
+    method=st.sampled_from(["blend", "auto"]),
+    workers=st.integers(1, 2),
+    prefetched=st.booleans(),
+    deleted=st.sets(st.integers(0, len(KEYS) - 1), max_size=2),
+    options=st.builds(
+        TransferOptions,
+        interleave=st.booleans(),
+        early_start=st.booleans(),
+        restart=st.booleans(),
+        compute=st.booleans(),
+    ),
 )
-def test_a_fetch_gives_what_is_stored_or_says_why_not(
-    events: Sequence[Event], caches: Sequence[float], held: bool
+def test_an_answer_is_that_of_the_chunks_that_the_report_names_and_every_other_one_has_a_reason(
+    places: list[str],
+    faults: dict[tuple[int, int], Fault],
+    method: Any,
+    workers: int,
+    prefetched: bool,
+    deleted: set[int],
+    options: TransferOptions,
 ) -> None:
-    with TemporaryDirectory() as folder:
-        history = History(Path(folder), caches, held)
-        for what, n in [*events, ("fetch", 0)]:
-            history.fetch() if what == "fetch" else history.do(what, n)
-        history.close()
+    there = {KEYS[i] for i, place in enumerate(places) if "remote" in place or place == "both"}
+    source = ScriptedSource(
+        {key: levels for key, levels in RECORDS.items() if key in there},
+        {(KEYS[i], l): fault for (i, l), fault in faults.items()},
+        workers=workers,
+    )
+    local, blend = FaultyStore(MemoryStore(ROOM)), BlendConfig(method=method)
+    for key, place in zip(KEYS, places, strict=True):
+        if place in ("local", "both") or "damaged" in place:
+            local.put(key, RECORDS[key]["raw"])
+    local.damaged = {key for key, place in zip(KEYS, places, strict=True) if "damaged" in place}
+    with TieredStore(local, source) as store:
+        by = blender(store, options=options)
+        hold = by.prefetch(PROMPT, blend) if prefetched else None
+        if deleted:
+            source.absent = {KEYS[i] for i in deleted}
+            by.writer.delete(PROMPT.chunks[i].ids for i in deleted)
+        done = by.run(PROMPT, blend)
+        check_report(done.report, PROMPT)
+        if hold:
+            hold.close()
+        used = dict[ChunkKey, ChunkRecord]()
+        missing = {chunk.ids: chunk for chunk in done.missing}
+        parts = [part for part in done.explanation.parts if part.kind == "passage"]
+        unusable = {miss.chunk: miss for miss in done.report.unusable}
+        for i, (key, ids) in enumerate(zip(KEYS, (c.ids for c in PROMPT.chunks), strict=True)):
+            tier = parts[i].tier
+            if tier == COMPUTED:
+                computed = missing[ids].kv
+                assert computed
+                used[key] = ChunkRecord.encode(key, computed, Raw())
+            elif tier == REMOTE:
+                assert key in there
+                used[key] = RECORDS[key][source.came[key]]
+            elif tier:
+                assert tier in (LOCAL, "memory")
+                used[key] = RECORDS[key]["raw"]
+            elif done.report.method == "blend":
+                assert ids in missing
+                may_be_there = key in source.contains([key]) or key in local.contains([key])
+                assert not may_be_there or i in unusable or done.report.chunks_corrupt
+        same_as_stored(done, used, blend)
+        by.fetcher.close()
 
 
 def test_a_fetch_that_is_open_makes_no_copy_of_a_deleted_chunk(tmp_path: Path) -> None:
-    history = History(tmp_path, [2.0], False)
-    history.do("put both", 0)
-    with history.fetcher.fetch([]) as fetch:
-        history.do("delete", 0)
+
+    store = LMDBStore(tmp_path, CAP)
+    put_kv(store, key_of(0), chunk(10))
+    fetcher = KVFetcher(store, Copies([cache(CAP)]))
+    with fetcher.fetch([]) as fetch:
+        fetcher.forget([key_of(0)])
+        store.delete([key_of(0)])
         fetch.extend([ChunkRequest(key_of(0), 10)])
-        for view in fetch.views.values():
-            copy_of(view)
-    assert history.fetcher.resident() == frozenset()
-    history.fetch()
-    history.close()
+        copy_of(fetch.views[key_of(0)])
+    assert fetcher.resident() == frozenset()
+    store.close()
 
 
 def test_a_store_that_cannot_be_read_is_a_miss_of_every_chunk() -> None:
@@ -126,3 +159,33 @@ def test_a_store_that_cannot_be_read_is_a_miss_of_every_chunk() -> None:
     with KVFetcher(store).fetch([ChunkRequest(key_of(n), 10) for n in range(2)]) as fetch:
         assert {miss.kind for miss in fetch.misses.values()} == {"unreachable"}
         assert not fetch.views
+
+
+def test_a_link_is_measured_by_any_chunk_if_none_is_named() -> None:
+    store = MemoryStore(CAP)
+    source = FarSource(store)
+    fetcher = KVFetcher(TieredStore(MemoryStore(0), source))
+    source.latency_s = 0.5
+    fetcher.warm_up()
+    assert source.link.rate is None
+    put_kv(store, key_of(0), chunk(10))
+    fetcher.warm_up()
+    assert source.link.rate
+    assert source.link.round_trip_s == 0.5
+
+
+def test_a_prompt_over_a_local_store_makes_nothing_for_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No transfer, no plan, no deadline, no thread pool."""
+    made: list[object] = []
+    for place in (
+        "fetcher.Transfer",
+        "fetcher.ThreadPoolExecutor",
+        "transfer.Deadline",
+        "link.LinkEstimator",
+    ):
+        monkeypatch.setattr(f"blendserve.fetch.{place}", lambda *options, **_: made.append(options))
+    store = MemoryStore(ROOM)
+    by = tiny_blender(store, *(c.ids for c in PROMPT.chunks))
+    by.prefetch(PROMPT, BlendConfig(method="auto")).close()
+    assert by.run(PROMPT, BlendConfig(method="blend")).report.tiers == {LOCAL: len(KEYS)}
+    assert made == []

@@ -10,7 +10,8 @@ from pathlib import Path
 from blendserve.config import ValkeyConfig, changed
 from blendserve.core import TokenIds
 from blendserve.engine.engine import Engine
-from blendserve.store import KVStore, LayeredStore, MemoryStore
+from blendserve.fetch import TieredStore
+from blendserve.store import KVStore, MemoryStore
 from blendserve.store.policies import LRU
 from blendserve.store.valkey import ValkeyStore
 from tests.support.engines import CONFIG, toy_engine
@@ -34,7 +35,7 @@ class OpenToy:
             out.write(f"{SECOND_NODE in os.environ:d} {os.getpid()} {os.getppid()}\n")
         store: KVStore = ValkeyStore(self.server, CAP)
         if self.replica:
-            store = LayeredStore(MemoryStore(CAP, eviction=LRU()), store)
+            store = TieredStore(MemoryStore(CAP, eviction=LRU()), store)
         return toy_engine(store, OF_REPLICAS)
 
     def kill(self, second_node: bool = False) -> None:

@@ -30,6 +30,7 @@ from blendserve.store import ChunkKey
 from tests.ray.engines import CHUNKS, OF_REPLICAS, OpenToy
 from tests.support.engines import CONFIG, QUESTIONS, toy_engine
 from tests.support.http import Client, Listener, library
+from tests.support.stores import read
 from tests.support.valkey import needs_server, settings
 
 pytestmark = [needs_server, pytest.mark.timeout(300)]  # starting a cluster counts
@@ -108,9 +109,8 @@ def test_another_process_joins_a_cluster_that_is_large_enough(share: WorkerResou
 
 def contents(engine: Engine) -> dict[ChunkKey, list[torch.Tensor]]:
     """Keys, and per layer [2, K, C, D]."""
-    with engine.store.reading() as snapshot:
-        found = {key: snapshot.get(key) for key in sorted(engine.store.keys(None))}
-        return {k: [torch.stack(v.layer(l)) for l in range(v.n_layers)] for k, v in found.items() if v}
+    found = {key: read(engine.store, key) for key in sorted(engine.store.keys(None))}
+    return {k: [*torch.stack((kv.keys, kv.values), 1)] for k, kv in found.items() if kv}
 
 
 @pytest.fixture(params=[False, pytest.param(True, marks=pytest.mark.nightly)], ids=["one node", "two nodes"])

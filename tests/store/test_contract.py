@@ -14,12 +14,14 @@ import torch
 from blendserve.config import Config, StoreConfig
 from blendserve.core import ChunkKV
 from blendserve.errors import ConfigError, StoreError, StoreUnavailable
+from blendserve.fetch import TieredStore, open_store
 from blendserve.registry import STORES as KINDS
-from blendserve.store import KVStore, LayeredStore, LMDBStore, MemoryStore, VerifyReport, open_store
+from blendserve.store import KVStore, LMDBStore, MemoryStore, VerifyReport
 from tests.store.toy_store import ToyStore
 from tests.support.stores import (
     CAP,
     EVERY_KIND,
+    REMOTE_STORES,
     ROOMY,
     SHARED_KINDS,
     STORES,
@@ -29,6 +31,7 @@ from tests.support.stores import (
     put_kv,
     read,
     same,
+    stored_view,
 )
 from tests.support.valkey import store_at
 from tests.support.waiting import eventually
@@ -36,9 +39,9 @@ from tests.support.waiting import eventually
 pytestmark = pytest.mark.usefixtures("toy_codec")
 
 
-@pytest.fixture(params=EVERY_KIND)
+@pytest.fixture(params=[*EVERY_KIND, "tiered", "behind"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[KVStore]:
-    with STORES[request.param](tmp_path, ROOMY).open() as store:
+    with (STORES | REMOTE_STORES)[request.param](tmp_path, ROOMY).open() as store:
         yield store
 
 
@@ -49,9 +52,8 @@ def test_a_chunk_of_any_dtype_and_shape_replaces_another_and_is_read_bit_for_bit
             put_kv(store, key_of(1), kv)
             assert store.verify() == VerifyReport(1, ())
             assert same(read(store, key_of(1)), kv)
-            with store.reading() as snapshot:
-                view = snapshot.get(key_of(1))
-                assert view is not None
+            with store.snapshot() as snapshot:
+                view = stored_view(store, snapshot, key_of(1))
                 assert (view.n_tokens, view.raw_bytes) == (tokens, kv.n_bytes)
                 assert view.n_bytes == store.stats().bytes
 
@@ -158,7 +160,7 @@ def test_the_settings_choose_the_store(tmp_path: Path) -> None:
         ({}, None, MemoryStore),  # no folder for the default kind
         ({}, default, LMDBStore),
         ({"path": tmp_path / "own"}, default, LMDBStore),
-        ({"tiers": tiers}, tmp_path / "near", LayeredStore),
+        ({"tiers": tiers}, tmp_path / "near", TieredStore),
     ]
     for settings, folder, kind in rows:
         with open_store(StoreConfig(cap_gb=0.001, **settings), folder) as store:

@@ -1,16 +1,13 @@
-"""Any history of puts, reads, leases, faults, damage and other processes, on every kind of store.
+"""Any history of puts, reads, leases, damage and other processes: every kind of store does exactly what the model does.
 
-A kind of one place must do exactly what the model does. A kind with another machine behind it must give a chunk that is
-in reach, may give one that it has seen, and never gives wrong bytes.
+tests/fetch/test_machine.py has histories of a store with another machine's behind it.
 """
 
 from __future__ import annotations
 
 import shutil
-import threading
-from collections.abc import Collection
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -20,31 +17,24 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from hypothesis.stateful import run_state_machine_as_test as run_machine
 
 from blendserve.core import ChunkKV
-from blendserve.errors import StoreUnavailable
-from blendserve.store import Reads
+from blendserve.store import Snapshot
 from blendserve.store.key import ChunkKey, namespace_tag
-from blendserve.store.layered import LayeredStore
 from tests.support.damages import BYTES, SWAPPED, Damage
 from tests.support.stores import (
     EVERY_KIND,
     KEYS,
     STORES,
     TENANT,
-    FaultyStore,
     LookUp,
     Place,
     content,
-    has,
     look_up,
     put,
     same,
 )
-from tests.support.waiting import eventually, is_blocked
 
 SELF, OTHER = 0, 1  # handles: the store under test, and another process's
-REST_S = 1.0  # a far store that failed is left alone for it
 NOTE_S = 60.0  # uses are written after it
-FAILED_S = 10.0  # a damaged chunk of a server is not read again for it
 
 Put = tuple[ChunkKey, int, int, bool, str]  # chunk, tokens, revision, pin, way
 EXAMPLES = max(40, settings().max_examples * 2 // 5)
@@ -65,14 +55,11 @@ PUTS = st.tuples(
 class OpenSnapshot:
     """A snapshot that stays open over steps, and the model when it was opened."""
 
-    snapshot: Reads
+    snapshot: Snapshot
     stack: ExitStack
     who: int
     chunks: dict[ChunkKey, ChunkKV]
     since: int  # changes before it
-    may: set[ChunkKey]  # chunks of another machine that it may give
-    deleted: set[ChunkKey] = field(default_factory=set)  # here, since the opening
-    seen: dict[ChunkKey, ChunkKV | None] = field(default_factory=dict)
 
 
 class StoreMachine(RuleBasedStateMachine):
@@ -83,10 +70,6 @@ class StoreMachine(RuleBasedStateMachine):
         self.snapshots: list[OpenSnapshot] = []
         self.damaged: dict[ChunkKey, Damage] = {}
         self.ever_damaged = False
-        self.doubtful: dict[tuple[int, ChunkKey], float] = {}  # not read again until then
-        self.there, self.seen = set[ChunkKey](), set[ChunkKey]()  # on the other machine; here, too
-        self.well_at = 0.0  # from when on the other machine is asked
-        self.dropped = 0
         self.open()
 
     def open(self) -> None:
@@ -110,15 +93,6 @@ class StoreMachine(RuleBasedStateMachine):
         self.clock.advance(0.001)
         return who if self.place.shared else SELF
 
-    @property
-    def far(self) -> FaultyStore:
-        assert self.place.far is not None
-        return self.place.far
-
-    @property
-    def reachable(self) -> bool:
-        return not self.far.down and self.clock.now >= self.well_at
-
     # Writing
 
     @initialize(some=st.lists(PUTS, max_size=4))
@@ -141,9 +115,6 @@ class StoreMachine(RuleBasedStateMachine):
             self.read([key], SELF)
 
     def put_one(self, who: int, key: ChunkKey, kv: ChunkKV, pin: bool, how: str) -> None:
-        if self.place.far:
-            self.put_far(key, pin, how, who)
-            return
         size = self.place.size(kv, how == "uncoded")
         if self.model.notes_with_writes and how == "put" and not self.place.codec.coding.level:
             is_wanted = key in self.model.chunks or self.model.victims(key, size) is not None
@@ -155,29 +126,9 @@ class StoreMachine(RuleBasedStateMachine):
         for victim in self.damaged.keys() - self.model.chunks.keys():
             del self.damaged[victim]
 
-    def put_far(self, key: ChunkKey, pin: bool, how: str, who: int) -> None:
-        kv, reached = content(key), who == OTHER or not self.far.down
-        try:
-            stored = put(self.handles[who], key, kv, pin, how, self.place)
-        except StoreUnavailable:
-            assert not self.place.near
-            assert not reached
-            return
-        self.flush()
-        assert stored or not reached
-        if who == OTHER:
-            self.far.damaged.discard(key)
-        elif stored and self.place.near:
-            self.seen.add(key)
-        if reached:
-            self.there.add(key)
-            self.is_stored(key, who)
-            assert self.handles[OTHER].describe([key])[key].pinned or not pin
-
     def is_stored(self, key: ChunkKey, who: int) -> None:
         """Storing mends a chunk and ends a lease on it."""
         self.damaged.pop(key, None)
-        self.doubtful.pop((who, key), None)
         _, owner = self.model.leases.get(key, (0, None))
         if owner is not None and (self.place.ends_any_lease or owner is self.handles[who]):
             self.model.release(key, owner)
@@ -185,30 +136,10 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(key=keys, who=handles)
     def delete(self, key: ChunkKey, who: int) -> None:
         who = self.handle(who)
-        if self.place.far:
-            self.delete_far(key, who)
-            return
         self.writes(who)
         assert self.handles[who].delete([key]) == self.model.delete(key)
         self.damaged.pop(key, None)
 
-    def delete_far(self, key: ChunkKey, who: int) -> None:
-        here = who == SELF and self.place.near is not None and has(self.place.near, key)
-        try:
-            assert self.handles[who].delete([key]) == (here or key in self.there)
-        except StoreUnavailable:
-            assert who == SELF
-            assert self.far.down
-        else:
-            self.there.discard(key)
-            self.far.damaged.discard(key)
-        if who == SELF:
-            self.seen.discard(key)
-            for opened in self.snapshots:
-                opened.deleted.add(key)
-            assert self.place.near is None or not has(self.place.near, key)
-
-    @precondition(lambda self: not self.place.far)
     @rule(some=st.lists(keys, min_size=1, max_size=3, unique=True), pinned=st.booleans(), who=handles)
     def pin(self, some: list[ChunkKey], pinned: bool, who: int) -> None:
         who, found = self.handle(who), {key for key in some if key in self.model.chunks}
@@ -221,25 +152,18 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(some=st.lists(keys, min_size=1, max_size=3, unique=True), who=handles)
     def read(self, some: list[ChunkKey], who: int) -> None:
         who = self.handle(who)
-        if self.place.far:
-            self.read_far(some)
-            return
-        with self.handles[who].reading() as snapshot:
-            snapshot.expect(some)
+        store = self.handles[who]
+        with store.snapshot() as snapshot:
             for key in some:
-                self.check(look_up(snapshot, key), self.model.chunks.get(key), key, who)
+                self.check(look_up(snapshot, store, key), self.model.chunks.get(key), key, who)
         self.end_reading(who)
 
     def check(self, got: LookUp, want: ChunkKV | None, key: ChunkKey, who: int) -> None:
         """One look-up in a place of its own: the chunk as it should be, or damage that is told."""
         self.model.note(who, key, got.found)
         damage = self.damaged.get(key)
-        if self.clock.now < self.doubtful.get((who, key), 0.0) and not got.corrupt and got.kv is None:
-            return
         if damage and not damage.readable:
             assert got.corrupt
-            if not self.place.frozen:
-                self.doubtful[who, key] = self.clock.now + FAILED_S
         else:
             assert not got.corrupt
             assert got.kv is None if want is None else same(got.kv, want)
@@ -250,95 +174,26 @@ class StoreMachine(RuleBasedStateMachine):
             self.model.write_notes(who)
             self.noted[who] = self.clock.now
 
-    def read_far(self, some: list[ChunkKey], changed: frozenset[ChunkKey] = frozenset()) -> None:
-        """changed: chunks that another machine stored or deleted since they were read ahead."""
-        near = self.place.near
-        must = near.contains(some) if near else set()
-        if self.reachable:
-            must |= {key for key in some if key in self.there - self.far.damaged - changed}
-        may = self.there | self.seen | changed
-        try:
-            with self.store.reading() as snapshot:
-                snapshot.expect(some)
-                for key in some:
-                    got = look_up(snapshot, key)
-                    assert not got.corrupt or key in self.far.damaged | changed
-                    assert got.found or key not in must
-                    self.check_far(key, got, may)
-        except StoreUnavailable:
-            assert not near
-            assert self.far.down
-        self.flush()
-
-    def check_far(
-        self, key: ChunkKey, got: LookUp, may: set[ChunkKey], deleted: Collection[ChunkKey] = ()
-    ) -> None:
-        if got.kv:
-            assert key in may
-            assert same(got.kv, content(key))
-        if got.kv and self.place.near and key not in deleted:
-            self.seen.add(key)
-
-    @precondition(lambda self: self.place.far and not self.far.down)
-    @rule(
-        some=st.lists(keys, min_size=1, max_size=3, unique=True),
-        change=st.sampled_from(["", "put", "delete"]),
-    )
-    def read_ahead(self, some: list[ChunkKey], change: str) -> None:
-        """Another machine may change a chunk between reading ahead and the request."""
-        self.handle(SELF)
-        self.store.prefetch(some)
-        if change == "put":
-            self.put_far(some[0], False, "put", OTHER)
-        elif change == "delete":
-            self.delete_far(some[0], OTHER)
-        self.read_far(some, frozenset(some[:1] if change else ()))
-
-    @precondition(lambda self: self.place.far and not self.far.down)
-    @rule(some=st.lists(keys, min_size=2, max_size=2, unique=True), first=st.booleans())
-    def delete_while_reading(self, some: list[ChunkKey], first: bool) -> None:
-        """A chunk that is deleted while a request reads it stays deleted."""
-        self.handle(SELF)
-        with self.store.reading() as snapshot:
-            snapshot.expect(some)
-            self.check_far(some[0], look_up(snapshot, some[0]), self.there | self.seen)
-            if first:
-                look_up(snapshot, some[1])
-            self.delete_far(some[1], SELF)
-            look_up(snapshot, some[1])
-        self.flush()
-        with self.store.reading() as snapshot:
-            assert look_up(snapshot, some[1]).kv is None
-
-    @precondition(lambda self: len(self.snapshots) < 3 and not (self.place.far and self.far.down))
+    @precondition(lambda self: len(self.snapshots) < 3)
     @rule(who=handles)
     def open_snapshot(self, who: int) -> None:
-        who = SELF if self.place.far else self.handle(who)
-        stack = ExitStack()
-        snapshot = stack.enter_context(self.handles[who].reading())
+        who, stack = self.handle(who), ExitStack()
+        snapshot = stack.enter_context(self.handles[who].snapshot())
         chunks, since = dict(self.model.chunks), len(self.model.history)
-        self.snapshots.append(OpenSnapshot(snapshot, stack, who, chunks, since, self.there | self.seen))
+        self.snapshots.append(OpenSnapshot(snapshot, stack, who, chunks, since))
 
     @precondition(lambda self: self.snapshots)
     @rule(n=st.integers(0, 2), key=keys)
     def read_in_snapshot(self, n: int, key: ChunkKey) -> None:
-        """What it was at the opening, or, on another machine, at any moment since; the same when asked again."""
+        """What it was at the opening, or, on a server, at any moment since."""
         self.clock.advance(0.001)
         opened = self.snapshots[n % len(self.snapshots)]
-        if self.place.far:
-            opened.may |= self.there | self.seen
-            self.check_far(key, look_up(opened.snapshot, key), opened.may, opened.deleted)
-            return
+        got = look_up(opened.snapshot, self.handles[opened.who], key)
         if self.place.frozen:
-            self.check(look_up(opened.snapshot, key), opened.chunks.get(key), key, opened.who)
+            self.check(got, opened.chunks.get(key), key, opened.who)
             return
-        got, again = look_up(opened.snapshot, key), key in opened.seen
         possible = [opened.chunks.get(key), *(kv for k, kv in self.model.history[opened.since :] if k == key)]
-        if again:
-            possible = [opened.seen[key]]
-        else:
-            self.model.note(opened.who, key, got.found)
-        opened.seen[key] = got.kv
+        self.model.note(opened.who, key, got.found)
         assert got.kv is None or any(want is not None and same(got.kv, want) for want in possible)
         assert got.kv is not None or None in possible or self.ever_damaged
 
@@ -349,7 +204,6 @@ class StoreMachine(RuleBasedStateMachine):
             opened.stack.close()
             self.end_reading(opened.who)
         self.snapshots = []
-        self.flush()
 
     # Leases
 
@@ -358,20 +212,13 @@ class StoreMachine(RuleBasedStateMachine):
     def lease(self, key: ChunkKey, seconds: float, who: int) -> None:
         """One handle gets it: until it is released, the chunk is stored, or its time is over."""
         who = self.handle(who)
-        far = self.place.far is not None and who == SELF
-        if far and not self.far.down and not self.reachable:
-            self.clock.advance(REST_S)
-        if far and not self.reachable:
-            if self.place.near:
-                assert self.store.lease([key], seconds)  # others cannot be asked
-            return
         seconds = seconds if self.place.leases_end_by_clock else 600.0
         self.writes(who)
         granted = self.handles[who].lease([key], seconds)
         assert granted == ({key} if self.model.lease(key, seconds, self.handles[who]) else set())
         self.held += [(key, who)] if granted else []
 
-    @precondition(lambda self: self.held and not (self.place.far and self.far.down))
+    @precondition(lambda self: self.held)
     @rule(n=st.integers(0, 5))
     def release(self, n: int) -> None:
         self.clock.advance(0.001)
@@ -381,7 +228,6 @@ class StoreMachine(RuleBasedStateMachine):
         for _ in range(2):
             self.handles[who].release([key])
         self.model.release(key, self.handles[who])
-        self.flush()
 
     # Faults, processes, time
 
@@ -393,7 +239,6 @@ class StoreMachine(RuleBasedStateMachine):
     @rule()
     def reopen(self) -> None:
         self.close()
-        self.doubtful.clear()
         self.open()
 
     @precondition(lambda self: self.place.damageable)
@@ -406,52 +251,11 @@ class StoreMachine(RuleBasedStateMachine):
         self.close()
         self.place.damage(key, damage)
         self.damaged[key], self.ever_damaged = damage, True
-        self.doubtful.clear()
         self.open()
         self.verify()
 
-    @precondition(lambda self: self.place.far)
-    @rule(down=st.booleans(), latency_s=st.sampled_from([0.0, 0.2]), damaged=st.sets(keys, max_size=1))
-    def far_changes(self, down: bool, latency_s: float, damaged: set[ChunkKey]) -> None:
-        if self.far.down and not down:
-            self.well_at = self.clock.now + REST_S
-        self.far.down, self.far.latency_s = down, latency_s
-        self.far.damaged |= damaged & self.there
-
-    @precondition(lambda self: self.place.far and self.place.near and not self.far.down)
-    @rule(some=st.permutations(KEYS), pin=st.booleans())
-    def far_is_slow(self, some: list[ChunkKey], pin: bool) -> None:
-        """A full write queue drops what a request leaves; a pinned chunk waits for room."""
-        if self.place.write != "back":  # type: ignore[attr-defined]
-            return
-        self.handle(SELF)
-        self.flush()
-        self.far.gate.clear()
-        for key in some[:2]:
-            put(self.store, key, content(key), False, "put", self.place)
-        arguments = self.store, some[2], content(some[2]), pin, "put", self.place
-        last = threading.Thread(target=put, args=arguments)
-        last.start()
-        eventually(lambda: is_blocked(last) or not last.is_alive())
-        self.far.gate.set()
-        last.join()
-        self.flush()
-        self.dropped += not pin
-        self.seen |= set(some[:3])
-        for key in some[: 3 if pin else 2]:
-            self.there.add(key)
-            self.is_stored(key, SELF)
-            assert has(self.handles[OTHER], key)
-        if pin:
-            assert self.handles[OTHER].describe(some[2:3])[some[2]].pinned
-
-    def flush(self) -> None:
-        if isinstance(self.store, LayeredStore):
-            self.store.flush()
-
     # What always holds
 
-    @precondition(lambda self: not self.place.far)
     @invariant()
     def statistics_equal_the_model(self) -> None:
         """Of the whole store, and of a tenant, who sees its own chunks and look-ups alone."""
@@ -477,18 +281,6 @@ class StoreMachine(RuleBasedStateMachine):
             del expected[key]
         assert found == expected
 
-    @precondition(lambda self: self.place.far)
-    @invariant()
-    def own_store_keeps_its_cap(self) -> None:
-        near = self.place.near
-        if near and isinstance(self.store, LayeredStore):
-            stats, remote = near.stats(), self.store.stats().remote
-            assert stats.bytes <= stats.cap_bytes
-            assert remote is not None
-            assert (remote.waiting_bytes, remote.dropped) == (0, self.dropped)
-        assert set(self.handles[OTHER].keys()) == self.there
-
-    @precondition(lambda self: not self.place.far)
     @rule()
     def verify(self) -> None:
         report = self.store.verify()
@@ -497,12 +289,8 @@ class StoreMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         self.close_snapshots()
-        self.clock.advance(FAILED_S + REST_S)
-        if self.place.far:
-            self.read_far(KEYS)
-        else:
-            self.verify()
-            self.read(KEYS, SELF)
+        self.verify()
+        self.read(KEYS, SELF)
         self.close()
         self.place.close()
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from blendserve.config import StoreConfig
 from blendserve.errors import StoreFull
-from blendserve.store import KVStore, LMDBStore, MemoryStore, open_store
+from blendserve.fetch import open_store
+from blendserve.store import KVStore, LMDBStore, MemoryStore
 from blendserve.store.policies import LRU, Refuse, TinyLFU
 from tests.support.stores import SHARED_KINDS, STORES, UNIT, chunk, key_of, put_kv, read, stored
 from tests.support.valkey import store_at

@@ -7,16 +7,15 @@ from pathlib import Path
 from blendserve.config import PlaceConfig
 from blendserve.store import MemoryStore
 from blendserve.store.policies import Policies
-from blendserve.store.wrapped import WrappedStore
 
 
-class ToyStore(WrappedStore):
+class ToyStore(MemoryStore):
     """Chunks in memory."""
 
-    persistent = needs_folder = False
+    kind = "toy"
 
     @classmethod
     def from_config(
         cls, config: PlaceConfig, path: Path | None, read_only: bool, policies: Policies
     ) -> ToyStore:
-        return cls(MemoryStore(config.cap_bytes, *policies))
+        return cls(config.cap_bytes, *policies)

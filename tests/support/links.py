@@ -1,73 +1,125 @@
-"""A store on another machine, behind a link whose rate a test sets; fetching advances a manual clock."""
+"""Remote sources without a network: a link whose rate a test sets, and one that follows a script of faults."""
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, cast
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from blendserve.errors import StoreUnavailable
-from blendserve.store import ChunkKey, ChunkView, KVStore, Reads, read_record
-from blendserve.store.request_reads import REMOTE, Sample
-from blendserve.store.wrapped import WrappedStore
+from blendserve.fetch.incoming import ChunkRequest, IncomingChunk
+from blendserve.fetch.link import LinkEstimator, LinkSample
+from blendserve.fetch.source import ANY, StoreSource
+from blendserve.store import ChunkKey, ChunkRecord, KVStore, MemoryStore, Miss
+from blendserve.store.blobs import BlobStore
 from tests.support.waiting import ManualClock
 
-SAMPLED = 0.01  # the share of a chunk in a sample
+SAMPLED = 0.01  # the share of a chunk in a probe
 
 
-class FarStore(WrappedStore):
-    """Fetching takes `latency_s` a request and `token_s` a token. A test sets the fields at any time."""
+class FarSource(StoreSource):
+    """A store on another machine: a transfer takes `latency_s` and `token_s` a token. A test sets the fields."""
 
     def __init__(self, store: KVStore, clock: ManualClock | None = None) -> None:
-        super().__init__(store)
         self.clock = clock or ManualClock()
+        super().__init__(store, clock=self.clock)
         self.latency_s = self.token_s = 0.0
-        self.down = False  # a sample fails
-        self.is_far, self.tier = True, REMOTE
-        self.expected = 0  # chunks that were asked for in advance
+        self.down = False  # a probe fails
         self.fetched: Counter[ChunkKey] = Counter()
-        self.sampled: list[int] = []  # bytes asked for by each sample
+        self.probed: list[int] = []  # bytes asked for by each probe
 
-    @property
-    def far(self) -> bool:
-        return self.is_far
+    def read(self, keys: Sequence[ChunkKey]) -> dict[ChunkKey, ChunkRecord | Exception]:  # type: ignore[override]
+        self.fetched.update(keys)
+        found = super().read(keys)
+        n_tokens = sum(r.n_tokens for r in found.values() if isinstance(r, ChunkRecord))
+        self.clock.advance(self.latency_s + self.token_s * n_tokens)
+        return found  # type: ignore[return-value]
 
-    @contextmanager
-    def reading(self) -> Iterator[Reads]:
-        with self._store.reading() as snapshot:
-            yield cast(Reads, _FarSnapshot(snapshot, self))
-
-    def sample(self, keys: Sequence[ChunkKey], n_bytes: int) -> Sample | None:
-        self.sampled.append(n_bytes)
-        found = next((record for key in keys if (record := read_record(self._store, key))), None)
-        n_tokens = found.n_tokens if found else 0
-        seconds = self.latency_s + SAMPLED * self.token_s * n_tokens
+    def probe(self, keys: Sequence[ChunkKey], n_bytes: int) -> LinkSample | None:
+        self.probed.append(n_bytes)
+        found = super().read(self.some_keys(keys))
+        records = (r for r in found.values() if isinstance(r, ChunkRecord))
+        record = next(records, None)
+        seconds = self.latency_s + SAMPLED * self.token_s * (record.n_tokens if record else 0)
         self.clock.advance(seconds)
         if self.down:
             raise StoreUnavailable("the network is down")
-        return Sample(self.latency_s, seconds, SAMPLED, n_tokens) if found else None
+        if record is None:
+            return None
+        self.learn(record.n_bytes, record.n_tokens)
+        return LinkSample(self.latency_s, seconds, max(1, round(SAMPLED * record.n_bytes)))
 
-    def present(self, keys: Iterable[ChunkKey], remote: bool = True) -> set[ChunkKey]:
-        return self._store.present(keys) if remote or not self.is_far else set()
+
+Fault = str  # "damage", "stall", "slow" or "cut"
 
 
-class _FarSnapshot:
-    def __init__(self, snapshot: Reads, store: FarStore) -> None:
-        self._snapshot, self._store = snapshot, store
+@dataclass(eq=False)
+class ScriptedSource:
+    """Brings records layer by layer; a fault happens once, before a layer of a chunk. Its clock is manual."""
 
-    def expect(self, keys: Sequence[ChunkKey], meanwhile: Any = None, saved: Any = None) -> None:
-        far = self._store
-        far.expected += len(keys)
-        n_tokens = sum(view.n_tokens for key in keys if (view := self._snapshot.get(key)))
-        far.clock.advance((far.latency_s + far.token_s * n_tokens) if keys else 0.0)
+    records: Mapping[ChunkKey, Mapping[str, ChunkRecord]]  # by level, the finest first
+    faults: dict[tuple[ChunkKey, int], Fault] = field(default_factory=dict)
+    clock: ManualClock = field(default_factory=ManualClock)
+    workers: int = 2
+    layer_s: float = 1e-4
+    came: dict[ChunkKey, str] = field(default_factory=dict)  # chunks that came whole, and their levels
+    name, deadline_s, wanted_s, batch_bytes = "the scripted source", 5.0, 0.0, 0
+    max_interleaved, in_flight_bytes = 64, 1 << 62
 
-    def get(self, key: ChunkKey) -> ChunkView | None:
-        self._store.fetched[key] += 1
-        return self._snapshot.get(key)
+    def __post_init__(self) -> None:
+        self.link = LinkEstimator(self.clock)
+        self.blobs: BlobStore = MemoryStore(0).blobs
+        self.absent: set[ChunkKey] = set()
+        self._interrupts = 0
+        self._lock = threading.Lock()
 
-    def tier(self, key: ChunkKey) -> str:
-        return self._store.tier
+    def contains(self, keys: Iterable[ChunkKey]) -> set[ChunkKey]:
+        return {key for key in keys if key in self.records and key not in self.absent}
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._snapshot, name)
+    def sizes(self, requests: Sequence[ChunkRequest]) -> Mapping[ChunkKey, Mapping[str, int]]:
+        there = self.contains(r.key for r in requests)
+        return {key: {level: r.n_bytes for level, r in self.records[key].items()} for key in there}
+
+    def transfer(self, batch: Sequence[IncomingChunk]) -> None:
+        interrupts, levels = self._interrupts, [chunk.level or ANY for chunk in batch]
+        records = [self.records[chunk.key][level] for chunk, level in zip(batch, levels, strict=True)]
+        with self.link.transfer():
+            for chunk, record in zip(batch, records, strict=True):
+                chunk.begin(record.header)
+            for l in range(records[0].n_layers):
+                for chunk, record in zip(batch, records, strict=True):
+                    if self._fails(chunk, l, interrupts):
+                        return
+                    self.clock.advance(self.layer_s)
+                    self.link.arrived(len(record.segment(l)))
+                    chunk.add(record.segment(l))
+                if any(chunk.level != level for chunk, level in zip(batch, levels, strict=True)):
+                    return
+        self.came |= {chunk.key: level for chunk, level in zip(batch, levels, strict=True) if chunk.whole}
+
+    def _fails(self, chunk: IncomingChunk, l: int, interrupts: int) -> bool:
+        with self._lock:
+            fault = self.faults.pop((chunk.key, l), "")
+        if fault == "damage":
+            chunk.end(Miss("corrupt", f"layer {l} is damaged on purpose"))
+        elif fault == "slow":
+            self.clock.advance(1.0)
+        elif fault == "stall":
+            pause = threading.Event()
+            while self._interrupts == interrupts and not chunk.done:
+                self.clock.advance(0.05)
+                pause.wait(0.001)
+        return fault in {"damage", "stall", "cut"}
+
+    def interrupt(self, late: bool) -> str:
+        self._interrupts += 1
+        return f"{self.name} does not answer"
+
+    def blob(self, hash: bytes, seconds: float) -> bytes | None:
+        return None
+
+    def probe(self, keys: Sequence[ChunkKey], n_bytes: int) -> LinkSample | None:
+        return None
+
+    def close(self) -> None: ...

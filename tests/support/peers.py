@@ -23,19 +23,21 @@ import torch
 import uvicorn
 
 from blendserve.blend.blender import Blender, Prefilled
+from blendserve.blend.cost import CostModel
 from blendserve.config import BlendConfig, DeliverConfig, KdnConfig
 from blendserve.core import Prompt, run
 from blendserve.engine.engine import Engine
+from blendserve.fetch import KVFetcher, TieredStore
+from blendserve.fetch.kdn.manifest import LENGTH, Collection
+from blendserve.fetch.kdn.source import KdnSource
+from blendserve.fetch.link import LinkEstimator
+from blendserve.fetch.transfer import TransferOptions
 from blendserve.kdn.publish import publish
 from blendserve.serve.delivery import DeliveryBackend, create_delivery_app
 from blendserve.store import ChunkKey, KVStore, MemoryStore, read_record
 from blendserve.store.clock import Clock
 from blendserve.store.codecs.int8 import Int8
 from blendserve.store.codecs.raw import Raw
-from blendserve.store.kdn.adapt import Rule
-from blendserve.store.kdn.collection import LENGTH, Collection
-from blendserve.store.kdn.pace import Pace
-from blendserve.store.kdn.store import KdnStore
 from blendserve.store.record import decode_header
 from tests.support.blending import check_report
 from tests.support.engines import CONFIG, PASSAGES
@@ -140,6 +142,7 @@ NAME, PLAIN = "manual", "plain"  # a collection of two levels, and one of the fi
 PATIENT_S = 30.0  # where nothing may fail: a test machine may stop for a while
 LEVELS = ("raw", "int8")
 BLEND = BlendConfig(method="blend")
+SLOW, INSTANT = CostModel(0.0, 100.0, 0.0, 0.0), CostModel(0.0, 1e-6, 0.0, 0.0)  # seconds a row
 LAYERS = reader().adapter.n_layers
 
 
@@ -189,39 +192,46 @@ def settings(url: str, **options: Any) -> KdnConfig:
     return KdnConfig(url=url, **{"collection": NAME, "level": "raw", "deadline_s": PATIENT_S, **options})
 
 
-class Known(Pace):
+def kdn_store(config: KdnConfig, kind: type[KdnSource] = KdnSource, **options: Any) -> TieredStore:
+    """As an engine with `store.kind: kdn` has it. options: of the source."""
+    return TieredStore(MemoryStore(0), kind(config, **options))
+
+
+class Known(LinkEstimator):
     """A link of a known rate."""
 
     def __init__(self, rate: float) -> None:
         super().__init__()
-        self.rate = rate
+        self._known = rate
 
-    def bytes_per_s(self) -> float | None:
-        return self.rate
+    @property
+    def rate(self) -> float | None:
+        return self._known
 
 
-class Unsampled(KdnStore):
-    """Its link is not measured after a request: what a peer is asked for is what requests need."""
+class Unprobed(KdnSource):
+    """Its link is not probed after a request: what a peer is asked for is what requests need."""
 
-    def sample(self, keys: Any, n_bytes: int) -> None: ...
+    def probe(self, keys: Any, n_bytes: int) -> None: ...
 
 
 @contextmanager
 def delivered(
-    service: Service,
-    before: Before = anything,
-    rule: Rule | None = None,
-    config: dict[str, Any] | None = None,
-    **options: Any,
-) -> Iterator[tuple[KdnStore, Paced]]:
-    """A store over a paced peer, which has read the description and the directory."""
+    service: Service, before: Before = anything, config: dict[str, Any] | None = None, **options: Any
+) -> Iterator[tuple[TieredStore, Paced]]:
+    """A store over a paced peer, which has read the description and the directory. options: of the source."""
     paced = Paced(service.url, before)
-    with Peer(paced) as peer, Unsampled(settings(peer.url, **(config or {})), rule, **options) as store:
-        list(store.keys())
+    with Peer(paced) as peer, kdn_store(settings(peer.url, **(config or {})), Unprobed, **options) as store:
+        store.source.contains([])
         yield store, paced
 
 
-def blender(store: KVStore, before_layer: Callable[[int], None] = lambda l: None, **options: Any) -> Blender:
+def blender(
+    store: KVStore,
+    before_layer: Callable[[int], None] = lambda l: None,
+    transfers: TransferOptions | None = None,
+    **options: Any,
+) -> Blender:
     """Its prefix is computed. before_layer: called in every pass after that, before each of its layers."""
     prompts = Engine(CONFIG, reader(), store).prompts
     adapter, is_open = copy(reader().adapter), False
@@ -233,6 +243,7 @@ def blender(store: KVStore, before_layer: Callable[[int], None] = lambda l: None
         return project(l, *args)
 
     vars(adapter)["project"] = hooked
+    options.setdefault("fetcher", KVFetcher(store, options=transfers))
     made = Blender(adapter, reader().fingerprint, store, prompts.prefix, prompts.kv_context, **options)
     run(made.prefixes.get("", prompts.prefix))
     is_open = True

@@ -23,20 +23,21 @@ import torch
 from blendserve.config import ValkeyConfig
 from blendserve.core import ChunkKV
 from blendserve.errors import CorruptRecord, StoreFull, StoreUnavailable
-from blendserve.fetch.copies import CopyCache
-from blendserve.store import ChunkRecord, KVStore, LayeredStore, LMDBStore, MemoryStore, ReadAhead, Reads
+from blendserve.fetch.copies import Copies, CopyCache
+from blendserve.fetch.fetcher import KVFetcher
+from blendserve.fetch.source import StoreSource
+from blendserve.fetch.tiered import TieredStore, Write
+from blendserve.fetch.write_queue import write_behind
+from blendserve.store import ChunkRecord, KVStore, LMDBStore, MemoryStore, Miss, Snapshot
 from blendserve.store.blobs import BlobInfo, BlobStore
 from blendserve.store.codecs.base import Codec
 from blendserve.store.codecs.raw import Raw
 from blendserve.store.key import TAG_BYTES, ChunkKey, chunk_key
-from blendserve.store.layered import Write
 from blendserve.store.policies import LRU, Admission, Always
 from blendserve.store.valkey import ValkeyStore
 from blendserve.store.valkey_client import library
 from blendserve.store.valkey_layout import HEADER, chunk_name, segment_name
-from blendserve.store.view import ChunkView
-from blendserve.store.wrapped import WrappedStore
-from blendserve.store.write_behind import write_behind
+from blendserve.store.view import ChunkView, decode, open_view
 from tests.support.codecs import Toy
 from tests.support.damages import BYTES, DAMAGES, Damage
 from tests.support.valkey import needs_server
@@ -74,9 +75,15 @@ def chunk(
 
 def read(store: KVStore, key: ChunkKey) -> ChunkKV | None:
     """A copy of the stored chunk. Raises CorruptRecord."""
-    with store.reading() as snapshot:
-        view = snapshot.get(key)
-        return None if view is None else copy_of(view)
+    with store.snapshot() as snapshot:
+        view = stored_view(store, snapshot, key)
+        return None if view is None or isinstance(view, Miss) else copy_of(view)
+
+
+def stored_view(store: KVStore, snapshot: Snapshot, key: ChunkKey) -> Any:
+    """A view of a chunk in an open snapshot, None if it is absent, or the Miss of one that cannot be decoded."""
+    record = snapshot.get(key)
+    return record and open_view(record, store.blobs.get)
 
 
 def put_kv(store: KVStore, key: ChunkKey, kv: ChunkKV, pin: bool = False, codec: Codec | None = None) -> bool:
@@ -145,7 +152,19 @@ def cache(n_bytes: float, admission: Admission | None = None, name: str = "cache
 # Faults
 
 
-class FaultyStore(WrappedStore):
+def _delegate(name: str) -> Any:
+    def method(self: Any, *args: Any, **options: Any) -> Any:
+        return self.call(name, *args, **options)
+
+    return method
+
+
+Delegating: Any = type(
+    "Delegating", (KVStore,), {name: _delegate(name) for name in KVStore.__abstractmethods__}
+)
+
+
+class FaultyStore(Delegating):  # type: ignore[misc]
     """A store that stands for another machine's. A test sets its faults at any time.
 
     down: every call fails. gate: while cleared, every call waits. latency_s: of every call, on the clock.
@@ -153,21 +172,34 @@ class FaultyStore(WrappedStore):
     """
 
     def __init__(self, store: KVStore, clock: ManualClock | None = None) -> None:
-        super().__init__(store)
+        self._store = store
+        self.kind, self.location, self.read_only = store.kind, store.location, store.read_only
+        self.cap_bytes = store.cap_bytes
         self._clock, self.blobs = clock or ManualClock(), _FaultyBlobs(store.blobs, self)
         self.down, self.latency_s, self.gate = False, 0.0, threading.Event()
         self.gate.set()
         self.damaged = set[ChunkKey]()
         self.calls: Counter[str] = Counter()
-        self.batches: list[int] = []  # the number of chunks in each `expect`
+        self.batches: list[int] = []  # the number of chunks that each snapshot was asked for
 
     @contextmanager
-    def reading(self) -> Iterator[Reads]:
-        self.call("reading")
-        with self._store.reading() as snapshot:
+    def snapshot(self) -> Iterator[Any]:
+        self.pass_gate("snapshot")
+        with self._store.snapshot() as snapshot:
+            self.batches.append(0)
             yield _FaultySnapshot(snapshot, self)
 
-    def call(self, name: str) -> None:
+    def close(self) -> None:
+        self._store.close()
+
+    def call(self, name: str, *args: Any, **options: Any) -> Any:
+        """Raises StoreUnavailable while the store is down."""
+        self.pass_gate(name)
+        if name in {"put", "delete"}:
+            self.damaged -= {args[0]} if name == "put" else set(args[0])
+        return getattr(self._store, name)(*args, **options)
+
+    def pass_gate(self, name: str) -> None:
         """Wait for the gate, count the call. Raises StoreUnavailable while the store is down."""
         assert self.gate.wait(60)
         self._clock.sleep(self.latency_s)
@@ -177,58 +209,36 @@ class FaultyStore(WrappedStore):
             raise StoreUnavailable("the network is down")
 
 
-def _faulty(name: str) -> Callable[..., Any]:
-    def method(self: FaultyStore, *args: Any, **options: Any) -> Any:
-        self.call(name)
-        if name in {"put", "delete"}:
-            self.damaged -= {args[0]} if name == "put" else set(args[0])
-        return getattr(WrappedStore, name)(self, *args, **options)
-
-    return method
-
-
-for method_name in (
-    *("put", "delete", "snapshot", "present", "contains", "admits", "describe", "pin"),
-    *("lease", "release", "ids", "keys"),
-):
-    setattr(FaultyStore, method_name, _faulty(method_name))
-
-
 class _FaultyBlobs(BlobStore):
     def __init__(self, blobs: BlobStore, store: FaultyStore) -> None:
         self._blobs, self._store = blobs, store
 
     def put(self, kind: str, owner: str, raw: bytes, current: bool = True) -> bytes:
-        self._store.call("blobs.put")
+        self._store.pass_gate("blobs.put")
         return self._blobs.put(kind, owner, raw, current)
 
     def get(self, hash: bytes) -> bytes | None:
-        self._store.call("blobs.get")
+        self._store.pass_gate("blobs.get")
         return self._blobs.get(hash)
 
     def list(self) -> Sequence[BlobInfo]:
-        self._store.call("blobs.list")
+        self._store.pass_gate("blobs.list")
         return self._blobs.list()
 
     def delete(self, hash: bytes) -> bool:
-        self._store.call("blobs.delete")
+        self._store.pass_gate("blobs.delete")
         return self._blobs.delete(hash)
 
 
 class _FaultySnapshot:
-    def __init__(self, snapshot: Reads, store: FaultyStore) -> None:
+    def __init__(self, snapshot: Snapshot, store: FaultyStore) -> None:
         self._snapshot, self._store = snapshot, store
 
-    def expect(self, keys: Sequence[ChunkKey], *_: object, **options: object) -> None:
-        self._store.batches.append(len(keys))
-
-    def get(self, key: ChunkKey) -> ChunkView | None:
+    def get(self, key: ChunkKey, count: bool = True) -> ChunkRecord | None:
+        self._store.batches[-1] += 1
         if key in self._store.damaged:
             raise CorruptRecord(key, "it is damaged on purpose")
-        return self._snapshot.get(key)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._snapshot, name)
+        return self._snapshot.get(key, count)
 
 
 # The contract
@@ -317,7 +327,9 @@ class StoreModel:
 
     def lease(self, key: ChunkKey, seconds: float, owner: object) -> bool:
         """Whether the owner gets the lease: one at a time, until it is released or its time is over."""
-        if self.leases.get(key, (0, None))[0] > self.clock.time_ns():
+        now = self.clock.time_ns()
+        self.leases = {k: lease for k, lease in self.leases.items() if lease[0] > now}
+        if key in self.leases:
             return False
         self.leases[key] = self.clock.time_ns() + round(seconds * 1e9), owner
         return True
@@ -341,7 +353,7 @@ class Place:
     damageable = True
     damages: Sequence[Damage] = DAMAGES
     ends_any_lease = True  # when a chunk is stored; else its own handle's
-    far: FaultyStore | None = None
+    far: FaultyStore | None = None  # another machine's
     near: KVStore | None = None  # the own store of a place that has a far one
     codec: Codec = Raw()
     longest_pause_s = 100.0
@@ -439,21 +451,24 @@ class OnServer(Place):
         self._client.close()
 
 
-class Layered(Place):
+class Tiered(Place):
     """A small store on disk, and another machine's: chunks are written to both at once."""
 
     frozen = damageable = False
     write: Write = "through"
 
-    def open(self) -> KVStore:
+    def open(self) -> TieredStore:
         self.near, far = self.own(), self._far()
-        return LayeredStore(self.near, far, self.write, ROOMY, waiting_bytes=2 * UNIT, clock=self.clock)
+        return TieredStore(self.near, far, self.write, waiting_bytes=2 * UNIT, clock=self.clock)
 
     def other(self) -> KVStore:
         return LMDBStore(self.folder / "far", ROOMY, eviction=LRU(), clock=self.clock)
 
     def own(self) -> KVStore:
         return LMDBStore(self.folder / "near", self.cap * 3 // 5, eviction=LRU(), clock=self.clock)
+
+    def fetcher(self, store: KVStore, copies: Copies) -> KVFetcher:
+        return KVFetcher(store, copies, prefetch_bytes=ROOMY)
 
     def _far(self) -> FaultyStore:
         before, self.far = self.far, FaultyStore(self.other(), self.clock)
@@ -462,7 +477,7 @@ class Layered(Place):
         return self.far
 
 
-class Behind(Layered):
+class Behind(Tiered):
     """A small store in memory, and another machine's: chunks are written there in the background."""
 
     reopens = False
@@ -472,11 +487,15 @@ class Behind(Layered):
         return MemoryStore(self.cap * 3 // 5, LRU(), clock=self.clock)
 
 
-class Ahead(Layered):
-    """Another machine's store alone, read ahead of requests."""
+class Alone(Tiered):
+    """Another machine's store alone."""
 
-    def open(self) -> KVStore:
-        return ReadAhead(self._far(), ROOMY, clock=self.clock)
+    def open(self) -> KVStore:  # type: ignore[override]
+        return self._far()
+
+    def fetcher(self, store: KVStore, copies: Copies) -> KVFetcher:
+        source = StoreSource(store, clock=self.clock)
+        return KVFetcher(MemoryStore(0), copies, source=source, prefetch_bytes=ROOMY)
 
 
 STORES: dict[str, type[Place]] = {
@@ -484,10 +503,8 @@ STORES: dict[str, type[Place]] = {
     "lmdb": OnDisk,
     "coded": Coded,
     "valkey": OnServer,
-    "layered": Layered,
-    "behind": Behind,
-    "ahead": Ahead,
 }
+REMOTE_STORES: dict[str, type[Tiered]] = {"tiered": Tiered, "behind": Behind, "alone": Alone}
 EVERY_KIND = [pytest.param(kind, marks=needs_server if kind == "valkey" else ()) for kind in STORES]
 SHARED_KINDS = [pytest.param("lmdb"), pytest.param("valkey", marks=needs_server)]  # between processes
 
@@ -497,20 +514,20 @@ class LookUp:
     """One look-up of a chunk."""
 
     kv: ChunkKV | None  # a copy of the chunk
-    found: bool = False  # whether the snapshot gave a view
+    found: bool = False  # whether the snapshot gave a record
     corrupt: bool = False  # whether it raised CorruptRecord
 
 
-def look_up(snapshot: Reads, key: ChunkKey) -> LookUp:
-    """Read a whole chunk in a snapshot."""
+def look_up(snapshot: Snapshot, store: KVStore, key: ChunkKey) -> LookUp:
+    """Read a whole chunk in a snapshot of the store."""
     try:
-        view = snapshot.get(key)
+        record = snapshot.get(key)
     except CorruptRecord:
         return LookUp(None, corrupt=True)
-    if view is None:
+    if record is None:
         return LookUp(None)
     try:
-        return LookUp(copy_of(view), True)
+        return LookUp(decode(record, store.blobs.get), True)
     except CorruptRecord:
         return LookUp(None, True, True)
 

@@ -36,6 +36,7 @@ from tests.support.stores import (
     read,
     same,
     stored,
+    stored_view,
     tamper,
 )
 
@@ -43,9 +44,8 @@ from tests.support.stores import (
 def test_views_can_be_read_while_their_snapshot_is_open(path: Path) -> None:
     filled(path)
     store = LMDBStore(path, CAP)
-    with store.reading() as snapshot:
-        view = snapshot.get(key_of(0))
-        assert view is not None
+    with store.snapshot() as snapshot:
+        view = stored_view(store, snapshot, key_of(0))
         store.close()  # the files stay open for the reader
         assert same(copy_of(view), chunk(BIG))
     with pytest.raises(StoreUnavailable):
@@ -74,7 +74,7 @@ def test_a_truncated_file_is_refused_when_it_is_opened_or_read(path: Path) -> No
     data = path / "data.mdb"
     with LMDBStore(path, CAP) as store:
         os.truncate(data, data.stat().st_size // 2)
-        with pytest.raises(StoreUnavailable), store.reading():
+        with pytest.raises(StoreUnavailable), store.snapshot():
             pass
     with pytest.raises(StoreUnavailable):
         LMDBStore(path, CAP)
@@ -107,13 +107,11 @@ def test_a_fork_cannot_use_the_stores_of_its_parent(path: Path) -> None:
 
     filled(path)
     fork = multiprocessing.get_context("fork").Process
-    with LMDBStore(path, CAP) as store, store.reading() as snapshot:
+    with LMDBStore(path, CAP) as store, store.snapshot() as snapshot:
         child = fork(target=use)
         child.start()
         child.join()
-        view = snapshot.get(key_of(0))
-        assert view is not None
-        assert same(copy_of(view), chunk(BIG))
+        assert same(copy_of(stored_view(store, snapshot, key_of(0))), chunk(BIG))
     after = fork(target=lambda: LMDBStore(path, CAP).verify())
     after.start()
     after.join()

@@ -19,6 +19,8 @@ from benchmarks.support.proxy import Proxy
 from benchmarks.support.valkey import Server, free_port
 from blendserve.config import ValkeyConfig
 from blendserve.errors import ConfigError, StoreUnavailable
+from blendserve.fetch import KVFetcher
+from blendserve.fetch.incoming import ChunkRequest
 from blendserve.serve.metrics import Metrics
 from blendserve.store.valkey import ValkeyStore
 from blendserve.store.valkey_client import PASSWORD
@@ -73,10 +75,8 @@ def test_without_a_server_commands_fail_and_requests_miss(url: str, options: dic
     with store(url.format(free_port()), **options) as away:
         with pytest.raises(StoreUnavailable):
             away.stats()
-        with away.reading() as snapshot:
-            snapshot.expect([key_of(1), key_of(2)])
-            assert snapshot.get(key_of(1)) is None
-            assert snapshot.undecodable[key_of(1)].kind == "unreachable"
+        with KVFetcher(away).fetch([ChunkRequest(key_of(n), 5) for n in (1, 2)]) as fetch:
+            assert [fetch.misses[key_of(n)].kind for n in (1, 2)] == ["unreachable"] * 2
         assert away.lease([key_of(1)], 9.0)  # rather two computations than none
         away.release([key_of(1)])
         figures = Metrics()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
-from contextlib import closing
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,11 +16,13 @@ from benchmarks.support.valkey import Server, cluster
 from blendserve.config import BlendConfig, Config, ValkeyConfig
 from blendserve.engine.engine import Engine
 from blendserve.errors import StoreFull
+from blendserve.fetch import KVFetcher
+from blendserve.fetch.fetcher import Fetch
+from blendserve.fetch.incoming import ChunkRequest
 from blendserve.store import KVStore, LMDBStore, VerifyReport
+from blendserve.store.bounded import BoundedClient
 from blendserve.store.key import TAG_BYTES
-from blendserve.store.network.connection import Connection
 from blendserve.store.policies import LRU
-from blendserve.store.request_reads import ID_BATCH
 from blendserve.store.valkey import ValkeyStore
 from blendserve.store.valkey_client import Client, library
 from blendserve.store.valkey_layout import CHUNK, Fields, namespace_name, read_fields
@@ -45,26 +47,33 @@ def client(path: Path) -> Client:
 
 
 def counted(monkeypatch: pytest.MonkeyPatch, method: str) -> list[object]:
-    """Has an element for each call of a method of connections from now on."""
-    calls, real = list[object](), getattr(Connection, method)
+    """Has an element for each call of a method of clients from now on."""
+    calls, real = list[object](), getattr(BoundedClient, method)
 
-    def call(self: Connection, *args: Any, **options: Any) -> object:
+    def call(self: BoundedClient, *args: Any, **options: Any) -> object:
         calls.append(args)
         return real(self, *args, **options)
 
-    monkeypatch.setattr(Connection, method, call)
+    monkeypatch.setattr(BoundedClient, method, call)
     return calls
+
+
+@contextmanager
+def fetched(fetcher: KVFetcher, keys: Sequence[bytes], tokens: int = 5) -> Iterator[Fetch]:
+    with fetcher.fetch([ChunkRequest(key, tokens) for key in keys]) as fetch:
+        yield fetch
 
 
 def test_expected_chunks_are_read_in_one_round_trip(store: KVStore, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = [key_of(n) for n in range(8)]
     for key in keys:
         put_kv(store, key, chunk())
-    assert read(store, keys[0]) is not None  # from now on the size of a chunk is known
-    trips = counted(monkeypatch, "begin")
-    with store.reading() as snapshot:
-        snapshot.expect(keys)
-        assert all(snapshot.get(key) for key in keys)
+    fetcher = KVFetcher(store)
+    with fetched(fetcher, keys[:1]) as fetch:  # from now on the size of a chunk is known
+        assert keys[0] in fetch.views
+    trips = counted(monkeypatch, "ask")
+    with fetched(fetcher, keys) as fetch:
+        assert fetch.views.keys() == set(keys)
     assert len(trips) == 1
 
 
@@ -80,14 +89,14 @@ def test_large_chunks_are_read_in_small_batches(path: Path, monkeypatch: pytest.
     with ValkeyStore(settings(path), CAP) as store:
         for key in keys:
             put_kv(store, key, chunk(600))  # 115,200 bytes; a quarter of a megabyte at a time
+        fetcher = KVFetcher(store)
         for _ in range(2):
-            with store.reading() as snapshot:
-                snapshot.expect(keys)
-                assert all(snapshot.get(key) for key in keys)
+            with fetched(fetcher, keys, 600) as fetch:
+                assert fetch.views.keys() == set(keys)
     assert sorted(sizes) == [1] * 6 + [2] * 3
 
 
-def test_token_ids_of_whole_chunks_are_told_a_batch_in_a_round_trip(
+def test_token_ids_of_whole_chunks_are_told_in_a_round_trip(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place, whole, damaged, silent = OnServer(tmp_path, CAP), key_of(1), key_of(2), key_of(3)
@@ -96,8 +105,11 @@ def test_token_ids_of_whole_chunks_are_told_a_batch_in_a_round_trip(
             put_kv(store, key, replace(chunk(seed=n), ids=() if key == silent else tuple(range(n, n + 5))))
         place.damage(damaged, BYTES[0])
         trips = counted(monkeypatch, "ask")
-        assert dict(store.ids([key_of(n) for n in range(ID_BATCH + 1)])) == {whole: tuple(range(5))}
-        assert len(trips) == 2
+        found = store.describe([key_of(n) for n in range(200)])
+        assert {key: info.token_ids for key, info in found.items() if info.token_ids} == {
+            whole: tuple(range(5))
+        }
+        assert len(trips) == 1
 
 
 def test_leases_of_a_request_take_one_round_trip_and_are_released_with_its_writes(
@@ -214,11 +226,9 @@ def test_chunks_lie_on_every_node_and_are_read_counted_and_verified_together(nod
         for n, key in enumerate(keys):
             assert put_kv(store, key, chunk(seed=n), pin=n < 4)
         assert all(library().Valkey(port=node.port).dbsize() > 2 for node in nodes)
-        with store.reading() as snapshot:
-            snapshot.expect([*keys, key_of(99)])
-            views = [snapshot.get(key) for key in keys]
-            assert all(view and same(copy_of(view), chunk(seed=n)) for n, view in enumerate(views))
-            assert (snapshot.get(key_of(99)), dict(snapshot.undecodable)) == (None, {})
+        with fetched(KVFetcher(store), [*keys, key_of(99)]) as fetch:
+            assert all(same(copy_of(fetch.views[key]), chunk(seed=n)) for n, key in enumerate(keys))
+            assert {key: miss.kind for key, miss in fetch.misses.items()} == {key_of(99): "absent"}
         stats = store.stats()
         assert (stats.chunks, stats.pins, stats.tokens, store.stats("1").chunks) == (N, 4, 5 * N, N // 2)
         assert store.verify() == VerifyReport(N, ())
@@ -250,10 +260,14 @@ def test_a_node_that_hangs_costs_hits_until_it_returns(nodes: list[Server]) -> N
         assert put_kv(patient, key_of(1), chunk())
         nodes[2].hang()
         try:
-            with hasty.reading() as snapshot:
-                snapshot.expect([key_of(n) for n in range(N)])
-                assert [snapshot.get(key_of(n)) for n in range(N)] == [None] * N
-                assert {why.kind for why in snapshot.undecodable.values()} == {"unreachable"}
+            with fetched(KVFetcher(hasty), [key_of(n) for n in range(N)]) as fetch:
+                assert {miss.kind for miss in fetch.misses.values()} == {"unreachable"}
+                assert not fetch.views
         finally:
             nodes[2].resume()
-        assert eventually(lambda: same(read(hasty, key_of(1)), chunk()))
+
+        def is_found() -> bool:
+            with fetched(KVFetcher(hasty), [key_of(1)]) as fetch:
+                return key_of(1) in fetch.views
+
+        assert eventually(is_found)

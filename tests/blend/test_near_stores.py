@@ -8,14 +8,15 @@ import pytest
 
 from blendserve.blend.blender import Blender
 from blendserve.blend.cost import CostModel
+from blendserve.blend.near import NearDuplicates
 from blendserve.config import BlendConfig, Method
 from blendserve.core import BlendReport, Chunk, Prompt, TokenIds
 from blendserve.errors import StoreUnavailable
-from blendserve.fetch.fetcher import ChunkRequest
-from blendserve.store import KVStore, LayeredStore, MemoryStore
-from blendserve.store.fetching import REST_S
+from blendserve.fetch import TieredStore
+from blendserve.fetch.tiered import REST_S
+from blendserve.store import KVStore, MemoryStore
 from tests.support.blending import some_ids
-from tests.support.links import FarStore
+from tests.support.links import FarSource
 from tests.support.models import tiny_adapter
 from tests.support.stores import CAP, FaultyStore
 from tests.support.waiting import ManualClock
@@ -49,11 +50,11 @@ def test_donors_come_from_both_stores_and_survive_the_loss_of_one() -> None:
     remote = FaultyStore(far, clock)
     blender(far, OTHER)
     blender(near, OLD)
-    with LayeredStore(near, remote, clock=clock) as store:
+    with TieredStore(near, remote, clock=clock) as store:
         by = blender(store)
         here, there = by.key(OLD), by.key(OTHER)
         assert donors(by, NEW, NEWER) == [here.hex(), there.hex()]
-        store.flush()
+        by.fetcher.flush()
         near.delete([there])  # the copy that the request left
         remote.batches.clear()
         assert not donors(by, some_ids(90, 70), some_ids(90, 71))
@@ -73,7 +74,7 @@ def test_a_store_that_fails_has_no_donors_and_requests_are_answered() -> None:
     assert donors(by, NEW)
     store.down = True
     with pytest.raises(StoreUnavailable):
-        dict(store.ids([by.key(OLD)]))
+        store.describe([by.key(OLD)])
     report = ask(by, NEW)
     assert (report.method, report.tokens_exact, report.tokens_reused) == ("blend", len(PREFIX), 0)
     assert by.key(OLD) in by.near.index
@@ -83,8 +84,13 @@ def test_a_store_that_fails_has_no_donors_and_requests_are_answered() -> None:
 def test_auto_leaves_donors_whose_fetching_takes_longer_than_computing(
     seconds: float, method: Method, n: int
 ) -> None:
-    store = FarStore(MemoryStore(CAP))
-    by = blender(store, OLD, costs=CostModel(1e-6, 1.0, 0.0, 1e-6))  # a row costs a second
-    store.token_s = seconds
-    by.fetcher.warm_up([ChunkRequest(by.key(OLD), len(OLD))])
+    store = MemoryStore(CAP)
+    source = FarSource(store)
+    costs = CostModel(1e-6, 1.0, 0.0, 1e-6)  # a row costs a second
+    blender(store, OLD)
+    by = blender(TieredStore(MemoryStore(0), source), costs=costs)
+    by.near = NearDuplicates(store, by.key)
+    by.near.refresh()
+    source.token_s = seconds
+    by.fetcher.warm_up([by.key(OLD)])
     assert len(donors(by, NEW, method=method)) == n

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from blendserve.core import ChunkKV
 from blendserve.errors import StoreFull
+from blendserve.fetch.write_queue import write_behind
 from blendserve.store import MemoryStore
 from blendserve.store.codecs.base import Buffer
 from blendserve.store.codecs.int8 import Int8
 from blendserve.store.codecs.raw import Raw
-from blendserve.store.write_behind import write_behind
 from tests.support.stores import CAP, UNIT, chunk, key_of, read, same
 from tests.support.streams import LateCopyStream
 from tests.support.waiting import eventually, is_blocked

@@ -3,7 +3,7 @@
     description   JSON: names, levels, tables, the index's files, and the hash of the directory
     directory     per chunk, in order of keys: key 28 | tokens 4 | bytes of its body by each level, 8 each   little-endian
     body          of a chunk at a level: length of the header 4 | header | segment 0 | segment 1 | ...       (record.py)
-    in step       of several: length and header of each | segment 0 of each | segment 1 of each | ...
+    interleaved   of several: length and header of each | segment 0 of each | segment 1 of each | ...
 
 A body is what a plain GET gives. The first level lies in the store under the chunk's own key, each further one under a
 key of its own; whatever it lies under, it is delivered under the chunk's.
@@ -28,7 +28,7 @@ FORMAT = 1
 LENGTH = struct.Struct("<I")  # of a header, in front of it
 MOST_HEADER = 1 << 20  # bytes; a chunk of a thousand layers has 16 KB
 MOST_LEVELS = 16
-MOST_IN_STEP = 64  # chunks
+MAX_INTERLEAVED = 64  # chunks
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
 
 
@@ -140,14 +140,14 @@ def level_key(key: ChunkKey, word: str, levels: Iterable[str]) -> ChunkKey:
     return key[:TAG_BYTES] + digest.digest()
 
 
-def body(key: ChunkKey, record: ChunkRecord) -> list[Buffer]:
+def encode_body(key: ChunkKey, record: ChunkRecord) -> list[Buffer]:
     """What is sent of a chunk under this key: length of the header, header, segments."""
     record = record.for_key(key)
     header = record.header_bytes()
     return [LENGTH.pack(len(header)), header, *record.segments()]
 
 
-def in_step(bodies: Sequence[Sequence[Buffer]]) -> list[Buffer]:
+def interleave(bodies: Sequence[Sequence[Buffer]]) -> list[Buffer]:
     """What is sent of several: their headers, then the first layer of all, then the second, ...
 
     Raises ValueError where they have not as many layers as each other.
@@ -157,7 +157,7 @@ def in_step(bodies: Sequence[Sequence[Buffer]]) -> list[Buffer]:
     return [*heads, *(segment for layer in layers for segment in layer)]
 
 
-def in_step_query(chunks: Iterable[tuple[ChunkKey, str]]) -> str:
+def interleaved_query(chunks: Iterable[tuple[ChunkKey, str]]) -> str:
     """Which ones, each at which level, as a URL has it."""
     return "chunks=" + ",".join(f"{key.hex()}:{quote(level)}" for key, level in chunks)
 

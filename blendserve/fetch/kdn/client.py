@@ -105,7 +105,7 @@ class Client:
             self._back(connection, kept)
 
     def cut(self) -> None:
-        """End every connection, those in use too: who waits for one gets an error."""
+        """End every connection, those in use too: a thread that waits for one gets an error."""
         with self._lock:
             ended, self._idle = [*self._open, *self._idle], []
         for connection in ended:

@@ -1,7 +1,7 @@
 """Chunks from a MoQ relay, which the publisher sends each chunk to once (kdn/moq.py, docs/reference/moq.md).
 
-What does not come from there, for whatever reason, is asked of the service by HTTP: a relay that is slow, gone or lying
-costs time, and is left alone for a while. Every frame is checked as a segment from anywhere is.
+A chunk that does not come from there, for whatever reason, is asked of the service by HTTP. A relay that is slow, gone or
+lying costs time, and is not asked for a moment. Every frame is checked as a segment from anywhere is.
 """
 
 from __future__ import annotations
@@ -10,24 +10,59 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from concurrent.futures import TimeoutError as Late
 from contextlib import AsyncExitStack, suppress
 from typing import Any
 
+from blendserve.config import KdnConfig
 from blendserve.errors import CorruptRecord, StoreUnavailable
 from blendserve.extras import install_hint
+from blendserve.fetch.incoming import IncomingChunk
+from blendserve.fetch.kdn.manifest import MOST_HEADER, Collection
+from blendserve.fetch.kdn.source import WORKERS, KdnSource
+from blendserve.fetch.link import LinkEstimator
 from blendserve.store import record
+from blendserve.store.clock import Clock
 from blendserve.store.codecs.base import Buffer
-from blendserve.store.kdn.collection import MOST_HEADER, Collection
-from blendserve.store.kdn.download import Delivered
 from blendserve.store.key import ChunkKey
+from blendserve.store.record import Header
 
 REST_S = 5.0
-LATER_S = (0.002, 0.02, 0.1)  # what is not there is asked for again
+RETRY_S = (0.002, 0.02, 0.1)  # pauses before a track that is not there is asked for again
 GROUP = 0  # a chunk never changes: its track has one group
+RELAY = 0.5  # of the time that a link is waited for: the rest is for asking the service
 
 log = logging.getLogger(__name__)
+
+
+class MoqSource(KdnSource):
+    """Chunks of a collection from a relay, else from the service. A relay brings one chunk at a time."""
+
+    max_interleaved = 1
+
+    def __init__(
+        self,
+        config: KdnConfig,
+        workers: int = WORKERS,
+        link: LinkEstimator | None = None,
+        clock: Clock = time,
+    ) -> None:
+        super().__init__(config, workers, link, clock)
+        self._relay = MoqReader(config.relay, config.relay_fingerprint)
+
+    def transfer(self, batch: Sequence[IncomingChunk]) -> None:
+        for chunk in batch:
+            if not self._relay.is_resting:
+                seconds = RELAY * min(chunk.patience_s, self.deadline_s)
+                with suppress(StoreUnavailable), self.link.transfer():
+                    self._relay.read(broadcast_of(self.known()[0]), chunk, self.link, seconds)
+            if not chunk.done:
+                super().transfer([chunk])
+
+    def close(self) -> None:
+        super().close()
+        self._relay.close()
 
 
 def library() -> Any:
@@ -66,32 +101,27 @@ class MoqReader:
         self._rest_until = 0.0
 
     @property
-    def resting(self) -> bool:
+    def is_resting(self) -> bool:
         """Whether the relay has just failed."""
         return time.monotonic() < self._rest_until
 
-    def chunk(
-        self,
-        broadcast: str,
-        key: ChunkKey,
-        word: str,
-        n_bytes: int,
-        arrived: Callable[[int], None],
-        seconds: float,
-    ) -> Delivered | None:
-        """A chunk whose body has so many bytes; None where it did not come whole in so many seconds."""
-        if self.resting:
-            return None
-        job = asyncio.run_coroutine_threadsafe(self._read(broadcast, key, word, n_bytes, arrived), self._loop)
+    def read(self, broadcast: str, chunk: IncomingChunk, link: LinkEstimator, seconds: float) -> None:
+        """Read a chunk at its level; it stays as it is if it did not come whole within so much time."""
+        track, n_bytes = track_of(chunk.key, chunk.level or ""), chunk.sizes[chunk.level or ""]
+        reading = self._read(broadcast, track, chunk.key, n_bytes, link)
+        job = asyncio.run_coroutine_threadsafe(reading, self._loop)
         try:
-            return job.result(seconds)
+            header, segments = job.result(seconds)
         except (Exception, Late) as error:
             job.cancel()
             self._rest_until = time.monotonic() + REST_S
             why = getattr(error, "details", None) or repr(error)
-            log.warning("the MoQ relay at %s is left alone for %g s: %s", self._url, REST_S, why)
+            log.warning("the MoQ relay at %s is not asked for %g s: %s", self._url, REST_S, why)
             asyncio.run_coroutine_threadsafe(self._end(), self._loop)
-            return None
+            return
+        chunk.begin(header)
+        for segment in segments:
+            chunk.add(segment)
 
     def close(self) -> None:
         """Idempotent."""
@@ -103,26 +133,26 @@ class MoqReader:
             self._loop.close()
 
     async def _read(
-        self, broadcast: str, key: ChunkKey, word: str, n_bytes: int, arrived: Callable[[int], None]
-    ) -> Delivered:
+        self, broadcast: str, track: str, key: ChunkKey, n_bytes: int, link: LinkEstimator
+    ) -> tuple[Header, list[Buffer]]:
         """Raises what the library does, CorruptRecord, StoreVersion."""
         origin = await self._connected()
         consumer = await origin.consume().announced_broadcast(broadcast).available()
-        group, first = await self._begun(consumer, track_of(key, word), min(MOST_HEADER, n_bytes))
-        arrived(len(first))
+        group, first = await self._begun(consumer, track, min(MOST_HEADER, n_bytes))
+        link.arrived(len(first))
         header = record.decode_header(key, first)
         if header.n_bytes > n_bytes:
             raise CorruptRecord(key, f"its header says {header.n_bytes:,} bytes")
         segments: list[Buffer] = []
         for l in range(header.shape.n_layers):
             segment = await _frame(group, header.lengths[l])
-            arrived(len(segment))
+            link.arrived(len(segment))
             segments.append(record.check_segment(key, header, l, segment))
-        return Delivered(word, header, segments)
+        return header, segments
 
     async def _begun(self, consumer: Any, track: str, most: int) -> tuple[Any, bytes]:
         """A chunk's group, and its first frame. A track that is published on demand is there before its group is."""
-        later = iter(LATER_S)
+        later = iter(RETRY_S)
         while True:
             try:
                 group = await consumer.fetch_group(track, GROUP)

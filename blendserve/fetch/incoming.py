@@ -1,0 +1,145 @@
+"""Remote chunks in transit: a header, and checked segments that readers wait for as they arrive."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from blendserve.store.base import Miss
+from blendserve.store.codecs.base import Buffer
+from blendserve.store.key import ChunkKey
+from blendserve.store.record import ChunkRecord, Header, ignore
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkRequest:
+    """One chunk that a prompt can use, and what having it is worth."""
+
+    key: ChunkKey
+    n_tokens: int
+    saved_s: float | None = None  # prefill time that having it saves; None: fetch it at any cost
+    compute_s: float | None = None  # time to compute it alone; None: never compute it while waiting
+
+
+def ignore_layer(chunk: IncomingChunk) -> None:
+    """A chunk whose level stays."""
+
+
+@dataclass(eq=False)
+class IncomingChunk:
+    """One chunk. A source calls `begin`, `add` and `end`; readers wait for `changed`. Thread-safe."""
+
+    key: ChunkKey
+    sizes: Mapping[str, int]  # bytes by level, the finest first
+    changed: threading.Condition  # shared by all chunks of a fetcher
+    level: str | None = None  # that it comes by. The source stops when it changes; None: give up
+    n_left: int = 0  # bytes that are still to come
+    patience_s: float = float("inf")  # time without a byte after which the link counts as dead
+    header: Header | None = None
+    segments: list[Buffer] = field(default_factory=list)
+    miss: Miss | None = None
+    started: bool = False  # a transfer asks for it
+    n_asked: int = 0  # times that a transfer asked for it
+    users: int = 0  # fetches and holds that want it
+    stored: bool = False  # kept for the local store, which it is being written to
+    report: Callable[..., None] = ignore  # as of a ChunkRecord
+    is_restarted: bool = False  # its level has changed in transit
+    on_layer: Callable[[IncomingChunk], None] = ignore_layer  # may change `level`
+
+    @property
+    def whole(self) -> bool:
+        header = self.header
+        return header is not None and len(self.segments) == header.shape.n_layers
+
+    @property
+    def done(self) -> bool:
+        """Nothing more comes."""
+        return self.miss is not None or self.whole
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes that have arrived."""
+        return sum(map(len, self.segments))
+
+    def start(self, level: str) -> None:
+        """A transfer is about to ask for it."""
+        self.started, self.level, self.n_left = True, level, self.sizes[level]
+        self.n_asked += 1
+
+    def begin(self, header: Header) -> None:
+        """A record begins to come: the first one, or another level in its place."""
+        with self.changed:
+            if self.miss is None:
+                self.header, self.segments, self.n_left = header, [], header.n_bytes
+                self.changed.notify_all()
+
+    def add(self, segment: Buffer) -> None:
+        """Its next layer, which was checked."""
+        with self.changed:
+            if self.miss is not None:
+                return
+            self.segments.append(segment)
+            self.n_left -= len(segment)
+            self.changed.notify_all()
+        if not self.whole:
+            self.on_layer(self)
+
+    def end(self, miss: Miss) -> None:
+        """The rest of it does not come. The first reason counts; a chunk that is whole stays."""
+        with self.changed:
+            if not self.done:
+                self.miss, self.level = miss, None
+                self.changed.notify_all()
+
+    def record(self) -> ChunkRecord:
+        """Of a chunk that is whole."""
+        assert self.header
+        return ChunkRecord(self.key, self.header, self.segments.__getitem__, self.report, trusted=True)
+
+
+class IncomingChunks:
+    """Every chunk of one fetcher that is in transit, or here and wanted. Fetches share them. Thread-safe."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self._chunks: dict[ChunkKey, IncomingChunk] = {}
+
+    def find(self, key: ChunkKey) -> IncomingChunk | None:
+        """The chunk for one more user; None if it is not here. One that was missed is asked for again."""
+        with self.changed:
+            chunk = self._chunks.get(key)
+            if chunk is None or chunk.miss:
+                return None
+            chunk.users += 1
+            return chunk
+
+    def create(self, key: ChunkKey, sizes: Mapping[str, int]) -> IncomingChunk:
+        """A new chunk, with one user, in place of one that was missed."""
+        chunk = IncomingChunk(key, sizes, self.changed, users=1)
+        with self.changed:
+            self._chunks[key] = chunk
+        return chunk
+
+    def release(self, chunk: IncomingChunk) -> bool:
+        """One user needs it no more -> whether it was the last one."""
+        with self.changed:
+            chunk.users -= 1
+            if chunk.users <= 0 and self._chunks.get(chunk.key) is chunk:
+                del self._chunks[chunk.key]
+            return chunk.users <= 0
+
+    def has(self, chunk: IncomingChunk) -> bool:
+        """Whether this very chunk is not forgotten."""
+        return self._chunks.get(chunk.key) is chunk
+
+    def forget(self, key: ChunkKey) -> None:
+        """It was stored or deleted: the next fetch asks for it again."""
+        with self.changed:
+            self._chunks.pop(key, None)
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of all of them."""
+        with self.changed:
+            return sum(chunk.n_bytes for chunk in self._chunks.values())

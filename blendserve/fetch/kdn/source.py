@@ -1,0 +1,288 @@
+"""Chunks of a published collection from a delivery service over HTTP, at the level that the fetcher chooses.
+
+The description and the directory of the collection are read when it opens and now and then anew. So a chunk that the
+collection lacks costs no request.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from blendserve.config import KdnConfig, PlaceConfig
+from blendserve.errors import ConfigError, CorruptRecord, StoreError, StoreUnavailable, StoreVersion
+from blendserve.fetch.incoming import ChunkRequest, IncomingChunk
+from blendserve.fetch.kdn.body import CUT, Body
+from blendserve.fetch.kdn.client import Client, KdnPeer, NotThere, WrongReply, fill
+from blendserve.fetch.kdn.manifest import (
+    MAX_INTERLEAVED,
+    Collection,
+    Directory,
+    Entry,
+    read_directory,
+)
+from blendserve.fetch.link import LinkEstimator, LinkSample
+from blendserve.store.base import Miss
+from blendserve.store.blobs import BlobInfo, BlobStore, check_blob
+from blendserve.store.bounded import BoundedClient
+from blendserve.store.clock import Clock
+from blendserve.store.codecs.base import UNREACHABLE, Tables, Undecodable
+from blendserve.store.key import ChunkKey
+from blendserve.store.policies import Policies
+from blendserve.store.record import Header
+from blendserve.store.view import RecordView
+
+AUTO = "auto"
+FRESH_S = 10.0  # a description is used for this time
+MAX_DESCRIPTION = 16 << 20  # bytes
+PROBE_S = 0.02  # of transfer, beside the round trip, that tell a rate
+ROUND_TRIPS = 3  # the shortest counts: a service may have to read what it is asked for first
+WORKERS = 2  # transfers at a time: with more, less is left to plan again, to compute, and to decode ahead
+DECODED_LAYERS = 5  # that decoding is measured on; the first one, which is coded otherwise, is not counted
+BUSY = (
+    1.2  # times what decoding takes alone: beside a request that keeps all cores busy (research/decisions.md)
+)
+
+
+class KdnSource:
+    """A RemoteSource of one collection; it opens whether the service answers or not.
+
+    Raises ConfigError if the settings name no collection.
+    """
+
+    persistent = needs_folder = False
+    batch_bytes, max_interleaved = 0, MAX_INTERLEAVED
+
+    def __init__(
+        self,
+        config: KdnConfig,
+        workers: int = WORKERS,
+        link: LinkEstimator | None = None,
+        clock: Clock = time,
+    ) -> None:
+        """link: what is known of the link already. clock: of pauses, of the deadline and of the link's rate."""
+        if not config.collection:
+            raise ConfigError(
+                "setting 'store.kdn.collection' is missing: name the collection that is to be delivered, see `blendserve "
+                "kdn list`"
+            )
+        self.config, self.workers = config, workers
+        self.name, self.deadline_s, self.wanted_s = config.server, config.deadline_s, config.ttft_ms / 1e3
+        self.in_flight_bytes = config.in_flight_mb * 1_000_000
+        self.link, self._clock = link or LinkEstimator(clock), clock
+        self.blobs: BlobStore = _Blobs(self)
+        self._client = BoundedClient(KdnPeer(config), workers, clock)
+        self._last: tuple[Collection, Directory] | None = None
+        self._looked_s = float("-inf")
+        self._looking = threading.Lock()
+
+    @classmethod
+    def from_config(
+        cls, config: PlaceConfig, path: Path | None, read_only: bool, policies: Policies
+    ) -> KdnSource:
+        """A service that cannot be reached is logged, and no error: chunks count as missing until it answers."""
+        from blendserve.fetch.kdn.moq import MoqSource  # which is one of these
+
+        source = (MoqSource if config.kdn.relay else cls)(config.kdn)
+        with suppress(StoreUnavailable):  # the breaker has logged it
+            source.known()
+        return source
+
+    # The collection
+
+    def known(self) -> tuple[Collection, Directory]:
+        """Description and directory, without a call while they are fresh. Raises StoreUnavailable."""
+        return self._fresh() or self._client.ask(self._look)
+
+    def _fresh(self) -> tuple[Collection, Directory] | None:
+        return self._last if self._clock.monotonic() - self._looked_s < FRESH_S else None
+
+    def _look(self, client: Client) -> tuple[Collection, Directory]:
+        """Read anew unless fresh. Raises what the client does."""
+        with self._looking:
+            known = self._fresh()
+            if known is None:
+                known = self._last = _read(client, self._last)
+                self._looked_s = self._clock.monotonic()
+            return known
+
+    def contains(self, keys: Iterable[ChunkKey]) -> set[ChunkKey]:
+        """By the directory."""
+        return set(keys) & self.known()[1].keys()
+
+    def sizes(self, requests: Sequence[ChunkRequest]) -> Mapping[ChunkKey, Mapping[str, int]]:
+        """By the directory, at the levels that the settings allow. Raises StoreUnavailable."""
+        collection, directory = self.known()
+        levels = [level for level in collection.levels if self.config.level in (AUTO, level)]
+        if not levels:
+            raise StoreUnavailable(
+                f"collection {collection.name!r} has no level {self.config.level!r}: set store.kdn.level to auto or "
+                f"one of {', '.join(collection.levels)}"
+            )
+        found = {r.key: entry for r in requests if (entry := directory.get(r.key))}
+        sizes = {key: dict(zip(collection.levels, entry.bodies, strict=True)) for key, entry in found.items()}
+        return {key: {level: of[level] for level in levels} for key, of in sizes.items()}
+
+    # Transfers
+
+    def transfer(self, batch: Sequence[IncomingChunk]) -> None:
+        batch = [chunk for chunk in batch if chunk.level is not None]
+        try:
+            if batch:
+                self._client.run(partial(self._transfer, batch=batch), reading=True)
+        except StoreError as error:
+            for chunk in batch:
+                chunk.end(Miss(UNREACHABLE, str(error)))
+
+    def _transfer(self, client: Client, batch: Sequence[IncomingChunk]) -> None:
+        """Raises what the client does."""
+        start, n_bytes = self._clock.monotonic(), sum(chunk.sizes[chunk.level or ""] for chunk in batch)
+        if n_bytes > self.in_flight_bytes:
+            for chunk in batch:
+                chunk.end(Miss(UNREACHABLE, "it is larger than one transfer may be"))
+            return
+        try:
+            Body(client, batch, self.link, self.deadline_s).read()
+        except (CorruptRecord, StoreVersion, NotThere, *CUT) as error:
+            if len(batch) > 1:
+                return  # each is asked for alone, which tells what is wrong with it
+            if not isinstance(error, StoreError):
+                raise
+            batch[0].end(Miss("corrupt", error.what if isinstance(error, CorruptRecord) else str(error)))
+        if all(chunk.whole for chunk in batch):
+            self.link.last_rate = n_bytes / max(1e-9, self._clock.monotonic() - start)
+
+    def interrupt(self, late: bool) -> str:
+        return str(self._client.interrupt(late, reading=True))
+
+    def blob(self, hash: bytes, seconds: float) -> bytes | None:
+        raw = self._client.ask(partial(self._read_blob, hash=hash), seconds)
+        return None if raw is None else check_blob(hash, raw)
+
+    def _read_blob(self, client: Client, hash: bytes) -> bytes | None:
+        """As it comes. Raises what the client does."""
+        known = next((t for t in self._look(client)[0].tables if t.hash == hash.hex()), None)
+        return client.get(client.path("tables", known.hash), known.n_bytes) if known else None
+
+    def close(self) -> None:
+        self._client.close()
+
+    # Probes
+
+    def probe(self, keys: Sequence[ChunkKey], n_bytes: int) -> LinkSample | None:
+        """Of a typical chunk; None if the collection has none of these. The first one measures decoding as well."""
+
+        def job(client: Client) -> LinkSample | None:
+            collection, directory = self._look(client)
+            if not directory:
+                return None
+            typical = sorted(directory, key=lambda key: directory[key].n_tokens)[len(directory) // 2]
+            sample = self._probe(client, typical, directory[typical].bodies[0], n_bytes)
+            if self.config.level == AUTO:
+                with suppress(CorruptRecord, StoreVersion, Undecodable):  # a request will tell it
+                    self._measure_decoding(client, typical, collection, directory[typical])
+            return sample if not keys or any(key in directory for key in keys) else None
+
+        return self._client.ask(job)
+
+    def _probe(self, client: Client, key: ChunkKey, body: int, n_bytes: int) -> LinkSample:
+        """At least this number of bytes, and more if they come too quickly to tell a rate."""
+        path, now = client.path("chunks", key.hex()), self._clock.monotonic
+        round_trips = []
+        for _ in range(ROUND_TRIPS):
+            start = now()
+            client.get(path, body, {"Range": "bytes=0-0"})
+            round_trips.append(now() - start)
+        while True:
+            got = bytearray(max(1, min(n_bytes, body)))
+            start = now()
+            with client.asked(path, {"Range": f"bytes=0-{len(got) - 1}"}) as reply:
+                fill(reply, memoryview(got))
+            seconds = now() - start
+            if seconds - min(round_trips) >= PROBE_S or len(got) == body:
+                return LinkSample(min(round_trips), seconds, len(got))
+            n_bytes *= 2
+
+    def _measure_decoding(self, client: Client, key: ChunkKey, collection: Collection, entry: Entry) -> None:
+        """At every level but the first, on the first layers of one chunk: a request that had to try levels would be slow.
+
+        Raises CorruptRecord, StoreVersion, Undecodable, and what the client does.
+        """
+        for level, n_bytes in list(zip(collection.levels, entry.bodies, strict=True))[1:]:
+            if self.link.decode_s(level) or n_bytes > self.in_flight_bytes:
+                continue
+            chunk = IncomingChunk(key, {level: n_bytes}, threading.Condition())
+            chunk.on_layer = _stop
+            chunk.start(level)
+            Body(client, [chunk], LinkEstimator(), self.deadline_s).read()
+            header, segments = chunk.header, chunk.segments
+            if header is None or header.shape.n_bytes > self.in_flight_bytes:
+                continue
+            tables = partial(self._checked_blob, client)
+            # twice, as the first chunk of a codec makes what each layer of its tables needs
+            seconds = min(self._decode_s(header, chunk, tables, len(segments)) for _ in range(2))
+            self.link.record_decoding(level, BUSY * seconds / torch.get_num_threads(), header.shape.n_tokens)
+
+    def _decode_s(self, header: Header, chunk: IncomingChunk, tables: Tables, layers: int) -> float:
+        """Of all layers: the shortest time of one of these layers, times all."""
+        view, elapsed_s = RecordView(chunk.record(), tables), []
+        for l in range(layers):
+            start = self._clock.monotonic()
+            view.layer(l)
+            elapsed_s.append(self._clock.monotonic() - start)
+        return min(elapsed_s[1:] or elapsed_s) * header.shape.n_layers
+
+    def _checked_blob(self, client: Client, hash: bytes) -> bytes | None:
+        raw = self._read_blob(client, hash)
+        return None if raw is None else check_blob(hash, raw)
+
+
+class _Blobs(BlobStore):
+    """The tables of a collection."""
+
+    def __init__(self, source: KdnSource) -> None:
+        self._source = source
+
+    def get(self, hash: bytes) -> bytes | None:
+        return self._source.blob(hash, self._source.deadline_s)
+
+    def list(self) -> Sequence[BlobInfo]:
+        tables = self._source.known()[0].tables
+        return [BlobInfo(bytes.fromhex(t.hash), t.codec, t.fingerprint, t.n_bytes, 0) for t in tables]
+
+    def put(self, kind: str, owner: str, raw: bytes, current: bool = True) -> bytes:
+        raise self._only_read()
+
+    def delete(self, hash: bytes) -> bool:
+        raise self._only_read()
+
+    def _only_read(self) -> StoreUnavailable:
+        return StoreUnavailable(
+            f"{self._source.name} is for reading: publish anew with `blendserve kdn publish`, or retire the collection"
+        )
+
+
+def _stop(chunk: IncomingChunk) -> None:
+    """Read the first layers alone."""
+    if len(chunk.segments) >= DECODED_LAYERS:
+        chunk.level = None
+
+
+def _read(client: Client, known: tuple[Collection, Directory] | None) -> tuple[Collection, Directory]:
+    """The description, and the directory if it has changed. Raises what the client does."""
+    try:
+        collection = Collection.from_json(client.get(client.path(), MAX_DESCRIPTION))
+        if known and known[0].directory == collection.directory:
+            return collection, known[1]
+        raw = client.get(client.path("directory"), collection.directory.n_bytes)
+        return collection, read_directory(raw, len(collection.levels))
+    except (NotThere, OSError):  # one of TLS is a ValueError as well
+        raise
+    except ValueError as error:
+        raise WrongReply(str(error)) from error

@@ -1,0 +1,216 @@
+"""Where chunks of another machine come from: the contract, and any store as a source.
+
+fetch/kdn/ has the sources over HTTP and MoQ.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
+from itertools import islice
+from typing import Protocol
+
+from blendserve.errors import CorruptRecord, StoreError, StoreVersion, unraised
+from blendserve.fetch.incoming import ChunkRequest, IncomingChunk
+from blendserve.fetch.link import LinkEstimator, LinkSample, TokenRate
+from blendserve.store.base import KVStore, Miss
+from blendserve.store.blobs import BlobStore
+from blendserve.store.bounded import Breaker
+from blendserve.store.clock import Clock
+from blendserve.store.codecs.base import UNREACHABLE
+from blendserve.store.key import ChunkKey
+from blendserve.store.record import ChunkRecord, decode_header
+from blendserve.store.valkey import ValkeyStore
+from blendserve.store.valkey_client import Client
+from blendserve.store.valkey_layout import HEADER, chunk_name, segment_name
+
+GUESS_BYTES = 16 << 20  # of a record, until one was read
+WORKERS = 4
+PROBED = 16  # chunks that a probe looks for, if none are named
+ANY = ""  # the level of a chunk that comes as it is stored
+
+
+class RemoteSource(Protocol):
+    """Chunks on another machine. Its methods block; `transfer` is called from the fetcher's transfer threads."""
+
+    name: str  # in messages
+    deadline_s: float  # that a request waits in all
+    wanted_s: float  # time in which all chunks of a request are to arrive; 0: as soon as possible
+    workers: int  # transfers at a time
+    batch_bytes: int  # of chunks that are asked for together, whole; 0: one by one
+    max_interleaved: int  # chunks that one transfer can bring layer by layer; 0: chunks arrive whole
+    in_flight_bytes: int  # of chunks in one transfer
+    link: LinkEstimator
+    blobs: BlobStore
+
+    def contains(self, keys: Iterable[ChunkKey]) -> set[ChunkKey]:
+        """The chunks that are there; may take a round trip. Raises StoreError."""
+        ...
+
+    def sizes(self, requests: Sequence[ChunkRequest]) -> Mapping[ChunkKey, Mapping[str, int]]:
+        """Bytes by level, the finest first, of chunks that may be there: known ones, or estimates. Raises StoreError."""
+        ...
+
+    def transfer(self, batch: Sequence[IncomingChunk]) -> None:
+        """Read chunks, each at its `level`, and tell the link. Chunks that are left undone are asked for one by one."""
+        ...
+
+    def interrupt(self, late: bool) -> str:
+        """Make every transfer fail at once, from any thread -> why, if late: it counts as a failure then."""
+        ...
+
+    def blob(self, hash: bytes, seconds: float) -> bytes | None:
+        """A blob within so much time. Raises CorruptBlob, StoreUnavailable."""
+        ...
+
+    def probe(self, keys: Sequence[ChunkKey], n_bytes: int) -> LinkSample | None:
+        """Transfer about this number of bytes of one of these, or of any chunk if none is named; None if it is absent.
+
+        Raises StoreError.
+        """
+        ...
+
+    def close(self) -> None: ...
+
+
+class StoreSource:
+    """A store that other machines use, too. Chunks arrive whole, in batches."""
+
+    name = "the remote KV store"
+    deadline_s = float("inf")
+    wanted_s, workers, max_interleaved = 0.0, WORKERS, 0
+
+    def __init__(self, store: KVStore, breaker: Breaker | None = None, clock: Clock = time) -> None:
+        self.store, self.link, self.blobs = store, LinkEstimator(clock), store.blobs
+        self.batch_bytes = self.in_flight_bytes = 1 << 62
+        self._breaker = breaker
+        self._token_bytes = TokenRate()
+
+    def contains(self, keys: Iterable[ChunkKey]) -> set[ChunkKey]:
+        with self._call():
+            return self.store.contains(keys)
+
+    def sizes(self, requests: Sequence[ChunkRequest]) -> Mapping[ChunkKey, Mapping[str, int]]:
+        """Estimates, of all of them."""
+        per_token = self._token_bytes.per_token
+        return {r.key: {ANY: round((per_token or 0) * r.n_tokens) or GUESS_BYTES} for r in requests}
+
+    def transfer(self, batch: Sequence[IncomingChunk]) -> None:
+        try:
+            with self._call(), self.link.transfer():
+                found = self.read([chunk.key for chunk in batch])
+                self.link.arrived(sum(r.n_bytes for r in found.values() if isinstance(r, ChunkRecord)))
+        except StoreError as error:
+            for chunk in batch:
+                chunk.end(Miss(UNREACHABLE, f"{self.name} cannot be read: {error}"))
+            return
+        for chunk in batch:
+            record = found.get(chunk.key)
+            if isinstance(record, ChunkRecord):
+                self.learn(record.n_bytes, record.n_tokens)
+                chunk.report = record.report
+                chunk.begin(record.header)
+                for segment in record.segments():
+                    chunk.add(segment)
+            elif isinstance(record, CorruptRecord):
+                chunk.end(Miss("corrupt", record.what))
+            else:
+                chunk.end(Miss("corrupt", str(record)) if record else Miss("absent"))
+
+    def learn(self, n_bytes: int, n_tokens: int) -> None:
+        """A record has this size."""
+        self._token_bytes.record(n_bytes, n_tokens)
+
+    def read(self, keys: Sequence[ChunkKey]) -> dict[ChunkKey, ChunkRecord | StoreError]:
+        """Records of chunks that are there, checked, or why one cannot be read. Raises StoreError."""
+        found: dict[ChunkKey, ChunkRecord | StoreError] = {}
+        with self.store.snapshot() as snapshot:
+            for key in keys:
+                try:
+                    if record := snapshot.get(key):
+                        found[key] = record.copy()
+                except (CorruptRecord, StoreVersion) as error:
+                    found[key] = unraised(error)
+        return found
+
+    def interrupt(self, late: bool) -> str:
+        return f"{self.name} does not answer"
+
+    def blob(self, hash: bytes, seconds: float) -> bytes | None:
+        with self._call():
+            return self.blobs.get(hash)
+
+    def probe(self, keys: Sequence[ChunkKey], n_bytes: int) -> LinkSample | None:
+        """Of the first one that is there, whole."""
+        with self._call():
+            for key in self.some_keys(keys):
+                start = self.link.clock.monotonic()
+                if isinstance(record := self.read([key]).get(key), ChunkRecord):
+                    self.learn(record.n_bytes, record.n_tokens)
+                    return LinkSample(0.0, self.link.clock.monotonic() - start, record.n_bytes)
+        return None
+
+    def some_keys(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
+        """These, or the first few of the store. Raises StoreError."""
+        return list(keys or islice(self.store.keys(), PROBED))
+
+    def close(self) -> None:
+        """The store is its opener's."""
+
+    def _call(self) -> nullcontext[None]:
+        return self._breaker.call(reading=True) if self._breaker else nullcontext()  # type: ignore[return-value]
+
+
+class ValkeySource(StoreSource):
+    """Chunks on a Valkey server: a batch takes one round trip."""
+
+    store: ValkeyStore
+
+    def __init__(self, store: ValkeyStore, breaker: Breaker | None = None, clock: Clock = time) -> None:
+        super().__init__(store, breaker, clock)
+        self.deadline_s, self.name = store.config.deadline_s, store.config.server
+        self.in_flight_bytes = store.config.in_flight_mb * 1_000_000
+        self.batch_bytes = self.in_flight_bytes // self.workers
+
+    def read(self, keys: Sequence[ChunkKey]) -> dict[ChunkKey, ChunkRecord | StoreError]:
+        return self.store.read(keys)
+
+    def interrupt(self, late: bool) -> str:
+        return str(self.store.client.interrupt(late, reading=True))
+
+    def blob(self, hash: bytes, seconds: float) -> bytes | None:
+        return self.store.blobs.read(hash, seconds)
+
+    def probe(self, keys: Sequence[ChunkKey], n_bytes: int) -> LinkSample | None:
+        """Headers, timed, then the first layers of one chunk."""
+        with self._call():
+            return self.store.client.ask(partial(self._probe, keys=self.some_keys(keys), n_bytes=n_bytes))
+
+    def _probe(self, client: Client, keys: Sequence[ChunkKey], n_bytes: int) -> LinkSample | None:
+        """Raises what valkey-py does, CorruptRecord, StoreVersion."""
+        client.ping()  # or connecting would be timed
+        start = time.perf_counter()
+        pipeline = client.pipeline(transaction=False)
+        for key in keys:
+            pipeline.hget(chunk_name(key), HEADER)
+        headers = pipeline.execute()
+        round_trip_s = time.perf_counter() - start
+        found = next(((key, raw) for key, raw in zip(keys, headers, strict=True) if raw), None)
+        if found is None:
+            return None
+        header = decode_header(*found)
+        self.learn(header.n_bytes, header.shape.n_tokens)
+        layers = header.shape.n_layers
+        some = max(1, min(layers, n_bytes * layers // max(1, header.n_bytes)))
+        start = time.perf_counter()
+        got = client.hmget(chunk_name(found[0]), [segment_name(l) for l in range(some)])
+        seconds = time.perf_counter() - start
+        return None if None in got else LinkSample(round_trip_s, seconds, sum(header.lengths[:some]))
+
+
+def source_of(store: KVStore, breaker: Breaker | None = None, clock: Clock = time) -> StoreSource:
+    """Any store as a source."""
+    kind = ValkeySource if isinstance(store, ValkeyStore) else StoreSource
+    return kind(store, breaker, clock)  # type: ignore[arg-type]

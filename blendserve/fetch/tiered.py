@@ -1,0 +1,348 @@
+"""A machine's own store in front of a remote one: what one machine has computed, all can use.
+
+    put     -> local store, remote store        in the background ("back"), or before it counts ("through")
+    delete  -> local store, remote store, and all that waits to be written
+
+This is the writing side; prompts read through the fetcher. A store that fails is left out, and a remote one is not asked
+for a moment. A deletion reaches both stores, or says which one it did not reach.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
+from typing import Literal, TypeVar
+
+from blendserve.errors import CorruptBlob, StoreError, StoreLeftAlone, StoreUnavailable
+from blendserve.fetch.source import RemoteSource, source_of
+from blendserve.fetch.write_queue import WAITING_BYTES, WriteQueue
+from blendserve.store.base import (
+    LOCAL,
+    REMOTE,
+    ChunkInfo,
+    KVStore,
+    Progress,
+    RemoteStats,
+    Snapshot,
+    StoreStats,
+    VerifyReport,
+    read_record,
+)
+from blendserve.store.blobs import BlobInfo, BlobStore
+from blendserve.store.bounded import Breaker
+from blendserve.store.clock import Clock
+from blendserve.store.codecs.base import NO_TABLES
+from blendserve.store.key import ChunkKey
+from blendserve.store.record import ChunkRecord
+
+Write = Literal["back", "through"]
+REST_S = 1.0  # after a failure of the remote store
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+
+class TieredStore(KVStore):
+    """The local store and a remote one. It closes both."""
+
+    def __init__(
+        self,
+        local: KVStore,
+        remote: KVStore | RemoteSource,
+        write: Write = "back",
+        waiting_bytes: int = WAITING_BYTES,
+        clock: Clock = time,
+    ) -> None:
+        """remote: a source alone is not written to. waiting_bytes: limit of what waits to be written."""
+        self.local, self._write = local, write
+        self.kind, self.location, self.read_only = local.kind, local.location, local.read_only
+        self.cap_bytes = local.cap_bytes
+        self._breaker = Breaker("the remote KV store", REST_S, REST_S, clock.monotonic)
+        is_store = isinstance(remote, KVStore)
+        self.remote: KVStore | None = remote if isinstance(remote, KVStore) and not remote.read_only else None
+        self.source: RemoteSource = source_of(remote, self._breaker, clock) if is_store else remote  # type: ignore
+        self._owned = remote
+        self.blobs = _Blobs(self)
+        self.queue = WriteQueue(waiting_bytes)
+        self._copied: set[tuple[str, bytes]] = set()  # where tables are known to be
+        self._counts: Counter[str] = Counter()
+        self._warned: set[str] = set()
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def snapshot(self) -> Iterator[Snapshot]:
+        """Of the local store, and of the remote one for chunks that it lacks."""
+        with self.local.snapshot() as local:
+            yield _Records(local, self.remote)
+
+    # Writing
+
+    def put(self, key: ChunkKey, record: ChunkRecord, pin: bool = False) -> bool:
+        """In both stores, as far as they take it. Raises StoreError if neither does, and one fails."""
+        trouble: list[StoreError] = []
+        try:
+            here = self.local.put(key, record, pin)
+        except StoreError as error:
+            here = False
+            trouble.append(error)
+        there = self._put_remote(key, record, pin)
+        if trouble and not there:
+            raise trouble[0]
+        if trouble:
+            self._warn("the local KV store did not store a chunk", trouble[0])
+        return here or there
+
+    def put_local(self, key: ChunkKey, record: ChunkRecord) -> None:
+        """A chunk that was fetched, after the tables that it needs. Raises nothing."""
+        with self.or_warn("the local KV store did not store a chunk"):
+            self.copy_blob(record.coding.tables, self.source.blobs, self.local.blobs, LOCAL)
+            self.local.put(key, record)
+
+    def admits(self, key: ChunkKey, n_bytes: int) -> bool:
+        admitted = False
+        with self.or_warn("the local KV store cannot be read"):
+            admitted = self.local.admits(key, n_bytes)
+        return admitted or self._ask(False, lambda remote: remote.admits(key, n_bytes))
+
+    def lease(self, keys: Sequence[ChunkKey], seconds: float) -> set[ChunkKey]:
+        """Of the remote store; of the local one if the remote one is only read."""
+        if self.remote is None:
+            return self.local.lease(keys, seconds)
+        return self._ask(set(keys), lambda remote: remote.lease(keys, seconds))
+
+    def release(self, keys: Iterable[ChunkKey]) -> None:
+        """Those of chunks that wait to be written are released after that."""
+        store = self.remote or self.local
+        for key in keys:
+            release = partial(store.release, [key])
+            if not (self.queue.has(key) and self.queue.add(key, 0, release)):
+                release()
+
+    def pin(self, keys: Iterable[ChunkKey], pinned: bool = True) -> int:
+        """In both stores -> how many one of them has. Unpinned here alone: others may want them in the remote store."""
+        asked = list(keys)
+        here = self.local.pin(asked, pinned)
+        there = self._ask(0, lambda remote: remote.pin(asked)) if pinned and asked else 0
+        return max(here, there)
+
+    def delete(self, keys: Iterable[ChunkKey]) -> int:
+        """From both stores and the queue. Raises StoreUnavailable, saying which one could not be reached."""
+        n, unreached = 0, dict[str, StoreError]()
+        stores = {LOCAL: self.local} | ({REMOTE: self.remote} if self.remote else {})
+        for key in keys:
+            self.queue.forget(key)
+            there = 0
+            for name, store in stores.items():
+                try:
+                    there |= store.delete([key])
+                except StoreError as error:
+                    unreached[name] = error
+            n += there
+        if unreached:
+            which = " and ".join(f"the {name} store ({error})" for name, error in unreached.items())
+            raise StoreUnavailable(
+                f"chunks could not be deleted from {which}, and are gone elsewhere on this machine: delete them again "
+                "when that can be reached"
+            )
+        return n
+
+    # Looking
+
+    def contains(self, keys: Iterable[ChunkKey]) -> set[ChunkKey]:
+        """In a store that this process writes to."""
+        asked, found = list(keys), set[ChunkKey]()
+        with self.or_warn("the local KV store cannot be read"):
+            found = self.local.contains(asked)
+        left = [key for key in asked if key not in found]
+        nothing = set[ChunkKey]()
+        return found | self._ask(nothing, lambda remote: remote.contains(left)) if left else found
+
+    def describe(self, keys: Iterable[ChunkKey]) -> dict[ChunkKey, ChunkInfo]:
+        """By the local store first."""
+        asked, found = list(keys), dict[ChunkKey, ChunkInfo]()
+        with self.or_warn("the local KV store cannot be read"):
+            found = self.local.describe(asked)
+        left = [key for key in asked if key not in found]
+        there = self._ask(dict[ChunkKey, ChunkInfo](), lambda remote: remote.describe(left)) if left else {}
+        return found | {key: replace(info, tier=REMOTE) for key, info in there.items()}
+
+    def keys(self, namespace: str | None = None) -> Iterator[ChunkKey]:
+        """Of the local store."""
+        return self.local.keys(namespace)
+
+    def stats(self, namespace: str | None = None) -> StoreStats:
+        """Of the local store, and what was written to the remote one; the fetcher adds what was read."""
+        stats = self.local.stats(namespace)
+        if namespace is not None:
+            return stats
+        with self._lock:
+            counts = Counter(self._counts)
+        written = RemoteStats(
+            0, 0, counts["failures"], counts["written"], counts["dropped"], self.queue.bytes
+        )
+        return replace(stats, remote=written)
+
+    def verify(self, progress: Progress | None = None) -> VerifyReport:
+        """The local store."""
+        return self.local.verify(progress)
+
+    def flush(self) -> None:
+        """Wait until the queue is written."""
+        self.queue.flush()
+
+    def close(self) -> None:
+        if self.queue.bytes:
+            log.info("%d bytes of chunks are still to be written", self.queue.bytes)
+        self.queue.close()
+        self.local.close()
+        self.source.close()
+        if self._owned is not self.source:
+            self._owned.close()
+
+    # Inside
+
+    def _put_remote(self, key: ChunkKey, record: ChunkRecord, pin: bool) -> bool:
+        """Whether it is there, or waits to be written."""
+        if not self.remote:
+            return False
+        if self._write == "through":
+            return self._write_remote(key, record, pin)
+        # Precomputed chunks wait for room; those of a request do not hold up the next one.
+        queued = self.queue.add(key, record.n_bytes, partial(self._write_remote, key, record, pin), wait=pin)
+        if not queued:
+            self._count("dropped")
+            self._warn("chunks are not written to the remote KV store", "too many wait for it already")
+        return queued
+
+    def _write_remote(self, key: ChunkKey, record: ChunkRecord, pin: bool) -> bool:
+        stored, remote = False, self.remote
+        assert remote
+        try:
+            self.copy_blob(record.coding.tables, self.local.blobs, remote.blobs, REMOTE)
+            stored = remote.put(key, record, pin)
+        except StoreError as error:
+            self._failed(error)
+            if isinstance(error, StoreUnavailable):
+                self._breaker.failure(f"failed ({error})")
+        if stored:
+            self._count("written")
+        return stored
+
+    def copy_blob(self, hash: bytes, source: BlobStore, target: BlobStore, name: str) -> None:
+        """Copy the tables that a chunk needs. name: of the target. Raises StoreError."""
+        if hash == NO_TABLES or (name, hash) in self._copied:
+            return
+        there = raw = None
+        with suppress(CorruptBlob):  # copied anew
+            there = target.get(hash)
+        with suppress(CorruptBlob):
+            raw = None if there else source.get(hash)
+        if raw:
+            info = next((info for info in source.list() if info.hash == hash), None)
+            if info:
+                target.put(info.kind, info.owner, raw, current=False)
+        self._copied.add((name, hash))
+
+    def forget_blob(self, hash: bytes) -> None:
+        """It is copied again where it is needed."""
+        self._copied = {known for known in self._copied if known[1] != hash}
+
+    def _ask(self, default: T, call: Callable[[KVStore], T]) -> T:
+        """What the remote store answers; the default if there is none, it fails, or it has just failed."""
+        if self.remote is None:
+            return default
+        try:
+            with self._breaker.call():
+                return call(self.remote)
+        except StoreLeftAlone:
+            return default
+        except StoreError as error:
+            self._failed(error)
+            return default
+
+    def _failed(self, error: StoreError) -> None:
+        self._count("failures")
+        if not isinstance(error, StoreUnavailable):  # the breaker logs those
+            self._warn("the remote KV store failed", error)
+
+    @contextmanager
+    def or_warn(self, what: str) -> Iterator[None]:
+        """What a store fails at is left out."""
+        try:
+            yield
+        except StoreLeftAlone:
+            pass  # its breaker has logged it
+        except StoreError as error:
+            self._warn(what, error)
+
+    def _count(self, what: str) -> None:
+        with self._lock:
+            self._counts[what] += 1
+
+    def _warn(self, what: str, why: object) -> None:
+        """Once for each reason."""
+        if (message := f"{what}: {why}") not in self._warned:
+            self._warned.add(message)
+            log.warning("%s", message)
+
+
+def stores_of(store: KVStore) -> list[KVStore]:
+    """The stores that a store consists of, the local one first."""
+    if isinstance(store, TieredStore):
+        return [store.local, *([store.remote] if store.remote else [])]
+    return [store]
+
+
+class _Records:
+    """The local store's snapshot, and the remote store for chunks that it lacks."""
+
+    def __init__(self, local: Snapshot, remote: KVStore | None) -> None:
+        self._local, self._remote = local, remote
+
+    def get(self, key: ChunkKey, count: bool = True) -> ChunkRecord | None:
+        return self._local.get(key, count) or (read_record(self._remote, key) if self._remote else None)
+
+
+class _Blobs(BlobStore):
+    """Those of both stores; what is read of the remote one's is copied."""
+
+    def __init__(self, store: TieredStore) -> None:
+        self._store = store
+
+    def put(self, kind: str, owner: str, raw: bytes, current: bool = True) -> bytes:
+        if remote := self._store.remote:
+            with self._store.or_warn("the remote KV store failed"):
+                remote.blobs.put(kind, owner, raw, current)
+        return self._store.local.blobs.put(kind, owner, raw, current)
+
+    def get(self, hash: bytes) -> bytes | None:
+        store = self._store
+        with store.or_warn("the local KV store cannot be read"), suppress(CorruptBlob):
+            if raw := store.local.blobs.get(hash):
+                return raw
+        with store.or_warn("the remote KV store failed"):
+            if raw := store.source.blobs.get(hash):
+                store.copy_blob(hash, store.source.blobs, store.local.blobs, LOCAL)
+                return raw
+        return None
+
+    def list(self) -> Sequence[BlobInfo]:
+        store, infos = self._store, dict[bytes, BlobInfo]()
+        with store.or_warn("the local KV store cannot be read"):
+            infos = {info.hash: info for info in store.local.blobs.list()}
+        with store.or_warn("the remote KV store failed"):
+            infos = infos | {info.hash: info for info in store.source.blobs.list()}
+        return [infos[hash] for hash in sorted(infos)]
+
+    def delete(self, hash: bytes) -> bool:
+        store = self._store
+        store.forget_blob(hash)
+        here = store.local.blobs.delete(hash)
+        return (store.remote is not None and store.remote.blobs.delete(hash)) or here

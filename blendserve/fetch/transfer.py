@@ -1,0 +1,402 @@
+"""The remote chunks of one prompt: transfer threads read them; the prompt's thread computes, decodes or waits.
+
+    transfer threads   next chunks by plan() -> source -> IncomingChunk: begin, add, add, ...
+    prompt's thread    compute the last chunk if the CPU is the faster one; else decode a layer; else wait
+    prefill            waits for each layer of the chunks that are still in transit
+
+The prefill begins when everything that is missing is in transit: it goes from layer to layer, and so do transfers. A
+layer that does not come raises ChunkLost; `finish` then waits until nothing is in transit.
+
+All waiting of a prompt together takes no longer than the source's deadline. A link on which no byte comes for a small
+part of what computing would take counts as dead before that.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+
+from blendserve.core import ChunkKV
+from blendserve.errors import ChunkLost, StoreError
+from blendserve.fetch.incoming import ChunkRequest, IncomingChunk, IncomingChunks, ignore_layer
+from blendserve.fetch.link import StallDetector
+from blendserve.fetch.plan import Candidate, LinkState, Plan, Planner, plan
+from blendserve.fetch.source import RemoteSource
+from blendserve.store.base import Miss
+from blendserve.store.bounded import Deadline, NegativeCache
+from blendserve.store.codecs.base import SLOW, UNREACHABLE, Buffer, Tables
+from blendserve.store.key import ChunkKey
+from blendserve.store.record import ChunkRecord, Header
+from blendserve.store.view import RecordView, open_view
+
+POLL_S = 0.005
+WAITING = 0.9  # of the deadline; the rest is for interrupting, and for checking what arrived
+MIN_STALL_S = 0.05  # and twice the round trip
+STALL = 0.03  # of what stored KV saves: what waiting for a dead link may cost
+MAX_ASKED = 4  # times that a chunk is asked for: interleaved, alone, at another level, and once more
+
+Compute = Callable[[ChunkRequest], ChunkKV]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class TransferOptions:
+    """Parts of delivery that can be switched off, to measure what each of them is worth."""
+
+    interleave: bool = True  # ask for all chunks at once, layer by layer, over a fast link
+    early_start: bool = True  # begin the prefill while the last chunks are in transit
+    restart: bool = True  # begin a chunk again at another level if the link has changed
+    compute: bool = True  # compute the last chunks while the first ones come
+    plan: Planner = plan
+
+
+@dataclass(frozen=True, slots=True)
+class TransferContext:
+    """What transfers of one fetcher share."""
+
+    source: RemoteSource
+    incoming: IncomingChunks
+    failed: NegativeCache
+    options: TransferOptions
+
+
+class Transfer:
+    """The remote chunks of one prompt. Threads may share it; close it at the end."""
+
+    def __init__(
+        self, context: TransferContext, pool: Executor, tables: Tables, compute: Compute | None = None
+    ) -> None:
+        """pool: runs the source's transfers. tables: those on this machine. compute: see KVFetcher.fetch."""
+        self._source, self._incoming = context.source, context.incoming
+        self._failed, self._options = context.failed, context.options
+        self._pool, self._local_tables = pool, tables
+        self._compute = compute if context.options.compute else None
+        self._link, self._changed = context.source.link, context.incoming.changed
+        self._clock = context.source.link.clock.monotonic
+        self.deadline = Deadline(WAITING * context.source.deadline_s, self._clock)
+        self.chunks: dict[ChunkKey, IncomingChunk] = {}
+        self.misses: dict[ChunkKey, Miss] = {}  # of this prompt alone: others may have the chunk
+        self.computed: dict[ChunkKey, ChunkKV] = {}
+        self._requests: dict[ChunkKey, ChunkRequest] = {}
+        self._queue: list[IncomingChunk] = []  # that no transfer has asked for yet, in order
+        self._views: dict[ChunkKey, RecordView] = {}
+        self._decoded: set[ChunkKey] = set()
+        self._begun_s, self._n_working = self._clock(), 0
+        self._interleaves, self._early = False, context.options.early_start
+        self._prefilling = self._over = self._is_lost = False
+        self._stall = StallDetector(self._link)
+
+    # The prompt's thread
+
+    def add(self, requests: Sequence[ChunkRequest]) -> None:
+        """Start to transfer more chunks; waits for nothing but a directory that is to be read again."""
+        self._requests |= {r.key: r for r in requests}
+        self._interleaves = self._options.interleave
+        new = []
+        for request in requests:
+            if self._over:
+                self.misses[request.key] = Miss(UNREACHABLE, "the link was given up in this request")
+            elif why := self._failed.why(request.key):
+                self.misses[request.key] = Miss("corrupt", why)
+            elif chunk := self._incoming.find(request.key):
+                self._take(chunk)
+            else:
+                new.append(request)
+        try:
+            with self.deadline.waiting():
+                sizes = self._source.sizes(new) if new else {}
+        except StoreError as error:
+            self.misses |= dict.fromkeys([r.key for r in new], Miss(UNREACHABLE, str(error)))
+            return
+        for request in new:
+            if request.key in sizes:
+                self._take(self._incoming.create(request.key, sizes[request.key]))
+            else:
+                self.misses[request.key] = Miss("absent")
+        self._submit()
+
+    def run(self) -> None:
+        """Until the prefill may begin."""
+        while not self._may_begin():
+            if not (self._compute_last() or self._decode_next()):
+                self._wait()
+        self._prefilling = True
+
+    def finish(self) -> None:
+        """After ChunkLost: until nothing is in transit."""
+        self._is_lost = self._early = False
+        self.run()
+
+    def get(self, key: ChunkKey) -> RecordView | Miss:
+        """A chunk that `run` has waited for. The layers of one in transit are waited for."""
+        chunk = self.chunks.get(key)
+        if key in self.misses or chunk is None:
+            return self.misses.get(key) or Miss("absent")
+        header = chunk.header
+        if chunk.miss or header is None:
+            return chunk.miss or Miss(UNREACHABLE, "it did not arrive")
+        view = self._views.get(key)
+        if view is None or view.record.header is not header:
+            read = partial(self._segment, chunk, header)
+            found = open_view(ChunkRecord(key, header, read, chunk.report, trusted=True), self._tables)
+            if isinstance(found, Miss):
+                self.misses[key] = found
+                return found
+            view = self._views[key] = found
+        return view
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether some chunks could not be reached."""
+        ends = [*self.misses.values(), *(chunk.miss for chunk in self.chunks.values())]
+        return any(miss and miss.kind == UNREACHABLE for miss in ends)
+
+    def close(self) -> None:
+        """Give up what is still in transit and not wanted by others."""
+        with self._changed:
+            self._over = self._is_lost = True
+            unwanted = [chunk for chunk in self.chunks.values() if self._incoming.release(chunk)]
+            cut = [chunk for chunk in unwanted if chunk.started and not chunk.done]
+            for chunk in unwanted:
+                chunk.end(Miss(UNREACHABLE, "its request has ended"))
+            self._changed.notify_all()
+            for chunk in self.chunks.values():
+                if chunk.on_layer == self._replan:
+                    chunk.on_layer = ignore_layer
+        self.chunks, self._queue = {}, []
+        self._views.clear()  # their records refer back to this
+        if cut:
+            self._source.interrupt(late=False)
+
+    def _tables(self, hash: bytes) -> bytes | None:
+        """Raises CorruptBlob, StoreUnavailable."""
+        with suppress(StoreError):
+            if raw := self._local_tables(hash):
+                return raw
+        with self.deadline.waiting():
+            return self._source.blob(hash, self.deadline.left)
+
+    def _take(self, chunk: IncomingChunk) -> None:
+        with self._changed:
+            if self._over:  # closed meanwhile
+                self._incoming.release(chunk)
+                return
+            self.chunks[chunk.key] = chunk
+            if not chunk.started:
+                self._queue.append(chunk)
+
+    def _undecided(self) -> list[IncomingChunk]:
+        decided = self.misses.keys() | self.computed.keys()
+        return [chunk for key, chunk in self.chunks.items() if key not in decided and not chunk.done]
+
+    def _may_begin(self) -> bool:
+        with self._changed:
+            left = self._undecided()
+            return all(chunk.header and self._early for chunk in left)
+
+    def _compute_last(self) -> bool:
+        """Compute the last chunk that is not asked for, if the plan gives it to the CPU."""
+        with self._changed:
+            todo = self._todo()
+            if not self._compute or not todo or self._link.rate is None:
+                return False
+            found = self._plan(todo)
+            if found.n_skipped or found.n_fetched >= len(todo):
+                return False
+            chunk = todo[-1]
+            self._queue.remove(chunk)
+            self._incoming.release(self.chunks.pop(chunk.key))
+        self.computed[chunk.key] = self._compute(self._requests[chunk.key])
+        return True
+
+    def _decode_next(self) -> bool:
+        """Decode a layer of a chunk that is here, before the prefill asks for it."""
+        if not self._early:
+            return False
+        for key, chunk in list(self.chunks.items()):
+            if chunk.whole and key not in self._decoded:
+                with suppress(StoreError):  # told when the layer is read
+                    view = self.get(key)
+                    if isinstance(view, RecordView) and view.decode_ahead():
+                        return True
+                self._decoded.add(key)
+        return False
+
+    def _wait(self) -> None:
+        """For anything to arrive, a moment long."""
+        with self._changed, self.deadline.waiting():
+            if self._undecided():
+                self._changed.wait(min(POLL_S, self.deadline.left))
+        self._check_link()
+
+    # The prefill
+
+    def _segment(self, chunk: IncomingChunk, header: Header, l: int) -> Buffer:
+        """Layer l of this very record, as soon as it is here. Raises ChunkLost."""
+        while True:
+            segments = chunk.segments
+            if chunk.header is header and l < len(segments):
+                return segments[l]
+            with self._changed:
+                if chunk.done or chunk.header is not header or self._is_lost or chunk.key in self.misses:
+                    break
+                with self.deadline.waiting():
+                    self._changed.wait(min(POLL_S, self.deadline.left))
+            self._check_link()
+        if chunk.header is header and l < len(chunk.segments):
+            return chunk.segments[l]
+        self._is_lost = True
+        raise ChunkLost(chunk.key)
+
+    def _check_link(self) -> None:
+        """Give up what has not arrived when the deadline is over, or no byte comes."""
+        with self._changed:
+            is_late, left = self.deadline.left <= 0, self._undecided()
+            is_stalled = self._stall.is_stalled(self._patience(), self._prefilling)
+            if not left or not (is_late or is_stalled):
+                return
+        why = self._source.interrupt(late=is_late)
+        if not is_late:
+            self._link.forget_rate()
+            why = f"no byte came for {self._stall.silent_s * 1e3:.0f} ms"
+        with self._changed:
+            self._over = True
+            self.misses |= {chunk.key: Miss(UNREACHABLE, why) for chunk in left if not chunk.done}
+            self._changed.notify_all()
+
+    def _patience(self) -> float:
+        """Seconds without a byte: a small part of what the stored KV saves, if layers tell how far a transfer is."""
+        left = [self._requests[chunk.key].saved_s for chunk in self._undecided()]
+        saved = [seconds for seconds in left if seconds is not None]
+        if not self._source.max_interleaved or len(saved) < len(left) or not left:
+            return self._source.deadline_s
+        worth = max(MIN_STALL_S, STALL * sum(saved))
+        return min(self._source.deadline_s, worth + 2 * self._link.round_trip_s)
+
+    # Transfer threads
+
+    def _submit(self) -> None:
+        """Have one more thread for each chunk that waits, up to the source's."""
+        with self._changed:
+            new = min(len(self._todo()), self._source.workers - self._n_working)
+            self._n_working += max(0, new)
+        for _ in range(new):
+            self._pool.submit(self._work)
+
+    def _work(self) -> None:
+        try:
+            while batch := self._next():
+                try:
+                    self._source.transfer(batch)
+                except Exception as error:  # a bug must not keep a prompt waiting
+                    log.exception("a transfer failed")
+                    for chunk in batch:
+                        chunk.end(Miss(UNREACHABLE, f"its transfer failed: {error!r}"))
+                self._end(batch)
+        finally:
+            with self._changed:
+                self._n_working -= 1
+
+    def _todo(self) -> list[IncomingChunk]:
+        self._queue = [chunk for chunk in self._queue if not chunk.started and not chunk.done]
+        return [] if self._over else self._queue
+
+    def _next(self) -> list[IncomingChunk]:
+        """The chunks that are asked for next, marked as started; none if nothing is left."""
+        with self._changed:
+            while todo := self._todo():
+                again = next((chunk for chunk in todo if chunk.n_asked), None)
+                found = self._plan(todo)
+                is_busy = any(chunk.started for chunk in self._undecided())
+                if again:
+                    batch, level = [again], again.level or found.level
+                elif found.n_skipped:
+                    self._skip(todo[: found.n_skipped], found)
+                    continue
+                elif self._source.batch_bytes and is_busy and found.n_fetched < len(todo):
+                    return []  # the CPU may compute them before the batch in transit is here
+                else:
+                    batch, level = self._batch(todo[: found.n_fetched], found), found.level
+                for chunk in batch:
+                    chunk.start(level)
+                    chunk.on_layer, chunk.patience_s = self._replan, self._patience()
+                self._todo()
+                return batch
+            return []
+
+    def _plan(self, todo: Sequence[IncomingChunk]) -> Plan:
+        candidates = [self._candidate(chunk) for chunk in todo]
+        pending = sum(chunk.n_left for chunk in self._undecided() if chunk.started)
+        state = LinkState(
+            self._link.rate,
+            self._link.last_rate,
+            self._link.round_trip_s,
+            self._link.decode_s,
+            pending,
+            self._source.wanted_s,
+            self._clock() - self._begun_s,
+            self._compute is not None,
+            self._interleaves and len(todo) <= self._source.max_interleaved,
+        )
+        worthless = [c.saved_s is not None and c.saved_s <= 0 for c in candidates]
+        if worthless[0] and state.rate is not None:
+            return Plan(next(iter(candidates[0].sizes)), 0, n_skipped=1)
+        return self._options.plan(candidates, state, None)
+
+    def _candidate(self, chunk: IncomingChunk) -> Candidate:
+        request = self._requests[chunk.key]
+        return Candidate(chunk.sizes, request.n_tokens, request.saved_s, request.compute_s)
+
+    def _batch(self, todo: list[IncomingChunk], found: Plan) -> list[IncomingChunk]:
+        """The first of these that one transfer brings: all of them, layer by layer, or as many as fit."""
+        source = self._source
+        self._interleaves = False  # what is left, or comes again, comes alone
+        if found.is_interleaved and sum(chunk.sizes[found.level] for chunk in todo) <= source.in_flight_bytes:
+            return todo
+        n, room = 0, source.batch_bytes
+        while n < len(todo) and (room := room - todo[n].sizes[found.level]) >= 0:
+            n += 1
+        return todo[: max(1, n)]
+
+    def _skip(self, chunks: Sequence[IncomingChunk], found: Plan) -> None:
+        saved_s = sum(self._requests[chunk.key].saved_s or 0.0 for chunk in chunks)
+        about = (
+            f"fetching was estimated to take {found.seconds * 1e3:.0f} ms, and to save {saved_s * 1e3:.0f} ms"
+        )
+        for chunk in chunks:
+            self.misses[chunk.key] = Miss(SLOW, about)
+            self._queue.remove(chunk)
+            self._incoming.release(self.chunks.pop(chunk.key))
+        self._changed.notify_all()
+
+    def _replan(self, chunk: IncomingChunk) -> None:
+        """Choose the level of a chunk in transit again, once."""
+        if not self._options.restart or chunk.level is None or chunk.is_restarted or self._over:
+            return
+        level, sizes = chunk.level, {**chunk.sizes, chunk.level: chunk.n_left}
+        request = self._requests[chunk.key]
+        candidate = Candidate(sizes, request.n_tokens, request.saved_s)
+        state = LinkState(self._link.rate, self._link.last_rate, 0.0, self._link.decode_s)
+        chunk.level = self._options.plan([candidate], state, level).level
+        chunk.is_restarted = chunk.level != level
+
+    def _end(self, batch: Sequence[IncomingChunk]) -> None:
+        """What a transfer left undone is asked for again, alone; damage is remembered."""
+        again = []
+        with self._changed:
+            for chunk in batch:
+                if chunk.miss and chunk.miss.kind == "corrupt":
+                    self._failed.add(chunk.key, f"it was damaged when it was last read ({chunk.miss.detail})")
+                elif not chunk.done and (chunk.n_asked >= MAX_ASKED or self._over):
+                    chunk.end(Miss(UNREACHABLE, "it did not arrive"))
+                elif not chunk.done:
+                    again.append(chunk)
+                    chunk.started = False
+            self._queue = [*again, *self._queue]
+        if len(again) > 1:
+            self._submit()

@@ -1,0 +1,373 @@
+"""Any history of a store with another machine's behind it, read through a fetcher.
+
+A chunk in reach is found, a chunk that this machine has seen may be found, every other one has a miss with a reason, and
+no bytes are ever wrong.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from hypothesis import Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import run_state_machine_as_test as run_machine
+
+from blendserve.errors import CorruptRecord, StoreUnavailable
+from blendserve.fetch.copies import Copies
+from blendserve.fetch.fetcher import Fetch
+from blendserve.fetch.incoming import ChunkRequest
+from blendserve.fetch.tiered import REST_S, TieredStore
+from blendserve.store.bounded import FAILED_S
+from blendserve.store.key import ChunkKey
+from tests.support.stores import (
+    KEYS,
+    REMOTE_STORES,
+    UNIT,
+    FaultyStore,
+    StoreModel,
+    Tiered,
+    cache,
+    content,
+    copy_of,
+    has,
+    put,
+    same,
+)
+from tests.support.waiting import eventually, is_blocked
+
+SELF, OTHER = 0, 1  # handles: the store under test, and another machine's
+TOKENS = 10
+
+EXAMPLES = max(40, settings().max_examples * 2 // 5)
+PHASES = tuple(Phase) if EXAMPLES > 40 else (Phase.generate,)  # shrinking a history takes minutes
+keys, handles = st.sampled_from(KEYS), st.sampled_from([SELF, SELF, OTHER])
+some_keys = st.lists(keys, min_size=1, max_size=3, unique=True)
+PUTS = st.tuples(
+    keys, st.sampled_from([False, False, True]), st.sampled_from(["put", "put", "uncoded", "behind"])
+)
+
+
+@dataclass
+class OpenFetch:
+    """A fetch that stays open over steps."""
+
+    fetch: Fetch
+    stack: ExitStack
+    may: set[ChunkKey]  # chunks that it may give
+    deleted: set[ChunkKey] = field(default_factory=set)  # here, since the opening
+
+
+class FetchMachine(RuleBasedStateMachine):
+    def __init__(self, kind: type[Tiered], folder: Path, copies: float) -> None:
+        """copies: bytes of a cache of decoded chunks."""
+        super().__init__()
+        self.place, self.copies = kind(folder), copies
+        self.clock = self.place.clock
+        self.model = StoreModel(0, self.clock, lambda key: b"", notes_with_writes=True)  # its leases alone
+        self.there, self.seen = set[ChunkKey](), set[ChunkKey]()  # on the other machine; here, too
+        self.failed: dict[ChunkKey, float] = {}  # damaged chunks, which are not read again until then
+        self.well_at = 0.0  # from when on the other machine is asked
+        self.dropped = 0
+        self.open()
+
+    def open(self) -> None:
+        self.store = self.place.open()
+        self.fetcher = self.place.fetcher(self.store, Copies([cache(self.copies)] if self.copies else []))
+        self.handles = [self.store, self.place.other()]
+        self.fetches: list[OpenFetch] = []
+        self.held: list[tuple[ChunkKey, int]] = []  # leases, and the handle
+
+    def close(self) -> None:
+        self.close_fetches()
+        self.fetcher.close()
+        for handle in self.handles:
+            handle.close()
+
+    def handle(self, who: int) -> int:
+        self.clock.advance(0.001)
+        return who
+
+    @property
+    def far(self) -> FaultyStore:
+        assert self.place.far is not None
+        return self.place.far
+
+    @property
+    def reachable(self) -> bool:
+        return not self.far.down and self.clock.now >= self.well_at
+
+    # Writing
+
+    @initialize(some=st.lists(PUTS, max_size=4))
+    def fill(self, some: list[tuple[ChunkKey, bool, str]]) -> None:
+        self.put(some, SELF)
+
+    @rule(some=st.lists(PUTS, min_size=1, max_size=4), who=handles)
+    def put(self, some: list[tuple[ChunkKey, bool, str]], who: int) -> None:
+        for key, pin, how in some:
+            self.put_one(self.handle(who), key, pin or how == "behind", how)
+
+    def put_one(self, who: int, key: ChunkKey, pin: bool, how: str) -> None:
+        reached = who == OTHER or not self.far.down
+        try:
+            stored = put(self.handles[who], key, content(key), pin, how, self.place)
+        except StoreUnavailable:
+            assert not self.place.near
+            assert not reached
+            return
+        self.flush()
+        assert stored or not reached
+        if who == OTHER:
+            self.far.damaged.discard(key)
+        elif stored:
+            self.fetcher.forget([key])  # as a blender does
+            self.failed.pop(key, None)
+            if self.place.near:
+                self.seen.add(key)
+        if reached:
+            self.there.add(key)
+            self.end_lease(key)
+            assert self.handles[OTHER].describe([key])[key].pinned or not pin
+
+    def end_lease(self, key: ChunkKey) -> None:
+        _, owner = self.model.leases.get(key, (0, None))
+        if owner is not None:
+            self.model.release(key, owner)
+
+    @rule(key=keys, who=handles)
+    def delete(self, key: ChunkKey, who: int) -> None:
+        self.delete_one(key, self.handle(who))
+
+    def delete_one(self, key: ChunkKey, who: int) -> None:
+        here = who == SELF and self.place.near is not None and has(self.place.near, key)
+        if who == SELF:
+            self.fetcher.forget([key])
+        try:
+            assert self.handles[who].delete([key]) == (here or key in self.there)
+        except StoreUnavailable:
+            assert who == SELF
+            assert self.far.down
+        else:
+            self.there.discard(key)
+            self.far.damaged.discard(key)
+        if who == SELF:
+            self.fetcher.forget([key])
+            self.failed.pop(key, None)
+            self.seen.discard(key)
+            for opened in self.fetches:
+                opened.deleted.add(key)
+            assert self.place.near is None or not has(self.place.near, key)
+
+    # Reading
+
+    @rule(some=some_keys)
+    def read(self, some: list[ChunkKey]) -> None:
+        self.handle(SELF)
+        self.check(some)
+
+    def check(self, some: list[ChunkKey], changed: frozenset[ChunkKey] = frozenset()) -> None:
+        """changed: chunks that another machine stored or deleted since they were prefetched."""
+        near = self.place.near
+        must = near.contains(some) if near else set()
+        if self.reachable:
+            must |= {key for key in some if key in self.there - self.far.damaged - changed}
+        must -= {key for key, until in self.failed.items() if until > self.clock.now}
+        must |= near.contains(some) if near else set()
+        may = self.there | self.seen | changed
+        with self.fetcher.fetch([ChunkRequest(key, TOKENS) for key in some]) as fetch:
+            for key in some:
+                assert self.look(fetch, key, may) or key not in must
+        self.flush()
+
+    def look(self, fetch: Fetch, key: ChunkKey, may: set[ChunkKey], keep: bool = True) -> bool:
+        """Whether a chunk is found, and right. keep: it may be here afterwards."""
+        assert (key in fetch.views) != (key in fetch.misses)
+        if key in fetch.misses:
+            miss = fetch.misses[key]
+            assert miss.detail or miss.kind == "absent"
+            if miss.kind == "corrupt":
+                assert key in self.far.damaged
+                self.failed[key] = self.clock.now + FAILED_S
+            return False
+        try:
+            assert same(copy_of(fetch.views[key]), content(key))
+        except CorruptRecord as error:
+            fetch.drop(error)
+            return False
+        assert key in may
+        assert fetch.source[key]
+        if keep:
+            self.seen.add(key)
+        return True
+
+    @precondition(lambda self: not self.far.down)
+    @rule(some=some_keys, change=st.sampled_from(["", "put", "delete"]), closed=st.booleans())
+    def prefetch(self, some: list[ChunkKey], change: str, closed: bool) -> None:
+        """Another machine may change a chunk between the prefetch and the request."""
+        self.handle(SELF)
+        hold = self.fetcher.prefetch([ChunkRequest(key, TOKENS) for key in some])
+        if closed:
+            hold.close()
+        if change == "put":
+            self.put_one(OTHER, some[0], False, "put")
+        elif change == "delete":
+            self.delete_one(some[0], OTHER)
+        self.check(some, frozenset(some[:1] if change == "delete" else ()))
+        hold.close()
+
+    @precondition(lambda self: not self.far.down)
+    @rule(some=st.lists(keys, min_size=2, max_size=2, unique=True), first=st.booleans())
+    def delete_while_reading(self, some: list[ChunkKey], first: bool) -> None:
+        """A chunk that is deleted while a request reads it stays deleted."""
+        self.handle(SELF)
+        with self.fetcher.fetch([ChunkRequest(some[0], TOKENS)]) as fetch:
+            if first:
+                fetch.extend([ChunkRequest(some[1], TOKENS)])
+            self.look(fetch, some[0], self.there | self.seen)
+            self.delete_one(some[1], SELF)
+            fetch.extend([ChunkRequest(some[1], TOKENS)])
+        self.flush()
+        with self.fetcher.fetch([ChunkRequest(some[1], TOKENS)]) as fetch:
+            assert some[1] in fetch.misses
+
+    @precondition(lambda self: len(self.fetches) < 3 and not self.far.down)
+    @rule()
+    def open_fetch(self) -> None:
+        stack = ExitStack()
+        fetch = stack.enter_context(self.fetcher.fetch([]))
+        self.fetches.append(OpenFetch(fetch, stack, self.there | self.seen))
+
+    @precondition(lambda self: self.fetches)
+    @rule(n=st.integers(0, 2), key=keys)
+    def read_in_fetch(self, n: int, key: ChunkKey) -> None:
+        """What it was at any moment since the opening."""
+        self.clock.advance(0.001)
+        opened = self.fetches[n % len(self.fetches)]
+        opened.may |= self.there | self.seen
+        opened.fetch.extend([ChunkRequest(key, TOKENS)])
+        self.look(opened.fetch, key, opened.may, key not in opened.deleted)
+
+    @precondition(lambda self: self.fetches)
+    @rule()
+    def close_fetches(self) -> None:
+        for opened in self.fetches:
+            opened.stack.close()
+        self.fetches = []
+        self.flush()
+
+    # Leases
+
+    @rule(key=keys, seconds=st.sampled_from([0.5, 30.0, 600.0]), who=handles)
+    def lease(self, key: ChunkKey, seconds: float, who: int) -> None:
+        """One machine gets it: until it is released, the chunk is stored, or its time is over."""
+        who = self.handle(who)
+        if who == SELF and not self.far.down and not self.reachable:
+            self.clock.advance(REST_S)
+        if who == SELF and not self.reachable:
+            if self.place.near:
+                assert self.store.lease([key], seconds)  # others cannot be asked
+            return
+        granted = self.handles[who].lease([key], seconds)
+        assert granted == ({key} if self.model.lease(key, seconds, self.handles[who]) else set())
+        self.held += [(key, who)] if granted else []
+
+    @precondition(lambda self: self.held and not self.far.down)
+    @rule(n=st.integers(0, 5))
+    def release(self, n: int) -> None:
+        self.clock.advance(0.001)
+        key, who = self.held[n % len(self.held)]
+        for _ in range(2):
+            self.handles[who].release([key])
+        self.model.release(key, self.handles[who])
+        self.flush()
+
+    # Faults, processes, time
+
+    @rule(seconds=st.sampled_from([0.3, 1.0, 100.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.clock.advance(seconds)
+
+    @precondition(lambda self: self.place.reopens)
+    @rule()
+    def reopen(self) -> None:
+        self.close()
+        self.failed.clear()
+        self.open()
+
+    @rule(down=st.booleans(), latency_s=st.sampled_from([0.0, 0.2]), damaged=st.sets(keys, max_size=1))
+    def far_changes(self, down: bool, latency_s: float, damaged: set[ChunkKey]) -> None:
+        if self.far.down and not down:
+            self.well_at = self.clock.now + REST_S
+        self.far.down, self.far.latency_s = down, latency_s
+        self.far.damaged |= damaged & self.there
+
+    @precondition(lambda self: self.place.near and self.place.write == "back" and not self.far.down)
+    @rule(some=st.permutations(KEYS), pin=st.booleans())
+    def far_is_slow(self, some: list[ChunkKey], pin: bool) -> None:
+        """A full write queue drops what a request leaves; a pinned chunk waits for room."""
+        self.handle(SELF)
+        self.flush()
+        self.far.gate.clear()
+        for key in some[:2]:
+            put(self.store, key, content(key), False, "put", self.place)
+        arguments = self.store, some[2], content(some[2]), pin, "put", self.place
+        last = threading.Thread(target=put, args=arguments)
+        last.start()
+        eventually(lambda: is_blocked(last) or not last.is_alive())
+        self.far.gate.set()
+        last.join()
+        self.flush()
+        self.fetcher.forget(some[:3])
+        self.dropped += not pin
+        self.seen |= set(some[:3])
+        for key in some[: 3 if pin else 2]:
+            self.there.add(key)
+            self.failed.pop(key, None)
+            self.end_lease(key)
+            assert has(self.handles[OTHER], key)
+        if pin:
+            assert self.handles[OTHER].describe(some[2:3])[some[2]].pinned
+
+    def flush(self) -> None:
+        self.fetcher.flush()
+
+    # What always holds
+
+    @invariant()
+    def the_local_store_keeps_its_cap_and_the_remote_one_its_chunks(self) -> None:
+        near = self.place.near
+        if near and isinstance(self.store, TieredStore):
+            stats, remote = near.stats(), self.store.stats().remote
+            assert stats.bytes <= stats.cap_bytes
+            assert remote is not None
+            assert (remote.waiting_bytes, remote.dropped) == (0, self.dropped)
+        assert set(self.handles[OTHER].keys()) == self.there
+
+    def teardown(self) -> None:
+        self.close_fetches()
+        self.clock.advance(FAILED_S + REST_S)
+        self.check(KEYS)
+        self.close()
+        self.place.close()
+
+
+@pytest.mark.parametrize("copies", [0.0, 2.0 * UNIT])
+@pytest.mark.parametrize("kind", REMOTE_STORES)
+def test_any_history(kind: str, copies: float, tmp_path: Path) -> None:
+    made: list[Path] = []
+
+    def machine() -> FetchMachine:
+        if made:
+            shutil.rmtree(made[-1], ignore_errors=True)
+        made.append(tmp_path / str(len(made)))
+        made[-1].mkdir()
+        return FetchMachine(REMOTE_STORES[kind], made[-1], copies)
+
+    options = settings(max_examples=EXAMPLES, stateful_step_count=30, phases=PHASES)
+    run_machine(machine, settings=options)  # type: ignore[arg-type]
