@@ -196,7 +196,7 @@ class _LeastSquares:
         n = gram[..., -1:, -1]
         mean = gram[..., :-1, -1] / n
         variance = (gram.diagonal(dim1=-2, dim2=-1)[..., :-1] / n - mean**2).clamp(min=1e-12)
-        size = variance.unflatten(-1, (2, dim)).mean(dim=-1).sqrt().repeat_interleave(dim, dim=-1)
+        size = variance.view(*variance.shape[:-1], 2, dim).mean(dim=-1).sqrt().repeat_interleave(dim, dim=-1)
         penalised = gram.clone()
         penalised.diagonal(dim1=-2, dim2=-1)[..., :-1] += PENALTY * size**2
         solved = torch.linalg.solve(penalised, self._cross).float().to(self._model.device)

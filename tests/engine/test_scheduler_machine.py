@@ -351,7 +351,7 @@ def test_a_short_request_of_another_tenant_is_prefilled_within_a_long_prefill() 
 
 def test_one_tenant_alone_has_all_slots_and_kv_kept_for_a_cancelled_request_is_freed() -> None:
     machine = opened(slots=3)
-    requests = [machine.submit(Question((2, 3), max_new_tokens=20)) for _ in range(4)]
+    requests: list[Any] = [machine.submit(Question((2, 3), max_new_tokens=20)) for _ in range(4)]
     machine.step_until(lambda: [sent.state for sent in requests] == [*["runs"] * 3, "waits"])
     assert machine.fetcher.held.n_bytes > 0
     machine.cancel(requests[3])
