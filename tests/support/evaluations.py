@@ -53,7 +53,7 @@ RUNS: Mapping[str, Mapping[str, Any]] = {
 def tiny_reader(**shape: int) -> LoadedModel:
     """shape: fields of its configuration."""
     torch.manual_seed(0)
-    made = {**BASE, "vocab_size": 49152, "max_position_embeddings": LIMIT, **shape}
+    made: dict[str, Any] = {**BASE, "vocab_size": 49152, "max_position_embeddings": LIMIT, **shape}
     model: Any = tf.LlamaForCausalLM(tf.LlamaConfig(**made)).eval()
     tokenizer = bundled_tokenizer()
     return LoadedModel(
