@@ -90,18 +90,18 @@ class Engine:
     ) -> Engine:
         """Open an index by folder or by name (indexes/<name>); with a Config alone, an engine without an index.
 
-        Without an index, passages come with every question, and KV is kept in memory unless `store.path` is set.
+        Without an index, passages come with every question, and KV is kept in memory unless `store.location` is set.
         reader: the configuration's model, if it is loaded already.
         Raises IndexMissing, IndexMismatch, ModelError, StoreError.
         """
         if isinstance(index, Config):
-            reader = reader or load_model(index.reader)
+            reader = reader or load_model(index.model)
             store, fetcher = open_storage(index.store, None, reader.adapter.device)
             return cls(index, reader, store, fetcher=fetcher)._ready()
         config = config or Config()
         folder = index_folder(index)
         read_manifest(folder)  # before anything heavy is loaded
-        reader = reader or load_model(config.reader)
+        reader = reader or load_model(config.model)
         prompts = PromptBuilder(reader.tokenizer, config.prompt)
         embedder = Embedder.load(config.retrieve.embedder)
         found = VectorIndex.open(folder, embedder, **_made_for(reader, prompts))
@@ -124,7 +124,7 @@ class Engine:
         """
         config = config or Config()
         folder = index_folder(index)
-        reader = reader or load_model(config.reader)
+        reader = reader or load_model(config.model)
         prompts = PromptBuilder(reader.tokenizer, config.prompt)
         made = VectorIndex.build(
             folder,
@@ -327,9 +327,9 @@ class Engine:
         """Raises ConfigError where near-duplicates are to be looked for in a store that never finds any."""
         if blend.near and not self.store.tells_ids:
             raise ConfigError(
-                f"setting 'blend.near' is of no use with store.kind: {self.config.store.kind}, which does not tell the "
-                "tokens that near-duplicates are found by: leave it out, or keep chunks on this machine, too "
-                f"(store.kind: lmdb, with {self.config.store.kind} as store.tiers.remote)",
+                f"setting 'blend.near' is of no use with a store of kind {self.config.store.kind!r}, which does not list "
+                "the tokens of its chunks: leave it out, or store chunks on this machine, too (a folder as "
+                f"store.location, and {self.config.store.location} as store.remote.location)",
                 setting="blend.near",
             )
 

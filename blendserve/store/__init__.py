@@ -76,11 +76,11 @@ def open_store(
     kind = next(k for k in kinds if (path or not k.needs_folder) and (k.persistent or not persistent))
     policies = Policies(EVICTIONS.load(config.eviction)(), ADMISSIONS.load(config.admission)())
     store = kind.from_config(config, path, read_only, policies)
-    if config.tiers.remote and not read_only:
-        far, about = _remote(config.tiers.remote, store), config.tiers
-        store = LayeredStore(store, far, about.write, about.prefetch_bytes)
-    elif store.far and not read_only and config.tiers.prefetch_bytes:
-        store = ReadAhead(store, config.tiers.prefetch_bytes)
+    if config.remote and not read_only:
+        far = _remote(config.remote, store)
+        store = LayeredStore(store, far, config.remote_write, config.prefetch_bytes)
+    elif store.far and not read_only and config.prefetch_bytes:
+        store = ReadAhead(store, config.prefetch_bytes)
     return store
 
 
@@ -91,9 +91,9 @@ def _remote(config: RemoteConfig, near: KVStore) -> KVStore:
     try:
         if kind.needs_folder and not config.path:
             raise ConfigError(
-                f"setting 'store.tiers.remote.path' is missing: a store of kind {config.kind!r} keeps files, so name a "
-                "folder that the machines share, or another kind",
-                setting="store.tiers.remote.path",
+                "setting 'store.remote.location' is missing: name a server, a collection, or a folder that the machines "
+                "share",
+                setting="store.remote.location",
             )
         return kind.from_config(config, config.path, False, policies)
     except BaseException:

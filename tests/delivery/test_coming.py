@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from blendserve.config import BlendConfig, TiersConfig
+from blendserve.config import BlendConfig, StoreConfig
 from blendserve.core import Prompt
 from blendserve.errors import ChunkLost
 from blendserve.fetch import KVFetcher
@@ -141,7 +141,7 @@ def test_a_cache_keeps_no_more_than_what_came(service: Service, prompt: Prompt, 
             part[0] ^= 1
 
     with delivered(service, before, clock=clock) as (inner, _):
-        copies = Copies(open_caches(TiersConfig(memory_bytes=2**28), Always(), reader().adapter.device))
+        copies = Copies(open_caches(StoreConfig(memory_bytes=2**28), Always(), reader().adapter.device))
         of = blender(inner, steps, fetcher=KVFetcher(inner, copies=copies))
         assert of.run(prompt, peers.BLEND).report.chunks_corrupt == 1
         again.set()

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from blendserve.config import KdnConfig, PlaceConfig
-from blendserve.errors import ConfigError, CorruptRecord, StoreError, StoreUnavailable, StoreVersion
+from blendserve.errors import CorruptRecord, StoreError, StoreUnavailable, StoreVersion
 from blendserve.registry import DELIVERED
 from blendserve.store.base import (
     ChunkInfo,
@@ -61,10 +61,7 @@ T = TypeVar("T")
 
 
 class KdnStore(KVStore):
-    """A KVStore of what a service delivers of one collection; it opens whether the service is there or not.
-
-    Raises ConfigError where no collection is named.
-    """
+    """A KVStore of what a service delivers of one collection; it opens whether the service is there or not."""
 
     persistent, needs_folder = False, False
     kind, read_only, tells_ids = DELIVERED, True, False
@@ -82,11 +79,6 @@ class KdnStore(KVStore):
         """rule: chooses levels, in place of the settings'. pace: what another store has learnt of the link. early: let
         a prefill begin before all chunks are here. saved: of requests that do not say what stored KV saves them.
         clock: of pauses, of the deadline and of the link's rate."""
-        if not config.collection:
-            raise ConfigError(
-                "setting 'store.kdn.collection' is missing: name the collection that is to be delivered, see `blendserve "
-                "kdn list`"
-            )
         self.config = config
         self.location, self.cap_bytes = f"{config.url}/{config.collection}", 0
         self.blobs = _Blobs(self)
