@@ -69,7 +69,7 @@ class ContentionConfig(PromptBenchConfig):
     @property
     def compared(self) -> tuple[MethodSpec, ...]:
         """Raises ConfigError."""
-        return parse_methods((TRANSFORMERS, FULL, *self.methods), self.ratios, self.seed)
+        return parse_methods((TRANSFORMERS, FULL, *self.methods), self.ratios)
 
 
 def groups(config: ContentionConfig, log: SampleLog) -> Iterator[Group]:

@@ -32,7 +32,7 @@ from blendserve.bench.fixture import scratch
 from blendserve.bench.harness import Case, Column, Group, Metrics, SampleLog, ms, ratio, table
 from blendserve.bench.runner import Bench, BenchConfig
 from blendserve.bench.workload import check_room, make_workload
-from blendserve.config import Positive, ReaderConfig
+from blendserve.config import ModelConfig, Positive
 from blendserve.errors import InputError
 from blendserve.models.loader import LoadedModel, load_model
 from blendserve.models.sources import BUNDLED
@@ -138,7 +138,7 @@ def _start(task: dict[str, Any]) -> tuple[Any, Callable[[Any], Metrics]]:
         return None, lambda _: _read_rate(numbers)
     config = EnginesConfig(**task["config"])
     weights = "int8" if engine == OURS_INT8 else "model"
-    reader = load_model(ReaderConfig(model=config.model, threads=threads, decode_weights=weights))
+    reader = load_model(ModelConfig(name=config.model, threads=threads, decode_weights=weights))
     context, n = task["context"], config.new_tokens
     check_room(reader, context + n, "the context with its new tokens")
     ids = make_workload(reader, 1, context, None, config.seed).chunks[0]

@@ -116,7 +116,7 @@ def think_time(service_s: float, clients: int, share: float) -> float:
 
 def prepare(config: NeighborConfig, folder: Path) -> None:
     """An index with its KV in `folder`: a copy, or one of bundled text. Raises InputError, StoreError."""
-    settings = Config(reader=config.reader, blend=BlendConfig(method=METHOD))
+    settings = Config(model=config.reader, blend=BlendConfig(method=METHOD))
     if (config.index / "manifest.json").exists():
         shutil.copytree(config.index, folder)
         engine = Engine.open(folder, settings)

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from pydantic import Field
@@ -25,7 +25,7 @@ from blendserve.bench.fixture import scratch
 from blendserve.bench.harness import Case, Group, Metrics, SampleLog, count, ms, ratio, table
 from blendserve.bench.runner import Bench, BenchConfig
 from blendserve.bench.workload import make_workload
-from blendserve.config import BlendConfig, Config, Positive, Ratio, StoreConfig, StoreKindName
+from blendserve.config import BlendConfig, Config, Positive, Ratio, StoreConfig
 from blendserve.core import Passage
 from blendserve.engine.engine import Engine
 from blendserve.evaluate.methods import parse_methods
@@ -56,8 +56,8 @@ class SharingConfig(BenchConfig):
     memory: float = Field(
         0.75, gt=0, description="Total capacity of the caches, as a fraction of the pool's KV."
     )
-    store: StoreKindName = Field(
-        SHARED_STORE,
+    store: Literal["valkey", "lmdb", "memory"] = Field(
+        "valkey",
         description="Kind of store of the caches; a server is started for a kind that needs one.",
     )
     method: str = Field(f"{BENCHED[0]}@0.15", description="Method, written as for `evaluate`.")
@@ -153,7 +153,7 @@ class Node:
             self.reader, config.pool, config.chunk_tokens, None, config.seed
         ).passages
         self._trace = trace(config)
-        memory = open_store(StoreConfig(kind="memory"), None)
+        memory = open_store(StoreConfig(location="memory"), None)
         with Engine(self._settings("warm", "warm", 1.0), self.reader, memory) as warm:
             for _ in range(2):
                 self._ask(warm, self._passages[: config.passages], "What is this about?")
@@ -192,14 +192,13 @@ class Node:
     def _settings(self, name: str, folder: str, share: float) -> Config:
         """share: of the total capacity."""
         pool_bytes = self.config.pool * self.config.chunk_tokens * self.reader.adapter.kv_bytes_per_token
+        places = {"memory": "memory", "lmdb": str(self._folder / folder), SHARED_STORE: self._url}
         store: dict[str, Any] = {
-            "kind": self.config.store,
-            "path": self._folder / folder,
+            "location": places[self.config.store],
+            "deadline_s": DEADLINE_S,
             "namespace": name,
             "cap_gb": self.config.memory * share * pool_bytes / 1e9,
         }
-        if self._url:
-            store[SHARED_STORE] = {"url": self._url, "deadline_s": DEADLINE_S}
         return Config(store=store)
 
 

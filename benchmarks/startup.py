@@ -52,7 +52,7 @@ def groups(config: StartupConfig, log: SampleLog) -> Iterator[Group]:
     if log.done({}):
         return
     settings = Config(
-        reader=config.reader,
+        model=config.reader,
         retrieve=RetrieveConfig(top_k=config.passages, chunk_tokens=config.chunk_tokens),
         blend=BlendConfig(method="blend"),
         decode=DecodeConfig(max_new_tokens=config.new_tokens),

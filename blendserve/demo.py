@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from blendserve import console
-from blendserve.config import BlendConfig, Config, DecodeConfig, ReaderConfig, RetrieveConfig, StoreConfig
+from blendserve.config import BlendConfig, Config, DecodeConfig, ModelConfig, RetrieveConfig, StoreConfig
 from blendserve.core import Answer, Passage
 from blendserve.engine.documents import Collections
 from blendserve.engine.engine import Engine
@@ -62,7 +62,7 @@ class Row:
     recomputed: int  # cached tokens among them
 
 
-def run(index: Path = INDEX, model: str = CONFIG.reader.model) -> list[Row]:
+def run(index: Path = INDEX, model: str = CONFIG.model.name) -> list[Row]:
     """Print the whole demo; returns the comparison's rows.
 
     Raises ModelError for a model that cannot be loaded, StoreError for an index folder that cannot be written.
@@ -70,7 +70,7 @@ def run(index: Path = INDEX, model: str = CONFIG.reader.model) -> list[Row]:
     began = float(os.environ.get(BEGAN) or time.time())
     config = _config(model)
     with _step(1, f"Load the model {model}") as note:
-        reader = load_model(config.reader)
+        reader = load_model(config.model)
         note(f"{reader.adapter.n_layers} layers, {_name(reader.adapter.dtype)}")
     with _step(2, "Index Python's language reference") as note:
         engine = _open(index, config, reader)
@@ -107,16 +107,16 @@ def serve_page(index: Path, model: str, host: str, port: int) -> None:
         serve(engine, Collections({index.name: engine.index}), ServeConfig(host=host, port=port))
 
 
-def open_demo(index: Path = INDEX, model: str = CONFIG.reader.model) -> Engine:
+def open_demo(index: Path = INDEX, model: str = CONFIG.model.name) -> Engine:
     """The demo's engine; its index is built and its KV precomputed where that is missing."""
     config = _config(model)
-    engine = _open(index, config, load_model(config.reader))
+    engine = _open(index, config, load_model(config.model))
     precompute(engine)
     return engine
 
 
 def _config(model: str) -> Config:
-    return CONFIG.model_copy(update={"reader": ReaderConfig(model=model)})
+    return CONFIG.model_copy(update={"model": ModelConfig(name=model)})
 
 
 def _open(index: Path, config: Config, reader: LoadedModel) -> Engine:
@@ -156,7 +156,7 @@ def _step(number: int, title: str) -> Iterator[Any]:
 
 def _about(model: str) -> None:
     """What to expect of the answers."""
-    if model != Config().reader.model:
+    if model != Config().model.name:
         return
     console.out.print(
         "\nThe bundled model has 135 million parameters, so that the demo runs on two CPU cores. It is often vague or\n"

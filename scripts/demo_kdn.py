@@ -36,11 +36,10 @@ def main() -> None:
     open_demo().close()
     with tempfile.TemporaryDirectory() as folder, Server() as server:
         shared, port = Path(folder) / "kdn.yaml", free_port()
-        store = {"kind": "valkey", "valkey": {"url": server.url, "deadline_s": 30}}
+        store = {"location": server.url, "deadline_s": 30}
         shared.write_text(yaml.safe_dump({"store": store}))
         engine = Path(folder) / "engine.yaml"
-        far = {"kind": "kdn", "kdn": {"deadline_s": 30}}
-        own = {"path": str(Path(folder) / "kv"), "tiers": {"remote": far}}
+        own = {"location": str(Path(folder) / "kv"), "remote": {"deadline_s": 30}}
         engine.write_text(yaml.safe_dump({"store": own}))
         _run("kdn", "publish", str(INDEX), NAME, "-c", str(shared))
         serve = [*COMMAND, "kdn", "serve", "-c", str(shared), "--port", str(port)]

@@ -75,8 +75,8 @@ def main() -> None:
 
 def settings(url: str, own_bytes: int = 0) -> Config:
     """The server alone, or with a memory tier before it."""
-    far = {"kind": "valkey", "cap_gb": 8, "valkey": {"url": url, "deadline_s": 30}}
-    own = {"kind": "memory", "cap_gb": own_bytes / 1e9, "tiers": {"remote": far}}
+    far = {"location": url, "cap_gb": 8, "deadline_s": 30}
+    own = {"location": "memory", "cap_gb": own_bytes / 1e9, "remote": far}
     return Config(store=own if own_bytes else far, blend={"method": "blend"}, decode={"max_new_tokens": 8})
 
 

@@ -16,7 +16,7 @@ HEAD = """\
 
 <!-- Printed by scripts/families_table.py from blendserve/models/families.py; a test compares. -->
 
-Which models can blendserve run? `--model` (or `reader.model`) takes five forms:
+Which models can blendserve run? `--model` (or `model.name`) takes five forms:
 
 | form | example |
 |---|---|

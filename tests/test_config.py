@@ -11,6 +11,7 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
+from blendserve.cli.reference import settings_page
 from blendserve.config import BASIC, BlendConfig, Config, DecodeConfig, changed
 from blendserve.errors import ConfigError
 
@@ -24,11 +25,11 @@ def test_defaults_survive_a_file(tmp_path: Path) -> None:
 
 def test_a_file_names_only_what_it_changes(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
-    path.write_text("blend: {ratio: 0.3, check_layers: [1, 4]}\nstore: {path: here/kv}\n")
+    path.write_text("blend: {ratio: 0.3, check_layers: [1, 4]}\nstore: {location: here/kv}\n")
     config = Config.load(path)
     blend, store = Config().blend, Config().store
     assert config.blend == changed(blend, ratio=0.3, check_layers=(1, 4))
-    assert config.store == changed(store, path=Path("here/kv"))
+    assert (config.store, config.store.path) == (changed(store, location="here/kv"), Path("here/kv"))
     assert Config(**yaml.safe_load(config.to_yaml())) == config
 
 
@@ -43,9 +44,11 @@ def test_a_file_names_only_what_it_changes(tmp_path: Path) -> None:
         ({"blend": {"check_layers": [1, 0]}}, "blend.check_layers.1"),
         ({"bland": {}}, "bland"),
         ({"blend": 3}, "blend"),
-        ({"store": {"tiers": {"remote": {"valkey": {"ulr": "x"}}}}}, "store.tiers.remote.valkey.ulr"),
-        ({"store": {"tiers": {"remote": {"cap_gb": -1}}}}, "store.tiers.remote.cap_gb"),
+        ({"store": {"remote": {"locaton": "x"}}}, "store.remote.locaton"),
+        ({"store": {"remote": {"cap_gb": -1}}}, "store.remote.cap_gb"),
         ({"store": {"kind": "lmbd"}}, "store.kind"),
+        ({"store": {"location": "ftp://host/docs"}}, "store.location"),
+        ({"store": {"location": "https://host"}}, "store.location"),
         ({"store": {"eviction": "fifo"}}, "store.eviction"),
         ({"store": {"admission": 1}}, "store.admission"),
         ({"decode": {"max_new_tokens": 0}}, "decode.max_new_tokens"),
@@ -108,6 +111,78 @@ def test_old_names_are_read_with_one_warning_each(tmp_path: Path, caplog: pytest
     assert Config(blend=BlendConfig(ratio="auto").model_dump()).blend.min_ratio == 0.05
 
 
+VALKEY = {"url": "valkey://host:1", "username": "ann", "password_file": "secret", "deadline_s": 2}
+KDN = {"url": "https://host", "collection": "docs", "relay": "https://far:1", "relay_fingerprint": "ab"}
+REMOTE = {"kind": "kdn", "cap_gb": 3, "kdn": {"deadline_s": 4}}
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ({"reader": {"model": "m", "dtype": "float32"}}, {"model": {"name": "m", "dtype": "float32"}}),
+        ({"store": {"kind": "lmdb", "path": "here"}}, {"store": {"location": "here"}}),
+        ({"store": {"kind": "memory", "path": "here"}}, {"store": {"location": "memory"}}),
+        (
+            {"store": {"kind": "valkey", "valkey": VALKEY}},
+            {"store": {"location": "valkey://ann@host:1", "secret_file": "secret", "deadline_s": 2}},
+        ),
+        (
+            {"store": {"kind": "kdn", "kdn": KDN}},
+            {"store": {"location": "https://host/docs", "relay": "https://far:1#ab"}},
+        ),
+        ({"store": {"tiers": {"host_bytes": "4GB"}}}, {"store": {"memory_bytes": "4GB"}}),
+        (
+            {"store": {"tiers": {"remote": REMOTE, "write": "through"}}},
+            {"store": {"remote": {"cap_gb": 3, "deadline_s": 4}, "remote_write": "through"}},
+        ),
+    ],
+)
+def test_an_old_name_means_what_its_new_one_does(
+    old: dict[str, Any], new: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(old))
+    expected = Config(**new)
+    assert Config.load(path) == expected != Config()
+    ((section, settings),) = old.items()
+    words = [f"{section}.{name}={json.dumps(value).strip(chr(34))}" for name, value in settings.items()]
+    assert Config.load(None, words) == expected
+    for word in words:
+        name, _, value = word.partition("=")
+        monkeypatch.setenv(f"BLENDSERVE__{name.upper().replace('.', '__')}", value)
+    assert Config.load() == expected
+
+
+def test_parts_of_an_old_place_may_come_from_several_sources(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("store: {kind: valkey}\n")
+    assert Config.load(path).store.location == "valkey://127.0.0.1:6379"
+    monkeypatch.setenv("BLENDSERVE__STORE__VALKEY__URL", "valkey://there:1")
+    assert Config.load(path).store.location == "valkey://there:1"
+    assert Config.load().store == Config().store  # the URL of a kind that is not in use
+
+
+@pytest.mark.parametrize(
+    ("location", "kind", "folder"),
+    [
+        *(("", "lmdb", None), ("here/kv", "lmdb", Path("here/kv")), ("memory", "memory", None)),
+        *(("./memory", "lmdb", Path("memory")), ("unix:///tmp/socket", "valkey", None)),
+        *(("rediss://host", "valkey", None), ("https://host:8010/docs/", "kdn", None)),
+    ],
+)
+def test_a_location_names_its_kind_of_store(location: str, kind: str, folder: Path | None) -> None:
+    store = Config(store={"location": location}).store
+    assert (store.kind, store.path) == (kind, folder)
+
+
+def test_settings_are_few() -> None:
+    """60 names to learn, 15 of them basic; `deliver` and `store.remote` take names of `serve` and `store`."""
+    assert len(BASIC) <= 15
+    assert sum(line.startswith("| `") for line in settings_page().split("## Env")[0].splitlines()) <= 60
+
+
 def test_a_word_wins_over_the_environment_over_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,10 +194,10 @@ def test_a_word_wins_over_the_environment_over_the_file(
     config = Config.load(path)
     assert (config.store.cap_gb, config.store.codec, config.blend.ratio) == (2, "int8", 0.2)
     assert config.blend.check_layers == (1, 4)
-    words = ["store.cap_gb=3", "store.tiers.memory_bytes=4GB", "blend.near=true", "reader.threads=null"]
+    words = ["store.cap_gb=3", "store.memory_bytes=4GB", "blend.near=true", "model.threads=null"]
     config = Config.load(path, words)
     assert (config.store.cap_gb, config.store.codec) == (3, "int8")
-    assert (config.store.tiers.memory_bytes, config.blend.near) == (4_000_000_000, True)
+    assert (config.store.memory_bytes, config.blend.near) == (4_000_000_000, True)
     assert Config().store.cap_gb == 32  # only `load` reads the environment
 
 
@@ -144,13 +219,13 @@ def test_a_wrong_word_or_variable_is_refused_by_name(
 
 
 def test_replace_changes_one_setting_and_checks_again() -> None:
-    config = Config().replace("store.tiers.remote.valkey.url", "valkey://host:1")
-    assert config.store.tiers.remote is not None
-    assert config.store.tiers.remote.valkey.port == 1
-    assert config.replace("store.tiers.remote", None) == Config()
+    config = Config().replace("store.remote.location", "valkey://host:1")
+    assert config.store.remote is not None
+    assert config.store.remote.valkey.port == 1
+    assert config.replace("store.remote", None) == Config()
     with pytest.raises(ConfigError) as error:
-        config.replace("store.tiers.remote.cap_gb", -1)
-    assert error.value.setting == "store.tiers.remote.cap_gb"
+        config.replace("store.remote.cap_gb", -1)
+    assert error.value.setting == "store.remote.cap_gb"
     for name in BASIC:  # settings that exist
         section, _, field = name.partition(".")
         assert field in type(getattr(config, section)).model_fields

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -70,7 +70,8 @@ def is_setting(path: str) -> bool:
         field = getattr(section, "model_fields", {}).get(part)
         if field is None:
             return False
-        section = field.annotation
+        kinds = (field.annotation, *get_args(field.annotation))
+        section = next((kind for kind in kinds if hasattr(kind, "model_fields")), None)
     return True
 
 

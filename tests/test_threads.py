@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from blendserve import threads
-from blendserve.config import ReaderConfig
+from blendserve.config import ModelConfig
 from blendserve.models.loader import load_model
 from blendserve.threads import COUNT, POLICY, SPIN, SPINS, Cpus, Settled, find_cpus, settle
 from tests.bench.conftest import write_shape
@@ -130,5 +130,5 @@ def test_a_reader_sets_the_count_for_threads_to_come(
 ) -> None:
     monkeypatch.setattr(threads, "SETTLED", Settled(Cpus(2, 1.0), {}, theirs, too_late=True))
     with limited(2), ThreadPoolExecutor(1) as pool:
-        load_model(ReaderConfig(model=write_shape(tmp_path), dtype="float32", threads=asked))
+        load_model(ModelConfig(name=write_shape(tmp_path), dtype="float32", threads=asked))
         assert torch.get_num_threads() == pool.submit(torch.get_num_threads).result() == expected

@@ -24,7 +24,7 @@ from blendserve.bench.stores import SlowStore
 from blendserve.bench.workload import Workload
 from blendserve.blend.blender import Blender, Prefilled
 from blendserve.blend.priors import Priors
-from blendserve.config import BlendConfig, KVContext, PromptConfig, StoreConfig, TiersConfig
+from blendserve.config import BlendConfig, KVContext, PromptConfig, StoreConfig
 from blendserve.core import TokenIds
 from blendserve.engine.prompt import PromptBuilder
 from blendserve.errors import InputError, ModelUnsupported, StoreError
@@ -194,10 +194,8 @@ def open_tier(folder: Path, n_bytes: int, tier: Tier, device: torch.device) -> K
     if tier == "disk":
         return KVFetcher(LMDBStore(folder, n_bytes))
     cap = round(PINNED * n_bytes)
-    tiers = TiersConfig(
-        device_bytes=cap if tier == "device" else 0, host_bytes=2 * cap if tier == "host" else 0
-    )
-    config = StoreConfig(path=folder, cap_gb=cap / 1e9, tiers=tiers.model_dump())
+    copies = {"device_bytes": cap} if tier == "device" else {"memory_bytes": 2 * cap}
+    config = StoreConfig(location=str(folder), cap_gb=cap / 1e9, **copies)
     return open_storage(config, folder, device)[1]
 
 

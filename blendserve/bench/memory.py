@@ -24,7 +24,7 @@ import torch
 from blendserve.bench.fixture import PromptFixture
 from blendserve.bench.harness import Metrics
 from blendserve.bench.workload import make_workload
-from blendserve.config import ReaderConfig
+from blendserve.config import ModelConfig
 from blendserve.errors import BlendserveError, InputError
 from blendserve.evaluate.methods import TRANSFORMERS, parse_methods
 from blendserve.models.loader import load_model
@@ -51,10 +51,10 @@ def peak_memory(
 
 def measure_here(model: dict[str, Any], shape: list[int], seed: int, name: str, folder: str) -> Metrics:
     """The same in this process."""
-    reader = load_model(ReaderConfig(**model))
+    reader = load_model(ModelConfig(**model))
     chunks, chunk_tokens, suffix_tokens = shape
     workload = make_workload(reader, chunks, chunk_tokens, suffix_tokens, seed)
-    method = next(m for m in parse_methods((TRANSFORMERS, name), (), seed) if m.name == name)
+    method = next(m for m in parse_methods((TRANSFORMERS, name), ()) if m.name == name)
     with PromptFixture(reader, workload, (method,), Path(folder)) as fixture:
         fixture.store.verify()
         fixture.workload = replace(workload, passages=())

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from blendserve.bench.harness import Group, Result, SampleLog, Table, Update, measure
 from blendserve.bench.plots import Plot
-from blendserve.config import Positive, ReaderConfig
+from blendserve.config import ModelConfig, Positive, RuntimeConfig
 from blendserve.provenance import machine, versions
 
 if TYPE_CHECKING:
@@ -32,18 +32,19 @@ BENCHES = {  # name, also that of the module -> help
 }
 
 
-class BenchConfig(ReaderConfig):
+class BenchConfig(RuntimeConfig):
     """What all benches share. The options of a bench are the fields of its config."""
 
+    model: str = Field(ModelConfig().name, description=ModelConfig.model_fields["name"].description)
     repeats: Positive = Field(5, description="Number of measured rounds.")
-    seed: int = Field(0, description="Random seed of the text, and of policies that sample.")
+    seed: int = Field(0, description="Random seed of the text.")
     folder: Path | None = Field(
         None, description="Folder for temporary stores; the system's temporary folder if not set."
     )
 
     @property
-    def reader(self) -> ReaderConfig:
-        return ReaderConfig(**self.model_dump(include=set(ReaderConfig.model_fields)))
+    def reader(self) -> ModelConfig:
+        return ModelConfig(name=self.model, **self.model_dump(include=set(RuntimeConfig.model_fields)))
 
 
 class PromptBenchConfig(BenchConfig):

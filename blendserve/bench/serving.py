@@ -137,7 +137,7 @@ def _index(config: ServingConfig, folder: Path) -> Iterator[Path]:
     if config.url or config.index.exists():
         yield config.index
         return
-    Engine.build(folder / "index", language_reference(), Config(reader=config.reader)).close()
+    Engine.build(folder / "index", language_reference(), Config(model=config.reader)).close()
     yield folder / "index"
 
 
@@ -156,7 +156,7 @@ def _server(config: ServingConfig, index: Path, folder: Path) -> Iterator[str]:
 
 def model_settings(config: BenchConfig, file: Path) -> Path:
     """A settings file with the model of a bench, for a server."""
-    file.write_text(yaml.safe_dump({"reader": config.reader.model_dump(mode="json")}))
+    file.write_text(yaml.safe_dump({"model": config.reader.model_dump(mode="json")}))
     return file
 
 

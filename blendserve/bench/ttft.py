@@ -54,7 +54,7 @@ class TtftConfig(BenchConfig):
     @property
     def compared(self) -> tuple[MethodSpec, ...]:
         """Every method, transformers first. Raises ConfigError."""
-        found = parse_methods((TRANSFORMERS, FULL, "prefix", "reuse", *self.methods), self.ratios, self.seed)
+        found = parse_methods((TRANSFORMERS, FULL, "prefix", "reuse", *self.methods), self.ratios)
         return tuple(sorted(found, key=lambda method: method.kind != TRANSFORMERS))
 
 

@@ -19,7 +19,7 @@ app = make_app()
 @with_options(
     settings=Options(
         Config(),
-        "reader.model",
+        "model.name",
         "retrieve.top_k",
         "blend.method",
         "blend.policy",
@@ -30,7 +30,6 @@ app = make_app()
         "decode.temperature",
         "decode.top_p",
         "decode.seed",
-        "blend.seed",
         "decode.stop",
         load=Config.load,
         verbatim=("stop",),

@@ -18,11 +18,14 @@ app = make_app("List codecs of stored KV, and fit their tables.")
 
 READER = Options(
     Config(),
-    *("reader.model", "store.path", "retrieve.chunk_tokens"),
+    *("model.name", "store.location", "retrieve.chunk_tokens"),
     load=Config.load,
-    names={"store.path": "store"},
 )
-STORE = Options(Config(), "store.path", load=Config.load, names={"store.path": "store"})
+STORE = Options(
+    Config(),
+    "store.location",
+    load=Config.load,
+)
 
 
 @app.command("list")
@@ -126,7 +129,7 @@ def fit_tables(
     if not settings.store.path:
         read_manifest(index_folder(index))  # report a mistyped name before minutes of work
     documents = [list(read_documents(path)) for path in text or []]
-    reader = load_model(settings.reader)
+    reader = load_model(settings.model)
     prompts = PromptBuilder(reader.tokenizer, settings.prompt)
     if documents:
         chunks = chunks_of(_mixed(documents), tokens, settings, prompts)

@@ -42,7 +42,7 @@ def demo(
     from blendserve.config import Config
     from blendserve.demo import run, serve_page  # torch and all the rest: seconds
 
-    model = model or Config().reader.model
+    model = model or Config().model.name
     if page:
         serve_page(Path(index), model, host, port)
     else:

@@ -20,7 +20,7 @@ OWN_FORWARD = ("full prefill by the model's own forward",)
 
 
 @app.command()
-@with_options(settings=Options(Config(), "reader.model", load=Config.load))
+@with_options(settings=Options(Config(), "model.name", load=Config.load))
 def doctor(settings: Config, json: JsonOpt = False) -> None:
     """Check that blending is correct with a model on this machine.
 
@@ -38,7 +38,7 @@ def doctor(settings: Config, json: JsonOpt = False) -> None:
     from blendserve.paths import cache_folder
     from blendserve.provenance import describe, machine
 
-    reader = load_model(settings.reader)
+    reader = load_model(settings.model)
     report = check(reader)
     costs = calibrated(reader.adapter, reader.fingerprint, cache_folder() / "profit", fresh=True)
     together, anywhere = reader.adapter.attention_backends

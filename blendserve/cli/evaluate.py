@@ -25,10 +25,9 @@ app = make_app()
         settings_from(),
         "prompt.kv_context",
         "decode.max_new_tokens",
-        "reader.model",
-        "store.path",
+        "model.name",
+        "store.location",
         load=settings_from,
-        names={"store.path": "store"},
     ),
 )
 def evaluate(

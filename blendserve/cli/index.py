@@ -21,14 +21,14 @@ CorpusArg = Annotated[
         "of .txt and .md files, or one such file."
     ),
 ]
-READER = Options(Config(), "reader.model", load=Config.load)
+READER = Options(Config(), "model.name", load=Config.load)
 
 
 @app.command()
 @with_options(
     settings=Options(
         Config(),
-        "reader.model",
+        "model.name",
         "retrieve.chunk_tokens",
         "retrieve.embedder",
         "retrieve.index",

@@ -16,27 +16,25 @@ from blendserve import console
 from blendserve.cli.options import IndexArg, JsonOpt, Options, make_app, with_options
 from blendserve.cli.show import as_dict
 from blendserve.config import Config
-from blendserve.errors import InputError
 
 app = make_app("Publish collections and deliver them to remote engines.")
 
 NODE_KEY = "BLENDSERVE_NODE_KEY"
 NameArg = Annotated[str, typer.Argument(help="Name of the collection.")]
-STORE = Options(Config(), "store.path", load=Config.load, names={"store.path": "store"})
+STORE = Options(Config(), "store.location", load=Config.load)
 
 
 @app.command()
 @with_options(
     settings=Options(
         Config(),
-        "store.path",
+        "store.location",
         "deliver.host",
         "deliver.port",
         "deliver.keys",
         "deliver.memory_mb",
         "deliver.drain_s",
         load=Config.load,
-        names={"store.path": "store"},
     )
 )
 def serve(settings: Config) -> None:
@@ -56,7 +54,9 @@ def serve(settings: Config) -> None:
 
 @app.command()
 @with_options(
-    settings=Options(Config(), "reader.model", "store.path", load=Config.load, names={"store.path": "store"})
+    settings=Options(
+        Config(), "model.name", "store.location", load=Config.load, names={"store.location": "store"}
+    )
 )
 def publish(
     index: IndexArg,
@@ -213,15 +213,12 @@ def pull(
     Commands with `-i kdn:URL/NAME` do the same into the user's cache. If the service has API keys, the key is read
     from BLENDSERVE_KDN_KEY.
     """
-    from blendserve.config import KdnConfig
-    from blendserve.kdn.pull import SCHEME
+    from blendserve.kdn.pull import location_of
     from blendserve.kdn.pull import pull as run  # with torch: seconds
     from blendserve.paths import index_folder
 
-    url, _, name = source.removeprefix(SCHEME).rstrip("/").rpartition("/")
-    if not source.startswith(SCHEME) or not url:
-        raise InputError(f"{source!r} is not a collection: give kdn:http://HOST:8010/NAME")
-    found = run(KdnConfig(url=url, collection=name), index_folder(folder), settings.store.namespace)
+    collection = settings.store.replace("location", location_of(source))
+    found = run(collection.kdn, index_folder(folder), settings.store.namespace)
     console.out.print(f"{found}: next: blendserve ask ... -i {source}", markup=False)
 
 
@@ -234,8 +231,8 @@ def relay(
 ) -> None:
     """Run a MoQ relay that delivers chunks to many engines.
 
-    It prints its URL and its certificate's fingerprint, for `kdn feed` and the settings store.kdn.relay and
-    relay_fingerprint. It has no API keys: bind it where only your engines can reach it (docs/reference/moq.md).
+    It prints its URL and its certificate's fingerprint, for `kdn feed` and the setting store.remote.relay.
+    It has no API keys: bind it where only your engines can reach it (docs/reference/moq.md).
     """
     import asyncio
 

@@ -1,7 +1,7 @@
 """Options that are settings: type, choices, default and help are read from the settings' own fields.
 
     @app.command()
-    @with_options(settings=Options(Config(), "reader.model", "blend.ratio", load=Config.load))
+    @with_options(settings=Options(Config(), "model.name", "blend.ratio", load=Config.load))
     def ask(question: ..., settings: Config) -> None: ...
 
 gives `ask` the options --config, --model and --ratio in the place of its parameter `settings`.
@@ -21,6 +21,7 @@ import typer
 from pydantic.fields import FieldInfo
 
 from blendserve.config import BASIC, Section
+from blendserve.registry import Registry
 
 IndexArg = Annotated[str, typer.Argument(help="Index: a folder, or a name in indexes/.")]
 IndexOpt = Annotated[
@@ -60,6 +61,7 @@ HELP_ALL = inspect.Parameter(
         bool, typer.Option("--help-all", is_eager=True, callback=_help_all, help="Show all options and exit.")
     ],
 )
+FLAGS = {"model.name": "model", "store.location": "store"}  # options that are not named after the last part
 Load = Callable[[Path | None, Sequence[str]], Section]
 SET = typer.Option(
     "--set",
@@ -100,19 +102,19 @@ class Options:
     ) -> None:
         """paths: dotted fields of `base`, whose values are the defaults; none = all, its own class's first.
 
-        load: reads the file of --config and the words of --set; None = no such options. names: path -> option, where that
-        is not the path's last part; two paths of one option are set together. verbatim: options whose texts hold commas.
+        load: reads the file of --config and the words of --set; None = no such options. names: path -> option, beside
+        FLAGS. verbatim: options whose texts may hold commas.
         """
         self._base, self._load, self._verbatim = base, load, verbatim
-        self._paths: dict[str, list[str]] = {}
+        self._paths: dict[str, str] = {}
         own = type(base).__annotations__
         for path in paths or sorted(type(base).model_fields, key=lambda field: field not in own):
-            name = (names or {}).get(path, path.rpartition(".")[2])
-            self._paths.setdefault(name, []).append(path)
+            name = {**FLAGS, **(names or {})}.get(path, path.rpartition(".")[2])
+            self._paths[name] = path
 
     def parameters(self) -> list[inspect.Parameter]:
         """One for each option, as typer reads them."""
-        shown = [self._parameter(name, paths[0]) for name, paths in self._paths.items()]
+        shown = [self._parameter(name, path) for name, path in self._paths.items()]
         about = typer.Option("--config", "-c", help="YAML file with settings.")
         if self._load:
             shown = [_parameter("config", Path, about), _parameter("set", list[str], SET), *shown]
@@ -125,11 +127,11 @@ class Options:
             file, words = given.pop("config", None), given.pop("set", None)
             section = self._load(file, words or ())
         given.pop(HELP_ALL.name, None)
-        for name, paths in self._paths.items():
+        for name, path in self._paths.items():
             value = given.pop(name)
             if isinstance(value, list) and name not in self._verbatim:
                 value = [word for text in value for word in split_list(text)]
-            for path in paths if value not in (None, []) else ():
+            if value not in (None, []):
                 section = section.replace(path, value)
         return section
 
@@ -149,7 +151,7 @@ class Options:
             *([f"[default: {shown(value)}]"] if shown(value) and not plain else []),
         ]
         flags = (f"--{name.replace('_', '-')}",) if plain else ()
-        hidden = self._load is not None and path not in BASIC
+        hidden = self._load is not None and path.replace("deliver.", "serve.") not in BASIC
         return _parameter(name, kind, typer.Option(*flags, help=" ".join(words), hidden=hidden))
 
 
@@ -183,9 +185,10 @@ def _parameter(name: str, kind: Any, option: Any) -> inspect.Parameter:
 
 def choices_of(field: FieldInfo) -> tuple[str, ...]:
     """The words that a field takes, if it takes only some: a registry's, or those of its type."""
-    extra = field.json_schema_extra
-    if isinstance(extra, dict) and isinstance(listed := extra.get("enum"), list):
-        return tuple(map(str, listed))
+    for check in field.metadata:
+        owner = getattr(getattr(check, "func", None), "__self__", None)
+        if isinstance(owner, Registry):
+            return owner.names
     return get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
 
 

@@ -25,7 +25,11 @@ app = make_app()
 @app.command()
 @with_options(
     settings=Options(
-        Config(), "reader.model", "store.path", "store.codec", load=Config.load, names={"store.path": "store"}
+        Config(),
+        "model.name",
+        "store.location",
+        "store.codec",
+        load=Config.load,
     )
 )
 def precompute(

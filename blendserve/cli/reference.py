@@ -11,7 +11,7 @@ import typer
 
 from blendserve.cli.app import app
 from blendserve.cli.options import choices_of, shown
-from blendserve.config import Config, Section
+from blendserve.config import Config, DeliverConfig, HttpConfig, Section
 
 WIDTH = 100
 WHOLE_WORDS: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
@@ -41,21 +41,21 @@ SETTINGS = f"""\
 `--config FILE` reads settings from a YAML file. The file names only the settings that it changes;
 the files in [configs/](../../configs) are examples. The environment overrides the file
 (`BLENDSERVE__STORE__CAP_GB=8`), `--set store.cap_gb=8` the environment, an option of a command all
-of them. The section `serve` belongs to `blendserve serve`, `deliver` to `blendserve kdn serve`. A
-dot separates section and setting:
+of them. A dot separates section and setting:
 
     blend: {{ratio: 0.3}}        # blend.ratio
     store: {{cap_gb: 8}}         # store.cap_gb
 
-`store.tiers.remote` takes the settings `kind`, `path`, `cap_gb`, `eviction`, `admission`, `valkey`
-and `kdn` of `store`.
+`store.remote` takes the settings of `store` from `location` to `relay`. The section `serve` belongs
+to `blendserve serve`. `blendserve kdn serve` reads the section `deliver`, which takes the settings
+of `serve` from `host` to `drain_s`, with port 8010, and two of its own.
 """
 VARIABLES = (
     ("BLENDSERVE_API_KEY", "API key that `blendserve serve` requires from its clients"),
     ("BLENDSERVE_DEMO_HOST", "address of the server of `blendserve demo --page`"),
     ("BLENDSERVE_DEMO_BEGAN", "start of `make demo`, seconds since 1970; the demo counts from there"),
-    ("BLENDSERVE_VALKEY_PASSWORD", "password for the server in `store.valkey`"),
-    ("BLENDSERVE_KDN_KEY", "API key for the delivery service in `store.kdn`"),
+    ("BLENDSERVE_VALKEY_PASSWORD", "password for a Valkey server in `store.location`"),
+    ("BLENDSERVE_KDN_KEY", "API key for a delivery service in `store.location`"),
     ("BLENDSERVE_NODE_KEY", "API key for the engines of `blendserve kdn warm`"),
     (
         "RAY_ADDRESS",
@@ -150,8 +150,11 @@ def _text(command: Any) -> str:
 
 
 def _settings(section: Section, above: str = "") -> Iterator[tuple[str, str, str]]:
+    shared = HttpConfig.model_fields if isinstance(section, DeliverConfig) else {}
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)
+        if name in shared:
+            continue  # described at `serve`
         if isinstance(value, Section):
             yield from _settings(value, f"{above}{name}.")
         else:

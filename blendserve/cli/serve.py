@@ -20,7 +20,7 @@ app = make_app()
 @with_options(
     settings=Options(
         Config(),
-        "reader.model",
+        "model.name",
         "serve.served_model_name",
         "blend.method",
         "blend.near",

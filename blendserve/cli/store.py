@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -10,12 +9,11 @@ import typer
 from blendserve import console
 from blendserve.cli.options import IndexArg, JsonOpt, Options, make_app, with_options
 from blendserve.cli.show import print_dict
-from blendserve.config import Config, changed
-from blendserve.registry import SHARED_STORE, STORES
+from blendserve.config import Config
 
 app = make_app("Inspect, repair and merge KV stores.")
 
-STORE = Options(Config(), "store.path", load=Config.load, names={"store.path": "store"})
+STORE = Options(Config(), "store.location", load=Config.load)
 
 
 @app.command()
@@ -78,7 +76,8 @@ def merge(
 ) -> None:
     """Copy chunks from other stores into the index's store.
 
-    Credentials and deadline for servers come from store.valkey. The exit code is 1 if a source chunk is damaged.
+    Password and deadline for servers come from store.secret_file and store.deadline_s. The exit code is 1 if a source
+    chunk is damaged.
     """
     from blendserve.store.merge import merge  # torch: a second
 
@@ -97,12 +96,7 @@ def _source(name: str, settings: Config) -> Any:
     """The store in a folder or on a server. Raises ConfigError, StoreError."""
     from blendserve.fetch import open_store  # torch: a second
 
-    about = settings.store
-    if "://" in name:
-        about = changed(about, kind=SHARED_STORE, valkey=changed(about.valkey, url=name))
-    else:
-        about = changed(about, kind=STORES.default, path=Path(name))
-    return open_store(about, None, read_only=True, persistent=True)
+    return open_store(settings.store.replace("location", name), None, read_only=True, persistent=True)
 
 
 def _open(index: str, settings: Config, read_only: bool = True) -> Any:

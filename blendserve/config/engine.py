@@ -7,18 +7,11 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 
 from blendserve.config.section import Section
-from blendserve.registry import (
-    CORRECTIONS,
-    POLICIES,
-)
+from blendserve.registry import CORRECTIONS, POLICIES
 
 Method = Literal["auto", "blend", "full", "prefix", "reuse"]
-PolicyName = Annotated[
-    str, AfterValidator(POLICIES.check), Field(json_schema_extra={"enum": list(POLICIES.names)})
-]
-CorrectionName = Annotated[
-    str, AfterValidator(CORRECTIONS.check), Field(json_schema_extra={"enum": list(CORRECTIONS.names)})
-]
+PolicyName = Annotated[str, AfterValidator(POLICIES.check)]
+CorrectionName = Annotated[str, AfterValidator(CORRECTIONS.check)]
 KVContext = Literal["prefix", "primer", "bos", "none"]
 
 
@@ -45,13 +38,9 @@ AUTO_MIN_RATIO = 0.05
 Positive = Annotated[int, Field(gt=0)]
 
 
-class ReaderConfig(Section):
-    """The language model that answers."""
+class RuntimeConfig(Section):
+    """What a model runs on, and in which number format."""
 
-    model: str = Field(
-        "smollm2-135m",
-        description="Model: a bundled name, a folder, a Hugging Face id, or random:SHAPE for random weights.",
-    )
     dtype: Dtype = Field(
         "auto",
         description="Number format of weights, computation and KV; auto chooses the fastest one of the "
@@ -68,6 +57,15 @@ class ReaderConfig(Section):
         "model",
         description="Weights for decoding on a CPU: the model's own, or an int8 copy, which is faster and approximate. "
         "Prefill and stored KV always use the model's own.",
+    )
+
+
+class ModelConfig(RuntimeConfig):
+    """The language model that answers."""
+
+    name: str = Field(
+        "smollm2-135m",
+        description="Model: a bundled name, a folder, a Hugging Face id, or random:SHAPE for random weights.",
     )
 
 
@@ -132,7 +130,6 @@ class BlendConfig(Section):
         description="Layers at which a policy that compares layers selects tokens; several layers narrow "
         "the selection step by step.",
     )
-    seed: int = Field(0, description="Random seed of the policy.")
     near: bool = Field(
         False,
         description="Reuse the KV of identical text in similar cached chunks (near-duplicates).",

@@ -56,14 +56,14 @@ class Section(BaseModel):
             ("--set", None, from_words(overrides)),
         ):
             try:
-                cls(**merge(values, cls.upgraded(found)))
+                cls(**merge(values, cls.upgraded(found, values)))
             except ConfigError as error:
                 raise ConfigError(f"{where}: {error}", setting=error.setting, path=file) from None
         return cls(**values)
 
     @classmethod
-    def upgraded(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """The values of one source under the names of today."""
+    def upgraded(cls, values: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
+        """The values of one source under the names of today. before: of the sources that it overrides."""
         return values
 
     def replace(self: AnySection, name: str, value: Any) -> AnySection:

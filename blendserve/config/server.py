@@ -15,7 +15,6 @@ from blendserve.config.section import Section
 from blendserve.errors import ConfigError
 
 NotNegative = Annotated[float, Field(ge=0.0)]
-Seconds = Annotated[float, Field(gt=0.0)]
 
 
 def _api_key(key: Any) -> SecretStr:
@@ -52,9 +51,10 @@ class HttpConfig(Section):
         "it from BLENDSERVE_API_KEY, which keeps it out of the process list.",
     )
     max_body_kb: Positive = Field(1024, description="Largest request body, in KB.")
-    body_s: Seconds = Field(30.0, description="Longest time to receive a request body, in seconds.")
+    body_s: ClassVar[float] = 30.0  # for a request body
     max_concurrent: Positive = Field(64, description="Concurrent requests per API key.")
     max_per_minute: Positive = Field(6000, description="Requests per minute and API key.")
+    queue: Positive = Field(64, description="Queued requests per API key; further requests get status 429.")
     drain_s: NotNegative = Field(
         30.0, description="Time for running requests to end after SIGTERM, in seconds."
     )
@@ -78,7 +78,6 @@ class ServeConfig(HttpConfig):
         None,
         description="Tokens reserved for prompt and answer of a request; by default the model's context length.",
     )
-    queue: Positive = Field(64, description="Queued requests per API key; further requests get status 429.")
     gap_ms: NotNegative = Field(
         50.0, description="Prefill time after which running answers decode one step, in milliseconds."
     )
@@ -88,9 +87,7 @@ class ServeConfig(HttpConfig):
     conversations_mb: NotNegative = Field(
         256.0, description="Memory for the KV of earlier conversation turns, in MB."
     )
-    ping_s: Seconds = Field(
-        15.0, description="Silent time of a stream after which it sends a comment line, in seconds."
-    )
+    ping_s: ClassVar[float] = 15.0  # without an event, after which a stream sends a comment line
     log_text: bool = Field(False, description="Write questions to the log.")
 
     @property
@@ -113,10 +110,7 @@ class DeliverConfig(HttpConfig):
 
     port: int = Field(8010, ge=0, le=65535, description="Port to listen on; 0 chooses a free one.")
     memory_mb: NotNegative = Field(256.0, description="Memory for recently delivered chunks, in MB.")
-    queue: Positive = Field(64, description="Queued look-ups per API key; further ones get status 429.")
-    send_s: Seconds = Field(
-        30.0, description="Time without progress after which a client is disconnected, in seconds."
-    )
+    send_s: ClassVar[float] = 30.0  # without progress, after which a client is disconnected
     mb_per_minute: NotNegative = Field(0.0, description="MB sent per minute and API key; 0 sets no limit.")
 
 

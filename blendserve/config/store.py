@@ -1,4 +1,4 @@
-"""Settings of the KV store and of what stands around it."""
+"""Settings of the KV store, of the copies in front of it, and of the store that machines share."""
 
 from __future__ import annotations
 
@@ -11,21 +11,27 @@ from pydantic_core import PydanticCustomError
 
 from blendserve.config.errors import SECRET
 from blendserve.config.section import Section
-from blendserve.registry import ADMISSIONS, CODECS, EVICTIONS, STORES, parse_codec
+from blendserve.registry import ADMISSIONS, CODECS, DELIVERED, EVICTIONS, SHARED_STORE, STORES, parse_codec
 
-TLS = {"valkeys", "rediss"}  # schemes with TLS
+VALKEY_SCHEMES = ("valkey", "redis", "valkeys", "rediss", "unix")
+TLS = ("valkeys", "rediss")
+HTTP_SCHEMES = ("http", "https")
 
 
 def _codec(word: str) -> str:
+    """Raises ValueError."""
     parse_codec(word)
     return word
 
 
-def _parts(url: str, secrets: str) -> SplitResult:
-    """Raises ValueError; for a URL with a user name or a password, an error that does not repeat it."""
-    if "@" in url:
+def _url(url: str) -> SplitResult:
+    """Raises ValueError; for a URL with a secret, an error that does not repeat it."""
+    scheme, _, rest = url.rpartition("://")
+    user, at, _ = rest.rpartition("@")
+    if at and (":" in user or scheme not in VALKEY_SCHEMES):
         raise PydanticCustomError(
-            SECRET, f"must hold no user name and no password, as it is shown in logs: put {secrets}"
+            SECRET,
+            "must hold no password and no key, as it is shown in logs: put it into secret_file beside it",
         )
     try:
         parts = urlsplit(url)
@@ -35,65 +41,46 @@ def _parts(url: str, secrets: str) -> SplitResult:
     return parts
 
 
+def _location(text: str) -> str:
+    """Raises ValueError."""
+    if "://" not in text:
+        return text
+    return _collection_url(text) if text.startswith(HTTP_SCHEMES) else _server_url(text)
+
+
+def _collection_url(url: str) -> str:
+    """Raises ValueError."""
+    parts = _url(url)
+    collection = parts.path.strip("/")
+    if not parts.hostname or not collection or "/" in collection or parts.query or parts.fragment:
+        raise ValueError("the URL of a collection looks like https://HOST:8010/COLLECTION")
+    return url.rstrip("/")
+
+
 def _server_url(url: str) -> str:
-    parts = _parts(
-        url,
-        "the password into BLENDSERVE_VALKEY_PASSWORD or the setting password_file beside it, the name into username",
-    )
-    where, known = parts.path if parts.scheme == "unix" else parts.hostname, {"valkey", "redis", "unix", *TLS}
-    if parts.scheme not in known or not where or parts.query or parts.fragment:
+    """Raises ValueError."""
+    parts = _url(url)
+    where = parts.path if parts.scheme == "unix" else parts.hostname
+    if parts.scheme not in VALKEY_SCHEMES or not where or parts.query or parts.fragment:
         raise ValueError("a URL looks like valkey://HOST:6379, valkeys://HOST:6379 (TLS) or unix:///PATH")
     if parts.scheme != "unix" and not (parts.path.strip("/") or "0").isdigit():
         raise ValueError(f"the path of a URL is a database's number, not {parts.path.strip('/')!r}")
     return url
 
 
-def _http_url(url: str) -> str:
-    parts = _parts(url, "the API key into BLENDSERVE_KDN_KEY or the file that key_file beside it names")
-    if parts.scheme not in {"http", "https"} or not parts.hostname or parts.path.strip("/") or parts.query:
-        raise ValueError("a URL looks like http://HOST:8010, or https://HOST (TLS)")
-    return url.rstrip("/")
-
-
-ServerUrl = Annotated[str, AfterValidator(_server_url)]
-HttpUrl = Annotated[str, AfterValidator(_http_url)]
+Location = Annotated[str, AfterValidator(_location)]
 CodecWord = Annotated[str, AfterValidator(_codec)]
-StoreKindName = Annotated[
-    str, AfterValidator(STORES.check), Field(json_schema_extra={"enum": list(STORES.names)})
-]
-EvictionName = Annotated[
-    str, AfterValidator(EVICTIONS.check), Field(json_schema_extra={"enum": list(EVICTIONS.names)})
-]
-AdmissionName = Annotated[
-    str, AfterValidator(ADMISSIONS.check), Field(json_schema_extra={"enum": list(ADMISSIONS.names)})
-]
+EvictionName = Annotated[str, AfterValidator(EVICTIONS.check)]
+AdmissionName = Annotated[str, AfterValidator(ADMISSIONS.check)]
 
 
 class ValkeyConfig(Section):
-    """The server that engines share chunk KV on."""
+    """How a client reaches a Valkey server: what `store.location` and the settings beside it say."""
 
-    prefix = "store."
-    url: ServerUrl = Field(
-        "valkey://127.0.0.1:6379",
-        description="Address of the Valkey or Redis server, or of any node of a cluster: "
-        "valkey://HOST:PORT/DATABASE, valkeys:// for TLS, or unix:///PATH.",
-    )
-    username: str = Field("", description="User name for the server; the server's default user if empty.")
-    password_file: Path | None = Field(
-        None,
-        description="File with the password for the server; the environment variable "
-        "BLENDSERVE_VALKEY_PASSWORD if not set.",
-    )
-    ca_file: Path | None = Field(
-        None,
-        description="File with the certificate authorities trusted for TLS; the system's if not set.",
-    )
-    deadline_s: float = Field(
-        1.0,
-        gt=0,
-        le=60,
-        description="Maximum time that a request waits for the server in total, in seconds.",
-    )
+    url: Annotated[str, AfterValidator(_server_url)]
+    secret_file: Path | None = None
+    ca_file: Path | None = None
+    deadline_s: float = 1.0
     in_flight_mb: ClassVar[int] = 256  # of chunks in transfer at a time, about
 
     @property
@@ -103,8 +90,12 @@ class ValkeyConfig(Section):
 
     @property
     def server(self) -> str:
-        """How messages call it."""
+        """The server's name in messages."""
         return f"the Valkey server at {self.where}"
+
+    @property
+    def username(self) -> str:
+        return urlsplit(self.url).username or ""
 
     @property
     def tls(self) -> bool:
@@ -112,7 +103,7 @@ class ValkeyConfig(Section):
 
     @property
     def socket(self) -> str:
-        """The path of a Unix socket, "" where the server is reached by TCP."""
+        """The path of a Unix socket, "" if the server is reached by TCP."""
         parts = urlsplit(self.url)
         return parts.path if parts.scheme == "unix" else ""
 
@@ -130,50 +121,17 @@ class ValkeyConfig(Section):
 
 
 class KdnConfig(Section):
-    """The service that delivers the chunk KV of a collection: `blendserve kdn serve`."""
+    """How a client reaches a delivery service (`blendserve kdn serve`): what `store.location` and others say."""
 
-    prefix = "store."
-    url: HttpUrl = Field(
-        "http://127.0.0.1:8010",
-        description="Address of the delivery service, http://HOST:PORT or https:// for TLS.",
-    )
-    collection: str = Field("", description="Name of the collection to fetch chunks from.")
-    level: str = Field(
-        "auto",
-        description="Codec and level to fetch chunks at, such as raw or predict@2; auto chooses for each "
-        "chunk from the speed of the link, decoding and prefill.",
-    )
-    ttft_ms: float = Field(
-        0.0,
-        ge=0,
-        description="Time limit for fetching and decoding a request's chunks at level auto, in "
-        "milliseconds: the finest level that meets it is chosen; 0 chooses the fastest level.",
-    )
-    relay: str = Field(
-        "",
-        description="URL of a MoQ relay to fetch chunks from, https://HOST:PORT; chunks that it does not "
-        "deliver come from the service.",
-    )
-    relay_fingerprint: str = Field(
-        "",
-        description="SHA-256 of the relay's certificate, in hex; without it, the certificate must be "
-        "signed by a trusted authority.",
-    )
-    key_file: Path | None = Field(
-        None,
-        description="File with the API key for the service; the environment variable BLENDSERVE_KDN_KEY "
-        "if not set.",
-    )
-    ca_file: Path | None = Field(
-        None,
-        description="File with the certificate authorities trusted for TLS; the system's if not set.",
-    )
-    deadline_s: float = Field(
-        5.0,
-        gt=0,
-        le=60,
-        description="Deadline for the delivery service per request, in seconds.",
-    )
+    url: str
+    collection: str
+    level: str = "auto"
+    ttft_ms: float = 0.0
+    relay: str = ""
+    relay_fingerprint: str = ""
+    secret_file: Path | None = None
+    ca_file: Path | None = None
+    deadline_s: float = 5.0
     in_flight_mb: ClassVar[int] = 256  # of chunks in one transfer; larger chunks are refused
 
     @property
@@ -183,16 +141,18 @@ class KdnConfig(Section):
 
     @property
     def server(self) -> str:
-        """How messages call it."""
+        """The service's name in messages."""
         return f"the delivery service at {self.where}"
 
 
 class PlaceConfig(Section):
-    """Where one store of chunk KV is, and what it may hold."""
+    """Where one store of chunk KV is, how it is reached, and what it may hold."""
 
-    kind: StoreKindName = Field(STORES.default, description="Kind of KV store.")
-    path: Path | None = Field(
-        None, description="Folder of the KV store; kv/ in the folder of the index if not set."
+    location: Location = Field(
+        "",
+        description="Place of the KV store: a folder, `memory`, valkey://HOST:PORT/DATABASE (valkeys:// for TLS, "
+        "unix:///PATH for a socket, USER@HOST for a user), or https://HOST/COLLECTION of a delivery service; kv/ in "
+        "the folder of the index if empty.",
     )
     cap_gb: float = Field(
         32.0,
@@ -210,9 +170,74 @@ class PlaceConfig(Section):
         description="Which new chunks a full store admits: tinylfu those used more often than the chunks "
         "they would replace, always all.",
     )
+    secret_file: Path | None = Field(
+        None,
+        description="File with the password of a Valkey server or the API key of a delivery service; the environment "
+        "variable BLENDSERVE_VALKEY_PASSWORD or BLENDSERVE_KDN_KEY if not set.",
+    )
+    ca_file: Path | None = Field(
+        None,
+        description="File with the certificate authorities trusted for TLS; the system's if not set.",
+    )
+    deadline_s: float | None = Field(
+        None,
+        gt=0,
+        le=60,
+        description="Time that a request waits for a server in total, in seconds; by default 1 for Valkey, 5 for a "
+        "delivery service.",
+    )
+    level: str = Field(
+        "auto",
+        description="Codec and level to fetch chunks of a collection at, such as raw or predict@2; auto chooses for "
+        "each chunk from the speed of the link, decoding and prefill.",
+    )
+    ttft_ms: float = Field(
+        0.0,
+        ge=0,
+        description="Time limit for fetching and decoding a request's chunks at level auto, in "
+        "milliseconds: the finest level that meets it is chosen; 0 chooses the fastest level.",
+    )
+    relay: str = Field(
+        "",
+        description="MoQ relay to fetch chunks of a collection from, https://HOST:PORT#FINGERPRINT (SHA-256 of its "
+        "certificate, in hex; without it, a trusted authority must have signed the certificate). Chunks that it does "
+        "not deliver come from the service.",
+    )
 
-    valkey: ValkeyConfig = ValkeyConfig()
-    kdn: KdnConfig = KdnConfig()
+    @property
+    def kind(self) -> str:
+        """The kind of store at `location`, a name of registry.STORES."""
+        scheme, url, _ = self.location.partition("://")
+        if url:
+            return DELIVERED if scheme in HTTP_SCHEMES else SHARED_STORE
+        return self.location if self.location in STORES.names else STORES.default
+
+    @property
+    def path(self) -> Path | None:
+        """The folder at `location`, None if it names none."""
+        is_folder = self.location and "://" not in self.location and self.location not in STORES.names
+        return Path(self.location) if is_folder else None
+
+    @property
+    def valkey(self) -> ValkeyConfig:
+        """Of the server at `location`."""
+        given = {"deadline_s": self.deadline_s} if self.deadline_s else {}
+        return ValkeyConfig(url=self.location, secret_file=self.secret_file, ca_file=self.ca_file, **given)
+
+    @property
+    def kdn(self) -> KdnConfig:
+        """Of the service at `location`."""
+        url, _, collection = self.location.rpartition("/")
+        relay, _, fingerprint = self.relay.partition("#")
+        given = {"deadline_s": self.deadline_s} if self.deadline_s else {}
+        about = {
+            "level": self.level,
+            "ttft_ms": self.ttft_ms,
+            "relay": relay,
+            "relay_fingerprint": fingerprint,
+        }
+        files = {"secret_file": self.secret_file, "ca_file": self.ca_file}
+        return KdnConfig(url=url, collection=collection, **about, **files, **given)
 
     @property
     def cap_bytes(self) -> int:
@@ -222,44 +247,11 @@ class PlaceConfig(Section):
 class RemoteConfig(PlaceConfig):
     """A store that other machines use, too."""
 
-    prefix = "store.tiers."
-
-
-class TiersConfig(Section):
-    """What stands around the store: copies of hot chunks nearer to who computes, and a store shared with others."""
-
     prefix = "store."
-    device_bytes: ByteSize = Field(
-        ByteSize(0),
-        ge=0,
-        description="Size of the cache of hot chunks in GPU memory, in bytes or as 4GB; 0 turns it off.",
-    )
-    host_bytes: ByteSize = Field(
-        ByteSize(0),
-        ge=0,
-        description="Size of the cache of hot chunks in pinned host memory, in bytes or as 4GB; 0 turns it off.",
-    )
-    memory_bytes: ByteSize = Field(
-        ByteSize(0),
-        ge=0,
-        description="Size of the cache of decoded hot chunks in process memory, in bytes or as 4GB; 0 turns it off.",
-    )
-    remote: RemoteConfig | None = Field(
-        None,
-        description="Store shared with other machines: read for chunks that the own store lacks, written "
-        "with the chunks computed here. It has the settings kind, path, cap_gb, eviction, admission, "
-        "valkey and kdn of `store`.",
-    )
-    write: Literal["back", "through"] = Field(
-        "back",
-        description="When to write to the remote store: back writes in the background, through before a "
-        "chunk counts as stored.",
-    )
-    prefetch_bytes: ClassVar[int] = 500_000_000  # of chunks prefetched for queued requests
 
 
 class StoreConfig(PlaceConfig):
-    """Where chunk KV lives."""
+    """Where chunk KV is stored, how it is coded, and where copies of hot chunks are kept."""
 
     codec: CodecWord = Field(
         CODECS.default,
@@ -273,4 +265,25 @@ class StoreConfig(PlaceConfig):
         "",
         description="Namespace of the KV: part of every chunk's key, so tenants cannot read each other's KV.",
     )
-    tiers: TiersConfig = TiersConfig()
+    device_bytes: ByteSize = Field(
+        ByteSize(0),
+        ge=0,
+        description="Size of the cache of hot chunks in GPU memory, in bytes or as 4GB; 0 turns it off.",
+    )
+    memory_bytes: ByteSize = Field(
+        ByteSize(0),
+        ge=0,
+        description="Size of the cache of decoded hot chunks in memory, pinned if the model runs on a GPU, in bytes or "
+        "as 4GB; 0 turns it off.",
+    )
+    remote: RemoteConfig | None = Field(
+        None,
+        description="Store shared with other machines: read for chunks that the own store lacks, written with the "
+        "chunks computed here. It has the settings of `store` from location to relay.",
+    )
+    remote_write: Literal["back", "through"] = Field(
+        "back",
+        description="When to write to the remote store: back writes in the background, through before a "
+        "chunk counts as stored.",
+    )
+    prefetch_bytes: ClassVar[int] = 500_000_000  # of chunks prefetched for queued requests

@@ -10,8 +10,8 @@ import yaml
 from blendserve.config.engine import (
     BlendConfig,
     DecodeConfig,
+    ModelConfig,
     PromptConfig,
-    ReaderConfig,
     RetrieveConfig,
 )
 from blendserve.config.old_names import upgrade
@@ -22,10 +22,10 @@ from blendserve.config.store import StoreConfig
 ENVIRONMENT = "BLENDSERVE__"  # BLENDSERVE__STORE__CAP_GB=8
 API_KEY = "BLENDSERVE_API_KEY"
 BASIC = (  # what --help shows; --help-all shows every setting of a command
-    *("reader.model", "reader.device"),
-    *("retrieve.chunk_tokens", "retrieve.top_k", "store.path", "store.cap_gb", "store.codec"),
+    *("model.name", "model.device"),
+    *("retrieve.chunk_tokens", "retrieve.top_k", "store.location", "store.cap_gb", "store.codec"),
     *("blend.method", "blend.ratio", "blend.near", "decode.max_new_tokens", "decode.temperature"),
-    *("serve.host", "serve.port", "serve.api_key", "deliver.host", "deliver.port", "deliver.api_key"),
+    *("serve.host", "serve.port", "serve.api_key"),  # of deliver the same
 )
 
 
@@ -33,7 +33,7 @@ class Config(Section):
     """All settings, in the order of the pipeline."""
 
     environment: ClassVar[str] = ENVIRONMENT
-    reader: ReaderConfig = ReaderConfig()
+    model: ModelConfig = ModelConfig()
     retrieve: RetrieveConfig = RetrieveConfig()
     prompt: PromptConfig = PromptConfig()
     store: StoreConfig = StoreConfig()
@@ -43,8 +43,8 @@ class Config(Section):
     deliver: DeliverConfig = DeliverConfig()
 
     @classmethod
-    def upgraded(cls, values: dict[str, Any]) -> dict[str, Any]:
-        return upgrade(values)
+    def upgraded(cls, values: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
+        return upgrade(values, before)
 
     def with_environment_key(self) -> Config:
         """The settings with `serve.api_key` of BLENDSERVE_API_KEY, unless they have one. Raises ConfigError."""

@@ -89,7 +89,7 @@ class Engine:
     ) -> Engine:
         """Open an index by folder or by name (indexes/<name>); with a Config alone, an engine without an index.
 
-        Without an index, passages come with every question, and KV is kept in memory unless `store.path` is set.
+        Without an index, passages come with every question, and KV is kept in memory unless `store.location` is set.
         reader: the configuration's model, if it is loaded already.
         Raises IndexMissing, IndexMismatch, ModelError, StoreError.
         """
@@ -132,7 +132,7 @@ class Engine:
         make_index: Callable[..., VectorIndex] | None = None,
     ) -> Engine:
         """make_index: opens or builds the index in `folder`."""
-        reader = reader or load_model(config.reader)
+        reader = reader or load_model(config.model)
         prompts = PromptBuilder(reader.tokenizer, config.prompt)
         made_for = index_owner(reader.name, str(reader.adapter.dtype), reader.fingerprint, prompts)
         index = make_index(Embedder.load(config.retrieve.embedder), **made_for) if make_index else None
@@ -323,9 +323,9 @@ class Engine:
         """Raises ConfigError where near-duplicates are to be looked for in a store that never finds any."""
         if blend.near and not self.store.cap_bytes:
             raise ConfigError(
-                f"setting 'blend.near' is of no use with store.kind: {self.config.store.kind}, which does not tell the "
-                "tokens that near-duplicates are found by: leave it out, or keep chunks on this machine, too "
-                f"(store.kind: lmdb, with {self.config.store.kind} as store.tiers.remote)",
+                f"setting 'blend.near' is of no use with a store of kind {self.config.store.kind!r}, which does not list "
+                "the tokens of its chunks: leave it out, or store chunks on this machine, too (a folder as "
+                f"store.location, and {self.config.store.location} as store.remote.location)",
                 setting="blend.near",
             )
 

@@ -128,7 +128,7 @@ def _texts(request: Request) -> list[str]:
 
 
 def split_options(options: Options) -> tuple[Options, Options]:
-    """Options by section, BlendConfig's and DecodeConfig's: a seed serves whatever is random. Raises ConfigError."""
+    """Options by section, BlendConfig's and DecodeConfig's. Raises ConfigError."""
     sections = (BlendConfig.model_fields, DecodeConfig.model_fields)
     known = sorted({name for fields in sections for name in fields})
     for name in options:

@@ -60,8 +60,7 @@ class EvaluateConfig(Section):
     )
     seed: int = Field(
         0,
-        description="Random seed of distractors (for data sets that have none), shuffles, and policies "
-        "that sample.",
+        description="Random seed of distractors (for data sets that have none) and shuffles.",
     )
     methods: tuple[str, ...] = Field(
         ("full", "prefix", "reuse", *EVALUATED),
@@ -76,11 +75,11 @@ class EvaluateConfig(Section):
         words = list(self.methods)
         if self.setting == "edited":
             words = [DEFAULT] if self.methods == EvaluateConfig().methods else words
-            plain = parse_methods(words, self.ratios, self.seed, coded=True)
+            plain = parse_methods(words, self.ratios, coded=True)
             names = [m.name for m in plain if m.kind == "blend" and not (m.edit or m.codec)]
             kinds = (edits.ANSWER,) if self.dataset == "facts" else edits.EDITS
             words += [f"{name}/{kind}" for name in names for kind in kinds]
-        return parse_methods(words, self.ratios, self.seed, coded=True)
+        return parse_methods(words, self.ratios, coded=True)
 
     @property
     def subset(self) -> slice:

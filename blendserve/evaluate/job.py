@@ -158,6 +158,10 @@ def with_task_prompt(settings: Config, task: Task) -> Config:
 
 def _settled(settings: Config, runs: Path) -> Config:
     """With a folder for the KV, and without method "auto": every method is named."""
-    store = settings.store if settings.store.path else changed(settings.store, path=runs / WORK / "kv")
+    store = (
+        settings.store
+        if settings.store.location
+        else changed(settings.store, location=str(runs / WORK / "kv"))
+    )
     blend = changed(settings.blend, method="blend")
     return settings.model_copy(update={"store": store, "blend": blend})

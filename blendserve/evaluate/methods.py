@@ -96,13 +96,13 @@ class MethodSpec:
 
 
 def parse_methods(
-    words: Iterable[str], ratios: Sequence[float], seed: int = 0, coded: bool = False
+    words: Iterable[str], ratios: Sequence[float], coded: bool = False
 ) -> tuple[MethodSpec, ...]:
     """Parse method strings. `full` and `reuse` always come first: every other method is compared with them.
 
     coded: allow codecs, edits and `exact`. Raises ConfigError with the word.
     """
-    found = [method for word in (FULL, REUSE, *words) for method in _parse(word, ratios, seed)]
+    found = [method for word in (FULL, REUSE, *words) for method in _parse(word, ratios)]
     for method in () if coded else found:
         if method.codec or method.edit or method.kind == EXACT:
             raise ConfigError(
@@ -111,7 +111,7 @@ def parse_methods(
     return tuple({method.name: method for method in found}.values())
 
 
-def _parse(word: str, ratios: Sequence[float], seed: int) -> list[MethodSpec]:
+def _parse(word: str, ratios: Sequence[float]) -> list[MethodSpec]:
     match = _PATTERN.fullmatch(word)
     if match is None:
         raise ConfigError(f"method {word!r} cannot be parsed: write it like full, reuse or {EXAMPLE}")
@@ -133,13 +133,13 @@ def _parse(word: str, ratios: Sequence[float], seed: int) -> list[MethodSpec]:
         chosen = chosen[:1]
     if not chosen:
         raise ConfigError(f"method {word!r} has no ratio: write {word}@0.15, or set ratios for all methods")
-    blends = (changed(_blend(word, parts, ratio, seed), near=edit is not None) for ratio in chosen)
+    blends = (changed(_blend(word, parts, ratio), near=edit is not None) for ratio in chosen)
     return [MethodSpec("blend", blend, *suffixes) for blend in blends]
 
 
-def _blend(word: str, parts: dict[str, Any], ratio: float, seed: int) -> BlendConfig:
+def _blend(word: str, parts: dict[str, Any], ratio: float) -> BlendConfig:
     name, correction = parts["name"], parts["correction"] or REUSE_SETTINGS["correction"]
-    values: dict[str, Any] = {"policy": name, "correction": correction, "seed": seed}
+    values: dict[str, Any] = {"policy": name, "correction": correction}
     if parts["layers"]:
         if name not in POLICIES.names or not _policy(name).has_check_layers:
             having = " and ".join(policy for policy in POLICIES.names if _policy(policy).has_check_layers)

@@ -29,7 +29,7 @@ def open_storage(
     """
     copies = open_copies(config, device)
     store = open_store(config, default_path)
-    return store, KVFetcher(store, copies=copies, prefetch_bytes=config.tiers.prefetch_bytes)
+    return store, KVFetcher(store, copies=copies, prefetch_bytes=config.prefetch_bytes)
 
 
 def open_store(
@@ -48,14 +48,14 @@ def open_store(
     kinds: Iterator[StoreKind] = map(STORES.load, (config.kind, *STORES.names))
     kind = next(k for k in kinds if (path or not k.needs_folder) and (k.persistent or not persistent))
     opened = kind.from_config(config, path, read_only, _policies(config))
-    remote = None if read_only else config.tiers.remote
+    remote = None if read_only else config.remote
     if isinstance(opened, KVStore):
         return _with_remote(opened, config, remote) if remote else opened
     if remote:
         raise ConfigError(
-            f"settings 'store.kind: {config.kind}' and 'store.tiers.remote' cannot be combined, as nothing is stored in "
-            f"the first: set store.tiers.remote.kind: {config.kind}",
-            setting="store.tiers.remote",
+            "settings 'store.location' and 'store.remote.location' cannot both name a collection or a server that chunks "
+            f"are only read from: set store.remote.location: {config.location} alone",
+            setting="store.remote",
         )
     return TieredStore(MemoryStore(0), opened)
 
@@ -66,12 +66,12 @@ def _with_remote(local: KVStore, config: StoreConfig, remote: RemoteConfig) -> K
     try:
         if kind.needs_folder and not remote.path:
             raise ConfigError(
-                f"setting 'store.tiers.remote.path' is missing: a store of kind {remote.kind!r} keeps files, so name a "
-                "folder that the machines share, or another kind",
-                setting="store.tiers.remote.path",
+                "setting 'store.remote.location' is missing: name a server, a collection, or a folder that the machines "
+                "share",
+                setting="store.remote.location",
             )
         far = kind.from_config(remote, remote.path, False, _policies(remote))
-        return TieredStore(local, far, config.tiers.write)
+        return TieredStore(local, far, config.remote_write)
     except BaseException:
         local.close()
         raise

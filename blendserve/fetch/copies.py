@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from blendserve.config import StoreConfig, TiersConfig
+from blendserve.config import StoreConfig
 from blendserve.errors import ConfigError
 from blendserve.kernels.cuda.staging import CopyStream, apart, copy_stream_to, joined
 from blendserve.registry import ADMISSIONS
@@ -242,38 +242,37 @@ class CachedView:
 def open_copies(config: StoreConfig, device: torch.device) -> Copies:
     """The caches that the settings ask for. Raises ConfigError for one that would do nothing on this device."""
     admission = ADMISSIONS.load(config.admission)()
-    return Copies(open_caches(config.tiers, admission, device), admission)
+    return Copies(open_caches(config, admission, device), admission)
 
 
 def open_caches(
-    config: TiersConfig, admission: Admission, device: torch.device, stream: CopyStream | None = None
+    config: StoreConfig, admission: Admission, device: torch.device, stream: CopyStream | None = None
 ) -> list[CopyCache]:
     """The caches that the settings ask for, the nearest first.
 
     stream: of copies to the device. Raises ConfigError for a cache that would do nothing there.
     """
     way = stream or copy_stream_to(device)
-    caches = _memory_cache(config, admission)
     if way is None:
         _refuse_gpus(config, device)
-        return caches
-    near = []
+        return _memory_cache(config, admission)
+    caches = []
     if config.device_bytes > (free := way.free_bytes()):
         raise ConfigError(
-            f"setting 'store.tiers.device_bytes' cannot be {config.device_bytes}: beside the reader the GPU has {free} "
+            f"setting 'store.device_bytes' cannot be {config.device_bytes}: beside the reader the GPU has {free} "
             "bytes free, and the caches of requests need some of them",
-            setting="store.tiers.device_bytes",
+            setting="store.device_bytes",
         )
     if config.device_bytes:
-        near.append(CopyCache("device", config.device_bytes, admission, lambda pair: _sent(way, pair)))
-    if config.host_bytes:
-        near.append(
-            CopyCache("host", config.host_bytes, admission, lambda pair: _pinned(way, pair), _pinned_bytes)
+        caches.append(CopyCache("device", config.device_bytes, admission, lambda pair: _sent(way, pair)))
+    if config.memory_bytes:
+        caches.append(
+            CopyCache("host", config.memory_bytes, admission, lambda pair: _pinned(way, pair), _pinned_bytes)
         )
-    return near + caches
+    return caches
 
 
-def _memory_cache(config: TiersConfig, admission: Admission) -> list[CopyCache]:
+def _memory_cache(config: StoreConfig, admission: Admission) -> list[CopyCache]:
     if not config.memory_bytes:
         return []
     return [
@@ -281,14 +280,13 @@ def _memory_cache(config: TiersConfig, admission: Admission) -> list[CopyCache]:
     ]
 
 
-def _refuse_gpus(config: TiersConfig, device: torch.device) -> None:
-    for name, size in (("device_bytes", config.device_bytes), ("host_bytes", config.host_bytes)):
-        if size:
-            raise ConfigError(
-                f"setting 'store.tiers.{name}' cannot be {size}: the reader runs on the {device.type.upper()}, where no "
-                "memory is nearer than the process's own; set store.tiers.memory_bytes, or reader.device to a GPU",
-                setting=f"store.tiers.{name}",
-            )
+def _refuse_gpus(config: StoreConfig, device: torch.device) -> None:
+    if config.device_bytes:
+        raise ConfigError(
+            f"setting 'store.device_bytes' cannot be {config.device_bytes}: the model runs on the "
+            f"{device.type.upper()}; set store.memory_bytes, or model.device to a GPU",
+            setting="store.device_bytes",
+        )
 
 
 def _sent(stream: CopyStream, pair: Pair) -> Pair:

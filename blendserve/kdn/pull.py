@@ -12,7 +12,7 @@ import json
 import logging
 from pathlib import Path
 
-from blendserve.config import Config, KdnConfig, RemoteConfig, changed
+from blendserve.config import Config, KdnConfig, RemoteConfig
 from blendserve.errors import IndexDamaged, InputError, StoreUnavailable
 from blendserve.fetch.kdn.client import Client, KdnPeer, NotThere, Unfit, WrongReply
 from blendserve.fetch.kdn.manifest import Blob, Collection, valid_name
@@ -38,14 +38,20 @@ def resolve(index: str, config: Config) -> tuple[str, Config]:
     """
     if not index.startswith(SCHEME):
         return index, config
-    url, _, name = index.removeprefix(SCHEME).rstrip("/").rpartition("/")
-    given = config.store.tiers.remote or RemoteConfig()
-    settings = changed(given.kdn, url=url, collection=valid_name(name))
-    folder = pull(settings, namespace=config.store.namespace)
-    if config.store.tiers.remote is not None and config.store.tiers.remote.kind != DELIVERED:
+    given = config.store.remote or RemoteConfig()
+    remote = given.replace("location", location_of(index))
+    folder = pull(remote.kdn, namespace=config.store.namespace)
+    if given.location and given.kind != DELIVERED:
         return str(folder), config
-    remote = changed(given, kind=DELIVERED, kdn=settings.model_dump())
-    return str(folder), config.replace("store.tiers.remote", remote)
+    return str(folder), config.replace("store.remote", remote)
+
+
+def location_of(index: str) -> str:
+    """The URL in kdn:URL/NAME. Raises InputError."""
+    location = index.removeprefix(SCHEME).rstrip("/")
+    if not index.startswith(SCHEME) or not location.startswith(("http://", "https://")):
+        raise InputError(f"{index!r} is not a collection: give kdn:http://HOST:8010/NAME")
+    return location
 
 
 def pull(

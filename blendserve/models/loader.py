@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import xxhash
 
-from blendserve.config import ReaderConfig
+from blendserve.config import ModelConfig
 from blendserve.errors import ConfigError, ModelError
 from blendserve.kernels.cpu import isa
 from blendserve.models import fast_load
@@ -51,15 +51,15 @@ class LoadedModel:
     end_tokens: frozenset[int]  # any of these ends an answer
 
 
-def load_model(config: ReaderConfig) -> LoadedModel:
+def load_model(config: ModelConfig) -> LoadedModel:
     """Load a model. Raises ModelError, ModelUnsupported, ConfigError."""
     limit_torch(config.threads)
     device = _device(config.device)
     dtype = _dtype(config.dtype, device)
-    if config.model.startswith(RANDOM):
-        model = _load_random(config.model, dtype, device)
+    if config.name.startswith(RANDOM):
+        model = _load_random(config.name, dtype, device)
     else:
-        model = _load(source_of(config.model), config.model, dtype, device)
+        model = _load(source_of(config.name), config.name, dtype, device)
     if config.decode_weights == "int8":
         decode_in_int8(model.adapter)
     return model
@@ -104,23 +104,23 @@ def _fast_load(source: str, name: str, dtype: torch.dtype) -> LoadedModel | None
     return LoadedModel(name, decoder, found.tokenizer, digest, found.end_tokens)
 
 
-def read_configuration(config: ReaderConfig) -> tuple[Any, torch.dtype]:
+def read_configuration(config: ModelConfig) -> tuple[Any, torch.dtype]:
     """A model's Hugging Face configuration and the dtype it would run in, weights unread. Raises as `load_model`."""
     dtype = _dtype(config.dtype, _device(config.device))
-    if config.model.startswith(RANDOM):
-        return shape_config(config.model.removeprefix(RANDOM)), dtype
-    source = source_of(config.model)
-    with quiet(), _explaining(source, config.model):
+    if config.name.startswith(RANDOM):
+        return shape_config(config.name.removeprefix(RANDOM)), dtype
+    source = source_of(config.name)
+    with quiet(), _explaining(source, config.name):
         return _supported_config(source).get_text_config(), dtype
 
 
-def load_tokenizer(config: ReaderConfig) -> Any:
+def load_tokenizer(config: ModelConfig) -> Any:
     """A model's tokenizer, weights unread. Raises as `load_model`."""
-    if config.model.startswith(RANDOM):
-        shape = config.model.removeprefix(RANDOM)
+    if config.name.startswith(RANDOM):
+        shape = config.name.removeprefix(RANDOM)
         return _tokenizer_of_shape(Path(shape), shape_config(shape).vocab_size)
-    source = source_of(config.model)
-    with quiet(), _explaining(source, config.model):
+    source = source_of(config.name)
+    with quiet(), _explaining(source, config.name):
         return _tokenizer(source)
 
 
@@ -200,11 +200,11 @@ def _device(name: str) -> torch.device:
             return device
         if device.type == "cuda":
             raise ConfigError(
-                f"setting 'reader.device' is {name!r}, but torch sees no CUDA device here: use auto or cpu",
-                setting="reader.device",
+                f"setting 'model.device' is {name!r}, but torch sees no CUDA device here: use auto or cpu",
+                setting="model.device",
             )
     raise ConfigError(
-        f"setting 'reader.device' cannot be {name!r}: use auto, cpu or cuda[:n]", setting="reader.device"
+        f"setting 'model.device' cannot be {name!r}: use auto, cpu or cuda[:n]", setting="model.device"
     )
 
 
@@ -249,7 +249,7 @@ def _explaining(source: str, name: str) -> Iterator[None]:
         raise ModelError(
             f"model {name!r} {what}: {first_line(error)}. Give a folder with config.json, weights and tokenizer, "
             f"a .gguf file, a hub id while online, or the bundled {DEFAULT!r}",
-            setting="reader.model",
+            setting="model.name",
             path=source,
         ) from error
 

@@ -63,8 +63,8 @@ def decode_in_int8(model: DecoderModel) -> None:
     decoder, reason = native_decoder(model, int8=True)
     if decoder is None:
         raise ConfigError(
-            f"reader.decode_weights=int8 cannot be used with this model: {reason}; leave it at model",
-            setting="reader.decode_weights",
+            f"model.decode_weights=int8 cannot be used with this model: {reason}; leave it at model",
+            setting="model.decode_weights",
         )
     model.int8_decoding = True
 

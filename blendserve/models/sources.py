@@ -73,7 +73,7 @@ def bundled_folder(name: str = DEFAULT) -> Path:
     folders = [Path(folder) for spec in specs if spec for folder in spec.submodule_search_locations or ()]
     if len(folders) < len(specs):
         raise ModelError(
-            f"the bundled model {name!r} is not installed: run {bundled.install}", setting="reader.model"
+            f"the bundled model {name!r} is not installed: run {bundled.install}", setting="model.name"
         )
     log.info("Converting the bundled model %s (once) into %s", name, target)
     with tempfile.TemporaryDirectory() as scratch:

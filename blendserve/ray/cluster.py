@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from blendserve.config import Config, changed
+from blendserve.config import Config
 from blendserve.errors import ClusterUnavailable, ConfigError
 from blendserve.extras import install_hint
+from blendserve.registry import STORES
 
 OBJECT_STORE_BYTES = 100_000_000  # of a local cluster: token ids and pieces of answers go through it
 CONNECT_S = 5.0
@@ -156,5 +157,6 @@ def can_fit_worker(resources: WorkerResources) -> bool:
 
 def worker_config(config: Config, folder: Path) -> Config:
     """An index's settings for an engine without the index: its store by a path that holds in any working folder."""
-    path = (config.store.path or folder / "kv").absolute()
-    return changed(config, store={**config.store.model_dump(), "path": path})
+    if not STORES.load(config.store.kind).needs_folder:
+        return config
+    return config.replace("store.location", str((config.store.path or folder / "kv").absolute()))

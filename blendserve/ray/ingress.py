@@ -123,7 +123,7 @@ def serve_cluster(
         Replicas(open_engine, settings.serve.batching, replicas, resources) as group,
     ):
         facts = group.facts()
-        tokenizer = load_tokenizer(config.reader)
+        tokenizer = load_tokenizer(config.model)
         prompts = PromptBuilder(tokenizer, config.prompt)
         embedder = Embedder.load(config.retrieve.embedder)
         made = index_owner(facts.name, facts.dtype, facts.fingerprint, prompts)

@@ -62,7 +62,7 @@ class PrecomputeActor:
         if engine.blender.key(PROBE) != self._probe:
             raise ConfigError(
                 "a worker's chunks would have other keys than the driver's: its model has other weights or another "
-                "number format, as on a CPU beside a GPU; set reader.dtype, or give as many workers as there are GPUs"
+                "number format, as on a CPU beside a GPU; set model.dtype, or give as many workers as there are GPUs"
             )
         self._engine = engine
 
@@ -89,7 +89,9 @@ def precompute_index(
     """
     kind = engine.config.store.kind
     if not STORES.load(kind).persistent:
-        raise ConfigError(f"workers cannot share a store of kind {kind!r}: set store.kind to another one")
+        raise ConfigError(
+            f"workers cannot share a store of kind {kind!r}: set store.location to a folder or a server"
+        )
     engine.gate.require()
     chunks, opener = engine.chunks(), partial(Engine.open, worker_config(engine.config, folder))
     with cluster(address, workers) as resources:

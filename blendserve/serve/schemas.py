@@ -89,7 +89,6 @@ class Question(Body):
             raise InputError("documents and passages mean the same: send one of these fields")
         passages = options.passages if self.documents is None else self.documents
         blend = {name: getattr(options, name) for name in ("method", "policy", "ratio", "correction")}
-        blend["seed"] = self.seed  # also of random policies
         decode = self.decode_options()
         assert blend.keys() <= BlendConfig.model_fields.keys()
         assert decode.keys() <= DecodeConfig.model_fields.keys()

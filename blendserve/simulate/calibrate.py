@@ -13,11 +13,10 @@ import yaml
 
 from blendserve.bench.workload import make_workload
 from blendserve.blend.cost import measure as measure_cost_model
-from blendserve.config import Config, ReaderConfig, StoreConfig, changed
+from blendserve.config import Config, ModelConfig, StoreConfig, changed
 from blendserve.engine.engine import Engine
 from blendserve.models.loader import load_model
 from blendserve.provenance import machine
-from blendserve.registry import SHARED_STORE
 from blendserve.simulate.config import SimulateConfig
 from blendserve.simulate.service_time import ServiceTime
 
@@ -40,7 +39,7 @@ class Node:
 
     def __init__(self, model: str, pool: int, chunk_tokens: int, url: str | None, seed: int = 0) -> None:
         """url: of the server; None: no shared store. Raises ModelError, InputError."""
-        self.reader = load_model(ReaderConfig(model=model, threads=1))
+        self.reader = load_model(ModelConfig(name=model, threads=1))
         workload = make_workload(self.reader, pool, chunk_tokens, None, seed)
         self._passages, self._ids, self._prompts = workload.passages, workload.chunks, workload.prompts
         self._url, self._chunk_tokens = url, chunk_tokens
@@ -59,14 +58,14 @@ class Node:
         """Start with empty caches over the server's namespace; sizes in chunks. Raises StoreError."""
         self.close()
         chunk_bytes = self._chunk_tokens * self.reader.adapter.kv_bytes_per_token
-        valkey = {"url": self._url, "deadline_s": DEADLINE_S}
-        remote = {"kind": SHARED_STORE, "admission": "always", "valkey": valkey} if self._url else None
+        remote = {"location": self._url, "admission": "always", "deadline_s": DEADLINE_S}
         store = StoreConfig(
-            kind="memory",
+            location="memory",
             cap_gb=(disk * chunk_bytes + 1) / 1e9,
             admission="always",
             namespace=namespace,
-            tiers={"memory_bytes": memory * chunk_bytes, "remote": remote},
+            memory_bytes=memory * chunk_bytes,
+            remote=remote if self._url else None,
         )
         self._engine = Engine.open(Config(store=store.model_dump()), reader=self.reader)
         self._keys = [self._engine.blender.key(ids) for ids in self._ids]
@@ -79,8 +78,7 @@ class Node:
 
     def precompute(self, namespace: str, with_chunks: bool = True) -> None:
         """Store all chunks on the server, or none."""
-        valkey = {"url": self._url, "deadline_s": DEADLINE_S}
-        store = StoreConfig(kind=SHARED_STORE, namespace=namespace, valkey=valkey)
+        store = StoreConfig(location=self._url or "", namespace=namespace, deadline_s=DEADLINE_S)
         with Engine.open(Config(store=store.model_dump()), reader=self.reader) as engine:
             engine.blender.writer.precompute(self._ids if with_chunks else [])
 

@@ -228,7 +228,9 @@ def explained(error: lmdb.Error | OSError, path: Path) -> StoreError:
         what = f"the KV store {path} could not be written in full ({error}): free some disk space"
         return StoreFull(what, path=path)
     if isinstance(error, lmdb.InvalidError | lmdb.VersionMismatchError):
-        what = f"{path} holds a data.mdb that is no LMDB file of a known version: move it, or set store.path"
+        what = (
+            f"{path} holds a data.mdb that is no LMDB file of a known version: move it, or set store.location"
+        )
     elif isinstance(error, lmdb.CorruptedError | lmdb.PageNotFoundError):
         what = f"the file of the KV store {path} is damaged ({error}): move its data.mdb away, and precompute again"
     elif isinstance(error, lmdb.MapResizedError):
@@ -236,7 +238,7 @@ def explained(error: lmdb.Error | OSError, path: Path) -> StoreError:
     elif isinstance(error, lmdb.ReadersFullError):
         what = f"the KV store {path} has {MAX_READERS} open readers already: close some"
     else:
-        what = f"the KV store {path} cannot be used: {error}. Check that store.path is a writable folder"
+        what = f"the KV store {path} cannot be used: {error}. Check that store.location is a writable folder"
     return StoreUnavailable(what, path=path)
 
 
@@ -293,7 +295,7 @@ def check_format(env: lmdb.Environment, path: Path, read_only: bool) -> None:
             _no_store(path)
             if empty
             else StoreUnavailable(
-                f"{path} is an LMDB file of another program: set store.path to another folder", path=path
+                f"{path} is an LMDB file of another program: set store.location to another folder", path=path
             )
         )
     version = int.from_bytes(record[len(_MAGIC) :][:2], "little")
@@ -302,7 +304,7 @@ def check_format(env: lmdb.Environment, path: Path, read_only: bool) -> None:
             f"the KV store {path} has a damaged format record: delete it, precompute again", path=path
         )
     if not OLDEST_FORMAT <= version <= FORMAT:
-        newer = "upgrade blendserve, or set store.path to another folder"
+        newer = "upgrade blendserve, or set store.location to another folder"
         remedy = newer if version > FORMAT else "delete it, and run `blendserve precompute`"
         raise StoreVersion(
             f"the KV store {path} has format {version}, this blendserve reads {OLDEST_FORMAT} to {FORMAT}: {remedy}",
@@ -313,7 +315,9 @@ def check_format(env: lmdb.Environment, path: Path, read_only: bool) -> None:
 
 
 def _no_store(path: Path) -> StoreUnavailable:
-    return StoreUnavailable(f"there is no KV store at {path}: precompute one, or set store.path", path=path)
+    return StoreUnavailable(
+        f"there is no KV store at {path}: precompute one, or set store.location", path=path
+    )
 
 
 def _write_format(env: lmdb.Environment) -> None:

@@ -172,7 +172,7 @@ def decode_header(key: bytes, raw: Buffer) -> Header:
         if magic != MAGIC or version < 1:
             raise ValueError(f"it starts with {magic!r} and format {version}")
         if version != FORMAT:
-            newer = "upgrade blendserve, or give this version a store of its own (store.path)"
+            newer = "upgrade blendserve, or give this version a store of its own (store.location)"
             remedy = newer if version > FORMAT else "run `blendserve precompute` to store it again"
             raise StoreVersion(
                 f"chunk {key.hex()} was stored in format {version}, this blendserve reads format {FORMAT}: {remedy}"

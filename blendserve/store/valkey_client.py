@@ -87,7 +87,7 @@ class ValkeyPeer:
             return text
         if isinstance(error, lib.AuthenticationError) or text.startswith(("NOAUTH", "WRONGPASS")):
             return (
-                f"does not accept the credentials: set {PASSWORD} in the environment or password_file {WHERE}, and "
+                f"does not accept the credentials: set {PASSWORD} in the environment or secret_file {WHERE}, and "
                 "username if the user has a name"
             )
         if isinstance(error, lib.exceptions.OutOfMemoryError) or text.startswith("OOM"):
@@ -110,8 +110,8 @@ class ValkeyPeer:
     def _options(self) -> dict[str, Any]:
         """Raises Unfit."""
         config, password = self._config, os.environ.get(PASSWORD)
-        if config.password_file:
-            password = _read(config.password_file, "password_file").strip()
+        if config.secret_file:
+            password = _read(config.secret_file, "secret_file").strip()
         options = {
             "username": config.username or None,
             "password": password or None,

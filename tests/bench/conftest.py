@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from blendserve.bench.suite import TINY_MODEL
-from blendserve.config import ReaderConfig
+from blendserve.config import ModelConfig
 from blendserve.models.loader import LoadedModel, load_model
 
 
@@ -27,4 +27,4 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session")
 def reader(tiny: str) -> LoadedModel:
-    return load_model(ReaderConfig(model=tiny, dtype="float32"))
+    return load_model(ModelConfig(name=tiny, dtype="float32"))

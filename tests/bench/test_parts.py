@@ -20,7 +20,7 @@ from blendserve.bench.workload import make_workload
 from blendserve.blend.planner import plan_full_prefill
 from blendserve.blend.prefill import PassResult
 from blendserve.blend.report import make_report
-from blendserve.config import BlendConfig, ReaderConfig
+from blendserve.config import BlendConfig, ModelConfig
 from blendserve.core import Prompt
 from blendserve.errors import InputError, ModelError, ModelUnsupported, StoreError
 from blendserve.evaluate.methods import parse_methods
@@ -183,4 +183,4 @@ def test_a_folded_tokenizer_stays_within_the_vocabulary(reader: LoadedModel) -> 
 )
 def test_a_shape_that_fits_no_model_is_refused(changes: dict[str, object], tmp_path: Path) -> None:
     with pytest.raises((ModelError, ModelUnsupported)):
-        load_model(ReaderConfig(model=write_shape(tmp_path, **changes)))
+        load_model(ModelConfig(name=write_shape(tmp_path, **changes)))

@@ -54,7 +54,7 @@ def test_shards_merge_into_one_store(index: Path, tmp_path: Path) -> None:
         store = tmp_path / f"kv-{shard[0]}"
         assert cli("precompute", index, "--shard", shard, "--store", store).code == 0
     merged = tmp_path / "all.yaml"
-    merged.write_text(f"store: {{path: {tmp_path / 'kv'}}}\n")
+    merged.write_text(f"store: {{location: {tmp_path / 'kv'}}}\n")
     done = cli("store", "merge", index, tmp_path / "kv-0", tmp_path / "kv-1", "-c", merged, "--json")
     assert (done.code, done.json()["copied"]) == (0, 4)
     assert cli("precompute", index, "-c", merged, "--json").json()["computed"] == 0

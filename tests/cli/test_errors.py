@@ -22,8 +22,12 @@ ERRORS = [  # command line, exit code, the option, setting, file or word that th
     ("ask Why? -i {index} -c {tmp}/fp16.yaml", 2, "float16"),
     ("ask Why? -i {index} -c {tmp}/embedder.yaml", 2, "embedder"),
     ("ask Why? -i {index} --model missing/model", 2, "'missing/model'"),
-    ("ask Why? -i {index} -c {tmp}/typo.yaml", 2, "'blend.ratoi': did you mean 'ratio'"),
-    ("ask Why? -i {index} -c {tmp}/nested.yaml", 2, "'store.tiers.remote.valkey.url'"),
+    ("ask Why? -i {index} -c {tmp}/typo.yaml", 2, "'blend.ratoi': did you mean 'blend.ratio'"),
+    (
+        "ask Why? -i {index} -c {tmp}/nested.yaml",
+        2,
+        "'store.remote.locaton': did you mean 'store.remote.location'",
+    ),
     ("ask Why? -i {index} -c {tmp}/missing.yaml", 2, "{tmp}/missing.yaml"),
     ("ask Why? -i {index} --method magic", 2, "'blend.method' cannot be 'magic'"),
     ("ask Why? -i {index} --ratio 1.5", 2, "'blend.ratio' cannot be"),
@@ -88,11 +92,11 @@ def values(index: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, o
         "empty.json": "{}",
         "broken.jsonl": '{"text": "fine"}\n{"text": \n',
         "textless.jsonl": '{"title": "only"}\n',
-        "fp16.yaml": "reader: {dtype: float16}",
+        "fp16.yaml": "model: {dtype: float16}",
         "embedder.yaml": f"retrieve: {{embedder: {embedder}}}",
         "typo.yaml": "blend: {ratoi: 0.1}",
-        "nested.yaml": "store: {tiers: {remote: {ulr: x}}}",
-        "small.yaml": f"store: {{cap_gb: 0.000001, path: {tmp / 'small'}}}",
+        "nested.yaml": "store: {remote: {locaton: x}}",
+        "small.yaml": f"store: {{cap_gb: 0.000001, location: {tmp / 'small'}}}",
     }
     for name, text in files.items():
         (tmp / name).write_text(text)

@@ -75,15 +75,15 @@ def called(options: Options, *words: str) -> Any:
 def test_options_set_the_fields_they_are_named_after() -> None:
     base = Config(blend=BlendConfig(ratio=0.3))
     assert called(Options(base, "blend.ratio", "decode.stop")) == base
-    fields = ("blend.ratio", "blend.check_layers", "store.path", "store.tiers.host_bytes", "store.write_back")
-    options = Options(Config(), *fields, names={"store.path": "folder"}, load=Config.load)
-    words = "--ratio auto --check-layers 1,3 --check-layers 5 --folder here --host-bytes 8 --no-write-back"
+    fields = ("blend.ratio", "blend.check_layers", "store.location", "store.memory_bytes", "store.write_back")
+    options = Options(Config(), *fields, names={"store.location": "folder"}, load=Config.load)
+    words = "--ratio auto --check-layers 1,3 --check-layers 5 --folder here --memory-bytes 8 --no-write-back"
     got = called(options, *words.split())
     assert (got.blend.ratio, got.blend.check_layers) == ("auto", (1, 3, 5))
-    assert (got.store.path, got.store.tiers.host_bytes, got.store.write_back) == (Path("here"), 8, False)
-    options = Options(Config(), "decode.seed", "blend.seed", "decode.stop", verbatim=("stop",))
+    assert (got.store.path, got.store.memory_bytes, got.store.write_back) == (Path("here"), 8, False)
+    options = Options(Config(), "decode.seed", "decode.stop", verbatim=("stop",))
     got = called(options, "--seed", "3", "--stop", "a, b", "--stop", "c")
-    assert (got.decode.seed, got.blend.seed, got.decode.stop) == (3, 3, ("a, b", "c"))
+    assert (got.decode.seed, got.decode.stop) == (3, ("a, b", "c"))
 
 
 def test_an_option_overrides_the_file_and_the_file_the_default(tmp_path: Path) -> None:

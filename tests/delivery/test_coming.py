@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from blendserve.blend.blender import Blender
-from blendserve.config import BlendConfig, TiersConfig, changed
+from blendserve.config import BlendConfig, StoreConfig, changed
 from blendserve.core import Prompt
 from blendserve.errors import ChunkLost
 from blendserve.fetch import KVFetcher
@@ -139,7 +139,7 @@ def test_a_cache_keeps_no_more_than_what_came(service: Service, prompt: Prompt, 
             part[0] ^= 1
 
     with delivered(service, before, clock=clock) as (inner, _):
-        copies = Copies(open_caches(TiersConfig(memory_bytes=2**28), Always(), reader().adapter.device))
+        copies = Copies(open_caches(StoreConfig(memory_bytes=2**28), Always(), reader().adapter.device))
         of = blender(inner, steps, fetcher=KVFetcher(inner, copies=copies))
         assert of.run(prompt, peers.BLEND).report.chunks_corrupt == 1
         again.set()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from benchmarks.support.proxy import LinkConditions, Proxy
 from blendserve.blend import priors
-from blendserve.config import RemoteConfig, StoreConfig, TiersConfig, changed
+from blendserve.config import RemoteConfig, StoreConfig, changed
 from blendserve.core import Prompt
 from blendserve.errors import InputError, NotFound, StoreUnavailable
 from blendserve.fetch import TieredStore, open_store
@@ -30,7 +30,17 @@ from blendserve.store.key import KEY_BYTES, TAG_BYTES
 from tests.support import peers
 from tests.support.engines import CONFIG, PASSAGES
 from tests.support.http import DOCUMENTS
-from tests.support.peers import NAME, Service, answered, blender, check, kdn_store, published, settings
+from tests.support.peers import (
+    NAME,
+    PATIENT_S,
+    Service,
+    answered,
+    blender,
+    check,
+    kdn_store,
+    published,
+    settings,
+)
 
 Made = tuple[KVStore, Collection]
 
@@ -133,13 +143,12 @@ def test_settings_and_indexes_lead_to_the_service(
         where, config = resolve(f"kdn:{service.url}/{NAME}", CONFIG)
         assert len([r for r in caplog.records if r.name == "blendserve.kdn.pull"]) == 1
     assert read_index(Path(where))[:2] == read_index(folder / NAME)[:2]
-    remote = config.store.tiers.remote
+    remote = config.store.remote
     assert remote is not None
     assert (remote.kdn.url, remote.kdn.collection, remote.kind) == (service.url, NAME, "kdn")
     assert resolve("docs", CONFIG) == ("docs", CONFIG)
-    stored = StoreConfig(
-        path=tmp_path, tiers=TiersConfig(remote=RemoteConfig(kind="kdn", kdn=settings(service.url)))
-    )
+    remote = RemoteConfig(location=f"{service.url}/{NAME}", level="raw", deadline_s=PATIENT_S)
+    stored = StoreConfig(location=str(tmp_path), remote=remote)
     with open_store(stored, None) as store:
         assert answered(store).report.chunks_hit == 4
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from blendserve.config import BlendConfig
+from blendserve.config import BlendConfig, DeliverConfig
 from blendserve.errors import StoreError, StoreUnavailable
 from blendserve.fetch.kdn.client import API
 from blendserve.fetch.kdn.manifest import Collection
@@ -163,11 +163,14 @@ def test_silence_ends_at_the_deadline(service: Service) -> None:
         quiet.set()
 
 
-def test_a_client_that_reads_nothing_is_cut(made: tuple[KVStore, Collection]) -> None:
+def test_a_client_that_reads_nothing_is_cut(
+    made: tuple[KVStore, Collection], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What it had asked for counts no longer among its requests."""
     path = f"chunks/{some_key().hex()}"
     asks = f"GET {API}/{NAME}/{path} HTTP/1.1\r\nHost: x\r\n\r\n".encode() * 400  # more than sockets hold
-    service = Service(made[0], send_s=0.2, max_concurrent=1)
+    monkeypatch.setattr(DeliverConfig, "send_s", 0.2)
+    service = Service(made[0], max_concurrent=1)
     with service, socket.create_connection(("127.0.0.1", service.port)) as line:
         line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         line.sendall(asks)

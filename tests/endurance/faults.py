@@ -25,7 +25,7 @@ from benchmarks.support.proxy import Proxy
 from benchmarks.support.valkey import Server
 from blendserve.bench.stores import TimedFetcher
 from blendserve.blend.blender import Blender, Prefilled
-from blendserve.config import BlendConfig, ReaderConfig, ValkeyConfig
+from blendserve.config import BlendConfig, ModelConfig, ValkeyConfig
 from blendserve.core import Chunk, ChunkKV, Prompt, run
 from blendserve.errors import StoreError
 from blendserve.models.loader import LoadedModel, load_model
@@ -258,7 +258,7 @@ class Faults:
 
     def __init__(self, model: str, requests: int, kinds: str, seed: int) -> None:
         """kinds: of faults, separated by commas; all if empty."""
-        reader = toy_reader() if model == "tiny" else load_model(ReaderConfig(model=model))
+        reader = toy_reader() if model == "tiny" else load_model(ModelConfig(name=model))
         self.fixture = FaultFixture(reader, chunks=4, chunk_tokens=64, pool=12, deadline_s=0.5, seed=seed)
         self.requests, self.names = requests, kinds.split(",") if kinds else list(FAULTS)
         self.results: dict[str, FaultResult] = {}
@@ -292,4 +292,4 @@ class Faults:
 PROMISES: Promises = none("wrong", "hung", "lost")
 
 if __name__ == "__main__":
-    sys.exit(main(Faults, PROMISES, model=ReaderConfig().model, requests=100, kinds="", seed=0))
+    sys.exit(main(Faults, PROMISES, model=ModelConfig().name, requests=100, kinds="", seed=0))

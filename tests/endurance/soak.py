@@ -20,7 +20,7 @@ from contextlib import ExitStack
 from itertools import accumulate
 from pathlib import Path
 
-from blendserve.config import BlendConfig, Config, ReaderConfig, StoreConfig
+from blendserve.config import BlendConfig, Config, ModelConfig, StoreConfig
 from blendserve.core import Passage
 from blendserve.engine.engine import Engine
 from blendserve.engine.prompt import PromptBuilder
@@ -123,9 +123,9 @@ PROMISES: Promises = {
 
 def make(model: str, queries: int, block: int, seed: int) -> Reuse:
     is_tiny = model == "tiny"
-    reader = toy_reader() if is_tiny else load_model(ReaderConfig(model=model))
+    reader = toy_reader() if is_tiny else load_model(ModelConfig(name=model))
     return Reuse(reader, queries // block, block, "blend" if is_tiny else "auto", seed)
 
 
 if __name__ == "__main__":
-    sys.exit(main(make, PROMISES, model=ReaderConfig().model, queries=500, block=50, seed=0))
+    sys.exit(main(make, PROMISES, model=ModelConfig().name, queries=500, block=50, seed=0))

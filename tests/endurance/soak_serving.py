@@ -45,7 +45,7 @@ MEMORY_GROWTH = 1.05  # of the last half of the requests
 KILL_AT = 0.3  # of the requests
 CAP = 2 * 10**9
 SETTINGS = """\
-reader: {dtype: float32}
+model: {dtype: float32}
 retrieve: {chunk_tokens: 48}
 store: {cap_gb: 2}
 blend: {method: blend}

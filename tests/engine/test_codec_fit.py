@@ -48,7 +48,7 @@ def test_an_engine_stores_coded_kv_and_answers_from_it(
     monkeypatch.setitem(sources.BUNDLED, "tiny", sources.BUNDLED["smollm2-135m"])
     monkeypatch.setattr("blendserve.engine.codec_fit.FIT_TOKENS", 100)
     monkeypatch.setattr("blendserve.engine.codec_fit.TEXT_TOKENS", 50)
-    config = Config(store=StoreConfig(codec=codec, kind="memory"), blend=BlendConfig(method="reuse"))
+    config = Config(store=StoreConfig(codec=codec, location="memory"), blend=BlendConfig(method="reuse"))
     with Engine.open(config, reader=toy_reader()) as made:
         assert made.store.stats().tables == (codec == "cachegen")
         made.precompute(PASSAGES)

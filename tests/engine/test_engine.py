@@ -165,7 +165,7 @@ def test_bad_input_is_refused_by_name(
     assert raised.value.setting == setting
 
 
-def test_a_seed_serves_policy_and_sampling(warm: Engine) -> None:
+def test_equal_seeds_draw_equal_answers(warm: Engine) -> None:
     options: dict[str, Any] = {"policy": "random", "temperature": 1.0, "max_new_tokens": 10}
     ids = [warm.answer(QUESTION, SOME, seed=s, **options).token_ids for s in (1, 1, 2)]
     assert ids[0] == ids[1] != ids[2]
@@ -244,7 +244,7 @@ def test_a_tenant_neither_hits_nor_lists_nor_counts_what_another_stored(warm: En
 
 def test_an_index_that_is_built_anew_unpins_what_the_old_one_had(tmp_path: Path) -> None:
     documents = [{"id": f"d{n}", "text": p.text} for n, p in enumerate(PASSAGES[:4])]
-    config = CONFIG.model_copy(update={"store": CONFIG.store.model_copy(update={"kind": "lmdb"})})
+    config = CONFIG.model_copy(update={"store": CONFIG.store.model_copy(update={"location": ""})})
     with Engine.build(tmp_path / "index", documents, config, reader=toy_reader()) as made:
         made.precompute()
         assert (made.store.stats().chunks, made.store.stats().pins) == (4, 4)

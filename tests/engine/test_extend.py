@@ -94,7 +94,7 @@ def own() -> Iterator[None]:
 
 
 def config(**changes: Any) -> Config:
-    merged: dict[str, Any] = {"store": {"kind": "memory"}, "blend": {"correction": "none"}}
+    merged: dict[str, Any] = {"store": {"location": "memory"}, "blend": {"correction": "none"}}
     for name, section in changes.items():
         merged[name] = {**merged.get(name, {}), **section}
     return Config(**merged)
@@ -102,7 +102,7 @@ def config(**changes: Any) -> Config:
 
 def test_an_engine_runs_on_all_four(tmp_path: Path) -> None:
     file, settings = tmp_path / "config.yaml", {"policy": "own", "correction": "own"}
-    file.write_text(config(store={"kind": "own", "codec": "own"}, blend=settings).to_yaml())
+    file.write_text(config(store={"location": "own", "codec": "own"}, blend=settings).to_yaml())
     with Engine.open(Config.load(file), reader=toy_reader()) as engine:
         engine.precompute(PASSAGES)
         answer = engine.answer(QUESTIONS[0], PASSAGES, **OPTIONS)
@@ -120,7 +120,7 @@ def test_an_engine_runs_on_all_four(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["codec", "store"])
 def test_a_codec_and_a_store_change_no_answer(kind: str) -> None:
-    changes = {"store": {"kind": "own"} if kind == "store" else {"codec": "own"}}
+    changes = {"store": {"location": "own"} if kind == "store" else {"codec": "own"}}
     with Engine.open(config(**changes), reader=toy_reader()) as own, toy_engine(config=config()) as usual:
         answers = []
         for engine in (own, usual):

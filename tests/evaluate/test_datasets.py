@@ -263,17 +263,17 @@ EXAMPLE = Example("e", "Who?", ("x",), FIVE)
 
 def test_method_strings_become_variants_and_back() -> None:
     text = "query+shift, deviation[1,2]@0.1,query@.05/bos,reuse/none, none+shift,full,exact/int8,query@0.1/bos/int8"
-    found = parse_methods(split_list(f"{text},query+shift@0.1/revised@0.05"), (0.05, 0.3), seed=7, coded=True)
+    found = parse_methods(split_list(f"{text},query+shift@0.1/revised@0.05"), (0.05, 0.3), coded=True)
     names = [v.name for v in found]
     assert names == [
         "full", "reuse", "query+shift@0.05", "query+shift@0.3", "deviation[1,2]@0.1", "query@0.05/bos", "reuse/none",
         "none+shift", "exact/int8", "query@0.1/bos/int8", "query+shift@0.1/revised@0.05",
     ]  # fmt: skip
-    assert [v.name for v in parse_methods(names, (0.9,), seed=7, coded=True)] == names
+    assert [v.name for v in parse_methods(names, (0.9,), coded=True)] == names
     assert [v.series for v in found][2:6] == ["query+shift", "query+shift", "deviation[1,2]", "query/bos"]
     by_name = dict(zip(names, found, strict=True))
     layers = by_name["deviation[1,2]@0.1"].blend
-    assert (layers.policy, layers.check_layers, layers.ratio, layers.seed) == ("deviation", (1, 2), 0.1, 7)
+    assert (layers.policy, layers.check_layers, layers.ratio) == ("deviation", (1, 2), 0.1)
     assert by_name["query@0.1/bos/int8"].uncoded == "query@0.1/bos"
     edited = by_name["query+shift@0.1/revised@0.05"]
     assert (edited.edit, edited.blend.near) == ("revised@0.05", True)

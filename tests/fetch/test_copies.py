@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from blendserve.config import StoreConfig, TiersConfig
+from blendserve.config import StoreConfig
 from blendserve.errors import ConfigError
 from blendserve.fetch import KVFetcher, open_storage, open_store
 from blendserve.fetch.copies import Copies, CopyCache, open_caches
@@ -128,14 +128,14 @@ def load(fetcher: KVFetcher, stream: LateCopyStream, *numbers: int) -> None:
 
 
 def test_a_chunk_is_copied_once_to_a_late_device_or_into_pinned_memory(disk: LMDBStore) -> None:
-    stream, config = LateCopyStream(), TiersConfig(device_bytes=2 * UNIT, host_bytes=1 << 20)
+    stream, config = LateCopyStream(), StoreConfig(device_bytes=2 * UNIT, memory_bytes=1 << 20)
     fetcher = KVFetcher(disk, copies=Copies(open_caches(config, Always(), CUDA, stream)))
     for _ in range(3):
         load(fetcher, stream, 0, 1)
     assert len(stream.copies) == 2 * LAYERS  # keys and values together
     assert [(t.name, t.chunks, t.hits) for t in fetcher.stats().tiers] == [("device", 2, 4), ("host", 0, 0)]
     stream = LateCopyStream()
-    config = TiersConfig(host_bytes=1 << 20)
+    config = StoreConfig(memory_bytes=1 << 20)
     fetcher = KVFetcher(disk, copies=Copies(open_caches(config, Always(), CUDA, stream)))
     for _ in range(2):
         load(fetcher, stream, 3)
@@ -162,14 +162,13 @@ def test_a_cache_without_memory_keeps_its_size_and_requests_go_on(disk: LMDBStor
     assert fetcher.stats().tiers[0].cap_bytes == 2 * UNIT
 
 
-@pytest.mark.parametrize("name", ["device_bytes", "host_bytes"])
-def test_caches_that_cannot_be_are_refused(name: str, tmp_path: Path) -> None:
-    config = StoreConfig(tiers={name: 1000})
+def test_caches_that_cannot_be_are_refused(tmp_path: Path) -> None:
+    config = StoreConfig(device_bytes=1000)
     with open_store(config, tmp_path) as store:  # a command without a reader needs no device
         assert isinstance(store, LMDBStore)
     with pytest.raises(ConfigError) as error:
         open_storage(config, tmp_path, torch.device("cpu"))
-    assert error.value.setting == f"store.tiers.{name}"
+    assert error.value.setting == "store.device_bytes"
     with pytest.raises(ConfigError) as error:  # more than is free
-        open_caches(TiersConfig(device_bytes=2_000_000_000), Always(), CUDA, LateCopyStream())
-    assert error.value.setting == "store.tiers.device_bytes"
+        open_caches(StoreConfig(device_bytes=2_000_000_000), Always(), CUDA, LateCopyStream())
+    assert error.value.setting == "store.device_bytes"

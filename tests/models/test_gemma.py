@@ -9,7 +9,7 @@ import importlib.util
 
 import pytest
 
-from blendserve.config import ReaderConfig
+from blendserve.config import ModelConfig
 from blendserve.engine import gate
 from blendserve.models.loader import load_model
 from blendserve.models.sources import BUNDLED
@@ -23,7 +23,7 @@ MISSING = [part for part in BUNDLED[NAME].packages if importlib.util.find_spec(p
 @pytest.mark.skipif(bool(MISSING), reason=f"{', '.join(MISSING)} missing: {BUNDLED[NAME].install}")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_gate_passes(dtype: str) -> None:
-    reader = load_model(ReaderConfig(model=NAME, dtype=dtype, device="cpu"))
+    reader = load_model(ModelConfig(name=NAME, dtype=dtype, device="cpu"))
     report = gate.check(reader)
     assert report.passed, report.failure
     assert 512 in reader.adapter.windows

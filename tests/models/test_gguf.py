@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-from blendserve.config import ReaderConfig
+from blendserve.config import ModelConfig
 from blendserve.errors import ModelError, ModelUnsupported
 from blendserve.models.gguf import CHUNK, Gguf, write_folder
 from blendserve.models.loader import LoadedModel, fingerprint, load_model
@@ -143,7 +143,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def load(model: Path | str, dtype: str = "float32") -> LoadedModel:
-    return load_model(ReaderConfig(model=str(model), dtype=dtype, device="cpu"))
+    return load_model(ModelConfig(name=str(model), dtype=dtype, device="cpu"))
 
 
 @pytest.mark.nightly  # twenty seconds; each part of a conversion is compared below
@@ -156,9 +156,9 @@ SLOW_IMPORTS = {"transformers", "torch._dynamo", "gguf", "accelerate", "scipy", 
 
 def test_the_first_start_imports_no_slow_package() -> None:
     code = (
-        "import sys; from blendserve.config import ReaderConfig; from blendserve.models.loader import load_model; "
+        "import sys; from blendserve.config import ModelConfig; from blendserve.models.loader import load_model; "
         "from blendserve.engine import engine; from blendserve.retrieve import Embedder; Embedder.load(); "
-        f"load_model(ReaderConfig(device='cpu')); print(sorted({SLOW_IMPORTS} & set(sys.modules)))"
+        f"load_model(ModelConfig(device='cpu')); print(sorted({SLOW_IMPORTS} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]", done.stderr

@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers as tf
 
-from blendserve.config import ReaderConfig
+from blendserve.config import ModelConfig
 from blendserve.errors import ConfigError, ModelError, ModelUnsupported
 from blendserve.kernels.cpu import isa
 from blendserve.models import fast_load, gguf
@@ -45,7 +45,7 @@ def saved(name: str, folder: Path) -> Path:
 
 
 def load(folder: Path, dtype: str = "float32") -> LoadedModel:
-    return load_model(ReaderConfig(model=str(folder), dtype=dtype, device="cpu"))
+    return load_model(ModelConfig(name=str(folder), dtype=dtype, device="cpu"))
 
 
 def imports_a_model(folder: Path, dtype: str = "float32") -> bool:
@@ -162,13 +162,13 @@ def test_models_that_are_not_there_or_not_supported_are_refused(
     tf.GPT2Config().save_pretrained(tmp_path / "gpt2")  # no weights: it is refused before these are read
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)  # that of the bundled model
     for model, setting in {
-        "no/such-model": "reader.model",
-        str(tmp_path / "empty"): "reader.model",
-        "smollm2-135m": "reader.model",
+        "no/such-model": "model.name",
+        str(tmp_path / "empty"): "model.name",
+        "smollm2-135m": "model.name",
         str(tmp_path / "gpt2"): "model_type",
     }.items():
         with pytest.raises(ModelError) as error:
-            load_model(ReaderConfig(model=model, device="cpu"))
+            load_model(ModelConfig(name=model, device="cpu"))
         assert error.value.setting == setting
         assert isinstance(error.value, ModelUnsupported) == (setting == "model_type")
 
@@ -177,8 +177,8 @@ def test_models_that_are_not_there_or_not_supported_are_refused(
 def test_devices_that_are_missing_are_refused(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError) as error:
-        load_model(ReaderConfig(device=device))
-    assert error.value.setting == "reader.device"
+        load_model(ModelConfig(device=device))
+    assert error.value.setting == "model.device"
 
 
 def test_a_failed_conversion_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,7 +188,7 @@ def test_a_failed_conversion_leaves_no_files(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(gguf, "write_folder", fails)
     with pytest.raises(KeyboardInterrupt):
-        load_model(ReaderConfig(device="cpu"))
+        load_model(ModelConfig(device="cpu"))
     assert list((tmp_path / "cache" / "blendserve" / "readers").iterdir()) == []
 
 

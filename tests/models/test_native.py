@@ -183,7 +183,7 @@ def test_int8_decoding_is_that_of_a_model_with_rounded_weights(name: str, dtype:
 def test_int8_decoding_of_another_form_is_refused_by_setting() -> None:
     with pytest.raises(ConfigError) as found:
         decode_in_int8(DecoderModel.of(wide_model("gemma2", torch.float32)))
-    assert found.value.setting == "reader.decode_weights"
+    assert found.value.setting == "model.decode_weights"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

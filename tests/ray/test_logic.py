@@ -253,5 +253,5 @@ def test_workers_refuse_a_store_that_they_cannot_share_and_another_model(tmp_pat
 
 def test_a_worker_finds_the_indexs_store_from_any_folder(tmp_path: Path) -> None:
     assert worker_config(Config(), tmp_path / "index").store.path == tmp_path / "index" / "kv"
-    named = Config(store={"path": "kv-0"})
+    named = Config(store={"location": "kv-0"})
     assert worker_config(named, tmp_path / "index").store.path == Path.cwd() / "kv-0"

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from blendserve.config import ServeConfig
 from blendserve.errors import InputError
 from blendserve.serve.keys import Tenant
 from blendserve.serve.limits import Limits
@@ -79,8 +80,9 @@ def test_a_body_of_unknown_length_is_cut_at_the_limit(server: Server, client: Cl
         assert status(connection) == 413
 
 
-def test_a_slow_body_ends_its_connection(tmp_path: Any) -> None:
-    with serving(tmp_path, body_s=0.1) as server, sent(server, "", "Content-Length: 99", body=b"{") as slow:
+def test_a_slow_body_ends_its_connection(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ServeConfig, "body_s", 0.1)
+    with serving(tmp_path) as server, sent(server, "", "Content-Length: 99", body=b"{") as slow:
         answer = slow.recv(65536).decode().lower()
         assert (answer.split()[1], "connection: close" in answer) == ("408", True)
         assert server.ask(max_tokens=1)["tokens"] == 1
@@ -135,7 +137,8 @@ def test_a_body_above_its_rate_is_read_slowly(tmp_path: Any, monkeypatch: pytest
         return 60.0  # longer than the body may take
 
     monkeypatch.setattr(Limits, "throttle", throttle)
+    monkeypatch.setattr(ServeConfig, "body_s", 0.1)
     body = {"question": QUESTIONS[0]}
-    with serving(tmp_path, body_s=0.1) as server:
+    with serving(tmp_path) as server:
         assert server.post(PATH, body).status_code == 408
     assert 0 < sum(counted) <= len(json.dumps(body))

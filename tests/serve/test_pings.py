@@ -9,6 +9,7 @@ import httpx
 import openai
 import pytest
 
+from blendserve.config import ServeConfig
 from tests.support.http import MODEL, OWN, Server, asked, events, serving
 
 ASKED: dict[str, Any] = {"model": MODEL, "messages": asked(), "documents": OWN, "stream": True}
@@ -16,8 +17,11 @@ ASKED: dict[str, Any] = {"model": MODEL, "messages": asked(), "documents": OWN, 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving(tmp_path_factory.mktemp("pings"), ping_s=0.02, engine={"blend": {"method": "full"}}) as made:
-        yield made
+    folder, engine = tmp_path_factory.mktemp("pings"), {"blend": {"method": "full"}}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ServeConfig, "ping_s", 0.02)
+        with serving(folder, engine=engine) as made:
+            yield made
 
 
 def test_a_waiting_stream_pings_and_then_says_the_same(server: Server) -> None:

@@ -136,7 +136,7 @@ def test_threads_read_and_write_concurrently(store: KVStore) -> None:
 def test_a_store_kind_is_one_file_and_one_line_in_the_registry(tmp_path: Path) -> None:
     KINDS.add("toy", "tests.store.toy_store:ToyStore")
     try:
-        config = Config(store={"kind": "toy", "cap_gb": 0.001})
+        config = Config(store={"location": "toy", "cap_gb": 0.001})
         with open_store(config.store, tmp_path) as store:
             put_kv(store, key_of(1), chunk())
             assert same(read(store, key_of(1)), chunk())
@@ -146,21 +146,18 @@ def test_a_store_kind_is_one_file_and_one_line_in_the_registry(tmp_path: Path) -
         assert Config.load(tmp_path / "config.yaml") == config
     finally:
         KINDS.remove("toy")
-    with pytest.raises(ConfigError) as error:
-        StoreConfig(kind="toy")
-    assert error.value.setting == "store.kind"
 
 
 def test_the_settings_choose_the_store(tmp_path: Path) -> None:
-    remote = {"kind": "lmdb", "path": tmp_path / "far", "cap_gb": 0.01}
-    tiers = {"memory_bytes": 10_000, "remote": remote, "write": "through"}
+    remote = {"location": str(tmp_path / "far"), "cap_gb": 0.01}
+    layered = {"memory_bytes": 10_000, "remote": remote, "remote_write": "through"}
     default = tmp_path / "default"
     rows: list[tuple[dict[str, Any], Path | None, type[KVStore]]] = [
-        ({"kind": "memory"}, default, MemoryStore),
+        ({"location": "memory"}, default, MemoryStore),
         ({}, None, MemoryStore),  # no folder for the default kind
         ({}, default, LMDBStore),
-        ({"path": tmp_path / "own"}, default, LMDBStore),
-        ({"tiers": tiers}, tmp_path / "near", TieredStore),
+        ({"location": str(tmp_path / "own")}, default, LMDBStore),
+        (layered, tmp_path / "near", TieredStore),
     ]
     for settings, folder, kind in rows:
         with open_store(StoreConfig(cap_gb=0.001, **settings), folder) as store:
@@ -169,10 +166,10 @@ def test_the_settings_choose_the_store(tmp_path: Path) -> None:
     for name in ("default", "own", "near", "far"):
         with LMDBStore(tmp_path / name, ROOMY, read_only=True) as store:
             assert has(store, key_of(1))
-    with open_store(StoreConfig(kind="memory"), tmp_path / "kept", persistent=True) as store:
+    with open_store(StoreConfig(location="memory"), tmp_path / "kept", persistent=True) as store:
         assert type(store) is LMDBStore
-    with open_store(StoreConfig(tiers=tiers), tmp_path / "near", read_only=True) as store:
+    with open_store(StoreConfig(**layered), tmp_path / "near", read_only=True) as store:
         assert type(store) is LMDBStore
     with pytest.raises(ConfigError) as error:
-        open_store(StoreConfig(tiers={"remote": {"kind": "lmdb"}}), tmp_path / "other")
-    assert error.value.setting == "store.tiers.remote.path"
+        open_store(StoreConfig(remote={}), tmp_path / "other")
+    assert error.value.setting == "store.remote.location"

@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 
 from blendserve.cli import main
-from blendserve.config import ReaderConfig
+from blendserve.config import ModelConfig
 from blendserve.models import loader
 from blendserve.models.loader import DTYPES, LoadedModel, fingerprint
 from blendserve.models.model import DecoderModel
@@ -58,8 +58,8 @@ def stand_in(put: Callable[[str, object], None]) -> None:
         put(f"{module}.load_model", _load)
 
 
-def _load(config: ReaderConfig) -> LoadedModel:
-    return _toy(config.model, config.dtype) if config.model in BUNDLED else load_model(config)
+def _load(config: ModelConfig) -> LoadedModel:
+    return _toy(config.name, config.dtype) if config.name in BUNDLED else load_model(config)
 
 
 @cache

@@ -41,7 +41,7 @@ from tests.support.toy import toy_reader as load_toy_reader
 CONTEXT = 1024  # tokens
 CONFIG = Config(
     prompt=PromptConfig(system="Be brief.", instruction="Read."),
-    store=StoreConfig(kind="memory"),
+    store=StoreConfig(location="memory"),
     blend=BlendConfig(method="blend"),
     decode=DecodeConfig(max_new_tokens=12),
 )

@@ -193,7 +193,7 @@ def settings(url: str, **options: Any) -> KdnConfig:
 
 
 def kdn_store(config: KdnConfig, kind: type[KdnSource] = KdnSource, **options: Any) -> TieredStore:
-    """As an engine with `store.kind: kdn` has it. options: of the source."""
+    """As an engine with a collection as `store.location` has it. options: of the source."""
     return TieredStore(MemoryStore(0), kind(config, **options))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import tokenizers as tk
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from blendserve.config import ReaderConfig
+from blendserve.config import ModelConfig
 from blendserve.models.loader import LoadedModel, load_model
 from blendserve.models.sources import bundled_folder
 
@@ -21,7 +21,7 @@ def bundled_tokenizer() -> Any:
 
 @cache
 def bundled_reader(dtype: str) -> LoadedModel:
-    return load_model(ReaderConfig(dtype=dtype))
+    return load_model(ModelConfig(dtype=dtype))
 
 
 def spaced_tokenizer(words: str) -> Any:

@@ -28,11 +28,11 @@ class AllPolicy(Policy):
 
 
 class RandomPolicy(Policy):
-    """A random set, by `seed`."""
+    """A random set: the same one in prompts with as many reusable tokens."""
 
     def rank(self, layout: Layout, scores: Tensor | None) -> Tensor:
         positions = layout.reusable.nonzero()[:, 0]
-        order = torch.randperm(len(positions), generator=torch.Generator().manual_seed(self.config.seed))
+        order = torch.randperm(len(positions), generator=torch.Generator().manual_seed(0))
         ranks = torch.zeros(layout.n_tokens, dtype=torch.long)
         ranks[positions[order]] = -torch.arange(len(positions))
         return ranks

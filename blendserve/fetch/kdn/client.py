@@ -158,7 +158,7 @@ class KdnPeer:
         if isinstance(error, NotThere):
             return StoreUnavailable(
                 f"{self.server} has no collection {self._config.collection!r}, or not for this API key: correct "
-                f"collection {BESIDE}, or set the key in {KEY} or key_file"
+                f"collection {BESIDE}, or set the key in {KEY} or secret_file"
             )
         if isinstance(error, TimeoutError):
             return self.late()
@@ -195,7 +195,7 @@ def _reply(response: http.client.HTTPResponse) -> Reply:
         raise NotThere
     if response.status in (401, 403):
         raise Unfit(
-            f"does not accept the API key: set one that may read the collection in {KEY} or key_file {BESIDE}"
+            f"does not accept the API key: set one that may read the collection in {KEY} or secret_file {BESIDE}"
         )
     if response.status == 429 or response.status >= 500:
         raise Unfit(f"refuses for now (status {response.status})")
@@ -223,15 +223,15 @@ def _range(text: str, length: int) -> tuple[int, int]:
 
 def _headers(config: KdnConfig) -> dict[str, str]:
     """Raises Unfit for a key file that cannot be read."""
-    if config.key_file is None:
+    if config.secret_file is None:
         key = os.environ.get(KEY, "")
     else:
         try:
-            key = config.key_file.read_text(encoding="utf-8").strip()
+            key = config.secret_file.read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError) as error:
             why = getattr(error, "strerror", None) or "it is no text"
             raise Unfit(
-                f"cannot be asked, as the file {config.key_file} cannot be read ({why}): correct key_file {BESIDE}"
+                f"cannot be asked, as the file {config.secret_file} cannot be read ({why}): correct secret_file {BESIDE}"
             ) from None
     return {"Authorization": f"Bearer {key}"} if key else {}
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from blendserve.config import KdnConfig, PlaceConfig
-from blendserve.errors import ConfigError, CorruptRecord, StoreError, StoreUnavailable, StoreVersion
+from blendserve.errors import CorruptRecord, StoreError, StoreUnavailable, StoreVersion
 from blendserve.fetch.incoming import ChunkRequest, IncomingChunk
 from blendserve.fetch.kdn.body import CUT, Body
 from blendserve.fetch.kdn.client import Client, KdnPeer, NotThere, WrongReply, fill
@@ -67,11 +67,6 @@ class KdnSource:
         clock: Clock = time,
     ) -> None:
         """link: what is known of the link already. clock: of pauses, of the deadline and of the link's rate."""
-        if not config.collection:
-            raise ConfigError(
-                "setting 'store.kdn.collection' is missing: name the collection that is to be delivered, see `blendserve "
-                "kdn list`"
-            )
         self.config, self.workers = config, workers
         self.name, self.deadline_s, self.wanted_s = config.server, config.deadline_s, config.ttft_ms / 1e3
         self.in_flight_bytes = config.in_flight_mb * 1_000_000
@@ -122,7 +117,7 @@ class KdnSource:
         levels = [level for level in collection.levels if self.config.level in (AUTO, level)]
         if not levels:
             raise StoreUnavailable(
-                f"collection {collection.name!r} has no level {self.config.level!r}: set store.kdn.level to auto or "
+                f"collection {collection.name!r} has no level {self.config.level!r}: set store.level to auto or "
                 f"one of {', '.join(collection.levels)}"
             )
         found = {r.key: entry for r in requests if (entry := directory.get(r.key))}

@@ -51,7 +51,7 @@ def store(url: str, **options: Any) -> ValkeyStore:
 def test_a_wrong_url_is_refused_and_its_password_not_repeated(url: str) -> None:
     with pytest.raises(ConfigError) as error:
         ValkeyConfig(url=url)
-    assert error.value.setting == "store.valkey.url"
+    assert error.value.setting == "valkey.url"
     assert SECRET not in repr(error.value)
 
 
@@ -67,7 +67,7 @@ def test_a_missing_client_package_is_unavailable(monkeypatch: pytest.MonkeyPatch
         ("valkey://127.0.0.1:{}", {}),
         ("valkeys://127.0.0.1:{}", {}),
         ("unix:///nowhere{}", {}),
-        ("valkey://127.0.0.1:{}", {"password_file": Path("nowhere")}),
+        ("valkey://127.0.0.1:{}", {"secret_file": Path("nowhere")}),
         ("valkeys://127.0.0.1:{}", {"ca_file": Path("nowhere")}),
     ],
 )
@@ -126,14 +126,19 @@ def test_credentials_come_from_a_file_or_the_environment(
     caplog.set_level(logging.DEBUG)
     (tmp_path / "password").write_text(SECRET + "\n")
     with Server(requirepass=SECRET) as server:
-        for config in ({}, {"username": "unknown"}, {"password_file": tmp_path / "missing"}):
-            with store(server.url, **config) as locked, pytest.raises(StoreUnavailable) as error:
+        unknown, default = (server.url.replace("://", f"://{name}@") for name in ("unknown", "default"))
+        for url, config in (
+            (server.url, {}),
+            (unknown, {}),
+            (server.url, {"secret_file": tmp_path / "missing"}),
+        ):
+            with store(url, **config) as locked, pytest.raises(StoreUnavailable) as error:
                 locked.stats()
             assert SECRET not in repr(error.value)
-        with store(server.url, password_file=tmp_path / "password") as opened:
+        with store(server.url, secret_file=tmp_path / "password") as opened:
             assert opened.stats().chunks == 0
         monkeypatch.setenv(PASSWORD, SECRET)
-        with store(server.url, username="default") as opened:
+        with store(default) as opened:
             assert opened.stats().chunks == 0
     assert SECRET not in caplog.text
 

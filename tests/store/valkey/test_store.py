@@ -135,7 +135,7 @@ def test_leases_of_a_request_take_one_round_trip_and_are_released_with_its_write
 def test_store_merge_copies_from_a_server_by_its_url(store: ValkeyStore, path: Path, tmp_path: Path) -> None:
     put_kv(store, key_of(1), chunk(seed=1))
     config = tmp_path / "patient.yaml"
-    config.write_text(f"store: {{path: {tmp_path / 'copy'}, valkey: {{deadline_s: {PATIENT_S}}}}}\n")
+    config.write_text(f"store: {{location: {tmp_path / 'copy'}, deadline_s: {PATIENT_S}}}\n")
     assert cli("store", "merge", tmp_path / "index", database(path), "-c", config).code == 0
     with LMDBStore(tmp_path / "copy", CAP, read_only=True) as copy:
         assert same(read(copy, key_of(1)), chunk(seed=1))
@@ -145,7 +145,7 @@ def test_an_index_build_keeps_the_pins_of_other_engines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("blendserve.engine.engine.load_model", lambda config: toy_reader())
-    store = {"kind": "valkey", "valkey": settings(tmp_path)}
+    store = {"location": database(tmp_path), "deadline_s": PATIENT_S}
     config = Config(store=store, blend=BlendConfig(method="blend"))
     for n, name in enumerate(("one", "two"), start=1):
         with Engine.build(tmp_path / name, [{"id": name, "text": f"What {name} says."}], config) as engine:
