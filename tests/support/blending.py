@@ -112,10 +112,10 @@ def distance(a: Tensor, b: Tensor) -> float:
 class OneOff(KVLoader):
     """Rotates every stored key to the position after its own."""
 
-    def __init__(
-        self, adapter: DecoderModel, cache: KVCache, pieces: Any, ropes: Ropes, clock: Clock
-    ) -> None:
-        super().__init__(adapter, cache, pieces, adapter.rope(torch.arange(1, cache.capacity + 1)), clock)
+    def place(self, l: int) -> None:
+        right, self.ropes = self.ropes, self.model.rope(torch.arange(1, self.cache.capacity + 1))
+        super().place(l)
+        self.ropes = right
 
 
 def some_priors(adapter: DecoderModel, scale: float) -> Priors:
