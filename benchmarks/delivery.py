@@ -244,7 +244,7 @@ def _fixture(reader: LoadedModel, config: DeliveryConfig) -> Iterator[Fixture]:
         with LMDBStore(folder / "kv", CAP) as store:
             _publish(reader, config, workload, store)
         settings = {
-            "store": {"kind": STORES.default, "path": str(folder / "kv")},
+            "store": {"location": str(folder / "kv")},
             "deliver": {"memory_mb": 4096},
         }
         (folder / "kdn.yaml").write_text(yaml.safe_dump(settings))
