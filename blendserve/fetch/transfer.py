@@ -141,7 +141,7 @@ class Transfer:
         if chunk.miss or header is None:
             return chunk.miss or Miss(UNREACHABLE, "it did not arrive")
         view = self._views.get(key)
-        if view is None or view.record.header is not header:
+        if view is None or view.version is not header:
             read = partial(self._segment, chunk, header)
             found = open_view(ChunkRecord(key, header, read, chunk.report, trusted=True), self._tables)
             if isinstance(found, Miss):
