@@ -27,7 +27,8 @@ from tests.support.blending import (
 )
 from tests.support.damages import DAMAGES, Damage
 from tests.support.models import fresh_model, tiny_adapter
-from tests.support.stores import ROOMY, FaultyStore, OnDisk, put_kv
+from tests.support.places import OnDisk
+from tests.support.stores import ROOMY, FaultyStore, put_kv
 
 PROMPT = some_prompt([14, 9, 0, 20, 1, 9])
 CHUNKS = [chunk.ids for chunk in PROMPT.chunks]
