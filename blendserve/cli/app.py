@@ -18,16 +18,12 @@ from blendserve.cli.options import make_app
 from blendserve.errors import BlendserveError
 from blendserve.registry import Registry
 
-COMMANDS = Registry(
-    "command",
-    {
-        name: f"blendserve.cli.{name}:app"
-        for name in (
-            *("demo", "doctor", "index", "precompute", "ask"),
-            *("evaluate", "serve", "keys", "kdn", "store", "codec", "bench", "simulate", "cost"),
-        )
-    },
-)
+FILES = {  # command -> its file
+    **{"demo": "core", "doctor": "research", "index": "core", "precompute": "core", "ask": "core"},
+    **{"evaluate": "research", "serve": "server", "keys": "server", "kdn": "kdn", "store": "store"},
+    **{"codec": "store", "bench": "bench", "simulate": "research", "cost": "research"},
+}
+COMMANDS = Registry("command", {name: f"blendserve.cli.{file}:{name}" for name, file in FILES.items()})
 
 
 class Commands(TyperGroup):
