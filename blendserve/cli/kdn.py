@@ -20,9 +20,9 @@ from blendserve.cli.options import IndexArg, JsonOpt, make_app, with_settings
 from blendserve.config import Config
 
 if TYPE_CHECKING:
+    from blendserve.fetch.kdn.manifest import Collection
     from blendserve.kdn.catalogue import Catalogue
     from blendserve.store import KVStore
-    from blendserve.fetch.kdn.manifest import Collection
 
 kdn = make_app("Publish collections and deliver them to remote engines.")
 NODE_KEY = "BLENDSERVE_NODE_KEY"

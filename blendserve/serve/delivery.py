@@ -24,7 +24,7 @@ from starlette.types import Receive, Scope, Send
 
 from blendserve.config import Config, DeliverConfig, check_binding
 from blendserve.engine.fair_executor import FairExecutor
-from blendserve.errors import BodyTooSlow, Busy, InputError, NotAllowed, NotFound
+from blendserve.errors import BodyTooSlow, InputError, NotFound, PermissionDenied, RateLimited
 from blendserve.fetch import open_store
 from blendserve.fetch.kdn.manifest import MAX_INTERLEAVED, Collection, encode_body, interleave, level_key
 from blendserve.kdn.catalogue import Catalogue, pieces_of
@@ -151,11 +151,11 @@ class DeliveryBackend:
         return CachedBody(interleave([one.parts for one in bodies]), f'"{etag}"')
 
     def take_bytes(self, tenant: Tenant, n_bytes: int) -> None:
-        """Count bytes to send. Raises Busy if the tenant's quota is used up; the last body may exceed it."""
+        """Count bytes to send. Raises RateLimited if the tenant's quota is used up; the last body may exceed it."""
         self.metrics.bytes.inc(n_bytes)
         if limit := self.http.mb_per_minute:
             if wait_s := self._sent_mb.wait_s(tenant.name, limit, limit / 60):
-                raise Busy(f"transfer limit of {limit:g} MB per minute", math.ceil(wait_s))
+                raise RateLimited(f"transfer limit of {limit:g} MB per minute", math.ceil(wait_s))
             self._sent_mb.use(tenant.name, n_bytes / 1e6, limit / 60)
 
     def _cached(self, key: tuple[ChunkKey, ChunkKey], made: CachedBody) -> CachedBody:
@@ -255,12 +255,12 @@ async def withdraw(
 async def _administer(
     state: State, tenant: Tenant, name: str, call: Callable[[KVStore, Catalogue, str, bool], int], flag: bool
 ) -> int:
-    """Raises NotFound, NotAllowed, StoreError."""
+    """Raises NotFound, PermissionDenied, StoreError."""
     backend = state.backend
     await run_on(backend.executor, tenant, backend.collection, tenant, name)
     tenant.require_write_access()
     if not tenant.admin:
-        raise NotAllowed("pinning and retiring collections requires an admin's key")
+        raise PermissionDenied("pinning and retiring collections requires an admin's key")
     return await run_on(backend.executor, tenant, call, backend.store, backend.catalogue, name, flag)
 
 

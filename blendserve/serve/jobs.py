@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from blendserve.errors import BlendserveError, Busy, NotFound
+from blendserve.errors import BlendserveError, NotFound, RateLimited
 
 MAX_JOBS = 1000  # remembered
 MAX_RUNNING = 100
@@ -59,11 +59,11 @@ class Jobs:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self, namespace: str, kind: str, work: Callable[[Job], Awaitable[None]], given: int = 0) -> Job:
-        """Start a job. Raises Busy if too many run, in total or in this namespace."""
+        """Start a job. Raises RateLimited if too many run, in total or in this namespace."""
         n_running = sum(job.state == "running" for job in self.of(namespace))
         if n_running >= MAX_RUNNING_PER_NAMESPACE or len(self._tasks) >= MAX_RUNNING:
             message = f"too many jobs are running: {n_running} of this namespace, {len(self._tasks)} in total"
-            raise Busy(message, 10)
+            raise RateLimited(message, 10)
         job = Job(f"job-{uuid.uuid4().hex}", namespace, kind, given=given)
         self._jobs[job.id] = job
         if len(self._jobs) > MAX_JOBS:
