@@ -18,6 +18,7 @@ import typer
 from blendserve import console
 from blendserve.cli.options import IndexArg, JsonOpt, make_app, with_settings
 from blendserve.config import Config
+from blendserve.errors import ConfigError
 
 if TYPE_CHECKING:
     from blendserve.fetch.kdn.manifest import Collection
@@ -205,7 +206,7 @@ def prefetch(
             is_started = reply.status_code == 202
             results[url] = {"job": reply.json()["id"]} if is_started else {"error": reply.text}
         except (httpx.HTTPError, ValueError) as error:
-            results[url] = {"error": str(error)}
+            results[url] = {"error": f"no answer of a server ({error}): start one by `blendserve serve`"}
     lines = [f"{url}: {r.get('error') or 'fetching, job ' + r['job']}" for url, r in results.items()]
     console.emit(results, json, "\n".join(lines))
     if any("error" in result for result in results.values()):
@@ -282,7 +283,12 @@ def moq_publish(
 
 @contextmanager
 def _catalogue(settings: Config) -> Iterator[tuple[KVStore, Catalogue]]:
-    """The store, and the collections in it."""
+    """The store, and the collections in it. Raises ConfigError, StoreError."""
+    if not settings.store.location:
+        raise ConfigError(
+            "the store of the collections is not set: give --store, such as indexes/NAME/kv, or a file with --config",
+            setting="store.location",
+        )
     from blendserve.fetch import open_store
     from blendserve.kdn.catalogue import Catalogue
 
