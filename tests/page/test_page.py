@@ -46,7 +46,7 @@ def states_of(report: dict[str, Any]) -> Counter[str]:
         exact=report["tokens_exact"],
         corrected=report["tokens_reused"],
         recomputed=report["tokens_recomputed"],
-        fresh=report["tokens_computed"] + report["tokens_suffix"],
+        computed=report["tokens_computed"] + report["tokens_suffix"],
     )
 
 
@@ -115,7 +115,7 @@ def test_a_token_of_an_edited_passage_shows_its_donor(page: Page, server: Server
     page.route("**/v1/rag/query", with_edit)
     visit(page, server)
     ask(page)
-    page.locator("#prompt .s-near [data-i]").first.hover()
+    page.locator("#prompt .s-near_duplicate [data-i]").first.hover()
     for told in ("near", by.key(old).hex()):
         expect(page.locator("#token-tip")).to_contain_text(told)
     assert states_shown(page)["near_duplicate"] > len(new) // 2
