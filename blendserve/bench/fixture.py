@@ -205,12 +205,13 @@ def forward(adapter: DecoderModel, ids: TokenIds) -> Tensor:
     from transformers import DynamicCache
 
     from blendserve.kernels.cuda.dense import BACKENDS
+    from blendserve.models.reference import cache_argument
 
     model = cast(Any, adapter.reference)
     inputs = torch.tensor([ids], device=adapter.device)
     cache = DynamicCache(config=model.config)
     with sdpa_kernel(BACKENDS) if adapter.device.type == "cuda" else nullcontext():
-        output = model(input_ids=inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        output = model(input_ids=inputs, **cache_argument(model, cache), use_cache=True, logits_to_keep=1)
     return cast(Tensor, output.logits[0, -1])
 
 

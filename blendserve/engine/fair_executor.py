@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
-from blendserve.errors import Busy, Stopping
+from blendserve.errors import RateLimited, ShuttingDown
 
 T = TypeVar("T")
 
@@ -161,13 +161,13 @@ class FairExecutor:
         self._thread.start()
 
     def submit(self, tenant: str, call: Callable[[], T], long: bool = False) -> Future[T]:
-        """Queue a job. long: it calls `give_way` between its parts. Raises Busy and Stopping."""
+        """Queue a job. long: it calls `give_way` between its parts. Raises RateLimited and ShuttingDown."""
         job = _Job(tenant, call, long)
         with self._wake:
             if self._stopped:
-                raise Stopping("the server is shutting down: ask another one")
+                raise ShuttingDown("the server is shutting down: ask another one")
             if not long and self._waiting.of(tenant) >= self._queue:
-                raise Busy(f"{self._queue} of your requests are waiting already", 1)
+                raise RateLimited(f"{self._queue} of your requests are waiting already", 1)
             self._waiting.put(job)
             self._wake.notify()
         job.future.add_done_callback(lambda future: self._drop(job) if future.cancelled() else None)
@@ -176,7 +176,7 @@ class FairExecutor:
     def give_way(self) -> None:
         """Do the short jobs that wait, one at least, and rest for the part that is done while requests are in flight.
 
-        Outside of long jobs nothing happens. Raises Stopping.
+        Outside of long jobs nothing happens. Raises ShuttingDown.
         """
         if threading.current_thread() is not self._thread or not self._open:
             return
@@ -187,7 +187,7 @@ class FairExecutor:
         self._throttle.begin()
 
     def _do_short(self, patience: float) -> None:
-        """A short job, if one is submitted within `patience` seconds. Raises Stopping."""
+        """A short job, if one is submitted within `patience` seconds. Raises ShuttingDown."""
         with self._wake:
             job = self._next_short()
             if job is None and patience:
@@ -200,7 +200,7 @@ class FairExecutor:
 
     def _next_short(self) -> _Job | None:
         if self._stopped:
-            raise Stopping("the server has shut down before all was done: ask again")
+            raise ShuttingDown("the server has shut down before all was done: ask again")
         return self._waiting.pop(lambda job: not job.long and self._may_go(job))
 
     def _may_go(self, job: _Job) -> bool:

@@ -24,7 +24,7 @@ from blendserve.engine.fair_executor import BackgroundThrottle
 from blendserve.engine.generate import Sequence
 from blendserve.engine.request import Event, Failed, Finished, Observer, PrefillDone
 from blendserve.engine.scheduler import BACKGROUND_EVERY, MAX_BACKGROUND, Scheduler
-from blendserve.errors import Busy, PromptTooLong, Stopping, StoreFull
+from blendserve.errors import PromptTooLong, RateLimited, ShuttingDown, StoreFull
 from blendserve.fetch.fetcher import KVFetcher
 from blendserve.fetch.incoming import ChunkRequest
 from blendserve.models.kv_cache import CachePool
@@ -125,7 +125,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         options: dict[str, Any] = {"tenant": tenant, "cost": cost, "emit": receive, "hold": hold}
         sent.request = Sequence(plan, tiny_reader(), prefill, **options)
         over, full = plan.tokens - SLOT_TOKENS, len(self.waiting(tenant)) == self.queue
-        refusal = PromptTooLong if over > 0 else Stopping if self.closed else Busy if full else None
+        refusal = (
+            PromptTooLong if over > 0 else ShuttingDown if self.closed else RateLimited if full else None
+        )
         if refusal:
             with pytest.raises(refusal) as error:
                 self.scheduler.submit(sent.request)
@@ -297,7 +299,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             sent.state = "ended"
             assert seen(event.answer) == seen(alone(sent.question))
         elif isinstance(event, Failed):  # a prefill fails alone, a decoding step for all of its requests
-            assert isinstance(event.error, Stopping) if self.stopped else event.error is self.fault
+            assert isinstance(event.error, ShuttingDown) if self.stopped else event.error is self.fault
             if sent.state == "runs" and not self.stopped:
                 self.failing = [s for s in self.batch if s.state == "runs" and s is not sent]
             sent.state = "ended"
