@@ -22,7 +22,6 @@ from blendserve import console
 from blendserve.bench.harness import Result, read_result, render, samples_of
 from blendserve.bench.roofline import measure_rates
 from blendserve.bench.runner import BENCHES, load_bench, run_bench
-from blendserve.blend.near import MAX_DONORS
 from blendserve.cli.app import run as app_run
 from blendserve.cli.bench import bench_app
 from blendserve.config import ServeConfig
@@ -31,9 +30,7 @@ from tests.support.http import Server
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = json.loads((ROOT / "tests" / "golden" / "bench.json").read_text("utf-8"))
-SLOW = {
-    f"benchmarks.{name}" for name in ("sharing", "cpu_contention", "startup", "embedding", "engines")
-}  # several processes
+SLOW = {f"benchmarks.{name}" for name in ("sharing", "startup", "engines")}  # several processes
 NAMES = [name for name in (*BENCHES, *(f"benchmarks.{name}" for name in CLAIMS)) if name != "serving"]
 MARKED = [pytest.param(n, marks=[pytest.mark.nightly, pytest.mark.timeout(600)] * (n in SLOW)) for n in NAMES]
 Run = Callable[[str], Result]
@@ -63,8 +60,6 @@ def run(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     def result(name: str) -> Result:
         if name == "benchmarks.network" and binary() is None:
             pytest.skip("there is no valkey-server here")
-        if name == "benchmarks.embedding":
-            pytest.importorskip("sentence_transformers")
         if name not in known:
             tmp, bench = tmp_path_factory.mktemp("bench"), load_bench(name)
             module = import_module(name if "." in name else f"blendserve.bench.{name}")
@@ -169,10 +164,8 @@ def test_near_counts_what_an_edit_costs(run: Run) -> None:
     exact, one, blind, every, full = (metrics(result, passages=name)["tokens_run"] for name in names)
     assert exact < one < min(blind, every)
     assert every < full
-    prompts, index, alike = (group["facts"] for group in result["groups"])
-    assert prompts["false_donors"] == index["false_donors"] == 0
-    assert index["donors_found"] == index["donors_wanted"] == 3
-    assert 1 <= alike["donors_read"] <= MAX_DONORS
+    assert result["groups"][0]["facts"]["false_donors"] == 0
+    assert metrics(result, search="nothing found")["search_s"] > 0
 
 
 def test_results_are_right_where_they_are_known(run: Run) -> None:
