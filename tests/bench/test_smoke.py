@@ -72,12 +72,8 @@ def run(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         return known[name]
 
     with pytest.MonkeyPatch.context() as patch:
-        for attribute, value in {
-            "server": keyed,
-            "prepare": write_passages,
-            "INDEX": "a",
-            "UPLOADS": "b",
-        }.items():
+        replaced = {"server": keyed, "prepare": write_passages, "INDEX": "a", "UPLOADS": "b"}
+        for attribute, value in replaced.items():
             patch.setattr(noisy_neighbor, attribute, value)
         yield result
 
@@ -132,10 +128,9 @@ def test_ttft_counts_what_it_always_counted(run: Run) -> None:
     assert result["groups"][0]["facts"]["prompt_tokens"] == GOLDEN["prompt_tokens"]
     for name, golden in GOLDEN["methods"].items():
         found = metrics(result, source="warm", method=name)
-        assert {key: found[key] for key in golden if key in found} == {
-            k: v for k, v in golden.items() if k in found
-        }
-        assert len(found.keys() & golden) >= 5
+        counted = found.keys() & golden
+        assert {key: found[key] for key in counted} == {key: golden[key] for key in counted}
+        assert len(counted) >= 5
         assert found["load_s"] + found["select_s"] + found["correct_s"] < found["prefill_s"] < found["ttft_s"]
         assert found["kl_first_token"] >= 0
         assert found["roofline_fraction"] > 0
@@ -211,13 +206,8 @@ def test_figures_of_users_add_up() -> None:
 
 def test_auto_misses_where_it_and_its_choice_are_slower() -> None:
     rounds = {"full": [2.0, 2.0], "prefix": [1.0, 1.0], "blend": [3.0, 3.0], "auto": [2.0, 2.0]}
-    assert auto.verdict(rounds, "full") == {
-        "best": "prefix",
-        "chosen": "full",
-        "excess": 1.0,
-        "slip": 1.0,
-        "miss": 1.0,
-    }
+    both = {"excess": 1.0, "slip": 1.0, "miss": 1.0}
+    assert auto.verdict(rounds, "full") == {"best": "prefix", "chosen": "full", **both}
     assert auto.verdict(rounds, "prefix")["miss"] == 0.0
 
 
@@ -226,13 +216,8 @@ def test_serving_resumes_and_counts_what_is_refused(
 ) -> None:
     monkeypatch.setattr("blendserve.bench.loadgen.LEAST", 2)
     write_passages(None, tmp_path / "index")
-    small: dict[str, Any] = {
-        "index": tmp_path / "index",
-        "passages": 2,
-        "new_tokens": 2,
-        "clients": 2,
-        "seconds": 0.1,
-    }
+    small: dict[str, Any] = {"index": tmp_path / "index", "passages": 2, "new_tokens": 2}
+    small |= {"clients": 2, "seconds": 0.1}
     config: Any = load_bench("serving").config
     with toy_server(tmp_path) as url:
         settings = config(url=url, load_factors=(1.0,), **small)
