@@ -115,7 +115,13 @@ class OneOff(KVLoader):
     def __init__(
         self, adapter: DecoderModel, cache: KVCache, pieces: Any, ropes: Ropes, clock: Clock
     ) -> None:
-        super().__init__(adapter, cache, pieces, adapter.rope(torch.arange(1, cache.capacity + 1)), clock)
+        super().__init__(adapter, cache, pieces, ropes, clock)
+        self._own, self._off = ropes, adapter.rope(torch.arange(1, cache.capacity + 1))
+
+    def place(self, l: int) -> None:
+        self.ropes = self._off  # for stored keys alone: the pass rotates fresh rows by the same ropes
+        super().place(l)
+        self.ropes = self._own
 
 
 def some_priors(adapter: DecoderModel, scale: float) -> Priors:
