@@ -167,14 +167,11 @@ class Fixture:
             ("adaptive", PIPELINED): Client(blend, CACHEGEN_PIPELINED),
             ("adaptive", OURS): Client(changed(blend, method="auto"), TransferOptions()),
         }
-        recompute = Case({"kind": "fixed", "client": RECOMPUTE}, self._recompute)
-        return [
-            recompute,
-            *(
-                Case({"kind": kind, "client": name}, partial(self._delivered, trace, name, client))
-                for (kind, name), client in clients.items()
-            ),
-        ]
+        cases = [Case({"kind": "fixed", "client": RECOMPUTE}, self._recompute)]
+        for (kind, name), client in clients.items():
+            run = partial(self._delivered, trace, name, client)
+            cases.append(Case({"kind": kind, "client": name}, run))
+        return cases
 
     def _recompute(self) -> Metrics:
         return self._request(self._blender(MemoryStore(CAP)), BlendConfig(method="full"))
@@ -243,30 +240,14 @@ def _fixture(reader: LoadedModel, config: DeliveryConfig) -> Iterator[Fixture]:
         folder = stack.enter_context(scratch(config.folder))
         with LMDBStore(folder / "kv", CAP) as store:
             _publish(reader, config, workload, store)
-        settings = {
-            "store": {"location": str(folder / "kv")},
-            "deliver": {"memory_mb": 4096},
-        }
+        settings = {"store": {"location": str(folder / "kv")}, "deliver": {"memory_mb": 4096}}
         (folder / "kdn.yaml").write_text(yaml.safe_dump(settings))
-        command = [
-            sys.executable,
-            "-m",
-            "blendserve",
-            DELIVERED,
-            "serve",
-            "--port",
-            "0",
-            "-c",
-            str(folder / "kdn.yaml"),
-        ]
+        serve = [DELIVERED, "serve", "--port", "0", "-c", str(folder / "kdn.yaml")]
+        command = [sys.executable, "-m", "blendserve", *serve]
         service = stack.enter_context(ServerProcess(command, folder / "service.log"))
         port = int(service.url.rpartition(":")[2])
-        yield Fixture(
-            reader,
-            config,
-            stack.enter_context(ProxyProcess(port, folder / "proxy.log", config.seed)),
-            workload,
-        )
+        proxy = stack.enter_context(ProxyProcess(port, folder / "proxy.log", config.seed))
+        yield Fixture(reader, config, proxy, workload)
 
 
 def _publish(reader: LoadedModel, config: DeliveryConfig, workload: Workload, store: KVStore) -> None:

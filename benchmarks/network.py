@@ -3,20 +3,15 @@
 A Valkey server, and a proxy of each round trip and rate before it. All chunks of a prompt are on the server, by every
 codec; the same prompt is prefilled in full without a server. A request waits for its chunks before its prefill begins:
 how long is a metric, as are the bytes that came. Method `auto` knows of a link what an engine knows when it opens.
-
-Throughput is that of requests one after another, some of them announced, as in a server's queue: while one is computed,
-the chunks of the next are read. It is measured for every round trip at the highest rate.
 """
 
 from __future__ import annotations
 
-import time
-from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
 from itertools import product
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field
 
@@ -24,16 +19,14 @@ from benchmarks.support.proxy import Proxy, network
 from benchmarks.support.valkey import Server
 from blendserve.bench.codec import CodecConfig
 from blendserve.bench.fixture import make_blender, time_prompt
-from blendserve.bench.harness import Case, Column, Group, Metrics, SampleLog, count, ms, ratio, table
+from blendserve.bench.harness import Case, Group, Metrics, SampleLog, count, ms, ratio, table
 from blendserve.bench.plots import Plot
 from blendserve.bench.runner import Bench, open_reader
 from blendserve.bench.stores import CodecTables, TimedFetcher
-from blendserve.bench.workload import Workload, make_workload
+from blendserve.bench.workload import Workload
 from blendserve.blend.blender import Blender
 from blendserve.config import BlendConfig, Positive, ValkeyConfig, changed
-from blendserve.core import Prompt
 from blendserve.errors import InputError
-from blendserve.fetch import KVFetcher
 from blendserve.models.loader import LoadedModel
 from blendserve.registry import SENT_CODECS
 from blendserve.store.codecs.base import SLOW
@@ -56,8 +49,6 @@ class NetworkConfig(CodecConfig):
         SENT_CODECS, description="Codecs of the stored chunks: name or name@level."
     )
     chunk_tokens: Positive = Field(256, description="Length of a chunk, in tokens.")
-    in_flight: Positive = Field(3, description="Number of requests announced ahead of time for throughput.")
-    requests: Positive = Field(8, description="Number of requests that throughput is measured over.")
     repeats: Positive = Field(3, description="Number of measured rounds.")
 
 
@@ -67,12 +58,12 @@ class Fixture:
     def __init__(self, reader: LoadedModel, config: NetworkConfig, proxy: Proxy, stack: ExitStack) -> None:
         self._reader, self._config, self._proxy = reader, config, proxy
         self._workload: Workload = config.workload(reader)
-        self._settings = ValkeyConfig(url=proxy.url, deadline_s=DEADLINE_S)
+        settings = ValkeyConfig(url=proxy.url, deadline_s=DEADLINE_S)
         tables = CodecTables(reader, self._workload.prompts, config.fit_tokens, config.text)
         self.stores: dict[str, ValkeyStore] = {}
         self.blenders: dict[str, Blender] = {}
         for word in config.codecs:
-            store = ValkeyStore(self._settings, CAP)
+            store = ValkeyStore(settings, CAP)
             stack.callback(store.close)
             codec = tables.write_with(word, store)
             self.stores[word] = store
@@ -108,37 +99,6 @@ class Fixture:
         n_bytes = self._proxy.down.n_bytes - moved
         return {"ttft_s": metrics["ttft_s"], "wait_s": fetcher.seconds - waited, "bytes_received": n_bytes}
 
-    def throughput(self, word: str) -> Metrics:
-        """Chunks are read for every request and kept nowhere; the first requests connect and do not count."""
-        config, blend = self._config, self._config.blend
-        with ValkeyStore(self._settings, CAP) as store:
-            fetcher = KVFetcher(store, prefetch_bytes=CAP)
-            blender = make_blender(
-                self._reader, self._workload.prompts, store, namespace=word, fetcher=fetcher
-            )
-            prompts = self._prompts()
-            self.blenders[word].writer.precompute(
-                [chunk.ids for prompt in prompts for chunk in prompt.chunks]
-            )
-            ended = []
-            holds = deque(blender.prefetch(prompt, blend) for prompt in prompts[: config.in_flight])
-            for n, prompt in enumerate(prompts):
-                if blender.run(prompt, blend).report.unusable:
-                    raise InputError("chunks did not arrive in time: ask for fewer, or for a higher rate")
-                for later in prompts[n + config.in_flight : n + config.in_flight + 1]:
-                    holds.append(blender.prefetch(later, blend))
-                holds.popleft().close()
-                ended.append(time.perf_counter())
-            return {"requests_per_s": config.requests / (ended[-1] - ended[-1 - config.requests])}
-
-    def _prompts(self) -> list[Prompt]:
-        """Prompts that are announced at the same time share no chunk."""
-        config, asked = self._config, self._workload
-        sets = config.in_flight + 1
-        many = make_workload(self._reader, sets * config.chunks, config.chunk_tokens, None, config.seed)
-        starts = [n % sets * config.chunks for n in range(sets + config.requests)]
-        return [asked.prompts.build(asked.question, many.passages[i : i + config.chunks]) for i in starts]
-
 
 def groups(config: NetworkConfig, log: SampleLog) -> Iterator[Group]:
     reader = open_reader(config, log)
@@ -146,43 +106,22 @@ def groups(config: NetworkConfig, log: SampleLog) -> Iterator[Group]:
         server = stack.enter_context(Server())
         proxy = stack.enter_context(Proxy(server.port, config.seed))
         fixture = Fixture(reader, config, proxy, stack)
-
-        def shape(trip: float, rate: float) -> None:
-            proxy.conditions = network(trip, rate)
-
         for trip, rate in product(config.round_trips_ms, config.rates_gbit):
-            labels: dict[str, Any] = {"round_trip_ms": trip, "rate_gbit": rate}
+            labels = {"round_trip_ms": trip, "rate_gbit": rate}
             if not log.done(labels):
-                shape(trip, rate)
+                proxy.conditions = network(trip, rate)
                 yield Group(labels, fixture.cases())
-        for word in config.codecs:
-            labels = {"rate_gbit": max(config.rates_gbit), "codec": word}
-            if not log.done(labels):
-                run = partial(fixture.throughput, word)
-                trips = sorted(config.round_trips_ms)
-                shapes = [partial(shape, trip, max(config.rates_gbit)) for trip in trips]
-                cases = [
-                    Case({"round_trip_ms": t}, run, prepare) for t, prepare in zip(trips, shapes, strict=True)
-                ]
-                yield Group(labels, cases, {"nearest_ms": trips[0]})
 
 
-TABLES = (
-    table(
-        "Time to first token over a network",
-        ms("TTFT ms", "ttft_s"),
-        ratio("/ full prefill", "ttft_s", method="full", codec=None),
-        ms("waited ms", "wait_s", spread=False),
-        count("MB received", "bytes_received", 1e-6, 1),
-    ),
-    table(
-        "Requests per second, some announced",
-        Column("requests/s", "requests_per_s"),
-        ratio("/ no round trip", "requests_per_s", round_trip_ms=0.0),
-    ),
+TABLE = table(
+    "Time to first token over a network",
+    ms("TTFT ms", "ttft_s"),
+    ratio("/ full prefill", "ttft_s", method="full", codec=None),
+    ms("waited ms", "wait_s", spread=False),
+    count("MB received", "bytes_received", 1e-6, 1),
 )
 TINY = {
-    **{"repeats": 1, "in_flight": 1, "requests": 1, "suffix_tokens": 30, "codecs": ("raw", "int8")},
+    **{"repeats": 1, "suffix_tokens": 30, "codecs": ("raw", "int8")},
     **{"round_trips_ms": (0.0, 50.0), "rates_gbit": (0.02,)},
 }
-BENCH = Bench(NetworkConfig, groups, TABLES, Plot(x="rate_gbit", y="ttft_s", series="codec"), TINY)
+BENCH = Bench(NetworkConfig, groups, (TABLE,), Plot(x="rate_gbit", y="ttft_s", series="codec"), TINY)

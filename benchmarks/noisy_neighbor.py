@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from benchmarks.support.hostile import KINDS
 from benchmarks.support.worker import WorkerProcess
@@ -32,12 +32,13 @@ from blendserve.bench.server_process import ServerProcess, serve_command
 from blendserve.bench.serving import ROOM, model_settings
 from blendserve.config import BlendConfig, Config, Positive, ServeConfig
 from blendserve.engine.engine import Engine
-from blendserve.errors import ConfigError, InputError, ServeError
+from blendserve.errors import InputError, ServeError
 from blendserve.retrieve import language_reference
 from blendserve.serve.keys import KeyFile, Tenant
 
 METHOD = "blend"
 ALONE = 5  # answers one by one, before a window
+TIMEOUT_S = 120.0  # without an event until a request has failed
 POOL = 30  # passages whose titles are asked about
 INDEX, UPLOADS = "index", "uploads"  # collections: the regular clients', the hostile one's
 
@@ -45,10 +46,6 @@ INDEX, UPLOADS = "index", "uploads"  # collections: the regular clients', the ho
 class NeighborConfig(BenchConfig):
     """A server's regular clients beside a hostile one."""
 
-    index: Path = Field(
-        Path("indexes/demo"),
-        description="Folder of the index to copy; one of bundled text is built if it is missing.",
-    )
     clients: Positive = Field(3, description="Number of regular clients.")
     share: float = Field(
         0.4,
@@ -62,20 +59,7 @@ class NeighborConfig(BenchConfig):
     repeats: Positive = Field(
         3, description="Number of pairs of windows, without and with the hostile client."
     )
-    kinds: tuple[str, ...] = Field(
-        tuple(KINDS), description="Kinds of requests that the hostile client sends in turn."
-    )
     connections: Positive = Field(4, description="Number of concurrent requests of the hostile client.")
-    timeout_s: float = Field(
-        120.0, gt=0, description="Time without an event until a request has failed, in seconds."
-    )
-
-    @field_validator("kinds")
-    @classmethod
-    def _kinds(cls, kinds: tuple[str, ...]) -> tuple[str, ...]:
-        if unknown := [kind for kind in kinds if kind not in KINDS]:
-            raise ConfigError(f"unknown kind of request {unknown[0]!r}: use {', '.join(KINDS)}")
-        return kinds
 
 
 def groups(config: NeighborConfig, log: SampleLog) -> Iterator[Group]:
@@ -91,14 +75,14 @@ def groups(config: NeighborConfig, log: SampleLog) -> Iterator[Group]:
             for n in range(config.clients)
         ]
         hostile = keys.create(Tenant("hostile", "hostile", collections=(UPLOADS,)))
-        facts: dict[str, Any] = {"statuses": {kind: {} for kind in config.kinds}}
+        facts: dict[str, Any] = {"statuses": {kind: {} for kind in KINDS}}
         windows = {"no": 0, "yes": 0}
 
         def run(neighbor: str) -> Metrics:
             with server(folder) as url:
                 window = Window(config, url, regular, titles(folder / "made"), facts)
-                kinds = config.kinds if neighbor == "yes" else ()
-                metrics = asyncio.run(window.run(windows[neighbor], kinds, hostile, folder))
+                attacker_key = hostile if neighbor == "yes" else None
+                metrics = asyncio.run(window.run(windows[neighbor], attacker_key, folder))
             windows[neighbor] += 1
             return metrics
 
@@ -115,14 +99,9 @@ def think_time(service_s: float, clients: int, share: float) -> float:
 
 
 def prepare(config: NeighborConfig, folder: Path) -> None:
-    """An index with its KV in `folder`: a copy, or one of bundled text. Raises InputError, StoreError."""
+    """An index of bundled text with its KV. Raises ModelError, StoreError."""
     settings = Config(model=config.reader, blend=BlendConfig(method=METHOD))
-    if (config.index / "manifest.json").exists():
-        shutil.copytree(config.index, folder)
-        engine = Engine.open(folder, settings)
-    else:
-        engine = Engine.build(folder, language_reference(), settings)
-    with engine:
+    with Engine.build(folder, language_reference(), settings) as engine:
         engine.precompute()
 
 
@@ -161,8 +140,8 @@ class Window:
         about = {"method": METHOD, "max_tokens": config.new_tokens, "top_k": config.passages}
         self._body: Body = lambda rng: {**body(rng), **about}
 
-    async def run(self, draw: int, kinds: Sequence[str], hostile_key: str, folder: Path) -> Metrics:
-        """Warm up, then measure; `draw` decides what is asked and when; with `kinds`, beside the hostile client."""
+    async def run(self, draw: int, hostile_key: str | None, folder: Path) -> Metrics:
+        """Warm up, then measure; `draw` decides what is asked and when; with a key, beside the hostile client."""
         async with AsyncExitStack() as stack:
             clients = [await stack.enter_async_context(self._client(key)) for key in self._keys]
             service_s = await self._alone(clients)
@@ -171,9 +150,9 @@ class Window:
             )
             with ExitStack() as attack:
                 attacker = None
-                if kinds:
+                if hostile_key:
                     model = (await clients[0].get("/v1/models")).raise_for_status().json()["data"][0]["id"]
-                    attacker = attack.enter_context(self._attacker(kinds, hostile_key, str(model), folder))
+                    attacker = attack.enter_context(self._attacker(hostile_key, str(model), folder))
                 began = time.perf_counter()
                 until = began + self._config.seconds
                 asking = (
@@ -188,13 +167,11 @@ class Window:
         return {**metrics_of(responses, seconds), "service_s": service_s}
 
     def _client(self, key: str) -> httpx.AsyncClient:
-        timeout = httpx.Timeout(self._config.timeout_s, connect=30)
-        return httpx.AsyncClient(
-            base_url=self._url, timeout=timeout, headers={"Authorization": f"Bearer {key}"}
-        )
+        headers = {"Authorization": f"Bearer {key}"}
+        return httpx.AsyncClient(base_url=self._url, timeout=TIMEOUT_S, headers=headers)
 
-    def _attacker(self, kinds: Sequence[str], key: str, model: str, folder: Path) -> WorkerProcess:
-        task = {"url": self._url, "key": key, "model": model, "kinds": list(kinds)}
+    def _attacker(self, key: str, model: str, folder: Path) -> WorkerProcess:
+        task = {"url": self._url, "key": key, "model": model}
         limits = {"max_body": ServeConfig().max_body_kb * 1024, "connections": self._config.connections}
         return WorkerProcess("benchmarks.support.hostile", {**task, **limits}, folder / "hostile.log")
 

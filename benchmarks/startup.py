@@ -1,14 +1,12 @@
 """`python -m benchmarks startup`: whole commands from start to exit, and the first answer of a process.
 
-Everything runs in a process of its own, over one small index of bundled text that is precomputed before. The question
-is the same each time: answers differ only in what the process has done before.
+Everything runs in a process of its own, over one small index of bundled text that is precomputed before.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +16,7 @@ import yaml
 from pydantic import Field
 
 from blendserve.bench.fixture import scratch
-from blendserve.bench.harness import Case, Column, Group, Metrics, SampleLog, ms, table
+from blendserve.bench.harness import Case, Group, Metrics, SampleLog, ms, table
 from blendserve.bench.runner import Bench, BenchConfig
 from blendserve.config import BlendConfig, Config, DecodeConfig, Positive, RetrieveConfig
 from blendserve.engine.engine import Engine
@@ -29,14 +27,6 @@ from blendserve.timing import Clock
 
 CHARACTERS = 16_000  # of the index's text: about 4,000 tokens
 QUESTION = "What does the with statement do?"
-ANSWERS = f"""
-import json, sys
-from pathlib import Path
-from blendserve.config import Config
-from blendserve.engine.engine import Engine
-with Engine.open(sys.argv[1], Config.load(Path(sys.argv[2]))) as engine:
-    print(json.dumps([engine.answer({QUESTION!r}).timings.ttft for _ in range(3)]))
-"""
 
 
 class StartupConfig(BenchConfig):
@@ -62,22 +52,14 @@ def groups(config: StartupConfig, log: SampleLog) -> Iterator[Group]:
         file.write_text(yaml.safe_dump(settings.model_dump(mode="json")))
         with Engine.build(index, language_reference(limit=CHARACTERS), settings) as engine:
             engine.precompute()
-        python, ask = (
-            [sys.executable, "-m", "blendserve"],
-            ["ask", QUESTION, "--index", index, "--config", str(file)],
-        )
+        python = [sys.executable, "-m", "blendserve"]
+        ask = [*python, "ask", QUESTION, "--index", index, "--config", str(file), "--json"]
         commands: dict[str, tuple[Sequence[str], Callable[[str], Metrics]]] = {
             "blendserve --help": ([*python, "--help"], lambda out: {}),
-            "blendserve ask": (
-                [*python, *ask, "--json"],
-                lambda out: {"ttft_s": json.loads(out)["timings"]["ttft"]},
-            ),
-            "3 answers": ([sys.executable, "-c", ANSWERS, index, str(file)], _answers),
+            "blendserve ask": (ask, lambda out: {"ttft_s": json.loads(out)["timings"]["ttft"]}),
         }
-        yield Group(
-            {},
-            [Case({"process": name}, partial(run_process, *command)) for name, command in commands.items()],
-        )
+        cases = [Case({"process": name}, partial(run_process, *run)) for name, run in commands.items()]
+        yield Group({}, cases)
 
 
 def run_process(command: Sequence[str], metrics: Callable[[str], Metrics]) -> Metrics:
@@ -92,21 +74,6 @@ def run_process(command: Sequence[str], metrics: Callable[[str], Metrics]) -> Me
     return {"time_s": seconds, **metrics(done.stdout)}
 
 
-def _answers(out: str) -> Metrics:
-    first, *later = json.loads(out)
-    return {
-        "ttft_s": first,
-        "later_ttft_s": statistics.mean(later),
-        "first_over_later": first / statistics.mean(later),
-    }
-
-
-TABLE = table(
-    "Start to exit, and the first answer",
-    ms("ms", "time_s"),
-    ms("first TTFT ms", "ttft_s"),
-    ms("later TTFT ms", "later_ttft_s"),
-    Column("first / later", "first_over_later"),
-)
+TABLE = table("Start to exit, and the first answer", ms("ms", "time_s"), ms("TTFT ms", "ttft_s"))
 TINY = {"passages": 2, "chunk_tokens": 64, "new_tokens": 3, "repeats": 1}
 BENCH = Bench(StartupConfig, groups, (TABLE,), tiny=TINY)

@@ -95,7 +95,7 @@ async def _connection(
 
 async def _attack(task: Mapping[str, Any], got: Statuses, over: threading.Event) -> None:
     """Send without a pause until `over`. The connections share one list of turns."""
-    requests = {kind: KINDS[kind](task["model"], task["max_body"]) for kind in task["kinds"]}
+    requests = {kind: KINDS[kind](task["model"], task["max_body"]) for kind in KINDS}
     headers = {"Authorization": f"Bearer {task['key']}", "Content-Type": "application/json"}
     turns = cycle(requests)
     async with httpx.AsyncClient(base_url=task["url"], timeout=None, headers=headers) as http:
@@ -113,7 +113,7 @@ async def _attack(task: Mapping[str, Any], got: Statuses, over: threading.Event)
 def _start(task: dict[str, Any]) -> tuple[float, Callable[[Any], Statuses]]:
     """Begins at once; the next request ends it, and is told the statuses."""
     os.nice(NICENESS)
-    got: Statuses = {kind: {} for kind in task["kinds"]}
+    got: Statuses = {kind: {} for kind in KINDS}
     over = threading.Event()
     attacking = threading.Thread(target=lambda: asyncio.run(_attack(task, got, over)))
     attacking.start()

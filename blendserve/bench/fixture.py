@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -20,7 +20,6 @@ from torch.nn.attention import sdpa_kernel
 from blendserve.bench.harness import Metrics
 from blendserve.bench.page_cache import drop
 from blendserve.bench.roofline import Counts, Rates, bound_s, prefill_work
-from blendserve.bench.stores import SlowStore
 from blendserve.bench.workload import Workload
 from blendserve.blend.blender import Blender, Prefilled
 from blendserve.blend.priors import Priors
@@ -33,6 +32,7 @@ from blendserve.evaluate.methods import FULL, TRANSFORMERS, MethodSpec
 from blendserve.fetch import KVFetcher, open_storage
 from blendserve.models.loader import LoadedModel
 from blendserve.models.model import DecoderModel
+from blendserve.models.reference import OwnDecoding
 from blendserve.store import KVStore, LMDBStore
 from blendserve.timing import Clock
 
@@ -62,8 +62,8 @@ class PromptFixture:
 
     def precompute(self) -> None:
         """Store what every method reads. Raises StoreError."""
-        for context in self._contexts:
-            self._blender_of(context).writer.precompute(self.workload.chunks)
+        for blender in self._blenders.values():
+            blender.writer.precompute(self.workload.chunks)
 
     def compare_with(self, rates: Rates) -> None:
         """From now on `run` tells the KL of the first token to transformers', and the share of the roofline."""
@@ -73,12 +73,11 @@ class PromptFixture:
         except ModelUnsupported:  # mixtures of experts: the work depends on the tokens
             self._roofline = None
 
-    def run(self, method: MethodSpec, read_gb_s: float | None = None) -> Metrics:
+    def run(self, method: MethodSpec) -> Metrics:
         """From text to first token. Raises StoreError when KV that should be there is not."""
         if method.kind == TRANSFORMERS:
             return self._run_transformers()
-        blender = self.blender(method, read_gb_s)
-        metrics, done = time_prompt(blender, self.workload, method.blend)
+        metrics, done = time_prompt(self.blender(method), self.workload, method.blend)
         if done.missing:
             raise StoreError(f"{len(done.missing)} of the bench's own chunks are not in its store")
         if self._reference is not None:
@@ -89,11 +88,6 @@ class PromptFixture:
             metrics["roofline_s"] = bound_s(work, rates)
             metrics["roofline_fraction"] = metrics["roofline_s"] / metrics["prefill_s"]
         return metrics
-
-    def calibrate(self, read_gb_s: float | None = None) -> None:
-        """Measure the machine now, where ratio "auto" would do it in the middle of a run."""
-        for context in self._contexts:
-            self._blender_of(context, read_gb_s).planner.calibrate()
 
     def drop_page_cache(self) -> None:
         """Drop the store's file from the page cache, and open it again. Raises InputError where that cannot be done."""
@@ -114,32 +108,25 @@ class PromptFixture:
         n_bytes = len(self._contexts) * len(self.workload.prompt) * adapter.kv_bytes_per_token + SPARE_BYTES
         self._fetcher = open_tier(self._folder, n_bytes, self._tier, adapter.device)
         self.store = self._fetcher.store
-        self._blenders: dict[tuple[KVContext, float | None], Blender] = {}
+        self._blenders = {context: self._blender(context) for context in self._contexts}
 
-    def blender(self, method: MethodSpec, read_gb_s: float | None = None) -> Blender:
-        """What runs a method of ours."""
-        return self._blender_of(_kv_context(method), read_gb_s)
+    def blender(self, method: MethodSpec) -> Blender:
+        """The blender that runs a method."""
+        return self._blenders[_kv_context(method)]
 
-    def _blender_of(self, context: KVContext, read_gb_s: float | None = None) -> Blender:
-        if (context, read_gb_s) not in self._blenders:
-            slow = cast(KVStore, SlowStore(self.store, read_gb_s * 1e9)) if read_gb_s else None
-            fetcher = KVFetcher(slow) if slow else self._fetcher
-            prompts = PromptBuilder(self.reader.tokenizer, PromptConfig(kv_context=context))
-            made = make_blender(self.reader, prompts, fetcher.store, fetcher=fetcher)
-            self._blenders[context, read_gb_s] = made
-        return self._blenders[context, read_gb_s]
+    def _blender(self, context: KVContext) -> Blender:
+        prompts = PromptBuilder(self.reader.tokenizer, PromptConfig(kv_context=context))
+        return make_blender(self.reader, prompts, self.store, fetcher=self._fetcher)
 
     def _run_transformers(self) -> dict[str, float]:
         """The model's own forward as its user calls it: a dynamic cache, SDPA, logits of the last token alone."""
         adapter = self.reader.adapter
-        clock, host = Clock(adapter.device), Clock()
+        clock = Clock(adapter.device)
         ids = self.workload.draw().ids
         with clock.stage("prefill"):
             logits = forward(adapter, ids)
-        launch_s = host.elapsed()
         int(logits.argmax())
-        ttft_s = clock.elapsed()
-        metrics = {"ttft_s": ttft_s, "prefill_s": clock.seconds["prefill"], "launch_s": launch_s}
+        metrics = {"ttft_s": clock.elapsed(), "prefill_s": clock.seconds["prefill"]}
         metrics["kv_bytes"] = len(ids) * adapter.kv_bytes_per_token
         return metrics if self._reference is None else {**metrics, **self._fidelity(logits)}
 
@@ -156,18 +143,16 @@ def time_prompt(
     blender: Blender, workload: Workload, blend: BlendConfig
 ) -> tuple[dict[str, float], Prefilled]:
     """From text to first token -> seconds and counts, and what the blender returned."""
-    clock, host = Clock(blender.adapter.device), Clock()
+    clock = Clock(blender.adapter.device)
     prompt = workload.draw()
     with clock.stage("prefill"):
         done = blender.run(prompt, blend, clock=clock)
-    launch_s = host.elapsed()  # a GPU computes on: near the whole, launches are the limit
     int(done.result.logits.argmax())
     ttft_s = clock.elapsed()
     report = done.report
     metrics = {
         "ttft_s": ttft_s,
         "prefill_s": clock.seconds["prefill"],
-        "launch_s": launch_s,
         **{f"{stage}_s": clock.seconds[stage] for stage in STAGES},
         "read_s": done.result.read_s,  # most of it while layers ran
         "tokens_run": report.tokens_computed + report.tokens_recomputed + report.tokens_suffix,
@@ -199,20 +184,12 @@ def open_tier(folder: Path, n_bytes: int, tier: Tier, device: torch.device) -> K
     return open_storage(config, folder, device)[1]
 
 
-@torch.inference_mode()
 def forward(adapter: DecoderModel, ids: TokenIds) -> Tensor:
     """The model's own forward over these tokens, with a cache -> logits [V] after the last."""
-    from transformers import DynamicCache
-
     from blendserve.kernels.cuda.dense import BACKENDS
-    from blendserve.models.reference import cache_argument
 
-    model = cast(Any, adapter.reference)
-    inputs = torch.tensor([ids], device=adapter.device)
-    cache = DynamicCache(config=model.config)
     with sdpa_kernel(BACKENDS) if adapter.device.type == "cuda" else nullcontext():
-        output = model(input_ids=inputs, **cache_argument(model, cache), use_cache=True, logits_to_keep=1)
-    return cast(Tensor, output.logits[0, -1])
+        return OwnDecoding(adapter).feed(ids)
 
 
 def reads_store(method: MethodSpec) -> bool:

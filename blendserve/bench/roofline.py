@@ -13,9 +13,10 @@ on past the projection.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, cast
+from itertools import pairwise
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -60,16 +61,16 @@ class Counts:
         return cls(project, sum(sizes.values()) - project, model.lm_head.weight.numel(), width, windows)
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
+class Work(NamedTuple):
     """Of one prefill."""
 
-    linear: float = 0.0  # FLOPs
-    attention: float = 0.0  # FLOPs
-    loaded: float = 0.0  # bytes
+    linear: float  # FLOPs
+    attention: float  # FLOPs
+    loaded: float  # bytes
 
-    def __add__(self, other: Work) -> Work:
-        return Work(self.linear + other.linear, self.attention + other.attention, self.loaded + other.loaded)
+
+Rows = tuple[int, int, Tensor, int]
+"""layer, rows projected, positions [S] of the rows that attend, rows that run through the rest of the layer"""
 
 
 def bound_s(work: Work, rates: Rates) -> float:
@@ -77,20 +78,15 @@ def bound_s(work: Work, rates: Rates) -> float:
     return (work.linear + work.attention) / rates.flops + work.loaded / rates.bytes
 
 
-def layer_work(counts: Counts, l: int, projected: int, positions: Tensor, finished: int) -> Work:
-    """One layer: rows projected, positions [S] of the rows that attend, rows that run through the rest of it."""
-    window = counts.windows[l]
-    seen = positions + 1 if window is None else (positions + 1).clamp(max=window)
-    linear = 2.0 * (projected * counts.project + finished * counts.finish)
-    return Work(linear, 4.0 * counts.attention_width * float(seen.sum()))
-
-
-def pass_work(counts: Counts, positions: Tensor, layers: range) -> Work:
-    """Rows at these ascending positions [S] through these layers of a prefill; the last layer's output is one row."""
-    n, last = len(positions), counts.n_layers - 1
-    whole = [layer_work(counts, l, n, positions, n) for l in layers if l < last]
-    end = [layer_work(counts, l, n, positions[-1:], 1) for l in layers if l == last]
-    return sum([*whole, *end], Work())
+def work_of(counts: Counts, rows: Iterable[Rows], loaded: float) -> Work:
+    """FLOPs of these rows and of one row of logits."""
+    linear, attention = 2.0 * counts.head, 0.0
+    for l, projected, positions, finished in rows:
+        window = counts.windows[l]
+        seen = positions + 1 if window is None else (positions + 1).clamp(max=window)
+        linear += 2.0 * (projected * counts.project + finished * counts.finish)
+        attention += 4.0 * counts.attention_width * float(seen.sum())
+    return Work(linear, attention, loaded)
 
 
 def prefill_work(counts: Counts, report: BlendReport, recomputed: Tensor, blend: BlendConfig) -> Work:
@@ -99,39 +95,27 @@ def prefill_work(counts: Counts, report: BlendReport, recomputed: Tensor, blend:
     recomputed: ascending positions that the policy chose. Several check layers are counted as if
     all but the choice were dropped at the first: still a lower bound.
     """
-    fresh, reusable = _positions(report)
-    active = torch.cat([fresh, recomputed]).sort().values
-    work = Work(2.0 * counts.head, 0.0, report.bytes_loaded)
-    everywhere = range(counts.n_layers)
-    if not 0 < len(recomputed) < len(reusable):
-        return work + pass_work(counts, active, everywhere)
-    policy = make_policy(blend)
-    if policy.needs_scoring_pass:
-        work += scoring_work(counts, fresh)
-    if policy.check_layers:
-        dense = torch.cat([reusable, fresh])
-        return work + narrowing_work(counts, dense, active, min(policy.check_layers))
-    return work + pass_work(counts, active, everywhere)
+    return work_of(counts, _rows(counts.n_layers, report, recomputed, blend), report.bytes_loaded)
 
 
-def _positions(report: BlendReport) -> tuple[Tensor, Tensor]:
-    """Of the fresh tokens and of the reusable ones: [ exact | reusable | fresh ], as nothing was missing."""
-    at = report.tokens_exact
-    found = report.tokens_reused + report.tokens_recomputed
-    return torch.arange(at + found, report.tokens_prompt), torch.arange(at, at + found)
-
-
-def scoring_work(counts: Counts, suffix: Tensor) -> Work:
-    """A policy's scoring pass: suffix rows attend in every layer, and nothing reads the last one's output."""
-    n, last = len(suffix), counts.n_layers - 1
-    return sum((layer_work(counts, l, n, suffix, n if l < last else 0) for l in range(last + 1)), Work())
-
-
-def narrowing_work(counts: Counts, dense: Tensor, active: Tensor, check: int) -> Work:
-    """A policy that narrows: all rows up to the check layer's projection, the chosen ones from there on."""
-    below = [layer_work(counts, l, len(dense), dense, len(dense)) for l in range(check)]
-    extra = Work(2.0 * (len(dense) - len(active)) * counts.project)
-    return sum(below, extra) + pass_work(counts, active, range(check, counts.n_layers))
+def _rows(n_layers: int, report: BlendReport, recomputed: Tensor, blend: BlendConfig) -> Iterator[Rows]:
+    """Tokens are [ exact | reusable | fresh ], as nothing was missing."""
+    exact, last = report.tokens_exact, n_layers - 1
+    n_reusable = report.tokens_reused + report.tokens_recomputed
+    reusable, fresh = (
+        torch.arange(*ends) for ends in pairwise((exact, exact + n_reusable, report.tokens_prompt))
+    )
+    active, first = torch.cat([fresh, recomputed]).sort().values, 0
+    if 0 < len(recomputed) < n_reusable:
+        policy = make_policy(blend)
+        if policy.needs_scoring_pass:  # suffix rows in every layer; nothing reads the last one's output
+            yield from ((l, len(fresh), fresh, len(fresh) if l < last else 0) for l in range(n_layers))
+        if policy.check_layers:  # all rows up to the check layer's projection, the chosen ones from there on
+            dense, first = torch.cat([reusable, fresh]), min(policy.check_layers)
+            yield from ((l, len(dense), dense, len(dense)) for l in range(first))
+            yield first, len(dense) - len(active), active[:0], 0
+    yield from ((l, len(active), active, len(active)) for l in range(first, last))
+    yield last, len(active), active[-1:], 1
 
 
 @dataclass(frozen=True, slots=True)

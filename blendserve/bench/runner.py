@@ -28,7 +28,6 @@ BENCHES = {  # name, also that of the module -> help
     "store": "Write and read chunk KV in LMDB, warm and cold.",
     "codec": "Measure codecs: size, speed, and time to first token.",
     "serving": "Load a server: throughput and latency by method.",
-    "gpu_kernels": "Time attention and KV placement alone, against SDPA and the copy rate.",
 }
 
 

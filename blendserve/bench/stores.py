@@ -1,13 +1,11 @@
-"""A slow store, a fetcher that is timed, and codecs with tables for a bench."""
+"""A fetcher that is timed, and codecs with tables for a bench."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from blendserve.config import Config
 from blendserve.engine.codec_fit import chunks_of, fit, self_generated_text
@@ -18,40 +16,8 @@ from blendserve.fetch.transfer import Compute
 from blendserve.models.loader import LoadedModel
 from blendserve.registry import CODECS, parse_codec
 from blendserve.retrieve import read_documents
-from blendserve.store import ChunkKey, ChunkRecord, KVStore, MemoryStore, Snapshot
-from blendserve.store.codecs.base import Buffer, Codec
-
-
-class SlowStore:
-    """A store whose records are read no faster than so many bytes a second."""
-
-    def __init__(self, store: KVStore, bytes_per_s: float) -> None:
-        self._store, self._bytes_per_s = store, bytes_per_s
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._store, name)
-
-    @contextmanager
-    def snapshot(self) -> Iterator[Snapshot]:
-        with self._store.snapshot() as snapshot:
-            yield _SlowSnapshot(snapshot, self._bytes_per_s)
-
-
-class _SlowSnapshot:
-    def __init__(self, snapshot: Snapshot, bytes_per_s: float) -> None:
-        self._snapshot, self._bytes_per_s = snapshot, bytes_per_s
-
-    def get(self, key: ChunkKey, count: bool = True) -> ChunkRecord | None:
-        record = self._snapshot.get(key, count)
-
-        def read(l: int) -> Buffer:
-            assert record
-            start = time.perf_counter()
-            segment = record.segment(l)
-            time.sleep(max(0.0, start + len(segment) / self._bytes_per_s - time.perf_counter()))
-            return segment
-
-        return record and replace(record, read=read, trusted=True)
+from blendserve.store import KVStore, MemoryStore
+from blendserve.store.codecs.base import Codec
 
 
 class TimedFetcher(KVFetcher):

@@ -1,8 +1,8 @@
 """`blendserve bench ttft`: one prompt by every method, to its first logits and to its first token.
 
 A grid of contexts and chunk lengths. A chunk as long as the context is a document read before: the first chunk's KV is
-exact, and method `prefix` gives full prefill's first token (KL, same token). Optional: from a cold page cache, from
-stores of given read rates, and the peak memory of a request.
+exact, and method `prefix` gives full prefill's first token (KL, same token). Optional: from a cold page cache, and the
+peak memory of a request.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -22,13 +21,13 @@ from blendserve.bench.plots import Plot
 from blendserve.bench.roofline import measure_rates
 from blendserve.bench.runner import Bench, BenchConfig, open_reader
 from blendserve.bench.workload import check_room, make_workload
-from blendserve.config import Positive, Ratio, changed
+from blendserve.config import Positive, Ratio
 from blendserve.errors import ConfigError
 from blendserve.evaluate.methods import FULL, TRANSFORMERS, MethodSpec, parse_methods
 from blendserve.models.loader import LoadedModel
 from blendserve.registry import BENCHED
 
-WARM, COLD, SLOW, FRESH = "warm", "cold", "slow", "fresh process"
+WARM, COLD, FRESH = "warm", "cold", "fresh process"
 
 
 class TtftConfig(BenchConfig):
@@ -46,9 +45,6 @@ class TtftConfig(BenchConfig):
     ratios: tuple[Ratio, ...] = Field((0.05, 0.15), description="Recompute ratios of methods that name none.")
     tier: Tier = Field("disk", description="Memory that holds stored KV when a request comes.")
     cold: bool = Field(False, description="Measure from a cold page cache, too.")
-    read_gb_s: tuple[Annotated[float, Field(gt=0)], ...] = Field(
-        (), description="Read rates of slow stores to measure, too, in GB/s."
-    )
     memory: bool = Field(False, description="Measure the peak memory of a request, too.")
 
     @property
@@ -82,8 +78,9 @@ def _point(
 ) -> Iterator[Group]:
     """The groups of one prompt, which share a store."""
     labels = {"context": context, "chunk": chunk}
-    sources: list[Any] = [WARM, *([COLD] if config.cold else []), *config.read_gb_s]
-    todo = [source for source in sources if not log.done({**labels, "source": source})]
+    todo = [
+        source for source in (WARM, COLD)[: 1 + config.cold] if not log.done({**labels, "source": source})
+    ]
     wants_memory = config.memory and not log.done({**labels, "source": FRESH})
     if not todo and not wants_memory:
         return
@@ -101,33 +98,17 @@ def _point(
         for source in todo:
             if source == WARM:
                 cases = [_case(fixture, method) for method in methods]
-            elif source == COLD:
+            else:
                 cold = [_case(fixture, method, cache=COLD) for method in stored]
                 cases = [*(replace(case, prepare=fixture.drop_page_cache) for case in cold), *warm]
-            else:
-                fixture.calibrate(source)
-                cases = [*_slow_cases(fixture, stored, source), *warm]
             yield Group({**labels, "source": source}, cases, facts if source == WARM else {})
         if wants_memory:
             cases = [_memory_case(config, method, context, chunk, str(folder)) for method in methods]
             yield Group({**labels, "source": FRESH}, cases, repeats=1, warm_up=False)
 
 
-def _case(fixture: PromptFixture, method: MethodSpec, rate: float | None = None, **labels: str) -> Case:
-    return Case({"method": method.name, **labels}, partial(fixture.run, method, rate))
-
-
-def _slow_cases(fixture: PromptFixture, methods: list[MethodSpec], rate: float) -> list[Case]:
-    """Each method, and at the ratio that the time of loading leaves free: its own ratio or more."""
-    free = [(m, replace(m, blend=changed(m.blend, ratio=f"auto:{m.ratio}"))) for m in methods if m.ratio]
-    fixed = [_case(fixture, method, rate, store=SLOW) for method in methods]
-    return [
-        *fixed,
-        *(
-            Case({"method": f"{m.name} or more", "store": SLOW}, partial(fixture.run, auto, rate))
-            for m, auto in free
-        ),
-    ]
+def _case(fixture: PromptFixture, method: MethodSpec, **labels: str) -> Case:
+    return Case({"method": method.name, **labels}, partial(fixture.run, method))
 
 
 def _memory_case(config: TtftConfig, method: MethodSpec, context: int, chunk: int, folder: str) -> Case:
@@ -162,14 +143,6 @@ TABLES = (
         cache=COLD,
     ),
     table(
-        "Store of a read rate in GB/s",
-        ms("TTFT ms", "ttft_s"),
-        ms("read ms", "read_s"),
-        ratio("slow / fast store", "ttft_s", store=None),
-        count("ratio", "ratio", digits=2),
-        store=SLOW,
-    ),
-    table(
         "Peak memory of a request",
         count("MB above model", "peak_bytes", 1e-6),
         count("KV MB", "kv_bytes", 1e-6),
@@ -183,6 +156,5 @@ TINY = {
     "methods": ("query+shift", "deviation@0.3", "query/bos"),
     "ratios": (0.1, 0.2),
     "cold": True,
-    "read_gb_s": (1.0,),
 }
 BENCH = Bench(TtftConfig, groups, TABLES, Plot(x="context", y="ttft_s", series="method"), TINY)

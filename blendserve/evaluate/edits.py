@@ -31,7 +31,7 @@ _VERB = re.compile(r"\b(is|was|are|were|has|had) (not )?")
 _REVISED = re.compile(rf"{REVISED}@(0?\.\d+|1)")
 
 Edit = Callable[[str, random.Random, Sequence[str]], str]
-"""a passage's text, dice and the other passages' texts -> what the passage said before"""
+"""a passage's text, rng and the other passages' texts -> what the passage said before"""
 
 
 class Fact(NamedTuple):
@@ -75,58 +75,58 @@ def cut_elsewhere(chunks: Sequence[TokenIds]) -> list[TokenIds]:
     return [halves[0], *((*a, *b) for a, b in pairs), halves[-1]] if halves else []
 
 
-def _numbers(text: str, dice: random.Random, others: Sequence[str]) -> str:
+def _numbers(text: str, rng: random.Random, others: Sequence[str]) -> str:
     """Another number of as many digits."""
     if not (found := list(re.finditer(r"\d+", text))):
         return text
-    one = dice.choice(found)
+    one = rng.choice(found)
     low = 10 ** (len(one[0]) - 1)
     pool = [n for n in range(low, 10 * low) if str(n) != one[0]] if low < 10**5 else [int(one[0]) + 1]
-    return f"{text[: one.start()]}{dice.choice(pool)}{text[one.end() :]}"
+    return f"{text[: one.start()]}{rng.choice(pool)}{text[one.end() :]}"
 
 
-def _names(text: str, dice: random.Random, others: Sequence[str]) -> str:
+def _names(text: str, rng: random.Random, others: Sequence[str]) -> str:
     """A name of another passage, everywhere."""
     found = _NAME.findall(text)
     pool = sorted({name for other in others for name in _NAME.findall(other)} - {*found})
-    return text.replace(dice.choice(found), dice.choice(pool)) if found and pool else text
+    return text.replace(rng.choice(found), rng.choice(pool)) if found and pool else text
 
 
-def _negations(text: str, dice: random.Random, others: Sequence[str]) -> str:
+def _negations(text: str, rng: random.Random, others: Sequence[str]) -> str:
     if not (found := list(_VERB.finditer(text))):
         return text
-    one = dice.choice(found)
+    one = rng.choice(found)
     return f"{text[: one.start()]}{one[1]} {'' if one[2] else 'not '}{text[one.end() :]}"
 
 
-def _moved(text: str, dice: random.Random, others: Sequence[str]) -> str:
+def _moved(text: str, rng: random.Random, others: Sequence[str]) -> str:
     sentences = _SENTENCES.split(text)
     if len(sentences) > 1:
-        a, b = dice.sample(range(len(sentences)), 2)
+        a, b = rng.sample(range(len(sentences)), 2)
         sentences.insert(b, sentences.pop(a))
     return " ".join(sentences)
 
 
-def _added(text: str, dice: random.Random, others: Sequence[str]) -> str:
+def _added(text: str, rng: random.Random, others: Sequence[str]) -> str:
     sentences = _SENTENCES.split(text)
     if len(sentences) > 1:
-        sentences.pop(dice.randrange(len(sentences)))
+        sentences.pop(rng.randrange(len(sentences)))
     return " ".join(sentences)
 
 
-def _removed(text: str, dice: random.Random, others: Sequence[str]) -> str:
+def _removed(text: str, rng: random.Random, others: Sequence[str]) -> str:
     sentences = _SENTENCES.split(text)
-    sentences.insert(dice.randrange(len(sentences) + 1), dice.choice(_SENTENCES.split(dice.choice(others))))
+    sentences.insert(rng.randrange(len(sentences) + 1), rng.choice(_SENTENCES.split(rng.choice(others))))
     return " ".join(sentences)
 
 
 def _revised(share: float) -> Edit:
-    def edit(text: str, dice: random.Random, others: Sequence[str]) -> str:
-        words, pool = text.split(" "), dice.choice(others).split(" ")
+    def edit(text: str, rng: random.Random, others: Sequence[str]) -> str:
+        words, pool = text.split(" "), rng.choice(others).split(" ")
         left = max(1, round(share * len(words)))
         while left > 0:
-            n = min(left, dice.randint(*PHRASE))
-            at, source = dice.randrange(max(1, len(words) - n)), dice.randrange(max(1, len(pool) - n))
+            n = min(left, rng.randint(*PHRASE))
+            at, source = rng.randrange(max(1, len(words) - n)), rng.randrange(max(1, len(pool) - n))
             words[at : at + n] = pool[source : source + n]
             left -= n
         return " ".join(words)

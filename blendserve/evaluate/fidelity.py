@@ -33,7 +33,7 @@ def forced(
     """Logits [n, V] at each of the n decisions that led to `answer`, an end token included if it has one.
 
     `first` [V]: the prompt's own logits; `at`: tokens of the prompt. What the cache holds after them is overwritten.
-    step: with the model's own weights, or with those that answers are decoded with (`decode_each`).
+    step: `append_each` with the model's own weights, or `decode_each` with the weights of decoding.
     """
     if len(answer) < 2:
         return first[None]

@@ -30,12 +30,8 @@ FULL, REUSE, TRANSFORMERS, EXACT = "full", "reuse", "transformers", "exact"
 DEFAULT = f"{POLICIES.default}+{CORRECTIONS.default}@{BlendConfig().min_ratio:g}"
 EXAMPLE = f"{POLICIES.default}+{CORRECTIONS.default}@0.15"
 
-_PATTERN = re.compile(
-    r"(?P<name>[a-z_]+)"
-    r"(?:\[(?P<layers>\d+(?:\s*,\s*\d+)*)\])?"
-    r"(?:\+(?P<correction>[a-z_]+))?"
-    r"(?:@(?P<ratio>\d*\.?\d+))?"
-    r"(?P<suffixes>(?:/[a-z0-9_]+(?:@[^/@]*)?){0,2})"
+_PATTERN = re.compile(  # name, layers, correction, ratio, suffixes
+    r"([a-z_]+)(?:\[(\d+(?:\s*,\s*\d+)*)\])?(?:\+([a-z_]+))?(?:@(\d*\.?\d+))?((?:/[a-z0-9_]+(?:@[^/@]*)?){0,2})"
 )
 
 
@@ -115,40 +111,35 @@ def _parse(word: str, ratios: Sequence[float]) -> list[MethodSpec]:
     match = _PATTERN.fullmatch(word)
     if match is None:
         raise ConfigError(f"method {word!r} cannot be parsed: write it like full, reuse or {EXAMPLE}")
-    parts = match.groupdict()
-    name, suffixes = parts["name"], _suffixes(word, parts["suffixes"])
-    _, codec, edit = suffixes
+    name, layers, correction, ratio, suffix = match.groups()
+    kv_context, codec, edit = _suffixes(word, suffix)
     if name in get_args(Kind) and name != "blend":
-        kind = cast(Kind, name)
-        if any(parts[part] for part in ("layers", "correction", "ratio")):
-            raise ConfigError(f"method {word!r}: {kind!r} takes no layers, correction or ratio")
-        if codec and kind in (FULL, TRANSFORMERS):
-            raise ConfigError(f"method {word!r}: {kind!r} reads no stored KV, so a codec has no effect")
-        if edit and kind != REUSE:
-            raise ConfigError(f"method {word!r}: {kind!r} reads no chunk KV, so an edit has no effect")
+        if layers or correction or ratio:
+            raise ConfigError(f"method {word!r}: {name!r} takes no layers, correction or ratio")
+        if (codec and name in (FULL, TRANSFORMERS)) or (edit and name != REUSE):
+            raise ConfigError(f"method {word!r}: {name!r} reads no KV that {codec or edit!r} changes")
         method = cast(Method, {TRANSFORMERS: "full", EXACT: "prefix"}.get(name, name))
-        return [MethodSpec(kind, BlendConfig(method=method, near=edit is not None), *suffixes)]
-    chosen = [float(parts["ratio"])] if parts["ratio"] else list(ratios)
-    if name in POLICIES.names and not _policy(name).has_ratio:
-        chosen = chosen[:1]
+        blend = BlendConfig(method=method, near=edit is not None)
+        return [MethodSpec(cast(Kind, name), blend, kv_context, codec, edit)]
+    policy = _policy(name) if name in POLICIES.names else None
+    values: dict[str, Any] = {"correction": correction or REUSE_SETTINGS["correction"]}
+    if layers:
+        if policy is None or not policy.has_check_layers:
+            having = " and ".join(one for one in POLICIES.names if _policy(one).has_check_layers)
+            raise ConfigError(f"method {word!r}: only {having} has check layers")
+        values["check_layers"] = tuple(int(layer) for layer in layers.split(","))
+    chosen = [float(ratio)] if ratio else list(ratios)
     if not chosen:
         raise ConfigError(f"method {word!r} has no ratio: write {word}@0.15, or set ratios for all methods")
-    blends = (changed(_blend(word, parts, ratio), near=edit is not None) for ratio in chosen)
-    return [MethodSpec("blend", blend, *suffixes) for blend in blends]
-
-
-def _blend(word: str, parts: dict[str, Any], ratio: float) -> BlendConfig:
-    name, correction = parts["name"], parts["correction"] or REUSE_SETTINGS["correction"]
-    values: dict[str, Any] = {"policy": name, "correction": correction}
-    if parts["layers"]:
-        if name not in POLICIES.names or not _policy(name).has_check_layers:
-            having = " and ".join(policy for policy in POLICIES.names if _policy(policy).has_check_layers)
-            raise ConfigError(f"method {word!r}: only {having} has check layers")
-        values["check_layers"] = tuple(int(layer) for layer in parts["layers"].split(","))
+    if policy is not None and not policy.has_ratio:
+        chosen = chosen[:1]
     try:
-        return BlendConfig(method="blend", ratio=ratio, **values)
+        blends = [
+            BlendConfig(method="blend", policy=name, ratio=r, near=edit is not None, **values) for r in chosen
+        ]
     except ConfigError as error:
         raise ConfigError(f"method {word!r}: {error}") from None
+    return [MethodSpec("blend", blend, kv_context, codec, edit) for blend in blends]
 
 
 def _suffixes(word: str, text: str) -> tuple[KVContext | None, str | None, str | None]:

@@ -43,9 +43,9 @@ def with_permutations(
 
 def permuted(items: Sequence[Item], example: Example, seed: int) -> tuple[Item, ...]:
     """The items (passages) in this permutation's order; as they are for the question itself."""
-    dice, order = random.Random(f"{seed}:{example.permutation_of}"), list(range(len(items)))
+    rng, order = random.Random(f"{seed}:{example.permutation_of}"), list(range(len(items)))
     seen = {tuple(order): None}
     while len(seen) <= example.permutation:  # until the n-th order that is another one than all before
-        dice.shuffle(order)
+        rng.shuffle(order)
         seen.setdefault(tuple(order))
     return tuple(items[n] for n in list(seen)[example.permutation])

@@ -7,12 +7,12 @@ from pathlib import Path
 
 from blendserve import console
 from blendserve.evaluate.methods import FULL, TRANSFORMERS
-from blendserve.evaluate.tables import Metrics, edits, interval, overview, tails
+from blendserve.evaluate.tables import Metrics, cell, edits, overview, tails
 
 
 def show(metrics: Metrics, report: Path) -> None:
     """Print the tables of a run."""
-    for table in (overview(_size(metrics), metrics), tails(metrics), *edits(metrics)):
+    for table in (overview(_size(metrics), metrics), tails(metrics), *edits(metrics["methods"])):
         if table.rows:
             title = f"{table.title}. {table.note}" if table.note else table.title
             console.table(title, table.columns, [[str(cell) for cell in row] for row in table.rows])
@@ -42,7 +42,7 @@ def facts(metrics: Metrics) -> list[str]:
     where, model, recall = metrics["environment"], metrics["reader"], metrics["recall"]
     return [
         f"{_size(metrics)} of {Path(metrics['dataset']).name}, {metrics['setting']}",
-        *([f"recall of needed titles {interval(recall, 2)}"] if recall else []),
+        *([f"recall of needed titles {cell(recall, '.2f')}"] if recall else []),
         f"{model['model']} in {model['dtype']} on {model['device']}",
         f"{where['machine']}, {model['threads']} threads",
         f"torch {where['torch']}, transformers {where['transformers']}",
@@ -57,10 +57,10 @@ def headline(metrics: Metrics) -> list[str]:
     rule, fast, near = found["rule"], found["at_its_fidelity"], found["in_its_time"]
     return [
         f"Fastest method with a mean KL of at most {rule}'s: {fast['method']}. TTFT "
-        f"{interval(fast['times_faster_than_full'], 2)} times lower than full prefill's and "
-        f"{interval(fast['times_faster_than_rule'], 2)} times lower than {rule}'s.",
-        f"Lowest mean KL in at most {rule}'s time: {near['method']}. It is {interval(near['mean_kl_share_of_rule'], 2)} "
-        f"of {rule}'s and {interval(near['mean_kl_share'], 2)} of full reuse's.",
+        f"{cell(fast['times_faster_than_full'], '.2f')} times lower than full prefill's and "
+        f"{cell(fast['times_faster_than_rule'], '.2f')} times lower than {rule}'s.",
+        f"Lowest mean KL in at most {rule}'s time: {near['method']}. It is {cell(near['mean_kl_share_of_rule'], '.2f')} "
+        f"of {rule}'s and {cell(near['mean_kl_share'], '.2f')} of full reuse's.",
     ]
 
 

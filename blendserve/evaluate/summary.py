@@ -97,6 +97,7 @@ def summarize(predictions: Predictions, metric: str, rule: str) -> Metrics:
 
 def _method(predictions: Predictions, method: MethodSpec, metric: str) -> Metrics:
     name, records = method.name, predictions.records(method.name)
+    counts = {count: float(np.mean(predictions.column(name, count))) for count in COUNTS}
     times = {stage: predictions.seconds(name, stage) for stage in STAGES}
     sizes = [record["kv"] for record in records if record.get("kv")]
     against_full = predictions.column(name, "score") - predictions.column(FULL, "score")
@@ -106,7 +107,8 @@ def _method(predictions: Predictions, method: MethodSpec, metric: str) -> Metric
         "score_against_full": predictions.mean(against_full),
         **{f"{kl}_share": predictions.kl_ratio(name, REUSE, kl) for kl in ("first_kl", "mean_kl")},
         "tails": [tail(predictions, name, other) for other in opponents(method) if other in predictions],
-        **{count: float(np.mean(predictions.column(name, count))) for count in COUNTS},
+        **counts,
+        "share_recomputed": counts["tokens_recomputed"] / counts["tokens_prompt"],
         "kv_smaller": sum(s["raw_bytes"] for s in sizes) / sum(s["bytes"] for s in sizes) if sizes else None,
         "seconds": {
             stage: {"median": float(np.median(s)), "p95": float(np.percentile(s, 95))}

@@ -43,11 +43,11 @@ def line_retrieval(seed: int = 0) -> list[Example]:
     return [_record(f"lines-{n:03}", random.Random(f"{seed}:{n}")) for n in range(1, RECORDS + 1)]
 
 
-def _record(id: str, dice: random.Random) -> Example:
+def _record(id: str, rng: random.Random) -> Example:
     every = [f"{a}-{n}" for a in ADJECTIVES.split() for n in NOUNS.split()]
-    numbers = {name: dice.randint(1, MAX_NUMBER) for name in dice.sample(every, CHUNKS * LINES_PER_CHUNK)}
+    numbers = {name: rng.randint(1, MAX_NUMBER) for name in rng.sample(every, CHUNKS * LINES_PER_CHUNK)}
     lines = [f"line {name}: REGISTER_CONTENT is <{number}>" for name, number in numbers.items()]
-    asked = dice.choice(list(numbers))
+    asked = rng.choice(list(numbers))
     chunks = ["\n".join(lines[at : at + LINES_PER_CHUNK]) for at in range(0, len(lines), LINES_PER_CHUNK)]
     return Example(
         id=id,

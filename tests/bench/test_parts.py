@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from blendserve.bench import page_cache
 from blendserve.bench.fixture import PromptFixture, time_prompt
-from blendserve.bench.roofline import Counts, Rates, Work, bound_s, layer_work, prefill_work
+from blendserve.bench.roofline import Counts, Rates, Work, bound_s, prefill_work, work_of
 from blendserve.bench.workload import make_workload
 from blendserve.blend.planner import plan_full_prefill
 from blendserve.blend.prefill import PassResult
@@ -112,7 +112,7 @@ def test_attention_flops_by_a_loop_over_rows_and_keys(window: int | None) -> Non
     counts = Counts(project=0, finish=0, head=0, attention_width=12, windows=(window,))
     rows = [0, 3, 4, 9]
     seen = sum(1 for row in rows for key in range(row + 1) if window is None or row - key < window)
-    assert layer_work(counts, 0, 4, torch.tensor(rows), 4).attention == 4 * 12 * seen
+    assert work_of(counts, [(0, 4, torch.tensor(rows), 4)], 0).attention == 4 * 12 * seen
 
 
 def test_a_full_prefill_by_the_textbook(reader: LoadedModel) -> None:

@@ -22,7 +22,6 @@ from blendserve import console
 from blendserve.bench.harness import Result, read_result, render, samples_of
 from blendserve.bench.roofline import measure_rates
 from blendserve.bench.runner import BENCHES, load_bench, run_bench
-from blendserve.blend.near import MAX_DONORS
 from blendserve.cli.app import run as app_run
 from blendserve.cli.bench import bench_app
 from blendserve.config import ServeConfig
@@ -31,9 +30,7 @@ from tests.support.http import Server
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = json.loads((ROOT / "tests" / "golden" / "bench.json").read_text("utf-8"))
-SLOW = {
-    f"benchmarks.{name}" for name in ("sharing", "cpu_contention", "startup", "embedding", "engines")
-}  # several processes
+SLOW = {f"benchmarks.{name}" for name in ("sharing", "startup", "engines")}  # several processes
 NAMES = [name for name in (*BENCHES, *(f"benchmarks.{name}" for name in CLAIMS)) if name != "serving"]
 MARKED = [pytest.param(n, marks=[pytest.mark.nightly, pytest.mark.timeout(600)] * (n in SLOW)) for n in NAMES]
 Run = Callable[[str], Result]
@@ -63,8 +60,6 @@ def run(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     def result(name: str) -> Result:
         if name == "benchmarks.network" and binary() is None:
             pytest.skip("there is no valkey-server here")
-        if name == "benchmarks.embedding":
-            pytest.importorskip("sentence_transformers")
         if name not in known:
             tmp, bench = tmp_path_factory.mktemp("bench"), load_bench(name)
             module = import_module(name if "." in name else f"blendserve.bench.{name}")
@@ -77,12 +72,8 @@ def run(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         return known[name]
 
     with pytest.MonkeyPatch.context() as patch:
-        for attribute, value in {
-            "server": keyed,
-            "prepare": write_passages,
-            "INDEX": "a",
-            "UPLOADS": "b",
-        }.items():
+        replaced = {"server": keyed, "prepare": write_passages, "INDEX": "a", "UPLOADS": "b"}
+        for attribute, value in replaced.items():
             patch.setattr(noisy_neighbor, attribute, value)
         yield result
 
@@ -137,10 +128,9 @@ def test_ttft_counts_what_it_always_counted(run: Run) -> None:
     assert result["groups"][0]["facts"]["prompt_tokens"] == GOLDEN["prompt_tokens"]
     for name, golden in GOLDEN["methods"].items():
         found = metrics(result, source="warm", method=name)
-        assert {key: found[key] for key in golden if key in found} == {
-            k: v for k, v in golden.items() if k in found
-        }
-        assert len(found.keys() & golden) >= 5
+        counted = found.keys() & golden
+        assert {key: found[key] for key in counted} == {key: golden[key] for key in counted}
+        assert len(counted) >= 5
         assert found["load_s"] + found["select_s"] + found["correct_s"] < found["prefill_s"] < found["ttft_s"]
         assert found["kl_first_token"] >= 0
         assert found["roofline_fraction"] > 0
@@ -169,10 +159,8 @@ def test_near_counts_what_an_edit_costs(run: Run) -> None:
     exact, one, blind, every, full = (metrics(result, passages=name)["tokens_run"] for name in names)
     assert exact < one < min(blind, every)
     assert every < full
-    prompts, index, alike = (group["facts"] for group in result["groups"])
-    assert prompts["false_donors"] == index["false_donors"] == 0
-    assert index["donors_found"] == index["donors_wanted"] == 3
-    assert 1 <= alike["donors_read"] <= MAX_DONORS
+    assert result["groups"][0]["facts"]["false_donors"] == 0
+    assert metrics(result, search="nothing found")["search_s"] > 0
 
 
 def test_results_are_right_where_they_are_known(run: Run) -> None:
@@ -218,13 +206,8 @@ def test_figures_of_users_add_up() -> None:
 
 def test_auto_misses_where_it_and_its_choice_are_slower() -> None:
     rounds = {"full": [2.0, 2.0], "prefix": [1.0, 1.0], "blend": [3.0, 3.0], "auto": [2.0, 2.0]}
-    assert auto.verdict(rounds, "full") == {
-        "best": "prefix",
-        "chosen": "full",
-        "excess": 1.0,
-        "slip": 1.0,
-        "miss": 1.0,
-    }
+    both = {"excess": 1.0, "slip": 1.0, "miss": 1.0}
+    assert auto.verdict(rounds, "full") == {"best": "prefix", "chosen": "full", **both}
     assert auto.verdict(rounds, "prefix")["miss"] == 0.0
 
 
@@ -233,13 +216,8 @@ def test_serving_resumes_and_counts_what_is_refused(
 ) -> None:
     monkeypatch.setattr("blendserve.bench.loadgen.LEAST", 2)
     write_passages(None, tmp_path / "index")
-    small: dict[str, Any] = {
-        "index": tmp_path / "index",
-        "passages": 2,
-        "new_tokens": 2,
-        "clients": 2,
-        "seconds": 0.1,
-    }
+    small: dict[str, Any] = {"index": tmp_path / "index", "passages": 2, "new_tokens": 2}
+    small |= {"clients": 2, "seconds": 0.1}
     config: Any = load_bench("serving").config
     with toy_server(tmp_path) as url:
         settings = config(url=url, load_factors=(1.0,), **small)
