@@ -18,7 +18,7 @@ from blendserve.kernels.autotune import Calls
 from blendserve.kernels.cases import Draw
 from blendserve.kernels.cpu.bindings import FEW
 from blendserve.kernels.rotary import HALVES, Rotary, RotaryForm
-from blendserve.kernels.rows import RowPlan
+from blendserve.kernels.rows import AttentionPlan
 from blendserve.kernels.types import AttentionSpec, CorrectionParams, RecomputedTokens, Rope
 
 KEYS, WINDOW = 512, 128
@@ -79,14 +79,14 @@ class CorrectionClass(NamedTuple):
 
 
 def attention_class(
-    q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: RowPlan
+    q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: AttentionPlan
 ) -> AttentionClass | None:
-    rows = "one" if q.shape[1] == 1 else "contiguous" if plan.dense else "scattered"
+    rows = "one" if q.shape[1] == 1 else "contiguous" if plan.is_contiguous else "scattered"
     return _attention_class(q, keys, spec, rows)
 
 
 def scores_class(
-    q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: RowPlan
+    q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: AttentionPlan
 ) -> AttentionClass | None:
     return _attention_class(q, keys, spec, "scored")
 
@@ -112,7 +112,7 @@ def attention_calls(found: AttentionClass) -> Calls:
 
 
 def linear_class(x: Tensor, weight: Tensor, bias: Tensor | None) -> LinearClass | None:
-    """Only bf16 has backends beside torch's."""
+    """None but for bf16: other dtypes have torch's backend alone."""
     if x.dtype != torch.bfloat16 or x.dim() != 2 or x.device.type != "cpu":
         return None
     return LinearClass(x.dtype, weight.shape[0], weight.shape[1], x.shape[0] <= FEW)
