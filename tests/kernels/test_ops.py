@@ -48,11 +48,11 @@ def test_a_row_without_its_key_is_refused() -> None:
         ops.attend(q, keys[:, :63], values[:, :63], spec, plan)
 
 
-def test_dense_means_side_by_side_and_known() -> None:
-    assert plan_rows(torch.arange(3, 9), 1).dense
-    assert not plan_rows(torch.tensor([3, 5]), 1).dense
-    assert not plan_rows(torch.empty(0, dtype=torch.long), 1).dense
-    assert not AttentionPlan(torch.arange(3), 1, None).dense
+def test_contiguous_rows_are_known_and_consecutive() -> None:
+    assert plan_rows(torch.arange(3, 9), 1).is_contiguous
+    assert not plan_rows(torch.tensor([3, 5]), 1).is_contiguous
+    assert not plan_rows(torch.empty(0, dtype=torch.long), 1).is_contiguous
+    assert not AttentionPlan(torch.arange(3), 1, None).is_contiguous
 
 
 def one_further(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: AttentionPlan) -> Tensor:
