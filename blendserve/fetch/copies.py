@@ -25,7 +25,8 @@ import torch
 
 from blendserve.config import StoreConfig
 from blendserve.errors import ConfigError
-from blendserve.kernels.cuda.staging import CopyStream, apart, copy_stream_to, joined
+from blendserve.fetch.copy_stream import CopyStream, copy_stream_to
+from blendserve.fetch.pinned_ring import as_one, split_kv
 from blendserve.registry import ADMISSIONS
 from blendserve.store.base import TierStats
 from blendserve.store.codecs.base import Pair
@@ -273,7 +274,7 @@ def _refuse_gpus(config: StoreConfig, device: torch.device) -> None:
 def _sent(stream: CopyStream, pair: Pair) -> Pair:
     """On the device, ordered before later work on the stream."""
     with stream.entered():
-        return apart([stream.send(part) for part in joined(pair)])
+        return split_kv([stream.send(part) for part in as_one(pair)])
 
 
 def _pinned(stream: CopyStream, pair: Pair) -> Pair:

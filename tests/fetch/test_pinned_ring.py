@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from blendserve.core import ChunkKV
 from blendserve.fetch.layers import LayerReader
-from blendserve.kernels.cuda.staging import SLOTS, Staging
+from blendserve.fetch.pinned_ring import SLOTS, PinnedRing
 from blendserve.store.view import TensorView
 from tests.support.stores import chunk
 from tests.support.streams import LateCopyStream, LateMark
@@ -54,13 +54,13 @@ def test_every_layer_arrives_as_it_was_read_however_late_the_device_is(
     lengths: list[int], slots: int, upto: int
 ) -> None:
     views, stream = unstable(*lengths), LateCopyStream()
-    staging = Staging(stream, slots)
+    ring = PinnedRing(stream, slots)
 
     def read(l: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         return [view.layer(l) for view in views]
 
-    sent = [staging.send(partial(read, l)) for l in range(upto)]
-    layers = [staging.hand_over(one) for one in sent]
+    sent = [ring.send(partial(read, l)) for l in range(upto)]
+    layers = [ring.wait_on_stream(one) for one in sent]
     stream.finish()
     assert all(is_layer(layer, views, l) for l, layer in enumerate(layers))
     assert len(stream.buffers) <= min(slots, upto)
