@@ -33,10 +33,6 @@ class ChunkComputer:
         self.adapter, self.context, self._given_kv = adapter, context, context_kv
         self._prepared: tuple[ChunkKV, Tensor] | None = None  # the context's KV, and its keys after RoPE
 
-    def after(self, context: TokenIds, context_kv: ChunkKV) -> ChunkComputer:
-        """The same model after another context, whose KV is known."""
-        return ChunkComputer(self.adapter, context, context_kv)
-
     @property
     def stack_tokens(self) -> int:
         """Rows that run together, unless a single chunk has more."""
