@@ -331,26 +331,21 @@ def test_retry_after_is_the_expected_wait() -> None:
     assert machine.scheduler.retry_after("b") == pytest.approx(each / 2, abs=1)
 
 
-def test_a_short_request_of_another_tenant_is_prefilled_within_a_long_prefill() -> None:
+PREEMPTING = [(5, "c", 4.0, 0, 16.0), (1, "c", 2.0, 3, 0.0), (1, "c", 2.0, 4, 2.0), (1, "c", 5.0, 0, 0.0)]
+
+
+@pytest.mark.parametrize(("n", "tenant", "cost", "layer", "total"), [*PREEMPTING, (1, "a", 1.0, 0, 0.0)])
+def test_short_requests_of_others_preempt_within_the_cost_and_the_rest_of_a_pass_of_four_layers(
+    n: int, tenant: str, cost: float, layer: int, total: float
+) -> None:
     machine = opened(slots=4)
-    for tenant, cost in (("a", 16.0), ("a", 1.0), ("b", 5.0), ("c", 4.0)):
-        machine.submit(Question((2, 3), max_new_tokens=20), tenant, cost)
-    machine.step_until(lambda: machine.sent[0].state == "runs")
-    assert [sent.state for sent in machine.sent] == ["runs", "waits", "waits", "runs"]
-    machine.run()
-
-
-def test_short_requests_preempt_a_long_prefill_within_its_cost_and_the_rest_of_its_pass() -> None:
-    """The second pass over its four layers counts in full again."""
-    for costs, layer, preempting in (([4.0] * 5, 0, 16.0), ([2.0], 3, 0.0), ([2.0], 4, 2.0)):
-        machine = opened(slots=4)
-        long = machine.submit(Question((0, 1, 2)), "a", 16.0)
-        machine.step_until(lambda long=long, at=layer: long.request.layer == at)
-        for cost in costs:
-            machine.submit(Question((3,), "reuse", 1), "c", cost)
-        machine.step()
-        machine.step_until(lambda long=long: long.request.layer == 4 or long.state == "runs")
-        assert long.preempted_cost == preempting
+    long: Any = machine.submit(Question((0, 1, 2)), "a", 16.0)
+    machine.step_until(lambda: bool(long.request.layer == layer))
+    for _ in range(n):
+        machine.submit(Question((3,), "reuse", 1), tenant, cost)
+    machine.step()
+    machine.step_until(lambda: long.request.layer == 4 or long.state == "runs")
+    assert long.preempted_cost == total
 
 
 def test_one_tenant_alone_has_all_slots_and_kv_kept_for_a_cancelled_request_is_freed() -> None:
