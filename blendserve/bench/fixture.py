@@ -156,7 +156,7 @@ def time_prompt(
     blender: Blender, workload: Workload, blend: BlendConfig
 ) -> tuple[dict[str, float], Prefilled]:
     """From text to first token -> seconds and counts, and what the blender returned."""
-    clock, host = Clock(blender.adapter.device), Clock()
+    clock, host = Clock(blender.model.device), Clock()
     prompt = workload.draw()
     with clock.stage("prefill"):
         done = blender.run(prompt, blend, clock=clock)
