@@ -99,10 +99,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.turn = self.tasks = 0
         self.timeline: list[float] = []  # within a prefill: seconds of a layer, or less 0 of a decoding step
         self.since_decode = 0.0  # seconds of prefill while requests run
-        self.batch: list[Sent] = []  # of the last decoding step
-        self.failing: list[Sent] = []  # of a failed batch: not told yet
-        self.closed = self.stopped = False
-        self.log: list[str] = []
+        self.batch, self.failing = (
+            list[Sent](),
+            list[Sent](),
+        )  # of the last step; of a failed one, not told yet
+        self.closed, self.stopped, self.log = False, False, list[str]()
         self.arm(None)
 
     # What happens to it
@@ -136,14 +137,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.submit(sent.request)
         self.sent.append(sent)
         return sent
-
-    @rule(long=st.sampled_from(TENANTS), max_new_tokens=st.integers(1, 2))
-    def submit_a_long_one_and_short_ones(self, long: str, max_new_tokens: int) -> None:
-        """In both passes over its four layers the long one has room for one of the others before each."""
-        self.submit(Question((0, 1, 2)), long, 16.0)
-        for cost in [4.0, 3.0, 2.0, 1.0] * 2:
-            short = Question((3,), "reuse", max_new_tokens)
-            self.submit(short, TENANTS[TENANTS.index(long) - 1], cost)
 
     @rule(sent=requests)
     def cancel(self, sent: Sent) -> None:
@@ -268,8 +261,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def layer(self, sent: Sent) -> None:
         """A layer of a prefill begins."""
-        assert self.prefilling[-1] is sent
-        assert sent.state == "prefills"
+        assert (self.prefilling[-1], sent.state) == (sent, "prefills")
         at_most = max(self.gap_s, self.share / (1 - self.share) * self.decode_s) + LAYER_S
         assert self.since_decode <= at_most, "running requests decode within a prefill"
         running = any(s.state == "runs" for s in self.sent)
@@ -327,9 +319,8 @@ def opened(**options: Any) -> SchedulerMachine:
     return machine
 
 
-@pytest.mark.parametrize("seconds", [2.0, 10.0])
-def test_retry_after_is_the_expected_wait(seconds: float) -> None:
-    machine, start = opened(slots=2, decode_s=seconds), 0.0
+def test_retry_after_is_the_expected_wait() -> None:
+    machine, start = opened(slots=2, decode_s=10.0), 0.0
     for _ in range(20):
         start = machine.clock.now
         machine.submit()
@@ -342,13 +333,21 @@ def test_retry_after_is_the_expected_wait(seconds: float) -> None:
     assert machine.scheduler.retry_after("b") == pytest.approx(each / 2, abs=1)
 
 
-def test_a_short_request_of_another_tenant_is_prefilled_within_a_long_prefill() -> None:
+PREEMPTING = [(5, "c", 4.0, 0, 16.0), (1, "c", 2.0, 3, 0.0), (1, "c", 2.0, 4, 2.0), (1, "c", 5.0, 0, 0.0)]
+
+
+@pytest.mark.parametrize(("n", "tenant", "cost", "layer", "total"), [*PREEMPTING, (1, "a", 1.0, 0, 0.0)])
+def test_short_requests_of_others_preempt_within_the_cost_and_the_rest_of_a_pass_of_four_layers(
+    n: int, tenant: str, cost: float, layer: int, total: float
+) -> None:
     machine = opened(slots=4)
-    for tenant, cost in (("a", 16.0), ("a", 1.0), ("b", 5.0), ("c", 4.0)):
-        machine.submit(Question((2, 3), max_new_tokens=20), tenant, cost)
-    machine.step_until(lambda: machine.sent[0].state == "runs")
-    assert [sent.state for sent in machine.sent] == ["runs", "waits", "waits", "runs"]
-    machine.run()
+    long: Any = machine.submit(Question((0, 1, 2)), "a", 16.0)
+    machine.step_until(lambda: bool(long.request.layer == layer))
+    for _ in range(n):
+        machine.submit(Question((3,), "reuse", 1), tenant, cost)
+    machine.step()
+    machine.step_until(lambda: long.request.layer == 4 or long.state == "runs")
+    assert long.preempted_cost == total
 
 
 def test_one_tenant_alone_has_all_slots_and_kv_kept_for_a_cancelled_request_is_freed() -> None:
@@ -400,4 +399,3 @@ def test_a_task_rests_while_a_request_is_planned_and_ends_with_the_scheduler(sto
     if not stops:
         eventually(lambda: machine.log == ["layer"] * 2)
         machine.drain(stops=True)
-    assert machine.log == ["layer"] * (1 if stops else 2)
