@@ -47,7 +47,7 @@ from blendserve.fetch.transfer import Compute, TransferOptions
 from blendserve.kdn.catalogue import Catalogue
 from blendserve.kdn.publish import LevelCoder, describe
 from blendserve.models.loader import LoadedModel
-from blendserve.registry import DELIVERED, DELIVERED_CODECS, STORES
+from blendserve.registry import DELIVERED, DELIVERED_CODECS
 from blendserve.store import ChunkKey, KVStore, LMDBStore, MemoryStore
 from blendserve.store.key import namespace_tag
 

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
-from blendserve.errors import Busy, ShuttingDown
+from blendserve.errors import RateLimited, ShuttingDown
 
 T = TypeVar("T")
 
@@ -158,13 +158,13 @@ class FairExecutor:
         self._thread.start()
 
     def submit(self, tenant: str, call: Callable[[], T], long: bool = False) -> Future[T]:
-        """Queue a job. long: it calls `give_way` between its parts. Raises Busy and ShuttingDown."""
+        """Queue a job. long: it calls `give_way` between its parts. Raises RateLimited and ShuttingDown."""
         job = _Job(tenant, call, long)
         with self._wake:
             if self._stopped:
                 raise ShuttingDown("the server is shutting down: ask another one")
             if not long and self._waiting.of(tenant) >= self._queue:
-                raise Busy(f"{self._queue} of your requests are waiting already", 1)
+                raise RateLimited(f"{self._queue} of your requests are waiting already", 1)
             self._waiting.put(job)
             self._wake.notify()
         job.future.add_done_callback(lambda future: self._drop(job) if future.cancelled() else None)

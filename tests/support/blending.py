@@ -22,13 +22,11 @@ from blendserve.blend.priors import Priors
 from blendserve.config import BlendConfig
 from blendserve.core import BlendReport, Chunk, Prompt, TokenIds, run
 from blendserve.errors import CorruptRecord
-from blendserve.kernels.types import Ropes
 from blendserve.models.kv_cache import KVCache
 from blendserve.models.model import DecoderModel
 from blendserve.store import ChunkRecord, KVStore, Snapshot
 from blendserve.store.memory import MemoryStore
 from blendserve.store.view import TensorView
-from blendserve.timing import Clock
 from tests.support.models import tiny_adapter
 
 VOCAB = 97  # of the tiny models; ids below 3 are special
