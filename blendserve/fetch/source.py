@@ -61,10 +61,6 @@ class RemoteSource(Protocol):
         """Make every transfer fail at once, from any thread -> why, if late: it counts as a failure then."""
         ...
 
-    def blob(self, hash: bytes, seconds: float) -> bytes | None:
-        """A blob within so much time. Raises CorruptBlob, StoreUnavailable."""
-        ...
-
     def probe(self, keys: Sequence[ChunkKey], n_bytes: int) -> LinkSample | None:
         """Transfer about this number of bytes of one of these, or of any chunk if none is named; None if it is absent.
 
@@ -138,10 +134,6 @@ class StoreSource:
     def interrupt(self, late: bool) -> str:
         return f"{self.name} does not answer"
 
-    def blob(self, hash: bytes, seconds: float) -> bytes | None:
-        with self._call():
-            return self.blobs.get(hash)
-
     def probe(self, keys: Sequence[ChunkKey], n_bytes: int) -> LinkSample | None:
         """Of the first one that is there, whole."""
         with self._call():
@@ -179,9 +171,6 @@ class ValkeySource(StoreSource):
 
     def interrupt(self, late: bool) -> str:
         return str(self.store.client.interrupt(late, reading=True))
-
-    def blob(self, hash: bytes, seconds: float) -> bytes | None:
-        return self.store.blobs.read(hash, seconds)
 
     def probe(self, keys: Sequence[ChunkKey], n_bytes: int) -> LinkSample | None:
         """Headers, timed, then the first layers of one chunk."""

@@ -322,13 +322,13 @@ class _Blobs(BlobStore):
                 remote.blobs.put(kind, owner, raw, current)
         return self._store.local.blobs.put(kind, owner, raw, current)
 
-    def get(self, hash: bytes) -> bytes | None:
+    def get(self, hash: bytes, seconds: float | None = None) -> bytes | None:
         store = self._store
         with store.or_warn("the local KV store cannot be read"), suppress(CorruptBlob):
             if raw := store.local.blobs.get(hash):
                 return raw
         with store.or_warn("the remote KV store failed"):
-            if raw := store.source.blobs.get(hash):
+            if raw := store.source.blobs.get(hash, seconds):
                 store.copy_blob(hash, store.source.blobs, store.local.blobs, LOCAL)
                 return raw
         return None

@@ -179,7 +179,7 @@ class Transfer:
             if raw := self._local_tables(hash):
                 return raw
         with self.deadline.waiting():
-            return self._source.blob(hash, self.deadline.left)
+            return self._source.blobs.get(hash, self.deadline.left)
 
     def _take(self, chunk: IncomingChunk) -> None:
         with self._changed:

@@ -52,8 +52,8 @@ class BlobStore(ABC):
         """Store a blob -> its hash. current: False for a copy from another store. Raises StoreFull."""
 
     @abstractmethod
-    def get(self, hash: bytes) -> bytes | None:
-        """None for an absent blob. Raises CorruptBlob."""
+    def get(self, hash: bytes, seconds: float | None = None) -> bytes | None:
+        """None for an absent blob. seconds: to wait for another machine; its deadline if None. Raises CorruptBlob."""
 
     @abstractmethod
     def list(self) -> Sequence[BlobInfo]:

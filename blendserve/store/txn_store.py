@@ -301,7 +301,7 @@ class _Blobs(BlobStore):
             ledger.txn.put(ABOUT + hash, seal(hash, info.to_bytes()))
         return hash
 
-    def get(self, hash: bytes) -> bytes | None:
+    def get(self, hash: bytes, seconds: float | None = None) -> bytes | None:
         with self._store._begin_read() as txn:
             raw = txn.get(BLOB + hash)
             return None if raw is None else check_blob(hash, raw)

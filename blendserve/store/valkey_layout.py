@@ -352,11 +352,7 @@ class ServerBlobs(BlobStore):
     def hashes(self) -> set[bytes]:
         return set(self._ask(lambda client: client.hkeys(BLOBS)))
 
-    def get(self, hash: bytes) -> bytes | None:
-        return self.read(hash)
-
-    def read(self, hash: bytes, seconds: float | None = None) -> bytes | None:
-        """`get` within so much time, by default the deadline."""
+    def get(self, hash: bytes, seconds: float | None = None) -> bytes | None:
         raw: bytes | None = self._ask(lambda client: client.get(blob_name(hash)), seconds)
         return None if raw is None else check_blob(hash, raw)
 

@@ -116,9 +116,6 @@ class ScriptedSource:
         self._interrupts += 1
         return f"{self.name} does not answer"
 
-    def blob(self, hash: bytes, seconds: float) -> bytes | None:
-        return None
-
     def probe(self, keys: Sequence[ChunkKey], n_bytes: int) -> LinkSample | None:
         return None
 

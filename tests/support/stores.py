@@ -197,7 +197,7 @@ class _FaultyBlobs(BlobStore):
         self._store.pass_gate("blobs.put")
         return self._blobs.put(kind, owner, raw, current)
 
-    def get(self, hash: bytes) -> bytes | None:
+    def get(self, hash: bytes, seconds: float | None = None) -> bytes | None:
         self._store.pass_gate("blobs.get")
         return self._blobs.get(hash)
 

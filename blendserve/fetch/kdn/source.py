@@ -156,14 +156,16 @@ class KdnSource:
     def interrupt(self, late: bool) -> str:
         return str(self._client.interrupt(late, reading=True))
 
-    def blob(self, hash: bytes, seconds: float) -> bytes | None:
-        raw = self._client.ask(partial(self._read_blob, hash=hash), seconds)
-        return None if raw is None else check_blob(hash, raw)
+    def read_blob(self, hash: bytes, seconds: float | None) -> bytes | None:
+        """Raises CorruptBlob, StoreUnavailable."""
+        return self._client.ask(partial(self._read_blob, hash=hash), seconds)
 
     def _read_blob(self, client: Client, hash: bytes) -> bytes | None:
-        """As it comes. Raises what the client does."""
+        """Raises CorruptBlob, and what the client does."""
         known = next((t for t in self._look(client)[0].tables if t.hash == hash.hex()), None)
-        return client.get(client.path("tables", known.hash), known.n_bytes) if known else None
+        return (
+            check_blob(hash, client.get(client.path("tables", known.hash), known.n_bytes)) if known else None
+        )
 
     def close(self) -> None:
         self._client.close()
@@ -219,7 +221,7 @@ class KdnSource:
             header, segments = chunk.header, chunk.segments
             if header is None or header.shape.n_bytes > self.in_flight_bytes:
                 continue
-            tables = partial(self._checked_blob, client)
+            tables = partial(self._read_blob, client)
             # twice, as the first chunk of a codec makes what each layer of its tables needs
             seconds = min(self._decode_s(header, chunk, tables, len(segments)) for _ in range(2))
             self.link.record_decoding(level, BUSY * seconds / torch.get_num_threads(), header.shape.n_tokens)
@@ -233,10 +235,6 @@ class KdnSource:
             elapsed_s.append(self._clock.monotonic() - start)
         return min(elapsed_s[1:] or elapsed_s) * header.shape.n_layers
 
-    def _checked_blob(self, client: Client, hash: bytes) -> bytes | None:
-        raw = self._read_blob(client, hash)
-        return None if raw is None else check_blob(hash, raw)
-
 
 class _Blobs(BlobStore):
     """The tables of a collection."""
@@ -244,8 +242,8 @@ class _Blobs(BlobStore):
     def __init__(self, source: KdnSource) -> None:
         self._source = source
 
-    def get(self, hash: bytes) -> bytes | None:
-        return self._source.blob(hash, self._source.deadline_s)
+    def get(self, hash: bytes, seconds: float | None = None) -> bytes | None:
+        return self._source.read_blob(hash, seconds)
 
     def list(self) -> Sequence[BlobInfo]:
         tables = self._source.known()[0].tables
