@@ -1,4 +1,4 @@
-"""Where figures come from: versions, commit, and the machine with what its CPU can do."""
+"""The origin of measured figures: versions, commit, CPU and GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import blendserve
 
 PACKAGES = ("torch", "transformers", "faiss-cpu", "lmdb", "numpy")
-# Of what a CPU can do, what decides about speed here; x86 first, then ARM, weakest first.
+# The instruction sets that matter for speed: x86, then ARM, the oldest first.
 INSTRUCTION_SETS = (
     *("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_int8", "amx_bf16"),
     *("asimd", "i8mm", "bf16", "sve", "sve2"),
@@ -22,7 +22,7 @@ CPUINFO = Path("/proc/cpuinfo")
 
 
 def versions() -> dict[str, str]:
-    """Of this package, its commit, Python, and the packages that figures depend on; "" for one that is not there."""
+    """Versions of this package, its commit, Python, and PACKAGES; "" for a missing one."""
     return {
         "blendserve": blendserve.__version__,
         "commit": commit(),
@@ -32,8 +32,8 @@ def versions() -> dict[str, str]:
 
 
 def machine() -> dict[str, Any]:
-    """The CPU, what of it is used, and the GPU where there is one."""
-    import torch  # a second; what only asks for versions does without
+    """CPU, instruction sets, threads and GPU."""
+    import torch  # takes a second, and `versions` does not need it
 
     return {
         "cpu": cpu_name(),
@@ -47,50 +47,44 @@ def machine() -> dict[str, Any]:
 
 
 def describe(facts: dict[str, Any]) -> str:
-    """What `machine` found, in one line."""
-    sets = " ".join(facts["instruction_sets"]) or "no instruction set that we ask for"
+    """The result of `machine` in one line."""
+    sets = " ".join(facts["instruction_sets"]) or "no known instruction set"
     gpu = f", {facts['gpu']}" if facts["gpu"] else ""
     return f"{facts['cpu']} ({sets}), {facts['cores']} cores{gpu}, {facts['system']}"
 
 
 def environment() -> dict[str, Any]:
-    """All of it, as a run's folder keeps it."""
+    """Versions and machine, as recorded in the folder of a run."""
     return {**versions(), "machine": describe(machine())}
 
 
 def cpu_name() -> str:
-    """As the system calls it."""
-    return _cpuinfo("model name") or platform.processor() or platform.machine()
+    """The CPU's name, as the system reports it."""
+    return cpuinfo("model name") or platform.processor() or platform.machine()
 
 
 def instruction_sets() -> tuple[str, ...]:
-    """Those of INSTRUCTION_SETS that the CPU has; none where the system does not say."""
-    known = set((_cpuinfo("flags") or _cpuinfo("Features")).split())
+    """The CPU's INSTRUCTION_SETS; none if the system does not report them."""
+    known = set((cpuinfo("flags") or cpuinfo("Features")).split())
     return tuple(name for name in INSTRUCTION_SETS if name in known)
 
 
 @cache
 def commit() -> str:
-    """Of the checkout that this code runs from, with a + where files differ from it; "" outside of one."""
-    if not _git("ls-files", Path(__file__).name):  # installed within a checkout of something else
+    """The commit of this code's checkout, with a + if files were changed; "" outside a checkout."""
+    if not _git("ls-files", Path(__file__).name):  # installed inside another project's checkout
         return ""
     return _git("describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*")
 
 
 def _git(*command: str) -> str:
-    """What git says of this folder; "" where it fails."""
+    """The output of git in this folder; "" if git fails."""
     try:
-        done = subprocess.run(
-            ["git", *command],
-            cwd=Path(__file__).parent,
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=False,
-        )
+        return subprocess.run(
+            ["git", "-C", str(Path(__file__).parent), *command], capture_output=True, text=True, timeout=10
+        ).stdout.strip()
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return done.stdout.strip()
 
 
 def _version(package: str) -> str:
@@ -100,12 +94,10 @@ def _version(package: str) -> str:
         return ""
 
 
-def _cpuinfo(name: str) -> str:
-    """The first value of this name; "" where there is none."""
+def cpuinfo(name: str) -> str:
+    """The first value of this name in /proc/cpuinfo; "" if there is none."""
     try:
-        lines = CPUINFO.read_text().splitlines()
+        fields = [line.partition(":") for line in CPUINFO.read_text().splitlines()]
     except OSError:
         return ""
-    return next(
-        (line.partition(":")[2].strip() for line in lines if line.partition(":")[0].strip() == name), ""
-    )
+    return next((value.strip() for field, _, value in fields if field.strip() == name), "")

@@ -1,14 +1,13 @@
-"""Which of several replicas a request goes to: where most of its chunks are hot, within a bound on load.
+"""Chooses the replica for a request: the one with most of the request's chunks in memory, within a bound on load.
 
-1. Bounded load: a replica takes a request only while it would then have at most `slack` times its fair share of those
-   running (consistent hashing with bounded loads, Mirrokni et al., 2018). They round that up; it is rounded down here, as
-   with few requests a replica is one away from waiting while others are idle. The least loaded one always may: nothing
-   waits for a favourite.
-2. Chunk affinity: of those, the one with the most of the request's chunks hot, in any order; the less loaded of equals.
-3. Where nobody has any, or equals have equal loads: rendezvous hashing (Thaler and Ravishankar, 1998) of the request's
-   anchor, its chunk of the least hash. Two requests have the same anchor as often as their chunks are the same (MinHash:
-   with their Jaccard similarity), so what is asked for together comes to one place. A replica that goes moves its own
-   requests alone; one that comes takes its share and moves nothing else.
+1. Bounded load: a replica is eligible if its load with this request stays within `slack` times the average (consistent
+   hashing with bounded loads, Mirrokni et al., 2018). The paper rounds the bound up. We round it down: with few requests,
+   one more request on a replica leaves others idle. The least loaded replica is always eligible.
+2. Chunk affinity: the eligible replica with most of the request's chunks in memory; of equals, the less loaded one.
+3. No replica has a chunk, or equals have equal loads: rendezvous hashing (Thaler and Ravishankar, 1998) of the request's
+   anchor, the chunk with the smallest hash. Two requests share an anchor with the probability of their Jaccard
+   similarity (MinHash), so requests for the same chunks go to one replica. A replica that leaves moves its own requests
+   alone; a new one takes its share and moves no others.
 
 Pure, with no clock and no state: the caller reports cached chunks and load (ray/, simulate/).
 """
@@ -21,16 +20,16 @@ from dataclasses import dataclass
 
 import xxhash
 
-SLACK = 1.5  # times the fair share; rounded down, less than that is little else than the least loaded
+SLACK = 1.5  # times the average load; less, rounded down, would nearly always choose the least loaded replica
 
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """One that could take a request."""
+    """A replica that may get a request."""
 
     name: str
-    hot: Set[bytes] = frozenset()  # keys of chunks in its memory, as far as is known
-    load: int = 0  # requests that it answers or has queued
+    hot: Set[bytes] = frozenset()  # keys of chunks in its memory, by its last report
+    load: int = 0  # running and queued requests
 
 
 def choose(chunks: Collection[bytes], replicas: Sequence[Replica], slack: float = SLACK) -> str:
@@ -39,7 +38,7 @@ def choose(chunks: Collection[bytes], replicas: Sequence[Replica], slack: float 
 
 
 def ranked(chunks: Collection[bytes], replicas: Sequence[Replica], slack: float = SLACK) -> list[str]:
-    """All names, the best first: those within the bound on load, and behind them the others."""
+    """All names, the best first; replicas above the bound on load come last. Raises ValueError for no replicas."""
     if not replicas:
         raise ValueError("there is no replica to choose from")
     bound, wanted = load_bound([r.load for r in replicas], slack), frozenset(chunks)
@@ -59,20 +58,20 @@ def ranked(chunks: Collection[bytes], replicas: Sequence[Replica], slack: float 
 
 
 def load_bound(loads: Sequence[int], slack: float = SLACK) -> int:
-    """The load that a replica may have at most with the next request; always more than the least load."""
+    """The largest load with the next request; always above the smallest load."""
     return bounded(sum(loads), min(loads), len(loads), slack)
 
 
 def bounded(total: int, least: int, n: int, slack: float = SLACK) -> int:
-    """The same of n replicas by the sum and the least of their loads."""
+    """The same for n replicas, from the sum and the minimum of their loads."""
     return max(least + 1, math.floor(slack * (total + 1) / n))
 
 
 def anchor(chunks: Iterable[bytes]) -> bytes:
-    """The chunk of the least hash; nothing for none."""
+    """The chunk with the smallest hash; b"" without chunks."""
     return min(chunks, key=lambda key: (xxhash.xxh3_64_intdigest(key), key), default=b"")
 
 
 def weight(name: str, key: bytes) -> int:
-    """How much a key belongs to a replica: that of the greatest weight is its home."""
+    """The weight of a key at a replica, for rendezvous hashing: the largest weight wins."""
     return xxhash.xxh3_64_intdigest(key, seed=xxhash.xxh3_64_intdigest(name.encode()))

@@ -30,6 +30,7 @@ from blendserve.kernels.ops import OPERATIONS
 from blendserve.kernels.rotary import HALVES, Rotary
 from blendserve.kernels.rows import plan_rows
 from blendserve.kernels.types import AttentionSpec, CorrectionParams, Prior, RecomputedTokens, Rope
+from blendserve.provenance import cpu_name
 from blendserve.store.codecs.predict import rans, rans_native
 
 PLAIN_HALVES = Rotary(lambda q, k, cos, sin: (HALVES.rotated(q[0], Rope(cos[0], sin[0]))[None], k), HALVES)
@@ -120,7 +121,7 @@ def record() -> dict[str, Any]:
                         found[f"{level.name} {operation}: {case}"] = digest(backend.run, args)
             for name, run, args in codec_calls(level, dtype) if "rans_decode" in level.sources else ():
                 found[f"{level.name} {name}"] = digest(run, args)
-    return {"cpu": isa.cpu_name(), "instruction_sets": isa.allowed(), "outputs": found}
+    return {"cpu": cpu_name(), "instruction_sets": isa.allowed(), "outputs": found}
 
 
 def main(mode: str, file: Path) -> int:

@@ -7,7 +7,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from blendserve.extras import install_hint
+from blendserve.cli.app import run
+from blendserve.extras import extra_with, install_hint
 
 REQUIRES = [
     "torch>=2.6",
@@ -32,6 +33,25 @@ def test_the_hint_names_the_packages_of_this_platform(
 ) -> None:
     monkeypatch.setattr(metadata, "requires", {"blendserve": REQUIRES}.get)
     assert install_hint(extra) == hint
+
+
+def test_a_module_belongs_to_the_extra_that_installs_it() -> None:
+    assert [extra_with(name) for name in ("scipy", "ray", "torch", "nowhere")] == [
+        "evaluate",
+        "ray",
+        None,
+        None,
+    ]
+
+
+def test_a_missing_module_of_an_extra_is_an_error_line_and_any_other_a_bug() -> None:
+    for module, code in (("scipy", 2), ("nowhere", None)):
+        app = Mock(side_effect=ModuleNotFoundError(name=module))
+        if code:
+            assert run(app, []) == code
+        else:
+            with pytest.raises(ModuleNotFoundError):
+                run(app, [])
 
 
 @pytest.mark.parametrize("extra", ["evaluate", "codecs", "valkey", "moq", "ray"])

@@ -30,6 +30,7 @@ from blendserve import cpu_cap
 from blendserve.kernels import team
 from blendserve.kernels.cpu import isa
 from blendserve.paths import cache_folder
+from blendserve.provenance import cpu_name
 
 TIE = 1.05  # of a time: what is closer counts as equal
 RUNS, BUDGET_S = 4, 0.5  # runs of each that count, and the time after which they must be complete
@@ -125,7 +126,7 @@ def machine() -> str:
 @cache
 def _machine(threads: int, sets: tuple[str, ...]) -> str:
     libraries = torch.backends.cpu.get_cpu_capability(), *map(os.environ.get, cpu_cap.LIBRARIES)
-    about = repr((isa.cpu_name(), sets, libraries, threads, torch.__version__))
+    about = repr((cpu_name(), sets, libraries, threads, torch.__version__))
     folders = SOURCES, SOURCES / "cpu"
     files = sorted(file for folder in folders for file in folder.iterdir() if file.is_file())
     parts = (about.encode(), *(file.read_bytes() for file in files))

@@ -1,4 +1,4 @@
-"""What replicas reported of the chunks in their memory, until that is too old."""
+"""The chunks that replicas have in memory, by their latest reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Ray cluster that workers run on: a given one, or one on this machine for as long as it is needed."""
+"""Joins a Ray cluster, or starts a temporary one on this machine."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from blendserve.errors import ClusterUnavailable, ConfigError
 from blendserve.extras import install_hint
 from blendserve.registry import STORES
 
-OBJECT_STORE_BYTES = 100_000_000  # of a local cluster: token ids and pieces of answers go through it
+OBJECT_STORE_BYTES = 100_000_000  # of a local cluster: it carries token ids and text deltas
 CONNECT_S = 5.0
 LOCAL_ENV = {  # of a cluster on this machine alone
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # in spite of its name: one machine alone, bound to the loopback address
-    "RAY_worker_niceness": "0",  # or whatever else runs on the machine goes before its workers
-    "RAY_BACKEND_LOG_LEVEL": "fatal",  # or its processes write to this one's terminal
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # despite its name: a single machine, bound to the loopback address
+    "RAY_worker_niceness": "0",  # the default lets other processes run before the workers
+    "RAY_BACKEND_LOG_LEVEL": "fatal",  # the default writes to this process's terminal
 }
-# Ray's own threads would start another cluster where they ask for something after this one has ended.
+# Without it, a call of one of Ray's threads after shutdown would start another cluster.
 NO_AUTO_CONNECT = ("RAY_ENABLE_AUTO_CONNECT", "0")
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerResources:
-    """What each worker gets of a cluster."""
+    """The resources of each worker."""
 
     cpus: int
-    gpus: int  # 1 where there is one for each
+    gpus: int  # 1 if the cluster has one for each
 
 
 @contextmanager
@@ -46,18 +46,18 @@ def cluster(address: str | None, workers: int) -> Iterator[WorkerResources]:
     """Join the Ray cluster at `address` or RAY_ADDRESS, or start a local one -> the resources of each worker.
 
     A local cluster listens on the loopback address alone, sends no usage statistics, and ends with this block. Raises
-    ConfigError where Ray is not installed; ClusterUnavailable where no cluster answers at the address, where it runs
-    another version of Ray or Python, and where it has no free CPU for each worker.
+    ConfigError if Ray is not installed; ClusterUnavailable if no cluster answers at the address, if it runs another
+    version of Ray or Python, or if it has no free CPU for a worker.
     """
-    there = address or os.environ.get("RAY_ADDRESS")
-    there = None if there == "local" else there
+    given = address or os.environ.get("RAY_ADDRESS")
+    given = None if given == "local" else given
     os.environ.setdefault(*NO_AUTO_CONNECT)
-    if not there:
+    if not given:
         _configure_ray_env()
     ray = import_ray()
-    if there:
-        check_address(there)
-    scratch = None if there else tempfile.mkdtemp(prefix="bs-")  # short: it becomes part of sockets' names
+    if given:
+        check_address(given)
+    scratch = None if given else tempfile.mkdtemp(prefix="bs-")  # short, as a part of socket paths
     own: dict[str, Any] = {
         "num_cpus": max(workers, os.cpu_count() or 1),
         "include_dashboard": False,
@@ -67,22 +67,20 @@ def cluster(address: str | None, workers: int) -> Iterator[WorkerResources]:
     try:
         quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
         try:
-            ray.init(there or "local", **quiet, **({} if there else own))
-        except (
-            Exception
-        ) as error:  # Ray raises plain Exception where one of its processes does not start in time
-            where = there or "this machine"
+            ray.init(given or "local", **quiet, **({} if given else own))
+        except Exception as error:  # Ray raises a plain Exception if a process of its own starts too slowly
+            where = given or "this machine"
             raise ClusterUnavailable(
                 f"Ray cannot be used at {where}: {' '.join(str(error).split())}"
             ) from error
         cpus = [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
         # A local cluster reports its free CPUs only after a moment.
-        free = int(ray.available_resources().get("CPU", 0)) if there else sum(cpus)
+        free = int(ray.available_resources().get("CPU", 0)) if given else sum(cpus)
         each = cpus_each(cpus, free, workers)
         if not each:
             raise ClusterUnavailable(
-                f"{workers} workers need a CPU each, and of the {sum(cpus)} of the Ray cluster at {there} {free} are "
-                f"free: ask for fewer, add a machine (ray start --address ...), or end what else runs there"
+                f"{workers} workers need a CPU each, and the Ray cluster at {given} has {free} of {sum(cpus)} "
+                f"free: ask for fewer, add a machine (ray start --address ...), or stop other programs there"
             )
         yield WorkerResources(each, int(ray.cluster_resources().get("GPU", 0) >= workers))
     finally:
@@ -92,7 +90,7 @@ def cluster(address: str | None, workers: int) -> Iterator[WorkerResources]:
 
 
 def check_address(address: str) -> None:
-    """Raise ClusterUnavailable in seconds where nothing listens at HOST:PORT. Ray itself tries for minutes."""
+    """Raises ClusterUnavailable within seconds if nothing listens at HOST:PORT. Ray itself retries for minutes."""
     if address == "auto":
         return
     host, _, port = address.rpartition(":")
@@ -108,7 +106,7 @@ def check_address(address: str) -> None:
 
 
 def _configure_ray_env() -> None:
-    """Set what Ray reads when it is imported; what the user has set stays. Raises ConfigError where it is imported."""
+    """Set variables that Ray reads on import, unless the user set them. Raises ConfigError if Ray is already imported."""
     missing = {name: value for name, value in LOCAL_ENV.items() if name not in os.environ}
     if missing and "ray" in sys.modules:
         words = " ".join(f"{name}={value}" for name, value in missing.items())
@@ -119,7 +117,7 @@ def _configure_ray_env() -> None:
 
 
 def import_ray() -> Any:
-    """Ray, which is an extra. Raises ConfigError where it is not installed."""
+    """Import Ray, an extra. Raises ConfigError if it is not installed."""
     try:
         import ray
     except ImportError as error:
@@ -128,9 +126,9 @@ def import_ray() -> Any:
 
 
 def bind_to_loopback() -> None:
-    """In a replica on a cluster of our own, before Ray Serve opens its port: it would bind to all interfaces.
+    """Bind Ray Serve's port of a replica on a local cluster to the loopback address; call it before the port is opened.
 
-    Ray has no setting for it; a test looks at the ports that are open.
+    Ray Serve binds to all interfaces, and has no setting for it. A test checks the open ports.
     """
     ray = import_ray()
     if ipaddress.ip_address(ray.util.get_node_ip_address()).is_loopback:
@@ -140,23 +138,23 @@ def bind_to_loopback() -> None:
 
 
 def cpus_each(cpus: Sequence[int], free: int, workers: int) -> int:
-    """The most that each of the workers can have, of machines with so many CPUs and so many free in all; 0 for too few.
+    """The largest number of CPUs for each worker; 0 if there are too few. All CPUs of a worker are on one machine.
 
-    A worker's CPUs are on one machine.
+    cpus: of each machine. free: of all machines.
     """
     fits = (n for n in range(free // workers, 0, -1) if sum(has // n for has in cpus) >= workers)
     return next(fits, 0)
 
 
 def can_fit_worker(resources: WorkerResources) -> bool:
-    """Whether any machine of the connected cluster is large enough for one worker, however much of it is in use."""
+    """Whether a machine of the connected cluster is large enough for a worker, in use or not."""
     need = {"CPU": resources.cpus, "GPU": resources.gpus}
     alive = (node["Resources"] for node in import_ray().nodes() if node["Alive"])
     return any(all(has.get(kind, 0) >= n for kind, n in need.items()) for has in alive)
 
 
 def worker_config(config: Config, folder: Path) -> Config:
-    """An index's settings for an engine without the index: its store by a path that holds in any working folder."""
+    """An index's settings for workers, which have no index: a store in a folder gets an absolute path."""
     if not STORES.load(config.store.kind).needs_folder:
         return config
     return config.replace("store.location", str((config.store.path or folder / "kv").absolute()))

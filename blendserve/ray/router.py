@@ -1,9 +1,8 @@
-"""Ray Serve's request routers for replicas of an engine. They run where requests are sent from."""
+"""The request router of Ray Serve for replicas of an engine. It runs in the process that sends the requests."""
 
 from __future__ import annotations
 
 import time
-from itertools import count
 from typing import Any
 
 from ray.serve.request_router import RequestRouter
@@ -21,7 +20,7 @@ class ChunkRouter(RequestRouter):  # type: ignore[misc]  # Ray is an extra
     async def choose_replicas(
         self, candidate_replicas: list[Any], pending_request: Any = None
     ) -> list[list[Any]]:
-        """One replica a rank: Ray tries the next one where a replica is full."""
+        """Replicas in order of preference, one a rank: Ray tries the next rank if a replica is full."""
         now, keys = time.monotonic(), frozenset[bytes]()
         if pending_request is not None:
             keys = pending_request.kwargs.get("keys", keys)
@@ -34,20 +33,6 @@ class ChunkRouter(RequestRouter):  # type: ignore[misc]  # Ray is an extra
         return [[found[name]] for name in ranked(keys, known)] if known else []
 
     def _load(self, replica: Any) -> int:
-        """Requests as Ray counted them lately, else as the replica reported."""
+        """Running requests, by Ray's cached count, else by the replica's report."""
         counted: int | None = self.replica_queue_len_cache.get(replica.replica_id)
         return replica.routing_stats.get("load", 0) if counted is None else counted
-
-
-class RoundRobinRouter(RequestRouter):  # type: ignore[misc]
-    """Round robin: the baseline of chunk affinity."""
-
-    def initialize_state(self, **_: Any) -> None:
-        self._turn = count()
-
-    async def choose_replicas(
-        self, candidate_replicas: list[Any], pending_request: Any = None
-    ) -> list[list[Any]]:
-        ordered = sorted(candidate_replicas, key=lambda replica: str(replica.replica_id.unique_id))
-        start = next(self._turn) % max(1, len(ordered))
-        return [[replica] for replica in (*ordered[start:], *ordered[:start])]

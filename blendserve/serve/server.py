@@ -7,6 +7,7 @@ cut after `drain_s`. Then the store is closed and the process exits with 0. A se
 from __future__ import annotations
 
 import math
+import os
 import signal
 import socket
 import sys
@@ -64,8 +65,9 @@ def check_http(http: HttpConfig) -> None:
     try:
         socket.create_server((http.host, http.port), family=family).close()
     except OSError as error:
+        reason = os.strerror(error.errno or 0)
         raise ConfigError(
-            f"cannot listen on {http.host}, port {http.port}: {error.strerror}; give another --port or --host",
+            f"cannot listen on {http.host}, port {http.port}: {reason}; give another --port or --host",
             setting="serve.port",
         ) from None
 

