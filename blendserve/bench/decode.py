@@ -2,8 +2,8 @@
 
 Both decode greedily and the same number of tokens. The clock runs from the first token, which prefill gives, to the last.
 On a GPU also: steps launched one kernel after another against steps replayed from a CUDA graph. With --drafts also: the
-same answer with and without prompt-lookup drafts. One answer continues the context; the other one quotes it, as its
-prompt ends in the context's first tokens.
+same answer with and without prompt-lookup drafts. One answer quotes the context, as its prompt ends in
+the context's first tokens; the other one is sampled at temperature 1 and quotes little.
 """
 
 from __future__ import annotations
@@ -184,18 +184,19 @@ def _run_steps(
     return {"token_s": token_s, "capture_s": captured - began}, logits.float().cpu()
 
 
-_KINDS = {False: "continues", True: "quotes"}
+_KINDS = {False: "sampled", True: "quotes"}
 
 
 def _drafts(reader: LoadedModel, ids: TokenIds, n: int, quotes: bool, labels: dict[str, Any]) -> Group:
-    """One greedy answer, with and without drafts. Facts: its tokens, and how many of both are equal."""
+    """One answer, with and without drafts. Facts: its tokens, and how many of both are equal."""
     if quotes:
         ids = (*ids[:-QUOTED_AFTER], *ids[:QUOTED_AFTER])
     done = prefilled(reader.adapter, ids, n)
     answers: dict[str, Answer] = {}
 
     def decode(name: str) -> Metrics:
-        answers[name] = found = answer_of(reader, ids, done, n, drafts=name == DRAFTS)
+        options = DecodeConfig(max_new_tokens=n, drafts=name == DRAFTS, temperature=0.0 if quotes else 1.0)
+        answers[name] = found = answer_of(reader, ids, done, options)
         timings = found.timings
         return {
             "token_s": timings.decode / max(1, len(found.token_ids) - 1),
@@ -209,14 +210,14 @@ def _drafts(reader: LoadedModel, ids: TokenIds, n: int, quotes: bool, labels: di
     return Group(labels, [Case({"steps": name}, partial(decode, name)) for name in (PLAIN, DRAFTS)], facts)
 
 
-def answer_of(reader: LoadedModel, ids: TokenIds, done: PassResult, n: int, drafts: bool) -> Answer:
+def answer_of(reader: LoadedModel, ids: TokenIds, done: PassResult, decode: DecodeConfig) -> Answer:
     """The answer of a request whose prompt is prefilled; what its cache holds after that is overwritten."""
-    prompt, decode = Prompt((), (), ids), DecodeConfig(max_new_tokens=n, drafts=drafts)
+    prompt = Prompt((), (), ids)
     plan = Plan(prompt, (), BlendConfig(), decode, Clock(reader.adapter.device))
     full = plan_full_prefill(prompt, plan.blend)
     prefill = Prefilled(done, make_report(full, done), explain(full, done))
     sequence = Sequence(plan, reader, lambda _: _no_steps(prefill))
-    runner = Runner.over(reader.adapter, done.cache, len(ids), n)
+    runner = Runner.over(reader.adapter, done.cache, len(ids), decode.max_new_tokens)
     return AnswerStream(sequence, prefill, runner.step, runner.draft_room(1)).answer()
 
 

@@ -166,7 +166,7 @@ def test_near_counts_what_an_edit_costs(run: Run) -> None:
 def test_results_are_right_where_they_are_known(run: Run) -> None:
     assert run("decode")["groups"][0]["facts"]["tokens_agreeing"] == 6  # fp32: the same to rounding
     assert metrics(run("decode"), steps="random KV", engine="graph")["logit_difference"] < 1e-5
-    for kind in ("continues", "quotes"):
+    for kind in ("sampled", "quotes"):
         (group,) = (g for g in run("decode")["groups"] if g["group"].get("answer") == kind)
         assert group["facts"]["tokens_equal"] == group["facts"]["tokens"] > 0
         assert metrics(run("decode"), answer=kind, steps="one token a pass")["tokens_per_pass"] == 1.0
