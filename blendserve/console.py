@@ -1,11 +1,11 @@
-"""What a person sees in a terminal: progress bars, tables, sizes. Results go to stdout, everything else to stderr."""
+"""What a person sees in a terminal: results on stdout; messages, the log and progress bars on stderr."""
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
@@ -23,6 +23,7 @@ from rich.table import Table
 
 out = Console(highlight=False, soft_wrap=True)
 err = Console(stderr=True, highlight=False, soft_wrap=True)
+_live: list[Progress] = []  # the bar on the terminal; there is room for one
 
 
 def note(text: str) -> None:
@@ -49,14 +50,29 @@ def print_json(value: Any) -> None:
     print(json.dumps(value, ensure_ascii=False), flush=True)
 
 
+def emit(values: Mapping[str, Any], json: bool, show: str | Callable[[], None] | None = None) -> None:
+    """Print a result on stdout: as JSON, or as `show`, a text or a function that prints; by default a line a value."""
+    if json:
+        print_json(values)
+    elif isinstance(show, str):
+        out.print(show, markup=False)
+    elif show:
+        show()
+    else:
+        width = max(map(len, values))
+        for name, value in values.items():
+            shown = f"{value:,}" if isinstance(value, int) else value
+            out.print(f"{name:<{width}}  {shown}", markup=False)
+
+
 @contextmanager
 def progress(
     what: str, unit: str, bytes_per_unit: int = 0, refreshes: bool = True
 ) -> Iterator[Callable[[int, int], None]]:
     """A bar on stderr with rate and time left; yields `update(done, total)`. Sizes are shown when a unit has bytes.
 
-    The bar appears with its first update, so that loading a model before is not counted as its work. refreshes: False =
-    drawn by updates alone, so that no thread of it runs beside what is timed.
+    The bar appears with its first update, in place of the one before; so loading a model is not counted as its work.
+    refreshes: False = drawn by updates alone, without a thread beside what is timed.
     """
     columns = [
         TextColumn("{task.description}"),
@@ -73,6 +89,9 @@ def progress(
     def update(done: int, total: int) -> None:
         nonlocal task
         if task is None:
+            for before in _live:
+                before.stop()
+            _live[:] = [bar]
             task = bar.add_task(what, total=total, rate="")
             bar.start()
         speed = done / (bar.tasks[0].elapsed or 1e-9)
@@ -85,24 +104,6 @@ def progress(
         yield update
     finally:
         bar.stop()
-
-
-@contextmanager
-def progress_twice(
-    first: str, second: str, units: tuple[str, str], bytes_per_unit: int = 0
-) -> Iterator[tuple[Callable[[int, int], None], Callable[[int, int], None]]]:
-    """A bar, and another one that comes in its place with its first step: one is live at a time."""
-    with ExitStack() as bars:
-        update = bars.enter_context(progress(first, units[0], bytes_per_unit))
-        then: list[Callable[[int, int], None]] = []
-
-        def go_on(done: int, total: int) -> None:
-            if not then:
-                bars.pop_all().close()
-                then.append(bars.enter_context(progress(second, units[1])))
-            then[0](done, total)
-
-        yield update, go_on
 
 
 def table(

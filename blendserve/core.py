@@ -237,7 +237,9 @@ class Explanation:
         torch.Tensor | None
     )  # [T], by which the policy chose; NaN where it gave none. None: it scores nothing
 
-    STATES: ClassVar[tuple[str, ...]] = ("exact", "reused", "corrected", "near", "recomputed", "fresh")
+    STATES: ClassVar[tuple[str, ...]] = (
+        *("exact", "reused", "corrected", "near_duplicate", "recomputed", "computed"),
+    )
 
     @property
     def runs(self) -> list[tuple[str, int]]:

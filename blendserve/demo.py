@@ -131,11 +131,9 @@ def _open(index: Path, config: Config, reader: LoadedModel) -> Engine:
 def precompute(engine: Engine) -> None:
     """Compute and store the KV of the index's chunks, and fit the correction prior."""
     per_token = engine.reader.adapter.kv_bytes_per_token
-    bars = console.progress_twice(
-        "Computing KV", "Fitting the correction prior", ("tokens", "tokens"), per_token
-    )
-    with bars as (computing, fitting):
-        report = engine.precompute(None, (0, 1), computing, fitting)
+    computing = console.progress("Computing KV", "tokens", per_token)
+    with computing as computed, console.progress("Fitting the correction prior", "tokens") as fitted:
+        report = engine.precompute(None, (0, 1), computed, fitted)
     stats = engine.store.stats()
     console.out.print(
         f"  {report.computed} of {report.chunks} computed (chunks and the prompt's prefix), {report.skipped} cached "

@@ -1,36 +1,18 @@
-"""Every error that blendserve raises on purpose. Each message names the thing and the way out.
+"""Every error that blendserve raises on purpose. Each message names the cause and the remedy.
 
     BlendserveError
-    ├── ConfigError             a setting is unknown or out of its range
-    ├── InputError              this question, passage or option cannot be used
-    │   └── PromptTooLong       the prompt does not fit the reader's context
-    ├── CorpusError             a corpus is missing, empty or has a broken line
-    ├── ModelError              a reader or embedder cannot be had
-    │   └── ModelUnsupported    the reader is known, but blending would not be right on it
-    ├── VectorIndexError             an index
-    │   ├── IndexMissing        ... is not there
-    │   ├── IndexMismatch       ... was built with another embedder, reader or format
-    │   └── IndexDamaged        ... has files that do not belong together
-    ├── StoreError              a KV store
-    │   ├── StoreUnavailable    ... cannot be opened, read or written
-    │   │   └── StoreLeftAlone  ... and is left alone for a while: the log has said so
-    │   ├── StoreVersion        ... has a format that this version does not read
-    │   ├── StoreFull           ... is at its byte cap, or the disk is full
-    │   ├── TablesMissing       ... has no tables for the codec that is to write
-    │   ├── CorruptRecord       ... holds a record that fails its checksum (never fails a request: recomputed)
-    │   ├── CorruptBlob         ... holds codec tables or a part of a collection that fail their checksum
-    │   └── ChunkLost          ... gives no more of a chunk that was used while it came (never fails a request)
-    ├── ClusterUnavailable      no Ray cluster can be had, or its workers ended
-    └── ServeError              the server refuses a request
-        ├── Busy                ... for now: its queue is full, or a key has used up its share
-        ├── BodyTooLarge        ... whose body has too many bytes
-        ├── BodyTooSlow         ... whose body does not come
-        ├── Stopping            ... because it is shutting down
-        ├── NotAuthenticated    ... that brings no valid API key
-        ├── NotAllowed          ... that its API key does not cover
-        └── NotFound            ... for something that is not there, or not for this key
+    ├── ConfigError
+    ├── InputError ── PromptTooLong
+    ├── CorpusError
+    ├── ModelError ── ModelUnsupported
+    ├── VectorIndexError ── IndexMissing, IndexMismatch, IndexDamaged
+    ├── StoreError ── StoreUnavailable (StoreLeftAlone), StoreVersion, StoreFull, TablesMissing, CorruptRecord,
+    │                 CorruptBlob, ChunkLost
+    ├── ClusterUnavailable
+    └── ServeError ── RateLimited, BodyTooLarge, BodyTooSlow, ShuttingDown, NotAuthenticated, PermissionDenied, NotFound
 
-The command line prints the message and exits with 2 for any of these; anything else is a bug and keeps its traceback.
+The command line prints the message and exits with 2 for each of them. Any other exception is a bug and keeps its
+traceback.
 """
 
 from __future__ import annotations
@@ -58,20 +40,19 @@ class BlendserveError(Exception):
         self.line = line
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """For other processes as it is: some take other arguments than the message that they make of them."""
-        return _as_it_was, (type(self), self.args), self.__dict__
+        """Pickle fields and message: some constructors take other arguments."""
+        return _restore, (type(self), self.args), self.__dict__
 
 
 def unraised(error: Raised) -> Raised:
-    """The same, as if it had never been raised: to keep it, and to raise what was kept.
+    """A copy without traceback, to keep and raise later.
 
-    A raised error holds the frame of everybody who called, and so whatever they have in hand: kept with a request's
-    snapshot, it would hold that request's KV cache until the garbage collector comes by.
+    A traceback holds the frames of all callers: a kept error would hold a request's KV cache until garbage collection.
     """
     return copy(error)
 
 
-def _as_it_was(kind: type[BlendserveError], args: tuple[Any, ...]) -> BlendserveError:
+def _restore(kind: type[BlendserveError], args: tuple[Any, ...]) -> BlendserveError:
     error = kind.__new__(kind)
     error.args = args
     return error
@@ -86,10 +67,10 @@ class InputError(BlendserveError):
 
 
 class PromptTooLong(InputError):
-    """The prompt does not fit the reader's context, or what a server gives a request of it."""
+    """The prompt does not fit the model's context, or the tokens that a server reserves for a request."""
 
     def __init__(self, tokens: int, limit: int, reserved: int, at_least: bool = False) -> None:
-        """at_least: not all of it was tokenised."""
+        """at_least: the prompt was only tokenised in part."""
         least = "at least " if at_least else ""
         super().__init__(
             f"the prompt has {least}{tokens} tokens and {reserved} are reserved for the answer, "
@@ -104,31 +85,31 @@ class CorpusError(BlendserveError):
 
 
 class ModelError(BlendserveError):
-    """A reader or embedder cannot be had."""
+    """A model or embedder cannot be loaded."""
 
 
 class ModelUnsupported(ModelError):
-    """The reader is known, but blending would not be right on it."""
+    """Blending is not correct with this type of model."""
 
 
 class VectorIndexError(BlendserveError):
-    """Something is wrong with an index."""
+    """An index cannot be used."""
 
 
 class IndexMissing(VectorIndexError):
-    """The index is not there."""
+    """The index does not exist."""
 
 
 class IndexMismatch(VectorIndexError):
-    """The index was built with another embedder, reader or format."""
+    """The index was built with another embedder, model or format."""
 
 
 class IndexDamaged(VectorIndexError):
-    """The index has files that do not belong together."""
+    """The files of the index do not belong together."""
 
 
 class StoreError(BlendserveError):
-    """Something is wrong with a KV store."""
+    """A KV store cannot be used."""
 
 
 class StoreUnavailable(StoreError):
@@ -136,7 +117,7 @@ class StoreUnavailable(StoreError):
 
 
 class StoreLeftAlone(StoreUnavailable):
-    """The store's server has just failed, which was logged, and is not asked for a while."""
+    """The store's server failed a moment ago, which was logged; no request is sent to it until a backoff ends."""
 
 
 class StoreVersion(StoreError):
@@ -144,7 +125,7 @@ class StoreVersion(StoreError):
 
 
 class TablesMissing(StoreError):
-    """The codec that is to write needs tables for this reader, which the store does not have."""
+    """The codec of new chunks needs tables for this model, and the store has none."""
 
 
 class StoreFull(StoreError):
@@ -152,7 +133,7 @@ class StoreFull(StoreError):
 
 
 class CorruptRecord(StoreError):
-    """A record fails its checksum; the request recomputes its chunk. layer: None where the header fails."""
+    """A record fails its checksum; the request recomputes its chunk. layer: None if the header fails."""
 
     def __init__(self, key: bytes, what: str, layer: int | None = None) -> None:
         super().__init__(f"chunk {key.hex()}: {what}")
@@ -160,27 +141,27 @@ class CorruptRecord(StoreError):
 
 
 class CorruptBlob(StoreError):
-    """Codec tables, or a part of a collection, do not have their hash."""
+    """Codec tables, or a part of a collection, do not match their hash."""
 
 
 class ChunkLost(StoreError):
-    """A layer of a chunk that is used while it comes does not come: ask the same snapshot for the chunk again."""
+    """The transfer of a chunk stopped while a request used it: ask the same snapshot for the chunk again."""
 
     def __init__(self, key: bytes) -> None:
-        super().__init__(f"chunk {key.hex()}: not all of it comes as it had begun to")
+        super().__init__(f"chunk {key.hex()}: its transfer stopped")
         self.key = key
 
 
 class ClusterUnavailable(BlendserveError):
-    """No Ray cluster can be had, or the workers that were to do something ended."""
+    """No Ray cluster can be reached, or its workers ended."""
 
 
 class ServeError(BlendserveError):
-    """The server refuses a request."""
+    """The server rejects a request."""
 
 
-class Busy(ServeError):
-    """The queue is full, or a key has used up its share: try again in `retry_after` seconds."""
+class RateLimited(ServeError):
+    """The queue is full, or a key has reached its limit: try again in `retry_after` seconds."""
 
     def __init__(self, why: str, retry_after: int) -> None:
         super().__init__(f"{why}: try again in {retry_after} s")
@@ -188,24 +169,24 @@ class Busy(ServeError):
 
 
 class BodyTooLarge(ServeError):
-    """The body has more bytes than are taken."""
+    """The request body is too large."""
 
 
 class BodyTooSlow(ServeError):
-    """The body has not come in time."""
+    """The request body was not received in time."""
 
 
-class Stopping(ServeError):
+class ShuttingDown(ServeError):
     """The server is shutting down."""
 
 
 class NotAuthenticated(ServeError):
-    """No valid API key came with the request."""
+    """The request has no valid API key."""
 
 
-class NotAllowed(ServeError):
-    """The API key does not cover this."""
+class PermissionDenied(ServeError):
+    """The API key does not allow this."""
 
 
 class NotFound(ServeError):
-    """It is not there, or not for this key."""
+    """It does not exist, or the key may not use it."""

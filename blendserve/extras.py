@@ -17,13 +17,24 @@ def install_hint(extra: str) -> str:
 
     Without metadata, or for an extra that they do not know, the hint names the extra.
     """
-    try:
-        requirements = [Requirement(line) for line in metadata.requires(NAME) or ()]
-    except metadata.PackageNotFoundError:
-        requirements = []
-    chosen = [r for r in requirements if r.marker and _is_of(r, extra)]
+    chosen = [r for r in _requirements() if r.marker and _is_of(r, extra)]
     packages = " ".join(f"'{r.name}{_extras(r)}{r.specifier}'" for r in chosen)
     return f"pip install {packages}" if packages else f"install the extra {extra!r} of {NAME}"
+
+
+def extra_with(module: str) -> str | None:
+    """The extra whose packages have this top-level module, None if no extra has it."""
+    extras = metadata.metadata(NAME).get_all("Provides-Extra") or () if _requirements() else ()
+    named = [r for r in _requirements() if r.name == module and r.marker]
+    return next((extra for extra in extras for r in named if _is_of(r, extra)), None)
+
+
+def _requirements() -> list[Requirement]:
+    """Those of the installed package; none if it runs without metadata."""
+    try:
+        return [Requirement(line) for line in metadata.requires(NAME) or ()]
+    except metadata.PackageNotFoundError:
+        return []
 
 
 def _is_of(requirement: Requirement, extra: str) -> bool:

@@ -52,7 +52,7 @@ def calls(dtype: torch.dtype) -> Iterator[tuple[str, str, tuple[Any, ...]]]:
             yield "attend", f"{len(at)} rows, {window}, {softcap}", (*given, plan_rows(at, 3, window))
             if len(at) < 4:
                 absent = (torch.arange(600) % 3 == 1).index_fill(0, at, False)
-                plan = plan_rows(at, 3, window, absent=absent)
+                plan = plan_rows(at, 3, window, masked_keys=absent)
                 yield "attend_with_scores", f"{len(at)} rows, {window}, {softcap}", (*given, plan)
     for rows in (1, 8, 9, 130):
         yield "linear", f"{rows}", (draw(rows, 192), draw(142, 192), draw(142))

@@ -143,7 +143,7 @@ def time_prompt(
     blender: Blender, workload: Workload, blend: BlendConfig
 ) -> tuple[dict[str, float], Prefilled]:
     """From text to first token -> seconds and counts, and what the blender returned."""
-    clock = Clock(blender.adapter.device)
+    clock = Clock(blender.model.device)
     prompt = workload.draw()
     with clock.stage("prefill"):
         done = blender.run(prompt, blend, clock=clock)

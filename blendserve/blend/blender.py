@@ -55,7 +55,7 @@ class Blender:
 
     def __init__(
         self,
-        adapter: DecoderModel,
+        model: DecoderModel,
         fingerprint: str,
         store: KVStore,
         prefix: TokenIds,
@@ -71,13 +71,13 @@ class Blender:
         costs: of this machine and model; measured when they are first needed if None. fetcher: over `store`; one without
         copies if None. codec: of stored chunks; raw if None.
         """
-        self.adapter = adapter
-        after_prefix = ChunkComputer(adapter, prefix)
-        chunks = after_prefix if context == prefix else ChunkComputer(adapter, context)
+        self.model = model
+        after_prefix = ChunkComputer(model, prefix)
+        chunks = after_prefix if context == prefix else ChunkComputer(model, context)
         self.prefixes = PrefixCache(after_prefix)
-        self.planner = Planner(adapter, fingerprint, costs)
-        self.priors = PriorStore(adapter, fingerprint, store, prefix, context)
-        key = ChunkKeys(fingerprint, str(adapter.dtype), context, namespace)
+        self.planner = Planner(model, fingerprint, costs)
+        self.priors = PriorStore(model, fingerprint, store, prefix, context)
+        key = ChunkKeys(fingerprint, str(model.dtype), context, namespace)
         self._bind(fetcher or KVFetcher(store), key, chunks, codec or Raw())
 
     def _bind(self, fetcher: KVFetcher, key: ChunkKeys, chunks: ChunkComputer, codec: Codec) -> None:
@@ -115,7 +115,7 @@ class Blender:
         cache: with room for the prompt and `new_tokens`; a new one if None. prefix_kv: the KV of the prompt's prefix; the
         prefix cache's if None. Raises ConfigError for settings that do not fit the model.
         """
-        make_policy(blend).validate(self.adapter.n_layers)
+        make_policy(blend).validate(self.model.n_layers)
         if blend.method == "reuse":
             blend = changed(blend, **FULL_REUSE)
         options = new_tokens, clock, cache
@@ -164,7 +164,7 @@ class Blender:
         fetch: Fetch,
     ) -> Layout:
         """The layout by what was fetched, and by near-duplicates. Raises StoreError."""
-        n_layers, first_is_exact = self.adapter.n_layers, self._first_is_exact(prompt)
+        n_layers, first_is_exact = self.model.n_layers, self._first_is_exact(prompt)
         layout = look_up(fetch, prompt, requests, TensorView(prefix.kv), n_layers, first_is_exact)
         if not blend.near or blend.method == "prefix" or fetch.trouble:
             return layout
@@ -179,7 +179,7 @@ class Blender:
         prompt, uses_prior = plan.layout.prompt, CORRECTIONS.load(plan.blend.correction).uses_prior
         prior = self.priors.current() if uses_prior else None
         options = new_tokens, clock, cache, prior.layer if prior else None
-        result = yield from blend_prefill(self.adapter, prompt, plan.layout, plan.blend, *options)
+        result = yield from blend_prefill(self.model, prompt, plan.layout, plan.blend, *options)
         report = make_report(plan, result, prior is not None)
         return Prefilled(result, report, explain(plan, result), report.tokens_exact + report.tokens_reused)
 

@@ -28,21 +28,17 @@ GPU_STACK_TOKENS = 16_384  # rows at most; a GPU is full long before
 class ChunkComputer:
     """Computes the KV of chunks after one context. Thread-safe."""
 
-    def __init__(self, adapter: DecoderModel, context: TokenIds, context_kv: ChunkKV | None = None) -> None:
+    def __init__(self, model: DecoderModel, context: TokenIds, context_kv: ChunkKV | None = None) -> None:
         """context_kv: the KV of `context`; computed when it is first needed if None."""
-        self.adapter, self.context, self._given_kv = adapter, context, context_kv
+        self.model, self.context, self._given_kv = model, context, context_kv
         self._prepared: tuple[ChunkKV, Tensor] | None = None  # the context's KV, and its keys after RoPE
-
-    def after(self, context: TokenIds, context_kv: ChunkKV) -> ChunkComputer:
-        """The same model after another context, whose KV is known."""
-        return ChunkComputer(self.adapter, context, context_kv)
 
     @property
     def stack_tokens(self) -> int:
         """Rows that run together, unless a single chunk has more."""
-        if self.adapter.device.type != "cuda":
+        if self.model.device.type != "cuda":
             return STACK_TOKENS
-        return max(STACK_TOKENS, min(GPU_STACK_TOKENS, GPU_STACK_BYTES // self.adapter.kv_bytes_per_token))
+        return max(STACK_TOKENS, min(GPU_STACK_TOKENS, GPU_STACK_BYTES // self.model.kv_bytes_per_token))
 
     @property
     def context_kv(self) -> ChunkKV:
@@ -53,13 +49,13 @@ class ChunkComputer:
     def prepare(self) -> Steps[ChunkKV]:
         """The KV of the context, computed once."""
         if self._prepared is None:
-            adapter, kv = self.adapter, self._given_kv or _empty(self.adapter, ())
+            model, kv = self.model, self._given_kv or _empty(self.model, ())
             if self.context and self._given_kv is None:
-                kv = (yield from ChunkComputer(adapter, ()).steps([self.context]))[0]
+                kv = (yield from ChunkComputer(model, ()).steps([self.context]))[0]
             keys = kv.keys
             if self.context:
-                ropes = adapter.rope(torch.arange(len(self.context), device=adapter.device))
-                keys = torch.stack([adapter.rotate(k, rope) for k, rope in zip(kv.keys, ropes, strict=True)])
+                ropes = model.rope(torch.arange(len(self.context), device=model.device))
+                keys = torch.stack([model.rotate(k, rope) for k, rope in zip(kv.keys, ropes, strict=True)])
             self._prepared = kv, keys
         return self._prepared[0]
 
@@ -78,11 +74,11 @@ class ChunkComputer:
         yield from self.prepare()
         assert self._prepared
         context_kv, context_keys = self._prepared
-        out = [_empty(self.adapter, ids) for ids in chunks]
+        out = [_empty(self.model, ids) for ids in chunks]
         if any(chunks):
-            ids = torch.tensor([i for ids in chunks for i in ids], device=self.adapter.device)
-            layers = _StackPass(self.adapter, out, context_keys, context_kv.values)
-            yield from run_layers(self.adapter, self.adapter.embed(ids), layers)
+            ids = torch.tensor([i for ids in chunks for i in ids], device=self.model.device)
+            layers = _StackPass(self.model, out, context_keys, context_kv.values)
+            yield from run_layers(self.model, self.model.embed(ids), layers)
         return out
 
 
@@ -102,17 +98,17 @@ class _StackPass:
     """Chunks side by side, each attending to [context | itself]. Keeps their KV before RoPE."""
 
     def __init__(
-        self, adapter: DecoderModel, out: Sequence[ChunkKV], context_keys: Tensor, context_values: Tensor
+        self, model: DecoderModel, out: Sequence[ChunkKV], context_keys: Tensor, context_values: Tensor
     ) -> None:
         """context_keys, context_values [L, K, F, D], keys after RoPE."""
-        self._adapter, self._context = adapter, (context_keys, context_values)
+        self._model, self._context = model, (context_keys, context_values)
         lengths, n_context = [kv.n_tokens for kv in out], context_keys.shape[2]
         starts = [0, *accumulate(lengths)]
         self._out = list(zip(out, starts, strict=False))
         spans = [Span(at, at + n) for at, n in zip(starts, lengths, strict=False) if n]
-        self._stack = ChunkStack(spans, n_context, adapter.group, adapter.device)
+        self._stack = ChunkStack(spans, n_context, model.group, model.device)
         positions = torch.cat([torch.arange(n_context, n_context + n) for n in lengths])
-        self._ropes = adapter.rope(positions.to(adapter.device))
+        self._ropes = model.rope(positions.to(model.device))
 
     def rope(self, l: int) -> Rope:
         return self._ropes[l]
@@ -123,13 +119,13 @@ class _StackPass:
         self._keys, self._values = keys, fresh.v
 
     def attend(self, l: int, q: Tensor) -> Tensor | None:
-        if l == self._adapter.n_layers - 1:
+        if l == self._model.n_layers - 1:
             return None  # the last layer's output is not needed
         context_kv = self._context[0][l], self._context[1][l]
-        return attend_chunks(q, self._keys, self._values, context_kv, self._adapter.specs[l], self._stack)
+        return attend_chunks(q, self._keys, self._values, context_kv, self._model.specs[l], self._stack)
 
 
-def _empty(adapter: DecoderModel, ids: TokenIds) -> ChunkKV:
-    shape = (adapter.n_layers, adapter.n_kv_heads, len(ids), adapter.head_dim)
-    keys, values = (torch.empty(shape, dtype=adapter.dtype, device=adapter.device) for _ in range(2))
+def _empty(model: DecoderModel, ids: TokenIds) -> ChunkKV:
+    shape = (model.n_layers, model.n_kv_heads, len(ids), model.head_dim)
+    keys, values = (torch.empty(shape, dtype=model.dtype, device=model.device) for _ in range(2))
     return ChunkKV(keys, values, ids=tuple(ids))

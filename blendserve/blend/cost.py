@@ -97,12 +97,12 @@ class CostModel:
         return float(np.dot(astuple(self), astuple(work)))
 
 
-def calibrated(adapter: DecoderModel, fingerprint: str, folder: Path, fresh: bool = False) -> CostModel:
+def calibrated(model: DecoderModel, fingerprint: str, folder: Path, fresh: bool = False) -> CostModel:
     """The cost model of this machine and reader: kept in `folder`, or measured (a few seconds) and kept.
 
     fresh: measure in any case, as one measured on a busy machine may choose badly.
     """
-    about = f"{VERSION} {fingerprint} {adapter.device} {machine()} {platform.node()}"
+    about = f"{VERSION} {fingerprint} {model.device} {machine()} {platform.node()}"
     file = folder / f"{hashlib.blake2b(about.encode(), digest_size=12).hexdigest()}.json"
     try:
         if not fresh:
@@ -110,15 +110,15 @@ def calibrated(adapter: DecoderModel, fingerprint: str, folder: Path, fresh: boo
     except (OSError, ValueError, TypeError):
         pass  # none yet, or a damaged one
     log.info("Measuring the prefill and blending speed of this machine (once, a few seconds)")
-    model = measure(adapter)
+    costs = measure(model)
     with suppress(OSError):  # a read-only home costs a few seconds a start, not an answer
         folder.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(asdict(model)))
-    return model
+        file.write_text(json.dumps(asdict(costs)))
+    return costs
 
 
 def measure(
-    adapter: DecoderModel, repeats: int = 3, clock: Callable[[], float] = time.perf_counter
+    model: DecoderModel, repeats: int = 3, clock: Callable[[], float] = time.perf_counter
 ) -> CostModel:
     """Fit the four constants from timed prefills of random tokens.
 
@@ -126,15 +126,13 @@ def measure(
     what attending costs. The least of a few tries counts: a busy machine only ever adds time. Each case has its tries in
     turns with the others, so that a slow second falls on one try of each.
     """
-    room = min(adapter.context_limit, 2400)
+    room = min(model.context_limit, 2400)
     dense = [(room * share // 2400, 0) for share in (32, 128, 512, 1024)]
     behind = [
         (room * rows // 2400, room * keys // 2400) for rows, keys in ((32, 512), (32, 2048), (256, 2048))
     ]
     cases = [case for case in dense + behind if case[0] > 0]
-    rounds = [
-        [part for case in cases for part in _timed(adapter, *case, room, clock)] for _ in range(repeats)
-    ]
+    rounds = [[part for case in cases for part in _timed(model, *case, room, clock)] for _ in range(repeats)]
     works = [work for work, _ in rounds[0]]
     elapsed_s = np.min([[seconds for _, seconds in parts] for parts in rounds], axis=0)
     constants = nonnegative_least_squares(
@@ -160,17 +158,17 @@ def nonnegative_least_squares(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return best
 
 
-def synthetic_prompt(adapter: DecoderModel, n_suffix: int, n_stored: int) -> tuple[Prompt, Layout]:
+def synthetic_prompt(model: DecoderModel, n_suffix: int, n_stored: int) -> tuple[Prompt, Layout]:
     """A prompt of random tokens; what is stored of it is noise, as speed does not depend on values."""
     rng = np.random.default_rng(0)
 
     def draw(n: int) -> TokenIds:
-        return tuple(rng.integers(adapter.vocab_size, size=n).tolist())
+        return tuple(rng.integers(model.vocab_size, size=n).tolist())
 
     def noise(n: int) -> TensorView:
-        shape = (adapter.n_layers, adapter.n_kv_heads, n, adapter.head_dim)
+        shape = (model.n_layers, model.n_kv_heads, n, model.head_dim)
         # One head's, for all layers: drawing takes longer than all else.
-        one = torch.randn(shape[2:], dtype=adapter.dtype, device=adapter.device)
+        one = torch.randn(shape[2:], dtype=model.dtype, device=model.device)
         keys, values = (one.expand(shape).contiguous() for _ in range(2))
         return TensorView(ChunkKV(keys, values))
 
@@ -181,13 +179,13 @@ def synthetic_prompt(adapter: DecoderModel, n_suffix: int, n_stored: int) -> tup
 
 
 def _timed(
-    adapter: DecoderModel, rows: int, keys: int, room: int, clock: Callable[[], float]
+    model: DecoderModel, rows: int, keys: int, room: int, clock: Callable[[], float]
 ) -> Iterator[tuple[list[float], float]]:
     """Work and seconds of a case: without choosing, and with it where few rows stand behind much."""
-    prompt, layout = synthetic_prompt(adapter, rows, keys)
+    prompt, layout = synthetic_prompt(model, rows, keys)
     plain, scored = BlendConfig(**FULL_REUSE), BlendConfig(policy=POLICIES.default, ratio=0.15)
     for blend in (plain, scored) if keys and rows < room // 20 else (plain,):
         start = clock()
-        logits = run(blend_prefill(adapter, prompt, layout, blend)).logits
+        logits = run(blend_prefill(model, prompt, layout, blend)).logits
         float(logits[0])  # reading a number waits for the device
-        yield list(astuple(count_work(layout, make_policy(blend), adapter.n_layers))), clock() - start
+        yield list(astuple(count_work(layout, make_policy(blend), model.n_layers))), clock() - start

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from blendserve.blend.layout import Segment
+from blendserve.fetch.copy_stream import copy_stream_to
 from blendserve.fetch.layers import LayerReader
-from blendserve.kernels.cuda.staging import Layer, copy_stream_to
+from blendserve.fetch.pinned_ring import Layer
 from blendserve.kernels.ops import place
 from blendserve.kernels.types import Ropes
 from blendserve.models.kv_cache import KVCache

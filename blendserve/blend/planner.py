@@ -48,9 +48,9 @@ def plan_full_prefill(prompt: Prompt, blend: BlendConfig, reason: str = "") -> P
 class Planner:
     """Plans the prefills of one reader. Thread-safe."""
 
-    def __init__(self, adapter: DecoderModel, fingerprint: str, costs: CostModel | None = None) -> None:
+    def __init__(self, model: DecoderModel, fingerprint: str, costs: CostModel | None = None) -> None:
         """costs: of this machine and reader; default: measured when they are first needed."""
-        self._adapter, self._fingerprint, self._costs = adapter, fingerprint, costs
+        self._model, self._fingerprint, self._costs = model, fingerprint, costs
         self.load_rate = TokenRate()  # of reading stored KV, without waiting for a link
         self._lock = threading.RLock()
 
@@ -58,7 +58,7 @@ class Planner:
         """The cost model: measured once per machine and reader, in a few seconds, and kept."""
         with self._lock:
             if self._costs is None:
-                self._costs = calibrated(self._adapter, self._fingerprint, cache_folder() / "profit")
+                self._costs = calibrated(self._model, self._fingerprint, cache_folder() / "profit")
             return self._costs
 
     @property
@@ -84,7 +84,7 @@ class Planner:
 
     def _estimates(self, layout: Layout, blend: BlendConfig) -> dict[Method, float]:
         """Seconds that each method is expected to take."""
-        costs, policy, n_layers = self.calibrate(), make_policy(blend), self._adapter.n_layers
+        costs, policy, n_layers = self.calibrate(), make_policy(blend), self._model.n_layers
         return {m: costs.seconds(count_work(layout.for_method(m), policy, n_layers)) for m in METHODS}
 
     def token_saves_s(

@@ -116,7 +116,7 @@ class ChunkWriter:
 
         Skips chunks that the store does not admit, that another process is computing, or that are stored by now.
         """
-        token_bytes, n_stored = self.chunks.adapter.kv_bytes_per_token, 0
+        token_bytes, n_stored = self.chunks.model.kv_bytes_per_token, 0
         wanted = {
             chunk.ids: chunk
             for chunk in missing

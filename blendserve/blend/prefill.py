@@ -25,7 +25,7 @@ from blendserve.blend.scoring import suffix_scores
 from blendserve.config import BlendConfig
 from blendserve.core import Prompt, Steps
 from blendserve.kernels.ops import attend
-from blendserve.kernels.rows import RowPlan, Rows, plans_by_window
+from blendserve.kernels.rows import AttentionPlan, Rows, plans_by_window
 from blendserve.kernels.types import Prior, Rope
 from blendserve.models.forward import run_layers
 from blendserve.models.kv_cache import KVCache
@@ -145,7 +145,7 @@ class _BlendPass:
         read = loader.bytes_loaded, loader.read_s
         return PassResult(self._cache, logits, recomputed, *read, cost, self._scores, self._is_corrected)
 
-    def _plan(self, rows: Rows) -> dict[int | None, RowPlan]:
+    def _plan(self, rows: Rows) -> dict[int | None, AttentionPlan]:
         return plans_by_window(rows, self._model.group, self._model.windows)
 
     def _filter(self, l: int, keys: Tensor, values: Tensor) -> Tensor | None:

@@ -51,7 +51,7 @@ class PrefixCache:
                 n, kv = m, other_kv
         kv = ChunkKV(kv.keys[:, :, :n], kv.values[:, :, :n])
         if n < len(ids):
-            new = (yield from self._own.after(ids[:n], kv).steps([ids[n:]]))[0]
+            new = (yield from ChunkComputer(self._own.model, ids[:n], kv).steps([ids[n:]]))[0]
             kv = ChunkKV(torch.cat([kv.keys, new.keys], 2), torch.cat([kv.values, new.values], 2))
         self._add((namespace, ids), kv)
         return PrefixKV(kv, n)

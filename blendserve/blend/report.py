@@ -62,10 +62,10 @@ def explain(plan: PrefillPlan, result: PassResult) -> Explanation:
 def _states(layout: Layout, result: PassResult) -> Tensor:
     """[T] uint8"""
     reused = "corrected" if result.corrected else "reused"
-    names = {State.EXACT: "exact", State.REUSED: reused, State.FRESH: "fresh"}
+    names = {State.EXACT: "exact", State.REUSED: reused, State.FRESH: "computed"}
     states = torch.empty(layout.n_tokens, dtype=torch.uint8)
     for s in layout.segments:
-        name = "near" if s.state is State.REUSED and s.donor else names[s.state]
+        name = "near_duplicate" if s.state is State.REUSED and s.donor else names[s.state]
         states[s.span.start : s.span.stop] = STATE[name]
     states[result.recomputed] = STATE["recomputed"]
     return states

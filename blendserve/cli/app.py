@@ -16,18 +16,15 @@ import blendserve
 from blendserve import console
 from blendserve.cli.options import make_app
 from blendserve.errors import BlendserveError
+from blendserve.extras import extra_with, install_hint
 from blendserve.registry import Registry
 
-COMMANDS = Registry(
-    "command",
-    {
-        name: f"blendserve.cli.{name}:app"
-        for name in (
-            *("demo", "doctor", "index", "precompute", "ask"),
-            *("evaluate", "serve", "keys", "kdn", "store", "codec", "bench", "simulate", "cost"),
-        )
-    },
-)
+FILES = {  # command -> its file
+    **{"demo": "core", "doctor": "research", "index": "core", "precompute": "core", "ask": "core"},
+    **{"evaluate": "research", "serve": "server", "keys": "server", "kdn": "kdn", "store": "store"},
+    **{"codec": "store", "bench": "bench", "simulate": "research", "cost": "research"},
+}
+COMMANDS = Registry("command", {name: f"blendserve.cli.{file}:{name}" for name, file in FILES.items()})
 
 
 class Commands(TyperGroup):
@@ -86,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(commands: typer.Typer, argv: Sequence[str] | None = None) -> int:
-    """Run `commands`: a BlendserveError prints one line and returns 2, Ctrl-C returns 130."""
+    """Run `commands`: a BlendserveError or a missing extra prints one line and returns 2, Ctrl-C returns 130."""
     console.show_log()
     try:
         commands(list(sys.argv[1:] if argv is None else argv))
@@ -94,6 +91,12 @@ def run(commands: typer.Typer, argv: Sequence[str] | None = None) -> int:
         return int(end.code or 0)
     except BlendserveError as error:
         print(f"error: {error}", file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as error:
+        extra = extra_with(error.name or "")
+        if extra is None:
+            raise
+        print(f"error: this command needs the package {error.name}: {install_hint(extra)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)

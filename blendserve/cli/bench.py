@@ -104,5 +104,5 @@ def _suite(
     raise typer.Exit(int(bool(failed) or any(v is not None and not v.met for _, v in verdicts)))
 
 
-app = bench_app("Measure speed on this machine, against transformers and hardware limits.", BENCHES)
-app.command("suite")(_suite)
+bench = bench_app("Measure speed on this machine, against transformers and hardware limits.", BENCHES)
+bench.command("suite")(_suite)

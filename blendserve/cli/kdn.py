@@ -2,40 +2,38 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from blendserve import console
-from blendserve.cli.options import IndexArg, JsonOpt, Options, make_app, with_options
-from blendserve.cli.show import as_dict
+from blendserve.cli.options import IndexArg, JsonOpt, make_app, with_settings
 from blendserve.config import Config
+from blendserve.errors import ConfigError
 
-app = make_app("Publish collections and deliver them to remote engines.")
+if TYPE_CHECKING:
+    from blendserve.fetch.kdn.manifest import Collection
+    from blendserve.kdn.catalogue import Catalogue
+    from blendserve.store import KVStore
 
+kdn = make_app("Publish collections and deliver them to remote engines.")
 NODE_KEY = "BLENDSERVE_NODE_KEY"
 NameArg = Annotated[str, typer.Argument(help="Name of the collection.")]
-STORE = Options(Config(), "store.location", load=Config.load)
 
 
-@app.command()
-@with_options(
-    settings=Options(
-        Config(),
-        "store.location",
-        "deliver.host",
-        "deliver.port",
-        "deliver.keys",
-        "deliver.memory_mb",
-        "deliver.drain_s",
-        load=Config.load,
-    )
+@kdn.command()
+@with_settings(
+    *("store.location", "deliver.host", "deliver.port", "deliver.keys", "deliver.memory_mb"),
+    "deliver.drain_s",
 )
 def serve(settings: Config) -> None:
     """Deliver the collections of a store over HTTP.
@@ -52,12 +50,8 @@ def serve(settings: Config) -> None:
     run(settings)
 
 
-@app.command()
-@with_options(
-    settings=Options(
-        Config(), "model.name", "store.location", load=Config.load, names={"store.location": "store"}
-    )
-)
+@kdn.command()
+@with_settings("model.name", "store.location")
 def publish(
     index: IndexArg,
     name: NameArg,
@@ -87,76 +81,90 @@ def publish(
         blendserve index build corpus.jsonl docs
         blendserve kdn publish docs manual -c configs/kdn.yaml --level predict@1 --level predict@3
     """
-    from blendserve.engine.engine import Engine
-    from blendserve.kdn.publish import publish as run  # torch and all the rest: seconds
+    from blendserve.engine.engine import Engine  # torch and all the rest: seconds
+    from blendserve.kdn.publish import publish as run
 
-    with ExitStack() as stack:
-        engine = stack.enter_context(Engine.open(index, settings))
-        stack.enter_context(_workers(workers, index, settings))
+    with Engine.open(index, settings) as engine, _workers(workers, index, settings):
         per_token = engine.reader.adapter.kv_bytes_per_token
-        with console.progress("Precomputing", "tokens", per_token) as update:
-            made = run(engine, name, level or (), update)
-    if json:
-        console.print_json(_summary(as_dict(made)))
-    else:
-        console.out.print(
-            f"published {made.name}: {made.chunks} chunks, {made.tokens:,} tokens, {made.n_bytes / 1e6:,.0f} MB at "
-            f"{', '.join(made.levels)}; next: blendserve kdn serve",
-            markup=False,
-        )
+        computing = console.progress("Precomputing", "tokens", per_token)
+        with computing as computed, console.progress("Encoding", "chunks") as encoded:
+            made = run(engine, name, level or (), computed, encoded)
+    console.emit(
+        _summary(made),
+        json,
+        f"published {made.name}: {made.chunks} chunks, {made.tokens:,} tokens, {made.n_bytes / 1e6:,.0f} MB at "
+        f"{', '.join(made.levels)}; next: blendserve kdn serve",
+    )
 
 
-@app.command("list")
-@with_options(settings=STORE)
+@kdn.command("list")
+@with_settings("store.location")
 def list_collections(settings: Config, json: JsonOpt = False) -> None:
     """List the collections in a store."""
     with _catalogue(settings) as (_, catalogue):
-        found = [_summary(as_dict(collection)) for collection in catalogue.collections().values()]
-    if json:
-        console.print_json({"collections": found})
-        return
+        found = list(catalogue.collections().values())
     rows = [
         (
-            c["name"],
-            c["reader"],
-            f"{c['chunks']:,}",
-            f"{c['tokens']:,}",
-            f"{c['n_bytes'] / 1e6:,.0f} MB",
-            ", ".join(c["levels"]),
-            "yes" if c["pinned"] else "no",
-            c["published"],
+            c.name,
+            c.reader,
+            f"{c.chunks:,}",
+            f"{c.tokens:,}",
+            f"{c.n_bytes / 1e6:,.0f} MB",
+            ", ".join(c.levels),
+            "yes" if c.pinned else "no",
+            c.published,
         )
         for c in found
     ]
-    columns = ("name", "reader", "chunks", "tokens", "stored", "levels", "pinned", "published")
-    console.table("collections", columns, rows)
+    columns = ("name", "model", "chunks", "tokens", "stored", "levels", "pinned", "published")
+    console.emit(
+        {"collections": [_summary(c) for c in found]},
+        json,
+        lambda: console.table("collections", columns, rows),
+    )
 
 
-@app.command()
-@with_options(settings=STORE)
-def pin(name: NameArg, settings: Config) -> None:
+def _summary(collection: Collection) -> dict[str, Any]:
+    """Without the fields that only client programs need."""
+    return {k: v for k, v in asdict(collection).items() if k not in ("files", "directory", "tables")}
+
+
+@kdn.command()
+@with_settings("store.location")
+def pin(name: NameArg, settings: Config, json: JsonOpt = False) -> None:
     """Protect a collection's chunks from eviction."""
-    _set_pins(name, settings, True)
+    _set_pins(name, settings, True, json)
 
 
-@app.command()
-@with_options(settings=STORE)
-def unpin(name: NameArg, settings: Config) -> None:
+@kdn.command()
+@with_settings("store.location")
+def unpin(name: NameArg, settings: Config, json: JsonOpt = False) -> None:
     """Allow eviction of a collection's chunks.
 
     Chunks of other pinned collections stay pinned.
     """
-    _set_pins(name, settings, False)
+    _set_pins(name, settings, False, json)
 
 
-@app.command()
-@with_options(settings=STORE)
-def retire(
+def _set_pins(name: str, settings: Config, pinned: bool, json: bool) -> None:
+    from blendserve.kdn.publish import set_pins  # with torch: seconds
+
+    with _catalogue(settings) as (store, catalogue):
+        n = set_pins(store, catalogue, name, pinned)
+    done = "pinned" if pinned else "unpinned"
+    console.emit({"collection": name, done: n}, json, f"{name}: {n} chunks {done}")
+
+
+@kdn.command("unpublish")
+@kdn.command("retire", hidden=True, deprecated=True)
+@with_settings("store.location")
+def unpublish(
     name: NameArg,
     settings: Config,
     delete: Annotated[
         bool, typer.Option("--delete", help="Delete its chunks at once, except those of other collections.")
     ] = False,
+    json: JsonOpt = False,
 ) -> None:
     """Unpublish a collection.
 
@@ -166,47 +174,52 @@ def retire(
 
     with _catalogue(settings) as (store, catalogue):
         n = run(store, catalogue, name, delete)
-    console.out.print(f"retired {name}: {n} chunks {'deleted' if delete else 'unpinned'}", markup=False)
+    done = "deleted" if delete else "unpinned"
+    console.emit({"collection": name, done: n}, json, f"unpublished {name}: {n} chunks {done}")
 
 
-@app.command()
-def warm(
+@kdn.command("prefetch")
+@kdn.command("warm", hidden=True, deprecated=True)
+def prefetch(
     name: NameArg,
     node: Annotated[
         list[str],
         typer.Option(help="URL of an engine to prefetch into, a `blendserve serve`. Repeatable."),
     ],
+    json: JsonOpt = False,
 ) -> None:
     """Prefetch a collection's KV into the stores of engines.
 
     The engines must serve the collection (`-i kdn:URL/NAME`) and have a store of their own in front of it. If they
     have API keys, the key is read from BLENDSERVE_NODE_KEY. The exit code is 1 if an engine rejects the request.
     """
-    import httpx  # a tenth of a second, and an extra
+    import httpx  # a tenth of a second
 
     key = os.environ.get(NODE_KEY)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    failed = False
+    results: dict[str, dict[str, str]] = {}
     for url in node:
-        order = f"{url.rstrip('/')}/v1/cache/fetch"
         try:
-            reply = httpx.post(order, json={"collection": name}, headers=headers)
-            good, said = reply.status_code == 202, reply.text
-            said = f"fetching, job {reply.json()['id']}" if good else said
+            reply = httpx.post(
+                f"{url.rstrip('/')}/v1/cache/fetch", json={"collection": name}, headers=headers
+            )
+            is_started = reply.status_code == 202
+            results[url] = {"job": reply.json()["id"]} if is_started else {"error": reply.text}
         except (httpx.HTTPError, ValueError) as error:
-            good, said = False, str(error)
-        failed |= not good
-        console.out.print(f"{url}: {said}", markup=False)
-    if failed:
+            results[url] = {"error": f"no answer of a server ({error}): start one by `blendserve serve`"}
+    lines = [f"{url}: {r.get('error') or 'fetching, job ' + r['job']}" for url, r in results.items()]
+    console.emit(results, json, "\n".join(lines))
+    if any("error" in result for result in results.values()):
         raise typer.Exit(1)
 
 
-@app.command()
-@with_options(settings=Options(Config(), "store.namespace", load=Config.load))
+@kdn.command()
+@with_settings("store.namespace")
 def pull(
     source: Annotated[str, typer.Argument(help="Collection, written kdn:URL/NAME.")],
     folder: Annotated[str, typer.Argument(help="Folder for the index, or its name in indexes/.")],
     settings: Config,
+    json: JsonOpt = False,
 ) -> None:
     """Fetch a collection's index, without KV, into a folder.
 
@@ -217,25 +230,23 @@ def pull(
     from blendserve.kdn.pull import pull as run  # with torch: seconds
     from blendserve.paths import index_folder
 
-    collection = settings.store.replace("location", location_of(source))
-    found = run(collection.kdn, index_folder(folder), settings.store.namespace)
-    console.out.print(f"{found}: next: blendserve ask ... -i {source}", markup=False)
+    place = settings.store.replace("location", location_of(source))
+    found = run(place.kdn, index_folder(folder), settings.store.namespace)
+    console.emit({"index": str(found)}, json, f"{found}: next: blendserve ask ... -i {source}")
 
 
-@app.command()
+@kdn.command()
 def relay(
     bind: Annotated[str, typer.Option(help="Address to listen on, HOST:PORT.")] = "127.0.0.1:4443",
     cache_mb: Annotated[
         int, typer.Option(min=1, help="Size of the cache of delivered chunks, in MB (10^6 bytes).")
     ] = 1024,
 ) -> None:
-    """Run a MoQ relay that delivers chunks to many engines.
+    """Run a MoQ relay that delivers chunks to many engines (experimental).
 
-    It prints its URL and its certificate's fingerprint, for `kdn feed` and the setting store.remote.relay.
+    It prints its URL and its certificate's fingerprint, for `kdn moq-publish` and the setting store.remote.relay.
     It has no API keys: bind it where only your engines can reach it (docs/reference/moq.md).
     """
-    import asyncio
-
     from blendserve.kdn.moq import relay as run  # with torch: seconds
 
     async def forever() -> None:
@@ -246,9 +257,10 @@ def relay(
     asyncio.run(forever())
 
 
-@app.command()
-@with_options(settings=STORE)
-def feed(
+@kdn.command("moq-publish")
+@kdn.command("feed", hidden=True, deprecated=True)
+@with_settings("store.location")
+def moq_publish(
     url: Annotated[str, typer.Argument(help="URL of the relay, https://HOST:PORT.")],
     settings: Config,
     fingerprint: Annotated[
@@ -259,30 +271,24 @@ def feed(
         ),
     ] = "",
 ) -> None:
-    """Publish a store's collections on a MoQ relay.
+    """Publish a store's collections on a MoQ relay (experimental).
 
     A chunk is sent to the relay once, when the first engine asks for it, for any number of engines.
     """
-    import asyncio
-
     from blendserve.kdn.moq import Publisher  # with torch: seconds
 
     with _catalogue(settings) as (store, _):
-        publisher = Publisher(store, url, fingerprint)
-        asyncio.run(publisher.run())
-
-
-def _set_pins(name: str, settings: Config, pinned: bool) -> None:
-    from blendserve.kdn.publish import set_pins  # with torch: seconds
-
-    with _catalogue(settings) as (store, catalogue):
-        n = set_pins(store, catalogue, name, pinned)
-    console.out.print(f"{name}: {n} chunks {'pinned' if pinned else 'unpinned'}", markup=False)
+        asyncio.run(Publisher(store, url, fingerprint).run())
 
 
 @contextmanager
-def _catalogue(settings: Config) -> Iterator[tuple[Any, Any]]:
-    """The store, and the collections in it."""
+def _catalogue(settings: Config) -> Iterator[tuple[KVStore, Catalogue]]:
+    """The store, and the collections in it. Raises ConfigError, StoreError."""
+    if not settings.store.location:
+        raise ConfigError(
+            "the store of the collections is not set: give --store, such as indexes/NAME/kv, or a file with --config",
+            setting="store.location",
+        )
     from blendserve.fetch import open_store
     from blendserve.kdn.catalogue import Catalogue
 
@@ -293,8 +299,6 @@ def _catalogue(settings: Config) -> Iterator[tuple[Any, Any]]:
 @contextmanager
 def _workers(n: int, index: str, settings: Config) -> Iterator[None]:
     """Processes that precompute the same index into the same store. They exit when done, or with this one."""
-    import tempfile
-
     with tempfile.TemporaryDirectory(prefix="blendserve-workers-") as folder:
         file = Path(folder) / "settings.yaml"
         file.write_text(settings.to_yaml())
@@ -308,8 +312,3 @@ def _workers(n: int, index: str, settings: Config) -> Iterator[None]:
             for worker in started:
                 worker.terminate()
                 worker.wait()
-
-
-def _summary(values: dict[str, Any]) -> dict[str, Any]:
-    """Leave out the fields that only client programs need."""
-    return {k: v for k, v in values.items() if k not in ("files", "directory", "tables")}

@@ -1,10 +1,10 @@
 """Options that are settings: type, choices, default and help are read from the settings' own fields.
 
-    @app.command()
-    @with_options(settings=Options(Config(), "model.name", "blend.ratio", load=Config.load))
+    @single_command
+    @with_settings("model.name", "blend.ratio")
     def ask(question: ..., settings: Config) -> None: ...
 
-gives `ask` the options --config, --model and --ratio in the place of its parameter `settings`.
+gives `ask` the options --config, --set, --model and --ratio in the place of its parameter `settings`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import typer
 from pydantic.fields import FieldInfo
 
-from blendserve.config import BASIC, Section
+from blendserve.config import BASIC, Config, Section
 from blendserve.registry import Registry
 
 IndexArg = Annotated[str, typer.Argument(help="Index: a folder, or a name in indexes/.")]
@@ -61,7 +61,10 @@ HELP_ALL = inspect.Parameter(
         bool, typer.Option("--help-all", is_eager=True, callback=_help_all, help="Show all options and exit.")
     ],
 )
-FLAGS = {"model.name": "model", "store.location": "store"}  # options that are not named after the last part
+FLAGS = {  # options that are not named after their setting's last part
+    **{"model.name": "model", "store.location": "store", "retrieve.index": "kind"},
+    **{"requests.chunks": "request_chunks", "requests.number": "requests"},
+}
 Load = Callable[[Path | None, Sequence[str]], Section]
 SET = typer.Option(
     "--set",
@@ -86,6 +89,13 @@ def make_app(help: str | None = None) -> typer.Typer:
     )
     if help is not None:  # else it is a docstring's
         app.info.help = help
+    return app
+
+
+def single_command(function: Callable[..., None]) -> typer.Typer:
+    """A command that is no group."""
+    app = make_app()
+    app.command()(function)
     return app
 
 
@@ -176,6 +186,13 @@ def with_options(**groups: Options) -> Callable[[Callable[..., None]], Callable[
         return run
 
     return wrap
+
+
+def with_settings(
+    *paths: str, verbatim: Collection[str] = ()
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Replace the parameter `settings` of a command by options for these settings, --config and --set."""
+    return with_options(settings=Options(Config(), *paths, load=Config.load, verbatim=verbatim))
 
 
 def _parameter(name: str, kind: Any, option: Any) -> inspect.Parameter:

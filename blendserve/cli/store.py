@@ -1,31 +1,46 @@
-"""`blendserve store ...`: the KV store of an index."""
+"""`blendserve store ...` and `blendserve codec ...`: stored KV, and how it is coded."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from itertools import zip_longest
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from blendserve import console
-from blendserve.cli.options import IndexArg, JsonOpt, Options, make_app, with_options
-from blendserve.cli.show import print_dict
+from blendserve.cli.options import IndexArg, JsonOpt, make_app, with_settings
 from blendserve.config import Config
+from blendserve.errors import ConfigError, InputError
+from blendserve.extras import install_hint
+from blendserve.paths import index_folder
+from blendserve.registry import CODECS, DELIVERED
 
-app = make_app("Inspect, repair and merge KV stores.")
+if TYPE_CHECKING:
+    from blendserve.core import Document
+    from blendserve.store import KVStore
 
-STORE = Options(Config(), "store.location", load=Config.load)
+store = make_app("Inspect, repair and merge KV stores.")
+codec = make_app("List codecs of stored KV, and fit their tables.")
 
 
-@app.command()
-@with_options(settings=STORE)
+def _open(index: str, settings: Config, read_only: bool = True) -> KVStore:
+    """The store of an index. Raises StoreError."""
+    from blendserve.fetch import open_store  # torch: a second
+
+    return open_store(settings.store, index_folder(index) / "kv", read_only, persistent=True)
+
+
+@store.command()
+@with_settings("store.location")
 def stats(index: IndexArg, settings: Config, json: JsonOpt = False) -> None:
     """Show chunks, bytes, capacity and traffic of the store."""
     with _open(index, settings) as store:
-        print_dict(store.stats().to_dict(), json)
+        console.emit(store.stats().to_dict(), json)
 
 
-@app.command()
-@with_options(settings=STORE)
+@store.command()
+@with_settings("store.location")
 def verify(
     index: IndexArg,
     settings: Config,
@@ -49,22 +64,18 @@ def verify(
             store.delete(bytes.fromhex(key) for key, _ in report.bad)
             for hash, _ in report.bad_tables:
                 store.blobs.delete(bytes.fromhex(hash))
-        if json:
-            console.print_json({**report.to_dict(), "repaired": repair})
-        else:
-            console.out.print(
-                f"{report.good} chunks good, {len(report.bad)} bad{', deleted' if repair else ''}"
-            )
-            for key, problem in report.bad:
-                console.out.print(f"  {key}  {problem}", markup=False)
-            for hash, problem in report.bad_tables:
-                console.out.print(f"  tables {hash}  {problem}", markup=False)
-        if (report.bad or report.bad_tables) and not repair:
-            raise typer.Exit(1)
+    lines = [
+        f"{report.good} chunks good, {len(report.bad)} bad{', deleted' if repair else ''}",
+        *(f"  {key}  {problem}" for key, problem in report.bad),
+        *(f"  tables {hash}  {problem}" for hash, problem in report.bad_tables),
+    ]
+    console.emit({**report.to_dict(), "repaired": repair}, json, "\n".join(lines))
+    if (report.bad or report.bad_tables) and not repair:
+        raise typer.Exit(1)
 
 
-@app.command()
-@with_options(settings=STORE)
+@store.command()
+@with_settings("store.location")
 def merge(
     index: IndexArg,
     sources: Annotated[
@@ -79,28 +90,172 @@ def merge(
     Password and deadline for servers come from store.secret_file and store.deadline_s. The exit code is 1 if a source
     chunk is damaged.
     """
-    from blendserve.store.merge import merge  # torch: a second
+    from blendserve.fetch import open_store  # torch: a second
+    from blendserve.store.merge import merge
 
     copied = damaged = 0
     with _open(index, settings, read_only=False) as into:
         for name in sources:
-            with _source(name, settings) as source, console.progress(name, "chunks") as update:
+            place = settings.store.replace("location", name)
+            with (
+                open_store(place, None, read_only=True, persistent=True) as source,
+                console.progress(name, "chunks") as update,
+            ):
                 new, bad = merge(source, into, update)
                 copied, damaged = copied + new, damaged + bad
-    print_dict({"copied": copied, "damaged": damaged}, json)
+    console.emit({"copied": copied, "damaged": damaged}, json)
     if damaged:
         raise typer.Exit(1)
 
 
-def _source(name: str, settings: Config) -> Any:
-    """The store in a folder or on a server. Raises ConfigError, StoreError."""
-    from blendserve.fetch import open_store  # torch: a second
+@codec.command("list")
+def list_codecs(json: JsonOpt = False) -> None:
+    """List codecs with their levels, the finest first."""
+    found = [_describe(name) for name in CODECS.names]
+    rows = [
+        (
+            c["codec"],
+            ", ".join(map(str, c["levels"])) or "not installed",
+            "yes" if c["needs_tables"] else "no",
+        )
+        for c in found
+    ]
+    console.emit(
+        {"codecs": found}, json, lambda: console.table("Codecs", ("codec", "levels", "needs tables"), rows)
+    )
 
-    return open_store(settings.store.replace("location", name), None, read_only=True, persistent=True)
+
+@codec.command()
+@with_settings("store.location")
+def show(index: IndexArg, settings: Config, json: JsonOpt = False) -> None:
+    """Show the codec tables in an index's store.
+
+    New chunks are coded with the current tables.
+    """
+    with _open(index, settings) as store:
+        infos = [info for info in store.blobs.list() if info.kind != DELIVERED]  # without collections
+        found: list[dict[str, Any]] = [
+            {
+                "hash": info.hash.hex(),
+                "codec": info.kind,
+                "reader_fingerprint": info.owner,
+                "bytes": info.n_bytes,
+                "current": store.blobs.current(info.kind, info.owner) == info.hash,
+            }
+            for info in infos
+        ]
+    rows = [
+        (
+            t["hash"],
+            t["codec"],
+            f"{t['bytes']:,}",
+            "yes" if t["current"] else "no",
+            t["reader_fingerprint"],
+        )
+        for t in found
+    ]
+    columns = ("hash", "codec", "bytes", "current", "model fingerprint")
+    console.emit({"tables": found}, json, lambda: console.table("Tables", columns, rows))
 
 
-def _open(index: str, settings: Config, read_only: bool = True) -> Any:
-    from blendserve.fetch import open_store  # torch: a second
-    from blendserve.paths import index_folder
+@codec.command("fit")
+@with_settings("model.name", "store.location", "retrieve.chunk_tokens")
+def fit_tables(
+    index: IndexArg,
+    settings: Config,
+    codec: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Codec to fit tables of, repeatable; every installed codec that needs tables if not given."
+        ),
+    ] = None,
+    text: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="File or folder with text to fit on, as for `index build`, repeatable; text "
+            "sampled from the model if not given."
+        ),
+    ] = None,
+    tokens: Annotated[
+        int,
+        typer.Option(min=1, help="Length of the text to fit on, in tokens, taken from all files in turn."),
+    ] = 16_384,
+    json: JsonOpt = False,
+) -> None:
+    """Fit a codec's tables for a model, into an index's store.
 
-    return open_store(settings.store, index_folder(index) / "kv", read_only, persistent=True)
+    New chunks are coded with the new tables; stored chunks keep theirs. All tenants of the store share the tables,
+    so fit on text whose statistics all of them may see. The closer the text is to the stored documents, the smaller
+    is their KV.
+
+    \b
+        blendserve codec fit docs                               # every codec that needs tables
+        blendserve codec fit docs --codec NAME --text corpus.jsonl --text notes/
+    """
+    names = _check_codecs(codec or [])
+    from blendserve.engine.codec_fit import chunks_of, fit, self_generated_text  # with torch: seconds
+    from blendserve.engine.prompt import PromptBuilder
+    from blendserve.models.loader import load_model
+    from blendserve.retrieve import read_documents
+    from blendserve.retrieve.manifest import read_manifest
+
+    if not settings.store.path:
+        read_manifest(index_folder(index))  # report a mistyped name before minutes of work
+    documents = [list(read_documents(path)) for path in text or []]
+    reader = load_model(settings.model)
+    prompts = PromptBuilder(reader.tokenizer, settings.prompt)
+    if documents:
+        chunks = chunks_of(_in_turns(documents), tokens, settings, prompts)
+    else:
+        with console.progress("Sampling text from the model", "tokens") as drawing:
+            chunks = self_generated_text(reader, tokens, drawing)
+    tables = []
+    with _open(index, settings.replace("store.codec", CODECS.default), read_only=False) as store:
+        for name in names:
+            per_token = reader.adapter.kv_bytes_per_token
+            computing = console.progress(f"{name}: computing KV", "tokens", per_token)
+            fitting = console.progress(f"{name}: fitting", "steps")
+            with computing as computed, fitting as fitted:
+                hash = fit(name, chunks, reader, prompts, store, computed, fitted)
+            size = next(info.n_bytes for info in store.blobs.list() if info.hash == hash)
+            tables.append({"codec": name, "hash": hash.hex(), "bytes": size})
+    console.emit(
+        {"reader": reader.name, "reader_fingerprint": reader.fingerprint, "tables": tables},
+        json,
+        "\n".join(f"{t['codec']}: tables {t['hash']}, {t['bytes']:,} bytes" for t in tables),
+    )
+
+
+def _describe(name: str) -> dict[str, Any]:
+    try:
+        made = CODECS.load(name)
+    except ImportError as error:
+        return {"codec": name, "levels": [], "needs_tables": True, "problem": str(error)}
+    return {
+        "codec": name,
+        "levels": list(made.levels),
+        "default_level": made.default_level,
+        "needs_tables": made.needs_tables,
+    }
+
+
+def _check_codecs(names: list[str]) -> list[str]:
+    """The codecs to fit, by default all that need tables. Raises ConfigError, InputError."""
+    for name in names:
+        try:
+            described = _describe(CODECS.check(name))
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        if "problem" in described:
+            raise ConfigError(described["problem"])
+        if not described["needs_tables"]:
+            raise InputError(f"codec {name!r} needs no tables: set store.codec to it")
+    known = [d["codec"] for d in map(_describe, CODECS.names) if d["needs_tables"] and "problem" not in d]
+    if not (names or known):
+        raise InputError(f"no installed codec needs tables: {install_hint('codecs')}")
+    return names or known
+
+
+def _in_turns(texts: list[list[Document]]) -> list[Document]:
+    """Documents of all texts in turns, so that the first tokens are of each kind."""
+    return [document for turn in zip_longest(*texts) for document in turn if document is not None]

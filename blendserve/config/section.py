@@ -8,7 +8,6 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from blendserve.config.errors import config_error
@@ -74,10 +73,6 @@ class Section(BaseModel):
             value = inner.replace(rest, value) if isinstance(inner, Section) else nested(rest, value)
         plain = value.model_dump() if isinstance(value, Section) else value
         return type(self)(**{**self.model_dump(), first: plain})
-
-    def to_yaml(self) -> str:
-        """All settings but keys, as `load` reads them."""
-        return str(yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False))
 
 
 def changed(section: AnySection, **values: Any) -> AnySection:

@@ -55,7 +55,8 @@ class Config(Section):
         """The settings without API keys, for other machines and for files."""
         return self.replace("serve.api_key", None).replace("deliver.api_key", None)
 
-    def to_yaml(self) -> str:
-        """All settings but API keys, as `load` reads them."""
+    def to_yaml(self, changes: bool = False) -> str:
+        """All settings but API keys, as `load` reads them. changes: only those that differ from the defaults."""
         keys = {section: {"api_key"} for section in ("serve", "deliver")}
-        return str(yaml.safe_dump(self.model_dump(mode="json", exclude=keys), sort_keys=False))
+        values = self.model_dump(mode="json", exclude=keys, exclude_defaults=changes)
+        return str(yaml.safe_dump(values, sort_keys=False)) if values else ""

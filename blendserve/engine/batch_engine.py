@@ -17,7 +17,7 @@ from blendserve.engine.fair_executor import BackgroundThrottle
 from blendserve.engine.generate import Sequence, prefill
 from blendserve.engine.request import Event, Observer, Plan
 from blendserve.engine.scheduler import Scheduler
-from blendserve.errors import Stopping, StoreError
+from blendserve.errors import ShuttingDown, StoreError
 from blendserve.models.kv_cache import CachePool
 from blendserve.store import ChunkKey
 
@@ -138,7 +138,7 @@ class BatchEngine:
             try:
                 is_left = yield from writer.precompute_one(ids, on_leased)
             except GeneratorExit:
-                settle(Stopping("the server has shut down before all was computed: warm the cache again"))
+                settle(ShuttingDown("the server has shut down before all was computed: warm the cache again"))
                 raise
             except Exception as error:
                 settle(error)

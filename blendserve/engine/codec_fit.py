@@ -151,7 +151,7 @@ class _Generator:
     def __init__(self, reader: LoadedModel) -> None:
         added = getattr(reader.tokenizer, "added_tokens_decoder", {})
         control = {*reader.end_tokens, *(i for i, token in added.items() if token.special)}
-        self._adapter = reader.adapter
+        self._model = reader.adapter
         self._allowed = torch.ones(reader.adapter.vocab_size)
         self._allowed[[i for i in control if i < len(self._allowed)]] = 0.0
         self._random = torch.Generator().manual_seed(0)
@@ -160,9 +160,9 @@ class _Generator:
             text, add_special_tokens=False, split_special_tokens=True
         )["input_ids"]
         primer = primer[max(0, len(primer) - (reader.adapter.context_limit - TEXT_TOKENS)) :]
-        self._primer = KVCache(self._adapter, len(primer))
+        self._primer = KVCache(self._model, len(primer))
         if primer:
-            append(self._adapter, self._primer, 0, primer)
+            append(self._model, self._primer, 0, primer)
 
     def batch(self, n: int) -> Iterator[list[int]]:
         """TEXT_TOKENS times the next token of n texts, of which every other one stands after the primer."""
@@ -175,12 +175,12 @@ class _Generator:
                 Row(cache, start + at, token)
                 for cache, start, token in zip(caches, starts, tokens, strict=True)
             ]
-            tokens = self._sample(append_each(self._adapter, rows).float().softmax(dim=-1).cpu())
+            tokens = self._sample(append_each(self._model, rows).float().softmax(dim=-1).cpu())
             yield tokens
 
     def _cache_after(self, start: int) -> KVCache:
         """With the first `start` tokens of the primer, and room for a text."""
-        cache = KVCache(self._adapter, start + TEXT_TOKENS)
+        cache = KVCache(self._model, start + TEXT_TOKENS)
         cache.keys[:, :, :start] = self._primer.keys[:, :, :start]
         cache.values[:, :, :start] = self._primer.values[:, :, :start]
         return cache

@@ -233,13 +233,13 @@ class Engine:
 
     def run(self, plan: Plan) -> AnswerStream:
         """Prefill, and choose the first token."""
-        adapter = self.reader.adapter
+        model = self.reader.adapter
         if not self.gate.passed:
             return self._run_reference(plan)
         sequence = Sequence(plan, self.reader, partial(prefill, blender=self.blender))
         prefilled = run(sequence.steps)
         cache, missing = prefilled.result.cache, prefilled.missing
-        runner = Runner.over(adapter, cache, len(plan.prompt), plan.decode.max_new_tokens)
+        runner = Runner.over(model, cache, len(plan.prompt), plan.decode.max_new_tokens)
         on_end = partial(self._write_back, missing) if missing and self.config.store.write_back else None
         return AnswerStream(sequence, prefilled, runner.step, runner.draft_room(1), on_end)
 
@@ -303,20 +303,20 @@ class Engine:
 
         The prompt is synthetic and of a usual length, as memory is allocated by size.
         """
-        config, adapter = self.config, self.reader.adapter
+        config, model = self.config, self.reader.adapter
         if self.index is not None and len(self.index):
             self.index.search("What is the question?", 1)
         passages = config.retrieve.top_k * config.retrieve.chunk_tokens
-        room = min(MAX_WARM_UP, adapter.context_limit, passages + WARM_FRAME + config.decode.max_new_tokens)
+        room = min(MAX_WARM_UP, model.context_limit, passages + WARM_FRAME + config.decode.max_new_tokens)
         n_stored = 0 if config.blend.method == "full" else min(passages, room // 2)
-        prompt, layout = synthetic_prompt(adapter, min(WARM_QUESTION, room // 4), n_stored)
+        prompt, layout = synthetic_prompt(model, min(WARM_QUESTION, room // 4), n_stored)
         options = FULL_REUSE if config.blend.method == "reuse" else {}
         blend = changed(config.blend, **{"method": "blend", "ratio": config.blend.min_ratio, **options})
-        cache = KVCache(adapter, max(room, len(prompt) + 1))
+        cache = KVCache(model, max(room, len(prompt) + 1))
         cache.keys.zero_()
         cache.values.zero_()
-        done = run(blend_prefill(adapter, prompt, layout, blend, cache=cache))
-        append(adapter, done.cache, len(prompt), [int(done.logits.argmax())])
+        done = run(blend_prefill(model, prompt, layout, blend, cache=cache))
+        append(model, done.cache, len(prompt), [int(done.logits.argmax())])
         run(self.blender.prefixes.get(config.store.namespace, self.prompts.prefix))
 
     def _check_near(self, blend: BlendConfig) -> None:

@@ -11,10 +11,11 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
-from blendserve.errors import Busy, Stopping
+from blendserve.errors import RateLimited, ShuttingDown
 
 T = TypeVar("T")
 
@@ -72,10 +73,6 @@ class FairQueue(Generic[Item]):
             del self._lines[item.tenant]
         return True
 
-    def all(self) -> list[Item]:
-        """All items."""
-        return [item for line in self._lines.values() for item in line]
-
 
 class BackgroundThrottle:
     """Gives the background work of one thread its share of the time while requests are in flight.
@@ -111,11 +108,11 @@ class BackgroundThrottle:
 class _Job:
     tenant: str
     call: Callable[[], Any]
-    long: bool
+    is_long: bool
     future: Future[Any] = field(default_factory=Future)
 
     def run(self) -> bool:
-        """Do it, unless it was cancelled -> whether it failed."""
+        """Run it, unless it was cancelled -> whether it failed."""
         if self.future.set_running_or_notify_cancel():
             try:
                 self.future.set_result(self.call())
@@ -126,11 +123,11 @@ class _Job:
 
 
 class FairExecutor:
-    """One thread for the jobs of many tenants, who take turns; a long job lets the short ones go between its parts.
+    """One thread for the jobs of many tenants, who take turns; a long job lets short ones run between its parts.
 
-    A rejected job has cost the others as much as an answered one, and its sender has no reason to stop: after a short
-    job that failed, its tenant's next one waits for REJECTION_PENALTY times as long while others' requests are in
-    flight. Give it jobs with `submit`; cancel their futures when their result is not needed any more.
+    A rejected job costs the others as much as an answered one, and its sender has no reason to stop. So after a short
+    job that failed, its tenant's next one waits for REJECTION_PENALTY times its duration while requests of others are in
+    flight. Cancel the futures of jobs whose result is not needed any more.
     """
 
     def __init__(
@@ -153,97 +150,92 @@ class FairExecutor:
         self._has_other_tenants, self._clock = has_other_tenants, clock
         self._not_before: dict[
             str, float
-        ] = {}  # by tenant, on the clock: its next short job, where one failed
+        ] = {}  # by tenant, on the clock: its next job, after one that failed
         self._wake = threading.Condition()
         self._stopped = False
-        self._open = False  # a long job runs, and no short one inside of it
+        self._in_long_job = False  # and not in a short one within it
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
         self._thread.start()
 
     def submit(self, tenant: str, call: Callable[[], T], long: bool = False) -> Future[T]:
-        """Queue a job. long: it calls `give_way` between its parts. Raises Busy and Stopping."""
+        """Queue a job. long: it calls `give_way` between its parts. Raises RateLimited and ShuttingDown."""
         job = _Job(tenant, call, long)
         with self._wake:
             if self._stopped:
-                raise Stopping("the server is shutting down: ask another one")
+                raise ShuttingDown("the server is shutting down: ask another one")
             if not long and self._waiting.of(tenant) >= self._queue:
-                raise Busy(f"{self._queue} of your requests are waiting already", 1)
+                raise RateLimited(f"{self._queue} of your requests are waiting already", 1)
             self._waiting.put(job)
             self._wake.notify()
         job.future.add_done_callback(lambda future: self._drop(job) if future.cancelled() else None)
         return job.future
 
     def give_way(self) -> None:
-        """Do the short jobs that wait, one at least, and rest for the part that is done while requests are in flight.
+        """Run a short job if one waits; while requests are in flight, rest for the last part and run others.
 
-        Outside of long jobs nothing happens. Raises Stopping.
+        Outside of long jobs nothing happens. Raises ShuttingDown.
         """
-        if threading.current_thread() is not self._thread or not self._open:
+        if threading.current_thread() is not self._thread or not self._in_long_job:
             return
         self._throttle.charge(self._in_flight())
-        self._do_short(0.0)
-        while (rest := self._throttle.rest_s) > 0 and self._in_flight():
-            self._do_short(min(rest, POLL_S))
+        self._run_short(0.0)
+        while (rest_s := self._throttle.rest_s) > 0 and self._in_flight():
+            self._run_short(min(rest_s, POLL_S))
         self._throttle.begin()
-
-    def _do_short(self, patience: float) -> None:
-        """A short job, if one is submitted within `patience` seconds. Raises Stopping."""
-        with self._wake:
-            job = self._next_short()
-            if job is None and patience:
-                self._wake.wait(patience)
-                job = self._next_short()
-        if job:
-            self._open = False
-            self._run_short(job)
-            self._open = True
-
-    def _next_short(self) -> _Job | None:
-        if self._stopped:
-            raise Stopping("the server has shut down before all was done: ask again")
-        return self._waiting.pop(lambda job: not job.long and self._may_go(job))
-
-    def _may_go(self, job: _Job) -> bool:
-        """Whether it need not wait for what its tenant's last one has cost."""
-        if job.long or self._clock() >= self._not_before.get(job.tenant, 0.0):
-            return True
-        return not self._has_other_tenants(job.tenant)
-
-    def _run_short(self, job: _Job) -> None:
-        began = self._clock()
-        failed, now = job.run(), self._clock()
-        self._not_before = {tenant: then for tenant, then in self._not_before.items() if then > now}
-        if failed:
-            self._not_before[job.tenant] = now + REJECTION_PENALTY * (now - began)
 
     def stop(self) -> None:
         """End after the running job, or where a long one gives way; cancel the waiting jobs. Idempotent."""
         with self._wake:
             self._stopped = True
-            left = self._waiting.all()
+            waiting = list(iter(self._waiting.pop, None))
             self._wake.notify()
-        for job in left:
+        for job in waiting:
             job.future.cancel()
         self._thread.join()
 
     def _loop(self) -> None:
-        while job := self._next():
-            if job.long:
-                self._open = True
-                self._throttle.begin()
-                job.run()
-                self._open = False
-            else:
-                self._run_short(job)
+        with suppress(ShuttingDown):
+            while True:
+                job = self._next(self._is_due)
+                if job and job.is_long:
+                    self._in_long_job = True
+                    self._throttle.begin()
+                    job.run()
+                    self._in_long_job = False
+                elif job:
+                    self._run(job)
 
-    def _next(self) -> _Job | None:
-        """Wait for a job that may go; None at the end."""
+    def _run_short(self, timeout_s: float) -> None:
+        """Run a short job that waits, or is submitted within `timeout_s`. Raises ShuttingDown."""
+        if job := self._next(lambda job: not job.is_long and self._is_due(job), timeout_s):
+            self._in_long_job = False
+            self._run(job)
+            self._in_long_job = True
+
+    def _next(self, is_due: Callable[[_Job], bool], timeout_s: float | None = None) -> _Job | None:
+        """A job that is due now or after one wait, of POLL_S while jobs wait if no time is given. Raises ShuttingDown."""
         with self._wake:
-            while not self._stopped:
-                if job := self._waiting.pop(self._may_go):
-                    return job
-                self._wake.wait(POLL_S if len(self._waiting) else None)
-        return None
+            job = self._waiting.pop(is_due)
+            if not job and not self._stopped and timeout_s != 0.0:
+                default_s = POLL_S if len(self._waiting) else None  # None: until a job is submitted
+                self._wake.wait(default_s if timeout_s is None else timeout_s)
+                job = self._waiting.pop(is_due)
+            if self._stopped:  # no job waits
+                raise ShuttingDown("the server has shut down before all was done: ask again")
+            return job
+
+    def _is_due(self, job: _Job) -> bool:
+        """Whether it need not wait for the cost of a failed job of its tenant."""
+        if job.is_long or self._clock() >= self._not_before.get(job.tenant, 0.0):
+            return True
+        return not self._has_other_tenants(job.tenant)
+
+    def _run(self, job: _Job) -> None:
+        began = self._clock()
+        failed, now = job.run(), self._clock()
+        self._not_before = {tenant: then for tenant, then in self._not_before.items() if then > now}
+        if failed:
+            self._not_before[job.tenant] = now + REJECTION_PENALTY * (now - began)
 
     def _drop(self, job: _Job) -> None:
         with self._wake:

@@ -213,13 +213,13 @@ class AnswerStream:
 
 
 def generate(
-    adapter: DecoderModel, cache: KVCache, length: int, logits: Tensor, config: DecodeConfig, end: Set[int]
+    model: DecoderModel, cache: KVCache, length: int, logits: Tensor, config: DecodeConfig, end: Set[int]
 ) -> Iterator[int]:
     """Token ids alone, until an end token (not among them) or `max_new_tokens`.
 
     `length`: tokens already in the cache; `logits` [V]: for the first new token.
     """
-    runner, sampler = Runner.over(adapter, cache, length, config.max_new_tokens), Sampler(config)
+    runner, sampler = Runner.over(model, cache, length, config.max_new_tokens), Sampler(config)
     for at in range(length, length + config.max_new_tokens):
         token = sampler(logits)
         if token in end:

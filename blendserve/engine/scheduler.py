@@ -32,7 +32,7 @@ from blendserve.core import Steps
 from blendserve.engine.fair_executor import BackgroundThrottle, FairQueue
 from blendserve.engine.generate import Sequence
 from blendserve.engine.request import Failed, Finished, Observer, PrefillDone, TextDelta
-from blendserve.errors import BlendserveError, Busy, Stopping
+from blendserve.errors import BlendserveError, RateLimited, ShuttingDown
 from blendserve.models.kv_cache import CachePool
 from blendserve.models.loader import LoadedModel
 from blendserve.models.runner import Runner
@@ -113,12 +113,12 @@ class Scheduler:
         return len(self._waiting), self._pool.n - self._pool.free
 
     def refuse_if_full(self, tenant: str, more: int) -> None:
-        """Raises Busy or Stopping if a tenant's request could not be queued behind `more` of its others."""
+        """Raises RateLimited or ShuttingDown if a tenant's request could not be queued behind `more` of its others."""
         with self._wake:
             if self._draining:
-                raise Stopping("the server is shutting down: ask another one")
+                raise ShuttingDown("the server is shutting down: ask another one")
             if self._waiting.of(tenant) + more >= self._queue:
-                raise Busy(f"{self._queue} requests are waiting already", self.retry_after(tenant))
+                raise RateLimited(f"{self._queue} requests are waiting already", self.retry_after(tenant))
 
     def retry_after(self, tenant: str) -> int:
         """Seconds until a slot is expected to be free for one more request of this tenant, from 1 to 60."""
@@ -154,7 +154,7 @@ class Scheduler:
                 self._wake.notify()
 
     def submit(self, sequence: Sequence) -> None:
-        """Queue a sequence. Raises PromptTooLong when it can never fit, Busy, Stopping."""
+        """Queue a sequence. Raises PromptTooLong when it can never fit, RateLimited, ShuttingDown."""
         try:
             sequence.plan.require_room(self._pool.n_tokens)
             with self._wake:
@@ -236,7 +236,7 @@ class Scheduler:
         with self._wake:
             waiting = list(iter(self._waiting.pop, None))
         for sequence in [*self._prefills[::-1], *self._running, *waiting]:
-            self._end(sequence, Stopping("the server has shut down before the answer was complete"))
+            self._end(sequence, ShuttingDown("the server has shut down before the answer was complete"))
 
     def _drop_cancelled(self) -> None:
         for sequence in [s for s in self._with_slot() if s.is_cancelled]:

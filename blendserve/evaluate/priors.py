@@ -49,7 +49,7 @@ def prior_chunks(config: EvaluateConfig, dataset: Dataset, source: PromptSource)
 def fit_or_load(blender: Blender, path: Path, chunks: Sequence[TokenIds]) -> None:
     """Give a blender the priors in this file; fit and write them if it is missing, damaged or of another version."""
     try:
-        priors: Priors | None = Priors.from_bytes(path.read_bytes(), blender.adapter)
+        priors: Priors | None = Priors.from_bytes(path.read_bytes(), blender.model)
     except (OSError, ValueError):
         with console.progress("Fitting the correction prior", "tokens") as update:
             priors = blender.priors.fit(chunks, update)
@@ -57,5 +57,5 @@ def fit_or_load(blender: Blender, path: Path, chunks: Sequence[TokenIds]) -> Non
             part = path.with_suffix(".part")
             part.write_bytes(priors.to_bytes())
             part.replace(path)
-            priors = Priors.from_bytes(path.read_bytes(), blender.adapter)
+            priors = Priors.from_bytes(path.read_bytes(), blender.model)
     blender.priors.use(priors)

@@ -18,13 +18,15 @@ import logging
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from blendserve.config import StoreConfig
 from blendserve.errors import ConfigError
-from blendserve.kernels.cuda.staging import CopyStream, apart, copy_stream_to, joined
+from blendserve.fetch.copy_stream import CopyStream, copy_stream_to
+from blendserve.fetch.pinned_ring import as_one, split_kv
 from blendserve.registry import ADMISSIONS
 from blendserve.store.base import TierStats
 from blendserve.store.codecs.base import Pair
@@ -42,28 +44,18 @@ class CacheEntry:
     version: Hashable
     n_bytes: int  # of that memory, for all layers
     layers: list[Pair | None]
-    gone: bool = field(default=False)  # evicted: readers fill it no more
+    gone: bool = False  # evicted: readers fill it no more
 
     @property
     def whole(self) -> bool:
         return all(self.layers)
 
-
-class CopyView:
-    """A ChunkView of an entry that is whole."""
-
-    def __init__(self, entry: CacheEntry) -> None:
-        self._layers = [pair for pair in entry.layers if pair]
-        self.version, self.n_layers = entry.version, len(entry.layers)
-        self.n_tokens = int(self._layers[0][0].shape[1])
-        self.n_bytes = self.raw_bytes = sum(
-            p.numel() * p.element_size() for pair in self._layers for p in pair
-        )
-
-    def layer(self, l: int) -> Pair:
-        if not 0 <= l < self.n_layers:
-            raise IndexError(f"a chunk of {self.n_layers} layers has no layer {l}")
-        return self._layers[l]
+    def view(self) -> ChunkView:
+        """Of an entry that is whole, also after its eviction."""
+        layers = [pair for pair in self.layers if pair]
+        n_bytes = sum(map(_n_bytes, layers))
+        n_tokens = int(layers[0][0].shape[1])
+        return ChunkView(len(layers), n_tokens, n_bytes, n_bytes, self.version, layers.__getitem__)
 
 
 class CopyCache:
@@ -186,14 +178,14 @@ class Copies:
             entry = cache.find(key, view.version) or (None if places else cache.admit(key, view))
             places += [(cache, entry)] if entry else []
             if entry and entry.whole:
-                return CachedView(key, view, places), cache.name
-        return CachedView(key, view, places), ""
+                return _through(places, key, view), cache.name
+        return _through(places, key, view), ""
 
-    def whole(self, key: ChunkKey) -> tuple[CopyView, str] | None:
+    def whole(self, key: ChunkKey) -> tuple[ChunkView, str] | None:
         """A chunk that a cache has whole, whichever record it came from. Counts as a use."""
         for cache in self._caches:
             if entry := cache.held(key):
-                return CopyView(entry), cache.name
+                return entry.view(), cache.name
         return None
 
     def locate(self, keys: Iterable[ChunkKey]) -> dict[ChunkKey, str]:
@@ -217,26 +209,16 @@ class Copies:
             cache.clear()
 
 
-class CachedView:
-    """A stored chunk, each layer from the nearest place that has it."""
+def _through(places: Sequence[tuple[CopyCache, CacheEntry]], key: ChunkKey, view: ChunkView) -> ChunkView:
+    """The view, with each layer from the nearest place that has it; the places before that copy it."""
 
-    def __init__(
-        self, key: ChunkKey, view: ChunkView, places: Sequence[tuple[CopyCache, CacheEntry]]
-    ) -> None:
-        self._key, self._view, self._places = key, view, places
-        self.n_layers, self.n_tokens = view.n_layers, view.n_tokens
-        self.n_bytes, self.raw_bytes, self.version = view.n_bytes, view.raw_bytes, view.version
+    def read(l: int, n: int = 0) -> Pair:
+        if n == len(places):
+            return view.layer(l)
+        cache, entry = places[n]
+        return entry.layers[l] or cache.fill(key, entry, l, read(l, n + 1))
 
-    def layer(self, l: int) -> Pair:
-        if not 0 <= l < self.n_layers:
-            raise IndexError(f"a chunk of {self.n_layers} layers has no layer {l}")
-        return self._layer(l, self._places)
-
-    def _layer(self, l: int, places: Sequence[tuple[CopyCache, CacheEntry]]) -> Pair:
-        if not places:
-            return self._view.layer(l)
-        (cache, entry), *farther = places
-        return entry.layers[l] or cache.fill(self._key, entry, l, self._layer(l, farther))
+    return view.reading(read)
 
 
 def open_copies(config: StoreConfig, device: torch.device) -> Copies:
@@ -292,7 +274,7 @@ def _refuse_gpus(config: StoreConfig, device: torch.device) -> None:
 def _sent(stream: CopyStream, pair: Pair) -> Pair:
     """On the device, ordered before later work on the stream."""
     with stream.entered():
-        return apart([stream.send(part) for part in joined(pair)])
+        return split_kv([stream.send(part) for part in as_one(pair)])
 
 
 def _pinned(stream: CopyStream, pair: Pair) -> Pair:
@@ -355,31 +337,23 @@ class HeldCopies:
                 del self._holds[key]
                 self.n_bytes -= sum(map(_n_bytes, self._layers.pop(key, {}).values()))
 
-    def layer(self, key: ChunkKey, l: int, read: Callable[[int], Pair]) -> Pair:
-        """The copy of a layer; else what `read` returns, copied if another hold names the chunk."""
+    def view(self, key: ChunkKey, view: ChunkView) -> ChunkView:
+        """The same view, which reads and makes these copies."""
+        return view.reading(partial(self._layer, key, view)) if self.cap_bytes else view
+
+    def _layer(self, key: ChunkKey, view: ChunkView, l: int) -> Pair:
+        """The copy of a layer; else the view's, copied if another hold names the chunk."""
         with self._lock:
             copy = self._layers.get(key, {}).get(l)
         if copy is not None:
             return copy
-        pair = read(l)
+        pair = view.layer(l)
         with self._lock:
             copies = self._layers.setdefault(key, {}) if self._holds[key] > 1 else {l: pair}
             if l not in copies and self.n_bytes + _n_bytes(pair) <= self.cap_bytes:
                 copies[l] = pair = (pair[0].clone(), pair[1].clone())
                 self.n_bytes += _n_bytes(pair)
         return pair
-
-
-class HeldView:
-    """A view that reads through held copies."""
-
-    def __init__(self, key: ChunkKey, view: ChunkView, copies: HeldCopies) -> None:
-        self._key, self._view, self._copies = key, view, copies
-        self.n_layers, self.n_tokens = view.n_layers, view.n_tokens
-        self.n_bytes, self.raw_bytes, self.version = view.n_bytes, view.raw_bytes, view.version
-
-    def layer(self, l: int) -> Pair:
-        return self._copies.layer(self._key, l, self._view.layer)
 
 
 def _n_bytes(pair: Pair) -> int:

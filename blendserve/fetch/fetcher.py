@@ -22,7 +22,7 @@ from functools import partial
 
 from blendserve.core import ChunkKV
 from blendserve.errors import ChunkLost, CorruptRecord, StoreError, StoreVersion
-from blendserve.fetch.copies import Copies, HeldCopies, HeldView, Hold
+from blendserve.fetch.copies import Copies, HeldCopies, Hold
 from blendserve.fetch.incoming import ChunkRequest, IncomingChunk, IncomingChunks
 from blendserve.fetch.source import ANY, RemoteSource, source_of
 from blendserve.fetch.tiered import TieredStore
@@ -366,11 +366,11 @@ class Fetch:
         elif found.n_tokens != self._requests[key].n_tokens:
             self._miss(key, Miss("corrupt", "is not the chunk that its key names"))
         else:
-            held, name = self.fetcher.held, ""
+            name = ""
             if key not in self.forgotten:
                 found, name = self.fetcher.copies.view(key, found)
             self.misses.pop(key, None)
-            self.views[key] = HeldView(key, found, held) if held.cap_bytes else found
+            self.views[key] = self.fetcher.held.view(key, found)
             self.source[key] = name or place
 
     def _miss(self, key: ChunkKey, miss: Miss) -> None:

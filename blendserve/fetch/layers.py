@@ -5,7 +5,7 @@
 
 Reading waits for a disk: the first touch of a mapped page, under the checksum, without the GIL (CacheBlend, arXiv
 2405.16444, section 5, overlaps the same two for a GPU). For a GPU the reader thread also sends each layer there
-(kernels/cuda/staging.py), while it reads the next one.
+(fetch/pinned_ring.py), while it reads the next one.
 
 Decoding coded KV takes longer than a pass of few rows, and both need the same cores. While the prefill waits for layers,
 it leaves a core to each decoding thread (kernels/team.py); where layers are in time, it uses all of them.
@@ -18,8 +18,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
+from blendserve.fetch.copy_stream import CopyStream
+from blendserve.fetch.pinned_ring import HostKv, Layer, PinnedRing, Sent
 from blendserve.kernels import team
-from blendserve.kernels.cuda.staging import CopyStream, InPlace, Layer, Sent, Staging
 from blendserve.store.view import ChunkView
 from blendserve.timing import Clock
 
@@ -30,7 +31,7 @@ class LayerReader:
     def __init__(self, views: Sequence[ChunkView], n_layers: int, stream: CopyStream | None = None) -> None:
         """stream: the way to the device where layers are wanted; None = they are wanted where the store has them."""
         self._views, self._n_layers = views, n_layers
-        self._way = Staging(stream) if stream else InPlace()
+        self._way = PinnedRing(stream) if stream else HostKv()
         beside = None if stream else team.alone  # the prefill needs the cores
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="blendserve-load", initializer=beside)
         self._decoding = _decoding(views)
@@ -54,7 +55,7 @@ class LayerReader:
         sent = due.result()
         for after in range(l + 1, l + 1 + self._way.ahead):
             self._start(after)
-        return self._way.hand_over(sent)
+        return self._way.wait_on_stream(sent)
 
     @property
     def is_ahead(self) -> bool:

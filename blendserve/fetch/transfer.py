@@ -141,7 +141,7 @@ class Transfer:
         if chunk.miss or header is None:
             return chunk.miss or Miss(UNREACHABLE, "it did not arrive")
         view = self._views.get(key)
-        if view is None or view.record.header is not header:
+        if view is None or view.version is not header:
             read = partial(self._segment, chunk, header)
             found = open_view(ChunkRecord(key, header, read, chunk.report, trusted=True), self._tables)
             if isinstance(found, Miss):
@@ -330,7 +330,8 @@ class Transfer:
             return []
 
     def _plan(self, todo: Sequence[IncomingChunk]) -> Plan:
-        candidates = [self._candidate(chunk) for chunk in todo]
+        asked = [(chunk.sizes, self._requests[chunk.key]) for chunk in todo]
+        candidates = [Candidate(sizes, r.n_tokens, r.saved_s, r.compute_s) for sizes, r in asked]
         pending = sum(chunk.n_left for chunk in self._undecided() if chunk.started)
         state = LinkState(
             self._link.rate,
@@ -343,14 +344,10 @@ class Transfer:
             self._compute is not None,
             self._interleaves and len(todo) <= self._source.max_interleaved,
         )
-        worthless = [c.saved_s is not None and c.saved_s <= 0 for c in candidates]
-        if worthless[0] and state.rate is not None:
+        first_saved_s = candidates[0].saved_s
+        if first_saved_s is not None and first_saved_s <= 0 and state.rate is not None:
             return Plan(next(iter(candidates[0].sizes)), 0, n_skipped=1)
         return self._options.plan(candidates, state, None)
-
-    def _candidate(self, chunk: IncomingChunk) -> Candidate:
-        request = self._requests[chunk.key]
-        return Candidate(chunk.sizes, request.n_tokens, request.saved_s, request.compute_s)
 
     def _batch(self, todo: list[IncomingChunk], found: Plan) -> list[IncomingChunk]:
         """The first of these that one transfer brings: all of them, layer by layer, or as many as fit."""

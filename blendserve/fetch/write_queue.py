@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from blendserve.core import ChunkKV
 from blendserve.errors import StoreError
-from blendserve.kernels.cuda.staging import CopyStream, HostCopy
+from blendserve.fetch.copy_stream import CopyStream, HostCopy
 from blendserve.store.base import KVStore
 from blendserve.store.codecs.base import Codec
 from blendserve.store.key import ChunkKey

@@ -20,16 +20,16 @@ from blendserve.fetch.kdn.moq import GROUP, broadcast_of, library
 from blendserve.kdn.catalogue import Catalogue
 from blendserve.store import ChunkRecord, KVStore, read_record
 
-KEPT = 64  # tracks that are held open behind their last frame
-LOOK_S = 5.0  # between looks for what was published or retired
+MAX_TRACKS = 64  # that are kept open after their last frame
+POLL_S = 5.0  # between two looks for published or retired collections
 NOT_FOUND = 404
 
 
 @asynccontextmanager
 async def relay(bind: str, cache_bytes: int | None = None) -> AsyncIterator[Any]:
-    """A relay; `local_addr` and `cert_fingerprints()` say where it is. bind: HOST:PORT, 0 for any port.
+    """A relay, with `local_addr` and `cert_fingerprints()`. bind: HOST:PORT; port 0 for any.
 
-    Its certificate is its own: engines are told the fingerprint. Raises StoreUnavailable without the package.
+    Its certificate is self-signed: engines need the fingerprint. Raises StoreUnavailable without the package.
     """
     moq = library()
     origin = moq.OriginProducer(cache_capacity_bytes=cache_bytes)
@@ -54,7 +54,7 @@ class Publisher:
         self._tracks: OrderedDict[str, Any] = OrderedDict()
 
     async def run(self, ready: Callable[[], None] = lambda: None) -> None:
-        """Until it is cancelled. ready: called when what there is has been announced."""
+        """Publish until it is cancelled. ready: called when all collections are announced."""
         origin, serving = self._moq.OriginProducer(), dict[str, tuple[Any, asyncio.Task[None]]]()
         async with AsyncExitStack() as stack:
             client = self._moq.Client(
@@ -65,13 +65,13 @@ class Publisher:
                 while True:
                     await self._announce(origin, serving)
                     ready()
-                    await asyncio.sleep(LOOK_S)
+                    await asyncio.sleep(POLL_S)
             finally:
                 for _, task in serving.values():
                     task.cancel()
 
     async def _announce(self, origin: Any, serving: dict[str, tuple[Any, asyncio.Task[None]]]) -> None:
-        """What is new is announced, what is gone is not."""
+        """Announce new collections, unannounce retired ones."""
         found = await asyncio.to_thread(self._catalogue.collections)
         paths = {broadcast_of(collection): name for name, collection in found.items()}
         for path in serving.keys() - paths.keys():
@@ -80,20 +80,20 @@ class Publisher:
             broadcast.unannounce()
         for path in paths.keys() - serving.keys():
             broadcast = origin.create_broadcast(path)
-            requests = broadcast.dynamic()  # before anybody can ask
+            requests = broadcast.dynamic()  # before the first request can come
             serving[path] = broadcast, asyncio.create_task(self._answer(requests, paths[path]))
             broadcast.announce()
 
     async def _answer(self, requests: Any, name: str) -> None:
-        """Each track that somebody asks for."""
+        """Send each requested track."""
         async for request in requests:
-            wanted = request.name  # an accepted request has none any more
+            wanted = request.name  # an accepted request has no name
             frames = await asyncio.to_thread(self.frames, name, wanted)
             if frames is None:
                 request.abort(NOT_FOUND)
                 continue
             track = self._tracks[wanted] = request.accept()
-            while len(self._tracks) > KEPT:
+            while len(self._tracks) > MAX_TRACKS:
                 self._tracks.popitem(last=False)
             group = track.create_group(GROUP)
             for frame in frames:
@@ -102,7 +102,7 @@ class Publisher:
             group.finish()
 
     def frames(self, name: str, track: str) -> list[bytes] | None:
-        """Header, then a segment a layer; None for what the collection does not have."""
+        """Header, then the segment of each layer; None for a chunk that the collection does not have."""
         key_hex, _, word = track.partition("@")
         try:
             collection: Collection | None = self._catalogue.collections().get(name)
@@ -120,11 +120,11 @@ class Publisher:
 
 
 async def _serve(server: Any) -> None:
-    """Accept every session, and keep it until it ends."""
+    """Accept every session until it ends."""
     sessions: set[asyncio.Task[None]] = set()
 
     async def one(request: Any) -> None:
-        with suppress(Exception):  # a session's end is no event here
+        with suppress(Exception):  # the session has ended
             session = await request.accept()
             await session.closed()
 

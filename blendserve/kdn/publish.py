@@ -1,10 +1,10 @@
-"""An index and its KV become a collection; and what operators do with one: pin, unpin, retire.
+"""Publish an index and its KV as a collection; pin, unpin and retire collections.
 
-    precompute      all chunks, by this process and whoever else works on the store, at the codec that it writes
-    code            once more at every further level, from the first one's KV
+    precompute      all chunks, at the store's codec
+    encode          once more at every further level, from the first level's KV
     describe        directory, index, tables -> catalogue
 
-Each step skips what is there: the same command goes on where it was stopped, and publishing anew changes what is new.
+Each step skips what is stored: the command resumes where it was stopped, and a second publication writes changes alone.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from blendserve.fetch.kdn.manifest import (
     Blob,
     Collection,
     Entry,
-    TablesOf,
+    TablesInfo,
     encode_body,
     level_key,
     valid_name,
@@ -44,9 +44,9 @@ def publish(
     progress: Progress | None = None,
     done: Progress = lambda n, total: None,
 ) -> Collection:
-    """Publish an engine's index, from the store that it has. levels: words of codecs, beside the one that it writes.
+    """Publish an engine's index and store. levels: codecs beside the one that the store writes.
 
-    progress: of precompute, in tokens. done: of the rest, in chunks. Raises InputError, ConfigError, StoreError.
+    progress: of precompute, in tokens. done: of encoding, in chunks. Raises InputError, ConfigError, StoreError.
     """
     valid_name(name)
     words = _levels(engine, levels)
@@ -67,8 +67,8 @@ def publish(
     for n, (key, n_tokens) in enumerate(tokens.items(), start=1):
         directory[key] = Entry(n_tokens, tuple(coding.sizes(key)))
         done(n, len(tokens))
-    catalogue, moves = Catalogue(engine.store), engine.blender.priors.hash()
-    tables = coding.tables | ({moves} if moves else set())
+    catalogue, prior = Catalogue(engine.store), engine.blender.priors.hash()
+    tables = coding.tables | ({prior} if prior else set())
     collection = describe(
         engine.store,
         name,
@@ -93,7 +93,7 @@ def describe(
     tables: set[bytes],
     files: Mapping[str, Blob],
 ) -> Collection:
-    """A collection of these chunks, whose directory is written. reader: its name and fingerprint. tables: hashes."""
+    """The description of these chunks; writes their directory. reader: its name and fingerprint. tables: hashes."""
     return Collection(
         name=name,
         reader=reader[0],
@@ -112,41 +112,41 @@ def describe(
 
 
 def set_pins(store: KVStore, catalogue: Catalogue, name: str, pinned: bool) -> int:
-    """Keep a collection's chunks from being evicted, or no longer, unless others want it -> how many are there."""
+    """Pin a collection's chunks, or unpin the ones that no other pinned collection has -> number of stored ones."""
     collection = catalogue.collection(name)
     keys = set(stored_keys(collection, catalogue.directory(collection)))
-    n = store.pin(keys if pinned else keys - _others(catalogue, name, pinned_only=True), pinned)
+    n = store.pin(keys if pinned else keys - _keys_of_others(catalogue, name, pinned_only=True), pinned)
     if collection.pinned != pinned:
         catalogue.write(replace(collection, pinned=pinned))
     return n
 
 
 def retire(store: KVStore, catalogue: Catalogue, name: str, delete: bool = False) -> int:
-    """Withdraw a collection; delete its chunks, too, or leave them to eviction, but for those that others have.
+    """Withdraw a collection, and unpin or delete the chunks that no other collection has -> their number.
 
-    -> how many chunks that concerned. Services stop to deliver it within seconds. Raises NotFound, StoreError.
+    Services stop delivering it within seconds. Raises NotFound, StoreError.
     """
     collection = catalogue.collection(name)
-    keys = set(stored_keys(collection, catalogue.directory(collection))) - _others(catalogue, name)
+    keys = set(stored_keys(collection, catalogue.directory(collection))) - _keys_of_others(catalogue, name)
     catalogue.retire(name)
     return store.delete(keys) if delete else store.pin(keys, pinned=False)
 
 
 def stored_keys(collection: Collection, directory: Iterable[ChunkKey]) -> Iterator[ChunkKey]:
-    """Of its chunks, at every level."""
+    """The keys of its chunks at every level."""
     for key in directory:
         yield from (level_key(key, word, collection.levels) for word in collection.levels)
 
 
-def _others(catalogue: Catalogue, name: str, pinned_only: bool = False) -> set[ChunkKey]:
-    """Keys of what other collections have."""
+def _keys_of_others(catalogue: Catalogue, name: str, pinned_only: bool = False) -> set[ChunkKey]:
+    """The stored keys of all other collections."""
     others = (c for other, c in catalogue.collections(anew=True).items() if other != name)
     wanted = [c for c in others if c.pinned or not pinned_only]
     return {key for c in wanted for key in stored_keys(c, catalogue.directory(c))}
 
 
 def _levels(engine: Engine, more: Sequence[str]) -> tuple[str, ...]:
-    """The codec that the store writes, and those beside it. Raises InputError."""
+    """The codec that the store writes, and further ones. Raises InputError."""
     try:
         return tuple(
             dict.fromkeys(codec_word(*parse_codec(word)) for word in (engine.config.store.codec, *more))
@@ -156,22 +156,22 @@ def _levels(engine: Engine, more: Sequence[str]) -> tuple[str, ...]:
 
 
 def _tokens(engine: Engine) -> dict[ChunkKey, int]:
-    """Every chunk of the index, with its number of tokens."""
+    """Every chunk of the index -> its number of tokens."""
     assert engine.index is not None
     chunks = engine.prompts.chunk_ids(engine.index.passages)
     return {engine.blender.key(ids): len(ids) for ids in chunks if ids}
 
 
 class LevelCoder:
-    """Codes chunks at further levels, beside the first."""
+    """Encodes chunks at levels after the first."""
 
     def __init__(self, store: KVStore, words: Sequence[str], codecs: Mapping[str, Codec]) -> None:
-        """words: the levels. codecs: of those after the first."""
+        """words: the levels. codecs: of the levels after the first."""
         self._store, self._words, self._codecs = store, words, codecs
         self.tables: set[bytes] = set()  # that the chunks need
 
     def sizes(self, key: ChunkKey) -> Iterator[int]:
-        """Bytes of the chunk's body at each level, at which it is stored then."""
+        """Bytes of the chunk's body at each level; stores the chunk at missing levels."""
         for word in self._words:
             record = self._record(key, word)
             self.tables |= {record.coding.tables} - {NO_TABLES}
@@ -184,13 +184,13 @@ class LevelCoder:
             found = self._code(key, word)
             self._store.put(own, found, pin=True)
         if found is None:
-            raise StoreUnavailable("a chunk has just gone from the store: publish again when there is room")
+            raise StoreUnavailable("a chunk was evicted meanwhile: publish again when there is room")
         return found
 
     def _code(self, key: ChunkKey, word: str) -> ChunkRecord:
         found = read_record(self._store, key)
         if found is None:
-            raise StoreUnavailable("a chunk has just gone from the store: publish again when there is room")
+            raise StoreUnavailable("a chunk was evicted meanwhile: publish again when there is room")
         try:
             kv = replace(decode(found, self._store.blobs.get), ids=())
         except Undecodable as error:
@@ -199,7 +199,7 @@ class LevelCoder:
 
 
 def _codecs(engine: Engine, words: Sequence[str]) -> dict[str, Codec]:
-    """With the reader's tables, fitted where that has to be."""
+    """Codecs with tables for the model, fitted if the store has none."""
     found = {}
     for word in words:
         config = engine.config.replace("store.codec", word)
@@ -214,10 +214,10 @@ def _files(engine: Engine, catalogue: Catalogue) -> Mapping[str, Blob]:
     return {name: catalogue.write_blob(raw) for name, raw in found.items()}
 
 
-def tables_of(store: KVStore, hashes: set[bytes]) -> tuple[TablesOf, ...]:
-    """What is said of tables with these hashes."""
+def tables_of(store: KVStore, hashes: set[bytes]) -> tuple[TablesInfo, ...]:
+    """The descriptions of the tables with these hashes."""
     return tuple(
-        TablesOf(info.hash.hex(), info.kind, info.owner, info.n_bytes)
+        TablesInfo(info.hash.hex(), info.kind, info.owner, info.n_bytes)
         for info in store.blobs.list()
         if info.hash in hashes
     )

@@ -1,8 +1,8 @@
-"""An index from a delivery service, so that an engine can find passages in knowledge that it never read.
+"""Download the index of a collection from a delivery service.
 
-    kdn:http://HOST:8010/NAME   where a command or `Engine.open` would be given a folder
+    kdn:http://HOST:8010/NAME   in place of an index folder, in commands and `Engine.open`
 
-Only the index comes: texts and vectors. KV comes chunk by chunk, when a question needs it (fetch/kdn/).
+Only texts and vectors are downloaded. KV is fetched chunk by chunk, when a prompt needs it (fetch/kdn/).
 """
 
 from __future__ import annotations
@@ -14,27 +14,28 @@ from pathlib import Path
 
 from blendserve.config import Config, KdnConfig, RemoteConfig
 from blendserve.errors import IndexDamaged, InputError, StoreUnavailable
-from blendserve.fetch.kdn.client import Client, KdnPeer, NotThere, Unfit, WrongReply
+from blendserve.fetch.kdn.client import Client, InvalidReply, KdnPeer, NotFoundReply
 from blendserve.fetch.kdn.manifest import Blob, Collection, valid_name
 from blendserve.fetch.kdn.source import MAX_DESCRIPTION
 from blendserve.paths import cache_folder
 from blendserve.registry import DELIVERED
 from blendserve.retrieve.index import PASSAGES, VECTORS
 from blendserve.retrieve.manifest import MANIFEST, Manifest, manifest_digest, read, write
+from blendserve.store.bounded import PeerUnusable
 from blendserve.store.codecs.base import tables_hash
 from blendserve.store.key import namespace_tag
 
 log = logging.getLogger(__name__)
 
 SCHEME = f"{DELIVERED}:"
-MOST_INDEX = 4 << 30  # bytes of one of its files
+MAX_FILE_BYTES = 4 << 30  # bytes of one of its files
 
 
 def resolve(index: str, config: Config) -> tuple[str, Config]:
-    """A folder and the settings to open it with: both as they are unless the index is to be delivered.
+    """The folder of an index, and the settings to open it with; both unchanged unless `index` names a collection.
 
-    Then the index is brought here, or up to date, and chunks are had from the same collection, unless the settings name
-    another remote store. Raises InputError, StoreUnavailable.
+    A collection's index is downloaded or updated, and its service becomes the remote store, unless the settings name
+    another one. Raises InputError, StoreUnavailable.
     """
     if not index.startswith(SCHEME):
         return index, config
@@ -59,10 +60,10 @@ def pull(
     folder: Path | None = None,
     namespace: str | None = None,
 ) -> Path:
-    """Bring a collection's index into a folder, by default one of the user's cache -> that folder.
+    """Download a collection's index into a folder, by default in the user's cache -> that folder.
 
-    What is there already is not brought again; where the service is away, what is there is used. namespace: what the
-    engine will look under. Raises InputError, StoreUnavailable.
+    A current index is not downloaded again; without the service, the last downloaded one is used. namespace: of the
+    engine; another one than the collection's is an InputError. Raises InputError, StoreUnavailable.
     """
     default = cache_folder() / DELIVERED / settings.where.replace(":", "_") / valid_name(settings.collection)
     folder, peer = folder or default, KdnPeer(settings)
@@ -71,13 +72,20 @@ def pull(
         client = peer.connect()
         collection = Collection.from_json(client.get(client.path(), MAX_DESCRIPTION))
         _check_namespace(collection, namespace)
-        if not _is_there(folder, collection.files.get(MANIFEST)):
+        if not _is_current(folder, collection.files.get(MANIFEST)):
             log.info("Fetching the index of %r from %s", collection.name, settings.server)
             _write(folder, {name: _file(client, name, blob) for name, blob in collection.files.items()})
-    except (OSError, http.client.HTTPException, Unfit, NotThere, WrongReply, ValueError) as error:
-        why = peer.explained(error)
+    except (
+        OSError,
+        http.client.HTTPException,
+        PeerUnusable,
+        NotFoundReply,
+        InvalidReply,
+        ValueError,
+    ) as error:
+        why = peer.explain(error)
         trouble = why if isinstance(why, Exception) else StoreUnavailable(f"{settings.server} {why}")
-        if manifest_digest(folder) is None or isinstance(error, NotThere):
+        if manifest_digest(folder) is None or isinstance(error, NotFoundReply):
             raise trouble from None
         log.warning("%s; using the last fetched index of %r", trouble, settings.collection)
     finally:
@@ -87,35 +95,35 @@ def pull(
 
 
 def _file(client: Client, name: str, blob: Blob) -> bytes:
-    """Piece by piece, each checked. Raises what the client does, WrongReply."""
-    if blob.n_bytes > MOST_INDEX:
-        raise WrongReply(f"{name} has {blob.n_bytes:,} bytes")
+    """Download a file piece by piece, and check each. Raises InvalidReply, and what the client does."""
+    if blob.n_bytes > MAX_FILE_BYTES:
+        raise InvalidReply(f"{name} has {blob.n_bytes:,} bytes")
     parts, left = [], blob.n_bytes
     for piece in blob.pieces:
         parts.append(client.get(client.path("pieces", piece), left))
         left -= len(parts[-1])
         if tables_hash(parts[-1]).hex() != piece:
-            raise WrongReply(f"{name} is damaged")
+            raise InvalidReply(f"{name} is damaged")
     return b"".join(parts)
 
 
 def _write(folder: Path, files: dict[str, bytes]) -> None:
-    """As one. Raises WrongReply, VectorIndexError."""
+    """Write the index with one rename. Raises InvalidReply, VectorIndexError."""
     try:
         manifest = Manifest(**json.loads(files.pop(MANIFEST)))
     except (KeyError, TypeError, ValueError):
-        raise WrongReply("an index that cannot be understood") from None
+        raise InvalidReply("an index that cannot be understood") from None
     if files.keys() != manifest.files.keys() or files.keys() != {PASSAGES, VECTORS}:  # names are paths
-        raise WrongReply("an index of other files than it says")
+        raise InvalidReply("an index of other files than it says")
     write(folder, manifest, files, manifest_digest(folder))
     try:
         read(folder)
     except IndexDamaged as error:
-        raise WrongReply(str(error)) from None
+        raise InvalidReply(str(error)) from None
 
 
-def _is_there(folder: Path, manifest: Blob | None) -> bool:
-    """Whether what the folder has is what was published."""
+def _is_current(folder: Path, manifest: Blob | None) -> bool:
+    """Whether the folder has the published index."""
     try:
         raw = (folder / MANIFEST).read_bytes()
     except OSError:

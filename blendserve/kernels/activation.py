@@ -1,4 +1,4 @@
-"""What a family's MLP does to its gate: its own function, and whether it is the one that kernels know."""
+"""The activation of an MLP's gate: a family's own function, and whether it is SiLU, which kernels have."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class Activation:
-    """A reader's activation."""
+    """A model's activation."""
 
     def __init__(self, own: Callable[[Tensor], Tensor], is_silu: bool) -> None:
         self.own, self.is_silu = own, is_silu

@@ -1,8 +1,8 @@
 """Which backend serves a class of shapes on this CPU: times of each, and the choice by them.
 
-A thread that waits for a core takes milliseconds, so a time beside other work says nothing of a kernel. A run counts only
-if no thread of this process waited for a core, which Linux reports. If too few runs count within BUDGET_S, nothing is
-chosen and the order of the table holds.
+A thread that waits for a core takes milliseconds, so times on a busy machine say nothing about a kernel. A run counts
+only if no thread of this process waited for a core, which Linux reports. If too few runs count within BUDGET_S,
+nothing is chosen and the order of the table holds.
 
 Times are kept in the user's cache, so that a machine computes the same bits in every process. There is a file for each
 CPU with its cap, number of threads, torch version and kernels: operation -> class of shapes -> backend -> seconds of each

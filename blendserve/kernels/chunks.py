@@ -1,7 +1,7 @@
-"""Chunks that run together behind one prefix: which rows and keys of the stack belong to which chunk.
+"""Chunks that are computed together after one prefix: which rows and keys of the stack belong to which chunk.
 
 rows  [ chunk 0 | chunk 1 | ... ]
-keys  [ prefix chunk 0 | prefix chunk 1 | ... ]      the prefix anew for each: a chunk's keys lie in one piece
+keys  [ prefix chunk 0 | prefix chunk 1 | ... ]      the prefix is repeated: each chunk's keys are contiguous
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ import torch
 from torch import Tensor
 
 from blendserve.core import Span
-from blendserve.kernels.rows import RowPlan, plan_rows
+from blendserve.kernels.rows import AttentionPlan, plan_rows
 
 
 @dataclass(frozen=True)
 class ChunkStack:
     """Made once for all layers."""
 
-    spans: Sequence[Span]  # of the rows of each chunk, one behind another, none empty
+    spans: Sequence[Span]  # rows of each chunk, contiguous, none empty
     n_prefix: int
-    group: int  # query heads a kv head, H / K
+    group: int  # query heads per kv head, H / K
     device: torch.device
-    _plans: dict[tuple[int, int | None], RowPlan] = field(default_factory=dict)
+    _plans: dict[tuple[int, int | None], AttentionPlan] = field(default_factory=dict)
 
-    def plan(self, n_tokens: int, window: int | None) -> RowPlan:
-        """Of a chunk of so many tokens behind the prefix."""
+    def plan(self, n_tokens: int, window: int | None) -> AttentionPlan:
+        """The plan of a chunk of `n_tokens` tokens after the prefix."""
         if (n_tokens, window) not in self._plans:
             here = torch.arange(self.n_prefix, self.n_prefix + n_tokens)
             self._plans[n_tokens, window] = plan_rows(here.to(self.device), self.group, window, here)
@@ -42,13 +42,15 @@ class ChunkStack:
 
 @dataclass(frozen=True)
 class Packing:
-    """The stack as kernels with variable lengths want it."""
+    """The stack's arrays for kernels with variable lengths, as flash-attn names them."""
 
-    rows_end: Tensor  # [B + 1] int32, on the device: chunk b has rows rows_end[b] .. rows_end[b + 1]
-    keys_end: Tensor  # [B + 1] int32, likewise its keys, the prefix's among them
-    keys: Tensor  # [their number] int64: where each lies in [ prefix | chunk 0 | chunk 1 | ... ]
-    most_rows: int
-    most_keys: int
+    cu_seqlens_q: (
+        Tensor  # [B + 1] int32, on the device: chunk b has rows cu_seqlens_q[b] .. cu_seqlens_q[b + 1]
+    )
+    cu_seqlens_k: Tensor  # [B + 1] int32, likewise of its keys, prefix included
+    key_index: Tensor  # int64: the place of each of these keys in [ prefix | chunk 0 | chunk 1 | ... ]
+    max_seqlen_q: int
+    max_seqlen_k: int
 
     @classmethod
     def of(cls, spans: Sequence[Span], n_prefix: int, device: torch.device) -> Packing:

@@ -15,7 +15,7 @@ from blendserve.kernels.activation import Activation
 from blendserve.kernels.autotune import Calls, Times
 from blendserve.kernels.norm import Norm
 from blendserve.kernels.rotary import Rotary
-from blendserve.kernels.rows import RowPlan
+from blendserve.kernels.rows import AttentionPlan
 from blendserve.kernels.types import AttentionSpec, CorrectionParams, Prior, RecomputedTokens, Rope
 
 P = ParamSpec("P")
@@ -51,13 +51,13 @@ class Tuning(Generic[P]):
     """How an operation's backends are measured."""
 
     operation: str
-    shape_class: Callable[P, Any]  # what one choice holds for; None: the first usable backend serves
+    shape_class: Callable[P, Any]  # the class that a choice serves; None: the first usable backend serves
     calls: Callable[..., Calls]  # of a class
 
 
 @dataclass(frozen=True, slots=True)
 class TuningResult:
-    """What is known of a backend for a class of shapes."""
+    """The measurement of a backend for a class of shapes."""
 
     operation: str
     shapes: str
@@ -96,7 +96,7 @@ class KernelOp(Generic[P, R]):
         return found
 
     def tuning_results(self) -> list[TuningResult]:
-        """Of all classes that this process has met."""
+        """Of all classes of this process's calls."""
         return [result for results in list(self._results.values()) for result in results]
 
     def forget(self) -> None:
@@ -115,7 +115,7 @@ class KernelOp(Generic[P, R]):
 
     @torch.inference_mode()
     def _tune(self, about: tuple[Hashable, int]) -> list[Backend[P, R]]:
-        """The backends by what was measured for a class of shapes, the one that serves first."""
+        """The backends in the order of use for a class of shapes, and their times as results."""
         assert self._tuning is not None
         calls, operation, shapes = self._tuning.calls(about[0]), self._tuning.operation, str(about[0])
         call: Any = calls[0][0]
@@ -141,12 +141,16 @@ class KernelOp(Generic[P, R]):
 
 
 def _kind(x: Any) -> Hashable:
-    """What the backends' `supports` may depend on, of one argument."""
+    """What the backends' `supports` may read of one argument."""
     if isinstance(x, Tensor):
         heads = x.shape[0] if x.dim() == 3 else None  # of queries, keys and values
         return x.dtype, x.device, x.dim(), heads, x.shape[-1], x.stride(-1), x.requires_grad
-    if isinstance(x, RowPlan):
-        return x.dense, x.dense and x.window is not None and x.window >= x.end, len(x.positions) > 0
+    if isinstance(x, AttentionPlan):
+        return (
+            x.is_contiguous,
+            x.is_contiguous and x.window is not None and x.window >= x.kv_len,
+            len(x.positions) > 0,
+        )
     if isinstance(x, Norm):
         return x.form, _kind(x.weight)
     if isinstance(x, Rope):

@@ -1,4 +1,4 @@
-"""How a family norms a row: its own module, and which of the forms that kernels know it has."""
+"""RMS norms: a family's own module, and its form if kernels have that form."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class NormForm:
     """x / sqrt(mean(x^2) + eps) in fp32, times (weight + offset)."""
 
     rounds_first: (
-        bool  # the normed row becomes the reader's dtype before it is weighed, else the product does
+        bool  # the normed row is rounded to the model's dtype before it is weighted, else the product is
     )
     offset: float = 0.0
 
@@ -35,7 +35,7 @@ FORMS = (
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """A reader's norm of rows. `form` is None where its module is none of those that kernels know."""
+    """A model's norm of rows. `form` is None where kernels do not have its form."""
 
     own: Callable[[Tensor], Tensor]
     weight: Tensor | None = None  # [E]

@@ -13,8 +13,9 @@
     gated_activation      native | the model's own function
 
 A backend may serve if it supports the tensors and computed the right numbers on this machine (selfcheck.py). The first in
-the table serves, with an exception: on a CPU attention, linear layers and corrections are timed once for each class of
-shapes (autotune.py), where "native" is one backend for each instruction set. The others are single passes over memory.
+the table serves, with an exception: on a CPU attention and linear layers are timed once for each class of shapes
+(autotune.py), where "native" is one backend for each instruction set. Native corrections take an eighth of torch's time;
+the others are single passes over memory.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from blendserve.kernels.cuda import place as cuda_place
 from blendserve.kernels.dispatch import Backend, KernelOp, Tuning, TuningResult
 from blendserve.kernels.norm import Norm
 from blendserve.kernels.rotary import Rotary
-from blendserve.kernels.rows import RowPlan, plan_rows
+from blendserve.kernels.rows import AttentionPlan, plan_rows
 from blendserve.kernels.selfcheck import Kind
 from blendserve.kernels.types import (
     AttentionSpec,
@@ -92,14 +93,16 @@ def _attention_reason(
     return check(forms, Kind.of(q, keys, spec), rows)
 
 
-def _sdpa_reason(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: RowPlan) -> str:
-    """A window that hides nothing is none."""
+def _sdpa_reason(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: AttentionPlan) -> str:
+    """Supported windows hide nothing, so the check needs none."""
     return selfcheck.attention_trouble(
         (dense.sdpa,), Kind.of(q, keys, AttentionSpec(spec.scale)), _dense_rows
     )
 
 
-def _cpu_sdpa_reason(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: RowPlan) -> str:
+def _cpu_sdpa_reason(
+    q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: AttentionPlan
+) -> str:
     if not switches.is_native_on():
         return f"switched off by {switches.NATIVE}=0"
     rows = (*_dense_rows, *selfcheck.SCATTERED)
@@ -169,7 +172,6 @@ LINEAR = KernelOp(
 CORRECT = KernelOp(
     *_native("correct_kv", bindings.correct_kv, bindings.supports_correction),
     Backend("plain torch", reference.correct_reference),
-    tuning=Tuning("correct", shape_classes.correction_class, shape_classes.correction_calls),
 )
 ADD_NORM = KernelOp(
     *_native("add_rms_norm", bindings.add_rms_norm, bindings.supports_norm),
@@ -193,23 +195,23 @@ def forget() -> None:
         operation.forget()
 
 
-def attend(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: RowPlan) -> Tensor:
+def attend(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: AttentionPlan) -> Tensor:
     """Attention that is causal by *position*: row i sees key j iff position(j) <= position(i).
 
     Rotated queries q [H, S, D], rows anywhere in ascending order, over keys and values [K, T, D] -> [S, H * D].
     Equals softmax(softcap(scale q k^T) + causal mask by position) v. Raises ValueError where keys are too few.
     """
-    if plan.known is not None and plan.end > keys.shape[1]:
-        raise ValueError(f"a row at position {plan.end - 1} needs more than {keys.shape[1]} keys")
+    if plan.host_positions is not None and plan.kv_len > keys.shape[1]:
+        raise ValueError(f"a row at position {plan.kv_len - 1} needs more than {keys.shape[1]} keys")
     return ATTEND(q, keys, values, spec, plan)
 
 
 def attend_with_scores(
-    q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: RowPlan
+    q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: AttentionPlan
 ) -> tuple[Tensor, Tensor]:
-    """The same where nobody sees the keys in `plan.absent` [T]; also how much each key is looked at.
+    """The same without the keys in `plan.masked_keys` [T]; also each key's score [T] fp32.
 
-    That is, per key, the norm over rows of the mean over heads of weight times norm of the value [T] fp32.
+    A key's score is the norm over rows of the mean over heads of its weight times the norm of its value.
     """
     return ATTEND_WITH_SCORES(q, keys, values, spec, plan)
 
@@ -220,12 +222,12 @@ def attend_at(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, at: 
 
 
 def rotate(x: Tensor, rope: Rope, rotary: Rotary) -> Tensor:
-    """x [heads, S, D] turned by RoPE to the positions of `rope` [S]."""
+    """x [heads, S, D] rotated by RoPE to the positions of `rope` [S]."""
     return ROTATE(x, rope, rotary)
 
 
 def place(chunks: Sequence[RecordView], keys: Tensor, values: Tensor, rope: Rope, rotary: Rotary) -> None:
-    """Stored chunks to their places in one layer's cache, keys and values [K, T, D]: keys turned, values as they are.
+    """Copy stored chunks into one layer's cache, keys and values [K, T, D], and rotate the keys.
 
     rope: of positions [T].
     """
@@ -246,20 +248,20 @@ def correct(
     params: CorrectionParams,
     prior: Prior | None = None,
 ) -> None:
-    """Move the other tokens' keys (after RoPE) and values [K, N, D] as the recomputed tokens of their chunks moved.
+    """Correct reused tokens' keys (after RoPE) and values [K, N, D] by the deviations of their chunks' recomputed tokens.
 
-    In place; rope: of positions [N]. blend/corrections tells what is computed.
+    In place; rope: of positions [N]. Formulas: blend/corrections.
     """
     CORRECT(keys, values, fresh, rope, rotary, params, prior)
 
 
 def add_norm(x: Tensor, add: Tensor | None, norm: Norm) -> tuple[Tensor, Tensor]:
-    """x + add [S, E] (without `add`, x itself), and that normed: to the bit as the reader's own modules round."""
+    """x + add [S, E] (without `add`, x itself) and its norm, with the bits of the model's own modules."""
     return ADD_NORM(x, add, norm)
 
 
 def gated_activation(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
-    """activation(gate) * up [S, I], to the bit as the reader's own function rounds. `gate` is used up."""
+    """activation(gate) * up [S, I], with the bits of the model's own function. `gate` is overwritten."""
     return GATED_ACTIVATION(gate, up, activation)
 
 
@@ -291,7 +293,7 @@ def attend_chunks(
 ) -> Tensor:
     """Rotated rows of all chunks of a stack, q [H, S, D], k and v [K, S, D], each over [prefix | itself] -> [S, H * D].
 
-    prefix_kv: keys (after RoPE) and values [K, F, D] that all of them stand behind.
+    prefix_kv: keys (after RoPE) and values [K, F, D] of the prefix.
     """
     return ATTEND_CHUNKS(q, k, v, prefix_kv, spec, stack)
 
@@ -299,15 +301,15 @@ def attend_chunks(
 def attention_backends(
     n_heads: int, n_kv_heads: int, dim: int, dtype: torch.dtype, device: torch.device, spec: AttentionSpec
 ) -> tuple[str, str]:
-    """Who attends for such heads: for rows that stand side by side, and for rows anywhere."""
+    """Names of the attention backends for such heads: of contiguous rows and of scattered ones."""
     q = torch.zeros(n_heads, 64, dim, dtype=dtype, device=device)
     keys = torch.zeros(n_kv_heads, 128, dim, dtype=dtype, device=device)
     plans = (
         plan_rows(at.to(device), n_heads // n_kv_heads, spec.window, at)
         for at in (torch.arange(64), 2 * torch.arange(64))
     )
-    side_by_side, anywhere = (ATTEND.select(q, keys, keys, spec, plan).name for plan in plans)
-    return side_by_side, anywhere
+    contiguous, scattered_rows = (ATTEND.select(q, keys, keys, spec, plan).name for plan in plans)
+    return contiguous, scattered_rows
 
 
 # The table above, by name.

@@ -11,7 +11,7 @@ from torch import Tensor
 from blendserve.kernels.activation import Activation
 from blendserve.kernels.norm import Norm
 from blendserve.kernels.rotary import Rotary
-from blendserve.kernels.rows import Block, RowPlan
+from blendserve.kernels.rows import AttentionPlan, Block
 from blendserve.kernels.types import (
     AttentionSpec,
     CorrectionParams,
@@ -36,7 +36,9 @@ def formula(q: Tensor, keys: Tensor, values: Tensor, at: Tensor, spec: Attention
     return (weights @ values).transpose(0, 1).flatten(1)
 
 
-def attend_reference(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: RowPlan) -> Tensor:
+def attend_reference(
+    q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: AttentionPlan
+) -> Tensor:
     """q [H, S, D] over keys and values [K, T, D] -> [S, H * D].
 
     Rows go in blocks, each block sees keys up to its last position, and only the strip between its first and last
@@ -77,7 +79,7 @@ def _mask(scores: Tensor, block: Block, group: int, softcap: float | None) -> No
 
 
 def attend_with_scores_reference(
-    q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: RowPlan
+    q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: AttentionPlan
 ) -> tuple[Tensor, Tensor]:
     """q [H, S, D] over [K, T, D] -> output [S, H * D] and each key's score [T] fp32. S is a question: small."""
     n_heads, s, dim = q.shape
@@ -164,10 +166,12 @@ def correct_reference(
     prior: Prior | None = None,
 ) -> None:
     """blend/corrections tells what is computed; keys (after RoPE) and values [K, N, D] are changed in place."""
-    at, others, rotate = fresh.at, fresh.others, rotary.rotate
+    at, others, rotate = fresh.recomputed_index, fresh.reused_index, rotary.rotate
     there, elsewhere = rope.at(at), rope.at(others)
     stored = torch.cat([rotate(keys[:, at], there.inverse), values[:, at]], dim=-1)
-    now = torch.cat([rotate(fresh.keys[:, fresh.rows], there.inverse), fresh.values[:, fresh.rows]], dim=-1)
+    now = torch.cat(
+        [rotate(fresh.keys[:, fresh.row_index], there.inverse), fresh.values[:, fresh.row_index]], dim=-1
+    )
     known = stored.to(torch.promote_types(keys.dtype, torch.float32))
     moved = now - known
     dim = keys.shape[-1]
@@ -178,18 +182,18 @@ def correct_reference(
             (params.prior_key_scale, params.prior_value_scale),
         )
     )
-    foreign = known.new_tensor(fresh.foreign)[None, :, None]
-    ours, theirs = (_spread(foreign, sizes) for sizes in (fresh.sizes, fresh.other_sizes))
+    foreign = known.new_tensor(fresh.context_weight)[None, :, None]
+    ours, theirs = (_spread(foreign, sizes) for sizes in (fresh.recomputed_per_chunk, fresh.reused_per_chunk))
     rule = None  # how a token moves by what is stored of it
     if prior is not None:
-        share = _share(expected := ours * _by(prior, known), moved, params.prior_trust)
+        share = _share(expected := ours * _by(prior, known), moved, params.prior_shrinkage)
         moved = moved - share * expected
         share = share * prior_scale
         rule = Prior(share * prior.weights.to(known.dtype), share[:, 0] * prior.constant.to(known.dtype))
-    means = _means(moved, fresh.sizes, params)
-    shift = scale * _spread(means, fresh.other_sizes)
+    means = _means(moved, fresh.recomputed_per_chunk, params)
+    shift = scale * _spread(means, fresh.reused_per_chunk)
     if params.penalty is not None and len(at):
-        fitted = _fit(known, ours, moved - _spread(means, fresh.sizes), params.penalty)
+        fitted = _fit(known, ours, moved - _spread(means, fresh.recomputed_per_chunk), params.penalty)
         found = Prior(scale * fitted.weights, scale * fitted.constant)
         rule = found if rule is None else Prior(*(a + b for a, b in zip(rule, found, strict=True)))
     if rule is not None:
@@ -226,10 +230,11 @@ def _means(moved: Tensor, sizes: Sequence[int], params: CorrectionParams) -> Ten
 
     All chunks' towards zero, as if `zero_prior` more tokens had not moved; a chunk's own towards that.
     """
-    overall = moved.sum(dim=1) / (moved.shape[1] + params.zero_prior)
+    overall = moved.sum(dim=1) / (moved.shape[1] + params.zero_shrinkage)
     parts = torch.split(moved, list(sizes), dim=1)
     return torch.stack(
-        [overall + (p - overall[:, None]).sum(dim=1) / (p.shape[1] + params.weight) for p in parts], dim=1
+        [overall + (p - overall[:, None]).sum(dim=1) / (p.shape[1] + params.chunk_shrinkage) for p in parts],
+        dim=1,
     )
 
 

@@ -1,4 +1,4 @@
-"""How a family turns a head by RoPE: its own function, and which of the forms that kernels know it has."""
+"""RoPE: a family's own function, and its form if kernels have that form."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class RotaryForm:
     wide: bool  # computed in fp32 and rounded once, else after every step
 
     def rotated(self, x: Tensor, rope: Rope) -> Tensor:
-        """x [heads, S, D] turned as kernels do it, in torch."""
+        """x [heads, S, D] rotated as kernels do it, in torch."""
         width = rope.cos.shape[-1]
         half, out = width // 2, x.clone()
         halves = slice(half), slice(half, width)
@@ -45,13 +45,13 @@ FORMS = (
 
 
 class Rotary:
-    """A reader's rotation. `form` is None where its function is none of those that kernels know."""
+    """A model's rotation. `form` is None where kernels do not have its form."""
 
     def __init__(self, own: OwnFunction, form: RotaryForm | None) -> None:
         self.own, self.form = own, form
 
     def rotate(self, x: Tensor, rope: Rope) -> Tensor:
-        """x [heads, S, D] turned by the family's own function, in its own dtype; dims beyond R stay."""
+        """x [heads, S, D] rotated by the family's own function, in its own dtype; dims beyond R stay."""
         width = rope.cos.shape[-1]
         if width == x.shape[-1]:
             return self.own(x[None], x[None, :0], rope.cos[None], rope.sin[None])[0][0]

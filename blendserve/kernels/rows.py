@@ -1,4 +1,4 @@
-"""The rows of a prefill: where they stand, and how attention may cut them into blocks."""
+"""The rows of a pass: their positions, and the blocks that plain attention computes them in."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import Tensor
 MAX_BLOCK = 96  # rows; larger blocks waste work beyond the diagonal, smaller ones fill the matmul badly
 SCORE_BUDGET = (
     2**22
-)  # elements of one kv head's scores in a block, [g * B, n]: what bounds memory at long contexts
+)  # elements of one kv head's scores in a block, [g * B, n]: bounds memory at long contexts
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The active rows of a prefill, by position, ascending: in this machine's own memory and on the device.
+    """The positions of a pass's rows, ascending, in host memory and on the device: the host never waits for a GPU.
 
-    What depends on them here need not wait for a GPU; on a CPU both are one.
+    On a CPU both are one tensor.
     """
 
     host: Tensor  # [S] int64
@@ -40,7 +40,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Rows [start, stop) that attend to keys [lo, hi) together; `mask` [B, hi - masked_from] hides what is not theirs."""
+    """Rows [start, stop) that attend to keys [lo, hi) together; `mask` [B, hi - masked_from] hides keys of some rows."""
 
     start: int
     stop: int
@@ -51,43 +51,43 @@ class Block:
 
 
 @dataclass(frozen=True)
-class RowPlan:
-    """The rows of a prefill: made once, used by every layer with the same window.
+class AttentionPlan:
+    """The rows of a pass: made once, used by every layer with the same window.
 
-    known: the positions in this machine's own memory, where the caller has them: reading them from a GPU would wait for
-    everything that it has still to do. Kernels that run there do without; None = nobody has them yet.
-    absent: keys that no row may see, as nothing was computed for them; only `attend_with_scores` takes such.
+    host_positions: positions in host memory. None = they are on a GPU alone: reading them would wait for all work that
+    is queued there, and the GPU's kernels do not need it.
+    masked_keys: True for keys that no row sees, as they were not computed; for `attend_with_scores` alone.
     """
 
     positions: Tensor  # [S] int64, ascending, on the device of the queries
-    group: int  # query heads a kv head, H / K
+    group: int  # query heads per kv head, H / K
     window: int | None
-    known: Tensor | None = None  # [S] int64
-    absent: Tensor | None = None  # [T] bool
+    host_positions: Tensor | None = None  # [S] int64
+    masked_keys: Tensor | None = None  # [T] bool
 
     @cached_property
-    def host(self) -> Tensor:
-        """The positions in this machine's own memory; waits for the device where nobody knew them."""
-        return self.positions.cpu() if self.known is None else self.known
+    def positions_on_host(self) -> Tensor:
+        """The positions in host memory; waits for the device where `host_positions` is None."""
+        return self.positions.cpu() if self.host_positions is None else self.host_positions
 
     @cached_property
-    def end(self) -> int:
-        """How many keys the last row sees."""
-        return int(self.host[-1]) + 1 if len(self.host) else 0
+    def kv_len(self) -> int:
+        """Number of keys up to the last row's position."""
+        return int(self.positions_on_host[-1]) + 1 if len(self.positions_on_host) else 0
 
     @cached_property
-    def dense(self) -> bool:
-        """Whether the rows are known to stand side by side, so that "causal" says it all."""
+    def is_contiguous(self) -> bool:
+        """Whether positions are consecutive and known on the host: then a causal mask is enough."""
         return (
-            self.known is not None
-            and bool(len(self.known))
-            and self.end - int(self.known[0]) == len(self.known)
+            self.host_positions is not None
+            and bool(len(self.host_positions))
+            and self.kv_len - int(self.host_positions[0]) == len(self.host_positions)
         )
 
     @cached_property
     def blocks(self) -> tuple[Block, ...]:
-        """How the plain form cuts them; a compiled kernel has its own way, and these are not made for it."""
-        at: list[int] = self.host.tolist()
+        """Blocks of the plain form; compiled kernels have their own."""
+        at: list[int] = self.positions_on_host.tolist()
         blocks, start = [], 0
         while start < len(at):
             size = max(1, min(MAX_BLOCK, SCORE_BUDGET // (self.group * (at[start] + 1))))
@@ -98,13 +98,13 @@ class RowPlan:
 
     @cached_property
     def hidden(self) -> Tensor:
-        """[S, T - from], True where a row must not look: later keys, absent ones, and those out of its window.
+        """[S, T - from], True for keys that a row does not see: later ones, masked ones, and keys before its window.
 
-        Only the last columns are given where nothing before them is hidden from anybody. Needs `absent`.
+        The first columns are left out where every row sees them. Needs `masked_keys`.
         """
-        assert self.absent is not None
-        key, row = torch.arange(len(self.absent)), self.host[:, None]
-        hide = self.absent[None] | (key[None] > row)
+        assert self.masked_keys is not None
+        key, row = torch.arange(len(self.masked_keys)), self.positions_on_host[:, None]
+        hide = self.masked_keys[None] | (key[None] > row)
         if self.window is not None:
             hide |= key[None] <= row - self.window
         seen_by_all = int((~hide.any(dim=0)).long().cumprod(0).sum())
@@ -115,17 +115,17 @@ def plan_rows(
     positions: Tensor,
     group: int,
     window: int | None = None,
-    known: Tensor | None = None,
-    absent: Tensor | None = None,
-) -> RowPlan:
-    """The plan for rows at ascending `positions` [S]; group: query heads a kv head, H / K; the rest: see RowPlan."""
-    if known is None and positions.device.type == "cpu":
-        known = positions
-    return RowPlan(positions, group, window, known, absent)
+    host_positions: Tensor | None = None,
+    masked_keys: Tensor | None = None,
+) -> AttentionPlan:
+    """The plan for rows at ascending `positions` [S]; for the other parameters see AttentionPlan."""
+    if host_positions is None and positions.device.type == "cpu":
+        host_positions = positions
+    return AttentionPlan(positions, group, window, host_positions, masked_keys)
 
 
-def plans_by_window(rows: Rows, group: int, windows: Iterable[int | None]) -> dict[int | None, RowPlan]:
-    """One plan for each window that a reader's layers have."""
+def plans_by_window(rows: Rows, group: int, windows: Iterable[int | None]) -> dict[int | None, AttentionPlan]:
+    """One plan for each window of a model's layers."""
     return {window: plan_rows(rows.device, group, window, rows.host) for window in set(windows)}
 
 

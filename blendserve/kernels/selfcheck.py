@@ -27,10 +27,10 @@ from blendserve.kernels.cuda import place as cuda_place
 from blendserve.kernels.cuda.available import has_triton
 from blendserve.kernels.norm import FORMS
 from blendserve.kernels.rotary import RotaryForm
-from blendserve.kernels.rows import RowPlan
+from blendserve.kernels.rows import AttentionPlan
 from blendserve.kernels.types import AttentionSpec, RecomputedTokens, Rope
 
-Attend = Callable[[Tensor, Tensor, Tensor, AttentionSpec, RowPlan], Tensor]
+Attend = Callable[[Tensor, Tensor, Tensor, AttentionSpec, AttentionPlan], Tensor]
 
 
 # The CPU's compiled kernels
@@ -45,7 +45,7 @@ class Status:
 
 
 def cpu_status(level: Level) -> Status:
-    """Compiles and checks the kernels at the first call. Raises ConfigError alone, for an unknown cap."""
+    """Compiles and checks the kernels at the first call. Raises nothing but ConfigError, for an unknown cap."""
     if not switches.is_native_on():
         return Status(False, f"switched off by {switches.NATIVE}=0")
     return _cpu_status(level)
@@ -68,14 +68,9 @@ def _cpu_status(level: Level) -> Status:
 
 
 POSITIONS = (0, 1, 2, 3, 17, 63, 64, 65, 255, 256, 257, 400, 401, 402, 511, 512, 600, 700, 701)
-ATTENTION_BOUND = {
-    torch.bfloat16: 0.03,
-    torch.float32: 2e-5,
-}  # outputs reach 4; they and the weights are rounded
-CORRECTION_BOUND = {
-    torch.bfloat16: 0.05,
-    torch.float32: 1e-4,
-}  # outputs reach 5; they and the weights are rounded
+# Outputs reach 4 and 5; they and the weights are rounded.
+ATTENTION_BOUND = {torch.bfloat16: 0.03, torch.float32: 2e-5}
+CORRECTION_BOUND = {torch.bfloat16: 0.05, torch.float32: 1e-4}
 ROUNDING = {torch.bfloat16: 2**-8, torch.float32: 2**-20}  # of a linear layer's output, relative
 GATED = Activation(F.silu, True)
 
@@ -95,7 +90,7 @@ def _check_attention(level: Level, draw: Draw) -> None:
             draw, POSITIONS, group=3, window=window, softcap=softcap, size=2.0
         )
         got = bindings.attention(level, q, keys, values, spec, plan)
-        end = plan.end
+        end = plan.kv_len
         wanted = reference.formula(q, keys[:, :end], values[:, :end], plan.positions, spec)
         _require(
             _worst(got, wanted), ATTENTION_BOUND[draw.dtype], f"attention, window {window}, softcap {softcap}"
@@ -224,7 +219,7 @@ def _attention_error(form: Attend, kind: Kind, positions: Sequence[int]) -> floa
         "size": 2.0,
     }
     q, keys, values, spec, plan = cases.attention(Draw(kind.dtype), positions, **shape)
-    end = plan.end
+    end = plan.kv_len
     wanted = reference.formula(q, keys[:, :end], values[:, :end], plan.positions, spec)
     there = cases.attention(Draw(kind.dtype, kind.device), positions, **shape)
     return _worst(form(*there).cpu(), wanted)
@@ -252,9 +247,7 @@ def placing_trouble(form: RotaryForm, device: torch.device, dtype: torch.dtype, 
 def _trouble(largest: Callable[[], float], bound: float) -> str:
     try:
         error = largest()
-    except (
-        Exception
-    ) as failure:  # anything that a compiler, a driver or a GPU without room for the tile raises
+    except Exception as failure:  # of a compiler, a driver or a GPU without room for the tile
         return f"{type(failure).__name__}: {str(failure).strip() or 'no reason given'}".splitlines()[0]
     return "" if error <= bound else f"off by {error:.3g}"
 

@@ -17,16 +17,14 @@ from blendserve.kernels import cases
 from blendserve.kernels.autotune import Calls
 from blendserve.kernels.cases import Draw
 from blendserve.kernels.cpu.bindings import FEW
-from blendserve.kernels.rotary import HALVES, Rotary, RotaryForm
-from blendserve.kernels.rows import RowPlan
-from blendserve.kernels.types import AttentionSpec, CorrectionParams, RecomputedTokens, Rope
+from blendserve.kernels.rows import AttentionPlan
+from blendserve.kernels.types import AttentionSpec
 
 KEYS, WINDOW = 512, 128
 SUFFIX, WHOLE, SCATTERED = 32, 256, 128  # rows that are timed
 LINEAR_ROWS = {True: (1, 4), False: (32, 256)}  # by whether they are few
 CACHE_BYTES = 2**24  # of weights for few rows: more than a core's cache, as in a model
 MULTIPLICATIONS = 3e8  # of a linear layer: a larger one is timed by a part of its outputs
-CHUNK = 256  # tokens
 ROWS = {
     "one": ([KEYS - 1],),
     "contiguous": (range(KEYS - SUFFIX, KEYS), range(WHOLE)),
@@ -63,30 +61,15 @@ class LinearClass(NamedTuple):
         return f"{_name(self.dtype)}, {self.inputs} to {self.outputs}, {rows} ({timed})"
 
 
-class CorrectionClass(NamedTuple):
-    dtype: torch.dtype
-    kv_heads: int
-    dim: int
-    rotated: int
-    form: RotaryForm | None
-    is_fitted: bool
-
-    def __str__(self) -> str:
-        form = "halves" if self.form == HALVES else "other"
-        kind = "regression" if self.is_fitted else "means"
-        heads = f"{self.kv_heads} heads of {self.dim}"
-        return f"{_name(self.dtype)}, {heads}, {self.rotated} rotated as {form}, {kind}"
-
-
 def attention_class(
-    q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: RowPlan
+    q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: AttentionPlan
 ) -> AttentionClass | None:
-    rows = "one" if q.shape[1] == 1 else "contiguous" if plan.dense else "scattered"
+    rows = "one" if q.shape[1] == 1 else "contiguous" if plan.is_contiguous else "scattered"
     return _attention_class(q, keys, spec, rows)
 
 
 def scores_class(
-    q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: RowPlan
+    q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: AttentionPlan
 ) -> AttentionClass | None:
     return _attention_class(q, keys, spec, "scored")
 
@@ -112,7 +95,7 @@ def attention_calls(found: AttentionClass) -> Calls:
 
 
 def linear_class(x: Tensor, weight: Tensor, bias: Tensor | None) -> LinearClass | None:
-    """Only bf16 has backends beside torch's."""
+    """None but for bf16: other dtypes have torch's backend alone."""
     if x.dtype != torch.bfloat16 or x.dim() != 2 or x.device.type != "cpu":
         return None
     return LinearClass(x.dtype, weight.shape[0], weight.shape[1], x.shape[0] <= FEW)
@@ -130,36 +113,6 @@ def linear_calls(found: LinearClass) -> Calls:
     )  # time does not depend on values
     inputs = [torch.full((n, found.inputs), 0.5, dtype=found.dtype) for n in rows]
     return [[(x, weight, None) for weight in weights] for x in inputs]
-
-
-def correction_class(
-    keys: Tensor,
-    values: Tensor,
-    fresh: RecomputedTokens,
-    rope: Rope,
-    rotary: Rotary,
-    params: CorrectionParams,
-    prior: object = None,
-) -> CorrectionClass | None:
-    if keys.device.type != "cpu":
-        return None
-    form = rope.cos.shape[-1], rotary.form
-    return CorrectionClass(keys.dtype, keys.shape[0], keys.shape[2], *form, params.penalty is not None)
-
-
-def correction_calls(found: CorrectionClass) -> Calls:
-    """Two chunks, every seventh token recomputed."""
-    args = cases.correction(
-        Draw(found.dtype, fill=0.0),
-        (CHUNK, CHUNK),
-        2 * CHUNK // 7,
-        heads=found.kv_heads,
-        dim=found.dim,
-        width=found.rotated,
-        params=cases.RIDGE if found.is_fitted else cases.SHIFT,
-        form=found.form or HALVES,
-    )
-    return [[args]]
 
 
 def _name(dtype: torch.dtype) -> str:

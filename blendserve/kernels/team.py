@@ -1,8 +1,8 @@
-"""How many threads a compiled kernel runs with: torch's, or fewer where that makes a pass faster (models/threads.py) or
-where other threads decode what the pass waits for (blend/loader.py).
+"""The number of threads of compiled kernels: torch's, or fewer where a pass is faster so (models/threads.py) or where
+other threads decode layers that the pass waits for (blend/loader.py).
 
-Their results do not depend on it. What torch computes itself may, so its own number of threads, which is also by what a
-backend is chosen, stays as it is. It holds for the calling thread alone.
+Results of compiled kernels do not depend on it. Torch's own results may, so torch's number of threads stays as it is.
+The number is that of the calling thread alone.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ def size() -> int:
 
 
 def leave(cores: int) -> None:
-    """From now on passes of few rows by the calling thread leave so many cores to threads that work for it; 0 = none."""
+    """From now on, passes of few rows by the calling thread leave this number of cores to its helper threads."""
     _own.left = cores
 
 
 def leaves() -> int:
-    """Cores that the calling thread's passes of few rows leave to others."""
+    """Cores that the calling thread's passes of few rows leave to its helper threads."""
     return _own.left
 
 
@@ -50,11 +50,11 @@ def at_most(threads: int | None) -> Iterator[None]:
 
 
 def alone() -> None:
-    """From now on the calling thread computes alone, in torch's own loops, too; for threads that work beside others.
+    """From now on the calling thread computes alone, in torch's own loops, too; for helper threads.
 
-    Each thread that enters such a loop has OpenMP make it a team of its own. Several of them on the same cores wait for
-    each other, and all of the process's teams give up spinning sooner. Nothing changes where there is no OpenMP to ask.
+    OpenMP makes a team for each thread that enters a parallel loop. Several teams on the same cores wait for each other.
+    Without OpenMP nothing changes.
     """
-    torch.get_num_threads()  # a thread's first question sets its number: it is asked before
+    torch.get_num_threads()  # a thread's first call sets its number: it must come before ours
     with suppress(OSError, TypeError, AttributeError):
         ctypes.CDLL(None).omp_set_num_threads(1)

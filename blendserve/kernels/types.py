@@ -1,4 +1,4 @@
-"""What kernels are told beside tensors. Nothing here knows a model."""
+"""Parameters of kernels. Nothing here depends on a model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """What a layer's attention does beside softmax(scale * q k)."""
+    """Parameters of a layer's attention, softmax(scale * q k) v."""
 
     scale: float
     window: int | None = None  # row i sees key j only if i - j < window
@@ -40,37 +40,37 @@ class Rope:
 
 Ropes = tuple[Rope, ...]  # one for each layer; layers that rotate alike share it
 
-RecordView = tuple[int, Tensor, Tensor]  # where its first token stands; keys before RoPE and values [K, C, D]
+RecordView = tuple[int, Tensor, Tensor]  # position of its first token; keys before RoPE and values [K, C, D]
 
 
 class RecomputedTokens(NamedTuple):
-    """The recomputed tokens of some chunks, ascending: how they came out, and where their stored KV is."""
+    """Fresh KV of the recomputed tokens of some chunks, and the places of recomputed and reused tokens, ascending."""
 
-    keys: Tensor  # [K, S, D] after RoPE, of all rows
+    keys: Tensor  # [K, S, D] after RoPE, of all rows of the pass
     values: Tensor  # [K, S, D]
-    rows: Tensor  # [N] int64: which of these are meant
-    at: Tensor  # [N] int64: where their stored KV is
-    sizes: Sequence[int]  # how many of them each chunk has
-    others: Tensor  # int64, ascending: the chunks' other tokens, which are to be corrected
-    other_sizes: Sequence[int]
-    foreign: Sequence[float]  # of each chunk, above 0: what linear maps say of its tokens is scaled by it
+    row_index: Tensor  # [N] int64: rows of recomputed tokens in `keys` and `values`
+    recomputed_index: Tensor  # [N] int64: their places in the stored KV
+    recomputed_per_chunk: Sequence[int]
+    reused_index: Tensor  # int64: places of the chunks' other tokens, which are corrected
+    reused_per_chunk: Sequence[int]
+    context_weight: Sequence[float]  # of each chunk, above 0: scales what linear maps predict for its tokens
 
 
 class CorrectionParams(NamedTuple):
     """A correction's constants, explained in blend/corrections."""
 
-    weight: float  # tokens' worth of trust in the mean over all chunks
-    zero_prior: float  # tokens' worth of trust in nothing having moved
-    key_scale: float  # of what keys are moved by, as far as this prompt's recomputed tokens say it
-    value_scale: float  # and values
+    chunk_shrinkage: float  # weight of the mean over all chunks in a chunk's mean, in tokens
+    zero_shrinkage: float  # weight of zero in the mean over all chunks, in tokens
+    key_scale: float  # factor of the deviation of keys that is fitted to this prompt's recomputed tokens
+    value_scale: float  # the same of values
     penalty: float | None  # of the ridge regression; None: means alone
-    prior_trust: float = 0.0  # tokens' worth of trust in the prior as it is
-    prior_key_scale: float = 0.0  # of what keys are moved by, as far as the prior says it
-    prior_value_scale: float = 0.0  # and values
+    prior_shrinkage: float = 0.0  # weight of 1 in the prior's factor, in tokens
+    prior_key_scale: float = 0.0  # factor of the deviation of keys that the prior predicts
+    prior_value_scale: float = 0.0  # the same of values
 
 
 class Prior(NamedTuple):
-    """How one layer's stored tokens are expected to move: by [key before RoPE | value] W + c."""
+    """A linear prediction of the deviation of a layer's stored tokens: [key before RoPE | value] W + c."""
 
     weights: Tensor  # [K, 2D, 2D] fp32
     constant: Tensor  # [K, 2D] fp32

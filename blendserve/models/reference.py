@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any, cast
 
 import torch
@@ -45,7 +46,9 @@ def model_forward(model: DecoderModel, ids: TokenIds, nudge: int | None = None) 
         eps = torch.finfo(embedded.dtype).eps
         embedded = (embedded.float() * (1 + eps * sign.to(embedded.device))).to(embedded.dtype)
     cache = DynamicCache()  # of nothing but full layers: windows are masks, and nothing is dropped
-    output = reference(inputs_embeds=embedded, past_key_values=cache, use_cache=True, logits_to_keep=2)
+    output = reference(
+        inputs_embeds=embedded, **cache_argument(reference, cache), use_cache=True, logits_to_keep=2
+    )
     keys, values = (torch.stack([getattr(x, part)[0] for x in cache.layers]) for part in ("keys", "values"))
     return Forward(output.logits[0], keys, values)
 
@@ -63,8 +66,15 @@ class OwnDecoding:
     def feed(self, ids: TokenIds) -> Tensor:
         """Run these tokens behind all earlier ones -> logits [V] after the last one."""
         inputs = torch.tensor([ids], device=self._device)
-        output = self._model(input_ids=inputs, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
+        cache = cache_argument(self._model, self._cache)
+        output = self._model(input_ids=inputs, **cache, use_cache=True, logits_to_keep=1)
         return cast(Tensor, output.logits[0, -1])
+
+
+def cache_argument(model: Any, cache: Any) -> dict[str, Any]:
+    """The cache as an argument of a transformers model, which was renamed from past_key_values in version 5.24."""
+    inner = model.model if isinstance(model, TextTower) else model
+    return {"cache" if "cache" in signature(inner.forward).parameters else "past_key_values": cache}
 
 
 class TextTower(nn.Module):

@@ -17,7 +17,7 @@ from blendserve.engine.engine import Engine, index_owner
 from blendserve.engine.fair_executor import BackgroundThrottle, FairExecutor
 from blendserve.engine.prompt import PromptBuilder
 from blendserve.engine.request import Plan, make_plan
-from blendserve.errors import Stopping
+from blendserve.errors import ShuttingDown
 from blendserve.models.loader import load_tokenizer
 from blendserve.paths import index_folder
 from blendserve.ray.cluster import cluster, worker_config
@@ -74,7 +74,7 @@ class RayEngineClient:
     async def submit(self, query: QueryRequest, tenant: Tenant) -> RequestHandle:
         """See EngineClient."""
         if not self.is_alive:
-            raise Stopping("the server is shutting down: ask again in a moment")
+            raise ShuttingDown("the server is shutting down: ask again in a moment")
         clock = Clock()
         plan = await self.collections.run(tenant, self._plan, tenant, query, clock)
         request = RoutedRequest(

@@ -96,7 +96,7 @@ class EngineReplica:
                 yield event
                 if isinstance(event, Finished | Failed):
                     return
-        except BlendserveError as error:  # such as Busy: sent like a later error
+        except BlendserveError as error:  # such as RateLimited: sent like a later error
             yield Failed(error)
         finally:
             if sequence:

@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from blendserve.kernels import ops
-from blendserve.kernels.rows import RowPlan, plan_rows
+from blendserve.kernels.rows import AttentionPlan, plan_rows
 from blendserve.kernels.types import AttentionSpec
 from blendserve.models.loader import fast_dtype
 from blendserve.retrieve.encoder import Window
@@ -182,7 +182,7 @@ class Bert:
     def _attend(self, qkv: Tensor, lengths: Sequence[int]) -> Tensor:
         """[N, 3 E] -> [N, E], window by window. Every row is placed at its window's end, so it attends to all of it."""
         qkv = qkv.view(len(qkv), 3, self._heads, -1).permute(1, 2, 0, 3)
-        backends: dict[int, tuple[Callable[..., Tensor], RowPlan]] = {}  # by length
+        backends: dict[int, tuple[Callable[..., Tensor], AttentionPlan]] = {}  # by length
         out = []
         for end, n in zip(accumulate(lengths), lengths, strict=True):
             q, k, v = qkv[:, :, end - n : end]

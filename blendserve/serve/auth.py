@@ -54,7 +54,7 @@ async def authenticate(
     connection: HTTPConnection,
     _: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)] = None,  # for the API's description
 ) -> Tenant:
-    """The tenant of a request, which is counted once. Raises NotAuthenticated, Busy.
+    """The tenant of a request, which is counted once. Raises NotAuthenticated, RateLimited.
 
     A coroutine, so that FastAPI runs it on the event loop. RequestBodyMiddleware calls it before it reads a body.
     """

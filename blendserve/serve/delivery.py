@@ -16,15 +16,15 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Depends, FastAPI, Query, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from blendserve.config import Config, DeliverConfig, check_binding
+from blendserve.config import Config, DeliverConfig
 from blendserve.engine.fair_executor import FairExecutor
-from blendserve.errors import BodyTooSlow, Busy, InputError, NotAllowed, NotFound
+from blendserve.errors import BodyTooSlow, InputError, NotFound, PermissionDenied, RateLimited
 from blendserve.fetch import open_store
 from blendserve.fetch.kdn.manifest import MAX_INTERLEAVED, Collection, encode_body, interleave, level_key
 from blendserve.kdn.catalogue import Catalogue, pieces_of
@@ -36,7 +36,7 @@ from blendserve.serve.engine_client import run_on
 from blendserve.serve.keys import Tenant
 from blendserve.serve.limits import TokenBucket
 from blendserve.serve.metrics import HttpMetrics
-from blendserve.serve.server import HttpServer
+from blendserve.serve.server import HttpServer, check_http
 from blendserve.store import ChunkKey, KVStore, read_record
 from blendserve.store.clock import Clock
 from blendserve.store.codecs.base import Buffer
@@ -55,6 +55,9 @@ class CachedBody:
     @property
     def n_bytes(self) -> int:
         return sum(map(len, self.parts))
+
+
+Handler = TypeVar("Handler", bound=Callable[..., Any])
 
 
 class DeliveryMetrics(HttpMetrics):
@@ -151,11 +154,11 @@ class DeliveryBackend:
         return CachedBody(interleave([one.parts for one in bodies]), f'"{etag}"')
 
     def take_bytes(self, tenant: Tenant, n_bytes: int) -> None:
-        """Count bytes to send. Raises Busy if the tenant's quota is used up; the last body may exceed it."""
+        """Count bytes to send. Raises RateLimited if the tenant's quota is used up; the last body may exceed it."""
         self.metrics.bytes.inc(n_bytes)
         if limit := self.http.mb_per_minute:
             if wait_s := self._sent_mb.wait_s(tenant.name, limit, limit / 60):
-                raise Busy(f"transfer limit of {limit:g} MB per minute", math.ceil(wait_s))
+                raise RateLimited(f"transfer limit of {limit:g} MB per minute", math.ceil(wait_s))
             self._sent_mb.use(tenant.name, n_bytes / 1e6, limit / 60)
 
     def _cached(self, key: tuple[ChunkKey, ChunkKey], made: CachedBody) -> CachedBody:
@@ -185,7 +188,11 @@ ChunksArg = Annotated[
     str, Query(max_length=1 << 13, description="KEY:LEVEL of each chunk, separated by commas.")
 ]
 DeleteArg = Annotated[bool, Query(description="Whether to delete the chunks that no other collection has.")]
-GET = ["GET", "HEAD"]
+
+
+def get_and_head(path: str) -> Callable[[Handler], Handler]:
+    """Routes of both methods; each has its own operation id in the OpenAPI schema."""
+    return lambda handler: router.head(path)(router.get(path)(handler))
 
 
 @router.get("/collections")
@@ -202,20 +209,20 @@ async def get_collection(name: str, state: StateDep, tenant: TenantDep) -> dict[
     return asdict(await run_on(state.backend.executor, tenant, state.backend.collection, tenant, name))
 
 
-@router.api_route("/collections/{name}/directory", methods=GET)
+@get_and_head("/collections/{name}/directory")
 async def directory(name: str, request: Request, state: StateDep, tenant: TenantDep) -> Response:
     """Its chunks: for each its key, tokens, and the bytes of its body at each level."""
     return await _send(request, state, tenant, state.backend.directory, name)
 
 
-@router.api_route("/collections/{name}/pieces/{hash}", methods=GET)
-@router.api_route("/collections/{name}/tables/{hash}", methods=GET)
+@get_and_head("/collections/{name}/pieces/{hash}")
+@get_and_head("/collections/{name}/tables/{hash}")
 async def piece(name: str, hash: str, request: Request, state: StateDep, tenant: TenantDep) -> Response:
     """A part of its index, or a codec's tables, whose hash this is."""
     return await _send(request, state, tenant, state.backend.piece, name, hash)
 
 
-@router.api_route("/collections/{name}/chunks/{key}", methods=GET)
+@get_and_head("/collections/{name}/chunks/{key}")
 async def chunk(
     name: str, key: str, request: Request, state: StateDep, tenant: TenantDep, level: LevelArg = ""
 ) -> Response:
@@ -223,7 +230,7 @@ async def chunk(
     return await _send(request, state, tenant, state.backend.chunk, name, key, level)
 
 
-@router.api_route("/collections/{name}/layers", methods=GET)
+@get_and_head("/collections/{name}/layers")
 async def layers(
     name: str, request: Request, state: StateDep, tenant: TenantDep, chunks: ChunksArg
 ) -> Response:
@@ -255,12 +262,12 @@ async def withdraw(
 async def _administer(
     state: State, tenant: Tenant, name: str, call: Callable[[KVStore, Catalogue, str, bool], int], flag: bool
 ) -> int:
-    """Raises NotFound, NotAllowed, StoreError."""
+    """Raises NotFound, PermissionDenied, StoreError."""
     backend = state.backend
     await run_on(backend.executor, tenant, backend.collection, tenant, name)
     tenant.require_write_access()
     if not tenant.admin:
-        raise NotAllowed("pinning and retiring collections requires an admin's key")
+        raise PermissionDenied("pinning and retiring collections requires an admin's key")
     return await run_on(backend.executor, tenant, call, backend.store, backend.catalogue, name, flag)
 
 
@@ -357,7 +364,7 @@ def create_delivery_app(backend: DeliveryBackend) -> FastAPI:
 
 def serve(settings: Config) -> None:
     """Deliver the collections of a store until told to stop. Raises ConfigError, StoreError."""
-    check_binding(settings.deliver)
+    check_http(settings.deliver)
     with open_store(settings.store, None, persistent=True) as store:
         backend = DeliveryBackend(store, settings.deliver)
         HttpServer(create_delivery_app(backend), backend).run()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, TypeVar
 
@@ -33,12 +34,29 @@ router = APIRouter(prefix="/v1", tags=["documents and cache"])
 T = TypeVar("T")
 State = ServerState[LocalEngineClient]
 StateDep = Annotated[State, Depends(server_state)]
-CollectionArg = Annotated[Name | None, Query(description="Collection; optional if there is only one.")]
-SearchArg = Annotated[
-    str, Query(max_length=512, description="Text that entries must contain; case does not matter.")
-]
-OffsetArg = Annotated[int, Query(ge=0, le=10**9, description="Number of entries to skip.")]
-LimitArg = Annotated[int, Query(ge=1, le=MAX_PAGE, description="Largest number of entries to return.")]
+
+
+@dataclass(frozen=True, slots=True)
+class ListQuery:
+    """The query of a list: which entries, and which page of them."""
+
+    collection: Annotated[Name | None, Query(description="Collection; optional if there is only one.")] = None
+    search: Annotated[
+        str, Query(max_length=512, description="Text that entries must contain; case does not matter.")
+    ] = ""
+    offset: Annotated[int, Query(ge=0, le=10**9, description="Number of entries to skip.")] = 0
+    limit: Annotated[int, Query(ge=1, le=MAX_PAGE, description="Largest number of entries to return.")] = 50
+
+    def page(self, entries: Sequence[T]) -> Sequence[T]:
+        """The entries of this page."""
+        return entries[self.offset : self.offset + self.limit]
+
+    def answer(self, name: str, total: int, data: list[dict[str, Any]]) -> dict[str, Any]:
+        """The body of a response. name: of the collection. data: entries of this page."""
+        return {"collection": name, "total": total, "offset": self.offset, "data": data}
+
+
+ListDep = Annotated[ListQuery, Depends()]
 
 
 # Documents and jobs
@@ -71,7 +89,9 @@ async def add_documents(body: DocumentsRequest, state: StateDep, tenant: TenantD
             await collections.run(tenant, save, background=True)
         await _precompute(state.backend, tenant, added, job)
 
-    return _start_job(state, tenant, body, f"documents into {name}", work, given=len(body.documents))
+    return _start_job(
+        state, tenant, body, f"documents into {name}", work, total_documents=len(body.documents)
+    )
 
 
 @router.get("/jobs")
@@ -87,26 +107,19 @@ async def get_job(job_id: str, state: StateDep, tenant: TenantDep) -> dict[str, 
 
 
 @router.get("/documents")
-async def list_documents(
-    state: StateDep,
-    tenant: LimitedTenantDep,
-    collection: CollectionArg = None,
-    search: SearchArg = "",
-    offset: OffsetArg = 0,
-    limit: LimitArg = 50,
-) -> dict[str, Any]:
+async def list_documents(state: StateDep, tenant: LimitedTenantDep, query: ListDep) -> dict[str, Any]:
     """The documents of a collection whose id or title contains the text, with their numbers of passages."""
     collections = state.backend.collections
-    name, index = collections.find(tenant, collection)
+    name, index = collections.find(tenant, query.collection)
 
     def look_up() -> Counter[tuple[str, str]]:
-        found = _matching(state.backend, index, search, lambda p: (p.doc_id, p.title))
+        found = _matching(state.backend, index, query.search, lambda p: (p.doc_id, p.title))
         return Counter((passage.doc_id, passage.title) for passage in found)
 
     found = await collections.run(tenant, look_up, background=True)
-    page = list(found.items())[offset : offset + limit]
+    page = query.page(list(found.items()))
     data = [{"id": id, "title": title, "passages": n} for (id, title), n in page]
-    return {"collection": name, "total": len(found), "offset": offset, "data": data}
+    return query.answer(name, len(found), data)
 
 
 @router.delete("/documents/{doc_id:path}")
@@ -178,7 +191,7 @@ async def lookup(body: CacheRequest, state: StateDep, tenant: LimitedTenantDep) 
         is_cached.extend(key in cached for key in keys)
         return sum(key in cached for key in keys)
 
-    return {**await _for_keys(state, tenant, body, "found", look_up), "there": is_cached}
+    return {**await _for_keys(state, tenant, body, "found", look_up), "cached": is_cached, "there": is_cached}
 
 
 @router.post("/cache/delete")
@@ -197,22 +210,15 @@ async def delete_kv(body: CacheRequest, state: StateDep, tenant: LimitedTenantDe
 
 
 @router.get("/cache/chunks")
-async def list_chunks(
-    state: StateDep,
-    tenant: LimitedTenantDep,
-    collection: CollectionArg = None,
-    search: SearchArg = "",
-    offset: OffsetArg = 0,
-    limit: LimitArg = 50,
-) -> dict[str, Any]:
+async def list_chunks(state: StateDep, tenant: LimitedTenantDep, query: ListDep) -> dict[str, Any]:
     """The passages of a collection that contain the text, with the state of their KV in this key's namespace."""
     client = state.backend
-    name, index = client.collections.find(tenant, collection)
+    name, index = client.collections.find(tenant, query.collection)
     blender, prompts = client.batch.blender(tenant.namespace), client.engine.prompts
 
     def look_up() -> tuple[int, list[tuple[Passage, TokenIds, ChunkKey]]]:
-        found = list(_matching(client, index, search, lambda p: (p.id, passage_text(p))))
-        page = [(passage, prompts.chunk(passage).ids) for passage in found[offset : offset + limit]]
+        found = list(_matching(client, index, query.search, lambda p: (p.id, passage_text(p))))
+        page = [(passage, prompts.chunk(passage).ids) for passage in query.page(found)]
         return len(found), [(passage, ids, blender.key(ids)) for passage, ids in page]
 
     total, page = await client.collections.run(tenant, look_up, background=True)
@@ -236,7 +242,7 @@ async def list_chunks(
             "tier": tiers.get(key),
         }
         data.append(entry)
-    return {"collection": name, "total": total, "offset": offset, "data": data}
+    return query.answer(name, total, data)
 
 
 @router.get("/cache/stats")
@@ -259,9 +265,9 @@ def _start_job(
     body: Body,
     kind: str,
     work: Callable[[Job], Awaitable[None]],
-    given: int = 0,
+    total_documents: int = 0,
 ) -> dict[str, Any]:
-    job = state.backend.jobs.start(tenant.namespace, kind, work, given)
+    job = state.backend.jobs.start(tenant.namespace, kind, work, total_documents)
     return {**job.to_dict(), **state.notices.as_extras(body)}
 
 

@@ -94,7 +94,7 @@ def served_names(model: str, served: str | None) -> tuple[str, ...]:
 async def run_on(
     executor: FairExecutor, tenant: Tenant, call: Callable[..., T], *args: Any, background: bool = False
 ) -> T:
-    """Run a call on an executor's thread when it is the tenant's turn. Raises Busy and Stopping.
+    """Run a call on an executor's thread when it is the tenant's turn. Raises RateLimited and ShuttingDown.
 
     background: it may take longer than a question, and lets questions run between its parts (`executor.give_way`).
     Cancelled while it waits, it does not run.
@@ -180,7 +180,7 @@ class EngineClient(Backend, Protocol):
     def collections(self) -> TenantCollections: ...
 
     async def submit(self, query: QueryRequest, tenant: Tenant) -> RequestHandle:
-        """Retrieve, build the prompt and queue. Raises InputError, NotFound, Busy, Stopping, other BlendserveErrors."""
+        """Retrieve, build the prompt and queue. Raises RateLimited, NotFound and other BlendserveErrors."""
 
 
 class LocalEngineClient:

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from blendserve.errors import BlendserveError, Busy, NotFound
+from blendserve.errors import BlendserveError, NotFound, RateLimited
 
 MAX_JOBS = 1000  # remembered
 MAX_RUNNING = 100
@@ -26,15 +26,16 @@ class Job:
     namespace: str
     kind: str
     state: str = "running"  # running | done | failed
-    given: int = 0  # documents to add
+    total_documents: int = 0  # to add
     documents: int = 0  # added so far
     chunks: int = 0  # to compute or fetch
     computed: int = 0  # chunks that are in the store
     error: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON, without the namespace."""
-        return {name: value for name, value in asdict(self).items() if name != "namespace"}
+        """As JSON, without the namespace. `given` is the old name of total_documents, for one release."""
+        values = {name: value for name, value in asdict(self).items() if name != "namespace"}
+        return {**values, "given": self.total_documents}
 
     async def run(self, work: Callable[[Job], Awaitable[None]]) -> None:
         """Do the work and record how it ended."""
@@ -58,13 +59,15 @@ class Jobs:
         self._jobs: dict[str, Job] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def start(self, namespace: str, kind: str, work: Callable[[Job], Awaitable[None]], given: int = 0) -> Job:
-        """Start a job. Raises Busy if too many run, in total or in this namespace."""
+    def start(
+        self, namespace: str, kind: str, work: Callable[[Job], Awaitable[None]], total_documents: int = 0
+    ) -> Job:
+        """Start a job. Raises RateLimited if too many run, in total or in this namespace."""
         n_running = sum(job.state == "running" for job in self.of(namespace))
         if n_running >= MAX_RUNNING_PER_NAMESPACE or len(self._tasks) >= MAX_RUNNING:
             message = f"too many jobs are running: {n_running} of this namespace, {len(self._tasks)} in total"
-            raise Busy(message, 10)
-        job = Job(f"job-{uuid.uuid4().hex}", namespace, kind, given=given)
+            raise RateLimited(message, 10)
+        job = Job(f"job-{uuid.uuid4().hex}", namespace, kind, total_documents=total_documents)
         self._jobs[job.id] = job
         if len(self._jobs) > MAX_JOBS:
             del self._jobs[next(iter(self._jobs))]

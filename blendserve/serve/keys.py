@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from blendserve.config import HttpConfig
-from blendserve.errors import ConfigError, NotAllowed, NotAuthenticated
+from blendserve.errors import ConfigError, NotAuthenticated, PermissionDenied
 
 log = logging.getLogger(__name__)
 
@@ -39,9 +39,9 @@ class Tenant:
         return self.collections is None or collection in self.collections
 
     def require_write_access(self) -> None:
-        """Raises NotAllowed."""
+        """Raises PermissionDenied."""
         if self.read_only:
-            raise NotAllowed("this API key is read-only: use a key with write access")
+            raise PermissionDenied("this API key is read-only: use a key with write access")
 
 
 Entry = tuple[str, Tenant]

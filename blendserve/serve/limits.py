@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from blendserve.errors import Busy
+from blendserve.errors import RateLimited
 from blendserve.serve.keys import Tenant
 
 BYTES_PER_S = 8 << 20  # of one tenant's bodies: parsing them takes a tenth of the event loop's time
@@ -58,10 +58,10 @@ class Limits:
         self._requests, self._body_bytes = TokenBucket(now), TokenBucket(now)
 
     def take_request(self, tenant: Tenant) -> None:
-        """Count a request. Raises Busy above the tenant's rate."""
+        """Count a request. Raises RateLimited above the tenant's rate."""
         rate = tenant.max_per_minute or self._max_per_minute
         if wait_s := self._requests.wait_s(tenant.name, rate - 1, rate / 60):
-            raise Busy(f"rate limit of {rate} requests per minute", math.ceil(wait_s))
+            raise RateLimited(f"rate limit of {rate} requests per minute", math.ceil(wait_s))
         self._requests.use(tenant.name, 1, rate / 60)
 
     def throttle(self, tenant: Tenant, n_bytes: int) -> float:
@@ -71,14 +71,14 @@ class Limits:
 
     @contextmanager
     def upload_slot(self, tenant: Tenant) -> Iterator[None]:
-        """Count a body that is being read. Raises Busy if the tenant already has too many requests."""
+        """Count a body that is being read. Raises RateLimited if the tenant already has too many requests."""
         self._require_slot(tenant, self._running[tenant.name] + self._uploading[tenant.name])
         with counted(self._uploading, tenant.name):
             yield
 
     @contextmanager
     def concurrency_slot(self, tenant: Tenant) -> Iterator[None]:
-        """Count a running request. Raises Busy if the tenant already has too many."""
+        """Count a running request. Raises RateLimited if the tenant already has too many."""
         self._require_slot(tenant, self._running[tenant.name])
         with counted(self._running, tenant.name):
             yield
@@ -86,7 +86,7 @@ class Limits:
     def _require_slot(self, tenant: Tenant, n: int) -> None:
         limit = tenant.max_concurrent or self._max_concurrent
         if n >= limit:
-            raise Busy(f"limit of {limit} concurrent requests", 1)
+            raise RateLimited(f"limit of {limit} concurrent requests", 1)
 
 
 @contextmanager

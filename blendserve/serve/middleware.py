@@ -53,7 +53,7 @@ class RequestBodyMiddleware:
         return await self._app(scope, _replay(body, receive), send)
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes:
-        """The whole body. Raises NotAuthenticated, Busy, BodyTooLarge, BodyTooSlow, InputError, ClientDisconnected."""
+        """The whole body. Raises InputError, ServeError, ClientDisconnected."""
         length = Headers(scope=scope).get("content-length", "0")
         if not (length.isascii() and length.isdigit()) or len(length) > 15 or int(length) > self._max_bytes:
             raise self._too_large()

@@ -8,7 +8,7 @@ from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import JSONResponse, Response
 
-from blendserve.errors import NotAllowed
+from blendserve.errors import PermissionDenied
 from blendserve.serve.auth import AnyStateDep, TenantDep
 
 router = APIRouter(tags=["operations"])
@@ -34,5 +34,5 @@ def metrics(state: AnyStateDep, tenant: TenantDep) -> Response:
     Not a coroutine: it reads the store, so FastAPI runs it on a thread.
     """
     if not tenant.admin:
-        raise NotAllowed("the metrics cover all tenants: use an admin's key")
+        raise PermissionDenied("the metrics cover all tenants: use an admin's key")
     return Response(state.metrics.text(), media_type=CONTENT_TYPE_LATEST)

@@ -18,12 +18,12 @@ from blendserve.errors import (
     BlendserveError,
     BodyTooLarge,
     BodyTooSlow,
-    Busy,
     ClusterUnavailable,
-    NotAllowed,
     NotAuthenticated,
     NotFound,
-    Stopping,
+    PermissionDenied,
+    RateLimited,
+    ShuttingDown,
     StoreError,
     VectorIndexError,
 )
@@ -38,12 +38,12 @@ StreamEvent = dict[str, Any] | str
 # error -> status, OpenAI's type and code; the first match counts
 ERRORS: tuple[tuple[type[Exception], int, str, str | None], ...] = (
     (NotAuthenticated, 401, "authentication_error", "invalid_api_key"),
-    (NotAllowed, 403, "permission_error", None),
+    (PermissionDenied, 403, "permission_error", None),
     (NotFound, 404, "not_found_error", "not_found"),
     (BodyTooSlow, 408, "invalid_request_error", "body_too_slow"),
     (BodyTooLarge, 413, "invalid_request_error", "body_too_large"),
-    (Busy, 429, "rate_limit_error", "rate_limit_exceeded"),
-    (Stopping, 503, "server_error", "shutting_down"),
+    (RateLimited, 429, "rate_limit_error", "rate_limit_exceeded"),
+    (ShuttingDown, 503, "server_error", "shutting_down"),
     (StoreError, 503, "server_error", "store_unavailable"),
     (ClusterUnavailable, 503, "server_error", "replicas_unavailable"),
     (VectorIndexError, 503, "server_error", "index_unavailable"),
@@ -110,7 +110,7 @@ def error_details(error: Exception) -> tuple[int, dict[str, Any]]:
 def error_response(error: Exception) -> JSONResponse:
     """The response to a request that failed before its first token."""
     status, body = error_details(error)
-    headers = {"Retry-After": str(error.retry_after)} if isinstance(error, Busy) else {}
+    headers = {"Retry-After": str(error.retry_after)} if isinstance(error, RateLimited) else {}
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     if status == 408:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import signal
+import socket
 import sys
 from collections.abc import Callable, Sequence
 from types import FrameType
@@ -16,9 +17,10 @@ import uvicorn
 from fastapi import FastAPI
 
 from blendserve import console
-from blendserve.config import Config, ServeConfig, check_binding
+from blendserve.config import Config, HttpConfig, ServeConfig, check_binding
 from blendserve.engine.documents import Collections
 from blendserve.engine.engine import Engine
+from blendserve.errors import ConfigError
 from blendserve.kdn.pull import resolve
 from blendserve.serve.app import create_local_app
 from blendserve.serve.engine_client import Backend, LocalEngineClient
@@ -42,11 +44,30 @@ def serve(settings: Config, indexes: Sequence[str]) -> None:
 def local_indexes(settings: Config, indexes: Sequence[str]) -> tuple[Config, list[str]]:
     """The engine's settings, without keys, and the folders of the indexes, after collections were pulled.
 
-    Raises ConfigError for an address that needs API keys and has none.
+    Raises ConfigError for an address or a key file that cannot be used.
     """
-    check_binding(settings.serve)
+    check_http(settings.serve)
     first, config = resolve(indexes[0], settings.without_keys())
     return config, [first, *(resolve(index, config)[0] for index in indexes[1:])]
+
+
+def check_http(http: HttpConfig) -> None:
+    """Raises ConfigError for an address that cannot be used or needs API keys, and for a missing key file."""
+    check_binding(http)
+    if http.keys and not http.keys.exists():
+        raise ConfigError(
+            f"there is no key file {http.keys}: run `blendserve keys create NAME --file {http.keys}`",
+            setting="serve.keys",
+            path=http.keys,
+        )
+    family = socket.AF_INET6 if ":" in http.host else socket.AF_INET
+    try:
+        socket.create_server((http.host, http.port), family=family).close()
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {http.host}, port {http.port}: {error.strerror}; give another --port or --host",
+            setting="serve.port",
+        ) from None
 
 
 def run(

@@ -24,6 +24,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor, TimeoutError
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 from blendserve.errors import StoreError, StoreLeftAlone, StoreUnavailable, unraised
@@ -34,10 +35,27 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 WORKERS = 4
 FAILED_S, MAX_FAILED = 10.0, 4096
 
+HINT = "beside its url in the settings"
+
 T = TypeVar("T")
 Client: TypeAlias = Any  # what the peer's library makes: shared by all workers
 
 log = logging.getLogger(__name__)
+
+
+class PeerUnusable(Exception):
+    """A server cannot be used with these settings, or refuses; the text follows its name in messages."""
+
+
+def read_file(path: Path, setting: str) -> str:
+    """A file that a setting of a server names. Raises PeerUnusable."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or "it is no text"
+        raise PeerUnusable(
+            f"cannot be asked, as the file {path} cannot be read ({why}): correct {setting} {HINT}"
+        ) from None
 
 
 class Breaker:
@@ -129,22 +147,22 @@ class Peer(Protocol):
     deadline_s: float
 
     def connect(self) -> Client:
-        """Raises what its library does: see `explained`."""
+        """Raises what its library does: see `explain`."""
         ...
 
     def disconnect(self, client: Client) -> None:
         """Cut every connection, also those in use: a thread that waits for one gets an error."""
         ...
 
-    def explained(self, error: Exception) -> StoreError | str:
+    def explain(self, error: Exception) -> StoreError | str:
         """Our error for one of its library's; a text that follows its name if the error opens the breaker."""
         ...
 
-    def late(self) -> str:
+    def timeout_reason(self) -> str:
         """Why an answer that did not come opens the breaker; the text follows its name."""
         ...
 
-    def stale(self, error: Exception) -> bool:
+    def is_stale(self, error: Exception) -> bool:
         """Whether a kept connection may have ended with a server that was restarted."""
         ...
 
@@ -186,7 +204,7 @@ class BoundedClient:
         try:
             result = self._tried(job)
         except Exception as error:
-            ours = self.peer.explained(error)
+            ours = self.peer.explain(error)
             if self._interrupts != interrupts:
                 raise StoreUnavailable(ours if isinstance(ours, str) else str(ours)) from error
             if isinstance(ours, str):
@@ -206,9 +224,9 @@ class BoundedClient:
         self._interrupts += 1
         self._drop_client()
         if late:
-            return self._breaker.failure(self.peer.late(), reading)
+            return self._breaker.failure(self.peer.timeout_reason(), reading)
         self._breaker.abandon()
-        return StoreUnavailable(f"{self.peer.server} {self.peer.late()}")
+        return StoreUnavailable(f"{self.peer.server} {self.peer.timeout_reason()}")
 
     def close(self) -> None:
         """Idempotent."""
@@ -224,7 +242,7 @@ class BoundedClient:
         except Exception as error:
             is_quick = time.monotonic() - started <= self.peer.deadline_s / 2
             is_cut = self._interrupts != interrupts
-            if kept is None or not is_quick or is_cut or not self.peer.stale(error):
+            if kept is None or not is_quick or is_cut or not self.peer.is_stale(error):
                 raise
         self._drop_client()
         return job(self._connected())

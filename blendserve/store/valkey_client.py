@@ -7,22 +7,17 @@ from __future__ import annotations
 
 import os
 import re
-from pathlib import Path
 from typing import Any, TypeAlias
 
 from blendserve.config import ValkeyConfig
 from blendserve.errors import StoreError, StoreFull, StoreUnavailable
 from blendserve.extras import install_hint
+from blendserve.store.bounded import HINT, PeerUnusable, read_file
 
 PASSWORD = "BLENDSERVE_VALKEY_PASSWORD"
-WHERE = "beside its url in the settings"
 OLDEST = {"valkey": 7, "redis": 6}  # major versions
 
 Client: TypeAlias = Any  # valkey.Valkey or valkey.ValkeyCluster: their commands have the same names
-
-
-class Unfit(Exception):
-    """The server cannot be used as things are; the text follows its name."""
 
 
 def library() -> Any:
@@ -44,7 +39,7 @@ class ValkeyPeer:
         self.where, self.server, self.deadline_s = config.where, config.server, config.deadline_s
 
     def connect(self) -> Client:
-        """A client of the server or cluster. Raises Unfit, and what valkey-py does: see `explained`."""
+        """A client of the server or cluster. Raises PeerUnusable, and what valkey-py does: see `explain`."""
         config, options = self._config, self._options()
         if config.socket:
             client = self._lib.Valkey(unix_socket_path=config.socket, **options)
@@ -65,29 +60,29 @@ class ValkeyPeer:
             if each is not None:
                 each.connection_pool.disconnect()
 
-    def stale(self, error: Exception) -> bool:
+    def is_stale(self, error: Exception) -> bool:
         """Whether a kept connection may have ended with a server that was restarted."""
         other = isinstance(error, self._lib.TimeoutError | self._lib.AuthenticationError)
         return isinstance(error, self._lib.ConnectionError) and not other
 
-    def late(self) -> str:
+    def timeout_reason(self) -> str:
         """Why an answer that did not come opens the breaker; the text follows the server's name."""
         tls = "; it was asked over TLS: if it speaks none, its url begins with valkey://"
         return (
-            f"does not answer within {self.deadline_s:g} s: check it, or raise deadline_s {WHERE}"
+            f"does not answer within {self.deadline_s:g} s: check it, or raise deadline_s {HINT}"
             f"{tls if self._config.tls else ''}"
         )
 
-    def explained(self, error: Exception) -> StoreError | str:
+    def explain(self, error: Exception) -> StoreError | str:
         """Our error for one of valkey-py's; a text that follows the server's name if the error opens the breaker."""
         lib, text = self._lib, str(error)
         if isinstance(error, StoreError):
             return error
-        if isinstance(error, Unfit):
+        if isinstance(error, PeerUnusable):
             return text
         if isinstance(error, lib.AuthenticationError) or text.startswith(("NOAUTH", "WRONGPASS")):
             return (
-                f"does not accept the credentials: set {PASSWORD} in the environment or secret_file {WHERE}, and "
+                f"does not accept the credentials: set {PASSWORD} in the environment or secret_file {HINT}, and "
                 "username if the user has a name"
             )
         if isinstance(error, lib.exceptions.OutOfMemoryError) or text.startswith("OOM"):
@@ -96,7 +91,7 @@ class ValkeyPeer:
                 "volatile-lru), or lower store.cap_gb"
             )
         if isinstance(error, lib.TimeoutError):
-            return self.late()
+            return self.timeout_reason()
         if isinstance(error, lib.BusyLoadingError):
             return "is still loading its data"
         if isinstance(error, lib.exceptions.ClusterError | lib.exceptions.ValkeyClusterException):
@@ -108,23 +103,23 @@ class ValkeyPeer:
         return f"sends what is no answer ({type(error).__name__}: {text})"
 
     def _options(self) -> dict[str, Any]:
-        """Raises Unfit."""
+        """Raises PeerUnusable."""
         config, password = self._config, os.environ.get(PASSWORD)
         if config.secret_file:
-            password = _read(config.secret_file, "secret_file").strip()
+            password = read_file(config.secret_file, "secret_file").strip()
         options = {
             "username": config.username or None,
             "password": password or None,
             "socket_timeout": config.deadline_s,
         }
         if config.tls and config.ca_file:
-            _read(config.ca_file, "ca_file")
+            read_file(config.ca_file, "ca_file")
         return options | (
             {"ssl": True, "ssl_ca_certs": config.ca_file and str(config.ca_file)} if config.tls else {}
         )
 
     def _is_cluster(self, client: Client) -> bool:
-        """Raises Unfit for another server or version."""
+        """Raises PeerUnusable for another server or version."""
         try:
             info = client.info("server")
         except self._lib.exceptions.NoPermissionError:
@@ -133,19 +128,8 @@ class ValkeyPeer:
         version = str(info.get(f"{kind}_version", ""))
         major = re.match(r"\d+", version)
         if major is None or int(major[0]) < OLDEST[kind]:
-            raise Unfit(
+            raise PeerUnusable(
                 f"is {kind} {version or 'without a version'}, and Valkey 7 or Redis 6 is needed: upgrade it, or correct "
                 "its url in the settings"
             )
         return "cluster" in (info.get("server_mode"), info.get("redis_mode"))
-
-
-def _read(path: Path, setting: str) -> str:
-    """Raises Unfit, naming the setting."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or "it is no text"
-        raise Unfit(
-            f"cannot be asked, as the file {path} cannot be read ({why}): correct {setting} {WHERE}"
-        ) from None

@@ -3,86 +3,75 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable
-from dataclasses import dataclass, field, replace
-from typing import Protocol
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
 
 import torch
 
 from blendserve.core import ChunkKV
 from blendserve.errors import CorruptRecord
-from blendserve.store.codecs.base import Miss, Pair, Tables, Undecodable, codec_for
-from blendserve.store.record import ChunkRecord, Header
+from blendserve.store.codecs.base import Codec, Miss, Pair, Tables, Undecodable, codec_for
+from blendserve.store.record import ChunkRecord
 
 
-class ChunkView(Protocol):
-    """One chunk's KV, layer by layer."""
+@dataclass(eq=False)
+class ChunkView:
+    """One chunk's KV, layer by layer. Threads may share it."""
 
-    @property
-    def n_layers(self) -> int: ...
-
-    @property
-    def n_tokens(self) -> int: ...
-
-    @property
-    def n_bytes(self) -> int:
-        """Bytes of all layers, as stored."""
-        ...
-
-    @property
-    def raw_bytes(self) -> int:
-        """Bytes of keys and values over all layers, as `layer` gives them."""
-        ...
-
-    @property
-    def version(self) -> Hashable:
-        """Equal only for views of the same bytes."""
-        ...
+    n_layers: int
+    n_tokens: int
+    n_bytes: int  # of all layers, as stored
+    raw_bytes: int  # of keys and values over all layers, as `layer` returns them
+    version: Hashable  # equal only for views of the same bytes
+    read: Callable[[int], Pair]
 
     def layer(self, l: int) -> Pair:
         """Layer l's keys before RoPE and values, [K, C, D] each, read-only by convention.
 
         Raises CorruptRecord, IndexError, and ChunkLost for a chunk in transfer that does not arrive.
         """
-        ...
+        if not 0 <= l < self.n_layers:
+            raise IndexError(f"a chunk of {self.n_layers} layers has no layer {l}")
+        return self.read(l)
+
+    def reading(self, read: Callable[[int], Pair]) -> ChunkView:
+        """The same chunk, with layers from `read`."""
+        return ChunkView(self.n_layers, self.n_tokens, self.n_bytes, self.raw_bytes, self.version, read)
 
 
-class RecordView:
-    """A ChunkView that decodes a record. Threads may share it."""
+class TensorView(ChunkView):
+    """A view of tensors. No two have the same version."""
+
+    def __init__(self, kv: ChunkKV) -> None:
+        n_layers, n_bytes = int(kv.keys.shape[0]), kv.n_bytes
+        super().__init__(
+            n_layers, kv.n_tokens, n_bytes, n_bytes, object(), lambda l: (kv.keys[l], kv.values[l])
+        )
+
+
+class RecordView(ChunkView):
+    """A view that decodes a record."""
 
     def __init__(self, record: ChunkRecord, tables: Tables = lambda hash: None) -> None:
         """tables: of codecs, by hash. Raises Undecodable if the codec, its level or its tables are missing."""
-        self.record = record
-        self._codec = codec_for(record.coding, tables)
-        self._decoder = self._codec.decoder(record.shape)
+        decoder = _RecordDecoder(record, codec_for(record.coding, tables))
+        super().__init__(
+            record.n_layers, record.n_tokens, record.n_bytes, record.raw_bytes, record.header, decoder.layer
+        )
+        self.decode_ahead = decoder.decode_ahead
+
+
+class _RecordDecoder:
+    """Decodes the layers of a record, in order if its codec needs that."""
+
+    def __init__(self, record: ChunkRecord, codec: Codec) -> None:
+        self._record, self._codec = record, codec
+        self._decoder = codec.decoder(record.shape)
         self._next = 0  # layers are decoded up to here
         self._decoding = threading.Lock()
         self._ahead: dict[int, Pair] = {}  # decoded layers that `layer` has not returned yet
 
-    @property
-    def n_layers(self) -> int:
-        return self.record.n_layers
-
-    @property
-    def n_tokens(self) -> int:
-        return self.record.n_tokens
-
-    @property
-    def n_bytes(self) -> int:
-        return self.record.n_bytes
-
-    @property
-    def raw_bytes(self) -> int:
-        return self.record.raw_bytes
-
-    @property
-    def version(self) -> Header:
-        """It has the checksums of all layers."""
-        return self.record.header
-
     def layer(self, l: int) -> Pair:
-        if not 0 <= l < self.n_layers:
-            raise IndexError(f"a chunk of {self.n_layers} layers has no layer {l}")
         if self._codec.random_access:
             return self._decode(l)
         with self._decoding:
@@ -94,9 +83,9 @@ class RecordView:
             return False
         with self._decoding:
             l = self._next
-            if l < self.n_layers:
+            if l < self._record.n_layers:
                 self._ahead[l] = self._decode_in_order(l)
-            return l < self.n_layers
+            return l < self._record.n_layers
 
     def _decode_in_order(self, l: int) -> Pair:
         """Decode the missing layers below l, then l. Goes back by starting again from layer 0."""
@@ -114,42 +103,15 @@ class RecordView:
         return pair
 
     def _decode(self, l: int) -> Pair:
-        segment = self.record.segment(l)
+        segment = self._record.segment(l)
         try:
             return self._decoder.layer(l, segment)
         except ValueError as error:
-            self.record.report("corrupt")
-            raise CorruptRecord(self.record.key, f"layer {l} cannot be decoded: {error}", l) from error
+            self._record.report("corrupt")
+            raise CorruptRecord(self._record.key, f"layer {l} cannot be decoded: {error}", l) from error
 
     def _restart(self) -> None:
-        self._decoder, self._next = self._codec.decoder(self.record.shape), 0
-
-
-@dataclass(frozen=True, slots=True)
-class TensorView:
-    """A ChunkView over tensors."""
-
-    kv: ChunkKV
-    version: object = field(default_factory=object, compare=False, repr=False)  # no two are equal
-
-    @property
-    def n_layers(self) -> int:
-        return int(self.kv.keys.shape[0])
-
-    @property
-    def n_tokens(self) -> int:
-        return self.kv.n_tokens
-
-    @property
-    def n_bytes(self) -> int:
-        return self.kv.n_bytes
-
-    raw_bytes = n_bytes
-
-    def layer(self, l: int) -> Pair:
-        if not 0 <= l < self.n_layers:
-            raise IndexError(f"a chunk of {self.n_layers} layers has no layer {l}")
-        return self.kv.keys[l], self.kv.values[l]
+        self._decoder, self._next = self._codec.decoder(self._record.shape), 0
 
 
 def open_view(record: ChunkRecord, tables: Tables) -> RecordView | Miss:

@@ -27,7 +27,8 @@ from tests.support.blending import (
 )
 from tests.support.damages import DAMAGES, Damage
 from tests.support.models import fresh_model, tiny_adapter
-from tests.support.stores import ROOMY, FaultyStore, OnDisk, put_kv
+from tests.support.places import OnDisk
+from tests.support.stores import ROOMY, FaultyStore, put_kv
 
 PROMPT = some_prompt([14, 9, 0, 20, 1, 9])
 CHUNKS = [chunk.ids for chunk in PROMPT.chunks]
@@ -126,7 +127,7 @@ def test_precompute_skips_stored_chunks_and_duplicates_and_counts() -> None:
     maker = tiny_blender(store)
     first = maker.writer.precompute([*CHUNKS, CHUNKS[0]], lambda done, total: seen.append((done, total)))
     assert (first.chunks, first.computed, first.skipped, first.tokens) == (5, 5, 0, 53)
-    assert first.bytes == 53 * maker.adapter.kv_bytes_per_token == store.stats().bytes
+    assert first.bytes == 53 * maker.model.kv_bytes_per_token == store.stats().bytes
     assert seen == [(14, 53), (23, 53), (43, 53), (44, 53), (53, 53)]
     second = maker.writer.precompute([*CHUNKS, some_ids(4, 77)])
     assert (second.computed, second.skipped, second.tokens) == (1, 5, 4)
@@ -153,7 +154,7 @@ def test_parts_cover_the_prompt_in_order_each_with_its_reason(
     store.damaged, store.down = {made.key(CHUNKS[i]) for i in damaged}, down
     done = made.run(PROMPT, BlendConfig(**options))
     if down:
-        assert_near(done.result.logits, model_logits(made.adapter, PROMPT))
+        assert_near(done.result.logits, model_logits(made.model, PROMPT))
     parts = prefix, *passages, suffix = done.explanation.parts
     assert [part.passage for part in parts] == [None, 0, 1, 3, 4, 5, None]  # but for the one without tokens
     spans = [Span(0, 5), *(span for span in PROMPT.spans if len(span)), Span(58, len(PROMPT))]

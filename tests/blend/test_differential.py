@@ -215,8 +215,8 @@ def check_states(case: Case, start: Start, done: Prefilled) -> None:
     )
     states = [state for state, n in done.explanation.runs for _ in range(n)]
     for at, state in enumerate(states):
-        stored = "recomputed" if at in chosen else "near" if at in near else left
-        assert state == (stored if start.reusable[at] else "exact" if start.exact[at] else "fresh")
+        stored = "recomputed" if at in chosen else "near_duplicate" if at in near else left
+        assert state == (stored if start.reusable[at] else "exact" if start.exact[at] else "computed")
     assert len(states) == len(case.prompt)
     assert not (done.result.corrected and case.blend.correction == "none")
 

@@ -133,7 +133,7 @@ def test_a_link_that_became_fast_is_used_again(far: Machine) -> None:
 def test_no_store_is_asked_for_a_prefix(far: Machine) -> None:
     """It is computed once and kept in memory, for all namespaces; a record that an older release stored is ignored."""
     made = far.blender()
-    old = chunk_key("reader", (), PROMPT.prefix, str(made.adapter.dtype))
+    old = chunk_key("reader", (), PROMPT.prefix, str(made.model.dtype))
     far.stored.put(old, ChunkRecord.encode(old, made.writer.chunks.compute([CHUNKS[0]])[0], Raw()))
     whole = run(tiny_blender(MemoryStore(CAP)), BLEND)
     for by, prompt in (

@@ -12,23 +12,23 @@ import torch
 from blendserve.core import ChunkKV
 from blendserve.errors import CorruptRecord
 from blendserve.fetch.layers import LayerReader
+from blendserve.fetch.pinned_ring import HostKv
 from blendserve.kernels import team
-from blendserve.kernels.cuda.staging import InPlace
 from blendserve.store.view import TensorView
 from tests.support.waiting import eventually, is_blocked
 
 LAYERS = 5
 
 
-class Watched:
+class Watched(TensorView):
     """A chunk that notes its reads. That of layer `slow` waits for `gate`."""
 
     def __init__(self, damaged: int | None = None, slow: int | None = None, coded: bool = False) -> None:
-        self.chunk = TensorView(ChunkKV(*torch.arange(2 * LAYERS * 6.0).view(2, LAYERS, 1, 3, 2)))
-        self.n_layers, self.n_tokens, self.raw_bytes = LAYERS, self.chunk.n_tokens, self.chunk.raw_bytes
-        self.n_bytes, self.version = self.raw_bytes // (2 if coded else 1), self.chunk.version
+        kv = ChunkKV(*torch.arange(2 * LAYERS * 6.0).view(2, LAYERS, 1, 3, 2))
+        super().__init__(kv)
+        self.chunk, self.n_bytes = TensorView(kv), self.raw_bytes // (2 if coded else 1)
         self.damaged, self.slow = damaged, slow
-        self.read: list[int] = []
+        self.reads: list[int] = []
         self.threads: set[str] = set()
         self.teams: set[int] = set()
         self.gate = threading.Event()
@@ -37,7 +37,7 @@ class Watched:
         assert l != self.slow or self.gate.wait(60)
         self.threads.add(threading.current_thread().name)
         self.teams.add(torch.get_num_threads())
-        self.read.append(l)
+        self.reads.append(l)
         if l == self.damaged:
             raise CorruptRecord(b"k", f"layer {l}")
         return self.chunk.layer(l)
@@ -60,8 +60,8 @@ def test_every_layer_is_read_once_ahead_by_threads_of_one_core(coded: bool) -> N
             for view, pair in zip(views, reader.take(l), strict=True):
                 assert all(map(torch.equal, pair, view.chunk.layer(l)))
             eventually(lambda: reader.is_ahead)
-            assert len(views[0].read) == min(l + 1 + InPlace.ahead, LAYERS)
-    assert [view.read for view in views] == [list(range(LAYERS))] * 2
+            assert len(views[0].reads) == min(l + 1 + HostKv.ahead, LAYERS)
+    assert [view.reads for view in views] == [list(range(LAYERS))] * 2
     assert [view.teams for view in views] == [{1}, {1}]
     names = views[0].threads | views[1].threads
     assert threading.current_thread().name not in names
@@ -80,7 +80,7 @@ def test_cores_are_left_to_decoding_while_the_next_layer_is_late(
     late, others = Watched(slow=2, coded=coded), [Watched(coded=coded) for _ in range(views - 1)]
     with closing(LayerReader([late, *others], LAYERS)) as reader:
         reader.take(0)
-        eventually(lambda: 1 in late.read)
+        eventually(lambda: 1 in late.reads)
         reader.take(1)
         assert team.leaves() == left
         late.gate.set()
@@ -109,5 +109,5 @@ def test_closing_waits_for_the_read_that_runs_and_starts_no_other() -> None:
     view.gate.set()
     closer.join(60)
     assert not closer.is_alive()
-    assert view.read in ([0], [])  # [] where the read had not begun
+    assert view.reads in ([0], [])  # [] where the read had not begun
     reader.close()

@@ -165,7 +165,7 @@ def test_thirty_edits_of_a_chunk_read_their_donor_once_and_are_hits_once_stored(
     assert set(donors_of(done)) == {by.key(OLD).hex()}
     assert len(done.report.near) == 30
     n_read = len(FIRST) + len(OLD)
-    assert done.report.bytes_loaded == by.adapter.kv_bytes_per_token * n_read
+    assert done.report.bytes_loaded == by.model.kv_bytes_per_token * n_read
     assert run(by.writer.write_back(done.missing)) == 30
     again = ask(by, FIRST, *chunks).report
     assert (again.chunks_hit, again.near) == (31, ())

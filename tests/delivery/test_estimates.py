@@ -11,7 +11,7 @@ from blendserve.fetch.incoming import ChunkRequest
 from blendserve.fetch.kdn.source import KdnSource
 from blendserve.store import ChunkKey
 from tests.support.engines import CONFIG, toy_reader
-from tests.support.peers import HEADER, LEVELS, Paced, Peer, Service, settings, some_key
+from tests.support.peers import HEADER, LEVELS, NAME, Paced, Peer, Service, settings, some_key
 from tests.support.waiting import ManualClock, eventually
 
 
@@ -28,7 +28,7 @@ def test_decoding_is_measured_before_the_first_request(service: Service) -> None
 
 
 def test_an_engine_without_an_index_measures_its_link_when_it_opens(service: Service) -> None:
-    config = changed(CONFIG, store={"kind": "kdn", "kdn": settings(service.url).model_dump()})
+    config = changed(CONFIG, store={"location": f"{service.url}/{NAME}"})
     with Engine.open(config, reader=toy_reader()) as engine:
         source = engine.fetcher.source
         assert source

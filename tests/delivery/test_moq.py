@@ -133,7 +133,7 @@ def test_a_relay_that_dies_between_requests_or_in_the_middle_of_a_chunk_costs_ti
         some.clear()
         halved.set()
         monkeypatch.setattr(
-            "blendserve.fetch.kdn.moq.RELAY", 0.05
+            "blendserve.fetch.kdn.moq.RELAY_SHARE", 0.05
         )  # of the deadline: how long the relay is waited for
         asked = pool.submit(answered, store, 5)
         assert some.wait(60)  # a part of a chunk is here

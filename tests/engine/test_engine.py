@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from blendserve.blend import priors
 from blendserve.core import Passage
 from blendserve.engine.engine import Engine
-from blendserve.errors import ConfigError, InputError, PromptTooLong, Stopping
+from blendserve.errors import ConfigError, InputError, PromptTooLong, ShuttingDown
 from blendserve.store import LMDBStore, MemoryStore, share_of
 from tests.support.engines import (
     CONFIG,
@@ -122,7 +122,7 @@ def test_threads_get_the_answers_that_each_gets_alone() -> None:
         listeners[0].next()
         batch.scheduler.stop()
         for listener in listeners:
-            with pytest.raises(Stopping):
+            with pytest.raises(ShuttingDown):
                 listener.answer()
         assert (batch.scheduler.load, batch.pool.free, batch.scheduler.alive) == ((0, 0), 3, False)
 

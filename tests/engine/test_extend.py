@@ -114,7 +114,7 @@ def test_an_engine_runs_on_all_four(tmp_path: Path) -> None:
     assert (report.policy, report.correction, report.chunks_hit) == ("own", "own", len(PASSAGES))
     assert explanation is not None
     *_, last, suffix = explanation.runs
-    assert (last, suffix[0]) == (("recomputed", report.tokens_recomputed), "fresh")
+    assert (last, suffix[0]) == (("recomputed", report.tokens_recomputed), "computed")
     assert "corrected" in dict(explanation.runs)
 
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blendserve.engine.fair_executor import MAX_CREDIT_S, BackgroundThrottle, FairExecutor, FairQueue
-from blendserve.errors import InputError, Stopping
+from blendserve.errors import InputError, ShuttingDown
 from tests.support.waiting import ManualClock, eventually
 
 
@@ -109,7 +109,7 @@ def test_a_rest_ends_with_the_last_request_or_the_thread(jobs: Jobs, stops: bool
     assert not job.done()
     if stops:
         jobs.thread.stop()
-        with pytest.raises(Stopping):
+        with pytest.raises(ShuttingDown):
             job.result(60)
     else:
         jobs.in_flight = False

@@ -18,7 +18,7 @@ from blendserve.engine.engine import Engine
 from blendserve.engine.gate import GateReport, GateRow, check, check_model, run_checks
 from blendserve.errors import ModelUnsupported
 from blendserve.kernels import rows
-from blendserve.kernels.rows import RowPlan, plan_rows
+from blendserve.kernels.rows import AttentionPlan, plan_rows
 from blendserve.kernels.types import Rope
 from blendserve.models.families import FAMILIES
 from blendserve.models.kv_cache import KVCache
@@ -72,7 +72,7 @@ class Forgetful(KVCache):
         self.values[l][:, self.capacity - 4] = 0
 
 
-def one_row_too_far(positions: torch.Tensor, n_heads: int, window: int | None, known: Any) -> RowPlan:
+def one_row_too_far(positions: torch.Tensor, n_heads: int, window: int | None, known: Any) -> AttentionPlan:
     return plan_rows((positions + 1).clamp(max=len(PROMPT) - 1), n_heads, window)
 
 

@@ -24,7 +24,7 @@ from blendserve.engine.fair_executor import BackgroundThrottle
 from blendserve.engine.generate import Sequence
 from blendserve.engine.request import Event, Failed, Finished, Observer, PrefillDone
 from blendserve.engine.scheduler import BACKGROUND_EVERY, MAX_BACKGROUND, Scheduler
-from blendserve.errors import Busy, PromptTooLong, Stopping, StoreFull
+from blendserve.errors import PromptTooLong, RateLimited, ShuttingDown, StoreFull
 from blendserve.fetch.fetcher import KVFetcher
 from blendserve.fetch.incoming import ChunkRequest
 from blendserve.models.kv_cache import CachePool
@@ -99,10 +99,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.turn = self.tasks = 0
         self.timeline: list[float] = []  # within a prefill: seconds of a layer, or less 0 of a decoding step
         self.since_decode = 0.0  # seconds of prefill while requests run
-        self.batch: list[Sent] = []  # of the last decoding step
-        self.failing: list[Sent] = []  # of a failed batch: not told yet
-        self.closed = self.stopped = False
-        self.log: list[str] = []
+        self.batch, self.failing = (
+            list[Sent](),
+            list[Sent](),
+        )  # of the last step; of a failed one, not told yet
+        self.closed, self.stopped, self.log = False, False, list[str]()
         self.arm(None)
 
     # What happens to it
@@ -125,7 +126,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         options: dict[str, Any] = {"tenant": tenant, "cost": cost, "emit": receive, "hold": hold}
         sent.request = Sequence(plan, tiny_reader(), prefill, **options)
         over, full = plan.tokens - SLOT_TOKENS, len(self.waiting(tenant)) == self.queue
-        refusal = PromptTooLong if over > 0 else Stopping if self.closed else Busy if full else None
+        refusal = (
+            PromptTooLong if over > 0 else ShuttingDown if self.closed else RateLimited if full else None
+        )
         if refusal:
             with pytest.raises(refusal) as error:
                 self.scheduler.submit(sent.request)
@@ -134,14 +137,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.submit(sent.request)
         self.sent.append(sent)
         return sent
-
-    @rule(long=st.sampled_from(TENANTS), max_new_tokens=st.integers(1, 2))
-    def submit_a_long_one_and_short_ones(self, long: str, max_new_tokens: int) -> None:
-        """In both passes over its four layers the long one has room for one of the others before each."""
-        self.submit(Question((0, 1, 2)), long, 16.0)
-        for cost in [4.0, 3.0, 2.0, 1.0] * 2:
-            short = Question((3,), "reuse", max_new_tokens)
-            self.submit(short, TENANTS[TENANTS.index(long) - 1], cost)
 
     @rule(sent=requests)
     def cancel(self, sent: Sent) -> None:
@@ -266,8 +261,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def layer(self, sent: Sent) -> None:
         """A layer of a prefill begins."""
-        assert self.prefilling[-1] is sent
-        assert sent.state == "prefills"
+        assert (self.prefilling[-1], sent.state) == (sent, "prefills")
         at_most = max(self.gap_s, self.share / (1 - self.share) * self.decode_s) + LAYER_S
         assert self.since_decode <= at_most, "running requests decode within a prefill"
         running = any(s.state == "runs" for s in self.sent)
@@ -297,7 +291,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             sent.state = "ended"
             assert seen(event.answer) == seen(alone(sent.question))
         elif isinstance(event, Failed):  # a prefill fails alone, a decoding step for all of its requests
-            assert isinstance(event.error, Stopping) if self.stopped else event.error is self.fault
+            assert isinstance(event.error, ShuttingDown) if self.stopped else event.error is self.fault
             if sent.state == "runs" and not self.stopped:
                 self.failing = [s for s in self.batch if s.state == "runs" and s is not sent]
             sent.state = "ended"
@@ -325,9 +319,8 @@ def opened(**options: Any) -> SchedulerMachine:
     return machine
 
 
-@pytest.mark.parametrize("seconds", [2.0, 10.0])
-def test_retry_after_is_the_expected_wait(seconds: float) -> None:
-    machine, start = opened(slots=2, decode_s=seconds), 0.0
+def test_retry_after_is_the_expected_wait() -> None:
+    machine, start = opened(slots=2, decode_s=10.0), 0.0
     for _ in range(20):
         start = machine.clock.now
         machine.submit()
@@ -340,13 +333,21 @@ def test_retry_after_is_the_expected_wait(seconds: float) -> None:
     assert machine.scheduler.retry_after("b") == pytest.approx(each / 2, abs=1)
 
 
-def test_a_short_request_of_another_tenant_is_prefilled_within_a_long_prefill() -> None:
+PREEMPTING = [(5, "c", 4.0, 0, 16.0), (1, "c", 2.0, 3, 0.0), (1, "c", 2.0, 4, 2.0), (1, "c", 5.0, 0, 0.0)]
+
+
+@pytest.mark.parametrize(("n", "tenant", "cost", "layer", "total"), [*PREEMPTING, (1, "a", 1.0, 0, 0.0)])
+def test_short_requests_of_others_preempt_within_the_cost_and_the_rest_of_a_pass_of_four_layers(
+    n: int, tenant: str, cost: float, layer: int, total: float
+) -> None:
     machine = opened(slots=4)
-    for tenant, cost in (("a", 16.0), ("a", 1.0), ("b", 5.0), ("c", 4.0)):
-        machine.submit(Question((2, 3), max_new_tokens=20), tenant, cost)
-    machine.step_until(lambda: machine.sent[0].state == "runs")
-    assert [sent.state for sent in machine.sent] == ["runs", "waits", "waits", "runs"]
-    machine.run()
+    long: Any = machine.submit(Question((0, 1, 2)), "a", 16.0)
+    machine.step_until(lambda: bool(long.request.layer == layer))
+    for _ in range(n):
+        machine.submit(Question((3,), "reuse", 1), tenant, cost)
+    machine.step()
+    machine.step_until(lambda: long.request.layer == 4 or long.state == "runs")
+    assert long.preempted_cost == total
 
 
 def test_one_tenant_alone_has_all_slots_and_kv_kept_for_a_cancelled_request_is_freed() -> None:
@@ -398,4 +399,3 @@ def test_a_task_rests_while_a_request_is_planned_and_ends_with_the_scheduler(sto
     if not stops:
         eventually(lambda: machine.log == ["layer"] * 2)
         machine.drain(stops=True)
-    assert machine.log == ["layer"] * (1 if stops else 2)

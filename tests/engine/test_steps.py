@@ -67,13 +67,13 @@ def test_a_prefill_closed_before_any_layer_leaves_nothing_open(blender: Blender,
     before, n = loader_threads(), 0
     expected = blender.run(PROMPT, blend).result.logits
     for n in count(1):
-        steps = blender.prefill(PROMPT, blend, cache=KVCache(blender.adapter, len(PROMPT)))
+        steps = blender.prefill(PROMPT, blend, cache=KVCache(blender.model, len(PROMPT)))
         if not advance(steps, n):
             break
         assert store.snapshots == 1
         steps.close()
         assert (store.snapshots, loader_threads()) == (0, before)
-    assert n == 1 + blender.adapter.n_layers * (1 + (policy == "query"))
+    assert n == 1 + blender.model.n_layers * (1 + (policy == "query"))
     assert torch.equal(blender.run(PROMPT, blend).result.logits, expected)
 
 

@@ -53,6 +53,7 @@ SIDE_ROOMS = {
         "logits",
     },
     "models/kv_cache.py": {"__init__", "write"},
+    "models/native_layers.py": {"native_layers"},
     "models/threads.py": {"threads_of_pass"},
     "models/runner.py": {"over", "step", "draft_room"},
 }

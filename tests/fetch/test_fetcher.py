@@ -30,7 +30,7 @@ from tests.support.stores import CAP, FaultyStore, cache, chunk, copy_of, key_of
 PROMPT = some_prompt([9, 14, 3, 20, 7])
 KEYS = [tiny_blender().key(c.ids) for c in PROMPT.chunks]
 LEVELS = {"raw": Raw(), "int8": Int8()}
-N_LAYERS = tiny_blender().adapter.n_layers
+N_LAYERS = tiny_blender().model.n_layers
 COSTS = CostModel(0.0, 0.1, 0.0, 0.0)  # a row takes 100 ms: computing is worth avoiding
 ROOM = 1 << 30
 PLACES = st.sampled_from(["local", "remote", "remote", "both", "absent", "local damaged", "damaged, remote"])

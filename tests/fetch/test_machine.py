@@ -25,20 +25,8 @@ from blendserve.fetch.incoming import ChunkRequest
 from blendserve.fetch.tiered import REST_S, TieredStore
 from blendserve.store.bounded import FAILED_S
 from blendserve.store.key import ChunkKey
-from tests.support.stores import (
-    KEYS,
-    REMOTE_STORES,
-    UNIT,
-    FaultyStore,
-    StoreModel,
-    Tiered,
-    cache,
-    content,
-    copy_of,
-    has,
-    put,
-    same,
-)
+from tests.support.places import KEYS, REMOTE_STORES, StoreModel, Tiered, content, put
+from tests.support.stores import UNIT, FaultyStore, cache, copy_of, has, same
 from tests.support.waiting import eventually, is_blocked
 
 SELF, OTHER = 0, 1  # handles: the store under test, and another machine's

@@ -15,7 +15,7 @@ from blendserve.kernels import ops, selfcheck
 from blendserve.kernels.cuda import packed
 from blendserve.kernels.dispatch import KernelOp
 from blendserve.kernels.reference import attend_reference
-from blendserve.kernels.rows import RowPlan, plan_rows
+from blendserve.kernels.rows import AttentionPlan, plan_rows
 from blendserve.kernels.selfcheck import Kind, attention_trouble
 from blendserve.kernels.types import AttentionSpec
 from tests.support.kernels import FlashAttn, ways
@@ -48,18 +48,20 @@ def test_a_row_without_its_key_is_refused() -> None:
         ops.attend(q, keys[:, :63], values[:, :63], spec, plan)
 
 
-def test_dense_means_side_by_side_and_known() -> None:
-    assert plan_rows(torch.arange(3, 9), 1).dense
-    assert not plan_rows(torch.tensor([3, 5]), 1).dense
-    assert not plan_rows(torch.empty(0, dtype=torch.long), 1).dense
-    assert not RowPlan(torch.arange(3), 1, None).dense
+def test_contiguous_rows_are_known_and_consecutive() -> None:
+    assert plan_rows(torch.arange(3, 9), 1).is_contiguous
+    assert not plan_rows(torch.tensor([3, 5]), 1).is_contiguous
+    assert not plan_rows(torch.empty(0, dtype=torch.long), 1).is_contiguous
+    assert not AttentionPlan(torch.arange(3), 1, None).is_contiguous
 
 
-def one_further(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: RowPlan) -> Tensor:
+def one_further(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: AttentionPlan) -> Tensor:
     return attend_reference(q, keys, values, spec, plan_rows(plan.positions + 1, plan.group, plan.window))
 
 
-def without_window(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: RowPlan) -> Tensor:
+def without_window(
+    q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: AttentionPlan
+) -> Tensor:
     return attend_reference(q, keys, values, AttentionSpec(spec.scale), plan_rows(plan.positions, plan.group))
 
 

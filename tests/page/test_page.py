@@ -46,7 +46,7 @@ def states_of(report: dict[str, Any]) -> Counter[str]:
         exact=report["tokens_exact"],
         corrected=report["tokens_reused"],
         recomputed=report["tokens_recomputed"],
-        fresh=report["tokens_computed"] + report["tokens_suffix"],
+        computed=report["tokens_computed"] + report["tokens_suffix"],
     )
 
 
@@ -97,7 +97,7 @@ def test_a_tokens_tip_opens_by_pointer_and_by_keys(page: Page, server: Server) -
     expect(page.locator("#prompt .s-exact [data-i]:focus")).to_have_count(0)
     assert page.evaluate("document.activeElement.getAttribute('aria-describedby')") == "token-tip"
     page.keyboard.press("End")
-    expect(tip).to_contain_text("fresh")
+    expect(tip).to_contain_text("computed")
     page.keyboard.press("Escape")
     expect(tip).to_be_hidden()
 
@@ -115,10 +115,10 @@ def test_a_token_of_an_edited_passage_shows_its_donor(page: Page, server: Server
     page.route("**/v1/rag/query", with_edit)
     visit(page, server)
     ask(page)
-    page.locator("#prompt .s-near [data-i]").first.hover()
+    page.locator("#prompt .s-near_duplicate [data-i]").first.hover()
     for told in ("near", by.key(old).hex()):
         expect(page.locator("#token-tip")).to_contain_text(told)
-    assert states_shown(page)["near"] > len(new) // 2
+    assert states_shown(page)["near_duplicate"] > len(new) // 2
     by.writer.delete([old, new])
     key = page.locator('.key[data-state="recomputed"]')  # pressed, the other states fade
     for pressed, opacity in (("true", "0.35"), ("false", "1")):
@@ -151,7 +151,7 @@ def test_methods_race_on_the_same_question(page: Page, server: Server) -> None:
         whole = server.ask(method=method)
         states, n_tokens = states_of(whole["report"]), whole["report"]["tokens_prompt"]
         expect(lanes.nth(n).locator(".said")).to_have_text(whole["text"])
-        run = states["recomputed"] + states["fresh"]
+        run = states["recomputed"] + states["computed"]
         expect(lanes.nth(n)).to_contain_text(f"{run} of {n_tokens} tokens computed")
     expect(lanes.nth(0).locator(".speed")).to_have_text("1.0×")
     clocks = page.locator(".clock").all_text_contents()

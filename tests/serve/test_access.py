@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from blendserve.config import Config, ServeConfig, check_binding
-from blendserve.errors import Busy, ConfigError, NotAuthenticated
+from blendserve.errors import ConfigError, NotAuthenticated, RateLimited
 from blendserve.serve.engine_client import served_names
 from blendserve.serve.keys import ApiKeys, KeyFile, Tenant
 from blendserve.serve.limits import BURST_BYTES, BYTES_PER_S, MAX_TENANTS, Limits, TokenBucket
@@ -78,7 +78,7 @@ def test_limits_count_requests_and_forget_failed_ones() -> None:
     limits, tenant = Limits(1, 60, clock.monotonic), Tenant("t", max_per_minute=3)
     for _ in range(3):
         limits.take_request(tenant)
-    with pytest.raises(Busy) as error:
+    with pytest.raises(RateLimited) as error:
         limits.take_request(tenant)
     assert error.value.retry_after == 20
     limits.take_request(Tenant("other"))
@@ -87,7 +87,7 @@ def test_limits_count_requests_and_forget_failed_ones() -> None:
     for _ in range(3):
         with pytest.raises(KeyError), limits.concurrency_slot(tenant):
             raise KeyError
-    with limits.concurrency_slot(tenant), pytest.raises(Busy), limits.concurrency_slot(tenant):
+    with limits.concurrency_slot(tenant), pytest.raises(RateLimited), limits.concurrency_slot(tenant):
         pass
 
 

@@ -33,7 +33,12 @@ def test_a_document_is_added_found_replaced_and_deleted(server: Server, client: 
     old = {"passages": [{"text": p["text"], "title": p["title"]} for p in found["passages"]]}
     client.job("/v1/documents", body)
     assert client.post("/v1/cache/lookup", old).json()["found"] == 0  # the old text's KV is deleted
-    assert client.post("/v1/cache/lookup", look).json() == {"chunks": 1, "found": 1, "there": [True]}
+    assert client.post("/v1/cache/lookup", look).json() == {
+        "chunks": 1,
+        "found": 1,
+        "cached": [True],
+        "there": [True],
+    }
 
     gone = client.delete("/v1/documents/heron/1", collection="a").json()
     assert (gone["deleted"], gone["passages"]) == (True, 1)

@@ -84,13 +84,13 @@ class Server:
         self.cut += 1
         client.set()
 
-    def explained(self, error: Exception) -> StoreError | str:
+    def explain(self, error: Exception) -> StoreError | str:
         return error if isinstance(error, StoreError) else "is cut"
 
-    def late(self) -> str:
+    def timeout_reason(self) -> str:
         return "is late"
 
-    def stale(self, error: Exception) -> bool:
+    def is_stale(self, error: Exception) -> bool:
         return False
 
     def job(self, client: threading.Event) -> str:

@@ -18,21 +18,8 @@ from blendserve.fetch import TieredStore, open_store
 from blendserve.registry import STORES as KINDS
 from blendserve.store import KVStore, LMDBStore, MemoryStore, VerifyReport
 from tests.store.toy_store import ToyStore
-from tests.support.stores import (
-    CAP,
-    EVERY_KIND,
-    REMOTE_STORES,
-    ROOMY,
-    SHARED_KINDS,
-    STORES,
-    chunk,
-    has,
-    key_of,
-    put_kv,
-    read,
-    same,
-    stored_view,
-)
+from tests.support.places import EVERY_KIND, REMOTE_STORES, SHARED_KINDS, STORES
+from tests.support.stores import CAP, ROOMY, chunk, has, key_of, put_kv, read, same, stored_view
 from tests.support.valkey import store_at
 from tests.support.waiting import eventually
 

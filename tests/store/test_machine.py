@@ -20,18 +20,8 @@ from blendserve.core import ChunkKV
 from blendserve.store import Snapshot
 from blendserve.store.key import ChunkKey, namespace_tag
 from tests.support.damages import BYTES, SWAPPED, Damage
-from tests.support.stores import (
-    EVERY_KIND,
-    KEYS,
-    STORES,
-    TENANT,
-    LookUp,
-    Place,
-    content,
-    look_up,
-    put,
-    same,
-)
+from tests.support.places import EVERY_KIND, KEYS, STORES, TENANT, LookUp, Place, content, look_up, put
+from tests.support.stores import same
 
 SELF, OTHER = 0, 1  # handles: the store under test, and another process's
 NOTE_S = 60.0  # uses are written after it

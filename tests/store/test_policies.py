@@ -14,7 +14,8 @@ from blendserve.errors import StoreFull
 from blendserve.fetch import open_store
 from blendserve.store import KVStore, LMDBStore, MemoryStore
 from blendserve.store.policies import LRU, Refuse, TinyLFU
-from tests.support.stores import SHARED_KINDS, STORES, UNIT, chunk, key_of, put_kv, read, stored
+from tests.support.places import SHARED_KINDS, STORES
+from tests.support.stores import UNIT, chunk, key_of, put_kv, read, stored
 from tests.support.valkey import store_at
 
 every_kind = pytest.mark.parametrize("kind", ["memory", *SHARED_KINDS])

@@ -22,13 +22,11 @@ from blendserve.blend.priors import Priors
 from blendserve.config import BlendConfig
 from blendserve.core import BlendReport, Chunk, Prompt, TokenIds, run
 from blendserve.errors import CorruptRecord
-from blendserve.kernels.types import Ropes
 from blendserve.models.kv_cache import KVCache
 from blendserve.models.model import DecoderModel
 from blendserve.store import ChunkRecord, KVStore, Snapshot
 from blendserve.store.memory import MemoryStore
 from blendserve.store.view import TensorView
-from blendserve.timing import Clock
 from tests.support.models import tiny_adapter
 
 VOCAB = 97  # of the tiny models; ids below 3 are special
@@ -112,16 +110,10 @@ def distance(a: Tensor, b: Tensor) -> float:
 class OneOff(KVLoader):
     """Rotates every stored key to the position after its own."""
 
-    def __init__(
-        self, adapter: DecoderModel, cache: KVCache, pieces: Any, ropes: Ropes, clock: Clock
-    ) -> None:
-        super().__init__(adapter, cache, pieces, ropes, clock)
-        self._own, self._off = ropes, adapter.rope(torch.arange(1, cache.capacity + 1))
-
     def place(self, l: int) -> None:
-        self.ropes = self._off  # for stored keys alone: the pass rotates fresh rows by the same ropes
+        right, self.ropes = self.ropes, self.model.rope(torch.arange(1, self.cache.capacity + 1))
         super().place(l)
-        self.ropes = self._own
+        self.ropes = right
 
 
 def some_priors(adapter: DecoderModel, scale: float) -> Priors:

@@ -30,7 +30,7 @@ from blendserve.kernels.dispatch import Backend
 from blendserve.kernels.norm import Norm
 from blendserve.kernels.ops import OPERATIONS
 from blendserve.kernels.rotary import FORMS, HALVES, Rotary, RotaryForm
-from blendserve.kernels.rows import RowPlan, plan_rows
+from blendserve.kernels.rows import AttentionPlan, plan_rows
 from blendserve.kernels.types import AttentionSpec, CorrectionParams, Prior, RecomputedTokens, Rope
 
 Options = dict[str, Any]
@@ -64,23 +64,29 @@ def attention(
 
 
 def attend_formula(
-    q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: RowPlan
+    q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: AttentionPlan
 ) -> list[Tensor]:
-    absent = [] if plan.absent is None else plan.absent.nonzero()[:, 0].tolist()
+    absent = [] if plan.masked_keys is None else plan.masked_keys.nonzero()[:, 0].tolist()
     found = attention(q, keys, values, spec, visible_keys(plan.positions.tolist(), spec.window, absent))
-    return found[: 1 if plan.absent is None else 2]
+    return found[: 1 if plan.masked_keys is None else 2]
 
 
 def some_rows(args: Args, rows: list[int]) -> tuple[Args, Any]:
     q, keys, values, spec, plan = args
     at = plan.positions.cpu()[rows]
-    here = plan_rows(at.to(q.device), plan.group, plan.window, at, plan.absent)
+    here = plan_rows(at.to(q.device), plan.group, plan.window, at, plan.masked_keys)
     return (q[:, rows], keys, values, spec, here), rows
 
 
-def moved_rows(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: RowPlan) -> Args:
+def moved_rows(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: AttentionPlan) -> Args:
     at = plan.positions - 1
-    return q, keys, values, spec, plan_rows(at.clamp(min=0), plan.group, plan.window, absent=plan.absent)
+    return (
+        q,
+        keys,
+        values,
+        spec,
+        plan_rows(at.clamp(min=0), plan.group, plan.window, masked_keys=plan.masked_keys),
+    )
 
 
 def attend_chunks_formula(
@@ -137,15 +143,20 @@ def correct_formula(
 ) -> list[Tensor]:  # fmt: skip
     """Head after head, token after token; the ridge by least squares with rows added for the penalty."""
     assert rotary.form is not None
-    at, others, n, dim = fresh.at, fresh.others, len(fresh.at), keys.shape[-1]
+    at, others, n, dim = (
+        fresh.recomputed_index,
+        fresh.reused_index,
+        len(fresh.recomputed_index),
+        keys.shape[-1],
+    )
     old = torch.cat([turned(keys, rope, rotary.form, inverse=True), values.double()], dim=-1)
-    new_keys = turned(fresh.keys[:, fresh.rows], rope.at(at), rotary.form, inverse=True)
-    new = torch.cat([new_keys, fresh.values[:, fresh.rows].double()], dim=-1)
+    new_keys = turned(fresh.keys[:, fresh.row_index], rope.at(at), rotary.form, inverse=True)
+    new = torch.cat([new_keys, fresh.values[:, fresh.row_index].double()], dim=-1)
     which, which_other = (
         torch.tensor([c for c, k in enumerate(sizes) for _ in range(k)], dtype=torch.long)
-        for sizes in (fresh.sizes, fresh.other_sizes)
+        for sizes in (fresh.recomputed_per_chunk, fresh.reused_per_chunk)
     )
-    foreign = torch.tensor(fresh.foreign, dtype=torch.float64)[:, None]
+    foreign = torch.tensor(fresh.context_weight, dtype=torch.float64)[:, None]
 
     def halves(key: Any, value: Any) -> Tensor:
         return torch.tensor([key] * dim + [value] * dim, dtype=torch.float64)
@@ -158,17 +169,17 @@ def correct_formula(
             expected = foreign[which] * (stored[at] @ prior.weights[head].double() + prior.constant[head])
             shares = []
             for e, m in zip(expected.chunk(2, -1), moved.chunk(2, -1), strict=True):
-                trust = params.prior_trust / max(1, n)
+                trust = params.prior_shrinkage / max(1, n)
                 slope = (float((e * m).sum() / (e * e).sum()) + trust) / (1 + trust) if e.any() else 1.0
                 shares.append(min(1.0, max(0.0, slope)))
             moved = moved - halves(*shares) * expected
             said = foreign[which_other] * (rest @ prior.weights[head].double() + prior.constant[head])
             shift += halves(*shares) * halves(params.prior_key_scale, params.prior_value_scale) * said
-        overall = moved.sum(0) / (n + params.zero_prior)
+        overall = moved.sum(0) / (n + params.zero_shrinkage)
         means = []
-        for c, k in enumerate(fresh.sizes):
+        for c, k in enumerate(fresh.recomputed_per_chunk):
             beyond = (moved[which == c] - overall).sum(0)
-            means.append(overall + beyond / (k + params.weight))
+            means.append(overall + beyond / (k + params.chunk_shrinkage))
         mean = torch.stack(means)
         shift += scale * mean[which_other]
         if params.penalty is not None and n:
@@ -569,7 +580,7 @@ FORMULAS = {name: row.formula for name, row in TABLE.items()}
 
 def one_off(fresh: RecomputedTokens) -> RecomputedTokens:
     """The recomputed tokens' fresh rows in the order of their neighbours."""
-    return RecomputedTokens(fresh.keys, fresh.values, fresh.rows.roll(1, 0), *fresh[3:])
+    return RecomputedTokens(fresh.keys, fresh.values, fresh.row_index.roll(1, 0), *fresh[3:])
 
 
 BF16 = LEVELS["avx512_bf16"]

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from blendserve.kernels.cuda.staging import Event
+from blendserve.fetch.copy_stream import Event
 
 
 class LateMark:
@@ -87,7 +87,7 @@ class LateCopyStream:
     def record_event(self) -> LateMark:
         return LateMark(self, len(self.copies))
 
-    def hand_over(self, memory: Sequence[Tensor], mark: Event | None) -> None:
+    def wait_on_stream(self, memory: Sequence[Tensor], mark: Event | None) -> None:
         """The computing stream waits, which the test does later by `run`."""
         self.handed.append(mark)
 

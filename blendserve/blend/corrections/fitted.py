@@ -64,10 +64,10 @@ class FittedCorrection(Correction, ABC):
         if l == 0:  # its KV depends on its token alone
             return False
         tokens = self._partition(rows)._replace(keys=fresh[0], values=fresh[1])
-        if not len(tokens.at) and self.prior is None:
+        if not len(tokens.recomputed_index) and self.prior is None:
             return False
         prior, depth = self.prior(l) if self.prior else None, l / (len(self.ropes) - 1)
-        share = sum(tokens.sizes) / max(1, sum(map(len, self.spans)))
+        share = sum(tokens.recomputed_per_chunk) / max(1, sum(map(len, self.spans)))
         keys, values = (x[:, self._here] for x in stored)
         params = self.params(2 * keys.shape[-1], depth, prior is not None, share)
         correct(keys, values, tokens, self._ropes[l], self.rotary, params, prior)

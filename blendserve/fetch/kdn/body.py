@@ -16,12 +16,12 @@ from collections.abc import Sequence
 
 from blendserve.errors import CorruptRecord
 from blendserve.fetch.incoming import IncomingChunk
-from blendserve.fetch.kdn.client import Client, Reply, WrongReply, fill
-from blendserve.fetch.kdn.manifest import LENGTH, MOST_HEADER, interleaved_query
+from blendserve.fetch.kdn.client import Client, InvalidReply, Reply, read_full
+from blendserve.fetch.kdn.manifest import LENGTH, MAX_HEADER_BYTES, interleaved_query
 from blendserve.fetch.link import LinkEstimator
 from blendserve.store.record import Header, check_segment, decode_header
 
-CUT = (WrongReply, ConnectionError, http.client.HTTPException)
+CUT = (InvalidReply, ConnectionError, http.client.HTTPException)
 
 
 class Body:
@@ -68,7 +68,7 @@ class Body:
     def _read_on(self, again: bool) -> None:
         """From where the last connection was cut."""
         headers = {"Range": f"bytes={self._at}-", "If-Range": self._etag} if self._at else None
-        asked = self._client.asked(self._path(), headers, self._silence_s, again)
+        asked = self._client.request(self._path(), headers, self._silence_s, again)
         n = len(self._batch)
         with self._link.transfer(), asked as reply:
             self._check(reply)
@@ -87,21 +87,21 @@ class Body:
         return self._client.path("chunks", self._batch[0].key.hex()) + query
 
     def _check(self, reply: Reply) -> None:
-        """Raises CorruptRecord for a body of another length than it has to have, WrongReply for another part of it."""
+        """Raises CorruptRecord for a body of another length than it has to have, InvalidReply for another part of it."""
         if reply.total != self._n_bytes:
             raise CorruptRecord(
                 self._batch[0].key, f"its body has {reply.total:,} bytes, not {self._n_bytes:,}"
             )
         if reply.start != self._at:
             if reply.start:
-                raise WrongReply(f"the part from {reply.start}, not from {self._at}")
+                raise InvalidReply(f"the part from {reply.start}, not from {self._at}")
             self._restart()  # it has changed
         self._etag = reply.etag
 
     def _read_header(self, reply: Reply, chunk: IncomingChunk) -> None:
         size = chunk.sizes[self._levels[len(self._headers)]]
         length = LENGTH.unpack(self._read(reply, LENGTH.size))[0]
-        if length > min(MOST_HEADER, size):
+        if length > min(MAX_HEADER_BYTES, size):
             raise CorruptRecord(chunk.key, f"its header is said to have {length:,} bytes")
         header = decode_header(chunk.key, self._read(reply, length))
         expected = LENGTH.size + length + header.n_bytes
@@ -122,6 +122,6 @@ class Body:
 
     def _read(self, reply: Reply, n_bytes: int) -> bytearray:
         part = bytearray(n_bytes)
-        fill(reply, memoryview(part))
+        read_full(reply, memoryview(part))
         self._link.arrived(n_bytes)
         return part

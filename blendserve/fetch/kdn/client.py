@@ -1,7 +1,7 @@
-"""Plain HTTP to the delivery service that the settings name: kept connections, bounded replies, and what errors mean.
+"""HTTP client of a delivery service: a connection pool, bounded replies, and messages for errors.
 
-The API key comes from the environment or a file each time a connection is made, and is in no message. Nothing of a reply
-is taken on trust: what is larger than was expected is not read, and what is late is cut.
+The API key is read from the environment or a file for each client, and no message contains it. A reply that is larger
+than expected is not read; a reply that is late is cut off.
 """
 
 from __future__ import annotations
@@ -18,22 +18,18 @@ from urllib.parse import quote, urlsplit
 
 from blendserve.config import KdnConfig
 from blendserve.errors import StoreError, StoreUnavailable
+from blendserve.store.bounded import HINT, PeerUnusable, read_file
 
 KEY = "BLENDSERVE_KDN_KEY"
-BESIDE = "beside its url in the settings"
 API = "/v1/kdn/collections"
 
 
-class Unfit(Exception):
-    """The service cannot be used as things are; the words follow its name."""
+class NotFoundReply(Exception):
+    """The service has no such resource, or not for this API key."""
 
 
-class NotThere(Exception):
-    """It has no such thing, or not for this key."""
-
-
-class WrongReply(Exception):
-    """What it sends is no answer to what it was asked."""
+class InvalidReply(Exception):
+    """The reply does not fit the request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +43,12 @@ class Reply:
     etag: str
 
     def read_into(self, view: memoryview) -> int:
-        """Fill the view as far as anything comes at once; 0 = the connection has ended. Raises OSError."""
+        """Read available bytes -> their number; 0: the connection has ended. Raises OSError."""
         return self.response.readinto(view)
 
 
 class Client:
-    """Connections to one service. Safe to share between threads."""
+    """Connections to one service. Thread-safe."""
 
     def __init__(self, config: KdnConfig) -> None:
         parts = urlsplit(config.url)
@@ -66,46 +62,46 @@ class Client:
         self._lock = threading.Lock()
 
     def path(self, *parts: str) -> str:
-        """Of the collection that the settings name, and below it."""
+        """The path of the settings' collection, or of a resource in it."""
         return "/".join((API, *(quote(part, safe="") for part in (self._config.collection, *parts))))
 
-    def get(self, path: str, most: int, headers: dict[str, str] | None = None) -> bytes:
-        """A whole body. Raises NotThere, WrongReply (more than `most` bytes, too), Unfit, OSError, HTTPException."""
-        with self.asked(path, headers) as reply:
-            if reply.length > most:
-                raise WrongReply(f"{reply.length:,} bytes where at most {most:,} may be")
+    def get(self, path: str, max_bytes: int, headers: dict[str, str] | None = None) -> bytes:
+        """A whole body. Raises InvalidReply if it is larger than `max_bytes`, and what `request` does."""
+        with self.request(path, headers) as reply:
+            if reply.length > max_bytes:
+                raise InvalidReply(f"{reply.length:,} bytes where at most {max_bytes:,} may be")
             body = bytearray(reply.length)
-            fill(reply, memoryview(body))
+            read_full(reply, memoryview(body))
             return bytes(body)
 
     @contextmanager
-    def asked(
+    def request(
         self,
         path: str,
         headers: dict[str, str] | None = None,
-        seconds: float | None = None,
-        fresh: bool = False,
+        silence_s: float | None = None,
+        is_new: bool = False,
     ) -> Iterator[Reply]:
-        """A response, on a connection that is kept if its body is read to the end.
+        """A response; its connection returns to the pool if the body is read to the end.
 
-        seconds: of silence after which it is given up. fresh: not on one that was kept, and may have ended. Raises
-        NotThere, WrongReply, Unfit, OSError, HTTPException.
+        silence_s: timeout of each read. is_new: use a new connection, as one of the pool may have ended. Raises
+        NotFoundReply, InvalidReply, PeerUnusable, OSError, HTTPException.
         """
-        connection = self._connection(fresh)
-        kept = False
+        connection = self._connection(is_new)
+        is_reusable = False
         try:
-            connection.timeout = seconds or self._config.deadline_s
+            connection.timeout = silence_s or self._config.deadline_s
             if connection.sock:
                 connection.sock.settimeout(connection.timeout)
             connection.request("GET", path, headers={**self._headers, **(headers or {})})
             response = connection.getresponse()
             yield _reply(response)
-            kept = response.isclosed() and not response.will_close
+            is_reusable = response.isclosed() and not response.will_close
         finally:
-            self._back(connection, kept)
+            self._release(connection, is_reusable)
 
     def cut(self) -> None:
-        """End every connection, those in use too: a thread that waits for one gets an error."""
+        """Shut down every connection: a thread that waits for one gets an error."""
         with self._lock:
             ended, self._idle = [*self._open, *self._idle], []
         for connection in ended:
@@ -113,9 +109,9 @@ class Client:
                 with suppress(OSError):
                     connection.sock.shutdown(socket.SHUT_RDWR)
 
-    def _connection(self, fresh: bool) -> http.client.HTTPConnection:
+    def _connection(self, is_new: bool) -> http.client.HTTPConnection:
         with self._lock:
-            if self._idle and not fresh:
+            if self._idle and not is_new:
                 connection = self._idle.pop()
             elif self._context:
                 connection = http.client.HTTPSConnection(
@@ -128,17 +124,17 @@ class Client:
             self._open.add(connection)
         return connection
 
-    def _back(self, connection: http.client.HTTPConnection, keep: bool) -> None:
+    def _release(self, connection: http.client.HTTPConnection, is_reusable: bool) -> None:
         with self._lock:
             self._open.discard(connection)
-            if keep:
+            if is_reusable:
                 self._idle.append(connection)
-        if not keep:
+        if not is_reusable:
             connection.close()
 
 
 class KdnPeer:
-    """The service, as network/connection.py asks it."""
+    """The service, as a Peer of store/bounded.py."""
 
     def __init__(self, config: KdnConfig) -> None:
         self._config = config
@@ -150,58 +146,58 @@ class KdnPeer:
     def disconnect(self, client: Client) -> None:
         client.cut()
 
-    def explained(self, error: Exception) -> StoreError | str:
+    def explain(self, error: Exception) -> StoreError | str:
         if isinstance(error, StoreError):
             return error
-        if isinstance(error, Unfit):
+        if isinstance(error, PeerUnusable):
             return str(error)
-        if isinstance(error, NotThere):
+        if isinstance(error, NotFoundReply):
             return StoreUnavailable(
                 f"{self.server} has no collection {self._config.collection!r}, or not for this API key: correct "
-                f"collection {BESIDE}, or set the key in {KEY} or secret_file"
+                f"collection {HINT}, or set the key in {KEY} or secret_file"
             )
         if isinstance(error, TimeoutError):
-            return self.late()
+            return self.timeout_reason()
         if isinstance(error, ssl.SSLCertVerificationError):
             return (
                 f"has a certificate that no authority known here vouches for ({error.verify_message}): name the file "
-                f"with that authority's certificate in ca_file {BESIDE}"
+                f"with that authority's certificate in ca_file {HINT}"
             )
         if isinstance(error, OSError):
             why = error.strerror or type(error).__name__
             return f"cannot be reached ({why}): start it, or correct its url in the settings"
         return f"sends what is no answer ({type(error).__name__}: {error})"
 
-    def late(self) -> str:
-        return f"does not answer within {self.deadline_s:g} s: see whether it is well, or raise deadline_s {BESIDE}"
+    def timeout_reason(self) -> str:
+        return f"does not answer within {self.deadline_s:g} s: see whether it is well, or raise deadline_s {HINT}"
 
-    def stale(self, error: Exception) -> bool:
+    def is_stale(self, error: Exception) -> bool:
         return isinstance(error, ConnectionError | http.client.RemoteDisconnected)
 
 
-def fill(reply: Reply, view: memoryview) -> None:
-    """Read until the view is full. Raises WrongReply where less comes, OSError."""
+def read_full(reply: Reply, view: memoryview) -> None:
+    """Fill the view. Raises InvalidReply if the body ends before, OSError."""
     got = 0
     while got < len(view):
         n = reply.read_into(view[got:])
         if not n:
-            raise WrongReply(f"{got:,} bytes where {len(view):,} were announced")
+            raise InvalidReply(f"{got:,} bytes where {len(view):,} were announced")
         got += n
 
 
 def _reply(response: http.client.HTTPResponse) -> Reply:
-    """Raises NotThere, Unfit, WrongReply."""
+    """Raises NotFoundReply, PeerUnusable, InvalidReply."""
     if response.status in (404, 410):
-        raise NotThere
+        raise NotFoundReply
     if response.status in (401, 403):
-        raise Unfit(
-            f"does not accept the API key: set one that may read the collection in {KEY} or secret_file {BESIDE}"
+        raise PeerUnusable(
+            f"does not accept the API key: set one that may read the collection in {KEY} or secret_file {HINT}"
         )
     if response.status == 429 or response.status >= 500:
-        raise Unfit(f"refuses for now (status {response.status})")
-    length = response.length  # None where it is not announced, as of what never ends
+        raise PeerUnusable(f"refuses for now (status {response.status})")
+    length = response.length  # None for a body of unknown length
     if response.status not in (200, 206) or length is None:
-        raise WrongReply(f"status {response.status} with {'no' if length is None else 'a'} length")
+        raise InvalidReply(f"status {response.status} with {'no' if length is None else 'a'} length")
     start, total = 0, length
     if response.status == 206:
         start, total = _range(response.headers.get("Content-Range", ""), length)
@@ -209,7 +205,7 @@ def _reply(response: http.client.HTTPResponse) -> Reply:
 
 
 def _range(text: str, length: int) -> tuple[int, int]:
-    """Where a part begins, and the bytes of the whole. Raises WrongReply."""
+    """Content-Range -> start of the part, and bytes of the whole. Raises InvalidReply."""
     try:
         unit, _, rest = text.partition(" ")
         span, _, total = rest.partition("/")
@@ -218,29 +214,21 @@ def _range(text: str, length: int) -> tuple[int, int]:
             return int(first), int(total)
     except ValueError:
         pass
-    raise WrongReply("a part that does not say which")
+    raise InvalidReply("a partial reply without a valid Content-Range")
 
 
 def _headers(config: KdnConfig) -> dict[str, str]:
-    """Raises Unfit for a key file that cannot be read."""
-    if config.secret_file is None:
-        key = os.environ.get(KEY, "")
-    else:
-        try:
-            key = config.secret_file.read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            why = getattr(error, "strerror", None) or "it is no text"
-            raise Unfit(
-                f"cannot be asked, as the file {config.secret_file} cannot be read ({why}): correct secret_file {BESIDE}"
-            ) from None
+    """Raises PeerUnusable for a file that cannot be read."""
+    secret = config.secret_file
+    key = read_file(secret, "secret_file").strip() if secret else os.environ.get(KEY, "")
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 def _context(config: KdnConfig) -> ssl.SSLContext:
-    """Raises Unfit for a file of authorities that cannot be read."""
+    """Raises PeerUnusable for a CA file that cannot be read."""
     try:
         return ssl.create_default_context(cafile=str(config.ca_file) if config.ca_file else None)
     except OSError as error:
-        raise Unfit(
-            f"cannot be asked, as the file {config.ca_file} cannot be read ({error.strerror}): correct ca_file {BESIDE}"
+        raise PeerUnusable(
+            f"cannot be asked, as the file {config.ca_file} cannot be read ({error.strerror}): correct ca_file {HINT}"
         ) from None

@@ -1,12 +1,12 @@
-"""What is known of a published collection: how the service describes it, and where each of its chunks is.
+"""The formats of a published collection: description, directory, and bodies of chunks.
 
     description   JSON: names, levels, tables, the index's files, and the hash of the directory
     directory     per chunk, in order of keys: key 28 | tokens 4 | bytes of its body by each level, 8 each   little-endian
     body          of a chunk at a level: length of the header 4 | header | segment 0 | segment 1 | ...       (record.py)
     interleaved   of several: length and header of each | segment 0 of each | segment 1 of each | ...
 
-A body is what a plain GET gives. The first level lies in the store under the chunk's own key, each further one under a
-key of its own; whatever it lies under, it is delivered under the chunk's.
+A GET of a chunk returns a body. The first level is stored under the chunk's own key, each further one under a key of its
+own; all are delivered under the chunk's key.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from blendserve.store.record import ChunkRecord
 
 FORMAT = 1
 LENGTH = struct.Struct("<I")  # of a header, in front of it
-MOST_HEADER = 1 << 20  # bytes; a chunk of a thousand layers has 16 KB
-MOST_LEVELS = 16
+MAX_HEADER_BYTES = 1 << 20  # bytes; a chunk of a thousand layers has 16 KB
+MAX_LEVELS = 16
 MAX_INTERLEAVED = 64  # chunks
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
 
 
 @dataclass(frozen=True, slots=True)
 class Blob:
-    """Bytes that belong to a collection: cut into pieces, which lie in the store under their own hashes."""
+    """Bytes of a collection, in pieces that are stored under their hashes."""
 
     n_bytes: int
     pieces: tuple[str, ...]  # in hex
 
     @property
     def version(self) -> str:
-        """Other bytes have another one."""
+        """Equal only for equal bytes."""
         return hashlib.blake2b("".join(self.pieces).encode(), digest_size=16).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
-class TablesOf:
-    """Tables that a level needs."""
+class TablesInfo:
+    """Codec tables of a level."""
 
     hash: str  # in hex
     codec: str
@@ -57,13 +57,13 @@ class TablesOf:
 
 @dataclass(frozen=True, slots=True)
 class Collection:
-    """Knowledge of one reader, published under a name."""
+    """The description of a collection."""
 
     name: str
     reader: str
     reader_fingerprint: str
-    namespace: str  # tag of it, in hex, which the keys begin with
-    levels: tuple[str, ...]  # words of codecs, the finest first; the first is what the chunks' own keys name
+    namespace: str  # its tag, in hex: the first bytes of every key
+    levels: tuple[str, ...]  # codecs, the finest first; chunks' own keys name the first
     chunks: int
     tokens: int
     n_bytes: int  # of all levels, as stored
@@ -71,7 +71,7 @@ class Collection:
     pinned: bool
     files: Mapping[str, Blob]  # of the index
     directory: Blob
-    tables: tuple[TablesOf, ...] = ()
+    tables: tuple[TablesInfo, ...] = ()
     format: int = FORMAT
 
     def to_json(self) -> bytes:
@@ -79,7 +79,7 @@ class Collection:
 
     @classmethod
     def from_json(cls, raw: bytes) -> Collection:
-        """Raises ValueError for what is no description of this format."""
+        """Raises ValueError for other JSON, and for other formats."""
         try:
             values = json.loads(raw)
             if values["format"] != FORMAT:
@@ -87,12 +87,12 @@ class Collection:
             values["levels"] = tuple(values["levels"])
             values["files"] = {str(name): _blob(blob) for name, blob in values["files"].items()}
             values["directory"] = _blob(values["directory"])
-            values["tables"] = tuple(TablesOf(**tables) for tables in values["tables"])
+            values["tables"] = tuple(TablesInfo(**tables) for tables in values["tables"])
             found = cls(**values)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"no description of a collection: {error!r}") from None
-        if not 0 < len(found.levels) <= MOST_LEVELS:
-            raise ValueError(f"a collection has 1 to {MOST_LEVELS} levels, not {len(found.levels)}")
+        if not 0 < len(found.levels) <= MAX_LEVELS:
+            raise ValueError(f"a collection has 1 to {MAX_LEVELS} levels, not {len(found.levels)}")
         return found
 
 
@@ -125,7 +125,7 @@ def write_directory(entries: Directory) -> bytes:
 
 
 def read_directory(raw: bytes, levels: int) -> dict[ChunkKey, Entry]:
-    """Raises ValueError for bytes that are none."""
+    """Parse a directory. Raises ValueError."""
     packer = _row(levels)
     if len(raw) % packer.size:
         raise ValueError(f"a directory's rows have {packer.size} bytes, and these are {len(raw)}")
@@ -133,7 +133,7 @@ def read_directory(raw: bytes, levels: int) -> dict[ChunkKey, Entry]:
 
 
 def level_key(key: ChunkKey, word: str, levels: Iterable[str]) -> ChunkKey:
-    """The key that a chunk's KV at this level is stored under: in the same namespace, so that it is counted with it."""
+    """The key of a chunk at a level, in the same namespace."""
     if word == next(iter(levels)):
         return key
     digest = hashlib.blake2b(key + word.encode(), digest_size=DIGEST_BYTES, person=b"blendserve.lv.1")
@@ -141,24 +141,21 @@ def level_key(key: ChunkKey, word: str, levels: Iterable[str]) -> ChunkKey:
 
 
 def encode_body(key: ChunkKey, record: ChunkRecord) -> list[Buffer]:
-    """What is sent of a chunk under this key: length of the header, header, segments."""
+    """The body of a chunk under this key: length of the header, header, segments."""
     record = record.for_key(key)
     header = record.header_bytes()
     return [LENGTH.pack(len(header)), header, *record.segments()]
 
 
 def interleave(bodies: Sequence[Sequence[Buffer]]) -> list[Buffer]:
-    """What is sent of several: their headers, then the first layer of all, then the second, ...
-
-    Raises ValueError where they have not as many layers as each other.
-    """
+    """Interleave bodies: all headers, then layer 0 of all, then layer 1, ... Raises ValueError for unequal layers."""
     heads = [part for parts in bodies for part in parts[:2]]
     layers = zip(*(parts[2:] for parts in bodies), strict=True)
     return [*heads, *(segment for layer in layers for segment in layer)]
 
 
 def interleaved_query(chunks: Iterable[tuple[ChunkKey, str]]) -> str:
-    """Which ones, each at which level, as a URL has it."""
+    """The URL query of several chunks, each at a level."""
     return "chunks=" + ",".join(f"{key.hex()}:{quote(level)}" for key, level in chunks)
 
 

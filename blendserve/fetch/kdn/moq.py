@@ -1,7 +1,7 @@
 """Chunks from a MoQ relay, which the publisher sends each chunk to once (kdn/moq.py, docs/reference/moq.md).
 
-A chunk that does not come from there, for whatever reason, is asked of the service by HTTP. A relay that is slow, gone or
-lying costs time, and is not asked for a moment. Every frame is checked as a segment from anywhere is.
+A chunk that the relay does not deliver is requested from the service by HTTP. After a failure the relay is not used for
+some seconds. Every frame is checked like a segment of any record.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from blendserve.config import KdnConfig
 from blendserve.errors import CorruptRecord, StoreUnavailable
 from blendserve.extras import install_hint
 from blendserve.fetch.incoming import IncomingChunk
-from blendserve.fetch.kdn.manifest import MOST_HEADER, Collection
+from blendserve.fetch.kdn.manifest import MAX_HEADER_BYTES, Collection
 from blendserve.fetch.kdn.source import WORKERS, KdnSource
 from blendserve.fetch.link import LinkEstimator
 from blendserve.store import record
@@ -29,9 +29,9 @@ from blendserve.store.key import ChunkKey
 from blendserve.store.record import Header
 
 REST_S = 5.0
-RETRY_S = (0.002, 0.02, 0.1)  # pauses before a track that is not there is asked for again
+RETRY_S = (0.002, 0.02, 0.1)  # pauses before a missing track is requested again
 GROUP = 0  # a chunk never changes: its track has one group
-RELAY = 0.5  # of the time that a link is waited for: the rest is for asking the service
+RELAY_SHARE = 0.5  # of the patience; the rest is for the service
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class MoqSource(KdnSource):
     def transfer(self, batch: Sequence[IncomingChunk]) -> None:
         for chunk in batch:
             if not self._relay.is_resting:
-                seconds = RELAY * min(chunk.patience_s, self.deadline_s)
+                seconds = RELAY_SHARE * min(chunk.patience_s, self.deadline_s)
                 with suppress(StoreUnavailable), self.link.transfer():
                     self._relay.read(broadcast_of(self.known()[0]), chunk, self.link, seconds)
             if not chunk.done:
@@ -77,7 +77,7 @@ def library() -> Any:
 
 
 def broadcast_of(collection: Collection) -> str:
-    """The path that a collection's chunks are published at: its reader, its namespace, its name."""
+    """The path of a collection's broadcast: reader, namespace, name."""
     return f"blendserve/{collection.reader_fingerprint[:16]}/{collection.namespace}/{collection.name}"
 
 
@@ -87,7 +87,7 @@ def track_of(key: ChunkKey, word: str) -> str:
 
 
 class MoqReader:
-    """Subscribes to one relay, from a thread of its own. Safe to share between threads."""
+    """Subscribes to one relay, from a thread of its own. Thread-safe."""
 
     def __init__(self, url: str, fingerprint: str = "") -> None:
         """fingerprint: of the relay's certificate, in hex, where no authority vouches for it. Raises StoreUnavailable."""
@@ -138,7 +138,7 @@ class MoqReader:
         """Raises what the library does, CorruptRecord, StoreVersion."""
         origin = await self._connected()
         consumer = await origin.consume().announced_broadcast(broadcast).available()
-        group, first = await self._begun(consumer, track, min(MOST_HEADER, n_bytes))
+        group, first = await self._begun(consumer, track, min(MAX_HEADER_BYTES, n_bytes))
         link.arrived(len(first))
         header = record.decode_header(key, first)
         if header.n_bytes > n_bytes:
@@ -151,7 +151,7 @@ class MoqReader:
         return header, segments
 
     async def _begun(self, consumer: Any, track: str, most: int) -> tuple[Any, bytes]:
-        """A chunk's group, and its first frame. A track that is published on demand is there before its group is."""
+        """A chunk's group, and its first frame. A track that is published on demand exists before its group."""
         later = iter(RETRY_S)
         while True:
             try:
@@ -164,7 +164,7 @@ class MoqReader:
             await asyncio.sleep(wait)
 
     async def _connected(self) -> Any:
-        """The origin that the relay's broadcasts are seen in."""
+        """The origin with the relay's broadcasts."""
         async with self._connecting:
             if self._session is None:
                 stack, origin = AsyncExitStack(), self._moq.OriginProducer()
@@ -183,7 +183,7 @@ class MoqReader:
 
 
 async def _frame(group: Any, most: int) -> bytes:
-    """Raises ValueError where there is none, or a larger one."""
+    """One frame. Raises ValueError if it is missing, or too large."""
     frame = await group.read_frame()
     if frame is None or len(frame.payload) > most:
         raise ValueError("a frame is missing, or too large")

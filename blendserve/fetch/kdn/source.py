@@ -19,7 +19,7 @@ from blendserve.config import KdnConfig, PlaceConfig
 from blendserve.errors import CorruptRecord, StoreError, StoreUnavailable, StoreVersion
 from blendserve.fetch.incoming import ChunkRequest, IncomingChunk
 from blendserve.fetch.kdn.body import CUT, Body
-from blendserve.fetch.kdn.client import Client, KdnPeer, NotThere, WrongReply, fill
+from blendserve.fetch.kdn.client import Client, InvalidReply, KdnPeer, NotFoundReply, read_full
 from blendserve.fetch.kdn.manifest import (
     MAX_INTERLEAVED,
     Collection,
@@ -144,7 +144,7 @@ class KdnSource:
             return
         try:
             Body(client, batch, self.link, self.deadline_s).read()
-        except (CorruptRecord, StoreVersion, NotThere, *CUT) as error:
+        except (CorruptRecord, StoreVersion, NotFoundReply, *CUT) as error:
             if len(batch) > 1:
                 return  # each is asked for alone, which tells what is wrong with it
             if not isinstance(error, StoreError):
@@ -197,8 +197,8 @@ class KdnSource:
         while True:
             got = bytearray(max(1, min(n_bytes, body)))
             start = now()
-            with client.asked(path, {"Range": f"bytes=0-{len(got) - 1}"}) as reply:
-                fill(reply, memoryview(got))
+            with client.request(path, {"Range": f"bytes=0-{len(got) - 1}"}) as reply:
+                read_full(reply, memoryview(got))
             seconds = now() - start
             if seconds - min(round_trips) >= PROBE_S or len(got) == body:
                 return LinkSample(min(round_trips), seconds, len(got))
@@ -277,7 +277,7 @@ def _read(client: Client, known: tuple[Collection, Directory] | None) -> tuple[C
             return collection, known[1]
         raw = client.get(client.path("directory"), collection.directory.n_bytes)
         return collection, read_directory(raw, len(collection.levels))
-    except (NotThere, OSError):  # one of TLS is a ValueError as well
+    except (NotFoundReply, OSError):  # one of TLS is a ValueError as well
         raise
     except ValueError as error:
-        raise WrongReply(str(error)) from error
+        raise InvalidReply(str(error)) from error

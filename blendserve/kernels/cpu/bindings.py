@@ -16,7 +16,7 @@ from blendserve.kernels.cpu.isa import Level
 from blendserve.kernels.cpu.library import dtype_of, loaded
 from blendserve.kernels.norm import Norm
 from blendserve.kernels.rotary import HALVES, Rotary
-from blendserve.kernels.rows import RowPlan
+from blendserve.kernels.rows import AttentionPlan
 from blendserve.kernels.types import (
     AttentionSpec,
     CorrectionParams,
@@ -50,7 +50,7 @@ def _is_native(level: Level, *tensors: Tensor) -> bool:
 
 
 def supports_attention(
-    level: Level, q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: RowPlan
+    level: Level, q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: AttentionPlan
 ) -> bool:
     return (
         _is_native(level, q, keys, values)
@@ -62,17 +62,17 @@ def supports_attention(
 
 
 def attention(
-    level: Level, q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: RowPlan
+    level: Level, q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: AttentionPlan
 ) -> Tensor:
     """ops.attend: q [H, S, D] over keys and values [K, T, D] -> [S, H * D]."""
     return _attention(level, q, keys, values, spec, plan.positions, None, None)
 
 
 def attention_with_key_scores(
-    level: Level, q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: RowPlan
+    level: Level, q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: AttentionPlan
 ) -> tuple[Tensor, Tensor]:
     """ops.attend_with_scores."""
-    n_keys, absent = keys.shape[1], plan.absent
+    n_keys, absent = keys.shape[1], plan.masked_keys
     assert absent is not None
     masked = torch.zeros(n_keys + KEY_PAD, dtype=torch.uint8)
     masked[:n_keys] = absent
@@ -272,17 +272,19 @@ def correct_kv(
 ) -> None:
     """ops.correct."""
     cos, sin = rope.cos, rope.sin
-    first, first_reused = (torch.tensor([0, *sizes]).cumsum(0) for sizes in (fresh.sizes, fresh.other_sizes))
+    first, first_reused = (
+        torch.tensor([0, *sizes]).cumsum(0) for sizes in (fresh.recomputed_per_chunk, fresh.reused_per_chunk)
+    )
     # Tensors that are made here have a name: they must live until the call returns.
     weights, constant = (None, None) if prior is None else (x.float().contiguous() for x in prior)
-    context_weight = torch.tensor(fresh.foreign, dtype=torch.float32)
+    context_weight = torch.tensor(fresh.context_weight, dtype=torch.float32)
     parts = keys, values, fresh.keys, fresh.values
-    indices = fresh.rows, fresh.at, first, fresh.others, first_reused
+    indices = fresh.row_index, fresh.recomputed_index, first, fresh.reused_index, first_reused
     loaded(level).blendserve_correct_kv(
         *map(pointer, (*parts, cos, sin, *indices, weights, constant, context_weight)),
         *(stride for x in parts for stride in x.stride()[:2]), cos.stride(0),
-        keys.shape[0], keys.shape[2], cos.shape[1], len(fresh.at), len(fresh.sizes),
-        params.weight, params.zero_prior, params.key_scale, params.value_scale,
+        keys.shape[0], keys.shape[2], cos.shape[1], len(fresh.recomputed_index), len(fresh.recomputed_per_chunk),
+        params.chunk_shrinkage, params.zero_shrinkage, params.key_scale, params.value_scale,
         -1.0 if params.penalty is None else params.penalty,
-        params.prior_trust, params.prior_key_scale, params.prior_value_scale, team.size(),
+        params.prior_shrinkage, params.prior_key_scale, params.prior_value_scale, team.size(),
     )  # fmt: skip

@@ -1,4 +1,4 @@
-// What the kernels share beside numbers: ranges, and memory that is kept between calls or asked for ahead of time.
+// What all kernels share: ranges, memory that is kept between calls, and prefetching.
 #pragma once
 
 #include <cstdlib>
@@ -9,7 +9,7 @@
 
 namespace {
 
-constexpr int LINE = 64;  // bytes that memory gives at once
+constexpr int LINE = 64;  // bytes of a cache line
 
 struct Range {
     int64_t begin, end;
@@ -37,7 +37,7 @@ class Workspace {
     size_t size_ = 0;
 };
 
-// Memory to be asked for before it is needed, some lines at a time. In order: rows read side by side are slow to come.
+// Prefetches a range of memory in order, some lines at a time.
 struct Prefetcher {
     const char *at = nullptr, *end = nullptr;
     int64_t lines() const { return (end - at) / LINE; }

@@ -38,7 +38,7 @@ constexpr float MIN_SPREAD = 1 / 64.0f;  // of the size of features: what varies
 
 thread_local Workspace heads_memory;
 
-// What is known of a kv head, f = 2 dim numbers wide. All of it is multiples of a strip.
+// Arrays of a kv head, f = 2 dim numbers wide, a multiple of a strip.
 struct Head {
     float *x, *left;      // [rows, f]
     float *gram, *w;      // [f, f]
@@ -50,7 +50,7 @@ struct Head {
     uint32_t* weights;    // words [f / PER_WORD][f], of rows of W
 };
 
-// Rows are taken ROW_STEP together; what stands behind the last is never read back.
+// Loops do ROW_STEP rows at a time; the numbers after the last row are never read.
 int64_t padded_rows(int64_t rows) { return divide_up(rows, ROW_STEP) * ROW_STEP; }
 
 size_t floats_per_head(const CorrectionArgs& c) {
@@ -133,7 +133,7 @@ void weight_expected(const CorrectionArgs& c, int64_t offset, Head& h) {
                 store(h.expected + j, load(h.expected + j) * broadcast(c.context_weight[n]));
 }
 
-// How much of what is expected counts: the slope of what moved on it, drawn towards 1 by `trust` tokens' worth, and at most
+// The prior's factor: the slope of deviations on predictions, shrunk towards 1 by `prior_shrinkage` tokens, and at most
 // that. left -> what is beyond it.
 void fit_prior_scale(const CorrectionArgs& c, int64_t offset, Head& h) {
     int64_t f = 2 * c.dim;
@@ -168,7 +168,7 @@ void sum_deltas(const CorrectionArgs& c, int64_t offset, Head& h) {
     }
 }
 
-// Sums by chunk -> means of what a chunk's tokens moved, shrunk.
+// Sums by chunk -> shrunk means of a chunk's deviations.
 void shrink_means(const CorrectionArgs& c, int64_t offset, Head& h) {
     int64_t f = 2 * c.dim;
     alignas(64) float overall[MAX_DIM] = {};

@@ -11,8 +11,8 @@
 // It calls the inner loops of the other kernels and rounds where they do: logits and KV are those of the layer-by-layer
 // loop, to the bit. A row's numbers depend neither on the other rows nor on the number of threads.
 //
-// Threads claim the items of a stage one by one, and a stage ends when all of its items are done: nobody waits for a thread
-// that has not begun. Norms are cheap, so each thread computes those that its items need by itself.
+// Threads claim the items of a stage one by one, and a stage ends when all of its items are done: no thread waits for a
+// thread that has not begun. Norms are cheap, so each thread computes the norms of its own items.
 
 #include <sched.h>
 
@@ -87,7 +87,7 @@ class Worker {
     }
 
    private:
-    // Items 0 .. n - 1, shared out; returns when all of them are done, by whichever thread.
+    // Items 0 .. n - 1, shared out; returns when all threads have done all of them.
     template <class Item>
     void stage(int64_t n, Item item) {
         Stage& mine = stages[passed++];
@@ -112,7 +112,7 @@ class Worker {
         is_normed = false;
     }
 
-    // Rows normed, once a stage and thread; whoever has the stage's first item writes down the new residual.
+    // Normed rows, once per stage and thread; the thread with the stage's first item writes the new residual.
     const elem_t* norm(int64_t item) {
         if (!is_normed) {
             const elem_t* added = pending.added;

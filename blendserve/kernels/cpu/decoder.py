@@ -188,15 +188,9 @@ def to_int8(weight: Tensor, level: Level) -> Tensor:
     blocks = x.view(len(x) // lanes, lanes, -1, INT8_GROUP)
     scales = (blocks.abs().amax(-1) / 127).transpose(1, 2).contiguous()  # [outputs / L, groups, L]
     divisor = scales.clamp_min(torch.finfo(torch.float32).tiny).transpose(1, 2)[..., None]
-    numbers = (
-        (blocks / divisor)
-        .round()
-        .to(torch.int8)
-        .view(len(x) // lanes, lanes, -1, INT8_GROUP // per_word, per_word)
-    )
-    return torch.cat(
-        [scales.view(torch.int8), numbers.permute(0, 2, 3, 1, 4).flatten(2)], dim=-1
-    ).contiguous()
+    numbers = (blocks / divisor).round().to(torch.int8)
+    words = numbers.view(*numbers.shape[:3], INT8_GROUP // per_word, per_word).permute(0, 2, 3, 1, 4)
+    return torch.cat([scales.view(torch.int8), words.flatten(2)], dim=-1).contiguous()
 
 
 def vector_layout(level: Level) -> tuple[int, int]:

@@ -106,7 +106,7 @@ def cpu_name() -> str:
 
 @cache
 def _cpuinfo(field: str) -> str:
-    """Of the first core; "" where nobody tells."""
+    """Of the first core; "" where it is not known."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,12 +1,12 @@
 // x w^T + bias, over the weights as the model stores them.
 //
-// Every number is one sum in fp32 over words of inputs in ascending order, rounded once: a row's result does not depend on
-// how many rows come with it, nor on threads. What the lanes of a vector hold depends on how many rows there are:
+// Every number is one sum in fp32 over words of inputs in ascending order, rounded once: a row's result depends neither on
+// the number of rows nor on threads. The lanes of a vector hold
 //
-//     few rows    outputs: weights are turned on their way from memory, which is what limits this
-//     many rows   rows: x is turned once, weights are read as they are
+//     few rows    outputs: weights are transposed in registers; memory limits the speed
+//     many rows   rows: x is transposed once, weights are read as they are
 //
-// Weights are read by rows of a tile, which memory dislikes; so they are asked for ahead of time, in order.
+// A tile reads several rows of weights in parallel, which is slow from memory: they are prefetched in order.
 
 #include <atomic>
 

@@ -2,7 +2,7 @@
 
     python -m blendserve.kernels.cpu.prebuild
 
-Whoever installs the result needs no compiler; build.py takes what fits their CPU, and verify.py proves it there as ever.
+Installing the result needs no compiler: build.py uses the object of the CPU, and selfcheck.py checks it there.
 The machine that compiles needs none of the instruction sets itself.
 """
 

@@ -1,4 +1,4 @@
-"""Which of the optional packages for a GPU are there: asked here, imported nowhere else before."""
+"""Which optional packages for a GPU are installed, and what the GPU can do. Importing this imports none of them."""
 
 from __future__ import annotations
 

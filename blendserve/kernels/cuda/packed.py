@@ -1,7 +1,7 @@
-"""Chunks side by side behind one prefix, attended in a single launch: flash-attn's variable lengths.
+"""Attention of several chunks after one prefix in a single launch, by flash-attn's variable lengths.
 
 A row sees the prefix and its own chunk up to itself, which is "causal" aligned at the bottom right of each pair. Where
-this is not to be had, chunks attend one after another: the same numbers, in more launches.
+flash-attn is missing, chunks attend one after another: the same numbers, in more launches.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from blendserve.core import Span
 from blendserve.kernels.chunks import ChunkStack
 from blendserve.kernels.cuda.available import capability, flash_attn
 from blendserve.kernels.cuda.dense import HALVES, MAX_DIM
-from blendserve.kernels.rows import RowPlan
+from blendserve.kernels.rows import AttentionPlan
 from blendserve.kernels.types import AttentionSpec
 
 
 def fits(
     q: Tensor, k: Tensor, v: Tensor, prefix_kv: tuple[Tensor, Tensor], spec: AttentionSpec, stack: ChunkStack
 ) -> bool:
-    """Whether flash-attn can do it on this GPU."""
+    """Whether flash-attn runs on this GPU and supports these tensors."""
     return (
         q.device.type == "cuda"
         and q.dtype == k.dtype
@@ -37,7 +37,7 @@ def attend(
     """ops.attend_chunks."""
     pack = stack.packing
     packed = (
-        torch.cat([ahead, own], dim=1).index_select(1, pack.keys).transpose(0, 1)
+        torch.cat([ahead, own], dim=1).index_select(1, pack.key_index).transpose(0, 1)
         for ahead, own in zip(prefix_kv, (k, v), strict=True)
     )
     package = flash_attn()
@@ -47,10 +47,10 @@ def attend(
     out: Tensor = package.flash_attn_varlen_func(
         q.transpose(0, 1),
         *packed,
-        cu_seqlens_q=pack.rows_end,
-        cu_seqlens_k=pack.keys_end,
-        max_seqlen_q=pack.most_rows,
-        max_seqlen_k=pack.most_keys,
+        cu_seqlens_q=pack.cu_seqlens_q,
+        cu_seqlens_k=pack.cu_seqlens_k,
+        max_seqlen_q=pack.max_seqlen_q,
+        max_seqlen_k=pack.max_seqlen_k,
         softmax_scale=spec.scale,
         causal=True,
         window_size=(left, 0 if left >= 0 else -1),
@@ -59,9 +59,9 @@ def attend(
     return out.reshape(q.shape[1], -1)
 
 
-def packed_twice(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: RowPlan) -> Tensor:
-    """Rows that stand side by side, as ops.attend has them: packed twice, the second time looked at."""
-    n, end = q.shape[1], plan.end
+def packed_twice(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: AttentionPlan) -> Tensor:
+    """ops.attend of contiguous rows, for the self-check: two equal chunks, of which the second is returned."""
+    n, end = q.shape[1], plan.kv_len
     front = keys[:, : end - n], values[:, : end - n]
     rows, own, plain = (
         torch.cat([x, x], dim=1) for x in (q, keys[:, end - n : end], values[:, end - n : end])

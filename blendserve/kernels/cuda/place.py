@@ -1,4 +1,4 @@
-"""A layer of stored KV put into the cache of a GPU in one launch: keys rotated on their way, values as they are.
+"""Copies a layer of stored KV into the cache of a GPU in one launch and rotates the keys.
 
 Written out in torch that is a dozen launches a chunk and layer, hundreds a layer for a long prompt. The rotation gives
 what the model's own function gives, to the bit in 16 bits; a model whose form no kernel knows (kernels/rotary.py) is
@@ -66,6 +66,6 @@ def run(
 
 
 def _on(device: torch.device, rows: Sequence[tuple[int, ...]]) -> Tensor:
-    """The table on the device; out of pinned memory, so that sending it holds nobody up."""
+    """The table on the device; copied from pinned memory, so that the host does not wait."""
     table = torch.tensor(rows, dtype=torch.int64)
     return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table

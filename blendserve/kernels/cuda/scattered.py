@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from blendserve.kernels.cuda.available import capability, processors
-from blendserve.kernels.rows import RowPlan
+from blendserve.kernels.rows import AttentionPlan
 from blendserve.kernels.types import AttentionSpec
 
 MAX_DIM = 256
@@ -52,7 +52,7 @@ def splits_for(programs: int, keys: int, tile: Tile, room: int) -> int:
     return max(1, min(room // programs, keys // (LEAST_BLOCKS * tile.keys), MOST_SPLITS))
 
 
-def fits_gpu(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: RowPlan) -> bool:
+def fits_gpu(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: AttentionPlan) -> bool:
     """Whether these are on a GPU, and the kernel is made for them."""
     return q.device.type == "cuda" and fits(q, keys, values)
 
@@ -73,14 +73,14 @@ def fits(q: Tensor, keys: Tensor, values: Tensor) -> bool:
     )
 
 
-def attend(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: RowPlan) -> Tensor:
+def attend(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: AttentionPlan) -> Tensor:
     """ops.attend: q [H, S, D] over keys and values [K, T, D] -> [S, H * D].
 
-    Nothing here waits for the GPU, and where the rows' positions are not known here, nothing depends on them.
+    The host never waits for the GPU.
     """
     n_kv, queries = keys.shape[0], q.shape[1] * (q.shape[0] // keys.shape[0])
     tile = tile_for(q.dtype, q.shape[2], queries, _roomy(q.device))
-    seen = keys.shape[1] if plan.known is None else plan.end
+    seen = keys.shape[1] if plan.host_positions is None else plan.kv_len
     if plan.window is not None:
         seen = min(seen, plan.window + queries)
     splits = splits_for(-(-queries // tile.queries) * n_kv, seen, tile, processors(q.device))
@@ -89,7 +89,7 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: R
 
 def attend_at(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, at: Tensor) -> Tensor:
     """ops.attend_at."""
-    return attend(q, keys, values, spec, RowPlan(at, q.shape[0] // keys.shape[0], spec.window))
+    return attend(q, keys, values, spec, AttentionPlan(at, q.shape[0] // keys.shape[0], spec.window))
 
 
 def run(
@@ -133,12 +133,12 @@ def _roomy(device: torch.device) -> bool:
 
 
 def _as(
-    few: bool, split: bool, q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: RowPlan
+    few: bool, split: bool, q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, plan: AttentionPlan
 ) -> Tensor:
     """One compiled form of the kernel, whatever the rows."""
     tile = tile_for(q.dtype, q.shape[2], 1 if few else FEW + 1, _roomy(q.device))
     return run(q, keys, values, spec, plan.positions, tile, 3 if split else 1)
 
 
-# The compiled forms, each of which is to be proven.
+# The compiled forms, each of which is checked before use.
 FORMS = tuple(partial(_as, few, split) for few in (True, False) for split in (False, True))

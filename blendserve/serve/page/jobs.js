@@ -34,10 +34,10 @@ export async function followJob(root, job, done) {
 
 /** Documents are split and embedded first. Then the KV of their chunks is computed. */
 function show(bar, said, job) {
-  const parts = [[job.documents, job.given], [job.computed, job.chunks]].filter(([, all]) => all);
+  const parts = [[job.documents, job.total_documents], [job.computed, job.chunks]].filter(([, all]) => all);
   if (job.state === "done") bar.value = 1;
-  else if (parts.length) bar.value = parts.reduce((sum, [n, all]) => sum + n / all, 0) / (job.given ? 2 : 1);
-  const documents = job.given ? `${job.documents} of ${several(job.given, "document")} added` : "";
+  else if (parts.length) bar.value = parts.reduce((sum, [n, all]) => sum + n / all, 0) / (job.total_documents ? 2 : 1);
+  const documents = job.total_documents ? `${job.documents} of ${several(job.total_documents, "document")} added` : "";
   const chunks = job.chunks ? `KV of ${job.computed} of ${several(job.chunks, "chunk")}` : "";
   said.textContent = job.state === "failed" ? `failed: ${job.error}` : [documents, chunks].filter(Boolean).join(", ");
 }

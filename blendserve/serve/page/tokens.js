@@ -8,9 +8,9 @@ const STATES = {
   exact: "Its cached KV equals that of full prefill.",
   reused: "Its cached KV is used, rotated to its new position.",
   corrected: "Its cached KV is used, rotated to its new position and corrected from the recomputed tokens.",
-  near: "Its KV comes from identical text in another cached chunk, rotated and corrected.",
+  near_duplicate: "Its KV comes from identical text in another cached chunk, rotated and corrected.",
   recomputed: "The policy selected it: its KV was computed for this prompt.",
-  fresh: "It was not cached: its KV was computed.",
+  computed: "It was not cached: its KV was computed.",
 };
 const STEPS = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: 1, ArrowUp: -1 };
 

@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from blendserve.fetch.copy_stream import CudaCopyStream, HostCopy
+from blendserve.fetch.pinned_ring import PinnedRing
 from blendserve.kernels.cuda import graphs
 from blendserve.kernels.cuda.graphs import CudaGraph
-from blendserve.kernels.cuda.staging import CudaCopyStream, HostCopy, Staging
 from tests.support.stores import chunk
 
 CPU = torch.device("cpu")  # stands for the GPU: what is "sent" to it is there already
@@ -93,19 +94,19 @@ def test_a_layer_is_staged_on_the_lane_and_waited_for_by_the_stream_alone(
     cuda: Notes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(CudaCopyStream, "holds", lambda stream, tensor: False)
-    staging, kv = Staging(CudaCopyStream(CPU), slots=1), chunk(5)
+    ring, kv = PinnedRing(CudaCopyStream(CPU), slots=1), chunk(5)
 
     def read() -> list[tuple[Tensor, Tensor]]:
         assert cuda.streams[-1] == "own"
         return [(kv.keys[0], kv.values[0])]
 
-    sent = staging.send(read)
+    sent = ring.send(read)
     assert cuda == ["event on own"]
-    ((keys, values),) = staging.hand_over(sent)
+    ((keys, values),) = ring.wait_on_stream(sent)
     assert cuda[1:] == ["computing waits for the event of own", "kept for computing"]
     assert torch.equal(keys, kv.keys[0])
     assert torch.equal(values, kv.values[0])
-    staging.send(read)
+    ring.send(read)
     assert cuda[3:] == ["thread waits for the event of own", "event on own"]
     assert cuda.streams == ["computing"]
 

@@ -28,7 +28,8 @@ from blendserve.store.valkey_client import Client, library
 from blendserve.store.valkey_layout import CHUNK, Fields, namespace_name, read_fields
 from tests.support.commands import cli
 from tests.support.damages import BYTES
-from tests.support.stores import CAP, OnServer, chunk, copy_of, key_of, put_kv, read, same, stored
+from tests.support.places import OnServer
+from tests.support.stores import CAP, chunk, copy_of, key_of, put_kv, read, same, stored
 from tests.support.toy import toy_reader
 from tests.support.valkey import PATIENT_S, database, needs_server, settings, store_at
 from tests.support.waiting import eventually

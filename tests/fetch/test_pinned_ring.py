@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from blendserve.core import ChunkKV
 from blendserve.fetch.layers import LayerReader
-from blendserve.kernels.cuda.staging import SLOTS, Staging
+from blendserve.fetch.pinned_ring import SLOTS, PinnedRing
 from blendserve.store.view import TensorView
 from tests.support.stores import chunk
 from tests.support.streams import LateCopyStream, LateMark
@@ -22,19 +22,18 @@ from tests.support.streams import LateCopyStream, LateMark
 LAYERS = 9
 
 
-class Unstable:
+class Unstable(TensorView):
     """A view as of a map: what it gave for a layer is gone when it is read again."""
 
     def __init__(self, kv: ChunkKV) -> None:
+        super().__init__(kv)
         self.chunk = TensorView(kv)
-        self.n_layers, self.n_tokens, self.n_bytes = LAYERS, kv.n_tokens, kv.n_bytes
-        self.raw_bytes, self.version = self.chunk.raw_bytes, self.chunk.version
         both = torch.stack([kv.keys[0], kv.values[0]])  # side by side, as in a record
         self.page = both[0], both[1]
-        self.read: list[int] = []
+        self.reads: list[int] = []
 
     def layer(self, l: int) -> tuple[torch.Tensor, torch.Tensor]:
-        self.read.append(l)
+        self.reads.append(l)
         for page, part in zip(self.page, self.chunk.layer(l), strict=True):
             page.copy_(part)
         return self.page
@@ -55,13 +54,13 @@ def test_every_layer_arrives_as_it_was_read_however_late_the_device_is(
     lengths: list[int], slots: int, upto: int
 ) -> None:
     views, stream = unstable(*lengths), LateCopyStream()
-    staging = Staging(stream, slots)
+    ring = PinnedRing(stream, slots)
 
     def read(l: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         return [view.layer(l) for view in views]
 
-    sent = [staging.send(partial(read, l)) for l in range(upto)]
-    layers = [staging.hand_over(one) for one in sent]
+    sent = [ring.send(partial(read, l)) for l in range(upto)]
+    layers = [ring.wait_on_stream(one) for one in sent]
     stream.finish()
     assert all(is_layer(layer, views, l) for l, layer in enumerate(layers))
     assert len(stream.buffers) <= min(slots, upto)
@@ -78,7 +77,7 @@ def test_a_layer_is_whole_as_soon_as_its_own_mark_has_passed(dtype: torch.dtype)
             assert isinstance(mark, LateMark)
             stream.run(mark.upto)
             assert is_layer(layer, views, l)
-    assert [view.read for view in views] == [list(range(LAYERS))] * 3
+    assert [view.reads for view in views] == [list(range(LAYERS))] * 3
     assert len(stream.waited_in) == LAYERS - SLOTS  # a slot is written again when it was fetched
     assert threading.current_thread().name not in stream.waited_in, (
         "the computing thread waits for the loader alone"
@@ -95,6 +94,6 @@ def test_what_is_on_the_device_is_left_there() -> None:
     stream.finish()
     assert len(stream.copies) == 2 + LAYERS
     for l, layer in enumerate(layers):
-        assert layer[0][0].data_ptr() == there.kv.keys[l].data_ptr()
+        assert layer[0][0].data_ptr() == there.layer(l)[0].data_ptr()
         assert torch.equal(layer[0][1], kv.values[l])
-        assert torch.equal(layer[1][1], here.kv.values[l])
+        assert torch.equal(layer[1][1], here.layer(l)[1])

@@ -1,0 +1,292 @@
+"""`blendserve demo`, `index`, `precompute` and `ask`."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from blendserve import console
+from blendserve.cli.options import (
+    IndexArg,
+    IndexOpt,
+    JsonOpt,
+    RayOpt,
+    make_app,
+    single_command,
+    with_settings,
+)
+from blendserve.config import Config
+from blendserve.errors import InputError
+from blendserve.paths import index_folder
+
+if TYPE_CHECKING:
+    from blendserve.engine.engine import Engine
+
+log = logging.getLogger(__name__)
+CorpusArg = Annotated[
+    Path,
+    typer.Argument(
+        help="Corpus: a JSONL file with `text` and optional `title` and `id` per line, a folder "
+        "of .txt and .md files, or one such file."
+    ),
+]
+index = make_app("Build and update indexes of documents.")
+
+
+@single_command
+def demo(
+    index: IndexOpt = "indexes/demo",
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Model to answer with: a bundled name, a folder or a Hugging Face id.", metavar="MODEL"
+        ),
+    ] = None,
+    page: Annotated[
+        bool, typer.Option("--page", help="Serve a web page over the index instead. Ctrl-C ends it.")
+    ] = False,
+    host: Annotated[
+        str,
+        typer.Option(
+            envvar="BLENDSERVE_DEMO_HOST",
+            help="Address of the page's server, which asks for no API key.",
+        ),
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port of the page's server; 0 takes any free one.")] = 8000,
+) -> None:
+    """Ask about Python without and with a cache, and compare methods.
+
+    The index holds Python's language reference. The questions are answered by full prefill and from precomputed KV,
+    and each method prefills the same prompt. With --page, you ask in a web page instead.
+    Another model needs an index folder of its own, or replaces the index.
+    """
+    from blendserve.demo import run, serve_page  # torch and all the rest: seconds
+
+    model = model or Config().model.name
+    if page:
+        serve_page(Path(index), model, host, port)
+    else:
+        run(Path(index), model)
+
+
+@index.command()
+@with_settings("model.name", "retrieve.chunk_tokens", "retrieve.embedder", "retrieve.index")
+def build(corpus: CorpusArg, index: IndexArg, settings: Config, json: JsonOpt = False) -> None:
+    """Build an index of a corpus.
+
+    An existing index of the same name is replaced.
+    """
+    from blendserve.engine.engine import Engine  # torch and all the rest: seconds
+    from blendserve.retrieve import read_documents
+
+    documents = list(read_documents(corpus))
+    with console.progress("Embedding", "windows") as update:
+        engine = Engine.build(index, documents, settings, update)
+    with engine:
+        _print_index(engine, json)
+
+
+@index.command()
+@with_settings("model.name")
+def add(corpus: CorpusArg, index: IndexArg, settings: Config, json: JsonOpt = False) -> None:
+    """Add the new documents of a corpus to an index.
+
+    A document with a known id and new text replaces the old one. Unchanged documents are skipped.
+    """
+    from blendserve.engine.engine import Engine  # torch and all the rest: seconds
+    from blendserve.retrieve import read_documents
+
+    documents = list(read_documents(corpus))
+    with Engine.open(index, settings) as engine:
+        with console.progress("Embedding", "windows") as update:
+            added = engine.add(documents, update)
+        _print_index(engine, json, added=added)
+
+
+@index.command()
+@with_settings("model.name")
+def delete(
+    index: IndexArg,
+    doc_ids: Annotated[list[str], typer.Argument(help="Ids of the documents to remove.")],
+    settings: Config,
+    json: JsonOpt = False,
+) -> None:
+    """Remove documents with their passages, vectors and KV.
+
+    The exit code is 1 if the index had none of them.
+    """
+    from blendserve.engine.engine import Engine  # torch and all the rest: seconds
+
+    with Engine.open(index, settings) as engine:
+        deleted = engine.delete(*doc_ids)
+        _print_index(engine, json, deleted=deleted)
+    if not deleted:
+        raise typer.Exit(1)
+
+
+def _print_index(engine: Engine, json: bool, **changes: int) -> None:
+    assert engine.index is not None
+    path = engine.index.path
+    facts: dict[str, Any] = {"index": str(path), **asdict(engine.index.manifest), **changes}
+    change = "".join(f" ({count} {what})" for what, count in changes.items())
+    console.emit(
+        facts,
+        json,
+        f"{path}: {facts['documents']} documents{change}, {facts['passages']} passages, "
+        f"{facts['vectors']} vectors; next: blendserve precompute {path}",
+    )
+
+
+@single_command
+@with_settings("model.name", "store.location", "store.codec")
+def precompute(
+    index: IndexArg,
+    settings: Config,
+    shard: Annotated[
+        str, typer.Option(help="Share of the work to do, i/n with i from 0; shards may use one store.")
+    ] = "0/1",
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Number of actors on a Ray cluster, each with a model; without it, this process computes.",
+        ),
+    ] = None,
+    ray: RayOpt = None,
+    json: JsonOpt = False,
+) -> None:
+    """Compute and store the KV of an index's chunks.
+
+    Stored chunks are skipped, so the command can be stopped and run again at any time. Afterwards a correction
+    prior is fitted on a sample of the chunks, if the store has none. The exit code is 1 if a chunk is missing at
+    the end.
+
+    Several processes or machines with one store (a file or a server): run the same command in each. A chunk that
+    one process computes is leased to it; the others skip it and check it again at the end:
+
+    \b
+        blendserve precompute docs -c configs/precompute_worker.yaml      # on each machine
+
+    Several machines with a store each, merged afterwards:
+
+    \b
+        blendserve precompute docs --shard 0/2 --store kv-0      # first machine
+        blendserve precompute docs --shard 1/2 --store kv-1      # second machine
+        blendserve store merge docs kv-0 kv-1
+
+    The GPUs of one machine, into one store:
+
+    \b
+        CUDA_VISIBLE_DEVICES=0 blendserve precompute docs &
+        CUDA_VISIBLE_DEVICES=1 blendserve precompute docs &
+        wait
+
+    The machines of a Ray cluster, or the GPUs or cores of this one: actors write to one store that all of them can
+    reach (docs/how-to/ray-cluster.md). If an actor or machine dies, its stored chunks remain:
+
+    \b
+        blendserve precompute docs -c configs/precompute_worker.yaml --workers 4
+        blendserve precompute docs -c configs/precompute_worker.yaml --workers 4 --ray auto
+    """
+    from blendserve.engine.engine import Engine  # torch and all the rest: seconds
+
+    part = _shard(shard)
+    if ray and not workers:
+        raise InputError("--ray names the cluster of the workers: give --workers, too")
+    if workers and part != (0, 1):
+        raise InputError("--shard is for independent processes: leave it out with --workers")
+    with Engine.open(index, settings) as engine:
+        per_token = engine.reader.adapter.kv_bytes_per_token
+        computing = console.progress("Precomputing", "tokens", per_token)
+        fitting = console.progress("Fitting the correction prior", "tokens")
+        try:
+            with computing as computed, fitting as fitted:
+                if workers:
+                    from blendserve.ray.precompute import precompute_index
+
+                    report = precompute_index(engine, index_folder(index), workers, ray, computed, fitted)
+                else:
+                    report = engine.precompute(None, part, computed, fitted)
+        except KeyboardInterrupt:
+            log.info("stopped: computed chunks are stored; run the same command to resume")
+            raise typer.Exit(130) from None
+        if engine.blender.priors.current() is None:
+            log.info("no correction prior: the corpus is too small, or the correction uses none")
+        missing = engine.missing(shard=part)
+    rate = report.tokens / report.seconds if report.seconds else 0.0
+    console.emit(
+        {**asdict(report), "tokens_per_second": round(rate, 1), "missing": missing},
+        json,
+        f"{report.chunks} chunks: {report.computed} computed ({report.tokens:,} tokens, {rate:,.0f} tokens/s, "
+        f"{report.bytes / 1e6:,.0f} MB), {report.skipped} already stored, {missing} missing",
+    )
+    if missing:
+        raise typer.Exit(1)
+
+
+def _shard(text: str) -> tuple[int, int]:
+    part, _, parts = text.partition("/")
+    if not (part.isdigit() and parts.isdigit()):
+        raise InputError(f"shard {text!r} is not i/n: give for example 0/2 on one machine and 1/2 on another")
+    return int(part), int(parts)
+
+
+@single_command
+@with_settings(
+    *("model.name", "retrieve.top_k", "blend.method", "blend.policy", "blend.ratio", "blend.correction"),
+    *("blend.near", "decode.max_new_tokens", "decode.temperature", "decode.top_p", "decode.seed"),
+    "decode.stop",
+    verbatim=("stop",),
+)
+def ask(
+    question: Annotated[str, typer.Argument(help="Question to answer from the retrieved passages.")],
+    settings: Config,
+    index: IndexOpt = "indexes/demo",
+    json: JsonOpt = False,
+) -> None:
+    """Answer a question from an index.
+
+    The answer is streamed. Its sources, the numbers of reused and recomputed tokens, and the time to first token follow.
+    """
+    if not question.strip():
+        raise InputError("the question is empty: ask something")
+    with _deferred_gc():
+        from blendserve.demo import print_sources  # torch and all the rest: seconds
+        from blendserve.engine.engine import Engine
+        from blendserve.kdn.pull import resolve
+
+        index, settings = resolve(index, settings)
+        opened = Engine.open(index, settings)
+    with opened as engine:
+        stream = engine.stream(question)
+        if json:
+            console.print_json(stream.answer().to_dict())
+            return
+        for piece in stream:
+            console.out.print(piece, end="", markup=False)
+        print_sources(stream.answer())
+
+
+@contextmanager
+def _deferred_gc() -> Iterator[None]:
+    """Collect no garbage inside, and freeze the objects made inside. For the start of a program.
+
+    Imports and models create many objects that live until exit. Scanning them costs a seventh of the start time and
+    frees nothing.
+    """
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()

@@ -1,0 +1,307 @@
+"""`blendserve evaluate`, `simulate`, `cost` and `doctor`."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from blendserve import console
+from blendserve.cli.options import (
+    JsonOpt,
+    Options,
+    single_command,
+    split_list,
+    with_options,
+    with_settings,
+)
+from blendserve.config import Config, changed
+from blendserve.cost import CLAIM, CostConfig, report, with_bench, with_store
+from blendserve.evaluate.config import EvaluateConfig, settings_from
+from blendserve.paths import cache_folder, index_folder
+from blendserve.simulate.config import SimulateConfig
+from blendserve.threads import SETTLED
+
+log = logging.getLogger(__name__)
+
+
+@single_command
+@with_options(
+    plan=Options(EvaluateConfig()),
+    settings=Options(
+        settings_from(),
+        *("prompt.kv_context", "decode.max_new_tokens", "model.name", "store.location"),
+        load=settings_from,
+    ),
+)
+def evaluate(
+    plan: EvaluateConfig,
+    settings: Config,
+    name: Annotated[
+        str | None,
+        typer.Option(help="Name of the run; made from data set and setting if not given."),
+    ] = None,
+    runs: Annotated[Path, typer.Option(help="Folder for runs.")] = Path("runs"),
+    json: JsonOpt = False,
+) -> None:
+    """Compare methods on the questions of one or several data sets.
+
+    Prints fidelity to full prefill, scores against the labels, and times, and writes a report. Several data sets, with
+    commas between them, make one table. The KV of all runs shares one store unless --store names another. A stopped run
+    resumes with the same command.
+    """
+    from blendserve.evaluate import job, show  # torch and all the rest: seconds
+
+    datasets = split_list(plan.dataset)
+    try:
+        if len(datasets) > 1:
+            several = job.evaluate_each(datasets, plan, settings, runs)
+            found = {d: one if isinstance(one, str) else one.metrics for d, one in several.items()}
+            console.emit(found, json, lambda: show.show_all(found))
+        else:
+            done = job.evaluate(plan, settings, name, runs)
+            console.emit(
+                {"folder": str(done.folder), **done.metrics},
+                json,
+                lambda: show.show(done.metrics, done.folder / "report.html"),
+            )
+    except KeyboardInterrupt:
+        log.info("stopped: predictions are saved; run the same command to resume")
+        raise typer.Exit(130) from None
+
+
+@single_command
+@with_options(
+    config=Options(
+        SimulateConfig(),
+        *("nodes", "routing", "seed", "requests.number", "requests.rate", "requests.chunks"),
+        *("corpus.chunks", "corpus.zipf", "corpus.coherence", "corpus.lifetime", "tiers.memory_bytes"),
+        *("links.store_rate", "compute.ratio"),
+        load=SimulateConfig.load,
+    )
+)
+def simulate(
+    config: SimulateConfig,
+    measure: Annotated[
+        Path | None,
+        typer.Option(
+            help="Measure the compute times of this machine, write settings to this file, and exit."
+        ),
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="SVG file for a plot of TTFT and hit rate by number of nodes.")
+    ] = None,
+    valkey: Annotated[
+        str | None, typer.Option(help="URL of a Valkey server for --measure; it measures fetching, too.")
+    ] = None,
+    json: JsonOpt = False,
+) -> None:
+    """Simulate a cluster under several routing methods.
+
+    Nodes with cache tiers over a shared store, a corpus with Zipf popularity, and Poisson arrivals: hit rates by
+    tier, TTFT, throughput and bytes moved. The files in configs/simulate hold the costs of a machine:
+
+    \b
+        blendserve simulate --nodes 1,2,4,8,16 --plot nodes.svg
+        blendserve simulate -c configs/simulate/h100_8b.yaml --routing round_robin,chunks
+        blendserve simulate -c configs/simulate/h100_8b.yaml --nodes 10000 --requests 1000000 --chunks 1000000000
+        blendserve simulate --measure here.yaml && blendserve simulate -c here.yaml
+    """
+    if measure is not None:
+        from blendserve.simulate.calibrate import calibrate  # torch: seconds
+
+        links = "" if valkey else "; links are not measured without --valkey"
+        log.info("Measuring (about half a minute)%s", links)
+        measure.write_text(calibrate(config, valkey))
+        log.info("wrote %s", measure)
+        return
+    from blendserve.simulate.metrics import show
+    from blendserve.simulate.metrics import simulate as run  # torch: seconds
+
+    with console.progress("Simulating", "requests") as update:
+        figures = run(config, update)
+    console.emit(figures, json, lambda: show(figures))
+    if plot:
+        from blendserve.simulate.plots import by_nodes  # matplotlib: a second
+
+        plot.write_bytes(by_nodes(figures))
+
+
+@single_command
+@with_options(
+    config=Options(
+        CostConfig(),
+        *("machine_hour", "prefill_seconds", "load_seconds", "ratio", "chunk_tokens", "tokens"),
+        *("reuses", "months"),
+        load=CostConfig.load,
+    )
+)
+def cost(
+    config: CostConfig,
+    prices: Annotated[
+        Path | None,
+        typer.Option(help="YAML file with machine_hour and tiers; they replace those of --config."),
+    ] = None,
+    index: Annotated[
+        str | None,
+        typer.Option(
+            "--index", "-i", help="Index whose store is measured; adds a level with its bytes per token."
+        ),
+    ] = None,
+    bench: Annotated[
+        Path | None,
+        typer.Option(help="Output of `blendserve bench codec --json`; sets the levels and the prefill time."),
+    ] = None,
+    json: JsonOpt = False,
+) -> None:
+    """Compare the costs of storing and recomputing KV.
+
+    For each level of each codec in each place: break-even reuses per month, and the savings of a workload. Missing
+    numbers are named, never guessed. Prices are your own: copy configs/cost/prices.yaml and edit it:
+
+    \b
+        blendserve cost -c configs/cost/h100_8b.yaml --prices configs/cost/prices.yaml --reuses 30
+        blendserve bench codec --json > codec.json
+        blendserve cost -c configs/cost/smollm_cpu.yaml --prices configs/cost/prices.yaml --bench codec.json
+    """
+    if prices is not None:
+        given = CostConfig.load(prices).model_dump(
+            include={"currency", "machine_hour", "tiers"}, exclude_unset=True
+        )
+        config = changed(config, **given)
+    if bench is not None:
+        config = with_bench(config, bench)
+    if index is not None:
+        from blendserve.fetch import open_store  # torch: a second
+
+        with open_store(Config().store, index_folder(index) / "kv", read_only=True, persistent=True) as store:
+            config = with_store(config, store)
+    found = report(config)
+    console.emit(found, json, lambda: _show_costs(found))
+
+
+def _show_costs(found: dict[str, Any]) -> None:
+    settings = found["settings"]
+    columns = {  # title -> field of a verdict, its factor
+        "a month": ("hold", 1e6),
+        "a reuse": ("reuse", 1e6),
+        "recomputed": ("recompute", 1e6),
+        "break-even": ("break_even", 1.0),
+        "times cheaper": ("times_cheaper", 1.0),
+        f"{CLAIM:g} times at": ("claim_at", 1.0),
+        "saves a month": ("savings", 1.0),
+    }
+    console.table(
+        f"{settings['tokens']:,.0f} tokens, each used {settings['reuses']:g} times a month for {settings['months']:g} "
+        f"months; {settings['ratio']:.0%} recomputed.\nPrices in {settings['currency']} per million tokens: stored for "
+        "a month, reused once, recomputed once. Reuses per month at break-even, and where storing alone is "
+        f"{CLAIM:g} times cheaper",
+        ("place, level", *columns),
+        [
+            (f"{v['tier']}, {v['level']}", *(_number(v[field], per) for field, per in columns.values()))
+            for v in found["verdicts"]
+            if not v["missing"]
+        ],
+    )
+    for tier, level in found["keep"].items():
+        console.out.print(f"{tier}: {'store ' + level if level else 'recompute'}", markup=False)
+    if found["missing"]:
+        console.out.print(f"left out, numbers missing: {', '.join(found['missing'])}", markup=False)
+
+
+def _number(value: float | str, factor: float) -> str:
+    if isinstance(value, str):
+        return value
+    value *= factor
+    return f"{value:,.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+
+
+EXACT = ("full prefill", "cached prefix", "first cached chunk", "every chunk at ratio 1.0", "decoding")
+APPROXIMATE = ("later cached chunks at a ratio below 1.0",)
+OWN_FORWARD = ("full prefill by the model's own forward",)
+
+
+@single_command
+@with_settings("model.name")
+def doctor(settings: Config, json: JsonOpt = False) -> None:
+    """Check that blending is correct with a model on this machine.
+
+    The checks run on the model's real weights. The command also measures the costs that method auto decides by, and
+    shows the kernels in use. The exit code is 1 if a check fails.
+    """
+    from blendserve.blend.cost import calibrated  # with torch: seconds
+    from blendserve.engine.gate import check
+    from blendserve.kernels import ops
+    from blendserve.kernels.cpu.isa import LEVELS
+    from blendserve.kernels.selfcheck import cpu_status
+    from blendserve.models.loader import load_model
+    from blendserve.models.native import native_decoder
+    from blendserve.provenance import machine
+
+    reader = load_model(settings.model)
+    adapter, checks = reader.adapter, check(reader)
+    costs = calibrated(adapter, reader.fingerprint, cache_folder() / "profit", fresh=True)
+    decoder, decoding = native_decoder(adapter)
+    found = {
+        **checks.to_dict(),
+        "exact": EXACT if checks.passed else OWN_FORWARD,
+        "approximate": APPROXIMATE if checks.passed else (),
+        "kv_bytes_per_token": adapter.kv_bytes_per_token,
+        "context_tokens": adapter.context_limit,
+        "seconds": asdict(costs),
+        "kernels": {
+            "compiled": {name: asdict(cpu_status(level)) for name, level in LEVELS.items()},
+            "attention": list(adapter.attention_backends),
+            "decoding": decoding if decoder else f"layer by layer ({decoding})",
+            "measured": [asdict(row) for row in ops.tuning_results()],
+        },
+        "threads": asdict(SETTLED),
+        "machine": machine(),
+    }
+    where = f"{adapter.device}, {str(adapter.dtype).removeprefix('torch.')}"
+    console.emit(found, json, lambda: _show_health(f"{reader.name} on {where}", checks, found))
+    if not checks.passed:
+        raise typer.Exit(1)
+
+
+def _show_health(title: str, checks: Any, found: dict[str, Any]) -> None:
+    from blendserve.kernels import ops
+    from blendserve.kernels.cpu.isa import LEVELS
+    from blendserve.kernels.selfcheck import cpu_status
+    from blendserve.models import threads
+    from blendserve.provenance import describe
+
+    rows = [
+        (
+            r.check,
+            f"{r.value:.2g}",
+            f"{'>=' if r.above else '<='} {r.bound:.2g}",
+            "ok" if r.passed else "FAILED",
+        )
+        for r in checks.rows
+    ]
+    console.table(title, ("check", "measured", "bound", ""), rows)
+    costs, kernels = found["seconds"], found["kernels"]
+    together, anywhere = kernels["attention"]
+    lines = [
+        "blending is correct with this model" if checks.passed else f"cannot blend: {checks.failure}",
+        f"exact: {', '.join(found['exact'])}",
+        f"approximate: {', '.join(found['approximate']) or 'nothing'}",
+        f"kv bytes per token: {found['kv_bytes_per_token']:,}",
+        f"context tokens: {found['context_tokens']:,}",
+        f"costs for method auto: {costs['per_row'] * 1e3:.3g} ms per computed token, "
+        f"{costs['per_loaded'] * 1e6:.3g} us per loaded token, {costs['per_pair'] * 1e9:.3g} ns per attention pair, "
+        f"{costs['per_pass'] * 1e3:.3g} ms per pass",
+        f"this machine: {describe(found['machine'])}",
+        *(f"kernels for {v.title} ({v.dtype}): {cpu_status(v).reason}" for v in LEVELS.values()),
+        f"threads: {SETTLED}; {threads.RULE}",
+        f"decoding: {kernels['decoding']}",
+        f"attention: {together} for contiguous rows, {anywhere} for others",
+    ]
+    console.out.print("\n".join(lines), markup=False)
+    tuned = [(r.operation, r.shapes, *r.cells()) for r in ops.tuning_results()]
+    columns = ("operation", "shapes", "kernel", "ms", "")
+    console.table("kernels in use", columns, tuned or [("nothing was measured", "", "", "", "")])

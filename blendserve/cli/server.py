@@ -1,0 +1,167 @@
+"""`blendserve serve` and `blendserve keys ...`."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from blendserve import console
+from blendserve.cli.options import JsonOpt, RayOpt, make_app, single_command, with_settings
+from blendserve.config import Config
+from blendserve.errors import InputError
+
+log = logging.getLogger(__name__)
+KEYS = Path("keys.json")
+FileOpt = Annotated[Path, typer.Option("--file", help="Key file, as given to `serve --keys`.")]
+OwnerArg = Annotated[str, typer.Argument(help="Name of the key's owner; each name has one key.")]
+keys = make_app("Create, list and revoke API keys of the server.")
+
+
+@single_command
+@with_settings(
+    *("model.name", "serve.served_model_name", "blend.method", "blend.near", "prompt.separator"),
+    *("serve.host", "serve.port", "serve.keys", "serve.api_key", "serve.cors_origins", "serve.slots"),
+    *("serve.slot_tokens", "serve.queue", "serve.drain_s", "serve.log_text"),
+)
+def serve(
+    settings: Config,
+    index: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--index",
+            "-i",
+            help="Index to serve: a folder, a name in indexes/, or a published collection, kdn:URL/NAME. Repeat it to "
+            "serve several collections; they share the first one's store. [default: indexes/demo]",
+        ),
+    ] = None,
+    replicas: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N|MIN-MAX",
+            help="Number of engine replicas on a Ray cluster, or a range in which Ray Serve scales them. Without it, "
+            "one engine runs in this process.",
+        ),
+    ] = None,
+    ray: RayOpt = None,
+    print_config: Annotated[
+        bool, typer.Option("--print-config", help="Print all settings as YAML and exit.")
+    ] = False,
+) -> None:
+    """Serve indexes over an HTTP API that OpenAI clients can use.
+
+    Options are defaults: a request can override them. --config also reads the server's own section, `serve`.
+
+    With --replicas, this process retrieves passages and handles HTTP, and engines on a Ray cluster run the model. They
+    share one store. A request goes to the replica that has most of its chunks in memory, unless that replica is
+    overloaded:
+
+    \b
+        blendserve serve -i docs -c configs/cluster.yaml --replicas 2
+        blendserve serve -i docs -c configs/cluster.yaml --replicas 1-4      # Ray Serve scales between 1 and 4
+    """
+    if print_config:
+        console.out.print(settings.to_yaml(), markup=False, end="")
+        return
+    indexes = index or ["indexes/demo"]
+    if ray and not replicas:
+        raise InputError("--ray is the cluster for --replicas: give --replicas, too")
+    settings = settings.with_environment_key()
+    from blendserve.serve import server  # not at the top: it imports torch and FastAPI
+
+    log.info(
+        "Indexes: %s\n%s", ", ".join(indexes), settings.to_yaml(changes=True) or "Settings: the defaults"
+    )
+    if replicas is not None:
+        from blendserve.ray.ingress import serve_cluster
+        from blendserve.ray.replicas import ReplicaCount
+
+        serve_cluster(settings, indexes, ReplicaCount.parse(replicas), ray)
+    else:
+        server.serve(settings, indexes)
+
+
+@keys.command()
+def create(
+    name: OwnerArg,
+    file: FileOpt = KEYS,
+    namespace: Annotated[
+        str | None,
+        typer.Option(
+            help="Namespace of the KV cache; keys of other namespaces never hit it. [default: NAME]"
+        ),
+    ] = None,
+    collection: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Collection that the key may use; repeat it for several. [default: all collections]"
+        ),
+    ] = None,
+    read_only: Annotated[
+        bool, typer.Option("--read-only", help="Refuse adding and deleting documents.")
+    ] = False,
+    admin: Annotated[
+        bool, typer.Option("--admin", help="Allow access to /metrics and to other admin routes.")
+    ] = False,
+    max_concurrent: Annotated[
+        int | None, typer.Option(min=1, help="Concurrent requests. [default: the server's limit]")
+    ] = None,
+    max_per_minute: Annotated[
+        int | None, typer.Option(min=1, help="Requests per minute. [default: the server's limit]")
+    ] = None,
+    json: JsonOpt = False,
+) -> None:
+    """Create a key and print it once.
+
+    The file stores only the key's hash.
+    """
+    from blendserve.serve.keys import KeyFile, Tenant
+
+    tenant = Tenant(
+        name=name,
+        namespace=name if namespace is None else namespace,
+        collections=tuple(collection) if collection else None,
+        read_only=read_only,
+        admin=admin,
+        max_concurrent=max_concurrent,
+        max_per_minute=max_per_minute,
+    )
+    key = KeyFile(file).create(tenant)
+    console.emit({"name": name, "key": key}, json, key)
+
+
+@keys.command("list")
+def list_keys(file: FileOpt = KEYS, json: JsonOpt = False) -> None:
+    """List the owners of keys and their rights."""
+    from blendserve.serve.keys import KeyFile
+
+    found: list[dict[str, Any]] = [
+        {
+            "name": tenant.name,
+            "namespace": tenant.namespace,
+            "collections": tenant.collections,
+            "rights": [word for word, on in (("read-only", tenant.read_only), ("admin", tenant.admin)) if on],
+        }
+        for tenant in KeyFile(file).tenants()
+    ]
+    rows = [
+        (
+            key["name"],
+            key["namespace"],
+            "all" if key["collections"] is None else ", ".join(key["collections"]),
+            ", ".join(key["rights"]),
+        )
+        for key in found
+    ]
+    columns = ("name", "namespace", "collections", "rights")
+    console.emit({"keys": found}, json, lambda: console.table(str(file), columns, rows))
+
+
+@keys.command()
+def revoke(name: OwnerArg, file: FileOpt = KEYS) -> None:
+    """Revoke a key. A running server refuses it at once."""
+    from blendserve.serve.keys import KeyFile
+
+    KeyFile(file).revoke(name)
