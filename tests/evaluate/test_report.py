@@ -18,6 +18,7 @@ from blendserve.errors import InputError
 from blendserve.evaluate.job import Outcome
 from blendserve.evaluate.methods import parse_methods
 from blendserve.evaluate.summary import COUNTS, Predictions, headline, summarize
+from blendserve.evaluate.tables import overview, tables
 from blendserve.registry import CACHEBLEND
 from tests.support.evaluations import HOSTILE, run
 
@@ -66,6 +67,20 @@ def test_the_figures_of_two_questions_by_hand() -> None:
     assert fast["times_faster_than_rule"]["mean"] == pytest.approx(1.6)
     assert fast["mean_kl_share_of_rule"]["mean"] == pytest.approx(1.0)
     assert (near["method"], near["mean_kl_share_of_rule"]["mean"]) == ("query+shift@0.15", pytest.approx(0.3))
+
+
+def test_tables_show_the_figures_in_their_units() -> None:
+    figures = summarize(Predictions(LINES, QUESTIONS, VARIANTS), "F1", CACHEBLEND)
+    shown = {table.title: table for table in tables({**figures, "metric": "F1"})}
+    assert list(shown) == ["Quality", "Single prompts", "Time and work"]
+    for table, column, wanted in (
+        (overview("T", {**figures, "metric": "F1"}), "times faster", "5.0"),
+        (shown["Time and work"], "TTFT ms", "400"),
+        (shown["Quality"], "mean KL, nats", "0.0300"),
+        (shown["Quality"], "F1 - full's", "+0.000"),
+    ):
+        (row,) = (row for row in table.rows if str(row[0]) == "query+shift@0.15")
+        assert row[list(table.columns).index(column)].text == wanted, column
 
 
 def test_only_questions_that_every_method_answered_count() -> None:
