@@ -3,7 +3,7 @@
     [ prefix | chunk 0 | chunk 1 | chunk 2 (missing) | ... | suffix ]
       exact    exact     reused    fresh               ...   fresh
 
-exact   the KV was computed behind this very prefix, at this very position: nothing to recompute
+exact   the KV was computed after this very prefix, at this very position: nothing to recompute
 reused  the KV was computed elsewhere and is rotated to its place; a policy selects the tokens to recompute
 fresh   there is no KV, or the method does not use it: computed in this request
 
@@ -67,9 +67,7 @@ class Layout:
 
     prompt: Prompt
     segments: tuple[Segment, ...]
-    first_is_exact: (
-        bool  # whether chunk KV was computed behind this prefix, so that it is exact right behind it
-    )
+    first_is_exact: bool  # whether chunk KV was computed after this prefix, so it is exact right after it
     donor_errors: Mapping[int, str] = field(default_factory=dict)
     """chunks that donors were looked for -> why one of them could not be used, "" if none was refused"""
 

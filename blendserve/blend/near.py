@@ -37,9 +37,7 @@ from blendserve.store.shingles import NearIndex, fingerprints
 MIN_RUN = 16  # reused tokens of a run
 CONTEXT_MARGIN = 8  # tokens of a run before those
 MAX_DONORS = 4  # of one chunk
-PAIRS_PER_TOKEN = (
-    256  # pairs of equal tokens of a chunk and a donor that are compared, for each token of the chunk
-)
+PAIRS_PER_TOKEN = 256  # equal pairs of a chunk's and a donor's tokens to compare, for each token of the chunk
 IDS_PER_READ = 256  # chunks whose tokens are read at a time: some 300 KB of headers in a round trip
 FIRST_WAIT_S = 0.5  # for an index that is being built: enough for some thousand chunks
 REFRESH_S = 300.0  # until chunks that other processes store are found

@@ -117,7 +117,7 @@ def _used(segment: Segment) -> tuple[Reason, str]:
     if segment.chunk is None:
         return Reason.STORED, "It was stored, computed as it stands here."
     if segment.source == COMPUTED:
-        said = "It was computed here, without the passages before it, while others were on their way."
+        said = "It was computed here, without the passages before it, while others were transferred."
         return Reason.COMPUTED, said
     if segment.state is State.EXACT:
         said = "It was stored, and stands right behind the prefix, as it did when its KV was computed."

@@ -11,7 +11,7 @@ passages about nothing in particular, which are no part of it, as retrieved text
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from blendserve.errors import InputError, TablesMissing
 from blendserve.models.forward import Row
 from blendserve.models.kv_cache import KVCache
 from blendserve.models.loader import LoadedModel
+from blendserve.models.model import DecoderModel
 from blendserve.models.runner import append, append_each
 from blendserve.models.sources import BUNDLED
 from blendserve.registry import CODECS, parse_codec
@@ -133,61 +134,54 @@ def self_generated_text(
     reader: LoadedModel, tokens: int, progress: Progress = lambda done, total: None
 ) -> list[TokenIds]:
     """Texts of `tokens` tokens together, the same each time, to rounding; without end and control tokens."""
-    generator = _Generator(reader)
-    ids: list[TokenIds] = []
-    while (missing := tokens - TEXT_TOKENS * len(ids)) > 0:
-        columns: list[list[int]] = []
-        for column in generator.batch(min(BATCH, -(-missing // TEXT_TOKENS))):
-            columns.append(column)
-            progress(tokens - max(0, missing - len(columns) * len(column)), tokens)
-        ids += zip(*columns, strict=True)
-    ids[-1:] = [text[: TEXT_TOKENS + missing] for text in ids[-1:]]  # missing <= 0
-    return ids
-
-
-class _Generator:
-    """Samples from a model, from a seed."""
-
-    def __init__(self, reader: LoadedModel) -> None:
-        added = getattr(reader.tokenizer, "added_tokens_decoder", {})
-        control = {*reader.end_tokens, *(i for i, token in added.items() if token.special)}
-        self._model = reader.adapter
-        self._allowed = torch.ones(reader.adapter.vocab_size)
-        self._allowed[[i for i in control if i < len(self._allowed)]] = 0.0
-        self._random = torch.Generator().manual_seed(0)
-        text = PRIMER.read_text("utf-8").strip() + "\n\n"
-        primer = literal_tokenizer(reader.tokenizer)(
-            text, add_special_tokens=False, split_special_tokens=True
-        )["input_ids"]
-        primer = primer[max(0, len(primer) - (reader.adapter.context_limit - TEXT_TOKENS)) :]
-        self._primer = KVCache(self._model, len(primer))
-        if primer:
-            append(self._model, self._primer, 0, primer)
-
-    def batch(self, n: int) -> Iterator[list[int]]:
-        """TEXT_TOKENS times the next token of n texts, of which every other one stands after the primer."""
-        starts = [self._primer.capacity * (text % 2) for text in range(n)]
-        caches = [self._cache_after(start) for start in starts]
-        tokens = self._sample(torch.ones(n, FREQUENT))
-        yield tokens
+    model, primer, sample = reader.adapter, _primer_cache(reader), _sampler(reader)
+    texts: list[TokenIds] = []
+    while (missing := tokens - TEXT_TOKENS * len(texts)) > 0:
+        n = min(BATCH, -(-missing // TEXT_TOKENS))
+        starts = [primer.capacity * (text % 2) for text in range(n)]  # every other one after the primer
+        caches = [_cache_after(model, primer, start) for start in starts]
+        columns = [sample(torch.ones(n, FREQUENT))]
         for at in range(TEXT_TOKENS - 1):
-            rows = [
-                Row(cache, start + at, token)
-                for cache, start, token in zip(caches, starts, tokens, strict=True)
-            ]
-            tokens = self._sample(append_each(self._model, rows).float().softmax(dim=-1).cpu())
-            yield tokens
+            latest = zip(caches, starts, columns[-1], strict=True)
+            rows = [Row(cache, start + at, token) for cache, start, token in latest]
+            columns.append(sample(append_each(model, rows).float().softmax(dim=-1).cpu()))
+            progress(tokens - max(0, missing - len(columns) * n), tokens)
+        texts += zip(*columns, strict=True)
+    texts[-1:] = [text[: TEXT_TOKENS + missing] for text in texts[-1:]]  # missing <= 0
+    return texts
 
-    def _cache_after(self, start: int) -> KVCache:
-        """With the first `start` tokens of the primer, and room for a text."""
-        cache = KVCache(self._model, start + TEXT_TOKENS)
-        cache.keys[:, :, :start] = self._primer.keys[:, :, :start]
-        cache.values[:, :, :start] = self._primer.values[:, :, :start]
-        return cache
 
-    def _sample(self, probabilities: Tensor) -> list[int]:
-        """Of the whole vocabulary or its front [n, V] -> a token each."""
-        width = min(probabilities.shape[1], len(self._allowed))
-        allowed = probabilities[:, :width] * self._allowed[:width]
-        tokens: list[int] = torch.multinomial(allowed, 1, generator=self._random)[:, 0].tolist()
+def _primer_cache(reader: LoadedModel) -> KVCache:
+    """The KV of the primer's last tokens, with which a text fits the context."""
+    text = PRIMER.read_text("utf-8").strip() + "\n\n"
+    literal = literal_tokenizer(reader.tokenizer)
+    ids = literal(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+    ids = ids[max(0, len(ids) - (reader.adapter.context_limit - TEXT_TOKENS)) :]
+    cache = KVCache(reader.adapter, len(ids))
+    if ids:
+        append(reader.adapter, cache, 0, ids)
+    return cache
+
+
+def _cache_after(model: DecoderModel, primer: KVCache, start: int) -> KVCache:
+    """With the first `start` tokens of the primer, and room for a text."""
+    cache = KVCache(model, start + TEXT_TOKENS)
+    cache.keys[:, :, :start] = primer.keys[:, :, :start]
+    cache.values[:, :, :start] = primer.values[:, :, :start]
+    return cache
+
+
+def _sampler(reader: LoadedModel) -> Callable[[Tensor], list[int]]:
+    """Probabilities [n, V] of the vocabulary, or of its front -> a token each, from a seed."""
+    added = getattr(reader.tokenizer, "added_tokens_decoder", {})
+    control = {*reader.end_tokens, *(i for i, token in added.items() if token.special)}
+    allowed, random = torch.ones(reader.adapter.vocab_size), torch.Generator().manual_seed(0)
+    allowed[[i for i in control if i < len(allowed)]] = 0.0
+
+    def sample(probabilities: Tensor) -> list[int]:
+        width = min(probabilities.shape[1], len(allowed))
+        weights = probabilities[:, :width] * allowed[:width]
+        tokens: list[int] = torch.multinomial(weights, 1, generator=random)[:, 0].tolist()
         return tokens
+
+    return sample

@@ -91,10 +91,7 @@ class Collections:
 
         Raises IndexMissing, IndexMismatch, and ConfigError for two of one name.
         """
-        made, names = (
-            first.manifest,
-            [Path(index).name for index in indexes],
-        )  # a folder's name is its index's
+        made, names = first.manifest, [Path(index).name for index in indexes]
         found = {names[0]: first}
         for name, index in zip(names[1:], indexes[1:], strict=True):
             if name in found:

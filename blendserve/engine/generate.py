@@ -59,7 +59,7 @@ class Sequence:
         self.answer: Answer | None = None
         self.ttft = 0.0  # seconds from the request to its first token
         self.n_new = 0  # tokens of the last step, with an end token
-        self.gap_s = 0.0  # seconds that each of them took
+        self.gap_s = 0.0  # mean time of each of them
         self._hold, self._end = hold, reader.end_tokens
         self._sampler = Sampler(plan.decode)
         self._detokenizer = Detokenizer(reader.tokenizer, plan.decode.stop)
@@ -81,7 +81,7 @@ class Sequence:
             self._hold.close()
 
     def next_tokens(self, draft_room: int = 0) -> tuple[int, list[int]]:
-        """What the next step runs: position of the last token; that token, and a draft of at most so many more."""
+        """What the next step runs: position of the last token; that token, and a draft of at most `draft_room` more."""
         decode = self.plan.decode
         room = min(draft_room, decode.max_new_tokens - len(self._tokens) - 1)
         if room > 0 and decode.drafts:

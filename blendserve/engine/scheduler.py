@@ -79,7 +79,7 @@ class Scheduler:
         self._task: BackgroundTask | None = None  # the one that has begun
         self._throttle = throttle or BackgroundThrottle()
         self._since_task = 0  # requests prefilled
-        self._preparing: Counter[str] = Counter()  # by tenant: requests that are on their way here
+        self._preparing: Counter[str] = Counter()  # by tenant: requests that are being prepared
         self._tenants: set[str] = set()  # the first two
         self._clock = clock
         self._decode_at = -float("inf")  # when running requests decode next, within prefills

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from blendserve.blend.keys import ChunkKeys
 from blendserve.config import Config, ServeConfig
 from blendserve.engine.documents import Collections
 from blendserve.engine.engine import Engine, index_owner
@@ -35,7 +36,6 @@ from blendserve.serve.engine_client import (
 from blendserve.serve.keys import Tenant
 from blendserve.serve.metrics import HttpMetrics
 from blendserve.serve.server import HttpServer, local_indexes
-from blendserve.store import chunk_key
 from blendserve.timing import Clock
 
 log = logging.getLogger(__name__)
@@ -98,12 +98,8 @@ class RayEngineClient:
 
     def _chunk_keys(self, plan: Plan, namespace: str) -> frozenset[bytes]:
         """The store's keys of the prompt's chunks."""
-        facts, context = self._facts, self._prompts.kv_context
-        return frozenset(
-            chunk_key(facts.fingerprint, context, chunk.ids, facts.dtype, namespace)
-            for chunk in plan.prompt.chunks
-            if len(chunk)
-        )
+        key = ChunkKeys(self._facts.fingerprint, self._facts.dtype, self._prompts.kv_context, namespace)
+        return frozenset(key(chunk.ids) for chunk in plan.prompt.chunks if len(chunk))
 
 
 def serve_cluster(

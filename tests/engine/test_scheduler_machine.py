@@ -99,10 +99,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.turn = self.tasks = 0
         self.timeline: list[float] = []  # within a prefill: seconds of a layer, or less 0 of a decoding step
         self.since_decode = 0.0  # seconds of prefill while requests run
-        self.batch, self.failing = (
-            list[Sent](),
-            list[Sent](),
-        )  # of the last step; of a failed one, not told yet
+        self.batch, self.failing = list[Sent](), list[Sent]()  # of a step; not told yet that it failed
         self.closed, self.stopped, self.log = False, False, list[str]()
         self.arm(None)
 
