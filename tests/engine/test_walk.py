@@ -39,7 +39,7 @@ SIDE_ROOMS = {
     "blend/scoring.py": {"suffix_scores"},
     "blend/corrections/": {"__init__", "apply"},
     "fetch/": {"fetch", "waited_s", "record", "record_reading"},
-    "store/": {"n_layers"},
+    "store/": {"__init__"},
     "kernels/": {"on", "at", "last", "__len__", "plans_by_window", "attend"},
     "models/model.py": {
         "device",
