@@ -34,6 +34,7 @@ BENCHES: dict[str, str] = {  # options: the shortest run whose medians hold stil
     "store": "",
     "codec": "--codecs raw,int8,cachegen@1,predict@1,predict@3 --fit-tokens 4096 --repeats 3",
     "near_duplicates": "",
+    "embedding": "",
     "startup": "",
     "auto": "--repeats 3",
     "delivery": "",
@@ -41,6 +42,7 @@ BENCHES: dict[str, str] = {  # options: the shortest run whose medians hold stil
     "sharing": "--questions 10",
     "noisy_neighbor": "--repeats 2 --seconds 15",
     "serving": "--load-factors 1,2 --seconds 15",
+    "cpu_contention": "--no-libgomp",
 }
 CORE = ("ttft", "decode", "precompute", "store", "codec", "serving")  # the others are in benchmarks/
 # Of a checkout of before the harness: its name of a bench, its options where they differ, and today's names of its
@@ -57,6 +59,7 @@ FORMER: dict[str, tuple[str, str | None, dict[str, str]]] = {
                               r"codecs\.(.+)\.bytes_per_token": r"codec=\1 bytes_per_token",
                               r"prefill\.median": "operation=prefill time_s"}),
     "near_duplicates": ("near", None, {r"methods\.(.+)\.ttft\.median": r"passages=\1 ttft_s"}),
+    "embedding": ("embed", None, {r"passages_per_second\.(.+)\.median": r"library=\1 passages_per_s"}),
     "startup": ("start", None, {r"processes\.(.+)\.median": r"process=\1 time_s"}),
     "auto": ("auto", None, {}),
     "delivery": ("delivery", None, {r"cells\.(.+)\.contestants\.(.+)\.ttft\.median": r"client=\2 link=\1 ttft_s"}),
@@ -70,6 +73,7 @@ FORMER: dict[str, tuple[str, str | None, dict[str, str]]] = {
     "serving": ("serving", "--shares 1,2 --seconds 15 --minutes 8 --out {scratch}/serving",
                 {r"saturation_rps\.(\w+)": r"load=saturation method=\1 answered_per_s",
                  r"p95_ttft_at_full_saturation\.(\w+)": r"load=1.0 method=\1 ttft_p95_s"}),
+    "cpu_contention": ("crowded", "--ours-alone", {}),
 }  # fmt: skip
 RENAMED = {
     "CacheGen's rule, our way": "CacheGen rule, pipelined",

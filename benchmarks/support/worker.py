@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,14 +29,15 @@ class WorkerProcess:
         task: Any,
         log: Path,
         environment: Mapping[str, str] | None = None,
+        launcher: Sequence[str] = (),
     ) -> None:
-        """log: where its stderr goes. Raises InputError when it ends at once."""
+        """log: where its stderr goes. launcher: words before the command. Raises InputError when it ends at once."""
         self._log, self._lock = log, threading.Lock()
         inherited = os.environ if environment is None else environment
         path = os.pathsep.join(filter(None, [str(ROOT), inherited.get("PYTHONPATH", "")]))
         with log.open("w") as stderr:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", module],
+                [*launcher, sys.executable, "-m", module],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stderr,

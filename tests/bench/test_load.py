@@ -1,26 +1,108 @@
-"""What a bench puts beside or before what it measures: workers, a link."""
+"""What a bench puts beside or before what it measures: workers, busy processes, one core's time, a link."""
 
 from __future__ import annotations
 
 import os
 import socket
 import socketserver
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
+from benchmarks.cpu_contention import BusyProcesses, one_core
 from benchmarks.startup import run_process
 from benchmarks.support.proxy import GBIT, LinkConditions, Proxy, ProxyProcess, changing, constant, network
-from benchmarks.support.worker import WorkerProcess
+from benchmarks.support.worker import ROOT, WorkerProcess
 from blendserve.errors import InputError
+from tests.support.waiting import eventually
 
 KB = 1 << 10
+HANGS = """
+from benchmarks.cpu_contention import BusyProcesses
+with BusyProcesses() as busy:
+    busy.set(1)
+    print("on", flush=True)
+    input()
+"""
+
+
+def children(of: int | None = None) -> set[int]:
+    """Processes whose parent is this one, or `of`."""
+    found = set()
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        if (words := stat(status.parent.name)) and int(words[1]) == (of or os.getpid()):
+            found.add(int(status.parent.name))
+    return found
+
+
+def stat(pid: object) -> list[str]:
+    """A process's state, parent and so on; [] when it has ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def test_busy_processes_compute_and_end() -> None:
+    before = children()
+    with BusyProcesses() as busy:
+        busy.set(3)
+        busy.set(2)
+        started = children() - before
+        assert len(started) == 2
+        assert all(os.getpgid(pid) == pid and os.getsid(pid) == os.getsid(0) for pid in started)
+        eventually(lambda: all(int(stat(pid)[11]) for pid in started))  # ticks of CPU time
+        busy.processes[0].kill()
+        busy.processes[0].wait()
+        with pytest.raises(InputError):
+            busy.set(2)
+        busy.processes.pop(0)
+    assert children() == before
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a signal at the parent's death is Linux's")
+def test_busy_processes_end_with_a_bench_that_is_killed() -> None:
+    command, pipe = [sys.executable, "-c", HANGS], subprocess.PIPE
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment) as bench:
+        assert bench.stdout is not None
+        bench.stdout.readline()
+        (pid,) = children(bench.pid)
+        bench.kill()
+        bench.wait()
+        eventually(lambda: stat(pid)[:1] in ([], ["Z"]))
+
+
+def test_one_core_is_a_cgroup_or_an_affinity(tmp_path: Path) -> None:
+    before = os.sched_getaffinity(0)
+    seen: list[Any] = []
+
+    def start(launcher: Sequence[str]) -> WorkerProcess:
+        seen.append((list(launcher), os.sched_getaffinity(0)))
+        return cast(WorkerProcess, None)
+
+    with one_core(tmp_path) as launch:  # an ordinary folder: no cgroup can be made
+        launch(start)
+    assert seen == [([], {max(before)})]
+    assert os.sched_getaffinity(0) == before
+    with one_core() as launch:
+        launch(start)
+        launcher, allowed = seen[1]
+        if not launcher:
+            pytest.skip("no cgroup can be made here")
+        assert allowed == before
+        command = [*launcher, "cat", "/proc/self/cgroup"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        assert Path(launcher[-1]).parent.name in done.stdout
+    assert not Path(launcher[-1]).parent.exists()
 
 
 def test_a_measured_process_that_fails_is_an_error(tmp_path: Path) -> None:
