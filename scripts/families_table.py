@@ -49,7 +49,7 @@ real weights on which the checks passed; elsewhere the evidence is tiny models.
 GGUF = """\
 ## GGUF files
 
-blendserve converts its bundled `smollm2-135m` by itself. For any other file it uses transformers, which needs
+blendserve has its own converter for the bundled `smollm2-135m`. For any other file it uses transformers, which needs
 two more packages: `pip install gguf accelerate`.
 
 It refuses files that scale their RoPE (Llama 3.1 and later, Gemma 3 from 4B), because transformers'

@@ -53,8 +53,8 @@ def open_store(
         return _with_remote(opened, config, remote) if remote else opened
     if remote:
         raise ConfigError(
-            "settings 'store.location' and 'store.remote.location' cannot both name a collection or a server that chunks "
-            f"are only read from: set store.remote.location: {config.location} alone",
+            f"nothing can be stored in the delivery service {config.location}, so 'store.remote' is of no use behind it: "
+            "give it as store.remote.location, and leave store.location out or set it to a folder",
             setting="store.remote",
         )
     return TieredStore(MemoryStore(0), opened)

@@ -4,7 +4,7 @@
     copy stream        copy l                                                                   | copy l+1 ...
     computing stream   layer l-1                                           | wait for copy l    | layer l ...
 
-A copy from pageable memory keeps the host busy; pinned memory the device reads by itself. So layers in the store's map
+A copy from pageable memory keeps the host busy; pinned memory is read by the device alone. So layers in the store's map
 go through a few pinned buffers in turn. Only the loader thread waits for a buffer to become free. Tensors that are
 pinned already are sent as they are, and tensors on the device stay there. The computing stream waits for an event, the
 computing thread for the loader alone.

@@ -51,10 +51,7 @@ BUSY = (
 
 
 class KdnSource:
-    """A RemoteSource of one collection; it opens whether the service answers or not.
-
-    Raises ConfigError if the settings name no collection.
-    """
+    """A RemoteSource of one collection; it opens whether the service answers or not."""
 
     persistent = needs_folder = False
     batch_bytes, max_interleaved = 0, MAX_INTERLEAVED
