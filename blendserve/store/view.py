@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 
@@ -17,6 +18,8 @@ from blendserve.store.record import ChunkRecord
 @dataclass(eq=False)
 class ChunkView:
     """One chunk's KV, layer by layer. Threads may share it."""
+
+    in_memory: ClassVar[bool] = False  # whether a layer is there without reading, checking or decoding
 
     n_layers: int
     n_tokens: int
@@ -41,6 +44,8 @@ class ChunkView:
 
 class TensorView(ChunkView):
     """A view of tensors. No two have the same version."""
+
+    in_memory = True
 
     def __init__(self, kv: ChunkKV) -> None:
         n_layers, n_bytes = int(kv.keys.shape[0]), kv.n_bytes

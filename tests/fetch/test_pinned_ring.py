@@ -25,6 +25,8 @@ LAYERS = 9
 class Unstable(TensorView):
     """A view as of a map: what it gave for a layer is gone when it is read again."""
 
+    in_memory = False
+
     def __init__(self, kv: ChunkKV) -> None:
         super().__init__(kv)
         self.chunk = TensorView(kv)
