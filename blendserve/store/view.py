@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 
@@ -19,14 +18,13 @@ from blendserve.store.record import ChunkRecord
 class ChunkView:
     """One chunk's KV, layer by layer. Threads may share it."""
 
-    in_memory: ClassVar[bool] = False  # whether a layer is there without reading, checking or decoding
-
     n_layers: int
     n_tokens: int
     n_bytes: int  # of all layers, as stored
     raw_bytes: int  # of keys and values over all layers, as `layer` returns them
     version: Hashable  # equal only for views of the same bytes
     read: Callable[[int], Pair]
+    in_memory: bool = False  # decoded already: `layer` costs nothing
 
     def layer(self, l: int) -> Pair:
         """Layer l's keys before RoPE and values, [K, C, D] each, read-only by convention.
@@ -45,13 +43,10 @@ class ChunkView:
 class TensorView(ChunkView):
     """A view of tensors. No two have the same version."""
 
-    in_memory = True
-
     def __init__(self, kv: ChunkKV) -> None:
         n_layers, n_bytes = int(kv.keys.shape[0]), kv.n_bytes
-        super().__init__(
-            n_layers, kv.n_tokens, n_bytes, n_bytes, object(), lambda l: (kv.keys[l], kv.values[l])
-        )
+        read: Callable[[int], Pair] = lambda l: (kv.keys[l], kv.values[l])  # noqa: E731
+        super().__init__(n_layers, kv.n_tokens, n_bytes, n_bytes, object(), read, True)
 
 
 class RecordView(ChunkView):

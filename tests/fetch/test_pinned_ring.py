@@ -25,10 +25,9 @@ LAYERS = 9
 class Unstable(TensorView):
     """A view as of a map: what it gave for a layer is gone when it is read again."""
 
-    in_memory = False
-
     def __init__(self, kv: ChunkKV) -> None:
         super().__init__(kv)
+        self.in_memory = False
         self.chunk = TensorView(kv)
         both = torch.stack([kv.keys[0], kv.values[0]])  # side by side, as in a record
         self.page = both[0], both[1]
