@@ -20,7 +20,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor, TimeoutError
 from contextlib import contextmanager
@@ -29,11 +28,9 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 
 from blendserve.errors import StoreError, StoreLeftAlone, StoreUnavailable, unraised
 from blendserve.store.clock import Clock
-from blendserve.store.key import ChunkKey
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 WORKERS = 4
-FAILED_S, MAX_FAILED = 10.0, 4096
 
 HINT = "beside its url in the settings"
 
@@ -261,41 +258,6 @@ class BoundedClient:
                 self.peer.disconnect(client)
             except Exception as error:
                 log.debug("a connection did not end cleanly: %s", error)
-
-
-class NegativeCache:
-    """Chunks whose reading failed, for some seconds each; the newest are kept. Thread-safe.
-
-    Absent chunks do not belong here: they cost nothing, and another engine may store them at any moment.
-    """
-
-    def __init__(
-        self, seconds: float = FAILED_S, most: int = MAX_FAILED, now: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._seconds, self._most, self._now = seconds, most, now
-        self._until: OrderedDict[ChunkKey, tuple[float, str]] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def add(self, key: ChunkKey, why: str) -> None:
-        with self._lock:
-            self._until[key] = self._now() + self._seconds, why
-            self._until.move_to_end(key)
-            while len(self._until) > self._most:
-                self._until.popitem(last=False)
-
-    def why(self, key: ChunkKey) -> str:
-        """Why the chunk is not read now; "" if it may be."""
-        with self._lock:
-            until, why = self._until.get(key, (0.0, ""))
-            if why and until <= self._now():
-                del self._until[key]
-                return ""
-            return why
-
-    def forget(self, key: ChunkKey) -> None:
-        """It was stored again."""
-        with self._lock:
-            self._until.pop(key, None)
 
 
 class Deadline:
